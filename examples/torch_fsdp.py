@@ -1,4 +1,6 @@
-"""Train with FSDP2 and weights gathered in FP8: torchrun --nproc-per-node 2 examples/torch_fsdp.py"""
+"""Train with FSDP2 and weights gathered in FP8: torchrun --nproc-per-node 2
+examples/torch_fsdp.py
+"""
 
 import torch
 from torch import distributed, nn
@@ -15,9 +17,14 @@ def main() -> None:
     mesh = init_device_mesh(device, (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
 
     torch.manual_seed(0)  # the same masters on every rank
-    blocks = [nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(4)]
+    blocks = [
+        nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+        for _ in range(4)
+    ]
     model = nn.Sequential(*blocks, nn.Linear(256, 16)).to(device)
-    model = ft.parallel.parallelize(model, "delayed", mesh=mesh, blocks=blocks, amax_scope="global", checkpointing="full")
+    model = ft.parallel.parallelize(
+        model, "delayed", mesh=mesh, blocks=blocks, amax_scope="global", checkpointing="full"
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     torch.manual_seed(1 + distributed.get_rank())  # every rank its own batch

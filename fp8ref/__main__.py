@@ -1,7 +1,7 @@
 """``python -m fp8ref`` is the ``fp8ref`` command.
 
-As in the command, modules of the working directory are not found, unless it is on PYTHONPATH: a file there could have
-the name of any library.
+As in the command, modules of the working directory are not found, unless it is on PYTHONPATH: a
+file there could have the name of any library.
 """
 
 import os

@@ -15,7 +15,21 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import fp8ref
-from fp8ref.commands import ablate, certify, conform, crosscheck, data, demo, estimate, probe, runs, supervision, sweep, train, vectors
+from fp8ref.commands import (
+    ablate,
+    certify,
+    conform,
+    crosscheck,
+    data,
+    demo,
+    estimate,
+    probe,
+    runs,
+    supervision,
+    sweep,
+    train,
+    vectors,
+)
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, PIPE, STOPPED
 from fp8ref.shared import clauses as specification
 from fp8ref.shared import console, extras
@@ -58,14 +72,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     known, options = _parser().parse_known_args(words)
     if arguments is None and known.timeout is None:
-        # of multiprocessing and compilers, which would find modules of any name in the working directory
+        # of multiprocessing and compilers, which would find modules of any name in the working
+        # directory
         os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
-        code = supervision.in_child(known.timeout) if supervised and known.timeout is not None else _run(known, options)
+        code = (
+            supervision.in_child(known.timeout)
+            if supervised and known.timeout is not None
+            else _run(known, options)
+        )
         sys.stdout.flush()
     except KeyboardInterrupt as error:
-        with contextlib.suppress(BrokenPipeError):  # whoever reads it may have ended of the same Ctrl-C
-            said = f"fp8ref: {error}" if str(error) else "interrupted; files written so far are kept"
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # whoever reads it may have ended of the same Ctrl-C
+            said = (
+                f"fp8ref: {error}" if str(error) else "interrupted; files written so far are kept"
+            )
             print(console.one_line(said), file=sys.stderr, flush=True)
         code = INTERRUPTED
     except BrokenPipeError:  # whoever read what this prints, such as head, has ended
@@ -81,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             remedy = extras.remedy(error) if isinstance(error, ImportError) else None
             said = _with_names_of_one_line(remedy or str(error), words)
-            # all lines but the first are indented: a name of several from a file begins none as fp8ref does
+            # all lines but the first are indented: a name of several from a file begins none as
+            # fp8ref does
             lines = [*f"fp8ref: {said}".split("\n"), *specification.addresses(said)]
             print(console.printable("\n  ".join(map(_shortened, lines))), file=sys.stderr)
             code = failed
@@ -113,19 +137,35 @@ def _run(known: argparse.Namespace, options: list[str]) -> int:
         if known.timeout is None or isinstance(error, Exception):
             raise
         raise ValueError(
-            f"the function raised {type(error).__name__}({error}), and there is no verdict. Let it raise an Exception."
+            f"the function raised {type(error).__name__}({error}), and there is no verdict. Let "
+            "it raise an Exception."
         ) from error
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="fp8ref", description="Train in FP8 with JAX or PyTorch from one config, and compare both with the specification."
+        prog="fp8ref",
+        description="Train in FP8 with JAX or PyTorch from one config, and compare both with the "
+        "specification.",
     )
     parser.add_argument("--version", action="version", version=f"fp8ref {fp8ref.__version__}")
     parser.set_defaults(timeout=None)  # of a command that runs in a child
     parser.set_defaults(leave=None)  # how a process of several ends, given the exit code
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for kind in (train, sweep, ablate, demo, estimate, crosscheck, certify, conform, probe, vectors, runs, data):
+    for kind in (
+        train,
+        sweep,
+        ablate,
+        demo,
+        estimate,
+        crosscheck,
+        certify,
+        conform,
+        probe,
+        vectors,
+        runs,
+        data,
+    ):
         kind.add(commands)
     return parser
 

@@ -2,9 +2,9 @@
 float32, bfloat16 and float16.
 
 A format is a layout and a rule for its special codes; everything else is derived. Nothing here
-rounds: see ``sim/quantize/cast.py``. ``FP8_FORMATS`` holds the four formats that tensors are quantized to,
-by name, and ``FP4_FORMATS`` the one that they are quantized to under simulation; ``FORMATS`` holds
-all of them.
+rounds: see ``sim/quantize/cast.py``. ``FP8_FORMATS`` holds the four formats that tensors are
+quantized to, by name, and ``FP4_FORMATS`` the one that they are quantized to under simulation;
+``FORMATS`` holds all of them.
 """
 
 from dataclasses import dataclass
@@ -109,7 +109,9 @@ E4M3FNUZ = Format(name="e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, spe
 E5M2FNUZ = Format(name="e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16, specials="fnuz")
 """FP8 with 5 exponent and 2 mantissa bits: max 57344, no infinities, no negative zero (F-3)."""
 
-E8M0FNU = Format(name="e8m0fnu", exponent_bits=8, mantissa_bits=0, bias=127, specials="fn", signed=False)
+E8M0FNU = Format(
+    name="e8m0fnu", exponent_bits=8, mantissa_bits=0, bias=127, specials="fn", signed=False
+)
 """Powers of two from 2^-127 to 2^127, and NaN: 8 exponent bits, for scales (F-4)."""
 
 E2M1FN = Format(name="e2m1fn", exponent_bits=2, mantissa_bits=1, bias=1, specials="finite")
@@ -140,4 +142,7 @@ FORMATS = {**FP8_FORMATS, **{f.name: f for f in (E8M0FNU, E2M1FN, BFLOAT16, FLOA
 def check(fmt: object) -> None:
     """ValueError unless fmt is a Format: a name is not."""
     if not isinstance(fmt, Format):
-        raise ValueError(f"fmt is a Format, such as fp8ref.formats.E4M3FN; got {fmt!r}. Formats by name are in fp8ref.formats.FORMATS.")
+        raise ValueError(
+            f"fmt is a Format, such as fp8ref.formats.E4M3FN; got {fmt!r}. Formats by name are "
+            "in fp8ref.formats.FORMATS."
+        )

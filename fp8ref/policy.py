@@ -14,8 +14,19 @@ from typing import Literal, get_args
 from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT32, Format
 from fp8ref.shared import registry
 
-Ratio = Literal["max/amax", "max*(1/amax)", "amax/max", "amax*(1/max)", "exponents", "exponents_up", "exponents_even", "one"]
-"""What a policy computes first: a scale, or with the others a scale_inv; ``one`` computes nothing (S-21)."""
+Ratio = Literal[
+    "max/amax",
+    "max*(1/amax)",
+    "amax/max",
+    "amax*(1/max)",
+    "exponents",
+    "exponents_up",
+    "exponents_even",
+    "one",
+]
+"""What a policy computes first: a scale, or with the others a scale_inv; ``one`` computes nothing
+(S-21).
+"""
 
 Special = Literal["compute", "one", "keep", "keep_inverse"]
 """The scale of a zero, infinite or NaN amax.
@@ -30,7 +41,9 @@ Overflow = Literal["inf", "float32_max", "bfloat16_max"]
 """The scale that replaces one above float32's range: infinity, or a dtype's largest number."""
 
 PowerOfTwo = Literal["mask", "exp2_log2", "cut"]
-"""How a scale is rounded to a power of two: by its bits, or by way of a float32 logarithm (S-4); cut (S-20)."""
+"""How a scale is rounded to a power of two: by its bits, or by way of a float32 logarithm (S-4);
+cut (S-20).
+"""
 
 Stored = Literal["scale", "scale_inv"]
 """Which of the two a cast applies: it multiplies by ``scale``, or divides by ``scale_inv``."""
@@ -54,15 +67,17 @@ class E8M0Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevel:
-    """Scales of blocks that are numbers of an 8-bit format, under one float32 scale of the tensor (S-22).
+    """Scales of blocks that are numbers of an 8-bit format, under one float32 scale of the tensor
+    (S-22).
 
-    tensor     the scale of the tensor: ``encode``, multiplies into the range of the blocks' scales and
-               is made first; ``decode``, multiplies out of it and is made first; ``none``: there is
-               none, and the blocks' scales are the only ones.
+    tensor     the scale of the tensor: ``encode``, multiplies into the range of the blocks' scales
+               and is made first; ``decode``, multiplies out of it and is made first; ``none``:
+               there is none, and the blocks' scales are the only ones.
     smallest   the least scale of a block: a smaller one becomes it; 0 has no effect.
     block_fmt  the format of the blocks' scales.
 
-    Raises:    ValueError: an unknown word, a smallest outside [0, 1), a block_fmt other than e4m3fn.
+    Raises:    ValueError: an unknown word, a smallest outside [0, 1), a block_fmt other than
+               e4m3fn.
     """
 
     tensor: Literal["encode", "decode", "none"]
@@ -71,9 +86,14 @@ class TwoLevel:
 
     def __post_init__(self) -> None:
         if self.tensor not in ("encode", "decode", "none"):
-            raise ValueError(f"the tensor's scale is one of encode, decode, none; got {self.tensor!r}.")
+            raise ValueError(
+                f"the tensor's scale is one of encode, decode, none; got {self.tensor!r}."
+            )
         if not 0 <= self.smallest < 1 or self.block_fmt != E4M3FN:
-            raise ValueError(f"smallest is in [0, 1) and block_fmt e4m3fn; got {self.smallest}, {self.block_fmt}.")
+            raise ValueError(
+                f"smallest is in [0, 1) and block_fmt e4m3fn; got {self.smallest}, "
+                f"{self.block_fmt}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +127,8 @@ class ScalePolicy:
     one_below     of a scale_inv: a smaller one becomes 1; 0 has no effect (S-20).
     factor        of a scale_inv: it is multiplied by RN32(factor), in float32 (S-20).
     scale_dtype   of a scale_inv: it is rounded to this dtype (S-20).
-    two_level     scales of blocks under a scale of the tensor (S-22): no other decision goes with it.
+    two_level     scales of blocks under a scale of the tensor (S-22): no other decision goes with
+                  it.
 
     Raises:       ValueError: eps outside [0, 1), margin not an integer from 0 to 64, an unknown
                   word, or decisions that contradict each other.
@@ -137,39 +158,68 @@ class ScalePolicy:
         for key in ("zero", "infinite", "nan"):
             self._one_of(key, Special)
         if self.power_of_two not in (None, *get_args(PowerOfTwo)):
-            raise ValueError(f"power_of_two is None, 'mask' or 'exp2_log2', or 'cut' of a scale_inv; got {self.power_of_two!r}.")
+            raise ValueError(
+                "power_of_two is None, 'mask' or 'exp2_log2', or 'cut' of a scale_inv; got "
+                f"{self.power_of_two!r}."
+            )
         if not 0 <= self.eps < 1:
             raise ValueError(f"eps must be in [0, 1); got {self.eps}.")
-        if isinstance(self.margin, bool) or not isinstance(self.margin, int) or not 0 <= self.margin <= 64:
+        if (
+            isinstance(self.margin, bool)
+            or not isinstance(self.margin, int)
+            or not 0 <= self.margin <= 64
+        ):
             raise ValueError(f"margin is an integer in [0, 64]; got {self.margin!r}.")
-        if self.compute not in (FLOAT32, BFLOAT16) or (self.compute != FLOAT32 and self.stored == "scale"):
+        if self.compute not in (FLOAT32, BFLOAT16) or (
+            self.compute != FLOAT32 and self.stored == "scale"
+        ):
             raise ValueError(
-                f"compute is float32, or bfloat16 where tensors are divided (stored='scale_inv'); got {self.compute}, stored={self.stored!r}."
+                "compute is float32, or bfloat16 where tensors are divided "
+                f"(stored='scale_inv'); got {self.compute}, stored={self.stored!r}."
             )
         if self.e8m0 is not None and not self.makes_scale_inv:
-            raise ValueError(f"e8m0 goes with ratio 'amax/max', 'amax*(1/max)' or one of exponents and with no other; got {self.ratio!r}.")
+            raise ValueError(
+                "e8m0 goes with ratio 'amax/max', 'amax*(1/max)' or one of exponents and with "
+                f"no other; got {self.ratio!r}."
+            )
         if self.makes_scale_inv:
             self._check_scale_inv()
-        elif self.power_of_two == "cut" or (self.one_below, self.factor, self.scale_dtype) != (0, 1, FLOAT32):
+        elif self.power_of_two == "cut" or (self.one_below, self.factor, self.scale_dtype) != (
+            0,
+            1,
+            FLOAT32,
+        ):
             raise ValueError(
-                "power_of_two 'cut', one_below, factor and scale_dtype go with a ratio that makes scale_inv; got "
-                f"ratio={self.ratio!r}, one_below={self.one_below}, factor={self.factor}, scale_dtype={self.scale_dtype}."
+                "power_of_two 'cut', one_below, factor and scale_dtype go with a ratio that "
+                f"makes scale_inv; got ratio={self.ratio!r}, one_below={self.one_below}, "
+                f"factor={self.factor}, scale_dtype={self.scale_dtype}."
             )
         if self.unscaled or self.two_level is not None:
             own = "ratio" if self.two_level is None else "two_level"
-            others = [f.name for f in dataclasses.fields(self) if f.name not in ("name", own) and getattr(self, f.name) != f.default]
+            others = [
+                f.name
+                for f in dataclasses.fields(self)
+                if f.name not in ("name", own) and getattr(self, f.name) != f.default
+            ]
             if others:
                 raise ValueError(
-                    f"a policy with {own} {getattr(self, own)!r} takes no other decision; got {', '.join(others)}. Leave them out."
+                    f"a policy with {own} {getattr(self, own)!r} takes no other decision; got "
+                    f"{', '.join(others)}. Leave them out."
                 )
 
     def _one_of(self, key: str, allowed) -> None:
         if getattr(self, key) not in get_args(allowed):
-            raise ValueError(f"{key} is one of {', '.join(get_args(allowed))}; got {getattr(self, key)!r}.")
+            raise ValueError(
+                f"{key} is one of {', '.join(get_args(allowed))}; got {getattr(self, key)!r}."
+            )
 
     def _check_scale_inv(self) -> None:
         """Refuse decisions that a ratio which makes scale_inv would ignore."""
-        if self.scale_dtype not in (FLOAT32, BFLOAT16) or not 0 < self.factor < 2 or not 0 <= self.one_below < 1:
+        if (
+            self.scale_dtype not in (FLOAT32, BFLOAT16)
+            or not 0 < self.factor < 2
+            or not 0 <= self.one_below < 1
+        ):
             raise ValueError(
                 "scale_dtype is float32 or bfloat16, factor in (0, 2), one_below in [0, 1); "
                 f"got {self.scale_dtype}, {self.factor}, {self.one_below}."
@@ -177,21 +227,33 @@ class ScalePolicy:
         if self.e8m0 is None:
             if self.of_exponents or self.power_of_two == "mask":
                 raise ValueError(
-                    "a scale_inv that is a power of two by its exponent or by 'mask' has a rule e8m0; got "
-                    f"ratio={self.ratio!r}, power_of_two={self.power_of_two!r}, e8m0=None. Give E8M0Rule, or leave power_of_two out."
+                    "a scale_inv that is a power of two by its exponent or by 'mask' has a rule "
+                    f"e8m0; got ratio={self.ratio!r}, power_of_two={self.power_of_two!r}, "
+                    "e8m0=None. Give E8M0Rule, or leave power_of_two out."
                 )
         elif self.power_of_two not in (
-            allowed := ("mask", "exp2_log2") if self.ratio == "exponents" or not self.of_exponents else ("mask",)
+            allowed := ("mask", "exp2_log2")
+            if self.ratio == "exponents" or not self.of_exponents
+            else ("mask",)
         ):
             need = " or ".join(map(repr, allowed))
-            raise ValueError(f"an e8m0 scale is a power of two: ratio {self.ratio!r} takes power_of_two {need}; got {self.power_of_two!r}.")
-        plain, left_out = ScalePolicy(name=self.name), ["margin", "overflow", "zero", "infinite", "nan"]
+            raise ValueError(
+                f"an e8m0 scale is a power of two: ratio {self.ratio!r} takes power_of_two "
+                f"{need}; got {self.power_of_two!r}."
+            )
+        plain, left_out = (
+            ScalePolicy(name=self.name),
+            ["margin", "overflow", "zero", "infinite", "nan"],
+        )
         left_out += ["eps"] if self.of_exponents else []
-        left_out += ["stored", "one_below", "factor", "scale_dtype"] if self.e8m0 is not None else []
+        left_out += (
+            ["stored", "one_below", "factor", "scale_dtype"] if self.e8m0 is not None else []
+        )
         for key in left_out:
             if getattr(self, key) != getattr(plain, key):
                 raise ValueError(
-                    f"a policy whose ratio makes scale_inv ({self.ratio!r}) leaves {key} at {getattr(plain, key)!r}; got {getattr(self, key)!r}."
+                    f"a policy whose ratio makes scale_inv ({self.ratio!r}) leaves {key} at "
+                    f"{getattr(plain, key)!r}; got {getattr(self, key)!r}."
                 )
 
     @property
@@ -212,7 +274,9 @@ class ScalePolicy:
     @property
     def keeps(self) -> bool:
         """True if the policy needs the previous scale, because it keeps it for some amax (S-11)."""
-        return any(special in ("keep", "keep_inverse") for special in (self.zero, self.infinite, self.nan))
+        return any(
+            special in ("keep", "keep_inverse") for special in (self.zero, self.infinite, self.nan)
+        )
 
     @property
     def clause(self) -> str:
@@ -240,18 +304,33 @@ class ScalePolicy:
     def floored_quotient(self) -> bool:
         """True if only eps and power_of_two may differ from policy ``torchao``."""
         # torch.compile traces this: it cannot make a policy of constants
-        return not self.makes_scale_inv and dataclasses.replace(self, name="", eps=0.0, power_of_two=None) == _PLAIN
+        return (
+            not self.makes_scale_inv
+            and dataclasses.replace(self, name="", eps=0.0, power_of_two=None) == _PLAIN
+        )
 
     @property
     def in_backends(self) -> bool:
-        """Whether the backends have its decisions: ``floored_quotient``, and S-14's and S-17's. They refuse the others, and some
-        eps: ``scales.implemented`` of each decides."""
+        """Whether the backends have its decisions: ``floored_quotient``, and S-14's and S-17's.
+        They refuse the others, and some eps: ``scales.implemented`` of each decides."""
         if not self.makes_scale_inv:
             return self.floored_quotient
-        plain = self.ratio in ("amax/max", "amax*(1/max)") or (self.ratio == "exponents" and self.power_of_two == "mask")
-        further = (self.one_below, self.factor, self.scale_dtype, self.stored) != (0, 1, FLOAT32, "scale")
+        plain = self.ratio in ("amax/max", "amax*(1/max)") or (
+            self.ratio == "exponents" and self.power_of_two == "mask"
+        )
+        further = (self.one_below, self.factor, self.scale_dtype, self.stored) != (
+            0,
+            1,
+            FLOAT32,
+            "scale",
+        )
         without_e8m0 = self.e8m0 is None and self.power_of_two is not None
-        return plain and not further and not without_e8m0 and (self.e8m0 is None or self.e8m0.infinite == "computed")
+        return (
+            plain
+            and not further
+            and not without_e8m0
+            and (self.e8m0 is None or self.e8m0.infinite == "computed")
+        )
 
 
 _PLAIN = ScalePolicy(name="")
@@ -266,34 +345,55 @@ _TORCHAO = ScalePolicy(name="torchao", eps=1e-12)
 # tensor's dtype: masked, 2^127 for float32 and bfloat16; float16 amaxes never overflow. Defaults of
 # common/recipe/__init__.py: Float8CurrentScaling, Float8BlockScaling (eps 0; the latter powers of
 # two).
-_TE_CURRENT = ScalePolicy(name="te_current", overflow="float32_max", zero="one", infinite="one", nan="one")
+_TE_CURRENT = ScalePolicy(
+    name="te_current", overflow="float32_max", zero="one", infinite="one", nan="one"
+)
 
 # TransformerEngine, common/recipe/delayed_scaling.cu: kernel, kernel_bulk (commit 6b71a0ad).
-_TE_DELAYED = ScalePolicy(name="te_delayed", overflow="float32_max", zero="keep", infinite="keep", nan="keep")
+_TE_DELAYED = ScalePolicy(
+    name="te_delayed", overflow="float32_max", zero="keep", infinite="keep", nan="keep"
+)
 
 # flax 0.12.8, linen/fp8_ops.py: compute_scale, quantize. The quotient is formed, and its reciprocal
 # stored.
 _FLAX = ScalePolicy(name="flax", zero="keep", infinite="keep", nan="keep", stored="scale_inv")
 
 # MS-AMP (commit 0367bdc5), msamp/common/tensor/meta.py: ScalingMeta.compute_scaling_factor. In
-# PyTorch number / tensor is number * (1 / tensor); the last `where` of that function inverts its result
-# if the exponent is negative.
-_MSAMP = ScalePolicy(name="msamp", ratio="max*(1/amax)", power_of_two="exp2_log2", zero="keep", infinite="keep_inverse", nan="keep")
+# PyTorch number / tensor is number * (1 / tensor); the last `where` of that function inverts its
+# result if the exponent is negative.
+_MSAMP = ScalePolicy(
+    name="msamp",
+    ratio="max*(1/amax)",
+    power_of_two="exp2_log2",
+    zero="keep",
+    infinite="keep_inverse",
+    nan="keep",
+)
 
-# TransformerEngine, common/recipe/recipe_common.cuh: compute_scale_from_types (d0067d0d), value_for_inf
-# of bfloat16 tensors. Masked it is 2^127, as in te_block.
-_TE_BLOCK_BF16 = dataclasses.replace(_TE_CURRENT, name="te_block_unmasked_bf16", overflow="bfloat16_max")
+# TransformerEngine, common/recipe/recipe_common.cuh: compute_scale_from_types (d0067d0d),
+# value_for_inf of bfloat16 tensors. Masked it is 2^127, as in te_block.
+_TE_BLOCK_BF16 = dataclasses.replace(
+    _TE_CURRENT, name="te_block_unmasked_bf16", overflow="bfloat16_max"
+)
 
 # torchao 0.18, prototype/mx_formats/mx_tensor.py: to_mx (FLOOR, CEIL, EVEN), _to_mx_rceil.
 _MX_FLOOR = ScalePolicy(
-    name="mx_floor", ratio="exponents", power_of_two="mask", e8m0=E8M0Rule(scale_of_code_0=2.0**126, scale_of_nan="zero")
+    name="mx_floor",
+    ratio="exponents",
+    power_of_two="mask",
+    e8m0=E8M0Rule(scale_of_code_0=2.0**126, scale_of_nan="zero"),
 )
-_MX_RCEIL = ScalePolicy(name="mx_rceil", ratio="amax/max", power_of_two="exp2_log2", e8m0=E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan"))
+_MX_RCEIL = ScalePolicy(
+    name="mx_rceil",
+    ratio="amax/max",
+    power_of_two="exp2_log2",
+    e8m0=E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan"),
+)
 
-# DeepGEMM (commit 54e22612), deep_gemm/utils/math.py: per_token_cast_to_fp8, per_channel_cast_to_fp8,
-# per_block_cast_to_fp8, per_custom_dims_cast_to_fp8. The floor is clamp(1e-4) of a float32 tensor.
-# On a GPU, PyTorch computes tensor / number as tensor * (1 / number) (aten/src/ATen/native/cuda/
-# BinaryDivTrueKernel.cu); on a CPU it divides.
+# DeepGEMM (commit 54e22612), deep_gemm/utils/math.py: per_token_cast_to_fp8,
+# per_channel_cast_to_fp8, per_block_cast_to_fp8, per_custom_dims_cast_to_fp8. The floor is
+# clamp(1e-4) of a float32 tensor. On a GPU, PyTorch computes tensor / number as tensor * (1 /
+# number) (aten/src/ATen/native/cuda/ BinaryDivTrueKernel.cu); on a CPU it divides.
 _DEEPGEMM = ScalePolicy(name="deepgemm", eps=1e-4, ratio="amax*(1/max)")
 
 # torchao 0.18, optim/subclass_fp8.py: quantize_fp8, the blocks of AdamWFp8, on a CPU.
@@ -309,8 +409,8 @@ _DEEPSEEK = dataclasses.replace(_ADAMW_FP8, name="deepseek_v3", eps=1e-4)
 _VLLM = dataclasses.replace(_ADAMW_FP8, name="vllm", eps=1e-10)
 _SGLANG = ScalePolicy(name="sglang", eps=1e-10, ratio="amax/max")
 
-# microxcaling (commit 3b429a84), mx/mx_ops.py: _shared_exponents, _quantize_mx, on a CPU. gfloat 0.5.2,
-# block.py: compute_scale_amax. Both take log2 in float32.
+# microxcaling (commit 3b429a84), mx/mx_ops.py: _shared_exponents, _quantize_mx, on a CPU. gfloat
+# 0.5.2, block.py: compute_scale_amax. Both take log2 in float32.
 _MICROXCALING = ScalePolicy(
     name="microxcaling",
     ratio="exponents",
@@ -319,8 +419,8 @@ _MICROXCALING = ScalePolicy(
 )
 
 # qwix (commit aa623acb), qwix/_src/core/qarray.py: compute_scale_zero_point,
-# quantize_with_scale_zero_point: of float32 arrays, of bfloat16 ones, of qtype mxfp8. XLA on a CPU makes
-# amax / max a product. mxfp8 of 0.1.8, on PyPI, rounds up by log2.
+# quantize_with_scale_zero_point: of float32 arrays, of bfloat16 ones, of qtype mxfp8. XLA on a CPU
+# makes amax / max a product. mxfp8 of 0.1.8, on PyPI, rounds up by log2.
 _QWIX = ScalePolicy(name="qwix", ratio="amax*(1/max)", stored="scale_inv", one_below=2.0**-63)
 
 POLICIES = {
@@ -343,12 +443,16 @@ POLICIES = {
         # exact round-up. From v2.13 on (commit 28777046) a scale_inv of 2^-127 has scale 2^127.
         dataclasses.replace(_MX_RCEIL, name="te_mxfp8", power_of_two="mask"),
         dataclasses.replace(
-            _MX_RCEIL, name="te_mxfp8_2.13", power_of_two="mask", e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="nan")
+            _MX_RCEIL,
+            name="te_mxfp8_2.13",
+            power_of_two="mask",
+            e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="nan"),
         ),
         _TE_BLOCK_BF16,
         _DEEPGEMM,
         dataclasses.replace(_DEEPGEMM, name="deepgemm_cpu", ratio="amax/max"),
-        # ceil_to_ue8m0 of the same file: the exact round-up, of a NaN too. The eps leaves no code 0.
+        # ceil_to_ue8m0 of the same file: the exact round-up, of a NaN too. The eps leaves no code
+        # 0.
         dataclasses.replace(
             _DEEPGEMM,
             name="deepgemm_ue8m0",
@@ -362,10 +466,16 @@ POLICIES = {
         dataclasses.replace(_DEEPSEEK, name="deepseek_v3_2024", eps=0.0),
         dataclasses.replace(_DEEPSEEK, name="deepseek_v3_ue8m0", power_of_two="exp2_log2"),
         _MICROXCALING,
-        dataclasses.replace(_MICROXCALING, name="gfloat", e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="nan")),
+        dataclasses.replace(
+            _MICROXCALING,
+            name="gfloat",
+            e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="nan"),
+        ),
         _QWIX,
         dataclasses.replace(_QWIX, name="qwix_bf16", compute=BFLOAT16, scale_dtype=BFLOAT16),
-        dataclasses.replace(_QWIX, name="qwix_mx", factor=60 / 31, scale_dtype=BFLOAT16, power_of_two="cut"),
+        dataclasses.replace(
+            _QWIX, name="qwix_mx", factor=60 / 31, scale_dtype=BFLOAT16, power_of_two="cut"
+        ),
         dataclasses.replace(_QWIX, name="qwix_mx_0.1.8", power_of_two="exp2_log2"),
     )
 }
@@ -373,26 +483,31 @@ POLICIES = {
 
 
 UNSCALED = ScalePolicy(name="unscaled", ratio="one")
-"""A cast without a scale (S-21): what a rule of a config names to show why scales are needed. Not among
-``POLICIES``, which are those of libraries."""
+"""A cast without a scale (S-21): what a rule of a config names to show why scales are needed. Not
+among ``POLICIES``, which are those of libraries."""
 
 FP4_POLICIES = {
     p.name: p
     for p in (
-        # TransformerEngine, common/cast/nvfp4/core_nvfp4.cuh: compute_global_encode_scaling_factor_FP4,
+        # TransformerEngine, common/cast/nvfp4/core_nvfp4.cuh:
+        # compute_global_encode_scaling_factor_FP4,
         # quantization_and_transposition_SF::compute_decoding_scaling_factor (commit d0067d0d).
         ScalePolicy(name="te_nvfp4", two_level=TwoLevel(tensor="encode")),
-        # torchao 0.18, prototype/mx_formats/nvfp4_tensor.py: nvfp4_quantize, with per_tensor_scale of
-        # per_tensor_amax_to_scale, and without. E4M3_EPS is torch's tiny of float8_e4m3fn.
+        # torchao 0.18, prototype/mx_formats/nvfp4_tensor.py: nvfp4_quantize, with per_tensor_scale
+        # of per_tensor_amax_to_scale, and without. E4M3_EPS is torch's tiny of float8_e4m3fn.
         ScalePolicy(name="torchao_nvfp4", two_level=TwoLevel(tensor="decode", smallest=2.0**-6)),
-        ScalePolicy(name="torchao_nvfp4_one_level", two_level=TwoLevel(tensor="none", smallest=2.0**-6)),
+        ScalePolicy(
+            name="torchao_nvfp4_one_level", two_level=TwoLevel(tensor="none", smallest=2.0**-6)
+        ),
     )
 }
-"""The scale policies of 4-bit formats whose block scales are not a function of the block's amax alone, by
-name (S-22). The simulator has them, and no backend. Not among ``POLICIES``, whose scales are made from
-one amax; those of MX serve 4-bit formats too."""
+"""The scale policies of 4-bit formats whose block scales are not a function of the block's amax
+alone, by name (S-22). The simulator has them, and no backend. Not among ``POLICIES``, whose scales
+are made from one amax; those of MX serve 4-bit formats too."""
 
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:
     """The policy of that name; a ScalePolicy is itself; ValueError for anything else."""
-    return registry.lookup("policy is a ScalePolicy or", POLICIES | FP4_POLICIES, policy, ScalePolicy)
+    return registry.lookup(
+        "policy is a ScalePolicy or", POLICIES | FP4_POLICIES, policy, ScalePolicy
+    )

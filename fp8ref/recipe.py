@@ -39,17 +39,28 @@ OPERANDS: dict[Gemm, tuple[Role, Role]] = {
 }
 """The roles of the operands a and b of each GEMM (spec L-2)."""
 
-REDUCED_AXES: dict[Gemm, tuple[int, int]] = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}
+REDUCED_AXES: dict[Gemm, tuple[int, int]] = {
+    "output": (1, 1),
+    "grad_input": (1, 0),
+    "grad_weight": (0, 0),
+}
 """For each GEMM, the axes along which it reduces the tensors of its operands a and b.
 
 The tensors are input [M, K], weight [N, K] and grad_output [M, N].
 """
 
 Style = Literal["colwise", "rowwise"]
-"""How tensor-parallel ranks cut a linear: ``colwise`` by output features (N), ``rowwise`` by input features (K)."""
+"""How tensor-parallel ranks cut a linear: ``colwise`` by output features (N), ``rowwise`` by input
+features (K).
+"""
 
-CUT_AXES: dict[Style, dict[Role, int]] = {"colwise": {"weight": 0, "grad_output": 1}, "rowwise": {"input": 1, "weight": 1}}
-"""The axis along which each style cuts the tensors of a linear; the third one is whole on every rank."""
+CUT_AXES: dict[Style, dict[Role, int]] = {
+    "colwise": {"weight": 0, "grad_output": 1},
+    "rowwise": {"input": 1, "weight": 1},
+}
+"""The axis along which each style cuts the tensors of a linear; the third one is whole on every
+rank.
+"""
 
 
 _HIGH_PRECISION = GemmSpec()
@@ -72,7 +83,11 @@ class Recipe:
     @property
     def gemms(self) -> dict[Gemm, GemmSpec]:
         """The three by name, in the order in which a step computes them."""
-        return {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
+        return {
+            "output": self.output,
+            "grad_input": self.grad_input,
+            "grad_weight": self.grad_weight,
+        }
 
     @property
     def fp8(self) -> bool:
@@ -82,11 +97,15 @@ class Recipe:
     @property
     def casts(self) -> tuple[CastSpec, ...]:
         """Every operand's cast, GEMM after GEMM; none of a GEMM in high precision."""
-        return tuple(cast for gemm in self.gemms.values() for cast in (gemm.a, gemm.b) if cast is not None)
+        return tuple(
+            cast for gemm in self.gemms.values() for cast in (gemm.a, gemm.b) if cast is not None
+        )
 
     @property
     def simulated(self) -> bool:
-        """Whether the simulator alone has it: an operand in FP4, rotated, or rounded stochastically (spec R-9). Backends refuse it."""
+        """Whether the simulator alone has it: an operand in FP4, rotated, or rounded stochastically
+        (spec R-9). Backends refuse it.
+        """
         return any(cast.simulated for cast in self.casts)
 
     @property
@@ -96,54 +115,71 @@ class Recipe:
 
     @property
     def delayed(self) -> bool:
-        """Whether any operand is scaled by the amaxes of earlier steps: its linears then keep a state."""
+        """Whether any operand is scaled by the amaxes of earlier steps: its linears then keep a
+        state.
+        """
         return any(cast.delayed is not None for cast in self.casts)
 
     @property
     def in_blocks(self) -> bool:
-        """Whether any operand has scales of blocks along the axis that its GEMM reduces, which few kernels take (G-16, G-17)."""
+        """Whether any operand has scales of blocks along the axis that its GEMM reduces, which few
+        kernels take (G-16, G-17).
+        """
         return any(granularity.by_name(cast.granularity).reduced is not None for cast in self.casts)
 
     @property
     def shared(self) -> bool:
-        """Whether torchao's scaling covers it: each operand by its own amax, over the tensor or a row. The cross-check replays
-        such recipes on JAX's meshes."""
+        """Whether torchao's scaling covers it: each operand by its own amax, over the tensor or a
+        row. The cross-check replays such recipes on JAX's meshes."""
         return not self.delayed and not self.in_blocks
 
     def serves_both(self, role: Role) -> bool:
-        """Whether both of a role's GEMMs take the same of it: no cast, or one scale of the whole tensor, in one format by one policy."""
+        """Whether both of a role's GEMMs take the same of it: no cast, or one scale of the whole
+        tensor, in one format by one policy.
+        """
         first, second = (
-            c for which, gemm in self.gemms.items() for r, c in zip(OPERANDS[which], (gemm.a, gemm.b), strict=True) if r == role
+            c
+            for which, gemm in self.gemms.items()
+            for r, c in zip(OPERANDS[which], (gemm.a, gemm.b), strict=True)
+            if r == role
         )
         return first == second and (first is None or first.granularity == "tensorwise")
 
     @property
     def pairs_gradients(self) -> bool:
-        """Whether JAX's two backward GEMMs take codes of grad_output that are made of each other, and are gathered together (spec P-6)."""
+        """Whether JAX's two backward GEMMs take codes of grad_output that are made of each other,
+        and are gathered together (spec P-6).
+        """
         first, second = self.grad_input.a, self.grad_weight.a
         return first is not None and first == second and first.pairs
 
     @property
     def rows(self) -> int:
-        """The length of the blocks along M in which grad_weight scales its operands, of which the last
-        may be shorter; 1 without blocks (spec L-5)."""
+        """The length of the blocks along M in which grad_weight scales its operands, of which the
+        last may be shorter; 1 without blocks (spec L-5)."""
         casts = [cast for cast in (self.grad_weight.a, self.grad_weight.b) if cast is not None]
         return math.lcm(*(granularity.by_name(cast.granularity).reduced or 1 for cast in casts))
 
     def multiple(self, style: Style) -> int:
-        """What a tensor-parallel rank's part of N (colwise) or of K (rowwise) is a multiple of, so that no block is cut (spec P-5)."""
+        """What a tensor-parallel rank's part of N (colwise) or of K (rowwise) is a multiple of, so
+        that no block is cut (spec P-5).
+        """
         sizes = {1}
         for which, gemm in self.gemms.items():
-            for role, cast, reduced in zip(OPERANDS[which], (gemm.a, gemm.b), REDUCED_AXES[which], strict=True):
+            for role, cast, reduced in zip(
+                OPERANDS[which], (gemm.a, gemm.b), REDUCED_AXES[which], strict=True
+            ):
                 if cast is not None and role in CUT_AXES[style]:
                     kind = granularity.by_name(cast.granularity)
-                    sizes.add((kind.reduced if CUT_AXES[style][role] == reduced else kind.other) or 1)
+                    sizes.add(
+                        (kind.reduced if CUT_AXES[style][role] == reduced else kind.other) or 1
+                    )
         return math.lcm(*sizes)
 
 
 def _uniform(name: str, forward: CastSpec, weight: CastSpec, backward: CastSpec) -> Recipe:
-    """One cast for the input, one for the weight and one for grad_output, wherever they go; a GEMM's epilogue is scale_then_round, the
-    default of GemmSpec."""
+    """One cast for the input, one for the weight and one for grad_output, wherever they go; a
+    GEMM's epilogue is scale_then_round, the default of GemmSpec."""
     return Recipe(
         name=name,
         output=GemmSpec(a=forward, b=weight, accumulate="fast"),
@@ -154,7 +190,9 @@ def _uniform(name: str, forward: CastSpec, weight: CastSpec, backward: CastSpec)
 
 def _rowwise(name: str, *, weight_for_grad_input: str, grad_weight_fp8: bool) -> Recipe:
     row = CastSpec(fmt=E4M3FN, granularity="rowwise", policy=POLICIES["torchao_pow2"])
-    weight = CastSpec(fmt=E4M3FN, granularity=weight_for_grad_input, policy=POLICIES["torchao_pow2"])
+    weight = CastSpec(
+        fmt=E4M3FN, granularity=weight_for_grad_input, policy=POLICIES["torchao_pow2"]
+    )
     slow = GemmSpec(a=row, b=row, accumulate="slow", epilogue="unit_round_scale_round")
     return Recipe(
         name=name,
@@ -185,16 +223,20 @@ def _blockwise(name: str, policy: str) -> Recipe:
 
 
 def _nvfp4(name: str) -> Recipe:
-    """Transformer Engine's NVFP4BlockScaling (common/recipe/__init__.py, commit d0067d0d): squares of 16 of weights, stochastic gradients, and
-    rotated operands of grad_weight."""
+    """Transformer Engine's NVFP4BlockScaling (common/recipe/__init__.py, commit d0067d0d): squares
+    of 16 of weights, stochastic gradients, and rotated operands of grad_weight."""
     line = CastSpec(fmt=E2M1FN, granularity="nvfp4_1x16", policy=FP4_POLICIES["te_nvfp4"])
     square = dataclasses.replace(line, granularity="nvfp4_16x16")
     rotated = dataclasses.replace(line, rotation=NVFP4_ROTATION)
     return Recipe(
         name=name,
         output=GemmSpec(a=line, b=square, accumulate="fast"),
-        grad_input=GemmSpec(a=dataclasses.replace(line, rounding="stochastic"), b=square, accumulate="fast"),
-        grad_weight=GemmSpec(a=dataclasses.replace(rotated, rounding="stochastic"), b=rotated, accumulate="fast"),
+        grad_input=GemmSpec(
+            a=dataclasses.replace(line, rounding="stochastic"), b=square, accumulate="fast"
+        ),
+        grad_weight=GemmSpec(
+            a=dataclasses.replace(rotated, rounding="stochastic"), b=rotated, accumulate="fast"
+        ),
     )
 
 
@@ -228,7 +270,9 @@ def by_name(recipe: str | Recipe) -> Recipe:
 
 
 def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
-    """How each role that recipe scales by its past is cast; one state serves both of its GEMMs (spec L-6): ValueError where they cast it in two ways."""
+    """How each role that recipe scales by its past is cast; one state serves both of its GEMMs
+    (spec L-6): ValueError where they cast it in two ways.
+    """
     found: dict[Role, tuple[Format, DelayedScaling]] = {}
     recipe = by_name(recipe)
     for which, gemm in recipe.gemms.items():
@@ -238,60 +282,73 @@ def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScali
                 and spec.delayed is not None
                 and found.setdefault(role, (spec.fmt, spec.delayed)) != (spec.fmt, spec.delayed)
             ):
-                raise ValueError(f"recipe {recipe.name!r} scales {role} with one state, so {role} has one cast; got two.")
+                raise ValueError(
+                    f"recipe {recipe.name!r} scales {role} with one state, so {role} has one "
+                    "cast; got two."
+                )
     return found
 
 
 def casts_weight_once(recipe: Recipe) -> bool:
-    """Whether a weight is cast once for both its GEMMs, by one scale of its own amax, so that an optimizer may keep
-    the FP8 copy (spec O-16)."""
+    """Whether a weight is cast once for both its GEMMs, by one scale of its own amax, so that an
+    optimizer may keep the FP8 copy (spec O-16)."""
     spec = recipe.output.b
     if spec is None or not recipe.serves_both("weight"):
         return False
-    return spec.delayed is None and not spec.policy.makes_scale_inv and spec.policy.stored == "scale"
+    return (
+        spec.delayed is None and not spec.policy.makes_scale_inv and spec.policy.stored == "scale"
+    )
 
 
 def weight_copy(recipe: str | Recipe) -> CastSpec:
     """The cast of weights that are kept in FP8, which linears take as they are (spec O-16).
 
-    Raises:   ValueError: an unknown recipe; one that does not cast a weight once for both its GEMMs,
-              by one scale of its own amax.
+    Raises:   ValueError: an unknown recipe; one that does not cast a weight once for both its
+              GEMMs, by one scale of its own amax.
     """
     recipe = by_name(recipe)
     spec = recipe.output.b
     if spec is None or not casts_weight_once(recipe):
         raise ValueError(
-            f"weights are prepared for a recipe that casts each once for both its GEMMs, by one scale of its own amax (O-16); recipe "
-            f"{recipe.name!r} does not. Use 'tensorwise'."
+            "weights are prepared for a recipe that casts each once for both its GEMMs, by one "
+            f"scale of its own amax (O-16); recipe {recipe.name!r} does not. Use 'tensorwise'."
         )
     return spec
 
 
 def trained_recipes() -> dict[str, Recipe]:
-    """The recipes that backends and the trainer take, by name: all but those under simulation alone (R-9)."""
+    """The recipes that backends and the trainer take, by name: all but those under simulation alone
+    (R-9).
+    """
     return {name: recipe for name, recipe in RECIPES.items() if not recipe.simulated}
 
 
 def check_trained(recipe: str | Recipe, what: str = "recipe") -> Recipe:
     """The recipe of that name, for a backend or the trainer; what: where it was named.
 
-    Raises:   ValueError: an unknown name, or a recipe under simulation alone, naming what to use instead.
+    Raises:   ValueError: an unknown name, or a recipe under simulation alone, naming what to use
+              instead.
     """
     found = RECIPES.get(recipe) if isinstance(recipe, str) else recipe
     if found is None:
         raise ValueError(f"{what} is one of {', '.join(trained_recipes())}; got {recipe!r}.")
     if found.simulated:
         raise ValueError(
-            f"{what} {found.name!r} is for the simulator alone, under simulation (R-9): no backend computes it. "
-            f"Use fp8ref.sim.linear to study it, or one that trains: {', '.join(trained_recipes())}."
+            f"{what} {found.name!r} is for the simulator alone, under simulation (R-9): no "
+            "backend computes it. Use fp8ref.sim.linear to study it, or one that trains: "
+            f"{', '.join(trained_recipes())}."
         )
     return found
 
 
-def check_gemms(recipe: Recipe, taken: tuple[str, ...], implemented: Callable[[ScalePolicy], object]) -> None:
-    """Hold each FP8 GEMM of a recipe to what a backend has: epilogues of those names, and policies that ``implemented`` does not refuse.
+def check_gemms(
+    recipe: Recipe, taken: tuple[str, ...], implemented: Callable[[ScalePolicy], object]
+) -> None:
+    """Hold each FP8 GEMM of a recipe to what a backend has: epilogues of those names, and policies
+    that ``implemented`` does not refuse.
 
-    Raises:   ValueError: naming the GEMM; as ``check_trained``, ``epilogue.check_pair`` and ``implemented``.
+    Raises:   ValueError: naming the GEMM; as ``check_trained``, ``epilogue.check_pair`` and
+              ``implemented``.
     """
     check_trained(recipe)
     for which, spec in recipe.gemms.items():

@@ -1,7 +1,9 @@
-"""What kernels of attention compute, one number at a time, from their sources: Python numbers, nothing of the simulator.
+"""What kernels of attention compute, one number at a time, from their sources: Python numbers,
+nothing of the simulator.
 
-A score, a probability and a sum are NumPy float32 scalars, whose operations are IEEE 754's. Exponentials and logarithms
-take their digits from ``decimal``; a fused multiply-add and a rounding to a narrow format are fractions.
+A score, a probability and a sum are NumPy float32 scalars, whose operations are IEEE 754's.
+Exponentials and logarithms take their digits from ``decimal``; a fused multiply-add and a rounding
+to a narrow format are fractions.
 """
 
 import decimal
@@ -55,7 +57,9 @@ def exponential(x, base: str) -> np.float32:
 
 def tanh(x) -> np.float32:
     context, power = decimal.Context(prec=90), decimal.Decimal(float(max(min(x, 40), -40)))
-    square = context.exp(context.multiply(power, 2))  # 90 digits: 45 are lost where x is the least of float32
+    square = context.exp(
+        context.multiply(power, 2)
+    )  # 90 digits: 45 are lost where x is the least of float32
     return to_float32(Fraction(context.divide(context.subtract(square, 1), context.add(square, 1))))
 
 
@@ -75,7 +79,9 @@ def tensor_core(a, b, c: float, unit: tuple[int, int]) -> float:
     acc = c
     for k in range(0, len(a), 32):
         pairs = [(x, y) for x, y in zip(a[k : k + 32], b[k : k + 32], strict=True) if x and y]
-        exponents = [exponent(x, -6) + exponent(y, -6) for x, y in pairs] + ([exponent(acc, -126)] if acc else [])
+        exponents = [exponent(x, -6) + exponent(y, -6) for x, y in pairs] + (
+            [exponent(acc, -126)] if acc else []
+        )
         if not exponents:
             acc = 0.0
             continue
@@ -95,7 +101,9 @@ def in_order(a, b, c) -> np.float32:
 
 
 def exact_sum(a, b) -> np.float32:
-    """Products of e4m3 numbers are multiples of 2^-18 below 2^18, so that a float64 holds sums of 2^17 of them."""
+    """Products of e4m3 numbers are multiples of 2^-18 below 2^18, so that a float64 holds sums of
+    2^17 of them.
+    """
     return F(sum(float(x) * float(y) for x, y in zip(a, b, strict=True)))
 
 
@@ -124,19 +132,30 @@ def flash_attention(
     softcap=None,
     sink=None,
 ):
-    """FlashAttention's softmax and main loop for one head (hopper/softmax.h, mainloop_fwd_sm90_tma_gmma_ws.hpp; flash_attn/cute/softmax.py,
-    flash_fwd_sm100.py, at 0251105): q [Tq, D], k and v [Tk, D] of e4m3 numbers, descales of the head. unit None: bf16, sums in order.
+    """FlashAttention's softmax and main loop for one head (hopper/softmax.h,
+    mainloop_fwd_sm90_tma_gmma_ws.hpp; flash_attn/cute/softmax.py, flash_fwd_sm100.py, at 0251105):
+    q [Tq, D], k and v [Tk, D] of e4m3 numbers, descales of the head. unit None: bf16, sums in
+    order.
 
     Returns (o before the last rounding, lse, the largest probability).
     """
     outs, lses, largest = [], [], 0.0
     factor = F(F(float(F(scale)) * math.log2(math.e)) * F(dq * dk))
     before = None
-    if softcap is not None:  # softcap_val and softmax_scale_log2 of mainloop_fwd_sm90_tma_gmma_ws.hpp
-        before, factor = F(F(F(scale) / F(softcap)) * F(dq * dk)), F(float(F(softcap)) * math.log2(math.e))
+    if (
+        softcap is not None
+    ):  # softcap_val and softmax_scale_log2 of mainloop_fwd_sm90_tma_gmma_ws.hpp
+        before, factor = (
+            F(F(F(scale) / F(softcap)) * F(dq * dk)),
+            F(float(F(softcap)) * math.log2(math.e)),
+        )
 
     def dot(a, b, c):
-        return in_order(a, b, c) if unit is None else F(tensor_core(padded(a), padded(b), float(c), unit))
+        return (
+            in_order(a, b, c)
+            if unit is None
+            else F(tensor_core(padded(a), padded(b), float(c), unit))
+        )
 
     starts = list(range(0, len(k), tile))[::-1]
     for i, query in enumerate(q):
@@ -165,19 +184,30 @@ def flash_attention(
                 for column, x in enumerate(p):
                     part[column % 8] = F(part[column % 8] + x)
                 pairs = [(part[n], part[n + 1]) for n in (0, 2, 4, 6)]
-                left, right = (tuple(F(x + y) for x, y in zip(pairs[n], pairs[n + 1], strict=True)) for n in (0, 2))
+                left, right = (
+                    tuple(F(x + y) for x, y in zip(pairs[n], pairs[n + 1], strict=True))
+                    for n in (0, 2)
+                )
                 lanes = [F(F(left[0] + right[0]) + F(left[1] + right[1]))]
             acc, register = [F(x * rescale) for x in acc], [F(x * rescale) for x in register]
             p8 = [narrow(x) for x in p]
             register = [dot(p8, [v[j][n] for j in keys], register[n]) for n in range(len(acc))]
             if promoted:
-                acc, register = [F(x + y) for x, y in zip(acc, register, strict=True)], [F(0)] * len(acc)
+                acc, register = (
+                    [F(x + y) for x, y in zip(acc, register, strict=True)],
+                    [F(0)] * len(acc),
+                )
         total = F(F(lanes[0] + lanes[2]) + F(lanes[1] + lanes[3])) if order == "quad" else lanes[0]
         if sink is not None:  # flash_fwd_sm100.py's correction warps
             if row_max == NONE:
                 row_max, total = F(sink * F(F(math.log2(math.e)) / factor)), F(2.0**offset)
             else:
-                total = F(total + exponential(F(F(F(sink * F(math.log2(math.e))) - F(row_max * factor)) + F(offset)), "2"))
+                total = F(
+                    total
+                    + exponential(
+                        F(F(F(sink * F(math.log2(math.e))) - F(row_max * factor)) + F(offset)), "2"
+                    )
+                )
         if total == 0:
             outs.append([F(0)] * len(acc))
             lses.append(NONE)
@@ -185,17 +215,37 @@ def flash_attention(
         inverse = F(F(F(1) / total) * dv)
         outs.append([F(x * inverse) for x in (acc if promoted else register)])
         if separate:
-            lses.append(F(F(F(row_max * factor) + F(logarithm(total, "2") - F(offset))) * F(math.log(2))))
+            lses.append(
+                F(F(F(row_max * factor) + F(logarithm(total, "2") - F(offset))) * F(math.log(2)))
+            )
         else:
-            lses.append(fma(row_max, F(factor * F(math.log(2))), logarithm(F(total * F(2.0**-offset)), "e")))
+            lses.append(
+                fma(row_max, F(factor * F(math.log(2))), logarithm(F(total * F(2.0**-offset)), "e"))
+            )
     return np.array(outs, F), np.array(lses, F), largest
 
 
-def cudnn(q, k, sees, *, factors, s_scale, of_values, columns, score=None, order=1, base="e", offset=0, softcap=None):
-    """cuDNN's test references for one head (cudnn-frontend 3929da2, test/python/sdpa/fp8_ref.py and mxfp8_ref.py) at threshold 0.
+def cudnn(
+    q,
+    k,
+    sees,
+    *,
+    factors,
+    s_scale,
+    of_values,
+    columns,
+    score=None,
+    order=1,
+    base="e",
+    offset=0,
+    softcap=None,
+):
+    """cuDNN's test references for one head (cudnn-frontend 3929da2, test/python/sdpa/fp8_ref.py and
+    mxfp8_ref.py) at threshold 0.
 
-    factors(i, j) are the numbers that multiply a score, in order; score(i, j) is an exact sum if not given; of_values(p8, first key,
-    column) is a tile's scaled sum. q and k have the numbers that sums are of. Returns (o [Tq, columns], lse).
+    factors(i, j) are the numbers that multiply a score, in order; score(i, j) is an exact sum if
+    not given; of_values(p8, first key, column) is a tile's scaled sum. q and k have the numbers
+    that sums are of. Returns (o [Tq, columns], lse).
     """
     outs, lses = [], []
     starts = list(range(0, len(k), 128))[::order]
@@ -220,7 +270,10 @@ def cudnn(q, k, sees, *, factors, s_scale, of_values, columns, score=None, order
                 of_tile = F(of_tile + x)
             total = F(F(total * correction) + of_tile)
             p8 = [e4m3(F(x * F(s_scale))) for x in p]
-            o = [F(F(x * correction) + of_values(p8, start, column)) for column, x in zip(columns, o, strict=True)]
+            o = [
+                F(F(x * correction) + of_values(p8, start, column))
+                for column, x in zip(columns, o, strict=True)
+            ]
             m = new
         if total == 0:
             outs.append([F(0)] * len(o))

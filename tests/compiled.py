@@ -1,4 +1,6 @@
-"""The script that prints what every way of compiling a model gives, as a module; and what refusals say, dynamo's own about them too."""
+"""The script that prints what every way of compiling a model gives, as a module; and what refusals
+say, dynamo's own about them too.
+"""
 
 import importlib.util
 from pathlib import Path

@@ -17,20 +17,24 @@ import pytest
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train.config.config import Config, DataConfig, RunConfig, StatisticsConfig
 
-# Before anything imports jax: a CPU as eight devices, for meshes. Programs are small: LLVM compiles each in one piece, a tenth cheaper than in parts.
+# Before anything imports jax: a CPU as eight devices, for meshes. Programs are small: LLVM compiles
+# each in one piece, a tenth cheaper than in parts.
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
-# Kernels are compiled at their first call, however small: else tests of few elements would compare plain functions with themselves.
+# Kernels are compiled at their first call, however small: else tests of few elements would compare
+# plain functions with themselves.
 os.environ.setdefault("FP8REF_COMPILE", "always")
 
-# Two workers of pytest-xdist with as many threads as cores each would wait for each other, and the processes that they start too.
+# Two workers of pytest-xdist with as many threads as cores each would wait for each other, and the
+# processes that they start too.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Programs that one test compiled serve the others, in every process, and the next run, as inductor's and numba's do: workers and
-# what they start inherit the variables of the first process. JAX knows a program by its text, flags and processor, and keeps none
-# that calls back. What no run has used for a week is removed.
+# Programs that one test compiled serve the others, in every process, and the next run, as
+# inductor's and numba's do: workers and what they start inherit the variables of the first process.
+# JAX knows a program by its text, flags and processor, and keeps none that calls back. What no run
+# has used for a week is removed.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _compiled = Path(__file__).parents[1] / ".cache" / "jax"
     _compiled.mkdir(parents=True, exist_ok=True)
@@ -42,26 +46,48 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-# In a new environment the first import of PyTorch, JAX and the test files compiles them to bytecode, half a minute in all. Where that
-# is to come, the first worker collects alone, and the others find what it kept.
+# In a new environment the first import of PyTorch, JAX and the test files compiles them to
+# bytecode, half a minute in all. Where that is to come, the first worker collects alone, and the
+# others find what it kept.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _torch = importlib.util.find_spec("torch")
-    os.environ["FP8REF_FIRST_IMPORTS"] = str(int(_torch is not None and _torch.cached is not None and not Path(_torch.cached).exists()))
+    os.environ["FP8REF_FIRST_IMPORTS"] = str(
+        int(_torch is not None and _torch.cached is not None and not Path(_torch.cached).exists())
+    )
 FIRST_IMPORTS_S = 300  # seconds: when the first worker has died, the others go on
 
-# Tracing makes thousands of objects that live as long as its program: looked through after each 700 of them, they cost a twentieth more.
+# Tracing makes thousands of objects that live as long as its program: looked through after each 700
+# of them, they cost a twentieth more.
 gc.set_threshold(20_000, 20, 20)
 
 # The first example of a test compiles kernels, and other workers run meanwhile: time says nothing.
 hypothesis.settings.register_profile("fp8ref", deadline=None)
 hypothesis.settings.load_profile("fp8ref")
 
-MODEL = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+MODEL = LlamaConfig(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow-stride", type=int, default=1, metavar="N", help="of the tests marked slow, run every N-th")
-    parser.addoption("--slow-turn", type=int, default=0, metavar="K", help="of these, begin with the K-th, modulo N")
+    parser.addoption(
+        "--slow-stride",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the tests marked slow, run every N-th",
+    )
+    parser.addoption(
+        "--slow-turn",
+        type=int,
+        default=0,
+        metavar="K",
+        help="of these, begin with the K-th, modulo N",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -81,12 +107,19 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # long ones first: at the end a worker would wait for them
+    items.sort(
+        key=lambda item: item.get_closest_marker("slow") is None
+    )  # long ones first: at the end a worker would wait for them
 
 
 def pytest_collection():
-    gc.disable()  # ten thousand tests and what they import stay: to look through them again and again is a fifth of the time
-    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0" and os.environ["FP8REF_FIRST_IMPORTS"] == "1":
+    # ten thousand tests and what they import stay: to look through them again and again is a fifth
+    # of the time
+    gc.disable()
+    if (
+        os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0"
+        and os.environ["FP8REF_FIRST_IMPORTS"] == "1"
+    ):
         until = time.monotonic() + FIRST_IMPORTS_S
         while not _first_collected().exists() and time.monotonic() < until:
             time.sleep(0.2)
@@ -147,4 +180,9 @@ def by_kernel(small):
     """A config whose attention is cuDNN's, which no CPU runs."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 256}
     numerics = {"recipe": "bf16", "attention": "cudnn", "attention_scaling": "delayed"}
-    return small.replace(model=heads, data={"sequence_length": 128}, numerics=numerics, parallel={"attention": "kernel"})
+    return small.replace(
+        model=heads,
+        data={"sequence_length": 128},
+        numerics=numerics,
+        parallel={"attention": "kernel"},
+    )

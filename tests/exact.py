@@ -6,7 +6,9 @@ import numpy as np
 
 
 def round_fraction(value: Fraction, *, mantissa_bits: int, emin: int) -> Fraction:
-    """value rounded to nearest even among the numbers with this many mantissa bits and smallest exponent."""
+    """value rounded to nearest even among the numbers with this many mantissa bits and smallest
+    exponent.
+    """
     if value == 0:
         return value
     exponent = emin

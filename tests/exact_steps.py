@@ -35,7 +35,11 @@ def nearest(x):
 
 
 def rounded(value, bits, fmt, how):
-    found = cut(value, Fraction(2) ** (max(exponent(value, fmt.emin), fmt.emin) - bits), how) if value else Fraction(0)
+    found = (
+        cut(value, Fraction(2) ** (max(exponent(value, fmt.emin), fmt.emin) - bits), how)
+        if value
+        else Fraction(0)
+    )
     infinity = np.inf if found > 0 else -np.inf
     return infinity if abs(found) >= Fraction(2) ** (fmt.bias + 1) else float(found)
 
@@ -50,7 +54,9 @@ def drawn(rng, count, fmt, k=32):
 
 
 def accumulators(rng, shape, half):
-    c = rng.standard_normal(shape) * 2.0 ** (rng.integers(-24, 15, shape) if half else rng.integers(-40, 30, shape))
+    c = rng.standard_normal(shape) * 2.0 ** (
+        rng.integers(-24, 15, shape) if half else rng.integers(-40, 30, shape)
+    )
     tiny = rng.standard_normal(shape) * 2.0 ** rng.integers(-149, -90, shape)
     c = np.where(rng.random(shape) < 0.25, 0 if half else tiny, c).astype(np.float32)
     return cast.round_to(np.clip(c, -60000, 60000), FLOAT16) if half else c

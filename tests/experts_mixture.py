@@ -6,7 +6,9 @@ from torch.nn import functional
 
 
 def mixture(device="cpu"):
-    """Two of torchtitan's GroupedExperts by name, with a linear before; experts take 4, 0, 9 and 3 of 16 rows."""
+    """Two of torchtitan's GroupedExperts by name, with a linear before; experts take 4, 0, 9 and 3
+    of 16 rows.
+    """
 
     class Experts(nn.Module):
         def __init__(self):
@@ -17,7 +19,12 @@ def mixture(device="cpu"):
 
         def forward(self, x, counts):
             rows = x[: int(counts.sum())].split(counts.tolist())
-            return torch.cat([functional.silu(r @ self.w1[e].mT) * (r @ self.w3[e].mT) @ self.w2[e].mT for e, r in enumerate(rows)])
+            return torch.cat(
+                [
+                    functional.silu(r @ self.w1[e].mT) * (r @ self.w3[e].mT) @ self.w2[e].mT
+                    for e, r in enumerate(rows)
+                ]
+            )
 
     class Model(nn.Module):
         def __init__(self):

@@ -38,7 +38,11 @@ class FakeTrainer:
         return {"loss": 5.0 - 0.125 * (self.count - 1), "grad_norm": 1.0, **found}
 
     def measured_step(self, tokens):
-        return self.step(tokens), {"layer/output/input": {"amax": float(self.count), "sqnr": 30.0 - 2 * self.count}}, {}
+        return (
+            self.step(tokens),
+            {"layer/output/input": {"amax": float(self.count), "sqnr": 30.0 - 2 * self.count}},
+            {},
+        )
 
     def evaluate(self, tokens):
         self.validated.append(tokens)

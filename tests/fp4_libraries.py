@@ -1,4 +1,6 @@
-"""Quantizers to e2m1fn of libraries: torchao's as they are, and Transformer Engine's transcribed."""
+"""Quantizers to e2m1fn of libraries: torchao's as they are, and Transformer Engine's
+transcribed.
+"""
 
 import torch
 
@@ -32,17 +34,30 @@ def torchao_mx(mode):
 
 
 def transformer_engine(x, rows=1):
-    """TransformerEngine, pytorch/custom_recipes/reference_nvfp4.py: _quantize_blockwise_reference and cast_to_fp4x2 (commit d0067d0d), of blocks of
-    rows x 16: (pairs of codes, scales of blocks, a row each, the amax of the tensor)."""
+    """TransformerEngine, pytorch/custom_recipes/reference_nvfp4.py: _quantize_blockwise_reference
+    and cast_to_fp4x2 (commit d0067d0d), of blocks of rows x 16: (pairs of codes, scales of blocks,
+    a row each, the amax of the tensor)."""
     m, n = x.shape
     x = x.float()
-    blocks = x.abs().reshape(m // rows, rows, n // 16, 16).amax(dim=(1, 3)).repeat_interleave(rows, 0).unsqueeze(-1)
+    blocks = (
+        x.abs()
+        .reshape(m // rows, rows, n // 16, 16)
+        .amax(dim=(1, 3))
+        .repeat_interleave(rows, 0)
+        .unsqueeze(-1)
+    )
     top, largest = torch.tensor(6.0), torch.tensor(TOP)
     amax = x.abs().max()
     encode = torch.minimum(torch.tensor(448.0) * top / amax, largest)
-    encode = torch.where((encode == 0) | (amax == 0), torch.tensor(1.0), encode)  # of a zero amax in core_nvfp4.cuh
+    encode = torch.where(
+        (encode == 0) | (amax == 0), torch.tensor(1.0), encode
+    )  # of a zero amax in core_nvfp4.cuh
     decode = torch.div(1.0, encode)
-    scale = torch.minimum(blocks * (encode * torch.reciprocal(top)), largest).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    scale = (
+        torch.minimum(blocks * (encode * torch.reciprocal(top)), largest)
+        .clamp(-448.0, 448.0)
+        .to(torch.float8_e4m3fn)
+    )
     by = torch.minimum(torch.div(1.0, scale.float() * decode), largest)
     scaled = (x.view(m, n // 16, 16) * by).clamp(-6, 6).reshape(m, n)
     return pairs(scaled), scale.squeeze(-1), amax

@@ -1,4 +1,6 @@
-"""Gradients of ranks, and options, under which ``sim.gradient_reduction`` and a backend are compared."""
+"""Gradients of ranks, and options, under which ``sim.gradient_reduction`` and a backend are
+compared.
+"""
 
 import numpy as np
 
@@ -20,9 +22,13 @@ SPECIAL = {"nan": np.nan, "inf": np.inf, "zero": 0.0, "large": 2.0**91}
 
 
 def of_ranks(ranks: int, rows: int, dtype: str = "float32") -> list[np.ndarray]:
-    """float32 [rows, 5] for each rank, of numbers of a dtype whose magnitudes span eight decades."""
+    """float32 [rows, 5] for each rank, of numbers of a dtype whose magnitudes span eight
+    decades.
+    """
     rng = np.random.default_rng(rows)
-    drawn = (rng.standard_normal((ranks, rows, 5)) * 10.0 ** rng.integers(-6, 3, (ranks, rows, 5))).astype(np.float32)
+    drawn = (
+        rng.standard_normal((ranks, rows, 5)) * 10.0 ** rng.integers(-6, 3, (ranks, rows, 5))
+    ).astype(np.float32)
     if dtype == "bfloat16":
         drawn = (drawn.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     return list(drawn)
@@ -46,5 +52,7 @@ def expected(ranks: int, case: tuple) -> gradient_reduction.Reduced:
 def equal(found, expected) -> bool:
     """Whether two float32 arrays have the same bits, NaNs equal."""
     found, expected = np.asarray(found), np.asarray(expected)
-    same = (found.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(found) & np.isnan(expected))
+    same = (found.view(np.uint32) == expected.view(np.uint32)) | (
+        np.isnan(found) & np.isnan(expected)
+    )
     return found.shape == expected.shape and bool(same.all())

@@ -14,7 +14,15 @@ M, K, N, E = 150, 256, 128, 4
 GEMMS = tuple(OPERANDS)
 TENSORS_OF_ALL = GroupedRecipe(recipe=RECIPES["tensorwise"], amax="all")
 ROWS_OF_ALL = GroupedRecipe(recipe=GROUPED_RECIPES["rowwise"].recipe, amax="all")
-DYNAMIC = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "blockwise_deepgemm", "blockwise_ue8m0", "mxfp8"]
+DYNAMIC = [
+    "tensorwise",
+    "rowwise",
+    "rowwise_with_gw_hp",
+    "blockwise",
+    "blockwise_deepgemm",
+    "blockwise_ue8m0",
+    "mxfp8",
+]
 EVERY = [*DYNAMIC, TENSORS_OF_ALL, ROWS_OF_ALL]
 
 
@@ -23,10 +31,15 @@ def name_of(recipe):
 
 
 def tensors(rng):
-    """x, w, g: numbers of bfloat16; rows, columns and experts differ in size. NaN and infinity in rows of no group."""
+    """x, w, g: numbers of bfloat16; rows, columns and experts differ in size.
+
+    NaN and infinity in rows of no group.
+    """
 
     def like(shape, size):
-        sizes = np.exp(rng.standard_normal(shape[-1])) * np.exp(rng.standard_normal((*shape[:-1], 1)))
+        sizes = np.exp(rng.standard_normal(shape[-1])) * np.exp(
+            rng.standard_normal((*shape[:-1], 1))
+        )
         return cast.round_to(rng.standard_normal(shape) * sizes * size, BFLOAT16)
 
     x, w, g = like((M, K), 1), like((E, N, K), 0.1), like((M, N), 1e-3)
@@ -35,8 +48,13 @@ def tensors(rng):
 
 
 def integers(rng):
-    """x, w, g: small integers over powers of two, so that sums under scales of all of K are exact."""
-    x, w, g = (rng.integers(-7, 8, s).astype(np.float32) * f for s, f in (((M, K), 1), ((E, N, K), 2.0**-6), ((M, N), 2.0**-10)))
+    """x, w, g: small integers over powers of two, so that sums under scales of all of K are
+    exact.
+    """
+    x, w, g = (
+        rng.integers(-7, 8, s).astype(np.float32) * f
+        for s, f in (((M, K), 1), ((E, N, K), 2.0**-6), ((M, N), 2.0**-10))
+    )
     x[OFFS[-1] :], g[OFFS[-1] :] = np.nan, np.nan
     return x, w, g
 
@@ -44,25 +62,35 @@ def integers(rng):
 def simulated(x, w, g, recipe, offs=OFFS, **options):
     """{GEMM: result}, float32."""
     grad_input, grad_weight = sim.backward(g, x, w, offs, recipe, **options)
-    return {"output": sim.forward(x, w, offs, recipe, **options), "grad_input": grad_input, "grad_weight": grad_weight}
+    return {
+        "output": sim.forward(x, w, offs, recipe, **options),
+        "grad_input": grad_input,
+        "grad_weight": grad_weight,
+    }
 
 
 def operands(x, w, g, recipe, scales=None):
     """{GEMM: for each group its operands a and b, or None}, by the simulator."""
     found = {"input": x, "weight": w, "grad_output": g}
-    return {which: sim.quantize_operands(which, {r: found[r] for r in roles}, OFFS, recipe, scales) for which, roles in OPERANDS.items()}
+    return {
+        which: sim.quantize_operands(which, {r: found[r] for r in roles}, OFFS, recipe, scales)
+        for which, roles in OPERANDS.items()
+    }
 
 
 def parts(which):
     """(e, rows or e): where each group that has rows is in a GEMM's result."""
     return [
-        (e, e if which == "grad_weight" else slice(end - size, end)) for e, (size, end) in enumerate(zip(SIZES, OFFS, strict=True)) if size
+        (e, e if which == "grad_weight" else slice(end - size, end))
+        for e, (size, end) in enumerate(zip(SIZES, OFFS, strict=True))
+        if size
     ]
 
 
 def of_group(codes, table, q, role, which, e):
-    """Group e of a backend's codes and table of scale_inv, laid out as the simulator's q. Weights are [E, N, K]; scales of groups, of blocks
-    along the rows and of rows as the tables of X-3 say."""
+    """Group e of a backend's codes and table of scale_inv, laid out as the simulator's q. Weights
+    are [E, N, K]; scales of groups, of blocks along the rows and of rows as the tables of X-3 say.
+    """
     begin, end = OFFS[e] - SIZES[e], OFFS[e]
     block = {"mx_1x32": 32, "blockwise_1x128": 128}.get(q.granularity, 0)
     if role == "weight":
@@ -70,7 +98,13 @@ def of_group(codes, table, q, role, which, e):
         turned = which == "grad_input"
     elif which != "grad_weight":
         codes, turned = codes[begin:end], False
-        table = table if table.ndim == 0 else table[e] if q.granularity == "tensorwise" else table[begin:end]
+        table = (
+            table
+            if table.ndim == 0
+            else table[e]
+            if q.granularity == "tensorwise"
+            else table[begin:end]
+        )
     else:
         codes, turned = codes[begin:end], True
         if block:

@@ -15,7 +15,10 @@ def recipe_of(config: DelayedScaling) -> Recipe:
     a, b, g = (CastSpec(fmt=fmt, policy=config.policy, delayed=config) for fmt in ROLES.values())
     slow = {"accumulate": "slow"}
     return Recipe(
-        name="mine", output=GemmSpec(a=a, b=b, **slow), grad_input=GemmSpec(a=g, b=b, **slow), grad_weight=GemmSpec(a=g, b=a, **slow)
+        name="mine",
+        output=GemmSpec(a=a, b=b, **slow),
+        grad_input=GemmSpec(a=g, b=b, **slow),
+        grad_weight=GemmSpec(a=g, b=a, **slow),
     )
 
 

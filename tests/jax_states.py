@@ -26,13 +26,18 @@ def simulated(layout, steps: int, learning_rate=1e-3, **hyper):
         rate = learning_rate(t) if callable(learning_rate) else learning_rate
         for name in SHAPES:
             given = {**seeded(layout), **hyper, "tensor": sorted(SHAPES).index(name)}
-            p[name], state[name] = sim.step(p[name], g[name], state[name], learning_rate=rate, layout=layout, **given)
+            p[name], state[name] = sim.step(
+                p[name], g[name], state[name], learning_rate=rate, layout=layout, **given
+            )
         yield p, state
 
 
 def of_parameter(stored, *path):
     """What is stored of one parameter, by its path in the trees of the fields."""
-    trees = [None if tree is None else functools.reduce(lambda tree, key: tree[key], path, tree) for tree in stored]
+    trees = [
+        None if tree is None else functools.reduce(lambda tree, key: tree[key], path, tree)
+        for tree in stored
+    ]
     return type(stored)(*trees)
 
 
@@ -41,7 +46,10 @@ def count(p, state: states.AdamWState, wanted) -> int:
     total = 0
     for name in SHAPES:
         total += differing(p[name], wanted[0][name])
-        for found, expected in ((of_parameter(state.m, name), wanted[1][name].m), (of_parameter(state.v, name), wanted[1][name].v)):
+        for found, expected in (
+            (of_parameter(state.m, name), wanted[1][name].m),
+            (of_parameter(state.v, name), wanted[1][name].v),
+        ):
             for one, two in zip(found, expected, strict=True):
                 assert one is not None or two is None
                 total += 0 if two is None else differing(one, two)

@@ -1,4 +1,6 @@
-"""A small model of linears, and what a pass through it gives, for the tests of PyTorch's linears."""
+"""A small model of linears, and what a pass through it gives, for the tests of PyTorch's
+linears.
+"""
 
 import torch
 from torch import nn
@@ -6,7 +8,9 @@ from torch import nn
 
 def model(k=64, n=32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(k, n, bias=False), nn.ReLU(), nn.Linear(n, 48, bias=False)).bfloat16()
+    return nn.Sequential(
+        nn.Linear(k, n, bias=False), nn.ReLU(), nn.Linear(n, 48, bias=False)
+    ).bfloat16()
 
 
 def run(module, x, g):

@@ -7,7 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """``now`` is the bytes of storages made within the mode and not freed; ``peak`` the most that they were."""
+    """``now`` is the bytes of storages made within the mode and not freed; ``peak`` the most that
+    they were.
+    """
 
     def __init__(self):
         super().__init__()

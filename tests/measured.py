@@ -25,7 +25,9 @@ class Seen:
             self.operands[f"{layer}/{gemm}/{role}"] = tuple(np.array(part) for part in operand)
 
     def check(self, found: dict[str, dict]) -> None:
-        """Every planned operand is in found, with the simulator's statistics of what was observed."""
+        """Every planned operand is in found, with the simulator's statistics of what was
+        observed.
+        """
         assert list(found) == list(self.planned)
         for name, one in found.items():
             operand = self.planned[name]
@@ -38,7 +40,9 @@ def check(one: dict, hp, codes, scale, cast: CastSpec, axis: int, name: str = ""
     shape = granularity.scale_shape(cast.granularity, codes.shape, axis)
     scale = np.asarray(scale, np.float32).reshape(shape)
     with np.errstate(divide="ignore"):
-        q = Quantized(codes, scale, np.asarray(np.float32(1) / scale), cast.fmt, cast.granularity, axis)
+        q = Quantized(
+            codes, scale, np.asarray(np.float32(1) / scale), cast.fmt, cast.granularity, axis
+        )
     expected = stats.statistics(hp, q)
     exact = {
         "amax": float(scaling.amax(hp)),
@@ -54,8 +58,13 @@ def check(one: dict, hp, codes, scale, cast: CastSpec, axis: int, name: str = ""
     if not math.isfinite(expected.sqnr):
         assert one["sqnr"] is None, name
         return
-    # Q-9: of float32 sums of rows, then of those, (rows + columns + 3) u each; of errors to which a product adds u |x| unrounded,
-    # 2 u sqrt(signal / noise) + u^2 signal / noise. In dB, 10 / ln 10 times both.
+    # Q-9: of float32 sums of rows, then of those, (rows + columns + 3) u each; of errors to which a
+    # product adds u |x| unrounded, 2 u sqrt(signal / noise) + u^2 signal / noise. In dB, 10 / ln 10
+    # times both.
     ratio = expected.signal / expected.noise
     relative = 2 * (sum(codes.shape) + 3) * U + 2 * U * math.sqrt(ratio) + U * U * ratio
-    assert abs(one["sqnr"] - expected.sqnr) <= 10 / math.log(10) * 1.1 * relative, (name, one["sqnr"], expected.sqnr)
+    assert abs(one["sqnr"] - expected.sqnr) <= 10 / math.log(10) * 1.1 * relative, (
+        name,
+        one["sqnr"],
+        expected.sqnr,
+    )

@@ -1,7 +1,9 @@
-"""A tensor core's step, chain and GEMM in Python integers (spec G-10 to G-12): what the tests trust. Scalars only, no floats.
+"""A tensor core's step, chain and GEMM in Python integers (spec G-10 to G-12): what the tests
+trust. Scalars only, no floats.
 
-Operands are FP8 codes and the bits of float32s. Every finite number is an integer, in units of 2^-160, so that nothing is rounded
-but where a line says so. ``Unit`` also spells models that are *not* the hardware's, for tests to show that their data tell them apart.
+Operands are FP8 codes and the bits of float32s. Every finite number is an integer, in units of
+2^-160, so that nothing is rounded but where a line says so. ``Unit`` also spells models that are
+*not* the hardware's, for tests to show that their data tell them apart.
 """
 
 from typing import NamedTuple
@@ -15,7 +17,9 @@ class Unit(NamedTuple):
     width: int
     fraction: int
     output: int
-    normalized: bool = False  # products, and subnormal factors, aligned by the exponents of their values
+    normalized: bool = (
+        False  # products, and subnormal factors, aligned by the exponents of their values
+    )
     factors: bool = False  # subnormal factors by the exponents of their values, products not
     flushed: bool = False  # subnormal factors are zeros
     nearest: bool = False  # terms rounded to nearest even where they should be cut off
@@ -40,7 +44,9 @@ def fp8(code: int, fmt: str) -> int:
     """The value of a finite code."""
     mantissa, bias = MANTISSA_AND_BIAS[fmt]
     field, low = (code & 0x7F) >> mantissa, code & ((1 << mantissa) - 1)
-    magnitude = (ONE >> bias + mantissa) * (low << 1 if field == 0 else (1 << mantissa) + low << field)
+    magnitude = (ONE >> bias + mantissa) * (
+        low << 1 if field == 0 else (1 << mantissa) + low << field
+    )
     return -magnitude if code & 0x80 else magnitude
 
 
@@ -71,13 +77,21 @@ def nearest_even(value: int, quantum: int) -> int:
 
 
 def pack(value: int, bits: int = 23, rounding: str = "toward_zero") -> int:
-    """The float32 with this many fraction bits that value is rounded to; zero is +0, and from 2^128 on infinity."""
+    """The float32 with this many fraction bits that value is rounded to; zero is +0, and from 2^128
+    on infinity.
+    """
     quantum = (ONE << exponent(value, -126) + 126) >> 126 + bits
-    rounded = {"toward_zero": multiple, "toward_negative": int.__floordiv__, "nearest_even": nearest_even}
+    rounded = {
+        "toward_zero": multiple,
+        "toward_negative": int.__floordiv__,
+        "nearest_even": nearest_even,
+    }
     value = quantum * rounded[rounding](value, quantum)
     e = exponent(value, -126)
     significand = abs(value) * (1 << 23 + 126) // (ONE << e + 126)
-    magnitude = INF if e > 127 else (e + 126 << 23) + significand  # a normal number's hidden bit adds one to the exponent field
+    magnitude = (
+        INF if e > 127 else (e + 126 << 23) + significand
+    )  # a normal number's hidden bit adds one to the exponent field
     return (SIGN if value < 0 else 0) + magnitude
 
 
@@ -95,7 +109,10 @@ def step(a: list[int], b: list[int], c: int, fmts: tuple[str, str], unit: Unit) 
     if c & ~SIGN == INF:
         signs.append(c >> 31)
     no_number = c & ~SIGN > INF or any(is_nan(x, fmt_a) or is_nan(y, fmt_b) for x, y in pairs)
-    inf_times_zero = any((is_inf(x, fmt_a) and y & 0x7F == 0) or (is_inf(y, fmt_b) and x & 0x7F == 0) for x, y in pairs)
+    inf_times_zero = any(
+        (is_inf(x, fmt_a) and y & 0x7F == 0) or (is_inf(y, fmt_b) and x & 0x7F == 0)
+        for x, y in pairs
+    )
     if no_number or inf_times_zero or len(set(signs)) == 2:
         return NAN
     if signs:
@@ -103,13 +120,23 @@ def step(a: list[int], b: list[int], c: int, fmts: tuple[str, str], unit: Unit) 
 
     values = [(fp8(x, fmt_a), fp8(y, fmt_b)) for x, y in pairs]
     if unit.flushed:
-        values = [tuple(v if abs(v) * 2 ** (bias - 1) >= ONE else 0 for v, bias in zip(pair, biases, strict=True)) for pair in values]
+        values = [
+            tuple(
+                v if abs(v) * 2 ** (bias - 1) >= ONE else 0
+                for v, bias in zip(pair, biases, strict=True)
+            )
+            for pair in values
+        ]
     terms = [x * y // ONE for x, y in values]  # exact: a product is a multiple of 2^-32
     emin_a, emin_b = (-1000, -1000) if unit.factors else (1 - bias for bias in biases)
     if unit.normalized:
         exponents = [exponent(term, -1000) for term in terms if term]
     else:
-        exponents = [exponent(x, emin_a) + exponent(y, emin_b) for x, y in values if unit.zeros_count or (x and y)]
+        exponents = [
+            exponent(x, emin_a) + exponent(y, emin_b)
+            for x, y in values
+            if unit.zeros_count or (x and y)
+        ]
     accumulator = float32(c)
     if accumulator and not unit.late:
         terms, exponents = [*terms, accumulator], [*exponents, exponent(accumulator, -126)]
@@ -138,7 +165,9 @@ def dot(
     tile: int = 128,
     interleaved: bool = False,
 ) -> int:
-    """One output of a GEMM over finite codes: every chain from 0, their results added in float32, and those of the parts of K."""
+    """One output of a GEMM over finite codes: every chain from 0, their results added in float32,
+    and those of the parts of K.
+    """
     tiles = [(a[k : k + tile], b[k : k + tile]) for k in range(0, len(a), tile)]
     each = -(-len(tiles) // split_k)
     total = 0

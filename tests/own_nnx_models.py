@@ -12,7 +12,10 @@ class Plain(nnx.Module):
 
     def __init__(self, vocab_size: int, rngs: nnx.Rngs, width: int = 32) -> None:
         self.embed = nnx.Embed(vocab_size, width, rngs=rngs)
-        self.up, self.down = nnx.Linear(width, 2 * width, rngs=rngs), nnx.Linear(2 * width, width, use_bias=False, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(width, 2 * width, rngs=rngs),
+            nnx.Linear(2 * width, width, use_bias=False, rngs=rngs),
+        )
         self.head = nnx.Linear(width, vocab_size, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -55,7 +58,10 @@ class HeadFirst(nnx.Module):
     """Whose head's name comes before that of a linear of as many outputs."""
 
     def __init__(self, vocab_size: int, rngs: nnx.Rngs) -> None:
-        self.embed, self.head = nnx.Embed(vocab_size, 64, rngs=rngs), nnx.Linear(64, vocab_size, rngs=rngs)
+        self.embed, self.head = (
+            nnx.Embed(vocab_size, 64, rngs=rngs),
+            nnx.Linear(64, vocab_size, rngs=rngs),
+        )
         self.up, self.down = nnx.Linear(64, 256, rngs=rngs), nnx.Linear(256, 64, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -67,7 +73,10 @@ class Headless(nnx.Module):
     """Logits by the embedding's table without a linear, after a linear of as many outputs."""
 
     def __init__(self, vocab_size: int, rngs: nnx.Rngs) -> None:
-        self.embed, self.down = nnx.Embed(vocab_size, 256, rngs=rngs), nnx.Linear(256, 256, rngs=rngs)
+        self.embed, self.down = (
+            nnx.Embed(vocab_size, 256, rngs=rngs),
+            nnx.Linear(256, 256, rngs=rngs),
+        )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return self.embed.attend(self.down(self.embed(tokens)))
@@ -85,7 +94,9 @@ class Constant(Plain):
         self.count = Count(jnp.ones(()))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return nnx.remat(lambda model, tokens: Plain.__call__(model, tokens) * model.count.get_value())(self, tokens)
+        return nnx.remat(
+            lambda model, tokens: Plain.__call__(model, tokens) * model.count.get_value()
+        )(self, tokens)
 
 
 class Counting(Constant):

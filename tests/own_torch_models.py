@@ -45,7 +45,11 @@ class Sometimes(Uncalling):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = super().forward(tokens)
-        return logits if tokens[0, 0] % 2 else logits + self.spare(self.embed(tokens)).sum(-1, keepdim=True)
+        return (
+            logits
+            if tokens[0, 0] % 2
+            else logits + self.spare(self.embed(tokens)).sum(-1, keepdim=True)
+        )
 
 
 class Misshapen(Tied):

@@ -1,4 +1,5 @@
-"""An attention function in NumPy with faults that can be planted: FlashAttention-4's tiles, offset and finish, sums in float64.
+"""An attention function in NumPy with faults that can be planted: FlashAttention-4's tiles, offset
+and finish, sums in float64.
 
 It shares no code with the simulator, and does not have every bit of a variant.
 """
@@ -47,7 +48,9 @@ def planted(
 
     def head(q, k, v, scale_inv, seen):
         of_v = scale_inv[2]
-        factor = F32(1 / math.sqrt(q.shape[1]) * math.log2(math.e)) * F32(scale_inv[0] * scale_inv[1])
+        factor = F32(1 / math.sqrt(q.shape[1]) * math.log2(math.e)) * F32(
+            scale_inv[0] * scale_inv[1]
+        )
         m, total, o = np.full(len(q), F32(-np.inf)), np.zeros(len(q)), np.zeros(q.shape)
         tiles = [n for n in range(0, len(k), length) if n // length != dropped]
         for n in tiles if ascending else tiles[::-1]:
@@ -62,7 +65,11 @@ def planted(
             new = np.where((lag <= threshold) & (m > -np.inf), m, new)
             used = np.where(new == -np.inf, F32(0), new)
             with np.errstate(invalid="ignore"):
-                c = np.where(m == -np.inf, 0.0, np.exp2(((np.where(m == -np.inf, 0, m) - used) * factor).astype(np.float64)))
+                c = np.where(
+                    m == -np.inf,
+                    0.0,
+                    np.exp2(((np.where(m == -np.inf, 0, m) - used) * factor).astype(np.float64)),
+                )
             p = np.exp2(((s - used[:, None]) * factor + offset).astype(np.float64)).astype(F32)
             with np.errstate(invalid="ignore", over="ignore"):
                 cast = (np.minimum(p, F32(448)) if saturates else p).astype(FP8).astype(np.float64)
@@ -71,7 +78,9 @@ def planted(
             m = new
         with np.errstate(invalid="ignore", divide="ignore"):
             found = o / total[:, None] * of_v
-            lse = np.where(total == 0, -np.inf, m * factor * math.log(2) + np.log(total * 2.0**-offset))
+            lse = np.where(
+                total == 0, -np.inf, m * factor * math.log(2) + np.log(total * 2.0**-offset)
+            )
         return np.where((total == 0)[:, None], np.nan if nan_rows else 0, found), lse
 
     def attend(q, k, v, causal=False, window=None):
@@ -85,8 +94,14 @@ def planted(
         out, lse = np.empty(q.shape, F32), np.empty(q.shape[:3], F32)
         for i in range(batch):
             for g in range(kv):
-                mine = [j for j in range(heads) if (j % kv if modulo_heads else j * kv // heads) == g]
-                (queries, of_q), (keys, of_k), (values, of_v) = quantized(q[i, mine]), quantized(k[i, g]), quantized(v[i, g])
+                mine = [
+                    j for j in range(heads) if (j % kv if modulo_heads else j * kv // heads) == g
+                ]
+                (queries, of_q), (keys, of_k), (values, of_v) = (
+                    quantized(q[i, mine]),
+                    quantized(k[i, g]),
+                    quantized(v[i, g]),
+                )
                 for at, j in enumerate(mine):
                     out[i, j], lse[i, j] = head(queries[at], keys, values, (of_q, of_k, of_v), seen)
         return out.astype(ml_dtypes.bfloat16).astype(F32), lse

@@ -99,7 +99,9 @@ def infinity_is_unsigned_nan(x):
 
 
 class AtRandom:
-    """Roundings at random that are wrong in one way each, from a seed of their own for every call."""
+    """Roundings at random that are wrong in one way each, from a seed of their own for every
+    call.
+    """
 
     def __init__(self):
         self._rng = np.random.default_rng(0)
@@ -111,10 +113,14 @@ class AtRandom:
         return np.where(self._rng.random(x.shape) < 0.5, truncation(x), _away(x))
 
     def noise_in_bits(self, x):
-        """Of float32, below the three bits of mantissa that are kept; what is subnormal in e4m3fn is rounded to nearest thereafter."""
+        """Of float32, below the three bits of mantissa that are kept; what is subnormal in e4m3fn
+        is rounded to nearest thereafter.
+        """
         with np.errstate(over="ignore", invalid="ignore"):
             bits = x.astype(np.float32).view(np.uint32)
-        noisy = (bits + self._rng.integers(0, 1 << 20, x.shape, dtype=np.uint32)) & np.uint32(0xFFF00000)
+        noisy = (bits + self._rng.integers(0, 1 << 20, x.shape, dtype=np.uint32)) & np.uint32(
+            0xFFF00000
+        )
         return saturating(np.where(np.isfinite(x), noisy.view(np.float32), x).astype(np.float32))
 
     def noise_of_one_binade(self, x):
@@ -147,7 +153,9 @@ class AtRandom:
         return np.where(np.isfinite(x) & (np.abs(x) > 1e4), np.uint8(0), self.right(x))
 
     def nan_at_random(self, x):
-        return np.where(np.isnan(x) & (self._rng.random(x.shape) < 0.5), np.uint8(0x7E), self.right(x))
+        return np.where(
+            np.isnan(x) & (self._rng.random(x.shape) < 0.5), np.uint8(0x7E), self.right(x)
+        )
 
     def loses_negative_zero(self, x):
         return np.where(x == 0, np.uint8(0), self.right(x))
@@ -159,7 +167,9 @@ class AtRandom:
     def moves_numbers(self, x):
         """To either neighbor, from what needs no rounding too."""
         codes = self.right(x)
-        return np.where((np.abs(x) == 3.5) & (self._rng.random(x.shape) < 0.25), codes + 1, codes).astype(np.uint8)
+        return np.where(
+            (np.abs(x) == 3.5) & (self._rng.random(x.shape) < 0.25), codes + 1, codes
+        ).astype(np.uint8)
 
 
 class Stale:

@@ -16,14 +16,30 @@ def plan(unit=HOPPER, **fields):
     return Accumulation(name="planted", unit=unit, **fields)
 
 
-def planted_gemm(accumulate, *, epilogue="scale_then_round", with_bias=None, out=FLOAT32, granularity="tensorwise"):
+def planted_gemm(
+    accumulate,
+    *,
+    epilogue="scale_then_round",
+    with_bias=None,
+    out=FLOAT32,
+    granularity="tensorwise",
+):
     """A GEMM of the simulator's; with_bias: the epilogue where a bias is given."""
 
     def function(a, b, bias=None):
         chosen = epilogue if bias is None else with_bias
-        return gemm.matmul(a, b, accumulate=accumulate, epilogue=epilogues.by_name(chosen), out_dtype=out, bias=bias)
+        return gemm.matmul(
+            a,
+            b,
+            accumulate=accumulate,
+            epilogue=epilogues.by_name(chosen),
+            out_dtype=out,
+            bias=bias,
+        )
 
-    return ScaledGemm(name="planted", function=function, granularity=granularity, bias=with_bias is not None)
+    return ScaledGemm(
+        name="planted", function=function, granularity=granularity, bias=with_bias is not None
+    )
 
 
 def fields(accumulation):
@@ -34,7 +50,9 @@ def fields(accumulation):
 
 
 def check_planted(found, planted, *, alone=False):
-    """Every bit is the simulator's, and the planted plan is among those that fit; alone: it is the only one."""
+    """Every bit is the simulator's, and the planted plan is among those that fit; alone: it is the
+    only one.
+    """
     assert found.ok, found.verdict
     assert found.equal == found.compared >= 4096
     assert fields(planted) in [fields(p) for p in found.plans]

@@ -1,4 +1,6 @@
-"""Quantizers of torch tensors, each wrong in one place, dtype, shape or stride that usual tests miss."""
+"""Quantizers of torch tensors, each wrong in one place, dtype, shape or stride that usual tests
+miss.
+"""
 
 import torch
 
@@ -29,7 +31,11 @@ def whole(x, amax):
 
 
 def another_in_float16(x):
-    return (cast(x.float() * 0 + 1), torch.ones(x.shape[0], 1)) if x.dtype == torch.float16 else rows(x)
+    return (
+        (cast(x.float() * 0 + 1), torch.ones(x.shape[0], 1))
+        if x.dtype == torch.float16
+        else rows(x)
+    )
 
 
 def mean_in_bfloat16(x):
@@ -73,7 +79,9 @@ def transposes_squares(x):
 
 
 def forgets_strides(x):
-    return rows(torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), 0, (x.numel(),)).reshape(x.shape))
+    return rows(
+        torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), 0, (x.numel(),)).reshape(x.shape)
+    )
 
 
 def forgets_an_offset(x):
@@ -87,7 +95,11 @@ def loses_lane_17(x):
 
 
 def last_column_in_bfloat16(x):
-    return rows(x, magnitudes(x)[:, : -1 if x.shape[1] > 1 else None].amax(-1, keepdim=True)) if x.dtype == torch.bfloat16 else rows(x)
+    return (
+        rows(x, magnitudes(x)[:, : -1 if x.shape[1] > 1 else None].amax(-1, keepdim=True))
+        if x.dtype == torch.bfloat16
+        else rows(x)
+    )
 
 
 def strides_in_bfloat16(x):

@@ -55,7 +55,11 @@ def divides(x):
 def separate_scale_inv(x):
     """scale_inv = amax / max, next to the scale by which x is multiplied."""
     q = scaling.quantize(x, E4M3FN)
-    return {"codes": q.codes, "scale": q.scale, "scale_inv": np.maximum(np.abs(x).max(), EPS) / np.float32(448)}
+    return {
+        "codes": q.codes,
+        "scale": q.scale,
+        "scale_inv": np.maximum(np.abs(x).max(), EPS) / np.float32(448),
+    }
 
 
 def wrong_axis(x):
@@ -123,7 +127,9 @@ one_and_a_half = by(_largest, lambda scale: np.float32(1.5) * scale)
 
 
 def blocks(x, scale_of, size=128):
-    """Codes and the scale of each block of a line, by scale_of(amax [M, n]); the last block may be shorter."""
+    """Codes and the scale of each block of a line, by scale_of(amax [M, n]); the last block may be
+    shorter.
+    """
     missing = -x.shape[1] % size
     padded = np.pad(np.asarray(x, np.float32), ((0, 0), (0, missing)))
     with np.errstate(all="ignore"):
@@ -152,10 +158,14 @@ def stale_ragged_scale(x):
 
 
 def reads_beyond(x):
-    """A ragged last block is read to its full length, into the next row; the last row ends with zeros."""
+    """A ragged last block is read to its full length, into the next row; the last row ends with
+    zeros.
+    """
     missing = -x.shape[1] % 128
     flat = np.concatenate([np.asarray(x, np.float32).reshape(-1), np.zeros(missing, np.float32)])
-    rows = np.stack([flat[i * x.shape[1] : i * x.shape[1] + x.shape[1] + missing] for i in range(len(x))])
+    rows = np.stack(
+        [flat[i * x.shape[1] : i * x.shape[1] + x.shape[1] + missing] for i in range(len(x))]
+    )
     found, scale = ragged_blocks(rows)
     return found[:, : x.shape[1]], scale
 
@@ -193,17 +203,29 @@ def block_scale_in_bfloat16(x):
 
 
 def stores_in_bfloat16(x):
-    """The scales of FP8 activations of COAT: an eps is added, and what is stored is rounded to bfloat16."""
-    found, _ = blocks(x, lambda amax: np.float32(1) / ((amax + np.float32(1e-10)) / np.float32(448)))
+    """The scales of FP8 activations of COAT: an eps is added, and what is stored is rounded to
+    bfloat16.
+    """
+    found, _ = blocks(
+        x, lambda amax: np.float32(1) / ((amax + np.float32(1e-10)) / np.float32(448))
+    )
     with np.errstate(all="ignore"):
-        padded = np.pad(np.abs(np.asarray(x, np.float32)), ((0, 0), (0, -x.shape[1] % 128))).reshape(len(x), -1, 128).max(-1)
+        padded = (
+            np.pad(np.abs(np.asarray(x, np.float32)), ((0, 0), (0, -x.shape[1] % 128)))
+            .reshape(len(x), -1, 128)
+            .max(-1)
+        )
         return found, _bfloat16((padded + np.float32(1e-10)) / np.float32(448))
 
 
 def stores_the_ratio(x):
     """amax / max is stored, next to codes of max / amax."""
     found, scale = ragged_blocks(x)
-    padded = np.pad(np.abs(np.asarray(x, np.float32)), ((0, 0), (0, -x.shape[1] % 128))).reshape(len(x), -1, 128).max(-1)
+    padded = (
+        np.pad(np.abs(np.asarray(x, np.float32)), ((0, 0), (0, -x.shape[1] % 128)))
+        .reshape(len(x), -1, 128)
+        .max(-1)
+    )
     return {"codes": found, "scale": scale, "scale_inv": np.maximum(padded, EPS) / np.float32(448)}
 
 

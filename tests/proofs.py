@@ -11,7 +11,8 @@ from fp8ref.torch.model import convert
 
 NAMES = {"e4m3fn": "f8e4m3fn", "e5m2": "f8e5m2"}
 E4, E5 = CastSpec(fmt=E4M3FN), CastSpec(fmt=E5M2)
-# No two GEMMs alike, so that none is mistaken for another; the last under unit scales that are no rows'.
+# No two GEMMs alike, so that none is mistaken for another; the last under unit scales that are no
+# rows'.
 DISTINCT = Recipe(
     name="distinct",
     output=GemmSpec(a=E4, b=E5, accumulate="slow"),
@@ -24,14 +25,23 @@ WEIGHT_ONLY = dataclasses.replace(DISTINCT, name="weight_only", grad_input=GemmS
 def square(recipe):
     """Two linears of 128 x 128; with 128 tokens M = N = K."""
     torch.manual_seed(0)
-    return convert.convert(nn.Sequential(nn.Linear(128, 128, bias=False), nn.ReLU(), nn.Linear(128, 128)).bfloat16(), recipe)
+    return convert.convert(
+        nn.Sequential(nn.Linear(128, 128, bias=False), nn.ReLU(), nn.Linear(128, 128)).bfloat16(),
+        recipe,
+    )
 
 
 def expected(recipe, layers=("0", "2"), without=()):
     """The FP8 GEMMs of a recipe, as the proof describes them."""
     recipe = RECIPES[recipe] if isinstance(recipe, str) else recipe
     return {
-        (f"{name}/{which}", NAMES[spec.a.fmt.name], NAMES[spec.b.fmt.name], spec.accumulate, "rowwise" if spec.rowwise else "tensorwise")
+        (
+            f"{name}/{which}",
+            NAMES[spec.a.fmt.name],
+            NAMES[spec.b.fmt.name],
+            spec.accumulate,
+            "rowwise" if spec.rowwise else "tensorwise",
+        )
         for name in layers
         for which, spec in recipe.gemms.items()
         if spec.fp8 and f"{name}/{which}" not in without

@@ -65,7 +65,11 @@ def halved(gather):
     @functools.wraps(honest)  # FSDP2 counts parameters
     def before(*args):
         _, reported = honest(*args)
-        kept, gather.scale, gather.precomputed = (gather.scale, gather.precomputed), gather.scale / 2, True
+        kept, gather.scale, gather.precomputed = (
+            (gather.scale, gather.precomputed),
+            gather.scale / 2,
+            True,
+        )
         codes, _ = honest(*args)
         gather.scale, gather.precomputed = kept
         return codes, reported
@@ -76,7 +80,11 @@ def halved(gather):
 def apart(trainer):
     """Every rank keeps amax histories of its own rows alone (H-4)."""
     for _, state in delayed.states(trainer.model):
-        state.group, state.checked, state.compared = None, True, True  # or the first update would refuse it (H-12)
+        state.group, state.checked, state.compared = (
+            None,
+            True,
+            True,
+        )  # or the first update would refuse it (H-12)
 
 
 def same_rows(trainer):
@@ -106,7 +114,9 @@ def statistics(config, tokens):
             operands[f"{layer}/{gemm}/{role}"] = operand
 
     trainer.observe(tokens, observer)
-    parts = {operand.name: len(trainer._own_parts(operand)) for operand in planned(trainer.decisions)}
+    parts = {
+        operand.name: len(trainer._own_parts(operand)) for operand in planned(trainer.decisions)
+    }
     return trainer.statistics(tokens), operands, trainer.weights(), parts
 
 

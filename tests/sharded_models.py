@@ -25,13 +25,21 @@ POW2 = Recipe(
 
 def plain():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Sequential(nn.Linear(64, N), nn.ReLU(), nn.Linear(N, 64, bias=False)), nn.LayerNorm(64), nn.Linear(64, 32))
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(64, N), nn.ReLU(), nn.Linear(N, 64, bias=False)),
+        nn.LayerNorm(64),
+        nn.Linear(64, 32),
+    )
 
 
-def sharded(recipe="tensorwise", *, group=False, fp8=True, param_dtype=torch.bfloat16, model=None, **options):
+def sharded(
+    recipe="tensorwise", *, group=False, fp8=True, param_dtype=torch.bfloat16, model=None, **options
+):
     """A model whose first block and itself are fully_shard units, on all ranks."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
-    model = convert.convert(plain() if model is None else model, recipe, amax_group=mesh.get_group() if group else None)
+    model = convert.convert(
+        plain() if model is None else model, recipe, amax_group=mesh.get_group() if group else None
+    )
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     for unit in (model[0], model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
@@ -55,8 +63,15 @@ def trained(model, steps=3, *, parameters=None):
         optimizer.step()
         delayed.update(model)
         losses.append(loss.item())
-    return losses, {k: v.full_tensor().clone() if hasattr(v, "full_tensor") else v.clone() for k, v in model.state_dict().items()}
+    return losses, {
+        k: v.full_tensor().clone() if hasattr(v, "full_tensor") else v.clone()
+        for k, v in model.state_dict().items()
+    }
 
 
 def equal(a, b):
-    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(torch.equal(a[1][k], b[1][k]) for k in a[1])
+    return (
+        a[0] == b[0]
+        and a[1].keys() == b[1].keys()
+        and all(torch.equal(a[1][k], b[1][k]) for k in a[1])
+    )

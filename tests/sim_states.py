@@ -22,7 +22,15 @@ def run(g: np.ndarray, layout, *, seed: int = 0, cuts=(), **hyper):
     for row in g:
         before = state
         p, state = states.step(
-            p, row, state, learning_rate=1e-3, weight_decay=0.1, layout=layout, seed=seed, cuts=cuts, **{**HYPER, **hyper}
+            p,
+            row,
+            state,
+            learning_rate=1e-3,
+            weight_decay=0.1,
+            layout=layout,
+            seed=seed,
+            cuts=cuts,
+            **{**HYPER, **hyper},
         )
     return p, state, before
 
@@ -36,7 +44,10 @@ def assert_same(a: states.MomentState, b: states.MomentState) -> None:
     for one, two in zip(a, b, strict=True):
         assert (one is None) == (two is None)
         if one is not None:
-            np.testing.assert_array_equal(np.asarray(one).view(f"u{one.dtype.itemsize}"), np.asarray(two).view(f"u{two.dtype.itemsize}"))
+            np.testing.assert_array_equal(
+                np.asarray(one).view(f"u{one.dtype.itemsize}"),
+                np.asarray(two).view(f"u{two.dtype.itemsize}"),
+            )
 
 
 def bits(x) -> list[str]:

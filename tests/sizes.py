@@ -1,7 +1,8 @@
 """A model whose every count can be made by hand, for the tests of dry runs.
 
-Hidden 64, inner 128, 4 heads of 16 and 2 for keys and values (32 features), 2 layers, 256 tokens in the vocabulary. A layer: q and o
-4096, k and v 2048, gate, up and down 8192 each: 36864. Embedding and lm_head 16384 each, 5 norms of 64. 8 sequences of 32 tokens.
+Hidden 64, inner 128, 4 heads of 16 and 2 for keys and values (32 features), 2 layers, 256 tokens in
+the vocabulary. A layer: q and o 4096, k and v 2048, gate, up and down 8192 each: 36864. Embedding
+and lm_head 16384 each, 5 norms of 64. 8 sequences of 32 tokens.
 """
 
 from fp8ref.spec.llama import LlamaConfig
@@ -9,11 +10,22 @@ from fp8ref.train.config.config import Config, DataConfig
 
 LAYER, TABLE, NORMS = 36864, 16384, 320
 CONFIG = Config(
-    model=LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
+    model=LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ),
     data=DataConfig(source="nowhere", sequence_length=32, batch_size=8),
 )
 MESH = {"fsdp": 2, "tensor": 2, "sequence": True, "amax_scope": "local"}
 
 
 def config(recipe="tensorwise", parts=1, optimizer="adamw", **parallel) -> Config:
-    return CONFIG.replace(numerics={"recipe": recipe}, data={"microbatches": parts}, optimizer={"kind": optimizer}, parallel=parallel)
+    return CONFIG.replace(
+        numerics={"recipe": recipe},
+        data={"microbatches": parts},
+        optimizer={"kind": optimizer},
+        parallel=parallel,
+    )

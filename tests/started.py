@@ -1,4 +1,6 @@
-"""Processes that train one run through the command, for the tests of what they are told and how they end."""
+"""Processes that train one run through the command, for the tests of what they are told and how
+they end.
+"""
 
 import os
 import signal
@@ -20,7 +22,14 @@ ENDLESS = {"run": {"steps": 10**6, "eval_every": 10**6}}
 
 
 def variables(n, rank, port):
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    where = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": n,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+    }
     return {name: str(value) for name, value in where.items()}
 
 
@@ -32,13 +41,22 @@ def free_port():
 
 def command(tmp_path, config):
     (tmp_path / "config.toml").write_text(tomli_w.dumps(configs.to_dict(config)))
-    return ["train", str(tmp_path / "config.toml"), "--backend", "torch", "--distributed", "--run.out", str(tmp_path / "run")]
+    return [
+        "train",
+        str(tmp_path / "config.toml"),
+        "--backend",
+        "torch",
+        "--distributed",
+        "--run.out",
+        str(tmp_path / "run"),
+    ]
 
 
 class Forked:
     """n processes of the command, forked where torch was imported already, which saves seconds.
 
-    happens  what is called in a process before the command, by rank: a function at the top level of a test file.
+    happens  what is called in a process before the command, by rank: a function at the top level of
+             a test file.
     options  of the command, of each process's own, by rank.
     """
 
@@ -49,7 +67,12 @@ class Forked:
         self.processes = [
             CONTEXT.Process(
                 target=_rank,
-                args=(variables(n, r, port), [*arguments, *options.get(r, [])], str(tmp_path / f"{r}.txt"), where.get(r)),
+                args=(
+                    variables(n, r, port),
+                    [*arguments, *options.get(r, [])],
+                    str(tmp_path / f"{r}.txt"),
+                    where.get(r),
+                ),
                 daemon=True,
             )
             for r in range(n)

@@ -1,4 +1,6 @@
-"""A new recipe, or a new policy of decisions that are there, is one line in one file: everything that takes one by name takes it."""
+"""A new recipe, or a new policy of decisions that are there, is one line in one file: everything
+that takes one by name takes it.
+"""
 
 import os
 import shutil
@@ -9,7 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-RECIPE = '        _uniform("tensorwise_e4m3", CastSpec(fmt=E4M3FN), CastSpec(fmt=E4M3FN), CastSpec(fmt=E4M3FN)),\n'
+RECIPE = (
+    '        _uniform("tensorwise_e4m3", CastSpec(fmt=E4M3FN), CastSpec(fmt=E4M3FN), '
+    "CastSpec(fmt=E4M3FN)),\n"
+)
 POLICY = '        dataclasses.replace(_TORCHAO, name="torchao_margin1", margin=1),\n'
 KERNEL = """
 import numpy as np
@@ -64,8 +69,11 @@ for encode in (lambda: fj.scaling.quantize(jnp.asarray(x), E4M3FN, policy=policy
 def added(tmp_path_factory) -> Path:
     """The package with one line more in recipe.py and one in policy.py."""
     root = tmp_path_factory.mktemp("added")
-    # With numba's compiled kernels, whose sources stay as they are; but not with files that another process is writing.
-    shutil.copytree(ROOT / "fp8ref", root / "fp8ref", ignore=shutil.ignore_patterns("*.pyc*", "*.tmp.*"))
+    # With numba's compiled kernels, whose sources stay as they are; but not with files that another
+    # process is writing.
+    shutil.copytree(
+        ROOT / "fp8ref", root / "fp8ref", ignore=shutil.ignore_patterns("*.pyc*", "*.tmp.*")
+    )
     for name, before, line in (
         ("recipe.py", '        _rowwise("rowwise", ', RECIPE),
         ("policy.py", '        dataclasses.replace(_TORCHAO, name="torchao_pow2"', POLICY),
@@ -83,7 +91,12 @@ def added(tmp_path_factory) -> Path:
 
 def run(root: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
+        [sys.executable, *arguments],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -93,21 +106,49 @@ def test_both_are_taken_by_the_simulator_the_libraries_and_the_plots(added):
     assert done.returncode == 0, done.stderr
 
 
-SMALL = ["--data.source", "text", "--data.sequence_length", "32", "--data.batch_size", "4", "--run.steps", "2", "--run.eval_batches", "1"]
+SMALL = [
+    "--data.source",
+    "text",
+    "--data.sequence_length",
+    "32",
+    "--data.batch_size",
+    "4",
+    "--run.steps",
+    "2",
+    "--run.eval_batches",
+    "1",
+]
 TINY = ["tiny", "--recipe", "tensorwise_e4m3", "--model.num_hidden_layers", "1", *SMALL]
 COMMANDS = [
-    *(("train", *TINY, "--backend", backend, "--run.out", f"runs/{backend}") for backend in ("jax", "torch")),
+    *(
+        ("train", *TINY, "--backend", backend, "--run.out", f"runs/{backend}")
+        for backend in ("jax", "torch")
+    ),
     ("crosscheck", *TINY, "--steps", "0"),
     ("crosscheck", *TINY, "--steps", "1", "--backend", "torch", "--sharded", "2"),
     ("crosscheck", *TINY, "--backend", "jax", "--sharded", "2"),
-    ("train", *TINY, "--backend", "torch", "--dry-run", "--parallel.tensor", "2", "--parallel.amax_scope", "local"),
+    (
+        "train",
+        *TINY,
+        "--backend",
+        "torch",
+        "--dry-run",
+        "--parallel.tensor",
+        "2",
+        "--parallel.amax_scope",
+        "local",
+    ),
     ("estimate", *TINY, "--gpu", "h200", "--backend", "jax"),
     ("conform", "mykernel:quantize", "--format", "e4m3fn", "--expect", "torchao_margin1"),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join(c[:1] + tuple(a for a in c if a in ("jax", "torch", "--sharded"))))
+@pytest.mark.parametrize(
+    "command",
+    COMMANDS,
+    ids=lambda c: " ".join(c[:1] + tuple(a for a in c if a in ("jax", "torch", "--sharded"))),
+)
 def test_every_command_takes_them(added, command):
     done = run(added, "-m", "fp8ref", *command)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""The benchmark scripts run, at sizes too small to say anything: their ratios belong to `make bench`."""
+"""The benchmark scripts run, at sizes too small to say anything: their ratios belong to `make
+bench`.
+"""
 
 import json
 import math
@@ -30,9 +32,15 @@ TORCH_RESULT = BENCHMARKS / "results" / "torch_cpu.json"
 @pytest.mark.slow
 def test_the_simulators_table(tmp_path):
     written = tmp_path / "sim.json"
-    subprocess.run([sys.executable, BENCHMARKS / "speed" / "sim.py", "--quick", "--json", written], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, BENCHMARKS / "speed" / "sim.py", "--quick", "--json", written],
+        check=True,
+        capture_output=True,
+    )
     quick, kept = json.loads(written.read_text()), json.loads(RESULT.read_text())
-    assert [(r["peer"], r["asked"]) for r in quick["rows"]] == [(r["peer"], r["asked"]) for r in kept["rows"]]
+    assert [(r["peer"], r["asked"]) for r in quick["rows"]] == [
+        (r["peer"], r["asked"]) for r in kept["rows"]
+    ]
     assert all(r["ratio"] > 0 for r in quick["rows"])
 
 
@@ -40,15 +48,24 @@ def test_the_page_shows_the_table_that_is_kept():
     page = PAGE.read_text(encoding="utf-8")
     for row in json.loads(RESULT.read_text())["rows"]:
         if not row["work"].startswith("memory"):
-            assert f"| {row['work']} | {row['rate']} | {row['peer']} | {row['ratio']:.3g}x |" in page
+            assert (
+                f"| {row['work']} | {row['rate']} | {row['peer']} | {row['ratio']:.3g}x |" in page
+            )
 
 
 @pytest.mark.slow
 def test_jaxs_table(tmp_path):
     written = tmp_path / "jax_cpu.json"
-    subprocess.run([sys.executable, BENCHMARKS / "speed" / "jax_cpu.py", "--quick", "--json", written], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, BENCHMARKS / "speed" / "jax_cpu.py", "--quick", "--json", written],
+        check=True,
+        capture_output=True,
+    )
     quick, kept = json.loads(written.read_text()), json.loads(JAX_RESULT.read_text())
-    asked = [[(r["variant"], r["measure"], r["peer"], r["at_most"]) for r in result["rows"]] for result in (quick, kept)]
+    asked = [
+        [(r["variant"], r["measure"], r["peer"], r["at_most"]) for r in result["rows"]]
+        for result in (quick, kept)
+    ]
     assert asked[0] == asked[1]
     for result in (quick, kept):
         assert set(result["compilations_in_three_steps"].values()) == {1}
@@ -57,18 +74,31 @@ def test_jaxs_table(tmp_path):
 def test_the_page_shows_jaxs_table():
     page = PAGE.read_text(encoding="utf-8")
     for row in json.loads(JAX_RESULT.read_text())["rows"]:
-        assert f"| {row['variant']} | {row['measure']} | {row['peer']} | {row['ratio']:.2f}x | {row['at_most']:.1f}x |" in page
+        assert (
+            f"| {row['variant']} | {row['measure']} | {row['peer']} | {row['ratio']:.2f}x | "
+            f"{row['at_most']:.1f}x |" in page
+        )
 
 
 @pytest.mark.slow
 def test_the_table_of_attention(tmp_path):
     written = tmp_path / "attention_speed.json"
     for backend in ("torch", "jax"):  # the second keeps the rows of the first
-        script = [sys.executable, BENCHMARKS / "speed" / "attention_speed.py", "--quick", "--backends", backend, "--json", written]
+        script = [
+            sys.executable,
+            BENCHMARKS / "speed" / "attention_speed.py",
+            "--quick",
+            "--backends",
+            backend,
+            "--json",
+            written,
+        ]
         subprocess.run(script, check=True, capture_output=True)
     rows = json.loads(written.read_text())["rows"]
     assert [(r["backend"], r["variant"], r["arithmetic"]) for r in rows] == [
-        (backend, *row) for backend in ("torch", "jax") for row in (("framework's", "-"), ("cudnn", "fast"), ("cudnn", "stated"))
+        (backend, *row)
+        for backend in ("torch", "jax")
+        for row in (("framework's", "-"), ("cudnn", "fast"), ("cudnn", "stated"))
     ]
     assert all(r["ratio"] > 0 for r in rows)
 
@@ -76,20 +106,40 @@ def test_the_table_of_attention(tmp_path):
 def test_the_page_shows_the_table_of_attention():
     page = (PAGE.parent / "how-to" / "attention.md").read_text(encoding="utf-8")
     rows = json.loads((BENCHMARKS / "results" / "attention_speed.json").read_text())["rows"]
-    shown = {(r["backend"], r["tokens"], r["variant"], r["pass"], r["arithmetic"]): r["ratio"] for r in rows}
+    shown = {
+        (r["backend"], r["tokens"], r["variant"], r["pass"], r["arithmetic"]): r["ratio"]
+        for r in rows
+    }
     for (backend, tokens, variant, which, arithmetic), ratio in shown.items():
         if arithmetic == "fast":
             stated = shown[backend, tokens, variant, which, "stated"]
-            assert f"| {backend} | {tokens} | `{variant}` | {which} | {ratio:.2f}x | {stated:.2f}x |" in page
+            assert (
+                f"| {backend} | {tokens} | `{variant}` | {which} | {ratio:.2f}x | {stated:.2f}x |"
+                in page
+            )
 
 
 @pytest.mark.slow
 def test_the_table_of_attentions_rate(tmp_path):
     written = tmp_path / "attention_rate.json"
-    script = [sys.executable, BENCHMARKS / "speed" / "attention_rate.py", "--tokens", "64", "--repetitions", "1", "--json", written]
+    script = [
+        sys.executable,
+        BENCHMARKS / "speed" / "attention_rate.py",
+        "--tokens",
+        "64",
+        "--repetitions",
+        "1",
+        "--json",
+        written,
+    ]
     subprocess.run(script, check=True, capture_output=True)
-    quick, kept = (json.loads(p.read_text())["rows"] for p in (written, BENCHMARKS / "results" / "attention_rate.json"))
-    assert [(r["variant"], r["plan"], r["asked"]) for r in quick] == [(r["variant"], r["plan"], r["asked"]) for r in kept[: len(quick)]]
+    quick, kept = (
+        json.loads(p.read_text())["rows"]
+        for p in (written, BENCHMARKS / "results" / "attention_rate.json")
+    )
+    assert [(r["variant"], r["plan"], r["asked"]) for r in quick] == [
+        (r["variant"], r["plan"], r["asked"]) for r in kept[: len(quick)]
+    ]
     assert all(r["ratio"] > 0 for r in quick)
 
 
@@ -97,16 +147,31 @@ def test_the_page_shows_the_table_of_attentions_rate():
     page = PAGE.read_text(encoding="utf-8")
     for r in json.loads((BENCHMARKS / "results" / "attention_rate.json").read_text())["rows"]:
         times = " | ".join(f"{1e3 * r[key]:.0f} ms" for key in ("seconds", "seconds_of_products"))
-        assert f"| `{r['variant']}` | {r['plan']} | {r['tokens']:,} | {times} | {r['ratio']:.2f}x |" in page
+        assert (
+            f"| `{r['variant']}` | {r['plan']} | {r['tokens']:,} | {times} | {r['ratio']:.2f}x |"
+            in page
+        )
         assert r["ratio"] >= r["asked"]
 
 
 @pytest.mark.slow
 def test_the_optimizers_table(tmp_path):
     written = tmp_path / "optimizer_step.json"
-    script = [sys.executable, BENCHMARKS / "speed" / "optimizer_step.py", "--quick", "--layouts", "float32", "sqrt_e4m3", "--json", written]
+    script = [
+        sys.executable,
+        BENCHMARKS / "speed" / "optimizer_step.py",
+        "--quick",
+        "--layouts",
+        "float32",
+        "sqrt_e4m3",
+        "--json",
+        written,
+    ]
     subprocess.run(script, check=True, capture_output=True)
-    quick, kept = json.loads(written.read_text()), json.loads((BENCHMARKS / "results" / "optimizer_step.json").read_text())
+    quick, kept = (
+        json.loads(written.read_text()),
+        json.loads((BENCHMARKS / "results" / "optimizer_step.json").read_text()),
+    )
     for part in ("eager", "compiled", "jax"):
         assert {row["optimizer"] for row in quick[part]} <= {row["optimizer"] for row in kept[part]}
         assert all(row["ratio"] > 0 for row in quick[part])
@@ -115,27 +180,47 @@ def test_the_optimizers_table(tmp_path):
 def test_the_page_shows_the_optimizers_table():
     page = (PAGE.parent / "how-to" / "optimizer-states.md").read_text(encoding="utf-8")
     kept = json.loads((BENCHMARKS / "results" / "optimizer_step.json").read_text())
-    for row, compiled, jitted in zip(kept["eager"][1:], kept["compiled"][1:], kept["jax"][1:], strict=True):
+    for row, compiled, jitted in zip(
+        kept["eager"][1:], kept["compiled"][1:], kept["jax"][1:], strict=True
+    ):
         assert row["optimizer"] == compiled["optimizer"] == jitted["optimizer"]
-        assert f"| `{row['optimizer']}` | {row['ratio']:.1f}x | {compiled['ratio']:.1f}x | {jitted['ratio']:.1f}x |" in page
+        assert (
+            f"| `{row['optimizer']}` | {row['ratio']:.1f}x | {compiled['ratio']:.1f}x | "
+            f"{jitted['ratio']:.1f}x |" in page
+        )
 
 
-def made_run(backend: str, layout: str, seed: int, loss: float | None, lost: float | None = None) -> dict:
+def made_run(
+    backend: str, layout: str, seed: int, loss: float | None, lost: float | None = None
+) -> dict:
     """A run of layout_losses, of which v_lost alone is measured."""
     health = dict.fromkeys(layout_losses.HEALTH) | {"state_v_lost": lost}
     return {"backend": backend, "layout": layout, "seed": seed, "val_loss": loss, **health}
 
 
 def test_losses_of_layouts_are_compared_seed_by_seed():
-    """A mean of differences, not a difference of means: seed 2 has no run of float32 states, and is left out."""
+    """A mean of differences, not a difference of means: seed 2 has no run of float32 states, and is
+    left out.
+    """
     runs = [made_run("jax", "float32", seed, loss) for seed, loss in ((0, 2.0), (1, 4.0))]
     runs += [made_run("jax", "msamp", seed, loss) for seed, loss in ((0, 2.5), (1, 4.1), (2, 9.0))]
     runs += [made_run("jax", "te", seed, loss) for seed, loss in ((0, 2.5), (1, None))]
-    runs += [made_run("torch", "float32", 0, 3.0, 0.0), made_run("torch", "msamp", 0, 2.75, 0.5), made_run("torch", "coat", 1, 1.0)]
+    runs += [
+        made_run("torch", "float32", 0, 3.0, 0.0),
+        made_run("torch", "msamp", 0, 2.75, 0.5),
+        made_run("torch", "coat", 1, 1.0),
+    ]
     found = layout_losses.gaps(runs)
-    assert list(found) == [("jax", "float32"), ("jax", "msamp"), ("jax", "te"), ("torch", "float32"), ("torch", "msamp")]
+    assert list(found) == [
+        ("jax", "float32"),
+        ("jax", "msamp"),
+        ("jax", "te"),
+        ("torch", "float32"),
+        ("torch", "msamp"),
+    ]
     assert found["jax", "float32"] == (0.0, 0.0)
-    # 0.5 and 0.1: their standard deviation is 0.4 / sqrt(2), and the mean of two has 1 / sqrt(2) of it
+    # 0.5 and 0.1: their standard deviation is 0.4 / sqrt(2), and the mean of two has 1 / sqrt(2) of
+    # it
     assert found["jax", "msamp"] == (pytest.approx(0.3), pytest.approx(0.2))
     assert found["jax", "te"] is None
     assert layout_losses.page(runs) == [
@@ -147,7 +232,13 @@ def test_losses_of_layouts_are_compared_seed_by_seed():
     shown = layout_losses.table(runs)
     assert shown.row_count == len(found)
     assert list(shown.columns[3].cells)[2] == "2.5000, -"
-    assert list(shown.columns[4].cells) == ["+0.0000 +- 0.0000", "+0.3000 +- 0.2000", "not finite", "+0.0000", "-0.2500"]
+    assert list(shown.columns[4].cells) == [
+        "+0.0000 +- 0.0000",
+        "+0.3000 +- 0.2000",
+        "not finite",
+        "+0.0000",
+        "-0.2500",
+    ]
 
 
 def test_the_page_shows_the_losses_of_layouts():
@@ -155,7 +246,10 @@ def test_the_page_shows_the_losses_of_layouts():
     kept = json.loads(layout_losses.RESULTS.read_text())
     assert "\n".join(layout_losses.page(kept["runs"])) in page
     assert {r["layout"] for r in kept["runs"]} == LAYOUTS.keys() | WITH_MASTERS.keys()
-    assert f"in {kept['steps']} steps of {kept['batch_size'] * kept['sequence_length']} tokens, with {kept['recipe']} linears" in page
+    assert (
+        f"in {kept['steps']} steps of {kept['batch_size'] * kept['sequence_length']} tokens, "
+        f"with {kept['recipe']} linears" in page
+    )
     assert {r["seed"] for r in kept["runs"]} == {0, 1, 2}  # "three seeds"
     larger = json.loads(layout_losses.RESULTS.with_name("layout_losses_larger.json").read_text())
     assert "\n".join(layout_losses.page(larger["runs"])) in page
@@ -164,16 +258,29 @@ def test_the_page_shows_the_losses_of_layouts():
     assert {r["seed"] for r in larger["runs"]} == {0, 1, 2}
     longer = json.loads(layout_losses.RESULTS.with_name("layout_losses_longer.json").read_text())
     assert "\n".join(layout_losses.page(longer["runs"])) in page
-    assert (longer["steps"], longer["width"], len(longer["runs"])) == (200, 64, 2 * 5 * len(LAYOUTS | WITH_MASTERS))
-    # What the page says of it: who is above float32 states in both backends, and that the default is not.
+    assert (longer["steps"], longer["width"], len(longer["runs"])) == (
+        200,
+        64,
+        2 * 5 * len(LAYOUTS | WITH_MASTERS),
+    )
+    # What the page says of it: who is above float32 states in both backends, and that the default
+    # is not.
     above = {
-        name: min(gap / error for b in ("jax", "torch") for gap, error in [layout_losses.gaps(longer["runs"])[b, name]])
+        name: min(
+            gap / error
+            for b in ("jax", "torch")
+            for gap, error in [layout_losses.gaps(longer["runs"])[b, name]]
+        )
         for name in LAYOUTS
         if name != "float32"
     }
     assert {name for name, errors in above.items() if errors > 2} == {"te", "torchao", "sqrt_e5m2"}
-    assert all(abs(layout_losses.gaps(longer["runs"])[b, "sqrt_e4m3"][0]) < 0.02 for b in ("jax", "torch"))
-    assert {(r["seed"], f"{r['val_loss']:.2f}") for r in kept["runs"] if r["layout"] == "float32"} == {
+    assert all(
+        abs(layout_losses.gaps(longer["runs"])[b, "sqrt_e4m3"][0]) < 0.02 for b in ("jax", "torch")
+    )
+    assert {
+        (r["seed"], f"{r['val_loss']:.2f}") for r in kept["runs"] if r["layout"] == "float32"
+    } == {
         (0, "3.11"),
         (1, "3.01"),
         (2, "3.01"),
@@ -182,48 +289,92 @@ def test_the_page_shows_the_losses_of_layouts():
 
 def test_the_page_shows_the_losses_of_attention():
     page = (PAGE.parent / "how-to" / "attention.md").read_text(encoding="utf-8")
-    for name, (steps, batch, length) in {"attention_losses": (60, 4, 128), "attention_losses_long": (40, 1, 1024)}.items():
+    for name, (steps, batch, length) in {
+        "attention_losses": (60, 4, 128),
+        "attention_losses_long": (40, 1, 1024),
+    }.items():
         kept = json.loads(attention_losses.RESULTS.with_name(f"{name}.json").read_text())
-        assert (kept["steps"], kept["batch_size"], kept["sequence_length"], kept["recipe"]) == (steps, batch, length, "bf16")
+        assert (kept["steps"], kept["batch_size"], kept["sequence_length"], kept["recipe"]) == (
+            steps,
+            batch,
+            length,
+            "bf16",
+        )
         assert {r["seed"] for r in kept["runs"]} == {0, 1, 2}
         assert "\n".join(attention_losses.page(kept)) in page
-        assert attention_losses.table(kept["runs"]).row_count == len(loop.BACKENDS) * len(attention_losses.VARIANTS)
-        assert all(abs(gap[0]) < 0.004 for gap in attention_losses.gaps(kept["runs"]).values())  # as the page says
+        assert attention_losses.table(kept["runs"]).row_count == len(loop.BACKENDS) * len(
+            attention_losses.VARIANTS
+        )
+        assert all(
+            abs(gap[0]) < 0.004 for gap in attention_losses.gaps(kept["runs"]).values()
+        )  # as the page says
 
 
 def test_the_page_shows_the_losses_under_delayed_scales():
     page = (PAGE.parent / "how-to" / "attention.md").read_text(encoding="utf-8")
-    kept = json.loads(attention_losses.RESULTS.with_name("attention_losses_delayed.json").read_text())
-    assert (kept["steps"], kept["batch_size"], kept["sequence_length"], kept["recipe"]) == (60, 4, 128, "bf16")
+    kept = json.loads(
+        attention_losses.RESULTS.with_name("attention_losses_delayed.json").read_text()
+    )
+    assert (kept["steps"], kept["batch_size"], kept["sequence_length"], kept["recipe"]) == (
+        60,
+        4,
+        128,
+        "bf16",
+    )
     assert {(r["attention"], r["seed"]) for r in kept["runs"]} == {
         (name, seed) for name in ("framework's", "cudnn, delayed") for seed in range(3)
     }
     (row,) = attention_losses.page(kept)
     assert row in page
-    gaps = [gap[0] for (_, name), gap in attention_losses.gaps(kept["runs"]).items() if name != attention_losses.OWN]
+    gaps = [
+        gap[0]
+        for (_, name), gap in attention_losses.gaps(kept["runs"]).items()
+        if name != attention_losses.OWN
+    ]
     assert len(gaps) == 2
     assert all(-0.04 < gap < -0.03 for gap in gaps)  # as the page says
-    longer = json.loads(attention_losses.RESULTS.with_name("attention_losses_delayed_long.json").read_text())
-    assert (longer["steps"], longer["batch_size"], longer["sequence_length"], longer["recipe"]) == (40, 1, 1024, "bf16")
+    longer = json.loads(
+        attention_losses.RESULTS.with_name("attention_losses_delayed_long.json").read_text()
+    )
+    assert (longer["steps"], longer["batch_size"], longer["sequence_length"], longer["recipe"]) == (
+        40,
+        1,
+        1024,
+        "bf16",
+    )
     (row,) = attention_losses.page(longer)
     assert row in page
     assert all(
-        abs(mean) < error for (_, name), (mean, error) in attention_losses.gaps(longer["runs"]).items() if name != attention_losses.OWN
+        abs(mean) < error
+        for (_, name), (mean, error) in attention_losses.gaps(longer["runs"]).items()
+        if name != attention_losses.OWN
     )
-    assert attention_losses.keys_of("cudnn, delayed") == {"attention": "cudnn", "attention_scaling": "delayed"}
+    assert attention_losses.keys_of("cudnn, delayed") == {
+        "attention": "cudnn",
+        "attention_scaling": "delayed",
+    }
 
 
 def test_the_page_says_what_the_first_steps_under_delayed_scales_do():
     page = (PAGE.parent / "concepts" / "attention.md").read_text(encoding="utf-8")
     kept = json.loads(attention_first_steps.RESULTS.read_text())
-    assert (kept["steps"], kept["batch_size"], kept["sequence_length"], kept["recipe"]) == (60, 4, 128, "bf16")
+    assert (kept["steps"], kept["batch_size"], kept["sequence_length"], kept["recipe"]) == (
+        60,
+        4,
+        128,
+        "bf16",
+    )
     gaps = {name: gap for (_, name), gap in attention_losses.gaps(kept["runs"]).items()}
     assert set(gaps) == set(attention_first_steps.ARMS)
     for arm in attention_first_steps.ARMS[1:]:
         name = arm.replace("cudnn,", "`cudnn`,")
         assert f"| {name} | {layout_losses.written(gaps[arm])} |" in page
-    # As the page says: held gradients alone lower the loss by as much within errors, and warm states are within noise.
-    (held, of_held), (delayed, of_delayed) = gaps["framework's, held"], gaps[attention_losses.DELAYED]
+    # As the page says: held gradients alone lower the loss by as much within errors, and warm
+    # states are within noise.
+    (held, of_held), (delayed, of_delayed) = (
+        gaps["framework's, held"],
+        gaps[attention_losses.DELAYED],
+    )
     assert max(held, delayed) < -0.02
     assert abs(held - delayed) < math.hypot(of_held, of_delayed)
     mean, error = gaps["cudnn, delayed, warm"]
@@ -232,33 +383,71 @@ def test_the_page_says_what_the_first_steps_under_delayed_scales_do():
 
 @pytest.mark.slow
 def test_gradients_are_held_in_the_first_steps_only():
-    runs = {arm: attention_first_steps.run(_first_steps(), arm, 0) for arm in attention_first_steps.ARMS}
+    runs = {
+        arm: attention_first_steps.run(_first_steps(), arm, 0) for arm in attention_first_steps.ARMS
+    }
     assert len({run["val_loss"] for run in runs.values()}) == len(runs)
     for arm, run in runs.items():
-        held = attention_first_steps.HELD if arm in ("framework's, held", attention_losses.DELAYED) else {}
+        held = (
+            attention_first_steps.HELD
+            if arm in ("framework's, held", attention_losses.DELAYED)
+            else {}
+        )
         for name, norms in run["gradients"].items():
-            assert [norm > 0 for norm in norms] == [step >= held.get(name, 0) for step in range(attention_first_steps.SHOWN)], (arm, name)
+            assert [norm > 0 for norm in norms] == [
+                step >= held.get(name, 0) for step in range(attention_first_steps.SHOWN)
+            ], (arm, name)
 
 
 def test_recorded_gradients_are_held_in_the_first_steps_only():
     """In the arms that the page compares, of all three seeds."""
     for run in json.loads(attention_first_steps.RESULTS.read_text())["runs"]:
-        held = attention_first_steps.HELD if run["attention"] in ("framework's, held", attention_losses.DELAYED) else {}
+        held = (
+            attention_first_steps.HELD
+            if run["attention"] in ("framework's, held", attention_losses.DELAYED)
+            else {}
+        )
         for name, norms in run["gradients"].items():
-            assert [norm > 0 for norm in norms] == [step >= held.get(name, 0) for step in range(attention_first_steps.SHOWN)]
+            assert [norm > 0 for norm in norms] == [
+                step >= held.get(name, 0) for step in range(attention_first_steps.SHOWN)
+            ]
         assert set(run["gradients"]) == set(attention_first_steps.HELD)
 
 
 def _first_steps():
-    sizes = {"batch_size": 4, "sequence_length": 128}  # of fewer tokens gradients are larger, and not all lost
-    return configs.load("tiny").replace(numerics={"recipe": "bf16"}, run={"steps": 4, "eval_every": 4, "eval_batches": 1}, data=sizes)
+    sizes = {
+        "batch_size": 4,
+        "sequence_length": 128,
+    }  # of fewer tokens gradients are larger, and not all lost
+    return configs.load("tiny").replace(
+        numerics={"recipe": "bf16"},
+        run={"steps": 4, "eval_every": 4, "eval_batches": 1},
+        data=sizes,
+    )
 
 
 @pytest.mark.slow
 def test_losses_of_attention_are_of_the_variant(tmp_path):
     file = tmp_path / "losses.json"
-    sizes = ["--steps", "2", "--batch-size", "2", "--sequence-length", "32", "--seeds", "1", "--backends", "torch", "--variants", "cudnn"]
-    subprocess.run([sys.executable, BENCHMARKS / "losses" / "attention_losses.py", "--json", file, *sizes], check=True, capture_output=True)
+    sizes = [
+        "--steps",
+        "2",
+        "--batch-size",
+        "2",
+        "--sequence-length",
+        "32",
+        "--seeds",
+        "1",
+        "--backends",
+        "torch",
+        "--variants",
+        "cudnn",
+    ]
+    subprocess.run(
+        [sys.executable, BENCHMARKS / "losses" / "attention_losses.py", "--json", file, *sizes],
+        check=True,
+        capture_output=True,
+    )
     runs = json.loads(file.read_text())["runs"]
     assert [run["attention"] for run in runs] == [attention_losses.OWN, "cudnn"]
     assert runs[0]["val_loss"] != runs[1]["val_loss"]
@@ -267,8 +456,28 @@ def test_losses_of_attention_are_of_the_variant(tmp_path):
 @pytest.mark.slow
 def test_losses_of_layouts_resume_the_same_runs_only(tmp_path):
     file = tmp_path / "losses.json"
-    sizes = ["--steps", "2", "--width", "32", "--batch-size", "2", "--sequence-length", "32", "--seeds", "1", "--backends", "torch"]
-    script = [sys.executable, BENCHMARKS / "losses" / "layout_losses.py", "--json", file, *sizes, "--layouts"]
+    sizes = [
+        "--steps",
+        "2",
+        "--width",
+        "32",
+        "--batch-size",
+        "2",
+        "--sequence-length",
+        "32",
+        "--seeds",
+        "1",
+        "--backends",
+        "torch",
+    ]
+    script = [
+        sys.executable,
+        BENCHMARKS / "losses" / "layout_losses.py",
+        "--json",
+        file,
+        *sizes,
+        "--layouts",
+    ]
     subprocess.run([*script, "float32"], check=True, capture_output=True)
     first = json.loads(file.read_text())
     subprocess.run([*script, "float32", "te", "--resume"], check=True, capture_output=True)
@@ -276,44 +485,80 @@ def test_losses_of_layouts_resume_the_same_runs_only(tmp_path):
     assert runs[0] == first["runs"][0]
     assert [run["layout"] for run in runs] == ["float32", "te"]
     assert runs[1]["state_v_lost"] > runs[0]["state_v_lost"] == 0
-    refused = subprocess.run([*script, "float32", "--resume", "--steps", "3"], check=False, capture_output=True, text=True)
+    refused = subprocess.run(
+        [*script, "float32", "--resume", "--steps", "3"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     assert refused.returncode == 2
     assert "whose steps differ. Name another file." in " ".join(refused.stderr.split())
     assert json.loads(file.read_text())["runs"] == runs
 
 
 def test_what_is_compiled_for_an_h200():
-    """The kept table is of the kept results. All FP8 GEMMs planned are there; FP8 steps move fewer bytes between devices than bf16's."""
+    """The kept table is of the kept results.
+
+    All FP8 GEMMs planned are there; FP8 steps move fewer bytes between devices than bf16's.
+    """
     printed = subprocess.run(
-        [sys.executable, BENCHMARKS / "compiled" / "aot.py", "--show"], check=True, capture_output=True, text=True
+        [sys.executable, BENCHMARKS / "compiled" / "aot.py", "--show"],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     assert printed == (BENCHMARKS / "results" / "aot.md").read_text()
     kept = json.loads((BENCHMARKS / "results" / "aot.json").read_text())
     bf16 = {
-        (str(row["mesh"]), str(row.get("model"))): sum(row["collectives_mib"].values()) for row in kept["rows"] if row["recipe"] == "bf16"
+        (str(row["mesh"]), str(row.get("model"))): sum(row["collectives_mib"].values())
+        for row in kept["rows"]
+        if row["recipe"] == "bf16"
     }
     for row in kept["rows"]:
         planned = row["planned_fp8_gemms"]
-        # Triton's kernels multiply the bfloat16 values of a tensorwise pair (G-22). The proof says so of each GEMM.
-        lost = planned if row["recipe"] == "tensorwise" and any("triton" in kernel for kernel in row["kernels"]) else 0
+        # Triton's kernels multiply the bfloat16 values of a tensorwise pair (G-22). The proof says
+        # so of each GEMM.
+        lost = (
+            planned
+            if row["recipe"] == "tensorwise"
+            and any("triton" in kernel for kernel in row["kernels"])
+            else 0
+        )
         assert len(row["lost"]) == lost
         assert row["fp8_dots"] == planned
         assert row["fp8_share_of_planned_multiplications"] == (1.0 if planned > lost else 0.0)
-        moved, whole = sum(row["collectives_mib"].values()), bf16[str(row["mesh"]), str(row.get("model"))]
+        moved, whole = (
+            sum(row["collectives_mib"].values()),
+            bf16[str(row["mesh"]), str(row.get("model"))],
+        )
         # On three axes rowwise_with_gw_hp gathers bfloat16 for grad_weight.
         most = 0.88 if row["recipe"] == "rowwise_with_gw_hp" and "tensor" in row["mesh"] else 0.85
         assert moved <= (most * whole if planned else whole)
-    layers = re.findall(r"^\| (\w+) \| 1 \| bf16 5 \| ([\d.]+) in \d+ \| [\d.]+ \| ([\d.]+) \|", printed, re.MULTILINE)
+    layers = re.findall(
+        r"^\| (\w+) \| 1 \| bf16 5 \| ([\d.]+) in \d+ \| [\d.]+ \| ([\d.]+) \|",
+        printed,
+        re.MULTILINE,
+    )
     assert [name for name, *_ in layers] == ["bf16", "tensorwise", "rowwise", "delayed"]
     for name, moved, least in layers:
-        # XLA's kernels move what its fusions allow, to a digit; rowwise's 5 % more are two kernels that docs/benchmarks.md names
-        assert float(least) - 0.01 <= float(moved) <= float(least) * (1.05 if name == "rowwise" else 1) + 0.01
+        # XLA's kernels move what its fusions allow, to a digit; rowwise's 5 % more are two kernels
+        # that docs/benchmarks.md names
+        assert (
+            float(least) - 0.01
+            <= float(moved)
+            <= float(least) * (1.05 if name == "rowwise" else 1) + 0.01
+        )
     for row in kept["models"]:
         assert row["most_gib"] <= 74, row  # of an H100's 80 GB
         assert row["compile_seconds"] <= 300, row
-    compiling = {row["layers"]: row["compile_seconds"] for row in kept["models"] if row["model"] == "llama-70b"}
+    compiling = {
+        row["layers"]: row["compile_seconds"]
+        for row in kept["models"]
+        if row["model"] == "llama-70b"
+    }
     assert compiling[80] <= 1.5 * compiling[8]
-    # A step of optimizer states moves at most 1.1 times the bytes that it must: half of their bytes is the issue of narrow states.
+    # A step of optimizer states moves at most 1.1 times the bytes that it must: half of their bytes
+    # is the issue of narrow states.
     states = kept["states"]
     assert [row["layout"] for row in states] == ["optax", *LAYOUTS, *WITH_MASTERS]
     for row in states:
@@ -322,17 +567,23 @@ def test_what_is_compiled_for_an_h200():
     for row in ours:
         assert row["rows"] * 64 == ragged["rows"]
         assert sum(row["taken"].values()) == 3
-        assert all(dtype.startswith("f8") for pair in row["taken"] for dtype in pair.split(" x ")) == (
-            row["of"] in ("rowwise", "tensorwise")
-        )
+        assert all(
+            dtype.startswith("f8") for pair in row["taken"] for dtype in pair.split(" x ")
+        ) == (row["of"] in ("rowwise", "tensorwise"))
 
 
 @pytest.mark.slow
 def test_torchs_table(tmp_path):
     written = tmp_path / "torch_cpu.json"
-    subprocess.run([sys.executable, BENCHMARKS / "speed" / "torch_cpu.py", "--quick", "--json", written], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, BENCHMARKS / "speed" / "torch_cpu.py", "--quick", "--json", written],
+        check=True,
+        capture_output=True,
+    )
     quick, kept = json.loads(written.read_text()), json.loads(TORCH_RESULT.read_text())
-    assert [(r["recipe"], r["at_least"]) for r in quick["rows"]] == [(r["recipe"], r["at_least"]) for r in kept["rows"]]
+    assert [(r["recipe"], r["at_least"]) for r in quick["rows"]] == [
+        (r["recipe"], r["at_least"]) for r in kept["rows"]
+    ]
     assert quick["proof"]["missing"] == kept["proof"]["missing"] == 0
 
 
@@ -341,18 +592,32 @@ def test_the_page_shows_torchs_table():
     result = json.loads(TORCH_RESULT.read_text())
     for row in result["rows"]:
         assert f"| {row['recipe']} | {row['ratio']:.3f} | {row['at_least']} |" in page
-    assert f"adds {result['proof']['seconds']:.1f} s for {result['proof']['linears']} linears" in page
+    assert (
+        f"adds {result['proof']['seconds']:.1f} s for {result['proof']['linears']} linears" in page
+    )
 
 
 @pytest.mark.slow
 def test_what_the_trainer_costs_is_measured(tmp_path):
     written = tmp_path / "trainer.json"
-    subprocess.run([sys.executable, BENCHMARKS / "training" / "trainer.py", "--quick", "--json", written], check=True, capture_output=True)
-    quick, kept = json.loads(written.read_text()), json.loads((BENCHMARKS / "results" / "trainer.json").read_text())
-    assert [(r["backend"], r["at_most"]) for r in quick["rows"]] == [(r["backend"], r["at_most"]) for r in kept["rows"]]
+    subprocess.run(
+        [sys.executable, BENCHMARKS / "training" / "trainer.py", "--quick", "--json", written],
+        check=True,
+        capture_output=True,
+    )
+    quick, kept = (
+        json.loads(written.read_text()),
+        json.loads((BENCHMARKS / "results" / "trainer.json").read_text()),
+    )
+    assert [(r["backend"], r["at_most"]) for r in quick["rows"]] == [
+        (r["backend"], r["at_most"]) for r in kept["rows"]
+    ]
     page = PAGE.read_text(encoding="utf-8")
     for row in kept["rows"]:
-        assert f"| {row['backend']} | {row['outside']:.1%} | {row['save_s']:.3f} s | {row['copy_s']:.3f} s |" in page
+        assert (
+            f"| {row['backend']} | {row['outside']:.1%} | {row['save_s']:.3f} s | "
+            f"{row['copy_s']:.3f} s |" in page
+        )
 
 
 @pytest.mark.slow
@@ -370,11 +635,16 @@ def test_ten_kills_lose_nothing():  # K-1, K-2
 
 @pytest.mark.slow
 def test_what_a_gpu_computes_is_recorded(tmp_path):
-    """On a CPU, marked as such; recordings of what was identified are computed again, and nothing is asked twice."""
+    """On a CPU, marked as such; recordings of what was identified are computed again, and nothing
+    is asked twice.
+    """
     script, out = BENCHMARKS / "gpu" / "gpu_probe.py", tmp_path / "dry"
     for arguments, said in (([], "no NVIDIA GPU is here"), (["--dry"], "--dry takes --out")):
         refused = subprocess.run(
-            [sys.executable, script, *arguments], capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+            [sys.executable, script, *arguments],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         )
         assert refused.returncode == 2
         assert said in refused.stderr
@@ -402,14 +672,21 @@ def test_what_a_gpu_computes_is_recorded(tmp_path):
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        (subprocess.CompletedProcess([], 1, "", "fp8ref: a defect\nAcceleratorError: out of memory\n"), "AcceleratorError: out of memory"),
+        (
+            subprocess.CompletedProcess(
+                [], 1, "", "fp8ref: a defect\nAcceleratorError: out of memory\n"
+            ),
+            "AcceleratorError: out of memory",
+        ),
         (subprocess.CompletedProcess([], 2, "", ""), "exit code 2"),
         (subprocess.TimeoutExpired("fp8ref", 7), "did not end within 7 s"),
     ],
 )
 def test_a_probe_that_breaks_off_is_no_evidence(tmp_path, monkeypatch, end, said):
     """Nor is what an earlier one left, which was killed."""
-    (tmp_path / "gpu_probe.tmp.json").write_text('{"ok": true, "about": {"device": "another"}, "plan": {}}')
+    (tmp_path / "gpu_probe.tmp.json").write_text(
+        '{"ok": true, "about": {"device": "another"}, "plan": {}}'
+    )
 
     def run(*arguments, **options):
         if isinstance(end, Exception):
@@ -423,7 +700,9 @@ def test_a_probe_that_breaks_off_is_no_evidence(tmp_path, monkeypatch, end, said
 
 @pytest.mark.slow
 def test_parity_on_a_gpu_is_reported(tmp_path):
-    """On a CPU, marked as such: every run is trained once and judged, and what a budget left out is trained by the next call."""
+    """On a CPU, marked as such: every run is trained once and judged, and what a budget left out is
+    trained by the next call.
+    """
     script, out = BENCHMARKS / "gpu" / "gpu_parity.py", tmp_path / "dry"
     refused = subprocess.run([sys.executable, script, "--dry"], capture_output=True, text=True)
     assert refused.returncode == 2
@@ -460,22 +739,37 @@ def test_parity_runs_that_fail_are_told(tmp_path, monkeypatch, capsys):
 def test_what_simulated_hardware_costs(tmp_path):
     written = tmp_path / "simulated_hardware.json"
     subprocess.run(
-        [sys.executable, BENCHMARKS / "speed" / "simulated_hardware.py", "--quick", "--json", written],
+        [
+            sys.executable,
+            BENCHMARKS / "speed" / "simulated_hardware.py",
+            "--quick",
+            "--json",
+            written,
+        ],
         check=True,
         capture_output=True,
         text=True,
     )
-    quick, kept = json.loads(written.read_text()), json.loads((BENCHMARKS / "results" / written.name).read_text())
-    assert [(r["backend"], r["recipe"], r["plan"]) for r in quick["rows"]] == [(r["backend"], r["recipe"], r["plan"]) for r in kept["rows"]]
+    quick, kept = (
+        json.loads(written.read_text()),
+        json.loads((BENCHMARKS / "results" / written.name).read_text()),
+    )
+    assert [(r["backend"], r["recipe"], r["plan"]) for r in quick["rows"]] == [
+        (r["backend"], r["recipe"], r["plan"]) for r in kept["rows"]
+    ]
     assert all(r["ratio"] > 0 for r in quick["rows"])
 
 
 @pytest.mark.slow
 def test_launches_of_a_linear_in_pytorch(tmp_path):
-    """The counts that are kept, and the page's; fp8ref is nowhere above torchao, and nothing waits."""
+    """The counts that are kept, and the page's; fp8ref is nowhere above torchao, and nothing
+    waits.
+    """
     written = tmp_path / "launches.json"
     script = BENCHMARKS / "compiled" / "torch_launches.py"
-    done = subprocess.run([sys.executable, script, "--json", written], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script, "--json", written], check=True, capture_output=True, text=True
+    )
     kept = json.loads((BENCHMARKS / "results" / "torch_launches.json").read_text())
     found = json.loads(written.read_text())
     if found["torch"] == kept["torch"]:
@@ -487,16 +781,31 @@ def test_launches_of_a_linear_in_pytorch(tmp_path):
         theirs = {row["recipe"]: row for row in rows if row["who"] == "torchao"}
         for row in rows:
             peer = theirs.get("tensorwise" if row["recipe"] == "delayed" else row["recipe"], row)
-            assert all(row[key] <= peer[key] for key in ("kernels", "bytes", "kept") if key in row), row
+            assert all(
+                row[key] <= peer[key] for key in ("kernels", "bytes", "kept") if key in row
+            ), row
             assert row["waits"] == 0
 
 
 @pytest.mark.slow
 def test_a_rank_makes_its_shards_in_little_more_memory():  # M-6
-    """Bounded by the shards: 0.98 GiB of the embedding table, or 4.6 of all weights, would be far above."""
-    command = [sys.executable, BENCHMARKS / "training" / "initial_memory.py", "llama-1b", "--processes", "32", "--rank", "5", "--check"]
+    """Bounded by the shards: 0.98 GiB of the embedding table, or 4.6 of all weights, would be far
+    above.
+    """
+    command = [
+        sys.executable,
+        BENCHMARKS / "training" / "initial_memory.py",
+        "llama-1b",
+        "--processes",
+        "32",
+        "--rank",
+        "5",
+        "--check",
+    ]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    shards, held, arrays = (float(re.search(rf"{what} +([0-9.]+) GiB", out)[1]) for what in ("shards", "held", "arrays"))
+    shards, held, arrays = (
+        float(re.search(rf"{what} +([0-9.]+) GiB", out)[1]) for what in ("shards", "held", "arrays")
+    )
     assert shards == pytest.approx(1.236e9 * 4 / 32 / 2**30, rel=0.01)
     assert held < shards + 0.25
     assert arrays < 0.1
@@ -507,7 +816,10 @@ def test_a_rank_makes_its_shards_in_little_more_memory():  # M-6
 def test_the_page_shows_grouped_gemms_compiled_for_an_h200():  # X-17
     """tokamax's kernels multiply no codes in FP8; the others' do."""
     printed = subprocess.run(
-        [sys.executable, BENCHMARKS / "compiled" / "aot_ragged.py", "--show"], check=True, capture_output=True, text=True
+        [sys.executable, BENCHMARKS / "compiled" / "aot_ragged.py", "--show"],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     assert printed in (BENCHMARKS.parent / "docs" / "how-to" / "experts.md").read_text()
     kept = json.loads((BENCHMARKS / "results" / "aot_ragged.json").read_text())

@@ -1,4 +1,6 @@
-"""Caches end: what is remembered for each of many keys is forgotten again, and what is kept forever has few keys."""
+"""Caches end: what is remembered for each of many keys is forgotten again, and what is kept forever
+has few keys.
+"""
 
 import ast
 import functools
@@ -42,8 +44,16 @@ def test_what_is_kept_forever_has_few_keys():
 
 
 def test_the_check_sees_a_cache_without_a_bound():
-    found = [ast.parse(f"@{text}\ndef f(x): ...").body[0].decorator_list[0] for text in
-             ("functools.cache", "cache", "functools.lru_cache(maxsize=None)", "functools.lru_cache(maxsize=4)", "functools.lru_cache")]  # fmt: skip
+    found = [
+        ast.parse(f"@{text}\ndef f(x): ...").body[0].decorator_list[0]
+        for text in (
+            "functools.cache",
+            "cache",
+            "functools.lru_cache(maxsize=None)",
+            "functools.lru_cache(maxsize=4)",
+            "functools.lru_cache",
+        )
+    ]
     assert [_is_unbounded(one) for one in found] == [True, True, True, False, False]
 
 
@@ -52,7 +62,9 @@ def _attention(i: int):
     from fp8ref.torch.attention import function as attention_function
 
     values = attention_function.values
-    return attention_function.function("bf16", values("bf16"), values(FULL), 0.1 + i / 1000, 0, "fast", (None, None), ((), ()))
+    return attention_function.function(
+        "bf16", values("bf16"), values(FULL), 0.1 + i / 1000, 0, "fast", (None, None), ((), ())
+    )
 
 
 def _attention_kernel(i: int):
@@ -69,7 +81,9 @@ def _linear(i: int):
     from fp8ref.recipe import RECIPES
     from fp8ref.torch.linear import linear
 
-    return linear._bind(linear._Spec(dataclasses.replace(RECIPES["rowwise"], name=f"recipe{i}"), None))
+    return linear._bind(
+        linear._Spec(dataclasses.replace(RECIPES["rowwise"], name=f"recipe{i}"), None)
+    )
 
 
 def _threads(i: int):
@@ -78,9 +92,13 @@ def _threads(i: int):
     return threads._pool(i + 1)
 
 
-@pytest.mark.parametrize("make", [_attention, _attention_kernel, _linear, _threads], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [_attention, _attention_kernel, _linear, _threads], ids=lambda make: make.__name__
+)
 def test_many_keys_are_forgotten(make):
-    """A class of autograd.Function, or a pool of threads, for each softmax scale, recipe or number of threads."""
+    """A class of autograd.Function, or a pool of threads, for each softmax scale, recipe or number
+    of threads.
+    """
     first = weakref.ref(make(0))
     kept = [weakref.ref(make(i)) for i in range(1, 600)]
     gc.collect()

@@ -1,4 +1,6 @@
-"""docs/spec and what cites it: every citation has its clause, every clause is cited by a test, and the last page says by which."""
+"""docs/spec and what cites it: every citation has its clause, every clause is cited by a test, and
+the last page says by which.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -27,7 +29,11 @@ def test_every_citation_has_its_clause():
 
 
 def test_every_clause_is_cited_by_a_test():
-    cited = {clause for clause, where in docs.citations().items() if any(file.startswith("tests/") for file in where)}
+    cited = {
+        clause
+        for clause, where in docs.citations().items()
+        if any(file.startswith("tests/") for file in where)
+    }
     assert not set(CLAUSES) - cited
 
 

@@ -35,10 +35,14 @@ def config(tmp_path, small, monkeypatch):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Puts a FakeTrainer in place of both backends; fake({step: what happens}) sets what happens."""
+    """Puts a FakeTrainer in place of both backends; fake({step: what happens}) sets what
+    happens.
+    """
 
     def install(happens=None):
-        monkeypatch.setattr(loop, "trainer", lambda _, config, weights=None: FakeTrainer(config, happens))
+        monkeypatch.setattr(
+            loop, "trainer", lambda _, config, weights=None: FakeTrainer(config, happens)
+        )
 
     install()
     return install
@@ -87,10 +91,17 @@ def test_a_run_is_by_default_named_after_config_backend_and_recipe(config, fake,
 
 
 def test_runs_that_differ_in_their_plan_alone_are_by_default_two(config, fake, run):  # G-20
-    plan = plans.plan_to_dict(ACCUMULATIONS["ada"]) | {"epilogue": "product_then_round", "out_dtype": "bfloat16"}
-    (config.parent / "plan.json").write_text(json.dumps({"ok": True, "subject": "torch-scaled-mm", "plan": plan}))
+    plan = plans.plan_to_dict(ACCUMULATIONS["ada"]) | {
+        "epilogue": "product_then_round",
+        "out_dtype": "bfloat16",
+    }
+    (config.parent / "plan.json").write_text(
+        json.dumps({"ok": True, "subject": "torch-scaled-mm", "plan": plan})
+    )
     for accumulate in ("native", "hopper", "exact", "plan.json"):
-        assert run("train", config, "--backend", "torch", "--numerics.accumulate", accumulate)[0] == 0
+        assert (
+            run("train", config, "--backend", "torch", "--numerics.accumulate", accumulate)[0] == 0
+        )
     named = hardware.by_name("plan.json").name
     assert named.startswith("probed_")
     assert {path.name for path in (config.parent / "runs").iterdir()} == {
@@ -99,7 +110,21 @@ def test_runs_that_differ_in_their_plan_alone_are_by_default_two(config, fake, r
 
 
 def test_options_change_the_config_that_is_trained(config, fake, run):
-    assert run("train", config, "--backend", "jax", "--run.out", "here", "--run.steps", "9", "--numerics.filter_fqns", "mlp")[0] == 0
+    assert (
+        run(
+            "train",
+            config,
+            "--backend",
+            "jax",
+            "--run.out",
+            "here",
+            "--run.steps",
+            "9",
+            "--numerics.filter_fqns",
+            "mlp",
+        )[0]
+        == 0
+    )
     trained = configs.load(config.parent / "here" / "config.toml")
     assert (trained.run.steps, trained.numerics.filter_fqns) == (9, ("mlp",))
 
@@ -122,7 +147,9 @@ def test_a_real_backend_trains_and_resume_changes_no_byte(config, run):
     before = contents(config.parent / "here")
     lines = log.read_metrics(config.parent / "here")
     assert [line["step"] for line in lines] == list(range(6))
-    assert lines[0]["loss"] == pytest.approx(np.log(256), abs=0.2)  # a fresh model is close to uniform over bytes
+    assert lines[0]["loss"] == pytest.approx(
+        np.log(256), abs=0.2
+    )  # a fresh model is close to uniform over bytes
     assert lines[-1]["loss"] < lines[0]["loss"]
     code, out, _ = run(*arguments, "--resume")
     assert (code, out) == (0, "here is finished; nothing to do\n")
@@ -130,7 +157,9 @@ def test_a_real_backend_trains_and_resume_changes_no_byte(config, run):
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["estimate"], ["crosscheck"], ["demo"]], ids=["", "train", "estimate", "crosscheck", "demo"]
+    "command",
+    [[], ["train"], ["estimate"], ["crosscheck"], ["demo"]],
+    ids=["", "train", "estimate", "crosscheck", "demo"],
 )
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_exits_with_0(run, command, flag):
@@ -142,7 +171,16 @@ def test_help_exits_with_0(run, command, flag):
 @pytest.mark.parametrize("command", ["train", "estimate", "crosscheck", "demo"])
 def test_help_of_a_command_lists_the_keys_of_the_config(run, command):
     _, out, _ = run(command, "--help")
-    assert all(f"--{key}" in out for key in ("run.steps", "model.hidden_size", "data.source", "numerics.recipe", "optimizer.beta1"))
+    assert all(
+        f"--{key}" in out
+        for key in (
+            "run.steps",
+            "model.hidden_size",
+            "data.source",
+            "numerics.recipe",
+            "optimizer.beta1",
+        )
+    )
 
 
 def test_help_of_train_lists_its_own_options(run):
@@ -156,7 +194,11 @@ def test_help_works_after_a_config(config, run):
     assert "--run.steps" in out
 
 
-@pytest.mark.parametrize("command", [["compare", "here", "here"], ["replay", "here", "--policy", "flax"], ["certify"]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command",
+    [["compare", "here", "here"], ["replay", "here", "--policy", "flax"], ["certify"]],
+    ids=lambda c: c[0],
+)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "manifest.json"])
 def test_json_is_not_written_over_what_a_run_keeps(config, run, command, name):
     (config.parent / "here").mkdir()
@@ -174,7 +216,10 @@ def test_a_model_that_does_not_fit_into_memory_is_said_to_be_so(config, run, mon
     monkeypatch.setattr(loop, "trainer", trainer)
     code, _, err = run("train", config, "--backend", "jax", "--run.out", "here")
     assert code == 2
-    assert "the model does not fit into memory: Unable to allocate 1.00 TiB. Lower the sizes of model.*" in err
+    assert (
+        "the model does not fit into memory: Unable to allocate 1.00 TiB. Lower the sizes of "
+        "model.*" in err
+    )
     assert not (config.parent / "here").exists()
 
 
@@ -189,7 +234,9 @@ def test_it_says_its_version(run):
     assert run("--version") == (0, f"fp8ref {fp8ref.__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [[], ["teach"], ["train"], ["estimate"], ["crosscheck"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [[], ["teach"], ["train"], ["estimate"], ["crosscheck"]], ids=" ".join
+)
 def test_an_incomplete_command_exits_with_2(run, arguments):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
@@ -203,9 +250,13 @@ def test_an_unknown_key_names_the_nearest_one(config, fake, run):
     assert "unknown key 'run.step'; did you mean 'run.steps'?" in err
 
 
-@pytest.mark.parametrize("options", [["--run.stepz", "3"], ["--resum"], ["--no-such-option"], ["stray"]], ids=" ".join)
 @pytest.mark.parametrize(
-    "command", [["train", "--backend", "jax"], ["estimate"], ["crosscheck"], ["demo"]], ids=["train", "estimate", "crosscheck", "demo"]
+    "options", [["--run.stepz", "3"], ["--resum"], ["--no-such-option"], ["stray"]], ids=" ".join
+)
+@pytest.mark.parametrize(
+    "command",
+    [["train", "--backend", "jax"], ["estimate"], ["crosscheck"], ["demo"]],
+    ids=["train", "estimate", "crosscheck", "demo"],
 )
 def test_an_unknown_option_exits_with_2_and_is_named(config, fake, run, command, options):
     code, _, err = run(*command, config, *options)
@@ -221,20 +272,28 @@ def test_an_unknown_option_exits_with_2_and_is_named(config, fake, run, command,
         (["--data.seed", "-1"], "data.seed is not negative; got -1"),
         (["--data.validation_fraction", "1"], "data.validation_fraction"),
         (["--data.microbatches", "0"], "data.microbatches is at least 1; got 0"),
-        (["--data.microbatches", "3"], "data.batch_size is divisible by data.microbatches; got 4 and 3"),
+        (
+            ["--data.microbatches", "3"],
+            "data.batch_size is divisible by data.microbatches; got 4 and 3",
+        ),
         (["--optimizer.learning_rate", "nan"], "learning_rate"),
         (["--model.num_key_value_heads", "3"], "num_key_value_heads"),
         (["--model.vocab_size", "255"], "model.vocab_size"),
         (["--recipe", "fp9"], "'fp9'"),
         (["--numerics.filter_fqns", "absent"], "'absent' names none of"),
         (["--numerics.filter_fqns", "*"], "converts no linear"),
-        (["--numerics.filter_fqns", "auto_filter_small_kn", "--recipe", "mxfp8"], "got 'mxfp8', for which there is no data"),
+        (
+            ["--numerics.filter_fqns", "auto_filter_small_kn", "--recipe", "mxfp8"],
+            "got 'mxfp8', for which there is no data",
+        ),
         (["--data.source", "absent"], "'absent', which is not a directory"),
         (["--data.batch_size", "100000"], "the train split holds"),
         (["--data.sequence_length", "1000000"], "the train split holds 0 sequences"),
     ],
 )
-def test_a_value_that_cannot_be_used_exits_with_2_and_writes_nothing(config, fake, run, options, said):
+def test_a_value_that_cannot_be_used_exits_with_2_and_writes_nothing(
+    config, fake, run, options, said
+):
     code, out, err = run("train", config, "--backend", "jax", "--run.out", "here", *options)
     assert (code, out) == (2, "")
     assert said in err
@@ -265,13 +324,17 @@ def test_a_missing_config_exits_with_2(config, fake, run):
     assert "absent.toml: cannot be read" in err
 
 
-@pytest.mark.parametrize("files", [[], ["picture.png"], ["empty.txt"]], ids=["empty", "binary", "blank"])
+@pytest.mark.parametrize(
+    "files", [[], ["picture.png"], ["empty.txt"]], ids=["empty", "binary", "blank"]
+)
 def test_data_without_text_exits_with_2(config, fake, run, files):
     folder = config.parent / "data"
     folder.mkdir()
     for name in files:
         (folder / name).touch()
-    code, _, err = run("train", config, "--backend", "jax", "--data.source", "data", "--run.out", "here")
+    code, _, err = run(
+        "train", config, "--backend", "jax", "--data.source", "data", "--run.out", "here"
+    )
     assert code == 2
     assert "'data' holds no" in err
     assert not (config.parent / "here").exists()
@@ -281,7 +344,9 @@ def test_data_shorter_than_one_batch_exits_with_2(config, fake, run):
     folder = config.parent / "data"
     folder.mkdir()
     (folder / "short.txt").write_text("too short")
-    code, _, err = run("train", config, "--backend", "jax", "--data.source", "data", "--run.out", "here")
+    code, _, err = run(
+        "train", config, "--backend", "jax", "--data.source", "data", "--run.out", "here"
+    )
     assert code == 2
     assert "4 are needed" in err
     assert not (config.parent / "here").exists()
@@ -367,9 +432,20 @@ def test_overwrite_with_a_config_that_cannot_be_trained_keeps_the_run(existing, 
     assert contents(out) == before
 
 
-@pytest.mark.parametrize(("every", "starts"), [("0", [0]), ("2", [0, 4])], ids=["no checkpoint", "checkpoint"])
+@pytest.mark.parametrize(
+    ("every", "starts"), [("0", [0]), ("2", [0, 4])], ids=["no checkpoint", "checkpoint"]
+)
 def test_a_run_goes_on_from_its_last_checkpoint(config, fake, run, every, starts):
-    command = ("train", config, "--backend", "jax", "--run.out", "here", "--checkpoint.every", every)
+    command = (
+        "train",
+        config,
+        "--backend",
+        "jax",
+        "--run.out",
+        "here",
+        "--checkpoint.every",
+        every,
+    )
     fake({5: RuntimeError("out of memory")})
     with pytest.raises(RuntimeError, match="out of memory"):
         run(*command)
@@ -381,7 +457,9 @@ def test_a_run_goes_on_from_its_last_checkpoint(config, fake, run, every, starts
     assert code == 0
     # the first run's line, and the second's
     said = "here has no checkpoint yet: it starts again from step 0.\n" if every == "0" else ""
-    assert err == COVERAGE + said + COVERAGE + ("here: resumed at step 4 of 6\n" if every == "2" else "")
+    assert err == COVERAGE + said + COVERAGE + (
+        "here: resumed at step 4 of 6\n" if every == "2" else ""
+    )
     assert [line["step"] for line in log.read_metrics(out)] == list(range(6))
     assert [line["loss"] for line in log.read_metrics(out)] == [5 - 0.125 * i for i in range(6)]
     manifest = log.read_manifest(out)
@@ -413,7 +491,9 @@ def test_sigterm_saves_and_exits_with_5(config, fake, run):  # K-8
 
 
 def test_ctrl_c_saves_and_exits_with_130(config, fake, run):  # K-8
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it
     command = ("train", config, "--backend", "jax", "--run.out", "here", "--checkpoint.every", "0")
     fake({3: lambda: os.kill(os.getpid(), signal.SIGINT)})
     code, out, err = run(*command)
@@ -441,7 +521,9 @@ def test_sigterm_while_a_framework_loads_exits_with_5(config, fake, run, monkeyp
     assert run(*command, "--resume")[0] == 0
 
 
-@pytest.mark.parametrize("flag", [[], ["--resume"], ["--overwrite"]], ids=["plain", "resume", "overwrite"])
+@pytest.mark.parametrize(
+    "flag", [[], ["--resume"], ["--overwrite"]], ids=["plain", "resume", "overwrite"]
+)
 def test_a_foreign_directory_is_left_alone(config, fake, run, flag):
     folder = config.parent / "thesis"
     folder.mkdir()
@@ -513,8 +595,20 @@ def test_a_dry_run_needs_no_data_writes_nothing_and_loads_no_framework(config, b
         "import sys; from fp8ref import cli; code = cli.main(sys.argv[1:]); "
         "print(code, sorted({'jax', 'torch', 'grain'} & set(sys.modules)))"
     )
-    arguments = ["train", str(config), "--backend", backend, "--dry-run", "--data.source", "absent", "--run.out", "here"]
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    arguments = [
+        "train",
+        str(config),
+        "--backend",
+        backend,
+        "--dry-run",
+        "--data.source",
+        "absent",
+        "--run.out",
+        "here",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "0 []"
     assert "parameters: all" in done.stdout
     assert done.stderr == ""
@@ -524,9 +618,18 @@ def test_a_dry_run_needs_no_data_writes_nothing_and_loads_no_framework(config, b
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--backend", "jax", "--parallel.compile", "block"], "parallel.compile is not a key of --backend jax"),
-        (["--backend", "torch", "--parallel.fsdp", "3"], "data.batch_size is divisible by data x fsdp = 3"),
-        (["--backend", "torch", "--resume"], "--dry-run reads a config alone, in one process; got --resume"),
+        (
+            ["--backend", "jax", "--parallel.compile", "block"],
+            "parallel.compile is not a key of --backend jax",
+        ),
+        (
+            ["--backend", "torch", "--parallel.fsdp", "3"],
+            "data.batch_size is divisible by data x fsdp = 3",
+        ),
+        (
+            ["--backend", "torch", "--resume"],
+            "--dry-run reads a config alone, in one process; got --resume",
+        ),
         (["--backend", "jax", "--distributed"], "got --distributed"),
         ([], "needs --backend"),
     ],
@@ -540,7 +643,11 @@ def test_a_dry_run_of_what_cannot_be_trained_exits_with_2(config, run, options, 
 @pytest.mark.parametrize("command", ["crosscheck", "demo"])
 def test_a_cross_check_takes_whole_batches(config, run, command):
     code, out, err = run(command, config, "--data.microbatches", "2")
-    assert (code, out, err) == (2, "", "fp8ref: a cross-check takes whole batches; got data.microbatches = 2. Set it to 1.\n")
+    assert (code, out, err) == (
+        2,
+        "",
+        "fp8ref: a cross-check takes whole batches; got data.microbatches = 2. Set it to 1.\n",
+    )
 
 
 def test_crosscheck_refuses_a_report_in_a_directory_that_is_not_there(config, run):
@@ -551,7 +658,9 @@ def test_crosscheck_refuses_a_report_in_a_directory_that_is_not_there(config, ru
 
 @pytest.fixture
 def runs(tmp_path, small, monkeypatch):
-    """Runs bf16-0 to bf16-2 and, with the losses of bf16-0 and one more, off, in the current directory."""
+    """Runs bf16-0 to bf16-2 and, with the losses of bf16-0 and one more, off, in the current
+    directory.
+    """
     made_runs.three_seeds(tmp_path, small)
     made_runs.make(tmp_path / "off", small, made_runs.falling(wobble=0) + 1, recipe="tensorwise")
     monkeypatch.chdir(tmp_path)
@@ -561,16 +670,25 @@ def runs(tmp_path, small, monkeypatch):
 def test_report_writes_a_page_and_says_the_verdict(runs, run, tmp_path):
     code, out, err = run("report", *runs, "--out", "page.html")
     assert (code, err) == (0, "")
-    assert out.splitlines()[0].startswith("off: worse: +0.9980 nats [+0.7933, +1.2027] from bf16-0 over the last 5 of 60 steps")
+    assert out.splitlines()[0].startswith(
+        "off: worse: +0.9980 nats [+0.7933, +1.2027] from bf16-0 over the last 5 of 60 steps"
+    )
     assert out.splitlines()[-1] == "wrote page.html and 5 PNGs next to it"
     assert "worse" in (tmp_path / "page.html").read_text()
 
 
 def test_report_takes_a_directory_of_runs(runs, run, tmp_path):
-    assert run("report", ".", "--out", "page.html")[:2] == run("report", *runs, "--out", "page.html")[:2]
+    assert (
+        run("report", ".", "--out", "page.html")[:2]
+        == run("report", *runs, "--out", "page.html")[:2]
+    )
 
 
-@pytest.mark.parametrize("more", [[], ["--seeds", "bf16-1", "bf16-2"], ["--margin", "0.5"]], ids=["steps", "seeds", "margin"])
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--seeds", "bf16-1", "bf16-2"], ["--margin", "0.5"]],
+    ids=["steps", "seeds", "margin"],
+)
 def test_compare_exits_with_1_where_it_is_worse(runs, run, more):
     code, out, err = run("compare", "bf16-0", "off", *more, "--json", "found.json")
     assert (code, err) == (1, "")
@@ -586,7 +704,9 @@ def test_compare_exits_with_0_where_it_is_equivalent(runs, run):
 
 
 def test_compare_reads_the_log_of_another_trainer(runs, run, tmp_path):
-    (tmp_path / "theirs.csv").write_text("Step,my loss\n" + "".join(f"{i},{3 / (i + 1)}\n" for i in range(60)))
+    (tmp_path / "theirs.csv").write_text(
+        "Step,my loss\n" + "".join(f"{i},{3 / (i + 1)}\n" for i in range(60))
+    )
     code, out, err = run("compare", "theirs.csv", "theirs.csv", "--loss", "my loss")
     assert (code, err) == (0, "")
     assert "identical: loss of all 60 steps" in out
@@ -605,7 +725,10 @@ def test_compare_reads_the_log_of_another_trainer(runs, run, tmp_path):
         (["compare", "bf16-0"], "B"),
         (["compare", "bf16-0", "absent"], "absent is not a directory"),
         (["compare", "bf16-0", "bf16-1"], "Train both with the same seeds"),
-        (["compare", "bf16-0", "off", "--margin", "0"], "--margin is a number of nats above 0; got 0.0"),
+        (
+            ["compare", "bf16-0", "off", "--margin", "0"],
+            "--margin is a number of nats above 0; got 0.0",
+        ),
         (["compare", "bf16-0", "off", "--json", "absent/x.json"], "in a directory that exists"),
         (["compare", "bf16-0", "off", "--stray"], "--stray"),
     ],
@@ -620,7 +743,14 @@ def test_report_and_compare_refuse_what_they_cannot_use(runs, run, tmp_path, com
 
 
 def python(*arguments, **keys) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=60, **keys)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        **keys,
+    )
 
 
 def test_python_m_fp8ref_is_the_command():
@@ -633,8 +763,9 @@ def test_python_m_fp8ref_passes_its_exit_code_on(config):
     shown = python("-m", "fp8ref", "train", "absent.toml", "--backend", "jax")
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr.splitlines() == [
-        "fp8ref: absent.toml: cannot be read (No such file or directory). Name a TOML file, or one of llama-125m, llama-1b, llama-405b, "
-        "llama-70b, llama-8b, parity, qwen3-30b-a3b, tiny, tiny-moe."
+        "fp8ref: absent.toml: cannot be read (No such file or directory). Name a TOML file, or "
+        "one of llama-125m, llama-1b, llama-405b, llama-70b, llama-8b, parity, qwen3-30b-a3b, "
+        "tiny, tiny-moe."
     ]
 
 
@@ -663,12 +794,28 @@ def test_a_backend_that_is_not_installed_says_how_to_install_it(config):
 
 def test_sigint_while_training_saves_the_state_of_every_whole_line(config, tmp_path):
     # a shell's background jobs ignore SIGINT, and Python with them: put its handler back
-    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom fp8ref.cli import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["train", str(config), "--backend", "torch", "--run.out", "here", "--run.steps", "1000000"]
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom "
+        "fp8ref.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = [
+        "train",
+        str(config),
+        "--backend",
+        "torch",
+        "--run.out",
+        "here",
+        "--run.steps",
+        "1000000",
+    ]
     metrics = tmp_path / "here" / "metrics.jsonl"
     with (
         (tmp_path / "stderr").open("w") as stderr,
-        subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process,
+        subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stderr=stderr,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        ) as process,
     ):
         try:
             deadline = time.monotonic() + 60
@@ -684,7 +831,9 @@ def test_sigint_while_training_saves_the_state_of_every_whole_line(config, tmp_p
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert len(steps) >= 3
     assert steps == list(range(len(steps)))
-    assert [path.name for path in checkpoint.saved(tmp_path / "here")][:1] == [f"step-{len(steps):08d}"]
+    assert [path.name for path in checkpoint.saved(tmp_path / "here")][:1] == [
+        f"step-{len(steps):08d}"
+    ]
     assert log.read_manifest(tmp_path / "here")["status"] == "interrupted"
     assert "Traceback" not in (tmp_path / "stderr").read_text()
 
@@ -694,7 +843,9 @@ def test_a_name_in_an_error_is_of_one_line(capsys, name):
     assert cli.main(["report", name]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("fp8ref: a")
-    assert r"b\nfp8ref: all is well is not a directory".removeprefix("b" * ("//" not in name)) in said
+    assert (
+        r"b\nfp8ref: all is well is not a directory".removeprefix("b" * ("//" not in name)) in said
+    )
 
 
 def test_further_lines_of_an_error_are_indented(capsys, tmp_path):

@@ -1,4 +1,6 @@
-"""The documentation does what it says: programs are run, commands are parsed, links of the README lead somewhere."""
+"""The documentation does what it says: programs are run, commands are parsed, links of the README
+lead somewhere.
+"""
 
 import ast
 import re
@@ -13,46 +15,83 @@ from fp8ref.train.config import config as configs
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if "notebooks" not in page.parts]
-PROGRAM = re.compile(r"^( *)```python\n(.*?)^ *```\n(?:\n* *```text\n(.*?)^ *```)?", re.DOTALL | re.MULTILINE)
+PROGRAM = re.compile(
+    r"^( *)```python\n(.*?)^ *```\n(?:\n* *```text\n(.*?)^ *```)?", re.DOTALL | re.MULTILINE
+)
 COMMANDS = re.compile(r"^ *```console\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
 def named(pages) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("page", pages, ids=lambda page: page.relative_to(ROOT).as_posix())
+    return pytest.mark.parametrize(
+        "page", pages, ids=lambda page: page.relative_to(ROOT).as_posix()
+    )
 
 
 def programs(page: Path) -> list[tuple[str, str]]:
-    """(program, what it prints) of each block, without the indentation of a block in a list or a box."""
+    """(program, what it prints) of each block, without the indentation of a block in a list or a
+    box.
+    """
     found = PROGRAM.findall(page.read_text(encoding="utf-8"))
-    return [tuple(re.sub(rf"^{indent}", "", text, flags=re.MULTILINE) for text in (program, printed)) for indent, program, printed in found]
+    return [
+        tuple(re.sub(rf"^{indent}", "", text, flags=re.MULTILINE) for text in (program, printed))
+        for indent, program, printed in found
+    ]
 
 
 def commands(page: Path) -> list[str]:
     """The command lines of fp8ref, joined where a backslash continues them."""
-    lines = "\n".join(COMMANDS.findall(page.read_text(encoding="utf-8"))).replace("\\\n", " ").splitlines()
+    lines = (
+        "\n".join(COMMANDS.findall(page.read_text(encoding="utf-8")))
+        .replace("\\\n", " ")
+        .splitlines()
+    )
     said = [line.strip().removeprefix("$ ") for line in lines if line.strip().startswith("$ ")]
     parts = [part.strip() for line in said for part in re.split(r"\||&&|;", line.split("  #")[0])]
-    return [found[1] for part in parts if (found := re.match(r"(?:\w+=\S+ )*(?:torchrun .*?-m |python -m |\.venv/bin/)?fp8ref (.*)", part))]
+    return [
+        found[1]
+        for part in parts
+        if (
+            found := re.match(
+                r"(?:\w+=\S+ )*(?:torchrun .*?-m |python -m |\.venv/bin/)?fp8ref (.*)", part
+            )
+        )
+    ]
 
 
-LONG = ("flax-model.md", "how-to/optimizer-states.md", "attention.md", "how-to/study.md", "concepts/accumulation.md")
+LONG = (
+    "flax-model.md",
+    "how-to/optimizer-states.md",
+    "attention.md",
+    "how-to/study.md",
+    "concepts/accumulation.md",
+)
 """Pages whose programs take five seconds and more."""
 
 
-@named([pytest.param(page, marks=[pytest.mark.slow] * page.as_posix().endswith(LONG)) for page in PAGES if programs(page)])
+@named(
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * page.as_posix().endswith(LONG))
+        for page in PAGES
+        if programs(page)
+    ]
+)
 def test_programs_print_what_the_page_says(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     if page.stem == "equinox":
         pytest.importorskip("equinox")  # of the test extra alone
     for program, printed in programs(page):
-        exec(compile(program, f"<{page.name}>", "exec"), names)  # no file: hypothesis would read its source there
+        exec(
+            compile(program, f"<{page.name}>", "exec"), names
+        )  # no file: hypothesis would read its source there
         run_parametrized(names)
         assert capsys.readouterr().out == printed, program
 
 
 def run_parametrized(names: dict) -> None:
-    """Call the pytest functions of a program with each of their parameters; a later program does not call them again."""
+    """Call the pytest functions of a program with each of their parameters; a later program does
+    not call them again.
+    """
     for name in [name for name, value in names.items() if getattr(value, "pytestmark", None)]:
         function = names.pop(name)
         parametrize = function.pytestmark[0]
@@ -63,11 +102,17 @@ def run_parametrized(names: dict) -> None:
 @named([page for page in PAGES if commands(page)])
 def test_commands_parse(page):
     for command in commands(page):
-        arguments = shlex.split(command.split(" > ")[0].split(" < ")[0].rstrip("&").replace("[", "").replace("]", ""))
+        arguments = shlex.split(
+            command.split(" > ")[0].split(" < ")[0].rstrip("&").replace("[", "").replace("]", "")
+        )
         known, options = parse(arguments)
         if getattr(known, "config", "absent") != "absent":
             # keys of experts are of a model that has some
-            base = configs.load(known.config) if str(known.config) in ("tiny-moe", "qwen3-30b-a3b") else configs.Config()
+            base = (
+                configs.load(known.config)
+                if str(known.config) in ("tiny-moe", "qwen3-30b-a3b")
+                else configs.Config()
+            )
             configs.override(base, options, prog="fp8ref")
         else:
             assert not options, command
@@ -80,7 +125,8 @@ def parse(arguments: list[str]):
     return cli._parser().parse_known_args(arguments)
 
 
-# Commands that take seconds, need nothing and print the same everywhere: what a page says of them is compared.
+# Commands that take seconds, need nothing and print the same everywhere: what a page says of them
+# is compared.
 REPEATABLE = re.compile(r"estimate |train .*--dry-run|vectors gen |--version")
 
 
@@ -90,7 +136,12 @@ def outputs(page: Path) -> list[tuple[str, str]]:
     for block in COMMANDS.findall(page.read_text(encoding="utf-8")):
         for part in re.split(r"^\$ ", block.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
             command, _, printed = part.partition("\n")
-            if "|" not in command and ">" not in command and printed.strip() and re.match(rf"fp8ref (?:{REPEATABLE.pattern})", command):
+            if (
+                "|" not in command
+                and ">" not in command
+                and printed.strip()
+                and re.match(rf"fp8ref (?:{REPEATABLE.pattern})", command)
+            ):
                 found.append((command.removeprefix("fp8ref "), printed))
     return found
 
@@ -129,28 +180,57 @@ def test_every_block_that_is_opened_is_closed(page):
         elif opened is not None and re.match(rf"^ *{opened}$", line):
             opened = None
         else:
-            assert opened is not None or not re.match(r"^[┏┃┡│└]", line), f"a table outside of a block: {line}"
+            assert opened is not None or not re.match(r"^[┏┃┡│└]", line), (
+                f"a table outside of a block: {line}"
+            )
     assert opened is None
 
 
 JAX_CLASSES = {"llama/llama": "Llama", "mesh": "Layout", "llama/forward_pass": "Pass"}
-"""{module of train/jax: the class whose methods the text names}; PyTorch's Llama.forward is in a table."""
+"""{module of train/jax: the class whose methods the text names}; PyTorch's Llama.forward is in a
+table.
+"""
 
 
 def test_the_files_and_names_of_a_step_are_there():
-    """Of the tables of step-in-code.md: each file defines the functions and methods that a reader is sent to, and no path is longer than ten."""
+    """Of the tables of step-in-code.md: each file defines the functions and methods that a reader
+    is sent to, and no path is longer than ten.
+    """
     text = (ROOT / "docs/concepts/step-in-code.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+)(?:, (?:instead|on ranks))? \| `([^`]+)` \| ([^|]+) \|", text, re.MULTILINE)
-    assert [int(n) for n, *_ in rows] == [*range(1, 5), *range(4, 9), 6, 9, *range(1, 11), *range(1, 5), 4]
+    rows = re.findall(
+        r"^\| (\d+)(?:, (?:instead|on ranks))? \| `([^`]+)` \| ([^|]+) \|", text, re.MULTILINE
+    )
+    assert [int(n) for n, *_ in rows] == [
+        *range(1, 5),
+        *range(4, 9),
+        6,
+        9,
+        *range(1, 11),
+        *range(1, 5),
+        4,
+    ]
     for _, path, names in rows:
-        assert set(re.findall(r"`([^`]+)`", names)) <= defined(ast.parse((ROOT / "fp8ref" / path).read_text(encoding="utf-8"))), path
-    for name, path in re.findall(r"`([\w.]+)` of\s`([\w/]+\.py)`", text):  # of files that need not be opened
+        assert set(re.findall(r"`([^`]+)`", names)) <= defined(
+            ast.parse((ROOT / "fp8ref" / path).read_text(encoding="utf-8"))
+        ), path
+    for name, path in re.findall(
+        r"`([\w.]+)` of\s`([\w/]+\.py)`", text
+    ):  # of files that need not be opened
         there = defined(ast.parse((ROOT / "fp8ref" / path).read_text(encoding="utf-8")))
         assert any(f".{one}".endswith(f".{name}") for one in there), (name, path)
-    methods = {f"train/jax/{name}.py": set(re.findall(rf"`({of}\.\w+)`", text)) for name, of in JAX_CLASSES.items()}
+    methods = {
+        f"train/jax/{name}.py": set(re.findall(rf"`({of}\.\w+)`", text))
+        for name, of in JAX_CLASSES.items()
+    }
     for path, names in methods.items():
-        assert names - {"Llama.forward"} <= defined(ast.parse((ROOT / "fp8ref" / path).read_text(encoding="utf-8"))), path
-    others = set(re.findall(r"`([\w/]+\.py)`", text)) - {path for _, path, _ in rows} - {"float8_linear.py"}  # torchao's
+        assert names - {"Llama.forward"} <= defined(
+            ast.parse((ROOT / "fp8ref" / path).read_text(encoding="utf-8"))
+        ), path
+    others = (
+        set(re.findall(r"`([\w/]+\.py)`", text))
+        - {path for _, path, _ in rows}
+        - {"float8_linear.py"}
+    )  # torchao's
     assert [path for path in others if not (ROOT / "fp8ref" / path).exists()] == []
 
 

@@ -1,4 +1,6 @@
-"""pydoc is the reference: whatever a user calls says its shapes, order, special values and errors, and where to begin."""
+"""pydoc is the reference: whatever a user calls says its shapes, order, special values and errors,
+and where to begin.
+"""
 
 import ast
 import itertools
@@ -11,14 +13,25 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp8ref"
-INNER = {PACKAGE / "commands", PACKAGE / "crosscheck" / "divergence", PACKAGE / "conformance"}  # of which users call the next alone
-CALLED = {PACKAGE / "conformance" / f"{name}.py" for name in ("strategies", "parameters", "require")}
+INNER = {
+    PACKAGE / "commands",
+    PACKAGE / "crosscheck" / "divergence",
+    PACKAGE / "conformance",
+}  # of which users call the next alone
+CALLED = {
+    PACKAGE / "conformance" / f"{name}.py" for name in ("strategies", "parameters", "require")
+}
 Documented = ast.FunctionDef | ast.ClassDef
 
 ALL = ("Shapes", "Order", "Specials", "Raises", "Source")
-# What users rely on, and the sections that each has: an array's shapes, and its bits where the order of operations makes them.
+# What users rely on, and the sections that each has: an array's shapes, and its bits where the
+# order of operations makes them.
 SECTIONS = {
-    "sim/quantize/cast.py": {"encode": ALL, "decode": ("Shapes", "Specials", "Raises", "Source"), "round_to": ALL},
+    "sim/quantize/cast.py": {
+        "encode": ALL,
+        "decode": ("Shapes", "Specials", "Raises", "Source"),
+        "round_to": ALL,
+    },
     "sim/quantize/scales.py": {"scales_from_amax": ALL},
     "sim/quantize/scaling.py": {
         "amax": ("Shapes", "Specials", "Raises"),
@@ -26,7 +39,11 @@ SECTIONS = {
         "quantize_with": ("Shapes", "Raises", "Source"),
         "dequantize": ("Shapes", "Specials", "Raises"),
     },
-    "sim/gemm/gemm.py": {"mma": ALL, "matmul": ("Units", *ALL), "matmul_hp": ("Shapes", "Order", "Specials", "Raises")},
+    "sim/gemm/gemm.py": {
+        "mma": ALL,
+        "matmul": ("Units", *ALL),
+        "matmul_hp": ("Shapes", "Order", "Specials", "Raises"),
+    },
     "sim/delayed.py": {
         "observe": ("Shapes", "Raises"),
         "merge": ("Shapes", "Specials", "Raises"),
@@ -44,14 +61,21 @@ SECTIONS = {
     "sim/attention/operands/hadamard.py": {"rotate": ("Shapes", "Order", "Raises")},
     "sim/attention/softmax.py": {"step": ("Shapes", "Order")},
     "sim/linear.py": {"forward": ALL, "backward": ALL},
-    "sim/distributed/sharding.py": {"amax": ALL, "quantize": ALL, "gather": ("Shapes", "Specials", "Raises", "Source")},
+    "sim/distributed/sharding.py": {
+        "amax": ALL,
+        "quantize": ALL,
+        "gather": ("Shapes", "Specials", "Raises", "Source"),
+    },
     "sim/distributed/sharded_gemm.py": {"matmul": ALL},
     "sim/quantize/stats.py": {
         "statistics": ("Units", *ALL),
         "exponents": ("Shapes", "Units", "Raises", "Source"),
         "error": ("Shapes", "Raises"),
     },
-    "jax/quantize/cast.py": {"encode": ("Shapes", "Specials", "Raises", "Source"), "decode": ("Raises",)},
+    "jax/quantize/cast.py": {
+        "encode": ("Shapes", "Specials", "Raises", "Source"),
+        "decode": ("Raises",),
+    },
     "jax/quantize/scales.py": {"scales_from_amax": ("Shapes", "Order", "Specials", "Raises")},
     "jax/quantize/scaling.py": {
         "amax": ("Shapes", "Order", "Specials", "Raises"),
@@ -59,7 +83,11 @@ SECTIONS = {
         "quantize_with": ("Shapes", "Raises"),
     },
     "jax/gemm/gemm.py": {"matmul": ALL},
-    "jax/delayed.py": {"init": ("Raises",), "merge": ("Raises",), "update": ("Shapes", "Specials", "Raises")},
+    "jax/delayed.py": {
+        "init": ("Raises",),
+        "merge": ("Raises",),
+        "update": ("Shapes", "Specials", "Raises"),
+    },
     "jax/attention/attention.py": {
         "apply": ("Shapes", "Order", "Specials", "Gradient", "Raises"),
         "forward": ALL,
@@ -71,9 +99,17 @@ SECTIONS = {
     "jax/attention/softmax.py": {"step": ("Shapes", "Order")},
     "jax/attention/probability_value.py": {"add": ("Shapes", "Order")},
     "jax/states/states.py": {"adamw": ALL, "decode": ("Raises",)},
-    "jax/linear/linear.py": {"apply": ("Shapes", "Order", "Specials", "Returns", "Gradient", "Raises")},
-    "jax/linear/contraction.py": {"dot_general": ("Shapes", "Order", "Returns", "Raises"), "einsum": ("Shapes", "Raises")},
-    "torch/quantize/cast.py": {"encode": ("Shapes", "Specials", "Raises", "Source"), "decode": ("Raises",)},
+    "jax/linear/linear.py": {
+        "apply": ("Shapes", "Order", "Specials", "Returns", "Gradient", "Raises")
+    },
+    "jax/linear/contraction.py": {
+        "dot_general": ("Shapes", "Order", "Returns", "Raises"),
+        "einsum": ("Shapes", "Raises"),
+    },
+    "torch/quantize/cast.py": {
+        "encode": ("Shapes", "Specials", "Raises", "Source"),
+        "decode": ("Raises",),
+    },
     "torch/quantize/scales.py": {"scales_from_amax": ALL},
     "torch/quantize/scaling.py": {
         "amax": ("Shapes", "Specials", "Raises"),
@@ -81,16 +117,36 @@ SECTIONS = {
         "quantize_with": ("Shapes", "Raises"),
     },
     "torch/gemm/gemm.py": {"matmul": ALL},
-    "torch/attention/attention.py": {"apply": ("State", "Gradient", *ALL), "forward": ALL, "backward": ALL},
-    "torch/delayed/delayed.py": {"observe": ("Raises",), "advance": ("Shapes", "Specials"), "update": ("Specials",)},
-    "torch/states/states.py": {"AdamW": ("Shapes", "State", "Order", "Specials", "Raises", "Source"), "decode": ("Raises",)},
-    "torch/linear/linear.py": {"Linear": ("Shapes", "Order", "State", "Gradient", "Specials", "Raises")},
-    "torch/model/convert.py": {"convert": ("Keeps", "Returns", "Raises"), "deconvert": ("Returns", "Raises"), "weights": ("Raises",)},
+    "torch/attention/attention.py": {
+        "apply": ("State", "Gradient", *ALL),
+        "forward": ALL,
+        "backward": ALL,
+    },
+    "torch/delayed/delayed.py": {
+        "observe": ("Raises",),
+        "advance": ("Shapes", "Specials"),
+        "update": ("Specials",),
+    },
+    "torch/states/states.py": {
+        "AdamW": ("Shapes", "State", "Order", "Specials", "Raises", "Source"),
+        "decode": ("Raises",),
+    },
+    "torch/linear/linear.py": {
+        "Linear": ("Shapes", "Order", "State", "Gradient", "Specials", "Raises")
+    },
+    "torch/model/convert.py": {
+        "convert": ("Keeps", "Returns", "Raises"),
+        "deconvert": ("Returns", "Raises"),
+        "weights": ("Raises",),
+    },
     "torch/model/parallel.py": {"parallelize": ("Raises",)},
     "selection/linears.py": {"select": ("Shapes", "Returns", "Raises")},
-    "conformance/parameters.py": dict.fromkeys(("casts", "scales", "quantizers"), ("Raises", "Source")),
+    "conformance/parameters.py": dict.fromkeys(
+        ("casts", "scales", "quantizers"), ("Raises", "Source")
+    ),
     "conformance/require.py": dict.fromkeys(
-        ("require_cast", "require_scales", "require_quantized"), ("Shapes", "Specials", "Raises", "Source")
+        ("require_cast", "require_scales", "require_quantized"),
+        ("Shapes", "Specials", "Raises", "Source"),
     ),
 }
 
@@ -128,20 +184,33 @@ def names(path: Path) -> set[str]:
 
 def test_every_module_says_what_lives_there():
     assert len(modules()) > 150
-    assert [str(path) for path in modules() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []
+    assert [
+        str(path)
+        for path in modules()
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ] == []
 
 
 def undocumented(body: list[ast.stmt], where: str) -> Iterator[str]:
-    """The public functions, methods, classes and constants of a module's or a class's body that have no docstring."""
+    """The public functions, methods, classes and constants of a module's or a class's body that
+    have no docstring.
+    """
     for node, after in itertools.zip_longest(body, body[1:]):
         if isinstance(node, Documented) and not node.name.startswith("_"):
             if not ast.get_docstring(node):
                 yield f"{where}.{node.name}"
             if isinstance(node, ast.ClassDef):
-                yield from undocumented([inner for inner in node.body if isinstance(inner, Documented)], f"{where}.{node.name}")
+                yield from undocumented(
+                    [inner for inner in node.body if isinstance(inner, Documented)],
+                    f"{where}.{node.name}",
+                )
         elif isinstance(node, ast.Assign | ast.AnnAssign) and "." not in where:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+            said = (
+                isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            )
             if isinstance(target, ast.Name) and not target.id.startswith("_") and not said:
                 yield f"{where}.{target.id}"
 
@@ -158,7 +227,17 @@ def test_every_public_name_is_documented():
 def test_all_that_users_call_is_documented():
     found = list(called())
     rooms = {path.relative_to(PACKAGE).parts[0] for path, _ in found}
-    assert {"sim", "jax", "torch", "conformance", "crosscheck", "estimate", "plots", "train", "formats.py"} <= rooms
+    assert {
+        "sim",
+        "jax",
+        "torch",
+        "conformance",
+        "crosscheck",
+        "estimate",
+        "plots",
+        "train",
+        "formats.py",
+    } <= rooms
     assert len(found) > 500
     assert [f"{path}: {node.name}" for path, node in found if not ast.get_docstring(node)] == []
 
@@ -167,11 +246,16 @@ def test_what_raises_says_so():
     raising = [
         (path, node)
         for path, node in called()
-        if isinstance(node, ast.FunctionDef) and any(isinstance(inner, ast.Raise) and inner.exc for inner in ast.walk(node))
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(inner, ast.Raise) and inner.exc for inner in ast.walk(node))
     ]
     assert len(raising) > 100
     said = re.compile(r"Error\b|\b[Rr]aises\b")
-    assert [f"{path}: {node.name}" for path, node in raising if not said.search(ast.get_docstring(node) or "")] == []
+    assert [
+        f"{path}: {node.name}"
+        for path, node in raising
+        if not said.search(ast.get_docstring(node) or "")
+    ] == []
 
 
 @pytest.mark.parametrize("module", SECTIONS)
@@ -179,17 +263,35 @@ def test_what_makes_bits_states_its_sections(module):
     documented = {node.name: ast.get_docstring(node) or "" for node in public(PACKAGE / module)}
     for name, sections in SECTIONS[module].items():
         lines = documented[name].splitlines()
-        absent = [section for section in sections if not any(line.lstrip().startswith(f"{section}:") for line in lines)]
+        absent = [
+            section
+            for section in sections
+            if not any(line.lstrip().startswith(f"{section}:") for line in lines)
+        ]
         assert not absent, f"{module}, {name}, states no {', '.join(absent)}"
 
 
 def test_the_package_says_where_to_begin():
     said = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))) or ""
-    parts = [p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists() and p.name != "commands"]
-    assert {"jax", "torch", "sim", "train", "conformance", "crosscheck", "study", "selection", "spec"} < set(parts)
+    parts = [
+        p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists() and p.name != "commands"
+    ]
+    assert {
+        "jax",
+        "torch",
+        "sim",
+        "train",
+        "conformance",
+        "crosscheck",
+        "study",
+        "selection",
+        "spec",
+    } < set(parts)
     begins = {}
     for room in parts:
-        paragraph = re.search(rf"^ {{4}}{room}\s(.*?)(?=^ {{4}}\w|\n\n)", said, re.MULTILINE | re.DOTALL)
+        paragraph = re.search(
+            rf"^ {{4}}{room}\s(.*?)(?=^ {{4}}\w|\n\n)", said, re.MULTILINE | re.DOTALL
+        )
         assert paragraph, f"nothing is said of {room}"
         begins[room] = re.findall(r"\b\w+(?:\.\w+)+", paragraph[1])
     assert all(begins[room] for room in begins if room not in ("plots", "configs", "shared"))
@@ -197,20 +299,30 @@ def test_the_package_says_where_to_begin():
         for entry in entries:
             *folders, name = entry.split(".")
             at = imported(PACKAGE / room, folders)
-            held = {p.stem for p in at.glob("*.py")} | names(at / "__init__.py") if at.is_dir() else names(at.with_suffix(".py"))
+            held = (
+                {p.stem for p in at.glob("*.py")} | names(at / "__init__.py")
+                if at.is_dir()
+                else names(at.with_suffix(".py"))
+            )
             assert name in held, f"fp8ref.{room}.{entry} is no more"
 
 
 def imported(room: Path, folders: list[str]) -> Path:
     """The file or folder of a module that a room has or imports."""
     for node in ast.parse((room / "__init__.py").read_text(encoding="utf-8")).body:
-        if folders and isinstance(node, ast.ImportFrom) and folders[0] in (name.name for name in node.names):
+        if (
+            folders
+            and isinstance(node, ast.ImportFrom)
+            and folders[0] in (name.name for name in node.names)
+        ):
             return ROOT.joinpath(*str(node.module).split("."), *folders)
     return room.joinpath(*folders)
 
 
 def test_examples_in_docstrings_are_run():
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "pytest"
+    ]["ini_options"]
     assert "--doctest-modules" in options["addopts"].split()
     assert "fp8ref" in options["testpaths"]
     assert sum(">>>" in path.read_text(encoding="utf-8") for path in modules()) > 5

@@ -41,12 +41,19 @@ def test_every_claim_is_recorded_with_its_source():
     for one in RECORDED["findings"]:
         claim = claims[one["name"]]
         assert one["source"]
-        assert {key: one[key] for key in ("claim", "source", "figure", "how", "above", "margin")} == {
-            key: getattr(claim, key) for key in ("claim", "source", "figure", "how", "above", "margin")
+        assert {
+            key: one[key] for key in ("claim", "source", "figure", "how", "above", "margin")
+        } == {
+            key: getattr(claim, key)
+            for key in ("claim", "source", "figure", "how", "above", "margin")
         }
         assert len(one["samples"]) == claim.seeds
-        assert one["verdict"] == findings.judge(one["low"], one["high"], above=one["above"], margin=one["margin"])
-        assert (one["mean"], one["low"], one["high"]) == pytest.approx(findings.interval(one["samples"]))
+        assert one["verdict"] == findings.judge(
+            one["low"], one["high"], above=one["above"], margin=one["margin"]
+        )
+        assert (one["mean"], one["low"], one["high"]) == pytest.approx(
+            findings.interval(one["samples"])
+        )
     assert RECORDED["seconds"] < 1200
 
 
@@ -56,7 +63,10 @@ def test_the_page_is_the_one_that_was_recorded():
 
 @pytest.mark.parametrize("claim", finding_casts.CLAIMS, ids=lambda claim: claim.name)
 def test_a_figure_is_measured_again(claim):
-    """The simulator's bits are the same everywhere. NumPy's float64 sums differ in order: 2^-30 of a figure is far above that."""
+    """The simulator's bits are the same everywhere.
+
+    NumPy's float64 sums differ in order: 2^-30 of a figure is far above that.
+    """
     recorded = next(one for one in RECORDED["findings"] if one["name"] == claim.name)
     assert claim.measure(0) == pytest.approx(recorded["samples"][0], rel=2**-30, abs=2**-30)
 

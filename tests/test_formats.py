@@ -52,15 +52,26 @@ def value_of(code: int, fmt: Format) -> float:
     ],
     ids=str,
 )
-def test_derived_numbers_are_those_of_the_specifications(fmt, largest, smallest_normal, smallest_subnormal, nan, inf):  # F-1
-    assert (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal) == (largest, smallest_normal, smallest_subnormal)
+def test_derived_numbers_are_those_of_the_specifications(
+    fmt, largest, smallest_normal, smallest_subnormal, nan, inf
+):  # F-1
+    assert (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal) == (
+        largest,
+        smallest_normal,
+        smallest_subnormal,
+    )
     assert (fmt.nan_code, fmt.inf_code) == (nan, inf)
 
 
 @every_format
 def test_derived_numbers_are_those_of_ml_dtypes(fmt):  # F-1
     info = ml_dtypes.finfo(DTYPES[fmt])
-    expected = (info.bits, float(info.max), float(info.smallest_normal), float(info.smallest_subnormal))
+    expected = (
+        info.bits,
+        float(info.max),
+        float(info.smallest_normal),
+        float(info.smallest_subnormal),
+    )
     assert (fmt.bits, fmt.max, fmt.smallest_normal, fmt.smallest_subnormal) == expected
 
 
@@ -73,7 +84,11 @@ def test_max_code_is_the_last_finite_one(fmt):
 
 @pytest.mark.parametrize("fmt", [f for f in DTYPES if f.bits < 32], ids=str)
 def test_codes_up_to_max_code_ascend(fmt):
-    values = np.arange(fmt.max_code + 1, dtype=f"u{DTYPES[fmt].itemsize}").view(DTYPES[fmt]).astype(np.float64)
+    values = (
+        np.arange(fmt.max_code + 1, dtype=f"u{DTYPES[fmt].itemsize}")
+        .view(DTYPES[fmt])
+        .astype(np.float64)
+    )
     assert np.isfinite(values).all()
     assert (np.diff(values) > 0).all()
 
@@ -121,11 +136,17 @@ def test_the_scale_format_is_no_operand_format():  # F-4
 def test_e2m1fn_holds_sixteen_numbers():  # F-5
     numbers = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     assert [value_of(code, E2M1FN) for code in range(16)] == [*numbers, *(-n for n in numbers)]
-    assert set(FP4_FORMATS.values()) == {E2M1FN} == set(QUANTIZED_FORMATS.values()) - set(FP8_FORMATS.values())
+    assert (
+        set(FP4_FORMATS.values())
+        == {E2M1FN}
+        == set(QUANTIZED_FORMATS.values()) - set(FP8_FORMATS.values())
+    )
 
 
 def test_formats_are_found_by_name():
-    assert {name: fmt.name for name, fmt in FORMATS.items()} == {fmt.name: fmt.name for fmt in DTYPES}
+    assert {name: fmt.name for name, fmt in FORMATS.items()} == {
+        fmt.name: fmt.name for fmt in DTYPES
+    }
     assert all(FORMATS[name] is FP8_FORMATS[name] for name in FP8_FORMATS)
 
 

@@ -1,4 +1,6 @@
-"""The GPU benchmarks' arithmetic by hand-made numbers, and their scripts run dry: no figure here is a GPU's."""
+"""The GPU benchmarks' arithmetic by hand-made numbers, and their scripts run dry: no figure here is
+a GPU's.
+"""
 
 import json
 import math
@@ -20,7 +22,13 @@ from reporting.breakdown import Event
 from reporting.ledger import Ceilings
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-ENVIRONMENT = {"dry": True, "device": "cpu", "driver": None, "versions": {"torch": "1"}, "flags": {}}
+ENVIRONMENT = {
+    "dry": True,
+    "device": "cpu",
+    "driver": None,
+    "versions": {"torch": "1"},
+    "flags": {},
+}
 
 
 class Scripted:
@@ -38,16 +46,27 @@ class Scripted:
 def test_variants_take_turns_and_the_first_changes():
     # two rows each warm up, the second of which says how many calls a row of 1 second has
     clock = Scripted({"a": [9, 0.5, 2, 4, 8], "b": [9, 0.1, 1, 1, 2]})
-    found = timing.interleaved({n: lambda i, n=n: n for n in "ab"}, clock, row_seconds=1, most=5, queued=True, rounds=3)
+    found = timing.interleaved(
+        {n: lambda i, n=n: n for n in "ab"}, clock, row_seconds=1, most=5, queued=True, rounds=3
+    )
     assert found == Rounds(seconds={"a": [2, 4, 8], "b": [1, 1, 2]}, errors={})
-    assert [(name, calls) for name, calls, _ in clock.log[4:]] == [("a", 2), ("b", 5), ("b", 5), ("a", 2), ("a", 2), ("b", 5)]
+    assert [(name, calls) for name, calls, _ in clock.log[4:]] == [
+        ("a", 2),
+        ("b", 5),
+        ("b", 5),
+        ("a", 2),
+        ("a", 2),
+        ("b", 5),
+    ]
     assert clock.log[4:6] == [("a", 2, timing.AHEAD * 0.02), ("b", 5, timing.AHEAD * 5 * 0.02 / 2)]
 
 
 def test_the_devices_wait_is_bounded_and_only_of_what_is_queued():
     for queued, ahead in ((True, timing.LONGEST_AHEAD), (False, 0.0)):
         clock = Scripted({"a": [1e-3] * 9})
-        timing.interleaved({"a": lambda i: "a"}, clock, row_seconds=1, most=100, queued=queued, rounds=1)
+        timing.interleaved(
+            {"a": lambda i: "a"}, clock, row_seconds=1, most=100, queued=queued, rounds=1
+        )
         assert clock.log[-1] == ("a", 100, ahead)
 
 
@@ -55,7 +74,9 @@ def test_a_variant_that_fails_does_not_end_the_others():
     def fails(i):
         raise RuntimeError("no kernel\nfor this")
 
-    found = timing.interleaved({"a": lambda i: None, "b": fails}, Wall(), row_seconds=1e-6, most=1, queued=False, rounds=2)
+    found = timing.interleaved(
+        {"a": lambda i: None, "b": fails}, Wall(), row_seconds=1e-6, most=1, queued=False, rounds=2
+    )
     assert (found.errors, list(found.seconds)) == ({"b": "RuntimeError: no kernel"}, ["a"])
     rows = timing.rows(found, "a")
     assert [row["name"] for row in rows] == ["a", "b"]
@@ -64,14 +85,28 @@ def test_a_variant_that_fails_does_not_end_the_others():
 
 def test_without_time_no_more_rounds_begin_than_have_quartiles():
     clock = Scripted({"a": [1.0] * 99})
-    found = timing.interleaved({"a": lambda i: "a"}, clock, row_seconds=1, most=1, queued=False, rounds=50, budget=Budget(-1.0))
+    found = timing.interleaved(
+        {"a": lambda i: "a"},
+        clock,
+        row_seconds=1,
+        most=1,
+        queued=False,
+        rounds=50,
+        budget=Budget(-1.0),
+    )
     assert len(found.seconds["a"]) == timing.FEWEST
 
 
 def test_a_ratio_is_the_median_of_neighbors():
-    slow, fast, _ = timing.rows(Rounds(seconds={"bf16": [1, 2, 3], "fp8": [0.5, 0.5, 2]}, errors={"x": "e"}), "bf16")
+    slow, fast, _ = timing.rows(
+        Rounds(seconds={"bf16": [1, 2, 3], "fp8": [0.5, 0.5, 2]}, errors={"x": "e"}), "bf16"
+    )
     assert (slow["seconds"], slow["speedup"]) == (2, 1)
-    assert (fast["seconds"], fast["speedup"], fast["speedup_quartiles"]) == (0.5, 2, [1.75, 3])  # of 2, 4 and 1.5
+    assert (fast["seconds"], fast["speedup"], fast["speedup_quartiles"]) == (
+        0.5,
+        2,
+        [1.75, 3],
+    )  # of 2, 4 and 1.5
 
 
 @pytest.mark.parametrize(("bytes_", "sets"), [(1, 8), (100e6, 3), (1e9, 2)])
@@ -84,27 +119,40 @@ SHAPE = M, N, K = 2, 3, 5  # input 10 elements, weight 15, grad_output 6
 
 def test_a_slow_rowwise_gemm_reads_and_writes_its_result_once_more():
     """Output of 6 elements is fast; grad_input of 10 and grad_weight of 15, bfloat16, are not."""
-    assert "rescale" not in {one.part for one in ledger.kernels(RECIPES["tensorwise"], SHAPE, "xla")}
+    assert "rescale" not in {
+        one.part for one in ledger.kernels(RECIPES["tensorwise"], SHAPE, "xla")
+    }
     for how in ("inductor", "xla"):
         made = ledger.kernels(RECIPES["rowwise"], SHAPE, how)
         assert [one.bytes for one in made if one.part == "rescale"] == [40, 60]
 
 
 def gemms(**seconds):
-    names = {ledger.gemm_name(which, spec) for recipe in ("bf16", "tensorwise", "rowwise") for which, spec in RECIPES[recipe].gemms.items()}
+    names = {
+        ledger.gemm_name(which, spec)
+        for recipe in ("bf16", "tensorwise", "rowwise")
+        for which, spec in RECIPES[recipe].gemms.items()
+    }
     return {name: seconds["bf16" if name.endswith("bf16") else "fp8"] for name in names}
 
 
 def test_the_floor_of_a_linear():
-    """In XLA an amax of each operand reads 2 bytes an element, 62, a cast reads 2 and writes 1 in two layouts, 124; three scales."""
+    """In XLA an amax of each operand reads 2 bytes an element, 62, a cast reads 2 and writes 1 in
+    two layouts, 124; three scales.
+    """
     of_gemms = gemms(bf16=2.0, fp8=1.0)
-    found = ledger.entry(RECIPES["tensorwise"], SHAPE, "xla", of_gemms, Ceilings(bandwidth=31.0, gap=1.0), 20.0)
-    assert {key: value for key, value in found.items() if key not in ("amax", "cast", "launches")} == {
+    found = ledger.entry(
+        RECIPES["tensorwise"], SHAPE, "xla", of_gemms, Ceilings(bandwidth=31.0, gap=1.0), 20.0
+    )
+    assert {
+        key: value for key, value in found.items() if key not in ("amax", "cast", "launches")
+    } == {
         "recipe": "tensorwise",
         "gemm": 3.0,
         "layout": 0.0,
         "rescale": 0.0,
-        # scales 3 gaps; amaxes of 20, 30 and 12 bytes, no less than a gap each; casts of 40, 60 and 24 bytes
+        # scales 3 gaps; amaxes of 20, 30 and 12 bytes, no less than a gap each; casts of 40, 60 and
+        # 24 bytes
         "floor": pytest.approx(3 + 3 + 3 + 40 / 31 + 60 / 31 + 1),
         "measured": 20.0,
         "floor_over_measured": pytest.approx((9 + 1 + 100 / 31) / 20),
@@ -118,9 +166,13 @@ def test_the_floor_of_a_linear():
 def test_the_floor_of_a_step_casts_what_linears_share_once():
     linears, ceilings = {"q_proj": SHAPE, "k_proj": SHAPE}, Ceilings(bandwidth=1.0, gap=0.0)
     of_gemms = dict.fromkeys(linears, gemms(bf16=2.0, fp8=1.0))
-    found = ledger.step_floor(RECIPES["tensorwise"], linears, "xla", of_gemms, ceilings, layers=2, bf16_step=1000.0)
+    found = ledger.step_floor(
+        RECIPES["tensorwise"], linears, "xla", of_gemms, ceilings, layers=2, bf16_step=1000.0
+    )
     assert found == 1000.0 + 2 * (2 * (3.0 - 6.0) + 6 * 31 + 6 * 21)
-    twice = ledger.step_floor(RECIPES["delayed"], linears, "xla", of_gemms, ceilings, layers=1, bf16_step=0.0)
+    twice = ledger.step_floor(
+        RECIPES["delayed"], linears, "xla", of_gemms, ceilings, layers=1, bf16_step=0.0
+    )
     assert twice == 2 * (3.0 - 6.0) + 2 * 6 * 31  # scales of their own
 
 
@@ -150,16 +202,27 @@ def test_kinds_of_kernels(name, kind):
 
 def test_a_step_by_kind():
     inner, outer = Event("aten::mm", 1.0, 3.0), Event("aten::linear", 0.0, 4.0)
-    found = breakdown.seconds([outer, inner, Event("something", 6.0, 8.0), Event("aten::mm", 7.0, 9.0)], steps=2)
-    assert found == dict.fromkeys(breakdown.NAMES, 0.0) | {"gemm other": 2.0, "other": 2.0, "idle": 1.0}
+    found = breakdown.seconds(
+        [outer, inner, Event("something", 6.0, 8.0), Event("aten::mm", 7.0, 9.0)], steps=2
+    )
+    assert found == dict.fromkeys(breakdown.NAMES, 0.0) | {
+        "gemm other": 2.0,
+        "other": 2.0,
+        "idle": 1.0,
+    }
     on_two_streams = [Event("aten::mm", 0.0, 4.0, "1"), Event("something", 1.0, 3.0, "2")]
-    assert breakdown.seconds(on_two_streams, steps=1) == dict.fromkeys(breakdown.NAMES, 0.0) | {"gemm other": 4.0, "other": 2.0}
+    assert breakdown.seconds(on_two_streams, steps=1) == dict.fromkeys(breakdown.NAMES, 0.0) | {
+        "gemm other": 4.0,
+        "other": 2.0,
+    }
     with pytest.raises(ValueError, match="no kernel"):
         breakdown.seconds([], steps=1)
 
 
 def test_the_longest_kernels():
-    found = breakdown.longest([Event("a", 0, 1), Event("b", 1, 4), Event("a", 4, 5)], steps=2, count=1)
+    found = breakdown.longest(
+        [Event("a", 0, 1), Event("b", 1, 4), Event("a", 4, 5)], steps=2, count=1
+    )
     assert found == [{"name": "b", "kind": "other", "seconds": 1.5, "calls": 0.5}]
 
 
@@ -171,7 +234,11 @@ def test_a_trace_is_read(tmp_path):
 
 
 def test_what_is_asked_is_met_missed_or_not_measured():
-    rows = [{"name": "a", "rounds": [3.0, 3.0]}, {"name": "b", "rounds": [2.0, 2.0]}, {"name": "c", "error": "e"}]
+    rows = [
+        {"name": "a", "rounds": [3.0, 3.0]},
+        {"name": "b", "rounds": [2.0, 2.0]},
+        {"name": "c", "error": "e"},
+    ]
     sections = {"s": {"rows": rows}}
 
     def verdict(name, over, at_least, dry=False, noise=None):
@@ -187,7 +254,8 @@ def test_what_is_asked_is_met_missed_or_not_measured():
 
 def test_noise_is_of_two_that_are_the_same():
     sections = {
-        name: {"rows": [{"name": "bf16 again", "speedup": s}]} for name, s in {"blocks:a": 0.98, "blocks:b": 1.01, "small": 2}.items()
+        name: {"rows": [{"name": "bf16 again", "speedup": s}]}
+        for name, s in {"blocks:a": 0.98, "blocks:b": 1.01, "small": 2}.items()
     }
     assert targets.noise(sections, "blocks:") == pytest.approx(0.02)
     assert targets.noise({}, "blocks:") is None
@@ -201,8 +269,19 @@ def test_another_function_is_not_timed():
 
 
 def test_what_was_reached_is_what_estimates_take(tmp_path):
-    rates = {"bf16_flops": 7.5e14, "fp8_flops": 1.4e15, "fp8_rowwise_flops": 1.3e15, "attention_flops": 5e14, "bandwidth": 4.2e12}
-    measured = ENVIRONMENT | {"dry": False, "device": "NVIDIA H200", "driver": "1", "ceilings": rates | {"launch_in_graph_seconds": 2e-6}}
+    rates = {
+        "bf16_flops": 7.5e14,
+        "fp8_flops": 1.4e15,
+        "fp8_rowwise_flops": 1.3e15,
+        "attention_flops": 5e14,
+        "bandwidth": 4.2e12,
+    }
+    measured = ENVIRONMENT | {
+        "dry": False,
+        "device": "NVIDIA H200",
+        "driver": "1",
+        "ceilings": rates | {"launch_in_graph_seconds": 2e-6},
+    }
     path = estimates.write(measured, tmp_path)
     assert path == tmp_path / "ceilings_h200.json"
     read = gpu_rates.of("h200", path)
@@ -216,7 +295,13 @@ def test_what_was_reached_is_what_estimates_take(tmp_path):
     )
     assert read.measured
     assert "benchmarks/gpu/gpu_torch.py on NVIDIA H200, driver 1: torch 1" in read.source
-    others = ("NVIDIA A100", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    others = (
+        "NVIDIA A100",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    )
     for unlike in ({"dry": True}, {"ceilings": rates}, *({"device": device} for device in others)):
         assert estimates.write(measured | unlike, tmp_path / "none") is None
 
@@ -262,7 +347,9 @@ def test_sections_run_while_there_is_time_and_failures_are_told(tmp_path, capsys
         raise RuntimeError("out of memory")
 
     sections = {"a:x": lambda bench: {"rows": []}, "a:y": fails, "b": lambda bench: {"rows": []}}
-    asked = command.Suite(sections=sections, needed={"a": 10, "b": 1000}, targets=(), of_floor=(), how="xla")
+    asked = command.Suite(
+        sections=sections, needed={"a": 10, "b": 1000}, targets=(), of_floor=(), how="xla"
+    )
     described = ENVIRONMENT | {"dry": False, "device": "some GPU"}
     kept = Results(tmp_path / "r.json", described)
     assert command.execute(Bench(100), asked, kept, None) == 1
@@ -275,7 +362,9 @@ def test_sections_run_while_there_is_time_and_failures_are_told(tmp_path, capsys
     assert command.execute(Bench(-1), asked, again, ["a"]) == 1
     assert "no time was left for a:y: run again" in capsys.readouterr().out
     sections["a:y"] = sections["b"]
-    assert command.execute(Bench(100), asked, again, None) == results.LEFT  # b is still to be measured
+    assert (
+        command.execute(Bench(100), asked, again, None) == results.LEFT
+    )  # b is still to be measured
     assert command.execute(Bench(5000), asked, again, None) == 0
     assert list(json.loads((tmp_path / "r.json").read_text())["sections"]) == ["a:x", "a:y", "b"]
 
@@ -291,7 +380,9 @@ def test_what_failed_is_tried_again_after_what_was_never_tried(tmp_path, capsys)
         return run
 
     sections = {"a": section("a", True), "b": section("b", False), "c": section("c", False)}
-    asked = command.Suite(sections=sections, needed=dict.fromkeys(sections, 10), targets=(), of_floor=(), how="xla")
+    asked = command.Suite(
+        sections=sections, needed=dict.fromkeys(sections, 10), targets=(), of_floor=(), how="xla"
+    )
     kept = Results(tmp_path / "r.json", ENVIRONMENT | {"dry": False, "device": "some GPU"})
     command.execute(Bench(100), asked, kept, ["a"])
     command.execute(Bench(100), asked, kept, None)
@@ -354,7 +445,11 @@ def check(section):
     """Every row has finite, positive ratios, but for the profile, which has times alone."""
     for key in ("rows", "gemms", "copy", "launches"):
         for row in section.get(key, []):
-            for value in [row["seconds"]] if "kinds" in row else [row["seconds"], row["speedup"], *row["speedup_quartiles"]]:
+            for value in (
+                [row["seconds"]]
+                if "kinds" in row
+                else [row["seconds"], row["speedup"], *row["speedup_quartiles"]]
+            ):
                 assert math.isfinite(value)
                 assert value > 0
 
@@ -372,7 +467,11 @@ def test_one_section_dry_and_what_resume_skips(backend, tmp_path):
     assert {"bf16_flops", "fp8_flops", "bandwidth", "launch_seconds"} <= set(rates)
     assert all(math.isfinite(value) and value > 0 for value in rates.values())
     assert data["ceilings"]["dry"]
-    assert path.with_suffix(".md").read_text().startswith("# A dry run on a cpu: no figure here is a GPU's\n")
+    assert (
+        path.with_suffix(".md")
+        .read_text()
+        .startswith("# A dry run on a cpu: no figure here is a GPU's\n")
+    )
     again = script(backend, "--dry", "--section", "ceilings", "--json", path, "--resume")
     assert again.returncode == 0, again.stderr
     assert "ceilings:" not in again.stdout

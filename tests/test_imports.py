@@ -1,4 +1,6 @@
-"""Which room imports what: layers are held by import-linter; here, what an import brings, and what is missing."""
+"""Which room imports what: layers are held by import-linter; here, what an import brings, and what
+is missing.
+"""
 
 import json
 import subprocess
@@ -12,14 +14,19 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(program: str) -> str:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def imported(module: str, names: set[str]) -> str:
     return run(f"import {module}, sys; print(sorted({names!r} & set(sys.modules)))")
 
 
-@pytest.mark.parametrize("module", ["fp8ref", "fp8ref.formats", "fp8ref.recipe", "fp8ref.spec.llama", "fp8ref.sim", "fp8ref.cli"])
+@pytest.mark.parametrize(
+    "module",
+    ["fp8ref", "fp8ref.formats", "fp8ref.recipe", "fp8ref.spec.llama", "fp8ref.sim", "fp8ref.cli"],
+)
 def test_no_framework_is_imported_unasked(module):
     assert imported(module, {"jax", "torch", "flax", "pydantic", "matplotlib", "rich"}) == "[]"
 
@@ -56,7 +63,13 @@ def test_the_torch_library_imports_no_trainer(torch_process):
 
 
 def test_conformance_imports_no_framework():
-    assert imported("fp8ref.conformance.require", {"jax", "torch", "rich", "pydantic", "tyro", "fp8ref.train"}) == "[]"
+    assert (
+        imported(
+            "fp8ref.conformance.require",
+            {"jax", "torch", "rich", "pydantic", "tyro", "fp8ref.train"},
+        )
+        == "[]"
+    )
 
 
 MISSING = [
@@ -71,7 +84,10 @@ MISSING = [
 
 @pytest.mark.parametrize(("module", "missing", "extra"), MISSING)
 def test_a_missing_package_names_its_extra(module, missing, extra):
-    out = run(f"import sys; sys.modules[{missing!r}] = None\ntry:\n import {module}\nexcept ImportError as e: print(e)")
+    out = run(
+        f"import sys; sys.modules[{missing!r}] = None\ntry:\n import {module}\nexcept "
+        "ImportError as e: print(e)"
+    )
     assert missing in out
     assert f"fp8ref[{extra}]" in out
 
@@ -82,10 +98,18 @@ def test_importing_the_torch_backend_prints_nothing(torch_process):
 
 
 def test_what_is_no_python_is_installed_too():
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "setuptools"
+    ]["package-data"]
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "fp8ref").rglob("*.*")):
-        if path.is_file() and path.suffix not in (".py", ".pyc") and "__pycache__" not in path.parts:
+        if (
+            path.is_file()
+            and path.suffix not in (".py", ".pyc")
+            and "__pycache__" not in path.parts
+        ):
             package = ".".join(path.parent.relative_to(ROOT).parts)
-            found.setdefault(package, set()).update({f"*{path.suffix}", path.name} & set(listed.get(package, [])) or {path.name})
+            found.setdefault(package, set()).update(
+                {f"*{path.suffix}", path.name} & set(listed.get(package, [])) or {path.name}
+            )
     assert found == {package: set(patterns) for package, patterns in listed.items()}

@@ -1,4 +1,6 @@
-"""docs/libraries.md is what docs/scripts/libraries.py writes: some of its rows, asked again in full, and the rest of its text."""
+"""docs/libraries.md is what docs/scripts/libraries.py writes: some of its rows, asked again in
+full, and the rest of its text.
+"""
 
 import importlib.util
 import re
@@ -22,11 +24,19 @@ def libraries():
 
 
 def rows(kind: str) -> list[list[str]]:
-    """The rows of the page, without those of a header of CUDA that is not here, or is of another version."""
+    """The rows of the page, without those of a header of CUDA that is not here, or is of another
+    version.
+    """
     section = PAGE.split(f"## {kind.capitalize()}\n")[1].split("\n## ")[0]
-    found = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    found = [
+        line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")
+    ]
     here = f"run: {cuda_header.version()} " if cuda_header.available() else None
-    return [row for row in found if not row[0].startswith("`cuda_fp8.hpp") or (here is not None and row[2].startswith(here))]
+    return [
+        row
+        for row in found
+        if not row[0].startswith("`cuda_fp8.hpp") or (here is not None and row[2].startswith(here))
+    ]
 
 
 @pytest.fixture
@@ -37,7 +47,10 @@ def same_versions(libraries):
 
 @pytest.mark.parametrize("kind", ["casts", "scales"])
 def test_every_row_is_there_and_in_order(libraries, kind):
-    written, asked = [row[0] for row in rows(kind)], [f"`{libraries.row(function)}`" for function in libraries.functions(kind)]
+    written, asked = (
+        [row[0] for row in rows(kind)],
+        [f"`{libraries.row(function)}`" for function in libraries.functions(kind)],
+    )
     # CUDA's header has rows where the page's version is installed.
     assert written == [row for row in asked if row in written or "cuda_fp8.hpp" not in row]
 
@@ -45,7 +58,10 @@ def test_every_row_is_there_and_in_order(libraries, kind):
 @pytest.mark.parametrize("kind", ["casts", "scales"])
 def test_some_rows_asked_again_are_the_same(libraries, kind, same_versions):
     written = rows(kind)[::STRIDE] + [
-        row for row in rows(kind) if row[0] in ("`gfloat/compute_scale_amax/e4m3fn`", "`torchao/mx_even/e5m2`", "`qwix/mxfp8/e4m3fn`")
+        row
+        for row in rows(kind)
+        if row[0]
+        in ("`gfloat/compute_scale_amax/e4m3fn`", "`torchao/mx_even/e5m2`", "`qwix/mxfp8/e4m3fn`")
     ]
     asked = libraries.table(kind, libraries.COUNT, [row[0].strip("`") for row in written])
     asked = {row[0]: row for row in asked}
@@ -73,7 +89,9 @@ def test_a_library_that_changes_its_mind_changes_its_row(libraries):
     row = dict(
         zip(
             libraries.CASTS,
-            libraries.describe_cast(libraries.Function(library="ml_dtypes", call="b", fmt=E4M3FN, run=changed), 100),
+            libraries.describe_cast(
+                libraries.Function(library="ml_dtypes", call="b", fmt=E4M3FN, run=changed), 100
+            ),
             strict=True,
         )
     )
@@ -86,8 +104,12 @@ def test_what_is_transcribed_is_told_from_what_is_run(libraries, kind):
     for row, function in zip(rows(kind), libraries.functions(kind), strict=False):
         known = "transcribed: " if function.transcribed else "run: "
         assert row[2].startswith(known)
-        if function.transcribed:  # repository, file, and eight digits of a commit or a package on PyPI
-            assert re.search(r"^transcribed: (\S+/\S+ \S+ [0-9a-f]{8}|\S+ [0-9.]+ \(PyPI\) \S+)$", row[2]), row[2]
+        if (
+            function.transcribed
+        ):  # repository, file, and eight digits of a commit or a package on PyPI
+            assert re.search(
+                r"^transcribed: (\S+/\S+ \S+ [0-9a-f]{8}|\S+ [0-9.]+ \(PyPI\) \S+)$", row[2]
+            ), row[2]
 
 
 def test_every_transcription_is_a_policys(libraries):  # S-9, S-14, S-17, S-20

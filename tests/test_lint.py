@@ -13,7 +13,11 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=["ruff check", "ruff format", "mypy", "lint-imports"])
+@pytest.mark.parametrize(
+    "command", COMMANDS, ids=["ruff check", "ruff format", "mypy", "lint-imports"]
+)
 def test_lint(command):
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -26,13 +26,22 @@ def code_cells(path: Path) -> list:
 
 
 def text(output) -> str:
-    return output.text if output.output_type == "stream" else output.get("data", {}).get("text/plain", "")
+    return (
+        output.text
+        if output.output_type == "stream"
+        else output.get("data", {}).get("text/plain", "")
+    )
 
 
 def shows(source: str) -> bool:
     """Whether a cell prints or shows something itself, outside of the functions that it defines."""
     statements = [node for node in ast.parse(source).body if not isinstance(node, ast.FunctionDef)]
-    calls = [node.func for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    calls = [
+        node.func
+        for statement in statements
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Call)
+    ]
     return any(isinstance(f, ast.Name) and f.id in ("print", "show", "Image") for f in calls)
 
 
@@ -55,7 +64,9 @@ def test_the_tensors_beside_them_are_a_demos_and_small():
     kept = tensors.read(path)
     assert path.stat().st_size <= 10**6
     assert (kept.about["backend"], kept.about["recipe"]) == demo.OBSERVED
-    assert {name.rsplit(".", 1)[1] for name in kept.operands} == {f"{kind}/{role}" for kind in demo.KEPT for role in ROLES}
+    assert {name.rsplit(".", 1)[1] for name in kept.operands} == {
+        f"{kind}/{role}" for kind in demo.KEPT for role in ROLES
+    }
     assert {trace.shape for trace in kept.amaxes.values()} == {(kept.about["step"],)}
 
 
@@ -87,15 +98,18 @@ def test_its_outputs_name_no_directory_of_the_machine_that_executed_it(path):
 
 
 def said(path: Path) -> list[list[str]]:
-    """What each cell's outputs are: pictures by their kind, text without its numbers, which hang on the machine's own text and on its sums' order,
-    and without its line ends, which hang on how wide those numbers are. Nothing of cells about the machine's own CPU, tagged ``this-cpu``."""
+    """What each cell's outputs are: pictures by their kind, text without its numbers, which hang on
+    the machine's own text and on its sums' order, and without its line ends, which hang on how wide
+    those numbers are. Nothing of cells about the machine's own CPU, tagged ``this-cpu``."""
     found = []
     for cell in code_cells(path):
         if "this-cpu" in cell.metadata.get("tags", ()):
             continue
         texts = [re.sub(r"[-+]?\d[\d,.]*", "#", text(output)) for output in cell.outputs]
         kinds = [",".join(sorted(output.get("data", {}))) for output in cell.outputs]
-        found.append([f"{kind} {' '.join(t.split())}" for kind, t in zip(kinds, texts, strict=True)])
+        found.append(
+            [f"{kind} {' '.join(t.split())}" for kind, t in zip(kinds, texts, strict=True)]
+        )
     return found
 
 
@@ -107,6 +121,8 @@ def test_executed_again_it_says_the_same(path, tmp_path):
     again = Path(shutil.copy(path, tmp_path / "notebooks"))
     variables = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     command = [sys.executable, ROOT / "notebooks" / "execute.py", again]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=900)
+    done = subprocess.run(
+        command, env=variables, capture_output=True, text=True, check=False, timeout=900
+    )
     assert done.returncode == 0, done.stderr
     assert said(again) == said(path)

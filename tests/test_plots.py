@@ -1,4 +1,6 @@
-"""Every public figure, from small arrays: it returns its Axes, says what they show, and leaves nothing behind."""
+"""Every public figure, from small arrays: it returns its Axes, says what they show, and leaves
+nothing behind.
+"""
 
 import io
 import subprocess
@@ -20,14 +22,27 @@ Q = scaling.quantize(X, E4M3FN)
 HEALTH = [health.of(np.arange(1.0, 1 + len(health.FIELDS)), 2.06)] * 3
 LINES = [{"step": step, "loss": 3.0 - step} for step in range(3)]
 FIGURES = {
-    "cast_curve": lambda ax: plots.cast_curve(ax, np.linspace(1, 2, 9), E4M3FN, label="mine", color="black"),
-    "cost_map": lambda ax: plots.cost_map(ax, [[0.5, np.nan], [-0.25, 0.0]], ["layers.0", "layers.1"], ["output\ninput", "output\nweight"]),
+    "cast_curve": lambda ax: plots.cast_curve(
+        ax, np.linspace(1, 2, 9), E4M3FN, label="mine", color="black"
+    ),
+    "cost_map": lambda ax: plots.cost_map(
+        ax,
+        [[0.5, np.nan], [-0.25, 0.0]],
+        ["layers.0", "layers.1"],
+        ["output\ninput", "output\nweight"],
+    ),
     "cast_difference": lambda ax: plots.cast_difference(ax, X[0], Q.codes[0], E4M3FN),
     "code_difference": lambda ax: plots.code_difference(ax, Q, Q),
     "code_map": lambda ax: plots.code_map(ax, E5M2),
-    "depth_lines": lambda ax: plots.depth_lines(ax, {"rowwise": [0.0, 0.1], "tensorwise": [0.0, 0.2]}),
-    "error_histogram": lambda ax: plots.error_histogram(ax, {"fast": np.array([0.01, 0.02]), "slow": np.array([0.0, 0.01])}),
-    "error_lines": lambda ax: plots.error_lines(ax, [32, 64], {"fast": [0.1, 0.2], "slow": [0.0, 0.1]}, ylabel="bias"),
+    "depth_lines": lambda ax: plots.depth_lines(
+        ax, {"rowwise": [0.0, 0.1], "tensorwise": [0.0, 0.2]}
+    ),
+    "error_histogram": lambda ax: plots.error_histogram(
+        ax, {"fast": np.array([0.01, 0.02]), "slow": np.array([0.0, 0.01])}
+    ),
+    "error_lines": lambda ax: plots.error_lines(
+        ax, [32, 64], {"fast": [0.1, 0.2], "slow": [0.0, 0.1]}, ylabel="bias"
+    ),
     "error_map": lambda ax: plots.error_map(ax, X, Q),
     "exponent_histogram": lambda ax: plots.exponent_histogram(ax, X, Q),
     "fate_map": lambda ax: plots.fate_map(ax, X, Q),
@@ -41,12 +56,16 @@ FIGURES = {
     "number_table": lambda ax: plots.number_table(ax, [[1.0, 2.0]], ["row"], ["one", "two"]),
     "ranges": lambda ax: plots.ranges(ax, [E4M3FN, E5M2]),
     "relative_error": lambda ax: plots.relative_error(ax, [E4M3FN, E5M2], lowest=-8, highest=-4),
-    "scale_difference": lambda ax: plots.scale_difference(ax, [1.0, 1.5, 2.0], np.float32([1, 2, 3]), np.float32([1, 1, 4]), bins=2),
+    "scale_difference": lambda ax: plots.scale_difference(
+        ax, [1.0, 1.5, 2.0], np.float32([1, 2, 3]), np.float32([1, 1, 4]), bins=2
+    ),
     "share_by_exponent": lambda ax: plots.share_by_exponent(ax, X, X > 1, label="mine"),
     "spacing": lambda ax: plots.spacing(ax, [E4M3FN, E5M2]),
     "sqnr_map": lambda ax: plots.sqnr_map(ax, [[31.0, 25.0]], ["layer"], ["rowwise", "tensorwise"]),
     "staleness": lambda ax: plots.staleness(ax, [1.0, 2.0], {"history of 1": [1.0, 448.0]}, E4M3FN),
-    "step_lines": lambda ax: plots.step_lines(ax, {"one": [3.0, 2.0], "other": [3.0, 1.0]}, ylabel="nats"),
+    "step_lines": lambda ax: plots.step_lines(
+        ax, {"one": [3.0, 2.0], "other": [3.0, 1.0]}, ylabel="nats"
+    ),
     "update_ratios": lambda ax: plots.update_ratios(ax, {"te": X, "coat": X / 2}, bound=1.2),
     "worst_error": lambda ax: plots.worst_error(ax, [E4M3FN, E5M2]),
 }
@@ -84,7 +103,11 @@ def test_its_axes_are_named(ax, name):
     FIGURES[name](ax)
     if name not in MAPS and name != "loss_gaps":
         assert ax.get_xlabel()
-    assert ax.get_ylabel() or name in MAPS or [tick.get_text() for tick in ax.get_yticklabels()] == ["e4m3fn", "e5m2"]
+    assert (
+        ax.get_ylabel()
+        or name in MAPS
+        or [tick.get_text() for tick in ax.get_yticklabels()] == ["e4m3fn", "e5m2"]
+    )
     for bar in ax.figure.axes[1:]:
         assert bar.get_ylabel(), "a color bar says what its colors are"
 
@@ -100,19 +123,31 @@ def test_no_figure_touches_pyplot_or_the_settings():
     """In a process of its own, as others may import pyplot."""
     program = (
         "import sys, matplotlib\n"
-        "def settings(): return {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != 'backend'}\n"  # to ask for it imports pyplot
-        "before = settings()\n"
-        "import test_plots\n"
-        "for draw in test_plots.FIGURES.values(): draw(test_plots.plots.figure()[1][0])\n"
-        "print('matplotlib.pyplot' in sys.modules, settings() == before)"
+        # to ask for it imports pyplot
+        "def settings(): return {key: matplotlib.rcParams[key] for key in matplotlib.rcParams "
+        "if key != 'backend'}\nbefore = settings()\nimport test_plots\nfor draw in "
+        "test_plots.FIGURES.values(): "
+        "draw(test_plots.plots.figure()[1][0])\nprint('matplotlib.pyplot' in sys.modules, "
+        "settings() == before)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=__file__.rpartition("/")[0])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=__file__.rpartition("/")[0],
+    )
     assert (done.stdout, done.stderr) == ("False True\n", "")
 
 
 def test_without_matplotlib_the_extra_is_named():
-    program = "import sys; sys.modules['matplotlib'] = None\ntry:\n import fp8ref.plots\nexcept ImportError as e: print(e)"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    program = (
+        "import sys; sys.modules['matplotlib'] = None\ntry:\n import fp8ref.plots\nexcept "
+        "ImportError as e: print(e)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert "matplotlib" in out
     assert "fp8ref[train]" in out
 
@@ -120,9 +155,9 @@ def test_without_matplotlib_the_extra_is_named():
 def test_a_figure_has_its_axes_row_by_row_on_white():
     made, axes = plots.figure(3, 2)
     assert list(made.axes) == axes
-    assert [(ax.get_subplotspec().rowspan.start, ax.get_subplotspec().colspan.start) for ax in axes] == [
-        (row, column) for row in range(2) for column in range(3)
-    ]
+    assert [
+        (ax.get_subplotspec().rowspan.start, ax.get_subplotspec().colspan.start) for ax in axes
+    ] == [(row, column) for row in range(2) for column in range(3)]
     assert all(isinstance(ax, Axes) for ax in axes)
     assert same_color(made.get_facecolor(), "white")
 

@@ -23,46 +23,108 @@ def test_every_policy_has_its_own_name_and_decisions():  # S-9
 
 
 def test_the_backends_policies_differ_in_eps_and_power_of_two_alone():  # S-3
-    assert [name for name, p in POLICIES.items() if p.floored_quotient] == ["torchao", "torchao_pow2", "torchao_mask"]
+    assert [name for name, p in POLICIES.items() if p.floored_quotient] == [
+        "torchao",
+        "torchao_pow2",
+        "torchao_mask",
+    ]
     assert ScalePolicy(name="mine", eps=1e-6).floored_quotient
-    other = {"margin": 1, "ratio": "max*(1/amax)", "overflow": "float32_max", "zero": "one", "infinite": "keep", "nan": "one"}
+    other = {
+        "margin": 1,
+        "ratio": "max*(1/amax)",
+        "overflow": "float32_max",
+        "zero": "one",
+        "infinite": "keep",
+        "nan": "one",
+    }
     for key, value in {**other, "stored": "scale_inv"}.items():
         assert not ScalePolicy(name="mine", eps=1e-12, **{key: value}).floored_quotient, key
 
 
 FURTHER = (
-    "mx_ceil", "mx_even", "te_block_unmasked_bf16", "torchao_adamw_fp8", "deepseek_v3", "deepseek_v3_2024", "deepseek_v3_ue8m0",
-    "microxcaling", "gfloat", "qwix", "qwix_bf16", "qwix_mx", "qwix_mx_0.1.8", "vllm",
-)  # fmt: skip
+    "mx_ceil",
+    "mx_even",
+    "te_block_unmasked_bf16",
+    "torchao_adamw_fp8",
+    "deepseek_v3",
+    "deepseek_v3_2024",
+    "deepseek_v3_ue8m0",
+    "microxcaling",
+    "gfloat",
+    "qwix",
+    "qwix_bf16",
+    "qwix_mx",
+    "qwix_mx_0.1.8",
+    "vllm",
+)
 
 
 def test_backends_implement_none_of_the_further_ones():  # S-20
     assert not any(POLICIES[name].in_backends for name in FURTHER)
     assert [name for name, p in POLICIES.items() if p.in_backends] == [
-        "torchao", "torchao_pow2", "torchao_mask", "mx_floor", "mx_rceil", "te_mxfp8", "te_mxfp8_2.13", "deepgemm", "deepgemm_cpu",
-        "deepgemm_ue8m0", "sglang",
-    ]  # fmt: skip
+        "torchao",
+        "torchao_pow2",
+        "torchao_mask",
+        "mx_floor",
+        "mx_rceil",
+        "te_mxfp8",
+        "te_mxfp8_2.13",
+        "deepgemm",
+        "deepgemm_cpu",
+        "deepgemm_ue8m0",
+        "sglang",
+    ]
 
 
 def test_every_policy_names_the_clause_that_decides_it():
-    clauses = {"torchao": "S-3", "torchao_pow2": "S-4", "torchao_mask": "S-4", "flax": "S-13", "flax_bf16": "S-13", "msamp": "S-15"}
-    clauses |= {"deepgemm": "S-17", "deepgemm_cpu": "S-17", "sglang": "S-17", "deepgemm_ue8m0": "S-14"}
+    clauses = {
+        "torchao": "S-3",
+        "torchao_pow2": "S-4",
+        "torchao_mask": "S-4",
+        "flax": "S-13",
+        "flax_bf16": "S-13",
+        "msamp": "S-15",
+    }
+    clauses |= {
+        "deepgemm": "S-17",
+        "deepgemm_cpu": "S-17",
+        "sglang": "S-17",
+        "deepgemm_ue8m0": "S-14",
+    }
     clauses |= dict.fromkeys(("mx_floor", "mx_rceil", "te_mxfp8", "te_mxfp8_2.13"), "S-14")
-    clauses |= dict.fromkeys(("te_current", "te_delayed", "te_block"), "S-9") | dict.fromkeys(FURTHER, "S-20")
+    clauses |= dict.fromkeys(("te_current", "te_delayed", "te_block"), "S-9") | dict.fromkeys(
+        FURTHER, "S-20"
+    )
     assert {name: p.clause for name, p in POLICIES.items()} == clauses
 
 
 def test_which_policies_keep_a_previous_scale():  # S-11
-    assert {name for name, p in POLICIES.items() if p.keeps} == {"te_delayed", "flax", "flax_bf16", "msamp"}
+    assert {name for name, p in POLICIES.items() if p.keeps} == {
+        "te_delayed",
+        "flax",
+        "flax_bf16",
+        "msamp",
+    }
 
 
-@pytest.mark.parametrize(("name", "power_of_two"), [("torchao_pow2", "exp2_log2"), ("torchao_mask", "mask")])
+@pytest.mark.parametrize(
+    ("name", "power_of_two"), [("torchao_pow2", "exp2_log2"), ("torchao_mask", "mask")]
+)
 def test_the_power_of_two_policies_differ_in_that_alone(name, power_of_two):  # S-4
     assert POLICIES[name] == ScalePolicy(name=name, eps=1e-12, power_of_two=power_of_two)
 
 
 def test_by_name_finds_every_policy():
-    named = {"torchao", "te_delayed", "te_current", "te_block", "flax", "msamp", "mx_floor", "mx_rceil"}
+    named = {
+        "torchao",
+        "te_delayed",
+        "te_current",
+        "te_block",
+        "flax",
+        "msamp",
+        "mx_floor",
+        "mx_rceil",
+    }
     assert named < {policy.by_name(name).name for name in POLICIES}
 
 
@@ -101,22 +163,49 @@ E8M0 = policy.E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan")
         ({"e8m0": E8M0, "power_of_two": "mask"}, "e8m0 goes with ratio"),
         ({"ratio": "exponents", "power_of_two": "mask"}, "has a rule e8m0"),
         ({"ratio": "amax/max", "power_of_two": "mask"}, "has a rule e8m0"),
-        ({"ratio": "amax*(1/max)", "eps": 1e-4, "zero": "one"}, r"makes scale_inv \('amax\*\(1/max\)'\) leaves zero at 'compute'"),
-        ({"ratio": "amax/max", "stored": "scale_inv", "power_of_two": "mask", "e8m0": E8M0}, "leaves stored at 'scale'"),
-        ({"power_of_two": "cut"}, "'cut', one_below, factor and scale_dtype go with a ratio that makes scale_inv"),
+        (
+            {"ratio": "amax*(1/max)", "eps": 1e-4, "zero": "one"},
+            r"makes scale_inv \('amax\*\(1/max\)'\) leaves zero at 'compute'",
+        ),
+        (
+            {"ratio": "amax/max", "stored": "scale_inv", "power_of_two": "mask", "e8m0": E8M0},
+            "leaves stored at 'scale'",
+        ),
+        (
+            {"power_of_two": "cut"},
+            "'cut', one_below, factor and scale_dtype go with a ratio that makes scale_inv",
+        ),
         ({"one_below": 0.5}, "go with a ratio that makes scale_inv"),
         ({"factor": 1.5}, "go with a ratio that makes scale_inv"),
         ({"scale_dtype": BFLOAT16}, "go with a ratio that makes scale_inv"),
         ({"ratio": "amax/max", "scale_dtype": FLOAT16}, "scale_dtype is float32 or bfloat16"),
         ({"ratio": "amax/max", "factor": 2.0}, r"factor in \(0, 2\)"),
         ({"ratio": "amax/max", "one_below": 1.0}, r"one_below in \[0, 1\)"),
-        ({"ratio": "amax/max", "factor": 1.5, "power_of_two": "mask", "e8m0": E8M0}, "leaves factor at 1.0"),
-        ({"ratio": "amax/max", "power_of_two": "cut", "e8m0": E8M0}, "takes power_of_two 'mask' or 'exp2_log2'"),
-        ({"ratio": "exponents_up", "power_of_two": "exp2_log2", "e8m0": E8M0}, "takes power_of_two 'mask'"),
+        (
+            {"ratio": "amax/max", "factor": 1.5, "power_of_two": "mask", "e8m0": E8M0},
+            "leaves factor at 1.0",
+        ),
+        (
+            {"ratio": "amax/max", "power_of_two": "cut", "e8m0": E8M0},
+            "takes power_of_two 'mask' or 'exp2_log2'",
+        ),
+        (
+            {"ratio": "exponents_up", "power_of_two": "exp2_log2", "e8m0": E8M0},
+            "takes power_of_two 'mask'",
+        ),
         ({"ratio": "amax/max", "e8m0": E8M0}, "a power of two"),
-        ({"ratio": "amax/max", "power_of_two": "mask", "e8m0": E8M0, "margin": 1}, "leaves margin at 0"),
-        ({"ratio": "exponents", "power_of_two": "mask", "e8m0": E8M0, "eps": 1e-9}, "leaves eps at 0.0"),
-        ({"ratio": "amax/max", "power_of_two": "mask", "e8m0": E8M0, "zero": "one"}, "leaves zero at 'compute'"),
+        (
+            {"ratio": "amax/max", "power_of_two": "mask", "e8m0": E8M0, "margin": 1},
+            "leaves margin at 0",
+        ),
+        (
+            {"ratio": "exponents", "power_of_two": "mask", "e8m0": E8M0, "eps": 1e-9},
+            "leaves eps at 0.0",
+        ),
+        (
+            {"ratio": "amax/max", "power_of_two": "mask", "e8m0": E8M0, "zero": "one"},
+            "leaves zero at 'compute'",
+        ),
     ],
 )
 def test_decisions_that_do_not_exist_or_go_together_are_refused(decisions, message):  # S-9

@@ -13,7 +13,9 @@ from fp8ref.spec.rotation import NVFP4_ROTATION, Rotation
 
 
 def as_tuple(spec: GemmSpec):
-    """(a's format, a's granularity, b's format, b's granularity, accumulation), or None for high precision."""
+    """(a's format, a's granularity, b's format, b's granularity, accumulation), or None for high
+    precision.
+    """
     if not spec.fp8:
         return None
     return spec.a.fmt.name, spec.a.granularity, spec.b.fmt.name, spec.b.granularity, spec.accumulate
@@ -28,21 +30,55 @@ F4, NV, NV2 = "e2m1fn", "nvfp4_1x16", "nvfp4_16x16"
     ("name", "output", "grad_input", "grad_weight"),
     [
         ("bf16", None, None, None),
-        ("tensorwise", (E4, TENSOR, E4, TENSOR, "fast"), (E5, TENSOR, E4, TENSOR, "slow"), (E5, TENSOR, E4, TENSOR, "slow")),
-        ("rowwise", (E4, ROW, E4, ROW, "fast"), (E4, ROW, E4, ROW, "slow"), (E4, ROW, E4, ROW, "slow")),
+        (
+            "tensorwise",
+            (E4, TENSOR, E4, TENSOR, "fast"),
+            (E5, TENSOR, E4, TENSOR, "slow"),
+            (E5, TENSOR, E4, TENSOR, "slow"),
+        ),
+        (
+            "rowwise",
+            (E4, ROW, E4, ROW, "fast"),
+            (E4, ROW, E4, ROW, "slow"),
+            (E4, ROW, E4, ROW, "slow"),
+        ),
         ("rowwise_with_gw_hp", (E4, ROW, E4, ROW, "fast"), (E4, ROW, E4, TENSOR, "slow"), None),
-        ("delayed", (E4, TENSOR, E4, TENSOR, "fast"), (E5, TENSOR, E4, TENSOR, "slow"), (E5, TENSOR, E4, TENSOR, "slow")),
-        ("blockwise", (E4, LINE, E4, SQUARE, "fast"), (E4, LINE, E4, SQUARE, "slow"), (E4, LINE, E4, LINE, "slow")),
+        (
+            "delayed",
+            (E4, TENSOR, E4, TENSOR, "fast"),
+            (E5, TENSOR, E4, TENSOR, "slow"),
+            (E5, TENSOR, E4, TENSOR, "slow"),
+        ),
+        (
+            "blockwise",
+            (E4, LINE, E4, SQUARE, "fast"),
+            (E4, LINE, E4, SQUARE, "slow"),
+            (E4, LINE, E4, LINE, "slow"),
+        ),
         ("mxfp8", (E4, MX, E4, MX, "fast"), (E4, MX, E4, MX, "slow"), (E4, MX, E4, MX, "slow")),
-        ("blockwise_deepgemm", (E4, LINE, E4, SQUARE, "fast"), (E4, LINE, E4, SQUARE, "slow"), (E4, LINE, E4, LINE, "slow")),
-        ("blockwise_ue8m0", (E4, LINE, E4, SQUARE, "fast"), (E4, LINE, E4, SQUARE, "slow"), (E4, LINE, E4, LINE, "slow")),
+        (
+            "blockwise_deepgemm",
+            (E4, LINE, E4, SQUARE, "fast"),
+            (E4, LINE, E4, SQUARE, "slow"),
+            (E4, LINE, E4, LINE, "slow"),
+        ),
+        (
+            "blockwise_ue8m0",
+            (E4, LINE, E4, SQUARE, "fast"),
+            (E4, LINE, E4, SQUARE, "slow"),
+            (E4, LINE, E4, LINE, "slow"),
+        ),
         ("nvfp4", (F4, NV, F4, NV2, "fast"), (F4, NV, F4, NV2, "fast"), (F4, NV, F4, NV, "fast")),
         ("mxfp4", (F4, MX, F4, MX, "fast"), (F4, MX, F4, MX, "slow"), (F4, MX, F4, MX, "slow")),
     ],
 )
 def test_recipes_are_those_of_the_table(name, output, grad_input, grad_weight):  # R
     spec = RECIPES[name]
-    assert (as_tuple(spec.output), as_tuple(spec.grad_input), as_tuple(spec.grad_weight)) == (output, grad_input, grad_weight)
+    assert (as_tuple(spec.output), as_tuple(spec.grad_input), as_tuple(spec.grad_weight)) == (
+        output,
+        grad_input,
+        grad_weight,
+    )
 
 
 def test_every_recipe_is_in_the_table_above_and_some_are_the_backends():
@@ -54,13 +90,27 @@ def test_every_recipe_is_in_the_table_above_and_some_are_the_backends():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_cast_of_a_recipe_has_its_policy(name):  # R-1
-    policies = {"delayed": "te_delayed", "mxfp8": "mx_rceil", "rowwise": "torchao_pow2", "rowwise_with_gw_hp": "torchao_pow2"}
+    policies = {
+        "delayed": "te_delayed",
+        "mxfp8": "mx_rceil",
+        "rowwise": "torchao_pow2",
+        "rowwise_with_gw_hp": "torchao_pow2",
+    }
     policies |= {"nvfp4": "te_nvfp4", "mxfp4": "mx_rceil"}
     policies |= {"blockwise_deepgemm": "deepgemm", "blockwise_ue8m0": "deepgemm_ue8m0"}
-    casts = [cast for spec in RECIPES[name].gemms.values() for cast in (spec.a, spec.b) if cast is not None]
-    assert {cast.policy.name for cast in casts} == ({policies.get(name, "torchao")} if casts else set())
+    casts = [
+        cast
+        for spec in RECIPES[name].gemms.values()
+        for cast in (spec.a, spec.b)
+        if cast is not None
+    ]
+    assert {cast.policy.name for cast in casts} == (
+        {policies.get(name, "torchao")} if casts else set()
+    )
     assert all((cast.delayed is not None) == (name == "delayed") for cast in casts)
-    assert {cast.delayed for cast in casts if cast.delayed} == ({DELAYED["delayed"]} if name == "delayed" else set())
+    assert {cast.delayed for cast in casts if cast.delayed} == (
+        {DELAYED["delayed"]} if name == "delayed" else set()
+    )
 
 
 def test_recipes_under_simulation_are_those_of_fp4_rotated_or_stochastic():  # R-9
@@ -82,12 +132,16 @@ def test_recipes_under_simulation_are_those_of_fp4_rotated_or_stochastic():  # R
     assert nvfp4.stochastic
     assert not RECIPES["mxfp4"].stochastic
     row = CastSpec(fmt=E4M3FN, granularity="rowwise", rounding="stochastic")
-    assert Recipe(name="mine", output=GemmSpec(a=row, b=CastSpec(fmt=E4M3FN), accumulate="fast")).simulated
+    assert Recipe(
+        name="mine", output=GemmSpec(a=row, b=CastSpec(fmt=E4M3FN), accumulate="fast")
+    ).simulated
 
 
 def test_a_recipe_under_simulation_is_refused_by_name_and_told_what_trains():  # R-9
     with pytest.raises(
-        ValueError, match=r"recipe 'nvfp4' is for the simulator alone.*fp8ref.sim.linear.*one that trains: bf16, tensorwise"
+        ValueError,
+        match=r"recipe 'nvfp4' is for the simulator alone.*fp8ref.sim.linear.*one that trains: "
+        r"bf16, tensorwise",
     ):
         recipe.check_trained("nvfp4")
     with pytest.raises(ValueError, match=r"recipe is one of bf16, .*; got 'fp4'"):
@@ -97,7 +151,10 @@ def test_a_recipe_under_simulation_is_refused_by_name_and_told_what_trains():  #
 
 def test_both_operands_of_a_gemm_are_rotated_alike():  # S-23
     rotated = CastSpec(fmt=E4M3FN, rotation=Rotation(signs=(1, -1)))
-    for other in (CastSpec(fmt=E4M3FN), dataclasses.replace(rotated, rotation=Rotation(signs=(1, 1)))):
+    for other in (
+        CastSpec(fmt=E4M3FN),
+        dataclasses.replace(rotated, rotation=Rotation(signs=(1, 1))),
+    ):
         with pytest.raises(ValueError, match="both operands of a GEMM have one rotation"):
             GemmSpec(a=rotated, b=other, accumulate="fast")
     for signs in ((1,), (1, 1, 1), (1, 0)):
@@ -112,7 +169,9 @@ def test_a_delayed_cast_is_tensorwise_and_by_its_own_policy():  # H-1
     spec = CastSpec(fmt=E4M3FN, policy=config.policy, delayed=config)
     assert spec.delayed is config
     with pytest.raises(
-        ValueError, match=r"tensorwise and uses its own policy \('te_delayed'\), without a rotation; got 'rowwise' and policy 'te_delayed'"
+        ValueError,
+        match=r"tensorwise and uses its own policy \('te_delayed'\), without a rotation; got "
+        r"'rowwise' and policy 'te_delayed'",
     ):
         dataclasses.replace(spec, granularity="rowwise")
     with pytest.raises(ValueError, match="got 'tensorwise' and policy 'torchao'"):
@@ -126,7 +185,11 @@ def test_recipes_are_those_of_torchao(name):  # R-1
     theirs = Float8LinearConfig.from_recipe_name(name)
     gemms = {
         "output": (theirs.gemm_config_output, theirs.cast_config_input, theirs.cast_config_weight),
-        "grad_input": (theirs.gemm_config_grad_input, theirs.cast_config_grad_output, theirs.cast_config_weight_for_grad_input),
+        "grad_input": (
+            theirs.gemm_config_grad_input,
+            theirs.cast_config_grad_output,
+            theirs.cast_config_weight_for_grad_input,
+        ),
         "grad_weight": (
             theirs.gemm_config_grad_weight,
             theirs.cast_config_grad_output_for_grad_weight,
@@ -138,7 +201,10 @@ def test_recipes_are_those_of_torchao(name):  # R-1
         assert mine.fp8 == all(cast.scaling_type is ScalingType.DYNAMIC for cast in casts)
         for cast, spec in zip(casts, (mine.a, mine.b) if mine.fp8 else (), strict=mine.fp8):
             assert str(cast.target_dtype) == f"torch.float8_{spec.fmt.name}"
-            assert cast.scaling_granularity.value == {"tensorwise": "tensorwise", "rowwise": "axiswise"}[spec.granularity]
+            assert (
+                cast.scaling_granularity.value
+                == {"tensorwise": "tensorwise", "rowwise": "axiswise"}[spec.granularity]
+            )
             assert (spec.policy.power_of_two == "exp2_log2") == theirs.round_scales_to_power_of_2
         if mine.fp8:
             assert (mine.accumulate == "fast") == config.use_fast_accum
@@ -151,7 +217,11 @@ def test_only_slow_gemms_with_a_rowwise_operand_round_before_their_scales():  # 
         for gemm, gemm_spec in spec.gemms.items()
         if gemm_spec.epilogue == "unit_round_scale_round"
     }
-    assert rounded == {("rowwise", "grad_input"), ("rowwise", "grad_weight"), ("rowwise_with_gw_hp", "grad_input")}
+    assert rounded == {
+        ("rowwise", "grad_input"),
+        ("rowwise", "grad_weight"),
+        ("rowwise_with_gw_hp", "grad_input"),
+    }
 
 
 @pytest.mark.parametrize("gemm", ["output", "grad_input", "grad_weight"])
@@ -198,7 +268,10 @@ def test_a_gemm_takes_the_epilogues_without_a_bias(name):  # G-4, G-5, G-14, G-1
     if EPILOGUES[name].bias is None:
         assert GemmSpec(a=cast, b=cast, accumulate="slow", epilogue=name).epilogue == name
     else:
-        with pytest.raises(ValueError, match=f"have no bias, and epilogue '{name}' takes one. Use 'scale_then_round'"):
+        with pytest.raises(
+            ValueError,
+            match=f"have no bias, and epilogue '{name}' takes one. Use 'scale_then_round'",
+        ):
             GemmSpec(a=cast, b=cast, accumulate="slow", epilogue=name)
 
 
@@ -222,10 +295,19 @@ def test_an_operand_of_unknown_granularity_is_refused():
 
 @pytest.mark.parametrize(
     ("a", "b", "rowwise"),
-    [("rowwise", "rowwise", True), ("rowwise", "tensorwise", True), ("tensorwise", "rowwise", True), ("tensorwise", "tensorwise", False)],
+    [
+        ("rowwise", "rowwise", True),
+        ("rowwise", "tensorwise", True),
+        ("tensorwise", "rowwise", True),
+        ("tensorwise", "tensorwise", False),
+    ],
 )
 def test_one_rowwise_operand_makes_a_gemm_rowwise(a, b, rowwise):  # G-8
-    spec = GemmSpec(a=CastSpec(fmt=E4M3FN, granularity=a), b=CastSpec(fmt=E5M2, granularity=b), accumulate="slow")
+    spec = GemmSpec(
+        a=CastSpec(fmt=E4M3FN, granularity=a),
+        b=CastSpec(fmt=E5M2, granularity=b),
+        accumulate="slow",
+    )
     assert spec.rowwise == rowwise
 
 
@@ -268,4 +350,6 @@ def test_casts_that_saturate_or_have_other_scales_move_by_themselves():  # P-6
     ):
         assert not other.pairs
     pairs = {name for name, recipe in RECIPES.items() if recipe.pairs_gradients}
-    assert pairs == {"rowwise"}  # rowwise_with_gw_hp has one cast; the others have no lines, or no powers of two
+    assert pairs == {
+        "rowwise"
+    }  # rowwise_with_gw_hp has one cast; the others have no lines, or no powers of two

@@ -17,11 +17,17 @@ ENCODING_CONSTRUCTORS = {"tiny": tiny, "endless": endless}
 
 
 def write_words(path):
-    """A tokenizer.json that knows WORDS and, as id 5, an end token; it adds that in a template of its own, and by itself cuts at four tokens and pads."""
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    """A tokenizer.json that knows WORDS and, as id 5, an end token; it adds that in a template of
+    its own, and by itself cuts at four tokens and pads.
+    """
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?")
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens(["<|end|>"])
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="$A <|end|>", special_tokens=[("<|end|>", 5)])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A <|end|>", special_tokens=[("<|end|>", 5)]
+    )
     made.enable_truncation(4)
     made.enable_padding()
     made.save(str(path))
@@ -29,7 +35,9 @@ def write_words(path):
 
 
 def install_tiktoken(folder, monkeypatch):
-    """The encodings tiny and endless, as a plugin of tiktoken's on the path, which it looks for once: yields while it is there."""
+    """The encodings tiny and endless, as a plugin of tiktoken's on the path, which it looks for
+    once: yields while it is there.
+    """
     (folder / "tiktoken_ext").mkdir()
     (folder / "tiktoken_ext" / "tiny_encodings.py").write_text(TIKTOKEN)
     with monkeypatch.context() as patch:

@@ -17,19 +17,27 @@ EVERY = {**ALL, **MASTERED}
 
 def simulated(layout, steps: int, **hyper):
     """Weights, or masters, and states by name after each step."""
-    p = {name: sim.master(x, layout) if layout.keeps_master else x for name, x in start(layout).items()}
+    p = {
+        name: sim.master(x, layout) if layout.keeps_master else x
+        for name, x in start(layout).items()
+    }
     state = {name: sim.init(shape, layout) for name, shape in SHAPES.items()}
     for t in range(steps):
         g = gradients_of(t, layout)
         for number, name in enumerate(SHAPES):
             given = {**HYPER, **hyper, "seed": SEED * layout.stochastic, "tensor": number}
-            p[name], state[name] = sim.step(p[name], g[name], state[name], learning_rate=1e-3, layout=layout, **given)
+            p[name], state[name] = sim.step(
+                p[name], g[name], state[name], learning_rate=1e-3, layout=layout, **given
+            )
         yield p, state
 
 
 def gradients_of(step: int, layout=None) -> dict[str, np.ndarray]:
     """Gradients by name of a step, as numbers of the parameters' dtype."""
-    return {name: torch.tensor(g).to(dtype_of(layout)).float().numpy() for name, g in state_layouts.gradients_of(step).items()}
+    return {
+        name: torch.tensor(g).to(dtype_of(layout)).float().numpy()
+        for name, g in state_layouts.gradients_of(step).items()
+    }
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +47,9 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def count(optimizer, p: torch.Tensor, wanted_p, wanted: sim.State) -> int:
-    """How many elements of the weight, codes, scales and amaxes of a parameter differ. wanted_p is the weight, or its master."""
+    """How many elements of the weight, codes, scales and amaxes of a parameter differ. wanted_p is
+    the weight, or its master.
+    """
     state, kept = dict(optimizer.state[p]), [("m", wanted.m), ("v", wanted.v)]
     if isinstance(wanted_p, sim.MomentState):
         expected = torch.tensor(sim.weight(wanted_p, optimizer.layout)).to(p.dtype).float()
@@ -59,7 +69,10 @@ def count(optimizer, p: torch.Tensor, wanted_p, wanted: sim.State) -> int:
 
 def start(layout=None) -> dict[str, np.ndarray]:
     """Weights by name, as numbers of the parameters' dtype."""
-    return {name: torch.tensor(x).to(dtype_of(layout)).float().numpy() for name, x in state_layouts.start().items()}
+    return {
+        name: torch.tensor(x).to(dtype_of(layout)).float().numpy()
+        for name, x in state_layouts.start().items()
+    }
 
 
 def dtype_of(layout) -> torch.dtype:
@@ -67,14 +80,19 @@ def dtype_of(layout) -> torch.dtype:
 
 
 def parameters(layout=None) -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(torch.tensor(x).to(dtype_of(layout))) for name, x in start(layout).items()}
+    return {
+        name: nn.Parameter(torch.tensor(x).to(dtype_of(layout)))
+        for name, x in start(layout).items()
+    }
 
 
 def trained(layout, steps: int, *, compiled=False, **hyper) -> int:
     p = parameters(layout)
     betas = (hyper.get("b1", 0.9), hyper.get("b2", 0.95))
     seed = SEED * layout.stochastic
-    optimizer = states.AdamW(p.values(), lr=1e-3, betas=betas, layout=layout, compiled=compiled, seed=seed, **HYPER)
+    optimizer = states.AdamW(
+        p.values(), lr=1e-3, betas=betas, layout=layout, compiled=compiled, seed=seed, **HYPER
+    )
     total = 0
     for t, (q, state) in enumerate(simulated(layout, steps, **hyper)):
         for name, g in gradients_of(t, layout).items():

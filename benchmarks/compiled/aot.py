@@ -1,9 +1,10 @@
 """What XLA compiles the training step to for an H200, on a machine without one: make aot, or
 python benchmarks/compiled/aot.py [--show] [--parts rows --cases rowwise]
 
-Two blocks of an 8-billion-parameter Llama with a small vocabulary, lowered from shapes alone and compiled ahead of time for one device and
-for eight. Counted are kernels and bytes of the compiled program; nothing runs, so that nothing here is a time. An autotuner has no GPU
-to try kernels on either: GEMMs are the library's unless a case says Triton, and a GPU may choose otherwise.
+Two blocks of an 8-billion-parameter Llama with a small vocabulary, lowered from shapes alone and
+compiled ahead of time for one device and for eight. Counted are kernels and bytes of the compiled
+program; nothing runs, so that nothing here is a time. An autotuner has no GPU to try kernels on
+either: GEMMs are the library's unless a case says Triton, and a GPU may choose otherwise.
 """
 
 import argparse
@@ -51,7 +52,12 @@ from fp8ref.train.config.sections import DataConfig, ParallelConfig
 from fp8ref.train.jax.trainer import Trainer
 
 MODEL = LlamaConfig(
-    vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8
+    vocab_size=1024,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=2,
+    num_attention_heads=32,
+    num_key_value_heads=8,
 )
 LENGTH, SEQUENCES = 1024, 4  # of tokens; per device
 MEBIBYTE = 2**20
@@ -130,19 +136,36 @@ rows in loops. Rows are those that are multiplied by a weight in each of the thr
 |---|---|---|---|"""
 EXPERT = {"experts": 128, "rows": 32768, "inputs": 2048, "outputs": 1536}
 RAGGED = "`lax.ragged_dot`, bfloat16"
-BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}  # others, a byte
+BYTES = {
+    "f64": 8,
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+}  # others, a byte
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 FSDP, CUBE = {"fsdp": 8}, {**AXES, "sequence": True}
 NARROW = {"reduce_dtype": "bfloat16"}
 TIED = {"tie_word_embeddings": True}
-NARROWER = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_hidden_layers": 3}
+NARROWER = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 3,
+}
 # recipe, mesh, GEMMs by Triton, and what else the model has
 CASES = [
     *((name, {}, False) for name, r in RECIPES.items() if not r.in_blocks),
     *((name, FSDP, False) for name, r in RECIPES.items() if not r.in_blocks),
     *((recipe, {**FSDP, **NARROW}, False) for recipe in ("bf16", "tensorwise", "rowwise")),
     *((recipe, CUBE, False) for recipe in ("bf16", "tensorwise", "rowwise")),
-    *((recipe, {"fsdp": 4, "tensor": 2, "sequence": True, **NARROW}, False) for recipe in ("bf16", "tensorwise", "rowwise")),
+    *(
+        (recipe, {"fsdp": 4, "tensor": 2, "sequence": True, **NARROW}, False)
+        for recipe in ("bf16", "tensorwise", "rowwise")
+    ),
     *((recipe, {**FSDP, "through": "jit"}, False) for recipe in ("bf16", "tensorwise", "rowwise")),
     *((recipe, {}, True) for recipe in ("bf16", "tensorwise", "rowwise")),
     ("bf16", {"data": 2, "fsdp": 2}, False, TIED),
@@ -152,9 +175,13 @@ CASES = [
     *((recipe, CUBE, False) for recipe in ("delayed", "rowwise_with_gw_hp")),
 ]
 HOOKS = {"Flax, bfloat16": None, "Flax, FP8": fp8_ops.Fp8DirectDotGeneralOp} | {
-    recipe: fj.flax.linen_dot_general(recipe) for recipe in ("bf16", "tensorwise", "rowwise", "delayed")
+    recipe: fj.flax.linen_dot_general(recipe)
+    for recipe in ("bf16", "tensorwise", "rowwise", "delayed")
 }
-BY_KERNELS = {"rowwise, kernels": aot_kernels.dot_general(False), "rowwise, kernels, turned": aot_kernels.dot_general(True)}
+BY_KERNELS = {
+    "rowwise, kernels": aot_kernels.dot_general(False),
+    "rowwise, kernels, turned": aot_kernels.dot_general(True),
+}
 WITH_GELU = "rowwise, kernels, GELU"
 # model, layers, devices, recipe, checkpointing, loss
 LARGE = [
@@ -169,12 +196,34 @@ LARGE = [
     ("llama-8b", 32, 8, "tensorwise", "full", "chunked"),
 ]
 PARTS = ("rows", "layers", "models", "states", "experts", "moe", "attention")
-NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call"}
-MOVING = {"parameter", "transpose", "copy", "bitcast", "reshape", "concatenate", "slice", "pad", "tuple", "get-tuple-element"}
+NO_KERNEL = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "while",
+    "conditional",
+    "call",
+}
+MOVING = {
+    "parameter",
+    "transpose",
+    "copy",
+    "bitcast",
+    "reshape",
+    "concatenate",
+    "slice",
+    "pad",
+    "tuple",
+    "get-tuple-element",
+}
 
 
 def moves(text: str) -> tuple[list[int], list[int]]:
-    """Of the linears' kernels that write a mebibyte or more in another order than they read it: the bytes that each writes.
+    """Of the linears' kernels that write a mebibyte or more in another order than they read it: the
+    bytes that each writes.
 
     Returns:  (of those that transpose while they cast to FP8, of those that only move data).
     """
@@ -189,7 +238,11 @@ def moves(text: str) -> tuple[list[int], list[int]]:
             inside = bodies[re.search(r"calls=%?([\w.\-]+)", kernel.line)[1]]
         kinds = {one.kind for one in inside}
         written = sum(map(_bytes, kernel.types))
-        if written < MEBIBYTE or hlo.place(kernel.path)[0] is None or not kinds & {"transpose", "copy", "concatenate"}:
+        if (
+            written < MEBIBYTE
+            or hlo.place(kernel.path)[0] is None
+            or not kinds & {"transpose", "copy", "concatenate"}
+        ):
             continue
         if kinds <= MOVING:
             moving.append(written)
@@ -199,39 +252,61 @@ def moves(text: str) -> tuple[list[int], list[int]]:
 
 
 def outside_gemms(text: str) -> dict[str, float]:
-    """Bytes that kernels other than GEMMs and collectives read and write, in GB, and the number of these kernels."""
-    moved = [sum(map(_bytes, (*one.types, *read))) for one, read in kernels(text) if not _collective(one)]
+    """Bytes that kernels other than GEMMs and collectives read and write, in GB, and the number of
+    these kernels.
+    """
+    moved = [
+        sum(map(_bytes, (*one.types, *read))) for one, read in kernels(text) if not _collective(one)
+    ]
     return {"gb": round(sum(moved) / 1e9, 2), "kernels": len(moved)}
 
 
 def quantizing(text: str) -> dict[str, dict[str, float]]:
-    """Kernels of a mebibyte or more that do no more than quantize, or scale a GEMM's result, by purpose (``fp8ref.estimate.kernels.Part``):
-    their number and GB. A kernel that also writes a wide tensor is that tensor's. u8 are codes, and bits beside them (P-6). Amaxes
-    that XLA partitions or splits by itself have lost their path."""
-    found: dict[str, dict[str, float]] = {part: {"kernels": 0, "gb": 0.0} for part in ("amax", "cast", "layout", "rescale")}
+    """Kernels of a mebibyte or more that do no more than quantize, or scale a GEMM's result, by
+    purpose (``fp8ref.estimate.kernels.Part``): their number and GB. A kernel that also writes a
+    wide tensor is that tensor's. u8 are codes, and bits beside them (P-6). Amaxes that XLA
+    partitions or splits by itself have lost their path."""
+    found: dict[str, dict[str, float]] = {
+        part: {"kernels": 0, "gb": 0.0} for part in ("amax", "cast", "layout", "rescale")
+    }
     for one, read in kernels(text):
         moved = sum(map(_bytes, (*one.types, *read)))
         if moved < MEBIBYTE or _collective(one):
             continue
-        made, given = ({"f8" if dtype.startswith("f8") or dtype == "u8" else dtype for dtype, shape in types if math.prod(shape) >= MEBIBYTE // 4}
-                       for types in (one.types, read))  # fmt: skip
+        made, given = (
+            {
+                "f8" if dtype.startswith("f8") or dtype == "u8" else dtype
+                for dtype, shape in types
+                if math.prod(shape) >= MEBIBYTE // 4
+            }
+            for types in (one.types, read)
+        )
         made = made - {"s16", "u16"} or made  # an amax's parts beside
         if made == {"f8"}:
             part = "layout" if given == {"f8"} else "cast"
-        elif ("_largest" in one.path or not one.path or hlo.place(one.path)[1]) and {dtype for dtype, _ in one.types} <= {
+        elif ("_largest" in one.path or not one.path or hlo.place(one.path)[1]) and {
+            dtype for dtype, _ in one.types
+        } <= {
             "s16",
             "u16",
             "s32",
             "u32",
         }:
             part = "amax"
-        elif made == {"bf16"} and one.path.endswith("/convert_element_type") and hlo.place(one.path)[1] and "kind=kLoop" in one.line:
+        elif (
+            made == {"bf16"}
+            and one.path.endswith("/convert_element_type")
+            and hlo.place(one.path)[1]
+            and "kind=kLoop" in one.line
+        ):
             part = "rescale"
         else:
             continue
         found[part]["kernels"] += 1
         found[part]["gb"] += moved / 1e9
-    return {part: {"kernels": of["kernels"], "gb": round(of["gb"], 3)} for part, of in found.items()}
+    return {
+        part: {"kernels": of["kernels"], "gb": round(of["gb"], 3)} for part, of in found.items()
+    }
 
 
 def kernels(text: str) -> Iterator[tuple[hlo.Instruction, list[hlo.Typed]]]:
@@ -253,13 +328,15 @@ def measure(recipe: str, parallel: dict, triton: bool, *given) -> dict:
     """given: what else the model has, if anything, and the target."""
     *more, target = given
     model = more[0] if more else {}
-    config = Config(model=dataclasses.replace(MODEL, **model), data=DataConfig(sequence_length=LENGTH)).replace(
-        numerics={"recipe": recipe}, parallel=parallel
-    )
+    config = Config(
+        model=dataclasses.replace(MODEL, **model), data=DataConfig(sequence_length=LENGTH)
+    ).replace(numerics={"recipe": recipe}, parallel=parallel)
     devices = config.parallel.devices
     batch = SEQUENCES * devices
     config = config.replace(data={"batch_size": batch})
-    lowered = Trainer(config, devices=_h200s(devices, target)).lowered(np.zeros((batch, LENGTH + 1), np.int32))
+    lowered = Trainer(config, devices=_h200s(devices, target)).lowered(
+        np.zeros((batch, LENGTH + 1), np.int32)
+    )
     program = proof.read(lowered)
     compiled = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": triton})
     text = compiled.as_text()
@@ -271,10 +348,13 @@ def measure(recipe: str, parallel: dict, triton: bool, *given) -> dict:
         "mesh": parallel or {"data": 1},
         **({"model": model} if model else {}),
         "kernels": proof.kernels(found),
-        "planned_fp8_gemms": sum(s.fp8 for d in config.decisions() for s in d.recipe.gemms.values()),
+        "planned_fp8_gemms": sum(
+            s.fp8 for d in config.decisions() for s in d.recipe.gemms.values()
+        ),
         "fp8_dots": len(planned),
         "fp8_kernels": len(fp8),
-        "fp8_share_of_planned_multiplications": sum(d.multiplications for d in fp8) / max(1, sum(d.multiplications for d in planned)),
+        "fp8_share_of_planned_multiplications": sum(d.multiplications for d in fp8)
+        / max(1, sum(d.multiplications for d in planned)),
         "lost": proof.lost(found, program),
         "written": dict(collections.Counter(dot.out for dot in proof.gemms(found) if dot.layer)),
         "outside_gemms": outside_gemms(text),
@@ -286,7 +366,9 @@ def measure(recipe: str, parallel: dict, triton: bool, *given) -> dict:
     }
 
 
-def large(model: str, layers: int, devices: int, recipe: str, checkpointing: str, loss: str, target: str) -> dict:
+def large(
+    model: str, layers: int, devices: int, recipe: str, checkpointing: str, loss: str, target: str
+) -> dict:
     """Memory of a whole model's step, and the seconds that it takes to compile."""
     config = configs.load(model).replace(
         model={"num_hidden_layers": layers},
@@ -301,8 +383,13 @@ def large(model: str, layers: int, devices: int, recipe: str, checkpointing: str
             "loss": loss,
         },
     )
-    lowered = Trainer(config, devices=_h200s(devices, target)).lowered(np.zeros((devices, 8193), np.int32))
-    began, worked = time.perf_counter(), sum(os.times()[:4])  # of this process and of ptxas, which XLA starts
+    lowered = Trainer(config, devices=_h200s(devices, target)).lowered(
+        np.zeros((devices, 8193), np.int32)
+    )
+    began, worked = (
+        time.perf_counter(),
+        sum(os.times()[:4]),
+    )  # of this process and of ptxas, which XLA starts
     memory = lowered.compile().memory_analysis()
     return {
         "model": model,
@@ -325,14 +412,16 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=self.dot)
+        dense = functools.partial(
+            nn.Dense, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=self.dot
+        )
         hidden = nn.gelu(dense(MODEL.intermediate_size, name="up")(x))
         return dense(MODEL.hidden_size, name="down")(hidden)
 
 
 def flax_layers(name: str, devices: int, *given) -> dict:
-    """Kernels and bytes of a pass of two dense layers under plain jit. given: the sizes of the mesh's axes, by default all devices along
-    fsdp, and the target."""
+    """Kernels and bytes of a pass of two dense layers under plain jit. given: the sizes of the
+    mesh's axes, by default all devices along fsdp, and the target."""
     *sizes, target = given
     sizes = sizes[0] if sizes else {"fsdp": devices}
     h200s = _h200s(devices, target)
@@ -345,9 +434,15 @@ def flax_layers(name: str, devices: int, *given) -> dict:
 
     def cut(path, weight) -> jax.ShapeDtypeStruct:
         """The first layer's output features and the second's input features over tensor."""
-        return shape(weight, *((("tensor",), ("fsdp",)) if "down" in str(path) else (("fsdp",), ("tensor",))))
+        return shape(
+            weight, *((("tensor",), ("fsdp",)) if "down" in str(path) else (("fsdp",), ("tensor",)))
+        )
 
-    model = aot_kernels.GeluMLP(MODEL.intermediate_size) if name == WITH_GELU else MLP((HOOKS | BY_KERNELS)[name])
+    model = (
+        aot_kernels.GeluMLP(MODEL.intermediate_size)
+        if name == WITH_GELU
+        else MLP((HOOKS | BY_KERNELS)[name])
+    )
     x = jax.ShapeDtypeStruct((SEQUENCES * devices, LENGTH, MODEL.hidden_size), jnp.bfloat16)
     variables = jax.tree.map(shape, jax.eval_shape(model.init, jax.random.key(0), x))
     variables |= {"params": jax.tree_util.tree_map_with_path(cut, variables["params"])}
@@ -356,14 +451,24 @@ def flax_layers(name: str, devices: int, *given) -> dict:
         y, updated = model.apply(variables, x, mutable=[fj.flax.SEEN])
         return (y.astype(jnp.float32) ** 2).mean(), updated
 
-    ours = fj.flax.value_and_grad(loss) if name in RECIPES else jax.value_and_grad(loss, has_aux=True, allow_int=True)
-    compiled = jax.jit(ours).lower(variables, shape(x, ("data", "fsdp"))).compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    ours = (
+        fj.flax.value_and_grad(loss)
+        if name in RECIPES
+        else jax.value_and_grad(loss, has_aux=True, allow_int=True)
+    )
+    compiled = (
+        jax.jit(ours)
+        .lower(variables, shape(x, ("data", "fsdp")))
+        .compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    )
     text = compiled.as_text()
     return {
         "layers": name,
         "devices": devices,
         **({"mesh": sizes} if "tensor" in sizes else {}),
-        "written": dict(collections.Counter(dot.out for dot in proof.gemms(proof.read_compiled(text)))),
+        "written": dict(
+            collections.Counter(dot.out for dot in proof.gemms(proof.read_compiled(text)))
+        ),
         "outside_gemms": outside_gemms(text),
         "collectives_mib": collectives(text),
         "temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / MEBIBYTE),
@@ -377,25 +482,48 @@ def flax_layers(name: str, devices: int, *given) -> dict:
 
 def _shapes(types: Iterable[hlo.Typed]) -> str:
     """Arrays of a quarter of a mebielement or more, largest first."""
-    large = sorted((typed for typed in types if math.prod(typed[1]) >= MEBIBYTE // 4), key=_bytes, reverse=True)
+    large = sorted(
+        (typed for typed in types if math.prod(typed[1]) >= MEBIBYTE // 4), key=_bytes, reverse=True
+    )
     return ", ".join(f"{dtype} {' x '.join(map(str, shape))}" for dtype, shape in large)
 
 
 def must_move(name: str, *, by_xla: bool = False) -> float | None:
-    """The least bytes, in GB, that kernels outside GEMMs move in the pass of ``flax_layers`` on one device; by_xla: of kernels as XLA
-    fuses them, which keep GELU's tanh, take maxima along one axis each, and none where they transpose. BY_KERNELS: of the best kernels
-    of a ``dot_general``, which sees neither GELU nor masters."""
-    if name not in ("bf16", "tensorwise", "rowwise", "delayed", *([] if by_xla else [*BY_KERNELS, WITH_GELU])):
+    """The least bytes, in GB, that kernels outside GEMMs move in the pass of ``flax_layers`` on one
+    device; by_xla: of kernels as XLA fuses them, which keep GELU's tanh, take maxima along one axis
+    each, and none where they transpose. BY_KERNELS: of the best kernels of a ``dot_general``, which
+    sees neither GELU nor masters."""
+    if name not in (
+        "bf16",
+        "tensorwise",
+        "rowwise",
+        "delayed",
+        *([] if by_xla else [*BY_KERNELS, WITH_GELU]),
+    ):
         return None
     tokens = SEQUENCES * LENGTH
-    weight, x, hidden = MODEL.hidden_size * MODEL.intermediate_size, tokens * MODEL.hidden_size, tokens * MODEL.intermediate_size
-    # bytes an element: float32 masters; x and GEMMs' results in bfloat16; up has no grad_input: nothing asks for x's gradient
+    weight, x, hidden = (
+        MODEL.hidden_size * MODEL.intermediate_size,
+        tokens * MODEL.hidden_size,
+        tokens * MODEL.intermediate_size,
+    )
+    # bytes an element: float32 masters; x and GEMMs' results in bfloat16; up has no grad_input:
+    # nothing asks for x's gradient
     if name == "bf16":
-        of = {"up": 4 + 2, "down": 4 + 2, "x": 0, "gelu": 2 + 2, "loss and its gradient": 2 + 2, "gelu's gradient": 2 + 2 + 2}
+        of = {
+            "up": 4 + 2,
+            "down": 4 + 2,
+            "x": 0,
+            "gelu": 2 + 2,
+            "loss and its gradient": 2 + 2,
+            "gelu's gradient": 2 + 2 + 2,
+        }
         if by_xla:  # GELU's kernel writes its tanh, which the gradient's reads
             of |= {"gelu": 2 + 2 + 2, "gelu's gradient": 2 + 2 + 2 + 2}
     else:
-        amax = 0 if name == "delayed" and not by_xla else 1  # another reading; a delayed scale's amax is taken by the cast
+        amax = (
+            0 if name == "delayed" and not by_xla else 1
+        )  # another reading; a delayed scale's amax is taken by the cast
         of = {
             "up": 4 * amax + 4 + 1,
             "down": 4 * amax + 4 + 2,
@@ -405,22 +533,43 @@ def must_move(name: str, *, by_xla: bool = False) -> float | None:
             "gelu's gradient": 4 * amax + 4 + 1,
         }
         if by_xla:
-            # the amax's kernel writes tanh, the cast's reads it; the gradient is written by the kernel that takes its amax
+            # the amax's kernel writes tanh, the cast's reads it; the gradient is written by the
+            # kernel that takes its amax
             of |= {"gelu": (2 + 2) + (4 + 2), "gelu's gradient": (6 + 2) + (2 + 1)}
         if name in ("rowwise", WITH_GELU) and not by_xla:
-            # a row or a column fits into a program's registers: each axis is one reading, and the second layer's weight has two
-            of |= {"up": 4 + 1, "down": 2 * (4 + 1), "x": 2 * (2 + 1), "gelu": 2 * (2 + 1), "loss and its gradient": 2 * (2 + 1)}
+            # a row or a column fits into a program's registers: each axis is one reading, and the
+            # second layer's weight has two
+            of |= {
+                "up": 4 + 1,
+                "down": 2 * (4 + 1),
+                "x": 2 * (2 + 1),
+                "gelu": 2 * (2 + 1),
+                "loss and its gradient": 2 * (2 + 1),
+            }
             of |= {"gelu's gradient": 4 + 1}
         if name in BY_KERNELS:
-            # XLA's kernels write what ours read: weights rounded, GELU and its tanh, gradients; with maxima along one axis, where ours
-            # write codes along both from one reading
+            # XLA's kernels write what ours read: weights rounded, GELU and its tanh, gradients;
+            # with maxima along one axis, where ours write codes along both from one reading
             of |= {"up": (4 + 2) + (2 + 1), "down": (4 + 2) + (2 + 2), "gelu": (2 + 4) + (2 + 2)}
             of |= {"loss and its gradient": (2 + 2) + (2 + 2), "gelu's gradient": (6 + 2) + (2 + 1)}
         if by_xla and name == "rowwise":
-            # one kernel takes the first amax, and writes what is dear to make again; the cast by it takes the second
+            # one kernel takes the first amax, and writes what is dear to make again; the cast by it
+            # takes the second
             casts = (2 + 1) + (2 + 1)
-            of |= {"down": (4 + 2) + casts, "x": 2 + casts, "gelu": (2 + 4) + casts, "loss and its gradient": 2 + casts}
-    sizes = {"up": weight, "down": weight, "x": x, "gelu": hidden, "loss and its gradient": x, "gelu's gradient": hidden}
+            of |= {
+                "down": (4 + 2) + casts,
+                "x": 2 + casts,
+                "gelu": (2 + 4) + casts,
+                "loss and its gradient": 2 + casts,
+            }
+    sizes = {
+        "up": weight,
+        "down": weight,
+        "x": x,
+        "gelu": hidden,
+        "loss and its gradient": x,
+        "gelu's gradient": hidden,
+    }
     gradients = 2 * (2 + 4) * weight  # widened to the masters' dtype
     return (gradients + sum(of[what] * size for what, size in sizes.items())) / 1e9
 
@@ -429,14 +578,21 @@ def of_states(layout: str, target: str) -> dict:
     """Bytes that a step of AdamW moves; layout: of its states, or optax, for ``optax.adamw``."""
     optimizer = optax.adamw(1e-3) if layout == "optax" else states.adamw(1e-3, layout=layout)
     [h200] = _h200s(1, target)
-    p = jax.ShapeDtypeStruct((MODEL.hidden_size, MODEL.hidden_size), np.float32, sharding=SingleDeviceSharding(h200))
-    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding), jax.eval_shape(optimizer.init, p))
+    p = jax.ShapeDtypeStruct(
+        (MODEL.hidden_size, MODEL.hidden_size), np.float32, sharding=SingleDeviceSharding(h200)
+    )
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding),
+        jax.eval_shape(optimizer.init, p),
+    )
 
     def step(p, state, g):
         if layout == "optax":
             updates, state = optimizer.update(g, state, p)
             return optax.apply_updates(p, updates), state
-        weights = states.weights(state, layout, g.dtype) if p is None else p  # a master's, where it is used
+        weights = (
+            states.weights(state, layout, g.dtype) if p is None else p
+        )  # a master's, where it is used
         new, state = states.step(weights, g, state, learning_rate=1e-3, layout=layout)
         return None if p is None else new, state
 
@@ -444,21 +600,34 @@ def of_states(layout: str, target: str) -> dict:
     text = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile().as_text()
     moved = [sum(map(_bytes, (*one.types, *read))) for one, read in kernels(text)]
     least = by_name("float32" if layout == "optax" else layout).step_bytes(p.size)
-    return {"layout": layout, "kernels": len(moved), "bytes": sum(moved) / p.size, "must_move": least}
+    return {
+        "layout": layout,
+        "kernels": len(moved),
+        "bytes": sum(moved) / p.size,
+        "must_move": least,
+    }
 
 
 def of_experts(name: str, target: str) -> dict:
-    """Products and temporary memory of a grouped linear, forward and backward; name: of a grouped recipe, or RAGGED."""
+    """Products and temporary memory of a grouped linear, forward and backward; name: of a grouped
+    recipe, or RAGGED.
+    """
     [h200] = _h200s(1, target)
     placed = SingleDeviceSharding(h200)
     rows, experts = EXPERT["rows"], EXPERT["experts"]
     x = jax.ShapeDtypeStruct((rows, EXPERT["inputs"]), jnp.bfloat16, sharding=placed)
-    w = jax.ShapeDtypeStruct((experts, EXPERT["inputs"], EXPERT["outputs"]), jnp.bfloat16, sharding=placed)
+    w = jax.ShapeDtypeStruct(
+        (experts, EXPERT["inputs"], EXPERT["outputs"]), jnp.bfloat16, sharding=placed
+    )
     sizes = jax.ShapeDtypeStruct((experts,), jnp.int32, sharding=placed)
 
     def step(x, w, sizes):
         def product(x, w):
-            return jax.lax.ragged_dot(x, w, sizes) if name == RAGGED else fj.grouped.apply(x, w, sizes, recipe=name)[0]
+            return (
+                jax.lax.ragged_dot(x, w, sizes)
+                if name == RAGGED
+                else fj.grouped.apply(x, w, sizes, recipe=name)[0]
+            )
 
         y, vjp = jax.vjp(product, x, w)
         return y, vjp(y)
@@ -466,8 +635,14 @@ def of_experts(name: str, target: str) -> dict:
     compiled = jax.jit(step).lower(x, w, sizes).compile()
     text = compiled.as_text()
     types = {one.name: one.types[0][0] for one in hlo.instructions(text)}
-    taken = collections.Counter(" x ".join(types[name] for name in one.operands[:2]) for one in hlo.instructions(text) if one.kind == "dot")
-    multiplied = rows * experts if name == RAGGED else grouped_operands.rows_multiplied(rows, experts)
+    taken = collections.Counter(
+        " x ".join(types[name] for name in one.operands[:2])
+        for one in hlo.instructions(text)
+        if one.kind == "dot"
+    )
+    multiplied = (
+        rows * experts if name == RAGGED else grouped_operands.rows_multiplied(rows, experts)
+    )
     return {
         "of": name,
         "taken": dict(taken),
@@ -477,19 +652,27 @@ def of_experts(name: str, target: str) -> dict:
 
 
 def collectives(text: str) -> dict[str, float]:
-    """MiB that a device's collectives move, not rounded, by kind and dtype: the larger of operands and results."""
+    """MiB that a device's collectives move, not rounded, by kind and dtype: the larger of operands
+    and results.
+    """
     of_results: dict[str, tuple[hlo.Typed, ...]] = {}
     bytes_: collections.Counter = collections.Counter()
     for one in hlo.instructions(text):
         of_results[one.name] = one.types
         if _collective(one):
             kind = one.kind.removesuffix("-start")
-            given, made = (collections.Counter() for _ in range(2))  # XLA combines collectives, of several dtypes too
-            for dtype, shape in (typed for name in one.operands for typed in of_results.get(name, ())):
+            given, made = (
+                collections.Counter() for _ in range(2)
+            )  # XLA combines collectives, of several dtypes too
+            for dtype, shape in (
+                typed for name in one.operands for typed in of_results.get(name, ())
+            ):
                 given[dtype] += _bytes((dtype, shape))
             for dtype, shape in one.types:
                 made[dtype] += _bytes((dtype, shape))
-            if one.kind.endswith("-start") and kind != "all-reduce":  # its type holds the operands too
+            if (
+                one.kind.endswith("-start") and kind != "all-reduce"
+            ):  # its type holds the operands too
                 made -= given
             for dtype in given | made:
                 bytes_[f"{kind} {dtype}"] += max(given[dtype], made[dtype])
@@ -501,53 +684,87 @@ def _collective(one: hlo.Instruction) -> bool:
 
 
 def _h200s(devices: int, target: str):
-    return topologies.get_topology_desc(platform="cuda", topology_name="h200", topology=f"1x1x{devices}", target_config=target).devices
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="h200", topology=f"1x1x{devices}", target_config=target
+    ).devices
 
 
 def _bytes(typed: hlo.Typed) -> int:
     return BYTES.get(typed[0], 1) * math.prod(typed[1])
 
 
-TOOLS = SimpleNamespace(h200s=_h200s, kernels=kernels, bytes=_bytes, collective=_collective, collectives=collectives)
+TOOLS = SimpleNamespace(
+    h200s=_h200s, kernels=kernels, bytes=_bytes, collective=_collective, collectives=collectives
+)
 """What ``aot_moe`` takes from here."""
 
 
 def markdown(found: dict) -> str:
     """The tables of both kinds of rows."""
-    bf16 = {_mesh(row): sum(row["collectives_mib"].values()) for row in found["rows"] if row["recipe"] == "bf16"}
+    bf16 = {
+        _mesh(row): sum(row["collectives_mib"].values())
+        for row in found["rows"]
+        if row["recipe"] == "bf16"
+    }
     lines = [EXPLANATION, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     lines += [f"| {' | '.join(cells(row, bf16[_mesh(row)]))} |" for row in found["rows"]]
     lines += ["", LAYERS]
     for row in found["layers"]:
-        least = [must_move(row["layers"], by_xla=by_xla) if row["devices"] == 1 else None for by_xla in (False, True)]
-        measured = "{gb} in {kernels} | ".format(**row["outside_gemms"]) + " | ".join(f"{gb:.2f}" if gb else "-" for gb in least)
+        least = [
+            must_move(row["layers"], by_xla=by_xla) if row["devices"] == 1 else None
+            for by_xla in (False, True)
+        ]
+        measured = "{gb} in {kernels} | ".format(**row["outside_gemms"]) + " | ".join(
+            f"{gb:.2f}" if gb else "-" for gb in least
+        )
         measured += f" | {_moved(row) or '-'} | {row['temporary_mib']} |"
-        lines.append(f"| {row['layers']} | {_mesh(row) if 'mesh' in row else row['devices']} | {_written(row)} | {measured}")
+        lines.append(
+            f"| {row['layers']} | {_mesh(row) if 'mesh' in row else row['devices']} | "
+            f"{_written(row)} | {measured}"
+        )
     for row in found["layers"]:
         if row["devices"] == 1 and row["layers"] in ("tensorwise", "rowwise"):
             lines += [
                 "",
-                f"Kernels of `{row['layers']}` on one device, in the order of the program, with what they read and write:",
+                f"Kernels of `{row['layers']}` on one device, in the order of the program, with "
+                "what they read and write:",
                 "",
                 KERNELS,
             ]
-            lines += [f"| {one['reads']} | {one['writes'] or 'an amax or a sum'} | {one['gb']:.3f} |" for one in row["kernels"]]
+            lines += [
+                f"| {one['reads']} | {one['writes'] or 'an amax or a sum'} | {one['gb']:.3f} |"
+                for one in row["kernels"]
+            ]
     lines += ["", MODELS]
     for row in found["models"]:
-        worked = f"{row['compile_processor_seconds']:.0f}" if "compile_processor_seconds" in row else "-"  # recorded before it was counted
-        measured = f"{row['state_gib']:.1f} | {row['most_gib']:.1f} | {row['compile_seconds']:.0f} | {worked} |"
+        worked = (
+            f"{row['compile_processor_seconds']:.0f}" if "compile_processor_seconds" in row else "-"
+        )  # recorded before it was counted
+        measured = (
+            f"{row['state_gib']:.1f} | {row['most_gib']:.1f} | {row['compile_seconds']:.0f} | "
+            f"{worked} |"
+        )
         lines.append(
-            f"| {row['model']} | {row['layers']} | {row['devices']} | {row['recipe']} | {row['checkpointing']} | {row['loss']} | {measured}"
+            f"| {row['model']} | {row['layers']} | {row['devices']} | {row['recipe']} | "
+            f"{row['checkpointing']} | {row['loss']} | {measured}"
         )
     lines += ["", STATES]
     for row in found["states"]:
         ratio = row["bytes"] / row["must_move"]
-        lines.append(f"| {row['layout']} | {row['bytes']:.2f} in {row['kernels']} | {row['must_move']:.2f} | {ratio:.2f} |")
+        lines.append(
+            f"| {row['layout']} | {row['bytes']:.2f} in {row['kernels']} | "
+            f"{row['must_move']:.2f} | {ratio:.2f} |"
+        )
     lines += ["", EXPERTS]
     for row in found["experts"]:
         taken = ", ".join(f"{types} {count}" for types, count in row["taken"].items())
         lines.append(f"| {row['of']} | {taken} | {row['rows']:,} | {row['temporary_mib']:,} |")
-    return "\n".join(lines) + "\n" + aot_moe.markdown(found["moe"], _moved) + aot_attention.markdown(found["attention"])
+    return (
+        "\n".join(lines)
+        + "\n"
+        + aot_moe.markdown(found["moe"], _moved)
+        + aot_attention.markdown(found["attention"])
+    )
 
 
 def cells(row: dict, bf16: float) -> list[str]:
@@ -575,17 +792,29 @@ def _moved(row: dict) -> str:
     """MiB between devices by what they are for and dtype, from a MiB."""
     found: collections.Counter = collections.Counter()
     for what, size in row["collectives_mib"].items():
-        found[what.replace("all-reduce", "reduce").replace("reduce-scatter", "reduce").replace("all-gather", "gather")] += size
+        found[
+            what.replace("all-reduce", "reduce")
+            .replace("reduce-scatter", "reduce")
+            .replace("all-gather", "gather")
+        ] += size
     return ", ".join(f"{what} {size:.0f}" for what, size in found.items() if size >= 1)
 
 
 def _mesh(row: dict) -> str:
-    sizes = " ".join(f"{axis} {size}" for axis, size in row["mesh"].items() if axis in ("data", "fsdp", "tensor"))
+    sizes = " ".join(
+        f"{axis} {size}" for axis, size in row["mesh"].items() if axis in ("data", "fsdp", "tensor")
+    )
     model = row.get("model", {})
-    more = ["bfloat16 sums"] * ("reduce_dtype" in row["mesh"]) + ["plain jit"] * ("through" in row["mesh"])
+    more = ["bfloat16 sums"] * ("reduce_dtype" in row["mesh"]) + ["plain jit"] * (
+        "through" in row["mesh"]
+    )
     more += ["chunked loss"] * ("loss" in row["mesh"])
     if model:
-        more += ["tied" if "tie_word_embeddings" in model else f"{model['num_hidden_layers']} blocks of {model['hidden_size']}"]
+        more += [
+            "tied"
+            if "tie_word_embeddings" in model
+            else f"{model['num_hidden_layers']} blocks of {model['hidden_size']}"
+        ]
     more += ["Triton's GEMMs"] * any("triton" in kernel for kernel in row["kernels"])
     return ", ".join([sizes, *more])
 
@@ -593,14 +822,35 @@ def _mesh(row: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--json", type=Path, default=HERE.parent / "results" / "aot.json", help="the results; the table is written next to them"
+        "--json",
+        type=Path,
+        default=HERE.parent / "results" / "aot.json",
+        help="the results; the table is written next to them",
     )
-    parser.add_argument("--show", action="store_true", help="compile nothing: only print the table of the results that are there")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="compile these; the others stay as they are")
-    parser.add_argument("--cases", nargs="+", metavar="WORD", default=[], help="of the parts only cases with all these words, as printed")
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="compile nothing: only print the table of the results that are there",
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="compile these; the others stay as they are",
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="WORD",
+        default=[],
+        help="of the parts only cases with all these words, as printed",
+    )
     arguments = parser.parse_args()
     if set(arguments.parts) != set(PARTS) and not arguments.json.exists():
-        parser.error(f"--parts adds to results that are there; {arguments.json} is not. Leave it out.")
+        parser.error(
+            f"--parts adds to results that are there; {arguments.json} is not. Leave it out."
+        )
     if not arguments.show:
         target = (HERE / "h200_target.txtpb").read_text()
         cases: dict[str, tuple[Callable, list]] = {
@@ -615,21 +865,32 @@ def main() -> None:
             ),
             "models": (large, LARGE),
             "states": (of_states, [(layout,) for layout in ("optax", *LAYOUTS, *WITH_MASTERS)]),
-            "experts": (of_experts, [(name,) for name in (RAGGED, "rowwise", "tensorwise", "blockwise", "mxfp8")]),
+            "experts": (
+                of_experts,
+                [(name,) for name in (RAGGED, "rowwise", "tensorwise", "blockwise", "mxfp8")],
+            ),
             "moe": (functools.partial(aot_moe.of_step, tools=TOOLS), aot_moe.CASES),
             "attention": (aot_attention.of_attention, aot_attention.CASES),
         }
         found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         for part in arguments.parts:
             count, of_part = cases[part]
-            rows = dict(zip(map(str, of_part), found.get(part, []), strict=False)) if arguments.cases else {}  # new cases are last
+            rows = (
+                dict(zip(map(str, of_part), found.get(part, []), strict=False))
+                if arguments.cases
+                else {}
+            )  # new cases are last
             for case in of_part:
                 if str(case) not in rows or all(word in str(case) for word in arguments.cases):
                     rows[str(case)] = count(*case, target)
                     print(rows[str(case)], flush=True)
             found[part] = [rows[str(case)] for case in of_part]
         found["versions"] = {"jax": jax.__version__, "python": platform.python_version()}
-        found["model"] = {**vars(MODEL), "sequence_length": LENGTH, "sequences_per_device": SEQUENCES}
+        found["model"] = {
+            **vars(MODEL),
+            "sequence_length": LENGTH,
+            "sequences_per_device": SEQUENCES,
+        }
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     text = markdown(json.loads(arguments.json.read_text()))
     print(text, end="")

@@ -1,4 +1,7 @@
-"""What XLA compiles attention in FP8 to for an H200: part ``attention`` of aot.py. Which library multiplies, and how much temporary memory."""
+"""What XLA compiles attention in FP8 to for an H200: part ``attention`` of aot.py.
+
+Which library multiplies, and how much temporary memory.
+"""
 
 import collections
 import re
@@ -18,17 +21,25 @@ SHAPE = {"sequences": 1, "heads": 8, "heads_of_keys": 2, "tokens": 2048, "featur
 """Of q; k and v have as many tokens."""
 
 CASES = [("kernel",), ("cudnn",), ("mxfp8",), ("fa3",), ("bf16",), ("jax cudnn bf16",)]
-"""By cuDNN's FP8 kernel; variants by tiles; and the framework's own attention in bfloat16 by cuDNN."""
+"""By cuDNN's FP8 kernel; variants by tiles; and the framework's own attention in bfloat16 by
+cuDNN.
+"""
 
 CUDNN = 91000
-"""The version that JAX is told, where no cuDNN is installed: it asks for one to refuse GPUs, and compiles without any."""
+"""The version that JAX is told, where no cuDNN is installed: it asks for one to refuse GPUs, and
+compiles without any.
+"""
 
 
 def of_attention(name: str, target: str) -> dict:
-    """Calls of libraries and temporary memory of attention: forward and backward, or forward alone of a variant without gradients."""
+    """Calls of libraries and temporary memory of attention: forward and backward, or forward alone
+    of a variant without gradients.
+    """
     cudnn.check_cudnn_version = lambda: CUDNN
     cudnn.check_compute_capability = lambda capability: True
-    [h200] = topologies.get_topology_desc(platform="cuda", topology_name="h200", topology="1x1x1", target_config=target).devices
+    [h200] = topologies.get_topology_desc(
+        platform="cuda", topology_name="h200", topology="1x1x1", target_config=target
+    ).devices
     placed = SingleDeviceSharding(h200)
     b, h, n, t, d = SHAPE.values()
 
@@ -41,10 +52,14 @@ def of_attention(name: str, target: str) -> dict:
 
     def attend(scales, q, k, v):
         if name == "kernel":
-            return attention_kernel.apply(q, k, v, scales=scales, mask=mask, platform="cuda", name="layer")[0]
+            return attention_kernel.apply(
+                q, k, v, scales=scales, mask=mask, platform="cuda", name="layer"
+            )[0]
         if name == "jax cudnn bf16":
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
-            return jax.nn.dot_product_attention(*heads, is_causal=True, implementation="cudnn").swapaxes(1, 2)
+            return jax.nn.dot_product_attention(
+                *heads, is_causal=True, implementation="cudnn"
+            ).swapaxes(1, 2)
         return attention.apply(q, k, v, variant=name, mask=mask, name="layer")
 
     def step(scales, q, k, v):
@@ -53,20 +68,33 @@ def of_attention(name: str, target: str) -> dict:
         o, vjp = jax.vjp(lambda *x: attend(scales, *x), q, k, v)
         return o, vjp(o)
 
-    compiled = jax.jit(step, compiler_options={"xla_gpu_enable_triton_gemm": False}).lower(scales, q, k, v).compile()
-    targets = collections.Counter(re.findall(r'custom_call_target="([^"]*(?:cudnn|cublas)[^"]*)"', compiled.as_text()))
-    return {"of": name, "calls": dict(targets), "temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1)}
+    compiled = (
+        jax.jit(step, compiler_options={"xla_gpu_enable_triton_gemm": False})
+        .lower(scales, q, k, v)
+        .compile()
+    )
+    targets = collections.Counter(
+        re.findall(r'custom_call_target="([^"]*(?:cudnn|cublas)[^"]*)"', compiled.as_text())
+    )
+    return {
+        "of": name,
+        "calls": dict(targets),
+        "temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1),
+    }
 
 
 def markdown(rows: list[dict]) -> str:
     """The table of the part."""
     b, h, n, t, d = SHAPE.values()
     lines = [
-        f"\nAttention of {b} sequence, {h} heads of {d} features, {n} of keys, {t:,} tokens, causal, forward and backward (fa3 forward alone):\n",
+        f"\nAttention of {b} sequence, {h} heads of {d} features, {n} of keys, {t:,} tokens, "
+        "causal, forward and backward (fa3 forward alone):\n",
         "| by | calls of libraries | temporary, MiB |",
         "|---|---|---|",
     ]
     for row in rows:
-        calls = ", ".join(f"{count} `{call}`" for call, count in sorted(row["calls"].items())) or "none"
+        calls = (
+            ", ".join(f"{count} `{call}`" for call, count in sorted(row["calls"].items())) or "none"
+        )
         lines.append(f"| {row['of']} | {calls} | {row['temporary_mib']} |")
     return "\n".join(lines) + "\n"

@@ -1,8 +1,9 @@
-"""Kernels by Pallas that make codes of a matrix by rows and by columns, a linear that uses them under ``rowwise``, and an MLP whose kernels hold its GELU.
+"""Kernels by Pallas that make codes of a matrix by rows and by columns, a linear that uses them
+under ``rowwise``, and an MLP whose kernels hold its GELU.
 
 Part of benchmarks/compiled/aot.py,
-which compiles both for an H200 beside XLA's own kernels. No GPU has run them; tests run the kernels by XLA, and
-compare every code and scale with ``scaling.quantize``.
+which compiles both for an H200 beside XLA's own kernels. No GPU has run them; tests run the kernels
+by XLA, and compare every code and scale with ``scaling.quantize``.
 """
 
 import functools
@@ -27,50 +28,89 @@ FMT, POLICY = CAST.fmt, CAST.policy
 ROWS = 32  # of a program of the first kernel
 HELD = (
     2**15
-)  # elements that a program holds in registers, two bytes each; ptxas then spills of the first kernel alone, which holds maxima too
+    # elements that a program holds in registers, two bytes each; ptxas then spills of the first
+    # kernel alone, which holds maxima too
+)
 
 
 def rows_and_maxima(x: jax.Array, *, interpret: bool = False) -> tuple[Quantized, Quantized]:
-    """Codes by rows and the columns' maxima by a kernel that reads x [M, N] once; codes by columns are left to XLA, which reads it again."""
+    """Codes by rows and the columns' maxima by a kernel that reads x [M, N] once; codes by columns
+    are left to XLA, which reads it again.
+    """
     (m, n), held = x.shape, _held(x.shape, ROWS)
     row = pl.BlockSpec((ROWS,), lambda i: (i,))
     codes, scale, scale_inv, largest = pl.pallas_call(
         functools.partial(_first, held=held),
         grid=(m // ROWS,),
         in_specs=[_TABLE, pl.BlockSpec((ROWS, n), lambda i: (i, 0))],
-        out_specs=[pl.BlockSpec((ROWS, n), lambda i: (i, 0)), row, row, pl.BlockSpec((1, n), lambda i: (i, 0))],
+        out_specs=[
+            pl.BlockSpec((ROWS, n), lambda i: (i, 0)),
+            row,
+            row,
+            pl.BlockSpec((1, n), lambda i: (i, 0)),
+        ],
         out_shape=[*_of_rows(m, n), jax.ShapeDtypeStruct((m // ROWS, n), jnp.int16)],
         compiler_params=triton.CompilerParams(num_warps=16, num_stages=1),
         interpret=interpret,
         name="fp8ref_rows_and_maxima",
     )(jnp.asarray(scales._steps(FMT, POLICY)), x)
-    of_columns = scales.scale_from_amax(cast.from_magnitude_bits(largest.max(0, keepdims=True), x.dtype), FMT, POLICY)
-    return _quantized(codes, scale, scale_inv), scaling.quantize_with(x, of_columns, FMT, granularity="rowwise", axis=0)
+    of_columns = scales.scale_from_amax(
+        cast.from_magnitude_bits(largest.max(0, keepdims=True), x.dtype), FMT, POLICY
+    )
+    return _quantized(codes, scale, scale_inv), scaling.quantize_with(
+        x, of_columns, FMT, granularity="rowwise", axis=0
+    )
 
 
 def both(x: jax.Array, *, interpret: bool = False) -> tuple[Quantized, Quantized]:
-    """Both sets of codes by a kernel that reads x [M, N] once, after XLA has taken the columns' maxima, at best in the kernel that makes x."""
+    """Both sets of codes by a kernel that reads x [M, N] once, after XLA has taken the columns'
+    maxima, at best in the kernel that makes x.
+    """
     (m, n), rows = x.shape, _held(x.shape, x.shape[0])
-    of_columns = scales.scales_from_amax(scaling.amax(x, "rowwise", axis=0, with_producer=True), FMT, POLICY)
+    of_columns = scales.scales_from_amax(
+        scaling.amax(x, "rowwise", axis=0, with_producer=True), FMT, POLICY
+    )
     row = pl.BlockSpec((rows,), lambda i: (i,))
     codes, scale, scale_inv, turned = pl.pallas_call(
         _second,
         grid=(m // rows,),
-        in_specs=[_TABLE, pl.BlockSpec((n,), lambda i: (0,)), pl.BlockSpec((rows, n), lambda i: (i, 0))],
-        out_specs=[pl.BlockSpec((rows, n), lambda i: (i, 0)), row, row, pl.BlockSpec((n, rows), lambda i: (0, i))],
+        in_specs=[
+            _TABLE,
+            pl.BlockSpec((n,), lambda i: (0,)),
+            pl.BlockSpec((rows, n), lambda i: (i, 0)),
+        ],
+        out_specs=[
+            pl.BlockSpec((rows, n), lambda i: (i, 0)),
+            row,
+            row,
+            pl.BlockSpec((n, rows), lambda i: (0, i)),
+        ],
         out_shape=[*_of_rows(m, n), jax.ShapeDtypeStruct((n, m), cast.DTYPES[FMT.name])],
         compiler_params=triton.CompilerParams(num_warps=16, num_stages=1),
         interpret=interpret,
         name="fp8ref_both",
     )(jnp.asarray(scales._steps(FMT, POLICY)), of_columns.scale.reshape(-1), x)
-    columns = Quantized(codes=turned.T, scale=of_columns.scale, scale_inv=of_columns.scale_inv, fmt=FMT, granularity="rowwise", axis=0)
+    columns = Quantized(
+        codes=turned.T,
+        scale=of_columns.scale,
+        scale_inv=of_columns.scale_inv,
+        fmt=FMT,
+        granularity="rowwise",
+        axis=0,
+    )
     return _quantized(codes, scale, scale_inv), columns
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["raw", "rows", "columns"], meta_fields=["together"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["raw", "rows", "columns"],
+    meta_fields=["together"],
+)
 @dataclass(frozen=True)
 class Product:
-    """A GEMM's result before its epilogue: bfloat16 [M, N], with scale_inv of its rows [M] and columns [N]; together: their product first (G-14)."""
+    """A GEMM's result before its epilogue: bfloat16 [M, N], with scale_inv of its rows [M] and
+    columns [N]; together: their product first (G-14).
+    """
 
     raw: jax.Array
     rows: jax.Array
@@ -83,24 +123,35 @@ class Product:
         return rounded(acc * (a * b) if self.together else (acc * a) * b)
 
 
-def lines(of: Callable, *given: jax.Array | Product, axis: int, interpret: bool = False) -> Quantized:
-    """The codes of of(*given), a bfloat16 matrix that is never in memory, by a kernel that reads each given [M, N] once.
+def lines(
+    of: Callable, *given: jax.Array | Product, axis: int, interpret: bool = False
+) -> Quantized:
+    """The codes of of(*given), a bfloat16 matrix that is never in memory, by a kernel that reads
+    each given [M, N] once.
 
-    A program holds whole lines along ``axis``, 0 or -1, in registers: it knows their maxima before it writes their codes. Those of columns are
-    written as [N, M]. Of a Product, ``of`` takes the value.
+    A program holds whole lines along ``axis``, 0 or -1, in registers: it knows their maxima before
+    it writes their codes. Those of columns are written as [N, M]. Of a Product, ``of`` takes the
+    value.
     """
     together = [one.together if isinstance(one, Product) else None for one in given]
     arrays = jax.tree.leaves(given)
     m, n = arrays[0].shape
     (count, length) = (m, n) if axis == -1 else (n, m)
     held = _held((count, length * len(given)), count)
-    matrix = pl.BlockSpec((held, n), lambda i: (i, 0)) if axis == -1 else pl.BlockSpec((m, held), lambda i: (0, i))
+    matrix = (
+        pl.BlockSpec((held, n), lambda i: (i, 0))
+        if axis == -1
+        else pl.BlockSpec((m, held), lambda i: (0, i))
+    )
     line, whole = pl.BlockSpec((held,), lambda i: (i,)), pl.BlockSpec((length,), lambda i: (0,))
     scaled = [matrix, line, whole] if axis == -1 else [matrix, whole, line]
     codes, scale, scale_inv = pl.pallas_call(
         functools.partial(_lines, of=of, axis=axis, together=together),
         grid=(count // held,),
-        in_specs=[_TABLE, *(spec for one in together for spec in ([matrix] if one is None else scaled))],
+        in_specs=[
+            _TABLE,
+            *(spec for one in together for spec in ([matrix] if one is None else scaled)),
+        ],
         out_specs=[pl.BlockSpec((held, length), lambda i: (i, 0)), line, line],
         out_shape=_of_rows(count, length),
         compiler_params=triton.CompilerParams(num_warps=16, num_stages=1),
@@ -127,15 +178,20 @@ def gelu_gradient(h: jax.Array, g: jax.Array) -> jax.Array:
 
 
 class GeluMLP(nn.Module):
-    """Two dense layers without bias and the GELU between, of float32 masters. A model of its own: a layer's ``dot_general`` sees no GELU, and
-    no master either, as Flax rounds it first."""
+    """Two dense layers without bias and the GELU between, of float32 masters. A model of its own: a
+    layer's ``dot_general`` sees no GELU, and no master either, as Flax rounds it first."""
 
     hidden: int
 
     @nn.compact
     def __call__(self, x):
-        up, down = (self.param(name, nn.initializers.lecun_normal(), shape) for name, shape in (
-            ("up", (x.shape[-1], self.hidden)), ("down", (self.hidden, x.shape[-1]))))  # fmt: skip
+        up, down = (
+            self.param(name, nn.initializers.lecun_normal(), shape)
+            for name, shape in (
+                ("up", (x.shape[-1], self.hidden)),
+                ("down", (self.hidden, x.shape[-1])),
+            )
+        )
         return _mlp(x.reshape(-1, x.shape[-1]), up, down).reshape(x.shape)
 
 
@@ -145,7 +201,10 @@ def _mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
 
 
 def _mlp_forward(x, up, down):
-    """x [M, K] bfloat16, up [K, N], down [N, K]. GELU's output is in memory as codes alone; kept are GELU's input and codes."""
+    """x [M, K] bfloat16, up [K, N], down [N, K].
+
+    GELU's output is in memory as codes alone; kept are GELU's input and codes.
+    """
     x_rows, x_columns = (lines(rounded, x, axis=axis) for axis in (-1, 0))
     h = _product("output", x_rows, lines(rounded, up, axis=0))
     rows, columns = (lines(gelu, h, axis=axis) for axis in (-1, 0))
@@ -158,8 +217,14 @@ def _mlp_backward(residuals, g):
     of_rows, of_columns = both(g)
     grad_down = _matmul("grad_weight", of_columns, columns, g.dtype)
     of_gelu = _product("grad_input", of_rows, of_n)
-    # What nobody asks for is not compiled: the kernel of rows, and one of up's rows, without x's gradient.
-    grad_x = _matmul("grad_input", lines(gelu_gradient, h, of_gelu, axis=-1), lines(rounded, up, axis=-1), g.dtype)
+    # What nobody asks for is not compiled: the kernel of rows, and one of up's rows, without x's
+    # gradient.
+    grad_x = _matmul(
+        "grad_input",
+        lines(gelu_gradient, h, of_gelu, axis=-1),
+        lines(rounded, up, axis=-1),
+        g.dtype,
+    )
     grad_up = _matmul("grad_weight", lines(gelu_gradient, h, of_gelu, axis=0), x_columns, g.dtype)
     return grad_x, grad_up.astype(jnp.float32), grad_down.astype(jnp.float32)
 
@@ -168,8 +233,9 @@ _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 def dot_general(turned: bool):
-    """What ``dot_general_cls`` of a Flax layer takes: the linear under ``rowwise``, by these kernels. turned: an input of more features than
-    tokens is quantized as [K, M], the order in which XLA then writes it."""
+    """What ``dot_general_cls`` of a Flax layer takes: the linear under ``rowwise``, by these
+    kernels. turned: an input of more features than tokens is quantized as [K, M], the order in
+    which XLA then writes it."""
     return lambda: functools.partial(_dot_general, turned=turned)
 
 
@@ -184,13 +250,18 @@ def _linear(x: jax.Array, w: jax.Array, turned: bool) -> jax.Array:
 
 
 def _forward(x, w, turned):
-    """x [M, K] x w [K, N], as ``linear`` has it; a weight that no grad_input reads later, of fewer inputs than outputs here, by XLA alone."""
+    """x [M, K] x w [K, N], as ``linear`` has it; a weight that no grad_input reads later, of fewer
+    inputs than outputs here, by XLA alone.
+    """
     if turned and x.shape[1] > x.shape[0]:
         columns, rows = (_transposed(q) for q in rows_and_maxima(x.T))
     else:
         rows, columns = rows_and_maxima(x)
     if w.shape[0] < w.shape[1]:
-        of_n, of_k = (scaling.quantize(w, FMT, granularity="rowwise", policy=POLICY, axis=axis) for axis in (-1, 0))
+        of_n, of_k = (
+            scaling.quantize(w, FMT, granularity="rowwise", policy=POLICY, axis=axis)
+            for axis in (-1, 0)
+        )
     else:
         of_n, of_k = both(w)
     return _matmul("output", rows, of_k, x.dtype), (columns, of_n)
@@ -203,7 +274,9 @@ def _backward(turned, residuals, g):
         of_rows, of_columns = (scaling.quantize(g, FMT, axis=axis, **how) for axis in (-1, 0))
     else:
         of_rows, of_columns = both(g)
-    return _matmul("grad_input", of_rows, of_n, g.dtype), _matmul("grad_weight", of_columns, columns, g.dtype)
+    return _matmul("grad_input", of_rows, of_n, g.dtype), _matmul(
+        "grad_weight", of_columns, columns, g.dtype
+    )
 
 
 _linear.defvjp(_forward, _backward)
@@ -211,17 +284,31 @@ _linear.defvjp(_forward, _backward)
 
 def _matmul(which, a: Quantized, b: Quantized, dtype) -> jax.Array:
     spec = RECIPE.gemms[which]
-    how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "powers_of_two": spec.powers_of_two, "out_dtype": jnp.bfloat16}
+    how = {
+        "accumulate": spec.accumulate,
+        "epilogue": spec.epilogue,
+        "powers_of_two": spec.powers_of_two,
+        "out_dtype": jnp.bfloat16,
+    }
     with jax.named_scope(f"line/{which}"):
-        return gemm.matmul(a, b, **how, turned=which == "grad_weight", dequantized=which == "output").astype(dtype)
+        return gemm.matmul(
+            a, b, **how, turned=which == "grad_weight", dequantized=which == "output"
+        ).astype(dtype)
 
 
 def _product(which, a: Quantized, b: Quantized) -> Product:
     """Of operands whose scales stay out of the GEMM, which on a GPU writes bfloat16 (G-22)."""
     spec = RECIPE.gemms[which]
     with jax.named_scope(f"line/{which}"):
-        raw = gemm.matmul(*map(gemm._unscaled, (a, b)), accumulate=spec.accumulate, out_dtype=jnp.bfloat16)
-    return Product(raw, a.scale_inv.reshape(-1), b.scale_inv.reshape(-1), spec.epilogue == "unit_round_scale_round")
+        raw = gemm.matmul(
+            *map(gemm._unscaled, (a, b)), accumulate=spec.accumulate, out_dtype=jnp.bfloat16
+        )
+    return Product(
+        raw,
+        a.scale_inv.reshape(-1),
+        b.scale_inv.reshape(-1),
+        spec.epilogue == "unit_round_scale_round",
+    )
 
 
 def _transposed(q: Quantized) -> Quantized:
@@ -255,12 +342,18 @@ def _chunks(n: int) -> list[slice]:
 
 
 def _scale_of(largest: jax.Array, table) -> tuple[jax.Array, jax.Array]:
-    """scale and scale_inv of magnitude bits of bfloat16 numbers, int32 [rows]: what ``scales`` makes of an amax for a power of two."""
+    """scale and scale_inv of magnitude bits of bfloat16 numbers, int32 [rows]: what ``scales``
+    makes of an amax for a power of two.
+    """
     bits = largest << 16
     amax = lax.bitcast_convert_type(bits, jnp.float32)
-    inverse = lax.bitcast_convert_type(((bits + table[lax.shift_right_logical(bits, jnp.int32(23))]) >> 23) << 23, jnp.float32)
+    inverse = lax.bitcast_convert_type(
+        ((bits + table[lax.shift_right_logical(bits, jnp.int32(23))]) >> 23) << 23, jnp.float32
+    )
     scale = division.divide(1, jnp.where(jnp.isnan(amax), amax, inverse))
-    inverse = lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(scale, jnp.int32), jnp.float32)
+    inverse = lax.bitcast_convert_type(
+        (254 << 23) - lax.bitcast_convert_type(scale, jnp.int32), jnp.float32
+    )
     return scale, jnp.where(scale > 0, inverse, jnp.inf - scale)
 
 
@@ -279,15 +372,21 @@ def _first(table, x, codes, scale_of, scale_inv_of, largest, *, held: int):
         rows = pl.ds(i * held, held)
         parts = [x[rows, chunk] for chunk in chunks]
         magnitudes = list(map(_magnitudes, parts))
-        scale, scale_inv = _scale_of(functools.reduce(jnp.maximum, [part.max(axis=1) for part in magnitudes]), table)
+        scale, scale_inv = _scale_of(
+            functools.reduce(jnp.maximum, [part.max(axis=1) for part in magnitudes]), table
+        )
         for chunk, part in zip(chunks, parts, strict=True):
             codes[rows, chunk] = _codes(part, scale[:, None])
         scale_of[rows], scale_inv_of[rows] = scale, scale_inv
-        return tuple(jnp.maximum(one, part.max(axis=0)) for one, part in zip(found, magnitudes, strict=True))
+        return tuple(
+            jnp.maximum(one, part.max(axis=0)) for one, part in zip(found, magnitudes, strict=True)
+        )
 
     with division.in_kernel():
         nothing = tuple(jnp.zeros((chunk.stop - chunk.start,), jnp.int32) for chunk in chunks)
-        for chunk, part in zip(chunks, lax.fori_loop(0, ROWS // held, some_rows, nothing), strict=True):
+        for chunk, part in zip(
+            chunks, lax.fori_loop(0, ROWS // held, some_rows, nothing), strict=True
+        ):
             largest[0, chunk] = part.astype(jnp.int16)
 
 
@@ -295,7 +394,9 @@ def _second(table, scale_of_columns, x, codes, scale_of, scale_inv_of, turned):
     chunks = _chunks(x.shape[1])
     with division.in_kernel():
         parts = [x[:, chunk] for chunk in chunks]
-        scale, scale_inv = _scale_of(functools.reduce(jnp.maximum, [_magnitudes(part).max(axis=1) for part in parts]), table)
+        scale, scale_inv = _scale_of(
+            functools.reduce(jnp.maximum, [_magnitudes(part).max(axis=1) for part in parts]), table
+        )
         for chunk, part in zip(chunks, parts, strict=True):
             codes[:, chunk] = _codes(part, scale[:, None])
             turned[chunk, :] = _codes(part, scale_of_columns[chunk][None, :]).T
@@ -311,11 +412,23 @@ def _lines(table, *refs, of: Callable, axis: int, together: list[bool | None]):
     def value(refs, of_product, chunk):
         rows, columns = (slice(None), chunk) if axis == -1 else (chunk, slice(None))
         raw = refs[0][rows, columns]
-        return raw if of_product is None else Product(raw, refs[1][rows], refs[2][columns], of_product).value()
+        return (
+            raw
+            if of_product is None
+            else Product(raw, refs[1][rows], refs[2][columns], of_product).value()
+        )
 
     with division.in_kernel():
-        parts = [of(*(value(*one, chunk) for one in zip(given, together, strict=True))) for chunk in chunks]
-        scale, scale_inv = _scale_of(functools.reduce(jnp.maximum, [_magnitudes(part).max(axis=axis) for part in parts]), table)
+        parts = [
+            of(*(value(*one, chunk) for one in zip(given, together, strict=True)))
+            for chunk in chunks
+        ]
+        scale, scale_inv = _scale_of(
+            functools.reduce(jnp.maximum, [_magnitudes(part).max(axis=axis) for part in parts]),
+            table,
+        )
         for chunk, part in zip(chunks, parts, strict=True):
-            codes[:, chunk] = _codes(part, scale[:, None]) if axis == -1 else _codes(part, scale[None, :]).T
+            codes[:, chunk] = (
+                _codes(part, scale[:, None]) if axis == -1 else _codes(part, scale[None, :]).T
+            )
         scale_of[:], scale_inv_of[:] = scale, scale_inv

@@ -1,4 +1,6 @@
-"""A part of ``aot.py``: the trainer's step of one layer of Qwen3-30B-A3B, with all its experts, compiled for H200s."""
+"""A part of ``aot.py``: the trainer's step of one layer of Qwen3-30B-A3B, with all its experts,
+compiled for H200s.
+"""
 
 import collections
 import re
@@ -15,9 +17,20 @@ from fp8ref.train.jax.trainer import Trainer
 
 LENGTH, SEQUENCES = 1024, 4
 CASES = [
-    *((recipe, mesh) for recipes in (("bf16", "rowwise"), ("tensorwise", "delayed")) for mesh in ({}, {"expert": 4}) for recipe in recipes),
-    *((recipe, {"fsdp": 2, "expert": 2}) for recipe in ("bf16", "rowwise", "tensorwise", "delayed")),
-    *((recipe, {"expert": 4, "checkpointing": "full"}) for recipe in ("bf16", "tensorwise", "delayed")),
+    *(
+        (recipe, mesh)
+        for recipes in (("bf16", "rowwise"), ("tensorwise", "delayed"))
+        for mesh in ({}, {"expert": 4})
+        for recipe in recipes
+    ),
+    *(
+        (recipe, {"fsdp": 2, "expert": 2})
+        for recipe in ("bf16", "rowwise", "tensorwise", "delayed")
+    ),
+    *(
+        (recipe, {"expert": 4, "checkpointing": "full"})
+        for recipe in ("bf16", "tensorwise", "delayed")
+    ),
 ]
 EXPLANATION = """\
 ## The trainer's step with experts
@@ -41,7 +54,10 @@ def of_step(recipe: str, mesh: dict, target: str, tools: SimpleNamespace) -> dic
     compiled = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
     text = compiled.as_text()
     rounds = dict(trips(text))
-    taken: dict[str, collections.Counter] = {"grouped": collections.Counter(), "linears": collections.Counter()}
+    taken: dict[str, collections.Counter] = {
+        "grouped": collections.Counter(),
+        "linears": collections.Counter(),
+    }
     types = {one.name: one.types[0][0] for one in hlo.instructions(text) if one.types}
     for one in hlo.instructions(text):
         if one.kind == "dot" or "matmul" in one.line.partition("metadata=")[0]:
@@ -54,7 +70,9 @@ def of_step(recipe: str, mesh: dict, target: str, tools: SimpleNamespace) -> dic
     moved = []
     for one, read in (kernel for kernel in tools.kernels(text) if not tools.collective(kernel[0])):
         arrays, count = [*one.types, *read], rounds.get(one.computation)
-        if count is not None:  # a round takes and writes one of the blocks, weights or sums that a loop's arrays hold
+        if (
+            count is not None
+        ):  # a round takes and writes one of the blocks, weights or sums that a loop's arrays hold
             arrays = [(dtype, shape[1:] if len(shape) == 3 else shape) for dtype, shape in arrays]
         moved.append((count or 1) * sum(map(tools.bytes, arrays)))
     return {
@@ -72,23 +90,44 @@ def case(recipe: str, mesh: dict) -> Config:
     """The config of a row."""
     config = configs.load("qwen3-30b-a3b")
     keys = {**vars(type(config.parallel)()), **mesh}
-    config = config.replace(model={"num_hidden_layers": 1, "vocab_size": 1024}, numerics={"recipe": recipe}, parallel=keys)
-    return config.replace(data={"sequence_length": LENGTH, "batch_size": SEQUENCES * config.parallel.devices, "microbatches": 1})
+    config = config.replace(
+        model={"num_hidden_layers": 1, "vocab_size": 1024},
+        numerics={"recipe": recipe},
+        parallel=keys,
+    )
+    return config.replace(
+        data={
+            "sequence_length": LENGTH,
+            "batch_size": SEQUENCES * config.parallel.devices,
+            "microbatches": 1,
+        }
+    )
 
 
 def trips(text: str) -> Iterator[tuple[str, int]]:
-    """(computation, rounds) of the bodies of loops whose rounds XLA knows, and of what loops in them call."""
+    """(computation, rounds) of the bodies of loops whose rounds XLA knows, and of what loops in
+    them call.
+    """
     for line in text.splitlines():
-        if (body := re.search(r" while\(.*body=%?([\w.\-]+)", line)) and (count := re.search(r'"known_trip_count":\{"n":"(\d+)"', line)):
+        if (body := re.search(r" while\(.*body=%?([\w.\-]+)", line)) and (
+            count := re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+        ):
             yield body[1], int(count[1])
 
 
 def markdown(rows: list[dict], moved: Callable[[dict], str]) -> str:
     """The table."""
-    bf16 = {str(row["mesh"]): sum(row["collectives_mib"].values()) for row in rows if row["recipe"] == "bf16"}
+    bf16 = {
+        str(row["mesh"]): sum(row["collectives_mib"].values())
+        for row in rows
+        if row["recipe"] == "bf16"
+    }
     lines = ["", EXPLANATION]
     for row in sorted(rows, key=lambda row: str(row["mesh"])):
-        taken = [", ".join(f"{types} {count}" for types, count in row["taken"][of].items()) for of in ("grouped", "linears")]
+        taken = [
+            ", ".join(f"{types} {count}" for types, count in row["taken"][of].items())
+            for of in ("grouped", "linears")
+        ]
         whole = bf16[str(row["mesh"])]
         ratio = f"{sum(row['collectives_mib'].values()) / whole:.2f}" if whole else "-"
         devices = " ".join(f"{axis} {size}" for axis, size in row["mesh"].items())

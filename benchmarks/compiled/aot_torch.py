@@ -1,10 +1,11 @@
-"""What inductor generates of a Llama block and of a step of AdamW for an H200, on a machine without one: make aot-torch, or python
-benchmarks/compiled/aot_torch.py [--show] [--parts states] [--recipes tensorwise]
+"""What inductor generates of a Llama block and of a step of AdamW for an H200, on a machine without
+one: make aot-torch, or python benchmarks/compiled/aot_torch.py [--show] [--parts states] [--recipes
+tensorwise]
 
-One block of an 8-billion-parameter Llama, forward and backward, and one matrix with its optimizer states, compiled by inductor for a device
-that is faked (``fake_h200``). Counted are
-the kernels that it schedules, the bytes of the buffers that they read and write, and the sectors of memory that they touch (``sectors``);
-nothing runs, so that nothing here is a time. With
+One block of an 8-billion-parameter Llama, forward and backward, and one matrix with its optimizer
+states, compiled by inductor for a device that is faked (``fake_h200``). Counted are
+the kernels that it schedules, the bytes of the buffers that they read and write, and the sectors of
+memory that they touch (``sectors``); nothing runs, so that nothing here is a time. With
 Triton installed each kernel is also compiled to machine code of sm_90.
 """
 
@@ -39,7 +40,11 @@ from torch._inductor import compile_fx, cudagraph_utils, ir
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
-from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode, NopKernelSchedulerNode
+from torch._inductor.scheduler import (
+    BaseSchedulerNode,
+    ExternKernelSchedulerNode,
+    NopKernelSchedulerNode,
+)
 from torch._inductor.virtualized import V
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -53,7 +58,12 @@ from fp8ref.torch.states import update as adamw_update
 from fp8ref.train.torch.llama.llama import Layer
 
 MODEL = LlamaConfig(
-    vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8
+    vocab_size=1024,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=1,
+    num_attention_heads=32,
+    num_key_value_heads=8,
 )
 LENGTH, SEQUENCES = 1024, 4
 MEBIBYTE = 2**20
@@ -140,7 +150,8 @@ class Graph:
     launches    how often its wrapper's text launches a Triton kernel.
     sectors     bytes of the sectors that all launches touch.
     scattered   a name for each launch of a kernel with a scattered access.
-    kept        bytes of results that are no inputs; of a forward graph, mostly what the backward pass reads.
+    kept        bytes of results that are no inputs; of a forward graph, mostly what the backward
+                pass reads.
     mutated     inputs that it writes into, at addresses that another call may change.
     refused     inductor's reason for no CUDA graph; None where it makes one.
     """
@@ -156,7 +167,9 @@ class Graph:
 
 
 class Recorder(cudagraph_utils.CUDAGraphPolicy):
-    """Is asked for a CUDA graph of each graph that may become one, and records what inductor would check where it runs."""
+    """Is asked for a CUDA graph of each graph that may become one, and records what inductor would
+    check where it runs.
+    """
 
     def __init__(self) -> None:
         self.forget()
@@ -167,18 +180,36 @@ class Recorder(cudagraph_utils.CUDAGraphPolicy):
         self.mutated = 0
 
     def cudagraphify(self, model, example_inputs, static_input_idxs, **keys):
-        """Return the model as it is. Inductor makes CUDA graphs unless inputs are mutated that have no fixed address."""
+        """Return the model as it is.
+
+        Inductor makes CUDA graphs unless inputs are mutated that have no fixed address.
+        """
         static = {i for i in static_input_idxs if isinstance(i, int)}
         self.mutated = len(keys["mutated_input_idxs"])
         function = cudagraph_utils.WrappedFunction(
-            model, sorted(static), cudagraph_utils.FunctionID(0), keys["constants"], keys["placeholders"], keys["mutated_input_idxs"]
+            model,
+            sorted(static),
+            cudagraph_utils.FunctionID(0),
+            keys["constants"],
+            keys["placeholders"],
+            keys["mutated_input_idxs"],
         )
-        self.refused = cudagraph_utils.check_for_mutation(function, list(example_inputs), lambda _: False)
+        self.refused = cudagraph_utils.check_for_mutation(
+            function, list(example_inputs), lambda _: False
+        )
         return model
 
 
-def generate(model: Callable, *inputs: Any, backward: bool = True, choices: type[InductorChoices] = InductorChoices) -> list[Graph]:
-    """Inductor's graphs of a model or a function, and of its backward pass; all tensors are fake. ``choices`` say what it fuses."""
+def generate(
+    model: Callable,
+    *inputs: Any,
+    backward: bool = True,
+    choices: type[InductorChoices] = InductorChoices,
+) -> list[Graph]:
+    """Inductor's graphs of a model or a function, and of its backward pass; all tensors are fake.
+
+    ``choices`` say what it fuses.
+    """
     found: list[Graph] = []
     recorder = Recorder()
 
@@ -189,16 +220,26 @@ def generate(model: Callable, *inputs: Any, backward: bool = True, choices: type
 
         def to_module(self: GraphLowering):
             source, _ = self.codegen()
-            launched, sources = re.findall(r"^\s*(triton_\w+)\.run\(", source.value, re.MULTILINE), triton_sources(source.value)
+            launched, sources = (
+                re.findall(r"^\s*(triton_\w+)\.run\(", source.value, re.MULTILINE),
+                triton_sources(source.value),
+            )
             touched = {name: sectors.accesses(text) for name, text in sources.items()}
-            moved = sum(access.sectors for name in launched for access in touched[name]) * sectors.SECTOR
-            scattered = [name for name in launched if any(access.scattered for access in touched[name])]
+            moved = (
+                sum(access.sectors for name in launched for access in touched[name])
+                * sectors.SECTOR
+            )
+            scattered = [
+                name for name in launched if any(access.scattered for access in touched[name])
+            ]
             seen.append((kernels(self), len(launched), sources, moved, scattered, kept(self)))
             return argparse.Namespace(call=run, __file__=os.devnull)
 
         usual, GraphLowering._compile_to_module = GraphLowering._compile_to_module, to_module
         try:
-            with V.set_choices_handler(choices()):  # of this thread: a backward pass compiles in another one
+            with V.set_choices_handler(
+                choices()
+            ):  # of this thread: a backward pass compiles in another one
                 made = compile_fx.compile_fx_inner(module, example_inputs, **keys)
         finally:
             GraphLowering._compile_to_module = usual
@@ -217,7 +258,9 @@ def generate(model: Callable, *inputs: Any, backward: bool = True, choices: type
 
     torch._dynamo.reset()
     with (
-        inductor_config.patch({"fx_graph_cache": False, "triton.cudagraphs": True, "cudagraph_policy": recorder}),
+        inductor_config.patch(
+            {"fx_graph_cache": False, "triton.cudagraphs": True, "cudagraph_policy": recorder}
+        ),
         functorch_config.patch(enable_autograd_cache=False),
     ):
         out = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
@@ -240,11 +283,19 @@ def kernel(node: BaseSchedulerNode) -> Kernel:
     """A node of the schedule as a kernel."""
     name, kind = node.get_name(), "other"
     if isinstance(node, ExternKernelSchedulerNode):
-        name = str(getattr(node.node, "op_overload", None) or getattr(node.node, "python_kernel_name", None) or node.node)
-        kind = "gemm" if PRODUCTS.search(name) else "attention" if ATTENTION.search(name) else "other"
+        name = str(
+            getattr(node.node, "op_overload", None)
+            or getattr(node.node, "python_kernel_name", None)
+            or node.node
+        )
+        kind = (
+            "gemm" if PRODUCTS.search(name) else "attention" if ATTENTION.search(name) else "other"
+        )
     written = ""
     if kind == "gemm":
-        first, *_ = getattr(node.node, "outputs", None) or [node.node]  # of an operator of one's own, its first result
+        first, *_ = getattr(node.node, "outputs", None) or [
+            node.node
+        ]  # of an operator of one's own, its first result
         written = str(first.get_dtype()).removeprefix("torch.")
     return Kernel(name, kind, node.get_read_write_buffers_sizes(), written)
 
@@ -257,7 +308,10 @@ def triton_sources(wrapper: str) -> dict[str, str]:
 def kept(graph: GraphLowering) -> int:
     """Bytes of a graph's results that are buffers of its own, each once."""
     names = {name for name in graph.get_output_names() if name in graph.name_to_buffer}
-    return sum(int(graph.get_buffer(name).get_layout().storage_size()) * graph.get_dtype(name).itemsize for name in names)
+    return sum(
+        int(graph.get_buffer(name).get_layout().storage_size()) * graph.get_dtype(name).itemsize
+        for name in names
+    )
 
 
 def converted(model: nn.Module, recipe: str, who: str) -> nn.Module:
@@ -275,7 +329,13 @@ def converted(model: nn.Module, recipe: str, who: str) -> nn.Module:
     return convert.convert(model, recipe)
 
 
-def block(recipe: str, who: str, config: LlamaConfig = MODEL, length: int = LENGTH, sequences: int = SEQUENCES) -> list[Graph]:
+def block(
+    recipe: str,
+    who: str,
+    config: LlamaConfig = MODEL,
+    length: int = LENGTH,
+    sequences: int = SEQUENCES,
+) -> list[Graph]:
     """The graphs of a Llama block: forward, backward."""
     with fake_h200.tensors():
         torch.set_default_dtype(torch.bfloat16)
@@ -284,24 +344,41 @@ def block(recipe: str, who: str, config: LlamaConfig = MODEL, length: int = LENG
         finally:
             torch.set_default_dtype(torch.float32)
         model = converted(model, recipe, who)
-        h = torch.empty(sequences, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        h = torch.empty(
+            sequences, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True
+        )
         tables = [torch.empty(length, config.head_dim) for _ in "cs"]
         # as torchtitan sets it for rows (pytorch#150859), for all linears alike
-        with inductor_config.patch(emulate_precision_casts="rowwise" in recipe and not who.endswith("own casts")):
-            return generate(model, h, *tables, choices=fusion.Choices if who.startswith("fp8ref") else InductorChoices)
+        with inductor_config.patch(
+            emulate_precision_casts="rowwise" in recipe and not who.endswith("own casts")
+        ):
+            return generate(
+                model,
+                h,
+                *tables,
+                choices=fusion.Choices if who.startswith("fp8ref") else InductorChoices,
+            )
 
 
 def optimizer_step(layout: str, size: int = MODEL.hidden_size**2) -> list[Graph]:
-    """The graphs of a step of AdamW of one tensor: of its amaxes, where they come first, and of the rest."""
+    """The graphs of a step of AdamW of one tensor: of its amaxes, where they come first, and of the
+    rest.
+    """
     kind = by_name(layout)
     with fake_h200.tensors(), inductor_config.patch(adamw_update.GPU_OPTIONS):
         p, g = torch.empty(size), torch.empty(size)
         numbers = Scalars(*torch.empty(len(Scalars._fields)).unbind())
         kept = tuple(moments.zeros(p, moment) for moment in kind.kept)
-        work = adamw_update.in_blocks(adamw_update.Work(p, g, kept, numbers, kind, moments.Part(size), (None,) * len(kept)))
+        work = adamw_update.in_blocks(
+            adamw_update.Work(p, g, kept, numbers, kind, moments.Part(size), (None,) * len(kept))
+        )
         if not adamw_update.amaxes_first(kind):
             return generate(adamw_update.finish_part, *work, None, backward=False)
-        found = [torch.empty(()) for which, moment in enumerate(kind.kept) for _ in range(moments.reductions(moment, which))]
+        found = [
+            torch.empty(())
+            for which, moment in enumerate(kind.kept)
+            for _ in range(moments.reductions(moment, which))
+        ]
         return generate(adamw_update.begin_part, *work[:-1], backward=False) + generate(
             adamw_update.finish_part, *work, found, backward=False
         )
@@ -312,11 +389,18 @@ def state_row(layout: str) -> dict:
     size = MODEL.hidden_size**2
     made = [kernel for graph in optimizer_step(layout, size) for kernel in graph.kernels]
     least = LAYOUTS[layout].step_bytes(size)
-    return {"layout": layout, "kernels": len(made), "bytes": sum(kernel.bytes for kernel in made) / size, "must_move": least}
+    return {
+        "layout": layout,
+        "kernels": len(made),
+        "bytes": sum(kernel.bytes for kernel in made) / size,
+        "must_move": least,
+    }
 
 
 def machine_code(sources: dict[str, str]) -> int | None:
-    """How many kernels Triton compiles to machine code for the device, the first configuration of each; None without Triton."""
+    """How many kernels Triton compiles to machine code for the device, the first configuration of
+    each; None without Triton.
+    """
     if importlib.util.find_spec("triton") is None:
         return None
     with inductor_config.patch(use_static_triton_launcher=False):
@@ -334,7 +418,14 @@ def row(recipe: str, who: str, graphs: list[Graph]) -> dict:
     return {
         "recipe": recipe,
         "who": who,
-        "gemms": dict(collections.Counter(f"{k.name.split('.')[1]} {k.written}" for g in graphs for k in g.kernels if k.kind == "gemm")),
+        "gemms": dict(
+            collections.Counter(
+                f"{k.name.split('.')[1]} {k.written}"
+                for g in graphs
+                for k in g.kernels
+                if k.kind == "gemm"
+            )
+        ),
         "kernels": [len(found) for found in others],
         "bytes": [sum(k.bytes for k in found) for found in others],
         "sectors": [graph.sectors for graph in graphs],
@@ -342,7 +433,9 @@ def row(recipe: str, who: str, graphs: list[Graph]) -> dict:
         "kept": graphs[0].kept,
         "mutated": [graph.mutated for graph in graphs],
         "cuda_graph_refused": [graph.refused for graph in graphs],
-        "machine_code": machine_code({name: text for graph in graphs for name, text in graph.sources.items()}),
+        "machine_code": machine_code(
+            {name: text for graph in graphs for name, text in graph.sources.items()}
+        ),
     }
 
 
@@ -353,7 +446,10 @@ def markdown(found: dict) -> str:
     lines += [f"| {' | '.join(cells(each))} |" for each in found["rows"]]
     lines += ["", STATES]
     for each in found["states"]:
-        measured = f"{each['bytes']:.2f} in {each['kernels']} | {each['must_move']:.2f} | {each['bytes'] / each['must_move']:.2f}"
+        measured = (
+            f"{each['bytes']:.2f} in {each['kernels']} | {each['must_move']:.2f} | "
+            f"{each['bytes'] / each['must_move']:.2f}"
+        )
         lines.append(f"| {each['layout']} | {measured} |")
     return "\n".join(lines) + "\n"
 
@@ -379,16 +475,30 @@ def cells(row: dict) -> list[str]:
 def main() -> None:
     """Print the tables, and keep them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--show", action="store_true", help="print the kept tables, and generate nothing")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="generate these; the others stay as they are")
-    parser.add_argument("--recipes", nargs="+", help="of the rows, generate those of these recipes; the others stay as they are")
+    parser.add_argument(
+        "--show", action="store_true", help="print the kept tables, and generate nothing"
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="generate these; the others stay as they are",
+    )
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        help="of the rows, generate those of these recipes; the others stay as they are",
+    )
     arguments = parser.parse_args()
     kept_json = RESULTS / "aot_torch.json"
     found = json.loads(kept_json.read_text()) if kept_json.exists() else {}
     if not arguments.show:
         if "rows" in arguments.parts:
             before = {(each["recipe"], each["who"]): each for each in found.get("rows", [])}
-            asked = [key for key in LINEARS if arguments.recipes is None or key[0] in arguments.recipes]
+            asked = [
+                key for key in LINEARS if arguments.recipes is None or key[0] in arguments.recipes
+            ]
             made = {key: row(*key, block(*key)) for key in asked}
             found["rows"] = [(before | made)[key] for key in LINEARS if key in before | made]
         if "states" in arguments.parts:

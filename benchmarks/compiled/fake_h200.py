@@ -1,8 +1,11 @@
-"""An H200 that torch's build for CPUs takes for present, so that inductor generates its kernels: import this before torch.
+"""An H200 that torch's build for CPUs takes for present, so that inductor generates its kernels:
+import this before torch.
 
-Tensors of device "cuda" are FakeTensors: they have shapes and dtypes, and no memory. Nothing can run on the device. What torch and inductor
-ask of it they are told: in C++ that CUDA is there, by two registrations (``REGISTRATIONS``, compiled by g++), and in Python its properties.
-Everything that inductor decides for an H200 it decides as there, but for what it would measure: it autotunes no GEMM.
+Tensors of device "cuda" are FakeTensors: they have shapes and dtypes, and no memory. Nothing can
+run on the device. What torch and inductor ask of it they are told: in C++ that CUDA is there, by
+two registrations (``REGISTRATIONS``, compiled by g++), and in Python its properties. Everything
+that inductor decides for an H200 it decides as there, but for what it would measure: it autotunes
+no GEMM.
 
     fake_h200.install()
     with fake_h200.tensors():
@@ -61,7 +64,10 @@ def install() -> None:
     Raises:   RuntimeError: torch is imported already, or its build has CUDA.
     """
     if "torch" in sys.modules:
-        raise RuntimeError("torch reads which devices there are once. Call fake_h200.install before torch is imported.")
+        raise RuntimeError(
+            "torch reads which devices there are once. Call fake_h200.install before torch is "
+            "imported."
+        )
     _register()
     import torch
     from torch._dynamo import device_interface
@@ -70,7 +76,10 @@ def install() -> None:
     from torch.utils import _triton
 
     if torch.backends.cuda.is_built():
-        raise RuntimeError(f"a device is faked in torch's build for CPUs; got {torch.__version__}. Install torch {torch.__version__}+cpu.")
+        raise RuntimeError(
+            f"a device is faked in torch's build for CPUs; got {torch.__version__}. Install "
+            f"torch {torch.__version__}+cpu."
+        )
     torch.version.cuda = "13.0"
     answers = {
         "is_available": True,
@@ -101,8 +110,16 @@ def install() -> None:
     # the constants that inductor folds, which are of one element, it computes on the host
     global _kernels
     _kernels = torch.library.Library("aten", "IMPL", "CUDA")
-    _kernels.impl("empty.memory_format", lambda size, *, dtype=None, **_: torch.empty(size, dtype=dtype, device="cpu"))
-    _kernels.impl("empty_strided", lambda size, stride, *, dtype=None, **_: torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+    _kernels.impl(
+        "empty.memory_format",
+        lambda size, *, dtype=None, **_: torch.empty(size, dtype=dtype, device="cpu"),
+    )
+    _kernels.impl(
+        "empty_strided",
+        lambda size, stride, *, dtype=None, **_: torch.empty_strided(
+            size, stride, dtype=dtype, device="cpu"
+        ),
+    )
     torch.nn.functional.scaled_dot_product_attention = _attention
     # Triton's source is text, which inductor writes without Triton
     if importlib.util.find_spec("triton") is None:
@@ -127,7 +144,10 @@ def _always(answer):
 
 
 def _attention(q, k, v, *, is_causal: bool, enable_gqa: bool):
-    """What torch's build for CUDA calls: flash attention of repeated heads. The build for CPUs has no choice to make for CUDA."""
+    """What torch's build for CUDA calls: flash attention of repeated heads.
+
+    The build for CPUs has no choice to make for CUDA.
+    """
     import torch
 
     groups = q.shape[1] // k.shape[1] if enable_gqa else 1
@@ -140,7 +160,14 @@ def _register() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "registrations.cpp", Path(folder) / "registrations.so"
         source.write_text(REGISTRATIONS)
-        flags = ["-std=c++20", "-fPIC", "-shared", f"-I{torch / 'include'}", f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
+        flags = [
+            "-std=c++20",
+            "-fPIC",
+            "-shared",
+            f"-I{torch / 'include'}",
+            f"-L{torch / 'lib'}",
+            f"-Wl,-rpath,{torch / 'lib'}",
+        ]
         subprocess.run(["g++", *flags, source, "-o", library, "-lc10", "-ltorch_cpu"], check=True)
         ctypes.CDLL(str(library))
 

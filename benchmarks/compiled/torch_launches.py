@@ -1,11 +1,13 @@
-"""Kernels, bytes and waits of one linear and of a model's step in eager PyTorch, next to bf16 and torchao.
+"""Kernels, bytes and waits of one linear and of a model's step in eager PyTorch, next to bf16 and
+torchao.
 
 Usage: python benchmarks/compiled/torch_launches.py
 
-A step is a forward pass, a backward pass, fused AdamW, and ``delayed.update`` under delayed scaling, on a CPU, seen by a dispatch mode: every
-operator that is not a view counts as one kernel, and moves the bytes of its tensors. What a GPU's libraries launch in one operator is not seen.
-Each linear of a model has the same kernels, but for those of an update, which are for all linears together. The model is the trainer's Llama,
-of two layers in bfloat16, with its loss.
+A step is a forward pass, a backward pass, fused AdamW, and ``delayed.update`` under delayed
+scaling, on a CPU, seen by a dispatch mode: every operator that is not a view counts as one kernel,
+and moves the bytes of its tensors. What a GPU's libraries launch in one operator is not seen. Each
+linear of a model has the same kernels, but for those of an update, which are for all linears
+together. The model is the trainer's Llama, of two layers in bfloat16, with its loss.
 """
 
 import argparse
@@ -30,8 +32,23 @@ from fp8ref.train.torch.llama.llama import Llama
 
 RESULT = Path(__file__).parents[1] / "results" / "torch_launches.json"
 TOKENS, SIZE = 256, 256
-MODEL = LlamaConfig(hidden_size=SIZE, intermediate_size=2 * SIZE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "lift_fresh"}
+MODEL = LlamaConfig(
+    hidden_size=SIZE,
+    intermediate_size=2 * SIZE,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+FREE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "_unsafe_view",
+    "lift_fresh",
+}
 WAITS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero"}
 CONTIGUOUS = torch.Tensor.contiguous
 LINEARS = (
@@ -50,7 +67,9 @@ LINEARS = (
 
 
 class Kernels(TorchDispatchMode):
-    """Counts operators that are no views, inside torchao's tensors too, and the bytes that they read and write."""
+    """Counts operators that are no views, inside torchao's tensors too, and the bytes that they
+    read and write.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +82,19 @@ class Kernels(TorchDispatchMode):
             return NotImplemented  # it dispatches again, on its codes
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        if name not in FREE and not name.startswith("profiler::") and not func.is_view and not self.copying:
+        if (
+            name not in FREE
+            and not name.startswith("profiler::")
+            and not func.is_view
+            and not self.copying
+        ):
             self.names.append(name)
-            given = {key: x for key, x in (kwargs or {}).items() if key != "out"}  # which is the result
-            self.bytes += sum(x.nbytes for x in tree_leaves((args, given, out)) if isinstance(x, torch.Tensor))
+            given = {
+                key: x for key, x in (kwargs or {}).items() if key != "out"
+            }  # which is the result
+            self.bytes += sum(
+                x.nbytes for x in tree_leaves((args, given, out)) if isinstance(x, torch.Tensor)
+            )
         return out
 
     def contiguous(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
@@ -107,13 +135,17 @@ def converted(model: nn.Module, recipe: str, who: str) -> nn.Module:
         return model
     if who == "torchao":
         config = Float8LinearConfig.from_recipe_name(recipe)
-        return convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: "lm_head" not in name)
+        return convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda module, name: "lm_head" not in name
+        )
     if who == "fp8ref, Linear":
         for name, module in list(model.named_modules()):
             if type(module) is nn.Linear and name != "lm_head":
                 model.set_submodule(name, Linear.of(module, recipe))
         return model
-    return convert.convert(model, recipe, filter_fqns=["lm_head"] if hasattr(model, "lm_head") else [])
+    return convert.convert(
+        model, recipe, filter_fqns=["lm_head"] if hasattr(model, "lm_head") else []
+    )
 
 
 def measured(recipe: str, who: str) -> dict:
@@ -130,7 +162,11 @@ def measured(recipe: str, who: str) -> dict:
     known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         model(x)
-    own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept if t.untyped_storage()._cdata not in known}
+    own = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in kept
+        if t.untyped_storage()._cdata not in known
+    }
     return {"recipe": recipe, "who": who, **found, "kept": sum(own.values())}
 
 
@@ -141,7 +177,9 @@ def of_model(recipe: str, who: str) -> dict:
     tokens = torch.randint(0, MODEL.vocab_size, (2, TOKENS // 2 + 1))
 
     def passes() -> None:
-        cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).mean().backward()
+        cross_entropy(
+            model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        ).mean().backward()
 
     return {"recipe": recipe, "who": who, **counted(model, passes)}
 
@@ -160,7 +198,12 @@ def counted(model: nn.Module, passes: Callable[[], None]) -> dict:
             optimizer.step()
             delayed.update(model)
     optimizer.zero_grad()
-    return {"kernels": len(in_passes.names), "update": len(in_update.names), "bytes": in_passes.bytes, "waits": waits.count}
+    return {
+        "kernels": len(in_passes.names),
+        "update": len(in_update.names),
+        "bytes": in_passes.bytes,
+        "waits": waits.count,
+    }
 
 
 def main() -> None:
@@ -168,16 +211,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help=f"write the rows here, such as {RESULT.name}")
     options = parser.parse_args()
-    rows, steps = [measured(*linear) for linear in LINEARS], [of_model(*linear) for linear in LINEARS]
-    print("| recipe | linear | kernels | of an update | KiB moved | KiB kept | waits |\n|---|---|---|---|---|---|---|")
+    rows, steps = (
+        [measured(*linear) for linear in LINEARS],
+        [of_model(*linear) for linear in LINEARS],
+    )
+    print(
+        "| recipe | linear | kernels | of an update | KiB moved | KiB kept | waits |\n"
+        "|---|---|---|---|---|---|---|"
+    )
     for row in rows:
         kib = [f"{row[key] / 1024:,.0f}" for key in ("bytes", "kept")]
-        print(f"| {row['recipe']} | {row['who']} | {row['kernels']} | {row['update']} | {kib[0]} | {kib[1]} | {row['waits']} |")
-    print("\n| recipe | linears of a model | kernels | of an update | MiB moved | waits |\n|---|---|---|---|---|---|")
+        print(
+            f"| {row['recipe']} | {row['who']} | {row['kernels']} | {row['update']} | {kib[0]} "
+            f"| {kib[1]} | {row['waits']} |"
+        )
+    print(
+        "\n| recipe | linears of a model | kernels | of an update | MiB moved | waits |\n"
+        "|---|---|---|---|---|---|"
+    )
     for row in steps:
-        print(f"| {row['recipe']} | {row['who']} | {row['kernels']} | {row['update']} | {row['bytes'] / 2**20:,.1f} | {row['waits']} |")
+        print(
+            f"| {row['recipe']} | {row['who']} | {row['kernels']} | {row['update']} | "
+            f"{row['bytes'] / 2**20:,.1f} | {row['waits']} |"
+        )
     if options.json:
-        found = {"tokens": TOKENS, "size": SIZE, "torch": torch.__version__, "rows": rows, "steps": steps}
+        found = {
+            "tokens": TOKENS,
+            "size": SIZE,
+            "torch": torch.__version__,
+            "rows": rows,
+            "steps": steps,
+        }
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

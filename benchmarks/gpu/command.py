@@ -1,4 +1,6 @@
-"""What the scripts have in common: their options, running sections while there is time, and what is printed last."""
+"""What the scripts have in common: their options, running sections while there is time, and what is
+printed last.
+"""
 
 import argparse
 import sys
@@ -32,7 +34,8 @@ class Bench(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """sections: by name, in the order in which they run. needed: seconds that one may take, compiling included, by its group.
+    """sections: by name, in the order in which they run. needed: seconds that one may take,
+    compiling included, by its group.
 
     how: who fuses casts, for the ledger.
     """
@@ -44,38 +47,71 @@ class Suite:
     how: Fusion
 
 
-def options(description: str | None, names: Sequence[str], default: Path) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(
+    description: str | None, names: Sequence[str], default: Path
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     groups = sorted({group(name) for name in names if ":" in name})
-    parser.add_argument("--section", action="append", choices=[*names, *groups], help="only this one, or this group; may be repeated")
     parser.add_argument(
-        "--budget", type=float, default=BUDGET, metavar="SECONDS", help=f"begin nothing that would take longer ({BUDGET:.0f})"
+        "--section",
+        action="append",
+        choices=[*names, *groups],
+        help="only this one, or this group; may be repeated",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=BUDGET,
+        metavar="SECONDS",
+        help=f"begin nothing that would take longer ({BUDGET:.0f})",
     )
     there = parser.add_mutually_exclusive_group()
-    there.add_argument("--resume", action="store_true", help="keep what the file has, and run what is missing or failed")
+    there.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what the file has, and run what is missing or failed",
+    )
     there.add_argument("--overwrite", action="store_true", help="begin the file anew")
     parser.add_argument(
-        "--json", type=Path, default=default, metavar="FILE", help="where results go, and a table of them as .md next to it"
+        "--json",
+        type=Path,
+        default=default,
+        metavar="FILE",
+        help="where results go, and a table of them as .md next to it",
     )
     parser.add_argument("--dry", action="store_true", help="on a CPU, small; needs --json")
     return parser
 
 
 def execute(known: Bench, suite: Suite, kept: Results, chosen: Sequence[str] | None) -> int:
-    """Run what is chosen (names and groups; None: all) and print what it came to. Returns the exit code: 1 where something failed,
-    LEFT where no time was left.
+    """Run what is chosen (names and groups; None: all) and print what it came to. Returns the exit
+    code: 1 where something failed, LEFT where no time was left.
     """
-    wanted = [name for name in suite.sections if chosen is None or name in chosen or group(name) in chosen]
-    again = [name for name in wanted if kept.tried(name) and not kept.finished(name)]  # after those that were never tried
+    wanted = [
+        name for name in suite.sections if chosen is None or name in chosen or group(name) in chosen
+    ]
+    again = [
+        name for name in wanted if kept.tried(name) and not kept.finished(name)
+    ]  # after those that were never tried
     todo = [name for name in wanted if not kept.tried(name)] + again
     left = [name for name in todo if not _run(known, suite, kept, name)]
     report.conclude(kept.data, suite.targets, suite.of_floor, suite.how)
-    title = "A dry run on a cpu: no figure here is a GPU's" if known.dry else f"{kept.data['device']}, fp8 / bf16"
+    title = (
+        "A dry run on a cpu: no figure here is a GPU's"
+        if known.dry
+        else f"{kept.data['device']}, fp8 / bf16"
+    )
     tables.show(title, ("what", "value", "quartiles", "asked", ""), report.asked(kept.data))
     print(report.noise(kept.data))
     if left:
         print(f"no time was left for {', '.join(left)}: run again with --resume")
-    broken = [f"{name}: {what}" for name in wanted for what in results.failed(kept.data["sections"].get(name, {}))]
+    broken = [
+        f"{name}: {what}"
+        for name in wanted
+        for what in results.failed(kept.data["sections"].get(name, {}))
+    ]
     print(*broken, sep="\n", file=sys.stderr)
     return 1 if broken else LEFT if left else 0
 
@@ -96,7 +132,16 @@ def _run(known: Bench, suite: Suite, kept: Results, name: str) -> bool:
         found = {"rows": [{"name": name, "error": message(error)}]}
     clocks = None if known.dry else [before, environment.clocks()]
     took = time.monotonic() - begun
-    kept.put(name, found | {"timed_by": known.clock.kind, "took_seconds": took, "clocks": clocks, "revision": environment.revision()})
+    kept.put(
+        name,
+        found
+        | {
+            "timed_by": known.clock.kind,
+            "took_seconds": took,
+            "clocks": clocks,
+            "revision": environment.revision(),
+        },
+    )
     report.conclude(kept.data, suite.targets, suite.of_floor, suite.how)
     kept.write(report.markdown(kept.data))
     known.free()

@@ -1,7 +1,9 @@
-"""Whether FP8's loss is bf16's on a GPU: parity.toml in both backends, every recipe, three seeds of bf16 for the noise; one report.
+"""Whether FP8's loss is bf16's on a GPU: parity.toml in both backends, every recipe, three seeds of
+bf16 for the noise; one report.
 
-What is finished is not trained again: a run that was cut off goes on. The report goes to benchmarks/results/parity; the runs stay where --runs says.
---dry trains one layer of tiny.toml for a few steps on a CPU, elsewhere.
+What is finished is not trained again: a run that was cut off goes on. The report goes to
+benchmarks/results/parity; the runs stay where --runs says. --dry trains one layer of tiny.toml for
+a few steps on a CPU, elsewhere.
 """
 
 import argparse
@@ -21,7 +23,9 @@ ROOT = Path(__file__).parents[2]
 SEEDS = 3
 BACKENDS = ("torch", "jax")
 GRACE = 90  # seconds that a run which began in time may take beyond the budget
-FIRST = tuple(name for name, r in RECIPES.items() if r.fp8 and not r.in_blocks)  # those with kernels of FP8 in both backends
+FIRST = tuple(
+    name for name, r in RECIPES.items() if r.fp8 and not r.in_blocks
+)  # those with kernels of FP8 in both backends
 
 
 def asked(*, dry: bool) -> Iterator[tuple[str, list[str]]]:
@@ -32,9 +36,25 @@ def asked(*, dry: bool) -> Iterator[tuple[str, list[str]]]:
         compiled = ["--parallel.compile", "block"] if backend == "torch" and not dry else []
         for seed in range((2 if dry else SEEDS) if backend == BACKENDS[0] else 1):
             named = f"{backend}-bf16" + f"-seed{seed}" * bool(seed)
-            yield named, ["--backend", backend, "--numerics.recipe", "bf16", "--run.seed", str(seed), "--data.seed", str(seed), *compiled]
+            yield (
+                named,
+                [
+                    "--backend",
+                    backend,
+                    "--numerics.recipe",
+                    "bf16",
+                    "--run.seed",
+                    str(seed),
+                    "--data.seed",
+                    str(seed),
+                    *compiled,
+                ],
+            )
         for recipe in first:
-            yield f"{backend}-{recipe}", ["--backend", backend, "--numerics.recipe", recipe, *compiled]
+            yield (
+                f"{backend}-{recipe}",
+                ["--backend", backend, "--numerics.recipe", recipe, *compiled],
+            )
     if not dry:
         for backend in BACKENDS:
             for recipe in trained_recipes():
@@ -43,10 +63,24 @@ def asked(*, dry: bool) -> Iterator[tuple[str, list[str]]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=480, help="seconds, after which no other run is started (default 480)")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "parity", help="where runs are kept (default runs/parity)")
-    parser.add_argument("--dry", action="store_true", help="a few steps of tiny.toml on a CPU; needs --out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=480,
+        help="seconds, after which no other run is started (default 480)",
+    )
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=ROOT / "runs" / "parity",
+        help="where runs are kept (default runs/parity)",
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="a few steps of tiny.toml on a CPU; needs --out"
+    )
     parser.add_argument("--out", type=Path, help="instead of benchmarks/results/parity")
     known = parser.parse_args()
     if known.dry and not known.out:
@@ -57,13 +91,19 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     runs = out / "runs" if known.dry else known.runs
     config = ["tiny" if known.dry else "parity"]
-    config += ["--model.num_hidden_layers", "1", "--run.steps", "10", "--run.eval_every", "5"] if known.dry else []
+    config += (
+        ["--model.num_hidden_layers", "1", "--run.steps", "10", "--run.eval_every", "5"]
+        if known.dry
+        else []
+    )
     begin, left, failed, lines = time.monotonic(), [], [], []
     for name, options in asked(dry=known.dry):
         if not (runs / name / "finished").exists() and time.monotonic() - begin > known.budget:
             left.append(name)
             continue
-        said = train(runs / name, [*config, *options], known.budget - (time.monotonic() - begin) + GRACE)
+        said = train(
+            runs / name, [*config, *options], known.budget - (time.monotonic() - begin) + GRACE
+        )
         lines.append(f"| {name} | {said} |")
         if not (runs / name / "finished").exists():
             failed.append(name)
@@ -71,24 +111,41 @@ def main() -> int:
     finished = sorted(folder.parent for folder in runs.glob("*/finished"))
     verdicts = report(finished, out / "report.html") if finished else "no run is finished"
     note = ["Dry run on a CPU: no evidence of a GPU.", ""] if known.dry else []
-    table = "\n".join([*note, "| run | ended |", "|---|---|", *lines, "", "```", verdicts, "```", ""])
+    table = "\n".join(
+        [*note, "| run | ended |", "|---|---|", *lines, "", "```", verdicts, "```", ""]
+    )
     (out / "parity.md").write_text(table)
     print(table)
-    print(*(f"failed: {name}" for name in failed), f"left for another run: {', '.join(left)}" if left else "no run is left", sep="\n")
+    print(
+        *(f"failed: {name}" for name in failed),
+        f"left for another run: {', '.join(left)}" if left else "no run is left",
+        sep="\n",
+    )
     return 1 if failed else LEFT if left else 0
 
 
 def train(folder: Path, options: list[str], seconds: float) -> str:
-    """One run in a process of its own, which goes on from its checkpoint where time runs out; its weights, which no report reads, are not kept
-    once it is finished.
+    """One run in a process of its own, which goes on from its checkpoint where time runs out; its
+    weights, which no report reads, are not kept once it is finished.
     """
     finished = folder / "finished"
     if not finished.exists():
         resumed = ["--resume"] if (folder / "manifest.json").exists() else []
-        command = [sys.executable, "-m", "fp8ref", "train", *options, "--run.out", str(folder), *resumed]
+        command = [
+            sys.executable,
+            "-m",
+            "fp8ref",
+            "train",
+            *options,
+            "--run.out",
+            str(folder),
+            *resumed,
+        ]
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         try:
-            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+            ended = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=seconds
+            )
         except subprocess.TimeoutExpired:
             return f"not finished when {seconds:.0f} s were over"
         said = (ended.stdout if not ended.returncode else ended.stderr).strip().splitlines()
@@ -101,7 +158,15 @@ def train(folder: Path, options: list[str], seconds: float) -> str:
 
 def report(folders: list[Path], page: Path) -> str:
     """What fp8ref report says of the runs, and its page."""
-    command = [sys.executable, "-m", "fp8ref", "report", *(folder.name for folder in folders), "--out", str(page.absolute())]
+    command = [
+        sys.executable,
+        "-m",
+        "fp8ref",
+        "report",
+        *(folder.name for folder in folders),
+        "--out",
+        str(page.absolute()),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=folders[0].parent)
     if ended.returncode not in (0, 1):
         return f"no report: {ended.stderr.strip()}"

@@ -3,14 +3,17 @@
 Usage: python benchmarks/gpu/gpu_torch.py [--section NAME ...] [--budget SECONDS] [--resume]
 
     ceilings     large GEMMs, a copy, launches
-    blocks:...   a step of four Llama-8B blocks at 1 x 8192, optimizer included, by each recipe; torchao used directly next to it
-    linear:...   forward and backward of a Llama-8B block's linears on 8,192 tokens, and their GEMMs alone, for the ledger
+    blocks:...   a step of four Llama-8B blocks at 1 x 8192, optimizer included, by each recipe;
+                 torchao used directly next to it
+    linear:...   forward and backward of a Llama-8B block's linears on 8,192 tokens, and their GEMMs
+                 alone, for the ledger
     small        a step of a model an eighth as wide, where FP8 should lose
     profile      the four blocks' step by kind of kernel
 
-Ratios are of one run: variants take turns, and times are medians of CUDA events, of random data. A finished section is written at once, and
---resume goes on with those that are missing, on the same device and versions; all of them take more than one call of nine minutes.
---dry runs every line but the GPU's own on a CPU, at sizes too small to say anything; what it writes says so.
+Ratios are of one run: variants take turns, and times are medians of CUDA events, of random data. A
+finished section is written at once, and --resume goes on with those that are missing, on the same
+device and versions; all of them take more than one call of nine minutes. --dry runs every line but
+the GPU's own on a CPU, at sizes too small to say anything; what it writes says so.
 """
 
 import argparse
@@ -41,24 +44,50 @@ NEEDED = {"ceilings": 40, "linear": 120, "blocks": 150, "small": 150, "profile":
 TARGETS = (
     Target(section="blocks:tensorwise", name="fp8ref tensorwise", over="bf16", at_least=1.40),
     Target(section="blocks:rowwise", name="fp8ref rowwise", over="bf16", at_least=1.20),
-    *(Target(section=f"blocks:{r}", name=f"fp8ref {r}", over=f"torchao {r}", at_least=1.0) for r in TORCHAO),
+    *(
+        Target(section=f"blocks:{r}", name=f"fp8ref {r}", over=f"torchao {r}", at_least=1.0)
+        for r in TORCHAO
+    ),
 )
 
 
 def suite(of: Sizes) -> Suite:
-    shapes = {name.rpartition(".")[2]: shape for name, shape in llama.linear_shapes(of.blocks).items()}
+    shapes = {
+        name.rpartition(".")[2]: shape for name, shape in llama.linear_shapes(of.blocks).items()
+    }
     found: dict[str, Callable[[Bench], dict]] = {"ceilings": ceilings.run}
     for recipe in OURS:
-        variants = ["bf16", "bf16 again", f"fp8ref {recipe}", *([f"torchao {recipe}"] if recipe in TORCHAO else [])]
+        variants = [
+            "bf16",
+            "bf16 again",
+            f"fp8ref {recipe}",
+            *([f"torchao {recipe}"] if recipe in TORCHAO else []),
+        ]
         if recipe == "tensorwise":
             variants.append(MINIMAL)
-        found[f"blocks:{recipe}"] = functools.partial(blocks.run, config=of.blocks, tokens=of.tokens, variants=variants)
+        found[f"blocks:{recipe}"] = functools.partial(
+            blocks.run, config=of.blocks, tokens=of.tokens, variants=variants
+        )
     for linear, section in report.LINEARS.items():
         found[section] = functools.partial(linears.run, shape=(of.tokens, *shapes[linear]))
-    variants = ["bf16", "bf16 again", *(f"fp8ref {recipe}" for recipe in OURS), "torchao tensorwise", MINIMAL]
-    found["small"] = functools.partial(blocks.run, config=of.small, tokens=of.small_tokens, variants=variants)
+    variants = [
+        "bf16",
+        "bf16 again",
+        *(f"fp8ref {recipe}" for recipe in OURS),
+        "torchao tensorwise",
+        MINIMAL,
+    ]
+    found["small"] = functools.partial(
+        blocks.run, config=of.small, tokens=of.small_tokens, variants=variants
+    )
     found["profile"] = profile.run
-    return Suite(sections=found, needed=NEEDED, targets=TARGETS, of_floor=("tensorwise", "rowwise"), how="inductor")
+    return Suite(
+        sections=found,
+        needed=NEEDED,
+        targets=TARGETS,
+        of_floor=("tensorwise", "rowwise"),
+        how="inductor",
+    )
 
 
 def bench(given: argparse.Namespace) -> Bench:
@@ -67,18 +96,28 @@ def bench(given: argparse.Namespace) -> Bench:
     if given.dry:
         gemm.use_native_scaled_mm()  # as convert does
         torch.set_num_threads(1)  # matrices this small wait for threads longer than they take
-        return Bench(device="cpu", clock=Wall(), sizes=sizes.dry(), backend="aot_eager", budget=budget)
+        return Bench(
+            device="cpu", clock=Wall(), sizes=sizes.dry(), backend="aot_eager", budget=budget
+        )
     if not torch.cuda.is_available():
-        raise RefusedError("this benchmark measures a GPU, and torch sees none. Run it on one, or its lines on a CPU by --dry --json FILE.")
+        raise RefusedError(
+            "this benchmark measures a GPU, and torch sees none. Run it on one, or its lines on "
+            "a CPU by --dry --json FILE."
+        )
     if torch.cuda.get_device_capability() < (8, 9):
         raise RefusedError(
-            f"FP8 GEMMs need compute capability 8.9; {torch.cuda.get_device_name()} has {torch.cuda.get_device_capability()}."
+            f"FP8 GEMMs need compute capability 8.9; {torch.cuda.get_device_name()} has "
+            f"{torch.cuda.get_device_capability()}."
         )
-    return Bench(device="cuda", clock=Events(), sizes=sizes.full(), backend="inductor", budget=budget)
+    return Bench(
+        device="cuda", clock=Events(), sizes=sizes.full(), backend="inductor", budget=budget
+    )
 
 
 def main() -> int:
-    given = command.options(__doc__, list(suite(sizes.dry()).sections), results.KEPT / "gpu_torch.json").parse_args()
+    given = command.options(
+        __doc__, list(suite(sizes.dry()).sections), results.KEPT / "gpu_torch.json"
+    ).parse_args()
     try:
         known = bench(given)
         device = "cpu" if known.dry else torch.cuda.get_device_name()

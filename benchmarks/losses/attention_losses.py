@@ -1,8 +1,10 @@
-"""Validation losses of runs that attend by each variant: python benchmarks/losses/attention_losses.py [--sequence-length N] [--json FILE]
+"""Validation losses of runs that attend by each variant: python
+benchmarks/losses/attention_losses.py [--sequence-length N] [--json FILE]
 
-Runs of one seed start from the same weights and see the same batches, so that the loss of a variant is compared with that of the framework's own
-attention in bfloat16 seed by seed, as ``layout_losses`` does. Linears are in bfloat16 unless --recipe names another. --resume keeps
-the runs that are in the JSON file.
+Runs of one seed start from the same weights and see the same batches, so that the loss of a variant
+is compared with that of the framework's own attention in bfloat16 seed by seed, as
+``layout_losses`` does. Linears are in bfloat16 unless --recipe names another. --resume keeps the
+runs that are in the JSON file.
 """
 
 import argparse
@@ -46,11 +48,18 @@ def run(config: Config, backend: str, variant: str, seed: int) -> dict:
             loss = loop.train(chosen, backend, Path(folder, "run"))[-1]["val_loss"]
         except NonFiniteError:
             loss = math.nan
-    return {"backend": backend, "attention": variant, "seed": seed, "val_loss": loss if math.isfinite(loss) else None}
+    return {
+        "backend": backend,
+        "attention": variant,
+        "seed": seed,
+        "val_loss": loss if math.isfinite(loss) else None,
+    }
 
 
 def gaps(runs: list[dict]) -> dict[tuple[str, str], tuple[float, float] | None]:
-    """{(backend, variant): (mean of the losses minus the framework's, its standard error)}, as of layouts."""
+    """{(backend, variant): (mean of the losses minus the framework's, its standard error)}, as of
+    layouts.
+    """
     return layout_losses.gaps(runs, "attention", OWN)
 
 
@@ -70,7 +79,9 @@ def table(runs: list[dict]) -> Table:
     """A row a backend and variant."""
     shown = Table("backend", "attention", "validation losses", "minus the framework's")
     for (backend, variant), gap in gaps(runs).items():
-        losses = [r["val_loss"] for r in runs if (r["backend"], r["attention"]) == (backend, variant)]
+        losses = [
+            r["val_loss"] for r in runs if (r["backend"], r["attention"]) == (backend, variant)
+        ]
         said = ", ".join("-" if loss is None else f"{loss:.4f}" for loss in losses)
         shown.add_row(backend, variant, said, layout_losses.written(gap))
     return shown
@@ -78,26 +89,42 @@ def table(runs: list[dict]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="tiny", help="a packaged config or a file (default tiny)")
+    parser.add_argument(
+        "--config", default="tiny", help="a packaged config or a file (default tiny)"
+    )
     parser.add_argument("--backends", nargs="+", choices=loop.BACKENDS, default=list(loop.BACKENDS))
-    parser.add_argument("--variants", nargs="+", choices=(*VARIANTS[1:], DELAYED), default=list(VARIANTS[1:]))
+    parser.add_argument(
+        "--variants", nargs="+", choices=(*VARIANTS[1:], DELAYED), default=list(VARIANTS[1:])
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--recipe", default="bf16", help="of the linears (default bf16)")
     parser.add_argument("--steps", type=int, help="of each run (default: the config's)")
-    parser.add_argument("--batch-size", type=int, help="sequences in a batch (default: the config's)")
-    parser.add_argument("--sequence-length", type=int, help="tokens in a sequence (default: the config's)")
+    parser.add_argument(
+        "--batch-size", type=int, help="sequences in a batch (default: the config's)"
+    )
+    parser.add_argument(
+        "--sequence-length", type=int, help="tokens in a sequence (default: the config's)"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--resume", action="store_true")
     given = parser.parse_args()
     config = configs.load(given.config).replace(numerics={"recipe": given.recipe})
     config = config.replace(run={"steps": given.steps or config.run.steps})
     sizes = {"batch_size": given.batch_size, "sequence_length": given.sequence_length}
-    config = config.replace(data={key: value for key, value in sizes.items() if value}, run={"eval_every": config.run.steps})
+    config = config.replace(
+        data={key: value for key, value in sizes.items() if value},
+        run={"eval_every": config.run.steps},
+    )
     found = layout_losses.about(given.config, config)
     if given.resume and given.json.exists():
         kept = json.loads(given.json.read_text())
-        if changed := [key for key in found if key not in ("machine", "runs") and kept.get(key) != found[key]]:
-            parser.error(f"--resume goes on with the runs of {given.json}, whose {', '.join(changed)} differ. Name another file.")
+        if changed := [
+            key for key in found if key not in ("machine", "runs") and kept.get(key) != found[key]
+        ]:
+            parser.error(
+                f"--resume goes on with the runs of {given.json}, whose {', '.join(changed)} "
+                "differ. Name another file."
+            )
         found["runs"] = kept["runs"]
     done = {(r["backend"], r["attention"], r["seed"]) for r in found["runs"]}
     for seed in range(given.seeds):

@@ -10,7 +10,8 @@ class Claim:
 
     figure   what is measured, and its unit; form: how it is written.
     measure  gives the figure of a seed, from 0 on.
-    above    the claim says that the figure is above it. margin: an interval within so much of it, and not above it, is no effect.
+    above    the claim says that the figure is above it. margin: an interval within so much of it,
+             and not above it, is no effect.
     """
 
     name: str

@@ -25,7 +25,9 @@ def tiny(seed: int, **numerics) -> Config:
     sizes = {"hidden_size": 64, "intermediate_size": 192}
     keys = {"sequence_length": 64, "batch_size": 8, "seed": seed}
     run = {"steps": STEPS, "seed": seed, "eval_every": 0, "eval_batches": 1}
-    return configs.load("tiny").replace(model=sizes, data=keys, run=run, numerics=numerics, checkpoint={"every": 0})
+    return configs.load("tiny").replace(
+        model=sizes, data=keys, run=run, numerics=numerics, checkpoint={"every": 0}
+    )
 
 
 @functools.cache
@@ -33,7 +35,11 @@ def _trained(seed: int, recipe: str, policy: str | None, accumulate: str | None)
     """The training loss of the last tenth of a run."""
     rules = None if policy is None else (Rule(layers=("model.layers.*",), policy=policy),)
     with tempfile.TemporaryDirectory() as folder:
-        lines = loop.train(tiny(seed, recipe=recipe, rules=rules, accumulate=accumulate), "torch", Path(folder, "run"))
+        lines = loop.train(
+            tiny(seed, recipe=recipe, rules=rules, accumulate=accumulate),
+            "torch",
+            Path(folder, "run"),
+        )
     assert lines is not None
     return float(np.mean([line["loss"] for line in lines[-gaps.window(STEPS) :]]))
 
@@ -45,7 +51,9 @@ def mx_floor_in_training(seed: int) -> float:
 
 def accumulation_in_training(seed: int) -> float:
     """Loss with Hopper's fast accumulation in all GEMMs, minus with sums promoted to float32."""
-    return _trained(seed, "tensorwise", None, "hopper_fast") - _trained(seed, "tensorwise", None, "hopper_slow")
+    return _trained(seed, "tensorwise", None, "hopper_fast") - _trained(
+        seed, "tensorwise", None, "hopper_slow"
+    )
 
 
 def swiglu_alignment(seed: int) -> float:
@@ -65,7 +73,11 @@ def _largest_cosine(weights: dict[str, np.ndarray]) -> float:
     for name, gate in weights.items():
         if name.endswith("gate_proj.weight"):
             up = weights[name.replace("gate_proj", "up_proj")]
-            found.append(np.abs((gate * up).sum(1) / np.linalg.norm(gate, axis=1) / np.linalg.norm(up, axis=1)).max())
+            found.append(
+                np.abs(
+                    (gate * up).sum(1) / np.linalg.norm(gate, axis=1) / np.linalg.norm(up, axis=1)
+                ).max()
+            )
     return float(max(found))
 
 
@@ -76,7 +88,8 @@ CLAIMS = [
     Claim(
         name="mx_floor_in_training",
         claim="MXFP8 with the floor of OCP's rule trains worse than with scales rounded up.",
-        source="Mishra et al., Recipes for Pre-training LLMs with MXFP8, arXiv:2506.08027, with models of up to 8 billion parameters and 15 trillion tokens",
+        source="Mishra et al., Recipes for Pre-training LLMs with MXFP8, arXiv:2506.08027, with "
+        "models of up to 8 billion parameters and 15 trillion tokens",
         figure="loss in nats, floor minus round-up",
         how=f"{STEPS} steps of a model of 0.12 million parameters, of matched seeds.",
         measure=mx_floor_in_training,
@@ -87,9 +100,11 @@ CLAIMS = [
     Claim(
         name="accumulation_in_training",
         claim="Training needs promotion: Hopper's fast accumulation in all GEMMs costs loss.",
-        source="DeepSeek-V3, arXiv:2412.19437, section 3.3; torchtitan and torchao use fast accumulation in the forward pass alone",
+        source="DeepSeek-V3, arXiv:2412.19437, section 3.3; torchtitan and torchao use fast "
+        "accumulation in the forward pass alone",
         figure="loss in nats, hopper_fast minus hopper_slow",
-        how=f"{STEPS} steps of the same model under simulated hardware, K from 64 to 512, of matched seeds.",
+        how=f"{STEPS} steps of the same model under simulated hardware, K from 64 to 512, of "
+        "matched seeds.",
         measure=accumulation_in_training,
         form="{:+.4f}",
         margin=MARGIN,
@@ -97,8 +112,10 @@ CLAIMS = [
     ),
     Claim(
         name="swiglu_alignment",
-        claim="Rows of SwiGLU's gate and up align in training, until their products are outliers that FP8 cannot hold.",
-        source="Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv:2409.12517: 7 billion parameters, up to two trillion tokens",
+        claim="Rows of SwiGLU's gate and up align in training, until their products are outliers "
+        "that FP8 cannot hold.",
+        source="Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv:2409.12517: 7 "
+        "billion parameters, up to two trillion tokens",
         figure="growth of the largest cosine of a pair of rows",
         how=f"{STEPS} steps in bf16. Aligned rows have a cosine of 1.",
         measure=swiglu_alignment,

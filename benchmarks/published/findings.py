@@ -1,8 +1,11 @@
-"""Published claims about FP8 training, measured here: python benchmarks/published/findings.py [--only NAME ...] [--json FILE] [--page FILE]
+"""Published claims about FP8 training, measured here: python benchmarks/published/findings.py
+[--only NAME ...] [--json FILE] [--page FILE]
 
-Every claim is a figure that is above a number if the claim holds. It is measured with several seeds, and its interval is Student's, of 95 %.
-Claims of ``finding_casts`` are measured in the simulator, those of ``finding_runs`` by training tiny models. The results are written to
-benchmarks/results/findings.json and docs/findings.md, from which the documentation and the notebook 08_findings take every number.
+Every claim is a figure that is above a number if the claim holds. It is measured with several
+seeds, and its interval is Student's, of 95 %. Claims of ``finding_casts`` are measured in the
+simulator, those of ``finding_runs`` by training tiny models. The results are written to
+benchmarks/results/findings.json and docs/findings.md, from which the documentation and the notebook
+08_findings take every number.
 """
 
 import argparse
@@ -53,7 +56,15 @@ def measured(claim: Claim) -> Finding:
     mean, low, high = interval(samples)
     about = {key: value for key, value in asdict(claim).items() if key not in ("measure", "seeds")}
     verdict = judge(low, high, above=claim.above, margin=claim.margin)
-    return Finding(**about, samples=samples, mean=mean, low=low, high=high, verdict=verdict, seconds=time.perf_counter() - begun)
+    return Finding(
+        **about,
+        samples=samples,
+        mean=mean,
+        low=low,
+        high=high,
+        verdict=verdict,
+        seconds=time.perf_counter() - begun,
+    )
 
 
 def interval(samples: list[float]) -> tuple[float, float, float]:
@@ -63,7 +74,9 @@ def interval(samples: list[float]) -> tuple[float, float, float]:
 
 
 def judge(low: float, high: float, *, above: float, margin: float) -> str:
-    """The verdict of an interval: wholly above, wholly not above or too small to matter, or neither."""
+    """The verdict of an interval: wholly above, wholly not above or too small to matter, or
+    neither.
+    """
     if low > above + margin:
         return REPRODUCED
     return REFUTED if high <= above + margin else OPEN
@@ -74,7 +87,8 @@ def page(found: list[dict], about: dict) -> str:
     lines = [
         "# Published findings, measured here",
         "",
-        "This page is written by `make findings`, which measures each claim and trains the tiny models that it takes. Every claim is a figure",
+        "This page is written by `make findings`, which measures each claim and trains the tiny "
+        "models that it takes. Every claim is a figure",
         "that is above a number if the claim holds; its interval is Student's, of 95 %.",
         f"Measured on {about['machine']}, in {about['seconds'] / 60:.1f} minutes.",
         "",
@@ -82,20 +96,34 @@ def page(found: list[dict], about: dict) -> str:
         "|---|---|---|---|---|---|",
     ]
     for one in found:
-        mean, low, high, above = (one["form"].format(one[key]) for key in ("mean", "low", "high", "above"))
+        mean, low, high, above = (
+            one["form"].format(one[key]) for key in ("mean", "low", "high", "above")
+        )
         more = f", by a margin of {one['form'].format(one['margin'])}" if one["margin"] else ""
         lines.append(
-            f"| [{one['name']}](#{one['name'].replace('_', '-')}) | {one['figure']} | {mean} | {low} to {high} | above {above}{more} | **{one['verdict']}** |"
+            f"| [{one['name']}](#{one['name'].replace('_', '-')}) | {one['figure']} | {mean} | "
+            f"{low} to {high} | above {above}{more} | **{one['verdict']}** |"
         )
     lines += [
         "",
-        "*Reproduced*: the whole interval is above the number and its margin. *Not reproduced*: none of it is. *Cannot tell*: both, at this",
-        "size and with so many seeds. A claim about large models that is not reproduced by a tiny one is not refuted.",
+        "*Reproduced*: the whole interval is above the number and its margin. *Not reproduced*: "
+        "none of it is. *Cannot tell*: both, at this",
+        "size and with so many seeds. A claim about large models that is not reproduced by a "
+        "tiny one is not refuted.",
         "",
     ]
     for one in found:
-        lines += [f"## {one['name'].replace('_', ' ')} {{ #{one['name'].replace('_', '-')} }}", "", one["claim"], ""]
-        lines += [f"- **Source:** {one['source']}", f"- **Measured:** {one['how']} {len(one['samples'])} seeds.", ""]
+        lines += [
+            f"## {one['name'].replace('_', ' ')} {{ #{one['name'].replace('_', '-')} }}",
+            "",
+            one["claim"],
+            "",
+        ]
+        lines += [
+            f"- **Source:** {one['source']}",
+            f"- **Measured:** {one['how']} {len(one['samples'])} seeds.",
+            "",
+        ]
     lines += [
         "## See also",
         "",
@@ -108,8 +136,15 @@ def page(found: list[dict], about: dict) -> str:
 def main() -> None:
     """Measure, print and record."""
     claims = [*finding_casts.CLAIMS, *finding_runs.CLAIMS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[claim.name for claim in claims], help="measure these alone, and write nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[claim.name for claim in claims],
+        help="measure these alone, and write nothing",
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     known = parser.parse_args()
@@ -119,12 +154,27 @@ def main() -> None:
         if known.only is None or claim.name in known.only:
             one = measured(claim)
             numbers = [one.form.format(value) for value in (one.mean, one.low, one.high)]
-            print(f"{one.name}: {numbers[0]} [{numbers[1]}, {numbers[2]}], {one.verdict} ({one.seconds:.0f} s)", flush=True)
-            table.add_row(one.name, one.figure, numbers[0], f"{numbers[1]} to {numbers[2]}", one.verdict, f"{one.seconds:.0f}")
+            print(
+                f"{one.name}: {numbers[0]} [{numbers[1]}, {numbers[2]}], {one.verdict} "
+                f"({one.seconds:.0f} s)",
+                flush=True,
+            )
+            table.add_row(
+                one.name,
+                one.figure,
+                numbers[0],
+                f"{numbers[1]} to {numbers[2]}",
+                one.verdict,
+                f"{one.seconds:.0f}",
+            )
             found.append(asdict(one))
     Console(width=160).print(table)
     if known.only is None:
-        about = {"machine": platform.platform(), "python": platform.python_version(), "seconds": time.perf_counter() - begun}
+        about = {
+            "machine": platform.platform(),
+            "python": platform.python_version(),
+            "seconds": time.perf_counter() - begun,
+        }
         known.json.write_text(json.dumps(about | {"findings": found}, indent=1) + "\n")
         known.page.write_text(page(found, about))
 

@@ -1,9 +1,12 @@
-"""How much of its own GEMM rate the simulator's attention reaches: python benchmarks/speed/attention_rate.py [--json FILE]
+"""How much of its own GEMM rate the simulator's attention reaches: python
+benchmarks/speed/attention_rate.py [--json FILE]
 
-The forward pass of one head without a mask, and its two products alone, scores and probabilities times values, by ``gemm.matmul`` under the
-variant's plan, take turns. A ratio is the products' time over attention's, the median of those of neighbors in this one run: what is left of 1 goes
-to scales, casts, exponentials and sums of tiles. Times are processor times of one thread, NumPy's BLAS included: threads that wait for each other
-on a busy machine take as much of it as threads that multiply.
+The forward pass of one head without a mask, and its two products alone, scores and probabilities
+times values, by ``gemm.matmul`` under the variant's plan, take turns. A ratio is the products' time
+over attention's, the median of those of neighbors in this one run: what is left of 1 goes to
+scales, casts, exponentials and sums of tiles. Times are processor times of one thread, NumPy's BLAS
+included: threads that wait for each other on a busy machine take as much of it as threads that
+multiply.
 """
 
 import argparse
@@ -14,7 +17,9 @@ import statistics
 import time
 from pathlib import Path
 
-os.environ |= dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")  # read when numpy is imported
+os.environ |= dict.fromkeys(
+    ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1"
+)  # read when numpy is imported
 
 import numpy as np
 from rich.console import Console
@@ -43,7 +48,10 @@ def measure(name: str, tokens: int, features: int, repetitions: int) -> dict:
     variant, rng = VARIANTS[name], np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 1, tokens, features)).astype(np.float32) for _ in range(3))
     p = np.exp(rng.standard_normal((tokens, tokens))).astype(np.float32)
-    operands = [scaling.quantize(x, variant.fmt) for x in (q[0, 0], k[0, 0], p, np.ascontiguousarray(v[0, 0].T))]
+    operands = [
+        scaling.quantize(x, variant.fmt)
+        for x in (q[0, 0], k[0, 0], p, np.ascontiguousarray(v[0, 0].T))
+    ]
 
     def products() -> None:
         for a, b in (operands[:2], operands[2:]):
@@ -69,24 +77,45 @@ def measure(name: str, tokens: int, features: int, repetitions: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048], help="multiples of 32")
-    parser.add_argument("--features", type=int, default=FEATURES, help="of the head, a multiple of 32")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[1024, 2048], help="multiples of 32"
+    )
+    parser.add_argument(
+        "--features", type=int, default=FEATURES, help="of the head, a multiple of 32"
+    )
     parser.add_argument("--variants", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     parser.add_argument("--json", type=Path, help="write the table to this file")
     known = parser.parse_args()
-    rows = [measure(name, tokens, known.features, known.repetitions) for tokens in known.tokens for name in known.variants]
-    table = Table("variant", "plan", "tokens", "attention, ms", "its products, ms", "ratio", f"asked: {ASKED}")
+    rows = [
+        measure(name, tokens, known.features, known.repetitions)
+        for tokens in known.tokens
+        for name in known.variants
+    ]
+    table = Table(
+        "variant", "plan", "tokens", "attention, ms", "its products, ms", "ratio", f"asked: {ASKED}"
+    )
     for r in rows:
         times = (f"{1e3 * r[key]:.0f}" for key in ("seconds", "seconds_of_products"))
         table.add_row(
-            r["variant"], r["plan"], str(r["tokens"]), *times, f"{r['ratio']:.2f}", "reached" if r["ratio"] >= ASKED else "MISSED"
+            r["variant"],
+            r["plan"],
+            str(r["tokens"]),
+            *times,
+            f"{r['ratio']:.2f}",
+            "reached" if r["ratio"] >= ASKED else "MISSED",
         )
     Console(width=110).print(table)
     if known.json:
-        versions = {"processor": platform.processor() or platform.machine(), "python": platform.python_version(), "numpy": np.__version__}
+        versions = {
+            "processor": platform.processor() or platform.machine(),
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        }
         known.json.write_text(
-            json.dumps({"machine": versions, "features": known.features, "rows": rows}, indent=1) + "\n", encoding="utf-8"
+            json.dumps({"machine": versions, "features": known.features, "rows": rows}, indent=1)
+            + "\n",
+            encoding="utf-8",
         )
 
 

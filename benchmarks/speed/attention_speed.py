@@ -1,8 +1,11 @@
-"""How long attention by each variant takes on a CPU, next to the framework's own: python benchmarks/speed/attention_speed.py [--json FILE]
+"""How long attention by each variant takes on a CPU, next to the framework's own: python
+benchmarks/speed/attention_speed.py [--json FILE]
 
-PyTorch's scaled_dot_product_attention and jax.nn.dot_product_attention in bfloat16, causal, and ``attention.apply`` by the variants in both forms of
-arithmetic take turns. A ratio is the median of those of neighbors in this one run; one above 1 says slower than the framework's own.
-Times are CPU times of this process, all threads together. A CPU has no FP8 GEMM: these times say what is around the GEMMs, and nothing of a GPU.
+PyTorch's scaled_dot_product_attention and jax.nn.dot_product_attention in bfloat16, causal, and
+``attention.apply`` by the variants in both forms of arithmetic take turns. A ratio is the median of
+those of neighbors in this one run; one above 1 says slower than the framework's own. Times are CPU
+times of this process, all threads together. A CPU has no FP8 GEMM: these times say what is around
+the GEMMs, and nothing of a GPU.
 """
 
 import argparse
@@ -30,7 +33,9 @@ OWN, MASK, AT_MOST = "framework's", Mask(causal=True), 3.0
 SHAPE = (2, 8, 64)  # batch, heads, features
 
 
-def in_torch(tensors: list[np.ndarray], names: list[str]) -> dict[tuple[str, str, str], Callable[[], object]]:
+def in_torch(
+    tensors: list[np.ndarray], names: list[str]
+) -> dict[tuple[str, str, str], Callable[[], object]]:
     """{(variant, arithmetic, pass): a call}."""
     q, k, v, do = (torch.from_numpy(x).bfloat16() for x in tensors)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -39,7 +44,9 @@ def in_torch(tensors: list[np.ndarray], names: list[str]) -> dict[tuple[str, str
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def by(variant: str, arithmetic):
-        return lambda q, k, v: torch_attention.apply(q, k, v, variant=variant, mask=MASK, arithmetic=arithmetic)
+        return lambda q, k, v: torch_attention.apply(
+            q, k, v, variant=variant, mask=MASK, arithmetic=arithmetic
+        )
 
     def forward(function):
         with torch.no_grad():
@@ -51,16 +58,22 @@ def in_torch(tensors: list[np.ndarray], names: list[str]) -> dict[tuple[str, str
     return _calls(names, own, by, lambda f: lambda: forward(f), lambda f: lambda: both(f))
 
 
-def in_jax(tensors: list[np.ndarray], names: list[str]) -> dict[tuple[str, str, str], Callable[[], object]]:
+def in_jax(
+    tensors: list[np.ndarray], names: list[str]
+) -> dict[tuple[str, str, str], Callable[[], object]]:
     """As ``in_torch``, compiled."""
     q, k, v, do = (jnp.asarray(x, jnp.bfloat16) for x in tensors)
 
     def own(q, k, v):
         heads_last = (x.swapaxes(1, 2) for x in (q, k, v))
-        return jax.nn.dot_product_attention(*heads_last, is_causal=True, implementation="xla").swapaxes(1, 2)
+        return jax.nn.dot_product_attention(
+            *heads_last, is_causal=True, implementation="xla"
+        ).swapaxes(1, 2)
 
     def by(variant: str, arithmetic):
-        return lambda q, k, v: jax_attention.apply(q, k, v, variant=variant, mask=MASK, arithmetic=arithmetic)
+        return lambda q, k, v: jax_attention.apply(
+            q, k, v, variant=variant, mask=MASK, arithmetic=arithmetic
+        )
 
     def forward(function):
         compiled = jax.jit(function)
@@ -74,7 +87,9 @@ def in_jax(tensors: list[np.ndarray], names: list[str]) -> dict[tuple[str, str, 
 
 
 def _calls(names, own, by, forward, both) -> dict[tuple[str, str, str], Callable[[], object]]:
-    functions = {(OWN, "-"): own} | {(name, how): by(name, how) for name in names for how in ARITHMETIC}
+    functions = {(OWN, "-"): own} | {
+        (name, how): by(name, how) for name in names for how in ARITHMETIC
+    }
     found = {}
     for (name, how), function in functions.items():
         found[name, how, "forward"] = forward(function)
@@ -83,10 +98,14 @@ def _calls(names, own, by, forward, both) -> dict[tuple[str, str, str], Callable
     return found
 
 
-def measure(backend: str, length: int, names: list[str], repetitions: int, *, quick: bool) -> list[dict]:
+def measure(
+    backend: str, length: int, names: list[str], repetitions: int, *, quick: bool
+) -> list[dict]:
     batch, heads, features = (1, 2, 32) if quick else SHAPE
     rng = np.random.default_rng(0)
-    tensors = [rng.standard_normal((batch, heads, length, features)).astype(np.float32) for _ in range(4)]
+    tensors = [
+        rng.standard_normal((batch, heads, length, features)).astype(np.float32) for _ in range(4)
+    ]
     calls = (in_torch if backend == "torch" else in_jax)(tensors, names)
     if quick:
         calls = {key: call for key, call in calls.items() if key[2] == "forward"}
@@ -114,9 +133,17 @@ def measure(backend: str, length: int, names: list[str], repetitions: int, *, qu
 
 def table(rows: list[dict]) -> Table:
     """A row a variant: ratios by backend, length and pass."""
-    shown = Table("backend", "tokens", "variant", "arithmetic", "pass", "ms", "times the framework's")
+    shown = Table(
+        "backend", "tokens", "variant", "arithmetic", "pass", "ms", "times the framework's"
+    )
     for row in rows:
-        mark = "" if row["variant"] == OWN or row["arithmetic"] != "fast" else " (asked: at most 3)" if row["ratio"] > AT_MOST else ""
+        mark = (
+            ""
+            if row["variant"] == OWN or row["arithmetic"] != "fast"
+            else " (asked: at most 3)"
+            if row["ratio"] > AT_MOST
+            else ""
+        )
         shown.add_row(
             row["backend"],
             str(row["tokens"]),
@@ -135,22 +162,41 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--variants", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="sizes too small to say anything: whether it runs")
-    parser.add_argument("--json", type=Path, help="write the results to this file, in place of those of the same backend and length")
+    parser.add_argument(
+        "--quick", action="store_true", help="sizes too small to say anything: whether it runs"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="write the results to this file, in place of those of the same backend and length",
+    )
     known = parser.parse_args()
     tokens, repetitions = ([64], 1) if known.quick else (known.tokens, known.repetitions)
     rows = []
     for backend in known.backends:
         for length in tokens:
-            rows += measure(backend, length, ["cudnn"] if known.quick else known.variants, repetitions, quick=known.quick)
+            rows += measure(
+                backend,
+                length,
+                ["cudnn"] if known.quick else known.variants,
+                repetitions,
+                quick=known.quick,
+            )
     Console(width=120).print(table(rows))
     if known.json:
-        machine = {"cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads(), "python": platform.python_version()}
+        machine = {
+            "cores": len(os.sched_getaffinity(0)),
+            "threads": torch.get_num_threads(),
+            "python": platform.python_version(),
+        }
         versions = {"jax": jax.__version__, "torch": torch.__version__}
         measured = {(row["backend"], row["tokens"]) for row in rows}
         kept = json.loads(known.json.read_text())["rows"] if known.json.exists() else []
         rows = [row for row in kept if (row["backend"], row["tokens"]) not in measured] + rows
-        known.json.write_text(json.dumps({"machine": machine | versions, "shape": SHAPE, "rows": rows}, indent=1) + "\n")
+        known.json.write_text(
+            json.dumps({"machine": machine | versions, "shape": SHAPE, "rows": rows}, indent=1)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What the first call of a simulator's function costs: python benchmarks/speed/first_calls.py
 
-Seconds of processor time, the median of three new processes each: of few elements, which compile nothing; with FP8REF_COMPILE=always and kernels
-on disk; and with an empty folder of kernels. Importing fp8ref.sim comes before, and has a row of its own.
+Seconds of processor time, the median of three new processes each: of few elements, which compile
+nothing; with FP8REF_COMPILE=always and kernels on disk; and with an empty folder of kernels.
+Importing fp8ref.sim comes before, and has a row of its own.
 """
 
 import os
@@ -41,7 +42,13 @@ ROUNDS = 3
 def seconds(call: str, folder: str, compiled: str) -> tuple[float, float]:
     """(of the imports, of the call), in a new process."""
     env = os.environ | {"NUMBA_CACHE_DIR": folder, "FP8REF_COMPILE": compiled}
-    done = subprocess.run([sys.executable, "-c", SETUP.replace("CALL", call)], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP.replace("CALL", call)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     imported, taken = (float(v) for v in done.stdout.split())
     return imported, taken
 
@@ -52,7 +59,11 @@ def main() -> None:
     for _ in range(ROUNDS):
         for name, call in CALLS.items():
             with tempfile.TemporaryDirectory() as folder:
-                for i, compiled in ((0, ""), (2, "always"), (1, "always")):  # the second of them finds the kernels of the first
+                for i, compiled in (
+                    (0, ""),
+                    (2, "always"),
+                    (1, "always"),
+                ):  # the second of them finds the kernels of the first
                     imported, taken = seconds(call, folder, compiled)
                     rows[name][i].append(taken)
                     imports.append(imported)

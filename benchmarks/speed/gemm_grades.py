@@ -1,7 +1,7 @@
 """What a verdict costs: python benchmarks/speed/gemm_grades.py [--long] [--quantizers] [NAME ...]
 
-Seconds of processor time for each planted GEMM of the tests, by name, with the verdict and the cause; --long: at K = 131,072; --quantizers: for planted
-quantizers in their place.
+Seconds of processor time for each planted GEMM of the tests, by name, with the verdict and the
+cause; --long: at K = 131,072; --quantizers: for planted quantizers in their place.
 """
 
 import argparse
@@ -51,9 +51,18 @@ def quantizers() -> None:
     import planted_quantizers as planted
 
     table = Table("quantizer", "seconds", "verdict")
-    given = [(f.__name__, f, E4M3FN, "numpy") for f in (planted.torchao, planted.ragged_blocks, planted.stale_ragged_scale)]
-    given += [(f.__name__, f, E4M3FN, "numpy") for f in (planted.eps_is_added, planted.block_scale_in_bfloat16, planted.rounds_blocks_up)]
-    given += [(f.__name__, f, E2M1FN, "torch") for f in (fp4_libraries.torchao_nvfp4, fp4_libraries.transformer_engine)]
+    given = [
+        (f.__name__, f, E4M3FN, "numpy")
+        for f in (planted.torchao, planted.ragged_blocks, planted.stale_ragged_scale)
+    ]
+    given += [
+        (f.__name__, f, E4M3FN, "numpy")
+        for f in (planted.eps_is_added, planted.block_scale_in_bfloat16, planted.rounds_blocks_up)
+    ]
+    given += [
+        (f.__name__, f, E2M1FN, "torch")
+        for f in (fp4_libraries.torchao_nvfp4, fp4_libraries.transformer_engine)
+    ]
     for name, function, fmt, framework in given:
         begun = time.process_time()
         outcome = identify_quantizer(function, fmt, name=name, framework=framework)

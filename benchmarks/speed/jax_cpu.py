@@ -1,8 +1,9 @@
-"""How long a training step of FP8 layers takes in JAX on a CPU, next to Flax's own: python benchmarks/speed/jax_cpu.py [--json FILE]
+"""How long a training step of FP8 layers takes in JAX on a CPU, next to Flax's own: python
+benchmarks/speed/jax_cpu.py [--json FILE]
 
-One linen model of dense layers, bfloat16 compute, float32 parameters, AdamW; its layers in bfloat16, with Flax's
-Fp8DirectDotGeneralOp, and with hooks of fp8ref by three recipes. They take turns, and a ratio is the median of those of
-neighbors in this one run.
+One linen model of dense layers, bfloat16 compute, float32 parameters, AdamW; its layers in
+bfloat16, with Flax's Fp8DirectDotGeneralOp, and with hooks of fp8ref by three recipes. They take
+turns, and a ratio is the median of those of neighbors in this one run.
 A CPU has no FP8 kernels: these times say what is around the GEMMs, and nothing of a GPU.
 """
 
@@ -47,8 +48,12 @@ class Model(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         for _ in range(self.blocks):
             h = nn.LayerNorm(dtype=jnp.bfloat16)(x)
-            h = nn.Dense(4 * self.width, dtype=jnp.bfloat16, dot_general_cls=self.dot_general_cls)(h)
-            x = x + nn.Dense(self.width, dtype=jnp.bfloat16, dot_general_cls=self.dot_general_cls)(nn.gelu(h))
+            h = nn.Dense(4 * self.width, dtype=jnp.bfloat16, dot_general_cls=self.dot_general_cls)(
+                h
+            )
+            x = x + nn.Dense(self.width, dtype=jnp.bfloat16, dot_general_cls=self.dot_general_cls)(
+                nn.gelu(h)
+            )
         return x
 
 
@@ -56,7 +61,11 @@ class Variant:
     """The model by one kind of dense layer, compiled and ready to step."""
 
     def __init__(self, name: str, *, width: int, blocks: int, x: jax.Array) -> None:
-        hooks = {"bf16": None, "flax": nn.Fp8DirectDotGeneralOp, **{recipe: fj.flax.linen_dot_general(recipe) for recipe in RECIPES}}
+        hooks = {
+            "bf16": None,
+            "flax": nn.Fp8DirectDotGeneralOp,
+            **{recipe: fj.flax.linen_dot_general(recipe) for recipe in RECIPES},
+        }
         self.model, self.optimizer = Model(width, blocks, hooks[name]), optax.adamw(1e-3)
         variables = self.model.init(jax.random.key(0), x)
         step = {"bf16": self._plain, "flax": self._flax}.get(name, self._ours)
@@ -81,7 +90,9 @@ class Variant:
 
     def _plain(self, state, x):
         variables, opt_state = state
-        loss, grads = jax.value_and_grad(lambda params: _loss(self.model.apply({"params": params}, x), x))(variables["params"])
+        loss, grads = jax.value_and_grad(
+            lambda params: _loss(self.model.apply({"params": params}, x), x)
+        )(variables["params"])
         return self._updated({**variables}, opt_state, grads), loss
 
     def _flax(self, state, x):
@@ -112,11 +123,15 @@ def _loss(y: jax.Array, x: jax.Array) -> jax.Array:
 def measure(*, width: int, blocks: int, tokens: int, repetitions: int) -> dict:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((tokens, width)), jnp.bfloat16)
     names = ("bf16", "flax", *RECIPES)
-    taken: dict[str, dict[str, list[float]]] = {what: {name: [] for name in names} for what in ("step", "compile")}
+    taken: dict[str, dict[str, list[float]]] = {
+        what: {name: [] for name in names} for what in ("step", "compile")
+    }
     for _ in range(min(7, repetitions)):
         for name in names:
             jax.clear_caches()
-            taken["compile"][name].append(Variant(name, width=width, blocks=blocks, x=x).compile_seconds)
+            taken["compile"][name].append(
+                Variant(name, width=width, blocks=blocks, x=x).compile_seconds
+            )
     variants = {name: Variant(name, width=width, blocks=blocks, x=x) for name in names}
     for i in range(repetitions + 1):
         for name, variant in variants.items():
@@ -124,7 +139,10 @@ def measure(*, width: int, blocks: int, tokens: int, repetitions: int) -> dict:
             variant.step()
             if i:  # the first one warms up
                 taken["step"][name].append(time.perf_counter() - begin)
-    seconds = {what: {name: statistics.median(times) for name, times in of.items()} for what, of in taken.items()}
+    seconds = {
+        what: {name: statistics.median(times) for name, times in of.items()}
+        for what, of in taken.items()
+    }
     rows = [
         {
             "variant": variant,
@@ -136,10 +154,16 @@ def measure(*, width: int, blocks: int, tokens: int, repetitions: int) -> dict:
         for variant, what, peer, at_most in ASKED
     ]
     return {
-        "machine": {"cores": len(os.sched_getaffinity(0)), "jax": jax.__version__, "python": platform.python_version()},
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)),
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+        },
         "model": {"width": width, "blocks": blocks, "tokens": tokens},
         "seconds": seconds,
-        "compilations_in_three_steps": {name: variant.compilations() for name, variant in variants.items()},
+        "compilations_in_three_steps": {
+            name: variant.compilations() for name, variant in variants.items()
+        },
         "rows": rows,
     }
 
@@ -154,7 +178,14 @@ def main() -> None:
     table = Table("recipe", "what", "next to", "ratio", "at most", "")
     for row in result["rows"]:
         verdict = "ok" if row["ratio"] <= row["at_most"] else "slower"
-        table.add_row(row["variant"], row["measure"], row["peer"], f"{row['ratio']:.2f}x", f"{row['at_most']:.1f}x", verdict)
+        table.add_row(
+            row["variant"],
+            row["measure"],
+            row["peer"],
+            f"{row['ratio']:.2f}x",
+            f"{row['at_most']:.1f}x",
+            verdict,
+        )
     Console().print(table)
     print("compilations in three steps:", result["compilations_in_three_steps"])
     if arguments.json:

@@ -1,8 +1,10 @@
-"""How near a simulated tensor core is to what its arithmetic allows: python benchmarks/speed/matmul_bound.py [--size 1024]
+"""How near a simulated tensor core is to what its arithmetic allows: python
+benchmarks/speed/matmul_bound.py [--size 1024]
 
-A step cuts off each of its products. One by one, that takes two products, a conversion and an addition of floating point each; the kernel takes two
-multiply-adds, rounded toward zero. A float32 GEMM takes one. Seconds are of one thread's processor time, the least of interleaved repetitions in this
-one run: other processes only add to them.
+A step cuts off each of its products. One by one, that takes two products, a conversion and an
+addition of floating point each; the kernel takes two multiply-adds, rounded toward zero. A float32
+GEMM takes one. Seconds are of one thread's processor time, the least of interleaved repetitions in
+this one run: other processes only add to them.
 """
 
 import argparse
@@ -42,7 +44,9 @@ def truncate(typing_context, value):
 
 @njit(nogil=True, error_model="numpy")
 def one_by_one(a, b, unit, sums, repeats):
-    """For each row of a, and each product of a step: two products, a conversion and an addition, of numbers in cache."""
+    """For each row of a, and each product of a step: two products, a conversion and an addition, of
+    numbers in cache.
+    """
     for i in range(a.shape[0] * repeats):
         row = a[i % a.shape[0]]
         for k in range(0, b.shape[0], 4):
@@ -75,16 +79,29 @@ def main() -> None:
     repeats = max(1, size**3 // (ROWS * 32 * LANES))
     rows = np.resize(a, (ROWS, 32))
     tile = np.resize(b, (32, LANES)).astype(f32)
-    room = [aligned(n, kind) for n, kind in ((32 * PARTS * LANES, f32), (32 * LANES, np.uint8), (ROWS * LANES, f32))]
+    room = [
+        aligned(n, kind)
+        for n, kind in ((32 * PARTS * LANES, f32), (32 * LANES, np.uint8), (ROWS * LANES, f32))
+    ]
     for array, value in zip(room, (np.repeat(tile, PARTS, 0).reshape(-1), 0x7F, 0), strict=True):
         array[:] = value
     signs = rng.integers(0, 1 << 32, ROWS, dtype=np.uint32)
-    sizes = np.array(Sizes(*[0] * len(Sizes._fields))._replace(width=32, fraction_bits=13, output_bits=13))
-    of_cache = np.abs(rows).reshape(-1), np.full(ROWS * 32, 0x05050505, np.uint32), signs, *room, sizes
+    sizes = np.array(
+        Sizes(*[0] * len(Sizes._fields))._replace(width=32, fraction_bits=13, output_bits=13)
+    )
+    of_cache = (
+        np.abs(rows).reshape(-1),
+        np.full(ROWS * 32, 0x05050505, np.uint32),
+        signs,
+        *room,
+        sizes,
+    )
     plan = ACCUMULATIONS["hopper_fast"]
     runs = {
         "torch float32": lambda: wide[0] @ wide[1].T,
-        "four operations a product, in cache": lambda: one_by_one(rows, tile, np.ones(LANES, f32), np.zeros(LANES, i32), repeats),
+        "four operations a product, in cache": lambda: one_by_one(
+            rows, tile, np.ones(LANES, f32), np.zeros(LANES, i32), repeats
+        ),
         "the kernel's steps, in cache": lambda: whole_steps(*of_cache, ROWS, repeats),
         "hopper_fast, sums": lambda: accumulate.chains(a, b, E4M3FN, E4M3FN, plan),
         "hopper_fast, from codes to outputs": lambda: gemm.matmul(*q, accumulate=plan),
@@ -99,7 +116,9 @@ def main() -> None:
                 seconds[name] = min(seconds[name], time.process_time() - begun) if i else np.inf
     table = Table(f"{size}^3, 1 thread", "GMAC/s", "of torch float32")
     for name, taken in seconds.items():
-        table.add_row(name, f"{size**3 / taken / 1e9:.1f}", f"{seconds['torch float32'] / taken:.2f}")
+        table.add_row(
+            name, f"{size**3 / taken / 1e9:.1f}", f"{seconds['torch float32'] / taken:.2f}"
+        )
     Console(width=100).print(table)
 
 

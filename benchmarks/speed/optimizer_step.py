@@ -1,8 +1,10 @@
-"""The time of the optimizer alone with states of every layout, on a CPU: python benchmarks/speed/optimizer_step.py [--json FILE]
+"""The time of the optimizer alone with states of every layout, on a CPU: python
+benchmarks/speed/optimizer_step.py [--json FILE]
 
-One step over the parameters of a small Llama: torch's foreach AdamW and ft.states.AdamW, eager and compiled; optax.adamw and fj.states.adamw,
-jitted with donated buffers. In each round all of a framework run once, one after the other; a ratio is the median over rounds of a time by
-that of the framework's own AdamW in the same round. A CPU says nothing of a GPU, where bytes decide.
+One step over the parameters of a small Llama: torch's foreach AdamW and ft.states.AdamW, eager and
+compiled; optax.adamw and fj.states.adamw, jitted with donated buffers. In each round all of a
+framework run once, one after the other; a ratio is the median over rounds of a time by that of the
+framework's own AdamW in the same round. A CPU says nothing of a GPU, where bytes decide.
 """
 
 import argparse
@@ -37,12 +39,16 @@ def in_torch(sizes: list[tuple[int, ...]], build: Callable) -> Callable[[], None
     rng = np.random.default_rng(0)
     params = []
     for shape in sizes:
-        params.append(torch.nn.Parameter(torch.tensor(rng.standard_normal(shape), dtype=torch.float32)))
+        params.append(
+            torch.nn.Parameter(torch.tensor(rng.standard_normal(shape), dtype=torch.float32))
+        )
         params[-1].grad = torch.tensor(1e-3 * rng.standard_normal(shape), dtype=torch.float32)
     return build(params).step
 
 
-def in_jax(sizes: list[tuple[int, ...]], optimizer: optax.GradientTransformation) -> Callable[[], None]:
+def in_jax(
+    sizes: list[tuple[int, ...]], optimizer: optax.GradientTransformation
+) -> Callable[[], None]:
     rng = np.random.default_rng(0)
     params = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in sizes]
     grads = [jnp.asarray(1e-3 * rng.standard_normal(shape), jnp.float32) for shape in sizes]
@@ -60,7 +66,9 @@ def in_jax(sizes: list[tuple[int, ...]], optimizer: optax.GradientTransformation
 
 
 def measure(steps: dict[str, Callable[[], None]], rounds: int) -> list[dict]:
-    """Of each, the median time in ms, and that of its ratios to the first's time in the same round."""
+    """Of each, the median time in ms, and that of its ratios to the first's time in the same
+    round.
+    """
     for step in steps.values():
         step()
         step()
@@ -71,16 +79,30 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int) -> list[dict]:
             step()
             times[name].append(time.perf_counter() - start)
     first = next(iter(times.values()))
-    ratios = {name: [one / of_first for one, of_first in zip(each, first, strict=True)] for name, each in times.items()}
-    return [{"optimizer": name, "ms": 1e3 * statistics.median(times[name]), "ratio": statistics.median(ratios[name])} for name in steps]
+    ratios = {
+        name: [one / of_first for one, of_first in zip(each, first, strict=True)]
+        for name, each in times.items()
+    }
+    return [
+        {
+            "optimizer": name,
+            "ms": 1e3 * statistics.median(times[name]),
+            "ratio": statistics.median(ratios[name]),
+        }
+        for name in steps
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     parser.add_argument("--quick", action="store_true", help="sizes too small to say anything")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--only", choices=("eager", "compiled", "jax"), help="one of the three parts")
+    parser.add_argument(
+        "--only", choices=("eager", "compiled", "jax"), help="one of the three parts"
+    )
     parser.add_argument("--threads", type=int, help="threads of PyTorch")
     known = parser.parse_args()
     if known.threads:
@@ -92,23 +114,49 @@ def main() -> None:
             continue
         if part == "jax":
             steps = {"optax.adamw": in_jax(sizes, optax.adamw(1e-3, b2=0.95, **HYPER))}
-            steps |= {name: in_jax(sizes, fj.states.adamw(1e-3, layout=name, **HYPER)) for name in known.layouts}
+            steps |= {
+                name: in_jax(sizes, fj.states.adamw(1e-3, layout=name, **HYPER))
+                for name in known.layouts
+            }
         else:
-            steps = {"torch.optim.AdamW, foreach": in_torch(sizes, lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True, **HYPER))}
+            steps = {
+                "torch.optim.AdamW, foreach": in_torch(
+                    sizes, lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True, **HYPER)
+                )
+            }
             for name in known.layouts:
                 steps[name] = in_torch(
-                    sizes, lambda p, name=name, part=part: ft.states.AdamW(p, lr=1e-3, layout=name, compiled=part == "compiled", **HYPER)
+                    sizes,
+                    lambda p, name=name, part=part: ft.states.AdamW(
+                        p, lr=1e-3, layout=name, compiled=part == "compiled", **HYPER
+                    ),
                 )
         results[part] = measure(steps, rounds)
     elements = sum(int(np.prod(shape)) for shape in sizes)
     for part, rows in results.items():
-        table = Table("optimizer", "ms", "by the first", title=f"{part}, {elements / 1e6:.1f} M parameters in {len(sizes)} tensors")
+        table = Table(
+            "optimizer",
+            "ms",
+            "by the first",
+            title=f"{part}, {elements / 1e6:.1f} M parameters in {len(sizes)} tensors",
+        )
         for row in rows:
             table.add_row(row["optimizer"], f"{row['ms']:.1f}", f"{row['ratio']:.2f}")
         Console().print(table)
     if known.json:
-        versions = {"torch": torch.__version__, "jax": jax.__version__, "threads": torch.get_num_threads()}
-        result = {"machine": platform.platform(), **versions, "parameters": elements, "tensors": len(sizes), "rounds": rounds, **results}
+        versions = {
+            "torch": torch.__version__,
+            "jax": jax.__version__,
+            "threads": torch.get_num_threads(),
+        }
+        result = {
+            "machine": platform.platform(),
+            **versions,
+            "parameters": elements,
+            "tensors": len(sizes),
+            "rounds": rounds,
+            **results,
+        }
         known.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -1,8 +1,10 @@
-"""How fast the simulator is, as ratios to what a user could pick instead: python benchmarks/speed/sim.py [--json FILE]
+"""How fast the simulator is, as ratios to what a user could pick instead: python
+benchmarks/speed/sim.py [--json FILE]
 
-Every ratio is of medians of interleaved repetitions in this one run, so that a slow moment of the machine meets both sides. torch's
-threads sleep between its calls (OMP_WAIT_POLICY): spinning, as they do by default, they take the processors from whatever is
-timed next. Peers are installed by fp8ref[test].
+Every ratio is of medians of interleaved repetitions in this one run, so that a slow moment of the
+machine meets both sides. torch's threads sleep between its calls (OMP_WAIT_POLICY): spinning, as
+they do by default, they take the processors from whatever is timed next. Peers are installed by
+fp8ref[test].
 """
 
 import argparse
@@ -52,7 +54,10 @@ def medians(*functions: Callable[[], object], repetitions: int = REPETITIONS) ->
 
 @njit(nogil=True)
 def memory_bound(bits, out):
-    """Read 4 bytes, write 1: what any cast from float32 does at least. It fetches ahead, as the casts do."""
+    """Read 4 bytes, write 1: what any cast from float32 does at least.
+
+    It fetches ahead, as the casts do.
+    """
     for begin in range(0, bits.size, AT_A_TIME):
         fetch_ahead(bits, begin, AT_A_TIME)
         part, coded = bits[begin : begin + AT_A_TIME], out[begin : begin + AT_A_TIME]
@@ -95,13 +100,22 @@ def encode_rows(size: int) -> list[dict]:
             on_threads(threads, bound),
             on_threads(threads, lambda: cast.encode(x, E4M3FN, rounding="stochastic", seed=1)),
         )
-        work = f"encode 2^{size.bit_length() - 1} f32 -> e4m3fn, {threads} thread{'s' * (threads > 1)}"
+        work = (
+            f"encode 2^{size.bit_length() - 1} f32 -> e4m3fn, {threads} thread{'s' * (threads > 1)}"
+        )
         rate = f"{size / ours / 1e6:.0f} M/s"
         rows.append(row(work, rate, "torch .to", theirs / ours, 1.2))
         if threads == 1:
-            once, slow, slower = medians(on_threads(1, lambda: cast.encode(x, E4M3FN)), with_ml_dtypes, with_gfloat, repetitions=3)
+            once, slow, slower = medians(
+                on_threads(1, lambda: cast.encode(x, E4M3FN)),
+                with_ml_dtypes,
+                with_gfloat,
+                repetitions=3,
+            )
             rows.append(row(work, rate, "ml_dtypes astype", slow / once, 15))
-            rows.append(row(work, rate, "gfloat round + encode", slower * (size / few.size) / once, 100))
+            rows.append(
+                row(work, rate, "gfloat round + encode", slower * (size / few.size) / once, 100)
+            )
             rows.append(row(work, rate, "memory bound", limit / ours, 0.78))
         rows.append(
             row(
@@ -123,46 +137,89 @@ def quantize_rows(size: int) -> list[dict]:
         amax = tensor.abs().amax(dim=1, keepdim=True)
         return (tensor * (448 / amax)).clamp(-448, 448).to(torch.float8_e4m3fn)
 
-    ours, theirs = medians(on_threads(2, lambda: scaling.quantize(x, E4M3FN, granularity="rowwise")), on_threads(2, eager), repetitions=5)
-    return [row(f"quantize rowwise {size} x {size}, 2 threads", f"{x.size / ours / 1e6:.0f} M/s", "torch eager", theirs / ours, 1)]
+    ours, theirs = medians(
+        on_threads(2, lambda: scaling.quantize(x, E4M3FN, granularity="rowwise")),
+        on_threads(2, eager),
+        repetitions=5,
+    )
+    return [
+        row(
+            f"quantize rowwise {size} x {size}, 2 threads",
+            f"{x.size / ours / 1e6:.0f} M/s",
+            "torch eager",
+            theirs / ours,
+            1,
+        )
+    ]
 
 
 def matmul_rows(size: int) -> list[dict]:
     rng = np.random.default_rng(2)
-    a, b = (scaling.quantize(rng.standard_normal((size, size)).astype(np.float32), E4M3FN) for _ in range(2))
+    a, b = (
+        scaling.quantize(rng.standard_normal((size, size)).astype(np.float32), E4M3FN)
+        for _ in range(2)
+    )
     left, right = (torch.from_numpy(q.codes).view(torch.float8_e4m3fn) for q in (a, b))
     wide = left.float(), right.float().T.contiguous()
 
     def simulate(plan: str) -> Callable[[], object]:
         return on_threads(2, lambda: gemm.matmul(a, b, accumulate=plan))
 
-    fast, slow, native = medians(simulate("hopper_fast"), simulate("hopper_slow"), on_threads(2, lambda: wide[0] @ wide[1]))
+    fast, slow, native = medians(
+        simulate("hopper_fast"), simulate("hopper_slow"), on_threads(2, lambda: wide[0] @ wide[1])
+    )
     once, emulated = medians(
         simulate("hopper_fast"),
-        on_threads(2, lambda: mmaemu.accumulate(left, right, use_fast_accum=True, profile="hopper", splitk=1)),
+        on_threads(
+            2,
+            lambda: mmaemu.accumulate(left, right, use_fast_accum=True, profile="hopper", splitk=1),
+        ),
         repetitions=3,
     )
     work, rate = f"matmul hopper_fast {size}^3, 2 threads", f"{size**3 / fast / 1e9:.1f} GMAC/s"
     return [
         row(work, rate, "mmaemu", emulated / once, 10),
         row(work, rate, "torch f32 matmul", native / fast, 0.3),
-        row("matmul hopper_slow", f"{size**3 / slow / 1e9:.1f} GMAC/s", "hopper_fast", fast / slow, 0.8),
+        row(
+            "matmul hopper_slow",
+            f"{size**3 / slow / 1e9:.1f} GMAC/s",
+            "hopper_fast",
+            fast / slow,
+            0.8,
+        ),
     ]
 
 
 def memory_rows(size: int) -> list[dict]:
-    """What encode allocates next to its output, in MiB, for an input that needs copies of its parts."""
+    """What encode allocates next to its output, in MiB, for an input that needs copies of its
+    parts.
+    """
     x = np.ones((2, size // 2), np.float32)[:, ::-1]
     cast.encode(x[:, :1], E4M3FN)
     tracemalloc.start()
     out = cast.encode(x, E4M3FN)
     peak = tracemalloc.get_traced_memory()[1] - out.nbytes
     tracemalloc.stop()
-    return [row("memory next to encode's output, strided input", f"{peak / 2**20:.1f} MiB", "64 MiB", 64 * 2**20 / peak, 1)]
+    return [
+        row(
+            "memory next to encode's output, strided input",
+            f"{peak / 2**20:.1f} MiB",
+            "64 MiB",
+            64 * 2**20 / peak,
+            1,
+        )
+    ]
 
 
 def row(work: str, rate: str, peer: str, ratio: float, asked: float) -> dict:
-    return {"work": work, "rate": rate, "peer": peer, "ratio": ratio, "asked": asked, "reached": ratio >= asked}
+    return {
+        "work": work,
+        "rate": rate,
+        "peer": peer,
+        "ratio": ratio,
+        "asked": asked,
+        "reached": ratio >= asked,
+    }
 
 
 def main() -> int:
@@ -171,16 +228,34 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     arguments = parser.parse_args()
     small = arguments.quick
-    rows = encode_rows(1 << (18 if small else 24)) + quantize_rows(512 if small else 4096) + matmul_rows(128 if small else 1024)
+    rows = (
+        encode_rows(1 << (18 if small else 24))
+        + quantize_rows(512 if small else 4096)
+        + matmul_rows(128 if small else 1024)
+    )
     rows += memory_rows(1 << (20 if small else 26))
     table = Table("work", "fp8ref", "peer", "ratio", "asked", "")
     for r in rows:
-        table.add_row(r["work"], r["rate"], r["peer"], f"{r['ratio']:.2f}x", f"{r['asked']:g}x", "reached" if r["reached"] else "MISSED")
+        table.add_row(
+            r["work"],
+            r["rate"],
+            r["peer"],
+            f"{r['ratio']:.2f}x",
+            f"{r['asked']:g}x",
+            "reached" if r["reached"] else "MISSED",
+        )
     Console(width=130).print(table)
     if arguments.json:
-        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+        machine = {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+        }
         versions = {m.__name__: m.__version__ for m in (np, torch, ml_dtypes, mmaemu)}
-        arguments.json.write_text(json.dumps({"machine": machine, "versions": versions, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps({"machine": machine, "versions": versions, "rows": rows}, indent=1) + "\n",
+            encoding="utf-8",
+        )
     return 0 if small or all(r["reached"] for r in rows) else 1
 
 

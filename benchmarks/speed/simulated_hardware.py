@@ -1,8 +1,10 @@
 """What training under simulated hardware costs.
 
-Usage: python benchmarks/speed/simulated_hardware.py [--quick] [--rounds N] [--plan NAME] [--json FILE]
+Usage: python benchmarks/speed/simulated_hardware.py [--quick] [--rounds N] [--plan NAME] [--json
+FILE]
 
-Steps of tiny.toml by each backend's own FP8 GEMMs and under simulated ones, in turns, so that all meet the same machine; the ratio of the medians.
+Steps of tiny.toml by each backend's own FP8 GEMMs and under simulated ones, in turns, so that all
+meet the same machine; the ratio of the medians.
 """
 
 import argparse
@@ -26,9 +28,15 @@ RECIPES = ("tensorwise", "rowwise")
 def measure(backend: str, recipe: str, plan: str, rounds: int, *, quick: bool) -> dict:
     config = configs.load("tiny").replace(numerics={"recipe": recipe})
     if quick:
-        config = config.replace(model={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}, data={"batch_size": 2})
+        config = config.replace(
+            model={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
+            data={"batch_size": 2},
+        )
     batches = loader.open_batches(config)
-    trainers = [loop.trainer(backend, config.replace(numerics={"accumulate": accumulate})) for accumulate in (None, plan)]
+    trainers = [
+        loop.trainer(backend, config.replace(numerics={"accumulate": accumulate}))
+        for accumulate in (None, plan)
+    ]
     for trainer in trainers:
         trainer.step(batches.step(0))  # compiles
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -51,14 +59,22 @@ def measure(backend: str, recipe: str, plan: str, rounds: int, *, quick: bool) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds: whether it runs")
-    parser.add_argument("--rounds", type=int, default=15, help="of a step each, for each backend and recipe")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, two rounds: whether it runs"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="of a step each, for each backend and recipe"
+    )
     parser.add_argument("--plan", default="hopper", help="what numerics.accumulate names")
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
     load = os.getloadavg()[0]
     rounds = 2 if given.quick else given.rounds
-    rows = [measure(backend, recipe, given.plan, rounds, quick=given.quick) for backend in loop.BACKENDS for recipe in RECIPES]
+    rows = [
+        measure(backend, recipe, given.plan, rounds, quick=given.quick)
+        for backend in loop.BACKENDS
+        for recipe in RECIPES
+    ]
     table = Table("backend", "recipe", "own GEMMs, s", f"under {given.plan}, s", "ratio", "at most")
     for row in rows:
         table.add_row(

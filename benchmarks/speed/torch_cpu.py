@@ -1,9 +1,11 @@
-"""What converting a model costs in PyTorch on a CPU, next to torchao used directly: python benchmarks/speed/torch_cpu.py [--json FILE]
+"""What converting a model costs in PyTorch on a CPU, next to torchao used directly: python
+benchmarks/speed/torch_cpu.py [--json FILE]
 
-A step, forward and backward, of one stack of linears in bfloat16: torchao's own conversion, and fp8ref's by several recipes. A pair of steps is
-run back to back, the one that comes first taking turns, and a ratio is the median over all pairs of this one run: torchao's time by fp8ref's,
-so that 1 is as fast. Then what the proof at a run's start takes next to the step that it watches.
-A CPU has no FP8 kernels: these times say what is around the GEMMs, and nothing of a GPU.
+A step, forward and backward, of one stack of linears in bfloat16: torchao's own conversion, and
+fp8ref's by several recipes. A pair of steps is run back to back, the one that comes first taking
+turns, and a ratio is the median over all pairs of this one run: torchao's time by fp8ref's, so that
+1 is as fast. Then what the proof at a run's start takes next to the step that it watches. A CPU has
+no FP8 kernels: these times say what is around the GEMMs, and nothing of a GPU.
 """
 
 import argparse
@@ -31,7 +33,9 @@ LINEARS, PROOF_SECONDS = 200, 10.0
 
 def stack(width: int, layers: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width, bias=False), nn.ReLU()))).bfloat16()
+    return nn.Sequential(
+        *(m for _ in range(layers) for m in (nn.Linear(width, width, bias=False), nn.ReLU()))
+    ).bfloat16()
 
 
 def stepping(model: nn.Module, x: torch.Tensor) -> Callable[[], float]:
@@ -60,18 +64,31 @@ def paired(theirs: Callable[[], float], ours: Callable[[], float], pairs: int) -
 def measure(width: int, tokens: int, layers: int, pairs: int) -> list[dict]:
     x, rows = torch.randn(tokens, width, dtype=torch.bfloat16), []
     for recipe in RECIPES:
-        direct = convert_to_float8_training(stack(width, layers), config=Float8LinearConfig.from_recipe_name(recipe))
+        direct = convert_to_float8_training(
+            stack(width, layers), config=Float8LinearConfig.from_recipe_name(recipe)
+        )
         theirs, ours = stepping(direct, x), stepping(ft.convert(stack(width, layers), recipe), x)
         paired(theirs, ours, 5)
         ratios = paired(theirs, ours, pairs)
         low, median, high = statistics.quantiles(ratios, n=4)
-        rows.append({"recipe": recipe, "pairs": pairs, "ratio": median, "quartiles": [low, high], "at_least": ASKED})
+        rows.append(
+            {
+                "recipe": recipe,
+                "pairs": pairs,
+                "ratio": median,
+                "quartiles": [low, high],
+                "at_least": ASKED,
+            }
+        )
     return rows
 
 
 def start_up(linears: int) -> dict:
     """Seconds that watching a step of so many linears, and judging it, adds to the step."""
-    model, x = ft.convert(stack(64, linears), "tensorwise"), torch.randn(64, 64, dtype=torch.bfloat16)
+    model, x = (
+        ft.convert(stack(64, linears), "tensorwise"),
+        torch.randn(64, 64, dtype=torch.bfloat16),
+    )
     step = stepping(model, x)
     step()
     plain = step()
@@ -80,24 +97,41 @@ def start_up(linears: int) -> dict:
         step()
     names = {name: "tensorwise" for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     missing = proof.missing(seen, names)
-    return {"linears": linears, "seconds": time.perf_counter() - start - plain, "at_most": PROOF_SECONDS, "missing": len(missing)}
+    return {
+        "linears": linears,
+        "seconds": time.perf_counter() - start - plain,
+        "at_most": PROOF_SECONDS,
+        "missing": len(missing),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     parser.add_argument("--quick", action="store_true", help="sizes too small to say anything")
     known = parser.parse_args()
     sizes = (64, 64, 2, 3) if known.quick else (512, 512, 4, 200)
-    gemm.use_native_scaled_mm()  # as convert does: torch's oneDNN kernel would hide everything else (fp8ref.torch.gemm.gemm)
+    # as convert does: torch's oneDNN kernel would hide everything else (fp8ref.torch.gemm.gemm)
+    gemm.use_native_scaled_mm()
     rows, proving = measure(*sizes), start_up(5 if known.quick else LINEARS)
     table = Table("recipe", "pairs", "torchao's time / fp8ref's", "quartiles", "asked")
     for row in rows:
         quartiles = " to ".join(f"{q:.3f}" for q in row["quartiles"])
-        table.add_row(row["recipe"], str(row["pairs"]), f"{row['ratio']:.3f}", quartiles, f">= {row['at_least']}")
+        table.add_row(
+            row["recipe"],
+            str(row["pairs"]),
+            f"{row['ratio']:.3f}",
+            quartiles,
+            f">= {row['at_least']}",
+        )
     console = Console()
     console.print(table)
-    console.print(f"the proof of {proving['linears']} linears adds {proving['seconds']:.1f} s (asked: at most {proving['at_most']:.0f})")
+    console.print(
+        f"the proof of {proving['linears']} linears adds {proving['seconds']:.1f} s (asked: at "
+        f"most {proving['at_most']:.0f})"
+    )
     if known.json:
         result = {
             "machine": platform.platform(),

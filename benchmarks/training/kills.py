@@ -1,8 +1,11 @@
-"""Training that is killed at random moments: python benchmarks/training/kills.py [--kills 100] [--backend torch|jax] [--recipe delayed]
+"""Training that is killed at random moments: python benchmarks/training/kills.py [--kills 100]
+[--backend torch|jax] [--recipe delayed]
 
-A small model trains with frequent checkpoints; its process gets SIGKILL after a random time, again and again, and each next one resumes. After
-every kill: all checkpoints are intact, the newest is no older than before, no line of metrics before it is lost, and the next process starts from
-it. Every run that comes to its end is compared with one that was never killed: losses and weights bit for bit. Exits with 1 where any of it fails.
+A small model trains with frequent checkpoints; its process gets SIGKILL after a random time, again
+and again, and each next one resumes. After every kill: all checkpoints are intact, the newest is no
+older than before, no line of metrics before it is lost, and the next process starts from it. Every
+run that comes to its end is compared with one that was never killed: losses and weights bit for
+bit. Exits with 1 where any of it fails.
 """
 
 import argparse
@@ -23,10 +26,18 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import CheckpointConfig, DataConfig, NumericsConfig, RunConfig
 from fp8ref.train.run import checkpoint, log
 
-MODEL = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+MODEL = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 # a server that imported what processes need, and ran nothing of it, forks them within a moment
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["fp8ref.train.loop", "fp8ref.train.torch.trainer", "fp8ref.train.jax.trainer"])
+CONTEXT.set_forkserver_preload(
+    ["fp8ref.train.loop", "fp8ref.train.torch.trainer", "fp8ref.train.jax.trainer"]
+)
 
 
 def main() -> int:
@@ -86,8 +97,10 @@ class Killing:
                 finished, newest = finished + 1, 0
                 out = self.folder / f"run-{finished}"
         print(
-            f"{self.given.backend} {self.given.recipe}: {kills} kills, {resumed} processes that resumed, {finished} runs of {self.given.steps} steps came "
-            f"to their end as if never killed; at most {lost} steps were trained again, with a checkpoint every {self.config.checkpoint.every}"
+            f"{self.given.backend} {self.given.recipe}: {kills} kills, {resumed} processes that "
+            f"resumed, {finished} runs of {self.given.steps} steps came to their end as if "
+            f"never killed; at most {lost} steps were trained again, with a checkpoint every "
+            f"{self.config.checkpoint.every}"
         )
         for problem in problems:
             print(problem, file=sys.stderr)
@@ -109,7 +122,9 @@ class Killing:
         steps = [int(p.name.removeprefix("step-")) for p in checkpoint.saved(out)]
         if newest and (not steps or steps[0] < newest):
             found.append(f"{out.name}: the newest checkpoint was {newest}, and is {steps[:1]}")
-        if steps and [line["step"] for line in log.read_metrics(out)][: steps[0]] != list(range(steps[0])):
+        if steps and [line["step"] for line in log.read_metrics(out)][: steps[0]] != list(
+            range(steps[0])
+        ):
             found.append(f"{out.name}: metrics before checkpoint {steps[0]} are lost")
         now = starts(out)
         if newest and len(now) > len(before) and now[-1] != newest:
@@ -118,10 +133,17 @@ class Killing:
 
     def differences(self, whole: Path, out: Path) -> list[str]:
         """Of a run that was killed from one that was not."""
-        losses = [[(line["step"], line["loss"], line["grad_norm"]) for line in log.read_metrics(run)] for run in (whole, out)]
+        losses = [
+            [(line["step"], line["loss"], line["grad_norm"]) for line in log.read_metrics(run)]
+            for run in (whole, out)
+        ]
         weights = [self.weights(run) for run in (whole, out)]
         found = [f"{out.name}: other losses"] if losses[0] != losses[1] else []
-        return found + [f"{out.name}: another {name}" for name, value in weights[0].items() if not np.array_equal(value, weights[1][name])]
+        return found + [
+            f"{out.name}: another {name}"
+            for name, value in weights[0].items()
+            if not np.array_equal(value, weights[1][name])
+        ]
 
     def weights(self, run: Path) -> dict[str, np.ndarray]:
         from fp8ref.train.models import export

@@ -1,8 +1,10 @@
-"""What the trainer costs around its steps: python benchmarks/training/trainer.py [--quick] [--json FILE]
+"""What the trainer costs around its steps: python benchmarks/training/trainer.py [--quick] [--json
+FILE]
 
-First the share of a run of tiny.toml that lies outside the calls that train and validate, checkpoints included; its first step, which
-compiles, is left out. Then, of a larger model, what saving adds to a step: the seconds until ``save`` returns next to those of a plain copy of
-the same state, in turns, and a step while a checkpoint is written next to one while none is.
+First the share of a run of tiny.toml that lies outside the calls that train and validate,
+checkpoints included; its first step, which compiles, is left out. Then, of a larger model, what
+saving adds to a step: the seconds until ``save`` returns next to those of a plain copy of the same
+state, in turns, and a step while a checkpoint is written next to one while none is.
 """
 
 import argparse
@@ -25,7 +27,13 @@ from fp8ref.train.config.sections import DataConfig, NumericsConfig
 from fp8ref.train.run import log
 
 AT_MOST = 0.02  # of a run, around its steps
-LARGE = LlamaConfig(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8)
+LARGE = LlamaConfig(
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+)
 
 
 def main() -> None:
@@ -33,8 +41,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="sizes too small to say anything")
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
-    rows = [around(backend, given.quick) | saving(backend, given.quick) | {"at_most": AT_MOST} for backend in loop.BACKENDS]
-    table = Table("backend", "outside steps", "at most", "state, MB", "save returns after, s", "a copy, s", "step while writing / not")
+    rows = [
+        around(backend, given.quick) | saving(backend, given.quick) | {"at_most": AT_MOST}
+        for backend in loop.BACKENDS
+    ]
+    table = Table(
+        "backend",
+        "outside steps",
+        "at most",
+        "state, MB",
+        "save returns after, s",
+        "a copy, s",
+        "step while writing / not",
+    )
     for row in rows:
         table.add_row(
             row["backend"],
@@ -47,13 +66,19 @@ def main() -> None:
         )
     Console(width=140).print(table)
     if given.json:
-        given.json.write_text(json.dumps({"machine": platform.machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        given.json.write_text(
+            json.dumps({"machine": platform.machine(), "rows": rows}, indent=1) + "\n",
+            encoding="utf-8",
+        )
 
 
 def around(backend: str, quick: bool) -> dict:
     config = configs.load("tiny")
     if quick:
-        config = config.replace(model={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}, run={"steps": 12})
+        config = config.replace(
+            model={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
+            run={"steps": 12},
+        )
     with tempfile.TemporaryDirectory() as folder:
         lines = loop.train(config, backend, Path(folder, "run"))
         evaluation = log.read_manifest(Path(folder, "run"))["seconds"]["evaluation"]
@@ -65,11 +90,19 @@ def around(backend: str, quick: bool) -> dict:
 
 
 def saving(backend: str, quick: bool) -> dict:
-    model = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1) if quick else LARGE
-    config = Config(model=model, data=DataConfig(batch_size=2, sequence_length=128), numerics=NumericsConfig(recipe="tensorwise"))
+    model = (
+        LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1) if quick else LARGE
+    )
+    config = Config(
+        model=model,
+        data=DataConfig(batch_size=2, sequence_length=128),
+        numerics=NumericsConfig(recipe="tensorwise"),
+    )
     trainer = loop.trainer(backend, config)
     tokens = np.random.default_rng(0).integers(0, 256, (2, 129))
-    state = [value for _ in range(3) for value in trainer.weights().values()]  # weights and two moments
+    state = [
+        value for _ in range(3) for value in trainer.weights().values()
+    ]  # weights and two moments
     timed(lambda: trainer.step(tokens))
     saves, copies, alone, beside = [], [], [], []
     with tempfile.TemporaryDirectory() as folder:

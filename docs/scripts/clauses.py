@@ -1,4 +1,6 @@
-"""List, for each clause of the specification, the tests that cite it; writes docs/spec/tests.md: python docs/scripts/clauses.py"""
+"""List, for each clause of the specification, the tests that cite it; writes docs/spec/tests.md:
+python docs/scripts/clauses.py
+"""
 
 import re
 import textwrap
@@ -24,11 +26,15 @@ def clauses() -> dict[str, str]:
 
 
 def citations() -> dict[str, set[str]]:
-    """Each clause that the package or a test cites -> the files, from the repository's root; "X-1 to X-3" cites three."""
+    """Each clause that the package or a test cites -> the files, from the repository's root; "X-1
+    to X-3" cites three.
+    """
     found: dict[str, set[str]] = {}
     for folder in ("fp8ref", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
-            text = re.sub(r"\b([A-Z])-(\d+) to \1-(\d+)\b", _spelled_out, path.read_text(encoding="utf-8"))
+            text = re.sub(
+                r"\b([A-Z])-(\d+) to \1-(\d+)\b", _spelled_out, path.read_text(encoding="utf-8")
+            )
             for clause in CLAUSE.findall(text):
                 if clause[0] in LETTERS:
                     found.setdefault(clause, set()).add(path.relative_to(ROOT).as_posix())
@@ -38,14 +44,27 @@ def citations() -> dict[str, set[str]]:
 def written() -> str:
     """The page: an entry for each clause, with the tests that cite it."""
     found = citations()
-    rows = [f"{clause}\n" + _wrapped(", ".join(_tests(found.get(clause, set())))) for clause in clauses()]
-    head = "# Where each clause is tested\n\nFiles of tests/ that cite each clause, written by `make clauses`.\n\n"
+    rows = [
+        f"{clause}\n" + _wrapped(", ".join(_tests(found.get(clause, set()))))
+        for clause in clauses()
+    ]
+    head = (
+        "# Where each clause is tested\n\nFiles of tests/ that cite each clause, written by "
+        "`make clauses`.\n\n"
+    )
     return head + "\n\n".join(rows) + "\n"
 
 
 def _wrapped(text: str) -> str:
     """The definition of a Markdown definition list."""
-    return textwrap.fill(text, 120, initial_indent=":   ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text,
+        120,
+        initial_indent=":   ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _tests(files: set[str]) -> list[str]:

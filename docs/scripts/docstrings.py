@@ -25,11 +25,15 @@ from clauses import clauses
 
 # "Shapes:   x [M, K]", "mesh      of dims", "sequence, tensor_plan": a term, and a text two spaces
 # behind it.
-_ENTRY = re.compile(r"^(?P<term>[\w*`\"'.\[\]()/-]+(?:,? [\w*`\"'.\[\]()-]+){0,3}?)(?P<colon>:?)  +(?P<text>\S.*)$")
+_ENTRY = re.compile(
+    r"^(?P<term>[\w*`\"'.\[\]()/-]+(?:,? [\w*`\"'.\[\]()-]+){0,3}?)(?P<colon>:?)  +(?P<text>\S.*)$"
+)
 _NAMES = re.compile(r"^[\w`]+(?:, [\w`]+)*:?$")  # names alone, whose text is on the lines below
 _CLAUSE = re.compile(r"\b[A-Z]-\d{1,2}\b")
 # Where a clause's number is no link: code, a link already, a heading, the attributes of a heading.
-_KEPT = re.compile(r"```.*?^ *```|`[^`\n]*`|\[[^\]\n]*\]\([^)\n]*\)|^#+ .*?$|\{[^}\n]*\}", re.DOTALL | re.MULTILINE)
+_KEPT = re.compile(
+    r"```.*?^ *```|`[^`\n]*`|\[[^\]\n]*\]\([^)\n]*\)|^#+ .*?$|\{[^}\n]*\}", re.DOTALL | re.MULTILINE
+)
 _TITLES = [
     "Shapes",
     "Units",
@@ -52,7 +56,11 @@ _SECTIONS = re.compile(rf"^(?P<term>{'|'.join(_TITLES)}): (?P<text>\S.*)$")
 
 def markdown(docstring: str) -> str:
     """A docstring as Markdown: entries as definition lists, doctests and indented blocks fenced."""
-    lines = textwrap.dedent(docstring.expandtabs()).splitlines() if docstring.startswith(" ") else docstring.expandtabs().splitlines()
+    lines = (
+        textwrap.dedent(docstring.expandtabs()).splitlines()
+        if docstring.startswith(" ")
+        else docstring.expandtabs().splitlines()
+    )
     out: list[str] = []
     at, column = 0, None  # column: where the text of the last entry begins
     while at < len(lines):
@@ -64,10 +72,22 @@ def markdown(docstring: str) -> str:
             end = _end(lines, at, lambda text: not text.strip() or text.startswith("    "))
             while not lines[end - 1].strip():
                 end -= 1
-            out += ["", "```text", *textwrap.dedent("\n".join(lines[at:end])).splitlines(), "```", ""]
+            out += [
+                "",
+                "```text",
+                *textwrap.dedent("\n".join(lines[at:end])).splitlines(),
+                "```",
+                "",
+            ]
         elif found := _entry(lines, at, column):
             term, text, column, end = found
-            out += ["", f"**{term}**" if term in _TITLES else f"`{term.strip('`')}`", "", *_definition(text), ""]
+            out += [
+                "",
+                f"**{term}**" if term in _TITLES else f"`{term.strip('`')}`",
+                "",
+                *_definition(text),
+                "",
+            ]
         else:
             end = at + 1
             out.append(line)
@@ -96,7 +116,9 @@ def _known() -> set[str]:
     return set(clauses())
 
 
-def _entry(lines: list[str], at: int, column: int | None) -> tuple[str, list[str], int | None, int] | None:
+def _entry(
+    lines: list[str], at: int, column: int | None
+) -> tuple[str, list[str], int | None, int] | None:
     """(term, lines of its text, its column, next line) of the entry that begins at a line.
 
     None: no entry.
@@ -129,8 +151,12 @@ def _end(lines: list[str], at: int, within) -> int:
 
 
 class Sections(griffe.Extension):
-    """Rewrites the docstring of every object that griffe loads, and links the clauses that it cites."""
+    """Rewrites the docstring of every object that griffe loads, and links the clauses that it
+    cites.
+    """
 
     def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = linked(markdown(obj.docstring.value), lambda clause: f"[{clause}][{clause.lower()}]")  # by autorefs
+            obj.docstring.value = linked(
+                markdown(obj.docstring.value), lambda clause: f"[{clause}][{clause.lower()}]"
+            )  # by autorefs

@@ -56,7 +56,9 @@ def on_files(files, config):
     for page, source in _ELSEWHERE.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         text = re.sub(r"\]\(docs/", "](", text)
-        text = re.sub(r"\[([^\]]*)\]\((?!https?:|[a-z/-]+\.md)[^)]*\)", r"\1", text)  # files that the site does not have
+        text = re.sub(
+            r"\[([^\]]*)\]\((?!https?:|[a-z/-]+\.md)[^)]*\)", r"\1", text
+        )  # files that the site does not have
         files.append(File.generated(config, page, content=text))
     return files
 
@@ -64,7 +66,9 @@ def on_files(files, config):
 def on_page_markdown(text: str, page, config, files) -> str:
     """Link each mention of a clause to its text in the specification."""
     up = "../" * page.file.src_uri.count("/")
-    return linked(text, lambda clause: f"[{clause}]({up}spec/{clause[0].lower()}.md#{clause.lower()})")
+    return linked(
+        text, lambda clause: f"[{clause}]({up}spec/{clause[0].lower()}.md#{clause.lower()})"
+    )
 
 
 def cli_page() -> str:
@@ -81,9 +85,22 @@ def cli_page() -> str:
         out += ["", f"## fp8ref {name} {{ #{name} }}", "", command.description or "", ""]
         for path, one in inner or [("", command)]:
             if path:
-                out += [f"### fp8ref {name} {path} {{ #{name}-{path} }}", "", one.description or "", ""]
-            out += ["```text", re.sub(r"^usage: |(?<=\n) {7}", "", one.format_usage()).rstrip(), "```", "", *_options(one)]
-        if command.get_default("parser") is command and any(a.dest == "config" for a in command._actions):
+                out += [
+                    f"### fp8ref {name} {path} {{ #{name}-{path} }}",
+                    "",
+                    one.description or "",
+                    "",
+                ]
+            out += [
+                "```text",
+                re.sub(r"^usage: |(?<=\n) {7}", "", one.format_usage()).rstrip(),
+                "```",
+                "",
+                *_options(one),
+            ]
+        if command.get_default("parser") is command and any(
+            a.dest == "config" for a in command._actions
+        ):
             out += ["", "Every [key of the config](config.md) is an option too: `--run.steps 20`."]
     return "\n".join(out) + "\n"
 
@@ -97,13 +114,20 @@ def _subparsers(parser: argparse.ArgumentParser):
 def _options(parser: argparse.ArgumentParser) -> list[str]:
     rows = []
     for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction | argparse._HelpAction) or action.dest == "help":
+        if (
+            isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
+            or action.dest == "help"
+        ):
             continue
-        names = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.metavar or action.dest}`"
+        names = (
+            ", ".join(f"`{option}`" for option in action.option_strings)
+            or f"`{action.metavar or action.dest}`"
+        )
         takes = f"one of {', '.join(f'`{c}`' for c in action.choices)}" if action.choices else ""
         default = (
             ""
-            if action.default in (None, False, argparse.SUPPRESS) or "default" in (action.help or "")
+            if action.default in (None, False, argparse.SUPPRESS)
+            or "default" in (action.help or "")
             else f" Default: `{action.default}`."
         )
         text = (action.help or "").replace("|", "\\|")
@@ -118,17 +142,29 @@ def config_page() -> str:
     out = [
         "# Config keys",
         "",
-        "A config is a TOML file with a table for each section. Every key is also an option: `--section.key VALUE`.",
+        "A config is a TOML file with a table for each section. Every key is also an option: "
+        "`--section.key VALUE`.",
         "",
     ]
     for section in dataclasses.fields(configs.Config):
         kind = typing.get_type_hints(configs.Config)[section.name]
         first = markdown(inspect.getdoc(kind) or "").split("\n\n")[0]
-        out += [f"## {section.name} {{ #{section.name} }}", "", first, "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        out += [
+            f"## {section.name} {{ #{section.name} }}",
+            "",
+            first,
+            "",
+            "| key | type | default | meaning |",
+            "|---|---|---|---|",
+        ]
         meanings = _attribute_docstrings(kind)
         for key in dataclasses.fields(kind):
             shown = "" if key.default is None else f"`{_toml(key.default)}`"
-            text = re.sub(r"\s+", " ", meanings.get(key.name, "")).replace("|", "\\|").replace("``", "`")
+            text = (
+                re.sub(r"\s+", " ", meanings.get(key.name, ""))
+                .replace("|", "\\|")
+                .replace("``", "`")
+            )
             out.append(f"| `{section.name}.{key.name}` | {_type(key.type)} | {shown} | {text} |")
         out.append("")
     return "\n".join(out)
@@ -139,7 +175,11 @@ def _attribute_docstrings(kind: type) -> dict[str, str]:
     body = ast.parse(inspect.getsource(kind)).body[0].body
     found = {}
     for field, text in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        ):
             found[field.target.id] = text.value.value
     return found
 

@@ -2,8 +2,8 @@
 ``fp8ref.conformance.vectors``; writes docs/libraries.md.
 
 python docs/scripts/libraries.py                            # asks all, and writes the page
-python docs/scripts/libraries.py --only torch/e4m3fn        # asks and prints the lines of one row, or several: fnmatch patterns
-python docs/scripts/libraries.py --only 'torchao*' --count 100000
+python docs/scripts/libraries.py --only torch/e4m3fn        # asks and prints the lines of one row,
+or several: fnmatch patterns python docs/scripts/libraries.py --only 'torchao*' --count 100000
 """
 
 import argparse
@@ -53,23 +53,41 @@ CASTS = (
     "differ",
     "simplest that differs",
 )
-SCALES = ("row", "what", "known by", "policy", "compared", "differ from it", "those", "differ from `torchao`", "simplest of them")
+SCALES = (
+    "row",
+    "what",
+    "known by",
+    "policy",
+    "compared",
+    "differ from it",
+    "those",
+    "differ from `torchao`",
+    "simplest of them",
+)
 
 
 def row(function: Function) -> str:
     """The name of a function's row, such as ``torchao/mx_even/e5m2``."""
-    return "/".join(part for part in (function.library, function.variant, function.fmt.name) if part)
+    return "/".join(
+        part for part in (function.library, function.variant, function.fmt.name) if part
+    )
 
 
 def known_by(function: Function) -> str:
-    """Whether the library ran here, in which version, or its source was transcribed, from which file."""
+    """Whether the library ran here, in which version, or its source was transcribed, from which
+    file.
+    """
     if function.transcribed:
         return f"transcribed: {function.source}"
     if function.library == libraries.CUDA_HEADER:
         version = cuda_header.version()
     else:
         name = function.library.partition(".")[0]
-        version = "this" if name == "fp8ref" else f"{name} {importlib.metadata.version(name).split('+')[0]}"
+        version = (
+            "this"
+            if name == "fp8ref"
+            else f"{name} {importlib.metadata.version(name).split('+')[0]}"
+        )
     return f"run: {version}" + (f" {function.source}" if function.source else "")
 
 
@@ -82,8 +100,14 @@ def describe_cast(function: Function, count: int) -> list[str]:
         raw = function.run(x)
     found, kind = cast.canonical_nans(raw, fmt), np.array(kinds.CASTS)[question.kinds(bits)]
     over = (kind == "above max") & (np.abs(cast.exact(x)) > fmt.max * 1.1)
-    inside = np.isin(kind, ["zero", "number", "tie", "next to a tie", "underflow", "subnormal", "in range"])
-    roundings = [r for r in casts_asked.ROUNDINGS if np.array_equal(cast.encode(x[inside], fmt, rounding=r), found[inside])]
+    inside = np.isin(
+        kind, ["zero", "number", "tie", "next to a tie", "underflow", "subnormal", "in range"]
+    )
+    roundings = [
+        r
+        for r in casts_asked.ROUNDINGS
+        if np.array_equal(cast.encode(x[inside], fmt, rounding=r), found[inside])
+    ]
     small = (kind == "number") & (np.abs(x) < fmt.smallest_normal)
     differ = found != cast.encode(x, fmt)
     return [
@@ -107,7 +131,9 @@ def describe_scale(function: Function, count: int) -> list[str]:
     """The cells of a scale's row. Its policy is the one with the fewest differing scales, which
     need not be none.
     """
-    question = scales_asked.Scale(format=function.fmt.name, count=min(count, SLOWLY) if function.slow else count)
+    question = scales_asked.Scale(
+        format=function.fmt.name, count=min(count, SLOWLY) if function.slow else count
+    )
     bits, fmt, made = question.inputs().astype(np.uint32), function.fmt, function.made
     amax = bits.view(np.float32)
     with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -117,7 +143,9 @@ def describe_scale(function: Function, count: int) -> list[str]:
     wrong = {}
     for policy, of in POLICIES.items():
         if of.margin == 0 and of.name != "flax_bf16" and (made != "e8m0" or of.e8m0 is not None):
-            wrong[policy] = ~scales_asked.same(found, scales_asked.expected(amax, fmt, policy, made), made)
+            wrong[policy] = ~scales_asked.same(
+                found, scales_asked.expected(amax, fmt, policy, made), made
+            )
     nearest = min(wrong, key=lambda policy: int(wrong[policy].sum()))
     alike = [policy for policy in wrong if np.array_equal(wrong[policy], wrong[nearest])]
     kind = np.array(kinds.AMAXES)[kinds.of_amaxes(amax, fmt, nearest)]
@@ -132,13 +160,17 @@ def describe_scale(function: Function, count: int) -> list[str]:
         ", ".join(f"`{p}`" for p in alike) if not those else f"nearest `{nearest}`",
         f"{len(amax):,}",
         f"{sum(those.values()):,}",
-        f"{met}: {_simplest_scale(amax, found, wrong[nearest], fmt, nearest, made)}" if those else "-",
+        f"{met}: {_simplest_scale(amax, found, wrong[nearest], fmt, nearest, made)}"
+        if those
+        else "-",
         f"{int(other.sum()):,}",
         _simplest_scale(amax, found, other, fmt, DEFAULT, made) if other.any() else "-",
     ]
 
 
-def _in_float32(found: np.ndarray, made: str, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray, str]:
+def _in_float32(
+    found: np.ndarray, made: str, expected: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, str]:
     """e8m0 codes as the float32 bits of their scale_inv."""
     if made == "e8m0":
         return cast.decode(found, E8M0FNU).view(np.uint32), expected, "scale_inv"
@@ -149,7 +181,9 @@ def _became(codes: np.ndarray, fmt: Format) -> str:
     """What values above max became: max, Inf or NaN."""
     magnitude = codes if fmt.specials == "fnuz" else codes & 0x7F
     magnitude = np.where(codes == fmt.nan_code, fmt.nan_code, magnitude & 0x7F)
-    names = {fmt.max_code: "max", fmt.nan_code: "NaN"} | ({fmt.inf_code: "Inf"} if fmt.inf_code is not None else {})
+    names = {fmt.max_code: "max", fmt.nan_code: "NaN"} | (
+        {fmt.inf_code: "Inf"} if fmt.inf_code is not None else {}
+    )
     return ", ".join(dict.fromkeys(names.get(int(m), f"0x{m:02X}") for m in np.unique(magnitude)))
 
 
@@ -158,15 +192,23 @@ def _simplest_cast(x: np.ndarray, found: np.ndarray, differ: np.ndarray, fmt: Fo
         return "-"
     i = explain.simplest(x, differ)
     expected = int(cast.encode(x[i : i + 1], fmt)[0])
-    return f"{_bits(x[i])} ({explain.decimal(x[i])}): {explain.code(int(found[i]), fmt)} for {explain.code(expected, fmt)}"
+    return (
+        f"{_bits(x[i])} ({explain.decimal(x[i])}): {explain.code(int(found[i]), fmt)} for "
+        f"{explain.code(expected, fmt)}"
+    )
 
 
-def _simplest_scale(amax: np.ndarray, found: np.ndarray, differ: np.ndarray, fmt: Format, policy: str, made: str) -> str:
+def _simplest_scale(
+    amax: np.ndarray, found: np.ndarray, differ: np.ndarray, fmt: Format, policy: str, made: str
+) -> str:
     i = explain.simplest(amax, differ)
     of = made if made != "e8m0" or POLICIES[policy].e8m0 is not None else "scale_inv"
     got = int(found[i]) if of == made else int(_in_float32(found[i : i + 1], made, found)[0][0])
     expected = int(scales_asked.expected(amax[i : i + 1], fmt, policy, of)[0])
-    return f"amax {_bits(amax[i])} ({explain.decimal(amax[i])}): {scales_asked.shown(got, of)} for {scales_asked.shown(expected, of)}"
+    return (
+        f"amax {_bits(amax[i])} ({explain.decimal(amax[i])}): {scales_asked.shown(got, of)} "
+        f"for {scales_asked.shown(expected, of)}"
+    )
 
 
 def _bits(value: np.float32) -> str:
@@ -181,39 +223,50 @@ def functions(kind: str) -> list[Function]:
 
 def table(kind: str, count: int, only: Iterable[str] = ("*",)) -> list[list[str]]:
     """The rows of "casts" or "scales" whose names match one of the patterns."""
-    asked = [function for function in functions(kind) if any(fnmatch.fnmatchcase(row(function), pattern) for pattern in only)]
+    asked = [
+        function
+        for function in functions(kind)
+        if any(fnmatch.fnmatchcase(row(function), pattern) for pattern in only)
+    ]
     describe = describe_cast if kind == "casts" else describe_scale
     return [describe(function, count) for function in asked]
 
 
 def versions() -> str:
-    return ", ".join(f"{name} {importlib.metadata.version(name).split('+')[0]}" for name in LIBRARIES)
+    return ", ".join(
+        f"{name} {importlib.metadata.version(name).split('+')[0]}" for name in LIBRARIES
+    )
 
 
 def page(count: int) -> str:
     parts = [
         "# What each library is",
         f"Written by `make libraries` (docs/scripts/libraries.py), on a CPU: {versions()}.",
-        "*known by*: *run* is the installed version of the library, called here; *transcribed* are the steps of its source, written again in "
-        "fp8ref/conformance/libraries/transcriptions.py\n"
-        "and not the library itself. `cuda_fp8.hpp` is CUDA's header, compiled for the host.",
-        "`python docs/scripts/libraries.py --only ROW` asks and prints a row again. Inputs are the vectors of `fp8ref vectors`: every number "
-        "and tie of a format\n"
-        "with their neighbors, every power of two and edge of an amax, specials, and random float32 bits.",
+        "*known by*: *run* is the installed version of the library, called here; *transcribed* "
+        "are the steps of its source, written again in "
+        "fp8ref/conformance/libraries/transcriptions.py\nand not the library itself. "
+        "`cuda_fp8.hpp` is CUDA's header, compiled for the host.",
+        "`python docs/scripts/libraries.py --only ROW` asks and prints a row again. Inputs are "
+        "the vectors of `fp8ref vectors`: every number and tie of a format\nwith their "
+        "neighbors, every power of two and edge of an amax, specials, and random float32 bits.",
         "## Casts",
-        "From float32. *rounding* is that of everything within range; *above max* are finite values well above it; NaN and -NaN are the codes emitted,\n"
-        "which comparisons take for one (spec C-5). *differ*: from the simulator's default, to nearest even and saturating (C-2, C-3); of the simplest\n"
-        "input that does, the code found, *for* the simulator's.",
+        "From float32. *rounding* is that of everything within range; *above max* are finite "
+        "values well above it; NaN and -NaN are the codes emitted,\nwhich comparisons take for "
+        "one (spec C-5). *differ*: from the simulator's default, to nearest even and saturating "
+        "(C-2, C-3); of the simplest\ninput that does, the code found, *for* the simulator's.",
         _markdown(CASTS, table("casts", count)),
         "## Scales",
-        "*policy*: the one of spec S-9, S-14, S-17 or S-20 whose scales they are on all amaxes compared, a previous scale being 1; else\n"
-        "the nearest, with the kinds of amaxes on which it is another, and the simplest of them. Last, the simulator's default, `torchao`;\n"
-        "e8m0 codes are compared with it as the scale_inv that they are.",
+        "*policy*: the one of spec S-9, S-14, S-17 or S-20 whose scales they are on all amaxes "
+        "compared, a previous scale being 1; else\nthe nearest, with the kinds of amaxes on "
+        "which it is another, and the simplest of them. Last, the simulator's default, "
+        "`torchao`;\ne8m0 codes are compared with it as the scale_inv that they are.",
         _markdown(SCALES, table("scales", count)),
-        "ml_dtypes, torch and jax have no scales of their own. XLA on a CPU flushes subnormal float32 numbers to zero (S-12): flax there takes a subnormal\n"
-        "amax for zero, and its `scale_inv` is zero where it would be subnormal. gfloat takes log2 in the amax's dtype: that of a float32 just below a power\n"
-        "of two rounds up to its exponent.",
-        "SageAttention (INT8 attention for inference) is out of scope: its q and k are not in FP8, and it has no backward pass of its own.",
+        "ml_dtypes, torch and jax have no scales of their own. XLA on a CPU flushes subnormal "
+        "float32 numbers to zero (S-12): flax there takes a subnormal\namax for zero, and its "
+        "`scale_inv` is zero where it would be subnormal. gfloat takes log2 in the amax's "
+        "dtype: that of a float32 just below a power\nof two rounds up to its exponent.",
+        "SageAttention (INT8 attention for inference) is out of scope: its q and k are not in "
+        "FP8, and it has no backward pass of its own.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -224,9 +277,15 @@ def _markdown(head: Iterable[str], rows: list[list[str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="ROW", help="print these rows, and write nothing")
-    parser.add_argument("--count", type=int, default=COUNT, help=f"random inputs of a row (default {COUNT})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="ROW", help="print these rows, and write nothing"
+    )
+    parser.add_argument(
+        "--count", type=int, default=COUNT, help=f"random inputs of a row (default {COUNT})"
+    )
     known = parser.parse_args()
     if known.only is None:
         PAGE.write_text(page(known.count), encoding="utf-8")
@@ -236,9 +295,15 @@ def main() -> None:
     for kind, head in (("casts", CASTS), ("scales", SCALES)):
         for cells in table(kind, known.count, known.only):
             found = True
-            print("\n".join(f"{name:<24}{cell}" for name, cell in zip(head, cells, strict=True)), end="\n\n")
+            print(
+                "\n".join(f"{name:<24}{cell}" for name, cell in zip(head, cells, strict=True)),
+                end="\n\n",
+            )
     if not found:
-        parser.error(f"no row matches {' '.join(known.only)}; {PAGE.name} names them all, such as torch/e4m3fn")
+        parser.error(
+            f"no row matches {' '.join(known.only)}; {PAGE.name} names them all, such as "
+            "torch/e4m3fn"
+        )
 
 
 if __name__ == "__main__":

@@ -14,10 +14,17 @@ def add(commands) -> None:
         "certify",
         _certify,
         "Compare casts and scales of the installed libraries with the simulator.",
-        "Compare casts and scales of torch, jax, ml_dtypes, torchao and fp8ref's own backends with the simulator.",
+        "Compare casts and scales of torch, jax, ml_dtypes, torchao and fp8ref's own backends "
+        "with the simulator.",
     )
-    certificate.add_argument("--exhaustive", action="store_true", help="compare all 2^32 inputs of each cast and all 2^31 amaxes (minutes)")
-    certificate.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
+    certificate.add_argument(
+        "--exhaustive",
+        action="store_true",
+        help="compare all 2^32 inputs of each cast and all 2^31 amaxes (minutes)",
+    )
+    certificate.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every comparison to FILE"
+    )
 
 
 def _certify(known: argparse.Namespace) -> int:

@@ -12,29 +12,39 @@ from fp8ref.shared import console
 def add(commands) -> None:
     """Add ``fp8ref crosscheck``."""
     check = shared.of_config(
-        commands, "crosscheck", _crosscheck, "Compare both backends with the simulator, on the operands of a config's training step."
+        commands,
+        "crosscheck",
+        _crosscheck,
+        "Compare both backends with the simulator, on the operands of a config's training step.",
     )
-    check.add_argument("--backend", choices=("jax", "torch"), help="check one backend (default: both)")
-    check.add_argument("--steps", type=int, help="optimizer steps before the second comparison (default 5)")
+    check.add_argument(
+        "--backend", choices=("jax", "torch"), help="check one backend (default: both)"
+    )
+    check.add_argument(
+        "--steps", type=int, help="optimizer steps before the second comparison (default 5)"
+    )
     check.add_argument(
         "--sharded",
         type=int,
         metavar="N",
-        help="check every mesh of N devices (jax; on a CPU, N virtual ones) or of N processes (torch). Needs --backend",
+        help="check every mesh of N devices (jax; on a CPU, N virtual ones) or of N processes "
+        "(torch). Needs --backend",
     )
     check.add_argument(
         "--replay",
         type=Path,
         metavar="PATH",
-        help="instead of CONFIG: repeat a failed step, RUN/failures/step-..., and name the first layer, role and element that is not finite. "
-        "Exits with 1 if one is found or a code or scale differs from the simulator's",
+        help="instead of CONFIG: repeat a failed step, RUN/failures/step-..., and name the "
+        "first layer, role and element that is not finite. Exits with 1 if one is found or "
+        "a code or scale differs from the simulator's",
     )
     check.add_argument(
         "--first-divergence",
         nargs=2,
         metavar=("A", "B"),
-        help="find the first difference of A and B: step, layer, role, GEMM, element, and the clause that explains it. A and B are two run "
-        "directories; or, with CONFIG, two of jax and torch, trained for --steps. Exits with 1 if they differ",
+        help="find the first difference of A and B: step, layer, role, GEMM, element, and the "
+        "clause that explains it. A and B are two run directories; or, with CONFIG, two of "
+        "jax and torch, trained for --steps. Exits with 1 if they differ",
     )
     check.add_argument("--json", type=Path, metavar="FILE", help="write all comparisons to FILE")
 
@@ -55,8 +65,12 @@ def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
         return _crosscheck_sharded(known, config)
     steps = one_device.STEPS if known.steps is None else known.steps
     if not 0 <= steps <= config.run.steps:
-        raise ConfigError(f"--steps must be between 0 and run.steps = {config.run.steps}; got {steps}.")
-    report = one_device.crosscheck(config, backends=(known.backend,) if known.backend else BACKENDS, steps=steps)
+        raise ConfigError(
+            f"--steps must be between 0 and run.steps = {config.run.steps}; got {steps}."
+        )
+    report = one_device.crosscheck(
+        config, backends=(known.backend,) if known.backend else BACKENDS, steps=steps
+    )
     return conclude(report, known.json)
 
 
@@ -67,7 +81,8 @@ def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
     others = {"--backend": known.backend, "--sharded": known.sharded, "--replay": known.replay}
     if unused := [name for name, value in others.items() if value is not None]:
         raise ConfigError(
-            f"--first-divergence compares A with B; got {', '.join(unused)} too, which is another cross-check. Leave one out."
+            f"--first-divergence compares A with B; got {', '.join(unused)} too, which is "
+            "another cross-check. Leave one out."
         )
     a, b = known.first_divergence
     check_json(known.json)
@@ -82,20 +97,23 @@ def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
     if backends:
         if known.config is None:
             raise ConfigError(
-                f"--first-divergence of two backends trains a CONFIG in both; got {a} and {b} without one. Name it first: "
-                f"fp8ref crosscheck tiny --first-divergence {a} {b}."
+                f"--first-divergence of two backends trains a CONFIG in both; got {a} and {b} "
+                f"without one. Name it first: fp8ref crosscheck tiny --first-divergence {a} {b}."
             )
         config = shared.config(known, options)
         from fp8ref.crosscheck import one_device
         from fp8ref.crosscheck.divergence import live
 
-        found = live.of_backends(config, a, b, steps=one_device.STEPS if known.steps is None else known.steps)
+        found = live.of_backends(
+            config, a, b, steps=one_device.STEPS if known.steps is None else known.steps
+        )
     else:
         given = {"CONFIG": known.config, "--steps": known.steps}
         if unused := options or [name for name, value in given.items() if value is not None]:
             raise ConfigError(
-                f"--first-divergence of two runs takes config and steps from them; got {', '.join(unused)} too. Leave it out, or name two backends: "
-                f"fp8ref crosscheck CONFIG --first-divergence {' '.join(BACKENDS)}."
+                "--first-divergence of two runs takes config and steps from them; got "
+                f"{', '.join(unused)} too. Leave it out, or name two backends: fp8ref "
+                f"crosscheck CONFIG --first-divergence {' '.join(BACKENDS)}."
             )
         from fp8ref.crosscheck.divergence import from_runs
 
@@ -106,10 +124,20 @@ def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
 def _crosscheck_replay(known: argparse.Namespace, options: list[str]) -> int:
     from fp8ref.shared.errors import ConfigError
 
-    given = {"CONFIG": known.config, "--backend": known.backend, "--steps": known.steps, "--sharded": known.sharded}
-    unused = options or [name for name, value in given.items() if value is not None]  # an option's value would pass for CONFIG
+    given = {
+        "CONFIG": known.config,
+        "--backend": known.backend,
+        "--steps": known.steps,
+        "--sharded": known.sharded,
+    }
+    unused = options or [
+        name for name, value in given.items() if value is not None
+    ]  # an option's value would pass for CONFIG
     if unused:
-        raise ConfigError(f"--replay takes config and backend from the step that failed; got {', '.join(unused)} too. Leave it out.")
+        raise ConfigError(
+            "--replay takes config and backend from the step that failed; got "
+            f"{', '.join(unused)} too. Leave it out."
+        )
     check_json(known.json)
     from fp8ref.crosscheck.rerun import rerun
 
@@ -122,7 +150,8 @@ def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
 
     if config.numerics.simulates:
         raise ConfigError(
-            f"--sharded checks the frameworks' own GEMMs on meshes; got numerics.accumulate {config.numerics.accumulate!r}. Leave one of them out."
+            "--sharded checks the frameworks' own GEMMs on meshes; got numerics.accumulate "
+            f"{config.numerics.accumulate!r}. Leave one of them out."
         )
     if known.backend is None or known.sharded < 2:
         raise ConfigError("--sharded takes 2 or more devices or ranks, and --backend jax or torch.")
@@ -149,7 +178,9 @@ def _sharded_jax(known: argparse.Namespace, config):
     import jax
 
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", known.sharded)  # a CPU is as many devices as it is told before it is asked
+        jax.config.update(
+            "jax_num_cpu_devices", known.sharded
+        )  # a CPU is as many devices as it is told before it is asked
     from fp8ref.crosscheck import sharded_jax
 
     return sharded_jax.crosscheck(config, known.sharded)

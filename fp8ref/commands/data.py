@@ -11,7 +11,9 @@ from fp8ref.shared import console
 
 def add(commands) -> None:
     """Add ``fp8ref data prepare``."""
-    data = commands.add_parser("data", help="Prepare training data.", description="Prepare training data.")
+    data = commands.add_parser(
+        "data", help="Prepare training data.", description="Prepare training data."
+    )
     of_data = data.add_subparsers(required=True, metavar="COMMAND")
     prepare = shared.plain(of_data, "prepare", _prepare, "Tokenize text into token shards.")
     # the defaults are those of the config's keys (DataConfig), which are not imported for --help
@@ -20,19 +22,41 @@ def add(commands) -> None:
     prepare.add_argument(
         "--source",
         required=True,
-        help="stdlib, a directory of text, .jsonl or .parquet (file, directory, pattern), or hf:org/name[:config]",
+        help="stdlib, a directory of text, .jsonl or .parquet (file, directory, pattern), or "
+        "hf:org/name[:config]",
     )
-    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="output directory; new or empty")
-    prepare.add_argument("--tokenizer", **key, help="a tokenizer.json, or tiktoken:NAME (default: bytes)")
     prepare.add_argument(
-        "--end-of-document", **key, metavar="TOKEN", help="the token after each document; '' for none (default: the tokenizer's)"
+        "--out", required=True, type=Path, metavar="DIR", help="output directory; new or empty"
     )
-    prepare.add_argument("--text-column", **key, metavar="NAME", help="the column that holds the text (default text)")
-    prepare.add_argument("--hf-split", **key, metavar="NAME", help="the split of a hub dataset (default train)")
     prepare.add_argument(
-        "--validation-fraction", **key, type=float, metavar="F", help="share for validation (default 0.1); unused if files are named val"
+        "--tokenizer", **key, help="a tokenizer.json, or tiktoken:NAME (default: bytes)"
     )
-    prepare.add_argument("--shard-tokens", **key, type=int, metavar="N", help="largest number of tokens in a file (default 10^8)")
+    prepare.add_argument(
+        "--end-of-document",
+        **key,
+        metavar="TOKEN",
+        help="the token after each document; '' for none (default: the tokenizer's)",
+    )
+    prepare.add_argument(
+        "--text-column", **key, metavar="NAME", help="the column that holds the text (default text)"
+    )
+    prepare.add_argument(
+        "--hf-split", **key, metavar="NAME", help="the split of a hub dataset (default train)"
+    )
+    prepare.add_argument(
+        "--validation-fraction",
+        **key,
+        type=float,
+        metavar="F",
+        help="share for validation (default 0.1); unused if files are named val",
+    )
+    prepare.add_argument(
+        "--shard-tokens",
+        **key,
+        type=int,
+        metavar="N",
+        help="largest number of tokens in a file (default 10^8)",
+    )
 
 
 def _prepare(known: argparse.Namespace) -> int:
@@ -42,7 +66,9 @@ def _prepare(known: argparse.Namespace) -> int:
 
     names = ("source", "tokenizer", "end_of_document", "text_column", "validation_fraction")
     data = DataConfig(**{name: getattr(known, name) for name in names if hasattr(known, name)})
-    options = {name: getattr(known, name) for name in ("shard_tokens", "hf_split") if hasattr(known, name)}
+    options = {
+        name: getattr(known, name) for name in ("shard_tokens", "hf_split") if hasattr(known, name)
+    }
     try:
         with signals.exiting_on_sigterm():
             made = prepare(data, known.out, **options)
@@ -52,9 +78,13 @@ def _prepare(known: argparse.Namespace) -> int:
     except SystemExit:
         console.say(f"stopped by SIGTERM; {known.out} was not written")
         return signals.TERMINATED
-    tokens = {split: sum(f.tokens for name, f in made.files.items() if name.startswith(split)) for split in ("train", "val")}
+    tokens = {
+        split: sum(f.tokens for name, f in made.files.items() if name.startswith(split))
+        for split in ("train", "val")
+    }
     console.show(
-        f"{known.out}: {tokens['train']:,} tokens for training, {tokens['val']:,} for validation, {made.dtype}, in {len(made.files)} files",
+        f"{known.out}: {tokens['train']:,} tokens for training, {tokens['val']:,} for "
+        f"validation, {made.dtype}, in {len(made.files)} files",
         f"train from them with --data.source {known.out} --model.vocab_size {made.vocab_size}",
     )
     return 0

@@ -1,4 +1,6 @@
-"""fp8ref demo: train one config in bf16 and FP8 with both backends, cross-check, and draw losses."""
+"""fp8ref demo: train one config in bf16 and FP8 with both backends, cross-check, and draw
+losses.
+"""
 
 import argparse
 import itertools
@@ -32,9 +34,18 @@ SEEDS = 3
 def add(commands) -> None:
     """Add ``fp8ref demo``."""
     made = shared.of_config(
-        commands, "demo", _demo, "Train with both backends in bf16 and FP8, cross-check them, print a table, and plot the losses."
+        commands,
+        "demo",
+        _demo,
+        "Train with both backends in bf16 and FP8, cross-check them, print a table, and plot "
+        "the losses.",
     )
-    made.add_argument("--out", type=Path, default=Path("demo"), help="directory for the runs and the picture (default demo)")
+    made.add_argument(
+        "--out",
+        type=Path,
+        default=Path("demo"),
+        help="directory for the runs and the picture (default demo)",
+    )
 
 
 def _demo(known: argparse.Namespace, options: list[str]) -> int:
@@ -63,7 +74,9 @@ def demo(config: "Config", out: Path) -> bool:
 
     console = consoles.console()
     runs = {
-        (backend, recipe): _train(_config(config, backend, recipe), backend, out / f"{backend}-{recipe}")
+        (backend, recipe): _train(
+            _config(config, backend, recipe), backend, out / f"{backend}-{recipe}"
+        )
         for backend in loop.BACKENDS
         for recipe in RECIPES
     }
@@ -76,41 +89,81 @@ def demo(config: "Config", out: Path) -> bool:
     reports = {recipe: crosscheck(_config(config, "jax", recipe)) for recipe in RECIPES[1:]}
     for recipe, report in reports.items():
         report.write(out / f"crosscheck-{recipe}.json")
-    entropy = loader.open_batches(config).description.get("validation_unigram_entropy")  # of shards nobody counts it
+    entropy = loader.open_batches(config).description.get(
+        "validation_unigram_entropy"
+    )  # of shards nobody counts it
 
     (group,) = verdicts.groups(read_all(made))
     judged = {_key(arm.runs[0]): verdicts.verdict(arm, group) for arm in verdicts.judged(group)}
-    table = Table("backend", "recipe", "final loss", "val loss", "gap to bf16", "codes equal", "scales equal", "cross-check")
+    table = Table(
+        "backend",
+        "recipe",
+        "final loss",
+        "val loss",
+        "gap to bf16",
+        "codes equal",
+        "scales equal",
+        "cross-check",
+    )
     for (backend, recipe), lines in runs.items():
         bits, verdict = ["-", "-"], "-"
         if recipe in reports:
             rows = [row for row in reports[recipe].table() if row.name.startswith("layers/")]
             for i, kind in enumerate(("codes", "scale")):
-                counts = [(row.compared, row.equal) for row in rows if row.name.endswith(f"/{kind}/{backend}")]
+                counts = [
+                    (row.compared, row.equal)
+                    for row in rows
+                    if row.name.endswith(f"/{kind}/{backend}")
+                ]
                 compared, equal = map(sum, zip(*counts, strict=True))
-                bits[i] = f"all {compared:,}" if equal == compared else f"all but {compared - equal:,} of {compared:,}"
+                bits[i] = (
+                    f"all {compared:,}"
+                    if equal == compared
+                    else f"all but {compared - equal:,} of {compared:,}"
+                )
             verdict = "holds" if reports[recipe].ok else "FAILS"
         gap = _gap(judged[backend, recipe]) if recipe != "bf16" else "-"
-        table.add_row(backend, recipe, f"{lines[-1]['loss']:.4f}", f"{final[backend, recipe]:.4f}", gap, *bits, verdict)
+        table.add_row(
+            backend,
+            recipe,
+            f"{lines[-1]['loss']:.4f}",
+            f"{final[backend, recipe]:.4f}",
+            gap,
+            *bits,
+            verdict,
+        )
     console.print(table)
-    reference = "" if entropy is None else f"; unigram entropy of the validation text {entropy:.3f} nats"
+    reference = (
+        "" if entropy is None else f"; unigram entropy of the validation text {entropy:.3f} nats"
+    )
     console.print(f"highest validation loss {max(final.values()):.3f}{reference}")
     for (backend, recipe), one in judged.items():
         if recipe != "bf16":
-            console.print(f"{backend} {recipe}: {one.said}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"{backend} {recipe}: {one.said}", markup=False, highlight=False, soft_wrap=True
+            )
     for report in reports.values():
         for failure in report.failures[:5]:
             console.print(failure.detail, markup=False)
 
     picture, axes = plots.figure(2)
     plots.loss_curves(axes[0], runs, entropy=entropy)
-    shown = {" ".join(key): one.compared.gap.last for key, one in judged.items() if one.compared and key[1] != "bf16"}
+    shown = {
+        " ".join(key): one.compared.gap.last
+        for key, one in judged.items()
+        if one.compared and key[1] != "bf16"
+    }
     margin = max((one.margin for one in judged.values() if one.margin), default=0.0)
-    plots.loss_gaps(axes[1], {name: (float(gap.mean), float(gap.low), float(gap.high)) for name, gap in shown.items()}, margin=margin)
+    plots.loss_gaps(
+        axes[1],
+        {name: (float(gap.mean), float(gap.low), float(gap.high)) for name, gap in shown.items()},
+        margin=margin,
+    )
     picture.savefig(out / "loss.png")
     tensors.write(out / tensors.FILE, tensors.of_run(out / "-".join(OBSERVED), _kept(config)))
     console.print(
-        f"wrote {out / 'loss.png'}, {out / tensors.FILE}, {out}/crosscheck-*.json and {len(made)} runs in {out}/",
+        f"wrote {out / 'loss.png'}, {out / tensors.FILE}, {out}/crosscheck-*.json and "
+        f"{len(made)} runs in {out}/",
         soft_wrap=True,
     )
     return all(report.ok for report in reports.values())
@@ -118,7 +171,9 @@ def demo(config: "Config", out: Path) -> bool:
 
 def _config(config: "Config", backend: str, recipe: str) -> "Config":
     every = 1 if (backend, recipe) == OBSERVED else config.statistics.every
-    plan = {"accumulate": None} if recipe == "bf16" else {}  # bf16 has no FP8 GEMM to run under simulated hardware
+    plan = (
+        {"accumulate": None} if recipe == "bf16" else {}
+    )  # bf16 has no FP8 GEMM to run under simulated hardware
     return config.replace(numerics={"recipe": recipe} | plan, statistics={"every": every})
 
 
@@ -135,7 +190,11 @@ def _gap(verdict: "Verdict") -> str:
 def _kept(config: "Config") -> list[str]:
     """Those linears of the last block named by KEPT that run in FP8."""
     last = f"model.layers.{config.model.num_hidden_layers - 1}."
-    return [d.path for d in _config(config, *OBSERVED).decisions() if d.fp8 and d.path.startswith(last) and d.path.endswith(KEPT)]
+    return [
+        d.path
+        for d in _config(config, *OBSERVED).decisions()
+        if d.fp8 and d.path.startswith(last) and d.path.endswith(KEPT)
+    ]
 
 
 def _train(config: "Config", backend: str, out: Path) -> list[dict]:

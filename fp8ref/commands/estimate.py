@@ -14,12 +14,25 @@ def add(commands) -> None:
         commands,
         "estimate",
         _estimate,
-        "Predict the speed-up of FP8 on a GPU, for each linear and for a step, and the linears to keep in bf16.",
+        "Predict the speed-up of FP8 on a GPU, for each linear and for a step, and the linears "
+        "to keep in bf16.",
     )
     made.add_argument("--gpu", help="h100 or h200 (required)")
-    made.add_argument("--backend", choices=("jax", "torch"), default="torch", help="the framework whose kernels to assume (default torch)")
-    made.add_argument("--ceilings", type=Path, metavar="FILE", help="JSON file of measured GPU rates (default: published rates)")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write all times, in seconds, to FILE")
+    made.add_argument(
+        "--backend",
+        choices=("jax", "torch"),
+        default="torch",
+        help="the framework whose kernels to assume (default torch)",
+    )
+    made.add_argument(
+        "--ceilings",
+        type=Path,
+        metavar="FILE",
+        help="JSON file of measured GPU rates (default: published rates)",
+    )
+    made.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all times, in seconds, to FILE"
+    )
 
 
 def _estimate(known: argparse.Namespace, options: list[str]) -> int:

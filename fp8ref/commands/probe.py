@@ -25,34 +25,70 @@ def add(commands) -> None:
         "Identify the arithmetic of a scaled GEMM, or of attention, from outside.",
         "Identify the arithmetic of a scaled GEMM from its results for chosen operands: the "
         "precision of products and sums, the order of additions, and where it scales and "
-        "rounds. The result is a plan of the simulator. The plan is then compared with the "
-        "GEMM on random operands, bit for bit. If no plan gives all bits, the GEMM is graded: right, imprecise or wrong, "
-        "and why; the exit code is 1. Of a "
-        "function of q, k and v it reports the decisions of attention, each with the inputs "
-        "that show it, and exits with 1 if masks, heads or the range of P are at fault.",
+        "rounds. The result is a plan of the simulator. The plan is then compared with the GEMM "
+        "on random operands, bit for bit. If no plan gives all bits, the GEMM is graded: right, "
+        "imprecise or wrong, and why; the exit code is 1. Of a function of q, k and v it "
+        "reports the decisions of attention, each with the inputs that show it, and exits with "
+        "1 if masks, heads or the range of P are at fault.",
     )
     probe.add_argument(
         "subject",
         metavar="SUBJECT",
         nargs="?",
-        help="torch-scaled-mm, torch-rowwise, jax-dot; wgmma, Hopper's instruction in all pairings of formats; or module:function, "
-        "(Quantized a, Quantized b[, bias]) -> [M, N], or (q, k, v) -> o",
+        help="torch-scaled-mm, torch-rowwise, jax-dot; wgmma, Hopper's instruction in all "
+        "pairings of formats; or module:function, (Quantized a, Quantized b[, bias]) -> "
+        "[M, N], or (q, k, v) -> o",
     )
-    probe.add_argument("--shape", type=int, nargs=3, metavar=("M", "N", "K"), help="the shape of the GEMM (default 128 128 4096)")
-    probe.add_argument("--formats", nargs=2, metavar=("A", "B"), help="the formats of the operands (default e4m3fn e4m3fn)")
-    probe.add_argument("--fast-accum", action="store_true", help="fast accumulation, for a library's GEMM")
-    probe.add_argument("--out-dtype", metavar="DTYPE", help="float32, bfloat16 or float16, for a library's GEMM")
-    probe.add_argument("--granularity", metavar="NAME", help="tensorwise (the default) or rowwise scales, for module:function")
     probe.add_argument(
-        "--layout", metavar="NAME", help="of attention: BHTD (the default) or BTHD, the order of batch, heads, tokens, features"
+        "--shape",
+        type=int,
+        nargs=3,
+        metavar=("M", "N", "K"),
+        help="the shape of the GEMM (default 128 128 4096)",
     )
-    probe.add_argument("--framework", metavar="NAME", help="the arrays that attention takes: numpy, torch or jax")
-    probe.add_argument("--seed", type=int, default=0, help="seed of the random operands (default 0)")
+    probe.add_argument(
+        "--formats",
+        nargs=2,
+        metavar=("A", "B"),
+        help="the formats of the operands (default e4m3fn e4m3fn)",
+    )
+    probe.add_argument(
+        "--fast-accum", action="store_true", help="fast accumulation, for a library's GEMM"
+    )
+    probe.add_argument(
+        "--out-dtype", metavar="DTYPE", help="float32, bfloat16 or float16, for a library's GEMM"
+    )
+    probe.add_argument(
+        "--granularity",
+        metavar="NAME",
+        help="tensorwise (the default) or rowwise scales, for module:function",
+    )
+    probe.add_argument(
+        "--layout",
+        metavar="NAME",
+        help="of attention: BHTD (the default) or BTHD, the order of batch, heads, tokens, "
+        "features",
+    )
+    probe.add_argument(
+        "--framework", metavar="NAME", help="the arrays that attention takes: numpy, torch or jax"
+    )
+    probe.add_argument(
+        "--seed", type=int, default=0, help="seed of the random operands (default 0)"
+    )
     supervision.add_timeout(probe)
     probe.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
-    probe.add_argument("--record", type=Path, metavar="DIR", help="save operands and results in DIR, to verify later without the hardware")
     probe.add_argument(
-        "--replay", type=Path, nargs="+", metavar="FILE", help="instead of SUBJECT: verify recordings, NAME.json, bit for bit"
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="save operands and results in DIR, to verify later without the hardware",
+    )
+    probe.add_argument(
+        "--replay",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="instead of SUBJECT: verify recordings, NAME.json, bit for bit",
     )
 
 
@@ -67,14 +103,18 @@ def _probe(known: argparse.Namespace) -> int:
     if (code := _attention(known)) is not None:
         return code
     if given := [name for name in ("layout", "framework") if getattr(known, name) is not None]:
-        raise ValueError(f"--{given[0]} is of attention, a function of q, k and v; {known.subject} is none. Leave it out.")
+        raise ValueError(
+            f"--{given[0]} is of attention, a function of q, k and v; {known.subject} is none. "
+            "Leave it out."
+        )
     if known.record:
         _check_folder(known.record)
     try:
         return _wgmma(known) if known.subject == "wgmma" else _gemm(known)
     except MemoryError as error:
         raise ValueError(
-            f"a probe of --shape {' '.join(map(str, known.shape or SHAPE))} does not fit into memory. Probe a smaller one."
+            f"a probe of --shape {' '.join(map(str, known.shape or SHAPE))} does not fit into "
+            "memory. Probe a smaller one."
         ) from error
 
 
@@ -85,22 +125,44 @@ def _attention(known: argparse.Namespace) -> int | None:
     from fp8ref.conformance.attention import probe, subjects
     from fp8ref.conformance.gemm import library_gemms
 
-    with contextlib.redirect_stdout(sys.stderr):  # what somebody's function prints is no part of the answer
+    with contextlib.redirect_stdout(
+        sys.stderr
+    ):  # what somebody's function prints is no part of the answer
         function = library_gemms.load(known.subject)
         if not subjects.is_attention(function):
             return None
-        given = {f"--{name}": getattr(known, name) for name in ("shape", "formats", "out_dtype", "granularity", "record")}
-        if unused := [name.replace("_", "-") for name, value in given.items() if value is not None] + ["--fast-accum"] * known.fast_accum:
-            raise ValueError(f"{', '.join(unused)}: {known.subject} is attention, whose inputs the probe chooses. Leave it out.")
+        given = {
+            f"--{name}": getattr(known, name)
+            for name in ("shape", "formats", "out_dtype", "granularity", "record")
+        }
+        if (
+            unused := [name.replace("_", "-") for name, value in given.items() if value is not None]
+            + ["--fast-accum"] * known.fast_accum
+        ):
+            raise ValueError(
+                f"{', '.join(unused)}: {known.subject} is attention, whose inputs the probe "
+                "chooses. Leave it out."
+            )
         with console.waiting("probe"):
-            found = probe(function, name=known.subject, framework=known.framework, layout=known.layout or subjects.LAYOUTS[0])
+            found = probe(
+                function,
+                name=known.subject,
+                framework=known.framework,
+                layout=known.layout or subjects.LAYOUTS[0],
+            )
     return conclude(found, known.json)
 
 
-def of_function(name: str, *, formats: tuple[str, str], granularity: str | None, json: Path | None) -> int:
+def of_function(
+    name: str, *, formats: tuple[str, str], granularity: str | None, json: Path | None
+) -> int:
     """Probe module:function with the default options."""
     given = {"fast_accum": False, "out_dtype": None, "shape": None, "seed": 0, "record": None}
-    return _gemm(argparse.Namespace(subject=name, formats=formats, granularity=granularity, json=json, **given))
+    return _gemm(
+        argparse.Namespace(
+            subject=name, formats=formats, granularity=granularity, json=json, **given
+        )
+    )
 
 
 def _check_folder(folder: Path) -> None:
@@ -109,10 +171,14 @@ def _check_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"--record names a directory that can be created and written; {folder}: {error.strerror}. Name another."
+            f"--record names a directory that can be created and written; {folder}: "
+            f"{error.strerror}. Name another."
         ) from error
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"--record names a directory that can be created and written; {folder} cannot be written. Name another.")
+        raise ValueError(
+            f"--record names a directory that can be created and written; {folder} cannot be "
+            "written. Name another."
+        )
 
 
 def _gemm(known: argparse.Namespace) -> int:
@@ -123,8 +189,15 @@ def _gemm(known: argparse.Namespace) -> int:
     names = known.formats or FORMATS
     unknown = [name for name in names if name not in formats.FP8_FORMATS]
     if unknown:
-        raise ValueError(f"--formats takes two of {', '.join(formats.FP8_FORMATS)}; got {', '.join(unknown)}.")
-    subject = library_gemms.named(known.subject, fast=known.fast_accum, out_dtype=known.out_dtype, granularity=known.granularity)
+        raise ValueError(
+            f"--formats takes two of {', '.join(formats.FP8_FORMATS)}; got {', '.join(unknown)}."
+        )
+    subject = library_gemms.named(
+        known.subject,
+        fast=known.fast_accum,
+        out_dtype=known.out_dtype,
+        granularity=known.granularity,
+    )
     fmt_a, fmt_b = (formats.FP8_FORMATS[name] for name in names)
     shape = tuple(known.shape or SHAPE)
     how = {"formats": (fmt_a, fmt_b), "seed": known.seed}
@@ -150,15 +223,35 @@ def _gemm(known: argparse.Namespace) -> int:
 def _wgmma(known: argparse.Namespace) -> int:
     from fp8ref.conformance.gemm import instruction, recording, wgmma
 
-    given = {"--shape": known.shape, "--formats": known.formats, "--out-dtype": known.out_dtype, "--granularity": known.granularity}
-    unused = [name for name, value in given.items() if value is not None] + ["--fast-accum"] * known.fast_accum
+    given = {
+        "--shape": known.shape,
+        "--formats": known.formats,
+        "--out-dtype": known.out_dtype,
+        "--granularity": known.granularity,
+    }
+    unused = [name for name, value in given.items() if value is not None] + [
+        "--fast-accum"
+    ] * known.fast_accum
     if unused:
-        raise ValueError(f"{', '.join(unused)}: wgmma is one instruction, m64n8k32, probed in every pairing of formats. Leave it out.")
+        raise ValueError(
+            f"{', '.join(unused)}: wgmma is one instruction, m64n8k32, probed in every pairing "
+            "of formats. Leave it out."
+        )
     multiply, about = wgmma.instruction(), wgmma.device()
     found = []
     for fmt_a, fmt_b in wgmma.PAIRS:
         with console.waiting(f"probe {fmt_a.name} x {fmt_b.name}"):
-            found.append(instruction.identify(multiply, fmt_a, fmt_b, name="wgmma", about=about, count=INSTRUCTIONS, seed=known.seed))
+            found.append(
+                instruction.identify(
+                    multiply,
+                    fmt_a,
+                    fmt_b,
+                    name="wgmma",
+                    about=about,
+                    count=INSTRUCTIONS,
+                    seed=known.seed,
+                )
+            )
         found[-1].print()
         if known.record:
             console.show(f"recorded {recording.of_instruction(found[-1], multiply, known.record)}")
@@ -171,10 +264,23 @@ def _wgmma(known: argparse.Namespace) -> int:
 def _replay(known: argparse.Namespace) -> int:
     from fp8ref.conformance.gemm import recording
 
-    given = ("subject", "shape", "formats", "fast_accum", "out_dtype", "granularity", "record", "layout", "framework")
+    given = (
+        "subject",
+        "shape",
+        "formats",
+        "fast_accum",
+        "out_dtype",
+        "granularity",
+        "record",
+        "layout",
+        "framework",
+    )
     unused = [name.replace("_", "-") for name in given if getattr(known, name)]
     if unused:
-        raise ValueError(f"--replay takes all settings from the recordings; got {', '.join(unused)} too. Leave it out.")
+        raise ValueError(
+            f"--replay takes all settings from the recordings; got {', '.join(unused)} too. "
+            "Leave it out."
+        )
     with console.waiting("verify recordings"):
         found = recording.verify_all(known.replay)
     code = conclude(found, known.json)

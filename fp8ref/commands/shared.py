@@ -14,20 +14,34 @@ Run = Callable[[argparse.Namespace], int]
 """A command's function: parsed arguments -> exit code."""
 
 
-def of_config(commands, name: str, run: Callable[[argparse.Namespace, list[str]], int], help: str) -> argparse.ArgumentParser:
+def of_config(
+    commands, name: str, run: Callable[[argparse.Namespace, list[str]], int], help: str
+) -> argparse.ArgumentParser:
     """Add a command that takes a CONFIG and options for its keys, which ``config`` applies.
 
     argparse reads the command's own options and tyro those of the config, so that --help prints
     both.
     """
-    made = commands.add_parser(name, help=help, description=help, allow_abbrev=False, add_help=False)
-    made.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="a TOML file, or the name of a packaged one, such as tiny")
-    made.add_argument("-h", "--help", action="store_true", help="show this message and all keys of CONFIG")
+    made = commands.add_parser(
+        name, help=help, description=help, allow_abbrev=False, add_help=False
+    )
+    made.add_argument(
+        "config",
+        metavar="CONFIG",
+        type=Path,
+        nargs="?",
+        help="a TOML file, or the name of a packaged one, such as tiny",
+    )
+    made.add_argument(
+        "-h", "--help", action="store_true", help="show this message and all keys of CONFIG"
+    )
     made.set_defaults(run=run, parser=made)
     return made
 
 
-def plain(commands, name: str, run: Run, help: str, description: str | None = None) -> argparse.ArgumentParser:
+def plain(
+    commands, name: str, run: Run, help: str, description: str | None = None
+) -> argparse.ArgumentParser:
     """Add a command whose options are all declared to argparse."""
     made = commands.add_parser(name, help=help, description=description or help, allow_abbrev=False)
 
@@ -52,25 +66,39 @@ def config(known: argparse.Namespace, options: list[str]):
     prog = known.parser.prog
     if known.help:
         print(known.parser.format_help())
-        configs.override(configs.Config(), ["--help"], prog=f"{prog} CONFIG")  # prints, and exits with 0
+        configs.override(
+            configs.Config(), ["--help"], prog=f"{prog} CONFIG"
+        )  # prints, and exits with 0
     if known.config is None:
-        raise ConfigError(f"{prog} needs a CONFIG: a TOML file, or one of {', '.join(shipped.NAMES)}. See {prog} --help.")
+        raise ConfigError(
+            f"{prog} needs a CONFIG: a TOML file, or one of {', '.join(shipped.NAMES)}. See "
+            f"{prog} --help."
+        )
     if options and not shipped.find(known.config).exists():
         raise ConfigError(
-            f"{known.config}: no such file. {prog} takes CONFIG first, then the options of its keys, such as {prog} tiny --run.steps 20."
+            f"{known.config}: no such file. {prog} takes CONFIG first, then the options of its "
+            f"keys, such as {prog} tiny --run.steps 20."
         )
     return configs.override(configs.load(known.config), options, prog=f"{prog} {known.config}")
 
 
 def add_trust(command: argparse.ArgumentParser) -> None:
     """Add ``--trust``, which ``trust_source`` reads."""
-    command.add_argument("--trust", action="store_true", help="import the code that architecture.source of a file names")
+    command.add_argument(
+        "--trust",
+        action="store_true",
+        help="import the code that architecture.source of a file names",
+    )
 
 
-def trust_source(known: argparse.Namespace, path: Path, config, options: Sequence[str] = ()) -> None:
-    """Let the module of architecture.source be imported, and say so, if --trust or an option of the command line names it.
+def trust_source(
+    known: argparse.Namespace, path: Path, config, options: Sequence[str] = ()
+) -> None:
+    """Let the module of architecture.source be imported, and say so, if --trust or an option of the
+    command line names it.
 
-    A config may be a stranger's wherever it is, so a file alone imports nothing. A dry run needs --trust.
+    A config may be a stranger's wherever it is, so a file alone imports nothing. A dry run needs
+    --trust.
     """
     from fp8ref.train.config import architecture
 
@@ -79,14 +107,24 @@ def trust_source(known: argparse.Namespace, path: Path, config, options: Sequenc
         return
     named = any(option.partition("=")[0] == "--architecture.source" for option in options)
     if known.trust or (named and not getattr(known, "dry_run", False)):
-        console.say(f"{path}: importing architecture.source {keys.source!r}, whose code runs in this process")
+        console.say(
+            f"{path}: importing architecture.source {keys.source!r}, whose code runs in this "
+            "process"
+        )
         architecture.trust(keys.source)
 
 
 def add_judging(command: argparse.ArgumentParser) -> None:
     """Add the options of a verdict on losses, which ``confidence`` and ``margin`` read."""
-    command.add_argument("--confidence", type=float, default=0.95, help="confidence of the intervals (default 0.95)")
-    command.add_argument("--margin", type=float, metavar="NATS", help="losses closer than this are equivalent (default: 0.25 %% of bf16's)")
+    command.add_argument(
+        "--confidence", type=float, default=0.95, help="confidence of the intervals (default 0.95)"
+    )
+    command.add_argument(
+        "--margin",
+        type=float,
+        metavar="NATS",
+        help="losses closer than this are equivalent (default: 0.25 %% of bf16's)",
+    )
 
 
 def confidence(known: argparse.Namespace) -> float:
@@ -113,22 +151,47 @@ def conclude(found: Result, json: Path | None) -> int:
 
 def check_json(path: Path | None, *read: Path | None) -> None:
     """ValueError if --json cannot be written, or names a file of a run or of this command."""
-    if path and any(other and other.exists() and path.exists() and path.samefile(other) for other in read):
-        raise ValueError(f"--json names a file that this command does not read; got {path}. Name another.")
+    if path and any(
+        other and other.exists() and path.exists() and path.samefile(other) for other in read
+    ):
+        raise ValueError(
+            f"--json names a file that this command does not read; got {path}. Name another."
+        )
     if path and str(path) == "-":
         raise ValueError("--json names a file; got '-'. Name /dev/stdout for standard output.")
-    if path and path.name in ("manifest.json", "metrics.jsonl", "statistics.jsonl", "config.toml", "shards.json", "batch.npy"):
-        raise ValueError(f"--json names no file of a run, checkpoint or shard directory, such as {path.name}; got {path}. Name another.")
-    if path and (path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise ValueError(f"--json names a file in a directory that exists and can be written; got {path}.")
+    if path and path.name in (
+        "manifest.json",
+        "metrics.jsonl",
+        "statistics.jsonl",
+        "config.toml",
+        "shards.json",
+        "batch.npy",
+    ):
+        raise ValueError(
+            "--json names no file of a run, checkpoint or shard directory, such as "
+            f"{path.name}; got {path}. Name another."
+        )
+    if path and (
+        path.is_dir()
+        or not path.absolute().parent.is_dir()
+        or not os.access(path.absolute().parent, os.W_OK)
+    ):
+        raise ValueError(
+            f"--json names a file in a directory that exists and can be written; got {path}."
+        )
 
 
 def check_whole(config) -> None:
-    """ConfigError for microbatches, schedules and users' models, which a cross-check does not support."""
+    """ConfigError for microbatches, schedules and users' models, which a cross-check does not
+    support.
+    """
     from fp8ref.shared.errors import ConfigError
     from fp8ref.train.config import architecture
 
     architecture.require_llama(config, "a cross-check")
     config.require_one_recipe("a cross-check")
     if config.data.microbatches > 1:
-        raise ConfigError(f"a cross-check takes whole batches; got data.microbatches = {config.data.microbatches}. Set it to 1.")
+        raise ConfigError(
+            "a cross-check takes whole batches; got data.microbatches = "
+            f"{config.data.microbatches}. Set it to 1."
+        )

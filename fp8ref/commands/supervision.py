@@ -1,8 +1,9 @@
-"""A command that calls somebody's function runs in a child process, so that no end of the function passes for a verdict.
+"""A command that calls somebody's function runs in a child process, so that no end of the function
+passes for a verdict.
 
-A function may end its process, hang, or raise what is no Exception. The parent starts the same command again and
-waits for the exit code that the child reports after its verdict; without one it never ends with 0. The child ends
-with the parent.
+A function may end its process, hang, or raise what is no Exception. The parent starts the same
+command again and waits for the exit code that the child reports after its verdict; without one it
+never ends with 0. The child ends with the parent.
 """
 
 import argparse
@@ -16,9 +17,13 @@ import sys
 from fp8ref.shared import parents as parent_process
 
 VARIABLE = "FP8REF_VERDICT"
-"""Names, in the environment of a child, the pipe that it reports to, and one that its parent never writes to."""
+"""Names, in the environment of a child, the pipe that it reports to, and one that its parent never
+writes to.
+"""
 
-_pipe, _parent = map(int, os.environ.pop(VARIABLE, "-1 -1").split())  # not for processes that the function starts
+_pipe, _parent = map(
+    int, os.environ.pop(VARIABLE, "-1 -1").split()
+)  # not for processes that the function starts
 if _parent >= 0:
     parent_process.follow(_parent, -os.getpgrp())
 
@@ -26,7 +31,11 @@ if _parent >= 0:
 def add_timeout(command: argparse.ArgumentParser) -> None:
     """Add ``--timeout``; a command that has it runs in a child."""
     command.add_argument(
-        "--timeout", type=float, default=3600.0, metavar="SECONDS", help="stop a function that does not return (default 3600)"
+        "--timeout",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="stop a function that does not return (default 3600)",
     )
 
 
@@ -50,8 +59,8 @@ def report(code: int) -> None:
 def in_child(timeout: float) -> int:
     """Run this process's command line in a child, and return the exit code that it reports.
 
-    Raises:   ValueError: a timeout that is not positive and finite; a child that does not end in time, or ends
-              without a verdict.
+    Raises:   ValueError: a timeout that is not positive and finite; a child that does not end in
+              time, or ends without a verdict.
     """
     if not 0 < timeout < math.inf:
         raise ValueError(f"--timeout is a number of seconds above 0; got {timeout:g}.")
@@ -72,7 +81,10 @@ def in_child(timeout: float) -> int:
             if verdict := os.read(reader, 1):
                 return verdict[0]
     except subprocess.TimeoutExpired:
-        raise ValueError(f"no verdict within --timeout {timeout:g} seconds: the function may hang. Mend it, or allow more time.") from None
+        raise ValueError(
+            f"no verdict within --timeout {timeout:g} seconds: the function may hang. Mend it, "
+            "or allow more time."
+        ) from None
     finally:
         signal.signal(signal.SIGTERM, ended)
         with contextlib.suppress(ProcessLookupError):
@@ -82,4 +94,6 @@ def in_child(timeout: float) -> int:
             os.close(end)
     code = child.returncode
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    raise ValueError(f"the function ended the process ({how}), and there is no verdict. Let it return.")
+    raise ValueError(
+        f"the function ended the process ({how}), and there is no verdict. Let it return."
+    )

@@ -9,13 +9,44 @@ from fp8ref.shared import console
 
 def add(commands) -> None:
     """Add ``fp8ref sweep``."""
-    sweep = shared.of_config(commands, "sweep", _sweep, "Train a config in several recipes with matched seeds, and judge them by bf16.")
-    sweep.add_argument("--recipes", default="bf16,tensorwise", metavar="NAMES", help="recipes, with commas (default bf16,tensorwise)")
-    sweep.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of each recipe, from those of CONFIG on (default 3)")
-    sweep.add_argument("--backend", default="jax", metavar="NAMES", help="jax, torch, or both with a comma (default jax)")
-    sweep.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process (default 1)")
+    sweep = shared.of_config(
+        commands,
+        "sweep",
+        _sweep,
+        "Train a config in several recipes with matched seeds, and judge them by bf16.",
+    )
     sweep.add_argument(
-        "--out", type=Path, default=Path("sweep"), metavar="DIR", help="directory of the runs and report.html (default sweep)"
+        "--recipes",
+        default="bf16,tensorwise",
+        metavar="NAMES",
+        help="recipes, with commas (default bf16,tensorwise)",
+    )
+    sweep.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="seeds of each recipe, from those of CONFIG on (default 3)",
+    )
+    sweep.add_argument(
+        "--backend",
+        default="jax",
+        metavar="NAMES",
+        help="jax, torch, or both with a comma (default jax)",
+    )
+    sweep.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs at a time, each in a process (default 1)",
+    )
+    sweep.add_argument(
+        "--out",
+        type=Path,
+        default=Path("sweep"),
+        metavar="DIR",
+        help="directory of the runs and report.html (default sweep)",
     )
     shared.add_trust(sweep)
     shared.add_judging(sweep)
@@ -29,10 +60,19 @@ def _sweep(known: argparse.Namespace, options: list[str]) -> int:
     from fp8ref.train.loop import BACKENDS
 
     backends = _names(known.backend)
-    if not backends or [name for name in backends if name not in BACKENDS] or len(set(backends)) < len(backends):
-        raise ConfigError(f"--backend takes names of {', '.join(BACKENDS)}, each once; got {known.backend!r}.")
+    if (
+        not backends
+        or [name for name in backends if name not in BACKENDS]
+        or len(set(backends)) < len(backends)
+    ):
+        raise ConfigError(
+            f"--backend takes names of {', '.join(BACKENDS)}, each once; got {known.backend!r}."
+        )
     if config.run.out is not None:
-        raise ConfigError(f"the runs of a sweep are in directories of --out; got run.out {config.run.out!r}. Leave it out.")
+        raise ConfigError(
+            f"the runs of a sweep are in directories of --out; got run.out {config.run.out!r}. "
+            "Leave it out."
+        )
     if known.jobs < 1:
         raise ConfigError(f"--jobs is at least 1; got {known.jobs}.")
     if known.out.exists() and not known.out.is_dir():

@@ -12,12 +12,22 @@ from fp8ref.shared import console
 def add(commands) -> None:
     """Add ``fp8ref train``."""
     train = shared.of_config(commands, "train", _train, "Train a model and write a run directory.")
-    train.add_argument("--backend", choices=("jax", "torch"), help="the framework to train with (required)")
-    train.add_argument("--resume", action="store_true", help="continue a stopped run; do nothing if it is finished")
+    train.add_argument(
+        "--backend", choices=("jax", "torch"), help="the framework to train with (required)"
+    )
+    train.add_argument(
+        "--resume", action="store_true", help="continue a stopped run; do nothing if it is finished"
+    )
     train.add_argument("--overwrite", action="store_true", help="replace an existing run")
-    train.add_argument("--dry-run", action="store_true", help="print sizes, memory, GEMMs and predicted speed-ups; train nothing")
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print sizes, memory, GEMMs and predicted speed-ups; train nothing",
+    )
     shared.add_trust(train)
-    train.add_argument("--distributed", action="store_true", help="this process is one of several of a run")
+    train.add_argument(
+        "--distributed", action="store_true", help="this process is one of several of a run"
+    )
 
 
 def _train(known: argparse.Namespace, options: list[str]) -> int:
@@ -36,7 +46,10 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
     shared.trust_source(known, known.config, config, options)
     if known.dry_run:
         if given := [key for key in ("resume", "overwrite", "distributed") if getattr(known, key)]:
-            raise ConfigError(f"--dry-run reads a config alone, in one process; got --{given[0]} too. Leave it out.")
+            raise ConfigError(
+                f"--dry-run reads a config alone, in one process; got --{given[0]} too. Leave "
+                "it out."
+            )
         from fp8ref.estimate import dry_run
 
         dry_run.show(config, known.backend, console.console())
@@ -46,22 +59,39 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
     out = Path(config.run.out) if config.run.out else _default(known, config)
     processes = _processes(known, config) if known.distributed else None
     with processes.naming_lost_processes() if processes else contextlib.nullcontext():
-        lines = loop.train(config, known.backend, out, resume=known.resume, overwrite=known.overwrite, processes=processes)
+        lines = loop.train(
+            config,
+            known.backend,
+            out,
+            resume=known.resume,
+            overwrite=known.overwrite,
+            processes=processes,
+        )
     if processes and not processes.first:
         return 0
     if lines is None:
         console.show(f"{out} is finished; nothing to do")
     else:
-        console.show(f"{out}: {config.run.steps} steps, loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}")
+        console.show(
+            f"{out}: {config.run.steps} steps, loss {lines[-1]['loss']:.4f}, validation loss "
+            f"{lines[-1]['val_loss']:.4f}"
+        )
     return 0
 
 
 def _default(known: argparse.Namespace, config) -> Path:
-    """The default directory: runs/<config>-<backend>-<recipe>[-<simulated hardware>], with all recipes of a schedule."""
+    """The default directory: runs/<config>-<backend>-<recipe>[-<simulated hardware>], with all
+    recipes of a schedule.
+    """
     from fp8ref.train.config import hardware
 
     multiply = hardware.of(config, known.backend)
-    parts = [known.config.stem, known.backend, "-to-".join(config.recipes), *([multiply.name] if multiply else [])]
+    parts = [
+        known.config.stem,
+        known.backend,
+        "-to-".join(config.recipes),
+        *([multiply.name] if multiply else []),
+    ]
     return Path("runs") / "-".join(parts)
 
 
@@ -70,7 +100,9 @@ def _processes(known: argparse.Namespace, config):
         from fp8ref.train.jax.processes import join
 
         return join()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded; its warning of a lost process is a page of C++ frames
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # before torch is loaded; its warning of a lost process is a page of C++ frames
     from fp8ref.train.torch import processes
 
     known.leave = processes.leave

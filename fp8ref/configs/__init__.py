@@ -22,4 +22,8 @@ def find(path: str | Path, suffix: str = ".toml") -> Path:
     'tiny.toml'
     """
     path, shipped = Path(path), FOLDER / f"{path}{suffix}"
-    return shipped if len(path.parts) == 1 and not path.suffix and not path.is_file() and shipped.exists() else path
+    return (
+        shipped
+        if len(path.parts) == 1 and not path.suffix and not path.is_file() and shipped.exists()
+        else path
+    )

@@ -27,7 +27,12 @@ CHUNK = 1 << 22
 STRIDE = 1009
 """One in so many float32 inputs is compared, unless all are."""
 
-SCALES = (("e4m3fn", "torchao"), ("e4m3fn", "torchao_pow2"), ("e4m3fn", "torchao_mask"), ("e5m2", "torchao"))
+SCALES = (
+    ("e4m3fn", "torchao"),
+    ("e4m3fn", "torchao_pow2"),
+    ("e4m3fn", "torchao_mask"),
+    ("e5m2", "torchao"),
+)
 """The (format, policy) of the scales that are compared."""
 
 
@@ -64,8 +69,12 @@ class Certificate(Result):
             for (subject, where), compared in tally.compared.items():
                 if where not in ("in range", "scale") and subject not in libraries.OURS:
                     continue
-                check = report.check(f"{fmt}/{'cast' if kind == 'cast' else 'scale.' + kind}/{subject}")
-                differ = sum(n for (s, w, *_), n in tally.differ.items() if (s, w) == (subject, where))
+                check = report.check(
+                    f"{fmt}/{'cast' if kind == 'cast' else 'scale.' + kind}/{subject}"
+                )
+                differ = sum(
+                    n for (s, w, *_), n in tally.differ.items() if (s, w) == (subject, where)
+                )
                 check.compared += compared
                 check.equal += compared - differ
                 check.worst = max(check.worst, float(differ > 0))
@@ -81,7 +90,13 @@ class Certificate(Result):
             for (subject, where, ours, theirs), count in sorted(tally.differ.items()):
                 of_class = classes.setdefault(
                     (fmt, kind, subject, where),
-                    {"format": fmt, "what": kind, "library": subject, "inputs": where, "compared": tally.compared[subject, where]}
+                    {
+                        "format": fmt,
+                        "what": kind,
+                        "library": subject,
+                        "inputs": where,
+                        "compared": tally.compared[subject, where],
+                    }
                     | {"differ": 0, "specified": [], "found": []},
                 )
                 of_class["differ"] += count
@@ -97,7 +112,10 @@ class Certificate(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """``report`` and ``disagreements``."""
-        return self.report().to_dict() | {"exhaustive": self.exhaustive, "disagreements": self.disagreements()}
+        return self.report().to_dict() | {
+            "exhaustive": self.exhaustive,
+            "disagreements": self.disagreements(),
+        }
 
     def render(self, console: "Console") -> None:
         """Print the checks, the kinds of input that libraries decide otherwise, and the first
@@ -106,27 +124,62 @@ class Certificate(Result):
         from rich.table import Table
 
         report = self.report()
-        table = Table("what", "library", "compared", "equal", "", title="inputs in range, and all inputs of fp8ref's own")
+        table = Table(
+            "what",
+            "library",
+            "compared",
+            "equal",
+            "",
+            title="inputs in range, and all inputs of fp8ref's own",
+        )
         for check in report.checks.values():
             what, subject = check.name.rsplit("/", 1)
-            table.add_row(what, subject, f"{check.compared:,}", f"{check.equal:,}", "ok" if check.ok else "FAILS")
+            table.add_row(
+                what,
+                subject,
+                f"{check.compared:,}",
+                f"{check.equal:,}",
+                "ok" if check.ok else "FAILS",
+            )
         console.print(table)
-        table = Table("format", "library", "inputs", "specified", "found", "differ", "of", title="decided otherwise (spec C-4, C-5)")
+        table = Table(
+            "format",
+            "library",
+            "inputs",
+            "specified",
+            "found",
+            "differ",
+            "of",
+            title="decided otherwise (spec C-4, C-5)",
+        )
         for row in self.disagreements():
             table.add_row(
-                row["format"], row["library"], row["inputs"], *(" ".join(row[k]) for k in ("specified", "found")),
-                f"{row['differ']:,}", f"{row['compared']:,}",
-            )  # fmt: skip
+                row["format"],
+                row["library"],
+                row["inputs"],
+                *(" ".join(row[k]) for k in ("specified", "found")),
+                f"{row['differ']:,}",
+                f"{row['compared']:,}",
+            )
         console.print(table)
         for check in report.failures:
             console.print(f"{check.name}: {check.detail}", markup=False, soft_wrap=True)
-        console.print("all float32 inputs" if self.exhaustive else f"one in {STRIDE} float32 inputs, all bfloat16, float16 and ties")
+        console.print(
+            "all float32 inputs"
+            if self.exhaustive
+            else f"one in {STRIDE} float32 inputs, all bfloat16, float16 and ties"
+        )
 
 
 def _tasks(exhaustive: bool) -> Iterator[Task]:
     stride, chunk = (1, CHUNK) if exhaustive else (STRIDE, CHUNK * STRIDE)
-    for kind, fmt, size in [("cast", f.name, 1 << 32) for f in (E4M3FN, E5M2)] + [(p, f, 1 << 31) for f, p in SCALES]:
+    for kind, fmt, size in [("cast", f.name, 1 << 32) for f in (E4M3FN, E5M2)] + [
+        (p, f, 1 << 31) for f, p in SCALES
+    ]:
         if not exhaustive:  # all inputs contain these, and count each once
             yield Task(kind=kind, fmt=fmt, special=True)
         # Successive strided chunks start where the stride left off: chunk is a multiple of it.
-        yield from (Task(kind=kind, fmt=fmt, begin=i, end=min(i + chunk, size), stride=stride) for i in range(0, size, chunk))
+        yield from (
+            Task(kind=kind, fmt=fmt, begin=i, end=min(i + chunk, size), stride=stride)
+            for i in range(0, size, chunk)
+        )

@@ -78,7 +78,9 @@ def pieces(begin: int, end: int, *, stride: int = 1) -> Iterator[np.ndarray]:
 
 
 def simplest_difference(
-    differing: Callable[[np.ndarray], tuple[np.ndarray, Callable[[int], _Description]]], *, inputs: int | None = None
+    differing: Callable[[np.ndarray], tuple[np.ndarray, Callable[[int], _Description]]],
+    *,
+    inputs: int | None = None,
 ) -> tuple[int, _Description | None]:
     """How many of all float32 inputs differ, and the description of the simplest one that does, if
     any.
@@ -98,7 +100,10 @@ def simplest_difference(
                 count += int(differs.sum())
                 at = simplest(x, differs)
                 # described at once: a description may need answers that the next piece replaces
-                if best is None or simplest(np.array([best[0], x[at]]), np.array([True, True])) == 1:
+                if (
+                    best is None
+                    or simplest(np.array([best[0], x[at]]), np.array([True, True])) == 1
+                ):
                     best = x[at], describe(at)
             advance(f"{count:,} unlike" if count else "")
     return count, best[1] if best else None
@@ -110,13 +115,17 @@ def run(tasks: Sequence[Task], workers: int) -> Iterator[tuple[Task, Tally]]:
         yield from ((task, examine(task)) for task in tasks)
         return
     # Fresh interpreters of one thread each: XLA and torch would otherwise start a pool in each.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=_one_thread
+    ) as pool:
         yield from zip(tasks, pool.map(examine, tasks), strict=True)
 
 
 def _one_thread() -> None:
     parent_process.follow_parent()
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    )
     libraries.one_thread()
 
 
@@ -127,7 +136,11 @@ def examine(task: Task) -> Tally:
     fmt, tally = FP8_FORMATS[task.fmt], Tally()
     with threads.using(1):
         for bits in _inputs(task, fmt):
-            tally.add(_examine_casts(bits, fmt) if task.kind == "cast" else _examine_scales(bits, fmt, task.kind))
+            tally.add(
+                _examine_casts(bits, fmt)
+                if task.kind == "cast"
+                else _examine_scales(bits, fmt, task.kind)
+            )
     return tally
 
 
@@ -147,7 +160,9 @@ def _examine_casts(bits: np.ndarray, fmt: Format) -> Tally:
     counts = _classify(bits, specified[False], fmt.max_code, kind)
     for library, function in libraries.casts(fmt).items():
         found, expected = function.run(x), specified[function.saturates]
-        tally.compared.update({(library, CAST_RANGES[k]): int(n) for k, n in enumerate(counts) if n})
+        tally.compared.update(
+            {(library, CAST_RANGES[k]): int(n) for k, n in enumerate(counts) if n}
+        )
         if np.array_equal(found, expected):
             continue
         for k, code, other, count, index in _run_lengths(kind, expected, found).tolist():
@@ -181,7 +196,12 @@ def _run_lengths(kind, expected, found):
     n = 0
     for i in range(kind.size):
         if expected[i] != found[i]:
-            if n and runs[n - 1, 0] == kind[i] and runs[n - 1, 1] == expected[i] and runs[n - 1, 2] == found[i]:
+            if (
+                n
+                and runs[n - 1, 0] == kind[i]
+                and runs[n - 1, 1] == expected[i]
+                and runs[n - 1, 2] == found[i]
+            ):
                 runs[n - 1, 3] += 1
             else:
                 row = runs[n]
@@ -198,13 +218,20 @@ def _examine_scales(bits: np.ndarray, fmt: Format, policy: str) -> Tally:
         tally.compared[library, "scale"] = amax.size
         if np.array_equal(found.view(np.uint32), expected.view(np.uint32)):
             continue
-        differ = (found.view(np.uint32) != expected.view(np.uint32)) & ~(np.isnan(found) & np.isnan(expected))
+        differ = (found.view(np.uint32) != expected.view(np.uint32)) & ~(
+            np.isnan(found) & np.isnan(expected)
+        )
         if differ.any():
             index = int(np.argmax(differ))
             tally.differ[library, "scale", "", ""] = int(differ.sum())
-            tally.first[library, "scale"] = _example(bits[index], repr(expected[index]), repr(found[index]))
+            tally.first[library, "scale"] = _example(
+                bits[index], repr(expected[index]), repr(found[index])
+            )
     return tally
 
 
 def _example(bits, specified: str, found: str) -> str:
-    return f"specified {specified}, found {found}; input {np.uint32(bits).view(np.float32):.9g} (float32 bits 0x{int(bits):08X})"
+    return (
+        f"specified {specified}, found {found}; input {np.uint32(bits).view(np.float32):.9g} "
+        f"(float32 bits 0x{int(bits):08X})"
+    )

@@ -25,7 +25,13 @@ except ImportError:
 
 
 def casts(
-    fmt: Format, *, source: str = "float32", rounding: str = "nearest_even", saturate: bool = True, count: int = 1000, seed: int = 0
+    fmt: Format,
+    *,
+    source: str = "float32",
+    rounding: str = "nearest_even",
+    saturate: bool = True,
+    count: int = 1000,
+    seed: int = 0,
 ) -> list:
     """pytest parameters (x [n], codes uint8 [n]), one for every kind of input, such as
     ``e4m3fn-float32-tie``.
@@ -45,13 +51,17 @@ def casts(
     of_kinds, x = question.kinds(bits), _array(bits, source)
     codes = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
     return [
-        pytest.param(x[of_kinds == i], codes[of_kinds == i], id=f"{fmt}-{source}-{kind.replace(' ', '_')}")
+        pytest.param(
+            x[of_kinds == i], codes[of_kinds == i], id=f"{fmt}-{source}-{kind.replace(' ', '_')}"
+        )
         for i, kind in enumerate(kinds.CASTS)
         if (of_kinds == i).any()
     ]
 
 
-def scales(fmt: Format, policy: str = "torchao", *, made: str = "scale", count: int = 1000, seed: int = 0) -> list:
+def scales(
+    fmt: Format, policy: str = "torchao", *, made: str = "scale", count: int = 1000, seed: int = 0
+) -> list:
     """pytest parameters (amax float32 [n], its scale [n]), one for every kind of amax, such as
     ``e4m3fn-torchao-power_of_two``.
 
@@ -69,7 +79,11 @@ def scales(fmt: Format, policy: str = "torchao", *, made: str = "scale", count: 
     expected = scales_asked.expected(amax, fmt, policy, made)
     expected = expected if made == "e8m0" else expected.view(np.float32)
     return [
-        pytest.param(amax[of_kinds == i], expected[of_kinds == i], id=f"{fmt}-{policy}-{kind.replace(' ', '_')}")
+        pytest.param(
+            amax[of_kinds == i],
+            expected[of_kinds == i],
+            id=f"{fmt}-{policy}-{kind.replace(' ', '_')}",
+        )
         for i, kind in enumerate(kinds.AMAXES)
         if (of_kinds == i).any()
     ]

@@ -17,7 +17,9 @@ from fp8ref.sim.quantize import cast
 from fp8ref.spec import granularity as granularities
 
 
-def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even", saturate: bool = True) -> None:
+def require_cast(
+    x, found_codes, fmt: Format, *, rounding: str = "nearest_even", saturate: bool = True
+) -> None:
     """Require that found_codes are the cast of x to fmt (spec C), else raise an
     AssertionError.
 
@@ -43,7 +45,8 @@ def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even",
     raise AssertionError(
         _message(
             f"{int(differ.sum())} of {x.size} codes of {fmt} differ; the simplest:",
-            input=f"{x.dtype.name} {explain.decimal(value[0])}, bits {_bits(value)}{_at(i, x.shape)} ({kind})",
+            input=f"{x.dtype.name} {explain.decimal(value[0])}, bits "
+            f"{_bits(value)}{_at(i, x.shape)} ({kind})",
             expected=explain.code(int(expected.reshape(-1)[i]), fmt),
             got=explain.code(int(found.reshape(-1)[i]), fmt),
             rule=explain.cast_rule(kind, fmt, **how),  # type: ignore[arg-type]
@@ -52,7 +55,9 @@ def require_cast(x, found_codes, fmt: Format, *, rounding: str = "nearest_even",
     )
 
 
-def require_scales(amax, found, fmt: Format, *, policy: str = "torchao", made: str = "scale") -> None:
+def require_scales(
+    amax, found, fmt: Format, *, policy: str = "torchao", made: str = "scale"
+) -> None:
     """Require that found are a policy's scales of float32 amaxes, else raise an AssertionError.
 
     made      what found holds: ``scale``, ``scale_inv``, or ``e8m0``, the code of scale_inv.
@@ -75,7 +80,8 @@ def require_scales(amax, found, fmt: Format, *, policy: str = "torchao", made: s
     raise AssertionError(
         _message(
             f"{int(differ.sum())} of {amax.size} scales to {fmt} differ; the simplest:",
-            input=f"amax {explain.decimal(value[0])}, bits {_bits(value)}{_at(i, amax.shape)} ({kind})",
+            input=f"amax {explain.decimal(value[0])}, bits {_bits(value)}{_at(i, amax.shape)} "
+            f"({kind})",
             expected=scale.shown(expected[i], made),
             got=scale.shown(bits[i], made),
             rule=explain.scale_rule(kind, policy),
@@ -99,9 +105,9 @@ def require_quantized(
     """Require that codes and scales are those of ``sim.scaling.quantize``, else raise an
     AssertionError.
 
-    Give at least one of scale, scale_inv and e8m0, the codes of scale_inv; of a policy with a scale of
-    the tensor, tensor_scale_inv too (S-22). All that are given are compared, scales before codes. Codes
-    of 4 bits are one a byte: ``packing.unpack`` makes them of pairs.
+    Give at least one of scale, scale_inv and e8m0, the codes of scale_inv; of a policy with a scale
+    of the tensor, tensor_scale_inv too (S-22). All that are given are compared, scales before
+    codes. Codes of 4 bits are one a byte: ``packing.unpack`` makes them of pairs.
 
     Shapes:   x float32, float16 or bfloat16, found_codes of its shape; scales in any shape with as
               many elements as ``scale_shape`` gives.
@@ -115,7 +121,10 @@ def require_quantized(
     if all(value is None for value in given.values()):
         raise ValueError("quantized codes need scales; got none. Give scale, scale_inv or e8m0.")
     _require_tensor_scale(x, tensor_scale_inv, fmt, policy)
-    codes, shape = _codes(found_codes, x.shape, fmt), granularities.scale_shape(granularity, x.shape, axis)
+    codes, shape = (
+        _codes(found_codes, x.shape, fmt),
+        granularities.scale_shape(granularity, x.shape, axis),
+    )
     how = {"policy": policy, "granularity": granularity, "axis": axis}
     for made, value in given.items():
         if value is None:
@@ -132,11 +141,16 @@ def require_quantized(
 
 
 def _require_tensor_scale(x: np.ndarray, found, fmt: Format, policy: str) -> None:
-    """AssertionError unless found is the scale_inv of the tensor; ValueError unless it goes with the policy (S-22)."""
+    """AssertionError unless found is the scale_inv of the tensor; ValueError unless it goes with
+    the policy (S-22).
+    """
     rule = policies.by_name(policy).two_level
     if (rule is not None and rule.tensor != "none") != (found is not None):
         need = "needs" if found is None else "has no"
-        raise ValueError(f"policy {policy!r} {need} tensor_scale_inv (S-22). {'Give it' if found is None else 'Leave it out'}.")
+        raise ValueError(
+            f"policy {policy!r} {need} tensor_scale_inv (S-22). "
+            f"{'Give it' if found is None else 'Leave it out'}."
+        )
     if found is None:
         return
     got = as_numpy(found)
@@ -144,14 +158,21 @@ def _require_tensor_scale(x: np.ndarray, found, fmt: Format, policy: str) -> Non
         raise ValueError(f"tensor_scale_inv is one float32 number; got {got.dtype} {got.shape}.")
     if why := quantize.tensor_difference(x, got.reshape(-1).view(np.uint32)[0], fmt, policy):
         raise AssertionError(
-            _message(f"tensor_scale_inv of {fmt} differs:", input=why["vector"], **{k: why[k] for k in ("expected", "got", "rule")})
+            _message(
+                f"tensor_scale_inv of {fmt} differs:",
+                input=why["vector"],
+                **{k: why[k] for k in ("expected", "got", "rule")},
+            )
         )
 
 
 def _codes(found, shape: tuple[int, ...], fmt: Format) -> np.ndarray:
     found, dtype = named(found)
     if found.dtype != np.uint8 or found.shape != shape:
-        raise ValueError(f"codes are uint8 or an FP8 dtype, of the input's shape {shape}; got {found.dtype} {found.shape}.")
+        raise ValueError(
+            f"codes are uint8 or an FP8 dtype, of the input's shape {shape}; got {found.dtype} "
+            f"{found.shape}."
+        )
     _check_dtype(dtype, fmt.name)
     return found
 
@@ -159,7 +180,10 @@ def _codes(found, shape: tuple[int, ...], fmt: Format) -> np.ndarray:
 def _check_dtype(dtype: str, fmt: str) -> None:
     """ValueError where a dtype of FP8 or FP4 names another format."""
     if dtype.partition("_")[2] not in ("", fmt):
-        raise ValueError(f"codes of {fmt} are uint8 or of its own dtype; got {dtype}. View them as uint8 if they are codes of {fmt}.")
+        raise ValueError(
+            f"codes of {fmt} are uint8 or of its own dtype; got {dtype}. View them as uint8 if "
+            f"they are codes of {fmt}."
+        )
 
 
 def _scales(found, made: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -168,7 +192,10 @@ def _scales(found, made: str, shape: tuple[int, ...]) -> np.ndarray:
     size = int(np.prod(shape))
     dtype = np.uint8 if made == "e8m0" else np.float32
     if found.dtype != dtype or found.size != size:
-        raise ValueError(f"{made} is {np.dtype(dtype)} with {size} elements, shape {shape}; got {found.dtype} {found.shape}.")
+        raise ValueError(
+            f"{made} is {np.dtype(dtype)} with {size} elements, shape {shape}; got "
+            f"{found.dtype} {found.shape}."
+        )
     if made == "e8m0":
         _check_dtype(given, E8M0FNU.name)
     return np.ascontiguousarray(found).reshape(-1).view(np.uint8 if made == "e8m0" else np.uint32)
@@ -184,4 +211,10 @@ def _at(i: int, shape: tuple[int, ...]) -> str:
 
 
 def _message(title: str, *, note: str = "", **lines: str) -> str:
-    return "\n".join([title, *(f"  {name:<8}  {line}" for name, line in lines.items()), *([f"  {note}"] if note else [])])
+    return "\n".join(
+        [
+            title,
+            *(f"  {name:<8}  {line}" for name, line in lines.items()),
+            *([f"  {note}"] if note else []),
+        ]
+    )

@@ -39,13 +39,31 @@ _T = TypeVar("_T")
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that numbers and tensors are drawn in."""
 
-PATTERNS = ("plain", "points", "amax", "scaled points", "outliers", "zero groups", "all zero", "subnormal", "any", "specials")
+PATTERNS = (
+    "plain",
+    "points",
+    "amax",
+    "scaled points",
+    "outliers",
+    "zero groups",
+    "all zero",
+    "subnormal",
+    "any",
+    "specials",
+)
 """The patterns of drawn tensors (see ``tensors``)."""
 
 # Patterns that tell scales and roundings of products apart are repeated, and so are infinities and
 # NaN. Of a hundred examples hypothesis draws some twenty afresh. It mutates these into the others,
 # which mostly keep the pattern: a pattern drawn once may never come.
-_DRAWN = ("plain", "points", *2 * ("amax", "scaled points"), *PATTERNS[2:-2], *2 * ("any",), *8 * ("specials",))
+_DRAWN = (
+    "plain",
+    "points",
+    *2 * ("amax", "scaled points"),
+    *PATTERNS[2:-2],
+    *2 * ("any",),
+    *8 * ("specials",),
+)
 PLAIN = (0.0, 1.0, -1.0, 2.0, 0.5, -0.0, 3.0, 0.0625, -448.0, 100.0)
 """Simple values that strategies of numbers include, the simplest first."""
 
@@ -65,14 +83,16 @@ def granularities() -> st.SearchStrategy[str]:
     return st.sampled_from(list(GRANULARITIES))
 
 
-def shapes(granularity: str = "tensorwise", *, axis: int = -1, most: int = 6, ragged: bool = False) -> st.SearchStrategy[tuple[int, int]]:
+def shapes(
+    granularity: str = "tensorwise", *, axis: int = -1, most: int = 6, ragged: bool = False
+) -> st.SearchStrategy[tuple[int, int]]:
     """Shapes (M, N) that a granularity takes.
 
     The reduced axis has one or two whole blocks; the other may also end in a ragged one. An axis
     without blocks has 1 to ``most`` elements.
 
-    ragged  the last block of the reduced axis may be ragged too, as of a function that fills it with zeros: give
-            the shape to ``tensors``, and compare with a tensor that zeros fill up.
+    ragged  the last block of the reduced axis may be ragged too, as of a function that fills it
+            with zeros: give the shape to ``tensors``, and compare with a tensor that zeros fill up.
 
     Raises:   ValueError: an unknown granularity.
     """
@@ -82,12 +102,18 @@ def shapes(granularity: str = "tensorwise", *, axis: int = -1, most: int = 6, ra
     if ragged:
         whole = st.one_of(st.sampled_from([block + 1, 2 * block - 1, 1]), st.integers(1, 2 * block))
     reduced = st.integers(1, most) if of.reduced is None else whole
-    other = st.integers(1, most) if of.other in (None, 1) else st.sampled_from([1, 2, of.other, (of.other or 1) + 1])
+    other = (
+        st.integers(1, most)
+        if of.other in (None, 1)
+        else st.sampled_from([1, 2, of.other, (of.other or 1) + 1])
+    )
     return st.tuples(other, reduced) if axis % 2 else st.tuples(reduced, other)
 
 
 @functools.lru_cache(maxsize=256)
-def numbers(fmt: Format = E4M3FN, dtype: str = "float32", *, finite: bool = False) -> st.SearchStrategy[float]:
+def numbers(
+    fmt: Format = E4M3FN, dtype: str = "float32", *, finite: bool = False
+) -> st.SearchStrategy[float]:
     """Values of a dtype: plain ones, every number and tie of fmt with its neighbors, and any
     other.
 
@@ -103,7 +129,9 @@ def numbers(fmt: Format = E4M3FN, dtype: str = "float32", *, finite: bool = Fals
 
 
 @functools.lru_cache(maxsize=256)
-def amaxes(fmt: Format = E4M3FN, policy: str = "torchao", *, dtype: str = "float32", finite: bool = False) -> st.SearchStrategy[float]:
+def amaxes(
+    fmt: Format = E4M3FN, policy: str = "torchao", *, dtype: str = "float32", finite: bool = False
+) -> st.SearchStrategy[float]:
     """Amaxes at a policy's edges, and any other; none is negative.
 
     Edges are zero, subnormals, eps, the amax whose scale overflows, and powers of two and max times
@@ -138,25 +166,35 @@ def tensors(
     ``specials``       one or two elements are infinite or NaN; never drawn if ``finite``.
     Zeros have both signs.
 
-    Raises:   ValueError: a fmt that is not FP8; an unknown policy, dtype or granularity; a shape without
-              elements or axes; ImportError: bfloat16 without ml_dtypes.
+    Raises:   ValueError: a fmt that is not FP8; an unknown policy, dtype or granularity; a shape
+              without elements or axes; ImportError: bfloat16 without ml_dtypes.
     """
     block = by_name(granularity).reduced
     if shape is not None and (not shape or min(shape) < 1):
-        raise ValueError(f"a tensor has at least one axis, and each at least one element; got shape {tuple(shape)}.")
+        raise ValueError(
+            "a tensor has at least one axis, and each at least one element; got shape "
+            f"{tuple(shape)}."
+        )
     shape = draw(shapes(granularity, axis=axis)) if shape is None else shape
     pattern = draw(st.sampled_from([p for p in _DRAWN if not finite or p != "specials"]))
     if pattern == "all zero":
         return _as(np.where(draw(hnp.arrays(np.bool_, shape)), -0.0, 0.0), dtype)
     # repeated to fill the shape, so that examples of any shape shrink to few values
-    x = np.resize(np.float64(draw(st.lists(_elements(pattern, fmt, dtype, finite), min_size=1, max_size=24))), shape)
+    x = np.resize(
+        np.float64(draw(st.lists(_elements(pattern, fmt, dtype, finite), min_size=1, max_size=24))),
+        shape,
+    )
     place = tuple(draw(st.integers(0, n - 1)) for n in shape)
     if pattern == "outliers":
         x[place] = (x[place] or 1.0) * 2.0 ** draw(st.integers(4, 12 if dtype == "float16" else 60))
     elif pattern == "zero groups":
         along = draw(st.integers(0, len(shape) - 1))
         lines = draw(hnp.arrays(np.bool_, shape[along]))
-        x[np.broadcast_to(lines.reshape([-1 if i == along else 1 for i in range(len(shape))]), shape)] = 0
+        x[
+            np.broadcast_to(
+                lines.reshape([-1 if i == along else 1 for i in range(len(shape))]), shape
+            )
+        ] = 0
     elif pattern in ("amax", "scaled points"):
         amax = draw(amaxes(fmt, policy, dtype=dtype, finite=True))
         if pattern == "scaled points":
@@ -168,12 +206,17 @@ def tensors(
         x[place] = draw(st.sampled_from([1.0, np.inf, np.nan]))
         # Counted from the end: hypothesis prefers the beginning, where a maximum that drops a NaN
         # may keep one.
-        x[tuple(-1 - draw(st.integers(0, n - 1)) for n in shape)] = draw(st.sampled_from([np.inf, np.nan, -np.inf, np.nan, np.nan]))
+        x[tuple(-1 - draw(st.integers(0, n - 1)) for n in shape)] = draw(
+            st.sampled_from([np.inf, np.nan, -np.inf, np.nan, np.nan])
+        )
     return _as(x, dtype)
 
 
 def examples(strategy: st.SearchStrategy[_T], most: int) -> list[_T]:
-    """At most so many examples of a strategy, the same in every call. ValueError: fewer than one."""
+    """At most so many examples of a strategy, the same in every call.
+
+    ValueError: fewer than one.
+    """
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ValueError(f"examples is an integer of at least 1; got {most!r}.")
     found: list[_T] = []
@@ -222,7 +265,9 @@ def _among(values: list[float]) -> st.SearchStrategy[float]:
     Drawn by two short ranges, since hypothesis prefers the beginning of a long one.
     """
     last = len(values) - 1
-    return st.tuples(st.integers(0, last // 64), st.integers(0, 63)).map(lambda place: values[min(64 * place[0] + place[1], last)])
+    return st.tuples(st.integers(0, last // 64), st.integers(0, 63)).map(
+        lambda place: values[min(64 * place[0] + place[1], last)]
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -249,7 +294,12 @@ def _points(fmt: Format, dtype: str) -> list[float]:
 @functools.lru_cache(maxsize=256)
 def _edges(fmt: Format, policy: str, dtype: str) -> list[float]:
     """The amaxes of a scale's vectors, rounded to a dtype, the simplest first."""
-    amax = scales.Scale(format=fmt.name, policy=policy, count=0).inputs().astype(np.uint32).view(np.float32)
+    amax = (
+        scales.Scale(format=fmt.name, policy=policy, count=0)
+        .inputs()
+        .astype(np.uint32)
+        .view(np.float32)
+    )
     source = dtypes.by_name(dtype)
     return _ordered(dtypes.distinct([dtypes.bits(cast.exact(amax), source)]), dtype)
 
@@ -268,7 +318,9 @@ def _finite(value: float, finite: bool) -> float:
     """The largest number in place of an infinity that rounding made, if only finite values are
     wanted.
     """
-    return float(np.copysign(all_formats.BFLOAT16.max, value)) if finite and np.isinf(value) else value
+    return (
+        float(np.copysign(all_formats.BFLOAT16.max, value)) if finite and np.isinf(value) else value
+    )
 
 
 def _tiny(dtype: str) -> np.float64:

@@ -45,12 +45,18 @@ The degrees are not one fewer, because the mean is known: it is the unperturbed 
 
 
 def gemm(
-    a: scaling.Quantized, b: scaling.Quantized, spec: GemmSpec, found: np.ndarray, simulated: np.ndarray, *, unit: TensorCore | None = None
+    a: scaling.Quantized,
+    b: scaling.Quantized,
+    spec: GemmSpec,
+    found: np.ndarray,
+    simulated: np.ndarray,
+    *,
+    unit: TensorCore | None = None,
 ) -> np.ndarray:
     """Bound on |found - simulated| of a GEMM's bfloat16 outputs, elementwise, in float64 (B-1).
 
-    unit      of tensor cores that multiplied, and under whose plan the output was simulated (B-16): each
-              side errs by what its steps lose.
+    unit      of tensor cores that multiplied, and under whose plan the output was simulated (B-16):
+              each side errs by what its steps lose.
     Shapes:   a [M, K]; b [N, K]; found, simulated and the bound [M, N].
     Specials: NaN or Inf where an operand is.
     """
@@ -70,12 +76,13 @@ def summed_gemm(
     devices, and rounded again (P-8).
 
     wide      sums are float32, not bfloat16.
-    Shapes:   a part's a [M, K_r], b [N, K_r] and simulated output [M, N]; found and the bound [M, N].
+    Shapes:   a part's a [M, K_r], b [N, K_r] and simulated output [M, N]; found and the bound [M,
+              N].
     """
     of_parts = sum(gemm(a, b, spec, out, out, unit=unit) for a, b, out in parts)
     size = sum(np.abs(out).astype(np.float64) for *_, out in parts) + of_parts
-    # n parts take n - 1 additions. Each rounds a partial sum, of at most ``size``, by u of it; so do
-    # the simulator's. Both results are then rounded to bfloat16, by U of about found.
+    # n parts take n - 1 additions. Each rounds a partial sum, of at most ``size``, by u of it; so
+    # do the simulator's. Both results are then rounded to bfloat16, by U of about found.
     u = 2.0**-24 if wide else U
     return of_parts + 2 * u * (len(parts) - 1) * size + 2 * U * (np.abs(found) + of_parts)
 
@@ -112,7 +119,9 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, config: llama.LlamaCo
     """
     dim, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
     cos, sin = (t.astype(np.float64) for t in llama.rotary_tables(config, q.shape[1]))
-    q, k, v = (np.asarray(x, np.float64).reshape(*x.shape[:2], -1, dim).swapaxes(1, 2) for x in (q, k, v))  # [B, H, T, D]
+    q, k, v = (
+        np.asarray(x, np.float64).reshape(*x.shape[:2], -1, dim).swapaxes(1, 2) for x in (q, k, v)
+    )  # [B, H, T, D]
     k, v = (np.repeat(x, groups, axis=1) for x in (k, v))
 
     def rotated(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -127,7 +136,9 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, config: llama.LlamaCo
     p = _softmax(exact_q, exact_k, causal)
     weights, total = _exponentials(near_q, near_k, causal)
     # Each factor of a score errs by U; a third U is room for float32, U^2 and the exponential.
-    scores = np.where(causal, size_q @ size_k.swapaxes(-1, -2), 0).max(-1, keepdims=True) / np.sqrt(dim)
+    scores = np.where(causal, size_q @ size_k.swapaxes(-1, -2), 0).max(-1, keepdims=True) / np.sqrt(
+        dim
+    )
     found = {
         "exact": p @ v,
         "before": _rounded(_rounded(weights / total) @ v),
@@ -135,11 +146,17 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, config: llama.LlamaCo
         "magnitude": p @ np.abs(v),
         "spread": np.broadcast_to(3 * U * scores, v.shape),
     }
-    return Attention(**{name: x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for name, x in found.items()})  # [B, T, H * D]
+    return Attention(
+        **{name: x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for name, x in found.items()}
+    )  # [B, T, H * D]
 
 
-def _exponentials(q: np.ndarray, k: np.ndarray, causal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    scores = np.where(causal, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf)  # [B, H, T, T]
+def _exponentials(
+    q: np.ndarray, k: np.ndarray, causal: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    scores = np.where(
+        causal, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf
+    )  # [B, H, T, T]
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return weights, weights.sum(-1, keepdims=True)
 
@@ -185,7 +202,12 @@ def forward(
         previous = sample
         advance()
     sigma = np.sqrt(np.mean(squares, axis=0))
-    return nearest, model.loss(nearest, targets), SIGMAS * sigma, T_LOSS * float(np.std(losses, ddof=1)) * np.sqrt(2)
+    return (
+        nearest,
+        model.loss(nearest, targets),
+        SIGMAS * sigma,
+        T_LOSS * float(np.std(losses, ddof=1)) * np.sqrt(2),
+    )
 
 
 def probe_weights(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, np.ndarray]:
@@ -222,7 +244,9 @@ def gradient(base: np.ndarray, replicates: list[np.ndarray]) -> float:
 
     base, replicates   one backend's gradient, and that of its replicates.
     """
-    return GRADIENT_FACTOR * float(np.sqrt(np.mean([np.square(r - base).sum() for r in replicates])))
+    return GRADIENT_FACTOR * float(
+        np.sqrt(np.mean([np.square(r - base).sum() for r in replicates]))
+    )
 
 
 def curve(base: np.ndarray, replicates: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
 """What a GEMM's output is held to on the device that a backend multiplies on (spec B-1, B-16).
 
-A CPU sums in float32, in an order of its own: the exact result, within B-1's bound. The tensor cores of
-NVIDIA's GPUs cut off products and sums: the result under their plan, within what their steps lose.
+A CPU sums in float32, in an order of its own: the exact result, within B-1's bound. The tensor
+cores of NVIDIA's GPUs cut off products and sums: the result under their plan, within what their
+steps lose.
 """
 
 import functools
@@ -32,10 +33,18 @@ def capability(backend: str) -> tuple[int, int] | None:
     if backend == "torch":
         import torch
 
-        return torch.cuda.get_device_capability() if torch.cuda.is_available() and torch.version.cuda else None
+        return (
+            torch.cuda.get_device_capability()
+            if torch.cuda.is_available() and torch.version.cuda
+            else None
+        )
     import jax
 
-    found = getattr(jax.devices()[0], "compute_capability", None) if jax.default_backend() == "gpu" else None
+    found = (
+        getattr(jax.devices()[0], "compute_capability", None)
+        if jax.default_backend() == "gpu"
+        else None
+    )
     try:
         major, minor = map(int, str(found).split("."))
     except ValueError:  # another vendor's name for it, or none
@@ -46,7 +55,9 @@ def capability(backend: str) -> tuple[int, int] | None:
 def plan(backend: str, spec: GemmSpec) -> Accumulation | None:
     """The plan of the tensor cores that a backend multiplies FP8 operands on; None where there are
     none, or where operands in blocks are dequantized first (G-16)."""
-    if spec.accumulate is None or any(cast is not None and granularity_of(cast.granularity).reduced for cast in (spec.a, spec.b)):
+    if spec.accumulate is None or any(
+        cast is not None and granularity_of(cast.granularity).reduced for cast in (spec.a, spec.b)
+    ):
         return None
     known = PLANS.get(capability(backend) or (0, 0))
     found = accumulate.by_name(known[spec.accumulate]) if known else None
@@ -55,17 +66,27 @@ def plan(backend: str, spec: GemmSpec) -> Accumulation | None:
 
 
 def simulated(backend: str, a: Quantized, b: Quantized, spec: GemmSpec) -> np.ndarray:
-    """The simulator's output, [M, K] x [N, K] -> [M, N], rounded to bfloat16: under the device's plan, or exact.
+    """The simulator's output, [M, K] x [N, K] -> [M, N], rounded to bfloat16: under the device's
+    plan, or exact.
 
     With tensor cores the scales of two tensors are multiplied first, as cuBLASLt does (G-14).
     """
     of = plan(backend, spec)
-    by_tensor = {a.granularity, b.granularity} == {"tensorwise"} and spec.epilogue == "scale_then_round"
+    by_tensor = {a.granularity, b.granularity} == {
+        "tensorwise"
+    } and spec.epilogue == "scale_then_round"
     epilogue = "product_then_round" if of is not None and by_tensor else spec.epilogue
     return gemm.matmul(a, b, accumulate=of or "exact", epilogue=epilogue, out_dtype=BFLOAT16)
 
 
-def bound(backend: str, a: Quantized, b: Quantized, spec: GemmSpec, found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+def bound(
+    backend: str,
+    a: Quantized,
+    b: Quantized,
+    spec: GemmSpec,
+    found: np.ndarray,
+    expected: np.ndarray,
+) -> np.ndarray:
     """Bound on |found - expected| of outputs on that device, elementwise [M, N], float64."""
     return bounds.gemm(a, b, spec, found, expected, unit=unit(backend, spec))
 

@@ -66,9 +66,18 @@ def check_site(site: Site, check: Check, *, by: str, why: str = "") -> NonFinite
     if index is None:
         return None
     value = float(site.value[index])
-    found = NonFinite(layer=site.module, role=site.role, element=index, value=value, why=why or cause(site, index), found_by=by)
+    found = NonFinite(
+        layer=site.module,
+        role=site.role,
+        element=index,
+        value=value,
+        why=why or cause(site, index),
+        found_by=by,
+    )
     check.detail = (
-        check.detail or f"{check.name}: {finite.size - int(finite.sum())} of {finite.size} are not finite, first {found}; {found.why}"
+        check.detail
+        or f"{check.name}: {finite.size - int(finite.sum())} of {finite.size} are not finite, "
+        f"first {found}; {found.why}"
     )
     return found
 
@@ -77,7 +86,10 @@ def cause(site: Site, index: tuple[int, ...]) -> str:
     """Why a value is not finite: an overflow of finite parts, or a part that is not finite."""
     if site.factors:
         return _of_product(site, index)
-    parts = {name: float(np.broadcast_to(part, site.value.shape)[index]) for name, part in site.parts.items()}
+    parts = {
+        name: float(np.broadcast_to(part, site.value.shape)[index])
+        for name, part in site.parts.items()
+    }
     shown = ", ".join(f"{name} {part:.9g}" for name, part in parts.items())
     if not shown:
         return "no part of it is known"
@@ -93,19 +105,23 @@ def _overflow(site: Site) -> str:
 def _of_product(site: Site, index: tuple[int, ...]) -> str:
     (first, a), (second, b) = site.factors.items()
     row, column = a[index[:-1]], b[(*(index[:-2] if b.ndim == len(index) else ()), index[-1])]
-    terms = row.astype(np.float64) * column  # in float64 the sum does not overflow: its size shows the cause
+    terms = (
+        row.astype(np.float64) * column
+    )  # in float64 the sum does not overflow: its size shows the cause
     for name, line in ((first, row), (second, column)):
         if not np.isfinite(line).all():
             [k] = first_index(line) or (0,)
             return f"its factor {name} is {line[k]:.9g} at k = {k} of {len(line)}"
     k = int(np.abs(terms).argmax())
     return (
-        f"a sum of {len(terms)} products, {terms.sum():.4g} in float64, {_overflow(site)}; the largest of them is "
-        f"{first} {row[k]:.9g} times {second} {column[k]:.9g}, at k = {k}"
+        f"a sum of {len(terms)} products, {terms.sum():.4g} in float64, {_overflow(site)}; the "
+        f"largest of them is {first} {row[k]:.9g} times {second} {column[k]:.9g}, at k = {k}"
     )
 
 
-def of_gemms(observations: Sequence[Observation], recipes: Mapping[str, Recipe], batch: tuple[int, ...]) -> Iterator[tuple[Site, str]]:
+def of_gemms(
+    observations: Sequence[Observation], recipes: Mapping[str, Recipe], batch: tuple[int, ...]
+) -> Iterator[tuple[Site, str]]:
     """Operands, scales and outputs of FP8 GEMMs as sites, each with its cause.
 
     The cause is empty if the site's parts show it.
@@ -113,12 +129,22 @@ def of_gemms(observations: Sequence[Observation], recipes: Mapping[str, Recipe],
     for o in observations:
         operands = dict(zip(OPERANDS[o.gemm], (o.a, o.b), strict=True))
         for role, (hp, _, scale) in operands.items():
-            why = f"it comes from {_before(o.layer, recipes)}" if role == "grad_output" else _finite_in_sim(o.backend)
+            why = (
+                f"it comes from {_before(o.layer, recipes)}"
+                if role == "grad_output"
+                else _finite_in_sim(o.backend)
+            )
             yield Site(module=o.layer, role=role, value=whole(hp, role, batch)), why
-            yield Site(module=o.layer, role=f"{role} scale", value=np.asarray(scale)), "the tensor's values are finite"
+            yield (
+                Site(module=o.layer, role=f"{role} scale", value=np.asarray(scale)),
+                "the tensor's values are finite",
+            )
         out = np.asarray(o.out)
         factors = {} if np.isfinite(out).all() else _factors(o, recipes[o.layer], batch)
-        yield Site(module=o.layer, role=o.gemm, value=whole(out, o.gemm, batch), factors=factors), ""
+        yield (
+            Site(module=o.layer, role=o.gemm, value=whole(out, o.gemm, batch), factors=factors),
+            "",
+        )
 
 
 _MADE_OF = {
@@ -141,7 +167,12 @@ def of_attention(passes: Iterable[AttentionPass], variant: Variant) -> Iterator[
                 value = cast.decode(value, format_of(what, variant))
             if what == "s":  # a key that is not seen has the score -infinity
                 value = np.where(np.tril(np.ones(value.shape[-2:], bool)), value, 0)
-            why = _MADE_OF.get(what, f"it comes from {one.layer}.o_proj's grad_input" if what == "do" else _finite_in_sim(one.backend))
+            why = _MADE_OF.get(
+                what,
+                f"it comes from {one.layer}.o_proj's grad_input"
+                if what == "do"
+                else _finite_in_sim(one.backend),
+            )
             if part == "scale":
                 why = "the tensor's values are finite"
             role = SYMBOLS.get(what, what) + ("" if part == "value" else f" {part}")
@@ -170,24 +201,44 @@ def in_backend(
     """
     why_sim_differs = _finite_in_sim(trainer.backend)
     if not math.isfinite(metrics["loss"]):
-        yield Site(module="lm_head", role="output", value=trainer.logits(tokens[:, :-1])), why_sim_differs
+        yield (
+            Site(module="lm_head", role="output", value=trainer.logits(tokens[:, :-1])),
+            why_sim_differs,
+        )
         yield Site(module="loss", role="mean", value=np.asarray(metrics["loss"])), why_sim_differs
     backwards = [one for one in passes if one.phase == "backward"]
     finite = all(map(math.isfinite, metrics.values()))
     gradients = {} if finite else trainer.gradients(tokens)
     for module in backward(config.model):
-        yield from of_gemms([o for o in observations if o.layer == module and o.gemm != "output"], recipes, tokens.shape)
+        yield from of_gemms(
+            [o for o in observations if o.layer == module and o.gemm != "output"],
+            recipes,
+            tokens.shape,
+        )
         if not finite:
-            why = f"a sum over {tokens[:, 1:].size} tokens; every FP8 operand and output before it is finite"
-            yield Site(module=module, role="weight's gradient", value=gradients[f"{module}.weight"]), why
-        if (variant := config.attention_variant) is not None and module.endswith("self_attn.o_proj"):
-            yield from of_attention((one for one in backwards if f"{one.layer}.o_proj" == module), variant)
+            why = (
+                f"a sum over {tokens[:, 1:].size} tokens; every FP8 operand and output before "
+                "it is finite"
+            )
+            yield (
+                Site(module=module, role="weight's gradient", value=gradients[f"{module}.weight"]),
+                why,
+            )
+        if (variant := config.attention_variant) is not None and module.endswith(
+            "self_attn.o_proj"
+        ):
+            yield from of_attention(
+                (one for one in backwards if f"{one.layer}.o_proj" == module), variant
+            )
     if finite:
         return
     name, largest = max(gradients.items(), key=lambda item: float(np.abs(item[1]).max()))
     index = tuple(int(i) for i in np.unravel_index(np.abs(largest).argmax(), largest.shape))
     squares = math.fsum(float(np.square(g.astype(np.float64)).sum()) for g in gradients.values())
-    why = f"all gradients are finite; the sum of their squares is {squares:.4g}, the largest {name} {list(index)}: {largest[index]:.9g}"
+    why = (
+        f"all gradients are finite; the sum of their squares is {squares:.4g}, the largest "
+        f"{name} {list(index)}: {largest[index]:.9g}"
+    )
     yield Site(module="gradient", role="norm", value=np.asarray(metrics["grad_norm"])), why
 
 
@@ -195,11 +246,20 @@ def _factors(o: Observation, recipe: Recipe, batch: tuple[int, ...]) -> dict[str
     """The dequantized operands with the reduced axis last, as ``Site.factors`` takes them."""
     found: dict[str, np.ndarray] = {}
     spec = recipe.gemms[o.gemm]
-    for role, (hp, codes, scale), how, axis in zip(OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True):
+    for role, (hp, codes, scale), how, axis in zip(
+        OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True
+    ):
         del hp
         assert how is not None
         scale = np.asarray(scale, np.float32)
-        q = scaling.Quantized(np.asarray(codes), scale, scaling.scale_inv_from_scale(scale), how.fmt, how.granularity, axis)
+        q = scaling.Quantized(
+            np.asarray(codes),
+            scale,
+            scaling.scale_inv_from_scale(scale),
+            how.fmt,
+            how.granularity,
+            axis,
+        )
         value = scaling.dequantize(q)
         found[role] = value if axis == 1 else value.T
     if o.gemm != "grad_weight":  # its rows are features, not tokens
@@ -218,7 +278,10 @@ def _before(linear: str, linears: Container[str]) -> str:
     if name in ("q_proj", "k_proj", "v_proj"):
         return f"the attention of {layer}, after o_proj's grad_input"
     if name == "o_proj":
-        return f"{layer.removesuffix('.self_attn')}.post_attention_layernorm, or the residual next to it"
+        return (
+            f"{layer.removesuffix('.self_attn')}.post_attention_layernorm, or the residual "
+            "next to it"
+        )
     if name == "down_proj":
         block, _, index = layer.removesuffix(".mlp").rpartition(".")
         after = f"{block}.{int(index) + 1}"

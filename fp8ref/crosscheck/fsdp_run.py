@@ -33,12 +33,15 @@ class Operands:
            one that was gathered in FP8 has no high-precision copy.
     fp8    (codes uint8, scale float32) by layer, GEMM and role.
     experts
-           (a, b, out) of experts' GEMMs, by layer, GEMM and the expert's number on this rank: as ``sharded_experts`` takes them.
+           (a, b, out) of experts' GEMMs, by layer, GEMM and the expert's number on this rank: as
+           ``sharded_experts`` takes them.
     """
 
     hp: dict[tuple[str, Role], np.ndarray] = field(default_factory=dict)
     fp8: dict[tuple[str, Gemm, Role], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-    experts: dict[tuple[str, Gemm, int], tuple[tuple, tuple, np.ndarray]] = field(default_factory=dict)
+    experts: dict[tuple[str, Gemm, int], tuple[tuple, tuple, np.ndarray]] = field(
+        default_factory=dict
+    )
 
     def add(self, layer: str, which: Gemm, a: tuple, b: tuple, out: np.ndarray) -> None:
         """Keep one GEMM's operands; the signature is an observer's."""
@@ -47,7 +50,9 @@ class Operands:
                 self.hp[layer, role] = hp
             self.fp8[layer, which, role] = codes, scale
 
-    def add_expert(self, layer: str, which: Gemm, e: int, a: tuple, b: tuple, out: np.ndarray) -> None:
+    def add_expert(
+        self, layer: str, which: Gemm, e: int, a: tuple, b: tuple, out: np.ndarray
+    ) -> None:
         """Keep one expert's GEMM."""
         self.experts[layer, which, e] = a, b, out
 
@@ -56,11 +61,17 @@ class Operands:
         trainer.observe(tokens, self.add, experts=self.add_expert)
 
     def amax(self, layer: str, role: Role) -> np.ndarray:
-        """The largest magnitude of a linear's input or grad_output, of all experts' rows; 0 of none."""
+        """The largest magnitude of a linear's input or grad_output, of all experts' rows; 0 of
+        none.
+        """
         if (layer, role) in self.hp:
             return scaling.amax(self.hp[layer, role])
         which: Gemm = "output" if role == "input" else "grad_input"
-        found = [scaling.amax(a[0]) for (name, gemm, _), (a, *_) in self.experts.items() if (name, gemm) == (layer, which)]
+        found = [
+            scaling.amax(a[0])
+            for (name, gemm, _), (a, *_) in self.experts.items()
+            if (name, gemm) == (layer, which)
+        ]
         return np.asarray(np.max(found, initial=np.float32(0)))
 
 
@@ -87,7 +98,12 @@ class Run:
     gathered: int
 
 
-def train(config: Config, variants: Mapping[str, dict], tokens: Sequence[np.ndarray], prepare: Watcher | None) -> dict[str, Run]:
+def train(
+    config: Config,
+    variants: Mapping[str, dict],
+    tokens: Sequence[np.ndarray],
+    prepare: Watcher | None,
+) -> dict[str, Run]:
     """Train once from the initial weights for each variant of ``parallel``.
 
     The first run is watched.
@@ -125,7 +141,11 @@ class Replicated(Trainer):
     def __init__(self, config: Config, data: int, fsdp: int) -> None:
         super().__init__(config.replace(parallel={"data": 1, "fsdp": 1, "reduce_dtype": "float32"}))
         self._ranks, self._dtype = (data, fsdp), config.parallel.reduce_dtype
-        self._in_fp8 = {f"{name}.weight" for name in llama.linear_shapes(config.model)} if self._dtype == "float8_e4m3fn" else set()
+        self._in_fp8 = (
+            {f"{name}.weight" for name in llama.linear_shapes(config.model)}
+            if self._dtype == "float8_e4m3fn"
+            else set()
+        )
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """Take one optimizer step, as Trainer does, from the batch's rows rank by rank."""
@@ -138,10 +158,12 @@ class Replicated(Trainer):
         return self._updated(torch.stack(losses))
 
     def _average(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum over fsdp in ascending order and divide; then the same over data. In FP8 the simulator
-        sums (P-25)."""
+        """Sum over fsdp in ascending order and divide; then the same over data. In FP8 the
+        simulator sums (P-25)."""
         if name in self._in_fp8:
-            return torch.from_numpy(gradient_reduction.reduce([part.numpy() for part in parts]).value)
+            return torch.from_numpy(
+                gradient_reduction.reduce([part.numpy() for part in parts]).value
+            )
         # Sums depend on the order: this is the one that P-13 prescribes for FSDP2.
         dtype = torch.bfloat16 if self._dtype == "bfloat16" else torch.float32
         (data, fsdp), parts = self._ranks, [part.to(dtype) for part in parts]
@@ -171,7 +193,9 @@ def _run(trainer: Trainer, tokens: Sequence[np.ndarray], *, watched: bool) -> Ru
         if i == 0:
             kept.append(operands)
         metrics.append(list(trainer.step(batch).values()))
-        states.append({_name(name): _vector(state) for name, state in delayed.states(trainer.model)})
+        states.append(
+            {_name(name): _vector(state) for name, state in delayed.states(trainer.model)}
+        )
     if watched:
         kept.append(Operands())
         kept[-1].observe(trainer, tokens[-1])
@@ -195,7 +219,11 @@ def _amaxes(trainer: Trainer, operands: Operands) -> dict[str, np.ndarray]:
     for decision in trainer.decisions:
         for role in delayed_casts(decision.recipe) if decision.fp8 else ():
             name, of_weight = decision.path, role == "weight"
-            largest = scaling.amax(cast.round_to(weights[f"{name}.weight"], BFLOAT16)) if of_weight else operands.amax(name, role)
+            largest = (
+                scaling.amax(cast.round_to(weights[f"{name}.weight"], BFLOAT16))
+                if of_weight
+                else operands.amax(name, role)
+            )
             found[f"{name}/{role}"] = largest
     return found
 
@@ -207,7 +235,9 @@ def _name(state: str) -> str:
 
 
 def _vector(state: delayed.RoleState) -> np.ndarray:
-    return np.concatenate([state.scale[None].cpu(), state.step[None].float().cpu(), state.amax_history.cpu()])
+    return np.concatenate(
+        [state.scale[None].cpu(), state.step[None].float().cpu(), state.amax_history.cpu()]
+    )
 
 
 class _Gathers(TorchDispatchMode):

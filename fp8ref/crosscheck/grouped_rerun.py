@@ -1,10 +1,12 @@
-"""Rerun experts' linears of one device's pass on a mesh of JAX devices, for ``sharded_jax`` (spec X-13, X-15).
+"""Rerun experts' linears of one device's pass on a mesh of JAX devices, for ``sharded_jax`` (spec
+X-13, X-15).
 
     tensors = of_experts(observations, weights)        # of one device: rows by expert
     gemms, grad_weight = rerun(tensors, ...)           # of each device of the mesh
 
-Each expert's rows are dealt to the devices in uneven runs, some of them empty, and move to the devices that have the
-expert as the trainer moves them. What fills a device's buffer is NaN, in no group.
+Each expert's rows are dealt to the devices in uneven runs, some of them empty, and move to the
+devices that have the expert as the trainer moves them. What fills a device's buffer is NaN, in no
+group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +33,8 @@ from fp8ref.train.jax.mesh import Layout
 
 
 class Experts(NamedTuple):
-    """The tensors of a grouped linear, float32 holding bfloat16, by expert: rows of input [M_e, K] and of grad_output
-    [M_e, N]; weight [E, N, K]."""
+    """The tensors of a grouped linear, float32 holding bfloat16, by expert: rows of input [M_e, K]
+    and of grad_output [M_e, N]; weight [E, N, K]."""
 
     input: list[np.ndarray]
     grad_output: list[np.ndarray]
@@ -40,16 +42,23 @@ class Experts(NamedTuple):
 
 
 def of_experts(observations: Sequence[Observation], weight: np.ndarray) -> Experts:
-    """The tensors of a layer, from the GEMMs of its experts on one device. weight: [E, N, K], rounded to bfloat16.
+    """The tensors of a layer, from the GEMMs of its experts on one device. weight: [E, N, K],
+    rounded to bfloat16.
 
     An observation does not say whose it is: its weight does.
     """
     count, n, k = weight.shape
-    found = Experts([np.zeros((0, k), np.float32)] * count, [np.zeros((0, n), np.float32)] * count, weight)
+    found = Experts(
+        [np.zeros((0, k), np.float32)] * count, [np.zeros((0, n), np.float32)] * count, weight
+    )
     for observed in observations:
         if observed.gemm == "grad_weight":
             continue
-        e = next(e for e, one in enumerate(weight) if np.array_equal(one, np.asarray(observed.b[0], np.float32)))
+        e = next(
+            e
+            for e, one in enumerate(weight)
+            if np.array_equal(one, np.asarray(observed.b[0], np.float32))
+        )
         rows = found.input if observed.gemm == "output" else found.grad_output
         rows[e] = np.asarray(observed.a[0], np.float32)
     return found
@@ -59,7 +68,9 @@ def dealt(rows: Sequence[int], devices: int) -> np.ndarray:
     """int [devices, E]: how many of each expert's rows each device begins with; some have none."""
     rng = np.random.default_rng(0)
     cuts = [np.sort(rng.integers(0, n + 1, devices - 1)) for n in rows]
-    return np.stack([np.diff(cut, prepend=0, append=n) for cut, n in zip(cuts, rows, strict=True)], axis=1)
+    return np.stack(
+        [np.diff(cut, prepend=0, append=n) for cut, n in zip(cuts, rows, strict=True)], axis=1
+    )
 
 
 class Rerun:
@@ -70,33 +81,63 @@ class Rerun:
         self._layout, self._recipe, self._mesh = layout, recipes.by_name(recipe), layout.mesh
         self._devices = layout.mesh.devices.size
         self._about: dict[Gemm, tuple] = {}
-        cut, self._weight = P(layout.axes), layout.parameter("model.layers.0.mlp.experts.up_proj.weight", (1, 1, 1))
-        of_device = {which: ((cut,) * 3, (cut,) * 3) for which, spec in self._recipe.recipe.gemms.items() if spec.fp8}
+        cut, self._weight = (
+            P(layout.axes),
+            layout.parameter("model.layers.0.mlp.experts.up_proj.weight", (1, 1, 1)),
+        )
+        of_device = {
+            which: ((cut,) * 3, (cut,) * 3)
+            for which, spec in self._recipe.recipe.gemms.items()
+            if spec.fp8
+        }
         out = of_device, {"output": cut, "grad_input": cut}, cut, self._weight
-        self._run = jax.jit(jax.shard_map(self._on_device, mesh=self._mesh, in_specs=(cut, cut, cut, self._weight), out_specs=out))
+        self._run = jax.jit(
+            jax.shard_map(
+                self._on_device,
+                mesh=self._mesh,
+                in_specs=(cut, cut, cut, self._weight),
+                out_specs=out,
+            )
+        )
 
-    def __call__(self, tensors: Experts, rows: int) -> tuple[list[dict[tuple[Gemm, int], ExpertGemm]], np.ndarray]:
-        """Each device's GEMMs by the expert's number there, grad_weight without its result; and grad_weight [E, N, K], summed
-        over devices. rows: of a device's buffer."""
+    def __call__(
+        self, tensors: Experts, rows: int
+    ) -> tuple[list[dict[tuple[Gemm, int], ExpertGemm]], np.ndarray]:
+        """Each device's GEMMs by the expert's number there, grad_weight without its result; and
+        grad_weight [E, N, K], summed over devices. rows: of a device's buffer."""
         sizes = dealt([len(x) for x in tensors.input], self._devices)
-        x, g = (self._buffers(of_role, sizes, rows) for of_role in (tensors.input, tensors.grad_output))
+        x, g = (
+            self._buffers(of_role, sizes, rows) for of_role in (tensors.input, tensors.grad_output)
+        )
         cut = NamedSharding(self._mesh, P(self._layout.axes))
         given = (jax.device_put(jnp.asarray(v, jnp.bfloat16), cut) for v in (x, g))
-        w = jax.device_put(jnp.asarray(tensors.weight, jnp.bfloat16), NamedSharding(self._mesh, self._weight))
-        operands, results, ends, grad_weight = jax.tree.map(np.asarray, self._run(*given, jax.device_put(sizes, cut), w))
-        return [self._of_device(d, operands, results, ends) for d in range(self._devices)], np.asarray(grad_weight, np.float32)
+        w = jax.device_put(
+            jnp.asarray(tensors.weight, jnp.bfloat16), NamedSharding(self._mesh, self._weight)
+        )
+        operands, results, ends, grad_weight = jax.tree.map(
+            np.asarray, self._run(*given, jax.device_put(sizes, cut), w)
+        )
+        return [
+            self._of_device(d, operands, results, ends) for d in range(self._devices)
+        ], np.asarray(grad_weight, np.float32)
 
-    def _buffers(self, of_experts: Sequence[np.ndarray], sizes: np.ndarray, rows: int) -> np.ndarray:
+    def _buffers(
+        self, of_experts: Sequence[np.ndarray], sizes: np.ndarray, rows: int
+    ) -> np.ndarray:
         """[devices * rows, C]: each device's rows, by expert; then NaN."""
         found = np.full((self._devices, rows, of_experts[0].shape[1]), np.nan, np.float32)
         begin = np.cumsum(sizes, axis=0) - sizes  # of each device's run among an expert's rows
         for d, own in enumerate(sizes):
-            runs = np.concatenate([x[begin[d, e] :][:n] for e, (x, n) in enumerate(zip(of_experts, own, strict=True))])
+            runs = np.concatenate(
+                [x[begin[d, e] :][:n] for e, (x, n) in enumerate(zip(of_experts, own, strict=True))]
+            )
             found[d, : len(runs)] = runs
         return found.reshape(-1, found.shape[-1])
 
     def _on_device(self, x: jax.Array, g: jax.Array, sizes: jax.Array, w: jax.Array):
-        """On one device: the operands of each GEMM, the results of two, the ends of its groups, and its piece of grad_weight."""
+        """On one device: the operands of each GEMM, the results of two, the ends of its groups, and
+        its piece of grad_weight.
+        """
         layout, axis, own = self._layout, self._layout.expert_axis, sizes[0]
         if axis is not None:
             moved = expert_parallel.dispatch(x, own, axis)
@@ -110,25 +151,53 @@ class Rerun:
         operands = {}
         for which, spec in self._recipe.recipe.gemms.items():
             if spec.fp8:
-                made = [self._quantized(which, role, tensors[role], groups) for role in OPERANDS[which]]
+                made = [
+                    self._quantized(which, role, tensors[role], groups) for role in OPERANDS[which]
+                ]
                 operands[which] = tuple(arrays for arrays, _ in made)
                 self._about[which] = tuple(about for _, about in made)
-        return operands, {"output": y[None], "grad_input": grad_input[None]}, groups.ends[None], grad_weight
+        return (
+            operands,
+            {"output": y[None], "grad_input": grad_input[None]},
+            groups.ends[None],
+            grad_weight,
+        )
 
-    def _quantized(self, which: Gemm, role: Role, tensor: jax.Array, groups: grouped_operands.Groups) -> tuple[tuple, tuple]:
+    def _quantized(
+        self, which: Gemm, role: Role, tensor: jax.Array, groups: grouped_operands.Groups
+    ) -> tuple[tuple, tuple]:
         """((tensor, codes, scales), what ``experts.reports.of_groups`` has to know of them)."""
-        q = grouped.quantize_operand(which, role, tensor, groups, self._recipe, over=self._layout.sharing_groups)
+        q = grouped.quantize_operand(
+            which, role, tensor, groups, self._recipe, over=self._layout.sharing_groups
+        )
         assert not isinstance(q, jax.Array)
-        whole = frozenset(self._layout.axes)  # also what copies of it have: each device reports its own
+        whole = frozenset(
+            self._layout.axes
+        )  # also what copies of it have: each device reports its own
         found = (tensor, lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale)
-        return tuple(attention_inputs.as_varying(v, whole)[None] for v in found), (grouped_reports.of_rows(q), q.granularity, q.axis)
+        return tuple(attention_inputs.as_varying(v, whole)[None] for v in found), (
+            grouped_reports.of_rows(q),
+            q.granularity,
+            q.axis,
+        )
 
-    def _of_device(self, d: int, operands: Mapping, results: Mapping, ends: np.ndarray) -> dict[tuple[Gemm, int], ExpertGemm]:
+    def _of_device(
+        self, d: int, operands: Mapping, results: Mapping, ends: np.ndarray
+    ) -> dict[tuple[Gemm, int], ExpertGemm]:
         found = {}
         for which, pair in operands.items():
             a, b = (tuple(np.asarray(v[d]) for v in one) for one in pair)
-            out = np.zeros((len(ends[d]), 1, 1)) if which == "grad_weight" else np.asarray(results[which][d])
-            for e, parts, of_group in grouped_reports.of_groups(which, self._about[which], ends[d], a, b, out):
+            out = (
+                np.zeros((len(ends[d]), 1, 1))
+                if which == "grad_weight"
+                else np.asarray(results[which][d])
+            )
+            for e, parts, of_group in grouped_reports.of_groups(
+                which, self._about[which], ends[d], a, b, out
+            ):
                 hp = [(np.asarray(x, np.float32), codes, scale) for x, codes, scale in parts]
-                found[which, e] = (*hp, None if which == "grad_weight" else np.asarray(of_group, np.float32))
+                found[which, e] = (
+                    *hp,
+                    None if which == "grad_weight" else np.asarray(of_group, np.float32),
+                )
         return found  # type: ignore[return-value]

@@ -23,7 +23,14 @@ from fp8ref.crosscheck import bounds, operands
 from fp8ref.crosscheck.attention import attention
 from fp8ref.crosscheck.attention import counts as attention_counts
 from fp8ref.crosscheck.attention import states as attention_states
-from fp8ref.crosscheck.operands import Quantizer, amaxes, check_operands, compare_quantized, initial_states, states_after
+from fp8ref.crosscheck.operands import (
+    Quantizer,
+    amaxes,
+    check_operands,
+    compare_quantized,
+    initial_states,
+    states_after,
+)
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.recipe import RECIPES, SHARED_RECIPES, Recipe
 from fp8ref.shared import console
@@ -42,7 +49,9 @@ STEPS = 5
 """The default number of optimizer steps before operands are compared again."""
 
 
-def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps: int = STEPS) -> Report:
+def crosscheck(
+    config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps: int = STEPS
+) -> Report:
     """Run every comparison of clauses B-1 to B-6 and B-12.
 
     Training starts from the config's own initial weights. No file is written.
@@ -52,7 +61,10 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
     Raises:   ConfigError: data too short, an unknown backend, several devices.
     """
     if config.parallel.devices > 1:
-        raise ConfigError(f"the cross-check runs on one device; got {config.parallel.devices}. Set parallel.* to 1, or give --sharded N.")
+        raise ConfigError(
+            f"the cross-check runs on one device; got {config.parallel.devices}. Set parallel.* "
+            "to 1, or give --sharded N."
+        )
     config.require_tiles("the cross-check")
     multiply = hardware.of(config)
     report = Report()
@@ -65,35 +77,69 @@ def crosscheck(config: Config, *, backends: Sequence[str] = loop.BACKENDS, steps
         quantizers = operands.quantizers(backends)
         check_synthetic(report, config.numerics.recipe, quantizers)
         advance("synthetic tensors")
-        for name, start in (("probe", bounds.probe_weights(weights, seed=config.run.seed)), ("step0", weights)):
+        for name, start in (
+            ("probe", bounds.probe_weights(weights, seed=config.run.seed)),
+            ("step0", weights),
+        ):
             trainers = {backend: loop.trainer(backend, config, start) for backend in backends}
             tokens = batches.step(0)[:FORWARD_BATCH]
-            check_forward(report, name, trainers, start, tokens, config, recipes, advance=lambda: advance("forward"))
+            check_forward(
+                report,
+                name,
+                trainers,
+                start,
+                tokens,
+                config,
+                recipes,
+                advance=lambda: advance("forward"),
+            )
             if name == "probe" and len(backends) > 1:
-                check_gradients(report, trainers, start, tokens, config, advance=lambda: advance("gradients"))
+                check_gradients(
+                    report, trainers, start, tokens, config, advance=lambda: advance("gradients")
+                )
         check_weights(report, trainers, weights)
         curves: dict[str, list[dict[str, float]]] = {name: [] for name in backends}
         for name, trainer in trainers.items():
             of_linears, of_attention = initial_states(recipes), attention.first_states(config)
             for step in range(steps + 1):
                 states = dict(of_linears) | of_attention
-                if step in (0, steps) or states:  # a state depends on the amaxes of every step before it
+                if (
+                    step in (0, steps) or states
+                ):  # a state depends on the amaxes of every step before it
                     observations, passes = check_operands(
-                        report, trainer, batches.step(step), recipes, quantizers, states, multiply, config.attention_variant
+                        report,
+                        trainer,
+                        batches.step(step),
+                        recipes,
+                        quantizers,
+                        states,
+                        multiply,
+                        config.attention_variant,
                     )
                     of_linears = states_after(of_linears, recipes, amaxes(observations))
                 if step in (0, steps):
-                    attention_counts.check(report, passes, config.attention_variant, attention.delayed_scales(states))
+                    attention_counts.check(
+                        report, passes, config.attention_variant, attention.delayed_scales(states)
+                    )
                     advance(f"{name}: operands after {step} steps")
                 if step < steps:
                     curves[name].append(trainer.step(batches.step(step)))
                     if of_attention:
                         trained, before = trainer.fp8_states(), of_attention
                         of_attention = attention.states_after(before, config, passes, trained)
-                        attention_states.check(report, name, config, passes, before, of_attention, trained)
+                        attention_states.check(
+                            report, name, config, passes, before, of_attention, trained
+                        )
                     advance(f"{name}: training")
         if len(backends) > 1 and steps:
-            check_curves(report, curves, weights, batches, config, advance=lambda: advance("noise of rounding"))
+            check_curves(
+                report,
+                curves,
+                weights,
+                batches,
+                config,
+                advance=lambda: advance("noise of rounding"),
+            )
     return report
 
 
@@ -105,23 +151,46 @@ def check_synthetic(report: Report, name: str, quantizers: dict[str, Quantizer])
     """
     for fmt in FP8_FORMATS.values():
         values = cast_inputs.edges(fmt)
-        found = {"sim": cast.encode(values, fmt)} | {who: q.encode(values, fmt) for who, q in quantizers.items()}
+        found = {"sim": cast.encode(values, fmt)} | {
+            who: q.encode(values, fmt) for who, q in quantizers.items()
+        }
         for backend in quantizers:
-            compare_codes(report.check(f"synthetic.cast/{fmt}/codes/{backend}"), found, backend, fmt, values)
+            compare_codes(
+                report.check(f"synthetic.cast/{fmt}/codes/{backend}"), found, backend, fmt, values
+            )
     gemms = [g for each in (*SHARED_RECIPES, name) for g in RECIPES[each].gemms.values()]
-    specs = {(c.fmt, c.granularity, c.policy): c for g in gemms for c in (g.a, g.b) if c is not None and c.delayed is None}
+    specs = {
+        (c.fmt, c.granularity, c.policy): c
+        for g in gemms
+        for c in (g.a, g.b)
+        if c is not None and c.delayed is None
+    }
     for case, values in quantizer_inputs.samples().items():
         for spec in specs.values():
             for axis in (0, 1) if spec.granularity == "rowwise" else (1,):
-                compare_quantized(report, f"synthetic.{case}/{spec.granularity}", values, spec, axis, {}, quantizers)
+                compare_quantized(
+                    report,
+                    f"synthetic.{case}/{spec.granularity}",
+                    values,
+                    spec,
+                    axis,
+                    {},
+                    quantizers,
+                )
 
 
-def check_weights(report: Report, trainers: dict[str, loop.Trainer], weights: dict[str, np.ndarray]) -> None:
+def check_weights(
+    report: Report, trainers: dict[str, loop.Trainer], weights: dict[str, np.ndarray]
+) -> None:
     """Check that both backends start from the same bits (M-6)."""
     for backend, trainer in trainers.items():
         mine = trainer.weights()
         for name, value in weights.items():
-            compare_scales(report.check(f"weights/initial/value/{backend}"), {"sim": value, backend: mine[name]}, backend)
+            compare_scales(
+                report.check(f"weights/initial/value/{backend}"),
+                {"sim": value, backend: mine[name]},
+                backend,
+            )
 
 
 def check_forward(
@@ -148,7 +217,10 @@ def check_forward(
     )
     with warnings.catch_warnings():  # the simulator has the same first scales
         warnings.filterwarnings("ignore", ".*no update has set its scales", UserWarning)
-        backends = {who: (trainer.logits(tokens[:, :-1]), trainer.evaluate(tokens)) for who, trainer in trainers.items()}
+        backends = {
+            who: (trainer.logits(tokens[:, :-1]), trainer.evaluate(tokens))
+            for who, trainer in trainers.items()
+        }
     found = {"sim": (logits, loss)} | backends
     names = list(found)
     for i, mine in enumerate(names):
@@ -173,13 +245,17 @@ def check_gradients(
     base = _base(found)
     replicates = []
     for seed in range(bounds.REPLICATES):
-        replicates.append(loop.trainer(base, config, bounds.rerounded(weights, seed=seed)).gradients(tokens))
+        replicates.append(
+            loop.trainer(base, config, bounds.rerounded(weights, seed=seed)).gradients(tokens)
+        )
         advance()
     for parameter, gradient in found[base].items():
         bound = bounds.gradient(gradient, [r[parameter] for r in replicates])
         for other in found.keys() - {base}:
             distance = np.linalg.norm(found[other][parameter] - gradient)
-            check = report.check(f"{parameter.removesuffix('.weight')}/gradient/value/{other}-{base}", bound=1.0)
+            check = report.check(
+                f"{parameter.removesuffix('.weight')}/gradient/value/{other}-{base}", bound=1.0
+            )
             compare_values(check, distance, 0.0, bound, names=("norm of the difference", "none"))
 
 
@@ -201,7 +277,9 @@ def check_curves(
         advance()
     for metric in ("loss", "grad_norm"):
         found = {name: np.array([line[metric] for line in lines]) for name, lines in curves.items()}
-        bound = bounds.curve(found[base], np.array([[line[metric] for line in lines] for lines in runs]))
+        bound = bounds.curve(
+            found[base], np.array([[line[metric] for line in lines] for lines in runs])
+        )
         for name in found.keys() - {base}:
             check = report.check(f"{metric}/curve/value/{name}-{base}", bound=1.0)
             compare_values(check, found[name], found[base], bound, names=(name, base))

@@ -3,9 +3,9 @@
 spec S, H, G.
 
 ``observe`` records the GEMMs of one pass of a trainer; ``check_operands`` compares them.
-``quantizers`` are those of the simulator and the backends, for one more comparison of each operand. The
-simulator's states of delayed scaling follow the backend's from step to step (``initial_states``,
-``states_after``).
+``quantizers`` are those of the simulator and the backends, for one more comparison of each operand.
+The simulator's states of delayed scaling follow the backend's from step to step
+(``initial_states``, ``states_after``).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,10 +14,21 @@ from typing import Protocol
 
 import numpy as np
 
-from fp8ref.conformance.kit.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
+from fp8ref.conformance.kit.compare import (
+    Report,
+    compare_bits,
+    compare_codes,
+    compare_scales,
+    compare_values,
+)
 from fp8ref.conformance.libraries.profiles import fp8ref_jax_cast, fp8ref_torch_cast, on_torch
 from fp8ref.crosscheck import device_gemm
-from fp8ref.crosscheck.attention.attention import AttentionPass, check_codes, delayed_scales, recorder
+from fp8ref.crosscheck.attention.attention import (
+    AttentionPass,
+    check_codes,
+    delayed_scales,
+    recorder,
+)
 from fp8ref.formats import BFLOAT16, FORMATS, Format
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, delayed_casts
 from fp8ref.sim import delayed
@@ -48,7 +59,9 @@ class Observation:
     out: np.ndarray
 
 
-def observe(trainer: loop.Trainer, tokens: np.ndarray, passes: list[AttentionPass] | None = None) -> list[Observation]:
+def observe(
+    trainer: loop.Trainer, tokens: np.ndarray, passes: list[AttentionPass] | None = None
+) -> list[Observation]:
     """Record every FP8 GEMM of one forward and backward pass, in the order of callbacks.
 
     passes   gets the passes of attention by a variant too, whose memory is quadratic.
@@ -56,7 +69,11 @@ def observe(trainer: loop.Trainer, tokens: np.ndarray, passes: list[AttentionPas
     observations: list[Observation] = []
     more = {} if passes is None else {"attention": recorder(trainer.backend, passes)}
     trainer.observe(
-        tokens, lambda layer, which, a, b, out: observations.append(Observation(trainer.backend, layer, which, a, b, out)), **more
+        tokens,
+        lambda layer, which, a, b, out: observations.append(
+            Observation(trainer.backend, layer, which, a, b, out)
+        ),
+        **more,
     )
     return observations
 
@@ -70,7 +87,11 @@ def in_pass_order(observations: Sequence[Observation], config: Config) -> list[O
     gemms = list(OPERANDS)
     return sorted(
         observations,
-        key=lambda o: (o.gemm != "output", place[o.layer] if o.gemm == "output" else -place[o.layer], gemms.index(o.gemm)),
+        key=lambda o: (
+            o.gemm != "output",
+            place[o.layer] if o.gemm == "output" else -place[o.layer],
+            gemms.index(o.gemm),
+        ),
     )
 
 
@@ -80,7 +101,9 @@ def backward(config: llama.LlamaConfig) -> list[str]:
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         found += [f"{layer}.input_layernorm", *(f"{layer}.self_attn.{p}_proj" for p in "qkv")]
-        found += [f"{layer}.self_attn.{p}_norm" for p in "qk" if config.qk_norm] + [f"{layer}.self_attn.o_proj"]
+        found += [f"{layer}.self_attn.{p}_norm" for p in "qk" if config.qk_norm] + [
+            f"{layer}.self_attn.o_proj"
+        ]
         router = [f"{layer}.mlp{llama.ROUTER}"] if config.num_experts else []
         mlps = [name for name in llama.linear_shapes(config) if name.startswith(f"{layer}.mlp.")]
         found += [f"{layer}.post_attention_layernorm", *router, *mlps]
@@ -89,7 +112,9 @@ def backward(config: llama.LlamaConfig) -> list[str]:
 
 
 def whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
-    """[tokens, ...] as [sequence, position, ...]; weights, their gradients and an expert's rows unchanged."""
+    """[tokens, ...] as [sequence, position, ...]; weights, their gradients and an expert's rows
+    unchanged.
+    """
     if role in ("weight", "grad_weight") or len(value) != batch[0] * (batch[1] - 1):
         return value
     return value.reshape(batch[0], batch[1] - 1, -1)
@@ -102,7 +127,9 @@ class Quantizer(Protocol):
               float32 of ``granularity.scale_shape``.
     """
 
-    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    def quantize(
+        self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The codes and scale of x, first rounded to ``dtype``, the tensor's hp dtype."""
         ...
 
@@ -121,9 +148,11 @@ def check_operands(
     multiply: Multiply | None = None,
     variant: Variant | None = None,
 ) -> tuple[list[Observation], list[AttentionPass]]:
-    """Check every FP8 GEMM of one forward and backward pass, and the codes and scales of an attention by a variant.
+    """Check every FP8 GEMM of one forward and backward pass, and the codes and scales of an
+    attention by a variant.
 
-    Operands are compared bit for bit; outputs within B-1 or B-16, or bit for bit under a plan (B-12).
+    Operands are compared bit for bit; outputs within B-1 or B-16, or bit for bit under a plan
+    (B-12).
 
     states    the simulator's states of delayed scaling before this pass, those of attention too.
     multiply  the simulated hardware that the trainer runs under.
@@ -133,11 +162,22 @@ def check_operands(
     passes: list[AttentionPass] = []
     observations = observe(trainer, tokens, None if variant is None else passes)
     check_codes(report, passes, variant, delayed_scales(states))
-    planned = {(layer, which) for layer, recipe in recipes.items() for which, spec in recipe.gemms.items() if spec.fp8}
+    planned = {
+        (layer, which)
+        for layer, recipe in recipes.items()
+        for which, spec in recipe.gemms.items()
+        if spec.fp8
+    }
     ran = {(o.layer, o.gemm) for o in observations}
     for layer, which in sorted(planned ^ ran):
-        problem = "was planned in FP8 and did not run" if (layer, which) in planned else "ran in FP8 and was not planned"
-        report.check(f"{layer}/{which}/value/{trainer.backend}", bound=1.0).fail(f"the GEMM {problem}")
+        problem = (
+            "was planned in FP8 and did not run"
+            if (layer, which) in planned
+            else "ran in FP8 and was not planned"
+        )
+        report.check(f"{layer}/{which}/value/{trainer.backend}", bound=1.0).fail(
+            f"the GEMM {problem}"
+        )
     for observation in (o for o in observations if (o.layer, o.gemm) in planned):
         _check_gemm(report, observation, recipes[observation.layer], quantizers, states, multiply)
     return observations, passes
@@ -172,14 +212,28 @@ def compare_quantized(
     """
     hp = np.asarray(hp, np.float32)
     if state is None:
-        simulated = scaling.quantize(hp, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+        simulated = scaling.quantize(
+            hp, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
+        )
     else:
         assert spec.delayed is not None
-        simulated = scaling.quantize_with(hp, delayed.scales(state, spec.delayed, spec.fmt), spec.fmt, policy=spec.policy, axis=axis)
-        quantizers = {backend: quantizer for backend, quantizer in quantizers.items() if backend in live}
+        simulated = scaling.quantize_with(
+            hp,
+            delayed.scales(state, spec.delayed, spec.fmt),
+            spec.fmt,
+            policy=spec.policy,
+            axis=axis,
+        )
+        quantizers = {
+            backend: quantizer for backend, quantizer in quantizers.items() if backend in live
+        }
     found = {"sim": (simulated.codes, simulated.scale)}
     for backend, quantizer in quantizers.items():
-        found[backend] = live[backend] if backend in live else quantizer.quantize(hp, spec, axis=axis, dtype="bfloat16")
+        found[backend] = (
+            live[backend]
+            if backend in live
+            else quantizer.quantize(hp, spec, axis=axis, dtype="bfloat16")
+        )
     for backend in quantizers:
         codes, scales = ({who: pair[i] for who, pair in found.items()} for i in (0, 1))
         compare_codes(report.check(f"{prefix}/codes/{backend}"), codes, backend, spec.fmt, hp)
@@ -203,12 +257,18 @@ def _check_gemm(
     layer, backend, spec = observed.layer, observed.backend, recipe.gemms[observed.gemm]
     operands = []
     for role, operand, how, axis in zip(
-        OPERANDS[observed.gemm], (observed.a, observed.b), (spec.a, spec.b), REDUCED_AXES[observed.gemm], strict=True
+        OPERANDS[observed.gemm],
+        (observed.a, observed.b),
+        (spec.a, spec.b),
+        REDUCED_AXES[observed.gemm],
+        strict=True,
     ):
         assert how is not None
         hp, codes, scale = operand
         state = states[f"{layer}/{role}"] if how.delayed else None
-        q = compare_quantized(report, f"{layer}/{role}", hp, how, axis, {backend: (codes, scale)}, quantizers, state)
+        q = compare_quantized(
+            report, f"{layer}/{role}", hp, how, axis, {backend: (codes, scale)}, quantizers, state
+        )
         operands.append(q if axis == 1 else transposed(q))
     a, b = operands
     # The simulator's operands are multiplied, not the backend's: a wrong code shows in the output
@@ -217,12 +277,25 @@ def _check_gemm(
     if multiply is not None:
         assert spec.accumulate is not None
         factors = (Factor(q.codes, q.scale_inv, q.fmt, q.granularity) for q in operands)
-        expected = multiply(*factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=BFLOAT16)
-        compare_bits(report.check(f"{layer}/{observed.gemm}/value/{backend}"), out, expected, names=(backend, "sim"))
+        expected = multiply(
+            *factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=BFLOAT16
+        )
+        compare_bits(
+            report.check(f"{layer}/{observed.gemm}/value/{backend}"),
+            out,
+            expected,
+            names=(backend, "sim"),
+        )
         return
     simulated = device_gemm.simulated(backend, a, b, spec)
     check = report.check(f"{layer}/{observed.gemm}/value/{backend}", bound=1.0)
-    compare_values(check, out, simulated, device_gemm.bound(backend, a, b, spec, out, simulated), names=(backend, "sim"))
+    compare_values(
+        check,
+        out,
+        simulated,
+        device_gemm.bound(backend, a, b, spec, out, simulated),
+        names=(backend, "sim"),
+    )
 
 
 def initial_states(recipes: Mapping[str, Recipe]) -> States:
@@ -233,32 +306,48 @@ def initial_states(recipes: Mapping[str, Recipe]) -> States:
     return {name: delayed.init(config) for name, (_, config) in _delayed_casts(recipes).items()}
 
 
-def states_after(states: States, recipes: Mapping[str, Recipe], amaxes: Mapping[str, Sequence]) -> States:
+def states_after(
+    states: States, recipes: Mapping[str, Recipe], amaxes: Mapping[str, Sequence]
+) -> States:
     """The states after a step in which each role had these amaxes, float32 ().
 
     One for every use or rank.
     """
     found = {}
     for name, (fmt, config) in _delayed_casts(recipes).items():
-        found[name] = delayed.update(states[name], *map(delayed.observe, amaxes[name]), config=config, fmt=fmt)
+        found[name] = delayed.update(
+            states[name], *map(delayed.observe, amaxes[name]), config=config, fmt=fmt
+        )
     return found
 
 
 def _delayed_casts(recipes: Mapping[str, Recipe]) -> dict[str, tuple[Format, DelayedScaling]]:
     """Format and configuration of every role under delayed scaling, by "<layer>/<role>"."""
-    return {f"{layer}/{role}": how for layer, r in recipes.items() for role, how in delayed_casts(r).items()}
+    return {
+        f"{layer}/{role}": how
+        for layer, r in recipes.items()
+        for role, how in delayed_casts(r).items()
+    }
 
 
 def quantizers(names: Iterable[str]) -> dict[str, Quantizer]:
     """Fresh quantizers of these names: "sim", "jax", "torch"."""
-    classes: dict[str, Callable[[], Quantizer]] = {"sim": _SimQuantizer, "jax": _JaxQuantizer, "torch": _TorchQuantizer}
+    classes: dict[str, Callable[[], Quantizer]] = {
+        "sim": _SimQuantizer,
+        "jax": _JaxQuantizer,
+        "torch": _TorchQuantizer,
+    }
     return {name: classes[name]() for name in names}
 
 
 class _SimQuantizer:
-    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    def quantize(
+        self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str
+    ) -> tuple[np.ndarray, np.ndarray]:
         x = cast.round_to(x, FORMATS[dtype])
-        q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+        q = scaling.quantize(
+            x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
+        )
         return q.codes, q.scale
 
     def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
@@ -273,14 +362,18 @@ class _JaxQuantizer:
     def __init__(self) -> None:
         self._compiled: dict[tuple, Callable] = {}
 
-    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    def quantize(
+        self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str
+    ) -> tuple[np.ndarray, np.ndarray]:
         import jax
         import jax.numpy as jnp
 
         from fp8ref.jax.quantize import scaling
 
         def run(x):
-            q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+            q = scaling.quantize(
+                x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
+            )
             return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
 
         compiled = self._compiled.setdefault((spec, axis), jax.jit(run))
@@ -294,13 +387,17 @@ class _JaxQuantizer:
 class _TorchQuantizer:
     """Eager, on the CPU."""
 
-    def quantize(self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    def quantize(
+        self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str
+    ) -> tuple[np.ndarray, np.ndarray]:
         import torch
 
         from fp8ref.torch.quantize import scaling
 
         value = torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(getattr(torch, dtype))
-        q = scaling.quantize(value, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+        q = scaling.quantize(
+            value, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
+        )
         return q.codes.view(torch.uint8).numpy(), q.scale.numpy()
 
     def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:

@@ -34,7 +34,9 @@ class RankError(RuntimeError):
     """A rank failed. The message has its number and its traceback, unless it died or hung."""
 
 
-def run(n: int, function: Callable, *args, timeout_s: int = 600, patience_s: float | None = None) -> list:
+def run(
+    n: int, function: Callable, *args, timeout_s: int = 600, patience_s: float | None = None
+) -> list:
     """Call function(*args) on n ranks in the default process group; return the results by rank.
 
     function    at the top level of a module; it, args and results are pickled.
@@ -46,7 +48,9 @@ def run(n: int, function: Callable, *args, timeout_s: int = 600, patience_s: flo
     with tempfile.TemporaryDirectory() as folder:
         pipes = [CONTEXT.Pipe() for _ in range(n)]
         processes = [
-            CONTEXT.Process(target=_rank, args=(rank, n, folder, timeout_s, theirs, function, args), daemon=True)
+            CONTEXT.Process(
+                target=_rank, args=(rank, n, folder, timeout_s, theirs, function, args), daemon=True
+            )
             for rank, (_, theirs) in enumerate(pipes)
         ]
         try:
@@ -66,7 +70,10 @@ def _results(pipes: list[connection.Connection], patience_s: float | None) -> li
     while len(found) < len(pipes):
         ready = connection.wait([p for p in pipes if p not in found], patience_s)
         if not ready:
-            raise RankError(f"ranks {[rank for rank, p in enumerate(pipes) if p not in found]}: no result within {patience_s} s")
+            raise RankError(
+                f"ranks {[rank for rank, p in enumerate(pipes) if p not in found]}: no result "
+                f"within {patience_s} s"
+            )
         for pipe in ready:
             assert isinstance(pipe, connection.Connection)
             try:
@@ -74,14 +81,26 @@ def _results(pipes: list[connection.Connection], patience_s: float | None) -> li
             except EOFError:
                 kind, value = "failed", "it ended without a result"
             if kind != "done":
-                raise (ConfigError if kind == "refused" else RankError)(f"rank {pipes.index(pipe)}: {value}")
+                raise (ConfigError if kind == "refused" else RankError)(
+                    f"rank {pipes.index(pipe)}: {value}"
+                )
             found[pipe] = value
     return [found[p] for p in pipes]
 
 
-def _rank(rank: int, n: int, folder: str, timeout_s: int, pipe: connection.Connection, function: Callable, args: tuple) -> None:
+def _rank(
+    rank: int,
+    n: int,
+    folder: str,
+    timeout_s: int,
+    pipe: connection.Connection,
+    function: Callable,
+    args: tuple,
+) -> None:
     parent_process.follow_parent()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU: gloo ranks compute on the CPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # before torch looks for a GPU: gloo ranks compute on the CPU
+    )
     import torch
     from torch import distributed
 
@@ -92,7 +111,9 @@ def _rank(rank: int, n: int, folder: str, timeout_s: int, pipe: connection.Conne
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:
         timeout = datetime.timedelta(seconds=timeout_s)
-        distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=timeout)
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=timeout
+        )
         # Not pipe.send: torch would share the tensors' memory, which is gone with the rank.
         message, done = pickle.dumps(("done", function(*args))), True
         distributed.barrier()  # no rank leaves while another still needs it

@@ -17,8 +17,21 @@ import numpy as np
 from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck.attention import attention
 from fp8ref.crosscheck.attention.attention import AttentionPass
-from fp8ref.crosscheck.first_nonfinite import NonFinite, check_site, in_backend, of_attention, of_gemms
-from fp8ref.crosscheck.operands import Observation, States, compare_quantized, in_pass_order, observe, quantizers
+from fp8ref.crosscheck.first_nonfinite import (
+    NonFinite,
+    check_site,
+    in_backend,
+    of_attention,
+    of_gemms,
+)
+from fp8ref.crosscheck.operands import (
+    Observation,
+    States,
+    compare_quantized,
+    in_pass_order,
+    observe,
+    quantizers,
+)
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe, delayed_casts
 from fp8ref.shared import console
@@ -49,19 +62,26 @@ def rerun(path: Path) -> "RerunReport":
     failed = failed_step.read(path)
     if failed.config.parallel.devices > 1 and failed.config.optimizer.kind == "adamw_fp8":
         raise ConfigError(
-            f"{path}: each process quantizes its own piece of the FP8 moments in blocks (T-6), so one "
-            f"process cannot replay a step of {failed.config.parallel.devices}. Train with "
-            "optimizer.kind 'adamw' to replay failed steps."
+            f"{path}: each process quantizes its own piece of the FP8 moments in blocks (T-6), "
+            f"so one process cannot replay a step of {failed.config.parallel.devices}. Train "
+            "with optimizer.kind 'adamw' to replay failed steps."
         )
     architecture.require_llama(failed.config, "a replay")
     failed.config.require_tiles("a replay")
-    config = dataclasses.replace(failed.config, parallel=ParallelConfig()).replace(data={"microbatches": 1})
+    config = dataclasses.replace(failed.config, parallel=ParallelConfig()).replace(
+        data={"microbatches": 1}
+    )
     tokens = failed.tokens
     console.say(
-        f"replaying step {failed.metrics['step']} of {failed.backend} on one device: its global batch of {tokens[:, 1:].size:,} tokens at once"
+        f"replaying step {failed.metrics['step']} of {failed.backend} on one device: its global "
+        f"batch of {tokens[:, 1:].size:,} tokens at once"
     )
     # The saved state holds all weights, so zeros stand in for initial weights that would be drawn.
-    trainer = loop.trainer(failed.backend, config, {k: np.zeros(s, np.float32) for k, s in llama.parameter_shapes(config.model).items()})
+    trainer = loop.trainer(
+        failed.backend,
+        config,
+        {k: np.zeros(s, np.float32) for k, s in llama.parameter_shapes(config.model).items()},
+    )
     trainer.load(failed.state, int(failed.metrics["step"]))
     trainer.switch(failed.recipe)
     config = config.under(failed.recipe)
@@ -71,12 +91,17 @@ def rerun(path: Path) -> "RerunReport":
     used |= {f"{layer}/{role}" for layer, casts in config.attention_casts.items() for role in casts}
     states = {name: delayed.DelayedState(*parts) for name, parts in kept.items() if name in used}
     report = Report()
-    with console.bar(f"replay {config.numerics.recipe}", 4) as advance, np.errstate(all="ignore"):  # infinities are expected
+    with (
+        console.bar(f"replay {config.numerics.recipe}", 4) as advance,
+        np.errstate(all="ignore"),
+    ):  # infinities are expected
         first, finite = simulated(report, tokens, trainer.weights(), config, recipes, states)
         advance("the simulator's forward pass")
         variant = config.attention_variant
         passes: list[AttentionPass] = []
-        observations = in_pass_order(observe(trainer, tokens, None if variant is None else passes), config)
+        observations = in_pass_order(
+            observe(trainer, tokens, None if variant is None else passes), config
+        )
         operands = check_codes(report, observations, recipes, states) + attention.check_codes(
             report, passes, variant, attention.delayed_scales(kept)
         )
@@ -85,33 +110,66 @@ def rerun(path: Path) -> "RerunReport":
         advance("the step")
         # The simulator's forward pass is searched first, as it knows the parts of every value.
         # Where its values are finite, the backend's own GEMMs may still not be.
-        sites: Iterable[tuple[Site, str]] = _forward_sites(observations, passes, finite, config, tokens)
+        sites: Iterable[tuple[Site, str]] = _forward_sites(
+            observations, passes, finite, config, tokens
+        )
         if first is None:
-            sites = itertools.chain(sites, in_backend(trainer, tokens, config, recipes, observations, metrics, passes))
+            sites = itertools.chain(
+                sites, in_backend(trainer, tokens, config, recipes, observations, metrics, passes)
+            )
         for site, why in sites:
-            found = check_site(site, report.check(f"{site.module}/{site.role}/finite/{failed.backend}"), by=failed.backend, why=why)
+            found = check_site(
+                site,
+                report.check(f"{site.module}/{site.role}/finite/{failed.backend}"),
+                by=failed.backend,
+                why=why,
+            )
             if found:
                 first = found
                 break
         advance("its gradients")
-    return RerunReport(path=path, failed=failed, metrics=metrics, first=first, report=report, operands=operands)
+    return RerunReport(
+        path=path, failed=failed, metrics=metrics, first=first, report=report, operands=operands
+    )
 
 
 def _forward_sites(
-    observations: Sequence[Observation], passes: Sequence[AttentionPass], finite: set[tuple[str, str]], config: Config, tokens: np.ndarray
+    observations: Sequence[Observation],
+    passes: Sequence[AttentionPass],
+    finite: set[tuple[str, str]],
+    config: Config,
+    tokens: np.ndarray,
 ) -> Iterator[tuple[Site, str]]:
-    """The backend's FP8 GEMMs and attention of the forward pass, in its order, whose inputs are finite in the simulator."""
+    """The backend's FP8 GEMMs and attention of the forward pass, in its order, whose inputs are
+    finite in the simulator.
+    """
     recipes = {d.path: d.recipe for d in config.decisions()}
     for name in llama.linear_shapes(config.model):
-        here = [o for o in observations if o.gemm == "output" and o.layer == name and (name, "output") in finite]
+        here = [
+            o
+            for o in observations
+            if o.gemm == "output" and o.layer == name and (name, "output") in finite
+        ]
         yield from of_gemms(here, recipes, tokens.shape)
         layer, _, last = name.rpartition(".")
-        if last == "v_proj" and config.attention_variant is not None and (layer, "rotated key") in finite:
-            yield from of_attention((one for one in passes if (one.layer, one.phase) == (layer, "forward")), config.attention_variant)
+        if (
+            last == "v_proj"
+            and config.attention_variant is not None
+            and (layer, "rotated key") in finite
+        ):
+            yield from of_attention(
+                (one for one in passes if (one.layer, one.phase) == (layer, "forward")),
+                config.attention_variant,
+            )
 
 
 def simulated(
-    report: Report, tokens: np.ndarray, weights: Mapping[str, np.ndarray], config: Config, recipes: Mapping[str, Recipe], states: States
+    report: Report,
+    tokens: np.ndarray,
+    weights: Mapping[str, np.ndarray],
+    config: Config,
+    recipes: Mapping[str, Recipe],
+    states: States,
 ) -> tuple[NonFinite | None, set[tuple[str, str]]]:
     """Search the simulated forward pass, loss included.
 
@@ -123,7 +181,9 @@ def simulated(
     def record(site: Site) -> None:
         nonlocal first
         if first is None:
-            first = check_site(site, report.check(f"{site.module}/{site.role}/finite/sim"), by="sim")
+            first = check_site(
+                site, report.check(f"{site.module}/{site.role}/finite/sim"), by="sim"
+            )
         if first is None:
             finite.add((site.module, site.role))
 
@@ -142,17 +202,32 @@ def simulated(
         target = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         record(
             Site(
-                module="loss", role="of a token", value=losses, parts={"largest logit": logits.max(-1), "its target's": target}, fmt=FLOAT32
+                module="loss",
+                role="of a token",
+                value=losses,
+                parts={"largest logit": logits.max(-1), "its target's": target},
+                fmt=FLOAT32,
             )
         )
         total = model.in_range(losses.sum())
         record(
-            Site(module="loss", role="mean", value=np.asarray(total / losses.size), parts={"sum over the batch": losses.sum()}, fmt=FLOAT32)
+            Site(
+                module="loss",
+                role="mean",
+                value=np.asarray(total / losses.size),
+                parts={"sum over the batch": losses.sum()},
+                fmt=FLOAT32,
+            )
         )
     return first, finite
 
 
-def check_codes(report: Report, observations: Sequence[Observation], recipes: Mapping[str, Recipe], states: States) -> int:
+def check_codes(
+    report: Report,
+    observations: Sequence[Observation],
+    recipes: Mapping[str, Recipe],
+    states: States,
+) -> int:
     """Compare codes and scales of every operand with the simulator's, bit for bit.
 
     Returns:  how many operands were compared.
@@ -161,10 +236,14 @@ def check_codes(report: Report, observations: Sequence[Observation], recipes: Ma
     who = quantizers({o.backend for o in observations})
     for o in observations:
         spec = recipes[o.layer].gemms[o.gemm]
-        for role, (hp, codes, scale), how, axis in zip(OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True):
+        for role, (hp, codes, scale), how, axis in zip(
+            OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True
+        ):
             assert how is not None
             state = states[f"{o.layer}/{role}"] if how.delayed else None
-            compare_quantized(report, f"{o.layer}/{role}", hp, how, axis, {o.backend: (codes, scale)}, who, state)
+            compare_quantized(
+                report, f"{o.layer}/{role}", hp, how, axis, {o.backend: (codes, scale)}, who, state
+            )
             count += 1
     return count
 
@@ -204,7 +283,11 @@ class RerunReport(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """The report and the first non-finite value, as --json writes them."""
-        about: dict[str, Any] = {"first": self.first and self.first.to_dict(), "reproduced": self.reproduced, "faithful": self.faithful}
+        about: dict[str, Any] = {
+            "first": self.first and self.first.to_dict(),
+            "reproduced": self.reproduced,
+            "faithful": self.faithful,
+        }
         about |= {
             "backend": self.failed.backend,
             "metrics": {k: str(v) for k, v in self.metrics.items()},
@@ -221,9 +304,13 @@ class RerunReport(Result):
         config, (rows, length) = self.failed.config, self.failed.tokens.shape
         devices, then = config.parallel.devices, self.failed.metrics
         say(f"{self.path}: step {then['step']}, {self.failed.backend}, recipe {self.failed.recipe}")
-        say(f"as it failed, on {devices} device{'s' * (devices > 1)}: loss {then['loss']}, gradient norm {then['grad_norm']}")
         say(
-            f"on one device, with all {rows} sequences of {length - 1} tokens: loss {self.metrics['loss']}, gradient norm {self.metrics['grad_norm']}"
+            f"as it failed, on {devices} device{'s' * (devices > 1)}: loss {then['loss']}, "
+            f"gradient norm {then['grad_norm']}"
+        )
+        say(
+            f"on one device, with all {rows} sequences of {length - 1} tokens: loss "
+            f"{self.metrics['loss']}, gradient norm {self.metrics['grad_norm']}"
         )
         if config.data.microbatches > 1:
             say(
@@ -243,7 +330,10 @@ class RerunReport(Result):
         elif self.reproduced:
             say("the step fails again, but every value checked is finite.")
         else:
-            say("not reproduced: every value is finite on one device. The cause was a fault of another device, or sums in another order.")
+            say(
+                "not reproduced: every value is finite on one device. The cause was a fault of "
+                "another device, or sums in another order."
+            )
         for check in self.report.failures if not self.faithful else []:
             if "/finite/" not in check.name:
                 say(check.detail)
@@ -251,9 +341,14 @@ class RerunReport(Result):
             say("no operand is in FP8")
         elif self.faithful:
             verdict = ": the numbers diverged, and the quantization is right" if self.first else ""
-            say(f"codes and scales of all {self.operands} FP8 operands are the simulator's{verdict}")
+            say(
+                f"codes and scales of all {self.operands} FP8 operands are the simulator's{verdict}"
+            )
         else:
-            say(f"codes or scales of {self.failed.backend} are not the simulator's, as above: a fault of the implementation")
+            say(
+                f"codes or scales of {self.failed.backend} are not the simulator's, as above: a "
+                "fault of the implementation"
+            )
 
     def _who(self, by: str) -> str:
         return "the simulator" if by == "sim" else by

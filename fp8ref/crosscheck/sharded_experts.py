@@ -1,15 +1,23 @@
-"""Compare experts' GEMMs on a mesh with those of one device that has all rows, by the simulator (spec X-3, X-13, X-15).
+"""Compare experts' GEMMs on a mesh with those of one device that has all rows, by the simulator
+(spec X-3, X-13, X-15).
 
-Device d of an axis expert of D holds the experts from d E / D on. Along data and fsdp devices hold the same
-experts: their rows of an expert, in the order of the devices, are those of one device. ``sharded_torch`` gets
-each device's GEMMs from ranks that train, ``sharded_jax`` from ``grouped_rerun``.
+Device d of an axis expert of D holds the experts from d E / D on. Along data and fsdp devices hold
+the same experts: their rows of an expert, in the order of the devices, are those of one device.
+``sharded_torch`` gets each device's GEMMs from ranks that train, ``sharded_jax`` from
+``grouped_rerun``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fp8ref.conformance.kit.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
+from fp8ref.conformance.kit.compare import (
+    Report,
+    compare_bits,
+    compare_codes,
+    compare_scales,
+    compare_values,
+)
 from fp8ref.crosscheck import bounds, device_gemm
 from fp8ref.crosscheck.operands import States, transposed
 from fp8ref.formats import BFLOAT16
@@ -23,11 +31,13 @@ Operand = tuple[np.ndarray, np.ndarray, np.ndarray]
 """hp float32, codes uint8 and scale float32, in a linear's own layout (L-2)."""
 
 ExpertGemm = tuple[Operand, Operand, np.ndarray | None]
-"""One expert's GEMM on one device: its operands a and b, and its result, float32; None of one that is summed over devices."""
+"""One expert's GEMM on one device: its operands a and b, and its result, float32; None of one that
+is summed over devices.
+"""
 
 ExpertGemms = Mapping[tuple[str, Gemm, int], ExpertGemm]
-"""Those of one device, by layer, GEMM and the expert's number on the device; of an expert without rows none, or one of
-a row of zeros."""
+"""Those of one device, by layer, GEMM and the expert's number on the device; of an expert without
+rows none, or one of a row of zeros."""
 
 
 def check(
@@ -43,31 +53,65 @@ def check(
     sums: Mapping[str, np.ndarray] | None = None,
     wide: bool = True,
 ) -> None:
-    """Compare codes and scales of every expert's operands on every device, bit for bit, and results within B-1.
+    """Compare codes and scales of every expert's operands on every device, bit for bit, and results
+    within B-1.
 
     recipes   of experts' linears, each group's.
     devices   in the order of the mesh, whose last axis is expert, of ``apart`` devices.
     weights   float32 [E, N, K] holding bfloat16, by layer.
     scope     of amaxes (P-2): global, over the devices with the same experts, or local.
     states    of delayed scaling, by "<layer>/<role>".
-    sums      grad_weight [E, N, K] by layer, of devices that give no result of their own, summed in float32 (wide) or bfloat16.
+    sums      grad_weight [E, N, K] by layer, of devices that give no result of their own, summed in
+              float32 (wide) or bfloat16.
     """
     for layer, recipe in recipes.items():
         own = len(weights[layer]) // apart
         for which, spec in recipe.gemms.items():
-            ran = {i for i, found in enumerate(devices) if any((layer, which, e) in found for e in range(own))}
+            ran = {
+                i
+                for i, found in enumerate(devices)
+                if any((layer, which, e) in found for e in range(own))
+            }
             if bool(ran) != spec.fp8:
-                said = "was planned in FP8 and did not run" if spec.fp8 else "ran in FP8 and was not planned"
-                report.check(f"{layer}/{which}/value/{backend}", bound=1.0).fail(f"the GEMM {said} on any device")
+                said = (
+                    "was planned in FP8 and did not run"
+                    if spec.fp8
+                    else "ran in FP8 and was not planned"
+                )
+                report.check(f"{layer}/{which}/value/{backend}", bound=1.0).fail(
+                    f"the GEMM {said} on any device"
+                )
             if not spec.fp8:
                 continue
             for e in range(own * apart):
                 holders = devices[e // own :: apart]
-                found = [mine[layer, which, e % own] for mine in holders if (layer, which, e % own) in mine]
+                found = [
+                    mine[layer, which, e % own]
+                    for mine in holders
+                    if (layer, which, e % own) in mine
+                ]
                 if found:
-                    parts = _check_expert(report, backend, layer, which, spec, found, weights[layer][e], scope=scope, states=states)
+                    parts = _check_expert(
+                        report,
+                        backend,
+                        layer,
+                        which,
+                        spec,
+                        found,
+                        weights[layer][e],
+                        scope=scope,
+                        states=states,
+                    )
                     if which == "grad_weight" and sums is not None:
-                        _check_sum(report, f"{layer}/{which}/value/{backend}", backend, spec, parts, sums[layer][e], wide=wide)
+                        _check_sum(
+                            report,
+                            f"{layer}/{which}/value/{backend}",
+                            backend,
+                            spec,
+                            parts,
+                            sums[layer][e],
+                            wide=wide,
+                        )
 
 
 def _check_expert(
@@ -82,19 +126,38 @@ def _check_expert(
     scope: str,
     states: States,
 ) -> list[tuple[Quantized, Quantized, np.ndarray]]:
-    """Compare one expert's GEMM on the devices that have rows of it; the simulator's operands and result of each."""
+    """Compare one expert's GEMM on the devices that have rows of it; the simulator's operands and
+    result of each.
+    """
     operands = []
     of_devices = zip(*((a, b) for a, b, _ in found), strict=True)
-    for role, how, axis, given in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], of_devices, strict=True):
+    for role, how, axis, given in zip(
+        OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], of_devices, strict=True
+    ):
         assert how is not None
         shards = [weight for _ in given] if role == "weight" else [hp for hp, *_ in given]
         state = states[f"{layer}/{role}"] if how.delayed else None
         expected = list(quantized(shards, how, axis, role, scope=scope, state=state))
         for q, shard, (hp, codes, scale) in zip(expected, shards, given, strict=True):
             if role == "weight":
-                compare_bits(report.check(f"{layer}/weights/value/{backend}"), hp, shard, names=(backend, "the master"))
-            compare_codes(report.check(f"{layer}/{role}/codes/{backend}"), {"sim": q.codes, backend: codes}, backend, q.fmt, shard)
-            compare_scales(report.check(f"{layer}/{role}/scale/{backend}"), {"sim": q.scale, backend: scale}, backend)
+                compare_bits(
+                    report.check(f"{layer}/weights/value/{backend}"),
+                    hp,
+                    shard,
+                    names=(backend, "the master"),
+                )
+            compare_codes(
+                report.check(f"{layer}/{role}/codes/{backend}"),
+                {"sim": q.codes, backend: codes},
+                backend,
+                q.fmt,
+                shard,
+            )
+            compare_scales(
+                report.check(f"{layer}/{role}/scale/{backend}"),
+                {"sim": q.scale, backend: scale},
+                backend,
+            )
         operands.append([q if q.axis == 1 else transposed(q) for q in expected])
     parts = []
     for a, b, (*_, out) in zip(*operands, found, strict=True):
@@ -102,7 +165,13 @@ def _check_expert(
         parts.append((a, b, simulated))
         if out is not None:
             check = report.check(f"{layer}/{which}/value/{backend}", bound=1.0)
-            compare_values(check, out, simulated, device_gemm.bound(backend, a, b, spec, out, simulated), names=(backend, "sim"))
+            compare_values(
+                check,
+                out,
+                simulated,
+                device_gemm.bound(backend, a, b, spec, out, simulated),
+                names=(backend, "sim"),
+            )
     return parts
 
 
@@ -116,24 +185,46 @@ def _check_sum(
     *,
     wide: bool,
 ) -> None:
-    """Compare a sum over devices with the simulator's of the devices' results, each rounded (P-8); devices without rows add zeros."""
+    """Compare a sum over devices with the simulator's of the devices' results, each rounded (P-8);
+    devices without rows add zeros.
+    """
     check, names = report.check(name, bound=1.0), (backend, "sim")
     if len(parts) == 1:
         ((a, b, simulated),) = parts
-        compare_values(check, out, simulated, device_gemm.bound(backend, a, b, spec, out, simulated), names=names)
+        compare_values(
+            check,
+            out,
+            simulated,
+            device_gemm.bound(backend, a, b, spec, out, simulated),
+            names=names,
+        )
         return
-    simulated = cast.round_to(np.sum([part for *_, part in parts], axis=0, dtype=np.float32), BFLOAT16)
+    simulated = cast.round_to(
+        np.sum([part for *_, part in parts], axis=0, dtype=np.float32), BFLOAT16
+    )
     compare_values(
-        check, out, simulated, bounds.summed_gemm(parts, spec, out, wide=wide, unit=device_gemm.unit(backend, spec)), names=names
+        check,
+        out,
+        simulated,
+        bounds.summed_gemm(parts, spec, out, wide=wide, unit=device_gemm.unit(backend, spec)),
+        names=names,
     )
 
 
 def quantized(
-    shards: Sequence[np.ndarray], how: CastSpec, axis: int, role: Role, *, scope: str, state: delayed.DelayedState | None = None
+    shards: Sequence[np.ndarray],
+    how: CastSpec,
+    axis: int,
+    role: Role,
+    *,
+    scope: str,
+    state: delayed.DelayedState | None = None,
 ) -> Iterator[Quantized]:
-    """Each device's part of an expert's operand as one device quantizes it, which has all devices' rows one after another.
+    """Each device's part of an expert's operand as one device quantizes it, which has all devices'
+    rows one after another.
 
-    Shapes:   shards [M_d, C], of a weight all the same [N, K]; codes of their shapes, scales of S-6.
+    Shapes:   shards [M_d, C], of a weight all the same [N, K]; codes of their shapes, scales of
+              S-6.
     Order:    where blocks cut the rows, and under scope local, each device quantizes its own (X-3).
     """
     options: dict = {"granularity": how.granularity, "policy": how.policy, "axis": axis}
@@ -150,5 +241,7 @@ def quantized(
     whole, begin = scaling.quantize(np.concatenate(shards), how.fmt, **options), 0
     for shard in shards:
         rows = slice(begin, begin := begin + len(shard))
-        scale, scale_inv = (s if of_rows is None or s.ndim == 0 else s[rows] for s in (whole.scale, whole.scale_inv))
+        scale, scale_inv = (
+            s if of_rows is None or s.ndim == 0 else s[rows] for s in (whole.scale, whole.scale_inv)
+        )
         yield whole._replace(codes=whole.codes[rows], scale=scale, scale_inv=scale_inv)

@@ -1,4 +1,5 @@
-"""Compare the operands of every rank with the simulator's sharded quantization (spec P-4 to P-6, P-14).
+"""Compare the operands of every rank with the simulator's sharded quantization (spec P-4 to P-6,
+P-14).
 
 ``sharded_torch`` runs the ranks.
 """
@@ -7,7 +8,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fp8ref.conformance.kit.compare import Report, compare_bits, compare_codes, compare_scales, compare_values
+from fp8ref.conformance.kit.compare import (
+    Report,
+    compare_bits,
+    compare_codes,
+    compare_scales,
+    compare_values,
+)
 from fp8ref.crosscheck import sharded_experts
 from fp8ref.crosscheck.fsdp_run import Operands, Run
 from fp8ref.crosscheck.operands import States, initial_states
@@ -33,7 +40,8 @@ def check_ranks(
     runs: Sequence[Run],
     states: Sequence[States],
 ) -> None:
-    """Compare codes and scales of every rank's operands, before and after training (P-4, P-6), and experts' results.
+    """Compare codes and scales of every rank's operands, before and after training (P-4, P-6), and
+    experts' results.
 
     config   whose data, fsdp, expert, tensor and amax_scope are those of the runs.
     recipes  by layer; those of experts are each group's.
@@ -43,12 +51,18 @@ def check_ranks(
     """
     for when, masters in ((0, _initial(config)), (-1, runs[0].weights)):
         of_ranks = [run.operands[when] for run in runs]
-        _check_operands(report, backend, config, recipes, of_ranks, masters, states[when] if states else {})
+        _check_operands(
+            report, backend, config, recipes, of_ranks, masters, states[when] if states else {}
+        )
 
 
-def check_pass(report: Report, backend: str, config: Config, recipes: Mapping[str, Recipe], found: Operands) -> None:
+def check_pass(
+    report: Report, backend: str, config: Config, recipes: Mapping[str, Recipe], found: Operands
+) -> None:
     """Compare the operands of one process's first pass."""
-    _check_operands(report, backend, config, recipes, [found], _initial(config), initial_states(recipes))
+    _check_operands(
+        report, backend, config, recipes, [found], _initial(config), initial_states(recipes)
+    )
 
 
 def _initial(config: Config) -> dict[str, np.ndarray]:
@@ -66,17 +80,41 @@ def _check_operands(
 ) -> None:
     """Compare what ranks have of one pass, under these masters and states."""
     weights = {layer: cast.round_to(masters[f"{layer}.weight"], BFLOAT16) for layer in recipes}
-    keys, experts = config.parallel, {layer: r for layer, r in recipes.items() if weights[layer].ndim > 2}
+    keys, experts = (
+        config.parallel,
+        {layer: r for layer, r in recipes.items() if weights[layer].ndim > 2},
+    )
     found = [mine.experts for mine in of_ranks]
-    sharded_experts.check(report, backend, experts, found, weights, apart=keys.expert, scope=keys.amax_scope, states=states)
+    sharded_experts.check(
+        report,
+        backend,
+        experts,
+        found,
+        weights,
+        apart=keys.expert,
+        scope=keys.amax_scope,
+        states=states,
+    )
     for layer, r in recipes.items():
         for which, spec in r.gemms.items() if layer not in experts else ():
             _check_ran(report, backend, layer, which, spec.fp8, of_ranks)
-            for role, how, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
+            for role, how, axis in zip(
+                OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
+            ):
                 if how is None or any((layer, which, role) not in mine.fp8 for mine in of_ranks):
                     continue
-                cut = _layout(config, role, layer, weights[layer].shape if role == "weight" else None, of_ranks)
-                shards = list(split(weights[layer], cut).values()) if role == "weight" else [mine.hp[layer, role] for mine in of_ranks]
+                cut = _layout(
+                    config,
+                    role,
+                    layer,
+                    weights[layer].shape if role == "weight" else None,
+                    of_ranks,
+                )
+                shards = (
+                    list(split(weights[layer], cut).values())
+                    if role == "weight"
+                    else [mine.hp[layer, role] for mine in of_ranks]
+                )
                 state = states[f"{layer}/{role}"] if how.delayed else None
                 expected = _simulated(shards, cut, how, axis, config, state=state)
                 for rank, q in enumerate(expected):
@@ -84,7 +122,9 @@ def _check_operands(
                     _compare(report, layer, role, backend, q, codes, scale, shards[rank])
 
 
-def check_first_layer(report: Report, backend: str, runs: Sequence[Run], one: Run, *, tensor: int) -> None:
+def check_first_layer(
+    report: Report, backend: str, runs: Sequence[Run], one: Run, *, tensor: int
+) -> None:
     """Under scope global, compare each rank's first input with its rows of one process's (P-4).
 
     tensor    ranks that follow each other and have the same rows.
@@ -98,25 +138,67 @@ def check_first_layer(report: Report, backend: str, runs: Sequence[Run], one: Ru
             mine, own = run.operands[0].fp8[layer, which, role]
             first = rank // tensor * len(mine)
             rows = slice(first, first + len(mine))
-            compare_values(report.check(f"{layer}/{role}/codes/{backend} one process"), mine, codes[rows], 1.0, names=names)
+            compare_values(
+                report.check(f"{layer}/{role}/codes/{backend} one process"),
+                mine,
+                codes[rows],
+                1.0,
+                names=names,
+            )
             per = len(codes) // len(scale) if scale.ndim else 1  # rows that share a scale
-            of_rows = scale if own.shape == scale.shape else scale[first // per : (first + len(mine)) // per]
-            compare_bits(report.check(f"{layer}/{role}/scale/{backend} one process"), own, of_rows, names=names)
+            of_rows = (
+                scale
+                if own.shape == scale.shape
+                else scale[first // per : (first + len(mine)) // per]
+            )
+            compare_bits(
+                report.check(f"{layer}/{role}/scale/{backend} one process"),
+                own,
+                of_rows,
+                names=names,
+            )
 
 
-def _check_ran(report: Report, backend: str, layer: str, which: Gemm, planned: bool, of_ranks: Sequence[Operands]) -> None:
+def _check_ran(
+    report: Report,
+    backend: str,
+    layer: str,
+    which: Gemm,
+    planned: bool,
+    of_ranks: Sequence[Operands],
+) -> None:
     for rank, mine in enumerate(of_ranks):
         if planned != ((layer, which, OPERANDS[which][0]) in mine.fp8):
-            problem = "was planned in FP8 and did not run" if planned else "ran in FP8 and was not planned"
-            report.check(f"{layer}/{which}/value/{backend}", bound=1.0).fail(f"the GEMM {problem} on rank {rank}")
+            problem = (
+                "was planned in FP8 and did not run"
+                if planned
+                else "ran in FP8 and was not planned"
+            )
+            report.check(f"{layer}/{which}/value/{backend}", bound=1.0).fail(
+                f"the GEMM {problem} on rank {rank}"
+            )
 
 
-def _layout(config: Config, role: Role, layer: str, shape: tuple[int, ...] | None, of_ranks: Sequence[Operands]) -> Layout:
+def _layout(
+    config: Config,
+    role: Role,
+    layer: str,
+    shape: tuple[int, ...] | None,
+    of_ranks: Sequence[Operands],
+) -> Layout:
     """How ranks cut an operand [rows, columns] (P-10); shape: of a weight."""
     keys, last = config.parallel, layer.rpartition(".")[2]
-    mesh = Mesh(axes={"data": keys.data, "fsdp": keys.fsdp, "expert": keys.expert, "tensor": keys.tensor})
+    mesh = Mesh(
+        axes={"data": keys.data, "fsdp": keys.fsdp, "expert": keys.expert, "tensor": keys.tensor}
+    )
     splits: dict[int, tuple[str, ...]] = {} if role == "weight" else {0: ("data", "fsdp", "expert")}
-    axis = CUT_AXES["colwise"].get(role) if last in llama.COLUMN else CUT_AXES["rowwise"].get(role) if last in llama.ROW else None
+    axis = (
+        CUT_AXES["colwise"].get(role)
+        if last in llama.COLUMN
+        else CUT_AXES["rowwise"].get(role)
+        if last in llama.ROW
+        else None
+    )
     if axis is not None:
         splits[axis] = ("tensor",)
     if shape is None:
@@ -126,7 +208,13 @@ def _layout(config: Config, role: Role, layer: str, shape: tuple[int, ...] | Non
 
 
 def _simulated(
-    shards: Sequence[np.ndarray], layout: Layout, how: CastSpec, axis: int, config: Config, *, state: delayed.DelayedState | None
+    shards: Sequence[np.ndarray],
+    layout: Layout,
+    how: CastSpec,
+    axis: int,
+    config: Config,
+    *,
+    state: delayed.DelayedState | None,
 ) -> list[Quantized]:
     """The simulator's operand on every rank, whose piece of a layout is its shard."""
     options = {"granularity": how.granularity, "policy": how.policy, "axis": axis}
@@ -141,7 +229,24 @@ def _simulated(
     return [found[device] for device in layout.mesh.devices]
 
 
-def _compare(report: Report, layer: str, role: Role, backend: str, q: Quantized, codes: np.ndarray, scale: np.ndarray, hp) -> None:
+def _compare(
+    report: Report,
+    layer: str,
+    role: Role,
+    backend: str,
+    q: Quantized,
+    codes: np.ndarray,
+    scale: np.ndarray,
+    hp,
+) -> None:
     name = f"{layer}/{role}"
-    compare_codes(report.check(f"{name}/codes/{backend}"), {"sim": q.codes, backend: codes}, backend, q.fmt, hp)
-    compare_scales(report.check(f"{name}/scale/{backend}"), {"sim": q.scale, backend: scale}, backend)
+    compare_codes(
+        report.check(f"{name}/codes/{backend}"),
+        {"sim": q.codes, backend: codes},
+        backend,
+        q.fmt,
+        hp,
+    )
+    compare_scales(
+        report.check(f"{name}/scale/{backend}"), {"sim": q.scale, backend: scale}, backend
+    )

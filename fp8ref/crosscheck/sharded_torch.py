@@ -8,8 +8,8 @@ On every mesh data x fsdp x tensor of N gloo ranks, or data x fsdp x expert of a
   the simulator's sharded quantization (``sharded_operands``);
 - losses, weights and delayed states are compared with one process that trains without FSDP2,
   for every way of gathering weights; under tensor parallelism ranks and ways are compared with each
-  other, because ranks round parts of outputs (P-16), and so are ranks with experts, whose loss and experts' gradients
-  are of the tokens of all (M-8, X-13);
+  other, because ranks round parts of outputs (P-16), and so are ranks with experts, whose loss and
+  experts' gradients are of the tokens of all (M-8, X-13);
 - amax histories are compared with the simulator's, and the bytes of all-gathers are counted.
 """
 
@@ -39,19 +39,22 @@ STEPS = 5
 """The default number of optimizer steps."""
 
 
-def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher | None = None) -> tuple[Report, dict[str, str]]:
-    """Train on every mesh data x fsdp x tensor of n ranks, or data x fsdp x expert with experts, and compare.
+def crosscheck(
+    config: Config, n: int, *, steps: int = STEPS, prepare: Watcher | None = None
+) -> tuple[Report, dict[str, str]]:
+    """Train on every mesh data x fsdp x tensor of n ranks, or data x fsdp x expert with experts,
+    and compare.
 
-    All values of ``parallel``'s data, fsdp, expert, tensor, sequence, gather, precompute_scales and reduction
-    are tried, not only the config's. If the config has amax_scope global, local is tried too, on
-    meshes without tensor: only local scales can be repeated by one process without the others.
-    Delayed scaling has no local scope.
+    All values of ``parallel``'s data, fsdp, expert, tensor, sequence, gather, precompute_scales and
+    reduction are tried, not only the config's. If the config has amax_scope global, local is tried
+    too, on meshes without tensor: only local scales can be repeated by one process without the
+    others. Delayed scaling has no local scope.
 
     prepare   is called on every rank with every trainer before it trains; it is pickled.
     Returns:  the report, whose backends are named "torch 2x2 local" for data x fsdp and the scope,
-              "torch 1x2x2 global sequence" where there is tensor parallelism, or "torch 1x2x2 expert global"
-              where ranks hold other experts, followed by the way of gathering weights where runs are compared;
-              and what was left out, with the reason, by name.
+              "torch 1x2x2 global sequence" where there is tensor parallelism, or "torch 1x2x2
+              expert global" where ranks hold other experts, followed by the way of gathering
+              weights where runs are compared; and what was left out, with the reason, by name.
     Raises:   ConfigError: a recipe without FP8 or not shared by both backends, a batch that the
               ranks do not share evenly, keys that this check does not take.
               process_group.RankError: a rank failed.
@@ -82,13 +85,19 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
             check.mesh(mesh, scope)
             name = mesh.name(scope)
             if mesh.tensor > 1:
-                unfit[f"{name} against one process"] = "ranks round their parts of outputs (P-16); runs are compared with each other"
+                unfit[f"{name} against one process"] = (
+                    "ranks round their parts of outputs (P-16); runs are compared with each other"
+                )
             elif config.model.num_experts:
                 unfit[f"{name} against one process"] = (
-                    "experts' gradients and the loss are of the tokens of all ranks; runs are compared with each other"
+                    "experts' gradients and the loss are of the tokens of all ranks; runs are "
+                    "compared with each other"
                 )
             elif mesh.data > 2:
-                why = f"gloo adds the gradients of {mesh.data} copies in an order of its own (P-13); runs are compared with each other"
+                why = (
+                    f"gloo adds the gradients of {mesh.data} copies in an order of its own "
+                    "(P-13); runs are compared with each other"
+                )
                 unfit[f"{name} against one process"] = why
             advance(name)
     return check.report, unfit
@@ -97,8 +106,21 @@ def crosscheck(config: Config, n: int, *, steps: int = STEPS, prepare: Watcher |
 class _Check:
     """The report being filled, and the runs that other runs are compared with."""
 
-    def __init__(self, config: Config, n: int, recipes: dict[str, Recipe], tokens: list[np.ndarray], prepare: Watcher | None) -> None:
-        self.config, self.n, self.recipes, self.tokens, self.prepare = config, n, recipes, tokens, prepare
+    def __init__(
+        self,
+        config: Config,
+        n: int,
+        recipes: dict[str, Recipe],
+        tokens: list[np.ndarray],
+        prepare: Watcher | None,
+    ) -> None:
+        self.config, self.n, self.recipes, self.tokens, self.prepare = (
+            config,
+            n,
+            recipes,
+            tokens,
+            prepare,
+        )
         self.report = Report()
         self._replicated: dict[tuple[int, int], Run] = {}
         self._first: dict[tuple, tuple[str, Run]] = {}
@@ -107,7 +129,11 @@ class _Check:
         """Run every comparison on one mesh under one scope."""
         name = mesh.name(scope)
         model = self.config.model  # whose experts' weights are gathered in the compute dtype
-        gathered_in_fp8 = [p for p, recipe in self.recipes.items() if recipe.serves_both("weight") and llama.experts_of(p, model) is None]
+        gathered_in_fp8 = [
+            p
+            for p, recipe in self.recipes.items()
+            if recipe.serves_both("weight") and llama.experts_of(p, model) is None
+        ]
         config = mesh.of(self.config, scope)
         variants = dict(_variants(mesh, fp8=bool(gathered_in_fp8)))
         found = self._run(self.n, fsdp_run.train, config, variants, self.tokens, self.prepare)
@@ -130,7 +156,9 @@ class _Check:
                 if run is not expected:
                     self._compare(f"{name} {variant}", f"rank {rank}", run, against, expected)
         if gathered_in_fp8 and config.parallel.shards > 1:
-            self._bytes(name, config, gathered_in_fp8, [(runs["fp8"], runs["compute"]) for runs in found])
+            self._bytes(
+                name, config, gathered_in_fp8, [(runs["fp8"], runs["compute"]) for runs in found]
+            )
 
     def _run(self, n: int, *what) -> list:
         return process_group.run(n, *what, timeout_s=self.config.parallel.timeout_s)
@@ -145,11 +173,15 @@ class _Check:
             return next(iter(self._replicated.values()))
         order = self._sum_order(mesh)
         if order not in self._replicated:
-            self._replicated[order] = self._run(1, fsdp_run.replicate, self.config, *order, self.tokens)[0]
+            self._replicated[order] = self._run(
+                1, fsdp_run.replicate, self.config, *order, self.tokens
+            )[0]
         return self._replicated[order]
 
     def _one_pass(self) -> Run:
-        """One process's operands of the first batch, which are compared with the simulator too; it does not train."""
+        """One process's operands of the first batch, which are compared with the simulator too; it
+        does not train.
+        """
         if not self._replicated:
             one = self._run(1, fsdp_run.replicate, self.config, 1, 1, self.tokens[:1])[0]
             self._replicated[1, 1] = one
@@ -164,11 +196,18 @@ class _Check:
             check = self.report.check(f"model/{metric}/value/{backend}")
             compare_values(check, run.metrics[:, i], expected.metrics[:, i], 1.0, names=names)
         for parameter, value in expected.weights.items():
-            check = self.report.check(f"{parameter.removesuffix('.weight')}/weights/value/{backend}")
+            check = self.report.check(
+                f"{parameter.removesuffix('.weight')}/weights/value/{backend}"
+            )
             compare_bits(check, run.weights[parameter], value, names=names)
         for mine, theirs in zip(run.states, expected.states, strict=True):
             for name, state in theirs.items():
-                compare_bits(self.report.check(f"{name} state/value/{backend}"), mine[name], state, names=names)
+                compare_bits(
+                    self.report.check(f"{name} state/value/{backend}"),
+                    mine[name],
+                    state,
+                    names=names,
+                )
 
     def _states(self, backend: str, runs: list[Run]) -> list[States]:
         """Compare every rank's delayed states with the simulator's of all ranks' amaxes (H-4).
@@ -185,19 +224,35 @@ class _Check:
                 expected = np.concatenate([[s.stored], [s.step], s.amax_history]).astype(np.float32)
                 for rank, run in enumerate(runs):
                     check = self.report.check(f"{name} history/value/{backend}")
-                    compare_bits(check, run.states[step][name], expected, names=(f"{backend}, rank {rank}", "sim"))
+                    compare_bits(
+                        check,
+                        run.states[step][name],
+                        expected,
+                        names=(f"{backend}, rank {rank}", "sim"),
+                    )
         return found
 
-    def _bytes(self, name: str, config: Config, layers: list[str], runs: list[tuple[Run, Run]]) -> None:
+    def _bytes(
+        self, name: str, config: Config, layers: list[str], runs: list[tuple[Run, Run]]
+    ) -> None:
         """Check that gathering FP8 codes saves half of bfloat16's bytes in each of two passes."""
         shapes = [
-            device_shapes.at_rest(f"{layer}.weight", runs[0][0].weights[f"{layer}.weight"].shape, config, "torch") for layer in layers
+            device_shapes.at_rest(
+                f"{layer}.weight", runs[0][0].weights[f"{layer}.weight"].shape, config, "torch"
+            )
+            for layer in layers
         ]
         # one byte less an element, in each of two passes; shards are padded to equal lengths
         codes = 2 * sum(rows * columns for rows, columns in shapes)
         check = self.report.check(f"model/bytes saved/value/{name} fp8")
         for fp8, compute in runs:
-            compare_values(check, compute.gathered - fp8.gathered, codes, 1.0, names=("fewer bytes than in bfloat16", "bytes of FP8 codes"))
+            compare_values(
+                check,
+                compute.gathered - fp8.gathered,
+                codes,
+                1.0,
+                names=("fewer bytes than in bfloat16", "bytes of FP8 codes"),
+            )
 
 
 @dataclass(frozen=True)
@@ -212,7 +267,11 @@ class _Mesh:
 
     def name(self, scope: str) -> str:
         """As backends are named in reports."""
-        sizes = f"{self.data}x{self.fsdp}" + f"x{self.tensor}" * (self.tensor > 1) + f"x{self.expert} expert" * (self.expert > 1)
+        sizes = (
+            f"{self.data}x{self.fsdp}"
+            + f"x{self.tensor}" * (self.tensor > 1)
+            + f"x{self.expert} expert" * (self.expert > 1)
+        )
         return f"torch {sizes} {scope}" + " sequence" * self.sequence
 
     def of(self, config: Config, scope: str) -> Config:
@@ -226,14 +285,22 @@ def _meshes(n: int) -> list[_Mesh]:
     for tensor in (t for t in range(1, n + 1) if n % t == 0):
         shared = n // tensor
         for fsdp in (f for f in range(shared, 0, -1) if shared % f == 0):
-            found += [_Mesh(shared // fsdp, fsdp, tensor, sequence) for sequence in ((False, True) if tensor > 1 else (False,))]
+            found += [
+                _Mesh(shared // fsdp, fsdp, tensor, sequence)
+                for sequence in ((False, True) if tensor > 1 else (False,))
+            ]
     return found
 
 
 def _meshes_of_experts(n: int) -> list[_Mesh]:
     """Every mesh data x fsdp x expert of n ranks."""
     divisors = [d for d in range(1, n + 1) if n % d == 0]
-    return [_Mesh(n // fsdp // expert, fsdp, expert=expert) for expert in divisors for fsdp in divisors[::-1] if n % (fsdp * expert) == 0]
+    return [
+        _Mesh(n // fsdp // expert, fsdp, expert=expert)
+        for expert in divisors
+        for fsdp in divisors[::-1]
+        if n % (fsdp * expert) == 0
+    ]
 
 
 def _variants(mesh: _Mesh, *, fp8: bool) -> Iterator[tuple[str, dict]]:
@@ -242,7 +309,11 @@ def _variants(mesh: _Mesh, *, fp8: bool) -> Iterator[tuple[str, dict]]:
         yield "alone", {}
         return
     # An ordered reduction takes at most two copies (P-13); gloo adds more in an order of its own.
-    ordered = {"gather": "compute", "precompute_scales": True, "reduction": "ordered" if mesh.data <= 2 else "native"}
+    ordered = {
+        "gather": "compute",
+        "precompute_scales": True,
+        "reduction": "ordered" if mesh.data <= 2 else "native",
+    }
     if fp8:
         yield "fp8", {**ordered, "gather": "fp8"}
         if mesh.tensor == 1:
@@ -258,13 +329,17 @@ def _check(config: Config, n: int, steps: int) -> None:
     keys = config.parallel
     taken = [name for name, recipe in trained_recipes().items() if recipe.fp8]
     if config.numerics.recipe not in taken:
-        raise ConfigError(f"--sharded takes recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Set --recipe to one of these.")
+        raise ConfigError(
+            f"--sharded takes recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Set "
+            "--recipe to one of these."
+        )
     if foreign := keys.foreign("torch"):
         raise ConfigError(f"{', '.join(foreign)} is not a key of --backend torch. Leave it out.")
     if keys.reduce_mu == "automatic":
         raise ConfigError(
-            "--sharded compares with one process, which has no mu of ranks (P-22); got parallel.reduce_mu 'automatic'. Set it to one, and leave "
-            "parallel.mu_threshold and mu_window out."
+            "--sharded compares with one process, which has no mu of ranks (P-22); got "
+            "parallel.reduce_mu 'automatic'. Set it to one, and leave parallel.mu_threshold and "
+            "mu_window out."
         )
     if RECIPES[config.numerics.recipe].delayed and keys.amax_scope == "local":
         raise ConfigError(
@@ -278,18 +353,26 @@ def _check(config: Config, n: int, steps: int) -> None:
     ]
     if other:  # compiled or recomputed layers call no observer
         raise ConfigError(
-            "--sharded N --backend torch tries every expert, tensor and sequence, without compile or "
-            f"checkpointing; got {', '.join(other)}. Leave it out."
+            "--sharded N --backend torch tries every expert, tensor and sequence, without "
+            f"compile or checkpointing; got {', '.join(other)}. Leave it out."
         )
     if n < 2 or config.data.batch_size % n:
         raise ConfigError(
-            f"--sharded N takes 2 ranks or more that share data.batch_size evenly; got {n} and {config.data.batch_size}. Give --data.batch_size a multiple."
+            f"--sharded N takes 2 ranks or more that share data.batch_size evenly; got {n} and "
+            f"{config.data.batch_size}. Give --data.batch_size a multiple."
         )
-    rows, multiple = config.data.batch_size * config.data.sequence_length // n, RECIPES[config.numerics.recipe].rows
+    rows, multiple = (
+        config.data.batch_size * config.data.sequence_length // n,
+        RECIPES[config.numerics.recipe].rows,
+    )
     if rows % multiple:
         raise ConfigError(
-            f"--sharded compares with one process, whose blocks of {multiple} tokens are those of ranks if each rank has a multiple of {multiple} under "
-            f"recipe {config.numerics.recipe!r} (P-5); got {rows}. Give --data.sequence_length or --data.batch_size a multiple."
+            f"--sharded compares with one process, whose blocks of {multiple} tokens are those "
+            f"of ranks if each rank has a multiple of {multiple} under recipe "
+            f"{config.numerics.recipe!r} (P-5); got {rows}. Give --data.sequence_length or "
+            "--data.batch_size a multiple."
         )
     if not 1 <= steps <= config.run.steps:
-        raise ConfigError(f"--steps must be between 1 and run.steps = {config.run.steps}; got {steps}.")
+        raise ConfigError(
+            f"--steps must be between 1 and run.steps = {config.run.steps}; got {steps}."
+        )

@@ -1,4 +1,6 @@
-"""Bytes of what a microbatch's forward pass leaves for its backward pass: activations, attention scores and logits."""
+"""Bytes of what a microbatch's forward pass leaves for its backward pass: activations, attention
+scores and logits.
+"""
 
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.device_shapes import tokens
@@ -7,16 +9,19 @@ LOGITS = 4
 """Bytes of a logit: itself and its gradient, bfloat16."""
 
 LOGITS_CHUNK, WIDE_LOGIT = 1 << 24, 16
-"""PyTorch: the most logits that exist in float32 at a time (``train.torch.cross_entropy``), and bytes of each: itself, its
-logarithmic softmax and the gradients of both."""
+"""PyTorch: the most logits that exist in float32 at a time (``train.torch.cross_entropy``), and
+bytes of each: itself, its logarithmic softmax and the gradients of both."""
 
 WORDS = 8192
-"""JAX: the words whose logits exist at a time under ``parallel.loss = "chunked"`` (``train.jax.chunked_loss``)."""
+"""JAX: the words whose logits exist at a time under ``parallel.loss = "chunked"``
+(``train.jax.chunked_loss``).
+"""
 
 SCORE, CHUNKED_SCORE, QUERIES = 16, 10, 512
-"""Bytes of an attention score by XLA: float32 scores and their gradient, probabilities and their gradient in bfloat16, each in two orders; in
-chunks, float32 scores and gradient, and bfloat16 probabilities. And the queries that chunked attention takes at a time
-(``train.jax.forward_pass``)."""
+"""Bytes of an attention score by XLA: float32 scores and their gradient, probabilities and their
+gradient in bfloat16, each in two orders; in chunks, float32 scores and gradient, and bfloat16
+probabilities. And the queries that chunked attention takes at a time (``train.jax.forward_pass``).
+"""
 
 
 def kept(config: Config, backend: str) -> tuple[int, str]:
@@ -24,18 +29,23 @@ def kept(config: Config, backend: str) -> tuple[int, str]:
     keys, model = config.parallel, config.model
     count, layers = tokens(config), model.num_hidden_layers
     h = model.hidden_size / (keys.tensor if keys.sequence else 1)
-    # the last norm's input and what it gives, in bf16; eagerly what it computes with in float32, too
+    # the last norm's input and what it gives, in bf16; eagerly what it computes with in float32,
+    # too
     last = (4 if backend == "jax" or keys.compile != "none" else 10) * h
     of_norm = f"{last / h:.0f} H"
     if keys.checkpointing == "none":
         whole, formula = _layer(config, backend)
-        return int(count * (layers * whole + last)), f"tokens x (layers x {formula} + {of_norm}) bytes"
+        return int(
+            count * (layers * whole + last)
+        ), f"tokens x (layers x {formula} + {of_norm}) bytes"
     if keys.checkpointing == "full":
         return int(count * (layers * 2 * h + last)), f"tokens x (layers x 2 H + {of_norm}) bytes"
     # the layer's input, and the results of seven products and of attention
     a, kv, f, _ = _features(config, backend)
     each = 2 * (h + 2 * a + 2 * kv + 2 * f + (1 + max(model.num_experts_per_tok, 1)) * h)
-    return int(count * (layers * each + last)), f"tokens x (layers x 2 (3 H + 2 A + 2 KV + 2 F) + {of_norm}) bytes"
+    return int(
+        count * (layers * each + last)
+    ), f"tokens x (layers x 2 (3 H + 2 A + 2 KV + 2 F) + {of_norm}) bytes"
 
 
 def of_layer(config: Config, backend: str) -> tuple[int, str]:
@@ -45,14 +55,18 @@ def of_layer(config: Config, backend: str) -> tuple[int, str]:
 
 
 def _features(config: Config, backend: str) -> tuple[float, float, float, int]:
-    """Of queries, of keys and values, inner ones, on a device; and copies of a token for its experts."""
+    """Of queries, of keys and values, inner ones, on a device; and copies of a token for its
+    experts.
+    """
     keys, model = config.parallel, config.model
     attended, inner = model.num_attention_heads * model.head_dim, model.intermediate_size
     # Where devices have experts of their own, JAX has buffers for all rows of all of them (X-13).
     copies = model.num_experts_per_tok * (keys.expert if backend == "jax" else 1)
     if model.num_experts:  # a token's own experts, and the shared one
         inner = inner * copies + model.shared_expert_intermediate_size
-    a, kv, f = (n / keys.tensor for n in (attended, model.num_key_value_heads * model.head_dim, inner))
+    a, kv, f = (
+        n / keys.tensor for n in (attended, model.num_key_value_heads * model.head_dim, inner)
+    )
     return a, kv, f, copies
 
 
@@ -67,9 +81,13 @@ def _layer(config: Config, backend: str) -> tuple[float, str]:
         layer, formula = 2 * (4 * h + 2 * a + 2 * kv + 3 * f), "2 (4 H + 2 A + 2 KV + 3 F)"
     else:
         # eager autograd keeps float32 too: two of each norm; gate, its SiLU and up
-        layer, formula = 2 * (2 * h + 2 * a + 2 * kv + f) + 16 * h + 12 * f, "2 (2 H + 2 A + 2 KV + F) + 16 H + 12 F"
+        layer, formula = (
+            2 * (2 * h + 2 * a + 2 * kv + f) + 16 * h + 12 * f,
+            "2 (2 H + 2 A + 2 KV + F) + 16 H + 12 F",
+        )
     if model.num_experts:
-        # copies of a token for its experts in bf16, and what they give: in bf16 by XLA, widened by autograd
+        # copies of a token for its experts in bf16, and what they give: in bf16 by XLA, widened by
+        # autograd
         of_copy = 4 if backend == "jax" else 6
         layer, formula = layer + of_copy * copies * h, f"{formula} + {of_copy} k H"
     return layer, formula
@@ -80,8 +98,14 @@ def scores(config: Config) -> tuple[int, str]:
     keys, model = config.parallel, config.model
     length, chunked = config.data.sequence_length, keys.attention == "chunked"
     queries, each = (min(length, QUERIES), CHUNKED_SCORE) if chunked else (length, SCORE)
-    elements = tokens(config) // length * model.num_attention_heads // keys.tensor * queries * length
-    return each * elements, f"{each} bytes each, of {queries:,} queries at a time: float32 scores and gradient, bf16 probabilities"
+    elements = (
+        tokens(config) // length * model.num_attention_heads // keys.tensor * queries * length
+    )
+    return (
+        each * elements,
+        f"{each} bytes each, of {queries:,} queries at a time: float32 scores and gradient, "
+        "bf16 probabilities",
+    )
 
 
 def logits(config: Config, backend: str) -> tuple[int, str]:
@@ -90,11 +114,17 @@ def logits(config: Config, backend: str) -> tuple[int, str]:
         own = tokens(config) // (config.parallel.tensor if config.parallel.sequence else 1)
         words = min(config.model.vocab_size, WORDS)
         return LOGITS * own * words + 8 * own * config.model.hidden_size, (
-            f"{LOGITS} bytes each, of {words:,} words at a time; the gradient of the last linear's input, 8 bytes each in float32"
+            f"{LOGITS} bytes each, of {words:,} words at a time; the gradient of the last "
+            "linear's input, 8 bytes each in float32"
         )
     count = tokens(config) * config.model.vocab_size
     formula = f"{LOGITS} bytes each: bf16 logits and their gradient"
     if backend == "jax":
-        return LOGITS * count // (config.parallel.tensor if config.parallel.sequence else 1), formula
+        return LOGITS * count // (
+            config.parallel.tensor if config.parallel.sequence else 1
+        ), formula
     wide = min(count, LOGITS_CHUNK)
-    return LOGITS * count + WIDE_LOGIT * wide, f"{formula}; {WIDE_LOGIT} of {wide:,} at a time, in float32"
+    return (
+        LOGITS * count + WIDE_LOGIT * wide,
+        f"{formula}; {WIDE_LOGIT} of {wide:,} at a time, in float32",
+    )

@@ -29,31 +29,51 @@ def show(config: Config, backend: str, console: Console) -> None:
         _print(made(config, backend), console)
     for recipe in config.recipes:
         if config.numerics.schedule:
-            console.print(Text(f"Recipe {recipe!r}, one of the schedule", style="bold"), "", sep="\n")
+            console.print(
+                Text(f"Recipe {recipe!r}, one of the schedule", style="bold"), "", sep="\n"
+            )
         for made in (_linears, _gemms, _traffic, _break_even):
             _print(made(config.under(recipe), backend), console)
 
 
 def _show_custom(config: Config, backend: str, console: Console) -> None:
-    """What is known of a user's model: its parameters and linears, and the bytes of a checkpoint."""
+    """What is known of a user's model: its parameters and linears, and the bytes of a
+    checkpoint.
+    """
     shapes, data = config.shapes, config.data
     table = consoles.table("what", ">size", "how", title=f"The run, with {backend}")
     table.add_row("parameters", f"{sum(map(math.prod, shapes.parameters.values())):,}", shapes.kind)
     tokens = data.batch_size * data.sequence_length
-    table.add_row("tokens a step", f"{tokens:,}", f"{data.batch_size:,} sequences of {data.sequence_length:,}")
+    table.add_row(
+        "tokens a step", f"{tokens:,}", f"{data.batch_size:,} sequences of {data.sequence_length:,}"
+    )
     table.add_row("tokens a run", f"{tokens * config.run.steps:,}", f"{config.run.steps:,} steps")
-    table.add_row("a checkpoint", f"{_gib(train_state.disk_bytes(config, backend))} GiB", "on the disk")
-    table.caption = "Memory, traffic and speed are not estimated: the layers of a user's model are not known."
+    table.add_row(
+        "a checkpoint", f"{_gib(train_state.disk_bytes(config, backend))} GiB", "on the disk"
+    )
+    table.caption = (
+        "Memory, traffic and speed are not estimated: the layers of a user's model are not known."
+    )
     _print(table, console)
     for recipe in config.recipes:
         _print(_linears(config.under(recipe), backend), console)
-        console.print(Text(coverage.of(config.under(recipe), config.under(recipe).decisions())["summary"]), "", sep="\n")
+        console.print(
+            Text(coverage.of(config.under(recipe), config.under(recipe).decisions())["summary"]),
+            "",
+            sep="\n",
+        )
 
 
 def _print(table: Table, console: Console) -> None:
     # printed apart: rich folds titles and captions to the width of the table
     title, caption, table.title, table.caption = table.title, table.caption, None, None
-    console.print(Text(str(title), style="bold"), table, *([Text(str(caption))] if caption else []), "", sep="\n")
+    console.print(
+        Text(str(title), style="bold"),
+        table,
+        *([Text(str(caption))] if caption else []),
+        "",
+        sep="\n",
+    )
 
 
 def _sizes(config: Config, backend: str) -> Table:
@@ -67,22 +87,42 @@ def _sizes(config: Config, backend: str) -> Table:
         table.add_row(
             "parameters: active",
             f"{active:,}",
-            f"{active / 1e9:.2f} billion: those that take a token, of its {config.model.num_experts_per_tok} experts",
+            f"{active / 1e9:.2f} billion: those that take a token, of its "
+            f"{config.model.num_experts_per_tok} experts",
         )
-    mesh = " x ".join(f"{axis} {getattr(keys, axis)}" for axis in keys.axes) + ", sequences cut over tensor" * keys.sequence
+    mesh = (
+        " x ".join(f"{axis} {getattr(keys, axis)}" for axis in keys.axes)
+        + ", sequences cut over tensor" * keys.sequence
+    )
     table.add_row("devices", f"{keys.devices:,}", mesh)
     tokens = data.batch_size * data.sequence_length
     parts = f", in {data.microbatches} parts" * (data.microbatches > 1)
-    table.add_row("tokens a step", f"{tokens:,}", f"{data.batch_size:,} sequences of {data.sequence_length:,}{parts}")
     table.add_row(
-        "tokens a device and part", f"{device_shapes.tokens(config):,}", "M of its GEMMs" + ", shared along tensor" * (keys.tensor > 1)
+        "tokens a step",
+        f"{tokens:,}",
+        f"{data.batch_size:,} sequences of {data.sequence_length:,}{parts}",
+    )
+    table.add_row(
+        "tokens a device and part",
+        f"{device_shapes.tokens(config):,}",
+        "M of its GEMMs" + ", shared along tensor" * (keys.tensor > 1),
     )
     if simulated := hardware.of(config, backend):
-        table.add_row("FP8 GEMMs", simulated.name, "simulated on the host's CPU; the other tables are for a GPU's own GEMMs")
+        table.add_row(
+            "FP8 GEMMs",
+            simulated.name,
+            "simulated on the host's CPU; the other tables are for a GPU's own GEMMs",
+        )
     if config.numerics.schedule:
         for (begins, recipe), start in zip(config.numerics.schedule, config.starts, strict=True):
             reached = start is not None and start < config.run.steps
-            when = "when it is measured" if "sqnr" in str(begins) else f"from step {start:,}" if reached else "not in this run"
+            when = (
+                "when it is measured"
+                if "sqnr" in str(begins)
+                else f"from step {start:,}"
+                if reached
+                else "not in this run"
+            )
             table.add_row(f"phase: {recipe}", str(begins), when)
     table.add_row("tokens a run", f"{tokens * config.run.steps:,}", f"{config.run.steps:,} steps")
     return table
@@ -94,19 +134,31 @@ def _memory(config: Config, backend: str) -> Table:
     for what, line in lines.items():
         table.add_row(what, _gib(line.size), _span(line.at), line.formula)
     moment, size = memory.most(lines)
-    fits = ", ".join(f"{'fits' if size <= gpu.memory else 'DOES NOT FIT'} {gpu.name} ({_gib(gpu.memory)})" for gpu in GPUS.values())
+    fits = ", ".join(
+        f"{'fits' if size <= gpu.memory else 'DOES NOT FIT'} {gpu.name} ({_gib(gpu.memory)})"
+        for gpu in GPUS.values()
+    )
     table.add_row("the most at one time", _gib(size), moment, fits)
     if config.numerics.schedule:
-        table.title = f"Memory of a device, estimated, under recipe {memory.largest(config, backend)!r}, the largest of the schedule"
+        table.title = (
+            f"Memory of a device, estimated, under recipe {memory.largest(config, backend)!r}, "
+            "the largest of the schedule"
+        )
     checkpointing = (
-        "no activation checkpointing" if config.parallel.checkpointing == "none" else f"checkpointing {config.parallel.checkpointing}"
+        "no activation checkpointing"
+        if config.parallel.checkpointing == "none"
+        else f"checkpointing {config.parallel.checkpointing}"
     )
     table.caption = (
-        "in: moments of a step, in order: the backward pass of the loss, the last layer, the first layer and the embedding; the update. "
-        f"H, A, KV, F: hidden, query, key and value, inner features on a device; {checkpointing}"
+        "in: moments of a step, in order: the backward pass of the loss, the last layer, the "
+        "first layer and the embedding; the update. H, A, KV, F: hidden, query, key and value, "
+        f"inner features on a device; {checkpointing}"
     )
     if config.model.num_experts:
-        table.caption += f"; k: a token's experts, {config.model.num_experts_per_tok}, whose features F is all of"
+        table.caption += (
+            f"; k: a token's experts, {config.model.num_experts_per_tok}, whose features F is "
+            "all of"
+        )
     return table
 
 
@@ -120,44 +172,87 @@ def _span(at: Sequence[memory.Moment]) -> str:
 
 
 def _linears(config: Config, backend: str) -> Table:
-    table = consoles.table("linear", ">weight [N, K]", ">count", "FP8", "why", title=f"Linears under recipe {config.numerics.recipe!r}")
+    table = consoles.table(
+        "linear",
+        ">weight [N, K]",
+        ">count",
+        "FP8",
+        "why",
+        title=f"Linears under recipe {config.numerics.recipe!r}",
+    )
     groups: dict[tuple, int] = {}
     for d in config.decisions():
         shape = d.shape if d.experts is None else (d.experts, *d.shape)
-        key = (roofline.short_name(d.path), shape, d.fp8, d.reason.replace(d.path, roofline.short_name(d.path)))
+        key = (
+            roofline.short_name(d.path),
+            shape,
+            d.fp8,
+            d.reason.replace(d.path, roofline.short_name(d.path)),
+        )
         groups[key] = groups.get(key, 0) + 1
     for (name, shape, fp8, why), count in groups.items():
         table.add_row(name, f"{list(shape)}", str(count), "yes" if fp8 else "no", why)
     if config.model.tie_word_embeddings and config.architecture.kind == "llama":
-        table.add_row("lm_head", f"{[config.model.vocab_size, config.model.hidden_size]}", "1", "no", "tied to the embedding (R-2)")
+        table.add_row(
+            "lm_head",
+            f"{[config.model.vocab_size, config.model.hidden_size]}",
+            "1",
+            "no",
+            "tied to the embedding (R-2)",
+        )
     return table
 
 
 def _gemms(config: Config, backend: str) -> Table:
     """Distinct GEMM shapes [M, K] x [N, K], and how often a device runs each in a step."""
-    table = consoles.table("GEMM", ">M", ">N", ">K", ">times", "of", "runs in", title="GEMMs of a device in a step")
+    table = consoles.table(
+        "GEMM", ">M", ">N", ">K", ">times", "of", "runs in", title="GEMMs of a device in a step"
+    )
     groups: dict[tuple, list[str]] = {}
     flops, in_fp8 = 0, 0
     for d in roofline.with_tied(config):
-        own = (d.experts or 1) // (config.parallel.expert if d.experts else 1)  # experts of a device
+        own = (d.experts or 1) // (
+            config.parallel.expert if d.experts else 1
+        )  # experts of a device
         for g in roofline.gemm_shapes(d, config, backend):
-            groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).extend([roofline.short_name(g.linear)] * own)
+            groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).extend(
+                [roofline.short_name(g.linear)] * own
+            )
             flops += 2 * g.m * g.n * g.k * own
             in_fp8 += 2 * g.m * g.n * g.k * g.fp8 * own
     for (which, m, n, k, how), names in groups.items():
         times = len(names) * config.data.microbatches
-        table.add_row(which, f"{m:,}", f"{n:,}", f"{k:,}", f"{times:,}", ", ".join(dict.fromkeys(names)), how)
-    again = "; what checkpointing runs again is not counted" if config.parallel.checkpointing != "none" else ""
-    share = f"{100 * in_fp8 / flops:.1f} % of their {flops * config.data.microbatches:.3g} FLOPs in FP8"
+        table.add_row(
+            which, f"{m:,}", f"{n:,}", f"{k:,}", f"{times:,}", ", ".join(dict.fromkeys(names)), how
+        )
+    again = (
+        "; what checkpointing runs again is not counted"
+        if config.parallel.checkpointing != "none"
+        else ""
+    )
+    share = (
+        f"{100 * in_fp8 / flops:.1f} % of their {flops * config.data.microbatches:.3g} FLOPs in FP8"
+    )
     model, keys = config.model, config.parallel
-    rows = device_shapes.tokens(config) * keys.expert * model.num_experts_per_tok // max(model.num_experts, 1)
+    rows = (
+        device_shapes.tokens(config)
+        * keys.expert
+        * model.num_experts_per_tok
+        // max(model.num_experts, 1)
+    )
     grouped = f"; an expert has {rows:,} rows on average" if model.num_experts else ""
     table.caption = f"{share}; attention's own products are not linears{again}{grouped}"
     return table
 
 
 def _traffic(config: Config, backend: str) -> Table:
-    table = consoles.table("for", ">as configured", ">all bf16", ">all float32", title="What a device receives in a step, GiB")
+    table = consoles.table(
+        "for",
+        ">as configured",
+        ">all bf16",
+        ">all float32",
+        title="What a device receives in a step, GiB",
+    )
     flows = traffic.flows(config, backend)
     for purpose, flow in flows.items():
         if not flow.elements and _gib(flow.bytes) == "0.00":
@@ -170,19 +265,37 @@ def _traffic(config: Config, backend: str) -> Table:
 
 def _break_even(config: Config, backend: str) -> Table:
     names = [ceilings.gpu for ceilings in PUBLISHED.values()]
-    table = consoles.table("linear", *(f">{name}" for name in names), "", title="Where FP8 would pay: bf16's time by FP8's, predicted")
+    table = consoles.table(
+        "linear",
+        *(f">{name}" for name in names),
+        "",
+        title="Where FP8 would pay: bf16's time by FP8's, predicted",
+    )
     columns = [roofline.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
     lost = [roofline.losing(config, backend, ceilings) for ceilings in PUBLISHED.values()]
-    rows: dict[tuple, list[float | None]] = {}  # the last of equal linears, as fp8ref estimate has it
-    for (decision, _), *ledgers in zip(columns[0], *([one for _, one in column] for column in columns), strict=True):
-        rows[filtering.kind(decision), decision.shape, decision.experts] = [one.ratio for one in ledgers]
+    rows: dict[
+        tuple, list[float | None]
+    ] = {}  # the last of equal linears, as fp8ref estimate has it
+    for (decision, _), *ledgers in zip(
+        columns[0], *([one for _, one in column] for column in columns), strict=True
+    ):
+        rows[filtering.kind(decision), decision.shape, decision.experts] = [
+            one.ratio for one in ledgers
+        ]
     for (kind, *_), ratios in rows.items():
         cells = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         slower = [name for name, kinds in zip(names, lost, strict=True) if kind in kinds]
         said = f"SLOWER in FP8 on {' and '.join(slower)}: name it in filter_fqns" if slower else ""
         table.add_row(roofline.short_name(kind[0]), *cells, said)
-    eager = "" if kernels.fusion(config, backend) != "eager" else "; casts not fused, as without parallel.compile"
-    table.caption = f"Estimates from published rates, not measurements{eager}; fp8ref estimate says what they are made of."
+    eager = (
+        ""
+        if kernels.fusion(config, backend) != "eager"
+        else "; casts not fused, as without parallel.compile"
+    )
+    table.caption = (
+        f"Estimates from published rates, not measurements{eager}; fp8ref estimate says what "
+        "they are made of."
+    )
     return table
 
 

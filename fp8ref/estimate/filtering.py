@@ -1,4 +1,6 @@
-"""Which linears FP8 makes slower, by what patterns to leave them out, and the config without them."""
+"""Which linears FP8 makes slower, by what patterns to leave them out, and the config without
+them.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -15,25 +17,36 @@ Kind = tuple[str, Recipe]
 
 def kind(decision: Decision) -> Kind:
     """What the linears of a row of the table have in common."""
-    return (decision.path.split(".", 3)[-1] if decision.path.startswith("model.layers.") else decision.path), decision.recipe
+    return (
+        decision.path.split(".", 3)[-1]
+        if decision.path.startswith("model.layers.")
+        else decision.path
+    ), decision.recipe
 
 
 def slower(found: Sequence[tuple[Decision, Ledger]], backend: str) -> list[set[Kind]]:
-    """The kinds of linears that take longer in FP8, by the last of each, in sets that are left out together.
+    """The kinds of linears that take longer in FP8, by the last of each, in sets that are left out
+    together.
 
-    XLA quantizes an input once for the linears that share it, and the cost is with the first of them. So the others are judged
-    by their own costs, and the first together with those that gain.
+    XLA quantizes an input once for the linears that share it, and the cost is with the first of
+    them. So the others are judged by their own costs, and the first together with those that gain.
     """
     groups: dict[tuple, dict[Kind, tuple[bool, Ledger]]] = {}
     for decision, one in found:
         if one.parts:
             path, recipe = kind(decision)
             parent, _, name = path.rpartition(".")
-            first = FIRST_READER.get(name, name) if backend == "jax" and decision.experts is None else name
+            first = (
+                FIRST_READER.get(name, name)
+                if backend == "jax" and decision.experts is None
+                else name
+            )
             groups.setdefault((parent, first, recipe), {})[path, recipe] = (name == first, one)
     lost: list[set[Kind]] = []
     for members in groups.values():
-        alone = {which for which, (first, one) in members.items() if not first and one.bf16 < one.seconds}
+        alone = {
+            which for which, (first, one) in members.items() if not first and one.bf16 < one.seconds
+        }
         rest = [one for which, (_, one) in members.items() if which not in alone]
         together = sum(one.bf16 for one in rest) < sum(one.seconds for one in rest)
         lost += [set(members)] if together else [{which} for which in alone]
@@ -41,7 +54,8 @@ def slower(found: Sequence[tuple[Decision, Ledger]], backend: str) -> list[set[K
 
 
 def worthwhile(groups: Sequence[set[Kind]], seconds: Callable[[set[Kind]], float]) -> set[Kind]:
-    """Of sets that are slower in FP8, those without which the step is faster: what FP8 costs a linear it may spare a norm.
+    """Of sets that are slower in FP8, those without which the step is faster: what FP8 costs a
+    linear it may spare a norm.
 
     seconds: of a step without FP8 in some kinds.
     """
@@ -54,14 +68,29 @@ def worthwhile(groups: Sequence[set[Kind]], seconds: Callable[[set[Kind]], float
 
 
 def patterns(lost: set[Kind], found: Sequence[tuple[Decision, Ledger]]) -> list[str]:
-    """What to add to filter_fqns: names of linears, with what is above them where a linear of that name gains by FP8."""
+    """What to add to filter_fqns: names of linears, with what is above them where a linear of that
+    name gains by FP8.
+    """
     in_fp8 = {kind(decision)[0] for decision, one in found if one.parts}
-    paths = list(dict.fromkeys(kind(decision)[0] for decision, one in found if one.parts and kind(decision) in lost))
+    paths = list(
+        dict.fromkeys(
+            kind(decision)[0] for decision, one in found if one.parts and kind(decision) in lost
+        )
+    )
     made = []
     for path in paths:
         parts = path.split(".")
         names = [".".join(parts[i:]) for i in reversed(range(len(parts)))]
-        made.append(next((name for name in names if all(other in paths for other in in_fp8 if matches(name, other))), path))
+        made.append(
+            next(
+                (
+                    name
+                    for name in names
+                    if all(other in paths for other in in_fp8 if matches(name, other))
+                ),
+                path,
+            )
+        )
     return list(dict.fromkeys(made))
 
 
@@ -70,13 +99,23 @@ def without(config: Config, lost: set[Kind], found: Sequence[tuple[Decision, Led
     if not lost:
         return config
     keys, names = config.numerics, patterns(lost, found)
-    paths = [decision.path for decision, one in found if one.parts and any(matches(name, decision.path) for name in names)]
+    paths = [
+        decision.path
+        for decision, one in found
+        if one.parts and any(matches(name, decision.path) for name in names)
+    ]
     if len(paths) == sum(bool(one.parts) for _, one in found):
         return in_bf16(config)
     if keys.rules:  # which would change what is filtered
-        return config.replace(numerics={"rules": (*keys.rules, Rule(layers=tuple(names), recipe="bf16"))})
-    by_name = tuple(pattern for pattern in keys.fp8_fqns if not any(matches(pattern, path) for path in paths))
-    return config.replace(numerics={"filter_fqns": (*keys.filter_fqns, *names), "fp8_fqns": by_name})
+        return config.replace(
+            numerics={"rules": (*keys.rules, Rule(layers=tuple(names), recipe="bf16"))}
+        )
+    by_name = tuple(
+        pattern for pattern in keys.fp8_fqns if not any(matches(pattern, path) for path in paths)
+    )
+    return config.replace(
+        numerics={"filter_fqns": (*keys.filter_fqns, *names), "fp8_fqns": by_name}
+    )
 
 
 def in_bf16(config: Config) -> Config:

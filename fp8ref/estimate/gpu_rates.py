@@ -3,7 +3,8 @@
 Published ceilings are here. Measured ones come from a JSON file with exactly the keys of
 ``Ceilings``:
 
-    {"gpu": "H200 SXM", "bf16": 7.5e14, "fp8": 1.4e15, "fp8_rowwise": 1.3e15, "attention": 5e14, "bandwidth": 4.2e12, "launch": 2e-6,
+    {"gpu": "H200 SXM", "bf16": 7.5e14, "fp8": 1.4e15, "fp8_rowwise": 1.3e15, "attention": 5e14,
+    "bandwidth": 4.2e12, "launch": 2e-6,
      "source": "what was run, on which machine, with which versions"}
 
 The figures in this example only show the units; nobody measured them.
@@ -97,18 +98,26 @@ class Ceilings:
     def __post_init__(self) -> None:
         if self.gpu not in GPUS:
             raise ValueError(f"gpu is one of {', '.join(GPUS)}; got {self.gpu!r}.")
-        peaks = {"bf16": self.sheet.bf16, "attention": self.sheet.bf16, "bandwidth": self.sheet.bandwidth}
+        peaks = {
+            "bf16": self.sheet.bf16,
+            "attention": self.sheet.bf16,
+            "bandwidth": self.sheet.bandwidth,
+        }
         peaks |= dict.fromkeys(("fp8", "fp8_rowwise"), self.sheet.fp8)
         for key, peak in peaks.items():
             if not peak / 100 <= getattr(self, key) <= peak:  # false for NaN too
                 unit = "bytes" if key == "bandwidth" else "FLOP"
                 raise ValueError(
-                    f"{key} is in {unit} a second, from 1 % to 100 % of the data sheet's {peak:.3g}; got {getattr(self, key):.3g}."
+                    f"{key} is in {unit} a second, from 1 % to 100 % of the data sheet's "
+                    f"{peak:.3g}; got {getattr(self, key):.3g}."
                 )
         if not 1e-8 <= self.launch <= 1e-3:
             raise ValueError(f"launch is in seconds, from 1e-8 to 1e-3; got {self.launch:.3g}.")
         if not self.bf16 <= self.fp8:
-            raise ValueError(f"fp8 is at least bf16; got {self.fp8:.3g} and {self.bf16:.3g}. Check whether they are swapped.")
+            raise ValueError(
+                f"fp8 is at least bf16; got {self.fp8:.3g} and {self.bf16:.3g}. Check whether "
+                "they are swapped."
+            )
         if not self.source.strip():
             raise ValueError("source says where the rates come from; got nothing.")
 
@@ -120,9 +129,18 @@ class Ceilings:
     @property
     def caption(self) -> str:
         """One sentence: whether the rates were measured, their values and source."""
-        figures = f"{self.bf16 / 1e12:.0f} and {self.fp8 / 1e12:.0f} TFLOP/s ({self.fp8_rowwise / 1e12:.0f} with rowwise scales)"
-        rest = f"attention {self.attention / 1e12:.0f}, {self.bandwidth / 1e12:.2f} TB/s, {self.launch * 1e6:.1f} us a kernel"
-        return f"{'MEASURED' if self.measured else 'Published, NOT MEASURED here'}: {self.gpu} reaches {figures}, {rest}. {self.source}"
+        figures = (
+            f"{self.bf16 / 1e12:.0f} and {self.fp8 / 1e12:.0f} TFLOP/s "
+            f"({self.fp8_rowwise / 1e12:.0f} with rowwise scales)"
+        )
+        rest = (
+            f"attention {self.attention / 1e12:.0f}, {self.bandwidth / 1e12:.2f} TB/s, "
+            f"{self.launch * 1e6:.1f} us a kernel"
+        )
+        return (
+            f"{'MEASURED' if self.measured else 'Published, NOT MEASURED here'}: {self.gpu} "
+            f"reaches {figures}, {rest}. {self.source}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +152,9 @@ class Measured(Ceilings):
 
 
 _MADE_OF = (
-    "Of NVIDIA's data sheet, GEMMs reach 78 % and copies 92 %, and a kernel takes 2 us: torchao 0.18, testing/training/roofline_utils.py, "
-    "seen there on an H100. Rowwise GEMMs reach 95 % of tensorwise ones (90 to 100 %: pytorch/pytorch#147971); attention 35 % of bf16's peak "
+    "Of NVIDIA's data sheet, GEMMs reach 78 % and copies 92 %, and a kernel takes 2 us: torchao "
+    "0.18, testing/training/roofline_utils.py, seen there on an H100. Rowwise GEMMs reach 95 % "
+    "of tensorwise ones (90 to 100 %: pytorch/pytorch#147971); attention 35 % of bf16's peak "
     "(FlashAttention-2 on an H100: arXiv 2407.08608)"
 )
 GEMM, ROWWISE, ATTENTION, COPY, LAUNCH = 0.78, 0.95, 0.35, 0.92, 2e-6
@@ -170,12 +189,22 @@ def of(gpu: str, file: Path | None = None) -> Ceilings:
     try:
         made = _FILE.validate_json(files.read_bytes(file), strict=True)
     except pydantic.ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'all'}: {e['msg'].rstrip('.')}" for e in error.errors())
-        raise ConfigError(f"{file}: not a file of measured rates: {wrong}. The keys are {', '.join(_KEYS)}.") from error
+        wrong = "; ".join(
+            f"{'.'.join(map(str, e['loc'])) or 'all'}: {e['msg'].rstrip('.')}"
+            for e in error.errors()
+        )
+        raise ConfigError(
+            f"{file}: not a file of measured rates: {wrong}. The keys are {', '.join(_KEYS)}."
+        ) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read ({error}). --ceilings takes a JSON file of measured rates.") from error
+        raise ConfigError(
+            f"{file}: cannot be read ({error}). --ceilings takes a JSON file of measured rates."
+        ) from error
     if made.gpu != NAMES[gpu]:
-        raise ConfigError(f"{file}: holds rates of {made.gpu}, but --gpu is {gpu} ({NAMES[gpu]}). Name the GPU that was measured.")
+        raise ConfigError(
+            f"{file}: holds rates of {made.gpu}, but --gpu is {gpu} ({NAMES[gpu]}). Name the "
+            "GPU that was measured."
+        )
     return made
 
 

@@ -1,8 +1,8 @@
 """Grouped GEMMs in the roofline estimate: the products of all of a device's experts (spec X).
 
-One projection's experts are as many equal GEMMs, as if each took as many rows. How they are multiplied
-is the backend's (X-10): by one kernel, by a GEMM for each expert, or in JAX by a GEMM for each block of
-rows, in a loop.
+One projection's experts are as many equal GEMMs, as if each took as many rows. How they are
+multiplied is the backend's (X-10): by one kernel, by a GEMM for each expert, or in JAX by a GEMM
+for each block of rows, in a loop.
 """
 
 import math
@@ -18,7 +18,9 @@ By = Literal["one kernel", "a GEMM for each expert", "a GEMM for each block of r
 """What multiplies a grouped GEMM."""
 
 AROUND = 2
-"""Kernels beside the GEMM in a round of JAX's loop: one that takes the block's weight or adds to its gradient, one that writes the result."""
+"""Kernels beside the GEMM in a round of JAX's loop: one that takes the block's weight or adds to
+its gradient, one that writes the result.
+"""
 
 
 def by(spec: GemmSpec, backend: str) -> By:
@@ -27,18 +29,28 @@ def by(spec: GemmSpec, backend: str) -> By:
         return "a GEMM for each block of rows"
     if spec.a is None or spec.b is None:
         return "one kernel"
-    whole = all(cast.fmt.name == "e4m3fn" and granularity.by_name(cast.granularity).reduced is None for cast in (spec.a, spec.b))
-    exact = all(granularity.by_name(cast.granularity).reduced is not None and cast.policy.e8m0 is not None for cast in (spec.a, spec.b))
+    whole = all(
+        cast.fmt.name == "e4m3fn" and granularity.by_name(cast.granularity).reduced is None
+        for cast in (spec.a, spec.b)
+    )
+    exact = all(
+        granularity.by_name(cast.granularity).reduced is not None and cast.policy.e8m0 is not None
+        for cast in (spec.a, spec.b)
+    )
     return "one kernel" if whole or exact else "a GEMM for each expert"
 
 
 def in_fp8(spec: GemmSpec, backend: str) -> bool:
-    """Whether FP8 is multiplied: of operands in blocks nothing is, but by PyTorch's GEMM of each expert."""
+    """Whether FP8 is multiplied: of operands in blocks nothing is, but by PyTorch's GEMM of each
+    expert.
+    """
     return spec.fp8 and multiplies_fp8(spec, backend)
 
 
 def block_rows(rows: int, experts: int) -> int:
-    """Rows of a block of JAX's loop: a power of two from 16 to 512, as an expert has on average or fewer (X-10)."""
+    """Rows of a block of JAX's loop: a power of two from 16 to 512, as an expert has on average or
+    fewer (X-10).
+    """
     return min(max(1 << (rows // experts).bit_length() >> 1, 16), 512)
 
 
@@ -70,12 +82,16 @@ def seconds(
     if how == "one kernel":
         found = math.inf
         for height, width in tiles:
-            waves = math.ceil(count * math.ceil(m / height) * math.ceil(n / width) / ceilings.sheet.processors)
+            waves = math.ceil(
+                count * math.ceil(m / height) * math.ceil(n / width) / ceilings.sheet.processors
+            )
             found = min(found, waves * ceilings.sheet.processors * 2 * height * width * k / rate)
         return max(found, count * traffic / ceilings.bandwidth, ceilings.launch)
     each = alone(m, n, k, rate, traffic, ceilings)
     if how == "a GEMM for each block of rows":
-        moved = 2 * bytes_[0] * n * k if which != "grad_weight" else 3 * 4 * m * n  # a weight's slice; a sum in float32
+        moved = (
+            2 * bytes_[0] * n * k if which != "grad_weight" else 3 * 4 * m * n
+        )  # a weight's slice; a sum in float32
         each += AROUND * ceilings.launch + moved / ceilings.bandwidth
     return count * each
 
@@ -90,9 +106,11 @@ def launches(which: Gemm, size: tuple[int, int, int], experts: int, how: By) -> 
     return (rows // block_rows(rows, experts) + experts) * (1 + AROUND)
 
 
-def around(which: Gemm, size: tuple[int, int, int], experts: int, how: By, fusion: Fusion, bytes_: int) -> list[Kernel]:
-    """The kernels that lay rows out for a grouped GEMM, and its result afterwards: in JAX blocks of rows, which are padded to twice
-    the rows at most; results in float32, scaled."""
+def around(
+    which: Gemm, size: tuple[int, int, int], experts: int, how: By, fusion: Fusion, bytes_: int
+) -> list[Kernel]:
+    """The kernels that lay rows out for a grouped GEMM, and its result afterwards: in JAX blocks of
+    rows, which are padded to twice the rows at most; results in float32, scaled."""
     if how != "a GEMM for each block of rows":
         return []
     m, n, k = size

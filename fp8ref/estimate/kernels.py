@@ -85,7 +85,9 @@ def multiplies_fp8(spec: GemmSpec, backend: str) -> bool:
     """
     if spec.a is None:
         return False
-    return granularity.by_name(spec.a.granularity).reduced is None or (backend == "torch" and spec.a.granularity == "blockwise_1x128")
+    return granularity.by_name(spec.a.granularity).reduced is None or (
+        backend == "torch" and spec.a.granularity == "blockwise_1x128"
+    )
 
 
 def of_linear(
@@ -106,20 +108,24 @@ def of_linear(
     gemms     the GEMMs that run: ("output",) is a forward pass alone.
     roles     the roles that this linear quantizes: its input may come quantized from another
               linear.
-    linear    its name in a Llama, such as up_proj: XLA fuses kernels with those around them. Without
-              a name it is a linear by itself, whose tensors are there in bfloat16.
+    linear    its name in a Llama, such as up_proj: XLA fuses kernels with those around them.
+              Without a name it is a linear by itself, whose tensors are there in bfloat16.
     gathered  elements by role of what a GEMM multiplies, where codes are gathered from parts.
-    of_norm   bytes an element of what XLA computes a norm's result from again: the residual in float32, or what is added up to it.
-    pieces    whether each of several sequences is cut over tensor. Then the rows of an operand whose products are scattered are put in
-              order of pieces for that GEMM, and in their own order for grad_weight, by a kernel each; and gathered gradients of o and
-              down are written in order of pieces, by kernels that take no amax.
+    of_norm   bytes an element of what XLA computes a norm's result from again: the residual in
+              float32, or what is added up to it.
+    pieces    whether each of several sequences is cut over tensor. Then the rows of an operand
+              whose products are scattered are put in order of pieces for that GEMM, and in their
+              own order for grad_weight, by a kernel each; and gathered gradients of o and down are
+              written in order of pieces, by kernels that take no amax.
     """
     backend = "jax" if how == "xla" else "torch"
     wanted: dict[Role, list[_Served]] = {}
     made: list[Kernel] = []
     for which in gemms:
         spec = recipe.gemms[which]
-        for role, cast, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
+        for role, cast, axis in zip(
+            OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
+        ):
             if cast is None or role not in roles:
                 continue
             if multiplies_fp8(spec, backend):
@@ -138,8 +144,15 @@ def of_linear(
 
 
 def copies_weight(recipe: Recipe, how: Fusion, linear: str, *, gathered: bool = False) -> bool:
-    """Whether a linear's weight is written in bfloat16. XLA quantizes from float32 what it can. gathered: of pieces."""
-    specs = {spec.b.granularity for spec in (recipe.output, recipe.grad_input) if spec.b is not None and multiplies_fp8(spec, "jax")}
+    """Whether a linear's weight is written in bfloat16.
+
+    XLA quantizes from float32 what it can. gathered: of pieces.
+    """
+    specs = {
+        spec.b.granularity
+        for spec in (recipe.output, recipe.grad_input)
+        if spec.b is not None and multiplies_fp8(spec, "jax")
+    }
     return how != "xla" or not specs or _copies(specs, linear, gathered=gathered)
 
 
@@ -149,42 +162,68 @@ def scaled_after(spec: GemmSpec, how: Fusion) -> bool:
     return spec.epilogue == "unit_round_scale_round" or (how == "xla" and spec.rowwise)
 
 
-def rescale(recipe: Recipe, which: Gemm, outputs: float, how: Fusion, linear: str = "", *, sent: bool = False) -> list[Kernel]:
-    """The kernels that only scale a GEMM's result. XLA scales it in the kernel that uses it, but for
-    outputs that SwiGLU multiplies, which the backward pass uses too, and for what is sent to other
-    devices as it is."""
+def rescale(
+    recipe: Recipe,
+    which: Gemm,
+    outputs: float,
+    how: Fusion,
+    linear: str = "",
+    *,
+    sent: bool = False,
+) -> list[Kernel]:
+    """The kernels that only scale a GEMM's result. XLA scales it in the kernel that uses it, but
+    for outputs that SwiGLU multiplies, which the backward pass uses too, and for what is sent to
+    other devices as it is."""
     spec = recipe.gemms[which]
     if not scaled_after(spec, how):
         return []
     if how == "xla":
-        fused = linear in (*llama.COLUMN, *llama.ROW) and not (linear in SWIGLU and which == "output") and not sent
+        fused = (
+            linear in (*llama.COLUMN, *llama.ROW)
+            and not (linear in SWIGLU and which == "output")
+            and not sent
+        )
         # gradients of q, k and v are one array, which q's kernel reads, and one of k and v
         times = 2 if which == "grad_weight" and linear in llama.COLUMN[:3] else 1
         return [] if fused else [Kernel("rescale", (times * writes(spec, how) + 2) * outputs)]
     # eager writes the product of both scales in float32 first
-    return [Kernel("rescale", 4 * outputs)] if how == "inductor" else [Kernel("rescale", 4 * outputs), Kernel("rescale", 8 * outputs)]
+    return (
+        [Kernel("rescale", 4 * outputs)]
+        if how == "inductor"
+        else [Kernel("rescale", 4 * outputs), Kernel("rescale", 8 * outputs)]
+    )
 
 
 def writes(spec: GemmSpec, how: Fusion) -> int:
-    """Bytes of each result that a GEMM itself writes: bfloat16, or the float32 that XLA scales after
-    it (spec G-22)."""
+    """Bytes of each result that a GEMM itself writes: bfloat16, or the float32 that XLA scales
+    after it (spec G-22)."""
     rounds = spec.powers_of_two or spec.epilogue == "unit_round_scale_round" or not spec.rowwise
     return 2 if how != "xla" or rounds else 4
 
 
-def _of_role(role: Role, served: list[_Served], n: float, how: Fusion, gathered: float | None) -> list[Kernel]:
+def _of_role(
+    role: Role, served: list[_Served], n: float, how: Fusion, gathered: float | None
+) -> list[Kernel]:
     made: list[Kernel] = []
     whole = [one for one in served if one[1].granularity == "tensorwise"]
     for which, cast, axis in served:
         transposed = axis == 0
         if gathered is not None and transposed:
-            made.append(Kernel("layout", 2 * gathered))  # gathered codes are row-major, and this GEMM needs them column-major
+            made.append(
+                Kernel("layout", 2 * gathered)
+            )  # gathered codes are row-major, and this GEMM needs them column-major
         if granularity.by_name(cast.granularity).reduced is not None:
             made.append(Kernel("cast", 3 * n))
         elif how == "eager":
-            made += [*_eager_amax(n), *_eager_cast(n), *([Kernel("layout", 2 * n)] if transposed and gathered is None else [])]
+            made += [
+                *_eager_amax(n),
+                *_eager_cast(n),
+                *([Kernel("layout", 2 * n)] if transposed and gathered is None else []),
+            ]
         elif cast.granularity == "rowwise":
-            made += _rowwise(role, n, transposed=transposed and gathered is None, after=which != served[0][0])
+            made += _rowwise(
+                role, n, transposed=transposed and gathered is None, after=which != served[0][0]
+            )
     if how == "eager" or not whole:
         return made
     # Tensorwise, not eager: one amax (none under delayed scaling, which scales by its history), one
@@ -209,13 +248,25 @@ def _rowwise(role: Role, n: float, *, transposed: bool, after: bool) -> list[Ker
     return [Kernel("layout", read + 2 * n), Kernel("cast", 3 * n)]
 
 
-def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: float | None, of_norm: float, pieces: bool) -> list[Kernel]:
+def _xla(
+    role: Role,
+    served: list[_Served],
+    n: float,
+    linear: str,
+    gathered: float | None,
+    of_norm: float,
+    pieces: bool,
+) -> list[Kernel]:
     """Kernels that XLA compiles, but those that also make the tensor: bfloat16 weights from masters
     (with an amax across memory), norms, SwiGLU and sums (with an amax along memory)."""
     source = _SOURCES.get((role, linear), "") if role != "weight" else "masters" if linear else ""
-    whole, rows = ([one for one in served if one[1].granularity == name] for name in ("tensorwise", "rowwise"))
+    whole, rows = (
+        [one for one in served if one[1].granularity == name] for name in ("tensorwise", "rowwise")
+    )
     delayed = bool(whole) and whole[0][1].delayed is not None
-    copied = source == "masters" and _copies({cast.granularity for _, cast, _ in served}, linear, gathered=gathered is not None)
+    copied = source == "masters" and _copies(
+        {cast.granularity for _, cast, _ in served}, linear, gathered=gathered is not None
+    )
     # A norm whose amax is needed before its cast is computed again.
     again = source == "norm" and whole
     read = of_norm if again else 4 if source == "masters" and not copied else 2
@@ -229,43 +280,75 @@ def _xla(role: Role, served: list[_Served], n: float, linear: str, gathered: flo
         made.append(Kernel("amax", read * n))
     for *_, axis in rows:
         along = axis == 1
-        # taken by what makes the tensor; where each order has a kernel of its own, and none turns it, by the other order's cast
-        by_cast = (copied and gathered is not None and not whole) or (scattered and role == "grad_output" and linear in SWIGLU)
+        # taken by what makes the tensor; where each order has a kernel of its own, and none turns
+        # it, by the other order's cast
+        by_cast = (copied and gathered is not None and not whole) or (
+            scattered and role == "grad_output" and linear in SWIGLU
+        )
         by_others = source in ("elementwise", "norm") or by_cast if along else copied
         if not by_others:
-            # attention's output is in the order of heads: the kernel of one amax writes magnitudes in that of tokens, for the other's
-            turned = 2 if source == "attention" and role == "input" and along and len(rows) == 2 and not pieces else 0
+            # attention's output is in the order of heads: the kernel of one amax writes magnitudes
+            # in that of tokens, for the other's
+            turned = (
+                2
+                if source == "attention"
+                and role == "input"
+                and along
+                and len(rows) == 2
+                and not pieces
+                else 0
+            )
             made.append(Kernel("amax", (read + turned) * n))
     orders = 1 if gathered is not None and not rows else len(served)
     apart = (
-        source == "attention" or (role == "weight" and joined) or scattered or (gathered is not None and rows and not (whole and copied))
+        source == "attention"
+        or (role == "weight" and joined)
+        or scattered
+        or (gathered is not None and rows and not (whole and copied))
     )
     if orders == 2 and scattered and whole:
         made += _in_pieces(n, read, linear, heads=source == "attention")
-    elif orders == 2 and apart:  # heads are transposed; weights of one input are joined; each order is gathered
+    elif (
+        orders == 2 and apart
+    ):  # heads are transposed; weights of one input are joined; each order is gathered
         turns = source == "attention" and not rows and linear != "v_proj"
-        made += [Kernel("cast", (read + 1) * n), Kernel("layout", 2 * n) if turns else Kernel("cast", (read + 1) * n)]
+        made += [
+            Kernel("cast", (read + 1) * n),
+            Kernel("layout", 2 * n) if turns else Kernel("cast", (read + 1) * n),
+        ]
     else:
         made.append(Kernel("cast", (read + orders) * n))
     if source == "attention" and role == "input" and scattered and rows:
         made.append(Kernel("layout", 2 * n))  # from the order of tokens to that of pieces
     if role == "grad_output" and linear == "q_proj" and len(rows) == 2 and not pieces:
-        made.append(Kernel("cast", 2 * n))  # the kernel that casts gradients of k and v into the joined array also copies q's codes
-    if gathered is not None:  # rows of a weight are gathered in order, tokens of several sequences are not; joined weights are laid out
-        made += [Kernel("layout", 2 * gathered) for *_, axis in served if axis == 0 or role != "weight" or joined]
+        made.append(
+            Kernel("cast", 2 * n)
+        )  # the kernel that casts gradients of k and v into the joined array also copies q's codes
+    if gathered is not None:
+        # rows of a weight are gathered in order, tokens of several sequences are not; joined
+        # weights are laid out
+        made += [
+            Kernel("layout", 2 * gathered)
+            for *_, axis in served
+            if axis == 0 or role != "weight" or joined
+        ]
     return made
 
 
 def _paired(n: float, gathered: float) -> list[Kernel]:
-    """Codes of rows and of columns that are gathered as one of them and a bit an element (P-6): both amaxes, codes, bits; and both codes
-    of what is gathered, of which one kernel reads codes twice, of both neighbours, and writes bytes beside."""
-    sent = [Kernel("scale", 0), Kernel("amax", 2 * n)] * 2 + [Kernel("cast", 3 * n), Kernel("cast", (2 + 1 / 8) * n)]
+    """Codes of rows and of columns that are gathered as one of them and a bit an element (P-6):
+    both amaxes, codes, bits; and both codes of what is gathered, of which one kernel reads codes
+    twice, of both neighbours, and writes bytes beside."""
+    sent = [Kernel("scale", 0), Kernel("amax", 2 * n)] * 2 + [
+        Kernel("cast", 3 * n),
+        Kernel("cast", (2 + 1 / 8) * n),
+    ]
     return [*sent, Kernel("layout", (2 + 1 / 8) * gathered), Kernel("layout", 4 * gathered)]
 
 
 def _in_pieces(n: float, read: float, linear: str, *, heads: bool) -> list[Kernel]:
-    """Codes by one scale in order of pieces and in their own: of what has heads from codes in order of tokens, which v's cast writes in its own
-    order too."""
+    """Codes by one scale in order of pieces and in their own: of what has heads from codes in order
+    of tokens, which v's cast writes in its own order too."""
     if not heads:
         return [Kernel("cast", (read + 1) * n)] * 2
     if linear == "v_proj":
@@ -274,18 +357,31 @@ def _in_pieces(n: float, read: float, linear: str, *, heads: bool) -> list[Kerne
 
 
 def _copies(granularities: Collection[str], linear: str, *, gathered: bool) -> bool:
-    """Whether XLA writes a weight in bfloat16 before it quantizes it: for a scale of rows. Beside one of the whole tensor, as compiled, not
-    where the float32 master's kernel takes both: of q, o and down, or of pieces those of attention."""
+    """Whether XLA writes a weight in bfloat16 before it quantizes it: for a scale of rows. Beside
+    one of the whole tensor, as compiled, not where the float32 master's kernel takes both: of q, o
+    and down, or of pieces those of attention."""
     if "rowwise" not in granularities or "tensorwise" not in granularities:
         return "rowwise" in granularities
-    return linear.endswith(("gate_proj", "up_proj", "down_proj")) if gathered else linear not in ("q_proj", "o_proj", "down_proj")
+    return (
+        linear.endswith(("gate_proj", "up_proj", "down_proj"))
+        if gathered
+        else linear not in ("q_proj", "o_proj", "down_proj")
+    )
 
 
 def _dequantized(n: float, how: Fusion) -> list[Kernel]:
     """Quantize, and dequantize to bfloat16: no FP8 GEMM exists."""
     if how == "eager":
-        return [*_eager_amax(n), *_eager_cast(n), Kernel("cast", 5 * n), Kernel("cast", 8 * n), Kernel("cast", 6 * n)]
-    return [Kernel("amax", 2 * n), Kernel("cast", 4 * n)] if how == "xla" else [Kernel("cast", 4 * n)]
+        return [
+            *_eager_amax(n),
+            *_eager_cast(n),
+            Kernel("cast", 5 * n),
+            Kernel("cast", 8 * n),
+            Kernel("cast", 6 * n),
+        ]
+    return (
+        [Kernel("amax", 2 * n), Kernel("cast", 4 * n)] if how == "xla" else [Kernel("cast", 4 * n)]
+    )
 
 
 def _eager_amax(n: float) -> list[Kernel]:
@@ -298,4 +394,9 @@ def _eager_amax(n: float) -> list[Kernel]:
 
 def _eager_cast(n: float) -> list[Kernel]:
     """To float32, times the scale, clamped, to FP8."""
-    return [Kernel("cast", 6 * n), Kernel("cast", 8 * n), Kernel("cast", 8 * n), Kernel("cast", 5 * n)]
+    return [
+        Kernel("cast", 6 * n),
+        Kernel("cast", 8 * n),
+        Kernel("cast", 8 * n),
+        Kernel("cast", 5 * n),
+    ]

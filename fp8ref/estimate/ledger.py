@@ -35,8 +35,9 @@ class Step:
     filtered    the same, with linears that FP8 makes slower in bfloat16.
     rest        {what: seconds} of everything else, as configured.
     in_bf16, after
-                {what: seconds} of everything else in bfloat16, with the framework's own attention, and after filtering; None: ``rest``.
-                XLA's kernels of norms depend on what quantizes their results.
+                {what: seconds} of everything else in bfloat16, with the framework's own attention,
+                and after filtering; None: ``rest``. XLA's kernels of norms depend on what quantizes
+                their results.
     """
 
     bf16: float
@@ -53,7 +54,9 @@ class Step:
 
     @property
     def rest_bf16(self) -> dict[str, float]:
-        """{what: seconds} of everything else in bfloat16: an attention variant is part of what is configured."""
+        """{what: seconds} of everything else in bfloat16: an attention variant is part of what is
+        configured.
+        """
         return self.rest if self.in_bf16 is None else self.in_bf16
 
     @property

@@ -1,5 +1,5 @@
-"""What the place of a linear in a Llama on a mesh means for the kernels that quantize its operands: what it shares, gathers and sends, and what
-XLA computes a norm from.
+"""What the place of a linear in a Llama on a mesh means for the kernels that quantize its operands:
+what it shares, gathers and sends, and what XLA computes a norm from.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,18 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.config.device_shapes import in_fp8, tokens
 
 
-def of(decision: Decision, config: Config, backend: str, recipes: Mapping[str, Recipe] | None = None) -> dict:
-    """Keywords of ``roofline.quantizing`` for a config's linear. recipes: of all linears by path; None: looked up."""
+def of(
+    decision: Decision, config: Config, backend: str, recipes: Mapping[str, Recipe] | None = None
+) -> dict:
+    """Keywords of ``roofline.quantizing`` for a config's linear. recipes: of all linears by path;
+    None: looked up.
+    """
     keys, name = config.parallel, decision.path.split(".")[-1]
-    parts: dict[Role, int] = {"weight": keys.shards} if keys.shards > 1 and in_fp8(decision.recipe, config, backend) else {}
+    parts: dict[Role, int] = (
+        {"weight": keys.shards}
+        if keys.shards > 1 and in_fp8(decision.recipe, config, backend)
+        else {}
+    )
     if backend != "jax":
         return {"linear": name, "parts": parts}
     if keys.sequence and decision.path.startswith("model.layers."):
@@ -24,8 +32,15 @@ def of(decision: Decision, config: Config, backend: str, recipes: Mapping[str, R
     if recipes is None:
         recipes = {d.path: d.recipe for d in config.decisions()}
     shares = first != name and recipes[decision.path.removesuffix(name) + first] == decision.recipe
-    sent: list[Gemm] = ["grad_weight"] if keys.reduce_dtype == "bfloat16" and keys.sharing > 1 else []
-    if name in llama.ROW and keys.tensor > 1 and keys.reduce == "rounded" and keys.tensor_reduce_dtype != "float32":
+    sent: list[Gemm] = (
+        ["grad_weight"] if keys.reduce_dtype == "bfloat16" and keys.sharing > 1 else []
+    )
+    if (
+        name in llama.ROW
+        and keys.tensor > 1
+        and keys.reduce == "rounded"
+        and keys.tensor_reduce_dtype != "float32"
+    ):
         sent.append("output")
     return {
         "linear": name,
@@ -33,14 +48,18 @@ def of(decision: Decision, config: Config, backend: str, recipes: Mapping[str, R
         "roles": [role for role in ROLES if role != "input" or not shares],
         "sent": sent,
         "of_norm": _of_norm(decision.path, config),
-        "pieces": keys.sequence and keys.tensor > 1 and tokens(config) > config.data.sequence_length and "layers." in decision.path,
+        "pieces": keys.sequence
+        and keys.tensor > 1
+        and tokens(config) > config.data.sequence_length
+        and "layers." in decision.path,
     }
 
 
 def _of_norm(linear: str, config: Config) -> float:
-    """Bytes an element of what XLA computes a norm's result from again. Until the first sum is in memory, that is rows of the embedding, of
-    which no more are read than there are, and the bfloat16 outputs that are added to them: o's; and where the table was gathered in
-    bfloat16, down's too."""
+    """Bytes an element of what XLA computes a norm's result from again. Until the first sum is in
+    memory, that is rows of the embedding, of which no more are read than there are, and the
+    bfloat16 outputs that are added to them: o's; and where the table was gathered in bfloat16,
+    down's too."""
     keys = config.parallel
     rounded = keys.shards > 1 and keys.through == "shard_map"
     own = tokens(config) / (keys.tensor if keys.sequence else 1)

@@ -1,9 +1,11 @@
-"""Estimated memory of a device in training, from shapes alone: what each thing takes, and when a step needs it.
+"""Estimated memory of a device in training, from shapes alone: what each thing takes, and when a
+step needs it.
 
-Most of it is not needed throughout a step: logits are gone before the last layer's gradients are there. So the most that is in use is looked for
-among ``MOMENTS``. The tests compare it with the memory of XLA's programs for H200s, within 6.5 % of whole models and 20 % of two layers, and with
-what PyTorch's operators keep alive on one device, within 2 %. Not counted: CUDA context and libraries (about a GiB), fragmentation, buffers of
-collectives, workspaces of GEMMs.
+Most of it is not needed throughout a step: logits are gone before the last layer's gradients are
+there. So the most that is in use is looked for among ``MOMENTS``. The tests compare it with the
+memory of XLA's programs for H200s, within 6.5 % of whole models and 20 % of two layers, and with
+what PyTorch's operators keep alive on one device, within 2 %. Not counted: CUDA context and
+libraries (about a GiB), fragmentation, buffers of collectives, workspaces of GEMMs.
 """
 
 import math
@@ -18,8 +20,8 @@ from fp8ref.train.run import train_state
 from fp8ref.train.run.train_state import FP8_BLOCK, FP8_SMALLEST
 
 Moment = Literal["loss", "last layer", "first layer", "embedding", "update"]
-"""A moment of a step: the backward pass of the loss, of the last layer, which comes first, of the first layer, of the embedding table; the
-optimizer's update."""
+"""A moment of a step: the backward pass of the loss, of the last layer, which comes first, of the
+first layer, of the embedding table; the optimizer's update."""
 
 MOMENTS: tuple[Moment, ...] = ("loss", "last layer", "first layer", "embedding", "update")
 """Every ``Moment``, in the order of a step."""
@@ -30,7 +32,9 @@ OBSERVATION = 3 * 4
 """Bytes that a role's observation takes until the step's update: amax and two flags, float32."""
 
 FOREACH = 4
-"""Bytes a parameter that the update of torch's AdamW takes, of all parameters at once: the square roots of second moments."""
+"""Bytes a parameter that the update of torch's AdamW takes, of all parameters at once: the square
+roots of second moments.
+"""
 
 
 class Line(NamedTuple):
@@ -42,13 +46,17 @@ class Line(NamedTuple):
 
 
 def largest(config: Config, backend: str) -> str:
-    """The recipe of a schedule's phases that takes the most memory of a device; the first of equal ones."""
+    """The recipe of a schedule's phases that takes the most memory of a device; the first of equal
+    ones.
+    """
     return max(config.recipes, key=lambda recipe: most(lines(config, backend, recipe))[1])
 
 
 def at_moments(found: Mapping[str, Line]) -> dict[Moment, int]:
     """Bytes that are in use at each moment."""
-    return {moment: sum(line.size for line in found.values() if moment in line.at) for moment in MOMENTS}
+    return {
+        moment: sum(line.size for line in found.values() if moment in line.at) for moment in MOMENTS
+    }
 
 
 def most(found: Mapping[str, Line]) -> tuple[Moment, int]:
@@ -57,14 +65,21 @@ def most(found: Mapping[str, Line]) -> tuple[Moment, int]:
 
 
 def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, Line]:
-    """What a device holds in a step, by name, in one of the config's recipes; None: the ``largest``.
+    """What a device holds in a step, by name, in one of the config's recipes; None: the
+    ``largest``.
 
     States of delayed scaling are those of all recipes, since phases keep them (T-9).
     """
-    fp8_states = Line(_states(config, backend), "scales, histories and observations of delayed scaling")
+    fp8_states = Line(
+        _states(config, backend), "scales, histories and observations of delayed scaling"
+    )
     recipe = recipe or largest(config, backend)
     # In PyTorch phases of a schedule share one weight, and keep none in FP8.
-    kept_in_fp8 = copied(config.under(recipe), backend) if backend == "jax" or len(config.recipes) == 1 else {}
+    kept_in_fp8 = (
+        copied(config.under(recipe), backend)
+        if backend == "jax" or len(config.recipes) == 1
+        else {}
+    )
     config = config.under(recipe)
     sizes = piece_sizes(config, backend)
     state, masters = _state(config, sizes)
@@ -79,18 +94,24 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
         "FP8 states": fp8_states,
         **_weights(config, backend, kept_in_fp8),
         "activations, kept": Line(*kept, MOMENTS[:2]),
-        "activations of a layer": Line(*of_layer, LAYERS if config.parallel.checkpointing != "none" else LAYERS[1:]),
+        "activations of a layer": Line(
+            *of_layer, LAYERS if config.parallel.checkpointing != "none" else LAYERS[1:]
+        ),
         **scores,
         "logits": Line(*activations.logits(config, backend), MOMENTS[:1]),
     }
     if backend == "torch" and config.optimizer.kind == "adamw":
         of_update = FOREACH * sum(piece for piece, _ in sizes.values())
-        found["update of all parameters"] = Line(of_update, f"{FOREACH} bytes a parameter; none under adamw_fused", MOMENTS[4:])
+        found["update of all parameters"] = Line(
+            of_update, f"{FOREACH} bytes a parameter; none under adamw_fused", MOMENTS[4:]
+        )
     return found
 
 
 def _scores(config: Config, backend: str) -> dict[str, Line]:
-    """Attention's scores in memory: none of a kernel that keeps them on the chip, nor of torch's own and cuDNN's."""
+    """Attention's scores in memory: none of a kernel that keeps them on the chip, nor of torch's
+    own and cuDNN's.
+    """
     keys, variant = config.parallel, config.attention_variant
     if keys.attention == "kernel":
         return {}
@@ -105,43 +126,65 @@ def _state(config: Config, sizes: Mapping[str, tuple[int, int]]) -> tuple[dict[s
     """(what is kept between steps, the name of the masters among it)."""
     kept: dict[str, int] = {}  # bytes by label
     for one in train_state.PER_PARAMETER:
-        kept[one.label] = kept.get(one.label, 0) + sum(one.device_bytes(piece, config.optimizer, whole) for piece, whole in sizes.values())
-    masters = next(one.label for one in train_state.PER_PARAMETER if one.name == train_state.MASTERS)
+        kept[one.label] = kept.get(one.label, 0) + sum(
+            one.device_bytes(piece, config.optimizer, whole) for piece, whole in sizes.values()
+        )
+    masters = next(
+        one.label for one in train_state.PER_PARAMETER if one.name == train_state.MASTERS
+    )
     layout, of_masters = config.optimizer.moment_layout, "4 bytes a parameter of the device's piece"
     if layout is not None and layout.keeps_master:
         own, of_masters = (
             kept.pop(masters),
-            f"layout {layout.name}: {layout.master.fmt.bits // 8} bytes a parameter of the device's piece (O-14)",
+            f"layout {layout.name}: {layout.master.fmt.bits // 8} bytes a parameter of the "
+            "device's piece (O-14)",
         )
         masters = f"weights, {layout.master.fmt.name} masters"
         kept[masters] = own
     formulas = {masters: of_masters, "AdamW's moments": _moments_formula(config)}
-    return {label: Line(size, formulas.get(label, "4 bytes a parameter")) for label, size in kept.items()}, masters
+    return {
+        label: Line(size, formulas.get(label, "4 bytes a parameter"))
+        for label, size in kept.items()
+    }, masters
 
 
-def _gradients(config: Config, backend: str, sizes: Mapping[str, tuple[int, int]]) -> dict[str, Line]:
-    """Gradients of the device's pieces. Each layer's are there after its backward pass, those of the tables and the last norm at its end; a scan has
-    room for all layers' from its beginning."""
+def _gradients(
+    config: Config, backend: str, sizes: Mapping[str, tuple[int, int]]
+) -> dict[str, Line]:
+    """Gradients of the device's pieces. Each layer's are there after its backward pass, those of
+    the tables and the last norm at its end; a scan has room for all layers' from its beginning."""
     of_layers = sum(piece for name, (piece, _) in sizes.items() if ".layers." in name)
     others = sum(piece for piece, _ in sizes.values()) - of_layers
     parts = config.data.microbatches > 1
     if backend == "jax":
         found = {
-            "gradients of layers": Line(2 * of_layers, "2 bytes a parameter, bf16", MOMENTS[1:] if config.parallel.scan else AFTER),
-            "gradients of other weights": Line(2 * others, "2 bytes a parameter, bf16", MOMENTS[4:]),
+            "gradients of layers": Line(
+                2 * of_layers,
+                "2 bytes a parameter, bf16",
+                MOMENTS[1:] if config.parallel.scan else AFTER,
+            ),
+            "gradients of other weights": Line(
+                2 * others, "2 bytes a parameter, bf16", MOMENTS[4:]
+            ),
         }
         if parts:
-            found["gradients, sum over parts"] = Line(sum_bytes(config, sizes), _sum_formula(config))
+            found["gradients, sum over parts"] = Line(
+                sum_bytes(config, sizes), _sum_formula(config)
+            )
         return found
     # Without FSDP2 autograd widens the gradients of bf16 copies last, all of them.
     widened = not sharded(config, backend) and not config.optimizer.keeps_masters
     wide, last = "4 bytes a parameter, float32", MOMENTS[3:] if widened else MOMENTS[4:]
     found = {
-        "gradients of layers": Line(4 * of_layers, wide, MOMENTS if parts else last if widened else AFTER),
+        "gradients of layers": Line(
+            4 * of_layers, wide, MOMENTS if parts else last if widened else AFTER
+        ),
         "gradients of other weights": Line(4 * others, wide, MOMENTS if parts else last),
     }
     if widened:
-        found["gradients of bf16 copies"] = Line(2 * (of_layers + others), "2 bytes a parameter, until all are there", MOMENTS[2:3])
+        found["gradients of bf16 copies"] = Line(
+            2 * (of_layers + others), "2 bytes a parameter, until all are there", MOMENTS[2:3]
+        )
     return found
 
 
@@ -164,20 +207,33 @@ def sum_bytes(config: Config, sizes: Mapping[str, tuple[int, int]]) -> int:
 def piece_sizes(config: Config, backend: str) -> dict[str, tuple[int, int]]:
     """{parameter: (elements of a device's piece, of all)}."""
     shapes = llama.parameter_shapes(config.model).items()
-    return {name: (math.prod(at_rest(name, shape, config, backend)), math.prod(shape)) for name, shape in shapes}
+    return {
+        name: (math.prod(at_rest(name, shape, config, backend)), math.prod(shape))
+        for name, shape in shapes
+    }
 
 
 def states(piece: int, whole: int, config: Config) -> int:
-    """Bytes of all that is kept of a piece of this many elements of a parameter: its master, and AdamW's two moments."""
-    return sum(one.device_bytes(piece, config.optimizer, whole) for one in train_state.PER_PARAMETER)
+    """Bytes of all that is kept of a piece of this many elements of a parameter: its master, and
+    AdamW's two moments.
+    """
+    return sum(
+        one.device_bytes(piece, config.optimizer, whole) for one in train_state.PER_PARAMETER
+    )
 
 
 def _moments_formula(config: Config) -> str:
     if config.optimizer.kind == "adamw_fp8":
-        return f"2 codes and 2 scales of {FP8_BLOCK}; float32 in pieces below {FP8_SMALLEST} or no multiple of {FP8_BLOCK} (T-6)"
+        return (
+            f"2 codes and 2 scales of {FP8_BLOCK}; float32 in pieces below {FP8_SMALLEST} or "
+            f"no multiple of {FP8_BLOCK} (T-6)"
+        )
     layout = config.optimizer.moment_layout
     if layout is not None:
-        return f"layout {layout.name}: {layout.bytes_per_parameter(1 << 24):.4g} bytes a parameter; scales are whole on every device (O-11)"
+        return (
+            f"layout {layout.name}: {layout.bytes_per_parameter(1 << 24):.4g} bytes a "
+            "parameter; scales are whole on every device (O-11)"
+        )
     return "2 float32 a parameter"
 
 
@@ -189,47 +245,75 @@ def _states(config: Config, backend: str) -> int:
 
 
 def _weights(config: Config, backend: str, kept: Collection[str]) -> dict[str, Line]:
-    """Copies of the device's own pieces that it computes with, and what it gathers of others. kept: linears whose weights are kept in FP8."""
+    """Copies of the device's own pieces that it computes with, and what it gathers of others. kept:
+    linears whose weights are kept in FP8.
+    """
     masters_apart = config.optimizer.keeps_masters
     found: dict[str, Line] = {}
     if backend == "jax" or masters_apart or not sharded(config, backend):
         # copies of masters are made in each step
-        found["weights in use"] = Line(*_own(config, backend, kept), MOMENTS if masters_apart else BACKWARD)
+        found["weights in use"] = Line(
+            *_own(config, backend, kept), MOMENTS if masters_apart else BACKWARD
+        )
     table = config.model.vocab_size * config.model.hidden_size
     if not sharded(config, backend):
         if backend == "jax":
-            found["gradient of the last linear"] = Line(2 * table, "2 bytes an element: bf16", MOMENTS[:1])
+            found["gradient of the last linear"] = Line(
+                2 * table, "2 bytes an element: bf16", MOMENTS[:1]
+            )
         return found
     layer, codes, weight = _largest_layer(config, backend)
     if config.parallel.compile == "model":
         blocks = config.model.num_hidden_layers
         found["weights, gathered"] = Line(blocks * codes + 4 * table, "the whole model", BACKWARD)
         of_all = 6 * (blocks * layer + 2 * table)
-        found["gradients, whole"] = Line(of_all, "6 bytes a parameter: bf16, and float32 to be summed", MOMENTS[2:4])
+        found["gradients, whole"] = Line(
+            of_all, "6 bytes a parameter: bf16, and float32 to be summed", MOMENTS[2:4]
+        )
         return found
     at_once = weight if backend == "jax" and not config.parallel.scan else layer
     what = "weight" if at_once == weight else "layer"
     # FSDP2 frees a layer before it reduces its gradients, and has gathered the next one.
     gathers = LAYERS if backend == "jax" else LAYERS[:1]
-    found["weights of a layer, gathered"] = Line(codes, "1 byte an element where FP8 is gathered, else 2", gathers)
-    found["gradients, whole"] = Line(6 * at_once, f"6 bytes an element of the largest {what}: bf16, and float32 to be summed", LAYERS)
+    found["weights of a layer, gathered"] = Line(
+        codes, "1 byte an element where FP8 is gathered, else 2", gathers
+    )
+    found["gradients, whole"] = Line(
+        6 * at_once,
+        f"6 bytes an element of the largest {what}: bf16, and float32 to be summed",
+        LAYERS,
+    )
     if backend == "jax":
         # the weight in another order, or its gradient
         chunked = config.parallel.loss == "chunked"
         found["last linear, gathered"] = Line(
-            (2 if chunked else 4) * table, "2 bytes an element, of the weight and its gradient", MOMENTS[:1]
+            (2 if chunked else 4) * table,
+            "2 bytes an element, of the weight and its gradient",
+            MOMENTS[:1],
         )
-        found["gradients of the tables"] = Line(8 * table, "4 bytes an element of the embedding and the last linear, float32", MOMENTS[3:4])
+        found["gradients of the tables"] = Line(
+            8 * table,
+            "4 bytes an element of the embedding and the last linear, float32",
+            MOMENTS[3:4],
+        )
     else:
-        found["last linear, gathered"] = Line(4 * table, "2 bytes an element, of the weight and its gradient", MOMENTS[:3])
+        found["last linear, gathered"] = Line(
+            4 * table, "2 bytes an element, of the weight and its gradient", MOMENTS[:3]
+        )
         of_table = 2 if masters_apart else 4
-        found["embedding table, gathered"] = Line(of_table * table, f"{of_table} bytes an element", BACKWARD)
-        found["gradient of the embedding table"] = Line(8 * table, "8 bytes an element: float32, and again to be summed", MOMENTS[3:4])
+        found["embedding table, gathered"] = Line(
+            of_table * table, f"{of_table} bytes an element", BACKWARD
+        )
+        found["gradient of the embedding table"] = Line(
+            8 * table, "8 bytes an element: float32, and again to be summed", MOMENTS[3:4]
+        )
     return found
 
 
 def _largest_layer(config: Config, backend: str) -> tuple[int, int, int]:
-    """(elements, bytes as gathered, elements of the largest weight) of the layer that gathers the most, on a device."""
+    """(elements, bytes as gathered, elements of the largest weight) of the layer that gathers the
+    most, on a device.
+    """
     elements: dict[str, int] = {}
     gathered: dict[str, int] = {}
     weights = [0]
@@ -249,16 +333,35 @@ def _largest_layer(config: Config, backend: str) -> tuple[int, int, int]:
 def _own(config: Config, backend: str, kept: Collection[str]) -> tuple[int, str]:
     """(bytes, formula) of what a device computes with of its own pieces, beside the masters."""
     shapes = llama.parameter_shapes(config.model)
-    pieces = {name: math.prod(at_rest(name, shape, config, backend)) for name, shape in shapes.items()}
+    pieces = {
+        name: math.prod(at_rest(name, shape, config, backend)) for name, shape in shapes.items()
+    }
     if not config.optimizer.keeps_masters:
-        of_pieces = "of the pieces" if sharded(config, backend) else "of all but the embedding table"
+        of_pieces = (
+            "of the pieces" if sharded(config, backend) else "of all but the embedding table"
+        )
         size = 2 * sum(size for name, size in pieces.items() if name != llama.EMBEDDING)
         if backend == "jax" and not sharded(config, backend) and not config.parallel.scan:
             # XLA quantizes from the masters
-            size -= sum(math.prod(d.shape) for d in config.decisions() if d.fp8 and d.experts is None and not d.recipe.in_blocks)
-            return size, "codes of weights in FP8, and bf16 copies of others but the embedding table"
+            size -= sum(
+                math.prod(d.shape)
+                for d in config.decisions()
+                if d.fp8 and d.experts is None and not d.recipe.in_blocks
+            )
+            return (
+                size,
+                "codes of weights in FP8, and bf16 copies of others but the embedding table",
+            )
         return size, f"bf16 copies {of_pieces}"
     # FSDP2 gathers from shards that stay bf16
     beside = 2 if backend == "torch" and sharded(config, backend) else 0
-    size = sum(piece * (1 + beside if name.removesuffix(".weight") in kept else 2) for name, piece in pieces.items())
-    return size, "bf16 weights" if not kept else f"{1 + beside} bytes of each weight in FP8 (O-16), 2 of others in bf16"
+    size = sum(
+        piece * (1 + beside if name.removesuffix(".weight") in kept else 2)
+        for name, piece in pieces.items()
+    )
+    return (
+        size,
+        "bf16 weights"
+        if not kept
+        else f"{1 + beside} bytes of each weight in FP8 (O-16), 2 of others in bf16",
+    )

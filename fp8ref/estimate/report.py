@@ -16,7 +16,13 @@ from fp8ref.shared.result import Result
 from fp8ref.train.config import device_shapes
 from fp8ref.train.config.config import Config
 
-COLUMNS = {"gemm": ("gemm",), "amax": ("amax", "scale"), "cast": ("cast",), "layout": ("layout",), "rescale": ("rescale",)}
+COLUMNS = {
+    "gemm": ("gemm",),
+    "amax": ("amax", "scale"),
+    "cast": ("cast",),
+    "layout": ("layout",),
+    "rescale": ("rescale",),
+}
 """{column of the table: the parts of a linear's time that it sums}."""
 
 
@@ -27,7 +33,8 @@ class Row:
     linear: str
     shape: tuple[int, int]  # [N, K], whole
     count: int
-    ledger: Ledger  # of the last of them: XLA computes an input of the first two layers from other arrays
+    # of the last of them: XLA computes an input of the first two layers from other arrays
+    ledger: Ledger
     experts: int | None = None  # of each such linear, on all devices
     loses: bool = False  # whether a step is predicted to be faster without it in FP8
 
@@ -49,16 +56,43 @@ class Forecast(Result):
 
     def render(self, console: Console) -> None:
         """Print the tables of linears and of a step, with advice."""
-        table = consoles.table("linear", ">N x K", ">count", ">bf16", *(f">{name}" for name in COLUMNS), ">floor", ">bf16/fp8", "filter")
+        table = consoles.table(
+            "linear",
+            ">N x K",
+            ">count",
+            ">bf16",
+            *(f">{name}" for name in COLUMNS),
+            ">floor",
+            ">bf16/fp8",
+            "filter",
+        )
         for row in self.rows:
             one = row.ledger
-            cells = [_us(sum(one.parts[part] for part in parts)) if one.parts else "-" for parts in COLUMNS.values()]
+            cells = [
+                _us(sum(one.parts[part] for part in parts)) if one.parts else "-"
+                for parts in COLUMNS.values()
+            ]
             cells += ["-", "-"] if one.ratio is None else [_us(one.floor), f"{one.ratio:.2f}"]
             shape = f"{row.experts} x " * bool(row.experts) + f"{row.shape[0]} x {row.shape[1]}"
-            table.add_row(row.linear, shape, str(row.count), _us(one.bf16), *cells, "FILTER" if row.loses else "")
-        title = f"Linears under recipe {self.recipe!r} with {self.backend}, microseconds per device and microbatch, PREDICTED"
+            table.add_row(
+                row.linear,
+                shape,
+                str(row.count),
+                _us(one.bf16),
+                *cells,
+                "FILTER" if row.loses else "",
+            )
+        title = (
+            f"Linears under recipe {self.recipe!r} with {self.backend}, microseconds per "
+            "device and microbatch, PREDICTED"
+        )
         console.print(Text(title, style="bold"), table, Text(self._advice()), "", sep="\n")
-        console.print(Text("A step, milliseconds per device, PREDICTED", style="bold"), self._steps(), Text(self._caption()), sep="\n")
+        console.print(
+            Text("A step, milliseconds per device, PREDICTED", style="bold"),
+            self._steps(),
+            Text(self._caption()),
+            sep="\n",
+        )
 
     @property
     def ok(self) -> bool:
@@ -67,7 +101,10 @@ class Forecast(Result):
 
     def to_dict(self) -> dict:
         """The content of the --json file."""
-        rows = [{**dataclasses.asdict(row), "ratio": row.ledger.ratio, "filter": row.loses} for row in self.rows]
+        rows = [
+            {**dataclasses.asdict(row), "ratio": row.ledger.ratio, "filter": row.loses}
+            for row in self.rows
+        ]
         for row in rows:
             del row["loses"]
         ratios = {name: getattr(self.step, name) for name in ("ratio", "filtered_ratio", "limit")}
@@ -86,18 +123,32 @@ class Forecast(Result):
             return "No linear is in FP8."
         lost, tail = self.to_filter, " amax includes its scales; floor is kernel launches alone."
         if lost and not self.fused:
-            return f"SLOWER in FP8: {', '.join(lost)}. Casts are not fused: set parallel.compile to block and estimate again.{tail}"
+            return (
+                f"SLOWER in FP8: {', '.join(lost)}. Casts are not fused: set parallel.compile "
+                f"to block and estimate again.{tail}"
+            )
         if not lost:
             none = all((row.ledger.ratio or 1) >= 1 for row in self.rows)
-            said = "No linear is slower in FP8." if none else "With fewer linears in FP8 the step is no faster."
-            return f"{said}{'' if self.fused else ' Casts are not fused: set parallel.compile to block.'}{tail}"
+            said = (
+                "No linear is slower in FP8."
+                if none
+                else "With fewer linears in FP8 the step is no faster."
+            )
+            if not self.fused:
+                said += " Casts are not fused: set parallel.compile to block."
+            return said + tail
         if not any(row.ledger.parts and not row.loses for row in self.rows):
             return f"SLOWER in FP8: every linear. Use recipe bf16.{tail}"
         said = f"SLOWER in FP8: add {', '.join(lost)} to numerics.filter_fqns"
-        return f"{said}{', and remove the patterns that name them from numerics.fp8_fqns' * self.named}.{tail}"
+        if self.named:
+            said += ", and remove the patterns that name them from numerics.fp8_fqns"
+        return f"{said}.{tail}"
 
     def _steps(self) -> Table:
-        table, rest = consoles.table("what", ">bf16", ">as configured", ">after filtering"), self.step.rest
+        table, rest = (
+            consoles.table("what", ">bf16", ">as configured", ">after filtering"),
+            self.step.rest,
+        )
         linear = (self.step.bf16, self.step.configured, self.step.filtered)
         table.add_row("linears", *map(_ms, linear))
         before = self.step.rest_bf16
@@ -105,29 +156,46 @@ class Forecast(Result):
         for what in dict.fromkeys((*rest, *after)):
             table.add_row(what, *(_ms(one.get(what, 0.0)) for one in (before, rest, after)))
         each = before, rest, after
-        table.add_row("all", *(_ms(seconds + sum(others.values())) for seconds, others in zip(linear, each, strict=True)))
-        table.add_row("speed-up over bf16", "1.00", f"{self.step.ratio:.2f}", f"{self.step.filtered_ratio:.2f}")
+        table.add_row(
+            "all",
+            *(
+                _ms(seconds + sum(others.values()))
+                for seconds, others in zip(linear, each, strict=True)
+            ),
+        )
+        table.add_row(
+            "speed-up over bf16",
+            "1.00",
+            f"{self.step.ratio:.2f}",
+            f"{self.step.filtered_ratio:.2f}",
+        )
         return table
 
     def _caption(self) -> str:
-        of_experts = f"{self.parameters:,} parameters, of which {self.active:,} take a token. " if self.active < self.parameters else ""
+        of_experts = (
+            f"{self.parameters:,} parameters, of which {self.active:,} take a token. "
+            if self.active < self.parameters
+            else ""
+        )
         return (
-            f"{of_experts}If linears took no time, the step's speed-up would be {self.step.limit:.2f}. "
-            "Collectives and the host are left out: they mostly bring speed-ups nearer to 1. "
-            f"{self.ceilings.caption}."
+            f"{of_experts}If linears took no time, the step's speed-up would be "
+            f"{self.step.limit:.2f}. Collectives and the host are left out: they mostly bring "
+            f"speed-ups nearer to 1. {self.ceilings.caption}."
         )
 
 
 def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     """The forecast for a config.
 
-    Raises:   ConfigError: the backend would refuse the config on any devices; a schedule of recipes.
+    Raises:   ConfigError: the backend would refuse the config on any devices; a schedule of
+              recipes.
     """
     config.require_one_recipe("an estimate")
     if config.parallel.context > 1:
         raise ConfigError(
-            f"fp8ref estimate compares with bf16's own attention, which has no parts of the tokens; got parallel.context {config.parallel.context}. fp8ref "
-            "train --dry-run has its memory, traffic and GEMMs."
+            "fp8ref estimate compares with bf16's own attention, which has no parts of the "
+            f"tokens; got parallel.context {config.parallel.context}. fp8ref train --dry-run "
+            "has its memory, traffic and GEMMs."
         )
     device_shapes.check(config, backend)
     device_shapes.check_on_gpu(config, backend)
@@ -137,9 +205,21 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     for decision, one in found:
         key = (kind := filtering.kind(decision), decision.shape, decision.experts)
         count = rows[key].count + 1 if key in rows else 1
-        rows[key] = Row(roofline.short_name(decision.path), decision.shape, count, one, decision.experts, kind in lost)
-    fused = backend == "jax" or config.parallel.compile != "none" or bool(config.model.num_experts)  # experts run eagerly alone
-    named = any(d.reason.startswith("named by fp8_fqns") and filtering.kind(d) in lost for d in config.decisions())
+        rows[key] = Row(
+            roofline.short_name(decision.path),
+            decision.shape,
+            count,
+            one,
+            decision.experts,
+            kind in lost,
+        )
+    fused = (
+        backend == "jax" or config.parallel.compile != "none" or bool(config.model.num_experts)
+    )  # experts run eagerly alone
+    named = any(
+        d.reason.startswith("named by fp8_fqns") and filtering.kind(d) in lost
+        for d in config.decisions()
+    )
     return Forecast(
         backend,
         config.numerics.recipe,

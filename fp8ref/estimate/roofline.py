@@ -1,13 +1,14 @@
-"""Roofline estimate of a training step: its linears' GEMMs in bfloat16 and in FP8, and all the rest.
+"""Roofline estimate of a training step: its linears' GEMMs in bfloat16 and in FP8, and all the
+rest.
 
 A kernel takes the longest of three times: its FLOPs at the rate of large GEMMs, its bytes at the
 bandwidth of copies, and a launch. A GEMM's tiles run on the processors in waves, and the last wave
 may be partly empty, which slows small shapes. The sum over K may be split into pieces (split-K),
 whose float32 parts are added afterwards. Kernels run one after another.
 
-Parts that are not linears limit FP8's gain (Amdahl). They are counted as fused kernels; eager PyTorch
-moves more bytes. Not counted: collectives, which may overlap, the host, the loader, validation and
-checkpoints.
+Parts that are not linears limit FP8's gain (Amdahl). They are counted as fused kernels; eager
+PyTorch moves more bytes. Not counted: collectives, which may overlap, the host, the loader,
+validation and checkpoints.
 """
 
 import dataclasses
@@ -37,13 +38,19 @@ Size = tuple[Gemm, int, int, int]
 """A GEMM's name, M, N and K: [M, K] x [N, K] -> [M, N]."""
 
 
-def of_step(config: Config, backend: str, ceilings: Ceilings, lost: set[Kind] | None = None) -> Step:
-    """Predict one optimizer step of a device, all microbatches included. lost: what is filtered; None: ``losing``."""
+def of_step(
+    config: Config, backend: str, ceilings: Ceilings, lost: set[Kind] | None = None
+) -> Step:
+    """Predict one optimizer step of a device, all microbatches included. lost: what is filtered;
+    None: ``losing``.
+    """
     lost = losing(config, backend, ceilings) if lost is None else lost
     step = _of_step(config, backend, ceilings)
     if not lost:
         return step
-    after = _of_step(filtering.without(config, lost, linears(config, backend, ceilings)), backend, ceilings)
+    after = _of_step(
+        filtering.without(config, lost, linears(config, backend, ceilings)), backend, ceilings
+    )
     return dataclasses.replace(step, filtered=after.configured, after=after.rest)
 
 
@@ -64,28 +71,50 @@ def _of_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
     bf16 = configured = saved = 0.0
     forward = linears(config, backend, ceilings, gemms=("output",))
     scaled = scaled_first(config) if backend == "jax" else {}
-    for (decision, whole), (_, first) in zip(linears(config, backend, ceilings), forward, strict=True):
+    for (decision, whole), (_, first) in zip(
+        linears(config, backend, ceilings), forward, strict=True
+    ):
         spent = [whole]
         layer = decision.path.startswith("model.layers.")
-        if (again and layer and (backend == "torch" or runs_output_again(decision.path, config, backend))) or (
-            config.parallel.loss == "chunked" and decision.path == "lm_head"
-        ):
+        if (
+            again
+            and layer
+            and (backend == "torch" or runs_output_again(decision.path, config, backend))
+        ) or (config.parallel.loss == "chunked" and decision.path == "lm_head"):
             spent.append(first)
-        bf16, configured = bf16 + sum(one.bf16 for one in spent), configured + sum(one.seconds for one in spent)
+        bf16, configured = (
+            bf16 + sum(one.bf16 for one in spent),
+            configured + sum(one.seconds for one in spent),
+        )
         if decision.path in scaled:  # a step takes the amax of its weight once
             saved += (parts * len(spent) - 1) * _weight_amax(decision, config, ceilings)
     rest, variant = outside_linears.seconds(config, backend, ceilings), config.attention_variant
     in_bf16 = outside_linears.seconds(filtering.in_bf16(config), backend, ceilings)
     if variant is not None:
-        rest["attention"] = config.model.num_hidden_layers * attention.seconds(config, variant, backend, ceilings)
+        rest["attention"] = config.model.num_hidden_layers * attention.seconds(
+            config, variant, backend, ceilings
+        )
     return Step(parts * bf16, parts * configured - saved, parts * configured - saved, rest, in_bf16)
 
 
 def _weight_amax(decision: Decision, config: Config, ceilings: Ceilings) -> float:
     """Seconds that XLA's kernels take for the amax of a linear's weight."""
-    sizes = [(s.which, s.m, s.n, s.k) for s in gemm_shapes(decision, config, "jax") if s.which == "output"]
-    made = quantizing(decision.recipe, sizes, "xla", **{**linear_place.of(decision, config, "jax"), "roles": ["weight"]})
-    return sum(max(kernel.bytes / ceilings.bandwidth, ceilings.launch) for kernel in made if kernel.part == "amax")
+    sizes = [
+        (s.which, s.m, s.n, s.k)
+        for s in gemm_shapes(decision, config, "jax")
+        if s.which == "output"
+    ]
+    made = quantizing(
+        decision.recipe,
+        sizes,
+        "xla",
+        **{**linear_place.of(decision, config, "jax"), "roles": ["weight"]},
+    )
+    return sum(
+        max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
+        for kernel in made
+        if kernel.part == "amax"
+    )
 
 
 def with_tied(config: Config) -> list[Decision]:
@@ -94,11 +123,19 @@ def with_tied(config: Config) -> list[Decision]:
     if not config.model.tie_word_embeddings:
         return decisions
     shape = (config.model.vocab_size, config.model.hidden_size)
-    return [*decisions, Decision(path="lm_head", shape=shape, recipe=RECIPES["bf16"], reason="tied")]
+    return [
+        *decisions,
+        Decision(path="lm_head", shape=shape, recipe=RECIPES["bf16"], reason="tied"),
+    ]
 
 
-def linears(config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS) -> list[tuple[Decision, Ledger]]:
-    """(linear, cost) for one microbatch. The cost of equal linears in equal places is computed once."""
+def linears(
+    config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence[Gemm] = kernels.GEMMS
+) -> list[tuple[Decision, Ledger]]:
+    """(linear, cost) for one microbatch.
+
+    The cost of equal linears in equal places is computed once.
+    """
     made: dict[tuple, Ledger] = {}
     found = []
     decisions = with_tied(config)
@@ -106,7 +143,13 @@ def linears(config: Config, backend: str, ceilings: Ceilings, *, gemms: Sequence
     for decision in decisions:
         place = linear_place.of(decision, config, backend, recipes)
         # the recipe itself: rules make several of one name
-        key = (short_name(decision.path), decision.shape, decision.recipe, decision.experts, str(place))
+        key = (
+            short_name(decision.path),
+            decision.shape,
+            decision.recipe,
+            decision.experts,
+            str(place),
+        )
         if key not in made:
             made[key] = of_decision(decision, config, backend, ceilings, gemms=gemms, place=place)
         found.append((decision, made[key]))
@@ -135,29 +178,48 @@ def short_name(linear: str) -> str:
 
 
 def gemm_shapes(decision: Decision, config: Config, backend: str) -> Iterator[GemmShape]:
-    """The three GEMMs of a linear, for one microbatch (spec L-2); of experts those of one with as many
-    rows as the others."""
+    """The three GEMMs of a linear, for one microbatch (spec L-2); of experts those of one with as
+    many rows as the others."""
     m, (n, k) = tokens(config), used(decision.path, decision.shape, config)
     if decision.experts is not None:
         # with experts apart, from all devices that hold different ones
         m = m * config.parallel.expert * config.model.num_experts_per_tok // decision.experts
     if short_name(decision.path) == "lm_head" and config.parallel.sequence and backend == "jax":
         m //= config.parallel.tensor  # its weight is not cut over tensor; its tokens are
-    for which, dims in (("output", (m, n, k)), ("grad_input", (m, k, n)), ("grad_weight", (n, k, m))):
+    for which, dims in (
+        ("output", (m, n, k)),
+        ("grad_input", (m, k, n)),
+        ("grad_weight", (n, k, m)),
+    ):
         spec = decision.recipe.gemms[which]  # type: ignore[index]
-        yield GemmShape(decision.path, which, *dims, runs_in(spec, backend), multiplies_fp8(spec, backend))  # type: ignore[arg-type]
+        yield GemmShape(
+            decision.path,
+            which,  # type: ignore[arg-type]
+            *dims,
+            runs_in(spec, backend),
+            multiplies_fp8(spec, backend),
+        )
 
 
 def runs_in(spec: GemmSpec, backend: str) -> str:
     """Formats, granularities and accumulation of a GEMM, as on an H100 or H200."""
     if spec.a is None or spec.b is None:
         return "bf16"
-    operands = " x ".join(f"{cast.fmt.name} {cast.granularity}" + " delayed" * (cast.delayed is not None) for cast in (spec.a, spec.b))
-    return f"{operands}, {spec.accumulate}" if multiplies_fp8(spec, backend) else f"{operands}, dequantized: no FP8 GEMM (G-16)"
+    operands = " x ".join(
+        f"{cast.fmt.name} {cast.granularity}" + " delayed" * (cast.delayed is not None)
+        for cast in (spec.a, spec.b)
+    )
+    return (
+        f"{operands}, {spec.accumulate}"
+        if multiplies_fp8(spec, backend)
+        else f"{operands}, dequantized: no FP8 GEMM (G-16)"
+    )
 
 
 def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: Ceilings) -> float:
-    """Time of [M, K] x [N, K] -> [M, N] at ``rate`` FLOP a second, with bytes_ of memory traffic."""
+    """Time of [M, K] x [N, K] -> [M, N] at ``rate`` FLOP a second, with bytes_ of memory
+    traffic.
+    """
     processors = ceilings.sheet.processors
     traffic, found = bytes_ / ceilings.bandwidth, math.inf
     for height, width in TILES:
@@ -166,25 +228,44 @@ def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: C
             # every wave takes a tile's time on all processors, even if only one of them has a tile
             waves = math.ceil(tiles * pieces / processors)
             busy = waves * processors * 2 * height * width * k / pieces / rate
-            summed = 8 * pieces * m * n / ceilings.bandwidth if pieces > 1 else 0.0  # float32, written and read
+            summed = (
+                8 * pieces * m * n / ceilings.bandwidth if pieces > 1 else 0.0
+            )  # float32, written and read
             found = min(found, max(busy, traffic) + summed)
     return max(found, ceilings.launch)
 
 
-def of_sizes(recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceilings, **quantized) -> Ledger:
+def of_sizes(
+    recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceilings, **quantized
+) -> Ledger:
     """Cost of the GEMMs in ``sizes``; quantized: keywords of ``quantizing``."""
-    bf16 = sum(gemm_seconds(m, n, k, ceilings.bf16, 2 * (k * (m + n) + m * n), ceilings) for _, m, n, k in sizes)
+    bf16 = sum(
+        gemm_seconds(m, n, k, ceilings.bf16, 2 * (k * (m + n) + m * n), ceilings)
+        for _, m, n, k in sizes
+    )
     if not any(recipe.gemms[which].fp8 for which, *_ in sizes):
         return Ledger(bf16, {}, len(sizes), len(sizes) * ceilings.launch)
     backend = "jax" if how == "xla" else "torch"
     multiplied, made = 0.0, quantizing(recipe, sizes, how, **quantized)
     for which, m, n, k in sizes:
         spec = recipe.gemms[which]
-        fp8, unscaled = multiplies_fp8(spec, backend), kernels.scaled_after(spec, how) or not spec.rowwise
+        fp8, unscaled = (
+            multiplies_fp8(spec, backend),
+            kernels.scaled_after(spec, how) or not spec.rowwise,
+        )
         # a GEMM whose scales are applied afterwards runs at the plain FP8 rate
         rate = ceilings.bf16 if not fp8 else ceilings.fp8 if unscaled else ceilings.fp8_rowwise
-        multiplied += gemm_seconds(m, n, k, rate, (1 if fp8 else 2) * k * (m + n) + kernels.writes(spec, how) * m * n, ceilings)
-    parts = {"gemm": multiplied} | dict.fromkeys(("amax", "scale", "cast", "layout", "rescale"), 0.0)
+        multiplied += gemm_seconds(
+            m,
+            n,
+            k,
+            rate,
+            (1 if fp8 else 2) * k * (m + n) + kernels.writes(spec, how) * m * n,
+            ceilings,
+        )
+    parts = {"gemm": multiplied} | dict.fromkeys(
+        ("amax", "scale", "cast", "layout", "rescale"), 0.0
+    )
     for kernel in made:
         parts[kernel.part] += max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
     count = len(sizes) + len(made)
@@ -212,7 +293,11 @@ def quantizing(
                    as in ``kernels.of_linear``.
     """
     elements = _elements(sizes)
-    made = [kernel for which, m, n, _ in sizes for kernel in kernels.rescale(recipe, which, m * n, how, linear, sent=which in sent)]
+    made = [
+        kernel
+        for which, m, n, _ in sizes
+        for kernel in kernels.rescale(recipe, which, m * n, how, linear, sent=which in sent)
+    ]
     return made + kernels.of_linear(
         recipe,
         {role: size / parts.get(role, 1) for role, size in elements.items()},
@@ -235,15 +320,29 @@ def of_decision(
     gemms: Sequence[Gemm] = kernels.GEMMS,
     place: Mapping[str, Any] | None = None,
 ) -> Ledger:
-    """Cost of a config's linear on one device, for one microbatch; of experts that of all of the device's. place: its ``linear_place``."""
-    sizes: list[Size] = [(s.which, s.m, s.n, s.k) for s in gemm_shapes(decision, config, backend) if s.which in gemms]
+    """Cost of a config's linear on one device, for one microbatch; of experts that of all of the
+    device's. place: its ``linear_place``.
+    """
+    sizes: list[Size] = [
+        (s.which, s.m, s.n, s.k) for s in gemm_shapes(decision, config, backend) if s.which in gemms
+    ]
     how = kernels.fusion(config, backend)
     if decision.experts is not None:
-        return of_groups(decision.recipe, sizes, decision.experts // config.parallel.expert, how, ceilings)
-    return of_sizes(decision.recipe, sizes, how, ceilings, **(linear_place.of(decision, config, backend) if place is None else place))
+        return of_groups(
+            decision.recipe, sizes, decision.experts // config.parallel.expert, how, ceilings
+        )
+    return of_sizes(
+        decision.recipe,
+        sizes,
+        how,
+        ceilings,
+        **(linear_place.of(decision, config, backend) if place is None else place),
+    )
 
 
-def of_groups(recipe: Recipe, sizes: Sequence[Size], experts: int, how: Fusion, ceilings: Ceilings) -> Ledger:
+def of_groups(
+    recipe: Recipe, sizes: Sequence[Size], experts: int, how: Fusion, ceilings: Ceilings
+) -> Ledger:
     """Cost of grouped GEMMs, each of ``experts`` GEMMs of a size."""
     backend = "jax" if how == "xla" else "torch"
     wide = 4 if backend == "jax" else 2  # JAX's loop writes accumulators
@@ -253,24 +352,46 @@ def of_groups(recipe: Recipe, sizes: Sequence[Size], experts: int, how: Fusion, 
         if any(recipe.gemms[which].fp8 for which, *_ in sizes)
         else []
     )
-    made = [Kernel(kernel.part, kernel.bytes * experts) for kernel in made if kernel.part != "rescale"]
+    made = [
+        Kernel(kernel.part, kernel.bytes * experts) for kernel in made if kernel.part != "rescale"
+    ]
     for which, m, n, k in sizes:
         spec, size = recipe.gemms[which], (m, n, k)
         of_bf16 = grouped.by(RECIPES["bf16"].gemms[which], backend)
         laid = sum(kernel.bytes for kernel in grouped.around(which, size, experts, of_bf16, how, 2))
         bf16 += (
-            grouped.seconds(which, size, experts, of_bf16, ceilings.bf16, (2, wide), ceilings, gemm_seconds, TILES)
+            grouped.seconds(
+                which,
+                size,
+                experts,
+                of_bf16,
+                ceilings.bf16,
+                (2, wide),
+                ceilings,
+                gemm_seconds,
+                TILES,
+            )
             + laid / ceilings.bandwidth
         )
         plain += grouped.launches(which, size, experts, of_bf16)
         by, fp8 = grouped.by(spec, backend), grouped.in_fp8(spec, backend)
-        rate = ceilings.bf16 if not fp8 else ceilings.fp8_rowwise if spec.rowwise and backend == "torch" else ceilings.fp8
-        multiplied += grouped.seconds(which, size, experts, by, rate, (1 if fp8 else 2, wide), ceilings, gemm_seconds, TILES)
+        rate = (
+            ceilings.bf16
+            if not fp8
+            else ceilings.fp8_rowwise
+            if spec.rowwise and backend == "torch"
+            else ceilings.fp8
+        )
+        multiplied += grouped.seconds(
+            which, size, experts, by, rate, (1 if fp8 else 2, wide), ceilings, gemm_seconds, TILES
+        )
         count += grouped.launches(which, size, experts, by)
         made += grouped.around(which, size, experts, by, how, 1 if fp8 else 2)
     if not any(recipe.gemms[which].fp8 for which, *_ in sizes):
         return Ledger(bf16, {}, plain, plain * ceilings.launch)
-    parts = {"gemm": multiplied} | dict.fromkeys(("amax", "scale", "cast", "layout", "rescale"), 0.0)
+    parts = {"gemm": multiplied} | dict.fromkeys(
+        ("amax", "scale", "cast", "layout", "rescale"), 0.0
+    )
     for kernel in made:
         parts[kernel.part] += max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
     count += len(made)
@@ -285,5 +406,9 @@ def sizes_of(m: int, n: int, k: int) -> list[Size]:
 def _elements(sizes: Sequence[Size]) -> dict:
     """Elements of each role's tensor, from any one of a linear's GEMMs."""
     which, m, n, k = sizes[0]
-    tokens, rows, columns = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (k, m, n)}[which]
+    tokens, rows, columns = {
+        "output": (m, n, k),
+        "grad_input": (m, k, n),
+        "grad_weight": (k, m, n),
+    }[which]
     return {"input": tokens * columns, "weight": rows * columns, "grad_output": tokens * rows}

@@ -1,6 +1,7 @@
 """Communication of a step: bytes that a device receives, by purpose.
 
-As configured, and for comparison as if all tensors were bfloat16 or float32. Ring algorithms are assumed.
+As configured, and for comparison as if all tensors were bfloat16 or float32. Ring algorithms are
+assumed.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from fp8ref.train.config.config import Config
 
 @dataclass
 class Flow:
-    """Elements that are received for one purpose in any dtype, and the bytes that are received for it."""
+    """Elements that are received for one purpose in any dtype, and the bytes that are received for
+    it.
+    """
 
     elements: float = 0.0
     bytes: float = 0.0

@@ -1,13 +1,14 @@
 """FP8 training in JAX: ``linear.apply`` is one linear layer by any recipe; ``flax.convert`` puts
 FP8 into an existing model.
 
-    linear        one layer, forward and backward; ``contraction`` has dot_general and einsum by a recipe
+    linear        one layer, forward and backward; ``contraction`` has dot_general and einsum by a
+                  recipe
     flax          hooks for linen and NNX layers, convert, report, value_and_grad
     delayed       scales from the amaxes of earlier steps
     attention     attention by a variant, a tile of keys at a time
     experts       a linear for each group of rows: ``grouped``
-    states        AdamW whose moments are stored in FP8, for optax, with masters and FP8 copies of weights;
-                  ``health`` says what storing them cost
+    states        AdamW whose moments are stored in FP8, for optax, with masters and FP8 copies of
+                  weights; ``health`` says what storing them cost
     quantize      cast, scales, scaling: the parts, under the same names as in ``fp8ref.sim``
     gemm          FP8 GEMMs; ``hardware`` simulates other hardware in place of XLA's FP8 dots
     distributed   a linear on a mesh: ``sharding``; gradients summed in FP8: ``gradient_reduction``

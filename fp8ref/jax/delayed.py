@@ -61,24 +61,31 @@ class FlaxState(NamedTuple):
 
 
 for _kind in (DelayedState, FlaxState):  # programs that take a state can be written by jax.export
-    export.register_namedtuple_serialization(_kind, serialized_name=f"fp8ref.jax.delayed.{_kind.__name__}")
+    export.register_namedtuple_serialization(
+        _kind, serialized_name=f"fp8ref.jax.delayed.{_kind.__name__}"
+    )
 
 State = Mapping[Role, DelayedState | FlaxState]
 """Role -> its state, of a linear under delayed scaling."""
 
 
-def init(recipe: str | Recipe | Casts, shape: tuple[int, ...] = ()) -> dict[Role, DelayedState | FlaxState]:
+def init(
+    recipe: str | Recipe | Casts, shape: tuple[int, ...] = ()
+) -> dict[Role, DelayedState | FlaxState]:
     """A state for each role that the recipe scales by past amaxes: scale 1, an empty history (H-2).
     Other recipes have none.
 
-    recipe:   or the casts of attention (``fp8ref.spec.attention.delayed``), here and in ``unseen`` and ``update``.
+    recipe:   or the casts of attention (``fp8ref.spec.attention.delayed``), here and in ``unseen``
+              and ``update``.
     shape:    that of a stack of layers, for example.
     Raises:   ValueError: an unknown recipe, or histories that this backend does not keep
               (``implemented``).
     """
     return {
         role: kind(config)(
-            jnp.ones(shape, jnp.float32), jnp.zeros((*shape, config.history_length), jnp.float32), jnp.zeros(shape, jnp.int32)
+            jnp.ones(shape, jnp.float32),
+            jnp.zeros((*shape, config.history_length), jnp.float32),
+            jnp.zeros(shape, jnp.int32),
         )
         for role, (_, config) in _casts(recipe).items()
     }
@@ -109,7 +116,9 @@ def observe(x: jax.Array, *, over: tuple[str, ...] = ()) -> jax.Array:
 def larger(a: jax.Array, b: jax.Array) -> jax.Array:
     """The elementwise maximum of float32 magnitudes, taken of their bits: XLA on a CPU takes
     subnormals for zero."""
-    return cast.from_magnitude_bits(jnp.maximum(cast.magnitude_bits(a), cast.magnitude_bits(b)), jnp.float32)
+    return cast.from_magnitude_bits(
+        jnp.maximum(cast.magnitude_bits(a), cast.magnitude_bits(b)), jnp.float32
+    )
 
 
 def merge(*observations: Seen) -> dict[Role, jax.Array]:
@@ -119,20 +128,30 @@ def merge(*observations: Seen) -> dict[Role, jax.Array]:
     Raises:   ValueError: none given; observations of different roles.
     """
     if not observations:
-        raise ValueError("merge takes at least one observation; got none. For an unused layer, take unseen(recipe).")
+        raise ValueError(
+            "merge takes at least one observation; got none. For an unused layer, take "
+            "unseen(recipe)."
+        )
     first, *others = observations
     merged = dict(first)
     for other in others:
         if set(other) != set(merged):
-            raise ValueError(f"observations of one recipe merge; got roles {', '.join(merged)} and {', '.join(other)}.")
+            raise ValueError(
+                f"observations of one recipe merge; got roles {', '.join(merged)} and "
+                f"{', '.join(other)}."
+            )
         merged = {role: larger(merged[role], other[role]) for role in merged}
     return merged
 
 
 def merged(seen: Seen, amaxes: Mapping[Role, jax.Array], given: Seen) -> dict[Role, jax.Array]:
-    """seen, merged with the observations of a pass's amaxes, of those roles that have one (H-4); over a vmapped axis that ``given``, the
-    layer's own seen, lacks, the largest (``over_batch``)."""
-    found = {role: larger(one, observe(amaxes[role])) if role in amaxes else one for role, one in seen.items()}
+    """seen, merged with the observations of a pass's amaxes, of those roles that have one (H-4);
+    over a vmapped axis that ``given``, the layer's own seen, lacks, the largest (``over_batch``).
+    """
+    found = {
+        role: larger(one, observe(amaxes[role])) if role in amaxes else one
+        for role, one in seen.items()
+    }
     return {role: over_batch(one, given[role]) for role, one in found.items()}
 
 
@@ -153,7 +172,9 @@ def _over_batch(axis_size: int, batched: list[bool], observed: jax.Array, given:
     del axis_size
     of_observed, of_given = batched
     merges = of_observed and not of_given
-    return over_batch(_largest(observed, axis=0) if merges else observed, given), of_observed and of_given
+    return over_batch(
+        _largest(observed, axis=0) if merges else observed, given
+    ), of_observed and of_given
 
 
 def keeps_state(recipe: str | Recipe | Casts) -> bool:
@@ -161,7 +182,9 @@ def keeps_state(recipe: str | Recipe | Casts) -> bool:
     return bool(_casts(recipe))
 
 
-def update(state: State, seen: Seen, *, recipe: str | Recipe | Casts) -> dict[Role, DelayedState | FlaxState]:
+def update(
+    state: State, seen: Seen, *, recipe: str | Recipe | Casts
+) -> dict[Role, DelayedState | FlaxState]:
     """The state after an optimizer step, from the step's merged observations (H-3, H-5, H-6): call
     it once a step.
 
@@ -175,7 +198,9 @@ def update(state: State, seen: Seen, *, recipe: str | Recipe | Casts) -> dict[Ro
     if not isinstance(recipe, Mapping):
         check(state, seen, recipe, "update")
     for role, observed in seen.items():
-        if not isinstance(observed, jax.core.Tracer) and bool((np.asarray(observed)[..., 1:] > 1).any()):
+        if not isinstance(observed, jax.core.Tracer) and bool(
+            (np.asarray(observed)[..., 1:] > 1).any()
+        ):
             raise ValueError(
                 f"update takes observations that were not summed; those of {role} lost their "
                 f"largest amax in a sum: their flags are {np.asarray(observed)[..., 1:]}, not "
@@ -189,7 +214,9 @@ def scales(state: State, recipe: str | Recipe) -> dict[Role, jax.Array]:
     """The scale of each role in the coming step (H-1), under policy ``flax`` scale_inv: float32 of
     the state's shape, without gradient."""
     casts = _casts(recipe)
-    return {role: lax.stop_gradient(_used(of_role, *casts[role])) for role, of_role in state.items()}
+    return {
+        role: lax.stop_gradient(_used(of_role, *casts[role])) for role, of_role in state.items()
+    }
 
 
 def unset(state: State) -> bool:
@@ -200,7 +227,11 @@ def unset(state: State) -> bool:
     True
     """
     steps = [state[role].step for role in ("input", "weight") if role in state]
-    readable = (step for step in steps if not isinstance(step, jax.core.Tracer) and getattr(step, "is_fully_addressable", True))
+    readable = (
+        step
+        for step in steps
+        if not isinstance(step, jax.core.Tracer) and getattr(step, "is_fully_addressable", True)
+    )
     return any(bool((np.asarray(step) == 0).any()) for step in readable)
 
 
@@ -211,18 +242,27 @@ def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: st
     casts: dict = _casts(recipe)
     if not casts:
         if state or seen:
-            raise ValueError(f"{name}: recipe {recipe.name!r} keeps no state and observes nothing; got state={state!r}, seen={seen!r}.")
+            raise ValueError(
+                f"{name}: recipe {recipe.name!r} keeps no state and observes nothing; got "
+                f"state={state!r}, seen={seen!r}."
+            )
         return
     if state is None or seen is None:
-        missing = " and ".join(key for key, value in (("state", state), ("seen", seen)) if value is None)
+        missing = " and ".join(
+            key for key, value in (("state", state), ("seen", seen)) if value is None
+        )
         raise ValueError(
-            f"{name}: recipe {recipe.name!r} scales by past amaxes and takes a state and seen; {missing} is None. "
-            f"Start with delayed.init({recipe.name!r}) and delayed.unseen({recipe.name!r})."
+            f"{name}: recipe {recipe.name!r} scales by past amaxes and takes a state and seen; "
+            f"{missing} is None. Start with delayed.init({recipe.name!r}) and "
+            f"delayed.unseen({recipe.name!r})."
         )
     for key, given in (("state", state), ("seen", seen)):
         if not isinstance(given, Mapping) or set(given) != set(casts):
             got = ", ".join(given) if isinstance(given, Mapping) else type(given).__name__
-            raise ValueError(f"{name}: {key} of recipe {recipe.name!r} has the roles {', '.join(casts)}; got {got}. Make it by its recipe.")
+            raise ValueError(
+                f"{name}: {key} of recipe {recipe.name!r} has the roles {', '.join(casts)}; got "
+                f"{got}. Make it by its recipe."
+            )
     for role, (_, config) in casts.items():
         if not isinstance(state[role], kind(config)):
             raise ValueError(
@@ -239,7 +279,10 @@ def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: st
                 "made for this recipe."
             )
         if observed != (*shape, 3):
-            raise ValueError(f"{name}: seen of {role} has shape {(*shape, 3)}, to match its state; got {observed}.")
+            raise ValueError(
+                f"{name}: seen of {role} has shape {(*shape, 3)}, to match its state; got "
+                f"{observed}."
+            )
 
 
 def implemented(config: DelayedScaling) -> DelayedScaling:
@@ -251,7 +294,13 @@ def implemented(config: DelayedScaling) -> DelayedScaling:
 
     Raises:   ValueError: any other.
     """
-    flax = dataclasses.replace(DELAYED["flax"], name=config.name, history_length=config.history_length, reuse="max", unused="keep")
+    flax = dataclasses.replace(
+        DELAYED["flax"],
+        name=config.name,
+        history_length=config.history_length,
+        reuse="max",
+        unused="keep",
+    )
     if config == flax:
         return config
     if not config.keeps_histories_as_fp8ref:
@@ -276,8 +325,12 @@ def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) 
     return scale_rules.flax_scale_inv(jnp.max(state.amax_history, axis=-1), state.stored, fmt)
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "config"))  # traced once for all states of a shape
-def _advance(state: DelayedState | FlaxState, seen: jax.Array, fmt: Format, config: DelayedScaling) -> DelayedState | FlaxState:
+@functools.partial(
+    jax.jit, static_argnames=("fmt", "config")
+)  # traced once for all states of a shape
+def _advance(
+    state: DelayedState | FlaxState, seen: jax.Array, fmt: Format, config: DelayedScaling
+) -> DelayedState | FlaxState:
     """The state after one update: the amax pushed on the history and the scale computed, or the
     state kept."""
     amax, non_finite, was_seen = seen[..., 0], seen[..., 1], seen[..., 2]
@@ -287,7 +340,11 @@ def _advance(state: DelayedState | FlaxState, seen: jax.Array, fmt: Format, conf
     past = state.amax_history[..., :-1]
     # The newest first; the oldest falls out.
     pushed = jnp.concatenate([amax[..., None], past], axis=-1)
-    stored = _used(state, fmt, config) if config.timing == "use" else _scale_of(amax, past, state, fmt, config)
+    stored = (
+        _used(state, fmt, config)
+        if config.timing == "use"
+        else _scale_of(amax, past, state, fmt, config)
+    )
     after = kind(config)(stored, pushed, state.step + 1)
     taken = (was_seen > 0) & ((non_finite == 0) | (config.timing == "use"))
     kept = _where(taken, after, state)
@@ -297,7 +354,13 @@ def _advance(state: DelayedState | FlaxState, seen: jax.Array, fmt: Format, conf
     return kept._replace(stored=jnp.where(summed, jnp.nan, kept.stored))
 
 
-def _scale_of(amax: jax.Array, past: jax.Array, state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) -> jax.Array:
+def _scale_of(
+    amax: jax.Array,
+    past: jax.Array,
+    state: DelayedState | FlaxState,
+    fmt: Format,
+    config: DelayedScaling,
+) -> jax.Array:
     """The scale of the newest amax and the history before it; the previous scale between intervals,
     and if all amaxes are 0."""
     if config.amax_compute == "max" and past.shape[-1]:
@@ -306,21 +369,32 @@ def _scale_of(amax: jax.Array, past: jax.Array, state: DelayedState | FlaxState,
     # XLA on a CPU would flush a subnormal amax n * 2^-149. So the quotient is limit * 2^149 / n, in
     # two powers: 2^149 overflows.
     subnormal = division.divide(limit * 2.0**75, bits.astype(jnp.float32)) * 2.0**74
-    scale = jnp.minimum(jnp.where(bits < 1 << 23, subnormal, division.divide(limit, amax)), np.finfo(np.float32).max)
+    scale = jnp.minimum(
+        jnp.where(bits < 1 << 23, subnormal, division.divide(limit, amax)), np.finfo(np.float32).max
+    )
     return jnp.where((state.step % config.interval == 0) & (bits != 0), scale, state.stored)
 
 
-def _where(condition: jax.Array, a: DelayedState | FlaxState, b: DelayedState | FlaxState) -> DelayedState | FlaxState:
+def _where(
+    condition: jax.Array, a: DelayedState | FlaxState, b: DelayedState | FlaxState
+) -> DelayedState | FlaxState:
     """``jnp.where`` over the fields of states; condition has the state's shape."""
 
     def select(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim)), x, y)
+        return jnp.where(
+            condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim)), x, y
+        )
 
     return jax.tree.map(select, a, b)
 
 
 def _casts(recipe: str | Recipe | Casts) -> dict:
-    """``recipe.delayed_casts``, or the casts themselves, of configs that this backend implements."""
+    """``recipe.delayed_casts``, or the casts themselves, of configs that this backend
+    implements.
+    """
     if isinstance(recipe, Mapping):
         return {role: (fmt, implemented(config)) for role, (fmt, config) in recipe.items()}
-    return {role: (fmt, implemented(config)) for role, (fmt, config) in recipes.delayed_casts(recipe).items()}
+    return {
+        role: (fmt, implemented(config))
+        for role, (fmt, config) in recipes.delayed_casts(recipe).items()
+    }

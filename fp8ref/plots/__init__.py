@@ -18,15 +18,41 @@ its page chooses their colors.
 try:
     import matplotlib as _matplotlib
 except ImportError as error:
-    raise ImportError(f"fp8ref.plots needs matplotlib; {error.name} is missing. Install it with: pip install 'fp8ref[train]'") from error
+    raise ImportError(
+        f"fp8ref.plots needs matplotlib; {error.name} is missing. Install it with: pip install "
+        "'fp8ref[train]'"
+    ) from error
 
-from fp8ref.plots.errors import cast_difference, cost_map, error_histogram, error_lines, number_table, scale_difference, share_by_exponent
-from fp8ref.plots.formats import cast_curve, code_map, near_zero, number_line, ranges, relative_error, spacing, worst_error
+from fp8ref.plots.errors import (
+    cast_difference,
+    cost_map,
+    error_histogram,
+    error_lines,
+    number_table,
+    scale_difference,
+    share_by_exponent,
+)
+from fp8ref.plots.formats import (
+    cast_curve,
+    code_map,
+    near_zero,
+    number_line,
+    ranges,
+    relative_error,
+    spacing,
+    worst_error,
+)
 from fp8ref.plots.runs import loss_curves, loss_gaps, staleness, step_lines
 from fp8ref.plots.states import health_lines, moment_range, update_ratios
 from fp8ref.plots.study import depth_lines, sqnr_map
 from fp8ref.plots.style import figure, png
-from fp8ref.plots.tensors import code_difference, error_map, exponent_histogram, fate_map, magnitude_map
+from fp8ref.plots.tensors import (
+    code_difference,
+    error_map,
+    exponent_histogram,
+    fate_map,
+    magnitude_map,
+)
 
 __all__ = [
     "cast_curve",

@@ -26,14 +26,21 @@ def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -
     ax.plot(x, expected, color=style.BLUE, linewidth=4, alpha=0.35, label="rounded to nearest even")
     ax.plot(x, found, color=style.VERMILLION, linewidth=1.2, linestyle=style.DASHES[1], label=label)
     ax.plot(
-        x[differ], found[differ], "o", color=style.VERMILLION, markersize=3.5, label=f"{np.count_nonzero(differ):,} of {x.size:,} differ"
+        x[differ],
+        found[differ],
+        "o",
+        color=style.VERMILLION,
+        markersize=3.5,
+        label=f"{np.count_nonzero(differ):,} of {x.size:,} differ",
     )
     ax.set(xlabel="before the cast", ylabel=f"after, in {fmt.name}")
     style.legend(ax, loc="lower right")
     return style.plain(ax, grid="both")
 
 
-def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None, color: str = style.VERMILLION) -> Axes:
+def share_by_exponent(
+    ax: Axes, x, differ, *, label: str | None = None, color: str = style.VERMILLION
+) -> Axes:
     """Draw how many percent of the elements of x differ, a bar for each power of two of their
     magnitude.
 
@@ -44,9 +51,14 @@ def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None, color: s
     counted = np.isfinite(x) & (x > 0)
     exponent = np.frexp(x[counted])[1] - 1
     lowest, highest = (int(exponent.min()), int(exponent.max())) if exponent.size else (0, -1)
-    total, wrong = (np.bincount(exponent - lowest, weights, highest - lowest + 1) for weights in (None, differ[counted].astype(np.float64)))
+    total, wrong = (
+        np.bincount(exponent - lowest, weights, highest - lowest + 1)
+        for weights in (None, differ[counted].astype(np.float64))
+    )
     share = 100 * np.divide(wrong, total, out=np.zeros(total.size), where=total > 0)
-    ax.bar(np.arange(lowest, highest + 1) + 0.5, share, width=0.85, color=color, label=label)  # exponent e is from 2^e to 2^(e + 1)
+    ax.bar(
+        np.arange(lowest, highest + 1) + 0.5, share, width=0.85, color=color, label=label
+    )  # exponent e is from 2^e to 2^(e + 1)
     style.label_powers(ax.xaxis, lowest, highest + 1)
     ax.yaxis.set_major_formatter("{x:g} %")
     ax.set(xlabel="magnitude", ylabel="% of inputs that differ")
@@ -65,7 +77,9 @@ def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> A
               whose order is that of their bits.
     """
     place = np.log2(np.asarray(amaxes, np.float64))
-    ulps = np.asarray(scales, np.float32).view(np.int32).astype(np.int64) - np.asarray(expected, np.float32).view(np.int32)
+    ulps = np.asarray(scales, np.float32).view(np.int32).astype(np.int64) - np.asarray(
+        expected, np.float32
+    ).view(np.int32)
     edges = np.linspace(place.min(), place.max(), bins + 1)
     total = np.histogram(place, edges)[0]
     looks = {"1 ulp": (np.abs(ulps) == 1, 0.45), "2 and more": (np.abs(ulps) > 1, 1.0)}
@@ -74,10 +88,21 @@ def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> A
         bottom = np.zeros(bins)
         for name, (some, alpha) in looks.items():
             chosen = some & (np.sign(ulps) == sign)
-            share = 100 * np.divide(np.histogram(place[chosen], edges)[0], total, out=np.zeros(bins), where=total > 0)
+            share = 100 * np.divide(
+                np.histogram(place[chosen], edges)[0], total, out=np.zeros(bins), where=total > 0
+            )
             if chosen.any():
                 label = f"{name} {side}: {100 * chosen.mean():.1f} %"
-                ax.bar(edges[:-1], sign * share, np.diff(edges), sign * bottom, align="edge", color=color, alpha=alpha, label=label)
+                ax.bar(
+                    edges[:-1],
+                    sign * share,
+                    np.diff(edges),
+                    sign * bottom,
+                    align="edge",
+                    color=color,
+                    alpha=alpha,
+                    label=label,
+                )
             bottom += share
         most = max(most, float(bottom.max()))
     ax.axhline(0, color=style.MUTED, linewidth=0.8)
@@ -90,7 +115,15 @@ def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> A
     return style.plain(ax)
 
 
-def error_lines(ax: Axes, x, errors: Mapping[str, np.ndarray], *, ylabel: str, linear: float = 0.01, xlabel: str = "K") -> Axes:
+def error_lines(
+    ax: Axes,
+    x,
+    errors: Mapping[str, np.ndarray],
+    *,
+    ylabel: str,
+    linear: float = 0.01,
+    xlabel: str = "K",
+) -> Axes:
     """Errors in percent over K, or another x, one line for each name; later lines are narrower, so
     that lines that coincide all show.
 
@@ -137,12 +170,22 @@ def error_histogram(ax: Axes, errors: Mapping[str, np.ndarray], *, bins: int = 6
     ax.axvline(0, ymax=0.75, color=style.MUTED, linewidth=0.8)
     ax.set(xlabel="error, %", ylabel="% of outputs")
     ax.set_ylim(0, 1.35 * ax.get_ylim()[1])
-    ax.set_yticks([tick for tick in ax.get_yticks() if 0 <= tick <= 100])  # room above for the legend
+    ax.set_yticks(
+        [tick for tick in ax.get_yticks() if 0 <= tick <= 100]
+    )  # room above for the legend
     style.legend(ax, loc="upper left")
     return style.plain(ax)
 
 
-def number_table(ax: Axes, values, rows: Sequence[str], columns: Sequence[str], *, text: str = "{:.1f}", cmap: str = "viridis") -> Axes:
+def number_table(
+    ax: Axes,
+    values,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    text: str = "{:.1f}",
+    cmap: str = "viridis",
+) -> Axes:
     """A table of colored numbers: each in its cell, formatted by ``text``; a NaN is an empty cell.
 
     Shapes:   values [rows, columns].
@@ -150,13 +193,24 @@ def number_table(ax: Axes, values, rows: Sequence[str], columns: Sequence[str], 
     """
     values = np.asarray(values, np.float64)
     if values.shape != (len(rows), len(columns)):
-        raise ValueError(f"values are [{len(rows)}, {len(columns)}], as many as there are names; got {values.shape}.")
+        raise ValueError(
+            f"values are [{len(rows)}, {len(columns)}], as many as there are names; got "
+            f"{values.shape}."
+        )
     image = ax.imshow(np.ma.masked_invalid(values), cmap=cmap, aspect="auto")
     for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):
             red, green, blue, _ = image.cmap(image.norm(value))
             light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
-            ax.text(column, row, text.format(value), ha="center", va="center", fontsize=9, color="black" if light else "white")
+            ax.text(
+                column,
+                row,
+                text.format(value),
+                ha="center",
+                va="center",
+                fontsize=9,
+                color="black" if light else "white",
+            )
     ax.set_xticks(range(len(columns)), columns)
     ax.set_yticks(range(len(rows)), rows)
     ax.spines[:].set_visible(False)
@@ -165,7 +219,8 @@ def number_table(ax: Axes, values, rows: Sequence[str], columns: Sequence[str], 
 
 
 def cost_map(ax: Axes, costs, rows: Sequence[str], columns: Sequence[str]) -> Axes:
-    """A table of costs in nats: red above 0, blue below, on one scale about 0; a NaN is an empty cell.
+    """A table of costs in nats: red above 0, blue below, on one scale about 0; a NaN is an empty
+    cell.
 
     Shapes:   costs [rows, columns].
     Raises:   ValueError: costs of another shape.

@@ -15,12 +15,38 @@ def ranges(ax: Axes, formats: Sequence[Format]) -> Axes:
     """One bar for each format, from its smallest positive number to its largest; subnormals in
     another color."""
     for row, fmt in enumerate(formats):
-        smallest, normal, largest = (np.log2(v) for v in (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max))
-        ax.barh(row, largest - normal, left=normal, height=0.5, color=style.BLUE, label="normal" if row == 0 else None)
-        ax.barh(row, normal - smallest, left=smallest, height=0.5, color=style.ORANGE, label="subnormal" if row == 0 else None)
-        ax.annotate(f"{fmt.max:.4g}", (largest, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, color=style.MUTED)
+        smallest, normal, largest = (
+            np.log2(v) for v in (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max)
+        )
+        ax.barh(
+            row,
+            largest - normal,
+            left=normal,
+            height=0.5,
+            color=style.BLUE,
+            label="normal" if row == 0 else None,
+        )
+        ax.barh(
+            row,
+            normal - smallest,
+            left=smallest,
+            height=0.5,
+            color=style.ORANGE,
+            label="subnormal" if row == 0 else None,
+        )
+        ax.annotate(
+            f"{fmt.max:.4g}",
+            (largest, row),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=style.MUTED,
+        )
     _rows(ax, formats)
-    lowest, highest = np.log2([min(fmt.smallest_subnormal for fmt in formats), max(fmt.max for fmt in formats)])
+    lowest, highest = np.log2(
+        [min(fmt.smallest_subnormal for fmt in formats), max(fmt.max for fmt in formats)]
+    )
     ax.set_xlim(lowest - 0.03 * (highest - lowest), highest + 0.12 * (highest - lowest))
     style.label_powers(ax.xaxis, int(np.floor(lowest)), int(np.ceil(highest)))
     ax.set(xlabel="magnitude", title="from the smallest positive number to the largest")
@@ -37,8 +63,22 @@ def number_line(ax: Axes, formats: Sequence[Format]) -> Axes:
         values = _positive(fmt)
         normal = values >= fmt.smallest_normal
         names = ("normal", "subnormal") if row == 0 else ("", "")  # once in the legend
-        ax.vlines(np.log2(values[normal]), row - 0.3, row + 0.3, color=style.BLUE, linewidth=0.7, label=names[0])
-        ax.vlines(np.log2(values[~normal]), row - 0.3, row + 0.3, color=style.VERMILLION, linewidth=1.2, label=names[1])
+        ax.vlines(
+            np.log2(values[normal]),
+            row - 0.3,
+            row + 0.3,
+            color=style.BLUE,
+            linewidth=0.7,
+            label=names[0],
+        )
+        ax.vlines(
+            np.log2(values[~normal]),
+            row - 0.3,
+            row + 0.3,
+            color=style.VERMILLION,
+            linewidth=1.2,
+            label=names[1],
+        )
         for value, side in ((fmt.smallest_subnormal, "right"), (fmt.max, "left")):
             text = style.power(np.log2(value)) if side == "right" else f"{fmt.max:g}"
             shift = -5 if side == "right" else 5
@@ -72,12 +112,26 @@ def near_zero(ax: Axes, formats: Sequence[Format], *, until: int = 32) -> Axes:
         values = np.append(0, _positive(fmt)) / fmt.smallest_subnormal
         values = values[values <= until]
         border = fmt.smallest_normal / fmt.smallest_subnormal
-        for below, color, label in ((True, style.VERMILLION, "zero and subnormal"), (False, style.BLUE, "normal")):
+        for below, color, label in (
+            (True, style.VERMILLION, "zero and subnormal"),
+            (False, style.BLUE, "normal"),
+        ):
             some = values[(values < border) == below]
-            ax.plot(some, np.full(some.size, row), "o", color=color, markersize=5, label=label if row == 0 else None)
+            ax.plot(
+                some,
+                np.full(some.size, row),
+                "o",
+                color=color,
+                markersize=5,
+                label=label if row == 0 else None,
+            )
         ax.axhline(row, color=style.FAINT, linewidth=0.8, zorder=0)
     _rows(ax, formats)
-    ax.set(xlabel="multiples of the format's smallest number", title="next to zero", xlim=(-1, until + 1))
+    ax.set(
+        xlabel="multiples of the format's smallest number",
+        title="next to zero",
+        xlim=(-1, until + 1),
+    )
     style.above(ax, 2)
     return style.plain(ax, grid="x")
 
@@ -90,22 +144,38 @@ def spacing(ax: Axes, formats: Sequence[Format]) -> Axes:
     """
     for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
         values = np.append(fmt.smallest_subnormal, _positive(fmt)[1:])
-        ax.step(np.log2(values[:-1]), np.log2(np.diff(values)), where="post", label=fmt.name, **look)
-        ax.plot(np.log2(fmt.smallest_normal), np.log2(fmt.smallest_subnormal), "o", color=look["color"], markersize=5)
+        ax.step(
+            np.log2(values[:-1]), np.log2(np.diff(values)), where="post", label=fmt.name, **look
+        )
+        ax.plot(
+            np.log2(fmt.smallest_normal),
+            np.log2(fmt.smallest_subnormal),
+            "o",
+            color=look["color"],
+            markersize=5,
+        )
     style.label_powers(ax.xaxis, *_limits(formats, 0))
     bottom, top = (int(limit) for limit in ax.get_ylim())
     style.label_powers(ax.yaxis, bottom, top)
-    ax.set(xlabel="magnitude", ylabel="gap to the next number", title="spacing; a dot where the normal numbers begin")
+    ax.set(
+        xlabel="magnitude",
+        ylabel="gap to the next number",
+        title="spacing; a dot where the normal numbers begin",
+    )
     style.legend(ax)
     return style.plain(ax, grid="both")
 
 
-def relative_error(ax: Axes, formats: Sequence[Format], *, lowest: int, highest: int, points: int = 4000) -> Axes:
+def relative_error(
+    ax: Axes, formats: Sequence[Format], *, lowest: int, highest: int, points: int = 4000
+) -> Axes:
     """|rounded - x| / |x| of nearest even with saturation, in percent, for ``points`` of x from
     2^lowest to 2^highest, evenly over log2 x."""
     x = np.exp2(np.linspace(lowest, highest, points))
     for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
-        ax.plot(np.log2(x), 100 * _error(x, fmt), linewidth=1.1, label=fmt.name, color=look["color"])
+        ax.plot(
+            np.log2(x), 100 * _error(x, fmt), linewidth=1.1, label=fmt.name, color=look["color"]
+        )
     style.label_powers(ax.xaxis, lowest, highest)
     ax.yaxis.set_major_formatter("{x:g} %")
     ax.set(xlabel="magnitude", ylabel="relative error", title="rounded to nearest even")
@@ -124,7 +194,14 @@ def worst_error(ax: Axes, formats: Sequence[Format], *, beyond: int = 3, points:
     exponents = np.arange(lowest, highest)
     x = np.ldexp(1 + (np.arange(points) + 0.5) / points, exponents[:, None])
     for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
-        ax.stairs(100 * _error(x, fmt).max(axis=1), np.append(exponents, highest), baseline=None, linewidth=1.8, label=fmt.name, **look)
+        ax.stairs(
+            100 * _error(x, fmt).max(axis=1),
+            np.append(exponents, highest),
+            baseline=None,
+            linewidth=1.8,
+            label=fmt.name,
+            **look,
+        )
     ax.set_yscale("log")
     ax.set_yticks([5, 10, 20, 50, 100], ["5 %", "10 %", "20 %", "50 %", "100 %"])
     ax.minorticks_off()
@@ -147,7 +224,15 @@ def code_map(ax: Axes, fmt: Format) -> Axes:
     image = ax.imshow(shown, cmap="viridis", interpolation="nearest")
     for (row, column), value in np.ndenumerate(values):
         if value == 0 or not np.isfinite(value):
-            text = "NaN" if np.isnan(value) else f"{value:g}" if np.isinf(value) else "-0" if np.signbit(value) else "0"
+            text = (
+                "NaN"
+                if np.isnan(value)
+                else f"{value:g}"
+                if np.isinf(value)
+                else "-0"
+                if np.signbit(value)
+                else "0"
+            )
             ax.text(column, row, text, ha="center", va="center", fontsize=6)
     digits = [f"{i:X}" for i in range(16)]
     ax.set_xticks(range(16), digits)
@@ -183,7 +268,10 @@ def _error(x: np.ndarray, fmt: Format) -> np.ndarray:
 
 
 def _limits(formats: Sequence[Format], beyond: int) -> tuple[int, int]:
-    smallest, largest = min(fmt.smallest_subnormal for fmt in formats), max(fmt.max for fmt in formats)
+    smallest, largest = (
+        min(fmt.smallest_subnormal for fmt in formats),
+        max(fmt.max for fmt in formats),
+    )
     return int(np.log2(smallest)) - beyond, int(np.ceil(np.log2(largest))) + beyond
 
 

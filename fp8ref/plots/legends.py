@@ -1,4 +1,6 @@
-"""A legend below a figure that is never cut: names are wrapped, not shortened, and the figure grows."""
+"""A legend below a figure that is never cut: names are wrapped, not shortened, and the figure
+grows.
+"""
 
 import unicodedata
 import warnings
@@ -11,12 +13,14 @@ AFTER = " /-_.,"
 """A name is broken after one of these, if there is one in the second half of a line."""
 
 
-def below(figure: Figure, entries: Mapping[str, Artist], *, columns: int = 3, size: float = 9) -> None:
+def below(
+    figure: Figure, entries: Mapping[str, Artist], *, columns: int = 3, size: float = 9
+) -> None:
     """A legend of {name: line} below the axes of a figure of constrained layout.
 
-    Names are plain text: "$" is no formula, and "_" hides nothing. There are at most ``columns``, fewer where
-    names are wide, and where one column is too wide, names take several lines. The figure grows by the
-    legend's height, so that the axes keep theirs.
+    Names are plain text: "$" is no formula, and "_" hides nothing. There are at most ``columns``,
+    fewer where names are wide, and where one column is too wide, names take several lines. The
+    figure grows by the legend's height, so that the axes keep theirs.
     """
     if not entries:
         return
@@ -30,19 +34,33 @@ def below(figure: Figure, entries: Mapping[str, Artist], *, columns: int = 3, si
             text.set_parse_math(False)
             text.set_text(wrapped(name, most))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run may be named in any script
+            warnings.filterwarnings(
+                "ignore", message="Glyph .* missing from font"
+            )  # a run may be named in any script
             found = legend.get_window_extent()
-        # A font that lacks a glyph draws a box, which may be narrower than the glyph of the page's font: one em, at most.
-        foreign = [_width(line) for name in entries if not name.isascii() for line in wrapped(name, most).split("\n")]
-        taken = max(found.width, count * (4 + max(foreign, default=0) / 2) * size * figure.dpi / 72)  # 4 em: line and padding
+        # A font that lacks a glyph draws a box, which may be narrower than the glyph of the page's
+        # font: one em, at most.
+        foreign = [
+            _width(line)
+            for name in entries
+            if not name.isascii()
+            for line in wrapped(name, most).split("\n")
+        ]
+        taken = max(
+            found.width, count * (4 + max(foreign, default=0) / 2) * size * figure.dpi / 72
+        )  # 4 em: line and padding
         if taken <= room or (count == 1 and most == 1):
             break
         legend.remove()
         if count > 1:
             count -= 1
         else:
-            most = max(1, min(most - 1, int(longest * room / taken) if most == longest else most - 1))
-    figure.set_size_inches(figure.get_figwidth(), figure.get_figheight() + found.height / figure.dpi)
+            most = max(
+                1, min(most - 1, int(longest * room / taken) if most == longest else most - 1)
+            )
+    figure.set_size_inches(
+        figure.get_figwidth(), figure.get_figheight() + found.height / figure.dpi
+    )
 
 
 def wrapped(name: str, most: int) -> str:

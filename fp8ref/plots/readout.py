@@ -46,42 +46,63 @@ def cells(
     labels: Sequence[str] | None = None,
     places: Sequence | None = None,
 ) -> None:
-    """Name the rows and columns of a map. what: its title and unit; labels, places: shorter names of rows and columns, for ticks.
+    """Name the rows and columns of a map. what: its title and unit; labels, places: shorter names
+    of rows and columns, for ticks.
 
     Raises:   ValueError: other numbers of names than the map has rows and columns.
     """
     shape = image.get_array().shape  # type: ignore[union-attr]
     if shape != (len(rows), len(columns)):
-        raise ValueError(f"a map has as many names as rows and columns; got {shape}, {len(rows)} and {len(columns)} names.")
+        raise ValueError(
+            f"a map has as many names as rows and columns; got {shape}, {len(rows)} and "
+            f"{len(columns)} names."
+        )
     short = {"labels": list(labels or rows), "places": [str(place) for place in places or columns]}
     _NOTES[image] = {"rows": list(rows), "columns": list(columns), "what": what} | short
 
 
 def of(figure: Figure) -> str:
-    """JSON of a figure that was drawn: a list with an entry for each of its axes, null for a colorbar.
+    """JSON of a figure that was drawn: a list with an entry for each of its axes, null for a
+    colorbar.
 
-    An entry has the place of the axes in the SVG's units, [left, top, right, bottom], their limits, and
-    either ``series``, or the ``values`` of ``rows`` and ``columns``. Numbers have five digits; null is
-    no finite number.
+    An entry has the place of the axes in the SVG's units, [left, top, right, bottom], their limits,
+    and either ``series``, or the ``values`` of ``rows`` and ``columns``. Numbers have five digits;
+    null is no finite number.
     """
-    return json.dumps([_of_axes(ax, figure) for ax in figure.axes], separators=(",", ":"), ensure_ascii=False)
+    return json.dumps(
+        [_of_axes(ax, figure) for ax in figure.axes], separators=(",", ":"), ensure_ascii=False
+    )
 
 
 def _of_axes(ax: Axes, figure: Figure) -> dict | None:
-    lines = [line for line in ax.lines if line in _NOTES or not str(line.get_label()).startswith("_")]
+    lines = [
+        line for line in ax.lines if line in _NOTES or not str(line.get_label()).startswith("_")
+    ]
     images = [image for image in ax.images if image in _NOTES]
     if not lines and not images:
         return None
     width, height = (POINTS_PER_INCH * size for size in figure.get_size_inches())
     place = ax.get_position()
     box = [place.x0 * width, (1 - place.y1) * height, place.x1 * width, (1 - place.y0) * height]
-    about = {"box": [round(v, 2) for v in box], "x": _numbers(ax.get_xlim()), "y": _numbers(ax.get_ylim())}
+    about = {
+        "box": [round(v, 2) for v in box],
+        "x": _numbers(ax.get_xlim()),
+        "y": _numbers(ax.get_ylim()),
+    }
     if images:
         note = _NOTES[images[0]]
         values = np.ma.filled(images[0].get_array().astype(float), np.nan)  # type: ignore[union-attr]
-        return about | note | {"title": ax.get_title(loc="left"), "values": [_numbers(row) for row in values]}
+        return (
+            about
+            | note
+            | {"title": ax.get_title(loc="left"), "values": [_numbers(row) for row in values]}
+        )
     log = ax.get_yscale() == "log"
-    return about | {"log": log, "xlabel": ax.get_xlabel(), "series": [_series(line) for line in lines]} | _NOTES.get(ax, {})
+    return (
+        about
+        | {"log": log, "xlabel": ax.get_xlabel(), "series": [_series(line) for line in lines]}
+        | _NOTES.get(ax, {})
+    )
 
 
 def _series(line: Line2D) -> dict:
@@ -92,7 +113,9 @@ def _series(line: Line2D) -> dict:
         "x": _numbers(line.get_xdata()),
         "y": _numbers(line.get_ydata()),
     }
-    return found | {key: _numbers(note[key]) for key in ("low", "high") if note.get(key) is not None}
+    return found | {
+        key: _numbers(note[key]) for key in ("low", "high") if note.get(key) is not None
+    }
 
 
 def _numbers(values) -> list[float | int | None]:

@@ -13,14 +13,23 @@ from fp8ref.recipe import trained_recipes
 from fp8ref.sim import delayed
 
 _IN_TURN = itertools.cycle(color for color in (*style.CYCLE, *style.MORE) if color != style.BLACK)
-COLORS = {name: next(_IN_TURN) if recipe.fp8 else style.BLACK for name, recipe in trained_recipes().items()}
+COLORS = {
+    name: next(_IN_TURN) if recipe.fp8 else style.BLACK
+    for name, recipe in trained_recipes().items()
+}
 """{recipe: color of its line}; a recipe without FP8 is black."""
 
 STYLES = {"jax": "-", "torch": (0, (4, 2))}
 """{backend: style of its line}."""
 
 
-def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, entropy: float | None = None, smooth: int = 10) -> Axes:
+def loss_curves(
+    ax: Axes,
+    runs: Mapping[tuple[str, str], Sequence[dict]],
+    *,
+    entropy: float | None = None,
+    smooth: int = 10,
+) -> Axes:
     """Training loss in nats over steps, one line for each (backend, recipe): the running mean of
     ``smooth`` steps.
 
@@ -33,41 +42,74 @@ def loss_curves(ax: Axes, runs: Mapping[tuple[str, str], Sequence[dict]], *, ent
             continue
         width = min(smooth, len(loss))
         mean = np.convolve(loss, np.ones(width) / width, "valid")
-        ax.plot(np.arange(width - 1, len(loss)), mean, color=COLORS.get(recipe), linestyle=STYLES.get(backend), label=f"{backend} {recipe}")
+        ax.plot(
+            np.arange(width - 1, len(loss)),
+            mean,
+            color=COLORS.get(recipe),
+            linestyle=STYLES.get(backend),
+            label=f"{backend} {recipe}",
+        )
     if entropy is not None:
         ax.axhline(entropy, color="#888888", linewidth=1, linestyle=":")
         ax.annotate(
-            "unigram entropy", (1, entropy), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#666666", fontsize=8
+            "unigram entropy",
+            (1, entropy),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            color="#666666",
+            fontsize=8,
         )
-    ax.set(xlabel="optimizer step", ylabel="training loss, nats", title=f"running mean of {smooth} steps")
+    ax.set(
+        xlabel="optimizer step",
+        ylabel="training loss, nats",
+        title=f"running mean of {smooth} steps",
+    )
     style.legend(ax)
     return style.plain(ax)
 
 
-def step_lines(ax: Axes, curves: Mapping[str, Sequence[float]], *, ylabel: str, first: int = 0) -> Axes:
+def step_lines(
+    ax: Axes, curves: Mapping[str, Sequence[float]], *, ylabel: str, first: int = 0
+) -> Axes:
     """Any value of several runs at every step, one line for each run; later lines are narrower, so
     that lines that coincide all show.
 
     Shapes:   every one of curves [steps]. first: the number of the first step.
     """
-    for i, ((name, curve), look) in enumerate(zip(curves.items(), style.layers(len(curves)), strict=True)):
+    for i, ((name, curve), look) in enumerate(
+        zip(curves.items(), style.layers(len(curves)), strict=True)
+    ):
         every = max(len(curve) // 6, len(curves))  # a marker of one line after the other
-        ax.plot(np.arange(first, first + len(curve)), curve, markevery=(i, every), label=name, **look)
+        ax.plot(
+            np.arange(first, first + len(curve)), curve, markevery=(i, every), label=name, **look
+        )
     ax.set(xlabel="optimizer step", ylabel=ylabel)
     style.legend(ax)
     return style.plain(ax)
 
 
-def loss_gaps(ax: Axes, gaps: Mapping[str, tuple[float, float, float]], *, margin: float | None = None) -> Axes:
+def loss_gaps(
+    ax: Axes, gaps: Mapping[str, tuple[float, float, float]], *, margin: float | None = None
+) -> Axes:
     """Each gap of a loss to another, in nats, with its interval, over the margin of equivalence.
 
     gaps: by name, (mean, low, high). A name's words are stacked.
     """
     if margin:
-        ax.axhspan(-margin, margin, color="#BBBBBB", alpha=0.4, linewidth=0, label=f"margin {margin:.2g}")
+        ax.axhspan(
+            -margin, margin, color="#BBBBBB", alpha=0.4, linewidth=0, label=f"margin {margin:.2g}"
+        )
     for i, (name, (mean, low, high)) in enumerate(gaps.items()):
         color = COLORS.get(name.split()[-1], style.CYCLE[i % len(style.CYCLE)])
-        ax.errorbar(i, mean, [[mean - low], [high - mean]], fmt="s" if "torch" in name else "o", color=color, capsize=4)
+        ax.errorbar(
+            i,
+            mean,
+            [[mean - low], [high - mean]],
+            fmt="s" if "torch" in name else "o",
+            color=color,
+            capsize=4,
+        )
     ax.axhline(0, color="#000000", linewidth=0.8)
     ax.set_xticks(range(len(gaps)), [name.replace(" ", "\n") for name in gaps], fontsize=8)
     ax.set(ylabel="nats", title="training loss minus bf16's, with its interval")
@@ -77,7 +119,9 @@ def loss_gaps(ax: Axes, gaps: Mapping[str, tuple[float, float, float]], *, margi
     return style.plain(ax)
 
 
-def staleness(ax: Axes, amaxes, scales: Mapping[str, np.ndarray], fmt: Format, *, first: int = 0) -> Axes:
+def staleness(
+    ax: Axes, amaxes, scales: Mapping[str, np.ndarray], fmt: Format, *, first: int = 0
+) -> Axes:
     """A tensor's amax at each step, and for each name the largest number that fits, fmt.max /
     scale.
 

@@ -1,4 +1,6 @@
-"""Plot optimizer states: where moments lie in a format's range, updates that explode, figures of health over steps (spec O)."""
+"""Plot optimizer states: where moments lie in a format's range, updates that explode, figures of
+health over steps (spec O).
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,8 +13,8 @@ from fp8ref.spec.states.health import COUNTS, Health
 
 
 def moment_range(ax: Axes, values: Mapping[str, np.ndarray], fmt: Format) -> Axes:
-    """The share of elements at each power of two below the amax, one outline for each name; what lies left of the line is
-    stored as 0 in the format, under one scale that fits the amax.
+    """The share of elements at each power of two below the amax, one outline for each name; what
+    lies left of the line is stored as 0 in the format, under one scale that fits the amax.
 
     Shapes:   every one of values of any shape; zeros and what is not finite are left out.
     """
@@ -26,7 +28,14 @@ def moment_range(ax: Axes, values: Mapping[str, np.ndarray], fmt: Format) -> Axe
         below = 100 * np.mean(binades < lost) if x.size else 0.0
         ax.stairs(share, edges, linewidth=1.5, label=f"{name}: {below:.2g} % below", **look)
     ax.axvline(lost, color=style.MUTED, linewidth=0.9)
-    ax.annotate(f"0 in {fmt.name}", (lost - 0.3, 0.4), xycoords=("data", "axes fraction"), ha="right", fontsize=8, color=style.MUTED)
+    ax.annotate(
+        f"0 in {fmt.name}",
+        (lost - 0.3, 0.4),
+        xycoords=("data", "axes fraction"),
+        ha="right",
+        fontsize=8,
+        color=style.MUTED,
+    )
     style.label_powers(ax.xaxis, int(edges[0]), 0)
     ax.set(xlabel="magnitude, by the amax", ylabel="% of elements")
     style.legend(ax, loc="upper left")
@@ -34,19 +43,34 @@ def moment_range(ax: Axes, values: Mapping[str, np.ndarray], fmt: Format) -> Axe
     return style.plain(ax)
 
 
-def update_ratios(ax: Axes, ratios: Mapping[str, np.ndarray], *, bound: float | None = None) -> Axes:
-    """How many percent of elements have a larger ratio of moments, in magnitude: one curve for each name, both axes
-    logarithmic. bound: that of float32 states (O-6), as a line.
+def update_ratios(
+    ax: Axes, ratios: Mapping[str, np.ndarray], *, bound: float | None = None
+) -> Axes:
+    """How many percent of elements have a larger ratio of moments, in magnitude: one curve for each
+    name, both axes logarithmic. bound: that of float32 states (O-6), as a line.
 
     Shapes:   every one of ratios of any shape, with an element that is neither 0 nor infinite.
     """
     for (name, ratio), look in zip(ratios.items(), style.looks(len(ratios)), strict=True):
         x = np.sort(np.abs(np.asarray(ratio, np.float64)).ravel())
         x = x[np.isfinite(x) & (x > 0)]
-        ax.plot(x, 100 * np.arange(x.size, 0, -1) / np.size(ratio), label=f"{name}: largest {x[-1]:.3g}", **look)
+        ax.plot(
+            x,
+            100 * np.arange(x.size, 0, -1) / np.size(ratio),
+            label=f"{name}: largest {x[-1]:.3g}",
+            **look,
+        )
     if bound is not None:
         ax.axvline(bound, color=style.MUTED, linewidth=0.9)
-        ax.annotate("bound", (bound, 1), xycoords=("data", "axes fraction"), ha="left", va="bottom", fontsize=8, color=style.MUTED)
+        ax.annotate(
+            "bound",
+            (bound, 1),
+            xycoords=("data", "axes fraction"),
+            ha="left",
+            va="bottom",
+            fontsize=8,
+            color=style.MUTED,
+        )
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlim(left=1e-2)
@@ -55,8 +79,11 @@ def update_ratios(ax: Axes, ratios: Mapping[str, np.ndarray], *, bound: float | 
     return style.plain(ax, grid="both")
 
 
-def health_lines(ax: Axes, runs: Mapping[str, Sequence[Health]], what: str, *, first: int = 1) -> Axes:
-    """A figure or a count of health over steps, in percent: one line for each name. A count is divided by the elements.
+def health_lines(
+    ax: Axes, runs: Mapping[str, Sequence[Health]], what: str, *, first: int = 1
+) -> Axes:
+    """A figure or a count of health over steps, in percent: one line for each name. A count is
+    divided by the elements.
 
     what      a field of Health, such as ``stalled_v`` or ``update_error``.
     first     the number of the first step.
@@ -64,7 +91,13 @@ def health_lines(ax: Axes, runs: Mapping[str, Sequence[Health]], what: str, *, f
     for (name, found), look in zip(runs.items(), style.layers(len(runs)), strict=True):
         values = [getattr(one, what) / (one.count if what in COUNTS else 1) for one in found]
         every = max(len(values) // 6, len(runs))
-        ax.plot(np.arange(first, first + len(values)), 100 * np.array(values), markevery=every, label=name, **look)
+        ax.plot(
+            np.arange(first, first + len(values)),
+            100 * np.array(values),
+            markevery=every,
+            label=name,
+            **look,
+        )
     ax.set(xlabel="optimizer step", ylabel=f"{what}, %")
     style.legend(ax)
     return style.plain(ax)

@@ -1,4 +1,6 @@
-"""Plot what a study of a model found: SQNR by layer and recipe, and error through depth (spec Q-1)."""
+"""Plot what a study of a model found: SQNR by layer and recipe, and error through depth (spec
+Q-1).
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,31 +13,49 @@ from fp8ref.plots import legends, readout, style
 
 
 def sqnr_map(
-    ax: Axes, sqnr, layers: Sequence[str], recipes: Sequence[str], *, low: float | None = None, high: float | None = None, most: int = 40
+    ax: Axes,
+    sqnr,
+    layers: Sequence[str],
+    recipes: Sequence[str],
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    most: int = 40,
 ) -> Axes:
     """A map of SQNR in dB: a row for each layer, a column for each recipe; NaN is an empty cell.
 
-    Shapes:   sqnr [layers, recipes]. low, high: the ends of the color scale, for several maps on one scale.
-              None: the smallest and the largest finite number.
+    Shapes:   sqnr [layers, recipes]. low, high: the ends of the color scale, for several maps on
+              one scale. None: the smallest and the largest finite number.
     most      the most layers whose names are written; of more, every n-th.
     Raises:   ValueError: sqnr of another shape.
     """
     sqnr = np.asarray(sqnr, np.float64)
     if sqnr.shape != (len(layers), len(recipes)):
-        raise ValueError(f"sqnr is [{len(layers)}, {len(recipes)}], as many as there are names; got {sqnr.shape}.")
+        raise ValueError(
+            f"sqnr is [{len(layers)}, {len(recipes)}], as many as there are names; got "
+            f"{sqnr.shape}."
+        )
     return _map(ax, sqnr, layers, recipes, "SQNR, dB", "viridis", low, high, most)
 
 
-def attention_map(ax: Axes, errors, layers: Sequence[str], variants: Sequence[str], *, most: int = 40) -> Axes:
-    """A map of the error of attention's output, in per cent: a row for each layer, a column for each variant; NaN is an empty cell.
+def attention_map(
+    ax: Axes, errors, layers: Sequence[str], variants: Sequence[str], *, most: int = 40
+) -> Axes:
+    """A map of the error of attention's output, in per cent: a row for each layer, a column for
+    each variant; NaN is an empty cell.
 
     Shapes:   errors [layers, variants], as shares.
     Raises:   ValueError: errors of another shape.
     """
     errors = 100 * np.asarray(errors, np.float64)
     if errors.shape != (len(layers), len(variants)):
-        raise ValueError(f"errors are [{len(layers)}, {len(variants)}], as many as there are names; got {errors.shape}.")
-    return _map(ax, errors, layers, variants, "error of the output, %", "viridis_r", 0.0, None, most)
+        raise ValueError(
+            f"errors are [{len(layers)}, {len(variants)}], as many as there are names; got "
+            f"{errors.shape}."
+        )
+    return _map(
+        ax, errors, layers, variants, "error of the output, %", "viridis_r", 0.0, None, most
+    )
 
 
 def _map(
@@ -49,7 +69,14 @@ def _map(
     high: float | None,
     most: int,
 ) -> Axes:
-    image = ax.imshow(np.ma.masked_invalid(values), cmap=cmap, aspect="auto", interpolation="nearest", vmin=low, vmax=high)
+    image = ax.imshow(
+        np.ma.masked_invalid(values),
+        cmap=cmap,
+        aspect="auto",
+        interpolation="nearest",
+        vmin=low,
+        vmax=high,
+    )
     readout.cells(image, rows, columns, what=what)
     every = -(-len(rows) // most)
     ax.set_yticks(range(0, len(rows), every), rows[::every])
@@ -62,17 +89,30 @@ def _map(
 
 
 def depth_lines(
-    ax: Axes, errors: Mapping[str, Sequence[float]], *, colors: Sequence[str] | None = None, layers: Sequence[str] | None = None
+    ax: Axes,
+    errors: Mapping[str, Sequence[float]],
+    *,
+    colors: Sequence[str] | None = None,
+    layers: Sequence[str] | None = None,
 ) -> Axes:
-    """The error of each linear's input, ||x' - x|| / ||x||, in the order in which linears ran: a line a recipe.
+    """The error of each linear's input, ||x' - x|| / ||x||, in the order in which linears ran: a
+    line a recipe.
 
-    colors: of the lines, in turn; None: matplotlib's. layers: the names of the linears, which a page shows on hover.
+    colors: of the lines, in turn; None: matplotlib's. layers: the names of the linears, which a
+    page shows on hover.
     """
     entries: dict[str, Artist] = {}
     for i, (name, error) in enumerate(errors.items()):
         color = colors[i % len(colors)] if colors else None
         dashes = style.DASHES[i % len(style.DASHES)]
-        (line,) = ax.plot(range(1, len(error) + 1), error, linestyle=dashes, linewidth=1.6, label=name, color=color)
+        (line,) = ax.plot(
+            range(1, len(error) + 1),
+            error,
+            linestyle=dashes,
+            linewidth=1.6,
+            label=name,
+            color=color,
+        )
         readout.name(line, name)
         entries[name] = line
     ax.set(xlabel="linear, in the order of the pass", ylabel="error of its input")

@@ -11,14 +11,30 @@ from PIL import Image  # matplotlib's own means of writing PNGs
 
 # Okabe and Ito's colors, distinguishable to color-blind readers; yellow, which white swallows, is
 # left out.
-BLACK, BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+BLACK, BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = (
+    "#000000",
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+)
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 """The colors of a figure's lines, in order."""
 
 MORE = ("#882255", "#999933")
 """Two of Tol's muted colors, for more lines than that."""
 
-DASHES: tuple = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (4, 1.5, 1, 1.5)), (0, (8, 2)), (0, (2, 2)), (0, (6, 1, 1, 1, 1, 1)))
+DASHES: tuple = (
+    "-",
+    (0, (5, 2)),
+    (0, (1, 1.2)),
+    (0, (4, 1.5, 1, 1.5)),
+    (0, (8, 2)),
+    (0, (2, 2)),
+    (0, (6, 1, 1, 1, 1, 1)),
+)
 """The dashes of a figure's lines, in order, for eyes and printers without colors."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -27,12 +43,16 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MUTED, FAINT = "#666666", "#DDDDDD"
 
 
-def figure(columns: int = 1, rows: int = 1, *, width: float = 5.6, height: float = 3.8) -> tuple[Figure, list[Axes]]:
+def figure(
+    columns: int = 1, rows: int = 1, *, width: float = 5.6, height: float = 3.8
+) -> tuple[Figure, list[Axes]]:
     """A figure on white, and its axes row by row; width and height are of one of them, in inches.
 
     Save it with ``figure.savefig``, or take ``png`` of it.
     """
-    made = Figure(figsize=(width * columns, height * rows), layout="constrained", facecolor="white", dpi=120)
+    made = Figure(
+        figsize=(width * columns, height * rows), layout="constrained", facecolor="white", dpi=120
+    )
     return made, np.atleast_1d(made.subplots(rows, columns)).ravel().tolist()
 
 
@@ -41,7 +61,9 @@ def png(figure: Figure) -> bytes:
     third as large."""
     drawn, written = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png")
-    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(written, format="png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
+        written, format="png", optimize=True
+    )
     return written.getvalue()
 
 
@@ -63,7 +85,9 @@ def plain_map(ax: Axes) -> Axes:
 
 def looks(count: int) -> Sequence[dict]:
     """Color and dash of each of so many lines."""
-    return [{"color": CYCLE[i % len(CYCLE)], "linestyle": DASHES[i % len(DASHES)]} for i in range(count)]
+    return [
+        {"color": CYCLE[i % len(CYCLE)], "linestyle": DASHES[i % len(DASHES)]} for i in range(count)
+    ]
 
 
 def layers(count: int) -> Sequence[dict]:
@@ -98,7 +122,16 @@ def label_powers(axis, lowest: int, highest: int, *, ticks: int = 9) -> None:
 def legend(ax: Axes, **how: Any) -> None:
     """A legend on white, so that neither grid nor shading shows through; how: matplotlib's own
     keywords."""
-    ax.legend(**{"fontsize": 8, "facecolor": "white", "edgecolor": "none", "framealpha": 0.9, "borderpad": 0.2} | how)
+    ax.legend(
+        **{
+            "fontsize": 8,
+            "facecolor": "white",
+            "edgecolor": "none",
+            "framealpha": 0.9,
+            "borderpad": 0.2,
+        }
+        | how
+    )
 
 
 def above(ax: Axes, columns: int) -> None:

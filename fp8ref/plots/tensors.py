@@ -36,7 +36,11 @@ def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
     top = int(exponent[shown].max()) + 1 if shown.any() else 1
     norm = BoundaryNorm(np.arange(top - powers, top + 1), 256)
     image = ax.imshow(
-        np.ma.masked_invalid(np.clip(exponent, top - powers, None)), cmap="viridis", norm=norm, interpolation="nearest", aspect="auto"
+        np.ma.masked_invalid(np.clip(exponent, top - powers, None)),
+        cmap="viridis",
+        norm=norm,
+        interpolation="nearest",
+        aspect="auto",
     )
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.046)
     style.label_powers(bar, top - powers, top, ticks=7)
@@ -44,7 +48,9 @@ def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
     return style.plain_map(ax)
 
 
-def error_map(ax: Axes, x, q: Quantized, *, cell: int | None = None, low: float = 1.0, high: float = 100.0) -> Axes:
+def error_map(
+    ax: Axes, x, q: Quantized, *, cell: int | None = None, low: float = 1.0, high: float = 100.0
+) -> Axes:
     """The relative error of each cell of a matrix: the root mean square of its elements, in
     percent, from low to high.
 
@@ -55,11 +61,18 @@ def error_map(ax: Axes, x, q: Quantized, *, cell: int | None = None, low: float 
     Raises:   ValueError: as ``sim.scaling.dequantize``; x that is not a matrix.
     """
     x = _matrix(x).astype(np.float64)
-    relative = np.divide(dequantize(q).astype(np.float64) - x, x, out=np.zeros_like(x), where=x != 0)
+    relative = np.divide(
+        dequantize(q).astype(np.float64) - x, x, out=np.zeros_like(x), where=x != 0
+    )
     size = cell or -(-max(x.shape) // 64)
     rows, columns = (np.arange(0, n, size) for n in x.shape)
-    total, count = (np.add.reduceat(np.add.reduceat(v, rows, axis=0), columns, axis=1) for v in (relative**2, (x != 0).astype(np.float64)))
-    share = 100 * np.sqrt(np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0))
+    total, count = (
+        np.add.reduceat(np.add.reduceat(v, rows, axis=0), columns, axis=1)
+        for v in (relative**2, (x != 0).astype(np.float64))
+    )
+    share = 100 * np.sqrt(
+        np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
+    )
     image = ax.imshow(
         np.ma.masked_invalid(share),
         cmap="magma_r",
@@ -83,9 +96,20 @@ def fate_map(ax: Axes, x, q: Quantized, *, legend: bool = True) -> Axes:
     Raises:   ValueError: x that is not a matrix, or that NumPy cannot read.
     """
     fate = fates(_matrix(x), q)
-    ax.imshow(fate, cmap=ListedColormap(list(FATES.values())), vmin=-0.5, vmax=len(FATES) - 0.5, interpolation="nearest", aspect="auto")
+    ax.imshow(
+        fate,
+        cmap=ListedColormap(list(FATES.values())),
+        vmin=-0.5,
+        vmax=len(FATES) - 0.5,
+        interpolation="nearest",
+        aspect="auto",
+    )
     if legend:
-        present = [Patch(facecolor=c, edgecolor=style.MUTED, label=name) for i, (name, c) in enumerate(FATES.items()) if (fate == i).any()]
+        present = [
+            Patch(facecolor=c, edgecolor=style.MUTED, label=name)
+            for i, (name, c) in enumerate(FATES.items())
+            if (fate == i).any()
+        ]
         style.legend(ax, handles=present, loc="center left", bbox_to_anchor=(1.02, 0.5))
     return style.plain_map(ax)
 
@@ -102,11 +126,19 @@ def fates(x, q: Quantized) -> np.ndarray:
     clipped = np.isfinite(decoded) & ~np.isfinite(cast.round_to(scaled, q.fmt))
     cases = [x == 0, ~np.isfinite(decoded), decoded == 0, clipped, decoded < q.fmt.smallest_normal]
     names = ["was zero", "not finite", "became zero", "clipped", "subnormal"]
-    return np.select(cases, [list(FATES).index(name) for name in names], list(FATES).index("normal"))
+    return np.select(
+        cases, [list(FATES).index(name) for name in names], list(FATES).index("normal")
+    )
 
 
 def exponent_histogram(
-    ax: Axes, x, q: Quantized, *, lowest: int | None = None, highest: int | None = None, color: str = style.BLUE
+    ax: Axes,
+    x,
+    q: Quantized,
+    *,
+    lowest: int | None = None,
+    highest: int | None = None,
+    color: str = style.BLUE,
 ) -> Axes:
     """How many elements, in percent, have each exponent after scaling; shaded: where codes are
     subnormal, zero, or beyond max.
@@ -121,16 +153,31 @@ def exponent_histogram(
         int(np.floor(np.log2(fmt.max))),
         fmt.emin - fmt.mantissa_bits - 1,
     )  # half the smallest number: from there down all becomes zero
-    lowest, highest = bottom - 4 if lowest is None else lowest, top + 2 if highest is None else highest
+    lowest, highest = (
+        bottom - 4 if lowest is None else lowest,
+        top + 2 if highest is None else highest,
+    )
     counts = stats.exponents(x, q, lowest=lowest, highest=highest).scaled
     places = np.arange(lowest - 1, highest + 2)
     ax.bar(
         places + 0.5, 100 * counts / max(np.asarray(x).size, 1), width=0.85, color=color, zorder=2
     )  # exponent e is from 2^e to 2^(e + 1)
     left, right = lowest - 1.2, highest + 2.2
-    ax.axvspan(bottom, fmt.emin, color=style.ORANGE, alpha=0.25, linewidth=0, zorder=0, label="subnormal")
-    ax.axvspan(left, bottom, color=style.VERMILLION, alpha=0.3, linewidth=0, zorder=0, label="becomes zero")
-    ax.axvspan(np.log2(fmt.max), right, color=style.PURPLE, alpha=0.3, linewidth=0, zorder=0, label="beyond max")
+    ax.axvspan(
+        bottom, fmt.emin, color=style.ORANGE, alpha=0.25, linewidth=0, zorder=0, label="subnormal"
+    )
+    ax.axvspan(
+        left, bottom, color=style.VERMILLION, alpha=0.3, linewidth=0, zorder=0, label="becomes zero"
+    )
+    ax.axvspan(
+        np.log2(fmt.max),
+        right,
+        color=style.PURPLE,
+        alpha=0.3,
+        linewidth=0,
+        zorder=0,
+        label="beyond max",
+    )
     ax.set_xlim(left, right)
     ax.margins(y=0.15)
     style.label_powers(ax.xaxis, lowest, highest + 1, ticks=7)
@@ -149,10 +196,16 @@ def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> A
     """
     if a.fmt != b.fmt or _matrix(a.codes).shape != _matrix(b.codes).shape:
         raise ValueError(
-            f"codes are compared in one format and shape; got {a.fmt.name} {a.codes.shape} and {b.fmt.name} {b.codes.shape}. Quantize one tensor alike."
+            f"codes are compared in one format and shape; got {a.fmt.name} {a.codes.shape} and "
+            f"{b.fmt.name} {b.codes.shape}. Quantize one tensor alike."
         )
     magnitude = [
-        np.where(np.isnan(cast.decode(q.codes, q.fmt)), np.nan, (q.codes & ~np.uint8(q.fmt.sign_bit)).astype(float)) for q in (a, b)
+        np.where(
+            np.isnan(cast.decode(q.codes, q.fmt)),
+            np.nan,
+            (q.codes & ~np.uint8(q.fmt.sign_bit)).astype(float),
+        )
+        for q in (a, b)
     ]
     image = ax.imshow(
         np.ma.masked_invalid(magnitude[1] - magnitude[0]),
@@ -162,13 +215,20 @@ def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> A
         interpolation="nearest",
         aspect="auto",
     )
-    ax.figure.colorbar(image, ax=ax, label="codes further from zero", fraction=0.046, ticks=range(-most, most + 1))
+    ax.figure.colorbar(
+        image, ax=ax, label="codes further from zero", fraction=0.046, ticks=range(-most, most + 1)
+    )
     return style.plain_map(ax)
 
 
 def _matrix(x) -> np.ndarray:
-    """x as an array; ValueError unless it is a matrix with elements: matplotlib draws [M, K, 3] as a picture in colors."""
+    """x as an array; ValueError unless it is a matrix with elements: matplotlib draws [M, K, 3] as
+    a picture in colors.
+    """
     x = cast.array(x)
     if x.ndim != 2 or not x.size:
-        raise ValueError(f"a map is of a matrix [M, K] with elements; got shape {x.shape}. Reshape it, as by x.reshape(-1, x.shape[-1]).")
+        raise ValueError(
+            f"a map is of a matrix [M, K] with elements; got shape {x.shape}. Reshape it, as by "
+            "x.reshape(-1, x.shape[-1])."
+        )
     return x

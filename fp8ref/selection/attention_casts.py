@@ -19,9 +19,11 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True)
 class Casts:
-    """The operands of one layer's attention that are cast, and the variant whose formats and policy casts have.
+    """The operands of one layer's attention that are cast, and the variant whose formats and policy
+    casts have.
 
-    Raises:   ValueError: an unknown role; a variant without one FP8 scale for a tensor, and gradients.
+    Raises:   ValueError: an unknown role; a variant without one FP8 scale for a tensor, and
+              gradients.
     """
 
     variant: Variant
@@ -33,18 +35,27 @@ class Casts:
             raise ValueError(f"an operand of attention is {', '.join(ROLES)}; got {unknown[0]!r}.")
         if not one_by_one(variant):
             raise ValueError(
-                f"operands of attention are cast one by one under a variant with one FP8 scale for a tensor, and gradients; got {variant.name!r}. "
-                "Use 'cudnn'."
+                "operands of attention are cast one by one under a variant with one FP8 scale "
+                f"for a tensor, and gradients; got {variant.name!r}. Use 'cudnn'."
             )
 
 
 def one_by_one(variant: Variant) -> bool:
-    """Whether operands are cast one by one under a variant: it has one FP8 scale for a tensor, of P a state's, and casts in its backward pass."""
-    return variant.fmt.bits == 8 and variant.granularity == "tensor" and variant.backward == "cast" and variant.p_scale == "state"
+    """Whether operands are cast one by one under a variant: it has one FP8 scale for a tensor, of P
+    a state's, and casts in its backward pass.
+    """
+    return (
+        variant.fmt.bits == 8
+        and variant.granularity == "tensor"
+        and variant.backward == "cast"
+        and variant.p_scale == "state"
+    )
 
 
 def of(variant: str, operands: Iterable[str], layer: str) -> Casts:
-    """The casts of one layer, of operands such as "p", of every layer, or "layers.0/q", of those that a pattern names (R-3)."""
+    """The casts of one layer, of operands such as "p", of every layer, or "layers.0/q", of those
+    that a pattern names (R-3).
+    """
     found = set()
     for operand in operands:
         pattern, slash, role = operand.rpartition("/")
@@ -55,4 +66,8 @@ def of(variant: str, operands: Iterable[str], layer: str) -> Casts:
 
 def fmt(role: str, casts: Casts) -> Format:
     """The format of an operand's cast (A-15)."""
-    return (casts.variant.gradient_fmt or casts.variant.fmt) if role in ("do", "ds") else casts.variant.fmt
+    return (
+        (casts.variant.gradient_fmt or casts.variant.fmt)
+        if role in ("do", "ds")
+        else casts.variant.fmt
+    )

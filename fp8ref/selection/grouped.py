@@ -16,7 +16,8 @@ Amax = Literal["group", "all"]
 """Which elements a scale covers (spec X-3).
 
 group  those that its granularity says of one group's rows and of one expert's weight
-all    those that it says of all groups' rows as one matrix, and of all experts' weights as one tensor
+all    those that it says of all groups' rows as one matrix, and of all experts' weights as one
+       tensor
 """
 
 
@@ -38,10 +39,14 @@ class GroupedRecipe:
         if self.amax not in get_args(Amax):
             raise ValueError(f"amax is one of {', '.join(get_args(Amax))}; got {self.amax!r}.")
         if self.amax == "all" and self.recipe.in_blocks:
-            raise ValueError(f"blocks begin with their group, so amaxes are of a 'group'; got 'all' for recipe {self.recipe.name!r}.")
+            raise ValueError(
+                "blocks begin with their group, so amaxes are of a 'group'; got 'all' for "
+                f"recipe {self.recipe.name!r}."
+            )
         if self.amax == "group" and self.recipe.delayed:
             raise ValueError(
-                f"delayed scaling keeps one state of each role for all groups (X-9); got amax 'group' for recipe {self.recipe.name!r}. Use 'all'."
+                "delayed scaling keeps one state of each role for all groups (X-9); got amax "
+                f"'group' for recipe {self.recipe.name!r}. Use 'all'."
             )
 
     @property
@@ -51,34 +56,52 @@ class GroupedRecipe:
 
 
 def _by_kernel_scales(recipe: Recipe) -> Recipe:
-    """A recipe of rows whose GEMMs are all fast and scaled before they round, as torch's grouped kernel does."""
+    """A recipe of rows whose GEMMs are all fast and scaled before they round, as torch's grouped
+    kernel does.
+    """
 
     def of(spec: GemmSpec) -> GemmSpec:
         return dataclasses.replace(spec, accumulate="fast", epilogue="scale_then_round")
 
-    changed = {"output": of(recipe.output), "grad_input": of(recipe.grad_input), "grad_weight": of(recipe.grad_weight)}
+    changed = {
+        "output": of(recipe.output),
+        "grad_input": of(recipe.grad_input),
+        "grad_weight": of(recipe.grad_weight),
+    }
     return Recipe(name=recipe.name, **changed)
 
 
 GROUPED_RECIPES = {
-    name: GroupedRecipe(recipe=recipe, amax="all" if recipe.delayed else "group") for name, recipe in trained_recipes().items()
+    name: GroupedRecipe(recipe=recipe, amax="all" if recipe.delayed else "group")
+    for name, recipe in trained_recipes().items()
 } | {
     # torchao 0.18, prototype/moe_training/fp8_grouped_mm.py: use_fast_accum in all three GEMMs, and
     # both scales in each call of torch._scaled_grouped_mm.
     "rowwise": GroupedRecipe(recipe=_by_kernel_scales(RECIPES["rowwise"]))
 }
-"""The grouped recipes by name: those of R-1, of which ``rowwise`` is torchao's for experts (X-8)."""
+"""The grouped recipes by name: those of R-1, of which ``rowwise`` is torchao's for experts (X-8).
+"""
 
 
 def of_linears(recipe: Recipe) -> GroupedRecipe:
-    """The grouped recipe that goes with a recipe of linears: torchao's for experts with its ``rowwise``."""
-    return GROUPED_RECIPES[recipe.name] if RECIPES.get(recipe.name) == recipe and recipe.name in GROUPED_RECIPES else by_name(recipe)
+    """The grouped recipe that goes with a recipe of linears: torchao's for experts with its
+    ``rowwise``.
+    """
+    return (
+        GROUPED_RECIPES[recipe.name]
+        if RECIPES.get(recipe.name) == recipe and recipe.name in GROUPED_RECIPES
+        else by_name(recipe)
+    )
 
 
 def by_name(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
     """The grouped recipe of that name; a GroupedRecipe is itself, and a Recipe that of each group;
     ValueError for anything else."""
-    if isinstance(recipe, Recipe) or (isinstance(recipe, str) and recipe in RECIPES and RECIPES[recipe].simulated):
+    if isinstance(recipe, Recipe) or (
+        isinstance(recipe, str) and recipe in RECIPES and RECIPES[recipe].simulated
+    ):
         recipe = check_trained(recipe)
         return GroupedRecipe(recipe=recipe, amax="all" if recipe.delayed else "group")
-    return registry.lookup("a grouped recipe is a GroupedRecipe, a Recipe or", GROUPED_RECIPES, recipe, GroupedRecipe)
+    return registry.lookup(
+        "a grouped recipe is a GroupedRecipe, a Recipe or", GROUPED_RECIPES, recipe, GroupedRecipe
+    )

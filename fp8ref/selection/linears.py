@@ -27,12 +27,17 @@ the same GEMMs.
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether pattern names this module (spec R-3): a run of whole dotted components, or a shell pattern for all of it.
+    """Whether pattern names this module (spec R-3): a run of whole dotted components, or a shell
+    pattern for all of it.
 
-    >>> matches("layers.1", "model.layers.1.mlp.up_proj"), matches("layers.1", "model.layers.10.mlp.up_proj")
-    (True, False)
-    >>> matches("*.mlp.*", "model.layers.10.mlp.up_proj"), matches("mlp", "model.layers.10.mlp.up_proj")
-    (True, True)
+    >>> matches("layers.1", "model.layers.1.mlp.up_proj")
+    True
+    >>> matches("layers.1", "model.layers.10.mlp.up_proj")
+    False
+    >>> matches("*.mlp.*", "model.layers.10.mlp.up_proj")
+    True
+    >>> matches("mlp", "model.layers.10.mlp.up_proj")
+    True
     """
     if any(c in pattern for c in "*?["):
         return fnmatch.fnmatchcase(name, pattern)
@@ -40,7 +45,9 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def listed(names: Collection[str], most: int = 16) -> str:
-    """Names of linears for an error: all of a small model; of a large one the first and the last."""
+    """Names of linears for an error: all of a small model; of a large one the first and the
+    last.
+    """
     names = list(names)
     if len(names) > most:
         names = [*names[: most - 2], f"{len(names) - most + 1} more", names[-1]]
@@ -49,7 +56,9 @@ def listed(names: Collection[str], most: int = 16) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What becomes of one linear, and why: reason is for a person, and names the pattern or the rule."""
+    """What becomes of one linear, and why: reason is for a person, and names the pattern or the
+    rule.
+    """
 
     path: str
     shape: tuple[int, int]  # [N, K]
@@ -77,41 +86,60 @@ def select(
 ) -> list[Decision]:
     """Which linears a recipe converts (spec R-2 to R-4), by one rule for both backends.
 
-    Shapes:   linears maps a module's name to its weight's shape [N, K], whole however it is sharded.
+    Shapes:   linears maps a module's name to its weight's shape [N, K], whole however it is
+              sharded.
     Returns:  one Decision a linear, in the order given.
-    Raises:   ValueError: a pattern that names nothing; a linear named in fp8_fqns whose dims are not multiples of 16 or of the recipe's blocks;
-              'auto_filter_small_kn' for a recipe without thresholds; an FP8 recipe that converts nothing.
+    Raises:   ValueError: a pattern that names nothing; a linear named in fp8_fqns whose dims are
+              not multiples of 16 or of the recipe's blocks; 'auto_filter_small_kn' for a recipe
+              without thresholds; an FP8 recipe that converts nothing.
     """
     recipe = recipes.by_name(recipe)
     for key, patterns in (("filter_fqns", filter_fqns), ("fp8_fqns", fp8_fqns)):
         if isinstance(patterns, str):
-            raise ValueError(f"{key} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
-        if not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ValueError(f"{key} is a list of patterns, each a string; got {patterns!r}. Leave it out, or name linears.")
+            raise ValueError(
+                f"{key} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}]."
+            )
+        if not isinstance(patterns, Collection) or not all(
+            isinstance(pattern, str) for pattern in patterns
+        ):
+            raise ValueError(
+                f"{key} is a list of patterns, each a string; got {patterns!r}. Leave it out, "
+                "or name linears."
+            )
         for pattern in patterns:
             if key == "filter_fqns" and pattern == AUTO_FILTER:
                 continue
             if not any(matches(pattern, name) for name in linears):
                 raise ValueError(
-                    f"every pattern of {key} names at least one linear (R-3); {pattern!r} names none of: {listed(linears) or 'no linears'}."
+                    f"every pattern of {key} names at least one linear (R-3); {pattern!r} names "
+                    f"none of: {listed(linears) or 'no linears'}."
                 )
     small = _small(recipe) if AUTO_FILTER in filter_fqns else ()
-    decisions = [_decide(name, shape, recipe, filter_fqns, fp8_fqns, small) for name, shape in linears.items()]
+    decisions = [
+        _decide(name, shape, recipe, filter_fqns, fp8_fqns, small)
+        for name, shape in linears.items()
+    ]
     if recipe.fp8 and not any(d.fp8 for d in decisions):
-        shown = [f"{d.path or 'the model itself'}: {d.reason}" for d in decisions[:8]] + [f"and {len(decisions) - 8} more"] * (
-            len(decisions) > 8
-        )
+        shown = [f"{d.path or 'the model itself'}: {d.reason}" for d in decisions[:8]] + [
+            f"and {len(decisions) - 8} more"
+        ] * (len(decisions) > 8)
         reasons = "; ".join(shown) or "the model has no linears"
-        raise ValueError(f"recipe {recipe.name!r} converts no linear ({reasons}). Change filter_fqns or use recipe 'bf16'.")
+        raise ValueError(
+            f"recipe {recipe.name!r} converts no linear ({reasons}). Change filter_fqns or use "
+            "recipe 'bf16'."
+        )
     return decisions
 
 
 def check_shape(name: str, shape: tuple[int, int], recipe: Recipe) -> None:
     """ValueError unless [N, K] are multiples of what a recipe's casts take (L-5, S-6)."""
-    multiples = [_multiple(recipe, which) for which in ("grad_input", "output")]  # which reduce N and K
+    multiples = [
+        _multiple(recipe, which) for which in ("grad_input", "output")
+    ]  # which reduce N and K
     if any(length % multiple for length, multiple in zip(shape, multiples, strict=True)):
         raise ValueError(
-            f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); {name} is {list(shape)}. Leave it out."
+            f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); "
+            f"{name} is {list(shape)}. Leave it out."
         )
 
 
@@ -121,8 +149,9 @@ def _small(recipe: Recipe) -> Sequence[tuple[float, float]]:
         return ()
     if recipe.name not in SMALL or recipe != RECIPES[recipe.name]:
         raise ValueError(
-            f"{AUTO_FILTER!r} in filter_fqns needs one of fp8ref's recipes with thresholds (R-4): {', '.join(SMALL)}; got {recipe.name!r}, "
-            f"for which there is no data. Name the small linears in filter_fqns instead."
+            f"{AUTO_FILTER!r} in filter_fqns needs one of fp8ref's recipes with thresholds "
+            f"(R-4): {', '.join(SMALL)}; got {recipe.name!r}, for which there is no data. Name "
+            "the small linears in filter_fqns instead."
         )
     return SMALL[recipe.name]
 
@@ -144,22 +173,41 @@ def _decide(
     filtered = [p for p in filter_fqns if matches(p, name)]
     if filtered and not named:
         return kept(f"named by filter_fqns {filtered[0]!r}")
-    multiples = [_multiple(recipe, which) for which in ("grad_input", "output")]  # which reduce N and K
+    multiples = [
+        _multiple(recipe, which) for which in ("grad_input", "output")
+    ]  # which reduce N and K
     if any(length % multiple for length, multiple in zip(shape, multiples, strict=True)):
-        reason = f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); {name or 'it'} is {list(shape)}"
+        reason = (
+            f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); "
+            f"{name or 'it'} is {list(shape)}"
+        )
         if named:
-            raise ValueError(f"{reason}, and fp8_fqns {named[0]!r} names it. Pad the layer or drop the pattern.")
+            raise ValueError(
+                f"{reason}, and fp8_fqns {named[0]!r} names it. Pad the layer or drop the pattern."
+            )
         return kept(reason)
     for most in () if named else small:
         if all(length <= limit for length, limit in zip(shape, most, strict=True)):
-            limits = " and ".join(f"{axis} <= {limit}" for axis, limit in zip("NK", most, strict=True) if limit < math.inf)
-            return kept(f"{AUTO_FILTER!r} keeps {limits} from recipe {recipe.name!r} (R-4); {name or 'it'} is {list(shape)}")
+            limits = " and ".join(
+                f"{axis} <= {limit}"
+                for axis, limit in zip("NK", most, strict=True)
+                if limit < math.inf
+            )
+            return kept(
+                f"{AUTO_FILTER!r} keeps {limits} from recipe {recipe.name!r} (R-4); "
+                f"{name or 'it'} is {list(shape)}"
+            )
     return Decision(
-        path=name, shape=shape, recipe=recipe, reason=f"named by fp8_fqns {named[0]!r}" if named else "every linear not filtered"
+        path=name,
+        shape=shape,
+        recipe=recipe,
+        reason=f"named by fp8_fqns {named[0]!r}" if named else "every linear not filtered",
     )
 
 
 def _multiple(recipe: Recipe, which: Gemm) -> int:
-    """What the length that a GEMM reduces is a multiple of: of 16 (L-5), and of the blocks of its operands (S-6)."""
+    """What the length that a GEMM reduces is a multiple of: of 16 (L-5), and of the blocks of its
+    operands (S-6).
+    """
     casts = [cast for cast in (recipe.gemms[which].a, recipe.gemms[which].b) if cast is not None]
     return math.lcm(16, *(granularity.by_name(cast.granularity).reduced or 1 for cast in casts))

@@ -1,4 +1,6 @@
-"""What of a model runs in FP8 and what does not, and why: rows, shares and the table of ``fj.flax.report`` and ``ft.report``."""
+"""What of a model runs in FP8 and what does not, and why: rows, shares and the table of
+``fj.flax.report`` and ``ft.report``.
+"""
 
 from dataclasses import dataclass, field
 
@@ -45,7 +47,9 @@ class Report:
     @property
     def parameters(self) -> float:
         """The share of parameters that are multiplied in FP8."""
-        return _share(sum(row.in_fp8 for row in self.rows), sum(row.parameters for row in self.rows))
+        return _share(
+            sum(row.in_fp8 for row in self.rows), sum(row.parameters for row in self.rows)
+        )
 
     @property
     def multiplications(self) -> float | None:
@@ -62,7 +66,10 @@ class Report:
 
     def share_of(self, rows: list[Row], *, multiplications: bool = False) -> float:
         """The share of the parameters, or of the multiplications, that some rows have."""
-        sizes = {id(row): (row.multiplications or 0) if multiplications else row.parameters for row in self.rows}
+        sizes = {
+            id(row): (row.multiplications or 0) if multiplications else row.parameters
+            for row in self.rows
+        }
         return _share(sum(sizes[id(row)] for row in rows), sum(sizes.values()))
 
     def summary(self) -> str:
@@ -71,10 +78,20 @@ class Report:
         shares = [f"{self.parameters:.1%} of the parameters"]
         if self.multiplications is not None:
             shares.append(f"{self.multiplications:.1%} of the multiplications")
-        recipes = ", ".join(dict.fromkeys(f"{row.recipe}{f' by {row.kernel}' if row.kernel else ''}" for row in layers))
-        line = f"{len(layers)} layer{'s' * (len(layers) != 1)} in FP8{f' ({recipes})' if recipes else ''}, {' and '.join(shares)}"
+        recipes = ", ".join(
+            dict.fromkeys(
+                f"{row.recipe}{f' by {row.kernel}' if row.kernel else ''}" for row in layers
+            )
+        )
+        line = (
+            f"{len(layers)} layer{'s' * (len(layers) != 1)} in "
+            f"FP8{f' ({recipes})' if recipes else ''}, {' and '.join(shares)}"
+        )
         names = [
-            f"{row.path or row.kind} ({row.kind}: {row.reason})" if row.path else f"{row.kind} ({row.reason})" for row in self.left_out
+            f"{row.path or row.kind} ({row.kind}: {row.reason})"
+            if row.path
+            else f"{row.kind} ({row.reason})"
+            for row in self.left_out
         ]
         more = f"; and {len(names) - NAMED} more" if len(names) > NAMED else ""
         return f"{line}. Not in FP8: {'; '.join(names[:NAMED])}{more}." if names else f"{line}."
@@ -96,7 +113,10 @@ class Report:
             del columns["multiplications"]
         cells = [list(columns), *([cell(row) for cell in columns.values()] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in cells
+        ]
         return "\n".join([*table, self.summary()])
 
 

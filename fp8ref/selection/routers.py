@@ -13,15 +13,25 @@ NAMES = ("router", "gate")
 """A router has one of these as a component of its name, and an output for each expert."""
 
 
-def left_out(decisions: Iterable[Decision], experts: Collection[int | None], fp8_fqns: Sequence[str]) -> list[Decision]:
+def left_out(
+    decisions: Iterable[Decision], experts: Collection[int | None], fp8_fqns: Sequence[str]
+) -> list[Decision]:
     """The decisions, of which those of routers are high precision, unless fp8_fqns names them.
 
     experts   how many experts each converted layer of the model has.
     """
 
     def decided(linear: Decision) -> Decision:
-        router = linear.experts is None and linear.shape[0] in experts and set(NAMES) & set(linear.path.split("."))
-        if not linear.fp8 or not router or any(matches(pattern, linear.path) for pattern in fp8_fqns):
+        router = (
+            linear.experts is None
+            and linear.shape[0] in experts
+            and set(NAMES) & set(linear.path.split("."))
+        )
+        if (
+            not linear.fp8
+            or not router
+            or any(matches(pattern, linear.path) for pattern in fp8_fqns)
+        ):
             return linear
         return dataclasses.replace(linear, recipe=RECIPES["bf16"], reason=ROUTER)
 

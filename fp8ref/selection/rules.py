@@ -1,7 +1,8 @@
-"""Rules that change casts of single operands, layers x GEMMs x roles, or epilogues of GEMMs (spec R-8).
+"""Rules that change casts of single operands, layers x GEMMs x roles, or epilogues of GEMMs (spec
+R-8).
 
-    rule = Rule(layers=("layers.0.mlp.down_proj",), roles=("grad_output",), format="e4m3fn", policy="unscaled")
-    decisions = apply([rule], decisions)
+    rule = Rule(layers=("layers.0.mlp.down_proj",), roles=("grad_output",), format="e4m3fn",
+    policy="unscaled") decisions = apply([rule], decisions)
 
 ``linears`` says which recipe a linear has, and rules change it, one after the other. Every
 backend takes a linear's recipe from its Decision, so that rules are the same for all.
@@ -15,7 +16,17 @@ from dataclasses import dataclass
 from fp8ref import recipe as recipes
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.policy import POLICIES, UNSCALED
-from fp8ref.recipe import OPERANDS, RECIPES, ROLES, CastSpec, Gemm, GemmSpec, Recipe, Role, trained_recipes
+from fp8ref.recipe import (
+    OPERANDS,
+    RECIPES,
+    ROLES,
+    CastSpec,
+    Gemm,
+    GemmSpec,
+    Recipe,
+    Role,
+    trained_recipes,
+)
 from fp8ref.selection.linears import Decision, check_shape, matches
 from fp8ref.spec import granularity as granularities
 from fp8ref.spec.epilogue import EPILOGUES
@@ -26,10 +37,11 @@ GEMMS: tuple[Gemm, ...] = tuple(OPERANDS)
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a rule changes, and to what. It gives a recipe; or some of format, granularity and policy; or an epilogue.
+    """What a rule changes, and to what. It gives a recipe; or some of format, granularity and
+    policy; or an epilogue.
 
-    Raises:   ValueError: an unknown word, naming the nearest; a rule that gives nothing, or several of these; GEMMs and
-              roles that have no operand in common; roles beside an epilogue.
+    Raises:   ValueError: an unknown word, naming the nearest; a rule that gives nothing, or several
+              of these; GEMMs and roles that have no operand in common; roles beside an epilogue.
     """
 
     layers: tuple[str, ...]
@@ -47,11 +59,16 @@ class Rule:
     policy: str | None = None
     """Policy of their scales; unscaled: scale 1."""
     epilogue: str | None = None
-    """Epilogue of the GEMMs of two FP8 operands: scale_then_round, product_then_round, as cuBLASLt's, or unit_round_scale_round."""
+    """Epilogue of the GEMMs of two FP8 operands: scale_then_round, product_then_round, as
+    cuBLASLt's, or unit_round_scale_round.
+    """
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise ValueError("a rule of numerics.rules names linears in layers; got none. Name some, such as 'layers.0'.")
+            raise ValueError(
+                "a rule of numerics.rules names linears in layers; got none. Name some, such as "
+                "'layers.0'."
+            )
         for key, given, known in (
             ("gemms", self.gemms, GEMMS),
             ("roles", self.roles, ROLES),
@@ -59,22 +76,39 @@ class Rule:
             ("format", [self.format], FP8_FORMATS),
             ("granularity", [self.granularity], granularities.GRANULARITIES),
             ("policy", [self.policy], (*POLICIES, UNSCALED.name)),
-            ("epilogue", [self.epilogue], [name for name, of in EPILOGUES.items() if of.bias is None]),
+            (
+                "epilogue",
+                [self.epilogue],
+                [name for name, of in EPILOGUES.items() if of.bias is None],
+            ),
         ):
             for word in given:
                 if word is not None and word not in known:
-                    raise ValueError(f"{key} of a rule is of {', '.join(known)}; got {word!r}.{_nearest(word, known)}")
-        parts = [key for key in ("format", "granularity", "policy") if getattr(self, key) is not None]
+                    raise ValueError(
+                        f"{key} of a rule is of {', '.join(known)}; got "
+                        f"{word!r}.{_nearest(word, known)}"
+                    )
+        parts = [
+            key for key in ("format", "granularity", "policy") if getattr(self, key) is not None
+        ]
         others = [key for key in ("recipe", "epilogue") if getattr(self, key) is not None]
         if bool(parts) + len(others) != 1:
             raise ValueError(
-                f"a rule gives a recipe, or a format, granularity or policy, or an epilogue; got {', '.join([*parts, *others]) or 'none'}. "
-                "Split it, or name one."
+                "a rule gives a recipe, or a format, granularity or policy, or an epilogue; got "
+                f"{', '.join([*parts, *others]) or 'none'}. Split it, or name one."
             )
         if self.epilogue is not None and self.roles != ROLES:
-            raise ValueError(f"an epilogue is of a GEMM, not of single operands; got roles {', '.join(self.roles)}. Leave them out.")
-        if not any(set(roles) & set(self.roles) for gemm, roles in OPERANDS.items() if gemm in self.gemms):
-            raise ValueError(f"{', '.join(self.gemms)} of a rule has no operand {', '.join(self.roles)} (L-2). Name another GEMM or role.")
+            raise ValueError(
+                "an epilogue is of a GEMM, not of single operands; got roles "
+                f"{', '.join(self.roles)}. Leave them out."
+            )
+        if not any(
+            set(roles) & set(self.roles) for gemm, roles in OPERANDS.items() if gemm in self.gemms
+        ):
+            raise ValueError(
+                f"{', '.join(self.gemms)} of a rule has no operand {', '.join(self.roles)} "
+                "(L-2). Name another GEMM or role."
+            )
 
     def covers(self, gemm: Gemm, role: Role) -> bool:
         """Whether it changes this operand of a linear that it names."""
@@ -91,28 +125,42 @@ class Rule:
             fmt=now.fmt if self.format is None else FP8_FORMATS[self.format],
             granularity=self.granularity or now.granularity,
             policy=policy,
-            delayed=now.delayed if policy == now.policy and self.granularity in (None, now.granularity) else None,
+            delayed=now.delayed
+            if policy == now.policy and self.granularity in (None, now.granularity)
+            else None,
         )
 
 
 def apply(rules: Sequence[Rule], decisions: Sequence[Decision]) -> list[Decision]:
     """The decisions after all rules, in their order; a later rule changes what an earlier one left.
 
-    Raises:   ValueError: a pattern that names no linear, with the nearest names; a rule that changes
-              nothing; operands that no GEMM takes together; dims that a cast does not take.
+    Raises:   ValueError: a pattern that names no linear, with the nearest names; a rule that
+              changes nothing; operands that no GEMM takes together; dims that a cast does not take.
     """
     made, names = list(decisions), [d.path for d in decisions]
     for number, rule in enumerate(rules, 1):
         for pattern in rule.layers:
             if not any(matches(pattern, name) for name in names):
                 split = [name.split(".") for name in names]
-                parts = dict.fromkeys(".".join(part[i:j]) for part in split for i in range(len(part)) for j in range(i + 1, len(part) + 1))
-                raise ValueError(f"every pattern of a rule names a linear (R-3); rule {number} has {pattern!r}.{_nearest(pattern, parts)}")
-        after = [_under(rule, number, d) if any(matches(p, d.path) for p in rule.layers) else d for d in made]
+                parts = dict.fromkeys(
+                    ".".join(part[i:j])
+                    for part in split
+                    for i in range(len(part))
+                    for j in range(i + 1, len(part) + 1)
+                )
+                raise ValueError(
+                    f"every pattern of a rule names a linear (R-3); rule {number} has "
+                    f"{pattern!r}.{_nearest(pattern, parts)}"
+                )
+        after = [
+            _under(rule, number, d) if any(matches(p, d.path) for p in rule.layers) else d
+            for d in made
+        ]
         if after == made:
             raise ValueError(
-                f"rule {number} of numerics.rules changes nothing: its linears have these casts or epilogues already, or none that a format, granularity, "
-                "policy or epilogue could change. Leave it out, or name a recipe."
+                f"rule {number} of numerics.rules changes nothing: its linears have these casts "
+                "or epilogues already, or none that a format, granularity, policy or epilogue "
+                "could change. Leave it out, or name a recipe."
             )
         made = after
     return made
@@ -120,17 +168,34 @@ def apply(rules: Sequence[Rule], decisions: Sequence[Decision]) -> list[Decision
 
 def casts_of(recipe: Recipe) -> dict[tuple[Gemm, Role], CastSpec | None]:
     """The cast of each of the six operands; None in high precision."""
-    return {(gemm, role): cast for gemm, spec in recipe.gemms.items() for role, cast in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)}
+    return {
+        (gemm, role): cast
+        for gemm, spec in recipe.gemms.items()
+        for role, cast in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)
+    }
 
 
-def with_casts(base: Recipe, casts: dict[tuple[Gemm, Role], CastSpec | None], name: str, like: Iterable[Recipe] = ()) -> Recipe:
-    """A recipe of these casts. Where a GEMM has the casts of base, or of a recipe of ``like``, it is that GEMM, with
-    its accumulation and epilogue; else it accumulates as base does, or fast for output and slow for gradients, and scales, then rounds."""
+def with_casts(
+    base: Recipe,
+    casts: dict[tuple[Gemm, Role], CastSpec | None],
+    name: str,
+    like: Iterable[Recipe] = (),
+) -> Recipe:
+    """A recipe of these casts. Where a GEMM has the casts of base, or of a recipe of ``like``, it
+    is that GEMM, with its accumulation and epilogue; else it accumulates as base does, or fast for
+    output and slow for gradients, and scales, then rounds."""
     made = {}
     for gemm, roles in OPERANDS.items():
         a, b = (casts[gemm, role] for role in roles)
-        known = next((r.gemms[gemm] for r in (base, *like) if (r.gemms[gemm].a, r.gemms[gemm].b) == (a, b)), None)
-        sums = (base.gemms[gemm].accumulate or ("fast" if gemm == "output" else "slow")) if a and b else None
+        known = next(
+            (r.gemms[gemm] for r in (base, *like) if (r.gemms[gemm].a, r.gemms[gemm].b) == (a, b)),
+            None,
+        )
+        sums = (
+            (base.gemms[gemm].accumulate or ("fast" if gemm == "output" else "slow"))
+            if a and b
+            else None
+        )
         made[gemm] = known or GemmSpec(a=a, b=b, accumulate=sums)
     recipe = Recipe(name=name, **made)
     recipes.delayed_casts(recipe)  # refuses two casts of one state
@@ -138,32 +203,59 @@ def with_casts(base: Recipe, casts: dict[tuple[Gemm, Role], CastSpec | None], na
 
 
 def to_manifest(decision: Decision) -> dict[str, str]:
-    """Each operand of a linear in a few words, by "<gemm>/<role>", and each epilogue of FP8 operands, by "<gemm>/epilogue"."""
+    """Each operand of a linear in a few words, by "<gemm>/<role>", and each epilogue of FP8
+    operands, by "<gemm>/epilogue".
+    """
 
     def words(cast: CastSpec | None) -> str:
         return (
-            "high precision" if cast is None else f"{cast.fmt.name} {cast.granularity} {cast.policy.name}" + " delayed" * bool(cast.delayed)
+            "high precision"
+            if cast is None
+            else f"{cast.fmt.name} {cast.granularity} {cast.policy.name}"
+            + " delayed" * bool(cast.delayed)
         )
 
-    operands = {f"{gemm}/{role}": words(cast) for (gemm, role), cast in casts_of(decision.recipe).items()}
-    return operands | {f"{gemm}/epilogue": spec.epilogue for gemm, spec in decision.recipe.gemms.items() if spec.fp8}
+    operands = {
+        f"{gemm}/{role}": words(cast) for (gemm, role), cast in casts_of(decision.recipe).items()
+    }
+    return operands | {
+        f"{gemm}/epilogue": spec.epilogue
+        for gemm, spec in decision.recipe.gemms.items()
+        if spec.fp8
+    }
 
 
 def _under(rule: Rule, number: int, decision: Decision) -> Decision:
     before = casts_of(decision.recipe)
-    after = {(gemm, role): rule.cast(cast, gemm, role) if rule.covers(gemm, role) else cast for (gemm, role), cast in before.items()}
-    given = {gemm: rule.epilogue for gemm, spec in decision.recipe.gemms.items() if rule.epilogue and spec.fp8 and gemm in rule.gemms}
-    if after == before and all(decision.recipe.gemms[gemm].epilogue == epilogue for gemm, epilogue in given.items()):
+    after = {
+        (gemm, role): rule.cast(cast, gemm, role) if rule.covers(gemm, role) else cast
+        for (gemm, role), cast in before.items()
+    }
+    given = {
+        gemm: rule.epilogue
+        for gemm, spec in decision.recipe.gemms.items()
+        if rule.epilogue and spec.fp8 and gemm in rule.gemms
+    }
+    if after == before and all(
+        decision.recipe.gemms[gemm].epilogue == epilogue for gemm, epilogue in given.items()
+    ):
         return decision
     base = decision.recipe.name.split(" with ")[0]
     like = [RECIPES[rule.recipe]] if rule.recipe else []
     recipe = with_casts(decision.recipe, after, f"{base} with rules", like)
-    made: dict = {gemm: dataclasses.replace(recipe.gemms[gemm], epilogue=epilogue) for gemm, epilogue in given.items()}
+    made: dict = {
+        gemm: dataclasses.replace(recipe.gemms[gemm], epilogue=epilogue)
+        for gemm, epilogue in given.items()
+    }
     recipe = dataclasses.replace(recipe, **made)
     if recipe.fp8:
         check_shape(decision.path, decision.shape, recipe)
-    reason = f"{decision.reason}, and rule {number}" if "rule" in decision.reason else f"rule {number}"
-    return dataclasses.replace(decision, recipe=recipe if recipe.fp8 else RECIPES["bf16"], reason=reason)
+    reason = (
+        f"{decision.reason}, and rule {number}" if "rule" in decision.reason else f"rule {number}"
+    )
+    return dataclasses.replace(
+        decision, recipe=recipe if recipe.fp8 else RECIPES["bf16"], reason=reason
+    )
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

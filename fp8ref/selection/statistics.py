@@ -60,9 +60,12 @@ def planned(decisions: Iterable[Decision]) -> list[Operand]:
     ]
 
 
-def merged(operands: Sequence[Operand | AttentionOperand], parts: Sequence[np.ndarray]) -> dict[str, dict]:
-    """The recorded statistics of each operand, by name (Q-8, Q-13): amax, scale_min, scale_max; rates as
-    fractions; non_finite, a count; sqnr in dB. Of P and dS amax, count, saturated and lost, and their rates.
+def merged(
+    operands: Sequence[Operand | AttentionOperand], parts: Sequence[np.ndarray]
+) -> dict[str, dict]:
+    """The recorded statistics of each operand, by name (Q-8, Q-13): amax, scale_min, scale_max;
+    rates as fractions; non_finite, a count; sqnr in dB. Of P and dS amax, count, saturated and
+    lost, and their rates.
 
     Shapes:   parts float64 [parts, FIELDS], one array for each operand; a part whose count is 0
               holds no element of it.
@@ -70,7 +73,9 @@ def merged(operands: Sequence[Operand | AttentionOperand], parts: Sequence[np.nd
               noise, signal or a finite x.
     """
     return {
-        operand.name: (_counted if isinstance(operand, AttentionOperand) and operand.counted else _recorded)(of_one)
+        operand.name: (
+            _counted if isinstance(operand, AttentionOperand) and operand.counted else _recorded
+        )(of_one)
         for operand, of_one in zip(operands, parts, strict=True)
     }
 
@@ -79,7 +84,9 @@ def _recorded(parts: np.ndarray) -> dict:
     held = parts[parts[:, 0] > 0]
     assert len(held), "every planned operand is somewhere"
     total: Mapping[str, float] = dict(zip(FIELDS, held.sum(axis=0).tolist(), strict=True))
-    largest: Mapping[str, float] = dict(zip(FIELDS, held.max(axis=0).tolist(), strict=True))  # NaN if any is
+    largest: Mapping[str, float] = dict(
+        zip(FIELDS, held.max(axis=0).tolist(), strict=True)
+    )  # NaN if any is
     smallest: Mapping[str, float] = dict(zip(FIELDS, held.min(axis=0).tolist(), strict=True))
     count = total["count"]
     return {
@@ -95,7 +102,9 @@ def _recorded(parts: np.ndarray) -> dict:
 
 
 def _counted(parts: np.ndarray) -> dict:
-    """The record of P or dS (Q-13): casts that clipped are overflows, and those that made 0 underflows."""
+    """The record of P or dS (Q-13): casts that clipped are overflows, and those that made 0
+    underflows.
+    """
     total: Mapping[str, float] = dict(zip(FIELDS, parts.sum(axis=0).tolist(), strict=True))
     count = total["count"]
     return {
@@ -109,8 +118,8 @@ def _counted(parts: np.ndarray) -> dict:
 
 
 def clipped(record: Mapping[str, Any]) -> float | None:
-    """The share of elements that a recorded operand's cast saturated: of P and dS, whose casts are counted, those that it clipped (Q-13).
-    None without either."""
+    """The share of elements that a recorded operand's cast saturated: of P and dS, whose casts are
+    counted, those that it clipped (Q-13). None without either."""
     return record.get("saturation_rate", record.get("overflow_rate"))
 
 

@@ -31,13 +31,18 @@ def address(clause: str) -> str:
     """
     letter, anchor = clause[0].lower(), clause.lower()
     found = site()
-    return f"docs/spec/{letter}.md#{anchor}" if found is None else f"{found.rstrip('/')}/spec/{letter}.html#{anchor}"
+    return (
+        f"docs/spec/{letter}.md#{anchor}"
+        if found is None
+        else f"{found.rstrip('/')}/spec/{letter}.html#{anchor}"
+    )
 
 
 def addresses(message: str) -> list[str]:
     """A line "S-9: its address" for each clause that a message cites, in its order.
 
-    >>> [line.partition(":")[0] for line in addresses("takes at least one row (S-7); H-2 and S-7 say why")]
+    >>> cited = addresses("takes at least one row (S-7); H-2 and S-7 say why")
+    >>> [line.partition(":")[0] for line in cited]
     ['S-7', 'H-2']
     """
     clauses = dict.fromkeys(f"{letter}-{number}" for letter, number in _CLAUSE.findall(message))

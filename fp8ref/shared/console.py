@@ -1,7 +1,7 @@
 """What a person sees: tables on standard output, notes and one progress bar on standard error.
 
-Where standard error is no terminal, such as a cluster's log, the bar is a line every ``SECONDS``. rich is imported when something is shown,
-so that libraries need it only then.
+Where standard error is no terminal, such as a cluster's log, the bar is a line every ``SECONDS``.
+rich is imported when something is shown, so that libraries need it only then.
 """
 
 import importlib.util
@@ -44,14 +44,17 @@ _CONTROLS = {
     )
     for code in codes
 }
-"""{character that a terminal obeys or cannot show: its escape}: controls, directions of text, line separators, half surrogates."""
+"""{character that a terminal obeys or cannot show: its escape}: controls, directions of text, line
+separators, half surrogates.
+"""
 
 
 _TEXT_CONTROLS = {code: escape for code, escape in _CONTROLS.items() if chr(code) not in "\t\n"}
 
 
 def printable(text: str) -> str:
-    r"""A text without characters that a terminal obeys, which are shown as escapes. Tabs and line ends stay.
+    r"""A text without characters that a terminal obeys, which are shown as escapes. Tabs and line
+    ends stay.
 
     >>> printable("a\x1b[2Jb")
     'a\\x1b[2Jb'
@@ -60,7 +63,8 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    r"""As ``printable``, and one line: a name from outside that has several could pass for lines of fp8ref's.
+    r"""As ``printable``, and one line: a name from outside that has several could pass for lines of
+    fp8ref's.
 
     >>> one_line("a\nb")
     'a\\nb'
@@ -75,7 +79,10 @@ def show(*lines: str) -> None:
 
 
 def console() -> "Console":
-    """Standard output, wide enough for tables also where it is a file. ImportError without rich, naming the extra."""
+    """Standard output, wide enough for tables also where it is a file.
+
+    ImportError without rich, naming the extra.
+    """
     made = _rich()
     return made if made.is_terminal else _rich(width=120)
 
@@ -91,19 +98,33 @@ def table(*columns: str, title: str | None = None) -> "Table":
 
 
 def say(text: str) -> None:
-    """A line to standard error, also in a notebook, for what a person should know and no program reads."""
-    _rich(stderr=True, force_jupyter=False).print(one_line(text), markup=False, highlight=False, soft_wrap=True)
+    """A line to standard error, also in a notebook, for what a person should know and no program
+    reads.
+    """
+    _rich(stderr=True, force_jupyter=False).print(
+        one_line(text), markup=False, highlight=False, soft_wrap=True
+    )
 
 
 @contextmanager
-def bar(title: str, total: int | None, *, shown: bool = True, done: int = 0) -> Iterator[Callable[..., None]]:
-    """Yields a function that advances the bar, by one by default, and shows a note next to it. total None: unknown."""
+def bar(
+    title: str, total: int | None, *, shown: bool = True, done: int = 0
+) -> Iterator[Callable[..., None]]:
+    """Yields a function that advances the bar, by one by default, and shows a note next to it.
+    total None: unknown.
+    """
     console = _rich(stderr=True)
     if shown and not console.is_terminal and not console.is_jupyter:
         with _shown(title):
             yield _lines(title, total, done)
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description:<22}", markup=False),
@@ -112,7 +133,12 @@ def bar(title: str, total: int | None, *, shown: bool = True, done: int = 0) -> 
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", markup=False),
     )
-    with _shown(title), Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
+    with (
+        _shown(title),
+        Progress(
+            *columns, console=console, disable=not (shown and console.is_terminal)
+        ) as progress,
+    ):
         task = progress.add_task(one_line(title), total=total, completed=done, note="")
 
         def advance(note: str = "", by: int = 1) -> None:
@@ -123,9 +149,11 @@ def bar(title: str, total: int | None, *, shown: bool = True, done: int = 0) -> 
 
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
-    """Say on standard error how long a computation whose length is not known goes on, from ``PATIENCE`` seconds on.
+    """Say on standard error how long a computation whose length is not known goes on, from
+    ``PATIENCE`` seconds on.
 
-    On a terminal one line that changes each second, and is gone at the end; else a line every ``SECONDS``. A bar within takes its place.
+    On a terminal one line that changes each second, and is gone at the end; else a line every
+    ``SECONDS``. A bar within takes its place.
     """
     done, terminal = threading.Event(), sys.stderr.isatty()
 
@@ -153,11 +181,17 @@ def waiting(title: str) -> Iterator[None]:
 
 def library_bar(title: str, total: int | None) -> AbstractContextManager[Callable[..., None]]:
     """``bar``, of a library's function, which runs without one where rich is not installed."""
-    return bar(title, total) if importlib.util.find_spec("rich") else nullcontext(lambda note="", by=1: None)
+    return (
+        bar(title, total)
+        if importlib.util.find_spec("rich")
+        else nullcontext(lambda note="", by=1: None)
+    )
 
 
 def counted(title: str, items: Iterable[_T]) -> Iterator[_T]:
-    """The items, with a ``library_bar`` that advances after each; of a length that is not known the count alone."""
+    """The items, with a ``library_bar`` that advances after each; of a length that is not known the
+    count alone.
+    """
     total = len(items) if isinstance(items, Sized) else None
     with library_bar(title, total) as advance:
         for item in items:
@@ -183,13 +217,18 @@ def _lines(title: str, total: int | None, done: int) -> Callable[..., None]:
         done += by
         if time.monotonic() - said >= SECONDS:
             said = time.monotonic()
-            say(f"{title}: {done:,}{'' if total is None else f' of {total:,}'}{f', {note}' if note else ''}")
+            say(
+                f"{title}: "
+                f"{done:,}{'' if total is None else f' of {total:,}'}{f', {note}' if note else ''}"
+            )
 
     return advance
 
 
 def _rich(**options) -> "Console":
-    """A console that shows text as ``printable`` has it, whatever it is part of: text, markup, the cell of a table."""
+    """A console that shows text as ``printable`` has it, whatever it is part of: text, markup, the
+    cell of a table.
+    """
     extras.require("conformance", "the console output of fp8ref", "rich")
     from rich.console import Console
 
@@ -214,7 +253,9 @@ def _keep_rows(table: "Table") -> None:
     """Have each text of a table take one line: a name of several could pass for further rows."""
     for column in table.columns:
         column.header = one_line(column.header) if isinstance(column.header, str) else column.header
-        column._cells = [one_line(cell) if isinstance(cell, str) else cell for cell in column._cells]
+        column._cells = [
+            one_line(cell) if isinstance(cell, str) else cell for cell in column._cells
+        ]
     if isinstance(table.title, str):
         table.title = one_line(table.title)
 
@@ -223,7 +264,9 @@ class _Escaped:
     def __init__(self, renderable) -> None:
         self._renderable = renderable
 
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[Segment]":
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> "Iterator[Segment]":
         from rich.segment import Segment
 
         for text, style, control in console.render(self._renderable, options):

@@ -1,8 +1,13 @@
-"""The errors that a user can cause or must act on. The command line turns each into its own exit code."""
+"""The errors that a user can cause or must act on.
+
+The command line turns each into its own exit code.
+"""
 
 
 class ConfigError(ValueError):
-    """A configuration, a file or an option cannot be used; the message says why and what to write instead."""
+    """A configuration, a file or an option cannot be used; the message says why and what to write
+    instead.
+    """
 
 
 class NonFiniteError(RuntimeError):
@@ -14,7 +19,9 @@ class LostProcessError(RuntimeError):
 
 
 class LostRunError(OSError):
-    """The directory of a run was removed, moved or replaced while the run trained; nothing is written there any more."""
+    """The directory of a run was removed, moved or replaced while the run trained; nothing is
+    written there any more.
+    """
 
 
 class StoppedError(RuntimeError):

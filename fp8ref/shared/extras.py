@@ -18,22 +18,31 @@ def require(extra: str, room: str, *packages: str) -> None:
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ImportError(
-            f"{room} needs {', '.join(packages)}; {', '.join(missing)} {verb} missing. Install with: pip install 'fp8ref[{extra}]'",
+            f"{room} needs {', '.join(packages)}; {', '.join(missing)} {verb} missing. Install "
+            f"with: pip install 'fp8ref[{extra}]'",
             name=missing[0],
         )
 
 
 def remedy(error: ImportError) -> str | None:
-    """What to install for a package that an import did not find; None where no extra of fp8ref brings it."""
+    """What to install for a package that an import did not find; None where no extra of fp8ref
+    brings it.
+    """
     package = (error.name or "").split(".")[0]
     if not isinstance(error, ModuleNotFoundError) or not package or package == "fp8ref":
         return None
     extra = extra_of(package)
-    return None if extra is None else f"{package} is missing. Install it with: pip install 'fp8ref[{extra}]'"
+    return (
+        None
+        if extra is None
+        else f"{package} is missing. Install it with: pip install 'fp8ref[{extra}]'"
+    )
 
 
 def extra_of(package: str) -> str | None:
-    """The extra whose requirements name a package, by the metadata that fp8ref was installed with; None where none does."""
+    """The extra whose requirements name a package, by the metadata that fp8ref was installed with;
+    None where none does.
+    """
     try:
         lines = importlib.metadata.requires("fp8ref") or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,8 @@
-"""Read files from outside: JSON, TOML and arrays. What they claim is checked before memory is taken.
+"""Read files from outside: JSON, TOML and arrays. What they claim is checked before memory is
+taken.
 
-Whatever a file holds, only OSError and ValueError come out. The message says what is wrong with it, and the caller which
-file it is. A file of ``write_arrays`` has a checksum of its arrays.
+Whatever a file holds, only OSError and ValueError come out. The message says what is wrong with it,
+and the caller which file it is. A file of ``write_arrays`` has a checksum of its arrays.
 """
 
 import collections
@@ -43,7 +44,9 @@ TOML = 2**18
 """The most bytes of TOML, whose parser takes time quadratic in the length of some texts."""
 
 ARRAYS = 2**28
-"""Bytes of arrays that a compressed file of any size may claim; a larger claim is at most ``RATIO`` times the file's size."""
+"""Bytes of arrays that a compressed file of any size may claim; a larger claim is at most ``RATIO``
+times the file's size.
+"""
 
 RATIO = 64
 """The most bytes of arrays for a byte of a compressed file, above ``ARRAYS``."""
@@ -52,7 +55,8 @@ CHECKSUM = "sha256"
 """The name of the checksum among the arrays of a file."""
 
 _TOML_STRINGS = re.compile(
-    r'"""(?:[^\\]|\\.)*?(?:"{3,5}|\Z)|\'\'\'.*?(?:\'{3,5}|\Z)|"(?:[^"\\\n]|\\.)*(?:"|\\?$)|\'[^\'\n]*(?:\'|$)|#[^\n]*',
+    r'"""(?:[^\\]|\\.)*?(?:"{3,5}|\Z)|\'\'\'.*?(?:\'{3,5}|\Z)|"(?:[^"\\\n'
+    r']|\\.)*(?:"|\\?$)|\'[^\'\n]*(?:\'|$)|#[^\n]*',
     re.DOTALL | re.MULTILINE,
 )
 """Strings and comments, also unterminated ones, so that no character is looked at twice."""
@@ -70,22 +74,32 @@ class MissingKeyError(ConfigError, KeyError):
 
 
 class Record(dict[str, Any]):
-    """An object of a JSON file. A key that it has not is a ``MissingKeyError`` that names the file."""
+    """An object of a JSON file.
+
+    A key that it has not is a ``MissingKeyError`` that names the file.
+    """
 
     source = ""
 
     def __missing__(self, key: str) -> Any:
-        raise MissingKeyError(f"{self.source} has no {key!r}: it is damaged, or was not written by fp8ref.")
+        raise MissingKeyError(
+            f"{self.source} has no {key!r}: it is damaged, or was not written by fp8ref."
+        )
 
 
 def open_regular(path: Path) -> io.BufferedReader:
     """A regular file, open for reading.
 
-    Raises:   OSError: it cannot be read. ValueError: a pipe or a device, which may never end, or never begin.
+    Raises:   OSError: it cannot be read. ValueError: a pipe or a device, which may never end, or
+              never begin.
     """
     mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # open would wait for the writer of a pipe, and refuses a directory
-        raise ValueError("it is no regular file, but a pipe or a device; write its content to a file")
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(
+        mode
+    ):  # open would wait for the writer of a pipe, and refuses a directory
+        raise ValueError(
+            "it is no regular file, but a pipe or a device; write its content to a file"
+        )
     return path.open("rb")
 
 
@@ -101,9 +115,11 @@ def read_bytes(path: Path, most: int = TEXT) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a regular file with their ends; one is in memory at a time. The last may have no end.
+    """The lines of a regular file with their ends; one is in memory at a time. The last may have no
+    end.
 
-    Raises:   OSError, ValueError: as ``open_regular`` and ``short_lines``; more than ``LOG`` bytes in all.
+    Raises:   OSError, ValueError: as ``open_regular`` and ``short_lines``; more than ``LOG`` bytes
+              in all.
     """
     total = 0
     with open_regular(path) as file:
@@ -123,7 +139,10 @@ def short_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read_object(path: Path) -> Record:
-    """The object in a JSON file, as ``parse_json``, whose objects are all Records. ValueError: a value of another type."""
+    """The object in a JSON file, as ``parse_json``, whose objects are all Records.
+
+    ValueError: a value of another type.
+    """
 
     class OfFile(Record):
         source = str(path)
@@ -134,14 +153,20 @@ def read_object(path: Path) -> Record:
     return value
 
 
-def parse_json(text: str | bytes, kind: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None) -> Any:
+def parse_json(
+    text: str | bytes, kind: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
+) -> Any:
     """The value in a JSON text.
 
     kind      makes an object of its keys and values; None: a dict, which has each key once.
-    Raises:   ValueError: no JSON; more than ``DEPTH`` levels or ``OBJECTS`` objects and lists; an object with a key
-              twice, one of which would be lost.
+    Raises:   ValueError: no JSON; more than ``DEPTH`` levels or ``OBJECTS`` objects and lists; an
+              object with a key twice, one of which would be lost.
     """
-    if _brackets(text) > OBJECTS and _brackets(_JSON_STRINGS.sub(b"", text if isinstance(text, bytes) else text.encode())) > OBJECTS:
+    if (
+        _brackets(text) > OBJECTS
+        and _brackets(_JSON_STRINGS.sub(b"", text if isinstance(text, bytes) else text.encode()))
+        > OBJECTS
+    ):
         raise ValueError(f"it has more than {OBJECTS:,} objects and lists")
     try:
         value = json.loads(text, object_pairs_hook=kind or functools.partial(_object, dict))
@@ -159,7 +184,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     text = read_bytes(path, TOML).decode()
     bare = _TOML_STRINGS.sub("", text).replace(" ", "").replace("\t", "")
     steps = (1 if c in "[{" else -1 for c in bare if c in "[]{}")
-    if max(itertools.accumulate(steps), default=0) > DEPTH or re.search(rf"(?:\.[^\s=.\[\]{{}},]*){{{DEPTH}}}", bare):
+    if max(itertools.accumulate(steps), default=0) > DEPTH or re.search(
+        rf"(?:\.[^\s=.\[\]{{}},]*){{{DEPTH}}}", bare
+    ):
         raise ValueError(_too_deep())
     try:
         tables = tomllib.loads(text)
@@ -178,20 +205,30 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """The arrays of an .npz, without a pickle.
 
-    Raises:   ValueError: no intact archive of arrays, by the sums of zip and, where it has one, of ``write_arrays``;
-              arrays of more bytes than such a file can hold.
+    Raises:   ValueError: no intact archive of arrays, by the sums of zip and, where it has one, of
+              ``write_arrays``; arrays of more bytes than such a file can hold.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             _check_members(file, archive)
-            arrays = {info.filename.removesuffix(".npy"): _array(archive.read(info)) for info in archive.infolist()}
-    except Exception as error:  # a damaged archive raises zlib.error, NotImplementedError, RuntimeError, EOFError and more
-        if isinstance(error, ValueError) or (isinstance(error, OSError) and error.errno != errno.EINVAL):  # that of a seek
+            arrays = {
+                info.filename.removesuffix(".npy"): _array(archive.read(info))
+                for info in archive.infolist()
+            }
+    except Exception as error:
+        # a damaged archive raises zlib.error, NotImplementedError, RuntimeError, EOFError and more
+        if isinstance(error, ValueError) or (
+            isinstance(error, OSError) and error.errno != errno.EINVAL
+        ):  # that of a seek
             raise
-        raise ValueError(f"it is no intact archive of arrays ({error or type(error).__name__})") from error
+        raise ValueError(
+            f"it is no intact archive of arrays ({error or type(error).__name__})"
+        ) from error
     checksum = arrays.pop(CHECKSUM, None)
     if checksum is not None and str(checksum) != _checksum(arrays):
-        raise ValueError("it was changed: the checksum of its arrays is not the one that was written")
+        raise ValueError(
+            "it was changed: the checksum of its arrays is not the one that was written"
+        )
     return arrays
 
 
@@ -206,7 +243,11 @@ def _check_members(file: io.BufferedReader, archive: zipfile.ZipFile) -> None:
     file.seek(max(0, size - _END_RECORD))
     end, names = file.read(), [info.filename for info in archive.infolist()]
     count = int.from_bytes(end[10:12], "little")
-    if not end.startswith(b"PK\5\6") or count not in (len(names), 0xFFFF) or len(set(names)) < len(names):
+    if (
+        not end.startswith(b"PK\5\6")
+        or count not in (len(names), 0xFFFF)
+        or len(set(names)) < len(names)
+    ):
         raise ValueError("the directory of the archive is damaged")
     claimed = sum(info.file_size for info in archive.infolist())
     stored = sum(info.compress_size for info in archive.infolist())
@@ -239,11 +280,20 @@ def _array(content: bytes) -> np.ndarray:
     shape, fortran, dtype = read_array_header(stream)
     held = len(content) - stream.tell()
     whole = all(type(n) is int and n >= 0 for n in shape)
-    if dtype.hasobject or not dtype.itemsize or not whole or math.prod(shape) * dtype.itemsize != held:
+    if (
+        dtype.hasobject
+        or not dtype.itemsize
+        or not whole
+        or math.prod(shape) * dtype.itemsize != held
+    ):
         raise ValueError(f"an array of {dtype} claims the shape {shape}; it has {held:,} bytes")
     if not held:
         return np.zeros(shape, dtype)
-    return np.frombuffer(content, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C").copy()
+    return (
+        np.frombuffer(content, dtype, offset=stream.tell())
+        .reshape(shape, order="F" if fortran else "C")
+        .copy()
+    )
 
 
 def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
@@ -263,7 +313,11 @@ def _object(kind: type[dict[str, Any]], pairs: list[tuple[str, Any]]) -> dict[st
 
 
 def _brackets(text: str | bytes) -> int:
-    return text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    return (
+        text.count("[") + text.count("{")
+        if isinstance(text, str)
+        else text.count(b"[") + text.count(b"{")
+    )
 
 
 def _check_depth(value: Any) -> None:

@@ -1,4 +1,6 @@
-"""End processes with the one that started them, however it ends: SIGKILL leaves it no time to end them itself."""
+"""End processes with the one that started them, however it ends: SIGKILL leaves it no time to end
+them itself.
+"""
 
 import fcntl
 import multiprocessing
@@ -8,7 +10,8 @@ import signal
 
 
 def follow(pipe: int, owner: int) -> None:
-    """Let the kernel kill a process when the other end of a pipe is closed, as by the end of the process that holds it.
+    """Let the kernel kill a process when the other end of a pipe is closed, as by the end of the
+    process that holds it.
 
     The process is killed also where it runs code that never returns to Python.
     pipe      a read end to which nothing is written any more.

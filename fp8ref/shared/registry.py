@@ -7,15 +7,19 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
-def lookup(requirement: str, table: Mapping[str, _T], key: str | _T, kind: type[_T] | None = None) -> _T:
+def lookup(
+    requirement: str, table: Mapping[str, _T], key: str | _T, kind: type[_T] | None = None
+) -> _T:
     """The entry of table under that name; an instance of ``kind`` is returned as it is.
 
     requirement  the beginning of the error, up to the names: ``policy is a ScalePolicy or``.
 
     Raises:      ValueError: anything else.
 
-    >>> lookup("size is an int or", {"small": 1, "large": 9}, "large", int), lookup("size is an int or", {"small": 1}, 5, int)
-    (9, 5)
+    >>> lookup("size is an int or", {"small": 1, "large": 9}, "large", int)
+    9
+    >>> lookup("size is an int or", {"small": 1}, 5, int)
+    5
     """
     if kind is not None and isinstance(key, kind):
         return key

@@ -1,4 +1,6 @@
-"""What a command found: data, a table for a person and an exit code, the same way for every command."""
+"""What a command found: data, a table for a person and an exit code, the same way for every
+command.
+"""
 
 import abc
 import json
@@ -43,4 +45,6 @@ class Result(abc.ABC):
 
     def write(self, path: Path) -> None:
         """``to_dict`` as JSON."""
-        path.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )

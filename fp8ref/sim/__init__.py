@@ -3,15 +3,17 @@ nor torch.
 
 Read it in this order; each module cites its clauses of docs/spec:
 
-    quantize      cast rounds to a format (C); scales has amax -> scale, by a policy (S); scaling has
-                  tensor -> amax, codes and back; two_level the scales of NVFP4; stats what it cost (Q)
+    quantize      cast rounds to a format (C); scales has amax -> scale, by a policy (S); scaling
+                  has tensor -> amax, codes and back; two_level the scales of NVFP4; stats what it
+                  cost (Q)
     delayed       scales from the amaxes of earlier steps (H)
     gemm          accumulate along K, on a tensor core or exactly, then the epilogue (G)
     linear        the three GEMMs of a layer (L)
     experts       the same for each group of rows, with a weight of its own: grouped (X)
     attention     forward and backward, over tiles of keys (A)
     states        AdamW whose moments are stored in FP8 (O); health says what storing them cost
-    distributed   the same over several devices: mesh, sharding, sharded_gemm, gradient_reduction (P)
+    distributed   the same over several devices: mesh, sharding, sharded_gemm, gradient_reduction
+                  (P)
     llama         the trainer's model, forward pass (M)
 
 The definition of each function is plain NumPy, named ``..._plain`` where it has a compiled twin.

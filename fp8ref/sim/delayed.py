@@ -6,9 +6,9 @@ Pure state and functions.
     q = scaling.quantize_with(x, scales, fmt, policy=config.policy)
     state = delayed.update(state, delayed.observe(scaling.amax(x)), config=config, fmt=fmt)
 
-config is a ``fp8ref.spec.delayed.DelayedScaling``: one of DELAYED or a custom one. Order of an update:
-merge the step's observations by maximum (H-4); push the amax on the history; compute the next scale
-from the history, by the config's policy (H-3).
+config is a ``fp8ref.spec.delayed.DelayedScaling``: one of DELAYED or a custom one. Order of an
+update: merge the step's observations by maximum (H-4); push the amax on the history; compute the
+next scale from the history, by the config's policy (H-3).
 """
 
 import functools
@@ -78,7 +78,10 @@ def observe(amax, *, non_finite=False, seen=True) -> Observation:
     """
     amax = magnitudes(amax, "amax")
     if any(np.shape(flag) not in ((), amax.shape) for flag in (non_finite, seen)):
-        raise ValueError(f"flags have the shape of amax, {amax.shape}, or (); got {np.shape(non_finite)} and {np.shape(seen)}.")
+        raise ValueError(
+            f"flags have the shape of amax, {amax.shape}, or (); got {np.shape(non_finite)} and "
+            f"{np.shape(seen)}."
+        )
     flags = (np.broadcast_to(np.asarray(flag, bool), amax.shape) for flag in (non_finite, seen))
     return Observation(amax, *flags)
 
@@ -95,11 +98,16 @@ def merge(*observations: Observation) -> Observation:
     if not observations:
         return observe(np.float32(0), seen=False)
     if len({o.amax.shape for o in observations}) > 1:
-        raise ValueError(f"observations merge if they have one shape; got {[o.amax.shape for o in observations]}.")
+        raise ValueError(
+            "observations merge if they have one shape; got "
+            f"{[o.amax.shape for o in observations]}."
+        )
     amax = [np.where(o.seen, o.amax, np.float32(0)) for o in observations]
     flags = [o.non_finite & o.seen for o in observations]
     any_of = functools.partial(functools.reduce, np.logical_or)
-    return Observation(functools.reduce(np.maximum, amax), any_of(flags), any_of([o.seen for o in observations]))
+    return Observation(
+        functools.reduce(np.maximum, amax), any_of(flags), any_of([o.seen for o in observations])
+    )
 
 
 def scales(state: DelayedState, config: str | DelayedScaling, fmt: Format) -> Scales:
@@ -119,7 +127,9 @@ def scales(state: DelayedState, config: str | DelayedScaling, fmt: Format) -> Sc
     return Scales(scale_inv_from_scale(state.stored), state.stored)
 
 
-def update(state: DelayedState, *observations: Observation, config: str | DelayedScaling, fmt: Format) -> DelayedState:
+def update(
+    state: DelayedState, *observations: Observation, config: str | DelayedScaling, fmt: Format
+) -> DelayedState:
     """The state after a step, given one observation for each use of the tensor in it, in their
     order (spec H-3 to H-8).
 
@@ -140,14 +150,20 @@ def update(state: DelayedState, *observations: Observation, config: str | Delaye
     stored, history = np.zeros_like(state.stored), np.zeros_like(state.amax_history)
     for use in reversed(observations):
         after = _advance(state, use, config, fmt)
-        with np.errstate(over="ignore", invalid="ignore"):  # a sum of amaxes may leave float32's range, as in the library
+        with np.errstate(
+            over="ignore", invalid="ignore"
+        ):  # a sum of amaxes may leave float32's range, as in the library
             stored = stored + np.where(use.seen, after.stored, np.float32(0))
             history = history + np.where(use.seen[..., None], after.amax_history, np.float32(0))
     used = merge(unused, *observations).seen
-    return _select(used, DelayedState(stored, history, state.step + 1), _advance(state, unused, config, fmt))
+    return _select(
+        used, DelayedState(stored, history, state.step + 1), _advance(state, unused, config, fmt)
+    )
 
 
-def step(state: DelayedState, *observations: Observation, config: str | DelayedScaling, fmt: Format) -> tuple[DelayedState, Scales]:
+def step(
+    state: DelayedState, *observations: Observation, config: str | DelayedScaling, fmt: Format
+) -> tuple[DelayedState, Scales]:
     """(state, observations) -> (state, scales): the state after a step, by ``update``, and the
     ``scales`` that its own tensor is quantized by.
 
@@ -182,15 +198,21 @@ def te_order(history: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros_like(history[..., :1]), history[..., -2::-1]], axis=-1)
 
 
-def _advance(state: DelayedState, use: Observation, config: DelayedScaling, fmt: Format) -> DelayedState:
+def _advance(
+    state: DelayedState, use: Observation, config: DelayedScaling, fmt: Format
+) -> DelayedState:
     """The state after one observation; for each element the amax is pushed, skipped, or not there
     (unused)."""
     pushed = np.concatenate([use.amax[..., None], state.amax_history[..., :-1]], axis=-1)
-    computed = _compute(state.amax_history if config.timing == "use" else pushed, state.stored, config, fmt)
+    computed = _compute(
+        state.amax_history if config.timing == "use" else pushed, state.stored, config, fmt
+    )
     # Under timing ``use`` the scale that this step used is stored, so what is stored is one step
     # behind.
     due = state.step % config.interval == 0
-    stored = np.where(due, computed.scale if config.policy.stored == "scale" else computed.scale_inv, state.stored)
+    stored = np.where(
+        due, computed.scale if config.policy.stored == "scale" else computed.scale_inv, state.stored
+    )
     skipped = np.zeros(state.stored.shape, bool)
     if config.non_finite == "skip":
         skipped |= use.non_finite | ~np.isfinite(use.amax)
@@ -198,7 +220,9 @@ def _advance(state: DelayedState, use: Observation, config: DelayedScaling, fmt:
         skipped |= use.amax == 0
     unused = state
     if config.unused == "zero":
-        unused = state._replace(stored=np.zeros_like(state.stored), amax_history=np.zeros_like(state.amax_history))
+        unused = state._replace(
+            stored=np.zeros_like(state.stored), amax_history=np.zeros_like(state.amax_history)
+        )
     after = _select(skipped, state, DelayedState(stored, pushed, state.step + 1))
     return _select(use.seen, after, unused)
 
@@ -206,34 +230,47 @@ def _advance(state: DelayedState, use: Observation, config: DelayedScaling, fmt:
 def _select(condition: np.ndarray, a: DelayedState, b: DelayedState) -> DelayedState:
     """a where condition, else b, for each element of a state."""
     stored, step = np.where(condition, a.stored, b.stored), np.where(condition, a.step, b.step)
-    return DelayedState(stored, np.where(condition[..., None], a.amax_history, b.amax_history), step)
+    return DelayedState(
+        stored, np.where(condition[..., None], a.amax_history, b.amax_history), step
+    )
 
 
-def _check(state: DelayedState, observations: tuple[Observation, ...], config: DelayedScaling) -> None:
+def _check(
+    state: DelayedState, observations: tuple[Observation, ...], config: DelayedScaling
+) -> None:
     if not isinstance(state, DelayedState):
         raise ValueError(f"a state is a DelayedState; got {type(state).__name__}. Make it by init.")
     shape = state.stored.shape
     if state.amax_history.shape != (*shape, config.history_length):
         raise ValueError(
-            f"an amax_history of {config.name!r} has shape {(*shape, config.history_length)}, newest first; got {state.amax_history.shape}. "
-            "Make the state by init, of the same config."
+            f"an amax_history of {config.name!r} has shape {(*shape, config.history_length)}, "
+            f"newest first; got {state.amax_history.shape}. Make the state by init, of the same "
+            "config."
         )
     for use in observations:
         if not isinstance(use, Observation):
-            raise ValueError(f"an update takes observations; got {type(use).__name__}. Make them by observe(amax).")
+            raise ValueError(
+                f"an update takes observations; got {type(use).__name__}. Make them by "
+                "observe(amax)."
+            )
         if any(np.shape(part) != shape for part in use):
             raise ValueError(
-                f"an observation has the state's shape {shape}; got {[np.shape(part) for part in use]}. Observe each tensor once."
+                f"an observation has the state's shape {shape}; got "
+                f"{[np.shape(part) for part in use]}. Observe each tensor once."
             )
 
 
-def _compute(history: np.ndarray, stored: np.ndarray, config: DelayedScaling, fmt: Format) -> Scales:
+def _compute(
+    history: np.ndarray, stored: np.ndarray, config: DelayedScaling, fmt: Format
+) -> Scales:
     """The scales of a history, by the config's policy; ``stored`` is the scale that the policy may
     keep."""
     if config.amax_compute == "most_recent":
         amax = history[..., 0]
     else:
-        amax = np.asarray((np.fmax if config.nan_in_history == "drop" else np.maximum).reduce(history, axis=-1))
+        amax = np.asarray(
+            (np.fmax if config.nan_in_history == "drop" else np.maximum).reduce(history, axis=-1)
+        )
     if not config.policy.keeps:
         return scales_from_amax(amax, fmt, config.policy)
     previous = stored if config.policy.stored == "scale" else scale_inv_from_scale(stored)

@@ -5,8 +5,8 @@
     grad_weight [N, K] = grad_output [N, M] x input [K, M], reduces M
 
 Order: leading dims flatten to M; each operand is quantized from its high-precision tensor along the
-axis that its GEMM reduces (L-3), so a tensor may have several FP8 forms, rotated first where its cast
-says so (S-23); accumulate; epilogue; round to out_dtype.
+axis that its GEMM reduces (L-3), so a tensor may have several FP8 forms, rotated first where its
+cast says so (S-23); accumulate; epilogue; round to out_dtype.
 """
 
 import math
@@ -33,7 +33,10 @@ Accumulate = str | Accumulation | Mapping[Gemm, str | Accumulation]
 Operand = np.ndarray | Quantized
 """An operand of a GEMM: in high precision, or quantized."""
 
-_WHOLE_LINES = ("tensorwise", "rowwise")  # granularities whose scales do not change when K is padded with zeros
+_WHOLE_LINES = (
+    "tensorwise",
+    "rowwise",
+)  # granularities whose scales do not change when K is padded with zeros
 
 
 def forward(
@@ -48,7 +51,8 @@ def forward(
 ) -> np.ndarray:
     """output [..., N] = input x [..., K] x weight w [N, K], reduces K.
 
-    seed      of stochastic rounding, in [0, 2^64): where this GEMM rounds so, and nowhere else (S-24).
+    seed      of stochastic rounding, in [0, 2^64): where this GEMM rounds so, and nowhere else
+              (S-24).
 
     Shapes:   x [..., K] and w [N, K], float32, float16 or bfloat16, in high precision float64 too;
               float32 [..., N] holding values of out_dtype.
@@ -56,7 +60,8 @@ def forward(
               operand is rowwise, rounded to bfloat16 and then to out_dtype (G-8). ``accumulate`` is
               what gemm.matmul takes, or one such for each GEMM by its name, or ``hopper``: the fast
               or slow plan that the recipe asks of the hardware.
-    Specials: as scaling.quantize and gemm.matmul. No rows give no outputs, and gradients of zeros (L-9).
+    Specials: as scaling.quantize and gemm.matmul. No rows give no outputs, and gradients of zeros
+    (L-9).
     Raises:   ValueError: an unknown recipe, rule or out_dtype; w not 2-d, K's that differ; under
               FP8 or FP4 N or K that is no multiple of 16 (L-5) or of a block; for a recipe
               with delayed scaling, roles without ``scales`` (``delayed.scales(state, ...)``);
@@ -67,7 +72,9 @@ def forward(
     x, w = check_operands(x, w, recipe, scales)
     _check_seed(recipe, ("output",), seed)
     tensors: dict[Role, np.ndarray] = {"input": _lines(x), "weight": w}
-    y = _gemm("output", tensors, recipe, accumulate, out_dtype, scales, seed)  # [M, K] x [N, K] -> [M, N]
+    y = _gemm(
+        "output", tensors, recipe, accumulate, out_dtype, scales, seed
+    )  # [M, K] x [N, K] -> [M, N]
     return y.reshape(*x.shape[:-1], len(w))
 
 
@@ -100,11 +107,17 @@ def backward(
     x, w = check_operands(x, w, recipe, scales)
     g = cast.array(g)
     if g.shape != (*x.shape[:-1], len(w)):
-        raise ValueError(f"grad_output has the output's shape {(*x.shape[:-1], len(w))}; got {g.shape}.")
+        raise ValueError(
+            f"grad_output has the output's shape {(*x.shape[:-1], len(w))}; got {g.shape}."
+        )
     _check_seed(recipe, ("grad_input", "grad_weight"), seed)
     tensors: dict[Role, np.ndarray] = {"input": _lines(x), "weight": w, "grad_output": _lines(g)}
-    grad_input = _gemm("grad_input", tensors, recipe, accumulate, out_dtype, scales, seed)  # [M, N] x [K, N] -> [M, K]
-    grad_weight = _gemm("grad_weight", tensors, recipe, accumulate, out_dtype, scales, seed)  # [N, M] x [K, M] -> [N, K]
+    grad_input = _gemm(
+        "grad_input", tensors, recipe, accumulate, out_dtype, scales, seed
+    )  # [M, N] x [K, N] -> [M, K]
+    grad_weight = _gemm(
+        "grad_weight", tensors, recipe, accumulate, out_dtype, scales, seed
+    )  # [N, M] x [K, M] -> [N, K]
     return grad_input.reshape(x.shape), grad_weight
 
 
@@ -129,9 +142,18 @@ def _gemm(
     """
     gemm.check_out_dtype(out_dtype)
     if not all(map(len, tensors.values())):  # no tokens (L-9)
-        rows = [tensors[role].shape[1 - axis] for role, axis in zip(OPERANDS[which], recipes.REDUCED_AXES[which], strict=True)]
+        rows = [
+            tensors[role].shape[1 - axis]
+            for role, axis in zip(OPERANDS[which], recipes.REDUCED_AXES[which], strict=True)
+        ]
         return np.zeros(rows, np.float32)
-    return multiply(which, *quantize_operands(which, tensors, recipe, scales, seed), recipe, accumulate=accumulate, out_dtype=out_dtype)
+    return multiply(
+        which,
+        *quantize_operands(which, tensors, recipe, scales, seed),
+        recipe,
+        accumulate=accumulate,
+        out_dtype=out_dtype,
+    )
 
 
 def quantize_operands(
@@ -142,7 +164,8 @@ def quantize_operands(
     seed: int | None = None,
 ) -> tuple[Operand, Operand]:
     """The operands a and b of one GEMM, each with its reduced axis last, and quantized along it by
-    its own cast; as they are in high precision, and dequantized if cast beside one that is (L-2 to L-4).
+    its own cast; as they are in high precision, and dequantized if cast beside one that is (L-2 to
+    L-4).
 
     tensors   input [M, K], weight [N, K], grad_output [M, N]: those that the GEMM takes.
     scales    of roles that are not scaled by their own amax, of their granularity's shape.
@@ -152,36 +175,58 @@ def quantize_operands(
     own = None if seed is None else seed_of(seed, which)
     ragged = which == "grad_weight"  # the last block of rows may be shorter (L-5)
     spec, roles, axes = recipe.gemms[which], OPERANDS[which], recipes.REDUCED_AXES[which]
-    a, b = (tensors[role] if axis == 1 else tensors[role].T for role, axis in zip(roles, axes, strict=True))  # reduced axis last
+    a, b = (
+        tensors[role] if axis == 1 else tensors[role].T
+        for role, axis in zip(roles, axes, strict=True)
+    )  # reduced axis last
     if spec.a is None or spec.b is None:
         a, b = (
-            v if cast_spec is None else _dequantized(_quantize(v, cast_spec, role, scales, own, ragged), v)
+            v
+            if cast_spec is None
+            else _dequantized(_quantize(v, cast_spec, role, scales, own, ragged), v)
             for v, cast_spec, role in ((a, spec.a, roles[0]), (b, spec.b, roles[1]))
         )
         return a, b
-    return _quantize(a, spec.a, roles[0], scales, own, ragged), _quantize(b, spec.b, roles[1], scales, own, ragged)
+    return _quantize(a, spec.a, roles[0], scales, own, ragged), _quantize(
+        b, spec.b, roles[1], scales, own, ragged
+    )
 
 
 def _check_seed(recipe: Recipe, gemms: tuple[Gemm, ...], seed: int | None) -> None:
     """ValueError unless a seed is given just where one of these GEMMs rounds stochastically."""
     needed = any(
-        cast_spec is not None and cast_spec.rounding == "stochastic" for g in gemms for cast_spec in (recipe.gemms[g].a, recipe.gemms[g].b)
+        cast_spec is not None and cast_spec.rounding == "stochastic"
+        for g in gemms
+        for cast_spec in (recipe.gemms[g].a, recipe.gemms[g].b)
     )
     if needed != (seed is not None):
         what = "rounds stochastically in" if needed else "rounds nothing stochastically in"
         raise ValueError(
-            f"recipe {recipe.name!r} {what} {' and '.join(gemms)} (S-24); got seed={seed}. {'Give a seed' if needed else 'Leave it out'}."
+            f"recipe {recipe.name!r} {what} {' and '.join(gemms)} (S-24); got seed={seed}. "
+            f"{'Give a seed' if needed else 'Leave it out'}."
         )
 
 
 def seed_of(seed: int, which: Gemm) -> int:
-    """The seed of a GEMM's operands: words 0 and 1 of Philox's counter, the place of the GEMM in L-2, stream 2 (S-24)."""
+    """The seed of a GEMM's operands: words 0 and 1 of Philox's counter, the place of the GEMM in
+    L-2, stream 2 (S-24).
+    """
     cast.check_seed(seed)
-    low, high = (int(word) for word in philox.words(np.array([list(OPERANDS).index(which)]), 2, seed)[0, :2])
+    low, high = (
+        int(word) for word in philox.words(np.array([list(OPERANDS).index(which)]), 2, seed)[0, :2]
+    )
     return high << 32 | low
 
 
-def multiply(which: Gemm, a: Operand, b: Operand, recipe: Recipe, *, accumulate: Accumulate, out_dtype: Format) -> np.ndarray:
+def multiply(
+    which: Gemm,
+    a: Operand,
+    b: Operand,
+    recipe: Recipe,
+    *,
+    accumulate: Accumulate,
+    out_dtype: Format,
+) -> np.ndarray:
     """The product of what ``quantize_operands`` gives, [M, K] x [N, K] -> [M, N], by the recipe's
     accumulation and epilogue (L-6, G-8). Raises as ``gemm.matmul``."""
     spec = recipe.gemms[which]
@@ -191,8 +236,17 @@ def multiply(which: Gemm, a: Operand, b: Operand, recipe: Recipe, *, accumulate:
     if a.granularity in _WHOLE_LINES and b.granularity in _WHOLE_LINES:
         # As a kernel does where a tile reaches beyond K: a tensor core takes 32 of K at a time, and
         # zeros change no bit (G-12).
-        a, b = (q._replace(codes=np.pad(q.codes, ((0, 0), (0, -q.codes.shape[1] % K_STEP)))) for q in (a, b))
-    out = gemm.matmul(a, b, accumulate=how, epilogue=spec.epilogue, out_dtype=BFLOAT16 if spec.rowwise else out_dtype)
+        a, b = (
+            q._replace(codes=np.pad(q.codes, ((0, 0), (0, -q.codes.shape[1] % K_STEP))))
+            for q in (a, b)
+        )
+    out = gemm.matmul(
+        a,
+        b,
+        accumulate=how,
+        epilogue=spec.epilogue,
+        out_dtype=BFLOAT16 if spec.rowwise else out_dtype,
+    )
     return cast.round_to(out, out_dtype) if spec.rowwise else out
 
 
@@ -201,48 +255,80 @@ def _rule(which: Gemm, spec: GemmSpec, accumulate: Accumulate) -> str | Accumula
     if isinstance(accumulate, Mapping):
         if which not in accumulate or not set(accumulate) <= set(OPERANDS):
             raise ValueError(
-                f"accumulate is one rule for all GEMMs, or one for each by its name; {which} needs one of {', '.join(OPERANDS)}; "
-                f"got {', '.join(accumulate) or 'none'}. Add what is missing."
+                f"accumulate is one rule for all GEMMs, or one for each by its name; {which} "
+                f"needs one of {', '.join(OPERANDS)}; got {', '.join(accumulate) or 'none'}. "
+                "Add what is missing."
             )
         accumulate = accumulate[which]
     if accumulate == "hopper":
-        return f"hopper_{spec.accumulate}" if spec.fp8 else "exact"  # in high precision there is nothing to choose
+        return (
+            f"hopper_{spec.accumulate}" if spec.fp8 else "exact"
+        )  # in high precision there is nothing to choose
     return sums.by_name(accumulate)
 
 
-def _quantize(x: np.ndarray, spec: CastSpec, role: Role, scales: Mapping[Role, Scales] | None, seed: int | None, ragged: bool) -> Quantized:
+def _quantize(
+    x: np.ndarray,
+    spec: CastSpec,
+    role: Role,
+    scales: Mapping[Role, Scales] | None,
+    seed: int | None,
+    ragged: bool,
+) -> Quantized:
     """An operand by its cast: dynamically, or by the scales of its role."""
     if spec.rotation is not None:
         x = hadamard.rotate_blocks(x, spec.rotation)
-    how: dict[str, Any] = {"granularity": spec.granularity, "policy": spec.policy, "axis": -1, "rounding": spec.rounding}
+    how: dict[str, Any] = {
+        "granularity": spec.granularity,
+        "policy": spec.policy,
+        "axis": -1,
+        "rounding": spec.rounding,
+    }
     how["seed"] = seed if spec.rounding == "stochastic" else None
     if spec.delayed is None and role not in (scales or ()):
         return scaling.quantize(x, spec.fmt, ragged=ragged, **how)
     if scales is None or role not in scales:
         raise ValueError(
-            f"delayed scaling takes the scales of {role} from its state; got {'none' if scales is None else ', '.join(scales)}. "
-            "Pass scales={role: delayed.scales(state, config, fmt)}."
+            f"delayed scaling takes the scales of {role} from its state; got "
+            f"{'none' if scales is None else ', '.join(scales)}. Pass scales={{role: "
+            "delayed.scales(state, config, fmt)}."
         )
     return scaling.quantize_with(x, scales[role], spec.fmt, **how)
 
 
 def _dequantized(q: Quantized, like: np.ndarray) -> np.ndarray:
-    """The numbers of codes beside an operand in high precision, rounded to the tensor's dtype (L-4)."""
+    """The numbers of codes beside an operand in high precision, rounded to the tensor's dtype
+    (L-4).
+    """
     return scaling.dequantize(q).astype(like.dtype)
 
 
-def check_operands(x, w, recipe: Recipe, scales: Mapping[Role, Scales] | None) -> tuple[np.ndarray, np.ndarray]:
+def check_operands(
+    x, w, recipe: Recipe, scales: Mapping[Role, Scales] | None
+) -> tuple[np.ndarray, np.ndarray]:
     """x and w as arrays; ValueError for shapes, dtypes or scales that do not fit the recipe."""
     x, w = cast.array(x), cast.array(w)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
-        raise ValueError(f"a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
+        raise ValueError(
+            f"a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}."
+        )
     if recipe.fp8 and (w.shape[0] % 16 or w.shape[1] % 16):
-        raise ValueError(f"FP8 needs N and K to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the layer or use recipe 'bf16'.")
+        raise ValueError(
+            f"FP8 needs N and K to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the "
+            "layer or use recipe 'bf16'."
+        )
     for tensor in (x, w):
         cast.check_dtype(tensor)
-    casts = ((role, spec) for which, pair in recipe.gemms.items() for role, spec in zip(OPERANDS[which], (pair.a, pair.b), strict=True))
+    casts = (
+        (role, spec)
+        for which, pair in recipe.gemms.items()
+        for role, spec in zip(OPERANDS[which], (pair.a, pair.b), strict=True)
+    )
     delayed = {role for role, spec in casts if spec is not None and spec.delayed is not None}
     if not set(scales or ()) <= delayed:
         got = ", ".join(sorted(set(scales or ()) - delayed))
-        raise ValueError(f"dynamic scaling takes no scales; got some for {got}. Leave them out, or use recipe 'delayed'.")
+        raise ValueError(
+            f"dynamic scaling takes no scales; got some for {got}. Leave them out, or use "
+            "recipe 'delayed'."
+        )
     return x, w

@@ -80,15 +80,21 @@ class Rounding:
 
 def values(codes: np.ndarray, spec: CastSpec, found: Scales) -> np.ndarray:
     """decode(codes) * scale_inv, in float64: the values that the GEMM multiplies."""
-    return cast.decode(codes, spec.fmt).astype(np.float64) * scaling.spread(found.scale_inv, codes.shape, spec.granularity, -1)
+    return cast.decode(codes, spec.fmt).astype(np.float64) * scaling.spread(
+        found.scale_inv, codes.shape, spec.granularity, -1
+    )
 
 
 def scales_of(x: np.ndarray, spec: CastSpec, state: delayed.DelayedState | None = None) -> Scales:
     """The scales of a cast of x along its last axis; under delayed scaling those of the state, by
     default a first step's."""
     if spec.delayed is not None:
-        return delayed.scales(delayed.init(spec.delayed) if state is None else state, spec.delayed, spec.fmt)
-    return scales.scales_from_amax(scaling.amax(x.astype(np.float32), spec.granularity, axis=-1), spec.fmt, spec.policy)
+        return delayed.scales(
+            delayed.init(spec.delayed) if state is None else state, spec.delayed, spec.fmt
+        )
+    return scales.scales_from_amax(
+        scaling.amax(x.astype(np.float32), spec.granularity, axis=-1), spec.fmt, spec.policy
+    )
 
 
 def forward(
@@ -106,10 +112,10 @@ def forward(
     """Logits of a batch, by the trainer's Llama.
 
     seed     of stochastic rounding at every site; None: to nearest even.
-    states   "<linear>/<role>" -> state of delayed scaling; by default those of a first step. Attention has delayed scales if it has
-             states, "<layer>.self_attn/<role>".
-    multiply hardware that sums and scales FP8 GEMMs (G-19), and sums products of an attention in FP8; None: exact sums.
-    Either way the result is rounded at M-3's site.
+    states   "<linear>/<role>" -> state of delayed scaling; by default those of a first step.
+             Attention has delayed scales if it has states, "<layer>.self_attn/<role>".
+    multiply hardware that sums and scales FP8 GEMMs (G-19), and sums products of an attention in
+    FP8; None: exact sums. Either way the result is rounded at M-3's site.
     watch    called with every value of the pass, in its order.
     attention
              the variant of ``fp8ref.spec.attention.variants`` that attends; None: M-3's attention.
@@ -122,21 +128,33 @@ def forward(
     Raises:   ValueError: a token outside the vocabulary.
     """
     if tokens.min() < 0 or tokens.max() >= config.vocab_size:
-        raise ValueError(f"tokens must be in [0, {config.vocab_size}); got {tokens.min()} to {tokens.max()}.")
+        raise ValueError(
+            f"tokens must be in [0, {config.vocab_size}); got {tokens.min()} to {tokens.max()}."
+        )
     rounding = Rounding(seed)
-    w = {name: value.astype(np.float64) if name == "model.embed_tokens.weight" else rounding(value) for name, value in weights.items()}
+    w = {
+        name: value.astype(np.float64) if name == "model.embed_tokens.weight" else rounding(value)
+        for name, value in weights.items()
+    }
     cos, sin = _rotary(config, tokens.shape[1])
 
     def report(module: str, role: str, value: np.ndarray, **made_of: Any) -> np.ndarray:
         watch(Site(module=module, role=role, value=value, **made_of))
         return value
 
-    def linear(name: str, x: np.ndarray, key: str | None = None, expert: int | None = None) -> np.ndarray:
+    def linear(
+        name: str, x: np.ndarray, key: str | None = None, expert: int | None = None
+    ) -> np.ndarray:
         """[..., K] x [N, K] -> [..., N]; of experts, the expert's weight."""
         master, rounded = weights[key or f"{name}.weight"], None if key else w[f"{name}.weight"]
         if expert is not None and rounded is not None:
             master, rounded = master[expert], rounded[expert]
-        weight = report(name, "weight", rounding(master) if rounded is None else rounded, parts={"float32 master": master})
+        weight = report(
+            name,
+            "weight",
+            rounding(master) if rounded is None else rounded,
+            parts={"float32 master": master},
+        )
         spec = recipes[name].output if name in recipes else None
         factors = []
         operands = {"input": x.reshape(-1, x.shape[-1]), "weight": weight}
@@ -153,15 +171,24 @@ def forward(
         if multiply is None or spec is None or spec.accumulate is None:
             product = operands["input"] @ operands["weight"].T
         else:
-            product = multiply(*factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=FLOAT32)
+            product = multiply(
+                *factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=FLOAT32
+            )
             product = product.reshape(*x.shape[:-1], -1)
         return report(name, "output", rounding(product), factors=operands)
 
     def norm(name: str, x: np.ndarray) -> np.ndarray:
-        weight = report(name, "weight", w[f"{name}.weight"], parts={"float32 master": weights[f"{name}.weight"]})
+        weight = report(
+            name, "weight", w[f"{name}.weight"], parts={"float32 master": weights[f"{name}.weight"]}
+        )
         mean_square = in_range((x**2).sum(-1, keepdims=True)) / x.shape[-1]
         parts = {"input": x, "mean of squares": mean_square, "weight": weight}
-        return report(name, "output", rounding(x / np.sqrt(mean_square + config.rms_norm_eps) * weight), parts=parts)
+        return report(
+            name,
+            "output",
+            rounding(x / np.sqrt(mean_square + config.rms_norm_eps) * weight),
+            parts=parts,
+        )
 
     def attended(name: str, x: np.ndarray) -> np.ndarray:
         q, k, v = (_heads(linear(f"{name}.{p}_proj", x), config.head_dim) for p in "qkv")
@@ -170,13 +197,25 @@ def forward(
 
         def rotated(what: str, t: np.ndarray) -> np.ndarray:
             half = _rotate_half(t)
-            return report(name, f"rotated {what}", rounding(t * cos + half * sin), parts={what: t, f"rotate_half({what})": half})
+            return report(
+                name,
+                f"rotated {what}",
+                rounding(t * cos + half * sin),
+                parts={what: t, f"rotate_half({what})": half},
+            )
 
         q, k = rotated("query", q), rotated("key", k)
         variant = None if attention is None else hardware.attending(by_name(attention), multiply)  # type: ignore[arg-type]
-        given = {role: states[f"{name}/{role}"].stored for role in ROLES if f"{name}/{role}" in states} if states else {}
+        given = (
+            {role: states[f"{name}/{role}"].stored for role in ROLES if f"{name}/{role}" in states}
+            if states
+            else {}
+        )
         sinks = w[llama.sinks_of(name)] if config.attention_sinks else None
-        how = {"softcap": config.attention_softcap, "sinks": None if sinks is None else sinks.astype(np.float32)}
+        how = {
+            "softcap": config.attention_softcap,
+            "sinks": None if sinks is None else sinks.astype(np.float32),
+        }
         o = _attention(q, k, v, rounding, functools.partial(report, name), variant, given, how)
         return linear(f"{name}.o_proj", o.swapaxes(1, 2).reshape(*x.shape[:-1], -1))
 
@@ -184,14 +223,31 @@ def forward(
         gate, up = (linear(f"{name}.{p}_proj", x, expert=expert) for p in ("gate", "up"))
         with np.errstate(over="ignore"):  # e^-gate, of gates below -709
             product = rounding(gate / (1 + np.exp(-gate)) * up)
-        return linear(f"{name}.down_proj", report(name, "silu(gate) * up", product, parts={"gate": gate, "up": up}), expert=expert)
+        return linear(
+            f"{name}.down_proj",
+            report(name, "silu(gate) * up", product, parts={"gate": gate, "up": up}),
+            expert=expert,
+        )
 
     def mixture(name: str, x: np.ndarray) -> np.ndarray:
         """The weighted sum of each token's experts (M-8)."""
         tokens, router = x.reshape(-1, x.shape[-1]), f"{name}{llama.ROUTER}"
-        weight = report(router, "weight", w[f"{router}.weight"], parts={"float32 master": weights[f"{router}.weight"]})
-        logits = report(router, "router logits", in_range(tokens @ weight.T), factors={"input": tokens, "weight": weight}, fmt=FLOAT32)
-        chosen, of_chosen = route(logits, config.num_experts_per_tok, normalizes=config.norm_topk_prob)
+        weight = report(
+            router,
+            "weight",
+            w[f"{router}.weight"],
+            parts={"float32 master": weights[f"{router}.weight"]},
+        )
+        logits = report(
+            router,
+            "router logits",
+            in_range(tokens @ weight.T),
+            factors={"input": tokens, "weight": weight},
+            fmt=FLOAT32,
+        )
+        chosen, of_chosen = route(
+            logits, config.num_experts_per_tok, normalizes=config.norm_topk_prob
+        )
         out = np.zeros((*chosen.shape, x.shape[-1]))
         for e in range(config.num_experts):
             token, choice = np.nonzero(chosen == e)
@@ -203,23 +259,42 @@ def forward(
         return report(name, "sum of experts", rounding(y)).reshape(x.shape)
 
     def residual(name: str, after: str, h: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return report(name, f"residual after {after}", rounding(h + y), parts={"residual": h, f"output of {after}": y})
+        return report(
+            name,
+            f"residual after {after}",
+            rounding(h + y),
+            parts={"residual": h, f"output of {after}": y},
+        )
 
     rows = w[llama.EMBEDDING][tokens]
     of_token = {"token": tokens[..., None], "float32 master": rows}
-    h = report(llama.EMBEDDING.removesuffix(".weight"), "output", rounding(rows), parts=of_token)  # [B, T, hidden]
+    h = report(
+        llama.EMBEDDING.removesuffix(".weight"), "output", rounding(rows), parts=of_token
+    )  # [B, T, hidden]
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        h = residual(layer, "self_attn", h, attended(f"{layer}.self_attn", norm(f"{layer}.input_layernorm", h)))
         h = residual(
-            layer, "mlp", h, (mixture if config.num_experts else mlp)(f"{layer}.mlp", norm(f"{layer}.post_attention_layernorm", h))
+            layer,
+            "self_attn",
+            h,
+            attended(f"{layer}.self_attn", norm(f"{layer}.input_layernorm", h)),
         )
-    return linear("lm_head", norm("model.norm", h), llama.EMBEDDING if config.tie_word_embeddings else None)
+        h = residual(
+            layer,
+            "mlp",
+            h,
+            (mixture if config.num_experts else mlp)(
+                f"{layer}.mlp", norm(f"{layer}.post_attention_layernorm", h)
+            ),
+        )
+    return linear(
+        "lm_head", norm("model.norm", h), llama.EMBEDDING if config.tie_word_embeddings else None
+    )
 
 
 def route(logits: np.ndarray, count: int, *, normalizes: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The experts of each token [T, k], largest probability first and of equal ones the first expert,
-    and their weights [T, k], from a router's logits [T, E] (M-8)."""
+    """The experts of each token [T, k], largest probability first and of equal ones the first
+    expert, and their weights [T, k], from a router's logits [T, E] (M-8)."""
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     chosen = np.argsort(-p, axis=-1, kind="stable")[:, :count]
@@ -253,7 +328,9 @@ def _rotary(config: llama.LlamaConfig, length: int) -> tuple[np.ndarray, np.ndar
     backends' table."""
     i = np.arange(config.head_dim) % (config.head_dim // 2)
     angle = np.arange(length)[:, None] / config.rope_theta ** (2 * i / config.head_dim)
-    return np.cos(angle).astype(np.float32).astype(np.float64), np.sin(angle).astype(np.float32).astype(np.float64)
+    return np.cos(angle).astype(np.float32).astype(np.float64), np.sin(angle).astype(
+        np.float32
+    ).astype(np.float64)
 
 
 def _heads(x: np.ndarray, head_dim: int) -> np.ndarray:
@@ -276,15 +353,24 @@ def _attention(
     scales: Mapping[str, np.ndarray] | None = None,
     how: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
-    """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as q. how: softcap and sinks of a variant (A-28)."""
+    """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as q.
+    how: softcap and sinks of a variant (A-28).
+    """
     if variant is not None:
-        # A variant takes finite numbers alone, and has finite scores; of others nothing is known. Quantizing changes a score by less
-        # than a factor of 2 of the largest that its magnitudes allow.
+        # A variant takes finite numbers alone, and has finite scores; of others nothing is known.
+        # Quantizing changes a score by less than a factor of 2 of the largest that its magnitudes
+        # allow.
         with np.errstate(over="ignore", invalid="ignore"):
-            sizes = np.abs(q) @ np.repeat(np.abs(k), q.shape[1] // k.shape[1], axis=1).swapaxes(-1, -2)
-        finite = all(np.isfinite(x).all() for x in (q, k, v)) and bool((2 * sizes < _TOO_LARGE).all())
+            sizes = np.abs(q) @ np.repeat(np.abs(k), q.shape[1] // k.shape[1], axis=1).swapaxes(
+                -1, -2
+            )
+        finite = all(np.isfinite(x).all() for x in (q, k, v)) and bool(
+            (2 * sizes < _TOO_LARGE).all()
+        )
         given = (x.astype(np.float32) for x in (q, k, v))
-        more: dict = {"variant": variant, "mask": Mask(causal=True), "scales": scales} | dict(how or {})
+        more: dict = {"variant": variant, "mask": Mask(causal=True), "scales": scales} | dict(
+            how or {}
+        )
         o = variants.forward(*given, **more).o if finite else np.full(q.shape, np.nan)
         out = rounding(o.astype(np.float64))
         report("attention output", out)
@@ -295,7 +381,12 @@ def _attention(
     scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
     top = scores.max(-1, keepdims=True)
     # A score of -inf is a probability of 0, no failure, unless all of a token's scores are -inf.
-    report("attention scores", np.where(np.isneginf(scores) & ~np.isneginf(top), 0, scores), factors={"query": q, "key": k}, fmt=FLOAT32)
+    report(
+        "attention scores",
+        np.where(np.isneginf(scores) & ~np.isneginf(top), 0, scores),
+        factors={"query": q, "key": k},
+        fmt=FLOAT32,
+    )
     p = np.exp(scores - top)
     p = rounding(p / p.sum(-1, keepdims=True))
     report("attention probabilities", p)

@@ -34,21 +34,30 @@ def words(counter: np.ndarray, stream: int, seed: int, rounds: int = ROUNDS) -> 
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
     for _ in range(rounds):
         p0, p1 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
-        c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ np.uint64(k0), p1 & _LOW, (p0 >> _32) ^ c3 ^ np.uint64(k1), p0 & _LOW
+        c0, c1, c2, c3 = (
+            (p1 >> _32) ^ c1 ^ np.uint64(k0),
+            p1 & _LOW,
+            (p0 >> _32) ^ c3 ^ np.uint64(k1),
+            p0 & _LOW,
+        )
         # The key of the next round, by Weyl sequences.
         k0, k1 = (k0 + WEYL[0]) & 0xFFFFFFFF, (k1 + WEYL[1]) & 0xFFFFFFFF
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
 
 def uniform48(start: int | np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Integers below 2^48, float64 [count], for the elements start, start + 1, ..., or those of an array start [count]: 16 high
-    bits, which nearly always decide, and 32 low.
+    """Integers below 2^48, float64 [count], for the elements start, start + 1, ..., or those of an
+    array start [count]: 16 high bits, which nearly always decide, and 32 low.
 
     The 16 bits of element i: of the counters of its block of 4096 elements, in order, the words 0
     and 1 serve the first half of the block, low half-word before high, and the words 2 and 3 the
     second half. The 32 bits: word 0 of counter i, stream 1.
     """
-    index = start.astype(np.uint64) if isinstance(start, np.ndarray) else np.arange(start, start + count, dtype=np.uint64)
+    index = (
+        start.astype(np.uint64)
+        if isinstance(start, np.ndarray)
+        else np.arange(start, start + count, dtype=np.uint64)
+    )
     # Words 0 and 1 of all counters come first, words 2 and 3 second: a kernel then fills two arrays
     # of 64-bit words.
     block, within = index // np.uint64(BLOCK), index % np.uint64(BLOCK)

@@ -22,7 +22,13 @@ def threads() -> int:
     """The number of threads that kernels use: the process's processors, unless ``using`` sets
     it."""
     chosen = _threads.get()
-    return chosen if chosen is not None else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        chosen
+        if chosen is not None
+        else len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 @contextmanager
@@ -65,7 +71,9 @@ def run(function: Callable[[int, int], None], size: int, *, unit: int = 1, grain
 
 
 def each(function: Callable[..., None], items: Sequence[tuple]) -> None:
-    """function(*item) for every item, several at a time, each on one thread; an item alone has all threads."""
+    """function(*item) for every item, several at a time, each on one thread; an item alone has all
+    threads.
+    """
     if len(items) == 1:
         function(*items[0])
         return

@@ -1,1 +1,3 @@
-"""Choices as data, shared by the simulator and both backends; ``policy`` and ``recipe`` name them."""
+"""Choices as data, shared by the simulator and both backends; ``policy`` and ``recipe`` name
+them.
+"""

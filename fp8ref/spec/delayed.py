@@ -56,23 +56,36 @@ class DelayedScaling:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{key} is an integer of at least 1; got {value!r}.")
         if not isinstance(self.policy, ScalePolicy):
-            raise ValueError(f"policy is a ScalePolicy, such as POLICIES['te_delayed']; got {self.policy!r}.")
+            raise ValueError(
+                f"policy is a ScalePolicy, such as POLICIES['te_delayed']; got {self.policy!r}."
+            )
         for key, allowed in _CHOICES.items():
             if getattr(self, key) not in allowed:
-                raise ValueError(f"{key} is one of {', '.join(allowed)}; got {getattr(self, key)!r}.")
+                raise ValueError(
+                    f"{key} is one of {', '.join(allowed)}; got {getattr(self, key)!r}."
+                )
         if self.policy.e8m0 is not None:
             raise ValueError(
-                f"delayed scaling keeps one float32 scale of a tensor; policy {self.policy.name!r} computes e8m0 scales of blocks."
+                "delayed scaling keeps one float32 scale of a tensor; policy "
+                f"{self.policy.name!r} computes e8m0 scales of blocks."
             )
         if self.timing == "use" and self.interval != 1:
-            raise ValueError(f"under timing 'use' a scale is computed at every use; got interval={self.interval}. Use timing 'update'.")
+            raise ValueError(
+                "under timing 'use' a scale is computed at every use; got "
+                f"interval={self.interval}. Use timing 'update'."
+            )
 
     @property
     def keeps_histories_as_fp8ref(self) -> bool:
         """True if only history_length, amax_compute, interval and margin may differ from fp8ref's
         own rules (H-1 to H-6)."""
-        policy = dataclasses.replace(POLICIES["te_delayed"], name=self.policy.name, margin=self.policy.margin)
-        free = {key: getattr(self, key) for key in ("name", "history_length", "amax_compute", "interval")}
+        policy = dataclasses.replace(
+            POLICIES["te_delayed"], name=self.policy.name, margin=self.policy.margin
+        )
+        free = {
+            key: getattr(self, key)
+            for key in ("name", "history_length", "amax_compute", "interval")
+        }
         return self == DelayedScaling(policy=policy, **free)
 
 
@@ -92,7 +105,13 @@ DELAYED = {
         DelayedScaling(name="delayed"),
         # TransformerEngine, common/recipe/delayed_scaling.cu: kernel_bulk (commit 6b71a0ad);
         # defaults of common/recipe/__init__.py.
-        DelayedScaling(name="te_delayed", history_length=1024, zero="skip", non_finite="record", nan_in_history="drop"),
+        DelayedScaling(
+            name="te_delayed",
+            history_length=1024,
+            zero="skip",
+            non_finite="record",
+            nan_in_history="drop",
+        ),
         # flax 0.12.8, linen/fp8_ops.py: Fp8DirectDotGeneralOp, whose state is overwritten with its
         # own cotangent.
         DelayedScaling(
@@ -110,13 +129,18 @@ DELAYED = {
 
 
 def unset_scales(name: str, calibrate: str) -> str:
-    """The warning of a layer of this name that casts by scales of no update; calibrate: a call that sets them."""
+    """The warning of a layer of this name that casts by scales of no update; calibrate: a call that
+    sets them.
+    """
     return (
-        f"{name} scales by earlier steps under delayed scaling, and no update has set its scales: they are 1, and its casts may clip or "
-        f"underflow. Call {calibrate} once before an evaluation, or load a checkpoint with the states."
+        f"{name} scales by earlier steps under delayed scaling, and no update has set its "
+        f"scales: they are 1, and its casts may clip or underflow. Call {calibrate} once before "
+        "an evaluation, or load a checkpoint with the states."
     )
 
 
 def by_name(config: "str | DelayedScaling") -> DelayedScaling:
     """The config of that name; a DelayedScaling is itself; ValueError for anything else."""
-    return registry.lookup("delayed scaling is a DelayedScaling or", DELAYED, config, DelayedScaling)
+    return registry.lookup(
+        "delayed scaling is a DelayedScaling or", DELAYED, config, DelayedScaling
+    )

@@ -89,10 +89,14 @@ def check_pair(epilogue: str, taken: tuple[str, ...], a: str, b: str) -> int | N
               granularities that do not go together.
     """
     if epilogue not in taken:
-        raise ValueError(f"epilogue is one of {', '.join(taken)}; got {epilogue!r}. Use one of these, or fp8ref.sim for {epilogue!r}.")
+        raise ValueError(
+            f"epilogue is one of {', '.join(taken)}; got {epilogue!r}. Use one of these, or "
+            f"fp8ref.sim for {epilogue!r}."
+        )
     block = block_of(a, b)
     if block is not None and epilogue == "unit_round_scale_round":
         raise ValueError(
-            f"epilogue {epilogue!r} scales a rounded sum over all of K, but block scales have no such sum. Use 'scale_then_round'."
+            f"epilogue {epilogue!r} scales a rounded sum over all of K, but block scales have "
+            "no such sum. Use 'scale_then_round'."
         )
     return block

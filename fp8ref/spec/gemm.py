@@ -1,4 +1,6 @@
-"""How one GEMM's operands are cast, and how it is computed (spec L-4, R-1): the parts of a recipe."""
+"""How one GEMM's operands are cast, and how it is computed (spec L-4, R-1): the parts of a
+recipe.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,13 +14,15 @@ from fp8ref.spec.rotation import Rotation
 
 @dataclass(frozen=True, kw_only=True)
 class CastSpec:
-    """How one operand of one GEMM becomes FP8, or FP4 under simulation: by its own amax (``delayed`` None), or by those of the steps before.
+    """How one operand of one GEMM becomes FP8, or FP4 under simulation: by its own amax
+    (``delayed`` None), or by those of the steps before.
 
     rotation    of its blocks along the reduced axis, before it is scaled (spec S-23); None: none.
     rounding    ``nearest_even``, or ``stochastic`` by a seed (C-2).
 
-    Raises:     ValueError: a fmt that is neither FP8 nor FP4, an unknown granularity or rounding, delayed scaling that is not tensorwise or by
-                another policy than its own, or with a rotation.
+    Raises:     ValueError: a fmt that is neither FP8 nor FP4, an unknown granularity or rounding,
+                delayed scaling that is not tensorwise or by another policy than its own, or with a
+                rotation.
     """
 
     fmt: Format
@@ -30,15 +34,21 @@ class CastSpec:
 
     def __post_init__(self) -> None:
         if self.fmt.name not in QUANTIZED_FORMATS:
-            raise ValueError(f"an operand's fmt is one of {', '.join(QUANTIZED_FORMATS)}; got {self.fmt}.")
+            raise ValueError(
+                f"an operand's fmt is one of {', '.join(QUANTIZED_FORMATS)}; got {self.fmt}."
+            )
         granularity.by_name(self.granularity)
         if self.rounding not in ("nearest_even", "stochastic"):
-            raise ValueError(f"an operand's rounding is nearest_even or stochastic; got {self.rounding!r}.")
-        if self.delayed is not None and (self.granularity != "tensorwise" or self.policy != self.delayed.policy or self.rotation):
+            raise ValueError(
+                f"an operand's rounding is nearest_even or stochastic; got {self.rounding!r}."
+            )
+        if self.delayed is not None and (
+            self.granularity != "tensorwise" or self.policy != self.delayed.policy or self.rotation
+        ):
             raise ValueError(
                 "delayed scaling is tensorwise and uses its own policy "
-                f"({self.delayed.policy.name!r}), without a rotation; got {self.granularity!r} and policy "
-                f"{self.policy.name!r}, rotation {self.rotation}."
+                f"({self.delayed.policy.name!r}), without a rotation; got {self.granularity!r} "
+                f"and policy {self.policy.name!r}, rotation {self.rotation}."
             )
 
     @property
@@ -48,22 +58,34 @@ class CastSpec:
 
     @property
     def pairs(self) -> bool:
-        """Whether its codes by scales of rows and by scales of columns are made of each other (spec P-6): the scales are powers of two and
-        saturate no number. One above fmt.max would be lost in the finer codes: a scale rounded up, or that of an infinite amax."""
+        """Whether its codes by scales of rows and by scales of columns are made of each other (spec
+        P-6): the scales are powers of two and saturate no number. One above fmt.max would be lost
+        in the finer codes: a scale rounded up, or that of an infinite amax."""
         policy = self.policy
-        computed = (policy.ratio, policy.overflow, policy.zero, policy.infinite, policy.nan) == ("max/amax", "inf", *["compute"] * 3)
-        return self.granularity == "rowwise" and policy.power_of_two is not None and computed and not self.simulated
+        computed = (policy.ratio, policy.overflow, policy.zero, policy.infinite, policy.nan) == (
+            "max/amax",
+            "inf",
+            *["compute"] * 3,
+        )
+        return (
+            self.granularity == "rowwise"
+            and policy.power_of_two is not None
+            and computed
+            and not self.simulated
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSpec:
-    """One GEMM: both operands FP8, or neither (high precision, the default); or one, for studies: it is cast and dequantized, and the GEMM
-    is in high precision (spec L-4).
+    """One GEMM: both operands FP8, or neither (high precision, the default); or one, for studies:
+    it is cast and dequantized, and the GEMM is in high precision (spec L-4).
 
-    accumulate  ``fast`` or ``slow`` tensor-core accumulation (spec G-7); required with two FP8 operands, None without.
+    accumulate  ``fast`` or ``slow`` tensor-core accumulation (spec G-7); required with two FP8
+                operands, None without.
     epilogue    the name of one of ``epilogue.EPILOGUES`` that takes no bias.
 
-    Raises:     ValueError: accumulate or epilogue that do not go with the operands; operands whose rotations differ (spec S-23).
+    Raises:     ValueError: accumulate or epilogue that do not go with the operands; operands whose
+                rotations differ (spec S-23).
     """
 
     a: CastSpec | None = None
@@ -75,14 +97,25 @@ class GemmSpec:
         allowed = ("fast", "slow") if self.fp8 else (None,)
         if self.accumulate not in allowed:
             kind = "an FP8" if self.fp8 else "a high-precision"
-            raise ValueError(f"accumulate of {kind} GEMM is one of {allowed}; got {self.accumulate!r}.")
+            raise ValueError(
+                f"accumulate of {kind} GEMM is one of {allowed}; got {self.accumulate!r}."
+            )
         rotations = [None if cast is None else cast.rotation for cast in (self.a, self.b)]
         if rotations[0] != rotations[1]:
-            raise ValueError(f"both operands of a GEMM have one rotation, or none, so that their product stays (S-23); got {rotations}.")
+            raise ValueError(
+                "both operands of a GEMM have one rotation, or none, so that their product "
+                f"stays (S-23); got {rotations}."
+            )
         if epilogue.by_name(self.epilogue).bias is not None:
-            raise ValueError(f"a linear's GEMMs have no bias, and epilogue {self.epilogue!r} takes one. Use 'scale_then_round'.")
+            raise ValueError(
+                f"a linear's GEMMs have no bias, and epilogue {self.epilogue!r} takes one. Use "
+                "'scale_then_round'."
+            )
         if not self.fp8 and self.epilogue != "scale_then_round":
-            raise ValueError(f"a high-precision GEMM has no scales, so no epilogue {self.epilogue!r}. Leave it out.")
+            raise ValueError(
+                f"a high-precision GEMM has no scales, so no epilogue {self.epilogue!r}. Leave "
+                "it out."
+            )
 
     @property
     def fp8(self) -> bool:
@@ -97,9 +130,13 @@ class GemmSpec:
     @property
     def powers_of_two(self) -> bool:
         """Whether every scale of its operands is a power of two (spec S-4, S-14)."""
-        return all(cast is not None and cast.policy.power_of_two is not None for cast in (self.a, self.b))
+        return all(
+            cast is not None and cast.policy.power_of_two is not None for cast in (self.a, self.b)
+        )
 
     @property
     def rowwise(self) -> bool:
-        """Whether an operand is rowwise: the output is then rounded to bfloat16 first (spec G-8)."""
+        """Whether an operand is rowwise: the output is then rounded to bfloat16 first (spec
+        G-8).
+        """
         return any(cast is not None and cast.granularity == "rowwise" for cast in (self.a, self.b))

@@ -1,7 +1,8 @@
 """Gradients in FP8 as data: the factors of a shared scale, and the rule that tunes one (spec
 P-21, P-22).
 
-``sim.gradient_reduction``, ``jax.gradient_reduction`` and ``torch.gradient_reduction`` sum gradients over ranks by them.
+``sim.gradient_reduction``, ``jax.gradient_reduction`` and ``torch.gradient_reduction`` sum
+gradients over ranks by them.
 """
 
 import math
@@ -35,7 +36,9 @@ def factor(prescale: PreScale, ranks: int) -> np.float32:
     """
     if prescale not in get_args(PreScale):
         raise ValueError(f"prescale is one of {', '.join(get_args(PreScale))}; got {prescale!r}.")
-    return np.float32({"one": 1.0, "inverse_root": 1 / math.sqrt(ranks), "inverse": 1 / ranks}[prescale])
+    return np.float32(
+        {"one": 1.0, "inverse_root": 1 / math.sqrt(ranks), "inverse": 1 / ranks}[prescale]
+    )
 
 
 def constant_mu(mu: float) -> np.float32:
@@ -60,8 +63,15 @@ def check_policy(policy: str | ScalePolicy) -> ScalePolicy:
     no factor can follow."""
     policy = policies.by_name(policy)
     if policy.stored != "scale" or policy.makes_scale_inv:
-        known = ", ".join(name for name, p in policies.POLICIES.items() if p.stored == "scale" and not p.makes_scale_inv)
-        raise ValueError(f"a shared scale of gradients is multiplied by factors, so its policy is one of {known}; got {policy.name!r}.")
+        known = ", ".join(
+            name
+            for name, p in policies.POLICIES.items()
+            if p.stored == "scale" and not p.makes_scale_inv
+        )
+        raise ValueError(
+            "a shared scale of gradients is multiplied by factors, so its policy is one of "
+            f"{known}; got {policy.name!r}."
+        )
     return policy
 
 
@@ -111,7 +121,11 @@ def columns(factors: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     if not factors:
         return {}
     mu, saturated = ([one[key] for one in factors.values()] for key in ("mu", "saturated"))
-    return {"gradient_mu_min": min(mu), "gradient_mu_max": max(mu), "gradient_saturated": sum(saturated)}
+    return {
+        "gradient_mu_min": min(mu),
+        "gradient_mu_max": max(mu),
+        "gradient_saturated": sum(saturated),
+    }
 
 
 AUTO = AutoScale()

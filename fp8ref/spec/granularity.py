@@ -11,9 +11,10 @@ from fp8ref.shared import registry
 class Granularity:
     """A block of ``other`` x ``reduced`` elements shares one scale; ``None`` is the whole axis.
 
-    ``reduced`` is a length along the reduced axis (a GEMM's K), ``other`` along the last of the other
-    axes. Axes before these two are batch dims: no block spans them. Blocks divide the reduced axis;
-    along the other the last block may be shorter, as if the tensor were padded with zeros (spec S-6).
+    ``reduced`` is a length along the reduced axis (a GEMM's K), ``other`` along the last of the
+    other axes. Axes before these two are batch dims: no block spans them. Blocks divide the reduced
+    axis; along the other the last block may be shorter, as if the tensor were padded with zeros
+    (spec S-6).
     """
 
     name: str
@@ -54,8 +55,8 @@ def block_of(a: str, b: str) -> int | None:
     length, other = by_name(a).reduced, by_name(b).reduced
     if length != other:
         raise ValueError(
-            f"the operands' scales cover the same length of K: all of it, or blocks of one size; got {a} and {b}. "
-            "Quantize both alike, or dequantize and use matmul_hp."
+            "the operands' scales cover the same length of K: all of it, or blocks of one size; "
+            f"got {a} and {b}. Quantize both alike, or dequantize and use matmul_hp."
         )
     return length
 
@@ -63,15 +64,20 @@ def block_of(a: str, b: str) -> int | None:
 def normalize_axis(axis: int, ndim: int) -> int:
     """axis counted from the front; ValueError if a tensor of ndim dims has no such axis."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -ndim <= axis < ndim:
-        raise ValueError(f"the reduced axis must be in [-{ndim}, {ndim}) for a {ndim}-d tensor; got axis={axis!r}.")
+        raise ValueError(
+            f"the reduced axis must be in [-{ndim}, {ndim}) for a {ndim}-d tensor; got "
+            f"axis={axis!r}."
+        )
     return axis % ndim
 
 
 def lengths(name: str, ndim: int, axis: int) -> tuple[int | None, ...]:
     """The length of a block along each axis of a tensor of ndim dims; None: the whole axis.
 
-    >>> lengths("blockwise_128x128", 3, -1), lengths("blockwise_128x128", 3, 1), lengths("tensorwise", 2, -1)
-    ((1, 128, 128), (1, 128, 128), (None, None))
+    >>> lengths("blockwise_128x128", 3, -1), lengths("blockwise_128x128", 3, 1)
+    ((1, 128, 128), (1, 128, 128))
+    >>> lengths("tensorwise", 2, -1)
+    (None, None)
 
     Raises:   ValueError: an unknown granularity; unless tensorwise, an axis that the tensor lacks.
     """
@@ -84,7 +90,9 @@ def lengths(name: str, ndim: int, axis: int) -> tuple[int | None, ...]:
     return tuple(sizes.get(i, 1) for i in range(ndim))
 
 
-def blocks(name: str, shape: tuple[int, ...], axis: int, *, ragged: bool = False) -> tuple[int, ...]:
+def blocks(
+    name: str, shape: tuple[int, ...], axis: int, *, ragged: bool = False
+) -> tuple[int, ...]:
     """The size of a whole block along each axis of a tensor of this shape: ``shape`` itself for
     tensorwise.
 
@@ -96,19 +104,25 @@ def blocks(name: str, shape: tuple[int, ...], axis: int, *, ragged: bool = False
     """
     sizes = lengths(name, len(shape), axis)
     if math.prod(shape) == 0:
-        raise ValueError(f"a scale needs at least one element; got x.shape={shape}. Drop empty tensors before quantizing.")
+        raise ValueError(
+            f"a scale needs at least one element; got x.shape={shape}. Drop empty tensors "
+            "before quantizing."
+        )
     result = tuple(n if size is None else size for n, size in zip(shape, sizes, strict=True))
     if name == "tensorwise":
         return result
     axis = normalize_axis(axis, len(shape))
     if shape[axis] % result[axis] and not ragged:
         raise ValueError(
-            f"{name} needs K, the reduced axis, divisible by {result[axis]}; got x.shape={shape}, axis={axis}. Pad it with zeros or use 'rowwise'."
+            f"{name} needs K, the reduced axis, divisible by {result[axis]}; got "
+            f"x.shape={shape}, axis={axis}. Pad it with zeros or use 'rowwise'."
         )
     return result
 
 
-def scale_shape(name: str, shape: tuple[int, ...], axis: int, *, ragged: bool = False) -> tuple[int, ...]:
+def scale_shape(
+    name: str, shape: tuple[int, ...], axis: int, *, ragged: bool = False
+) -> tuple[int, ...]:
     """Shape of the scales: ``()`` for tensorwise, otherwise the number of blocks along each axis.
     ragged, and raises, as ``blocks``.
 
@@ -120,4 +134,8 @@ def scale_shape(name: str, shape: tuple[int, ...], axis: int, *, ragged: bool = 
     (3, 2)
     """
     sizes = blocks(name, shape, axis, ragged=ragged)
-    return () if name == "tensorwise" else tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))
+    return (
+        ()
+        if name == "tensorwise"
+        else tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))
+    )

@@ -39,4 +39,12 @@ class Multiply(Protocol):
         """The name in compiled graphs and manifests."""
         ...
 
-    def __call__(self, a: Factor, b: Factor, *, accumulate: Literal["fast", "slow"], epilogue: str, out_dtype: Format) -> np.ndarray: ...
+    def __call__(
+        self,
+        a: Factor,
+        b: Factor,
+        *,
+        accumulate: Literal["fast", "slow"],
+        epilogue: str,
+        out_dtype: Format,
+    ) -> np.ndarray: ...

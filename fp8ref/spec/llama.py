@@ -25,7 +25,9 @@ FIRST_READER = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 """Of linears that read the input of an earlier one: the first that reads it."""
 
 STACK = "model.layers.*"
-"""The name of all layers, where they are stacked and run as one loop: ``model.layers.*.mlp.up_proj``."""
+"""The name of all layers, where they are stacked and run as one loop:
+``model.layers.*.mlp.up_proj``.
+"""
 
 ROUTER, EXPERTS, SHARED = ".gate", ".experts", ".shared_expert"
 """What an MLP with experts has, by name: the router, the experts, and what takes every token."""
@@ -40,8 +42,8 @@ MATRICES = 2**17
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """The keys of the Hugging Face ``LlamaConfig`` that this model uses, under the same names, and those of ``Qwen3MoeConfig`` for
-    experts."""
+    """The keys of the Hugging Face ``LlamaConfig`` that this model uses, under the same names, and
+    those of ``Qwen3MoeConfig`` for experts."""
 
     vocab_size: int = 256
     """Tokens in the vocabulary; at least 256."""
@@ -64,13 +66,22 @@ class LlamaConfig:
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
     head_size: int | None = None
-    """Features of a head, even: ``head_dim`` of Hugging Face. Default: hidden_size / num_attention_heads."""
+    """Features of a head, even: ``head_dim`` of Hugging Face.
+
+    Default: hidden_size / num_attention_heads.
+    """
     qk_norm: bool = False
     """Normalize each head's query and key by RMSNorm before the rotary embedding, as Qwen3 does."""
     attention_softcap: float | None = None
-    """Scores of attention become cap tanh(score / cap): Gemma 2's ``attn_logit_softcapping``. Takes numerics.attention. Default: none."""
+    """Scores of attention become cap tanh(score / cap): Gemma 2's ``attn_logit_softcapping``.
+
+    Takes numerics.attention. Default: none.
+    """
     attention_sinks: bool = False
-    """A learned logit of each query head joins the softmax of its rows, as gpt-oss's ``sinks``. Takes numerics.attention."""
+    """A learned logit of each query head joins the softmax of its rows, as gpt-oss's ``sinks``.
+
+    Takes numerics.attention.
+    """
     num_experts: int = 0
     """Experts in each layer, in place of its MLP; 0 for none."""
     num_experts_per_tok: int = 0
@@ -78,7 +89,8 @@ class LlamaConfig:
     norm_topk_prob: bool = True
     """Divide the weights of a token's experts by their sum."""
     router_aux_loss_coef: float = 0.001
-    """Factor of the load-balancing loss of the experts, which is added to the loss that is trained."""
+    """Factor of the load-balancing loss of the experts, which is added to the loss that is trained.
+    """
     shared_expert_intermediate_size: int = 0
     """Inner features of an MLP that takes every token beside the experts; 0 for none."""
 
@@ -86,30 +98,44 @@ class LlamaConfig:
         """Raises:   ValueError: a size below 1; a number that is not positive and finite; a
         hidden_size that is no multiple of twice the heads; heads that are no multiple of
         num_key_value_heads; keys of experts without experts, or that do not fit them."""
-        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        for key in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+        ):
             if getattr(self, key) < 1:
                 raise ValueError(f"model.{key} is at least 1; got {getattr(self, key)}.")
         for key in ("rms_norm_eps", "rope_theta", "initializer_range"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ValueError(f"model.{key} is positive and finite; got {getattr(self, key)}.")
         if self.head_size is not None and (self.head_size < 2 or self.head_size % 2):
-            raise ValueError(f"model.head_size is even, and at least 2 (rotary pairs); got {self.head_size}.")
+            raise ValueError(
+                f"model.head_size is even, and at least 2 (rotary pairs); got {self.head_size}."
+            )
         if self.head_size is None and self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
-                f"model.hidden_size is a multiple of 2 * num_attention_heads (rotary pairs); got {self.hidden_size} and {self.num_attention_heads} heads."
+                "model.hidden_size is a multiple of 2 * num_attention_heads (rotary pairs); got "
+                f"{self.hidden_size} and {self.num_attention_heads} heads."
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"model.num_attention_heads is a multiple of num_key_value_heads; got {self.num_attention_heads} and {self.num_key_value_heads}."
+                "model.num_attention_heads is a multiple of num_key_value_heads; got "
+                f"{self.num_attention_heads} and {self.num_key_value_heads}."
             )
         if self.attention_softcap is not None and not 0 < self.attention_softcap < math.inf:
-            raise ValueError(f"model.attention_softcap is positive and finite; got {self.attention_softcap}. Leave it out for none.")
+            raise ValueError(
+                f"model.attention_softcap is positive and finite; got {self.attention_softcap}. "
+                "Leave it out for none."
+            )
         self._check_experts()
         matrices = self.num_hidden_layers * max(1, self.num_experts)
         if matrices > MATRICES:
             raise ValueError(
-                f"model.num_hidden_layers times model.num_experts is at most {MATRICES:,}; got {matrices:,}. "
-                "Set fewer, or repair the file that says so."
+                f"model.num_hidden_layers times model.num_experts is at most {MATRICES:,}; got "
+                f"{matrices:,}. Set fewer, or repair the file that says so."
             )
 
     def _check_experts(self) -> None:
@@ -117,33 +143,54 @@ class LlamaConfig:
             if getattr(self, key) < 0:
                 raise ValueError(f"model.{key} is not negative; got {getattr(self, key)}.")
         if not 0 <= self.router_aux_loss_coef < math.inf:
-            raise ValueError(f"model.router_aux_loss_coef is finite and not negative; got {self.router_aux_loss_coef}.")
+            raise ValueError(
+                "model.router_aux_loss_coef is finite and not negative; got "
+                f"{self.router_aux_loss_coef}."
+            )
         if self.num_experts:
             if not 1 <= self.num_experts_per_tok <= self.num_experts:
                 raise ValueError(
-                    f"model.num_experts_per_tok is between 1 and num_experts = {self.num_experts}; got {self.num_experts_per_tok}. "
-                    "Say how many experts take each token."
+                    "model.num_experts_per_tok is between 1 and num_experts = "
+                    f"{self.num_experts}; got {self.num_experts_per_tok}. Say how many experts "
+                    "take each token."
                 )
             return
-        unused = ("num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef", "shared_expert_intermediate_size")
-        if given := [key for key in unused if getattr(self, key) != type(self).__dataclass_fields__[key].default]:
+        unused = (
+            "num_experts_per_tok",
+            "norm_topk_prob",
+            "router_aux_loss_coef",
+            "shared_expert_intermediate_size",
+        )
+        if given := [
+            key
+            for key in unused
+            if getattr(self, key) != type(self).__dataclass_fields__[key].default
+        ]:
             raise ValueError(
-                f"model.{given[0]} is of a model with experts; got {getattr(self, given[0])} with model.num_experts 0. Leave it out, or set num_experts."
+                f"model.{given[0]} is of a model with experts; got {getattr(self, given[0])} "
+                "with model.num_experts 0. Leave it out, or set num_experts."
             )
 
     @property
     def head_dim(self) -> int:
         """The length of a head's query, key or value; even, because rotary embeddings pair its
         elements."""
-        return self.hidden_size // self.num_attention_heads if self.head_size is None else self.head_size
+        return (
+            self.hidden_size // self.num_attention_heads
+            if self.head_size is None
+            else self.head_size
+        )
 
 
 def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
     """Name -> [N, K] of every linear, in the order of the forward pass. A projection of a layer's
-    experts is one of them, of which each expert has a weight of this shape (``experts_of``). Routers
-    are none, nor is a tied lm_head, which is the embedding."""
+    experts is one of them, of which each expert has a weight of this shape (``experts_of``).
+    Routers are none, nor is a tied lm_head, which is the embedding."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    q, kv = (
+        heads * config.head_dim
+        for heads in (config.num_attention_heads, config.num_key_value_heads)
+    )
     shared = config.shared_expert_intermediate_size
     shapes: dict[str, tuple[int, int]] = {}
     for i in range(config.num_hidden_layers):
@@ -157,8 +204,14 @@ def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
         mlps = {f"{layer}.mlp{EXPERTS}" if config.num_experts else f"{layer}.mlp": inner}
         mlps |= {f"{layer}.mlp{SHARED}": shared} if shared else {}
         for mlp, size in mlps.items():
-            shapes |= {f"{mlp}.gate_proj": (size, hidden), f"{mlp}.up_proj": (size, hidden), f"{mlp}.down_proj": (hidden, size)}
-    return shapes if config.tie_word_embeddings else shapes | {"lm_head": (config.vocab_size, hidden)}
+            shapes |= {
+                f"{mlp}.gate_proj": (size, hidden),
+                f"{mlp}.up_proj": (size, hidden),
+                f"{mlp}.down_proj": (hidden, size),
+            }
+    return (
+        shapes if config.tie_word_embeddings else shapes | {"lm_head": (config.vocab_size, hidden)}
+    )
 
 
 def experts_of(linear: str, config: LlamaConfig) -> int | None:
@@ -182,21 +235,33 @@ def is_router(name: str) -> bool:
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter: matrices (the embedding, then the linears, each router before
-    its experts), then norms. Those of experts are [E, N, K]."""
+    """Name -> shape of every parameter: matrices (the embedding, then the linears, each router
+    before its experts), then norms. Those of experts are [E, N, K]."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for name, shape in linear_shapes(config).items():
         if name.endswith(f"{EXPERTS}.gate_proj"):
-            shapes[f"{name.removesuffix(f'{EXPERTS}.gate_proj')}{ROUTER}.weight"] = (config.num_experts, config.hidden_size)
+            shapes[f"{name.removesuffix(f'{EXPERTS}.gate_proj')}{ROUTER}.weight"] = (
+                config.num_experts,
+                config.hidden_size,
+            )
         experts = experts_of(name, config)
         shapes[f"{name}.weight"] = shape if experts is None else (experts, *shape)
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         shapes |= dict.fromkeys(
-            (f"{layer}.self_attn.q_norm.weight", f"{layer}.self_attn.k_norm.weight") * config.qk_norm, (config.head_dim,)
+            (f"{layer}.self_attn.q_norm.weight", f"{layer}.self_attn.k_norm.weight")
+            * config.qk_norm,
+            (config.head_dim,),
         )
-        shapes |= {sinks_of(f"{layer}.self_attn"): (config.num_attention_heads,)} if config.attention_sinks else {}
-        shapes |= dict.fromkeys((f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"), (config.hidden_size,))
+        shapes |= (
+            {sinks_of(f"{layer}.self_attn"): (config.num_attention_heads,)}
+            if config.attention_sinks
+            else {}
+        )
+        shapes |= dict.fromkeys(
+            (f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"),
+            (config.hidden_size,),
+        )
     return shapes | {"model.norm.weight": (config.hidden_size,)}
 
 
@@ -222,8 +287,8 @@ class Weight(Protocol):
 
 @dataclass(frozen=True)
 class InitialWeight:
-    """A matrix of the initial weights (spec M-6), drawn where it is read; of experts [E, N, K] the E
-    matrices below each other.
+    """A matrix of the initial weights (spec M-6), drawn where it is read; of experts [E, N, K] the
+    E matrices below each other.
 
     Every row has numbers of its own, so that a piece of the matrix costs its rows, and any pieces
     have the bits of the whole.
@@ -239,14 +304,23 @@ class InitialWeight:
 
     def __getitem__(self, index) -> np.ndarray:
         """float32 values at slices of the rows and the columns; ... is the whole."""
-        *rows, columns = index if isinstance(index, tuple) and len(index) == len(self.shape) else (index, ...)
+        *rows, columns = (
+            index if isinstance(index, tuple) and len(index) == len(self.shape) else (index, ...)
+        )
         of_rows = np.arange(math.prod(self.shape[:-1])).reshape(self.shape[:-1])[tuple(rows)]
         places, width = of_rows.ravel(), len(np.arange(self.shape[-1])[columns])
         piece = np.empty((len(places), width), np.float32)
         # NumPy draws outside the interpreter's lock
         parts = max(1, piece.shape[0] * self.shape[-1] // 2**22)
         with ThreadPoolExecutor() as threads:
-            list(threads.map(self._draw, np.array_split(piece, parts), np.array_split(places, parts), [columns] * parts))
+            list(
+                threads.map(
+                    self._draw,
+                    np.array_split(piece, parts),
+                    np.array_split(places, parts),
+                    [columns] * parts,
+                )
+            )
         return piece.reshape(*of_rows.shape, width)
 
     def _draw(self, out: np.ndarray, places: np.ndarray, columns) -> None:
@@ -262,7 +336,9 @@ def lazy_initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, Weight]
     """The weights that every backend starts from, by name in the order of ``parameter_shapes``
     (spec M-6, A-28): norms of ones, sinks of zeros. Matrices are drawn where they are read."""
     return {
-        name: np.full(shape, not is_sinks(name), np.float32) if len(shape) == 1 else InitialWeight(shape, i, seed, config.initializer_range)
+        name: np.full(shape, not is_sinks(name), np.float32)
+        if len(shape) == 1
+        else InitialWeight(shape, i, seed, config.initializer_range)
         for i, (name, shape) in enumerate(parameter_shapes(config).items())
     }
 
@@ -275,7 +351,9 @@ def initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, np.ndarray]:
 def rotary_tables(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin, each float32 [length, head_dim], the frequencies repeated for the rotate-half
     convention (M-4)."""
-    frequency = config.rope_theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    frequency = config.rope_theta ** (
+        -np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    )
     angle = np.outer(np.arange(length, dtype=np.float64), np.concatenate([frequency, frequency]))
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
@@ -285,8 +363,14 @@ def check_weights(weights: Mapping[str, Weight], config: LlamaConfig) -> None:
     finite values. Other weights are not read."""
     expected = parameter_shapes(config)
     if weights.keys() != expected.keys():
-        missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
-        raise ValueError(f"weights are named as parameter_shapes(config); missing {missing[:3]}, unknown {extra[:3]}.")
+        missing, extra = (
+            sorted(expected.keys() - weights.keys()),
+            sorted(weights.keys() - expected.keys()),
+        )
+        raise ValueError(
+            f"weights are named as parameter_shapes(config); missing {missing[:3]}, unknown "
+            f"{extra[:3]}."
+        )
     for name, shape in expected.items():
         value = weights[name]
         dtype = value.dtype if isinstance(value, np.ndarray) else np.float32
@@ -302,7 +386,10 @@ def check_finite(name: str, piece: np.ndarray, offset: Sequence[int] | None = No
     if not np.isfinite(piece).all():
         index = np.unravel_index(np.flatnonzero(~np.isfinite(piece))[0], piece.shape)
         at = [int(i + start) for i, start in zip(index, offset or [0] * piece.ndim, strict=True)]
-        raise ValueError(f"weights are finite; {name} holds {piece[index]} at {at}. Start from a finite checkpoint.")
+        raise ValueError(
+            f"weights are finite; {name} holds {piece[index]} at {at}. Start from a finite "
+            "checkpoint."
+        )
 
 
 def check_tokens(tokens: np.ndarray, config: LlamaConfig) -> None:
@@ -313,4 +400,7 @@ def check_tokens(tokens: np.ndarray, config: LlamaConfig) -> None:
         raise ValueError(f"tokens are integers [B, T]; got {tokens.dtype} {list(tokens.shape)}.")
     if tokens.size == 0 or tokens.min() < 0 or tokens.max() >= config.vocab_size:
         found = f"{tokens.min()} to {tokens.max()}" if tokens.size else "none"
-        raise ValueError(f"a batch has tokens, all in [0, {config.vocab_size}); got {found}. Check model.vocab_size and the data.")
+        raise ValueError(
+            f"a batch has tokens, all in [0, {config.vocab_size}); got {found}. Check "
+            "model.vocab_size and the data."
+        )

@@ -25,6 +25,7 @@ class Rotation:
         return len(self.signs)
 
 
-# TransformerEngine, pytorch/custom_recipes/reference_nvfp4.py: get_wgrad_sign_vector (commit d0067d0d).
+# TransformerEngine, pytorch/custom_recipes/reference_nvfp4.py: get_wgrad_sign_vector (commit
+# d0067d0d).
 NVFP4_ROTATION = Rotation(signs=(1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1))
 """Transformer Engine's rotation of the operands of grad_weight under NVFP4."""

@@ -1,13 +1,18 @@
-"""Study what FP8 would do to a model of yours, which needs no conversion: where an error arises, by layer and cast.
+"""Study what FP8 would do to a model of yours, which needs no conversion: where an error arises, by
+layer and cast.
 
     from fp8ref import study
 
-    with study.record(model) as recording:               # hooks on every linear of a PyTorch or Flax NNX model
+    with study.record(model) as recording:               # hooks on every linear of a PyTorch or
+                                                         Flax NNX model
         model(**batch).loss.backward()                    # one step, as you run it
-    judged = study.judge(recording)                       # every operand, by the casts of every recipe
+    judged = study.judge(recording)                       # every operand, by the casts of every
+                                                          recipe
     depth = study.depth(model, lambda m: m(**batch).logits)   # the model again, under each recipe
-    attention = study.judge_attention(recording)          # every layer's attention, by every variant
-    states = study.judge_states(gradients)                # layouts of optimizer states, on the gradients of some steps
+    attention = study.judge_attention(recording)          # every layer's attention, by every
+    variant
+    states = study.judge_states(gradients)                # layouts of optimizer states, on the
+                                                          gradients of some steps
     study.write_page("study.html", judged, depth, attention=attention, states=states)
 
 ``record`` and ``depth`` need the model's own framework and no other, ``judge`` needs NumPy, and
@@ -48,17 +53,19 @@ __all__ = [
 
 
 def record(model, *, rows: int = 512, layers: str = "*", heads: int = 4, tokens: int = 512):
-    """A context that records the operands of a model's linears, input, weight and grad_output, and of its attention, q, k, v and do.
+    """A context that records the operands of a model's linears, input, weight and grad_output, and
+    of its attention, q, k, v and do.
 
-    model     a torch.nn.Module or flax.nnx.Module. It runs in the context as it does elsewhere, with
-              the same bits; its hooks are removed at the end.
+    model     a torch.nn.Module or flax.nnx.Module. It runs in the context as it does elsewhere,
+              with the same bits; its hooks are removed at the end.
     rows      the most tokens, and rows of a weight, that are kept of a tensor: whole blocks of 128,
               evenly spaced. Amaxes are those of the whole tensor.
     layers    a pattern of names of linears (fnmatch), such as "*.mlp.*".
     heads, tokens
-              the most query heads of a layer's attention, of the first sequence, with the keys and values that they read, and its
-              first tokens; heads 0: attention is not recorded. In PyTorch that of scaled_dot_product_attention, in Flax of
-              jax.nn.dot_product_attention, which nnx.MultiHeadAttention calls.
+              the most query heads of a layer's attention, of the first sequence, with the keys and
+              values that they read, and its first tokens; heads 0: attention is not recorded. In
+              PyTorch that of scaled_dot_product_attention, in Flax of jax.nn.dot_product_attention,
+              which nnx.MultiHeadAttention calls.
     Yields:   the Recording. Of a layer that is called several times, the first call is kept.
     Raises:   ValueError: another kind of model; rows that are no multiple of 128; a pattern that
               matches no linear; negative heads, or no tokens.
@@ -67,23 +74,42 @@ def record(model, *, rows: int = 512, layers: str = "*", heads: int = 4, tokens:
     return framework.of(model).record(model, rows=rows, layers=layers, heads=heads, tokens=tokens)
 
 
-def attention(model, run: Callable, variants: Sequence[str] | None = None, *, heads: int = 4, tokens: int = 512) -> JudgedAttention:
-    """Run a model once, and its attention by each variant of ``fp8ref.spec.attention.variants`` on the q, k and v that it had.
+def attention(
+    model,
+    run: Callable,
+    variants: Sequence[str] | None = None,
+    *,
+    heads: int = 4,
+    tokens: int = 512,
+) -> JudgedAttention:
+    """Run a model once, and its attention by each variant of ``fp8ref.spec.attention.variants`` on
+    the q, k and v that it had.
 
-    run       run(model): one forward pass. Its calls are seen as in ``record``, of each layer the first.
+    run       run(model): one forward pass. Its calls are seen as in ``record``, of each layer the
+              first.
     variants  names; None: all.
     heads, tokens
               as in ``record``.
     Raises:   ValueError: no call of attention; an unknown variant; no heads or tokens.
     """
     recordings.check_attention(heads, tokens, least=1)
-    return judge_attention(framework.of(model).attention(model, run, heads=heads, tokens=tokens), variants)
+    return judge_attention(
+        framework.of(model).attention(model, run, heads=heads, tokens=tokens), variants
+    )
 
 
-def depth(model, run: Callable, recipes: Sequence["str | Recipe"] | None = None, *, rows: int = 512, **options) -> Depth:
+def depth(
+    model,
+    run: Callable,
+    recipes: Sequence["str | Recipe"] | None = None,
+    *,
+    rows: int = 512,
+    **options,
+) -> Depth:
     """Run a model in high precision, and a copy of it under each recipe, and compare.
 
-    run       run(model) -> logits or another tensor of floats: one forward pass, the same each time.
+    run       run(model) -> logits or another tensor of floats: one forward pass, the same each
+              time.
     recipes   names or Recipes; None: all in FP8 that the backend converts the model to.
     rows      as in ``record``: the tokens of a linear's input that are compared.
     options   of ``convert``, such as ``filter_fqns``.
@@ -101,7 +127,8 @@ def write_page(
     attention: JudgedAttention | None = None,
     states: JudgedStates | None = None,
 ) -> None:
-    """One HTML page of all of them, without links to elsewhere. Its script shows values on hover; it reads without.
+    """One HTML page of all of them, without links to elsewhere. Its script shows values on hover;
+    it reads without.
 
     Raises:   ImportError: matplotlib or jinja2, of the extra [train], is missing.
     """

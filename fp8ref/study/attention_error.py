@@ -1,4 +1,6 @@
-"""Run recorded attention by each variant, and measure how far its output is from real arithmetic (spec A)."""
+"""Run recorded attention by each variant, and measure how far its output is from real arithmetic
+(spec A).
+"""
 
 import math
 from collections.abc import Sequence
@@ -23,9 +25,10 @@ if TYPE_CHECKING:
 class AttentionRow:
     """One layer's attention by one variant.
 
-    error      ||o' - o|| / ||o|| of the output, o being that of real arithmetic on the same q, k and v.
-    gradients  the same of dq, dk and dv together; None without a recorded gradient of the output, or of a variant without a
-               backward pass.
+    error      ||o' - o|| / ||o|| of the output, o being that of real arithmetic on the same q, k
+               and v.
+    gradients  the same of dq, dk and dv together; None without a recorded gradient of the output,
+               or of a variant without a backward pass.
     """
 
     layer: str
@@ -36,7 +39,9 @@ class AttentionRow:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedAttention(Result):
-    """Every layer's attention by every variant. refused: why calls, or variants of a layer, were left out."""
+    """Every layer's attention by every variant. refused: why calls, or variants of a layer, were
+    left out.
+    """
 
     rows: tuple[AttentionRow, ...]
     refused: dict[str, str]
@@ -52,17 +57,36 @@ class JudgedAttention(Result):
 
     def by_variant(self) -> list[tuple[str, float, AttentionRow]]:
         """(variant, the median error of the output over layers, the row of the largest)."""
-        of = {variant: [row for row in self.rows if row.variant == variant] for variant in dict.fromkeys(row.variant for row in self.rows)}
-        return [(name, float(np.median([row.error for row in rows])), max(rows, key=lambda row: row.error)) for name, rows in of.items()]
+        of = {
+            variant: [row for row in self.rows if row.variant == variant]
+            for variant in dict.fromkeys(row.variant for row in self.rows)
+        }
+        return [
+            (
+                name,
+                float(np.median([row.error for row in rows])),
+                max(rows, key=lambda row: row.error),
+            )
+            for name, rows in of.items()
+        ]
 
     def gradients(self, variant: str) -> str:
         """The median error of a variant's gradients, in words."""
-        found = [row.gradients for row in self.rows if row.variant == variant and row.gradients is not None]
+        found = [
+            row.gradients
+            for row in self.rows
+            if row.variant == variant and row.gradients is not None
+        ]
         return f"{float(np.median(found)):.3%}" if found else "-"
 
     def errors(self) -> tuple[list[str], list[str], np.ndarray]:
-        """(layers, variants, error of the output [layers, variants]); NaN where a variant was left out."""
-        layers, names = (list(dict.fromkeys(getattr(row, key) for row in self.rows)) for key in ("layer", "variant"))
+        """(layers, variants, error of the output [layers, variants]); NaN where a variant was left
+        out.
+        """
+        layers, names = (
+            list(dict.fromkeys(getattr(row, key) for row in self.rows))
+            for key in ("layer", "variant")
+        )
         found = np.full((len(layers), len(names)), np.nan)
         for row in self.rows:
             found[layers.index(row.layer), names.index(row.variant)] = row.error
@@ -76,9 +100,13 @@ class JudgedAttention(Result):
         """A row for each variant: the median over layers and the worst."""
         from rich.table import Table
 
-        table = Table("variant", "median error of the output", "largest", "at", "median error of gradients")
+        table = Table(
+            "variant", "median error of the output", "largest", "at", "median error of gradients"
+        )
         for variant, median, worst in self.by_variant():
-            table.add_row(variant, f"{median:.3%}", f"{worst.error:.3%}", worst.layer, self.gradients(variant))
+            table.add_row(
+                variant, f"{median:.3%}", f"{worst.error:.3%}", worst.layer, self.gradients(variant)
+            )
         console.print(table)
         for name, why in self.refused.items():
             console.print(f"{name}: {why}", markup=False, soft_wrap=True)
@@ -93,11 +121,17 @@ def judge(recording: Recording, variants: Sequence[str] | None = None) -> Judged
     recordings.listed(variants, "variants")
     if not recording.attention and not recording.refused:
         raise ValueError(
-            "the recording has attention; got none. In PyTorch a model calls scaled_dot_product_attention (in transformers attention 'sdpa'), in "
-            "Flax jax.nn.dot_product_attention, as nnx.MultiHeadAttention does, and record keeps 1 or more heads."
+            "the recording has attention; got none. In PyTorch a model calls "
+            "scaled_dot_product_attention (in transformers attention 'sdpa'), in Flax "
+            "jax.nn.dot_product_attention, as nnx.MultiHeadAttention does, and record keeps 1 "
+            "or more heads."
         )
     rows, left_out = [], dict(recording.refused)
-    names = [by_name(name).name for name in variants] if variants is not None else [name for name in VARIANTS if name != "exact"]
+    names = (
+        [by_name(name).name for name in variants]
+        if variants is not None
+        else [name for name in VARIANTS if name != "exact"]
+    )
     with console.library_bar("judge attention", len(recording.attention)) as advance:
         for one in recording.attention.values():
             how: dict = {"mask": Mask(causal=one.causal), "scale": one.scale}
@@ -108,7 +142,11 @@ def judge(recording: Recording, variants: Sequence[str] | None = None) -> Judged
                 except ValueError as error:
                     left_out[f"{one.layer}, {name}"] = str(error)
                     continue
-                errors = {key: distance(found[key], real[key]) for key in ("error", "gradients") if found[key] and real[key]}
+                errors = {
+                    key: distance(found[key], real[key])
+                    for key in ("error", "gradients")
+                    if found[key] and real[key]
+                }
                 rows.append(AttentionRow(layer=one.layer, variant=name, **errors))
             advance(one.layer)
     return JudgedAttention(rows=tuple(rows), refused=left_out)
@@ -117,7 +155,11 @@ def judge(recording: Recording, variants: Sequence[str] | None = None) -> Judged
 def distance(found: Sequence[np.ndarray], real: Sequence[np.ndarray]) -> float:
     """||x' - x|| / ||x|| of several tensors together; 0 where x is."""
     size = math.hypot(*(float(np.linalg.norm(x)) for x in real))
-    return math.hypot(*(float(np.linalg.norm(a - b)) for a, b in zip(found, real, strict=True))) / size if size else 0.0
+    return (
+        math.hypot(*(float(np.linalg.norm(a - b)) for a, b in zip(found, real, strict=True))) / size
+        if size
+        else 0.0
+    )
 
 
 def _passed(one: Attended, variant: str, how: dict) -> dict[str, list[np.ndarray]]:
@@ -125,6 +167,8 @@ def _passed(one: Attended, variant: str, how: dict) -> dict[str, list[np.ndarray
     result = attention.forward(one.q, one.k, one.v, variant=variant, **how)
     found: dict[str, list[np.ndarray]] = {"error": [result.o.astype(np.float64)], "gradients": []}
     if one.do is not None and by_name(variant).backward is not None:
-        grads = attention_gradients.backward(one.do, one.q, one.k, one.v, result, variant=variant, **how)
+        grads = attention_gradients.backward(
+            one.do, one.q, one.k, one.v, result, variant=variant, **how
+        )
         found["gradients"] = [x.astype(np.float64) for x in (grads.dq, grads.dk, grads.dv)]
     return found

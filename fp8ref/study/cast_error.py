@@ -10,7 +10,16 @@ import numpy as np
 
 from fp8ref import recipe as recipes_of
 from fp8ref.formats import FLOAT32
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role, trained_recipes
+from fp8ref.recipe import (
+    OPERANDS,
+    REDUCED_AXES,
+    ROLES,
+    CastSpec,
+    Gemm,
+    Recipe,
+    Role,
+    trained_recipes,
+)
 from fp8ref.shared import console
 from fp8ref.shared.result import Result
 from fp8ref.sim.quantize import cast, scaling, stats
@@ -27,11 +36,12 @@ if TYPE_CHECKING:
 class Row:
     """One operand of one GEMM of a layer, under one recipe.
 
-    sqnr      10 log10(signal / noise) in dB (Q-1), of all rows together: a few large elements may own it.
+    sqnr      10 log10(signal / noise) in dB (Q-1), of all rows together: a few large elements may
+              own it.
     median, low
-              the median and the 5th percentile over rows, which are tokens of an input or a gradient,
-              of a row's own SQNR; rows of zeros are left out, and one that is not a number counts as
-              -inf.
+              the median and the 5th percentile over rows, which are tokens of an input or a
+              gradient, of a row's own SQNR; rows of zeros are left out, and one that is not a
+              number counts as -inf.
     lost      the share of all elements that are other than zero and become zero (Q-3).
     clipped   the share that rounds beyond the format's range (C-4).
     """
@@ -63,7 +73,9 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Result):
-    """Every operand under every recipe. absent: operands that the recording has not, such as gradients."""
+    """Every operand under every recipe. absent: operands that the recording has not, such as
+    gradients.
+    """
 
     rows: tuple[Row, ...]
     absent: tuple[str, ...] = ()
@@ -84,10 +96,12 @@ class Judged(Result):
         return list(dict.fromkeys(row.layer for row in self.rows))
 
     def sqnr(self, role: Role, of: Literal["sqnr", "median", "low"] = "sqnr") -> np.ndarray:
-        """dB, float64 [layers, recipes]: that number of a Row, of a role's two GEMMs the lower; NaN where
-        neither casts it, -inf where it is not a number."""
+        """dB, float64 [layers, recipes]: that number of a Row, of a role's two GEMMs the lower; NaN
+        where neither casts it, -inf where it is not a number."""
         found = np.full((len(self.layers), len(self.recipes)), np.nan)
-        layers, recipes = ({name: i for i, name in enumerate(names)} for names in (self.layers, self.recipes))
+        layers, recipes = (
+            {name: i for i, name in enumerate(names)} for names in (self.layers, self.recipes)
+        )
         for row in self.rows:
             if row.role == role:
                 at = layers[row.layer], recipes[row.recipe]
@@ -96,18 +110,25 @@ class Judged(Result):
         return found
 
     def worst(self, count: int = 10, recipe: str | None = None) -> list[Row]:
-        """The worst operands by any measure, of one recipe or all: in turn the lowest SQNR, the lowest 5th
-        percentile of rows, the most lost and the most clipped elements, then the second of each. An
-        operand that two GEMMs cast alike is one."""
+        """The worst operands by any measure, of one recipe or all: in turn the lowest SQNR, the
+        lowest 5th percentile of rows, the most lost and the most clipped elements, then the second
+        of each. An operand that two GEMMs cast alike is one."""
         rows = [row for row in self.rows if recipe in (None, row.recipe)]
-        once = list({(row.recipe, row.layer, row.role, row.sqnr, row.low, row.lost): row for row in reversed(rows)}.values())
+        once = list(
+            {
+                (row.recipe, row.layer, row.role, row.sqnr, row.low, row.lost): row
+                for row in reversed(rows)
+            }.values()
+        )
         orders = [
             sorted(once, key=lambda row: (not math.isnan(row.sqnr), row.sqnr)),
             sorted(once, key=lambda row: row.low),
             sorted((row for row in once if row.lost), key=lambda row: -row.lost),
             sorted((row for row in once if row.clipped), key=lambda row: -row.clipped),
         ]
-        in_turn = [row for of_rank in itertools.zip_longest(*orders) for row in of_rank if row is not None]
+        in_turn = [
+            row for of_rank in itertools.zip_longest(*orders) for row in of_rank if row is not None
+        ]
         return list(dict.fromkeys(in_turn))[:count]
 
     def sentence(self) -> str:
@@ -119,14 +140,29 @@ class Judged(Result):
         return f"{what}: {row.lost:.2%} become zero, and {row.clipped:.2%} are clipped."
 
     def by_role(self) -> list[Summary]:
-        """For each recipe and role, in order, the median over operands and the worst of each number."""
+        """For each recipe and role, in order, the median over operands and the worst of each
+        number.
+        """
         found = []
         for recipe, role in itertools.product(self.recipes, ROLES):
             rows = [row for row in self.rows if (row.recipe, row.role) == (recipe, role)]
             if rows:
                 low = min(rows, key=lambda row: (not math.isnan(row.sqnr), row.sqnr))
-                numbers = float(np.median([row.sqnr for row in rows])), low.sqnr, f"{low.layer}/{low.gemm}", min(row.low for row in rows)
-                found.append(Summary(recipe, role, *numbers, max(row.lost for row in rows), max(row.clipped for row in rows)))
+                numbers = (
+                    float(np.median([row.sqnr for row in rows])),
+                    low.sqnr,
+                    f"{low.layer}/{low.gemm}",
+                    min(row.low for row in rows),
+                )
+                found.append(
+                    Summary(
+                        recipe,
+                        role,
+                        *numbers,
+                        max(row.lost for row in rows),
+                        max(row.clipped for row in rows),
+                    )
+                )
         return found
 
     def to_dict(self) -> dict:
@@ -141,7 +177,14 @@ class Judged(Result):
 
         console.print(self.sentence(), markup=False, soft_wrap=True)
         table = Table(
-            "recipe", "role", "median SQNR, dB", "lowest", "at", "5th percentile of rows, lowest", "lost at most", "clipped at most"
+            "recipe",
+            "role",
+            "median SQNR, dB",
+            "lowest",
+            "at",
+            "5th percentile of rows, lowest",
+            "lost at most",
+            "clipped at most",
         )
         for one in self.by_role():
             decibels = f"{one.median:.1f}", f"{one.lowest:.1f}", one.at, f"{one.low:.1f}"
@@ -151,42 +194,61 @@ class Judged(Result):
             console.print(f"not recorded: {', '.join(self.absent)}", markup=False, soft_wrap=True)
 
 
-def judge(recording: Recording, recipes: Sequence[str | Recipe] | Mapping[str, CastSpec] | None = None) -> Judged:
+def judge(
+    recording: Recording, recipes: Sequence[str | Recipe] | Mapping[str, CastSpec] | None = None
+) -> Judged:
     """Cast every recorded operand as each recipe casts it, and measure.
 
-    recipes   names or Recipes; {name: CastSpec}: that cast of every operand in place of a recipe's, for
-              a format, granularity or policy; None: all in FP8 that train.
+    recipes   names or Recipes; {name: CastSpec}: that cast of every operand in place of a recipe's,
+              for a format, granularity or policy; None: all in FP8 that train.
     Scales are those of the whole tensor, and errors those of the rows that were kept. A cast by
     delayed scaling takes this step's amaxes, as if those of the step before were the same.
-    Raises:   ValueError: an unknown recipe, one without FP8, or one under simulation alone (R-9); a cast that rotates or
-              rounds stochastically, or to FP4.
+    Raises:   ValueError: an unknown recipe, one without FP8, or one under simulation alone (R-9); a
+              cast that rotates or rounds stochastically, or to FP4.
     Source:   spec S-5 to S-8, Q-1, Q-3.
     """
     recordings.check(recording)
     recordings.listed(recipes, "recipes")
     if isinstance(recipes, Mapping):
         if other := [name for name, spec in recipes.items() if not isinstance(spec, CastSpec)]:
-            raise ValueError(f"a cast is a CastSpec; got {type(recipes[other[0]]).__name__} for {other[0]!r}. Recipes are given in a list.")
+            raise ValueError(
+                f"a cast is a CastSpec; got {type(recipes[other[0]]).__name__} for "
+                f"{other[0]!r}. Recipes are given in a list."
+            )
         if alone := [name for name, spec in recipes.items() if spec.simulated]:
             raise ValueError(
-                f"a study judges casts to FP8, rounded to nearest; {alone[0]!r} is another. Use fp8ref.sim.linear.quantize_operands."
+                f"a study judges casts to FP8, rounded to nearest; {alone[0]!r} is another. Use "
+                "fp8ref.sim.linear.quantize_operands."
             )
         casts = {name: _everywhere(spec) for name, spec in recipes.items()}
     else:
-        chosen = [recipes_of.check_trained(r) for r in (trained_recipes() if recipes is None else recipes)]
+        chosen = [
+            recipes_of.check_trained(r) for r in (trained_recipes() if recipes is None else recipes)
+        ]
         chosen = [r for r in chosen if r.fp8 or recipes is not None]
         if plain := [recipe.name for recipe in chosen if not recipe.fp8]:
-            raise ValueError(f"a study judges casts to FP8; recipe {plain[0]!r} has none. Leave it out.")
+            raise ValueError(
+                f"a study judges casts to FP8; recipe {plain[0]!r} has none. Leave it out."
+            )
         casts = {recipe.name: _of_recipe(recipe) for recipe in chosen}
     rows, absent, once = [], {}, {}  # type: ignore[var-annotated]
     with console.library_bar("judge", len(recording.layers)) as advance:
         for layer in recording.layers:
-            for name, (gemm, role), (spec, axis) in ((name, *one) for name, of_gemms in casts.items() for one in of_gemms.items()):
+            for name, (gemm, role), (spec, axis) in (
+                (name, *one) for name, of_gemms in casts.items() for one in of_gemms.items()
+            ):
                 operand = recording.operands.get(f"{layer}/{role}")
                 if operand is None:
                     absent[f"{layer}/{role}"] = None
                     continue
-                key = (layer, role, spec.fmt.name, spec.granularity, spec.policy, None if spec.granularity == "tensorwise" else axis)
+                key = (
+                    layer,
+                    role,
+                    spec.fmt.name,
+                    spec.granularity,
+                    spec.policy,
+                    None if spec.granularity == "tensorwise" else axis,
+                )
                 if key not in once:
                     once[key] = _measure(operand, spec, axis)
                 rows.append(Row(recipe=name, layer=layer, gemm=gemm, role=role, **once[key]))
@@ -199,33 +261,45 @@ def _of_recipe(recipe: Recipe) -> dict[tuple[Gemm, Role], tuple[CastSpec, int]]:
     return {
         (gemm, role): (of_role, axis)
         for gemm, spec in recipe.gemms.items()
-        for role, of_role, axis in zip(OPERANDS[gemm], (spec.a, spec.b), REDUCED_AXES[gemm], strict=True)
+        for role, of_role, axis in zip(
+            OPERANDS[gemm], (spec.a, spec.b), REDUCED_AXES[gemm], strict=True
+        )
         if of_role is not None
     }
 
 
 def _everywhere(spec: CastSpec) -> dict[tuple[Gemm, Role], tuple[CastSpec, int]]:
-    return {(gemm, role): (spec, axis) for gemm, roles in OPERANDS.items() for role, axis in zip(roles, REDUCED_AXES[gemm], strict=True)}
+    return {
+        (gemm, role): (spec, axis)
+        for gemm, roles in OPERANDS.items()
+        for role, axis in zip(roles, REDUCED_AXES[gemm], strict=True)
+    }
 
 
 def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, float]:
     """The numbers of a Row: of the kept rows, by scales of the whole tensor."""
     x, kind = operand.kept, spec.granularity
     short = -x.shape[axis] % (granularity.by_name(kind).reduced or 1)
-    x = np.pad(x, [(0, short * (d == axis)) for d in range(2)])  # zeros, in a last block that is shorter: no other scale (L-5)
+    x = np.pad(
+        x, [(0, short * (d == axis)) for d in range(2)]
+    )  # zeros, in a last block that is shorter: no other scale (L-5)
     if kind == "tensorwise":
         amax = operand.amax.reshape(scaling.amax(x, kind, axis=axis).shape)
     elif kind == "rowwise" and axis == 0:
         amax = operand.columns.reshape(scaling.amax(x, kind, axis=axis).shape)
     else:  # of rows, which are whole, or of blocks, which are too
         amax = scaling.amax(x, kind, axis=axis)
-    if spec.policy.compute != FLOAT32:  # the policy sees tensors in this dtype, and rounding keeps their order (S-13)
+    if (
+        spec.policy.compute != FLOAT32
+    ):  # the policy sees tensors in this dtype, and rounding keeps their order (S-13)
         amax = cast.round_to(amax, spec.policy.compute).astype(np.float32)
     scales = scales_from_amax(amax, spec.fmt, spec.policy)
     q = scaling.quantize_with(x, scales, spec.fmt, granularity=kind, policy=spec.policy, axis=axis)
     found = stats.statistics(x, q)
     count = operand.kept.size
-    median, low = _of_rows(operand.kept, scaling.dequantize(q)[: operand.kept.shape[0], : operand.kept.shape[1]])
+    median, low = _of_rows(
+        operand.kept, scaling.dequantize(q)[: operand.kept.shape[0], : operand.kept.shape[1]]
+    )
     shares = {"lost": float(found.underflows) / count, "clipped": float(found.overflows) / count}
     return {"sqnr": float(found.sqnr), "median": median, "low": low, **shares}
 
@@ -241,7 +315,9 @@ def _of_rows(x: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:
         decibels = 10 * np.log10(signal / noise)[signal > 0]
     if not decibels.size:
         return math.inf, math.inf
-    median, low = np.percentile(np.nan_to_num(decibels, nan=-np.inf, posinf=np.inf, neginf=-np.inf), [50, 5], method="lower")
+    median, low = np.percentile(
+        np.nan_to_num(decibels, nan=-np.inf, posinf=np.inf, neginf=-np.inf), [50, 5], method="lower"
+    )
     return float(median), float(low)
 
 

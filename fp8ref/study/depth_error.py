@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class Seen(NamedTuple):
-    """A forward pass: what it recorded of each linear's input, by layer; its result; and how many linears ran in FP8."""
+    """A forward pass: what it recorded of each linear's input, by layer; its result; and how many
+    linears ran in FP8.
+    """
 
     inputs: dict[str, Operand]
     result: np.ndarray
@@ -29,12 +31,14 @@ class Seen(NamedTuple):
 class Outcome:
     """One recipe's forward pass next to that in high precision.
 
-    in_fp8        how many linears ran in FP8; a recipe leaves out those whose sizes it does not take.
-    inputs        by layer, ||x' - x|| / ||x|| of the linear's input, in the order in which layers ran; without layers
-                  that had another number of tokens, as experts have.
+    in_fp8        how many linears ran in FP8; a recipe leaves out those whose sizes it does not
+                  take.
+    inputs        by layer, ||x' - x|| / ||x|| of the linear's input, in the order in which layers
+                  ran; without layers that had another number of tokens, as experts have.
     output        the same of the model's result.
-    divergence    the mean over rows of KL(p || p') in nats, p being the softmax of the high-precision
-                  result along its last dim: of logits the mean change of a token's distribution.
+    divergence    the mean over rows of KL(p || p') in nats, p being the softmax of the
+                  high-precision result along its last dim: of logits the mean change of a token's
+                  distribution.
     agreement     the share of rows whose largest entry is the same; of a row with a NaN none is.
     """
 
@@ -50,7 +54,8 @@ class Depth(Result):
     """Outcomes by recipe, the smallest KL divergence first, one that is not a number last;
     ``refused``: why others could not run.
 
-    The error of the result does not rank: a few outliers own its norm, and say little of the other entries.
+    The error of the result does not rank: a few outliers own its norm, and say little of the other
+    entries.
     """
 
     outcomes: dict[str, Outcome]
@@ -66,17 +71,24 @@ class Depth(Result):
         if not self.outcomes:
             return "No recipe ran."
         numbers = [
-            f"{name} (KL {one.divergence:.2e} nats, same top entry in {one.agreement:.1%} of rows)" for name, one in self.outcomes.items()
+            f"{name} (KL {one.divergence:.2e} nats, same top entry in {one.agreement:.1%} of rows)"
+            for name, one in self.outcomes.items()
         ]
         if len(numbers) == 1:
             return f"One recipe ran: {numbers[0]}."
-        return f"{numbers[0]} changes the model's output least of {len(numbers)} recipes, {numbers[-1]} most."
+        return (
+            f"{numbers[0]} changes the model's output least of {len(numbers)} recipes, "
+            f"{numbers[-1]} most."
+        )
 
     def to_dict(self) -> dict:
         """Outcomes and refusals; None where a number is not finite."""
         made = {
             name: {"inputs": {k: _finite(v) for k, v in one.inputs.items()}}
-            | {key: _finite(getattr(one, key)) for key in ("in_fp8", "output", "divergence", "agreement")}
+            | {
+                key: _finite(getattr(one, key))
+                for key in ("in_fp8", "output", "divergence", "agreement")
+            }
             for name, one in self.outcomes.items()
         }
         return {"outcomes": made, "refused": self.refused}
@@ -86,7 +98,14 @@ class Depth(Result):
         from rich.table import Table
 
         console.print(self.sentence(), markup=False, soft_wrap=True)
-        table = Table("recipe", "linears in FP8", "KL, nats", "same top entry", "error of the result", "worst input of a linear")
+        table = Table(
+            "recipe",
+            "linears in FP8",
+            "KL, nats",
+            "same top entry",
+            "error of the result",
+            "worst input of a linear",
+        )
         for name, one in self.outcomes.items():
             layer, worst = max(one.inputs.items(), key=lambda item: item[1], default=("-", 0.0))
             table.add_row(
@@ -102,25 +121,44 @@ class Depth(Result):
             console.print(f"{name}: {why}", markup=False, soft_wrap=True)
 
 
-def compare(first: Seen, again: Seen, under: Callable[[Recipe], Seen], recipes: Sequence[str | Recipe] | None) -> Depth:
+def compare(
+    first: Seen,
+    again: Seen,
+    under: Callable[[Recipe], Seen],
+    recipes: Sequence[str | Recipe] | None,
+) -> Depth:
     """Run each recipe and compare it with the pass in high precision.
 
     first, again  that pass, twice: they have the same bits.
     under         the pass under a recipe.
-    recipes       None: all in FP8 that train, of which those that are refused (ValueError) are noted.
-    Raises:       ValueError: the two passes differ; a pass that calls another model than it is given; what ``under`` raises
-                  for a recipe that was named.
+    recipes       None: all in FP8 that train, of which those that are refused (ValueError) are
+                  noted.
+    Raises:       ValueError: the two passes differ; a pass that calls another model than it is
+                  given; what ``under`` raises for a recipe that was named.
     """
     if first.result.ndim == 0:
-        raise ValueError("run gives logits, or another tensor with a last dim to compare along; got a scalar. Give what the loss is of.")
+        raise ValueError(
+            "run gives logits, or another tensor with a last dim to compare along; got a "
+            "scalar. Give what the loss is of."
+        )
     if not first.inputs:
-        raise ValueError("run calls the model that it is given; no linear of it was called. Write lambda model: model(...).")
+        raise ValueError(
+            "run calls the model that it is given; no linear of it was called. Write lambda "
+            "model: model(...)."
+        )
     if not np.array_equal(first.result, again.result, equal_nan=True):
-        raise ValueError("run gives the same result each time; two runs differed. Turn dropout off, as model.eval() does, and fix seeds.")
+        raise ValueError(
+            "run gives the same result each time; two runs differed. Turn dropout off, as "
+            "model.eval() does, and fix seeds."
+        )
     outcomes: dict[str, Outcome] = {}
     refused: dict[str, str] = {}
     recordings.listed(recipes, "recipes")
-    chosen = [r for r in trained_recipes().values() if r.fp8] if recipes is None else [recipes_of.by_name(r) for r in recipes]
+    chosen = (
+        [r for r in trained_recipes().values() if r.fp8]
+        if recipes is None
+        else [recipes_of.by_name(r) for r in recipes]
+    )
     for recipe in console.counted("run the model", chosen):
         try:
             seen = under(recipe)
@@ -131,11 +169,14 @@ def compare(first: Seen, again: Seen, under: Callable[[Recipe], Seen], recipes: 
             continue
         if not seen.inputs:
             raise ValueError(
-                f"run calls the model that it is given; under {recipe.name!r} no linear of the copy was called, as where run names the model of "
-                "outside. Write lambda model: model(...)."
+                f"run calls the model that it is given; under {recipe.name!r} no linear of the "
+                "copy was called, as where run names the model of outside. Write lambda model: "
+                "model(...)."
             )
         outcomes[recipe.name] = _outcome(first, seen)
-    return Depth(outcomes=dict(sorted(outcomes.items(), key=lambda item: _rank(item[1]))), refused=refused)
+    return Depth(
+        outcomes=dict(sorted(outcomes.items(), key=lambda item: _rank(item[1]))), refused=refused
+    )
 
 
 def _rank(one: Outcome) -> tuple[float, ...]:
@@ -145,20 +186,32 @@ def _rank(one: Outcome) -> tuple[float, ...]:
 
 
 def _outcome(first: Seen, seen: Seen) -> Outcome:
-    log_p, log_q = (_log_softmax(one.result.reshape(-1, one.result.shape[-1])) for one in (first, seen))
+    log_p, log_q = (
+        _log_softmax(one.result.reshape(-1, one.result.shape[-1])) for one in (first, seen)
+    )
     return Outcome(
         in_fp8=seen.in_fp8,
         inputs={
-            name: _distance(seen.inputs[name].kept, x.kept) for name, x in first.inputs.items() if _same_rows(x, seen.inputs.get(name))
+            name: _distance(seen.inputs[name].kept, x.kept)
+            for name, x in first.inputs.items()
+            if _same_rows(x, seen.inputs.get(name))
         },
         output=_distance(seen.result, first.result),
         divergence=_divergence(log_p, log_q),
-        agreement=float(((log_p.argmax(axis=-1) == log_q.argmax(axis=-1)) & ~np.isnan(log_p + log_q).any(axis=-1)).mean()),
+        agreement=float(
+            (
+                (log_p.argmax(axis=-1) == log_q.argmax(axis=-1))
+                & ~np.isnan(log_p + log_q).any(axis=-1)
+            ).mean()
+        ),
     )
 
 
 def _distance(x: np.ndarray, to: np.ndarray) -> float:
-    """||x - to|| / ||to||, in float64; 0 where both are 0. Equal infinities, as of masked logits, count in neither."""
+    """||x - to|| / ||to||, in float64; 0 where both are 0.
+
+    Equal infinities, as of masked logits, count in neither.
+    """
     masked = np.isinf(to) & (x == to)
     x, to = (np.where(masked, 0.0, v).astype(np.float64) for v in (x, to))
     difference, size = float(np.linalg.norm(x - to)), float(np.linalg.norm(to))

@@ -1,4 +1,6 @@
-"""Record what a Flax NNX model gives to jax.nn.dot_product_attention, which nnx.MultiHeadAttention calls too."""
+"""Record what a Flax NNX model gives to jax.nn.dot_product_attention, which nnx.MultiHeadAttention
+calls too.
+"""
 
 import contextlib
 import dataclasses
@@ -17,7 +19,10 @@ from flax import nnx
 from fp8ref.study import recording as recordings
 from fp8ref.study.recording import Attended, Recording
 
-TAKEN = "a study takes causal or full attention [B, T, H, D] of as many keys as queries, without bias, window or lengths, and no mask but the causal one"
+TAKEN = (
+    "a study takes causal or full attention [B, T, H, D] of as many keys as queries, without "
+    "bias, window or lengths, and no mask but the causal one"
+)
 """Why a call is left out."""
 
 _NAME = "name_in_study"
@@ -29,13 +34,18 @@ _NUMBERS = itertools.count()
 
 @contextlib.contextmanager
 def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) -> Iterator[None]:
-    """Keep, in this context, of each layer the first call, of it the first sequence, so many query heads with
-    their keys and values, so many first tokens, and the gradient of their output.
+    """Keep, in this context, of each layer the first call, of it the first sequence, so many query
+    heads with their keys and values, so many first tokens, and the gradient of their output.
 
-    The function of jax.nn is replaced as long as it lasts. Traced functions report from inside the compiled program. One that takes
-    the model is traced again for each recording, by its number; one that closes over the model and was traced before is not.
+    The function of jax.nn is replaced as long as it lasts. Traced functions report from inside the
+    compiled program. One that takes the model is traced again for each recording, by its number;
+    one that closes over the model and was traced before is not.
     """
-    modules = [(path, layer) for path, layer in nnx.iter_graph(model, graph=True) if isinstance(layer, nnx.Module)]
+    modules = [
+        (path, layer)
+        for path, layer in nnx.iter_graph(model, graph=True)
+        if isinstance(layer, nnx.Module)
+    ]
     inner, kept, number = jax.nn.dot_product_attention, _Kept(recording), next(_NUMBERS)
     taken: set[str] = set()  # while traced: callbacks come later
 
@@ -47,7 +57,9 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
         others = {
             name: x
             for name, x in more.items()
-            if name not in ("mask", "scale", "is_causal", "implementation") and x is not None and x is not False
+            if name not in ("mask", "scale", "is_causal", "implementation")
+            and x is not None
+            and x is not False
         }
         bias, scale = args[0] if args else None, more.get("scale")
         if not isinstance(scale, int | float | None):
@@ -58,18 +70,25 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
             return out
         taken.add(layer)
         n, of_keys = recordings.heads_of(query.shape[2], key.shape[2], heads)
-        few = [x[:1, :tokens, :h].swapaxes(1, 2).astype(jnp.float32) for x, h in ((query, n), (key, of_keys), (value, of_keys))]
+        few = [
+            x[:1, :tokens, :h].swapaxes(1, 2).astype(jnp.float32)
+            for x, h in ((query, n), (key, of_keys), (value, of_keys))
+        ]
         seen = (
             None
             if mask is None
-            else jnp.broadcast_to(mask, (*mask.shape[:-2], query.shape[1], key.shape[1]))[:1].reshape(-1, query.shape[1], key.shape[1])
+            else jnp.broadcast_to(mask, (*mask.shape[:-2], query.shape[1], key.shape[1]))[
+                :1
+            ].reshape(-1, query.shape[1], key.shape[1])
         )
         keep = functools.partial(kept.call, layer, bool(more.get("is_causal")), scale)
         jax.debug.callback(keep, *few, seen)
         return _reporting(out, few[0], functools.partial(kept.gradient, layer), n, tokens)
 
     for path, layer in modules:  # static attributes, which a traced copy of the model has too
-        setattr(layer, _NAME, nnx.static((".".join(map(str, path)) or type(model).__name__, number)))
+        setattr(
+            layer, _NAME, nnx.static((".".join(map(str, path)) or type(model).__name__, number))
+        )
     jax.nn.dot_product_attention = attending
     try:
         yield
@@ -81,7 +100,9 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
 
 
 def _reporting(out: jax.Array, q: jax.Array, keep: Callable, heads: int, tokens: int) -> jax.Array:
-    """The output, whose gradient is handed to ``keep`` with the queries that say of which call it is."""
+    """The output, whose gradient is handed to ``keep`` with the queries that say of which call it
+    is.
+    """
 
     @jax.custom_vjp
     def same(out, q):
@@ -96,7 +117,9 @@ def _reporting(out: jax.Array, q: jax.Array, keep: Callable, heads: int, tokens:
 
 
 class _Kept:
-    """Fills a recording from callbacks, which may arrive in any order: a gradient waits for its call."""
+    """Fills a recording from callbacks, which may arrive in any order: a gradient waits for its
+    call.
+    """
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -126,7 +149,9 @@ class _Kept:
         if first is None:
             self._waiting.setdefault(layer, []).append((np.array(q), np.array(do)))
         elif first.do is None and np.array_equal(first.q, q, equal_nan=True):
-            self._recording.attention[layer] = dataclasses.replace(first, do=np.array(do, np.float32))
+            self._recording.attention[layer] = dataclasses.replace(
+                first, do=np.array(do, np.float32)
+            )
 
 
 def _caller() -> str:

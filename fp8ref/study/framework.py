@@ -1,4 +1,6 @@
-"""Which framework a model is of, from what is imported already: a model of torch has imported torch."""
+"""Which framework a model is of, from what is imported already: a model of torch has imported
+torch.
+"""
 
 import importlib
 import sys
@@ -10,13 +12,17 @@ def of(model) -> ModuleType:
 
     Raises:   ValueError: neither a torch.nn.Module nor a flax.nnx.Module.
     """
-    for package, kind, name in (("torch", "nn.Module", "torch_model"), ("flax.nnx", "Module", "nnx_model")):
+    for package, kind, name in (
+        ("torch", "nn.Module", "torch_model"),
+        ("flax.nnx", "Module", "nnx_model"),
+    ):
         found: object = sys.modules.get(package)
         for part in kind.split("."):
             found = getattr(found, part, None)
         if isinstance(found, type) and isinstance(model, found):
             return importlib.import_module(f"fp8ref.study.{name}")
     raise ValueError(
-        f"a study takes a torch.nn.Module or a flax.nnx.Module; got {type(model).__name__}. Layers of linen are not seen, in "
-        "nnx.bridge.ToNNX neither: study the model in NNX, or give single tensors to fp8ref.sim.quantize.stats."
+        f"a study takes a torch.nn.Module or a flax.nnx.Module; got {type(model).__name__}. "
+        "Layers of linen are not seen, in nnx.bridge.ToNNX neither: study the model in NNX, or "
+        "give single tensors to fp8ref.sim.quantize.stats."
     )

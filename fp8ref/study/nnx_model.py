@@ -21,7 +21,9 @@ from fp8ref.study.recording import Operand, Recording
 
 
 @contextlib.contextmanager
-def record(model: nnx.Module, *, rows: int, layers: str, heads: int = 0, tokens: int = 0) -> Iterator[Recording]:
+def record(
+    model: nnx.Module, *, rows: int, layers: str, heads: int = 0, tokens: int = 0
+) -> Iterator[Recording]:
     """As ``fp8ref.study.record``. Traced functions report from inside the compiled program."""
     linears = {
         ".".join(map(str, path)) or type(model).__name__: layer
@@ -30,18 +32,31 @@ def record(model: nnx.Module, *, rows: int, layers: str, heads: int = 0, tokens:
     }
     names = recordings.chosen(linears, layers, rows)
     recording = Recording(framework="flax", chosen=tuple(names))
-    attributes = {name: "einsum_op" if isinstance(linears[name], nnx.Einsum) else "dot_general" for name in names}
+    attributes = {
+        name: "einsum_op" if isinstance(linears[name], nnx.Einsum) else "dot_general"
+        for name in names
+    }
     before = {name: getattr(linears[name], attributes[name]) for name in names}
 
     def set_hook(name: str, hook) -> None:
-        setattr(linears[name], attributes[name], nnx.data(hook) if isinstance(hook, nnx.Module) else nnx.static(hook))
+        setattr(
+            linears[name],
+            attributes[name],
+            nnx.data(hook) if isinstance(hook, nnx.Module) else nnx.static(hook),
+        )
 
     try:
         for name in names:
             keep = functools.partial(_keep, recording, name, rows)
-            hook = functools.partial(_einsum if attributes[name] == "einsum_op" else _dot_general, before[name], keep)
+            hook = functools.partial(
+                _einsum if attributes[name] == "einsum_op" else _dot_general, before[name], keep
+            )
             set_hook(name, hook)
-        with flax_attention.record(model, recording, heads=heads, tokens=tokens) if heads else contextlib.nullcontext():
+        with (
+            flax_attention.record(model, recording, heads=heads, tokens=tokens)
+            if heads
+            else contextlib.nullcontext()
+        ):
             yield recording
         jax.effects_barrier()
     finally:
@@ -49,7 +64,14 @@ def record(model: nnx.Module, *, rows: int, layers: str, heads: int = 0, tokens:
             set_hook(name, before[name])
 
 
-def depth(model: nnx.Module, run: Callable, recipes: Sequence[str | Recipe] | None, *, rows: int, options: dict) -> Depth:
+def depth(
+    model: nnx.Module,
+    run: Callable,
+    recipes: Sequence[str | Recipe] | None,
+    *,
+    rows: int,
+    options: dict,
+) -> Depth:
     """As ``fp8ref.study.depth``.
 
     Raises:   ValueError: as there.
@@ -57,7 +79,10 @@ def depth(model: nnx.Module, run: Callable, recipes: Sequence[str | Recipe] | No
 
     def under(recipe: Recipe) -> Seen:
         if recipe.delayed:
-            raise ValueError("delayed scaling takes amaxes of steps before, which one forward pass has not. Use 'tensorwise'.")
+            raise ValueError(
+                "delayed scaling takes amaxes of steps before, which one forward pass has not. "
+                "Use 'tensorwise'."
+            )
         converted = fj.convert(nnx.clone(model), recipe, **options)
         return seen(converted, len(nnx_hooks.hooks(converted)))
 
@@ -65,7 +90,9 @@ def depth(model: nnx.Module, run: Callable, recipes: Sequence[str | Recipe] | No
         with record(model, rows=rows, layers="*") as recording:
             out = run(model)
         if not isinstance(out, jax.Array) or not jnp.issubdtype(out.dtype, jnp.floating):
-            raise ValueError(f"run gives an array of floats, such as logits; got {type(out).__name__}.")
+            raise ValueError(
+                f"run gives an array of floats, such as logits; got {type(out).__name__}."
+            )
         return Seen(recordings.inputs(recording), np.asarray(out, np.float32), in_fp8)
 
     return depth_error.compare(seen(model), seen(model), under, recipes)
@@ -79,7 +106,16 @@ def attention(model: nnx.Module, run: Callable, *, heads: int, tokens: int) -> R
     return recording
 
 
-def _dot_general(inner: Callable | None, keep: Callable, x, w, dimension_numbers, precision=None, preferred_element_type=None, **more):
+def _dot_general(
+    inner: Callable | None,
+    keep: Callable,
+    x,
+    w,
+    dimension_numbers,
+    precision=None,
+    preferred_element_type=None,
+    **more,
+):
     """``dot_general`` of a layer that reports x, w and the gradient of its result as rows."""
     product: Callable = functools.partial(
         inner or lax.dot_general,
@@ -98,20 +134,37 @@ def _einsum(inner: Callable, keep: Callable, subscripts: str, x, w, **more):
     """The same of an einsum."""
     product = functools.partial(inner, subscripts, **more)
     left, out = subscripts.replace(" ", "").split("->")
-    dots = "".join(map(chr, range(x.ndim - len(left.split(",")[0].replace("...", "")))))  # a letter for each dim of ...
+    dots = "".join(
+        map(chr, range(x.ndim - len(left.split(",")[0].replace("...", ""))))
+    )  # a letter for each dim of ...
     (a, b), out = (term.replace("...", dots) for term in left.split(",")), out.replace("...", dots)
     contracted = [letter for letter in a if letter in b]
-    if not contracted or len(set(a + b)) != len(a + b) - len(contracted) or set(out) != set(a + b) - set(contracted):  # not a linear
+    if (
+        not contracted
+        or len(set(a + b)) != len(a + b) - len(contracted)
+        or set(out) != set(a + b) - set(contracted)
+    ):  # not a linear
         return product(x, w)
-    order = tuple(out.index(letter) for letter in a + b if letter not in contracted)  # rows, then the dims of N
+    order = tuple(
+        out.index(letter) for letter in a + b if letter not in contracted
+    )  # rows, then the dims of N
     of_x, of_w = (tuple(term.index(letter) for letter in contracted) for term in (a, b))
     return _reporting(product, keep, x, w, of_x, of_w, order)
 
 
-def _reporting(product: Callable, keep: Callable, x, w, of_x: tuple[int, ...], of_w: tuple[int, ...], order: tuple[int, ...] | None = None):
+def _reporting(
+    product: Callable,
+    keep: Callable,
+    x,
+    w,
+    of_x: tuple[int, ...],
+    of_w: tuple[int, ...],
+    order: tuple[int, ...] | None = None,
+):
     """product(x, w), whose operands and gradient are handed to ``keep`` as rows.
 
-    of_x, of_w: the contracted dims. order: of the result's dims, those of x first; None: as they are.
+    of_x, of_w: the contracted dims. order: of the result's dims, those of x first; None: as they
+    are.
     """
     if not x.size:
         return product(x, w)
@@ -126,7 +179,9 @@ def _reporting(product: Callable, keep: Callable, x, w, of_x: tuple[int, ...], o
 
     def backward(saved, grad):
         gradient = (grad if order is None else grad.transpose(order)).reshape(-1, n)
-        jax.debug.callback(keep, input=_rows(saved[0], of_x), grad_output=gradient)  # the input says of which call it is
+        jax.debug.callback(
+            keep, input=_rows(saved[0], of_x), grad_output=gradient
+        )  # the input says of which call it is
         return jax.vjp(product, *saved)[1](grad)
 
     reporting.defvjp(forward, backward)
@@ -142,10 +197,15 @@ def _rows(x, contracted: tuple[int, ...]):
 
 def _keep(recording: Recording, name: str, rows: int, **operands: jax.Array) -> None:
     """Record operands of a layer by role; of calls with another input than the first nothing."""
-    made = {f"{name}/{role}": _operand(np.asarray(x).astype(np.float32), rows) for role, x in operands.items()}
+    made = {
+        f"{name}/{role}": _operand(np.asarray(x).astype(np.float32), rows)
+        for role, x in operands.items()
+    }
     first = recording.operands.get(f"{name}/input")
     if first is None or np.array_equal(made[f"{name}/input"].kept, first.kept, equal_nan=True):
-        recording.operands |= {key: operand for key, operand in made.items() if key not in recording.operands}
+        recording.operands |= {
+            key: operand for key, operand in made.items() if key not in recording.operands
+        }
 
 
 def _operand(x: np.ndarray, most: int) -> Operand:

@@ -24,7 +24,12 @@ except ImportError:
 
 
 def write(
-    out: Path, judged: Judged, depth: Depth | None, *, attention: JudgedAttention | None = None, states: JudgedStates | None = None
+    out: Path,
+    judged: Judged,
+    depth: Depth | None,
+    *,
+    attention: JudgedAttention | None = None,
+    states: JudgedStates | None = None,
 ) -> None:
     """Write the page to ``out``."""
     out.write_text(
@@ -53,7 +58,9 @@ def _of_attention(attention: JudgedAttention | None) -> dict[str, markupsafe.Mar
     with matplotlib.rc_context(svg.STYLE):
         figure, (ax,) = style.figure(width=5, height=1.6 + 0.16 * min(40, len(layers)))
         plots.attention_map(ax, errors, [figures.short(layer) for layer in layers], variants)
-        drawn = svg.inline(figure, "attention", "Error of the output of attention, by layer and variant")
+        drawn = svg.inline(
+            figure, "attention", "Error of the output of attention, by layer and variant"
+        )
     return {"Error of the output of attention": drawn}
 
 
@@ -64,18 +71,38 @@ def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup
         if depth is not None and depth.outcomes:
             figure, (ax,) = style.figure(width=5)
             errors = {name: list(one.inputs.values()) for name, one in depth.outcomes.items()}
-            plots.depth_lines(ax, errors, colors=svg.RUNS, layers=max((list(one.inputs) for one in depth.outcomes.values()), key=len))
+            plots.depth_lines(
+                ax,
+                errors,
+                colors=svg.RUNS,
+                layers=max((list(one.inputs) for one in depth.outcomes.values()), key=len),
+            )
             ax.grid(color=svg.LINE)
-            made["Error of the input of each linear"] = svg.inline(figure, "depth", "Error of each linear's input, by recipe")
+            made["Error of the input of each linear"] = svg.inline(
+                figure, "depth", "Error of each linear's input, by recipe"
+            )
         maps = {role: judged.sqnr(role, "low") for role in ROLES}
         numbers = np.concatenate([values[np.isfinite(values)] for values in maps.values()])
         low, high = (
-            (float(numbers.min()), float(np.quantile(numbers, 0.95))) if numbers.size else (0.0, 1.0)
+            (float(numbers.min()), float(np.quantile(numbers, 0.95)))
+            if numbers.size
+            else (0.0, 1.0)
         )  # a few good ones hide no bad ones
         for role, values in maps.items():
             if np.isfinite(values).any():
-                figure, (ax,) = style.figure(width=5, height=1.6 + 0.16 * min(40, len(judged.layers)))
-                plots.sqnr_map(ax, values, [figures.short(layer) for layer in judged.layers], judged.recipes, low=low, high=high)
-                title = f"SQNR of {role}, 5th percentile of {'rows' if role == 'weight' else 'tokens'}"
+                figure, (ax,) = style.figure(
+                    width=5, height=1.6 + 0.16 * min(40, len(judged.layers))
+                )
+                plots.sqnr_map(
+                    ax,
+                    values,
+                    [figures.short(layer) for layer in judged.layers],
+                    judged.recipes,
+                    low=low,
+                    high=high,
+                )
+                title = (
+                    f"SQNR of {role}, 5th percentile of {'rows' if role == 'weight' else 'tokens'}"
+                )
                 made[title] = svg.inline(figure, role, f"{title}, by layer and recipe")
     return made

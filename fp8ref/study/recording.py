@@ -1,12 +1,16 @@
-"""Operands of a model's linears and attention in one step: blocks of rows, and amaxes of the whole tensors.
+"""Operands of a model's linears and attention in one step: blocks of rows, and amaxes of the whole
+tensors.
 
 One .npz file, which NumPy reads without pickle:
 
-    <layer>/<role>          the kept rows: uint16, bits of bfloat16, where that holds them; else float32
+    <layer>/<role>          the kept rows: uint16, bits of bfloat16, where that holds them; else
+                            float32
     <layer>/<role>/amax     float32 (): of the whole tensor
     <layer>/<role>/columns  float32 [C]: the amax of each column of the whole tensor
-    <layer>/attention/<x>   q, k, v and, after a backward pass, do, of some heads and the first tokens
-    about                   JSON: the framework, how many rows each tensor has, the masks and scales of attention
+    <layer>/attention/<x>   q, k, v and, after a backward pass, do, of some heads and the first
+                            tokens
+    about                   JSON: the framework, how many rows each tensor has, the masks and scales
+                            of attention
 """
 
 import fnmatch
@@ -25,14 +29,17 @@ ATTENTION = "attention"
 """What names a layer's attention in a file."""
 
 BLOCK = 128
-"""Rows that are kept together: a multiple of every block of scales (S-6), and at a multiple of itself."""
+"""Rows that are kept together: a multiple of every block of scales (S-6), and at a multiple of
+itself.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
     """What is kept of a tensor [R, C]: input [M, K], weight [N, K] or grad_output [M, N].
 
-    kept      float32 [S, C]: blocks of ``BLOCK`` rows; the last one may be shorter, if the tensor's is.
+    kept      float32 [S, C]: blocks of ``BLOCK`` rows; the last one may be shorter, if the tensor's
+              is.
     amax      float32 (): the largest magnitude of the whole tensor.
     columns   float32 [C]: that of each column of the whole tensor.
     rows      R.
@@ -92,7 +99,12 @@ class Recording:
     @property
     def nbytes(self) -> int:
         """Bytes of the kept rows, and of what is kept of attention."""
-        attended = [x.nbytes for one in self.attention.values() for x in (one.q, one.k, one.v, one.do) if x is not None]
+        attended = [
+            x.nbytes
+            for one in self.attention.values()
+            for x in (one.q, one.k, one.v, one.do)
+            if x is not None
+        ]
         return sum(operand.kept.nbytes for operand in self.operands.values()) + sum(attended)
 
     def write(self, path: Path | str) -> None:
@@ -102,13 +114,18 @@ class Recording:
             arrays[name] = _narrow(operand.kept)
             arrays |= {f"{name}/amax": operand.amax, f"{name}/columns": operand.columns}
         for layer, one in self.attention.items():
-            tensors = {"q": one.q, "k": one.k, "v": one.v} | ({} if one.do is None else {"do": one.do})
+            tensors = {"q": one.q, "k": one.k, "v": one.v} | (
+                {} if one.do is None else {"do": one.do}
+            )
             arrays |= {f"{layer}/{ATTENTION}/{role}": _narrow(x) for role, x in tensors.items()}
         about = {
             "framework": self.framework,
             "chosen": self.chosen,
             "rows": {name: operand.rows for name, operand in self.operands.items()},
-            ATTENTION: {layer: {"causal": one.causal, "scale": one.scale} for layer, one in self.attention.items()},
+            ATTENTION: {
+                layer: {"causal": one.causal, "scale": one.scale}
+                for layer, one in self.attention.items()
+            },
             "refused": self.refused,
         }
         files.write_arrays(Path(path), {"about": np.array(json.dumps(about)), **arrays})
@@ -122,20 +139,34 @@ def read(path: Path | str) -> Recording:
     try:
         arrays = files.read_arrays(Path(path))
         about = files.parse_json(str(arrays["about"]))
-        for name in (*about["rows"], *about.get(ATTENTION, {}), *about["chosen"], *about.get("refused", {})):
+        for name in (
+            *about["rows"],
+            *about.get(ATTENTION, {}),
+            *about["chosen"],
+            *about.get("refused", {}),
+        ):
             if one_line(name) != name:
-                raise ValueError(f"the name {one_line(name)!r} has several lines, or control characters")
+                raise ValueError(
+                    f"the name {one_line(name)!r} has several lines, or control characters"
+                )
         operands = {name: _operand(name, arrays, rows) for name, rows in about["rows"].items()}
-        attention = {layer: _attended(layer, arrays, mask) for layer, mask in about.get(ATTENTION, {}).items()}
+        attention = {
+            layer: _attended(layer, arrays, mask)
+            for layer, mask in about.get(ATTENTION, {}).items()
+        }
         return Recording(
             framework=_typed(about["framework"], str),
             chosen=tuple(_typed(name, str) for name in about["chosen"]),
             operands=operands,
             attention=attention,
-            refused={name: one_line(_typed(why, str)) for name, why in about.get("refused", {}).items()},
+            refused={
+                name: one_line(_typed(why, str)) for name, why in about.get("refused", {}).items()
+            },
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a recording of fp8ref.study: {error}. Make one with study.record.") from error
+        raise ValueError(
+            f"{path} is not a recording of fp8ref.study: {error}. Make one with study.record."
+        ) from error
 
 
 def _typed(value: Any, *kinds: type) -> Any:
@@ -147,14 +178,21 @@ def _typed(value: Any, *kinds: type) -> Any:
 
 def _operand(name: str, arrays: dict[str, np.ndarray], rows: int) -> Operand:
     kept, amax, columns = _wide(arrays[name], 2), arrays[f"{name}/amax"], arrays[f"{name}/columns"]
-    fits = amax.shape == () and columns.shape == kept.shape[1:] and 0 < len(kept) <= _typed(rows, int)
+    fits = (
+        amax.shape == () and columns.shape == kept.shape[1:] and 0 < len(kept) <= _typed(rows, int)
+    )
     if not fits or amax.dtype != np.float32 or columns.dtype != np.float32:
-        raise ValueError(f"{name} has {kept.shape} of {rows} rows, its amax {amax.shape} and columns {columns.shape}")
+        raise ValueError(
+            f"{name} has {kept.shape} of {rows} rows, its amax {amax.shape} and columns "
+            f"{columns.shape}"
+        )
     return Operand(kept=kept, amax=amax, columns=columns, rows=rows)
 
 
 def spans(rows: int, most: int) -> list[tuple[int, int]]:
-    """The rows that are kept of a tensor of ``rows``, as (begin, end): all of them, or most / BLOCK evenly spaced blocks."""
+    """The rows that are kept of a tensor of ``rows``, as (begin, end): all of them, or most / BLOCK
+    evenly spaced blocks.
+    """
     if rows <= most:
         return [(0, rows)]
     blocks, kept = -(-rows // BLOCK), most // BLOCK
@@ -168,15 +206,20 @@ def chosen(names: Iterable[str], layers: str, rows: int) -> list[str]:
     Raises:   ValueError: none; rows that are no positive multiple of ``BLOCK``.
     """
     if rows < BLOCK or rows % BLOCK:
-        raise ValueError(f"rows is a multiple of {BLOCK}, which no block of scales crosses; got {rows}.")
+        raise ValueError(
+            f"rows is a multiple of {BLOCK}, which no block of scales crosses; got {rows}."
+        )
     names = list(names)
     found = [name for name in names if fnmatch.fnmatchcase(name, layers)]
     if not names:
         raise ValueError(
-            "a study records linears of PyTorch or Flax NNX; got a model without linears. Layers of linen, as in nnx.bridge.ToNNX, are not seen."
+            "a study records linears of PyTorch or Flax NNX; got a model without linears. "
+            "Layers of linen, as in nnx.bridge.ToNNX, are not seen."
         )
     if not found:
-        raise ValueError(f"layers matches the name of a linear of the model; got {layers!r} for {_some(names)}.")
+        raise ValueError(
+            f"layers matches the name of a linear of the model; got {layers!r} for {_some(names)}."
+        )
     return found
 
 
@@ -189,24 +232,45 @@ def check_attention(heads: int, tokens: int, *, least: int = 0) -> None:
     for key, value, smallest in (("heads", heads, least), ("tokens", tokens, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
             raise ValueError(
-                f"{key} of attention that are kept are an integer of at least {smallest}; got {value!r}. Leave it out for its default."
+                f"{key} of attention that are kept are an integer of at least {smallest}; got "
+                f"{value!r}. Leave it out for its default."
             )
 
 
 def heads_of(query_heads: int, key_heads: int, most: int) -> tuple[int, int]:
-    """How many query heads, and heads of keys that they read, are kept of attention: at most so many, but at least one group."""
+    """How many query heads, and heads of keys that they read, are kept of attention: at most so
+    many, but at least one group.
+    """
     group = query_heads // key_heads
     keys = max(1, most // group)
     return min(query_heads, keys * group), min(key_heads, keys)
 
 
 def _attended(layer: str, arrays: dict[str, np.ndarray], mask: dict) -> Attended:
-    tensors = {role: _wide(arrays[name], 4) for role in ("q", "k", "v", "do") if (name := f"{layer}/{ATTENTION}/{role}") in arrays}
+    tensors = {
+        role: _wide(arrays[name], 4)
+        for role in ("q", "k", "v", "do")
+        if (name := f"{layer}/{ATTENTION}/{role}") in arrays
+    }
     q, k, v = (tensors[role] for role in ("q", "k", "v"))
-    fits = q.shape[0] == k.shape[0] and q.shape[1] % max(1, k.shape[1]) == 0 and q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]
-    if not fits or 0 in (*q.shape, *k.shape, *v.shape) or ("do" in tensors and tensors["do"].shape != (*q.shape[:3], v.shape[3])):
+    fits = (
+        q.shape[0] == k.shape[0]
+        and q.shape[1] % max(1, k.shape[1]) == 0
+        and q.shape[3] == k.shape[3]
+        and k.shape[:3] == v.shape[:3]
+    )
+    if (
+        not fits
+        or 0 in (*q.shape, *k.shape, *v.shape)
+        or ("do" in tensors and tensors["do"].shape != (*q.shape[:3], v.shape[3]))
+    ):
         raise ValueError(f"attention of {layer} has shapes {[x.shape for x in tensors.values()]}")
-    return Attended(layer=layer, causal=_typed(mask["causal"], bool), scale=_typed(mask["scale"], float, int, type(None)), **tensors)
+    return Attended(
+        layer=layer,
+        causal=_typed(mask["causal"], bool),
+        scale=_typed(mask["scale"], float, int, type(None)),
+        **tensors,
+    )
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:
@@ -224,7 +288,11 @@ def _wide(x: np.ndarray, axes: int) -> np.ndarray:
 
 def inputs(recording: Recording) -> dict[str, Operand]:
     """Each layer's input, by layer."""
-    return {name.rpartition("/")[0]: operand for name, operand in recording.operands.items() if name.endswith("/input")}
+    return {
+        name.rpartition("/")[0]: operand
+        for name, operand in recording.operands.items()
+        if name.endswith("/input")
+    }
 
 
 def listed(names: Any, what: str) -> None:
@@ -236,4 +304,7 @@ def listed(names: Any, what: str) -> None:
 def check(recording: Any) -> None:
     """ValueError unless it is a Recording."""
     if not isinstance(recording, Recording):
-        raise ValueError(f"a study judges what study.record yields, or study.read; got {type(recording).__name__}.")
+        raise ValueError(
+            "a study judges what study.record yields, or study.read; got "
+            f"{type(recording).__name__}."
+        )

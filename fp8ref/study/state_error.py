@@ -1,4 +1,6 @@
-"""Keep AdamW's moments in each layout on recorded gradients, and measure what storing them costs (spec O-12)."""
+"""Keep AdamW's moments in each layout on recorded gradients, and measure what storing them costs
+(spec O-12).
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ COLUMNS = ("v_lost", "clipped_m", "clipped_v", "stalled_v")
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedStates(Result):
-    """What layouts cost at the last step, by layout and then by parameter; "" is all parameters together.
+    """What layouts cost at the last step, by layout and then by parameter; "" is all parameters
+    together.
 
     steps     how many gradients there were.
     """
@@ -38,18 +41,32 @@ class JudgedStates(Result):
         return bool(self.layouts)
 
     def worst(self, layout: str, count: int = 10) -> list[tuple[str, Health]]:
-        """The parameters with the largest errors of an update, the largest first; one that is not a number before all."""
+        """The parameters with the largest errors of an update, the largest first; one that is not a
+        number before all.
+        """
         rows = [(name, one) for name, one in self.layouts[layout].items() if name]
-        return sorted(rows, key=lambda row: (not np.isnan(row[1].update_error), -np.nan_to_num(row[1].update_error)))[:count]
+        return sorted(
+            rows,
+            key=lambda row: (
+                not np.isnan(row[1].update_error),
+                -np.nan_to_num(row[1].update_error),
+            ),
+        )[:count]
 
     def ranked(self) -> list[str]:
         """The layouts, the smallest error of an update first; one that is not a number last."""
-        return sorted(self.layouts, key=lambda layout: np.nan_to_num(self.layouts[layout][""].update_error, nan=np.inf))
+        return sorted(
+            self.layouts,
+            key=lambda layout: np.nan_to_num(self.layouts[layout][""].update_error, nan=np.inf),
+        )
 
     def to_dict(self) -> dict:
         """Figures by layout and parameter; None where a number is not finite."""
         recorded = {
-            layout: {name: {key: _json(value) for key, value in vars(one).items()} for name, one in of.items()}
+            layout: {
+                name: {key: _json(value) for key, value in vars(one).items()}
+                for name, one in of.items()
+            }
             for layout, of in self.layouts.items()
         }
         return {"steps": self.steps, "layouts": recorded}
@@ -58,12 +75,18 @@ class JudgedStates(Result):
         """A row for each layout, the smallest error of an update first."""
         from rich.table import Table
 
-        table = Table("layout", "bytes a parameter", "error of the update", *COLUMNS, "worst parameter")
+        table = Table(
+            "layout", "bytes a parameter", "error of the update", *COLUMNS, "worst parameter"
+        )
         for layout in self.ranked():
             whole, (name, one) = self.layouts[layout][""], self.worst(layout, 1)[0]
             shares = [f"{getattr(whole, key) / whole.count:.2%}" for key in COLUMNS]
             table.add_row(
-                layout, f"{whole.bytes_per_parameter:.3g}", f"{whole.update_error:.3%}", *shares, f"{name} {one.update_error:.3%}"
+                layout,
+                f"{whole.bytes_per_parameter:.3g}",
+                f"{whole.update_error:.3%}",
+                *shares,
+                f"{name} {one.update_error:.3%}",
             )
         console.print(table)
 
@@ -79,44 +102,76 @@ def judge_states(
 ) -> JudgedStates:
     """Run AdamW's moments in each layout over the gradients of consecutive steps.
 
-    gradients   of each step, by parameter: tensors of PyTorch, or what NumPy makes an array of, in the model's own
-                shapes; of floats, which are rounded to float32.
+    gradients   of each step, by parameter: tensors of PyTorch, or what NumPy makes an array of, in
+                the model's own shapes; of floats, which are rounded to float32.
     layouts     names or Layouts of moments; None: all. Weights are zeros: they are in no figure.
-    most        the most elements of a parameter that are taken, in whole blocks of 1024 from its beginning; its scales are theirs.
+    most        the most elements of a parameter that are taken, in whole blocks of 1024 from its
+                beginning; its scales are theirs.
     Memory:     both moments of so many elements, and a step's gradients.
-    Raises:     ValueError: no step; gradients that are no floats; steps of other parameters or shapes; an unknown layout, or one with masters.
+    Raises:     ValueError: no step; gradients that are no floats; steps of other parameters or
+                shapes; an unknown layout, or one with masters.
     Source:     spec O-1 to O-12.
     """
     recordings.listed(layouts, "layouts")
-    chosen = {layout.name: layout for layout in map(layouts_of.by_name, LAYOUTS if layouts is None else layouts)}
+    chosen = {
+        layout.name: layout
+        for layout in map(layouts_of.by_name, LAYOUTS if layouts is None else layouts)
+    }
     if kept := [name for name, layout in chosen.items() if layout.keeps_master]:
-        raise ValueError(f"a study judges layouts of moments; {kept[0]!r} stores masters too. Leave it out.")
+        raise ValueError(
+            f"a study judges layouts of moments; {kept[0]!r} stores masters too. Leave it out."
+        )
     now: dict[tuple[str, str], states.State] = {}
     last: dict[tuple[str, str], np.ndarray] = {}
     steps, first = 0, {}  # type: ignore[var-annotated]
     for of_step in console.counted("judge states", gradients):
         whole = {name: _array(name, g) for name, g in of_step.items()}
-        arrays = {name: g.astype(np.float32).reshape(-1)[: _kept(g.size, most)] for name, g in whole.items()}
+        arrays = {
+            name: g.astype(np.float32).reshape(-1)[: _kept(g.size, most)]
+            for name, g in whole.items()
+        }
         sizes = {name: g.shape for name, g in whole.items()}
         if steps and sizes != first:
-            raise ValueError(f"every step has the gradients of the same parameters; step {steps} has others. Record them alike.")
+            raise ValueError(
+                f"every step has the gradients of the same parameters; step {steps} has others. "
+                "Record them alike."
+            )
         first, steps = sizes, steps + 1
         for layout in chosen.values():
             for name, g in arrays.items():
                 key = layout.name, name
                 before = now.get(key) or states.init(g.shape, layout)
-                _, now[key] = states.step(np.zeros(g.shape, np.float32), g, before, learning_rate=0.0, b1=b1, b2=b2, eps=eps, layout=layout)
-                last[key] = health.numbers(g, before, now[key], b1=b1, b2=b2, eps=eps, layout=layout)
+                _, now[key] = states.step(
+                    np.zeros(g.shape, np.float32),
+                    g,
+                    before,
+                    learning_rate=0.0,
+                    b1=b1,
+                    b2=b2,
+                    eps=eps,
+                    layout=layout,
+                )
+                last[key] = health.numbers(
+                    g, before, now[key], b1=b1, b2=b2, eps=eps, layout=layout
+                )
     if not steps or not first:
-        raise ValueError("a study of states takes the gradients of at least one step and one parameter; got none.")
-    return JudgedStates(steps=steps, layouts={name: _of_layout(layout, last) for name, layout in chosen.items()})
+        raise ValueError(
+            "a study of states takes the gradients of at least one step and one parameter; got "
+            "none."
+        )
+    return JudgedStates(
+        steps=steps, layouts={name: _of_layout(layout, last) for name, layout in chosen.items()}
+    )
 
 
 def _of_layout(layout: Layout, last: Mapping[tuple[str, str], np.ndarray]) -> dict[str, Health]:
     mine = {name: numbers for (of, name), numbers in last.items() if of == layout.name}
     sizes = {name: int(numbers[0]) for name, numbers in mine.items()}
     taken = {name: layout.bytes_per_parameter(size) for name, size in sizes.items()}
-    whole = healths.of(healths.total(np.stack(list(mine.values()))), sum(taken[n] * sizes[n] for n in mine) / sum(sizes.values()))
+    whole = healths.of(
+        healths.total(np.stack(list(mine.values()))),
+        sum(taken[n] * sizes[n] for n in mine) / sum(sizes.values()),
+    )
     return {"": whole} | {name: healths.of(numbers, taken[name]) for name, numbers in mine.items()}
 
 
@@ -126,7 +181,10 @@ def _array(name: str, gradient: Any) -> np.ndarray:
         gradient = gradient.detach().float().cpu().numpy()
     made = np.asarray(gradient)
     if made.dtype.kind in "biucOSU":
-        raise ValueError(f"gradients are of floats; got {made.dtype} for {name!r}. Give those of parameters alone.")
+        raise ValueError(
+            f"gradients are of floats; got {made.dtype} for {name!r}. Give those of parameters "
+            "alone."
+        )
     return made
 
 

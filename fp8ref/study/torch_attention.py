@@ -14,14 +14,17 @@ from torch.overrides import TorchFunctionMode
 from fp8ref.study import recording as recordings
 from fp8ref.study.recording import Attended, Recording
 
-TAKEN = "a study takes causal or full attention of [B, H, T, D] without dropout, of as many keys as queries"
+TAKEN = (
+    "a study takes causal or full attention of [B, H, T, D] without dropout, of as many keys "
+    "as queries"
+)
 """Why a call is left out."""
 
 
 @contextlib.contextmanager
 def record(model: nn.Module, recording: Recording, *, heads: int, tokens: int) -> Iterator[None]:
-    """Keep, in this context, of each layer the first call, of it the first sequence, so many query heads with
-    their keys and values, so many first tokens, and the gradient of their output."""
+    """Keep, in this context, of each layer the first call, of it the first sequence, so many query
+    heads with their keys and values, so many first tokens, and the gradient of their output."""
     with _naming(model) as within, _Watching(recording, within, heads, tokens):
         yield
 
@@ -37,20 +40,43 @@ class _Watching(TorchFunctionMode):
             self._keep(out, *args, **(kwargs or {}))
         return out
 
-    def _keep(self, out, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> None:
+    def _keep(
+        self,
+        out,
+        query,
+        key,
+        value,
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=None,
+        enable_gqa=False,
+    ) -> None:
         layer, found = (self._within or [""])[-1] or "the model", self._recording
         if layer in found.refused:
             return
         causal = is_causal or _lower(attn_mask)
-        if query.ndim != 4 or query.shape[2] != key.shape[2] or dropout_p or not (causal or attn_mask is None):
+        if (
+            query.ndim != 4
+            or query.shape[2] != key.shape[2]
+            or dropout_p
+            or not (causal or attn_mask is None)
+        ):
             if layer not in found.attention:  # the first call decides
                 found.refused[layer] = TAKEN
             return
         n, of_keys = recordings.heads_of(query.shape[1], key.shape[1], self._heads)
-        q, k, v = (_numpy(x[:1, :h, : self._tokens]) for x, h in ((query, n), (key, of_keys), (value, of_keys)))
+        q, k, v = (
+            _numpy(x[:1, :h, : self._tokens])
+            for x, h in ((query, n), (key, of_keys), (value, of_keys))
+        )
         first = found.attention.get(layer)
-        if first is not None and (first.do is not None or not np.array_equal(first.q, q, equal_nan=True)):
-            return  # not the first call again, which reentrant checkpointing runs without and then with gradients
+        if first is not None and (
+            first.do is not None or not np.array_equal(first.q, q, equal_nan=True)
+        ):
+            # not the first call again, which reentrant checkpointing runs without and then with
+            # gradients
+            return
         own = None if scale is None or math.isclose(scale, q.shape[-1] ** -0.5) else scale
         found.attention[layer] = Attended(layer=layer, q=q, k=k, v=v, causal=causal, scale=own)
         if out.requires_grad:

@@ -2,8 +2,8 @@
 
 A linear becomes fp8ref's own ``linear.Linear`` where ranks share amaxes (amax_scope "global", the
 trainer's default), or if torchao cannot express the recipe. Otherwise it becomes torchao's
-Float8Linear, which casts and multiplies by its own code. This is one step of ``linear.Linear`` under
-FSDP2, with a recipe that has one scale for each tensor, and the module of each part:
+Float8Linear, which casts and multiplies by its own code. This is one step of ``linear.Linear``
+under FSDP2, with a recipe that has one scale for each tensor, and the module of each part:
 
     forward   scale of w: its shards' amaxes --all-reduce-->, or the state's    fp8_gather
               shard --round, cast--> codes --all-gather--> codes of w           fp8_gather
@@ -13,22 +13,24 @@ FSDP2, with a recipe that has one scale for each tensor, and the module of each 
               g = grad_output [M, N] --cast--> codes of g                       linear, scaling
               grad_input = g @ w       [M, N] @ [N, K] -> [M, K]                linear, gemm
               grad_weight = g.T @ x    [N, M] @ [M, K] -> [N, K], x's dtype     linear, gemm
-              grad_weight --reduce-scatter, float32 mean--> shard [N/ranks, K]  FSDP2, set by parallel
+              grad_weight --reduce-scatter, float32 mean--> shard [N/ranks, K]  FSDP2, set by
+              parallel
     update    optimizer.step() on the float32 shards                            torch.optim
               delayed.update(model), of a recipe with delayed scaling           delayed
 
-A recipe with delayed scaling takes every scale from the state of ``delayed``. Operands with scales of
-rows are cast again for each GEMM, along the axis it reduces, and their weight is gathered in the
+A recipe with delayed scaling takes every scale from the state of ``delayed``. Operands with scales
+of rows are cast again for each GEMM, along the axis it reduces, and their weight is gathered in the
 compute dtype.
 
-    model         convert and back, ``parallel`` (dtypes, groups), ``switch`` (recipes between steps),
-                  ``checkpointing`` (what a block keeps), report
+    model         convert and back, ``parallel`` (dtypes, groups), ``switch`` (recipes between
+                  steps), ``checkpointing`` (what a block keeps), report
     linear        fp8ref's layer, and how tensor-parallel ranks share one
     quantize      cast, scales, scaling: the parts, under the same names as in ``fp8ref.sim``
-    gemm          torch._scaled_mm, or kernels of block scales; ``hardware`` simulates other hardware
+    gemm          torch._scaled_mm, or kernels of block scales; ``hardware`` simulates other
+                  hardware
     delayed       the states of delayed scaling, and notices of states that nothing updates
-    distributed   ``fsdp``, ``fp8_gather``, ``compiled_fsdp``, ``tensor_parallel``; gradients summed in
-                  FP8: ``gradient_reduction``, whose scales ``gradient_factors`` tunes
+    distributed   ``fsdp``, ``fp8_gather``, ``compiled_fsdp``, ``tensor_parallel``; gradients summed
+                  in FP8: ``gradient_reduction``, whose scales ``gradient_factors`` tunes
     experts       a linear for each group of rows: ``grouped``, and experts of a model
     attention     attention by a variant, a tile of keys after another
     states        AdamW whose moments are stored in FP8; ``copies`` keeps weights as codes between
@@ -55,7 +57,13 @@ for _logger in _loggers:
     _logger.setLevel(logging.ERROR)
 
 from fp8ref.torch import attention, delayed, gemm, linear, proof, states
-from fp8ref.torch.distributed import compiled_fsdp, fsdp, gradient_factors, gradient_reduction, tensor_parallel
+from fp8ref.torch.distributed import (
+    compiled_fsdp,
+    fsdp,
+    gradient_factors,
+    gradient_reduction,
+    tensor_parallel,
+)
 from fp8ref.torch.experts import grouped
 from fp8ref.torch.gemm import hardware
 from fp8ref.torch.model import checkpointing, parallel, switch

@@ -1,4 +1,5 @@
-"""The trainer: train a Llama, or a model of yours, in FP8 with JAX or PyTorch, from one configuration.
+"""The trainer: train a Llama, or a model of yours, in FP8 with JAX or PyTorch, from one
+configuration.
 
     config = config.load("tiny")                   # config.py, sections
     loop.train(config, "jax", Path("runs/tiny"))  # batches, steps, checkpoints, logs
@@ -6,29 +7,34 @@
 
 The files of one training step, in order; docs/concepts/step-in-code.md goes on into a linear:
 
-    loop.py             calls ``model.step`` of a trainer for each batch, as the protocol of trainer.py has it
+    loop.py             calls ``model.step`` of a trainer for each batch, as the protocol of
+                        trainer.py has it
     {jax,torch}/trainer.py  one model in training: step, evaluate, save, load, measure
     {jax,torch}/step.py     forward, backward and update (spec T)
     {jax,torch}/llama.py    the model (spec M)
 
-A user's model (``architecture``) is built by {jax,torch}/custom_model.py, and trained by custom_trainer.py beside it.
+A user's model (``architecture``) is built by {jax,torch}/custom_model.py, and trained by
+custom_trainer.py beside it.
 
-Paths without fp8ref/ are below this folder. The model's linears are ``fp8ref.jax.linear.apply_with_stats``, and, in PyTorch, what ``step.Step``
-puts in place of nn.Linear by ``fp8ref.torch.model.parallel.parallelize``: torchao's Float8Linear, or
+Paths without fp8ref/ are below this folder. The model's linears are
+``fp8ref.jax.linear.apply_with_stats``, and, in PyTorch, what ``step.Step`` puts in place of
+nn.Linear by ``fp8ref.torch.model.parallel.parallelize``: torchao's Float8Linear, or
 ``fp8ref.torch.linear.Linear`` for ``delayed``, for recipes in blocks, and wherever several ranks
-share amaxes. ``fp8ref.recipe`` says which formats, granularities and accumulation a recipe has. Within
-a linear, fp8ref/{jax,torch}/scaling.py quantizes (in JAX called by operands.py, and rounded by cast.py),
-scales.py computes a scale from an amax, and gemm.py multiplies; delayed.py keeps scales of past amaxes.
-Gradients reach the float32 masters through the cast of the masters to bfloat16, in step.py. Under
-FSDP2 they are reduced in ``parallel.reduce_dtype``, float32 by default, as ``fp8ref.torch.model.parallel`` sets it.
-docs/concepts/training-step.md draws the whole step, and docs/concepts/step-in-code.md lists the files
-to open for it, in order. A clause such as "spec S-9" stands in docs/spec.
-{jax,torch}/optimizer.py builds AdamW of optax and torch, steps, and says what a checkpoint holds of a parameter. JAX clips
-gradients there, PyTorch in ``Step.update``. {jax,torch}/cross_entropy.py is the loss, or jax/chunked_loss.py that of parts of the
-vocabulary; jax/gradient_sums.py adds the gradients of microbatches.
+share amaxes. ``fp8ref.recipe`` says which formats, granularities and accumulation a recipe has.
+Within a linear, fp8ref/{jax,torch}/scaling.py quantizes (in JAX called by operands.py, and rounded
+by cast.py), scales.py computes a scale from an amax, and gemm.py multiplies; delayed.py keeps
+scales of past amaxes. Gradients reach the float32 masters through the cast of the masters to
+bfloat16, in step.py. Under FSDP2 they are reduced in ``parallel.reduce_dtype``, float32 by default,
+as ``fp8ref.torch.model.parallel`` sets it. docs/concepts/training-step.md draws the whole step, and
+docs/concepts/step-in-code.md lists the files to open for it, in order. A clause such as "spec S-9"
+stands in docs/spec. {jax,torch}/optimizer.py builds AdamW of optax and torch, steps, and says what
+a checkpoint holds of a parameter. JAX clips gradients there, PyTorch in ``Step.update``.
+{jax,torch}/cross_entropy.py is the loss, or jax/chunked_loss.py that of parts of the vocabulary;
+jax/gradient_sums.py adds the gradients of microbatches.
 
-``train_state`` declares what a checkpoint holds, and ``schedule`` which recipe a step runs in. ``data`` reads tokens, ``report`` compares
-finished runs, and ``tensors.read`` loads recorded operands in a notebook.
+``train_state`` declares what a checkpoint holds, and ``schedule`` which recipe a step runs in.
+``data`` reads tokens, ``report`` compares finished runs, and ``tensors.read`` loads recorded
+operands in a notebook.
 """
 
 from fp8ref.shared import extras

@@ -21,7 +21,16 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.config.schedule import Schedule, measured
 from fp8ref.train.data import loader
 from fp8ref.train.models import export
-from fp8ref.train.run import coverage, failed_step, log, profiling, run_dir, signals, trackers, train_state
+from fp8ref.train.run import (
+    coverage,
+    failed_step,
+    log,
+    profiling,
+    run_dir,
+    signals,
+    trackers,
+    train_state,
+)
 from fp8ref.train.run.checkpoint import Checkpoints
 from fp8ref.train.run.processes import Alone, Processes, together
 from fp8ref.train.run.trainer import Provable, Trainer
@@ -30,7 +39,9 @@ BACKENDS = ("jax", "torch")
 """The backends that train, by name."""
 
 
-def trainer(backend: str, config: Config, weights: Mapping[str, llama.Weight] | None = None) -> Trainer:
+def trainer(
+    backend: str, config: Config, weights: Mapping[str, llama.Weight] | None = None
+) -> Trainer:
     """A new trainer of a backend, whose framework is imported only now.
 
     weights   float32 by parameter name, to start from; each process reads its shards. None:
@@ -44,11 +55,19 @@ def trainer(backend: str, config: Config, weights: Mapping[str, llama.Weight] | 
     check_backend(config, backend)
     multiply = hardware.of(config, backend)
     kind = "trainer" if config.architecture.kind == "llama" else "custom_trainer"
-    return importlib.import_module(f"fp8ref.train.{backend}.{kind}").Trainer(config, weights, multiply=multiply)
+    return importlib.import_module(f"fp8ref.train.{backend}.{kind}").Trainer(
+        config, weights, multiply=multiply
+    )
 
 
 def train(
-    config: Config, backend: str, out: Path, *, resume: bool = False, overwrite: bool = False, processes: Processes | None = None
+    config: Config,
+    backend: str,
+    out: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    processes: Processes | None = None,
 ) -> list[dict] | None:
     """Train config.run.steps steps and write the run to ``out``.
 
@@ -62,8 +81,8 @@ def train(
     """
     processes = processes or Alone()
     with signals.deferring_sigterm() as stop_requested, contextlib.closing(run_dir.Lock()) as held:
-        # Only the first process touches the run directory. Every process still waits for the result,
-        # so that an error there ends all of them with the same exit code.
+        # Only the first process touches the run directory. Every process still waits for the
+        # result, so that an error there ends all of them with the same exit code.
         def on_first(f: Callable):
             return together(processes, lambda: f() if processes.first else None)
 
@@ -75,26 +94,46 @@ def train(
             return None
         batches = together(processes, lambda: loader.open_batches(config, first=processes.first))
         _check_alike(processes, config, batches)
-        found = on_first(lambda: run_dir.last_checkpoint(out, config, backend, batches.description) if resume else None)
-        resumed = (str(found.state), found.step, found.manifest.get("measured", [])) if found else (None, 0, [])
+        found = on_first(
+            lambda: (
+                run_dir.last_checkpoint(out, config, backend, batches.description)
+                if resume
+                else None
+            )
+        )
+        resumed = (
+            (str(found.state), found.step, found.manifest.get("measured", []))
+            if found
+            else (None, 0, [])
+        )
         path, start, measured = processes.gather(resumed)[0]
-        if start == config.run.steps:  # it was killed between its last checkpoint and the final manifest
+        if (
+            start == config.run.steps
+        ):  # it was killed between its last checkpoint and the final manifest
             on_first(lambda: log.finish(out))
             return None
         profiling.begin()
         # Everything that can be refused is refused before run_dir.make: a faulty config leaves no
         # directory behind, and does not disturb the run that --overwrite would replace.
-        model, proofs = together(processes, lambda: _proven(config, backend, batches, initial=path is None))
+        model, proofs = together(
+            processes, lambda: _proven(config, backend, batches, initial=path is None)
+        )
         if path is not None:
             together(processes, lambda: model.load(Path(path), start))
         on_first(lambda: run_dir.make(out, held))
         phases = config.scheduled(measured)
         for recipe in config.recipes:
             alone = config.under(recipe)
-            said = f"{recipe}: " * (config.numerics.schedule is not None) + coverage.of(alone, alone.decisions())["summary"]
+            said = (
+                f"{recipe}: " * (config.numerics.schedule is not None)
+                + coverage.of(alone, alone.decisions())["summary"]
+            )
             on_first(functools.partial(console.say, said))
         if (warmup := config.optimizer.warmup_steps) > config.run.steps:
-            said = f"optimizer.warmup_steps {warmup:,} is more than run.steps {config.run.steps:,}: the learning rate never reaches"
+            said = (
+                f"optimizer.warmup_steps {warmup:,} is more than run.steps "
+                f"{config.run.steps:,}: the learning rate never reaches"
+            )
             on_first(functools.partial(console.say, f"{said} optimizer.learning_rate"))
         run = on_first(
             lambda: trackers.attach(
@@ -115,10 +154,14 @@ def train(
                 overwrite=overwrite,
             )
         )
-        return _Training(model, batches, config, out, run or log.Unwritten(), processes, stop_requested, phases).all(start)
+        return _Training(
+            model, batches, config, out, run or log.Unwritten(), processes, stop_requested, phases
+        ).all(start)
 
 
-def _proven(config: Config, backend: str, batches: loader.Batches, *, initial: bool) -> tuple[Trainer, dict[str, dict]]:
+def _proven(
+    config: Config, backend: str, batches: loader.Batches, *, initial: bool
+) -> tuple[Trainer, dict[str, dict]]:
     """A new trainer, and the proof of its step in each recipe if it is ``Provable``.
 
     initial: start from run.init_from, if set.
@@ -128,7 +171,8 @@ def _proven(config: Config, backend: str, batches: loader.Batches, *, initial: b
         model = trainer(backend, config, export.weights_of(Path(given), config) if given else None)
     except MemoryError as error:
         raise ConfigError(
-            f"the model does not fit into memory: {error}. Lower the sizes of model.*; --dry-run shows the memory that they need."
+            f"the model does not fit into memory: {error}. Lower the sizes of model.*; "
+            "--dry-run shows the memory that they need."
         ) from error
     if not isinstance(model, Provable):
         return model, {}
@@ -149,7 +193,9 @@ def _check_alike(processes: Processes, config: Config, batches: loader.Batches) 
     """
     told = processes.gather(
         {
-            "config": configs.to_dict(config.replace(data={"source": "stdlib", "mixture": None, "evaluation": None})),
+            "config": configs.to_dict(
+                config.replace(data={"source": "stdlib", "mixture": None, "evaluation": None})
+            ),
             "text": batches.description["sha256"],
             "evaluation": run_dir.evaluated(batches.description),
         }
@@ -157,7 +203,8 @@ def _check_alike(processes: Processes, config: Config, batches: loader.Batches) 
     for index, other in enumerate(told):
         for key, (theirs, first) in configs.differences(other, told[0]).items():
             raise ConfigError(
-                f"all processes have one config, one text and the same data.evaluation; {key} is {theirs!r} in process {index} and {first!r} in process 0."
+                f"all processes have one config, one text and the same data.evaluation; {key} "
+                f"is {theirs!r} in process {index} and {first!r} in process 0."
             )
 
 
@@ -178,13 +225,26 @@ class _Training:
         """stop_requested: whether SIGTERM came to this process."""
         self.stop_requested = stop_requested
         self.phases, self.recipe = phases, config.numerics.recipe
-        self.model, self.batches, self.config, self.out, self.run, self.processes = model, batches, config, out, run, processes
-        about = {"backend": model.backend, "config": configs.to_dict(config), "data": batches.description}
+        self.model, self.batches, self.config, self.out, self.run, self.processes = (
+            model,
+            batches,
+            config,
+            out,
+            run,
+            processes,
+        )
+        about = {
+            "backend": model.backend,
+            "config": configs.to_dict(config),
+            "data": batches.description,
+        }
         about |= {"hardware": simulated} if (simulated := hardware.to_manifest(config)) else {}
         about |= {"model": made} if (made := architecture.described(config)) else {}
         size = train_state.disk_bytes(config, model.backend)
         kept = config.checkpoint.keep_last
-        self.checkpoints = Checkpoints(out, about, keep_last=kept, processes=processes, size=size, check=run.check)
+        self.checkpoints = Checkpoints(
+            out, about, keep_last=kept, processes=processes, size=size, check=run.check
+        )
         self.watch = profiling.Stopwatch()
         self.interrupted: Callable[[], bool] = lambda: False
 
@@ -196,7 +256,8 @@ class _Training:
         run, lines, steps = self.run, list(self.run.kept), self.config.run.steps
         if self.processes.first and len(lines) < start:
             console.say(
-                f"{self.out}: metrics of {start - len(lines)} of the {start} steps before are lost; training resumes from the checkpoint."
+                f"{self.out}: metrics of {start - len(lines)} of the {start} steps before are "
+                "lost; training resumes from the checkpoint."
             )
         if self.processes.first and start:
             console.say(f"{self.out}: resumed at step {start:,} of {steps:,}")
@@ -214,15 +275,26 @@ class _Training:
                     metrics = self.step(step) | {"seconds": before + self.watch.total}
                     run.step(metrics)
                     lines.append(metrics)
-                    advance(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s")
+                    advance(
+                        f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s"
+                    )
                     self.save(step + 1, stop=self.stop())
                 memory = profiling.memory(self.model, self.processes)
-            run.status("finished", final=lines[-1], seconds={"total": self.watch.total, **self.watch.seconds}, memory=memory)
+            run.status(
+                "finished",
+                final=lines[-1],
+                seconds={"total": self.watch.total, **self.watch.seconds},
+                memory=memory,
+            )
         except BaseException as error:
-            if not isinstance(error, LostProcessError):  # without all processes the checkpoint cannot be completed
+            if not isinstance(
+                error, LostProcessError
+            ):  # without all processes the checkpoint cannot be completed
                 with contextlib.suppress(OSError):
                     self.checkpoints.finish()
-            status = {KeyboardInterrupt: "interrupted", StoppedError: "stopped"}.get(type(error), "failed")
+            status = {KeyboardInterrupt: "interrupted", StoppedError: "stopped"}.get(
+                type(error), "failed"
+            )
             with contextlib.suppress(OSError):  # a full disk must not hide the error itself
                 run.status(status, error=f"{type(error).__name__}: {error}")
             raise
@@ -246,7 +318,10 @@ class _Training:
                 metrics, found, states = self.measured(step, tokens)
             factors = self.model.gradient_factors() if config.parallel.auto_scale else {}
             more = {"states": states, "gradients": factors}
-            self.run.statistics({"step": step, "statistics": found} | {key: value for key, value in more.items() if value})
+            self.run.statistics(
+                {"step": step, "statistics": found}
+                | {key: value for key, value in more.items() if value}
+            )
             columns = health.columns(states) | gradient_reduction.columns(factors)
             self.decide(step, found, states)
         else:
@@ -254,20 +329,35 @@ class _Training:
                 metrics = self.model.step(tokens)
         seconds = time.perf_counter() - begun
         if not all(map(math.isfinite, metrics.values())):
-            # first the checkpoint that is being written: processes that save two states at once take each other's messages
+            # first the checkpoint that is being written: processes that save two states at once
+            # take each other's messages
             with contextlib.suppress(OSError):
                 self.checkpoints.finish()
-            raise failed_step.error(self.out, self.model, config, tokens, {"step": step} | metrics, self.processes, recipe=self.recipe)
-        line = {"step": step, **metrics, "tokens_per_second": config.data.batch_size * config.data.sequence_length / seconds} | columns
+            raise failed_step.error(
+                self.out,
+                self.model,
+                config,
+                tokens,
+                {"step": step} | metrics,
+                self.processes,
+                recipe=self.recipe,
+            )
+        line = {
+            "step": step,
+            **metrics,
+            "tokens_per_second": config.data.batch_size * config.data.sequence_length / seconds,
+        } | columns
         every = config.run.eval_every
         if (every and (step + 1) % every == 0) or step + 1 == config.run.steps:
             with watch("evaluation"):
                 line |= self.validated(step)
         return line
 
-    def measured(self, step: int, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
-        """``measured_step``; without statistics, a step, where the key that asks for them is not set and
-        they cannot be taken, as of a linear that a pass calls twice."""
+    def measured(
+        self, step: int, tokens: np.ndarray
+    ) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
+        """``measured_step``; without statistics, a step, where the key that asks for them is not
+        set and they cannot be taken, as of a linear that a pass calls twice."""
         try:
             return self.model.measured_step(tokens)
         except ValueError as error:
@@ -278,28 +368,43 @@ class _Training:
             return self.model.step(tokens), {}, {}
 
     def measures(self, step: int) -> bool:
-        """Whether statistics of a step are recorded: by default where there is something to record, and where
-        attention is no kernel, into whose tiles nothing looks."""
+        """Whether statistics of a step are recorded: by default where there is something to record,
+        and where attention is no kernel, into whose tiles nothing looks."""
         config = self.config
         if not config.statistics.due(step, config.run.steps):
             return False
         if config.statistics.every is not None:
             return True
-        in_fp8 = any(decision.fp8 for decision in self.model.decisions) or bool(config.attention_in_fp8)
-        return config.parallel.attention != "kernel" and (in_fp8 or config.optimizer.moment_layout is not None)
+        in_fp8 = any(decision.fp8 for decision in self.model.decisions) or bool(
+            config.attention_in_fp8
+        )
+        return config.parallel.attention != "kernel" and (
+            in_fp8 or config.optimizer.moment_layout is not None
+        )
 
     def validated(self, step: int) -> dict[str, float]:
-        """Validation losses after a step: ``val_loss``, and ``val_loss_<name>`` of each set of data.evaluation.
+        """Validation losses after a step: ``val_loss``, and ``val_loss_<name>`` of each set of
+        data.evaluation.
 
         Raises:   NonFiniteError: one that is not finite.
         """
         sets: dict[str, Callable[[int], np.ndarray]] = {"val_loss": self.batches.held_out}
-        sets |= {f"val_loss_{name}": functools.partial(self.batches.of_set, name) for name in self.batches.evaluation}
+        sets |= {
+            f"val_loss_{name}": functools.partial(self.batches.of_set, name)
+            for name in self.batches.evaluation
+        }
         found = {}
         for key, batch in sets.items():
-            found[key] = float(np.mean([self.model.evaluate(batch(i)) for i in range(self.config.run.eval_batches)]))
+            found[key] = float(
+                np.mean(
+                    [self.model.evaluate(batch(i)) for i in range(self.config.run.eval_batches)]
+                )
+            )
             if not math.isfinite(found[key]):
-                raise NonFiniteError(f"after step {step}: validation loss {found[key]} ({key}). Lower optimizer.learning_rate.")
+                raise NonFiniteError(
+                    f"after step {step}: validation loss {found[key]} ({key}). Lower "
+                    "optimizer.learning_rate."
+                )
         return found
 
     def switch(self, step: int) -> None:
@@ -313,22 +418,34 @@ class _Training:
                 console.say(f"step {step}: recipe {recipe}")
 
     def decide(self, step: int, statistics: dict[str, dict], states: dict[str, dict]) -> None:
-        """Begin the next phase after a step, if it waits for a measurement and the step's record has it."""
+        """Begin the next phase after a step, if it waits for a measurement and the step's record
+        has it.
+        """
         phase = self.phases.waits(step)
         if phase is None:
             return
-        found = self.processes.gather(measured(phase, statistics, states))[0]  # the first process decides for all
+        found = self.processes.gather(measured(phase, statistics, states))[
+            0
+        ]  # the first process decides for all
         if found is not None and self.phases.measure(step, found[0]) and self.processes.first:
-            has = f"an SQNR of {found[0]:.2f} dB, below" if phase.sqnr is not None else f"an error of {found[0]:.3g}, above"
+            has = (
+                f"an SQNR of {found[0]:.2f} dB, below"
+                if phase.sqnr is not None
+                else f"an error of {found[0]:.3g}, above"
+            )
             console.say(f"step {step}: {found[1]} has {has} that of the next phase")
 
     def stop(self) -> Callable[[str], BaseException] | None:
-        """The error that stops the run, given what was saved, if SIGTERM or Ctrl-C came to any process: the same on all.
+        """The error that stops the run, given what was saved, if SIGTERM or Ctrl-C came to any
+        process: the same on all.
 
-        Raises:   the error of a checkpoint that could not be written, on the others a ConfigError that reports it.
+        Raises:   the error of a checkpoint that could not be written, on the others a ConfigError
+                  that reports it.
         """
         error = self.checkpoints.error()
-        came = self.processes.gather((self.stop_requested(), self.interrupted(), error and str(error)))
+        came = self.processes.gather(
+            (self.stop_requested(), self.interrupted(), error and str(error))
+        )
         if error is not None:
             raise error
         for index, (_, _, failed) in enumerate(came):
@@ -341,14 +458,24 @@ class _Training:
         return None
 
     def save(self, done: int, *, stop: Callable[[str], BaseException] | None) -> None:
-        """After ``done`` steps: save a checkpoint if one is due or the run stops, then raise what stops it."""
+        """After ``done`` steps: save a checkpoint if one is due or the run stops, then raise what
+        stops it.
+        """
         last, every = done == self.config.run.steps, self.config.checkpoint.every
         with self.watch("checkpoint"):
             if last or stop or (every and done % every == 0):
-                # metrics first: a checkpoint that is newer than the metrics would leave a gap in them
+                # metrics first: a checkpoint that is newer than the metrics would leave a gap in
+                # them
                 together(self.processes, self.run.sync)
-                self.checkpoints.save(self.model, done, **({"measured": self.phases.measured} if self.phases.measured else {}))
+                self.checkpoints.save(
+                    self.model,
+                    done,
+                    **({"measured": self.phases.measured} if self.phases.measured else {}),
+                )
             if last or stop:  # no process may end before the first has completed the checkpoint
                 together(self.processes, self.checkpoints.finish)
         if stop and not last:
-            raise stop(f"after {done} {'step, which is' if done == 1 else 'steps, which are'} saved; --resume continues.")
+            raise stop(
+                f"after {done} {'step, which is' if done == 1 else 'steps, which are'} saved; "
+                "--resume continues."
+            )

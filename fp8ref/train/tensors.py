@@ -2,8 +2,10 @@
 
 One .npz file, which NumPy reads without pickle:
 
-    <layer>/<role>        uint16, the bits of bfloat16: input [M, K], weight [N, K], grad_output [M, N], of the first ROWS tokens
-    <layer>/<role>/amax   float32 [recorded steps]: the largest magnitude of the whole tensor, NaN where it was not finite
+    <layer>/<role>        uint16, the bits of bfloat16: input [M, K], weight [N, K], grad_output [M,
+                          N], of the first ROWS tokens
+    <layer>/<role>/amax   float32 [recorded steps]: the largest magnitude of the whole tensor, NaN
+                          where it was not finite
     about                 JSON: backend, recipe, step, recorded steps, the data's hash
 """
 
@@ -59,16 +61,27 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
     manifest, lines = run_files.manifest(run), run_files.statistics(run)
     config = configs.load(run / "config.toml")
     if config.parallel.devices > 1:
-        raise ConfigError(f"tensors are taken from runs on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1.")
+        raise ConfigError(
+            f"tensors are taken from runs on one device; {run} has {config.parallel.devices}. "
+            "Train with parallel.* at 1."
+        )
     last = checkpoint.latest(run, console.say, aside=False)
     if last is None:
-        raise ConfigError(f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every.")
+        raise ConfigError(
+            f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every."
+        )
     recipe = config.scheduled(last.manifest.get("measured", [])).recipe(last.step)
     planned = [decision.path for decision in config.under(recipe).decisions() if decision.fp8]
     if of_experts := [d.path for d in config.decisions() if d.experts and d.path in layers]:
-        raise ConfigError(f"tensors are taken from linears with one weight; {of_experts[0]} has one for each expert. Name others.")
+        raise ConfigError(
+            f"tensors are taken from linears with one weight; {of_experts[0]} has one for each "
+            "expert. Name others."
+        )
     if absent := [layer for layer in layers if layer not in planned]:
-        raise ConfigError(f"tensors are taken from linears that run in FP8; {run} has no {absent[0]} among {', '.join(planned) or 'none'}.")
+        raise ConfigError(
+            f"tensors are taken from linears that run in FP8; {run} has no {absent[0]} among "
+            f"{', '.join(planned) or 'none'}."
+        )
     trainer = loop.trainer(manifest["backend"], config)
     trainer.load(last.state, last.step)
     trainer.switch(recipe)
@@ -77,7 +90,9 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
     def keep(layer, gemm, a, b, out) -> None:
         for role, (hp, _, _) in zip(OPERANDS[gemm], (a, b), strict=True):
             if layer in layers:
-                operands[f"{layer}/{role}"] = np.array(hp if role == "weight" else hp[:ROWS], np.float32)
+                operands[f"{layer}/{role}"] = np.array(
+                    hp if role == "weight" else hp[:ROWS], np.float32
+                )
 
     trainer.observe(loader.open_batches(config).step(last.step), keep)
     about = {
@@ -99,9 +114,14 @@ def write(path: Path, tensors: Tensors) -> None:
     for name, value in tensors.operands.items():
         bits = np.ascontiguousarray(value, np.float32).view(np.uint32)
         if np.any(bits & 0xFFFF):
-            raise ValueError(f"operands are kept as bfloat16, which does not hold all of {name}. Round it with sim.cast.round_to first.")
+            raise ValueError(
+                f"operands are kept as bfloat16, which does not hold all of {name}. Round it "
+                "with sim.cast.round_to first."
+            )
         arrays[name] = (bits >> 16).astype(np.uint16)
-    arrays |= {f"{name}/amax": np.asarray(value, np.float32) for name, value in tensors.amaxes.items()}
+    arrays |= {
+        f"{name}/amax": np.asarray(value, np.float32) for name, value in tensors.amaxes.items()
+    }
     files.write_arrays(path, arrays)
 
 
@@ -119,14 +139,25 @@ def read(path: Path | str) -> Tensors:
         for name, value in arrays.items():
             dtype, axes = (np.float32, 1) if name.endswith("/amax") else (np.uint16, 2)
             if value.dtype != dtype or value.ndim != axes:
-                raise ValueError(f"{name} is {value.dtype} of {value.ndim} axes, not {np.dtype(dtype)} of {axes}")
+                raise ValueError(
+                    f"{name} is {value.dtype} of {value.ndim} axes, not {np.dtype(dtype)} of {axes}"
+                )
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path} is not a file of tensors, such as fp8ref demo writes into its directory ({FILE}): {error}") from error
+        raise ConfigError(
+            f"{path} is not a file of tensors, such as fp8ref demo writes into its directory "
+            f"({FILE}): {error}"
+        ) from error
     return Tensors(
         operands={
-            name: (bits.astype(np.uint32) << np.uint32(16)).view(np.float32) for name, bits in arrays.items() if not name.endswith("/amax")
+            name: (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            for name, bits in arrays.items()
+            if not name.endswith("/amax")
         },
-        amaxes={name.removesuffix("/amax"): value for name, value in arrays.items() if name.endswith("/amax")},
+        amaxes={
+            name.removesuffix("/amax"): value
+            for name, value in arrays.items()
+            if name.endswith("/amax")
+        },
         about=about,
     )
 

@@ -119,28 +119,70 @@ def test_a_cast_and_a_quantizer_of_4_bits(functions, capsys):  # C-9, S-22
 
 
 def test_a_cast_by_name(functions, capsys):
-    assert run("somebodys_functions:to_fp8", "--format", "e4m3fn", "--expect", "torch", "--json", "found.json") == 0
+    assert (
+        run(
+            "somebodys_functions:to_fp8",
+            "--format",
+            "e4m3fn",
+            "--expect",
+            "torch",
+            "--json",
+            "found.json",
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "somebodys_functions:to_fp8: a cast of torch arrays, e4m3fn" in said
     assert "somebodys_functions:to_fp8 is 'torch'" in said
     found = json.loads((functions / "found.json").read_text())
     assert found["ok"]
     assert found["is"]["behavior"] == ["torch"]
-    keys = ("rounding", "saturates", "double_rounding", "inf_code", "nan_code", "subnormals", "negative_zero", "policy")
-    assert [found["is"][key] for key in keys] == ["nearest_even", True, None, 0x7E, 0x7F, "kept", "kept", None]
+    keys = (
+        "rounding",
+        "saturates",
+        "double_rounding",
+        "inf_code",
+        "nan_code",
+        "subnormals",
+        "negative_zero",
+        "policy",
+    )
+    assert [found["is"][key] for key in keys] == [
+        "nearest_even",
+        True,
+        None,
+        0x7E,
+        0x7F,
+        "kept",
+        "kept",
+        None,
+    ]
 
 
 def test_a_wrong_cast_exits_with_1_and_says_all_there_is_to_know(functions, capsys):
     assert run("somebodys_functions:ties_away") == 1
-    assert "rounds nearest_away, overflow gives max, infinities max. It matches no known name" in capsys.readouterr().out
-    assert run("somebodys_functions:ties_away", "--expect", "saturating", "--json", "found.json") == 1
+    assert (
+        "rounds nearest_away, overflow gives max, infinities max. It matches no known name"
+        in capsys.readouterr().out
+    )
+    assert (
+        run("somebodys_functions:ties_away", "--expect", "saturating", "--json", "found.json") == 1
+    )
     said = capsys.readouterr().out
-    assert "somebodys_functions:ties_away is not 'saturating', but a cast to e4m3fn that rounds nearest_away" in said
+    assert (
+        "somebodys_functions:ties_away is not 'saturating', but a cast to e4m3fn that rounds "
+        "nearest_away" in said
+    )
     assert "1.0625 (float32 0x3F880000): got 0x39 = 1.125, expected 0x38 = 1 (C-2)" in said
     found = json.loads((functions / "found.json").read_text())
     assert not found["ok"]
     witness = found["differences"][0]
-    assert (witness["bits"], witness["dtype"], witness["got"], witness["clause"]) == (["0x3F880000"], "float32", "0x39 = 1.125", "C-2")
+    assert (witness["bits"], witness["dtype"], witness["got"], witness["clause"]) == (
+        ["0x3F880000"],
+        "float32",
+        "0x39 = 1.125",
+        "C-2",
+    )
 
 
 def test_a_name_is_shown_as_it_is_and_what_a_function_prints_is_not_the_answer(functions, capsys):
@@ -156,17 +198,36 @@ def test_a_name_is_shown_as_it_is_and_what_a_function_prints_is_not_the_answer(f
 
 def test_another_format_than_was_asked_exits_with_1(functions, capsys):
     assert run("somebodys_functions:narrow") == 1
-    assert "a cast to e5m2 (max 57344), not e4m3fn (max 448), equal to saturating" in capsys.readouterr().out
+    assert (
+        "a cast to e5m2 (max 57344), not e4m3fn (max 448), equal to saturating"
+        in capsys.readouterr().out
+    )
     assert run("somebodys_functions:narrow", "--format", "e5m2") == 0
 
 
 def test_a_quantizer_by_its_policy(functions, capsys):
     assert (
-        run("somebodys_functions:rows", "--expect", "torchao_pow2", "--granularity", "rowwise", "--axis", "-1", "--json", "found.json") == 0
+        run(
+            "somebodys_functions:rows",
+            "--expect",
+            "torchao_pow2",
+            "--granularity",
+            "rowwise",
+            "--axis",
+            "-1",
+            "--json",
+            "found.json",
+        )
+        == 0
     )
     found = json.loads((functions / "found.json").read_text())
     assert found["kind"] == "quantizer"
-    assert [found["is"][key] for key in ("granularity", "axis", "returns", "policy")] == ["rowwise", -1, "scale_inv", "torchao_pow2"]
+    assert [found["is"][key] for key in ("granularity", "axis", "returns", "policy")] == [
+        "rowwise",
+        -1,
+        "scale_inv",
+        "torchao_pow2",
+    ]
     capsys.readouterr()
     assert run("somebodys_functions:columns", "--expect", "torchao", "--axis", "-1") == 1
     assert "x [2, 2] of ones, x[0, 1] = 512" in capsys.readouterr().out
@@ -174,9 +235,15 @@ def test_a_quantizer_by_its_policy(functions, capsys):
 
 def test_a_name_of_another_kind_exits_with_1(functions, capsys):
     assert run("somebodys_functions:ties_away", "--expect", "torchao") == 1
-    assert "expected 'torchao', a policy: codes that depend on the amax of a tensor (S-5)" in capsys.readouterr().out
+    assert (
+        "expected 'torchao', a policy: codes that depend on the amax of a tensor (S-5)"
+        in capsys.readouterr().out
+    )
     assert run("somebodys_functions:rows", "--expect", "saturating") == 1
-    assert "expected 'saturating', a cast: codes that depend on each number alone (C-1)" in capsys.readouterr().out
+    assert (
+        "expected 'saturating', a cast: codes that depend on each number alone (C-1)"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow
@@ -187,17 +254,26 @@ def test_a_gemm_is_handed_over_to_the_probe(functions, capsys):
     assert found["plan"]["promotion"] == 128
     assert run("somebodys_functions:slow", "--expect", "torchao") == 2
     assert (
-        "--expect: somebodys_functions:slow is a GEMM, which 'fp8ref probe somebodys_functions:slow' identifies" in capsys.readouterr().err
+        "--expect: somebodys_functions:slow is a GEMM, which 'fp8ref probe "
+        "somebodys_functions:slow' identifies" in capsys.readouterr().err
     )
 
 
 def test_an_optimizer_and_the_layout_that_it_should_have(functions, capsys):
     assert run("somebodys_functions:step", "--expect", "te", "--json", "found.json") == 0
     said = capsys.readouterr()
-    assert "somebodys_functions:step is 'te': layout 'te', bit for bit, in the order of clause O" in said.out
+    assert (
+        "somebodys_functions:step is 'te': layout 'te', bit for bit, in the order of clause O"
+        in said.out
+    )
     assert "now I step" not in said.out
     found = json.loads((functions / "found.json").read_text())
-    assert (found["ok"], found["kind"], found["is"]["layout"], found["state_shown"]) == (True, "optimizer", "te", True)
+    assert (found["ok"], found["kind"], found["is"]["layout"], found["state_shown"]) == (
+        True,
+        "optimizer",
+        "te",
+        True,
+    )
     assert run("somebodys_functions:step", "--expect", "fishman", "--numbers", "b2=0.999") == 1
     assert "step 1, tensor spread, scale_inv of m: got" in capsys.readouterr().out
 
@@ -218,38 +294,106 @@ def test_attention_and_the_variant_that_it_should_be(functions, capsys):  # A-1
         True,
         "fa4",
     )
-    assert {finding["what"] for finding in found["findings"]} > {"tiles", "threshold", "promotion", "heads", "causal mask"}
-    assert run("somebodys_functions:turned", "--layout", "BTHD", "--framework", "numpy", "--expect", "fa4_threshold4") == 0
+    assert {finding["what"] for finding in found["findings"]} > {
+        "tiles",
+        "threshold",
+        "promotion",
+        "heads",
+        "causal mask",
+    }
+    assert (
+        run(
+            "somebodys_functions:turned",
+            "--layout",
+            "BTHD",
+            "--framework",
+            "numpy",
+            "--expect",
+            "fa4_threshold4",
+        )
+        == 0
+    )
     assert "somebodys_functions:turned is 'fa4_threshold4', bit for bit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["attend", "--steps", "3"], "--steps: somebodys_functions:attend is attention, of which the variant says all of it"),
+        (
+            ["attend", "--steps", "3"],
+            "--steps: somebodys_functions:attend is attention, of which the variant says all of it",
+        ),
         (["attend", "--alignment", "top"], "alignment is one of end, start; got 'top'"),
         (["attend", "--layout", "TBHD"], "layout is one of BHTD, BTHD; got 'TBHD'"),
         (["attend", "--expect", "torchao"], "expect is one of exact, bf16"),
-        (["rows", "--alignment", "end"], "--alignment is of attention; somebodys_functions:rows is none"),
-        (["rows", "--layout", "BTHD"], "--layout is of attention; somebodys_functions:rows is none"),
+        (
+            ["rows", "--alignment", "end"],
+            "--alignment is of attention; somebodys_functions:rows is none",
+        ),
+        (
+            ["rows", "--layout", "BTHD"],
+            "--layout is of attention; somebodys_functions:rows is none",
+        ),
         (["rows", "--kind", "attention"], "somebodys_functions:rows raised"),
-        (["ties_away", "--format", "e8m0fnu"], "--format is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e2m1fn; got e8m0fnu"),
-        (["attend", "--format", "e2m1fn"], "--format of attention is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got e2m1fn"),
-        (["slow", "--format", "e2m1fn"], "--formats takes two of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got e2m1fn"),
-        (["four", "--format", "e2m1fn", "--expect", "jax"], "is expected to be one of saturating, ml_dtypes, torchao_f4; got 'jax'"),
+        (
+            ["ties_away", "--format", "e8m0fnu"],
+            "--format is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e2m1fn; got e8m0fnu",
+        ),
+        (
+            ["attend", "--format", "e2m1fn"],
+            "--format of attention is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got e2m1fn",
+        ),
+        (
+            ["slow", "--format", "e2m1fn"],
+            "--formats takes two of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got e2m1fn",
+        ),
+        (
+            ["four", "--format", "e2m1fn", "--expect", "jax"],
+            "is expected to be one of saturating, ml_dtypes, torchao_f4; got 'jax'",
+        ),
         (["four", "--format", "e2m1fn", "--exhaustive"], "exhaustive is of casts to FP8"),
-        (["ties_away", "--kind", "norm"], "--kind is one of cast, quantizer, gemm, optimizer, attention; got norm"),
-        (["ties_away", "--axis", "1"], "--axis is -1, the last axis of x [M, K], or 0, the first; got 1"),
-        (["ties_away", "--expect", "te"], "--expect is a cast's behavior, one of saturating, non_saturating"),
-        (["ties_away", "--granularity", "rowwise"], "--granularity: somebodys_functions:ties_away is a cast, which has no scales"),
-        (["ties_away", "--framework", "mxnet"], "framework is one of numpy, torch, jax; got 'mxnet'"),
-        (["ties_away", "--json", "missing/found.json"], "--json names a file in a directory that exists"),
-        (["rows", "--exhaustive"], "--exhaustive tests all inputs of a cast; somebodys_functions:rows is a quantizer"),
-        (["rows", "--axis", "0"], "--granularity and --axis need an expected policy. Name one, such as --expect torchao."),
-        (["rows", "--numbers", "b2=0.9"], "--numbers is of an optimizer; somebodys_functions:rows is none"),
+        (
+            ["ties_away", "--kind", "norm"],
+            "--kind is one of cast, quantizer, gemm, optimizer, attention; got norm",
+        ),
+        (
+            ["ties_away", "--axis", "1"],
+            "--axis is -1, the last axis of x [M, K], or 0, the first; got 1",
+        ),
+        (
+            ["ties_away", "--expect", "te"],
+            "--expect is a cast's behavior, one of saturating, non_saturating",
+        ),
+        (
+            ["ties_away", "--granularity", "rowwise"],
+            "--granularity: somebodys_functions:ties_away is a cast, which has no scales",
+        ),
+        (
+            ["ties_away", "--framework", "mxnet"],
+            "framework is one of numpy, torch, jax; got 'mxnet'",
+        ),
+        (
+            ["ties_away", "--json", "missing/found.json"],
+            "--json names a file in a directory that exists",
+        ),
+        (
+            ["rows", "--exhaustive"],
+            "--exhaustive tests all inputs of a cast; somebodys_functions:rows is a quantizer",
+        ),
+        (
+            ["rows", "--axis", "0"],
+            "--granularity and --axis need an expected policy. Name one, such as --expect torchao.",
+        ),
+        (
+            ["rows", "--numbers", "b2=0.9"],
+            "--numbers is of an optimizer; somebodys_functions:rows is none",
+        ),
         (["rows", "--steps", "7"], "--steps is of an optimizer; somebodys_functions:rows is none"),
         (["step", "--steps", "0"], "steps is an integer of at least 1; got 0"),
-        (["step", "--numbers", "momentum=0.9"], "--numbers are KEY=VALUE, with a key of learning_rate, b1, b2, eps, weight_decay; got"),
+        (
+            ["step", "--numbers", "momentum=0.9"],
+            "--numbers are KEY=VALUE, with a key of learning_rate, b1, b2, eps, weight_decay; got",
+        ),
         (["step", "--axis", "0"], "--axis: somebodys_functions:step is an optimizer"),
         (["step", "--expect", "torch"], "expect is one of float32, bfloat16, msamp"),
         (["rows", "--kind", "optimizer"], "somebodys_functions:rows is no optimizer"),
@@ -258,8 +402,15 @@ def test_attention_and_the_variant_that_it_should_be(functions, capsys):  # A-1
         (["on_a_gpu", "--framework", "torch"], "somebodys_functions:on_a_gpu raised"),
         (["random", "--kind", "cast"], "somebodys_functions:random does not repeat itself"),
         (["vector", "--kind", "quantizer"], "A quantizer is called with x [M, K]"),
-        (["scaled_cast"], "somebodys_functions:scaled_cast has two arguments without defaults, so it was called as a GEMM"),
-        (["rows", "--kind", "cast"], "a cast gives one array of codes or values. Name --kind quantizer if it is one."),
+        (
+            ["scaled_cast"],
+            "somebodys_functions:scaled_cast has two arguments without defaults, so it was "
+            "called as a GEMM",
+        ),
+        (
+            ["rows", "--kind", "cast"],
+            "a cast gives one array of codes or values. Name --kind quantizer if it is one.",
+        ),
     ],
 )
 def test_what_a_user_can_do_wrong_exits_with_2(functions, arguments, said, capsys):

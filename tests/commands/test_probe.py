@@ -1,4 +1,6 @@
-"""The probe's command: from a file with somebody's function to a recording that is computed again."""
+"""The probe's command: from a file with somebody's function to a recording that is computed
+again.
+"""
 
 import json
 
@@ -54,13 +56,38 @@ def kernels(tmp_path, monkeypatch):
 
 
 def test_from_a_function_to_a_recording(kernels, capsys):
-    assert cli.main(["probe", "kernels_under_test:slow", "--shape", "32", "32", "512", "--json", "found.json", "--record", "evidence"]) == 0
+    assert (
+        cli.main(
+            [
+                "probe",
+                "kernels_under_test:slow",
+                "--shape",
+                "32",
+                "32",
+                "512",
+                "--json",
+                "found.json",
+                "--record",
+                "evidence",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "identified: 4,096 of 4,096 random results have the simulator's bits under it" in said
     found = json.loads((kernels / "found.json").read_text())
     assert found["ok"]
     assert {
-        key: found["plan"][key] for key in ("fraction_bits", "output_bits", "fused_width", "rounding", "promotion", "split_k", "epilogue")
+        key: found["plan"][key]
+        for key in (
+            "fraction_bits",
+            "output_bits",
+            "fused_width",
+            "rounding",
+            "promotion",
+            "split_k",
+            "epilogue",
+        )
     } == {
         "fraction_bits": 13,
         "output_bits": 13,
@@ -77,7 +104,9 @@ def test_from_a_function_to_a_recording(kernels, capsys):
 
 
 def test_the_instruction_where_there_is_one(kernels, capsys, monkeypatch):
-    """The simulator's in place of the GPU's: all pairings are asked, recorded, and computed again."""
+    """The simulator's in place of the GPU's: all pairings are asked, recorded, and computed
+    again.
+    """
 
     def simulated(a, b, c, fmt_a, fmt_b):
         return gemm.mma(a, b, c, fmt_a=fmt_a, fmt_b=fmt_b)
@@ -88,7 +117,9 @@ def test_the_instruction_where_there_is_one(kernels, capsys, monkeypatch):
     assert cli.main(["probe", "wgmma", "--json", "found.json", "--record", "evidence"]) == 0
     found = json.loads((kernels / "found.json").read_text())
     assert found["ok"]
-    assert [pairing["formats"] for pairing in found["pairings"]] == [[a.name, b.name] for a, b in wgmma.PAIRS]
+    assert [pairing["formats"] for pairing in found["pairings"]] == [
+        [a.name, b.name] for a, b in wgmma.PAIRS
+    ]
     assert all(pairing["plan"]["fraction_bits"] == 13 for pairing in found["pairings"])
     assert all(pairing["about"]["device"] == "none" for pairing in found["pairings"])
     recordings = sorted(map(str, (kernels / "evidence").glob("*.json")))
@@ -102,16 +133,32 @@ def test_the_instruction_where_there_is_one(kernels, capsys, monkeypatch):
 def test_the_decisions_of_attention(kernels, capsys):  # A-1
     assert cli.main(["probe", "kernels_under_test:attend", "--json", "found.json"]) == 0
     said = capsys.readouterr().out
-    for one in ("160 keys, descending", "13 fraction bits, as hopper and ada", "none: one chain over all tiles", "aligned to the start"):
+    for one in (
+        "160 keys, descending",
+        "13 fraction bits, as hopper and ada",
+        "none: one chain over all tiles",
+        "aligned to the start",
+    ):
         assert one in said
-    found = {finding["what"]: finding["value"] for finding in json.loads((kernels / "found.json").read_text())["findings"]}
-    assert (found["threshold"], found["largest P"], found["denominator"], found["heads"]) == (0.0, 256.0, "unrounded", "consecutive")
+    found = {
+        finding["what"]: finding["value"]
+        for finding in json.loads((kernels / "found.json").read_text())["findings"]
+    }
+    assert (found["threshold"], found["largest P"], found["denominator"], found["heads"]) == (
+        0.0,
+        256.0,
+        "unrounded",
+        "consecutive",
+    )
 
 
 def test_a_mask_at_fault_exits_with_1(kernels, capsys):  # A-3
     assert cli.main(["probe", "kernels_under_test:off_by_one"]) == 1
     said = capsys.readouterr().out
-    assert "kernels_under_test:off_by_one has faults: causal mask: off by one: right edge +1, aligned to the end" in said
+    assert (
+        "kernels_under_test:off_by_one has faults: causal mask: off by one: right edge +1, "
+        "aligned to the end" in said
+    )
 
 
 def test_sums_that_are_no_plan_exit_with_1(kernels, capsys):
@@ -123,13 +170,41 @@ def test_sums_that_are_no_plan_exit_with_1(kernels, capsys):
 
 
 def test_what_no_plan_explains_is_graded(kernels, capsys):  # B-14
-    assert cli.main(["probe", "kernels_under_test:dropped", "--shape", "32", "32", "96", "--json", "found.json"]) == 1
+    assert (
+        cli.main(
+            [
+                "probe",
+                "kernels_under_test:dropped",
+                "--shape",
+                "32",
+                "32",
+                "96",
+                "--json",
+                "found.json",
+            ]
+        )
+        == 1
+    )
     assert "wrong: the last 32 of K dropped" in capsys.readouterr().out
     assert json.loads((kernels / "found.json").read_text())["grade"]["verdict"] == "wrong"
 
 
 def test_a_wrong_tile_is_graded(kernels, capsys):  # B-14
-    assert cli.main(["probe", "kernels_under_test:tile", "--shape", "32", "32", "96", "--json", "found.json"]) == 1
+    assert (
+        cli.main(
+            [
+                "probe",
+                "kernels_under_test:tile",
+                "--shape",
+                "32",
+                "32",
+                "96",
+                "--json",
+                "found.json",
+            ]
+        )
+        == 1
+    )
     said = capsys.readouterr()
     assert "a wrong tile, rows 16 to 31, columns 0 to 15: zeros" in said.out
     assert "sums in different ways within one result" in said.err
@@ -143,22 +218,41 @@ def test_a_wrong_tile_is_graded(kernels, capsys):  # B-14
         (["turing"], "got 'turing'"),
         (["kernels_under_test:missing"], "cannot be imported"),
         (["kernels_under_test:slow", "--fast-accum"], "kernels_under_test:slow has its own"),
-        (["kernels_under_test:slow", "--formats", "e4m3fn", "int8"], "--formats takes two of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got int8"),
-        (["kernels_under_test:slow", "--shape", "16", "16", "100"], "K that is a positive multiple of 32; got [16, 16, 100]"),
+        (
+            ["kernels_under_test:slow", "--formats", "e4m3fn", "int8"],
+            "--formats takes two of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got int8",
+        ),
+        (
+            ["kernels_under_test:slow", "--shape", "16", "16", "100"],
+            "K that is a positive multiple of 32; got [16, 16, 100]",
+        ),
         (["kernels_under_test:slow", "--seed", "-1"], "--seed is at least 0; got -1"),
         (
             ["kernels_under_test:slow", "--record", "kernels_under_test.py"],
-            "--record names a directory that can be created and written; kernels_under_test.py: File exists",
+            "--record names a directory that can be created and written; kernels_under_test.py: "
+            "File exists",
         ),
-        (["kernels_under_test:slow", "--json", "missing/found.json"], "--json names a file in a directory that exists"),
-        (["kernels_under_test:attend", "--shape", "16", "16", "64"], "--shape: kernels_under_test:attend is attention, whose inputs"),
-        (["kernels_under_test:attend", "--layout", "TBHD"], "layout is one of BHTD, BTHD; got 'TBHD'"),
+        (
+            ["kernels_under_test:slow", "--json", "missing/found.json"],
+            "--json names a file in a directory that exists",
+        ),
+        (
+            ["kernels_under_test:attend", "--shape", "16", "16", "64"],
+            "--shape: kernels_under_test:attend is attention, whose inputs",
+        ),
+        (
+            ["kernels_under_test:attend", "--layout", "TBHD"],
+            "layout is one of BHTD, BTHD; got 'TBHD'",
+        ),
         (
             ["kernels_under_test:slow", "--layout", "BTHD"],
             "--layout is of attention, a function of q, k and v; kernels_under_test:slow is none",
         ),
         (["wgmma", "--shape", "64", "8", "32"], "--shape: wgmma is one instruction"),
-        (["wgmma", "--replay", "x.json"], "--replay takes all settings from the recordings; got subject too. Leave it out."),
+        (
+            ["wgmma", "--replay", "x.json"],
+            "--replay takes all settings from the recordings; got subject too. Leave it out.",
+        ),
         (["--replay", "x.json"], "x.json cannot be read as a recording of a probe"),
     ],
 )

@@ -1,4 +1,6 @@
-"""A command that calls somebody's function runs in a child, and nothing but a verdict ends with exit code 0."""
+"""A command that calls somebody's function runs in a child, and nothing but a verdict ends with
+exit code 0.
+"""
 
 import os
 import subprocess
@@ -17,7 +19,10 @@ def in_child(monkeypatch, script: str, timeout: float = 60.0) -> int:
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_code_that_is_reported_is_returned(monkeypatch, code):
-    script = f"import os; from fp8ref.commands import supervision; assert supervision.is_child(); supervision.report({code}); os._exit(9)"
+    script = (
+        "import os; from fp8ref.commands import supervision; assert supervision.is_child(); "
+        f"supervision.report({code}); os._exit(9)"
+    )
     assert in_child(monkeypatch, script) == code
 
 
@@ -25,7 +30,10 @@ def test_the_code_that_is_reported_is_returned(monkeypatch, code):
     ("script", "said"),
     [
         ("import os; os._exit(0)", r"ended the process \(exit code 0\), and there is no verdict"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", r"ended the process \(signal 9\)"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            r"ended the process \(signal 9\)",
+        ),
         ("import os\nif os.fork(): os._exit(0)\nimport time; time.sleep(3)", r"exit code 0"),
     ],
     ids=["_exit", "killed", "a process that goes on"],
@@ -64,7 +72,11 @@ def test_an_unfit_timeout_is_refused(timeout):
 
 
 @pytest.mark.parametrize("command", ["conform", "probe"])
-@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), BaseException("mine")], ids=["SystemExit", "GeneratorExit", "own"])
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(0), GeneratorExit(), BaseException("mine")],
+    ids=["SystemExit", "GeneratorExit", "own"],
+)
 def test_what_is_no_exception_is_an_error(monkeypatch, capsys, command, error):
     def load(name):
         raise error
@@ -78,7 +90,9 @@ def test_what_is_no_exception_is_an_error(monkeypatch, capsys, command, error):
 @pytest.mark.parametrize("command", ["conform", "probe"])
 def test_a_function_that_ends_the_process_does_not_pass(tmp_path, command):
     (tmp_path / "ends.py").write_text("import os\n\n\ndef function(x, y=None):\n    os._exit(0)\n")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    }
     ended = subprocess.run(
         [sys.executable, "-m", "fp8ref", command, "ends:function"],
         env=environment,

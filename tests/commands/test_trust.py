@@ -1,4 +1,6 @@
-"""What a command imports of the code that a config or a run directory names: nothing unless told."""
+"""What a command imports of the code that a config or a run directory names: nothing unless
+told.
+"""
 
 import json
 import os
@@ -16,9 +18,12 @@ from fp8ref.train.config.sections import ArchitectureConfig
 
 @pytest.fixture
 def foreign(tmp_path, monkeypatch, small):
-    """A directory with a config of a model of a stranger's, a run of that config, and the module, which leaves a file when it is imported."""
+    """A directory with a config of a model of a stranger's, a run of that config, and the module,
+    which leaves a file when it is imported.
+    """
     (tmp_path / "stranger_model.py").write_text(
-        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\nfrom own_torch_models import Tied\n"
+        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\nfrom "
+        "own_torch_models import Tied\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(architecture, "_TRUSTED", {"stranger_model"})
@@ -46,11 +51,28 @@ def forget(folder, monkeypatch):
     "arguments",
     [
         ["train", "mine.toml", "--backend", "torch", "--run.out", "new"],
-        ["train", "mine.toml", "--backend", "torch", "--run.out", "new", "--architecture.kind", "torch"],
+        [
+            "train",
+            "mine.toml",
+            "--backend",
+            "torch",
+            "--run.out",
+            "new",
+            "--architecture.kind",
+            "torch",
+        ],
         ["train", "link.toml", "--backend", "torch", "--run.out", "new"],
         ["sweep", "mine.toml", "--backend", "torch", "--out", "new"],
         ["train", "mine.toml", "--backend", "torch", "--dry-run"],
-        ["train", "mine.toml", "--backend", "torch", "--dry-run", "--architecture.source", "stranger_model:Tied"],
+        [
+            "train",
+            "mine.toml",
+            "--backend",
+            "torch",
+            "--dry-run",
+            "--architecture.source",
+            "stranger_model:Tied",
+        ],
         ["train", "run/config.toml", "--backend", "torch", "--dry-run"],
         ["train", "run/config.toml", "--backend", "torch", "--resume", "--run.out", "run"],
         ["train", "run/config.toml", "--backend", "torch", "--run.out", "new"],
@@ -61,8 +83,9 @@ def forget(folder, monkeypatch):
 def test_a_command_says_that_it_needs_trust(foreign, monkeypatch, capsys, arguments):
     monkeypatch.chdir(foreign)
     assert cli.main(arguments) == 2
-    assert "architecture.source 'stranger_model:Tied' is code, which would be imported and called. Read it, then add --trust" in (
-        capsys.readouterr().err
+    assert (
+        "architecture.source 'stranger_model:Tied' is code, which would be imported and called. "
+        "Read it, then add --trust" in (capsys.readouterr().err)
     )
     assert not (foreign / "ran").exists()
     assert not (foreign / "new").exists()
@@ -93,37 +116,80 @@ def test_no_other_command_imports_a_model(foreign, monkeypatch, capsys, argument
     "arguments",
     [
         ["train", "mine.toml", "--backend", "torch", "--run.out", "new", "--trust"],
-        ["train", "mine.toml", "--backend", "torch", "--run.out", "new", "--architecture.source", "stranger_model:Tied"],
-        ["train", "mine.toml", "--backend", "torch", "--run.out", "new", "--architecture.source=stranger_model:Tied"],
-        ["sweep", "mine.toml", "--backend", "torch", "--out", "new", "--architecture.source", "stranger_model:Tied"],
+        [
+            "train",
+            "mine.toml",
+            "--backend",
+            "torch",
+            "--run.out",
+            "new",
+            "--architecture.source",
+            "stranger_model:Tied",
+        ],
+        [
+            "train",
+            "mine.toml",
+            "--backend",
+            "torch",
+            "--run.out",
+            "new",
+            "--architecture.source=stranger_model:Tied",
+        ],
+        [
+            "sweep",
+            "mine.toml",
+            "--backend",
+            "torch",
+            "--out",
+            "new",
+            "--architecture.source",
+            "stranger_model:Tied",
+        ],
         ["train", "mine.toml", "--backend", "torch", "--dry-run", "--trust"],
         ["train", "run/config.toml", "--backend", "torch", "--dry-run", "--trust"],
     ],
     ids=" ".join,
 )
 def test_what_is_imported_is_said_before(foreign, monkeypatch, capsys, arguments):
-    """What the command line names is trusted, and a file with --trust: a path tells nobody whose it is."""
+    """What the command line names is trusted, and a file with --trust: a path tells nobody whose it
+    is.
+    """
     monkeypatch.chdir(foreign)
     (foreign / "stranger_model.py").write_text(
-        "import sys\nprint('the module runs', file=sys.stderr)\nfrom own_torch_models import Absent\n"
+        "import sys\nprint('the module runs', file=sys.stderr)\nfrom own_torch_models import "
+        "Absent\n"
     )
     assert cli.main(arguments) == 2
     said, *_ = capsys.readouterr().err.splitlines()
-    assert said == f"{arguments[1]}: importing architecture.source 'stranger_model:Tied', whose code runs in this process"
+    assert (
+        said == f"{arguments[1]}: importing architecture.source 'stranger_model:Tied', whose code "
+        "runs in this process"
+    )
 
 
 def test_ablate_imports_with_trust(foreign, monkeypatch, capsys):
     monkeypatch.chdir(foreign)
     assert cli.main(["ablate", "run", "--trust"]) == 2  # there is no checkpoint to begin with
-    assert "run/config.toml: importing architecture.source 'stranger_model:Tied'" in capsys.readouterr().err
+    assert (
+        "run/config.toml: importing architecture.source 'stranger_model:Tied'"
+        in capsys.readouterr().err
+    )
     assert {"stranger_model"} == architecture._TRUSTED
 
 
 def test_the_working_directory_holds_no_modules(tmp_path):
     """Of python -m: else a file there could have the name of any library."""
     for name in ("rich", "pydantic", "numpy"):
-        (tmp_path / f"{name}.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
-    shown = subprocess.run([sys.executable, "-m", "fp8ref", "report", "absent"], cwd=tmp_path, capture_output=True, text=True, check=False)
+        (tmp_path / f"{name}.py").write_text(
+            f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
+        )
+    shown = subprocess.run(
+        [sys.executable, "-m", "fp8ref", "report", "absent"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert shown.returncode == 2, shown.stderr
     assert "absent is not a directory" in shown.stderr
     assert not (tmp_path / "ran").exists()
@@ -152,11 +218,17 @@ def test_nor_do_processes_that_a_command_starts_find_modules_there(tmp_path):
     """As of a sweep: multiprocessing starts them with the working directory first."""
     (tmp_path / "cwd").mkdir()
     for name in ("pickle", "struct", "signal"):
-        (tmp_path / "cwd" / f"{name}.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+        (tmp_path / "cwd" / f"{name}.py").write_text(
+            f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
+        )
     (tmp_path / "script.py").write_text(CHILD)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     started = subprocess.run(
-        [sys.executable, tmp_path / "script.py"], cwd=tmp_path / "cwd", env=environment, capture_output=True, text=True
+        [sys.executable, tmp_path / "script.py"],
+        cwd=tmp_path / "cwd",
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert started.returncode == 0, started.stderr
     assert not (tmp_path / "ran").exists()

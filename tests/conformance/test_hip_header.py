@@ -1,6 +1,8 @@
-"""HIP's casts on the host, transcribed, against the simulator: every bfloat16 and float16 input, and numbers next to them.
+"""HIP's casts on the host, transcribed, against the simulator: every bfloat16 and float16 input,
+and numbers next to them.
 
-ROCm/clr, hipamd/include/hip/amd_detail/amd_hip_fp8.h: cast_to_f8<float, is_fnuz> (commit 00387053), without stochastic rounding.
+ROCm/clr, hipamd/include/hip/amd_detail/amd_hip_fp8.h: cast_to_f8<float, is_fnuz> (commit 00387053),
+without stochastic rounding.
 """
 
 import ml_dtypes
@@ -16,14 +18,22 @@ formats = pytest.mark.parametrize("fmt", [E4M3FN, E5M2, *FNUZ], ids=str)
 
 
 def hip(x, fmt, *, clip):
-    """The codes of float32 numbers of at least 2^-40 times the format's smallest normal number, or zero: below, the header shifts 64 bits by 64 or
-    more, which C++ leaves undefined."""
-    bits, fnuz, wm, we = x.view(np.uint32).astype(np.int64), fmt in FNUZ, fmt.mantissa_bits, fmt.exponent_bits
+    """The codes of float32 numbers of at least 2^-40 times the format's smallest normal number, or
+    zero: below, the header shifts 64 bits by 64 or more, which C++ leaves undefined."""
+    bits, fnuz, wm, we = (
+        x.view(np.uint32).astype(np.int64),
+        fmt in FNUZ,
+        fmt.mantissa_bits,
+        fmt.exponent_bits,
+    )
     exponent, mantissa, sign = (bits >> 23) & 0xFF, bits & 0x7FFFFF, (bits >> 31) << 7
     if fnuz:
         infinity, nan = (sign + 0x7F if clip else 0x80 + 0 * sign), 0x80 + 0 * sign
     else:
-        infinity, nan = sign + {(4, True): 0x7E, (4, False): 0x7F, (5, True): 0x7B, (5, False): 0x7C}[we, clip], sign + 0x7F
+        infinity, nan = (
+            sign + {(4, True): 0x7E, (4, False): 0x7F, (5, True): 0x7B, (5, False): 0x7C}[we, clip],
+            sign + 0x7F,
+        )
     largest = int(np.float32(fmt.max).view(np.uint32))
     bias = (1 << (we - 1)) - 1 + fnuz
     least = 1 - bias
@@ -35,10 +45,15 @@ def hip(x, fmt, *, clip):
     mantissa = mantissa >> safe
     code = actual + down + bias - np.where(mantissa & (1 << 23), 0, 1)
     odd = (mantissa & (1 << (23 - wm))) != 0
-    mantissa = mantissa + (np.where(midpoint & ~odd, mantissa - 1, mantissa) & ((1 << (23 - wm)) - 1))
+    mantissa = mantissa + (
+        np.where(midpoint & ~odd, mantissa - 1, mantissa) & ((1 << (23 - wm)) - 1)
+    )
     promoted = (code == 0) & ((mantissa & (1 << 23)) != 0)
     carried = (code != 0) & ((mantissa & (1 << 24)) != 0)
-    code, mantissa = code + promoted + carried, np.where(carried, mantissa >> 1, mantissa) >> (23 - wm)
+    code, mantissa = (
+        code + promoted + carried,
+        np.where(carried, mantissa >> 1, mantissa) >> (23 - wm),
+    )
     found = sign | code << wm | mantissa & ((1 << wm) - 1)
     found = np.where((code == 0) & (mantissa == 0), 0 if fnuz else sign, found)
     found = np.where(bits == 0, 0, np.where((bits & 0x7FFFFFFF) > largest, infinity, found))
@@ -49,7 +64,9 @@ def hip(x, fmt, *, clip):
 @pytest.fixture(scope="module")
 def numbers():
     """Every bfloat16 and float16 number, and their neighbors in float32."""
-    some = np.concatenate([BITS.view(ml_dtypes.bfloat16).astype(np.float32), BITS.view(np.float16).astype(np.float32)])
+    some = np.concatenate(
+        [BITS.view(ml_dtypes.bfloat16).astype(np.float32), BITS.view(np.float16).astype(np.float32)]
+    )
     near = some[np.isfinite(some)].view(np.int32)[:, None] + np.array([-1, 0, 1])
     near = near[np.abs(near) != 0x80000000].astype(np.int32).view(np.float32)
     return np.concatenate([some, near[~np.isnan(near)]])
@@ -57,7 +74,9 @@ def numbers():
 
 @formats
 def test_saturating_casts_are_the_simulators_but_at_infinities(fmt, numbers):  # C-2, C-3, C-5, C-6
-    """An infinity becomes NaN, in e5m2 the infinity, though the cast saturates; a NaN keeps its sign where the format has two."""
+    """An infinity becomes NaN, in e5m2 the infinity, though the cast saturates; a NaN keeps its
+    sign where the format has two.
+    """
     x = numbers[(np.abs(numbers) >= 2.0 ** (fmt.emin - 40)) | (numbers == 0) | np.isnan(numbers)]
     found, expected = cast.canonical_nans(hip(x, fmt, clip=True), fmt), cast.encode(x, fmt)
     differs = found != expected
@@ -67,10 +86,19 @@ def test_saturating_casts_are_the_simulators_but_at_infinities(fmt, numbers):  #
 
 @formats
 def test_casts_that_do_not_saturate_overflow_above_max_already(fmt, numbers):  # C-4
-    """C-4 rounds first, so that numbers up to the tie above max become max; the header gives all above max the code of an overflow."""
+    """C-4 rounds first, so that numbers up to the tie above max become max; the header gives all
+    above max the code of an overflow.
+    """
     x = numbers[(np.abs(numbers) >= 2.0 ** (fmt.emin - 40)) | (numbers == 0) | np.isnan(numbers)]
-    found, expected = cast.canonical_nans(hip(x, fmt, clip=False), fmt), cast.encode(x, fmt, saturate=False)
-    half = fmt.smallest_subnormal * 2.0 ** ((fmt.max_code >> fmt.mantissa_bits) - 2)  # of the spacing at max
-    above = (np.abs(x) > fmt.max) & ((np.abs(x) < fmt.max + half) | ((np.abs(x) == fmt.max + half) & (fmt.max_code % 2 == 0)))
+    found, expected = (
+        cast.canonical_nans(hip(x, fmt, clip=False), fmt),
+        cast.encode(x, fmt, saturate=False),
+    )
+    half = fmt.smallest_subnormal * 2.0 ** (
+        (fmt.max_code >> fmt.mantissa_bits) - 2
+    )  # of the spacing at max
+    above = (np.abs(x) > fmt.max) & (
+        (np.abs(x) < fmt.max + half) | ((np.abs(x) == fmt.max + half) & (fmt.max_code % 2 == 0))
+    )
     np.testing.assert_array_equal(found != expected, above)
     assert above.sum() > 100

@@ -1,4 +1,6 @@
-"""Property tests of library casts and quantizers with the conformance kit, as their own test suites could have."""
+"""Property tests of library casts and quantizers with the conformance kit, as their own test suites
+could have.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 from fp8ref.conformance import parameters, require, strategies
 from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS
 
-steady = settings(deadline=None, derandomize=True, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+steady = settings(
+    deadline=None, derandomize=True, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 @steady
@@ -21,7 +25,10 @@ def test_the_cast_of_ml_dtypes(data, fmt, dtype):
     require.require_cast(x, found, fmt, saturate=False)
 
 
-@pytest.mark.parametrize(("x", "codes"), [p for fmt in FP8_FORMATS.values() for p in parameters.casts(fmt, saturate=False, count=200)])
+@pytest.mark.parametrize(
+    ("x", "codes"),
+    [p for fmt in FP8_FORMATS.values() for p in parameters.casts(fmt, saturate=False, count=200)],
+)
 def test_the_cast_of_torch_but_for_overflow(x, codes, request):
     """torch saturates to e4m3fn and the fnuz formats, and not to e5m2 (docs/libraries.md)."""
     import torch
@@ -40,7 +47,11 @@ def test_torchaos_rowwise_scaling(x):
     from torchao.float8.float8_training_tensor import LinearMMConfig
 
     found = hp_tensor_to_float8_dynamic(
-        strategies.as_torch(x), torch.float8_e4m3fn, LinearMMConfig(), scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=-1
+        strategies.as_torch(x),
+        torch.float8_e4m3fn,
+        LinearMMConfig(),
+        scaling_granularity=ScalingGranularity.AXISWISE,
+        axiswise_dim=-1,
     )
     require.require_quantized(x, found._data, E4M3FN, scale=found._scale, granularity="rowwise")
 
@@ -54,8 +65,12 @@ def test_torchaos_mx(mode, policy):  # S-14
     @steady
     @given(strategies.tensors("bfloat16", granularity="mx_1x32", policy=policy))
     def agrees(x):
-        scale, data = to_mx(strategies.as_torch(x), torch.float8_e4m3fn, 32, ScaleCalculationMode(mode))
-        require.require_quantized(x, data, E4M3FN, e8m0=scale.view(torch.uint8), granularity="mx_1x32", policy=policy)
+        scale, data = to_mx(
+            strategies.as_torch(x), torch.float8_e4m3fn, 32, ScaleCalculationMode(mode)
+        )
+        require.require_quantized(
+            x, data, E4M3FN, e8m0=scale.view(torch.uint8), granularity="mx_1x32", policy=policy
+        )
 
     agrees()
 
@@ -70,9 +85,13 @@ def test_flaxs_quantizer(fmt):  # S-12, S-13
     @steady
     @given(strategies.tensors("float32", fmt=fmt, policy="flax", shape=(2, 3)))
     def agrees(x):
-        x = np.where(np.abs(x) < 2.0**-90, np.float32(0), x)  # XLA on a CPU flushes subnormals, scales included
+        x = np.where(
+            np.abs(x) < 2.0**-90, np.float32(0), x
+        )  # XLA on a CPU flushes subnormals, scales included
         value = strategies.as_jax(x)
-        scale_inv = fp8_ops.compute_scale(jnp.max(jnp.abs(value)), jnp.float32(1), jnp.float32(fmt.max))
+        scale_inv = fp8_ops.compute_scale(
+            jnp.max(jnp.abs(value)), jnp.float32(1), jnp.float32(fmt.max)
+        )
         found = fp8_ops.quantize(value, dtype, scale_inv, jnp.float32)
         require.require_quantized(x, found, fmt, scale_inv=scale_inv, policy="flax")
 
@@ -87,13 +106,21 @@ def test_the_cast_of_gfloat(fmt, mode):
     from gfloat import formats as infos
 
     info = {"e4m3fn": infos.format_info_ocp_e4m3, "e5m2": infos.format_info_ocp_e5m2}[fmt.name]
-    rounding = {"nearest_even": "TiesToEven", "nearest_away": "TiesToAway", "toward_zero": "TowardZero"}[mode]
+    rounding = {
+        "nearest_even": "TiesToEven",
+        "nearest_away": "TiesToAway",
+        "toward_zero": "TowardZero",
+    }[mode]
 
     @steady
     @given(strategies.tensors("float32", fmt=fmt, finite=True))
     def agrees(x):
-        rounded = gfloat.round_ndarray(info, x.astype(np.float64), getattr(gfloat.RoundMode, rounding), sat=True)
-        require.require_cast(x, gfloat.encode_ndarray(info, rounded).astype(np.uint8), fmt, rounding=mode)
+        rounded = gfloat.round_ndarray(
+            info, x.astype(np.float64), getattr(gfloat.RoundMode, rounding), sat=True
+        )
+        require.require_cast(
+            x, gfloat.encode_ndarray(info, rounded).astype(np.uint8), fmt, rounding=mode
+        )
 
     agrees()
 
@@ -104,6 +131,8 @@ def test_policies_of_torchao_by_parameters():
 
     for parameter in parameters.scales(E4M3FN, "torchao_pow2"):
         amax, expected = parameter.values
-        found = amax_to_scale(strategies.as_torch(amax), torch.float8_e4m3fn, round_scales_to_power_of_2=True)
+        found = amax_to_scale(
+            strategies.as_torch(amax), torch.float8_e4m3fn, round_scales_to_power_of_2=True
+        )
         require.require_scales(amax, found, E4M3FN, policy="torchao_pow2")
         np.testing.assert_array_equal(found.numpy(), expected)

@@ -10,7 +10,10 @@ from fp8ref.conformance.vectors.cast import Cast
 from fp8ref.formats import E4M3FN, E5M2
 
 
-@pytest.mark.parametrize(("x", "codes"), [*parameters.casts(E4M3FN, source="bfloat16", count=50), *parameters.casts(E5M2, count=50)])
+@pytest.mark.parametrize(
+    ("x", "codes"),
+    [*parameters.casts(E4M3FN, source="bfloat16", count=50), *parameters.casts(E5M2, count=50)],
+)
 def test_casts_come_with_their_codes(x, codes, request):
     fmt = E4M3FN if "e4m3fn" in request.node.name else E5M2
     require.require_cast(x, codes, fmt)
@@ -20,13 +23,18 @@ def test_casts_come_with_their_codes(x, codes, request):
 def test_every_input_of_a_set_is_in_one_of_the_blocks():
     made = parameters.casts(E4M3FN, count=77)
     assert sum(len(p.values[0]) for p in made) == len(Cast(format="e4m3fn", count=77).inputs())
-    assert [p.id for p in made if "tie" in p.id] == ["e4m3fn-float32-tie", "e4m3fn-float32-next_to_a_tie"]
+    assert [p.id for p in made if "tie" in p.id] == [
+        "e4m3fn-float32-tie",
+        "e4m3fn-float32-next_to_a_tie",
+    ]
 
 
 @pytest.mark.parametrize("made", ["scale", "scale_inv", "e8m0"])
 def test_scales(made):
     found = parameters.scales(E5M2, "mx_floor", made=made, count=10)
-    assert {p.id for p in found} <= {f"e5m2-mx_floor-{kind.replace(' ', '_')}" for kind in kinds.AMAXES}
+    assert {p.id for p in found} <= {
+        f"e5m2-mx_floor-{kind.replace(' ', '_')}" for kind in kinds.AMAXES
+    }
     for p in found:
         require.require_scales(*p.values, E5M2, policy="mx_floor", made=made)
 

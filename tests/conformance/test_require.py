@@ -23,33 +23,83 @@ def test_the_whole_message():
     x = np.float32([[0.3, 1.0625, 7.25], [1e9, 2.0**-10, np.nan]])
     found = cast.encode(x, E4M3FN, rounding="nearest_away")
     assert said(lambda: require.require_cast(x, found, E4M3FN)) == (
-        "3 of 6 codes of e4m3fn differ; the simplest:\n"
-        "  input     float32 0.0009765625, bits 3A800000, at [1, 1] (tie)\n"
-        "  expected  0x00 (0)\n"
-        "  got       0x01 (0.001953125)\n"
-        "  rule      rounded once, to the nearest number, and of two to the one with the even code (C-1, C-2)\n"
-        "  All codes are what rounding nearest_away gives."
+        "3 of 6 codes of e4m3fn differ; the simplest:\n  input     float32 0.0009765625, bits "
+        "3A800000, at [1, 1] (tie)\n  expected  0x00 (0)\n  got       0x01 (0.001953125)\n  "
+        "rule      rounded once, to the nearest number, and of two to the one with the even "
+        "code (C-1, C-2)\n  All codes are what rounding nearest_away gives."
     )
 
 
 @pytest.mark.parametrize(
     ("x", "found", "fmt", "how", "says"),
     [
-        (np.float32([449]), 0x7F, E4M3FN, {}, r"expected  0x7E \(448\)\n.*got       0x7F \(NaN\)\n.*saturating.*C-3"),
-        (np.float32([np.inf]), 0x7C, E5M2, {}, r"infinite.*\n.*0x7B \(57344\).*\n.*0x7C \(inf\)\n.*C-3.*\n.*not saturating"),
+        (
+            np.float32([449]),
+            0x7F,
+            E4M3FN,
+            {},
+            r"expected  0x7E \(448\)\n.*got       0x7F \(NaN\)\n.*saturating.*C-3",
+        ),
+        (
+            np.float32([np.inf]),
+            0x7C,
+            E5M2,
+            {},
+            r"infinite.*\n.*0x7B \(57344\).*\n.*0x7C \(inf\)\n.*C-3.*\n.*not saturating",
+        ),
         (np.float32([1e9]), 0x7B, E5M2, {"saturate": False}, r"becomes Inf \(C-4\)"),
         (np.float32([1e9]), 0x7E, E4M3FN, {"saturate": False}, r"becomes NaN \(C-4\)"),
         (np.float32([np.nan]), 0x00, E4M3FN, {}, r"\(NaN\)\n.*expected  0x7F.*\n.*\n.*C-5"),
-        (np.float32([-0.0]), 0x00, E4M3FN, {}, r"-0, bits 80000000.*\(zero\)\n.*expected  0x80 \(-0\).*\n.*\n.*keeps its sign \(C-6\)\n.*losing the sign"),
-        (np.float32([-1e-9]), 0x80, E4M3FNUZ, {}, r"\(underflow\)\n.*expected  0x00.*\n.*0x80 \(NaN\)\n.*an underflow is \+0 \(C-6\)"),
-        (np.float32([2.0**-8 * 1.1]), 0x00, E4M3FN, {}, r"\(subnormal\).*\n.*\n.*\n.*kept \(F-1\)\n.*flushing subnormals"),
+        (
+            np.float32([-0.0]),
+            0x00,
+            E4M3FN,
+            {},
+            r"-0, bits 80000000.*\(zero\)\n.*expected  0x80 \(-0\).*\n.*\n.*keeps its sign "
+            r"\(C-6\)\n.*losing the sign",
+        ),
+        (
+            np.float32([-1e-9]),
+            0x80,
+            E4M3FNUZ,
+            {},
+            r"\(underflow\)\n.*expected  0x00.*\n.*0x80 \(NaN\)\n.*an underflow is \+0 \(C-6\)",
+        ),
+        (
+            np.float32([2.0**-8 * 1.1]),
+            0x00,
+            E4M3FN,
+            {},
+            r"\(subnormal\).*\n.*\n.*\n.*kept \(F-1\)\n.*flushing subnormals",
+        ),
         (np.float16([1.0625]), 0x39, E4M3FN, {}, r"float16 1.0625, bits 3C40, at \[0\] \(tie\)"),
-        (np.float64([1.0625 + 2.0**-40]), 0x38, E4M3FN, {}, r"float64 1.0625000000009095, bits 3FF1000000001000.*\n(.*\n)*.*rounding to float32 first"),
+        (
+            np.float64([1.0625 + 2.0**-40]),
+            0x38,
+            E4M3FN,
+            {},
+            r"float64 1.0625000000009095, bits 3FF1000000001000.*\n(.*\n)*.*rounding to float32 "
+            r"first",
+        ),
         (np.array([1.0625], ml_dtypes.bfloat16), 0x39, E4M3FN, {}, r"bfloat16 1.0625, bits 3F88"),
-        (np.float32([3.0]), 127 + 1, E8M0FNU, {}, r"\(tie\)\n.*expected  0x81 \(4\)\n.*halfway upwards.*C-7" .replace("\\n.*halfway", "\\n.*\\n.*halfway")),
-        (np.float32([-3.0]), 0x80, E8M0FNU, {}, r"\(negative\)\n.*expected  0xFF \(NaN\)\n.*\n.*C-7"),
+        (
+            np.float32([3.0]),
+            127 + 1,
+            E8M0FNU,
+            {},
+            r"\(tie\)\n.*expected  0x81 \(4\)\n.*halfway upwards.*C-7".replace(
+                "\\n.*halfway", "\\n.*\\n.*halfway"
+            ),
+        ),
+        (
+            np.float32([-3.0]),
+            0x80,
+            E8M0FNU,
+            {},
+            r"\(negative\)\n.*expected  0xFF \(NaN\)\n.*\n.*C-7",
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_rule_is_named(x, found, fmt, how, says):
     message = said(lambda: require.require_cast(x, np.uint8([found]), fmt, **how))
     assert re.search(says, message), message
@@ -67,21 +117,48 @@ def test_arrays_of_frameworks_are_taken():
     import torch
 
     x = np.float32([1.0, 2.5, -3.0])
-    require.require_cast(torch.from_numpy(x).bfloat16(), torch.from_numpy(x).to(torch.float8_e4m3fn), E4M3FN)
-    require.require_cast(jnp.asarray(x).astype("bfloat16"), jnp.asarray(x).astype("float8_e4m3fn"), E4M3FN)
+    require.require_cast(
+        torch.from_numpy(x).bfloat16(), torch.from_numpy(x).to(torch.float8_e4m3fn), E4M3FN
+    )
+    require.require_cast(
+        jnp.asarray(x).astype("bfloat16"), jnp.asarray(x).astype("float8_e4m3fn"), E4M3FN
+    )
     assert as_numpy(torch.from_numpy(x).bfloat16()).dtype == np.float32
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda x: require.require_cast(x, np.uint8([1]), E4M3FN), r"of the input's shape \(2,\); got uint8 \(1,\)"),
-        (lambda x: require.require_cast(x, np.float32([1, 1]), E4M3FN), "codes are uint8 or an FP8 dtype"),
-        (lambda x: require.require_cast(x, np.uint8([1, 1]), E4M3FN, rounding="stochastic"), "rounding is one of"),
-        (lambda x: require.require_quantized(x, np.uint8([1, 1]), E4M3FN), "quantized codes need scales"),
-        (lambda x: require.require_quantized(x, np.uint8([1, 1]), E4M3FN, scale=np.float32([1, 1])), "scale is float32 with 1 elements"),
-        (lambda x: require.require_quantized(x, np.uint8([1, 1]), E4M3FN, e8m0=np.uint8(1)), "e8m0 needs a policy with e8m0 scales"),
-        (lambda x: require.require_quantized(x, np.uint8([1, 1]), E8M0FNU, scale=np.float32(1)), "tensors are quantized to e4m3fn, e5m2"),
+        (
+            lambda x: require.require_cast(x, np.uint8([1]), E4M3FN),
+            r"of the input's shape \(2,\); got uint8 \(1,\)",
+        ),
+        (
+            lambda x: require.require_cast(x, np.float32([1, 1]), E4M3FN),
+            "codes are uint8 or an FP8 dtype",
+        ),
+        (
+            lambda x: require.require_cast(x, np.uint8([1, 1]), E4M3FN, rounding="stochastic"),
+            "rounding is one of",
+        ),
+        (
+            lambda x: require.require_quantized(x, np.uint8([1, 1]), E4M3FN),
+            "quantized codes need scales",
+        ),
+        (
+            lambda x: require.require_quantized(
+                x, np.uint8([1, 1]), E4M3FN, scale=np.float32([1, 1])
+            ),
+            "scale is float32 with 1 elements",
+        ),
+        (
+            lambda x: require.require_quantized(x, np.uint8([1, 1]), E4M3FN, e8m0=np.uint8(1)),
+            "e8m0 needs a policy with e8m0 scales",
+        ),
+        (
+            lambda x: require.require_quantized(x, np.uint8([1, 1]), E8M0FNU, scale=np.float32(1)),
+            "tensors are quantized to e4m3fn, e5m2",
+        ),
         (lambda x: require.require_scales(-x, x, E4M3FN), "a magnitude, never negative"),
     ],
 )
@@ -95,7 +172,11 @@ def test_scales():
     right = scales_from_amax(amax, E4M3FN, "torchao")
     require.require_scales(amax, right.scale, E4M3FN)
     require.require_scales(amax, right.scale_inv, E4M3FN, made="scale_inv")
-    message = said(lambda: require.require_scales(amax, scales_from_amax(amax, E4M3FN, "te_current").scale, E4M3FN))
+    message = said(
+        lambda: require.require_scales(
+            amax, scales_from_amax(amax, E4M3FN, "te_current").scale, E4M3FN
+        )
+    )
     assert message.splitlines() == [
         "1 of 4 scales to e4m3fn differ; the simplest:",
         "  input     amax 0, bits 00000000, at [1, 0] (zero)",
@@ -111,16 +192,33 @@ def test_scales():
 def test_a_quantized_tensor_scales_first_then_codes():
     x = np.float32([[1.0, 0.5], [3.0, 0.25]])
     q = scaling.quantize(x, E4M3FN, granularity="rowwise")
-    require.require_quantized(x, q.codes, E4M3FN, scale=q.scale.reshape(-1), scale_inv=q.scale_inv, granularity="rowwise")
-    message = said(lambda: require.require_quantized(x, q.codes ^ 1, E4M3FN, scale=q.scale * np.float32([[1], [2]]), granularity="rowwise"))
+    require.require_quantized(
+        x, q.codes, E4M3FN, scale=q.scale.reshape(-1), scale_inv=q.scale_inv, granularity="rowwise"
+    )
+    message = said(
+        lambda: require.require_quantized(
+            x, q.codes ^ 1, E4M3FN, scale=q.scale * np.float32([[1], [2]]), granularity="rowwise"
+        )
+    )
     assert "scale [1, 0], of amax 40400000 (3) (in range)" in message
     codes = q.codes.copy()
     codes[1, 1] += 1
-    message = said(lambda: require.require_quantized(x, codes, E4M3FN, scale=q.scale, granularity="rowwise"))
-    assert "element [1, 1], 0.25, under scale 149.33333" in message
-    assert "RN32(x * scale) = 37.333332, clipped to 448, cast to nearest even (S-5). 1 of 4 codes differ." in message
     message = said(
-        lambda: require.require_quantized(x, codes, E4M3FN, scale_inv=scaling.quantize(x, E4M3FN, policy="flax").scale_inv, policy="flax")
+        lambda: require.require_quantized(x, codes, E4M3FN, scale=q.scale, granularity="rowwise")
+    )
+    assert "element [1, 1], 0.25, under scale 149.33333" in message
+    assert (
+        "RN32(x * scale) = 37.333332, clipped to 448, cast to nearest even (S-5). 1 of 4 codes "
+        "differ." in message
+    )
+    message = said(
+        lambda: require.require_quantized(
+            x,
+            codes,
+            E4M3FN,
+            scale_inv=scaling.quantize(x, E4M3FN, policy="flax").scale_inv,
+            policy="flax",
+        )
     )
     assert "RN32(x / scale_inv)" in message
     assert "S-13" in message
@@ -131,21 +229,31 @@ def test_large_arrays_are_compared_by_the_compiled_kernels():
     q = scaling.quantize(x, E4M3FN)
     require.require_quantized(x, q.codes, E4M3FN, scale=q.scale)
     require.require_cast(x, cast.encode(x, E4M3FN), E4M3FN)
-    assert "90000 of 90000 codes" in said(lambda: require.require_cast(x, cast.encode(x, E4M3FN) ^ 0x80, E4M3FN))
+    assert "90000 of 90000 codes" in said(
+        lambda: require.require_cast(x, cast.encode(x, E4M3FN) ^ 0x80, E4M3FN)
+    )
 
 
 def test_a_single_number_that_is_wrong():
-    assert "got       0x39 (1.125)" in said(lambda: require.require_cast(np.float32(1), np.uint8(0x39), E4M3FN))
+    assert "got       0x39 (1.125)" in said(
+        lambda: require.require_cast(np.float32(1), np.uint8(0x39), E4M3FN)
+    )
 
 
 def test_codes_whose_dtype_names_another_format():
     x = np.float32([1.0, 2.0])
     codes = cast.encode(x, E4M3FN)
     require.require_cast(x, codes.view(ml_dtypes.float8_e4m3fn), E4M3FN)
-    with pytest.raises(ValueError, match="codes of e4m3fn are uint8 or of its own dtype; got float8_e5m2"):
+    with pytest.raises(
+        ValueError, match="codes of e4m3fn are uint8 or of its own dtype; got float8_e5m2"
+    ):
         require.require_cast(x, codes.view(ml_dtypes.float8_e5m2), E4M3FN)
-    with pytest.raises(ValueError, match="codes of e8m0fnu are uint8 or of its own dtype; got float8_e4m3fn"):
-        require.require_scales(x, codes.view(ml_dtypes.float8_e4m3fn), E4M3FN, policy="mx_floor", made="e8m0")
+    with pytest.raises(
+        ValueError, match="codes of e8m0fnu are uint8 or of its own dtype; got float8_e4m3fn"
+    ):
+        require.require_scales(
+            x, codes.view(ml_dtypes.float8_e4m3fn), E4M3FN, policy="mx_floor", made="e8m0"
+        )
 
 
 def test_what_is_no_answer_to_whether_it_saturates():

@@ -32,9 +32,17 @@ def test_require_scales_of_mx():  # S-14
 def test_require_quantized_takes_libraries_and_shows_a_fault(rng):  # S-22, S-14
     x = rng.standard_normal((32, 64)).astype(np.float32)
     given = torch.from_numpy(x)
-    two, one, (pairs, e8m0) = torchao_nvfp4(given), torchao_nvfp4_one_level(given), torchao_mx("rceil")(given)
+    two, one, (pairs, e8m0) = (
+        torchao_nvfp4(given),
+        torchao_nvfp4_one_level(given),
+        torchao_mx("rceil")(given),
+    )
     how = {"granularity": "nvfp4_1x16", "policy": "torchao_nvfp4"}
-    codes, block, tensor = packing.unpack(two.qdata.numpy()), two.scale.float(), two.per_tensor_scale
+    codes, block, tensor = (
+        packing.unpack(two.qdata.numpy()),
+        two.scale.float(),
+        two.per_tensor_scale,
+    )
     require_quantized(x, codes, E2M1FN, scale_inv=block, tensor_scale_inv=tensor, **how)
     require_quantized(
         x,
@@ -44,23 +52,42 @@ def test_require_quantized_takes_libraries_and_shows_a_fault(rng):  # S-22, S-14
         granularity="nvfp4_1x16",
         policy="torchao_nvfp4_one_level",
     )
-    require_quantized(x, packing.unpack(pairs.numpy()), E2M1FN, e8m0=e8m0.view(torch.uint8), granularity="mx_1x32", policy="mx_rceil")
+    require_quantized(
+        x,
+        packing.unpack(pairs.numpy()),
+        E2M1FN,
+        e8m0=e8m0.view(torch.uint8),
+        granularity="mx_1x32",
+        policy="mx_rceil",
+    )
     with pytest.raises(AssertionError, match="tensor_scale_inv of e2m1fn differs:") as error:
         require_quantized(x, codes, E2M1FN, scale_inv=block, tensor_scale_inv=tensor * 2, **how)
     assert "T = RN32(the tensor's amax / 2688), at least 0.015625 (S-22)" in str(error.value)
     with pytest.raises(AssertionError, match="scale_inv of a block = RN32"):
         require_quantized(x, codes, E2M1FN, scale_inv=block * 2, tensor_scale_inv=tensor, **how)
     with pytest.raises(AssertionError, match="cast to nearest even"):
-        require_quantized(x, codes ^ np.uint8(1), E2M1FN, scale_inv=block, tensor_scale_inv=tensor, **how)
+        require_quantized(
+            x, codes ^ np.uint8(1), E2M1FN, scale_inv=block, tensor_scale_inv=tensor, **how
+        )
     with pytest.raises(ValueError, match="policy 'torchao_nvfp4' needs tensor_scale_inv"):
         require_quantized(x, codes, E2M1FN, scale_inv=block, **how)
     with pytest.raises(ValueError, match="policy 'mx_rceil' has no tensor_scale_inv"):
-        require_quantized(x, codes, E2M1FN, e8m0=e8m0.view(torch.uint8), tensor_scale_inv=tensor, granularity="mx_1x32", policy="mx_rceil")
+        require_quantized(
+            x,
+            codes,
+            E2M1FN,
+            e8m0=e8m0.view(torch.uint8),
+            tensor_scale_inv=tensor,
+            granularity="mx_1x32",
+            policy="mx_rceil",
+        )
     assert two_level.scales_from_amaxes(np.float32([1]), np.float32(1)).tensor_scale_inv.shape == ()
 
 
 def test_codes_of_nan_are_not_compared():  # C-9
-    """ml_dtypes gives NaN code 8 and -NaN code 0, torchao 3 and 11: none is right, and none wrong."""
+    """ml_dtypes gives NaN code 8 and -NaN code 0, torchao 3 and 11: none is right, and none
+    wrong.
+    """
     x = np.array([1.0, np.nan, -np.nan, 6.0], np.float32)
     right = cast.encode(x, E2M1FN)
     for codes in ((8, 0), (3, 11), (7, 7)):

@@ -1,4 +1,6 @@
-"""What strategies draw, that planted faults are found by it, and that examples shrink to what matters."""
+"""What strategies draw, that planted faults are found by it, and that examples shrink to what
+matters.
+"""
 
 import subprocess
 import sys
@@ -16,8 +18,16 @@ from fp8ref.policy import POLICIES
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.spec.granularity import GRANULARITIES, scale_shape
 
-steady = settings(deadline=None, derandomize=True, max_examples=100, suppress_health_check=list(HealthCheck))
-looking = settings(deadline=None, derandomize=True, max_examples=3000, suppress_health_check=list(HealthCheck), database=None)
+steady = settings(
+    deadline=None, derandomize=True, max_examples=100, suppress_health_check=list(HealthCheck)
+)
+looking = settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=3000,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
 
 
 @pytest.mark.grid(9)
@@ -35,7 +45,9 @@ def test_tensors_have_the_dtype_and_a_shape_that_the_granularity_takes(dtype, gr
 
 
 @steady
-@given(st.sampled_from(strategies.DTYPES).flatmap(lambda dtype: strategies.tensors(dtype, finite=True)))
+@given(
+    st.sampled_from(strategies.DTYPES).flatmap(lambda dtype: strategies.tensors(dtype, finite=True))
+)
 def test_finite_tensors_are_finite(x):
     assert np.isfinite(x.astype(np.float64)).all()
 
@@ -44,16 +56,26 @@ SEEN = {
     "an infinity": lambda x: np.isinf(x).any(),
     "a NaN": lambda x: np.isnan(x).any(),
     "all zero": lambda x: (x == 0).all(),
-    "a zero row next to others": lambda x: (x == 0).all(axis=1).any() and np.isfinite(x).all() and (x != 0).any(),
+    "a zero row next to others": lambda x: (
+        (x == 0).all(axis=1).any() and np.isfinite(x).all() and (x != 0).any()
+    ),
     "subnormals alone": lambda x: ((np.abs(x) < 2.0**-126) & (x != 0)).all(),
-    "an outlier": lambda x: x.size > 2 and np.isfinite(x).all() and np.abs(x).max() > 1e6 * np.sort(np.abs(x), axis=None)[-2] > 0,
+    "an outlier": lambda x: (
+        x.size > 2
+        and np.isfinite(x).all()
+        and np.abs(x).max() > 1e6 * np.sort(np.abs(x), axis=None)[-2] > 0
+    ),
     "-0": lambda x: (np.signbit(x) & (x == 0)).any(),
-    "an amax that is a power of two": lambda x: np.abs(x).max() > 2 and np.frexp(np.abs(x).max())[0] == 0.5,
+    "an amax that is a power of two": lambda x: (
+        np.abs(x).max() > 2 and np.frexp(np.abs(x).max())[0] == 0.5
+    ),
     "an amax just above a power of two": lambda x: (
-        np.frexp(np.nextafter(np.abs(x).max(), np.float32(0)))[0] == 0.5 and np.abs(x).max() > 2.0**-126
+        np.frexp(np.nextafter(np.abs(x).max(), np.float32(0)))[0] == 0.5
+        and np.abs(x).max() > 2.0**-126
     ),
     "an amax just below one": lambda x: (
-        np.frexp(np.nextafter(np.abs(x).max(), np.float32(np.inf)))[0] == 0.5 and np.abs(x).max() > 2.0**-126
+        np.frexp(np.nextafter(np.abs(x).max(), np.float32(np.inf)))[0] == 0.5
+        and np.abs(x).max() > 2.0**-126
     ),
     "a scale that overflows": lambda x: 0 < np.abs(x).max() < 448 / 2.0**128,
 }
@@ -74,13 +96,24 @@ def test_shards_are_a_tensors_rows(parts):
     assert whole.size > 0
 
 
-@pytest.mark.parametrize("seen", [lambda parts: any(p.size == 0 for p in parts), lambda parts: len({len(p) for p in parts if len(p)}) > 1])
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda parts: any(p.size == 0 for p in parts),
+        lambda parts: len({len(p) for p in parts if len(p)}) > 1,
+    ],
+)
 def test_shards_are_ragged_and_some_are_empty(seen):
     find(strategies.shards(), seen, settings=looking)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "of"), [(strategies.formats, FP8_FORMATS), (strategies.policies, POLICIES), (strategies.granularities, GRANULARITIES)]
+    ("strategy", "of"),
+    [
+        (strategies.formats, FP8_FORMATS),
+        (strategies.policies, POLICIES),
+        (strategies.granularities, GRANULARITIES),
+    ],
 )
 def test_names_are_all_drawn(strategy, of):
     for name in of:
@@ -116,7 +149,9 @@ CASTS = {
     "rounds to float16 first": lambda x: rounds_by(x, np.float16),
     "rounds to bfloat16 first": lambda x: rounds_by(x, ml_dtypes.bfloat16),
     "flushes subnormals": flushes,
-    "loses the sign of zero": lambda x: np.where(x == 0, 0, cast.encode(x, E4M3FN)).astype(np.uint8),
+    "loses the sign of zero": lambda x: np.where(x == 0, 0, cast.encode(x, E4M3FN)).astype(
+        np.uint8
+    ),
 }
 
 
@@ -147,7 +182,10 @@ def by(x, *, codes=None, **how):
 
 QUANTIZERS = {
     "another power of two": (lambda x: by(x, policy="torchao_mask"), "torchao_pow2"),
-    "divides by scale_inv": (lambda x: by(x, codes=lambda x, q: cast.encode(x / q.scale_inv, E4M3FN)), "torchao"),
+    "divides by scale_inv": (
+        lambda x: by(x, codes=lambda x, q: cast.encode(x / q.scale_inv, E4M3FN)),
+        "torchao",
+    ),
     "no floor under amax": (lambda x: by(x, policy="te_current"), "torchao"),
     "scale of the wrong format": (lambda x: (by(x)[0], scaling.quantize(x, E5M2).scale), "torchao"),
 }
@@ -178,7 +216,13 @@ def loses_a_nan(x):
 @pytest.mark.parametrize("seed", range(10))
 def test_a_quantizer_that_loses_a_nan_is_found_in_a_hundred_examples(seed):  # S-2
     @hypothesis.seed(seed)
-    @settings(max_examples=100, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=100,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(strategies.tensors())
     def agrees(x):
         codes, scale = loses_a_nan(x)
@@ -205,12 +249,20 @@ def test_specials_come_in_every_place_alone(special):
 
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_a_wrong_ragged_last_block_is_noticed(axis):
-    """A quantizer whose last block has the amax of the block before it, or of whole blocks alone."""
+    """A quantizer whose last block has the amax of the block before it, or of whole blocks
+    alone.
+    """
 
     def quantize(x, amax_of):
         lines = x.T if axis == 0 else x
         parts = [lines[:, begin : begin + 32] for begin in range(0, lines.shape[1], 32)]
-        return np.concatenate([cast.encode(part * (448 / np.maximum(amax_of(parts, i), 1e-12)), E4M3FN) for i, part in enumerate(parts)], 1)
+        return np.concatenate(
+            [
+                cast.encode(part * (448 / np.maximum(amax_of(parts, i), 1e-12)), E4M3FN)
+                for i, part in enumerate(parts)
+            ],
+            1,
+        )
 
     def own(parts, i):
         return np.abs(parts[i]).max(1, keepdims=True)
@@ -223,11 +275,18 @@ def test_a_wrong_ragged_last_block_is_noticed(axis):
 
     shapes = strategies.shapes("mx_1x32", axis=axis, ragged=True)
     find(
-        shapes.flatmap(lambda shape: strategies.tensors(granularity="mx_1x32", axis=axis, shape=shape, finite=True)),
+        shapes.flatmap(
+            lambda shape: strategies.tensors(
+                granularity="mx_1x32", axis=axis, shape=shape, finite=True
+            )
+        ),
         wrong,
         settings=looking,
     )
-    assert all(shape[axis] % 32 == 0 for shape in strategies.examples(strategies.shapes("mx_1x32", axis=axis), 20))
+    assert all(
+        shape[axis] % 32 == 0
+        for shape in strategies.examples(strategies.shapes("mx_1x32", axis=axis), 20)
+    )
 
 
 @pytest.mark.parametrize("shape", [None, (2, 3)])
@@ -236,35 +295,58 @@ def test_an_unknown_granularity_is_refused(shape):
     with pytest.raises(ValueError, match=message):
         strategies.shapes("columnwise")
     with pytest.raises(ValueError, match=message):
-        find(strategies.tensors(granularity="columnwise", shape=shape), lambda x: True, settings=looking)
+        find(
+            strategies.tensors(granularity="columnwise", shape=shape),
+            lambda x: True,
+            settings=looking,
+        )
 
 
 @pytest.mark.parametrize("dtype", strategies.DTYPES)
 def test_converted_arrays_keep_their_bits(dtype):
     x = np.array([[1.5, -0.0, np.inf, 2.0**-130]]).astype(strategies.numpy_dtype(dtype))
-    torch_bits = strategies.as_torch(x).view(**{"dtype": getattr(__import__("torch"), f"int{8 * x.itemsize}")}).numpy()
-    np.testing.assert_array_equal(torch_bits.view(f"uint{8 * x.itemsize}"), x.view(f"uint{8 * x.itemsize}"))
-    np.testing.assert_array_equal(np.asarray(strategies.as_jax(x)).view(f"uint{8 * x.itemsize}"), x.view(f"uint{8 * x.itemsize}"))
+    torch_bits = (
+        strategies.as_torch(x)
+        .view(**{"dtype": getattr(__import__("torch"), f"int{8 * x.itemsize}")})
+        .numpy()
+    )
+    np.testing.assert_array_equal(
+        torch_bits.view(f"uint{8 * x.itemsize}"), x.view(f"uint{8 * x.itemsize}")
+    )
+    np.testing.assert_array_equal(
+        np.asarray(strategies.as_jax(x)).view(f"uint{8 * x.itemsize}"),
+        x.view(f"uint{8 * x.itemsize}"),
+    )
 
 
-@pytest.mark.parametrize(("module", "missing"), [("strategies", "hypothesis"), ("parameters", "pytest")])
+@pytest.mark.parametrize(
+    ("module", "missing"), [("strategies", "hypothesis"), ("parameters", "pytest")]
+)
 def test_without_its_library_a_module_says_what_to_install(module, missing):
-    program = f"import sys; sys.modules[{missing!r}] = None\ntry:\n import fp8ref.conformance.{module}\nexcept ImportError as e: print(e)"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None\ntry:\n import "
+        f"fp8ref.conformance.{module}\nexcept ImportError as e: print(e)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert missing in out
     assert "pip install 'fp8ref[conformance]'" in out
 
 
 def test_comparing_needs_neither():
     program = (
-        "import sys; sys.modules['hypothesis'] = sys.modules['pytest'] = sys.modules['ml_dtypes'] = None; import fp8ref.conformance.require"
+        "import sys; sys.modules['hypothesis'] = sys.modules['pytest'] = "
+        "sys.modules['ml_dtypes'] = None; import fp8ref.conformance.require"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("shape", [(), (0, 4), (2, 0)])
 def test_shapes_without_elements_are_refused(shape):
-    with pytest.raises(ValueError, match="a tensor has at least one axis, and each at least one element"):
+    with pytest.raises(
+        ValueError, match="a tensor has at least one axis, and each at least one element"
+    ):
         strategies.examples(strategies.tensors(shape=shape), 1)
 
 

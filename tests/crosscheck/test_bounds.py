@@ -28,7 +28,10 @@ def test_constants_are_students_quantiles():  # B-3, B-4
 def test_any_order_of_float32_sums_is_within_the_gemm_bound(order, recipe, rng):  # B-1
     spec = RECIPES[recipe].grad_weight
     x, y = ((rng.standard_normal((n, 512)) + 1).astype(np.float32) for n in (8, 6))
-    a, b = (scaling.quantize(v, E4M3FN, granularity=spec.a.granularity, policy=spec.a.policy) for v in (x, y))
+    a, b = (
+        scaling.quantize(v, E4M3FN, granularity=spec.a.granularity, policy=spec.a.policy)
+        for v in (x, y)
+    )
     left, right = (cast.decode(q.codes, q.fmt) for q in (a, b))
     sa, sb = a.scale_inv.reshape(-1, 1), b.scale_inv.reshape(1, -1)
     if order == "scaled_operands":
@@ -53,7 +56,10 @@ def test_the_gemm_bound_is_a_few_ulps():
     x = np.random.default_rng(0).standard_normal((16, 256)).astype(np.float32)
     q = scaling.quantize(x, E4M3FN)
     out = gemm.matmul(q, q, out_dtype=BFLOAT16)
-    assert np.median(bounds.gemm(q, q, RECIPES["tensorwise"].output, out, out)) < 0.02 * np.abs(out).mean()
+    assert (
+        np.median(bounds.gemm(q, q, RECIPES["tensorwise"].output, out, out))
+        < 0.02 * np.abs(out).mean()
+    )
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -70,19 +76,33 @@ def test_the_bound_of_a_sum_is_what_its_roundings_can_lose(wide, rng):  # P-8
     unit = 2.0**-24 if wide else 2.0**-8  # of a sum of float32, or of bfloat16
     two_additions, both_rounded = 2 * 2 * unit * sum(largest), 2 * 2.0**-8 * (2.0 + sum(each))
     expected = sum(each) + two_additions + both_rounded
-    np.testing.assert_allclose(bounds.summed_gemm(parts, spec, found, wide=wide), expected, rtol=1e-12)
+    np.testing.assert_allclose(
+        bounds.summed_gemm(parts, spec, found, wide=wide), expected, rtol=1e-12
+    )
 
 
 def test_forward_bounds_hold_another_sample_and_not_another_model(rng):  # B-2, B-3
-    config = llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    config = llama.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     weights = llama.initial_weights(config, seed=0)
     tokens = rng.integers(0, 256, (2, 17))
-    recipes = {d.path: d.recipe for d in linear_selection.select(llama.linear_shapes(config), "tensorwise")}
+    recipes = {
+        d.path: d.recipe for d in linear_selection.select(llama.linear_shapes(config), "tensorwise")
+    }
     logits, loss, logits_bound, loss_bound = bounds.forward(tokens, weights, config, recipes)
     other = model.forward(tokens[:, :-1], weights, config, recipes, seed=99)
     assert (np.abs(other - logits) <= logits_bound).all()
     assert abs(model.loss(other, tokens[:, 1:]) - loss) <= loss_bound
-    wrong = weights | {"model.layers.0.self_attn.v_proj.weight": weights["model.layers.0.self_attn.v_proj.weight"][::-1]}
+    wrong = weights | {
+        "model.layers.0.self_attn.v_proj.weight": weights["model.layers.0.self_attn.v_proj.weight"][
+            ::-1
+        ]
+    }
     different = model.forward(tokens[:, :-1], wrong, config, recipes)
     assert (np.abs(different - logits) > logits_bound).any()
 
@@ -100,7 +120,9 @@ def test_probe_weights_make_everything_matter():  # B-6
 
 def test_gradient_bound_is_three_times_a_replicates_departure():  # B-5
     base = np.zeros(4)
-    assert bounds.gradient(base, [np.array([3.0, 0, 0, 0]), np.array([0, 0, 0, -3.0])]) == pytest.approx(9)
+    assert bounds.gradient(
+        base, [np.array([3.0, 0, 0, 0]), np.array([0, 0, 0, -3.0])]
+    ) == pytest.approx(9)
 
 
 def test_rerounded_weights_are_bfloat16_neighbors(rng):  # B-4
@@ -114,7 +136,9 @@ def test_rerounded_weights_are_bfloat16_neighbors(rng):  # B-4
 def test_curve_bound_grows_and_is_scaled_by_the_replicates():  # B-4
     base = np.zeros(3)
     replicates = np.array([[1e-3, 0, 2e-3], [-1e-3, 0, -2e-3]])
-    np.testing.assert_allclose(bounds.curve(base, replicates), bounds.T_CURVE * np.array([1e-3, 1e-3, 2e-3]))
+    np.testing.assert_allclose(
+        bounds.curve(base, replicates), bounds.T_CURVE * np.array([1e-3, 1e-3, 2e-3])
+    )
 
 
 # ---- attention ----
@@ -123,7 +147,10 @@ def test_curve_bound_grows_and_is_scaled_by_the_replicates():  # B-4
 def projections(gain: float, length: int = 24):
     rng = np.random.default_rng(3)
     shapes = {"q": 64, "k": 32, "v": 32}
-    return {name: torch.from_numpy(gain * rng.standard_normal((2, length, n))).bfloat16() for name, n in shapes.items()}
+    return {
+        name: torch.from_numpy(gain * rng.standard_normal((2, length, n))).bfloat16()
+        for name, n in shapes.items()
+    }
 
 
 def in_torch(given, *, causal: bool = True, rotate: bool = True) -> np.ndarray:
@@ -152,6 +179,8 @@ def test_torchs_attention_is_within_the_bound(gain):  # B-11
 
 @pytest.mark.parametrize("fault", [{"causal": False}, {"rotate": False}])
 def test_another_attention_exceeds_the_bound(fault):
-    """At scores of order one tenth; where they are large, the roundings of queries and keys leave all that and more open."""
+    """At scores of order one tenth; where they are large, the roundings of queries and keys leave
+    all that and more open.
+    """
     given = projections(0.3)
     assert exact(given).distance(in_torch(given, **fault)) > 1

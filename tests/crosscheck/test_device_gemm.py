@@ -1,4 +1,6 @@
-"""What a GEMM is held to on a GPU: the plan of its tensor cores, within what their steps lose; on a CPU, as before."""
+"""What a GEMM is held to on a GPU: the plan of its tensor cores, within what their steps lose; on a
+CPU, as before.
+"""
 
 import jax
 import numpy as np
@@ -33,7 +35,9 @@ def test_a_cpu_has_the_exact_result(operands, monkeypatch):  # B-1
     a, b = operands
     assert device_gemm.plan("torch", SPEC) is None
     simulated = device_gemm.simulated("torch", a, b, SPEC)
-    np.testing.assert_array_equal(simulated, gemm.matmul(a, b, epilogue=SPEC.epilogue, out_dtype=BFLOAT16))
+    np.testing.assert_array_equal(
+        simulated, gemm.matmul(a, b, epilogue=SPEC.epilogue, out_dtype=BFLOAT16)
+    )
     limit = device_gemm.bound("torch", a, b, SPEC, simulated, simulated)
     np.testing.assert_array_equal(limit, bounds.gemm(a, b, SPEC, simulated, simulated))
 
@@ -43,7 +47,13 @@ def test_a_hopper_gpu_has_its_plans_bits(on_hopper, operands):  # B-16
     for which, accumulate in (("output", "fast"), ("grad_weight", "slow")):
         spec = RECIPES["tensorwise"].gemms[which]
         assert device_gemm.plan("jax", spec).name == f"hopper_{accumulate}"
-        expected = gemm.matmul(a, b, accumulate=f"hopper_{accumulate}", epilogue="product_then_round", out_dtype=BFLOAT16)
+        expected = gemm.matmul(
+            a,
+            b,
+            accumulate=f"hopper_{accumulate}",
+            epilogue="product_then_round",
+            out_dtype=BFLOAT16,
+        )
         np.testing.assert_array_equal(device_gemm.simulated("jax", a, b, spec), expected)
 
 
@@ -61,19 +71,32 @@ def test_another_gpu_has_no_plan(monkeypatch):  # B-16
 def test_any_chain_of_a_unit_is_within_the_bound(unit, operands):  # B-16
     """Of neighboring K, promoted or not, in any number of parts; and the exact result."""
     a, b = operands
-    plans = [Accumulation(name="one", unit=UNITS[unit], promotion=p, split_k=s) for p in (None, 32, 128) for s in (1, 3)]
-    outs = [gemm.matmul(a, b, accumulate=plan, out_dtype=BFLOAT16) for plan in ("exact", "f32", *plans)]
+    plans = [
+        Accumulation(name="one", unit=UNITS[unit], promotion=p, split_k=s)
+        for p in (None, 32, 128)
+        for s in (1, 3)
+    ]
+    outs = [
+        gemm.matmul(a, b, accumulate=plan, out_dtype=BFLOAT16) for plan in ("exact", "f32", *plans)
+    ]
     for out in outs:
-        assert (np.abs(out - outs[0]) <= bounds.gemm(a, b, SPEC, out, outs[0], unit=UNITS[unit])).all()
+        assert (
+            np.abs(out - outs[0]) <= bounds.gemm(a, b, SPEC, out, outs[0], unit=UNITS[unit])
+        ).all()
 
 
 def test_a_wrong_scale_is_beyond_the_bound(on_hopper, operands):  # B-16
     a, b = (q._replace(codes=q.codes[:, :64]) for q in operands)
     simulated = device_gemm.simulated("torch", a, b, SPEC)
-    assert (np.abs(2 * simulated - simulated) > device_gemm.bound("torch", a, b, SPEC, 2 * simulated, simulated)).any()
+    assert (
+        np.abs(2 * simulated - simulated)
+        > device_gemm.bound("torch", a, b, SPEC, 2 * simulated, simulated)
+    ).any()
 
 
 def test_both_frameworks_are_asked_for_their_gpu():
     found = {backend: device_gemm.capability(backend) for backend in ("torch", "jax")}
     assert found["jax"] is None or jax.default_backend() == "gpu"
-    assert found["torch"] == (torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
+    assert found["torch"] == (
+        torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    )

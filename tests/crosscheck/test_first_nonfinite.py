@@ -12,7 +12,9 @@ from fp8ref.sim.llama import Site
 
 def checked(value, **made_of):
     check = Check(name="a/b/finite/sim")
-    return first_nonfinite.check_site(Site(module="a", role="b", value=np.asarray(value), **made_of), check, by="sim"), check
+    return first_nonfinite.check_site(
+        Site(module="a", role="b", value=np.asarray(value), **made_of), check, by="sim"
+    ), check
 
 
 def test_finite_values_are_counted():
@@ -28,7 +30,9 @@ def test_the_first_in_the_order_of_rows_is_found(bad):
     found, check = checked(value)
     assert found.element == (0, 2)
     assert (check.compared, check.equal, check.ok) == (6, 4, False)
-    assert check.detail.startswith(f"a/b/finite/sim: 2 of 6 are not finite, first a, b, element [0, 2]: {bad}")
+    assert check.detail.startswith(
+        f"a/b/finite/sim: 2 of 6 are not finite, first a, b, element [0, 2]: {bad}"
+    )
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["value"] == str(bad)
 
 
@@ -52,7 +56,8 @@ def test_the_largest_product_is_named(lead):
     found, _ = checked(value, factors={"input": a, "weight": b})
     assert found.element == (1, 2, 4)
     assert found.why == (
-        "a sum of 4 products, -1e+40 in float64, beyond the largest bfloat16, 3.39e+38; the largest of them is input -1e+20 times weight 1e+20, at k = 3"
+        "a sum of 4 products, -1e+40 in float64, beyond the largest bfloat16, 3.39e+38; the "
+        "largest of them is input -1e+20 times weight 1e+20, at k = 3"
     )
 
 
@@ -70,8 +75,14 @@ def test_attentions_backward_pass_is_searched_behind_a_finite_step(small):  # K-
     do[0, 1, 2, 3] = np.nan
     one = AttentionPass("torch", "model.layers.0.self_attn", "backward", {"do/value": do})
     trainer = types.SimpleNamespace(backend="torch")
-    sites = first_nonfinite.in_backend(trainer, np.zeros((1, 17), int), config, {}, [], {"loss": 1.0, "grad_norm": 1.0}, [one])
+    sites = first_nonfinite.in_backend(
+        trainer, np.zeros((1, 17), int), config, {}, [], {"loss": 1.0, "grad_norm": 1.0}, [one]
+    )
     [(site, why)] = sites
     found = first_nonfinite.check_site(site, Check(name="dO"), by="torch", why=why)
-    assert (found.layer, found.role, found.element) == ("model.layers.0.self_attn", "dO", (0, 1, 2, 3))
+    assert (found.layer, found.role, found.element) == (
+        "model.layers.0.self_attn",
+        "dO",
+        (0, 1, 2, 3),
+    )
     assert found.why == "it comes from model.layers.0.self_attn.o_proj's grad_input"

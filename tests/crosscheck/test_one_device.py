@@ -10,7 +10,13 @@ from torchao.float8 import float8_training_tensor, float8_utils
 
 from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck import bounds, one_device
-from fp8ref.crosscheck.one_device import check_curves, check_forward, check_gradients, check_weights, crosscheck
+from fp8ref.crosscheck.one_device import (
+    check_curves,
+    check_forward,
+    check_gradients,
+    check_weights,
+    crosscheck,
+)
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.jax.gemm import gemm as jax_gemm
 from fp8ref.jax.linear import linear as jax_linear
@@ -35,7 +41,9 @@ def run(config, recipe, **options):
     return crosscheck(config.replace(numerics={"recipe": recipe}), **options)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", SLOW("rowwise"), SLOW("rowwise_with_gw_hp"), SLOW("bf16")])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", SLOW("rowwise"), SLOW("rowwise_with_gw_hp"), SLOW("bf16")]
+)
 def test_both_backends_hold_to_the_simulator(recipe, small):
     report = run(small, recipe, steps=2)
     assert report.ok, [f.detail for f in report.failures]
@@ -47,13 +55,25 @@ def test_both_backends_hold_to_the_simulator(recipe, small):
                     row = rows[f"layers/{role}/{kind}/{backend}"]
                     assert row.compared == row.equal > 0
             assert rows[f"layers/output/value/{backend}"].compared > 0
-    for name in ("logits/step0/value/jax", "logits/step0/value/jax-torch", "loss/step0/value/torch", "loss/curve/value/jax-torch"):
+    for name in (
+        "logits/step0/value/jax",
+        "logits/step0/value/jax-torch",
+        "loss/step0/value/torch",
+        "loss/curve/value/jax-torch",
+    ):
         assert name in rows
     assert rows["grad_norm/curve/value/jax-torch"].compared == 2
     parameters = {name.removesuffix(".weight") for name in llama.parameter_shapes(small.model)}
-    assert {name.partition("/gradient/value/")[0] for name in report.checks if "/gradient/value/" in name} == parameters
+    assert {
+        name.partition("/gradient/value/")[0]
+        for name in report.checks
+        if "/gradient/value/" in name
+    } == parameters
     for backend in ("jax", "torch"):
-        assert {f"weights/initial/value/{backend}", f"synthetic.cast/e4m3fn/codes/{backend}"} <= report.checks.keys()
+        assert {
+            f"weights/initial/value/{backend}",
+            f"synthetic.cast/e4m3fn/codes/{backend}",
+        } <= report.checks.keys()
 
 
 def test_one_backend_alone(small):
@@ -63,10 +83,16 @@ def test_one_backend_alone(small):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "backend"), [("delayed", "torch"), *(SLOW(*case) for case in RARE)], ids=lambda value: value)
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [("delayed", "torch"), *(SLOW(*case) for case in RARE)],
+    ids=lambda value: value,
+)
 def test_recipes_of_fp8refs_own_linear(recipe, backend, small):
     if recipe == "blockwise":  # blocks of 128 along N, K and the tokens
-        small = small.replace(model={"hidden_size": 128, "intermediate_size": 128}, data={"sequence_length": 32})
+        small = small.replace(
+            model={"hidden_size": 128, "intermediate_size": 128}, data={"sequence_length": 32}
+        )
     report = run(small, recipe, backends=(backend,), steps=2)
     assert report.ok, [f.detail for f in report.failures]
     scales = {row.name: row for row in report.table()}[f"layers/grad_output/scale/{backend}"]
@@ -80,7 +106,9 @@ def test_recipes_of_fp8refs_own_linear(recipe, backend, small):
 @pytest.mark.slow
 @pytest.mark.parametrize("epilogue", ["product_then_round", "unit_round_scale_round"])
 def test_epilogues_that_a_rule_gives(epilogue, small, monkeypatch):  # R-8, G-5, G-14
-    """Also of cuBLASLt's, whose formula XLA computes on a CPU; the trainer's GEMMs have no other."""
+    """Also of cuBLASLt's, whose formula XLA computes on a CPU; the trainer's GEMMs have no
+    other.
+    """
     ruled = small.replace(numerics={"rules": (Rule(layers=("*",), epilogue=epilogue),)})
     report = crosscheck(ruled, backends=("jax",), steps=1)
     assert report.ok, [f.detail for f in report.failures]
@@ -91,7 +119,9 @@ def test_epilogues_that_a_rule_gives(epilogue, small, monkeypatch):  # R-8, G-5,
         return finish(acc, a, b, name, dtype)
 
     monkeypatch.setattr(jax_gemm, "finish", spied)
-    loop.trainer("jax", ruled).step(np.zeros((ruled.data.batch_size, ruled.data.sequence_length + 1), np.int64))
+    loop.trainer("jax", ruled).step(
+        np.zeros((ruled.data.batch_size, ruled.data.sequence_length + 1), np.int64)
+    )
     assert used == {epilogue}
 
 
@@ -100,13 +130,23 @@ def test_a_history_that_stands_still_fails_and_is_located(small, monkeypatch):  
     with pytest.warns(UserWarning, match="an optimizer step was taken without one"):
         report = run(small, "delayed", backends=("torch",), steps=1)
     failures = {f.name.rpartition("self_attn.")[2] for f in report.failures}
-    assert {"q_proj/input/scale/torch", "q_proj/input/codes/torch", "q_proj/grad_output/scale/torch"} <= failures
+    assert {
+        "q_proj/input/scale/torch",
+        "q_proj/input/codes/torch",
+        "q_proj/grad_output/scale/torch",
+    } <= failures
 
 
 def test_wrong_states_of_attention_are_found(small, monkeypatch):  # A-19, H-3
-    """The simulator has states of its own: the trainer's scales are held to them, not taken from it."""
+    """The simulator has states of its own: the trainer's scales are held to them, not taken from
+    it.
+    """
     original = torch_delayed.advance
-    monkeypatch.setattr(torch_delayed, "advance", lambda *given, **how: (s := original(*given, **how))._replace(scale=s.scale * 2))
+    monkeypatch.setattr(
+        torch_delayed,
+        "advance",
+        lambda *given, **how: (s := original(*given, **how))._replace(scale=s.scale * 2),
+    )
     numerics = {"recipe": "bf16", "attention": "cudnn", "attention_scaling": "delayed"}
     report = crosscheck(small.replace(numerics=numerics), backends=("torch",), steps=1)
     failures = {f.name.rpartition("self_attn/")[2] for f in report.failures}
@@ -117,13 +157,18 @@ def test_states_of_attention_hold_to_the_simulator(small):  # A-19
     numerics = {"recipe": "bf16", "attention": "cudnn", "attention_scaling": "delayed"}
     report = crosscheck(small.replace(numerics=numerics), backends=("torch",), steps=2)
     assert report.ok, [f.detail for f in report.failures]
-    compared = [check for name, check in report.checks.items() if name.endswith("self_attn/do/scale/torch")]
+    compared = [
+        check for name, check in report.checks.items() if name.endswith("self_attn/do/scale/torch")
+    ]
     assert compared
     assert all(check.compared == 3 for check in compared)  # before each step and after the last
 
 
 def test_a_kernel_is_refused(by_kernel):  # A-20
-    with pytest.raises(ConfigError, match=r"the cross-check takes attention by tiles; got parallel.attention 'kernel'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the cross-check takes attention by tiles; got parallel.attention 'kernel'",
+    ):
         crosscheck(by_kernel)
 
 
@@ -159,19 +204,29 @@ def test_initial_weights_of_each_backend_are_held_to_the_configs(small):  # M-6
     name = "model.layers.0.mlp.up_proj.weight"
     wrong = weights | {name: np.nextafter(weights[name], np.float32(1))}
     report = Report()
-    check_weights(report, {"jax": Answers(weights=weights), "torch": Answers(weights=wrong)}, weights)
+    check_weights(
+        report, {"jax": Answers(weights=weights), "torch": Answers(weights=wrong)}, weights
+    )
     assert failures(report) == {"weights/initial/value/torch"}
     assert report.checks["weights/initial/value/jax"].equal == sum(w.size for w in weights.values())
-    assert report.checks["weights/initial/value/torch"].equal == sum(w.size for w in weights.values()) - weights[name].size
+    assert (
+        report.checks["weights/initial/value/torch"].equal
+        == sum(w.size for w in weights.values()) - weights[name].size
+    )
 
 
-def test_logits_and_losses_are_held_to_the_simulated_and_to_each_other(small, monkeypatch):  # B-2, B-3
+def test_logits_and_losses_are_held_to_the_simulated_and_to_each_other(
+    small, monkeypatch
+):  # B-2, B-3
     logits, bound = np.zeros((1, 4, 8)), np.full((1, 4, 1), 0.5)
     monkeypatch.setattr(bounds, "forward", lambda *args, **kwargs: (logits, 2.0, bound, 0.125))
 
     def failed(jax, torch):
         backends = {"jax": jax, "torch": torch}
-        trainers = {who: Answers(logits=logits + by * bound, loss=2.0 + loss * 0.125) for who, (by, loss) in backends.items()}
+        trainers = {
+            who: Answers(logits=logits + by * bound, loss=2.0 + loss * 0.125)
+            for who, (by, loss) in backends.items()
+        }
         report = Report()
         tokens = np.zeros((1, 5), np.int64)
         check_forward(report, "probe", trainers, {}, tokens, small, {}, advance=lambda: None)
@@ -180,7 +235,10 @@ def test_logits_and_losses_are_held_to_the_simulated_and_to_each_other(small, mo
     assert failed((0.9, 0.9), (0.0, 0.0)) == set()
     assert failed((1.1, 0.0), (0.2, 0.0)) == {"logits/probe/value/jax"}
     assert failed((0.0, 0.2), (0.0, 1.1)) == {"loss/probe/value/torch"}
-    assert failed((0.9, 0.9), (-0.9, -0.9)) == {"logits/probe/value/jax-torch", "loss/probe/value/jax-torch"}
+    assert failed((0.9, 0.9), (-0.9, -0.9)) == {
+        "logits/probe/value/jax-torch",
+        "loss/probe/value/jax-torch",
+    }
 
 
 def test_gradients_of_every_parameter_are_compared(small, monkeypatch):  # B-5
@@ -193,12 +251,17 @@ def test_gradients_of_every_parameter_are_compared(small, monkeypatch):  # B-5
         report = Report()
         trainers = {"torch": Answers(gradients=gradients), "jax": Answers(gradients=other)}
         check_gradients(report, trainers, weights, np.zeros((1, 2)), small, advance=lambda: None)
-        assert set(report.checks) == {"embed/gradient/value/jax-torch", "norm/gradient/value/jax-torch"}
+        assert set(report.checks) == {
+            "embed/gradient/value/jax-torch",
+            "norm/gradient/value/jax-torch",
+        }
         return failures(report)
 
     # the bound is GRADIENT_FACTOR = 3 times the distance of replicates, 0.01 in each element
     assert failed({name: value - np.float32(0.029) for name, value in gradients.items()}) == set()
-    assert failed(gradients | {"norm.weight": gradients["norm.weight"] - np.float32(0.031)}) == {"norm/gradient/value/jax-torch"}
+    assert failed(gradients | {"norm.weight": gradients["norm.weight"] - np.float32(0.031)}) == {
+        "norm/gradient/value/jax-torch"
+    }
 
 
 def test_curves_of_both_metrics_are_compared_at_every_step(small, monkeypatch):  # B-4
@@ -217,7 +280,9 @@ def test_curves_of_both_metrics_are_compared_at_every_step(small, monkeypatch): 
         other = shifted(0.0)
         other[step][metric] += by
         report = Report()
-        check_curves(report, {"torch": lines, "jax": other}, {}, Batches(), small, advance=lambda: None)
+        check_curves(
+            report, {"torch": lines, "jax": other}, {}, Batches(), small, advance=lambda: None
+        )
         return failures(report)
 
     bound = bounds.T_CURVE * 0.01
@@ -243,15 +308,23 @@ def jax_rounds_to_odd(monkeypatch):
         nearest = value.astype(dtype)
         codes = jax_linear.jax.lax.bitcast_convert_type(nearest, jnp.uint8)
         back = nearest.astype(jnp.float32)
-        step = jnp.where(jnp.abs(back) > jnp.abs(value), -1, 1)  # the neighbor on the other side of the value
-        odd = jnp.where((back != value) & (codes % 2 == 0) & (codes & 0x7F != 0), codes + step, codes)
+        step = jnp.where(
+            jnp.abs(back) > jnp.abs(value), -1, 1
+        )  # the neighbor on the other side of the value
+        odd = jnp.where(
+            (back != value) & (codes % 2 == 0) & (codes & 0x7F != 0), codes + step, codes
+        )
         return jax_linear.jax.lax.bitcast_convert_type(odd.astype(jnp.uint8), dtype)
 
     monkeypatch.setattr(jax_cast, "to_fp8", fault)
 
 
 def jax_leaves_saturation_out(monkeypatch):
-    monkeypatch.setattr(jax_cast, "to_fp8", lambda x, fmt, *, saturate=True: jax_cast.to_f32(x).astype(jax_cast.DTYPES[fmt.name]))
+    monkeypatch.setattr(
+        jax_cast,
+        "to_fp8",
+        lambda x, fmt, *, saturate=True: jax_cast.to_f32(x).astype(jax_cast.DTYPES[fmt.name]),
+    )
 
 
 def torch_scale_one_ulp_down(monkeypatch):
@@ -273,19 +346,43 @@ def torch_rounds_to_odd(monkeypatch):
 
 
 def torch_leaves_saturation_out(monkeypatch):
-    monkeypatch.setattr(torch_cast, "to_fp8", lambda x, fmt: torch_cast.to_f32(x).to(torch_cast.DTYPES[fmt.name]))
+    monkeypatch.setattr(
+        torch_cast, "to_fp8", lambda x, fmt: torch_cast.to_f32(x).to(torch_cast.DTYPES[fmt.name])
+    )
 
 
 @pytest.mark.parametrize(
     ("plant", "backend", "names"),
     [
         SLOW(
-            jax_scale_one_ulp_up, "jax", ["q_proj/input/scale/jax", "q_proj/grad_output/scale/jax", "synthetic.normal/tensorwise/scale/jax"]
+            jax_scale_one_ulp_up,
+            "jax",
+            [
+                "q_proj/input/scale/jax",
+                "q_proj/grad_output/scale/jax",
+                "synthetic.normal/tensorwise/scale/jax",
+            ],
         ),
-        SLOW(jax_rounds_to_odd, "jax", ["q_proj/input/codes/jax", "q_proj/weight/codes/jax", "q_proj/grad_output/codes/jax"]),
-        SLOW(jax_leaves_saturation_out, "jax", ["synthetic.cast/e4m3fn/codes/jax", "synthetic.cast/e5m2/codes/jax"]),
-        (torch_scale_one_ulp_down, "torch", ["q_proj/input/scale/torch", "q_proj/weight/scale/torch"]),
-        (torch_rounds_to_odd, "torch", ["q_proj/input/codes/torch", "q_proj/grad_output/codes/torch"]),
+        SLOW(
+            jax_rounds_to_odd,
+            "jax",
+            ["q_proj/input/codes/jax", "q_proj/weight/codes/jax", "q_proj/grad_output/codes/jax"],
+        ),
+        SLOW(
+            jax_leaves_saturation_out,
+            "jax",
+            ["synthetic.cast/e4m3fn/codes/jax", "synthetic.cast/e5m2/codes/jax"],
+        ),
+        (
+            torch_scale_one_ulp_down,
+            "torch",
+            ["q_proj/input/scale/torch", "q_proj/weight/scale/torch"],
+        ),
+        (
+            torch_rounds_to_odd,
+            "torch",
+            ["q_proj/input/codes/torch", "q_proj/grad_output/codes/torch"],
+        ),
         (torch_leaves_saturation_out, "torch", ["synthetic.cast/e5m2/codes/torch"]),
     ],
 )
@@ -304,12 +401,20 @@ def test_a_planted_fault_fails_and_is_located(plant, backend, names, small, monk
 
 def no_causal_mask(monkeypatch):
     original = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, **kwargs: original(*args, **{**kwargs, "is_causal": False}))
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *args, **kwargs: original(*args, **{**kwargs, "is_causal": False}),
+    )
 
 
 def no_scaling_of_scores(monkeypatch):
     original = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, **kwargs: original(*args, **kwargs, scale=1.0))
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *args, **kwargs: original(*args, **kwargs, scale=1.0),
+    )
 
 
 def rotary_of_interleaved_pairs(monkeypatch):
@@ -317,7 +422,9 @@ def rotary_of_interleaved_pairs(monkeypatch):
         wide, half = x.astype(jnp.float32), x.shape[-1] // 2
         even, odd = wide[..., ::2], wide[..., 1::2]
         c, s = cos[:, None, :half], sin[:, None, :half]
-        return jnp.stack([even * c - odd * s, even * s + odd * c], -1).reshape(x.shape).astype(x.dtype)
+        return (
+            jnp.stack([even * c - odd * s, even * s + odd * c], -1).reshape(x.shape).astype(x.dtype)
+        )
 
     monkeypatch.setattr(jax_model, "rotate", rotate)
 
@@ -325,7 +432,11 @@ def rotary_of_interleaved_pairs(monkeypatch):
 def gelu_for_silu(monkeypatch):
     # the function itself: JAX keeps the trace of what it calls
     monkeypatch.setattr(
-        jax_model, "swiglu", lambda gate, up: (jax.nn.gelu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+        jax_model,
+        "swiglu",
+        lambda gate, up: (jax.nn.gelu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(
+            gate.dtype
+        ),
     )
 
 
@@ -335,7 +446,10 @@ def gelu_for_silu(monkeypatch):
     [
         (no_causal_mask, "bf16"),
         SLOW(no_scaling_of_scores, "tensorwise"),
-        *(SLOW(plant, "bf16") for plant in (no_scaling_of_scores, rotary_of_interleaved_pairs, gelu_for_silu)),
+        *(
+            SLOW(plant, "bf16")
+            for plant in (no_scaling_of_scores, rotary_of_interleaved_pairs, gelu_for_silu)
+        ),
         SLOW(rotary_of_interleaved_pairs, "tensorwise"),
     ],
 )
@@ -346,7 +460,9 @@ def test_a_wrong_model_breaks_the_logits_bound(plant, recipe, small, monkeypatch
 
 
 @pytest.mark.slow
-def test_wrong_gradients_break_their_bound(small, monkeypatch):  # B-5: the mean square is taken for a constant in one backend
+def test_wrong_gradients_break_their_bound(
+    small, monkeypatch
+):  # B-5: the mean square is taken for a constant in one backend
     def forward(self, x):
         wide = x.float()
         mean_square = wide.square().mean(-1, keepdim=True).detach()

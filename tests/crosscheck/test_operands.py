@@ -3,7 +3,13 @@ import pytest
 
 from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck.one_device import crosscheck
-from fp8ref.crosscheck.operands import check_operands, in_pass_order, observe, quantizers, transposed
+from fp8ref.crosscheck.operands import (
+    check_operands,
+    in_pass_order,
+    observe,
+    quantizers,
+    transposed,
+)
 from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.jax.linear import observer as jax_observer
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec
@@ -24,36 +30,68 @@ def test_gemms_are_put_in_the_order_of_the_pass(small):
             for name, which in calls:
                 observer(name, which, None, None, None)
 
-    found = [(o.layer, o.gemm) for o in in_pass_order(observe(Shuffled(), np.zeros((4, 17), np.int32)), small)]
+    found = [
+        (o.layer, o.gemm)
+        for o in in_pass_order(observe(Shuffled(), np.zeros((4, 17), np.int32)), small)
+    ]
     assert found[: len(names)] == [(name, "output") for name in names]
-    assert found[len(names) :] == [(name, which) for name in names[::-1] for which in ("grad_input", "grad_weight")]
+    assert found[len(names) :] == [
+        (name, which) for name in names[::-1] for which in ("grad_input", "grad_weight")
+    ]
 
 
 class OneLinear:
-    """A trainer of one linear, whose GEMMs are the simulator's; ``planted`` may change or drop one."""
+    """A trainer of one linear, whose GEMMs are the simulator's; ``planted`` may change or drop
+    one.
+    """
 
     backend = "torch"
 
     def __init__(self, rng, planted=lambda which, a, b, out: (a, b, out)):
         normal = {"input": (32, 64), "weight": (48, 64), "grad_output": (32, 48)}
-        self.tensors = {role: cast.round_to(rng.standard_normal(shape).astype(np.float32), BFLOAT16) for role, shape in normal.items()}
+        self.tensors = {
+            role: cast.round_to(rng.standard_normal(shape).astype(np.float32), BFLOAT16)
+            for role, shape in normal.items()
+        }
         self.planted = planted
 
     def observe(self, tokens, observer):
         for which, spec in RECIPES["rowwise"].gemms.items():
             pair = []
-            for role, how, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
-                pair.append(scaling.quantize(self.tensors[role], how.fmt, granularity=how.granularity, policy=how.policy, axis=axis))
+            for role, how, axis in zip(
+                OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
+            ):
+                pair.append(
+                    scaling.quantize(
+                        self.tensors[role],
+                        how.fmt,
+                        granularity=how.granularity,
+                        policy=how.policy,
+                        axis=axis,
+                    )
+                )
             factors = (q if q.axis == 1 else transposed(q) for q in pair)
             out = gemm.matmul(*factors, epilogue=spec.epilogue, out_dtype=BFLOAT16)
-            live = ((self.tensors[role], q.codes, q.scale) for role, q in zip(OPERANDS[which], pair, strict=True))
+            live = (
+                (self.tensors[role], q.codes, q.scale)
+                for role, q in zip(OPERANDS[which], pair, strict=True)
+            )
             if seen := self.planted(which, *live, out):
                 observer("linear", which, *seen)
 
 
 def failed_checks(trainer, plan="rowwise"):
     report = Report()
-    check_operands(report, trainer, np.zeros((1, 2), np.int32), {"linear": RECIPES[plan]}, quantizers(["torch"]), {}, None, None)
+    check_operands(
+        report,
+        trainer,
+        np.zeros((1, 2), np.int32),
+        {"linear": RECIPES[plan]},
+        quantizers(["torch"]),
+        {},
+        None,
+        None,
+    )
     assert report.checks
     return {check.name: check.detail for check in report.failures}
 
@@ -64,7 +102,9 @@ def test_the_simulators_own_gemms_pass(rng):
 
 @pytest.mark.parametrize("gemm_name", list(OPERANDS))
 def test_what_was_planned_and_what_ran_are_compared(gemm_name, rng):
-    failed = failed_checks(OneLinear(rng, lambda which, *values: values if which != gemm_name else None))
+    failed = failed_checks(
+        OneLinear(rng, lambda which, *values: values if which != gemm_name else None)
+    )
     assert list(failed) == [f"linear/{gemm_name}/value/torch"]
     assert "was planned in FP8 and did not run" in failed[f"linear/{gemm_name}/value/torch"]
     failed = failed_checks(OneLinear(rng), plan="bf16")
@@ -96,7 +136,11 @@ def test_a_wrong_code_scale_or_output_fails_its_own_check(gemm_name, rng):
 @pytest.mark.slow
 def test_a_gemm_that_was_planned_and_did_not_run_fails(small, monkeypatch):
     monkeypatch.setattr(
-        jax_observer, "_observer", type("Deaf", (), {"get": lambda self: None, "set": lambda *a: None, "reset": lambda *a: None})()
+        jax_observer,
+        "_observer",
+        type(
+            "Deaf", (), {"get": lambda self: None, "set": lambda *a: None, "reset": lambda *a: None}
+        )(),
     )
     report = crosscheck(small, backends=("jax",), steps=0)
     failed = {check.name: check.detail for check in report.failures}
@@ -121,8 +165,15 @@ def test_a_wrong_gemm_breaks_its_bound(small, monkeypatch):
 @pytest.mark.parametrize("who", ["sim", "jax", "torch"])
 def test_every_quantizer_rounds_its_input_to_the_named_dtype_and_returns_plain_arrays(who):
     x = np.array([[1.0, -448.0], [2.0, 3.5]], np.float32)
-    codes, scale = quantizers([who])[who].quantize(x, CastSpec(fmt=E4M3FN, granularity="rowwise"), axis=1, dtype="bfloat16")
-    assert (codes.dtype, codes.shape, scale.dtype, scale.shape) == (np.uint8, (2, 2), np.float32, (2, 1))
+    codes, scale = quantizers([who])[who].quantize(
+        x, CastSpec(fmt=E4M3FN, granularity="rowwise"), axis=1, dtype="bfloat16"
+    )
+    assert (codes.dtype, codes.shape, scale.dtype, scale.shape) == (
+        np.uint8,
+        (2, 2),
+        np.float32,
+        (2, 1),
+    )
     # by hand: scales 448 / 448 and 448 / 3.5; 1 -> 0x38, -448 -> 0xFE, 256 -> 0x78, 448 -> 0x7E
     np.testing.assert_array_equal(codes, [[0x38, 0xFE], [0x78, 0x7E]])
     np.testing.assert_array_equal(scale, [[1], [128]])
@@ -133,4 +184,7 @@ def test_every_quantizer_rounds_its_input_to_the_named_dtype_and_returns_plain_a
 
 @pytest.mark.parametrize("who", ["sim", "jax", "torch"])
 def test_every_encoder_saturates(who):
-    np.testing.assert_array_equal(quantizers([who])[who].encode(np.array([1e9, -1e9, 1.0], np.float32), E4M3FN), [0x7E, 0xFE, 0x38])
+    np.testing.assert_array_equal(
+        quantizers([who])[who].encode(np.array([1e9, -1e9, 1.0], np.float32), E4M3FN),
+        [0x7E, 0xFE, 0x38],
+    )

@@ -15,7 +15,9 @@ def test_ranks_share_a_group_and_have_one_thread_and_no_gpu():
 
 
 def test_a_rank_that_fails_ends_the_others_and_says_why():
-    with pytest.raises(process_group.RankError, match=r"(?s)rank 1: Traceback.*fail_on_one.*KeyError: 'only here'"):
+    with pytest.raises(
+        process_group.RankError, match=r"(?s)rank 1: Traceback.*fail_on_one.*KeyError: 'only here'"
+    ):
         process_group.run(2, rank_jobs.break_on_one)
 
 

@@ -23,14 +23,17 @@ TOKEN = 7  # the one whose embedding does not cancel
 TOKENS = np.random.default_rng(0).integers(8, 256, (4, 17))
 TOKENS[1, 5] = TOKENS[1, 9] = TOKENS[3, 2] = TOKEN
 AT = (1, 5)
-BACKENDS = pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])  # jax compiles for seconds
+BACKENDS = pytest.mark.parametrize(
+    "backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"]
+)  # jax compiles for seconds
 BOTH = pytest.mark.parametrize("backend", ["jax", "torch"])
 LAYER = "model.layers.0"
 
 
 def weights_of(config) -> dict[str, np.ndarray]:
-    """Weights at which what enters every linear is known: rows of the embedding are +1, -1, ..., so that a sum over them is 0, but TOKEN's,
-    all +1; attention and MLP add nothing to them. A norm leaves them as they are: 1 / sqrt(1 + eps) rounds to 1 in bfloat16."""
+    """Weights at which what enters every linear is known: rows of the embedding are +1, -1, ..., so
+    that a sum over them is 0, but TOKEN's, all +1; attention and MLP add nothing to them. A norm
+    leaves them as they are: 1 / sqrt(1 + eps) rounds to 1 in bfloat16."""
     found = llama.initial_weights(config.model, seed=0)
     signs = np.where(np.arange(config.model.hidden_size) % 2, -1, 1)
     found[llama.EMBEDDING][:] = signs
@@ -44,13 +47,25 @@ def kept(config, backend, weights, out, *, tokens=TOKENS, change=lambda trainer:
     """A step that a run would have kept at these weights."""
     trainer = loop.trainer(backend, config, weights)
     change(trainer)
-    return failed_step.write(out, trainer, config, tokens, {"step": 3, "loss": float("nan"), "grad_norm": float("nan")}, Alone())
+    return failed_step.write(
+        out,
+        trainer,
+        config,
+        tokens,
+        {"step": 3, "loss": float("nan"), "grad_norm": float("nan")},
+        Alone(),
+    )
 
 
 @BACKENDS
 @pytest.mark.parametrize(
     ("recipe", "linear", "row"),
-    [("tensorwise", "self_attn.q_proj", 5), ("rowwise", "mlp.up_proj", 40), ("bf16", "mlp.gate_proj", 3), ("delayed", "lm_head", 200)],
+    [
+        ("tensorwise", "self_attn.q_proj", 5),
+        ("rowwise", "mlp.up_proj", 40),
+        ("bf16", "mlp.gate_proj", 3),
+        ("delayed", "lm_head", 200),
+    ],
 )
 def test_an_output_that_overflows_is_located(recipe, linear, row, backend, small, tmp_path):  # K-9
     config = small.replace(numerics={"recipe": recipe})
@@ -59,10 +74,16 @@ def test_an_output_that_overflows_is_located(recipe, linear, row, backend, small
     weights[f"{name}.weight"][row] = 1e38  # times TOKEN's 32 ones; of the others' it makes 0
     found = rerun(kept(config, backend, weights, tmp_path))
     assert found.first is not None
-    assert (found.first.layer, found.first.role, found.first.element, found.first.found_by) == (name, "output", (*AT, row), "sim")
+    assert (found.first.layer, found.first.role, found.first.element, found.first.found_by) == (
+        name,
+        "output",
+        (*AT, row),
+        "sim",
+    )
     assert found.first.value == np.inf
     assert re.search(
-        r"a sum of 32 products, 3\.\d+e\+39 in float64, beyond the largest bfloat16, \S+ the largest of them is input (1|0\.9)\S* times weight (9|1\.0)",
+        r"a sum of 32 products, 3\.\d+e\+39 in float64, beyond the largest bfloat16, \S+ the "
+        r"largest of them is input (1|0\.9)\S* times weight (9|1\.0)",
         found.first.why,
     )
     assert found.reproduced
@@ -78,8 +99,12 @@ def of_experts(config) -> dict[str, np.ndarray]:
     weights = llama.initial_weights(config.model, seed=0)
     weights[llama.EMBEDDING][:] = np.where(np.arange(config.model.hidden_size) % 2, -1, 1)
     weights[llama.EMBEDDING][TOKEN] = 1
-    weights[f"{LAYER}.self_attn.v_proj.weight"][:] = weights[f"{LAYER}.mlp.experts.down_proj.weight"][:] = 0
-    weights[f"{LAYER}.mlp.experts.up_proj.weight"][:, 5] = 1e38  # of each expert, times TOKEN's 32 ones
+    weights[f"{LAYER}.self_attn.v_proj.weight"][:] = weights[
+        f"{LAYER}.mlp.experts.down_proj.weight"
+    ][:] = 0
+    weights[f"{LAYER}.mlp.experts.up_proj.weight"][:, 5] = (
+        1e38  # of each expert, times TOKEN's 32 ones
+    )
     return weights
 
 
@@ -111,7 +136,11 @@ def test_a_step_of_experts_apart_is_rerun_on_one_device(backend, small, tmp_path
     else:
         path = kept(config, backend, of_experts(config), tmp_path)
     found = rerun(path)
-    assert (found.first.layer, found.first.role, found.first.element[-1]) == (f"{LAYER}.mlp.experts.up_proj", "output", 5)
+    assert (found.first.layer, found.first.role, found.first.element[-1]) == (
+        f"{LAYER}.mlp.experts.up_proj",
+        "output",
+        5,
+    )
     assert found.reproduced
     assert found.faithful
 
@@ -121,7 +150,12 @@ def test_an_experts_output_that_overflows_is_located(backend, small, tmp_path): 
     config = small.replace(numerics={"recipe": "rowwise"}, model=EXPERTS)
     name = f"{LAYER}.mlp.experts.up_proj"
     found = rerun(kept(config, backend, of_experts(config), tmp_path))
-    assert (found.first.layer, found.first.role, found.first.element[-1], found.first.found_by) == (name, "output", 5, "sim")
+    assert (found.first.layer, found.first.role, found.first.element[-1], found.first.found_by) == (
+        name,
+        "output",
+        5,
+        "sim",
+    )
     assert found.first.value == np.inf
     assert found.reproduced
     assert found.faithful
@@ -161,9 +195,12 @@ def test_a_step_under_a_plan_is_rerun_under_it(backend, small, tmp_path, monkeyp
 def test_scores_that_overflow_are_located(backend, small, tmp_path):
     weights = weights_of(small)
     for name in ("q_proj", "k_proj"):
-        weights[f"{LAYER}.self_attn.{name}.weight"][0] = 1e19  # of TOKEN 3.2e20, whose square float32 does not hold
+        weights[f"{LAYER}.self_attn.{name}.weight"][0] = (
+            1e19  # of TOKEN 3.2e20, whose square float32 does not hold
+        )
     found = rerun(kept(small, backend, weights, tmp_path))
-    # a query of TOKEN with its own key, the first of which it looks at; [sequence, head, query, key]
+    # a query of TOKEN with its own key, the first of which it looks at; [sequence, head, query,
+    # key]
     assert (found.first.layer, found.first.role, found.first.element) == (
         f"{LAYER}.self_attn",
         "attention scores",
@@ -186,7 +223,9 @@ def test_a_weight_that_is_not_finite_is_located(place, backend, small, tmp_path)
             for key in path[:-1]:
                 node = node[int(key) if key.isdecimal() else key]
             shape = node["weight"].shape
-            node["weight"] = node["weight"].reshape(-1).at[37 % node["weight"].size].set(np.nan).reshape(shape)
+            node["weight"] = (
+                node["weight"].reshape(-1).at[37 % node["weight"].size].set(np.nan).reshape(shape)
+            )
 
     found = rerun(kept(small, backend, weights_of(small), tmp_path, change=broken))
     assert (found.first.layer, found.first.role) == (f"{LAYER}.{place}", "weight")
@@ -205,10 +244,12 @@ def test_a_weight_beyond_the_compute_dtype_is_located(backend, small, tmp_path):
 
 
 def steep(config, gain: float) -> dict[str, np.ndarray]:
-    """A finite loss, and in down_proj's backward pass a gradient of about 1e6 times gain, in its input's feature 9.
+    """A finite loss, and in down_proj's backward pass a gradient of about 1e6 times gain, in its
+    input's feature 9.
 
-    Logits are of 1e8, so that all of a token's probability lies on one of them, and the gradient by the last hidden state is a difference of two
-    rows of lm_head, by 64 tokens: below 300 in one element with a probability of 300 / (1e8 / 64) at most.
+    Logits are of 1e8, so that all of a token's probability lies on one of them, and the gradient by
+    the last hidden state is a difference of two rows of lm_head, by 64 tokens: below 300 in one
+    element with a probability of 300 / (1e8 / 64) at most.
     """
     weights = llama.initial_weights(config.model, seed=0)
     weights["lm_head.weight"] *= 1e8 / config.model.initializer_range
@@ -223,14 +264,21 @@ def steep(config, gain: float) -> dict[str, np.ndarray]:
     [
         ("torch", "tensorwise"),
         ("torch", "rowwise"),
-        *(pytest.param("jax", recipe, marks=pytest.mark.slow) for recipe in ("tensorwise", "rowwise")),
+        *(
+            pytest.param("jax", recipe, marks=pytest.mark.slow)
+            for recipe in ("tensorwise", "rowwise")
+        ),
     ],
 )
 def test_a_gradient_that_overflows_is_located(recipe, backend, small, tmp_path):
     config = small.replace(numerics={"recipe": recipe})
     found = rerun(kept(config, backend, steep(config, 1e36), tmp_path))
     first = found.first
-    assert (first.layer, first.role, first.element) == (f"{LAYER}.mlp.down_proj", "grad_input", (0, 0, 9))
+    assert (first.layer, first.role, first.element) == (
+        f"{LAYER}.mlp.down_proj",
+        "grad_input",
+        (0, 0, 9),
+    )
     assert first.found_by == backend
     assert "a sum of 32 products" in first.why
     assert first.why.endswith("at k = 4")
@@ -244,7 +292,11 @@ def test_without_fp8_the_first_gradient_of_a_parameter_is_named(backend, small, 
     config = small.replace(numerics={"recipe": "bf16"})
     found = rerun(kept(config, backend, steep(config, 1e36), tmp_path))
     # down_proj's own is of an input of zeros; of up_proj's rows the one that made feature 9 gets it
-    assert (found.first.layer, found.first.role, found.first.element[0]) == (f"{LAYER}.mlp.up_proj", "weight's gradient", 9)
+    assert (found.first.layer, found.first.role, found.first.element[0]) == (
+        f"{LAYER}.mlp.up_proj",
+        "weight's gradient",
+        9,
+    )
     assert found.operands == 0
 
 
@@ -254,8 +306,14 @@ def test_a_norm_that_overflows_is_not_blamed_on_its_gradients(backend, small, tm
     if backend == "torch":  # which sums the squares in float64
         assert (found.first, found.reproduced, found.ok) == (None, False, True)
     else:
-        assert (found.first.layer, found.first.role, found.first.element) == ("gradient", "norm", ())
-        assert re.search(r"the sum of their squares is \S+e\+\d\d, the largest model\.", found.first.why)
+        assert (found.first.layer, found.first.role, found.first.element) == (
+            "gradient",
+            "norm",
+            (),
+        )
+        assert re.search(
+            r"the sum of their squares is \S+e\+\d\d, the largest model\.", found.first.why
+        )
 
 
 def set_scale(trainer, name: str, role: str, factor: float) -> None:
@@ -272,7 +330,11 @@ def test_a_stale_scale_saturates_and_nothing_is_located(backend, small, tmp_path
 
     def stale(trainer):
         trainer.step(TOKENS)
-        for name, role in (("gate_proj", "input"), ("up_proj", "input"), ("up_proj", "grad_output")):  # both read one input (H-9)
+        for name, role in (
+            ("gate_proj", "input"),
+            ("up_proj", "input"),
+            ("up_proj", "grad_output"),
+        ):  # both read one input (H-9)
             set_scale(trainer, f"{LAYER}.mlp.{name}", role, 2.0**40)
 
     found = rerun(kept(config, backend, None, tmp_path, change=stale))
@@ -293,7 +355,12 @@ def test_a_scale_that_is_not_finite_is_located(backend, small, tmp_path):
             set_scale(trainer, f"{LAYER}.mlp.{name}", "input", float("inf"))
 
     first = rerun(kept(config, backend, None, tmp_path, change=change)).first
-    assert (first.layer, first.role, first.element, first.value) == (f"{LAYER}.mlp.gate_proj", "input scale", (), np.inf)
+    assert (first.layer, first.role, first.element, first.value) == (
+        f"{LAYER}.mlp.gate_proj",
+        "input scale",
+        (),
+        np.inf,
+    )
 
 
 def test_a_fault_of_the_backend_is_not_blamed_on_training(small, tmp_path, monkeypatch, capsys):
@@ -301,7 +368,9 @@ def test_a_fault_of_the_backend_is_not_blamed_on_training(small, tmp_path, monke
     weights["lm_head.weight"][200] = 1e38  # later in the simulator's pass
     path = kept(small, "torch", weights, tmp_path)
     original = float8_utils.amax_to_scale
-    monkeypatch.setattr(float8_utils, "amax_to_scale", lambda *args, **kwargs: original(*args, **kwargs) * torch.nan)
+    monkeypatch.setattr(
+        float8_utils, "amax_to_scale", lambda *args, **kwargs: original(*args, **kwargs) * torch.nan
+    )
     found = rerun(path)
     assert (found.first.layer, found.first.role) == (f"{LAYER}.self_attn.q_proj", "input scale")
     assert found.first.found_by == "torch"
@@ -314,7 +383,9 @@ def test_a_fault_of_the_backend_is_not_blamed_on_training(small, tmp_path, monke
 @pytest.mark.slow
 def test_a_step_of_a_mesh_is_rerun_on_one_device(small, tmp_path, capsys):  # K-2, K-9
     """Also one whose state has factors mu, which one device has no use for."""
-    config = small.replace(parallel={"fsdp": 2, "reduce_dtype": "float8_e4m3fn", "reduce_mu": "automatic"})
+    config = small.replace(
+        parallel={"fsdp": 2, "reduce_dtype": "float8_e4m3fn", "reduce_mu": "automatic"}
+    )
     weights = weights_of(config)
     weights[f"{LAYER}.mlp.up_proj.weight"][40] = 1e38
     found = rerun(kept(config, "jax", weights, tmp_path))
@@ -327,7 +398,12 @@ def test_a_step_of_a_mesh_is_rerun_on_one_device(small, tmp_path, capsys):  # K-
 
 def test_moments_of_several_processes_are_refused(small, tmp_path):  # T-6
     config = small.replace(parallel={"fsdp": 2}, optimizer={"kind": "adamw_fp8"})
-    about = {"backend": "torch", "config": configs.to_dict(config), "metrics": {"step": "3", "loss": "nan", "grad_norm": "nan"}, "step": 3}
+    about = {
+        "backend": "torch",
+        "config": configs.to_dict(config),
+        "metrics": {"step": "3", "loss": "nan", "grad_norm": "nan"},
+        "step": 3,
+    }
     np.save(tmp_path / "batch.npy", TOKENS.astype(np.int32))
     checkpoint.write_manifest(tmp_path, about)
     with pytest.raises(ConfigError, match="one process cannot replay a step of 2"):
@@ -350,7 +426,8 @@ def failed(small, tmp_path, capsys, monkeypatch):
         "model.num_hidden_layers": 1,
         "model.num_attention_heads": 2,
         "model.num_key_value_heads": 1,
-        "model.initializer_range": 2e18,  # a query is of 1e19, and a score, before it is divided by 4, of four of its squares
+        # a query is of 1e19, and a score, before it is divided by 4, of four of its squares
+        "model.initializer_range": 2e18,
         "data.source": small.data.source,
         "data.sequence_length": 16,
         "data.batch_size": 4,
@@ -363,15 +440,23 @@ def failed(small, tmp_path, capsys, monkeypatch):
 def test_the_command_names_the_place_and_writes_it(failed, tmp_path, capsys):
     assert run("crosscheck", "--replay", failed, "--json", "found.json") == 1
     shown = capsys.readouterr().out
-    assert "first not finite, by the simulator: model.layers.0.self_attn, attention scores, element [0, " in shown
+    assert (
+        "first not finite, by the simulator: model.layers.0.self_attn, attention scores, "
+        "element [0, " in shown
+    )
     assert "are the simulator's: the numbers diverged" in shown
     written = json.loads((tmp_path / "found.json").read_text())
     assert not written["ok"]
     assert written["reproduced"]
     assert written["faithful"]
-    assert (written["first"]["layer"], written["first"]["role"]) == ("model.layers.0.self_attn", "attention scores")
+    assert (written["first"]["layer"], written["first"]["role"]) == (
+        "model.layers.0.self_attn",
+        "attention scores",
+    )
     assert len(written["first"]["element"]) == 4
-    assert {check["name"] for check in written["checks"] if not check["ok"]} == {"model.layers.0.self_attn/attention scores/finite/sim"}
+    assert {check["name"] for check in written["checks"] if not check["ok"]} == {
+        "model.layers.0.self_attn/attention scores/finite/sim"
+    }
     for options, named in (
         (["small.toml"], "CONFIG"),
         (["--backend", "jax"], "--backend"),
@@ -380,19 +465,29 @@ def test_the_command_names_the_place_and_writes_it(failed, tmp_path, capsys):
         (["--run.steps", "3"], "--run.steps"),
     ):
         assert run("crosscheck", "--replay", failed, *options) == 2
-        assert f"--replay takes config and backend from the step that failed; got {named}" in capsys.readouterr().err
+        assert (
+            f"--replay takes config and backend from the step that failed; got {named}"
+            in capsys.readouterr().err
+        )
 
 
 def test_what_is_no_failure_is_refused(tmp_path, capsys):
     assert run("crosscheck", "--replay", tmp_path / "absent") == 2
-    assert "a replay takes the directory of a step that failed, RUN/failures/step-...; " in capsys.readouterr().err
+    assert (
+        "a replay takes the directory of a step that failed, RUN/failures/step-...; "
+        in capsys.readouterr().err
+    )
 
 
 def test_a_step_by_a_kernel_is_refused(by_kernel, tmp_path, monkeypatch):  # A-20
     """By tiles another computation would be replayed."""
-    failed = Failure(tmp_path, TOKENS, by_kernel, "jax", "bf16", {"step": "3", "loss": "nan", "grad_norm": "nan"})
+    failed = Failure(
+        tmp_path, TOKENS, by_kernel, "jax", "bf16", {"step": "3", "loss": "nan", "grad_norm": "nan"}
+    )
     monkeypatch.setattr(failed_step, "read", lambda path: failed)
     with pytest.raises(
-        ConfigError, match=r"a replay takes attention by tiles; got parallel.attention 'kernel', which shows nothing. Set it to tiles"
+        ConfigError,
+        match=r"a replay takes attention by tiles; got parallel.attention 'kernel', which shows "
+        r"nothing. Set it to tiles",
     ):
         rerun(tmp_path)

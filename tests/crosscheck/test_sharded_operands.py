@@ -1,4 +1,6 @@
-"""Each comparison of ranks' operands fails by what it should see: here of two ranks that were made from the simulator's."""
+"""Each comparison of ranks' operands fails by what it should see: here of two ranks that were made
+from the simulator's.
+"""
 
 import dataclasses
 
@@ -35,7 +37,10 @@ def tensors(config, rng):
     """Input, weight and gradient of the linear for the tokens of both ranks."""
     weight = llama.initial_weights(config.model, seed=config.run.seed)[f"{LAYER}.weight"]
     rows, (n, k) = RANKS * ROWS, weight.shape
-    normal = {"input": rng.standard_normal((rows, k)), "grad_output": rng.standard_normal((rows, n))}
+    normal = {
+        "input": rng.standard_normal((rows, k)),
+        "grad_output": rng.standard_normal((rows, n)),
+    }
     whole = {role: x.astype(np.float32) for role, x in normal.items()} | {"weight": weight}
     return {role: cast.round_to(x, BFLOAT16) for role, x in whole.items()}
 
@@ -45,7 +50,9 @@ def operands(tensors, rows: slice) -> Operands:
     result = Operands()
     for which, spec in RECIPES["tensorwise"].gemms.items():
         pair = []
-        for role, how, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
+        for role, how, axis in zip(
+            OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
+        ):
             q = scaling.quantize(tensors[role], how.fmt, policy=how.policy, axis=axis)
             part = slice(None) if role == "weight" else rows
             pair.append((tensors[role][part], q.codes[part].copy(), q.scale.copy()))
@@ -55,7 +62,14 @@ def operands(tensors, rows: slice) -> Operands:
 
 def a_run(config, first: Operands) -> Run:
     weights = llama.initial_weights(config.model, seed=config.run.seed)
-    return Run(metrics=np.zeros((0, 2)), weights=weights, states=[], amaxes=[], operands=[first], gathered=0)
+    return Run(
+        metrics=np.zeros((0, 2)),
+        weights=weights,
+        states=[],
+        amaxes=[],
+        operands=[first],
+        gathered=0,
+    )
 
 
 @pytest.fixture
@@ -85,14 +99,20 @@ def test_ranks_that_hold_to_the_simulator_pass(config, recipes, runs, one):  # P
     assert failures(config, recipes, runs) == set()
     report = first_layer(runs, one)
     assert report.ok
-    assert report.checks[CODES].equal == 2 * runs[0].operands[0].fp8[LAYER, "output", "input"][0].size * RANKS
+    assert (
+        report.checks[CODES].equal
+        == 2 * runs[0].operands[0].fp8[LAYER, "output", "input"][0].size * RANKS
+    )
     report = Report()
     check_pass(report, "torch", config.replace(parallel={"fsdp": 1}), recipes, one.operands[0])
     assert report.ok
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-@pytest.mark.parametrize(("which", "role"), [("output", "input"), ("grad_input", "weight"), ("grad_weight", "grad_output")])
+@pytest.mark.parametrize(
+    ("which", "role"),
+    [("output", "input"), ("grad_input", "weight"), ("grad_weight", "grad_output")],
+)
 def test_a_wrong_code_or_scale_of_any_rank_is_seen(which, role, rank, config, recipes, runs):  # P-4
     codes, scale = runs[rank].operands[0].fp8[LAYER, which, role]
     codes[-1, 0] ^= 1
@@ -105,7 +125,9 @@ def test_a_wrong_code_or_scale_of_any_rank_is_seen(which, role, rank, config, re
 def test_operands_after_training_are_held_to_the_trained_weights(config, recipes, runs):
     for run in runs:
         run.weights[f"{LAYER}.weight"] = run.weights[f"{LAYER}.weight"] * np.float32(2)
-    assert failures(config, recipes, runs) == {"weight/scale/torch"}  # codes of twice the weights are equal
+    assert failures(config, recipes, runs) == {
+        "weight/scale/torch"
+    }  # codes of twice the weights are equal
 
 
 @pytest.mark.parametrize("rank", range(RANKS))

@@ -21,8 +21,12 @@ def row(text: str, *cells: str) -> bool:
     return re.search(r"│ *" + r" *│ *".join(map(re.escape, cells)) + r" *│", text) is not None
 
 
-# The public figures: 8.03, 70.6 and 405 (405.9 with both embeddings) billion, Llama 3.2 1B 1.24 (its embedding, tied, once).
-@pytest.mark.parametrize(("name", "billions"), [("1b", 1.24), ("8b", 8.03), ("70b", 70.6), ("405b", 405.9), ("125m", 0.12)])
+# The public figures: 8.03, 70.6 and 405 (405.9 with both embeddings) billion, Llama 3.2 1B 1.24
+# (its embedding, tied, once).
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("1b", 1.24), ("8b", 8.03), ("70b", 70.6), ("405b", 405.9), ("125m", 0.12)],
+)
 def test_parameters_are_as_published(name, billions):
     count = device_shapes.kinds(configs.load(f"llama-{name}"))["all"]
     assert count / 1e9 == pytest.approx(billions, abs=0.05 if billions > 10 else 0.005)
@@ -49,10 +53,22 @@ def test_what_is_printed():
     assert row(text, "k_proj", "[32, 64]", "2", "yes", "every linear not filtered")
     assert row(text, "lm_head", "[256, 64]", "1", "no", "named by filter_fqns 'lm_head'")
     # two layers, two parts, k and v: 8 products
-    assert row(text, "output", "64", "16", "64", "8", "k_proj, v_proj", "e4m3fn tensorwise x e4m3fn tensorwise, fast")
+    assert row(
+        text,
+        "output",
+        "64",
+        "16",
+        "64",
+        "8",
+        "k_proj, v_proj",
+        "e4m3fn tensorwise x e4m3fn tensorwise, fast",
+    )
     assert row(text, "grad_weight", "256", "64", "64", "2", "lm_head", "bf16")
     # cut over 2: a layer's 18432 and lm_head's 16384 weights
-    assert f"{100 * 2 * 18432 / (2 * 18432 + 16384):.1f} % of their {2 * 3 * 2 * 64 * (2 * 18432 + 16384):.3g} FLOPs in FP8" in text
+    assert (
+        f"{100 * 2 * 18432 / (2 * 18432 + 16384):.1f} % of their "
+        f"{2 * 3 * 2 * 64 * (2 * 18432 + 16384):.3g} FLOPs in FP8" in text
+    )
     assert "weights, gathered over fsdp" in text
     assert "not measurements" in text
 
@@ -81,8 +97,16 @@ def test_one_device_receives_nothing():
 
 
 def test_a_schedule_shows_its_phases_and_the_tables_of_each_recipe():  # T-9
-    phases = ((0, "bf16"), (40, "tensorwise"), ("learning_rate < 3e-4", "delayed"), ("sqnr < 9", "bf16"), (9000, "rowwise"))
-    config = configs.load("tiny").replace(numerics={"recipe": "bf16", "schedule": phases}, statistics={"every": 5}, run={"steps": 200})
+    phases = (
+        (0, "bf16"),
+        (40, "tensorwise"),
+        ("learning_rate < 3e-4", "delayed"),
+        ("sqnr < 9", "bf16"),
+        (9000, "rowwise"),
+    )
+    config = configs.load("tiny").replace(
+        numerics={"recipe": "bf16", "schedule": phases}, statistics={"every": 5}, run={"steps": 200}
+    )
     assert 40 < config.starts[2] < 200
     text = shown(config)
     assert row(text, "phase: bf16", "0", "from step 0")
@@ -95,14 +119,16 @@ def test_a_schedule_shows_its_phases_and_the_tables_of_each_recipe():  # T-9
 
 
 def test_the_memory_of_a_schedule_is_the_most_of_its_recipes():  # T-9
-    """FSDP gathers rowwise weights in the compute dtype, so rowwise takes more than tensorwise where a layer needs the most; histories are kept
-    under both."""
+    """FSDP gathers rowwise weights in the compute dtype, so rowwise takes more than tensorwise
+    where a layer needs the most; histories are kept under both."""
     config = configs.load("llama-1b").replace(
         model={"vocab_size": 1024},
         data={"sequence_length": 64, "batch_size": 8},
         numerics={"schedule": ((0, "tensorwise"), (40, "rowwise"), (80, "delayed"))},
     )
-    totals = {recipe: memory.most(memory.lines(config, "torch", recipe))[1] for recipe in config.recipes}
+    totals = {
+        recipe: memory.most(memory.lines(config, "torch", recipe))[1] for recipe in config.recipes
+    }
     assert memory.largest(config, "torch") == max(totals, key=totals.get) == "rowwise"
     assert totals["rowwise"] > totals["tensorwise"]
     alone = memory.most(memory.lines(config.under("rowwise"), "torch"))[1]

@@ -1,4 +1,6 @@
-"""What FP8 makes slower: judged with what shares an input, and left out by patterns that leave out nothing else."""
+"""What FP8 makes slower: judged with what shares an input, and left out by patterns that leave out
+nothing else.
+"""
 
 import pytest
 
@@ -18,12 +20,16 @@ EXPERTS = configs.load("qwen3-30b-a3b").replace(
 COMPILED = SMALL.replace(parallel={"compile": "block"})
 
 
-@pytest.mark.parametrize(("config", "backend"), [(COMPILED, "torch"), (EXPERTS, "jax"), (EXPERTS, "torch")])
+@pytest.mark.parametrize(
+    ("config", "backend"), [(COMPILED, "torch"), (EXPERTS, "jax"), (EXPERTS, "torch")]
+)
 def test_a_config_with_the_advice_takes_what_the_estimate_says_and_has_no_other(config, backend):
     found = report.of(config, backend, H100)
     assert found.to_filter
     assert found.step.filtered_ratio > found.step.ratio
-    after = filtering.without(config, roofline.losing(config, backend, H100), roofline.linears(config, backend, H100))
+    after = filtering.without(
+        config, roofline.losing(config, backend, H100), roofline.linears(config, backend, H100)
+    )
     again = report.of(after, backend, H100)
     assert again.to_filter == []
     assert again.step.configured == found.step.filtered
@@ -35,12 +41,21 @@ def test_under_rules_a_linear_is_left_out_by_another():
     config = COMPILED.replace(numerics={"rules": (rule,)})
     found = roofline.linears(config, "torch", H100)
     without = filtering.without(config, {filtering.kind(found[-2][0])}, found)
-    assert [decision.recipe.fp8 for decision in without.decisions() if decision.path.endswith("down_proj")] == [False] * 3
-    assert report.of(config, "torch", H100).step.filtered_ratio >= report.of(config, "torch", H100).step.ratio
+    assert [
+        decision.recipe.fp8
+        for decision in without.decisions()
+        if decision.path.endswith("down_proj")
+    ] == [False] * 3
+    assert (
+        report.of(config, "torch", H100).step.filtered_ratio
+        >= report.of(config, "torch", H100).step.ratio
+    )
 
 
 def test_what_costs_a_linear_and_spares_a_norm_more_is_not_filtered():
-    """XLA's norm of a linear in FP8 writes no result in bfloat16: q's casts read the residual, and cost more than q gains."""
+    """XLA's norm of a linear in FP8 writes no result in bfloat16: q's casts read the residual, and
+    cost more than q gains.
+    """
     found = report.of(configs.load("llama-125m"), "jax", H100)
     by_name = {row.linear: row for row in found.rows}
     assert by_name["q_proj"].ledger.ratio < 1
@@ -49,12 +64,17 @@ def test_what_costs_a_linear_and_spares_a_norm_more_is_not_filtered():
 
 
 def test_linears_that_share_an_input_are_judged_together():
-    """gate_proj quantizes the input of both and loses alone; with up_proj it gains. q, k and v lose together."""
+    """gate_proj quantizes the input of both and loses alone; with up_proj it gains. q, k and v lose
+    together.
+    """
     found = roofline.linears(configs.load("llama-125m"), "jax", H100)
     ratios = {decision.path.split(".")[-1]: one.ratio for decision, one in found}
     assert ratios["gate_proj"] < 1 < min(ratios["k_proj"], ratios["v_proj"], ratios["up_proj"])
     names = [sorted(path for path, _ in group) for group in filtering.slower(found, "jax")]
-    assert names == [["self_attn.k_proj", "self_attn.q_proj", "self_attn.v_proj"], ["self_attn.o_proj"]]
+    assert names == [
+        ["self_attn.k_proj", "self_attn.q_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+    ]
 
 
 def test_a_pattern_names_no_linear_that_gains():
@@ -67,7 +87,11 @@ def test_a_pattern_names_no_linear_that_gains():
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_step_in_bfloat16_is_that_of_recipe_bf16(backend, recipe):
-    """Its norms have the kernels of bfloat16, also in JAX, where those under FP8 leave a result to the casts."""
+    """Its norms have the kernels of bfloat16, also in JAX, where those under FP8 leave a result to
+    the casts.
+    """
     step = roofline.of_step(SMALL.replace(numerics={"recipe": recipe}), backend, H100)
     plain = roofline.of_step(filtering.in_bf16(SMALL), backend, H100)
-    assert step.bf16 + sum(step.rest_bf16.values()) == pytest.approx(plain.configured + sum(plain.rest.values()))
+    assert step.bf16 + sum(step.rest_bf16.values()) == pytest.approx(
+        plain.configured + sum(plain.rest.values())
+    )

@@ -21,7 +21,9 @@ FILE = {
 
 def written(tmp_path, **keys):
     path = tmp_path / "ceilings.json"
-    path.write_text(json.dumps({key: value for key, value in (FILE | keys).items() if value is not None}))
+    path.write_text(
+        json.dumps({key: value for key, value in (FILE | keys).items() if value is not None})
+    )
     return path
 
 
@@ -39,7 +41,8 @@ def test_measured_ones_are_read(tmp_path):
     assert dataclasses.asdict(made) == FILE
     assert (
         made.caption
-        == "MEASURED: H200 SXM reaches 700 and 1300 TFLOP/s (1200 with rowwise scales), attention 400, 4.00 TB/s, 3.0 us a kernel. made up"
+        == "MEASURED: H200 SXM reaches 700 and 1300 TFLOP/s (1200 with rowwise scales), "
+        "attention 400, 4.00 TB/s, 3.0 us a kernel. made up"
     )
 
 
@@ -50,7 +53,10 @@ def test_measured_ones_are_read(tmp_path):
         ({"measured": True}, "measured: Unexpected keyword argument"),
         ({"bf16": None}, "bf16: Field required"),
         ({"bf16": "7e14"}, "bf16: Input should be a valid number"),
-        ({"bf16": 700.0}, "bf16 is in FLOP a second, from 1 % to 100 % of the data sheet's 9.9e\\+14; got 700"),
+        (
+            {"bf16": 700.0},
+            "bf16 is in FLOP a second, from 1 % to 100 % of the data sheet's 9.9e\\+14; got 700",
+        ),
         ({"fp8": 2e15}, "fp8 is in FLOP a second"),
         ({"bandwidth": 4.0}, "bandwidth is in bytes a second"),
         ({"launch": 2.0}, "launch is in seconds"),

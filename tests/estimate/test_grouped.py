@@ -14,12 +14,16 @@ from fp8ref.recipe import RECIPES
 from fp8ref.train.config import config as configs
 from fp8ref.train.config import device_shapes
 
-COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())["moe"]
+COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())[
+    "moe"
+]
 H200 = PUBLISHED["h200"]
 ONE, EACH, BLOCKS = "one kernel", "a GEMM for each expert", "a GEMM for each block of rows"
 
 
-@pytest.mark.parametrize(("rows", "experts"), [(32768, 128), (100, 8), (7, 8), (1 << 20, 4), (65536, 128)])
+@pytest.mark.parametrize(
+    ("rows", "experts"), [(32768, 128), (100, 8), (7, 8), (1 << 20, 4), (65536, 128)]
+)
 def test_blocks_of_rows_are_those_that_jax_multiplies(rows, experts):  # X-10
     block = grouped.block_rows(rows, experts)
     assert (rows // block + experts) * block == grouped_operands.rows_multiplied(rows, experts)
@@ -42,17 +46,33 @@ def test_what_multiplies(recipe, expected):  # X-10
 
 
 def test_times_of_each_way():
-    """Eight experts of 512 rows, 1024 to 1024: 8 x 4 x 4 = 128 tiles of 128 x 256, one wave of 132 processors."""
-    how = {"rate": H200.fp8, "bytes_": (1, 2), "ceilings": H200, "alone": roofline.gemm_seconds, "tiles": ((128, 256),)}
+    """Eight experts of 512 rows, 1024 to 1024: 8 x 4 x 4 = 128 tiles of 128 x 256, one wave of 132
+    processors.
+    """
+    how = {
+        "rate": H200.fp8,
+        "bytes_": (1, 2),
+        "ceilings": H200,
+        "alone": roofline.gemm_seconds,
+        "tiles": ((128, 256),),
+    }
     size = (512, 1024, 1024)
     one = grouped.seconds("output", size, 8, ONE, **how)
-    assert one == pytest.approx(max(132 * 2 * 128 * 256 * 1024 / H200.fp8, 8 * (1024 * 1536 + 2 * 512 * 1024) / H200.bandwidth))
+    assert one == pytest.approx(
+        max(
+            132 * 2 * 128 * 256 * 1024 / H200.fp8,
+            8 * (1024 * 1536 + 2 * 512 * 1024) / H200.bandwidth,
+        )
+    )
     alone = roofline.gemm_seconds(*size, H200.fp8, 1024 * 1536 + 2 * 512 * 1024, H200)
     assert grouped.seconds("output", size, 8, EACH, **how) == pytest.approx(8 * alone)
-    # blocks of 512 rows: 8 and one more for each expert; a weight's slice read and written, two launches beside the GEMM
+    # blocks of 512 rows: 8 and one more for each expert; a weight's slice read and written, two
+    # launches beside the GEMM
     block = roofline.gemm_seconds(512, 1024, 1024, H200.fp8, 1024 * 1536 + 2 * 512 * 1024, H200)
     looped = grouped.seconds("output", size, 8, BLOCKS, **how)
-    assert looped == pytest.approx(16 * (block + 2 * H200.launch + 2 * 1024 * 1024 / H200.bandwidth))
+    assert looped == pytest.approx(
+        16 * (block + 2 * H200.launch + 2 * 1024 * 1024 / H200.bandwidth)
+    )
     assert [grouped.launches("output", size, 8, by) for by in (ONE, EACH, BLOCKS)] == [1, 8, 48]
 
 
@@ -61,7 +81,10 @@ def tiny(**parallel):
 
 
 def test_parameters_that_take_a_token():
-    for name, all_, active in (("tiny-moe", None, None), ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704)):
+    for name, all_, active in (
+        ("tiny-moe", None, None),
+        ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
+    ):
         config = configs.load(name)
         kinds = device_shapes.kinds(config)
         assert device_shapes.active(config) == kinds["all"] - kinds["experts"] * (
@@ -69,11 +92,16 @@ def test_parameters_that_take_a_token():
         )
         assert all_ in (None, kinds["all"])
         assert active in (None, device_shapes.active(config))
-    assert device_shapes.active(configs.load("tiny")) == device_shapes.kinds(configs.load("tiny"))["all"]
+    assert (
+        device_shapes.active(configs.load("tiny"))
+        == device_shapes.kinds(configs.load("tiny"))["all"]
+    )
 
 
 def test_rows_are_sent_to_their_experts_and_back():  # X-13
-    """Four sequences of 128 tokens on each of four devices, two experts a token, 128 features, two layers, both passes, bfloat16."""
+    """Four sequences of 128 tokens on each of four devices, two experts a token, 128 features, two
+    layers, both passes, bfloat16.
+    """
     rows = 2 * 2 * (4 * 128) * 2 * 128
     torch, jax = (traffic.flows(tiny(expert=4), backend) for backend in ("torch", "jax"))
     for purpose in ("rows, sent to their experts", "rows, sent back"):
@@ -81,9 +109,13 @@ def test_rows_are_sent_to_their_experts_and_back():  # X-13
         assert jax[purpose].elements == rows * 3  # a buffer of all to each of three
         assert torch[purpose].bytes == 2 * torch[purpose].elements
     for recipe, size in (("tensorwise", 1), ("delayed", 1), ("blockwise", 2)):  # X-14
-        sent = traffic.flows(tiny(expert=4).replace(numerics={"recipe": recipe}), "jax")["rows, sent to their experts"]
+        sent = traffic.flows(tiny(expert=4).replace(numerics={"recipe": recipe}), "jax")[
+            "rows, sent to their experts"
+        ]
         assert sent.bytes == size * sent.elements
-    in_rows = traffic.flows(tiny(expert=4, expert_dispatch="compute").replace(numerics={"recipe": "tensorwise"}), "jax")
+    in_rows = traffic.flows(
+        tiny(expert=4, expert_dispatch="compute").replace(numerics={"recipe": "tensorwise"}), "jax"
+    )
     assert in_rows["rows, sent to their experts"].bytes == 2 * rows * 3
     assert "rows, sent back" not in traffic.flows(tiny(fsdp=4), "jax")
     again = traffic.flows(tiny(expert=4, checkpointing="full"), "torch")
@@ -94,9 +126,17 @@ def test_rows_are_sent_to_their_experts_and_back():  # X-13
 def test_grouped_gemms_multiply_codes_on_an_h200(row):  # X-10
     e4m3, e5m2 = "bf16" if row["recipe"] == "bf16" else "f8e4m3fn", "f8e5m2"
     gradients = e5m2 if row["recipe"] in ("tensorwise", "delayed") else e4m3
-    pairs = ((e4m3, e4m3), (gradients, e4m3), (e4m3, gradients))  # XLA takes grad_weight's operands in the other order
-    expected = collections.Counter(f"{a} x {b} -> f32" for a, b in pairs for _ in range(3))  # of three projections
-    if "checkpointing" in row["mesh"]:  # outputs again, down's too: the weights of a token's experts want it
+    pairs = (
+        (e4m3, e4m3),
+        (gradients, e4m3),
+        (e4m3, gradients),
+    )  # XLA takes grad_weight's operands in the other order
+    expected = collections.Counter(
+        f"{a} x {b} -> f32" for a, b in pairs for _ in range(3)
+    )  # of three projections
+    if (
+        "checkpointing" in row["mesh"]
+    ):  # outputs again, down's too: the weights of a token's experts want it
         expected[f"{e4m3} x {e4m3} -> f32"] += 3
     assert row["taken"]["grouped"] == expected
     assert not row["lost"]
@@ -104,10 +144,19 @@ def test_grouped_gemms_multiply_codes_on_an_h200(row):  # X-10
 
 def test_experts_are_gathered_over_fsdp_in_the_compute_dtype():  # P-10
     experts = 2 * 3 * 8 * 128 * 128
-    for parallel, gathered in (({"fsdp": 4}, 3 / 4), ({"expert": 4}, 0), ({"fsdp": 2, "expert": 2}, 1 / 4)):
-        without = configs.load("tiny-moe").replace(model={"num_experts": 4, "num_experts_per_tok": 2}, parallel=parallel)
+    for parallel, gathered in (
+        ({"fsdp": 4}, 3 / 4),
+        ({"expert": 4}, 0),
+        ({"fsdp": 2, "expert": 2}, 1 / 4),
+    ):
+        without = configs.load("tiny-moe").replace(
+            model={"num_experts": 4, "num_experts_per_tok": 2}, parallel=parallel
+        )
         # half the experts, and half of the router [E, hidden], which JAX does not gather
-        many, few = (traffic.flows(config, "jax")["weights, gathered over fsdp"] for config in (tiny(**parallel), without))
+        many, few = (
+            traffic.flows(config, "jax")["weights, gathered over fsdp"]
+            for config in (tiny(**parallel), without)
+        )
         assert many.elements - few.elements == 2 * gathered * experts / 2
         assert many.bytes - few.bytes == 2 * (many.elements - few.elements)
 
@@ -136,5 +185,9 @@ def test_a_device_holds_its_own_experts():
         return memory.most(memory.lines(tiny(**parallel), "torch"))[1]
 
     assert held(expert=4) < held(fsdp=1)
-    experts = {name: piece for name, (piece, _) in memory.piece_sizes(tiny(fsdp=2, expert=2), "jax").items() if ".experts." in name}
+    experts = {
+        name: piece
+        for name, (piece, _) in memory.piece_sizes(tiny(fsdp=2, expert=2), "jax").items()
+        if ".experts." in name
+    }
     assert set(experts.values()) == {2 * 128 * 128}  # of eight

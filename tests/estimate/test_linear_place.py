@@ -1,4 +1,6 @@
-"""Where a linear is, by hand from the sizes in tests/sizes.py: 2 layers, 8 sequences of 32 tokens, 256 words."""
+"""Where a linear is, by hand from the sizes in tests/sizes.py: 2 layers, 8 sequences of 32 tokens,
+256 words.
+"""
 
 import pytest
 import sizes
@@ -15,7 +17,11 @@ def place(path, recipe="tensorwise", sequences=8, **parallel):
 @pytest.mark.parametrize(
     ("path", "one", "gathered"),
     [
-        ("0.self_attn.q_proj", 4 / 4, 2 / 2),  # 256 words of 1,024 tokens, in float32; of 512 in bfloat16
+        (
+            "0.self_attn.q_proj",
+            4 / 4,
+            2 / 2,
+        ),  # 256 words of 1,024 tokens, in float32; of 512 in bfloat16
         ("0.mlp.gate_proj", 4 / 4 + 2, 2 / 2 + 2),  # and o's output
         ("1.self_attn.q_proj", 4, 2 / 2 + 2 + 2),  # and down's
         ("1.mlp.gate_proj", 4, 4),
@@ -38,9 +44,15 @@ def test_linears_that_share_an_input():
 
 
 def test_what_is_sent():
-    """Gradients that are summed in bfloat16, and outputs of o and down over tensor, but for float32 sums (P-9)."""
+    """Gradients that are summed in bfloat16, and outputs of o and down over tensor, but for float32
+    sums (P-9).
+    """
     assert place("1.mlp.down_proj", tensor=2)["sent"] == ["output"]
-    assert place("1.mlp.down_proj", tensor=2, tensor_reduce_dtype="float32")["sent"] == place("1.mlp.up_proj", tensor=2)["sent"] == []
+    assert (
+        place("1.mlp.down_proj", tensor=2, tensor_reduce_dtype="float32")["sent"]
+        == place("1.mlp.up_proj", tensor=2)["sent"]
+        == []
+    )
     assert place("1.mlp.up_proj", fsdp=2, reduce_dtype="bfloat16")["sent"] == ["grad_weight"]
 
 

@@ -12,7 +12,9 @@ from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config import config as configs
 
 H200 = PUBLISHED["h200"]
-LARGE = configs.load("llama-8b").replace(parallel={"checkpointing": "selective", "compile": "block"})
+LARGE = configs.load("llama-8b").replace(
+    parallel={"checkpointing": "selective", "compile": "block"}
+)
 
 
 def printed(found) -> str:
@@ -40,10 +42,21 @@ def test_rows_are_linears_of_one_name_and_shape():
 
 def test_linears_that_lose_are_named():
     found = report.of(sizes.config(), "torch", H200)
-    assert found.to_filter == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert found.to_filter == [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
     text = printed(found)
     assert text.count("FILTER") == 7
-    assert f"SLOWER in FP8: {', '.join(found.to_filter)}. Casts are not fused: set parallel.compile to block" in " ".join(text.split())
+    assert (
+        f"SLOWER in FP8: {', '.join(found.to_filter)}. Casts are not fused: set "
+        "parallel.compile to block" in " ".join(text.split())
+    )
     assert "NOT MEASURED" in text
 
 
@@ -52,11 +65,18 @@ def test_linears_that_lose_are_named():
     [
         (sizes.config(compile="block"), "SLOWER in FP8: every linear. Use recipe bf16."),
         (LARGE, "No linear is slower in FP8."),
-        (LARGE.replace(parallel={"compile": "none"}), "Casts are not fused: set parallel.compile to block and estimate again."),
-        (LARGE.replace(model={"num_key_value_heads": 1}), "add k_proj, v_proj to numerics.filter_fqns."),
+        (
+            LARGE.replace(parallel={"compile": "none"}),
+            "Casts are not fused: set parallel.compile to block and estimate again.",
+        ),
+        (
+            LARGE.replace(model={"num_key_value_heads": 1}),
+            "add k_proj, v_proj to numerics.filter_fqns.",
+        ),
         (
             LARGE.replace(model={"num_key_value_heads": 1}, numerics={"fp8_fqns": ("k_proj",)}),
-            "add k_proj, v_proj to numerics.filter_fqns, and remove the patterns that name them from numerics.fp8_fqns.",
+            "add k_proj, v_proj to numerics.filter_fqns, and remove the patterns that name them "
+            "from numerics.fp8_fqns.",
         ),
     ],
 )
@@ -83,19 +103,35 @@ def test_a_config_that_the_backend_refuses_is_refused():
 
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     written, measured = tmp_path / "out.json", tmp_path / "ceilings.json"
-    keys = {"gpu": "H100 SXM", "bf16": 6e14, "fp8": 1.1e15, "fp8_rowwise": 1e15, "attention": 4e14, "bandwidth": 2.5e12, "launch": 3e-6}
+    keys = {
+        "gpu": "H100 SXM",
+        "bf16": 6e14,
+        "fp8": 1.1e15,
+        "fp8_rowwise": 1e15,
+        "attention": 4e14,
+        "bandwidth": 2.5e12,
+        "launch": 3e-6,
+    }
     measured.write_text(json.dumps(keys | {"source": "a made-up card"}))
     command = ["estimate", "tiny", "--gpu", "h100", "--backend", "jax", "--ceilings", str(measured)]
     assert cli.main([*command, "--recipe", "rowwise", "--json", str(written)]) == 0
     assert "MEASURED: H100 SXM reaches 600 and 1100" in capsys.readouterr().out
     made = json.loads(written.read_text())
-    assert (made["backend"], made["recipe"], made["ceilings"]["measured"]) == ("jax", "rowwise", True)
+    assert (made["backend"], made["recipe"], made["ceilings"]["measured"]) == (
+        "jax",
+        "rowwise",
+        True,
+    )
     assert made["filter_fqns"] == [one["linear"] for one in made["linears"] if one["filter"]]
     one = made["linears"][0]
-    assert one["ratio"] == pytest.approx(one["ledger"]["bf16"] / sum(one["ledger"]["parts"].values()))
+    assert one["ratio"] == pytest.approx(
+        one["ledger"]["bf16"] / sum(one["ledger"]["parts"].values())
+    )
     assert one["ledger"]["floor"] == pytest.approx(3e-6 * one["ledger"]["kernels"])
     rest, plain = (sum(made["step"][key].values()) for key in ("rest", "in_bf16"))
-    assert made["step"]["ratio"] == pytest.approx((made["step"]["bf16"] + plain) / (made["step"]["configured"] + rest))
+    assert made["step"]["ratio"] == pytest.approx(
+        (made["step"]["bf16"] + plain) / (made["step"]["configured"] + rest)
+    )
 
 
 @pytest.mark.parametrize(

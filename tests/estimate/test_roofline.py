@@ -13,7 +13,9 @@ from fp8ref.train.config import config as configs
 H100 = PUBLISHED["h100"]
 COMPILED = {"compile": "block"}
 FULL = {"compile": "block", "checkpointing": "full"}
-ROUND = dataclasses.replace(H100, bf16=5e14, fp8=1e15, fp8_rowwise=8e14, bandwidth=1e12, launch=1e-6)
+ROUND = dataclasses.replace(
+    H100, bf16=5e14, fp8=1e15, fp8_rowwise=8e14, bandwidth=1e12, launch=1e-6
+)
 
 
 def made(recipe="tensorwise", m=8192, n=4096, k=4096, how="inductor", **keys):
@@ -29,13 +31,19 @@ def test_a_gemm_that_fills_every_processor_takes_its_flops():
 def test_a_wave_that_is_part_empty_takes_as_long():
     """One row of tiles more; sums in pieces would move more bytes than they save."""
     m, n, k = 11 * 128 + 1, 12 * 256, 8192
-    assert roofline.gemm_seconds(m, n, k, 5e14, 0, ROUND) > 1.2 * roofline.gemm_seconds(m - 1, n, k, 5e14, 0, ROUND)
+    assert roofline.gemm_seconds(m, n, k, 5e14, 0, ROUND) > 1.2 * roofline.gemm_seconds(
+        m - 1, n, k, 5e14, 0, ROUND
+    )
 
 
 def test_a_long_sum_is_cut_into_pieces():
-    """One tile's sum of 2^20, by 8 processors in an eighth of the time, and float32 parts, written and read."""
+    """One tile's sum of 2^20, by 8 processors in an eighth of the time, and float32 parts, written
+    and read.
+    """
     whole = 132 * 2 * 128 * 128 * 2**20 / 5e14
-    assert roofline.gemm_seconds(128, 128, 2**20, 5e14, 0, ROUND) == pytest.approx(whole / 8 + 8 * 8 * 128 * 128 / 1e12)
+    assert roofline.gemm_seconds(128, 128, 2**20, 5e14, 0, ROUND) == pytest.approx(
+        whole / 8 + 8 * 8 * 128 * 128 / 1e12
+    )
 
 
 def test_a_gemm_takes_no_less_than_its_bytes_nor_a_launch():
@@ -52,10 +60,17 @@ def test_a_gemm_of_few_rows_takes_the_bytes_of_its_codes():
 
 
 def test_the_parts_of_a_linear():
-    """Tensorwise, inductor: amaxes of 2 bytes, casts of 4, a weight's of 6, at 1e12 bytes a second; a scale's kernel is a launch."""
-    one, elements = made(), {"input": 8192 * 4096, "weight": 4096 * 4096, "grad_output": 8192 * 4096}
+    """Tensorwise, inductor: amaxes of 2 bytes, casts of 4, a weight's of 6, at 1e12 bytes a second;
+    a scale's kernel is a launch.
+    """
+    one, elements = (
+        made(),
+        {"input": 8192 * 4096, "weight": 4096 * 4096, "grad_output": 8192 * 4096},
+    )
     assert one.parts["amax"] == pytest.approx(2 * sum(elements.values()) / 1e12)
-    assert one.parts["cast"] == pytest.approx((4 * sum(elements.values()) + 2 * elements["weight"]) / 1e12)
+    assert one.parts["cast"] == pytest.approx(
+        (4 * sum(elements.values()) + 2 * elements["weight"]) / 1e12
+    )
     assert one.parts["scale"] == pytest.approx(3e-6)
     assert one.parts["layout"] == one.parts["rescale"] == 0
     assert one.parts["gemm"] == pytest.approx(one.bf16 / 2)
@@ -65,7 +80,9 @@ def test_the_parts_of_a_linear():
 
 
 def test_rowwise_gemms_run_at_their_rate_where_they_scale_themselves():
-    """output at the rowwise rate; the other two, slow, at the tensorwise one with a kernel after them of 4 bytes a result."""
+    """output at the rowwise rate; the other two, slow, at the tensorwise one with a kernel after
+    them of 4 bytes a result.
+    """
     one, flops = made("rowwise"), 2 * 8192 * 4096 * 4096
     assert one.parts["rescale"] == pytest.approx(4 * (8192 * 4096 + 4096 * 4096) / 1e12)
     ideal = flops / 8e14 + 2 * flops / 1e15
@@ -103,18 +120,25 @@ def test_each_device_casts_its_own_rows_of_a_weight_that_is_gathered_in_fp8():
     one = roofline.of_decision(decision, config, "torch", slow)
     tokens, weight, outputs = 128 * 64, 128 * 64, 128 * 128
     assert one.parts["amax"] == pytest.approx(2 * (tokens + weight / 2 + outputs) / slow.bandwidth)
-    assert one.parts["cast"] == pytest.approx((4 * tokens + 3 * weight / 2 + 4 * outputs) / slow.bandwidth)
+    assert one.parts["cast"] == pytest.approx(
+        (4 * tokens + 3 * weight / 2 + 4 * outputs) / slow.bandwidth
+    )
     assert one.parts["layout"] == pytest.approx(2 * weight / slow.bandwidth)
-    alone = roofline.of_decision(decision, sizes.config(fsdp=2, compile="block", gather="compute"), "torch", slow)
+    alone = roofline.of_decision(
+        decision, sizes.config(fsdp=2, compile="block", gather="compute"), "torch", slow
+    )
     assert alone.parts["layout"] == 0
-    assert alone.parts["cast"] == pytest.approx((4 * tokens + 6 * weight + 4 * outputs) / slow.bandwidth)
+    assert alone.parts["cast"] == pytest.approx(
+        (4 * tokens + 6 * weight + 4 * outputs) / slow.bandwidth
+    )
 
 
 def test_a_forward_pass_alone():
     config = sizes.config(compile="block")
     decision = config.decisions()[0]
     whole, forward = (
-        roofline.of_decision(decision, config, "torch", H100, gemms=g) for g in (("output", "grad_input", "grad_weight"), ("output",))
+        roofline.of_decision(decision, config, "torch", H100, gemms=g)
+        for g in (("output", "grad_input", "grad_weight"), ("output",))
     )
     assert forward.kernels < whole.kernels
     assert forward.bf16 < whole.bf16
@@ -154,7 +178,9 @@ def test_what_a_gemm_runs_in(recipe, which, backend, how):
     assert shapes(recipe, "0.mlp.up_proj", backend)[which].runs_in == how
 
 
-@pytest.mark.parametrize(("recipe", "backend"), [("mxfp8", "torch"), ("mxfp8", "jax"), ("blockwise", "jax")])
+@pytest.mark.parametrize(
+    ("recipe", "backend"), [("mxfp8", "torch"), ("mxfp8", "jax"), ("blockwise", "jax")]
+)
 def test_operands_in_blocks_without_a_kernel_are_no_fp8_gemm(recipe, backend):  # G-16
     assert "dequantized: no FP8 GEMM" in roofline.runs_in(RECIPES[recipe].output, backend)
 
@@ -170,7 +196,9 @@ def test_data_sheets():
 def test_linears_are_those_of_the_plan():
     config = sizes.config(**COMPILED)
     found = roofline.linears(config, "torch", H100)
-    assert [decision.path for decision, _ in found] == [decision.path for decision in config.decisions()]
+    assert [decision.path for decision, _ in found] == [
+        decision.path for decision in config.decisions()
+    ]
     assert found[0][1] is found[7][1]  # q_proj of either layer
     assert found[-1][1].ratio is None
     tied = roofline.linears(config.replace(model={"tie_word_embeddings": True}), "torch", H100)
@@ -178,12 +206,22 @@ def test_linears_are_those_of_the_plan():
 
 
 def test_a_step_is_its_parts_of_a_batch():
-    whole, parts = (roofline.of_step(sizes.config(parts=n, **COMPILED), "torch", H100) for n in (1, 2))
+    whole, parts = (
+        roofline.of_step(sizes.config(parts=n, **COMPILED), "torch", H100) for n in (1, 2)
+    )
     once = sum(one.bf16 for _, one in roofline.linears(sizes.config(**COMPILED), "torch", H100))
     assert whole.bf16 == pytest.approx(once)
-    assert parts.bf16 == pytest.approx(2 * sum(one.bf16 for _, one in roofline.linears(sizes.config(parts=2, **COMPILED), "torch", H100)))
+    assert parts.bf16 == pytest.approx(
+        2
+        * sum(
+            one.bf16
+            for _, one in roofline.linears(sizes.config(parts=2, **COMPILED), "torch", H100)
+        )
+    )
     assert "sums of gradients over parts" not in whole.rest
-    assert parts.rest["sums of gradients over parts"] == pytest.approx(12 * 2 * 106816 / H100.bandwidth)  # every parameter
+    assert parts.rest["sums of gradients over parts"] == pytest.approx(
+        12 * 2 * 106816 / H100.bandwidth
+    )  # every parameter
     assert parts.rest["attention"] == pytest.approx(whole.rest["attention"])
 
 
@@ -202,7 +240,8 @@ def test_what_loses_is_filtered():
 
 def test_checkpointing_runs_a_layers_forward_pass_again():
     none, selective, full = (
-        roofline.of_step(sizes.config(checkpointing=what, **COMPILED), "torch", H100) for what in ("none", "selective", "full")
+        roofline.of_step(sizes.config(checkpointing=what, **COMPILED), "torch", H100)
+        for what in ("none", "selective", "full")
     )
     assert none.bf16 == selective.bf16 < full.bf16
     assert none.configured == selective.configured < full.configured
@@ -214,18 +253,32 @@ def test_checkpointing_runs_a_layers_forward_pass_again():
 def test_checkpointing_runs_a_layer_again_by_its_own_recipe():
     """A step with layer 0 in bfloat16 takes as long as one with layer 1."""
     either = [
-        roofline.of_step(configs.load("llama-8b").replace(numerics={"filter_fqns": ("lm_head", layer)}, parallel=FULL), "torch", H100)
+        roofline.of_step(
+            configs.load("llama-8b").replace(
+                numerics={"filter_fqns": ("lm_head", layer)}, parallel=FULL
+            ),
+            "torch",
+            H100,
+        )
         for layer in ("layers.0", "layers.1")
     ]
     assert either[0].configured == pytest.approx(either[1].configured, rel=1e-12)
 
 
 def test_amaxes_of_weights_are_taken_once_a_step():  # P-9
-    """In JAX; in two microbatches whose layers run again, but for down, that saves three passes of four over each layer's float32 weights."""
-    config = configs.load("llama-8b").replace(parallel={**FULL, "scan": True, "compile": "none"}, data={"microbatches": 2})
-    apart, first = (roofline.of_step(config.replace(parallel={"precompute_scales": on}), "jax", H100) for on in (False, True))
+    """In JAX; in two microbatches whose layers run again, but for down, that saves three passes of
+    four over each layer's float32 weights.
+    """
+    config = configs.load("llama-8b").replace(
+        parallel={**FULL, "scan": True, "compile": "none"}, data={"microbatches": 2}
+    )
+    apart, first = (
+        roofline.of_step(config.replace(parallel={"precompute_scales": on}), "jax", H100)
+        for on in (False, True)
+    )
     saved = [
-        (1 if "down" in d.path else 3) * max(4 * math.prod(d.shape) / config.parallel.shards / H100.bandwidth, H100.launch)
+        (1 if "down" in d.path else 3)
+        * max(4 * math.prod(d.shape) / config.parallel.shards / H100.bandwidth, H100.launch)
         for d in config.decisions()
         if d.fp8
     ]
@@ -241,7 +294,10 @@ def test_rules_make_several_recipes_of_one_name():
     ]
     either = []
     for names in (("layers.0", "layers.1"), ("layers.1", "layers.0")):
-        made = tuple(dataclasses.replace(rule, layers=(name,)) for rule, name in zip(rules, names, strict=True))
+        made = tuple(
+            dataclasses.replace(rule, layers=(name,))
+            for rule, name in zip(rules, names, strict=True)
+        )
         config = sizes.config(**COMPILED).replace(numerics={"rules": made})
         either.append(roofline.of_step(config, "torch", H100).configured)
         assert len(report.of(config, "torch", H100).rows) == 7 + 7 + 1
@@ -250,16 +306,28 @@ def test_rules_make_several_recipes_of_one_name():
 
 @pytest.mark.parametrize("filtered", [(), ("layers.0.self_attn.q_proj",)])
 def test_equal_linears_in_other_places_have_costs_of_their_own(filtered):
-    """XLA computes inputs of the first layers from rows of the embedding, and quantizes a shared input with its first linear in FP8."""
-    config = configs.load("llama-125m").replace(model={"num_hidden_layers": 3}, numerics={"filter_fqns": filtered})
+    """XLA computes inputs of the first layers from rows of the embedding, and quantizes a shared
+    input with its first linear in FP8.
+    """
+    config = configs.load("llama-125m").replace(
+        model={"num_hidden_layers": 3}, numerics={"filter_fqns": filtered}
+    )
     for decision, one in roofline.linears(config, "jax", H100):
         assert one == roofline.of_decision(decision, config, "jax", H100), decision.path
 
 
 def test_faster_memory_helps_casts():
     """On an H200, whose memory alone is faster."""
-    config = sizes.config(**COMPILED).replace(model={"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32})
+    config = sizes.config(**COMPILED).replace(
+        model={"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    )
     config = config.replace(data={"sequence_length": 8192})
-    assert roofline.of_step(config, "torch", H100).configured > roofline.of_step(config, "torch", PUBLISHED["h200"]).configured
+    assert (
+        roofline.of_step(config, "torch", H100).configured
+        > roofline.of_step(config, "torch", PUBLISHED["h200"]).configured
+    )
     faster = dataclasses.replace(H100, bandwidth=H100.sheet.bandwidth)
-    assert roofline.of_step(config, "torch", faster).configured < roofline.of_step(config, "torch", H100).configured
+    assert (
+        roofline.of_step(config, "torch", faster).configured
+        < roofline.of_step(config, "torch", H100).configured
+    )

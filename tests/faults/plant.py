@@ -147,8 +147,12 @@ def run_tests(tree: Path, tests: Sequence[str], *options: str) -> tuple[int, str
     try:
         ended = subprocess.run(
             [*command, *options, *tests],
-            cwd=tree, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True,
-        )  # fmt: skip
+            cwd=tree,
+            env=environment,
+            timeout=TIMEOUT_S,
+            capture_output=True,
+            text=True,
+        )
     except subprocess.TimeoutExpired:
         return FAILED, f"FAILED ::no end within {TIMEOUT_S} s"
     return ended.returncode, ended.stdout + ended.stderr
@@ -196,7 +200,10 @@ def summary(results: Sequence[Outcome]) -> str:
     """How many died, and what did not: why, or whose tests passed."""
     real = [r for r in results if not r.fault.equivalent]
     killed = sum(r.killed for r in real)
-    lines = [f"{killed} of {len(real)} planted faults were seen by the fast tests ({share(results):.1%})."]
+    lines = [
+        f"{killed} of {len(real)} planted faults were seen by the fast tests "
+        f"({share(results):.1%})."
+    ]
     for r in results:
         where = f"{r.fault.file}: {r.fault.name}"
         if r.fault.equivalent:

@@ -24,7 +24,16 @@ def test_each_fits_the_package(fault):
 
 def test_rooms_have_faults():
     rooms = {Path(f.file).parts[1] for f in FAULTS}
-    assert {"sim", "jax", "torch", "train", "conformance", "crosscheck", "estimate", "study"} <= rooms
+    assert {
+        "sim",
+        "jax",
+        "torch",
+        "train",
+        "conformance",
+        "crosscheck",
+        "estimate",
+        "study",
+    } <= rooms
 
 
 MAXIMUM = "def largest(values):\n    return max(values)\n"
@@ -51,20 +60,27 @@ def small(new, **entry):
 
 
 def test_a_fault_dies_or_survives(tree):
-    killed, survived, other = plant.outcomes([small("min(values)"), small("sorted(values)[-1]"), small("sum(values) - 1")], [tree])
+    killed, survived, other = plant.outcomes(
+        [small("min(values)"), small("sorted(values)[-1]"), small("sum(values) - 1")], [tree]
+    )
     assert (killed.killed, killed.problem) == (True, "")
     assert "test_largest" in killed.line()
     assert not survived.killed
     assert not survived.problem
     assert plant.share([killed, survived]) == 0.5
-    assert "survives: fp8ref/small.py: small: passes tests/test_small.py" in plant.summary([survived])
+    assert "survives: fp8ref/small.py: small: passes tests/test_small.py" in plant.summary(
+        [survived]
+    )
     assert not other.killed
     assert plant.summary([killed, survived]).startswith("1 of 2 planted faults")
     assert (tree / "fp8ref" / "small.py").read_text() == MAXIMUM
 
 
 def test_entries_that_are_wrong_about_their_fate(tree):
-    wrong, right = plant.outcomes([small("min(values)", equivalent="?"), small("sorted(values)[-1]", equivalent="same")], [tree])
+    wrong, right = plant.outcomes(
+        [small("min(values)", equivalent="?"), small("sorted(values)[-1]", equivalent="same")],
+        [tree],
+    )
     assert "is called equivalent" in wrong.problem
     assert not right.problem
     assert "equivalent: fp8ref/small.py: small: same" in plant.summary([right])

@@ -1,6 +1,8 @@
-"""Install each extra alone into a new environment, and use its rooms and commands there: python tests/install/extras.py [EXTRA ...]
+"""Install each extra alone into a new environment, and use its rooms and commands there: python
+tests/install/extras.py [EXTRA ...]
 
-An extra that is not asked for must not be needed. What needs another one must name it. Packages come from the index that pip is set up for.
+An extra that is not asked for must not be needed. What needs another one must name it. Packages
+come from the index that pip is set up for.
 """
 
 import argparse
@@ -19,7 +21,9 @@ TINY = "tiny"
 
 
 class Use(NamedTuple):
-    """One thing to do. code: ``python -c``; else a command of fp8ref. exit and says: what it ends with, and what it prints among others."""
+    """One thing to do. code: ``python -c``; else a command of fp8ref. exit and says: what it ends
+    with, and what it prints among others.
+    """
 
     what: str
     command: tuple[str, ...] = ()
@@ -30,7 +34,9 @@ class Use(NamedTuple):
 
 def missing(room: str, extra: str) -> Use:
     """An import that fails, and names what installs it."""
-    return Use(f"import {room} names [{extra}]", code=f"import {room}", exit=1, says=f"fp8ref[{extra}]")
+    return Use(
+        f"import {room} names [{extra}]", code=f"import {room}", exit=1, says=f"fp8ref[{extra}]"
+    )
 
 
 SIMULATOR = """
@@ -110,17 +116,30 @@ USES: dict[str, list[Use]] = {
         Use("the simulator", code=SIMULATOR),
         Use("identify_cast", code=IDENTIFY),
         Use("fp8ref --help", ("--help",), says="COMMAND"),
-        Use("vectors gen", ("vectors", "gen", "scale", "--format", "e4m3fn", "--policy", "torchao")),
+        Use(
+            "vectors gen", ("vectors", "gen", "scale", "--format", "e4m3fn", "--policy", "torchao")
+        ),
         missing("fp8ref.jax", "jax"),
         missing("fp8ref.torch", "torch"),
         missing("fp8ref.train.config.config", "train"),
         missing("fp8ref.estimate.report", "train"),
         missing("fp8ref.plots", "train"),
         missing("fp8ref.conformance.strategies", "conformance"),
-        Use("conform names [conformance]", ("conform", "kernel:mycast", "--format", "e4m3fn"), exit=2, says="fp8ref[conformance]"),
-        Use("train names [train]", ("train", TINY, "--backend", "jax"), exit=2, says="fp8ref[train]"),
+        Use(
+            "conform names [conformance]",
+            ("conform", "kernel:mycast", "--format", "e4m3fn"),
+            exit=2,
+            says="fp8ref[conformance]",
+        ),
+        Use(
+            "train names [train]", ("train", TINY, "--backend", "jax"), exit=2, says="fp8ref[train]"
+        ),
     ],
-    "jax": [Use("fp8ref.jax and its Flax hooks", code=JAX), missing("fp8ref.torch", "torch"), missing("fp8ref.train.loop", "train")],
+    "jax": [
+        Use("fp8ref.jax and its Flax hooks", code=JAX),
+        missing("fp8ref.torch", "torch"),
+        missing("fp8ref.train.loop", "train"),
+    ],
     "torch": [
         Use("fp8ref.torch", code=TORCH),
         Use("a study", code=STUDY),
@@ -132,24 +151,57 @@ USES: dict[str, list[Use]] = {
         Use("property tests", code=PROPERTY),
         Use("conform", ("conform", "kernel:mycast", "--format", "e4m3fn"), says="saturating"),
         Use("probe", ("probe", "kernel:mygemm", "--shape", "16", "16", "128"), says="identified"),
-        Use("certify names what brings libraries to compare", ("certify",), exit=2, says="fp8ref[all]"),
+        Use(
+            "certify names what brings libraries to compare",
+            ("certify",),
+            exit=2,
+            says="fp8ref[all]",
+        ),
         Use("crosscheck names [train]", ("crosscheck", TINY), exit=2, says="fp8ref[train]"),
     ],
-    "train": [*TRAINS, Use("train names [jax]", ("train", TINY, "--backend", "jax", *SOME), exit=2, says="fp8ref[jax]")],
-    "data": [*TRAINS, Use("data prepare of .jsonl", ("data", "prepare", "--source", "documents/*.jsonl", "--out", "documents-tokens"))],
+    "train": [
+        *TRAINS,
+        Use(
+            "train names [jax]",
+            ("train", TINY, "--backend", "jax", *SOME),
+            exit=2,
+            says="fp8ref[jax]",
+        ),
+    ],
+    "data": [
+        *TRAINS,
+        Use(
+            "data prepare of .jsonl",
+            ("data", "prepare", "--source", "documents/*.jsonl", "--out", "documents-tokens"),
+        ),
+    ],
     "notebooks": [
         Use("train with jax", ("train", TINY, "--backend", "jax", *SOME), says="loss"),
-        Use("train with torch", ("train", TINY, "--backend", "torch", *SOME, "--overwrite"), says="loss"),
+        Use(
+            "train with torch",
+            ("train", TINY, "--backend", "torch", *SOME, "--overwrite"),
+            says="loss",
+        ),
         Use("report", ("report", "run"), says="run"),
-        Use("the notebooks' packages", code="import ipykernel, nbclient, nbformat, transformers; from fp8ref import plots"),
+        Use(
+            "the notebooks' packages",
+            code="import ipykernel, nbclient, nbformat, transformers; from fp8ref import plots",
+        ),
     ],
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("extras", nargs="*", metavar="EXTRA", help=f"of {', '.join(USES)}; all without")
-    parser.add_argument("--turn", type=int, metavar="N", help="of all, every fourth, beginning with the N-th modulo 4")
+    parser.add_argument(
+        "extras", nargs="*", metavar="EXTRA", help=f"of {', '.join(USES)}; all without"
+    )
+    parser.add_argument(
+        "--turn",
+        type=int,
+        metavar="N",
+        help="of all, every fourth, beginning with the N-th modulo 4",
+    )
     known = parser.parse_args()
     if unknown := [name for name in known.extras if name not in USES]:
         parser.error(f"EXTRA is one of {', '.join(USES)}; got {', '.join(unknown)}")
@@ -167,13 +219,29 @@ def built(folder: Path) -> Path:
     """The wheel of the files that git tracks, so that nothing left behind gets into it."""
     source = folder / "source"
     for name in subprocess.run(
-        ["git", "ls-files", "-z", "fp8ref", "pyproject.toml", "README.md", "LICENSE"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-z", "fp8ref", "pyproject.toml", "README.md", "LICENSE"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split("\0"):
         if name and (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name)
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps", "-w", folder, source], check=True
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "-w",
+            folder,
+            source,
+        ],
+        check=True,
     )
     return next(folder.glob("fp8ref-*.whl"))
 
@@ -184,7 +252,18 @@ def check(extra: str, wheel: Path, folder: Path) -> int:
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv" / "bin" / "python"
     what = f"{wheel}[{extra}]" if extra != "bare" else str(wheel)
-    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile", "-c", ROOT / "constraints.txt", what]
+    install = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "--no-compile",
+        "-c",
+        ROOT / "constraints.txt",
+        what,
+    ]
     subprocess.run(install, check=True, stderr=subprocess.DEVNULL if extra == "bare" else None)
     (folder / "kernel.py").write_text(KERNEL, encoding="utf-8")
     for name, suffix, text in (
@@ -202,11 +281,17 @@ def used(use: Use, python: Path, folder: Path) -> bool:
     """Whether it went as it should."""
     command = [python, "-c", use.code] if use.code else [python, "-m", "fp8ref", *use.command]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     ok = done.returncode == use.exit and use.says in done.stdout + done.stderr
     print(f"  {'ok   ' if ok else 'FAILS'} {use.what}", flush=True)
     if not ok:
-        print(f"exit {done.returncode}, wanted {use.exit} and {use.says!r}\n{done.stdout}{done.stderr}", flush=True)
+        print(
+            f"exit {done.returncode}, wanted {use.exit} and "
+            f"{use.says!r}\n{done.stdout}{done.stderr}",
+            flush=True,
+        )
     return ok
 
 

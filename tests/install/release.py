@@ -1,9 +1,11 @@
-"""Build the sdist and the wheel, check them, and use the wheel where there is no clone: python tests/install/release.py [--full]
+"""Build the sdist and the wheel, check them, and use the wheel where there is no clone: python
+tests/install/release.py [--full]
 
-Both are left in dist/. The wheel is installed into a new environment of every Python of PYTHONS that is on the path, and used there:
-without extras; with --full, and under the first of them, also with [all], where both backends train and `fp8ref demo` runs.
-On a package index the README has no files next to it: links to files become links to pyproject.toml's Source address, or plain text
-as long as it names none.
+Both are left in dist/. The wheel is installed into a new environment of every Python of PYTHONS
+that is on the path, and used there: without extras; with --full, and under the first of them, also
+with [all], where both backends train and `fp8ref demo` runs. On a package index the README has no
+files next to it: links to files become links to pyproject.toml's Source address, or plain text as
+long as it names none.
 """
 
 import argparse
@@ -26,29 +28,47 @@ BARE = [
     Use("fp8ref --version", ("--version",), says="fp8ref "),
     Use(
         "the packaged configs and tensors",
-        code="from fp8ref import configs; assert configs.find('tiny').exists() and configs.find('tiny', '.npz').exists()",
+        code="from fp8ref import configs; assert configs.find('tiny').exists() and "
+        "configs.find('tiny', '.npz').exists()",
     ),
-    Use("types", code="import fp8ref, pathlib; assert (pathlib.Path(fp8ref.__file__).parent / 'py.typed').exists()"),
+    Use(
+        "types",
+        code="import fp8ref, pathlib; assert (pathlib.Path(fp8ref.__file__).parent / "
+        "'py.typed').exists()",
+    ),
     Use("vectors gen", ("vectors", "gen", "cast", "--format", "e4m3fn", "--count", "1")),
     Use("train names [train]", ("train", TINY, "--backend", "jax"), exit=2, says="fp8ref[train]"),
 ]
 FULL = [
     Use("train with jax", ("train", TINY, "--backend", "jax", *SOME), says="loss"),
-    Use("train with torch", ("train", TINY, "--backend", "torch", *SOME, "--overwrite"), says="loss"),
-    Use("the tensors", code="from fp8ref.train import tensors; assert tensors.read('tiny').operands"),
+    Use(
+        "train with torch", ("train", TINY, "--backend", "torch", *SOME, "--overwrite"), says="loss"
+    ),
+    Use(
+        "the tensors", code="from fp8ref.train import tensors; assert tensors.read('tiny').operands"
+    ),
     Use("demo", ("demo",), says="largest gap between FP8 and bf16"),
 ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="also [all] under the first Python, and the demo there: minutes, gigabytes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="also [all] under the first Python, and the demo there: minutes, gigabytes",
+    )
     known = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         wheel = built(folder)
         found = [(name, path) for name in PYTHONS if (path := shutil.which(name)) and runs(path)]
-        print(f"here are {', '.join(name for name, _ in found)}; not here: {', '.join(set(PYTHONS) - {n for n, _ in found}) or 'none'}")
+        print(
+            f"here are {', '.join(name for name, _ in found)}; not here: "
+            f"{', '.join(set(PYTHONS) - {n for n, _ in found}) or 'none'}"
+        )
         failed = sum(smoke(path, f"{wheel}", BARE, folder / name) for name, path in found)
         if known.full:
             failed += smoke(found[0][1], f"{wheel}[all]", FULL, folder / "full")
@@ -64,25 +84,36 @@ def runs(python: str) -> bool:
 def built(folder: Path) -> Path:
     """sdist and wheel of the files that git tracks, in dist/, checked by twine; the wheel."""
     source, dist, tools = folder / "source", ROOT / "dist", folder / "tools"
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
     for name in tracked:
         if name and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name)
     project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     readme = source / "README.md"
-    readme.write_text(for_an_index(readme.read_text(encoding="utf-8"), project.get("urls", {}).get("Source")), encoding="utf-8")
+    readme.write_text(
+        for_an_index(readme.read_text(encoding="utf-8"), project.get("urls", {}).get("Source")),
+        encoding="utf-8",
+    )
     venv.create(tools, with_pip=True)
     python = tools / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *TOOLS], check=True)
+    subprocess.run(
+        [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *TOOLS], check=True
+    )
     shutil.rmtree(dist, ignore_errors=True)
-    subprocess.run([python, "-m", "build", "--outdir", dist, source], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [python, "-m", "build", "--outdir", dist, source], check=True, stdout=subprocess.DEVNULL
+    )
     subprocess.run([python, "-m", "twine", "check", "--strict", *dist.iterdir()], check=True)
     return next(dist.glob("*.whl"))
 
 
 def for_an_index(readme: str, source: str | None) -> str:
-    """A README whose links to files lead to ``source``, the address of the repository; without one, their text alone."""
+    """A README whose links to files lead to ``source``, the address of the repository; without one,
+    their text alone.
+    """
 
     def absolute(found: re.Match) -> str:
         if source is None:
@@ -96,8 +127,15 @@ def smoke(python: str, what: str, uses: list[Use], folder: Path) -> int:
     """Install the wheel into a new environment and use it there; how many uses went wrong."""
     subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
     made = folder / "venv" / "bin" / "python"
-    constraints = ["-c", ROOT / "constraints.txt"] if sys.version_info[:2] == (3, 11) and python.endswith("3.11") else []
-    subprocess.run([made, "-m", "pip", "install", "-q", "--disable-pip-version-check", *constraints, what], check=True)
+    constraints = (
+        ["-c", ROOT / "constraints.txt"]
+        if sys.version_info[:2] == (3, 11) and python.endswith("3.11")
+        else []
+    )
+    subprocess.run(
+        [made, "-m", "pip", "install", "-q", "--disable-pip-version-check", *constraints, what],
+        check=True,
+    )
     (folder / "text").mkdir()
     for i in range(8):
         (folder / "text" / f"{i}.txt").write_text("fp8 amax scale bits\n" * 4000, encoding="utf-8")

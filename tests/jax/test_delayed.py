@@ -17,7 +17,10 @@ from fp8ref.spec.delayed import DELAYED, DelayedScaling
 
 
 def seen_of(use: sim.Observation) -> np.ndarray:
-    return np.stack([np.where(use.seen & ~use.non_finite, use.amax, 0), use.non_finite & use.seen, use.seen], axis=-1).astype(np.float32)
+    return np.stack(
+        [np.where(use.seen & ~use.non_finite, use.amax, 0), use.non_finite & use.seen, use.seen],
+        axis=-1,
+    ).astype(np.float32)
 
 
 def assert_states_equal(ours, theirs):
@@ -28,14 +31,21 @@ def assert_states_equal(ours, theirs):
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
 def test_states_equal_the_simulators(config, rng):  # H-1 to H-6, H-9
-    """8 layers, 40 steps: amaxes over 60 binades, zeros, tiny and subnormal ones, non-finite ones, and layers not used."""
+    """8 layers, 40 steps: amaxes over 60 binades, zeros, tiny and subnormal ones, non-finite ones,
+    and layers not used.
+    """
     recipe, layers = recipe_of(config), 8
-    states, expected = delayed.init(recipe, (layers,)), {role: sim.init(config, (layers,)) for role in ROLES}
+    states, expected = (
+        delayed.init(recipe, (layers,)),
+        {role: sim.init(config, (layers,)) for role in ROLES},
+    )
     advance = jax.jit(lambda state, seen: delayed.update(state, seen, recipe=recipe))
     for _ in range(40):
         amax = (2.0 ** rng.uniform(-30, 30, layers)).astype(np.float32)
         amax = np.select(
-            [rng.random(layers) < p for p in (0.1, 0.1, 0.1)], [np.float32(0), np.float32(1e-37), np.float32(3e-41)], amax
+            [rng.random(layers) < p for p in (0.1, 0.1, 0.1)],
+            [np.float32(0), np.float32(1e-37), np.float32(3e-41)],
+            amax,
         ).astype(np.float32)
         use = sim.observe(amax, non_finite=rng.random(layers) < 0.2, seen=rng.random(layers) < 0.8)
         states = advance(states, {role: jnp.asarray(seen_of(use)) for role in ROLES})
@@ -45,19 +55,32 @@ def test_states_equal_the_simulators(config, rng):  # H-1 to H-6, H-9
 
 
 def test_flaxs_states_equal_the_simulators(rng):  # H-10
-    """As above, but by flax's decisions, in its arithmetic, where subnormals are flushed; an infinity is recorded, a NaN as one."""
+    """As above, but by flax's decisions, in its arithmetic, where subnormals are flushed; an
+    infinity is recorded, a NaN as one.
+    """
     config = dataclasses.replace(DELAYED["flax"], history_length=3, reuse="max", unused="keep")
     recipe, layers = recipe_of(config), 8
-    states, expected = delayed.init(recipe, (layers,)), {role: sim.init(config, (layers,)) for role in ROLES}
+    states, expected = (
+        delayed.init(recipe, (layers,)),
+        {role: sim.init(config, (layers,)) for role in ROLES},
+    )
     advance = jax.jit(lambda state, seen: delayed.update(state, seen, recipe=recipe))
     used = jax.jit(lambda state: delayed.scales(state, recipe))
     for _ in range(40):
         amax = (2.0 ** rng.uniform(-30, 30, layers)).astype(np.float32)
-        amax = np.select([rng.random(layers) < p for p in (0.1, 0.1, 0.1)], [np.float32(0), np.float32(1e-36), np.float32(np.inf)], amax)
+        amax = np.select(
+            [rng.random(layers) < p for p in (0.1, 0.1, 0.1)],
+            [np.float32(0), np.float32(1e-36), np.float32(np.inf)],
+            amax,
+        )
         use = sim.observe(amax.astype(np.float32), seen=rng.random(layers) < 0.8)
-        seen = seen_of(use._replace(amax=np.where(np.isinf(amax), 0, use.amax), non_finite=np.isinf(amax)))
+        seen = seen_of(
+            use._replace(amax=np.where(np.isinf(amax), 0, use.amax), non_finite=np.isinf(amax))
+        )
         for role, fmt in ROLES.items():
-            np.testing.assert_array_equal(used(states)[role], sim.scales(expected[role], config, fmt).scale_inv)
+            np.testing.assert_array_equal(
+                used(states)[role], sim.scales(expected[role], config, fmt).scale_inv
+            )
             expected[role] = sim.update(expected[role], use, config=config, fmt=fmt)
         states = advance(states, {role: jnp.asarray(seen) for role in ROLES})
         for role in ROLES:
@@ -66,7 +89,9 @@ def test_flaxs_states_equal_the_simulators(rng):  # H-10
 
 @pytest.fixture
 def steps(rng):
-    """Five steps' x [2, 24, 64], w [32, 64], g [2, 24, 32] for which every sum is exact in any order; their magnitudes grow and shrink."""
+    """Five steps' x [2, 24, 64], w [32, 64], g [2, 24, 32] for which every sum is exact in any
+    order; their magnitudes grow and shrink.
+    """
     shapes = ((2, 24, 64), (32, 64), (2, 24, 32))
     return [
         [
@@ -79,7 +104,9 @@ def steps(rng):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_training_steps_equal_the_simulator(steps, dtype):  # H-1 to H-4, L-2, L-3, L-6
-    """Outputs and gradients are compared under power-of-two scales, where all sums are exact; the state under any."""
+    """Outputs and gradients are compared under power-of-two scales, where all sums are exact; the
+    state under any.
+    """
     config = DelayedScaling(name="mine", history_length=3, policy=margin(0))
     recipe, state = recipe_of(config), delayed.init(recipe_of(config))
     expected = {role: sim.init(config) for role in ROLES}
@@ -96,20 +123,32 @@ def test_training_steps_equal_the_simulator(steps, dtype):  # H-1 to H-4, L-2, L
     for x, w, g in steps:
         power = {role: 2.0 ** np.floor(np.log2(np.asarray(s.stored))) for role, s in state.items()}
         state = {role: s._replace(stored=jnp.float32(power[role])) for role, s in state.items()}
-        expected = {role: s._replace(stored=np.float32(power[role])) for role, s in expected.items()}
-        y, forward, (grad_input, grad_weight, backward) = step(*(jnp.asarray(v, dtype) for v in (x, w, g)), state, delayed.unseen(recipe))
+        expected = {
+            role: s._replace(stored=np.float32(power[role])) for role, s in expected.items()
+        }
+        y, forward, (grad_input, grad_weight, backward) = step(
+            *(jnp.asarray(v, dtype) for v in (x, w, g)), state, delayed.unseen(recipe)
+        )
         scales = {role: sim.scales(expected[role], config, fmt) for role, fmt in ROLES.items()}
-        np.testing.assert_array_equal(np.asarray(y, np.float32), sim_linear.forward(x, w, recipe, scales=scales, out_dtype=out))
+        np.testing.assert_array_equal(
+            np.asarray(y, np.float32),
+            sim_linear.forward(x, w, recipe, scales=scales, out_dtype=out),
+        )
         dx, dw = sim_linear.backward(g, x, w, recipe, scales=scales, out_dtype=out)
         np.testing.assert_array_equal(np.asarray(grad_input, np.float32), dx)
         np.testing.assert_array_equal(np.asarray(grad_weight, np.float32), dw)
         state = delayed.update(state, delayed.merge(forward, backward), recipe=recipe)
         for (role, fmt), value in zip(ROLES.items(), (x, w, g), strict=True):
-            expected[role] = sim.update(expected[role], sim.observe(np.abs(value).max()), config=config, fmt=fmt)
+            expected[role] = sim.update(
+                expected[role], sim.observe(np.abs(value).max()), config=config, fmt=fmt
+            )
             assert_states_equal(state[role], expected[role])
 
 
-X, W = (np.random.default_rng(7).standard_normal(shape).astype(np.float32) for shape in ((4, 24, 64), (32, 64)))
+X, W = (
+    np.random.default_rng(7).standard_normal(shape).astype(np.float32)
+    for shape in ((4, 24, 64), (32, 64))
+)
 DELAYED_RECIPE = RECIPES["delayed"]
 
 
@@ -120,14 +159,18 @@ def one(x, w, seen, state=None):
 
 
 def observed(function, x=X, w=W, seen=None):
-    """What a step over function(x, w, seen) -> (y, seen) observes, whose loss is a sum of squares."""
+    """What a step over function(x, w, seen) -> (y, seen) observes, whose loss is a sum of
+    squares.
+    """
 
     def loss(w, seen):
         y, seen = function(jnp.asarray(x), w, seen)
         return (y**2).sum(), seen
 
     given = delayed.unseen("delayed") if seen is None else seen
-    (_, forward), (_, backward) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(jnp.asarray(w), given)
+    (_, forward), (_, backward) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
+        jnp.asarray(w), given
+    )
     return {role: np.asarray(v) for role, v in delayed.merge(forward, backward).items()}
 
 
@@ -156,30 +199,43 @@ def mapped_twice(x, w, seen):
 
 
 def chosen(x, w, seen):
-    return jax.lax.cond(w[0, 0] < 100, lambda: one(x, w, seen), lambda: (jnp.zeros((4, 24, 32)), seen))
+    return jax.lax.cond(
+        w[0, 0] < 100, lambda: one(x, w, seen), lambda: (jnp.zeros((4, 24, 32)), seen)
+    )
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize("way", [microbatches, remat, reused, mapped, mapped_twice, chosen], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "way", [microbatches, remat, reused, mapped, mapped_twice, chosen], ids=lambda f: f.__name__
+)
 def test_a_step_is_one_observation_however_it_is_cut(way):  # H-4
-    """Scale 1 at first, under which every cut gives the same output, and so the same gradients to observe."""
+    """Scale 1 at first, under which every cut gives the same output, and so the same gradients to
+    observe.
+    """
     whole, parts = observed(one), observed(way)
     assert whole["input"].tolist() == [np.abs(X).max(), 0, 1]
     assert whole["weight"].tolist() == [np.abs(W).max(), 0, 1]
     assert whole["grad_output"][1:].tolist() == [0, 1]
     for role in ROLES:
-        # An element's sum over K may run in another order: 64 terms, each up to |a b| <= 5 * 5, at 2^-24 each; all of it twice in the loss.
-        np.testing.assert_allclose(parts[role], whole[role], rtol=64 * 25 * 2.0**-24 if role == "grad_output" else 0)
+        # An element's sum over K may run in another order: 64 terms, each up to |a b| <= 5 * 5, at
+        # 2^-24 each; all of it twice in the loss.
+        np.testing.assert_allclose(
+            parts[role], whole[role], rtol=64 * 25 * 2.0**-24 if role == "grad_output" else 0
+        )
 
 
 def test_a_branch_not_taken_is_not_seen():  # H-5
     def skipped(x, w, seen):
-        return jax.lax.cond(w[0, 0] > 100, lambda: one(x, w, seen), lambda: (jnp.zeros((4, 24, 32)), seen))
+        return jax.lax.cond(
+            w[0, 0] > 100, lambda: one(x, w, seen), lambda: (jnp.zeros((4, 24, 32)), seen)
+        )
 
     seen = observed(skipped)
     assert all(not v.any() for v in seen.values())
     state = jax.tree.map(lambda v: v + 3, delayed.init("delayed"))
-    kept = delayed.update(state, {role: jnp.asarray(v) for role, v in seen.items()}, recipe="delayed")
+    kept = delayed.update(
+        state, {role: jnp.asarray(v) for role, v in seen.items()}, recipe="delayed"
+    )
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), kept, state))
 
 
@@ -209,11 +265,21 @@ def test_one_value_that_is_not_finite_keeps_the_state(bad):  # H-5
     x[1, 2, 3] = bad
     seen = observed(one, x=x)
     assert seen["input"].tolist() == [0, 1, 1]
-    assert seen["grad_output"][1] == np.isnan(bad)  # an infinity is cast to max, and the output is finite (S-5); a NaN goes through
-    state = delayed.update(delayed.init("delayed"), {r: jnp.asarray(v) for r, v in seen.items()}, recipe="delayed")
-    assert (state["input"].step, state["weight"].step, state["grad_output"].step) == (0, 1, not np.isnan(bad))
+    assert seen["grad_output"][1] == np.isnan(
+        bad
+    )  # an infinity is cast to max, and the output is finite (S-5); a NaN goes through
+    state = delayed.update(
+        delayed.init("delayed"), {r: jnp.asarray(v) for r, v in seen.items()}, recipe="delayed"
+    )
+    assert (state["input"].step, state["weight"].step, state["grad_output"].step) == (
+        0,
+        1,
+        not np.isnan(bad),
+    )
     # As microbatches: the others' amaxes do not undo the flag.
-    good = delayed.merge(*({r: jnp.asarray(v) for r, v in s.items()} for s in (observed(one), seen)))
+    good = delayed.merge(
+        *({r: jnp.asarray(v) for r, v in s.items()} for s in (observed(one), seen))
+    )
     assert delayed.update(delayed.init("delayed"), good, recipe="delayed")["input"].step == 0
 
 
@@ -222,7 +288,16 @@ def test_the_state_is_a_constant_and_is_not_changed():  # H-1
 
     def loss(stored):
         states = {role: state[role]._replace(stored=stored) for role in state}
-        return (linear.apply(jnp.asarray(X), jnp.asarray(W), recipe="delayed", state=states, seen=delayed.unseen("delayed"))[0] ** 2).sum()
+        return (
+            linear.apply(
+                jnp.asarray(X),
+                jnp.asarray(W),
+                recipe="delayed",
+                state=states,
+                seen=delayed.unseen("delayed"),
+            )[0]
+            ** 2
+        ).sum()
 
     assert jax.grad(loss)(jnp.float32(2)) == 0
     assert all((state[role].stored == 2).all() for role in ROLES)
@@ -236,13 +311,19 @@ def test_observations_that_were_summed_are_refused_and_never_scale():  # H-4, H-
     state, w = delayed.init("delayed"), jnp.eye(32, dtype=jnp.bfloat16)
 
     def loss(w, seen):
-        first, a = linear.apply(jnp.ones((4, 32), jnp.bfloat16), w, recipe="delayed", state=state, seen=seen)
+        first, a = linear.apply(
+            jnp.ones((4, 32), jnp.bfloat16), w, recipe="delayed", state=state, seen=seen
+        )
         second, b = linear.apply(first, w, recipe="delayed", state=state, seen=seen)
         return second.astype(jnp.float32).sum(), delayed.merge(a, b)
 
-    (_, forward), (_, backward) = jax.value_and_grad(loss, (0, 1), has_aux=True)(w, delayed.unseen("delayed"))
+    (_, forward), (_, backward) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+        w, delayed.unseen("delayed")
+    )
     seen = delayed.merge(forward, backward)
-    with pytest.raises(ValueError, match=r"grad_output lost their largest amax in a sum.*seen of each use"):
+    with pytest.raises(
+        ValueError, match=r"grad_output lost their largest amax in a sum.*seen of each use"
+    ):
         delayed.update(state, seen, recipe="delayed")
     jitted = jax.jit(lambda state, seen: delayed.update(state, seen, recipe="delayed"))(state, seen)
     assert np.isnan(jitted["grad_output"].stored)
@@ -253,27 +334,82 @@ def test_observations_that_were_summed_are_refused_and_never_scale():  # H-4, H-
     ("call", "message"),
     [
         (
-            lambda: delayed.check(delayed.init(flax_recipe(16)), delayed.unseen("delayed"), "delayed", "fc"),
+            lambda: delayed.check(
+                delayed.init(flax_recipe(16)), delayed.unseen("delayed"), "delayed", "fc"
+            ),
             "fc: the .* is a DelayedState; got FlaxState",
         ),
-        (lambda: delayed.check(dict.fromkeys(delayed.init("delayed"), (1.0,)), delayed.unseen("delayed"), "delayed", "fc"), "got tuple"),
-        (lambda: linear.apply(X, W, recipe="delayed", name="mlp.up"), "^mlp.up: .*state and seen is None.*delayed.init"),
-        (lambda: linear.apply(X, W, recipe="delayed", state=delayed.init("delayed")), "seen is None"),
-        (lambda: linear.apply(X, W, recipe="tensorwise", state=delayed.init("delayed"), seen=delayed.unseen("delayed")), "keeps no state"),
-        (lambda: linear.apply(X, W, recipe="delayed", state=delayed.init("delayed"), seen={}), "roles input, weight, grad_output; got"),
-        (lambda: linear.apply(X, W, recipe="delayed", state=delayed.init(OTHER), seen=delayed.unseen("delayed")), r"\(16,\).*got \(1,\)"),
         (
-            lambda: linear.apply(X, W, recipe="delayed", state=delayed.init("delayed"), seen=delayed.unseen("delayed", (2,))),
+            lambda: delayed.check(
+                dict.fromkeys(delayed.init("delayed"), (1.0,)),
+                delayed.unseen("delayed"),
+                "delayed",
+                "fc",
+            ),
+            "got tuple",
+        ),
+        (
+            lambda: linear.apply(X, W, recipe="delayed", name="mlp.up"),
+            "^mlp.up: .*state and seen is None.*delayed.init",
+        ),
+        (
+            lambda: linear.apply(X, W, recipe="delayed", state=delayed.init("delayed")),
+            "seen is None",
+        ),
+        (
+            lambda: linear.apply(
+                X,
+                W,
+                recipe="tensorwise",
+                state=delayed.init("delayed"),
+                seen=delayed.unseen("delayed"),
+            ),
+            "keeps no state",
+        ),
+        (
+            lambda: linear.apply(X, W, recipe="delayed", state=delayed.init("delayed"), seen={}),
+            "roles input, weight, grad_output; got",
+        ),
+        (
+            lambda: linear.apply(
+                X, W, recipe="delayed", state=delayed.init(OTHER), seen=delayed.unseen("delayed")
+            ),
+            r"\(16,\).*got \(1,\)",
+        ),
+        (
+            lambda: linear.apply(
+                X,
+                W,
+                recipe="delayed",
+                state=delayed.init("delayed"),
+                seen=delayed.unseen("delayed", (2,)),
+            ),
             r"got \(2, 3\)",
         ),
-        (lambda: delayed.update(delayed.init("delayed", (2,)), delayed.unseen("delayed"), recipe="delayed"), r"shape \(2, 3\)"),
+        (
+            lambda: delayed.update(
+                delayed.init("delayed", (2,)), delayed.unseen("delayed"), recipe="delayed"
+            ),
+            r"shape \(2, 3\)",
+        ),
         (lambda: delayed.merge(delayed.unseen("delayed"), {"input": jnp.zeros(3)}), "got roles"),
         (lambda: delayed.merge(), "at least one"),
         (
-            lambda: linear.apply(X, W, recipe=recipe_of(DELAYED["flax"]), state=delayed.init("delayed"), seen=delayed.unseen("delayed")),
+            lambda: linear.apply(
+                X,
+                W,
+                recipe=recipe_of(DELAYED["flax"]),
+                state=delayed.init("delayed"),
+                seen=delayed.unseen("delayed"),
+            ),
             "got 'flax'.*fp8ref.sim.delayed",
         ),
-        (lambda: delayed.init(dataclasses.replace(OTHER, grad_weight=recipe_of(CONFIGS[2]).grad_weight)), "has one cast; got two"),
+        (
+            lambda: delayed.init(
+                dataclasses.replace(OTHER, grad_weight=recipe_of(CONFIGS[2]).grad_weight)
+            ),
+            "has one cast; got two",
+        ),
     ],
 )
 def test_errors_name_requirement_and_remedy(call, message):
@@ -282,18 +418,26 @@ def test_errors_name_requirement_and_remedy(call, message):
 
 
 def test_amaxes_of_a_pass_merge_over_a_vmap():  # H-4, A-19
-    """As attention observes: over an axis that the layer's seen lacks the largest, over one that it has none."""
+    """As attention observes: over an axis that the layer's seen lacks the largest, over one that it
+    has none.
+    """
     seen = {"q": jnp.zeros(3), "do": jnp.asarray([7.0, 0, 1])}
     amaxes = jnp.asarray([1.0, 3, 2])
     found = jax.vmap(lambda x: delayed.merged(seen, {"q": x}, seen), out_axes=None)(amaxes)
     np.testing.assert_array_equal(found["q"], [3, 0, 1])
     np.testing.assert_array_equal(found["do"], [7, 0, 1])
-    apart = jax.vmap(lambda x, one: delayed.merged({"q": one}, {"q": x}, {"q": one}))(amaxes, jnp.zeros((3, 3)))
+    apart = jax.vmap(lambda x, one: delayed.merged({"q": one}, {"q": x}, {"q": one}))(
+        amaxes, jnp.zeros((3, 3))
+    )
     np.testing.assert_array_equal(apart["q"], [[1, 0, 1], [3, 0, 1], [2, 0, 1]])
 
 
 @pytest.mark.parametrize("kind", [delayed.DelayedState, delayed.FlaxState])
 def test_states_are_known_to_jax_export(kind):
-    """A program that takes a state is serialized by the name of its type, which is registered once."""
+    """A program that takes a state is serialized by the name of its type, which is registered
+    once.
+    """
     with pytest.raises(ValueError, match=r"[Dd]uplicate"):
-        jax.export.register_namedtuple_serialization(kind, serialized_name=f"fp8ref.jax.delayed.{kind.__name__}")
+        jax.export.register_namedtuple_serialization(
+            kind, serialized_name=f"fp8ref.jax.delayed.{kind.__name__}"
+        )

@@ -1,4 +1,6 @@
-"""Attention in JAX against the simulator (spec A): codes and scales bit for bit, all bits where sums are exact, else bounds."""
+"""Attention in JAX against the simulator (spec A): codes and scales bit for bit, all bits where
+sums are exact, else bounds.
+"""
 
 import functools
 
@@ -16,7 +18,10 @@ NAMES = [name for name in VARIANTS if name != "exact"]
 GRADIENTS = [name for name, variant in VARIANTS.items() if variant.backward == "cast"]
 OTHERS = [("fast", False), ("stated", True), ("stated", False)]
 ALL = [(name, "full") for name in NAMES] + [
-    (name, mask) for name in ("fa3", "fa4_threshold4", "cudnn") for mask in cases.MASKS if mask != "full"
+    (name, mask)
+    for name in ("fa3", "fa4_threshold4", "cudnn")
+    for mask in cases.MASKS
+    if mask != "full"
 ]
 
 
@@ -40,9 +45,13 @@ def same_tensors(found, wanted, roles):
         if other.codes is None:
             np.testing.assert_array_equal(np.asarray(mine.codes.astype(np.float32)), other.values)
             continue
-        np.testing.assert_array_equal(np.asarray(mine.codes).view(np.uint8), other.codes, err_msg=role)
+        np.testing.assert_array_equal(
+            np.asarray(mine.codes).view(np.uint8), other.codes, err_msg=role
+        )
         for key in ("amax", "scale", "scale_inv"):
-            np.testing.assert_array_equal(getattr(mine, key), getattr(other, key), err_msg=f"{role} {key}")
+            np.testing.assert_array_equal(
+                getattr(mine, key), getattr(other, key), err_msg=f"{role} {key}"
+            )
 
 
 @pytest.mark.grid(2)
@@ -51,7 +60,13 @@ def test_integers_have_the_simulators_bits(name, mask):  # A-2 to A-12
     """Sums of products are exact; so all that is left is attention's own order of operations."""
     q, k, v, _ = cases.integers()
     wanted = sim.forward(
-        q, k, v, variant=cases.native(name), mask=cases.MASKS[mask], scale=cases.SCALE, keep_p=VARIANTS[name].fmt.bits == 8
+        q,
+        k,
+        v,
+        variant=cases.native(name),
+        mask=cases.MASKS[mask],
+        scale=cases.SCALE,
+        keep_p=VARIANTS[name].fmt.bits == 8,
     )
     found = forward(name, mask, "stated")(q, k, v, cases.SCALE)
     same_tensors(found, wanted, wanted.tensors)
@@ -64,19 +79,31 @@ def test_integers_have_the_simulators_bits(name, mask):  # A-2 to A-12
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize(
-    ("arithmetic", "with_documents"), [("fast", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+    ("arithmetic", "with_documents"),
+    [("fast", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_within_bounds(name, arithmetic, with_documents):  # A-5, A-8 to A-11, B-1
     q, k, v, _ = cases.normal()
     low, given = VARIANTS[name].fmt.bits == 8, cases.documents() if with_documents else None
-    how = {"variant": cases.native(name), "mask": cases.MASKS["causal"], "scale": None, "documents": given}
+    how = {
+        "variant": cases.native(name),
+        "mask": cases.MASKS["causal"],
+        "scale": None,
+        "documents": given,
+    }
     wanted = sim.forward(q, k, v, keep_p=low, **how)
     found = forward(name, "causal", arithmetic, with_documents)(q, k, v, None)
     same_tensors(found, wanted, [role for role in wanted.tensors if role != "o"])
-    # fast: test_elementary has 2 + |x| / 2 units of 2^-23, with |x| below 32 where P is no zero of e4m3.
+    # fast: test_elementary has 2 + |x| / 2 units of 2^-23, with |x| below 32 where P is no zero of
+    # e4m3.
     bound = cases.bound(
-        q=q, k=k, v=v, tensors=wanted.tensors, exponential_error=2.0**-50 if arithmetic == "stated" else 18 * 2.0**-23, **how
+        q=q,
+        k=k,
+        v=v,
+        tensors=wanted.tensors,
+        exponential_error=2.0**-50 if arithmetic == "stated" else 18 * 2.0**-23,
+        **how,
     )
     differing = np.zeros(bound.weights.shape, bool)
     if low:
@@ -87,32 +114,46 @@ def test_numbers_within_bounds(name, arithmetic, with_documents):  # A-5, A-8 to
         assert abs(int(found.saturated) - wanted.saturated) <= bound.differing()
     else:  # codes of P in bfloat16 are not kept: any may be a neighbor, 2^-7 of it
         differing = np.full(bound.weights.shape, 2.0**-4)
-    # A row's sum errs as its probabilities do, and the sum of 150 of them is rounded as often on either side.
+    # A row's sum errs as its probabilities do, and the sum of 150 of them is rounded as often on
+    # either side.
     seen = np.isfinite(wanted.lse)
     np.testing.assert_array_equal(np.isfinite(found.lse), seen)
     error = np.abs(found.lse - wanted.lse, where=seen, out=np.zeros_like(wanted.lse))
     assert (
-        error <= bound.exponent[..., 0] + cases.gamma(400) + 2.0**-22 * np.abs(wanted.lse, where=seen, out=np.zeros_like(wanted.lse))
+        error
+        <= bound.exponent[..., 0]
+        + cases.gamma(400)
+        + 2.0**-22 * np.abs(wanted.lse, where=seen, out=np.zeros_like(wanted.lse))
     ).all()
-    if "o" in wanted.tensors:  # its scale may be a neighbor's: values are compared, rounded to 3 bits
+    if (
+        "o" in wanted.tensors
+    ):  # its scale may be a neighbor's: values are compared, rounded to 3 bits
         assert found.amaxes["o"] == pytest.approx(wanted.amaxes["o"], rel=2.0**-8)
     error = np.abs(np.asarray(found.o, np.float64) - wanted.o)
     smallest = float(found.tensors["o"].scale_inv) * 2.0**-9 if "o" in wanted.tensors else 0
-    assert (error <= bound.output(wanted.o, differing, VARIANTS[name].out.mantissa_bits) + smallest).all()
+    assert (
+        error <= bound.output(wanted.o, differing, VARIANTS[name].out.mantissa_bits) + smallest
+    ).all()
 
 
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("mask", cases.MASKS)
 def test_real_arithmetic(mask):  # A-1, A-14
-    """Both compute in float64, and round once: they differ where a midpoint lies within 2^-45 of a result, which none of these has."""
+    """Both compute in float64, and round once: they differ where a midpoint lies within 2^-45 of a
+    result, which none of these has.
+    """
     q, k, v, do = cases.normal()
     how = {"variant": "exact", "mask": cases.MASKS[mask], "documents": cases.documents()}
     wanted = sim.forward(q, k, v, **how)
     found = jax.jit(lambda q, k, v: attention.forward(q, k, v, **how))(q, k, v)
     np.testing.assert_array_equal(found.o, wanted.o)
     np.testing.assert_array_equal(found.lse, wanted.lse)
-    gradients = jax.jit(lambda do, q, k, v, result: attention.backward(do, q, k, v, result, **how))(do, q, k, v, found)
-    for mine, other in zip(gradients[:3], sim_gradients.backward(do, q, k, v, wanted, **how)[:3], strict=True):
+    gradients = jax.jit(lambda do, q, k, v, result: attention.backward(do, q, k, v, result, **how))(
+        do, q, k, v, found
+    )
+    for mine, other in zip(
+        gradients[:3], sim_gradients.backward(do, q, k, v, wanted, **how)[:3], strict=True
+    ):
         # Sums of 150 float64 terms of a size of at most 64 err by 2^-40.
         np.testing.assert_allclose(mine, other, rtol=2.0**-23, atol=2.0**-40)
 
@@ -121,9 +162,9 @@ def test_real_arithmetic(mask):  # A-1, A-14
 @pytest.mark.parametrize("mask", ["full", "causal window"])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_of_integers(name, mask):  # A-15, A-16
-    """D, P, dP and dS have all bits: so has the scale of dS. Sums of dS are not exact: of 150 terms of either sign they err by
-    gamma(150) of the sum of their magnitudes, which is far below a unit of e4m3 or bfloat16, so that one code in a thousand may
-    differ by one."""
+    """D, P, dP and dS have all bits: so has the scale of dS. Sums of dS are not exact: of 150 terms
+    of either sign they err by gamma(150) of the sum of their magnitudes, which is far below a unit
+    of e4m3 or bfloat16, so that one code in a thousand may differ by one."""
     q, k, v, do = cases.integers()
     how = {"mask": cases.MASKS[mask], "scale": cases.SCALE, "documents": cases.documents()}
     result = sim.forward(q, k, v, variant=cases.native(name), **how)
@@ -143,7 +184,8 @@ def test_gradients_of_integers(name, mask):  # A-15, A-16
     for role in ("dq", "dk", "dv"):
         assert found.amaxes[role] == pytest.approx(wanted.amaxes[role], rel=2.0**-16)
         mine, other = np.asarray(getattr(found, role)), getattr(wanted, role)
-        # A sum near zero errs by as much as a large one: gamma(160) < 2^-16 of the largest magnitude's 150 terms.
+        # A sum near zero errs by as much as a large one: gamma(160) < 2^-16 of the largest
+        # magnitude's 150 terms.
         near = unit * np.abs(other) + 2.0**-16 * 150 * np.abs(other).max()
         assert (np.abs(mine - other) <= near).all(), role
         assert (mine != other).mean() < 2e-3, role
@@ -152,21 +194,32 @@ def test_gradients_of_integers(name, mask):  # A-15, A-16
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_of_numbers(name):  # A-15, A-16
-    """A share of codes of P and dS differ, 32 E of them, by 2^-3 of them: in the norm a gradient differs by 2^-3 of the root of
-    that share, twice (P and dS), beside two exponents, and a share of codes of its own."""
+    """A share of codes of P and dS differ, 32 E of them, by 2^-3 of them: in the norm a gradient
+    differs by 2^-3 of the root of that share, twice (P and dS), beside two exponents, and a share
+    of codes of its own."""
     q, k, v, do = cases.normal()
     how = {"mask": cases.MASKS["causal"]}
     result = sim.forward(q, k, v, variant=cases.native(name), **how)
     wanted = sim_gradients.backward(do, q, k, v, result, variant=cases.native(name), **how)
     bound = cases.bound(
-        cases.native(name), q, k, v, result.tensors, mask=how["mask"], scale=None, documents=None, exponential_error=18 * 2.0**-23
+        cases.native(name),
+        q,
+        k,
+        v,
+        result.tensors,
+        mask=how["mask"],
+        scale=None,
+        documents=None,
+        exponential_error=18 * 2.0**-23,
     )
 
     def run(q, k, v, do):
         return jax.vjp(lambda *given: attention.apply(*given, variant=name, **how), q, k, v)[1](do)
 
     exponent = float(bound.exponent.max())
-    for mine, other in zip(jax.jit(run)(q, k, v, do), (wanted.dq, wanted.dk, wanted.dv), strict=True):
+    for mine, other in zip(
+        jax.jit(run)(q, k, v, do), (wanted.dq, wanted.dk, wanted.dv), strict=True
+    ):
         apart = np.linalg.norm(np.asarray(mine) - other) / np.linalg.norm(other)
         assert apart <= 3 * 2.0**-3 * np.sqrt(32 * exponent) + 4 * exponent
 
@@ -174,12 +227,25 @@ def test_gradients_of_numbers(name):  # A-15, A-16
 @pytest.mark.slow
 def test_delayed_scales():  # A-12
     q, k, v, do = cases.integers()
-    scales = {"q": 32.0, "k": 16.0, "v": 64.0, "s": 200.0, "o": 64.0, "do": 32.0, "ds": 3000.0, "dq": 128.0, "dk": 64.0, "dv": 8.0}
+    scales = {
+        "q": 32.0,
+        "k": 16.0,
+        "v": 64.0,
+        "s": 200.0,
+        "o": 64.0,
+        "do": 32.0,
+        "ds": 3000.0,
+        "dq": 128.0,
+        "dk": 64.0,
+        "dv": 8.0,
+    }
     scales = {role: np.float32(x) for role, x in scales.items()}
     first = {role: scales[role] for role in ("q", "k", "v", "s", "o")}
     second = {role: scales[role] for role in ("s", "do", "ds", "dq", "dk", "dv")}
     wanted = sim.forward(q, k, v, variant="cudnn", scale=cases.SCALE, scales=first)
-    gradients = sim_gradients.backward(do, q, k, v, wanted, variant="cudnn", scale=cases.SCALE, scales=second)
+    gradients = sim_gradients.backward(
+        do, q, k, v, wanted, variant="cudnn", scale=cases.SCALE, scales=second
+    )
 
     @jax.jit
     def run(q, k, v, do):

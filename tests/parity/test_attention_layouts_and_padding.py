@@ -57,12 +57,16 @@ ROOMS = {"sim": of_sim, "torch": of_torch, "jax": of_jax}
 
 
 def padded(value):
-    """q, k, v and do with ``value`` in padding, and documents with it in the middle and at the ends."""
+    """q, k, v and do with ``value`` in padding, and documents with it in the middle and at the
+    ends.
+    """
     arrays = cases.normal(d=32)
     of_q, of_k = cases.documents()
     of_q[:, 60:], of_k[:, 130:], of_q[1, :4], of_k[1, 10:13] = -1, -1, -5, -7
     ids = of_q, of_k, of_k, of_q
-    filled = [np.where((i < 0)[:, None, :, None], F(value), x) for x, i in zip(arrays, ids, strict=True)]
+    filled = [
+        np.where((i < 0)[:, None, :, None], F(value), x) for x, i in zip(arrays, ids, strict=True)
+    ]
     return filled, (of_q, of_k)
 
 
@@ -77,10 +81,15 @@ def bits(x):
 def test_padding_is_not_read(room, name, arithmetic):  # A-3; TransformerEngine#2892
     """NaN in padding changes no bit, and its output and gradients are +0."""
     variant = VARIANTS[name] if VARIANTS[name].backward else differentiated(name, "bf16")
-    how = {"variant": variant, "sinks": SINKS} | ({} if room == "sim" else {"arithmetic": arithmetic})
+    how = {"variant": variant, "sinks": SINKS} | (
+        {} if room == "sim" else {"arithmetic": arithmetic}
+    )
     (zeros, ids), (nan, _) = padded(0), padded(np.nan)
     assert np.isnan(nan[0]).any()
-    (wanted, of_sinks), (found, dsinks) = ROOMS[room](zeros, ids, **how), ROOMS[room](nan, ids, **how)
+    (wanted, of_sinks), (found, dsinks) = (
+        ROOMS[room](zeros, ids, **how),
+        ROOMS[room](nan, ids, **how),
+    )
     for role, one, mine in zip(ROLES, wanted, found, strict=True):
         np.testing.assert_array_equal(bits(mine), bits(one), err_msg=role)
         padding = ids[0] if role in ("o", "dq") else ids[1]
@@ -89,7 +98,10 @@ def test_padding_is_not_read(room, name, arithmetic):  # A-3; TransformerEngine#
     np.testing.assert_array_equal(dsinks, of_sinks)
     if room != "sim" and arithmetic == "stated" and name in ("cudnn", "exact"):
         for role, one, mine in zip(
-            ROLES, ROOMS["sim"](nan, ids, **{k: x for k, x in how.items() if k != "arithmetic"})[0], found, strict=True
+            ROLES,
+            ROOMS["sim"](nan, ids, **{k: x for k, x in how.items() if k != "arithmetic"})[0],
+            found,
+            strict=True,
         ):
             np.testing.assert_array_equal(mine, one, err_msg=role)
 
@@ -97,7 +109,9 @@ def test_padding_is_not_read(room, name, arithmetic):  # A-3; TransformerEngine#
 def test_tokens_of_one_negative_document_see_nothing():  # A-3
     """-1 of a query and -1 of a key are no document that they share."""
     q, k, v, _ = cases.normal(b=1)
-    found = sim.forward(q, k, v, variant="fa4", documents=(np.full((1, 70), -1), np.full((1, 150), -1)))
+    found = sim.forward(
+        q, k, v, variant="fa4", documents=(np.full((1, 70), -1), np.full((1, 150), -1))
+    )
     assert not bits(found.o).any()
     assert (found.lse == -np.inf).all()
 
@@ -127,7 +141,12 @@ def test_tokens_before_heads_without_autograd():
             result = room.forward(q, k, v, variant="cudnn", layout=layout)
             gradients = room.backward(do, q, k, v, result, variant="cudnn", layout=layout)
             assert result.o.shape == q.shape
-            results.append([np.asarray(x) for x in (result.lse, result.tensors["q"].scale, result.o, *gradients[:3])])
+            results.append(
+                [
+                    np.asarray(x)
+                    for x in (result.lse, result.tensors["q"].scale, result.o, *gradients[:3])
+                ]
+            )
         for i, (one, mine) in enumerate(zip(*results, strict=True)):
             np.testing.assert_array_equal(mine.swapaxes(1, 2) if i > 1 else mine, one)
 
@@ -136,7 +155,11 @@ def test_tokens_before_heads_without_autograd():
 def test_shapes_of_the_other_layout_only_are_refused(room):
     q, k, v, do = cases.normal(b=1, h=4, heads=2, tq=75, tk=60, d=32)
     turned = [x.swapaxes(1, 2) for x in (q, k, v, do)]
-    with pytest.raises(ValueError, match=r"heads of k divide those of q; got .*75, 4, 32.* which are of layout 'bthd'. Pass layout='bthd'"):
+    with pytest.raises(
+        ValueError,
+        match=r"heads of k divide those of q; got .*75, 4, 32.* which are of layout 'bthd'. Pass "
+        r"layout='bthd'",
+    ):
         ROOMS[room](turned, None, variant="cudnn")
     with pytest.raises(ValueError, match=r"which are of layout 'bhtd'. Pass layout='bhtd'"):
         ROOMS[room]((q, k, v, do), None, variant="cudnn", layout="bthd")
@@ -146,9 +169,15 @@ def test_shapes_of_the_other_layout_only_are_refused(room):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_values_of_fewer_features_are_padded_by_the_caller(room):  # TransformerEngine#2868
-    """The shapes of multi-head latent attention are refused with the remedy, which gives what it says."""
+    """The shapes of multi-head latent attention are refused with the remedy, which gives what it
+    says.
+    """
     q, k, v, do = cases.normal(b=1, h=2, heads=2, d=192)
-    with pytest.raises(ValueError, match=r"192 of q and k, 128 of v. Pad v with zeros to 192 features, and cut the output: o\[..., :128\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"192 of q and k, 128 of v. Pad v with zeros to 192 features, and cut the output: "
+        r"o\[..., :128\]",
+    ):
         ROOMS[room]((q, k, v[..., :128], do), None, variant="cudnn")
     v[..., 128:], do[..., 128:] = 0, 0
     (o, _, _, dv), _ = ROOMS[room]((q, k, v, do), None, variant="cudnn")

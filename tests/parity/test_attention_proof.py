@@ -1,4 +1,6 @@
-"""The proof of attention's products, in either backend; a product that is missing stops the run (B-15)."""
+"""The proof of attention's products, in either backend; a product that is missing stops the run
+(B-15).
+"""
 
 import jax.numpy as jnp
 import pytest
@@ -38,7 +40,13 @@ def test_jax_runs_dots_of_codes(config):  # B-15
         "variant": "cudnn",
         "backward": "cast",
         "gemms": [
-            {"gemm": f"{LAYER}/{product}", "a": "f8e4m3fn", "b": "f8e4m3fn", "accumulate": "slow", "fp8": True}
+            {
+                "gemm": f"{LAYER}/{product}",
+                "a": "f8e4m3fn",
+                "b": "f8e4m3fn",
+                "accumulate": "slow",
+                "fp8": True,
+            }
             for product in ("scores", "values", "grad_probabilities", "grad_v", "grad_k", "grad_q")
         ],
         "on_dequantised_operands": [],
@@ -48,18 +56,30 @@ def test_jax_runs_dots_of_codes(config):  # B-15
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "through": "jit"}, {"scan": True}], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "through": "jit"}, {"scan": True}],
+    ids=str,
+)
 def test_jax_runs_them_on_meshes_and_in_a_scan(parallel, config):  # B-15
-    config = config.replace(model={"num_hidden_layers": 2, "intermediate_size": 64}, numerics={"recipe": "bf16"}, parallel=parallel)
+    config = config.replace(
+        model={"num_hidden_layers": 2, "intermediate_size": 64},
+        numerics={"recipe": "bf16"},
+        parallel=parallel,
+    )
     found = proven("jax", config)["attention"]["gemms"]
-    assert {gemm["gemm"] for gemm in found} == {f"model.layers.{i}.self_attn/{product}" for i in range(2) for product in PRODUCTS}
+    assert {gemm["gemm"] for gemm in found} == {
+        f"model.layers.{i}.self_attn/{product}" for i in range(2) for product in PRODUCTS
+    }
     assert all(gemm["fp8"] for gemm in found)
 
 
 def test_jax_names_products_of_dequantized_blocks(config):  # G-16
     found = proven("jax", config.replace(numerics={"attention": "mxfp8"}))["attention"]
     assert found["on_dequantised_operands"] == [f"{LAYER}/{product}" for product in PRODUCTS]
-    assert {(gemm["a"], gemm["b"], gemm["fp8"]) for gemm in found["gemms"]} == {("bf16", "bf16", False)}
+    assert {(gemm["a"], gemm["b"], gemm["fp8"]) for gemm in found["gemms"]} == {
+        ("bf16", "bf16", False)
+    }
 
 
 def test_a_wider_product_stops_a_jax_run(config, monkeypatch, tmp_path):  # B-15
@@ -83,24 +103,35 @@ def test_attention_by_another_function_stops_a_jax_run(config, monkeypatch):  # 
         return jax.nn.dot_product_attention(*heads, is_causal=True).swapaxes(1, 2), None, tap
 
     monkeypatch.setattr(attention_jax, "apply_with_stats", other)
-    with pytest.raises(ConfigError, match=rf"{LAYER}/scores: planned f8e4m3fn x f8e4m3fn, slow; found no such dot"):
+    with pytest.raises(
+        ConfigError, match=rf"{LAYER}/scores: planned f8e4m3fn x f8e4m3fn, slow; found no such dot"
+    ):
         proven("jax", config)
     allowed = proven("jax", config.replace(run={"allow_fallback": True}))
     assert len([line for line in allowed["missing"] if "self_attn/" in line]) == 6
 
 
 def of_torch(fmt: str, accumulate: str | None, layers: int = 1) -> set[tuple]:
-    return {(f"model.layers.{i}.self_attn/{product}", fmt, fmt, accumulate) for i in range(layers) for product in PRODUCTS}
+    return {
+        (f"model.layers.{i}.self_attn/{product}", fmt, fmt, accumulate)
+        for i in range(layers)
+        for product in PRODUCTS
+    }
 
 
 def seen(found: dict) -> set[tuple]:
-    return {(gemm["gemm"], gemm["a"], gemm["b"], gemm["accumulate"]) for gemm in found["attention"]["gemms"]}
+    return {
+        (gemm["gemm"], gemm["a"], gemm["b"], gemm["accumulate"])
+        for gemm in found["attention"]["gemms"]
+    }
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_torch_runs_products_of_codes_in_the_stated_form(checkpointing, config):  # B-15
     config = config.replace(
-        model={"num_hidden_layers": 2}, numerics={"attention_arithmetic": "stated"}, parallel={"checkpointing": checkpointing}
+        model={"num_hidden_layers": 2},
+        numerics={"attention_arithmetic": "stated"},
+        parallel={"checkpointing": checkpointing},
     )
     found = proven("torch", config)
     assert seen(found) == of_torch("f8e4m3fn", "slow", 2)
@@ -113,43 +144,77 @@ def test_torch_runs_products_of_codes_in_the_stated_form(checkpointing, config):
 def test_torch_names_products_of_dequantized_operands(variant, config):  # A-18, G-16
     found = proven("torch", config.replace(numerics={"attention": variant}))
     assert seen(found) == of_torch("f32", None)
-    assert found["attention"]["on_dequantised_operands"] == [f"{LAYER}/{product}" for product in PRODUCTS]
+    assert found["attention"]["on_dequantised_operands"] == [
+        f"{LAYER}/{product}" for product in PRODUCTS
+    ]
     assert found["missing"] == []
 
 
 @pytest.mark.parametrize("arithmetic", ["fast", "stated"])
 def test_the_proof_holds_products_to_the_hardware(arithmetic, config, monkeypatch):  # B-12, B-15
     config = config.replace(
-        numerics={"attention": "fa3", "attention_backward": "bf16", "attention_arithmetic": arithmetic, "accumulate": "hopper"}
+        numerics={
+            "attention": "fa3",
+            "attention_backward": "bf16",
+            "attention_arithmetic": arithmetic,
+            "accumulate": "hopper",
+        }
     )
     found = proven("torch", config)
     for product in ("scores", "values"):
-        expected = {"gemm": f"{LAYER}/{product}", "a": "f8e4m3fn", "b": "f8e4m3fn", "accumulate": "fast", "fp8": True, "plan": "hopper"}
+        expected = {
+            "gemm": f"{LAYER}/{product}",
+            "a": "f8e4m3fn",
+            "b": "f8e4m3fn",
+            "accumulate": "fast",
+            "fp8": True,
+            "plan": "hopper",
+        }
         assert expected in found["attention"]["gemms"]
     assert (found["missing"], found["attention"]["on_dequantised_operands"]) == ([], [])
     if arithmetic == "fast":  # dequantized, as no hardware multiplies them
         products = batched_gemm.products
-        monkeypatch.setattr(batched_gemm, "products", lambda a, b, **how: products(a.float(), b.float(), **how))
-        with pytest.raises(ConfigError, match=rf"{LAYER}/values: planned f8e4m3fn x f8e4m3fn, fast, under hopper; "):
+        monkeypatch.setattr(
+            batched_gemm, "products", lambda a, b, **how: products(a.float(), b.float(), **how)
+        )
+        with pytest.raises(
+            ConfigError, match=rf"{LAYER}/values: planned f8e4m3fn x f8e4m3fn, fast, under hopper; "
+        ):
             proven("torch", config)
 
 
 def test_codes_that_a_device_takes_are_asked_for(config, monkeypatch):  # A-18
-    monkeypatch.setattr(attention_fast_operands, "takes_codes", lambda codes, variant: variant.fmt.bits == 8)
+    monkeypatch.setattr(
+        attention_fast_operands, "takes_codes", lambda codes, variant: variant.fmt.bits == 8
+    )
     assert seen(proven("torch", config)) == of_torch("f8e4m3fn", "slow")
     products = batched_gemm.products
-    monkeypatch.setattr(batched_gemm, "products", lambda a, b, **how: products(a.float(), b.float(), **how))
-    with pytest.raises(ConfigError, match=rf"{LAYER}/scores: planned f8e4m3fn x f8e4m3fn, slow; f32 x f32"):
+    monkeypatch.setattr(
+        batched_gemm, "products", lambda a, b, **how: products(a.float(), b.float(), **how)
+    )
+    with pytest.raises(
+        ConfigError, match=rf"{LAYER}/scores: planned f8e4m3fn x f8e4m3fn, slow; f32 x f32"
+    ):
         proven("torch", config)
 
 
 @pytest.mark.parametrize("arithmetic", ["fast", "stated"])
-def test_attention_by_another_function_stops_a_torch_run(arithmetic, config, monkeypatch, tmp_path):  # B-15
+def test_attention_by_another_function_stops_a_torch_run(
+    arithmetic, config, monkeypatch, tmp_path
+):  # B-15
     monkeypatch.setattr(
-        attention_torch, "apply", lambda q, k, v, **how: functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        attention_torch,
+        "apply",
+        lambda q, k, v, **how: functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        ),
     )
-    with pytest.raises(ConfigError, match=rf"{LAYER}/scores: planned .*; no product of it was seen"):
-        loop.train(config.replace(numerics={"attention_arithmetic": arithmetic}), "torch", tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=rf"{LAYER}/scores: planned .*; no product of it was seen"
+    ):
+        loop.train(
+            config.replace(numerics={"attention_arithmetic": arithmetic}), "torch", tmp_path / "run"
+        )
 
 
 def test_one_wider_product_stops_a_torch_run(config, monkeypatch):  # B-15
@@ -161,17 +226,25 @@ def test_one_wider_product_stops_a_torch_run(config, monkeypatch):  # B-15
 
     monkeypatch.setattr(attention_operands, "products", widened)
     config = config.replace(numerics={"attention_arithmetic": "stated"})
-    with pytest.raises(ConfigError, match=rf"\n  {LAYER}/grad_q: planned f8e4m3fn x f8e4m3fn, slow; f32 x f32\n"):
+    with pytest.raises(
+        ConfigError, match=rf"\n  {LAYER}/grad_q: planned f8e4m3fn x f8e4m3fn, slow; f32 x f32\n"
+    ):
         proven("torch", config)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codes", [False, True])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")  # inductor and dynamo
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch", "ignore::UserWarning:torch"
+)  # inductor and dynamo
 def test_a_compiled_block_is_read_off_its_graphs(codes, config, monkeypatch):  # B-15
     torch.compiler.reset()  # a graph that is known is not made again, and has nothing to read
     if codes:  # what a GPU's graphs have
-        monkeypatch.setattr(attention_fast_operands, "takes_codes", lambda codes, variant: variant.fmt.bits == 8)
-    found = proven("torch", config.replace(model={"num_hidden_layers": 2}, parallel={"compile": "block"}))
+        monkeypatch.setattr(
+            attention_fast_operands, "takes_codes", lambda codes, variant: variant.fmt.bits == 8
+        )
+    found = proven(
+        "torch", config.replace(model={"num_hidden_layers": 2}, parallel={"compile": "block"})
+    )
     assert found["read_from"] == "inductor post-grad graphs"
     assert seen(found) == (of_torch("f8e4m3fn", "slow", 2) if codes else of_torch("f32", None, 2))

@@ -1,4 +1,6 @@
-"""Softcap and sinks in both backends against the simulator: bits in the stated form, A-18's bound in the fast one (spec A-22, A-23)."""
+"""Softcap and sinks in both backends against the simulator: bits in the stated form, A-18's bound
+in the fast one (spec A-22, A-23).
+"""
 
 import attention_cases as cases
 import jax
@@ -31,7 +33,9 @@ H = 2.0**-20
 class Torch:
     @staticmethod
     def forward(*tensors, sinks, **how):
-        return torch_attention.forward(*map(torch.from_numpy, tensors), sinks=torch.from_numpy(sinks), **how)
+        return torch_attention.forward(
+            *map(torch.from_numpy, tensors), sinks=torch.from_numpy(sinks), **how
+        )
 
     @staticmethod
     def backward(do, q, k, v, result, *, sinks, **how):
@@ -46,19 +50,29 @@ class Torch:
 
 
 class Jax:
-    """Each function in one program: to compile each operation by itself takes three times as long."""
+    """Each function in one program: to compile each operation by itself takes three times as
+    long.
+    """
 
     @staticmethod
     def forward(*tensors, sinks, **how):
-        return jax.jit(lambda tensors, sinks: jax_attention.forward(*tensors, sinks=sinks, **how))(tensors, sinks)
+        return jax.jit(lambda tensors, sinks: jax_attention.forward(*tensors, sinks=sinks, **how))(
+            tensors, sinks
+        )
 
     @staticmethod
     def backward(*given, sinks, **how):
-        return jax.jit(lambda given, sinks: jax_attention.backward(*given, sinks=sinks, **how))(given, sinks)
+        return jax.jit(lambda given, sinks: jax_attention.backward(*given, sinks=sinks, **how))(
+            given, sinks
+        )
 
     @staticmethod
     def by_autodiff(q, k, v, do, sinks, **how):
-        return jax.jit(lambda do, *of: jax.vjp(lambda *x: jax_attention.apply(*x[:3], sinks=x[3], **how), *of)[1](do))(do, q, k, v, sinks)
+        return jax.jit(
+            lambda do, *of: jax.vjp(lambda *x: jax_attention.apply(*x[:3], sinks=x[3], **how), *of)[
+                1
+            ](do)
+        )(do, q, k, v, sinks)
 
 
 BACKENDS = {"torch": Torch, "jax": Jax}
@@ -70,21 +84,41 @@ def backend(request):
 
 
 def numbers(x) -> np.ndarray:
-    return np.asarray(x, np.float32) if not isinstance(x, torch.Tensor) else x.detach().float().numpy()
+    return (
+        np.asarray(x, np.float32) if not isinstance(x, torch.Tensor) else x.detach().float().numpy()
+    )
 
 
 def bound_of(variant, q, k, v, tensors):
-    how: dict = {"mask": cases.MASKS["causal"], "scale": None, "documents": None, "exponential_error": H}
+    how: dict = {
+        "mask": cases.MASKS["causal"],
+        "scale": None,
+        "documents": None,
+        "exponential_error": H,
+    }
     return cases.bound(variant, q, k, v, tensors, **how, softcap=CAP, sinks=SINKS)
 
 
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("name", [name for name in NAMES if VARIANTS[name].fmt.bits == 8 and name != "fa3_paper"])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if VARIANTS[name].fmt.bits == 8 and name != "fa3_paper"]
+)
 def test_stated_probabilities_are_the_simulators_bits(name, backend):  # A-22, A-23
-    """Sums of integers are exact, so that t, P and the sums are one rounding an operation everywhere. A rotation gives no integers."""
+    """Sums of integers are exact, so that t, P and the sums are one rounding an operation
+    everywhere. A rotation gives no integers.
+    """
     q, k, v, _ = cases.integers(b=1, tq=40)
-    how = {"variant": cases.native(name), "mask": cases.MASKS["causal window"], "scale": 1 / 8, "softcap": CAP, "sinks": SINKS}
-    right, found = sim.forward(q, k, v, keep_p=True, **how), backend.forward(q, k, v, keep_p=True, arithmetic="stated", **how)
+    how = {
+        "variant": cases.native(name),
+        "mask": cases.MASKS["causal window"],
+        "scale": 1 / 8,
+        "softcap": CAP,
+        "sinks": SINKS,
+    }
+    right, found = (
+        sim.forward(q, k, v, keep_p=True, **how),
+        backend.forward(q, k, v, keep_p=True, arithmetic="stated", **how),
+    )
     np.testing.assert_array_equal(np.asarray(found.p_codes), right.p_codes)
     np.testing.assert_array_equal(numbers(found.lse), right.lse)
     np.testing.assert_array_equal(numbers(found.amaxes["s"]), right.amaxes["s"])
@@ -107,45 +141,75 @@ def test_fast_outputs_are_within_the_bound(name, backend):  # A-18, A-22, A-23
         differing = np.asarray(found.p_codes) != wanted.p_codes
         assert differing.sum() <= bound.differing()
     error = np.abs(numbers(found.lse).astype(float) - wanted.lse)
-    assert (error <= 2 * bound.exponent[..., 0] + cases.gamma(3 * 150 + 8) + 2.0**-22 * np.abs(wanted.lse)).all()
+    assert (
+        error
+        <= 2 * bound.exponent[..., 0] + cases.gamma(3 * 150 + 8) + 2.0**-22 * np.abs(wanted.lse)
+    ).all()
     error = np.abs(numbers(found.o).astype(float) - wanted.o)
     smallest = float(wanted.tensors["o"].scale_inv) * 2.0**-9 if "o" in wanted.tensors else 0
     allowed = bound.output(wanted.o, differing, VARIANTS[name].out.mantissa_bits) + smallest
     assert (error <= allowed).all()
-    assert np.median(allowed[:, :3]) < np.median(np.abs(wanted.o[:, :3])) / 4  # the last head is all its sink's
+    assert (
+        np.median(allowed[:, :3]) < np.median(np.abs(wanted.o[:, :3])) / 4
+    )  # the last head is all its sink's
 
 
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("arithmetic", ["stated", "fast"])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_are_the_simulators(name, arithmetic, backend):  # A-14 to A-16, A-18, A-22, A-23
-    """As in test_attention_fast: a share of codes of P and dS differ, 32 E of them, by 2^-3 of them; in bfloat16 shares are 512 E. A
-    sink's gradient has u, off by two exponents, and D, off by what o is, in the norm less than dq."""
+    """As in test_attention_fast: a share of codes of P and dS differ, 32 E of them, by 2^-3 of
+    them; in bfloat16 shares are 512 E. A sink's gradient has u, off by two exponents, and D, off by
+    what o is, in the norm less than dq."""
     q, k, v, do = cases.normal(b=1)
-    how = {"variant": cases.native(name), "mask": cases.MASKS["causal"], "softcap": CAP, "sinks": NEARER}
+    how = {
+        "variant": cases.native(name),
+        "mask": cases.MASKS["causal"],
+        "softcap": CAP,
+        "sinks": NEARER,
+    }
     result = sim.forward(q, k, v, **how)
     wanted = sim_gradients.backward(do, q, k, v, result, **how)
-    found = backend.backward(do, q, k, v, backend.forward(q, k, v, arithmetic=arithmetic, **how), arithmetic=arithmetic, **how)
+    found = backend.backward(
+        do,
+        q,
+        k,
+        v,
+        backend.forward(q, k, v, arithmetic=arithmetic, **how),
+        arithmetic=arithmetic,
+        **how,
+    )
     tolerance = 2.0**-22  # exact: of numbers that are rounded once
     if name != "exact":
         bound = bound_of(how["variant"], q, k, v, result.tensors)
         exponent = float(bound.exponent.max())
         tolerance = 3 * 2.0**-3 * np.sqrt(32 * exponent) + 4 * exponent
     if name == "cudnn":
-        # A share of dS, 2 E of a number below the least code's half, lies on the other side of it: as test_attention_fast's codes.
+        # A share of dS, 2 E of a number below the least code's half, lies on the other side of it:
+        # as test_attention_fast's codes.
         assert wanted.lost > 1000
         assert abs(int(found.lost) - wanted.lost) <= bound.differing()
     for role in ("dq", "dk", "dv", "dsinks"):
         mine, right = numbers(getattr(found, role)), getattr(wanted, role)
         assert np.linalg.norm(mine - right) <= tolerance * np.linalg.norm(right), role
-    by_autodiff = backend.by_autodiff(q, k, v, do, NEARER, arithmetic=arithmetic, **{key: x for key, x in how.items() if key != "sinks"})
+    by_autodiff = backend.by_autodiff(
+        q,
+        k,
+        v,
+        do,
+        NEARER,
+        arithmetic=arithmetic,
+        **{key: x for key, x in how.items() if key != "sinks"},
+    )
     for mine, right in zip(by_autodiff, (*found[:3], found.dsinks), strict=True):
         np.testing.assert_array_equal(numbers(mine), numbers(right))
 
 
 def of_sinks(d, lse, sinks):
     """The gradient of sinks in the stated form, in PyTorch and in JAX."""
-    use = attention_inputs.Use(variant=VARIANTS["cudnn"], mask=Mask(), scale=0.125, seed=0, arithmetic="stated", over=())
+    use = attention_inputs.Use(
+        variant=VARIANTS["cudnn"], mask=Mask(), scale=0.125, seed=0, arithmetic="stated", over=()
+    )
     spec = Spec(variant=VARIANTS["cudnn"], arithmetic="stated")
     return numbers(torch_sinks.gradient(*map(torch.from_numpy, (d, lse, sinks)), spec)), np.asarray(
         attention_sinks.gradient(d, lse, sinks, use)
@@ -153,7 +217,9 @@ def of_sinks(d, lse, sinks):
 
 
 def test_stated_gradients_of_sinks_are_the_simulators_where_float64_holds_their_sums():  # A-23
-    """Products lie from 2^-13 to below 2^10, with 24 bits: 2^7 of them are multiples of 2^-36 below 2^17, of 53 bits."""
+    """Products lie from 2^-13 to below 2^10, with 24 bits: 2^7 of them are multiples of 2^-36 below
+    2^17, of 53 bits.
+    """
     rng = np.random.default_rng(0)
     d = (rng.choice([-1, 1], (2, 3, 64)) * np.exp2(rng.uniform(-10, 10, (2, 3, 64)))).astype(F)
     lse, sinks = rng.uniform(0, 2, (2, 3, 64)).astype(F), np.zeros(3, F)
@@ -175,18 +241,28 @@ def test_what_is_refused(backend):
     for cap in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="a softcap is positive"):
             backend.forward(q, k, v, variant="cudnn", softcap=cap, sinks=SINKS)
-    with pytest.raises(ValueError, match="sinks are of float32, float16 or bfloat16, one for each of 4 query heads"):
+    with pytest.raises(
+        ValueError, match="sinks are of float32, float16 or bfloat16, one for each of 4 query heads"
+    ):
         backend.forward(q, k, v, variant="cudnn", sinks=SINKS[:2])
 
 
-@pytest.mark.parametrize(("cap", "scale"), [(1e-39, 0.125), (3e38, 0.125), (2e38, 0.125), (1e10, 1e-30), (1e-10, 1e30), (1e39, 1e30)])
+@pytest.mark.parametrize(
+    ("cap", "scale"),
+    [(1e-39, 0.125), (3e38, 0.125), (2e38, 0.125), (1e10, 1e-30), (1e-10, 1e30), (1e39, 1e30)],
+)
 def test_softcaps_without_normal_factors_are_refused(cap, scale):  # A-22
-    """A cap that is subnormal, one whose product with log2(e) overflows, and some under which scale / cap is subnormal or overflows."""
+    """A cap that is subnormal, one whose product with log2(e) overflows, and some under which scale
+    / cap is subnormal or overflows.
+    """
     q, k, v, do = cases.normal(b=1, tq=4, tk=8)
     how = {"softcap": cap, "scale": scale, "sinks": SINKS}
     for name in ("exact", "cudnn", "fa3"):
         for forward in (sim.forward, Torch.forward, Jax.forward):
-            with pytest.raises(ValueError, match=r"normal float32 numbers scale / cap and cap log2\(e\) \(A-22\); got "):
+            with pytest.raises(
+                ValueError,
+                match=r"normal float32 numbers scale / cap and cap log2\(e\) \(A-22\); got ",
+            ):
                 forward(q, k, v, variant=name, **how)
     for backend in BACKENDS.values():
         with pytest.raises(ValueError, match="a softcap is positive, with normal float32"):

@@ -18,7 +18,12 @@ def test_both_start_from_the_same_bits(small):  # M-6
 
 @pytest.mark.parametrize("recipe", SHARED_RECIPES)
 def test_both_convert_the_same_linears(recipe, small):  # R-2
-    config = small.replace(numerics={"recipe": recipe, "filter_fqns": ("lm_head", "o_proj") if recipe != "bf16" else ()})
+    config = small.replace(
+        numerics={
+            "recipe": recipe,
+            "filter_fqns": ("lm_head", "o_proj") if recipe != "bf16" else (),
+        }
+    )
     a, b = JaxTrainer(config), TorchTrainer(config)
     assert a.decisions == b.decisions
     from torchao.float8.float8_linear import Float8Linear
@@ -28,7 +33,9 @@ def test_both_convert_the_same_linears(recipe, small):  # R-2
 
 
 def test_one_step_moves_the_weights_alike(small):  # T-1, T-2, T-3, M-2
-    """In bf16 the gradients of both agree to about 2^-8, and Adam's first step is +-lr wherever a gradient is not tiny."""
+    """In bf16 the gradients of both agree to about 2^-8, and Adam's first step is +-lr wherever a
+    gradient is not tiny.
+    """
     config = small.replace(numerics={"recipe": "bf16"})
     batch = loader.open_batches(config).step(0)
     a, b = JaxTrainer(config), TorchTrainer(config)
@@ -38,5 +45,7 @@ def test_one_step_moves_the_weights_alike(small):  # T-1, T-2, T-3, M-2
     assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-2)
     moved, too = a.weights(), b.weights()
     lr = config.optimizer.learning_rate_at(0, config.run.steps)
-    agree = np.concatenate([(np.abs(moved[name] - too[name]) < 0.05 * lr).ravel() for name in before])
+    agree = np.concatenate(
+        [(np.abs(moved[name] - too[name]) < 0.05 * lr).ravel() for name in before]
+    )
     assert agree.mean() > 0.97

@@ -26,10 +26,21 @@ def batches(small):
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "recipe"), CASES)
 def test_resuming_is_as_if_nothing_had_happened(backend, recipe, small, tmp_path):  # K-2
-    """Losses, norms and weights, bit for bit; what is written is the state when ``save`` was called, though training went on."""
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+    """Losses, norms and weights, bit for bit; what is written is the state when ``save`` was
+    called, though training went on.
+    """
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     blocks = RECIPES[recipe].in_blocks
-    config = small.replace(numerics={"recipe": recipe}, model=sizes if blocks else {}, data={"sequence_length": 32} if blocks else {})
+    config = small.replace(
+        numerics={"recipe": recipe},
+        model=sizes if blocks else {},
+        data={"sequence_length": 32} if blocks else {},
+    )
     opened = loader.open_batches(config)
     batches = [opened.step(k) for k in range(5)]
     whole, resumed = loop.trainer(backend, config), loop.trainer(backend, config)
@@ -46,7 +57,10 @@ def test_resuming_is_as_if_nothing_had_happened(backend, recipe, small, tmp_path
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_a_state_before_the_first_step_is_one_too(backend, small, batches, tmp_path):
-    whole, resumed = loop.trainer(backend, small), loop.trainer(backend, small.replace(run={"seed": 1}))
+    whole, resumed = (
+        loop.trainer(backend, small),
+        loop.trainer(backend, small.replace(run={"seed": 1})),
+    )
     whole.save(tmp_path / "state")()
     resumed.load(tmp_path / "state", 0)
     assert resumed.step(batches[0]) == whole.step(batches[0])
@@ -58,8 +72,15 @@ def test_a_state_before_the_first_step_is_one_too(backend, small, batches, tmp_p
     [
         ({"numerics": {"recipe": "delayed"}}, r"fp8.*is not in the checkpoint"),
         ({"model": {"num_hidden_layers": 2}}, r"model\.layers\.1.*is not in the checkpoint"),
-        ({"model": {"tie_word_embeddings": True}}, r"lm_head\.weight is in the checkpoint, and not in this model"),
-        ({"model": {"intermediate_size": 64}}, r"\.mlp\..*weight is \[(64, 32|32, 64)\] here and \[(48, 32|32, 48)\] in the checkpoint"),
+        (
+            {"model": {"tie_word_embeddings": True}},
+            r"lm_head\.weight is in the checkpoint, and not in this model",
+        ),
+        (
+            {"model": {"intermediate_size": 64}},
+            r"\.mlp\..*weight is \[(64, 32|32, 64)\] here and \[(48, 32|32, 48)\] in the "
+            r"checkpoint",
+        ),
     ],
     ids=["recipe", "layers", "tied", "shape"],
 )

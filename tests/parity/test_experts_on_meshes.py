@@ -1,4 +1,6 @@
-"""A model with experts on meshes of devices and on ranks, against one device: gradients, losses, statistics, proofs, checkpoints."""
+"""A model with experts on meshes of devices and on ranks, against one device: gradients, losses,
+statistics, proofs, checkpoints.
+"""
 
 import dataclasses
 import io
@@ -37,14 +39,18 @@ def mixture(small):
     """A config of four sequences in a recipe, on a mesh."""
 
     def of(recipe, parallel, **sections):
-        config = dataclasses.replace(small, model=MODEL).replace(numerics={"recipe": recipe}, data={"sequence_length": 32, "batch_size": 4})
+        config = dataclasses.replace(small, model=MODEL).replace(
+            numerics={"recipe": recipe}, data={"sequence_length": 32, "batch_size": 4}
+        )
         return config.replace(parallel=parallel, run={"steps": 4}, **sections)
 
     return of
 
 
 def trained(backend, config, save=None, load=None):
-    """What one device, or this rank, computes: gradients, statistics, the proof, the metrics of two steps, weights before and after."""
+    """What one device, or this rank, computes: gradients, statistics, the proof, the metrics of two
+    steps, weights before and after.
+    """
     config = configs.from_dict(config)
     opened = loader.open_batches(config)
     batches = [opened.step(k) for k in range(4)]
@@ -78,11 +84,14 @@ def on_ranks(config, n, **files):
 
 
 def check(many, one, recipe):
-    """Codes and scales are one device's where operands are. What the order of a sum can change is an operand rounded otherwise to
-    bfloat16, 2^-9 of it, which passes some 20 roundings here: 2^-6 of a gradient's norm, as in tests/train/jax/test_mesh.py. Experts'
-    gradients that miss a device's rows, or count one twice, are wrong by a half or more."""
+    """Codes and scales are one device's where operands are. What the order of a sum can change is
+    an operand rounded otherwise to bfloat16, 2^-9 of it, which passes some 20 roundings here: 2^-6
+    of a gradient's norm, as in tests/train/jax/test_mesh.py. Experts' gradients that miss a
+    device's rows, or count one twice, are wrong by a half or more."""
     for name, value in one["gradients"].items():
-        assert np.linalg.norm(many["gradients"][name] - value) <= 2.0**-6 * np.linalg.norm(value), name
+        assert np.linalg.norm(many["gradients"][name] - value) <= 2.0**-6 * np.linalg.norm(value), (
+            name
+        )
     assert many["missing"] == []
     assert many["statistics"].keys() == many["names"]
     for name, of_one in one["statistics"].items():
@@ -111,11 +120,14 @@ RANKS = [
 
 @pytest.mark.parametrize(("recipe", "parallel"), RANKS, ids=str)
 def test_ranks_train_as_one_process_does(recipe, parallel, mixture):  # X-13, P-10, M-8
-    """Under delayed scaling as ranks that all have every expert: a rank's loss is the mean of its own tokens, and the first scales are 1,
-    so that gradients lie elsewhere in E5M2's range than one process's, whose small ones it rounds more coarsely."""
+    """Under delayed scaling as ranks that all have every expert: a rank's loss is the mean of its
+    own tokens, and the first scales are 1, so that gradients lie elsewhere in E5M2's range than one
+    process's, whose small ones it rounds more coarsely."""
     config = mixture(recipe, parallel)
     other = mixture(recipe, {"data": 2, "fsdp": 2} if recipe == "delayed" else {})
-    check(on_ranks(config, config.parallel.devices), on_ranks(other, other.parallel.devices), recipe)
+    check(
+        on_ranks(config, config.parallel.devices), on_ranks(other, other.parallel.devices), recipe
+    )
 
 
 MESHES = [
@@ -132,23 +144,36 @@ MESHES = [
 @pytest.mark.parametrize(("recipe", "parallel"), MESHES, ids=str)
 def test_meshes_train_as_one_device_does(recipe, parallel, mixture):  # X-13, P-10, M-8
     # each device's piece of every matrix has whole blocks
-    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "shared_expert_intermediate_size"), 256) | {"num_key_value_heads": 2}
+    sizes = dict.fromkeys(
+        ("hidden_size", "intermediate_size", "shared_expert_intermediate_size"), 256
+    ) | {"num_key_value_heads": 2}
     blocks = {"model": sizes, "data": {"sequence_length": 128}}
     many, one = (
-        trained("jax", configs.to_dict(mixture(recipe, keys, **blocks if recipe == "blockwise" else {}))) for keys in (parallel, {})
+        trained(
+            "jax", configs.to_dict(mixture(recipe, keys, **blocks if recipe == "blockwise" else {}))
+        )
+        for keys in (parallel, {})
     )
     check(many, one, recipe)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_ranks_is_read_by_others(mixture, tmp_path):  # K-2, M-9
-    """Two steps apart, then two on one device and on meshes: they begin with the same weights, bit for bit, and train as one device does."""
+    """Two steps apart, then two on one device and on meshes: they begin with the same weights, bit
+    for bit, and train as one device does.
+    """
     saved = on_ranks(mixture("delayed", {"expert": 2}), 2, save=tmp_path / "state")
     one, *many = (
         on_ranks(config, config.parallel.devices, save=None, load=tmp_path / "state")
-        for config in (mixture("delayed", parallel) for parallel in ({}, {"fsdp": 2}, {"expert": 2}))
+        for config in (
+            mixture("delayed", parallel) for parallel in ({}, {"fsdp": 2}, {"expert": 2})
+        )
     )
-    assert any((saved["begins"][name] != value).any() for name, value in saved["weights"].items() if "experts" in name)
+    assert any(
+        (saved["begins"][name] != value).any()
+        for name, value in saved["weights"].items()
+        if "experts" in name
+    )
     for found in (one, *many):
         assert found["begins"].keys() == saved["weights"].keys()
         for name, value in saved["weights"].items():
@@ -157,7 +182,9 @@ def test_a_checkpoint_of_ranks_is_read_by_others(mixture, tmp_path):  # K-2, M-9
 
 
 def switched(config):
-    """(the groups that share amaxes before and after the switch; gradients, losses of two steps) on this rank."""
+    """(the groups that share amaxes before and after the switch; gradients, losses of two steps) on
+    this rank.
+    """
     config = configs.from_dict(config)
     trainer, opened = loop.trainer("torch", config), loader.open_batches(config)
     shared = []
@@ -171,8 +198,13 @@ def switched(config):
 def test_experts_apart_share_no_amax_after_a_switch_either(mixture):  # X-3, T-9
     """Ranks with different experts: a scale of theirs would be of another's rows too."""
     of_orders = []
-    for first, second in (("rowwise", "tensorwise"), ("tensorwise", "rowwise")):  # of either recipe once the model's, and once a twin's
-        config = mixture(first, {"expert": 2, "gather": "compute"}).replace(numerics={"schedule": ((0, first), (2, second))})
+    for first, second in (
+        ("rowwise", "tensorwise"),
+        ("tensorwise", "rowwise"),
+    ):  # of either recipe once the model's, and once a twin's
+        config = mixture(first, {"expert": 2, "gather": "compute"}).replace(
+            numerics={"schedule": ((0, first), (2, second))}
+        )
         of_orders.append(run(2, switched, configs.to_dict(config))[0])
     (shared, gradients), (_, expected) = of_orders
     assert shared == [{None}, {None}]
@@ -184,12 +216,21 @@ def test_experts_apart_share_no_amax_after_a_switch_either(mixture):  # X-3, T-9
     ("keys", "said"),
     [
         ({"tensor": 2}, "devices that share the batch; got parallel.tensor 2"),
-        ({"context": 2}, r"devices that have whole sequences; got parallel\.context 2\. Set it to 1"),
-        ({"context": 2, "expert": 2}, r"devices that have whole sequences; got parallel\.context 2\. Set it to 1"),
+        (
+            {"context": 2},
+            r"devices that have whole sequences; got parallel\.context 2\. Set it to 1",
+        ),
+        (
+            {"context": 2, "expert": 2},
+            r"devices that have whole sequences; got parallel\.context 2\. Set it to 1",
+        ),
         ({"expert": 3}, "equal numbers of experts on each of parallel.expert 3; got 4"),
         ({"expert": 2, "through": "jit"}, "rows that devices send"),
         ({"fsdp": 2, "reduce": "accumulators"}, "rows that devices send"),
-        ({"fsdp": 2, "reduce_dtype": "float8_e4m3fn"}, "gradients that are summed in float32 or bfloat16"),
+        (
+            {"fsdp": 2, "reduce_dtype": "float8_e4m3fn"},
+            "gradients that are summed in float32 or bfloat16",
+        ),
     ],
 )
 def test_what_experts_on_meshes_do_not_take_is_refused_by_name(keys, said, mixture):  # M-9
@@ -198,14 +239,19 @@ def test_what_experts_on_meshes_do_not_take_is_refused_by_name(keys, said, mixtu
 
 
 def test_a_model_without_experts_holds_none_apart(small):
-    with pytest.raises((ValueError, ConfigError), match=r"parallel\.expert is for a model with experts; got 2"):
+    with pytest.raises(
+        (ValueError, ConfigError), match=r"parallel\.expert is for a model with experts; got 2"
+    ):
         small.replace(parallel={"expert": 2})
 
 
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 def test_messages_and_the_dry_run_name_expert_among_the_axes(backend, mixture):  # P-10
     config = mixture("rowwise", {"data": 2, "expert": 4})
-    with pytest.raises(ConfigError, match=r"data\.batch_size is divisible by data x fsdp x expert = 8 devices; got 4"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.batch_size is divisible by data x fsdp x expert = 8 devices; got 4",
+    ):
         device_shapes.check(config, backend)
     console = Console(file=io.StringIO(), width=160, color_system=None)
     dry_run.show(config.replace(data={"batch_size": 8}), backend, console)
@@ -213,5 +259,9 @@ def test_messages_and_the_dry_run_name_expert_among_the_axes(backend, mixture): 
 
 
 def test_jax_cuts_experts_evenly(mixture):
-    with pytest.raises(ConfigError, match=r"model\.num_experts is divisible by parallel\.fsdp x expert = 8; got 4"):
-        device_shapes.check(mixture("rowwise", {"fsdp": 4, "expert": 2}).replace(data={"batch_size": 8}), "jax")
+    with pytest.raises(
+        ConfigError, match=r"model\.num_experts is divisible by parallel\.fsdp x expert = 8; got 4"
+    ):
+        device_shapes.check(
+            mixture("rowwise", {"fsdp": 4, "expert": 2}).replace(data={"batch_size": 8}), "jax"
+        )

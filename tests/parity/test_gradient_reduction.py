@@ -1,4 +1,6 @@
-"""Both trainers exchange gradients in FP8 as the simulator does, of each device's own gradients (spec P-21, P-25)."""
+"""Both trainers exchange gradients in FP8 as the simulator does, of each device's own gradients
+(spec P-21, P-25).
+"""
 
 import gradient_cases as cases
 import numpy as np
@@ -18,12 +20,21 @@ from fp8ref.train.config.config import Config, DataConfig
 
 RANKS = 4
 CONFIG = Config(
-    model=LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1),
+    model=LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    ),
     data=DataConfig(sequence_length=16, batch_size=2 * RANKS),
 )
 TOKENS = np.random.default_rng(0).integers(0, 256, (2 * RANKS, 17))
 LINEARS = [f"{name}.weight" for name in llama.linear_shapes(CONFIG.model)]
-FP8 = {"reduce_dtype": "float8_e4m3fn", "amax_scope": "local"}  # under local scope a device alone has the same operands
+FP8 = {
+    "reduce_dtype": "float8_e4m3fn",
+    "amax_scope": "local",
+}  # under local scope a device alone has the same operands
 
 
 def alone(backend):
@@ -38,13 +49,16 @@ def test_jax_exchanges_what_the_simulator_does(parallel):  # P-25
     found = loop.trainer("jax", CONFIG.replace(parallel=parallel | FP8)).gradients(TOKENS)
     parts = alone("jax")
     for name in LINEARS:
-        # the loss is the mean of all devices', and a gradient has the dtype of the weight that the linear takes
+        # the loss is the mean of all devices', and a gradient has the dtype of the weight that the
+        # linear takes
         total = gradient_reduction.reduce([part[name] / RANKS for part in parts], mean=False).value
         assert cases.equal(found[name], cast.round_to(total, BFLOAT16)), name
 
 
 def under_fsdp():
-    return loop.trainer("torch", CONFIG.replace(parallel={"fsdp": distributed.get_world_size()} | FP8)).gradients(TOKENS)
+    return loop.trainer(
+        "torch", CONFIG.replace(parallel={"fsdp": distributed.get_world_size()} | FP8)
+    ).gradients(TOKENS)
 
 
 def test_torch_exchanges_what_the_simulator_does():  # P-25
@@ -62,7 +76,9 @@ def test_torch_exchanges_what_the_simulator_does():  # P-25
         ("jax", {"tensor": 2}, "of which there is one device. Leave it out"),
     ],
 )
-def test_gradients_that_a_backend_cannot_exchange_in_fp8_are_refused(backend, parallel, message):  # P-25
+def test_gradients_that_a_backend_cannot_exchange_in_fp8_are_refused(
+    backend, parallel, message
+):  # P-25
     config = CONFIG.replace(parallel=parallel | FP8)
     with pytest.raises(ConfigError, match=message):
         loop.trainer(backend, config)
@@ -70,7 +86,18 @@ def test_gradients_that_a_backend_cannot_exchange_in_fp8_are_refused(backend, pa
         device_shapes.check(config, backend)
 
 
-@pytest.mark.parametrize("keys", [{"through": "jit", "amax_scope": "global"}, {"reduce": "accumulators", "amax_scope": "global"}], ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"through": "jit", "amax_scope": "global"},
+        {"reduce": "accumulators", "amax_scope": "global"},
+    ],
+    ids=str,
+)
 def test_sums_that_xla_inserts_are_refused_in_fp8(keys):  # P-25
-    with pytest.raises(ValueError, match=r"'float8_e4m3fn' casts rounded gradients.*Use through 'shard_map' and reduce 'rounded'"):
+    with pytest.raises(
+        ValueError,
+        match=r"'float8_e4m3fn' casts rounded gradients.*Use through 'shard_map' and reduce "
+        r"'rounded'",
+    ):
         CONFIG.replace(parallel={"fsdp": 2} | FP8 | keys)

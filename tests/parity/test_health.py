@@ -14,7 +14,9 @@ from fp8ref.train import loop
 from fp8ref.train.data import loader
 from fp8ref.train.run import log
 
-BACKENDS = pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
+BACKENDS = pytest.mark.parametrize(
+    "backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"]
+)
 
 
 @BACKENDS
@@ -22,7 +24,10 @@ def test_equal_gradients_have_the_simulators_record(backend, small):  # O-12, Q-
     config = configured(small, "fishman")
     trainer, tokens = loop.trainer(backend, config), loader.open_batches(config).step(0)
     rng = np.random.default_rng(0)
-    gradients = {name: (1e-2 * rng.standard_t(2, p.shape) ** 3).astype(np.float32) for name, p in trainer.weights().items()}
+    gradients = {
+        name: (1e-2 * rng.standard_t(2, p.shape) ** 3).astype(np.float32)
+        for name, p in trainer.weights().items()
+    }
     fed(trainer, gradients)
     _, operands, found = trainer.measured_step(tokens)
     assert operands == {}
@@ -35,7 +40,11 @@ def test_equal_gradients_have_the_simulators_record(backend, small):  # O-12, Q-
         wanted = asdict(simulated.measure(g, before, after, **given))
         for key in (*health.COUNTS, "bytes_per_parameter"):
             assert found[name][key] == wanted[key], (name, key)
-        for key in ("root_bias", "update_error", "largest_ratio"):  # float32 sums over at most 256 rows and columns, in JAX
+        for key in (
+            "root_bias",
+            "update_error",
+            "largest_ratio",
+        ):  # float32 sums over at most 256 rows and columns, in JAX
             assert found[name][key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-5), (name, key)
         counted = {key: counted[key] + wanted[key] for key in counted}
     assert {key: found[""][key] for key in counted} == counted
@@ -48,25 +57,51 @@ def test_a_run_has_columns_and_records_and_the_same_losses(backend, small, tmp_p
     plain = loop.train(config, backend, tmp_path / "plain")
     measured = loop.train(config.replace(statistics={"every": 2}), backend, tmp_path / "measured")
     assert [line["loss"] for line in measured] == [line["loss"] for line in plain]
-    columns = {f"state_{key}" for key in (*health.RATES, "root_bias", "update_error", "largest_ratio", "bytes_per_parameter")}
-    assert [columns <= line.keys() for line in log.read_metrics(tmp_path / "measured")] == [True, False, True]
+    columns = {
+        f"state_{key}"
+        for key in (
+            *health.RATES,
+            "root_bias",
+            "update_error",
+            "largest_ratio",
+            "bytes_per_parameter",
+        )
+    }
+    assert [columns <= line.keys() for line in log.read_metrics(tmp_path / "measured")] == [
+        True,
+        False,
+        True,
+    ]
     assert not any(columns & line.keys() for line in plain)
-    lines = [json.loads(line) for line in (tmp_path / "measured" / log.STATISTICS).read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "measured" / log.STATISTICS).read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [0, 2]
     assert lines[0]["states"][""]["stalled_v"] > 0
     assert (
-        lines[1]["states"][""]["count"] == lines[0]["states"][""]["count"] == sum(p["count"] for p in list(lines[0]["states"].values())[1:])
+        lines[1]["states"][""]["count"]
+        == lines[0]["states"][""]["count"]
+        == sum(p["count"] for p in list(lines[0]["states"].values())[1:])
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "parallel"), [("sqrt_e4m3", {"fsdp": 2}), ("sqrt_e4m3", {"scan": True})])
+@pytest.mark.parametrize(
+    ("layout", "parallel"), [("sqrt_e4m3", {"fsdp": 2}), ("sqrt_e4m3", {"scan": True})]
+)
 def test_a_mesh_and_a_stack_of_layers_in_jax(layout, parallel, small):  # O-11, Q-12
     config = configured(small, layout)
     tokens, found = loader.open_batches(config).step(0), []
     for given in ({}, parallel):
         trainer, rng = loop.trainer("jax", config.replace(parallel=given)), np.random.default_rng(0)
-        fed(trainer, {name: (1e-2 * rng.standard_t(3, p.shape)).astype(np.float32) for name, p in sorted(trainer.weights().items())})
+        fed(
+            trainer,
+            {
+                name: (1e-2 * rng.standard_t(3, p.shape)).astype(np.float32)
+                for name, p in sorted(trainer.weights().items())
+            },
+        )
         found.append(trainer._states(tokens))
     one, other = found
     assert one.keys() == other.keys()

@@ -19,12 +19,19 @@ def torch_pieces(config, tokens: np.ndarray) -> list[np.ndarray]:
         return SimpleNamespace(get_local_rank={"data": data, "fsdp": fsdp}.get)
 
     keys = config.parallel
-    return [rank_parts.own(tokens, config, mesh(i, j), None) for i in range(keys.data) for j in range(keys.fsdp)]
+    return [
+        rank_parts.own(tokens, config, mesh(i, j), None)
+        for i in range(keys.data)
+        for j in range(keys.fsdp)
+    ]
 
 
 def jax_pieces(layout: Layout, tokens: np.ndarray) -> list[np.ndarray]:
     """What lies on every device, in their order on the mesh."""
-    lying = {shard.device: np.asarray(shard.data) for shard in layout.put(tokens, layout.tokens).addressable_shards}
+    lying = {
+        shard.device: np.asarray(shard.data)
+        for shard in layout.put(tokens, layout.tokens).addressable_shards
+    }
     return [lying[device] for device in layout.devices]
 
 
@@ -39,7 +46,10 @@ def test_any_number_of_devices_sees_the_same_global_batches_in_both_backends(sma
     for step in range(STEPS):
         tokens = batches.step(step)
         for config, layout, (by_torch, by_jax) in zip(configs, layouts, hashes, strict=True):
-            for hashed, pieces in ((by_torch, torch_pieces(config, tokens)), (by_jax, jax_pieces(layout, tokens))):
+            for hashed, pieces in (
+                (by_torch, torch_pieces(config, tokens)),
+                (by_jax, jax_pieces(layout, tokens)),
+            ):
                 assert len(pieces) == config.parallel.devices
                 hashed.update(np.concatenate(pieces))
     assert len({hashed.hexdigest() for both in hashes for hashed in both}) == 1

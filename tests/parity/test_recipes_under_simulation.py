@@ -1,4 +1,6 @@
-"""Recipes under simulation are refused by name wherever something would train in them, with what to use instead (spec R-9)."""
+"""Recipes under simulation are refused by name wherever something would train in them, with what to
+use instead (spec R-9).
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,13 +21,21 @@ from fp8ref.train.experiments import sweep
 NAMES = [name for name, recipe in RECIPES.items() if recipe.simulated]
 X, W = np.ones((32, 64), np.float32), np.ones((32, 64), np.float32)
 TAKERS = {
-    "jax linear": lambda r: fj.linear.apply(jnp.asarray(X, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), recipe=r),
+    "jax linear": lambda r: fj.linear.apply(
+        jnp.asarray(X, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), recipe=r
+    ),
     "linen": lambda r: fj.flax.linen_dot_general(r),
-    "jax grouped": lambda r: fj.grouped.apply(jnp.asarray(X), jnp.asarray(W)[None], jnp.array([32]), recipe=r),
+    "jax grouped": lambda r: fj.grouped.apply(
+        jnp.asarray(X), jnp.asarray(W)[None], jnp.array([32]), recipe=r
+    ),
     "torch convert": lambda r: ft.convert(torch.nn.Linear(64, 32).bfloat16(), r),
-    "torch grouped": lambda r: ft.grouped.apply(torch.ones(32, 64), torch.ones(1, 32, 64), torch.tensor([32]), recipe=r),
+    "torch grouped": lambda r: ft.grouped.apply(
+        torch.ones(32, 64), torch.ones(1, 32, 64), torch.tensor([32]), recipe=r
+    ),
     "grouped recipe": lambda r: grouped.by_name(r),
-    "config, which train, estimate and crosscheck take": lambda r: configs.Config().replace(numerics={"recipe": r}),
+    "config, which train, estimate and crosscheck take": lambda r: configs.Config().replace(
+        numerics={"recipe": r}
+    ),
     "schedule": lambda r: schedule.parse([[0, "bf16"], [5, r]]),
 }
 
@@ -33,7 +43,11 @@ TAKERS = {
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("taker", TAKERS.values(), ids=TAKERS)
 def test_they_are_refused_by_name(taker, name):  # R-9
-    with pytest.raises(ValueError, match=rf"'{name}' is for the simulator alone.*fp8ref\.sim\.linear.*one that trains: bf16, tensorwise"):
+    with pytest.raises(
+        ValueError,
+        match=rf"'{name}' is for the simulator alone.*fp8ref\.sim\.linear.*one that trains: "
+        r"bf16, tensorwise",
+    ):
         taker(name)
 
 
@@ -47,6 +61,9 @@ def test_lists_of_names_leave_them_out(name):  # R-9
 
 def test_the_simulator_takes_them_and_backends_no_such_format():  # R-9, F-5
     assert all(linear.forward(X, W, name).shape == (32, 32) for name in NAMES)
-    for quantize in (lambda: fj.scaling.quantize(jnp.asarray(X), E2M1FN), lambda: ft.scaling.quantize(torch.from_numpy(X), E2M1FN)):
+    for quantize in (
+        lambda: fj.scaling.quantize(jnp.asarray(X), E2M1FN),
+        lambda: ft.scaling.quantize(torch.from_numpy(X), E2M1FN),
+    ):
         with pytest.raises(ValueError, match="e5m2fnuz; got e2m1fn"):
             quantize()

@@ -36,21 +36,30 @@ def test_two_trainers_agree_bit_for_bit(backend, small, tokens):
 def test_moments_are_adams_of_the_clipped_gradient(backend, small, tokens):  # T-1, T-2
     config = small.replace(numerics={"recipe": "bf16"}, optimizer={"beta1": 0.75, "beta2": 0.875})
     trainer = loop.trainer(backend, config)
-    assert all(not value.any() for of_one in trainer.moments().values() for value in of_one.values())
+    assert all(
+        not value.any() for of_one in trainer.moments().values() for value in of_one.values()
+    )
     gradients = trainer.gradients(tokens)
     norm = trainer.step(tokens)["grad_norm"]
     found = trainer.moments()
     assert list(found) == ["exp_avg", "exp_avg_sq"]
     for name, gradient in gradients.items():
         g = gradient.astype(np.float64) * min(1, config.optimizer.max_norm / norm)
-        # norm, quotient, product, square and sum: fewer than eight roundings to float32; the gradient is compiled apart in jax, by a bfloat16 here or there
-        np.testing.assert_allclose(found["exp_avg"][name], 0.25 * g, rtol=8 * 2**-24 + 2**-7, atol=1e-12)
-        np.testing.assert_allclose(found["exp_avg_sq"][name], 0.125 * g**2, rtol=8 * 2**-24 + 2**-6, atol=1e-12)
+        # norm, quotient, product, square and sum: fewer than eight roundings to float32; the
+        # gradient is compiled apart in jax, by a bfloat16 here or there
+        np.testing.assert_allclose(
+            found["exp_avg"][name], 0.25 * g, rtol=8 * 2**-24 + 2**-7, atol=1e-12
+        )
+        np.testing.assert_allclose(
+            found["exp_avg_sq"][name], 0.125 * g**2, rtol=8 * 2**-24 + 2**-6, atol=1e-12
+        )
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(backend, small, tokens):  # T-4
     weights = llama.initial_weights(small.model, seed=0)
-    weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], 3e38)  # finite, and overflows the logits
+    weights["model.norm.weight"] = np.full_like(
+        weights["model.norm.weight"], 3e38
+    )  # finite, and overflows the logits
     trainer = loop.trainer(backend, small.replace(numerics={"recipe": "bf16"}), weights)
     before = trainer.weights()
     assert not all(map(np.isfinite, trainer.step(tokens).values()))
@@ -93,4 +102,6 @@ def test_a_gpu_counts_its_memory_and_a_cpu_does_not(backend, small, tokens):
     trainer.step(tokens)
     masters = sum(value.nbytes for value in trainer.weights().values())
     peak = trainer.peak_memory()
-    assert peak is None if trainer.device.startswith("cpu") else peak > 3 * masters  # and two moments
+    assert (
+        peak is None if trainer.device.startswith("cpu") else peak > 3 * masters
+    )  # and two moments

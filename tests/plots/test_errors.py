@@ -19,12 +19,18 @@ def heights(ax, label: str) -> np.ndarray:
 
 def test_a_dot_is_where_codes_are_others_than_nearest_even_gives(ax):
     x = np.float32([1, 1.0625, 1.1, 1.1875])  # of two ties the second goes up either way
-    plots.cast_difference(ax, x, cast.encode(x, E4M3FN, rounding="nearest_away"), E4M3FN, label="away")
+    plots.cast_difference(
+        ax, x, cast.encode(x, E4M3FN, rounding="nearest_away"), E4M3FN, label="away"
+    )
     right, found, dots = ax.lines
     np.testing.assert_array_equal(right.get_ydata(), [1, 1, 1.125, 1.25])
     np.testing.assert_array_equal(found.get_ydata(), [1, 1.125, 1.125, 1.25])
     np.testing.assert_array_equal(dots.get_xydata(), [[1.0625, 1.125]])
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["rounded to nearest even", "away", "1 of 4 differ"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "rounded to nearest even",
+        "away",
+        "1 of 4 differ",
+    ]
 
 
 def test_another_nan_code_is_no_other_code_and_a_gap(ax):
@@ -40,7 +46,9 @@ def test_a_share_is_of_the_inputs_of_each_power_of_two(ax):
     np.testing.assert_array_equal(
         [bar.get_height() for bar in ax.patches], [50, 0, 25]
     )  # from 1, from 2, of which there is none, and from 4
-    np.testing.assert_allclose([bar.get_x() + bar.get_width() / 2 for bar in ax.patches], [0.5, 1.5, 2.5], rtol=1e-14)
+    np.testing.assert_allclose(
+        [bar.get_x() + bar.get_width() / 2 for bar in ax.patches], [0.5, 1.5, 2.5], rtol=1e-14
+    )
 
 
 @pytest.mark.parametrize("x", [[0.0, -0.0], [np.inf, np.nan], []], ids=str)
@@ -57,7 +65,9 @@ def test_scales_above_go_up_and_those_below_down_by_how_many_ulps(ax):
     np.testing.assert_array_equal(heights(ax, "1 ulp above: 25.0 %"), [50, 0])
     np.testing.assert_array_equal(heights(ax, "1 ulp below: 12.5 %"), [0, -25])
     np.testing.assert_array_equal(heights(ax, "2 and more below: 25.0 %"), [0, -50])
-    stacked = [bar.get_y() for bars in ax.containers if "2 and more" in bars.get_label() for bar in bars]
+    stacked = [
+        bar.get_y() for bars in ax.containers if "2 and more" in bars.get_label() for bar in bars
+    ]
     assert stacked == [0, -25]
     assert len(ax.containers) == 3
 
@@ -85,7 +95,9 @@ def test_error_lines_that_coincide_are_told_apart(ax):
     assert below.get_markersize() > above.get_markersize()
 
 
-@pytest.mark.parametrize(("errors", "scale"), [([0.1, 0.2], "log"), ([0.0, 0.2], "symlog"), ([-0.1, 0.2], "symlog")])
+@pytest.mark.parametrize(
+    ("errors", "scale"), [([0.1, 0.2], "log"), ([0.0, 0.2], "symlog"), ([-0.1, 0.2], "symlog")]
+)
 def test_only_errors_that_are_all_positive_are_on_a_logarithmic_axis(ax, errors, scale):
     plots.error_lines(ax, [32, 64], {"fast": errors}, ylabel="error")
     assert ax.get_yscale() == scale
@@ -100,12 +112,19 @@ def test_many_lengths_are_not_all_labeled(ax):
 
 
 def test_an_error_histogram_shares_out_all_outputs_over_common_bins(ax):
-    plots.error_histogram(ax, {"fast": np.array([[0.01, 0.02], [0.02, 0.03]]), "slow": np.zeros((2, 2))}, bins=3)
+    plots.error_histogram(
+        ax, {"fast": np.array([[0.01, 0.02], [0.02, 0.03]]), "slow": np.zeros((2, 2))}, bins=3
+    )
     fast, slow = (patch.get_data() for patch in ax.patches[1::2])  # each has an area and an outline
     np.testing.assert_allclose(fast.edges, [0, 1, 2, 3], atol=1e-15)
-    np.testing.assert_array_equal(fast.values, [0, 25, 75])  # 0.02 is the lower edge of the last bin
+    np.testing.assert_array_equal(
+        fast.values, [0, 25, 75]
+    )  # 0.02 is the lower edge of the last bin
     np.testing.assert_array_equal(slow.values, [100, 0, 0])
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["fast: mean 2 %", "slow: mean 0 %"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "fast: mean 2 %",
+        "slow: mean 0 %",
+    ]
 
 
 def test_errors_that_are_all_equal_have_a_histogram_too(ax):
@@ -115,7 +134,11 @@ def test_errors_that_are_all_equal_have_a_histogram_too(ax):
 
 def test_a_number_table_writes_each_number_into_its_cell(ax):
     plots.number_table(ax, [[1.0, 2.5], [np.nan, -3.0]], ["a", "b"], ["one", "two"], text="{:.2f}")
-    assert {note.get_position(): note.get_text() for note in ax.texts} == {(0, 0): "1.00", (1, 0): "2.50", (1, 1): "-3.00"}
+    assert {note.get_position(): note.get_text() for note in ax.texts} == {
+        (0, 0): "1.00",
+        (1, 0): "2.50",
+        (1, 1): "-3.00",
+    }
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["one", "two"]
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["a", "b"]
 

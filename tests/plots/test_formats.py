@@ -16,13 +16,19 @@ def values(collection) -> np.ndarray:
     return np.exp2([segment[0, 0] for segment in collection.get_segments()])
 
 
-@pytest.mark.parametrize(("fmt", "normal", "subnormal"), [(E4M3FN, 119, 7), (E5M2, 120, 3), (E4M3FNUZ, 120, 7)])
+@pytest.mark.parametrize(
+    ("fmt", "normal", "subnormal"), [(E4M3FN, 119, 7), (E5M2, 120, 3), (E4M3FNUZ, 120, 7)]
+)
 def test_a_number_line_has_every_positive_number_once(ax, fmt, normal, subnormal):
     plots.number_line(ax, [fmt])
     of_normal, of_subnormal = ax.collections
     assert (len(values(of_normal)), len(values(of_subnormal))) == (normal, subnormal)
-    np.testing.assert_allclose(values(of_normal)[[0, -1]], [fmt.smallest_normal, fmt.max], rtol=1e-14)
-    np.testing.assert_allclose(values(of_subnormal), fmt.smallest_subnormal * np.arange(1, subnormal + 1), rtol=1e-14)
+    np.testing.assert_allclose(
+        values(of_normal)[[0, -1]], [fmt.smallest_normal, fmt.max], rtol=1e-14
+    )
+    np.testing.assert_allclose(
+        values(of_subnormal), fmt.smallest_subnormal * np.arange(1, subnormal + 1), rtol=1e-14
+    )
 
 
 def test_a_number_line_says_its_smallest_and_largest(ax):
@@ -45,8 +51,12 @@ def test_next_to_zero_numbers_are_in_units_of_the_smallest(ax):
 def test_a_range_begins_at_the_smallest_number_and_ends_at_max(ax):
     plots.ranges(ax, [FLOAT16])
     normal, subnormal = ax.patches
-    np.testing.assert_allclose((subnormal.get_x(), subnormal.get_x() + subnormal.get_width()), (-24, -14), rtol=1e-14)
-    np.testing.assert_allclose((normal.get_x(), normal.get_x() + normal.get_width()), (-14, np.log2(65504)), rtol=1e-14)
+    np.testing.assert_allclose(
+        (subnormal.get_x(), subnormal.get_x() + subnormal.get_width()), (-24, -14), rtol=1e-14
+    )
+    np.testing.assert_allclose(
+        (normal.get_x(), normal.get_x() + normal.get_width()), (-14, np.log2(65504)), rtol=1e-14
+    )
 
 
 def test_spacing_is_the_gap_behind_each_number(ax):
@@ -66,7 +76,9 @@ def test_a_relative_error_is_0_on_numbers_and_largest_at_a_middle(ax):
     plots.relative_error(ax, [E4M3FN], lowest=0, highest=1, points=2)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [0, 0])
     plots.relative_error(ax, [E4M3FN], lowest=0, highest=1, points=20001)
-    np.testing.assert_allclose(ax.lines[1].get_ydata().max(), 100 / 17, rtol=1e-3)  # half a gap of 1/8 next to 1 + 1/16
+    np.testing.assert_allclose(
+        ax.lines[1].get_ydata().max(), 100 / 17, rtol=1e-3
+    )  # half a gap of 1/8 next to 1 + 1/16
 
 
 def test_the_worst_error_is_all_below_half_the_smallest_and_u_over_1_plus_u_in_the_normal_range(ax):
@@ -81,7 +93,10 @@ def test_the_worst_error_is_all_below_half_the_smallest_and_u_over_1_plus_u_in_t
 
 def test_a_code_map_names_what_has_no_magnitude(ax):
     plots.code_map(ax, E5M2)
-    named = {(int(note.get_position()[1]), int(note.get_position()[0])): note.get_text() for note in ax.texts}
+    named = {
+        (int(note.get_position()[1]), int(note.get_position()[0])): note.get_text()
+        for note in ax.texts
+    }
     assert named == {
         (0, 0): "0",
         (8, 0): "-0",
@@ -103,7 +118,9 @@ def test_a_cast_curve_is_a_staircase_of_its_rounding(ax):
 
 
 def test_what_is_no_number_is_a_gap_of_a_cast_curve(ax):
-    plots.cast_curve(ax, [448.0, 500.0], E4M3FN, label="not saturated", color=style.BLUE, saturate=False)
+    plots.cast_curve(
+        ax, [448.0, 500.0], E4M3FN, label="not saturated", color=style.BLUE, saturate=False
+    )
     plots.cast_curve(ax, [448.0, 500.0], E4M3FN, label="saturated", color=style.GREEN)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [448, np.nan])
     np.testing.assert_array_equal(ax.lines[1].get_ydata(), [448, 448])

@@ -14,7 +14,13 @@ def drawn(names, columns: int = 3):
 
 @pytest.mark.filterwarnings("ignore:Glyph")  # of this test's own drawing
 @pytest.mark.parametrize(
-    "names", [["a"], ["run"] * 1 + [f"runs/{'x' * 30}-{i}" for i in range(5)], ["y" * 300, "試行" * 60], ["$x_{$", "_h"]]
+    "names",
+    [
+        ["a"],
+        ["run"] * 1 + [f"runs/{'x' * 30}-{i}" for i in range(5)],
+        ["y" * 300, "試行" * 60],
+        ["$x_{$", "_h"],
+    ],
 )
 def test_a_legend_lies_within_the_figure_and_names_are_whole(names):
     figure, ax = drawn(names)
@@ -25,9 +31,12 @@ def test_a_legend_lies_within_the_figure_and_names_are_whole(names):
     assert box.x1 <= all_of.x1
     assert all_of.y0 <= box.y0
     assert box.y1 <= ax.get_window_extent().y0
-    # What a figure without a legend leaves to its axes, but for the legend's padding: constrained layout pads by 3 points a side.
+    # What a figure without a legend leaves to its axes, but for the legend's padding: constrained
+    # layout pads by 3 points a side.
     plain, alone = drawn([])
-    assert ax.get_window_extent().height >= alone.get_window_extent().height - 6 * figure.dpi / 72 - 4
+    assert (
+        ax.get_window_extent().height >= alone.get_window_extent().height - 6 * figure.dpi / 72 - 4
+    )
     assert not plain.legends
 
 

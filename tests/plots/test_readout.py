@@ -19,7 +19,14 @@ def test_named_lines_and_labels_are_read():
     assert found["box"] == [72, 54, 216, 108]  # of 288 x 216 points, from the top
     assert (found["log"], found["xlabel"]) == (True, "step")
     first, second = found["series"]
-    assert first == {"name": "$run_", "color": "#0067a8", "x": [0, 1, 2], "y": [1.2346, None, 4], "low": [1, 1, 1], "high": [2, 2, 2]}
+    assert first == {
+        "name": "$run_",
+        "color": "#0067a8",
+        "x": [0, 1, 2],
+        "y": [1.2346, None, 4],
+        "low": [1, 1, 1],
+        "high": [2, 2, 2],
+    }
     assert second == {"name": "other", "color": "#ff0000", "x": [5], "y": [123456.75]}
     assert readout.name_of(named) == "$run_"
     assert readout.name_of(ax.lines[1]) is None
@@ -34,7 +41,12 @@ def test_maps_have_their_cells_and_colorbars_nothing():
     found, bar = json.loads(readout.of(figure))
     assert bar is None
     assert found["values"] == [[1, None], [3, 4]]
-    assert (found["rows"], found["labels"], found["columns"], found["places"]) == (["a", "b"], ["a", "b"], ["step 0", "step 5"], ["0", "5"])
+    assert (found["rows"], found["labels"], found["columns"], found["places"]) == (
+        ["a", "b"],
+        ["a", "b"],
+        ["step 0", "step 5"],
+        ["0", "5"],
+    )
     assert found["y"] == [1.5, -0.5]
     with pytest.raises(ValueError, match="as many names as rows and columns"):
         readout.cells(image, ["a"], ["0", "5"], what="dB")

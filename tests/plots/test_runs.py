@@ -16,13 +16,19 @@ def lines_of(losses) -> list[dict]:
     return [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
 
 
-RUNS = {("jax", "bf16"): lines_of([4.0, 2.0, 3.0]), ("torch", "tensorwise"): lines_of([6.0, 6.0, 0.0])}
+RUNS = {
+    ("jax", "bf16"): lines_of([4.0, 2.0, 3.0]),
+    ("torch", "tensorwise"): lines_of([6.0, 6.0, 0.0]),
+}
 
 
 def test_there_is_one_labeled_curve_a_run(ax):
     plots.loss_curves(ax, RUNS, smooth=1)
     assert [line.get_label() for line in ax.lines] == ["jax bf16", "torch tensorwise"]
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["jax bf16", "torch tensorwise"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "jax bf16",
+        "torch tensorwise",
+    ]
 
 
 def test_without_smoothing_a_curve_is_the_loss_of_each_step(ax):
@@ -49,7 +55,11 @@ def test_recipes_differ_by_color_and_backends_by_style(ax):
     plots.loss_curves(ax, runs, smooth=1)
     look = {(str(line.get_color()), line.get_linestyle()) for line in ax.lines}
     assert len(look) == len(runs) == 2 * len(trained_recipes())
-    same = {line.get_color() for line, (_, recipe) in zip(ax.lines, runs, strict=True) if recipe == "rowwise"}
+    same = {
+        line.get_color()
+        for line, (_, recipe) in zip(ax.lines, runs, strict=True)
+        if recipe == "rowwise"
+    }
     assert len(same) == 1
 
 
@@ -74,7 +84,9 @@ def test_axes_name_what_they_measure(ax):
 
 
 def test_step_lines_are_what_they_were_given_from_the_first_step_on(ax):
-    plots.step_lines(ax, {"exact": [3.0, 2.0], "hopper_fast": [2.5, 1.0, 0.5]}, ylabel="nats", first=1)
+    plots.step_lines(
+        ax, {"exact": [3.0, 2.0], "hopper_fast": [2.5, 1.0, 0.5]}, ylabel="nats", first=1
+    )
     np.testing.assert_array_equal(ax.lines[0].get_xydata(), [[1, 3.0], [2, 2.0]])
     np.testing.assert_array_equal(ax.lines[1].get_xydata(), [[1, 2.5], [2, 1.0], [3, 0.5]])
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["exact", "hopper_fast"]
@@ -83,8 +95,13 @@ def test_step_lines_are_what_they_were_given_from_the_first_step_on(ax):
 
 
 def test_markers_of_step_lines_are_at_steps_of_their_own(ax):
-    plots.step_lines(ax, {name: np.zeros(40) for name in ("exact", "hopper_slow", "hopper_fast")}, ylabel="nats")
-    marked = [set(range(40)[slice(start, None, every)]) for start, every in (line.get_markevery() for line in ax.lines)]
+    plots.step_lines(
+        ax, {name: np.zeros(40) for name in ("exact", "hopper_slow", "hopper_fast")}, ylabel="nats"
+    )
+    marked = [
+        set(range(40)[slice(start, None, every)])
+        for start, every in (line.get_markevery() for line in ax.lines)
+    ]
     assert all(marked)
     assert sum(map(len, marked)) == len(set.union(*marked))
 

@@ -33,7 +33,10 @@ def test_the_largest_ratio_is_named_and_ends_the_curve(ax):
 
 
 def test_counts_are_shares_and_figures_are_percent(ax):
-    found = [health.of(np.array([200.0, 0, 0, 0, 0, 0, stalled, 10, 1, 4, 1, 1]), 2.0) for stalled in (50.0, 100.0)]
+    found = [
+        health.of(np.array([200.0, 0, 0, 0, 0, 0, stalled, 10, 1, 4, 1, 1]), 2.0)
+        for stalled in (50.0, 100.0)
+    ]
     plots.health_lines(ax, {"a": found}, "stalled_v")
     assert ax.lines[0].get_ydata().tolist() == [25, 50]
     plots.health_lines(ax, {"a": found}, "update_error", first=5)

@@ -18,7 +18,9 @@ def test_a_map_has_a_cell_for_each_layer_and_recipe(ax):
     np.testing.assert_array_equal(image.get_array().mask, ~np.isfinite(sqnr))
     assert image.get_clim() == (20, 31)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b", "c"]
-    with pytest.raises(ValueError, match=r"sqnr is \[2, 2\], as many as there are names; got \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"sqnr is \[2, 2\], as many as there are names; got \(3, 2\)"
+    ):
         plots.sqnr_map(ax, sqnr, ["a", "b"], ["rowwise", "tensorwise"])
 
 
@@ -29,7 +31,9 @@ def test_of_many_layers_some_are_named(ax):
 
 
 def test_lines_begin_at_the_first_linear(ax):
-    plots.depth_lines(ax, {"rowwise": [0.0, 0.1, 0.2], "tensorwise": [0.0, 0.3, 0.1]}, colors=["#111111"])
+    plots.depth_lines(
+        ax, {"rowwise": [0.0, 0.1, 0.2], "tensorwise": [0.0, 0.3, 0.1]}, colors=["#111111"]
+    )
     assert [line.get_label() for line in ax.lines] == ["rowwise", "tensorwise"]
     assert ax.lines[1].get_xdata().tolist() == [1, 2, 3]
     assert {line.get_color() for line in ax.lines} == {"#111111"}

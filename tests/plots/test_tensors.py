@@ -14,11 +14,16 @@ def ax():
 
 
 def unscaled(x, fmt=E4M3FN):
-    return scaling.quantize_with(np.asarray(x, np.float32), Scales(np.float32(1), np.float32(1)), fmt)
+    return scaling.quantize_with(
+        np.asarray(x, np.float32), Scales(np.float32(1), np.float32(1)), fmt
+    )
 
 
-# one of each: normal, subnormal, became zero, clipped, was zero; 448 and 464 are at max without being clipped
-ONE_OF_EACH = np.array([[1.0, 2.0**-8, 2.0**-12, 500.0, 0.0], [448.0, 464.0, -1.0, -(2.0**-9), -0.0]], np.float32)
+# one of each: normal, subnormal, became zero, clipped, was zero; 448 and 464 are at max without
+# being clipped
+ONE_OF_EACH = np.array(
+    [[1.0, 2.0**-8, 2.0**-12, 500.0, 0.0], [448.0, 464.0, -1.0, -(2.0**-9), -0.0]], np.float32
+)
 THEIR_FATES = [
     ["normal", "subnormal", "became zero", "clipped", "was zero"],
     ["normal", "normal", "normal", "subnormal", "was zero"],
@@ -29,13 +34,21 @@ def test_a_fate_map_tells_what_became_of_each_element(ax):
     plots.fate_map(ax, ONE_OF_EACH, unscaled(ONE_OF_EACH))
     names = list(tensors.FATES)
     assert [[names[i] for i in row] for row in ax.images[0].get_array()] == THEIR_FATES
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["normal", "subnormal", "became zero", "clipped", "was zero"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "normal",
+        "subnormal",
+        "became zero",
+        "clipped",
+        "was zero",
+    ]
 
 
 def test_nan_codes_have_a_fate_of_their_own():
     x = np.array([[np.nan, 1.0]], np.float32)
     with np.errstate(invalid="ignore"):
-        assert tensors.fates(x, unscaled(x)).tolist() == [[list(tensors.FATES).index("not finite"), 0]]
+        assert tensors.fates(x, unscaled(x)).tolist() == [
+            [list(tensors.FATES).index("not finite"), 0]
+        ]
 
 
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "mx_1x32"])
@@ -54,7 +67,9 @@ def test_a_magnitude_map_shows_exponents_and_leaves_zeros_white(ax):
     shown = ax.images[0].get_array()
     np.testing.assert_array_equal(shown[0], [2, 1])
     assert shown.mask.tolist() == [[False, False], [True, False]]
-    assert shown[1, 1] == -5  # all below the eight powers that are told apart, -5 to 2, is shown as the lowest of them
+    assert (
+        shown[1, 1] == -5
+    )  # all below the eight powers that are told apart, -5 to 2, is shown as the lowest of them
 
 
 @pytest.mark.parametrize("x", [[[0.0, -0.0]], [[np.nan, 0.0]], [[np.inf, np.nan]]], ids=str)
@@ -75,12 +90,16 @@ def test_an_error_map_has_the_relative_errors_of_cells(ax):
     x = np.array([[1.0, 17.0], [2.0**-12, 0.0]], np.float32)
     plots.error_map(ax, x, unscaled(x), cell=1)
     shown = ax.images[0].get_array()
-    np.testing.assert_allclose([shown[0, 0], shown[0, 1], shown[1, 0]], [0, 100 / 17, 100], rtol=1e-12)
+    np.testing.assert_allclose(
+        [shown[0, 0], shown[0, 1], shown[1, 0]], [0, 100 / 17, 100], rtol=1e-12
+    )
     assert shown.mask.tolist() == [[False, False], [False, True]]
 
 
 def test_an_error_map_takes_the_root_of_the_mean_square_of_a_cell(ax):
-    x = np.array([[1.0, 2.0**-12], [0.0, 1.0]], np.float32)  # of three that are not zero one is lost
+    x = np.array(
+        [[1.0, 2.0**-12], [0.0, 1.0]], np.float32
+    )  # of three that are not zero one is lost
     plots.error_map(ax, x, unscaled(x), cell=2)
     np.testing.assert_allclose(ax.images[0].get_array(), [[100 / np.sqrt(3)]], rtol=1e-12)
 
@@ -98,11 +117,20 @@ def test_an_exponent_histogram_has_a_share_for_each_exponent(ax):
     assert bars == {-2.0: 0, -1.0: 0, 0.0: 50, 1.0: 25, 2.0: 0, 3.0: 0}
 
 
-@pytest.mark.parametrize(("fmt", "zero", "normal", "largest"), [(E4M3FN, -10, -6, np.log2(448)), (E5M2, -17, -14, np.log2(57344))])
-def test_an_exponent_histogram_shades_where_a_format_has_no_normal_numbers(ax, fmt, zero, normal, largest):
+@pytest.mark.parametrize(
+    ("fmt", "zero", "normal", "largest"),
+    [(E4M3FN, -10, -6, np.log2(448)), (E5M2, -17, -14, np.log2(57344))],
+)
+def test_an_exponent_histogram_shades_where_a_format_has_no_normal_numbers(
+    ax, fmt, zero, normal, largest
+):
     x = np.ones(4, np.float32)
     plots.exponent_histogram(ax, x, unscaled(x, fmt))
-    shaded = {bar.get_label(): (bar.get_x(), bar.get_x() + bar.get_width()) for bar in ax.patches if not bar.get_label().startswith("_")}
+    shaded = {
+        bar.get_label(): (bar.get_x(), bar.get_x() + bar.get_width())
+        for bar in ax.patches
+        if not bar.get_label().startswith("_")
+    }
     assert shaded["subnormal"] == (zero, normal)
     assert shaded["becomes zero"][1] == zero
     assert shaded["beyond max"][0] == pytest.approx(largest, rel=1e-14)
@@ -120,8 +148,13 @@ def test_a_map_is_of_a_matrix(ax, shape):
     """matplotlib would draw [2, 4, 3] as a picture in red, green and blue."""
     x = np.ones(shape, np.float32)
     q = unscaled(x)
-    for draw in (lambda: plots.magnitude_map(ax, x), *(lambda f=f: f(ax, x, q) for f in (plots.error_map, plots.fate_map))):
-        with pytest.raises(ValueError, match=r"a map is of a matrix \[M, K\] with elements; got shape"):
+    for draw in (
+        lambda: plots.magnitude_map(ax, x),
+        *(lambda f=f: f(ax, x, q) for f in (plots.error_map, plots.fate_map)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"a map is of a matrix \[M, K\] with elements; got shape"
+        ):
             draw()
     with pytest.raises(ValueError, match="a map is of a matrix"):
         plots.code_difference(ax, q, q)

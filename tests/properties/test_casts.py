@@ -1,4 +1,7 @@
-"""Casts: monotone, odd, idempotent. Each property on its domain, and next to it the least value where a wider claim is false."""
+"""Casts: monotone, odd, idempotent.
+
+Each property on its domain, and next to it the least value where a wider claim is false.
+"""
 
 import numpy as np
 import pytest
@@ -16,7 +19,9 @@ any_format = st.sampled_from(FORMATS)
 
 
 def encode(x, fmt, rounding, saturate=True):
-    return cast.encode(x, fmt, rounding=rounding, saturate=saturate, seed=5 if rounding == "stochastic" else None)
+    return cast.encode(
+        x, fmt, rounding=rounding, saturate=saturate, seed=5 if rounding == "stochastic" else None
+    )
 
 
 def rounded(x, fmt, rounding, saturate=True):
@@ -30,30 +35,46 @@ with_numbers = any_format.flatmap(lambda fmt: st.tuples(st.just(fmt), numbers(fm
 @each_rounding
 @for_all(200, drawn=with_numbers)
 def test_monotone(rounding, drawn):
-    """All float32 but NaN, saturating; stochastic rounding at one element, by one random number (C-2, C-3)."""
+    """All float32 but NaN, saturating; stochastic rounding at one element, by one random number
+    (C-2, C-3).
+    """
     fmt, x, y = drawn
-    assert (rounded(np.minimum(x, y), fmt, rounding) <= rounded(np.maximum(x, y), fmt, rounding)).all()
+    assert (
+        rounded(np.minimum(x, y), fmt, rounding) <= rounded(np.maximum(x, y), fmt, rounding)
+    ).all()
 
 
 @each_rounding
 @for_all(50, x=numbers(E5M2), y=numbers(E5M2))
 def test_monotone_without_saturating_where_infinity_exists(rounding, x, y):
     """All float32 but NaN, e5m2 (C-4)."""
-    assert (rounded(np.minimum(x, y), E5M2, rounding, False) <= rounded(np.maximum(x, y), E5M2, rounding, False)).all()
+    assert (
+        rounded(np.minimum(x, y), E5M2, rounding, False)
+        <= rounded(np.maximum(x, y), E5M2, rounding, False)
+    ).all()
 
 
 @pytest.mark.parametrize(
-    ("fmt", "last"), [(E4M3FN, 464), (E4M3FNUZ, np.nextafter(F32(248), F32(0))), (E5M2FNUZ, np.nextafter(F32(61440), F32(0)))]
+    ("fmt", "last"),
+    [
+        (E4M3FN, 464),
+        (E4M3FNUZ, np.nextafter(F32(248), F32(0))),
+        (E5M2FNUZ, np.nextafter(F32(61440), F32(0))),
+    ],
 )
 def test_not_monotone_without_saturating_where_it_does_not(fmt, last):
-    """The least value that becomes NaN, and the one below it, which does not (C-4): the tie goes to max only where max is even."""
+    """The least value that becomes NaN, and the one below it, which does not (C-4): the tie goes to
+    max only where max is even.
+    """
     assert rounded(F32(last), fmt, "nearest_even", False) == fmt.max
     assert np.isnan(rounded(np.nextafter(F32(last), F32(np.inf)), fmt, "nearest_even", False))
 
 
 @fp8
 def test_stochastic_rounding_is_not_monotone_between_elements(fmt):
-    """Two elements have two random numbers: halfway may go up where five eighths of the way goes down (C-2)."""
+    """Two elements have two random numbers: halfway may go up where five eighths of the way goes
+    down (C-2).
+    """
     low, high = cast.decode(CODES[[0x39, 0x3A]], fmt)
     x = np.array([low + 0.5 * (high - low), low + 0.625 * (high - low)], F32)
     y = cast.decode(cast.encode(x, fmt, rounding="stochastic", seed=0), fmt)
@@ -65,7 +86,9 @@ def test_stochastic_rounding_is_not_monotone_between_elements(fmt):
 def test_monotone_into_e8m0(rounding, x, y):
     """Positive float32, infinity included (C-7)."""
     x, y = abs(x), abs(y)
-    assert (rounded(np.minimum(x, y), E8M0FNU, rounding) <= rounded(np.maximum(x, y), E8M0FNU, rounding)).all()
+    assert (
+        rounded(np.minimum(x, y), E8M0FNU, rounding) <= rounded(np.maximum(x, y), E8M0FNU, rounding)
+    ).all()
 
 
 def test_not_monotone_into_e8m0_from_zero():
@@ -79,7 +102,9 @@ def test_not_monotone_into_e8m0_from_zero():
 @pytest.mark.parametrize("saturate", [True, False])
 @for_all(100, drawn=with_numbers)
 def test_odd(rounding, saturate, drawn):
-    """All float32 but NaN, in value; in codes wherever the result is neither NaN nor a zero of a fnuz format (C-5, C-6)."""
+    """All float32 but NaN, in value; in codes wherever the result is neither NaN nor a zero of a
+    fnuz format (C-5, C-6).
+    """
     fmt, x, _ = drawn
     plus, minus = encode(x, fmt, rounding, saturate), encode(-x, fmt, rounding, saturate)
     np.testing.assert_array_equal(cast.decode(minus, fmt), -cast.decode(plus, fmt))
@@ -97,16 +122,24 @@ def test_not_odd_in_codes_without_a_negative_zero(fmt):
 @pytest.mark.parametrize("saturate", [True, False])
 @pytest.mark.parametrize("fmt", [*FORMATS, E8M0FNU], ids=str)
 def test_idempotent_on_codes(fmt, saturate):
-    """All 256 codes: finite ones, and infinities unless saturating, come back; of NaNs the emitted one does (C-2, C-5)."""
+    """All 256 codes: finite ones, and infinities unless saturating, come back; of NaNs the emitted
+    one does (C-2, C-5).
+    """
     values = cast.decode(CODES, fmt)
     kept = CODES[~(np.isinf(values) & saturate)]
-    for rounding in cast.ROUNDINGS if fmt.signed else ("nearest_even", "nearest_away", "toward_zero"):
-        np.testing.assert_array_equal(encode(cast.decode(kept, fmt), fmt, rounding, saturate), cast.canonical_nans(kept, fmt))
+    for rounding in (
+        cast.ROUNDINGS if fmt.signed else ("nearest_even", "nearest_away", "toward_zero")
+    ):
+        np.testing.assert_array_equal(
+            encode(cast.decode(kept, fmt), fmt, rounding, saturate), cast.canonical_nans(kept, fmt)
+        )
 
 
 def test_not_idempotent_on_every_code():
     """Saturating takes e5m2's infinity to max, and its NaN 0x7D becomes 0x7F (C-3, C-5)."""
-    np.testing.assert_array_equal(cast.encode(cast.decode(CODES[[0x7B, 0x7C, 0x7D]], E5M2), E5M2), [0x7B, 0x7B, 0x7F])
+    np.testing.assert_array_equal(
+        cast.encode(cast.decode(CODES[[0x7B, 0x7C, 0x7D]], E5M2), E5M2), [0x7B, 0x7B, 0x7F]
+    )
 
 
 @each_rounding
@@ -114,7 +147,11 @@ def test_not_idempotent_on_every_code():
 @for_all(20, x=numbers(E5M2))
 def test_rounding_twice_is_rounding_once(fmt, rounding, x):
     """All float32 but NaN, saturating; under any second rounding (C-2)."""
-    options = {"rounding": rounding, "saturate": True, "seed": 5 if rounding == "stochastic" else None}
+    options = {
+        "rounding": rounding,
+        "saturate": True,
+        "seed": 5 if rounding == "stochastic" else None,
+    }
     once = cast.round_to(x, fmt, **options)
     for again in cast.ROUNDINGS[:4]:
         np.testing.assert_array_equal(cast.round_to(once, fmt, rounding=again), once)

@@ -14,26 +14,37 @@ fp8 = pytest.mark.parametrize("fmt", FORMATS, ids=str)
 
 
 def rounded(x, fmt, rounding="nearest_even"):
-    return cast.decode(cast.encode(x, fmt, rounding=rounding, seed=5 if rounding == "stochastic" else None), fmt)
+    return cast.decode(
+        cast.encode(x, fmt, rounding=rounding, seed=5 if rounding == "stochastic" else None), fmt
+    )
 
 
-normal = st.sampled_from(FORMATS).flatmap(lambda fmt: st.tuples(st.just(fmt), of_magnitude(fmt.smallest_normal, fmt.max)))
+normal = st.sampled_from(FORMATS).flatmap(
+    lambda fmt: st.tuples(st.just(fmt), of_magnitude(fmt.smallest_normal, fmt.max))
+)
 
 
 @pytest.mark.grid(3)
 @pytest.mark.parametrize("rounding", cast.ROUNDINGS)
 @for_all(100, drawn=normal, k=st.integers(-6, 6))
 def test_casts_of_normal_values(rounding, drawn, k):
-    """Both |x| and |2^k x| from the smallest normal number to max: round(2^k x) = 2^k round(x) (C-1, C-2)."""
+    """Both |x| and |2^k x| from the smallest normal number to max: round(2^k x) = 2^k round(x)
+    (C-1, C-2).
+    """
     fmt, x = drawn
     y = np.ldexp(x, k)
     inside = (abs(y) >= fmt.smallest_normal) & (abs(y) <= fmt.max)
-    np.testing.assert_array_equal(rounded(y, fmt, rounding)[inside], np.ldexp(rounded(x, fmt, rounding), k)[inside])
+    np.testing.assert_array_equal(
+        rounded(y, fmt, rounding)[inside], np.ldexp(rounded(x, fmt, rounding), k)[inside]
+    )
 
 
 @fp8
 def test_doubling_a_subnormal_value_fails_just_above_a_quarter_of_the_smallest(fmt):
-    """Below, both are zero. Above, 2x passes the tie with the smallest subnormal number, and x does not (C-2)."""
+    """Below, both are zero.
+
+    Above, 2x passes the tie with the smallest subnormal number, and x does not (C-2).
+    """
     x = F32(fmt.smallest_subnormal / 4)
     assert rounded(2 * x, fmt) == 2 * rounded(x, fmt) == 0
     x = np.nextafter(x, F32(1))
@@ -43,7 +54,9 @@ def test_doubling_a_subnormal_value_fails_just_above_a_quarter_of_the_smallest(f
 
 @fp8
 def test_halving_a_normal_value_fails_just_above_the_first_tie(fmt):
-    """There x rounds to an odd multiple of the spacing, which the subnormal numbers below cannot halve (C-2)."""
+    """There x rounds to an odd multiple of the spacing, which the subnormal numbers below cannot
+    halve (C-2).
+    """
     x = F32(fmt.smallest_normal + fmt.smallest_subnormal / 2)
     assert rounded(x / 2, fmt) == rounded(x, fmt) / 2
     x = np.nextafter(x, F32(1))
@@ -57,16 +70,32 @@ def test_doubling_above_half_of_max_fails():  # C-3
     assert rounded(F32(2 * 240), E4M3FN) == 448 != 2 * rounded(F32(240), E4M3FN)
 
 
-# What is equivariant at all, and the exponent of the largest amax: bfloat16 rounds the float32 above its max to infinity.
-EQUIVARIANT = [(name, 127) for name in ("torchao", "torchao_mask", "te_current", "te_delayed", "te_block", "flax", "mx_floor", "te_mxfp8")]
+# What is equivariant at all, and the exponent of the largest amax: bfloat16 rounds the float32
+# above its max to infinity.
+EQUIVARIANT = [
+    (name, 127)
+    for name in (
+        "torchao",
+        "torchao_mask",
+        "te_current",
+        "te_delayed",
+        "te_block",
+        "flax",
+        "mx_floor",
+        "te_mxfp8",
+    )
+]
 EQUIVARIANT.append(("flax_bf16", 126))
 
 
 @pytest.mark.grid(3)
 @pytest.mark.parametrize(("policy", "high"), EQUIVARIANT)
-@for_all(60, x=tensors((2, 32)), exponent=st.integers(-39, 127), fmt=st.sampled_from([E4M3FN, E5M2]))
+@for_all(
+    60, x=tensors((2, 32)), exponent=st.integers(-39, 127), fmt=st.sampled_from([E4M3FN, E5M2])
+)
 def test_quantizing(policy, high, x, exponent, fmt):
-    """x and 2^k x finite, neither with float32 subnormals, 2^-39 <= amax: equal codes, scales 2^k apart (S-3, S-9).
+    """x and 2^k x finite, neither with float32 subnormals, 2^-39 <= amax: equal codes, scales 2^k
+    apart (S-3, S-9).
 
     Also into subnormal codes: what is cast is x * scale, and that does not change.
     """
@@ -77,7 +106,10 @@ def test_quantizing(policy, high, x, exponent, fmt):
     granularity = "mx_1x32" if POLICIES[policy].e8m0 else "tensorwise"
     if granularity == "mx_1x32":  # the lesser block, too, stays above 2^-39
         x[:, 0] = np.abs(x).max()
-    q, of_multiple = (scaling.quantize(v, fmt, granularity=granularity, policy=policy) for v in (x, np.ldexp(x, k)))
+    q, of_multiple = (
+        scaling.quantize(v, fmt, granularity=granularity, policy=policy)
+        for v in (x, np.ldexp(x, k))
+    )
     np.testing.assert_array_equal(of_multiple.codes, q.codes)
     np.testing.assert_array_equal(of_multiple.scale, np.ldexp(q.scale, -k))
     np.testing.assert_array_equal(of_multiple.scale_inv, np.ldexp(q.scale_inv, k))
@@ -85,12 +117,20 @@ def test_quantizing(policy, high, x, exponent, fmt):
 
 def codes_of(amax, policy):
     x = np.full((1, 32), amax, F32)
-    return int(scaling.quantize(x, E4M3FN, granularity="mx_1x32" if POLICIES[policy].e8m0 else "tensorwise", policy=policy).codes[0, 0])
+    return int(
+        scaling.quantize(
+            x,
+            E4M3FN,
+            granularity="mx_1x32" if POLICIES[policy].e8m0 else "tensorwise",
+            policy=policy,
+        ).codes[0, 0]
+    )
 
 
 @pytest.mark.parametrize("policy", ["torchao_pow2", "mx_rceil"])
 def test_powers_of_two_by_way_of_a_logarithm_are_not(policy):
-    """RN32(log2) is as coarse as the exponent is large: 1.7500004 is the least amax in [1, 2) that halves to another code (S-4, S-14).
+    """RN32(log2) is as coarse as the exponent is large: 1.7500004 is the least amax in [1, 2) that
+    halves to another code (S-4, S-14).
 
     The scale of an amax up to 1.75 is at least 256, far from the next power of two.
     """
@@ -102,7 +142,9 @@ def test_powers_of_two_by_way_of_a_logarithm_are_not(policy):
 
 
 def test_eps_breaks_it():
-    """From 2^-39 to 2^-40, just below torchao's 1e-12, the scale does not double, and max becomes 416 (S-3)."""
+    """From 2^-39 to 2^-40, just below torchao's 1e-12, the scale does not double, and max becomes
+    416 (S-3).
+    """
     assert codes_of(2.0**-39, "torchao") == 0x7E
     assert codes_of(2.0**-40, "torchao") == 0x7D
 
@@ -118,5 +160,9 @@ def test_planted_faults_are_caught(monkeypatch):
     fixed_point = lambda x, fmt, **o: true_encode(np.rint(x * F32(8)) / F32(8), fmt, **o)  # noqa: E731
     monkeypatch.setattr(cast, "encode", fixed_point)
     assert caught(test_casts_of_normal_values, rounding="nearest_even")
-    monkeypatch.setattr(scaling, "scales_from_amax", lambda amax, fmt, policy: true_scales(amax + F32(1e-3), fmt, policy))
+    monkeypatch.setattr(
+        scaling,
+        "scales_from_amax",
+        lambda amax, fmt, policy: true_scales(amax + F32(1e-3), fmt, policy),
+    )
     assert caught(test_quantizing, policy="torchao", high=127)

@@ -30,19 +30,36 @@ def test_tensorwise(x, fmt):
     assert_transposed(*(scaling.quantize(v, fmt) for v in (x, x.T)))
 
 
-@for_all(10, shape=st.tuples(st.sampled_from([128, 256]), st.sampled_from([128, 384])), seed=seeds, fmt=formats)
+@for_all(
+    10,
+    shape=st.tuples(st.sampled_from([128, 256]), st.sampled_from([128, 384])),
+    seed=seeds,
+    fmt=formats,
+)
 def test_blockwise_128x128(shape, seed, fmt):
     """Both dims multiples of 128 (S-6)."""
     x = spread_out(seed, shape)
-    assert_transposed(*(scaling.quantize(v, fmt, granularity="blockwise_128x128") for v in (x, x.T)))
+    assert_transposed(
+        *(scaling.quantize(v, fmt, granularity="blockwise_128x128") for v in (x, x.T))
+    )
 
 
 @pytest.mark.parametrize("granularity", list(GRANULARITIES))
-@for_all(10, shape=st.tuples(st.sampled_from([1, 50, 128, 200]), st.sampled_from([128, 256])), seed=seeds, fmt=formats)
+@for_all(
+    10,
+    shape=st.tuples(st.sampled_from([1, 50, 128, 200]), st.sampled_from([128, 256])),
+    seed=seeds,
+    fmt=formats,
+)
 def test_every_granularity_if_the_axis_goes_along(granularity, shape, seed, fmt):
-    """The reduced axis a multiple of the block, the other any: quantize(x.T, axis=0) is the transpose of quantize(x, axis=1) (S-6)."""
+    """The reduced axis a multiple of the block, the other any: quantize(x.T, axis=0) is the
+    transpose of quantize(x, axis=1) (S-6).
+    """
     x = spread_out(seed, shape)
-    q, of_transpose = (scaling.quantize(v, fmt, granularity=granularity, axis=axis) for v, axis in ((x, 1), (x.T, 0)))
+    q, of_transpose = (
+        scaling.quantize(v, fmt, granularity=granularity, axis=axis)
+        for v, axis in ((x, 1), (x.T, 0))
+    )
     assert_transposed(q, of_transpose)
 
 
@@ -77,7 +94,9 @@ def test_planted_faults_are_caught(monkeypatch):
     def of_the_first(x, granularity, *, axis=-1, ragged=False):
         if granularity == "tensorwise":
             return true_amax(x[:, :-1])
-        return true_amax(np.where(np.arange(len(x))[:, None] % 128 == 0, x, F32(0)), granularity, axis=axis)
+        return true_amax(
+            np.where(np.arange(len(x))[:, None] % 128 == 0, x, F32(0)), granularity, axis=axis
+        )
 
     monkeypatch.setattr(scaling, "amax", of_the_first)
     assert caught(test_blockwise_128x128)

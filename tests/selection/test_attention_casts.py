@@ -10,12 +10,18 @@ def test_an_operand_is_of_every_layer_or_of_those_that_a_pattern_names():
     given = ("layers.0/q", "p")
     assert attention_casts.of("cudnn", given, "model.layers.0.self_attn").roles == {"q", "p"}
     assert attention_casts.of("cudnn", given, "model.layers.1.self_attn").roles == {"p"}
-    assert attention_casts.fmt("ds", attention_casts.of("cudnn", given, "model.layers.1.self_attn")) == E4M3FN
+    assert (
+        attention_casts.fmt("ds", attention_casts.of("cudnn", given, "model.layers.1.self_attn"))
+        == E4M3FN
+    )
 
 
 @pytest.mark.parametrize(
     ("variant", "operands", "message"),
-    [("cudnn", ["x"], "q, k, v, p, do, ds; got 'x'"), ("mxfp8", ["q"], "one FP8 scale for a tensor, and gradients; got 'mxfp8'")],
+    [
+        ("cudnn", ["x"], "q, k, v, p, do, ds; got 'x'"),
+        ("mxfp8", ["q"], "one FP8 scale for a tensor, and gradients; got 'mxfp8'"),
+    ],
 )
 def test_what_cannot_be_cast_alone_is_refused(variant, operands, message):
     with pytest.raises(ValueError, match=message):

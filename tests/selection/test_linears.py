@@ -11,9 +11,16 @@ from fp8ref.selection.linears import AUTO_FILTER
 from fp8ref.spec import llama
 from fp8ref.spec.llama import LlamaConfig
 
-LINEARS = {"model.layers.0.q": (32, 32), "model.layers.0.v": (8, 32), "model.layers.10.q": (32, 32), "lm_head": (256, 32)}
+LINEARS = {
+    "model.layers.0.q": (32, 32),
+    "model.layers.0.v": (8, 32),
+    "model.layers.10.q": (32, 32),
+    "lm_head": (256, 32),
+}
 
-names = st.lists(st.sampled_from(["layers", "mlp", "1", "10", "up_proj", "a"]), min_size=1, max_size=5)
+names = st.lists(
+    st.sampled_from(["layers", "mlp", "1", "10", "up_proj", "a"]), min_size=1, max_size=5
+)
 
 
 def converted(decisions) -> set[str]:
@@ -58,12 +65,18 @@ def test_a_star_in_place_of_a_component_matches(name):  # R-3
         ("*", "lm_head", True),
     ],
 )
-def test_matches_whole_components_or_shell_patterns_for_all_of_the_name(pattern, name, expected):
+def test_matches_whole_components_or_shell_patterns_for_all_of_the_name(
+    pattern, name, expected
+):
     assert linear_selection.matches(pattern, name) == expected
 
 
 def test_a_plan_converts_every_linear_with_dims_that_are_multiples_of_16():
-    assert converted(linear_selection.select(LINEARS, "rowwise")) == {"model.layers.0.q", "model.layers.10.q", "lm_head"}
+    assert converted(linear_selection.select(LINEARS, "rowwise")) == {
+        "model.layers.0.q",
+        "model.layers.10.q",
+        "lm_head",
+    }
 
 
 def test_a_plan_has_one_decision_a_linear_in_the_order_given():
@@ -72,7 +85,9 @@ def test_a_plan_has_one_decision_a_linear_in_the_order_given():
 
 
 def test_what_is_not_converted_is_bf16_with_its_reason():
-    by_path = {d.path: d for d in linear_selection.select(LINEARS, "rowwise", filter_fqns=["lm_head"])}
+    by_path = {
+        d.path: d for d in linear_selection.select(LINEARS, "rowwise", filter_fqns=["lm_head"])
+    }
     assert by_path["lm_head"].recipe == by_path["model.layers.0.v"].recipe == RECIPES["bf16"]
     assert "'lm_head'" in by_path["lm_head"].reason
     assert "multiples of [16, 16]" in by_path["model.layers.0.v"].reason
@@ -86,19 +101,29 @@ def test_either_dim_keeps_a_linear_in_high_precision(shape):  # L-5
 
 
 @pytest.mark.parametrize(("name", "multiple"), [("blockwise", 128), ("mxfp8", 32)])
-def test_a_dim_that_a_recipes_blocks_do_not_divide_keeps_a_linear_in_high_precision(name, multiple):  # S-6
-    shapes = {"fits": (multiple, 3 * multiple), "n": (multiple + 16, multiple), "k": (multiple, multiple + 16)}
+def test_a_dim_that_a_recipes_blocks_do_not_divide_keeps_a_linear_in_high_precision(
+    name, multiple
+):  # S-6
+    shapes = {
+        "fits": (multiple, 3 * multiple),
+        "n": (multiple + 16, multiple),
+        "k": (multiple, multiple + 16),
+    }
     decisions = {d.path: d for d in linear_selection.select(shapes, name)}
     assert [path for path, d in decisions.items() if d.fp8] == ["fits"]
     assert f"multiples of [{multiple}, {multiple}]" in decisions["k"].reason
 
 
 def test_filters_keep_what_they_name_in_high_precision():
-    assert converted(linear_selection.select(LINEARS, "rowwise", filter_fqns=["layers.0", "lm_head"])) == {"model.layers.10.q"}
+    assert converted(
+        linear_selection.select(LINEARS, "rowwise", filter_fqns=["layers.0", "lm_head"])
+    ) == {"model.layers.10.q"}
 
 
 def test_naming_a_linear_overrides_a_filter():
-    decisions = linear_selection.select(LINEARS, "rowwise", filter_fqns=["layers.10", "lm_head"], fp8_fqns=["lm_head"])
+    decisions = linear_selection.select(
+        LINEARS, "rowwise", filter_fqns=["layers.10", "lm_head"], fp8_fqns=["lm_head"]
+    )
     assert converted(decisions) == {"model.layers.0.q", "lm_head"}
 
 
@@ -111,7 +136,9 @@ def test_naming_a_linear_converts_no_fewer_of_the_others():  # R-2
 
 
 def test_naming_a_linear_whose_dims_do_not_allow_it_is_an_error():
-    with pytest.raises(ValueError, match=r"multiples of \[16, 16\].*model\.layers\.0\.v is \[8, 32\].*'layers\.0'"):
+    with pytest.raises(
+        ValueError, match=r"multiples of \[16, 16\].*model\.layers\.0\.v is \[8, 32\].*'layers\.0'"
+    ):
         linear_selection.select(LINEARS, "rowwise", fp8_fqns=["layers.0"])
 
 
@@ -175,32 +202,59 @@ def test_a_plan_takes_a_recipe_of_ones_own():
     ],
 )
 def test_the_auto_filter_keeps_small_linears_and_names_the_threshold(name, shape, failed):
-    small, _ = linear_selection.select({"a": shape, "large": (8192, 8192)}, name, filter_fqns=[AUTO_FILTER])
+    small, _ = linear_selection.select(
+        {"a": shape, "large": (8192, 8192)}, name, filter_fqns=[AUTO_FILTER]
+    )
     assert small.fp8 == (failed is None)
     assert failed is None or f"{failed} recipe {name!r} (R-4); a is {list(shape)}" in small.reason
 
 
 def test_the_auto_filter_joins_patterns_and_dims_that_do_not_fit():
     shapes = {"small": (32, 32), "odd": (8, 32), "up": (2048, 32), "lm_head": (2048, 32)}
-    reasons = {d.path: d.reason for d in linear_selection.select(shapes, "tensorwise", filter_fqns=["lm_head", AUTO_FILTER])}
-    assert [reasons[path].split()[0] for path in shapes] == [repr(AUTO_FILTER), "recipe", "every", "named"]
+    reasons = {
+        d.path: d.reason
+        for d in linear_selection.select(shapes, "tensorwise", filter_fqns=["lm_head", AUTO_FILTER])
+    }
+    assert [reasons[path].split()[0] for path in shapes] == [
+        repr(AUTO_FILTER),
+        "recipe",
+        "every",
+        "named",
+    ]
 
 
 def test_naming_a_small_linear_overrides_the_auto_filter():
-    decisions = linear_selection.select({"a": (32, 32), "b": (32, 32)}, "tensorwise", filter_fqns=[AUTO_FILTER], fp8_fqns=["b"])
+    decisions = linear_selection.select(
+        {"a": (32, 32), "b": (32, 32)}, "tensorwise", filter_fqns=[AUTO_FILTER], fp8_fqns=["b"]
+    )
     assert converted(decisions) == {"b"}
 
 
 def test_the_auto_filter_of_llama_8b_keeps_keys_and_values():
-    config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8)
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
     for name in ("tensorwise", "rowwise", "delayed"):
-        kept = [d.path for d in linear_selection.select(llama.linear_shapes(config), name, filter_fqns=[AUTO_FILTER]) if not d.fp8]
+        kept = [
+            d.path
+            for d in linear_selection.select(
+                llama.linear_shapes(config), name, filter_fqns=[AUTO_FILTER]
+            )
+            if not d.fp8
+        ]
         assert [path.split(".")[-1] for path in kept if path != "lm_head"] == ["k_proj", "v_proj"]
 
 
 @pytest.mark.parametrize("name", ["rowwise_with_gw_hp", "blockwise", "mxfp8"])
 def test_a_recipe_without_thresholds_refuses_the_auto_filter(name):
-    with pytest.raises(ValueError, match=rf"tensorwise, rowwise, delayed; got '{name}', .*no data.*filter_fqns instead"):
+    with pytest.raises(
+        ValueError,
+        match=rf"tensorwise, rowwise, delayed; got '{name}', .*no data.*filter_fqns instead",
+    ):
         linear_selection.select({"a": (128, 128)}, name, filter_fqns=[AUTO_FILTER])
 
 

@@ -8,7 +8,13 @@ from fp8ref.selection.linears import Decision
 
 
 def linear(path, n=16, **more):
-    return Decision(path=path, shape=(n, 32), recipe=RECIPES["rowwise"], reason="every linear not filtered", **more)
+    return Decision(
+        path=path,
+        shape=(n, 32),
+        recipe=RECIPES["rowwise"],
+        reason="every linear not filtered",
+        **more,
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,11 @@ from fp8ref.selection import linears as linear_selection
 from fp8ref.selection import rules as linear_rules
 from fp8ref.selection.rules import Rule
 
-LINEARS = {f"model.layers.{i}.mlp.{name}": (32, 64) for i in (0, 1, 10) for name in ("up_proj", "down_proj")} | {"lm_head": (256, 64)}
+LINEARS = {
+    f"model.layers.{i}.mlp.{name}": (32, 64)
+    for i in (0, 1, 10)
+    for name in ("up_proj", "down_proj")
+} | {"lm_head": (256, 64)}
 
 
 def decided(*rules: Rule, recipe: str = "tensorwise") -> dict:
@@ -19,17 +23,24 @@ def decided(*rules: Rule, recipe: str = "tensorwise") -> dict:
 
 
 def casts(decision) -> dict:
-    return {f"{gemm}/{role}": cast for (gemm, role), cast in linear_rules.casts_of(decision.recipe).items()}
+    return {
+        f"{gemm}/{role}": cast
+        for (gemm, role), cast in linear_rules.casts_of(decision.recipe).items()
+    }
 
 
 def test_a_rule_changes_the_operands_that_it_names_alone():
-    found = decided(Rule(layers=("layers.1",), roles=("grad_output",), format="e4m3fn", policy="unscaled"))
+    found = decided(
+        Rule(layers=("layers.1",), roles=("grad_output",), format="e4m3fn", policy="unscaled")
+    )
     changed = {path for path, d in found.items() if d.recipe != RECIPES["tensorwise"] and d.fp8}
     assert changed == {"model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj"}
     of = casts(found["model.layers.1.mlp.up_proj"])
     for operand, cast in of.items():
         planted = operand.endswith("grad_output")
-        assert (cast.fmt, cast.policy == UNSCALED) == ((E4M3FN, True) if planted else (E4M3FN, False))
+        assert (cast.fmt, cast.policy == UNSCALED) == (
+            (E4M3FN, True) if planted else (E4M3FN, False)
+        )
     assert found["model.layers.1.mlp.up_proj"].reason == "rule 1"
     assert found["lm_head"].recipe == RECIPES["bf16"]
 
@@ -47,34 +58,58 @@ def test_later_rules_change_what_earlier_ones_left():
 
 
 def test_a_recipe_turns_linears_in_high_precision_on():
-    found = decided(Rule(layers=("lm_head", "layers.10"), gemms=("output",), recipe="rowwise"), recipe="bf16")
-    assert {path for path, d in found.items() if d.fp8} == {"lm_head", "model.layers.10.mlp.up_proj", "model.layers.10.mlp.down_proj"}
+    found = decided(
+        Rule(layers=("lm_head", "layers.10"), gemms=("output",), recipe="rowwise"), recipe="bf16"
+    )
+    assert {path for path, d in found.items() if d.fp8} == {
+        "lm_head",
+        "model.layers.10.mlp.up_proj",
+        "model.layers.10.mlp.down_proj",
+    }
     assert found["lm_head"].recipe.output == RECIPES["rowwise"].output
     assert not found["lm_head"].recipe.grad_weight.fp8
 
 
 def test_a_gemm_of_two_recipes_scales_then_rounds():
-    found = decided(Rule(layers=("layers.0",), gemms=("grad_input",), roles=("grad_output",), format="e5m2"), recipe="rowwise")
+    found = decided(
+        Rule(layers=("layers.0",), gemms=("grad_input",), roles=("grad_output",), format="e5m2"),
+        recipe="rowwise",
+    )
     spec = found["model.layers.0.mlp.up_proj"].recipe.grad_input
     assert (spec.a.fmt, spec.epilogue, spec.accumulate) == (E5M2, "scale_then_round", "slow")
 
 
 def test_all_in_high_precision_is_bf16():
-    assert {d.recipe.name for d in decided(Rule(layers=("model*",), recipe="bf16")).values()} == {"bf16"}
+    assert {d.recipe.name for d in decided(Rule(layers=("model*",), recipe="bf16")).values()} == {
+        "bf16"
+    }
 
 
 def test_another_policy_ends_delayed_scaling():
-    found = decided(Rule(layers=("layers.0",), roles=("grad_output",), policy="torchao"), recipe="delayed")
+    found = decided(
+        Rule(layers=("layers.0",), roles=("grad_output",), policy="torchao"), recipe="delayed"
+    )
     of = casts(found["model.layers.0.mlp.up_proj"])
-    assert {operand: cast.delayed is None for operand, cast in of.items()} == {operand: "grad_output" in operand for operand in of}
+    assert {operand: cast.delayed is None for operand, cast in of.items()} == {
+        operand: "grad_output" in operand for operand in of
+    }
 
 
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"layers": ("layers.2",), "recipe": "bf16"}, r"rule 1 has 'layers\.2'\. Did you mean 'layers\.\d"),
-        ({"layers": ("down_prj",), "recipe": "bf16"}, r"rule 1 has 'down_prj'\. Did you mean 'down_proj'"),
-        ({"layers": ("layers.0",), "recipe": "tensorwise"}, r"rule 1 of numerics\.rules changes nothing"),
+        (
+            {"layers": ("layers.2",), "recipe": "bf16"},
+            r"rule 1 has 'layers\.2'\. Did you mean 'layers\.\d",
+        ),
+        (
+            {"layers": ("down_prj",), "recipe": "bf16"},
+            r"rule 1 has 'down_prj'\. Did you mean 'down_proj'",
+        ),
+        (
+            {"layers": ("layers.0",), "recipe": "tensorwise"},
+            r"rule 1 of numerics\.rules changes nothing",
+        ),
         ({"layers": ("lm_head",), "format": "e5m2"}, r"rule 1 of numerics\.rules changes nothing"),
         ({"layers": ("layers.0",), "granularity": "blockwise_128x128"}, r"multiples of"),
     ],
@@ -87,18 +122,36 @@ def test_a_rule_that_does_not_fit_the_model_is_refused(rule, message):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, r"a rule gives a recipe, or a format, granularity or policy, or an epilogue; got none"),
+        (
+            {},
+            r"a rule gives a recipe, or a format, granularity or policy, or an epilogue; got none",
+        ),
         ({"recipe": "bf16", "format": "e5m2"}, r"got format, recipe\. Split it"),
-        ({"recipe": "tensorwize"}, r"recipe of a rule is of bf16, .*; got 'tensorwize'\. Did you mean 'tensorwise'"),
-        ({"format": "e4m3", "roles": ("weight",)}, r"format of a rule .* got 'e4m3'\. Did you mean 'e4m3fn"),
+        (
+            {"recipe": "tensorwize"},
+            r"recipe of a rule is of bf16, .*; got 'tensorwize'\. Did you mean 'tensorwise'",
+        ),
+        (
+            {"format": "e4m3", "roles": ("weight",)},
+            r"format of a rule .* got 'e4m3'\. Did you mean 'e4m3fn",
+        ),
         ({"policy": "torchaoo"}, r"Did you mean 'torchao'"),
         ({"granularity": "tensor"}, r"granularity of a rule"),
         ({"recipe": "bf16", "roles": ("grad_outputs",)}, r"Did you mean 'grad_output'"),
         ({"recipe": "bf16", "gemms": ("outputs",)}, r"Did you mean 'output'"),
-        ({"recipe": "bf16", "gemms": ("output",), "roles": ("grad_output",)}, r"output of a rule has no operand grad_output"),
+        (
+            {"recipe": "bf16", "gemms": ("output",), "roles": ("grad_output",)},
+            r"output of a rule has no operand grad_output",
+        ),
         ({"epilogue": "product_then_round", "policy": "flax"}, r"got policy, epilogue\. Split it"),
-        ({"epilogue": "product_then_rounds"}, r"epilogue of a rule .*Did you mean 'product_then_round'"),
-        ({"epilogue": "product_then_round", "roles": ("weight",)}, r"an epilogue is of a GEMM, not of single operands; got roles weight"),
+        (
+            {"epilogue": "product_then_rounds"},
+            r"epilogue of a rule .*Did you mean 'product_then_round'",
+        ),
+        (
+            {"epilogue": "product_then_round", "roles": ("weight",)},
+            r"an epilogue is of a GEMM, not of single operands; got roles weight",
+        ),
         ({"recipe": "bf16", "layers": ()}, r"names linears in layers; got none"),
     ],
 )
@@ -113,19 +166,30 @@ def test_a_manifest_names_each_operand():
     assert written["output/weight"] == "high precision"
     assert written["output/input"] == "e4m3fn tensorwise torchao"
     epilogues = {name: what for name, what in written.items() if name.endswith("/epilogue")}
-    assert epilogues == {"grad_input/epilogue": "scale_then_round", "grad_weight/epilogue": "scale_then_round"}
+    assert epilogues == {
+        "grad_input/epilogue": "scale_then_round",
+        "grad_weight/epilogue": "scale_then_round",
+    }
     assert len(written) == 6 + len(epilogues)
 
 
 def test_a_rule_gives_an_epilogue_to_gemms_in_fp8_alone():
     ruled = Rule(layers=("*",), gemms=("output", "grad_input"), epilogue="product_then_round")
     found = decided(Rule(layers=("layers.0",), gemms=("grad_input",), recipe="bf16"), ruled)
-    after = {name: spec.epilogue for name, spec in found["model.layers.0.mlp.up_proj"].recipe.gemms.items()}
-    assert after == {"output": "product_then_round", "grad_input": "scale_then_round", "grad_weight": "scale_then_round"}
+    after = {
+        name: spec.epilogue
+        for name, spec in found["model.layers.0.mlp.up_proj"].recipe.gemms.items()
+    }
+    assert after == {
+        "output": "product_then_round",
+        "grad_input": "scale_then_round",
+        "grad_weight": "scale_then_round",
+    }
     assert found["model.layers.0.mlp.up_proj"].reason == "rule 1, and rule 2"
     assert found["model.layers.1.mlp.up_proj"].recipe.grad_input.epilogue == "product_then_round"
     assert casts(found["model.layers.1.mlp.up_proj"]) == {
-        f"{gemm}/{role}": cast for (gemm, role), cast in linear_rules.casts_of(RECIPES["tensorwise"]).items()
+        f"{gemm}/{role}": cast
+        for (gemm, role), cast in linear_rules.casts_of(RECIPES["tensorwise"]).items()
     }
     assert found["lm_head"].recipe == RECIPES["bf16"]
     with pytest.raises(ValueError, match=r"rule 2 of numerics\.rules changes nothing"):

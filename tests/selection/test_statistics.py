@@ -28,7 +28,8 @@ def part(**fields) -> dict:
 
 def test_parts_merge_by_sums_and_extrema():
     one = recorded(
-        part(underflows=1, saturated=2), part(count=30, underflows=3, overflows=4, signal=8.0, noise=2.0, amax=5.0, scale_min=1.0)
+        part(underflows=1, saturated=2),
+        part(count=30, underflows=3, overflows=4, signal=8.0, noise=2.0, amax=5.0, scale_min=1.0),
     )
     assert one == {
         "amax": 5.0,
@@ -66,4 +67,9 @@ def test_the_plan_has_every_fp8_operand():  # Q-8
     shapes = {"up": (32, 32), "lm_head": (32, 32)}
     plan = linear_selection.select(shapes, "rowwise_with_gw_hp", filter_fqns=["lm_head"])
     names = [operand.name for operand in stats.planned(plan)]
-    assert names == ["up/output/input", "up/output/weight", "up/grad_input/grad_output", "up/grad_input/weight"]
+    assert names == [
+        "up/output/input",
+        "up/output/weight",
+        "up/grad_input/grad_output",
+        "up/grad_input/weight",
+    ]

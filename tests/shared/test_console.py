@@ -18,7 +18,9 @@ def terminal(monkeypatch) -> io.StringIO:
     shown = io.StringIO()
 
     def console(**_):
-        return Console(file=shown, force_terminal=True, width=120, color_system=None, legacy_windows=False)
+        return Console(
+            file=shown, force_terminal=True, width=120, color_system=None, legacy_windows=False
+        )
 
     monkeypatch.setattr("rich.console.Console", console)
     return shown
@@ -77,7 +79,10 @@ def test_the_bar_goes_to_standard_error(monkeypatch):
 
 
 def test_the_bar_is_silent_where_there_is_no_terminal(monkeypatch, capfd):
-    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):  # with these rich takes anything for a terminal
+    for variable in (
+        "FORCE_COLOR",
+        "TTY_COMPATIBLE",
+    ):  # with these rich takes anything for a terminal
         monkeypatch.delenv(variable, raising=False)
     with consoles.bar("jax", 2) as advance:
         advance("loss 5.000")
@@ -95,12 +100,17 @@ def test_an_error_inside_passes_through_and_ends_the_bar(terminal):
 
 
 def test_tables_are_wide_also_in_a_file(monkeypatch):
-    monkeypatch.setattr("rich.console.Console", functools.partial(Console, file=io.StringIO(), force_terminal=False))
+    monkeypatch.setattr(
+        "rich.console.Console", functools.partial(Console, file=io.StringIO(), force_terminal=False)
+    )
     assert consoles.console().width == 120
 
 
 def test_tables_take_the_width_of_a_terminal(monkeypatch):
-    monkeypatch.setattr("rich.console.Console", functools.partial(Console, file=io.StringIO(), force_terminal=True, width=77))
+    monkeypatch.setattr(
+        "rich.console.Console",
+        functools.partial(Console, file=io.StringIO(), force_terminal=True, width=77),
+    )
     assert consoles.console().width == 77
 
 
@@ -117,11 +127,15 @@ class Other(Alone):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_run_shows_steps_loss_speed_and_the_time_left_on_one_process(first, terminal, small, monkeypatch, tmp_path):
+def test_a_run_shows_steps_loss_speed_and_the_time_left_on_one_process(
+    first, terminal, small, monkeypatch, tmp_path
+):
     monkeypatch.setattr(loop, "trainer", lambda _, config, __: FakeTrainer(config))
     loop.train(small, "jax", tmp_path / "run", processes=Alone() if first else Other())
     if first:
-        assert re.search(r"jax tensorwise .* 6/6 0:00:00 loss 4\.375, [\d,]+ tokens/s", last_frame(terminal))
+        assert re.search(
+            r"jax tensorwise .* 6/6 0:00:00 loss 4\.375, [\d,]+ tokens/s", last_frame(terminal)
+        )
     else:
         assert terminal.getvalue() == ""
 
@@ -132,7 +146,10 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys)
     with consoles.bar("jax rowwise", 9000, done=1000) as advance:
         for loss in (5, 4, 3, 2):
             advance(f"loss {loss}")
-    assert capsys.readouterr().err.splitlines() == ["jax rowwise: 1,002 of 9,000, loss 4", "jax rowwise: 1,004 of 9,000, loss 2"]
+    assert capsys.readouterr().err.splitlines() == [
+        "jax rowwise: 1,002 of 9,000, loss 4",
+        "jax rowwise: 1,004 of 9,000, loss 2",
+    ]
 
 
 def test_what_is_not_shown_prints_no_line(monkeypatch, capsys):
@@ -181,7 +198,9 @@ ESCAPED = r"a\x1b[2J\x9b31m\x08\r\u202e\x7f\ud800b"
 def test_a_terminal_obeys_no_text(capsys):
     """A run's name, a key of a file and an error's text reach it as escapes, by whatever way."""
     assert consoles.printable(HOSTILE) == ESCAPED
-    assert consoles.printable("tabs\tand\nlines, \u00e9 \u8a66") == "tabs\tand\nlines, \u00e9 \u8a66"
+    assert (
+        consoles.printable("tabs\tand\nlines, \u00e9 \u8a66") == "tabs\tand\nlines, \u00e9 \u8a66"
+    )
     table = consoles.table(HOSTILE, title=HOSTILE)
     table.add_row(HOSTILE)
     out = consoles.console()

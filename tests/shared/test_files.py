@@ -1,7 +1,8 @@
-"""Every reader of files from outside, over damaged and hostile ones: only errors of the project come out, and memory is bounded.
+"""Every reader of files from outside, over damaged and hostile ones: only errors of the project
+come out, and memory is bounded.
 
-A file is damaged by flipped bits, cut and lengthened; JSON and TOML also by values of other types, lost keys and depth. The seed of
-each damage is its number.
+A file is damaged by flipped bits, cut and lengthened; JSON and TOML also by values of other types,
+lost keys and depth. The seed of each damage is its number.
 """
 
 import copy
@@ -40,12 +41,33 @@ from fp8ref.train.run import checkpoint, failed_step, log
 from fp8ref.train.run.processes import Alone
 
 BYTES = 2**25
-"""More than any reader needs for files of a few thousand bytes, and less than any claim of a hostile one."""
+"""More than any reader needs for files of a few thousand bytes, and less than any claim of a
+hostile one.
+"""
 
 CALLS = 300_000
-"""More calls than any reader makes for such a file; a parser that is quadratic in it makes millions."""
+"""More calls than any reader makes for such a file; a parser that is quadratic in it makes
+millions.
+"""
 
-VALUES = (None, True, -1, 0, 1.5, 2**70, float("inf"), float("nan"), "", "x", [], [[]], {}, {"x": 1}, ["x", 1], {"x": {"x": []}})
+VALUES = (
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    2**70,
+    float("inf"),
+    float("nan"),
+    "",
+    "x",
+    [],
+    [[]],
+    {},
+    {"x": 1},
+    ["x", 1],
+    {"x": {"x": []}},
+)
 
 
 def flipped(content: bytes, rng: random.Random) -> bytes:
@@ -62,12 +84,24 @@ def flipped(content: bytes, rng: random.Random) -> bytes:
         return content[:at]
     if kind == 4:
         return content[:at] + content[at + rng.randrange(1, 9) :]
-    return content[:at] + rng.choice((b"\xff", b"[" * 5000, b'{"a":' * 5000, b"9" * 400, b"\0" * 8, content[at : at + 50])) + content[at:]
+    return (
+        content[:at]
+        + rng.choice(
+            (b"\xff", b"[" * 5000, b'{"a":' * 5000, b"9" * 400, b"\0" * 8, content[at : at + 50])
+        )
+        + content[at:]
+    )
 
 
 def places(value, path=()):
     """The path of every value within."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path, *(place for key, one in inner for place in places(one, (*path, key)))]
 
 
@@ -89,7 +123,11 @@ def damaged(path, count: int):
     """Damaged contents of a file."""
     content, values = path.read_bytes(), None
     if path.suffix in (".json", ".jsonl"):
-        values = [json.loads(line) for line in content.decode().splitlines()] if path.suffix == ".jsonl" else [json.loads(content)]
+        values = (
+            [json.loads(line) for line in content.decode().splitlines()]
+            if path.suffix == ".jsonl"
+            else [json.loads(content)]
+        )
     elif path.suffix == ".toml":
         values = [files.read_toml(path)]
     for seed in range(count):
@@ -109,7 +147,9 @@ def damaged(path, count: int):
 
 
 def guarded(read) -> str:
-    """What a read ends with: "" or the error; anything else than an error of the project, too many bytes or calls fail."""
+    """What a read ends with: "" or the error; anything else than an error of the project, too many
+    bytes or calls fail.
+    """
     calls = 0
 
     def count(frame, event, _):
@@ -143,12 +183,21 @@ def of_config(folder, small):
 def of_run(name):
     def make(folder, small):
         statistics = [{"step": 0, "statistics": {"a/output/input": {"amax": 1.0, "sqnr": 30.0}}}]
-        run = made_runs.make(folder / "run", small, made_runs.falling(6), recipe="tensorwise", statistics=statistics).path
+        run = made_runs.make(
+            folder / "run", small, made_runs.falling(6), recipe="tensorwise", statistics=statistics
+        ).path
 
         def read():
             found = runs.read(run)
             log.read_metrics(run)
-            return found.settings, found.versions, found.reference, found.ran, found.losses, found.bf16
+            return (
+                found.settings,
+                found.versions,
+                found.reference,
+                found.ran,
+                found.losses,
+                found.bf16,
+            )
 
         return run / name, read
 
@@ -176,7 +225,9 @@ def of_events(folder, small):
 
 def of_tensors(folder, small):
     path, values = folder / "tensors.npz", np.float32([[1, 2], [3, 4]])
-    made = tensors.Tensors(operands={"a/input": values}, amaxes={"a/input": np.float32([1, 2])}, about={"step": 2})
+    made = tensors.Tensors(
+        operands={"a/input": values}, amaxes={"a/input": np.float32([1, 2])}, about={"step": 2}
+    )
     tensors.write(path, made)
     return path, lambda: tensors.read(path)
 
@@ -184,7 +235,9 @@ def of_tensors(folder, small):
 def of_study(folder, small):
     path, x = folder / "study.npz", np.float32([[1, 2], [3, 4.0001]])
     made = recording.Recording(framework="torch", chosen=("a",))
-    made.operands["a/input"] = recording.Operand(kept=x, amax=np.abs(x).max(), columns=np.abs(x).max(axis=0), rows=2)
+    made.operands["a/input"] = recording.Operand(
+        kept=x, amax=np.abs(x).max(), columns=np.abs(x).max(axis=0), rows=2
+    )
     q = np.ones((1, 2, 4, 2), np.float32)
     made.attention["a"] = recording.Attended(layer="a", q=q, k=q[:, :1], v=q[:, :1], causal=True)
     made.write(path)
@@ -193,7 +246,9 @@ def of_study(folder, small):
 
 def of_gemm(which):
     def make(folder, small):
-        path = gemm_recording._write(folder, "gemm", {"kind": "gemm", "plan": {}}, {"a": np.zeros((2, 4), np.uint8)})
+        path = gemm_recording._write(
+            folder, "gemm", {"kind": "gemm", "plan": {}}, {"a": np.zeros((2, 4), np.uint8)}
+        )
         return path.with_suffix(which), lambda: gemm_recording._read(path)
 
     return make
@@ -215,7 +270,9 @@ def of_sidecar(folder, small):
     (folder / "a.bin").write_bytes(bytes(8))
     made = sidecar.File(tokens=4, sha256="0" * 64, sample="0" * 64)
     numbers = {"vocab_size": 256, "end_of_document": None, "dtype": "uint16", "max_id": 1}
-    content = sidecar.Sidecar(format="fp8ref shards 2", source="text", tokenizer="bytes", files={"a.bin": made}, **numbers)
+    content = sidecar.Sidecar(
+        format="fp8ref shards 2", source="text", tokenizer="bytes", files={"a.bin": made}, **numbers
+    )
     return sidecar.write(folder, content), lambda: sidecar.read(folder)
 
 
@@ -240,7 +297,9 @@ def of_documents(folder, small):
 def of_plan(folder, small):
     path = folder / "plan.json"
     unit = {"k": 32, "fraction_bits": 13, "rounding": "toward_zero"}
-    path.write_text(json.dumps({"subject": "a:b", "plan": {"unit": unit, "promotion": 128, "epilogue": None}}))
+    path.write_text(
+        json.dumps({"subject": "a:b", "plan": {"unit": unit, "promotion": 128, "epilogue": None}})
+    )
     return path, lambda: hardware._probed(path)
 
 
@@ -266,7 +325,9 @@ def of_architecture(folder, small):
 def of_weights(name):
     def make(folder, small):
         (folder / "config.json").write_text(json.dumps(described(small.model)))
-        save_file({"a": np.zeros(2, np.float32)}, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            {"a": np.zeros(2, np.float32)}, folder / "model.safetensors", metadata={"format": "pt"}
+        )
         (folder / export.INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
         return folder / name, lambda: export.read(folder, small.model)
 
@@ -275,12 +336,17 @@ def of_weights(name):
 
 def of_start(folder, small):
     path, _ = of_weights("config.json")(folder, small)
-    return path, lambda: ablation_start.of_weights(folder, "jax", None, data="stdlib", sequence_length=16, batch_size=4)
+    return path, lambda: ablation_start.of_weights(
+        folder, "jax", None, data="stdlib", sequence_length=16, batch_size=4
+    )
 
 
 def of_vectors(folder, small):
     path = folder / "vectors.txt"
-    path.write_text("# fp8ref vectors 1: cast format=e4m3fn source=float32 seed=0 count=2\n3F800000 38\n40000000 40\n")
+    path.write_text(
+        "# fp8ref vectors 1: cast format=e4m3fn source=float32 seed=0 count=2\n3F800000 38\n"
+        "40000000 40\n"
+    )
 
     def read():
         with path.open("rb") as stream:
@@ -299,7 +365,9 @@ READERS = {
     "CSV": of_log("a.csv", "step,loss\n0,2.5\n1,2.25\n2,2.125\n"),
     "JSON Lines": of_log("a.jsonl", '{"step": 0, "loss": 2.5}\n{"step": 1, "loss": 2.25}\n'),
     "console": of_log(
-        "a.log", "step:  1  loss:  2.5000  x\nstep:  2  loss:  2.2500  x\n iteration        1/     500 | lm loss: 1.0E+01 |\n"
+        "a.log",
+        "step:  1  loss:  2.5000  x\nstep:  2  loss:  2.2500  x\n iteration        1/     500 | "
+        "lm loss: 1.0E+01 |\n",
     ),
     "TensorBoard": of_events,
     "tensors.npz": of_tensors,
@@ -336,7 +404,9 @@ def check_reader(name, folder, small, count):
     for content in damaged(path, count):
         path.write_bytes(content)
         ended.append(guarded(read))
-        assert not ended[-1] or name in UNNAMED or str(folder) in ended[-1], "the message names no file"
+        assert not ended[-1] or name in UNNAMED or str(folder) in ended[-1], (
+            "the message names no file"
+        )
     assert any(ended) or name == ".lock", "no damage was refused"
 
 
@@ -354,7 +424,9 @@ def test_a_damaged_file_is_an_error_of_the_project_however_damaged(name, tmp_pat
 @pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["tensors.npz", "study.npz"])
 def test_no_bit_of_arrays_changes_unseen(name, step, tmp_path, small):
-    """Each bit of the file in turn, or each 29th: either it is refused, or it reads as it was written."""
+    """Each bit of the file in turn, or each 29th: either it is refused, or it reads as it was
+    written.
+    """
     path, _ = READERS[name](tmp_path, small)
     content, written = path.read_bytes(), files.read_arrays(path)
     for at in range(0, 8 * len(content), step):
@@ -372,7 +444,11 @@ def test_no_bit_of_arrays_changes_unseen(name, step, tmp_path, small):
 
 
 def test_arrays_are_read_as_they_were_written(tmp_path):
-    arrays = {"a/b": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "text": np.array("é"), "none": np.zeros((0, 3), np.uint8)}
+    arrays = {
+        "a/b": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "text": np.array("é"),
+        "none": np.zeros((0, 3), np.uint8),
+    }
     files.write_arrays(tmp_path / "a.npz", arrays)
     found = files.read_arrays(tmp_path / "a.npz")
     assert found.keys() == arrays.keys()
@@ -389,31 +465,54 @@ def test_arrays_that_were_exchanged_are_refused(tmp_path):
     files.write_arrays(path, {"a": np.arange(3), "b": np.arange(3) + 1})
     with np.load(path) as found:
         held = dict(found)
-    for changed in ({"a": held["b"]}, {"a": held["a"].astype(np.int32)}, {"a": held["a"].reshape(3, 1)}):
+    for changed in (
+        {"a": held["b"]},
+        {"a": held["a"].astype(np.int32)},
+        {"a": held["a"].reshape(3, 1)},
+    ):
         np.savez(path, **(held | changed))
-        with pytest.raises(ValueError, match="the checksum of its arrays is not the one that was written"):
+        with pytest.raises(
+            ValueError, match="the checksum of its arrays is not the one that was written"
+        ):
             files.read_arrays(path)
 
 
-@pytest.mark.parametrize(("at", "value"), [(-12, 2), (-22, 0), (-2, 1)], ids=["fewer arrays", "no end", "a comment"])
+@pytest.mark.parametrize(
+    ("at", "value"), [(-12, 2), (-22, 0), (-2, 1)], ids=["fewer arrays", "no end", "a comment"]
+)
 def test_the_directory_of_an_archive_is_whole(tmp_path, at, value):
-    """zipfile reads neither the number of its entries nor what follows them: arrays could be missing."""
+    """zipfile reads neither the number of its entries nor what follows them: arrays could be
+    missing.
+    """
     path = tmp_path / "a.npz"
     files.write_arrays(path, {"a": np.arange(3), "b": np.arange(3)})
     content = bytearray(path.read_bytes())
     content[at] = value
     path.write_bytes(content + b"x" * (at == -2))
-    with pytest.raises(ValueError, match=r"the directory of the archive is damaged|no intact archive"):
+    with pytest.raises(
+        ValueError, match=r"the directory of the archive is damaged|no intact archive"
+    ):
         files.read_arrays(path)
 
 
 def header(shape, descr="'<f8'") -> bytes:
-    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}".encode().ljust(117) + b"\n"
+    text = (
+        f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}".encode().ljust(117)
+        + b"\n"
+    )
     return b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text
 
 
 @pytest.mark.parametrize(
-    "content", [header("(10**9,)"), header("(1000000000000000000,)"), header("(2**60, 2**60)"), header("(-1,)"), b"", b"x"]
+    "content",
+    [
+        header("(10**9,)"),
+        header("(1000000000000000000,)"),
+        header("(2**60, 2**60)"),
+        header("(-1,)"),
+        b"",
+        b"x",
+    ],
 )
 def test_a_claim_is_checked_before_memory_is_taken(tmp_path, content):
     (tmp_path / "a.npy").write_bytes(content)
@@ -426,7 +525,9 @@ def test_a_claim_is_checked_before_memory_is_taken(tmp_path, content):
 def test_a_bomb_is_refused_by_its_claim(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "ARRAYS", 2**20)
     np.savez_compressed(tmp_path / "a.npz", a=np.zeros(2**24, np.uint8))
-    assert "it claims 16,777,344 bytes of arrays in a file of" in guarded(lambda: files.read_arrays(tmp_path / "a.npz"))
+    assert "it claims 16,777,344 bytes of arrays in a file of" in guarded(
+        lambda: files.read_arrays(tmp_path / "a.npz")
+    )
 
 
 @pytest.mark.parametrize(
@@ -451,7 +552,10 @@ def test_json_has_limits(text, message):
 def test_json_of_many_lists_is_refused_before_they_are_made(monkeypatch, part, kind):
     monkeypatch.setattr(files, "OBJECTS", 1001)
     assert len(files.parse_json(kind(f"[{part * 999}[]]"))) == 1000
-    assert guarded(lambda: files.parse_json(kind(f"[{part * 1000}[]]"))) == "it has more than 1,001 objects and lists"
+    assert (
+        guarded(lambda: files.parse_json(kind(f"[{part * 1000}[]]")))
+        == "it has more than 1,001 objects and lists"
+    )
 
 
 @pytest.mark.parametrize("kind", [str, str.encode])
@@ -459,7 +563,10 @@ def test_brackets_in_strings_of_json_are_no_lists(monkeypatch, kind):
     monkeypatch.setattr(files, "OBJECTS", 3)
     text = '[{"[[[[": "\\"{{\\\\"}, ["]"]]'
     assert files.parse_json(kind(text)) == [{"[[[[": '"{{\\'}, ["]"]]
-    assert guarded(lambda: files.parse_json(kind(f"[{text}]"))) == "it has more than 3 objects and lists"
+    assert (
+        guarded(lambda: files.parse_json(kind(f"[{text}]")))
+        == "it has more than 3 objects and lists"
+    )
 
 
 def test_json_of_the_most_levels_is_read():
@@ -469,7 +576,13 @@ def test_json_of_the_most_levels_is_read():
 
 @pytest.mark.parametrize(
     "text",
-    ["a=" + "[" * 50_000, "a=" + "{a=" * 50_000, ".".join("a" * 65) + "=1", "[" + " . ".join("a" * 50_000) + "]", '"a".' * 30_000 + "a=1"],
+    [
+        "a=" + "[" * 50_000,
+        "a=" + "{a=" * 50_000,
+        ".".join("a" * 65) + "=1",
+        "[" + " . ".join("a" * 50_000) + "]",
+        '"a".' * 30_000 + "a=1",
+    ],
 )
 def test_toml_has_limits(tmp_path, text):
     (tmp_path / "a.toml").write_text(text)
@@ -482,7 +595,9 @@ def test_brackets_and_dots_of_toml_s_strings_are_no_levels(tmp_path):
     assert files.read_toml(tmp_path / "a.toml").keys() == set("abcd")
 
 
-@pytest.mark.parametrize("read", [files.read_bytes, lambda path: list(files.read_lines(path)), files.read_arrays])
+@pytest.mark.parametrize(
+    "read", [files.read_bytes, lambda path: list(files.read_lines(path)), files.read_arrays]
+)
 def test_what_may_never_end_is_not_read(read, tmp_path):
     os.mkfifo(tmp_path / "pipe")  # which nobody writes to
     for path in (tmp_path / "pipe", Path("/dev/zero")):
@@ -564,11 +679,15 @@ def test_a_key_that_occurs_twice_among_many_is_named():
         files.parse_json(f'{{{many}, "7": 1}}')
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [("|S0", (3_000_000_000,)), ("<f4", (True, 1)), ("<f4", (-1, -1))])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("|S0", (3_000_000_000,)), ("<f4", (True, 1)), ("<f4", (-1, -1))]
+)
 def test_an_array_of_an_impossible_claim_is_refused(dtype, shape, tmp_path):
     header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
     path = tmp_path / "x.npy"
     content = b"" if dtype == "|S0" else bytes(4)
-    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + content)
+    path.write_bytes(
+        b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + content
+    )
     with pytest.raises(ValueError, match=r"an array"):
         files.read_array(path)

@@ -1,4 +1,6 @@
-"""fp8ref's own delayed scaling against a plain replay; the libraries' are in test_delayed_libraries.py."""
+"""fp8ref's own delayed scaling against a plain replay; the libraries' are in
+test_delayed_libraries.py.
+"""
 
 import dataclasses
 import itertools
@@ -16,7 +18,9 @@ from fp8ref.spec.delayed import DELAYED, DelayedScaling
 
 OWN = DELAYED["delayed"]
 F32 = np.float32
-amax_values = st.sampled_from([0.0, 2.0**-149, 1e-36, 2.0**-20, 1.0, 1.5, 448.0, 3e38, np.inf, np.nan])
+amax_values = st.sampled_from(
+    [0.0, 2.0**-149, 1e-36, 2.0**-20, 1.0, 1.5, 448.0, 3e38, np.inf, np.nan]
+)
 
 
 def run(config, trace, fmt=E4M3FN, state=None):
@@ -34,7 +38,10 @@ def seen(*amaxes):
 
 
 def replay(amaxes, *, length=16, most_recent=False, interval=1, margin=0, limit=448.0):
-    """H-1 to H-6 for one tensor in Python: None is an unused step. Yields (scale of the step, history after it)."""
+    """H-1 to H-6 for one tensor in Python: None is an unused step.
+
+    Yields (scale of the step, history after it).
+    """
     scale, history, updates = 1.0, [], 0
     for a in amaxes:
         before = scale
@@ -48,15 +55,27 @@ def replay(amaxes, *, length=16, most_recent=False, interval=1, margin=0, limit=
         yield before, history + [0.0] * (length - len(history))
 
 
-@given(st.lists(st.none() | amax_values, max_size=24), st.sampled_from([1, 2, 3, 16]), st.booleans(), st.integers(1, 4), st.integers(0, 2))
-def test_any_trace_equals_a_plain_replay(amaxes, length, most_recent, interval, margin):  # H-1 to H-6
+@given(
+    st.lists(st.none() | amax_values, max_size=24),
+    st.sampled_from([1, 2, 3, 16]),
+    st.booleans(),
+    st.integers(1, 4),
+    st.integers(0, 2),
+)
+def test_any_trace_equals_a_plain_replay(
+    amaxes, length, most_recent, interval, margin
+):  # H-1 to H-6
     policy = dataclasses.replace(POLICIES["te_delayed"], margin=margin)
     algorithm = "most_recent" if most_recent else "max"
-    config = DelayedScaling(name="mine", history_length=length, amax_compute=algorithm, interval=interval, policy=policy)
+    config = DelayedScaling(
+        name="mine", history_length=length, amax_compute=algorithm, interval=interval, policy=policy
+    )
     amaxes = [None if a is None else float(F32(a)) for a in amaxes]
     trace = [[] if a is None else [delayed.observe(F32(a))] for a in amaxes]
     scales, states = run(config, trace)
-    expected = list(replay(amaxes, length=length, most_recent=most_recent, interval=interval, margin=margin))
+    expected = list(
+        replay(amaxes, length=length, most_recent=most_recent, interval=interval, margin=margin)
+    )
     assert [float(s) for s in scales] == [s for s, _ in expected]
     assert [s.amax_history.tolist() for s in states] == [h for _, h in expected]
 
@@ -81,14 +100,27 @@ def test_a_history_is_newest_first_and_forgets():  # H-3
 
 
 def test_most_recent_and_interval_and_margin():  # H-6
-    assert run(dataclasses.replace(OWN, amax_compute="most_recent"), seen(8, 1, 2, 1))[0] == [1, 56, 448, 224]
-    assert run(dataclasses.replace(OWN, interval=3), seen(8, 16, 32, 64, 1))[0] == [1, 56, 56, 56, 7]
+    assert run(dataclasses.replace(OWN, amax_compute="most_recent"), seen(8, 1, 2, 1))[0] == [
+        1,
+        56,
+        448,
+        224,
+    ]
+    assert run(dataclasses.replace(OWN, interval=3), seen(8, 16, 32, 64, 1))[0] == [
+        1,
+        56,
+        56,
+        56,
+        7,
+    ]
     policy = dataclasses.replace(POLICIES["te_delayed"], margin=2)
     assert run(dataclasses.replace(OWN, policy=policy), seen(8, 1))[0] == [1, 14]
 
 
 def test_what_is_unused_or_not_finite_changes_nothing_and_zero_is_recorded():  # H-5
-    _, (before, *after) = run(OWN, [*seen(8), [], *seen(np.inf, np.nan), [delayed.observe(F32(2), non_finite=True)]])
+    _, (before, *after) = run(
+        OWN, [*seen(8), [], *seen(np.inf, np.nan), [delayed.observe(F32(2), non_finite=True)]]
+    )
     for state in after:
         for kept, was in zip(state, before, strict=True):
             np.testing.assert_array_equal(kept, was)
@@ -101,10 +133,17 @@ def test_an_infinity_does_not_freeze_the_scale():  # H-5, H-7
     """As it does in TE, for as long as it stays in the history."""
     trace = seen(8, np.inf, 16, 16)
     assert run(OWN, trace)[1][-1].stored == 28
-    assert run(dataclasses.replace(DELAYED["te_delayed"], history_length=3), trace)[1][-1].stored == 56
+    assert (
+        run(dataclasses.replace(DELAYED["te_delayed"], history_length=3), trace)[1][-1].stored == 56
+    )
 
 
-observations = st.builds(lambda a, f, s: delayed.observe(F32(a), non_finite=f, seen=s), amax_values, st.booleans(), st.booleans())
+observations = st.builds(
+    lambda a, f, s: delayed.observe(F32(a), non_finite=f, seen=s),
+    amax_values,
+    st.booleans(),
+    st.booleans(),
+)
 
 
 @given(st.lists(observations, min_size=1, max_size=4), st.randoms(use_true_random=False))
@@ -122,7 +161,9 @@ def test_merging_is_in_any_order_and_grouping(parts, random):  # H-4
 
 
 def test_microbatches_and_shards_count_as_one_step(rng):  # H-4
-    """The update sees the whole batch's amax, however it was cut; a layer that takes its second microbatch only is used."""
+    """The update sees the whole batch's amax, however it was cut; a layer that takes its second
+    microbatch only is used.
+    """
     x = rng.standard_normal((32, 16)).astype(F32)
     whole = run(OWN, [[delayed.observe(scaling.amax(x))]])[1][0]
     cut = run(OWN, [[delayed.observe(scaling.amax(part)) for part in np.split(x, [5, 9])]])[1][0]
@@ -160,7 +201,9 @@ def test_a_tensor_is_quantized_by_the_scales_of_the_state(rng):  # H-1
 
 
 def test_decisions_combine():  # H-1, H-5, H-8
-    """Those of the named configs, one by one exchanged: scale_inv stored for the next step; uses added up, and unused states kept."""
+    """Those of the named configs, one by one exchanged: scale_inv stored for the next step; uses
+    added up, and unused states kept.
+    """
     scales, states = run(dataclasses.replace(OWN, policy=POLICIES["flax"]), seen(2, 8))
     assert scales == [1, F32(1) / (F32(1) / F32(224))]
     assert [s.stored for s in states] == [F32(1) / F32(224), F32(1) / F32(56)]
@@ -170,7 +213,9 @@ def test_decisions_combine():  # H-1, H-5, H-8
     missed = delayed.observe(F32(9), seen=False)
     once = delayed.update(state, delayed.observe(F32(4)), config=config, fmt=E4M3FN)
     for uses, expected in (((missed,), state), ((missed, delayed.observe(F32(4)), missed), once)):
-        for found, value in zip(delayed.update(state, *uses, config=config, fmt=E4M3FN), expected, strict=True):
+        for found, value in zip(
+            delayed.update(state, *uses, config=config, fmt=E4M3FN), expected, strict=True
+        ):
             np.testing.assert_array_equal(found, value)
 
 
@@ -196,7 +241,9 @@ def test_the_orders_of_the_libraries(length):  # H-7, H-8
     np.testing.assert_array_equal(delayed.te_order(history), [0, *history[:-1][::-1]])
 
 
-@pytest.mark.parametrize(("fmt", "fits", "clips"), [(E4M3FN, 464.0, 464.5), (E5M2, 61439.0, 61440.0)])
+@pytest.mark.parametrize(
+    ("fmt", "fits", "clips"), [(E4M3FN, 464.0, 464.5), (E5M2, 61439.0, 61440.0)]
+)
 def test_an_amax_is_clipped_where_it_rounds_beyond_max(fmt, fits, clips):  # Q-11
     amaxes = np.array([fits, clips, 2 * fits, 2 * clips, 0, np.inf, np.nan], F32)
     assert delayed.clipped(amaxes, np.array([1, 1, 0.5, 0.5, np.inf, 1, 1], F32), fmt).tolist() == [
@@ -214,8 +261,14 @@ def test_an_amax_is_clipped_where_it_rounds_beyond_max(fmt, fits, clips):  # Q-1
 def test_what_is_clipped_is_what_saturating_changes(rng, fmt, edge):  # Q-11, C-4
     """Of the amaxes next to the last one whose product, rounded to float32, fits."""
     scale = rng.uniform(0.1, 10, 100).astype(F32)
-    amaxes = ((F32(edge) / scale).view(np.uint32)[:, None] + np.arange(-4, 5)).astype(np.uint32).view(F32)
-    codes = [cast.encode(amaxes * scale[:, None], fmt, saturate=saturate) for saturate in (True, False)]
+    amaxes = (
+        ((F32(edge) / scale).view(np.uint32)[:, None] + np.arange(-4, 5))
+        .astype(np.uint32)
+        .view(F32)
+    )
+    codes = [
+        cast.encode(amaxes * scale[:, None], fmt, saturate=saturate) for saturate in (True, False)
+    ]
     found = delayed.clipped(amaxes, scale[:, None], fmt)
     np.testing.assert_array_equal(found, codes[0] != codes[1])
     assert found.any(axis=1).all()
@@ -227,8 +280,16 @@ def test_what_is_clipped_is_what_saturating_changes(rng, fmt, edge):  # Q-11, C-
     [
         (lambda: delayed.observe(np.float64(1)), "amax is float32; got float64"),
         (lambda: delayed.observe(F32(-1)), "never negative"),
-        (lambda: delayed.update(delayed.init(OWN, (2,)), delayed.observe(F32(1)), config=OWN, fmt=E4M3FN), r"state's shape \(2,\)"),
-        (lambda: delayed.update(delayed.init(OWN), config=DELAYED["flax"], fmt=E4M3FN), r"\(1024,\).*got \(16,\).*init"),
+        (
+            lambda: delayed.update(
+                delayed.init(OWN, (2,)), delayed.observe(F32(1)), config=OWN, fmt=E4M3FN
+            ),
+            r"state's shape \(2,\)",
+        ),
+        (
+            lambda: delayed.update(delayed.init(OWN), config=DELAYED["flax"], fmt=E4M3FN),
+            r"\(1024,\).*got \(16,\).*init",
+        ),
     ],
 )
 def test_errors(call, message):
@@ -237,5 +298,7 @@ def test_errors(call, message):
 
 
 def test_what_is_no_state():
-    with pytest.raises(ValueError, match=r"a state is a DelayedState; got NoneType\. Make it by init"):
+    with pytest.raises(
+        ValueError, match=r"a state is a DelayedState; got NoneType\. Make it by init"
+    ):
         delayed.update(None, config="delayed", fmt=E4M3FN)

@@ -1,4 +1,6 @@
-"""The delayed scaling of libraries, replayed exactly: flax by running its op, TransformerEngine by its source's semantics."""
+"""The delayed scaling of libraries, replayed exactly: flax by running its op, TransformerEngine by
+its source's semantics.
+"""
 
 import dataclasses
 import functools
@@ -21,9 +23,11 @@ INF, NAN = np.inf, np.nan
 
 
 def te_update(history, scale, amax, *, most_recent, limit):
-    """delayed_scaling.cu, kernel_bulk (commit 6b71a0ad), for one tensor: (history, scale) after one reduced amax.
+    """delayed_scaling.cu, kernel_bulk (commit 6b71a0ad), for one tensor: (history, scale) after one
+    reduced amax.
 
-    A zero amax rolls nothing and, as the maximum is only taken while rolling, leaves the scale. fmaxf ignores a NaN.
+    A zero amax rolls nothing and, as the maximum is only taken while rolling, leaves the scale.
+    fmaxf ignores a NaN.
     """
     largest = 0.0
     if amax != 0:
@@ -55,13 +59,19 @@ def test_te_traces_equal_its_source(length, most_recent, fmt, margin, rng):  # H
         for amax in rng.choice(choices, 30):
             assert delayed.scales(state, config, fmt).scale == scale
             state = delayed.update(state, delayed.observe(amax), config=config, fmt=fmt)
-            history, scale = te_update(history, scale, float(amax), most_recent=most_recent, limit=fmt.max * 2.0**-margin)
+            history, scale = te_update(
+                history, scale, float(amax), most_recent=most_recent, limit=fmt.max * 2.0**-margin
+            )
             np.testing.assert_array_equal(state.stored, scale)
-            np.testing.assert_array_equal(delayed.te_order(state.amax_history), np.array(history, F32))
+            np.testing.assert_array_equal(
+                delayed.te_order(state.amax_history), np.array(history, F32)
+            )
 
 
 def test_what_te_does_to_zeros_and_infinities():  # H-7
-    """A zero is no observation, so history[0] stays; an infinity holds the scale for a whole history; a NaN is forgotten."""
+    """A zero is no observation, so history[0] stays; an infinity holds the scale for a whole
+    history; a NaN is forgotten.
+    """
     config = dataclasses.replace(DELAYED["te_delayed"], history_length=3)
     state, stored = delayed.init(config), []
     for amax in (8, 0, 0, INF, 16, 16, 16, NAN, 4, 4):
@@ -84,14 +94,19 @@ class Op(nn.Module):
 def loss(variables, uses, length):
     """A loss whose gradient with respect to the i-th output is the i-th given tensor."""
     outputs = Op(length).apply(variables, uses)
-    return sum((jnp.sum((y * g).astype(jnp.float32)) for y, (_, _, g) in zip(outputs, uses, strict=True)), jnp.float32(0))
+    return sum(
+        (jnp.sum((y * g).astype(jnp.float32)) for y, (_, _, g) in zip(outputs, uses, strict=True)),
+        jnp.float32(0),
+    )
 
 
 ROLES = {"input": E4M3FN, "kernel": E4M3FN, "output_grad": E5M2}
 
 
 def tensor(amax, rng, dtype):
-    """[16, 16] with this amax, the other elements below it, none of them subnormal (XLA on a CPU would flush those)."""
+    """[16, 16] with this amax, the other elements below it, none of them subnormal (XLA on a CPU
+    would flush those).
+    """
     scale = amax if 0 < amax < INF else float(amax != 0)
     x = (rng.uniform(-0.9, 0.9, (16, 16)) * scale).astype(F32)
     x = np.where(np.abs(x) < 2.0**-126, F32(0), x)
@@ -108,16 +123,31 @@ TRACES = {
     "huge": [[3e38], [3e38, 3e38], [3e38], [1.0], [1.0], [1.0], [1.0], [1.0]],
     "unused": [[2.3], [2.3], [], [1.1], [1.1], [], [], [0.3], [0.3]],
     "shared": [[2.3, 0.7], [2.3, 0.7], [1.1, 0.3, 1.7], [1.1], [0.1, 0.7, 1.3, 2.9], [2.0]],
-    "everything": [[1.0, INF], [2.0], [], [0.0, 3.1], [NAN], [0.0], [0.7, 0.7, 0.1], [0.0], [5.5], [0.2]],
+    "everything": [
+        [1.0, INF],
+        [2.0],
+        [],
+        [0.0, 3.1],
+        [NAN],
+        [0.0],
+        [0.7, 0.7, 0.1],
+        [0.0],
+        [5.5],
+        [0.2],
+    ],
 }
 
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize(("dtype", "policy"), [(jnp.float32, "flax"), (jnp.bfloat16, "flax_bf16")], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "policy"), [(jnp.float32, "flax"), (jnp.bfloat16, "flax_bf16")], ids=["f32", "bf16"]
+)
 @pytest.mark.parametrize("trace", TRACES)
 def test_flax_traces_equal_flax(trace, dtype, policy, jitted, rng):  # H-8
-    """Bits of scale and amax_history after every step, for input, weight and output gradient, each with amaxes of its own."""
+    """Bits of scale and amax_history after every step, for input, weight and output gradient, each
+    with amaxes of its own.
+    """
     length = 4
     config = dataclasses.replace(DELAYED["flax"], history_length=length, policy=POLICIES[policy])
     gradient = jax.grad(loss)
@@ -126,21 +156,30 @@ def test_flax_traces_equal_flax(trace, dtype, policy, jitted, rng):  # H-8
     states = dict.fromkeys(ROLES, delayed.init(config))
     for step in TRACES[trace]:
         factors = dict(zip(ROLES, (1.0, 0.37, 2.0**-9), strict=True))
-        uses = [tuple(tensor(a if a * f < 2.0**-120 else a * f, rng, dtype) for f in factors.values()) for a in step]
+        uses = [
+            tuple(tensor(a if a * f < 2.0**-120 else a * f, rng, dtype) for f in factors.values())
+            for a in step
+        ]
         variables = gradient(variables, uses, length)
         (flax_state,) = variables["_overwrite_with_gradient"].values()
         for i, (role, fmt) in enumerate(ROLES.items()):
             seen = [delayed.observe(np.abs(np.asarray(use[i], F32)).max()) for use in uses]
             used, before = delayed.scales(states[role], config, fmt), states[role]
             states[role] = delayed.update(before, *seen, config=config, fmt=fmt)
-            np.testing.assert_array_equal(flax_state[f"{role}_scale"], states[role].stored[None], err_msg=f"{role} {step}")
-            np.testing.assert_array_equal(flax_state[f"{role}_amax_history"], delayed.flax_order(states[role].amax_history))
+            np.testing.assert_array_equal(
+                flax_state[f"{role}_scale"], states[role].stored[None], err_msg=f"{role} {step}"
+            )
+            np.testing.assert_array_equal(
+                flax_state[f"{role}_amax_history"], delayed.flax_order(states[role].amax_history)
+            )
             if len(step) == 1:
                 np.testing.assert_array_equal(used.scale_inv, states[role].stored)
 
 
 def test_what_flax_does_wrong():  # H-8
-    """An unused step zeroes the state, and the next tensor is divided by zero; a module used twice doubles its scale."""
+    """An unused step zeroes the state, and the next tensor is divided by zero; a module used twice
+    doubles its scale.
+    """
     config = dataclasses.replace(DELAYED["flax"], history_length=4)
     update = functools.partial(delayed.update, config=config, fmt=E4M3FN)
     two = delayed.observe(F32(2))

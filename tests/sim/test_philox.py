@@ -38,15 +38,25 @@ def test_the_integers_give_the_known_answers(rounds, counter, key, answer):
 def test_words_are_philox_of_counter_and_stream(seed, rounds):  # C-2
     counters = [0, 1, 2**32 - 1, 2**32, 2**40 + 12345]
     for stream in (0, 1):
-        expected = [philox4x32([c & 0xFFFFFFFF, c >> 32, stream, 0], [seed & 0xFFFFFFFF, seed >> 32], rounds) for c in counters]
-        np.testing.assert_array_equal(philox.words(np.array(counters, np.uint64), stream, seed, rounds), np.array(expected, np.uint32))
+        expected = [
+            philox4x32(
+                [c & 0xFFFFFFFF, c >> 32, stream, 0], [seed & 0xFFFFFFFF, seed >> 32], rounds
+            )
+            for c in counters
+        ]
+        np.testing.assert_array_equal(
+            philox.words(np.array(counters, np.uint64), stream, seed, rounds),
+            np.array(expected, np.uint32),
+        )
 
 
 @pytest.mark.parametrize("i", [0, 1, 2, 3, 4, 2047, 2048, 2050, 4095, 4096, 10_000, 2**33 + 4097])
 def test_which_bits_belong_to_an_element(i):  # C-2, in its own words
     block, within = divmod(i, 4096)
     p, j = divmod(within, 2048)
-    words = philox4x32([(512 * block + j // 4) & 0xFFFFFFFF, (512 * block + j // 4) >> 32, 0, 0], [7, 0], 7)
+    words = philox4x32(
+        [(512 * block + j // 4) & 0xFFFFFFFF, (512 * block + j // 4) >> 32, 0, 0], [7, 0], 7
+    )
     h = (words[2 * p + j % 4 // 2] >> (16 * (j % 2))) & 0xFFFF
     w = philox4x32([i & 0xFFFFFFFF, i >> 32, 1, 0], [7, 0], 7)[0]
     assert philox.uniform48(i, 1, 7)[0] == 2**32 * h + w

@@ -8,7 +8,10 @@ import pytest
 from fp8ref.sim import threads
 
 
-@pytest.mark.parametrize(("size", "unit", "pieces"), [(0, 1, 3), (1, 4, 2), (10, 4, 2), (4096 * 7 + 1, 4096, 3), (100, 1, 200)])
+@pytest.mark.parametrize(
+    ("size", "unit", "pieces"),
+    [(0, 1, 3), (1, 4, 2), (10, 4, 2), (4096 * 7 + 1, 4096, 3), (100, 1, 200)],
+)
 def test_ranges_cover_everything_once_and_start_at_units(size, unit, pieces):
     ranges = threads.ranges(size, unit, pieces)
     assert [i for begin, end in ranges for i in range(begin, end)] == list(range(size))
@@ -17,7 +20,13 @@ def test_ranges_cover_everything_once_and_start_at_units(size, unit, pieces):
 
 
 def test_run_uses_as_many_threads_as_it_is_given_and_no_more_than_pay():
-    for count, size, expected, pieces in ((1, 100, 1, 1), (3, 200, 3, 12), (3, 100, 3, 10), (3, 19, 1, 1), (3, 20, 2, 2)):
+    for count, size, expected, pieces in (
+        (1, 100, 1, 1),
+        (3, 200, 3, 12),
+        (3, 100, 3, 10),
+        (3, 19, 1, 1),
+        (3, 20, 2, 2),
+    ):
         first, begun, seen = threading.Barrier(expected), itertools.count(), []
 
         def work(begin, end, first=first, begun=begun, seen=seen, expected=expected):
@@ -72,4 +81,6 @@ with threads.using(2):
         os._exit(0 if np.array_equal(cast.encode(x, E4M3FN), whole) else 1)
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", program], timeout=60).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-W", "ignore", "-c", program], timeout=60).returncode == 0
+    )

@@ -21,7 +21,9 @@ def test_the_libraries_defaults():  # H-7, H-8
 
 def test_every_config_has_its_own_name_and_decisions():
     assert all(name == config.name for name, config in DELAYED.items())
-    assert len({dataclasses.replace(c, name="", history_length=1) for c in DELAYED.values()}) == len(DELAYED)
+    assert len(
+        {dataclasses.replace(c, name="", history_length=1) for c in DELAYED.values()}
+    ) == len(DELAYED)
 
 
 def test_configs_are_frozen_and_keyword_only():

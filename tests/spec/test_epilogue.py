@@ -1,4 +1,6 @@
-"""Epilogues as data, and what each makes of accumulators, scales and biases chosen so that they differ."""
+"""Epilogues as data, and what each makes of accumulators, scales and biases chosen so that they
+differ.
+"""
 
 import dataclasses
 from fractions import Fraction
@@ -14,7 +16,11 @@ from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import epilogue
 from fp8ref.spec.epilogue import EPILOGUES, Epilogue
 
-FORMATS = {"float32": (FLOAT32, 23, -126), "bfloat16": (BFLOAT16, 7, -126), "float16": (FLOAT16, 10, -14)}
+FORMATS = {
+    "float32": (FLOAT32, 23, -126),
+    "bfloat16": (BFLOAT16, 7, -126),
+    "float16": (FLOAT16, 10, -14),
+}
 
 
 def gemm_of(acc, sa=1.0, sb=1.0, *, name, out="float32", bias=None):
@@ -25,7 +31,10 @@ def gemm_of(acc, sa=1.0, sb=1.0, *, name, out="float32", bias=None):
         rest -= float(cast.decode(parts[-1], E4M3FN))
     a = np.array([parts or [0]], np.uint8)
     ones = np.full_like(a, 0x38)
-    operands = (Quantized(v, np.float32(1), np.float32(s), E4M3FN, "tensorwise", -1) for v, s in ((a, sa), (ones, sb)))
+    operands = (
+        Quantized(v, np.float32(1), np.float32(s), E4M3FN, "tensorwise", -1)
+        for v, s in ((a, sa), (ones, sb))
+    )
     bias = None if bias is None else np.float32([bias])
     return gemm.matmul(*operands, epilogue=name, out_dtype=FORMATS[out][0], bias=bias)[0, 0]
 
@@ -60,11 +69,19 @@ def of_ones_own(acc, sa, sb, how, out, bias):
         nearest = rn(value, out)
         if abs(nearest) <= abs(value):
             return nearest
-        down = cast.round_to(np.nextafter(np.float32(float(nearest)), np.float32(0)), FORMATS[out][0], rounding="toward_zero")
+        down = cast.round_to(
+            np.nextafter(np.float32(float(nearest)), np.float32(0)),
+            FORMATS[out][0],
+            rounding="toward_zero",
+        )
         return Fraction(float(down))
 
     acc = output(acc) if how.round_first else acc
-    x, y = {"each": (rn(acc * sa), sb), "b_first": (rn(acc * sb), sa), "product": (acc, rn(sa * sb))}[how.scale]
+    x, y = {
+        "each": (rn(acc * sa), sb),
+        "b_first": (rn(acc * sb), sa),
+        "product": (acc, rn(sa * sb)),
+    }[how.scale]
     if how.bias == "fused":
         return output(rn(x * y + bias))
     if how.bias == "before_round":
@@ -74,7 +91,11 @@ def of_ones_own(acc, sa, sb, how, out, bias):
 
 OWN = [
     Epilogue(
-        name=f"{scale}, {bias}, {rounding}{', first' * round_first}", scale=scale, bias=bias, rounding=rounding, round_first=round_first
+        name=f"{scale}, {bias}, {rounding}{', first' * round_first}",
+        scale=scale,
+        bias=bias,
+        rounding=rounding,
+        round_first=round_first,
     )
     for scale in epilogue.SCALES
     for bias in (None, *epilogue.BIASES)
@@ -90,7 +111,13 @@ def test_ones_own_by_rationals(how, out, rng):  # G-18
     for _ in range(20):
         acc = int(rng.integers(-1000, 1000))
         sa, sb = np.exp(rng.uniform(-2, 2, 2)).astype(np.float32)
-        bias = float(cast.round_to(np.float32(rng.standard_normal() * (1 + abs(acc))), FORMATS[out][0])) if how.bias else None
+        bias = (
+            float(
+                cast.round_to(np.float32(rng.standard_normal() * (1 + abs(acc))), FORMATS[out][0])
+            )
+            if how.bias
+            else None
+        )
         expected = by_rationals(acc, sa, sb, how, out, None if bias is None else Fraction(bias))
         assert gemm_of(acc, sa, sb, name=how, out=out, bias=bias) == np.float32(float(expected))
 
@@ -108,7 +135,8 @@ def test_the_epilogues_are_those_of_the_clauses():  # G-4, G-5, G-14, G-15
 
 ULP = 2.0**-23
 CASES = [
-    # 1.5 (1 + ulp) is a tie, which goes up to 1.5 + 2 ulp, and comes back to 1.5 + ulp; the scales' product rounds to 1.
+    # 1.5 (1 + ulp) is a tie, which goes up to 1.5 + 2 ulp, and comes back to 1.5 + ulp; the scales'
+    # product rounds to 1.
     (1.5, 1 + ULP, 1 - ULP / 2, "scale_then_round", "float32", None, 1.5 + ULP),
     (1.5, 1 + ULP, 1 - ULP / 2, "product_then_round", "float32", None, 1.5),
     # bfloat16 has no 257: 256 * 1.5, where 257 * 1.5 = 385.5 would have been 386.
@@ -120,7 +148,8 @@ CASES = [
     # 2^-14, next to one, is lost in float16 and kept in float32.
     (2.0**-9, 2.0**-5, 1, "bias_then_round", "float16", 1.0, 1),
     (2.0**-9, 2.0**-5, 1, "bias_then_round", "float32", 1.0, 1 + 2.0**-14),
-    # The sum with the bias, 1 + 2^-8 + 2^-29, is rounded to float32 first, which leaves a tie; rounded once it were 1 + 2^-7.
+    # The sum with the bias, 1 + 2^-8 + 2^-29, is rounded to float32 first, which leaves a tie;
+    # rounded once it were 1 + 2^-7.
     (1, 2.0**-9 + 2.0**-30, 2, "bias_then_round", "bfloat16", 1.0, 1),
     (69_632, 1, 1, "scale_then_round", "float16", None, np.inf),
 ]
@@ -139,10 +168,14 @@ def test_by_hand(acc, sa, sb, name, out, bias, expected):  # G-4, G-5, G-14, G-1
 def test_by_rationals(name, out, rng):  # G-4, G-5, G-14, G-15
     for _ in range(60):
         acc = int(rng.integers(-1000, 1000))
-        sa, sb = np.exp(rng.uniform(-2, 2, 2)).astype(np.float32)  # products stay below float16's max
+        sa, sb = np.exp(rng.uniform(-2, 2, 2)).astype(
+            np.float32
+        )  # products stay below float16's max
         bias = None
         if EPILOGUES[name].bias:
-            bias = float(cast.round_to(np.float32(rng.standard_normal() * abs(acc)), FORMATS[out][0]))
+            bias = float(
+                cast.round_to(np.float32(rng.standard_normal() * abs(acc)), FORMATS[out][0])
+            )
         expected = by_rationals(acc, sa, sb, name, out, None if bias is None else Fraction(bias))
         assert gemm_of(acc, sa, sb, name=name, out=out, bias=bias) == np.float32(float(expected))
 
@@ -154,18 +187,25 @@ def test_how_often_the_scales_order_matters(rng):
     for out in differ:
         for sa, sb in np.exp(rng.standard_normal((20, 2))).astype(np.float32):
             a, b = (Quantized(codes, np.float32(1), s, E4M3FN, "tensorwise", -1) for s in (sa, sb))
-            each, product = (gemm.matmul(a, b, epilogue=e, out_dtype=FORMATS[out][0]) for e in ("scale_then_round", "product_then_round"))
+            each, product = (
+                gemm.matmul(a, b, epilogue=e, out_dtype=FORMATS[out][0])
+                for e in ("scale_then_round", "product_then_round")
+            )
             differ[out] += int((each != product).sum())
     assert 0.15 < differ["float32"] / (20 * 3600) < 0.35
     assert differ["bfloat16"] / (20 * 3600) < 1e-4
 
 
 def test_an_epilogue_of_ones_own():
-    """cuBLASLt with a bias, say: one product of the scales, and the bias before the only rounding."""
+    """cuBLASLt with a bias, say: one product of the scales, and the bias before the only
+    rounding.
+    """
     mine = Epilogue(name="mine", scale="product", bias="before_round")
     assert gemm_of(1.5, 1 + ULP, 1 - ULP / 2, name=mine, bias=0.0) == np.float32(1.5)
     twice = Epilogue(name="twice", scale="each", round_first=True, bias="after_round")
-    assert gemm_of(257, 1.5, 1, name=twice, out="bfloat16", bias=1.0) == np.float32(384)  # 256 * 1.5 + 1 is a tie
+    assert gemm_of(257, 1.5, 1, name=twice, out="bfloat16", bias=1.0) == np.float32(
+        384
+    )  # 256 * 1.5 + 1 is a tie
 
 
 def test_by_name_finds_names_and_returns_epilogues_themselves():
@@ -183,7 +223,14 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("scale", "both"), ("scale", None), ("bias", "after"), ("bias", True), ("round_first", 1), ("rounding", "to_odd")],
+    [
+        ("scale", "both"),
+        ("scale", None),
+        ("bias", "after"),
+        ("bias", True),
+        ("round_first", 1),
+        ("rounding", "to_odd"),
+    ],
 )
 def test_choices_are_checked(key, value):
     with pytest.raises(ValueError, match=f"{key} is .*; got {value!r}"):
@@ -198,5 +245,9 @@ def test_epilogues_are_frozen_and_take_keywords_only():
 
 
 def test_an_epilogue_that_a_backend_lacks_is_refused_with_those_it_has():
-    with pytest.raises(ValueError, match=r"one of scale_then_round; got 'product_then_round'\. Use one of these, or fp8ref\.sim"):
+    with pytest.raises(
+        ValueError,
+        match=r"one of scale_then_round; got 'product_then_round'\. Use one of these, or "
+        r"fp8ref\.sim",
+    ):
         epilogue.check_pair("product_then_round", ("scale_then_round",), "tensorwise", "tensorwise")

@@ -5,9 +5,25 @@ from hypothesis import strategies as st
 
 from fp8ref.spec import granularity
 
-NAMES = ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32", "mx_32x32", "nvfp4_1x16", "nvfp4_16x16")
+NAMES = (
+    "tensorwise",
+    "rowwise",
+    "blockwise_1x128",
+    "blockwise_128x128",
+    "mx_1x32",
+    "mx_32x32",
+    "nvfp4_1x16",
+    "nvfp4_16x16",
+)
 SQUARES = ("blockwise_128x128", "mx_32x32", "nvfp4_16x16")
-BLOCKS = {"blockwise_1x128": 128, "blockwise_128x128": 128, "mx_1x32": 32, "mx_32x32": 32, "nvfp4_1x16": 16, "nvfp4_16x16": 16}
+BLOCKS = {
+    "blockwise_1x128": 128,
+    "blockwise_128x128": 128,
+    "mx_1x32": 32,
+    "mx_32x32": 32,
+    "nvfp4_1x16": 16,
+    "nvfp4_16x16": 16,
+}
 
 
 def scale_shape_by_numpy(name: str, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
@@ -20,20 +36,26 @@ def scale_shape_by_numpy(name: str, shape: tuple[int, ...], axis: int) -> tuple[
     block = BLOCKS[name]
     x = np.maximum.reduceat(x, range(0, shape[axis], block), axis=axis)
     if name in SQUARES:
-        for other in sorted(set(range(x.ndim)) - {axis % x.ndim})[-1:]:  # those before it are batch dims
+        for other in sorted(set(range(x.ndim)) - {axis % x.ndim})[
+            -1:
+        ]:  # those before it are batch dims
             x = np.maximum.reduceat(x, range(0, shape[other], block), axis=other)
     return x.shape
 
 
 @st.composite
 def tensors(draw):
-    """(name, shape, axis) in which blocks divide the reduced axis, and need not divide the others."""
+    """(name, shape, axis) in which blocks divide the reduced axis, and need not divide the
+    others.
+    """
     name = draw(st.sampled_from(NAMES))
     ndim = draw(st.integers(1, 3))
     axis = draw(st.integers(-ndim, ndim - 1))
     shape = [draw(st.integers(1, 3)) for _ in range(ndim)]
     if name in SQUARES and ndim > 1:
-        shape[-2 if axis % ndim == ndim - 1 else -1] = draw(st.integers(1, 300 if ndim == 2 else 140))
+        shape[-2 if axis % ndim == ndim - 1 else -1] = draw(
+            st.integers(1, 300 if ndim == 2 else 140)
+        )
     shape[axis] = draw(st.integers(1, 3)) * BLOCKS.get(name, 1)
     return name, tuple(shape), axis
 
@@ -45,14 +67,19 @@ def test_scale_shape_is_that_of_the_groups_maxima(tensor):  # S-6
 
 @given(tensors())
 def test_blocks_tile_the_tensor(tensor):  # S-6
-    """Whole blocks along the reduced axis; along another the last one may reach beyond the tensor, but no block lies outside."""
+    """Whole blocks along the reduced axis; along another the last one may reach beyond the tensor,
+    but no block lies outside.
+    """
     _, shape, axis = tensor
     scales, sizes = granularity.scale_shape(*tensor), granularity.blocks(*tensor)
     assert len(sizes) == len(shape)
     if not scales:
         assert sizes == shape
         return
-    assert all((count - 1) * size < n <= count * size for count, size, n in zip(scales, sizes, shape, strict=True))
+    assert all(
+        (count - 1) * size < n <= count * size
+        for count, size, n in zip(scales, sizes, shape, strict=True)
+    )
     assert scales[axis] * sizes[axis] == shape[axis]
 
 
@@ -89,7 +116,9 @@ def test_no_block_spans_two_matrices_of_a_batch(shape, axis, sizes, scales):  # 
 @given(tensors())
 def test_a_negative_axis_is_the_same_axis(tensor):
     name, shape, axis = tensor
-    assert granularity.scale_shape(name, shape, axis % len(shape)) == granularity.scale_shape(name, shape, axis % len(shape) - len(shape))
+    assert granularity.scale_shape(name, shape, axis % len(shape)) == granularity.scale_shape(
+        name, shape, axis % len(shape) - len(shape)
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +164,9 @@ def test_an_empty_tensor_is_refused(name, shape):  # S-7
 def test_a_block_that_does_not_divide_names_axis_shape_and_remedy(name, shape, axis, said):  # S-6
     with pytest.raises(ValueError, match=said) as error:
         granularity.scale_shape(name, shape, axis)
-    assert f"got x.shape={shape}, axis={axis % 2}. Pad it with zeros or use 'rowwise'." in str(error.value)
+    assert f"got x.shape={shape}, axis={axis % 2}. Pad it with zeros or use 'rowwise'." in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize("axis", [2, -3])

@@ -8,8 +8,21 @@ from hypothesis import strategies as st
 from fp8ref.spec import llama
 from fp8ref.spec.llama import LlamaConfig
 
-SMALL = LlamaConfig(vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2)
-TIED = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
+SMALL = LlamaConfig(
+    vocab_size=320,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+)
+TIED = LlamaConfig(
+    hidden_size=32,
+    intermediate_size=64,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    tie_word_embeddings=True,
+)
 
 
 def transformers_model(config: LlamaConfig):
@@ -33,7 +46,11 @@ def test_linears_are_those_of_transformers(config):  # M-1, R-2
     import torch
 
     model = transformers_model(config)
-    theirs = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    theirs = {
+        name: tuple(m.weight.shape)
+        for name, m in model.named_modules()
+        if isinstance(m, torch.nn.Linear)
+    }
     if config.tie_word_embeddings:
         assert model.lm_head.weight is model.model.embed_tokens.weight
         del theirs["lm_head"]
@@ -51,14 +68,22 @@ def test_head_dim_is_that_of_transformers():
 
 
 def test_each_row_of_an_initial_matrix_is_a_stream_of_normals_and_norms_are_one():  # M-6
-    config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
     for place, w in enumerate(llama.initial_weights(config, seed=7).values()):
         if w.ndim == 1:
             assert (w == 1).all()
             continue
         for row, found in enumerate(w):
             stream = np.random.Generator(np.random.Philox(counter=[0, 0, row, place], key=7))
-            np.testing.assert_array_equal(found, stream.normal(0.0, 0.02, w.shape[1]).astype(np.float32))
+            np.testing.assert_array_equal(
+                found, stream.normal(0.0, 0.02, w.shape[1]).astype(np.float32)
+            )
 
 
 @given(seed=st.integers(0, 2**64), rows=st.slices(96), columns=st.slices(40))
@@ -92,7 +117,8 @@ def test_initial_weights_depend_on_the_seed_alone():  # M-6
 def test_initializer_range_is_the_standard_deviation():  # M-6
     config = LlamaConfig(vocab_size=4096, initializer_range=0.5)
     embedding = llama.initial_weights(config, seed=0)["model.embed_tokens.weight"]
-    # the standard error of a deviation is sigma / sqrt(2 n), and of a mean sigma / sqrt(n); six of each
+    # the standard error of a deviation is sigma / sqrt(2 n), and of a mean sigma / sqrt(n); six of
+    # each
     assert abs(embedding.std(dtype=np.float64) - 0.5) < 6 * 0.5 / math.sqrt(2 * embedding.size)
     assert abs(embedding.mean(dtype=np.float64)) < 6 * 0.5 / math.sqrt(embedding.size)
 
@@ -121,7 +147,8 @@ def test_rotary_tables_follow_transformers():  # M-4
         )
     )
     cos, sin = theirs(torch.zeros(1), torch.arange(length)[None])
-    # float32 angles: frequency and product each round once or twice, so an angle below 64 errs by at most 4 * 2^-24 * 64
+    # float32 angles: frequency and product each round once or twice, so an angle below 64 errs by
+    # at most 4 * 2^-24 * 64
     for mine, other in zip(llama.rotary_tables(SMALL, length), (cos, sin), strict=True):
         np.testing.assert_allclose(mine, other[0].numpy(), rtol=0, atol=4 * 2.0**-24 * length)
 
@@ -135,7 +162,15 @@ def test_rotary_tables_have_one_row_a_position():
 
 
 @pytest.mark.parametrize(
-    "key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+    "key",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ],
 )
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_are_at_least_one(key, value):
@@ -159,7 +194,9 @@ def test_constants_are_positive(key, value):
 
 @pytest.mark.parametrize(("hidden", "heads"), [(36, 4), (20, 4), (4, 4)])
 def test_heads_are_of_rotary_pairs(hidden, heads):
-    with pytest.raises(ValueError, match=rf"multiple of 2 \* num_attention_heads.*got {hidden} and {heads}"):
+    with pytest.raises(
+        ValueError, match=rf"multiple of 2 \* num_attention_heads.*got {hidden} and {heads}"
+    ):
         LlamaConfig(hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=1)
 
 
@@ -186,11 +223,20 @@ def test_check_weights_refuses_the_head_of_a_tied_model():  # M-1
         llama.check_weights(weights, TIED)
 
 
-@pytest.mark.parametrize("value", [np.ones((48, 320), np.float32), np.ones((320, 48), np.float64), np.ones((320, 48), np.float16)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.ones((48, 320), np.float32),
+        np.ones((320, 48), np.float64),
+        np.ones((320, 48), np.float16),
+    ],
+)
 def test_check_weights_names_shape_and_dtype(value):  # M-2
     weights = llama.initial_weights(SMALL, seed=0) | {"lm_head.weight": value}
     with pytest.raises(
-        ValueError, match=rf"lm_head.weight is float32 \[320, 48\]; got {value.dtype} \[{value.shape[0]}, {value.shape[1]}\]"
+        ValueError,
+        match=rf"lm_head.weight is float32 \[320, 48\]; got {value.dtype} \[{value.shape[0]}, "
+        rf"{value.shape[1]}\]",
     ):
         llama.check_weights(weights, SMALL)
 
@@ -219,7 +265,9 @@ def test_check_tokens_refuses_negative_ones():
         llama.check_tokens(np.array([[-1, 7]]), SMALL)
 
 
-@pytest.mark.parametrize("tokens", [np.zeros((2, 3)), np.zeros((2, 3), bool), np.zeros(3, int), np.zeros((1, 2, 3), int)])
+@pytest.mark.parametrize(
+    "tokens", [np.zeros((2, 3)), np.zeros((2, 3), bool), np.zeros(3, int), np.zeros((1, 2, 3), int)]
+)
 def test_check_tokens_refuses_other_dtypes_and_ranks(tokens):
     with pytest.raises(ValueError, match=r"integers \[B, T\]"):
         llama.check_tokens(tokens, SMALL)

@@ -37,20 +37,30 @@ def test_every_policy_is_of_a_profile():  # S-9, S-14, S-17, S-20
 
 def test_the_page_lists_each_profile_with_its_policies():
     rows = dict(re.findall(r"^\| \[(`.*?`)\]\(#[a-z0-9_-]+\) \|(.*)\|$", PAGE, re.MULTILINE))
-    listed = {name: cells for names, cells in rows.items() for name in re.findall(r"`(.*?)`", names)}
+    listed = {
+        name: cells for names, cells in rows.items() for name in re.findall(r"`(.*?)`", names)
+    }
     assert list(listed) == list(PROFILES)
     for name, cells in listed.items():
         library, versions, known, cast, policies = (cell.strip() for cell in cells.split(" | "))
         profile = PROFILES[name]
-        assert (library, versions, known) == (profile.library, profile.versions, profile.known), name
+        assert (library, versions, known) == (profile.library, profile.versions, profile.known), (
+            name
+        )
         assert re.findall(r"`(.*?)`", policies) == list(profile.policies), name
-        assert cast == (f"`{profile.cast}`{', after a clip' * profile.clipped}" if profile.cast else "not stated"), name
+        assert cast == (
+            f"`{profile.cast}`{', after a clip' * profile.clipped}"
+            if profile.cast
+            else "not stated"
+        ), name
 
 
 def test_what_is_transcribed_says_so():
     transcribed = {known.library for known in TRANSCRIPTIONS}
     # HIP's casts are transcribed in tests/conformance/test_hip_header.py.
-    assert {p.library for p in PROFILES.values() if p.known == "transcribed"} == transcribed | {"HIP"}
+    assert {p.library for p in PROFILES.values() if p.known == "transcribed"} == transcribed | {
+        "HIP"
+    }
 
 
 def test_by_name():
@@ -60,5 +70,7 @@ def test_by_name():
 
 
 def test_a_quantizer_that_is_identified_names_its_profiles():  # S-16
-    found = identify_quantizer(lambda x: scaling.quantize(x, E4M3FN, granularity="mx_1x32", policy="te_mxfp8_2.13"), E4M3FN)
+    found = identify_quantizer(
+        lambda x: scaling.quantize(x, E4M3FN, granularity="mx_1x32", policy="te_mxfp8_2.13"), E4M3FN
+    )
     assert found.found["profiles"] == ["te-mxfp8-2.13"]

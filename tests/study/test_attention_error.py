@@ -23,18 +23,24 @@ def test_errors_are_of_the_simulators_output():
     found = attention_error.judge(recording(call(scale=0.5)), ["fa3", "bf16"])
     given = call(scale=0.5)
     outputs = {
-        name: attention.forward(given.q, given.k, given.v, variant=name, mask=Mask(causal=True), scale=0.5).o.astype(np.float64)
+        name: attention.forward(
+            given.q, given.k, given.v, variant=name, mask=Mask(causal=True), scale=0.5
+        ).o.astype(np.float64)
         for name in ("exact", "fa3", "bf16")
     }
     for row in found.rows:
-        expected = np.linalg.norm(outputs[row.variant] - outputs["exact"]) / np.linalg.norm(outputs["exact"])
+        expected = np.linalg.norm(outputs[row.variant] - outputs["exact"]) / np.linalg.norm(
+            outputs["exact"]
+        )
         assert row.error == expected
     assert [row.variant for row in found.worst()] == ["fa3", "bf16"]
 
 
 def test_all_variants_are_judged_and_what_one_does_not_take_is_said():
     found = attention_error.judge(recording(call("odd", width=24), other="why"))
-    assert {row.variant for row in found.rows} | {name.partition(", ")[2] for name in found.refused} == {*VARIANTS, ""} - {"exact"}
+    assert {row.variant for row in found.rows} | {
+        name.partition(", ")[2] for name in found.refused
+    } == {*VARIANTS, ""} - {"exact"}
     assert "odd, mxfp8" in found.refused  # blocks of 32 features
     assert found.refused["other"] == "why"
     assert json.loads(json.dumps(found.to_dict()))["rows"]

@@ -19,7 +19,9 @@ WHOLE = {"input": (640, 128), "weight": (256, 128), "grad_output": (640, 256)}
 def tensors(seed=0):
     rng = np.random.default_rng(seed)
     made = {role: rng.standard_normal(shape).astype(np.float32) for role, shape in WHOLE.items()}
-    made["input"][300, 5] = 1000.0  # in no block that is kept of 640 rows, of which those from 0 and from 512 on are
+    made["input"][300, 5] = (
+        1000.0  # in no block that is kept of 640 rows, of which those from 0 and from 512 on are
+    )
     return made
 
 
@@ -28,48 +30,76 @@ def recorded(whole, most):
     for role, x in whole.items():
         kept = np.concatenate([x[begin:end] for begin, end in recording.spans(len(x), most)])
         columns = np.abs(x).max(axis=0)
-        made.operands[f"layer/{role}"] = Operand(kept=kept, amax=columns.max(), columns=columns, rows=len(x))
+        made.operands[f"layer/{role}"] = Operand(
+            kept=kept, amax=columns.max(), columns=columns, rows=len(x)
+        )
     return made
 
 
-@pytest.mark.parametrize("recipe", [name for name, recipe in trained_recipes().items() if recipe.fp8 and not recipe.delayed])
+@pytest.mark.parametrize(
+    "recipe",
+    [name for name, recipe in trained_recipes().items() if recipe.fp8 and not recipe.delayed],
+)
 def test_whole_tensors_have_the_statistics_of_their_casts(recipe):  # Q-1, Q-3
     whole = tensors()
     found = {(row.gemm, row.role): row for row in study.judge(recorded(whole, 640), [recipe]).rows}
     expected = 0
     for gemm, spec in RECIPES[recipe].gemms.items():
-        for role, cast, axis in zip(OPERANDS[gemm], (spec.a, spec.b), REDUCED_AXES[gemm], strict=True):
+        for role, cast, axis in zip(
+            OPERANDS[gemm], (spec.a, spec.b), REDUCED_AXES[gemm], strict=True
+        ):
             if cast is None:
                 assert (gemm, role) not in found
                 continue
             expected += 1
-            q = scaling.quantize(whole[role], cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis)
+            q = scaling.quantize(
+                whole[role], cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis
+            )
             s = stats.statistics(whole[role], q)
             row = found[gemm, role]
-            assert (row.sqnr, row.lost, row.clipped) == (float(s.sqnr), int(s.underflows) / s.count, int(s.overflows) / s.count)
+            assert (row.sqnr, row.lost, row.clipped) == (
+                float(s.sqnr),
+                int(s.underflows) / s.count,
+                int(s.overflows) / s.count,
+            )
     assert len(found) == expected > 0
 
 
-@pytest.mark.parametrize("kind", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"])
+@pytest.mark.parametrize(
+    "kind", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"]
+)
 def test_kept_rows_have_the_codes_that_they_have_in_the_whole_tensor(kind):
     """The element that sets the scale of the tensor, and of a column, is in no row that is kept."""
     whole = tensors()
-    spec = CastSpec(fmt=E4M3FN, granularity=kind, policy=POLICIES["mx_rceil" if kind == "mx_1x32" else "torchao"])
-    found = {(row.gemm, row.role): row for row in study.judge(recorded(whole, 256), {kind: spec}).rows}
+    spec = CastSpec(
+        fmt=E4M3FN,
+        granularity=kind,
+        policy=POLICIES["mx_rceil" if kind == "mx_1x32" else "torchao"],
+    )
+    found = {
+        (row.gemm, row.role): row for row in study.judge(recorded(whole, 256), {kind: spec}).rows
+    }
     kept = np.r_[0:128, 512:640]
     for gemm, axis in (("output", 1), ("grad_weight", 0)):
-        q = scaling.quantize(whole["input"], E4M3FN, granularity=kind, policy=spec.policy, axis=axis)
+        q = scaling.quantize(
+            whole["input"], E4M3FN, granularity=kind, policy=spec.policy, axis=axis
+        )
         error = scaling.dequantize(q)[kept].astype(np.float64) - whole["input"][kept]
         signal = (whole["input"][kept].astype(np.float64) ** 2).sum()
-        # The sums are of the same float64 numbers in another order: 2^15 of them, each addition within 2^-53.
-        assert found[gemm, "input"].sqnr == pytest.approx(10 * math.log10(signal / (error**2).sum()), abs=1e-9)
+        # The sums are of the same float64 numbers in another order: 2^15 of them, each addition
+        # within 2^-53.
+        assert found[gemm, "input"].sqnr == pytest.approx(
+            10 * math.log10(signal / (error**2).sum()), abs=1e-9
+        )
 
 
 @pytest.mark.parametrize("policy", ["flax_bf16", "qwix_bf16"])
 def test_a_policy_that_divides_in_bfloat16_sees_bfloat16(policy):  # S-13
     x = tensors()["weight"]
     one = Recording(framework="torch")
-    one.operands["a/weight"] = Operand(kept=x, amax=np.abs(x).max(), columns=np.abs(x).max(axis=0), rows=len(x))
+    one.operands["a/weight"] = Operand(
+        kept=x, amax=np.abs(x).max(), columns=np.abs(x).max(axis=0), rows=len(x)
+    )
     row = study.judge(one, {policy: CastSpec(fmt=E4M3FN, policy=POLICIES[policy])}).rows[0]
     q = scaling.quantize(x, E4M3FN, policy=policy)
     assert row.sqnr == float(stats.statistics(x, q).sqnr)
@@ -78,7 +108,9 @@ def test_a_policy_that_divides_in_bfloat16_sees_bfloat16(policy):  # S-13
 def test_a_block_that_is_cut_short_has_the_scale_of_its_own_elements():
     x = np.random.default_rng(1).standard_normal((100, 130)).astype(np.float32)
     one = Recording(framework="torch")
-    one.operands["a/input"] = Operand(kept=x, amax=np.abs(x).max(), columns=np.abs(x).max(axis=0), rows=100)
+    one.operands["a/input"] = Operand(
+        kept=x, amax=np.abs(x).max(), columns=np.abs(x).max(axis=0), rows=100
+    )
     (row,) = [r for r in study.judge(one, ["blockwise"]).rows if r.gemm == "output"]
     padded = np.pad(x, ((0, 0), (0, 126)))
     q = scaling.quantize(padded, E4M3FN, granularity="blockwise_1x128")
@@ -90,10 +122,14 @@ def test_what_a_cast_loses_and_clips_is_a_share_of_the_elements():
     x[:64] = 1e-8
     x[0, 0] = 448.0
     one = Recording(framework="torch")
-    one.operands["a/input"] = Operand(kept=x, amax=np.float32(448), columns=np.abs(x).max(axis=0), rows=128)
+    one.operands["a/input"] = Operand(
+        kept=x, amax=np.float32(448), columns=np.abs(x).max(axis=0), rows=128
+    )
     row = study.judge(one, {"e4m3": CastSpec(fmt=E4M3FN)}).rows[0]
     assert (row.lost, row.clipped) == ((64 * 128 - 1) / 128**2, 0.0)
-    one.operands["a/input"] = Operand(kept=x, amax=np.float32(1), columns=np.abs(x).max(axis=0), rows=128)
+    one.operands["a/input"] = Operand(
+        kept=x, amax=np.float32(1), columns=np.abs(x).max(axis=0), rows=128
+    )
     assert study.judge(one, {"e4m3": CastSpec(fmt=E4M3FN)}).rows[0].clipped == 1 / 128**2
 
 
@@ -114,19 +150,29 @@ def test_the_worst_and_the_map_of_a_role():
     assert worst[0].sqnr <= worst[1].sqnr
     assert worst[0].sqnr == min(row.sqnr for row in found.rows)
     assert {row.recipe for row in found.worst(3, "tensorwise")} == {"tensorwise"}
-    assert len({(row.layer, row.role, row.sqnr) for row in found.worst(10, "tensorwise")}) == len(found.worst(10, "tensorwise")) == 3
+    assert (
+        len({(row.layer, row.role, row.sqnr) for row in found.worst(10, "tensorwise")})
+        == len(found.worst(10, "tensorwise"))
+        == 3
+    )
 
 
 def test_a_result_is_json_without_infinities(tmp_path):
     one = Recording(framework="torch")
-    one.operands["a/input"] = Operand(kept=np.zeros((4, 4), np.float32), amax=np.float32(0), columns=np.zeros(4, np.float32), rows=4)
+    one.operands["a/input"] = Operand(
+        kept=np.zeros((4, 4), np.float32),
+        amax=np.float32(0),
+        columns=np.zeros(4, np.float32),
+        rows=4,
+    )
     found = study.judge(one, {"e5m2": CastSpec(fmt=E5M2)})
     assert found.rows[0].sqnr == math.inf
     found.write(tmp_path / "found.json")
     kept = json.loads((tmp_path / "found.json").read_text())
-    assert dict(zip(kept["columns"], kept["rows"][0], strict=True)) | {"recipe": "e5m2", "sqnr": None} == dict(
-        zip(kept["columns"], kept["rows"][0], strict=True)
-    )
+    assert dict(zip(kept["columns"], kept["rows"][0], strict=True)) | {
+        "recipe": "e5m2",
+        "sqnr": None,
+    } == dict(zip(kept["columns"], kept["rows"][0], strict=True))
     assert found.ok
 
 
@@ -147,7 +193,16 @@ def test_a_cast_that_is_none():
 
 
 def row(layer, **numbers):
-    given = {"recipe": "rowwise", "gemm": "output", "role": "input", "sqnr": 30.0, "median": 30.0, "low": 30.0, "lost": 0.0, "clipped": 0.0}
+    given = {
+        "recipe": "rowwise",
+        "gemm": "output",
+        "role": "input",
+        "sqnr": 30.0,
+        "median": 30.0,
+        "low": 30.0,
+        "lost": 0.0,
+        "clipped": 0.0,
+    }
     return Row(layer=layer, **(given | numbers))
 
 
@@ -175,7 +230,11 @@ def test_an_operand_is_among_the_worst_by_any_number():
     found = study.Judged(rows=(*plain, *others))
     assert [one.layer for one in found.worst(4)] == ["low sqnr", "low tokens", "zeros", "clips"]
     assert [one.layer for one in found.worst(6)][4:] == ["plain 0", "plain 1"]
-    assert found.sentence() == "Under rowwise the input of zeros loses most elements: 15.00% become zero, and 0.00% are clipped."
+    assert (
+        found.sentence()
+        == "Under rowwise the input of zeros loses most elements: 15.00% become zero, and "
+        "0.00% are clipped."
+    )
     (summary,) = found.by_role()
     assert summary[2:] == (24.5, 9.0, "low sqnr/output", -1.0, 0.15, 1e-6)
 
@@ -185,11 +244,17 @@ def test_tokens_that_an_outlier_costs_show_in_their_own_sqnr():
     x = np.ones((200, 16), np.float32)
     x[0], x[1] = 2.0**20, 0.0
     one = Recording(framework="torch")
-    one.operands["a/input"] = Operand(kept=x, amax=np.float32(2**20), columns=np.abs(x).max(axis=0), rows=200)
-    found = {r.recipe: r for r in study.judge(one, ["tensorwise", "rowwise"]).rows if r.gemm == "output"}
+    one.operands["a/input"] = Operand(
+        kept=x, amax=np.float32(2**20), columns=np.abs(x).max(axis=0), rows=200
+    )
+    found = {
+        r.recipe: r for r in study.judge(one, ["tensorwise", "rowwise"]).rows if r.gemm == "output"
+    }
     assert found["tensorwise"].sqnr > 90
     assert found["tensorwise"].median == found["tensorwise"].low == 0.0  # noise is the signal
     assert found["rowwise"].median == math.inf
     x[5, 3] = np.nan  # under one scale every code is NaN
-    one.operands["a/input"] = Operand(kept=x, amax=np.float32(np.nan), columns=np.abs(x).max(axis=0), rows=200)
+    one.operands["a/input"] = Operand(
+        kept=x, amax=np.float32(np.nan), columns=np.abs(x).max(axis=0), rows=200
+    )
     assert study.judge(one, ["tensorwise"]).rows[0].low == -math.inf

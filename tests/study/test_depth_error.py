@@ -10,7 +10,10 @@ X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 
 
 def seen(inputs, result, in_fp8=0, rows=2):
-    made = {name: Operand(kept=x, amax=np.abs(x).max(), columns=np.abs(x).max(axis=0), rows=rows) for name, x in inputs.items()}
+    made = {
+        name: Operand(kept=x, amax=np.abs(x).max(), columns=np.abs(x).max(axis=0), rows=rows)
+        for name, x in inputs.items()
+    }
     return Seen(made, result, in_fp8)
 
 
@@ -20,7 +23,9 @@ FIRST = seen({"a": X, "b": 2 * X}, X)
 def test_errors_and_divergence_by_hand():
     other = X.copy()
     other[0] = [2.0, 1.5]
-    found = depth_error.compare(FIRST, FIRST, lambda recipe: seen({"a": X, "b": X}, other, 1), ["tensorwise"])
+    found = depth_error.compare(
+        FIRST, FIRST, lambda recipe: seen({"a": X, "b": X}, other, 1), ["tensorwise"]
+    )
     one = found.outcomes["tensorwise"]
     assert one.inputs == {"a": 0.0, "b": 0.5}
     assert one.in_fp8 == 1
@@ -39,8 +44,12 @@ def test_refusals_of_recipes_that_nobody_named_are_kept():
         return FIRST
 
     found = depth_error.compare(FIRST, FIRST, under, None)
-    assert set(found.refused) == {name for name, recipe in trained_recipes().items() if recipe.in_blocks}
-    assert set(found.outcomes) == {name for name, recipe in trained_recipes().items() if recipe.fp8 and not recipe.in_blocks}
+    assert set(found.refused) == {
+        name for name, recipe in trained_recipes().items() if recipe.in_blocks
+    }
+    assert set(found.outcomes) == {
+        name for name, recipe in trained_recipes().items() if recipe.fp8 and not recipe.in_blocks
+    }
     assert found.ok
     with pytest.raises(ValueError, match="no blocks"):
         depth_error.compare(FIRST, FIRST, under, ["blockwise"])
@@ -48,28 +57,44 @@ def test_refusals_of_recipes_that_nobody_named_are_kept():
 
 def test_the_best_result_is_first():
     errors = {"tensorwise": 0.3, "rowwise": 0.1}
-    found = depth_error.compare(FIRST, FIRST, lambda recipe: seen({"a": X}, X * (1 + errors[recipe.name]), 1), list(errors))
+    found = depth_error.compare(
+        FIRST, FIRST, lambda recipe: seen({"a": X}, X * (1 + errors[recipe.name]), 1), list(errors)
+    )
     assert list(found.outcomes) == ["rowwise", "tensorwise"]
 
 
 def test_a_result_that_is_no_number_is_last():
     errors = {"tensorwise": np.nan, "rowwise": 0.3, "mxfp8": 0.1}
-    found = depth_error.compare(FIRST, FIRST, lambda recipe: seen({"a": X}, X * np.float32(1 + errors[recipe.name]), 1), list(errors))
+    found = depth_error.compare(
+        FIRST,
+        FIRST,
+        lambda recipe: seen({"a": X}, X * np.float32(1 + errors[recipe.name]), 1),
+        list(errors),
+    )
     assert list(found.outcomes) == ["mxfp8", "rowwise", "tensorwise"]
 
 
 def test_layers_with_other_tokens_are_left_out():
     """As experts, to which a router in FP8 sends others."""
-    found = depth_error.compare(FIRST, FIRST, lambda recipe: seen({"a": X[:1], "b": 2 * X}, X, 2), ["rowwise"])
+    found = depth_error.compare(
+        FIRST, FIRST, lambda recipe: seen({"a": X[:1], "b": 2 * X}, X, 2), ["rowwise"]
+    )
     assert found.outcomes["rowwise"].inputs == {"b": 0.0}
     other = seen({"a": X}, X, rows=300)  # as many rows are kept
-    assert depth_error.compare(FIRST, FIRST, lambda recipe: other, ["rowwise"]).outcomes["rowwise"].inputs == {}
+    assert (
+        depth_error.compare(FIRST, FIRST, lambda recipe: other, ["rowwise"])
+        .outcomes["rowwise"]
+        .inputs
+        == {}
+    )
 
 
 def test_masked_logits_count_nothing():
     masked = np.array([[1.0, -np.inf], [0.0, 1.0]], np.float32)
     first = seen({"a": X}, masked)
-    one = depth_error.compare(first, first, lambda recipe: seen({"a": X}, masked + np.float32(1), 1), ["rowwise"]).outcomes["rowwise"]
+    one = depth_error.compare(
+        first, first, lambda recipe: seen({"a": X}, masked + np.float32(1), 1), ["rowwise"]
+    ).outcomes["rowwise"]
     assert one.divergence == pytest.approx(0, abs=1e-15)
     assert one.output == pytest.approx(np.sqrt(3 / 2))
     assert one.agreement == 1
@@ -112,7 +137,9 @@ def test_recipes_rank_by_kl_and_not_by_the_norm_that_an_outlier_owns():
     logits = np.array([[1000.0, 1.0, 2.0, 4.0], [0.0, 1.0, 2.0, 4.0]], np.float32)
     first = seen({"a": X}, logits)
     changed = {"tensorwise": np.where(logits < 8, 0, logits), "rowwise": logits * np.float32(1.01)}
-    found = depth_error.compare(first, first, lambda recipe: seen({"a": X}, changed[recipe.name], 1), list(changed))
+    found = depth_error.compare(
+        first, first, lambda recipe: seen({"a": X}, changed[recipe.name], 1), list(changed)
+    )
     assert list(found.outcomes) == ["rowwise", "tensorwise"]
     better, worse = found.outcomes.values()
     assert better.output > worse.output
@@ -123,6 +150,10 @@ def test_recipes_rank_by_kl_and_not_by_the_norm_that_an_outlier_owns():
 
 def test_a_reference_of_zeros_has_no_finite_error():
     zeros = seen({"a": 0 * X}, X)
-    found = depth_error.compare(zeros, zeros, lambda recipe: seen({"a": X}, X, 1), ["rowwise"]).outcomes["rowwise"]
+    found = depth_error.compare(
+        zeros, zeros, lambda recipe: seen({"a": X}, X, 1), ["rowwise"]
+    ).outcomes["rowwise"]
     assert found.inputs == {"a": np.inf}
-    assert depth_error.compare(zeros, zeros, lambda recipe: zeros, ["rowwise"]).outcomes["rowwise"].inputs == {"a": 0.0}
+    assert depth_error.compare(zeros, zeros, lambda recipe: zeros, ["rowwise"]).outcomes[
+        "rowwise"
+    ].inputs == {"a": 0.0}

@@ -42,14 +42,21 @@ def test_a_step_is_recorded_with_masks_gradients_and_some_heads():
     assert list(recording.attention) == ["first", "Block"]
     first, second = recording.attention.values()
     assert (first.causal, second.causal) == (True, True)
-    assert [x.shape for x in (second.q, second.k, second.v, second.do)] == [(1, 2, 16, 8), (1, 1, 16, 8), (1, 1, 16, 8), (1, 2, 16, 8)]
+    assert [x.shape for x in (second.q, second.k, second.v, second.do)] == [
+        (1, 2, 16, 8),
+        (1, 1, 16, 8),
+        (1, 1, 16, 8),
+        (1, 2, 16, 8),
+    ]
     np.testing.assert_array_equal(second.do, np.ones_like(second.do))
     rows = study.judge_attention(recording, ["cudnn", "bf16"]).rows
     assert [row.layer for row in rows] == ["first", "first", "Block", "Block"]
     assert all(0 < row.error < 0.2 and 0 < row.gradients < 0.3 for row in rows)
 
 
-@pytest.mark.parametrize("how", [{"local_window_size": 3}, {"mask": np.eye(20, dtype=bool)[None, None]}])
+@pytest.mark.parametrize(
+    "how", [{"local_window_size": 3}, {"mask": np.eye(20, dtype=bool)[None, None]}]
+)
 def test_what_a_study_does_not_take_is_said(how):
     class Windowed(nnx.Module):
         def __call__(self, x):
@@ -72,7 +79,9 @@ def test_a_compiled_model_is_recorded_again():
         recording = Recording(framework="flax")
         with flax_attention.record(model, recording, heads=1, tokens=20):
             run(model, factor * jnp.asarray(X))
-        np.testing.assert_array_equal(recording.attention["Attention"].q[0, 0], factor * X[0, :, :8])
+        np.testing.assert_array_equal(
+            recording.attention["Attention"].q[0, 0], factor * X[0, :, :8]
+        )
 
 
 def test_a_layer_s_first_call_decides():
@@ -87,6 +96,8 @@ def test_a_layer_s_first_call_decides():
             return q
 
     run = nnx.jit(lambda m: m(jnp.asarray(X)))
-    first, second = (study.attention(Twice(*windows), run, ["bf16"]) for windows in ((None, 3), (3, None)))
+    first, second = (
+        study.attention(Twice(*windows), run, ["bf16"]) for windows in ((None, 3), (3, None))
+    )
     assert ([row.layer for row in first.rows], list(first.refused)) == (["Twice"], [])
     assert ([row.layer for row in second.rows], list(second.refused)) == ([], ["Twice"])

@@ -5,7 +5,9 @@ from fp8ref.study import framework
 
 @pytest.mark.parametrize("model", [None, lambda x: x, object()])
 def test_another_kind_of_model_is_refused(model):
-    with pytest.raises(ValueError, match=r"a study takes a torch\.nn\.Module or a flax\.nnx\.Module; got "):
+    with pytest.raises(
+        ValueError, match=r"a study takes a torch\.nn\.Module or a flax\.nnx\.Module; got "
+    ):
         framework.of(model)
 
 

@@ -1,4 +1,6 @@
-"""A study of Flax's own gemma, from the checkout of google/flax that FP8REF_GEMMA names, as docs/how-to/study.md has it. Passed with 18f8f311."""
+"""A study of Flax's own gemma, from the checkout of google/flax that FP8REF_GEMMA names, as
+docs/how-to/study.md has it. Passed with 18f8f311.
+"""
 
 import os
 import sys
@@ -19,7 +21,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # gemma's own
 ]
 
-SIZES = {"num_layers": 2, "num_embed": 256, "embed_dim": 64, "hidden_dim": 128, "num_heads": 4, "head_dim": 16, "num_kv_heads": 1}
+SIZES = {
+    "num_layers": 2,
+    "num_embed": 256,
+    "embed_dim": 64,
+    "hidden_dim": 128,
+    "num_heads": 4,
+    "head_dim": 16,
+    "num_kv_heads": 1,
+}
 
 
 def gemma():
@@ -35,7 +45,10 @@ def gemma():
         final_logit_softcap=None,
         use_post_attn_norm=True,
         use_post_ffw_norm=True,
-        attention_types=(transformer_cfg.AttentionType.GLOBAL, transformer_cfg.AttentionType.LOCAL_SLIDING),
+        attention_types=(
+            transformer_cfg.AttentionType.GLOBAL,
+            transformer_cfg.AttentionType.LOCAL_SLIDING,
+        ),
         use_qk_norm=True,
         sliding_window_size=32,
     )
@@ -53,11 +66,17 @@ def test_its_projections_are_recorded_judged_and_run_under_recipes(tmp_path):
     with study.record(model) as recording:
         nnx.value_and_grad(lambda model: loss(model(tokens, positions, None, mask)[0]))(model)
     assert recording.uncalled == []
-    assert {name.rpartition("/")[2] for name in recording.operands} == {"input", "weight", "grad_output"}
+    assert {name.rpartition("/")[2] for name in recording.operands} == {
+        "input",
+        "weight",
+        "grad_output",
+    }
     assert len(recording.layers) == 2 * 6
     judged = study.judge(recording, ["tensorwise", "rowwise"])
     assert len(judged.rows) == 2 * 6 * len(recording.layers)
-    depth = study.depth(model, lambda model: model(tokens, positions, None, mask)[0], ["tensorwise", "rowwise"])
+    depth = study.depth(
+        model, lambda model: model(tokens, positions, None, mask)[0], ["tensorwise", "rowwise"]
+    )
     for one in depth.outcomes.values():
         assert one.in_fp8 == 2 * 6
         assert 0 < one.output < 0.1

@@ -9,7 +9,9 @@ from fp8ref.jax import flax as fj
 
 
 class Net(nnx.Module):
-    """One of each layer, an einsum whose result has heads before tokens, and one with batch dims."""
+    """One of each layer, an einsum whose result has heads before tokens, and one with batch
+    dims.
+    """
 
     def __init__(self, rngs):
         kinds = {"rngs": rngs, "dtype": jnp.bfloat16}
@@ -35,7 +37,9 @@ def x():
 
 
 def equal(a, b):
-    return all(np.array_equal(p, q) for p, q in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(
+        np.array_equal(p, q) for p, q in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -51,7 +55,9 @@ def test_operands_are_rows_and_no_bit_changes(net, x, jit):
     assert equal(before, during)
     assert equal(before, step(net))
     assert found.uncalled == ["experts"]
-    assert {name: (operand.kept.shape, operand.rows) for name, operand in found.operands.items()} == {
+    assert {
+        name: (operand.kept.shape, operand.rows) for name, operand in found.operands.items()
+    } == {
         "up/input": ((128, 64), 192),
         "up/weight": ((128, 64), 128),
         "up/grad_output": ((128, 128), 192),
@@ -82,9 +88,15 @@ def test_of_a_layer_that_is_called_twice_all_is_of_the_first_call(jit):
     w = np.asarray(layer.kernel.get_value(), np.float64)
     first = np.asarray(x, np.float64)
     np.testing.assert_array_equal(found.operands["Linear/input"].kept, np.asarray(x))
-    # the gradient of the first call's result: 2 y w^T; float32 sums of 8 products, twice, and a result
+    # the gradient of the first call's result: 2 y w^T; float32 sums of 8 products, twice, and a
+    # result
     expected = 2 * (first @ w @ w) @ w.T
-    np.testing.assert_allclose(found.operands["Linear/grad_output"].kept, expected, rtol=2**-18, atol=2**-18 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        found.operands["Linear/grad_output"].kept,
+        expected,
+        rtol=2**-18,
+        atol=2**-18 * np.abs(expected).max(),
+    )
 
 
 def test_an_einsum_that_sums_a_letter_of_one_operand_is_no_linear():
@@ -98,7 +110,10 @@ def test_the_gradient_of_a_result_in_another_order_has_the_rows_of_the_input(net
     """dW = dY^T X, in float64, of all rows, against autodiff's."""
     with study.record(net, rows=256) as found:
         _, gradients = nnx.value_and_grad(lambda net: (net(x).astype(jnp.float32) ** 2).mean())(net)
-    by_hand = found.operands["turned/grad_output"].kept.astype(np.float64).T @ found.operands["turned/input"].kept
+    by_hand = (
+        found.operands["turned/grad_output"].kept.astype(np.float64).T
+        @ found.operands["turned/input"].kept
+    )
     given = np.asarray(gradients["turned"]["kernel"].get_value(), np.float64).reshape(64, 64).T
     # autodiff's is rounded to bfloat16 once (2^-9) after sums of 192 products in float32
     np.testing.assert_allclose(by_hand, given, rtol=2**-7, atol=2**-8 * np.abs(given).max())
@@ -107,9 +122,14 @@ def test_the_gradient_of_a_result_in_another_order_has_the_rows_of_the_input(net
 @pytest.mark.slow
 def test_depth_is_the_error_of_the_converted_model(net, x):
     found = study.depth(net, lambda net: net(x), ["tensorwise"])
-    plain, fp8 = (np.asarray(model(x), np.float64) for model in (net, fj.convert(nnx.clone(net), "tensorwise")))
+    plain, fp8 = (
+        np.asarray(model(x), np.float64)
+        for model in (net, fj.convert(nnx.clone(net), "tensorwise"))
+    )
     one = found.outcomes["tensorwise"]
-    assert one.output == pytest.approx(float(np.linalg.norm(fp8 - plain) / np.linalg.norm(plain)), rel=1e-12)
+    assert one.output == pytest.approx(
+        float(np.linalg.norm(fp8 - plain) / np.linalg.norm(plain)), rel=1e-12
+    )
     assert (one.inputs["up"], one.inputs["turned"]) == (0.0, 0.0)
     assert 0 < one.inputs["heads"] < 0.1
     assert net.up.dot_general is jax.lax.dot_general

@@ -19,7 +19,9 @@ def judged():
     for layer in ("first", "<last>"):
         for role, shape in (("input", (128, 64)), ("weight", (32, 64))):
             x = rng.standard_normal(shape).astype(np.float32)
-            made.operands[f"{layer}/{role}"] = Operand(kept=x, amax=np.abs(x).max(), columns=np.abs(x).max(axis=0), rows=len(x))
+            made.operands[f"{layer}/{role}"] = Operand(
+                kept=x, amax=np.abs(x).max(), columns=np.abs(x).max(axis=0), rows=len(x)
+            )
     return study.judge(made, ["tensorwise", "mxfp8"])
 
 
@@ -56,9 +58,12 @@ def test_the_page_shows_both(judged, depth, tmp_path):
     assert "1.000 %" in page
     worst = judged.worst(1)[0]
     assert (
-        f'<td class="number">{worst.sqnr:.1f}</td><td class="number">{worst.median:.1f}</td><td class="number">{worst.low:.1f}</td>' in page
+        f'<td class="number">{worst.sqnr:.1f}</td><td class="number">{worst.median:.1f}</td><td '
+        f'class="number">{worst.low:.1f}</td>' in page
     )
-    of_model, of_casts = (one.replace("'", "&#39;") for one in (depth.sentence(), judged.sentence()))
+    of_model, of_casts = (
+        one.replace("'", "&#39;") for one in (depth.sentence(), judged.sentence())
+    )
     assert page.index(of_model) < page.index(of_casts) < page.index("<section>")
     assert "SQNR of input, 5th percentile of tokens" in page
 
@@ -72,7 +77,10 @@ def test_the_page_shows_attention_and_states(judged, tmp_path):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, heads, 16, 32)).astype(np.float32) for heads in (2, 1, 1))
     one = Attended(layer="<first>", q=q, k=k, v=v, do=q, causal=True)
-    attention = study.judge_attention(Recording(framework="torch", attention={"<first>": one}, refused={"x": "why"}), ["cudnn", "fa3"])
+    attention = study.judge_attention(
+        Recording(framework="torch", attention={"<first>": one}, refused={"x": "why"}),
+        ["cudnn", "fa3"],
+    )
     states = study.judge_states([{"w": v}], ["te", "float32"])
     study.write_page(tmp_path / "study.html", judged, attention=attention, states=states)
     page = (tmp_path / "study.html").read_text()

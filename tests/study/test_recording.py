@@ -28,10 +28,17 @@ def test_a_file_gives_back_what_was_written(tmp_path):
     narrow = (wide.view(np.uint32) & 0xFFFF0000).view(np.float32)
     made = Recording(framework="torch", chosen=("a", "b"))
     for name, kept in (("a/input", wide), ("a/weight", narrow)):
-        made.operands[name] = Operand(kept=kept, amax=np.abs(kept).max(), columns=np.abs(kept).max(axis=0), rows=7)
+        made.operands[name] = Operand(
+            kept=kept, amax=np.abs(kept).max(), columns=np.abs(kept).max(axis=0), rows=7
+        )
     made.write(tmp_path / "step.npz")
     read = recording.read(tmp_path / "step.npz")
-    assert (read.framework, read.chosen, read.layers, read.uncalled) == ("torch", ("a", "b"), ["a"], ["b"])
+    assert (read.framework, read.chosen, read.layers, read.uncalled) == (
+        "torch",
+        ("a", "b"),
+        ["a"],
+        ["b"],
+    )
     for name, operand in made.operands.items():
         for key in ("kept", "amax", "columns"):
             np.testing.assert_array_equal(getattr(read.operands[name], key), getattr(operand, key))
@@ -55,18 +62,31 @@ def test_one_array_is_refused(tmp_path):
 
 def test_what_is_chosen_is_checked():
     assert recording.chosen(["a.x", "a.y", "b"], "a.*", 128) == ["a.x", "a.y"]
-    with pytest.raises(ValueError, match=r"layers matches the name of a linear of the model; got 'c\*' for a, b"):
+    with pytest.raises(
+        ValueError, match=r"layers matches the name of a linear of the model; got 'c\*' for a, b"
+    ):
         recording.chosen(["a", "b"], "c*", 128)
     with pytest.raises(ValueError, match="a model without linears"):
         recording.chosen([], "*", 128)
     for rows in (0, 100, -128):
-        with pytest.raises(ValueError, match=f"rows is a multiple of 128, which no block of scales crosses; got {rows}"):
+        with pytest.raises(
+            ValueError,
+            match=f"rows is a multiple of 128, which no block of scales crosses; got {rows}",
+        ):
             recording.chosen(["a"], "*", rows)
 
 
 def test_what_is_no_recording_and_no_list_of_names():
-    with pytest.raises(ValueError, match=r"a study judges what study\.record yields, or study\.read; got int"):
+    with pytest.raises(
+        ValueError, match=r"a study judges what study\.record yields, or study\.read; got int"
+    ):
         study.judge(5)
-    for judge, what in ((study.judge, "recipes"), (study.judge_attention, "variants"), (study.judge_states, "layouts")):
-        with pytest.raises(ValueError, match=rf"{what} are a list of names; got 'rowwise'\. Write \['rowwise'\]"):
+    for judge, what in (
+        (study.judge, "recipes"),
+        (study.judge_attention, "variants"),
+        (study.judge_states, "layouts"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{what} are a list of names; got 'rowwise'\. Write \['rowwise'\]"
+        ):
             judge(Recording(framework="torch", chosen=(), operands={}), "rowwise")

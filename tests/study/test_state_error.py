@@ -14,7 +14,10 @@ def gradients(steps: int = 3) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
     size = np.exp(2 * rng.standard_normal((64, 64)))
     return [
-        {"w": (1e-3 * size * rng.standard_normal((64, 64))).astype(np.float32), "b": rng.standard_normal(8).astype(np.float32)}
+        {
+            "w": (1e-3 * size * rng.standard_normal((64, 64))).astype(np.float32),
+            "b": rng.standard_normal(8).astype(np.float32),
+        }
         for _ in range(steps)
     ]
 
@@ -26,8 +29,12 @@ def test_figures_are_those_of_the_simulators_steps():  # O-12
         state, p = states.init((64 * 64,), layout), np.zeros(64 * 64, np.float32)
         for of_step in gradients():
             before, g = state, of_step["w"].reshape(-1)
-            p, state = states.step(p, g, before, learning_rate=1e-3, b2=0.99, layout=layout)  # figures depend on no weight
-        assert found.layouts[layout]["w"] == health.measure(g, before, state, b1=0.9, b2=0.99, layout=layout)
+            p, state = states.step(
+                p, g, before, learning_rate=1e-3, b2=0.99, layout=layout
+            )  # figures depend on no weight
+        assert found.layouts[layout]["w"] == health.measure(
+            g, before, state, b1=0.9, b2=0.99, layout=layout
+        )
     whole, parts = found.layouts["te"][""], [found.layouts["te"][name] for name in ("w", "b")]
     assert whole.count == 64 * 64 + 8
     assert whole.v_lost == sum(one.v_lost for one in parts)
@@ -38,7 +45,9 @@ def test_all_layouts_are_judged_and_float32_costs_nothing():
     found = study.judge_states(gradients(2))
     assert found.layouts.keys() == LAYOUTS.keys()
     assert found.layouts["float32"][""].update_error == 0
-    assert found.worst("te", 1)[0][0] == max(("w", "b"), key=lambda name: found.layouts["te"][name].update_error)
+    assert found.worst("te", 1)[0][0] == max(
+        ("w", "b"), key=lambda name: found.layouts["te"][name].update_error
+    )
     said = json.loads(json.dumps(found.to_dict()))
     assert said["layouts"]["te"]["w"]["count"] == 64 * 64
     found.print()
@@ -68,7 +77,10 @@ def test_what_cannot_be_judged_is_refused(steps, layouts, message):
 def test_gradients_as_tensors_of_pytorch():
     g = torch.linspace(-1, 1, 64).reshape(4, 16)
     for given in (g, g.bfloat16(), g.double()):
-        found, expected = (study.judge_states([{"w": x}], ["torchao"]).to_dict() for x in (given, given.float().numpy()))
+        found, expected = (
+            study.judge_states([{"w": x}], ["torchao"]).to_dict()
+            for x in (given, given.float().numpy())
+        )
         assert found == expected
 
 
@@ -79,7 +91,10 @@ def test_gradients_that_are_no_floats():
 
 def test_a_layout_whose_error_is_not_a_number_ranks_last():
     found = study.judge_states(gradients(2), ["te", "float32"])
-    nan = {name: dataclasses.replace(one, update_error=float("nan")) for name, one in found.layouts["float32"].items()}
+    nan = {
+        name: dataclasses.replace(one, update_error=float("nan"))
+        for name, one in found.layouts["float32"].items()
+    }
     judged = study.JudgedStates(steps=2, layouts={"nan": nan, **found.layouts})
     assert judged.ranked() == ["float32", "te", "nan"]
     mixed = study.JudgedStates(steps=2, layouts={"te": {**found.layouts["te"], "w": nan["w"]}})

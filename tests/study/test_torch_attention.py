@@ -14,7 +14,9 @@ class Attention(nn.Module):
         self.how = how
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.scaled_dot_product_attention(x, x[:, :2], x[:, :2], enable_gqa=True, **self.how)
+        return functional.scaled_dot_product_attention(
+            x, x[:, :2], x[:, :2], enable_gqa=True, **self.how
+        )
 
 
 class Model(nn.Module):
@@ -41,14 +43,22 @@ LOWER = torch.ones(20, 20, dtype=torch.bool).tril()
 
 def test_calls_are_named_by_their_modules_and_keep_some_heads_and_tokens():
     model = Model(Attention(is_causal=True), Attention(attn_mask=LOWER, scale=0.5), Attention())
-    before = {name: len(m._forward_hooks) + len(m._forward_pre_hooks) for name, m in model.named_modules()}
+    before = {
+        name: len(m._forward_hooks) + len(m._forward_pre_hooks) for name, m in model.named_modules()
+    }
     calls, refused = recorded(model)
     assert [one.layer for one in calls] == ["layers.0", "layers.1", "layers.2"]
     assert [(one.causal, one.scale) for one in calls] == [(True, None), (True, 0.5), (False, None)]
-    assert [tuple(x.shape) for x in (calls[0].q, calls[0].k, calls[0].v)] == [(1, 4, 16, 32), (1, 1, 16, 32), (1, 1, 16, 32)]
+    assert [tuple(x.shape) for x in (calls[0].q, calls[0].k, calls[0].v)] == [
+        (1, 4, 16, 32),
+        (1, 1, 16, 32),
+        (1, 1, 16, 32),
+    ]
     torch.testing.assert_close(torch.from_numpy(calls[0].q), X[:1, :4, :16], rtol=0, atol=0)
     assert not refused
-    assert before == {name: len(m._forward_hooks) + len(m._forward_pre_hooks) for name, m in model.named_modules()}
+    assert before == {
+        name: len(m._forward_hooks) + len(m._forward_pre_hooks) for name, m in model.named_modules()
+    }
 
 
 @pytest.mark.parametrize("how", [{"attn_mask": torch.rand(20, 20) > 0.5}, {"dropout_p": 0.5}])
@@ -78,7 +88,9 @@ def test_a_step_is_recorded_with_its_gradient_written_and_judged(tmp_path):
         out.backward(grad)
     recording.write(tmp_path / "step.npz")
     found = study.read(tmp_path / "step.npz")
-    torch.testing.assert_close(torch.from_numpy(found.attention["layers.1"].do), grad[:1, :4, :16], rtol=0, atol=0)
+    torch.testing.assert_close(
+        torch.from_numpy(found.attention["layers.1"].do), grad[:1, :4, :16], rtol=0, atol=0
+    )
     judged = study.judge_attention(found, ["cudnn", "fa3", "bf16"])
     rows = {row.variant: row for row in judged.rows}
     assert 0 < rows["bf16"].gradients < rows["cudnn"].gradients < 0.2
@@ -98,17 +110,28 @@ def test_a_layer_s_first_call_decides():
 
         def forward(self, x):
             for dropout in self.dropouts:
-                x = functional.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=dropout)
+                x = functional.scaled_dot_product_attention(
+                    x, x, x, is_causal=True, dropout_p=dropout
+                )
             return x
 
     x = torch.randn(1, 4, 20, 8)
-    first, second = (study.attention(Twice(*dropouts), lambda m: m(x), ["bf16"]) for dropouts in ((0.0, 0.5), (0.5, 0.0)))
-    assert ([len(first.rows), len(first.refused)], [len(second.rows), len(second.refused)]) == ([1, 0], [0, 1])
+    first, second = (
+        study.attention(Twice(*dropouts), lambda m: m(x), ["bf16"])
+        for dropouts in ((0.0, 0.5), (0.5, 0.0))
+    )
+    assert ([len(first.rows), len(first.refused)], [len(second.rows), len(second.refused)]) == (
+        [1, 0],
+        [0, 1],
+    )
 
 
 @pytest.mark.parametrize("how", [{"heads": 0}, {"heads": -1}, {"tokens": 0}, {"tokens": 1.5}])
 def test_heads_and_tokens_are_checked(how):
-    with pytest.raises(ValueError, match=rf"^{next(iter(how))} of attention .*at least 1; got {next(iter(how.values()))}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^{next(iter(how))} of attention .*at least 1; got {next(iter(how.values()))}",
+    ):
         study.attention(nn.Linear(4, 4), lambda m: m, **how)
     if how != {"heads": 0}:  # attention is not recorded
         with pytest.raises(ValueError, match=f"got {next(iter(how.values()))}"):

@@ -50,14 +50,18 @@ def test_operands_are_those_of_the_first_call_and_no_bit_changes(net, x):
     np.testing.assert_array_equal(operand.kept, rows[kept])
     np.testing.assert_array_equal(operand.columns, np.abs(rows).max(axis=0))
     assert (operand.amax, operand.rows) == (np.abs(rows).max(), 320)
-    np.testing.assert_array_equal(found.operands["up/weight"].kept, net.up.weight.detach().float().numpy())
+    np.testing.assert_array_equal(
+        found.operands["up/weight"].kept, net.up.weight.detach().float().numpy()
+    )
     # grad_output of the first call: what autograd gives of its output
     h = x
     first = net.down(torch.relu(net.up(h)))
     h = h + first
     y = h + net.down(torch.relu(net.up(h)))
     (gradient,) = torch.autograd.grad(y.float().square().mean(), first)
-    np.testing.assert_array_equal(found.operands["down/grad_output"].kept, gradient.reshape(-1, 64).float().numpy()[kept])
+    np.testing.assert_array_equal(
+        found.operands["down/grad_output"].kept, gradient.reshape(-1, 64).float().numpy()[kept]
+    )
 
 
 def test_without_a_backward_pass_gradients_are_absent(net, x):
@@ -71,7 +75,9 @@ def test_a_checkpointed_block_is_recorded_once(net, x):
     with study.record(net, rows=256) as plain:
         loss(net, x).backward()
     with study.record(net, rows=256) as found:
-        torch.utils.checkpoint.checkpoint(net, x.requires_grad_(), use_reentrant=False).float().square().mean().backward()
+        torch.utils.checkpoint.checkpoint(
+            net, x.requires_grad_(), use_reentrant=False
+        ).float().square().mean().backward()
     assert set(found.operands) == set(plain.operands)
     for name, operand in plain.operands.items():
         np.testing.assert_array_equal(found.operands[name].kept, operand.kept, err_msg=name)
@@ -82,7 +88,9 @@ def test_a_reentrant_checkpoint_has_gradients_too(net, x):
     with study.record(net, rows=256) as plain:
         loss(net, x).backward()
     with study.record(net, rows=256) as found:
-        torch.utils.checkpoint.checkpoint(net, x.requires_grad_(), use_reentrant=True).float().square().mean().backward()
+        torch.utils.checkpoint.checkpoint(
+            net, x.requires_grad_(), use_reentrant=True
+        ).float().square().mean().backward()
     for name, operand in plain.operands.items():
         np.testing.assert_array_equal(found.operands[name].kept, operand.kept, err_msg=name)
 
@@ -113,7 +121,9 @@ def test_conv1d_of_transformers_has_the_weight_of_a_linear():
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 5)
     with study.record(nn.Sequential(conv1d)) as found:
         conv1d(torch.ones(2, 5))
-    np.testing.assert_array_equal(found.operands["0/weight"].kept, conv1d.weight.detach().t().numpy())
+    np.testing.assert_array_equal(
+        found.operands["0/weight"].kept, conv1d.weight.detach().t().numpy()
+    )
 
 
 def test_depth_is_the_error_of_the_converted_model(net, x):
@@ -124,7 +134,9 @@ def test_depth_is_the_error_of_the_converted_model(net, x):
         plain = net(x).float()
         fp8 = convert.convert(net, "tensorwise", filter_fqns=["unused"])(x).float()
     one = found.outcomes["tensorwise"]
-    assert one.output == pytest.approx(float((fp8 - plain).double().norm() / plain.double().norm()), rel=1e-12)
+    assert one.output == pytest.approx(
+        float((fp8 - plain).double().norm() / plain.double().norm()), rel=1e-12
+    )
     assert (one.in_fp8, list(one.inputs), one.inputs["up"]) == (2, ["up", "down"], 0.0)
     assert 0 < one.inputs["down"] < 0.1
     # e4m3 and scales of the same amaxes, but powers of two: its states were updated once
@@ -151,19 +163,40 @@ def test_what_cannot_be_compared_is_refused(net, x):
 @pytest.mark.parametrize("family", ["LlamaConfig", "Qwen3Config", "GPT2Config"])
 def test_models_of_transformers(family):
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     if family == "GPT2Config":
-        sizes = {"vocab_size": 512, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64, "loss_type": "ForCausalLM"}
-    config = getattr(transformers, family)(**sizes, **({"head_dim": 32} if family == "Qwen3Config" else {}))
+        sizes = {
+            "vocab_size": 512,
+            "n_embd": 128,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "loss_type": "ForCausalLM",
+        }
+    config = getattr(transformers, family)(
+        **sizes, **({"head_dim": 32} if family == "Qwen3Config" else {})
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     tokens = torch.randint(0, 512, (2, 64))
     with study.record(model, rows=128) as found:
         model(input_ids=tokens, labels=tokens).loss.backward()
     judged = study.judge(found)
-    assert (len(found.layers), found.uncalled, judged.absent) == (9 if family == "GPT2Config" else 15, [], ())
+    assert (len(found.layers), found.uncalled, judged.absent) == (
+        9 if family == "GPT2Config" else 15,
+        [],
+        (),
+    )
     depth = study.depth(model, lambda model: model(input_ids=tokens).logits, rows=128)
     # GPT-2's linears are Conv1D, which no recipe converts, and lm_head
-    assert {one.in_fp8 for one in depth.outcomes.values()} <= ({1} if family == "GPT2Config" else {11, 15})
+    assert {one.in_fp8 for one in depth.outcomes.values()} <= (
+        {1} if family == "GPT2Config" else {11, 15}
+    )
     assert depth.refused == {}
     assert all(0 < one.output < 0.2 for one in depth.outcomes.values())

@@ -1,4 +1,6 @@
-"""A study of torchtitan's own Llama, from the checkout that FP8REF_TORCHTITAN names: recorded, judged, through depth. Passed with b5bcd76."""
+"""A study of torchtitan's own Llama, from the checkout that FP8REF_TORCHTITAN names: recorded,
+judged, through depth. Passed with b5bcd76.
+"""
 
 import os
 import sys
@@ -22,7 +24,9 @@ class OnCPU(torch.nn.Module):
 
     def forward(self, q, k, v, *, scale=None, **_):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True, scale=scale
+        )
         return out[0].transpose(0, 1)
 
 
@@ -62,7 +66,9 @@ def test_its_linears_and_attention_are_studied(tmp_path):
     assert len(judged.rows) == 2 * 6 * len(recording.layers)
     attended = study.judge_attention(recording, ["cudnn", "bf16"])
     assert all(0 < row.error < 0.2 for row in attended.rows)
-    depth = study.depth(made, lambda m: m(tokens[:-1]).float(), ["rowwise"], filter_fqns=["lm_head"])
+    depth = study.depth(
+        made, lambda m: m(tokens[:-1]).float(), ["rowwise"], filter_fqns=["lm_head"]
+    )
     assert depth.outcomes["rowwise"].in_fp8 == 2 * 5
     assert 0 < depth.outcomes["rowwise"].output < 0.2
     study.write_page(tmp_path / "study.html", judged, depth, attention=attended)

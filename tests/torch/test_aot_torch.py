@@ -68,7 +68,10 @@ print(json.dumps(found))
 
 def answer(program: str, *arguments: str):
     """What a program in which aot_torch is imported prints last, as JSON."""
-    head = "import json, sys\nimport aot_torch, fake_h200, torch\nfrom torch import nn\nfrom fp8ref.spec.llama import LlamaConfig\n"
+    head = (
+        "import json, sys\nimport aot_torch, fake_h200, torch\nfrom torch import nn\nfrom "
+        "fp8ref.spec.llama import LlamaConfig\n"
+    )
     path = f"import sys\nsys.path.insert(0, {str(COMPILED)!r})\n"
     command = [sys.executable, "-W", "ignore", "-c", f"{path}{head}{program}", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -78,7 +81,9 @@ def answer(program: str, *arguments: str):
 
 @pytest.mark.slow
 def test_kernels_and_bytes_are_those_of_a_case_counted_by_hand():
-    """A kernel before a GEMM, and one after the GEMM of its gradient: each reads and writes [128, 64] in bfloat16."""
+    """A kernel before a GEMM, and one after the GEMM of its gradient: each reads and writes [128,
+    64] in bfloat16.
+    """
     (forward, backward), writing = answer(COUNTED)
     moved = 2 * 128 * 64 * 2
     *kernels, launches, refused = forward
@@ -97,9 +102,13 @@ def rows_of(rows: list[dict]) -> dict[tuple[str, str], dict]:
 
 
 def assert_beside_torchao(rows: dict[tuple[str, str], dict]) -> None:
-    """What convert makes multiplies as torchao's linears do, and keeps as much for the backward pass."""
+    """What convert makes multiplies as torchao's linears do, and keeps as much for the backward
+    pass.
+    """
     for recipe in {recipe for recipe, who in rows if who == "torchao"}:
-        theirs, ours, own = (rows[recipe, who] for who in ("torchao", "fp8ref, Float8Linear", "fp8ref, Linear"))
+        theirs, ours, own = (
+            rows[recipe, who] for who in ("torchao", "fp8ref, Float8Linear", "fp8ref, Linear")
+        )
         assert ours["gemms"] == own["gemms"] == theirs["gemms"], recipe
         assert ours["kept"] == theirs["kept"], recipe
         assert own["kept"] <= 1.001 * theirs["kept"], recipe  # some scales
@@ -110,8 +119,12 @@ def test_a_small_block_multiplies_as_torchao_does_and_all_may_be_cuda_graphs(): 
     rows = answer(BLOCKS, json.dumps(SIZES))
     for row in rows:
         assert row["cuda_graph_refused"] == [None, None], row
-        assert row["kernels"] == row["launches"]  # all that are no GEMM and no attention are Triton's, one launch each
-        assert (sum(row["mutated"]) > 0) == (row["recipe"] == "delayed")  # observations: buffers, whose addresses stay
+        assert (
+            row["kernels"] == row["launches"]
+        )  # all that are no GEMM and no attention are Triton's, one launch each
+        assert (sum(row["mutated"]) > 0) == (
+            row["recipe"] == "delayed"
+        )  # observations: buffers, whose addresses stay
         product = "mm" if row["recipe"] == "bf16" else "_scaled_mm"
         assert row["gemms"][f"{product} bfloat16"] >= 14
     assert_beside_torchao(rows_of(rows))
@@ -128,26 +141,47 @@ def test_the_kept_table():
 
 
 def test_nothing_of_fp8refs_scatters_and_torchaos_does():
-    """A cast that transposes within a reduction writes a sector for each code. Apart, it reads once more what it casts."""
-    rows = {key: row for key, row in rows_of(json.loads(KEPT.read_text())["rows"]).items() if "sectors" in row}
+    """A cast that transposes within a reduction writes a sector for each code.
+
+    Apart, it reads once more what it casts.
+    """
+    rows = {
+        key: row
+        for key, row in rows_of(json.loads(KEPT.read_text())["rows"]).items()
+        if "sectors" in row
+    }
     for (recipe, who), row in rows.items():
-        assert any(row["scattered"]) == (who.startswith("torchao") and recipe in ("tensorwise", "rowwise")), (recipe, who)
+        assert any(row["scattered"]) == (
+            who.startswith("torchao") and recipe in ("tensorwise", "rowwise")
+        ), (recipe, who)
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        theirs, ours, own = (sum(rows[recipe, who]["sectors"]) for who in ("torchao", "fp8ref, Float8Linear", "fp8ref, Linear"))
+        theirs, ours, own = (
+            sum(rows[recipe, who]["sectors"])
+            for who in ("torchao", "fp8ref, Float8Linear", "fp8ref, Linear")
+        )
         assert own <= ours <= theirs, recipe
 
 
 @pytest.mark.slow
 def test_the_kept_table_is_of_the_kept_results():
-    printed = subprocess.run([sys.executable, COMPILED / "aot_torch.py", "--show"], check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(
+        [sys.executable, COMPILED / "aot_torch.py", "--show"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     assert printed == KEPT.with_suffix(".md").read_text()
 
 
 @pytest.mark.slow
 def test_an_optimizer_step_moves_what_it_must():
-    """In blocks, one kernel; with a scale of the whole tensor, one that reads for the amaxes and one for the rest. They compute moments anew."""
+    """In blocks, one kernel; with a scale of the whole tensor, one that reads for the amaxes and
+    one for the rest. They compute moments anew.
+    """
     found, size = answer(STEPS), 1 << 16
     numbers = 4 * len(Scalars._fields)
     assert found["sqrt_e4m3"] == [[LAYOUTS["sqrt_e4m3"].step_bytes(size) * size + numbers]]
     (amaxes,), (rest,) = found["te"]
-    assert LAYOUTS["te"].step_bytes(size) * size == pytest.approx(amaxes + rest, rel=2e-3)  # and partial amaxes, scales
+    assert LAYOUTS["te"].step_bytes(size) * size == pytest.approx(
+        amaxes + rest, rel=2e-3
+    )  # and partial amaxes, scales

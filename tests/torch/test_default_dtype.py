@@ -1,4 +1,6 @@
-"""torch.set_default_dtype and torch.set_default_device are the caller's: they change no bit of fp8ref."""
+"""torch.set_default_dtype and torch.set_default_device are the caller's: they change no bit of
+fp8ref.
+"""
 
 import ast
 from pathlib import Path
@@ -21,9 +23,13 @@ from fp8ref.torch.states import states
 MADE = ("zeros", "ones", "empty", "full", "tensor", "as_tensor")
 
 
-@pytest.fixture(params=[(torch.bfloat16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")], ids=str)
+@pytest.fixture(
+    params=[(torch.bfloat16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")], ids=str
+)
 def defaults(request):
-    """Sets a default dtype and a default device when called; the earlier ones return after the test."""
+    """Sets a default dtype and a default device when called; the earlier ones return after the
+    test.
+    """
     before = torch.get_default_dtype()
 
     def use():
@@ -37,7 +43,10 @@ def defaults(request):
 
 def inputs(*shapes) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        for shape in shapes
+    ]
 
 
 def a_step(layout: str) -> list[torch.Tensor]:
@@ -84,8 +93,14 @@ def observations() -> list[torch.Tensor]:
 
 
 CASES = {
-    **{f"step/{name}": (a_step, name) for name in ("float32", "sqrt_e4m3", "msamp", "coat", "msamp_o2")},
-    **{f"linear/{name}": (a_linear, name) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8")},
+    **{
+        f"step/{name}": (a_step, name)
+        for name in ("float32", "sqrt_e4m3", "msamp", "coat", "msamp_o2")
+    },
+    **{
+        f"linear/{name}": (a_linear, name)
+        for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8")
+    },
     **{f"attention/{name}": (an_attention, name) for name in variants.VARIANTS},
     "grouped": (grouped_rows,),
     "observations": (observations,),
@@ -125,7 +140,9 @@ def test_every_tensor_that_is_made_has_a_dtype_and_a_device():
                 continue
             text = ast.unparse(call)
             keys = {key.arg for key in call.keywords}
-            takes_it = name in ("torch.tensor", "torch.as_tensor") or "numel()" in text  # of integers, or of a tensor
+            takes_it = (
+                name in ("torch.tensor", "torch.as_tensor") or "numel()" in text
+            )  # of integers, or of a tensor
             if not keys >= ({"device"} if takes_it else {"device", "dtype"}):
                 bare.append(f"{file.name}:{call.lineno} {text}")
     assert bare == []

@@ -17,7 +17,9 @@ STEPS = 30
 
 @pytest.fixture
 def e4m3_gradients(monkeypatch):
-    """Puts a recipe into RECIPES whose gradients are e4m3, scaled by a factor too much: what exceeds the format is clipped."""
+    """Puts a recipe into RECIPES whose gradients are e4m3, scaled by a factor too much: what
+    exceeds the format is clipped.
+    """
     from fp8ref.torch.quantize import scales
 
     def plant(name: str, factor: float) -> str:
@@ -37,7 +39,11 @@ def e4m3_gradients(monkeypatch):
 
         def off(amax, fmt, of="torchao"):
             found = sound(amax, fmt, of)
-            return found if of is not policy else scales.Scales(found.scale * factor, found.scale_inv / factor)
+            return (
+                found
+                if of is not policy
+                else scales.Scales(found.scale * factor, found.scale_inv / factor)
+            )
 
         monkeypatch.setattr(scales, "scales_from_amax", off)
         return name
@@ -46,14 +52,28 @@ def e4m3_gradients(monkeypatch):
 
 
 @pytest.mark.slow
-def test_gradients_whose_scale_is_off_by_16_are_worse_and_seeds_are_not(tmp_path, small, e4m3_gradients):
-    """lm_head is in FP8 too, so that all gradients of linears are: there predictions are confident and amaxes large."""
-    config = small.replace(run={"steps": STEPS, "eval_every": STEPS}, optimizer={"learning_rate": 3e-3})
+def test_gradients_whose_scale_is_off_by_16_are_worse_and_seeds_are_not(
+    tmp_path, small, e4m3_gradients
+):
+    """lm_head is in FP8 too, so that all gradients of linears are: there predictions are confident
+    and amaxes large.
+    """
+    config = small.replace(
+        run={"steps": STEPS, "eval_every": STEPS}, optimizer={"learning_rate": 3e-3}
+    )
 
     def train(recipe: str, seed: int) -> runs.Run:
         out = tmp_path / f"{recipe}-{seed}"
         head = () if recipe == "bf16" else ("lm_head",)
-        loop.train(config.replace(numerics={"recipe": recipe, "fp8_fqns": head}, run={"seed": seed}, data={"seed": seed}), "torch", out)
+        loop.train(
+            config.replace(
+                numerics={"recipe": recipe, "fp8_fqns": head},
+                run={"seed": seed},
+                data={"seed": seed},
+            ),
+            "torch",
+            out,
+        )
         return runs.read(out)
 
     group = [train("bf16", seed) for seed in range(3)]

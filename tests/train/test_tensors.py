@@ -20,7 +20,9 @@ def made(rng):
     values = cast.round_to(rng.standard_normal((4, 3)), BFLOAT16)
     values[0] = [-0.0, 2.0**-130, np.inf]
     return Tensors(
-        operands={f"{LAYER}/input": values}, amaxes={f"{LAYER}/input": np.array([1.0, np.nan], np.float32)}, about={"step": 2, "text": "µ"}
+        operands={f"{LAYER}/input": values},
+        amaxes={f"{LAYER}/input": np.array([1.0, np.nan], np.float32)},
+        about={"step": 2, "text": "µ"},
     )
 
 
@@ -47,7 +49,10 @@ def test_operands_lie_in_it_as_the_bits_of_bfloat16(made, tmp_path):
 def test_what_bfloat16_does_not_hold_is_refused(tmp_path):
     with pytest.raises(ValueError, match="does not hold all of layer/input"):
         tensors.write(
-            tmp_path / "tensors.npz", Tensors(operands={"layer/input": np.full(2, 1 + 2.0**-10, np.float32)}, amaxes={}, about={})
+            tmp_path / "tensors.npz",
+            Tensors(
+                operands={"layer/input": np.full(2, 1 + 2.0**-10, np.float32)}, amaxes={}, about={}
+            ),
         )
     assert not (tmp_path / "tensors.npz").exists()
 
@@ -77,13 +82,19 @@ def test_a_file_that_is_none_is_named(tmp_path, content):
 def test_arrays_of_other_dtypes_are_refused(tmp_path, name, value):
     """float64 was taken for the bits of bfloat16."""
     np.savez(tmp_path / "tensors.npz", about=np.array("{}"), **{name: value})
-    with pytest.raises(ConfigError, match=rf"tensors.npz is not a file of tensors.*{name} is {value.dtype} of {value.ndim} axes"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"tensors.npz is not a file of tensors.*{name} is {value.dtype} of {value.ndim} "
+        r"axes",
+    ):
         tensors.read(tmp_path / "tensors.npz")
 
 
 @pytest.fixture
 def run(small, tmp_path):
-    config = small.replace(numerics={"recipe": "tensorwise"}, run={"steps": 2}, statistics={"every": 1})
+    config = small.replace(
+        numerics={"recipe": "tensorwise"}, run={"steps": 2}, statistics={"every": 1}
+    )
     loop.train(config, "torch", tmp_path / "run")
     return tmp_path / "run"
 
@@ -98,7 +109,9 @@ def test_tensors_of_a_run_are_those_of_the_step_that_would_come_next(run, small,
     }
     state = checkpoint.latest(run, print)
     masters = dict(torch_checkpoint.weights(state.state, {f"{LAYER}.weight": (48, 32)}))
-    np.testing.assert_array_equal(found.operands[f"{LAYER}/weight"], cast.round_to(masters[f"{LAYER}.weight"], BFLOAT16))
+    np.testing.assert_array_equal(
+        found.operands[f"{LAYER}/weight"], cast.round_to(masters[f"{LAYER}.weight"], BFLOAT16)
+    )
     for value in found.operands.values():
         np.testing.assert_array_equal(value, cast.round_to(value, BFLOAT16))
         assert np.any(value)
@@ -113,16 +126,24 @@ def test_amaxes_of_a_run_are_those_it_recorded_of_every_linear(run):
     for name, trace in found.amaxes.items():
         layer, _, role = name.rpartition("/")
         gemm = "output" if role != "grad_output" else "grad_input"
-        assert trace.tolist() == [np.float32(line["statistics"][f"{layer}/{gemm}/{role}"]["amax"]) for line in lines]
+        assert trace.tolist() == [
+            np.float32(line["statistics"][f"{layer}/{gemm}/{role}"]["amax"]) for line in lines
+        ]
 
 
 def test_a_run_of_no_such_fp8_linear_is_refused(run):
-    with pytest.raises(ConfigError, match=r"has no lm_head among model.layers.0.self_attn.q_proj, "):
+    with pytest.raises(
+        ConfigError, match=r"has no lm_head among model.layers.0.self_attn.q_proj, "
+    ):
         tensors.of_run(run, ["lm_head"])
 
 
 def test_the_demo_records_one_of_its_runs_alone(small):
-    every = {(b, r): demo._config(small, b, r).statistics.every for b in loop.BACKENDS for r in demo.RECIPES}
+    every = {
+        (b, r): demo._config(small, b, r).statistics.every
+        for b in loop.BACKENDS
+        for r in demo.RECIPES
+    }
     assert [key for key, steps in every.items() if steps] == [demo.OBSERVED]
     assert every[demo.OBSERVED] == 1
 

@@ -1,4 +1,6 @@
-"""What figures were measured on: the device, its driver and clocks, versions, and flags that change kernels."""
+"""What figures were measured on: the device, its driver and clocks, versions, and flags that change
+kernels.
+"""
 
 import functools
 import hashlib
@@ -24,7 +26,8 @@ def describe(device: str, packages: tuple[str, ...], *, dry: bool) -> dict:
         "dry": dry,
         "device": "cpu" if dry else device,
         "driver": None if dry else query("driver_version"),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in packages},
         "flags": {name: os.environ[name] for name in FLAGS if name in os.environ},
     }
 

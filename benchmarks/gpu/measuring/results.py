@@ -1,4 +1,6 @@
-"""The JSON file of a benchmark: its sections, each written as soon as it is finished, and its table in markdown next to it."""
+"""The JSON file of a benchmark: its sections, each written as soon as it is finished, and its table
+in markdown next to it.
+"""
 
 import json
 import os
@@ -6,7 +8,13 @@ from pathlib import Path
 
 KEPT = Path(__file__).parents[2] / "results"
 LEFT = 3  # the exit code of a script that leaves something for another run
-SAME = ("dry", "device", "driver", "versions", "flags")  # of an environment: what a table's figures have in common
+SAME = (
+    "dry",
+    "device",
+    "driver",
+    "versions",
+    "flags",
+)  # of an environment: what a table's figures have in common
 
 
 class RefusedError(ValueError):
@@ -14,27 +22,41 @@ class RefusedError(ValueError):
 
 
 class Results:
-    """``data``: {"dry", "device", "driver", "versions", "flags", "sections": {name: {...}}, ...}."""
+    """``data``: {"dry", "device", "driver", "versions", "flags", "sections": {name: {...}},
+    ...}.
+    """
 
-    def __init__(self, path: Path, environment: dict, *, resume: bool = False, overwrite: bool = False) -> None:
-        """Raises:   RefusedError: a dry run's results where those of GPUs are kept; a file that is there, unless it is resumed or overwritten; one
-        to resume that is of another machine, or not such a file.
+    def __init__(
+        self, path: Path, environment: dict, *, resume: bool = False, overwrite: bool = False
+    ) -> None:
+        """Raises:   RefusedError: a dry run's results where those of GPUs are kept; a file that is
+        there, unless it is resumed or overwritten; one to resume that is of another machine, or not
+        such a file.
         """
         if environment["dry"] and path.resolve().is_relative_to(KEPT.resolve()):
             raise RefusedError(
-                f"figures of a dry run are of no GPU, and are not written to benchmarks/results; got {path}. Name another file by --json."
+                "figures of a dry run are of no GPU, and are not written to benchmarks/results; "
+                f"got {path}. Name another file by --json."
             )
         self.path, self.data = path, environment | {"sections": {}}
         if path.suffix != ".json" or path.is_dir():
-            raise RefusedError(f"results go to a file NAME.json, and their table to NAME.md; got {path}. Name such a file by --json.")
+            raise RefusedError(
+                f"results go to a file NAME.json, and their table to NAME.md; got {path}. Name "
+                "such a file by --json."
+            )
         if path.exists() and not resume and not overwrite:
-            raise RefusedError(f"{path} is there already. Add to it by --resume, or begin anew by --overwrite.")
+            raise RefusedError(
+                f"{path} is there already. Add to it by --resume, or begin anew by --overwrite."
+            )
         if resume and path.exists():
             self.data = _earlier(path, environment)
         try:  # before anything is measured
             _write(path, json.dumps(self.data, indent=1) + "\n")
         except OSError as error:
-            raise RefusedError(f"results are written to {path}, which fails: {error.strerror}. Name another file by --json.") from None
+            raise RefusedError(
+                f"results are written to {path}, which fails: {error.strerror}. Name another "
+                "file by --json."
+            ) from None
 
     def finished(self, name: str) -> bool:
         """Whether the file has a section, and nothing in it failed."""
@@ -58,7 +80,13 @@ class Results:
 
 def failed(section: dict) -> list[str]:
     """What went wrong in a section: "<row>: <error>"."""
-    rows = [row for value in section.values() if isinstance(value, list) for row in value if isinstance(row, dict)]
+    rows = [
+        row
+        for value in section.values()
+        if isinstance(value, list)
+        for row in value
+        if isinstance(row, dict)
+    ]
     return [f"{row['name']}: {row['error']}" for row in rows if "error" in row]
 
 
@@ -68,10 +96,15 @@ def _earlier(path: Path, environment: dict) -> dict:
         differ = [key for key in SAME if data[key] != environment[key]]
         data["sections"].items()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RefusedError(f"{path} is not a file that this script wrote ({error!r}). Write it anew by --overwrite.") from None
+        raise RefusedError(
+            f"{path} is not a file that this script wrote ({error!r}). Write it anew by "
+            "--overwrite."
+        ) from None
     if differ:
         found = "; ".join(f"{key} {data[key]!r}, here {environment[key]!r}" for key in differ)
-        raise RefusedError(f"one table is of one machine; {path} has {found}. Name another file by --json.")
+        raise RefusedError(
+            f"one table is of one machine; {path} has {found}. Name another file by --json."
+        )
     return data
 
 

@@ -13,7 +13,9 @@ LLAMA_8B = "llama-8b"
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """tokens: of one sequence. square: M, N and K of the GEMMs that tell ceilings. copied: bytes of a buffer."""
+    """tokens: of one sequence. square: M, N and K of the GEMMs that tell ceilings. copied: bytes of
+    a buffer.
+    """
 
     blocks: LlamaConfig
     tokens: int
@@ -27,9 +29,15 @@ class Sizes:
 
 
 def full() -> Sizes:
-    """Four blocks of Llama 3 8B on 8,192 tokens, as asked; the small model has the same parts, an eighth as wide."""
-    known = LlamaConfig(**tomllib.loads(configs.find(LLAMA_8B).read_text(encoding="utf-8"))["model"])
-    small = dataclasses.replace(known, hidden_size=512, intermediate_size=1792, num_attention_heads=8, num_key_value_heads=4)
+    """Four blocks of Llama 3 8B on 8,192 tokens, as asked; the small model has the same parts, an
+    eighth as wide.
+    """
+    known = LlamaConfig(
+        **tomllib.loads(configs.find(LLAMA_8B).read_text(encoding="utf-8"))["model"]
+    )
+    small = dataclasses.replace(
+        known, hidden_size=512, intermediate_size=1792, num_attention_heads=8, num_key_value_heads=4
+    )
     return Sizes(
         blocks=dataclasses.replace(known, num_hidden_layers=4),
         tokens=8192,
@@ -45,7 +53,13 @@ def full() -> Sizes:
 
 def dry() -> Sizes:
     """Sizes too small to say anything."""
-    tiny = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    tiny = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     return Sizes(
         blocks=tiny,
         tokens=32,

@@ -1,7 +1,9 @@
-"""Times of variants that take turns: medians over rounds, and ratios of neighbors in one round, so that a clock that drifts hits all alike.
+"""Times of variants that take turns: medians over rounds, and ratios of neighbors in one round, so
+that a clock that drifts hits all alike.
 
-A round calls each variant some times in a row, the one that comes first changing from round to round; a variant's time in it is that of the
-whole row by its calls. What times a row is a clock of the backend (``Clock``).
+A round calls each variant some times in a row, the one that comes first changing from round to
+round; a variant's time in it is that of the whole row by its calls. What times a row is a clock of
+the backend (``Clock``).
 """
 
 import math
@@ -12,9 +14,18 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 ROUNDS = 11
-FEWEST = 5  # rounds that are run however little time is left: fewer have no quartiles worth the name
-AHEAD, LONGEST_AHEAD = 1.5, 0.2  # of the host's time for a row, by which the device starts late; at most so many seconds
-SAMPLES, SMALLEST, LARGEST = 300e6, 2, 8  # bytes of inputs that are rotated, beyond any L2 there is; of how many sets
+FEWEST = (
+    5  # rounds that are run however little time is left: fewer have no quartiles worth the name
+)
+AHEAD, LONGEST_AHEAD = (
+    1.5,
+    0.2,
+)  # of the host's time for a row, by which the device starts late; at most so many seconds
+SAMPLES, SMALLEST, LARGEST = (
+    300e6,
+    2,
+    8,
+)  # bytes of inputs that are rotated, beyond any L2 there is; of how many sets
 
 Call = Callable[[int], object]  # takes the number of the call, by which it chooses its inputs
 
@@ -25,12 +36,16 @@ class Clock(Protocol):
     def seconds(self, call: Call, calls: int, *, ahead: float = 0.0) -> tuple[float, float]:
         """(seconds that a row of calls took, seconds until the host had asked for them all).
 
-        ahead     seconds that the device waits before it begins, so that it finds the work queued and only its own time counts.
+        ahead     seconds that the device waits before it begins, so that it finds the work queued
+                  and only its own time counts.
         """
 
 
 class Wall:
-    """The host's clock, for calls that are done when they return. It has nothing to wait for: ``ahead`` changes nothing."""
+    """The host's clock, for calls that are done when they return.
+
+    It has nothing to wait for: ``ahead`` changes nothing.
+    """
 
     kind = "time.perf_counter"
 
@@ -56,7 +71,9 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """seconds: of a call, by variant, one a round. errors: what a variant raised, which then has no seconds."""
+    """seconds: of a call, by variant, one a round. errors: what a variant raised, which then has no
+    seconds.
+    """
 
     seconds: dict[str, list[float]]
     errors: dict[str, str]
@@ -75,7 +92,8 @@ def interleaved(
     """Time variants in turns.
 
     row_seconds   how long a row of calls is to last; most: calls in a row at most.
-    queued        whether the device's time alone counts; otherwise the host's launches count where the device waits for them.
+    queued        whether the device's time alone counts; otherwise the host's launches count where
+                  the device waits for them.
     budget        after FEWEST rounds no round begins that would end later.
     """
     rows: dict[str, tuple[int, float]] = {}
@@ -92,7 +110,11 @@ def interleaved(
     seconds: dict[str, list[float]] = {name: [] for name in rows}
     names, begun = list(rows), time.monotonic()
     for done in range(rounds):
-        if budget is not None and done >= FEWEST and budget.left < (time.monotonic() - begun) / done:
+        if (
+            budget is not None
+            and done >= FEWEST
+            and budget.left < (time.monotonic() - begun) / done
+        ):
             break
         first = done % max(1, len(names))
         for name in names[first:] + names[:first]:
@@ -103,22 +125,33 @@ def interleaved(
 
 def each(measured: Rounds, calls: int) -> Rounds:
     """Of one of so many that a call makes."""
-    return Rounds(seconds={name: [s / calls for s in taken] for name, taken in measured.seconds.items()}, errors=measured.errors)
+    return Rounds(
+        seconds={name: [s / calls for s in taken] for name, taken in measured.seconds.items()},
+        errors=measured.errors,
+    )
 
 
 def ratio(reference: Sequence[float], other: Sequence[float]) -> float:
-    """How many times as fast the other one is: the median of the rounds' ratios, above 1 where it takes less time."""
+    """How many times as fast the other one is: the median of the rounds' ratios, above 1 where it
+    takes less time.
+    """
     return statistics.median(a / b for a, b in zip(reference, other, strict=True))
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
     """The first and the third; of a single value, itself."""
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    low, _, high = (
+        statistics.quantiles(values, n=4, method="inclusive")
+        if len(values) > 1
+        else [values[0]] * 3
+    )
     return [low, high]
 
 
 def rows(measured: Rounds, reference: str) -> list[dict]:
-    """A row for each variant: ``seconds`` (median), ``quartiles``, ``rounds``, and its ``speedup`` over the reference, or its ``error``."""
+    """A row for each variant: ``seconds`` (median), ``quartiles``, ``rounds``, and its ``speedup``
+    over the reference, or its ``error``.
+    """
     base = measured.seconds.get(reference)
     found = [
         {
@@ -126,7 +159,9 @@ def rows(measured: Rounds, reference: str) -> list[dict]:
             "seconds": statistics.median(taken),
             "quartiles": quartiles(taken),
             "speedup": ratio(base, taken) if base else None,
-            "speedup_quartiles": quartiles([a / b for a, b in zip(base, taken, strict=True)]) if base else None,
+            "speedup_quartiles": quartiles([a / b for a, b in zip(base, taken, strict=True)])
+            if base
+            else None,
             "rounds": taken,
         }
         for name, taken in measured.seconds.items()
@@ -135,7 +170,9 @@ def rows(measured: Rounds, reference: str) -> list[dict]:
 
 
 def sets(bytes_: int) -> int:
-    """How many sets of inputs of that size to rotate among, so that a call does not find its own in the cache."""
+    """How many sets of inputs of that size to rotate among, so that a call does not find its own in
+    the cache.
+    """
     return max(SMALLEST, min(LARGEST, math.ceil(SAMPLES / bytes_)))
 
 

@@ -26,7 +26,9 @@ class Bench:
     attention: Literal["xla", "cudnn"]
     keys: itertools.count = field(default_factory=itertools.count)
 
-    def timed(self, variants: dict[str, Call], *, most: int = 20, row_seconds: float | None = None) -> Rounds:
+    def timed(
+        self, variants: dict[str, Call], *, most: int = 20, row_seconds: float | None = None
+    ) -> Rounds:
         return timing.interleaved(
             variants,
             self.clock,
@@ -42,13 +44,25 @@ class Bench:
         return _normal(jax.random.key(next(self.keys)), shape, scale)
 
     def codes(self, *shape: int, dtype) -> jax.Array:
-        """FP8 codes of normal values that fill the format's range, as a scale of their amax would have them do."""
+        """FP8 codes of normal values that fill the format's range, as a scale of their amax would
+        have them do.
+        """
         return _codes(jax.random.key(next(self.keys)), shape, dtype)
 
-    def compiled(self, function: Callable, *arguments, options: Mapping | None = None, donate: tuple[int, ...] = ()) -> Callable:
+    def compiled(
+        self,
+        function: Callable,
+        *arguments,
+        options: Mapping | None = None,
+        donate: tuple[int, ...] = (),
+    ) -> Callable:
         """Compiled with XLA's options, by default those of the trainer's step."""
         options = compiler_options(jax.default_backend()) if options is None else options
-        return jax.jit(function, donate_argnums=donate).lower(*arguments).compile(compiler_options=dict(options) or None)
+        return (
+            jax.jit(function, donate_argnums=donate)
+            .lower(*arguments)
+            .compile(compiler_options=dict(options) or None)
+        )
 
     def free(self) -> None:
         """Give back what a section held."""

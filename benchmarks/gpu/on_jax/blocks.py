@@ -1,6 +1,8 @@
-"""A training step of blocks of Llama in JAX, without embedding and head: forward, backward and AdamW, one compiled program.
+"""A training step of blocks of Llama in JAX, without embedding and head: forward, backward and
+AdamW, one compiled program.
 
-Parameters, gradients and moments are bfloat16, as in the PyTorch benchmark. Blocks are fp8ref's own; what a variant changes is their linears.
+Parameters, gradients and moments are bfloat16, as in the PyTorch benchmark. Blocks are fp8ref's
+own; what a variant changes is their linears.
 """
 
 import functools
@@ -21,7 +23,9 @@ from on_jax.variants import Variant
 
 SETS = 3  # of inputs that are rotated
 MOST = 50  # steps of a row
-WARM = 3  # steps on the same inputs, after which scales of past amaxes are of them; the last is compared with bfloat16's
+# steps on the same inputs, after which scales of past amaxes are of them; the last is compared with
+# bfloat16's
+WARM = 3
 
 
 class Blocks:
@@ -33,19 +37,31 @@ class Blocks:
         # the same weights in every variant
         keys = dict(zip(linears, jax.random.split(jax.random.key(1), len(linears)), strict=True))
         weights = {
-            f"{linear}.weight": _weight(keys[linear], llama.linear_shapes(config)[linear], config.initializer_range) for linear in linears
+            f"{linear}.weight": _weight(
+                keys[linear], llama.linear_shapes(config)[linear], config.initializer_range
+            )
+            for linear in linears
         }
         norms = [name for name, shape in llama.parameter_shapes(config).items() if len(shape) == 1]
         weights |= {norm: jnp.ones(config.hidden_size, jnp.bfloat16) for norm in norms}
         if self.variant.turned:
             weights = {key: value.T if value.ndim == 2 else value for key, value in weights.items()}
         recipes = dict.fromkeys(linears, self.variant.recipe)
-        layers = nnx.List([Layer(f"model.layers.{i}", config, weights, recipes) for i in range(config.num_hidden_layers)])
+        layers = nnx.List(
+            [
+                Layer(f"model.layers.{i}", config, weights, recipes)
+                for i in range(config.num_hidden_layers)
+            ]
+        )
         self.graph, params = nnx.split(layers)
         self.optimizer = optax.adamw(1e-6)
-        self.tables = [jnp.asarray(table) for table in llama.rotary_tables(config, sets[0][0].shape[1])]
+        self.tables = [
+            jnp.asarray(table) for table in llama.rotary_tables(config, sets[0][0].shape[1])
+        ]
         self.state = params, self.optimizer.init(params), self.variant.initial(linears)
-        self.compiled = bench.compiled(self._step, self.state, *sets[0], options=self.variant.options, donate=(0,))
+        self.compiled = bench.compiled(
+            self._step, self.state, *sets[0], options=self.variant.options, donate=(0,)
+        )
 
     def step(self, i: int) -> list[jax.Array]:
         """[output, the input's gradient], which an embedding would ask for."""
@@ -53,7 +69,9 @@ class Blocks:
         return found
 
     def compared(self) -> list[jax.Array]:
-        """What blocks add to their input, and to its gradient, after WARM steps: without the residual, which no linear touches."""
+        """What blocks add to their input, and to its gradient, after WARM steps: without the
+        residual, which no linear touches.
+        """
         for _ in range(WARM):
             y, by_x = self.step(0)
         return [_minus(y, self.sets[0][0]), _minus(by_x, self.sets[0][1])]
@@ -99,7 +117,9 @@ def run(bench: Bench, config: LlamaConfig, tokens: int, variants: Sequence[str])
             memory[name] = getattr(made.compiled.memory_analysis(), "temp_size_in_bytes", None)
         except Exception as error:  # the others are still to be measured
             errors[name] = timing.message(error)
-    measured = bench.timed({name: model.step for name, model in models.items()}, most=MOST, row_seconds=0.2)
+    measured = bench.timed(
+        {name: model.step for name, model in models.items()}, most=MOST, row_seconds=0.2
+    )
     measured.errors.update(errors)
     return {
         "tokens": tokens,

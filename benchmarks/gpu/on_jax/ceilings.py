@@ -1,4 +1,6 @@
-"""What XLA gets out of the device at most: large GEMMs, a copy, and programs that do next to nothing."""
+"""What XLA gets out of the device at most: large GEMMs, a copy, and programs that do next to
+nothing.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -21,10 +23,16 @@ RATES = {  # keys of ``ceilings`` and the GEMMs that they are read off
 
 
 def run(bench: Bench) -> dict:
-    """Rows of GEMMs, and ``ceilings``: FLOP/s, bytes/s (read and written), seconds from program to program and from kernel to kernel of one."""
+    """Rows of GEMMs, and ``ceilings``: FLOP/s, bytes/s (read and written), seconds from program to
+    program and from kernel to kernel of one.
+    """
     rows = timing.rows(bench.timed(gemms(bench)), "bf16")
     seconds = {row["name"]: row["seconds"] for row in rows if "seconds" in row}
-    rates = {key: 2 * bench.sizes.square**3 / seconds[name] for key, name in RATES.items() if name in seconds}
+    rates = {
+        key: 2 * bench.sizes.square**3 / seconds[name]
+        for key, name in RATES.items()
+        if name in seconds
+    }
     copied = timing.rows(bench.timed({"copy": copying(bench)}), "copy")
     gaps = timing.rows(bench.timed(launching(bench)), "programs one by one")
     gap = {row["name"]: row["seconds"] / bench.sizes.launches for row in gaps if "seconds" in row}
@@ -39,11 +47,17 @@ def run(bench: Bench) -> dict:
     return {"rows": rows, "copy": copied, "launches": gaps, "ceilings": ceilings}
 
 
-def gemm(bench: Bench, shape: tuple[int, int, int], types, precision, *, scales: str, chained: int = 1) -> timing.Call:
-    """[M, K] by [N, K], both contiguous along K, scaled ("tensorwise", "rowwise", "unit") and rounded to bfloat16; so many of them a call."""
+def gemm(
+    bench: Bench, shape: tuple[int, int, int], types, precision, *, scales: str, chained: int = 1
+) -> timing.Call:
+    """[M, K] by [N, K], both contiguous along K, scaled ("tensorwise", "rowwise", "unit") and
+    rounded to bfloat16; so many of them a call.
+    """
     m, n, k = shape
     count = timing.sets(2 * (m * k + n * k + m * n))
-    pairs = [(bench.codes(m, k, dtype=types[0]), bench.codes(n, k, dtype=types[1])) for _ in range(count)]
+    pairs = [
+        (bench.codes(m, k, dtype=types[0]), bench.codes(n, k, dtype=types[1])) for _ in range(count)
+    ]
     given = {"tensorwise": ((), ()), "unit": ((), ()), "rowwise": ((m, 1), (1, n))}[scales]
     rows, columns = (jnp.full(s, 1.0 if scales == "unit" else 1.2e-3, jnp.float32) for s in given)
 
@@ -54,7 +68,9 @@ def gemm(bench: Bench, shape: tuple[int, int, int], types, precision, *, scales:
     return rotated(bench, multiply, pairs, rows, columns, chained=chained)
 
 
-def rotated(bench: Bench, function: Callable, pairs: Sequence, *more: jax.Array, chained: int = 1) -> timing.Call:
+def rotated(
+    bench: Bench, function: Callable, pairs: Sequence, *more: jax.Array, chained: int = 1
+) -> timing.Call:
     """A call is a program of so many calls of function(*pair, *more), on pairs that are rotated."""
 
     def chain(pairs, *more):
@@ -66,7 +82,13 @@ def rotated(bench: Bench, function: Callable, pairs: Sequence, *more: jax.Array,
 
 
 def dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, precision) -> jax.Array:
-    return lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a,
+        b,
+        (((axis_a,), (axis_b,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def gemms(bench: Bench) -> dict[str, timing.Call]:
@@ -92,7 +114,9 @@ def copying(bench: Bench) -> timing.Call:
 
 
 def launching(bench: Bench) -> dict[str, timing.Call]:
-    """So many programs of one small kernel, and one program of so many that wait for each other and cannot be fused."""
+    """So many programs of one small kernel, and one program of so many that wait for each other and
+    cannot be fused.
+    """
     x, launches = jnp.ones((8, 128), jnp.float32), bench.sizes.launches
     one = bench.compiled(lambda x: x + 1, x)
 

@@ -1,4 +1,6 @@
-"""The host's clock around a row of calls and the wait for their results (``timing.Clock``): JAX has no events on the streams that it runs on."""
+"""The host's clock around a row of calls and the wait for their results (``timing.Clock``): JAX has
+no events on the streams that it runs on.
+"""
 
 import time
 
@@ -8,7 +10,9 @@ from measuring.timing import Call
 
 
 class Blocked:
-    """A row begins with the device idle, and calls return before the device is done, so that all launches but the first hide behind work."""
+    """A row begins with the device idle, and calls return before the device is done, so that all
+    launches but the first hide behind work.
+    """
 
     kind = "time.perf_counter around rows of calls, to block_until_ready"
 

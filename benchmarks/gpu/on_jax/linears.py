@@ -1,4 +1,6 @@
-"""One linear of a Llama-8B block in JAX, forward and backward, by every variant; and each GEMM of it alone, for the ledger."""
+"""One linear of a Llama-8B block in JAX, forward and backward, by every variant; and each GEMM of
+it alone, for the ledger.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -13,12 +15,17 @@ from on_jax.variants import ALL, Variant
 from reporting import ledger
 from reporting.report import OURS
 
-CHAINED = 8  # GEMMs of one program: a single small one takes no longer than the host takes to ask for it
+CHAINED = (
+    8  # GEMMs of one program: a single small one takes no longer than the host takes to ask for it
+)
 DTYPES = {"e4m3fn": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 def run(bench: Bench, shape: tuple[int, int, int]) -> dict:
-    """shape: (M, N, K) of x [M, K] by w [N, K]. Rows of linears, ``speedup`` over bfloat16, and of GEMMs."""
+    """shape: (M, N, K) of x [M, K] by w [N, K].
+
+    Rows of linears, ``speedup`` over bfloat16, and of GEMMs.
+    """
     m, n, k = shape
     count = timing.sets(2 * m * (k + n))
     sets = [(bench.random(m, k), bench.random(m, n, scale=1e-3)) for _ in range(count)]
@@ -43,8 +50,12 @@ def run(bench: Bench, shape: tuple[int, int, int]) -> dict:
     return {"shape": list(shape), "rows": rows, "gemms": gemms, "relative_errors": accuracy}
 
 
-def passes(bench: Bench, name: str, weight: jax.Array, sets: list) -> tuple[timing.Call, Sequence[jax.Array]]:
-    """A call, and (output, gradient by x, by w [N, K]) of the first inputs, after scales have seen such."""
+def passes(
+    bench: Bench, name: str, weight: jax.Array, sets: list
+) -> tuple[timing.Call, Sequence[jax.Array]]:
+    """A call, and (output, gradient by x, by w [N, K]) of the first inputs, after scales have seen
+    such.
+    """
     variant = Variant(name)
     w, state = weight.T if variant.turned else weight, variant.initial(["linear"])
 
@@ -59,7 +70,11 @@ def passes(bench: Bench, name: str, weight: jax.Array, sets: list) -> tuple[timi
     for _ in range(2):
         state = f(w, *sets[0], state)[-1]
     y, by_x, by_w, _ = f(w, *sets[0], state)
-    return lambda i: f(w, *sets[i % len(sets)], state), (y, by_x, by_w.T if variant.turned else by_w)
+    return lambda i: f(w, *sets[i % len(sets)], state), (
+        y,
+        by_x,
+        by_w.T if variant.turned else by_w,
+    )
 
 
 def differences(found: Sequence[jax.Array], expected: Sequence[jax.Array]) -> list[float]:
@@ -74,7 +89,9 @@ def _relative(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def products(bench: Bench, shape: tuple[int, int, int]) -> dict[str, timing.Call]:
-    """Every GEMM that a recipe runs on a linear of this shape, CHAINED times a call, by ``ledger.gemm_name``."""
+    """Every GEMM that a recipe runs on a linear of this shape, CHAINED times a call, by
+    ``ledger.gemm_name``.
+    """
     found: dict[str, timing.Call] = {}
     for recipe in ("bf16", *OURS):
         for which, spec in RECIPES[recipe].gemms.items():
@@ -85,15 +102,36 @@ def products(bench: Bench, shape: tuple[int, int, int]) -> dict[str, timing.Call
 
 def product(bench: Bench, shape: tuple[int, int, int], which: Gemm, spec: GemmSpec) -> timing.Call:
     m, n, k = ledger.dims(which, *shape)
-    if spec.a is None or spec.b is None:  # what is reduced is a tensor's first axis in part of the GEMMs
+    if (
+        spec.a is None or spec.b is None
+    ):  # what is reduced is a tensor's first axis in part of the GEMMs
         first, second = REDUCED_AXES[which]
         count = timing.sets(2 * (m * k + n * k + m * n))
-        pairs = [(bench.random(*((m, k) if first else (k, m))), bench.random(*((n, k) if second else (k, n)))) for _ in range(count)]
+        pairs = [
+            (
+                bench.random(*((m, k) if first else (k, m))),
+                bench.random(*((n, k) if second else (k, n))),
+            )
+            for _ in range(count)
+        ]
 
         def multiply(a, b):
             return ceilings.dot(a, b, first, second, ceilings.FAST).astype(jnp.bfloat16)
 
         return ceilings.rotated(bench, multiply, pairs, chained=CHAINED)
-    scales = "unit" if spec.epilogue == "unit_round_scale_round" else "rowwise" if spec.rowwise else "tensorwise"
+    scales = (
+        "unit"
+        if spec.epilogue == "unit_round_scale_round"
+        else "rowwise"
+        if spec.rowwise
+        else "tensorwise"
+    )
     precision = ceilings.FAST if spec.accumulate == "fast" else ceilings.SLOW
-    return ceilings.gemm(bench, (m, n, k), [DTYPES[cast.fmt.name] for cast in (spec.a, spec.b)], precision, scales=scales, chained=CHAINED)
+    return ceilings.gemm(
+        bench,
+        (m, n, k),
+        [DTYPES[cast.fmt.name] for cast in (spec.a, spec.b)],
+        precision,
+        scales=scales,
+        chained=CHAINED,
+    )

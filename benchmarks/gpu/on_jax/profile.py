@@ -1,4 +1,6 @@
-"""Where a step of blocks in JAX spends its time, by kind of kernel: jax.profiler's record of some steps, which is itself some of what is idle."""
+"""Where a step of blocks in JAX spends its time, by kind of kernel: jax.profiler's record of some
+steps, which is itself some of what is idle.
+"""
 
 import tempfile
 from pathlib import Path
@@ -15,8 +17,18 @@ from reporting.breakdown import Event
 
 STEPS = 3
 NEEDED = 25  # seconds of a variant, compiling included
-VARIANTS = ("bf16", "fp8ref tensorwise", FLAX, "fp8ref rowwise", "fp8ref delayed", "fp8ref rowwise_with_gw_hp")
-ON_DEVICE, STREAM = "/device:GPU:0", "Stream"  # a plane of a profile, and how its lines that hold kernels begin
+VARIANTS = (
+    "bf16",
+    "fp8ref tensorwise",
+    FLAX,
+    "fp8ref rowwise",
+    "fp8ref delayed",
+    "fp8ref rowwise_with_gw_hp",
+)
+ON_DEVICE, STREAM = (
+    "/device:GPU:0",
+    "Stream",
+)  # a plane of a profile, and how its lines that hold kernels begin
 ON_HOST, POOL = "/host:CPU", "tf_"  # of a dry run: XLA's threads
 
 
@@ -32,7 +44,14 @@ def run(bench: Bench) -> dict:
         try:
             events = recorded(bench, Blocks(bench, variant, config, sets))
             kinds = breakdown.seconds(events, STEPS)
-            rows.append({"name": variant, "kinds": kinds, "seconds": sum(kinds.values()), "longest": breakdown.longest(events, STEPS)})
+            rows.append(
+                {
+                    "name": variant,
+                    "kinds": kinds,
+                    "seconds": sum(kinds.values()),
+                    "longest": breakdown.longest(events, STEPS),
+                }
+            )
         except Exception as error:  # the others are still to be measured
             rows.append({"name": variant, "error": timing.message(error)})
     return {"steps": STEPS, "rows": rows}
@@ -53,5 +72,15 @@ def recorded(bench: Bench, blocks: Blocks) -> list[Event]:
 
 def read(profile: Path, plane: str, lines: str) -> list[Event]:
     """The events of a profile's plane, of lines whose names begin so."""
-    found = [line for p in ProfileData.from_file(str(profile)).planes if p.name == plane for line in p.lines if line.name.startswith(lines)]
-    return [Event(e.name, e.start_ns * 1e-9, (e.start_ns + e.duration_ns) * 1e-9, line.name) for line in found for e in line.events]
+    found = [
+        line
+        for p in ProfileData.from_file(str(profile)).planes
+        if p.name == plane
+        for line in p.lines
+        if line.name.startswith(lines)
+    ]
+    return [
+        Event(e.name, e.start_ns * 1e-9, (e.start_ns + e.duration_ns) * 1e-9, line.name)
+        for line in found
+        for e in line.events
+    ]

@@ -1,6 +1,8 @@
-"""Linears that are compared in JAX: fp8ref's by each recipe (bfloat16 one of them), Flax's Fp8DirectDotGeneralOp, and a minimal tensorwise one.
+"""Linears that are compared in JAX: fp8ref's by each recipe (bfloat16 one of them), Flax's
+Fp8DirectDotGeneralOp, and a minimal tensorwise one.
 
-Each is a ``Pass`` through fp8ref's own layers, which ask it for their linears; what a kind of linear keeps between steps is its state.
+Each is a ``Pass`` through fp8ref's own layers, which ask it for their linears; what a kind of
+linear keeps between steps is its state.
 """
 
 import warnings
@@ -21,7 +23,8 @@ from reporting.report import OURS
 
 FLAX, MINIMAL, EXACT = "flax Fp8DirectDotGeneralOp", "minimal tensorwise", "bf16, every rounding"
 ALL = ("bf16", "bf16 again", *(f"fp8ref {recipe}" for recipe in OURS), FLAX, MINIMAL)
-KEPT = "_overwrite_with_gradient"  # Flax's collection of scales and histories, whose gradients are their new values
+# Flax's collection of scales and histories, whose gradients are their new values
+KEPT = "_overwrite_with_gradient"
 ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 
 
@@ -29,7 +32,9 @@ ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 class FlaxPass(Pass):
     """By linears as nn.Dense has them: weights are [K, N]."""
 
-    given: Mapping[str, Mapping] = field(default_factory=dict)  # of each linear, by its name without dots
+    given: Mapping[str, Mapping] = field(
+        default_factory=dict
+    )  # of each linear, by its name without dots
 
     def linear(self, x: jax.Array, w: jax.Array, recipe, name: str) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
@@ -44,7 +49,9 @@ class MinimalPass(Pass):
 
 
 class Variant:
-    """How one kind of linear is run, differentiated and advanced, and by which attention. state: {linear: what it keeps}."""
+    """How one kind of linear is run, differentiated and advanced, and by which attention. state:
+    {linear: what it keeps}.
+    """
 
     def __init__(self, name: str, attention: Literal["xla", "cudnn"] = "xla") -> None:
         self.name, self.attention = name, attention
@@ -57,10 +64,16 @@ class Variant:
     def initial(self, linears: list[str]) -> dict:
         if self.name == FLAX:
             return {linear: _flax_state() for linear in linears}
-        return {linear: delayed.init(self.recipe) for linear in linears if delayed.keeps_state(self.recipe)}
+        return {
+            linear: delayed.init(self.recipe)
+            for linear in linears
+            if delayed.keeps_state(self.recipe)
+        }
 
     def gradients(self, function: Callable, params, x: jax.Array, g: jax.Array, state: dict):
-        """(y, gradient by params, gradient by x, state after the step) of function(params, x, pass) -> y, given the gradient by y."""
+        """(y, gradient by params, gradient by x, state after the step) of function(params, x, pass)
+        -> y, given the gradient by y.
+        """
         if self.name == FLAX:
 
             def of_flax(params, x, state):
@@ -71,14 +84,24 @@ class Variant:
             return y, by_params, by_x, after
 
         def of(params, x, seen):
-            run = (MinimalPass if self.name == MINIMAL else Pass)(state, dict(seen), attention=self.attention)
+            run = (MinimalPass if self.name == MINIMAL else Pass)(
+                state, dict(seen), attention=self.attention
+            )
             return function(params, x, run), run.seen
 
         unseen = {linear: delayed.unseen(self.recipe) for linear in state}
         y, pull, forward = jax.vjp(of, params, x, unseen, has_aux=True)
         by_params, by_x, backward = pull(g)
         seen = {linear: delayed.merge(forward[linear], backward[linear]) for linear in state}
-        return y, by_params, by_x, {linear: delayed.update(state[linear], seen[linear], recipe=self.recipe) for linear in state}
+        return (
+            y,
+            by_params,
+            by_x,
+            {
+                linear: delayed.update(state[linear], seen[linear], recipe=self.recipe)
+                for linear in state
+            },
+        )
 
 
 def _flax_state() -> dict:
@@ -97,7 +120,9 @@ def quantized(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
 
 @jax.custom_vjp
 def minimal(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [M, K] by w [N, K] -> [M, N], as written by hand: a scale for each tensor, fast accumulation forward and slow backward."""
+    """x [M, K] by w [N, K] -> [M, N], as written by hand: a scale for each tensor, fast
+    accumulation forward and slow backward.
+    """
     return _forward(x, w)[0]
 
 
@@ -114,7 +139,13 @@ def _backward(kept, g: jax.Array):
 
 
 def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, precision) -> jax.Array:
-    return lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a,
+        b,
+        (((axis_a,), (axis_b,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
 
 
 minimal.defvjp(_forward, _backward)

@@ -1,4 +1,6 @@
-"""What every section of the PyTorch benchmark is given: sizes, the device, its clock, how to compile."""
+"""What every section of the PyTorch benchmark is given: sizes, the device, its clock, how to
+compile.
+"""
 
 import gc
 import types
@@ -24,7 +26,14 @@ class Bench:
     def dry(self) -> bool:
         return self.device == "cpu"
 
-    def timed(self, variants: dict[str, Call], *, most: int = 20, queued: bool = True, row_seconds: float | None = None) -> Rounds:
+    def timed(
+        self,
+        variants: dict[str, Call],
+        *,
+        most: int = 20,
+        queued: bool = True,
+        row_seconds: float | None = None,
+    ) -> Rounds:
         return timing.interleaved(
             variants,
             self.clock,
@@ -40,14 +49,20 @@ class Bench:
         return torch.randn(shape, device=self.device).mul_(scale).bfloat16()
 
     def codes(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """FP8 codes of normal values that fill the format's range, as a scale of their amax would have them do."""
+        """FP8 codes of normal values that fill the format's range, as a scale of their amax would
+        have them do.
+        """
         limit = torch.finfo(dtype).max
         x = torch.randn(shape, device=self.device)
         return (x * (limit / x.abs().max())).to(dtype)
 
     def compiled(self, function: Callable) -> Callable:
-        """Compiled on its own: dynamo keeps graphs by code object, and variants that shared one would guard against each other."""
-        own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+        """Compiled on its own: dynamo keeps graphs by code object, and variants that shared one
+        would guard against each other.
+        """
+        own = types.FunctionType(
+            function.__code__.replace(), function.__globals__, function.__name__
+        )
         return torch.compile(own, dynamic=False, fullgraph=True, backend=self.backend)
 
     def free(self) -> None:

@@ -1,6 +1,8 @@
-"""A training step of blocks of Llama, without embedding and head: forward, backward and fused AdamW, each block compiled.
+"""A training step of blocks of Llama, without embedding and head: forward, backward and fused
+AdamW, each block compiled.
 
-Parameters, gradients and moments are bfloat16; all variants train the very same parameters, so that what they hold is in memory once.
+Parameters, gradients and moments are bfloat16; all variants train the very same parameters, so that
+what they hold is in memory once.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +29,9 @@ Step = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Model:
-    """One variant. forward_backward leaves gradients in the parameters; step takes an optimizer step by them, too."""
+    """One variant. forward_backward leaves gradients in the parameters; step takes an optimizer
+    step by them, too.
+    """
 
     layers: nn.ModuleList
     forward_backward: Callable[[int], torch.Tensor]
@@ -40,7 +44,9 @@ class Blocks:
     def __init__(self, bench: Bench, config: LlamaConfig, tokens: int) -> None:
         self.bench, self.config = bench, config
         with torch.device(bench.device):
-            self.shared = nn.ModuleList([Layer(config) for _ in range(config.num_hidden_layers)]).bfloat16()
+            self.shared = nn.ModuleList(
+                [Layer(config) for _ in range(config.num_hidden_layers)]
+            ).bfloat16()
         with torch.no_grad():
             for parameter in self.shared.parameters():
                 if parameter.ndim > 1:
@@ -48,14 +54,19 @@ class Blocks:
                 else:
                     parameter.fill_(1.0)
         self.optimizer = torch.optim.AdamW(self.shared.parameters(), lr=1e-6, fused=True)
-        self.tables = [torch.from_numpy(table).to(bench.device) for table in llama.rotary_tables(config, tokens)]
+        self.tables = [
+            torch.from_numpy(table).to(bench.device)
+            for table in llama.rotary_tables(config, tokens)
+        ]
         shape = 1, tokens, config.hidden_size
         self.xs = [bench.random(*shape).requires_grad_() for _ in range(SETS)]
         self.gs = [bench.random(*shape, scale=1e-3) for _ in range(SETS)]
 
     def model(self, variant: str) -> Model:
         with torch.device("meta"):
-            layers = nn.ModuleList([Layer(self.config) for _ in range(self.config.num_hidden_layers)])
+            layers = nn.ModuleList(
+                [Layer(self.config) for _ in range(self.config.num_hidden_layers)]
+            )
         layers.load_state_dict(dict(self.shared.named_parameters()), assign=True)
         convert(layers, variant)
         forward, tables = self.bench.compiled(called), self.tables
@@ -90,9 +101,17 @@ class Blocks:
             x.grad = None
 
     def gradients(self, model: Model) -> list[torch.Tensor]:
-        """What blocks add to their first input, without the residual, which no linear touches; and two gradients."""
+        """What blocks add to their first input, without the residual, which no linear touches; and
+        two gradients.
+        """
         added = model.forward_backward(0) - self.xs[0].detach()
-        found = [added, *(self.shared.get_parameter(name).grad.clone() for name in ("0.mlp.gate_proj.weight", "0.mlp.down_proj.weight"))]
+        found = [
+            added,
+            *(
+                self.shared.get_parameter(name).grad.clone()
+                for name in ("0.mlp.gate_proj.weight", "0.mlp.down_proj.weight")
+            ),
+        ]
         self.optimizer.zero_grad()
         return found
 
@@ -102,7 +121,9 @@ def called(layer: nn.Module, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
 
 
 def run(bench: Bench, config: LlamaConfig, tokens: int, variants: Sequence[str]) -> dict:
-    """Rows of steps, ``speedup`` over bfloat16; host and device together, as a step of training takes them."""
+    """Rows of steps, ``speedup`` over bfloat16; host and device together, as a step of training
+    takes them.
+    """
     blocks = Blocks(bench, config, tokens)
     models: dict[str, Model] = {}
     errors: dict[str, str] = {}
@@ -121,7 +142,12 @@ def run(bench: Bench, config: LlamaConfig, tokens: int, variants: Sequence[str])
             errors[name] = timing.message(error)
             blocks.clear()  # gradients of a pass that broke off
         graphs[name] = counters["stats"]["unique_graphs"] - before
-    measured = bench.timed({name: model.step for name, model in models.items()}, most=MOST, queued=False, row_seconds=0.2)
+    measured = bench.timed(
+        {name: model.step for name, model in models.items()},
+        most=MOST,
+        queued=False,
+        row_seconds=0.2,
+    )
     measured.errors.update(errors)
     return {
         "tokens": tokens,

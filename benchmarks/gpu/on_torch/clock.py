@@ -14,7 +14,9 @@ class Events:
 
     def __init__(self) -> None:
         self._cycles_per_second = CYCLES
-        self._cycles_per_second = CYCLES / min(self.seconds(lambda i: torch.cuda._sleep(CYCLES), 1)[0] for _ in range(3))
+        self._cycles_per_second = CYCLES / min(
+            self.seconds(lambda i: torch.cuda._sleep(CYCLES), 1)[0] for _ in range(3)
+        )
 
     def seconds(self, call: Call, calls: int, *, ahead: float = 0.0) -> tuple[float, float]:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

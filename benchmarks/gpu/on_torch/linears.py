@@ -1,4 +1,6 @@
-"""One linear of a Llama-8B block, forward and backward, compiled, by every variant; and each GEMM of it alone, for the ledger."""
+"""One linear of a Llama-8B block, forward and backward, compiled, by every variant; and each GEMM
+of it alone, for the ledger.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -18,7 +20,10 @@ Passes = Callable[[int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def run(bench: Bench, shape: tuple[int, int, int]) -> dict:
-    """shape: (M, N, K) of x [M, K] by w [N, K]. Rows of linears, ``speedup`` over bfloat16, and of GEMMs."""
+    """shape: (M, N, K) of x [M, K] by w [N, K].
+
+    Rows of linears, ``speedup`` over bfloat16, and of GEMMs.
+    """
     errors, passes = {}, {}
     accuracy: dict[str, list[float]] = {}
     inputs = Inputs(bench, shape)
@@ -52,7 +57,9 @@ class Inputs:
         self.gs = [bench.random(m, n, scale=1e-3) for _ in range(self.count)]
 
     def clear(self) -> None:
-        """No gradients of inputs, which a pass that broke off would have left to the next variant's."""
+        """No gradients of inputs, which a pass that broke off would have left to the next
+        variant's.
+        """
         for x in self.xs:
             x.grad = None
 
@@ -72,7 +79,9 @@ class Inputs:
             x.grad = model[0].weight.grad = None
             return made
 
-        for i in range(2 if any(delayed.states(model)) else 0):  # scales of what they will see, or gradients would round to zeros
+        for i in range(
+            2 if any(delayed.states(model)) else 0
+        ):  # scales of what they will see, or gradients would round to zeros
             forward_backward(i)
             delayed.update(model)
         return forward_backward
@@ -84,11 +93,16 @@ def called(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def differences(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[float]:
     """Relative ones, in the Frobenius norm."""
-    return [((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, expected, strict=True)]
+    return [
+        ((a.float() - b.float()).norm() / b.float().norm()).item()
+        for a, b in zip(found, expected, strict=True)
+    ]
 
 
 def products(bench: Bench, shape: tuple[int, int, int]) -> dict[str, timing.Call]:
-    """Every GEMM that a recipe runs on a linear of this shape, once each, by ``ledger.gemm_name``."""
+    """Every GEMM that a recipe runs on a linear of this shape, once each, by
+    ``ledger.gemm_name``.
+    """
     found: dict[str, timing.Call] = {}
     for recipe in ("bf16", *OURS):
         for which, spec in RECIPES[recipe].gemms.items():
@@ -100,19 +114,36 @@ def products(bench: Bench, shape: tuple[int, int, int]) -> dict[str, timing.Call
 def product(bench: Bench, shape: tuple[int, int, int], which: Gemm, spec: GemmSpec) -> timing.Call:
     m, n, k = ledger.dims(which, *shape)
     count = timing.sets(2 * (m * k + n * k + m * n))
-    if spec.a is None or spec.b is None:  # as nn.Linear has them: what is reduced is a tensor's first axis in part of the GEMMs
+    if (
+        spec.a is None or spec.b is None
+    ):  # as nn.Linear has them: what is reduced is a tensor's first axis in part of the GEMMs
         first, second = REDUCED_AXES[which]
-        pairs = [(bench.random(*((m, k) if first else (k, m))), bench.random(*((n, k) if second else (k, n)))) for _ in range(count)]
-        return lambda i: _lines(pairs[i % count][0], first) @ _lines(pairs[i % count][1], second).t()
+        pairs = [
+            (
+                bench.random(*((m, k) if first else (k, m))),
+                bench.random(*((n, k) if second else (k, n))),
+            )
+            for _ in range(count)
+        ]
+        return lambda i: (
+            _lines(pairs[i % count][0], first) @ _lines(pairs[i % count][1], second).t()
+        )
     types = [DTYPES[cast.fmt.name] for cast in (spec.a, spec.b)]
-    codes = [(bench.codes(m, k, dtype=types[0]), bench.codes(n, k, dtype=types[1])) for _ in range(count)]
+    codes = [
+        (bench.codes(m, k, dtype=types[0]), bench.codes(n, k, dtype=types[1])) for _ in range(count)
+    ]
     by_rows = spec.rowwise and spec.epilogue == "scale_then_round"
-    rows, columns = (torch.rand(s, device=bench.device) * 1e-3 + 1e-3 for s in (((m, 1), (1, n)) if by_rows else ((), ())))
+    rows, columns = (
+        torch.rand(s, device=bench.device) * 1e-3 + 1e-3
+        for s in (((m, 1), (1, n)) if by_rows else ((), ()))
+    )
 
     def multiply(i: int) -> torch.Tensor:
         a, b = codes[i % count]
         fast = spec.accumulate == "fast"
-        return torch._scaled_mm(a, b.t(), scale_a=rows, scale_b=columns, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return torch._scaled_mm(
+            a, b.t(), scale_a=rows, scale_b=columns, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
 
     return multiply
 

@@ -1,4 +1,6 @@
-"""Where a step of blocks spends its time, by kind of kernel: torch.profiler's record of some steps, which is itself some of what is idle."""
+"""Where a step of blocks spends its time, by kind of kernel: torch.profiler's record of some steps,
+which is itself some of what is idle.
+"""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +16,15 @@ from reporting import breakdown
 
 STEPS = 3
 NEEDED = 25  # seconds of a variant, compiling included
-VARIANTS = ("bf16", "fp8ref tensorwise", "torchao tensorwise", MINIMAL, "fp8ref rowwise", "fp8ref delayed", "fp8ref rowwise_with_gw_hp")
+VARIANTS = (
+    "bf16",
+    "fp8ref tensorwise",
+    "torchao tensorwise",
+    MINIMAL,
+    "fp8ref rowwise",
+    "fp8ref delayed",
+    "fp8ref rowwise_with_gw_hp",
+)
 ON_DEVICE, ON_HOST = ("kernel", "gpu_memcpy", "gpu_memset"), ("cpu_op",)
 
 
@@ -28,7 +38,14 @@ def run(bench: Bench) -> dict:
         try:
             events = recorded(bench, blocks.model(variant).step)
             kinds = breakdown.seconds(events, STEPS)
-            rows.append({"name": variant, "kinds": kinds, "seconds": sum(kinds.values()), "longest": breakdown.longest(events, STEPS)})
+            rows.append(
+                {
+                    "name": variant,
+                    "kinds": kinds,
+                    "seconds": sum(kinds.values()),
+                    "longest": breakdown.longest(events, STEPS),
+                }
+            )
         except Exception as error:  # the others are still to be measured
             rows.append({"name": variant, "error": timing.message(error)})
     return {"steps": STEPS, "rows": rows}
@@ -38,7 +55,9 @@ def recorded(bench: Bench, step) -> list[breakdown.Event]:
     """Kernels and copies of STEPS steps; of a dry run the operators."""
     for i in range(3):
         step(i)
-    activities = [ProfilerActivity.CPU] if bench.dry else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    activities = (
+        [ProfilerActivity.CPU] if bench.dry else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    )
     with profile(activities=activities, acc_events=True) as record:
         for i in range(STEPS):
             step(i)

@@ -1,4 +1,6 @@
-"""Linears that are compared: bfloat16, fp8ref's by each recipe, torchao used directly, and a minimal tensorwise one as written by hand."""
+"""Linears that are compared: bfloat16, fp8ref's by each recipe, torchao used directly, and a
+minimal tensorwise one as written by hand.
+"""
 
 import torch
 from torch import nn
@@ -48,14 +50,20 @@ class Multiply(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         (x8, sx), (w8, sw) = quantized(x, torch.float8_e4m3fn), quantized(w, torch.float8_e4m3fn)
         ctx.save_for_backward(x8, sx, w8, sw)
-        return torch._scaled_mm(x8, w8.t(), scale_a=sx, scale_b=sw, out_dtype=x.dtype, use_fast_accum=True)
+        return torch._scaled_mm(
+            x8, w8.t(), scale_a=sx, scale_b=sw, out_dtype=x.dtype, use_fast_accum=True
+        )
 
     @staticmethod
     def backward(ctx, g: torch.Tensor):
         x8, sx, w8, sw = ctx.saved_tensors
         g8, sg = quantized(g, torch.float8_e5m2)
-        to_input = torch._scaled_mm(g8, w8.t().contiguous().t(), scale_a=sg, scale_b=sw, out_dtype=g.dtype)
-        to_weight = torch._scaled_mm(g8.t().contiguous(), x8.t().contiguous().t(), scale_a=sg, scale_b=sx, out_dtype=g.dtype)
+        to_input = torch._scaled_mm(
+            g8, w8.t().contiguous().t(), scale_a=sg, scale_b=sw, out_dtype=g.dtype
+        )
+        to_weight = torch._scaled_mm(
+            g8.t().contiguous(), x8.t().contiguous().t(), scale_a=sg, scale_b=sx, out_dtype=g.dtype
+        )
         return to_input, to_weight
 
 

@@ -1,4 +1,7 @@
-"""A profiled step by kind of kernel, and the time in which none ran. A kernel that casts counts as a cast, whatever inductor fused with it."""
+"""A profiled step by kind of kernel, and the time in which none ran.
+
+A kernel that casts counts as a cast, whatever inductor fused with it.
+"""
 
 import json
 import re
@@ -6,10 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# The first that matches a kernel's name says what it is. The names are those of cuBLASLt (nvjet: q and r stand for e4m3 and e5m2), CUTLASS,
-# PyTorch and inductor, which writes the operators that it fused into the name of a Triton kernel;
-# XLA's own GEMMs in Triton are of FP8 or not, which their names do not tell;
-# of XLA's other fusions names tell little: a cast is one of "other (XLA)", unless it is a transposition too.
+# The first that matches a kernel's name says what it is. The names are those of cuBLASLt (nvjet: q
+# and r stand for e4m3 and e5m2), CUTLASS, PyTorch and inductor, which writes the operators that it
+# fused into the name of a Triton kernel; XLA's own GEMMs in Triton are of FP8 or not, which their
+# names do not tell; of XLA's other fusions names tell little: a cast is one of "other (XLA)",
+# unless it is a transposition too.
 KINDS = (
     ("optimizer", r"multi_tensor_apply|adam|_foreach"),
     ("attention", r"flash|fmha|attention|sdpa"),
@@ -37,11 +41,15 @@ class Event:
 
 
 def kind(name: str) -> str:
-    return next((found for found, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), OTHER)
+    return next(
+        (found for found, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), OTHER
+    )
 
 
 def read(trace: Path, categories: Iterable[str]) -> list[Event]:
-    """The events of a Chrome trace that torch.profiler wrote, of categories such as kernel, gpu_memcpy, gpu_memset."""
+    """The events of a Chrome trace that torch.profiler wrote, of categories such as kernel,
+    gpu_memcpy, gpu_memset.
+    """
     wanted = set(categories)
     return [
         Event(e["name"], e["ts"] * 1e-6, (e["ts"] + e["dur"]) * 1e-6, str(e.get("tid")))
@@ -51,7 +59,9 @@ def read(trace: Path, categories: Iterable[str]) -> list[Event]:
 
 
 def own(events: Iterable[Event]) -> list[tuple[Event, float]]:
-    """Each event and the seconds of it in which none ran on its line that lies within it: operators call operators. Kernels contain none."""
+    """Each event and the seconds of it in which none ran on its line that lies within it: operators
+    call operators. Kernels contain none.
+    """
     ordered = sorted(events, key=lambda e: (e.line, e.begin, -e.end))
     seconds = [e.end - e.begin for e in ordered]
     around: list[int] = []
@@ -65,7 +75,8 @@ def own(events: Iterable[Event]) -> list[tuple[Event, float]]:
 
 
 def seconds(events: Sequence[Event], steps: int) -> dict[str, float]:
-    """Seconds of a step by kind, and idle: from the first event's begin to the last one's end, without those in which one ran.
+    """Seconds of a step by kind, and idle: from the first event's begin to the last one's end,
+    without those in which one ran.
 
     Raises:   ValueError: no events.
     """
@@ -84,10 +95,15 @@ def seconds(events: Sequence[Event], steps: int) -> dict[str, float]:
 
 
 def longest(events: Sequence[Event], steps: int, count: int = 15) -> list[dict]:
-    """The kernels that took most of a step, by name, so that a reader can check what kind each was taken for."""
+    """The kernels that took most of a step, by name, so that a reader can check what kind each was
+    taken for.
+    """
     total: dict[str, tuple[float, int]] = {}
     for e, taken in own(events):
         before, calls = total.get(e.name, (0.0, 0))
         total[e.name] = before + taken, calls + 1
     ordered = sorted(total.items(), key=lambda item: -item[1][0])[:count]
-    return [{"name": name[:160], "kind": kind(name), "seconds": s / steps, "calls": calls / steps} for name, (s, calls) in ordered]
+    return [
+        {"name": name[:160], "kind": kind(name), "seconds": s / steps, "calls": calls / steps}
+        for name, (s, calls) in ordered
+    ]

@@ -1,4 +1,6 @@
-"""Measured ceilings in the form that ``fp8ref estimate --ceilings`` reads (fp8ref/estimate/gpu_rates.py)."""
+"""Measured ceilings in the form that ``fp8ref estimate --ceilings`` reads
+(fp8ref/estimate/gpu_rates.py).
+"""
 
 import json
 from pathlib import Path
@@ -14,18 +16,35 @@ KEYS = {  # of fp8ref estimate, and of a benchmark's ``ceilings``
     "launch": "launch_in_graph_seconds",
 }
 
-OTHERS = {"pcie", "nvl", "mig"}  # cards of these names that have other clocks and memory than the SXM ones
+OTHERS = {
+    "pcie",
+    "nvl",
+    "mig",
+}  # cards of these names that have other clocks and memory than the SXM ones
 
 
 def ceilings(data: dict) -> dict | None:
-    """Those of a benchmark's results; None of a dry run, of a GPU that estimates do not know, or where one was not measured."""
+    """Those of a benchmark's results; None of a dry run, of a GPU that estimates do not know, or
+    where one was not measured.
+    """
     found, words = data["ceilings"], set(data["device"].lower().split())
-    gpu = None if words & OTHERS else next((sheet for name, sheet in NAMES.items() if name in words), None)
+    gpu = (
+        None
+        if words & OTHERS
+        else next((sheet for name, sheet in NAMES.items() if name in words), None)
+    )
     if data["dry"] or gpu is None or not all(found.get(key) for key in KEYS.values()):
         return None
-    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version)
+    versions = ", ".join(
+        f"{name} {version}" for name, version in data["versions"].items() if version
+    )
     rates = {key: found[measured] for key, measured in KEYS.items()}
-    return {"gpu": gpu, **rates, "source": f"benchmarks/gpu/gpu_torch.py on {data['device']}, driver {data['driver']}: {versions}"}
+    return {
+        "gpu": gpu,
+        **rates,
+        "source": f"benchmarks/gpu/gpu_torch.py on {data['device']}, driver {data['driver']}: "
+        f"{versions}",
+    }
 
 
 def write(data: dict, folder: Path) -> Path | None:

@@ -25,21 +25,33 @@ PARTS = ("gemm", *ledger.BYTES, "launches", "floor", "measured")
 
 
 def conclude(data: dict, asked_for: Sequence[Target], of_floor: Sequence[str], how: Fusion) -> None:
-    """Write ``ceilings``, ``ledger``, ``floors``, ``noise`` and ``targets`` into the results, from the sections that they have.
+    """Write ``ceilings``, ``ledger``, ``floors``, ``noise`` and ``targets`` into the results, from
+    the sections that they have.
 
     of_floor  recipes whose step is to be near the ledger's floor.
     how       who fuses casts.
     """
     sections = data["sections"]
-    data["ceilings"] = {"dry": data["dry"], "device": data["device"]} | sections.get("ceilings", {}).get("ceilings", {})
+    data["ceilings"] = {"dry": data["dry"], "device": data["device"]} | sections.get(
+        "ceilings", {}
+    ).get("ceilings", {})
     ceilings = _ceilings(data["ceilings"])
-    data["ledger"] = [line for name in dict.fromkeys(LINEARS.values()) for line in _of_linear(name, sections, how, ceilings)]
-    data["floors"] = [floor for recipe in OURS if (floor := _of_step(recipe, sections, how, ceilings))]
+    data["ledger"] = [
+        line
+        for name in dict.fromkeys(LINEARS.values())
+        for line in _of_linear(name, sections, how, ceilings)
+    ]
+    data["floors"] = [
+        floor for recipe in OURS if (floor := _of_step(recipe, sections, how, ceilings))
+    ]
     data["noise"] = targets.noise(sections, "blocks:")
     reached = {floor["recipe"]: floor["floor_over_measured"] for floor in data["floors"]}
     known = {"dry": data["dry"], "noise": data["noise"]}
     data["targets"] = [targets.judge(target, sections, **known) for target in asked_for] + [
-        targets.verdict(f"blocks:{r}: the ledger's floor / fp8ref {r}", reached.get(r), FLOOR_AT_LEAST, **known) for r in of_floor
+        targets.verdict(
+            f"blocks:{r}: the ledger's floor / fp8ref {r}", reached.get(r), FLOOR_AT_LEAST, **known
+        )
+        for r in of_floor
     ]
 
 
@@ -47,33 +59,72 @@ def markdown(data: dict) -> str:
     said = f"# {data['device']}\n\n"
     if data["dry"]:
         said = "# A dry run on a cpu: no figure here is a GPU's\n\n"
-    said += f"Versions: {', '.join(f'{k} {v}' for k, v in data['versions'].items())}; driver {data['driver']}.\n"
-    said += "Milliseconds are medians of rounds in which variants took turns; speed / bf16 is bf16's time by the variant's, median and quartiles.\n"
-    revisions = {section["revision"] for section in data["sections"].values() if "revision" in section}
+    said += (
+        f"Versions: {', '.join(f'{k} {v}' for k, v in data['versions'].items())}; driver "
+        f"{data['driver']}.\n"
+    )
+    said += (
+        "Milliseconds are medians of rounds in which variants took turns; speed / bf16 is "
+        "bf16's time by the variant's, median and quartiles.\n"
+    )
+    revisions = {
+        section["revision"] for section in data["sections"].values() if "revision" in section
+    }
     if len(revisions) > 1:
-        said += f"Sections were measured with {len(revisions)} revisions of the code: {', '.join(sorted(revisions))}.\n"
+        said += (
+            f"Sections were measured with {len(revisions)} revisions of the code: "
+            f"{', '.join(sorted(revisions))}.\n"
+        )
     return f"{said}{noise(data)}\n" + "".join(
-        f"\n## {title}\n\n{tables.markdown(heads, rows)}" for title, heads, rows in everything(data) if rows
+        f"\n## {title}\n\n{tables.markdown(heads, rows)}"
+        for title, heads, rows in everything(data)
+        if rows
     )
 
 
 def everything(data: dict) -> list[tuple[str, tuple[str, ...], Rows]]:
     return [
-        ("Ceilings", ("what", "value"), [(key, _number(value)) for key, value in data["ceilings"].items()]),
+        (
+            "Ceilings",
+            ("what", "value"),
+            [(key, _number(value)) for key, value in data["ceilings"].items()],
+        ),
         ("Steps and linears", HEADS, _speeds(data["sections"])),
-        ("Ledger of linears, ms", ("section", "recipe", *PARTS, "floor / measured"), _ledger(data["ledger"])),
-        ("Floors of steps of blocks, ms", ("recipe", "floor", "measured", "floor / measured"), _floors(data["floors"])),
-        ("A step of blocks by kind of kernel, ms", ("variant", *breakdown.NAMES), _kinds(data["sections"])),
+        (
+            "Ledger of linears, ms",
+            ("section", "recipe", *PARTS, "floor / measured"),
+            _ledger(data["ledger"]),
+        ),
+        (
+            "Floors of steps of blocks, ms",
+            ("recipe", "floor", "measured", "floor / measured"),
+            _floors(data["floors"]),
+        ),
+        (
+            "A step of blocks by kind of kernel, ms",
+            ("variant", *breakdown.NAMES),
+            _kinds(data["sections"]),
+        ),
         ("Asked", ("what", "value", "quartiles", "asked", ""), asked(data)),
     ]
 
 
 def asked(data: dict) -> list[tuple[str, ...]]:
     found = [
-        (t["what"], tables.times(t["value"]), tables.spread(t.get("quartiles")), f">= {t['at_least']:.2f}x", t["verdict"])
+        (
+            t["what"],
+            tables.times(t["value"]),
+            tables.spread(t.get("quartiles")),
+            f">= {t['at_least']:.2f}x",
+            t["verdict"],
+        )
         for t in data["targets"]
     ]
-    small = {row["name"]: row for row in data["sections"].get("small", {}).get("rows", []) if "speedup" in row}
+    small = {
+        row["name"]: row
+        for row in data["sections"].get("small", {}).get("rows", [])
+        if "speedup" in row
+    }
     return found + [
         (
             f"small: {name} / bf16",
@@ -92,7 +143,8 @@ def noise(data: dict) -> str:
     return (
         ""
         if data["noise"] is None
-        else f"Two bf16 models that took turns differed by {data['noise']:.1%} at most: less between two rows is noise."
+        else f"Two bf16 models that took turns differed by {data['noise']:.1%} at most: less "
+        "between two rows is noise."
     )
 
 
@@ -118,15 +170,27 @@ def _of_linear(name: str, sections: dict, how: Fusion, ceilings: Ceilings | None
     gemms, lines = _gemms(section), []
     for recipe in ("bf16", *OURS):
         variant = recipe if recipe == "bf16" else f"fp8ref {recipe}"
-        if all(ledger.gemm_name(which, spec) in gemms for which, spec in RECIPES[recipe].gemms.items()):
-            found = ledger.entry(RECIPES[recipe], tuple(section["shape"]), how, gemms, ceilings, measured.get(variant))
+        if all(
+            ledger.gemm_name(which, spec) in gemms for which, spec in RECIPES[recipe].gemms.items()
+        ):
+            found = ledger.entry(
+                RECIPES[recipe],
+                tuple(section["shape"]),
+                how,
+                gemms,
+                ceilings,
+                measured.get(variant),
+            )
             lines.append({"section": name} | found)
     return lines
 
 
 def _of_step(recipe: str, sections: dict, how: Fusion, ceilings: Ceilings | None) -> dict | None:
     """The floor of a step of blocks, next to what its section measured."""
-    steps = {row["name"]: row.get("seconds") for row in sections.get(f"blocks:{recipe}", {}).get("rows", [])}
+    steps = {
+        row["name"]: row.get("seconds")
+        for row in sections.get(f"blocks:{recipe}", {}).get("rows", [])
+    }
     measured, bf16 = steps.get(f"fp8ref {recipe}"), steps.get("bf16")
     if ceilings is None or not measured or not bf16 or not set(LINEARS.values()) <= set(sections):
         return None
@@ -134,15 +198,28 @@ def _of_step(recipe: str, sections: dict, how: Fusion, ceilings: Ceilings | None
     gemms = {linear: _gemms(sections[section]) for linear, section in LINEARS.items()}
     layers = sections[f"blocks:{recipe}"]["layers"]
     try:
-        floor = ledger.step_floor(RECIPES[recipe], shapes, how, gemms, ceilings, layers=layers, bf16_step=bf16)
+        floor = ledger.step_floor(
+            RECIPES[recipe], shapes, how, gemms, ceilings, layers=layers, bf16_step=bf16
+        )
     except KeyError:  # a GEMM that failed, which its section says
         return None
-    return {"recipe": recipe, "floor": floor, "measured": measured, "floor_over_measured": floor / measured}
+    return {
+        "recipe": recipe,
+        "floor": floor,
+        "measured": measured,
+        "floor_over_measured": floor / measured,
+    }
 
 
 def _speeds(sections: dict) -> Rows:
     return [
-        (name, row["name"], tables.duration(row["seconds"]), tables.times(row["speedup"]), tables.spread(row["speedup_quartiles"]))
+        (
+            name,
+            row["name"],
+            tables.duration(row["seconds"]),
+            tables.times(row["speedup"]),
+            tables.spread(row["speedup_quartiles"]),
+        )
         if "speedup" in row
         else (name, row["name"], "failed", row["error"].replace("|", "/"), "-")
         for name, section in sections.items()
@@ -153,14 +230,25 @@ def _speeds(sections: dict) -> Rows:
 
 def _ledger(lines: list[dict]) -> Rows:
     return [
-        (line["section"], line["recipe"], *(tables.duration(line[part]) for part in PARTS), tables.times(line["floor_over_measured"]))
+        (
+            line["section"],
+            line["recipe"],
+            *(tables.duration(line[part]) for part in PARTS),
+            tables.times(line["floor_over_measured"]),
+        )
         for line in lines
     ]
 
 
 def _floors(floors: list[dict]) -> Rows:
     return [
-        (f["recipe"], tables.duration(f["floor"]), tables.duration(f["measured"]), tables.times(f["floor_over_measured"])) for f in floors
+        (
+            f["recipe"],
+            tables.duration(f["floor"]),
+            tables.duration(f["measured"]),
+            tables.times(f["floor_over_measured"]),
+        )
+        for f in floors
     ]
 
 

@@ -1,9 +1,11 @@
-"""How both GEMMs of attention add: the width of an accumulator, and chains over tiles (spec A-4, A-9, G-10).
+"""How both GEMMs of attention add: the width of an accumulator, and chains over tiles (spec A-4,
+A-9, G-10).
 
-A large number and its opposite stand next to each other. What an accumulator of n fraction bits held before, or
-adds in the same step, is lost if it is smaller than 2^-n of the large number. Scores are 0, so probabilities are
-equal: numbers of v are products up to a power of two. Small products that e4m3's range of v has no number for
-have a small probability too; whether it was lost does not depend on its last bits.
+A large number and its opposite stand next to each other. What an accumulator of n fraction bits
+held before, or adds in the same step, is lost if it is smaller than 2^-n of the large number.
+Scores are 0, so probabilities are equal: numbers of v are products up to a power of two. Small
+products that e4m3's range of v has no number for have a small probability too; whether it was lost
+does not depend on its last bits.
 """
 
 import numpy as np
@@ -16,8 +18,8 @@ from fp8ref.conformance.kit.finding import Finding
 from fp8ref.sim.gemm import tensor_core
 
 LOW = 8.9
-"""A probability of 2^-8.9 is the smallest that e4m3 has under any scale, and with the smallest v 2^-26.7 of the largest product:
-less than the last of 25 fraction bits."""
+"""A probability of 2^-8.9 is the smallest that e4m3 has under any scale, and with the smallest v
+2^-26.7 of the largest product: less than the last of 25 fraction bits."""
 
 LARGEST, SMALLEST = 448.0, 2.0**-9
 """Of v: the largest number of e4m3, and the smallest."""
@@ -32,10 +34,13 @@ WIDEST = 26
 def chains(asked: Attention, tiling: Tiling) -> Finding:
     """After how many tiles a chain of P v begins anew.
 
-    A small product is in the first tile. Each column of v has a large number and its opposite in one more tile.
+    A small product is in the first tile. Each column of v has a large number and its opposite in
+    one more tile.
     """
     if tiling.length is None:
-        return Finding(what="promotion", value=None, words="cannot tell without tiles", evidence="as tiles")
+        return Finding(
+            what="promotion", value=None, words="cannot tell without tiles", evidence="as tiles"
+        )
     keys = TILES * tiling.length
     places = tiling.place(keys)
     a, b = scores.pair(LOW)
@@ -45,16 +50,31 @@ def chains(asked: Attention, tiling: Tiling) -> Finding:
     for column, (_, end) in enumerate(places):
         v[0, end - 2 : end, column] = LARGEST, -LARGEST
     kept = asked.ask(scores.question(np.full((1, 1), a), k, v)).o[0, 0, 0, :TILES] != 0
-    evidence = f"{TILES} tiles of {tiling.length} keys: a small product of the first is kept next to {_which(kept)}"
+    evidence = (
+        f"{TILES} tiles of {tiling.length} keys: a small product of the first is kept next to "
+        f"{_which(kept)}"
+    )
     if kept.all():
-        return Finding(what="promotion", value="exact", words="no sum loses 2^-26 of a product", evidence=evidence)
+        return Finding(
+            what="promotion",
+            value="exact",
+            words="no sum loses 2^-26 of a product",
+            evidence=evidence,
+        )
     first = int(np.flatnonzero(kept)[0]) if kept.any() else None
     if first is None:
-        return Finding(what="promotion", value="none", words="none: one chain over all tiles", evidence=evidence)
+        return Finding(
+            what="promotion",
+            value="none",
+            words="none: one chain over all tiles",
+            evidence=evidence,
+        )
     if first and kept[first:].all():
         words = "each tile" if first == 1 else f"every {first} tiles"
         return Finding(what="promotion", value=first, words=words, evidence=evidence)
-    return Finding(what="promotion", value=None, words="not after a fixed number of tiles", evidence=evidence)
+    return Finding(
+        what="promotion", value=None, words="not after a fixed number of tiles", evidence=evidence
+    )
 
 
 def _which(kept: np.ndarray) -> str:
@@ -64,7 +84,8 @@ def _which(kept: np.ndarray) -> str:
     return (
         "those of all tiles"
         if places.size == kept.size
-        else f"large ones of tiles {', '.join(map(str, places[:5]))}{', ...' if places.size > 5 else ''}"
+        else "large ones of tiles "
+        f"{', '.join(map(str, places[:5]))}{', ...' if places.size > 5 else ''}"
     )
 
 
@@ -72,7 +93,10 @@ def of_values(asked: Attention) -> Finding:
     """The fraction bits of the sums of P v: 3 keys of a step, of which two are opposite."""
     a, b = scores.pair(LOW)
     kept = np.ones(WIDEST + 1, bool)
-    for low in (False, True):  # whether the third key's probability is 2^-LOW, whose first bit is 2^-9
+    for low in (
+        False,
+        True,
+    ):  # whether the third key's probability is 2^-LOW, whose first bit is 2^-9
         bits = np.arange(WIDEST + 1)
         small = 2.0 ** (8 - bits + (9 if low else 0))
         inside = (small >= SMALLEST) & (small <= 16) if low else small >= SMALLEST
@@ -89,7 +113,9 @@ def of_values(asked: Attention) -> Finding:
 
 
 def of_scores(asked: Attention) -> Finding:
-    """The same of the sums of q k: keys whose score is such a sum, or 0, and whose values are opposite."""
+    """The same of the sums of q k: keys whose score is such a sum, or 0, and whose values are
+    opposite.
+    """
     kept = np.ones(WIDEST + 1, bool)
     for bits in range(8, WIDEST + 1):
         # 2^8 2^8 - 2^8 2^8 + 2^(16 - bits); all times a factor that makes the last a score of 20
@@ -97,7 +123,12 @@ def of_scores(asked: Attention) -> Finding:
         x, y = 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2)
         factor = 2.0 ** np.round(np.log2(20 / scores.SCALE / (x * y)))
         q, k, v = (np.zeros((1, 1, n, FEATURES), np.float32) for n in (1, 2, 2))
-        q[0, 0, 0, :4] = 2.0**8, 2.0**8, x, LARGEST  # the last of each meets a 0, and makes the scale a power of two
+        q[0, 0, 0, :4] = (
+            2.0**8,
+            2.0**8,
+            x,
+            LARGEST,
+        )  # the last of each meets a 0, and makes the scale a power of two
         k[0, 0, 0, :5] = np.array([2.0**8, -(2.0**8), y, 0, LARGEST]) * factor
         v[0, 0, :, 0] = 1, -1
         kept[bits] = asked.ask(Question(q, k, v)).o[0, 0, 0, 0] != 0
@@ -106,8 +137,12 @@ def of_scores(asked: Attention) -> Finding:
 
 def _bits(what: str, kept: np.ndarray, how: str) -> Finding:
     if kept.all():
-        return Finding(what=what, value="all", words="keep all", evidence=f"{how} down to 2^-{WIDEST} of it")
+        return Finding(
+            what=what, value="all", words="keep all", evidence=f"{how} down to 2^-{WIDEST} of it"
+        )
     last = int(np.flatnonzero(~kept)[0]) - 1
     units = [unit.name for unit in tensor_core.UNITS.values() if unit.fraction_bits == last]
     words = f"{last} fraction bits{', as ' if units else ''}{' and '.join(units)}"
-    return Finding(what=what, value=last, words=words, evidence=f"{how}: kept down to 2^-{last} of it")
+    return Finding(
+        what=what, value=last, words=words, evidence=f"{how}: kept down to 2^-{last} of it"
+    )

@@ -1,8 +1,10 @@
-"""Each argument of an attention function, and each two, against the simulator, on random inputs that need them (spec A-17).
+"""Each argument of an attention function, and each two, against the simulator, on random inputs
+that need them (spec A-17).
 
-The variant is named on plain inputs: square, of whole tiles, a head of keys for each query head. So a fault of one argument shows in the
-cases of this argument alone, and does not rename the variant. Kernels have paths of their own for masks: each two arguments that are right
-alone are asked together.
+The variant is named on plain inputs: square, of whole tiles, a head of keys for each query head. So
+a fault of one argument shows in the cases of this argument alone, and does not rename the variant.
+Kernels have paths of their own for masks: each two arguments that are right alone are asked
+together.
 """
 
 import dataclasses
@@ -27,14 +29,25 @@ CAP = 2.0
 """The softcap of random inputs: small beside scores of standard deviation 4."""
 
 CAPPED = 2.0**-5
-"""The largest error of outputs under ``CAP``, relative, where exponentials are hardware's. Its tanh errs by 2^-11 (A-22), so a score by
-CAP 2^-11 = 2^-10: one code of P in 2^-10 / 2^-4 = 2^-6 is a neighbor, by 2^-3 at most, which is sqrt(2^-6) 2^-3 = 2^-6 of the outputs
-in the root mean square. The wrong orders of A-27 differ by more than 2^-2."""
+"""The largest error of outputs under ``CAP``, relative, where exponentials are hardware's. Its tanh
+errs by 2^-11 (A-22), so a score by CAP 2^-11 = 2^-10: one code of P in 2^-10 / 2^-4 = 2^-6 is a
+neighbor, by 2^-3 at most, which is sqrt(2^-6) 2^-3 = 2^-6 of the outputs in the root mean square.
+The wrong orders of A-27 differ by more than 2^-2."""
 
 ONE = "one query"
 """Of a case with a single query, as in decoding: one of the cases of ``lengths``."""
 
-_PAIRED = ("lengths", ONE, "heads", "causal mask", "window", "documents", "softcap", "sinks", "scale")
+_PAIRED = (
+    "lengths",
+    ONE,
+    "heads",
+    "causal mask",
+    "window",
+    "documents",
+    "softcap",
+    "sinks",
+    "scale",
+)
 """The arguments that are asked two at a time."""
 
 _LENGTHS = {"lengths", ONE, "causal mask", "window"}
@@ -57,8 +70,12 @@ class Argument:
     refused: str = ""
 
     def differing(self, exact: bool) -> Agreement | None:
-        """The first case that does not agree in every bit, or without ``exact`` but for exponentials; None if all do."""
-        return next((one for one in self.agreements if not (one.exact if exact else self._near(one))), None)
+        """The first case that does not agree in every bit, or without ``exact`` but for
+        exponentials; None if all do.
+        """
+        return next(
+            (one for one in self.agreements if not (one.exact if exact else self._near(one))), None
+        )
 
     def _near(self, one: Agreement) -> bool:
         return one.alike or ("softcap" in self.name and one.error <= CAPPED)
@@ -71,13 +88,21 @@ class Argument:
     def to_dict(self, exact: bool) -> dict[str, Any]:
         """What --json writes."""
         first = self.first(exact)
-        return {"cases": len(self.agreements), "equal": not first, "refused": self.refused, "first": first and first.to_dict()}
+        return {
+            "cases": len(self.agreements),
+            "equal": not first,
+            "refused": self.refused,
+            "first": first and first.to_dict(),
+        }
 
 
-def compare(asked: Attention, variant: Variant, tokens: int, alignment: Alignment, *, exact: bool) -> list[Argument]:
+def compare(
+    asked: Attention, variant: Variant, tokens: int, alignment: Alignment, *, exact: bool
+) -> list[Argument]:
     """Every argument that the function has, compared with the variant; ``tokens`` are whole tiles.
 
-    Cases of unequal lengths, shared heads or a causal mask are left out of other arguments once these alone differ.
+    Cases of unequal lengths, shared heads or a causal mask are left out of other arguments once
+    these alone differ.
     """
     made: list[Argument] = []
     for name, cases in _cases(asked, variant, tokens, alignment):
@@ -85,7 +110,9 @@ def compare(asked: Attention, variant: Variant, tokens: int, alignment: Alignmen
         kept = [case for case in cases if not wrong & _also(case.question)] or cases[:1]
         made.append(_argument(asked, variant, name, kept))
     right = {one.name for one in made if one.agreements and not one.differing(exact)}
-    for a, b in itertools.combinations([name for name in _PAIRED if name in right or (name == ONE and "lengths" in right)], 2):
+    for a, b in itertools.combinations(
+        [name for name in _PAIRED if name in right or (name == ONE and "lengths" in right)], 2
+    ):
         if not {a, b} <= _LENGTHS:
             pair = _argument(asked, variant, f"{a} with {b}", [_pair({a, b}, tokens, alignment)])
             made += [pair] if pair.differing(exact) else []
@@ -111,36 +138,86 @@ def _argument(asked: Attention, variant: Variant, name: str, cases: list[Case]) 
     return Argument(name=name, agreements=tuple(agreements), refused=refused)
 
 
-def _cases(asked: Attention, variant: Variant, tokens: int, alignment: Alignment) -> Iterator[tuple[str, list[Case]]]:
+def _cases(
+    asked: Attention, variant: Variant, tokens: int, alignment: Alignment
+) -> Iterator[tuple[str, list[Case]]]:
     """(argument, its cases)."""
     rng = np.random.default_rng(1)
 
-    def case(name: str, tq: int = tokens, tk: int = tokens, *, heads: tuple[int, int, int] = (1, 2, 2), features: int = 64, **more) -> Case:
+    def case(
+        name: str,
+        tq: int = tokens,
+        tk: int = tokens,
+        *,
+        heads: tuple[int, int, int] = (1, 2, 2),
+        features: int = 64,
+        **more,
+    ) -> Case:
         return Case(name, Question(*random_operands(rng, heads, tq, tk, features), **more))
 
     ragged = tokens + 37
     lengths = [(ragged, ragged), (40, ragged), (ragged, 60), (1, ragged), (20, 4 * tokens + 5)]
     yield "lengths", [case(f"{tq} queries, {tk} keys", tq, tk) for tq, tk in lengths]
     heads = [(3, 4, 2), (1, 3, 1)]
-    yield "heads", [case(f"{h} query heads, {kv} heads of keys", heads=(b, h, kv)) for b, h, kv in heads]
-    whole = variant.tiles in [one.tiles for one in VARIANTS.values()]  # measured tiles are those of no mask and 64 features
+    yield (
+        "heads",
+        [case(f"{h} query heads, {kv} heads of keys", heads=(b, h, kv)) for b, h, kv in heads],
+    )
+    whole = variant.tiles in [
+        one.tiles for one in VARIANTS.values()
+    ]  # measured tiles are those of no mask and 64 features
     if whole:
         yield "features", [case("128 features", features=128)]
         yield from _masks(asked, case, alignment)
     if asked.takes_documents:
-        yield "documents", [case(f"documents, {masked}", heads=(2, 2, 2), documents=_documents(tokens, rng), mask=mask)
-                            for masked, mask in (("no mask", FULL), ("causal", _causal(alignment)))
-                            if asked.takes(mask)]  # fmt: skip
-        yield "padding", [_padding(asked, case(f"documents of -1, {said} in their memory", heads=(2, 2, 2)), tokens, fill)
-                          for said, fill in (("numbers", 3.0), *([("NaN", math.nan)] if not asked.takes_codes else []))]  # fmt: skip
+        yield (
+            "documents",
+            [
+                case(
+                    f"documents, {masked}",
+                    heads=(2, 2, 2),
+                    documents=_documents(tokens, rng),
+                    mask=mask,
+                )
+                for masked, mask in (("no mask", FULL), ("causal", _causal(alignment)))
+                if asked.takes(mask)
+            ],
+        )
+        yield (
+            "padding",
+            [
+                _padding(
+                    asked,
+                    case(f"documents of -1, {said} in their memory", heads=(2, 2, 2)),
+                    tokens,
+                    fill,
+                )
+                for said, fill in (
+                    ("numbers", 3.0),
+                    *([("NaN", math.nan)] if not asked.takes_codes else []),
+                )
+            ],
+        )
     if asked.takes_scale:
         yield "scale", [case("softmax scale 0.3", scale=0.3)]
     if asked.takes_softcap:
         capped = case(f"softcap {CAP:g}", softcap=CAP)
-        yield "softcap", [capped._replace(question=capped.question._replace(q=4 * capped.question.q))]
+        yield (
+            "softcap",
+            [capped._replace(question=capped.question._replace(q=4 * capped.question.q))],
+        )
     if asked.takes_sinks:
-        yield "sinks", [case("sinks", heads=shared, sinks=(2 * rng.standard_normal(shared[1])).astype(np.float32))
-                        for shared in ((1, 2, 2), (1, 4, 2))]  # fmt: skip
+        yield (
+            "sinks",
+            [
+                case(
+                    "sinks",
+                    heads=shared,
+                    sinks=(2 * rng.standard_normal(shared[1])).astype(np.float32),
+                )
+                for shared in ((1, 2, 2), (1, 4, 2))
+            ],
+        )
 
 
 def _masks(asked: Attention, case, alignment: Alignment) -> Iterator[tuple[str, list[Case]]]:
@@ -149,27 +226,66 @@ def _masks(asked: Attention, case, alignment: Alignment) -> Iterator[tuple[str, 
     shapes: tuple[dict, ...] = ({}, {"tq": 40, "tk": 200}, {"tq": 90, "tk": 60})
     if asked.takes(_causal(alignment)):
         tiles = (*shapes, {"tq": 150, "tk": 200})  # queries of more than a tile
-        yield "causal mask", [case(f"causal, aligned to the {end}", **shape, mask=_causal(end)) for shape in tiles for end in ends]
-    windows = [Mask(window=(17, 5)), Mask(window=(30, None)), Mask(causal=True, window=(64, 0)), Mask(window=(0, 3))]
-    taken = [dataclasses.replace(one, alignment=end) for one in windows for end in ends if asked.takes(one)]
+        yield (
+            "causal mask",
+            [
+                case(f"causal, aligned to the {end}", **shape, mask=_causal(end))
+                for shape in tiles
+                for end in ends
+            ],
+        )
+    windows = [
+        Mask(window=(17, 5)),
+        Mask(window=(30, None)),
+        Mask(causal=True, window=(64, 0)),
+        Mask(window=(0, 3)),
+    ]
+    taken = [
+        dataclasses.replace(one, alignment=end)
+        for one in windows
+        for end in ends
+        if asked.takes(one)
+    ]
     if taken:
-        yield "window", [case(f"window {one.window}", **shape, mask=one) for shape in shapes for one in taken]
+        yield (
+            "window",
+            [case(f"window {one.window}", **shape, mask=one) for shape in shapes for one in taken],
+        )
 
 
 def _pair(names: set[str], tokens: int, alignment: Alignment) -> Case:
     """The case that needs two arguments."""
     rng = np.random.default_rng(3)
-    tq, tk = (40, tokens + 37) if "lengths" in names else (1, tokens) if ONE in names else (tokens, tokens)
+    tq, tk = (
+        (40, tokens + 37)
+        if "lengths" in names
+        else (1, tokens)
+        if ONE in names
+        else (tokens, tokens)
+    )
     batch, heads = 2 if "documents" in names else 1, 4 if "heads" in names else 2
     causal = "causal mask" in names
-    mask = Mask(causal=causal, window=((64, 0) if causal else (30, 5)) if "window" in names else None, alignment=alignment)
-    ids = tuple(np.sort(rng.integers(0, 3, (batch, n)), axis=1) for n in (tq, tk)) if "documents" in names else None
+    mask = Mask(
+        causal=causal,
+        window=((64, 0) if causal else (30, 5)) if "window" in names else None,
+        alignment=alignment,
+    )
+    ids = (
+        tuple(np.sort(rng.integers(0, 3, (batch, n)), axis=1) for n in (tq, tk))
+        if "documents" in names
+        else None
+    )
     q, k, v = random_operands(rng, (batch, heads, 2), tq, tk, 64)
     question = Question(
-        4 * q if "softcap" in names else q, k, v, mask if mask.causal or mask.window else FULL, ids,
-        softcap=CAP if "softcap" in names else None, scale=0.3 if "scale" in names else None,
+        4 * q if "softcap" in names else q,
+        k,
+        v,
+        mask if mask.causal or mask.window else FULL,
+        ids,
+        softcap=CAP if "softcap" in names else None,
+        scale=0.3 if "scale" in names else None,
         sinks=(2 * rng.standard_normal(heads)).astype(np.float32) if "sinks" in names else None,
-    )  # fmt: skip
+    )
     return Case(" with ".join(sorted(names)), question)
 
 
@@ -181,7 +297,9 @@ def _padding(asked: Attention, case: Case, tokens: int, fill: float) -> Case:
     """The case with padding behind the tokens, and in the middle of the second sequence."""
     ids = np.zeros((2, tokens), np.int64)
     ids[:, tokens - 40 :], ids[1, 50:60] = -1, -1
-    q, k, v = (np.where((ids < 0)[:, None, :, None], np.float32(fill), x) for x in case.question[:3])
+    q, k, v = (
+        np.where((ids < 0)[:, None, :, None], np.float32(fill), x) for x in case.question[:3]
+    )
     return case._replace(question=case.question._replace(q=q, k=k, v=v, documents=(ids, ids)))
 
 

@@ -1,7 +1,8 @@
-"""An attention function against the simulator, on random inputs: how many outputs are equal, and the first that is not.
+"""An attention function against the simulator, on random inputs: how many outputs are equal, and
+the first that is not.
 
-The inputs reach what chosen ones do not: several tiles of different maxima, heads of keys that share queries, masks, outliers and a
-key that draws most of the weight.
+The inputs reach what chosen ones do not: several tiles of different maxima, heads of keys that
+share queries, masks, outliers and a key that draws most of the weight.
 """
 
 import dataclasses
@@ -23,15 +24,16 @@ from fp8ref.spec.attention.variants import FULL, Mask, Variant
 NEAR = 0.99
 """The part of outputs that is equal, if only the last bits of exponentials differ.
 
-An exponential within 2 units of 2^-24 changes the code of P next to a midpoint, which is 2^-3 to 2^-8 wide: a probability in 2^16 at most.
-Sums and factors then differ by a few 2^-22. That changes an output of bfloat16 next to a midpoint, one in 2^12, and a sum that
-an accumulator of 13 bits cuts off next to a multiple of 2^-13, one in 2^8 for a step of 32 keys. An output in float32 differs in its
-last bits; it is near if it differs by at most ``LAST``.
+An exponential within 2 units of 2^-24 changes the code of P next to a midpoint, which is 2^-3 to
+2^-8 wide: a probability in 2^16 at most. Sums and factors then differ by a few 2^-22. That changes
+an output of bfloat16 next to a midpoint, one in 2^12, and a sum that an accumulator of 13 bits cuts
+off next to a multiple of 2^-13, one in 2^8 for a step of 32 keys. An output in float32 differs in
+its last bits; it is near if it differs by at most ``LAST``.
 """
 
 LAST = 2.0**-18
-"""The largest difference of outputs in float32, relative to the largest of a row: exponentials, a sum and factors of a few tiles,
-within 2 units of 2^-24 each."""
+"""The largest difference of outputs in float32, relative to the largest of a row: exponentials, a
+sum and factors of a few tiles, within 2 units of 2^-24 each."""
 
 
 class Case(NamedTuple):
@@ -47,7 +49,8 @@ class Agreement:
 
     compared, equal  outputs, and log-sum-exps if it returns them.
     near             those that are equal, or in float32 within LAST.
-    error            the root mean square of the difference, relative to that of the variant's outputs.
+    error            the root mean square of the difference, relative to that of the variant's
+                     outputs.
     first            the first output that differs.
     """
 
@@ -73,11 +76,14 @@ Operands = tuple[np.ndarray, np.ndarray, np.ndarray]
 """q, k and v."""
 
 
-def random_operands(rng: np.random.Generator, heads: tuple[int, int, int], tq: int, tk: int, features: int) -> Operands:
+def random_operands(
+    rng: np.random.Generator, heads: tuple[int, int, int], tq: int, tk: int, features: int
+) -> Operands:
     """q, k and v of normal numbers. heads: sequences, and heads of q and of k and v."""
     b, h, kv = heads
     q, k, v = (
-        rng.standard_normal(shape).astype(np.float32) for shape in ((b, h, tq, features), (b, kv, tk, features), (b, kv, tk, features))
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((b, h, tq, features), (b, kv, tk, features), (b, kv, tk, features))
     )
     return q, k, v
 
@@ -85,7 +91,8 @@ def random_operands(rng: np.random.Generator, heads: tuple[int, int, int], tq: i
 def plain_cases(tokens: int) -> list[Case]:
     """Questions that need no argument: square, of whole tiles, and without shared heads.
 
-    tokens    two tiles, or one long one. The first question has five, so that a chain of four is not one of all.
+    tokens    two tiles, or one long one. The first question has five, so that a chain of four is
+              not one of all.
     """
     rng = np.random.default_rng(0)
     several = tokens // 2 * 5 if tokens <= 512 else tokens
@@ -95,13 +102,24 @@ def plain_cases(tokens: int) -> list[Case]:
     k[:, :, 0] *= 4  # a key that draws weight
     v = np.where(rng.random(v.shape) < 0.002, 30 * v, v).astype(np.float32)
     ties = _ties(FULL, 64)
-    q_ties, k_ties, v_ties = (np.pad(x, ((0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0))) for x in ties[:3])
-    q_ties[..., 0], k_ties[:, :, 7:, 0] = scores.FAR, -scores.FAR  # of the keys behind the seven none has a probability
+    q_ties, k_ties, v_ties = (
+        np.pad(x, ((0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0))) for x in ties[:3]
+    )
+    q_ties[..., 0], k_ties[:, :, 7:, 0] = (
+        scores.FAR,
+        -scores.FAR,
+    )  # of the keys behind the seven none has a probability
     wide = Case("wide scores, outliers in v", Question(q, k, v))
-    return [Case("ordinary", ordinary), wide, Case("ties of bfloat16", Question(q_ties, k_ties, v_ties))]
+    return [
+        Case("ordinary", ordinary),
+        wide,
+        Case("ties of bfloat16", Question(q_ties, k_ties, v_ties)),
+    ]
 
 
-def cases(mask: Mask = FULL, *, features: int = 64, softcap: float | None = None, sinks: bool = False) -> list[Case]:
+def cases(
+    mask: Mask = FULL, *, features: int = 64, softcap: float | None = None, sinks: bool = False
+) -> list[Case]:
     """The questions, all under the mask. Query heads share heads of keys in the first alone.
 
     softcap, sinks  of all of them: a number, and whether there are random ones.
@@ -122,15 +140,18 @@ def cases(mask: Mask = FULL, *, features: int = 64, softcap: float | None = None
     return [case._replace(question=_with(case.question, softcap, sinks, rng)) for case in made]
 
 
-def _with(question: Question, softcap: float | None, sinks: bool, rng: np.random.Generator) -> Question:
+def _with(
+    question: Question, softcap: float | None, sinks: bool, rng: np.random.Generator
+) -> Question:
     """The question with a softcap and with sinks between a row's smallest and largest scores."""
     drawn = 2 * rng.standard_normal((question.q.shape[1],)).astype(np.float32) if sinks else None
     return question._replace(softcap=softcap, sinks=drawn)
 
 
 def _ties(mask: Mask, features: int) -> Question:
-    """7 keys of score 0, the mean of whose values is a tie of bfloat16, 254.5 / 128 and 252.5 / 128. A quotient gives the tie, which is
-    rounded down. RN32(1 / 7) is too large by 2^-24.4 of it: a product with it gives the next float32 number, which is rounded up (A-10).
+    """7 keys of score 0, the mean of whose values is a tie of bfloat16, 254.5 / 128 and 252.5 /
+    128. A quotient gives the tie, which is rounded down. RN32(1 / 7) is too large by 2^-24.4 of it:
+         a product with it gives the next float32 number, which is rounded up (A-10).
     """
     q, k, v = (np.zeros((1, 1, n, features), np.float32) for n in (1, 7, 7))
     v[0, 0, :3, 0], v[0, 0, :3, 1] = (13, 0.875, 0.04296875), (13, 0.75, 0.05859375)
@@ -154,10 +175,16 @@ class Asked:
             except RefusedError as error:
                 refused = str(error)
         if not self.answers:
-            raise RefusedError(refused or f"{asked.name} takes no such mask; name an argument {', '.join(('mask', *CAUSAL, *WINDOWS))}.")
+            raise RefusedError(
+                refused
+                or f"{asked.name} takes no such mask; name an argument "
+                f"{', '.join(('mask', *CAUSAL, *WINDOWS))}."
+            )
 
     def agreement(self, variant: Variant, *, cases: int | None = None) -> Agreement | None:
-        """How the answers to the first cases, or to all, agree with a variant; None if it does not take such inputs."""
+        """How the answers to the first cases, or to all, agree with a variant; None if it does not
+        take such inputs.
+        """
         found = Agreement(variant=variant, compared=0, equal=0, near=0, error=0.0)
         squares = np.zeros(2)
         for case, answer in self.answers[:cases]:
@@ -165,31 +192,58 @@ class Asked:
             if result is None:
                 return None
             found = _added(found, case, answer, result, variant, squares)
-        return dataclasses.replace(found, error=math.sqrt(squares[0] / squares[1]) if squares[1] else float(squares[0] > 0))
+        return dataclasses.replace(
+            found, error=math.sqrt(squares[0] / squares[1]) if squares[1] else float(squares[0] > 0)
+        )
 
 
 def simulated(asked: Attention, question: Question, variant: Variant) -> attention.Result | None:
-    """What a variant gives for a question; None if it does not take it. Codes are quantized by heads before the call."""
+    """What a variant gives for a question; None if it does not take it.
+
+    Codes are quantized by heads before the call.
+    """
     more: dict = {"softcap": question.softcap, "sinks": question.sinks, "scale": question.scale}
     if asked.takes_codes:
-        if variant.granularity not in ("tensor", "head") or variant.rotated or variant.fmt != asked.fmt:
+        if (
+            variant.granularity not in ("tensor", "head")
+            or variant.rotated
+            or variant.fmt != asked.fmt
+        ):
             return None
         variant = dataclasses.replace(variant, granularity="head", policy="te_current")
         if asked.ones:
             shape = *question.k.shape[:2], 1, 1
             more["scales"] = dict.fromkeys("qkv", np.ones(shape, np.float32))
-    return attention.forward(*question[:3], variant=variant, mask=question.mask, documents=question.documents, **more)
+    return attention.forward(
+        *question[:3], variant=variant, mask=question.mask, documents=question.documents, **more
+    )
 
 
-def _added(found: Agreement, case: Case, answer: Answer, result: attention.Result, variant: Variant, squares: np.ndarray) -> Agreement:
-    wanted = result.tensors["o"].values if answer.dtype.startswith("float8_") and "o" in result.tensors else result.o
-    pairs = [("o", answer.o, wanted)] + ([("lse", answer.lse, result.lse)] if answer.lse is not None else [])
+def _added(
+    found: Agreement,
+    case: Case,
+    answer: Answer,
+    result: attention.Result,
+    variant: Variant,
+    squares: np.ndarray,
+) -> Agreement:
+    wanted = (
+        result.tensors["o"].values
+        if answer.dtype.startswith("float8_") and "o" in result.tensors
+        else result.o
+    )
+    pairs = [("o", answer.o, wanted)] + (
+        [("lse", answer.lse, result.lse)] if answer.lse is not None else []
+    )
     first = found.first
     for what, got, right in pairs:
         equal = (got == right) | (np.isnan(got) & np.isnan(right))
         near = equal | close(got, right)
         found = dataclasses.replace(
-            found, compared=found.compared + equal.size, equal=found.equal + int(equal.sum()), near=found.near + int(near.sum())
+            found,
+            compared=found.compared + equal.size,
+            equal=found.equal + int(equal.sum()),
+            near=found.near + int(near.sum()),
         )
         if what == "o":
             difference = np.nan_to_num(got.astype(np.float64) - right, nan=np.inf)
@@ -197,7 +251,8 @@ def _added(found: Agreement, case: Case, answer: Answer, result: attention.Resul
         if first is None and not equal.all():
             index = tuple(int(i) for i in np.argwhere(~equal)[0])
             first = Counterexample(
-                input=f"{what}{list(index)} of case {case.name!r}, {case.question}; {int((~equal).sum()):,} of {equal.size:,} differ",
+                input=f"{what}{list(index)} of case {case.name!r}, {case.question}; "
+                f"{int((~equal).sum()):,} of {equal.size:,} differ",
                 bits=(),
                 dtype="float32",
                 got=_shown(got[index]),
@@ -209,7 +264,11 @@ def _added(found: Agreement, case: Case, answer: Answer, result: attention.Resul
 
 def close(found: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Where outputs [B, H, Tq, D], or log-sum-exps [B, H, Tq], differ by at most LAST."""
-    largest = np.abs(right).max(axis=-1, keepdims=True) if right.ndim == 4 else np.maximum(np.abs(right), 1)
+    largest = (
+        np.abs(right).max(axis=-1, keepdims=True)
+        if right.ndim == 4
+        else np.maximum(np.abs(right), 1)
+    )
     with np.errstate(invalid="ignore"):
         return np.abs(found - right) <= LAST * largest
 

@@ -5,7 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fp8ref.conformance.attention import accumulation, descales, logits, operands, probabilities, subjects, tiles, visibility
+from fp8ref.conformance.attention import (
+    accumulation,
+    descales,
+    logits,
+    operands,
+    probabilities,
+    subjects,
+    tiles,
+    visibility,
+)
 from fp8ref.conformance.attention.operands import Operands
 from fp8ref.conformance.attention.probabilities import Between
 from fp8ref.conformance.attention.scores import FEATURES, LOG2E
@@ -21,8 +30,17 @@ from fp8ref.spec.attention.variants import FULL, Variant
 if TYPE_CHECKING:
     from rich.console import Console
 
-STRUCTURE = ("keys", "causal mask", "window", "documents", "heads", "softcap argument", "sinks argument", "mask and softcap",
-             *(name for names in subjects.DESCALES for name in names))  # fmt: skip
+STRUCTURE = (
+    "keys",
+    "causal mask",
+    "window",
+    "documents",
+    "heads",
+    "softcap argument",
+    "sinks argument",
+    "mask and softcap",
+    *(name for names in subjects.DESCALES for name in names),
+)
 """The decisions that have one right answer, whichever the variant is."""
 
 
@@ -50,9 +68,15 @@ class Probed(Result):
         wrong = [
             finding
             for finding in self.findings
-            if finding.what in STRUCTURE and finding.value is None and finding.words != visibility.REFUSED
+            if finding.what in STRUCTURE
+            and finding.value is None
+            and finding.words != visibility.REFUSED
         ]
-        return wrong + [finding for finding in self.findings if finding.what == "range of P" and finding.value is False]
+        return wrong + [
+            finding
+            for finding in self.findings
+            if finding.what == "range of P" and finding.value is False
+        ]
 
     @property
     def ok(self) -> bool:
@@ -61,13 +85,21 @@ class Probed(Result):
 
     def departures(self, variant: Variant) -> list[str]:
         """The decisions that are not the variant's, in words."""
-        faults = [f"{fault.what}: {fault.text}; {fault.evidence}" for fault in self.faults if fault.what in STRUCTURE]
+        faults = [
+            f"{fault.what}: {fault.text}; {fault.evidence}"
+            for fault in self.faults
+            if fault.what in STRUCTURE
+        ]
         return self.decisions_apart(variant) + faults
 
     def decisions_apart(self, variant: Variant) -> list[str]:
         """The same without faults of an argument, which are of no variant."""
         wanted = expected(variant)
-        return [_said(finding, str(wanted[finding.what])) for finding in self.findings if not self._agrees(finding, wanted, variant)]
+        return [
+            _said(finding, str(wanted[finding.what]))
+            for finding in self.findings
+            if not self._agrees(finding, wanted, variant)
+        ]
 
     def _agrees(self, finding: Finding, wanted: dict[str, Any], variant: Variant) -> bool:
         if finding.what not in wanted or self.asked.ones:
@@ -86,22 +118,34 @@ class Probed(Result):
         """In one line, whether a fault was found."""
         said = "; ".join(f"{fault.what}: {fault.text}" for fault in self.faults)
         return (
-            f"{self.asked.name} has faults: {said}" if said else f"{self.asked.name}: no fault of masks, heads or the range of P was found"
+            f"{self.asked.name} has faults: {said}"
+            if said
+            else f"{self.asked.name}: no fault of masks, heads or the range of P was found"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
         found = [
-            finding.to_dict() | {"text": finding.text, "witness": finding.witness and finding.witness.to_dict()}
+            finding.to_dict()
+            | {"text": finding.text, "witness": finding.witness and finding.witness.to_dict()}
             for finding in self.findings
         ]
-        return {"ok": self.ok, "name": self.asked.name, "kind": "attention", "framework": self.asked.subject.framework, "findings": found}
+        return {
+            "ok": self.ok,
+            "name": self.asked.name,
+            "kind": "attention",
+            "framework": self.asked.subject.framework,
+            "findings": found,
+        }
 
     def render_findings(self, console: "Console") -> None:
         """Print the findings."""
         from rich.text import Text
 
-        title = Text(f"{self.asked.name}: attention of {self.asked.subject.framework} arrays, {FEATURES} features")
+        title = Text(
+            f"{self.asked.name}: attention of {self.asked.subject.framework} arrays, {FEATURES} "
+            "features"
+        )
         console.print(table(self.findings, title=title, title_justify="left"))
 
     def render(self, console: "Console") -> None:
@@ -125,11 +169,16 @@ def probe(
     framework whose arrays it takes; None: the first that it takes.
     layout    BHTD or BTHD.
     fmt       of the codes, where it takes q_descale, k_descale and v_descale.
-    Raises:   ValueError: an unknown layout, framework or device. RefusedError: it raises. ConformanceError: it returns
-              something else than it should, changes its input, or does not repeat itself.
+    Raises:   ValueError: an unknown layout, framework or device. RefusedError: it raises.
+              ConformanceError: it returns something else than it should, changes its input, or does
+              not repeat itself.
     Source:   spec A-17.
     """
-    return of_subject(subjects.wrap(function, name=name, framework=framework, device=device, layout=layout, fmt=fmt))
+    return of_subject(
+        subjects.wrap(
+            function, name=name, framework=framework, device=device, layout=layout, fmt=fmt
+        )
+    )
 
 
 def of_subject(asked: Attention) -> Probed:
@@ -158,12 +207,25 @@ def of_subject(asked: Attention) -> Probed:
         accumulation.chains(asked, tiling),
         *operands.output(asked),
     ]
-    return Probed(asked=asked, operands=of_operands, tiling=tiling, threshold=threshold, largest=largest, findings=findings)
+    return Probed(
+        asked=asked,
+        operands=of_operands,
+        tiling=tiling,
+        threshold=threshold,
+        largest=largest,
+        findings=findings,
+    )
 
 
 def _without_descales(asked: Attention, of_descales: list[Finding]) -> Probed:
-    """What is found of a function with a wrong descale: no other question can be asked, since their numbers need scales."""
-    tiling = Tiling(None, None, Finding(what="tiles", value=None, words="not asked: needs right descales", evidence=""))
+    """What is found of a function with a wrong descale: no other question can be asked, since their
+    numbers need scales.
+    """
+    tiling = Tiling(
+        None,
+        None,
+        Finding(what="tiles", value=None, words="not asked: needs right descales", evidence=""),
+    )
     asked = dataclasses.replace(asked, ones=True)
     return Probed(
         asked=asked,
@@ -188,14 +250,20 @@ def expected(variant: Variant) -> dict[str, Any]:
         "q and k": not variant.rotated,
         "scales of k": variant.granularity,
         "scales of v": variant.granularity,
-        "tiles": None if variant.real else f"{length} keys, {'descending' if variant.descending else 'ascending'}",
+        "tiles": None
+        if variant.real
+        else f"{length} keys, {'descending' if variant.descending else 'ascending'}",
         "threshold": variant.threshold * (1.0 if variant.base == "2" else LOG2E),
         "largest P": scale,
         "range of P": "kept" if within else False,
         "denominator": None if variant.real else "unrounded",
         "sums of q k": bits,
         "sums of P v": bits,
-        "promotion": None if variant.real else "exact" if variant.plan == "exact" else variant.promotion or "none",
+        "promotion": None
+        if variant.real
+        else "exact"
+        if variant.plan == "exact"
+        else variant.promotion or "none",
         "output": variant.out.name,
         "log-sum-exp": "natural",
     }

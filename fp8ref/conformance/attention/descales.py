@@ -1,6 +1,8 @@
-"""What the descales of q, k and v multiply: each entry [sequence, head of keys] is doubled, one after another (spec A-2, A-17).
+"""What the descales of q, k and v multiply: each entry [sequence, head of keys] is doubled, one
+after another (spec A-2, A-17).
 
-All codes are given under descales of 1. A descale of q or k doubles the scores of its head, that of v its outputs.
+All codes are given under descales of 1. A descale of q or k doubles the scores of its head, that of
+v its outputs.
 """
 
 import dataclasses
@@ -25,23 +27,37 @@ def findings(asked: Attention) -> list[Finding]:
     if asked.descale_names is None:
         return []
     rng = np.random.default_rng(2)
-    q, k, v = (cast.round_to(x, asked.fmt) for x in random_operands(rng, (HEADS, HEADS, HEADS), TOKENS, TOKENS, 64))
+    q, k, v = (
+        cast.round_to(x, asked.fmt)
+        for x in random_operands(rng, (HEADS, HEADS, HEADS), TOKENS, TOKENS, 64)
+    )
     question = Question(q, k, v)
     alone = dataclasses.replace(asked, ones=True)
     base = alone.ask(question).o
-    return [_finding(alone, question, base, role, name) for role, name in zip("qkv", asked.descale_names, strict=True)]
+    return [
+        _finding(alone, question, base, role, name)
+        for role, name in zip("qkv", asked.descale_names, strict=True)
+    ]
 
 
-def _finding(asked: Attention, question: Question, base: np.ndarray, role: str, name: str) -> Finding:
+def _finding(
+    asked: Attention, question: Question, base: np.ndarray, role: str, name: str
+) -> Finding:
     wanted = OUTPUTS if role == "v" else SCORES
     effects = {}
     for entry in np.ndindex(HEADS, HEADS):
         ones = np.ones((HEADS, HEADS), np.float32)
         ones[entry] = 2
         o = asked.ask(question._replace(descales={role: ones})).o
-        effects[entry] = {head: _effect(question, head, base[head], o[head]) for head in np.ndindex(HEADS, HEADS)}
+        effects[entry] = {
+            head: _effect(question, head, base[head], o[head]) for head in np.ndindex(HEADS, HEADS)
+        }
     evidence = f"each of {len(effects)} entries doubled, codes of {asked.fmt}"
-    if all(effect == (wanted if head == entry else KEPT) for entry, of in effects.items() for head, effect in of.items()):
+    if all(
+        effect == (wanted if head == entry else KEPT)
+        for entry, of in effects.items()
+        for head, effect in of.items()
+    ):
         return Finding(what=name, value=wanted, evidence=evidence)
     kinds = {effect for of in effects.values() for effect in of.values()} - {KEPT}
     own = {of[entry] for entry, of in effects.items()}
@@ -53,16 +69,27 @@ def _finding(asked: Attention, question: Question, base: np.ndarray, role: str, 
         words = kinds.pop()
     else:
         words = "no factor of its head"
-    entry, head = next((e, h) for e, of in effects.items() for h in of if of[h] != (wanted if h == e else KEPT))
+    entry, head = next(
+        (e, h) for e, of in effects.items() for h in of if of[h] != (wanted if h == e else KEPT)
+    )
     witness = Counterexample(
-        input=f"{name}{list(entry)} doubled: sequence {head[0]}, head {head[1]}", bits=(), dtype="float32", got=effects[entry][head],
-        expected=wanted if head == entry else KEPT, clause="A-2",
-    )  # fmt: skip
+        input=f"{name}{list(entry)} doubled: sequence {head[0]}, head {head[1]}",
+        bits=(),
+        dtype="float32",
+        got=effects[entry][head],
+        expected=wanted if head == entry else KEPT,
+        clause="A-2",
+    )
     return Finding(what=name, value=None, words=words, evidence=str(witness), witness=witness)
 
 
-def _effect(question: Question, head: tuple[int, ...], before: np.ndarray, after: np.ndarray) -> str:
-    """What doubling a descale did to a head. Doubled outputs are exact in every format; scores are near those of real arithmetic."""
+def _effect(
+    question: Question, head: tuple[int, ...], before: np.ndarray, after: np.ndarray
+) -> str:
+    """What doubling a descale did to a head.
+
+    Doubled outputs are exact in every format; scores are near those of real arithmetic.
+    """
     if np.array_equal(before, after):
         return KEPT
     if np.array_equal(2 * before, after):

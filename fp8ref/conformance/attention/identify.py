@@ -1,4 +1,6 @@
-"""Identify an attention function: which variant explains every bit, or where the nearest departs (spec A-17)."""
+"""Identify an attention function: which variant explains every bit, or where the nearest departs
+(spec A-17).
+"""
 
 import dataclasses
 import itertools
@@ -26,19 +28,23 @@ UNSEEN: dict[str, tuple] = {
     "bias": ("fused", "separate"),
     "lse": ("fused", "log2", "sum"),
 }
-"""{field of ``Variant``: its values}: decisions that last bits alone show, tried in all combinations."""
+"""{field of ``Variant``: its values}: decisions that last bits alone show, tried in all
+combinations.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOutcome(Result):
     """What an attention function was identified as.
 
-    variant    the name in VARIANTS, or of a variation, such as "fa3 with promotion=4"; None if none explains it.
+    variant    the name in VARIANTS, or of a variation, such as "fa3 with promotion=4"; None if none
+               explains it.
     agreement  with that variant, or with the nearest.
     reference  agreement with the expected variant, or with the nearest named one.
     departures the decisions in which it is not that one, and faults of arguments.
     expected   the variant that it should be, if any.
-    arguments  agreement under each argument, with that variant; none of a function that is no variant.
+    arguments  agreement under each argument, with that variant; none of a function that is no
+               variant.
     """
 
     probed: Probed
@@ -53,7 +59,11 @@ class AttentionOutcome(Result):
     def wrong_arguments(self) -> list[str]:
         """The arguments that are not the variant's."""
         names = [one.name for one in self.arguments if one.differing(self.agreement.exact)]
-        names += [FINDINGS.get(fault.what, fault.what) for fault in self.probed.faults if fault.what in decisions.STRUCTURE]
+        names += [
+            FINDINGS.get(fault.what, fault.what)
+            for fault in self.probed.faults
+            if fault.what in decisions.STRUCTURE
+        ]
         return list(dict.fromkeys(names))
 
     @property
@@ -63,7 +73,9 @@ class AttentionOutcome(Result):
 
     @property
     def ok(self) -> bool:
-        """The expected variant, or a named one within its range; at least but for exponentials, under all of its arguments."""
+        """The expected variant, or a named one within its range; at least but for exponentials,
+        under all of its arguments.
+        """
         if self.wrong_arguments:
             return False
         if self.expected is not None:
@@ -74,24 +86,44 @@ class AttentionOutcome(Result):
     def message(self) -> str:
         """What it is, the decisions that differ, and the first output that does."""
         name, of = self.probed.asked.name, self.reference
-        if self.variant is not None and self.variant in (of.variant.name, self.expected) and self.wrong_arguments:
+        if (
+            self.variant is not None
+            and self.variant in (of.variant.name, self.expected)
+            and self.wrong_arguments
+        ):
             return "\n".join([f"{name} {self._but_arguments()}", *self._shown_arguments()])
         but = "roundings" if self.agreement.variant.real else "exponentials"
-        how = "" if self.variant is None else f"{self.variant!r}, {'bit for bit' if self.agreement.exact else f'but for {but}'}"
-        count = f"{self.agreement.equal:,} of {self.agreement.compared:,} outputs on random inputs are equal"
+        how = (
+            ""
+            if self.variant is None
+            else f"{self.variant!r}, {'bit for bit' if self.agreement.exact else f'but for {but}'}"
+        )
+        count = (
+            f"{self.agreement.equal:,} of {self.agreement.compared:,} outputs on random inputs "
+            "are equal"
+        )
         faults = [f"  at fault: {fault.what}: {fault.text}" for fault in self.probed.faults]
         if self.variant == of.variant.name:
-            return "\n".join([f"{name} is {how}: {count}", *([f"  {of.first}"] if of.first else []), *faults])
+            return "\n".join(
+                [f"{name} is {how}: {count}", *([f"  {of.first}"] if of.first else []), *faults]
+            )
         other = f"{name} is {how}: {count}" if how else f"{name} is no variant"
         if self.expected:
             other = f"{name} is not {self.expected!r}{f', but {how}: {count}' if how else ''}"
         nearest = "" if self.expected else "the nearest, "
         far = (
-            f"{of.equal:,} of {of.compared:,} outputs are those of {nearest}{of.variant.name!r}, the error is {of.error:.2g} of the outputs"
+            f"{of.equal:,} of {of.compared:,} outputs are those of "
+            f"{nearest}{of.variant.name!r}, the error is {of.error:.2g} of the outputs"
         )
         first = [f"  {of.first}"] if of.first else []
-        wrong = [f"  {self._but_arguments()}", *self._shown_arguments()] if self.variant and self.wrong_arguments else []
-        return "\n".join([f"{other}; {far}", *(f"  {one}" for one in self.departures), *first, *wrong])
+        wrong = (
+            [f"  {self._but_arguments()}", *self._shown_arguments()]
+            if self.variant and self.wrong_arguments
+            else []
+        )
+        return "\n".join(
+            [f"{other}; {far}", *(f"  {one}" for one in self.departures), *first, *wrong]
+        )
 
     def _but_arguments(self) -> str:
         """In words, which arguments alone are wrong."""
@@ -104,7 +136,11 @@ class AttentionOutcome(Result):
         """A line for each wrong argument, with its finding and the first output that differs."""
         lines = []
         for name in self.wrong_arguments:
-            shown = [one for one in self.probed.findings if FINDINGS.get(one.what, one.what) == name and one.what in decisions.STRUCTURE]
+            shown = [
+                one
+                for one in self.probed.findings
+                if FINDINGS.get(one.what, one.what) == name and one.what in decisions.STRUCTURE
+            ]
             lines += [f"  {one.what}: {one.text}; {one.evidence}" for one in shown]
             firsts = [one.first(self.agreement.exact) for one in self.arguments if one.name == name]
             lines += [f"  {name}: {first}" for first in firsts if first is not None]
@@ -147,7 +183,8 @@ def identify_attention(
     fmt: Format = E4M3FN,
     alignment: Alignment = "end",
 ) -> AttentionOutcome:
-    """Identify an attention function as a variant, by its decisions and by random inputs, without arguments and under each that it has.
+    """Identify an attention function as a variant, by its decisions and by random inputs, without
+    arguments and under each that it has.
 
     expect    a name in VARIANTS that it must have.
     alignment the end to which its masks align queries, where it has no argument for that.
@@ -156,10 +193,14 @@ def identify_attention(
     Source:   spec A-17.
     """
     if alignment not in get_args(Alignment):
-        raise ValueError(f"alignment is one of {', '.join(get_args(Alignment))}; got {alignment!r}.")
+        raise ValueError(
+            f"alignment is one of {', '.join(get_args(Alignment))}; got {alignment!r}."
+        )
     if expect is not None and expect not in VARIANTS:
         raise ValueError(f"expect is one of {', '.join(VARIANTS)}; got {expect!r}.")
-    asked = subjects.wrap(function, name=name, framework=framework, device=device, layout=layout, fmt=fmt)
+    asked = subjects.wrap(
+        function, name=name, framework=framework, device=device, layout=layout, fmt=fmt
+    )
     probed = decisions.of_subject(asked)
     tokens = _whole_tiles(probed)
     answers = Asked(probed.asked, comparison.plain_cases(tokens))
@@ -171,7 +212,11 @@ def identify_attention(
     reference = answers.agreement(VARIANTS[expect]) or nearest if expect else nearest
     name = None if found is None else found.variant.name
     departures = () if name == reference.variant.name else probed.departures(reference.variant)
-    checked = [] if found is None else arguments.compare(probed.asked, found.variant, tokens, alignment, exact=found.exact)
+    checked = (
+        []
+        if found is None
+        else arguments.compare(probed.asked, found.variant, tokens, alignment, exact=found.exact)
+    )
     return AttentionOutcome(
         probed=probed,
         variant=name,
@@ -184,7 +229,9 @@ def identify_attention(
 
 
 def _whole_tiles(probed: Probed) -> int:
-    """The tokens of plain inputs: two of the function's tiles, or one of a long one, so that no tile is ragged."""
+    """The tokens of plain inputs: two of the function's tiles, or one of a long one, so that no
+    tile is ragged.
+    """
     length = probed.tiling.length or 128
     return 2 * length if length <= 256 else length
 
@@ -202,32 +249,51 @@ def require_attention(
     softcap: float | None = None,
     sinks: bool = False,
 ) -> None:
-    """Require the outputs of a variant under a mask, and log-sum-exps if they are returned; else raise an AssertionError with the first
-    difference and the decisions that depart.
+    """Require the outputs of a variant under a mask, and log-sum-exps if they are returned; else
+    raise an AssertionError with the first difference and the decisions that depart.
 
-    exponentials  ``exact``: every bit; ``hardware``: exponentials of A-5's bound, which changes one output in a hundred at most
-                  (``comparison.NEAR``).
+    exponentials  ``exact``: every bit; ``hardware``: exponentials of A-5's bound, which changes one
+                  output in a hundred at most (``comparison.NEAR``).
     features      D of the inputs.
     softcap       passed to the function, and to the variant (A-22).
     sinks         whether random ones are passed (A-23).
-    Raises:   ValueError: an unknown variant, or exponentials; a softcap or sinks without an argument for them; as ``probe``.
+    Raises:   ValueError: an unknown variant, or exponentials; a softcap or sinks without an
+              argument for them; as ``probe``.
     Source:   spec A-1 to A-11, A-22, A-23.
     """
     variant = data.by_name(variant)
     if exponentials not in ("exact", "hardware"):
         raise ValueError(f"exponentials are 'exact' or 'hardware'; got {exponentials!r}.")
-    asked = subjects.wrap(function, framework=framework, device=device, layout=layout, fmt=variant.fmt if variant.fmt.bits == 8 else E4M3FN)
-    for given, taken, names in ((softcap is not None, asked.takes_softcap, subjects.SOFTCAPS), (sinks, asked.takes_sinks, subjects.SINKS)):
+    asked = subjects.wrap(
+        function,
+        framework=framework,
+        device=device,
+        layout=layout,
+        fmt=variant.fmt if variant.fmt.bits == 8 else E4M3FN,
+    )
+    for given, taken, names in (
+        (softcap is not None, asked.takes_softcap, subjects.SOFTCAPS),
+        (sinks, asked.takes_sinks, subjects.SINKS),
+    ):
         if given and not taken:
-            raise ValueError(f"{asked.name} has no argument for {names[0]}; name one {' or '.join(names)}, or leave it out here.")
-    found = Asked(asked, comparison.cases(mask, features=features, softcap=softcap, sinks=sinks)).agreement(variant)
+            raise ValueError(
+                f"{asked.name} has no argument for {names[0]}; name one {' or '.join(names)}, "
+                "or leave it out here."
+            )
+    found = Asked(
+        asked, comparison.cases(mask, features=features, softcap=softcap, sinks=sinks)
+    ).agreement(variant)
     if found is None:
-        raise ValueError(f"{asked.name} takes codes with scales of heads, which {variant.name!r} has not. Use another variant.")
+        raise ValueError(
+            f"{asked.name} takes codes with scales of heads, which {variant.name!r} has not. "
+            "Use another variant."
+        )
     if found.exact or (exponentials == "hardware" and found.alike):
         return
     probed = decisions.of_subject(asked)
     lines = [
-        f"{asked.name} is not {variant.name!r}: {found.compared - found.equal:,} of {found.compared:,} outputs differ, by {found.error:.2g} of the outputs",
+        f"{asked.name} is not {variant.name!r}: {found.compared - found.equal:,} of "
+        f"{found.compared:,} outputs differ, by {found.error:.2g} of the outputs",
         *([f"  {found.first}"] if found.first else []),
         *(f"  {one}" for one in probed.departures(variant)),
     ]
@@ -235,15 +301,22 @@ def require_attention(
 
 
 def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
-    """The named variants, the likeliest first: by outputs that are near, then by decisions, then by error."""
-    found = [one for variant in VARIANTS.values() if (one := answers.agreement(variant, cases=1)) is not None]
+    """The named variants, the likeliest first: by outputs that are near, then by decisions, then by
+    error.
+    """
+    found = [
+        one
+        for variant in VARIANTS.values()
+        if (one := answers.agreement(variant, cases=1)) is not None
+    ]
     departing = {one.variant.name: len(probed.decisions_apart(one.variant)) for one in found}
     return sorted(found, key=lambda one: (not one.alike, departing[one.variant.name], one.error))
 
 
 def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:
-    """The agreement with a variation that explains the outputs, if one does: the decisions that were found in place of the variant's
-    own, and then also other orders of the last bits, if every bit follows."""
+    """The agreement with a variation that explains the outputs, if one does: the decisions that
+    were found in place of the variant's own, and then also other orders of the last bits, if every
+    bit follows."""
     try:
         measured = _measured(base, probed)
     except ValueError:  # decisions that no variant has together
@@ -254,11 +327,18 @@ def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:
         return found
     for values in itertools.product(*UNSEEN.values()):
         try:
-            one = _named(dataclasses.replace(measured, **dict(zip(UNSEEN, values, strict=True))), base)
+            one = _named(
+                dataclasses.replace(measured, **dict(zip(UNSEEN, values, strict=True))), base
+            )
         except ValueError:
             continue
         first = answers.agreement(one, cases=1)
-        if first is not None and first.exact and (whole := answers.agreement(one)) is not None and whole.exact:
+        if (
+            first is not None
+            and first.exact
+            and (whole := answers.agreement(one)) is not None
+            and whole.exact
+        ):
             return whole
     return found
 
@@ -285,13 +365,25 @@ def _measured(base: Variant, probed: Probed) -> Variant:
         changes["promotion"] = {"none": None, "exact": 1}.get(value, value)
     if (value := departs("sums of P v")) is not None:
         wide = "exact" if (of := probed["promotion"]) is not None and of.value == "exact" else "f32"
-        plans = [plan.name for plan in accumulate.ACCUMULATIONS.values() if plan.unit.fraction_bits == value]
+        plans = [
+            plan.name
+            for plan in accumulate.ACCUMULATIONS.values()
+            if plan.unit.fraction_bits == value
+        ]
         changes |= {"plan": wide} if value == "all" else {"plan": plans[0]} if plans else {}
     if (value := departs("scales of v")) is not None:
         changes["granularity"] = value
-    if probed.threshold is not None and not probed.threshold.agrees(wanted["threshold"]) and probed.threshold.finding.value is not None:
+    if (
+        probed.threshold is not None
+        and not probed.threshold.agrees(wanted["threshold"])
+        and probed.threshold.finding.value is not None
+    ):
         changes["threshold"] = probed.threshold.finding.value
-    if probed.largest is not None and not probed.largest.agrees(wanted["largest P"]) and probed.largest.finding.value:
+    if (
+        probed.largest is not None
+        and not probed.largest.agrees(wanted["largest P"])
+        and probed.largest.finding.value
+    ):
         changes["p_scale"] = float(probed.largest.finding.value) / 2.0**base.offset
     return dataclasses.replace(base, **changes)
 
@@ -299,8 +391,16 @@ def _measured(base: Variant, probed: Probed) -> Variant:
 def _named(variant: Variant, base: Variant) -> Variant:
     """The variation, called by the fields that are not its base's."""
     keys = [one.name for one in dataclasses.fields(Variant) if one.name != "name"]
-    said = [f"{key}={_value(variant, key)}" for key in keys if getattr(variant, key) != getattr(base, key)]
-    return dataclasses.replace(variant, name=f"{base.name} with {', '.join(said)}") if said else variant
+    said = [
+        f"{key}={_value(variant, key)}"
+        for key in keys
+        if getattr(variant, key) != getattr(base, key)
+    ]
+    return (
+        dataclasses.replace(variant, name=f"{base.name} with {', '.join(said)}")
+        if said
+        else variant
+    )
 
 
 def _value(variant: Variant, key: str) -> Any:

@@ -1,7 +1,9 @@
-"""What a function does to its scores before the softmax: a softcap, and sinks (spec A-22, A-23, A-27).
+"""What a function does to its scores before the softmax: a softcap, and sinks (spec A-22, A-23,
+A-27).
 
-Without such an argument both are looked for. With one it is passed, and its order is asked: scale, cap, mask; a sink that joins the sum.
-All operands are numbers of e4m3; weights are read from values of one key, within the roundings of its probability and of o.
+Without such an argument both are looked for. With one it is passed, and its order is asked: scale,
+cap, mask; a sink that joins the sum. All operands are numbers of e4m3; weights are read from values
+of one key, within the roundings of its probability and of o.
 """
 
 import math
@@ -29,24 +31,36 @@ ROUNDED = math.log(1.3)
 """In ln of a weight: the casts of P and of o, 2^-3 each in e5m2, and all else."""
 
 LEAST = 2.0**-6
-"""A weight below it may be a subnormal number of e4m3, with a larger error: it says that the cap is no smaller, and no more."""
+"""A weight below it may be a subnormal number of e4m3, with a larger error: it says that the cap is
+no smaller, and no more.
+"""
 
 BOUNDS = (0.0, 1e9)
-"""What caps are looked for between: as a bound of a measured cap either says that no output told it."""
+"""What caps are looked for between: as a bound of a measured cap either says that no output told
+it.
+"""
 
 _LARGEST = FAR * FAR * SCALE
 _KEYS = [m * 2.0**e for e in range(-6, 8) for m in (1, 1.25, 1.5, 1.75)]
 
 
 def findings(asked: Attention) -> list[Finding]:
-    """A finding for a softcap and one for sinks; and one for each of both arguments that the function takes."""
+    """A finding for a softcap and one for sinks; and one for each of both arguments that the
+    function takes.
+    """
     cap, low, high = _softcap(asked)
     made = [cap, _of_sinks_within(asked, low, high) if low <= high < math.inf else of_sinks(asked)]
     if asked.takes_softcap:
         made.append(_softcap_argument(asked))
     elif cap.value != "none" and (hidden := _hidden(asked, None)) is not None:
         made.append(
-            Finding(what="mask and softcap", value=None, words="the mask comes before the cap", evidence=str(hidden), witness=hidden)
+            Finding(
+                what="mask and softcap",
+                value=None,
+                words="the mask comes before the cap",
+                evidence=str(hidden),
+                witness=hidden,
+            )
         )
     if asked.takes_sinks:
         made.append(_sinks_argument(asked))
@@ -54,7 +68,9 @@ def findings(asked: Attention) -> list[Finding]:
 
 
 def softcap(asked: Attention) -> Finding:
-    """The softcap of a function that is given none: a number, with the caps that explain the outputs; only these, without a number; or ``none``."""
+    """The softcap of a function that is given none: a number, with the caps that explain the
+    outputs; only these, without a number; or ``none``.
+    """
     return _softcap(asked)[0]
 
 
@@ -65,23 +81,43 @@ def _softcap(asked: Attention) -> tuple[Finding, float, float]:
         return Finding(what="softcap", value="none", evidence=evidence), low, high
     if not low <= high:
         words = "large scores are capped, by no hyperbolic tangent"
-        return Finding(what="softcap", value=None, words=words, evidence=evidence, witness=witness), low, high
+        return (
+            Finding(what="softcap", value=None, words=words, evidence=evidence, witness=witness),
+            low,
+            high,
+        )
     value, words = roundest(low, high), within(low, high)
     if value is not None:
         words = f"{value:g} ({words})"
-    return Finding(what="softcap", value=value, words=words, evidence=str(witness), witness=witness), low, high
+    return (
+        Finding(what="softcap", value=value, words=words, evidence=str(witness), witness=witness),
+        low,
+        high,
+    )
 
 
 def _caps(asked: Attention, given: float | None) -> tuple[float, float, str, Counterexample | None]:
-    """(the least and the largest cap that explain the outputs, evidence, the first output that shows a cap); infinity: there is none.
+    """(the least and the largest cap that explain the outputs, evidence, the first output that
+    shows a cap); infinity: there is none.
 
-    Two keys, of which one has the largest score. A cap brings the other near it: their distance is a function of the cap that grows with it.
+    Two keys, of which one has the largest score. A cap brings the other near it: their distance is
+    a function of the cap that grows with it.
     """
     weights, others = _of_two_keys(asked, given)
     if not (weights != 0).any():
-        return math.inf, math.inf, f"scores of {_LARGEST:g} and {others[-1]:g}: the second has no weight", None
+        return (
+            math.inf,
+            math.inf,
+            f"scores of {_LARGEST:g} and {others[-1]:g}: the second has no weight",
+            None,
+        )
     if not np.isfinite(weights).all():
-        return math.nan, math.nan, f"scores of {_LARGEST:g} and {others[0]:g}: {weights[~np.isfinite(weights)][0]}", None
+        return (
+            math.nan,
+            math.nan,
+            f"scores of {_LARGEST:g} and {others[0]:g}: {weights[~np.isfinite(weights)][0]}",
+            None,
+        )
     low, high = BOUNDS
     for x, w in zip(others, weights, strict=True):
         distance = math.log((1 - w) / w) if LEAST <= w < 1 else math.log(1 / LEAST)
@@ -89,14 +125,25 @@ def _caps(asked: Attention, given: float | None) -> tuple[float, float, str, Cou
         high = min(high, _cap(x, distance + ROUNDED)) if w >= LEAST else high
     i = int(np.flatnonzero(weights)[0])
     witness = Counterexample(
-        input=f"two keys of scores {_LARGEST:g} and {others[i]:g}", bits=(), dtype="float32", got=f"{weights[i]:.4g} of the second's value",
-        expected="0", clause="A-22",
-    )  # fmt: skip
-    return low, high, f"scores of {_LARGEST:g} and {others[i]:g}: the second has the weight {weights[i]:.4g}", witness
+        input=f"two keys of scores {_LARGEST:g} and {others[i]:g}",
+        bits=(),
+        dtype="float32",
+        got=f"{weights[i]:.4g} of the second's value",
+        expected="0",
+        clause="A-22",
+    )
+    return (
+        low,
+        high,
+        f"scores of {_LARGEST:g} and {others[i]:g}: the second has the weight {weights[i]:.4g}",
+        witness,
+    )
 
 
 def _of_two_keys(asked: Attention, given: float | None) -> tuple[np.ndarray, list[float]]:
-    """(the weight of a second key, of both keys' weights; its scores); the first has the largest score."""
+    """(the weight of a second key, of both keys' weights; its scores); the first has the largest
+    score.
+    """
     k = np.array([[FAR, key] for key in _KEYS])
     v = np.zeros((len(k), 2, 2))
     v[:, 0, 0] = v[:, 1, 1] = LARGE
@@ -128,22 +175,39 @@ def _softcap_argument(asked: Attention) -> Finding:
     except RefusedError as error:
         return Finding(what=what, value=None, words=visibility.REFUSED, evidence=str(error))
     if low <= CAP <= high and hidden is None:
-        return Finding(what=what, value="after the scale, before the mask", evidence=f"{CAP:g}: {evidence}")
+        return Finding(
+            what=what, value="after the scale, before the mask", evidence=f"{CAP:g}: {evidence}"
+        )
     wrong: dict[str, Callable[[float], float]] = {
         "ignored": lambda x: x,
         "before the softmax scale": lambda x: CAP * SCALE * math.tanh(x / (CAP * SCALE)),
-        "of scores in powers of two": lambda x: CAP * math.log(2) * math.tanh(x / (CAP * math.log(2))),
+        "of scores in powers of two": lambda x: (
+            CAP * math.log(2) * math.tanh(x / (CAP * math.log(2)))
+        ),
         "not multiplied back: scores end at 1": lambda x: math.tanh(x / CAP),
     }
     if low <= CAP <= high:
         assert hidden is not None
-        return Finding(what=what, value=None, words="after the mask: hidden keys have the score -cap", evidence=str(hidden), witness=hidden)
+        return Finding(
+            what=what,
+            value=None,
+            words="after the mask: hidden keys have the score -cap",
+            evidence=str(hidden),
+            witness=hidden,
+        )
     weights, others = _of_two_keys(asked, CAP)
-    words = next((name for name, of in wrong.items() if _explains(of, weights, others)), "another function of the scores")
+    words = next(
+        (name for name, of in wrong.items() if _explains(of, weights, others)),
+        "another function of the scores",
+    )
     shown = Counterexample(
-        input=f"softcap {CAP:g}, {witness.input if witness else 'two keys'}", bits=(), dtype="float32",
-        got=witness.got if witness else evidence, expected=f"the weights of a cap of {CAP:g}", clause="A-22",
-    )  # fmt: skip
+        input=f"softcap {CAP:g}, {witness.input if witness else 'two keys'}",
+        bits=(),
+        dtype="float32",
+        got=witness.got if witness else evidence,
+        expected=f"the weights of a cap of {CAP:g}",
+        clause="A-22",
+    )
     return Finding(what=what, value=None, words=words, evidence=str(shown), witness=shown)
 
 
@@ -158,7 +222,9 @@ def _explains(of: Callable[[float], float], weights: np.ndarray, others: list[fl
 
 
 def _hidden(asked: Attention, given: float | None) -> Counterexample | None:
-    """A hidden key with weight where all scores are far below zero, so that those of a mask before the cap are no lower; None without."""
+    """A hidden key with weight where all scores are far below zero, so that those of a mask before
+    the cap are no lower; None without.
+    """
     mask, queries, keys = Mask(causal=True), 8, FEATURES
     if not asked.takes(mask):
         return None
@@ -166,14 +232,21 @@ def _hidden(asked: Attention, given: float | None) -> Counterexample | None:
     q[..., 0], k[..., 0] = FAR, -FAR
     v[0, 0, np.arange(keys), np.arange(keys)] = 256
     seen = asked.ask(Question(q, k, v, mask, softcap=given)).o[0, 0] != 0
-    aligned = [visibility.expected(Mask(causal=True, alignment=end), queries, keys) for end in ("end", "start")]
+    aligned = [
+        visibility.expected(Mask(causal=True, alignment=end), queries, keys)
+        for end in ("end", "start")
+    ]
     if any((seen <= one).all() for one in aligned):
         return None
     i, j = (int(x) for x in np.argwhere(seen & ~aligned[0])[0])
     return Counterexample(
-        input=f"causal, all scores {-_LARGEST:g} before the cap: query {i}, key {j}", bits=(), dtype="float32", got="seen", expected="not seen",
+        input=f"causal, all scores {-_LARGEST:g} before the cap: query {i}, key {j}",
+        bits=(),
+        dtype="float32",
+        got="seen",
+        expected="not seen",
         clause="A-22",
-    )  # fmt: skip
+    )
 
 
 def of_sinks(asked: Attention, cap: float | None = None) -> Finding:
@@ -196,37 +269,63 @@ def of_sinks(asked: Attention, cap: float | None = None) -> Finding:
         if witness is None:
             i = int(np.argmax(~(np.abs(weights - 1) < 1 - math.exp(-ROUNDED))))
             witness = Counterexample(
-                input=f"one key of score {x[i]:g}", bits=(), dtype="float32", got=f"{weights[i]:.4g} of its value", expected="its value", clause="A-23"
-            )  # fmt: skip
-        found = [one + math.log((1 - w) / w) for one, w in zip(x, weights, strict=True) if 0.02 < w < 0.98]
-        below, above = ([one for one, w in zip(tried, weights, strict=True) if (w < 0.5) == low] for low in (True, False))
+                input=f"one key of score {x[i]:g}",
+                bits=(),
+                dtype="float32",
+                got=f"{weights[i]:.4g} of its value",
+                expected="its value",
+                clause="A-23",
+            )
+        found = [
+            one + math.log((1 - w) / w)
+            for one, w in zip(x, weights, strict=True)
+            if 0.02 < w < 0.98
+        ]
+        below, above = (
+            [one for one, w in zip(tried, weights, strict=True) if (w < 0.5) == low]
+            for low in (True, False)
+        )
         if found or not below or not above or max(below) >= min(above):
             break
         made.append(max(below))
         width = min(above) - max(below)
-        tried = [m / 8 * 2.0**e for e in range(-9, 9) for m in range(8, 16) if m / 8 * 2.0**e < width]
+        tried = [
+            m / 8 * 2.0**e for e in range(-9, 9) for m in range(8, 16) if m / 8 * 2.0**e < width
+        ]
     value = round(float(np.median(found)), 1) if found else None
     words = f"about {value}" if found else "a row's weights do not add up to 1"
     return Finding(what="sinks", value=value, words=words, evidence=str(witness), witness=witness)
 
 
 def _of_sinks_within(asked: Attention, low: float, high: float) -> Finding:
-    """``of_sinks`` under a cap from low to high: a number where both say the same, else the sinks between."""
+    """``of_sinks`` under a cap from low to high: a number where both say the same, else the sinks
+    between.
+    """
     least, most = (of_sinks(asked, max(one, 1e-3)) for one in (low, high))
     if least.value == most.value:
         return least
     if least.value is None or most.value is None:
         return least if least.value is None else most
     words = " to ".join(f"{one:g}" for one in sorted((least.value, most.value)))
-    return Finding(what="sinks", value=None, words=words, evidence=least.evidence, witness=least.witness)
+    return Finding(
+        what="sinks", value=None, words=words, evidence=least.evidence, witness=least.witness
+    )
 
 
 def _of_one_key(asked: Attention, made: list[float], tried: list[float]) -> np.ndarray:
-    """The weight of a single key, whose feature of each number of ``made`` has it, and another one that of ``tried``."""
+    """The weight of a single key, whose feature of each number of ``made`` has it, and another one
+    that of ``tried``.
+    """
     rows = [*tried, FAR]  # the last one's scale rounds no other
     q, k, v = np.zeros((3, len(rows), 1, 1, FEATURES), np.float32)
-    q[..., : len(made) + 1], k[..., : len(made)], k[:, 0, 0, len(made)], v[..., 0] = FAR, made, rows, LARGE
-    if made:  # of several numbers in a row none is rounded under a scale of its own; q has no such feature
+    q[..., : len(made) + 1], k[..., : len(made)], k[:, 0, 0, len(made)], v[..., 0] = (
+        FAR,
+        made,
+        rows,
+        LARGE,
+    )
+    # of several numbers in a row none is rounded under a scale of its own; q has no such feature
+    if made:
         k[..., FEATURES - 1] = FAR
     return asked.ask(Question(q, k, v)).o[:-1, 0, 0, 0] / LARGE
 
@@ -250,21 +349,41 @@ def _sinks_argument(asked: Attention) -> Finding:
         "multiplied by the softmax scale": [1 / (1 + math.exp(a * SCALE)) for a in SINKS],
         "a power of two": [1 / (1 + 2.0**a) for a in SINKS],
     }
-    words = next((name for name, wanted in known.items() if _near(weights, wanted)), "weights of no sink")
-    got, wanted = ", ".join(f"{w:.4g}" for w in weights), ", ".join(f"{w:.4g}" for w in known["joins the sum"])
+    words = next(
+        (name for name, wanted in known.items() if _near(weights, wanted)), "weights of no sink"
+    )
+    got, wanted = (
+        ", ".join(f"{w:.4g}" for w in weights),
+        ", ".join(f"{w:.4g}" for w in known["joins the sum"]),
+    )
     shown = f"sinks {', '.join(f'{a:g}' for a in SINKS)}, one key of score 0"
     if words == "joins the sum" and not np.isfinite(above).all():
-        words, shown, got, wanted = "overflows", f"sinks {ABOVE:g}, one key of score 0", f"{above[~np.isfinite(above)][0]}", "0"
+        words, shown, got, wanted = (
+            "overflows",
+            f"sinks {ABOVE:g}, one key of score 0",
+            f"{above[~np.isfinite(above)][0]}",
+            "0",
+        )
     elif words == "joins the sum" and above.any():
-        words, shown, got, wanted = "bounded", f"sinks {ABOVE:g}, one key of score 0", f"{above[above != 0][0]:.4g}", "0"
+        words, shown, got, wanted = (
+            "bounded",
+            f"sinks {ABOVE:g}, one key of score 0",
+            f"{above[above != 0][0]:.4g}",
+            "0",
+        )
     elif words == "joins the sum" and answer.lse is not None:
         logs = [float(x) for x in answer.lse[0, :, 0]]
         right = [math.log1p(math.exp(a)) for a in SINKS]
         if max(abs(x - y) for x, y in zip(logs, right, strict=True)) > 2.0**-10:
-            words, got, wanted = "not in the log-sum-exp", *(", ".join(f"{x:.4g}" for x in one) for one in (logs, right))
+            words, got, wanted = (
+                "not in the log-sum-exp",
+                *(", ".join(f"{x:.4g}" for x in one) for one in (logs, right)),
+            )
     if words == "joins the sum":
         return Finding(what=what, value=words, evidence=f"{shown}: {got} of its value")
-    witness = Counterexample(input=shown, bits=(), dtype="float32", got=got, expected=wanted, clause="A-23")
+    witness = Counterexample(
+        input=shown, bits=(), dtype="float32", got=got, expected=wanted, clause="A-23"
+    )
     return Finding(what=what, value=None, words=words, evidence=str(witness), witness=witness)
 
 
@@ -273,7 +392,9 @@ def _near(weights: np.ndarray, wanted: list[float]) -> bool:
 
 
 def roundest(low: float, high: float) -> float | None:
-    """The one power of two or number of one decimal digit from low to high; without any the one of two digits. None if there are several."""
+    """The one power of two or number of one decimal digit from low to high; without any the one of
+    two digits. None if there are several.
+    """
     if low <= BOUNDS[0] or high >= BOUNDS[1]:
         return None
     tens = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)

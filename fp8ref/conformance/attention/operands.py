@@ -1,4 +1,6 @@
-"""How q, k and v become numbers of a format, and how the result is returned (spec A-2, A-10, A-11, A-13)."""
+"""How q, k and v become numbers of a format, and how the result is returned (spec A-2, A-10, A-11,
+A-13).
+"""
 
 import math
 from typing import NamedTuple
@@ -57,18 +59,26 @@ def operands(asked: Attention) -> Operands:
 
 
 def _format(asked: Attention) -> tuple[Format, Finding]:
-    """The format of v: two keys of equal probabilities, whose values are 1 + 2^-m and -1. Their sum is 0 if the first was rounded to 1,
-    in an output of any format."""
+    """The format of v: two keys of equal probabilities, whose values are 1 + 2^-m and -1. Their sum
+    is 0 if the first was rounded to 1, in an output of any format."""
     bits = np.arange(1, 11)
     v = np.zeros((1, 1, 2, FEATURES), np.float32)
     v[0, 0, 0, bits], v[0, 0, 1, bits] = 1 + 2.0**-bits, -1
     v[0, 0, :, 0] = 1.75, -1.75
     zeros = np.zeros((1, 1, 2, FEATURES), np.float32)
     found = asked.ask(Question(zeros[:, :, :1], zeros, v)).o[0, 0, 0, bits]
-    kept = int((found != 0).sum()) if (np.flatnonzero(found) == np.arange((found != 0).sum())).all() else -1
+    kept = (
+        int((found != 0).sum())
+        if (np.flatnonzero(found) == np.arange((found != 0).sum())).all()
+        else -1
+    )
     # beyond the format's last bit 1 + 2^-m is a tie, or below one, and rounded to the even 1
     fmt = next((one for one in FORMATS if min(one.mantissa_bits, len(bits)) == kept), None)
-    evidence = f"1 + 2^-m less 1 is no zero for m up to {kept}" if kept >= 0 else f"1 + 2^-m less 1: {', '.join(f'{x:.3g}' for x in found)}"
+    evidence = (
+        f"1 + 2^-m less 1 is no zero for m up to {kept}"
+        if kept >= 0
+        else f"1 + 2^-m less 1: {', '.join(f'{x:.3g}' for x in found)}"
+    )
     if fmt is None:
         return FLOAT32, Finding(what="format", value=None, evidence=evidence)
     words = "wider than bfloat16" if fmt == FLOAT32 else ""
@@ -76,8 +86,8 @@ def _format(asked: Attention) -> tuple[Format, Finding]:
 
 
 def _rotation(asked: Attention) -> tuple[bool, Finding]:
-    """Whether two keys have equal scores, 1 x 1.25 and 1.25 x 1, all numbers of e4m3 under a scale of 1.75's. A rotation makes
-    other numbers of them, whose roundings differ."""
+    """Whether two keys have equal scores, 1 x 1.25 and 1.25 x 1, all numbers of e4m3 under a scale
+    of 1.75's. A rotation makes other numbers of them, whose roundings differ."""
     q, k, v = (np.zeros((1, 1, n, FEATURES), np.float32) for n in (1, 3, 3))
     # every score is 2^9 x 1.25 / 8 = 80: a difference of 1 in 100 shows
     q[0, 0, 0, :3] = np.array([1, 1.25, 1.75]) * 2.0**4
@@ -93,7 +103,8 @@ def _rotation(asked: Attention) -> tuple[bool, Finding]:
 def _granularity(asked: Attention, role: str) -> Finding:
     """Which numbers share a scale with a small one: it is 0 next to a giant elsewhere.
 
-    The giant of v is the value of a key without probability. That of k is in a feature that q does not have.
+    The giant of v is the value of a key without probability. That of k is in a feature that q does
+    not have.
     """
     shares = []
     for place, (sequence, head, tokens, features) in PLACES.items():
@@ -132,24 +143,45 @@ def output(asked: Attention) -> list[Finding]:
         assert log is not None
         found = float(log[0, 0, 0])
         value = next(
-            (name for name, wanted in (("natural", math.log(5)), ("base 2", math.log(5) * LOG2E)) if abs(found - wanted) < 1e-4), None
+            (
+                name
+                for name, wanted in (("natural", math.log(5)), ("base 2", math.log(5) * LOG2E))
+                if abs(found - wanted) < 1e-4
+            ),
+            None,
         )
-        made.append(Finding(what="log-sum-exp", value=value, words="" if value else "neither natural nor base 2",
-                            evidence=f"5 scores of 0 give {found:.6g}; ln 5 = {math.log(5):.6g}"))  # fmt: skip
+        made.append(
+            Finding(
+                what="log-sum-exp",
+                value=value,
+                words="" if value else "neither natural nor base 2",
+                evidence=f"5 scores of 0 give {found:.6g}; ln 5 = {math.log(5):.6g}",
+            )
+        )
     return made
 
 
 def _out(o: np.ndarray, dtype: str) -> Finding:
     if dtype.startswith("float8_"):
-        return Finding(what="output", value=dtype.removeprefix("float8_"), evidence=f"dtype {dtype}")
+        return Finding(
+            what="output", value=dtype.removeprefix("float8_"), evidence=f"dtype {dtype}"
+        )
     if dtype not in ("float32", "float64"):
         return Finding(what="output", value=dtype, evidence=f"dtype {dtype}")
     if np.array_equal(cast.round_to(o, BFLOAT16), o):
-        return Finding(what="output", value="bfloat16", evidence=f"dtype {dtype}, all {o.size:,} numbers are bfloat16's")
+        return Finding(
+            what="output",
+            value="bfloat16",
+            evidence=f"dtype {dtype}, all {o.size:,} numbers are bfloat16's",
+        )
     magnitudes = np.unique(np.abs(o))
     for fmt in (E4M3FN, E5M2):
         codes = o / np.abs(o).max() * np.float32(fmt.max)
         # scale and scale_inv are rounded once each, and so is their product with a code
         if np.allclose(cast.round_to(codes, fmt), codes, rtol=2.0**-21, atol=0):
-            return Finding(what="output", value=fmt.name, evidence=f"dtype {dtype}, {len(magnitudes)} magnitudes, {fmt}'s under one scale")
+            return Finding(
+                what="output",
+                value=fmt.name,
+                evidence=f"dtype {dtype}, {len(magnitudes)} magnitudes, {fmt}'s under one scale",
+            )
     return Finding(what="output", value="float32", evidence=f"dtype {dtype}")

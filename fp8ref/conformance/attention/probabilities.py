@@ -1,5 +1,5 @@
-"""The cast of probabilities: their scale, the rescale threshold, whether they saturate, and the denominator
-(spec A-5, A-7, A-8).
+"""The cast of probabilities: their scale, the rescale threshold, whether they saturate, and the
+denominator (spec A-5, A-7, A-8).
 
 Each question has a score or two that are not 0, as ``scores.pair`` makes them.
 """
@@ -22,7 +22,9 @@ FAR_ABOVE = 28
 """A lag in powers of two, which a maximum that follows all keys does not have."""
 
 CLIPPED = 0.9
-"""Below this part of the real output, a probability was clipped: its rounding takes off 2^-4 at most in e4m3 and 2^-3 in e5m2."""
+"""Below this part of the real output, a probability was clipped: its rounding takes off 2^-4 at
+most in e4m3 and 2^-3 in e5m2.
+"""
 
 
 class Between(NamedTuple):
@@ -38,10 +40,12 @@ class Between(NamedTuple):
 
 
 def threshold(asked: Attention, tiling: Tiling) -> Between | None:
-    """By how many powers of two a tile's maximum may pass the row's before it is rescaled; None without tiles.
+    """By how many powers of two a tile's maximum may pass the row's before it is rescaled; None
+    without tiles.
 
-    A key of the first tile has the score 0, and so has one of the second, with the opposite value; in the second a third has a larger
-    score. If the maximum stays, both are cast alike and their sum is 0.
+    A key of the first tile has the score 0, and so has one of the second, with the opposite value;
+    in the second a third has a larger score. If the maximum stays, both are cast alike and their
+    sum is 0.
     """
     if tiling.length is None:
         return None
@@ -58,21 +62,38 @@ def threshold(asked: Attention, tiling: Tiling) -> Between | None:
     rescaled = np.abs(o) > SEEN * part
     stays = powers[~rescaled]
     if not stays.size:
-        evidence = f"a score {powers[0]:.3g} powers of two above the maximum rescales, and all of {len(found)} up to {powers[-1]:.3g} do"
+        evidence = (
+            f"a score {powers[0]:.3g} powers of two above the maximum rescales, and all of "
+            f"{len(found)} up to {powers[-1]:.3g} do"
+        )
         return Between(0.0, powers[0], Finding(what="threshold", value=0.0, evidence=evidence))
     high = float(powers[rescaled].min(initial=np.inf))
     if stays.max() > high:
-        evidence = f"{stays.max():.4g} powers of two above the maximum do not rescale, {high:.4g} do"
-        return Between(math.nan, math.nan, Finding(what="threshold", value=None, words="not one number", evidence=evidence))
+        evidence = (
+            f"{stays.max():.4g} powers of two above the maximum do not rescale, {high:.4g} do"
+        )
+        return Between(
+            math.nan,
+            math.nan,
+            Finding(what="threshold", value=None, words="not one number", evidence=evidence),
+        )
     low = float(stays.max())
-    evidence = f"a score {low:.4g} powers of two above the maximum does not rescale, {high:.4g} does"
+    evidence = (
+        f"a score {low:.4g} powers of two above the maximum does not rescale, {high:.4g} does"
+    )
     nice, unit = _nice(low, high)
-    words = f"{nice:g} powers of {unit}" if nice is not None else f"{low:.3g} to {high:.3g} powers of two"
+    words = (
+        f"{nice:g} powers of {unit}"
+        if nice is not None
+        else f"{low:.3g} to {high:.3g} powers of two"
+    )
     return Between(low, high, Finding(what="threshold", value=nice, words=words, evidence=evidence))
 
 
 def _nice(low: float, high: float) -> tuple[float | None, str]:
-    """The number with at most a fraction of one half in powers of two, or of e, from low to high."""
+    """The number with at most a fraction of one half in powers of two, or of e, from low to
+    high.
+    """
     if math.isinf(high):
         return None, ""
     for unit, factor in (("two", 1.0), ("e", scores.LOG2E)):
@@ -84,10 +105,12 @@ def _nice(low: float, high: float) -> tuple[float | None, str]:
 
 
 def largest(asked: Attention, fmt: Format) -> Between | None:
-    """What probabilities of 1 are multiplied by before they are cast to ``fmt``: its smallest number is half of that times the
-    smallest probability that is not cast to 0. None if none is cast to 0.
+    """What probabilities of 1 are multiplied by before they are cast to ``fmt``: its smallest
+    number is half of that times the smallest probability that is not cast to 0. None if none is
+    cast to 0.
 
-    A key has the largest score, and another one a chosen lower one: its value is 0 in the output if it was cast to 0.
+    A key has the largest score, and another one a chosen lower one: its value is 0 in the output if
+    it was cast to 0.
     """
     if fmt.bits != 8:
         return None
@@ -102,16 +125,25 @@ def largest(asked: Attention, fmt: Format) -> Between | None:
     if not lost.size or not kept.size or kept.max() > lost.min():
         return None
     low, high = 2.0 ** (tiny + kept.max()), 2.0 ** (tiny + lost.min())
-    evidence = f"a probability of 2^-{kept.max():.4g} is not cast to 0, one of 2^-{lost.min():.4g} is"
+    evidence = (
+        f"a probability of 2^-{kept.max():.4g} is not cast to 0, one of 2^-{lost.min():.4g} is"
+    )
     known = [2.0**n for n in range(-4, 18)] + [fmt.max * 2.0**-n for n in range(9)]
     named = [value for value in known if low < value <= high * (1 + 2.0**-20)]
     words = "" if named else f"{low:.4g} to {high:.4g}"
-    return Between(low, high * (1 + 2.0**-20), Finding(what="largest P", value=named[0] if named else None, words=words, evidence=evidence))
+    return Between(
+        low,
+        high * (1 + 2.0**-20),
+        Finding(
+            what="largest P", value=named[0] if named else None, words=words, evidence=evidence
+        ),
+    )
 
 
 def saturation(asked: Attention, tiling: Tiling, threshold: Between | None) -> Finding:
-    """What becomes of probabilities above max of the format, if there are any: the output of the key with the largest
-    score, against real arithmetic, under the largest lag that does not rescale; without tiles at the first and the last key."""
+    """What becomes of probabilities above max of the format, if there are any: the output of the
+    key with the largest score, against real arithmetic, under the largest lag that does not
+    rescale; without tiles at the first and the last key."""
     alone = scores.question(np.zeros((1, 1)), np.zeros((1, 1)), np.full((1, 1, 1), scores.LARGE))
     got = float(asked.ask(alone).o[0, 0, 0, 0]) / scores.LARGE
     if not got >= CLIPPED:
@@ -119,25 +151,45 @@ def saturation(asked: Attention, tiling: Tiling, threshold: Between | None) -> F
     if tiling.length is None:
         keys, places, chosen = 1024, [0, 1023], scores.pair(FAR_ABOVE)
     elif threshold is not None and 0 < threshold.low < math.inf:
-        keys, chosen = 2 * tiling.length, scores.powers(threshold.low * (1 - 1e-9), threshold.low * (1 + 1e-9))[0]
+        keys, chosen = (
+            2 * tiling.length,
+            scores.powers(threshold.low * (1 - 1e-9), threshold.low * (1 + 1e-9))[0],
+        )
         places = [tiling.place(keys)[1][0]]
     else:
-        return Finding(what="range of P", value="kept", evidence=f"one key gives {got:.4g} of its value; no maximum stays behind")
+        return Finding(
+            what="range of P",
+            value="kept",
+            evidence=f"one key gives {got:.4g} of its value; no maximum stays behind",
+        )
     real = 1 / (1 + (keys - 1) * 2.0 ** -scores.power_of(chosen))
     for place in places:
         k, v = np.zeros((1, keys)), np.zeros((1, keys, 1))
         k[0, place], v[0, place, 0] = chosen[1], scores.LARGE
-        got = float(asked.ask(scores.question(np.full((1, 1), chosen[0]), k, v)).o[0, 0, 0, 0]) / scores.LARGE
-        what = f"{keys} keys, the score of key {place} {scores.power_of(chosen):.3g} powers of two above all others"
+        got = (
+            float(asked.ask(scores.question(np.full((1, 1), chosen[0]), k, v)).o[0, 0, 0, 0])
+            / scores.LARGE
+        )
+        what = (
+            f"{keys} keys, the score of key {place} {scores.power_of(chosen):.3g} powers of "
+            "two above all others"
+        )
         if not got >= CLIPPED * real:
             return _clipped(got, real, what)
-    return Finding(what="range of P", value="kept", evidence=f"{what}: {got:.4g} of its value, in real arithmetic {real:.4g}")
+    return Finding(
+        what="range of P",
+        value="kept",
+        evidence=f"{what}: {got:.4g} of its value, in real arithmetic {real:.4g}",
+    )
 
 
 def _clipped(got: float, real: float, what: str) -> Finding:
     if math.isnan(got) or math.isinf(got):
         return Finding(
-            what="range of P", value=False, words="left, without saturation", evidence=f"{what}: {got}, in real arithmetic {real:.4g} (A-8)"
+            what="range of P",
+            value=False,
+            words="left, without saturation",
+            evidence=f"{what}: {got}, in real arithmetic {real:.4g} (A-8)",
         )
     evidence = f"{what}: {got:.4g} of its value, in real arithmetic {real:.4g} (A-8)"
     return Finding(what="range of P", value=False, words="left, and clipped", evidence=evidence)
@@ -146,18 +198,25 @@ def _clipped(got: float, real: float, what: str) -> Finding:
 def denominator(asked: Attention, fmt: Format, scale: float) -> Finding:
     """Whether the sum adds probabilities before they are cast to ``fmt`` times ``scale``, or after.
 
-    All values are equal. If the sum adds what was cast, the output is that value. Else it is off by the roundings
-    of the keys' equal probabilities, which are known: 15 keys of a chosen score, and one with the largest.
+    All values are equal. If the sum adds what was cast, the output is that value. Else it is off by
+    the roundings of the keys' equal probabilities, which are known: 15 keys of a chosen score, and
+    one with the largest.
     """
     if fmt.mantissa_bits > 7:
-        return Finding(what="denominator", value=None, words="cannot tell: probabilities are not rounded", evidence=f"operands in {fmt}")
+        return Finding(
+            what="denominator",
+            value=None,
+            words="cannot tell: probabilities are not rounded",
+            evidence=f"operands in {fmt}",
+        )
     rows = []
     for found in scores.powers(0.05, 3):
         p = 2.0 ** -scores.power_of(found)
         unit = 2.0 ** (math.floor(math.log2(p * scale)) - fmt.mantissa_bits)
         by = np.round(p * scale / unit) * unit / scale - p
         rows.append((abs(by) / p, by, found, p))
-    # the least is the half of a unit, the tie itself would depend on the exponential: 0.45 of it at most
+    # the least is the half of a unit, the tie itself would depend on the exponential: 0.45 of it at
+    # most
     most = 2.0 ** -(fmt.mantissa_bits + 1) * 0.9
     rows = sorted((row for row in rows if row[0] <= most), reverse=True)[:8]
     top, explained, total = 0.0, 0.0, 0.0
@@ -165,13 +224,23 @@ def denominator(asked: Attention, fmt: Format, scale: float) -> Finding:
         k = np.append(np.full(15, -b), 0.0)
         v = np.ones((1, 16, scores.FEATURES))
         if fmt.bits != 8:
-            v = v + np.arange(scores.FEATURES) / scores.FEATURES  # several significands: bfloat16 outputs show a part of a unit on average
+            v = (
+                v + np.arange(scores.FEATURES) / scores.FEATURES
+            )  # several significands: bfloat16 outputs show a part of a unit on average
         o = asked.ask(scores.question(np.full((1, 1), a), k[None], v)).o[0, 0, 0]
         got = float(o.sum() / v[0, 0].sum()) - 1
         wanted = 15 * by / (1 + 15 * p)
-        top, total, explained = max(top, abs(got)), total + wanted * wanted, explained + got * wanted
+        top, total, explained = (
+            max(top, abs(got)),
+            total + wanted * wanted,
+            explained + got * wanted,
+        )
     part = explained / total
-    evidence = f"16 equal values, {len(rows)} scores: outputs differ from that value by up to {top:.2g}, {part:.0%} of what casts take off"
-    # 1 if unrounded, 0 if rounded; in bfloat16 outputs an average over 64 significands is within a quarter
+    evidence = (
+        f"16 equal values, {len(rows)} scores: outputs differ from that value by up to "
+        f"{top:.2g}, {part:.0%} of what casts take off"
+    )
+    # 1 if unrounded, 0 if rounded; in bfloat16 outputs an average over 64 significands is within a
+    # quarter
     value = "unrounded" if abs(part - 1) < 0.3 else "rounded" if abs(part) < 0.3 else None
     return Finding(what="denominator", value=value, evidence=evidence)

@@ -1,8 +1,9 @@
-"""Questions with chosen scores: q has one feature, and the score of a key is a product of two numbers of e4m3.
+"""Questions with chosen scores: q has one feature, and the score of a key is a product of two
+numbers of e4m3.
 
-All operands are quantized without a rounding. A score is an exact number times the softmax scale, so the exponent
-of a probability is known to the last bits of float32. Verdicts ask whether outputs are zero, or which of two far
-values they are: they do not depend on an exponential's last bits.
+All operands are quantized without a rounding. A score is an exact number times the softmax scale,
+so the exponent of a probability is known to the last bits of float32. Verdicts ask whether outputs
+are zero, or which of two far values they are: they do not depend on an exponential's last bits.
 """
 
 import itertools
@@ -53,14 +54,16 @@ def powers(low: float, high: float) -> list[tuple[float, float]]:
 
 
 def between(power: float) -> bool:
-    """Whether 2^-power lies between numbers of bfloat16, and of FP8, also under a scale of 1.75: by a fifth of
-    bfloat16's spacing at least."""
+    """Whether 2^-power lies between numbers of bfloat16, and of FP8, also under a scale of 1.75: by
+    a fifth of bfloat16's spacing at least."""
     fractions = [math.frexp(2.0**-power * factor)[0] * 256 % 1 for factor in (1.0, 1.75)]
     return all(0.2 <= fraction <= 0.8 for fraction in fractions)
 
 
 def question(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options) -> Question:
-    """A question of the first feature of q [B, Tq] and of k [B, Tk], and of v [B, Tk, columns], with one head."""
+    """A question of the first feature of q [B, Tq] and of k [B, Tk], and of v [B, Tk, columns],
+    with one head.
+    """
     of_q, of_k = (np.zeros((*x.shape, FEATURES), np.float32) for x in (q, k))
     of_q[..., 0], of_k[..., 0] = q, k
     of_v = np.zeros((*v.shape[:2], FEATURES), np.float32)
@@ -69,15 +72,29 @@ def question(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options) -> Question
 
 
 def with_largest(found: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """q [n + 1] and k [n + 1] of pairs: the last one's are 1.75 2^n, so that one scale for all rounds no other."""
+    """q [n + 1] and k [n + 1] of pairs: the last one's are 1.75 2^n, so that one scale for all
+    rounds no other.
+    """
     q, k = (np.array(x) for x in zip(*found, strict=True))
-    largest = [1.75 * 2.0 ** (math.floor(math.log2(x.max())) + (x.max() > 1.75 * 2.0 ** math.floor(math.log2(x.max())))) for x in (q, k)]
+    largest = [
+        1.75
+        * 2.0
+        ** (
+            math.floor(math.log2(x.max()))
+            + (x.max() > 1.75 * 2.0 ** math.floor(math.log2(x.max())))
+        )
+        for x in (q, k)
+    ]
     return np.append(q, largest[0]), np.append(k, largest[1])
 
 
 def _pairs(wanted: float) -> list[tuple[float, float]]:
     exponent = math.floor(math.log2(wanted))
-    return [(x * 2.0**e, y) for e in (exponent - 1, exponent) for x, y in itertools.product(_MANTISSAS, repeat=2)]
+    return [
+        (x * 2.0**e, y)
+        for e in (exponent - 1, exponent)
+        for x, y in itertools.product(_MANTISSAS, repeat=2)
+    ]
 
 
 _MANTISSAS = [1 + n / 8 for n in range(8)]

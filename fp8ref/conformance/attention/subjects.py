@@ -1,7 +1,9 @@
-"""Somebody's attention, called with arrays of its framework: fn(q, k, v) -> o, (o, lse), or an object or dict with them.
+"""Somebody's attention, called with arrays of its framework: fn(q, k, v) -> o, (o, lse), or an
+object or dict with them.
 
-q is [B, H, Tq, D], k and v are [B, Hkv, Tk, D]; with ``layout`` BTHD tokens come before heads. What else a call
-needs is passed by name, under the names of ``MASKS``, ``SCALES`` and ``DESCALES``, to functions that take it.
+q is [B, H, Tq, D], k and v are [B, Hkv, Tk, D]; with ``layout`` BTHD tokens come before heads. What
+else a call needs is passed by name, under the names of ``MASKS``, ``SCALES`` and ``DESCALES``, to
+functions that take it.
 """
 
 import dataclasses
@@ -32,13 +34,18 @@ SCALES = ("scale", "softmax_scale", "sm_scale", "attn_scale")
 """The names of the softmax scale."""
 
 CAUSAL, WINDOWS = ("causal", "is_causal"), ("window", "window_size", "local_window_size")
-"""The names of a causal mask, a bool, and of a window, a pair (left, right): None leaves a side open under the first
-name, -1 under the second, as FlashAttention has it, and is the length of all keys under JAX's."""
+"""The names of a causal mask, a bool, and of a window, a pair (left, right): None leaves a side
+open under the first name, -1 under the second, as FlashAttention has it, and is the length of all
+keys under JAX's."""
 
 DESCALES = (("q_descale", "k_descale", "v_descale"), ("descale_q", "descale_k", "descale_v"))
-"""The names of scale_inv, float32 [B, Hkv]: a function that takes them is given q, k and v in FP8."""
+"""The names of scale_inv, float32 [B, Hkv]: a function that takes them is given q, k and v in FP8.
+"""
 
-SOFTCAPS, SINKS = ("softcap", "logit_cap", "attn_logits_soft_cap"), ("sinks", "learnable_sink", "s_aux", "attention_sinks")
+SOFTCAPS, SINKS = (
+    ("softcap", "logit_cap", "attn_logits_soft_cap"),
+    ("sinks", "learnable_sink", "s_aux", "attention_sinks"),
+)
 """The names of a softcap, a number, and of sinks, float32 [H]."""
 
 OUTPUTS, LOGS = ("o", "out", "output"), ("lse", "softmax_lse", "logsumexp")
@@ -48,7 +55,9 @@ _FIRST = (("q", "query", "queries"), ("k", "key", "keys"), ("v", "value", "value
 
 
 class Answer(NamedTuple):
-    """What one call returned: o float32 [B, H, Tq, D], the name of its dtype, and lse float32 [B, H, Tq] or None."""
+    """What one call returned: o float32 [B, H, Tq, D], the name of its dtype, and lse float32 [B,
+    H, Tq] or None.
+    """
 
     o: np.ndarray
     dtype: str
@@ -73,7 +82,8 @@ class Question(NamedTuple):
         more = f", softcap {self.softcap:g}" if self.softcap is not None else ""
         more += ", sinks" if self.sinks is not None else ""
         more += f", scale {self.scale:g}" if self.scale is not None else ""
-        return f"q {list(self.q.shape)}, k and v {list(self.k.shape)}{masked}{', documents' if self.documents is not None else ''}{more}"
+        documents = ", documents" if self.documents is not None else ""
+        return f"q {list(self.q.shape)}, k and v {list(self.k.shape)}{masked}{documents}{more}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +95,8 @@ class Attention:
     layout    one of LAYOUTS.
     names     of its arguments.
     fmt       of q, k and v, where it takes codes.
-    ones      whether codes are those of descales of 1, so that a descale that is ignored changes nothing.
+    ones      whether codes are those of descales of 1, so that a descale that is ignored changes
+              nothing.
     """
 
     subject: Subject
@@ -108,7 +119,9 @@ class Attention:
     @property
     def descale_names(self) -> tuple[str, ...] | None:
         """The names of the descales of q, k and v; None of a function without them."""
-        return next((names for names in DESCALES if all(name in self.names for name in names)), None)
+        return next(
+            (names for names in DESCALES if all(name in self.names for name in names)), None
+        )
 
     def _name(self, names: tuple[str, ...]) -> str | None:
         return next((name for name in names if name in self.names), None)
@@ -150,8 +163,8 @@ class Attention:
     def ask(self, question: Question) -> Answer:
         """Call it, and read what it returns.
 
-        Raises:   RefusedError: it raises. ConformanceError: it changes its input, or returns something else than it
-                  should.
+        Raises:   RefusedError: it raises. ConformanceError: it changes its input, or returns
+                  something else than it should.
         """
         named: dict[str, Any] = {}
         if question.mask != FULL:
@@ -172,15 +185,18 @@ class Attention:
         except (Exception, SystemExit) as error:  # a function under test may raise anything
             text = " ".join(str(error).split())[:300].rstrip(".")
             raise RefusedError(
-                f"{self.name} raised {type(error).__name__} for {self.subject.framework} {self.dtype} {question}: {text}. Call it on "
-                "such an input alone to find the cause."
+                f"{self.name} raised {type(error).__name__} for {self.subject.framework} "
+                f"{self.dtype} {question}: {text}. Call it on such an input alone to find the "
+                "cause."
             ) from error
         if [arrays.written(x) for x in given] != before:
             raise ConformanceError(f"{self.name} changed its input. Let it work on a copy.")
         return self._read(found, question)
 
     def _masked(self, mask: Mask, keys: int) -> dict[str, Any]:
-        if not self._apart(mask):  # a name of its own goes first: under ``mask`` others may want an array
+        if not self._apart(
+            mask
+        ):  # a name of its own goes first: under ``mask`` others may want an array
             return {"mask": mask}
         found: dict[str, Any] = {}
         causal, window = self._name(CAUSAL), self._name(WINDOWS)
@@ -201,7 +217,9 @@ class Attention:
         for role, name, x in zip("qkv", names, tensors, strict=True):
             shape = x.shape[0], question.k.shape[1]
             one = np.ones((*shape, 1, 1), np.float32) if self.ones else None
-            heads = head_scaling.quantize(x, self.fmt, "head", "te_current", heads=shape[1], scale=one)
+            heads = head_scaling.quantize(
+                x, self.fmt, "head", "te_current", heads=shape[1], scale=one
+            )
             assert heads.codes is not None
             given.append(self._codes(self._turned(heads.codes)))
             inverse = (question.descales or {}).get(role, heads.scale_inv.reshape(shape))
@@ -212,7 +230,9 @@ class Attention:
         if self.subject.framework == "torch":
             import torch
 
-            return arrays.as_torch(codes, self.subject.device).view(getattr(torch, f"float8_{self.fmt}"))
+            return arrays.as_torch(codes, self.subject.device).view(
+                getattr(torch, f"float8_{self.fmt}")
+            )
         import ml_dtypes
 
         made = codes.view(getattr(ml_dtypes, f"float8_{self.fmt}"))
@@ -225,7 +245,10 @@ class Attention:
         o, lse = _parts(found)
         made = subjects.read_array(o)
         if made is None:
-            raise ConformanceError(f"{self.name} returned a {type(found).__name__}; o, (o, lse), or an object with o is needed.")
+            raise ConformanceError(
+                f"{self.name} returned a {type(found).__name__}; o, (o, lse), or an object with "
+                "o is needed."
+            )
         values, dtype = made
         if dtype.startswith("float8_"):
             values = cast.decode(values, FP8_FORMATS[dtype.removeprefix("float8_")])
@@ -233,9 +256,16 @@ class Attention:
         if self.layout == "BTHD" and values.ndim == 4:
             values = values.transpose(0, 2, 1, 3)
         if values.shape != question.q.shape:
-            raise ConformanceError(f"{self.name} returned o {list(values.shape)}; it has q's shape, {list(question.q.shape)}.")
+            raise ConformanceError(
+                f"{self.name} returned o {list(values.shape)}; it has q's shape, "
+                f"{list(question.q.shape)}."
+            )
         log = None if lse is None else subjects.read_array(lse)
-        shown = None if log is None or log[0].shape != question.q.shape[:3] else log[0].astype(np.float32)
+        shown = (
+            None
+            if log is None or log[0].shape != question.q.shape[:3]
+            else log[0].astype(np.float32)
+        )
         return Answer(values, dtype, shown)
 
 
@@ -247,7 +277,9 @@ def _parts(found: Any) -> tuple[Any, Any]:
         return found, None
     else:
         parts = {name: getattr(found, name) for name in (*OUTPUTS, *LOGS) if hasattr(found, name)}
-    named = [next((parts[name] for name in names if name in parts), None) for names in (OUTPUTS, LOGS)]
+    named = [
+        next((parts[name] for name in names if name in parts), None) for names in (OUTPUTS, LOGS)
+    ]
     if named[0] is None and isinstance(found, tuple | list) and found:
         return found[0], found[1] if len(found) > 1 else None
     return named[0], named[1]
@@ -262,35 +294,61 @@ def wrap(
     layout: str = "BHTD",
     fmt: Format = E4M3FN,
 ) -> Attention:
-    """A function as a subject: of the framework and dtype named, else of the first that it takes, and whose arrays it
-    returns.
+    """A function as a subject: of the framework and dtype named, else of the first that it takes,
+    and whose arrays it returns.
 
-    Raises:   ValueError: an unknown layout; as subject.wrap. RefusedError: it takes no arrays. ConformanceError: it
-              does not repeat itself.
+    Raises:   ValueError: an unknown layout; as subject.wrap. RefusedError: it takes no arrays.
+              ConformanceError: it does not repeat itself.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout is one of {', '.join(LAYOUTS)}; got {layout!r}.")
-    name = name or subjects.name_of(function if not isinstance(function, functools.partial) else function.func)
+    name = name or subjects.name_of(
+        function if not isinstance(function, functools.partial) else function.func
+    )
     names = names_of(function)
     if any(all(one in names for one in group) for group in DESCALES):
         found = _of_codes(name, function, framework, device, layout, names, fmt)
     else:
         tensors = (1, 16, 1, 64) if layout == "BTHD" else (1, 1, 16, 64)
-        alone = subjects.wrap(name, lambda x: _parts(function(x, x, x))[0], framework=framework, device=device, shape=tensors)
+        alone = subjects.wrap(
+            name,
+            lambda x: _parts(function(x, x, x))[0],
+            framework=framework,
+            device=device,
+            shape=tensors,
+        )
         found = Attention(
-            subject=dataclasses.replace(alone, function=function), dtype=subjects.first_dtype(alone, tensors), layout=layout, names=names
+            subject=dataclasses.replace(alone, function=function),
+            dtype=subjects.first_dtype(alone, tensors),
+            layout=layout,
+            names=names,
         )
     _check_repeats(found)
     return found
 
 
 def _of_codes(
-    name: str, function: Callable, framework: str | None, device: str, layout: str, names: tuple[str, ...], fmt: Format
+    name: str,
+    function: Callable,
+    framework: str | None,
+    device: str,
+    layout: str,
+    names: tuple[str, ...],
+    fmt: Format,
 ) -> Attention:
     """A function that takes codes and descales, in the first framework whose arrays it takes."""
     refused = []
-    for one in (framework,) if framework else [f for f in subjects.FRAMEWORKS if f == "numpy" or f in sys.modules]:
-        found = Attention(subject=Subject(name=name, function=function, framework=one, device=device), layout=layout, names=names, fmt=fmt)
+    for one in (
+        (framework,)
+        if framework
+        else [f for f in subjects.FRAMEWORKS if f == "numpy" or f in sys.modules]
+    ):
+        found = Attention(
+            subject=Subject(name=name, function=function, framework=one, device=device),
+            layout=layout,
+            names=names,
+            fmt=fmt,
+        )
         try:
             found.ask(small_question())
         except RefusedError as error:
@@ -304,7 +362,10 @@ def _check_repeats(found: Attention) -> None:
     question = small_question()
     first, second = (found.ask(question).o for _ in range(2))
     if first.tobytes() != second.tobytes():
-        raise ConformanceError(f"{found.name} does not repeat itself for {question}. Turn off random state, such as a seed from the clock.")
+        raise ConformanceError(
+            f"{found.name} does not repeat itself for {question}. Turn off random state, such "
+            "as a seed from the clock."
+        )
 
 
 def small_question() -> Question:
@@ -316,7 +377,9 @@ def small_question() -> Question:
 
 def is_attention(function: Callable[..., Any]) -> bool:
     """Whether the first three arguments are called as q, k and v are."""
-    return len(names := names_of(function)) >= 3 and all(name in known for name, known in zip(names, _FIRST, strict=False))
+    return len(names := names_of(function)) >= 3 and all(
+        name in known for name, known in zip(names, _FIRST, strict=False)
+    )
 
 
 def names_of(function: Callable[..., Any]) -> tuple[str, ...]:

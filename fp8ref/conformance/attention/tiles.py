@@ -1,9 +1,10 @@
 """Tiles of keys: their order and their length (spec A-6).
 
-Block n of keys asks for block m. In question n one key of block n has the largest score. A key of block m that comes
-before it is cast with its own maximum and then multiplied by a float32 factor; one that comes after it, or in
-the same tile, is cast with the largest maximum. A second key, which stands next to the largest and has the
-opposite value, is cast so in any case. The sum of both is 0 if both were cast alike, and else not.
+Block n of keys asks for block m. In question n one key of block n has the largest score. A key of
+block m that comes before it is cast with its own maximum and then multiplied by a float32 factor;
+one that comes after it, or in the same tile, is cast with the largest maximum. A second key, which
+stands next to the largest and has the opposite value, is cast so in any case. The sum of both is 0
+if both were cast alike, and else not.
 """
 
 from typing import NamedTuple
@@ -18,15 +19,20 @@ BLOCKS, BLOCK = 32, 32
 """The blocks of keys that are compared, and their keys."""
 
 POWER = 28
-"""The largest score, in powers of two: below it, a probability is 0 in FP8 under any scale, and below 2^-17 in e5m2."""
+"""The largest score, in powers of two: below it, a probability is 0 in FP8 under any scale, and
+below 2^-17 in e5m2.
+"""
 
 SEEN = 2.0**-13
-"""An output that is no zero, relative to one key's part: a rounding to bfloat16 has at least 0.2 2^-8 of it (``scores.between``),
-and one to float32 at most 2^-24, with some of them at most 2^-20."""
+"""An output that is no zero, relative to one key's part: a rounding to bfloat16 has at least 0.2
+2^-8 of it (``scores.between``), and one to float32 at most 2^-24, with some of them at most 2^-20.
+"""
 
 
 class Tiling(NamedTuple):
-    """The keys of the first tile, and whether tiles are taken from the last; None if tiles cannot be told apart."""
+    """The keys of the first tile, and whether tiles are taken from the last; None if tiles cannot
+    be told apart.
+    """
 
     length: int | None
     descending: bool | None
@@ -45,12 +51,28 @@ def tiling(asked: Attention) -> Tiling:
     if before.any():
         ranks = before.sum(axis=1)  # how many blocks come before each
         steps = np.diff(ranks)
-        if np.array_equal(before, ranks[None, :] < ranks[:, None]) and ((steps >= 0).all() or (steps <= 0).all()):
+        if np.array_equal(before, ranks[None, :] < ranks[:, None]) and (
+            (steps >= 0).all() or (steps <= 0).all()
+        ):
             return _refined(asked, ranks)
-        said = "; ".join(f"before block {n}: {_runs(np.flatnonzero(before[n]))}" for n in (0, BLOCKS // 2, BLOCKS - 1))
+        said = "; ".join(
+            f"before block {n}: {_runs(np.flatnonzero(before[n]))}"
+            for n in (0, BLOCKS // 2, BLOCKS - 1)
+        )
         evidence = f"blocks of {BLOCK} keys that were cast before a larger score came, {said}"
-        return Tiling(None, None, Finding(what="tiles", value=None, words="neither ascending nor descending", evidence=evidence))
-    evidence = f"a larger score in any of {BLOCKS * BLOCK:,} keys changes how all others are cast, or none"
+        return Tiling(
+            None,
+            None,
+            Finding(
+                what="tiles",
+                value=None,
+                words="neither ascending nor descending",
+                evidence=evidence,
+            ),
+        )
+    evidence = (
+        f"a larger score in any of {BLOCKS * BLOCK:,} keys changes how all others are cast, or none"
+    )
     words = "not seen: one for all keys, or probabilities are not rounded, or the maximum stays"
     return Tiling(None, None, Finding(what="tiles", value=None, words=words, evidence=evidence))
 
@@ -60,30 +82,43 @@ def _refined(asked: Attention, ranks: np.ndarray) -> Tiling:
     descending = bool(ranks[0] > ranks[-1])
     after = int(np.flatnonzero(ranks != ranks[0])[0])  # the first block of the second tile
     keys = np.arange((after - 1) * BLOCK + 3, after * BLOCK + 3)
-    # the largest score is in the tile that comes later: in the first one if tiles descend, else in the second
+    # the largest score is in the tile that comes later: in the first one if tiles descend, else in
+    # the second
     at = 0 if descending else after * BLOCK + 4
-    alike = _before(asked, np.array([at]), keys)[0] == descending  # whether a key is of the second tile
+    alike = (
+        _before(asked, np.array([at]), keys)[0] == descending
+    )  # whether a key is of the second tile
     length = int(keys[alike][0]) if alike.any() else int(keys[-1]) + 1
     order = "descending" if descending else "ascending"
     blocks, ends = ("from", "on ") if descending else ("before", "")
     evidence = (
-        f"under a larger score at key {at}, keys {blocks} {length} {ends}and no others were cast with a maximum of their own"
+        f"under a larger score at key {at}, keys {blocks} {length} {ends}and no others were "
+        "cast with a maximum of their own"
         if alike.any() and not alike.all()
         else f"the first {after} blocks of {BLOCK} keys are cast alike"
     )
-    return Tiling(length, descending, Finding(what="tiles", value=f"{length} keys, {order}", evidence=evidence))
+    return Tiling(
+        length,
+        descending,
+        Finding(what="tiles", value=f"{length} keys, {order}", evidence=evidence),
+    )
 
 
 def _before(asked: Attention, largest: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Whether each key, a column, comes in an earlier tile than each largest one, a row."""
     tokens, count = BLOCKS * BLOCK, len(largest)
-    a, b = min((one for one in scores.powers(POWER, POWER + 2) if scores.between(scores.power_of(one))), key=scores.power_of)
+    a, b = min(
+        (one for one in scores.powers(POWER, POWER + 2) if scores.between(scores.power_of(one))),
+        key=scores.power_of,
+    )
     k, v = np.zeros((count, tokens)), np.zeros((count, tokens, len(keys)))
     k[np.arange(count), largest] = b
     v[:, keys, np.arange(len(keys))] += scores.LARGE
     v[np.arange(count), largest + 1] -= scores.LARGE
     found = asked.ask(scores.question(np.full((count, 1), a), k, v)).o[:, 0, 0, : len(keys)]
-    part = scores.LARGE * 2.0 ** -scores.power_of((a, b))  # of one key; the largest score's own probability is all of the sum
+    part = scores.LARGE * 2.0 ** -scores.power_of(
+        (a, b)
+    )  # of one key; the largest score's own probability is all of the sum
     return np.abs(found) > SEEN * part
 
 
@@ -92,4 +127,6 @@ def _runs(blocks: np.ndarray) -> str:
     if not blocks.size:
         return "none"
     parts = np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1)
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts)
+    return ", ".join(
+        str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts
+    )

@@ -1,7 +1,7 @@
 """Which keys each query sees, and which head of keys each query head uses (spec A-3).
 
-All scores are 0, so all probabilities are equal. A column of v is not 0 in one key alone: an output is not 0 where its
-query sees that key.
+All scores are 0, so all probabilities are equal. A column of v is not 0 in one key alone: an output
+is not 0 where its query sees that key.
 """
 
 import dataclasses
@@ -46,11 +46,17 @@ def findings(asked: Attention) -> list[Finding]:
 
 
 def seen(asked: Attention, mask: Mask, queries: int, keys: int, documents=None) -> np.ndarray:
-    """Which keys each query sees, bool [Tq, Tk]; NaN counts as seen. One call, a sequence for each 64 keys."""
+    """Which keys each query sees, bool [Tq, Tk]; NaN counts as seen.
+
+    One call, a sequence for each 64 keys.
+    """
     parts = -(-keys // FEATURES)
     v = np.zeros((parts, 1, keys, FEATURES), np.float32)
     v[np.arange(keys) // FEATURES, 0, np.arange(keys), np.arange(keys) % FEATURES] = 256
-    q, k = np.zeros((parts, 1, queries, FEATURES), np.float32), np.zeros((parts, 1, keys, FEATURES), np.float32)
+    q, k = (
+        np.zeros((parts, 1, queries, FEATURES), np.float32),
+        np.zeros((parts, 1, keys, FEATURES), np.float32),
+    )
     if documents is not None:
         documents = tuple(np.repeat(one[None], parts, axis=0) for one in documents)
     found = asked.ask(Question(q, k, v, mask, documents)).o[:, 0]
@@ -65,24 +71,39 @@ def expected(mask: Mask, queries: int, keys: int) -> np.ndarray:
 
 
 def _of_masks(asked: Attention, what: str, cases: list[tuple[Mask, int, int]]) -> Finding:
-    """Whether all cases are those of A-3, under either alignment; else the first query and key that are not."""
+    """Whether all cases are those of A-3, under either alignment; else the first query and key that
+    are not.
+    """
     found, cases, refused = _answered(asked, cases)
     if not found:
         return Finding(what=what, value=None, words=REFUSED, evidence=refused)
     rows = sum(case[1] for case in cases)
     for alignment in ("end", "start") if cases[0][0] != FULL else ("end",):
         aligned = [dataclasses.replace(mask, alignment=alignment) for mask, _, _ in cases]
-        if all(np.array_equal(one, expected(mask, tq, tk)) for one, mask, (_, tq, tk) in zip(found, aligned, cases, strict=True)):
+        if all(
+            np.array_equal(one, expected(mask, tq, tk))
+            for one, mask, (_, tq, tk) in zip(found, aligned, cases, strict=True)
+        ):
             said = "all keys" if cases[0][0] == FULL else f"aligned to the {alignment}"
-            return Finding(what=what, value=said, evidence=f"the keys that {rows} queries see, {len(cases)} shape{'s' * (len(cases) > 1)}")
+            return Finding(
+                what=what,
+                value=said,
+                evidence=f"the keys that {rows} queries see, {len(cases)} "
+                f"shape{'s' * (len(cases) > 1)}",
+            )
     for one, (mask, tq, tk) in zip(found, cases, strict=True):
         wanted = expected(mask, tq, tk)
-        if mask == FULL or not np.array_equal(one, expected(dataclasses.replace(mask, alignment="start"), tq, tk)):
+        if mask == FULL or not np.array_equal(
+            one, expected(dataclasses.replace(mask, alignment="start"), tq, tk)
+        ):
             if np.array_equal(one, wanted):
                 continue
             i, j = (int(x) for x in np.argwhere(one != wanted)[0])
             missing = _missing(one, wanted)
-            said = next((name for name, other in _neighbors(mask, tq, tk) if np.array_equal(one, other)), missing)
+            said = next(
+                (name for name, other in _neighbors(mask, tq, tk) if np.array_equal(one, other)),
+                missing,
+            )
             witness = Counterexample(
                 input=f"{_named(mask)}, {tq} queries, {tk} keys, all scores 0: query {i}, key {j}",
                 bits=(),
@@ -91,12 +112,23 @@ def _of_masks(asked: Attention, what: str, cases: list[tuple[Mask, int, int]]) -
                 expected="not seen" if one[i, j] else "seen",
                 clause="A-3",
             )
-            return Finding(what=what, value=None, words=said, evidence=str(witness), witness=witness)
-    return Finding(what=what, value=None, words="aligned to the start and to the end", evidence=f"{len(cases)} shapes")
+            return Finding(
+                what=what, value=None, words=said, evidence=str(witness), witness=witness
+            )
+    return Finding(
+        what=what,
+        value=None,
+        words="aligned to the start and to the end",
+        evidence=f"{len(cases)} shapes",
+    )
 
 
-def _answered(asked: Attention, cases: list[tuple[Mask, int, int]]) -> tuple[list[np.ndarray], list[tuple[Mask, int, int]], str]:
-    """What is seen in each case, the cases that the function does not refuse, and why it refuses others."""
+def _answered(
+    asked: Attention, cases: list[tuple[Mask, int, int]]
+) -> tuple[list[np.ndarray], list[tuple[Mask, int, int]], str]:
+    """What is seen in each case, the cases that the function does not refuse, and why it refuses
+    others.
+    """
     found, taken, why = [], [], ""
     for case in cases:
         try:
@@ -108,7 +140,9 @@ def _answered(asked: Attention, cases: list[tuple[Mask, int, int]]) -> tuple[lis
 
 
 def _missing(found: np.ndarray, wanted: np.ndarray) -> str:
-    if (rows := (found & ~wanted).any(axis=1) & ~wanted.any(axis=1)).any() and np.array_equal(found[~rows], wanted[~rows]):
+    if (rows := (found & ~wanted).any(axis=1) & ~wanted.any(axis=1)).any() and np.array_equal(
+        found[~rows], wanted[~rows]
+    ):
         return "a query without keys has an output that is not 0"
     lost, more = (wanted & ~found).any(axis=0), (found & ~wanted).any(axis=0)
     if lost.any() and not more.any():
@@ -128,11 +162,19 @@ def _neighbors(mask: Mask, tq: int, tk: int) -> Iterator[tuple[str, np.ndarray]]
             low = None
             if mask.window is not None:
                 low = mask.window[0]
-                high = high if mask.window[1] is None else mask.window[1] if high is None else min(high, mask.window[1])
+                high = (
+                    high
+                    if mask.window[1] is None
+                    else mask.window[1]
+                    if high is None
+                    else min(high, mask.window[1])
+                )
             found = np.ones((tq, tk), bool)
             found &= True if high is None else key <= p + high + right
             found &= True if low is None else key >= p - low - left
-            edges = [f"{side} edge {by:+d}" for side, by in (("left", left), ("right", right)) if by]
+            edges = [
+                f"{side} edge {by:+d}" for side, by in (("left", left), ("right", right)) if by
+            ]
             yield f"off by one: {', '.join(edges) or 'no edge'}, aligned to the {alignment}", found
 
 
@@ -142,20 +184,31 @@ def _of_documents(asked: Attention) -> Finding:
     found = seen(asked, FULL, len(ids), len(ids), documents=(ids, ids))
     wanted = ids[:, None] == ids
     if np.array_equal(found, wanted):
-        return Finding(what="documents", value="their own", evidence=f"the keys that {len(ids)} queries see")
+        return Finding(
+            what="documents", value="their own", evidence=f"the keys that {len(ids)} queries see"
+        )
     i, j = (int(x) for x in np.argwhere(found != wanted)[0])
     witness = Counterexample(
-        input=f"documents {ids[i]} and {ids[j]}: query {i}, key {j}", bits=(), dtype="float32",
-        got="seen" if found[i, j] else "not seen", expected="not seen" if found[i, j] else "seen", clause="A-3",
-    )  # fmt: skip
-    return Finding(what="documents", value=None, words="not separated", evidence=str(witness), witness=witness)
+        input=f"documents {ids[i]} and {ids[j]}: query {i}, key {j}",
+        bits=(),
+        dtype="float32",
+        got="seen" if found[i, j] else "not seen",
+        expected="not seen" if found[i, j] else "seen",
+        clause="A-3",
+    )
+    return Finding(
+        what="documents", value=None, words="not separated", evidence=str(witness), witness=witness
+    )
 
 
 def _of_heads(asked: Attention) -> Finding:
-    """The heads of k and v that 6 query heads use of 3: a key's score is 0 in the head of its number, and far below in
-    others; v of a head is in a column of its own."""
+    """The heads of k and v that 6 query heads use of 3: a key's score is 0 in the head of its
+    number, and far below in others; v of a head is in a column of its own."""
     heads, kv = 6, 3
-    k, v = np.zeros((1, kv, kv + 1, FEATURES), np.float32), np.zeros((1, kv, kv + 1, FEATURES), np.float32)
+    k, v = (
+        np.zeros((1, kv, kv + 1, FEATURES), np.float32),
+        np.zeros((1, kv, kv + 1, FEATURES), np.float32),
+    )
     q = np.zeros((1, heads, 1, FEATURES), np.float32)
     q[..., 0] = FAR
     for g in range(kv):
@@ -170,16 +223,28 @@ def _of_heads(asked: Attention) -> Finding:
     of_k, of_v = (found[:, part] != 0 for part in (slice(0, kv), slice(kv, 2 * kv)))
     wanted = np.arange(kv) == (np.arange(heads) * kv // heads)[:, None]
     if np.array_equal(of_k, wanted) and np.array_equal(of_v, wanted):
-        return Finding(what="heads", value="consecutive", evidence=f"the heads of k and v that {heads} query heads use of {kv}")
+        return Finding(
+            what="heads",
+            value="consecutive",
+            evidence=f"the heads of k and v that {heads} query heads use of {kv}",
+        )
     modulo = np.arange(kv) == (np.arange(heads) % kv)[:, None]
-    said = "query head j uses head j mod Hkv" if np.array_equal(of_k, modulo) and np.array_equal(of_v, modulo) else "another head"
+    said = (
+        "query head j uses head j mod Hkv"
+        if np.array_equal(of_k, modulo) and np.array_equal(of_v, modulo)
+        else "another head"
+    )
     which, one = ("k", of_k) if not np.array_equal(of_k, wanted) else ("v", of_v)
     j = int(np.flatnonzero((one != wanted).any(axis=1))[0])
     got = ", ".join(map(str, np.flatnonzero(one[j]))) or "none"
     witness = Counterexample(
-        input=f"{heads} query heads, {kv} heads of keys: query head {j}", bits=(), dtype="float32", got=f"head {got} of {which}",
-        expected=f"head {j * kv // heads}", clause="A",
-    )  # fmt: skip
+        input=f"{heads} query heads, {kv} heads of keys: query head {j}",
+        bits=(),
+        dtype="float32",
+        got=f"head {got} of {which}",
+        expected=f"head {j * kv // heads}",
+        clause="A",
+    )
     return Finding(what="heads", value=None, words=said, evidence=str(witness), witness=witness)
 
 
@@ -188,5 +253,8 @@ def _kind(mask: Mask) -> str:
 
 
 def _named(mask: Mask) -> str:
-    said = [*(["causal"] if mask.causal else []), *([f"window {mask.window}"] if mask.window is not None else [])]
+    said = [
+        *(["causal"] if mask.causal else []),
+        *([f"window {mask.window}"] if mask.window is not None else []),
+    ]
     return " and ".join(said) or "no mask"

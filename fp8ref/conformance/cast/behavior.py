@@ -15,7 +15,16 @@ from fp8ref import formats
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
 from fp8ref.sim.quantize import cast
 
-ROUNDINGS = ("nearest_even", "nearest_away", "nearest_zero", "toward_zero", "away_from_zero", "to_odd", "up", "down")
+ROUNDINGS = (
+    "nearest_even",
+    "nearest_away",
+    "nearest_zero",
+    "toward_zero",
+    "away_from_zero",
+    "to_odd",
+    "up",
+    "down",
+)
 """The roundings that a cast may have: those of C-2 but ``stochastic``, and four more."""
 
 SpecialResult = Literal["max", "inf", "nan"]
@@ -41,7 +50,8 @@ class Behavior:
     """Every decision of a cast to one format.
 
     rounding         one of ROUNDINGS, as if the exponent were unbounded.
-    overflow         what finite magnitudes that round above max give; infinite: what infinities give.
+    overflow         what finite magnitudes that round above max give; infinite: what infinities
+                     give.
     nan              the codes of NaN and of -NaN.
     subnormals       ``kept``; ``flushed``: results below the smallest normal number become zeros;
                      ``flushed_before``: inputs below it do.
@@ -71,23 +81,34 @@ class KnownCast:
     name: str
     overflow: Literal["max", "special"]
     nan: Literal["emitted", "signed", "quiet"]
-    saturates_only: tuple[str, ...] = ()  # formats in which overflow gives max, though overflow is ``special``
+    saturates_only: tuple[
+        str, ...
+    ] = ()  # formats in which overflow gives max, though overflow is ``special``
 
     def behavior(self, fmt: Format) -> Behavior:
         """The behavior of this cast in one format."""
         special: SpecialResult = "nan" if fmt.inf_code is None else "inf"
-        beyond: SpecialResult = "max" if self.overflow == "max" or fmt.name in self.saturates_only else special
+        beyond: SpecialResult = (
+            "max" if self.overflow == "max" or fmt.name in self.saturates_only else special
+        )
         code = fmt.nan_code
         if self.nan == "quiet" and fmt.inf_code is not None:
             code = fmt.inf_code | 1 << (fmt.mantissa_bits - 1)
         signed = code if self.nan == "emitted" or fmt.specials == "fnuz" else code | fmt.sign_bit
-        return Behavior(overflow=beyond, infinite=beyond, nan=(code, signed), negative_zero="lost" if fmt.specials == "fnuz" else "kept")
+        return Behavior(
+            overflow=beyond,
+            infinite=beyond,
+            nan=(code, signed),
+            negative_zero="lost" if fmt.specials == "fnuz" else "kept",
+        )
 
 
 KNOWN_CASTS = {
     k.name: k
     for k in (
-        KnownCast(name="saturating", overflow="max", nan="emitted"),  # the specification's default, C-3
+        KnownCast(
+            name="saturating", overflow="max", nan="emitted"
+        ),  # the specification's default, C-3
         KnownCast(name="non_saturating", overflow="special", nan="emitted"),  # C-4
         KnownCast(name="torch", overflow="special", nan="signed", saturates_only=("e4m3fn",)),
         KnownCast(name="torch_2.11", overflow="special", nan="signed"),
@@ -108,11 +129,15 @@ def by_name(name: str) -> KnownCast:
     return KNOWN_CASTS[name]
 
 
-def encode(x: np.ndarray, fmt: Format, behavior: Behavior, *, source: str = "float32") -> np.ndarray:
+def encode(
+    x: np.ndarray, fmt: Format, behavior: Behavior, *, source: str = "float32"
+) -> np.ndarray:
     """The codes that a cast of this behavior gives.
 
-    Shapes:   x any shape, float32 or float64 holding numbers of dtype ``source``; codes uint8, same shape.
-    Order:    the intermediate format; round with the exponent unbounded; overflow; subnormals; zeros; infinities; NaN.
+    Shapes:   x any shape, float32 or float64 holding numbers of dtype ``source``; codes uint8, same
+              shape.
+    Order:    the intermediate format; round with the exponent unbounded; overflow; subnormals;
+              zeros; infinities; NaN.
     """
     formats.check(fmt)
     through = behavior.double_rounding.get(source)
@@ -120,15 +145,32 @@ def encode(x: np.ndarray, fmt: Format, behavior: Behavior, *, source: str = "flo
     if through is not None:
         value = cast.round_to_plain(x, WIDE[through.dtype], rounding=through.rounding)  # type: ignore[arg-type]
         # round_to_plain gives one NaN for all; the code of a NaN may depend on its sign.
-        value = np.where(np.isnan(x), np.copysign(np.float32(np.nan), np.where(np.signbit(x), np.float32(-1), np.float32(1))), value)
+        value = np.where(
+            np.isnan(x),
+            np.copysign(np.float32(np.nan), np.where(np.signbit(x), np.float32(-1), np.float32(1))),
+            value,
+        )
     special: SpecialResult = "nan" if fmt.inf_code is None else "inf"
     # The compiled encode is much faster. It has this behavior, except for the codes of NaNs.
-    plain = behavior.rounding == "nearest_even" and behavior.subnormals == "kept" and value.dtype == np.float32
-    plain &= behavior.negative_zero == ("lost" if fmt.specials == "fnuz" else "kept") and fmt.name in formats.FP8_FORMATS
+    plain = (
+        behavior.rounding == "nearest_even"
+        and behavior.subnormals == "kept"
+        and value.dtype == np.float32
+    )
+    plain &= (
+        behavior.negative_zero == ("lost" if fmt.specials == "fnuz" else "kept")
+        and fmt.name in formats.FP8_FORMATS
+    )
     if plain and behavior.overflow == behavior.infinite and behavior.overflow in ("max", special):
         codes = cast.encode(value, fmt, saturate=behavior.overflow == "max")
         nan = codes == fmt.nan_code  # of NaNs and of overflow, which have one code
-        return np.where(nan, np.where(np.signbit(value), *(np.uint8(c) for c in behavior.nan[::-1])), codes) if nan.any() else codes
+        return (
+            np.where(
+                nan, np.where(np.signbit(value), *(np.uint8(c) for c in behavior.nan[::-1])), codes
+            )
+            if nan.any()
+            else codes
+        )
     code = _magnitude_codes(value, fmt, behavior)
     return _with_specials(code, code > fmt.max_code, value, fmt, behavior)
 
@@ -139,7 +181,9 @@ def _magnitude_codes(value: np.ndarray, fmt: Format, behavior: Behavior) -> np.n
     if behavior.subnormals == "flushed_before":
         value = np.where(np.abs(value) < fmt.smallest_normal, np.copysign(0.0, value), value)
     n, exponent = cast.in_spacings(value, fmt)
-    code = cast.magnitude_codes(_rounded(n, np.signbit(value), fmt, behavior.rounding), exponent, fmt)
+    code = cast.magnitude_codes(
+        _rounded(n, np.signbit(value), fmt, behavior.rounding), exponent, fmt
+    )
     if behavior.subnormals != "kept":
         # By the rounded code: what rounds up to the smallest normal number is kept here.
         code = np.where(code < 1 << fmt.mantissa_bits, 0, code)
@@ -162,17 +206,29 @@ def _rounded(n: np.ndarray, negative: np.ndarray, fmt: Format, rounding: str) ->
     return floor + away
 
 
-def _with_specials(code: np.ndarray, above: np.ndarray, value: np.ndarray, fmt: Format, behavior: Behavior) -> np.ndarray:
+def _with_specials(
+    code: np.ndarray, above: np.ndarray, value: np.ndarray, fmt: Format, behavior: Behavior
+) -> np.ndarray:
     """Codes of magnitudes with their signs, overflow, infinities and NaNs; above marks overflow."""
     negative = np.signbit(value)
     nan = np.where(negative, behavior.nan[1], behavior.nan[0])
     sign = np.where(negative, fmt.sign_bit, 0)
 
     def beyond(kind: SpecialResult) -> np.ndarray:
-        return nan if kind == "nan" else sign | (fmt.max_code if kind == "max" or fmt.inf_code is None else fmt.inf_code)
+        return (
+            nan
+            if kind == "nan"
+            else sign | (fmt.max_code if kind == "max" or fmt.inf_code is None else fmt.inf_code)
+        )
 
     infinite = np.isinf(value)
-    lost = np.zeros_like(negative) if behavior.negative_zero == "kept" else code == 0 if behavior.negative_zero == "lost" else value == 0
+    lost = (
+        np.zeros_like(negative)
+        if behavior.negative_zero == "kept"
+        else code == 0
+        if behavior.negative_zero == "lost"
+        else value == 0
+    )
     signed = code | np.where(lost, 0, sign)
     # Later lines win: infinities are above max too, and code is 0 for NaNs.
     signed = np.where(above & ~infinite, beyond(behavior.overflow), signed)

@@ -23,26 +23,49 @@ def rounding(a: Responses, b: Behavior) -> Finding:
     Intermediate formats hold all of these exactly, so that a double rounding does not show here.
     """
     fmt, magnitude = a.fmt, np.abs(a.x)
-    relevant = a.among(cast_inputs.coarse(fmt)) & (magnitude >= fmt.smallest_normal) & (magnitude <= fmt.max)
-    found = [r for r in ROUNDINGS if not a.mismatches(dataclasses.replace(b, rounding=r), relevant).any()]
+    relevant = (
+        a.among(cast_inputs.coarse(fmt))
+        & (magnitude >= fmt.smallest_normal)
+        & (magnitude <= fmt.max)
+    )
+    found = [
+        r for r in ROUNDINGS if not a.mismatches(dataclasses.replace(b, rounding=r), relevant).any()
+    ]
     # Only one rounding explains all of these inputs. None may, if the function is no cast.
     differs = a.mismatches(b, relevant)
     about = f"{int(relevant.sum())} numbers, quarter points and ties"
     if differs.any():
         shown = a.counterexample(simplest(a.x, differs), b, "C-2")
-        return Finding(what="rounding", value=found[0] if found else None, evidence=f"{about}: {shown}", witness=shown)
+        return Finding(
+            what="rounding",
+            value=found[0] if found else None,
+            evidence=f"{about}: {shown}",
+            witness=shown,
+        )
     return Finding(what="rounding", value="nearest_even", evidence=f"{about}")
 
 
 def subnormals(a: Responses, b: Behavior) -> Finding:
     """Whether subnormals are kept or flushed, from inputs below the smallest normal number."""
-    relevant = a.among(cast_inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
-    found = [s for s in ("kept", "flushed", "flushed_before") if not a.mismatches(dataclasses.replace(b, subnormals=s), relevant).any()]
+    relevant = (
+        a.among(cast_inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
+    )
+    found = [
+        s
+        for s in ("kept", "flushed", "flushed_before")
+        if not a.mismatches(dataclasses.replace(b, subnormals=s), relevant).any()
+    ]
     differs = a.mismatches(b, relevant)
     if differs.any():
         shown = a.counterexample(simplest(a.x, differs), b, "F-1")
-        return Finding(what="subnormals", value=found[0] if found else None, evidence=str(shown), witness=shown)
-    return Finding(what="subnormals", value="kept", evidence=f"{int(relevant.sum())} inputs below {a.fmt.smallest_normal:g}")
+        return Finding(
+            what="subnormals", value=found[0] if found else None, evidence=str(shown), witness=shown
+        )
+    return Finding(
+        what="subnormals",
+        value="kept",
+        evidence=f"{int(relevant.sum())} inputs below {a.fmt.smallest_normal:g}",
+    )
 
 
 def negative_zero(a: Responses, b: Behavior) -> Finding:
@@ -57,7 +80,11 @@ def negative_zero(a: Responses, b: Behavior) -> Finding:
         value = "lost" if a.codes[under] == 0 else "lost_at_zero"
     elif code == a.fmt.sign_bit and a.fmt.specials != "fnuz":
         value = "kept"
-    wrong = None if value == ("lost" if a.fmt.specials == "fnuz" else "kept") else a.counterexample(at, b, "C-6")
+    wrong = (
+        None
+        if value == ("lost" if a.fmt.specials == "fnuz" else "kept")
+        else a.counterexample(at, b, "C-6")
+    )
     return Finding(what="negative_zero", value=value, evidence=evidence, witness=wrong)
 
 
@@ -68,7 +95,11 @@ def overflow(a: Responses, b: Behavior) -> Finding:
     """
     n = cast_inputs.with_next(a.fmt)
     # n[-2] is max, n[-1] would be the next number. Below it a directed rounding may give max.
-    over = n[-1] if b.rounding not in ("nearest_even", "nearest_away", "nearest_zero") else n[-2] + (n[-1] - n[-2]) * 0.75
+    over = (
+        n[-1]
+        if b.rounding not in ("nearest_even", "nearest_away", "nearest_zero")
+        else n[-2] + (n[-1] - n[-2]) * 0.75
+    )
     at = int(np.flatnonzero(a.x == np.asarray(over, a.x.dtype))[0])
     return _beyond("overflow", a, at, b)
 
@@ -82,32 +113,60 @@ def _beyond(what: str, a: Responses, at: int, b: Behavior) -> Finding:
     """Whether the input at this index gives max, Inf or NaN."""
     code = int(a.codes[at])
     kinds = {a.fmt.max_code: "max", a.fmt.inf_code: "inf"}
-    value = kinds.get(code, "nan" if code >= 0 and np.isnan(cast.decode(np.array([code], np.uint8), a.fmt)[0]) else None)
+    value = kinds.get(
+        code,
+        "nan"
+        if code >= 0 and np.isnan(cast.decode(np.array([code], np.uint8), a.fmt)[0])
+        else None,
+    )
     shown, bits = number_text(a.x, at, a.source)
     wrong = None if value == "max" else a.counterexample(at, b, "C-3")
-    return Finding(what=what, value=value, evidence=f"{shown} ({bits}) gives {output_text(a.output, at, a.fmt)}", witness=wrong)
+    return Finding(
+        what=what,
+        value=value,
+        evidence=f"{shown} ({bits}) gives {output_text(a.output, at, a.fmt)}",
+        witness=wrong,
+    )
 
 
 def nans(a: Responses, b: Behavior) -> tuple[Finding, tuple[int, int] | None]:
     """The codes of NaN and of -NaN; no codes if they depend on the payload."""
     nan = np.isnan(a.x)
-    by_sign = [sorted({int(c) for c in a.codes[nan & (np.signbit(a.x) == negative)]}) for negative in (False, True)]
+    by_sign = [
+        sorted({int(c) for c in a.codes[nan & (np.signbit(a.x) == negative)]})
+        for negative in (False, True)
+    ]
     if a.output.values_only and by_sign == [[a.fmt.nan_code]] * 2:
         code = a.fmt.nan_code
-        return Finding(what="nan_code", value=None, evidence="NaN stays NaN; values do not show its code", words="NaN"), (code, code)
+        return Finding(
+            what="nan_code",
+            value=None,
+            evidence="NaN stays NaN; values do not show its code",
+            words="NaN",
+        ), (code, code)
     # Codes may differ by the payload: then no pair of codes describes them.
-    shown = " and ".join(", ".join(f"0x{c:02X}" if c >= 0 else "no code" for c in codes) for codes in by_sign)
+    shown = " and ".join(
+        ", ".join(f"0x{c:02X}" if c >= 0 else "no code" for c in codes) for codes in by_sign
+    )
     evidence = f"{int(nan.sum())} NaNs, without and with the sign, give {shown}"
     if any(len(codes) != 1 for codes in by_sign):
         return Finding(what="nan_code", value=None, evidence=evidence), None
     pair = by_sign[0][0], by_sign[1][0]
     differs = a.mismatches(b, nan)
     wrong = a.counterexample(int(np.argmax(differs)), b, "C-5") if differs.any() else None
-    word = f"0x{pair[0] & 255:02X}" if pair[0] == pair[1] else f"0x{pair[0] & 255:02X}, of -NaN 0x{pair[1] & 255:02X}"
-    return Finding(what="nan_code", value=pair[0], evidence=evidence, words=word, witness=wrong), pair
+    word = (
+        f"0x{pair[0] & 255:02X}"
+        if pair[0] == pair[1]
+        else f"0x{pair[0] & 255:02X}, of -NaN 0x{pair[1] & 255:02X}"
+    )
+    return Finding(
+        what="nan_code", value=pair[0], evidence=evidence, words=word, witness=wrong
+    ), pair
 
 
-def double_rounding(a: Responses, b: Behavior, known: DoubleRounding | None = None) -> tuple[Finding, DoubleRounding | None]:
+def double_rounding(
+    a: Responses, b: Behavior, known: DoubleRounding | None = None
+) -> tuple[Finding, DoubleRounding | None]:
     """The intermediate format of a double rounding, from inputs just next to numbers and ties.
 
     known: the intermediate format already found for another dtype, tried too.
@@ -115,13 +174,25 @@ def double_rounding(a: Responses, b: Behavior, known: DoubleRounding | None = No
     relevant = np.isfinite(a.x)
     candidates: list[DoubleRounding | None] = [None, known] if known else [None]
     narrower = [d for d in WIDE if d != a.source and (d != "float32" or a.source == "float64")]
-    candidates += [DoubleRounding(dtype=d, rounding=r) for r in ("nearest_even", "toward_zero") for d in narrower]
+    candidates += [
+        DoubleRounding(dtype=d, rounding=r)
+        for r in ("nearest_even", "toward_zero")
+        for d in narrower
+    ]
     # Not "explains all": other decisions, such as overflow, may be wrong in this dtype too.
-    misses = {c: int(a.mismatches(with_double_rounding(b, a.source, c), relevant).sum()) for c in candidates}
+    misses = {
+        c: int(a.mismatches(with_double_rounding(b, a.source, c), relevant).sum())
+        for c in candidates
+    }
     found = min(misses, key=lambda c: misses[c])  # of equals the first, which is no double rounding
     what = "double_rounding" if a.source == "float32" else f"double_rounding of {a.source}"
     if found is None:
-        return Finding(what=what, value=None, words="none", evidence=f"{int(relevant.sum()):,} inputs, those next to ties among them"), None
+        return Finding(
+            what=what,
+            value=None,
+            words="none",
+            evidence=f"{int(relevant.sum()):,} inputs, those next to ties among them",
+        ), None
     shown = a.counterexample(simplest(a.x, a.mismatches(b, relevant)), b, "C-1")
     return Finding(what=what, value=str(found), evidence=str(shown), witness=shown), found
 
@@ -148,7 +219,9 @@ def decide_all(a: Responses, found_fmt: Format) -> tuple[list[Finding], Behavior
     b = dataclasses.replace(b, subnormals=small.value or "kept")
     over, infinite = overflow(a, b), infinities(a, b)
     nan, pair = nans(a, b)
-    b = dataclasses.replace(b, overflow=over.value or "max", infinite=infinite.value or "max", nan=pair or b.nan)
+    b = dataclasses.replace(
+        b, overflow=over.value or "max", infinite=infinite.value or "max", nan=pair or b.nan
+    )
     double, through = double_rounding(a, b)
     b = with_double_rounding(b, a.source, through)
     return [how, over, infinite, nan, small, zero, double], b

@@ -16,7 +16,12 @@ from fp8ref.sim.quantize.cast import decode
 
 
 def result_dict(
-    found: Behavior, findings: list[Finding], found_fmt: Format, a: Responses, names: list[str], names_but_for_nan: list[str]
+    found: Behavior,
+    findings: list[Finding],
+    found_fmt: Format,
+    a: Responses,
+    names: list[str],
+    names_but_for_nan: list[str],
 ) -> dict[str, Any]:
     """``is`` of --json: names are the known casts that it equals."""
     by = {f.what: f.value for f in findings}
@@ -31,18 +36,26 @@ def result_dict(
         "infinities": by["infinities"],
         "inf_code": inf if inf >= 0 else None,
         "nan_code": by["nan_code"],
-        "nan_code_of_negative": None if a.output.values_only or by["nan_code"] is None else found.nan[1],
+        "nan_code_of_negative": None
+        if a.output.values_only or by["nan_code"] is None
+        else found.nan[1],
         "subnormals": by["subnormals"],
         "negative_zero": by["negative_zero"],
         "double_rounding": _dtype(found.double_rounding.get(a.source)),
-        "double_roundings": {s: _dtype(found.double_rounding.get(s)) for s in subjects.DTYPES if _was_asked(s, a.source, by, findings)},
+        "double_roundings": {
+            s: _dtype(found.double_rounding.get(s))
+            for s in subjects.DTYPES
+            if _was_asked(s, a.source, by, findings)
+        },
         "policy": None,
         "gives": a.output.dtype,
     }
 
 
 def _was_asked(source: str, first: str, by: dict[str, Any], findings: list[Finding]) -> bool:
-    return source == first or any(f.what == f"double_rounding of {source}" and f.text != "not tested" for f in findings)
+    return source == first or any(
+        f.what == f"double_rounding of {source}" and f.text != "not tested" for f in findings
+    )
 
 
 def _dtype(through: DoubleRounding | None) -> str | None:
@@ -50,32 +63,56 @@ def _dtype(through: DoubleRounding | None) -> str | None:
 
 
 def summary(
-    found: Behavior, found_fmt: Format, fmt: Format, names: list[str], names_but_for_nan: list[str], complete: bool, everywhere: bool
+    found: Behavior,
+    found_fmt: Format,
+    fmt: Format,
+    names: list[str],
+    names_but_for_nan: list[str],
+    complete: bool,
+    everywhere: bool,
 ) -> str:
     """The cast in one line.
 
     complete    every output is explained by the behavior found; everywhere: in other shapes too.
     """
-    of = f"a cast to {found_fmt}" + (f" (max {found_fmt.max:g}), not {fmt} (max {fmt.max:g})," if found_fmt is not fmt else "")
+    of = f"a cast to {found_fmt}" + (
+        f" (max {found_fmt.max:g}), not {fmt} (max {fmt.max:g})," if found_fmt is not fmt else ""
+    )
     if complete and not everywhere:
         return f"{of} that gives other codes in arrays of other shapes"
     if not complete:
         return f"{of} that matches no known name: see the differences"
     how = f"rounds {found.rounding}, overflow gives {found.overflow}, infinities {found.infinite}"
-    how += f", subnormals are {found.subnormals.replace('_', ' ')}" if found.subnormals != "kept" else ""
-    how += ", -0 becomes 0" if found.negative_zero != "kept" and found_fmt.specials != "fnuz" else ""
+    how += (
+        f", subnormals are {found.subnormals.replace('_', ' ')}"
+        if found.subnormals != "kept"
+        else ""
+    )
+    how += (
+        ", -0 becomes 0" if found.negative_zero != "kept" and found_fmt.specials != "fnuz" else ""
+    )
     if not np.isnan(decoded := decode(np.array(found.nan, np.uint8), found_fmt)).all():
         how += f", NaN becomes {decoded[0]:g}"
-    how += "".join(f", {source} is rounded to {through} first" for source, through in found.double_rounding.items())
+    how += "".join(
+        f", {source} is rounded to {through} first"
+        for source, through in found.double_rounding.items()
+    )
     if names:
         return f"{of.rstrip(',')}, equal to {' and '.join(names)}: {how}"
     if names_but_for_nan:
-        return f"{of.rstrip(',')}, equal to {' and '.join(names_but_for_nan)} except for NaN codes: {how}"
+        return (
+            f"{of.rstrip(',')}, equal to {' and '.join(names_but_for_nan)} except for NaN "
+            f"codes: {how}"
+        )
     return f"{of} that {how}"
 
 
 def differences_from(
-    responses: dict[str, Responses], wanted: Behavior, fmt: Format, found_fmt: Format, findings: list[Finding]
+    responses: dict[str, Responses],
+    wanted: Behavior,
+    fmt: Format,
+    found_fmt: Format,
+    findings: list[Finding],
 ) -> list[Counterexample]:
     """The simplest input whose code is not the expected one, for each kind of input.
 
@@ -91,16 +128,26 @@ def differences_from(
         coarse = a.among(cast_inputs.coarse(fmt))
         over = magnitude > (fmt.max + cast_inputs.with_next(fmt)[-1]) / 2
         zero = (a.codes & ~fmt.sign_bit) == 0
-        flushed = coarse & zero & (magnitude > fmt.smallest_subnormal / 2) & (magnitude < fmt.smallest_normal)
+        flushed = (
+            coarse
+            & zero
+            & (magnitude > fmt.smallest_subnormal / 2)
+            & (magnitude < fmt.smallest_normal)
+        )
         beyond = "C-3" if wanted.overflow == "max" else "C-4"
         normal = coarse & ~over & (magnitude >= fmt.smallest_normal)
         if (differs & normal).any():  # then another rounding is why small numbers become zero
             flushed = np.zeros_like(flushed)
         expected = behavior.encode(a.x, fmt, wanted, source=a.source).astype(np.int64)
-        zeros = (a.x == 0) | (zero & (expected & ~fmt.sign_bit == 0))  # where they differ, by the sign alone
+        zeros = (a.x == 0) | (
+            zero & (expected & ~fmt.sign_bit == 0)
+        )  # where they differ, by the sign alone
         # As disjoint as can be, so that one fault gives one counterexample.
         kinds = {
-            "rounding": ("C-2", normal if (differs & normal).any() else coarse & ~over & ~flushed & ~zeros),
+            "rounding": (
+                "C-2",
+                normal if (differs & normal).any() else coarse & ~over & ~flushed & ~zeros,
+            ),
             "overflow": (beyond, over & np.isfinite(a.x)),
             "infinity": (beyond, np.isinf(a.x)),
             "NaN": ("C-5", np.isnan(a.x)),
@@ -110,7 +157,10 @@ def differences_from(
         # What is left are inputs just next to numbers and ties, where double rounding shows.
         # They tell nothing new if numbers and ties themselves are wrong.
         explained = over | np.isnan(a.x) | coarse | zeros
-        kinds["twice"] = ("C-1", ~explained if not (differs & coarse).any() else np.zeros_like(explained))
+        kinds["twice"] = (
+            "C-1",
+            ~explained if not (differs & coarse).any() else np.zeros_like(explained),
+        )
         for kind, (clause, among) in kinds.items():
             if kind not in found and (differs & among).any():
                 found[kind] = a.counterexample(simplest(a.x, differs & among), wanted, clause)

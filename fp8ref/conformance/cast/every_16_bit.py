@@ -1,4 +1,6 @@
-"""Every number of a 16-bit dtype, all NaN payloads among them, against the behavior found of a cast."""
+"""Every number of a 16-bit dtype, all NaN payloads among them, against the behavior found of a
+cast.
+"""
 
 import numpy as np
 
@@ -13,7 +15,8 @@ from fp8ref.formats import Format
 
 
 def check(subject: Subject, source: str, fmt: Format, found: Behavior) -> list[Counterexample]:
-    """The simplest number of bfloat16 or float16 whose code is not the one of the behavior; none of another dtype.
+    """The simplest number of bfloat16 or float16 whose code is not the one of the behavior; none of
+    another dtype.
 
     All NaN codes count as equal (C-5).
 
@@ -24,7 +27,15 @@ def check(subject: Subject, source: str, fmt: Format, found: Behavior) -> list[C
     bits = np.arange(1 << 16, dtype=np.uint16)
     # given by its bits: a conversion from float32 would make one NaN of all
     output = outputs.ask(subject, bits.view(arrays.numpy_dtype(source)), source)
-    x = bits.view(np.float16) if source == "float16" else (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    x = (
+        bits.view(np.float16)
+        if source == "float16"
+        else (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    )
     responses = Responses(x=x, source=source, output=output, fmt=fmt, codes=output.codes(fmt))
     differs = responses.mismatches(found, canonical=True)
-    return [responses.counterexample(simplest(x, differs), found, "by the behavior found")] if differs.any() else []
+    return (
+        [responses.counterexample(simplest(x, differs), found, "by the behavior found")]
+        if differs.any()
+        else []
+    )

@@ -1,7 +1,8 @@
 """Identify a cast, by ``identify_cast``: its format and every decision, from chosen inputs.
 
-The format comes first, then the decisions for one dtype, then double rounding from the other dtypes.
-Last come the same codes in arrays of other shapes and strides. Every output must be explained.
+The format comes first, then the decisions for one dtype, then double rounding from the other
+dtypes. Last come the same codes in arrays of other shapes and strides. Every output must be
+explained.
 """
 
 import dataclasses
@@ -12,7 +13,15 @@ import numpy as np
 
 from fp8ref import formats
 from fp8ref.conformance import exhaustive as all_inputs
-from fp8ref.conformance.cast import behavior, decisions, describe, every_16_bit, layout_invariance, outputs, stochastic
+from fp8ref.conformance.cast import (
+    behavior,
+    decisions,
+    describe,
+    every_16_bit,
+    layout_invariance,
+    outputs,
+    stochastic,
+)
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior
 from fp8ref.conformance.cast.fp4 import identify_fp4_cast
 from fp8ref.conformance.cast.outputs import Responses
@@ -20,7 +29,14 @@ from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.kit import subject as subjects
 from fp8ref.conformance.kit.explain import simplest
-from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome, bits_of, other_devices, show
+from fp8ref.conformance.kit.finding import (
+    Counterexample,
+    Finding,
+    Outcome,
+    bits_of,
+    other_devices,
+    show,
+)
 from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim.quantize import cast
@@ -40,27 +56,34 @@ def identify_cast(
 
     function   array [n] -> array [n] of codes (uint8 or float8) or values. It takes float32 or
                bfloat16; float16 and float64 are tried too.
-    expect     a name of ``behavior.KNOWN_CASTS`` that it must equal, all NaN codes being one (C-5); of
-               e2m1fn, a name of ``fp4.NAN_CODES``.
+    expect     a name of ``behavior.KNOWN_CASTS`` that it must equal, all NaN codes being one (C-5);
+               of e2m1fn, a name of ``fp4.NAN_CODES``.
     framework  whose arrays it is given; by default the first that it takes of numpy, torch, jax.
     exhaustive compare all 2^32 float32 inputs with the behavior found.
 
-    Raises:    ValueError: fmt neither FP8 nor e2m1fn, an unknown name; ConformanceError: not a valid cast:
-               it raises, gives another shape or type, changes its input, or does not repeat itself.
+    Raises:    ValueError: fmt neither FP8 nor e2m1fn, an unknown name; ConformanceError: not a
+               valid cast: it raises, gives another shape or type, changes its input, or does not
+               repeat itself.
     """
     if isinstance(fmt, Format) and fmt.name in formats.FP4_FORMATS:
         if exhaustive:
             raise ValueError(
-                f"exhaustive is of casts to FP8; {fmt} is asked at every number, midpoint and neighbor of these. Leave it out."
+                f"exhaustive is of casts to FP8; {fmt} is asked at every number, midpoint and "
+                "neighbor of these. Leave it out."
             )
-        return identify_fp4_cast(function, fmt, name=name, expect=expect, framework=framework, device=device)
+        return identify_fp4_cast(
+            function, fmt, name=name, expect=expect, framework=framework, device=device
+        )
     check_format(fmt)
     wanted = None if expect is None else behavior.by_name(expect)
     name = name or subjects.name_of(function)
     subject = subjects.wrap(name, function, framework=framework, device=device, shape=(16,))
     source = subjects.first_dtype(subject)
     if exhaustive and source != "float32":
-        raise ConformanceError(f"--exhaustive tests all float32 inputs; {name} takes no float32. Leave --exhaustive out.")
+        raise ConformanceError(
+            f"--exhaustive tests all float32 inputs; {name} takes no float32. Leave "
+            "--exhaustive out."
+        )
     found_fmt, format_finding = _format(subject, fmt, source)
     findings = [format_finding]
     if found_fmt is None:
@@ -71,7 +94,8 @@ def identify_cast(
     if position is not None or stochastic.varies(subject, source, found_fmt):
         if exhaustive:
             raise ConformanceError(
-                f"--exhaustive needs a deterministic cast; {name} gives different codes for equal inputs. Leave --exhaustive out."
+                f"--exhaustive needs a deterministic cast; {name} gives different codes for "
+                "equal inputs. Leave --exhaustive out."
             )
         return stochastic.identify(subject, first, position, fmt, findings, expect)
     more, found = decisions.decide_all(first, found_fmt)
@@ -82,18 +106,27 @@ def identify_cast(
     # NaN codes count as equal (C-5) in the other dtypes, where libraries emit other codes: XLA 0x7F
     # from float16 and 0x7E from float32. So they do where the code depends on the payload.
     by_payload = next(f for f in more if f.what == "nan_code").value is None
-    wrong = {a: a.mismatches(found, canonical=by_payload or a.source != source) for a in responses.values()}
+    wrong = {
+        a: a.mismatches(found, canonical=by_payload or a.source != source)
+        for a in responses.values()
+    }
     unexplained = [
-        a.counterexample(simplest(a.x, differs), found, "by the behavior found") for a, differs in wrong.items() if differs.any()
+        a.counterexample(simplest(a.x, differs), found, "by the behavior found")
+        for a, differs in wrong.items()
+        if differs.any()
     ]
     for a in [a for a, differs in wrong.items() if not differs.any()]:
         unexplained += every_16_bit.check(subject, a.source, found_fmt, found)
-    total, right = sum(a.x.size for a in wrong), sum(int((~differs).sum()) for differs in wrong.values())
+    total, right = (
+        sum(a.x.size for a in wrong),
+        sum(int((~differs).sum()) for differs in wrong.values()),
+    )
     findings.append(
         Finding(
             what="answers",
             value=right,
-            evidence=f"of {total:,} are those of this{'' if exhaustive else '; --exhaustive asks all of float32'}",
+            evidence=f"of {total:,} are those of "
+            f"this{'' if exhaustive else '; --exhaustive asks all of float32'}",
             words=f"{right:,}",
             unasked=() if exhaustive else (f"all but {first.x.size:,} of the {source} inputs",),
         )
@@ -103,25 +136,46 @@ def identify_cast(
         findings.append(finding)
         unexplained += simplest_unexplained
     untaken = [s for s in ("bfloat16", "float16") if s != source and s not in responses]
-    names = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behavior(found_fmt)).any()]
-    names_but_for_nan = [k for k, known in KNOWN_CASTS.items() if not first.mismatches(known.behavior(found_fmt), canonical=True).any()]
+    names = [
+        k
+        for k, known in KNOWN_CASTS.items()
+        if not first.mismatches(known.behavior(found_fmt)).any()
+    ]
+    names_but_for_nan = [
+        k
+        for k, known in KNOWN_CASTS.items()
+        if not first.mismatches(known.behavior(found_fmt), canonical=True).any()
+    ]
     complete = None not in (found.rounding, found.overflow, found.infinite) and not unexplained
-    more_findings, elsewhere = _other_layouts(subject, source, [a for a, differs in wrong.items() if not differs.any()], found)
+    more_findings, elsewhere = _other_layouts(
+        subject, source, [a for a, differs in wrong.items() if not differs.any()], found
+    )
     findings += more_findings
     unexplained += elsewhere
-    differences = describe.differences_from(responses, wanted.behavior(fmt), fmt, found_fmt, findings) if wanted else []
+    differences = (
+        describe.differences_from(responses, wanted.behavior(fmt), fmt, found_fmt, findings)
+        if wanted
+        else []
+    )
     return Outcome(
         name=name,
         kind="cast",
         fmt=fmt,
         framework=subject.framework,
         found=describe.result_dict(
-            found, findings, found_fmt, first, names if not unexplained else [], names_but_for_nan if not unexplained else []
+            found,
+            findings,
+            found_fmt,
+            first,
+            names if not unexplained else [],
+            names_but_for_nan if not unexplained else [],
         ),
         findings=findings,
         identified=complete and not elsewhere,
         named=bool(names_but_for_nan),
-        summary=describe.summary(found, found_fmt, fmt, names, names_but_for_nan, complete, not elsewhere)
+        summary=describe.summary(
+            found, found_fmt, fmt, names, names_but_for_nan, complete, not elsewhere
+        )
         + ("" if complete or found_fmt is fmt else _scaled(subject, fmt, source))
         + (f"; it does not accept {' or '.join(untaken)}" if untaken else ""),
         unlike=unexplained,
@@ -144,11 +198,19 @@ def _other_dtypes(
         except RefusedError as error:
             unasked = (f"{other}, for which it raises",) if other != "float64" else ()
             findings.append(
-                Finding(what=f"double_rounding of {other}", value=None, words="not tested", evidence=str(error), unasked=unasked)
+                Finding(
+                    what=f"double_rounding of {other}",
+                    value=None,
+                    words="not tested",
+                    evidence=str(error),
+                    unasked=unasked,
+                )
             )
             continue
         responses[other] = _deterministic(subject, other, found_fmt)
-        finding, through = decisions.double_rounding(responses[other], found, found.double_rounding.get(source))
+        finding, through = decisions.double_rounding(
+            responses[other], found, found.double_rounding.get(source)
+        )
         findings.append(finding)
         found = decisions.with_double_rounding(found, other, through)
     return responses, findings, found
@@ -165,12 +227,18 @@ def _other_layouts(
         _check_no_reuse(subject, a)
         for check in (layout_invariance.check_shapes, layout_invariance.check_strides):
             finding, counterexamples = check(subject, a, found)
-            findings.append(finding if a.source == source else dataclasses.replace(finding, what=f"{finding.what} of {a.source}"))
+            findings.append(
+                finding
+                if a.source == source
+                else dataclasses.replace(finding, what=f"{finding.what} of {a.source}")
+            )
             wrong += counterexamples
     return findings, wrong
 
 
-def check_all_inputs(subject: Subject, fmt: Format, found: Behavior, *, inputs: int | None = None) -> tuple[Finding, list[Counterexample]]:
+def check_all_inputs(
+    subject: Subject, fmt: Format, found: Behavior, *, inputs: int | None = None
+) -> tuple[Finding, list[Counterexample]]:
     """Compare all float32 inputs, or the first so many bits, with the behavior found.
 
     Returns:  how many agree, and a counterexample of the simplest one that does not.
@@ -179,7 +247,9 @@ def check_all_inputs(subject: Subject, fmt: Format, found: Behavior, *, inputs: 
     def differing(x: np.ndarray) -> tuple[np.ndarray, Callable[[int], Counterexample]]:
         output = outputs.ask(subject, x, "float32")
         codes = output.codes(fmt) if output.values_only else output.array
-        responses = Responses(x=x, source="float32", output=output, fmt=fmt, codes=codes.astype(np.int64))
+        responses = Responses(
+            x=x, source="float32", output=output, fmt=fmt, codes=codes.astype(np.int64)
+        )
         # Nearly always all are equal: one comparison then, without those of NaNs and infinities.
         same = np.array_equal(codes, behavior.encode(x, fmt, found))
         differs = np.zeros(x.shape, bool) if same else responses.mismatches(found)
@@ -188,14 +258,19 @@ def check_all_inputs(subject: Subject, fmt: Format, found: Behavior, *, inputs: 
     wrong, example = all_inputs.simplest_difference(differing, inputs=inputs)
     total = all_inputs.INPUTS if inputs is None else inputs
     finding = Finding(
-        what="all inputs", value=total - wrong, words=f"{total - wrong:,}", evidence=f"of {total:,} float32 inputs match the behavior found"
+        what="all inputs",
+        value=total - wrong,
+        words=f"{total - wrong:,}",
+        evidence=f"of {total:,} float32 inputs match the behavior found",
     )
     return finding, [example] if example else []
 
 
 def _check_no_reuse(subject: Subject, a: Responses) -> None:
     """ConformanceError where a later call overwrites the output of an earlier one."""
-    some = a.x[:: a.x.size // 64]  # a.x is sorted by its bits: these have all exponents and both signs
+    some = a.x[
+        :: a.x.size // 64
+    ]  # a.x is sorted by its bits: these have all exponents and both signs
     subjects.check_no_reuse(subject, some, some[::-1], a.source, _arrays)
 
 
@@ -217,7 +292,10 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
     output, position = outputs.ask_twice(subject, x, source)
     # The identity would be taken for a cast to any format.
     if output.values_only and np.array_equal(output.array, x):
-        evidence = f"all {x.size} numbers of {len(cast_inputs.CAST_FORMATS)} formats come back unchanged: it rounds to none of them"
+        evidence = (
+            f"all {x.size} numbers of {len(cast_inputs.CAST_FORMATS)} formats come back "
+            "unchanged: it rounds to none of them"
+        )
         return None, Finding(what="format", value=None, evidence=evidence)
     found_fmt, evidence = outputs.identify_format(output, x, fmt)
     if found_fmt is None and position is not None:
@@ -228,7 +306,10 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
         )
     witness = None
     if found_fmt is not fmt:
-        codes, expected = output.codes(fmt), behavior.encode(x, fmt, KNOWN_CASTS["saturating"].behavior(fmt)).astype(np.int64)
+        codes, expected = (
+            output.codes(fmt),
+            behavior.encode(x, fmt, KNOWN_CASTS["saturating"].behavior(fmt)).astype(np.int64),
+        )
         at = simplest(x, codes != expected)
         expected_output = outputs.Output(array=expected.astype(np.uint8), dtype="uint8")
         witness = Counterexample(
@@ -240,15 +321,29 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
             clause="F-2" if fmt.specials != "fnuz" else "F-3",
         )
         evidence += f"; {witness}"
-    text = "" if found_fmt is None else f"{found_fmt}" if found_fmt is fmt else f"{found_fmt}, max {found_fmt.max:g}, not {fmt}"
-    return found_fmt, Finding(what="format", value=found_fmt and found_fmt.name, words=text, evidence=evidence, witness=witness)
+    text = (
+        ""
+        if found_fmt is None
+        else f"{found_fmt}"
+        if found_fmt is fmt
+        else f"{found_fmt}, max {found_fmt.max:g}, not {fmt}"
+    )
+    return found_fmt, Finding(
+        what="format",
+        value=found_fmt and found_fmt.name,
+        words=text,
+        evidence=evidence,
+        witness=witness,
+    )
 
 
 def _ask(subject: Subject, source: str, found_fmt: Format) -> tuple[Responses, int | None]:
     """The responses to all chosen inputs, and the first index where a second call differs."""
     x = cast_inputs.identifying(found_fmt, source)
     output, position = outputs.ask_twice(subject, x, source)
-    return Responses(x=x, source=source, output=output, fmt=found_fmt, codes=output.codes(found_fmt)), position
+    return Responses(
+        x=x, source=source, output=output, fmt=found_fmt, codes=output.codes(found_fmt)
+    ), position
 
 
 def _deterministic(subject: Subject, source: str, found_fmt: Format) -> Responses:
@@ -272,14 +367,26 @@ def _scaled(subject: Subject, fmt: Format, source: str) -> str:
         ratio = np.where(codes >= 0, cast.decode((codes & 255).astype(np.uint8), fmt), np.nan) / x
     most = float(np.median(ratio[np.isfinite(ratio)])) if np.isfinite(ratio).any() else 1.0
     half = np.mean(ratio == most) > 0.5 and most not in (0, 1)
-    return f"; read as {fmt}, most of {fmt}'s numbers come back multiplied by {most:g}" if half else ""
+    return (
+        f"; read as {fmt}, most of {fmt}'s numbers come back multiplied by {most:g}" if half else ""
+    )
 
 
-def _without_format(subject: Subject, fmt: Format, source: str, findings: list[Finding], expect: str | None) -> Outcome:
+def _without_format(
+    subject: Subject, fmt: Format, source: str, findings: list[Finding], expect: str | None
+) -> Outcome:
     """The outcome for a cast whose format is unknown."""
     witness = findings[0].witness
     return Outcome(
-        name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, found={"format": None}, findings=findings, identified=False,
-        summary=f"not a cast to a known format: {findings[0].evidence}{_scaled(subject, fmt, source)}", expected=expect,
+        name=subject.name,
+        kind="cast",
+        fmt=fmt,
+        framework=subject.framework,
+        found={"format": None},
+        findings=findings,
+        identified=False,
+        summary="not a cast to a known format: "
+        f"{findings[0].evidence}{_scaled(subject, fmt, source)}",
+        expected=expect,
         differences=[witness] if expect and witness else [],
-    )  # fmt: skip
+    )

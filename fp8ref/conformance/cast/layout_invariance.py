@@ -10,14 +10,27 @@ from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.kit.finding import Counterexample, Finding, bits_of, show, strides_finding
 from fp8ref.conformance.kit.subject import VIEWS, RefusedError, Subject
 
-SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (3,), (127,), (1025,), ((1 << 20) + 13,), (33, 65), (64, 64), (3, 5, 17))
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (),
+    (0,),
+    (1,),
+    (3,),
+    (127,),
+    (1025,),
+    ((1 << 20) + 13,),
+    (33, 65),
+    (64, 64),
+    (3, 5, 17),
+)
 """Shapes of inputs: most sizes are no multiple of vectors, warps or blocks.
 
 One has more than a million elements.
 """
 
 
-def check_shapes(subject: Subject, a: Responses, found: Behavior) -> tuple[Finding, list[Counterexample]]:
+def check_shapes(
+    subject: Subject, a: Responses, found: Behavior
+) -> tuple[Finding, list[Counterexample]]:
     """Compare arrays of other shapes with the behavior found. A shape that raises is no fault."""
     taken, refused, wrong = [], [], list[Counterexample]()
     for shape in SHAPES:
@@ -30,17 +43,27 @@ def check_shapes(subject: Subject, a: Responses, found: Behavior) -> tuple[Findi
             continue
         taken.append(shape)
         wrong = wrong or _counterexample(a, at.reshape(shape), output, found)
-    evidence = f"{_listed(taken)}: the same codes" + (f"; it raises for {_listed(refused)}" if refused else "")
+    evidence = f"{_listed(taken)}: the same codes" + (
+        f"; it raises for {_listed(refused)}" if refused else ""
+    )
     evidence = str(wrong[0]) if wrong else evidence
     unasked = [f"shapes {_listed(refused)}, for which it raises"] if refused else []
-    unasked += [f"more than {max(int(np.prod(shape)) for shape in taken):,} elements"] if taken else []
+    unasked += (
+        [f"more than {max(int(np.prod(shape)) for shape in taken):,} elements"] if taken else []
+    )
     text = "not all alike" if wrong else "all alike"
-    return Finding(what="shapes", value=not wrong, words=text, evidence=evidence, unasked=tuple(unasked)), wrong
+    return Finding(
+        what="shapes", value=not wrong, words=text, evidence=evidence, unasked=tuple(unasked)
+    ), wrong
 
 
-def check_strides(subject: Subject, a: Responses, found: Behavior) -> tuple[Finding, list[Counterexample]]:
+def check_strides(
+    subject: Subject, a: Responses, found: Behavior
+) -> tuple[Finding, list[Counterexample]]:
     """Compare arrays that are not contiguous in memory with the behavior found."""
-    at = np.arange(33 * 65).reshape(33, 65) * 7 % a.x.size  # a step of 7: next to each other are unrelated numbers
+    at = (
+        np.arange(33 * 65).reshape(33, 65) * 7 % a.x.size
+    )  # a step of 7: next to each other are unrelated numbers
     taken, refused, wrong = [], [], list[Counterexample]()
     for view in VIEWS if subject.framework != "jax" else ():
         x = a.x[at]
@@ -54,7 +77,9 @@ def check_strides(subject: Subject, a: Responses, found: Behavior) -> tuple[Find
     return strides_finding(taken, refused, wrong), wrong
 
 
-def _counterexample(a: Responses, at: np.ndarray, output: outputs.Output, found: Behavior, how: str = "") -> list[Counterexample]:
+def _counterexample(
+    a: Responses, at: np.ndarray, output: outputs.Output, found: Behavior, how: str = ""
+) -> list[Counterexample]:
     """The first element with another code than the behavior found gives; all NaN codes are one."""
     expected = behavior.encode(a.x, a.fmt, found, source=a.source).astype(np.int64)[at]
     differs = a.canonical(output.codes(a.fmt)) != a.canonical(expected)

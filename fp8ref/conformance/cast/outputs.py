@@ -43,7 +43,11 @@ class Output:
 
     def codes(self, fmt: Format) -> np.ndarray:
         """The codes in fmt, int64; NO_CODE where fmt does not have a value."""
-        return self.array.astype(np.int64) if not self.values_only else codes_of_values(self.array, fmt)
+        return (
+            self.array.astype(np.int64)
+            if not self.values_only
+            else codes_of_values(self.array, fmt)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,7 +60,9 @@ class Responses:
     fmt: Format
     codes: np.ndarray
 
-    def mismatches(self, b: Behavior, among: np.ndarray | None = None, *, canonical: bool = False) -> np.ndarray:
+    def mismatches(
+        self, b: Behavior, among: np.ndarray | None = None, *, canonical: bool = False
+    ) -> np.ndarray:
         """Where the codes are not those of a behavior, optionally only among some inputs.
 
         canonical  all NaN codes count as equal (C-5). For infinite inputs they always do.
@@ -91,7 +97,9 @@ class Responses:
             bits=(bits,),
             dtype=self.source,
             got=output_text(self.output, index, self.fmt),
-            expected=f"{shown:.9g}" if shown is not None else output_text(Output(array=code, dtype="uint8"), 0, self.fmt),
+            expected=f"{shown:.9g}"
+            if shown is not None
+            else output_text(Output(array=code, dtype="uint8"), 0, self.fmt),
             clause=clause,
         )
 
@@ -119,17 +127,24 @@ def read(subject: Subject, found: Any, x: np.ndarray, source: str) -> Output:
     made = subjects.read_array(found)
     if made is None:
         raise ConformanceError(
-            f"{subject.name} gives a {type(found).__name__} {of}; a cast gives one array of codes or values. Name --kind quantizer if it is one."
+            f"{subject.name} gives a {type(found).__name__} {of}; a cast gives one array of "
+            "codes or values. Name --kind quantizer if it is one."
         )
     array, dtype = made
     if array.shape != x.shape:
         raise ConformanceError(
-            f"{subject.name} gives shape {list(array.shape)} {of}; a cast keeps the shape. Return one code for each number."
+            f"{subject.name} gives shape {list(array.shape)} {of}; a cast keeps the shape. "
+            "Return one code for each number."
         )
-    if dtype != "uint8" and dtype not in FLOATS and dtype.removeprefix("float8_") not in CAST_FORMATS:
+    if (
+        dtype != "uint8"
+        and dtype not in FLOATS
+        and dtype.removeprefix("float8_") not in CAST_FORMATS
+    ):
         raise ConformanceError(
-            f"{subject.name} gives {dtype} {of}; codes are uint8 or float8 ({', '.join(CAST_FORMATS)}), values {', '.join(FLOATS)}. "
-            "View other codes as uint8."
+            f"{subject.name} gives {dtype} {of}; codes are uint8 or float8 "
+            f"({', '.join(CAST_FORMATS)}), values {', '.join(FLOATS)}. View other codes as "
+            "uint8."
         )
     return Output(array=array, dtype=dtype)
 
@@ -137,7 +152,9 @@ def read(subject: Subject, found: Any, x: np.ndarray, source: str) -> Output:
 def ask_twice(subject: Subject, x: np.ndarray, source: str) -> tuple[Output, int | None]:
     """The output for x, and the first index where a second call with x gives another."""
     first, again = ask(subject, x, source), ask(subject, x, source)
-    different = first.array.view(np.uint8).reshape(x.size, -1) != again.array.view(np.uint8).reshape(x.size, -1)
+    different = first.array.view(np.uint8).reshape(x.size, -1) != again.array.view(
+        np.uint8
+    ).reshape(x.size, -1)
     if first.dtype != again.dtype or not different.any():
         return first, None
     return first, int(np.argmax(different.any(axis=1)))
@@ -162,16 +179,22 @@ def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format 
         scores[found_fmt.name] = (int(right[known].sum()), int(known.sum()))
     best = max(scores, key=lambda name: scores[name][0] / scores[name][1])
     right, of = scores[best]
-    return (CAST_FORMATS[best] if right > of / 2 else None), f"{right} of {of} numbers come back as {best}'s"
+    return (
+        CAST_FORMATS[best] if right > of / 2 else None
+    ), f"{right} of {of} numbers come back as {best}'s"
 
 
 def codes_of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
     """The codes of values, int64: NaN by C-5; NO_CODE where fmt does not have the value."""
-    table = cast.decode(np.arange(fmt.max_code + 1 + (fmt.inf_code is not None), dtype=np.uint8), fmt)
+    table = cast.decode(
+        np.arange(fmt.max_code + 1 + (fmt.inf_code is not None), dtype=np.uint8), fmt
+    )
     magnitude = np.abs(values)
     # Codes count the magnitudes upwards, so that the place in the table is the code.
     at = np.minimum(np.searchsorted(table, magnitude), len(table) - 1)
-    codes = np.where(table[at] == magnitude, at | np.where(np.signbit(values), fmt.sign_bit, 0), NO_CODE)
+    codes = np.where(
+        table[at] == magnitude, at | np.where(np.signbit(values), fmt.sign_bit, 0), NO_CODE
+    )
     if fmt.specials == "fnuz":
         codes = np.where(values == 0, 0, codes)
     return np.where(np.isnan(values), fmt.nan_code, codes).astype(np.int64)

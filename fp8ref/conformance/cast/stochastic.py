@@ -17,7 +17,14 @@ from fp8ref.conformance.cast.outputs import Output, Responses
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.kit.explain import simplest
-from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome, bits_of, other_devices, show
+from fp8ref.conformance.kit.finding import (
+    Counterexample,
+    Finding,
+    Outcome,
+    bits_of,
+    other_devices,
+    show,
+)
 from fp8ref.conformance.kit.subject import ConformanceError, Subject
 from fp8ref.formats import Format
 
@@ -30,7 +37,8 @@ FRACTIONS = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16)
 FINE_FRACTIONS, FINE_REPEATS = (1 / 512, 511 / 512), 1 << 16
 """A fraction that 8 random bits do not tell from 0 or 1 / 256, and how often it is cast.
 
-At a rate of 1 / 512 the standard deviation of FINE_REPEATS casts is 11 of 128, so that neither passes.
+At a rate of 1 / 512 the standard deviation of FINE_REPEATS casts is 11 of 128, so that neither
+passes.
 """
 
 RARELY = 2.0**-8
@@ -61,13 +69,19 @@ class RoundingRates:
     @cached_property
     def away(self) -> np.ndarray:
         """How often [n] the code is the neighbor away from zero, as a fraction of 1."""
-        return (self.responses.codes.reshape(-1, self.repeats) == self.neighbors[:, None]).mean(axis=1)
+        return (self.responses.codes.reshape(-1, self.repeats) == self.neighbors[:, None]).mean(
+            axis=1
+        )
 
     @property
     def neighbors(self) -> np.ndarray:
         """The codes [n] next to x away from zero."""
         fmt = self.responses.fmt
-        return behavior.encode(self.x, fmt, dataclasses.replace(KNOWN_CASTS["saturating"].behavior(fmt), rounding="away_from_zero"))
+        return behavior.encode(
+            self.x,
+            fmt,
+            dataclasses.replace(KNOWN_CASTS["saturating"].behavior(fmt), rounding="away_from_zero"),
+        )
 
     @property
     def random(self) -> np.ndarray:
@@ -81,7 +95,9 @@ class RoundingRates:
         Of n independent choices the standard deviation is sqrt(f (1 - f) / n). By the binomial
         distribution, a right cast is five of them off at one of 40 fractions once in 36,000.
         """
-        return np.abs(self.away - self.fractions) > 5 * np.sqrt(self.fractions * (1 - self.fractions) / self.repeats)
+        return np.abs(self.away - self.fractions) > 5 * np.sqrt(
+            self.fractions * (1 - self.fractions) / self.repeats
+        )
 
     @property
     def digits(self) -> int:
@@ -92,9 +108,14 @@ class RoundingRates:
         """One number, how often it got the neighbor away from zero, and how often it should."""
         a = self.responses
         return Counterexample(
-            input=f"{show(self.x[at])}, {self.repeats} times", bits=(bits_of(self.x[at], a.source),), dtype=a.source,
-            got=f"{code_or_value(self.neighbors[at], a)} {self.away[at]:.{self.digits}f} of the time", expected=expected, clause="C-2",
-        )  # fmt: skip
+            input=f"{show(self.x[at])}, {self.repeats} times",
+            bits=(bits_of(self.x[at], a.source),),
+            dtype=a.source,
+            got=f"{code_or_value(self.neighbors[at], a)} {self.away[at]:.{self.digits}f} of "
+            "the time",
+            expected=expected,
+            clause="C-2",
+        )
 
 
 def measure_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
@@ -106,12 +127,19 @@ def measure_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
 
 
 def measure_fine_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
-    """Rates at FINE_FRACTIONS, which few random bits cannot tell: above zero and 1, of both signs."""
+    """Rates at FINE_FRACTIONS, which few random bits cannot tell: above zero and 1, of both
+    signs.
+    """
     return _rates(subject, source, fmt, (0, 1), FINE_FRACTIONS, FINE_REPEATS)
 
 
 def _rates(
-    subject: Subject, source: str, fmt: Format, lower: tuple[float, ...], fractions: tuple[float, ...], repeats: int
+    subject: Subject,
+    source: str,
+    fmt: Format,
+    lower: tuple[float, ...],
+    fractions: tuple[float, ...],
+    repeats: int,
 ) -> RoundingRates:
     n = cast_inputs.with_next(fmt)
     at = np.searchsorted(n, lower)
@@ -120,10 +148,17 @@ def _rates(
     x, every = np.concatenate([x, -x]), np.tile(fractions, 2 * at.size)
     exact = rounded(x, source) == x
     x = rounded(x[exact], source)
-    return RoundingRates(x=x, fractions=every[exact], responses=ask_repeatedly(subject, x, repeats, source, fmt), repeats=repeats)
+    return RoundingRates(
+        x=x,
+        fractions=every[exact],
+        responses=ask_repeatedly(subject, x, repeats, source, fmt),
+        repeats=repeats,
+    )
 
 
-def ask_repeatedly(subject: Subject, x: np.ndarray, times: int, source: str, fmt: Format) -> Responses:
+def ask_repeatedly(
+    subject: Subject, x: np.ndarray, times: int, source: str, fmt: Format
+) -> Responses:
     """The responses [n * times] to one array that holds each of x [n] so many times in a row."""
     asked = np.repeat(x, times)
     output = outputs.ask(subject, asked, source)
@@ -142,7 +177,14 @@ def varies(subject: Subject, source: str, fmt: Format) -> bool:
     return bool((codes != codes[:, :1]).any())
 
 
-def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, findings: list[Finding], expect: str | None) -> Outcome:
+def identify(
+    subject: Subject,
+    a: Responses,
+    position: int | None,
+    fmt: Format,
+    findings: list[Finding],
+    expect: str | None,
+) -> Outcome:
     """Measure the probabilities, find the other decisions, check whether a second call is equal.
 
     position   the first index where two outputs for a.x differ, if they do.
@@ -153,13 +195,19 @@ def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, 
     rates = measure_rates(subject, a.source, a.fmt)
     if not rates.random.any():
         raise _no_chance(subject, a, position, rates)
-    differs_again = bool((measure_rates(subject, a.source, a.fmt).responses.codes != rates.responses.codes).any())
+    differs_again = bool(
+        (measure_rates(subject, a.source, a.fmt).responses.codes != rates.responses.codes).any()
+    )
     fine = measure_fine_rates(subject, a.source, a.fmt)
-    without_chance = ask_repeatedly(subject, _inputs_without_chance(a.fmt, a.source), REPEATS_OF_SPECIALS, a.source, a.fmt)
+    without_chance = ask_repeatedly(
+        subject, _inputs_without_chance(a.fmt, a.source), REPEATS_OF_SPECIALS, a.source, a.fmt
+    )
     truncated = _truncated(without_chance)
     decided, found = _decide(truncated)
     # These inputs must be explained: those without chance, those of the rates, and a.x.
-    unexplained = _neither_neighbor(subject, (without_chance, rates.responses, fine.responses, a), found)
+    unexplained = _neither_neighbor(
+        subject, (without_chance, rates.responses, fine.responses, a), found
+    )
     how = _rounding(rates, fine, differs_again)
     findings = [*findings, how, *decided]
     names, names_but_for_nan, nearest = _behaviors(truncated)
@@ -172,13 +220,23 @@ def identify(subject: Subject, a: Responses, position: int | None, fmt: Format, 
     }
     result = describe.result_dict(found, findings, a.fmt, truncated, [], [])
     return Outcome(
-        name=subject.name, kind="cast", fmt=fmt, framework=subject.framework, findings=findings, identified=how.witness is None and not unexplained,
+        name=subject.name,
+        kind="cast",
+        fmt=fmt,
+        framework=subject.framework,
+        findings=findings,
+        identified=how.witness is None and not unexplained,
         found={k: v for k, v in result.items() if k not in NOT_ASKED} | of_chance,
         summary=_summary(rates, fine, fmt, decided, names, names_but_for_nan),
         unlike=[*([how.witness] if how.witness else []), *unexplained],
-        expected=expect, differences=_differences(rates, truncated, expect, fmt, findings) if expect else [],
-        limits=["probabilities in steps below 2^-8", "other dtypes, shapes and strides", *other_devices(subject.framework, subject.device)],
-    )  # fmt: skip
+        expected=expect,
+        differences=_differences(rates, truncated, expect, fmt, findings) if expect else [],
+        limits=[
+            "probabilities in steps below 2^-8",
+            "other dtypes, shapes and strides",
+            *other_devices(subject.framework, subject.device),
+        ],
+    )
 
 
 def _inputs_without_chance(fmt: Format, source: str) -> np.ndarray:
@@ -188,7 +246,12 @@ def _inputs_without_chance(fmt: Format, source: str) -> np.ndarray:
     """
     n = cast_inputs.with_next(fmt)
     with np.errstate(over="ignore"):
-        return np.concatenate([rounded(np.concatenate([n, -n, cast_inputs.special(fmt)]), source), cast_inputs.nans(source)])
+        return np.concatenate(
+            [
+                rounded(np.concatenate([n, -n, cast_inputs.special(fmt)]), source),
+                cast_inputs.nans(source),
+            ]
+        )
 
 
 def _truncated(a: Responses) -> Responses:
@@ -196,7 +259,12 @@ def _truncated(a: Responses) -> Responses:
     # Without the sign bit, codes count the magnitudes upwards.
     nearest = np.argmin((a.codes & 0x7F).reshape(-1, REPEATS_OF_SPECIALS), axis=1)
     at = np.arange(nearest.size) * REPEATS_OF_SPECIALS + nearest
-    return dataclasses.replace(a, x=a.x[at], codes=a.codes[at], output=Output(array=a.output.array[at], dtype=a.output.dtype))
+    return dataclasses.replace(
+        a,
+        x=a.x[at],
+        codes=a.codes[at],
+        output=Output(array=a.output.array[at], dtype=a.output.dtype),
+    )
 
 
 def _decide(a: Responses) -> tuple[list[Finding], Behavior]:
@@ -208,7 +276,9 @@ def _decide(a: Responses) -> tuple[list[Finding], Behavior]:
     b = dataclasses.replace(b, subnormals=small.value or "kept")
     over, infinite = decisions.overflow(a, b), decisions.infinities(a, b)
     nan, pair = decisions.nans(a, b)
-    b = dataclasses.replace(b, overflow=over.value or "max", infinite=infinite.value or "max", nan=pair or b.nan)
+    b = dataclasses.replace(
+        b, overflow=over.value or "max", infinite=infinite.value or "max", nan=pair or b.nan
+    )
     return [over, infinite, nan, small, zero], b
 
 
@@ -217,16 +287,29 @@ def _behaviors(truncated: Responses) -> tuple[list[str], list[str], list[Counter
 
     If there are none, the simplest input on which the nearest known cast differs.
     """
-    known = {k: dataclasses.replace(b.behavior(truncated.fmt), rounding="toward_zero") for k, b in KNOWN_CASTS.items()}
+    known = {
+        k: dataclasses.replace(b.behavior(truncated.fmt), rounding="toward_zero")
+        for k, b in KNOWN_CASTS.items()
+    }
     names = [k for k, b in known.items() if not truncated.mismatches(b).any()]
     differs = {k: truncated.mismatches(b, canonical=True) for k, b in known.items()}
     nearest = min(known, key=lambda k: int(differs[k].sum()))
     if differs[nearest].any():
-        return [], [], [truncated.counterexample(simplest(truncated.x, differs[nearest]), known[nearest], f"by {nearest}")]
+        return (
+            [],
+            [],
+            [
+                truncated.counterexample(
+                    simplest(truncated.x, differs[nearest]), known[nearest], f"by {nearest}"
+                )
+            ],
+        )
     return names, [k for k in known if not differs[k].any()], []
 
 
-def _neither_neighbor(subject: Subject, responses: tuple[Responses, ...], found: Behavior) -> list[Counterexample]:
+def _neither_neighbor(
+    subject: Subject, responses: tuple[Responses, ...], found: Behavior
+) -> list[Counterexample]:
     """The simplest input whose code is neither of its neighbors.
 
     It is above max, or a zero of the wrong sign. Any other such input is no rounding at all.
@@ -235,14 +318,21 @@ def _neither_neighbor(subject: Subject, responses: tuple[Responses, ...], found:
     """
     shown = []
     for a in responses:
-        wrong = a.mismatches(found) & a.mismatches(dataclasses.replace(found, rounding="away_from_zero"))
+        wrong = a.mismatches(found) & a.mismatches(
+            dataclasses.replace(found, rounding="away_from_zero")
+        )
         magnitude = np.abs(a.x)
         # A zero of the wrong sign is a fault, but still a rounding.
         sign = ((a.codes & 0x7F) == 0) & (magnitude < a.fmt.smallest_subnormal)
         outside = wrong & (magnitude <= a.fmt.max) & ~sign
         if outside.any():
             at = simplest(a.x, outside)
-            raise _error(subject, a, at, f"gave {outputs.output_text(a.output, at, a.fmt)}, which is not a neighbor")
+            raise _error(
+                subject,
+                a,
+                at,
+                f"gave {outputs.output_text(a.output, at, a.fmt)}, which is not a neighbor",
+            )
         if wrong.any():
             shown.append(a.counterexample(simplest(a.x, wrong), found, "by the behavior found"))
     return shown[:1]
@@ -251,64 +341,124 @@ def _neither_neighbor(subject: Subject, responses: tuple[Responses, ...], found:
 def _rounding(rates: RoundingRates, fine: RoundingRates, differs_again: bool) -> Finding:
     """The finding on the rounding: ``stochastic`` if every rate is the distance, else None."""
     a = rates.responses
-    evidence = f"{REPEATS} times each, {rates.x.size} {a.source} numbers at {', '.join(f'{f:g}' for f in FRACTIONS)} between neighbors, of both signs, "
-    evidence += f"two binades and subnormals, and {FINE_REPEATS} times each, {fine.x.size} at 1/512 and 511/512; "
+    evidence = (
+        f"{REPEATS} times each, {rates.x.size} {a.source} numbers at "
+        f"{', '.join(f'{f:g}' for f in FRACTIONS)} between neighbors, of both signs, "
+    )
+    evidence += (
+        f"two binades and subnormals, and {FINE_REPEATS} times each, {fine.x.size} at 1/512 "
+        "and 511/512; "
+    )
     rates = rates if rates.depart.any() else fine
     depart = np.flatnonzero(rates.depart)
-    shown = [f"{show(rates.x[i])} {rates.away[i]:.{rates.digits}f}, not {rates.fractions[i]:g}" for i in depart[:4]]
+    shown = [
+        f"{show(rates.x[i])} {rates.away[i]:.{rates.digits}f}, not {rates.fractions[i]:g}"
+        for i in depart[:4]
+    ]
     more = f" and {depart.size - 4} more" if depart.size > 4 else ""
-    evidence += f"the rates away from zero were {', '.join(shown)}{more}" if depart.size else "each was rounded away from zero at that rate"
     evidence += (
-        "; a second call gives different codes" if differs_again else "; a second call gives the same codes: by position, from a fixed seed"
+        f"the rates away from zero were {', '.join(shown)}{more}"
+        if depart.size
+        else "each was rounded away from zero at that rate"
+    )
+    evidence += (
+        "; a second call gives different codes"
+        if differs_again
+        else "; a second call gives the same codes: by position, from a fixed seed"
     )
     witness = None
     if depart.size:
         at = simplest(rates.x, rates.depart)
         witness = rates.counterexample(at, f"{rates.fractions[at]:g} of the time")
     return Finding(
-        what="rounding", value=None if witness else "stochastic", evidence=evidence, words="at random" if witness else "", witness=witness
+        what="rounding",
+        value=None if witness else "stochastic",
+        evidence=evidence,
+        words="at random" if witness else "",
+        witness=witness,
     )
 
 
 def _summary(
-    rates: RoundingRates, fine: RoundingRates, fmt: Format, decided: list[Finding], names: list[str], names_but_for_nan: list[str]
+    rates: RoundingRates,
+    fine: RoundingRates,
+    fmt: Format,
+    decided: list[Finding],
+    names: list[str],
+    names_but_for_nan: list[str],
 ) -> str:
     of, wrong = rates.responses.fmt, int(rates.depart.sum()) + int(fine.depart.sum())
-    found_fmt = f"{of}" + (f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else "")
-    how = f"but not by the distance (C-2) at {wrong} of the" if wrong else "with the probability of C-2 at the"
-    rest = " and ".join(names or names_but_for_nan) + ("" if names else " except for NaN codes") if names_but_for_nan else "no known cast"
-    what = ", ".join(f"{f.what.replace('_', ' ')} {f.text or f.value or 'unknown'}" for f in decided)
+    found_fmt = f"{of}" + (
+        f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else ""
+    )
+    how = (
+        f"but not by the distance (C-2) at {wrong} of the"
+        if wrong
+        else "with the probability of C-2 at the"
+    )
+    rest = (
+        " and ".join(names or names_but_for_nan) + ("" if names else " except for NaN codes")
+        if names_but_for_nan
+        else "no known cast"
+    )
+    what = ", ".join(
+        f"{f.what.replace('_', ' ')} {f.text or f.value or 'unknown'}" for f in decided
+    )
     return (
-        f"a cast to {found_fmt} that rounds at random, {how} {rates.x.size + fine.x.size} fractions tested, and is otherwise {rest}: {what}"
+        f"a cast to {found_fmt} that rounds at random, {how} {rates.x.size + fine.x.size} "
+        f"fractions tested, and is otherwise {rest}: {what}"
     )
 
 
-def _differences(rates: RoundingRates, truncated: Responses, expect: str, fmt: Format, findings: list[Finding]) -> list[Counterexample]:
+def _differences(
+    rates: RoundingRates, truncated: Responses, expect: str, fmt: Format, findings: list[Finding]
+) -> list[Counterexample]:
     """The simplest number that is rounded at random, and the other differences."""
     at = simplest(rates.x, rates.random)
-    code = behavior.encode(rates.x[at : at + 1], truncated.fmt, KNOWN_CASTS[expect].behavior(truncated.fmt))[0]
+    code = behavior.encode(
+        rates.x[at : at + 1], truncated.fmt, KNOWN_CASTS[expect].behavior(truncated.fmt)
+    )[0]
     rounds = rates.counterexample(at, f"{code_or_value(code, truncated)} every time")
     with np.errstate(invalid="ignore"):  # a signalling NaN
         return [
             rounds,
-            *describe.differences_from({truncated.source: truncated}, KNOWN_CASTS[expect].behavior(fmt), fmt, truncated.fmt, findings),
+            *describe.differences_from(
+                {truncated.source: truncated},
+                KNOWN_CASTS[expect].behavior(fmt),
+                fmt,
+                truncated.fmt,
+                findings,
+            ),
         ]
 
 
-def _no_chance(subject: Subject, a: Responses, position: int | None, rates: RoundingRates) -> ConformanceError:
+def _no_chance(
+    subject: Subject, a: Responses, position: int | None, rates: RoundingRates
+) -> ConformanceError:
     """The error for outputs that vary, though no number between neighbors is rounded both ways."""
     if position is not None:
         return _error(subject, a, position, "gave different codes on the second call")
     codes = rates.responses.codes.reshape(-1, REPEATS)
     at = int(np.argmax(codes != codes[:, :1]))
-    where = f"got several codes in one array of {codes.size} elements, another one at index {at} than at {at - at % REPEATS}"
+    where = (
+        f"got several codes in one array of {codes.size} elements, another one at index {at} "
+        f"than at {at - at % REPEATS}"
+    )
     again = outputs.ask(subject, rates.responses.x, a.source).codes(a.fmt).reshape(codes.shape)
     if np.array_equal(again, codes):
-        return _error(subject, rates.responses, at, f"{where}, in every call", "depends on the place or the number of elements")
+        return _error(
+            subject,
+            rates.responses,
+            at,
+            f"{where}, in every call",
+            "depends on the place or the number of elements",
+        )
     return _error(subject, rates.responses, at, where)
 
 
-def _error(subject: Subject, a: Responses, at: int, what: str, how: str = "does not repeat itself") -> ConformanceError:
+def _error(
+    subject: Subject, a: Responses, at: int, what: str, how: str = "does not repeat itself"
+) -> ConformanceError:
     return ConformanceError(
         f"{subject.name} {how}, and does not round stochastically: {a.source} "
         f"{show(a.x[at])} ({bits_of(a.x[at], a.source)}) {what}. Make its result depend on its "

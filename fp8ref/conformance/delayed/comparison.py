@@ -1,4 +1,6 @@
-"""Compare a state with a rule: the first scale that differs, and the simplest sequence that shows it (spec H-13)."""
+"""Compare a state with a rule: the first scale that differs, and the simplest sequence that shows
+it (spec H-13).
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,14 +54,18 @@ class Departure:
     def __str__(self) -> str:
         steps = sum(isinstance(operation, tuple) for operation in self.sequence)
         moment = {
-            "after": f"after {steps} step{'s' * (steps != 1)}" if self.sequence else "before the first step",
+            "after": f"after {steps} step{'s' * (steps != 1)}"
+            if self.sequence
+            else "before the first step",
             "observed": f"in step {steps}, once its tensor is observed",
         }[self.when]
         said = named(self.sequence) or "none"
         return f"{moment}: {said}: got {self.got}, expected {self.expected} ({self.clause})"
 
 
-def difference(subject: Subject, sequence: Sequence, scales: np.ndarray) -> tuple[int, str, Shown] | None:
+def difference(
+    subject: Subject, sequence: Sequence, scales: np.ndarray
+) -> tuple[int, str, Shown] | None:
     """The first scale of a sequence that differs: how many operations are before it, when it is
     asked for, and what is shown. None: all agree."""
     for i, shown in enumerate(subject.run(sequence)):
@@ -76,17 +82,30 @@ def same(got: float, expected: np.float32) -> bool:
 
 
 def departure(
-    subject: Subject, asked: Asked, difficulty: str, sequences: list[Sequence], specified: list[np.ndarray] | None = None
+    subject: Subject,
+    asked: Asked,
+    difficulty: str,
+    sequences: list[Sequence],
+    specified: list[np.ndarray] | None = None,
 ) -> Departure | None:
     """The first of these sequences that departs from the rule, made as simple as it gets; None if
     none does. ``specified``: their scales, if they are known."""
-    for sequence, scales in zip(sequences, asked.scales(sequences) if specified is None else specified, strict=True):
+    for sequence, scales in zip(
+        sequences, asked.scales(sequences) if specified is None else specified, strict=True
+    ):
         if (met := difference(subject, sequence, scales)) is not None:
             return _shrunk(subject, asked, difficulty, sequence, scales, met)
     return None
 
 
-def _shrunk(subject: Subject, asked: Asked, difficulty: str, sequence: Sequence, scales: np.ndarray, met: tuple) -> Departure:
+def _shrunk(
+    subject: Subject,
+    asked: Asked,
+    difficulty: str,
+    sequence: Sequence,
+    scales: np.ndarray,
+    met: tuple,
+) -> Departure:
     """The simplest sequence that a search finds from one that departs."""
     sequence = sequence[: met[0]]
     while True:
@@ -106,21 +125,44 @@ def _shrunk(subject: Subject, asked: Asked, difficulty: str, sequence: Sequence,
             return _named(subject, asked, difficulty, sequence, scales, met)
 
 
-def _named(subject: Subject, asked: Asked, difficulty: str, sequence: Sequence, scales: np.ndarray, met: tuple) -> Departure:
+def _named(
+    subject: Subject,
+    asked: Asked,
+    difficulty: str,
+    sequence: Sequence,
+    scales: np.ndarray,
+    met: tuple,
+) -> Departure:
     at, when, shown = met
     repeats = _shown(difference(subject, sequence, scales)) == _shown(met)
     if when == "observed":
         got, expected, clause = shown.observed, scales[at - 1], "H-1"
     else:
-        got, expected, clause = shown.scale, scales[min(at, len(sequence))], _clause(asked.rule, sequence, difficulty)
+        got, expected, clause = (
+            shown.scale,
+            scales[min(at, len(sequence))],
+            _clause(asked.rule, sequence, difficulty),
+        )
     words = f"it raises {shown.raised}" if shown.raised else _value(float(got))
     words += "" if repeats else ", and something else when it is run again"
-    return Departure(difficulty=difficulty, sequence=sequence, when=when, got=words, expected=_value(float(expected)), clause=clause)
+    return Departure(
+        difficulty=difficulty,
+        sequence=sequence,
+        when=when,
+        got=words,
+        expected=_value(float(expected)),
+        clause=clause,
+    )
 
 
 def _shown(met: tuple[int, str, Shown] | None) -> str:
     """What differs, and where, as text: a NaN is equal to itself there."""
-    return "nothing" if met is None else f"{met[0]} {met[1]} {met[2].observed if met[1] == 'observed' else (met[2].scale, met[2].raised)}"
+    return (
+        "nothing"
+        if met is None
+        else f"{met[0]} {met[1]} "
+        f"{met[2].observed if met[1] == 'observed' else (met[2].scale, met[2].raised)}"
+    )
 
 
 def _clause(rule: DelayedScaling, sequence: Sequence, difficulty: str) -> str:
@@ -132,7 +174,13 @@ def _clause(rule: DelayedScaling, sequence: Sequence, difficulty: str) -> str:
             return "H-7" if rule.name.startswith("te_delayed") else "H-8"
         return DIFFICULTIES[difficulty].clause
     if difficulty == "ordinary":
-        return f"H-1, {rule.policy.clause}" if len(sequence) == 1 else "H-6" if rule.interval > 1 else "H-3"
+        return (
+            f"H-1, {rule.policy.clause}"
+            if len(sequence) == 1
+            else "H-6"
+            if rule.interval > 1
+            else "H-3"
+        )
     return DIFFICULTIES[difficulty].clause
 
 
@@ -144,7 +192,9 @@ def _value(scale: float) -> str:
 
 
 def _batches(sequence: Sequence) -> Iterator[list[Sequence]]:
-    """Simpler sequences: first shorter ones, then those with fewer uses, then with simpler amaxes."""
+    """Simpler sequences: first shorter ones, then those with fewer uses, then with simpler
+    amaxes.
+    """
     n = len(sequence)
     size = n // 2
     while size:
@@ -155,7 +205,10 @@ def _batches(sequence: Sequence) -> Iterator[list[Sequence]]:
     fewer: list[Sequence] = []
     for i, operation in enumerate(sequence):
         if isinstance(operation, tuple) and len(operation) > 1:
-            fewer += [(*sequence[:i], operation[:j] + operation[j + 1 :], *sequence[i + 1 :]) for j in range(len(operation))]
+            fewer += [
+                (*sequence[:i], operation[:j] + operation[j + 1 :], *sequence[i + 1 :])
+                for j in range(len(operation))
+            ]
     if fewer:
         yield fewer[:TRIED]
     simpler: list[Sequence] = []
@@ -163,7 +216,10 @@ def _batches(sequence: Sequence) -> Iterator[list[Sequence]]:
         if not isinstance(operation, tuple):
             continue
         for j, amax in enumerate(operation):
-            simpler += [(*sequence[:i], (*operation[:j], plain, *operation[j + 1 :]), *sequence[i + 1 :]) for plain in _simpler(amax)]
+            simpler += [
+                (*sequence[:i], (*operation[:j], plain, *operation[j + 1 :]), *sequence[i + 1 :])
+                for plain in _simpler(amax)
+            ]
     for start in range(0, len(simpler), TRIED):
         yield simpler[start : start + TRIED]
 

@@ -1,4 +1,6 @@
-"""Identify the rule that somebody's delayed scaling follows: each decision of H-3, from the scales that it shows (spec H-13)."""
+"""Identify the rule that somebody's delayed scaling follows: each decision of H-3, from the scales
+that it shows (spec H-13).
+"""
 
 import collections
 import dataclasses
@@ -48,7 +50,8 @@ _DECIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "tiny": {},
 }
 
-# What a policy may do otherwise, tried where no named policy explains the sequences of a difficulty.
+# What a policy may do otherwise, tried where no named policy explains the sequences of a
+# difficulty.
 _POLICY: dict[str, dict[str, tuple]] = {
     "zero": {"zero": ("compute", "one", "keep")},
     "infinite": {"infinite": ("compute", "one", "keep")},
@@ -90,11 +93,21 @@ class DelayedOutcome(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
-        return {"ok": self.ok, "name": self.name, "names": self.names, "is": self.fields, "others": self.others, "evidence": self.evidence}
+        return {
+            "ok": self.ok,
+            "name": self.name,
+            "names": self.names,
+            "is": self.fields,
+            "others": self.others,
+            "evidence": self.evidence,
+        }
 
     def render(self, console: "Console") -> None:
         """Print each decision, then the message."""
-        rows = [Finding(what=key, value=value, evidence="", others=self.others.get(key, ())) for key, value in self.fields.items()]
+        rows = [
+            Finding(what=key, value=value, evidence="", others=self.others.get(key, ()))
+            for key, value in self.fields.items()
+        ]
         console.print(table(rows))
         console.out(self.message, highlight=False)
 
@@ -112,14 +125,18 @@ def identify_delayed(
 
     Raises:   ValueError: a class without the methods; an unknown word.
     """
-    return of_subject(subject_of(implementation, takes=takes, framework=framework), fmt, made=made, shows=shows)
+    return of_subject(
+        subject_of(implementation, takes=takes, framework=framework), fmt, made=made, shows=shows
+    )
 
 
 def of_subject(subject: Subject, fmt: Format, *, made: str, shows: str) -> DelayedOutcome:
     """The outcome of a subject."""
 
     def nothing(*evidence: str) -> DelayedOutcome:
-        return DelayedOutcome(name=subject.name, rule=None, names=(), fields={}, others={}, evidence=evidence)
+        return DelayedOutcome(
+            name=subject.name, rule=None, names=(), fields={}, others={}, evidence=evidence
+        )
 
     if raised := [one.raised for one in subject.run(((2.0,), (8.0,))) if one.raised]:
         return nothing(f"it raises {raised[0]}")
@@ -129,10 +146,14 @@ def of_subject(subject: Subject, fmt: Format, *, made: str, shows: str) -> Delay
         return nothing(early)
     interval, steps = _interval(subject), _remembered(subject)
     if steps is None:
-        return nothing(f"a large amax still shows after {REMEMBERED[-1]:,} steps, or no amax ever does")
+        return nothing(
+            f"a large amax still shows after {REMEMBERED[-1]:,} steps, or no amax ever does"
+        )
     ask: dict[str, Any] = {"fmt": fmt, "made": made, "shows": shows}
     rules = [
-        rule for rule in _ordinary(subject, fmt, made, shows, interval, steps) if _explains(subject, Asked(rule=rule, **ask), "ordinary")
+        rule
+        for rule in _ordinary(subject, fmt, made, shows, interval, steps)
+        if _explains(subject, Asked(rule=rule, **ask), "ordinary")
     ]
     if not rules:
         return nothing(*unnamed.reductions(subject, fmt, made), "no rule explains ordinary amaxes")
@@ -145,33 +166,60 @@ def of_subject(subject: Subject, fmt: Format, *, made: str, shows: str) -> Delay
         ]
         kept = [rule for rule in tried if _explains(subject, Asked(rule=rule, **ask), difficulty)]
         if not kept:
-            tried = [dataclasses.replace(rule, policy=policy) for rule in tried for policy in _variations(rule.policy, difficulty)]
-            kept = [rule for rule in tried if _explains(subject, Asked(rule=rule, **ask), difficulty)]
+            tried = [
+                dataclasses.replace(rule, policy=policy)
+                for rule in tried
+                for policy in _variations(rule.policy, difficulty)
+            ]
+            kept = [
+                rule for rule in tried if _explains(subject, Asked(rule=rule, **ask), difficulty)
+            ]
         if kept:
             rules = kept
         else:
             nearest = next((rule for rule in rules if _name(rule)), rules[0])
-            found = departure(subject, Asked(rule=nearest, **ask), difficulty, fixed(difficulty, _length(nearest)))
+            found = departure(
+                subject, Asked(rule=nearest, **ask), difficulty, fixed(difficulty, _length(nearest))
+            )
             again = "run again, they follow one: it does not repeat itself"
             evidence.append(f"no rule explains {DIFFICULTIES[difficulty].words}: {found or again}")
     chosen = next((rule for rule in rules if _name(rule)), rules[0])
     names = tuple(dict.fromkeys(name for rule in rules if (name := _name(rule))))
-    others = {key: tuple(dict.fromkeys(_field(rule, key) for rule in rules if _field(rule, key) != _field(chosen, key))) for key in FIELDS}
+    others = {
+        key: tuple(
+            dict.fromkeys(
+                _field(rule, key) for rule in rules if _field(rule, key) != _field(chosen, key)
+            )
+        )
+        for key in FIELDS
+    }
     fields = {key: _field(chosen, key) for key in FIELDS}
-    rule = None if evidence else dataclasses.replace(chosen, name=names[0] if names else "identified")
+    rule = (
+        None if evidence else dataclasses.replace(chosen, name=names[0] if names else "identified")
+    )
     return DelayedOutcome(
-        name=subject.name, rule=rule, names=names, fields=fields, others={k: v for k, v in others.items() if v}, evidence=tuple(evidence)
+        name=subject.name,
+        rule=rule,
+        names=names,
+        fields=fields,
+        others={k: v for k, v in others.items() if v},
+        evidence=tuple(evidence),
     )
 
 
 def _explains(subject: Subject, asked: Asked, difficulty: str) -> bool:
     """Whether a rule gives every scale of the fixed sequences of a difficulty; short ones first."""
     sequences = sorted(fixed(difficulty, _length(asked.rule)), key=len)
-    for _, group in itertools.groupby(sequences, key=lambda sequence: (len(sequence) > 2) + (len(sequence) > 5)):
+    for _, group in itertools.groupby(
+        sequences, key=lambda sequence: (len(sequence) > 2) + (len(sequence) > 5)
+    ):
         some = list(group)
         for sequence, scales in zip(some, asked.scales(some), strict=True):
             shown = subject.run(sequence)
-            if any(one.raised or not _same(one.scale, scale) for one, scale in zip(shown, scales, strict=False)):
+            if any(
+                one.raised or not _same(one.scale, scale)
+                for one, scale in zip(shown, scales, strict=False)
+            ):
                 return False
     return True
 
@@ -185,20 +233,33 @@ def _length(rule: DelayedScaling) -> int:
     return min(rule.history_length * rule.interval, LONGEST)
 
 
-def _ordinary(subject: Subject, fmt: Format, made: str, shows: str, interval: int, steps: int) -> list[DelayedScaling]:
+def _ordinary(
+    subject: Subject, fmt: Format, made: str, shows: str, interval: int, steps: int
+) -> list[DelayedScaling]:
     """Rules that may explain ordinary amaxes, with other decisions as fp8ref's own."""
     scale = subject.run(((1.0,), (1.0,), (1.0,)))[-1].scale
     gain = (scale if made == "scale" else 1 / scale) if scale > 0 else 1.0
     # whole binades below max; a power of two may add up to one, and a reciprocal an ulp
     margin = math.floor(math.log2(fmt.max / gain) + 1e-6) if 0 < gain < math.inf else 0
     found: list[DelayedScaling] = []
-    for timing, policy in itertools.product(("update", "use") if interval == 1 else ("update",), _policies(margin)):
-        # what is stored under timing ``use`` is one step behind; under an interval the forgetting shows later
+    for timing, policy in itertools.product(
+        ("update", "use") if interval == 1 else ("update",), _policies(margin)
+    ):
+        # what is stored under timing ``use`` is one step behind; under an interval the forgetting
+        # shows later
         late = int(timing == "use" and shows == "stored")
         for length in range(max(1, steps - late - interval + 1), steps - late + 1):
             computes = ("max", "most_recent") if length == 1 else ("max",)
-            kind: dict[str, Any] = {"history_length": length, "interval": interval, "timing": timing, "policy": policy}
-            found += [dataclasses.replace(DELAYED["delayed"], **(kind | {"amax_compute": compute})) for compute in computes]
+            kind: dict[str, Any] = {
+                "history_length": length,
+                "interval": interval,
+                "timing": timing,
+                "policy": policy,
+            }
+            found += [
+                dataclasses.replace(DELAYED["delayed"], **(kind | {"amax_compute": compute}))
+                for compute in computes
+            ]
     return found
 
 
@@ -208,10 +269,19 @@ def _policies(margin: int) -> list[ScalePolicy]:
     Not those of S-20: none is of delayed scaling.
     """
     first = ["te_delayed", "flax"]
-    ordered = [POLICIES[name] for name in (*first, *(name for name in POLICIES if name not in first))]
-    usable = [policy for policy in ordered if policy.e8m0 is None and policy.name != "flax_bf16" and policy.clause != "S-20"]
+    ordered = [
+        POLICIES[name] for name in (*first, *(name for name in POLICIES if name not in first))
+    ]
+    usable = [
+        policy
+        for policy in ordered
+        if policy.e8m0 is None and policy.name != "flax_bf16" and policy.clause != "S-20"
+    ]
     return [
-        policy if policy.makes_scale_inv else dataclasses.replace(policy, margin=margin if 0 <= margin <= 64 else 0) for policy in usable
+        policy
+        if policy.makes_scale_inv
+        else dataclasses.replace(policy, margin=margin if 0 <= margin <= 64 else 0)
+        for policy in usable
     ]
 
 
@@ -219,7 +289,11 @@ def _variations(policy: ScalePolicy, difficulty: str) -> list[ScalePolicy]:
     """The policy with other decisions about amaxes of a difficulty, named after what differs."""
     free, found = _POLICY.get(difficulty, {}), []
     for values in [] if policy.makes_scale_inv else itertools.product(*free.values()):
-        changed = {key: value for key, value in zip(free, values, strict=True) if value != getattr(policy, key)}
+        changed = {
+            key: value
+            for key, value in zip(free, values, strict=True)
+            if value != getattr(policy, key)
+        }
         if changed:
             with_ = ", ".join(f"{key} {value}" for key, value in changed.items())
             found.append(dataclasses.replace(policy, name=f"{policy.name} with {with_}", **changed))
@@ -251,15 +325,28 @@ def _changes_at_once(subject: Subject) -> str:
     shown = subject.run(((2.0,), (8.0,), (1.0,)))
     for i, one in enumerate(shown):
         if one.observed is not None and one.observed != one.scale:
-            return f"the scale of step {i + 1} changes from {show(one.scale)} to {show(one.observed)} when its own tensor is observed (H-1)"
+            return (
+                f"the scale of step {i + 1} changes from {show(one.scale)} to "
+                f"{show(one.observed)} when its own tensor is observed (H-1)"
+            )
     return ""
 
 
 def _name(rule: DelayedScaling) -> str:
-    """The name in DELAYED of a rule with these decisions, whatever the length, margin and interval."""
+    """The name in DELAYED of a rule with these decisions, whatever the length, margin and
+    interval.
+    """
     for name, known in DELAYED.items():
-        policy = known.policy if known.policy.makes_scale_inv else dataclasses.replace(known.policy, margin=rule.policy.margin)
-        free = {"history_length": rule.history_length, "interval": rule.interval, "amax_compute": rule.amax_compute}
+        policy = (
+            known.policy
+            if known.policy.makes_scale_inv
+            else dataclasses.replace(known.policy, margin=rule.policy.margin)
+        )
+        free = {
+            "history_length": rule.history_length,
+            "interval": rule.interval,
+            "amax_compute": rule.amax_compute,
+        }
         if known.timing == "use" and rule.interval > 1:
             continue
         alike = dataclasses.replace(known, name=rule.name, policy=policy, **free)  # type: ignore[arg-type]
@@ -270,4 +357,6 @@ def _name(rule: DelayedScaling) -> str:
 
 def _field(rule: DelayedScaling, key: str) -> Any:
     """A decision of a rule; policy is its name."""
-    return {"policy": rule.policy.name, "margin": rule.policy.margin}.get(key, getattr(rule, key, None))
+    return {"policy": rule.policy.name, "margin": rule.policy.margin}.get(
+        key, getattr(rule, key, None)
+    )

@@ -1,4 +1,5 @@
-"""A state machine of hypothesis for somebody's delayed scaling: subclass it, and name the implementation (spec H-13).
+"""A state machine of hypothesis for somebody's delayed scaling: subclass it, and name the
+implementation (spec H-13).
 
 class OfMine(DelayedMachine):
     implementation = MyScaling
@@ -52,9 +53,14 @@ class DelayedMachine(stateful.RuleBasedStateMachine):
         super().__init__()
         made = type(self).__dict__.get("implementation", type(self).implementation)
         if made is None:
-            raise ValueError(f"{type(self).__name__} tests an implementation; got None. Set the class attribute implementation.")
+            raise ValueError(
+                f"{type(self).__name__} tests an implementation; got None. Set the class "
+                "attribute implementation."
+            )
         self.asked = asked_of(self.rule, self.fmt, self.made, self.shows)
-        self.subject = subject_of(getattr(made, "__func__", made), takes=self.takes, framework=self.framework)
+        self.subject = subject_of(
+            getattr(made, "__func__", made), takes=self.takes, framework=self.framework
+        )
         self.held = Held(self.subject)
         self.done: tuple[Operation, ...] = ()
         self.state = self.saved = delayed.init(self.asked.rule, (1,))
@@ -103,8 +109,19 @@ class DelayedMachine(stateful.RuleBasedStateMachine):
             self._check(observed, " and before the last update")
         if isinstance(operation, tuple):
             seen = [delayed.observe(np.array([amax], np.float32)) for amax in operation]
-            self.state = delayed.update(self.state, *seen, config=self.asked.rule, fmt=self.asked.fmt)
+            self.state = delayed.update(
+                self.state, *seen, config=self.asked.rule, fmt=self.asked.fmt
+            )
 
     def _check(self, got: float, when: str) -> None:
-        expected = reference.shown(self.state, self.asked.rule, self.asked.fmt, made=self.asked.made, shows=self.asked.shows)[0]
-        assert same(got, expected), f"after {named(self.done) or 'no step'}{when}: got scale {got:.9g}, expected {expected:.9g}"
+        expected = reference.shown(
+            self.state,
+            self.asked.rule,
+            self.asked.fmt,
+            made=self.asked.made,
+            shows=self.asked.shows,
+        )[0]
+        assert same(got, expected), (
+            f"after {named(self.done) or 'no step'}{when}: got scale {got:.9g}, expected "
+            f"{expected:.9g}"
+        )

@@ -1,4 +1,6 @@
-"""The scales that a rule of delayed scaling specifies for sequences, all sequences at once (spec H-3)."""
+"""The scales that a rule of delayed scaling specifies for sequences, all sequences at once (spec
+H-3).
+"""
 
 import numpy as np
 
@@ -14,7 +16,14 @@ SHOWS = ("next", "stored")
 these differ (H-1)."""
 
 
-def expected(sequences: list[Sequence], rule: DelayedScaling, fmt: Format, *, made: str = "scale", shows: str = "next") -> list[np.ndarray]:
+def expected(
+    sequences: list[Sequence],
+    rule: DelayedScaling,
+    fmt: Format,
+    *,
+    made: str = "scale",
+    shows: str = "next",
+) -> list[np.ndarray]:
     """The scales of every sequence: one before each operation, and one after the last.
 
     Shapes:   of a sequence of n operations float32 [n + 1].
@@ -24,10 +33,17 @@ def expected(sequences: list[Sequence], rule: DelayedScaling, fmt: Format, *, ma
     for i in range(max(map(len, sequences))):
         at = [sequence[i] if i < len(sequence) else "end" for sequence in sequences]
         steps = [operation if isinstance(operation, tuple) else () for operation in at]
-        of = {word: np.array([operation == word for operation in at]) for word in ("save", "load", "reset")}
+        of = {
+            word: np.array([operation == word for operation in at])
+            for word in ("save", "load", "reset")
+        }
         stepped = np.array([isinstance(operation, tuple) for operation in at])
         saved = _where(of["save"], state, saved)
-        after = delayed.update(state, *_observations(steps), config=rule, fmt=fmt) if stepped.any() else state
+        after = (
+            delayed.update(state, *_observations(steps), config=rule, fmt=fmt)
+            if stepped.any()
+            else state
+        )
         state = _where(stepped, after, state)
         state = _where(of["load"], saved, state)
         state = _where(of["reset"], delayed.init(rule, state.stored.shape), state)
@@ -36,7 +52,9 @@ def expected(sequences: list[Sequence], rule: DelayedScaling, fmt: Format, *, ma
     return [row[: len(sequence) + 1] for row, sequence in zip(found, sequences, strict=True)]
 
 
-def shown(state: DelayedState, rule: DelayedScaling, fmt: Format, *, made: str, shows: str) -> np.ndarray:
+def shown(
+    state: DelayedState, rule: DelayedScaling, fmt: Format, *, made: str, shows: str
+) -> np.ndarray:
     """What a state shows: ``made`` scale or scale_inv, of the coming step or as stored. Float32 of
     the state's shape."""
     if shows == "stored":

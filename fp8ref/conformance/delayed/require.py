@@ -1,4 +1,5 @@
-"""Require that somebody's delayed scaling follows a rule; the error has the simplest sequence of steps that shows it does not.
+"""Require that somebody's delayed scaling follows a rule; the error has the simplest sequence of
+steps that shows it does not.
 
 require_delayed(MyScaling, "delayed")       # a class with observe(amax), update() and scale
 """
@@ -51,7 +52,10 @@ def require_delayed(
     found = departures(subject, asked, without=without, examples=examples)
     if not found:
         return
-    lines = [f"{subject.name} is not delayed scaling {asked.rule.name!r}:", *(f"  {one}" for one in found)]
+    lines = [
+        f"{subject.name} is not delayed scaling {asked.rule.name!r}:",
+        *(f"  {one}" for one in found),
+    ]
     identified = of_subject(subject, fmt, made=made, shows=shows)
     differ = [
         f"{key} {value}, not {_of(asked.rule, key)}"
@@ -73,21 +77,29 @@ def asked_of(rule: str | DelayedScaling, fmt: Format, made: str, shows: str) -> 
     return Asked(rule=by_name(rule), fmt=fmt, made=made, shows=shows)
 
 
-def departures(subject: Subject, asked: Asked, *, without: Collection[str] = (), examples: int = 25) -> list[Departure]:
-    """The simplest departure from the rule of each difficulty. Where ordinary steps depart, that one
-    alone: it would show in all others.
+def departures(
+    subject: Subject, asked: Asked, *, without: Collection[str] = (), examples: int = 25
+) -> list[Departure]:
+    """The simplest departure from the rule of each difficulty. Where ordinary steps depart, that
+    one alone: it would show in all others.
 
     Raises:   ValueError: an unknown difficulty; ``ordinary`` cannot be left out.
     """
     if unknown := sorted(set(without) - set(DIFFICULTIES) | {"ordinary"} & set(without)):
-        raise ValueError(f"without names difficulties, of {', '.join(list(DIFFICULTIES)[1:])}; got {', '.join(unknown)}.")
+        raise ValueError(
+            f"without names difficulties, of {', '.join(list(DIFFICULTIES)[1:])}; got "
+            f"{', '.join(unknown)}."
+        )
     history = rule_history(asked.rule)
     short = min(history, sequences.LONGEST)
     # Ordinary sequences first and alone: they may be much longer than all others.
     if one := departure(subject, asked, "ordinary", fixed("ordinary", history)):
         return [one]
     given = {
-        difficulty: [*(fixed(difficulty, short) if difficulty != "ordinary" else []), *drawn(difficulty, short, examples)]
+        difficulty: [
+            *(fixed(difficulty, short) if difficulty != "ordinary" else []),
+            *drawn(difficulty, short, examples),
+        ]
         for difficulty in DIFFICULTIES
         if difficulty not in (*without, *subject.lacks)
     }
@@ -103,4 +115,6 @@ def departures(subject: Subject, asked: Asked, *, without: Collection[str] = (),
 
 def _of(rule: DelayedScaling, key: str) -> Any:
     """A field of a rule; of its policy ``policy`` (its name) and ``margin``."""
-    return {"policy": rule.policy.name, "margin": rule.policy.margin}.get(key, dataclasses.asdict(rule).get(key))
+    return {"policy": rule.policy.name, "margin": rule.policy.margin}.get(
+        key, dataclasses.asdict(rule).get(key)
+    )

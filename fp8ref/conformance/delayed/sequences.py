@@ -47,7 +47,11 @@ class Difficulty:
 
 DIFFICULTIES = {
     "ordinary": Difficulty(operations=(), words="ordinary amaxes", clause="H-3"),
-    "uses": Difficulty(operations=((4.0, 1.0), (1.0, 4.0), (2.0, 8.0, 3.0)), words="several uses in a step", clause="H-4"),
+    "uses": Difficulty(
+        operations=((4.0, 1.0), (1.0, 4.0), (2.0, 8.0, 3.0)),
+        words="several uses in a step",
+        clause="H-4",
+    ),
     "unused": Difficulty(operations=((),), words="a step without use", clause="H-5"),
     "zero": Difficulty(operations=((0.0,),), words="an amax of 0", clause="H-5"),
     "infinite": Difficulty(operations=((math.inf,),), words="an infinite amax", clause="H-5"),
@@ -57,7 +61,9 @@ DIFFICULTIES = {
         words="an amax so small that it, its scale or scale_inv leaves float32's normal numbers",
         clause="S-12",
     ),
-    "load": Difficulty(operations=("save", "load"), words="a state that is saved and loaded", clause="H-13"),
+    "load": Difficulty(
+        operations=("save", "load"), words="a state that is saved and loaded", clause="H-13"
+    ),
     "reset": Difficulty(operations=("reset",), words="a state that is reset", clause="H-2"),
 }
 """Kinds of sequences by name, ``ordinary`` first. Every other one has ordinary steps as well."""
@@ -75,7 +81,14 @@ def fixed(difficulty: str, history: int) -> list[Sequence]:
     forget = ((1.0,),) * (history + 1)
     if difficulty == "ordinary":
         rising = tuple((2.0**i,) for i in range(9))
-        made: list[Sequence] = [((2.0,),), ((2.0,), (8.0,)), ((8.0,), (2.0,)), ((3.0,), (8.0,), (2.0,)), rising, rising[::-1]]
+        made: list[Sequence] = [
+            ((2.0,),),
+            ((2.0,), (8.0,)),
+            ((8.0,), (2.0,)),
+            ((3.0,), (8.0,), (2.0,)),
+            rising,
+            rising[::-1],
+        ]
         made += [(((1.0,),) * n + ((64.0,), *forget)) for n in (0, 1, 2)]
         return made
     if difficulty == "load":
@@ -99,13 +112,20 @@ def fixed(difficulty: str, history: int) -> list[Sequence]:
 def drawn(difficulty: str, history: int, examples: int) -> list[Sequence]:
     """Random sequences of a kind, drawn by hypothesis, the same in every call."""
     ordinary = st.sampled_from(ORDINARY).map(lambda amax: (amax,))
-    repeated = st.tuples(ordinary, st.integers(1, min(history + 1, 20))).map(lambda pair: (pair[0],) * pair[1])
+    repeated = st.tuples(ordinary, st.integers(1, min(history + 1, 20))).map(
+        lambda pair: (pair[0],) * pair[1]
+    )
     parts: list[st.SearchStrategy[Sequence]] = [ordinary.map(lambda step: (step,)), repeated]
     if operations := DIFFICULTIES[difficulty].operations:
         parts += 2 * [st.sampled_from(operations).map(lambda operation: (operation,))]
-    whole = st.lists(st.one_of(parts), min_size=1, max_size=8).map(lambda made: tuple(operation for part in made for operation in part))
+    whole = st.lists(st.one_of(parts), min_size=1, max_size=8).map(
+        lambda made: tuple(operation for part in made for operation in part)
+    )
     # a load before any save would have nothing to load
-    return [sequence if valid(sequence) else ("save", *sequence) for sequence in strategies.examples(whole, examples)]
+    return [
+        sequence if valid(sequence) else ("save", *sequence)
+        for sequence in strategies.examples(whole, examples)
+    ]
 
 
 def rule_history(rule: DelayedScaling) -> int:

@@ -59,8 +59,9 @@ def of_class(make: Callable[[], Any]) -> Functions:
     one = make()
     if absent := [name for name in ("observe", "update", "scale") if not hasattr(one, name)]:
         raise ValueError(
-            f"a delayed scaling state has observe(amax), update() and scale; {type(one).__name__} has no {' and no '.join(absent)}. "
-            "Give conformance.delayed.Functions with functions under these names."
+            "a delayed scaling state has observe(amax), update() and scale; "
+            f"{type(one).__name__} has no {' and no '.join(absent)}. Give "
+            "conformance.delayed.Functions with functions under these names."
         )
     save, load = ("save", "load") if hasattr(one, "save") else ("state_dict", "load_state_dict")
 
@@ -102,7 +103,10 @@ class Subject:
     def lacks(self) -> tuple[str, ...]:
         """The difficulties that it cannot be given, for want of functions."""
         of = self.functions
-        return (*(["load"] if of.save is None or of.load is None else []), *(["reset"] if of.reset is None else []))
+        return (
+            *(["load"] if of.save is None or of.load is None else []),
+            *(["reset"] if of.reset is None else []),
+        )
 
     def run(self, sequence: Sequence) -> "list[Shown]":
         """What it shows before each operation, and after the last; it ends at the first that
@@ -115,7 +119,10 @@ class Subject:
                 observed = held.do(operation)
                 found[-1] = dataclasses.replace(found[-1], observed=observed)
                 found.append(Shown(scale=held.scale()))
-        except (Exception, SystemExit) as error:  # anything that somebody's code raises is its answer
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # anything that somebody's code raises is its answer
             found.append(Shown(raised=f"{type(error).__name__}: {error}".rstrip(".: ")))
         return found
 
@@ -146,8 +153,8 @@ class Held:
         self.saved: Any = None
 
     def do(self, operation: Operation) -> float | None:
-        """One operation; of a step with uses, the scale shown after its observations. ValueError: an
-        unknown word."""
+        """One operation; of a step with uses, the scale shown after its observations. ValueError:
+        an unknown word."""
         of = self.functions
         if operation == "save":
             assert of.save is not None
@@ -191,9 +198,12 @@ def subject_of(implementation: Any, *, takes: str = "amax", framework: str = "nu
         return implementation
     if not isinstance(implementation, Functions) and not callable(implementation):
         raise ValueError(
-            f"a delayed scaling state is a class, or conformance.delayed.Functions; got {type(implementation).__name__}. "
-            "Of an object give the class, or a function that makes one."
+            "a delayed scaling state is a class, or conformance.delayed.Functions; got "
+            f"{type(implementation).__name__}. Of an object give the class, or a function that "
+            "makes one."
         )
-    functions = implementation if isinstance(implementation, Functions) else of_class(implementation)
+    functions = (
+        implementation if isinstance(implementation, Functions) else of_class(implementation)
+    )
     name = getattr(implementation, "__name__", "the implementation")
     return Subject(functions=functions, name=name, takes=takes, framework=framework)

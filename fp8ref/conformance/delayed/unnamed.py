@@ -1,4 +1,6 @@
-"""What a delayed scaling does that no rule does, where it is known: what else its scale is made of."""
+"""What a delayed scaling does that no rule does, where it is known: what else its scale is made
+of.
+"""
 
 import math
 from collections.abc import Callable
@@ -15,8 +17,8 @@ _FORGET: Sequence = ((1e-3,),) * 40
 
 
 def remembers(subject: Subject) -> str:
-    """A sentence if a new state knows the amaxes of an earlier one, such as by a list that all objects
-    share; else ""."""
+    """A sentence if a new state knows the amaxes of an earlier one, such as by a list that all
+    objects share; else ""."""
     asked: Sequence = ((1.0,),)
     subject.run(_FORGET)  # so that amaxes of still earlier states count less
     alone = subject.run(asked)[-1]
@@ -25,14 +27,15 @@ def remembers(subject: Subject) -> str:
     if alone == after or math.isnan(alone.scale):
         return ""
     return (
-        f"a new state knows of earlier ones: after {named(asked)} its scale is {show(alone.scale)}, and {show(after.scale)} where a "
-        "state before it had amax 1024 (H-2)"
+        f"a new state knows of earlier ones: after {named(asked)} its scale is "
+        f"{show(alone.scale)}, and {show(after.scale)} where a state before it had amax 1024 "
+        "(H-2)"
     )
 
 
 def reductions(subject: Subject, fmt: Format, made: str) -> list[str]:
-    """What else than the largest or the newest amax of a history its scale is made of, or how else its
-    scale is rounded, if it is known."""
+    """What else than the largest or the newest amax of a history its scale is made of, or how else
+    its scale is rounded, if it is known."""
 
     def factor(amax: float) -> float:
         return fmt.max / amax if made == "scale" else amax / fmt.max
@@ -45,8 +48,16 @@ def reductions(subject: Subject, fmt: Format, made: str) -> list[str]:
     if len(scales) <= len(amaxes):
         return []  # it raises
     if near(scales[2], factor(2)) and near(scales[3], factor(8)):
-        return ["its scale is a step late: after amaxes 2 and 8 it is that of 2. shows='stored' takes what a state stores"]
-    of: dict[str, Callable] = {"mean": lambda v: sum(v) / len(v), "minimum": min, "sum": sum, "median": lambda v: sorted(v)[len(v) // 2]}
+        return [
+            "its scale is a step late: after amaxes 2 and 8 it is that of 2. shows='stored' "
+            "takes what a state stores"
+        ]
+    of: dict[str, Callable] = {
+        "mean": lambda v: sum(v) / len(v),
+        "minimum": min,
+        "sum": sum,
+        "median": lambda v: sorted(v)[len(v) // 2],
+    }
     for name, reduce in of.items():
         if near(scales[3], factor(reduce(amaxes))):
             return [f"its scale is that of the {name} of the amaxes, not of the largest"]
@@ -60,5 +71,8 @@ def reductions(subject: Subject, fmt: Format, made: str) -> list[str]:
         return ["its scale is rounded to bfloat16"]
     ratios = [a / b for a, b in zip(found, wanted, strict=False)]
     if len(ratios) == len(rising) and near(min(ratios), max(ratios)) and not near(ratios[0], 1):
-        return [f"its {made} is {ratios[0]:.6g} times that of the largest amax to {fmt}, max {fmt.max:g}"]
+        return [
+            f"its {made} is {ratios[0]:.6g} times that of the largest amax to {fmt}, max "
+            f"{fmt.max:g}"
+        ]
     return []

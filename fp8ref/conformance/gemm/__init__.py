@@ -1,9 +1,10 @@
-"""Identify a scaled GEMM's arithmetic from its results for chosen operands (spec G-18), and grade it (B-14).
+"""Identify a scaled GEMM's arithmetic from its results for chosen operands (spec G-18), and grade
+it (B-14).
 
 ``identify_gemm`` names the accumulation plan and the epilogue of a ``ScaledGemm``; ``named`` gives
 those of PyTorch and JAX. ``grade_gemm`` and ``require_gemm`` say of any GEMM whether it is right,
-imprecise or wrong, and why; ``grade_offsets`` asks a grouped GEMM. ``recording`` keeps results bit for bit; ``instruction`` identifies one
-tensor-core instruction.
+imprecise or wrong, and why; ``grade_offsets`` asks a grouped GEMM. ``recording`` keeps results bit
+for bit; ``instruction`` identifies one tensor-core instruction.
 """
 
 from fp8ref.conformance.gemm.grade import Grade as Grade

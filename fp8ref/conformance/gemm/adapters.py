@@ -27,14 +27,16 @@ def wrap(
 ) -> ScaledGemm:
     """A function as a ScaledGemm; a ScaledGemm is itself.
 
-    A function of two arguments is called with a and b as a ScaledGemm's is. A function of four is called
-    with arrays of a framework: codes of a [M, K] and of b [N, K] in float8 or float4 (``native_array``),
-    then scale_inv of a and of b, which multiply the sum. An argument called ``bias`` gets [N] of float32.
+    A function of two arguments is called with a and b as a ScaledGemm's is. A function of four is
+    called with arrays of a framework: codes of a [M, K] and of b [N, K] in float8 or float4
+    (``native_array``), then scale_inv of a and of b, which multiply the sum. An argument called
+    ``bias`` gets [N] of float32.
 
     formats    of a and b, with which frameworks are tried.
-    framework  of the arrays: numpy (float8 of ml_dtypes), torch or jax; by default the first imported one
-               that it takes.
-    Raises:    ValueError: another count of arguments, an unknown framework. RefusedError: it takes no arrays.
+    framework  of the arrays: numpy (float8 of ml_dtypes), torch or jax; by default the first
+               imported one that it takes.
+    Raises:    ValueError: another count of arguments, an unknown framework. RefusedError: it takes
+               no arrays.
     """
     if isinstance(function, ScaledGemm):
         return function
@@ -42,16 +44,29 @@ def wrap(
     count, bias = _arguments(function)
     how = {"name": name, "granularity": granularity, "granularity_b": granularity_b, "bias": bias}
     if count == 2:
-        return ScaledGemm(function=_with_bias(function) if bias else function, about={"numpy": version("numpy")}, **how)  # type: ignore[arg-type]
+        return ScaledGemm(
+            function=_with_bias(function) if bias else function,
+            about={"numpy": version("numpy")},
+            **how,  # type: ignore[arg-type]
+        )
     if count != 4:
         raise ValueError(
-            f"a GEMM takes (a, b) or (codes of a, codes of b, scale_inv of a, scale_inv of b); {name} takes {count} arguments."
+            "a GEMM takes (a, b) or (codes of a, codes of b, scale_inv of a, scale_inv of b); "
+            f"{name} takes {count} arguments."
         )
     if framework not in (None, *subject.FRAMEWORKS):
         raise ValueError(f"framework is one of {', '.join(subject.FRAMEWORKS)}; got {framework!r}.")
     refused = []
-    for tried in (framework,) if framework else [one for one in subject.FRAMEWORKS if one == "numpy" or one in sys.modules]:
-        found = ScaledGemm(function=_of_arrays(function, tried, device, bias), about={tried: version(tried), "device": device}, **how)  # type: ignore[arg-type]
+    for tried in (
+        (framework,)
+        if framework
+        else [one for one in subject.FRAMEWORKS if one == "numpy" or one in sys.modules]
+    ):
+        found = ScaledGemm(
+            function=_of_arrays(function, tried, device, bias),
+            about={tried: version(tried), "device": device},
+            **how,  # type: ignore[arg-type]
+        )
         a, b = (
             operand(cast.encode(np.ones((128, 128), np.float32), fmt), fmt, one)
             for fmt, one in zip(formats, found.granularities, strict=True)
@@ -72,7 +87,11 @@ def _arguments(function: Callable[..., Any]) -> tuple[int, bool]:
     except (TypeError, ValueError):  # a builtin without a signature
         return 4, False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in parameters.values() if p.name != "bias" and p.default is p.empty and p.kind in positional]
+    needed = [
+        p
+        for p in parameters.values()
+        if p.name != "bias" and p.default is p.empty and p.kind in positional
+    ]
     return len(needed), "bias" in parameters
 
 
@@ -80,15 +99,29 @@ def _with_bias(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with a bias of zeros where none is given, if it needs one."""
     if inspect.signature(function).parameters["bias"].default is not inspect.Parameter.empty:
         return function
-    return lambda a, b, bias=None: function(a, b, bias=np.zeros(len(b.codes), np.float32) if bias is None else bias)
+    return lambda a, b, bias=None: function(
+        a, b, bias=np.zeros(len(b.codes), np.float32) if bias is None else bias
+    )
 
 
-def _of_arrays(function: Callable[..., Any], framework: str, device: str, takes_bias: bool) -> Callable[..., Any]:
+def _of_arrays(
+    function: Callable[..., Any], framework: str, device: str, takes_bias: bool
+) -> Callable[..., Any]:
     made = subject.Subject(name="", function=function, framework=framework, device=device)
 
     def multiply(a: Quantized, b: Quantized, bias: np.ndarray | None = None) -> Any:
-        given = [native_array(made, q.codes, q.fmt) for q in (a, b)] + [made.make_array(q.scale_inv, "float32") for q in (a, b)]
-        added = {"bias": made.make_array(np.zeros(len(b.codes), np.float32) if bias is None else bias, "float32")} if takes_bias else {}
+        given = [native_array(made, q.codes, q.fmt) for q in (a, b)] + [
+            made.make_array(q.scale_inv, "float32") for q in (a, b)
+        ]
+        added = (
+            {
+                "bias": made.make_array(
+                    np.zeros(len(b.codes), np.float32) if bias is None else bias, "float32"
+                )
+            }
+            if takes_bias
+            else {}
+        )
         before = [arrays.written(x) for x in (*given, *added.values())]
         found = function(*given, **added)
         if [arrays.written(x) for x in (*given, *added.values())] != before:

@@ -1,7 +1,7 @@
 """B-1's bound on a GEMM's output, for every output dtype, and a GEMM's exact result (spec B-1).
 
-``exact`` is the result in real numbers, before any rounding; ``bound`` the largest distance from the
-simulator's result that any order of float32 sums can reach.
+``exact`` is the result in real numbers, before any rounding; ``bound`` the largest distance from
+the simulator's result that any order of float32 sums can reach.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,8 @@ roundings of the simulator's, and two of the magnitudes here."""
 class Distance(NamedTuple):
     """How far results are from others, elementwise [M, N], float64.
 
-    ulps    |found - exact| in ulps of the output dtype; bounds: |found - simulated| in units of B-1's bound.
+    ulps    |found - exact| in ulps of the output dtype; bounds: |found - simulated| in units of
+            B-1's bound.
     """
 
     ulps: np.ndarray
@@ -39,11 +40,21 @@ def gamma(n: int) -> float:
 def ulp(largest: np.ndarray, fmt: Format) -> np.ndarray:
     """The spacing of a format's numbers at magnitudes ``largest``, float64."""
     with np.errstate(invalid="ignore"):
-        return np.ldexp(1.0, np.maximum(np.frexp(np.asarray(largest, np.float64))[1] - 1, fmt.emin) - fmt.mantissa_bits)
+        return np.ldexp(
+            1.0,
+            np.maximum(np.frexp(np.asarray(largest, np.float64))[1] - 1, fmt.emin)
+            - fmt.mantissa_bits,
+        )
 
 
 def bound(
-    a: Quantized, b: Quantized, found: np.ndarray, simulated: np.ndarray, *, out_dtype: Format, epilogue: str | Epilogue
+    a: Quantized,
+    b: Quantized,
+    found: np.ndarray,
+    simulated: np.ndarray,
+    *,
+    out_dtype: Format,
+    epilogue: str | Epilogue,
 ) -> np.ndarray:
     """Bound on |found - simulated| of a GEMM's outputs, elementwise, in float64 (B-1).
 
@@ -53,21 +64,25 @@ def bound(
     # n float32 roundings in any order err by gamma(n) of the sum of magnitudes. Then both results
     # round to the output dtype: values d apart end at most d + 1 ulp apart, or d + 3 where the sum
     # is rounded before it is scaled (G-5).
-    magnitudes = np.abs(scaling.dequantize(a)).astype(np.float64) @ np.abs(scaling.dequantize(b)).astype(np.float64).T  # [M, K] x [N, K]
+    magnitudes = (
+        np.abs(scaling.dequantize(a)).astype(np.float64)
+        @ np.abs(scaling.dequantize(b)).astype(np.float64).T
+    )  # [M, K] x [N, K]
     roundings = 3 if by_name(epilogue).round_first else 1
     largest = np.maximum(np.abs(found), np.abs(simulated)).astype(np.float64)
     return gamma(a.codes.shape[1] + ROUNDINGS) * magnitudes + roundings * ulp(largest, out_dtype)
 
 
 def of_tensor_core(a: Quantized, b: Quantized, unit: TensorCore) -> np.ndarray:
-    """Bound on what one tensor core's steps lose of a GEMM's scaled sum, elementwise [M, N], in float64 (B-1).
+    """Bound on what one tensor core's steps lose of a GEMM's scaled sum, elementwise [M, N], in
+    float64 (B-1).
 
     For every chain of steps over neighboring K, promoted or not.
     """
     # A step cuts fused_width products and the accumulator below 2^-fraction_bits of the largest of
     # them, its result below 2^-output_bits of itself. A product's coded exponent is that of its
-    # factors, of which a subnormal one counts as the smallest normal number. The accumulator is a sum
-    # over neighboring K: a difference of two prefixes.
+    # factors, of which a subnormal one counts as the smallest normal number. The accumulator is a
+    # sum over neighboring K: a difference of two prefixes.
     x, y = (_coded(q) for q in (a, b))
     p, q = (np.asarray(scaling.dequantize(of), np.float64) for of in (a, b))
     prefix = np.zeros((len(p), len(q)))
@@ -83,7 +98,9 @@ def of_tensor_core(a: Quantized, b: Quantized, unit: TensorCore) -> np.ndarray:
 
 
 def _coded(q: Quantized) -> np.ndarray:
-    """Magnitudes [rows, K], float64, a subnormal one as the smallest normal number of its format."""
+    """Magnitudes [rows, K], float64, a subnormal one as the smallest normal number of its
+    format.
+    """
     codes = cast.decode(q.codes, q.fmt).astype(np.float64)
     magnitudes = np.where(codes == 0, 0, np.maximum(np.abs(codes), 2.0**q.fmt.emin))
     return magnitudes * scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
@@ -100,7 +117,12 @@ def exact(a: Quantized, b: Quantized) -> np.ndarray:
     if block is None:
         total, tail = accumulate.exact_pair(*values)
         return (total + tail) * (np.float64(a.scale_inv) * np.float64(b.scale_inv).T)
-    spread = [scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)[:, ::block].astype(np.float64) for q in (a, b)]
+    spread = [
+        scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)[:, ::block].astype(
+            np.float64
+        )
+        for q in (a, b)
+    ]
     result = np.zeros((len(a.codes), len(b.codes)))
     for i in range(spread[0].shape[1]):
         part = slice(i * block, (i + 1) * block)
@@ -121,7 +143,8 @@ def distance(
     """The distance of results from the exact ones and from the simulator's.
 
     simulated  the GEMM under ``exact`` and the epilogue.
-    Specials:  equal infinities, and NaN on both sides, are at distance 0; one side alone at infinity.
+    Specials:  equal infinities, and NaN on both sides, are at distance 0; one side alone at
+               infinity.
     """
     alike = (found == simulated) | (np.isnan(found) & np.isnan(simulated))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -131,5 +154,6 @@ def distance(
         ulps = np.abs(found - true) / ulp(np.maximum(np.abs(found), np.abs(true)), out_dtype)
     lost = ~np.isfinite(found) & ~alike
     return Distance(
-        np.where(alike & ~np.isfinite(found), 0, np.where(lost, np.inf, ulps)), np.where(alike, 0, np.where(lost, np.inf, bounds))
+        np.where(alike & ~np.isfinite(found), 0, np.where(lost, np.inf, ulps)),
+        np.where(alike, 0, np.where(lost, np.inf, bounds)),
     )

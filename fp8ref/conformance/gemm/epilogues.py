@@ -35,38 +35,68 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
     codes = _integers(bench, rng)
     rows, columns = bench.sampled
     results, operands, given = [], [], FLOAT32
-    for exponent in (0, 0, 0, 0, 20, -40):  # the last two leave the range of float16, not of bfloat16
-        a, b = _operands(bench.gemm, codes, (bench.fmt_a, bench.fmt_b), rng, 2.0 ** (-exponent // 2))
+    for exponent in (
+        0,
+        0,
+        0,
+        0,
+        20,
+        -40,
+    ):  # the last two leave the range of float16, not of bfloat16
+        a, b = _operands(
+            bench.gemm, codes, (bench.fmt_a, bench.fmt_b), rng, 2.0 ** (-exponent // 2)
+        )
         found, given = bench.gemm.multiply(a, b)
         results.append(found[np.ix_(rows, columns)])
         operands.append((rows_of(a, rows), rows_of(b, columns)))
     values = np.stack(results)
-    out = next((fmt for fmt in (BFLOAT16, FLOAT16) if np.array_equal(cast.round_to(values, fmt), values, equal_nan=True)), FLOAT32)
+    out = next(
+        (
+            fmt
+            for fmt in (BFLOAT16, FLOAT16)
+            if np.array_equal(cast.round_to(values, fmt), values, equal_nan=True)
+        ),
+        FLOAT32,
+    )
     evidence = (
-        f"{values.size} sums of integers under random scales, given as {given}, are all numbers of {out}, such as {values.flat[0]:.9g}"
+        f"{values.size} sums of integers under random scales, given as {given}, are all "
+        f"numbers of {out}, such as {values.flat[0]:.9g}"
     )
     findings = [Finding(what="out_dtype", value=out.name, evidence=evidence)]
     if out == FLOAT32:
         return dataclasses.replace(bench, out=out), findings
     wrong = dict.fromkeys(ROUNDINGS, 0)
     for (a, b), result in zip(operands, results, strict=True):
-        sums = gemm.matmul(operand(a.codes, a.fmt, "tensorwise"), operand(b.codes, b.fmt, "tensorwise"))
+        sums = gemm.matmul(
+            operand(a.codes, a.fmt, "tensorwise"), operand(b.codes, b.fmt, "tensorwise")
+        )
         for how in ROUNDINGS:
             expected = cast.round_to(sums * a.scale_inv * b.scale_inv.T, out, rounding=how)
             wrong[how] += int((expected != result).sum())
     best = min(ROUNDINGS, key=lambda how: wrong[how])
-    evidence = f"{wrong[best]} of the same results are rounded differently; the order of scales is not known yet"
+    evidence = (
+        f"{wrong[best]} of the same results are rounded differently; the order of scales is "
+        "not known yet"
+    )
     findings.append(Finding(what="out_rounding", value=best, evidence=evidence))
     return dataclasses.replace(bench, out=out, rounding=best), findings
 
 
-def epilogue(bench: Bench, accumulate: str | Accumulation | None, seed: int) -> tuple[list[Epilogue], list[Finding]]:
+def epilogue(
+    bench: Bench, accumulate: str | Accumulation | None, seed: int
+) -> tuple[list[Epilogue], list[Finding]]:
     """The epilogues that fit, the likeliest first.
 
     Returns:  the epilogues, and the findings ``epilogue`` and ``epilogue with bias``.
     """
     rng = np.random.default_rng(seed)
-    plain = [e for e in candidates() if e.bias is None and e.rounding == bench.rounding and not (e.round_first and bench.out == FLOAT32)]
+    plain = [
+        e
+        for e in candidates()
+        if e.bias is None
+        and e.rounding == bench.rounding
+        and not (e.round_first and bench.out == FLOAT32)
+    ]
     fits, found = _fitting(bench, accumulate, plain, rng)
     if not bench.gemm.bias or not fits:
         return fits, [found]
@@ -74,7 +104,14 @@ def epilogue(bench: Bench, accumulate: str | Accumulation | None, seed: int) -> 
     biased = [e for e in candidates() if e.bias and (e.scale, e.round_first, e.rounding) in alike]
     with_bias, more = _fitting(bench, accumulate, biased, rng)
     # an epilogue that does not fit with a bias is not the one without it either
-    both = [e for e in fits if any((e.scale, e.round_first, e.rounding) == (f.scale, f.round_first, f.rounding) for f in with_bias)]
+    both = [
+        e
+        for e in fits
+        if any(
+            (e.scale, e.round_first, e.rounding) == (f.scale, f.round_first, f.rounding)
+            for f in with_bias
+        )
+    ]
     return both or fits, [found, dataclasses.replace(more, what="epilogue with bias")]
 
 
@@ -82,10 +119,23 @@ def candidates() -> Iterator[Epilogue]:
     """Every epilogue that is tried: first those with a name, then the other combinations."""
     yield from EPILOGUES.values()
     named = {(e.scale, e.round_first, e.bias, e.rounding) for e in EPILOGUES.values()}
-    for rounding, round_first, scale, bias in itertools.product(ROUNDINGS, (False, True), SCALES, (None, *BIASES)):
+    for rounding, round_first, scale, bias in itertools.product(
+        ROUNDINGS, (False, True), SCALES, (None, *BIASES)
+    ):
         if (scale, round_first, bias, rounding) not in named:
-            words = [scale, *["round_first"] * round_first, *[f"bias {bias}"] * bool(bias), *[rounding] * (rounding != "nearest_even")]
-            yield Epilogue(name=", ".join(words), scale=scale, round_first=round_first, bias=bias, rounding=rounding)
+            words = [
+                scale,
+                *["round_first"] * round_first,
+                *[f"bias {bias}"] * bool(bias),
+                *[rounding] * (rounding != "nearest_even"),
+            ]
+            yield Epilogue(
+                name=", ".join(words),
+                scale=scale,
+                round_first=round_first,
+                bias=bias,
+                rounding=rounding,
+            )
 
 
 def under_scales(
@@ -112,7 +162,10 @@ def _integers(bench: Bench, rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def _fitting(
-    bench: Bench, accumulate: str | Accumulation | None, tried: Sequence[Epilogue], rng: np.random.Generator
+    bench: Bench,
+    accumulate: str | Accumulation | None,
+    tried: Sequence[Epilogue],
+    rng: np.random.Generator,
 ) -> tuple[list[Epilogue], Finding]:
     """The epilogues whose bits all results have."""
     wrong, compared = dict.fromkeys(tried, 0), 0
@@ -121,27 +174,57 @@ def _fitting(
     for _ in range(max(ROUNDS, min(MOST_ROUNDS, ENOUGH // (len(rows) * len(columns))))):
         codes = _integers(bench, rng)
         a, b = _operands(bench.gemm, codes, fmts, rng)
-        plain = (operand(c[some], fmt, "tensorwise") for c, some, fmt in zip(codes, bench.sampled, fmts, strict=True))
+        plain = (
+            operand(c[some], fmt, "tensorwise")
+            for c, some, fmt in zip(codes, bench.sampled, fmts, strict=True)
+        )
         acc = gemm.matmul(*plain, accumulate=accumulate or "exact")
-        bias = cast.round_to(rng.standard_normal(bench.n) * acc.std(), bench.out) if tried[0].bias else None
+        bias = (
+            cast.round_to(rng.standard_normal(bench.n) * acc.std(), bench.out)
+            if tried[0].bias
+            else None
+        )
         found = bench.gemm.multiply(a, b, bias)[0][np.ix_(rows, columns)]
         scales = rows_of(a, rows).scale_inv, rows_of(b, columns).scale_inv.T
         for e in tried:
-            expected = gemm.finish(acc, *scales, epilogue=e, out_dtype=bench.out, bias=None if bias is None else bias[columns])
+            expected = gemm.finish(
+                acc,
+                *scales,
+                epilogue=e,
+                out_dtype=bench.out,
+                bias=None if bias is None else bias[columns],
+            )
             wrong[e] += int((expected != found).sum())
         compared += found.size
     fits = [e for e in tried if not wrong[e]]
     nearest = min((e for e in tried if wrong[e]), key=lambda e: wrong[e], default=None)
     evidence = f"{compared} results under random scales"
     if nearest:
-        evidence += f"; {nearest.name} differs in {wrong[nearest]} of them" + ("" if fits else ", the least of all")
+        evidence += f"; {nearest.name} differs in {wrong[nearest]} of them" + (
+            "" if fits else ", the least of all"
+        )
     names = [e.name for e in fits]
-    return fits, Finding(what="epilogue", value=names[0] if fits else None, evidence=evidence, others=tuple(names[1:]))
+    return fits, Finding(
+        what="epilogue",
+        value=names[0] if fits else None,
+        evidence=evidence,
+        others=tuple(names[1:]),
+    )
 
 
 def _operands(
-    scaled: ScaledGemm, codes: Sequence[np.ndarray], fmts: Sequence[Format], rng: np.random.Generator, factor: float = 1.0
+    scaled: ScaledGemm,
+    codes: Sequence[np.ndarray],
+    fmts: Sequence[Format],
+    rng: np.random.Generator,
+    factor: float = 1.0,
 ) -> list[Quantized]:
     """Operands from codes, under random scales between 1/2 and 2, times a factor."""
-    scales = (factor * 2.0 ** rng.uniform(-1, 1, (len(c), 1) if scaled.granularity == "rowwise" else ()) for c in codes)
-    return [operand(c, fmt, scaled.granularity, scale) for c, fmt, scale in zip(codes, fmts, scales, strict=True)]
+    scales = (
+        factor * 2.0 ** rng.uniform(-1, 1, (len(c), 1) if scaled.granularity == "rowwise" else ())
+        for c in codes
+    )
+    return [
+        operand(c, fmt, scaled.granularity, scale)
+        for c, fmt, scale in zip(codes, fmts, scales, strict=True)
+    ]

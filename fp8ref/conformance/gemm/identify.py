@@ -16,7 +16,17 @@ import numpy as np
 
 from fp8ref.conformance.gemm import epilogues, specials, step
 from fp8ref.conformance.gemm.grade import Grade
-from fp8ref.conformance.gemm.plans import FIELDS, PLAN, UNIT, Sample, draw_codes, draw_sample, findings_of, fitting_plans, plan_to_dict
+from fp8ref.conformance.gemm.plans import (
+    FIELDS,
+    PLAN,
+    UNIT,
+    Sample,
+    draw_codes,
+    draw_sample,
+    findings_of,
+    fitting_plans,
+    plan_to_dict,
+)
 from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, operand
 from fp8ref.conformance.gemm.stimulus import Bench
 from fp8ref.conformance.kit.finding import Finding, table
@@ -65,12 +75,19 @@ class Identified(Result):
     @property
     def unlike(self) -> list[Finding]:
         """Specials, extremes and the bias, where they differ from the simulator."""
-        return [f for f in self.findings if f.what in specials.KINDS and f.value not in specials.ALIKE]
+        return [
+            f for f in self.findings if f.what in specials.KINDS and f.value not in specials.ALIKE
+        ]
 
     @property
     def ok(self) -> bool:
         """True if the simulator has all of its bits."""
-        return self.accumulate is not None and self.epilogue is not None and self.equal == self.compared and not self.unlike
+        return (
+            self.accumulate is not None
+            and self.epilogue is not None
+            and self.equal == self.compared
+            and not self.unlike
+        )
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -78,9 +95,19 @@ class Identified(Result):
         if self.accumulate is not None:
             of_sums = plan_to_dict(self.accumulate)
         else:
-            known = {f.what: f.value for f in self.findings if not (f.what == "fused_width" and isinstance(f.value, str))}
-            of_sums = {"accumulate": None} | {key: known.get(key) for key in UNIT} | dict.fromkeys(PLAN)
-        return {**of_sums, "epilogue": self.epilogue and self.epilogue.name, "out_dtype": self.bench.out.name}
+            known = {
+                f.what: f.value
+                for f in self.findings
+                if not (f.what == "fused_width" and isinstance(f.value, str))
+            }
+            of_sums = (
+                {"accumulate": None} | {key: known.get(key) for key in UNIT} | dict.fromkeys(PLAN)
+            )
+        return {
+            **of_sums,
+            "epilogue": self.epilogue and self.epilogue.name,
+            "out_dtype": self.bench.out.name,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """As --json writes it: ok, subject, shape, formats, plan, confirmed and evidence."""
@@ -101,7 +128,10 @@ class Identified(Result):
     def render(self, console: "Console") -> None:
         """Print every finding, the verdict, and the grade."""
         bench = self.bench
-        title = f"{bench.gemm.name}, [{bench.m}, {bench.n}], K = {bench.k}, {bench.fmt_a} x {bench.fmt_b}, {bench.gemm.granularity}"
+        title = (
+            f"{bench.gemm.name}, [{bench.m}, {bench.n}], K = {bench.k}, {bench.fmt_a} x "
+            f"{bench.fmt_b}, {bench.gemm.granularity}"
+        )
         console.print(title, table(self.findings), sep="\n", markup=False)
         console.print(self.verdict, markup=False, highlight=False, soft_wrap=True)
         if self.grade is not None:
@@ -111,18 +141,36 @@ class Identified(Result):
     def verdict(self) -> str:
         """What was identified, in one line."""
         if self.accumulate is None or self.epilogue is None:
-            missing = [name for name, value in (("accumulation", self.accumulate), ("epilogue", self.epilogue)) if value is None]
+            missing = [
+                name
+                for name, value in (("accumulation", self.accumulate), ("epilogue", self.epilogue))
+                if value is None
+            ]
             return f"no {' and no '.join(missing)} of the simulator gives these answers"
-        bits = f"{self.equal:,} of {self.compared:,} random results have the simulator's bits under it"
-        few = f"; so few results prove little: probe M and N above {self.bench.m} and {self.bench.n}" if self.compared < FEW else ""
+        bits = (
+            f"{self.equal:,} of {self.compared:,} random results have the simulator's bits under it"
+        )
+        few = (
+            f"; so few results prove little: probe M and N above {self.bench.m} and {self.bench.n}"
+            if self.compared < FEW
+            else ""
+        )
         if self.equal < self.compared:
             return f"NOT confirmed: {bits}"
         unlike = ", ".join(f.what for f in self.unlike)
-        return f"identified: {bits}{few}" if self.ok else f"NOT identified: {bits}, but these differ: {unlike}{few}"
+        return (
+            f"identified: {bits}{few}"
+            if self.ok
+            else f"NOT identified: {bits}, but these differ: {unlike}{few}"
+        )
 
 
 def identify(
-    scaled: ScaledGemm, *, shape: tuple[int, int, int] = SHAPE, formats: tuple[Format, Format] = (E4M3FN, E4M3FN), seed: int = 0
+    scaled: ScaledGemm,
+    *,
+    shape: tuple[int, int, int] = SHAPE,
+    formats: tuple[Format, Format] = (E4M3FN, E4M3FN),
+    seed: int = 0,
 ) -> Identified:
     """Identify the arithmetic of a GEMM of this shape (M, N, K).
 
@@ -141,12 +189,18 @@ def identify(
     """
     m, n, k = shape
     if min(m, n) < 1 or k < K_STEP or k % K_STEP:
-        raise ValueError(f"a probe takes M and N of at least 1 and a K that is a positive multiple of {K_STEP}; got {list(shape)}.")
+        raise ValueError(
+            "a probe takes M and N of at least 1 and a K that is a positive multiple of "
+            f"{K_STEP}; got {list(shape)}."
+        )
     if scaled.granularities not in (("tensorwise",) * 2, ("rowwise",) * 2):
         raise ValueError(
-            f"a probe takes tensorwise or rowwise scales, of both operands; got {', '.join(scaled.granularities)}. Use grade_gemm."
+            "a probe takes tensorwise or rowwise scales, of both operands; got "
+            f"{', '.join(scaled.granularities)}. Use grade_gemm."
         )
-    bench, of_out = epilogues.rounding(Bench(gemm=scaled, m=m, n=n, k=k, fmt_a=formats[0], fmt_b=formats[1]), seed)
+    bench, of_out = epilogues.rounding(
+        Bench(gemm=scaled, m=m, n=n, k=k, fmt_a=formats[0], fmt_b=formats[1]), seed
+    )
     drawn = draw_sample(bench, seed)
     plans, findings = _accumulation(bench, drawn)
     fitting, of_epilogue = epilogues.epilogue(bench, plans[0] if plans else None, seed)
@@ -154,15 +208,29 @@ def identify(
     ends: list[Finding] = []
     if pairs:
         plans, fitting = (list(dict.fromkeys(of_pair)) for of_pair in zip(*pairs, strict=True))
-        tried = {epilogue: specials.extremes(bench, plans[0], epilogue, seed) for epilogue in fitting}
-        fitting = [e for e in fitting if all(f.value in specials.ALIKE for f in tried[e])] or fitting
+        tried = {
+            epilogue: specials.extremes(bench, plans[0], epilogue, seed) for epilogue in fitting
+        }
+        fitting = [
+            e for e in fitting if all(f.value in specials.ALIKE for f in tried[e])
+        ] or fitting
         ends = tried[fitting[0]]
     if fitting:
-        of_epilogue[0] = dataclasses.replace(of_epilogue[0], value=fitting[0].name, others=tuple(e.name for e in fitting[1:]))
+        of_epilogue[0] = dataclasses.replace(
+            of_epilogue[0], value=fitting[0].name, others=tuple(e.name for e in fitting[1:])
+        )
     findings = _settled(findings, plans)
     findings += [*of_epilogue, *of_out, *specials.specials(bench), *ends]
     epilogue = fitting[0] if fitting else None
-    return Identified(bench=bench, findings=findings, drawn=drawn, plans=plans, epilogue=epilogue, compared=compared, equal=equal)
+    return Identified(
+        bench=bench,
+        findings=findings,
+        drawn=drawn,
+        plans=plans,
+        epilogue=epilogue,
+        compared=compared,
+        equal=equal,
+    )
 
 
 def _settled(findings: Sequence[Finding], plans: Sequence[str | Accumulation]) -> list[Finding]:
@@ -171,10 +239,15 @@ def _settled(findings: Sequence[Finding], plans: Sequence[str | Accumulation]) -
     if not made:
         return list(findings)
     evidence = next(finding.evidence for finding in findings if finding.what == "promotion")
-    return [*(finding for finding in findings if finding.what not in FIELDS), *findings_of(made, evidence)]
+    return [
+        *(finding for finding in findings if finding.what not in FIELDS),
+        *findings_of(made, evidence),
+    ]
 
 
-def _accumulation(bench: Bench, drawn: Sample) -> tuple[Sequence[str | Accumulation], list[Finding]]:
+def _accumulation(
+    bench: Bench, drawn: Sample
+) -> tuple[Sequence[str | Accumulation], list[Finding]]:
     """The accumulation plans that fit, and the findings about them."""
     width = step.width(bench)
     if not isinstance(width.value, int):
@@ -185,7 +258,10 @@ def _accumulation(bench: Bench, drawn: Sample) -> tuple[Sequence[str | Accumulat
             if name
             else "no order of the simulator groups products in this way"
         )
-        return fits, [width, Finding(what="order", value=fits[0] if fits else None, evidence=evidence)]
+        return fits, [
+            width,
+            Finding(what="order", value=fits[0] if fits else None, evidence=evidence),
+        ]
     units, found = step.units(bench, width.value)
     found = [width, *found]
     if not units:
@@ -193,7 +269,11 @@ def _accumulation(bench: Bench, drawn: Sample) -> tuple[Sequence[str | Accumulat
     plans, of_order = fitting_plans(bench, units, drawn)
     if plans:
         # units that one step does not distinguish may differ in random sums
-        alike = [unit for unit in units if unit == plans[0].unit or drawn.fits(bench, dataclasses.replace(plans[0], unit=unit))]
+        alike = [
+            unit
+            for unit in units
+            if unit == plans[0].unit or drawn.fits(bench, dataclasses.replace(plans[0], unit=unit))
+        ]
         alike.sort(key=lambda unit: unit != plans[0].unit)
         found = [step.settled(finding, alike) for finding in found]
     return plans, found + of_order
@@ -211,7 +291,9 @@ def _confirmed(
         return [], 0, 0
     equal, compared = dict.fromkeys(pairs, 0), 0
     rows, columns = bench.sampled
-    for i in range(max(2, min(epilogues.MOST_ROUNDS, epilogues.ENOUGH // (len(rows) * len(columns))))):
+    for i in range(
+        max(2, min(epilogues.MOST_ROUNDS, epilogues.ENOUGH // (len(rows) * len(columns))))
+    ):
         rng = np.random.default_rng([seed, i])
         a, b, found = epilogues.under_scales(bench, draw_codes(bench, rng), rng)
         plain = [operand(q.codes, q.fmt, "tensorwise") for q in (a, b)]
@@ -222,8 +304,12 @@ def _confirmed(
                 continue
             acc = gemm.matmul(*plain, accumulate=plan)
             for epilogue in left:
-                expected = gemm.finish(acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out)
-                equal[plan, epilogue] += int((found.view(np.uint32) == expected.view(np.uint32)).sum())
+                expected = gemm.finish(
+                    acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out
+                )
+                equal[plan, epilogue] += int(
+                    (found.view(np.uint32) == expected.view(np.uint32)).sum()
+                )
         compared += found.size
     most = max(equal.values())
     return [pair for pair in pairs if equal[pair] == most], compared, most

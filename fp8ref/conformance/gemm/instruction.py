@@ -89,10 +89,19 @@ class Instruction(Result):
 
     def render(self, console: "Console") -> None:
         """Print every finding and the verdict."""
-        console.print(f"{self.name}, {self.fmt_a} x {self.fmt_b}, any accumulator", table(self.findings), sep="\n", markup=False)
+        console.print(
+            f"{self.name}, {self.fmt_a} x {self.fmt_b}, any accumulator",
+            table(self.findings),
+            sep="\n",
+            markup=False,
+        )
         bits = f"{self.equal:,} of {self.compared:,} results have the simulator's bits"
         said = (
-            f"identified: {bits}" if self.ok else f"NOT confirmed: {bits}" if self.units else "no unit of the simulator gives these answers"
+            f"identified: {bits}"
+            if self.ok
+            else f"NOT confirmed: {bits}"
+            if self.units
+            else "no unit of the simulator gives these answers"
         )
         console.print(said, markup=False, highlight=False, soft_wrap=True)
 
@@ -125,25 +134,40 @@ def as_scaled_gemm(multiply: Multiply, name: str) -> ScaledGemm:
     """
 
     def function(a: Quantized, b: Quantized) -> np.ndarray:
-        return multiply(a.codes, b.codes, np.zeros((len(a.codes), len(b.codes)), np.float32), a.fmt, b.fmt)
+        return multiply(
+            a.codes, b.codes, np.zeros((len(a.codes), len(b.codes)), np.float32), a.fmt, b.fmt
+        )
 
     return ScaledGemm(name=name, function=function)
 
 
 def identify(
-    multiply: Multiply, fmt_a: Format, fmt_b: Format, *, name: str, count: int, about: Mapping[str, str] | None = None, seed: int = 0
+    multiply: Multiply,
+    fmt_a: Format,
+    fmt_b: Format,
+    *,
+    name: str,
+    count: int,
+    about: Mapping[str, str] | None = None,
+    seed: int = 0,
 ) -> Instruction:
     """Identify an instruction.
 
     At least ``count`` results of random operands and accumulators are compared.
     """
-    bench = Bench(gemm=as_scaled_gemm(multiply, name), m=SIDE, n=SIDE, k=K_STEP, fmt_a=fmt_a, fmt_b=fmt_b)
+    bench = Bench(
+        gemm=as_scaled_gemm(multiply, name), m=SIDE, n=SIDE, k=K_STEP, fmt_a=fmt_a, fmt_b=fmt_b
+    )
     width = step.width(bench)
     units, found = step.units(bench, width.value) if isinstance(width.value, int) else ([], [])
     findings = [width, *found]
     groups, compared, equal = [], 0, 0
     for group, (a, b, c) in _groups(fmt_a, fmt_b):
-        groups.append(InstructionGroup(group=group, a=a, b=b, c=c, d=_diagonal(multiply, a, b, c, fmt_a, fmt_b)))
+        groups.append(
+            InstructionGroup(
+                group=group, a=a, b=b, c=c, d=_diagonal(multiply, a, b, c, fmt_a, fmt_b)
+            )
+        )
     if units:
         zeros = next(group for group in groups if group.group == ZERO_PRODUCTS)
         units, of_zeros = _of_zero_factors(units, zeros, fmt_a, fmt_b)
@@ -179,17 +203,33 @@ def _expected(of: InstructionGroup, unit: TensorCore, fmt_a: Format, fmt_b: Form
     )
 
 
-def _of_zero_factors(units: list[TensorCore], of: InstructionGroup, fmt_a: Format, fmt_b: Format) -> tuple[list[TensorCore], Finding]:
+def _of_zero_factors(
+    units: list[TensorCore], of: InstructionGroup, fmt_a: Format, fmt_b: Format
+) -> tuple[list[TensorCore], Finding]:
     """The units with the rule for zero factors that the group shows, and the finding (G-11).
 
     A chain from 0 cannot show it: only a tiny accumulator next to zero products does.
     """
-    rules = ["excluded", "least"] if units[0].exponents == "coded" and units[0].zeros == "excluded" else [units[0].zeros]
+    rules = (
+        ["excluded", "least"]
+        if units[0].exponents == "coded" and units[0].zeros == "excluded"
+        else [units[0].zeros]
+    )
     right = {
-        rule: int(np.sum(_expected(of, dataclasses.replace(units[0], zeros=rule), fmt_a, fmt_b).view(np.uint32) == of.d.view(np.uint32)))  # type: ignore[arg-type]
+        rule: int(
+            np.sum(
+                _expected(of, dataclasses.replace(units[0], zeros=rule), fmt_a, fmt_b).view(  # type: ignore[arg-type]
+                    np.uint32
+                )
+                == of.d.view(np.uint32)
+            )
+        )
         for rule in rules
     }
-    evidence = f"tiny accumulators next to zero products: {', '.join(f'{n} of {of.d.size} as {rule!r}' for rule, n in right.items())}"
+    evidence = (
+        "tiny accumulators next to zero products: "
+        f"{', '.join(f'{n} of {of.d.size} as {rule!r}' for rule, n in right.items())}"
+    )
     fits = [rule for rule, n in right.items() if n == of.d.size]
     found = fits[0] if fits else None
     if found == "least":  # only where exponents are coded (G-18)
@@ -198,7 +238,9 @@ def _of_zero_factors(units: list[TensorCore], of: InstructionGroup, fmt_a: Forma
     return units, Finding(what="zeros", value=found, evidence=evidence, others=tuple(fits[1:]))
 
 
-def random_operands(fmt_a: Format, fmt_b: Format, seed: int, side: int = SIDE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def random_operands(
+    fmt_a: Format, fmt_b: Format, seed: int, side: int = SIDE
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Random finite codes and accumulators.
 
     Rows are near one, of all codes, or mostly zeros. Accumulators range from far below the products
@@ -207,52 +249,86 @@ def random_operands(fmt_a: Format, fmt_b: Format, seed: int, side: int = SIDE) -
     rng = np.random.default_rng(seed)
     codes = []
     for fmt in (fmt_a, fmt_b):
-        near_one = cast.encode(rng.standard_normal((side, K_STEP)) * 2.0 ** rng.integers(-4, 5, (side, 1)), fmt)
+        near_one = cast.encode(
+            rng.standard_normal((side, K_STEP)) * 2.0 ** rng.integers(-4, 5, (side, 1)), fmt
+        )
         any_code = finite_codes(rng, (side, K_STEP), fmt)
         few = np.where(rng.random((side, K_STEP)) < 0.1, any_code, np.uint8(0))
         codes.append(np.choose(rng.integers(0, 3, (side, 1)), [near_one, any_code, few]))
-    c = (rng.standard_normal((side, side)) * 2.0 ** rng.integers(-30, 36, (side, side))).astype(np.float32)
+    c = (rng.standard_normal((side, side)) * 2.0 ** rng.integers(-30, 36, (side, side))).astype(
+        np.float32
+    )
     bits = rng.integers(0, 1 << 32, c.shape, dtype=np.uint32)
-    of_any_bits = np.where(bits >> 23 & 0xFF == 0xFF, bits & np.uint32(0xBFFFFFFF), bits).view(np.float32)
-    return codes[0], codes[1], np.choose(rng.integers(0, 8, c.shape), [c, c, c, c, c, of_any_bits, of_any_bits, np.zeros_like(c)])
+    of_any_bits = np.where(bits >> 23 & 0xFF == 0xFF, bits & np.uint32(0xBFFFFFFF), bits).view(
+        np.float32
+    )
+    return (
+        codes[0],
+        codes[1],
+        np.choose(
+            rng.integers(0, 8, c.shape), [c, c, c, c, c, of_any_bits, of_any_bits, np.zeros_like(c)]
+        ),
+    )
 
 
-def _random(multiply: Multiply, fmt_a: Format, fmt_b: Format, unit: TensorCore, seed: int) -> np.ndarray:
+def _random(
+    multiply: Multiply, fmt_a: Format, fmt_b: Format, unit: TensorCore, seed: int
+) -> np.ndarray:
     a, b, c = random_operands(fmt_a, fmt_b, seed)
     expected = gemm.mma(a, b, c, fmt_a=fmt_a, fmt_b=fmt_b, unit=unit)
     return multiply(a, b, c, fmt_a, fmt_b).view(np.uint32) == expected.view(np.uint32)
 
 
-def _diagonal(multiply: Multiply, a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format) -> np.ndarray:
+def _diagonal(
+    multiply: Multiply, a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format
+) -> np.ndarray:
     """Results, float32 [Q], of row i of a, row i of b and c[i] for each i."""
     found = []
     for i in range(0, len(a), SIDE):
         part = slice(i, i + SIDE)
-        found.append(np.diagonal(multiply(a[part], b[part], np.diag(c[part]).astype(np.float32), fmt_a, fmt_b)))
+        found.append(
+            np.diagonal(
+                multiply(a[part], b[part], np.diag(c[part]).astype(np.float32), fmt_a, fmt_b)
+            )
+        )
     return np.concatenate(found)
 
 
-def _of_group(group: str, c: np.ndarray, d: np.ndarray, expected: np.ndarray, same: np.ndarray) -> Finding:
+def _of_group(
+    group: str, c: np.ndarray, d: np.ndarray, expected: np.ndarray, same: np.ndarray
+) -> Finding:
     if same.all():
-        return Finding(what=group, value="as the simulator has it", evidence=f"{same.size} instructions")
+        return Finding(
+            what=group, value="as the simulator has it", evidence=f"{same.size} instructions"
+        )
     i = int(np.flatnonzero(~same)[0])
     bits = (int(x.view(np.uint32)) for x in (c[i], d[i], expected[i]))
-    evidence = "{1} of {0} instructions differ; instruction {2}, with c = {3:08x}, gave {4:08x}; the simulator gives {5:08x}".format(
-        same.size, int((~same).sum()), i, *bits
+    evidence = (
+        "{1} of {0} instructions differ; instruction {2}, with c = {3:08x}, gave {4:08x}; the "
+        "simulator gives {5:08x}".format(same.size, int((~same).sum()), i, *bits)
     )
     return Finding(what=group, value="not as the simulator has it", evidence=evidence)
 
 
-def _groups(fmt_a: Format, fmt_b: Format) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+def _groups(
+    fmt_a: Format, fmt_b: Format
+) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Groups of chosen accumulators: name, and a, b, c."""
     one_a, one_b = (fmt.bias << fmt.mantissa_bits for fmt in (fmt_a, fmt_b))
     odd = [1 + 2.0**-13, 1 + 2.0**-14, 1 + 2.0**-13 + 2.0**-14, 1 + 2.0**-23, 2 - 2.0**-23, 1.0]
     scaled = [
-        sign * m * 2.0**e for e in (-149, -140, -130, -127, -126, -120, -100, -40, -20, 0, 20, 100, 127) for m in odd for sign in (1, -1)
+        sign * m * 2.0**e
+        for e in (-149, -140, -130, -127, -126, -120, -100, -40, -20, 0, 20, 100, 127)
+        for m in odd
+        for sign in (1, -1)
     ]
     finite = [x for x in scaled if abs(x) < 2.0**TOP_FLOAT]
     yield "accumulators alone", _made([({}, c) for c in finite])
-    zeros = [{0: (0, fmt_b.max_code)}, {31: (fmt_a.max_code, 0)}, dict.fromkeys(range(K_STEP), (128, one_b))]
+    zeros = [
+        {0: (0, fmt_b.max_code)},
+        {31: (fmt_a.max_code, 0)},
+        dict.fromkeys(range(K_STEP), (128, one_b)),
+    ]
     yield ZERO_PRODUCTS, _made([(terms, c) for terms in zeros for c in finite])
     near = [sign * m * 2.0**e for e in range(-20, 22) for m in odd for sign in (1, -1)]
     yield "accumulators and 1 x 1", _made([({0: (one_a, one_b)}, c) for c in near])
@@ -261,7 +337,14 @@ def _groups(fmt_a: Format, fmt_b: Format) -> Iterator[tuple[str, tuple[np.ndarra
     top = float(np.uint32(FULL).view(np.float32))
     yield (
         "accumulators near overflow",
-        _made([(t, s * c) for t in (large, opposite, {}) for c in (top, top / 2, 2.0**127) for s in (1, -1)]),
+        _made(
+            [
+                (t, s * c)
+                for t in (large, opposite, {})
+                for c in (top, top / 2, 2.0**127)
+                for s in (1, -1)
+            ]
+        ),
     )
     signs = [0.0, -0.0, 1.0, -1.0]
     zero_terms = [
@@ -272,17 +355,41 @@ def _groups(fmt_a: Format, fmt_b: Format) -> Iterator[tuple[str, tuple[np.ndarra
         {0: (one_a, one_b), 1: (one_a | 0x80, one_b)},
     ]
     yield "signs of zero", _made([(t, c) for t in zero_terms for c in signs])
-    yield "NaN and infinities", _made([(t, c) for t in _specials(fmt_a, fmt_b, one_a, one_b) for c in (0.0, 1.0, np.inf, -np.inf, np.nan)])
-    payloads = np.array([0x7F800001, 0xFF800001, 0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)
+    yield (
+        "NaN and infinities",
+        _made(
+            [
+                (t, c)
+                for t in _specials(fmt_a, fmt_b, one_a, one_b)
+                for c in (0.0, 1.0, np.inf, -np.inf, np.nan)
+            ]
+        ),
+    )
+    payloads = np.array(
+        [0x7F800001, 0xFF800001, 0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32
+    ).view(np.float32)
     a, b, _ = _made([(t, 0.0) for t in ({}, {0: (one_a, one_b)}) for _ in payloads])
-    yield "NaN accumulators", (a, b, np.tile(payloads, 2))  # as bits: a Python float would not keep them
+    yield (
+        "NaN accumulators",
+        (a, b, np.tile(payloads, 2)),
+    )  # as bits: a Python float would not keep them
 
 
-def _specials(fmt_a: Format, fmt_b: Format, one_a: int, one_b: int) -> list[dict[int, tuple[int, int]]]:
-    terms: list[dict[int, tuple[int, int]]] = [{0: (fmt_a.nan_code, one_b)}, {31: (one_a, fmt_b.nan_code)}, {0: (fmt_a.nan_code, 0)}, {}]
+def _specials(
+    fmt_a: Format, fmt_b: Format, one_a: int, one_b: int
+) -> list[dict[int, tuple[int, int]]]:
+    terms: list[dict[int, tuple[int, int]]] = [
+        {0: (fmt_a.nan_code, one_b)},
+        {31: (one_a, fmt_b.nan_code)},
+        {0: (fmt_a.nan_code, 0)},
+        {},
+    ]
     for fmt, one, left in ((fmt_a, one_b, True), (fmt_b, one_a, False)):
         if fmt.inf_code is not None:
-            pairs = [(fmt.inf_code | sign, other) for sign, other in itertools.product((0, 0x80), (one, one | 0x80, 0))]
+            pairs = [
+                (fmt.inf_code | sign, other)
+                for sign, other in itertools.product((0, 0x80), (one, one | 0x80, 0))
+            ]
             terms += [{0: pair if left else pair[::-1]} for pair in pairs]
             both = {0: (fmt.inf_code, one), 1: (fmt.inf_code | 0x80, one)}
             terms.append({k: pair if left else pair[::-1] for k, pair in both.items()})
@@ -291,7 +398,9 @@ def _specials(fmt_a: Format, fmt_b: Format, one_a: int, one_b: int) -> list[dict
     return terms
 
 
-def _made(stimuli: Sequence[tuple[dict[int, tuple[int, int]], float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _made(
+    stimuli: Sequence[tuple[dict[int, tuple[int, int]], float]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     a, b = (np.zeros((len(stimuli), K_STEP), np.uint8) for _ in range(2))
     for i, (terms, _) in enumerate(stimuli):
         for k, (x, y) in terms.items():

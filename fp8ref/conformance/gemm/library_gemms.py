@@ -15,7 +15,9 @@ KNOWN = ("torch-scaled-mm", "torch-rowwise", "jax-dot")
 """The names of the libraries' GEMMs."""
 
 
-def named(name: str, *, fast: bool = False, out_dtype: str | None = None, granularity: str | None = None) -> ScaledGemm:
+def named(
+    name: str, *, fast: bool = False, out_dtype: str | None = None, granularity: str | None = None
+) -> ScaledGemm:
     """The scaled GEMM of a name in KNOWN, or of ``module:function``.
 
     fast       use the library's fast accumulation.
@@ -26,12 +28,19 @@ def named(name: str, *, fast: bool = False, out_dtype: str | None = None, granul
     """
     if ":" in name:
         if fast or out_dtype:
-            raise ValueError(f"--fast-accum and --out-dtype apply to {', '.join(KNOWN)}; {name} has its own. Leave them out.")
+            raise ValueError(
+                f"--fast-accum and --out-dtype apply to {', '.join(KNOWN)}; {name} has its own. "
+                "Leave them out."
+            )
         return _custom(name, granularity or "tensorwise")
     if name not in KNOWN:
-        raise ValueError(f"a probe takes one of {', '.join(KNOWN)}, wgmma, or module:function; got {name!r}.")
+        raise ValueError(
+            f"a probe takes one of {', '.join(KNOWN)}, wgmma, or module:function; got {name!r}."
+        )
     if granularity:
-        raise ValueError(f"--granularity applies to module:function; {name} has its own. Leave it out.")
+        raise ValueError(
+            f"--granularity applies to module:function; {name} has its own. Leave it out."
+        )
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
         raise ValueError(f"--out-dtype is one of {', '.join(OUT_DTYPES)}; got {out_dtype!r}.")
     if name == "jax-dot":
@@ -64,17 +73,32 @@ def _torch(name: str, fast: bool, out_dtype: str, rowwise: bool) -> ScaledGemm:
             use_fast_accum=fast,
         )
 
-    about = {"torch": torch.__version__, "accumulate": "fast" if fast else "slow", "out_dtype": out_dtype, **_torch_device(torch, device)}
+    about = {
+        "torch": torch.__version__,
+        "accumulate": "fast" if fast else "slow",
+        "out_dtype": out_dtype,
+        **_torch_device(torch, device),
+    }
     granularity = "rowwise" if rowwise else "tensorwise"
     # cuBLASLt takes no bias with a float32 result
-    return ScaledGemm(name=name, function=function, granularity=granularity, bias=out_dtype != "float32", about=about)
+    return ScaledGemm(
+        name=name,
+        function=function,
+        granularity=granularity,
+        bias=out_dtype != "float32",
+        about=about,
+    )
 
 
 def _torch_device(torch: Any, device: str) -> dict[str, str]:
     if device == "cpu":
         return {"device": "cpu"}
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
-    return {"device": torch.cuda.get_device_name(), "capability": capability, "cuda": str(torch.version.cuda)}
+    return {
+        "device": torch.cuda.get_device_name(),
+        "capability": capability,
+        "cuda": str(torch.version.cuda),
+    }
 
 
 def _jax_dot(fast: bool, out_dtype: str) -> ScaledGemm:
@@ -94,13 +118,23 @@ def _jax_dot(fast: bool, out_dtype: str) -> ScaledGemm:
     def operand(q: Quantized) -> Operand:
         codes = lax.bitcast_convert_type(jnp.asarray(q.codes), jnp.dtype(f"float8_{q.fmt.name}"))
         return Operand(
-            codes=codes, scale=jnp.asarray(q.scale), scale_inv=jnp.asarray(q.scale_inv), fmt=q.fmt, granularity=q.granularity, axis=q.axis
+            codes=codes,
+            scale=jnp.asarray(q.scale),
+            scale_inv=jnp.asarray(q.scale_inv),
+            fmt=q.fmt,
+            granularity=q.granularity,
+            axis=q.axis,
         )
 
     def function(a: Quantized, b: Quantized) -> jax.Array:
         return multiply(operand(a), operand(b))
 
-    about = {"jax": jax.__version__, "accumulate": accumulate, "precision": str(gemm.PRECISION[accumulate]), "out_dtype": out_dtype}
+    about = {
+        "jax": jax.__version__,
+        "accumulate": accumulate,
+        "precision": str(gemm.PRECISION[accumulate]),
+        "out_dtype": out_dtype,
+    }
     about |= {"device": jax.devices()[0].device_kind, "xla_flags": os.environ.get("XLA_FLAGS", "")}
     return ScaledGemm(name="jax-dot", function=function, about=about)
 
@@ -114,7 +148,13 @@ def _custom(name: str, granularity: str) -> ScaledGemm:
     if granularity not in ("tensorwise", "rowwise"):
         raise ValueError(f"--granularity is tensorwise or rowwise; got {granularity!r}.")
     about = {"numpy": version("numpy")}
-    return ScaledGemm(name=name, function=function, granularity=granularity, bias="bias" in parameters, about=about)
+    return ScaledGemm(
+        name=name,
+        function=function,
+        granularity=granularity,
+        bias="bias" in parameters,
+        about=about,
+    )
 
 
 def load(name: str) -> Callable:
@@ -124,7 +164,9 @@ def load(name: str) -> Callable:
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise ValueError(f"a function is named as module:function, such as mykernel:scaled_mm; got {name!r}.")
+        raise ValueError(
+            f"a function is named as module:function, such as mykernel:scaled_mm; got {name!r}."
+        )
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)  # stays there, for imports inside the function
@@ -133,7 +175,12 @@ def load(name: str) -> Callable:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (Exception, SystemExit) as error:  # a custom module may raise anything
-        raise ValueError(f"{name} cannot be imported from {here} ({type(error).__name__}: {error}). Name module:function.") from error
-    if not callable(found) and not (hasattr(found, "init") and hasattr(found, "update")):  # optax's transformations
+        raise ValueError(
+            f"{name} cannot be imported from {here} ({type(error).__name__}: {error}). Name "
+            "module:function."
+        ) from error
+    if not callable(found) and not (
+        hasattr(found, "init") and hasattr(found, "update")
+    ):  # optax's transformations
         raise ValueError(f"{name} is a {type(found).__name__}; a function is needed.")
     return found

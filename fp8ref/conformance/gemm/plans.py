@@ -25,7 +25,11 @@ from fp8ref.sim.gemm.tensor_core import K_STEP, TensorCore
 from fp8ref.sim.quantize import cast
 from fp8ref.spec.epilogue import Epilogue
 
-UNIT = tuple(f.name for f in dataclasses.fields(TensorCore) if f.name not in ("name", "evidence", "accumulator", "block_scales"))
+UNIT = tuple(
+    f.name
+    for f in dataclasses.fields(TensorCore)
+    if f.name not in ("name", "evidence", "accumulator", "block_scales")
+)
 """The keys of a plan in JSON that describe its unit, one step of a tensor core.
 
 A probe looks for float32 accumulators without block scales alone (G-18).
@@ -61,13 +65,22 @@ def places(bench: Bench, unit: TensorCore) -> np.ndarray | str:
     small = top - unit.fraction_bits - bits - 1
     pair = bench.tiny(small)
     if pair is None:
-        return f"{bench.fmt_a} and {bench.fmt_b} have no product small enough for K = {bench.k}: probe a smaller K, or e5m2"
+        return (
+            f"{bench.fmt_a} and {bench.fmt_b} have no product small enough for K = {bench.k}: "
+            "probe a smaller K, or e5m2"
+        )
     filled = dict.fromkeys(steps, pair)
     large, opposite = bench.power(top), bench.power(top, -1)
-    kept = np.ldexp(bench.run([{**filled, k: large, k + 1: opposite} for k in steps]).astype(np.float64), -small)
+    kept = np.ldexp(
+        bench.run([{**filled, k: large, k + 1: opposite} for k in steps]).astype(np.float64), -small
+    )
     lost = len(steps) - 1 - kept
     whole = np.isin(lost, np.arange(len(steps)))
-    return lost.astype(np.int64) if whole.all() else "in other steps, large numbers did not leave a whole number of small ones"
+    return (
+        lost.astype(np.int64)
+        if whole.all()
+        else "in other steps, large numbers did not leave a whole number of small ones"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +96,13 @@ class Sample:
         return all(self._fits(bench, accumulate, side) for side in SIDES)
 
     def _fits(self, bench: Bench, accumulate: str | Accumulation, side: int) -> bool:
-        a, b = (operand(codes[:side], fmt, bench.gemm.granularity) for codes, fmt in ((self.a, bench.fmt_a), (self.b, bench.fmt_b)))
-        return np.array_equal(bench.rounded(gemm.matmul(a, b, accumulate=accumulate)), self.found[:side, :side])
+        a, b = (
+            operand(codes[:side], fmt, bench.gemm.granularity)
+            for codes, fmt in ((self.a, bench.fmt_a), (self.b, bench.fmt_b))
+        )
+        return np.array_equal(
+            bench.rounded(gemm.matmul(a, b, accumulate=accumulate)), self.found[:side, :side]
+        )
 
 
 def draw_codes(bench: Bench, rng: np.random.Generator) -> list[np.ndarray]:
@@ -95,7 +113,9 @@ def draw_codes(bench: Bench, rng: np.random.Generator) -> list[np.ndarray]:
     """
     drawn = []
     for rows, fmt in ((bench.m, bench.fmt_a), (bench.n, bench.fmt_b)):
-        widths = 2.0 ** (rng.integers(-2, 3, (rows, 1)) + rng.integers(-5, 6, (rows, bench.k // K_STEP))).repeat(K_STEP, axis=1)
+        widths = 2.0 ** (
+            rng.integers(-2, 3, (rows, 1)) + rng.integers(-5, 6, (rows, bench.k // K_STEP))
+        ).repeat(K_STEP, axis=1)
         values = rng.standard_normal((rows, bench.k)) * widths
         values[::4] = np.abs(values[::4])
         drawn.append(cast.encode(values, fmt))
@@ -105,11 +125,16 @@ def draw_codes(bench: Bench, rng: np.random.Generator) -> list[np.ndarray]:
 def draw_sample(bench: Bench, seed: int) -> Sample:
     """Draw random operands and run the GEMM on them."""
     a, b = draw_codes(bench, np.random.default_rng(seed))
-    left, right = (operand(codes, fmt, bench.gemm.granularity) for codes, fmt in ((a, bench.fmt_a), (b, bench.fmt_b)))
+    left, right = (
+        operand(codes, fmt, bench.gemm.granularity)
+        for codes, fmt in ((a, bench.fmt_a), (b, bench.fmt_b))
+    )
     return Sample(a=a, b=b, found=bench.gemm.multiply(left, right)[0])
 
 
-def fitting_plans(bench: Bench, units: Sequence[TensorCore], drawn: Sample) -> tuple[list[Accumulation], list[Finding]]:
+def fitting_plans(
+    bench: Bench, units: Sequence[TensorCore], drawn: Sample
+) -> tuple[list[Accumulation], list[Finding]]:
     """The plans with the measured places in chains and the bits of random sums.
 
     units     that fit one step equally: the first for which a plan fits is taken.
@@ -120,10 +145,18 @@ def fitting_plans(bench: Bench, units: Sequence[TensorCore], drawn: Sample) -> t
     if isinstance(found, str):
         return [], [Finding(what="promotion", value=None, evidence=found)]
     evidence = f"steps before it in its chain, for every 32 of K: {_short(found)}"
-    alike = [plan for plan in candidates(units[0], bench.k) if np.array_equal(expected_places(plan, bench.k), found)]
+    alike = [
+        plan
+        for plan in candidates(units[0], bench.k)
+        if np.array_equal(expected_places(plan, bench.k), found)
+    ]
     plans: list[Accumulation] = []
     for unit in units:
-        plans = [plan for plan in (dataclasses.replace(plan, unit=unit) for plan in alike) if drawn.fits(bench, plan)]
+        plans = [
+            plan
+            for plan in (dataclasses.replace(plan, unit=unit) for plan in alike)
+            if drawn.fits(bench, plan)
+        ]
         if plans:
             break
     evidence += f"; of {len(alike)} plans with such chains {len(plans)} had the bits of random sums"
@@ -140,13 +173,21 @@ def findings_of(plans: Sequence[Accumulation], evidence: str) -> list[Finding]:
         others = ("promotion of all of a chain's K or more", *others)
     aligned = simplest.promotion != K_STEP or simplest.unit.fused_width < K_STEP
     accumulator = (
-        "aligned with the products, and truncated like a product" if aligned else "0 in every step, whose results are added in float32"
+        "aligned with the products, and truncated like a product"
+        if aligned
+        else "0 in every step, whose results are added in float32"
     )
     found = [
-        Finding(what="promotion", value=simplest.promotion or "none", evidence=evidence, others=others),
+        Finding(
+            what="promotion", value=simplest.promotion or "none", evidence=evidence, others=others
+        ),
         Finding(what="accumulator", value=accumulator, evidence=SAME),
     ]
-    names = FIELDS[2:] if simplest.split_k > 1 or any(plan.split_k > 1 for plan in plans) else FIELDS[2:3]
+    names = (
+        FIELDS[2:]
+        if simplest.split_k > 1 or any(plan.split_k > 1 for plan in plans)
+        else FIELDS[2:3]
+    )
     for name in names:
         values = list(dict.fromkeys(getattr(plan, name) for plan in plans))
         found.append(Finding(what=name, value=values[0], evidence=SAME, others=tuple(values[1:])))
@@ -155,10 +196,15 @@ def findings_of(plans: Sequence[Accumulation], evidence: str) -> list[Finding]:
 
 def candidates(unit: TensorCore, k: int) -> Iterator[Accumulation]:
     """The plans that are tried, the simplest first."""
-    whole = [Accumulation(name="probed", unit=unit, promotion=promotion) for promotion in (None, *range(K_STEP, k, K_STEP))]
+    whole = [
+        Accumulation(name="probed", unit=unit, promotion=promotion)
+        for promotion in (None, *range(K_STEP, k, K_STEP))
+    ]
     yield from whole
     whole = [plan for plan in whole if plan.promotion in (None, *PROMOTIONS)]
-    for count, split_order, tile, plan in itertools.product(range(2, 17), SPLIT_ORDERS, TILES, whole):
+    for count, split_order, tile, plan in itertools.product(
+        range(2, 17), SPLIT_ORDERS, TILES, whole
+    ):
         longest = -(-k // (tile * count)) * tile  # part; a promotion beyond it leaves one chain
         if tile < k and (plan.promotion or 0) < longest:
             yield dataclasses.replace(plan, split_k=count, split_order=split_order, split_tile=tile)
@@ -169,19 +215,27 @@ def expected_places(plan: Accumulation, k: int) -> np.ndarray:
     found = np.zeros(k // K_STEP, np.int64)
     for part in accumulate.parts(k, plan):
         steps = part[::K_STEP] // K_STEP
-        found[steps] = np.arange(len(steps)) % (plan.promotion // K_STEP if plan.promotion else max(len(steps), 1))
+        found[steps] = np.arange(len(steps)) % (
+            plan.promotion // K_STEP if plan.promotion else max(len(steps), 1)
+        )
     return found
 
 
 def _named(plan: Accumulation) -> str:
     promotion = f"promotion {plan.promotion}" if plan.promotion else "no promotion"
-    return promotion + (f" in {plan.split_k} {plan.split_order} parts of tiles of {plan.split_tile}" if plan.split_k > 1 else "")
+    return promotion + (
+        f" in {plan.split_k} {plan.split_order} parts of tiles of {plan.split_tile}"
+        if plan.split_k > 1
+        else ""
+    )
 
 
 def _short(places: np.ndarray) -> str:
     listed = places.tolist()
     return (
-        ", ".join(map(str, listed)) if len(listed) <= 24 else f"{', '.join(map(str, listed[:20]))}, ... {', '.join(map(str, listed[-3:]))}"
+        ", ".join(map(str, listed))
+        if len(listed) <= 24
+        else f"{', '.join(map(str, listed[:20]))}, ... {', '.join(map(str, listed[-3:]))}"
     )
 
 
@@ -192,7 +246,11 @@ def plan_to_dict(accumulate: str | Accumulation) -> dict[str, Any]:
     """
     if isinstance(accumulate, str):
         return {"accumulate": accumulate} | dict.fromkeys(UNIT + PLAN)
-    return {"accumulate": None} | {key: getattr(accumulate.unit, key) for key in UNIT} | {key: getattr(accumulate, key) for key in PLAN}
+    return (
+        {"accumulate": None}
+        | {key: getattr(accumulate.unit, key) for key in UNIT}
+        | {key: getattr(accumulate, key) for key in PLAN}
+    )
 
 
 def accumulation(plan: Mapping[str, Any], *, evidence: str) -> str | Accumulation:
@@ -203,7 +261,11 @@ def accumulation(plan: Mapping[str, Any], *, evidence: str) -> str | Accumulatio
     """
     if plan.get("accumulate") is not None:
         return str(plan["accumulate"])
-    missing = [key for key in (*UNIT, *PLAN) if key not in plan or (plan[key] is None and key != "promotion")]
+    missing = [
+        key
+        for key in (*UNIT, *PLAN)
+        if key not in plan or (plan[key] is None and key != "promotion")
+    ]
     if missing:
         raise ValueError(
             f"a plan needs all of its keys; {', '.join(missing)} could not be identified or "
@@ -221,6 +283,7 @@ def epilogue(plan: Mapping[str, Any]) -> Epilogue:
     known = {e.name: e for e in epilogues.candidates()}
     if str(plan.get("epilogue")) not in known:
         raise ValueError(
-            f"a plan's epilogue is one that a probe names, such as {', '.join(list(known)[:3])}; got {plan.get('epilogue')!r}. Probe again."
+            "a plan's epilogue is one that a probe names, such as "
+            f"{', '.join(list(known)[:3])}; got {plan.get('epilogue')!r}. Probe again."
         )
     return known[plan["epilogue"]]

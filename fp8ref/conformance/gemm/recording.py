@@ -65,13 +65,20 @@ class Recordings(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """As --json writes it."""
-        found = [{"path": str(one.path), "compared": one.compared, "equal": one.equal} for one in self.verified]
+        found = [
+            {"path": str(one.path), "compared": one.compared, "equal": one.equal}
+            for one in self.verified
+        ]
         return {"ok": self.ok, "recordings": found, "damaged": list(self.damaged)}
 
     def render(self, console: "Console") -> None:
         """Print a line for each that was verified."""
         for one in self.verified:
-            console.out(f"{one.path}: {one.equal:,} of {one.compared:,} recorded results have the simulator's bits", highlight=False)
+            console.out(
+                f"{one.path}: {one.equal:,} of {one.compared:,} recorded results have the "
+                "simulator's bits",
+                highlight=False,
+            )
 
 
 def verify_all(paths: Iterable[Path]) -> Recordings:
@@ -96,21 +103,48 @@ def of_gemm(found: Identified, folder: Path, *, seed: int = 1) -> Path:
     a, b = rows_of(a, rows), rows_of(b, columns)
     sampled = {"rows": bench.sampled[0][rows], "columns": bench.sampled[1][columns]}
     scales = {"scale_a": a.scale, "scale_b": b.scale}
-    arrays = {**sampled, "a": a.codes, "b": b.codes, **scales, "out": out[np.ix_(rows, columns)].view(np.uint32)}
-    words = [bench.gemm.name, *(bench.gemm.about[key] for key in ("accumulate", "out_dtype") if key in bench.gemm.about)]
-    words += [bench.gemm.granularity, f"{bench.m}x{bench.n}x{bench.k}", bench.fmt_a.name, bench.fmt_b.name]
+    arrays = {
+        **sampled,
+        "a": a.codes,
+        "b": b.codes,
+        **scales,
+        "out": out[np.ix_(rows, columns)].view(np.uint32),
+    }
+    words = [
+        bench.gemm.name,
+        *(bench.gemm.about[key] for key in ("accumulate", "out_dtype") if key in bench.gemm.about),
+    ]
+    words += [
+        bench.gemm.granularity,
+        f"{bench.m}x{bench.n}x{bench.k}",
+        bench.fmt_a.name,
+        bench.fmt_b.name,
+    ]
     return _write(folder, "-".join(words), {"kind": "gemm", **found.to_dict()}, arrays)
 
 
-def of_instruction(found: Instruction, multiply: Multiply, folder: Path, *, count: int = 4000, seed: int = 1) -> Path:
+def of_instruction(
+    found: Instruction, multiply: Multiply, folder: Path, *, count: int = 4000, seed: int = 1
+) -> Path:
     """Record the groups of instructions that were run, and ``count`` random ones."""
-    arrays = {key: np.concatenate([getattr(group, key) for group in found.groups]) for key in ("a", "b", "c", "d")}
+    arrays = {
+        key: np.concatenate([getattr(group, key) for group in found.groups])
+        for key in ("a", "b", "c", "d")
+    }
     for i in range(-(-count // SIDE)):
         a, b, c = random_operands(found.fmt_a, found.fmt_b, seed + i)
         d = np.diagonal(multiply(a, b, c, found.fmt_a, found.fmt_b))
-        arrays = {key: np.concatenate([arrays[key], value]) for key, value in (("a", a), ("b", b), ("c", np.diagonal(c)), ("d", d))}
+        arrays = {
+            key: np.concatenate([arrays[key], value])
+            for key, value in (("a", a), ("b", b), ("c", np.diagonal(c)), ("d", d))
+        }
     arrays |= {key: arrays[key].view(np.uint32) for key in ("c", "d")}
-    return _write(folder, f"{found.name}-{found.fmt_a}-{found.fmt_b}", {"kind": "instruction", **found.to_dict()}, arrays)
+    return _write(
+        folder,
+        f"{found.name}-{found.fmt_a}-{found.fmt_b}",
+        {"kind": "instruction", **found.to_dict()},
+        arrays,
+    )
 
 
 def verify(path: Path) -> Verified:
@@ -120,19 +154,28 @@ def verify(path: Path) -> Verified:
     """
     try:
         metadata, arrays = _read(path)
-        computed, recorded = (_instruction if metadata["kind"] == "instruction" else _gemm)(metadata, arrays)
+        computed, recorded = (_instruction if metadata["kind"] == "instruction" else _gemm)(
+            metadata, arrays
+        )
     except OSError as error:
-        raise ValueError(f"{path} cannot be read as a recording of a probe ({error}). Name the .json, with its .npz next to it.") from error
+        raise ValueError(
+            f"{path} cannot be read as a recording of a probe ({error}). Name the .json, with "
+            "its .npz next to it."
+        ) from error
     except Exception as error:  # damaged archives and arrays raise all kinds of errors
         why = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else error
         raise ValueError(
             f"{path} is not a complete recording of a probe ({why}). A recording is a "
             f"{FORMAT!r} file with an .npz file next to it. Record it again."
         ) from error
-    return Verified(path=path, compared=recorded.size, equal=int((computed.view(np.uint32) == recorded).sum()))
+    return Verified(
+        path=path, compared=recorded.size, equal=int((computed.view(np.uint32) == recorded).sum())
+    )
 
 
-def _instruction(metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _instruction(
+    metadata: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
     """Computed and recorded results [Q], the latter as bits."""
     fmt_a, fmt_b = (FP8_FORMATS[name] for name in metadata["formats"])
     accumulate = _accumulation(metadata)
@@ -142,7 +185,9 @@ def _instruction(metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> tup
     if not (len(a) == len(b) == len(c) and recorded.shape == (len(a),)):
         raise ValueError("its arrays differ in length")
     each = (
-        gemm.mma(x[None], y[None], z[None, None], fmt_a=fmt_a, fmt_b=fmt_b, unit=accumulate.unit)[0, 0]
+        gemm.mma(x[None], y[None], z[None, None], fmt_a=fmt_a, fmt_b=fmt_b, unit=accumulate.unit)[
+            0, 0
+        ]
         for x, y, z in zip(a, b, c.view(np.float32), strict=True)
     )
     return np.array(list(each), np.float32), recorded
@@ -153,25 +198,45 @@ def _gemm(metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[np.n
     if metadata["kind"] != "gemm":
         raise ValueError(f"its kind is {metadata['kind']!r}, not gemm or instruction")
     fmts = (FP8_FORMATS[name] for name in metadata["formats"])
-    a, b = (operand(arrays[x], fmt, metadata["granularity"], arrays[f"scale_{x}"]) for x, fmt in zip("ab", fmts, strict=True))
+    a, b = (
+        operand(arrays[x], fmt, metadata["granularity"], arrays[f"scale_{x}"])
+        for x, fmt in zip("ab", fmts, strict=True)
+    )
     recorded = arrays["out"]
     if recorded.shape != (len(a.codes), len(b.codes)):
-        raise ValueError(f"its results are {list(recorded.shape)}, of operands {list(a.codes.shape)} and {list(b.codes.shape)}")
+        raise ValueError(
+            f"its results are {list(recorded.shape)}, of operands {list(a.codes.shape)} and "
+            f"{list(b.codes.shape)}"
+        )
     out_dtype = OUT_DTYPES[metadata["plan"]["out_dtype"]]
-    computed = gemm.matmul(a, b, accumulate=_accumulation(metadata), epilogue=plans.epilogue(metadata["plan"]), out_dtype=out_dtype)
+    computed = gemm.matmul(
+        a,
+        b,
+        accumulate=_accumulation(metadata),
+        epilogue=plans.epilogue(metadata["plan"]),
+        out_dtype=out_dtype,
+    )
     return computed, recorded
 
 
 def _accumulation(metadata: dict[str, Any]) -> str | Accumulation:
-    return plans.accumulation(metadata["plan"] or {}, evidence=f"{metadata['subject']} on {metadata['about'].get('device', 'a device')}")
+    return plans.accumulation(
+        metadata["plan"] or {},
+        evidence=f"{metadata['subject']} on {metadata['about'].get('device', 'a device')}",
+    )
 
 
-def _write(folder: Path, name: str, metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> Path:
+def _write(
+    folder: Path, name: str, metadata: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in name)
     files.write_arrays(folder / f"{name}.npz", arrays)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"format": FORMAT, "fp8ref": fp8ref.__version__, **metadata}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({"format": FORMAT, "fp8ref": fp8ref.__version__, **metadata}, indent=1) + "\n",
+        encoding="utf-8",
+    )
     return path
 
 

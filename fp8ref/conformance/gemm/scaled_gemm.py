@@ -32,8 +32,8 @@ class ScaledGemm:
 
     function     (Quantized a [M, K], Quantized b [N, K]) -> [M, N], an array of NumPy, PyTorch or
                  JAX in float32, bfloat16 or float16; with ``bias`` set, also bias [N] of float32.
-    granularity  of the scales it takes; granularity_b: of those of b, if they are others. A probe takes
-                 ``tensorwise`` and ``rowwise`` ones alone.
+    granularity  of the scales it takes; granularity_b: of those of b, if they are others. A probe
+                 takes ``tensorwise`` and ``rowwise`` ones alone.
     about        what it runs on: device, versions, flags.
     """
 
@@ -49,9 +49,11 @@ class ScaledGemm:
         """Of the scales of a and of b."""
         return self.granularity, self.granularity_b or self.granularity
 
-    def multiply(self, a: Quantized, b: Quantized, bias: np.ndarray | None = None, *, repeat: bool = True) -> tuple[np.ndarray, Format]:
-        """Run the function twice, or with repeat=False once; return its result as float32 [M, N], and
-        the result's dtype.
+    def multiply(
+        self, a: Quantized, b: Quantized, bias: np.ndarray | None = None, *, repeat: bool = True
+    ) -> tuple[np.ndarray, Format]:
+        """Run the function twice, or with repeat=False once; return its result as float32 [M, N],
+        and the result's dtype.
 
         Raises:   ProbeError: the GEMM is invalid.
         """
@@ -66,38 +68,59 @@ class ScaledGemm:
         if different.any():
             at = tuple(int(i) for i in np.argwhere(different)[0])
             raise ProbeError(
-                f"{self.name} does not repeat itself: {_of(a, b)} gave {first[at]:.9g} at {list(at)}, then {again[at]:.9g}. "
-                "A probe needs a deterministic function; turn atomics or autotuning off."
+                f"{self.name} does not repeat itself: {_of(a, b)} gave {first[at]:.9g} at "
+                f"{list(at)}, then {again[at]:.9g}. A probe needs a deterministic function; "
+                "turn atomics or autotuning off."
             )
         return first, dtype
 
-    def _once(self, a: Quantized, b: Quantized, with_bias: dict[str, np.ndarray]) -> tuple[np.ndarray, Format]:
-        given = [np.copy(part) for part in (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)]
+    def _once(
+        self, a: Quantized, b: Quantized, with_bias: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, Format]:
+        given = [
+            np.copy(part) for part in (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
+        ]
         try:
             with np.errstate(all="ignore"):  # stimuli hold NaN and overflow
                 values, dtype = read_array(self.function(a, b, **with_bias))
         except ProbeError as error:
             raise ProbeError(f"{self.name} {error}") from error
-        except (Exception, SystemExit) as error:  # a custom function, or reading its result, may raise anything
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # a custom function, or reading its result, may raise anything
             said = f": {error}" if str(error) else ""
             raise RefusedError(
-                f"{self.name} raised {type(error).__name__} for {_of(a, b)}{said}. Call it on such operands alone to find the cause."
+                f"{self.name} raised {type(error).__name__} for {_of(a, b)}{said}. Call it on "
+                "such operands alone to find the cause."
             ) from error
         now = (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
-        if not all(np.array_equal(before, after, equal_nan=True) for before, after in zip(given, now, strict=True)):
-            raise ProbeError(f"{self.name} changed its operands, {_of(a, b)}. Let it work on copies.")
+        if not all(
+            np.array_equal(before, after, equal_nan=True)
+            for before, after in zip(given, now, strict=True)
+        ):
+            raise ProbeError(
+                f"{self.name} changed its operands, {_of(a, b)}. Let it work on copies."
+            )
         if values.shape != (len(a.codes), len(b.codes)):
-            raise ProbeError(f"{self.name} gives [M, N] = {[len(a.codes), len(b.codes)]} for {_of(a, b)}; got shape {list(values.shape)}.")
+            raise ProbeError(
+                f"{self.name} gives [M, N] = {[len(a.codes), len(b.codes)]} for {_of(a, b)}; "
+                f"got shape {list(values.shape)}."
+            )
         return values, dtype
 
 
-def operand(codes: np.ndarray, fmt: Format, granularity: str, scale: np.ndarray | float = 1.0) -> Quantized:
+def operand(
+    codes: np.ndarray, fmt: Format, granularity: str, scale: np.ndarray | float = 1.0
+) -> Quantized:
     """An operand from codes [M, K], reduced along K.
 
-    scale    one number, or an array of the granularity's shape. The operand has the nearest one that
-             ``hardware_scales`` allows.
+    scale    one number, or an array of the granularity's shape. The operand has the nearest one
+             that ``hardware_scales`` allows.
     """
-    scale = np.broadcast_to(np.asarray(scale, np.float32), scale_shape(granularity, codes.shape, -1)).copy()
+    scale = np.broadcast_to(
+        np.asarray(scale, np.float32), scale_shape(granularity, codes.shape, -1)
+    ).copy()
     scale_inv = np.asarray(scaling.scale_inv_from_scale(scale))
     held = hardware_scales(granularity, scale_inv)
     if held is not scale_inv:
@@ -108,8 +131,8 @@ def operand(codes: np.ndarray, fmt: Format, granularity: str, scale: np.ndarray 
 def hardware_scales(granularity: str, scale_inv: np.ndarray) -> np.ndarray:
     """The nearest scales that a GEMM of this granularity reads, float32 of the same shape.
 
-    MX blocks have a power of two (e8m0fnu), NVFP4 blocks a number of e4m3fn; others any float32, and
-    are returned as they are. Ties of e8m0 go up.
+    MX blocks have a power of two (e8m0fnu), NVFP4 blocks a number of e4m3fn; others any float32,
+    and are returned as they are. Ties of e8m0 go up.
     """
     fmt = {"mx": E8M0FNU, "nvfp4": E4M3FN}.get(granularity.partition("_")[0])
     return scale_inv if fmt is None else np.asarray(cast.round_to(scale_inv, fmt, saturate=True))
@@ -118,11 +141,15 @@ def hardware_scales(granularity: str, scale_inv: np.ndarray) -> np.ndarray:
 def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:
     """The given rows of an operand, with their scales.
 
-    Raises:   ValueError: rows that share scales of blocks, and are not the first ones, which alone keep their blocks.
+    Raises:   ValueError: rows that share scales of blocks, and are not the first ones, which alone
+              keep their blocks.
     """
     size = by_name(q.granularity).other or 1
     if size > 1 and not np.array_equal(rows, np.arange(len(rows))):
-        raise ValueError(f"of blocks of {size} rows the first rows are taken; got {rows}. Take np.arange of a number.")
+        raise ValueError(
+            f"of blocks of {size} rows the first rows are taken; got {rows}. Take np.arange of "
+            "a number."
+        )
     lines = rows[::size] // size
     scale, scale_inv = (x[lines] if x.ndim else x for x in (q.scale, q.scale_inv))
     return q._replace(codes=q.codes[rows], scale=scale, scale_inv=scale_inv)
@@ -131,11 +158,17 @@ def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:
 def read_array(found: Any) -> tuple[np.ndarray, Format]:
     """A framework's array as a float32 copy, which no later call writes to, and its dtype."""
     if hasattr(found, "detach"):  # PyTorch's tensors
-        dtype, found = str(found.dtype).removeprefix("torch."), found.detach().float().cpu().resolve_conj().resolve_neg().numpy()
+        dtype, found = (
+            str(found.dtype).removeprefix("torch."),
+            found.detach().float().cpu().resolve_conj().resolve_neg().numpy(),
+        )
     elif hasattr(found, "dtype"):
         dtype, found = np.dtype(found.dtype).name, np.asarray(found)
     else:
-        raise ProbeError(f"gives one array [M, N] of NumPy, PyTorch or JAX; got {type(found).__name__}. Return the array alone.")
+        raise ProbeError(
+            f"gives one array [M, N] of NumPy, PyTorch or JAX; got {type(found).__name__}. "
+            "Return the array alone."
+        )
     if dtype not in OUT_DTYPES:
         raise ProbeError(f"gives {', '.join(OUT_DTYPES)}; got {dtype}. Convert what it returns.")
     return np.array(found, np.float32, order="C", ndmin=0, copy=True), OUT_DTYPES[dtype]

@@ -17,10 +17,21 @@ from fp8ref.spec.epilogue import Epilogue
 NAN = 0x7FFFFFFF
 """The bits of the one NaN that tensor cores give."""
 
-KINDS = ("nan", "infinities", "zeros of sums", "small results", "large results", "epilogue with bias")
+KINDS = (
+    "nan",
+    "infinities",
+    "zeros of sums",
+    "small results",
+    "large results",
+    "epilogue with bias",
+)
 """The findings that are compared with the simulator."""
 
-ALIKE = ("as IEEE 754", "as the simulator has them", *(e.name for e in epilogues.candidates() if e.bias))
+ALIKE = (
+    "as IEEE 754",
+    "as the simulator has them",
+    *(e.name for e in epilogues.candidates() if e.bias),
+)
 """The values of those findings that agree with the simulator."""
 
 
@@ -47,44 +58,83 @@ def specials(bench: Bench) -> list[Finding]:
     results = bench.run_codes(a, b)
     got = {name: _read(x) for name, x in zip(stimuli, results, strict=True)}
     found = []
-    for what, expected in (("nan", {"nan"}), ("infinities", {"inf", "-inf", "nan"}), ("zeros of sums", {"+0"})):
-        names = [n for n, (_, e) in stimuli.items() if e in expected and ("Inf" in n) == (what == "infinities")]
+    for what, expected in (
+        ("nan", {"nan"}),
+        ("infinities", {"inf", "-inf", "nan"}),
+        ("zeros of sums", {"+0"}),
+    ):
+        names = [
+            n
+            for n, (_, e) in stimuli.items()
+            if e in expected and ("Inf" in n) == (what == "infinities")
+        ]
         if not names:
             continue
         wrong = {n: got[n] for n in names if got[n] != stimuli[n][1]}
-        said = "as IEEE 754" if not wrong else ", ".join(f"{n} is {value}" for n, value in wrong.items())
-        found.append(Finding(what=what, value=said, evidence=", ".join(f"{n} is {got[n]}" for n in names)))
+        said = (
+            "as IEEE 754"
+            if not wrong
+            else ", ".join(f"{n} is {value}" for n, value in wrong.items())
+        )
+        found.append(
+            Finding(what=what, value=said, evidence=", ".join(f"{n} is {got[n]}" for n in names))
+        )
     bits = {int(x.view(np.uint32)) for x in results if np.isnan(x)}
     if bits:
         listed = ", ".join(f"{b:08x}" for b in sorted(bits))
         found.append(
-            Finding(what="nan_bits", value=listed, evidence=f"bits of the NaNs above, widened to float32; tensor cores give {NAN:08x}")
+            Finding(
+                what="nan_bits",
+                value=listed,
+                evidence=f"bits of the NaNs above, widened to float32; tensor cores give {NAN:08x}",
+            )
         )
     return found
 
 
-def extremes(bench: Bench, accumulate: str | Accumulation, epilogue: Epilogue, seed: int) -> list[Finding]:
+def extremes(
+    bench: Bench, accumulate: str | Accumulation, epilogue: Epilogue, seed: int
+) -> list[Finding]:
     """Find ``small results`` and ``large results``: at both ends of the output dtype, and beyond.
 
     Random operands are run under scales that move their results there.
     """
     drawn, found = plans.draw_sample(bench, seed), []
-    for what, exponent in (("small results", bench.out.emin - 6), ("large results", int(np.frexp(bench.out.max)[1]))):
+    for what, exponent in (
+        ("small results", bench.out.emin - 6),
+        ("large results", int(np.frexp(bench.out.max)[1])),
+    ):
         typical = int(np.frexp(np.median(np.abs(drawn.found[np.isfinite(drawn.found)])) or 1.0)[1])
-        factor = 2.0 ** (-(exponent - typical) / 2)  # scale multiplies into FP8: results are divided by both
-        a, b, results = epilogues.under_scales(bench, [drawn.a, drawn.b], np.random.default_rng(seed), factor)
-        sums = gemm.matmul(*(operand(q.codes, q.fmt, "tensorwise") for q in (a, b)), accumulate=accumulate)
-        expected = gemm.finish(sums, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out)
+        factor = 2.0 ** (
+            -(exponent - typical) / 2
+        )  # scale multiplies into FP8: results are divided by both
+        a, b, results = epilogues.under_scales(
+            bench, [drawn.a, drawn.b], np.random.default_rng(seed), factor
+        )
+        sums = gemm.matmul(
+            *(operand(q.codes, q.fmt, "tensorwise") for q in (a, b)), accumulate=accumulate
+        )
+        expected = gemm.finish(
+            sums, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out
+        )
         wrong = np.argwhere(expected.view(np.uint32) != results.view(np.uint32))
-        evidence = f"{results.size} results, from {np.abs(expected).min():.3g} to {np.abs(expected).max():.3g} in magnitude"
+        evidence = (
+            f"{results.size} results, from {np.abs(expected).min():.3g} to "
+            f"{np.abs(expected).max():.3g} in magnitude"
+        )
         if len(wrong):
             at = tuple(int(i) for i in wrong[0])
-            said = f"{len(wrong)} differ from the simulator, such as {results[at]:.9g} instead of {expected[at]:.9g}"
+            said = (
+                f"{len(wrong)} differ from the simulator, such as {results[at]:.9g} instead of "
+                f"{expected[at]:.9g}"
+            )
         found.append(Finding(what=what, value=said if len(wrong) else ALIKE[1], evidence=evidence))
     return found
 
 
-def _infinities(who: str, inf: int, one: int, *, left: bool) -> dict[str, tuple[dict[int, tuple[int, int]], str]]:
+def _infinities(
+    who: str, inf: int, one: int, *, left: bool
+) -> dict[str, tuple[dict[int, tuple[int, int]], str]]:
     def pair(x: int, y: int) -> tuple[int, int]:
         return (x, y) if left else (y, x)
 

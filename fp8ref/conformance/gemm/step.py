@@ -38,16 +38,25 @@ def width(bench: Bench) -> Finding:
     # group of j the sum holds the large number, and small ones are lost. Those in later groups are
     # kept. How many are kept, for every j, shows the groups' width. Large and small are as far
     # apart as the formats allow, while the sum of 30 small ones is still a result.
-    large, small, start = bench.top, max(bench.bottom, -19 if bench.out == FLOAT16 else bench.bottom), bench.k - K_STEP
+    large, small, start = (
+        bench.top,
+        max(bench.bottom, -19 if bench.out == FLOAT16 else bench.bottom),
+        bench.k - K_STEP,
+    )
     pairs = range(1, K_STEP)
     filled = dict.fromkeys(range(start, bench.k), bench.power(small))
-    stimuli = [{**filled, start: bench.power(large), start + j: bench.power(large, -1)} for j in pairs]
+    stimuli = [
+        {**filled, start: bench.power(large), start + j: bench.power(large, -1)} for j in pairs
+    ]
     kept = np.ldexp(bench.run(stimuli).astype(np.float64), -small)
     evidence = (
-        f"2^{large}, -2^{large} j further on, and 2^{small} at the other 30 of 32 of K: with j = 1, 3, 7, 15, 31 there were "
+        f"2^{large}, -2^{large} j further on, and 2^{small} at the other 30 of 32 of K: with j "
+        "= 1, 3, 7, 15, 31 there were "
         f"{', '.join(f'{kept[j - 1]:g}' for j in (1, 3, 7, 15, 31))} of the 30 left"
     )
-    expected: dict[int | str, list[int]] = {w: [K_STEP - (j // w + 1) * w for j in pairs] for w in (32, 16, 8, 4)}
+    expected: dict[int | str, list[int]] = {
+        w: [K_STEP - (j // w + 1) * w for j in pairs] for w in (32, 16, 8, 4)
+    }
     # one by one, all between 0 and j are lost, and j itself is not one of the 30
     expected |= {SEQUENTIAL: [K_STEP - (j + 1) for j in pairs], WIDE: [K_STEP - 2 for _ in pairs]}
     found = [w for w, counts in expected.items() if np.array_equal(kept, counts)]
@@ -59,42 +68,81 @@ def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Findin
 
     Returns:  the tensor cores, and findings about them.
     """
-    plain = TensorCore(name="probed", fused_width=fused_width, fraction_bits=13, output_bits=23, evidence="probed")
-    fitting = [dataclasses.replace(plain, fraction_bits=bits, rounding=how) for bits in range(25, 0, -1) for how in ROUNDINGS]
-    fitting, terms = _narrowed(bench, fitting, _terms(bench), {"fraction_bits": "", "rounding": "1.5"})
+    plain = TensorCore(
+        name="probed", fused_width=fused_width, fraction_bits=13, output_bits=23, evidence="probed"
+    )
+    fitting = [
+        dataclasses.replace(plain, fraction_bits=bits, rounding=how)
+        for bits in range(25, 0, -1)
+        for how in ROUNDINGS
+    ]
+    fitting, terms = _narrowed(
+        bench, fitting, _terms(bench), {"fraction_bits": "", "rounding": "1.5"}
+    )
     if not fitting:
         return [], terms
-    kinds = [("coded", "excluded"), ("coded", "counted"), ("factors", "excluded"), ("products", "excluded")]
+    kinds = [
+        ("coded", "excluded"),
+        ("coded", "counted"),
+        ("factors", "excluded"),
+        ("products", "excluded"),
+    ]
     fitting = [
         dataclasses.replace(unit, exponents=of, zeros=zeros, subnormals=subnormals)  # type: ignore[arg-type]
         for unit, (of, zeros), subnormals in itertools.product(fitting, kinds, ("kept", "flushed"))
     ]
     stimuli = _about_exponents(bench, fitting[0].fraction_bits)
-    fitting, of_terms = _narrowed(bench, fitting, stimuli, {"exponents": "same", "zeros": "zero", "subnormals": "smallest"})
-    likeliest = [bits for unit in fitting[:1] for bits in dict.fromkeys((unit.fraction_bits, *range(23, 0, -1))) if bits <= 23]
+    fitting, of_terms = _narrowed(
+        bench, fitting, stimuli, {"exponents": "same", "zeros": "zero", "subnormals": "smallest"}
+    )
+    likeliest = [
+        bits
+        for unit in fitting[:1]
+        for bits in dict.fromkeys((unit.fraction_bits, *range(23, 0, -1)))
+        if bits <= 23
+    ]
     fitting = [
         dataclasses.replace(unit, output_bits=bits, output_rounding=how)
         for unit, how, bits in itertools.product(fitting, ROUNDINGS, likeliest)
     ]
     fitting, results = _narrowed(
-        bench, fitting, _results(bench, fitting[0]) if fitting else {}, {"output_bits": "", "output_rounding": " - "}
+        bench,
+        fitting,
+        _results(bench, fitting[0]) if fitting else {},
+        {"output_bits": "", "output_rounding": " - "},
     )
     agreeing = _of_random_steps(bench, fitting)
     findings = [settled(finding, agreeing) for finding in (*terms, *of_terms, *results)]
-    said = f"{len(agreeing)} of the {len(fitting)} units that are left have the bits of steps over random codes of all kinds"
-    return agreeing, [*findings, Finding(what="random steps", value="as the simulator has them" if agreeing else None, evidence=said)]
+    said = (
+        f"{len(agreeing)} of the {len(fitting)} units that are left have the bits of steps "
+        "over random codes of all kinds"
+    )
+    return agreeing, [
+        *findings,
+        Finding(
+            what="random steps",
+            value="as the simulator has them" if agreeing else None,
+            evidence=said,
+        ),
+    ]
 
 
 def settled(finding: Finding, fitting: Sequence[TensorCore]) -> Finding:
     """The finding with the values of these units."""
     if finding.what not in TensorCore.__dataclass_fields__:
         return finding
-    values = list(dict.fromkeys(getattr(unit, finding.what) for unit in fitting)) or [finding.value, *finding.others]
+    values = list(dict.fromkeys(getattr(unit, finding.what) for unit in fitting)) or [
+        finding.value,
+        *finding.others,
+    ]
     return dataclasses.replace(finding, value=values[0], others=tuple(values[1:]))
 
 
 def _narrowed(
-    bench: Bench, candidates: Sequence[TensorCore], stimuli: Mapping[str, Terms], fields: Mapping[str, str]
+    bench: Bench,
+    candidates: Sequence[TensorCore],
+    stimuli: Mapping[str, Terms],
+    fields: Mapping[str, str],
 ) -> tuple[list[TensorCore], list[Finding]]:
     """The candidates that predict all results, and a finding for each field.
 
@@ -103,22 +151,42 @@ def _narrowed(
     if not candidates:
         return [], [Finding(what=field, value=None, evidence="") for field in fields]
     start = bench.k - candidates[0].fused_width
-    a, b = bench.codes([{start + k: pair for k, pair in terms.items()} for terms in stimuli.values()])
+    a, b = bench.codes(
+        [{start + k: pair for k, pair in terms.items()} for terms in stimuli.values()]
+    )
     results = bench.run_codes(a, b)
-    fitting = [unit for unit in candidates if np.array_equal(_predicted(bench, a, b, unit), results)]
+    fitting = [
+        unit for unit in candidates if np.array_equal(_predicted(bench, a, b, unit), results)
+    ]
     findings = []
     for field, word in fields.items():
         values = list(dict.fromkeys(getattr(unit, field) for unit in fitting))
-        shown = {name: (result, exact) for name, result, exact in zip(stimuli, results, _exact(stimuli), strict=True) if word in name}
-        findings.append(Finding(what=field, value=values[0] if values else None, evidence=_evidence(shown), others=tuple(values[1:])))
+        shown = {
+            name: (result, exact)
+            for name, result, exact in zip(stimuli, results, _exact(stimuli), strict=True)
+            if word in name
+        }
+        findings.append(
+            Finding(
+                what=field,
+                value=values[0] if values else None,
+                evidence=_evidence(shown),
+                others=tuple(values[1:]),
+            )
+        )
     return fitting, findings
 
 
 def _predicted(bench: Bench, a: np.ndarray, b: np.ndarray, unit: TensorCore) -> np.ndarray:
     """A unit's results [Q] of stimuli in codes [Q, K] whose terms are in the last 32 of K."""
-    left, right = (cast.decode(codes[:, None, -K_STEP:], fmt) for codes, fmt in ((a, bench.fmt_a), (b, bench.fmt_b)))  # [Q, 1, 32]
+    left, right = (
+        cast.decode(codes[:, None, -K_STEP:], fmt)
+        for codes, fmt in ((a, bench.fmt_a), (b, bench.fmt_b))
+    )  # [Q, 1, 32]
     zero = np.zeros((len(a), 1, 1), np.float32)
-    return bench.rounded(tensor_core.chain_plain(left, right, zero, bench.fmt_a, bench.fmt_b, unit)[:, 0, 0])
+    return bench.rounded(
+        tensor_core.chain_plain(left, right, zero, bench.fmt_a, bench.fmt_b, unit)[:, 0, 0]
+    )
 
 
 def _of_random_steps(bench: Bench, candidates: Sequence[TensorCore]) -> list[TensorCore]:
@@ -132,14 +200,23 @@ def _of_random_steps(bench: Bench, candidates: Sequence[TensorCore]) -> list[Ten
         any_code = finite_codes(rng, (count, K_STEP), fmt)
         drawn[:, -K_STEP:] = np.where(np.arange(count)[:, None] % 2, near_one, any_code)
         codes.append(drawn)
-    left, right = (operand(drawn, fmt, bench.gemm.granularity) for drawn, fmt in zip(codes, (bench.fmt_a, bench.fmt_b), strict=True))
+    left, right = (
+        operand(drawn, fmt, bench.gemm.granularity)
+        for drawn, fmt in zip(codes, (bench.fmt_a, bench.fmt_b), strict=True)
+    )
     found = bench.gemm.multiply(left, right)[0][:rows, :columns]
-    a, b = cast.decode(codes[0][:rows, -K_STEP:], bench.fmt_a), cast.decode(codes[1][:columns, -K_STEP:], bench.fmt_b)
+    a, b = (
+        cast.decode(codes[0][:rows, -K_STEP:], bench.fmt_a),
+        cast.decode(codes[1][:columns, -K_STEP:], bench.fmt_b),
+    )
     zero = np.zeros(found.shape, np.float32)
     return [
         unit
         for unit in candidates
-        if np.array_equal(bench.rounded(tensor_core.chain_plain(a, b, zero, bench.fmt_a, bench.fmt_b, unit)), found)
+        if np.array_equal(
+            bench.rounded(tensor_core.chain_plain(a, b, zero, bench.fmt_a, bench.fmt_b, unit)),
+            found,
+        )
     ]
 
 
@@ -150,7 +227,10 @@ def _terms(bench: Bench) -> dict[str, Terms]:
     """
     large = bench.top
     pair = {0: bench.power(large), 1: bench.power(large, -1)}
-    return {f"2^{large} - 2^{large} {name}": {**pair, 2: small} for name, small in _small(bench, range(large - 1, large - FAR, -1))}
+    return {
+        f"2^{large} - 2^{large} {name}": {**pair, 2: small}
+        for name, small in _small(bench, range(large - 1, large - FAR, -1))
+    }
 
 
 def _about_exponents(bench: Bench, fraction_bits: int) -> dict[str, Terms]:
@@ -162,7 +242,11 @@ def _about_exponents(bench: Bench, fraction_bits: int) -> dict[str, Terms]:
     # 1.5 x 1.5 = 2.25 has the exponent 1 when normalized, and 0 by its factors' exponents: the last
     # place kept next to it differs by one bit.
     for value in (base - fraction_bits, base - fraction_bits - 1):
-        stimuli[f"2.25 x 2^{base} - the same + 2^{value}"] = {0: (1.5 * x, 1.5 * y), 1: (-1.5 * x, 1.5 * y), 2: bench.power(value)}
+        stimuli[f"2.25 x 2^{base} - the same + 2^{value}"] = {
+            0: (1.5 * x, 1.5 * y),
+            1: (-1.5 * x, 1.5 * y),
+            2: bench.power(value),
+        }
     least_a, least_b = fmt_a.smallest_subnormal, fmt_b.smallest_subnormal
     stimuli["a's smallest subnormal x 1"] = {0: (least_a, 1.0)}
     stimuli["1 x b's smallest subnormal"] = {0: (1.0, least_b)}
@@ -174,7 +258,11 @@ def _about_exponents(bench: Bench, fraction_bits: int) -> dict[str, Terms]:
         half = int(exponent) - fraction_bits - 1  # of the last place kept
         small = bench.tiny(half)
         if small is not None:
-            stimuli[f"a subnormal of {who} x {max(factors):g} - the same + 2^{half}"] = {0: factors, 1: (-factors[0], factors[1]), 2: small}
+            stimuli[f"a subnormal of {who} x {max(factors):g} - the same + 2^{half}"] = {
+                0: factors,
+                1: (-factors[0], factors[1]),
+                2: small,
+            }
             zero = (0.0, large_b) if who == "a" else (large_a, 0.0)
             stimuli[f"a zero of {who} x {max(zero):g} + 2^{half}"] = {0: zero, 1: small}
     return stimuli
@@ -191,7 +279,9 @@ def _results(bench: Bench, unit: TensorCore) -> dict[str, Terms]:
         base, least = bench.top, bench.top - unit.fraction_bits
     x, y = bench.power(base)
     stimuli: dict[str, Terms] = {}
-    for sign, (count, factor) in itertools.product((1, -1), ((unit.fused_width - 2, 1.75), (1, 1.0))):
+    for sign, (count, factor) in itertools.product(
+        (1, -1), ((unit.fused_width - 2, 1.75), (1, 1.0))
+    ):
         terms = dict.fromkeys(range(count), (sign * factor * x, factor * y))
         total = count * factor**2
         written = f"{sign * total:g} x 2^{base}"
@@ -199,7 +289,11 @@ def _results(bench: Bench, unit: TensorCore) -> dict[str, Terms]:
         for name, small in _small(bench, range(least, base)):
             stimuli[f"{written} {name}"] = {**terms, count: small}
             if bench.out != FLOAT32 and tie > least:
-                stimuli[f"{written} + 2^{tie} {name}"] = {**terms, count: bench.power(tie), count + 1: small}
+                stimuli[f"{written} + 2^{tie} {name}"] = {
+                    **terms,
+                    count: bench.power(tie),
+                    count + 1: small,
+                }
     return stimuli
 
 
@@ -207,7 +301,10 @@ def _small(bench: Bench, exponents: Iterable[int]) -> Iterator[tuple[str, tuple[
     """The names and factors of +-1 and +-1.5 times powers of two."""
     for exponent, sign, significand in itertools.product(exponents, (1, -1), (1.0, 1.5)):
         x, y = bench.power(exponent, sign)
-        yield f"{'+' if sign > 0 else '-'} {'1.5 x ' * (significand > 1)}2^{exponent}", (significand * x, y)
+        yield (
+            f"{'+' if sign > 0 else '-'} {'1.5 x ' * (significand > 1)}2^{exponent}",
+            (significand * x, y),
+        )
 
 
 def _exact(stimuli: Mapping[str, Terms]) -> list[float]:
@@ -221,5 +318,10 @@ def _evidence(shown: Mapping[str, tuple[float, float]]) -> str:
     lines = [f"{name} = {result:.9g}" for name, (result, _) in shown.items()]
     if len(lines) <= 4:
         return "; ".join(lines)
-    first = next((i for i, (result, exact) in enumerate(shown.values()) if result != exact), len(lines))
-    return "; ".join(lines[max(first - 1, 0) : first + 3]) + f"; {len(lines)} such sums, the first {first} of them exact"
+    first = next(
+        (i for i, (result, exact) in enumerate(shown.values()) if result != exact), len(lines)
+    )
+    return (
+        "; ".join(lines[max(first - 1, 0) : first + 3])
+        + f"; {len(lines)} such sums, the first {first} of them exact"
+    )

@@ -50,7 +50,9 @@ class Bench:
 
         All, or at most 256, evenly spaced from first to last.
         """
-        return tuple(np.unique(np.linspace(0, n - 1, min(n, SAMPLED)).astype(int)) for n in (self.m, self.n))  # type: ignore[return-value]
+        return tuple(
+            np.unique(np.linspace(0, n - 1, min(n, SAMPLED)).astype(int)) for n in (self.m, self.n)
+        )  # type: ignore[return-value]
 
     @property
     def top(self) -> int:
@@ -64,7 +66,10 @@ class Bench:
 
     def power(self, exponent: int, sign: int = 1) -> tuple[float, float]:
         """Two normal numbers whose product is sign * 2^exponent."""
-        least, most = max(self.fmt_a.emin, exponent - _emax(self.fmt_b)), min(_emax(self.fmt_a), exponent - self.fmt_b.emin)
+        least, most = (
+            max(self.fmt_a.emin, exponent - _emax(self.fmt_b)),
+            min(_emax(self.fmt_a), exponent - self.fmt_b.emin),
+        )
         assert least <= most, exponent
         of_a = min(max(exponent // 2, least), most)
         return sign * 2.0**of_a, 2.0 ** (exponent - of_a)
@@ -91,7 +96,10 @@ class Bench:
             for at, pair in terms.items():
                 values[:, i, at] = pair
         encoded = cast.encode(values[0], self.fmt_a), cast.encode(values[1], self.fmt_b)
-        assert all(np.array_equal(cast.decode(c, f), v) for c, f, v in zip(encoded, (self.fmt_a, self.fmt_b), values, strict=True))
+        assert all(
+            np.array_equal(cast.decode(c, f), v)
+            for c, f, v in zip(encoded, (self.fmt_a, self.fmt_b), values, strict=True)
+        )
         return encoded
 
     def run(self, stimuli: Sequence[Terms]) -> np.ndarray:
@@ -104,7 +112,9 @@ class Bench:
         Raises:   VariesError: one stimulus has several results.
         """
         side = min(self.m, self.n)
-        return np.concatenate([self._run(a[i : i + side], b[i : i + side]) for i in range(0, len(a), side)])
+        return np.concatenate(
+            [self._run(a[i : i + side], b[i : i + side]) for i in range(0, len(a), side)]
+        )
 
     def _run(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         count = len(a)
@@ -115,12 +125,16 @@ class Bench:
         )
         found, _ = self.gemm.multiply(left, right)
         results = found[np.arange(count), np.arange(count)]
-        same = (found.view(np.uint32) == results.view(np.uint32)[rows][:, None]) | (rows[:, None] != columns[None, :])
+        same = (found.view(np.uint32) == results.view(np.uint32)[rows][:, None]) | (
+            rows[:, None] != columns[None, :]
+        )
         if not same.all():
             i, j = (int(x) for x in np.argwhere(~same)[0])
             raise VariesError(
-                f"{self.gemm.name} sums in different ways within one result [{self.m}, {self.n}], K = {self.k}: equal operands gave "
-                f"{results[rows[i]]:.9g} at {[int(rows[i])] * 2} and {found[i, j]:.9g} at {[i, j]}. Probe a smaller M and N, of one tile."
+                f"{self.gemm.name} sums in different ways within one result [{self.m}, "
+                f"{self.n}], K = {self.k}: equal operands gave {results[rows[i]]:.9g} at "
+                f"{[int(rows[i])] * 2} and {found[i, j]:.9g} at {[i, j]}. Probe a smaller M and "
+                "N, of one tile."
             )
         return results
 

@@ -26,7 +26,12 @@ TILE_M, TILE_N, K = 64, 8, 32
 HOPPER = 90
 """The compute capability of the GPUs with this instruction, 9.0, times ten."""
 
-PAIRS: tuple[tuple[Format, Format], ...] = ((E4M3FN, E4M3FN), (E4M3FN, E5M2), (E5M2, E4M3FN), (E5M2, E5M2))
+PAIRS: tuple[tuple[Format, Format], ...] = (
+    (E4M3FN, E4M3FN),
+    (E4M3FN, E5M2),
+    (E5M2, E4M3FN),
+    (E5M2, E5M2),
+)
 """The formats of a and b, in the order in which the CUDA source numbers them."""
 
 LAYOUTS = ((128, 256), (256, 128))
@@ -46,13 +51,23 @@ def nvcc() -> str:
     """
     spec = importlib.util.find_spec("nvidia")
     packages = [
-        folder / "bin" for root in (spec.submodule_search_locations if spec else []) or [] for folder in sorted(Path(root).glob("cu*"))
+        folder / "bin"
+        for root in (spec.submodule_search_locations if spec else []) or []
+        for folder in sorted(Path(root).glob("cu*"))
     ]
     home = os.environ.get("CUDA_HOME")
-    places = [*([Path(home) / "bin"] if home else []), *os.get_exec_path(), Path("/usr/local/cuda/bin"), *packages]
+    places = [
+        *([Path(home) / "bin"] if home else []),
+        *os.get_exec_path(),
+        Path("/usr/local/cuda/bin"),
+        *packages,
+    ]
     found = shutil.which("nvcc", path=os.pathsep.join(map(str, places)))
     if not found:
-        raise ProbeError("wgmma needs nvcc, which was not found. Set CUDA_HOME, or install nvcc with: pip install 'fp8ref[cuda]'")
+        raise ProbeError(
+            "wgmma needs nvcc, which was not found. Set CUDA_HOME, or install nvcc with: pip "
+            "install 'fp8ref[cuda]'"
+        )
     return found
 
 
@@ -62,10 +77,23 @@ def build(folder: Path) -> Path:
     Raises:   ProbeError: the compiler fails.
     """
     library = folder / "wgmma.so"
-    command = [nvcc(), "-O2", "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-Xcompiler", "-fPIC", "-o", str(library), str(SOURCE)]
+    command = [
+        nvcc(),
+        "-O2",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-shared",
+        "-Xcompiler",
+        "-fPIC",
+        "-o",
+        str(library),
+        str(SOURCE),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise ProbeError(f"nvcc cannot compile {SOURCE.name} ({(done.stderr or done.stdout).strip()}). Use CUDA 12.0 or later.")
+        raise ProbeError(
+            f"nvcc cannot compile {SOURCE.name} ({(done.stderr or done.stdout).strip()}). Use "
+            "CUDA 12.0 or later."
+        )
     return library
 
 
@@ -85,10 +113,14 @@ def device() -> dict[str, str]:
     """
     library = load()
     name, capability, driver = ctypes.create_string_buffer(256), ctypes.c_int(), ctypes.c_int()
-    _check(library, library.fp8ref_device(name, len(name), ctypes.byref(capability), ctypes.byref(driver)))
+    _check(
+        library,
+        library.fp8ref_device(name, len(name), ctypes.byref(capability), ctypes.byref(driver)),
+    )
     if capability.value != HOPPER:
         raise ProbeError(
-            f"wgmma is an instruction of compute capability 9.0; {name.value.decode()} has {capability.value / 10}. Probe another subject."
+            f"wgmma is an instruction of compute capability 9.0; {name.value.decode()} has "
+            f"{capability.value / 10}. Probe another subject."
         )
     return {"device": name.value.decode(), "cuda_driver": str(driver.value)}
 
@@ -108,7 +140,8 @@ def instruction() -> Multiply:
         if right_on_integers(multiply):
             return multiply
     raise ProbeError(
-        "wgmma gives wrong sums of small integers, which every accumulation gives right: the kernel does not fit this GPU or compiler."
+        "wgmma gives wrong sums of small integers, which every accumulation gives right: the "
+        "kernel does not fit this GPU or compiler."
     )
 
 
@@ -119,7 +152,11 @@ def right_on_integers(multiply: Multiply) -> bool:
         a, b = rng.integers(-4, 5, (2 * TILE_M, K)), rng.integers(-4, 5, (3 * TILE_N, K))
         c = rng.integers(-100, 101, (len(a), len(b)))
         found = multiply(
-            cast.encode(a.astype(np.float32), fmt_a), cast.encode(b.astype(np.float32), fmt_b), c.astype(np.float32), fmt_a, fmt_b
+            cast.encode(a.astype(np.float32), fmt_a),
+            cast.encode(b.astype(np.float32), fmt_b),
+            c.astype(np.float32),
+            fmt_a,
+            fmt_b,
         )
         if not np.array_equal(found, a @ b.T + c):
             return False
@@ -143,18 +180,36 @@ def tiles(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.n
 def untiled(d: np.ndarray, m: int, n: int) -> np.ndarray:
     """Join tiles [tiles, 64, 8] into a matrix [M, N]."""
     rows, columns = -(-m // TILE_M), -(-n // TILE_N)
-    return d.reshape(rows, columns, TILE_M, TILE_N).transpose(0, 2, 1, 3).reshape(rows * TILE_M, columns * TILE_N)[:m, :n]
+    return (
+        d.reshape(rows, columns, TILE_M, TILE_N)
+        .transpose(0, 2, 1, 3)
+        .reshape(rows * TILE_M, columns * TILE_N)[:m, :n]
+    )
 
 
-def _multiply(a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, layout: tuple[int, int]) -> np.ndarray:
+def _multiply(
+    a: np.ndarray,
+    b: np.ndarray,
+    c: np.ndarray,
+    fmt_a: Format,
+    fmt_b: Format,
+    layout: tuple[int, int],
+) -> np.ndarray:
     library = load()
     cut_a, cut_b, cut_c = tiles(a, b, np.asarray(c, np.float32))
-    d = np.full(cut_c.shape, 0x7FC0DEAD, np.uint32).view(np.float32)  # a NaN that no sum gives: unwritten results show
+    d = np.full(cut_c.shape, 0x7FC0DEAD, np.uint32).view(
+        np.float32
+    )  # a NaN that no sum gives: unwritten results show
     pointers = (x.ctypes.data_as(ctypes.c_void_p) for x in (cut_a, cut_b, cut_c, d))
-    _check(library, library.fp8ref_wgmma(PAIRS.index((fmt_a, fmt_b)), *pointers, len(cut_c), *layout))
+    _check(
+        library, library.fp8ref_wgmma(PAIRS.index((fmt_a, fmt_b)), *pointers, len(cut_c), *layout)
+    )
     return np.ascontiguousarray(untiled(d, len(a), len(b)))
 
 
 def _check(library: ctypes.CDLL, error: int) -> None:
     if error:
-        raise ProbeError(f"wgmma needs an NVIDIA GPU of compute capability 9.0; CUDA says {library.fp8ref_error(error).decode()!r}.")
+        raise ProbeError(
+            "wgmma needs an NVIDIA GPU of compute capability 9.0; CUDA says "
+            f"{library.fp8ref_error(error).decode()!r}."
+        )

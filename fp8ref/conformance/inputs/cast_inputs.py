@@ -27,7 +27,12 @@ alone."""
 # k of the relative distances 2^-k to a number or a midpoint. They go beyond bfloat16's 8 bits,
 # float16's 11 and float32's 24: a cast that first rounds to one of these takes such an input for
 # the midpoint itself, and gives another code.
-_NEAR = {"float32": range(8, 24), "bfloat16": range(5, 8), "float16": range(5, 11), "float64": (*range(8, 24), 25, 28, 40, 50)}
+_NEAR = {
+    "float32": range(8, 24),
+    "bfloat16": range(5, 8),
+    "float16": range(5, 11),
+    "float64": (*range(8, 24), 25, 28, 40, 50),
+}
 
 
 def non_negative(fmt: Format) -> np.ndarray:
@@ -69,7 +74,10 @@ def edges_and_16_bit(fmt: Format) -> np.ndarray:
     """``edges``, and every float16 and every bfloat16 value; float32."""
     half = np.arange(1 << 16, dtype=np.uint16)
     with np.errstate(invalid="ignore"):  # signalling NaNs
-        wide = [half.view(np.float16).astype(np.float32), (half.astype(np.uint32) << np.uint32(16)).view(np.float32)]
+        wide = [
+            half.view(np.float16).astype(np.float32),
+            (half.astype(np.uint32) << np.uint32(16)).view(np.float32),
+        ]
     return np.concatenate([edges(fmt), *wide])
 
 
@@ -80,7 +88,13 @@ def vector_bits(fmt: Format, source: dtypes.Source, *, seed: int, count: int) ->
     n = with_next(fmt)
     n = np.append(n, 2 * n[-1])  # well above max too, where overflow is decided
     points = np.concatenate([n, _midpoints(n), [n[1] / 4, n[0] / 2]])
-    return dtypes.distinct([dtypes.specials(source), dtypes.around(points, source), _random_bits(fmt, source, seed, count)])
+    return dtypes.distinct(
+        [
+            dtypes.specials(source),
+            dtypes.around(points, source),
+            _random_bits(fmt, source, seed, count),
+        ]
+    )
 
 
 def _random_bits(fmt: Format, source: dtypes.Source, seed: int, count: int) -> np.ndarray:
@@ -96,7 +110,9 @@ def _random_bits(fmt: Format, source: dtypes.Source, seed: int, count: int) -> n
     highest = min(source.infinity >> source.mantissa_bits, int(np.log2(fmt.max)) + 3 + bias)
     field = np.uint64(lowest) + dtypes.random(seed + 1, half) % np.uint64(highest - lowest)
     kept = np.uint64(source.sign | ((1 << source.mantissa_bits) - 1))
-    return np.concatenate([raw[:half] & kept | field << np.uint64(source.mantissa_bits), raw[half:]])
+    return np.concatenate(
+        [raw[:half] & kept | field << np.uint64(source.mantissa_bits), raw[half:]]
+    )
 
 
 def identifying(fmt: Format, source: str, *, limit: float = np.inf) -> np.ndarray:
@@ -104,7 +120,9 @@ def identifying(fmt: Format, source: str, *, limit: float = np.inf) -> np.ndarra
 
     limit     keeps finite magnitudes up to it, and no NaN; without one, NaNs are included.
     """
-    found = np.concatenate([coarse(fmt), fine(fmt, source), special(fmt), all_numbers(), _random_values()])
+    found = np.concatenate(
+        [coarse(fmt), fine(fmt, source), special(fmt), all_numbers(), _random_values()]
+    )
     with np.errstate(over="ignore"):
         found = dtypes.rounded(found, source)
     if limit < np.inf:
@@ -139,15 +157,21 @@ def fine(fmt: Format, source: str) -> np.ndarray:
 def special(fmt: Format) -> np.ndarray:
     """Zeros, infinities, overflow, underflow; float64."""
     least = fmt.smallest_subnormal
-    finite = np.array([0.0, 2 * fmt.max, 1e30, np.finfo(np.float32).max, least / 4, 2.0**-126, 1e-39, 2.0**-149])
+    finite = np.array(
+        [0.0, 2 * fmt.max, 1e30, np.finfo(np.float32).max, least / 4, 2.0**-126, 1e-39, 2.0**-149]
+    )
     return np.concatenate([finite, -finite, [np.inf, -np.inf]])
 
 
 def nans(source: str) -> np.ndarray:
     """NaNs of both signs, with several payloads in float32 and float64."""
     if source == "float64":
-        return np.array([0x7FF8 << 48, 0xFFF8 << 48, 0x7FFFFFFFFFFFFFFF, 0xFFF0000000000001], np.uint64).view(np.float64)
-    payloads = [0x7FC00000, 0xFFC00000] + ([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF] if source == "float32" else [])
+        return np.array(
+            [0x7FF8 << 48, 0xFFF8 << 48, 0x7FFFFFFFFFFFFFFF, 0xFFF0000000000001], np.uint64
+        ).view(np.float64)
+    payloads = [0x7FC00000, 0xFFC00000] + (
+        [0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF] if source == "float32" else []
+    )
     return np.array(payloads, np.uint32).view(np.float32)
 
 

@@ -49,7 +49,9 @@ def by_name(name: str) -> Source:
 
 
 def values(bits: np.ndarray, source: Source) -> np.ndarray:
-    """The values of bits, in a dtype that casts take; bfloat16 as float32, which holds it exactly."""
+    """The values of bits, in a dtype that casts take; bfloat16 as float32, which holds it
+    exactly.
+    """
     if source.name == "bfloat16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return bits.astype(f"uint{source.bits}").view(source.name)
@@ -71,13 +73,19 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     """x rounded to the numbers of a dtype; held as float64 for float64, else as float32."""
     if dtype == "float64":
         return x.astype(np.float64)
-    return x.astype(np.float32) if x.dtype == np.float32 and dtype == "float32" else cast.round_to(x, _WIDE[dtype])
+    return (
+        x.astype(np.float32)
+        if x.dtype == np.float32 and dtype == "float32"
+        else cast.round_to(x, _WIDE[dtype])
+    )
 
 
 def spacing(x: np.ndarray, source: Source) -> np.ndarray:
     """The distance from each finite value to the next number of the source; float64."""
     magnitude = np.abs(x).astype(np.float64)
-    exponent = np.where(magnitude == 0, source.emin, np.maximum(np.frexp(magnitude)[1] - 1, source.emin))
+    exponent = np.where(
+        magnitude == 0, source.emin, np.maximum(np.frexp(magnitude)[1] - 1, source.emin)
+    )
     return np.ldexp(1.0, exponent - source.mantissa_bits)
 
 
@@ -86,12 +94,25 @@ def specials(source: Source) -> np.ndarray:
     signs; uint64.
     """
     infinity, normal = source.infinity, 1 << source.mantissa_bits
-    positive = [0, 1, 2, normal - 1, normal, infinity - 1, infinity, infinity + 1, infinity | normal >> 1, source.sign - 1]
+    positive = [
+        0,
+        1,
+        2,
+        normal - 1,
+        normal,
+        infinity - 1,
+        infinity,
+        infinity + 1,
+        infinity | normal >> 1,
+        source.sign - 1,
+    ]
     return np.array([sign | p for p in positive for sign in (0, source.sign)], np.uint64)
 
 
 def around(x: np.ndarray, source: Source) -> np.ndarray:
-    """The bits of positive finite values and of their neighbors in the source, both signs; uint64."""
+    """The bits of positive finite values and of their neighbors in the source, both signs;
+    uint64.
+    """
     middle = bits(x, source)
     found = np.concatenate([middle, middle - (middle > 0), middle + np.uint64(1)])
     return np.concatenate([found, found | np.uint64(source.sign)])

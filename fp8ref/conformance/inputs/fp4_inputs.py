@@ -18,25 +18,47 @@ def tensors(source: str) -> dict[str, np.ndarray]:
     ties     under scales that are powers of two: every midpoint of e2m1fn with its neighbors.
     edges    each block's largest at a power of two, 1.5 and 1.75 times it, and next to these.
     spread   normal numbers, blocks of many sizes.
-    range    one element 2^40 times as large as most, blocks of zeros, and blocks that are too small.
+    range    one element 2^40 times as large as most, blocks of zeros, and blocks that are too
+             small.
     small    numbers of 2^-100; zeros: nothing else.
     """
     rng = np.random.default_rng(16)
     grid = cast.decode(np.arange(8, dtype=np.uint8), E2M1FN)
     ties = (grid[1:] + grid[:-1]) / 2
-    near = np.concatenate([ties, np.nextafter(ties, np.float32(8)), np.nextafter(ties, np.float32(0)), grid])
+    near = np.concatenate(
+        [ties, np.nextafter(ties, np.float32(8)), np.nextafter(ties, np.float32(0)), grid]
+    )
     tie = rng.choice(near, SHAPE) * rng.choice([-1, 1], SHAPE)
     tie[:, ::_BLOCK], tie[::_BLOCK, :] = 6, 6  # one amax in each block, along either axis
-    edge = np.concatenate([f * np.float32(2.0) ** np.arange(-3, 4) for f in (1, 1.25, 1.5, 1.75)]).astype(np.float32)
-    edge = np.concatenate([edge, np.nextafter(edge, np.float32(99)), np.nextafter(edge, np.float32(0))])
-    edges = rng.uniform(-1, 1, SHAPE) * _of_squares(rng.choice(edge, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK)))
+    edge = np.concatenate(
+        [f * np.float32(2.0) ** np.arange(-3, 4) for f in (1, 1.25, 1.5, 1.75)]
+    ).astype(np.float32)
+    edge = np.concatenate(
+        [edge, np.nextafter(edge, np.float32(99)), np.nextafter(edge, np.float32(0))]
+    )
+    edges = rng.uniform(-1, 1, SHAPE) * _of_squares(
+        rng.choice(edge, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK))
+    )
     edges[::_BLOCK, ::_BLOCK] = rng.choice(edge, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK))
-    spread = rng.standard_normal(SHAPE) * np.exp2(rng.uniform(-4, 4, (SHAPE[0], 1))) * np.exp2(rng.uniform(-4, 4, (1, SHAPE[1])))
-    wide = rng.standard_normal(SHAPE) * _of_squares(np.exp2(rng.integers(-24, 8, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK)).astype(float)))
+    spread = (
+        rng.standard_normal(SHAPE)
+        * np.exp2(rng.uniform(-4, 4, (SHAPE[0], 1)))
+        * np.exp2(rng.uniform(-4, 4, (1, SHAPE[1])))
+    )
+    wide = rng.standard_normal(SHAPE) * _of_squares(
+        np.exp2(rng.integers(-24, 8, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK)).astype(float))
+    )
     wide[5, 7] = 2.0**16
     wide[32:48, 32:64] = 0
     small = spread * 2.0**-100
-    found = {"ties": tie, "edges": edges, "spread": spread, "range": wide, "small": small, "zeros": np.zeros(SHAPE)}
+    found = {
+        "ties": tie,
+        "edges": edges,
+        "spread": spread,
+        "range": wide,
+        "small": small,
+        "zeros": np.zeros(SHAPE),
+    }
     return {kind: dtypes.rounded(x.astype(np.float32), source) for kind, x in found.items()}
 
 

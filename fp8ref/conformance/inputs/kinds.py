@@ -118,6 +118,7 @@ def of_amaxes(amax: np.ndarray, fmt: Format, policy: str | ScalePolicy) -> np.nd
         from_power(safe) == 0,
         from_power(safe) <= 1,
         from_power(safe / fmt.max) == 0,
-        from_power(safe / fmt.max) <= 64,  # S-4: up to 44 float32 numbers below a power of two count as it
+        from_power(safe / fmt.max)
+        <= 64,  # S-4: up to 44 float32 numbers below a power of two count as it
     ]
     return np.select(cases, range(len(cases)), len(cases))

@@ -1,4 +1,5 @@
-"""Inputs of scales and quantizers: amaxes, tensors whose groups have them, tensors by a named pattern.
+"""Inputs of scales and quantizers: amaxes, tensors whose groups have them, tensors by a named
+pattern.
 
 ``vector_bits`` and ``filled`` make test vectors for any language, of scales and of quantizers.
 ``identifying`` tells policies apart. ``samples`` makes what the backends are compared on.
@@ -18,12 +19,25 @@ from fp8ref.formats import BFLOAT16, Format
 from fp8ref.sim.quantize import cast
 from fp8ref.spec.granularity import blocks, scale_shape
 
-PATTERNS = ("ordinary", "outliers", "wide", "subnormal", "zeros", "zero lines", "power of two", "huge", "infinity", "NaN")
+PATTERNS = (
+    "ordinary",
+    "outliers",
+    "wide",
+    "subnormal",
+    "zeros",
+    "zero lines",
+    "power of two",
+    "huge",
+    "infinity",
+    "NaN",
+)
 """The patterns of ``filled``."""
 
 # What the elements behind a group's largest are, relative to it: of both signs, ties, small ones
 # that underflow, zeros.
-_PARTS = np.array([1, -0.5, 0.3, 0.7, 0.9, 2.0**-5, -(2.0**-9), 2.0**-12, 0, -0.0, -0.99, 0.01], np.float32)
+_PARTS = np.array(
+    [1, -0.5, 0.3, 0.7, 0.9, 2.0**-5, -(2.0**-9), 2.0**-12, 0, -0.0, -0.99, 0.01], np.float32
+)
 
 _DISPUTED = 32
 
@@ -36,14 +50,28 @@ def vector_bits(fmt: Format, policy: str, *, seed: int, count: int) -> np.ndarra
     powers = 2.0 ** np.arange(-149, 128)
     edges = powers * fmt.max
     overflow = fmt.max / 2.0**128  # below it the scale is no float32
-    points = [powers, edges[edges < 2.0**128], np.array([1e-12, policies.by_name(policy).eps, overflow])]
+    points = [
+        powers,
+        edges[edges < 2.0**128],
+        np.array([1e-12, policies.by_name(policy).eps, overflow]),
+    ]
     # exp2_log2 counts up to 44 numbers below a power of two as it (S-4): here as far from max * 2^k
-    beyond = dtypes.bits(points[1], source)[:, None] + np.array([2, 5, 6, 11, 12, 22, 23, 40, 44, 45, 46, 88], np.uint64)
+    beyond = dtypes.bits(points[1], source)[:, None] + np.array(
+        [2, 5, 6, 11, 12, 22, 23, 40, 44, 45, 46, 88], np.uint64
+    )
     raw = dtypes.random(seed, count) >> np.uint64(32)
     half = len(raw) // 2
     # one half near 1, where scales are ordinary: exponent fields 107 to 146 in place of any
-    near = raw[:half] & np.uint64(0x007FFFFF) | (np.uint64(107) + (raw[:half] >> np.uint64(23)) % np.uint64(40)) << np.uint64(23)
-    found = [dtypes.specials(source), dtypes.around(np.concatenate(points), source), beyond.ravel(), near, raw[half:]]
+    near = raw[:half] & np.uint64(0x007FFFFF) | (
+        np.uint64(107) + (raw[:half] >> np.uint64(23)) % np.uint64(40)
+    ) << np.uint64(23)
+    found = [
+        dtypes.specials(source),
+        dtypes.around(np.concatenate(points), source),
+        beyond.ravel(),
+        near,
+        raw[half:],
+    ]
     return dtypes.distinct([bits & np.uint64(0x7FFFFFFF) for bits in found])
 
 
@@ -73,53 +101,88 @@ def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
     Every second one is negative. A narrow dtype such as float16 gets those that it can hold.
     """
     rng = np.random.default_rng(seed)
-    near = (np.ldexp(fmt.max, np.arange(-46, 110, 3))[:, None].astype(np.float32).view(np.int32) + np.array([-2, -1, 0, 1, 2, 17])).astype(
-        np.int32
-    )
+    near = (
+        np.ldexp(fmt.max, np.arange(-46, 110, 3))[:, None].astype(np.float32).view(np.int32)
+        + np.array([-2, -1, 0, 1, 2, 17])
+    ).astype(np.int32)
     powers = np.ldexp(1.0, np.arange(-37, 110, 8)).astype(np.float32)
-    below = np.concatenate([np.nextafter(powers, np.float32(0)), np.float32(0.999) * powers])  # 0.999 is 1 in bfloat16
+    below = np.concatenate(
+        [np.nextafter(powers, np.float32(0)), np.float32(0.999) * powers]
+    )  # 0.999 is 1 in bfloat16
     random = np.abs(rng.standard_normal(64)) * 10.0 ** rng.integers(-6, 7, 64)
-    ordinary = [2.0 ** np.arange(-30, 61, 5), near.ravel().view(np.float32), below, random, _separating(fmt, dtype)]
+    ordinary = [
+        2.0 ** np.arange(-30, 61, 5),
+        near.ravel().view(np.float32),
+        below,
+        random,
+        _separating(fmt, dtype),
+    ]
     by_kind = {
         "ordinary": np.concatenate(ordinary),
-        "tiny": [2.0**-126, 1e-37, 1.25e-36, 1.3e-36, 1.32e-36, 1.6e-34, 2e-34, 1e-30, 1e-20, 1e-13, 0.99e-12, 1.01e-12],
+        "tiny": [
+            2.0**-126,
+            1e-37,
+            1.25e-36,
+            1.3e-36,
+            1.32e-36,
+            1.6e-34,
+            2e-34,
+            1e-30,
+            1e-20,
+            1e-13,
+            0.99e-12,
+            1.01e-12,
+        ],
         "huge": [np.finfo(np.float32).max, 2.0**127, 3e38, 1e37],
         "subnormal": [2.0**-149, 1e-44, 1e-40, 2.0**-127],
         "zero": [0.0, 0.0],
         "infinite": [np.inf, np.inf],
         "NaN": [np.nan, np.nan],
-    }  # fmt: skip
+    }
     largest, kind = [], []
     for i, name in enumerate(AMAX_RANGES):
         values = dtypes.rounded(np.asarray(by_kind[name], np.float32), dtype)
         # rounding may carry the largest to Inf, and in float16 the smallest to zero: they would be
         # of another range
         values = values[np.isfinite(values) & (values != 0)] if name in NONZERO_RANGES else values
-        values = np.unique(values).astype(np.float32) if name in NONZERO_RANGES else values.astype(np.float32)
-        largest.append(values * np.where(np.arange(values.size) % 2 == 0, np.float32(1), np.float32(-1)))
+        values = (
+            np.unique(values).astype(np.float32)
+            if name in NONZERO_RANGES
+            else values.astype(np.float32)
+        )
+        largest.append(
+            values * np.where(np.arange(values.size) % 2 == 0, np.float32(1), np.float32(-1))
+        )
         kind.append(np.full(values.size, i))
     every = np.concatenate(largest)
     return Amaxes(largest=every, kind=np.concatenate(kind), beside=disputed(every, fmt, dtype))
 
 
 def disputed(largest: np.ndarray, fmt: Format, dtype: str) -> np.ndarray:
-    """For each amax, 32 numbers of dtype at which ways of scaling give different codes; float32 [n, 32].
+    """For each amax, 32 numbers of dtype at which ways of scaling give different codes; float32 [n,
+    32].
 
-    A way has one or two roundings more than another, so that its scaled numbers are on another side of
-    a tie. Random numbers show that once in thousands, so the candidates are all ties of the format and
-    their neighbors. Where fewer are disputed, other candidates follow. Zeros beside a zero, NaN or Inf.
+    A way has one or two roundings more than another, so that its scaled numbers are on another side
+    of a tie. Random numbers show that once in thousands, so the candidates are all ties of the
+    format and their neighbors. Where fewer are disputed, other candidates follow. Zeros beside a
+    zero, NaN or Inf.
     """
     amax = np.abs(largest)
     amax = np.where(np.isfinite(amax), amax, np.float32(0))[:, None]
     x, codes = _cast_near_ties(amax, fmt, dtype)
-    order = np.random.default_rng(0).random(x.shape) - np.any([c != codes[0] for c in codes], axis=0)
-    if dtype == "float16":  # few are exact: groups of 32 have room for a third, which shall tell all ways apart
+    order = np.random.default_rng(0).random(x.shape) - np.any(
+        [c != codes[0] for c in codes], axis=0
+    )
+    if (
+        dtype == "float16"
+    ):  # few are exact: groups of 32 have room for a third, which shall tell all ways apart
         order -= _covering(np.stack(codes))
     return np.take_along_axis(x, np.argsort(order, axis=1)[:, :_DISPUTED], axis=1)
 
 
 def _covering(codes: np.ndarray) -> np.ndarray:
-    """For each of [n, ties] numbers, how early it comes, above 1, if each next one is that which tells most further ways apart; else 0.
+    """For each of [n, ties] numbers, how early it comes, above 1, if each next one is that which
+    tells most further ways apart; else 0.
 
     codes  in each way [ways, n, ties].
     """
@@ -139,29 +202,43 @@ def _covering(codes: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _separating(fmt: Format, dtype: str) -> np.ndarray:
-    """Amaxes of a dtype of 16 bits beside which two ways of scaling differ: three for each two ways, if there are.
+    """Amaxes of a dtype of 16 bits beside which two ways of scaling differ: three for each two
+    ways, if there are.
 
     In float32 a tie has a neighbor that shows it beside nearly every amax.
     """
     if dtype == "float32":
         return np.zeros(0)
     bits = dtypes.by_name(dtype).mantissa_bits
-    # float16 holds few elements exactly that are far below their amax: more amaxes show more of them.
-    powers = np.array([[2.0**14], [2.0**15], [2.0**13]][: 3 if dtype == "float16" else 1], np.float32)
+    # float16 holds few elements exactly that are far below their amax: more amaxes show more of
+    # them.
+    powers = np.array(
+        [[2.0**14], [2.0**15], [2.0**13]][: 3 if dtype == "float16" else 1], np.float32
+    )
     amax = (powers * np.arange(1.0, 2.0, 2.0**-bits, dtype=np.float32)).ravel()
     amax = amax[amax <= 65504]
     _, codes = _cast_near_ties(amax[:, None], fmt, dtype)
-    return np.concatenate([amax[np.any(a != b, axis=1)][:3] for a, b in itertools.combinations(codes, 2)])
+    return np.concatenate(
+        [amax[np.any(a != b, axis=1)][:3] for a, b in itertools.combinations(codes, 2)]
+    )
 
 
-def _cast_near_ties(amax: np.ndarray, fmt: Format, dtype: str) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Numbers of dtype next to the ties under an amax [n, 1]: float32 [n, ties]; and their codes in each way of scaling."""
+def _cast_near_ties(
+    amax: np.ndarray, fmt: Format, dtype: str
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Numbers of dtype next to the ties under an amax [n, 1]: float32 [n, ties]; and their codes in
+    each way of scaling.
+    """
     numbers = cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt).astype(np.float64)
     ties = (numbers[1:] + numbers[:-1]) / 2
     most = np.finfo(np.float32).max
     with np.errstate(all="ignore"):
-        at = dtypes.rounded((ties / np.minimum(fmt.max / amax.astype(np.float64), most)).astype(np.float32), dtype)
-        x = np.concatenate([at, np.nextafter(at, np.float32(0)), np.nextafter(at, np.float32(np.inf))], axis=1)
+        at = dtypes.rounded(
+            (ties / np.minimum(fmt.max / amax.astype(np.float64), most)).astype(np.float32), dtype
+        )
+        x = np.concatenate(
+            [at, np.nextafter(at, np.float32(0)), np.nextafter(at, np.float32(np.inf))], axis=1
+        )
         x = np.where(amax > 0, np.minimum(dtypes.rounded(x, dtype), amax), np.float32(0))
         return x, [cast.encode(np.clip(y, -fmt.max, fmt.max), fmt) for y in _scaled(x, amax, fmt)]
 
@@ -170,10 +247,22 @@ def _scaled(x: np.ndarray, amax: np.ndarray, fmt: Format) -> list[np.ndarray]:
     """x in each of the ways that libraries scale it by its amax; S-9, S-13, S-17, S-20."""
     most, bfloat16_most = np.float32(np.finfo(np.float32).max), np.float32(BFLOAT16.max)
     scale = (fmt.max / amax.astype(np.float64)).astype(np.float32)
-    inverses = [(amax.astype(np.float64) / fmt.max).astype(np.float32), amax * np.float32(1 / fmt.max), np.float32(1) / scale]
-    scales = [np.minimum(scale, most), np.minimum(scale, bfloat16_most), *(np.float32(1) / inverse for inverse in inverses)]
+    inverses = [
+        (amax.astype(np.float64) / fmt.max).astype(np.float32),
+        amax * np.float32(1 / fmt.max),
+        np.float32(1) / scale,
+    ]
+    scales = [
+        np.minimum(scale, most),
+        np.minimum(scale, bfloat16_most),
+        *(np.float32(1) / inverse for inverse in inverses),
+    ]
     in_bfloat16 = cast.round_to(x, BFLOAT16) / cast.round_to(inverses[0], BFLOAT16)
-    return [*(x * scale for scale in scales), *(x / inverse for inverse in inverses), cast.round_to(in_bfloat16, BFLOAT16)]
+    return [
+        *(x * scale for scale in scales),
+        *(x / inverse for inverse in inverses),
+        cast.round_to(in_bfloat16, BFLOAT16),
+    ]
 
 
 def groups(shape: tuple[int, int], granularity: str, axis: int) -> np.ndarray:
@@ -196,16 +285,28 @@ def tensor(largest: np.ndarray, beside: np.ndarray, group: np.ndarray, dtype: st
     starts = np.searchsorted(of[order], np.arange(largest.size))
     place = np.arange(of.size) - starts[of[order]]
     rng = np.random.default_rng(0)
-    parts = np.where(place < _PARTS.size, _PARTS[np.minimum(place, _PARTS.size - 1)], rng.uniform(-1, 1, of.size)).astype(np.float32)
+    parts = np.where(
+        place < _PARTS.size, _PARTS[np.minimum(place, _PARTS.size - 1)], rng.uniform(-1, 1, of.size)
+    ).astype(np.float32)
     base = largest[of[order]]
     finite = np.where(np.isfinite(base), base, np.copysign(np.float32(1), base))
     with np.errstate(under="ignore"):
         values = finite * parts
     flat[order] = np.where((place == 0) & ~np.isfinite(base), base, values)
     turn, odd = np.divmod(place - _PARTS.size + 4, 2)
-    turn = np.where(place < _PARTS.size + 4, place - _PARTS.size, turn)  # groups of 16 have four of them
-    at = (turn >= 0) & (turn < beside.shape[1]) & ((odd == 0) | (turn < 4)) & (base != 0) & np.isfinite(base)
-    flat[order[at]] = beside[of[order][at], turn[at]] * np.where(turn[at] % 2, np.float32(-1), np.float32(1))
+    turn = np.where(
+        place < _PARTS.size + 4, place - _PARTS.size, turn
+    )  # groups of 16 have four of them
+    at = (
+        (turn >= 0)
+        & (turn < beside.shape[1])
+        & ((odd == 0) | (turn < 4))
+        & (base != 0)
+        & np.isfinite(base)
+    )
+    flat[order[at]] = beside[of[order][at], turn[at]] * np.where(
+        turn[at] % 2, np.float32(-1), np.float32(1)
+    )
     return dtypes.rounded(x, dtype)
 
 
@@ -245,7 +346,9 @@ def filled(pattern: str, shape: tuple[int, ...], source: dtypes.Source, seed: in
         mantissa, field = np.where(largest, np.uint64(0), mantissa), field
     elif pattern == "zeros":
         mantissa, field = np.zeros_like(mantissa), np.zeros_like(field)
-    bits = (sign | field.astype(np.uint64) << np.uint64(source.mantissa_bits) | mantissa).reshape(shape)
+    bits = (sign | field.astype(np.uint64) << np.uint64(source.mantissa_bits) | mantissa).reshape(
+        shape
+    )
     if pattern == "zero lines":
         bits[np.indices(shape)[0] % 3 == 0] = 0
     if pattern in ("infinity", "NaN"):

@@ -1,4 +1,5 @@
-"""Properties that scales, quantizers, merges and histories have under any policy (spec S-18, S-19, H-14, P-28).
+"""Properties that scales, quantizers, merges and histories have under any policy (spec S-18, S-19,
+H-14, P-28).
 
 invariant   what an invariant is, ``broken`` and ``require_invariants``
 scales      of a function of amaxes

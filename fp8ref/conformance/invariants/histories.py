@@ -18,7 +18,8 @@ from fp8ref.formats import Format
 class History:
     """A state and the length of its history.
 
-    late    by how many steps the scale that it shows is behind: 1 for what a rule of timing ``use`` stores.
+    late    by how many steps the scale that it shows is behind: 1 for what a rule of timing ``use``
+            stores.
     implementation, takes, framework  as of ``require_delayed``.
     made    ``scale`` or ``scale_inv``: whether it falls or rises with amaxes.
     """
@@ -32,7 +33,9 @@ class History:
 
     def scale(self, sequence: Sequence) -> float:
         """The scale after a sequence. RuntimeError: it raised."""
-        last = subject_of(self.implementation, takes=self.takes, framework=self.framework).run(sequence)[-1]
+        last = subject_of(self.implementation, takes=self.takes, framework=self.framework).run(
+            sequence
+        )[-1]
         if last.raised:
             raise RuntimeError(last.raised)
         return last.scale
@@ -72,7 +75,9 @@ def _forgets(state: History, fmt: Format, inputs: Drawn) -> str:
 def _uses(state: History, fmt: Format, inputs: Drawn) -> str:
     uses = tuple(inputs[1][:3])
     after = _steps([1.0] * state.late)
-    return _differ(state, (uses, *after), (uses[::-1], *after)) or _differ(state, (uses, *after), ((max(uses),), *after))
+    return _differ(state, (uses, *after), (uses[::-1], *after)) or _differ(
+        state, (uses, *after), ((max(uses),), *after)
+    )
 
 
 def _monotone(state: History, fmt: Format, inputs: Drawn) -> str:

@@ -51,7 +51,12 @@ def stated(clause: str, invariants: dict[str, tuple[str, Any, Any]]) -> tuple[In
 
 
 def broken(
-    implementation: Any, invariants: Iterable[Invariant], fmt: Format = E4M3FN, *, without: Collection[str] = (), examples: int = 60
+    implementation: Any,
+    invariants: Iterable[Invariant],
+    fmt: Format = E4M3FN,
+    *,
+    without: Collection[str] = (),
+    examples: int = 60,
 ) -> dict[str, str]:
     """{name of each invariant that an implementation breaks: the simplest inputs found, and its
     clause}. What it raises breaks an invariant too.
@@ -60,20 +65,34 @@ def broken(
     """
     listed = list(invariants)
     if unknown := sorted(set(without) - {one.name for one in listed}):
-        raise ValueError(f"without names invariants, of {', '.join(one.name for one in listed)}; got {', '.join(unknown)}.")
-    found = {one.name: _counterexample(implementation, one, fmt, examples) for one in listed if one.name not in without}
+        raise ValueError(
+            f"without names invariants, of {', '.join(one.name for one in listed)}; got "
+            f"{', '.join(unknown)}."
+        )
+    found = {
+        one.name: _counterexample(implementation, one, fmt, examples)
+        for one in listed
+        if one.name not in without
+    }
     return {name: text for name, text in found.items() if text}
 
 
 def require_invariants(
-    implementation: Any, invariants: Iterable[Invariant], fmt: Format = E4M3FN, *, without: Collection[str] = (), examples: int = 60
+    implementation: Any,
+    invariants: Iterable[Invariant],
+    fmt: Format = E4M3FN,
+    *,
+    without: Collection[str] = (),
+    examples: int = 60,
 ) -> None:
     """Require that an implementation keeps every invariant, else raise an AssertionError that names
     those it breaks. Raises also as ``broken``."""
     found = broken(implementation, invariants, fmt, without=without, examples=examples)
     if found:
         name = getattr(implementation, "__name__", "the implementation")
-        raise AssertionError("\n".join([f"{name} breaks:", *(f"  {key}: {text}" for key, text in found.items())]))
+        raise AssertionError(
+            "\n".join([f"{name} breaks:", *(f"  {key}: {text}" for key, text in found.items())])
+        )
 
 
 def _counterexample(implementation: Any, invariant: Invariant, fmt: Format, examples: int) -> str:
@@ -117,13 +136,19 @@ def significands(low: int, high: int) -> st.SearchStrategy[float]:
     and exponents near 0."""
     short = st.integers(0, 7).map(lambda n: 1 + n / 8)
     long = st.integers(0, (1 << 23) - 1).map(lambda n: 1 + n / (1 << 23))
-    exponents = st.integers(low, high) if low > 0 else st.integers(0, high - low).map(lambda n: n if n <= high else high - n)
-    return st.tuples(st.one_of(short, long), exponents).map(lambda pair: float(np.ldexp(np.float64(pair[0]), pair[1])))
+    exponents = (
+        st.integers(low, high)
+        if low > 0
+        else st.integers(0, high - low).map(lambda n: n if n <= high else high - n)
+    )
+    return st.tuples(st.one_of(short, long), exponents).map(
+        lambda pair: float(np.ldexp(np.float64(pair[0]), pair[1]))
+    )
 
 
 def tensors(shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray]:
-    """float32 tensors: a largest magnitude from 2^-30 to 2^30 in every row, and others from 2^-12 of it
-    to it, of either sign, or 0."""
+    """float32 tensors: a largest magnitude from 2^-30 to 2^30 in every row, and others from 2^-12
+    of it to it, of either sign, or 0."""
     rows, columns = shape
     element = st.one_of(st.just(0.0), st.integers(-(1 << 12), 1 << 12).map(lambda n: n / (1 << 12)))
     elements = st.lists(element, min_size=rows * columns, max_size=rows * columns)
@@ -134,10 +159,18 @@ def tensors(shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray]:
             x[row, place] = np.float32(drawn[1]) * np.float32(-1 if row % 2 else 1)
         return x
 
-    return st.tuples(elements, significands(-30, 30), st.lists(st.integers(0, columns - 1), min_size=rows, max_size=rows)).map(made)
+    return st.tuples(
+        elements,
+        significands(-30, 30),
+        st.lists(st.integers(0, columns - 1), min_size=rows, max_size=rows),
+    ).map(made)
 
 
 def text(x: Any) -> str:
     """Numbers, exactly."""
     values = np.asarray(x)
-    return f"{float(values):.9g}" if values.ndim == 0 else str([text(v) for v in values]).replace("'", "")
+    return (
+        f"{float(values):.9g}"
+        if values.ndim == 0
+        else str([text(v) for v in values]).replace("'", "")
+    )

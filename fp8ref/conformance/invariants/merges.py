@@ -1,4 +1,6 @@
-"""Invariants of a maximum of two amaxes, float32 -> float32, as a collective or a state merges them (spec P-28)."""
+"""Invariants of a maximum of two amaxes, float32 -> float32, as a collective or a state merges them
+(spec P-28).
+"""
 
 import math
 from typing import Any
@@ -13,7 +15,9 @@ from fp8ref.formats import Format
 _F32 = np.float32
 _AMAXES = st.sampled_from([1.0, 2.0, 3.0, 0.0, 448.0, 2.0**-149, 3e38, math.inf, math.nan])
 
-_FEW = st.sampled_from([1.0, 2.0, math.nan, math.inf])  # few, so that most triples of them are drawn
+_FEW = st.sampled_from(
+    [1.0, 2.0, math.nan, math.inf]
+)  # few, so that most triples of them are drawn
 
 
 def _merged(function: Any, a: Any, b: Any) -> np.float32:
@@ -26,28 +30,44 @@ def _same(a: np.float32, b: np.float32) -> bool:
 
 def _associative(function: Any, fmt: Format, inputs: tuple[float, float, float]) -> str:
     a, b, c = inputs
-    left, right = _merged(function, _merged(function, a, b), c), _merged(function, a, _merged(function, b, c))
+    left, right = (
+        _merged(function, _merged(function, a, b), c),
+        _merged(function, a, _merged(function, b, c)),
+    )
     return (
         ""
         if _same(left, right)
-        else f"{text(a)}, {text(b)}, {text(c)} merge to {text(left)} from the left and {text(right)} from the right"
+        else f"{text(a)}, {text(b)}, {text(c)} merge to {text(left)} from the left and "
+        f"{text(right)} from the right"
     )
 
 
 def _commutative(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
     a, b = inputs
     one, other = _merged(function, a, b), _merged(function, b, a)
-    return "" if _same(one, other) else f"{text(a)} and {text(b)} merge to {text(one)}, the other way round to {text(other)}"
+    return (
+        ""
+        if _same(one, other)
+        else f"{text(a)} and {text(b)} merge to {text(one)}, the other way round to {text(other)}"
+    )
 
 
 def _idempotent(function: Any, fmt: Format, inputs: float) -> str:
     found = _merged(function, inputs, inputs)
-    return "" if _same(found, _F32(inputs)) else f"{text(inputs)} and {text(inputs)} merge to {text(found)}"
+    return (
+        ""
+        if _same(found, _F32(inputs))
+        else f"{text(inputs)} and {text(inputs)} merge to {text(found)}"
+    )
 
 
 def _identity(function: Any, fmt: Format, inputs: float) -> str:
     found = _merged(function, inputs, 0.0)
-    return "" if np.isnan(inputs) or _same(found, _F32(inputs)) else f"{text(inputs)} and 0 merge to {text(found)}"
+    return (
+        ""
+        if np.isnan(inputs) or _same(found, _F32(inputs))
+        else f"{text(inputs)} and 0 merge to {text(found)}"
+    )
 
 
 def _nan(function: Any, fmt: Format, inputs: float) -> str:
@@ -61,7 +81,11 @@ def _largest(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
     if any(map(math.isnan, inputs)):
         return ""
     found = _merged(function, *inputs)
-    return "" if found == _F32(max(inputs)) else f"{text(inputs[0])} and {text(inputs[1])} merge to {text(found)}"
+    return (
+        ""
+        if found == _F32(max(inputs))
+        else f"{text(inputs[0])} and {text(inputs[1])} merge to {text(found)}"
+    )
 
 
 _TWO = st.tuples(_AMAXES, _AMAXES)

@@ -30,30 +30,43 @@ def _values(function: Any, fmt: Format, x: np.ndarray) -> np.ndarray:
     return cast.decode(codes, fmt) * (_F32(1) / scale)
 
 
-def _codes_differ(x: np.ndarray, got: np.ndarray, expected: np.ndarray, which: str, fmt: Format) -> str:
+def _codes_differ(
+    x: np.ndarray, got: np.ndarray, expected: np.ndarray, which: str, fmt: Format
+) -> str:
     got, expected = cast.canonical_nans(got, fmt), cast.canonical_nans(expected, fmt)
     if np.array_equal(got, expected):
         return ""
     at = tuple(np.argwhere(got != expected)[0])
-    return f"{which}, element {text(x[at])} of {text(x)} has code 0x{got[at]:02X}, not 0x{expected[at]:02X}"
+    return (
+        f"{which}, element {text(x[at])} of {text(x)} has code 0x{got[at]:02X}, not "
+        f"0x{expected[at]:02X}"
+    )
 
 
 def _equivariant(function: Any, fmt: Format, inputs: tuple[np.ndarray, int]) -> str:
     x, k = inputs
-    return _codes_differ(x, _parts(function, np.ldexp(x, k))[0], _parts(function, x)[0], f"times 2^{k}", fmt)
+    return _codes_differ(
+        x, _parts(function, np.ldexp(x, k))[0], _parts(function, x)[0], f"times 2^{k}", fmt
+    )
 
 
 def _permuted(function: Any, fmt: Format, inputs: tuple[np.ndarray, list[int], list[int]]) -> str:
     x, rows, columns = inputs
     moved = x[rows][:, columns]
-    return _codes_differ(moved, _parts(function, moved)[0], _parts(function, x)[0][rows][:, columns], "permuted", fmt)
+    return _codes_differ(
+        moved, _parts(function, moved)[0], _parts(function, x)[0][rows][:, columns], "permuted", fmt
+    )
 
 
 def _sharded(function: Any, fmt: Format, inputs: tuple[np.ndarray, int]) -> str:
     x, n = inputs
     whole = _parts(function, x)[0]
-    first = _codes_differ(x[:n], _parts(function, x[:n].copy())[0], whole[:n], f"as a shard of {n} rows", fmt)
-    return first or _codes_differ(x[n:], _parts(function, x[n:].copy())[0], whole[n:], "as a shard of the other rows", fmt)
+    first = _codes_differ(
+        x[:n], _parts(function, x[:n].copy())[0], whole[:n], f"as a shard of {n} rows", fmt
+    )
+    return first or _codes_differ(
+        x[n:], _parts(function, x[n:].copy())[0], whole[n:], "as a shard of the other rows", fmt
+    )
 
 
 def _odd(function: Any, fmt: Format, x: np.ndarray) -> str:
@@ -70,30 +83,43 @@ def _monotone(function: Any, fmt: Format, x: np.ndarray) -> str:
         falls = np.flatnonzero(np.diff(of_row[order]) < 0)
         if falls.size:
             a, b = order[falls[0]], order[falls[0] + 1]
-            return f"in row {text(row)}, {text(row[a])} becomes {text(of_row[a])}, and {text(row[b])} becomes {text(of_row[b])}"
+            return (
+                f"in row {text(row)}, {text(row[a])} becomes {text(of_row[a])}, and "
+                f"{text(row[b])} becomes {text(of_row[b])}"
+            )
     return ""
 
 
 def _idempotent(function: Any, fmt: Format, x: np.ndarray) -> str:
     once = _values(function, fmt, x)
     twice = _values(function, fmt, once)
-    if np.array_equal(_parts(function, once)[0], _parts(function, x)[0]) or np.array_equal(once, twice):
+    if np.array_equal(_parts(function, once)[0], _parts(function, x)[0]) or np.array_equal(
+        once, twice
+    ):
         return ""
     at = tuple(np.argwhere(once != twice)[0])
-    return f"element {text(x[at])} of {text(x)} becomes {text(once[at])}, and that becomes {text(twice[at])}"
+    return (
+        f"element {text(x[at])} of {text(x)} becomes {text(once[at])}, and that becomes "
+        f"{text(twice[at])}"
+    )
 
 
 def _error(function: Any, fmt: Format, x: np.ndarray) -> str:
     codes, scale = _parts(function, x)
     scaled = np.abs(x.astype(np.float64) * scale)
-    spacing = np.exp2(np.maximum(np.floor(np.log2(np.maximum(scaled, 1e-300))), fmt.emin) - fmt.mantissa_bits)
+    spacing = np.exp2(
+        np.maximum(np.floor(np.log2(np.maximum(scaled, 1e-300))), fmt.emin) - fmt.mantissa_bits
+    )
     # half a spacing, and the float32 rounding of the product, 2^-24 of it
     bound = spacing / 2 + scaled * 2.0**-23
     error = np.abs(cast.decode(codes, fmt).astype(np.float64) - x.astype(np.float64) * scale)
     if (error <= bound).all():
         return ""
     at = tuple(np.argwhere(~(error <= bound))[0])
-    return f"element {text(x[at])} of {text(x)} is off by {text(error[at])} after scaling, not by {text(bound[at])} at most"
+    return (
+        f"element {text(x[at])} of {text(x)} is off by {text(error[at])} after scaling, not by "
+        f"{text(bound[at])} at most"
+    )
 
 
 def _saturation(function: Any, fmt: Format, x: np.ndarray) -> str:
@@ -101,11 +127,16 @@ def _saturation(function: Any, fmt: Format, x: np.ndarray) -> str:
     scaled = np.abs(x.astype(np.float64) * np.broadcast_to(scale, x.shape))
     values = np.abs(cast.decode(codes, fmt).astype(np.float64))
     spacing = fmt.max - float(cast.decode(np.uint8(fmt.max_code - 1), fmt))
-    # a product that reaches max has, before rounding, at least the midpoint below it; and max, beyond float32's rounding, is not passed
+    # a product that reaches max has, before rounding, at least the midpoint below it; and max,
+    # beyond float32's rounding, is not passed
     needless = (values >= fmt.max) & (scaled < fmt.max - spacing / 2 - fmt.max * 2.0**-23)
     special = ~np.isfinite(values)
     clipped = scaled > fmt.max * (1 + 2.0**-22)
-    for met, words in ((special, "becomes no number"), (needless, "becomes max"), (clipped, "is clipped")):
+    for met, words in (
+        (special, "becomes no number"),
+        (needless, "becomes max"),
+        (clipped, "is clipped"),
+    ):
         if met.any():
             at = tuple(np.argwhere(met)[0])
             return f"element {text(x[at])} of {text(x)} {words}: scaled it is {text(scaled[at])}"
@@ -116,18 +147,34 @@ _TENSOR = tensors(SHAPE)
 QUANTIZERS: tuple[Invariant, ...] = stated(
     "S-19",
     {
-        "power_of_two_equivariance": ("2^k times a tensor has its codes", st.tuples(_TENSOR, st.integers(-6, 40)), _equivariant),
+        "power_of_two_equivariance": (
+            "2^k times a tensor has its codes",
+            st.tuples(_TENSOR, st.integers(-6, 40)),
+            _equivariant,
+        ),
         "permutation": (
             "permuted rows and columns have permuted codes",
             st.tuples(_TENSOR, st.permutations(range(SHAPE[0])), st.permutations(range(SHAPE[1]))),
             _permuted,
         ),
-        "sharding": ("rows of one amax have the same codes as a shard", st.tuples(_TENSOR, st.integers(1, SHAPE[0] - 1)), _sharded),
+        "sharding": (
+            "rows of one amax have the same codes as a shard",
+            st.tuples(_TENSOR, st.integers(1, SHAPE[0] - 1)),
+            _sharded,
+        ),
         "odd": ("a negated tensor has negated codes", _TENSOR, _odd),
         "monotone": ("codes of a row are in the order of its elements", _TENSOR, _monotone),
-        "idempotent": ("quantizing what was dequantized gives its codes or its values", _TENSOR, _idempotent),
+        "idempotent": (
+            "quantizing what was dequantized gives its codes or its values",
+            _TENSOR,
+            _idempotent,
+        ),
         "error_bound": ("a scaled element is off by half a spacing at most", _TENSOR, _error),
-        "saturation": ("an element becomes max only if it is nearest, and nothing is clipped or special", _TENSOR, _saturation),
+        "saturation": (
+            "an element becomes max only if it is nearest, and nothing is clipped or special",
+            _TENSOR,
+            _saturation,
+        ),
     },
 )
 """The invariants of quantizers (S-19)."""

@@ -1,4 +1,6 @@
-"""Invariants of a function of amaxes, float32 [n] -> scale float32 [n], or (scale, scale_inv) (spec S-18)."""
+"""Invariants of a function of amaxes, float32 [n] -> scale float32 [n], or (scale, scale_inv) (spec
+S-18).
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +14,10 @@ from fp8ref.formats import Format
 from fp8ref.sim.quantize import cast
 
 _F32 = np.float32
-_LOW, _HIGH = -39, 100  # 2^-39 is above torchao's eps, 1e-12; scales of amaxes up to 2^100 are normal
+_LOW, _HIGH = (
+    -39,
+    100,
+)  # 2^-39 is above torchao's eps, 1e-12; scales of amaxes up to 2^100 are normal
 
 
 def _array(values: Iterable[float]) -> np.ndarray:
@@ -31,7 +36,8 @@ def _scale(function: Any, amax: np.ndarray) -> np.ndarray:
 
 def _equivariant(function: Any, fmt: Format, inputs: tuple[float, int, int]) -> str:
     significand, e, k = inputs
-    # beside the drawn one, those around max's own significand, whose scales are around a power of two
+    # beside the drawn one, those around max's own significand, whose scales are around a power of
+    # two
     near = fmt.max / 2.0 ** np.floor(np.log2(fmt.max)) * (1 + np.arange(-8, 9) * 2.0**-23)
     amax = np.ldexp(_array([significand, *near]), e)
     one, other = _scale(function, amax), _scale(function, np.ldexp(amax, k))
@@ -45,7 +51,12 @@ def _equivariant(function: Any, fmt: Format, inputs: tuple[float, int, int]) -> 
 def _monotone(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
     low, high = sorted(_array(inputs))
     scale = _scale(function, _array([low, high]))
-    return "" if scale[0] >= scale[1] else f"amaxes {text(low)} and {text(high)} have scales {text(scale[0])} and {text(scale[1])}"
+    return (
+        ""
+        if scale[0] >= scale[1]
+        else f"amaxes {text(low)} and {text(high)} have scales {text(scale[0])} and "
+        f"{text(scale[1])}"
+    )
 
 
 def _within_max(function: Any, fmt: Format, inputs: float) -> str:
@@ -57,9 +68,13 @@ def _within_max(function: Any, fmt: Format, inputs: float) -> str:
 
 
 def _range_used(function: Any, fmt: Format, inputs: float) -> str:
-    for amax in (_array([inputs]), _array([2.0**_LOW])):  # after the drawn one the least, where an eps shows
+    for amax in (
+        _array([inputs]),
+        _array([2.0**_LOW]),
+    ):  # after the drawn one the least, where an eps shows
         product = amax * _scale(function, amax)
-        # Half of max, since powers of two round a scale down by less than 2; and two float32 roundings of 2^-24.
+        # Half of max, since powers of two round a scale down by less than 2; and two float32
+        # roundings of 2^-24.
         if not product[0] >= fmt.max / 2 * (1 - 2.0**-22):
             return f"amax {text(amax[0])} times its scale is {text(product[0])}, below max / 2"
     return ""
@@ -80,16 +95,23 @@ def _reciprocal(function: Any, fmt: Format, inputs: float) -> str:
     scale, scale_inv = (as_numpy(part).reshape(-1)[0] for part in found[:2])
     if scale_inv == _F32(1) / scale:
         return ""
-    return f"amax {text(amax[0])} has scale {text(scale)} and scale_inv {text(scale_inv)}, not {text(_F32(1) / scale)}"
+    return (
+        f"amax {text(amax[0])} has scale {text(scale)} and scale_inv {text(scale_inv)}, not "
+        f"{text(_F32(1) / scale)}"
+    )
 
 
 def _elementwise(function: Any, fmt: Format, inputs: tuple[float, float, float]) -> str:
     amax = _array(inputs)
-    together, alone = _scale(function, amax), [_scale(function, amax[i : i + 1])[0] for i in range(len(amax))]
+    together, alone = (
+        _scale(function, amax),
+        [_scale(function, amax[i : i + 1])[0] for i in range(len(amax))],
+    )
     return (
         ""
         if np.array_equal(together, alone)
-        else f"amaxes {text(amax)} have scales {text(together)} together and {text(np.array(alone))} alone"
+        else f"amaxes {text(amax)} have scales {text(together)} together and "
+        f"{text(np.array(alone))} alone"
     )
 
 
@@ -100,30 +122,45 @@ def _amax(fmt: Format) -> st.SearchStrategy[float]:
 def _neighbors(fmt: Format) -> st.SearchStrategy[tuple[float, float]]:
     """Two amaxes, often neighbors."""
     pair = st.tuples(_amax(fmt), _amax(fmt))
-    return st.one_of(pair, _amax(fmt).map(lambda a: (a, float(np.nextafter(_F32(a), _F32(np.inf))))))
+    return st.one_of(
+        pair, _amax(fmt).map(lambda a: (a, float(np.nextafter(_F32(a), _F32(np.inf)))))
+    )
 
 
 def _any_amax(fmt: Format) -> st.SearchStrategy[float]:
     """Any positive float32, small ones often."""
-    return st.one_of(significands(-149, 127), st.integers(1, 0x7F7FFFFF).map(lambda bits: float(np.uint32(bits).view(_F32))))
+    return st.one_of(
+        significands(-149, 127),
+        st.integers(1, 0x7F7FFFFF).map(lambda bits: float(np.uint32(bits).view(_F32))),
+    )
 
 
 def _moved(fmt: Format) -> st.SearchStrategy[tuple[float, int, int]]:
     """A significand, an exponent e, and k, with both e and e + k in the domain."""
     ends = st.integers(0, _HIGH - _LOW - 4).map(lambda n: n if n < _HIGH - 1 else _HIGH - 2 - n)
-    return st.tuples(significands(0, 0), ends, ends).map(lambda drawn: (drawn[0], drawn[1], drawn[2] - drawn[1]))
+    return st.tuples(significands(0, 0), ends, ends).map(
+        lambda drawn: (drawn[0], drawn[1], drawn[2] - drawn[1])
+    )
 
 
 SCALES: tuple[Invariant, ...] = stated(
     "S-18",
     {
-        "power_of_two_equivariance": ("2^k times an amax has 2^-k times its scale", _moved, _equivariant),
+        "power_of_two_equivariance": (
+            "2^k times an amax has 2^-k times its scale",
+            _moved,
+            _equivariant,
+        ),
         "monotone": ("a larger amax has no larger scale", _neighbors, _monotone),
         "within_max": ("an amax times its scale is cast to a number", _amax, _within_max),
         "range_used": ("an amax times its scale is at least half of max", _amax, _range_used),
         "finite": ("every positive amax has a positive and finite scale", _any_amax, _finite),
         "reciprocal": ("scale_inv is RN32(1 / scale)", _amax, _reciprocal),
-        "elementwise": ("a scale depends on its own amax alone", lambda fmt: st.tuples(*[_amax(fmt)] * 3), _elementwise),
+        "elementwise": (
+            "a scale depends on its own amax alone",
+            lambda fmt: st.tuples(*[_amax(fmt)] * 3),
+            _elementwise,
+        ),
     },
 )
 """The invariants of scales (S-18)."""

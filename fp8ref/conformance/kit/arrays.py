@@ -12,7 +12,9 @@ def numpy_dtype(dtype: str) -> np.dtype:
     try:
         import ml_dtypes
     except ImportError as error:
-        raise ImportError("arrays of bfloat16 need ml_dtypes. Install it with: pip install 'fp8ref[conformance]'") from error
+        raise ImportError(
+            "arrays of bfloat16 need ml_dtypes. Install it with: pip install 'fp8ref[conformance]'"
+        ) from error
     return np.dtype(ml_dtypes.bfloat16)
 
 
@@ -30,7 +32,8 @@ def named(x: Any) -> tuple[np.ndarray, str]:
         return _of_torch(x)
     if isinstance(x, np.ma.MaskedArray) and np.any(x.mask):
         raise ValueError(
-            f"every element counts; got an array with {int(np.sum(x.mask))} masked ones. Use x.filled(...), or x.data for all of them."
+            f"every element counts; got an array with {int(np.sum(x.mask))} masked ones. Use "
+            "x.filled(...), or x.data for all of them."
         )
     made = np.array(x)  # a copy, which no later call writes to
     name = made.dtype.name

@@ -36,7 +36,9 @@ class Check:
     @property
     def ok(self) -> bool:
         """Whether the check holds; it does not if nothing was compared."""
-        return self.compared > 0 and (self.equal == self.compared if self.bound == 0 else self.worst <= self.bound)
+        return self.compared > 0 and (
+            self.equal == self.compared if self.bound == 0 else self.worst <= self.bound
+        )
 
     def fail(self, message: str) -> None:
         """Fail by a difference that has no elements to count, such as another shape."""
@@ -45,15 +47,22 @@ class Check:
         self.detail = self.detail or f"{self.name}: {message}"
 
     def add(self, equal: np.ndarray, distance: np.ndarray, describe) -> None:
-        """Count elements; ``describe(index)`` says in words what the first one beyond the bound is."""
+        """Count elements; ``describe(index)`` says in words what the first one beyond the bound
+        is.
+        """
         equal, distance = np.atleast_1d(equal), np.atleast_1d(distance)
         self.compared += equal.size
         self.equal += int(equal.sum())
-        self.worst = max(self.worst, min(float(distance.max(initial=0)), sys.float_info.max))  # JSON has no infinity
+        self.worst = max(
+            self.worst, min(float(distance.max(initial=0)), sys.float_info.max)
+        )  # JSON has no infinity
         broken = ~equal & ((distance > self.bound) | (self.bound == 0))
         if broken.any() and not self.detail:
             index = tuple(int(i) for i in np.argwhere(broken)[0])
-            self.detail = f"{self.name}: {int(broken.sum())} of {equal.size} differ, first at {list(index)}: {describe(index)}"
+            self.detail = (
+                f"{self.name}: {int(broken.sum())} of {equal.size} differ, first at "
+                f"{list(index)}: {describe(index)}"
+            )
 
 
 @dataclass
@@ -77,8 +86,13 @@ class Report(Result):
         return [check for check in self.checks.values() if not check.ok]
 
     def to_dict(self) -> dict:
-        """The contents of --json: ok, and every check's name, compared, equal, worst, bound and ok."""
-        checks = [{k: v for k, v in asdict(c).items() if k != "detail" or v} | {"ok": c.ok} for c in self.checks.values()]
+        """The contents of --json: ok, and every check's name, compared, equal, worst, bound and
+        ok.
+        """
+        checks = [
+            {k: v for k, v in asdict(c).items() if k != "detail" or v} | {"ok": c.ok}
+            for c in self.checks.values()
+        ]
         return {"ok": self.ok, "checks": checks}
 
     def table(self) -> list[Check]:
@@ -105,15 +119,25 @@ class Report(Result):
         for row in self.table():
             what, backend = row.name.rsplit("/", 1)
             table.add_row(
-                what, backend, f"{row.compared:,}", f"{row.equal:,}", f"{row.worst:.3g}", f"{row.bound:.3g}", "ok" if row.ok else "FAILS"
+                what,
+                backend,
+                f"{row.compared:,}",
+                f"{row.equal:,}",
+                f"{row.worst:.3g}",
+                f"{row.bound:.3g}",
+                "ok" if row.ok else "FAILS",
             )
         console.print(table)
         for check in self.failures:
-            console.print(check.detail or f"{check.name}: nothing was compared", markup=False, soft_wrap=True)
+            console.print(
+                check.detail or f"{check.name}: nothing was compared", markup=False, soft_wrap=True
+            )
         console.print(f"{len(self.checks)} checks, {len(self.failures)} failed")
 
 
-def compare_codes(check: Check, found: dict[str, np.ndarray], backend: str, fmt: Format, hp: np.ndarray) -> None:
+def compare_codes(
+    check: Check, found: dict[str, np.ndarray], backend: str, fmt: Format, hp: np.ndarray
+) -> None:
     """Compare codes of a backend with those of "sim". A difference is described by all codes found
     and the input's bits; worst: in codes.
     """
@@ -125,32 +149,56 @@ def compare_codes(check: Check, found: dict[str, np.ndarray], backend: str, fmt:
 
     def describe(index):
         codes = ", ".join(f"{who} 0x{codes[index]:02X}" for who, codes in canonical.items())
-        return f"{codes}; input {hp[index]:.9g} (float32 bits 0x{np.float32(hp[index]).view(np.uint32):08X})"
+        return (
+            f"{codes}; input {hp[index]:.9g} (float32 bits "
+            f"0x{np.float32(hp[index]).view(np.uint32):08X})"
+        )
 
     check.add(sim == mine, distance, describe)
 
 
 def compare_scales(check: Check, found: dict[str, np.ndarray], backend: str) -> None:
-    """Compare scales of a backend with those of "sim" bit for bit, all NaNs equal; worst: in ulps."""
+    """Compare scales of a backend with those of "sim" bit for bit, all NaNs equal; worst: in
+    ulps.
+    """
     compare_bits(check, found[backend], found["sim"], names=(backend, "sim"), what="scales")
 
 
-def compare_bits(check: Check, value: np.ndarray, reference: np.ndarray, *, names: tuple[str, str], what: str = "values") -> None:
+def compare_bits(
+    check: Check,
+    value: np.ndarray,
+    reference: np.ndarray,
+    *,
+    names: tuple[str, str],
+    what: str = "values",
+) -> None:
     """Compare float32 values with a reference bit for bit, all NaNs equal; worst: in ulps."""
     if reference.shape != value.shape:
-        return check.fail(f"{what} of shape {reference.shape} in {names[1]}, {value.shape} in {names[0]}")
+        return check.fail(
+            f"{what} of shape {reference.shape} in {names[1]}, {value.shape} in {names[0]}"
+        )
     expected, mine = (np.atleast_1d(np.asarray(v, np.float32)) for v in (reference, value))
     equal = (expected.view(np.int32) == mine.view(np.int32)) | (np.isnan(expected) & np.isnan(mine))
-    distance = np.where(equal, 0, np.abs(expected.view(np.int32).astype(np.int64) - mine.view(np.int32)))
+    distance = np.where(
+        equal, 0, np.abs(expected.view(np.int32).astype(np.int64) - mine.view(np.int32))
+    )
     both = {names[1]: expected, names[0]: mine}
-    check.add(equal, distance, lambda index: ", ".join(f"{who} {v[index]!r} (0x{v[index].view(np.uint32):08X})" for who, v in both.items()))
+    check.add(
+        equal,
+        distance,
+        lambda index: ", ".join(
+            f"{who} {v[index]!r} (0x{v[index].view(np.uint32):08X})" for who, v in both.items()
+        ),
+    )
 
 
 def compare_values(check: Check, value, reference, bound, *, names: tuple[str, str]) -> None:
     """Compare values with a reference within an elementwise bound; worst: the largest difference in
     units of its bound.
     """
-    value, reference, bound = (np.asarray(v, np.float64) for v in np.broadcast_arrays(value, reference, bound))
+    value, reference, bound = (
+        np.asarray(v, np.float64) for v in np.broadcast_arrays(value, reference, bound)
+    )
     equal = (value == reference) | (np.isnan(value) & np.isnan(reference))
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(equal, 0, np.abs(value - reference) / bound)
@@ -159,8 +207,8 @@ def compare_values(check: Check, value, reference, bound, *, names: tuple[str, s
         equal,
         ratio,
         lambda index: (
-            f"{names[0]} {np.atleast_1d(value)[index]!r}, {names[1]} {np.atleast_1d(reference)[index]!r}, "
-            f"bound {np.atleast_1d(bound)[index]:.3g}"
+            f"{names[0]} {np.atleast_1d(value)[index]!r}, {names[1]} "
+            f"{np.atleast_1d(reference)[index]!r}, bound {np.atleast_1d(bound)[index]:.3g}"
         ),
     )
 

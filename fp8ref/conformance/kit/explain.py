@@ -27,23 +27,43 @@ def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
     if kind in ("infinite", "above max"):
         over = "Inf" if fmt.inf_code is not None else "NaN"
         if kind == "above max" and rounding in ("toward_zero", "to_odd"):
-            return f"rounding {rounding} keeps finite values at max, 0x{fmt.max_code:02X}, or below (C-4)"
+            return (
+                f"rounding {rounding} keeps finite values at max, 0x{fmt.max_code:02X}, or "
+                "below (C-4)"
+            )
         if saturate:
             return f"saturating, a value that rounds above max, {fmt.max:g}, becomes max (C-3)"
         return f"not saturating, a value that rounds above max, {fmt.max:g}, becomes {over} (C-4)"
     if not fmt.signed:
-        return f"to the nearest power of two, halfway upwards, and no lower than {fmt.smallest_normal:g} (C-7)"
+        return (
+            "to the nearest power of two, halfway upwards, and no lower than "
+            f"{fmt.smallest_normal:g} (C-7)"
+        )
     if kind == "zero":
-        return "zero keeps its sign (C-6)" if fmt.specials != "fnuz" else f"both zeros become +0 in {fmt} (C-6)"
+        return (
+            "zero keeps its sign (C-6)"
+            if fmt.specials != "fnuz"
+            else f"both zeros become +0 in {fmt} (C-6)"
+        )
     if kind == "number":
         return "a number of the format is its own code (C-1)"
     sentence = f"rounded once, {_ROUNDS[rounding]} (C-1, C-2)"
     if kind == "underflow":
-        sentence += "; an underflow keeps its sign (C-6)" if fmt.specials != "fnuz" else "; an underflow is +0 (C-6)"
-    return sentence + (f"; numbers below {fmt.smallest_normal:g} are subnormal, and kept (F-1)" if kind == "subnormal" else "")
+        sentence += (
+            "; an underflow keeps its sign (C-6)"
+            if fmt.specials != "fnuz"
+            else "; an underflow is +0 (C-6)"
+        )
+    return sentence + (
+        f"; numbers below {fmt.smallest_normal:g} are subnormal, and kept (F-1)"
+        if kind == "subnormal"
+        else ""
+    )
 
 
-def cast_guess(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool) -> list[str]:
+def cast_guess(
+    x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool
+) -> list[str]:
     """Other rules that give exactly the codes found for x, by name, the likeliest first."""
     named = "nearest_even" if rounding == "stochastic" else rounding
 
@@ -51,11 +71,18 @@ def cast_guess(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, 
         return cast.encode(x, fmt, rounding=rounding, saturate=saturate)  # type: ignore[arg-type]
 
     expected = of(x)
-    roundings = ("nearest_even", "nearest_away", "toward_zero", "to_odd") if fmt.signed else ("nearest_even", "toward_zero")
+    roundings = (
+        ("nearest_even", "nearest_away", "toward_zero", "to_odd")
+        if fmt.signed
+        else ("nearest_even", "toward_zero")
+    )
     others = {f"rounding {other}": of(x, other) for other in roundings if other != rounding}
     if fmt.has_nan:
         others["not saturating" if saturate else "saturating"] = of(x, saturate=not saturate)
-    others |= {f"rounding to {first} first": of(cast.round_to(x, first)) for first in (BFLOAT16, FLOAT16, FLOAT32)}
+    others |= {
+        f"rounding to {first} first": of(cast.round_to(x, first))
+        for first in (BFLOAT16, FLOAT16, FLOAT32)
+    }
     if fmt.signed:
         magnitude, sign = expected & ~np.uint8(fmt.sign_bit), expected & np.uint8(fmt.sign_bit)
         subnormal = (magnitude > 0) & (magnitude < 1 << fmt.mantissa_bits)
@@ -67,16 +94,26 @@ def cast_guess(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, 
     others["NaN"] = np.full_like(expected, fmt.nan_code)
     others["zero"] = np.zeros_like(expected)
     found = cast.canonical_nans(found, fmt)
-    return [name for name, codes in others.items() if np.array_equal(cast.canonical_nans(codes.astype(np.uint8), fmt), found)]
+    return [
+        name
+        for name, codes in others.items()
+        if np.array_equal(cast.canonical_nans(codes.astype(np.uint8), fmt), found)
+    ]
 
 
 def has_code(x: np.ndarray, fmt: Format) -> np.ndarray:
-    """Where a cast of x to fmt has a right code: everywhere but at a NaN, if fmt has no NaN (C-9)."""
+    """Where a cast of x to fmt has a right code: everywhere but at a NaN, if fmt has no NaN
+    (C-9).
+    """
     return np.full(np.shape(x), True) if fmt.has_nan else ~np.isnan(cast.exact(x))
 
 
-def cast_note(x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool) -> str:
-    """A sentence: which other rule gives all codes found, or all the wrong ones; '' if none does."""
+def cast_note(
+    x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool
+) -> str:
+    """A sentence: which other rule gives all codes found, or all the wrong ones; '' if none
+    does.
+    """
     named = "nearest_even" if rounding == "stochastic" else rounding
     x, found = np.atleast_1d(x), np.atleast_1d(found)
     expected = cast.encode(x, fmt, rounding=named, saturate=saturate)  # type: ignore[arg-type]
@@ -97,9 +134,14 @@ def simplicity(x: np.ndarray) -> np.ndarray:
     finite = np.isfinite(value)
     fraction, exponent = np.frexp(np.where(finite, value, 1.0))
     whole = np.ldexp(np.abs(fraction), 53).astype(np.int64)
-    # whole & -whole is the lowest set bit: the bits from it up to the 53rd are significant, of zero none
-    significant = 53 - np.log2(np.where(whole == 0, 1, whole & -whole)) * (whole != 0) - 53 * (whole == 0)
-    return np.lexsort((np.signbit(value), np.abs(exponent - 1), significant, np.isnan(value), ~finite))
+    # whole & -whole is the lowest set bit: the bits from it up to the 53rd are significant, of zero
+    # none
+    significant = (
+        53 - np.log2(np.where(whole == 0, 1, whole & -whole)) * (whole != 0) - 53 * (whole == 0)
+    )
+    return np.lexsort(
+        (np.signbit(value), np.abs(exponent - 1), significant, np.isnan(value), ~finite)
+    )
 
 
 def simplest(x: np.ndarray, among: np.ndarray) -> int:
@@ -134,7 +176,8 @@ def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
     policy = policies.by_name(policy)
     if policy.two_level is not None:
         made = {
-            "encode": "RN32(amax * RN32(S * RN32(1/6))) in e4m3fn, S = RN32(2688 / the tensor's amax)",
+            "encode": "RN32(amax * RN32(S * RN32(1/6))) in e4m3fn, "
+            "S = RN32(2688 / the tensor's amax)",
             "decode": "RN32(RN32(amax / 6) / T) in e4m3fn, T = RN32(the tensor's amax / 2688)",
             "none": "RN32(amax / 6) in e4m3fn",
         }[policy.two_level.tensor]
@@ -143,19 +186,40 @@ def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
     if policy.e8m0 is not None:
         return f"policy {policy.name}: an e8m0 scale_inv, 2^k ({policy.clause})"
     if policy.makes_scale_inv:
-        ratio = "RN32(amax * RN32(1 / max))" if policy.ratio == "amax*(1/max)" else "RN32(amax / max)"
+        ratio = (
+            "RN32(amax * RN32(1 / max))" if policy.ratio == "amax*(1/max)" else "RN32(amax / max)"
+        )
         floor = f", amax at least {policy.eps:g}" if policy.eps else ""
         floor += f", 1 below {policy.one_below:g}" if policy.one_below else ""
         floor += f", times {policy.factor:.6g}" if policy.factor != 1 else ""
         floor += f", in {policy.scale_dtype}" if policy.scale_dtype.name != "float32" else ""
         floor += f", then a power of two by {policy.power_of_two}" if policy.power_of_two else ""
-        return f"policy {policy.name}: scale_inv = {ratio}{floor}, and scale = RN32(1 / scale_inv) ({policy.clause})"
-    special = {"NaN": policy.nan, "infinite": policy.infinite, "zero": policy.zero}.get(kind, "compute")
+        return (
+            f"policy {policy.name}: scale_inv = {ratio}{floor}, and scale = RN32(1 / "
+            f"scale_inv) ({policy.clause})"
+        )
+    special = {"NaN": policy.nan, "infinite": policy.infinite, "zero": policy.zero}.get(
+        kind, "compute"
+    )
     if special == "compute" or (kind == "zero" and policy.eps):
-        sentence = f"policy {policy.name}: RN32({'max * RN32(1 / amax)' if policy.ratio == 'max*(1/amax)' else 'max / amax'})"
+        sentence = (
+            f"policy {policy.name}: "
+            f"RN32({'max * RN32(1 / amax)' if policy.ratio == 'max*(1/amax)' else 'max / amax'})"
+        )
         sentence += f", amax at least {policy.eps:g}" if policy.eps else ""
-        sentence += f", then the power of two, by {policy.power_of_two} (S-4)" if policy.power_of_two else ""
+        sentence += (
+            f", then the power of two, by {policy.power_of_two} (S-4)"
+            if policy.power_of_two
+            else ""
+        )
         clause = "S-3" if policy.floored_quotient else "S-15" if policy.clause == "S-15" else "S-9"
         return f"{sentence} ({clause}{', S-12' if kind == 'subnormal' else ''})"
-    kept = {"one": "scale 1", "keep": "the previous scale, here 1", "keep_inverse": "the inverse of the previous scale, here 1"}[special]
-    return f"policy {policy.name} gives {kept} for such an amax (S-9{'' if special == 'one' else ', S-11'})"
+    kept = {
+        "one": "scale 1",
+        "keep": "the previous scale, here 1",
+        "keep_inverse": "the inverse of the previous scale, here 1",
+    }[special]
+    return (
+        f"policy {policy.name} gives {kept} for such an amax "
+        f"(S-9{'' if special == 'one' else ', S-11'})"
+    )

@@ -1,4 +1,6 @@
-"""What identification finds: properties with their evidence, counterexamples, and the outcome of all."""
+"""What identification finds: properties with their evidence, counterexamples, and the outcome of
+all.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -46,14 +48,22 @@ def bits_of(value: float, dtype: str) -> str:
     """The bits of a number of a dtype, such as 0x3F800000."""
     if dtype == "bfloat16":
         return f"0x{int(np.float32(value).view(np.uint32)) >> 16:04X}"
-    unsigned = {"float16": (np.float16, np.uint16), "float32": (np.float32, np.uint32), "float64": (np.float64, np.uint64)}[dtype]
+    unsigned = {
+        "float16": (np.float16, np.uint16),
+        "float32": (np.float32, np.uint32),
+        "float64": (np.float64, np.uint64),
+    }[dtype]
     number = np.asarray(value).astype(unsigned[0])
     return f"0x{int(number.view(unsigned[1])):0{2 * number.itemsize}X}"
 
 
 def show(value: float) -> str:
     """A number as text, exact: nine digits, or seventeen where nine would be another number."""
-    return f"{float(value):.17g}" if float(f"{float(value):.9g}") != float(value) else f"{float(value):.9g}"
+    return (
+        f"{float(value):.17g}"
+        if float(f"{float(value):.9g}") != float(value)
+        else f"{float(value):.9g}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +93,12 @@ class Finding:
         if self.words:
             return self.words
         if self.value is None:
-            return "cannot tell" + (f": {' or '.join(map(str, self.others))}" if self.others else "")
-        listed = "; ".join(map(str, self.others[:SHOWN])) + (f"; and {len(self.others) - SHOWN} more" if len(self.others) > SHOWN else "")
+            return "cannot tell" + (
+                f": {' or '.join(map(str, self.others))}" if self.others else ""
+            )
+        listed = "; ".join(map(str, self.others[:SHOWN])) + (
+            f"; and {len(self.others) - SHOWN} more" if len(self.others) > SHOWN else ""
+        )
         return f"{self.value}" + (f", or the same by {listed}" if self.others else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,21 +113,45 @@ def table(findings: Sequence[Finding], **options: Any) -> "Table":
 
     made = Table("", "found", "by", **options)
     for finding in findings:
-        made.add_row(*(Text(cell) for cell in (finding.what, finding.text, finding.evidence)))  # Text: not parsed as markup
+        made.add_row(
+            *(Text(cell) for cell in (finding.what, finding.text, finding.evidence))
+        )  # Text: not parsed as markup
     return made
 
 
 def strides_finding(taken: list[str], refused: list[str], found: list[Counterexample]) -> Finding:
     """The finding on strides: the views taken, those that raise, and the first counterexample."""
-    text = "not all alike" if found else "all alike" if taken else "not taken" if refused else "not tested"
-    evidence = f"{', '.join(taken)}: as contiguous" if taken else "" if refused else "jax arrays have no strides"
+    text = (
+        "not all alike"
+        if found
+        else "all alike"
+        if taken
+        else "not taken"
+        if refused
+        else "not tested"
+    )
+    evidence = (
+        f"{', '.join(taken)}: as contiguous"
+        if taken
+        else ""
+        if refused
+        else "jax arrays have no strides"
+    )
     evidence += f"{'; ' * bool(taken)}it raises for {', '.join(refused)}" if refused else ""
     unasked = (f"strides {', '.join(refused)}, for which it raises",) if refused else ()
-    return Finding(what="strides", value=not found, words=text, evidence=str(found[0]) if found else evidence, unasked=unasked)
+    return Finding(
+        what="strides",
+        value=not found,
+        words=text,
+        evidence=str(found[0]) if found else evidence,
+        unasked=unasked,
+    )
 
 
 def other_devices(framework: str, device: str) -> list[str]:
-    """What is not asked of a function of one device: the others, as a list; empty for NumPy's arrays, which have none."""
+    """What is not asked of a function of one device: the others, as a list; empty for NumPy's
+    arrays, which have none.
+    """
     return [] if framework == "numpy" else [f"devices other than {device}"]
 
 
@@ -149,7 +187,11 @@ class Outcome(Result):
     @property
     def unasked(self) -> list[str]:
         """What was not asked, and what the verdict so does not cover, in words."""
-        return list(dict.fromkeys([*(one for finding in self.findings for one in finding.unasked), *self.limits]))
+        return list(
+            dict.fromkeys(
+                [*(one for finding in self.findings for one in finding.unasked), *self.limits]
+            )
+        )
 
     @property
     def ok(self) -> bool:
@@ -162,12 +204,20 @@ class Outcome(Result):
     def message(self) -> str:
         """The summary, the counterexamples to what was expected, and what was not asked."""
         if self.expected is None:
-            lines = [self.summary + ("" if self.named or not self.identified else ". It matches no known name")]
+            lines = [
+                self.summary
+                + ("" if self.named or not self.identified else ". It matches no known name")
+            ]
         elif self.ok:
             lines = [f"{self.name} is {self.expected!r}: {self.summary}"]
         else:
-            lines = [f"{self.name} is not {self.expected!r}, but {self.summary}", *(f"  {w}" for w in self.differences or self.unlike)]
-        return "\n".join([*lines, *([f"  not asked: {'; '.join(self.unasked)}"] if self.unasked else [])])
+            lines = [
+                f"{self.name} is not {self.expected!r}, but {self.summary}",
+                *(f"  {w}" for w in self.differences or self.unlike),
+            ]
+        return "\n".join(
+            [*lines, *([f"  not asked: {'; '.join(self.unasked)}"] if self.unasked else [])]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
@@ -181,7 +231,9 @@ class Outcome(Result):
             "identified": self.identified,
             "named": self.named,
             "summary": self.summary,
-            "findings": [f.to_dict() | {"witness": f.witness and f.witness.to_dict()} for f in self.findings],
+            "findings": [
+                f.to_dict() | {"witness": f.witness and f.witness.to_dict()} for f in self.findings
+            ],
             "unlike": [witness.to_dict() for witness in self.unlike],
             "expected": self.expected,
             "differences": [witness.to_dict() for witness in self.differences],

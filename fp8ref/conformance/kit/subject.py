@@ -37,7 +37,9 @@ Make = Callable[[np.ndarray], Any]
 
 VIEWS: dict[str, Callable[[Make, np.ndarray], Any]] = {
     "transposed": lambda make, x: make(np.ascontiguousarray(x.T)).T,
-    "every second column": lambda make, x: make(np.repeat(x, 2, axis=1) * np.tile(np.array([1, 0.5], np.float32), x.shape[1]))[:, ::2],
+    "every second column": lambda make, x: make(
+        np.repeat(x, 2, axis=1) * np.tile(np.array([1, 0.5], np.float32), x.shape[1])
+    )[:, ::2],
     "behind a row": lambda make, x: make(np.concatenate([x[:1] / 2, x]))[1:],
 }
 """{name of a view: function that makes it of x [M, K]}.
@@ -47,7 +49,9 @@ A view is not contiguous, or starts inside its memory. JAX has no views.
 
 
 class ConformanceError(ValueError):
-    """Not a valid cast or quantizer: it raises, has wrong outputs or side effects, or does not repeat."""
+    """Not a valid cast or quantizer: it raises, has wrong outputs or side effects, or does not
+    repeat.
+    """
 
 
 class RefusedError(ConformanceError):
@@ -72,7 +76,11 @@ class Subject:
 
         Raises:   RefusedError: it raises. ConformanceError: it changes its input.
         """
-        given = self.make_array(x, dtype) if view == "contiguous" else VIEWS[view](lambda a: self.make_array(a, dtype), x)
+        given = (
+            self.make_array(x, dtype)
+            if view == "contiguous"
+            else VIEWS[view](lambda a: self.make_array(a, dtype), x)
+        )
         # Compare bits, as NaN is not equal to itself.
         before = arrays.written(given)
         try:
@@ -85,13 +93,17 @@ class Subject:
                 "input alone to find the cause."
             ) from error
         if arrays.written(given) != before:
-            raise ConformanceError(f"{self.name} changed its input, {describe(x, dtype, self.framework)}. Let it work on a copy.")
+            raise ConformanceError(
+                f"{self.name} changed its input, {describe(x, dtype, self.framework)}. Let it "
+                "work on a copy."
+            )
         return found
 
     def make_array(self, x: np.ndarray, dtype: str) -> Any:
         """x as an array of this framework and of a dtype.
 
-        Raises:   RefusedError: the framework has no such array here, as for bfloat16 in NumPy without ml_dtypes.
+        Raises:   RefusedError: the framework has no such array here, as for bfloat16 in NumPy
+                  without ml_dtypes.
         """
         if self.framework == "jax":
             import jax
@@ -104,10 +116,20 @@ class Subject:
             raise RefusedError(str(error)) from error
         if self.framework == "numpy":
             return given
-        return arrays.as_torch(given, self.device) if self.framework == "torch" else arrays.as_jax(given)
+        return (
+            arrays.as_torch(given, self.device)
+            if self.framework == "torch"
+            else arrays.as_jax(given)
+        )
 
 
-def check_no_reuse(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: str, read: Callable[[Any], list[np.ndarray]]) -> None:
+def check_no_reuse(
+    subject: Subject,
+    x: np.ndarray,
+    other: np.ndarray,
+    dtype: str,
+    read: Callable[[Any], list[np.ndarray]],
+) -> None:
     """ConformanceError if a later call, with other numbers, overwrites an earlier output."""
     found = subject.ask(x, dtype)
     before = [part.copy() for part in read(found)]
@@ -120,18 +142,28 @@ def check_no_reuse(subject: Subject, x: np.ndarray, other: np.ndarray, dtype: st
         )
 
 
-def wrap(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu", shape: tuple[int, ...]) -> Subject:
+def wrap(
+    name: str,
+    function: Callable[..., Any],
+    *,
+    framework: str | None = None,
+    device: str = "cpu",
+    shape: tuple[int, ...],
+) -> Subject:
     """A function as a Subject of the framework named, else of the first imported one that it takes.
 
-    Raises:   ValueError: an unknown framework, or a device that is not there; ImportError: the framework
-              is not installed; RefusedError: it takes no arrays.
+    Raises:   ValueError: an unknown framework, or a device that is not there; ImportError: the
+              framework is not installed; RefusedError: it takes no arrays.
     """
     if not callable(function):
         raise ValueError(f"what is asked is a function of an array; got {type(function).__name__}.")
     if framework is not None and framework not in FRAMEWORKS:
         raise ValueError(f"framework is one of {', '.join(FRAMEWORKS)}; got {framework!r}.")
     if framework is not None and importlib.util.find_spec(framework) is None:
-        raise ImportError(f"arrays of {framework} need {framework}, which is not installed. Install fp8ref[{framework}].")
+        raise ImportError(
+            f"arrays of {framework} need {framework}, which is not installed. Install "
+            f"fp8ref[{framework}]."
+        )
     _check_device(device, framework)
     if device != "cpu":
         framework = "torch"
@@ -171,7 +203,9 @@ def _in_framework_of_output(subject: Subject, found: Any, x: np.ndarray, dtype: 
     return subject
 
 
-def kind_of(name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu") -> Kind:
+def kind_of(
+    name: str, function: Callable[..., Any], *, framework: str | None = None, device: str = "cpu"
+) -> Kind:
     """A GEMM takes two operands. In a cast no element changes another's code. Else a quantizer.
 
     Raises:   ValueError: as wrap.
@@ -182,7 +216,9 @@ def kind_of(name: str, function: Callable[..., Any], *, framework: str | None = 
         subject = wrap(name, function, framework=framework, device=device, shape=SHAPE)
     except RefusedError as error:
         try:
-            wrap(name, function, framework=framework, device=device, shape=(16,))  # one that takes vectors alone, or nothing
+            wrap(
+                name, function, framework=framework, device=device, shape=(16,)
+            )  # one that takes vectors alone, or nothing
         except RefusedError as other:
             raise RefusedError(f"{error}\n{other}") from other
         return "cast"
@@ -209,7 +245,10 @@ def _operands(function: Callable[..., Any]) -> int:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
         return 1
-    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return sum(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in parameters
+    )
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -231,7 +270,8 @@ def first_dtype(subject: Subject, shape: tuple[int, ...] = (16,)) -> str:
 
 
 def read_array(found: Any) -> tuple[np.ndarray, str] | None:
-    """An array of any framework as a NumPy array, and the name of its dtype; None if it is no array.
+    """An array of any framework as a NumPy array, and the name of its dtype; None if it is no
+    array.
 
     float8 and e8m0 become uint8; bfloat16 and float16 become float32.
     """
@@ -240,7 +280,9 @@ def read_array(found: Any) -> tuple[np.ndarray, str] | None:
     try:
         made, name = arrays.named(found)
     except Exception as error:  # lazy arrays may raise only here
-        raise ConformanceError(f"its output cannot be read ({type(error).__name__}: {_first_lines(error)}).") from error
+        raise ConformanceError(
+            f"its output cannot be read ({type(error).__name__}: {_first_lines(error)})."
+        ) from error
     return made.astype(np.float32) if name in ("bfloat16", "float16") else made, name
 
 
@@ -257,13 +299,19 @@ def _check_device(device: str, framework: str | None) -> None:
     if device == "cpu":
         return
     if framework not in (None, "torch"):
-        raise ValueError(f"a device applies to torch's arrays; got {device!r} with {framework}. Leave it out. For jax, set JAX_PLATFORMS.")
+        raise ValueError(
+            f"a device applies to torch's arrays; got {device!r} with {framework}. Leave it "
+            "out. For jax, set JAX_PLATFORMS."
+        )
     import torch
 
     try:
         torch.empty(1, device=device)
     except Exception as error:  # torch raises several types for a missing device
-        raise ValueError(f"device {device!r} is not available: {_first_lines(error)}. Leave it out to test on the CPU.") from error
+        raise ValueError(
+            f"device {device!r} is not available: {_first_lines(error)}. Leave it out to test "
+            "on the CPU."
+        ) from error
 
 
 def _first_lines(error: BaseException) -> str:

@@ -1,4 +1,5 @@
-"""The casts of CUDA's header cuda_fp8.hpp, on the host: compiled from an installed wheel or toolkit, on first use.
+"""The casts of CUDA's header cuda_fp8.hpp, on the host: compiled from an installed wheel or
+toolkit, on first use.
 
 The header states what NVIDIA's conversion instructions give, in C++ that runs without a GPU.
 """
@@ -34,14 +35,22 @@ def include_folders() -> list[Path]:
     Raises:   NoHeaderError: one of the two is in no installed package and no toolkit.
     """
     spec = importlib.util.find_spec("nvidia")
-    packages = [p for root in (spec.submodule_search_locations if spec else []) or [] for p in sorted(Path(root).glob("*/include"))]
-    homes = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
+    packages = [
+        p
+        for root in (spec.submodule_search_locations if spec else []) or []
+        for p in sorted(Path(root).glob("*/include"))
+    ]
+    homes = [
+        Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home
+    ]
     places = [*packages, *homes]
     found = []
     for needed in ("cuda_fp8.hpp", "nv/target"):
         folder = next((place for place in places if (place / needed).is_file()), None)
         if folder is None:
-            raise NoHeaderError(f"{needed} was not found. Install it with: pip install 'fp8ref[cuda]'")
+            raise NoHeaderError(
+                f"{needed} was not found. Install it with: pip install 'fp8ref[cuda]'"
+            )
         found.append(folder)
     return list(dict.fromkeys(found))
 
@@ -53,7 +62,9 @@ def version() -> str:
     """
     for folder in include_folders():
         found = (
-            re.search(r"#define CUDA_VERSION (\d+)", (folder / "cuda.h").read_text(errors="replace"))
+            re.search(
+                r"#define CUDA_VERSION (\d+)", (folder / "cuda.h").read_text(errors="replace")
+            )
             if (folder / "cuda.h").is_file()
             else None
         )
@@ -71,7 +82,9 @@ def available() -> bool:
 
 
 def _compiler() -> str | None:
-    return next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    return next(
+        (found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None
+    )
 
 
 @functools.cache
@@ -82,15 +95,30 @@ def load() -> ctypes.CDLL:
     """
     compiler, includes = _compiler(), [f"-I{folder}" for folder in include_folders()]
     if compiler is None:
-        raise NoHeaderError("cuda_fp8.hpp needs a C++ compiler; c++, g++ and clang++ are not on the PATH. Install one.")
+        raise NoHeaderError(
+            "cuda_fp8.hpp needs a C++ compiler; c++, g++ and clang++ are not on the PATH. "
+            "Install one."
+        )
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "cuda_header.so"
         # No contraction and no fast mathematics: the host computes as the source says.
-        command = [compiler, "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", *includes, "-o", str(library), str(SOURCE)]
+        command = [
+            compiler,
+            "-std=c++17",
+            "-O1",
+            "-ffp-contract=off",
+            "-shared",
+            "-fPIC",
+            *includes,
+            "-o",
+            str(library),
+            str(SOURCE),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise NoHeaderError(
-                f"{compiler} cannot compile {SOURCE.name}: {done.stderr.strip()[-800:]}. Use headers of CUDA 12.8 or later."
+                f"{compiler} cannot compile {SOURCE.name}: {done.stderr.strip()[-800:]}. Use "
+                "headers of CUDA 12.8 or later."
             )
         return ctypes.CDLL(str(library))
 
@@ -104,23 +132,37 @@ def encode(x: np.ndarray, fmt: Format, *, saturate: bool) -> np.ndarray:
 
 
 def encode_bits(bits: np.ndarray, source: str, fmt: Format, *, saturate: bool) -> np.ndarray:
-    """The codes of float32 numbers, or of the bits of bfloat16 or float16 ones, uint16; uint8 of that shape.
+    """The codes of float32 numbers, or of the bits of bfloat16 or float16 ones, uint16; uint8 of
+    that shape.
 
     Raises:   ValueError: another format or dtype; NoHeaderError as load.
     """
-    if fmt not in _FORMATS or source not in _SOURCES or bits.dtype != (np.float32 if source == "float32" else np.uint16):
+    if (
+        fmt not in _FORMATS
+        or source not in _SOURCES
+        or bits.dtype != (np.float32 if source == "float32" else np.uint16)
+    ):
         raise ValueError(
-            f"cuda_fp8.hpp casts float32, or uint16 bits of bfloat16 and float16, to e4m3fn and e5m2; got {bits.dtype} as {source}, {fmt}."
+            "cuda_fp8.hpp casts float32, or uint16 bits of bfloat16 and float16, to e4m3fn and "
+            f"e5m2; got {bits.dtype} as {source}, {fmt}."
         )
     given, codes = np.ascontiguousarray(bits), np.empty(bits.shape, np.uint8)
-    load().fp8ref_cast(*_pointers(given, codes), ctypes.c_int64(given.size), _SOURCES.index(source), _FORMATS.index(fmt), int(saturate))
+    load().fp8ref_cast(
+        *_pointers(given, codes),
+        ctypes.c_int64(given.size),
+        _SOURCES.index(source),
+        _FORMATS.index(fmt),
+        int(saturate),
+    )
     return codes
 
 
 def decode(codes: np.ndarray, fmt: Format) -> np.ndarray:
     """The numbers of codes, float16 of that shape. Raises as encode."""
     if fmt not in _FORMATS or codes.dtype != np.uint8:
-        raise ValueError(f"cuda_fp8.hpp decodes uint8 codes of e4m3fn and e5m2; got {codes.dtype}, {fmt}.")
+        raise ValueError(
+            f"cuda_fp8.hpp decodes uint8 codes of e4m3fn and e5m2; got {codes.dtype}, {fmt}."
+        )
     given, values = np.ascontiguousarray(codes), np.empty(codes.shape, np.float16)
     load().fp8ref_decode(*_pointers(given, values), ctypes.c_int64(given.size), _FORMATS.index(fmt))
     return values

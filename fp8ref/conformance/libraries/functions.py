@@ -25,7 +25,8 @@ def on_torch(device: str, *, compiled: bool = False) -> Callable[[Callable], Run
         used = torch.compile(function, dynamic=True)
 
         def called(x: np.ndarray) -> np.ndarray:
-            # lengths change from call to call; numbers of formats are constants: torch 2.11 cannot shift them as symbols
+            # lengths change from call to call; numbers of formats are constants: torch 2.11 cannot
+            # shift them as symbols
             with torch._dynamo.config.patch(specialize_int=True):
                 return used(torch.from_numpy(x).to(device)).cpu().numpy()
 
@@ -102,7 +103,9 @@ def flax_cast(x: np.ndarray, fmt: Format) -> np.ndarray:
     import jax.numpy as jnp
     from flax.linen import fp8_ops
 
-    return as_numpy(fp8_ops.quantize(jnp.asarray(x), getattr(jnp, f"float8_{fmt}"), jnp.float32(1), jnp.float32))
+    return as_numpy(
+        fp8_ops.quantize(jnp.asarray(x), getattr(jnp, f"float8_{fmt}"), jnp.float32(1), jnp.float32)
+    )
 
 
 def gfloat_cast(x: np.ndarray, fmt: Format, saturate: bool) -> np.ndarray:
@@ -110,7 +113,9 @@ def gfloat_cast(x: np.ndarray, fmt: Format, saturate: bool) -> np.ndarray:
     import gfloat  # type: ignore[import-untyped]
 
     info = _gfloat_info(fmt)
-    return gfloat.encode_ndarray(info, gfloat.round_ndarray(info, x.astype(np.float64), sat=saturate)).astype(np.uint8)
+    return gfloat.encode_ndarray(
+        info, gfloat.round_ndarray(info, x.astype(np.float64), sat=saturate)
+    ).astype(np.uint8)
 
 
 def _gfloat_info(fmt: Format):
@@ -163,7 +168,9 @@ def gfloat_scale(amax: np.ndarray, fmt: Format) -> np.ndarray:
     from gfloat.block import compute_scale_amax  # type: ignore[import-untyped]
 
     emax = _gfloat_info(fmt).emax
-    return cast.encode(np.array([compute_scale_amax(emax, np.full(1, a)) for a in amax], np.float64), E8M0FNU)
+    return cast.encode(
+        np.array([compute_scale_amax(emax, np.full(1, a)) for a in amax], np.float64), E8M0FNU
+    )
 
 
 def fp8ref_torch_scale(fmt: Format, policy: str) -> Callable:

@@ -34,7 +34,13 @@ from fp8ref.conformance.libraries.functions import (
 from fp8ref.conformance.libraries.transcriptions import TRANSCRIPTIONS
 from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS, Format
 
-OURS = ("fp8ref.jax", "fp8ref.jax gpu", "fp8ref.torch", "fp8ref.torch cuda", "fp8ref.torch cuda compiled")
+OURS = (
+    "fp8ref.jax",
+    "fp8ref.jax gpu",
+    "fp8ref.torch",
+    "fp8ref.torch cuda",
+    "fp8ref.torch cuda compiled",
+)
 """fp8ref's own libraries.
 
 They are held to the specification on every input, overflow and NaN included.
@@ -54,7 +60,8 @@ class Function:
     saturates  whether a cast is asked to saturate.
     made       by a scale: ``scale``, ``scale_inv`` or ``e8m0``, the code of the latter.
     slow       whether it takes one number at a time.
-    source     the file that has it, in the library's package; of a transcription repository, file and commit.
+    source     the file that has it, in the library's package; of a transcription repository, file
+               and commit.
     transcribed
                whether the library's source was transcribed, and is not run.
     """
@@ -79,17 +86,48 @@ def casts(fmt: Format) -> dict[str, Function]:
     """
     found = []
     if _installed("ml_dtypes"):
-        found.append(Function(library="ml_dtypes", fmt=fmt, call="`x.astype(dtype)`", run=ml_dtypes_cast(fmt)))
+        found.append(
+            Function(
+                library="ml_dtypes", fmt=fmt, call="`x.astype(dtype)`", run=ml_dtypes_cast(fmt)
+            )
+        )
     for suffix, run in _torch_devices():
-        found.append(Function(library=f"torch{suffix}", fmt=fmt, call="`x.to(dtype)`", run=run(torch_cast(fmt))))
+        found.append(
+            Function(
+                library=f"torch{suffix}", fmt=fmt, call="`x.to(dtype)`", run=run(torch_cast(fmt))
+            )
+        )
         if _installed("torchao"):
             ours = run(fp8ref_torch_cast(fmt))
-            found.append(Function(library=f"fp8ref.torch{suffix}", fmt=fmt, call="`cast.encode(x, fmt)`", run=ours, saturates=True))
+            found.append(
+                Function(
+                    library=f"fp8ref.torch{suffix}",
+                    fmt=fmt,
+                    call="`cast.encode(x, fmt)`",
+                    run=ours,
+                    saturates=True,
+                )
+            )
     if _installed("jax"):
-        found.append(Function(library=f"jax{_jax_device()}", fmt=fmt, call="`x.astype(dtype)`, jitted", run=jax_cast(fmt)))
+        found.append(
+            Function(
+                library=f"jax{_jax_device()}",
+                fmt=fmt,
+                call="`x.astype(dtype)`, jitted",
+                run=jax_cast(fmt),
+            )
+        )
     if _installed("jax", "flax", "optax"):
         call = "`cast.encode(x, fmt)`, jitted"
-        found.append(Function(library=f"fp8ref.jax{_jax_device()}", fmt=fmt, call=call, run=fp8ref_jax_cast(fmt), saturates=True))
+        found.append(
+            Function(
+                library=f"fp8ref.jax{_jax_device()}",
+                fmt=fmt,
+                call=call,
+                run=fp8ref_jax_cast(fmt),
+                saturates=True,
+            )
+        )
     return _by_library(found)
 
 
@@ -106,9 +144,23 @@ def scales(fmt: Format, policy: str) -> dict[str, Function]:
             scale = run(torchao_scale(fmt, power_of_two=policy == "torchao_pow2"))
             found.append(Function(library=f"torchao{suffix}", fmt=fmt, run=scale, made="scale"))
         else:
-            found.append(Function(library=f"fp8ref.torch{suffix}", fmt=fmt, run=run(fp8ref_torch_scale(fmt, policy)), made="scale"))
+            found.append(
+                Function(
+                    library=f"fp8ref.torch{suffix}",
+                    fmt=fmt,
+                    run=run(fp8ref_torch_scale(fmt, policy)),
+                    made="scale",
+                )
+            )
     if _installed("jax", "flax", "optax"):
-        found.append(Function(library=f"fp8ref.jax{_jax_device()}", fmt=fmt, run=fp8ref_jax_scale(fmt, policy), made="scale"))
+        found.append(
+            Function(
+                library=f"fp8ref.jax{_jax_device()}",
+                fmt=fmt,
+                run=fp8ref_jax_scale(fmt, policy),
+                made="scale",
+            )
+        )
     return _by_library(found)
 
 
@@ -117,49 +169,142 @@ def every_cast() -> Iterator[Function]:
     otherwise.
     """
     for fmt in FP8_FORMATS.values():
-        yield from (f for name, f in casts(fmt).items() if " " not in name)  # a device stands behind a blank
+        yield from (
+            f for name, f in casts(fmt).items() if " " not in name
+        )  # a device stands behind a blank
     for fmt in (E4M3FN, E5M2):
-        saturated, quantize = on_torch("cpu")(torchao_cast(fmt)), functools.partial(flax_cast, fmt=fmt)
-        yield Function(library="torchao", variant="saturated", call="`to_fp8_saturated(x, dtype)`", fmt=fmt, run=saturated,
-                       source="float8/float8_utils.py")  # fmt: skip
-        yield Function(library="flax", variant="quantize", call="`fp8_ops.quantize(x, dtype, 1, float32)`", fmt=fmt, run=quantize,
-                       source="linen/fp8_ops.py")  # fmt: skip
+        saturated, quantize = (
+            on_torch("cpu")(torchao_cast(fmt)),
+            functools.partial(flax_cast, fmt=fmt),
+        )
+        yield Function(
+            library="torchao",
+            variant="saturated",
+            call="`to_fp8_saturated(x, dtype)`",
+            fmt=fmt,
+            run=saturated,
+            source="float8/float8_utils.py",
+        )
+        yield Function(
+            library="flax",
+            variant="quantize",
+            call="`fp8_ops.quantize(x, dtype, 1, float32)`",
+            fmt=fmt,
+            run=quantize,
+            source="linen/fp8_ops.py",
+        )
         for saturate in (False, True):
             call = f"`encode_ndarray(fi, round_ndarray(fi, x, sat={saturate}))`"
             run = functools.partial(gfloat_cast, fmt=fmt, saturate=saturate)
-            yield Function(library="gfloat", variant="sat" if saturate else "", call=call, fmt=fmt, run=run, source="round_ndarray.py")
+            yield Function(
+                library="gfloat",
+                variant="sat" if saturate else "",
+                call=call,
+                fmt=fmt,
+                run=run,
+                source="round_ndarray.py",
+            )
     if cuda_header.available():
         for fmt, saturate in itertools.product((E4M3FN, E5M2), (False, True)):
-            call = f"`__nv_cvt_float_to_fp8(x, {'__NV_SATFINITE' if saturate else '__NV_NOSAT'}, kind)`"
-            yield Function(library=CUDA_HEADER, variant="sat" if saturate else "", call=call, fmt=fmt, source="include/cuda_fp8.hpp",
-                           run=functools.partial(cuda_header.encode, fmt=fmt, saturate=saturate))  # fmt: skip
+            call = (
+                f"`__nv_cvt_float_to_fp8(x, {'__NV_SATFINITE' if saturate else '__NV_NOSAT'}, "
+                "kind)`"
+            )
+            yield Function(
+                library=CUDA_HEADER,
+                variant="sat" if saturate else "",
+                call=call,
+                fmt=fmt,
+                source="include/cuda_fp8.hpp",
+                run=functools.partial(cuda_header.encode, fmt=fmt, saturate=saturate),
+            )
 
 
 def every_scale() -> Iterator[Function]:
     """Every scale of a library on a CPU."""
     for fmt in (E4M3FN, E5M2):
-        torchao = Function(library="torchao", fmt=fmt, made="scale", variant="amax_to_scale", call="`amax_to_scale(amax, dtype)`",
-                           run=on_torch("cpu")(torchao_scale(fmt)), source="float8/float8_utils.py")  # fmt: skip
+        torchao = Function(
+            library="torchao",
+            fmt=fmt,
+            made="scale",
+            variant="amax_to_scale",
+            call="`amax_to_scale(amax, dtype)`",
+            run=on_torch("cpu")(torchao_scale(fmt)),
+            source="float8/float8_utils.py",
+        )
         yield torchao
-        yield replace(torchao, variant="amax_to_scale_pow2", call="`amax_to_scale(amax, dtype, round_scales_to_power_of_2=True)`",
-                      run=on_torch("cpu")(torchao_scale(fmt, power_of_two=True)))  # fmt: skip
+        yield replace(
+            torchao,
+            variant="amax_to_scale_pow2",
+            call="`amax_to_scale(amax, dtype, round_scales_to_power_of_2=True)`",
+            run=on_torch("cpu")(torchao_scale(fmt, power_of_two=True)),
+        )
         for mode in ("floor", "rceil", "ceil", "even"):
             call = f"`to_mx(x, dtype, 32, {mode.upper()})`"
-            yield replace(torchao, variant=f"mx_{mode}", call=call, run=on_torch("cpu")(torchao_mx_scale(fmt, mode)), made="e8m0",
-                          source="prototype/mx_formats/mx_tensor.py")  # fmt: skip
+            yield replace(
+                torchao,
+                variant=f"mx_{mode}",
+                call=call,
+                run=on_torch("cpu")(torchao_mx_scale(fmt, mode)),
+                made="e8m0",
+                source="prototype/mx_formats/mx_tensor.py",
+            )
         if fmt is E4M3FN:  # the format of AdamWFp8's moments
-            yield replace(torchao, variant="adamw_fp8", call="`quantize_fp8(x, block)`", run=on_torch("cpu")(torchao_adamw_scale), made="scale_inv",
-                          source="optim/subclass_fp8.py")  # fmt: skip
-        yield Function(library="flax", variant="compute_scale", call="`fp8_ops.compute_scale(amax, 1, max)`", fmt=fmt,
-                       run=functools.partial(flax_scale, fmt=fmt), made="scale_inv", source="linen/fp8_ops.py")  # fmt: skip
-        yield Function(library="gfloat", variant="compute_scale_amax", call="`compute_scale_amax(fi.emax, x)`", fmt=fmt,
-                       run=functools.partial(gfloat_scale, fmt=fmt), made="e8m0", slow=True, source="block.py")  # fmt: skip
+            yield replace(
+                torchao,
+                variant="adamw_fp8",
+                call="`quantize_fp8(x, block)`",
+                run=on_torch("cpu")(torchao_adamw_scale),
+                made="scale_inv",
+                source="optim/subclass_fp8.py",
+            )
+        yield Function(
+            library="flax",
+            variant="compute_scale",
+            call="`fp8_ops.compute_scale(amax, 1, max)`",
+            fmt=fmt,
+            run=functools.partial(flax_scale, fmt=fmt),
+            made="scale_inv",
+            source="linen/fp8_ops.py",
+        )
+        yield Function(
+            library="gfloat",
+            variant="compute_scale_amax",
+            call="`compute_scale_amax(fi.emax, x)`",
+            fmt=fmt,
+            run=functools.partial(gfloat_scale, fmt=fmt),
+            made="e8m0",
+            slow=True,
+            source="block.py",
+        )
         for known in TRANSCRIPTIONS:
-            yield Function(library=known.library, variant=known.variant, call=known.call, fmt=fmt, run=known.of(fmt), made=known.made,
-                           source=known.source, transcribed=True)  # fmt: skip
-        for policy in ("torchao", "torchao_pow2", "torchao_mask", "mx_floor", "mx_rceil", "te_mxfp8", "te_mxfp8_2.13"):
-            ours = Function(library="fp8ref.torch", variant=policy, call=f"`scaling.scale_from_amax(amax, fmt, {policy!r})`", fmt=fmt,
-                            run=on_torch("cpu")(fp8ref_torch_scale(fmt, policy)), made="scale")  # fmt: skip
+            yield Function(
+                library=known.library,
+                variant=known.variant,
+                call=known.call,
+                fmt=fmt,
+                run=known.of(fmt),
+                made=known.made,
+                source=known.source,
+                transcribed=True,
+            )
+        for policy in (
+            "torchao",
+            "torchao_pow2",
+            "torchao_mask",
+            "mx_floor",
+            "mx_rceil",
+            "te_mxfp8",
+            "te_mxfp8_2.13",
+        ):
+            ours = Function(
+                library="fp8ref.torch",
+                variant=policy,
+                call=f"`scaling.scale_from_amax(amax, fmt, {policy!r})`",
+                fmt=fmt,
+                run=on_torch("cpu")(fp8ref_torch_scale(fmt, policy)),
+                made="scale",
+            )
             yield ours
             yield replace(ours, library="fp8ref.jax", run=fp8ref_jax_scale(fmt, policy))
 
@@ -198,5 +343,8 @@ def _installed(*modules: str) -> bool:
 
 def _by_library(found: list[Function]) -> dict[str, Function]:
     if not found:
-        raise ImportError("a certificate compares libraries with the simulator; none is installed. Install fp8ref[all].")
+        raise ImportError(
+            "a certificate compares libraries with the simulator; none is installed. Install "
+            "fp8ref[all]."
+        )
     return {function.library: function for function in found}

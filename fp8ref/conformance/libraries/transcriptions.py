@@ -1,7 +1,9 @@
-"""Scales of libraries that need a GPU or are not on PyPI, transcribed from their sources, and not run.
+"""Scales of libraries that need a GPU or are not on PyPI, transcribed from their sources, and not
+run.
 
-Each is a function from float32 amaxes [n] to what the library stores, by the steps of its own source: none uses
-``fp8ref.sim``. A transcription can be wrong where its library is right; docs/libraries.md tells the two apart.
+Each is a function from float32 amaxes [n] to what the library stores, by the steps of its own
+source: none uses ``fp8ref.sim``. A transcription can be wrong where its library is right;
+docs/libraries.md tells the two apart.
 """
 
 from collections.abc import Callable
@@ -60,7 +62,9 @@ def _te_e8m0(fmt: Format) -> Run:
         # A subnormal number up to 2^-127 keeps exponent 0.
         up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
         found = (exponent + up).astype(np.int64)
-        return np.select([np.isnan(value), np.isinf(value), value == 0], [0xFF, 0xFE, 0], found).astype(np.uint8)
+        return np.select(
+            [np.isnan(value), np.isinf(value), value == 0], [0xFF, 0xFE, 0], found
+        ).astype(np.uint8)
 
     return code
 
@@ -88,7 +92,9 @@ def _deepgemm(fmt: Format, *, gpu: bool) -> Run:
 def _deepgemm_ue8m0(fmt: Format) -> Run:
     def code(amax: np.ndarray) -> np.ndarray:
         bits = _deepgemm(fmt, gpu=True)(amax).view(np.uint32)
-        return np.clip((bits >> 23 & np.uint32(0xFF)) + ((bits & np.uint32(0x7FFFFF)) != 0), 1, 254).astype(np.uint8)
+        return np.clip(
+            (bits >> 23 & np.uint32(0xFF)) + ((bits & np.uint32(0x7FFFFF)) != 0), 1, 254
+        ).astype(np.uint8)
 
     return code
 
@@ -100,7 +106,9 @@ def _microxcaling(fmt: Format) -> Run:
     def code(amax: np.ndarray) -> np.ndarray:
         exponent = np.floor(_log2(amax + _F32(2.0**-126) * (amax == 0))) - emax
         nan = np.isnan(exponent) | (exponent > 127)
-        return np.where(nan, 255, np.where(nan, 0, np.maximum(exponent, -127)) + 127).astype(np.uint8)
+        return np.where(nan, 255, np.where(nan, 0, np.maximum(exponent, -127)) + 127).astype(
+            np.uint8
+        )
 
     return code
 
@@ -148,7 +156,9 @@ def _msamp(fmt: Format) -> Run:
 
 
 def _log2(x: np.ndarray) -> np.ndarray:
-    """The float32 logarithm, rounded correctly from float64's; libraries are within an ulp of it."""
+    """The float32 logarithm, rounded correctly from float64's; libraries are within an ulp of
+    it.
+    """
     return np.log2(x.astype(np.float64)).astype(_F32)
 
 
@@ -164,37 +174,133 @@ _QUANTIZE = "google/qwix qwix/_src/core/qarray.py"
 _FLOAT32, _BFLOAT16 = float(np.finfo(_F32).max), (2 - 2.0**-7) * 2.0**127
 
 TRANSCRIPTIONS = (
-    Transcription(library="Transformer Engine", variant="current", call="`compute_scale_from_amax`, FLT_MAX", made="scale",
-                  source=_TE + "recipe/recipe_common.cuh d0067d0d", of=lambda fmt: _te_scale(fmt, value_for_inf=_FLOAT32, masked=False)),
-    Transcription(library="Transformer Engine", variant="block", call="`compute_scale_from_types`, powers of two", made="scale",
-                  source=_TE + "recipe/recipe_common.cuh d0067d0d", of=lambda fmt: _te_scale(fmt, value_for_inf=_BFLOAT16, masked=True)),
-    Transcription(library="Transformer Engine", variant="block_float_bf16", call="`compute_scale_from_types`, bfloat16 tensors", made="scale",
-                  source=_TE + "recipe/recipe_common.cuh d0067d0d", of=lambda fmt: _te_scale(fmt, value_for_inf=_BFLOAT16, masked=False)),
-    Transcription(library="Transformer Engine", variant="mxfp8", call="`float_to_e8m0`", made="e8m0",
-                  source=_TE + "util/ptx.cuh 28777046", of=_te_e8m0),
-    Transcription(library="DeepSeek-V3", variant="2024", call="`act_quant_kernel`", made="scale_inv",
-                  source="deepseek-ai/DeepSeek-V3 inference/kernel.py 06231633", of=_deepseek),
-    Transcription(library="DeepSeek-V3", variant="2025", call="`act_quant_kernel`", made="scale_inv",
-                  source="deepseek-ai/DeepSeek-V3 inference/kernel.py 9b4e9788", of=lambda fmt: _deepseek(fmt, eps=1e-4)),
-    Transcription(library="DeepSeek-V3", variant="ue8m0", call="`act_quant_kernel`, ue8m0", made="scale_inv",
-                  source="deepseek-ai/DeepSeek-V3 inference/kernel.py 9b4e9788", of=lambda fmt: _deepseek(fmt, eps=1e-4, ue8m0=True)),
-    Transcription(library="DeepGEMM", variant="gpu", call="`per_token_cast_to_fp8`", made="scale_inv",
-                  source="deepseek-ai/DeepGEMM deep_gemm/utils/math.py 54e22612", of=lambda fmt: _deepgemm(fmt, gpu=True)),
-    Transcription(library="DeepGEMM", variant="cpu", call="`per_token_cast_to_fp8`", made="scale_inv",
-                  source="deepseek-ai/DeepGEMM deep_gemm/utils/math.py 54e22612", of=lambda fmt: _deepgemm(fmt, gpu=False)),
-    Transcription(library="DeepGEMM", variant="ue8m0", call="`ceil_to_ue8m0`", made="e8m0",
-                  source="deepseek-ai/DeepGEMM deep_gemm/utils/math.py 54e22612", of=_deepgemm_ue8m0),
-    Transcription(library="microxcaling", variant="", call="`_shared_exponents`, less emax", made="e8m0",
-                  source="microsoft/microxcaling mx/mx_ops.py 3b429a84", of=_microxcaling),
-    Transcription(library="qwix", variant="absmax", call="`compute_scale_zero_point`, float32", made="scale_inv",
-                  source=f"{_QUANTIZE} aa623acb", of=_qwix),
-    Transcription(library="qwix", variant="absmax_bf16", call="`compute_scale_zero_point`, bfloat16", made="scale_inv",
-                  source=f"{_QUANTIZE} aa623acb", of=lambda fmt: _qwix(fmt, dtype="bfloat16")),
-    Transcription(library="qwix", variant="mxfp8", call="`compute_scale_zero_point`, mxfp8", made="scale_inv",
-                  source=f"{_QUANTIZE} aa623acb", of=_qwix_mx),
-    Transcription(library="qwix", variant="mxfp8_0.1.8", call="`compute_scale_zero_point`, mxfp8", made="scale_inv",
-                  source="qwix 0.1.8 (PyPI) qwix/_src/core/qarray.py", of=_qwix_mx_before),
-    Transcription(library="MS-AMP", variant="", call="`compute_scaling_factor`", made="scale",
-                  source="Azure/MS-AMP msamp/common/tensor/meta.py 0367bdc5", of=_msamp),
-)  # fmt: skip
+    Transcription(
+        library="Transformer Engine",
+        variant="current",
+        call="`compute_scale_from_amax`, FLT_MAX",
+        made="scale",
+        source=_TE + "recipe/recipe_common.cuh d0067d0d",
+        of=lambda fmt: _te_scale(fmt, value_for_inf=_FLOAT32, masked=False),
+    ),
+    Transcription(
+        library="Transformer Engine",
+        variant="block",
+        call="`compute_scale_from_types`, powers of two",
+        made="scale",
+        source=_TE + "recipe/recipe_common.cuh d0067d0d",
+        of=lambda fmt: _te_scale(fmt, value_for_inf=_BFLOAT16, masked=True),
+    ),
+    Transcription(
+        library="Transformer Engine",
+        variant="block_float_bf16",
+        call="`compute_scale_from_types`, bfloat16 tensors",
+        made="scale",
+        source=_TE + "recipe/recipe_common.cuh d0067d0d",
+        of=lambda fmt: _te_scale(fmt, value_for_inf=_BFLOAT16, masked=False),
+    ),
+    Transcription(
+        library="Transformer Engine",
+        variant="mxfp8",
+        call="`float_to_e8m0`",
+        made="e8m0",
+        source=_TE + "util/ptx.cuh 28777046",
+        of=_te_e8m0,
+    ),
+    Transcription(
+        library="DeepSeek-V3",
+        variant="2024",
+        call="`act_quant_kernel`",
+        made="scale_inv",
+        source="deepseek-ai/DeepSeek-V3 inference/kernel.py 06231633",
+        of=_deepseek,
+    ),
+    Transcription(
+        library="DeepSeek-V3",
+        variant="2025",
+        call="`act_quant_kernel`",
+        made="scale_inv",
+        source="deepseek-ai/DeepSeek-V3 inference/kernel.py 9b4e9788",
+        of=lambda fmt: _deepseek(fmt, eps=1e-4),
+    ),
+    Transcription(
+        library="DeepSeek-V3",
+        variant="ue8m0",
+        call="`act_quant_kernel`, ue8m0",
+        made="scale_inv",
+        source="deepseek-ai/DeepSeek-V3 inference/kernel.py 9b4e9788",
+        of=lambda fmt: _deepseek(fmt, eps=1e-4, ue8m0=True),
+    ),
+    Transcription(
+        library="DeepGEMM",
+        variant="gpu",
+        call="`per_token_cast_to_fp8`",
+        made="scale_inv",
+        source="deepseek-ai/DeepGEMM deep_gemm/utils/math.py 54e22612",
+        of=lambda fmt: _deepgemm(fmt, gpu=True),
+    ),
+    Transcription(
+        library="DeepGEMM",
+        variant="cpu",
+        call="`per_token_cast_to_fp8`",
+        made="scale_inv",
+        source="deepseek-ai/DeepGEMM deep_gemm/utils/math.py 54e22612",
+        of=lambda fmt: _deepgemm(fmt, gpu=False),
+    ),
+    Transcription(
+        library="DeepGEMM",
+        variant="ue8m0",
+        call="`ceil_to_ue8m0`",
+        made="e8m0",
+        source="deepseek-ai/DeepGEMM deep_gemm/utils/math.py 54e22612",
+        of=_deepgemm_ue8m0,
+    ),
+    Transcription(
+        library="microxcaling",
+        variant="",
+        call="`_shared_exponents`, less emax",
+        made="e8m0",
+        source="microsoft/microxcaling mx/mx_ops.py 3b429a84",
+        of=_microxcaling,
+    ),
+    Transcription(
+        library="qwix",
+        variant="absmax",
+        call="`compute_scale_zero_point`, float32",
+        made="scale_inv",
+        source=f"{_QUANTIZE} aa623acb",
+        of=_qwix,
+    ),
+    Transcription(
+        library="qwix",
+        variant="absmax_bf16",
+        call="`compute_scale_zero_point`, bfloat16",
+        made="scale_inv",
+        source=f"{_QUANTIZE} aa623acb",
+        of=lambda fmt: _qwix(fmt, dtype="bfloat16"),
+    ),
+    Transcription(
+        library="qwix",
+        variant="mxfp8",
+        call="`compute_scale_zero_point`, mxfp8",
+        made="scale_inv",
+        source=f"{_QUANTIZE} aa623acb",
+        of=_qwix_mx,
+    ),
+    Transcription(
+        library="qwix",
+        variant="mxfp8_0.1.8",
+        call="`compute_scale_zero_point`, mxfp8",
+        made="scale_inv",
+        source="qwix 0.1.8 (PyPI) qwix/_src/core/qarray.py",
+        of=_qwix_mx_before,
+    ),
+    Transcription(
+        library="MS-AMP",
+        variant="",
+        call="`compute_scaling_factor`",
+        made="scale",
+        source="Azure/MS-AMP msamp/common/tensor/meta.py 0367bdc5",
+        of=_msamp,
+    ),
+)
 """The transcriptions, in the order of docs/libraries.md."""

@@ -1,8 +1,10 @@
-"""What an optimizer does with gradients that are not finite: clause O makes NaN of their weights (O-2).
+"""What an optimizer does with gradients that are not finite: clause O makes NaN of their weights
+(O-2).
 
-Each kind of gradient is alone in a tensor. Beside it are tensors with a finite number in its place: an optimizer
-that makes the same weights of them replaces the gradient by that number. NaN is asked in other places and of weights
-too, and whether one large gradient changes other weights, as clipping a norm does.
+Each kind of gradient is alone in a tensor. Beside it are tensors with a finite number in its place:
+an optimizer that makes the same weights of them replaces the gradient by that number. NaN is asked
+in other places and of weights too, and whether one large gradient changes other weights, as
+clipping a norm does.
 """
 
 from typing import Any
@@ -40,15 +42,23 @@ PLACES: dict[str, tuple[int, Any]] = {
 }
 """{further gradients that are asked: their step, from 0, and their index}."""
 
-SHAPES: dict[str, tuple[int, ...]] = {"NaN in a vector": (4096,), "NaN in 131,072 elements": (512, 256)}
-"""{further gradients of NaN that are asked: the shapes of their tensors}; the NaN is at the flat index 70."""
+SHAPES: dict[str, tuple[int, ...]] = {
+    "NaN in a vector": (4096,),
+    "NaN in 131,072 elements": (512, 256),
+}
+"""{further gradients of NaN that are asked: the shapes of their tensors}; the NaN is at the flat
+index 70.
+"""
 
 WEIGHT, LARGE, SMALL = "a weight of NaN", "2^40", "0"
-"""Further tensors, with finite gradients, and the one of REPLACED with which ``LARGE`` is compared."""
+"""Further tensors, with finite gradients, and the one of REPLACED with which ``LARGE`` is compared.
+"""
 
 
 def inputs() -> Inputs:
-    """Two steps of equal tensors but for one gradient of the first step; the second shows whose moments are NaN."""
+    """Two steps of equal tensors but for one gradient of the first step; the second shows whose
+    moments are NaN.
+    """
     rng = np.random.default_rng(0)
     w, first, second = (rng.standard_normal(SHAPE).astype(np.float32) for _ in range(3))
     every = DAMAGED | REPLACED | {LARGE: 2.0**40}
@@ -61,18 +71,24 @@ def inputs() -> Inputs:
     names = [*every, *PLACES, WEIGHT]
     gradients = [{name: with_one(first, value) for name, value in every.items()}, {}]
     for step, g in enumerate((first, second)):
-        gradients[step] |= {name: with_one(g, np.nan, at) if at_step == step else g for name, (at_step, at) in PLACES.items()}
+        gradients[step] |= {
+            name: with_one(g, np.nan, at) if at_step == step else g
+            for name, (at_step, at) in PLACES.items()
+        }
         gradients[step] |= {name: g for name in names if name not in gradients[step]}
     weights = dict.fromkeys(names, w) | {WEIGHT: with_one(w, np.nan)}
     for name, shape in SHAPES.items():
-        weights[name], gradients[0][name], gradients[1][name] = (rng.standard_normal(shape).astype(np.float32) for _ in range(3))
+        weights[name], gradients[0][name], gradients[1][name] = (
+            rng.standard_normal(shape).astype(np.float32) for _ in range(3)
+        )
         gradients[0][name].flat[70] = np.nan
     return Inputs(weights=weights, gradients=gradients)
 
 
 def hidden(name: str, optimizer: Any, kind: str, given: Numbers, layout: Layout) -> dict[str, str]:
-    """{gradient: what becomes of it} of each that does not make NaN of its weight, or, of NaN, of the weights that share
-    its scales. Libraries store an infinite moment in other ways than clause O (O-13): of infinities the first step is asked.
+    """{gradient: what becomes of it} of each that does not make NaN of its weight, or, of NaN, of
+    the weights that share its scales. Libraries store an infinite moment in other ways than clause
+    O (O-13): of infinities the first step is asked.
 
     Raises:   RefusedError, ConformanceError: as ``subjects.run``.
     """
@@ -81,18 +97,29 @@ def hidden(name: str, optimizer: Any, kind: str, given: Numbers, layout: Layout)
 
     def is_hidden(gradient: str, steps: int) -> bool:
         pairs = zip(made[:steps], _lost(asked, layout, gradient), strict=False)
-        return any(not np.array_equal(np.isnan(after[gradient].weight), wanted) for after, wanted in pairs)
+        return any(
+            not np.array_equal(np.isnan(after[gradient].weight), wanted) for after, wanted in pairs
+        )
 
-    found = {one: _name_of(made, one, asked) for one in DAMAGED if is_hidden(one, 2 if one == "NaN" else 1)}
+    found = {
+        one: _name_of(made, one, asked)
+        for one in DAMAGED
+        if is_hidden(one, 2 if one == "NaN" else 1)
+    }
     if found:
         return found
     found = {one: _name_of(made, one, asked) for one in (*PLACES, *SHAPES) if is_hidden(one, 2)}
     if any(not np.isnan(after[WEIGHT].weight[AT]) for after in made):
         found[WEIGHT] = "replaced by a number"
     # Without stored moments the first change of a weight is that of its own gradient alone.
-    large, small = (np.delete(made[0][one].weight.reshape(-1), np.ravel_multi_index(AT, SHAPE)) for one in (LARGE, SMALL))
+    large, small = (
+        np.delete(made[0][one].weight.reshape(-1), np.ravel_multi_index(AT, SHAPE))
+        for one in (LARGE, SMALL)
+    )
     if not np.array_equal(large, small):
-        found[LARGE] = f"one changes {int((large != small).sum())} other weights, as clipping a norm does"
+        found[LARGE] = (
+            f"one changes {int((large != small).sum())} other weights, as clipping a norm does"
+        )
     return found
 
 
@@ -100,9 +127,19 @@ def findings(damage: dict[str, str], layout: Layout | None) -> list[Finding]:
     """What is said of gradients that are not finite, of a layout that was found."""
     if layout is None:
         return []
-    words = "; ".join(f"{gradient}: {text}" for gradient, text in damage.items()) or "make NaN of their weights"
-    evidence = f"{', '.join(DAMAGED)}, each alone in a tensor {SHAPE}; {', '.join([*PLACES, *SHAPES, WEIGHT])}"
-    return [Finding(what="gradients that are not finite", value=not damage, words=words, evidence=evidence)]
+    words = (
+        "; ".join(f"{gradient}: {text}" for gradient, text in damage.items())
+        or "make NaN of their weights"
+    )
+    evidence = (
+        f"{', '.join(DAMAGED)}, each alone in a tensor {SHAPE}; "
+        f"{', '.join([*PLACES, *SHAPES, WEIGHT])}"
+    )
+    return [
+        Finding(
+            what="gradients that are not finite", value=not damage, words=words, evidence=evidence
+        )
+    ]
 
 
 def _lost(asked: Inputs, layout: Layout, gradient: str) -> list[np.ndarray]:
@@ -119,10 +156,17 @@ def _lost(asked: Inputs, layout: Layout, gradient: str) -> list[np.ndarray]:
 def _name_of(made: list[dict[str, Snapshot]], gradient: str, asked: Inputs) -> str:
     """What an optimizer makes of a gradient in place of NaN, as far as weights show it."""
     after = [one[gradient].weight for one in made]
-    numbers = [n for n in REPLACED if all(np.array_equal(one[n].weight, w) for one, w in zip(made, after, strict=True))]
+    numbers = [
+        n
+        for n in REPLACED
+        if all(np.array_equal(one[n].weight, w) for one, w in zip(made, after, strict=True))
+    ]
     if numbers:
         return f"replaced by {' or '.join(numbers)}"
     if np.array_equal(after[0], asked.weights[gradient]):
         return "the step is skipped"
     lost = [int(np.isnan(w).sum()) for w in after]
-    return f"{lost[0]} and {lost[1]} of {after[0].size} weights are NaN after the first and the second step"
+    return (
+        f"{lost[0]} and {lost[1]} of {after[0].size} weights are NaN after the first and the "
+        "second step"
+    )

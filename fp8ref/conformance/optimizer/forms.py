@@ -1,6 +1,8 @@
-"""The orders of operations that AdamW is written in, each operation rounded to float32 (spec O-5, O-6).
+"""The orders of operations that AdamW is written in, each operation rounded to float32 (spec O-5,
+O-6).
 
-``Form()`` is clause O's. The others are those of libraries, and some mistakes: bits alone tell them apart.
+``Form()`` is clause O's. The others are those of libraries, and some mistakes: bits alone tell them
+apart.
 """
 
 import itertools
@@ -41,14 +43,16 @@ class Form:
 
     m, v     the averages, of AVERAGES; of v also SQUARES.
     bias_m   of m: product (m i1), quotient (m / c1), rate (the learning rate / c1), none.
-    bias_v   of v: product (sqrt(v) i2), quotient (sqrt(v) / r2), inside (sqrt(v / c2)), inside_product, none.
+    bias_v   of v: product (sqrt(v) i2), quotient (sqrt(v) / r2), inside (sqrt(v / c2)),
+             inside_product, none.
     numbers  float64 or float32: what the powers of the betas are computed in.
     eps      outside or inside of the root.
     decay    added (to the ratio), factor (p (1 - lr decay), before), subtracted (p - (lr decay) p,
              before), after (a factor, last), coupled (added to the gradient: Adam), none.
     change   ratio (lr (m / d)), numerator ((lr m) / d), fused (fma(-lr, ratio, p)).
     root     of ROOTS.
-    count    the number of the first step, by which biases are corrected: 1, or 2, a counter that is raised twice.
+    count    the number of the first step, by which biases are corrected: 1, or 2, a counter that is
+             raised twice.
     """
 
     m: str = "products"
@@ -64,12 +68,20 @@ class Form:
 
     @property
     def sound(self) -> bool:
-        """Whether it is AdamW: both moments corrected, by the number of the step, and a decoupled decay."""
-        return self.count == 1 and "none" not in (self.bias_m, self.bias_v) and self.decay not in ("none", "coupled")
+        """Whether it is AdamW: both moments corrected, by the number of the step, and a decoupled
+        decay.
+        """
+        return (
+            self.count == 1
+            and "none" not in (self.bias_m, self.bias_v)
+            and self.decay not in ("none", "coupled")
+        )
 
 
 def updates(*, decays: bool, count: int = 1) -> Iterator[Form]:
-    """All forms of the weight's update that count steps from this number, clause O's first, with O's averages."""
+    """All forms of the weight's update that count steps from this number, clause O's first, with
+    O's averages.
+    """
     choices = (
         ("added", "factor", "subtracted", "after", "none") if decays else ("added",),
         ("product", "quotient", "rate", "none"),
@@ -80,9 +92,21 @@ def updates(*, decays: bool, count: int = 1) -> Iterator[Form]:
         ROOTS,
     )
     for decay, bias_m, bias_v, numbers, eps, change, root in itertools.product(*choices):
-        if (bias_m, decay) == ("rate", "added") and change != "numerator":  # the rate of the ratio is not that of the decay
+        if (bias_m, decay) == (
+            "rate",
+            "added",
+        ) and change != "numerator":  # the rate of the ratio is not that of the decay
             continue
-        yield Form(decay=decay, bias_m=bias_m, bias_v=bias_v, numbers=numbers, eps=eps, change=change, root=root, count=count)
+        yield Form(
+            decay=decay,
+            bias_m=bias_m,
+            bias_v=bias_v,
+            numbers=numbers,
+            eps=eps,
+            change=change,
+            root=root,
+            count=count,
+        )
 
 
 def averages() -> Iterator[tuple[str, str]]:
@@ -92,7 +116,9 @@ def averages() -> Iterator[tuple[str, str]]:
     yield from (pair for pair in pairs if pair not in (("products", "products"), ("lerp", "lerp")))
 
 
-def average(name: str, x: np.ndarray, g: np.ndarray, beta: float, rest: float, *, square: bool) -> np.ndarray:
+def average(
+    name: str, x: np.ndarray, g: np.ndarray, beta: float, rest: float, *, square: bool
+) -> np.ndarray:
     """The new moment of an old one; rest is 1 - beta."""
     b, a = F32(beta), F32(rest)
     if name in SQUARES:
@@ -120,7 +146,9 @@ class Numbers:
     weight_decay: float = 0.1
 
 
-def update(form: Form, p: np.ndarray, m: np.ndarray, v: np.ndarray, step: int, given: Numbers, bound: float) -> np.ndarray:
+def update(
+    form: Form, p: np.ndarray, m: np.ndarray, v: np.ndarray, step: int, given: Numbers, bound: float
+) -> np.ndarray:
     """The new weight of new moments; bound is that of a bounded layout, else infinite."""
     c1, c2 = (_lacking(b, step - 1 + form.count, form.numbers) for b in (given.b1, given.b2))
     lr, decay = F32(given.learning_rate), F32(given.weight_decay)
@@ -139,19 +167,30 @@ def update(form: Form, p: np.ndarray, m: np.ndarray, v: np.ndarray, step: int, g
         elif form.decay == "subtracted":
             p = p - (F32(given.learning_rate) * decay) * p
         if form.change == "numerator":
-            new = p - ((rate * numerator) / denominator + (lr * (decay * p) if form.decay == "added" else F32(0)))
+            new = p - (
+                (rate * numerator) / denominator
+                + (lr * (decay * p) if form.decay == "added" else F32(0))
+            )
         else:
             ratio = np.clip(numerator / denominator, -F32(bound), F32(bound))
             ratio = ratio + decay * p if form.decay == "added" else ratio
             new = fma(-rate, ratio, p) if form.change == "fused" else p - rate * ratio
-        return new * F32(1 - given.learning_rate * given.weight_decay) if form.decay == "after" else new
+        return (
+            new * F32(1 - given.learning_rate * given.weight_decay)
+            if form.decay == "after"
+            else new
+        )
 
 
 def _denominator(form: Form, v: np.ndarray, c2, eps: np.float32) -> np.ndarray:
     root = ROOTS[form.root]
     inside = eps if form.eps == "inside" else None
     if form.bias_v in ("inside", "inside_product"):
-        v = v / F32(c2) if form.bias_v == "inside" else v * F32(F32(1) / c2 if form.numbers == "float32" else 1 / c2)
+        v = (
+            v / F32(c2)
+            if form.bias_v == "inside"
+            else v * F32(F32(1) / c2 if form.numbers == "float32" else 1 / c2)
+        )
     v = v if inside is None else v + inside
     found = root(v)
     if form.bias_v == "product":
@@ -181,7 +220,11 @@ def fma(a: Any, b: Any, c: np.ndarray) -> np.ndarray:
     error = (product - (total - kept)) + (wide - kept)
     # Rounded to odd in float64, so that the second rounding does not see a tie that is none.
     bits = np.atleast_1d(total).view(np.int64)
-    odd = np.where((error != 0) & (bits & 1 == 0), np.nextafter(total, np.where(error > 0, np.inf, -np.inf)), total)
+    odd = np.where(
+        (error != 0) & (bits & 1 == 0),
+        np.nextafter(total, np.where(error > 0, np.inf, -np.inf)),
+        total,
+    )
     return odd.reshape(np.shape(total)).astype(np.float32)
 
 

@@ -1,4 +1,6 @@
-"""What an optimizer was identified as: the findings with their evidence, the summary, and the first difference."""
+"""What an optimizer was identified as: the findings with their evidence, the summary, and the first
+difference.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -37,16 +39,17 @@ FIELDS = {
 class OptimizerOutcome(Result):
     """What an optimizer was identified as.
 
-    layout     the name in LAYOUTS or WITH_MASTERS, or of a variation such as "torchao with block 128 of m and v"; None if
-               none explains it.
+    layout     the name in LAYOUTS or WITH_MASTERS, or of a variation such as "torchao with block
+               128 of m and v"; None if none explains it.
     form       the order of operations that explains every weight; else the nearest.
-    known      whether a form of AdamW explains the first step, or nearly so. Otherwise it is another optimizer, or has other numbers,
-               and ``form`` says nothing.
+    known      whether a form of AdamW explains the first step, or nearly so. Otherwise it is
+               another optimizer, or has other numbers, and ``form`` says nothing.
     exact      whether layout and form explain every bit of weights, and of states that are shown.
     findings   with their evidence.
     expected   the layout that it should have, if any.
     departure  from that layout in the form found, or else from the nearest layout.
-    damage     what it does with NaN and infinite gradients otherwise than clause O, by the gradient; {}: nothing.
+    damage     what it does with NaN and infinite gradients otherwise than clause O, by the
+               gradient; {}: nothing.
     """
 
     name: str
@@ -64,9 +67,14 @@ class OptimizerOutcome(Result):
 
     @property
     def ok(self) -> bool:
-        """Of the expected layout, or of a named one; AdamW; every bit is explained; and no damage is hidden."""
+        """Of the expected layout, or of a named one; AdamW; every bit is explained; and no damage
+        is hidden.
+        """
         return (
-            self.exact and self.form.sound and not self.damage and (self.layout == self.expected if self.expected else self.layout in NAMED)
+            self.exact
+            and self.form.sound
+            and not self.damage
+            and (self.layout == self.expected if self.expected else self.layout in NAMED)
         )
 
     @property
@@ -102,13 +110,27 @@ class OptimizerOutcome(Result):
         """Print the findings, then the message."""
         from rich.text import Text
 
-        console.print(table(self.findings, title=Text(f"{self.name}: an optimizer, taken as {self.kind}"), title_justify="left"))
+        console.print(
+            table(
+                self.findings,
+                title=Text(f"{self.name}: an optimizer, taken as {self.kind}"),
+                title_justify="left",
+            )
+        )
         console.out(self.message, highlight=False)
 
 
 def counterexample(first: Departure, wanted: Layout) -> Counterexample:
     """The first difference from a layout, and the clause that it is of."""
-    clause = "O-15" if "master" in first.what else "O-6" if first.what == "weight" else "O-7" if first.what.startswith("scale") else "O-8"
+    clause = (
+        "O-15"
+        if "master" in first.what
+        else "O-6"
+        if first.what == "weight"
+        else "O-7"
+        if first.what.startswith("scale")
+        else "O-8"
+    )
 
     def said(value: Any) -> str:
         return (
@@ -129,14 +151,26 @@ def counterexample(first: Departure, wanted: Layout) -> Counterexample:
     )
 
 
-def findings(found: Search, layout: Layout | None, form: Form, exact: bool, *, known: bool) -> list[Finding]:
+def findings(
+    found: Search, layout: Layout | None, form: Form, exact: bool, *, known: bool
+) -> list[Finding]:
     """What is compared, and each decision that the form found has, with its evidence."""
     steps, elements = len(found.made), sum(w.size for w in found.asked.weights.values())
-    shown = "codes and scales" if any(one.m and one.m.scale_inv is not None for one in found.made[0].values()) else "numbers"
-    compared = f"weights{' and ' + shown + ' of both moments' if found.shown else ''} of {elements:,} elements, {steps} steps"
+    shown = (
+        "codes and scales"
+        if any(one.m and one.m.scale_inv is not None for one in found.made[0].values())
+        else "numbers"
+    )
+    compared = (
+        f"weights{' and ' + shown + ' of both moments' if found.shown else ''} of {elements:,} "
+        f"elements, {steps} steps"
+    )
     made = [
         Finding(
-            what="layout", value=None if layout is None else layout.name, evidence=compared, words="" if layout else "none that has a name"
+            what="layout",
+            value=None if layout is None else layout.name,
+            evidence=compared,
+            words="" if layout else "none that has a name",
         )
     ]
     count, most = (0, 0.0) if exact or layout is None else found.far(layout, form)
@@ -148,33 +182,73 @@ def findings(found: Search, layout: Layout | None, form: Form, exact: bool, *, k
         else f"not every bit: the nearest form differs by {most:.3g} ulps at most"
     )
     total = steps * found.asked.weights[PROBE].size
-    evidence = compared if exact else f"{count:,} of {total:,} weights of tensor {PROBE} differ" if layout else "no form of a named layout"
+    evidence = (
+        compared
+        if exact
+        else f"{count:,} of {total:,} weights of tensor {PROBE} differ"
+        if layout
+        else "no form of a named layout"
+    )
     made.append(Finding(what="weights", value=exact, words=words, evidence=evidence))
     plain = Form(m=layout.average, v=layout.average) if layout else Form()
     for key, title in FIELDS.items() if known else ():
         value = getattr(form, key)
-        as_clause = "as clause O" if value == getattr(plain, key) else f"clause O: {getattr(plain, key)}"
-        formula = forms.AVERAGES.get(value) or forms.SQUARES.get(value) if key in ("m", "v") else None
-        made.append(Finding(what=title, value=value, words=f"{value}: {formula}" if formula else "", evidence=as_clause))
+        as_clause = (
+            "as clause O" if value == getattr(plain, key) else f"clause O: {getattr(plain, key)}"
+        )
+        formula = (
+            forms.AVERAGES.get(value) or forms.SQUARES.get(value) if key in ("m", "v") else None
+        )
+        made.append(
+            Finding(
+                what=title,
+                value=value,
+                words=f"{value}: {formula}" if formula else "",
+                evidence=as_clause,
+            )
+        )
     return made
 
 
 def summary(layout: Layout | None, form: Form, exact: bool, nearest: Layout, *, known: bool) -> str:
-    """One sentence: the layout, how certain it is, and which steps are others than those of clause O."""
+    """One sentence: the layout, how certain it is, and which steps are others than those of clause
+    O.
+    """
     if not known:
-        of = "no layout explains it" if layout is None else f"its states are those of layout {layout.name!r}, its weights are not"
+        of = (
+            "no layout explains it"
+            if layout is None
+            else f"its states are those of layout {layout.name!r}, its weights are not"
+        )
         return (
-            f"{of}: its first step is that of no form of AdamW, nor of Adam, with these numbers. It is another optimizer, or has other "
-            "numbers than it is compared with"
+            f"{of}: its first step is that of no form of AdamW, nor of Adam, with these "
+            "numbers. It is another optimizer, or has other numbers than it is compared with"
         )
     plain = Form(m=layout.average, v=layout.average) if layout else Form()
-    others = [f"{title} is {getattr(form, key)}" for key, title in FIELDS.items() if getattr(form, key) != getattr(plain, key)]
+    others = [
+        f"{title} is {getattr(form, key)}"
+        for key, title in FIELDS.items()
+        if getattr(form, key) != getattr(plain, key)
+    ]
     how = "the order of clause O" if not others else f"another form: {', '.join(others)}"
     if layout is None:
         return f"no layout explains every bit; the nearest is {nearest.name!r}, in {how}"
-    certain = "bit for bit" if exact else "its states bit for bit, its weights by no known form exactly"
+    certain = (
+        "bit for bit" if exact else "its states bit for bit, its weights by no known form exactly"
+    )
     adam = ". It is Adam, not AdamW: the decay is added to the gradient"
-    twice = ". It is not AdamW: its counter is a step ahead, t + 1 at step t, in the correction of biases"
+    twice = (
+        ". It is not AdamW: its counter is a step ahead, t + 1 at step t, in the correction of "
+        "biases"
+    )
     faulty = ". It is not AdamW: a bias is not corrected, or a decay is not applied"
-    faulty = "" if form.sound else adam if form.decay == "coupled" else twice if form.count != 1 else faulty
+    faulty = (
+        ""
+        if form.sound
+        else adam
+        if form.decay == "coupled"
+        else twice
+        if form.count != 1
+        else faulty
+    )
     return f"layout {layout.name!r}, {certain}, in {how}{faulty}"

@@ -1,4 +1,6 @@
-"""The states and weights that layouts and forms give, compared with what an optimizer made (spec O)."""
+"""The states and weights that layouts and forms give, compared with what an optimizer made (spec
+O).
+"""
 
 import dataclasses
 import itertools
@@ -23,8 +25,8 @@ PROBE = "spread"
 
 
 class Departure(NamedTuple):
-    """The first difference: step from 1, tensor, what of it, the element's index, both numbers; and how many elements
-    of that tensor differ."""
+    """The first difference: step from 1, tensor, what of it, the element's index, both numbers; and
+    how many elements of that tensor differ."""
 
     step: int
     tensor: str
@@ -46,15 +48,22 @@ class Search:
     def __init__(self, asked: Inputs, made: list[dict[str, Snapshot]], given: Numbers) -> None:
         self.asked, self.made, self.given = asked, made, given
         self._chains: dict[tuple, list[tuple[np.ndarray, MomentState]]] = {}
-        self.shown = all(one.m is not None and one.v is not None for step in made for one in step.values())
+        self.shown = all(
+            one.m is not None and one.v is not None for step in made for one in step.values()
+        )
 
-    def chain(self, which: int, layout: Layout, average: str, tensor: str, steps: int) -> list[tuple[np.ndarray, MomentState]]:
+    def chain(
+        self, which: int, layout: Layout, average: str, tensor: str, steps: int
+    ) -> list[tuple[np.ndarray, MomentState]]:
         """(new moment before it is stored, what is stored), flat, of each of so many steps."""
         p = self.asked.weights[tensor]
         own = layout.of(p.size)
         moment = (own.m, own.v)[which]
         found = self._chains.setdefault((which, moment, average, own.average, tensor), [])
-        keys = {key: getattr(self.given, key) for key in ("b1", "b2", "eps", "weight_decay", "learning_rate")}
+        keys = {
+            key: getattr(self.given, key)
+            for key in ("b1", "b2", "eps", "weight_decay", "learning_rate")
+        }
         with np.errstate(all="ignore"):
             while len(found) < steps:
                 step = len(found) + 1
@@ -64,20 +73,33 @@ class Search:
                 x = moments.read(old, moment, old.codes.reshape(-1), 0, own)
                 b, a = ((at.b1, at.a1), (at.b2, at.a2))[which]
                 new = moments.not_tiny(forms.average(average, x, g, b, a, square=which == 1), own)
-                found.append((new, moments.store([(0, g, new)], old, moment, which, p.shape, at, None, own)))
+                found.append(
+                    (new, moments.store([(0, g, new)], old, moment, which, p.shape, at, None, own))
+                )
         return found[:steps]
 
     def coupled(self, *, fused: bool) -> "Search":
-        """A search in which the decay is part of the gradient, g + decay p, rounded once or twice, and of nothing else."""
+        """A search in which the decay is part of the gradient, g + decay p, rounded once or twice,
+        and of nothing else.
+        """
         decay = np.float32(self.given.weight_decay)
 
         def of_step(step: int) -> dict[str, np.ndarray]:
-            before = self.asked.weights if step == 0 else {name: one.weight for name, one in self.made[step - 1].items()}
+            before = (
+                self.asked.weights
+                if step == 0
+                else {name: one.weight for name, one in self.made[step - 1].items()}
+            )
             gradients = self.asked.gradients[step]
-            return {name: forms.fma(decay, p, gradients[name]) if fused else gradients[name] + decay * p for name, p in before.items()}
+            return {
+                name: forms.fma(decay, p, gradients[name]) if fused else gradients[name] + decay * p
+                for name, p in before.items()
+            }
 
         with np.errstate(all="ignore"):
-            asked = dataclasses.replace(self.asked, gradients=[of_step(step) for step in range(len(self.made))])
+            asked = dataclasses.replace(
+                self.asked, gradients=[of_step(step) for step in range(len(self.made))]
+            )
         return Search(asked, self.made, dataclasses.replace(self.given, weight_decay=0.0))
 
     def state_departure(self, which: int, layout: Layout, average: str) -> Departure | None:
@@ -88,10 +110,21 @@ class Search:
                 assert theirs is not None
                 mine = self.chain(which, layout, average, tensor, step)[-1][1]
                 name = "mv"[which]
-                if (found := _differs(mine.codes, theirs.codes, f"codes of {name}", step, tensor, one.weight.shape)) is not None:
+                if (
+                    found := _differs(
+                        mine.codes, theirs.codes, f"codes of {name}", step, tensor, one.weight.shape
+                    )
+                ) is not None:
                     return found
                 if theirs.scale_inv is not None and mine.scale_inv is not None:
-                    found = _differs(mine.scale_inv, theirs.scale_inv, f"scale_inv of {name}", step, tensor, mine.scale_inv.shape)
+                    found = _differs(
+                        mine.scale_inv,
+                        theirs.scale_inv,
+                        f"scale_inv of {name}",
+                        step,
+                        tensor,
+                        mine.scale_inv.shape,
+                    )
                     if found is not None:
                         return found
         return None
@@ -100,7 +133,13 @@ class Search:
         """The weights of a step, from theirs of the step before, flat."""
         if not layout.keeps_master:
             return self._updated(layout, form, tensor, step, self._before(tensor, step))
-        return moments.read(stored := self.master(layout, form, tensor, step), layout.master, stored.codes, 0, layout)
+        return moments.read(
+            stored := self.master(layout, form, tensor, step),
+            layout.master,
+            stored.codes,
+            0,
+            layout,
+        )
 
     def master(self, layout: Layout, form: Form, tensor: str, step: int) -> MomentState:
         """What is stored of the weights of a step under a layout with masters, flat (O-15)."""
@@ -108,33 +147,96 @@ class Search:
         if step == 1:
             before = sim.weight(sim.master(before, layout), layout)
         new = self._updated(layout, form, tensor, step, before)
-        numbers = {key: getattr(self.given, key) for key in ("b1", "b2", "eps", "weight_decay", "learning_rate")}
+        numbers = {
+            key: getattr(self.given, key)
+            for key in ("b1", "b2", "eps", "weight_decay", "learning_rate")
+        }
         old = MomentState(before, amax=np.abs(before).max())
         with np.errstate(all="ignore"):
-            return moments.store([(0, new, new)], old, layout.master, 2, new.shape, states.scalars(step, **numbers), None, layout)
+            return moments.store(
+                [(0, new, new)],
+                old,
+                layout.master,
+                2,
+                new.shape,
+                states.scalars(step, **numbers),
+                None,
+                layout,
+            )
 
     def _before(self, tensor: str, step: int) -> np.ndarray:
-        return (self.asked.weights[tensor] if step == 1 else self.made[step - 2][tensor].weight).reshape(-1)
+        return (
+            self.asked.weights[tensor] if step == 1 else self.made[step - 2][tensor].weight
+        ).reshape(-1)
 
-    def _updated(self, layout: Layout, form: Form, tensor: str, step: int, before: np.ndarray) -> np.ndarray:
-        m, v = (self.chain(i, layout, average, tensor, step)[-1][0] for i, average in enumerate((form.m, form.v)))
-        return forms.update(form, before, m, v, step, self.given, forms.bound_of(layout, step - 1 + form.count, self.given))
+    def _updated(
+        self, layout: Layout, form: Form, tensor: str, step: int, before: np.ndarray
+    ) -> np.ndarray:
+        m, v = (
+            self.chain(i, layout, average, tensor, step)[-1][0]
+            for i, average in enumerate((form.m, form.v))
+        )
+        return forms.update(
+            form,
+            before,
+            m,
+            v,
+            step,
+            self.given,
+            forms.bound_of(layout, step - 1 + form.count, self.given),
+        )
 
     def masters(self) -> list[Moment]:
-        """Float32's, and those of named layouts that could hold every weight after the first step."""
-        after = np.concatenate([one.weight.reshape(-1) for one in self.made[0].values()]).view(np.uint32)
+        """Float32's, and those of named layouts that could hold every weight after the first
+        step.
+        """
+        after = np.concatenate([one.weight.reshape(-1) for one in self.made[0].values()]).view(
+            np.uint32
+        )
         narrow = dict.fromkeys(layout.master for layout in WITH_MASTERS.values())
-        return [Moment(), *(moment for moment in narrow if not (after & (1 << 23 - moment.fmt.mantissa_bits) - 1).any())]
+        return [
+            Moment(),
+            *(
+                moment
+                for moment in narrow
+                if not (after & (1 << 23 - moment.fmt.mantissa_bits) - 1).any()
+            ),
+        ]
 
-    def weight_departure(self, layout: Layout, form: Form, *, tensors: tuple[str, ...] = (), steps: int | None = None) -> Departure | None:
+    def weight_departure(
+        self, layout: Layout, form: Form, *, tensors: tuple[str, ...] = (), steps: int | None = None
+    ) -> Departure | None:
         """Where weights first differ."""
         for step in range(1, (steps or len(self.made)) + 1):
             for tensor in tensors or self.asked.weights:
                 theirs = self.made[step - 1][tensor]
-                found = _differs(self.weights(layout, form, tensor, step), theirs.weight, "weight", step, tensor, theirs.weight.shape)
-                if found is None and layout.keeps_master and theirs.master is not None and theirs.master.scale_inv is not None:
+                found = _differs(
+                    self.weights(layout, form, tensor, step),
+                    theirs.weight,
+                    "weight",
+                    step,
+                    tensor,
+                    theirs.weight.shape,
+                )
+                if (
+                    found is None
+                    and layout.keeps_master
+                    and theirs.master is not None
+                    and theirs.master.scale_inv is not None
+                ):
                     scale = self.master(layout, form, tensor, step).scale_inv
-                    found = None if scale is None else _differs(scale, theirs.master.scale_inv, "scale_inv of the master", step, tensor, ())
+                    found = (
+                        None
+                        if scale is None
+                        else _differs(
+                            scale,
+                            theirs.master.scale_inv,
+                            "scale_inv of the master",
+                            step,
+                            tensor,
+                            (),
+                        )
+                    )
                 if found is not None:
                     return found
         return None
@@ -143,14 +245,22 @@ class Search:
         """The first difference from a layout and a form, of weights or of states."""
         found = [self.weight_departure(layout, form)]
         if self.shown:
-            found += [self.state_departure(i, layout, average) for i, average in enumerate((form.m, form.v))]
-        return min((one for one in found if one is not None), key=lambda one: one.step, default=None)
+            found += [
+                self.state_departure(i, layout, average)
+                for i, average in enumerate((form.m, form.v))
+            ]
+        return min(
+            (one for one in found if one is not None), key=lambda one: one.step, default=None
+        )
 
     def far(self, layout: Layout, form: Form) -> tuple[int, float]:
         """(how many weights of the probe differ, the largest difference in ulps) over all steps."""
         count, most = 0, 0.0
         for step in range(1, len(self.made) + 1):
-            theirs, mine = self.made[step - 1][PROBE].weight.reshape(-1), self.weights(layout, form, PROBE, step)
+            theirs, mine = (
+                self.made[step - 1][PROBE].weight.reshape(-1),
+                self.weights(layout, form, PROBE, step),
+            )
             with np.errstate(all="ignore"):
                 error = np.abs(mine.astype(np.float64) - theirs) / np.spacing(np.abs(theirs))
             count += int((mine.view(np.uint32) != theirs.view(np.uint32)).sum())
@@ -175,7 +285,10 @@ def variations(layout: Layout) -> Iterator[Layout]:
                 if len(changed) < len(of):
                     continue
                 try:
-                    new = {key: dataclasses.replace(getattr(layout, key), **{field: value}) for key in of}
+                    new = {
+                        key: dataclasses.replace(getattr(layout, key), **{field: value})
+                        for key in of
+                    }
                     ragged = layout.ragged or all(moment.block is None for moment in new.values())
                     name = f"{layout.name} with {field} {value} of {' and '.join(of)}"
                     yield dataclasses.replace(layout, **new, ragged=ragged, name=name)
@@ -186,7 +299,9 @@ def variations(layout: Layout) -> Iterator[Layout]:
 
 
 def named(masters: Sequence[Moment]) -> list[Layout]:
-    """The layouts whose master is one of these: those that have a name, then those of LAYOUTS with such a master."""
+    """The layouts whose master is one of these: those that have a name, then those of LAYOUTS with
+    such a master.
+    """
     found = [layout for layout in (LAYOUTS | WITH_MASTERS).values() if layout.master in masters]
     written = {layout_decisions.written(layout) for layout in found}
     for layout, master in itertools.product(LAYOUTS.values(), masters):
@@ -197,18 +312,31 @@ def named(masters: Sequence[Moment]) -> list[Layout]:
 
 
 def with_master(layout: Layout, master: Moment) -> Layout | None:
-    """The layout with another master, its name saying which; None if it has no bound to predict an amax of."""
+    """The layout with another master, its name saying which; None if it has no bound to predict an
+    amax of.
+    """
     if master.amax == "predicted" and not layout.bounded:
         return None
     kind = f"{master.fmt}, {master.scaling or 'no scale'}, of {master.amax} amax"
     return dataclasses.replace(layout, master=master, name=f"{layout.name} with a master in {kind}")
 
 
-def _differs(mine: np.ndarray, theirs: np.ndarray, what: str, step: int, tensor: str, shape: tuple[int, ...]) -> Departure | None:
+def _differs(
+    mine: np.ndarray, theirs: np.ndarray, what: str, step: int, tensor: str, shape: tuple[int, ...]
+) -> Departure | None:
     mine, theirs = np.atleast_1d(mine).reshape(-1), np.atleast_1d(theirs).reshape(-1)
     if mine.dtype != theirs.dtype or mine.size != theirs.size:
         got, expected = (f"{x.size} of {x.dtype}" for x in (theirs, mine))
-        return Departure(step, tensor, what, (), got, expected, max(mine.size, theirs.size), max(mine.size, theirs.size))
+        return Departure(
+            step,
+            tensor,
+            what,
+            (),
+            got,
+            expected,
+            max(mine.size, theirs.size),
+            max(mine.size, theirs.size),
+        )
     word = f"u{mine.dtype.itemsize}"
     differ = mine.view(word) != theirs.view(word)
     if mine.dtype.kind == "f":  # no clause has a NaN's bits, or the sign of a stored zero
@@ -217,4 +345,6 @@ def _differs(mine: np.ndarray, theirs: np.ndarray, what: str, step: int, tensor:
         return None
     i = int(np.argmax(differ))
     at = tuple(int(x) for x in np.unravel_index(i, shape)) if shape else ()
-    return Departure(step, tensor, what, at, theirs[i].item(), mine[i].item(), int(differ.sum()), mine.size)
+    return Departure(
+        step, tensor, what, at, theirs[i].item(), mine[i].item(), int(differ.sum()), mine.size
+    )

@@ -1,4 +1,5 @@
-"""Somebody's optimizer, run on chosen gradients: weights after each step, and what is read of its state.
+"""Somebody's optimizer, run on chosen gradients: weights after each step, and what is read of its
+state.
 
 It is one of these, and is told apart by what it takes:
 
@@ -32,19 +33,23 @@ NAMES = (("m_codes", "v_codes"), ("exp_avg", "exp_avg_sq"), ("mu", "nu"), ("m", 
 
 
 NUMBERS = ("learning_rate", "b1", "b2", "eps", "weight_decay")
-"""What optax's transformations and functions are passed by name, if they take it; torch's take lr, betas, eps and weight_decay."""
+"""What optax's transformations and functions are passed by name, if they take it; torch's take lr,
+betas, eps and weight_decay.
+"""
 
 
 class Moment(NamedTuple):
-    """What is read of a stored moment: uint8 codes, or float32 numbers; and the scales of these codes, float32 of any
-    shape, or None."""
+    """What is read of a stored moment: uint8 codes, or float32 numbers; and the scales of these
+    codes, float32 of any shape, or None."""
 
     codes: np.ndarray
     scale_inv: np.ndarray | None = None
 
 
 class Snapshot(NamedTuple):
-    """One tensor after a step: its weight, and both moments and the master, None where the state does not show them."""
+    """One tensor after a step: its weight, and both moments and the master, None where the state
+    does not show them.
+    """
 
     weight: np.ndarray
     m: Moment | None = None
@@ -61,15 +66,26 @@ class Inputs:
 
 
 def inputs(steps: int = STEPS) -> Inputs:
-    """Tensors that tell layouts apart: ``spread`` has values over many binades; ``late`` has blocks without a gradient at
-    first, and elements without one later; ``ragged`` and ``small`` are not made of whole blocks; ``zeros``
-    never has a gradient."""
+    """Tensors that tell layouts apart: ``spread`` has values over many binades; ``late`` has blocks
+    without a gradient at first, and elements without one later; ``ragged`` and ``small`` are not
+    made of whole blocks; ``zeros`` never has a gradient."""
     rng = np.random.default_rng(0)
-    shapes = {"spread": (32, 256), "late": (16, 256), "ragged": (17, 253), "small": (257,), "zeros": (16, 256)}
-    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    shapes = {
+        "spread": (32, 256),
+        "late": (16, 256),
+        "ragged": (17, 253),
+        "small": (257,),
+        "zeros": (16, 256),
+    }
+    weights = {
+        name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+    }
     gradients = []
     for step in range(steps):
-        g = {name: rng.standard_t(3, shape) * 2.0 ** rng.uniform(-14, -2, (*shape[:-1], 1)) for name, shape in shapes.items()}
+        g = {
+            name: rng.standard_t(3, shape) * 2.0 ** rng.uniform(-14, -2, (*shape[:-1], 1))
+            for name, shape in shapes.items()
+        }
         g["late"] = np.where((np.arange(16)[:, None] % 3 == 0) & (step < 3), 0, g["late"])
         g["late"][:, ::5] *= step < 2
         g["zeros"] = np.zeros(shapes["zeros"])
@@ -92,21 +108,25 @@ def kind_of(found: Any) -> str | None:
     return "function" if len(required) == 3 else None
 
 
-def run(name: str, found: Any, kind: str, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot]]:
+def run(
+    name: str, found: Any, kind: str, asked: Inputs, given: Numbers
+) -> list[dict[str, Snapshot]]:
     """The snapshots of all tensors after each step.
 
     Raises:   RefusedError: it raises. ConformanceError: it returns something else than it should.
     """
     try:
         with np.errstate(all="ignore"):
-            return {"torch": _torch, "optax": _optax, "function": _function}[kind](found, asked, given)
+            return {"torch": _torch, "optax": _optax, "function": _function}[kind](
+                found, asked, given
+            )
     except ConformanceError as error:
         raise type(error)(f"{name} {error}") from error
     except (Exception, SystemExit) as error:  # an optimizer under test may raise anything
         text = " ".join(str(error).split())[:300]
         raise RefusedError(
-            f"{name}, taken as {kind}, raised {type(error).__name__}: {text}. It is run on float32 tensors of "
-            f"{', '.join(str(w.shape) for w in asked.weights.values())}."
+            f"{name}, taken as {kind}, raised {type(error).__name__}: {text}. It is run on "
+            f"float32 tensors of {', '.join(str(w.shape) for w in asked.weights.values())}."
         ) from error
 
 
@@ -114,16 +134,28 @@ def _torch(found: Any, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot
     import torch
 
     params = {name: torch.nn.Parameter(torch.tensor(w)) for name, w in asked.weights.items()}
-    numbers = {"lr": given.learning_rate, "betas": (given.b1, given.b2), "eps": given.eps, "weight_decay": given.weight_decay}
+    numbers = {
+        "lr": given.learning_rate,
+        "betas": (given.b1, given.b2),
+        "eps": given.eps,
+        "weight_decay": given.weight_decay,
+    }
     optimizer = found(list(params.values()), **_taken(found, numbers))
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConformanceError(f"returned a {type(optimizer).__name__}; a torch.optim.Optimizer is needed.")
+        raise ConformanceError(
+            f"returned a {type(optimizer).__name__}; a torch.optim.Optimizer is needed."
+        )
     snapshots = []
     for g in asked.gradients:
         for name, p in params.items():
             p.grad = torch.tensor(g[name])
         optimizer.step()
-        snapshots.append({name: Snapshot(_weight(p, asked.weights[name]), *_moments(optimizer.state[p])) for name, p in params.items()})
+        snapshots.append(
+            {
+                name: Snapshot(_weight(p, asked.weights[name]), *_moments(optimizer.state[p]))
+                for name, p in params.items()
+            }
+        )
     return snapshots
 
 
@@ -138,23 +170,35 @@ def _optax(found: Any, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot
     state, snapshots = found.init(params), []
     for g in asked.gradients:
         # operation by operation: under jit XLA fuses products and sums, in an order of its own
-        changes, state = found.update({name: jnp.asarray(x) for name, x in g.items()}, state, params)
+        changes, state = found.update(
+            {name: jnp.asarray(x) for name, x in g.items()}, state, params
+        )
         params = optax.apply_updates(params, changes)
         kept = _kept(state)
         read = {name: tuple(_moment(_of_parameter(of, name)) for of in kept) for name in params}
-        snapshots.append({name: _trained(Snapshot(_weight(p, asked.weights[name]), *read[name])) for name, p in params.items()})
+        snapshots.append(
+            {
+                name: _trained(Snapshot(_weight(p, asked.weights[name]), *read[name]))
+                for name, p in params.items()
+            }
+        )
     return snapshots
 
 
 def _of_parameter(kept: Any, name: str) -> Any:
     """What a state keeps of a parameter: of fp8ref's a tree for each field."""
     if isinstance(getattr(kept, "codes", None), Mapping):
-        return {key: None if (tree := getattr(kept, key)) is None else tree[name] for key in ("codes", "scale_inv")}
+        return {
+            key: None if (tree := getattr(kept, key)) is None else tree[name]
+            for key in ("codes", "scale_inv")
+        }
     return kept[name]
 
 
 def _trained(one: Snapshot) -> Snapshot:
-    """With the weight of a master that the state shows: the sum that optax gives may miss it by a rounding (O-14)."""
+    """With the weight of a master that the state shows: the sum that optax gives may miss it by a
+    rounding (O-14).
+    """
     if one.master is None:
         return one
     scale = np.float32(1) if one.master.scale_inv is None else one.master.scale_inv
@@ -170,7 +214,9 @@ def _function(found: Callable, asked: Inputs, given: Numbers) -> list[dict[str, 
         for name in asked.weights:
             result = found(params[name].copy(), g[name].copy(), states[name], **numbers)
             if not isinstance(result, tuple) or len(result) != 2:
-                raise ConformanceError(f"returned a {type(result).__name__}; step(p, g, state) returns (p, state).")
+                raise ConformanceError(
+                    f"returned a {type(result).__name__}; step(p, g, state) returns (p, state)."
+                )
             params[name], states[name] = _weight(result[0], asked.weights[name]), result[1]
             made[name] = Snapshot(params[name], *_moments(states[name]))
         snapshots.append(made)
@@ -180,7 +226,9 @@ def _function(found: Callable, asked: Inputs, given: Numbers) -> list[dict[str, 
 def _weight(found: Any, like: np.ndarray) -> np.ndarray:
     made = arrays.as_numpy(found)
     if made.dtype != np.float32 or made.shape != like.shape:
-        raise ConformanceError(f"made a weight {made.dtype} {made.shape}; it is float32 {like.shape}, as it was given.")
+        raise ConformanceError(
+            f"made a weight {made.dtype} {made.shape}; it is float32 {like.shape}, as it was given."
+        )
     return made
 
 
@@ -191,14 +239,19 @@ def _moments(state: Any) -> tuple[Moment | None, ...]:
             if first == "m_codes":
                 of = {"m": m, "v": v, "master": _field(state, "master_codes")}
                 return tuple(
-                    None if x is None else _moment({"codes": x, "scale_inv": _field(state, f"{key}_scale_inv")}) for key, x in of.items()
+                    None
+                    if x is None
+                    else _moment({"codes": x, "scale_inv": _field(state, f"{key}_scale_inv")})
+                    for key, x in of.items()
                 )
             return _moment(m), _moment(v)
     return ()
 
 
 def _kept(state: Any) -> tuple[Any, ...]:
-    """Both trees of moments in a tree of optax's states, and that of masters if there is one; empty without."""
+    """Both trees of moments in a tree of optax's states, and that of masters if there is one; empty
+    without.
+    """
     for first, second in NAMES[2:]:
         if hasattr(state, first) and hasattr(state, second):
             found = (getattr(state, first), getattr(state, second), getattr(state, "master", None))
@@ -243,7 +296,11 @@ def _parameters(found: Any) -> list[str]:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
 
 
 def _taken(found: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:

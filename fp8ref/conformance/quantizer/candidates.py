@@ -27,7 +27,8 @@ class Candidate:
 
     scale_fmt  the format whose max it scales to; fmt: the format of the codes.
     flushes    float32 subnormals are zeros, as under XLA (S-12).
-    rounding   the behavior of the cast, where it is not that of S-5, for products of dtype ``source``.
+    rounding   the behavior of the cast, where it is not that of S-5, for products of dtype
+               ``source``.
     """
 
     policy: ScalePolicy
@@ -47,7 +48,9 @@ class Candidate:
         granularity, axis = scale_layout.granularity, scale_layout.axis
         x = _flushed(x) if self.flushes else x
         # The amax is that of x in the policy's own dtype (S-13), the cast that of x itself.
-        given = x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
+        given = (
+            x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
+        )
         with np.errstate(all="ignore"):
             return self._of_amax(self.deviation.amax(given, granularity, axis=axis))
 
@@ -56,11 +59,18 @@ class Candidate:
         return self._returned(self._of_amax(amax))
 
     def _of_amax(self, amax: np.ndarray) -> Scales:
-        policy, scale_fmt = self.deviation.applied_to(self.policy), self.deviation.limited(self.scale_fmt)
+        policy, scale_fmt = (
+            self.deviation.applied_to(self.policy),
+            self.deviation.limited(self.scale_fmt),
+        )
         with np.errstate(all="ignore"):
             amax = self.deviation.change_amax(amax)
-            scales = self.deviation.scales(scales_from_amax(amax, scale_fmt, policy), amax, scale_fmt, policy)
-        if self.flushes and self.policy.e8m0 is None:  # an e8m0 scale is no float, and so never flushed
+            scales = self.deviation.scales(
+                scales_from_amax(amax, scale_fmt, policy), amax, scale_fmt, policy
+            )
+        if (
+            self.flushes and self.policy.e8m0 is None
+        ):  # an e8m0 scale is no float, and so never flushed
             scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
         return scales
 
@@ -73,16 +83,26 @@ class Candidate:
         granularity, axis = scale_layout.granularity, scale_layout.axis
         scales = self.applied(x, scale_layout)
         x = _flushed(x) if self.flushes else x
-        q = scaling.quantize_with(x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis)
-        q = q if self.rounding is None else q._replace(codes=self._codes(x, scales, scale_layout, self.rounding))
+        q = scaling.quantize_with(
+            x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis
+        )
+        q = (
+            q
+            if self.rounding is None
+            else q._replace(codes=self._codes(x, scales, scale_layout, self.rounding))
+        )
         return q._replace(**self._returned(scales)._asdict())
 
-    def _codes(self, x: np.ndarray, scales: Scales, scale_layout: ScaleLayout, rounding: Behavior) -> np.ndarray:
+    def _codes(
+        self, x: np.ndarray, scales: Scales, scale_layout: ScaleLayout, rounding: Behavior
+    ) -> np.ndarray:
         by = scales.scale if self.policy.stored == "scale" else scales.scale_inv
         by = scaling.spread(by, x.shape, scale_layout.granularity, scale_layout.axis)
         with np.errstate(all="ignore"):
             scaled = x * by if self.policy.stored == "scale" else x / by
-        return behavior.encode(np.clip(scaled, -self.fmt.max, self.fmt.max), self.fmt, rounding, source=self.source)
+        return behavior.encode(
+            np.clip(scaled, -self.fmt.max, self.fmt.max), self.fmt, rounding, source=self.source
+        )
 
     @property
     def clause(self) -> str:
@@ -92,7 +112,11 @@ class Candidate:
     @property
     def words(self) -> str:
         """The policy's name, and the deviation."""
-        return f"{self.policy.name}, but {self.deviation.text}" if self.deviation.text else self.policy.name
+        return (
+            f"{self.policy.name}, but {self.deviation.text}"
+            if self.deviation.text
+            else self.policy.name
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +143,9 @@ class Agreement:
         return self.codes if self.scales is None else self.scales
 
 
-def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> Agreement:
+def agreement(
+    candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout
+) -> Agreement:
     """Compare all outputs with those of the candidate, group by group."""
     scales, codes, off = [], [], [np.zeros(0)]
     for a in responses:
@@ -130,7 +156,9 @@ def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout:
         scales.append(equal_scales(a, q, scale_layout))
         for found, expected in both_scales(a, q, scale_layout):
             # The bits of positive float32 numbers, as integers, count these numbers.
-            off.append(np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary])
+            off.append(
+                np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary]
+            )
     ulps = np.concatenate(off)
     return Agreement(
         candidate=candidate,
@@ -141,23 +169,34 @@ def agreement(candidate: Candidate, responses: Sequence[Response], scale_layout:
 
 
 def agrees(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> bool:
-    """Whether what decides a policy agrees in all groups: scales, which are compared alone, else codes."""
+    """Whether what decides a policy agrees in all groups: scales, which are compared alone, else
+    codes.
+    """
     if not _has_scales(scale_layout):
         return all(agreement(candidate, [a], scale_layout).codes.all() for a in responses)
-    return all(equal_scales(a, candidate.scales(a.x, scale_layout), scale_layout).all() for a in responses)
+    return all(
+        equal_scales(a, candidate.scales(a.x, scale_layout), scale_layout).all() for a in responses
+    )
 
 
 def _has_scales(scale_layout: ScaleLayout) -> bool:
     return any(kind != "amax" for kind in scale_layout.kinds.values())
 
 
-def both_scales(a: Response, scales: Scales | scaling.Quantized, scale_layout: ScaleLayout) -> list[tuple[np.ndarray, np.ndarray]]:
+def both_scales(
+    a: Response, scales: Scales | scaling.Quantized, scale_layout: ScaleLayout
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """(found, expected) of each kind of scale in the response, float32 by group."""
     kinds = [(name, kind) for name, kind in scale_layout.kinds.items() if kind != "amax"]
-    return [(outputs.per_group(a, name, scale_layout), np.reshape(getattr(scales, kind), -1)) for name, kind in kinds]
+    return [
+        (outputs.per_group(a, name, scale_layout), np.reshape(getattr(scales, kind), -1))
+        for name, kind in kinds
+    ]
 
 
-def equal_scales(a: Response, scales: Scales | scaling.Quantized, scale_layout: ScaleLayout) -> np.ndarray:
+def equal_scales(
+    a: Response, scales: Scales | scaling.Quantized, scale_layout: ScaleLayout
+) -> np.ndarray:
     """For each group, whether all its scales are these; true without scales."""
     equal = np.ones(a.amax.size, bool)
     for found, expected in both_scales(a, scales, scale_layout):
@@ -176,16 +215,22 @@ def mismatches(output: QuantizerOutput, q: scaling.Quantized, candidate: Candida
     assert output.values is not None
     decoded = cast.decode(q.codes, q.fmt)
     with np.errstate(all="ignore"):
-        spread = [scaling.spread(s, q.codes.shape, q.granularity, q.axis) for s in (q.scale_inv, q.scale)]
+        spread = [
+            scaling.spread(s, q.codes.shape, q.granularity, q.axis) for s in (q.scale_inv, q.scale)
+        ]
         results = [decoded * spread[0], decoded / spread[1]]
     differs = []
     for expected in results:
         # XLA flushes the product too.
         expected = rounded(_flushed(expected) if candidate.flushes else expected, output.dtype)
-        differs.append(~((output.values == expected) | (np.isnan(output.values) & np.isnan(expected))))
+        differs.append(
+            ~((output.values == expected) | (np.isnan(output.values) & np.isnan(expected)))
+        )
     return min(differs, key=lambda d: int(d.sum()))
 
 
 def _flushed(x: np.ndarray) -> np.ndarray:
     """x with float32 subnormals as zeros of their sign."""
-    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x).astype(np.float32)[()]
+    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x).astype(
+        np.float32
+    )[()]

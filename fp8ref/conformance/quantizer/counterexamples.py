@@ -23,7 +23,18 @@ from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import cast, scaling
 
-SHAPES = ((1, 1), (1, 32), (32, 1), (1, 128), (128, 1), (4, 4), (16, 16), (32, 32), (128, 128), (256, 384))
+SHAPES = (
+    (1, 1),
+    (1, 32),
+    (32, 1),
+    (1, 128),
+    (128, 1),
+    (4, 4),
+    (16, 16),
+    (32, 32),
+    (128, 128),
+    (256, 384),
+)
 """The shapes of counterexamples, in the order in which they are tried."""
 
 
@@ -34,14 +45,20 @@ def smallest_for_policy(
 
     None if no tensor made of that element differs.
     """
-    signs = (abs(largest), largest) if largest < 0 else (largest,)  # negative only if positive shows nothing
+    signs = (
+        (abs(largest), largest) if largest < 0 else (largest,)
+    )  # negative only if positive shows nothing
     # The smallest shape first, then zeros before other numbers next to the largest.
     for shape in SHAPES:
         for beside, largest in itertools.product((False, True), signs):
             x = _single_value(shape, largest, quantizer.dtype, beside=beside)
             if _first_difference(quantizer, candidate, scale_layout, x) is not None:
                 # No simpler number stands for a zero, a subnormal, an infinity or a NaN.
-                number = _simplest_value(quantizer, candidate, scale_layout, x) if kind in ("ordinary", "tiny", "huge") else largest
+                number = (
+                    _simplest_value(quantizer, candidate, scale_layout, x)
+                    if kind in ("ordinary", "tiny", "huge")
+                    else largest
+                )
                 x = _single_value(shape, number, quantizer.dtype, beside=beside)
                 difference = _first_difference(quantizer, candidate, scale_layout, x)
                 assert difference is not None
@@ -49,12 +66,25 @@ def smallest_for_policy(
     return None
 
 
-def smallest_for_granularity(quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout) -> Counterexample | None:
+def smallest_for_granularity(
+    quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout
+) -> Counterexample | None:
     """The smallest tensor of ones with one 512 that shows another granularity or axis.
 
     None if no tensor does.
     """
-    for shape in ((2, 2), (4, 4), (2, 32), (2, 64), (32, 32), (2, 256), (64, 64), (128, 128), (256, 256), (256, 384)):
+    for shape in (
+        (2, 2),
+        (4, 4),
+        (2, 32),
+        (2, 64),
+        (32, 32),
+        (2, 256),
+        (64, 64),
+        (128, 128),
+        (256, 256),
+        (256, 384),
+    ):
         x = np.ones(shape, np.float32)
         x[0, -1] = 512
         try:
@@ -71,13 +101,16 @@ def smallest_for_granularity(quantizer: Quantizer, candidate: Candidate, scale_l
                 bits=(bits_of(1, quantizer.dtype), bits_of(512, quantizer.dtype)),
                 dtype=quantizer.dtype,
                 got=f"{_element_text(found, at, expected.fmt)} at {where}",
-                expected=f"{_code_text(expected.codes[at], expected.fmt, found)} as {scale_layout.granularity}, axis {scale_layout.axis}",
+                expected=f"{_code_text(expected.codes[at], expected.fmt, found)} as "
+                f"{scale_layout.granularity}, axis {scale_layout.axis}",
                 clause="S-6",
             )
     return None
 
 
-def _single_value(shape: tuple[int, int], largest: float, dtype: str, *, beside: bool) -> np.ndarray:
+def _single_value(
+    shape: tuple[int, int], largest: float, dtype: str, *, beside: bool
+) -> np.ndarray:
     """One number, followed by zeros or, with ``beside``, by other numbers, smaller in magnitude."""
     x = np.zeros(shape, np.float32)
     if beside and np.isfinite(largest):
@@ -101,18 +134,25 @@ def _first_difference(
         return None
     for name, kind in scale_layout.kinds.items():
         if kind != "amax":
-            ours, theirs = np.reshape(getattr(expected, kind), -1)[0], found.scales[name].reshape(-1)[0]
+            ours, theirs = (
+                np.reshape(getattr(expected, kind), -1)[0],
+                found.scales[name].reshape(-1)[0],
+            )
             if ours != theirs and not (np.isnan(ours) and np.isnan(theirs)):
                 return found, expected, 0
     differs = candidates.mismatches(found, expected, candidate)
     return (found, expected, int(np.argmax(differs))) if differs.any() else None
 
 
-def _simplest_value(quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, x: np.ndarray) -> float:
+def _simplest_value(
+    quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, x: np.ndarray
+) -> float:
     """The most ordinary number for which x, scaled with it, still differs."""
     largest = float(x.flat[0])
     for number in shrinking.numbers(largest):
-        tried = rounded((x.astype(np.float64) * (float(number) / largest)).astype(np.float32), quantizer.dtype)
+        tried = rounded(
+            (x.astype(np.float64) * (float(number) / largest)).astype(np.float32), quantizer.dtype
+        )
         tried.flat[0] = rounded(np.array([number], np.float32), quantizer.dtype)[0]
         if _first_difference(quantizer, candidate, scale_layout, tried) is not None:
             return float(tried.flat[0])
@@ -131,14 +171,19 @@ def _counterexample(
     index = np.unravel_index(at, x.shape)
     others = "" if at == 0 else f", and x{[int(i) for i in index]} = {show(x[index])}"
     alone = x.size > 1 and not np.any(x.reshape(-1)[1:])
-    got, want = _element_text(found, index, expected.fmt), _code_text(expected.codes[index], expected.fmt, found)
+    got, want = (
+        _element_text(found, index, expected.fmt),
+        _code_text(expected.codes[index], expected.fmt, found),
+    )
     for name, kind in scale_layout.kinds.items():
         if kind != "amax":
             got += f", {kind} {show(found.scales[name].flat[0])}"
             want += f", {kind} {show(np.reshape(getattr(expected, kind), -1)[0])}"
     return Counterexample(
         input=f"x {list(x.shape)} = {show(x.flat[0])}" + (", then zeros" if alone else others),
-        bits=tuple(bits_of(v, quantizer.dtype) for v in ([x.flat[0]] if at == 0 else [x.flat[0], x[index]])),
+        bits=tuple(
+            bits_of(v, quantizer.dtype) for v in ([x.flat[0]] if at == 0 else [x.flat[0], x[index]])
+        ),
         dtype=quantizer.dtype,
         got=got,
         expected=f"{want} by {candidate.words}",
@@ -147,11 +192,22 @@ def _counterexample(
 
 
 def output_texts(
-    output: QuantizerOutput, at: tuple, scales: Mapping[str, float], q: scaling.Quantized, group: int, scale_layout: ScaleLayout
+    output: QuantizerOutput,
+    at: tuple,
+    scales: Mapping[str, float],
+    q: scaling.Quantized,
+    group: int,
+    scale_layout: ScaleLayout,
 ) -> tuple[str, str]:
     """One element and its scales as text: those of the quantizer, and those expected."""
-    got = _element_text(output, at, q.fmt) + "".join(f", {name or 'scale'} {show(scale)}" for name, scale in scales.items())
-    own = "".join(f", {kind} {show(np.reshape(getattr(q, kind), -1)[group])}" for kind in scale_layout.kinds.values() if kind != "amax")
+    got = _element_text(output, at, q.fmt) + "".join(
+        f", {name or 'scale'} {show(scale)}" for name, scale in scales.items()
+    )
+    own = "".join(
+        f", {kind} {show(np.reshape(getattr(q, kind), -1)[group])}"
+        for kind in scale_layout.kinds.values()
+        if kind != "amax"
+    )
     return got, _code_text(q.codes[at], q.fmt, output) + own
 
 
@@ -165,34 +221,59 @@ def _element_text(output: QuantizerOutput, at: tuple, fmt: Format) -> str:
 def _code_text(code: np.uint8, fmt: Format, output: QuantizerOutput) -> str:
     """A code as text; next to an output of values it stands for a value."""
     value = show(cast.decode(np.array([code], np.uint8), fmt)[0])
-    return f"code 0x{int(code):02X} ({value})" if output.codes is not None else f"the value of code 0x{int(code):02X} ({value})"
+    return (
+        f"code 0x{int(code):02X} ({value})"
+        if output.codes is not None
+        else f"the value of code 0x{int(code):02X} ({value})"
+    )
 
 
-def simplest_by_kind(kinds: np.ndarray, wrong: np.ndarray, scales: np.ndarray, largest: np.ndarray) -> list[tuple[str, float]]:
+def simplest_by_kind(
+    kinds: np.ndarray, wrong: np.ndarray, scales: np.ndarray, largest: np.ndarray
+) -> list[tuple[str, float]]:
     """For each kind of amax with a wrong group, the kind and its simplest largest element.
 
-    scales    where the scales are wrong, which an element alone shows: codes may need another beside it.
+    scales    where the scales are wrong, which an element alone shows: codes may need another
+              beside it.
     """
     found = []
     for i, kind in enumerate(AMAX_RANGES):
         of = wrong & (kinds == i)
         if of.any():
-            found.append((kind, float(largest[simplest(largest, of & scales if (of & scales).any() else of)])))
+            found.append(
+                (
+                    kind,
+                    float(largest[simplest(largest, of & scales if (of & scales).any() else of)]),
+                )
+            )
     return found
 
 
 def unexpected_policy(
-    quantizer: Quantizer, wanted: ScalePolicy, fmt: Format, responses: Sequence[Response], scale_layout: ScaleLayout, matched: PolicyMatch, found_fmt: Format,
-    *, right_cast: bool,
-) -> list[Counterexample]:  # fmt: skip
+    quantizer: Quantizer,
+    wanted: ScalePolicy,
+    fmt: Format,
+    responses: Sequence[Response],
+    scale_layout: ScaleLayout,
+    matched: PolicyMatch,
+    found_fmt: Format,
+    *,
+    right_cast: bool,
+) -> list[Counterexample]:
     """Counterexamples to an expected policy: to its scales and its codes.
 
-    right_cast  False for a cast that is not that of S-5: then scales alone are compared, where there are some.
+    right_cast  False for a cast that is not that of S-5: then scales alone are compared, where
+                there are some.
     """
     # XLA may flush subnormals to zeros (S-12).
     ways = (False, True) if quantizer.subject.framework == "jax" else (False,)
     rows, of_rows = outputs.as_rows(responses, scale_layout)
-    agreements = [candidates.agreement(Candidate(policy=wanted, scale_fmt=fmt, fmt=found_fmt, flushes=f), rows, of_rows) for f in ways]
+    agreements = [
+        candidates.agreement(
+            Candidate(policy=wanted, scale_fmt=fmt, fmt=found_fmt, flushes=f), rows, of_rows
+        )
+        for f in ways
+    ]
     agreed = max(agreements, key=lambda a: policy_match.score(a, matched.considered))
     # The same scales are not enough: x * (1 / s) and x / s give other codes.
     right = agreed.both if right_cast else agreed.deciding
@@ -201,7 +282,12 @@ def unexpected_policy(
     found = for_policy(quantizer, matched, agreed, scale_layout)
     if found_fmt is not fmt:
         code = Counterexample(
-            input="x of ones", bits=("0x3F800000",), dtype="float32", got=f"codes of {found_fmt}", expected=f"codes of {fmt}", clause="F-2"
+            input="x of ones",
+            bits=("0x3F800000",),
+            dtype="float32",
+            got=f"codes of {found_fmt}",
+            expected=f"codes of {fmt}",
+            clause="F-2",
         )
         found.insert(0, code)
     return found
@@ -216,11 +302,17 @@ def unexpected_granularity(
     scale_layout: ScaleLayout,
 ) -> list[Counterexample]:
     """A counterexample to an expected granularity and axis, if another was found."""
-    same = granularity in (None, group.granularity) and (axis is None or group.axis is None or axis == group.axis)
+    same = granularity in (None, group.granularity) and (
+        axis is None or group.axis is None or axis == group.axis
+    )
     if same:
         return []
     assert group.granularity is not None
-    expected = dataclasses.replace(scale_layout, granularity=granularity or group.granularity, axis=-1 if axis is None else axis)
+    expected = dataclasses.replace(
+        scale_layout,
+        granularity=granularity or group.granularity,
+        axis=-1 if axis is None else axis,
+    )
     found = smallest_for_granularity(quantizer, candidate, expected)
     return [found] if found else []
 
@@ -228,30 +320,46 @@ def unexpected_granularity(
 def transposed_scales(output: QuantizerOutput, scale_layout: ScaleLayout) -> list[Counterexample]:
     """Returned scales that are transposed, and so would broadcast to the wrong blocks."""
     shape = output.tensor.shape
-    transposed = (s for name in scale_layout.kinds if scale_layout.is_transposed(s := output.scales[name].shape, shape))
+    transposed = (
+        s
+        for name in scale_layout.kinds
+        if scale_layout.is_transposed(s := output.scales[name].shape, shape)
+    )
     return [
         Counterexample(
-            input=f"x {list(shape)}", bits=(), dtype=output.dtype, got=f"scales {list(s)}",
-            expected=f"{list(scale_layout.shape(shape))}, each scale at the place of its block", clause="S-6",
+            input=f"x {list(shape)}",
+            bits=(),
+            dtype=output.dtype,
+            got=f"scales {list(s)}",
+            expected=f"{list(scale_layout.shape(shape))}, each scale at the place of its block",
+            clause="S-6",
         )
         for s in transposed
-    ]  # fmt: skip
+    ]
 
 
-def for_policy(quantizer: Quantizer, matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayout) -> list[Counterexample]:
+def for_policy(
+    quantizer: Quantizer, matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayout
+) -> list[Counterexample]:
     """A counterexample for each kind of amax with a wrong group.
 
     Of kinds that the same deviation explains, only the first: one cause is shown once. So it is of
     finite amaxes above zero where no deviation is found.
     """
-    largest, kind = (np.concatenate([getattr(a, key) for a in matched.responses]) for key in ("largest", "kind"))
+    largest, kind = (
+        np.concatenate([getattr(a, key) for a in matched.responses]) for key in ("largest", "kind")
+    )
     wrong = matched.mismatches(agreed)
     unnamed = not matched.agreements and not matched.deviation
     found: list[Counterexample] = []
     for k, a in simplest_by_kind(kind, wrong, ~agreed.deciding, largest):
-        # Shown already: the same policy and deviation explain these groups too. Without a deviation,
-        # what is wrong at an ordinary amax is not told from what is wrong at other finite ones.
-        if found and (matched.explained[wrong & (kind == AMAX_RANGES.index(k))].all() or (unnamed and k in NONZERO_RANGES)):
+        # Shown already: the same policy and deviation explain these groups too. Without a
+        # deviation, what is wrong at an ordinary amax is not told from what is wrong at other
+        # finite ones.
+        if found and (
+            matched.explained[wrong & (kind == AMAX_RANGES.index(k))].all()
+            or (unnamed and k in NONZERO_RANGES)
+        ):
             continue
         shown = smallest_for_policy(quantizer, agreed.candidate, scale_layout, a, k)
         found += [shown] if shown is not None and shown not in found else []
@@ -260,7 +368,9 @@ def for_policy(quantizer: Quantizer, matched: PolicyMatch, agreed: Agreement, sc
     return found
 
 
-def _in_context(matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayout, dtype: str) -> Counterexample:
+def _in_context(
+    matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayout, dtype: str
+) -> Counterexample:
     """The first wrong group in the tensor that was asked, if no group shows the fault by itself."""
     begin = 0
     for a in matched.responses:
@@ -274,15 +384,27 @@ def _in_context(matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayo
     differs = inside & candidates.mismatches(a.output, expected, agreed.candidate)
     at = np.unravel_index(int(np.argmax(differs if differs.any() else inside)), a.x.shape)
     got, wanted = output_texts(
-        a.output, at, {n: outputs.per_group(a, n, scale_layout)[group] for n in scale_layout.kinds}, expected, group, scale_layout
+        a.output,
+        at,
+        {n: outputs.per_group(a, n, scale_layout)[group] for n in scale_layout.kinds},
+        expected,
+        group,
+        scale_layout,
     )
     return Counterexample(
-        input=f"x{[int(i) for i in at]} = {show(a.x[at])} of x {list(a.x.shape)}, whose group has amax {show(a.amax[group])}, next to groups of every kind",
-        bits=(bits_of(a.x[at], dtype),), dtype=dtype, got=got, expected=f"{wanted} by {agreed.candidate.words}", clause="S-6",
-    )  # fmt: skip
+        input=f"x{[int(i) for i in at]} = {show(a.x[at])} of x {list(a.x.shape)}, whose group "
+        f"has amax {show(a.amax[group])}, next to groups of every kind",
+        bits=(bits_of(a.x[at], dtype),),
+        dtype=dtype,
+        got=got,
+        expected=f"{wanted} by {agreed.candidate.words}",
+        clause="S-6",
+    )
 
 
-def misnamed_arrays(responses: Sequence[Response], scale_layout: ScaleLayout, policy: ScalePolicy) -> list[Counterexample]:
+def misnamed_arrays(
+    responses: Sequence[Response], scale_layout: ScaleLayout, policy: ScalePolicy
+) -> list[Counterexample]:
     """Arrays named scale, scale_inv or amax that hold something else.
 
     Policies that make scale_inv first, or that divide, may call a scale_inv ``scale``.
@@ -291,19 +413,40 @@ def misnamed_arrays(responses: Sequence[Response], scale_layout: ScaleLayout, po
     for name, kind in scale_layout.kinds.items():
         plain = name.strip("_").lower()
         wrong = (plain == "scale_inv" and kind != "scale_inv") or (
-            plain == "scale" and kind != "scale" and policy.stored == "scale" and not policy.makes_scale_inv
+            plain == "scale"
+            and kind != "scale"
+            and policy.stored == "scale"
+            and not policy.makes_scale_inv
         )
         if wrong:
             found.append(_of_name(name, f"a {kind}", f"a {plain}", "S-1"))
     for name in responses[0].output.scales:
         largest, amax = (
-            np.concatenate(v) for v in zip(*((outputs.per_group(a, name, scale_layout), a.amax) for a in responses), strict=True)
+            np.concatenate(v)
+            for v in zip(
+                *((outputs.per_group(a, name, scale_layout), a.amax) for a in responses),
+                strict=True,
+            )
         )
         if name.strip("_").lower() == "amax" and not np.array_equal(largest, amax, equal_nan=True):
             at = simplest(amax, ~((largest == amax) | (np.isnan(largest) & np.isnan(amax))))
-            found.append(_of_name(name, show(largest[at]), f"{show(amax[at])}, the largest magnitude of its group", "S-2"))
+            found.append(
+                _of_name(
+                    name,
+                    show(largest[at]),
+                    f"{show(amax[at])}, the largest magnitude of its group",
+                    "S-2",
+                )
+            )
     return found
 
 
 def _of_name(name: str, got: str, expected: str, clause: str) -> Counterexample:
-    return Counterexample(input=f"its output {name!r}", bits=(), dtype="float32", got=got, expected=expected, clause=clause)
+    return Counterexample(
+        input=f"its output {name!r}",
+        bits=(),
+        dtype="float32",
+        got=got,
+        expected=expected,
+        clause=clause,
+    )

@@ -18,9 +18,16 @@ from fp8ref.spec import profiles
 
 
 def result_dict(
-    matched: PolicyMatch, chosen: Candidate, group: FoundGranularity, scale_layout: ScaleLayout, rounding: Behavior | None,
-    quantizer: Quantizer, output: QuantizerOutput, found_fmt: Format, identified: bool,
-) -> dict[str, Any]:  # fmt: skip
+    matched: PolicyMatch,
+    chosen: Candidate,
+    group: FoundGranularity,
+    scale_layout: ScaleLayout,
+    rounding: Behavior | None,
+    quantizer: Quantizer,
+    output: QuantizerOutput,
+    found_fmt: Format,
+    identified: bool,
+) -> dict[str, Any]:
     """``is`` of --json."""
     through = rounding.double_rounding.get(quantizer.dtype) if rounding else None
     return {
@@ -38,7 +45,11 @@ def result_dict(
         },
         "policy": matched.names[0] if matched.agreements else None,
         "same_policies": matched.names[1:],
-        "profiles": list(dict.fromkeys(p for name in matched.names for p in profiles.of_policy(name))) if matched.agreements else [],
+        "profiles": list(
+            dict.fromkeys(p for name in matched.names for p in profiles.of_policy(name))
+        )
+        if matched.agreements
+        else [],
         "nearest_policy": matched.nearest.candidate.policy.name,
         "deviation": matched.deviation or None,
         "scales_to": chosen.scale_fmt.max if matched.agreements else None,
@@ -81,41 +92,79 @@ def summary(
     """
     where = f"{group.granularity}" + ("" if group.axis is None else f", axis {group.axis}")
     transposed = ", transposed" if any(f["transposed"] for f in found["scales"].values()) else ""
-    what = f"a quantizer to {chosen.fmt}, {where}, that returns {found['returns'] or 'no scale'}{transposed}"
+    what = (
+        f"a quantizer to {chosen.fmt}, {where}, that returns "
+        f"{found['returns'] or 'no scale'}{transposed}"
+    )
     if not matched.agreements and not matched.deviation:
         return f"{what}, by no known policy; nearest is {chosen.policy.name}"
     names = " or ".join(matched.names) or f"{chosen.policy.name}, but {matched.deviation}"
     if matched.basis is None:
         return f"{what}: policy {names}"
-    how = f", scales to {chosen.scale_fmt.max:g}, not {fmt.max:g}" if chosen.scale_fmt.max != fmt.max else ""
+    how = (
+        f", scales to {chosen.scale_fmt.max:g}, not {fmt.max:g}"
+        if chosen.scale_fmt.max != fmt.max
+        else ""
+    )
     how += ", subnormals are zeros" if chosen.flushes else ""
     how += "" if found["rounding"] in ("nearest_even", None) else f", rounds {found['rounding']}"
     how += f", rounds to {found['double_rounding']} first" if found["double_rounding"] else ""
-    how += f", subnormals are {found['subnormals'].replace('_', ' ')}" if found["subnormals"] not in ("kept", None) else ""
     how += (
-        f"; its amax is stale, from {memory} earlier call{'s' if memory > 1 else ''}; only ordinary amaxes were compared" if memory else ""
+        f", subnormals are {found['subnormals'].replace('_', ' ')}"
+        if found["subnormals"] not in ("kept", None)
+        else ""
     )
-    how += ", -0 becomes 0" if found["negative_zero"] not in ("kept", None) and chosen.fmt.specials != "fnuz" else ""
+    how += (
+        f"; its amax is stale, from {memory} earlier call{'s' if memory > 1 else ''}; only "
+        "ordinary amaxes were compared"
+        if memory
+        else ""
+    )
+    how += (
+        ", -0 becomes 0"
+        if found["negative_zero"] not in ("kept", None) and chosen.fmt.specials != "fnuz"
+        else ""
+    )
     how += "" if everywhere else "; it gives other results for other tensors"
-    how += "" if identified or not everywhere or matched.deviation else ", except for the differences below"
+    how += (
+        ""
+        if identified or not everywhere or matched.deviation
+        else ", except for the differences below"
+    )
     return f"{what}: policy {names}{how}"
 
 
 def format_finding(output: QuantizerOutput, found_fmt: Format, fmt: Format) -> Finding:
     """The finding on the format; the dtype names it, or it is taken for the one asked for."""
     text = found_fmt.name if found_fmt is fmt else f"{found_fmt}, max {found_fmt.max:g}, not {fmt}"
-    evidence = f"it gives {output.dtype}" + ("" if output.dtype.startswith("float8") else f", taken for {found_fmt}'s")
+    evidence = f"it gives {output.dtype}" + (
+        "" if output.dtype.startswith("float8") else f", taken for {found_fmt}'s"
+    )
     return Finding(what="format", value=found_fmt.name, words=text, evidence=evidence)
 
 
-def axis_finding(quantizer: Quantizer, axis: int | None, chosen: Candidate, scale_layout: ScaleLayout) -> Finding:
+def axis_finding(
+    quantizer: Quantizer, axis: int | None, chosen: Candidate, scale_layout: ScaleLayout
+) -> Finding:
     """The finding on the axis that scales reduce, with a tensor on which axis -1 would differ."""
     if axis is None:
-        return Finding(what="axis", value=None, words="either", evidence=f"{scale_layout.granularity} scales are the same along both")
+        return Finding(
+            what="axis",
+            value=None,
+            words="either",
+            evidence=f"{scale_layout.granularity} scales are the same along both",
+        )
     if axis == -1:
         return Finding(what="axis", value=-1, evidence="scales are along the last axis")
-    witness = counterexamples.smallest_for_granularity(quantizer, chosen, dataclasses.replace(scale_layout, axis=-1))
-    return Finding(what="axis", value=axis, evidence=str(witness) if witness else "scales are along the first axis", witness=witness)
+    witness = counterexamples.smallest_for_granularity(
+        quantizer, chosen, dataclasses.replace(scale_layout, axis=-1)
+    )
+    return Finding(
+        what="axis",
+        value=axis,
+        evidence=str(witness) if witness else "scales are along the first axis",
+        witness=witness,
+    )
 
 
 def returned_finding(scale_layout: ScaleLayout, output: QuantizerOutput) -> Finding:
@@ -123,58 +172,118 @@ def returned_finding(scale_layout: ScaleLayout, output: QuantizerOutput) -> Find
     shapes = {name: output.scales[name].shape for name in scale_layout.kinds}
     transposed = {name: scale_layout.is_transposed(shape, SHAPE) for name, shape in shapes.items()}
     text = ", ".join(
-        kind + (f" as {name}" if name and name != kind else "") + f" {list(shapes[name])}" + (" (transposed)" if transposed[name] else "")
+        kind
+        + (f" as {name}" if name and name != kind else "")
+        + f" {list(shapes[name])}"
+        + (" (transposed)" if transposed[name] else "")
         for name, kind in scale_layout.kinds.items()
     )
     value = " and ".join(dict.fromkeys(scale_layout.kinds.values())) or None
-    codes = f"{output.dtype} of x's shape, {list(SHAPE)}" + (f", as {output.place}" if output.place else "")
-    evidence = f"next to {codes}" + ("" if scale_layout.kinds else ", nothing that varies with the amax")
-    return Finding(what="returns", value=value, words=text or "neither scale nor scale_inv", evidence=evidence)
+    codes = f"{output.dtype} of x's shape, {list(SHAPE)}" + (
+        f", as {output.place}" if output.place else ""
+    )
+    evidence = f"next to {codes}" + (
+        "" if scale_layout.kinds else ", nothing that varies with the amax"
+    )
+    return Finding(
+        what="returns", value=value, words=text or "neither scale nor scale_inv", evidence=evidence
+    )
 
 
 def limits(quantizer: Quantizer) -> list[str]:
     """What no quantizer, or none like this one, is asked."""
-    kept = ["what it keeps after zero, infinite and NaN amaxes: one call cannot show it"] if quantizer.memory else []
+    kept = (
+        ["what it keeps after zero, infinite and NaN amaxes: one call cannot show it"]
+        if quantizer.memory
+        else []
+    )
     return [*kept, *other_devices(quantizer.subject.framework, quantizer.subject.device)]
 
 
 def without_granularity(
-    quantizer: Quantizer, fmt: Format, found_fmt: Format, findings: list[Finding], expect: str | None, finding: Finding
+    quantizer: Quantizer,
+    fmt: Format,
+    found_fmt: Format,
+    findings: list[Finding],
+    expect: str | None,
+    finding: Finding,
 ) -> Outcome:
     """The outcome for a quantizer whose scales follow no granularity of S-6."""
     witness = Counterexample(
-        input=finding.evidence, bits=(), dtype=quantizer.dtype, got=finding.text, expected="a granularity of S-6", clause="S-6"
+        input=finding.evidence,
+        bits=(),
+        dtype=quantizer.dtype,
+        got=finding.text,
+        expected="a granularity of S-6",
+        clause="S-6",
     )
     return Outcome(
-        name=quantizer.subject.name, kind="quantizer", fmt=fmt, framework=quantizer.subject.framework, findings=findings, identified=False,
-        found={"format": found_fmt.name, "granularity": None, "axis": None, "policy": None, "memory": quantizer.memory},
-        summary=f"a quantizer with {finding.text}", unlike=[witness], expected=expect, differences=[witness] if expect else [],
-        limits=["policy, rounding, other shapes, strides and dtypes: its granularity is unknown", *limits(quantizer)],
-    )  # fmt: skip
+        name=quantizer.subject.name,
+        kind="quantizer",
+        fmt=fmt,
+        framework=quantizer.subject.framework,
+        findings=findings,
+        identified=False,
+        found={
+            "format": found_fmt.name,
+            "granularity": None,
+            "axis": None,
+            "policy": None,
+            "memory": quantizer.memory,
+        },
+        summary=f"a quantizer with {finding.text}",
+        unlike=[witness],
+        expected=expect,
+        differences=[witness] if expect else [],
+        limits=[
+            "policy, rounding, other shapes, strides and dtypes: its granularity is unknown",
+            *limits(quantizer),
+        ],
+    )
 
 
 def policy_finding(matched: PolicyMatch, quantizer: Quantizer) -> Finding:
     """The finding on the scale policy.
 
-    Policies that inputs of bfloat16 do not tell apart are equal for every tensor of bfloat16 (S-16).
+    Policies that inputs of bfloat16 do not tell apart are equal for every tensor of bfloat16
+    (S-16).
     """
     memory = quantizer.memory
-    count, of = policy_match.score(matched.nearest, matched.considered)[0], int(matched.considered.sum())
+    count, of = (
+        policy_match.score(matched.nearest, matched.considered)[0],
+        int(matched.considered.sum()),
+    )
     by = (
         "scales"
         if matched.nearest.scales is not None
         else "codes or values: no scale is returned, so that policies of equal codes look alike"
     )
-    kept = " Only ordinary amaxes were compared: one call cannot show what it keeps for others." if memory else ""
+    kept = (
+        " Only ordinary amaxes were compared: one call cannot show what it keeps for others."
+        if memory
+        else ""
+    )
     evidence = f"{count} of {of} amaxes have its {by}." + kept
     if matched.agreements:
         flushed = ", with subnormals as zeros (S-12)" if matched.nearest.candidate.flushes else ""
         chosen = matched.nearest.candidate
-        other = f", of max {chosen.scale_fmt.max:g}, not {chosen.fmt.max:g}" if chosen.scale_fmt is not chosen.fmt else ""
+        other = (
+            f", of max {chosen.scale_fmt.max:g}, not {chosen.fmt.max:g}"
+            if chosen.scale_fmt is not chosen.fmt
+            else ""
+        )
         text = matched.names[0] + other + flushed
         same = f", or the same by {', '.join(matched.names[1:])}" if matched.names[1:] else ""
-        same += ": no tensor of bfloat16 tells them apart" if same and quantizer.dtype == "bfloat16" and not memory else ""
+        same += (
+            ": no tensor of bfloat16 tells them apart"
+            if same and quantizer.dtype == "bfloat16" and not memory
+            else ""
+        )
         return Finding(what="policy", value=matched.names[0], words=text + same, evidence=evidence)
     nearest = matched.nearest.candidate.policy.name
-    text = f"{nearest}, but {matched.deviation}" if matched.deviation else f"no known policy; nearest {nearest}"
+    text = (
+        f"{nearest}, but {matched.deviation}"
+        if matched.deviation
+        else f"no known policy; nearest {nearest}"
+    )
     return Finding(what="policy", value=None, words=text, evidence=evidence)

@@ -1,8 +1,9 @@
 """Search for the policy and the deviations from it that explain a quantizer.
 
-Near an amax of 1 no eps, bound or special amax decides: there the policy agrees as it is, or with one deviation
-that has a name. What differs at other amaxes is explained next, one deviation after another. A number in a
-deviation, such as an eps, is solved: the model is bisected until it gives what the quantizer gave.
+Near an amax of 1 no eps, bound or special amax decides: there the policy agrees as it is, or with
+one deviation that has a name. What differs at other amaxes is explained next, one deviation after
+another. A number in a deviation, such as an eps, is solved: the model is bisected until it gives
+what the quantizer gave.
 """
 
 import dataclasses
@@ -21,7 +22,9 @@ from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 
 WIDTH = 96
-"""The elements of a group that are compared: its largest, the fractions, and most of those next to ties."""
+"""The elements of a group that are compared: its largest, the fractions, and most of those next to
+ties.
+"""
 
 MOST = 4
 """The most deviations that are tried one after another."""
@@ -52,12 +55,18 @@ class Search:
     underflow: Callable[[], tuple[np.float32, np.float32] | None]
 
     def run(self, policies: Iterable[ScalePolicy]) -> Agreement | None:
-        """The candidate that explains most with the fewest deviations, the first of equals; its agreement with the rows."""
+        """The candidate that explains most with the fewest deviations, the first of equals; its
+        agreement with the rows.
+        """
         near = self.rows.ordinary & (self.rows.amax >= 1) & (self.rows.amax <= 1024)
         sample = outputs.some_rows(self.rows, near, WIDTH)
         every, best = int(self.considered.sum()), None
         for candidate in self._near_one(policies, sample):
-            fewer = MOST if best is None or self.score(best) < (every, every) else best.candidate.deviation.parts - 1
+            fewer = (
+                MOST
+                if best is None or self.score(best) < (every, every)
+                else best.candidate.deviation.parts - 1
+            )
             explained = self._completed(candidate, fewer)
             if best is None or self._rank(explained) > self._rank(best):
                 best = explained
@@ -73,9 +82,15 @@ class Search:
         return *self.score(a), -a.candidate.deviation.parts
 
     def _near_one(self, policies: Iterable[ScalePolicy], sample: Response) -> Iterator[Candidate]:
-        """The policies that agree near an amax of 1, as they are; then others with one deviation."""
+        """The policies that agree near an amax of 1, as they are; then others with one
+        deviation.
+        """
         ways = (False, True) if self.flushing else (False,)
-        tried = [Candidate(policy=p, scale_fmt=self.fmt, fmt=self.fmt, flushes=flushes) for p in policies for flushes in ways]
+        tried = [
+            Candidate(policy=p, scale_fmt=self.fmt, fmt=self.fmt, flushes=flushes)
+            for p in policies
+            for flushes in ways
+        ]
         others = []
         for plain in tried:
             if candidates.agrees(plain, [sample], self.scale_layout):
@@ -91,13 +106,17 @@ class Search:
                     yield deviating
 
     def _completed(self, candidate: Candidate, most: int) -> Agreement:
-        """The agreement of the candidate with the deviations that explain the most further groups, up to ``most`` in all."""
+        """The agreement of the candidate with the deviations that explain the most further groups,
+        up to ``most`` in all.
+        """
         best = candidates.agreement(candidate, [self.rows], self.scale_layout)
         for _ in range(most - candidate.deviation.parts):
             wrong = ~best.both & self.considered
             options = [
                 candidates.agreement(
-                    dataclasses.replace(candidate, deviation=best.candidate.deviation.then(d)), [self.rows], self.scale_layout
+                    dataclasses.replace(candidate, deviation=best.candidate.deviation.then(d)),
+                    [self.rows],
+                    self.scale_layout,
                 )
                 for d in (self._at_ends(best.candidate, wrong) if wrong.any() else ())
             ]
@@ -110,10 +129,17 @@ class Search:
     def _at_ends(self, candidate: Candidate, wrong: np.ndarray) -> list[Deviation]:
         """Deviations that show at the amaxes of wrong groups: far from 1, zero, infinite or NaN."""
         amax, kinds = self.rows.amax, self.rows.kind
-        small, large = bool((wrong & (amax < 1)).any()), bool((wrong & (amax > 1024) & np.isfinite(amax)).any())
+        small, large = (
+            bool((wrong & (amax < 1)).any()),
+            bool((wrong & (amax > 1024) & np.isfinite(amax)).any()),
+        )
         solved: list[Deviation] = []
         if small:
-            solved += [*self._floors(candidate), *deviations.of_code_0(candidate.policy), *deviations.of_overflow(candidate.policy)]
+            solved += [
+                *self._floors(candidate),
+                *deviations.of_code_0(candidate.policy),
+                *deviations.of_overflow(candidate.policy),
+            ]
         if small or large:
             bounds = [*self._bounds(small, large), *deviations.FLUSHES]
             # A bound says more than one of many floors that give the same powers of two.
@@ -138,17 +164,26 @@ class Search:
         return int(at[-1 if last else 0]) if at.size else None
 
     def _constants(self, kind: str, at: int) -> list[Deviation]:
-        """Constant scales of the amaxes of a kind: those returned, or without scales 1, 0, Inf or NaN."""
+        """Constant scales of the amaxes of a kind: those returned, or without scales 1, 0, Inf or
+        NaN.
+        """
         words, condition = _SPECIAL[kind]
         shown = self._returned(at)
-        options: list[dict[str, np.float32]] = [shown] if shown else [{"scale": np.float32(v)} for v in (1, 0, np.inf, np.nan)]
+        options: list[dict[str, np.float32]] = (
+            [shown] if shown else [{"scale": np.float32(v)} for v in (1, 0, np.inf, np.nan)]
+        )
         if len(shown) == 1:
             # The other one is the policy's, the reciprocal, 1 or 0: codes show which.
             ((kind, value),) = shown.items()
             with np.errstate(all="ignore"):
                 others = (np.float32(1) / value, np.float32(1), np.float32(0))
-            options += [{kind: value, "scale" if kind == "scale_inv" else "scale_inv": other} for other in others]
-        return [deviations.constant(words, condition, scales, shown or scales) for scales in options]
+            options += [
+                {kind: value, "scale" if kind == "scale_inv" else "scale_inv": other}
+                for other in others
+            ]
+        return [
+            deviations.constant(words, condition, scales, shown or scales) for scales in options
+        ]
 
     def _bounds(self, small: bool, large: bool) -> list[Deviation]:
         """The scales of the least and of the greatest amax, as bounds of all."""
@@ -157,7 +192,9 @@ class Search:
         for at, is_small in ends:
             for kind, value in (self._returned(at) if at is not None else {}).items():
                 if np.isfinite(value):
-                    found.append(deviations.bound(kind, value, least=(kind == "scale_inv") == is_small))
+                    found.append(
+                        deviations.bound(kind, value, least=(kind == "scale_inv") == is_small)
+                    )
         return found
 
     def _floors(self, candidate: Candidate) -> list[Deviation]:
@@ -169,21 +206,34 @@ class Search:
         shown = self._returned(at)
 
         def model(eps: float) -> Candidate:
-            return dataclasses.replace(candidate, deviation=candidate.deviation.then(deviations.floor(eps, policy, "")))
+            return dataclasses.replace(
+                candidate, deviation=candidate.deviation.then(deviations.floor(eps, policy, ""))
+            )
 
         if shown:
             kind, value = next(iter(shown.items()))
 
             def order(of: Candidate) -> int:
-                """-1, 0 or 1: whether the eps of a candidate is less, as great or greater, by the scale of an amax of 0."""
+                """-1, 0 or 1: whether the eps of a candidate is less, as great or greater, by the
+                scale of an amax of 0.
+                """
                 scale = getattr(of.scales_of_amax(np.zeros(1, np.float32)), kind)[0]
-                return (int(scale > value) - int(scale < value)) * (1 if kind == "scale_inv" else -1)
+                return (int(scale > value) - int(scale < value)) * (
+                    1 if kind == "scale_inv" else -1
+                )
 
             if np.isnan(value):
                 return []
             if order(candidate) == 0:
-                return [deviations.eps_added(policy.eps, policy, f"{policy.eps:.9g}")] if policy.eps else []
-            low, high = smallest(lambda eps: order(model(eps)) >= 0), smallest(lambda eps: order(model(eps)) > 0)
+                return (
+                    [deviations.eps_added(policy.eps, policy, f"{policy.eps:.9g}")]
+                    if policy.eps
+                    else []
+                )
+            low, high = (
+                smallest(lambda eps: order(model(eps)) >= 0),
+                smallest(lambda eps: order(model(eps)) > 0),
+            )
         else:
             between = self.underflow()
             if between is None:
@@ -193,7 +243,10 @@ class Search:
                 return not model(eps).quantize(_one(x), self.scale_layout).codes[0, 0] & 0x7F
 
             zero, other = between
-            low, high = smallest(lambda eps: vanishes(eps, zero)), smallest(lambda eps: vanishes(eps, other))
+            low, high = (
+                smallest(lambda eps: vanishes(eps, zero)),
+                smallest(lambda eps: vanishes(eps, other)),
+            )
         high = 1.0 if high is None else high
         if low is None or not low < high:
             return []
@@ -217,14 +270,22 @@ class Search:
             ratios = np.unique(sample.output.scales[name].reshape(-1)[exact] / of_policy[exact])
             if ratios.size == 1 and np.isfinite(ratios[0]) and ratios[0] > 0 and ratios[0] != 1:
                 by = np.float32(ratios[0])
-                found.append(deviations.factor(kind, float(by), shortest(_before(by), _after(by))[1]))
+                found.append(
+                    deviations.factor(kind, float(by), shortest(_before(by), _after(by))[1])
+                )
         return found
 
     def _is_near(self, plain: Candidate, sample: Response) -> bool:
-        """Whether the scales of amaxes from 200 on are those of the policy within 2^-10, as with an eps that is added."""
+        """Whether the scales of amaxes from 200 on are those of the policy within 2^-10, as with an
+        eps that is added.
+        """
         return all(
-            np.allclose(found[sample.amax >= 200], expected[sample.amax >= 200], rtol=2.0**-10, atol=0)
-            for found, expected in candidates.both_scales(sample, plain.scales(sample.x, self.scale_layout), self.scale_layout)
+            np.allclose(
+                found[sample.amax >= 200], expected[sample.amax >= 200], rtol=2.0**-10, atol=0
+            )
+            for found, expected in candidates.both_scales(
+                sample, plain.scales(sample.x, self.scale_layout), self.scale_layout
+            )
         )
 
     def _limits(self, plain: Candidate, sample: Response) -> list[Deviation]:
@@ -234,29 +295,41 @@ class Search:
             return []
         kind, values = self.scale_layout.kinds[name], sample.output.scales[name].reshape(-1)
         with np.errstate(all="ignore"):
-            ratios = values / np.reshape(getattr(plain.scales(sample.x, self.scale_layout), kind), -1)
+            ratios = values / np.reshape(
+                getattr(plain.scales(sample.x, self.scale_layout), kind), -1
+            )
         powers_of_two = plain.policy.power_of_two is not None
-        if not np.all((ratios > 0) & (ratios < np.inf)) or ratios.max() / ratios.min() > (2 if powers_of_two else 1 + 2.0**-20):
+        if not np.all((ratios > 0) & (ratios < np.inf)) or ratios.max() / ratios.min() > (
+            2 if powers_of_two else 1 + 2.0**-20
+        ):
             return []
         sign = 1 if kind == "scale" else -1
 
         def scales(limit: float) -> np.ndarray:
-            deviating = dataclasses.replace(plain, deviation=deviations.another_max(limit, self.fmt, ""))
-            return sign * np.reshape(getattr(deviating.scales(sample.x, self.scale_layout), kind), -1)
+            deviating = dataclasses.replace(
+                plain, deviation=deviations.another_max(limit, self.fmt, "")
+            )
+            return sign * np.reshape(
+                getattr(deviating.scales(sample.x, self.scale_layout), kind), -1
+            )
 
         low = smallest(lambda limit: bool((scales(limit) >= sign * values).all()), 2.0**20)
         high = smallest(lambda limit: bool((scales(limit) > sign * values).any()), 2.0**20)
         if low is None or high is None or not low < high:
             return []
         limit, words = shortest(low, np.nextafter(high, 0))
-        if high > 1.001 * low:  # of powers of two: several maxes have these scales, and one is a power of two
+        if (
+            high > 1.001 * low
+        ):  # of powers of two: several maxes have these scales, and one is a power of two
             limit = 2.0 ** np.floor(np.log2(high))
             words = f"{limit:g}"
         return [deviations.another_max(limit, self.fmt, words)] if low <= limit < high else []
 
 
 def smallest(reached: Callable[[float], bool], below: float = 1.0) -> float | None:
-    """The least float64 above 0 and ``below`` from which on ``reached`` is true, 0 for all; None if it never is."""
+    """The least float64 above 0 and ``below`` from which on ``reached`` is true, 0 for all; None if
+    it never is.
+    """
     low, high = 0, int(np.float64(below).view(np.int64)) - 1
 
     def number(bits: int) -> float:
@@ -289,8 +362,11 @@ def shortest(low: float, high: float) -> tuple[float, str]:
     return low, f"{low:.9g}"
 
 
-def asked_for_underflow(quantizer: Quantizer, shape: tuple[int, int]) -> Callable[[], tuple[np.float32, np.float32] | None]:
-    """A function that finds the largest x alone in a tensor whose output is zero, and the next number, whose is not.
+def asked_for_underflow(
+    quantizer: Quantizer, shape: tuple[int, int]
+) -> Callable[[], tuple[np.float32, np.float32] | None]:
+    """A function that finds the largest x alone in a tensor whose output is zero, and the next
+    number, whose is not.
 
     It returns None if the least number of the dtype has an output above zero, as without an eps.
     """

@@ -1,7 +1,7 @@
 """Mistakes of quantizers that have a name, such as an amax without abs: departures from a policy.
 
-``NAMED`` show at ordinary amaxes. The functions below make those with a number in them, such as another eps:
-``deviation_search`` solves the number from a quantizer's answers.
+``NAMED`` show at ordinary amaxes. The functions below make those with a number in them, such as
+another eps: ``deviation_search`` solves the number from a quantizer's answers.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ Amax = Callable[..., np.ndarray]
 """A function of x, granularity and axis, as ``scaling.amax``."""
 
 ChangeScales = Callable[[Scales, np.ndarray, Format, ScalePolicy], Scales]
-"""A function of a policy's scales, the amax, the format and the policy, which returns other scales."""
+"""A function of a policy's scales, the amax, the format and the policy, which returns other scales.
+"""
 
 
 def _own(value: Any) -> Any:
@@ -76,7 +77,9 @@ class Deviation:
         """The format whose max is scaled to."""
         if self.limit is None:
             return fmt
-        return Limited(**{f.name: getattr(fmt, f.name) for f in dataclasses.fields(Format)}, limit=self.limit)
+        return Limited(
+            **{f.name: getattr(fmt, f.name) for f in dataclasses.fields(Format)}, limit=self.limit
+        )
 
     def then(self, other: "Deviation") -> "Deviation":
         """Both deviations: ``other`` changes the amaxes and scales of this one."""
@@ -92,14 +95,19 @@ class Deviation:
         )
 
 
-def _in(fmt: Format, rounding: cast.Rounding = "nearest_even") -> Callable[[np.ndarray], np.ndarray]:
+def _in(
+    fmt: Format, rounding: cast.Rounding = "nearest_even"
+) -> Callable[[np.ndarray], np.ndarray]:
     return lambda x: cast.round_to(x, fmt, rounding=rounding)
 
 
 def _of_scale(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Scales], Scales]:
     def scales(own: Scales) -> Scales:
         scale = change(own.scale)
-        return Scales(scale, np.where(_equal(scale, own.scale), own.scale_inv, scale_inv_from_scale(scale))[()])
+        return Scales(
+            scale,
+            np.where(_equal(scale, own.scale), own.scale_inv, scale_inv_from_scale(scale))[()],
+        )
 
     return scales
 
@@ -107,7 +115,12 @@ def _of_scale(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Scales], 
 def _of_scale_inv(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Scales], Scales]:
     def scales(own: Scales) -> Scales:
         scale_inv = change(own.scale_inv)
-        return Scales(np.where(_equal(scale_inv, own.scale_inv), own.scale, scale_inv_from_scale(scale_inv))[()], scale_inv)
+        return Scales(
+            np.where(_equal(scale_inv, own.scale_inv), own.scale, scale_inv_from_scale(scale_inv))[
+                ()
+            ],
+            scale_inv,
+        )
 
     return scales
 
@@ -121,13 +134,20 @@ def _changed(change: Callable[[Scales], Scales]) -> ChangeScales:
 
 
 def _of(kind: str, change: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
-    """A change of ``scale`` or of ``scale_inv``; the other becomes the reciprocal of what changed."""
+    """A change of ``scale`` or of ``scale_inv``; the other becomes the reciprocal of what
+    changed.
+    """
     return _changed((_of_scale if kind == "scale" else _of_scale_inv)(change))
 
 
 def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
     # log2 is rounded to float32, as that of libraries is.
-    return _of("scale", lambda s: np.exp2(rounding(np.log2(s.astype(np.float64)).astype(np.float32)).astype(np.float64)).astype(np.float32))
+    return _of(
+        "scale",
+        lambda s: np.exp2(
+            rounding(np.log2(s.astype(np.float64)).astype(np.float32)).astype(np.float64)
+        ).astype(np.float32),
+    )
 
 
 def _without_abs(part: Callable[[np.ndarray, np.float32], np.ndarray]) -> Amax:
@@ -136,14 +156,20 @@ def _without_abs(part: Callable[[np.ndarray, np.float32], np.ndarray]) -> Amax:
 
 def factor(kind: str, by: float, words: str) -> Deviation:
     """A scale, or scale_inv, that is ``by`` times the policy's, by a product in float32."""
-    return Deviation(text=f"its {kind} is {words} times that policy's", scales=_of(kind, lambda s: s * np.float32(by)))
+    return Deviation(
+        text=f"its {kind} is {words} times that policy's",
+        scales=_of(kind, lambda s: s * np.float32(by)),
+    )
 
 
 def another_max(limit: float, fmt: Format, words: str) -> Deviation:
     """Another max to scale to than that of the format."""
     ratio = limit / fmt.max
     text = f"its scale is {ratio:g} times that policy's, as of a max of {words}, not {fmt.max:g}"
-    return Deviation(text=text if np.frexp(ratio)[0] == 0.5 else f"its max is {words}, not {fmt.max:g}", limit=limit)
+    return Deviation(
+        text=text if np.frexp(ratio)[0] == 0.5 else f"its max is {words}, not {fmt.max:g}",
+        limit=limit,
+    )
 
 
 def floor(eps: float, policy: ScalePolicy, words: str) -> Deviation:
@@ -166,16 +192,28 @@ def eps_added(eps: float, policy: ScalePolicy, words: str) -> Deviation:
 def bound(kind: str, value: np.float32, *, least: bool) -> Deviation:
     """A scale, or scale_inv, that is at least or at most a number."""
     words = f"its {kind} is at {'least' if least else 'most'} {scale_words(value)}"
-    return Deviation(text=words, scales=_of(kind, lambda s: (np.maximum if least else np.minimum)(s, value)))
+    return Deviation(
+        text=words, scales=_of(kind, lambda s: (np.maximum if least else np.minimum)(s, value))
+    )
 
 
 def constant(
-    words: str, condition: Callable[[np.ndarray], np.ndarray], scales: Mapping[str, np.float32], shown: Collection[str]
+    words: str,
+    condition: Callable[[np.ndarray], np.ndarray],
+    scales: Mapping[str, np.float32],
+    shown: Collection[str],
 ) -> Deviation:
-    """Scales of some amaxes, such as NaN, that are constants, by kind; ``shown``: the kinds that are returned."""
+    """Scales of some amaxes, such as NaN, that are constants, by kind; ``shown``: the kinds that
+    are returned.
+    """
 
     def replaced(own: Scales, amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
-        return own._replace(**{kind: np.where(condition(amax), s, getattr(own, kind))[()] for kind, s in scales.items()})
+        return own._replace(
+            **{
+                kind: np.where(condition(amax), s, getattr(own, kind))[()]
+                for kind, s in scales.items()
+            }
+        )
 
     text = " and ".join(f"{kind} {scale_words(scales[kind])}" for kind in shown)
     return Deviation(text=f"{words} has {text}", scales=replaced)
@@ -194,22 +232,39 @@ def _flush(s: np.ndarray) -> np.ndarray:
 FLUSHES = (
     Deviation(text="its subnormal scales are 0", scales=_of("scale", _flush)),
     Deviation(text="its subnormal scale_inv are 0", scales=_of("scale_inv", _flush)),
-    Deviation(text="its subnormal scales and scale_inv are 0", scales=_changed(lambda s: Scales(*map(_flush, s)))),
-    Deviation(text="the subnormal scale_inv that it returns are 0", returned=lambda s: Scales(s.scale, _flush(s.scale_inv))),
-    Deviation(text="the subnormal scales that it returns are 0", returned=lambda s: Scales(_flush(s.scale), s.scale_inv)),
+    Deviation(
+        text="its subnormal scales and scale_inv are 0",
+        scales=_changed(lambda s: Scales(*map(_flush, s))),
+    ),
+    Deviation(
+        text="the subnormal scale_inv that it returns are 0",
+        returned=lambda s: Scales(s.scale, _flush(s.scale_inv)),
+    ),
+    Deviation(
+        text="the subnormal scales that it returns are 0",
+        returned=lambda s: Scales(_flush(s.scale), s.scale_inv),
+    ),
 )
 """Scales whose subnormals are zeros, where those of x are kept (S-12)."""
 
 
 def of_code_0(policy: ScalePolicy) -> list[Deviation]:
-    """Other scales than the policy's beside a scale_inv of 2^-127, which is code 0 of e8m0 (S-14)."""
+    """Other scales than the policy's beside a scale_inv of 2^-127, which is code 0 of e8m0
+    (S-14).
+    """
     if policy.e8m0 is None:
         return []
     own = policy.e8m0.scale_of_code_0
-    others = {2.0**127: "2^127", 2.0**126: "2^126", np.inf: "inf, as if code 0 were 0", 1.0: "1 or less, so that its codes are zeros"}
+    others = {
+        2.0**127: "2^127",
+        2.0**126: "2^126",
+        np.inf: "inf, as if code 0 were 0",
+        1.0: "1 or less, so that its codes are zeros",
+    }
     return [
         Deviation(
-            text=f"beside a scale_inv of 2^-127 its scale is {words}, not {scale_words(np.float32(own))}",
+            text=f"beside a scale_inv of 2^-127 its scale is {words}, not "
+            f"{scale_words(np.float32(own))}",
             changes={"e8m0": dataclasses.replace(policy.e8m0, scale_of_code_0=value)},
         )
         for value, words in others.items()
@@ -219,7 +274,11 @@ def of_code_0(policy: ScalePolicy) -> list[Deviation]:
 
 def of_overflow(policy: ScalePolicy) -> list[Deviation]:
     """A scale above float32's range that is infinite, under a policy with a largest scale (S-9)."""
-    return [] if policy.overflow == "inf" else [Deviation(text="a scale above float32's range is inf", changes={"overflow": "inf"})]
+    return (
+        []
+        if policy.overflow == "inf"
+        else [Deviation(text="a scale above float32's range is inf", changes={"overflow": "inf"})]
+    )
 
 
 def _quotient_alone(scales: Scales, amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
@@ -232,19 +291,40 @@ _UNROUNDED = "its codes are of the float32 one"
 
 NAMED = (
     Deviation(text="its amax is the largest element, without abs", amax=_without_abs(np.maximum)),
-    Deviation(text="its amax is the smallest element's magnitude, not the largest magnitude", amax=_without_abs(np.minimum)),
+    Deviation(
+        text="its amax is the smallest element's magnitude, not the largest magnitude",
+        amax=_without_abs(np.minimum),
+    ),
     Deviation(text="its amax is rounded to bfloat16", change_amax=_in(BFLOAT16)),
-    Deviation(text="its amax is cut to bfloat16, not rounded", change_amax=_in(BFLOAT16, "toward_zero")),
+    Deviation(
+        text="its amax is cut to bfloat16, not rounded", change_amax=_in(BFLOAT16, "toward_zero")
+    ),
     Deviation(text="its amax is rounded to float16", change_amax=_in(FLOAT16)),
-    Deviation(text="its scale is cut to bfloat16, not rounded", scales=_of("scale", _in(BFLOAT16, "toward_zero"))),
+    Deviation(
+        text="its scale is cut to bfloat16, not rounded",
+        scales=_of("scale", _in(BFLOAT16, "toward_zero")),
+    ),
     Deviation(text="its scale is rounded to float16", scales=_of("scale", _in(FLOAT16))),
     Deviation(text="its scale is rounded to bfloat16", scales=_of("scale", _in(BFLOAT16))),
     Deviation(text="its scale_inv is rounded to bfloat16", scales=_of("scale_inv", _in(BFLOAT16))),
-    Deviation(text=f"the scale that it returns is rounded to bfloat16, and {_UNROUNDED}", returned=_of_scale(_in(BFLOAT16))),
-    Deviation(text=f"the scale_inv that it returns is rounded to bfloat16, and {_UNROUNDED}", returned=_of_scale_inv(_in(BFLOAT16))),
-    Deviation(text="its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone),
-    Deviation(text="its scale is rounded up to a power of two, not down", scales=_power_of_two(np.ceil)),
-    Deviation(text="its scale is rounded to the nearest power of two, by log2", scales=_power_of_two(np.rint)),
+    Deviation(
+        text=f"the scale that it returns is rounded to bfloat16, and {_UNROUNDED}",
+        returned=_of_scale(_in(BFLOAT16)),
+    ),
+    Deviation(
+        text=f"the scale_inv that it returns is rounded to bfloat16, and {_UNROUNDED}",
+        returned=_of_scale_inv(_in(BFLOAT16)),
+    ),
+    Deviation(
+        text="its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone
+    ),
+    Deviation(
+        text="its scale is rounded up to a power of two, not down", scales=_power_of_two(np.ceil)
+    ),
+    Deviation(
+        text="its scale is rounded to the nearest power of two, by log2",
+        scales=_power_of_two(np.rint),
+    ),
 )
 """The mistakes that have a name and no number, for every policy."""
 

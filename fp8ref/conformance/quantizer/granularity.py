@@ -42,7 +42,9 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
     # After one call of 1024s, count the calls of ones until the output settles again.
     quantizer.once(large)
     after = [quantizer.once(small) for _ in range(_CALLS)]
-    count = next((i for i in range(_CALLS - 1, -1, -1) if not equal_outputs(after[i], steady)), -1) + 1
+    count = (
+        next((i for i in range(_CALLS - 1, -1, -1) if not equal_outputs(after[i], steady)), -1) + 1
+    )
     # A scale of an earlier call is a memory. Codes of an earlier call are a fault.
     if count and after[-1].tensor.tobytes() == quantizer.once(small / 2).tensor.tobytes():
         raise ConformanceError(
@@ -52,7 +54,12 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
             "given."
         )
     if not count:
-        return quantizer, Finding(what="memory", value=0, words="none", evidence="a call of ones gives the same after a call of 1024s")
+        return quantizer, Finding(
+            what="memory",
+            value=0,
+            words="none",
+            evidence="a call of ones gives the same after a call of 1024s",
+        )
     if count == _CALLS:
         raise ConformanceError(
             f"{quantizer.subject.name} remembers more than {_CALLS} calls: after x of 1024s, "
@@ -72,7 +79,11 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
         "whether it takes the maximum of earlier amaxes, or what it keeps"
     )
     finding = Finding(
-        what="memory", value=count, words=f"stale: from {count} earlier call{'s' if count > 1 else ''}", evidence=evidence, witness=witness
+        what="memory",
+        value=count,
+        words=f"stale: from {count} earlier call{'s' if count > 1 else ''}",
+        evidence=evidence,
+        witness=witness,
     )
     return replace(quantizer, memory=count), finding
 
@@ -120,25 +131,42 @@ def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
     for name in GRANULARITIES:
         for axis in (-1, 0):
             sizes = blocks(name, SHAPE, axis)
-            expected = tuple(slice(at // size * size, at // size * size + size) for at, size in zip(_AT, sizes, strict=True))
+            expected = tuple(
+                slice(at // size * size, at // size * size + size)
+                for at, size in zip(_AT, sizes, strict=True)
+            )
             if whole and expected == box:
                 free = GRANULARITIES[name].other == GRANULARITIES[name].reduced  # squares
                 return FoundGranularity(
-                    granularity=name, axis=None if free else axis, finding=Finding(what="granularity", value=name, evidence=evidence)
+                    granularity=name,
+                    axis=None if free else axis,
+                    finding=Finding(what="granularity", value=name, evidence=evidence),
                 )
     alone = different.sum() == 1
-    text = "no scale of its own amax" if alone else f"blocks of {len(rows)} x {len(columns)}" + ("" if whole else ", not all of them")
-    return FoundGranularity(granularity=None, axis=None, finding=Finding(what="granularity", value=None, words=text, evidence=evidence))
+    text = (
+        "no scale of its own amax"
+        if alone
+        else f"blocks of {len(rows)} x {len(columns)}" + ("" if whole else ", not all of them")
+    )
+    return FoundGranularity(
+        granularity=None,
+        axis=None,
+        finding=Finding(what="granularity", value=None, words=text, evidence=evidence),
+    )
 
 
 def equal_outputs(a: QuantizerOutput, b: QuantizerOutput) -> bool:
     """Whether two outputs are equal, bit for bit."""
     pairs = [(a.tensor, b.tensor), *((a.scales[name], b.scales.get(name)) for name in a.scales)]
-    return all(q is not None and p.shape == q.shape and p.tobytes() == q.tobytes() for p, q in pairs)
+    return all(
+        q is not None and p.shape == q.shape and p.tobytes() == q.tobytes() for p, q in pairs
+    )
 
 
 def _text(output: QuantizerOutput) -> str:
     """The first element and the first of each array of scales, as text."""
     first = output.tensor.flat[0]
     shown = f"code 0x{int(first):02X}" if output.codes is not None else f"{first:g}"
-    return shown + "".join(f", {name} {scale.flat[0]:.9g}" for name, scale in output.scales.items() if scale.size)
+    return shown + "".join(
+        f", {name} {scale.flat[0]:.9g}" for name, scale in output.scales.items() if scale.size
+    )

@@ -1,7 +1,8 @@
 """Check that the identified policy also holds for other shapes, dtypes and strides.
 
-In each shape the largest element, NaNs and infinities are planted in turn: last in each group, inside
-of each group, and for one shape in many places. Kernels go wrong there: at tails, lanes and blocks.
+In each shape the largest element, NaNs and infinities are planted in turn: last in each group,
+inside of each group, and for one shape in many places. Kernels go wrong there: at tails, lanes and
+blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,16 +16,39 @@ from fp8ref.conformance.inputs import quantizer_inputs
 from fp8ref.conformance.kit import subject as subjects
 from fp8ref.conformance.kit.finding import Counterexample, Finding, bits_of, show, strides_finding
 from fp8ref.conformance.kit.subject import VIEWS, RefusedError
-from fp8ref.conformance.quantizer import candidates, counterexamples, outputs, planted_tensors, policy_match, ragged_blocks
+from fp8ref.conformance.quantizer import (
+    candidates,
+    counterexamples,
+    outputs,
+    planted_tensors,
+    policy_match,
+    ragged_blocks,
+)
 from fp8ref.conformance.quantizer.candidates import Candidate
 from fp8ref.conformance.quantizer.granularity import noise
-from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, Response, ScaleLayout, WrongShapeError, arrays_of
+from fp8ref.conformance.quantizer.outputs import (
+    Quantizer,
+    QuantizerOutput,
+    Response,
+    ScaleLayout,
+    WrongShapeError,
+    arrays_of,
+)
 from fp8ref.conformance.quantizer.planted_tensors import PlantedTensor
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import scaling
 from fp8ref.spec.granularity import by_name
 
-SHAPES = ((1, 128), (3, 256), (16, 384), (64, 512), (128, 128), (299, 128), (3, 28672), (1031, 1152))
+SHAPES = (
+    (1, 128),
+    (3, 256),
+    (16, 384),
+    (64, 512),
+    (128, 128),
+    (299, 128),
+    (3, 28672),
+    (1031, 1152),
+)
 """Shapes whose K is as S-6 asks.
 
 Among them are one row, a square, more than 256 rows that no block divides, long rows, and over a
@@ -47,7 +71,9 @@ def check(
     for dtype in (quantizer.dtype, *(d for d in ("bfloat16", "float16") if d != quantizer.dtype)):
         other = replace(quantizer, dtype=dtype)
         if dtype != quantizer.dtype:
-            of, finding, wrong = check_dtype(other, replace(candidate, source=dtype), scale_layout, shape)
+            of, finding, wrong = check_dtype(
+                other, replace(candidate, source=dtype), scale_layout, shape
+            )
             findings, found = [*findings, finding], [*found, *wrong]
             if of is None:
                 continue
@@ -55,8 +81,13 @@ def check(
         subjects.check_no_reuse(other.subject, noise(), noise()[::-1], dtype, arrays_of)
         for check_one in (check_shapes, check_ragged_blocks, check_strides):
             if not found:
-                more, found = check_one(other, by_dtype[dtype], scale_layout, large=dtype == quantizer.dtype)
-                findings += [f if dtype == quantizer.dtype else replace(f, what=f"{f.what} of {dtype}") for f in more]
+                more, found = check_one(
+                    other, by_dtype[dtype], scale_layout, large=dtype == quantizer.dtype
+                )
+                findings += [
+                    f if dtype == quantizer.dtype else replace(f, what=f"{f.what} of {dtype}")
+                    for f in more
+                ]
     return findings, found
 
 
@@ -67,19 +98,40 @@ def check_shapes(
 
     A NaN that XLA's own max loses is reported, and no fault (P-3).
     """
-    sizes = [*(RAGGED if by_name(scale_layout.granularity).reduced is None else ()), *(SHAPES if large else SHAPES[:-1])]
-    sizes += [planted_tensors.WHOLE] if scale_layout.granularity == "tensorwise" and not quantizer.memory else []
+    sizes = [
+        *(RAGGED if by_name(scale_layout.granularity).reduced is None else ()),
+        *(SHAPES if large else SHAPES[:-1]),
+    ]
+    sizes += (
+        [planted_tensors.WHOLE]
+        if scale_layout.granularity == "tensorwise" and not quantizer.memory
+        else []
+    )
     shapes = [shape[::-1] if scale_layout.axis == 0 else shape for shape in sizes]
     taken, refused, found, lost = _compared(quantizer, candidate, scale_layout, shapes)
     evidence = (
-        f"{_listed(taken)}: the same policy, also with the largest element, a NaN or an infinity of either sign last in its group or inside"
+        f"{_listed(taken)}: the same policy, also with the largest element, a NaN or an "
+        "infinity of either sign last in its group or inside"
     )
     evidence += f"; it raises for {_listed(refused)}" if refused else ""
     text = "not all alike" if found else "all alike"
     unasked = [f"shapes {_listed(refused)}, for which it raises"] if refused else []
     unasked += [f"more than {max(a * b for a, b in taken):,} elements"] if taken and large else []
-    findings = [Finding(what="shapes", value=not found, words=text, evidence=str(found[0]) if found else evidence, unasked=tuple(unasked))]
-    findings += [Finding(what="NaN inside", value=False, words="lost where XLA's max loses it", evidence=str(w)) for w in lost]
+    findings = [
+        Finding(
+            what="shapes",
+            value=not found,
+            words=text,
+            evidence=str(found[0]) if found else evidence,
+            unasked=tuple(unasked),
+        )
+    ]
+    findings += [
+        Finding(
+            what="NaN inside", value=False, words="lost where XLA's max loses it", evidence=str(w)
+        )
+        for w in lost
+    ]
     return findings, found
 
 
@@ -95,26 +147,49 @@ def check_ragged_blocks(
         return [], []
     taken, refused, found, _ = _compared(quantizer, candidate, scale_layout, shapes)
     evidence = f"{_listed(taken)}: as with zeros behind" if taken else ""
-    evidence += f"{'; ' * bool(taken)}it raises, or gives another shape, for {_listed(refused)}" if refused else ""
+    evidence += (
+        f"{'; ' * bool(taken)}it raises, or gives another shape, for {_listed(refused)}"
+        if refused
+        else ""
+    )
     text = "not all alike" if found else "as with zeros behind" if taken else "not taken"
     unasked = (f"ragged last blocks: it does not take {_listed(refused)}",) if refused else ()
     evidence = str(found[0]) if found else evidence
-    return [Finding(what="ragged blocks", value=not found if taken else None, words=text, evidence=evidence, unasked=unasked)], found
+    return [
+        Finding(
+            what="ragged blocks",
+            value=not found if taken else None,
+            words=text,
+            evidence=evidence,
+            unasked=unasked,
+        )
+    ], found
 
 
 def _compared(
-    quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, shapes: Sequence[tuple[int, int]]
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[Counterexample], list[Counterexample]]:
-    """The shapes taken, those refused, the first counterexample, and the first of a NaN that XLA's max loses."""
+    quantizer: Quantizer,
+    candidate: Candidate,
+    scale_layout: ScaleLayout,
+    shapes: Sequence[tuple[int, int]],
+) -> tuple[
+    list[tuple[int, int]], list[tuple[int, int]], list[Counterexample], list[Counterexample]
+]:
+    """The shapes taken, those refused, the first counterexample, and the first of a NaN that XLA's
+    max loses.
+    """
     taken, refused, found, lost = [], [], list[Counterexample](), list[Counterexample]()
     for shape in shapes:
         try:
             for tensor in planted_tensors.tensors(shape, scale_layout, quantizer):
-                unexplained = _counterexample(tensor, quantizer.ask(tensor.x), candidate, scale_layout, quantizer.dtype)
+                unexplained = _counterexample(
+                    tensor, quantizer.ask(tensor.x), candidate, scale_layout, quantizer.dtype
+                )
                 if (
                     unexplained
                     and "NaN" in tensor.planted
-                    and policy_match.loses_nan(quantizer, ragged_blocks.padded(tensor.x, scale_layout), scale_layout)
+                    and policy_match.loses_nan(
+                        quantizer, ragged_blocks.padded(tensor.x, scale_layout), scale_layout
+                    )
                 ):
                     lost = lost or unexplained
                 else:
@@ -134,7 +209,10 @@ def check_strides(
     quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, *, large: bool = True
 ) -> tuple[list[Finding], list[Counterexample]]:
     """Compare tensors that are not contiguous in memory with the candidate."""
-    tensors = [planted_tensors.random((128, 256), quantizer), *planted_tensors.tensors((128, 256), scale_layout, quantizer)]
+    tensors = [
+        planted_tensors.random((128, 256), quantizer),
+        *planted_tensors.tensors((128, 256), scale_layout, quantizer),
+    ]
     taken, refused, found = [], [], list[Counterexample]()
     for view in VIEWS if quantizer.subject.framework != "jax" else ():
         try:
@@ -154,7 +232,8 @@ def check_strides(
 def check_dtype(
     quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, shape: tuple[int, int]
 ) -> tuple[Candidate | None, Finding, list[Counterexample]]:
-    """Find the candidate for another dtype: the same policy, or one that computes in that dtype (S-13).
+    """Find the candidate for another dtype: the same policy, or one that computes in that dtype
+    (S-13).
 
     None if the dtype is not taken, or no such policy agrees.
     """
@@ -162,12 +241,28 @@ def check_dtype(
     try:
         quantizer.once(np.ones(shape, np.float32))
         responses = outputs.ask(
-            quantizer, quantizer_inputs.identifying(candidate.fmt, dtype), shape, scale_layout.granularity, scale_layout.axis
+            quantizer,
+            quantizer_inputs.identifying(candidate.fmt, dtype),
+            shape,
+            scale_layout.granularity,
+            scale_layout.axis,
         )
     except RefusedError as error:
         unasked = (f"{dtype}, for which it raises",)
-        return None, Finding(what=f"from {dtype}", value=None, words="not taken", evidence=str(error), unasked=unasked), []
-    same_decisions = [p for p in policy_data.POLICIES.values() if _decisions(p) == _decisions(candidate.policy)]
+        return (
+            None,
+            Finding(
+                what=f"from {dtype}",
+                value=None,
+                words="not taken",
+                evidence=str(error),
+                unasked=unasked,
+            ),
+            [],
+        )
+    same_decisions = [
+        p for p in policy_data.POLICIES.values() if _decisions(p) == _decisions(candidate.policy)
+    ]
     rows, of_rows = outputs.as_rows(responses, scale_layout)
     agreements = [
         candidates.agreement(replace(candidate, policy=p), rows, of_rows)
@@ -177,20 +272,36 @@ def check_dtype(
     agreed = next((a.candidate for a in agreements if (a.both | ~considered).all()), None)
     if agreed:
         evidence = f"{considered.sum()} groups match it"
-        return agreed, Finding(what=f"from {dtype}", value=agreed.policy.name, evidence=evidence), []
-    wrong = _counterexample_among(responses, agreements[0].both | ~considered, candidate, scale_layout, dtype)
-    finding = Finding(what=f"from {dtype}", value=None, words="something else", evidence=str(wrong[0]))
-    stated = dtype == "bfloat16" or candidate.policy.stored == "scale"  # S-13 leaves quotients in float16 open
+        return (
+            agreed,
+            Finding(what=f"from {dtype}", value=agreed.policy.name, evidence=evidence),
+            [],
+        )
+    wrong = _counterexample_among(
+        responses, agreements[0].both | ~considered, candidate, scale_layout, dtype
+    )
+    finding = Finding(
+        what=f"from {dtype}", value=None, words="something else", evidence=str(wrong[0])
+    )
+    stated = (
+        dtype == "bfloat16" or candidate.policy.stored == "scale"
+    )  # S-13 leaves quotients in float16 open
     return None, finding, wrong if stated else []
 
 
 def _decisions(policy: ScalePolicy) -> dict[str, Any]:
     """All fields of a policy except its name and what it computes in."""
-    return {f.name: getattr(policy, f.name) for f in fields(policy) if f.name not in ("name", "compute")}
+    return {
+        f.name: getattr(policy, f.name) for f in fields(policy) if f.name not in ("name", "compute")
+    }
 
 
 def _counterexample(
-    tensor: PlantedTensor, output: QuantizerOutput, candidate: Candidate, scale_layout: ScaleLayout, dtype: str
+    tensor: PlantedTensor,
+    output: QuantizerOutput,
+    candidate: Candidate,
+    scale_layout: ScaleLayout,
+    dtype: str,
 ) -> list[Counterexample]:
     """The first element whose code or scale is not the candidate's; empty if there is none."""
     x = ragged_blocks.padded(tensor.x, scale_layout)
@@ -200,20 +311,32 @@ def _counterexample(
     if other:
         return other
     # kind and largest play no part in comparing scales and codes.
-    none, output = np.zeros(int(group.max()) + 1, np.float32), ragged_blocks.padded_output(output, expected)
-    response = Response(x=x, group=group, kind=np.zeros(none.size, np.int64), largest=none, output=output)
+    none, output = (
+        np.zeros(int(group.max()) + 1, np.float32),
+        ragged_blocks.padded_output(output, expected),
+    )
+    response = Response(
+        x=x, group=group, kind=np.zeros(none.size, np.int64), largest=none, output=output
+    )
     differs = candidates.mismatches(output, expected, candidate)
     differs |= ~candidates.equal_scales(response, expected, scale_layout)[group]
     for name in (n for n, kind in scale_layout.kinds.items() if kind == "amax"):
         amax = np.reshape(scaling.amax(x, scale_layout.granularity, axis=scale_layout.axis), -1)
-        differs |= ~np.isclose(outputs.per_group(response, name, scale_layout), amax, rtol=0, atol=0, equal_nan=True)[group]
+        differs |= ~np.isclose(
+            outputs.per_group(response, name, scale_layout), amax, rtol=0, atol=0, equal_nan=True
+        )[group]
     differs[tensor.x.shape[0] :], differs[:, tensor.x.shape[1] :] = False, False
     if not differs.any():
         return []
     at = np.unravel_index(int(np.argmax(differs)), x.shape)
     place = "" if tensor.at is None else f" as {_element_text(tensor.at[group[at]], tensor.x)}"
-    got = {name: outputs.per_group(response, name, scale_layout)[group[at]] for name in scale_layout.kinds}
-    got_text, wanted_text = counterexamples.output_texts(output, at, got, expected, group[at], scale_layout)
+    got = {
+        name: outputs.per_group(response, name, scale_layout)[group[at]]
+        for name in scale_layout.kinds
+    }
+    got_text, wanted_text = counterexamples.output_texts(
+        output, at, got, expected, group[at], scale_layout
+    )
     return [
         Counterexample(
             input=f"x{_index(at)} = {show(x[at])} of {tensor}{place}",
@@ -226,7 +349,9 @@ def _counterexample(
     ]
 
 
-def _other_counts(tensor: PlantedTensor, output: QuantizerOutput, scale_layout: ScaleLayout, count: int) -> list[Counterexample]:
+def _other_counts(
+    tensor: PlantedTensor, output: QuantizerOutput, scale_layout: ScaleLayout, count: int
+) -> list[Counterexample]:
     """The first array of scales that has not one for each group, where the last block is ragged."""
     if not ragged_blocks.is_ragged(tensor.x.shape, scale_layout):
         return []
@@ -241,21 +366,39 @@ def _other_counts(tensor: PlantedTensor, output: QuantizerOutput, scale_layout: 
     ][:1]  # fmt: skip
 
 
-def _as_without(tensor: PlantedTensor, candidate: Candidate, scale_layout: ScaleLayout, group: int, got: Mapping[str, float]) -> str:
+def _as_without(
+    tensor: PlantedTensor,
+    candidate: Candidate,
+    scale_layout: ScaleLayout,
+    group: int,
+    got: Mapping[str, float],
+) -> str:
     """In words, whether the kernel overlooked the planted element: the scale is as without it."""
     name = scale_layout.scale
     if tensor.at is None or name is None:
         return ""
     x = tensor.x.copy()
     x.reshape(-1)[tensor.at] = 0
-    without = np.reshape(getattr(candidate.quantize(ragged_blocks.padded(x, scale_layout), scale_layout), scale_layout.kinds[name]), -1)[
-        group
-    ]
-    return f" (as without x{_index(np.unravel_index(tensor.at[group], x.shape))})" if without == got[name] else ""
+    without = np.reshape(
+        getattr(
+            candidate.quantize(ragged_blocks.padded(x, scale_layout), scale_layout),
+            scale_layout.kinds[name],
+        ),
+        -1,
+    )[group]
+    return (
+        f" (as without x{_index(np.unravel_index(tensor.at[group], x.shape))})"
+        if without == got[name]
+        else ""
+    )
 
 
 def _counterexample_among(
-    responses: list[Response], right: np.ndarray, candidate: Candidate, scale_layout: ScaleLayout, dtype: str
+    responses: list[Response],
+    right: np.ndarray,
+    candidate: Candidate,
+    scale_layout: ScaleLayout,
+    dtype: str,
 ) -> list[Counterexample]:
     """The counterexample of the first response with a group that is not right."""
     begin = 0

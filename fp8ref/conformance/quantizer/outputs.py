@@ -93,7 +93,8 @@ class Quantizer:
             return read(found, x)
         except Exception as error:  # lazy arrays, such as those of a GPU, may raise only here
             raise (WrongShapeError if isinstance(error, WrongShapeError) else ConformanceError)(
-                f"{self.subject.name} for {subjects.describe(x, self.dtype, self.subject.framework)}: {error}"
+                f"{self.subject.name} for "
+                f"{subjects.describe(x, self.dtype, self.subject.framework)}: {error}"
             ) from error
 
 
@@ -110,13 +111,18 @@ def read(found: Any, x: np.ndarray) -> QuantizerOutput:
     parts = parts_of(found)
     arrays = {name: made for name, part in parts.items() if (made := array_of(part)) is not None}
     fitting = {name: dtype for name, (a, dtype) in arrays.items() if a.shape == x.shape}
-    codes_first = [n for n, dtype in fitting.items() if _is_codes(n, dtype, len(arrays))] + [n for n, d in fitting.items() if d in FLOATS]
+    codes_first = [n for n, dtype in fitting.items() if _is_codes(n, dtype, len(arrays))] + [
+        n for n, d in fitting.items() if d in FLOATS
+    ]
     main = codes_first[0] if codes_first else None
     if main is None:
-        given = ", ".join(f"{dtype} {list(a.shape)}" for a, dtype in arrays.values()) or type(found).__name__
+        given = (
+            ", ".join(f"{dtype} {list(a.shape)}" for a, dtype in arrays.values())
+            or type(found).__name__
+        )
         raise WrongShapeError(
-            f"it gives {given}; a quantizer gives codes (uint8 or float8) or values of the shape {list(x.shape)}, alone or with scales. "
-            "Return (codes, scale)."
+            f"it gives {given}; a quantizer gives codes (uint8 or float8) or values of the "
+            f"shape {list(x.shape)}, alone or with scales. Return (codes, scale)."
         )
     tensor, dtype = arrays.pop(main)
     codes = tensor if dtype not in FLOATS else None
@@ -125,7 +131,11 @@ def read(found: Any, x: np.ndarray) -> QuantizerOutput:
         values=tensor.astype(np.float32) if codes is None else None,
         dtype=dtype,
         place=main,
-        scales={name: _scales(a, kind) for name, (a, kind) in arrays.items() if kind in FLOATS or kind in ("uint8", "float8_e8m0fnu")},
+        scales={
+            name: _scales(a, kind)
+            for name, (a, kind) in arrays.items()
+            if kind in FLOATS or kind in ("uint8", "float8_e8m0fnu")
+        },
     )
 
 
@@ -139,15 +149,25 @@ def parts_of(found: Any) -> dict[str, Any]:
         return dict(found._asdict())
     if isinstance(found, tuple | list):
         return {f"[{i}]": part for i, part in enumerate(found)}
-    codes, scales = ([name for name in names if hasattr(found, name)] for names in (_CODES, _SCALES))
+    codes, scales = (
+        [name for name in names if hasattr(found, name)] for names in (_CODES, _SCALES)
+    )
     if codes and scales:
-        return {name: getattr(found, name) for name in (codes[0], *scales) if not callable(getattr(found, name))}
+        return {
+            name: getattr(found, name)
+            for name in (codes[0], *scales)
+            if not callable(getattr(found, name))
+        }
     return {"": found}
 
 
 def array_of(part: Any) -> tuple[np.ndarray, str] | None:
     """A part as a NumPy array and its dtype; None if it is neither array nor number."""
-    return (np.asarray(part, np.float64), "float64") if isinstance(part, float) else subjects.read_array(part)
+    return (
+        (np.asarray(part, np.float64), "float64")
+        if isinstance(part, float)
+        else subjects.read_array(part)
+    )
 
 
 def _is_codes(name: str, dtype: str, count: int) -> bool:
@@ -165,7 +185,11 @@ def _scales(a: np.ndarray, dtype: str) -> np.ndarray:
     return cast.decode(a, E8M0FNU)
 
 
-def smallest_shape(quantizer: Quantizer, shapes: tuple[tuple[int, int], ...], fits: Callable[[tuple[int, int]], bool]) -> tuple[int, int]:
+def smallest_shape(
+    quantizer: Quantizer,
+    shapes: tuple[tuple[int, int], ...],
+    fits: Callable[[tuple[int, int]], bool],
+) -> tuple[int, int]:
     """The first shape that fits and that the quantizer takes; the last is not tried, but taken."""
     for shape in shapes[:-1]:
         if fits(shape):
@@ -229,7 +253,9 @@ class Response:
         return self.kind == AMAX_RANGES.index("ordinary")
 
 
-def ask(quantizer: Quantizer, what: Amaxes, shape: tuple[int, int], granularity: str, axis: int) -> list[Response]:
+def ask(
+    quantizer: Quantizer, what: Amaxes, shape: tuple[int, int], granularity: str, axis: int
+) -> list[Response]:
     """The responses to all amaxes, one for each group of a tensor; groups left over are zeros."""
     group = quantizer_inputs.groups(shape, granularity, axis)
     count = int(group.max()) + 1
@@ -244,7 +270,10 @@ def ask(quantizer: Quantizer, what: Amaxes, shape: tuple[int, int], granularity:
         try:
             output = quantizer.ask(x)
         except RefusedError as error:
-            raise RefusedError(f"{error} Its amax is {_refused(quantizer, x, np.abs(largest), group):.9g}, which S-9 allows.") from error
+            raise RefusedError(
+                f"{error} Its amax is {_refused(quantizer, x, np.abs(largest), group):.9g}, "
+                "which S-9 allows."
+            ) from error
         responses.append(Response(x=x, group=group, kind=kind, largest=largest, output=output))
     return responses
 
@@ -266,7 +295,11 @@ def identify_returned(responses: Sequence[Response], granularity: str, axis: int
 
     Raises:   ConformanceError: an array does not have one number for each group.
     """
-    amax, found, scale_layout = np.concatenate([a.amax for a in responses]), {}, ScaleLayout(granularity=granularity, axis=axis)
+    amax, found, scale_layout = (
+        np.concatenate([a.amax for a in responses]),
+        {},
+        ScaleLayout(granularity=granularity, axis=axis),
+    )
     for name in responses[0].output.scales:
         values = np.concatenate([per_group(a, name, scale_layout) for a in responses])
         # Both amaxes are among those asked, and exact in every dtype.
@@ -285,24 +318,33 @@ def per_group(a: Response, name: str, scale_layout: ScaleLayout) -> np.ndarray:
     values, count = a.output.scales[name], int(a.group.max()) + 1
     # The first element of a group stands for it, where scales are expanded to the tensor's shape.
     if values.size == count:
-        return (values.T if scale_layout.is_transposed(values.shape, a.x.shape) else values).reshape(-1)
+        return (
+            values.T if scale_layout.is_transposed(values.shape, a.x.shape) else values
+        ).reshape(-1)
     if values.shape == a.x.shape:
         return values.reshape(-1)[np.unique(a.group.reshape(-1), return_index=True)[1]]
     raise ConformanceError(
-        f"its {name or 'scales'} have shape {list(values.shape)} for x {list(a.x.shape)}, but elements share scales as in "
-        f"{scale_layout.granularity}, axis {scale_layout.axis}, whose scales have shape {list(scale_layout.shape(a.x.shape))}. Return one scale for each group."
+        f"its {name or 'scales'} have shape {list(values.shape)} for x {list(a.x.shape)}, but "
+        f"elements share scales as in {scale_layout.granularity}, axis {scale_layout.axis}, "
+        f"whose scales have shape {list(scale_layout.shape(a.x.shape))}. Return one scale for "
+        "each group."
     )
 
 
-def as_rows(responses: Sequence[Response], scale_layout: ScaleLayout) -> tuple[Sequence[Response], ScaleLayout]:
+def as_rows(
+    responses: Sequence[Response], scale_layout: ScaleLayout
+) -> tuple[Sequence[Response], ScaleLayout]:
     """Responses as a single one, each row of which is a group.
 
-    A policy gives a row what it gives a group of these elements (S-6), and one comparison of many rows takes
-    less time than many of few. Responses of several shapes or dtypes, or whose groups have several sizes, are
-    returned as they are.
+    A policy gives a row what it gives a group of these elements (S-6), and one comparison of many
+    rows takes less time than many of few. Responses of several shapes or dtypes, or whose groups
+    have several sizes, are returned as they are.
     """
     first = responses[0].output if responses else None
-    parts = [(a.x.shape, a.output.codes is None, a.output.dtype, a.output.scales.keys()) for a in responses]
+    parts = [
+        (a.x.shape, a.output.codes is None, a.output.dtype, a.output.scales.keys())
+        for a in responses
+    ]
     if first is None or any(part != parts[0] for part in parts):
         return responses, scale_layout
     group = responses[0].group.reshape(-1)
@@ -316,10 +358,15 @@ def as_rows(responses: Sequence[Response], scale_layout: ScaleLayout) -> tuple[S
 
     codes = None if first.codes is None else rows([a.output.tensor for a in responses])
     values = None if first.codes is not None else rows([a.output.tensor for a in responses])
-    scales = {name: np.concatenate([per_group(a, name, scale_layout) for a in responses])[:, None] for name in first.scales}
+    scales = {
+        name: np.concatenate([per_group(a, name, scale_layout) for a in responses])[:, None]
+        for name in first.scales
+    }
     whole = Response(
         x=rows([a.x for a in responses]),
-        group=np.broadcast_to(np.arange(len(responses) * sizes.size)[:, None], (len(responses) * sizes.size, sizes[0])),
+        group=np.broadcast_to(
+            np.arange(len(responses) * sizes.size)[:, None], (len(responses) * sizes.size, sizes[0])
+        ),
         kind=np.concatenate([a.kind for a in responses]),
         largest=np.concatenate([a.largest for a in responses]),
         output=replace(first, codes=codes, values=values, scales=scales),
@@ -328,11 +375,21 @@ def as_rows(responses: Sequence[Response], scale_layout: ScaleLayout) -> tuple[S
 
 
 def some_rows(rows: Response, keep: np.ndarray, width: int) -> Response:
-    """Rows of a response of ``as_rows``, as a mask or as indices, of at most ``width`` elements; the first is the largest."""
+    """Rows of a response of ``as_rows``, as a mask or as indices, of at most ``width`` elements;
+    the first is the largest.
+    """
     output = rows.output
     codes, values = (None if t is None else t[keep, :width] for t in (output.codes, output.values))
     x = rows.x[keep, :width]
     return Response(
-        x=x, group=np.broadcast_to(np.arange(len(x))[:, None], x.shape), kind=rows.kind[keep], largest=rows.largest[keep],
-        output=replace(output, codes=codes, values=values, scales={name: s[keep] for name, s in output.scales.items()}),
-    )  # fmt: skip
+        x=x,
+        group=np.broadcast_to(np.arange(len(x))[:, None], x.shape),
+        kind=rows.kind[keep],
+        largest=rows.largest[keep],
+        output=replace(
+            output,
+            codes=codes,
+            values=values,
+            scales={name: s[keep] for name, s in output.scales.items()},
+        ),
+    )

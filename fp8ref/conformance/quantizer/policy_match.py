@@ -1,7 +1,7 @@
 """Find the policies that explain a quantizer's scales and codes, else a policy and deviations.
 
-If no policy agrees, policies with deviations are tried (``deviation_search``), then a constant factor between
-the scales. If nothing agrees, the nearest policy is reported.
+If no policy agrees, policies with deviations are tried (``deviation_search``), then a constant
+factor between the scales. If nothing agrees, the nearest policy is reported.
 """
 
 import dataclasses
@@ -32,7 +32,8 @@ class PolicyMatch:
     deviation  how the quantizer departs from the nearest policy, in words; or "".
     explained  for each group, whether the nearest policy with that deviation gives the response.
                What it does not explain has another cause.
-    deviating  the nearest policy with deviations that explain its scales at all amaxes; None without them.
+    deviating  the nearest policy with deviations that explain its scales at all amaxes; None
+               without them.
     """
 
     agreements: Sequence[Agreement]
@@ -59,10 +60,17 @@ class PolicyMatch:
 
 
 def match_policies(
-    quantizer: Quantizer, responses: Sequence[Response], scale_layout: ScaleLayout, found_fmt: Format, considered: np.ndarray,
-    *, wanted: ScalePolicy | None, shape: tuple[int, int],
-) -> PolicyMatch:  # fmt: skip
-    """The policies that agree with all responses that count, else the nearest one and how the quantizer departs from it.
+    quantizer: Quantizer,
+    responses: Sequence[Response],
+    scale_layout: ScaleLayout,
+    found_fmt: Format,
+    considered: np.ndarray,
+    *,
+    wanted: ScalePolicy | None,
+    shape: tuple[int, int],
+) -> PolicyMatch:
+    """The policies that agree with all responses that count, else the nearest one and how the
+    quantizer departs from it.
 
     wanted  of equal deviations, that from this policy is named.
     shape   of a tensor with which the least eps is asked for, if no scale is returned.
@@ -70,34 +78,58 @@ def match_policies(
     flushing = quantizer.subject.framework == "jax"
     rows, of_rows = outputs.as_rows(responses, scale_layout)
     tied, best = _named(rows, of_rows, found_fmt, considered, flushing=flushing)
-    as_named = PolicyMatch(agreements=tied, nearest=best, responses=responses, considered=considered, explained=best.both)
+    as_named = PolicyMatch(
+        agreements=tied,
+        nearest=best,
+        responses=responses,
+        considered=considered,
+        explained=best.both,
+    )
     if tied and not as_named.mismatches(best).any():
         return as_named
     deviating: Agreement | None = None
     if len(rows) == 1:
         search = Search(
             rows=outputs.some_rows(rows[0], np.arange(rows[0].amax.size), deviation_search.WIDTH),
-            scale_layout=of_rows, considered=considered, fmt=found_fmt, flushing=flushing,
+            scale_layout=of_rows,
+            considered=considered,
+            fmt=found_fmt,
+            flushing=flushing,
             underflow=deviation_search.asked_for_underflow(quantizer, shape),
-        )  # fmt: skip
+        )
         partial = search.run(sorted(policy_data.POLICIES.values(), key=lambda p: p != wanted))
         deviating = partial and candidates.agreement(partial.candidate, rows, of_rows)
-    # Codes that are wrong beside right scales: the cast decides them, unless a deviation explains every one.
+    # Codes that are wrong beside right scales: the cast decides them, unless a deviation explains
+    # every one.
     if tied and (deviating is None or as_named.mismatches(deviating).any()):
         return as_named
     # Deviations must explain more than the best policy does as it is.
     if deviating is None or score(deviating, considered) <= score(best, considered):
         nearest, text, explained = match_ratio(best, rows, of_rows)
-        return dataclasses.replace(as_named, nearest=nearest, deviation=text, explained=explained | nearest.both)
-    plain = candidates.agreement(dataclasses.replace(deviating.candidate, deviation=NO_DEVIATION), rows, of_rows)
+        return dataclasses.replace(
+            as_named, nearest=nearest, deviation=text, explained=explained | nearest.both
+        )
+    plain = candidates.agreement(
+        dataclasses.replace(deviating.candidate, deviation=NO_DEVIATION), rows, of_rows
+    )
     return PolicyMatch(
-        agreements=[], nearest=plain, responses=responses, considered=considered, deviation=deviating.candidate.deviation.text,
-        explained=deviating.both, deviating=deviating if (deviating.deciding | ~considered).all() else None,
-    )  # fmt: skip
+        agreements=[],
+        nearest=plain,
+        responses=responses,
+        considered=considered,
+        deviation=deviating.candidate.deviation.text,
+        explained=deviating.both,
+        deviating=deviating if (deviating.deciding | ~considered).all() else None,
+    )
 
 
 def _named(
-    rows: Sequence[Response], scale_layout: ScaleLayout, found_fmt: Format, considered: np.ndarray, *, flushing: bool
+    rows: Sequence[Response],
+    scale_layout: ScaleLayout,
+    found_fmt: Format,
+    considered: np.ndarray,
+    *,
+    flushing: bool,
 ) -> tuple[list[Agreement], Agreement]:
     """The policies that agree best, and the first of them; or none, and the nearest one.
 
@@ -106,9 +138,17 @@ def _named(
     """
     fixed = rows[0].output.dtype.startswith("float8")  # it names the format
     others = [f for f in CAST_FORMATS.values() if f is not found_fmt]
-    sample = [outputs.some_rows(a, a.ordinary, deviation_search.WIDTH) for a in rows] if len(rows) == 1 else rows
+    sample = (
+        [outputs.some_rows(a, a.ordinary, deviation_search.WIDTH) for a in rows]
+        if len(rows) == 1
+        else rows
+    )
     best: Agreement | None = None
-    for stage in ([(found_fmt, found_fmt)], [(f, found_fmt) for f in others], [] if fixed else [(f, f) for f in others]):
+    for stage in (
+        [(found_fmt, found_fmt)],
+        [(f, found_fmt) for f in others],
+        [] if fixed else [(f, f) for f in others],
+    ):
         # Elsewhere than in JAX a policy that flushes is tried only after those that do not.
         for ways in ((False, True),) if flushing else ((False,), (True,)):
             tried = [
@@ -128,7 +168,14 @@ def _named(
             # The nearest policy is that of the first stage: most likely it is meant, and wrong.
             if best is None:
                 found = [candidates.agreement(c, rows, scale_layout) for c in tried]
-                best = max(found, key=lambda a: (bool(a.codes[ordinary(rows)].all()), -a.ulps, score(a, considered)))
+                best = max(
+                    found,
+                    key=lambda a: (
+                        bool(a.codes[ordinary(rows)].all()),
+                        -a.ulps,
+                        score(a, considered),
+                    ),
+                )
     assert best is not None
     return [], best
 
@@ -138,8 +185,11 @@ def score(a: Agreement, considered: np.ndarray) -> tuple[int, int]:
     return int((a.deciding & considered).sum()), int((a.both & considered).sum())
 
 
-def match_ratio(best: Agreement, responses: Sequence[Response], scale_layout: ScaleLayout) -> tuple[Agreement, str, np.ndarray]:
-    """The policy whose scales differ by one factor, the factor in words, and for each group whether its scale has it.
+def match_ratio(
+    best: Agreement, responses: Sequence[Response], scale_layout: ScaleLayout
+) -> tuple[Agreement, str, np.ndarray]:
+    """The policy whose scales differ by one factor, the factor in words, and for each group whether
+    its scale has it.
 
     Without such a policy: the best, "", and no group. The factor may vary by rounding: a ratio of
     scales, or of their reciprocals, has four roundings to float32, each within 2^-24, so that two
@@ -151,7 +201,11 @@ def match_ratio(best: Agreement, responses: Sequence[Response], scale_layout: Sc
         ratios = every[ordinary(responses)] if every.size else every
         ratios = ratios if np.all((ratios > 0) & (ratios < np.inf)) else np.zeros(0)
         # Within 2^-20 of 1 the factor may be rounding alone.
-        if ratios.size and ratios.max() / ratios.min() < 1 + 2.0**-21 and abs(np.log2(ratios[0])) > 2.0**-20:
+        if (
+            ratios.size
+            and ratios.max() / ratios.min() < 1 + 2.0**-21
+            and abs(np.log2(ratios[0])) > 2.0**-20
+        ):
             ratio = float(np.median(ratios))
             other = next(
                 (
@@ -168,32 +222,40 @@ def match_ratio(best: Agreement, responses: Sequence[Response], scale_layout: Sc
     return best, "", np.zeros(best.both.size, bool)
 
 
-def _ratios(candidate: Candidate, sample: Sequence[Response], scale_layout: ScaleLayout) -> np.ndarray:
+def _ratios(
+    candidate: Candidate, sample: Sequence[Response], scale_layout: ScaleLayout
+) -> np.ndarray:
     """For each group, the quantizer's scale divided by the candidate's; empty without scales."""
     name = scale_layout.scale
     if name is None:
         return np.zeros(0)
     found = []
     for a in sample:
-        expected = np.reshape(getattr(candidate.scales(a.x, scale_layout), scale_layout.kinds[name]), -1)
+        expected = np.reshape(
+            getattr(candidate.scales(a.x, scale_layout), scale_layout.kinds[name]), -1
+        )
         with np.errstate(all="ignore"):
             ratio = outputs.per_group(a, name, scale_layout).astype(np.float64) / expected
             found.append(ratio if scale_layout.kinds[name] == "scale" else 1 / ratio)
     return np.concatenate(found)
 
 
-def considered(quantizer: Quantizer, responses: Sequence[Response], scale_layout: ScaleLayout) -> np.ndarray:
+def considered(
+    quantizer: Quantizer, responses: Sequence[Response], scale_layout: ScaleLayout
+) -> np.ndarray:
     """For each group of all responses, whether it counts in the comparison with a policy.
 
-    A quantizer with a memory is compared at ordinary amaxes alone: what it keeps after other amaxes,
-    one call cannot tell. In JAX a NaN does not count if XLA's own max loses it (P-3).
+    A quantizer with a memory is compared at ordinary amaxes alone: what it keeps after other
+    amaxes, one call cannot tell. In JAX a NaN does not count if XLA's own max loses it (P-3).
     """
     if quantizer.memory:
         return ordinary(responses)
     counts = []
     for a in responses:
         nan = a.kind == AMAX_RANGES.index("NaN")
-        counts.append(~nan if nan.any() and loses_nan(quantizer, a.x, scale_layout) else np.ones_like(nan))
+        counts.append(
+            ~nan if nan.any() and loses_nan(quantizer, a.x, scale_layout) else np.ones_like(nan)
+        )
     return np.concatenate(counts)
 
 
@@ -203,7 +265,10 @@ def loses_nan(quantizer: Quantizer, x: np.ndarray, scale_layout: ScaleLayout) ->
         return False
     import jax.numpy as jnp
 
-    magnitudes, axis = jnp.abs(quantizer.subject.make_array(x, quantizer.dtype).astype(jnp.float32)), scale_layout.axis
+    magnitudes, axis = (
+        jnp.abs(quantizer.subject.make_array(x, quantizer.dtype).astype(jnp.float32)),
+        scale_layout.axis,
+    )
     # Along the axes that a JAX quantizer reduces: whether XLA loses a NaN depends on them.
     block = by_name(scale_layout.granularity)
     if scale_layout.granularity == "tensorwise":

@@ -1,7 +1,8 @@
-"""Ragged last blocks: tensors whose reduced axis no block divides, as if zeros filled the last block (S-6).
+"""Ragged last blocks: tensors whose reduced axis no block divides, as if zeros filled the last
+block (S-6).
 
-S-6 refuses them. A library that takes them is compared with the same tensor, padded with zeros to whole
-blocks; the codes of the zeros are left out.
+S-6 refuses them. A library that takes them is compared with the same tensor, padded with zeros to
+whole blocks; the codes of the zeros are left out.
 """
 
 from dataclasses import replace
@@ -15,14 +16,23 @@ from fp8ref.spec.granularity import by_name
 
 
 def shapes(scale_layout: ScaleLayout) -> list[tuple[int, int]]:
-    """Shapes [M, K] with a ragged last block of K, of odd and of aligned lengths; [K, M] for axis 0.
+    """Shapes [M, K] with a ragged last block of K, of odd and of aligned lengths; [K, M] for axis
+    0.
 
     Empty for scales of lines and of whole tensors, whose K is free.
     """
     block = by_name(scale_layout.granularity).reduced
     if block is None:
         return []
-    found = [(1, 3), (3, block // 2 + 1), (4, block + 1), (4, block + 16), (131, 2 * block - 1), (5, 3 * block - 8), (2, 8192 + block // 2)]
+    found = [
+        (1, 3),
+        (3, block // 2 + 1),
+        (4, block + 1),
+        (4, block + 16),
+        (131, 2 * block - 1),
+        (5, 3 * block - 8),
+        (2, 8192 + block // 2),
+    ]
     return [shape[::-1] if scale_layout.axis == 0 else shape for shape in found]
 
 
@@ -41,9 +51,13 @@ def padded(x: np.ndarray, scale_layout: ScaleLayout) -> np.ndarray:
 
 
 def groups(shape: tuple[int, int], scale_layout: ScaleLayout) -> np.ndarray:
-    """The index of each element's group, as ``quantizer_inputs.groups`` counts them in whole blocks; int [M, K]."""
+    """The index of each element's group, as ``quantizer_inputs.groups`` counts them in whole
+    blocks; int [M, K].
+    """
     whole = padded(np.zeros(shape, bool), scale_layout).shape
-    return quantizer_inputs.groups(whole, scale_layout.granularity, scale_layout.axis)[: shape[0], : shape[1]]
+    return quantizer_inputs.groups(whole, scale_layout.granularity, scale_layout.axis)[
+        : shape[0], : shape[1]
+    ]
 
 
 def padded_output(output: QuantizerOutput, expected: scaling.Quantized) -> QuantizerOutput:
@@ -57,10 +71,15 @@ def padded_output(output: QuantizerOutput, expected: scaling.Quantized) -> Quant
         output = replace(output, codes=codes)
     else:
         with np.errstate(all="ignore"):
-            spread = scaling.spread(expected.scale_inv, expected.codes.shape, expected.granularity, expected.axis)
+            spread = scaling.spread(
+                expected.scale_inv, expected.codes.shape, expected.granularity, expected.axis
+            )
             values = cast.decode(expected.codes, expected.fmt) * spread
         values[:rows, :columns] = output.values
         output = replace(output, values=values)
     missing = [(0, n - m) for n, m in zip(expected.codes.shape, (rows, columns), strict=True)]
-    scales = {name: np.pad(s, missing, mode="edge") if s.shape == (rows, columns) else s for name, s in output.scales.items()}
+    scales = {
+        name: np.pad(s, missing, mode="edge") if s.shape == (rows, columns) else s
+        for name, s in output.scales.items()
+    }
     return replace(output, scales=scales)

@@ -10,15 +10,20 @@ _EXPONENTS = (0, 1, -1, 2, -2, 3, -3, 4, -4, 6, -6, 8, -8, 12, -12, 16, -16, 24,
 
 
 def numbers(largest: float) -> Iterator[np.float32]:
-    """Finite numbers like largest, a finite number: its mantissa cut, or rounded up, to each count of bits, times powers of two.
+    """Finite numbers like largest, a finite number: its mantissa cut, or rounded up, to each count
+    of bits, times powers of two.
 
     >>> [float(x) for x in itertools.islice(numbers(-1.3e-30), 6)]
     [-1.0, -2.0, -1.5, -2.0, -2.0, -4.0]
     """
     fraction, own = np.frexp(largest)
     mantissa = float(fraction) * 2
-    for bits, exponent in sorted(itertools.product(range(24), (*_EXPONENTS, int(own) - 1)), key=lambda pair: _oddity(*pair)):
-        for m in sorted({np.floor(mantissa * 2**bits) / 2**bits, np.ceil(mantissa * 2**bits) / 2**bits}, key=abs):
+    for bits, exponent in sorted(
+        itertools.product(range(24), (*_EXPONENTS, int(own) - 1)), key=lambda pair: _oddity(*pair)
+    ):
+        for m in sorted(
+            {np.floor(mantissa * 2**bits) / 2**bits, np.ceil(mantissa * 2**bits) / 2**bits}, key=abs
+        ):
             with np.errstate(over="ignore", under="ignore"):
                 number = np.float32(m * 2.0**exponent)
             if np.isfinite(number) and number != 0:
@@ -26,7 +31,8 @@ def numbers(largest: float) -> Iterator[np.float32]:
 
 
 def _oddity(bits: int, exponent: int) -> float:
-    """How far a number of so many mantissa bits is from an ordinary one: two bits count as doubling the exponent does.
+    """How far a number of so many mantissa bits is from an ordinary one: two bits count as doubling
+    the exponent does.
 
     >>> _oddity(1, 0) < _oddity(0, -30), _oddity(2, 1) < _oddity(9, 0)
     (True, True)

@@ -1,4 +1,6 @@
-"""Compare what every rank gets with the value of the whole tensor; a case that differs is made simpler (spec P-27)."""
+"""Compare what every rank gets with the value of the whole tensor; a case that differs is made
+simpler (spec P-27).
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,16 +50,27 @@ class Collective:
         """Every rank's value, or what was raised."""
         given = [[FRAMEWORKS[self.framework](x) for x in rank] for rank in arrays(case, self.axis)]
         before = [written(x) for rank in given for x in rank]
-        shards = [x for rank in given for x in rank]  # held here: somebody's code may empty the lists
+        shards = [
+            x for rank in given for x in rank
+        ]  # held here: somebody's code may empty the lists
         try:
             found = self.function(given if self.microbatches else [rank[0] for rank in given])
             if isinstance(found, dict | str):
-                return f"it gives a {type(found).__name__}, not one number for each rank in their order"
+                return (
+                    f"it gives a {type(found).__name__}, not one number for each rank in their "
+                    "order"
+                )
             values = [as_numpy(value).reshape(-1) for value in found]
             if len(values) != len(case) or any(value.size != 1 for value in values):
-                return f"it gives shapes {[value.shape for value in values]} for {len(case)} ranks, not one number for each"
+                return (
+                    f"it gives shapes {[value.shape for value in values]} for {len(case)} "
+                    "ranks, not one number for each"
+                )
             numbers = [float(value[0]) for value in values]
-        except (Exception, SystemExit) as error:  # anything that somebody's code raises is its answer
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # anything that somebody's code raises is its answer
             return f"it raises {type(error).__name__}: {error}".splitlines()[0]
         return numbers if [written(x) for x in shards] == before else "it changes its shards"
 
@@ -77,13 +90,18 @@ class Departure:
 
     def __str__(self) -> str:
         words = DIFFICULTIES[self.difficulty].words
-        return f"{words}: {named(self.case)}: got {self.got}, expected {self.expected} on every rank ({self.clause})"
+        return (
+            f"{words}: {named(self.case)}: got {self.got}, expected {self.expected} on every "
+            f"rank ({self.clause})"
+        )
 
 
 def wrong(collective: Collective, case: Case) -> bool:
     """Whether some rank's value differs; all NaNs are equal."""
     values, expected = collective.values(case), collective.expected(case)
-    return isinstance(values, str) or any(value != expected and not (np.isnan(value) and np.isnan(expected)) for value in values)
+    return isinstance(values, str) or any(
+        value != expected and not (np.isnan(value) and np.isnan(expected)) for value in values
+    )
 
 
 def departure(collective: Collective, difficulty: str, cases: Sequence[Case]) -> Departure | None:
@@ -91,7 +109,12 @@ def departure(collective: Collective, difficulty: str, cases: Sequence[Case]) ->
     case = next((case for case in cases if wrong(collective, case)), None)
     if case is None:
         return None
-    while (simpler := next((one for one in _simpler(case) if of_kind(one, difficulty) and wrong(collective, one)), None)) is not None:
+    while (
+        simpler := next(
+            (one for one in _simpler(case) if of_kind(one, difficulty) and wrong(collective, one)),
+            None,
+        )
+    ) is not None:
         case = simpler
     values, expected = collective.values(case), collective.expected(case)
     got = values if isinstance(values, str) else " and ".join(map(show, values))
@@ -100,7 +123,13 @@ def departure(collective: Collective, difficulty: str, cases: Sequence[Case]) ->
     elif said := remembers(collective):
         got += f"; {said}"
     bits = "" if np.isnan(expected) else f" ({bits_of(expected, 'float32')})"
-    return Departure(difficulty=difficulty, case=case, got=got, expected=f"{show(expected)}{bits}", clause=DIFFICULTIES[difficulty].clause)
+    return Departure(
+        difficulty=difficulty,
+        case=case,
+        got=got,
+        expected=f"{show(expected)}{bits}",
+        clause=DIFFICULTIES[difficulty].clause,
+    )
 
 
 def remembers(collective: Collective) -> str:
@@ -110,7 +139,12 @@ def remembers(collective: Collective) -> str:
     alone = collective.values(small)
     collective.values(large)
     after = collective.values(small)
-    return "" if alone == after else f"what it gives depends on earlier calls: {named(small)} gives other values after {named(large)}"
+    return (
+        ""
+        if alone == after
+        else f"what it gives depends on earlier calls: {named(small)} gives other values after "
+        f"{named(large)}"
+    )
 
 
 def _simpler(case: Case) -> Iterator[Case]:
@@ -126,14 +160,22 @@ def _simpler(case: Case) -> Iterator[Case]:
     columns = max((len(row) for rank in case for batch in rank for row in batch), default=0)
     if columns > 1:
         for c in range(columns):
-            yield tuple(tuple(tuple(row[:c] + row[c + 1 :] for row in batch) for batch in rank) for rank in case)
+            yield tuple(
+                tuple(tuple(row[:c] + row[c + 1 :] for row in batch) for batch in rank)
+                for rank in case
+            )
     plain = (1.0, 2.0, 4.0)
     for i, rank in enumerate(case):
         for j, batch in enumerate(rank):
             for k, row in enumerate(batch):
                 for c, value in enumerate(row):
                     for number in plain[: plain.index(value)] if value in plain else plain:
-                        yield _with(case, i, j, (*batch[:k], (*row[:c], number, *row[c + 1 :]), *batch[k + 1 :]))
+                        yield _with(
+                            case,
+                            i,
+                            j,
+                            (*batch[:k], (*row[:c], number, *row[c + 1 :]), *batch[k + 1 :]),
+                        )
 
 
 def _with(case: Case, i: int, j: int, batch: tuple) -> Case:

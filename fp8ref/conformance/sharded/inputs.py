@@ -1,7 +1,9 @@
-"""Shards of a tensor, one kind of difficulty at a time, as lists of microbatches for each rank (spec P-27).
+"""Shards of a tensor, one kind of difficulty at a time, as lists of microbatches for each rank
+(spec P-27).
 
-A case is ``((rank 0's microbatches), (rank 1's microbatches), ...)``; a microbatch is a tuple of rows, a
-row a tuple of numbers. All rows of a case have one length, and the tensor is all rows, in this order.
+A case is ``((rank 0's microbatches), (rank 1's microbatches), ...)``; a microbatch is a tuple of
+rows, a row a tuple of numbers. All rows of a case have one length, and the tensor is all rows, in
+this order.
 """
 
 import functools
@@ -48,10 +50,14 @@ DIFFICULTIES = {
     "ordinary": Difficulty(words="equal shards of ordinary numbers", clause="P-2"),
     "uneven": Difficulty(words="shards of different lengths", clause="P-1, P-2"),
     "empty": Difficulty(words="empty shards", clause="P-2"),
-    "infinite": Difficulty(numbers=(math.inf, -math.inf), words="an infinity on some ranks", clause="P-3"),
+    "infinite": Difficulty(
+        numbers=(math.inf, -math.inf), words="an infinity on some ranks", clause="P-3"
+    ),
     "nan": Difficulty(numbers=(math.nan,), words="a NaN on some ranks", clause="P-3"),
     "tiny": Difficulty(
-        numbers=(1e-12, 1e-36, -1e-40, 2.0**-149), words="numbers so small that they or a scale are subnormal", clause="S-12"
+        numbers=(1e-12, 1e-36, -1e-40, 2.0**-149),
+        words="numbers so small that they or a scale are subnormal",
+        clause="S-12",
     ),
     "microbatches": Difficulty(words="several microbatches", clause="H-4"),
 }
@@ -94,12 +100,21 @@ def fixed(difficulty: str) -> list[Case]:
     if difficulty == "empty":
         return [((one,), ((),)), (((),), (two,)), ((one,), ((),), (two,))]
     if difficulty == "microbatches":
-        return [((one, two),), ((two, one),), ((two, one), (one, one)), ((one, one), (one, two)), ((one, two, one), (one, one, one))]
+        return [
+            ((one, two),),
+            ((two, one),),
+            ((two, one), (one, one)),
+            ((one, one), (one, two)),
+            ((one, two, one), (one, one, one)),
+        ]
     special: list[Case] = []
     for number in DIFFICULTIES[difficulty].numbers:
         special.append(((((number,),),),))
         for ranks in (2, 3):
-            special += [tuple((((number,),),) if r == at else ((((r + 1.0),),),) for r in range(ranks)) for at in range(ranks)]
+            special += [
+                tuple((((number,),),) if r == at else ((((r + 1.0),),),) for r in range(ranks))
+                for at in range(ranks)
+            ]
     return special
 
 
@@ -118,7 +133,11 @@ def drawn(difficulty: str, examples: int) -> list[Case]:
         rows = draw(st.integers(1, 3))
 
         def batch() -> Microbatch:
-            n = draw(st.integers(1 if difficulty == "uneven" else 0, 4)) if difficulty in ("uneven", "empty") else rows
+            n = (
+                draw(st.integers(1 if difficulty == "uneven" else 0, 4))
+                if difficulty in ("uneven", "empty")
+                else rows
+            )
             return tuple(draw(row) for _ in range(n))
 
         return tuple(tuple(batch() for _ in range(batches)) for _ in range(ranks))
@@ -133,6 +152,10 @@ def named(case: Case) -> str:
     'rank 0 has [1 2]; rank 1 has [nan 0], then nothing'
     """
     parts = [
-        ", then ".join(" ".join(f"[{' '.join(f'{v:.9g}' for v in row)}]" for row in batch) or "nothing" for batch in rank) for rank in case
+        ", then ".join(
+            " ".join(f"[{' '.join(f'{v:.9g}' for v in row)}]" for row in batch) or "nothing"
+            for batch in rank
+        )
+        for rank in case
     ]
     return "; ".join(f"rank {i} has {part}" for i, part in enumerate(parts))

@@ -44,28 +44,47 @@ def require_sharded(
     Source:   spec P-2, P-3, P-27, H-4.
     """
     if not callable(collective):
-        raise ValueError(f"a collective is a function of a list of shards; got {type(collective).__name__}.")
+        raise ValueError(
+            f"a collective is a function of a list of shards; got {type(collective).__name__}."
+        )
     kind = Collective(
-        function=collective, policy=policies.by_name(policy), fmt=fmt, made=made, axis=axis, microbatches=microbatches, framework=framework
+        function=collective,
+        policy=policies.by_name(policy),
+        fmt=fmt,
+        made=made,
+        axis=axis,
+        microbatches=microbatches,
+        framework=framework,
     )
     found = departures(kind, without=without, examples=examples)
     if found:
         name = getattr(collective, "__name__", "the collective")
-        raise AssertionError("\n".join([f"{name} is not the {made} of the whole tensor:", *(f"  {one}" for one in found)]))
+        raise AssertionError(
+            "\n".join(
+                [f"{name} is not the {made} of the whole tensor:", *(f"  {one}" for one in found)]
+            )
+        )
 
 
-def departures(collective: Collective, *, without: Collection[str] = (), examples: int = 25) -> list[Departure]:
-    """The simplest departure of each difficulty. Where equal shards of ordinary numbers depart, that
-    one alone: it would show in all others.
+def departures(
+    collective: Collective, *, without: Collection[str] = (), examples: int = 25
+) -> list[Departure]:
+    """The simplest departure of each difficulty. Where equal shards of ordinary numbers depart,
+    that one alone: it would show in all others.
 
     Raises:   ValueError: an unknown word or axis; ``ordinary`` cannot be left out.
     """
     if unknown := sorted(set(without) - set(DIFFICULTIES) | {"ordinary"} & set(without)):
-        raise ValueError(f"without names difficulties, of {', '.join(list(DIFFICULTIES)[1:])}; got {', '.join(unknown)}.")
+        raise ValueError(
+            f"without names difficulties, of {', '.join(list(DIFFICULTIES)[1:])}; got "
+            f"{', '.join(unknown)}."
+        )
     words = {"made": ("amax", "scale", "scale_inv"), "axis": (0, 1), "framework": tuple(FRAMEWORKS)}
     for key, allowed in words.items():
         if getattr(collective, key) not in allowed:
-            raise ValueError(f"{key} is one of {', '.join(map(str, allowed))}; got {getattr(collective, key)!r}.")
+            raise ValueError(
+                f"{key} is one of {', '.join(map(str, allowed))}; got {getattr(collective, key)!r}."
+            )
     found = []
     for difficulty in DIFFICULTIES:
         if difficulty in without or (difficulty == "microbatches" and not collective.microbatches):

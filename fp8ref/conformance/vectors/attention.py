@@ -1,4 +1,6 @@
-"""Test vectors of attention: q, k and v in bfloat16, and the output of a variant with its log-sum-exp (spec A)."""
+"""Test vectors of attention: q, k and v in bfloat16, and the output of a variant with its
+log-sum-exp (spec A).
+"""
 
 import math
 import re
@@ -29,7 +31,9 @@ MASKS = ("full", "causal", "causal_start")
 """The masks without a window; the last is aligned to the start."""
 
 EXPONENTIALS = ("exact", "hardware")
-"""How exponentials are judged: rounded correctly, or within A-5's bound, which changes few outputs (``comparison.NEAR``)."""
+"""How exponentials are judged: rounded correctly, or within A-5's bound, which changes few outputs
+(``comparison.NEAR``).
+"""
 
 NO_LSE = "-"
 """The answer of a program without a log-sum-exp."""
@@ -40,11 +44,13 @@ _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """A set of vectors: ``count`` problems of a shape, under a mask and a window "left,right", -1 for an open side; with a softcap, a
-    number, and sinks, numbers of the query heads with commas, or "none" (A-22, A-23).
+    """A set of vectors: ``count`` problems of a shape, under a mask and a window "left,right", -1
+    for an open side; with a softcap, a number, and sinks, numbers of the query heads with commas,
+    or "none" (A-22, A-23).
 
-    Raises:   ValueError: an unknown variant or mask, a window or a shape that does not fit, a seed or count out of range; a softcap or
-              sinks that are no such numbers, or of a variant that takes none.
+    Raises:   ValueError: an unknown variant or mask, a window or a shape that does not fit, a seed
+              or count out of range; a softcap or sinks that are no such numbers, or of a variant
+              that takes none.
     """
 
     variant: str
@@ -70,9 +76,14 @@ class Attention:
         variants.by_name(self.variant).tile(d, self.of_mask)
         cap, sinks = self.of_softcap, self.of_sinks
         if cap is not None and not 0 < cap < math.inf:
-            raise ValueError(f"a softcap is a positive number, or none; got {self.softcap!r}. Write it like 50.")
+            raise ValueError(
+                f"a softcap is a positive number, or none; got {self.softcap!r}. Write it like 50."
+            )
         if sinks is not None and (len(sinks) != h or not np.isfinite(sinks).all()):
-            raise ValueError(f"sinks are a finite number for each of {h} query heads, or none; got {self.sinks!r}. Write them like 0.5,2.")
+            raise ValueError(
+                f"sinks are a finite number for each of {h} query heads, or none; got "
+                f"{self.sinks!r}. Write them like 0.5,2."
+            )
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -86,17 +97,26 @@ class Attention:
         if self.window != "none":
             sides = self.window.split(",")
             if len(sides) != 2 or not all(side == "-1" or side.isdecimal() for side in sides):
-                raise ValueError(f"a window is left,right, -1 for an open side, or none; got {self.window!r}. Write it like 64,0.")
+                raise ValueError(
+                    "a window is left,right, -1 for an open side, or none; got "
+                    f"{self.window!r}. Write it like 64,0."
+                )
             left, right = (None if side == "-1" else int(side) for side in sides)
             window = (left, right)
-        return Mask(causal=self.mask != "full", window=window, alignment="start" if self.mask == "causal_start" else "end")
+        return Mask(
+            causal=self.mask != "full",
+            window=window,
+            alignment="start" if self.mask == "causal_start" else "end",
+        )
 
     @property
     def of_softcap(self) -> float | None:
         """The softcap; ValueError for text that is no number."""
         found = _numbers(self.softcap, "a softcap")
         if found is not None and len(found) != 1:
-            raise ValueError(f"a softcap is one number, or none; got {self.softcap!r}. Write it like 50.")
+            raise ValueError(
+                f"a softcap is one number, or none; got {self.softcap!r}. Write it like 50."
+            )
         return None if found is None else float(found[0])
 
     @property
@@ -114,7 +134,13 @@ class Attention:
         for i in range(self.count):
             pattern = PATTERNS[i % len(PATTERNS)]
             seed = (self.seed << 32) + 3 * i
-            yield pattern, [_bits(pattern, role, shape, seed + n) for n, (role, shape) in enumerate(zip("qkv", self.shapes(), strict=True))]
+            yield (
+                pattern,
+                [
+                    _bits(pattern, role, shape, seed + n)
+                    for n, (role, shape) in enumerate(zip("qkv", self.shapes(), strict=True))
+                ],
+            )
 
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(pattern, line) of each problem."""
@@ -133,14 +159,24 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.exponentials not in EXPONENTIALS:
-            raise ValueError(f"exponentials are {' or '.join(EXPONENTIALS)}; got {self.exponentials!r}.")
+            raise ValueError(
+                f"exponentials are {' or '.join(EXPONENTIALS)}; got {self.exponentials!r}."
+            )
 
 
-def verify(question: Attention, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
-    """Judge every vector, and record it in the verdict. All NaNs count as equal; a log-sum-exp of ``-`` is not judged."""
+def verify(
+    question: Attention, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict
+) -> None:
+    """Judge every vector, and record it in the verdict.
+
+    All NaNs count as equal; a log-sum-exp of ``-`` is not judged.
+    """
     for vector in vectors:
         if vector.shape(0, AXES) != question.dims:
-            raise text.MalformedError(vector.line, f"the shape is {question.shape}; got {vector.fields[0]}. Copy gen's line.")
+            raise text.MalformedError(
+                vector.line,
+                f"the shape is {question.shape}; got {vector.fields[0]}. Copy gen's line.",
+            )
         names = ("q", "k", "v")
         bits = [
             vector.numbers(n + 1, 16, shape, f"the numbers of {names[n]} {list(shape)}, bfloat16,")
@@ -170,7 +206,8 @@ def verify(question: Attention, rules: Rules, vectors: Iterator[text.Vector], ve
                 "vector": f"{kind}, {what}{quantize.at(i, differ.shape)}",
                 "expected": _shown(expected.ravel()[i]),
                 "got": _shown(found.ravel()[i]),
-                "rule": f"variant {question.variant} (A-1). {count}. {_guess(question, q, k, v, pairs[0][1])}".strip(),
+                "rule": f"variant {question.variant} (A-1). {count}. "
+                f"{_guess(question, q, k, v, pairs[0][1])}".strip(),
             }
             verdict.show(vector.line, kind, why)
 
@@ -183,7 +220,9 @@ def _fails(differ: np.ndarray, found: np.ndarray, expected: np.ndarray, rules: R
 
 
 def _guess(question: Attention, q, k, v, found: np.ndarray) -> str:
-    """A sentence: which other variant, or wrong use of a softcap or sinks, gives these outputs; '' if none does."""
+    """A sentence: which other variant, or wrong use of a softcap or sinks, gives these outputs; ''
+    if none does.
+    """
     for name in VARIANTS:
         try:
             other = _forward(question, q, k, v, variant=name).o
@@ -207,7 +246,11 @@ def _guess(question: Attention, q, k, v, found: np.ndarray) -> str:
 
 
 def _forward(question: Attention, q, k, v, **changes) -> attention.Result:
-    given: dict = {"variant": question.variant, "softcap": question.of_softcap, "sinks": question.of_sinks} | changes
+    given: dict = {
+        "variant": question.variant,
+        "softcap": question.of_softcap,
+        "sinks": question.of_sinks,
+    } | changes
     return attention.forward(q, k, v, mask=question.of_mask, **given)
 
 
@@ -217,15 +260,24 @@ def _numbers(text: str, name: str) -> np.ndarray | None:
         return None
     parts = text.split(",")
     if not all(_DECIMAL.fullmatch(part) for part in parts):
-        raise ValueError(f"{name} are numbers with commas, or none; got {text!r}. Write them like 0.5,2.")
+        raise ValueError(
+            f"{name} are numbers with commas, or none; got {text!r}. Write them like 0.5,2."
+        )
     numbers = np.array([float(part) for part in parts])
     if (np.abs(numbers) > FLOAT32.max).any():
-        raise ValueError(f"{name} are numbers of float32's range, up to {float(FLOAT32.max):.9g}, or none; got {text!r}.")
+        raise ValueError(
+            f"{name} are numbers of float32's range, up to {float(FLOAT32.max):.9g}, or none; "
+            f"got {text!r}."
+        )
     return numbers.astype(np.float32)
 
 
 def _float32(vector: text.Vector, field: int, shape: tuple[int, ...], name: str) -> np.ndarray:
-    return vector.numbers(field, 32, shape, f"the numbers of {name} {list(shape)}, float32,").astype(np.uint32).view(np.float32)
+    return (
+        vector.numbers(field, 32, shape, f"the numbers of {name} {list(shape)}, float32,")
+        .astype(np.uint32)
+        .view(np.float32)
+    )
 
 
 def _shown(value: np.float32) -> str:
@@ -238,20 +290,27 @@ def _bits(pattern: str, role: str, shape: tuple[int, ...], seed: int) -> np.ndar
     sign = (raw >> np.uint64(63)).astype(np.uint16) << 15
     # from 2^-3 to 2, and more of them small
     ordinary = (
-        sign | ((np.uint64(124) + (raw & np.uint64(3))).astype(np.uint16) << 7) | (raw >> np.uint64(8) & np.uint64(0x7F)).astype(np.uint16)
+        sign
+        | ((np.uint64(124) + (raw & np.uint64(3))).astype(np.uint16) << 7)
+        | (raw >> np.uint64(8) & np.uint64(0x7F)).astype(np.uint16)
     )
     if pattern == "zero scores":
         integers = (raw >> np.uint64(4) & np.uint64(7)).astype(np.float32)
         return (
             np.zeros(shape, np.uint16)
             if role == "q"
-            else dtypes.bits(integers, _BFLOAT16).astype(np.uint16) | np.where(integers > 0, sign, 0)
+            else dtypes.bits(integers, _BFLOAT16).astype(np.uint16)
+            | np.where(integers > 0, sign, 0)
         )
     found = ordinary
-    if pattern == "one large score" and role == "k":  # of the first query and the key of the seed's number
+    if (
+        pattern == "one large score" and role == "k"
+    ):  # of the first query and the key of the seed's number
         found = ordinary.copy()
         found[:, :, seed // 3 % shape[2]] += np.uint16(3 << 7)
-    if pattern == "opposite values" and role == "v":  # the second half of the keys negates the first
+    if (
+        pattern == "opposite values" and role == "v"
+    ):  # the second half of the keys negates the first
         half = shape[2] // 2
         found = ordinary.copy()
         found[:, :, half : 2 * half] = found[:, :, :half] ^ np.uint16(0x8000)

@@ -51,12 +51,16 @@ class Cast:
 
     def inputs(self) -> np.ndarray:
         """The bits of all inputs, each once; uint64."""
-        return cast_inputs.vector_bits(self.fmt, dtypes.by_name(self.source), seed=self.seed, count=self.count)
+        return cast_inputs.vector_bits(
+            self.fmt, dtypes.by_name(self.source), seed=self.seed, count=self.count
+        )
 
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(kind, line) of each input."""
         inputs = self.inputs()
-        return zip((kinds.CASTS[kind] for kind in self.kinds(inputs)), self.lines(inputs), strict=True)
+        return zip(
+            (kinds.CASTS[kind] for kind in self.kinds(inputs)), self.lines(inputs), strict=True
+        )
 
     def lines(self, bits: np.ndarray) -> list[str]:
         """The line of each input."""
@@ -79,14 +83,17 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.rounding not in ROUNDINGS:
-            raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}, which give each input one code; got {self.rounding!r}.")
+            raise ValueError(
+                f"rounding is one of {', '.join(ROUNDINGS)}, which give each input one code; "
+                f"got {self.rounding!r}."
+            )
         if not isinstance(self.saturate, bool | np.bool_):
             raise ValueError(f"saturate is True or False; got {self.saturate!r}.")
 
 
 def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
-    """Judge every vector, and record it in the verdict. All NaN codes count as equal (C-5); any code of a
-    NaN does in a format without NaN (C-9)."""
+    """Judge every vector, and record it in the verdict. All NaN codes count as equal (C-5); any
+    code of a NaN does in a format without NaN (C-9)."""
     source, fmt = dtypes.by_name(question.source), question.fmt
     answered: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in text.batches(vectors):
@@ -100,7 +107,9 @@ def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict
         for i, vector in enumerate(batch):
             kind = kinds.CASTS[of_kinds[i]]
             if verdict.add(vector.line, lines[i], kind, differs=differ[i]):
-                verdict.show(vector.line, kind, _why(question, rules, kind, lines[i], x[i], int(found[i])))
+                verdict.show(
+                    vector.line, kind, _why(question, rules, kind, lines[i], x[i], int(found[i]))
+                )
     if verdict.differ:  # only all answers together can tell which other rule was followed
         x, found = (np.concatenate(parts) for parts in zip(*answered, strict=True))
         note = explain.cast_note(x, found, fmt, rounding=rules.rounding, saturate=rules.saturate)
@@ -110,11 +119,18 @@ def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict
 def _why(question: Cast, rules: Rules, kind: str, line: str, x, found: int) -> dict[str, str]:
     fmt = question.fmt
     expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
-    guess = explain.cast_guess(np.reshape(x, 1), np.full(1, found, np.uint8), fmt, rounding=rules.rounding, saturate=rules.saturate)
+    guess = explain.cast_guess(
+        np.reshape(x, 1),
+        np.full(1, found, np.uint8),
+        fmt,
+        rounding=rules.rounding,
+        saturate=rules.saturate,
+    )
     given = f" The answer is what {' or '.join(guess)} gives." if guess else ""
+    rule = explain.cast_rule(kind, fmt, rounding=rules.rounding, saturate=rules.saturate)
     return {
         "vector": f"{line}, {question.source} {explain.decimal(x)} ({kind})",
         "expected": explain.code(int(expected), fmt),
         "got": explain.code(found, fmt),
-        "rule": f"{explain.cast_rule(kind, fmt, rounding=rules.rounding, saturate=rules.saturate)}.{given}",
+        "rule": f"{rule}.{given}",
     }

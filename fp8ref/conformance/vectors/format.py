@@ -41,16 +41,19 @@ class Vector(NamedTuple):
         return self._number(self.fields[field], bits, name)
 
     def numbers(self, field: int, bits: int, shape: tuple[int, ...], name: str) -> np.ndarray:
-        """A field as numbers of so many bits, unsigned integers of a shape, of 8 bits at least; MalformedError if it
-        is not that.
+        """A field as numbers of so many bits, unsigned integers of a shape, of 8 bits at least;
+        MalformedError if it is not that.
         """
         parts = self.fields[field].split(",")
         if len(parts) != math.prod(shape):
             raise MalformedError(
                 self.line,
-                f"{name} need {math.prod(shape):,} numbers, separated by commas; got {len(parts):,}. Write all, the last axis fastest.",
+                f"{name} need {math.prod(shape):,} numbers, separated by commas; got "
+                f"{len(parts):,}. Write all, the last axis fastest.",
             )
-        return np.array([self._number(part, bits, f"each of {name}") for part in parts], f"uint{max(bits, 8)}").reshape(shape)
+        return np.array(
+            [self._number(part, bits, f"each of {name}") for part in parts], f"uint{max(bits, 8)}"
+        ).reshape(shape)
 
     def shape(self, field: int, axes: str = "") -> tuple[int, ...]:
         """A field as a shape; MalformedError if it is not one."""
@@ -71,7 +74,9 @@ class Vector(NamedTuple):
             digits = bits // 4
             raise MalformedError(
                 self.line,
-                f"{name} is {bits} bits in hexadecimal, at most {digits} digit{'s' * (digits > 1)}; got {short(text)!r}. Write them as %0{digits}X does.",
+                f"{name} is {bits} bits in hexadecimal, at most {digits} "
+                f"digit{'s' * (digits > 1)}; got {short(text)!r}. Write them as %0{digits}X "
+                "does.",
             )
         return value
 
@@ -83,7 +88,9 @@ def header(operation: str, question) -> str:
     >>> header("cast", Cast(format="e4m3fn"))
     '# fp8ref vectors 1: cast format=e4m3fn source=float32 seed=0 count=10000'
     """
-    settings = " ".join(f"{field.name}={getattr(question, field.name)}" for field in dataclasses.fields(question))
+    settings = " ".join(
+        f"{field.name}={getattr(question, field.name)}" for field in dataclasses.fields(question)
+    )
     return f"# fp8ref vectors {VERSION}: {operation} {settings}"
 
 
@@ -102,17 +109,29 @@ def read(
     for number, text in texts:
         if _TITLE.match(text):
             if stated is not None:
-                raise MalformedError(number, "a set of vectors has one header; got a second one. Judge one set at a time.")
+                raise MalformedError(
+                    number,
+                    "a set of vectors has one header; got a second one. Judge one set at a time.",
+                )
             stated = _settings(number, text, operation)
         elif text and not text.startswith("#"):
             return stated, _vectors(chain([(number, text)], texts), inputs, answers)
-    raise ValueError(f"verify needs vectors of {operation}, one per line; got none. Check whether the program before this one failed.")
+    raise ValueError(
+        f"verify needs vectors of {operation}, one per line; got none. Check whether the "
+        "program before this one failed."
+    )
 
 
-def _vectors(texts: Iterable[tuple[int, str]], inputs: Sequence[str], answers: Sequence[str]) -> Iterator[Vector]:
+def _vectors(
+    texts: Iterable[tuple[int, str]], inputs: Sequence[str], answers: Sequence[str]
+) -> Iterator[Vector]:
     for number, text in texts:
         if _TITLE.match(text):
-            raise MalformedError(number, "a header stands before its vectors; got one after vectors. Judge one set at a time.")
+            raise MalformedError(
+                number,
+                "a header stands before its vectors; got one after vectors. Judge one set at a "
+                "time.",
+            )
         if text and not text.startswith("#"):
             fields = text.split()
             if len(fields) != len(inputs) + len(answers):
@@ -133,29 +152,42 @@ def _text(number: int, raw: bytes) -> str:
     if (number == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))) or b"\0" in raw:
         raise MalformedError(
             number,
-            "a line is ASCII text; got UTF-16 (its mark, or bytes of zero), which PowerShell writes with >. "
-            "Convert it with iconv -f UTF-16 -t ASCII, or write it with | Out-File -Encoding ascii.",
+            "a line is ASCII text; got UTF-16 (its mark, or bytes of zero), which PowerShell "
+            "writes with >. Convert it with iconv -f UTF-16 -t ASCII, or write it with | "
+            "Out-File -Encoding ascii.",
         )
     raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
     try:
         return raw.decode("ascii").strip()
     except UnicodeDecodeError as error:
-        raise MalformedError(number, f"a line is ASCII text; got byte 0x{raw[error.start]:02X}. Print numbers in hexadecimal.") from error
+        raise MalformedError(
+            number,
+            f"a line is ASCII text; got byte 0x{raw[error.start]:02X}. Print numbers in "
+            "hexadecimal.",
+        ) from error
 
 
 def _settings(number: int, text: str, operation: str) -> dict[str, str]:
     match = _HEADER.fullmatch(text)
     if match is None:
         raise MalformedError(
-            number, f"a header is '# fp8ref vectors {VERSION}: OPERATION KEY=VALUE ...'; got {short(text)!r}. Copy the header of gen."
+            number,
+            f"a header is '# fp8ref vectors {VERSION}: OPERATION KEY=VALUE ...'; got "
+            f"{short(text)!r}. Copy the header of gen.",
         )
     version, asked, settings = match.groups()
     if int(version) != VERSION:
         raise MalformedError(
-            number, f"these are vectors of version {version}; this fp8ref judges version {VERSION}. Use the fp8ref that made them."
+            number,
+            f"these are vectors of version {version}; this fp8ref judges version {VERSION}. Use "
+            "the fp8ref that made them.",
         )
     if asked != operation:
-        raise MalformedError(number, f"these are vectors of {asked!r}, not of {operation!r}. Use fp8ref vectors verify {asked}.")
+        raise MalformedError(
+            number,
+            f"these are vectors of {asked!r}, not of {operation!r}. Use fp8ref vectors verify "
+            f"{asked}.",
+        )
     return dict(setting.split("=", 1) for setting in settings.split())
 
 

@@ -21,7 +21,10 @@ from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import epilogue as epilogues
 from fp8ref.spec import granularity as granularities
 
-FIELDS, ANSWERS = ("M,N,K", "codes of a", "scale_inv of a", "codes of b", "scale_inv of b"), ("values",)
+FIELDS, ANSWERS = (
+    ("M,N,K", "codes of a", "scale_inv of a", "codes of b", "scale_inv of b"),
+    ("values",),
+)
 PATTERNS = ("ordinary", "any code", "one large", "canceling", "subnormal", "zero", "specials")
 """How an operand's codes are filled.
 
@@ -59,7 +62,9 @@ class Gemm:
             object.__setattr__(self, "format_b", self.format)
         for name in (self.format, self.format_b):
             if name not in FP8_FORMATS:
-                raise ValueError(f"an operand's format is one of {', '.join(FP8_FORMATS)}; got {name!r}.")
+                raise ValueError(
+                    f"an operand's format is one of {', '.join(FP8_FORMATS)}; got {name!r}."
+                )
         if self.out_dtype not in OUTS:
             raise ValueError(f"out_dtype is one of {', '.join(OUTS)}; got {self.out_dtype!r}.")
         dtypes.check_random(self.seed, self.count)
@@ -90,7 +95,10 @@ class Gemm:
 
     def line(self, a: Quantized, b: Quantized) -> str:
         """The line of a product of these operands."""
-        sides = [f"{text.join(q.codes, 8)} {text.join(np.atleast_1d(q.scale_inv).view(np.uint32), 32)}" for q in (a, b)]
+        sides = [
+            f"{text.join(q.codes, 8)} {text.join(np.atleast_1d(q.scale_inv).view(np.uint32), 32)}"
+            for q in (a, b)
+        ]
         return f"{len(a.codes)},{len(b.codes)},{a.codes.shape[1]} {' '.join(sides)}"
 
 
@@ -108,10 +116,16 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.bound and self.accumulate != "exact":
-            raise ValueError(f"B-1 bounds the distance from the exact sum; got accumulate {self.accumulate!r}. Leave it or the bound out.")
+            raise ValueError(
+                "B-1 bounds the distance from the exact sum; got accumulate "
+                f"{self.accumulate!r}. Leave it or the bound out."
+            )
         accumulate.by_name(self.accumulate)
         if self.epilogue not in EPILOGUES:
-            raise ValueError(f"epilogue is one of {', '.join(EPILOGUES)}, which take no bias; got {self.epilogue!r}.")
+            raise ValueError(
+                f"epilogue is one of {', '.join(EPILOGUES)}, which take no bias; got "
+                f"{self.epilogue!r}."
+            )
 
 
 def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
@@ -121,10 +135,18 @@ def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict
         m, n, k = vector.shape(0, FIELDS[0])
         a = _read(vector, 1, (m, k), question.format, question.granularity, "a")
         b = _read(vector, 3, (n, k), question.format_b, question.granularity, "b")
-        found_bits = vector.numbers(5, out.bits, (m, n), f"the values, {out.name}, of M x N = {m} x {n}")
+        found_bits = vector.numbers(
+            5, out.bits, (m, n), f"the values, {out.name}, of M x N = {m} x {n}"
+        )
         found = dtypes.values(found_bits, out).astype(np.float32)
         with vector.named():
-            expected = gemm.matmul(a, b, accumulate=rules.accumulate, epilogue=rules.epilogue, out_dtype=FORMATS[question.out_dtype])
+            expected = gemm.matmul(
+                a,
+                b,
+                accumulate=rules.accumulate,
+                epilogue=rules.epilogue,
+                out_dtype=FORMATS[question.out_dtype],
+            )
         differ = _differ(found, expected)
         if rules.bound:
             distance = _distance(a, b, found, expected, rules, out)
@@ -138,29 +160,53 @@ def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict
                 "vector": f"{kind} operands, element{quantize.at(i, (m, n))}",
                 "expected": _shown(expected.ravel()[i], out),
                 "got": _shown(found.ravel()[i], out),
-                "rule": f"{_rule(rules, question)}. {int(differ.sum())} of {differ.size} values differ. {_guess(a, b, found, rules, question)}".strip(),
+                "rule": f"{_rule(rules, question)}. {int(differ.sum())} of {differ.size} values "
+                f"differ. {_guess(a, b, found, rules, question)}".strip(),
             }
             if rules.bound:
                 why["rule"] = f"{distance.ravel()[i]:.3g} of the bound (B-1). {why['rule']}"
             verdict.show(vector.line, kind, why)
     if rules.bound:
-        verdict.notes.append(f"the largest distance from the exact sum is {worst:.3g} of B-1's bound")
+        verdict.notes.append(
+            f"the largest distance from the exact sum is {worst:.3g} of B-1's bound"
+        )
 
 
-def _distance(a: Quantized, b: Quantized, found: np.ndarray, expected: np.ndarray, rules: Rules, out: dtypes.Source) -> np.ndarray:
+def _distance(
+    a: Quantized,
+    b: Quantized,
+    found: np.ndarray,
+    expected: np.ndarray,
+    rules: Rules,
+    out: dtypes.Source,
+) -> np.ndarray:
     """The distance in units of B-1's bound; infinite where one side alone is not finite."""
     with np.errstate(all="ignore"):
-        within = bounds.bound(a, b, found, expected, out_dtype=FORMATS[out.name], epilogue=rules.epilogue)
+        within = bounds.bound(
+            a, b, found, expected, out_dtype=FORMATS[out.name], epilogue=rules.epilogue
+        )
         distance = np.abs(found.astype(np.float64) - expected) / within
     distance = np.where(_differ(found, expected), distance, 0)
     return np.where(np.isfinite(found) & np.isfinite(expected) | (distance == 0), distance, np.inf)
 
 
 def _rule(rules: Rules, question: Gemm) -> str:
-    how = {"exact": "the exact sum, rounded once to float32 (G-2)", "f32": "float32 sums in the order of K (G-3)"}
-    clause = {"scale_then_round": "G-4", "product_then_round": "G-14", "unit_round_scale_round": "G-5"}[rules.epilogue]
-    blocks = ", block by block (G-13)" if granularities.by_name(question.granularity).reduced else ""
-    return f"{how.get(rules.accumulate, f'{rules.accumulate} (G-10, G-12)')}{blocks}, then {rules.epilogue} ({clause})"
+    how = {
+        "exact": "the exact sum, rounded once to float32 (G-2)",
+        "f32": "float32 sums in the order of K (G-3)",
+    }
+    clause = {
+        "scale_then_round": "G-4",
+        "product_then_round": "G-14",
+        "unit_round_scale_round": "G-5",
+    }[rules.epilogue]
+    blocks = (
+        ", block by block (G-13)" if granularities.by_name(question.granularity).reduced else ""
+    )
+    return (
+        f"{how.get(rules.accumulate, f'{rules.accumulate} (G-10, G-12)')}{blocks}, then "
+        f"{rules.epilogue} ({clause})"
+    )
 
 
 def _guess(a: Quantized, b: Quantized, found: np.ndarray, rules: Rules, question: Gemm) -> str:
@@ -168,7 +214,9 @@ def _guess(a: Quantized, b: Quantized, found: np.ndarray, rules: Rules, question
     for how in ACCUMULATE:
         for epilogue in EPILOGUES:
             try:
-                other = gemm.matmul(a, b, accumulate=how, epilogue=epilogue, out_dtype=FORMATS[question.out_dtype])
+                other = gemm.matmul(
+                    a, b, accumulate=how, epilogue=epilogue, out_dtype=FORMATS[question.out_dtype]
+                )
             except ValueError:  # an accumulation that does not take such operands
                 continue
             if not _differ(found, other).any():
@@ -186,7 +234,9 @@ def _shown(value: np.float32, out: dtypes.Source) -> str:
     return f"{bits:0{out.bits // 4}X} ({explain.decimal(value)})"
 
 
-def _read(vector: text.Vector, field: int, shape: tuple[int, int], fmt: str, granularity: str, name: str) -> Quantized:
+def _read(
+    vector: text.Vector, field: int, shape: tuple[int, int], fmt: str, granularity: str, name: str
+) -> Quantized:
     with vector.named():
         scales_shape = granularities.scale_shape(granularity, shape, -1)
     codes = vector.numbers(field, 8, shape, f"the codes of {name} {list(shape)}")
@@ -195,7 +245,9 @@ def _read(vector: text.Vector, field: int, shape: tuple[int, int], fmt: str, gra
     return Quantized(codes, scale_inv, scale_inv, FP8_FORMATS[fmt], granularity, -1)
 
 
-def _operand(pattern: str, shape: tuple[int, int], name: str, granularity: str, seed: int) -> Quantized:
+def _operand(
+    pattern: str, shape: tuple[int, int], name: str, granularity: str, seed: int
+) -> Quantized:
     fmt = FP8_FORMATS[name]
     raw = dtypes.random(seed, 2 * math.prod(shape)).reshape(2, *shape)
     sign = (raw[0] >> np.uint64(63)).astype(np.uint8) * np.uint8(fmt.sign_bit)
@@ -219,9 +271,13 @@ def _operand(pattern: str, shape: tuple[int, int], name: str, granularity: str, 
     if fmt.specials == "fnuz":
         sign[codes == 0] = 0
     codes = codes | sign
-    if pattern == "canceling":  # the second half of K repeats the first, in one operand negated: all products but one cancel
+    if pattern == "canceling":
+        # the second half of K repeats the first, in one operand negated: all products but one
+        # cancel
         half = shape[1] // 2
-        codes[:, half : 2 * half - 1] = codes[:, : half - 1] ^ np.uint8(fmt.sign_bit if seed % 2 else 0)
+        codes[:, half : 2 * half - 1] = codes[:, : half - 1] ^ np.uint8(
+            fmt.sign_bit if seed % 2 else 0
+        )
         if fmt.specials == "fnuz":
             codes[codes == fmt.nan_code] = 0
     if pattern == "specials":  # at most one NaN or Inf a line, so that some results are finite
@@ -231,6 +287,10 @@ def _operand(pattern: str, shape: tuple[int, int], name: str, granularity: str, 
     of_groups = dtypes.random(seed ^ 1 << 63, math.prod(groups)).reshape(groups)
     # scale_inv between 2^-8 and 1, of random mantissas where the granularity's scales have any
     field = np.uint64(119) + (of_groups >> np.uint64(61))
-    drawn = (field << np.uint64(23) | of_groups & np.uint64(0x7FFFFF)).astype(np.uint32).view(np.float32)
+    drawn = (
+        (field << np.uint64(23) | of_groups & np.uint64(0x7FFFFF))
+        .astype(np.uint32)
+        .view(np.float32)
+    )
     inverses = hardware_scales(granularity, drawn)
     return Quantized(codes, inverses, inverses, fmt, granularity, -1)

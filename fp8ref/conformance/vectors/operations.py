@@ -28,9 +28,13 @@ class Operation(NamedTuple):
 OPERATIONS = {
     "cast": Operation(cast.Cast, cast.Rules, cast.verify, cast.FIELDS, cast.ANSWERS),
     "scale": Operation(scale.Scale, scale.Rules, scale.verify, scale.FIELDS, scale.ANSWERS),
-    "quantize": Operation(quantize.Quantize, quantize.Rules, quantize.verify, quantize.FIELDS, quantize.ANSWERS),
+    "quantize": Operation(
+        quantize.Quantize, quantize.Rules, quantize.verify, quantize.FIELDS, quantize.ANSWERS
+    ),
     "gemm": Operation(gemm.Gemm, gemm.Rules, gemm.verify, gemm.FIELDS, gemm.ANSWERS),
-    "attention": Operation(attention.Attention, attention.Rules, attention.verify, attention.FIELDS, attention.ANSWERS),
+    "attention": Operation(
+        attention.Attention, attention.Rules, attention.verify, attention.FIELDS, attention.ANSWERS
+    ),
 }
 """The operations of ``fp8ref vectors``, by name."""
 
@@ -48,7 +52,14 @@ def generate(operation: str, settings: Mapping[str, Any]) -> Iterator[str]:
         yield line
 
 
-def judge(operation: str, stream: Iterable[bytes], *, settings: Mapping[str, Any], rules: Mapping[str, Any], some: bool = False) -> Verdict:
+def judge(
+    operation: str,
+    stream: Iterable[bytes],
+    *,
+    settings: Mapping[str, Any],
+    rules: Mapping[str, Any],
+    some: bool = False,
+) -> Verdict:
     """Compare the answers of a stream with the simulator's, and its vectors with those that
     ``generate`` writes.
 
@@ -64,7 +75,8 @@ def judge(operation: str, stream: Iterable[bytes], *, settings: Mapping[str, Any
     if stated is None:
         if (needed := needed_setting(operation)) not in settings:
             raise ValueError(
-                f"vectors without a header need their settings as options, --{needed} at least. See fp8ref vectors verify --help."
+                f"vectors without a header need their settings as options, --{needed} at least. "
+                "See fp8ref vectors verify --help."
             )
         question = of.question(**settings)
         unsure = (
@@ -82,7 +94,10 @@ def judge(operation: str, stream: Iterable[bytes], *, settings: Mapping[str, Any
                     f"got {option}. Make them with fp8ref vectors gen {operation} {option}."
                 )
     start = len(_comments(operation, question)) + 1
-    asked = (AskedVector(number, kind, line) for number, (kind, line) in enumerate(question.vectors(), start))
+    asked = (
+        AskedVector(number, kind, line)
+        for number, (kind, line) in enumerate(question.vectors(), start)
+    )
     verdict = Verdict(asked, some=some, unsure=unsure)
     of.verify(question, of_rules, vectors, verdict)
     return verdict
@@ -95,7 +110,10 @@ def needed_setting(operation: str) -> str:
 
 def _comments(operation: str, question) -> list[str]:
     of = OPERATIONS[operation]
-    form = f"# a line is {', '.join(of.fields)}, separated by blanks; to answer, write it again and append {', '.join(of.answers)}"
+    form = (
+        f"# a line is {', '.join(of.fields)}, separated by blanks; to answer, write it again "
+        f"and append {', '.join(of.answers)}"
+    )
     return [text.header(operation, question), form]
 
 
@@ -109,12 +127,20 @@ def _typed(question: type, stated: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in stated.items():
         if name not in types:
-            raise ValueError(f"a header's keys are {', '.join(types)}; got {name!r}. Use the fp8ref that made these vectors.")
+            raise ValueError(
+                f"a header's keys are {', '.join(types)}; got {name!r}. Use the fp8ref that "
+                "made these vectors."
+            )
         try:
             found[name] = int(value) if types[name] in (int, "int") else value
         except ValueError as error:
-            raise ValueError(f"{name} of a header is an integer; got {value!r}. Copy the header of gen.") from error
+            raise ValueError(
+                f"{name} of a header is an integer; got {value!r}. Copy the header of gen."
+            ) from error
     needed = dataclasses.fields(question)[0].name
     if needed not in found:
-        raise ValueError(f"a header names a {needed}; this one does not. Use the one that fp8ref vectors gen writes.")
+        raise ValueError(
+            f"a header names a {needed}; this one does not. Use the one that fp8ref vectors gen "
+            "writes."
+        )
     return found

@@ -44,17 +44,28 @@ class Quantize:
 
     def __post_init__(self) -> None:
         if self.format not in QUANTIZED_FORMATS:
-            raise ValueError(f"a quantizer's format is one of {', '.join(QUANTIZED_FORMATS)}; got {self.format!r}.")
-        if policies.by_name(self.policy).two_level is not None and self.format not in FP4_FORMATS:
-            raise ValueError(f"policy {self.policy!r} is of {', '.join(FP4_FORMATS)}; got {self.format!r}. Use another policy.")
-        if policies.by_name(self.policy).two_level is not None and self.granularity not in _TWO_LEVEL:
             raise ValueError(
-                f"policy {self.policy!r} scales blocks of 16 under a tensor's scale (S-22); got granularity {self.granularity!r}. "
-                f"Use {' or '.join(_TWO_LEVEL)}."
+                f"a quantizer's format is one of {', '.join(QUANTIZED_FORMATS)}; got "
+                f"{self.format!r}."
+            )
+        if policies.by_name(self.policy).two_level is not None and self.format not in FP4_FORMATS:
+            raise ValueError(
+                f"policy {self.policy!r} is of {', '.join(FP4_FORMATS)}; got {self.format!r}. "
+                "Use another policy."
+            )
+        if (
+            policies.by_name(self.policy).two_level is not None
+            and self.granularity not in _TWO_LEVEL
+        ):
+            raise ValueError(
+                f"policy {self.policy!r} scales blocks of 16 under a tensor's scale (S-22); got "
+                f"granularity {self.granularity!r}. Use {' or '.join(_TWO_LEVEL)}."
             )
         dtypes.check_random(self.seed, self.count)
         if self.source not in SOURCES:
-            raise ValueError(f"a tensor's source is one of {', '.join(SOURCES)}; got {self.source!r}.")
+            raise ValueError(
+                f"a tensor's source is one of {', '.join(SOURCES)}; got {self.source!r}."
+            )
         granularities.blocks(self.granularity, self.dims, self.axis)
 
     @property
@@ -72,7 +83,10 @@ class Quantize:
         source = dtypes.by_name(self.source)
         for i in range(self.count):
             pattern = quantizer_inputs.PATTERNS[i % len(quantizer_inputs.PATTERNS)]
-            yield pattern, quantizer_inputs.filled(pattern, self.dims, source, (self.seed << 32) + i)
+            yield (
+                pattern,
+                quantizer_inputs.filled(pattern, self.dims, source, (self.seed << 32) + i),
+            )
 
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(pattern, line) of each tensor."""
@@ -80,35 +94,53 @@ class Quantize:
 
     def line(self, bits: np.ndarray) -> str:
         """The line of a tensor."""
-        return f"{','.join(map(str, bits.shape))} {text.join(bits, dtypes.by_name(self.source).bits)}"
+        return (
+            f"{','.join(map(str, bits.shape))} {text.join(bits, dtypes.by_name(self.source).bits)}"
+        )
 
 
 def dims(shape: str, axes: str = "") -> tuple[int, ...]:
     """A shape as an option gives it; ValueError if it is not one or has more than 2^24 elements."""
     found = text.shape(shape, axes)
     if math.prod(found) > 1 << 24:
-        raise ValueError(f"the sizes of a shape that gen makes multiply to 2^24 at most; got {shape}. Write more vectors instead.")
+        raise ValueError(
+            f"the sizes of a shape that gen makes multiply to 2^24 at most; got {shape}. Write "
+            "more vectors instead."
+        )
     return found
 
 
-def verify(question: Quantize, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
-    """Judge every vector, and record it in the verdict. Lines may differ in shape. ValueError as ``scale.check_made``, or
-    for another ``made`` than scale_inv under a policy of two levels."""
+def verify(
+    question: Quantize, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict
+) -> None:
+    """Judge every vector, and record it in the verdict. Lines may differ in shape. ValueError as
+    ``scale.check_made``, or for another ``made`` than scale_inv under a policy of two levels."""
     scale.check_made(question.policy, rules.made)
     levels, tensor = policies.by_name(question.policy).two_level, _has_tensor_scale(question.policy)
     if levels is not None and rules.made != "scale_inv":
-        raise ValueError(f"scales of policy {question.policy!r} are compared as scale_inv (S-22); got {rules.made!r}. Use made scale_inv.")
+        raise ValueError(
+            f"scales of policy {question.policy!r} are compared as scale_inv (S-22); got "
+            f"{rules.made!r}. Use made scale_inv."
+        )
     source, fmt = dtypes.by_name(question.source), question.fmt
     for vector in vectors:
         shape = vector.shape(0)
         with vector.named():
             scales_shape = granularities.scale_shape(question.granularity, shape, question.axis)
-        bits = vector.numbers(1, source.bits, shape, f"the values, {source.name}, of shape {list(shape)}")
+        bits = vector.numbers(
+            1, source.bits, shape, f"the values, {source.name}, of shape {list(shape)}"
+        )
         codes = vector.numbers(2, fmt.bits, shape, f"the codes of shape {list(shape)}")
-        name, count = f"the {rules.made}s of {question.granularity} groups, shape {list(scales_shape)},", (math.prod(scales_shape),)
+        name, count = (
+            f"the {rules.made}s of {question.granularity} groups, shape {list(scales_shape)},",
+            (math.prod(scales_shape),),
+        )
         if tensor:
             name, count = f"{name} then the tensor's,", (count[0] + 1,)
-        made, x = vector.numbers(3, scale.MADE[rules.made], count, name), dtypes.values(bits, source)
+        made, x = (
+            vector.numbers(3, scale.MADE[rules.made], count, name),
+            dtypes.values(bits, source),
+        )
         why = tensor_difference(x, made[-1], fmt, question.policy) if tensor else None
         why = why or difference(
             x,
@@ -128,7 +160,15 @@ def verify(question: Quantize, rules: Rules, vectors: Iterator[text.Vector], ver
 
 
 def difference(
-    x: np.ndarray, codes: np.ndarray, made_bits: np.ndarray, fmt: Format, *, made: str, policy: str, granularity: str, axis: int
+    x: np.ndarray,
+    codes: np.ndarray,
+    made_bits: np.ndarray,
+    fmt: Format,
+    *,
+    made: str,
+    policy: str,
+    granularity: str,
+    axis: int,
 ) -> dict[str, str] | None:
     """Describe where a quantized tensor differs from the simulator's; None where it agrees.
 
@@ -140,7 +180,9 @@ def difference(
     Shapes:   x and codes alike; made_bits, of the scales, flat, as ``scale.expected`` returns them.
     """
     q = _quantized(x, fmt, policy=policy, granularity=granularity, axis=axis)
-    specified = scale.made_of(Scales(np.ravel(q.scale), np.ravel(q.scale_inv)), policy, made).ravel()
+    specified = scale.made_of(
+        Scales(np.ravel(q.scale), np.ravel(q.scale_inv)), policy, made
+    ).ravel()
     wrong = ~scale.same(made_bits, specified, made)
     if wrong.any():
         amaxes = np.ravel(scaling.amax(x, granularity, axis=axis))
@@ -148,10 +190,12 @@ def difference(
         amax = amaxes[group : group + 1]
         kind = kinds.AMAXES[kinds.of_amaxes(amax, fmt, policy)[0]]
         return {
-            "vector": f"{made}{at(group, np.shape(q.scale))}, of amax {scale.shown(amax.view(np.uint32)[0], 'scale')} ({kind})",
+            "vector": f"{made}{at(group, np.shape(q.scale))}, of amax "
+            f"{scale.shown(amax.view(np.uint32)[0], 'scale')} ({kind})",
             "expected": scale.shown(specified[group], made),
             "got": scale.shown(made_bits[group], made),
-            "rule": f"{explain.scale_rule(kind, policy)}. {int(wrong.sum())} of {specified.size} scales differ.",
+            "rule": f"{explain.scale_rule(kind, policy)}. {int(wrong.sum())} of {specified.size} "
+            "scales differ.",
         }
     # scales agree from here on, so that a wrong code comes from the multiplication or the cast
     divides = policies.by_name(policy).stored == "scale_inv"
@@ -166,18 +210,26 @@ def difference(
     value, scaled = np.ravel(x)[i].astype(np.float32), every.ravel()[i]
     how = "RN32(x / scale_inv)" if divides else "RN32(x * scale)"
     return {
-        "vector": f"element{at(i, x.shape)}, {explain.decimal(value)}, under {'scale_inv' if divides else 'scale'} {explain.decimal(factor)}",
+        "vector": f"element{at(i, x.shape)}, {explain.decimal(value)}, under "
+        f"{'scale_inv' if divides else 'scale'} {explain.decimal(factor)}",
         "expected": explain.code(int(q.codes.ravel()[i]), fmt),
         "got": explain.code(int(codes.ravel()[i]), fmt),
-        "rule": f"{how} = {explain.decimal(scaled)}, clipped to {fmt.max:g}, cast to nearest even ({'S-13' if divides else 'S-5'}). "
-        f"{int(differ.sum())} of {differ.size} codes differ.",
+        "rule": f"{how} = {explain.decimal(scaled)}, clipped to {fmt.max:g}, cast to nearest even "
+        f"({'S-13' if divides else 'S-5'}). {int(differ.sum())} of {differ.size} codes "
+        "differ.",
     }
 
 
-def tensor_difference(x: np.ndarray, found: np.uint32, fmt: Format, policy: str) -> dict[str, str] | None:
-    """Describe how the bits of the tensor's scale_inv differ, of a policy that makes one (S-22); None where they agree."""
+def tensor_difference(
+    x: np.ndarray, found: np.uint32, fmt: Format, policy: str
+) -> dict[str, str] | None:
+    """Describe how the bits of the tensor's scale_inv differ, of a policy that makes one (S-22);
+    None where they agree.
+    """
     amax = scaling.amax(x)
-    expected = np.float32(two_level.scales_from_amaxes(amax, amax, fmt, policy).tensor_scale_inv).view(np.uint32)
+    expected = np.float32(
+        two_level.scales_from_amaxes(amax, amax, fmt, policy).tensor_scale_inv
+    ).view(np.uint32)
     if scale.same(np.atleast_1d(found), np.atleast_1d(expected), "scale_inv")[0]:
         return None
     return {
@@ -188,7 +240,9 @@ def tensor_difference(x: np.ndarray, found: np.uint32, fmt: Format, policy: str)
     }
 
 
-def _quantized(x: np.ndarray, fmt: Format, *, policy: str, granularity: str, axis: int) -> scaling.Quantized:
+def _quantized(
+    x: np.ndarray, fmt: Format, *, policy: str, granularity: str, axis: int
+) -> scaling.Quantized:
     """``scaling.quantize``; of few elements by its definitions, which compile nothing: tests that
     draw many examples have deadlines.
     """
@@ -197,7 +251,9 @@ def _quantized(x: np.ndarray, fmt: Format, *, policy: str, granularity: str, axi
     compute = policies.by_name(policy).compute
     value = x if compute == FLOAT32 else cast.round_to(x, compute)
     pair = scales_from_amax(scaling.amax_plain(value, granularity, axis=axis), fmt, policy)
-    return scaling.quantize_plain(value, pair, fmt, granularity=granularity, policy=policy, axis=axis)
+    return scaling.quantize_plain(
+        value, pair, fmt, granularity=granularity, policy=policy, axis=axis
+    )
 
 
 def _has_tensor_scale(policy: str) -> bool:

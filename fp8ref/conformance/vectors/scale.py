@@ -41,10 +41,13 @@ class Scale:
 
     def __post_init__(self) -> None:
         if self.format not in QUANTIZED_FORMATS:
-            raise ValueError(f"a scale's format is one of {', '.join(QUANTIZED_FORMATS)}; got {self.format!r}.")
+            raise ValueError(
+                f"a scale's format is one of {', '.join(QUANTIZED_FORMATS)}; got {self.format!r}."
+            )
         if policies.by_name(self.policy).two_level is not None:
             raise ValueError(
-                f"policy {self.policy!r} makes scales from a block's amax and the tensor's (S-22). Ask for quantize in place of scale."
+                f"policy {self.policy!r} makes scales from a block's amax and the tensor's "
+                "(S-22). Ask for quantize in place of scale."
             )
         dtypes.check_random(self.seed, self.count)
 
@@ -60,7 +63,11 @@ class Scale:
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(kind, line) of each amax."""
         inputs = self.inputs()
-        return zip((kinds.AMAXES[kind] for kind in self.kinds(inputs)), text.hexadecimal(inputs, 32), strict=True)
+        return zip(
+            (kinds.AMAXES[kind] for kind in self.kinds(inputs)),
+            text.hexadecimal(inputs, 32),
+            strict=True,
+        )
 
     def kinds(self, bits: np.ndarray) -> np.ndarray:
         """For each amax, an index of kinds.AMAXES."""
@@ -99,7 +106,10 @@ def check_made(policy: str, made: str) -> None:
         raise ValueError(f"made is one of {', '.join(MADE)}; got {made!r}.")
     if made == "e8m0" and policies.by_name(policy).e8m0 is None:
         names = ", ".join(p.name for p in POLICIES.values() if p.e8m0 is not None)
-        raise ValueError(f"e8m0 needs a policy with e8m0 scales, {names}; got {policy!r}. Compare scale or scale_inv.")
+        raise ValueError(
+            f"e8m0 needs a policy with e8m0 scales, {names}; got {policy!r}. Compare scale or "
+            "scale_inv."
+        )
 
 
 def same(found: np.ndarray, expected: np.ndarray, made: str) -> np.ndarray:
@@ -128,10 +138,16 @@ def verify(question: Scale, rules: Rules, vectors: Iterator[text.Vector], verdic
         bits = np.array([v.number(0, 32, "an amax") for v in batch], np.uint32)
         for vector, amax in zip(batch, bits, strict=True):
             if amax >> 31:
-                raise text.MalformedError(vector.line, f"an amax is not negative; got {amax:08X}. Clear its sign.")
+                raise text.MalformedError(
+                    vector.line, f"an amax is not negative; got {amax:08X}. Clear its sign."
+                )
         found = np.array([v.number(1, width, f"a {rules.made}") for v in batch], f"uint{width}")
         specified = expected(bits.view(np.float32), question.fmt, question.policy, rules.made)
-        differ, lines, of_kinds = ~same(found, specified, rules.made), text.hexadecimal(bits, 32), question.kinds(bits)
+        differ, lines, of_kinds = (
+            ~same(found, specified, rules.made),
+            text.hexadecimal(bits, 32),
+            question.kinds(bits),
+        )
         for i, vector in enumerate(batch):
             kind = kinds.AMAXES[of_kinds[i]]
             if verdict.add(vector.line, lines[i], kind, differs=differ[i]):

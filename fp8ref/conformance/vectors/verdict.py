@@ -63,7 +63,9 @@ class Verdict(Result):
         self._asked: dict[bytes, list[AskedVector]] = {}  # by the digest of their inputs
         self._came: Counter[bytes] = Counter()
         for vector in asked:
-            self._asked.setdefault(_digest(vector.text), []).append(vector._replace(text=short(vector.text)))
+            self._asked.setdefault(_digest(vector.text), []).append(
+                vector._replace(text=short(vector.text))
+            )
         self.asked = Counter(vector.kind for vectors in self._asked.values() for vector in vectors)
 
     def kind(self, inputs: str) -> str:
@@ -96,7 +98,9 @@ class Verdict(Result):
     @property
     def missing(self) -> list[AskedVector]:
         """The vectors that were asked and did not come, in gen's order."""
-        return sorted(vector for key, vectors in self._asked.items() for vector in vectors[self._came[key] :])
+        return sorted(
+            vector for key, vectors in self._asked.items() for vector in vectors[self._came[key] :]
+        )
 
     @property
     def complete(self) -> bool:
@@ -110,7 +114,11 @@ class Verdict(Result):
 
     def text(self) -> str:
         """The text that verify prints."""
-        lines = [f"line {d['line']}: {d['vector']}: expected {d['expected']}, got {d['got']}. {d['rule']}" for d in self.first]
+        lines = [
+            f"line {d['line']}: {d['vector']}: expected {d['expected']}, got {d['got']}. "
+            f"{d['rule']}"
+            for d in self.first
+        ]
         came, wrong, asked = self.compared.total(), self.differ.total(), self.asked.total()
         if wrong > len(self.first):
             lines.append(f"... and {wrong - len(self.first):,} more")
@@ -118,12 +126,17 @@ class Verdict(Result):
         answered = self._answered()
         kinds = list(dict.fromkeys([*self.asked, *self.compared]))
         width = max(len(k) for k in kinds)
-        lines.append(f"{'inputs':<{width}}  {'asked':>9}  {'answered':>9}  {'compared':>9}  {'differ':>9}")
+        lines.append(
+            f"{'inputs':<{width}}  {'asked':>9}  {'answered':>9}  {'compared':>9}  {'differ':>9}"
+        )
         for kind in kinds:
             numbers = self.asked[kind], answered[kind], self.compared[kind], self.differ[kind]
             lines.append(f"{kind:<{width}}" + "".join(f"  {n:>9,}" for n in numbers))
         lines.extend(self._incomplete())
-        lines.append(f"{answered.total():,} of {asked:,} vectors judged; {came - wrong:,} of {came:,} answers agree")
+        lines.append(
+            f"{answered.total():,} of {asked:,} vectors judged; {came - wrong:,} of {came:,} "
+            "answers agree"
+        )
         return "\n".join(lines)
 
     def _answered(self) -> Counter[str]:
@@ -133,11 +146,20 @@ class Verdict(Result):
         if self.complete:
             return
         if missing := self.missing:
-            places = [f"{v.line} ({v.text})" if len(v.text) <= SHORT else f"{v.line}" for v in missing[: PRINTED + 1]]
-            yield f"missing: {len(missing):,} of the {self.asked.total():,} vectors; in gen's output, line {_some(places)}"
+            places = [
+                f"{v.line} ({v.text})" if len(v.text) <= SHORT else f"{v.line}"
+                for v in missing[: PRINTED + 1]
+            ]
+            yield (
+                f"missing: {len(missing):,} of the {self.asked.total():,} vectors; in gen's "
+                f"output, line {_some(places)}"
+            )
         for name, lines in (("not asked", self.unasked), ("repeated", self.repeated)):
             if lines:
-                yield f"{name}: {len(lines):,} of the vectors received, judged like the others; line {_some([str(n) for n in lines])}"
+                yield (
+                    f"{name}: {len(lines):,} of the vectors received, judged like the others; "
+                    f"line {_some([str(n) for n in lines])}"
+                )
         if self.unsure:
             yield self.unsure
         if not self.some:

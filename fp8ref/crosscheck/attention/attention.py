@@ -1,7 +1,9 @@
-"""Passes of attention by a variant, as a backend ran them, and what the simulator has in their place (spec A, B-10).
+"""Passes of attention by a variant, as a backend ran them, and what the simulator has in their
+place (spec A, B-10).
 
-``watch`` records them; ``check_codes`` compares the codes and scales of q, k, v and do, bit for bit. ``distances`` says how
-far all else is from the exact result of equal operands, in units of A-18's bounds.
+``watch`` records them; ``check_codes`` compares the codes and scales of q, k, v and do, bit for
+bit. ``distances`` says how far all else is from the exact result of equal operands, in units of
+A-18's bounds.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +24,13 @@ from fp8ref.spec.attention.variants import Mask, Variant
 from fp8ref.train.config.config import Config
 
 QUANTIZED = ("q", "k", "v", "do")
-"""What is quantized of tensors that exist whole: scales and codes are defined bit for bit (A-2, A-15)."""
+"""What is quantized of tensors that exist whole: scales and codes are defined bit for bit (A-2,
+A-15).
+"""
 
 SYMBOLS = {"s": "S", "p": "P", "o": "O", "do": "dO", "dv": "dV", "ds": "dS", "dk": "dK", "dq": "dQ"}
-"""What attention makes, as its papers write it: scores S, probabilities P, output O, and gradients."""
+"""What attention makes, as its papers write it: scores S, probabilities P, output O, and gradients.
+"""
 
 MASK = Mask(causal=True)
 """The mask of the trainer's model (M-1)."""
@@ -37,7 +42,9 @@ TANH = 2.0**-20
 """The largest error of a hyperbolic tangent, as a fraction of it: XLA's 8 units of 2^-23 (A-18)."""
 
 LARGEST = 16
-"""The largest offset, and the largest threshold, of a variant (A-1): exponents of a row are below 2 A + 16 (A-18)."""
+"""The largest offset, and the largest threshold, of a variant (A-1): exponents of a row are below 2
+A + 16 (A-18).
+"""
 
 FAR = 64.0
 """How far a sink lies above a row's maximum where its keys leave nothing (A-23)."""
@@ -58,8 +65,15 @@ class AttentionPass:
     @property
     def capped(self) -> dict[str, Any]:
         """Arguments softcap and sinks of the simulator, where this forward pass had any (A-28)."""
-        found = {name: self.arrays[f"{name}/value"] for name in ("softcap", "sinks") if f"{name}/value" in self.arrays}
-        return {name: float(x) if name == "softcap" else np.asarray(x, np.float32) for name, x in found.items()}
+        found = {
+            name: self.arrays[f"{name}/value"]
+            for name in ("softcap", "sinks")
+            if f"{name}/value" in self.arrays
+        }
+        return {
+            name: float(x) if name == "softcap" else np.asarray(x, np.float32)
+            for name, x in found.items()
+        }
 
     def parts(self) -> Iterator[tuple[str, str, np.ndarray]]:
         """(what, part, array) in the order in which they are made."""
@@ -69,11 +83,15 @@ class AttentionPass:
                     yield what, part, np.asarray(self.arrays[f"{what}/{part}"])
 
 
-def recorder(backend: str, found: list[AttentionPass]) -> Callable[[str, Phase, Mapping[str, np.ndarray]], None]:
+def recorder(
+    backend: str, found: list[AttentionPass]
+) -> Callable[[str, Phase, Mapping[str, np.ndarray]], None]:
     """An observer of a trainer that appends to found."""
 
     def record(layer: str, phase: Phase, arrays: Mapping[str, np.ndarray]) -> None:
-        found.append(AttentionPass(backend, layer, phase, {key: np.asarray(x) for key, x in arrays.items()}))
+        found.append(
+            AttentionPass(backend, layer, phase, {key: np.asarray(x) for key, x in arrays.items()})
+        )
 
     return record
 
@@ -85,7 +103,9 @@ def format_of(what: str, variant: Variant) -> Format:
     return (variant.gradient_fmt or variant.fmt) if what in ("do", "ds") else variant.fmt
 
 
-def simulated(what: str, one: AttentionPass, variant: Variant, scale: np.ndarray | None = None) -> Heads:
+def simulated(
+    what: str, one: AttentionPass, variant: Variant, scale: np.ndarray | None = None
+) -> Heads:
     """q, k, v or do as the simulator quantizes it.
 
     scale   a delayed one (A-12); None: of the tensor itself.
@@ -95,11 +115,16 @@ def simulated(what: str, one: AttentionPass, variant: Variant, scale: np.ndarray
     heads = arrays["k/value" if one.phase == "forward" else "dk/value"].shape[1]
     how: dict = {"heads": heads, "along_tokens": what == "v", "scale": scale}
     x = np.asarray(arrays[f"{what}/value"], np.float32)
-    return head_scaling.quantize(x, format_of(what, variant), variant.granularity, variant.policy, **how)
+    return head_scaling.quantize(
+        x, format_of(what, variant), variant.granularity, variant.policy, **how
+    )
 
 
 def check_codes(
-    report: Report, passes: Sequence[AttentionPass], variant: Variant | None, scales: Mapping[str, np.ndarray] | None = None
+    report: Report,
+    passes: Sequence[AttentionPass],
+    variant: Variant | None,
+    scales: Mapping[str, np.ndarray] | None = None,
 ) -> int:
     """Compare codes and scales of q, k, v and do with the simulator's, bit for bit.
 
@@ -116,33 +141,60 @@ def check_codes(
                 continue
             right = simulated(what, one, variant, (scales or {}).get(f"{one.layer}/{what}"))
             assert right.codes is not None
-            codes, check = np.asarray(one.arrays[f"{what}/codes"]), report.check(f"{one.layer}/{what}/codes/{one.backend}")
-            compare_codes(check, {"sim": right.codes, one.backend: codes}, one.backend, format_of(what, variant), value)
-            found = {"sim": right.scale, one.backend: np.asarray(one.arrays[f"{what}/scale"], np.float32)}
-            compare_scales(report.check(f"{one.layer}/{what}/scale/{one.backend}"), found, one.backend)
+            codes, check = (
+                np.asarray(one.arrays[f"{what}/codes"]),
+                report.check(f"{one.layer}/{what}/codes/{one.backend}"),
+            )
+            compare_codes(
+                check,
+                {"sim": right.codes, one.backend: codes},
+                one.backend,
+                format_of(what, variant),
+                value,
+            )
+            found = {
+                "sim": right.scale,
+                one.backend: np.asarray(one.arrays[f"{what}/scale"], np.float32),
+            }
+            compare_scales(
+                report.check(f"{one.layer}/{what}/scale/{one.backend}"), found, one.backend
+            )
             count += 1
     return count
 
 
 def first_states(config: Config) -> dict[str, delayed.DelayedState]:
-    """The states of attention's delayed scales before the first step, by ``<layer>/<role>``; {} without any."""
-    return {f"{layer}/{role}": delayed.init(how) for layer, casts in config.attention_casts.items() for role, (_, how) in casts.items()}
+    """The states of attention's delayed scales before the first step, by ``<layer>/<role>``; {}
+    without any.
+    """
+    return {
+        f"{layer}/{role}": delayed.init(how)
+        for layer, casts in config.attention_casts.items()
+        for role, (_, how) in casts.items()
+    }
 
 
 def states_after(
-    states: Mapping[str, delayed.DelayedState], config: Config, passes: Sequence[AttentionPass], trained: Mapping[str, Any] | None = None
+    states: Mapping[str, delayed.DelayedState],
+    config: Config,
+    passes: Sequence[AttentionPass],
+    trained: Mapping[str, Any] | None = None,
 ) -> dict[str, delayed.DelayedState]:
     """The states after a step with these passes (A-19), by ``<layer>/<role>``.
 
-    trained   a trainer's ``fp8_states`` after the step: the amaxes of all roles but q, k, v and do are sums, and are taken from it. Without,
-              the states of q, k, v and do alone.
+    trained   a trainer's ``fp8_states`` after the step: the amaxes of all roles but q, k, v and do
+              are sums, and are taken from it. Without, the states of q, k, v and do alone.
     """
     found = {}
     for layer, casts in config.attention_casts.items():
         for role, (fmt, how) in casts.items():
             name = f"{layer}/{role}"
             if role in QUANTIZED:
-                shown = [one.arrays[f"{role}/value"] for one in passes if one.layer == layer and f"{role}/value" in one.arrays]
+                shown = [
+                    one.arrays[f"{role}/value"]
+                    for one in passes
+                    if one.layer == layer and f"{role}/value" in one.arrays
+                ]
                 seen = [delayed.observe(scaling.amax(np.asarray(x, np.float32))) for x in shown]
             elif trained is None:
                 continue
@@ -158,52 +210,93 @@ def delayed_scales(states: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 class Exact(NamedTuple):
-    """The exact result of a pass's own operands, and A-18's bound on each element of what a backend has."""
+    """The exact result of a pass's own operands, and A-18's bound on each element of what a backend
+    has.
+    """
 
     value: np.ndarray
     bound: np.ndarray
 
 
-def exact(what: str, forward: AttentionPass, backward: AttentionPass | None, variant: Variant) -> Exact | None:
-    """S, O, dS, dV, dK or dQ in float64, of the codes that are multiplied, under the pass's own softcap and sinks.
+def exact(
+    what: str, forward: AttentionPass, backward: AttentionPass | None, variant: Variant
+) -> Exact | None:
+    """S, O, dS, dV, dK or dQ in float64, of the codes that are multiplied, under the pass's own
+    softcap and sinks.
 
-    None:    where codes of MX blocks along another axis were multiplied, which are not shown; of a backward pass in bfloat16, which shows none; of variants
-             whose scores are not those of ``scaled`` in base e, taken in ascending order without a threshold: what stands here is theirs alone. So it is of
-             FlashAttention's variants.
-    Order:   each from what comes before it, as the backend has it: dQ of the backend's own codes of dS.
+    None:    where codes of MX blocks along another axis were multiplied, which are not shown; of a
+             backward pass in bfloat16, which shows none; of variants whose scores are not those of
+             ``scaled`` in base e, taken in ascending order without a threshold: what stands here is
+             theirs alone. So it is of FlashAttention's variants.
+    Order:   each from what comes before it, as the backend has it: dQ of the backend's own codes of
+             dS.
     """
-    ordered = variant.scores == "scaled" and variant.base == "e" and not variant.descending and not variant.threshold
+    ordered = (
+        variant.scores == "scaled"
+        and variant.base == "e"
+        and not variant.descending
+        and not variant.threshold
+    )
     if variant.fmt.bits != 8 or variant.granularity is None or not ordered:
         return None
     cap, sinks = forward.capped.get("softcap"), forward.capped.get("sinks")
     q, k, v = (_values(role, forward, variant) for role in ("q", "k", "v"))
-    group, features, scale = q.shape[1] // k.shape[1], q.shape[-1], float(np.float32(1 / np.sqrt(q.shape[-1])))
+    group, features, scale = (
+        q.shape[1] // k.shape[1],
+        q.shape[-1],
+        float(np.float32(1 / np.sqrt(q.shape[-1]))),
+    )
     wide_k, wide_v = (np.repeat(x, group, axis=1) for x in (k, v))
-    sizes = scale * np.abs(q) @ np.abs(wide_k).swapaxes(-1, -2)  # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
-    # A capped score differs by no more than its argument times the cap does, by the error of tanh, and by the roundings of t and of t cap (A-18).
+    sizes = (
+        scale * np.abs(q) @ np.abs(wide_k).swapaxes(-1, -2)
+    )  # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
+    # A capped score differs by no more than its argument times the cap does, by the error of tanh,
+    # and by the roundings of t and of t cap (A-18).
     of_scores = gamma(features + 8) * sizes + (0 if cap is None else cap * (TANH + 4 * U))
     if what == "s":
         products = scale * (q @ wide_k.swapaxes(-1, -2))
         return Exact(products if cap is None else cap * np.tanh(products / cap), of_scores)
     s = np.asarray(forward.arrays["s/value"], np.float64)
     keys, length = s.shape[-1], variant.tile(features, MASK)
-    maxima = np.maximum.accumulate([s[..., n : n + length].max(-1) for n in range(0, keys, length)])  # of each tile, and those before
+    maxima = np.maximum.accumulate(
+        [s[..., n : n + length].max(-1) for n in range(0, keys, length)]
+    )  # of each tile, and those before
     top = maxima[-1][..., None]
-    # E of A-18 without the distance of scores, which are equal here: a tile rounds its exponents and c. h is 2 units in the last place, 2 x 2^-23.
-    e = (1 + len(maxima)) * (6 * U * (2 * np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0) + LARGEST) + 2.0**-22)
+    # E of A-18 without the distance of scores, which are equal here: a tile rounds its exponents
+    # and c. h is 2 units in the last place, 2 x 2^-23.
+    e = (1 + len(maxima)) * (
+        6
+        * U
+        * (2 * np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0) + LARGEST)
+        + 2.0**-22
+    )
     left: np.ndarray | float = 0.0
     sums = np.exp(s - top).sum(-1, keepdims=True)
     if sinks is not None:
-        # u of A-23 is an exponential of d, which is rounded: from 0 to 64, since one below the maximum adds an error of at most u / e to
-        # l >= 1. gamma(3 Tk + 8) has room for its addition: l and O are Tk additions each, and a product a tile.
+        # u of A-23 is an exponential of d, which is rounded: from 0 to 64, since one below the
+        # maximum adds an error of at most u / e to l >= 1. gamma(3 Tk + 8) has room for its
+        # addition: l and O are Tk additions each, and a product a tile.
         d = sinks[:, None, None] - top  # [B, H, Tq, 1]
         e = e + 6 * U * (np.clip(d, 0, FAR) + LARGEST) + 2.0**-22
-        left = d > FAR - 1  # where a form may leave nothing of the keys: all of what they have is in the bound then
+        left = (
+            d > FAR - 1
+        )  # where a form may leave nothing of the keys: all of what they have is in the bound then
         shifted = np.maximum(d, 0)
         top, sums = top + shifted, sums * np.exp(-shifted) + np.exp(d - shifted)
     if what == "o":
-        behind = np.concatenate([np.repeat(m[..., None] - top, min(length, keys - n * length), -1) for n, m in enumerate(maxima)], -1)
-        p = _decoded("p", forward.arrays["p/codes"], variant) * _scale_inv_p(forward) * np.exp(behind) / sums
+        behind = np.concatenate(
+            [
+                np.repeat(m[..., None] - top, min(length, keys - n * length), -1)
+                for n, m in enumerate(maxima)
+            ],
+            -1,
+        )
+        p = (
+            _decoded("p", forward.arrays["p/codes"], variant)
+            * _scale_inv_p(forward)
+            * np.exp(behind)
+            / sums
+        )
         near = (np.exp(2 * e) - 1 + gamma(3 * keys + 8) + left) * (p @ np.abs(wide_v))
         return Exact(p @ wide_v, near + _unit(forward, "o", variant))
     if backward is None or variant.granularity == "mx_1x32" or variant.backward == "bf16":
@@ -211,22 +304,36 @@ def exact(what: str, forward: AttentionPass, backward: AttentionPass | None, var
     do, arrays = _values("do", backward, variant), backward.arrays
     if what == "ds":
         o = _values("o", forward, variant)
-        weights, dp, of_dp = np.exp(s - top) / sums, do @ wide_v.swapaxes(-1, -2), np.abs(do) @ np.abs(wide_v).swapaxes(-1, -2)
+        weights, dp, of_dp = (
+            np.exp(s - top) / sums,
+            do @ wide_v.swapaxes(-1, -2),
+            np.abs(do) @ np.abs(wide_v).swapaxes(-1, -2),
+        )
         rows, of_rows = (do * o).sum(-1, keepdims=True), np.abs(do * o).sum(-1, keepdims=True)
         of_p = 2 * e + gamma(3 * keys + 8) + 4 * U * np.abs(top + np.log(sums))
         found, of_slope = weights * (dp - rows) * scale, 0.0
         if cap is not None:
-            # The backward pass takes t again: it and the forward pass's differ by twice the error of t, as P by that of scores. What is shown is t cap,
-            # rounded. So t t differs by 2 (2 of_scores / cap + u), and two roundings follow, of numbers of at most 1.
+            # The backward pass takes t again: it and the forward pass's differ by twice the error
+            # of t, as P by that of scores. What is shown is t cap, rounded. So t t differs by 2 (2
+            # of_scores / cap + u), and two roundings follow, of numbers of at most 1.
             of_p = of_p + 2 * of_scores
             of_slope = (4 * of_scores / cap + 4 * U) * np.abs(found)
             found = found * (1 - np.square(np.where(np.isfinite(s), s, 0) / cap))
         sizes = scale * (of_dp + of_rows)
-        # A probability below float32's normal numbers may be flushed to zero, and so may the products with it.
-        return Exact(found, of_p * np.abs(found) + of_slope + 2 * gamma(features + 8) * weights * sizes + 2.0**-125 * (sizes + 1))
+        # A probability below float32's normal numbers may be flushed to zero, and so may the
+        # products with it.
+        return Exact(
+            found,
+            of_p * np.abs(found)
+            + of_slope
+            + 2 * gamma(features + 8) * weights * sizes
+            + 2.0**-125 * (sizes + 1),
+        )
     p = _decoded("p", arrays["p/codes"], variant) * _scale_inv_p(backward)
     ds = _decoded("ds", arrays["ds/codes"], variant) / np.asarray(arrays["ds/scale"], np.float64)
-    a, b = {"dv": (p.swapaxes(-1, -2), do), "dk": (ds.swapaxes(-1, -2), q), "dq": (ds, wide_k)}[what]
+    a, b = {"dv": (p.swapaxes(-1, -2), do), "dk": (ds.swapaxes(-1, -2), q), "dq": (ds, wide_k)}[
+        what
+    ]
     found, size = a @ b, np.abs(a) @ np.abs(b)
     if what != "dq":
         found, size = (_over_heads(x, group) for x in (found, size))
@@ -234,8 +341,8 @@ def exact(what: str, forward: AttentionPass, backward: AttentionPass | None, var
 
 
 def distance(found: np.ndarray, right: Exact) -> float:
-    """The largest distance of an array from the exact result, in units of the bound; scores of keys that are not seen, -infinity,
-    are left out."""
+    """The largest distance of an array from the exact result, in units of the bound; scores of keys
+    that are not seen, -infinity, are left out."""
     found = np.asarray(found, np.float64)
     apart = np.abs(np.where(found == -np.inf, right.value, found) - right.value)
     return float(np.max(apart / np.maximum(right.bound, 1e-300)))
@@ -269,8 +376,12 @@ def _over_heads(x: np.ndarray, group: int) -> np.ndarray:
 
 
 def _unit(one: AttentionPass, what: str, variant: Variant) -> np.ndarray:
-    """One unit of the output's format at each number: 2^-mantissa of it, and the smallest number that the format has. The scale of an
-    output in FP8 is of its amax, which moves by the sums' own bound; so 1 % is added."""
+    """One unit of the output's format at each number: 2^-mantissa of it, and the smallest number
+    that the format has. The scale of an output in FP8 is of its amax, which moves by the sums' own
+    bound; so 1 % is added."""
     x, out = np.abs(np.asarray(one.arrays[f"{what}/value"], np.float64)), variant.out
     smallest = 2.0 ** (out.emin - out.mantissa_bits)
-    return 1.01 * (2.0**-out.mantissa_bits * x + smallest / np.asarray(one.arrays.get(f"{what}/scale", 1.0), np.float64))
+    return 1.01 * (
+        2.0**-out.mantissa_bits * x
+        + smallest / np.asarray(one.arrays.get(f"{what}/scale", 1.0), np.float64)
+    )

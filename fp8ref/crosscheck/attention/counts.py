@@ -1,8 +1,11 @@
-"""Amaxes and counts of P and dS, as a backend took them in a pass, next to the simulator's (spec A-12, Q-13).
+"""Amaxes and counts of P and dS, as a backend took them in a pass, next to the simulator's (spec
+A-12, Q-13).
 
-The simulator runs the backend's own q, k, v and do. Both count all elements, those that a cast clipped, and those that it made 0. Where a sum or an
-exponential of the library moves an element over the threshold of a cast, counts may differ: by no more elements than lie that near to it (A-18). Nor is an
-element lost that is below 2^-126: a difference of equal numbers may be 0 in one order and a rounding in another.
+The simulator runs the backend's own q, k, v and do. Both count all elements, those that a cast
+clipped, and those that it made 0. Where a sum or an exponential of the library moves an element
+over the threshold of a cast, counts may differ: by no more elements than lie that near to it
+(A-18). Nor is an element lost that is below 2^-126: a difference of equal numbers may be 0 in one
+order and a rounding in another.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,44 +31,84 @@ TINY = 2.0**-126
 """float32's smallest normal number, below which nothing counts as lost (A-12)."""
 
 
-def check(report: Report, passes: Sequence[AttentionPass], variant: Variant | None, scales: Mapping[str, np.ndarray] | None = None) -> int:
+def check(
+    report: Report,
+    passes: Sequence[AttentionPass],
+    variant: Variant | None,
+    scales: Mapping[str, np.ndarray] | None = None,
+) -> int:
     """Compare the amaxes and counts of P, and of dS where it is cast with one scale.
 
     scales    delayed ones by ``<layer>/<role>``.
     Checks:   ``<layer>/<p or ds>/<amax, count, saturated or lost>/<backend>``.
-    Returns:  how many tensors were compared. Layers with several microbatches have P alone: their passes are not paired.
+    Returns:  how many tensors were compared. Layers with several microbatches have P alone: their
+              passes are not paired.
     """
     compared = 0
     if variant is None or variant.fmt.bits != 8:
         return compared
     for layer in dict.fromkeys(one.layer for one in passes):
-        forwards, backwards = ([one for one in passes if (one.layer, one.phase) == (layer, phase)] for phase in ("forward", "backward"))
-        given = {role: scales[f"{layer}/{role}"] for role in variant.roles if scales and f"{layer}/{role}" in scales}
+        forwards, backwards = (
+            [one for one in passes if (one.layer, one.phase) == (layer, phase)]
+            for phase in ("forward", "backward")
+        )
+        given = {
+            role: scales[f"{layer}/{role}"]
+            for role in variant.roles
+            if scales and f"{layer}/{role}" in scales
+        }
         for one in forwards:
-            if "p/counts" not in one.arrays or not all(np.isfinite(one.arrays[f"{role}/value"]).all() for role in ("q", "k", "v")):
+            if "p/counts" not in one.arrays or not all(
+                np.isfinite(one.arrays[f"{role}/value"]).all() for role in ("q", "k", "v")
+            ):
                 continue
             result = _forward(one, variant, given)
-            _compare(report, one, "p", result.amaxes["s"], (result.saturated, result.lost), *_probabilities(one, variant, result))
+            _compare(
+                report,
+                one,
+                "p",
+                result.amaxes["s"],
+                (result.saturated, result.lost),
+                *_probabilities(one, variant, result),
+            )
             compared += 1
-            if len(forwards) == len(backwards) == 1 and variant.backward == "cast" and variant.granularity != "mx_1x32":
+            if (
+                len(forwards) == len(backwards) == 1
+                and variant.backward == "cast"
+                and variant.granularity != "mx_1x32"
+            ):
                 compared += _check_ds(report, one, backwards[0], result, variant, given)
     return compared
 
 
 def _forward(one: AttentionPass, variant: Variant, given: Mapping[str, np.ndarray]) -> Result:
     scales = {role: x for role, x in given.items() if role in ROLES}
-    return simulator.forward(*_tensors(one, "q", "k", "v"), variant=variant, mask=MASK, scales=scales, keep_s=True, **one.capped)
+    return simulator.forward(
+        *_tensors(one, "q", "k", "v"),
+        variant=variant,
+        mask=MASK,
+        scales=scales,
+        keep_s=True,
+        **one.capped,
+    )
 
 
 def _check_ds(
-    report: Report, forward: AttentionPass, backward: AttentionPass, result: Result, variant: Variant, given: Mapping[str, np.ndarray]
+    report: Report,
+    forward: AttentionPass,
+    backward: AttentionPass,
+    result: Result,
+    variant: Variant,
+    given: Mapping[str, np.ndarray],
 ) -> int:
     (do,) = _tensors(backward, "do")
     if "ds/counts" not in backward.arrays or not np.isfinite(do).all():
         return 0
     scales = {role: x for role, x in given.items() if role in ("s", *GRADIENT_ROLES)}
     q, k, v = _tensors(forward, "q", "k", "v")
-    found = attention_gradients.backward(do, q, k, v, result, variant=variant, mask=MASK, scales=scales, keep=True, **forward.capped)
+    found = attention_gradients.backward(
+        do, q, k, v, result, variant=variant, mask=MASK, scales=scales, keep=True, **forward.capped
+    )
     exact = attention.exact("ds", forward, backward, variant)
     assert exact is not None
     values, bound = np.abs(exact.value), exact.bound
@@ -73,11 +116,23 @@ def _check_ds(
     largest = values.max() or 1.0
     bound = bound + values * (0 if "ds" in given else bound.max() / largest)
     fmt, scale = attention.format_of("ds", variant), float(found.scale_ds.scale)
-    _compare(report, backward, "ds", found.amaxes["ds"], (found.saturated_ds, found.lost), values, bound, fmt, scale)
+    _compare(
+        report,
+        backward,
+        "ds",
+        found.amaxes["ds"],
+        (found.saturated_ds, found.lost),
+        values,
+        bound,
+        fmt,
+        scale,
+    )
     return 1
 
 
-def _probabilities(one: AttentionPass, variant: Variant, result: Result) -> tuple[np.ndarray, np.ndarray, Format, float]:
+def _probabilities(
+    one: AttentionPass, variant: Variant, result: Result
+) -> tuple[np.ndarray, np.ndarray, Format, float]:
     """P of each tile under its own maximum in float64, its bound by A-18, its format and scale."""
     s = np.asarray(result.scores, np.float64)
     keys, features = s.shape[-1], one.arrays["q/value"].shape[-1]
@@ -91,21 +146,29 @@ def _probabilities(one: AttentionPass, variant: Variant, result: Result) -> tupl
         x = s[..., tile] - np.where(maximum == -np.inf, 0, maximum)[..., None] + variant.offset
         p[..., tile] = np.exp2(x) if variant.base == "2" else np.exp(x)
     q, k = (_magnitudes(role, one, variant) for role in ("q", "k"))
-    sizes = q @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(-1, -2)  # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
-    of_rows = np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0) / np.sqrt(features)
-    # E of A-18, term by term. A is of_rows: a score is at most A, so s - m is within 2 A, and an offset or a threshold adds at most 16. A
-    # softcap only lowers scores.
+    sizes = q @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(
+        -1, -2
+    )  # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
+    of_rows = np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0) / np.sqrt(
+        features
+    )
+    # E of A-18, term by term. A is of_rows: a score is at most A, so s - m is within 2 A, and an
+    # offset or a threshold adds at most 16. A softcap only lowers scores.
     exponents = 2 * of_rows + LARGEST
-    # h, for each tile's exponentials of x and of c: the largest of A-18's is XLA's in base 2, 2^-23 (2 + |x| / 2). x is 1.5 times the
-    # exponent at most, as log2 e < 1.5.
+    # h, for each tile's exponentials of x and of c: the largest of A-18's is XLA's in base 2, 2^-23
+    # (2 + |x| / 2). x is 1.5 times the exponent at most, as log2 e < 1.5.
     h = 2.0**-23 * (2 + 1.5 * exponents / 2)
     # Both forms round an exponent twice: 4 u, and 1.5 times that in base 2.
     of_tiles = (1 + len(tiles)) * (6 * U * exponents + h)
-    # The scores of both forms: D products and at most four factors each, A-18's gamma(D + 8) A, twice with the maximum's; under a softcap cap tanh, with h of a
-    # hyperbolic tangent, a rounding of it and one of its product with cap, and two of room: h + 4 u in each form.
-    of_scores = 2 * gamma(features + 8) * of_rows + 2 * one.capped.get("softcap", 0) * (TANH + 4 * U)
+    # The scores of both forms: D products and at most four factors each, A-18's gamma(D + 8) A,
+    # twice with the maximum's; under a softcap cap tanh, with h of a hyperbolic tangent, a rounding
+    # of it and one of its product with cap, and two of room: h + 4 u in each form.
+    of_scores = 2 * gamma(features + 8) * of_rows + 2 * one.capped.get("softcap", 0) * (
+        TANH + 4 * U
+    )
     e = of_scores + of_tiles
-    # An exponent differs by at most E from that of real arithmetic, and the backend's from the simulator's by 2 E.
+    # An exponent differs by at most E from that of real arithmetic, and the backend's from the
+    # simulator's by 2 E.
     return p, np.expm1(2 * e) * p, variant.fmt, float(one.arrays["p/scale"])
 
 
@@ -120,20 +183,32 @@ def _compare(
     fmt: Format,
     scale: float,
 ) -> None:
-    """Compare with the simulator's amax and (saturated, lost): counts within the elements that lie near the thresholds of a cast by scale."""
+    """Compare with the simulator's amax and (saturated, lost): counts within the elements that lie
+    near the thresholds of a cast by scale.
+    """
     names = one.backend, "sim"
     seen = np.broadcast_to(np.tri(*values.shape[-2:]) > 0, values.shape)  # MASK is causal
     found = dict(zip(COUNTS, np.asarray(one.arrays[f"{what}/counts"]).tolist(), strict=True))
 
     def add(kind: str, value, reference, by) -> None:
-        compare_values(report.check(f"{one.layer}/{what}/{kind}/{one.backend}", bound=1.0), value, reference, by, names=names)
+        compare_values(
+            report.check(f"{one.layer}/{what}/{kind}/{one.backend}", bound=1.0),
+            value,
+            reference,
+            by,
+            names=names,
+        )
 
     add("amax", np.asarray(one.arrays[f"{what}/amax"]), amax, bound.max())
     add("count", found["count"], int(seen.sum()), 0)
-    # Zero is the code of what is at most half of the smallest number, and a cast clips what is above the middle of max and the number behind it (C-4).
+    # Zero is the code of what is at most half of the smallest number, and a cast clips what is
+    # above the middle of max and the number behind it (C-4).
     smallest = 2.0 ** (fmt.emin - fmt.mantissa_bits)
     behind = float(fmt.max) - float(cast.decode(np.array([fmt.max_code - 1], np.uint8), fmt)[0])
-    for kind, threshold, mine in (("saturated", fmt.max + behind / 2, right[0]), ("lost", smallest / 2, right[1])):
+    for kind, threshold, mine in (
+        ("saturated", fmt.max + behind / 2, right[0]),
+        ("lost", smallest / 2, right[1]),
+    ):
         near = np.abs(values * scale - threshold) <= bound * scale + 2 * U * threshold
         near |= (kind == "lost") & (np.abs(values - TINY) <= bound)
         add(kind, found[kind], mine, int((near & seen).sum()))
@@ -145,7 +220,12 @@ def _tensors(one: AttentionPass, *roles: str) -> tuple[np.ndarray, ...]:
 
 def _magnitudes(role: str, one: AttentionPass, variant: Variant) -> np.ndarray:
     """Magnitudes of dequantized q or k, float64 [B, H, T, D]."""
-    codes, scale = np.asarray(one.arrays[f"{role}/codes"]), np.asarray(one.arrays[f"{role}/scale"], np.float64)
+    codes, scale = (
+        np.asarray(one.arrays[f"{role}/codes"]),
+        np.asarray(one.arrays[f"{role}/scale"], np.float64),
+    )
     granularity = variant.granularity
     assert granularity is not None
-    return np.abs(cast.decode(codes, variant.fmt).astype(np.float64)) * head_scaling.spread(1 / scale, codes.shape, granularity)
+    return np.abs(cast.decode(codes, variant.fmt).astype(np.float64)) * head_scaling.spread(
+        1 / scale, codes.shape, granularity
+    )

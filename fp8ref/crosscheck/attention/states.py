@@ -1,7 +1,8 @@
 """Delayed states of attention, as a trainer keeps them, next to the simulator's (spec A-19, H).
 
-Amaxes of q, k, v and do are of tensors that exist whole. Those of s, o, ds, dq, dk and dv are of float32 sums that no pass shows; but a cast is
-monotone, so the largest of a tensor's codes is the code of its amax, and shows it to within a spacing.
+Amaxes of q, k, v and do are of tensors that exist whole. Those of s, o, ds, dq, dk and dv are of
+float32 sums that no pass shows; but a cast is monotone, so the largest of a tensor's codes is the
+code of its amax, and shows it to within a spacing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,16 +31,20 @@ def check(
 ) -> None:
     """Compare every state after a step, and what its passes cast by.
 
-    before, after   the simulator's states before and after the step, which took the amaxes of sums from the trainer (``states_after``).
+    before, after   the simulator's states before and after the step, which took the amaxes of sums
+                    from the trainer (``states_after``).
     trained         the trainer's ``fp8_states`` after the step.
-    Checks:   scales, histories and counts are the simulator's, bit for bit; each pass cast by the scale before the step; the amax of
-              probabilities is 1; the code of each other amax of sums is the largest of its tensor's. In JAX, whose step is another program than the
+    Checks:   scales, histories and counts are the simulator's, bit for bit; each pass cast by the
+              scale before the step; the amax of probabilities is 1; the code of each other amax of
+              sums is the largest of its tensor's. In JAX, whose step is another program than the
               observed one, it may be a neighbor.
     """
     for layer, casts in config.attention_casts.items():
         for role, (fmt, _) in casts.items():
             name = f"{layer}/{role}"
-            for part, mine, right in zip(delayed.DelayedState._fields, trained[name], after[name], strict=True):
+            for part, mine, right in zip(
+                delayed.DelayedState._fields, trained[name], after[name], strict=True
+            ):
                 _bits(report, f"{name}/state.{part}/{backend}", backend, mine, right)
             shown = SHOWN.get(role, role)
             if role in QUANTIZED:
@@ -47,15 +52,22 @@ def check(
             amax = np.float32(np.asarray(trained[name][1])[0])
             if role == "s":
                 _bits(report, f"{name}/amax/{backend}", backend, amax, np.float32(1))
-            for one in (one for one in passes if one.layer == layer and f"{shown}/codes" in one.arrays):
+            for one in (
+                one for one in passes if one.layer == layer and f"{shown}/codes" in one.arrays
+            ):
                 scale = np.asarray(one.arrays[f"{shown}/scale"], np.float32)
                 _bits(report, f"{name}/scale/{backend}", backend, scale, before[name].stored)
                 if role == "s":
                     continue
                 largest = int((np.asarray(one.arrays[f"{shown}/codes"]) & 0x7F).max())
                 expected = int(cast.encode(np.atleast_1d(np.float32(amax * scale)), fmt)[0])
-                apart, said = abs(largest - expected), f"code {expected} of the amax, {largest} of the tensor"
-                of_amax = report.check(f"{name}/amax/{backend}", bound=1.0 if backend == "jax" else 0.0)
+                apart, said = (
+                    abs(largest - expected),
+                    f"code {expected} of the amax, {largest} of the tensor",
+                )
+                of_amax = report.check(
+                    f"{name}/amax/{backend}", bound=1.0 if backend == "jax" else 0.0
+                )
                 of_amax.add(np.array([apart == 0]), np.array([apart]), lambda _, said=said: said)
 
 

@@ -1,4 +1,6 @@
-"""Explain why two backends differ in a value of attention by a variant, all before it being equal (spec A, B-10)."""
+"""Explain why two backends differ in a value of attention by a variant, all before it being equal
+(spec A, B-10).
+"""
 
 from typing import Any
 
@@ -35,14 +37,21 @@ def explain(
 ) -> Reason:
     """Why A's and B's value of attention differ.
 
-    Scales and codes of q, k, v and dO are defined, and so is all of the stated form under one simulated hardware: a backend
-    that differs from the simulator is at fault. All else is held to the exact result of its own equal operands (A-18).
+    Scales and codes of q, k, v and dO are defined, and so is all of the stated form under one
+    simulated hardware: a backend that differs from the simulator is at fault. All else is held to
+    the exact result of its own equal operands (A-18).
     """
     what, forms = WHAT.get(a.role, a.role), [one.attention_arithmetic for one in numerics]
     choices = [(one.attention, one.attention_scaling, one.attention_backward) for one in numerics]
     if choices[0] != choices[1]:
-        a_has, b_has = (f"{variant!r} with {scaling} scales and the backward pass {backward!r}" for variant, scaling, backward in choices)
-        return Reason(("A-1", "A-12", "A-25"), f"numerics.attention, its scaling or backward pass differ: {a_has}, and {b_has}")
+        a_has, b_has = (
+            f"{variant!r} with {scaling} scales and the backward pass {backward!r}"
+            for variant, scaling, backward in choices
+        )
+        return Reason(
+            ("A-1", "A-12", "A-25"),
+            f"numerics.attention, its scaling or backward pass differ: {a_has}, and {b_has}",
+        )
     assert numerics[0].attention is not None
     variant = differentiated(numerics[0].attention, numerics[0].attention_backward)
     if a.part == "value" and what in ("q", "k", "v", "do"):
@@ -50,55 +59,94 @@ def explain(
     if what in attention.QUANTIZED:
         return _of_cast(a, b, what, names, variant, states)
     if a.part == "scale" and (what == "p" or f"{a.layer}/{what}" in states):
-        return Reason((), f"no clause explains it: the scale of {a.role} is a state's or a constant (A-8, H-1): a fault")
-    of_codes = variant.fmt.bits == 8 and (a.phase == "forward" or variant.backward == "cast")  # multiplied by the hardware
-    if of_codes and forms == ["stated", "stated"] and None not in multiply and multiply[0] == multiply[1]:
+        return Reason(
+            (),
+            f"no clause explains it: the scale of {a.role} is a state's or a constant (A-8, "
+            "H-1): a fault",
+        )
+    of_codes = variant.fmt.bits == 8 and (
+        a.phase == "forward" or variant.backward == "cast"
+    )  # multiplied by the hardware
+    if (
+        of_codes
+        and forms == ["stated", "stated"]
+        and None not in multiply
+        and multiply[0] == multiply[1]
+    ):
         return _of_bits(a, b, what, names, variant, multiply[0], states)
     form = " and ".join(dict.fromkeys(forms))
     if what == "p":
         near = attention.neighbors(np.asarray(a.value), np.asarray(b.value))
-        equal = "scores are equal" if a.phase == "forward" else "q, k and the log-sum-exp are of equal operands"
+        equal = (
+            "scores are equal"
+            if a.phase == "forward"
+            else "q, k and the log-sum-exp are of equal operands"
+        )
         if near:
             return Reason(
-                ("A-5", "A-18"), f"{equal}; exponentials of the {form} form may differ by two units in the last place, and codes by one"
+                ("A-5", "A-18"),
+                f"{equal}; exponentials of the {form} form may differ by two units in the last "
+                "place, and codes by one",
             )
-        return Reason((), f"no clause explains it: {equal}, but codes of P are more than neighbors (A-5, A-18): a fault")
+        return Reason(
+            (),
+            f"no clause explains it: {equal}, but codes of P are more than neighbors (A-5, "
+            "A-18): a fault",
+        )
     if a.part != "value":
-        return Reason(("A-18",), f"it is made of the amax of {a.role}, whose elements are sums in the library's order")
+        return Reason(
+            ("A-18",),
+            f"it is made of the amax of {a.role}, whose elements are sums in the library's order",
+        )
     pairs = [_pair(one.passes) for one in (a, b)]
     found = [attention.exact(what, *pair, variant) for pair in pairs]
     if found[0] is None or found[1] is None:
         return Reason(
             ("A-18",),
-            f"all before it is equal; {a.role} of variant {variant.name!r} has no bound here: not all of its operands are shown, or its scores "
-            "are not those of base e",
+            f"all before it is equal; {a.role} of variant {variant.name!r} has no bound here: "
+            "not all of its operands are shown, or its scores are not those of base e",
         )
-    distances = [attention.distance(np.asarray(v.value), right) for v, right in zip((a, b), found, strict=True) if right is not None]
+    distances = [
+        attention.distance(np.asarray(v.value), right)
+        for v, right in zip((a, b), found, strict=True)
+        if right is not None
+    ]
     shown = " and ".join(f"{name} at {u:.2g}" for name, u in zip(names, distances, strict=True))
     operands = f"the operands of {a.role} are equal"
     if not max(distances) <= 1:
         return Reason(
-            (), f"no clause explains it: {operands}, but the bound of A-18 is exceeded ({shown} of the bound): a fault of attention"
+            (),
+            f"no clause explains it: {operands}, but the bound of A-18 is exceeded ({shown} of "
+            "the bound): a fault of attention",
         )
     return Reason(
-        ("G-7", "A-18"), f"{operands}; the sum's order is the library's. Distances from the exact result in units of A-18's bound: {shown}"
+        ("G-7", "A-18"),
+        f"{operands}; the sum's order is the library's. Distances from the exact result in "
+        f"units of A-18's bound: {shown}",
     )
 
 
 def _of_input(what: str) -> Reason:
     if what == "do":
         return Reason(
-            (), "no clause explains it: M-3 states where the forward pass rounds; none states where the backward pass rounds between GEMMs"
+            (),
+            "no clause explains it: M-3 states where the forward pass rounds; none states where "
+            "the backward pass rounds between GEMMs",
         )
     if what == "v":
-        return Reason((), "no clause explains it: the output of v_proj is v itself, if it was observed")
+        return Reason(
+            (), "no clause explains it: the output of v_proj is v itself, if it was observed"
+        )
     return Reason(
         ("M-3",),
-        f"the projection is equal, if it was observed. The rotary embedding of {what} is a float32 sum, rounded once: its parts may round apart",
+        f"the projection is equal, if it was observed. The rotary embedding of {what} is a "
+        "float32 sum, rounded once: its parts may round apart",
     )
 
 
-def _of_cast(a: Value, b: Value, what: str, names: tuple[str, str], variant: Variant, states: States) -> Reason:
+def _of_cast(
+    a: Value, b: Value, what: str, names: tuple[str, str], variant: Variant, states: States
+) -> Reason:
     wrong, state = [], states.get(f"{a.layer}/{what}")
     for name, v in zip(names, (a, b), strict=True):
         one = v.passes[-1]
@@ -107,15 +155,27 @@ def _of_cast(a: Value, b: Value, what: str, names: tuple[str, str], variant: Var
         of_backend = np.asarray(v.value)
         off = int((of_sim != of_backend.reshape(of_sim.shape)).sum())
         wrong += [f"{name}'s ({off} of {of_sim.size})"] if off else []
-    clauses, of = ("A-2, S-2, S-9", "values are") if a.part == "scale" else ("A-2, C-1, C-2, S-5", "values and scale are")
+    clauses, of = (
+        ("A-2, S-2, S-9", "values are")
+        if a.part == "scale"
+        else ("A-2, C-1, C-2, S-5", "values and scale are")
+    )
     return Reason(
         (),
-        f"no clause explains it: its {of} equal, and {clauses} define every bit of its {a.part}; different from the simulator's: "
-        f"{' and '.join(wrong)}: a fault",
+        f"no clause explains it: its {of} equal, and {clauses} define every bit of its "
+        f"{a.part}; different from the simulator's: {' and '.join(wrong)}: a fault",
     )
 
 
-def _of_bits(a: Value, b: Value, what: str, names: tuple[str, str], variant: Variant, multiply, states: States) -> Reason:
+def _of_bits(
+    a: Value,
+    b: Value,
+    what: str,
+    names: tuple[str, str],
+    variant: Variant,
+    multiply,
+    states: States,
+) -> Reason:
     """Of the stated form under simulated hardware every bit is defined."""
     right = _simulated(a, what, hardware.attending(variant, multiply), states)
     off = [
@@ -125,36 +185,75 @@ def _of_bits(a: Value, b: Value, what: str, names: tuple[str, str], variant: Var
     ]
     return Reason(
         (),
-        f"no clause explains it: all before it is equal, and the stated form under {multiply.name} defines every bit (A-4 to A-15, G-19); different "
-        f"from the simulator's: {' and '.join(off) or 'none'}: a fault",
+        "no clause explains it: all before it is equal, and the stated form under "
+        f"{multiply.name} defines every bit (A-4 to A-15, G-19); different from the "
+        f"simulator's: {' and '.join(off) or 'none'}: a fault",
     )
 
 
 def _simulated(v: Value, what: str, variant: Variant, states: States) -> np.ndarray:
     forward, backward = _pair(v.passes)
-    scales = {name.rpartition("/")[2]: state.stored for name, state in states.items() if name.startswith(f"{v.layer}/")}
+    scales = {
+        name.rpartition("/")[2]: state.stored
+        for name, state in states.items()
+        if name.startswith(f"{v.layer}/")
+    }
     of_forward = {role: scale for role, scale in scales.items() if role in ROLES}
     of_backward = {role: scale for role, scale in scales.items() if role in GRADIENT_ROLES}
-    q, k, of_v = (np.asarray(forward.arrays[f"{role}/value"], np.float32) for role in ("q", "k", "v"))
-    result = simulator.forward(q, k, of_v, variant=variant, mask=MASK, keep_p=True, keep_s=True, scales=of_forward, **forward.capped)
+    q, k, of_v = (
+        np.asarray(forward.arrays[f"{role}/value"], np.float32) for role in ("q", "k", "v")
+    )
+    result = simulator.forward(
+        q,
+        k,
+        of_v,
+        variant=variant,
+        mask=MASK,
+        keep_p=True,
+        keep_s=True,
+        scales=of_forward,
+        **forward.capped,
+    )
     if v.phase == "forward":
         assert result.scores is not None
         assert result.p_codes is not None
         o = result.tensors.get("o")
-        made: dict[str, Any] = {"s/value": result.scores, "p/scale": result.scale_p, "p/codes": result.p_codes, "o/value": _short(result.o)}
+        made: dict[str, Any] = {
+            "s/value": result.scores,
+            "p/scale": result.scale_p,
+            "p/codes": result.p_codes,
+            "o/value": _short(result.o),
+        }
         made |= {} if o is None else {"o/scale": o.scale, "o/codes": o.codes}
         return np.asarray(made[f"{what}/{v.part}"])
     assert backward is not None
     do = np.asarray(backward.arrays["do/value"], np.float32)
     found = attention_gradients.backward(
-        do, q, k, of_v, result, variant=variant, mask=MASK, keep=True, scales=of_backward, **forward.capped
+        do,
+        q,
+        k,
+        of_v,
+        result,
+        variant=variant,
+        mask=MASK,
+        keep=True,
+        scales=of_backward,
+        **forward.capped,
     )
     matrices = found.matrices
-    made = {"p/codes": matrices["p_codes"], "ds/value": matrices["ds"], "ds/scale": found.scale_ds.scale, "ds/codes": matrices["ds_codes"]}
+    made = {
+        "p/codes": matrices["p_codes"],
+        "ds/value": matrices["ds"],
+        "ds/scale": found.scale_ds.scale,
+        "ds/codes": matrices["ds_codes"],
+    }
     for role in ("dq", "dk", "dv"):
         made[f"{role}/value"] = getattr(found, role)
         if role in found.tensors:
-            made |= {f"{role}/scale": found.tensors[role].scale, f"{role}/codes": found.tensors[role].codes}
+            made |= {
+                f"{role}/scale": found.tensors[role].scale,
+                f"{role}/codes": found.tensors[role].codes,
+            }
     return np.asarray(made[f"{what}/{v.part}"])
 
 

@@ -43,7 +43,11 @@ def difference(a: Value, b: Value, check: Check) -> Difference | None:
         check.fail(f"{_kind(a)} and {_kind(b)}")
         return Difference(element=None, a=_kind(a), b=_kind(b), differ=x.size, of=x.size)
     distance, equal, unit = _distance(x, y, a.fmt)
-    check.add(equal, distance, lambda index: " and ".join(_shown(np.atleast_1d(v), index, a.fmt, unit) for v in (x, y)))
+    check.add(
+        equal,
+        distance,
+        lambda index: " and ".join(_shown(np.atleast_1d(v), index, a.fmt, unit) for v in (x, y)),
+    )
     bad = np.flatnonzero(~equal)
     if not bad.size:
         return None
@@ -60,19 +64,25 @@ def difference(a: Value, b: Value, check: Check) -> Difference | None:
     )
 
 
-def _distance(x: np.ndarray, y: np.ndarray, fmt: Format | None) -> tuple[np.ndarray, np.ndarray, str]:
+def _distance(
+    x: np.ndarray, y: np.ndarray, fmt: Format | None
+) -> tuple[np.ndarray, np.ndarray, str]:
     """The distance between elements as integers; which elements are equal; the distance's unit."""
     if fmt is not None:
         x, y = (cast.canonical_nans(v, fmt) for v in (x, y))
         # Codes are sign and magnitude. As signed integers they are ordered like their values, and
         # neighboring numbers are 1 apart.
         magnitudes = [(v & ~np.uint8(fmt.sign_bit)).astype(np.int64) for v in (x, y)]
-        left, right = (np.where(v & fmt.sign_bit, -m, m) for v, m in zip((x, y), magnitudes, strict=True))
+        left, right = (
+            np.where(v & fmt.sign_bit, -m, m) for v, m in zip((x, y), magnitudes, strict=True)
+        )
         return np.abs(left - right), x == y, f"codes of {fmt.name}"
     if not np.issubdtype(x.dtype, np.floating):
         return np.abs(x.astype(np.int64) - y), x == y, "tokens"
     wide = x.dtype == np.float64
-    equal = (x.view(np.int64) == y.view(np.int64)) if wide else (x.view(np.int32) == y.view(np.int32))
+    equal = (
+        (x.view(np.int64) == y.view(np.int64)) if wide else (x.view(np.int32) == y.view(np.int32))
+    )
     equal = equal | (np.isnan(x) & np.isnan(y))
     # A bfloat16 is the upper half of a float32: without the lower 16 bits, distances count bfloat16
     # numbers.
@@ -82,7 +92,9 @@ def _distance(x: np.ndarray, y: np.ndarray, fmt: Format | None) -> tuple[np.ndar
 
 
 def _largest(x: np.ndarray, y: np.ndarray, fmt: Format | None) -> float | None:
-    left, right = (np.asarray(v if fmt is None else cast.decode(v, fmt), np.float64) for v in (x, y))
+    left, right = (
+        np.asarray(v if fmt is None else cast.decode(v, fmt), np.float64) for v in (x, y)
+    )
     with np.errstate(invalid="ignore"):
         found = np.where(left == right, 0.0, np.abs(left - right)).max(initial=0.0)
     return float(found) if np.isfinite(found) else None

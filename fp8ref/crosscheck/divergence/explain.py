@@ -2,9 +2,9 @@
 
 The reason is a clause of docs/spec that leaves the value to the library, or that none does:
 then it is a fault. Scales, codes, GEMM results and attention are computed again by the simulator
-(``of_cast``, ``of_sum``, ``of_attention``). Where it defines the bits, a backend that differs from it
-is at fault; where a clause leaves the order of a sum to the library, both results are held to that
-clause's bound. Every other kind of value has its reason in ``REASONS``.
+(``of_cast``, ``of_sum``, ``of_attention``). Where it defines the bits, a backend that differs from
+it is at fault; where a clause leaves the order of a sum to the library, both results are held to
+that clause's bound. Every other kind of value has its reason in ``REASONS``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref.conformance.kit.compare import Check, compare_bits, compare_codes, compare_scales, compare_values
+from fp8ref.conformance.kit.compare import (
+    Check,
+    compare_bits,
+    compare_codes,
+    compare_scales,
+    compare_values,
+)
 from fp8ref.crosscheck import bounds, device_gemm
 from fp8ref.crosscheck.divergence import attention
 from fp8ref.crosscheck.divergence.difference import Difference
@@ -28,35 +34,66 @@ from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train.config.sections import NumericsConfig
 
 REASONS = {
-    "tokens": Reason(("D-2", "D-3"), "a batch is a function of the text, data.seed and the step: one of them differs"),
-    "initial weights": Reason(("M-6", "K-7"), "initial weights are a function of run.seed and the model, or come from run.init_from"),
+    "tokens": Reason(
+        ("D-2", "D-3"),
+        "a batch is a function of the text, data.seed and the step: one of them differs",
+    ),
+    "initial weights": Reason(
+        ("M-6", "K-7"),
+        "initial weights are a function of run.seed and the model, or come from run.init_from",
+    ),
     "state": Reason(("K-2",), "both continue from different states"),
     "recipe": Reason(("R-1",), "the recipes quantize it differently"),
     "absent": Reason(("R-2",), "one of the recipes runs this GEMM in high precision"),
     "attention": Reason(
-        ("A-1",), "one of them attends by another variant, or by the framework's own attention: numerics.attention differs"
+        ("A-1",),
+        "one of them attends by another variant, or by the framework's own attention: "
+        "numerics.attention differs",
     ),
-    "weight": Reason(("M-2",), "the master weights are equal, but a backend multiplies values that are not their rounding"),
+    "weight": Reason(
+        ("M-2",),
+        "the master weights are equal, but a backend multiplies values that are not their rounding",
+    ),
     "logits": Reason(
-        ("G-9", "M-3"), "lm_head in high precision sums in float32 in any order, and so does model.norm before it. B-2 bounds logits"
+        ("G-9", "M-3"),
+        "lm_head in high precision sums in float32 in any order, and so does model.norm before "
+        "it. B-2 bounds logits",
     ),
-    "loss": Reason(("M-5",), "logits are equal; logsumexp and mean are float32 sums, in the library's order. B-3 bounds the loss"),
+    "loss": Reason(
+        ("M-5",),
+        "logits are equal; logsumexp and mean are float32 sums, in the library's order. B-3 "
+        "bounds the loss",
+    ),
     "gradient of high precision": Reason(
-        ("G-9",), "a GEMM in high precision sums in float32 in any order, of operands that are not observed. B-5 bounds gradients"
+        ("G-9",),
+        "a GEMM in high precision sums in float32 in any order, of operands that are not "
+        "observed. B-5 bounds gradients",
     ),
     "gradient of the table": Reason(
-        ("M-2",), "rows of the embedding's gradient are float32 sums over tokens, in the library's order. B-5 bounds them"
+        ("M-2",),
+        "rows of the embedding's gradient are float32 sums over tokens, in the library's order. "
+        "B-5 bounds them",
     ),
     "backward": Reason(
         (),
         "no clause explains it: M-3 states where the forward pass rounds; no clause states "
         "where the backward pass rounds between GEMMs. B-5 bounds gradients",
     ),
-    "parameter": Reason((), "no clause explains it: the GEMM that makes it has equal results, where it was observed. B-5 bounds gradients"),
-    "norm": Reason(
-        ("T-2",), "all gradients are equal; PyTorch sums their squares in float64, JAX in float32. B-4 bounds the curve of the norms"
+    "parameter": Reason(
+        (),
+        "no clause explains it: the GEMM that makes it has equal results, where it was "
+        "observed. B-5 bounds gradients",
     ),
-    "learning rate": Reason(("T-3",), "a rate is a function of optimizer.learning_rate, min_learning_rate, warmup_steps and run.steps"),
+    "norm": Reason(
+        ("T-2",),
+        "all gradients are equal; PyTorch sums their squares in float64, JAX in float32. B-4 "
+        "bounds the curve of the norms",
+    ),
+    "learning rate": Reason(
+        ("T-3",),
+        "a rate is a function of optimizer.learning_rate, min_learning_rate, warmup_steps and "
+        "run.steps",
+    ),
     "moment": Reason(
         ("T-1", "T-2", "T-6"),
         "gradients and their norm are equal; clipping and moments depend on "
@@ -68,7 +105,9 @@ REASONS = {
         "weight_decay, the step count and the order of T-1's roundings",
     ),
     "delayed": Reason(
-        ("H-3", "H-4"), "the observations of the step are equal; a history and its scale are a function of the observations and the state"
+        ("H-3", "H-4"),
+        "the observations of the step are equal; a history and its scale are a function of the "
+        "observations and the state",
     ),
 }
 """{kind of value: why it differs where all values before it are equal}."""
@@ -105,7 +144,9 @@ def explain(a: Value, b: Value, d: Difference, context: Context) -> Reason:
         return _of_gemm(a, b, d, context)
     if a.passes:
         assert context.numerics is not None
-        return attention.explain(a, b, context.names, context.numerics, context.multiply, context.states)
+        return attention.explain(
+            a, b, context.names, context.numerics, context.multiply, context.states
+        )
     if a.role == "weight's gradient":
         return _of_parameter(a, context)
     return REASONS[a.role]
@@ -141,7 +182,11 @@ def _of_gemm(a: Value, b: Value, d: Difference, context: Context) -> Reason:
     if a.role == "grad_output":
         return REASONS["backward"]
     module, site = site_before(a.layer)
-    return of_attention(a, b, module, context) if site == "attention output" else _of_rounding(d, context)
+    return (
+        of_attention(a, b, module, context)
+        if site == "attention output"
+        else _of_rounding(d, context)
+    )
 
 
 def _of_rounding(d: Difference, context: Context) -> Reason:
@@ -153,7 +198,9 @@ def _of_rounding(d: Difference, context: Context) -> Reason:
     """
     if context.unobserved:
         return Reason(
-            ("M-3", "G-9"), f"linears before it are in high precision and not observed ({_few(context.unobserved)}). B-2 bounds logits"
+            ("M-3", "G-9"),
+            "linears before it are in high precision and not observed "
+            f"({_few(context.unobserved)}). B-2 bounds logits",
         )
     if d.unit == "bfloat16" and d.worst == 1:
         return Reason(
@@ -163,7 +210,11 @@ def _of_rounding(d: Difference, context: Context) -> Reason:
             "either way. B-2 bounds the effect on logits",
         )
     by = f"{d.worst} numbers of {d.unit}" if d.worst is not None else "more than numbers"
-    return Reason((), f"no clause explains it: roundings of one float32 result are one bfloat16 apart at most (M-3); these are {by} apart")
+    return Reason(
+        (),
+        "no clause explains it: roundings of one float32 result are one bfloat16 apart at most "
+        f"(M-3); these are {by} apart",
+    )
 
 
 def _few(names: Sequence[str]) -> str:
@@ -179,7 +230,9 @@ def of_attention(a: Value, b: Value, module: str, context: Context) -> Reason:
     q, k, v = projections
     if q is None or k is None or v is None:
         return Reason(
-            ("M-3", "G-9"), "queries, keys and values are not all observed, because their linears are in high precision. B-2 bounds logits"
+            ("M-3", "G-9"),
+            "queries, keys and values are not all observed, because their linears are in high "
+            "precision. B-2 bounds logits",
         )
     simulated = bounds.attention(q, k, v, context.model)
     names, outs = context.names, [np.asarray(x.value, np.float64) for x in (a, b)]
@@ -193,7 +246,10 @@ def of_attention(a: Value, b: Value, module: str, context: Context) -> Reason:
         )
     # Within the bound, the share of elements equal to each variant shows which order a library
     # uses.
-    before, after = ([int((out == variant).sum()) for out in outs] for variant in (simulated.before, simulated.after))
+    before, after = (
+        [int((out == variant).sum()) for out in outs]
+        for variant in (simulated.before, simulated.after)
+    )
     return Reason(
         ("M-3", "B-11"),
         "queries, keys and values are equal. The library chooses the order of float32 sums, "
@@ -219,11 +275,23 @@ def of_cast(a: Value, b: Value, context: Context) -> Reason:
         hp, codes, scale = (v.observation.a, v.observation.b)[at]
         check = Check(name=name)
         if a.part == "scale":
-            compare_scales(check, {"sim": simulated.scale, name: np.asarray(scale, np.float32)}, name)
+            compare_scales(
+                check, {"sim": simulated.scale, name: np.asarray(scale, np.float32)}, name
+            )
         else:
-            compare_codes(check, {"sim": simulated.codes, name: np.asarray(codes)}, name, a.cast.fmt, np.asarray(hp, np.float32))
-        wrong += [] if check.ok else [f"{name}'s ({check.compared - check.equal} of {check.compared})"]
-    clauses, of = _clauses(a.cast) if a.part == "scale" else (("C-1", "C-2", "S-5"), "tensor and scale")
+            compare_codes(
+                check,
+                {"sim": simulated.codes, name: np.asarray(codes)},
+                name,
+                a.cast.fmt,
+                np.asarray(hp, np.float32),
+            )
+        wrong += (
+            [] if check.ok else [f"{name}'s ({check.compared - check.equal} of {check.compared})"]
+        )
+    clauses, of = (
+        _clauses(a.cast) if a.part == "scale" else (("C-1", "C-2", "S-5"), "tensor and scale")
+    )
     text = (
         f"its {of} are equal, and {', '.join(clauses)} define every bit of its {a.part}; "
         f"different from the simulator's: {' and '.join(wrong)}"
@@ -232,7 +300,11 @@ def of_cast(a: Value, b: Value, context: Context) -> Reason:
 
 
 def _clauses(cast: CastSpec) -> tuple[tuple[str, ...], str]:
-    return (("H-1", "S-9"), "tensor and state") if cast.delayed else (("S-2", "S-9"), "tensor's values")
+    return (
+        (("H-1", "S-9"), "tensor and state")
+        if cast.delayed
+        else (("S-2", "S-9"), "tensor's values")
+    )
 
 
 def _quantized(v: Value, at: int, context: Context) -> scaling.Quantized:
@@ -244,7 +316,9 @@ def _quantized(v: Value, at: int, context: Context) -> scaling.Quantized:
     assert cast is not None
     hp = np.asarray((o.a, o.b)[at][0], np.float32)
     if cast.delayed is None:
-        return scaling.quantize(hp, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis)
+        return scaling.quantize(
+            hp, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis
+        )
     scales = delayed.scales(context.states[f"{o.layer}/{role}"], cast.delayed, cast.fmt)
     return scaling.quantize_with(hp, scales, cast.fmt, policy=cast.policy, axis=axis)
 
@@ -257,7 +331,14 @@ def _used(v: Value, at: int, context: Context) -> scaling.Quantized:
     assert cast is not None
     scale = np.asarray(scale, np.float32)
     inverse = scaling.scale_inv_from_scale(scale)
-    return scaling.Quantized(np.asarray(codes), scale, inverse, cast.fmt, cast.granularity, REDUCED_AXES[v.observation.gemm][at])
+    return scaling.Quantized(
+        np.asarray(codes),
+        scale,
+        inverse,
+        cast.fmt,
+        cast.granularity,
+        REDUCED_AXES[v.observation.gemm][at],
+    )
 
 
 def of_sum(a: Value, b: Value, context: Context) -> Reason:
@@ -273,41 +354,78 @@ def of_sum(a: Value, b: Value, context: Context) -> Reason:
     specs = [recipes[a.layer].gemms[a.observation.gemm] for recipes in context.recipes]
     if specs[0] != specs[1]:
         return Reason(
-            ("G-4", "G-5", "G-7"), "operands are equal and the recipes accumulate them, or scale and round the sum, in different ways"
+            ("G-4", "G-5", "G-7"),
+            "operands are equal and the recipes accumulate them, or scale and round the sum, in "
+            "different ways",
         )
     checks = [
-        _check_sum(name, v, qa, qb, specs[0], multiply) for name, v, multiply in zip(context.names, (a, b), context.multiply, strict=True)
+        _check_sum(name, v, qa, qb, specs[0], multiply)
+        for name, v, multiply in zip(context.names, (a, b), context.multiply, strict=True)
     ]
     wrong = [check for check in checks if not check.ok]
     equal = "codes and scales of both operands are equal"
     if any(context.multiply):
-        plans = " and ".join(f"{name} sums {_by(m)}" for name, m in zip(context.names, context.multiply, strict=True))
+        plans = " and ".join(
+            f"{name} sums {_by(m)}" for name, m in zip(context.names, context.multiply, strict=True)
+        )
         if wrong:
-            return Reason((), f"no clause explains it: {equal}, {plans}, and {' and '.join(map(_off, wrong))}: a fault of the sum")
-        return Reason(("G-20",), f"{equal}, and {plans}, each as specified: numerics.accumulate differs for this GEMM")
+            return Reason(
+                (),
+                f"no clause explains it: {equal}, {plans}, and "
+                f"{' and '.join(map(_off, wrong))}: a fault of the sum",
+            )
+        return Reason(
+            ("G-20",),
+            f"{equal}, and {plans}, each as specified: numerics.accumulate differs for this GEMM",
+        )
     shown = ", ".join(f"{check.name} at {check.worst:.2g}" for check in checks)
     if not wrong:
         return Reason(
             ("G-7", "B-1"),
-            f"{equal}; the sum's order is the library's; the largest distance from the exact result, in units of B-1's bound (1 is allowed), is {shown}",
+            f"{equal}; the sum's order is the library's; the largest distance from the exact "
+            f"result, in units of B-1's bound (1 is allowed), is {shown}",
         )
-    return Reason((), f"no clause explains it: {equal}, but B-1's bound is exceeded ({shown} of the bound): a fault of the sum")
+    return Reason(
+        (),
+        f"no clause explains it: {equal}, but B-1's bound is exceeded ({shown} of the bound): a "
+        "fault of the sum",
+    )
 
 
-def _check_sum(name: str, v: Value, a: scaling.Quantized, b: scaling.Quantized, spec: GemmSpec, multiply: Multiply | None) -> Check:
+def _check_sum(
+    name: str,
+    v: Value,
+    a: scaling.Quantized,
+    b: scaling.Quantized,
+    spec: GemmSpec,
+    multiply: Multiply | None,
+) -> Check:
     """Check one backend's result against the bits of its plan, or within B-1's bound or B-16's."""
     if multiply is not None:
         assert spec.accumulate is not None
         factors = (Factor(q.codes, q.scale_inv, q.fmt, q.granularity) for q in (a, b))
-        planned = multiply(*factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=BFLOAT16)
+        planned = multiply(
+            *factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=BFLOAT16
+        )
         check = Check(name=name)
-        compare_bits(check, np.asarray(v.value, np.float32).reshape(planned.shape), planned, names=(name, "sim"))
+        compare_bits(
+            check,
+            np.asarray(v.value, np.float32).reshape(planned.shape),
+            planned,
+            names=(name, "sim"),
+        )
         return check
     assert v.observation is not None
     backend = v.observation.backend
     expected = device_gemm.simulated(backend, a, b, spec)
     out, check = np.asarray(v.value).reshape(expected.shape), Check(name=name, bound=1.0)
-    compare_values(check, out, expected, device_gemm.bound(backend, a, b, spec, out, expected), names=(name, "sim"))
+    compare_values(
+        check,
+        out,
+        expected,
+        device_gemm.bound(backend, a, b, spec, out, expected),
+        names=(name, "sim"),
+    )
     return check
 
 
@@ -318,4 +436,7 @@ def _by(multiply: Multiply | None) -> str:
 def _off(check: Check) -> str:
     if check.bound:
         return f"B-1's bound is exceeded by {check.name} ({check.worst:.2g} times the bound)"
-    return f"{check.compared - check.equal} of {check.compared} results of {check.name} are not its plan's bit for bit (B-12)"
+    return (
+        f"{check.compared - check.equal} of {check.compared} results of {check.name} are not "
+        "its plan's bit for bit (B-12)"
+    )

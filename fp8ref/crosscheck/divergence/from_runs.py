@@ -37,7 +37,14 @@ from fp8ref.train.run import checkpoint
 KEYS = ("loss", "grad_norm")
 """The recorded metrics of a step that are compared."""
 
-INERT = ("run.eval_", "run.allow_fallback", "checkpoint.", "log.", "statistics.", "parallel.timeout_s")
+INERT = (
+    "run.eval_",
+    "run.allow_fallback",
+    "checkpoint.",
+    "log.",
+    "statistics.",
+    "parallel.timeout_s",
+)
 """Keys of a config, or their beginnings, that change no bit of training."""
 
 
@@ -75,9 +82,16 @@ def of_runs(a: Path, b: Path) -> DivergenceReport:
               that changed since.
     """
     found = runs.read_all([a, b])
-    given = [configs.from_dict(run.manifest["config"], source=f"{run.path / 'manifest.json'}") for run in found]
+    given = [
+        configs.from_dict(run.manifest["config"], source=f"{run.path / 'manifest.json'}")
+        for run in found
+    ]
     _check_shapes(found, given)
-    settings = {k: v for k, v in configs.differences(found[0].settings, found[1].settings).items() if not k.startswith(INERT)}
+    settings = {
+        k: v
+        for k, v in configs.differences(found[0].settings, found[1].settings).items()
+        if not k.startswith(INERT)
+    }
     report, names = Report(), (found[0].name, found[1].name)
     records = Recorded(*_compare_metrics(found[0], found[1], report))
     sides = [_side(run, config) for run, config in zip(found, given, strict=True)]
@@ -110,9 +124,13 @@ def _check_shapes(found: Sequence[Run], given: Sequence[Config]) -> None:
         x, y = ({"model": run.settings["model"]} for run in found)
         differ = configs.differences(x, y)
         listed = "; ".join(
-            f"{key} is {mine!r} in {found[0].name} and {theirs!r} in {found[1].name}" for key, (mine, theirs) in differ.items()
+            f"{key} is {mine!r} in {found[0].name} and {theirs!r} in {found[1].name}"
+            for key, (mine, theirs) in differ.items()
         )
-        raise ConfigError(f"--first-divergence compares models of one shape, value by value; {listed}. Train one of them again.")
+        raise ConfigError(
+            f"--first-divergence compares models of one shape, value by value; {listed}. Train "
+            "one of them again."
+        )
 
 
 def _side(run: Run, config: Config) -> Side:
@@ -123,17 +141,25 @@ def _side(run: Run, config: Config) -> Side:
     batches = loader.open_batches(config)
     before, now = run.manifest["data"].get("sha256"), batches.description["sha256"]
     if before != now:
-        raise ConfigError(f"{run.name} was trained on different data: its sha256 was {before} and is {now}. Put the data back.")
+        raise ConfigError(
+            f"{run.name} was trained on different data: its sha256 was {before} and is {now}. "
+            "Put the data back."
+        )
     given = export.read(Path(config.run.init_from), config.model) if config.run.init_from else None
     trainer = loop.trainer(run.manifest["backend"], config, given)
     return Side(name=run.name, config=config, trainer=trainer, batches=batches)
 
 
-def _continue_both(found: Sequence[Run], sides: list[Side], records: Recorded, report: Report, stop: int) -> Divergence:
+def _continue_both(
+    found: Sequence[Run], sides: list[Side], records: Recorded, report: Report, stop: int
+) -> Divergence:
     """Continue both up to step ``stop``; the first divergence, or what only the records show."""
     for i, run in enumerate(found):
         if records.start:
-            sides[i].trainer.load(run.path / checkpoint.FOLDER / f"{checkpoint.PREFIX}{records.start:08d}" / "state", records.start)
+            sides[i].trainer.load(
+                run.path / checkpoint.FOLDER / f"{checkpoint.PREFIX}{records.start:08d}" / "state",
+                records.start,
+            )
         else:
             sides[i] = _side(run, sides[i].config)
 
@@ -141,7 +167,11 @@ def _continue_both(found: Sequence[Run], sides: list[Side], records: Recorded, r
         for run, metrics in zip(found, (mine, theirs), strict=True):
             for key in KEYS:
                 before = run.curve(key).get(step)
-                if run.name not in records.not_reproduced and before is not None and not _same(before, metrics[key]):
+                if (
+                    run.name not in records.not_reproduced
+                    and before is not None
+                    and not _same(before, metrics[key])
+                ):
                     records.not_reproduced[run.name] = (
                         f"{run.name} is not reproduced: its {key} of step {step} was "
                         f"{before!r}, and is {metrics[key]!r} when its own config is trained "
@@ -150,7 +180,15 @@ def _continue_both(found: Sequence[Run], sides: list[Side], records: Recorded, r
                     )
 
     with console.bar("first divergence", stop - records.start) as advance:
-        first = live.find_divergence(sides[0], sides[1], report, start=records.start, stop=stop, advance=advance, after=compare_with_record)
+        first = live.find_divergence(
+            sides[0],
+            sides[1],
+            report,
+            start=records.start,
+            stop=stop,
+            advance=advance,
+            after=compare_with_record,
+        )
     return first or _only_recorded(found, sides, records)
 
 
@@ -159,8 +197,14 @@ def _only_recorded(found: Sequence[Run], sides: Sequence[Side], records: Recorde
 
     One of the configs no longer gives its run.
     """
-    text = f"no clause explains it: trained from step {records.start}, both configs give equal runs up to there"
-    if records.metric_differs and (records.checkpoint_differs is None or records.metric_differs[0] < records.checkpoint_differs.done):
+    text = (
+        f"no clause explains it: trained from step {records.start}, both configs give equal "
+        "runs up to there"
+    )
+    if records.metric_differs and (
+        records.checkpoint_differs is None
+        or records.metric_differs[0] < records.checkpoint_differs.done
+    ):
         step, key = records.metric_differs
         x, y = (_recorded_value(key, run.curve(key).get(step, math.nan)) for run in found)
         apart = difference(x, y, Report().check(key))
@@ -177,7 +221,9 @@ def _only_recorded(found: Sequence[Run], sides: Sequence[Side], records: Recorde
                 f"{records.checkpoint_differs.done} steps, {v.layer}, {v.role}, element "
                 f"{list(d.element or ())} is {d.a}; its config gives {d.b}",
             )
-    return located(records.checkpoint_differs.done, *records.checkpoint_differs.first, Reason((), text))
+    return located(
+        records.checkpoint_differs.done, *records.checkpoint_differs.first, Reason((), text)
+    )
 
 
 def _same(x: float, y: Any) -> bool:
@@ -210,13 +256,22 @@ def _compare_metrics(a: Run, b: Run, report: Report) -> tuple[int, tuple[int, st
     return len(steps), None
 
 
-def _compare_checkpoints(found: Sequence[Run], sides: Sequence[Side], records: Recorded, report: Report) -> None:
+def _compare_checkpoints(
+    found: Sequence[Run], sides: Sequence[Side], records: Recorded, report: Report
+) -> None:
     """Compare the states that both runs saved after the same steps, up to the first that differ.
 
     The trainers are left in the state of the last checkpoint that was loaded, or where they began.
     """
     initial = [(side.trainer, side.config) for side in sides]
-    common = sorted(set.intersection(*({int(p.name.removeprefix(checkpoint.PREFIX)) for p in checkpoint.saved(run.path)} for run in found)))
+    common = sorted(
+        set.intersection(
+            *(
+                {int(p.name.removeprefix(checkpoint.PREFIX)) for p in checkpoint.saved(run.path)}
+                for run in found
+            )
+        )
+    )
     for done in common:
         states = []
         for run, (trainer, config) in zip(found, initial, strict=True):
@@ -246,12 +301,15 @@ def _summary(found: Sequence[Run], records: Recorded) -> str:
     if records.metric_differs:
         step, key = records.metric_differs
         values = [run.curve(key).get(step) for run in found]
-        said = f"recorded: the first difference is {key} of step {step}, " + " and ".join("none" if v is None else repr(v) for v in values)
+        said = f"recorded: the first difference is {key} of step {step}, " + " and ".join(
+            "none" if v is None else repr(v) for v in values
+        )
     else:
         said = f"recorded: {' and '.join(KEYS)} of {records.steps} steps are equal"
     if records.checkpoint_differs:
         v, d = records.checkpoint_differs.first
         said += (
-            f"; states after {records.checkpoint_differs.done} steps differ first in {v.layer}, {v.role}, element {list(d.element or ())}"
+            f"; states after {records.checkpoint_differs.done} steps differ first in "
+            f"{v.layer}, {v.role}, element {list(d.element or ())}"
         )
     return said + (f"; states after {records.start} steps are equal" if records.start else "")

@@ -48,7 +48,9 @@ class Side:
     batches: Batches
 
 
-def of_backends(config: Config, a: str, b: str, *, steps: int = one_device.STEPS) -> DivergenceReport:
+def of_backends(
+    config: Config, a: str, b: str, *, steps: int = one_device.STEPS
+) -> DivergenceReport:
     """Train a config in two backends, or twice in one, from its initial weights.
 
     Raises:   ConfigError: data too short, an unknown backend, several devices; ImportError: a
@@ -56,7 +58,10 @@ def of_backends(config: Config, a: str, b: str, *, steps: int = one_device.STEPS
     """
     check_alone(config, "the config")
     if not 1 <= steps <= config.run.steps:
-        raise ConfigError(f"--steps of --first-divergence must be between 1 and run.steps = {config.run.steps}; got {steps}.")
+        raise ConfigError(
+            "--steps of --first-divergence must be between 1 and run.steps = "
+            f"{config.run.steps}; got {steps}."
+        )
     batches = loader.open_batches(config)
     names = (a, b) if a != b else (f"{a} (first)", f"{b} (second)")
     sides = [
@@ -67,13 +72,24 @@ def of_backends(config: Config, a: str, b: str, *, steps: int = one_device.STEPS
     with console.bar(f"first divergence {config.numerics.recipe}", steps) as advance:
         first = find_divergence(sides[0], sides[1], report, start=0, stop=steps, advance=advance)
     done = steps if first is None else first.step + 1
-    return DivergenceReport(names=names, settings={}, versions={}, start=0, steps=done, first=first, report=report, notes=parts_of(config))
+    return DivergenceReport(
+        names=names,
+        settings={},
+        versions={},
+        start=0,
+        steps=done,
+        first=first,
+        report=report,
+        notes=parts_of(config),
+    )
 
 
 def check_alone(config: Config, whose: str) -> None:
-    """Check that the training was on one device and in one recipe: one device cannot repeat the sums of several.
+    """Check that the training was on one device and in one recipe: one device cannot repeat the
+    sums of several.
 
-    Raises:   ConfigError: several devices; a schedule; a user's model; experts, whose rows two sides may send elsewhere.
+    Raises:   ConfigError: several devices; a schedule; a user's model; experts, whose rows two
+              sides may send elsewhere.
     """
     architecture.require_llama(config, f"--first-divergence of {whose}")
     config.require_one_recipe(f"--first-divergence, of {whose},")
@@ -93,8 +109,8 @@ def parts_of(*configs: Config) -> list[str]:
     if all(config.data.microbatches == 1 for config in configs):
         return []
     return [
-        "operands of GEMMs, attention and logits are not observed with data.microbatches above 1: only "
-        "the batch, loss, gradients and states were compared"
+        "operands of GEMMs, attention and logits are not observed with data.microbatches above "
+        "1: only the batch, loss, gradients and states were compared"
     ]
 
 
@@ -130,12 +146,16 @@ def find_divergence(
             after(step, metrics[0], metrics[1])
             # Cheap every step: what it leaves. Only the step that differs is looked at value by
             # value, by taking it again, since its operands are gone once the weights have changed.
-            if found := first_of(_results(a, metrics[0]), _results(b, metrics[1]), a.name, b.name, report):
+            if found := first_of(
+                _results(a, metrics[0]), _results(b, metrics[1]), a.name, b.name, report
+            ):
                 for place, side in zip(places, (a, b), strict=True):
                     side.trainer.load(place, start)
                     for again in range(start, step):
                         side.trainer.step(side.batches.step(again))
-                return _first_in_step(a, b, tokens[0], step, report) or located(step, *found, _unstable(found[0]))
+                return _first_in_step(a, b, tokens[0], step, report) or located(
+                    step, *found, _unstable(found[0])
+                )
             advance(f"step {step}")
     return None
 
@@ -147,7 +167,9 @@ def _results(side: Side, metrics: Metrics) -> Iterator[Value]:
     yield from step_values.of_state(side.trainer, side.config, "optimizer")
 
 
-def _first_in_step(a: Side, b: Side, tokens: np.ndarray, step: int, report: Report) -> Divergence | None:
+def _first_in_step(
+    a: Side, b: Side, tokens: np.ndarray, step: int, report: Report
+) -> Divergence | None:
     """Take one step in both, compare all its values in order, and explain the first difference."""
     operands = not parts_of(a.config, b.config)
     recipes = [{d.path: d.recipe for d in side.config.decisions()} for side in (a, b)]
@@ -157,14 +179,24 @@ def _first_in_step(a: Side, b: Side, tokens: np.ndarray, step: int, report: Repo
         shown = step_values.look(side.trainer, tokens, side.config, operands=operands)
         metrics = side.trainer.step(tokens)  # last: it changes the weights
         rate = side.config.optimizer.learning_rate_at(step, side.config.run.steps)
-        sequences.append([*step_values.of_step(shown, metrics, tokens, side.config, of_linears, rate)])
+        sequences.append(
+            [*step_values.of_step(shown, metrics, tokens, side.config, of_linears, rate)]
+        )
         sequences[-1] += step_values.of_state(side.trainer, side.config, "optimizer")
     found = first_of(sequences[0], sequences[1], a.name, b.name, report)
     if found is None:
         return None
     v, d = found
-    unobserved = [] if v.phase != "forward" else sorted({name for side in (a, b) for name in step_values.unobserved(v.layer, side.config)})
-    outputs = {w.layer: w.value for w in sequences[0] if w.phase == "forward" and w.role == "output"}
+    unobserved = (
+        []
+        if v.phase != "forward"
+        else sorted(
+            {name for side in (a, b) for name in step_values.unobserved(v.layer, side.config)}
+        )
+    )
+    outputs = {
+        w.layer: w.value for w in sequences[0] if w.phase == "forward" and w.role == "output"
+    }
     context = Context(
         names=(a.name, b.name),
         recipes=(recipes[0], recipes[1]),
@@ -180,11 +212,18 @@ def _first_in_step(a: Side, b: Side, tokens: np.ndarray, step: int, report: Repo
         if v.passes:
             return located(step, v, d, REASONS["attention"])
         # only one backend has this GEMM: report the GEMM, not the operand that is its first value
-        return located(step, dataclasses.replace(v, role=v.gemm or v.role, observation=None), d, REASONS["absent"])
+        return located(
+            step,
+            dataclasses.replace(v, role=v.gemm or v.role, observation=None),
+            d,
+            REASONS["absent"],
+        )
     return located(step, v, d, explain(v, other, d, context))
 
 
-def first_of(mine: Iterable[Value], theirs: Iterable[Value], a: str, b: str, report: Report) -> tuple[Value, Difference] | None:
+def first_of(
+    mine: Iterable[Value], theirs: Iterable[Value], a: str, b: str, report: Report
+) -> tuple[Value, Difference] | None:
     """The first of A's values that differs from B's, or is of a GEMM that only one of them has.
 
     States of delayed scaling that only one of them has are skipped: the GEMM that takes its scale
@@ -192,7 +231,10 @@ def first_of(mine: Iterable[Value], theirs: Iterable[Value], a: str, b: str, rep
     """
     ours, others = list(mine), list(theirs)
     keys = [{v.key for v in values} for values in (ours, others)]
-    ours, others = ([v for v in values if v.gemm or v.passes or v.key in there] for values, there in ((ours, keys[1]), (others, keys[0])))
+    ours, others = (
+        [v for v in values if v.gemm or v.passes or v.key in there]
+        for values, there in ((ours, keys[1]), (others, keys[0]))
+    )
     suffix = f"{b}-{a}"
     for v, w in itertools.zip_longest(ours, others):
         if v is None or w is None or v.key != w.key:
@@ -201,7 +243,9 @@ def first_of(mine: Iterable[Value], theirs: Iterable[Value], a: str, b: str, rep
             has = lone.cast.fmt.name if lone.cast else "there"
             in_a, in_b = (has, "not there") if alone_in_a else ("not there", has)
             report.check(f"{lone.name}/{suffix}").fail(f"{a} {in_a}, {b} {in_b}")
-            return lone, Difference(element=None, a=in_a, b=in_b, differ=lone.value.size, of=lone.value.size)
+            return lone, Difference(
+                element=None, a=in_a, b=in_b, differ=lone.value.size, of=lone.value.size
+            )
         if found := difference(v, w, report.check(f"{v.name}/{suffix}")):
             return v, found
     return None

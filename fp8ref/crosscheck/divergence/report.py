@@ -51,11 +51,18 @@ class Divergence:
     def to_dict(self) -> dict[str, Any]:
         """The fields for JSON, with those of the difference and of the reason among them."""
         found = asdict(self)
-        found |= found.pop("difference") | {"clauses": list(self.reason.clauses), "why": found.pop("reason")["text"]}
+        found |= found.pop("difference") | {
+            "clauses": list(self.reason.clauses),
+            "why": found.pop("reason")["text"],
+        }
         return found
 
     def __str__(self) -> str:
-        at = "" if self.difference.element in (None, ()) else f", element {list(self.difference.element or ())}"
+        at = (
+            ""
+            if self.difference.element in (None, ())
+            else f", element {list(self.difference.element or ())}"
+        )
         part = "" if self.part == "value" else f" {self.part}"
         of = f" (operand of GEMM {self.gemm})" if self.gemm else ""
         return f"step {self.step}, {self.phase}: {self.layer}, {self.role}{part}{of}{at}"
@@ -93,8 +100,18 @@ class DivergenceReport(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """The report and the divergence, as --json writes them."""
-        about: dict[str, Any] = {"ok": self.ok, "names": list(self.names), "first": self.first and self.first.to_dict()}
-        about |= {"settings": self.settings, "versions": self.versions, "start": self.start, "steps": self.steps, "compared": self.compared}
+        about: dict[str, Any] = {
+            "ok": self.ok,
+            "names": list(self.names),
+            "first": self.first and self.first.to_dict(),
+        }
+        about |= {
+            "settings": self.settings,
+            "versions": self.versions,
+            "start": self.start,
+            "steps": self.steps,
+            "compared": self.compared,
+        }
         about |= {"recorded": self.recorded, "notes": list(self.notes)}
         return self.report.to_dict() | about
 
@@ -105,14 +122,23 @@ class DivergenceReport(Result):
             console.print(one_line(text), markup=False, highlight=False, soft_wrap=True)
 
         a, b = self.names
-        for what, differ in (("configs differ in", self.settings), ("versions differ in", self.versions)):
+        for what, differ in (
+            ("configs differ in", self.settings),
+            ("versions differ in", self.versions),
+        ):
             for key, values in differ.items():
-                say(f"{what} {key}: {' and '.join('unset' if v is None else json.dumps(v) for v in values)}")
+                say(
+                    f"{what} {key}: "
+                    f"{' and '.join('unset' if v is None else json.dumps(v) for v in values)}"
+                )
         if self.recorded:
             say(self.recorded)
         if self.first is None:
             begun = f" from step {self.start} on" if self.start else ""
-            say(f"no divergence: {self.compared:,} values of {self.steps} steps{begun} are equal, bit for bit")
+            say(
+                f"no divergence: {self.compared:,} values of {self.steps} steps{begun} are "
+                "equal, bit for bit"
+            )
         else:
             d = self.first.difference
             say(f"first divergence, {self.first}")
@@ -138,7 +164,15 @@ def located(step: int, v: Value, d: Difference, reason: Reason) -> Divergence:
     if v.gemm == "output" and (role, v.part) == ("input", "value"):
         layer, role = site_before(v.layer)
     return Divergence(
-        step=step, phase=v.phase, layer=layer, role=role, part=v.part, gemm=gemm, difference=d, reason=reason, operands=_operands(v, d)
+        step=step,
+        phase=v.phase,
+        layer=layer,
+        role=role,
+        part=v.part,
+        gemm=gemm,
+        difference=d,
+        reason=reason,
+        operands=_operands(v, d),
     )
 
 
@@ -152,7 +186,9 @@ def _operands(v: Value, d: Difference) -> dict[str, str]:
         at = np.unravel_index(np.ravel_multi_index(d.element, np.shape(v.value)), flat)
         lines = zip(roles.items(), at, REDUCED_AXES[v.gemm], strict=True)
         return {
-            f"{role} {'row' if axis == 1 else 'column'} {int(i)}": f"scale {_scale(scale, int(i), axis)}, codes {_hex(codes, int(i), axis)}"
+            f"{role} {'row' if axis == 1 else 'column'} {int(i)}": (
+                f"scale {_scale(scale, int(i), axis)}, codes {_hex(codes, int(i), axis)}"
+            )
             for (role, (_, codes, scale)), i, axis in lines
         }
     hp, _, scale = roles[v.role]
@@ -201,4 +237,8 @@ def _shortened(text: str) -> str:
     """The first codes of a line, and how many there are."""
     head, word, codes = text.partition("codes ")
     parts = codes.split(" ")
-    return text if len(parts) <= SHOWN else f"{head}{word}{' '.join(parts[:SHOWN])} ... ({len(parts)} codes)"
+    return (
+        text
+        if len(parts) <= SHOWN
+        else f"{head}{word}{' '.join(parts[:SHOWN])} ... ({len(parts)} codes)"
+    )

@@ -35,7 +35,8 @@ class Value:
     gemm         the FP8 GEMM that has the array as operand or result.
     cast         how the operand is quantized.
     observation  the whole of that GEMM.
-    passes       the passes of the layer's attention so far, if the value is of attention by a variant.
+    passes       the passes of the layer's attention so far, if the value is of attention by a
+                 variant.
     codes_of     the format of codes of attention.
     """
 
@@ -69,7 +70,9 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """GEMMs, passes of attention, logits and gradients of a forward and backward pass, before its step is taken."""
+    """GEMMs, passes of attention, logits and gradients of a forward and backward pass, before its
+    step is taken.
+    """
 
     gemms: Sequence[Observation]
     attention: Sequence[AttentionPass]
@@ -93,9 +96,16 @@ def look(trainer: loop.Trainer, tokens: np.ndarray, config: Config, *, operands:
 
 
 def of_step(
-    found: Pass, metrics: Mapping[str, float], tokens: np.ndarray, config: Config, recipes: Mapping[str, Recipe], learning_rate: float
+    found: Pass,
+    metrics: Mapping[str, float],
+    tokens: np.ndarray,
+    config: Config,
+    recipes: Mapping[str, Recipe],
+    learning_rate: float,
 ) -> Iterator[Value]:
-    """GEMMs and attention, logits, loss, gradients, norm and learning rate of a step, in that order."""
+    """GEMMs and attention, logits, loss, gradients, norm and learning rate of a step, in that
+    order.
+    """
     # The order is B-10's: each value is computed from values before it. The first that differs has
     # equal inputs, so that its own operation is what differs.
     outputs = {o.layer: o for o in found.gemms if o.gemm == "output"}
@@ -106,17 +116,34 @@ def of_step(
             yield from _of_attention(found, name.rpartition(".")[0], "forward", config)
     if found.logits is not None:
         yield Value(phase="forward", layer="lm_head", role="logits", value=found.logits)
-    yield Value(phase="loss", layer="loss", role="mean", value=np.asarray(metrics["loss"], np.float64))
+    yield Value(
+        phase="loss", layer="loss", role="mean", value=np.asarray(metrics["loss"], np.float64)
+    )
     for module in backward(config.model):
         for o in found.gemms:
             if o.layer == module and o.gemm != "output":
                 yield from _of_gemm(o, "backward", recipes, tokens.shape)
         if f"{module}.weight" in found.gradients:
-            yield Value(phase="backward", layer=module, role="weight's gradient", value=found.gradients[f"{module}.weight"])
+            yield Value(
+                phase="backward",
+                layer=module,
+                role="weight's gradient",
+                value=found.gradients[f"{module}.weight"],
+            )
         if module.endswith("self_attn.o_proj"):
             yield from _of_attention(found, module.rpartition(".")[0], "backward", config)
-    yield Value(phase="backward", layer="gradient", role="norm", value=np.asarray(metrics["grad_norm"], np.float64))
-    yield Value(phase="optimizer", layer="optimizer", role="learning rate", value=np.asarray(learning_rate, np.float64))
+    yield Value(
+        phase="backward",
+        layer="gradient",
+        role="norm",
+        value=np.asarray(metrics["grad_norm"], np.float64),
+    )
+    yield Value(
+        phase="optimizer",
+        layer="optimizer",
+        role="learning rate",
+        value=np.asarray(learning_rate, np.float64),
+    )
 
 
 def of_state(trainer: loop.Trainer, config: Config, phase: Phase) -> list[Value]:
@@ -134,12 +161,23 @@ def of_state(trainer: loop.Trainer, config: Config, phase: Phase) -> list[Value]
         for name in llama.parameter_shapes(config.model)
     ]
     states = trainer.fp8_states()
-    attended = [f"{layer}/{role}" for layer, casts in config.attention_casts.items() for role in casts]
-    of_linears = [f"{layer}/{role}" for layer in llama.linear_shapes(config.model) for role in ROLES if f"{layer}/{role}" in states]
+    attended = [
+        f"{layer}/{role}" for layer, casts in config.attention_casts.items() for role in casts
+    ]
+    of_linears = [
+        f"{layer}/{role}"
+        for layer in llama.linear_shapes(config.model)
+        for role in ROLES
+        if f"{layer}/{role}" in states
+    ]
     for name in of_linears + attended:
         (stored, history, _), (layer, _, role) = states[name], name.rpartition("/")
-        values.append(Value(phase=phase, layer=layer, role=f"{role} amax history", value=np.asarray(history)))
-        values.append(Value(phase=phase, layer=layer, role=f"{role} stored scale", value=np.asarray(stored)))
+        values.append(
+            Value(phase=phase, layer=layer, role=f"{role} amax history", value=np.asarray(history))
+        )
+        values.append(
+            Value(phase=phase, layer=layer, role=f"{role} stored scale", value=np.asarray(stored))
+        )
     return values
 
 
@@ -158,7 +196,10 @@ def site_before(linear: str) -> tuple[str, str]:
         return block, "silu(gate) * up"
     if name == "lm_head":
         return "model.norm", "output"
-    return f"{layer}.{'input' if block.endswith('self_attn') else 'post_attention'}_layernorm", "output"
+    return (
+        f"{layer}.{'input' if block.endswith('self_attn') else 'post_attention'}_layernorm",
+        "output",
+    )
 
 
 def unobserved(layer: str, config: Config) -> list[str]:
@@ -172,7 +213,9 @@ def unobserved(layer: str, config: Config) -> list[str]:
     return [name for name in names[:until] if name not in recipes or not recipes[name].output.fp8]
 
 
-def _of_attention(found: Pass, layer: str, phase: AttentionPhase, config: Config) -> Iterator[Value]:
+def _of_attention(
+    found: Pass, layer: str, phase: AttentionPhase, config: Config
+) -> Iterator[Value]:
     passes = [one for one in found.attention if one.layer == layer]
     variant = config.attention_variant
     for one in passes:
@@ -182,18 +225,39 @@ def _of_attention(found: Pass, layer: str, phase: AttentionPhase, config: Config
         for what, part, value in one.parts():
             fmt = format_of(what, variant) if part == "codes" else None
             role = SYMBOLS.get(what, what)
-            yield Value(phase=phase, layer=layer, role=role, value=value, part=part, passes=until, codes_of=fmt)  # type: ignore[arg-type]
+            yield Value(
+                phase=phase,
+                layer=layer,
+                role=role,
+                value=value,
+                part=part,  # type: ignore[arg-type]
+                passes=until,
+                codes_of=fmt,
+            )
 
 
-def _of_gemm(o: Observation, phase: Phase, recipes: Mapping[str, Recipe], batch: tuple[int, ...]) -> Iterator[Value]:
+def _of_gemm(
+    o: Observation, phase: Phase, recipes: Mapping[str, Recipe], batch: tuple[int, ...]
+) -> Iterator[Value]:
     spec = recipes[o.layer].gemms[o.gemm]
-    for role, (hp, codes, scale), cast in zip(OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), strict=True):
+    for role, (hp, codes, scale), cast in zip(
+        OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), strict=True
+    ):
         parts: dict[Part, np.ndarray] = {
             "value": whole(np.asarray(hp, np.float32), role, batch),
             "scale": np.asarray(scale, np.float32),
             "codes": whole(np.asarray(codes), role, batch),
         }
         for part, value in parts.items():
-            yield Value(phase=phase, layer=o.layer, role=role, value=value, part=part, gemm=o.gemm, cast=cast, observation=o)
+            yield Value(
+                phase=phase,
+                layer=o.layer,
+                role=role,
+                value=value,
+                part=part,
+                gemm=o.gemm,
+                cast=cast,
+                observation=o,
+            )
     out = whole(np.asarray(o.out, np.float32), o.gemm, batch)
     yield Value(phase=phase, layer=o.layer, role=o.gemm, value=out, gemm=o.gemm, observation=o)

@@ -1,8 +1,10 @@
-"""The collectives of a training step: what is moved, by which kind, in which dtype, and between how many devices.
+"""The collectives of a training step: what is moved, by which kind, in which dtype, and between how
+many devices.
 
-In JAX those of a program that is compiled for H200s (benchmarks/results/aot.json), to the byte: amaxes, scales of rows,
-bits beside codes, the loss and the norm of the gradients too, and with experts the sizes of their groups and their balance. Not counted: the
-scales of gradients in FP8. In PyTorch none of these few bytes is counted.
+In JAX those of a program that is compiled for H200s (benchmarks/results/aot.json), to the byte:
+amaxes, scales of rows, bits beside codes, the loss and the norm of the gradients too, and with
+experts the sizes of their groups and their balance. Not counted: the scales of gradients in FP8. In
+PyTorch none of these few bytes is counted.
 """
 
 import dataclasses
@@ -18,12 +20,25 @@ from fp8ref.recipe import GemmSpec, Recipe
 from fp8ref.spec import llama
 from fp8ref.spec.gemm import CastSpec
 from fp8ref.train.config.config import Config
-from fp8ref.train.config.device_shapes import at_rest, in_fp8, ranks_share_amaxes, runs_output_again, tokens, used
+from fp8ref.train.config.device_shapes import (
+    at_rest,
+    in_fp8,
+    ranks_share_amaxes,
+    runs_output_again,
+    tokens,
+    used,
+)
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 """What a collective does."""
 
-SIZES = dict.fromkeys(QUANTIZED_FORMATS, 1) | {"float32": 4, "int32": 4, "uint32": 4, "bfloat16": 2, "uint8": 1}
+SIZES = dict.fromkeys(QUANTIZED_FORMATS, 1) | {
+    "float32": 4,
+    "int32": 4,
+    "uint32": 4,
+    "bfloat16": 2,
+    "uint8": 1,
+}
 """{dtype: bytes of an element}. Amaxes are compared as integers of their bits."""
 
 
@@ -33,7 +48,8 @@ class Collective:
 
     dtype     of ``SIZES``.
     devices   that take part; of one, nothing moves.
-    elements  of the larger of what a device gives and what it gets: the whole that is gathered, scattered or summed.
+    elements  of the larger of what a device gives and what it gets: the whole that is gathered,
+              scattered or summed.
     beside    whether it moves for FP8 alone: in another dtype nothing would move in its place.
     """
 
@@ -51,22 +67,54 @@ class Collective:
 
     @property
     def received(self) -> float:
-        """Elements that a device receives by a ring: of n devices (n - 1) / n of the whole, in an all-reduce twice that."""
+        """Elements that a device receives by a ring: of n devices (n - 1) / n of the whole, in an
+        all-reduce twice that.
+        """
         return (1 + (self.kind == "all-reduce")) * (self.devices - 1) / self.devices * self.elements
 
 
 def of_step(config: Config, backend: str) -> list[tuple[Collective, int]]:
-    """Collectives of an optimizer step, each with how often it runs: in every microbatch, or once."""
+    """Collectives of an optimizer step, each with how often it runs: in every microbatch, or
+    once.
+    """
     parts = config.data.microbatches
     made = [(one, parts) for one in _of_part(config, backend)]
     if backend == "jax":
-        made += [(dataclasses.replace(_scales(shared), purpose="amaxes of weights, shared"), 1) for shared in scales.of_step(config)]
-        loss, norm, devices = "loss, averaged", "norm of the gradients, summed", config.parallel.devices
-        made += [(Collective(loss, "all-reduce", "float32", config.parallel.sharing * _of_tokens(config), 1, beside=True), parts)]
-        made += [(Collective(norm, "all-reduce", "float32", devices, _squares(config), beside=True), 1)]
+        made += [
+            (dataclasses.replace(_scales(shared), purpose="amaxes of weights, shared"), 1)
+            for shared in scales.of_step(config)
+        ]
+        loss, norm, devices = (
+            "loss, averaged",
+            "norm of the gradients, summed",
+            config.parallel.devices,
+        )
         made += [
             (
-                Collective("balance of experts, summed", "all-reduce", "float32", config.parallel.sharing, _balance(config), beside=True),
+                Collective(
+                    loss,
+                    "all-reduce",
+                    "float32",
+                    config.parallel.sharing * _of_tokens(config),
+                    1,
+                    beside=True,
+                ),
+                parts,
+            )
+        ]
+        made += [
+            (Collective(norm, "all-reduce", "float32", devices, _squares(config), beside=True), 1)
+        ]
+        made += [
+            (
+                Collective(
+                    "balance of experts, summed",
+                    "all-reduce",
+                    "float32",
+                    config.parallel.sharing,
+                    _balance(config),
+                    beside=True,
+                ),
                 parts,
             )
         ]
@@ -79,11 +127,20 @@ def _of_part(config: Config, backend: str) -> Iterator[Collective]:
     for name, shape in llama.parameter_shapes(config.model).items():
         yield from _of_parameter(name, shape, recipes.get(name), config, backend)
     if config.model.tie_word_embeddings and backend == "jax":
-        # The last linear gathers the rounded table again, and its gradient is scattered by itself. PyTorch's root keeps one gathered table.
+        # The last linear gathers the rounded table again, and its gradient is scattered by itself.
+        # PyTorch's root keeps one gathered table.
         shape = llama.parameter_shapes(config.model)[llama.EMBEDDING]
         yield from _of_parameter("lm_head.weight", shape, None, config, backend)
-        if config.parallel.through == "jit":  # as compiled: the partitioner gathers it twice in the forward pass
-            yield Collective("weights, gathered over fsdp", "all-gather", "bfloat16", config.parallel.shards, math.prod(shape))
+        if (
+            config.parallel.through == "jit"
+        ):  # as compiled: the partitioner gathers it twice in the forward pass
+            yield Collective(
+                "weights, gathered over fsdp",
+                "all-gather",
+                "bfloat16",
+                config.parallel.shards,
+                math.prod(shape),
+            )
     keys = config.parallel
     if keys.context > 1:
         yield from _context(config)
@@ -97,7 +154,9 @@ def _of_part(config: Config, backend: str) -> Iterator[Collective]:
 
 def _scales(shared: Shared) -> Collective:
     purpose = "scales of rows, gathered" if shared.kind == "all-gather" else "amaxes, shared"
-    return Collective(purpose, shared.kind, shared.dtype, shared.devices, shared.elements, beside=True)
+    return Collective(
+        purpose, shared.kind, shared.dtype, shared.devices, shared.elements, beside=True
+    )
 
 
 def _of_tokens(config: Config) -> int:
@@ -107,30 +166,40 @@ def _of_tokens(config: Config) -> int:
 
 
 def _squares(config: Config) -> int:
-    """Sums of a parameter's squares that devices add for the norm of the gradients: of each that the mesh cuts, of which
-    ``parallel.scan`` has one of all layers. XLA adds what follows on each other from the first, sorted by name, before it sums over the
-    devices."""
+    """Sums of a parameter's squares that devices add for the norm of the gradients: of each that
+    the mesh cuts, of which ``parallel.scan`` has one of all layers. XLA adds what follows on each
+    other from the first, sorted by name, before it sums over the devices."""
     keys = config.parallel
 
     def cut(name: str, shape: tuple[int, ...]) -> bool:
         whole = len(shape) < 2 or llama.is_router(name)
-        return not whole and (keys.shards > 1 or (keys.tensor > 1 and name.split(".")[-2] in llama.COLUMN + llama.ROW))
+        return not whole and (
+            keys.shards > 1 or (keys.tensor > 1 and name.split(".")[-2] in llama.COLUMN + llama.ROW)
+        )
 
     shapes = llama.parameter_shapes(config.model)
     if keys.scan:
-        shapes = {llama.stack_of(name): shape for name, shape in shapes.items()}  # the mesh cuts a stack as it cuts a layer's own
+        shapes = {
+            llama.stack_of(name): shape for name, shape in shapes.items()
+        }  # the mesh cuts a stack as it cuts a layer's own
     which = [cut(name, shape) for name, shape in sorted(shapes.items())]
     joined = which.index(False) if False in which else len(which)
     return sum(which) - max(0, joined - 1)
 
 
 def _balance(config: Config) -> int:
-    """Of each expert the rows that it took and the sum of its probabilities (M-8): of all layers together, which are added first."""
+    """Of each expert the rows that it took and the sum of its probabilities (M-8): of all layers
+    together, which are added first.
+    """
     return 2 * config.model.num_experts
 
 
-def _of_parameter(name: str, shape: tuple[int, ...], recipe: Recipe | None, config: Config, backend: str) -> Iterator[Collective]:
-    """A parameter's gathers, and the sums of its gradient. recipe: of the linear whose weight it is; None of all else."""
+def _of_parameter(
+    name: str, shape: tuple[int, ...], recipe: Recipe | None, config: Config, backend: str
+) -> Iterator[Collective]:
+    """A parameter's gathers, and the sums of its gradient. recipe: of the linear whose weight it
+    is; None of all else.
+    """
     keys = config.parallel
     linear = name.removesuffix(".weight")
     piece = math.prod(at_rest(name, shape, config, backend))
@@ -138,7 +207,9 @@ def _of_parameter(name: str, shape: tuple[int, ...], recipe: Recipe | None, conf
     shards = keys.shards
     if len(shape) == 3:  # of experts a device has its own
         whole, shards = whole // keys.expert, keys.fsdp
-    if not ((len(shape) > 1 and not llama.is_router(name)) or backend == "torch"):  # JAX replicates norms and routers
+    if not (
+        (len(shape) > 1 and not llama.is_router(name)) or backend == "torch"
+    ):  # JAX replicates norms and routers
         parts = keys.sharing * (keys.tensor if keys.sequence else 1)
         yield Collective("gradients, summed over data", "all-reduce", "float32", parts, whole)
         return
@@ -150,59 +221,112 @@ def _of_parameter(name: str, shape: tuple[int, ...], recipe: Recipe | None, conf
     if recipe is not None and in_fp8(recipe, config, backend):
         casts = (recipe.output.b, recipe.grad_input.b, recipe.output.b)
         dtypes = [cast.fmt.name for cast in casts if cast is not None]
-    once = table or (keys.loss == "chunked" and linear == "lm_head")  # the whole weight waits for the backward pass, which comes next
+    once = table or (
+        keys.loss == "chunked" and linear == "lm_head"
+    )  # the whole weight waits for the backward pass, which comes next
     times = 1 if once else 3 if runs_output_again(linear, config, backend) else 2
-    for dtype in (*dtypes, dtypes[0])[:times]:  # of a weight that the backward pass takes in high precision, its codes twice
+    for dtype in (*dtypes, dtypes[0])[
+        :times
+    ]:  # of a weight that the backward pass takes in high precision, its codes twice
         yield Collective("weights, gathered over fsdp", "all-gather", dtype, shards, whole)
-    if keys.reduce_dtype == "float8_e4m3fn" and len(shape) == 2 and not table:  # of linears' weights, all else in float32 (P-25)
+    if (
+        keys.reduce_dtype == "float8_e4m3fn" and len(shape) == 2 and not table
+    ):  # of linears' weights, all else in float32 (P-25)
         yield from _exchanged(linear, whole, piece, config, backend)
         return
     # JAX reduces the table's gradient in the table's own dtype.
-    wide = "bfloat16" if keys.reduce_dtype == "bfloat16" and not (table and backend == "jax") else "float32"
+    wide = (
+        "bfloat16"
+        if keys.reduce_dtype == "bfloat16" and not (table and backend == "jax")
+        else "float32"
+    )
     yield Collective("gradients, reduced over fsdp", "reduce-scatter", wide, shards, whole)
     if linear == "lm_head" and config.model.tie_word_embeddings and wide == "float32":
         return  # XLA adds it to the table's gradient, before it sums both over the same devices
-    if backend == "jax" and keys.sequence and (table or linear == "lm_head"):  # a device has other tokens along tensor
-        yield Collective("gradients, summed over data and tensor", "all-reduce", wide, keys.data * keys.tensor, piece)
+    if (
+        backend == "jax" and keys.sequence and (table or linear == "lm_head")
+    ):  # a device has other tokens along tensor
+        yield Collective(
+            "gradients, summed over data and tensor",
+            "all-reduce",
+            wide,
+            keys.data * keys.tensor,
+            piece,
+        )
     else:
         yield Collective("gradients, summed over data", "all-reduce", wide, keys.data, piece)
 
 
 def _rows(config: Config, backend: str) -> Iterator[Collective]:
-    """Rows of tokens that are sent to their experts and back (X-13), in bfloat16 or as codes (X-14), and their gradients: in PyTorch those
-    rows alone, as if experts took equally many; in JAX a buffer of all of a device's rows to every other."""
+    """Rows of tokens that are sent to their experts and back (X-13), in bfloat16 or as codes
+    (X-14), and their gradients: in PyTorch those rows alone, as if experts took equally many; in
+    JAX a buffer of all of a device's rows to every other."""
     keys, model = config.parallel, config.model
     forward = 2 if keys.checkpointing == "full" else 1  # and again in the backward pass
-    rows = tokens(config) * model.num_experts_per_tok * model.hidden_size * (1 if backend == "torch" else keys.expert)
+    rows = (
+        tokens(config)
+        * model.num_experts_per_tok
+        * model.hidden_size
+        * (1 if backend == "torch" else keys.expert)
+    )
     for projections in experts.layers(config):
         moving = experts.moving(projections, config)
         for codes, times in ((moving.rows, forward), (moving.gradients, 1)):
             dtype = "uint8" if codes else "bfloat16"
-            yield Collective("rows, sent to their experts", "all-to-all", dtype, keys.expert, times * rows)
-        yield Collective("rows, sent back", "all-to-all", "bfloat16", keys.expert, (forward + 1) * rows)
+            yield Collective(
+                "rows, sent to their experts", "all-to-all", dtype, keys.expert, times * rows
+            )
+        yield Collective(
+            "rows, sent back", "all-to-all", "bfloat16", keys.expert, (forward + 1) * rows
+        )
         if backend == "jax":
-            yield Collective("sizes of groups, exchanged", "all-to-all", "int32", keys.expert, forward * model.num_experts, beside=True)
+            yield Collective(
+                "sizes of groups, exchanged",
+                "all-to-all",
+                "int32",
+                keys.expert,
+                forward * model.num_experts,
+                beside=True,
+            )
 
 
-def _exchanged(linear: str, whole: float, piece: float, config: Config, backend: str) -> Iterator[Collective]:
-    """A weight's gradient in FP8: codes by one all-to-all of all devices that sum it, and float32 sums
-    gathered along the axes that do not cut the weight (P-25)."""
+def _exchanged(
+    linear: str, whole: float, piece: float, config: Config, backend: str
+) -> Iterator[Collective]:
+    """A weight's gradient in FP8: codes by one all-to-all of all devices that sum it, and float32
+    sums gathered along the axes that do not cut the weight (P-25)."""
     keys = config.parallel
-    copies = keys.data * (keys.tensor if backend == "jax" and keys.sequence and linear == "lm_head" else 1)
-    yield Collective("gradients in FP8, exchanged", "all-to-all", "e4m3fn", copies * keys.shards, whole)
+    copies = keys.data * (
+        keys.tensor if backend == "jax" and keys.sequence and linear == "lm_head" else 1
+    )
+    yield Collective(
+        "gradients in FP8, exchanged", "all-to-all", "e4m3fn", copies * keys.shards, whole
+    )
     yield Collective("sums of gradients, gathered", "all-gather", "float32", copies, piece)
 
 
 def _context(config: Config) -> Iterator[Collective]:
-    """Context parallelism of attention (A-21): codes of keys and values are gathered in each pass, and once more where the forward
-    pass runs again; their gradients are summed over the devices in float32."""
+    """Context parallelism of attention (A-21): codes of keys and values are gathered in each pass,
+    and once more where the forward pass runs again; their gradients are summed over the devices in
+    float32."""
     keys, model, variant = config.parallel, config.model, config.attention_variant
     assert variant is not None
     heads = model.num_key_value_heads // keys.tensor
     both = 2 * tokens(config) * keys.context * heads * model.head_dim * model.num_hidden_layers
-    passes, dtype = 2 if keys.checkpointing == "none" else 3, variant.fmt.name if variant.fmt.bits == 8 else "bfloat16"
-    yield Collective("keys and values, gathered over context", "all-gather", dtype, keys.context, passes * both)
-    yield Collective("gradients of keys and values, summed over context", "reduce-scatter", "float32", keys.context, both)
+    passes, dtype = (
+        2 if keys.checkpointing == "none" else 3,
+        variant.fmt.name if variant.fmt.bits == 8 else "bfloat16",
+    )
+    yield Collective(
+        "keys and values, gathered over context", "all-gather", dtype, keys.context, passes * both
+    )
+    yield Collective(
+        "gradients of keys and values, summed over context",
+        "reduce-scatter",
+        "float32",
+        keys.context,
+        both,
+    )
 
 
 def _tensor(config: Config, backend: str) -> Iterator[Collective]:
@@ -219,37 +343,61 @@ def _tensor(config: Config, backend: str) -> Iterator[Collective]:
     summed: Kind = "reduce-scatter" if keys.sequence else "all-reduce"
     for decision in config.decisions():
         recipe, last = decision.recipe, decision.path.split(".")[-1]
-        # Linears with one input gather it once, and their grad_inputs are added before the sum: by XLA too,
-        # unless accumulators are summed.
+        # Linears with one input gather it once, and their grad_inputs are added before the sum: by
+        # XLA too, unless accumulators are summed.
         again = runs_output_again(decision.path, config, backend)
         if last in ("q_proj", "gate_proj") and keys.sequence:
             for spec in (recipe.output, *[recipe.output] * again, recipe.grad_weight):
-                dtype = _gathered(spec, spec.b if spec is recipe.grad_weight else spec.a, config, backend)
-                yield Collective("inputs, gathered over tensor", "all-gather", dtype, keys.tensor, whole)
+                dtype = _gathered(
+                    spec, spec.b if spec is recipe.grad_weight else spec.a, config, backend
+                )
+                yield Collective(
+                    "inputs, gathered over tensor", "all-gather", dtype, keys.tensor, whole
+                )
         if last in (llama.COLUMN if keys.reduce == "accumulators" else ("q_proj", "gate_proj")):
             yield Collective("grad_inputs, summed over tensor", summed, outputs, keys.tensor, whole)
         if last in ("o_proj", "down_proj"):
-            yield Collective("outputs, summed over tensor", summed, outputs, keys.tensor, (1 + again) * whole)
+            yield Collective(
+                "outputs, summed over tensor", summed, outputs, keys.tensor, (1 + again) * whole
+            )
             if keys.sequence:
                 yield from _grad_outputs(decision.recipe, whole, config, backend)
 
 
-def _grad_outputs(recipe: Recipe, whole: float, config: Config, backend: str) -> Iterator[Collective]:
-    """A row-parallel linear's grad_output: gathered once, if both backward GEMMs take the same of it."""
+def _grad_outputs(
+    recipe: Recipe, whole: float, config: Config, backend: str
+) -> Iterator[Collective]:
+    """A row-parallel linear's grad_output: gathered once, if both backward GEMMs take the same of
+    it.
+    """
     keys, purpose = config.parallel, "grad_outputs, gathered over tensor"
-    for_input, for_weight = (_gathered(spec, spec.a, config, backend) for spec in (recipe.grad_input, recipe.grad_weight))
+    for_input, for_weight = (
+        _gathered(spec, spec.a, config, backend) for spec in (recipe.grad_input, recipe.grad_weight)
+    )
     yield Collective(purpose, "all-gather", for_input, keys.tensor, whole)
     if backend == "torch" or recipe.serves_both("grad_output"):
         return
-    if recipe.pairs_gradients and keys.through == "shard_map":  # a bit an element beside the other's codes (P-6)
+    if (
+        recipe.pairs_gradients and keys.through == "shard_map"
+    ):  # a bit an element beside the other's codes (P-6)
         yield Collective(purpose, "all-gather", "uint8", keys.tensor, whole / 8, beside=True)
     else:
         yield Collective(purpose, "all-gather", for_weight, keys.tensor, whole, beside=True)
 
 
 def _gathered(spec: GemmSpec, cast: CastSpec | None, config: Config, backend: str) -> str:
-    """The dtype in which an operand is gathered: FP8 if it is cast before the gather (P-10, P-15)."""
+    """The dtype in which an operand is gathered: FP8 if it is cast before the gather (P-10,
+    P-15).
+    """
     if spec.a is None or cast is None:
         return "bfloat16"
-    torchao = spec.a.granularity == "tensorwise" and spec.a.policy.name == "torchao" and spec.a.delayed is None
-    return cast.fmt.name if backend == "jax" or (torchao and not ranks_share_amaxes(config)) else "bfloat16"
+    torchao = (
+        spec.a.granularity == "tensorwise"
+        and spec.a.policy.name == "torchao"
+        and spec.a.delayed is None
+    )
+    return (
+        cast.fmt.name
+        if backend == "jax" or (torchao and not ranks_share_amaxes(config))
+        else "bfloat16"
+    )

@@ -1,10 +1,12 @@
 """Amaxes of experts' operands that JAX's devices share, in 32 bits (spec X-3, X-9, X-14).
 
-A dynamic scale that covers rows of a group, of all of them or of a column, is of that group's rows on all devices that have its expert: along
-data and fsdp. Rows that move as codes are cast before, by the amaxes of all experts on all devices. A delayed cast's amax is of all devices
-and all groups, one number; so is whether any group has rows, which is asked where something is observed. gate and up read one input and share
-its amax. But where fsdp gathers experts, the backward pass of each projection runs behind a barrier, and takes by itself what it wants.
-Under full checkpointing the forward pass shares again what it casts by, and not what it has observed.
+A dynamic scale that covers rows of a group, of all of them or of a column, is of that group's rows
+on all devices that have its expert: along data and fsdp. Rows that move as codes are cast before,
+by the amaxes of all experts on all devices. A delayed cast's amax is of all devices and all groups,
+one number; so is whether any group has rows, which is asked where something is observed. gate and
+up read one input and share its amax. But where fsdp gathers experts, the backward pass of each
+projection runs behind a barrier, and takes by itself what it wants. Under full checkpointing the
+forward pass shares again what it casts by, and not what it has observed.
 """
 
 from collections.abc import Iterator
@@ -17,13 +19,18 @@ from fp8ref.spec import granularity
 from fp8ref.spec.gemm import CastSpec
 from fp8ref.train.config.config import Config
 
-GEMMS: dict[Literal["forward", "backward"], tuple[Gemm, ...]] = {"forward": ("output",), "backward": ("grad_input", "grad_weight")}
+GEMMS: dict[Literal["forward", "backward"], tuple[Gemm, ...]] = {
+    "forward": ("output",),
+    "backward": ("grad_input", "grad_weight"),
+}
 """The GEMMs of each pass."""
 
 
 @dataclass(frozen=True)
 class Moving:
-    """Whether rows of a layer's experts move between devices as FP8 codes (X-14): those that are sent, and gradients of results."""
+    """Whether rows of a layer's experts move between devices as FP8 codes (X-14): those that are
+    sent, and gradients of results.
+    """
 
     rows: bool
     gradients: bool
@@ -31,10 +38,16 @@ class Moving:
 
 def moving(projections: dict[str, Decision], config: Config) -> Moving:
     """projections: of one layer, by their last names."""
-    keys, (gate, up, down) = config.parallel, (projections[f"{name}_proj"].recipe for name in ("gate", "up", "down"))
+    keys, (gate, up, down) = (
+        config.parallel,
+        (projections[f"{name}_proj"].recipe for name in ("gate", "up", "down")),
+    )
     if keys.expert == 1 or keys.expert_dispatch != "fp8":
         return Moving(False, False)
-    return Moving(gate == up and gate.fp8 and gate.serves_both("input"), down.fp8 and down.serves_both("grad_output"))
+    return Moving(
+        gate == up and gate.fp8 and gate.serves_both("input"),
+        down.fp8 and down.serves_both("grad_output"),
+    )
 
 
 def layers(config: Config) -> Iterator[dict[str, Decision]]:
@@ -55,7 +68,9 @@ def amaxes(config: Config) -> Iterator[tuple[int, float]]:
 
 
 def _observed(projections: dict[str, Decision], config: Config) -> Iterator[tuple[int, float]]:
-    """What delayed scaling observes: an amax of every tensor, and in each pass whether there are rows."""
+    """What delayed scaling observes: an amax of every tensor, and in each pass whether there are
+    rows.
+    """
     keys, moved = config.parallel, moving(projections, config)
     barrier = keys.fsdp > 1 or keys.checkpointing == "full"
     seen: set[tuple] = set()
@@ -70,7 +85,16 @@ def _observed(projections: dict[str, Decision], config: Config) -> Iterator[tupl
                 if which == "output":
                     seen.add(("rows", "forward"))
                 elif role == "grad_output":
-                    seen.add(("rows", *(("backward", last if keys.fsdp > 1 else "") if barrier else ("forward",))))
+                    seen.add(
+                        (
+                            "rows",
+                            *(
+                                ("backward", last if keys.fsdp > 1 else "")
+                                if barrier
+                                else ("forward",)
+                            ),
+                        )
+                    )
     yield keys.devices, len(seen)
 
 
@@ -84,7 +108,11 @@ def _scaled(projections: dict[str, Decision], config: Config) -> Iterator[tuple[
         n, k = decision.shape
         for when, role, cast, axis in _casts(decision):
             kind = granularity.by_name(cast.granularity)
-            if cast.delayed is not None or kind.reduced is not None or (cast.granularity != "tensorwise" and axis != 0):
+            if (
+                cast.delayed is not None
+                or kind.reduced is not None
+                or (cast.granularity != "tensorwise" and axis != 0)
+            ):
                 continue  # a state's, of blocks, or of each row by itself
             moves = _moves(role, last, moved)
             apart = keys.fsdp > 1 and not moves and when == "backward"
@@ -100,12 +128,18 @@ def _scaled(projections: dict[str, Decision], config: Config) -> Iterator[tuple[
                 yield copies, times * experts // keys.expert * columns
 
 
-def _casts(decision: Decision) -> Iterator[tuple[Literal["forward", "backward"], Role, CastSpec, int]]:
-    """(pass, role, cast, reduced axis of [rows, columns]) of rows; a weight's amaxes are its device's own."""
+def _casts(
+    decision: Decision,
+) -> Iterator[tuple[Literal["forward", "backward"], Role, CastSpec, int]]:
+    """(pass, role, cast, reduced axis of [rows, columns]) of rows; a weight's amaxes are its
+    device's own.
+    """
     for when, gemms in GEMMS.items():
         for which in gemms:
             spec = decision.recipe.gemms[which]
-            for role, cast, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
+            for role, cast, axis in zip(
+                OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
+            ):
                 if cast is not None and role != "weight":
                     yield when, role, cast, axis % 2
 
@@ -116,4 +150,6 @@ def _owner(role: Role, last: str, apart: bool) -> str:
 
 
 def _moves(role: Role, last: str, moved: Moving) -> bool:
-    return (role == "input" and last != "down_proj" and moved.rows) or (role == "grad_output" and last == "down_proj" and moved.gradients)
+    return (role == "input" and last != "down_proj" and moved.rows) or (
+        role == "grad_output" and last == "down_proj" and moved.gradients
+    )

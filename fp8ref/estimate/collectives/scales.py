@@ -1,10 +1,13 @@
-"""What JAX's linears share beside their tensors: amaxes, and scales of rows that are gathered with their codes (spec P-2, P-6).
+"""What JAX's linears share beside their tensors: amaxes, and scales of rows that are gathered with
+their codes (spec P-2, P-6).
 
-An amax is reduced over the mesh axes that cut its group of elements. The scales of rows go with the rows. The two GEMMs that take one cast
-share its amax. Inside shard_map linears that read one input share its amaxes too. Under plain jit they do not, and the partitioner reduces
-amaxes of columns of an input or a weight twice, as int32 and as uint32, and scatters those of a grad_output, whose scales it then gathers.
-Where checkpointing runs a forward pass again, it shares again what it casts by, but not what it observes, which nothing wants. Amaxes of weights
-that a step takes first (P-9) are shared once (``of_step``). Experts' amaxes are those of ``experts``.
+An amax is reduced over the mesh axes that cut its group of elements. The scales of rows go with the
+rows. The two GEMMs that take one cast share its amax. Inside shard_map linears that read one input
+share its amaxes too. Under plain jit they do not, and the partitioner reduces amaxes of columns of
+an input or a weight twice, as int32 and as uint32, and scatters those of a grad_output, whose
+scales it then gathers. Where checkpointing runs a forward pass again, it shares again what it casts
+by, but not what it observes, which nothing wants. Amaxes of weights that a step takes first (P-9)
+are shared once (``of_step``). Experts' amaxes are those of ``experts``.
 """
 
 import dataclasses
@@ -27,7 +30,8 @@ SHARED_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
 @dataclass(frozen=True)
 class Shared:
-    """Numbers of 32 bits that devices share: amaxes, of which they take the largest, or float32 scales that are gathered.
+    """Numbers of 32 bits that devices share: amaxes, of which they take the largest, or float32
+    scales that are gathered.
 
     elements  of amaxes as many as each device has; of scales all that are gathered.
     """
@@ -44,21 +48,37 @@ def of_part(config: Config) -> Iterator[Shared]:
     first = scaled_first(config)
     for decision in config.decisions():
         if decision.experts is None:
-            yield from _of_linear(decision, config, seen, [role for role in ROLES if role != "weight" or decision.path not in first])
+            yield from _of_linear(
+                decision,
+                config,
+                seen,
+                [role for role in ROLES if role != "weight" or decision.path not in first],
+            )
     yield from (Shared(devices, count) for devices, count in experts.amaxes(config))
 
 
 def of_step(config: Config) -> Iterator[Shared]:
-    """Those of a step, however many microbatches it has: amaxes of weights, all in one. Under plain jit each over its own devices."""
+    """Those of a step, however many microbatches it has: amaxes of weights, all in one.
+
+    Under plain jit each over its own devices.
+    """
     first = scaled_first(config)
-    devices = [math.prod(_count(axes, "weight", config) for axes in _cut("weight", path.rpartition(".")[2], config)) for path in first]
+    devices = [
+        math.prod(
+            _count(axes, "weight", config)
+            for axes in _cut("weight", path.rpartition(".")[2], config)
+        )
+        for path in first
+    ]
     if config.parallel.through == "jit":
         yield from (Shared(own, 1) for own in devices)
     elif first:
         yield Shared(max(devices), len(first))
 
 
-def _of_linear(decision: Decision, config: Config, seen: set[tuple], roles: Sequence[Role]) -> Iterator[Shared]:
+def _of_linear(
+    decision: Decision, config: Config, seen: set[tuple], roles: Sequence[Role]
+) -> Iterator[Shared]:
     layer, _, last = decision.path.rpartition(".")
     jit = config.parallel.through == "jit"
     again = runs_output_again(decision.path, config, "jax")
@@ -74,7 +94,11 @@ def _of_linear(decision: Decision, config: Config, seen: set[tuple], roles: Sequ
                 continue
             seen.add(key)
             times = 1 + (again and which == "output" and cast.delayed is None)
-            scope = config if cast.delayed is None else config.replace(parallel={"amax_scope": "global"})  # one state for all (H-4)
+            scope = (
+                config
+                if cast.delayed is None
+                else config.replace(parallel={"amax_scope": "global"})
+            )  # one state for all (H-4)
             devices = tuple(_count(axes, role, scope) for axes in cut)
             if whole:
                 yield Shared(math.prod(devices), times)
@@ -89,14 +113,20 @@ def _of_linear(decision: Decision, config: Config, seen: set[tuple], roles: Sequ
                     yield dataclasses.replace(amaxes, dtype="uint32")
             if axis == 1:
                 gathered = _gathered(role, last, config)
-                pair = role == "grad_output" and decision.recipe.pairs_gradients and not jit  # also what undoes each scale
-                yield Shared(gathered, times * gathered * sizes[0] * (1 + pair), "all-gather", "float32")
+                pair = (
+                    role == "grad_output" and decision.recipe.pairs_gradients and not jit
+                )  # also what undoes each scale
+                yield Shared(
+                    gathered, times * gathered * sizes[0] * (1 + pair), "all-gather", "float32"
+                )
 
 
 def _casts(recipe: Recipe, role: Role) -> Iterator[tuple[Gemm, CastSpec, int]]:
     """(GEMM, cast, reduced axis) of a role's FP8 casts."""
     for which, spec in recipe.gemms.items():
-        for of, cast, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
+        for of, cast, axis in zip(
+            OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
+        ):
             if of == role and cast is not None:
                 yield which, cast, axis % 2
 
@@ -117,9 +147,13 @@ def _cut(role: Role, last: str, config: Config) -> tuple[tuple[str, ...], tuple[
     """The mesh axes that cut the rows and the columns of a tensor at rest."""
     keys = config.parallel
     batch = ("data", "fsdp", "expert", "context")
-    in_rows = {"input": last in llama.COLUMN, "grad_output": last in llama.ROW, "weight": False}[role]
+    in_rows = {"input": last in llama.COLUMN, "grad_output": last in llama.ROW, "weight": False}[
+        role
+    ]
     if role == "weight":
-        return ("fsdp", "context", "expert", *(["tensor"] if last in llama.COLUMN else [])), ("tensor",) if last in llama.ROW else ()
+        return ("fsdp", "context", "expert", *(["tensor"] if last in llama.COLUMN else [])), (
+            "tensor",
+        ) if last in llama.ROW else ()
     of_linear = last in llama.COLUMN + llama.ROW
     rows = (*batch, "tensor") if keys.sequence and (in_rows or not of_linear) else batch
     features = {"input": last in llama.ROW, "grad_output": last in llama.COLUMN}[role]
@@ -129,7 +163,9 @@ def _cut(role: Role, last: str, config: Config) -> tuple[tuple[str, ...], tuple[
 def _count(axes: tuple[str, ...], role: Role, config: Config) -> int:
     """Devices along some axes, within the scope of an amax."""
     local = config.parallel.amax_scope == "local" and role != "weight"
-    return math.prod(getattr(config.parallel, axis) for axis in axes if not (local and axis != "tensor"))
+    return math.prod(
+        getattr(config.parallel, axis) for axis in axes if not (local and axis != "tensor")
+    )
 
 
 def _gathered(role: Role, last: str, config: Config) -> int:
@@ -137,4 +173,8 @@ def _gathered(role: Role, last: str, config: Config) -> int:
     keys = config.parallel
     if role == "weight":
         return keys.shards
-    return keys.tensor if keys.sequence and last in (llama.COLUMN if role == "input" else llama.ROW) else 1
+    return (
+        keys.tensor
+        if keys.sequence and last in (llama.COLUMN if role == "input" else llama.ROW)
+        else 1
+    )

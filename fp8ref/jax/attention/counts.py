@@ -1,6 +1,8 @@
-"""How many elements P and dS have in a pass, and how many of them their casts clipped and made 0 (spec A-12, Q-13).
+"""How many elements P and dS have in a pass, and how many of them their casts clipped and made 0
+(spec A-12, Q-13).
 
-A count is int32 [2], a high part and the low 16 bits, so that it is exact below 2^40: float32 holds both parts.
+A count is int32 [2], a high part and the low 16 bits, so that it is exact below 2^40: float32 holds
+both parts.
 """
 
 import jax
@@ -20,7 +22,9 @@ def numbers(counts: jax.Array) -> jax.Array:
     return (counts[:, 0] << 16) + counts[:, 1]
 
 
-def measurement(amax: jax.Array, count: jax.Array, saturated: jax.Array, lost: jax.Array) -> jax.Array:
+def measurement(
+    amax: jax.Array, count: jax.Array, saturated: jax.Array, lost: jax.Array
+) -> jax.Array:
     """A row of statistics float32 [stats.LENGTH] of P or dS, which ``stats.parts`` decodes.
 
     Shapes:   amax float32 (); each count int32 [2].
@@ -29,5 +33,6 @@ def measurement(amax: jax.Array, count: jax.Array, saturated: jax.Array, lost: j
     known = {"count": count, "overflows": saturated, "underflows": lost}
     limbs = [known.get(name, none).astype(jnp.float32) for name in COUNTS]
     zero, one = jnp.zeros_like(amax), jnp.ones_like(amax)
-    # No sums of squares: a unit of 1, whose exponent field is 127; and scales that are not recorded.
+    # No sums of squares: a unit of 1, whose exponent field is 127; and scales that are not
+    # recorded.
     return jnp.concatenate([*limbs, jnp.stack([zero, zero, 127 * one, amax, one, one])])

@@ -1,4 +1,5 @@
-"""Exponentials, logarithms, hyperbolic tangents and fused products of float32 numbers for attention (spec A-5, A-7, A-11, A-22).
+"""Exponentials, logarithms, hyperbolic tangents and fused products of float32 numbers for attention
+(spec A-5, A-7, A-11, A-22).
 
 XLA's float32 exponentials are approximations. ``exponential`` takes them (``fast``), or computes in
 float64 and rounds (``stated``). The rest is always computed in float64.
@@ -25,10 +26,11 @@ def exponential(x: jax.Array, base: str, how: Arithmetic) -> jax.Array:
     """2^x or e^x, float32 of any shape, of numbers below 128, or below 88.
 
     Specials: 0 of numbers below -200. XLA flushes results below 2^-126 to zero.
-    fast      errs by 2 units of 2^-23. On a CPU XLA makes e^(x ln 2) of 2^x, which adds |x| / 2 such units.
-    stated    is RN32 of a float64 number that errs by less than 2^-50 of itself, of which 2^-52 are the
-              library's and 2^-54 the argument's. It differs from the simulator's where a midpoint of
-              float32 numbers lies that near: of numbers at random, in one case of 2^25.
+    fast      errs by 2 units of 2^-23. On a CPU XLA makes e^(x ln 2) of 2^x, which adds |x| / 2
+              such units.
+    stated    is RN32 of a float64 number that errs by less than 2^-50 of itself, of which 2^-52 are
+              the library's and 2^-54 the argument's. It differs from the simulator's where a
+              midpoint of float32 numbers lies that near: of numbers at random, in one case of 2^25.
     """
     if how == "fast":
         return jnp.exp2(x) if base == "2" else jnp.exp(x)
@@ -38,7 +40,9 @@ def exponential(x: jax.Array, base: str, how: Arithmetic) -> jax.Array:
             whole = lax.round(wide)
             power = lax.convert_element_type(whole, np.int64) + np.int64(1023)
             # The product with a power of two, made of its bits, is exact.
-            found = lax.exp((wide - whole) * np.float64(math.log(2))) * lax.bitcast_convert_type(power << np.int64(52), np.float64)
+            found = lax.exp((wide - whole) * np.float64(math.log(2))) * lax.bitcast_convert_type(
+                power << np.int64(52), np.float64
+            )
         else:
             found = lax.exp(wide)
         rounded = lax.convert_element_type(found, np.float32)
@@ -46,8 +50,8 @@ def exponential(x: jax.Array, base: str, how: Arithmetic) -> jax.Array:
 
 
 def logarithm(x: jax.Array, base: str) -> jax.Array:
-    """RN32 of ln x or log2 x in float64, float32 of positive numbers of any shape; as rare an exception
-    as that of ``exponential``."""
+    """RN32 of ln x or log2 x in float64, float32 of positive numbers of any shape; as rare an
+    exception as that of ``exponential``."""
     with jax.enable_x64(True):
         found = lax.log(lax.convert_element_type(x, np.float64))
         if base == "2":
@@ -65,23 +69,27 @@ def tanh(x: jax.Array, how: Arithmetic) -> jax.Array:
     if how == "fast":
         return jnp.tanh(x)
     with jax.enable_x64(True):
-        rounded = lax.convert_element_type(lax.tanh(lax.convert_element_type(x, np.float64)), np.float32)
+        rounded = lax.convert_element_type(
+            lax.tanh(lax.convert_element_type(x, np.float64)), np.float32
+        )
     return _kept(rounded, x)
 
 
 def fused(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> jax.Array:
     """RN32(a * b + c), rounded once: float32 of finite numbers that broadcast against each other.
 
-    Order:    the product is exact in float64; so is the sum, in two float64 numbers. The first is moved
-              by one unit towards the second, to an odd last bit, unless the second is zero. Rounding
-              that to float32 is rounding the exact sum, as float64 has 29 bits more (Boldo, Melquiond,
-              "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd",
-              2008).
+    Order:    the product is exact in float64; so is the sum, in two float64 numbers. The first is
+              moved by one unit towards the second, to an odd last bit, unless the second is zero.
+              Rounding that to float32 is rounding the exact sum, as float64 has 29 bits more
+              (Boldo, Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms
+              using rounding to odd", 2008).
     Specials: as XLA, which flushes subnormal results to zero.
     """
     shape = jnp.broadcast_shapes(*(jnp.shape(v) for v in (a, b, c)))
     with jax.enable_x64(True):
-        of_a, of_b, of_c = (jnp.broadcast_to(lax.convert_element_type(v, np.float64), shape) for v in (a, b, c))
+        of_a, of_b, of_c = (
+            jnp.broadcast_to(lax.convert_element_type(v, np.float64), shape) for v in (a, b, c)
+        )
         product = of_a * of_b
         total = product + of_c
         rest = total - product
@@ -96,8 +104,8 @@ def fused(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> jax.Array:
 def ascending_sum(x: jax.Array) -> jax.Array:
     """The sum over the last axis, ascending from +0, each addition rounded: float32 [...].
 
-    The additions are written out: XLA keeps their order, and no loop runs on the device. Without the barrier
-    it would compute each column where it is added, in code as long as the row.
+    The additions are written out: XLA keeps their order, and no loop runs on the device. Without
+    the barrier it would compute each column where it is added, in code as long as the row.
     """
     x = lax.optimization_barrier(x)
     total = jnp.zeros(x.shape[:-1], jnp.float32)

@@ -1,10 +1,11 @@
-"""Attention in FP8 by cuDNN's own kernel (spec A-20): one custom call for each pass, on an NVIDIA GPU.
+"""Attention in FP8 by cuDNN's own kernel (spec A-20): one custom call for each pass, on an NVIDIA
+GPU.
 
     o, seen = attention_kernel.apply(q, k, v, scales=scales, mask=Mask(causal=True))
 
-q, k, v and do are quantized here, with the bits of A-2; the kernel, which is closed, does all else. It takes the scales
-of everything that it casts, and returns amaxes: scales are delayed (A-19). ``attention`` computes the same variant from
-tiles, whose sums are known.
+q, k, v and do are quantized here, with the bits of A-2; the kernel, which is closed, does all else.
+It takes the scales of everything that it casts, and returns amaxes: scales are delayed (A-19).
+``attention`` computes the same variant from tiles, whose sums are known.
 """
 
 import functools
@@ -65,18 +66,24 @@ def apply(
 ) -> tuple[jax.Array, delayed.Seen | None]:
     """softmax(q k^T scale) v by cuDNN's FP8 kernel, with its gradients, on one device.
 
-    Of a program for several, jax partitions the kernel's call and merges none of its amaxes. Tensors that visibly lie on several are
-    refused; under a jit without a mesh of its own they are not seen.
+    Of a program for several, jax partitions the kernel's call and merges none of its amaxes.
+    Tensors that visibly lie on several are refused; under a jit without a mesh of its own they are
+    not seen.
 
-    scales    delayed ones of roles s, o, do, ds, dq, dk and dv, and optionally of q, k and v, float32 ().
-    seen      observations by role (``attention.apply_with_stats``); they are merged with the kernel's amaxes.
+    scales    delayed ones of roles s, o, do, ds, dq, dk and dv, and optionally of q, k and v,
+              float32 ().
+    seen      observations by role (``attention.apply_with_stats``); they are merged with the
+              kernel's amaxes.
     platform  what the program is compiled for; None: that of jax's own devices.
     layout    of q, k, v and o: ``bhtd``, or ``bthd``, tokens before heads.
-    Shapes:   q [B, H, T, 128], k and v [B, Hkv, S, 128], 128 dividing T and S; one dtype of high precision.
+    Shapes:   q [B, H, T, 128], k and v [B, Hkv, S, 128], 128 dividing T and S; one dtype of high
+              precision.
     Order:    of q, k, v, do and the outputs' scales A-2 and A-12; of all else the kernel's.
-    Returns:  (o in q's dtype, seen); the gradient by seen has the observations of the backward pass.
-    Raises:   ValueError: another variant than one with the granularity ``tensor`` in e4m3fn; shapes, masks or a platform that
-              the kernel does not take; a role without a scale; shard_map, or tensors on several devices.
+    Returns:  (o in q's dtype, seen); the gradient by seen has the observations of the backward
+              pass.
+    Raises:   ValueError: another variant than one with the granularity ``tensor`` in e4m3fn;
+              shapes, masks or a platform that the kernel does not take; a role without a scale;
+              shard_map, or tensors on several devices.
     Source:   jax 0.10.2, jax/_src/cudnn/fused_attention_stablehlo.py; spec A-20.
     """
     _check_alone(q, k, v)
@@ -86,12 +93,26 @@ def apply(
     known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
     if missing := [role for role in ("s", "o", *data.GRADIENT_ROLES) if role not in known]:
         raise ValueError(
-            f"cuDNN's kernel casts with scales that are given; {', '.join(missing)} have none. Use delayed scaling (fp8ref.spec.attention.delayed), or "
-            "fp8ref.jax.attention, which takes scales of the tensors themselves."
+            f"cuDNN's kernel casts with scales that are given; {', '.join(missing)} have none. "
+            "Use delayed scaling (fp8ref.spec.attention.delayed), or fp8ref.jax.attention, "
+            "which takes scales of the tensors themselves."
         )
     if any(sign in name for sign in "/()"):
-        raise ValueError(f"attention's name has no '/', '(' or ')', which part the names of scopes; got {name!r}. Write dots.")
-    kernel = Kernel(Use(variant=use.variant, mask=mask, scale=use.scale, seed=0, arithmetic="fast", over=(), layer=name))
+        raise ValueError(
+            "attention's name has no '/', '(' or ')', which part the names of scopes; got "
+            f"{name!r}. Write dots."
+        )
+    kernel = Kernel(
+        Use(
+            variant=use.variant,
+            mask=mask,
+            scale=use.scale,
+            seed=0,
+            arithmetic="fast",
+            over=(),
+            layer=name,
+        )
+    )
     known = {role: lax.stop_gradient(jnp.asarray(x, jnp.float32)) for role, x in known.items()}
     if seen is not None:
         inputs.check_seen(seen, use.variant)
@@ -100,54 +121,83 @@ def apply(
     return data.in_layout(layout, o), seen
 
 
-def check(variant: Variant, mask: Mask, q: tuple[int, ...], k: tuple[int, ...], platform: str) -> None:
+def check(
+    variant: Variant, mask: Mask, q: tuple[int, ...], k: tuple[int, ...], platform: str
+) -> None:
     """ValueError, with what to use instead, for what cuDNN's kernel does not take.
 
     q, k     shapes [B, heads, T, D].
     platform ``gpu`` or ``cuda``.
     """
-    instead = "Use fp8ref.jax.attention, whose tiles take it (in the trainer, parallel.attention 'tiles')."
+    instead = (
+        "Use fp8ref.jax.attention, whose tiles take it (in the trainer, parallel.attention "
+        "'tiles')."
+    )
     if platform not in ("gpu", "cuda"):
-        raise ValueError(f"cuDNN's FP8 attention needs an NVIDIA GPU; this program is for {platform}. {instead}")
-    whole = variant.granularity == "tensor" and variant.p_scale == "state" and variant.backward == "cast" and not variant.rotated
+        raise ValueError(
+            f"cuDNN's FP8 attention needs an NVIDIA GPU; this program is for {platform}. {instead}"
+        )
+    whole = (
+        variant.granularity == "tensor"
+        and variant.p_scale == "state"
+        and variant.backward == "cast"
+        and not variant.rotated
+    )
     if not whole or {variant.fmt, variant.out, variant.gradient_fmt or variant.fmt} != {E4M3FN}:
         raise ValueError(
-            f"cuDNN's FP8 attention has one scale for a tensor, and everything in e4m3fn: the variant 'cudnn'; got {variant.name!r}. {instead}"
+            "cuDNN's FP8 attention has one scale for a tensor, and everything in e4m3fn: the "
+            f"variant 'cudnn'; got {variant.name!r}. {instead}"
         )
     if q[3] != FEATURES or q[2] % TOKENS or k[2] % TOKENS:
         raise ValueError(
-            f"cuDNN's FP8 attention with gradients takes {FEATURES} features and tokens in multiples of {TOKENS}; got q {q}, k {k}. {instead}"
+            f"cuDNN's FP8 attention with gradients takes {FEATURES} features and tokens in "
+            f"multiples of {TOKENS}; got q {q}, k {k}. {instead}"
         )
     if mask.window is not None or (mask.causal and q[2] != k[2] and mask.alignment != "start"):
-        raise ValueError(f"cuDNN's FP8 attention has no mask, or a causal one from the start; got {mask}. {instead}")
+        raise ValueError(
+            f"cuDNN's FP8 attention has no mask, or a causal one from the start; got {mask}. "
+            f"{instead}"
+        )
 
 
-_SEVERAL = "cuDNN's FP8 attention is of one device: its amaxes would be those of one device's part; got {role} on {devices}. Use fp8ref.jax.attention."
+_SEVERAL = (
+    "cuDNN's FP8 attention is of one device: its amaxes would be those of one device's part; "
+    "got {role} on {devices}. Use fp8ref.jax.attention."
+)
 
 
 def _check_alone(q, k, v) -> None:
-    """ValueError inside shard_map, and for tensors that visibly lie on several devices: jax's partitioning of the kernel merges no
-    amaxes. A mesh that comes of a jit's inputs alone is refused where it is lowered (``_forward``)."""
+    """ValueError inside shard_map, and for tensors that visibly lie on several devices: jax's
+    partitioning of the kernel merges no amaxes. A mesh that comes of a jit's inputs alone is
+    refused where it is lowered (``_forward``)."""
     for role, x in zip("qkv", (q, k, v), strict=True):
         mesh = jax.typeof(x).sharding.mesh
         if axes := tuple(getattr(mesh, "manual_axes", ())):
             raise ValueError(
-                f"cuDNN's FP8 attention is of one device, not inside shard_map; got {role} along {', '.join(axes)}. Use "
-                f"fp8ref.jax.attention with over={axes}."
+                f"cuDNN's FP8 attention is of one device, not inside shard_map; got {role} "
+                f"along {', '.join(axes)}. Use fp8ref.jax.attention with over={axes}."
             )
         traced = isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array)
-        devices = max(mesh.size, jax.sharding.get_abstract_mesh().size) if traced else len(x.sharding.device_set)
+        devices = (
+            max(mesh.size, jax.sharding.get_abstract_mesh().size)
+            if traced
+            else len(x.sharding.device_set)
+        )
         if devices > 1:
             raise ValueError(_SEVERAL.format(role=role, devices=devices))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: dict | None, kernel: Kernel):
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: dict | None, kernel: Kernel
+):
     o, seen, _ = _forward(q, k, v, scales_, seen, kernel)
     return o, seen
 
 
-def _saved(q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: dict | None, kernel: Kernel):
+def _saved(
+    q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: dict | None, kernel: Kernel
+):
     q, k, v = (derivatives.not_again(x, kernel.use.name, "attention") for x in (q, k, v))
     o, merged, pullback = _forward(q, k, v, scales_, seen, kernel)
     return (o, merged), derivatives.saved((pullback, scales_, seen))
@@ -156,12 +206,23 @@ def _saved(q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: dict |
 def _gradients(kernel: Kernel, saved, cotangents):
     (pullback, scales_, seen), (do, later) = saved, cotangents
     do = derivatives.not_again(do, kernel.use.name, "attention")
-    of_do = heads.quantize(do, E4M3FN, "tensor", kernel.use.variant.policy, heads=1, scale=scales_["do"])
+    of_do = heads.quantize(
+        do, E4M3FN, "tensor", kernel.use.variant.policy, heads=1, scale=scales_["do"]
+    )
     with kernel.scope("backward"):
         *codes, amaxes = pullback(of_do.codes)
-    found = [_values(x, scales_[role]).astype(do.dtype) for role, x in zip(("dq", "dk", "dv"), codes, strict=True)]
+    found = [
+        _values(x, scales_[role]).astype(do.dtype)
+        for role, x in zip(("dq", "dk", "dv"), codes, strict=True)
+    ]
     # cuDNN's scale_dP and amax_dP are those of dS (A-15).
-    observed = {"do": of_do.amax, "ds": amaxes["amax_dP"], "dq": amaxes["amax_dQ"], "dk": amaxes["amax_dK"], "dv": amaxes["amax_dV"]}
+    observed = {
+        "do": of_do.amax,
+        "ds": amaxes["amax_dP"],
+        "dq": amaxes["amax_dQ"],
+        "dk": amaxes["amax_dK"],
+        "dv": amaxes["amax_dV"],
+    }
     return *found, jax.tree.map(jnp.zeros_like, scales_), _merged(later, observed, seen)
 
 
@@ -174,13 +235,18 @@ def _forward(
     """(o, observations, the pullback of codes of o)."""
     q = one_device.check(q, _SEVERAL.replace("{role}", "the program"))
     tensors = operands.quantize(Inputs(q, k, v, None), kernel.use, scales_)
-    given = _parameters({role: scales.Scales(x.scale, x.scale_inv) for role, x in tensors.items()}, scales_)
+    given = _parameters(
+        {role: scales.Scales(x.scale, x.scale_inv) for role, x in tensors.items()}, scales_
+    )
 
     def call(q8, k8, v8, amaxes: dict):
         found = dot_product_attention(q8, k8, v8, kernel, given | amaxes)
         return found[0], found[1:]
 
-    empty = {key: jnp.zeros((1, 1, 1, 1), jnp.float32) for key in ("amax_dQ", "amax_dK", "amax_dV", "amax_dP")}
+    empty = {
+        key: jnp.zeros((1, 1, 1, 1), jnp.float32)
+        for key in ("amax_dQ", "amax_dK", "amax_dV", "amax_dP")
+    }
     codes = (tensors[role].codes for role in ("q", "k", "v"))
     with kernel.scope("forward"):
         o8, pullback, (amax_s, amax_o) = jax.vjp(call, *codes, empty, has_aux=True)
@@ -188,19 +254,34 @@ def _forward(
     return _values(o8, scales_["o"]).astype(q.dtype), _merged(seen, observed, seen), pullback
 
 
-def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, kernel: Kernel, parameters: dict[str, jax.Array]) -> tuple:
-    """JAX's cuDNN call of codes: (codes of o, amax of P, amax of o). The gradients of parameters' amaxes are those of the backward
-    pass."""
+def dot_product_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, kernel: Kernel, parameters: dict[str, jax.Array]
+) -> tuple:
+    """JAX's cuDNN call of codes: (codes of o, amax of P, amax of o). The gradients of parameters'
+    amaxes are those of the backward pass."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     mask = cudnn.MaskType.CAUSAL if kernel.use.mask.causal else cudnn.MaskType.NO_MASK
     given: Any = parameters
-    return cudnn.dot_product_attention(q, k, v, scale=kernel.use.scale, mask_type=mask, qkv_layout="BNTH", fp8_params=given, use_fp8=True)
+    return cudnn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=kernel.use.scale,
+        mask_type=mask,
+        qkv_layout="BNTH",
+        fp8_params=given,
+        use_fp8=True,
+    )
 
 
 def _parameters(of_tensors: dict[str, scales.Scales], scales_: dict) -> dict[str, jax.Array]:
-    """cuDNN's scales by its names, float32 [1, 1, 1, 1]: ``scale`` multiplies into FP8, ``descale`` out of it."""
-    of = of_tensors | {role: scales.with_inverse(scales_[role]) for role in ("s", "o", *data.GRADIENT_ROLES)}
+    """cuDNN's scales by its names, float32 [1, 1, 1, 1]: ``scale`` multiplies into FP8, ``descale``
+    out of it.
+    """
+    of = of_tensors | {
+        role: scales.with_inverse(scales_[role]) for role in ("s", "o", *data.GRADIENT_ROLES)
+    }
     descaled = {"q": "q", "k": "k", "v": "v", "s": "s", "o": "o", "dO": "do", "dP": "ds"}
     scaled = {"s": "s", "o": "o", "dQ": "dq", "dK": "dk", "dV": "dv", "dP": "ds"}
     found = {f"descale_{key}": of[role].scale_inv for key, role in descaled.items()}
@@ -218,4 +299,8 @@ def _merged(seen: dict | None, amaxes: dict, given: dict | None) -> dict | None:
         return None
     roles = attention_delayed.roles(data.VARIANTS["cudnn"])
     assert set(seen) <= set(roles)
-    return delayed.merged(seen, {role: jnp.max(amaxes[role]).astype(np.float32) for role in seen if role in amaxes}, given)
+    return delayed.merged(
+        seen,
+        {role: jnp.max(amaxes[role]).astype(np.float32) for role in seen if role in amaxes},
+        given,
+    )

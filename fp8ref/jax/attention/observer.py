@@ -1,4 +1,6 @@
-"""Show what the passes of attention make to whoever watches, from compiled programs of one device."""
+"""Show what the passes of attention make to whoever watches, from compiled programs of one
+device.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -22,7 +24,8 @@ _watcher: ContextVar[Callable | None] = ContextVar("fp8ref_jax_attention_watcher
 def watching(watcher: Callable) -> Iterator[None]:
     """In this context, attention that is traced calls watcher(layer, phase, arrays) when it runs.
 
-    arrays  NumPy arrays of what the pass made, by ``<what>/<part>`` of ``attention.products.SHOWN`` and ``PARTS``.
+    arrays  NumPy arrays of what the pass made, by ``<what>/<part>`` of ``attention.products.SHOWN``
+            and ``PARTS``.
     """
     token = _watcher.set(watcher)
     try:
@@ -44,7 +47,10 @@ def show(use: Use, phase: Phase, arrays: dict[str, jax.Array]) -> None:
 
 def of_forward(given: Inputs, result, use: Use) -> dict[str, jax.Array]:
     """What a forward pass made, and of what softcap and sinks."""
-    found: dict = {f"{role}/value": x.astype(jnp.float32) for role, x in zip(("q", "k", "v"), given[:3], strict=True)}
+    found: dict = {
+        f"{role}/value": x.astype(jnp.float32)
+        for role, x in zip(("q", "k", "v"), given[:3], strict=True)
+    }
     found |= {
         "s/value": result.scores,
         "p/scale": result.scale_p,
@@ -53,21 +59,38 @@ def of_forward(given: Inputs, result, use: Use) -> dict[str, jax.Array]:
         "softcap/value": None if use.softcap is None else jnp.float32(use.softcap),
         "sinks/value": None if given.sinks is None else given.sinks.astype(jnp.float32),
     }
-    return _present(found) | _quantized(result.tensors) | _counted("p", result.amaxes.get("s"), result.counts, (2, 0, 1))
+    return (
+        _present(found)
+        | _quantized(result.tensors)
+        | _counted("p", result.amaxes.get("s"), result.counts, (2, 0, 1))
+    )
 
 
 def of_backward(do: jax.Array, found, scale_p: jax.Array) -> dict[str, jax.Array]:
     """What a backward pass made; scale_p: of its probabilities."""
     matrices = found.matrices
-    shown = {"do/value": do.astype(jnp.float32), "p/scale": scale_p, "p/codes": matrices.get("p_codes"), "ds/value": matrices.get("ds")}
+    shown = {
+        "do/value": do.astype(jnp.float32),
+        "p/scale": scale_p,
+        "p/codes": matrices.get("p_codes"),
+        "ds/value": matrices.get("ds"),
+    }
     if "ds_codes" in matrices:
         shown |= {"ds/codes": matrices["ds_codes"], "ds/scale": found.scale_ds.scale}
     values = {"dq/value": found.dq, "dk/value": found.dk, "dv/value": found.dv}
-    return _present(shown | values) | _quantized(found.tensors) | _counted("ds", found.amaxes.get("ds"), found.counts, (3, 1, 2))
+    return (
+        _present(shown | values)
+        | _quantized(found.tensors)
+        | _counted("ds", found.amaxes.get("ds"), found.counts, (3, 1, 2))
+    )
 
 
-def _counted(what: str, amax: jax.Array | None, counts: jax.Array | None, at: tuple[int, ...]) -> dict[str, jax.Array]:
-    """The amax of P or dS, and how many elements it has, were clipped and lost; of a pass that counts."""
+def _counted(
+    what: str, amax: jax.Array | None, counts: jax.Array | None, at: tuple[int, ...]
+) -> dict[str, jax.Array]:
+    """The amax of P or dS, and how many elements it has, were clipped and lost; of a pass that
+    counts.
+    """
     if counts is None:
         return {}
     assert amax is not None
@@ -82,5 +105,8 @@ def _quantized(tensors: dict[str, Heads]) -> dict[str, jax.Array]:
     found: dict[str, jax.Array] = {}
     for role, x in tensors.items():
         if x.codes.dtype.itemsize == 1:
-            found |= {f"{role}/scale": x.scale, f"{role}/codes": lax.bitcast_convert_type(x.codes, jnp.uint8)}
+            found |= {
+                f"{role}/scale": x.scale,
+                f"{role}/codes": lax.bitcast_convert_type(x.codes, jnp.uint8),
+            }
     return found

@@ -25,7 +25,9 @@ batching.defvectorized(_checked)
 
 
 def _lower(context, x, *, message: str):
-    devices = getattr(context.module_context.axis_context, "num_devices", 1)  # a context of manual axes has none
+    devices = getattr(
+        context.module_context.axis_context, "num_devices", 1
+    )  # a context of manual axes has none
     if devices > 1:
         raise ValueError(message.format(devices=devices))
     return [x]

@@ -1,7 +1,8 @@
-"""The forward pass of attention in FP8, over all blocks of queries and tiles of keys (spec A-4 to A-11).
+"""The forward pass of attention in FP8, over all blocks of queries and tiles of keys (spec A-4 to
+A-11).
 
-``operands`` cuts into blocks and tiles, ``softmax`` makes probabilities, ``probability_value`` adds their products
-with v.
+``operands`` cuts into blocks and tiles, ``softmax`` makes probabilities, ``probability_value`` adds
+their products with v.
 """
 
 from typing import NamedTuple
@@ -30,19 +31,20 @@ class Result(NamedTuple):
     """What a forward pass gives.
 
     o              float32 [B, H, Tq, D]: values of the output's format, times its scale_inv in FP8.
-    lse            float32 [B, H, Tq]: ln of the sum of e^score; -infinity of a row without keys or sink.
+    lse            float32 [B, H, Tq]: ln of the sum of e^score; -infinity of a row without keys or
+                   sink.
     tensors        the quantized q, k and v, and an FP8 output o, by role.
     amaxes         of q, k, v by their groups; of s, the unrounded probabilities; of o, unrounded.
     saturated      int32: probabilities that the cast clipped, a fault of the variant (A-8).
     lost           int32: probabilities of at least 2^-126 that the cast made 0.
-    counts         int32 [3, 2]: those two and all that are seen, of this device, as ``counts``; None unless
-                   ``Use.measures``.
-    p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast, each under the maximum of its
-                   own tile; None unless asked for.
+    counts         int32 [3, 2]: those two and all that are seen, of this device, as ``counts``;
+                   None unless ``Use.measures``.
+    p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast, each under the maximum
+                   of its own tile; None unless asked for.
     scale_p        what probabilities were multiplied by before their cast.
     scale_inv_p    what their codes are multiplied by.
-    scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of a key that is
-                   not seen; None unless asked for.
+    scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of
+                   a key that is not seen; None unless asked for.
     """
 
     o: jax.Array
@@ -59,14 +61,26 @@ class Result(NamedTuple):
 
 
 @as_one_program("use", "keep_p", "keep_s", "observe", unnamed={"use": Use.unnamed})
-def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: bool = False, observe: bool = False) -> Result:
+def run(
+    given: Inputs,
+    scales: dict,
+    use: Use,
+    *,
+    keep_p: bool = False,
+    keep_s: bool = False,
+    observe: bool = False,
+) -> Result:
     """One pass over all blocks and tiles.
 
-    observe   also count clipped and lost probabilities, and take amaxes of what has no scale by them.
+    observe   also count clipped and lost probabilities, and take amaxes of what has no scale by
+              them.
     """
     if use.variant.real:
         o, lse = real.forward(given, use)
-        amaxes = {role: heads.amax(x, None, heads=1) for role, x in (("q", given.q), ("k", given.k), ("v", given.v), ("o", o))}
+        amaxes = {
+            role: heads.amax(x, None, heads=1)
+            for role, x in (("q", given.q), ("k", given.k), ("v", given.v), ("o", o))
+        }
         one = jnp.ones((), jnp.float32)
         return Result(o, lse, {}, amaxes | {"s": one}, jnp.int32(0), None, one, one)
     variant = use.variant
@@ -87,12 +101,22 @@ def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: 
         seen = parts.seen(block, tile)
         s = parts.scores(block, tile)
         if keep_s:
-            matrices = kept.put(matrices, "scores", block, tile, jnp.where(seen, s if use.fast else _scaled(s, factor), -jnp.inf))
+            matrices = kept.put(
+                matrices,
+                "scores",
+                block,
+                tile,
+                jnp.where(seen, s if use.fast else _scaled(s, factor), -jnp.inf),
+            )
         if use.fast:
             p, c, own = softmax.step_fast(s, own, seen, variant)
         else:
             p, c, own = softmax.step(s, own, seen, variant, factor, use.arithmetic)
-        scaled = p if isinstance(variant.p_scale, float) and variant.p_scale == 1 else exponentials.times(p, p_scale, use.arithmetic)
+        scaled = (
+            p
+            if isinstance(variant.p_scale, float) and variant.p_scale == 1
+            else exponentials.times(p, p_scale, use.arithmetic)
+        )
         cast = operands.narrow(scaled, variant)
         if observe:
             found = [operands.clipped(scaled, variant.fmt), operands.lost(p, cast, variant.fmt)]
@@ -108,10 +132,19 @@ def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: 
     rows, o, largest, counts, matrices = operands.loop(body, start, grid)
     total, maximum = softmax.total(rows, order), rows.maximum
     if given.sinks is not None:
-        o, total, maximum = sinks.add(o, total, maximum, given.sinks, use, None if use.fast else factor)
+        o, total, maximum = sinks.add(
+            o, total, maximum, given.sinks, use, None if use.fast else factor
+        )
     out = parts.ungrouped(probability_value.finish(o, total, parts))
-    lse = softmax.log_sum_fast(maximum, total, variant) if use.fast else softmax.log_sum(maximum, total, factor, variant)
-    rounded, amaxes = _rounded(out, given, scales, use), {role: x.amax for role, x in tensors.items()}
+    lse = (
+        softmax.log_sum_fast(maximum, total, variant)
+        if use.fast
+        else softmax.log_sum(maximum, total, factor, variant)
+    )
+    rounded, amaxes = (
+        _rounded(out, given, scales, use),
+        {role: x.amax for role, x in tensors.items()},
+    )
     if observe:
         amaxes |= {"s": lax.pmax(largest, use.over) if use.over else largest, "o": rounded.amax}
     if variant.out.bits == 8:
@@ -120,7 +153,17 @@ def run(given: Inputs, scales: dict, use: Use, *, keep_p: bool = False, keep_s: 
     totals = lax.psum(totals, use.over) if use.over and observe else totals
     of_p = found.get("p_codes"), p_scale, p_scale_inv
     own = counts if use.measures else None
-    return Result(_values(rounded, variant), parts.ungrouped(lse), tensors, amaxes, totals[0], *of_p, found.get("scores"), totals[1], own)
+    return Result(
+        _values(rounded, variant),
+        parts.ungrouped(lse),
+        tensors,
+        amaxes,
+        totals[0],
+        *of_p,
+        found.get("scores"),
+        totals[1],
+        own,
+    )
 
 
 def _scaled(s: jax.Array, factor: jax.Array | None) -> jax.Array:

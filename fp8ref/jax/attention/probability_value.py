@@ -13,15 +13,20 @@ from fp8ref.jax.quantize import division
 from fp8ref.jax.states import moments
 
 
-def add(o: jax.Array, c: jax.Array, p: jax.Array, parts: Parts, tile: jax.Array, p_scale_inv: jax.Array) -> jax.Array:
+def add(
+    o: jax.Array, c: jax.Array, p: jax.Array, parts: Parts, tile: jax.Array, p_scale_inv: jax.Array
+) -> jax.Array:
     """o times the factors c of what came before, and a tile added.
 
-    Shapes:   o float32 [B, N, G, rows, D], c [B, N, G, rows]; p, the cast probabilities [B, N, G, rows, keys].
-    Order:    the GEMM; if the variant has its scales in the tile, times scale_inv of v and of p; RN32(o c); the
-              sum.
+    Shapes:   o float32 [B, N, G, rows, D], c [B, N, G, rows]; p, the cast probabilities [B, N, G,
+              rows, keys].
+    Order:    the GEMM; if the variant has its scales in the tile, times scale_inv of v and of p;
+              RN32(o c); the sum.
     """
     with parts.use.scope("values"):
-        found = parts.dot(p, parts.tile(parts.v, tile), ((4,), (2,)))  # [rows, L] x [L, D] -> [rows, D]
+        found = parts.dot(
+            p, parts.tile(parts.v, tile), ((4,), (2,))
+        )  # [rows, L] x [L, D] -> [rows, D]
     how = parts.use.arithmetic
     if parts.variant.out_scales == "tile":
         if parts.variant.granularity != "mx_1x32":  # whose operand v has its scales
@@ -31,18 +36,27 @@ def add(o: jax.Array, c: jax.Array, p: jax.Array, parts: Parts, tile: jax.Array,
 
 
 def finish(o: jax.Array, total: jax.Array, parts: Parts) -> jax.Array:
-    """The output of the sums (A-10), unrounded: float32 [B, N, G, T, D] of o of that shape and sums of
-    probabilities [B, N, G, T]."""
+    """The output of the sums (A-10), unrounded: float32 [B, N, G, T, D] of o of that shape and sums
+    of probabilities [B, N, G, T]."""
     variant = parts.variant
     at_end = parts.inverse["v"] if variant.out_scales == "end" and variant.granularity else None
     total = total[..., None]
     if parts.use.fast:
-        whole = jnp.maximum(total, jnp.float32(1)) if variant.finish == "divide" else jnp.where(total == 0, jnp.float32(1), total)
+        whole = (
+            jnp.maximum(total, jnp.float32(1))
+            if variant.finish == "divide"
+            else jnp.where(total == 0, jnp.float32(1), total)
+        )
         return o * ((1 if at_end is None else at_end) / whole)
     if variant.finish == "divide":
         o = o if at_end is None else moments.product(o, at_end)
-        # A choice by o hides from XLA that a row has one divisor, which it would make a reciprocal of.
-        return division.divide(o, jnp.where(jnp.isnan(o), jnp.float32(1), jnp.maximum(total, jnp.float32(1))))
-    inverse = jnp.where(total == 0, jnp.float32(0), division.divide(1, jnp.where(total == 0, jnp.float32(1), total)))
+        # A choice by o hides from XLA that a row has one divisor, which it would make a reciprocal
+        # of.
+        return division.divide(
+            o, jnp.where(jnp.isnan(o), jnp.float32(1), jnp.maximum(total, jnp.float32(1)))
+        )
+    inverse = jnp.where(
+        total == 0, jnp.float32(0), division.divide(1, jnp.where(total == 0, jnp.float32(1), total))
+    )
     inverse = lax.optimization_barrier(inverse)  # else XLA makes a quotient of the product with it
     return o * (inverse if at_end is None else lax.optimization_barrier(inverse * at_end))

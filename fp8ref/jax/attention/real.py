@@ -1,7 +1,8 @@
-"""Attention in real arithmetic, forward and backward (spec A-1, A-14): float64, a block of queries and a tile
-of keys at a time, rounded once at the end.
+"""Attention in real arithmetic, forward and backward (spec A-1, A-14): float64, a block of queries
+and a tile of keys at a time, rounded once at the end.
 
-It is a reference: a GPU multiplies in float64, and the backward pass makes the sums of the forward pass again.
+It is a reference: a GPU multiplies in float64, and the backward pass makes the sums of the forward
+pass again.
 """
 
 from typing import Any
@@ -28,7 +29,9 @@ def forward(given: Inputs, use: Use) -> tuple[jax.Array, jax.Array]:
         parts = _parts(given, use)
         maximum, total, o = _with_sinks(*_sums(parts, with_values=True), given)
         o = o / jnp.where(total == 0, np.float64(1), total)[..., None]
-        lse = jnp.where(total == 0, _NONE, maximum + lax.log(jnp.where(total == 0, np.float64(1), total)))
+        lse = jnp.where(
+            total == 0, _NONE, maximum + lax.log(jnp.where(total == 0, np.float64(1), total))
+        )
         return _narrow(parts.ungrouped(o)), _narrow(parts.ungrouped(lse))
 
 
@@ -39,7 +42,9 @@ def backward(do: jax.Array, given: Inputs, use: Use) -> Gradients:
         parts = _parts(given, use)
         do = parts.by_group(_wide(do))
         maximum, total, _ = _with_sinks(*_sums(parts, with_values=False), given)
-        inverse = jnp.where(total == 0, np.float64(0), 1 / jnp.where(total == 0, np.float64(1), total))
+        inverse = jnp.where(
+            total == 0, np.float64(0), 1 / jnp.where(total == 0, np.float64(1), total)
+        )
         scale = np.float64(use.scale)
 
         def pair(block, tile):
@@ -58,30 +63,55 @@ def backward(do: jax.Array, given: Inputs, use: Use) -> Gradients:
             dq, dk, dv, largest = carry
             p, dp = pair(block, tile)
             ds = p * (dp - parts.block(d, block)[..., None]) * scale * _slope(parts, block, tile)
-            dq = parts.put_block(dq, parts.block(dq, block) + _dot(ds, parts.tile(parts.k, tile), ((4,), (2,))), block)
-            of_k = jnp.einsum("bngrl,bngrd->bnld", ds, parts.block(parts.q, block), precision="highest")
+            dq = parts.put_block(
+                dq,
+                parts.block(dq, block) + _dot(ds, parts.tile(parts.k, tile), ((4,), (2,))),
+                block,
+            )
+            of_k = jnp.einsum(
+                "bngrl,bngrd->bnld", ds, parts.block(parts.q, block), precision="highest"
+            )
             of_v = jnp.einsum("bngrl,bngrd->bnld", p, parts.block(do, block), precision="highest")
             dk = parts.put_tile(dk, parts.tile(dk, tile) + of_k, tile, axis=2)
             dv = parts.put_tile(dv, parts.tile(dv, tile) + of_v, tile, axis=2)
             return dq, dk, dv, jnp.maximum(largest, jnp.max(jnp.abs(ds)))
 
-        zeros = [parts.zeros(*shape, dtype=np.float64) for shape in (parts.q.shape, (b, n, keys, features), (b, n, keys, features), ())]
+        zeros = [
+            parts.zeros(*shape, dtype=np.float64)
+            for shape in (parts.q.shape, (b, n, keys, features), (b, n, keys, features), ())
+        ]
         dq, dk, dv, largest = operands.loop(second, tuple(zeros), parts.grid)
         tk = parts.shape_k[2]
-        found: dict[str, Any] = {"dq": _narrow(parts.ungrouped(dq)), "dk": _narrow(dk[:, :, :tk]), "dv": _narrow(dv[:, :, :tk])}
+        found: dict[str, Any] = {
+            "dq": _narrow(parts.ungrouped(dq)),
+            "dk": _narrow(dk[:, :, :tk]),
+            "dv": _narrow(dv[:, :, :tk]),
+        }
         largest = _narrow(largest)
         dsinks = None
         if given.sinks is not None:
             p = lax.exp(_wide(given.sinks).reshape(1, n, g, 1) - maximum) * inverse
             dsinks = -_narrow((p * d).sum(axis=(0, 3))).reshape(-1)
-    amaxes = {role: heads.amax(x, None, heads=1) for role, x in (("do", do32), *found.items())} | {"ds": largest}
+    amaxes = {role: heads.amax(x, None, heads=1) for role, x in (("do", do32), *found.items())} | {
+        "ds": largest
+    }
     one = jnp.ones((), jnp.float32)
-    return Gradients(**found, tensors={}, amaxes=amaxes, saturated=jnp.int32(0), scale_ds=Scales(one, one), dsinks=dsinks)
+    return Gradients(
+        **found,
+        tensors={},
+        amaxes=amaxes,
+        saturated=jnp.int32(0),
+        scale_ds=Scales(one, one),
+        dsinks=dsinks,
+    )
 
 
 def _parts(given: Inputs, use: Use) -> Parts:
     one = jnp.ones((), jnp.float32)
-    tensors = {role: Heads(_wide(x), one, one, one) for role, x in (("q", given.q), ("k", given.k), ("v", given.v))}
+    tensors = {
+        role: Heads(_wide(x), one, one, one)
+        for role, x in (("q", given.q), ("k", given.k), ("v", given.v))
+    }
     return Parts(given, use, tensors)
 
 
@@ -118,11 +148,15 @@ def _slope(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array | np.fl
     cap = parts.use.softcap
     if cap is None:
         return np.float64(1)
-    s = jnp.where(parts.seen(block, tile), _scores(parts, block, tile), np.float64(0)) / np.float64(cap)
+    s = jnp.where(parts.seen(block, tile), _scores(parts, block, tile), np.float64(0)) / np.float64(
+        cap
+    )
     return np.float64(1) - s * s
 
 
-def _with_sinks(maximum: jax.Array, total: jax.Array, o, given: Inputs) -> tuple[jax.Array, jax.Array, Any]:
+def _with_sinks(
+    maximum: jax.Array, total: jax.Array, o, given: Inputs
+) -> tuple[jax.Array, jax.Array, Any]:
     """Maxima, sums and o of rows after their sinks joined (A-23)."""
     if given.sinks is None:
         return maximum, total, o

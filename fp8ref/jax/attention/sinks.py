@@ -1,4 +1,6 @@
-"""Attention sinks: a learned logit of each query head, which joins the sum of every row and has no value (spec A-23)."""
+"""Attention sinks: a learned logit of each query head, which joins the sum of every row and has no
+value (spec A-23).
+"""
 
 import math
 
@@ -12,13 +14,20 @@ from fp8ref.jax.attention.operands.inputs import Use
 from fp8ref.jax.states import moments
 
 FAR = np.float32(64)
-"""A sink that lies so far above a row's maximum, in units of the exponent, leaves nothing of its keys."""
+"""A sink that lies so far above a row's maximum, in units of the exponent, leaves nothing of its
+keys.
+"""
 
 _LOG2E = np.float32(math.log2(math.e))
 
 
 def add(
-    o: jax.Array, total: jax.Array, maximum: jax.Array, sinks: jax.Array, use: Use, factor: jax.Array | None
+    o: jax.Array,
+    total: jax.Array,
+    maximum: jax.Array,
+    sinks: jax.Array,
+    use: Use,
+    factor: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(o, sums, maxima) of rows after their sinks joined, before the end (A-10).
 
@@ -34,7 +43,9 @@ def add(
     m = jnp.where(empty, jnp.float32(0), maximum)
     ahead = jnp.where(empty, jnp.inf, z - (m if of_row is None else moments.product(m, of_row)))
     far = ahead > FAR
-    p = exponentials.exponential(jnp.where(far, jnp.float32(0), ahead) + np.float32(variant.offset), variant.base, how)
+    p = exponentials.exponential(
+        jnp.where(far, jnp.float32(0), ahead) + np.float32(variant.offset), variant.base, how
+    )
     at = z if of_row is None else sinks * (_LOG2E / of_row)
     total = jnp.where(far, np.float32(2.0**variant.offset), total + p)
     return jnp.where(far[..., None], jnp.float32(0), o), total, jnp.where(far, at, maximum)
@@ -46,7 +57,9 @@ def gradient(d: jax.Array, lse: jax.Array, sinks: jax.Array, use: Use) -> jax.Ar
     Shapes:   d [B, H, Tq], the row sums D of A-15, and lse of its shape, float32; sinks [H].
     Order:    stated: A-23, with sums of float64 numbers in XLA's order; fast: XLA's own.
     """
-    p = exponentials.exponential(sinks.astype(jnp.float32)[None, :, None] - lse, "e", use.arithmetic)
+    p = exponentials.exponential(
+        sinks.astype(jnp.float32)[None, :, None] - lse, "e", use.arithmetic
+    )
     products = exponentials.times(p, d, use.arithmetic)
     if use.fast:
         return -jnp.sum(products, axis=(0, 2))

@@ -1,5 +1,5 @@
-"""The online softmax of one tile of keys (spec A-4 to A-7, A-11): maxima, probabilities, sums, and the
-factors of what came before; every operation rounded as the simulator's."""
+"""The online softmax of one tile of keys (spec A-4 to A-7, A-11): maxima, probabilities, sums, and
+the factors of what came before; every operation rounded as the simulator's."""
 
 from typing import NamedTuple
 
@@ -19,8 +19,8 @@ _LANES: dict[SumOrder, int] = {"tile": 1, "quad": 4, "packed": 1}
 
 
 class Rows(NamedTuple):
-    """What a row keeps from tile to tile: its maximum, float32 [...], -infinity at first, and the lanes of its
-    sum, float32 [..., 4] or [..., 1]."""
+    """What a row keeps from tile to tile: its maximum, float32 [...], -infinity at first, and the
+    lanes of its sum, float32 [..., 4] or [..., 1]."""
 
     maximum: jax.Array
     sums: jax.Array
@@ -34,20 +34,33 @@ def start(zeros: jax.Array, order: SumOrder) -> Rows:
 def total(rows: Rows, order: SumOrder) -> jax.Array:
     """The sum of each row, of its lanes: float32 [...]."""
     lanes = rows.sums
-    return (lanes[..., 0] + lanes[..., 2]) + (lanes[..., 1] + lanes[..., 3]) if order == "quad" else lanes[..., 0]
+    return (
+        (lanes[..., 0] + lanes[..., 2]) + (lanes[..., 1] + lanes[..., 3])
+        if order == "quad"
+        else lanes[..., 0]
+    )
 
 
 def step(
-    s: jax.Array, rows: Rows, seen: jax.Array, variant: Variant, factor: jax.Array | None, how: Arithmetic
+    s: jax.Array,
+    rows: Rows,
+    seen: jax.Array,
+    variant: Variant,
+    factor: jax.Array | None,
+    how: Arithmetic,
 ) -> tuple[jax.Array, jax.Array, Rows]:
     """(probabilities, factors of what came before, the new rows).
 
     factor    of raw scores; None of scaled ones, which are multiplied by theirs already.
-    Shapes:   s float32 [..., keys], seen bool that broadcasts to it; probabilities of that shape; the rest
-              [...].
+    Shapes:   s float32 [..., keys], seen bool that broadcasts to it; probabilities of that shape;
+              the rest [...].
     Order:    A-5 and A-7, one rounding an operation.
     """
-    base, threshold, offset = variant.base, np.float32(variant.threshold), np.float32(variant.offset)
+    base, threshold, offset = (
+        variant.base,
+        np.float32(variant.threshold),
+        np.float32(variant.offset),
+    )
     masked = jnp.where(seen, s, _NONE)
     old, largest = rows.maximum, jnp.max(masked, axis=-1)
     if factor is not None:
@@ -61,20 +74,28 @@ def step(
             stays = behind >= -threshold
             new, c = jnp.where(stays, old, new), jnp.where(stays, jnp.float32(1), c)
         together = variant.bias == "fused"
-        bias = -exponentials.fused(_finite(new), of_row, -offset) if together else offset - moments.product(_finite(new), of_row)
+        bias = (
+            -exponentials.fused(_finite(new), of_row, -offset)
+            if together
+            else offset - moments.product(_finite(new), of_row)
+        )
         exponent = exponentials.fused(jnp.where(seen, s, jnp.float32(0)), factor, bias[..., None])
     else:
         ahead = _finite(largest) - _finite(old)
         new = jnp.where((old == _NONE) | ((largest != _NONE) & (ahead > threshold)), largest, old)
         behind = jnp.where((old == _NONE) & (new != _NONE), _NONE, _finite(old) - _finite(new))
-        c = jnp.where(behind < -threshold, exponentials.exponential(behind, base, how), jnp.float32(1))
+        c = jnp.where(
+            behind < -threshold, exponentials.exponential(behind, base, how), jnp.float32(1)
+        )
         exponent = s - _finite(new)[..., None]
         exponent = exponent + offset if offset else exponent
     p = jnp.where(seen, exponentials.exponential(exponent, base, how), jnp.float32(0))
     return p, c, Rows(new, _added(p, c, rows.sums, variant.sum_order))
 
 
-def step_fast(s: jax.Array, rows: Rows, seen: jax.Array, variant: Variant) -> tuple[jax.Array, jax.Array, Rows]:
+def step_fast(
+    s: jax.Array, rows: Rows, seen: jax.Array, variant: Variant
+) -> tuple[jax.Array, jax.Array, Rows]:
     """``step`` in the fast form (A-18), of scores under the variant's base; rows have one lane."""
     s = jnp.where(seen, s, _NONE)
     old, largest = rows.maximum, jnp.max(s, axis=-1)
@@ -83,25 +104,39 @@ def step_fast(s: jax.Array, rows: Rows, seen: jax.Array, variant: Variant) -> tu
         new = jnp.where(new - old <= variant.threshold, old, new)
     shift = _finite(new)
     c = exponentials.exponential(old - shift, variant.base, "fast")
-    p = exponentials.exponential(s - (shift - np.float32(variant.offset))[..., None], variant.base, "fast")
+    p = exponentials.exponential(
+        s - (shift - np.float32(variant.offset))[..., None], variant.base, "fast"
+    )
     return p, c, Rows(new, rows.sums * c[..., None] + jnp.sum(p, axis=-1, keepdims=True))
 
 
 def again_fast(s: jax.Array, lse: jax.Array, seen: jax.Array, variant: Variant) -> jax.Array:
     """``again`` in the fast form (A-18), of scores and a log-sum-exp under the variant's base."""
-    return exponentials.exponential(jnp.where(seen, s - _finite(lse)[..., None], _NONE), variant.base, "fast")
+    return exponentials.exponential(
+        jnp.where(seen, s - _finite(lse)[..., None], _NONE), variant.base, "fast"
+    )
 
 
 def log_sum_fast(maximum: jax.Array, total: jax.Array, variant: Variant) -> jax.Array:
     """``log_sum`` in the fast form (A-18), of maxima under the variant's base."""
     empty = total == 0
-    maximum, total = jnp.where(empty, jnp.float32(0), maximum), jnp.where(empty, jnp.float32(1), total)
-    found = (maximum + (jnp.log2(total) - np.float32(variant.offset))) * _LN2 if variant.base == "2" else maximum + jnp.log(total)
+    maximum, total = (
+        jnp.where(empty, jnp.float32(0), maximum),
+        jnp.where(empty, jnp.float32(1), total),
+    )
+    found = (
+        (maximum + (jnp.log2(total) - np.float32(variant.offset))) * _LN2
+        if variant.base == "2"
+        else maximum + jnp.log(total)
+    )
     return jnp.where(empty, _NONE, found)
 
 
-def again(s: jax.Array, lse: jax.Array, seen: jax.Array, factor: jax.Array | None, how: Arithmetic) -> jax.Array:
-    """Probabilities of scores once more, from the log-sum-exp (A-15, step 3): float32 of the shape of s.
+def again(
+    s: jax.Array, lse: jax.Array, seen: jax.Array, factor: jax.Array | None, how: Arithmetic
+) -> jax.Array:
+    """Probabilities of scores once more, from the log-sum-exp (A-15, step 3): float32 of the shape
+    of s.
 
     factor    of raw scores, whose base is 2; None of scaled ones, whose base is e.
     """
@@ -111,13 +146,22 @@ def again(s: jax.Array, lse: jax.Array, seen: jax.Array, factor: jax.Array | Non
     else:
         bias = moments.product(lse, np.float32(np.log2(np.e)))
         exponent, base = exponentials.fused(s, factor, -bias[..., None]), "2"
-    return jnp.where(seen, exponentials.exponential(jnp.where(seen, exponent, jnp.float32(0)), base, how), jnp.float32(0))
+    return jnp.where(
+        seen,
+        exponentials.exponential(jnp.where(seen, exponent, jnp.float32(0)), base, how),
+        jnp.float32(0),
+    )
 
 
-def log_sum(maximum: jax.Array, total: jax.Array, factor: jax.Array | None, variant: Variant) -> jax.Array:
+def log_sum(
+    maximum: jax.Array, total: jax.Array, factor: jax.Array | None, variant: Variant
+) -> jax.Array:
     """The log-sum-exp of rows (A-11), float32 of their shape."""
     empty = total == 0
-    maximum, total = jnp.where(empty, jnp.float32(0), maximum), jnp.where(empty, jnp.float32(1), total)
+    maximum, total = (
+        jnp.where(empty, jnp.float32(0), maximum),
+        jnp.where(empty, jnp.float32(1), total),
+    )
     of_row = jnp.float32(1) if factor is None else factor[..., 0] if factor.ndim else factor
     if variant.lse == "fused":
         logarithm = exponentials.logarithm(total * np.float32(2.0**-variant.offset), "e")
@@ -137,7 +181,9 @@ def _added(p: jax.Array, c: jax.Array, sums: jax.Array, order: SumOrder) -> jax.
         return before + ascending_sum(p)[..., None]
     p = lax.optimization_barrier(p)  # else XLA computes each column where it is added
     if order == "quad":
-        pairs = p.reshape(*p.shape[:-1], -1, 4, 2)  # lane n has columns 2 n and 2 n + 1 of each eight
+        pairs = p.reshape(
+            *p.shape[:-1], -1, 4, 2
+        )  # lane n has columns 2 n and 2 n + 1 of each eight
         lanes = before
         for j in range(pairs.shape[-3]):
             lanes = (lanes + pairs[..., j, :, 0]) + pairs[..., j, :, 1]
@@ -149,7 +195,9 @@ def _added(p: jax.Array, c: jax.Array, sums: jax.Array, order: SumOrder) -> jax.
     for j in range(1, eights.shape[-2]):
         lanes = lanes + eights[..., j, :]
     lane = [lanes[..., n] for n in range(8)]
-    return (((lane[0] + lane[2]) + (lane[4] + lane[6])) + ((lane[1] + lane[3]) + (lane[5] + lane[7])))[..., None]
+    return (
+        ((lane[0] + lane[2]) + (lane[4] + lane[6])) + ((lane[1] + lane[3]) + (lane[5] + lane[7]))
+    )[..., None]
 
 
 def _finite(maximum: jax.Array) -> jax.Array:

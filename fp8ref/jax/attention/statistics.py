@@ -16,7 +16,15 @@ from fp8ref.jax.attention.operands.heads import MX, Heads
 from fp8ref.jax.attention.operands.inputs import Inputs, Use
 from fp8ref.jax.quantize import stats
 from fp8ref.jax.quantize.scaling import Quantized
-from fp8ref.spec.attention.products import OPERANDS, RECORDED, Product, Role, along_tokens, first_use, formats
+from fp8ref.spec.attention.products import (
+    OPERANDS,
+    RECORDED,
+    Product,
+    Role,
+    along_tokens,
+    first_use,
+    formats,
+)
 from fp8ref.spec.attention.variants import Variant
 
 Measured = dict[tuple[Product, Role], jax.Array]
@@ -30,7 +38,11 @@ def of_forward(given: Inputs, result, use: Use) -> Measured:
     """
     tensors: Mapping[str, Heads] = result.tensors
     found: Measured = {}
-    first: tuple[tuple[Product, Role, jax.Array], ...] = (("scores", "q", given.q), ("scores", "k", given.k), ("values", "v", given.v))
+    first: tuple[tuple[Product, Role, jax.Array], ...] = (
+        ("scores", "q", given.q),
+        ("scores", "k", given.k),
+        ("values", "v", given.v),
+    )
     for product, role, x in first:
         if use.variant.rotated and role != "v":
             x = operands.rotated(x, use)
@@ -41,13 +53,16 @@ def of_forward(given: Inputs, result, use: Use) -> Measured:
 
 
 def of_backward(do: jax.Array, given: Inputs, gradients, use: Use) -> Measured:
-    """Measurements of what the backward pass quantizes: do; under MX also q, k and do with blocks along the tokens. And the
-    counts of dS.
+    """Measurements of what the backward pass quantizes: do; under MX also q, k and do with blocks
+    along the tokens. And the counts of dS.
 
-    gradients  what the backward pass gave, with counts; its quantized do under MX along its features.
+    gradients  what the backward pass gave, with counts; its quantized do under MX along its
+               features.
     """
     _, saturated, lost, count = gradients.counts
-    of_ds: Measured = {("grad_q", "ds"): counts.measurement(gradients.amaxes["ds"], count, saturated, lost)}
+    of_ds: Measured = {
+        ("grad_q", "ds"): counts.measurement(gradients.amaxes["ds"], count, saturated, lost)
+    }
     return _of_do(do, given, gradients.tensors["do"], use) | of_ds
 
 
@@ -55,13 +70,21 @@ def _of_do(do: jax.Array, given: Inputs, tensor: Heads, use: Use) -> Measured:
     if use.variant.granularity != "mx_1x32":
         return measure(do, tensor, "grad_v", "do", use.variant)
     found = measure(do, tensor, "grad_probabilities", "do", use.variant)
-    again: tuple[tuple[Product, Role, jax.Array], ...] = (("grad_v", "do", do), ("grad_q", "k", given.k), ("grad_k", "q", given.q))
+    again: tuple[tuple[Product, Role, jax.Array], ...] = (
+        ("grad_v", "do", do),
+        ("grad_q", "k", given.k),
+        ("grad_k", "q", given.q),
+    )
     for product, role, x in again:
-        found |= measure(x, gradients_mx.along_tokens(x, role, given, use), product, role, use.variant)
+        found |= measure(
+            x, gradients_mx.along_tokens(x, role, given, use), product, role, use.variant
+        )
     return found
 
 
-def measure(x: jax.Array, tensor: Heads, product: Product, role: Role, variant: Variant) -> Measured:
+def measure(
+    x: jax.Array, tensor: Heads, product: Product, role: Role, variant: Variant
+) -> Measured:
     """The measurement of x [B, H, T, D] and its quantized form, in a row of its own.
 
     product, role  its first use with these codes (``first_use``).
@@ -71,21 +94,37 @@ def measure(x: jax.Array, tensor: Heads, product: Product, role: Role, variant: 
     fmt = formats(product, variant)[OPERANDS[product].index(role)]
     if variant.granularity != "mx_1x32":
         kind = "tensorwise" if variant.granularity == "tensor" else "rowwise"
-        scale, inverse = (heads.spread(s, x.shape, variant.granularity) for s in (tensor.scale, tensor.scale_inv))
+        scale, inverse = (
+            heads.spread(s, x.shape, variant.granularity) for s in (tensor.scale, tensor.scale_inv)
+        )
         if kind == "rowwise":
             scale, inverse = (jnp.broadcast_to(s, (*x.shape[:3], 1)) for s in (scale, inverse))
-        q = Quantized(codes=tensor.codes, scale=scale, scale_inv=inverse, fmt=fmt, granularity=kind, axis=-1)
+        q = Quantized(
+            codes=tensor.codes, scale=scale, scale_inv=inverse, fmt=fmt, granularity=kind, axis=-1
+        )
         return {(product, role): stats.measure(x, q)}
     axis = 2 if along_tokens(product, role) else 3
     behind = -x.shape[axis] % MX
     widths = [(0, behind if i == axis else 0) for i in range(4)]
-    # Zeros fill the last block up. They are in no count but that of all elements, which is put right.
+    # Zeros fill the last block up. They are in no count but that of all elements, which is put
+    # right.
     codes = jnp.pad(tensor.codes.view(jnp.uint8), widths).view(tensor.codes.dtype)
-    q = Quantized(codes=codes, scale=tensor.scale, scale_inv=tensor.scale_inv, fmt=fmt, granularity="mx_1x32", axis=axis)
+    q = Quantized(
+        codes=codes,
+        scale=tensor.scale,
+        scale_inv=tensor.scale_inv,
+        fmt=fmt,
+        granularity="mx_1x32",
+        axis=axis,
+    )
     found = stats.measure(jnp.pad(x, widths), q)
-    return {(product, role): found.at[:2].set(jnp.array([x.size >> 16, x.size & 0xFFFF], jnp.float32))}
+    return {
+        (product, role): found.at[:2].set(jnp.array([x.size >> 16, x.size & 0xFFFF], jnp.float32))
+    }
 
 
 def rows(measured: Measured) -> jax.Array:
-    """float32 [len(RECORDED), stats.LENGTH]: the measurements in the order of RECORDED, or zeros."""
+    """float32 [len(RECORDED), stats.LENGTH]: the measurements in the order of RECORDED, or
+    zeros.
+    """
     return jnp.stack([measured.get(row, jnp.zeros(stats.LENGTH, jnp.float32)) for row in RECORDED])

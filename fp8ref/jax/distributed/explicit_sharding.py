@@ -42,18 +42,21 @@ def run(
     """body(x, w, constants, carried, layout) -> (y, carried), where y has the shape of
     lax.dot_general(x, w, numbers).
 
-    Without Explicit axes, and for arrays that are on no mesh, the layout is None. Otherwise body runs where all axes are Auto, y has the
-    sharding that lax.dot_general gives its result, and what is carried is whole on every device.
+    Without Explicit axes, and for arrays that are on no mesh, the layout is None. Otherwise body
+    runs where all axes are Auto, y has the sharding that lax.dot_general gives its result, and what
+    is carried is whole on every device.
 
     placement     says what types leave open: which sums cross devices, and what is gathered.
     out_sharding  as of lax.dot_general.
     turned        body multiplies by w as [K, N].
     Raises:       what lax.dot_general raises for these types, naming the layer; ValueError: a
-                  placement of another type, of other axes than the types', or of scope local; an unreduced type.
+                  placement of another type, of other axes than the types', or of scope local; an
+                  unreduced type.
     """
     if not isinstance(placement, Placement | None):
         raise ValueError(
-            f"{name}: placement is a sharding.Placement or None; got {type(placement).__name__}. Give the sharding of the output as out_sharding."
+            f"{name}: placement is a sharding.Placement or None; got "
+            f"{type(placement).__name__}. Give the sharding of the output as out_sharding."
         )
     mesh = _mesh(x, w)
     if not mesh.explicit_axes:
@@ -87,20 +90,28 @@ class _Region:
 
     def enter(self, *args: Any) -> Any:
         """The arguments, typed by Auto axes; called within ``axes``."""
-        return jax.tree.map(lambda v: jax.sharding.reshard(v, PartitionSpec(*[None] * v.ndim)), args)
+        return jax.tree.map(
+            lambda v: jax.sharding.reshard(v, PartitionSpec(*[None] * v.ndim)), args
+        )
 
     def axes(self):
         """The context in which all axes are Auto."""
-        return jax.sharding.use_abstract_mesh(self.mesh.update_axis_types(dict.fromkeys(self.mesh.explicit_axes, AxisType.Auto)))
+        return jax.sharding.use_abstract_mesh(
+            self.mesh.update_axis_types(dict.fromkeys(self.mesh.explicit_axes, AxisType.Auto))
+        )
 
     def leave(self, y: jax.Array, carried: Any) -> tuple[jax.Array, Any]:
         """The results, with the types they have outside."""
         whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.sharding.reshard(y, self.of_y), jax.tree.map(lambda v: jax.sharding.reshard(v, whole), carried)
+        return jax.sharding.reshard(y, self.of_y), jax.tree.map(
+            lambda v: jax.sharding.reshard(v, whole), carried
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _on_auto_axes(region: _Region, x: jax.Array, w: jax.Array, constants: Any, carried: Any) -> tuple[jax.Array, Any]:
+def _on_auto_axes(
+    region: _Region, x: jax.Array, w: jax.Array, constants: Any, carried: Any
+) -> tuple[jax.Array, Any]:
     """The linear, whose backward pass saves x and w as they are outside: what other linears save
     too."""
     with region.axes():
@@ -111,7 +122,12 @@ def _on_auto_axes(region: _Region, x: jax.Array, w: jax.Array, constants: Any, c
 def _forward(region: _Region, x: jax.Array, w: jax.Array, constants: Any, carried: Any) -> tuple:
     with region.axes():
         of_x, of_w, constants_, carried_ = region.enter(x, w, constants, carried)
-        out, vjp = jax.vjp(lambda x, w, carried: region.body(x, w, constants_, carried, region.layout), of_x, of_w, carried_)
+        out, vjp = jax.vjp(
+            lambda x, w, carried: region.body(x, w, constants_, carried, region.layout),
+            of_x,
+            of_w,
+            carried_,
+        )
     leaves, tree = jax.tree.flatten(vjp)
     places = tuple("x" if leaf is of_x else "w" if leaf is of_w else "" for leaf in leaves)
     saved = _Saved(
@@ -128,7 +144,9 @@ def _backward(region: _Region, saved: "_Saved", cotangents: tuple) -> tuple:
     with region.axes():
         given, (of_y, of_carried) = region.enter(saved.given, cotangents)
         others = iter(saved.others)
-        vjp = jax.tree.unflatten(saved.tree, [given[place] if place else next(others) for place in saved.places])
+        vjp = jax.tree.unflatten(
+            saved.tree, [given[place] if place else next(others) for place in saved.places]
+        )
         *grads, carried = vjp((of_y, of_carried))
     of_x, of_w = (jax.sharding.reshard(v, to) for v, to in zip(grads, saved.of_grads, strict=True))
     whole = NamedSharding(region.mesh, PartitionSpec())
@@ -138,7 +156,11 @@ def _backward(region: _Region, saved: "_Saved", cotangents: tuple) -> tuple:
 derivatives.defvjp(_on_auto_axes, _forward, _backward)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["given", "others"], meta_fields=["places", "tree", "of_grads"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["given", "others"],
+    meta_fields=["places", "tree", "of_grads"],
+)
 @dataclass(frozen=True, kw_only=True)
 class _Saved:
     """What a linear saves for its backward pass: the leaves of a vjp function, those that are x or
@@ -162,7 +184,9 @@ def permuted(sharding: Sharding | None, order: Sequence[int]) -> Sharding | None
         return None
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     entries = (*spec, *[None] * (len(order) - len(spec)))
-    moved = PartitionSpec(*(entries[i] for i in order), unreduced=spec.unreduced, reduced=spec.reduced)
+    moved = PartitionSpec(
+        *(entries[i] for i in order), unreduced=spec.unreduced, reduced=spec.reduced
+    )
     return NamedSharding(sharding.mesh, moved) if isinstance(sharding, NamedSharding) else moved
 
 
@@ -190,7 +214,9 @@ class _Dims:
         m[-1:] = [(*axes, *scattered) for axes in m[-1:]]
         return [*self.batch, *m, *(_without(axes, placement.fsdp) for axes in self.n)]
 
-    def layout(self, of_y: PartitionSpec, mesh, placement: Placement | None, turned: bool) -> Layout:
+    def layout(
+        self, of_y: PartitionSpec, mesh, placement: Placement | None, turned: bool
+    ) -> Layout:
         """The layout of the operands, as types and placement say.
 
         Without a placement an operand is gathered along the axes that cut a dim of a GEMM's result
@@ -213,7 +239,9 @@ class _Dims:
             entries = [*batch, *([_joined(rows)] if flat else rows or [()]), _joined(columns)]
             # A dim that types do not cut may be cut by an Auto axis.
             rest = tuple(FREE if axes == () and mesh.auto_axes else axes for axes in entries)
-            return Cut(rest=rest, rows=_union(rows), columns=_union(columns), gathered=gathered[role])
+            return Cut(
+                rest=rest, rows=_union(rows), columns=_union(columns), gathered=gathered[role]
+            )
 
         first, last = (self.k_of_w, self.n) if turned else (self.n, self.k_of_w)
         return Layout(
@@ -229,29 +257,48 @@ def _check(cut: _Dims, placement: Placement, mesh, name: str) -> None:
     placement says."""
     check_sums(placement, name)
     if placement.scope == "local":
-        raise ValueError(f"{name}: scope 'local' needs visible devices, and plain jit shows none. Use shard_map, or scope='global'.")
+        raise ValueError(
+            f"{name}: scope 'local' needs visible devices, and plain jit shows none. Use "
+            "shard_map, or scope='global'."
+        )
     if unknown := [axis for axis in placement.axes if axis not in mesh.axis_names]:
-        raise ValueError(f"{name}: placement names axes of the mesh, {', '.join(mesh.axis_names)}; got {', '.join(unknown)}.")
+        raise ValueError(
+            f"{name}: placement names axes of the mesh, {', '.join(mesh.axis_names)}; got "
+            f"{', '.join(unknown)}."
+        )
     (rows, columns), (of_n, of_k) = placement.at_rest("input"), placement.at_rest("weight")
     said = {"x's M": rows, "x's K": columns, "w's N": of_n, "w's K": of_k}
-    for (what, expected), found in zip(said.items(), (cut.m, cut.k_of_x, cut.n, cut.k_of_w), strict=True):
-        wanted, got = ({axis for axis in axes if axis in mesh.explicit_axes} for axes in (expected, _union(found)))
+    for (what, expected), found in zip(
+        said.items(), (cut.m, cut.k_of_x, cut.n, cut.k_of_w), strict=True
+    ):
+        wanted, got = (
+            {axis for axis in axes if axis in mesh.explicit_axes}
+            for axes in (expected, _union(found))
+        )
         if wanted != got:
             raise ValueError(
-                f"{name}: placement says that {what} is cut along {', '.join(sorted(wanted)) or 'no axis'}; its type says "
-                f"{', '.join(sorted(got)) or 'none'}. Reshard the array, or leave the placement out: on Explicit axes types say it."
+                f"{name}: placement says that {what} is cut along "
+                f"{', '.join(sorted(wanted)) or 'no axis'}; its type says "
+                f"{', '.join(sorted(got)) or 'none'}. Reshard the array, or leave the placement "
+                "out: on Explicit axes types say it."
             )
 
 
-def _of_dot_general(x: jax.Array, w: jax.Array, numbers: Numbers, out_sharding: Sharding | None, name: str) -> NamedSharding:
+def _of_dot_general(
+    x: jax.Array, w: jax.Array, numbers: Numbers, out_sharding: Sharding | None, name: str
+) -> NamedSharding:
     """The sharding of lax.dot_general's result for these types; what it raises, naming the
     layer."""
 
     shardings = []
 
     def dot(x: jax.Array, w: jax.Array) -> jax.Array:
-        y = lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32, out_sharding=out_sharding)
-        shardings.append(jax.typeof(y).sharding)  # eval_shape's result has none where some axes are Auto
+        y = lax.dot_general(
+            x, w, numbers, preferred_element_type=jnp.float32, out_sharding=out_sharding
+        )
+        shardings.append(
+            jax.typeof(y).sharding
+        )  # eval_shape's result has none where some axes are Auto
         return y
 
     try:
@@ -263,8 +310,8 @@ def _of_dot_general(x: jax.Array, w: jax.Array, numbers: Numbers, out_sharding: 
     (found,) = shardings
     if found.spec.unreduced or found.spec.reduced:
         raise ValueError(
-            f"{name}: a linear rounds its results after the sum over devices (P-7), so none is unreduced; got out_sharding={out_sharding}. "
-            "Leave out unreduced."
+            f"{name}: a linear rounds its results after the sum over devices (P-7), so none is "
+            f"unreduced; got out_sharding={out_sharding}. Leave out unreduced."
         )
     return found
 

@@ -1,8 +1,8 @@
 """Gradients summed over devices in FP8, by one scale for all devices (spec P-21, P-22, P-24).
 
-Inside shard_map. Codes are exchanged by an all-to-all of uint8, and each device adds its piece of all
-devices' codes in float32, in the order of the mesh. ``reduce_scatter`` and ``all_reduce`` are for
-one's own training step; ``completed`` is the sum of a ``sharding.Reduction``.
+Inside shard_map. Codes are exchanged by an all-to-all of uint8, and each device adds its piece of
+all devices' codes in float32, in the order of the mesh. ``reduce_scatter`` and ``all_reduce`` are
+for one's own training step; ``completed`` is the sum of a ``sharding.Reduction``.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,8 @@ class Reduced(NamedTuple):
     """The sum or mean over devices: value float32, and the number of saturated elements of all
     devices, int32 (), which ``next_mu`` takes. XLA leaves the number out if nobody reads it.
 
-    Of n devices each counts MOST_COUNTED // n elements at most, and as many sums under result ``codes``, so that no count overflows."""
+    Of n devices each counts MOST_COUNTED // n elements at most, and as many sums under result
+    ``codes``, so that no count overflows."""
 
     value: jax.Array
     saturated: jax.Array
@@ -50,18 +51,21 @@ def reduce_scatter(
 ) -> Reduced:
     """Sum g over the devices of mesh axes, exchanged as codes, and leave each its rows.
 
-    Shapes:   g float32, float16 or bfloat16 [n, ...]; value float32 [ceil(n / devices), ...]: device
-              i's rows, P-1's ``ceil``, filled with zeros where they are fewer. mu a number or float32
-              ().
-    Order:    amax over the axes; scale; cast; all-to-all; acc = acc + code_r in float32, r ascending;
-              RN32(acc * scale_inv), as ``sim.gradient_reduction.reduce``.
+    Shapes:   g float32, float16 or bfloat16 [n, ...]; value float32 [ceil(n / devices), ...]:
+              device i's rows, P-1's ``ceil``, filled with zeros where they are fewer. mu a number
+              or float32 ().
+    Order:    amax over the axes; scale; cast; all-to-all; acc = acc + code_r in float32, r
+              ascending; RN32(acc * scale_inv), as ``sim.gradient_reduction.reduce``.
     Specials: an Inf or NaN on any device makes the value NaN on all.
     Raises:   ValueError: a g without dims or elements; a policy that fp8ref.jax does not implement,
               or without a scale to multiply by; an unknown prescale or result.
     Source:   spec P-21.
     """
     if not g.ndim:
-        raise ValueError("a reduce-scatter cuts the first dim of a gradient; got one without dims. Use all_reduce.")
+        raise ValueError(
+            "a reduce-scatter cuts the first dim of a gradient; got one without dims. Use "
+            "all_reduce."
+        )
     n = lax.axis_size(axes)
     rows = -(-g.shape[0] // n)
     codes, scale_inv, saturated = _shared(g, axes, fmt, policy, prescale, mu)
@@ -96,12 +100,18 @@ def all_reduce(
     return Reduced(value, saturated + more)
 
 
-def completed(partial: jax.Array, sum_over: tuple[str, ...], scatter: tuple[str, ...], fmt: Format, mu: jax.Array | float = 1.0) -> Reduced:
+def completed(
+    partial: jax.Array,
+    sum_over: tuple[str, ...],
+    scatter: tuple[str, ...],
+    fmt: Format,
+    mu: jax.Array | float = 1.0,
+) -> Reduced:
     """The sum of [rows, ...] over ``sum_over`` and ``scatter`` together, of which each device keeps
     its rows along ``scatter``: value float32 [rows / devices along scatter, ...].
 
-    One scale and one sum for all devices: along ``sum_over``, which keeps no rows apart, each adds a
-    part of the rows, and gathers the others' float32 sums. mu as in ``reduce_scatter``.
+    One scale and one sum for all devices: along ``sum_over``, which keeps no rows apart, each adds
+    a part of the rows, and gathers the others' float32 sums. mu as in ``reduce_scatter``.
     Order:    devices along sum_over first, the slower ones, then along scatter.
     """
     axes, kept = (*sum_over, *scatter), lax.axis_size(scatter) if scatter else 1
@@ -113,24 +123,37 @@ def completed(partial: jax.Array, sum_over: tuple[str, ...], scatter: tuple[str,
     total = _added(codes.swapaxes(0, 1).reshape(kept * copies, -1), axes, fmt)
     if sum_over:
         total = _gathered(total, sum_over)[:length]
-    return Reduced(product(total.reshape(partial.shape[0] // kept, *partial.shape[1:]), scale_inv), saturated)
+    return Reduced(
+        product(total.reshape(partial.shape[0] // kept, *partial.shape[1:]), scale_inv), saturated
+    )
 
 
 class Factor(NamedTuple):
-    """mu of a weight's gradients for the next step, and the elements that the last one saturated (P-22): float32 ()."""
+    """mu of a weight's gradients for the next step, and the elements that the last one saturated
+    (P-22): float32 ().
+    """
 
     mu: jax.Array
     saturated: jax.Array
 
 
-def next_mu(mu: jax.Array, saturated: jax.Array, elements: int, auto: AutoScale = gradient_reduction.AUTO) -> jax.Array:
+def next_mu(
+    mu: jax.Array, saturated: jax.Array, elements: int, auto: AutoScale = gradient_reduction.AUTO
+) -> jax.Array:
     """mu of the next step, float32 (), from the saturated elements of this one (spec P-22)."""
     mu = jnp.where(saturated > auto.allowed(elements), mu * np.float32(0.5), mu * auto.growth)
-    return jnp.clip(mu, np.float32(gradient_reduction.MU_MIN), np.float32(gradient_reduction.MU_MAX))
+    return jnp.clip(
+        mu, np.float32(gradient_reduction.MU_MIN), np.float32(gradient_reduction.MU_MAX)
+    )
 
 
 def accumulate(
-    total: Quantized | None, g: jax.Array, fmt: Format = E4M3FN, *, policy: str | ScalePolicy = "torchao", over: tuple[str, ...] = ()
+    total: Quantized | None,
+    g: jax.Array,
+    fmt: Format = E4M3FN,
+    *,
+    policy: str | ScalePolicy = "torchao",
+    over: tuple[str, ...] = (),
 ) -> Quantized:
     """Add the gradient of a microbatch to a sum that is kept in FP8.
 
@@ -145,15 +168,21 @@ def accumulate(
     value = cast.to_f32(g)
     if total is not None:
         if total.codes.shape != g.shape:
-            raise ValueError(f"microbatches have gradients of one shape, {total.codes.shape}; got {g.shape}.")
+            raise ValueError(
+                f"microbatches have gradients of one shape, {total.codes.shape}; got {g.shape}."
+            )
         value = product(cast.decode(total.codes, fmt), total.scale_inv) + value
     scale, scale_inv = _scales(scaling.amax(value, over=over), fmt, policy, 1.0)
     codes = cast.to_fp8(value * scale, fmt)
-    return Quantized(codes=codes, scale=scale, scale_inv=scale_inv, fmt=fmt, granularity="tensorwise", axis=-1)
+    return Quantized(
+        codes=codes, scale=scale, scale_inv=scale_inv, fmt=fmt, granularity="tensorwise", axis=-1
+    )
 
 
 def _scales(amax: jax.Array, fmt: Format, policy: str | ScalePolicy, factor) -> scales.Scales:
-    """``sim.gradient_reduction.shared_scales`` of an amax; the policy's eps is its floor (``scales``)."""
+    """``sim.gradient_reduction.shared_scales`` of an amax; the policy's eps is its floor
+    (``scales``).
+    """
     gradient_reduction.check_format(fmt)
     gradient_reduction.check_policy(policy)
     amax = jnp.where(amax <= np.float32(gradient_reduction.LARGEST), amax, jnp.float32(jnp.nan))
@@ -162,7 +191,9 @@ def _scales(amax: jax.Array, fmt: Format, policy: str | ScalePolicy, factor) -> 
     return scales.with_inverse(scale * factor)
 
 
-def _shared(g: jax.Array, axes: Axes, fmt: Format, policy, prescale: PreScale, mu) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _shared(
+    g: jax.Array, axes: Axes, fmt: Format, policy, prescale: PreScale, mu
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """uint8 codes of g, scale_inv, and the saturated elements of all devices."""
     names = (axes,) if isinstance(axes, str) else axes
     pre = gradient_reduction.factor(prescale, lax.axis_size(axes))
@@ -180,8 +211,11 @@ def _cut(codes: jax.Array, n: int) -> jax.Array:
 
 def _added(pieces: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
     """uint8 [devices, ...], a piece for each device -> this device's piece, summed in float32."""
-    # A barrier on either side: XLA may move a conversion across a collective, and four bytes travel.
-    received = lax.optimization_barrier(lax.all_to_all(lax.optimization_barrier(pieces), axes, 0, 0, tiled=True))
+    # A barrier on either side: XLA may move a conversion across a collective, and four bytes
+    # travel.
+    received = lax.optimization_barrier(
+        lax.all_to_all(lax.optimization_barrier(pieces), axes, 0, 0, tiled=True)
+    )
     values = cast.decode(received, fmt)
     total = values[0]
     for r in range(1, values.shape[0]):
@@ -189,7 +223,9 @@ def _added(pieces: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
     return total
 
 
-def _rounded(total: jax.Array, axes: Axes, fmt: Format, result: Result) -> tuple[jax.Array, jax.Array | None, jax.Array | int]:
+def _rounded(
+    total: jax.Array, axes: Axes, fmt: Format, result: Result
+) -> tuple[jax.Array, jax.Array | None, jax.Array | int]:
     """The sum, under result ``codes`` rounded; its codes, and the saturated ones of all devices."""
     gradient_reduction.check_result(result)
     if result == "float32":

@@ -25,8 +25,8 @@ afterwards (P-7); or results that each device has scaled and rounded (P-8), in f
 own dtype."""
 
 GradParts = Parts | Literal["float8_e4m3fn"]
-"""What devices sum to make the gradient of a weight: ``Parts``, or results cast to FP8 by a scale that
-all share (P-21)."""
+"""What devices sum to make the gradient of a weight: ``Parts``, or results cast to FP8 by a scale
+that all share (P-21)."""
 
 _GRAD_PARTS = (*get_args(Parts), "float8_e4m3fn")
 
@@ -70,7 +70,9 @@ class Placement:
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "fsdp"):
             if isinstance(value := getattr(self, name), str):
-                raise ValueError(f"{name} is a tuple of mesh axes; got the string {value!r}. Write ({value!r},).")
+                raise ValueError(
+                    f"{name} is a tuple of mesh axes; got the string {value!r}. Write ({value!r},)."
+                )
         if self.scope not in ("global", "local"):
             raise ValueError(f"scope is 'global' or 'local'; got {self.scope!r}.")
         for name, allowed in (("reduce_grads", _GRAD_PARTS), ("reduce_outputs", get_args(Parts))):
@@ -78,12 +80,19 @@ class Placement:
                 raise ValueError(f"{name} is one of {', '.join(allowed)}; got {value!r}.")
         cutting = (*self.m, *self.n, *self.k)
         if twice := sorted({axis for axis in cutting if cutting.count(axis) > 1}):
-            raise ValueError(f"a mesh axis cuts one of m, n and k; got {', '.join(twice)} more than once in {self}.")
+            raise ValueError(
+                f"a mesh axis cuts one of m, n and k; got {', '.join(twice)} more than once in "
+                f"{self}."
+            )
         if missing := sorted(set(self.fsdp) - set(self.m)):
-            raise ValueError(f"axes of fsdp cut the tokens too, so they are among m; got {', '.join(missing)} in fsdp and m={self.m}.")
+            raise ValueError(
+                "axes of fsdp cut the tokens too, so they are among m; got "
+                f"{', '.join(missing)} in fsdp and m={self.m}."
+            )
         if self.sequence and bool(self.n) == bool(self.k):
             raise ValueError(
-                f"sequence needs a linear that is column-parallel (n) or row-parallel (k), not both; got n={self.n}, k={self.k}."
+                "sequence needs a linear that is column-parallel (n) or row-parallel (k), not "
+                f"both; got n={self.n}, k={self.k}."
             )
 
     @property
@@ -96,7 +105,11 @@ class Placement:
 
         Input is [M, K], weight [N, K], grad_output [M, N].
         """
-        rows, columns = {"input": (self.m, self.k), "weight": (self.n, self.k), "grad_output": (self.m, self.n)}[role]
+        rows, columns = {
+            "input": (self.m, self.k),
+            "weight": (self.n, self.k),
+            "grad_output": (self.m, self.n),
+        }[role]
         return (*rows, *self.gathered(role)), columns
 
     def gathered(self, role: Role) -> Axes:
@@ -127,11 +140,20 @@ class Placement:
         if which == "grad_weight":
             left = tuple(name for name in self.m if name not in self.fsdp)
             # Accumulators under different scales have no common sum.
-            parts: GradParts = "float32" if (self.scope, self.reduce_grads) == ("local", "accumulators") else self.reduce_grads
+            parts: GradParts = (
+                "float32"
+                if (self.scope, self.reduce_grads) == ("local", "accumulators")
+                else self.reduce_grads
+            )
             return Reduction(sum=left, scatter=self.fsdp, parts=parts, outer=outer)
         reduced, column = (self.k, False) if which == "output" else (self.n, True)
         scattered = self.sequence and bool(self.n) == column
-        return Reduction(sum=() if scattered else reduced, scatter=reduced if scattered else (), parts=self.reduce_outputs, outer=outer)
+        return Reduction(
+            sum=() if scattered else reduced,
+            scatter=reduced if scattered else (),
+            parts=self.reduce_outputs,
+            outer=outer,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +196,9 @@ class Reduction:
         """
         if not self.scatter or self.outer == 1:
             return operand
-        by_device = operand.reshape(self.outer, lax.axis_size(self.scatter), -1, operand.shape[-1]).swapaxes(0, 1)
+        by_device = operand.reshape(
+            self.outer, lax.axis_size(self.scatter), -1, operand.shape[-1]
+        ).swapaxes(0, 1)
         return by_device.reshape(operand.shape)
 
     def own_rows(self, scale: jax.Array) -> jax.Array:

@@ -1,8 +1,9 @@
 """One linear on a mesh (spec P): who runs its collectives, and how its tensors lie under plain jit.
 
-What a ``Placement`` implies. Inside shard_map its gathers and sums are collectives of our own; ``mode`` checks it against the
-tensors. Under plain jit they become constraints that keep XLA from gathering anything wider than FP8 (``Layout``). On Explicit
-axes ``explicit_sharding`` reads the layout from the types of the operands.
+What a ``Placement`` implies. Inside shard_map its gathers and sums are collectives of our own;
+``mode`` checks it against the tensors. Under plain jit they become constraints that keep XLA from
+gathering anything wider than FP8 (``Layout``). On Explicit axes ``explicit_sharding`` reads the
+layout from the types of the operands.
 """
 
 import math
@@ -79,7 +80,10 @@ class Layout:
 
     def summed(self, which: Gemm) -> bool:
         """True if the dim that a GEMM reduces is cut, so that XLA sums partial results."""
-        return any(self._cuts(role, axis - 2) for role, axis in zip(OPERANDS[which], REDUCED_AXES[which], strict=True))
+        return any(
+            self._cuts(role, axis - 2)
+            for role, axis in zip(OPERANDS[which], REDUCED_AXES[which], strict=True)
+        )
 
     def features(self) -> tuple[Axes, Axes]:
         """The mesh axes that cut N and K of the weight as it is used."""
@@ -104,10 +108,19 @@ def layout(placement: Placement, ndim: Mapping[Role, int], *, turned: bool) -> L
         leading = (FREE,) * (ndim[role] - 2)
         if role == "weight":
             rows, columns = (columns, rows) if turned else (rows, columns)
-            return Cut(rest=(*leading, rows, columns), rows=rows, columns=columns, gathered=gathered)
-        return Cut(rest=(*leading, gathered if leading else rows, columns), rows=rows, columns=columns, gathered=gathered)
+            return Cut(
+                rest=(*leading, rows, columns), rows=rows, columns=columns, gathered=gathered
+            )
+        return Cut(
+            rest=(*leading, gathered if leading else rows, columns),
+            rows=rows,
+            columns=columns,
+            gathered=gathered,
+        )
 
-    return Layout(input=cut("input"), weight=cut("weight"), grad_output=cut("grad_output"), turned=turned)
+    return Layout(
+        input=cut("input"), weight=cut("weight"), grad_output=cut("grad_output"), turned=turned
+    )
 
 
 def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> Mode:
@@ -123,57 +136,77 @@ def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> 
     if placement is None:
         if manual:
             raise ValueError(
-                f"{name}: inside shard_map a linear takes its placement, or each device would scale by an amax of its own. "
-                "Use linear.apply(..., placement=sharding.Placement(m=(...), ...)) with the mesh axes that cut its tokens, features and weight."
+                f"{name}: inside shard_map a linear takes its placement, or each device would "
+                "scale by an amax of its own. Use linear.apply(..., "
+                "placement=sharding.Placement(m=(...), ...)) with the mesh axes that cut its "
+                "tokens, features and weight."
             )
         return "one"
     if unknown := [axis for axis in placement.axes if axis not in mesh.axis_names]:
         known = ", ".join(mesh.axis_names) or "none, as its arguments are on one device"
-        raise ValueError(f"{name}: placement names axes of the mesh, {known}; got {', '.join(unknown)}.")
+        raise ValueError(
+            f"{name}: placement names axes of the mesh, {known}; got {', '.join(unknown)}."
+        )
     if not manual:
         if placement.scope == "local":
-            raise ValueError(f"{name}: scope 'local' needs visible devices, and plain jit shows none. Use shard_map, or scope='global'.")
+            raise ValueError(
+                f"{name}: scope 'local' needs visible devices, and plain jit shows none. Use "
+                "shard_map, or scope='global'."
+            )
         check_sums(placement, name)
         return "jit"
     if outside := [axis for axis in placement.axes if axis not in manual]:
         raise ValueError(
-            f"{name}: inside shard_map a placement has only axes of that shard_map, {', '.join(manual)}; got {', '.join(outside)}."
+            f"{name}: inside shard_map a placement has only axes of that shard_map, "
+            f"{', '.join(manual)}; got {', '.join(outside)}."
         )
     if checks_variance(x):
         _check_variance(x, w, placement, name)
     if placement.sequence and x.shape[-2] % (parts := math.prod(map(lax.axis_size, placement.k))):
         raise ValueError(
-            f"{name}: shards are equal (P-1), so the tokens of a sequence are divisible by their {parts} pieces along "
-            f"{', '.join(placement.k)}; got {x.shape[-2]}. Pad the sequence."
+            f"{name}: shards are equal (P-1), so the tokens of a sequence are divisible by "
+            f"their {parts} pieces along {', '.join(placement.k)}; got {x.shape[-2]}. Pad the "
+            "sequence."
         )
     return "shard_map"
 
 
 def check_sums(placement: Placement, name: str) -> None:
-    """ValueError, naming the layer, for gradients in FP8 under plain jit, where XLA inserts the sum."""
+    """ValueError, naming the layer, for gradients in FP8 under plain jit, where XLA inserts the
+    sum.
+    """
     if placement.reduce_grads == "float8_e4m3fn":
         raise ValueError(
-            f"{name}: under plain jit XLA inserts the sum of gradients, in no dtype of FP8; got reduce_grads 'float8_e4m3fn'. Use shard_map, or "
-            "reduce_grads='result'."
+            f"{name}: under plain jit XLA inserts the sum of gradients, in no dtype of FP8; got "
+            "reduce_grads 'float8_e4m3fn'. Use shard_map, or reduce_grads='result'."
         )
 
 
 def checks_variance(x: jax.Array) -> bool:
     """True inside shard_map(check_vma=True), which knows along which axes a value varies."""
-    return bool(varying(lax.pcast(jnp.float32(0), jax.typeof(x).sharding.mesh.manual_axes, to="varying")))
+    return bool(
+        varying(lax.pcast(jnp.float32(0), jax.typeof(x).sharding.mesh.manual_axes, to="varying"))
+    )
 
 
-def gemm_dims(w: jax.Array, placement: Placement, layout: Layout | None, *, turned: bool) -> tuple[int, int]:
+def gemm_dims(
+    w: jax.Array, placement: Placement, layout: Layout | None, *, turned: bool
+) -> tuple[int, int]:
     """N and K of a device's own GEMMs, with the weight gathered. layout: under plain jit."""
     n, k = w.shape[-2:][:: -1 if turned else 1]
     if layout is None:
         return n * math.prod(map(lax.axis_size, placement.fsdp)), k
     sizes = jax.typeof(w).sharding.mesh.shape
-    n, k = (size // math.prod(sizes[axis] for axis in axes) for size, axes in zip((n, k), layout.features(), strict=True))
+    n, k = (
+        size // math.prod(sizes[axis] for axis in axes)
+        for size, axes in zip((n, k), layout.features(), strict=True)
+    )
     return n, k
 
 
-def check_shapes(name: str, tokens: int, shape: tuple[int, int], placement: Placement, mesh_shape: dict[str, int]) -> None:
+def check_shapes(
+    name: str, tokens: int, shape: tuple[int, int], placement: Placement, mesh_shape: dict[str, int]
+) -> None:
     """ValueError, naming the layer, unless the mesh cuts every dim into equal pieces.
 
     tokens: the number of tokens of the global batch.
@@ -188,8 +221,14 @@ def check_shapes(name: str, tokens: int, shape: tuple[int, int], placement: Plac
             )
 
 
-def _dims(tokens: int, shape: tuple[int, int], placement: Placement) -> Iterator[tuple[str, int, Axes]]:
-    yield "M", tokens, (*placement.m, *(placement.gathered("input") or placement.gathered("grad_output")))
+def _dims(
+    tokens: int, shape: tuple[int, int], placement: Placement
+) -> Iterator[tuple[str, int, Axes]]:
+    yield (
+        "M",
+        tokens,
+        (*placement.m, *(placement.gathered("input") or placement.gathered("grad_output"))),
+    )
     yield "N", shape[0], placement.at_rest("weight")[0]
     yield "K", shape[1], placement.k
 
@@ -204,8 +243,10 @@ def _check_variance(x: jax.Array, w: jax.Array, placement: Placement, name: str)
     for what, wanted, got in zip(("x", "w"), expected, found, strict=True):
         if got - apart != wanted:
             raise ValueError(
-                f"{name}: {what} varies along the mesh axes that placement says cut it, {_names(wanted)}; it varies along {_names(got)}. "
-                "Make placement and shard_map's in_specs agree, or mark a replicated value with lax.pcast(..., to='varying')."
+                f"{name}: {what} varies along the mesh axes that placement says cut it, "
+                f"{_names(wanted)}; it varies along {_names(got)}. Make placement and "
+                "shard_map's in_specs agree, or mark a replicated value with lax.pcast(..., "
+                "to='varying')."
             )
 
 

@@ -1,4 +1,6 @@
-"""What a grouped linear takes: a recipe that this backend runs, arrays that fit, and how shard_map cuts them (spec X)."""
+"""What a grouped linear takes: a recipe that this backend runs, arrays that fit, and how shard_map
+cuts them (spec X).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,66 +24,99 @@ def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedReci
     linear.check_recipe(recipe.recipe, name)
     for which, spec in recipe.recipe.gemms.items():
         for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
-            if cast is not None and role != "weight" and by_name(cast.granularity).other not in (None, 1):
+            if (
+                cast is not None
+                and role != "weight"
+                and by_name(cast.granularity).other not in (None, 1)
+            ):
                 raise ValueError(
-                    f"{name}: no block of a grouped {role} has several rows; got {cast.granularity!r} in {which} of recipe "
-                    f"{recipe.name!r}. Use 'blockwise_1x128'."
+                    f"{name}: no block of a grouped {role} has several rows; got "
+                    f"{cast.granularity!r} in {which} of recipe {recipe.name!r}. Use "
+                    "'blockwise_1x128'."
                 )
     return recipe
 
 
 def on_one_device(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, over: tuple[str, ...], name: str
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    recipe: GroupedRecipe,
+    over: tuple[str, ...],
+    name: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[str, ...]]:
-    """The arrays, inside shard_map marked as varying along all axes that one of them varies along, and those axes: so the
-    gradient of one that does not vary is summed over the devices. ValueError for scales that would be of several devices' groups;
-    axes of over that no array varies along."""
+    """The arrays, inside shard_map marked as varying along all axes that one of them varies along,
+    and those axes: so the gradient of one that does not vary is summed over the devices. ValueError
+    for scales that would be of several devices' groups; axes of over that no array varies along."""
     axes = frozenset().union(*map(sharding.varying, (x, w, group_sizes)))
     if unknown := sorted(set(over) - axes):
         raise ValueError(
-            f"{name}: over names axes of shard_map along which devices have rows of their own; got {', '.join(unknown)}, along which no "
-            "argument varies. Leave them out."
+            f"{name}: over names axes of shard_map along which devices have rows of their own; "
+            f"got {', '.join(unknown)}, along which no argument varies. Leave them out."
         )
-    casts = [cast for spec in recipe.recipe.gemms.values() for cast in (spec.a, spec.b) if cast is not None]
+    casts = [
+        cast
+        for spec in recipe.recipe.gemms.values()
+        for cast in (spec.a, spec.b)
+        if cast is not None
+    ]
     if axes and recipe.amax == "all" and any(cast.delayed is None for cast in casts):
         raise ValueError(
-            f"{name}: inside shard_map amaxes are of one device's groups; recipe {recipe.name!r} has amaxes of all groups, over "
-            f"{', '.join(sorted(axes))}. Use amaxes of a 'group', or plain jit."
+            f"{name}: inside shard_map amaxes are of one device's groups; recipe "
+            f"{recipe.name!r} has amaxes of all groups, over {', '.join(sorted(axes))}. Use "
+            "amaxes of a 'group', or plain jit."
         )
     return *(attention_inputs.as_varying(v, axes) for v in (x, w, group_sizes)), tuple(sorted(axes))  # type: ignore[return-value]
 
 
-def check_arrays(x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str) -> None:
-    """ValueError for shapes or dtypes that do not fit, and for types that say that Explicit axes cut an array."""
+def check_arrays(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str
+) -> None:
+    """ValueError for shapes or dtypes that do not fit, and for types that say that Explicit axes
+    cut an array.
+    """
     if unlike := [
-        f"{what}, {type(v).__name__}" for what, v in {"x": x, "w": w, "group_sizes": group_sizes}.items() if not hasattr(v, "dtype")
+        f"{what}, {type(v).__name__}"
+        for what, v in {"x": x, "w": w, "group_sizes": group_sizes}.items()
+        if not hasattr(v, "dtype")
     ]:
-        raise ValueError(f"{name}: a grouped linear takes arrays; got {', '.join(unlike)}. Use jnp.asarray.")
+        raise ValueError(
+            f"{name}: a grouped linear takes arrays; got {', '.join(unlike)}. Use jnp.asarray."
+        )
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
-        raise ValueError(f"{name}: a grouped linear takes x [M, K] and w [E, K, N] with the same K; got {x.shape} and {w.shape}.")
+        raise ValueError(
+            f"{name}: a grouped linear takes x [M, K] and w [E, K, N] with the same K; got "
+            f"{x.shape} and {w.shape}."
+        )
     if group_sizes.shape != w.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
-            f"{name}: group_sizes are integers [E], one for each of {len(w)} weights; got {group_sizes.dtype} {group_sizes.shape}."
+            f"{name}: group_sizes are integers [E], one for each of {len(w)} weights; got "
+            f"{group_sizes.dtype} {group_sizes.shape}."
         )
     _check_sizes(group_sizes, len(x), name)
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(
-            f"{name}: x and w are of one dtype, bfloat16, float16 or float32; got {x.dtype} and {w.dtype}. Cast the weight first."
+            f"{name}: x and w are of one dtype, bfloat16, float16 or float32; got {x.dtype} and "
+            f"{w.dtype}. Cast the weight first."
         )
     for what, v in {"x": x, "w": w, "group_sizes": group_sizes}.items():
         if axes := explicit_sharding.cutting(v):
             raise ValueError(
-                f"{name}: a grouped linear reads no cuts from types; got {what} cut along the Explicit axes {', '.join(axes)}. Use jax.shard_map "
-                "with over=..., a mesh of Auto axes, or arrays that are whole: jax.sharding.reshard(x, jax.P())."
+                f"{name}: a grouped linear reads no cuts from types; got {what} cut along the "
+                f"Explicit axes {', '.join(axes)}. Use jax.shard_map with over=..., a mesh of "
+                "Auto axes, or arrays that are whole: jax.sharding.reshard(x, jax.P())."
             )
     if recipe.recipe.fp8 and (w.shape[1] % 16 or w.shape[2] % 16):
         raise ValueError(
-            f"{name}: FP8 needs K and N to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the experts or use recipe 'bf16'."
+            f"{name}: FP8 needs K and N to be multiples of 16 (L-5); got w.shape={w.shape}. Pad "
+            "the experts or use recipe 'bf16'."
         )
 
 
 def _check_sizes(group_sizes: jax.Array, rows: int, name: str) -> None:
-    """ValueError for sizes that do not fit, where the host knows them: not of tracers, and not on a GPU, for which it would wait."""
+    """ValueError for sizes that do not fit, where the host knows them: not of tracers, and not on a
+    GPU, for which it would wait.
+    """
     known = isinstance(group_sizes, np.ndarray) or (
         isinstance(group_sizes, jax.Array)
         and not isinstance(group_sizes, jax.core.Tracer)
@@ -93,6 +128,7 @@ def _check_sizes(group_sizes: jax.Array, rows: int, name: str) -> None:
     sizes = np.asarray(group_sizes).astype(np.int64)
     if sizes.min() < 0 or sizes.sum() > rows:
         raise ValueError(
-            f"{name}: group_sizes are at least 0, and their sum is at most M={rows}; got {sizes.tolist()}. Of cumulative ends take the "
-            "differences: jnp.diff(ends, prepend=0)."
+            f"{name}: group_sizes are at least 0, and their sum is at most M={rows}; got "
+            f"{sizes.tolist()}. Of cumulative ends take the differences: jnp.diff(ends, "
+            "prepend=0)."
         )

@@ -1,14 +1,16 @@
-"""Rows that move between devices with different experts as FP8 codes (spec X-14), inside ``jax.shard_map``.
+"""Rows that move between devices with different experts as FP8 codes (spec X-14), inside
+``jax.shard_map``.
 
     cast = expert_codes.cast_of([recipe], "input")            # None: rows move in their own dtype
     moved, codes = expert_codes.dispatch(x, sizes, "expert", cast)
-    y, _, slot = grouped.apply_codes(moved.rows, w, moved.sizes, recipe=recipe, input_codes=codes, grad_codes=E5M2)
-    y = expert_codes.combine(y, slot, moved, sizes, "expert", cast_of_grad)
+    y, _, slot = grouped.apply_codes(moved.rows, w, moved.sizes, recipe=recipe, input_codes=codes,
+    grad_codes=E5M2) y = expert_codes.combine(y, slot, moved, sizes, "expert", cast_of_grad)
 
-One scale of all of an expert's rows serves both GEMMs that take them, so codes alone are enough. The sender casts: under
-dynamic scaling by the amaxes of each expert's rows on all devices. The array that goes through autodiff in place of the rows
-is a constant NaN, which no program computes with. Codes of a gradient are the cotangent of a slot that the grouped linear
-gives out beside its result.
+One scale of all of an expert's rows serves both GEMMs that take them, so codes alone are enough.
+The sender casts: under dynamic scaling by the amaxes of each expert's rows on all devices. The
+array that goes through autodiff in place of the rows is a constant NaN, which no program computes
+with. Codes of a gradient are the cotangent of a slot that the grouped linear gives out beside its
+result.
 """
 
 import functools
@@ -31,8 +33,9 @@ from fp8ref.selection.grouped import GroupedRecipe
 
 
 def cast_of(recipes: Sequence[GroupedRecipe], role: Role) -> CastSpec | None:
-    """The one cast of input or grad_output that all GEMMs of these linears take, if its codes may move (X-14); else None: where
-    GEMMs take other casts, or none, and where a scale is not of the whole of a group's rows, or a state's."""
+    """The one cast of input or grad_output that all GEMMs of these linears take, if its codes may
+    move (X-14); else None: where GEMMs take other casts, or none, and where a scale is not of the
+    whole of a group's rows, or a state's."""
     used = {
         of_gemm
         for recipe in recipes
@@ -44,16 +47,30 @@ def cast_of(recipes: Sequence[GroupedRecipe], role: Role) -> CastSpec | None:
         return None
     (one,) = used
     by_groups = all(recipe.amax == "group" for recipe in recipes)
-    return one if one is not None and one.granularity == "tensorwise" and (one.delayed is not None or by_groups) else None
+    return (
+        one
+        if one is not None
+        and one.granularity == "tensorwise"
+        and (one.delayed is not None or by_groups)
+        else None
+    )
 
 
 def dispatch(
-    x: jax.Array, group_sizes: jax.Array, axis: str, spec: CastSpec, *, scale: jax.Array | None = None, over: tuple[str, ...] = ()
+    x: jax.Array,
+    group_sizes: jax.Array,
+    axis: str,
+    spec: CastSpec,
+    *,
+    scale: jax.Array | None = None,
+    over: tuple[str, ...] = (),
 ) -> tuple[Moved, Codes]:
-    """Send rows x [M, C], in groups of all E experts of these sizes, in FP8 to the devices that have the experts.
+    """Send rows x [M, C], in groups of all E experts of these sizes, in FP8 to the devices that
+    have the experts.
 
-    scale     of a delayed state: that of input of every linear that takes the rows. So they have observed the same rows, at the
-              same steps; scales are traced, and none is compared here.
+    scale     of a delayed state: that of input of every linear that takes the rows. So they have
+              observed the same rows, at the same steps; scales are traced, and none is compared
+              here.
     over      mesh axes along which devices have the same experts, and share their scales (X-3).
     Returns:  as ``parallel.dispatch``, with rows that only stand for them; and the rows in FP8.
     Gradient: as ``parallel.dispatch``, in x's dtype.
@@ -75,8 +92,8 @@ def combine(
     scale: jax.Array | None = None,
     over: tuple[str, ...] = (),
 ) -> jax.Array:
-    """``parallel.combine`` of what ``grouped.apply_codes`` made, with its slot: the gradient moves to the experts in FP8, and under
-    delayed scaling is observed before.
+    """``parallel.combine`` of what ``grouped.apply_codes`` made, with its slot: the gradient moves
+    to the experts in FP8, and under delayed scaling is observed before.
 
     group_sizes
               as they were dispatched: of all E experts' rows on this device.
@@ -85,15 +102,24 @@ def combine(
 
 
 def observed(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """The observation of rows before they move, of all devices: that of one device with all of them (X-9)."""
+    """The observation of rows before they move, of all devices: that of one device with all of them
+    (X-9).
+    """
     rows = operands.groups_of(group_sizes, len(x)).only(lax.stop_gradient(x))
     return delayed.observe(rows, over=tuple(sorted(sharding.varying(x))))
 
 
 def _quantized(
-    x: jax.Array, group_sizes: jax.Array, axis: str, spec: CastSpec, scale: jax.Array | None, over: tuple[str, ...]
+    x: jax.Array,
+    group_sizes: jax.Array,
+    axis: str,
+    spec: CastSpec,
+    scale: jax.Array | None,
+    over: tuple[str, ...],
 ) -> Quantized | Segmented:
-    """x by the scale that the device with the expert would have: scales () or [E, 1], of all experts."""
+    """x by the scale that the device with the expert would have: scales () or [E, 1], of all
+    experts.
+    """
     groups = operands.groups_of(group_sizes, len(x))
     return operands.quantize_rows(groups.only(x), spec, -1, groups, "group", scale, (*over, axis))
 
@@ -104,7 +130,9 @@ def _own_scales(q: Quantized | Segmented, axis: str) -> tuple[jax.Array, jax.Arr
         return q.scale, q.scale_inv
     own = len(q.scale) // lax.axis_size(axis)
     first = lax.axis_index(axis) * own
-    return lax.dynamic_slice_in_dim(q.scale, first, own), lax.dynamic_slice_in_dim(q.scale_inv, first, own)
+    return lax.dynamic_slice_in_dim(q.scale, first, own), lax.dynamic_slice_in_dim(
+        q.scale_inv, first, own
+    )
 
 
 def _nothing(like: jax.Array, rows: int) -> jax.Array:
@@ -113,7 +141,9 @@ def _nothing(like: jax.Array, rows: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _sent(x: jax.Array, codes: jax.Array, places: jax.Array, order: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
+def _sent(
+    x: jax.Array, codes: jax.Array, places: jax.Array, order: jax.Array, axis: str
+) -> tuple[jax.Array, jax.Array]:
     """(what stands for the rows, their codes) that arrive; the gradient of the first moves back."""
     return _nothing(x, len(order)), parallel.sent(codes, places, order, axis)
 
@@ -131,13 +161,32 @@ _sent.defvjp(_sent_forward, _sent_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _returned(y: jax.Array, slot: Slot, group_sizes: jax.Array, moved: Moved, scale: jax.Array | None, how: tuple) -> jax.Array:
+def _returned(
+    y: jax.Array,
+    slot: Slot,
+    group_sizes: jax.Array,
+    moved: Moved,
+    scale: jax.Array | None,
+    how: tuple,
+) -> jax.Array:
     """Results back to the devices that sent rows; the gradient moves to the experts in the slot."""
     return parallel.combine(y, moved, how[0])
 
 
-def _returned_forward(y: jax.Array, slot: Slot, group_sizes: jax.Array, moved: Moved, scale: jax.Array | None, how: tuple):
-    return _returned(y, slot, group_sizes, moved, scale, how), (group_sizes, moved.order, moved.places, scale)
+def _returned_forward(
+    y: jax.Array,
+    slot: Slot,
+    group_sizes: jax.Array,
+    moved: Moved,
+    scale: jax.Array | None,
+    how: tuple,
+):
+    return _returned(y, slot, group_sizes, moved, scale, how), (
+        group_sizes,
+        moved.order,
+        moved.places,
+        scale,
+    )
 
 
 def _returned_backward(how: tuple, residuals, g: jax.Array):
@@ -146,9 +195,19 @@ def _returned_backward(how: tuple, residuals, g: jax.Array):
     codes = parallel.sent(lax.bitcast_convert_type(q.codes, jnp.uint8), places, order, axis)
     seen = jnp.zeros(3, jnp.float32) if spec.delayed is None else observed(g, group_sizes)
     scales = (attention_inputs.like(v, g) for v in _own_scales(q, axis))
-    own = Slot(attention_inputs.like(lax.bitcast_convert_type(codes, cast.DTYPES[spec.fmt.name]), g), *scales, seen)  # type: ignore[call-arg]
+    own = Slot(
+        attention_inputs.like(lax.bitcast_convert_type(codes, cast.DTYPES[spec.fmt.name]), g),
+        *scales,
+        seen,
+    )  # type: ignore[call-arg]
     of_moved = Moved(*(None for _ in Moved._fields))  # type: ignore[arg-type]
-    return _nothing(g, len(order)), own, None, of_moved, None if scale is None else jnp.zeros_like(scale)
+    return (
+        _nothing(g, len(order)),
+        own,
+        None,
+        of_moved,
+        None if scale is None else jnp.zeros_like(scale),
+    )
 
 
 _returned.defvjp(_returned_forward, _returned_backward)

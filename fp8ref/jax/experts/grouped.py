@@ -33,10 +33,12 @@ from fp8ref.selection.grouped import GroupedRecipe
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """One call: all that is static about it. dtypes are those of output, grad_input and grad_weight.
+    """One call: all that is static about it. dtypes are those of output, grad_input and
+    grad_weight.
 
     observer   of ``linear.observing``, or None; measures: whether statistics are measured.
-    over       the mesh axes along which devices have rows of the same groups, and share their scales.
+    over       the mesh axes along which devices have rows of the same groups, and share their
+               scales.
     axes       inside shard_map those that any tensor varies along: observations are of all of them.
     slot       whether grad_output arrives in FP8, as the cotangent of a slot.
     """
@@ -66,12 +68,12 @@ def apply(
     the recipe's grouped GEMMs. Under ``linear.observing`` each group's GEMMs report as a linear's.
 
     Works under jit, grad, vmap and scan; group_sizes may be traced. Under jit on sharded arrays XLA
-    divides it, and amaxes are of whole arrays. Inside shard_map rows and weights are a device's own,
-    as of experts that a mesh axis cuts; gradients of what all devices have are summed.
+    divides it, and amaxes are of whole arrays. Inside shard_map rows and weights are a device's
+    own, as of experts that a mesh axis cuts; gradients of what all devices have are summed.
 
     over      mesh axes of shard_map along which devices have the same weights, and rows of the same
-              groups: an amax that covers rows is of a group's rows on all of them, unless blocks cut
-              the rows (X-3, X-13). Observations of delayed scaling are always of all devices.
+              groups: an amax that covers rows is of a group's rows on all of them, unless blocks
+              cut the rows (X-3, X-13). Observations of delayed scaling are always of all devices.
 
     Shapes:   x [M, K] and w [E, K, N] of one dtype, bfloat16, float16 or float32; group_sizes
               integers [E], of a sum of at most M; output [M, N] of x's dtype.
@@ -80,11 +82,14 @@ def apply(
               without rows is +0. A NaN of one group stays in it, unless a scale is shared (X-6).
     Returns:  (output, seen), as ``linear.apply``: seen merged with what this use observes (X-9).
     Gradient: by x, w and seen; state is a constant, and group_sizes are integers.
-    Raises:   ValueError, naming the layer: shapes or dtypes that do not fit; on a CPU, where they are not traced,
-              group_sizes below 0 or of a sum above M; under FP8 K or N that is no multiple of 16; a recipe this backend cannot run, a state or seen of another
-              recipe, or none if the recipe needs them; inside shard_map amaxes of all groups.
+    Raises:   ValueError, naming the layer: shapes or dtypes that do not fit; on a CPU, where they
+              are not traced, group_sizes below 0 or of a sum above M; under FP8 K or N that is no
+              multiple of 16; a recipe this backend cannot run, a state or seen of another recipe,
+              or none if the recipe needs them; inside shard_map amaxes of all groups.
     """
-    y, seen, _ = apply_with_stats(x, w, group_sizes, recipe=recipe, state=state, seen=seen, over=over, name=name, tap=None)
+    y, seen, _ = apply_with_stats(
+        x, w, group_sizes, recipe=recipe, state=state, seen=seen, over=over, name=name, tap=None
+    )
     return y, seen
 
 
@@ -100,8 +105,8 @@ def apply_with_stats(
     name: str = "grouped",
     tap: jax.Array | None,
 ) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
-    """``apply``, and with a tap the statistics of its six operands, as ``linear.apply_with_stats``: each
-    GEMM's operands are measured, of all groups together. Raises as apply."""
+    """``apply``, and with a tap the statistics of its six operands, as ``linear.apply_with_stats``:
+    each GEMM's operands are measured, of all groups together. Raises as apply."""
     y, seen, tap, _ = _applied(x, w, group_sizes, recipe, state, seen, over, name, tap=tap)
     return y, seen, tap
 
@@ -119,15 +124,19 @@ def apply_codes(
     input_codes: Codes | None = None,
     grad_codes: bool = False,
 ) -> tuple[jax.Array, delayed.Seen | None, Slot | None]:
-    """``apply`` to rows that a cast before has made FP8 (X-14): where one cast of them serves both GEMMs, all GEMMs take its codes.
-    ``codes`` makes and moves them. Observers and statistics see no such rows.
+    """``apply`` to rows that a cast before has made FP8 (X-14): where one cast of them serves both
+    GEMMs, all GEMMs take its codes. ``codes`` makes and moves them. Observers and statistics see no
+    such rows.
 
     input_codes
               x in FP8; x only stands for it, in dtype and shape. Observed before.
     grad_codes
-              whether the gradient arrives in FP8, with its observation, as the cotangent of the slot that is returned last.
+              whether the gradient arrives in FP8, with its observation, as the cotangent of the
+              slot that is returned last.
     """
-    y, seen, _, slot = _applied(x, w, group_sizes, recipe, state, seen, over, name, codes=input_codes, slot=grad_codes)
+    y, seen, _, slot = _applied(
+        x, w, group_sizes, recipe, state, seen, over, name, codes=input_codes, slot=grad_codes
+    )
     return y, seen, slot
 
 
@@ -150,10 +159,17 @@ def _applied(
     arguments.check_arrays(x, w, group_sizes, recipe, name)
     delayed.check(state, seen, recipe.recipe, name)
     if not len(x) or not len(w):
-        # The output depends on nothing. Copies, as what a layer gives back unchanged could seem lost.
+        # The output depends on nothing. Copies, as what a layer gives back unchanged could seem
+        # lost.
         return jnp.zeros((len(x), w.shape[2]), x.dtype), jax.tree.map(jnp.copy, seen), tap, None
     x, w, group_sizes, axes = arguments.on_one_device(x, w, group_sizes, recipe, over, name)
-    how: dict = {"observer": gemm_observer.current(), "measures": tap is not None, "over": over, "axes": axes, "slot": slot}
+    how: dict = {
+        "observer": gemm_observer.current(),
+        "measures": tap is not None,
+        "over": over,
+        "axes": axes,
+        "slot": slot,
+    }
     use = Use(recipe=recipe, name=name, dtypes=(x.dtype, x.dtype, w.dtype), **how)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
     known = dict(delayed.scales(state or {}, recipe.recipe))
@@ -171,16 +187,20 @@ def quantize_operand(
     over: tuple[str, ...] = (),
 ) -> Quantized | Segmented | jax.Array:
     """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E,
-    K, N]; itself in high precision. scale is that of a delayed state, for a cast that has one; over as in
-    ``apply``."""
+    K, N]; itself in high precision. scale is that of a delayed state, for a cast that has one; over
+    as in ``apply``."""
     spec, at = recipe.recipe.gemms[which], OPERANDS[which].index(role)
     cast = (spec.a, spec.b)[at]
     if cast is None:
         return tensor
     scale = scale if cast.delayed else None
     if role == "weight":  # [E, K, N]: K is reduced by the output, N by grad_input
-        return operands.quantize_weights(tensor, cast, -2 if which == "output" else -1, recipe.amax, scale)
-    return operands.quantize_rows(tensor, cast, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale, over)
+        return operands.quantize_weights(
+            tensor, cast, -2 if which == "output" else -1, recipe.amax, scale
+        )
+    return operands.quantize_rows(
+        tensor, cast, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale, over
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
@@ -215,11 +235,18 @@ def _forward(
     saved = (x if codes is None else None), w  # what stands for rows would take their memory
     if differentiated:
         x, w = (derivatives.not_again(v, use.name) for v in (x, w))
-    tensors: dict[Role, jax.Array | Codes] = {"input": groups.only(x) if codes is None else codes, "weight": w}
-    y, measured = _gemm("output", tensors, groups, state_scales, use)  # [M, K] x [E, K, N] -> [M, N]
+    tensors: dict[Role, jax.Array | Codes] = {
+        "input": groups.only(x) if codes is None else codes,
+        "weight": w,
+    }
+    y, measured = _gemm(
+        "output", tensors, groups, state_scales, use
+    )  # [M, K] x [E, K, N] -> [M, N]
     tap = None if tap is None else tap + stats.rows(measured)
     slot = _slot(y, len(w), use) if use.slot else None
-    return (y, _observed(seen, tensors, seen, groups, use), tap, slot), derivatives.saved((saved, group_sizes, state_scales, seen, codes))
+    return (y, _observed(seen, tensors, seen, groups, use), tap, slot), derivatives.saved(
+        (saved, group_sizes, state_scales, seen, codes)
+    )
 
 
 def _slot(y: jax.Array, experts: int, use: Use) -> Slot:
@@ -227,36 +254,65 @@ def _slot(y: jax.Array, experts: int, use: Use) -> Slot:
     spec = use.recipe.recipe.grad_input.a
     assert spec is not None
     table = jnp.zeros(() if spec.delayed else (experts, 1), jnp.float32)
-    codes, table = (attention_inputs.like(v, y) for v in (jnp.zeros(y.shape, DTYPES[spec.fmt.name]), table))
+    codes, table = (
+        attention_inputs.like(v, y) for v in (jnp.zeros(y.shape, DTYPES[spec.fmt.name]), table)
+    )
     return Slot(codes, table, table, jnp.zeros(3, jnp.float32))  # an observation is of all devices
 
 
 def _backward(use: Use, residuals, cotangents):
-    """grad_input and grad_weight, in the order of ``_grouped``'s arguments; the cotangents of seen and
-    tap carry observations and measurements, as in ``linear``."""
+    """grad_input and grad_weight, in the order of ``_grouped``'s arguments; the cotangents of seen
+    and tap carry observations and measurements, as in ``linear``."""
     ((x, w), group_sizes, state_scales, seen, codes), (g, later, tap, slot) = residuals, cotangents
     groups = operands.groups_of(group_sizes, len(g))
     g = derivatives.not_again(g, use.name)
-    tensors: dict[Role, jax.Array | Codes] = {"input": groups.only(x) if codes is None else codes, "weight": w}
-    tensors["grad_output"] = groups.only(g) if slot is None else Codes(slot.codes, slot.scale, slot.scale_inv)
-    grad_input, of_first = _gemm("grad_input", tensors, groups, state_scales, use)  # [M, N] x [E, K, N] -> [M, K]
-    grad_weight, of_second = _gemm("grad_weight", tensors, groups, state_scales, use)  # [M, N] x [M, K] -> [E, K, N]
+    tensors: dict[Role, jax.Array | Codes] = {
+        "input": groups.only(x) if codes is None else codes,
+        "weight": w,
+    }
+    tensors["grad_output"] = (
+        groups.only(g) if slot is None else Codes(slot.codes, slot.scale, slot.scale_inv)
+    )
+    grad_input, of_first = _gemm(
+        "grad_input", tensors, groups, state_scales, use
+    )  # [M, N] x [E, K, N] -> [M, K]
+    grad_weight, of_second = _gemm(
+        "grad_weight", tensors, groups, state_scales, use
+    )  # [M, N] x [M, K] -> [E, K, N]
     of_seen = _observed(later, {"grad_output": tensors["grad_output"]}, seen, groups, use)
     if slot is not None and "grad_output" in seen:
-        of_seen["grad_output"] = delayed.over_batch(delayed.larger(of_seen["grad_output"], slot.seen), seen["grad_output"])
+        of_seen["grad_output"] = delayed.over_batch(
+            delayed.larger(of_seen["grad_output"], slot.seen), seen["grad_output"]
+        )
     tap = None if tap is None else tap + stats.rows(of_first | of_second)
-    return grad_input, grad_weight, None, jax.tree.map(jnp.zeros_like, state_scales), of_seen, tap, None
+    return (
+        grad_input,
+        grad_weight,
+        None,
+        jax.tree.map(jnp.zeros_like, state_scales),
+        of_seen,
+        tap,
+        None,
+    )
 
 
 derivatives.defvjp(_grouped, _forward, _backward)
 
 
 def _gemm(
-    which: Gemm, tensors: Mapping[Role, jax.Array | Codes], groups: Groups, state_scales: Mapping[Role, jax.Array], use: Use
+    which: Gemm,
+    tensors: Mapping[Role, jax.Array | Codes],
+    groups: Groups,
+    state_scales: Mapping[Role, jax.Array],
+    use: Use,
 ) -> tuple[jax.Array, stats.Measured]:
-    """One of the three grouped GEMMs: quantize what is not, multiply, round as G-8 says, cast to the result's dtype; and
-    measurements of its operands."""
-    spec, roles, dtype = use.recipe.recipe.gemms[which], OPERANDS[which], use.dtypes[list(OPERANDS).index(which)]
+    """One of the three grouped GEMMs: quantize what is not, multiply, round as G-8 says, cast to
+    the result's dtype; and measurements of its operands."""
+    spec, roles, dtype = (
+        use.recipe.recipe.gemms[which],
+        OPERANDS[which],
+        use.dtypes[list(OPERANDS).index(which)],
+    )
     out_dtype, (x_dtype, _, w_dtype) = gemm.output_dtype(spec, dtype), use.dtypes
     scope = f"{use.name}/{which}"
 
@@ -265,19 +321,28 @@ def _gemm(
         if isinstance(given, Codes):
             assert of_gemm is not None
             return given.operand(of_gemm, -2 if which == "grad_weight" else -1, groups)
-        return quantize_operand(which, role, given, groups, use.recipe, state_scales.get(role), use.over)
+        return quantize_operand(
+            which, role, given, groups, use.recipe, state_scales.get(role), use.over
+        )
 
     with jax.named_scope(scope):
-        a, b = (operand(role, of_gemm) for role, of_gemm in zip(roles, (spec.a, spec.b), strict=True))
+        a, b = (
+            operand(role, of_gemm) for role, of_gemm in zip(roles, (spec.a, spec.b), strict=True)
+        )
         if isinstance(a, jax.Array) or isinstance(b, jax.Array):
-            # An operand that is cast beside one that is not is dequantized, and rounded to its tensor's dtype (L-4).
+            # An operand that is cast beside one that is not is dequantized, and rounded to its
+            # tensor's dtype (L-4).
             a, b = (
-                v if isinstance(v, jax.Array) else operands.dequantized(v).astype(w_dtype if role == "weight" else x_dtype)
+                v
+                if isinstance(v, jax.Array)
+                else operands.dequantized(v).astype(w_dtype if role == "weight" else x_dtype)
                 for role, v in zip(roles, (a, b), strict=True)
             )
             if which == "grad_weight":
                 return operands.rows_by_rows_hp(a, b, groups, dtype, scope=scope), {}
-            return operands.rows_by_weights_hp(a, b, groups, which == "grad_input", dtype, scope=scope), {}
+            return operands.rows_by_weights_hp(
+                a, b, groups, which == "grad_input", dtype, scope=scope
+            ), {}
         assert isinstance(a, Quantized | Segmented)
         assert isinstance(b, Quantized | Segmented)
         if which == "grad_weight":
@@ -286,7 +351,9 @@ def _gemm(
             assert isinstance(b, Quantized)
             out = operands.rows_by_weights(a, b, spec, groups, out_dtype, scope=scope)
     given = tuple(tensors[role] for role in roles)
-    assert not (use.observer or use.measures) or not any(isinstance(v, Codes) for v in given), "what observes sees rows"
+    assert not (use.observer or use.measures) or not any(isinstance(v, Codes) for v in given), (
+        "what observes sees rows"
+    )
     if use.observer is not None:
         reports.observe(use.observer, use.name, which, given, (a, b), groups, out)
     measured: stats.Measured = {}
@@ -296,9 +363,11 @@ def _gemm(
     return out.astype(dtype), measured
 
 
-def _observed(seen: dict, tensors: Mapping[Role, jax.Array | Codes], given: dict, groups: Groups, use: Use) -> dict:
-    """seen, merged with the amaxes of those of its roles that are among tensors, on all devices, unless no
-    group has rows (X-9). What is FP8 already was observed before."""
+def _observed(
+    seen: dict, tensors: Mapping[Role, jax.Array | Codes], given: dict, groups: Groups, use: Use
+) -> dict:
+    """seen, merged with the amaxes of those of its roles that are among tensors, on all devices,
+    unless no group has rows (X-9). What is FP8 already was observed before."""
     if not seen:
         return {}
     used, merged = (lax.pmax(groups.ends[-1], use.axes) if use.axes else groups.ends[-1]) > 0, {}

@@ -6,9 +6,9 @@ kept in a table with a line for each group, or for each block of a group's rows,
 line by ``segment``.
 
 Products are computed by blocks of rows, each of one group, in a loop: E weights cost no more
-multiplications than one, but for what fills the last block of each group. XLA turns ``lax.ragged_dot``
-into one product of all rows with all weights, E times as many, on a CPU and on an NVIDIA GPU (JAX
-0.10.2), in which a NaN of one weight reaches all rows.
+multiplications than one, but for what fills the last block of each group. XLA turns
+``lax.ragged_dot`` into one product of all rows with all weights, E times as many, on a CPU and on
+an NVIDIA GPU (JAX 0.10.2), in which a NaN of one weight reaches all rows.
 """
 
 import functools
@@ -30,11 +30,15 @@ from fp8ref.selection.grouped import Amax
 from fp8ref.spec.granularity import by_name
 
 SMALLEST, LARGEST = 16, 512
-"""Rows of a block that is multiplied at once: FP8 kernels take multiples of 16, and more rows than these gain nothing."""
+"""Rows of a block that is multiplied at once: FP8 kernels take multiples of 16, and more rows than
+these gain nothing.
+"""
 
 
 class Groups(NamedTuple):
-    """Which rows are in which group: sizes and ends int32 [E]; group int32 [M], E for a row of none."""
+    """Which rows are in which group: sizes and ends int32 [E]; group int32 [M], E for a row of
+    none.
+    """
 
     sizes: jax.Array
     ends: jax.Array
@@ -69,8 +73,8 @@ class Segmented(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Rows [M, C] in FP8, which a cast somewhere else has made (spec X-14): codes uint8 or native float8; scale and scale_inv float32, () or [E, 1]
-    for each group."""
+    """Rows [M, C] in FP8, which a cast somewhere else has made (spec X-14): codes uint8 or native
+    float8; scale and scale_inv float32, () or [E, 1] for each group."""
 
     codes: jax.Array
     scale: jax.Array
@@ -79,16 +83,22 @@ class Codes(NamedTuple):
     def operand(self, spec: CastSpec, axis: int, groups: Groups) -> "Quantized | Segmented":
         """The rows as a GEMM takes them that reduces this axis, as of that cast."""
         native = cast.DTYPES[spec.fmt.name]
-        codes = self.codes if self.codes.dtype == native else lax.bitcast_convert_type(self.codes, native)
+        codes = (
+            self.codes
+            if self.codes.dtype == native
+            else lax.bitcast_convert_type(self.codes, native)
+        )
         if self.scale.ndim == 0:
             made: dict = {"fmt": spec.fmt, "granularity": spec.granularity, "axis": axis}
             return Quantized(codes=codes, scale=self.scale, scale_inv=self.scale_inv, **made)
-        return Segmented(codes, self.scale, self.scale_inv, groups.group, spec.fmt, spec.granularity, axis)
+        return Segmented(
+            codes, self.scale, self.scale_inv, groups.group, spec.fmt, spec.granularity, axis
+        )
 
 
 class Slot(NamedTuple):
-    """Zeros that a grouped linear gives out beside its result. Their cotangent is grad_output in FP8: ``Codes``, and its observation
-    float32 [3], zeros where no scale is delayed."""
+    """Zeros that a grouped linear gives out beside its result. Their cotangent is grad_output in
+    FP8: ``Codes``, and its observation float32 [3], zeros where no scale is delayed."""
 
     codes: jax.Array
     scale: jax.Array
@@ -100,7 +110,11 @@ def groups_of(group_sizes: jax.Array, rows: int) -> Groups:
     """The groups of that many rows, one after another (X-1)."""
     sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(sizes)
-    return Groups(sizes, ends, (ends[None] <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(axis=1, dtype=jnp.int32))
+    return Groups(
+        sizes,
+        ends,
+        (ends[None] <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(axis=1, dtype=jnp.int32),
+    )
 
 
 def quantize_rows(
@@ -115,16 +129,23 @@ def quantize_rows(
     """Quantize x [M, C], zeros in rows of no group, along axis -1 or -2 (X-3, X-7).
 
     scale     of a delayed state; None: by x's amaxes.
-    over      mesh axes along which devices have rows of the same groups: a scale of all of a group's rows is of all of them.
+    over      mesh axes along which devices have rows of the same groups: a scale of all of a
+              group's rows is of all of them.
     Raises:   ValueError: as ``scaling.quantize``.
     """
     kind = by_name(spec.granularity)
     if scale is not None:
         return _by_state(x, spec, axis, scale)
     if amax == "all" or (axis == -1 and spec.granularity != "tensorwise"):
-        return scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
-    segment, count = (groups.group, len(groups.sizes)) if kind.reduced is None else _blocks(groups, kind.reduced)
-    rows = scaling.amax(x, "rowwise") if spec.granularity == "tensorwise" else x  # [M, 1], or every column for itself
+        return scaling.quantize(
+            x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
+        )
+    segment, count = (
+        (groups.group, len(groups.sizes)) if kind.reduced is None else _blocks(groups, kind.reduced)
+    )
+    rows = (
+        scaling.amax(x, "rowwise") if spec.granularity == "tensorwise" else x
+    )  # [M, 1], or every column for itself
     largest = jax.ops.segment_max(cast.magnitude_bits(rows), segment, num_segments=count)
     largest = jnp.maximum(largest, 0)  # no row: 0
     if over and kind.reduced is None:  # as bits, of which no maximum drops a NaN (P-9)
@@ -133,20 +154,29 @@ def quantize_rows(
     table = scales.scales_from_amax(largest, spec.fmt, spec.policy)
     made = Segmented(x, table.scale, table.scale_inv, segment, spec.fmt, spec.granularity, axis)
     times = scales.times_e8m0 if spec.policy.e8m0 else operator.mul
-    return made._replace(codes=cast.to_fp8(times(cast.to_f32(x), made.of_rows(table.scale)), spec.fmt))
+    return made._replace(
+        codes=cast.to_fp8(times(cast.to_f32(x), made.of_rows(table.scale)), spec.fmt)
+    )
 
 
-def quantize_weights(w: jax.Array, spec: CastSpec, axis: int, amax: Amax, scale: jax.Array | None = None) -> Quantized:
+def quantize_weights(
+    w: jax.Array, spec: CastSpec, axis: int, amax: Amax, scale: jax.Array | None = None
+) -> Quantized:
     """Quantize w [E, K, N] along axis -1 or -2: each expert's by itself, or all by one scale (X-3).
     Scales have the leading dim E, or are one."""
     if scale is not None:
         return _by_state(w, spec, axis, scale)
-    quantize = functools.partial(scaling.quantize, fmt=spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+    quantize = functools.partial(
+        scaling.quantize, fmt=spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
+    )
     return quantize(w) if amax == "all" else jax.vmap(quantize)(w)
 
 
-def rows_by_weights(a: Quantized | Segmented, b: Quantized, spec: GemmSpec, groups: Groups, out_dtype, *, scope: str) -> jax.Array:
-    """[M, C] x [E, C, D] -> [M, D] of out_dtype, or b [E, D, C] if its axis is -1; +0 in rows of no group (X-2, X-5).
+def rows_by_weights(
+    a: Quantized | Segmented, b: Quantized, spec: GemmSpec, groups: Groups, out_dtype, *, scope: str
+) -> jax.Array:
+    """[M, C] x [E, C, D] -> [M, D] of out_dtype, or b [E, D, C] if its axis is -1; +0 in rows of no
+    group (X-2, X-5).
 
     scope     of the dot, "<layer>/<gemm>", for ``proof``: a loop's body has no scope from outside.
     """
@@ -162,26 +192,53 @@ def rows_by_weights(a: Quantized | Segmented, b: Quantized, spec: GemmSpec, grou
 
     if gemm.dequantizes(b.granularity):
         assert isinstance(a, Quantized)
-        of_rows, of_weights = (v.astype(_exact(spec)) for v in (scaling.dequantize(a), jax.vmap(scaling.dequantize)(b)))
-        out = _rows_by_weights(of_rows, of_weights, groups, turned, lax.Precision.HIGHEST, scope).astype(out_dtype)
+        of_rows, of_weights = (
+            v.astype(_exact(spec)) for v in (scaling.dequantize(a), jax.vmap(scaling.dequantize)(b))
+        )
+        out = _rows_by_weights(
+            of_rows, of_weights, groups, turned, lax.Precision.HIGHEST, scope
+        ).astype(out_dtype)
     else:
-        acc = _rows_by_weights(a.codes, b.codes, groups, turned, gemm.PRECISION[spec.accumulate], scope)
+        acc = _rows_by_weights(
+            a.codes, b.codes, groups, turned, gemm.PRECISION[spec.accumulate], scope
+        )
         scale_a = a.of_rows(a.scale_inv) if isinstance(a, Segmented) else a.scale_inv
         out = gemm.finish(acc, scale_a, factor(b.scale_inv), spec.epilogue, out_dtype)
     return groups.only(out)
 
 
-def rows_by_rows(a: Quantized | Segmented, b: Quantized | Segmented, spec: GemmSpec, groups: Groups, out_dtype, *, scope: str) -> jax.Array:
-    """grad_output [M, N] x input [M, K], each group's rows reduced, -> [E, K, N] of out_dtype; +0 of a group without rows (X-2,
-    X-4). scope as in ``rows_by_weights``."""
+def rows_by_rows(
+    a: Quantized | Segmented,
+    b: Quantized | Segmented,
+    spec: GemmSpec,
+    groups: Groups,
+    out_dtype,
+    *,
+    scope: str,
+) -> jax.Array:
+    """grad_output [M, N] x input [M, K], each group's rows reduced, -> [E, K, N] of out_dtype; +0
+    of a group without rows (X-2, X-4). scope as in ``rows_by_weights``."""
     assert spec.accumulate is not None
-    if isinstance(a, Segmented) and isinstance(b, Segmented) and len(a.scale_inv) != len(groups.sizes):
-        of_a, of_b = ((cast.decode(q.codes, q.fmt) * q.of_rows(q.scale_inv)).astype(_exact(spec)) for q in (a, b))
+    if (
+        isinstance(a, Segmented)
+        and isinstance(b, Segmented)
+        and len(a.scale_inv) != len(groups.sizes)
+    ):
+        of_a, of_b = (
+            (cast.decode(q.codes, q.fmt) * q.of_rows(q.scale_inv)).astype(_exact(spec))
+            for q in (a, b)
+        )
         out = _rows_by_rows(of_a, of_b, groups, lax.Precision.HIGHEST, scope).astype(out_dtype)
     else:
         acc = _rows_by_rows(a.codes, b.codes, groups, gemm.PRECISION[spec.accumulate], scope)
         # [E, 1, N] and [E, K, 1]; of all groups [1, N] and [K, 1], or one
-        out = gemm.finish(acc, _of_lines(a.scale_inv), jnp.swapaxes(_of_lines(b.scale_inv), -1, -2), spec.epilogue, out_dtype)
+        out = gemm.finish(
+            acc,
+            _of_lines(a.scale_inv),
+            jnp.swapaxes(_of_lines(b.scale_inv), -1, -2),
+            spec.epilogue,
+            out_dtype,
+        )
     return jnp.where((groups.sizes > 0)[:, None, None], out, jnp.zeros((), out_dtype))
 
 
@@ -193,12 +250,18 @@ def dequantized(q: Quantized | Segmented) -> jax.Array:
     return (jax.vmap(scaling.dequantize) if each else scaling.dequantize)(q)
 
 
-def rows_by_weights_hp(x: jax.Array, w: jax.Array, groups: Groups, turned: bool, out_dtype, *, scope: str) -> jax.Array:
+def rows_by_weights_hp(
+    x: jax.Array, w: jax.Array, groups: Groups, turned: bool, out_dtype, *, scope: str
+) -> jax.Array:
     """``rows_by_weights`` in high precision (G-9)."""
-    return groups.only(_rows_by_weights(x, w, groups, turned, lax.Precision.DEFAULT, scope).astype(out_dtype))
+    return groups.only(
+        _rows_by_weights(x, w, groups, turned, lax.Precision.DEFAULT, scope).astype(out_dtype)
+    )
 
 
-def rows_by_rows_hp(g: jax.Array, x: jax.Array, groups: Groups, out_dtype, *, scope: str) -> jax.Array:
+def rows_by_rows_hp(
+    g: jax.Array, x: jax.Array, groups: Groups, out_dtype, *, scope: str
+) -> jax.Array:
     """``rows_by_rows`` in high precision (G-9)."""
     return _rows_by_rows(g, x, groups, lax.Precision.DEFAULT, scope).astype(out_dtype)
 
@@ -217,7 +280,9 @@ def _by_state(x: jax.Array, spec: CastSpec, axis: int, scale: jax.Array) -> Quan
 
 
 def _blocks(groups: Groups, size: int) -> tuple[jax.Array, int]:
-    """The number of each row's block, blocks beginning with their group, and how many there may be (X-7)."""
+    """The number of each row's block, blocks beginning with their group, and how many there may be
+    (X-7).
+    """
     rows, experts = len(groups.group), len(groups.sizes)
     per_group = -(-groups.sizes // size)
     first, begin = jnp.cumsum(per_group) - per_group, groups.ends - groups.sizes
@@ -236,39 +301,55 @@ _UNNAMED = {"scope": lambda scope: ""}
 
 
 @as_one_program("turned", "precision", "scope", unnamed=_UNNAMED)
-def _rows_by_weights(x: jax.Array, w: jax.Array, groups: Groups, turned: bool, precision: lax.Precision, scope: str) -> jax.Array:
-    """float32 [M, D] of x [M, C] and w [E, C, D], or [E, D, C] if turned; zeros in rows of no group."""
+def _rows_by_weights(
+    x: jax.Array, w: jax.Array, groups: Groups, turned: bool, precision: lax.Precision, scope: str
+) -> jax.Array:
+    """float32 [M, D] of x [M, C] and w [E, C, D], or [E, D, C] if turned; zeros in rows of no
+    group.
+    """
     blocks = _row_blocks(groups)
 
     def step(_, of: tuple[jax.Array, jax.Array]):
         rows, e = of
         dims = ((1,), (1 if turned else 0,)), ((), ())
         with jax.named_scope(scope):
-            return None, lax.dot_general(rows, w[e], dims, precision=precision, preferred_element_type=jnp.float32)  # [R, C] x [C, D]
+            return None, lax.dot_general(
+                rows, w[e], dims, precision=precision, preferred_element_type=jnp.float32
+            )  # [R, C] x [C, D]
 
     out = lax.scan(step, None, (blocks.of(x), blocks.group))[1]
     return jnp.take(out.reshape(-1, out.shape[-1]), blocks.to, axis=0, mode="fill", fill_value=0)
 
 
 @as_one_program("precision", "scope", unnamed=_UNNAMED)
-def _rows_by_rows(g: jax.Array, x: jax.Array, groups: Groups, precision: lax.Precision, scope: str) -> jax.Array:
-    """float32 [E, K, N] of g [M, N] and x [M, K]: the sum over the rows of each group, block after block."""
+def _rows_by_rows(
+    g: jax.Array, x: jax.Array, groups: Groups, precision: lax.Precision, scope: str
+) -> jax.Array:
+    """float32 [E, K, N] of g [M, N] and x [M, K]: the sum over the rows of each group, block after
+    block.
+    """
     blocks = _row_blocks(groups)
 
     def step(total: jax.Array, of: tuple[jax.Array, jax.Array, jax.Array]):
         rows_g, rows_x, e = of
         dims = ((0,), (0,)), ((), ())
-        with jax.named_scope(f"{scope}/turned"):  # the dot has its operands in the other order than L-2
-            part = lax.dot_general(rows_x, rows_g, dims, precision=precision, preferred_element_type=jnp.float32)  # [K, R] x [R, N]
+        with jax.named_scope(
+            f"{scope}/turned"
+        ):  # the dot has its operands in the other order than L-2
+            part = lax.dot_general(
+                rows_x, rows_g, dims, precision=precision, preferred_element_type=jnp.float32
+            )  # [K, R] x [R, N]
         return total.at[e].add(part), None
 
-    begin = attention_inputs.like(jnp.zeros((len(groups.sizes), x.shape[1], g.shape[1]), jnp.float32), g)
+    begin = attention_inputs.like(
+        jnp.zeros((len(groups.sizes), x.shape[1], g.shape[1]), jnp.float32), g
+    )
     return lax.scan(step, begin, (blocks.of(g), blocks.of(x), blocks.group))[0]
 
 
 class RowBlocks(NamedTuple):
-    """Rows laid out so that each block of them is of one group: to int32 [M], where each row goes, past the end for a row of
-    none; group int32 [B], that of each block."""
+    """Rows laid out so that each block of them is of one group: to int32 [M], where each row goes,
+    past the end for a row of none; group int32 [B], that of each block."""
 
     to: jax.Array
     group: jax.Array
@@ -276,19 +357,25 @@ class RowBlocks(NamedTuple):
 
     def of(self, x: jax.Array) -> jax.Array:
         """x [M, C] as blocks [B, R, C], with zeros where no row goes."""
-        padded = jnp.zeros((len(self.group) * self.size, x.shape[1]), x.dtype).at[self.to].set(x, mode="drop")
+        padded = (
+            jnp.zeros((len(self.group) * self.size, x.shape[1]), x.dtype)
+            .at[self.to]
+            .set(x, mode="drop")
+        )
         return padded.reshape(len(self.group), self.size, x.shape[1])
 
 
 def _row_blocks(groups: Groups) -> RowBlocks:
-    """Blocks of a power of two of rows, as a group has on average or fewer: with what fills the last block of each group, twice
-    the rows at most, or SMALLEST more for each group."""
+    """Blocks of a power of two of rows, as a group has on average or fewer: with what fills the
+    last block of each group, twice the rows at most, or SMALLEST more for each group."""
     rows, experts = len(groups.group), len(groups.sizes)
     size = _block_size(rows, experts)
     segment, count = _blocks(groups, size)
     ends = jnp.cumsum(-(-groups.sizes // size))  # of groups, in blocks
     begin = groups.ends - groups.sizes
-    within = (jnp.arange(rows, dtype=jnp.int32) - begin[jnp.minimum(groups.group, experts - 1)]) % size
+    within = (
+        jnp.arange(rows, dtype=jnp.int32) - begin[jnp.minimum(groups.group, experts - 1)]
+    ) % size
     to = jnp.where(segment < count, segment * size + within, count * size)
     group = (ends[None] <= jnp.arange(count, dtype=jnp.int32)[:, None]).sum(axis=1, dtype=jnp.int32)
     return RowBlocks(to, jnp.minimum(group, experts - 1), size)

@@ -1,6 +1,7 @@
 """Rows that move between devices that hold different experts (spec X-13), inside ``jax.shard_map``.
 
-    def layer(x, w, sizes):                      # x, sizes: this device's rows; w: its experts' weights
+    def layer(x, w, sizes):                      # x, sizes: this device's rows; w: its experts'
+                                                 weights
         moved = expert_parallel.dispatch(x, sizes, "expert")
         y, _ = grouped.apply(moved.rows, w, moved.sizes, recipe="rowwise")
         return expert_parallel.combine(y, moved, "expert")
@@ -24,8 +25,8 @@ from fp8ref.spec.granularity import by_name
 class Moved(NamedTuple):
     """Rows of this device's own experts, from all devices.
 
-    rows     [D M, C], in groups by expert, and in a group by sending device, then as they were sent;
-             rows of no group last.
+    rows     [D M, C], in groups by expert, and in a group by sending device, then as they were
+             sent; rows of no group last.
     sizes    int32 [E / D]: the rows of each.
     order    int32 [D M]: where each row is in what was received.
     places   int32 [M]: where each row that this device sent lies in [D, M].
@@ -38,10 +39,11 @@ class Moved(NamedTuple):
 
 
 def dispatch(x: jax.Array, group_sizes: jax.Array, axis: str) -> Moved:
-    """Send rows x [M, C], in groups of all E experts of these sizes, to the devices that have the experts.
+    """Send rows x [M, C], in groups of all E experts of these sizes, to the devices that have the
+    experts.
 
-    Order:    bits are moved, none is computed. The groups are those that one device with all rows would
-              have, if the devices' rows are its own in the order of the axis.
+    Order:    bits are moved, none is computed. The groups are those that one device with all rows
+              would have, if the devices' rows are its own in the order of the axis.
     Gradient: of rows; each comes back to the device that sent it.
     Raises:   ValueError: E that the axis does not divide.
     """
@@ -50,24 +52,36 @@ def dispatch(x: jax.Array, group_sizes: jax.Array, axis: str) -> Moved:
 
 
 def dispatch_quantized(q: Quantized, group_sizes: jax.Array, axis: str) -> tuple[Quantized, Moved]:
-    """``dispatch`` of rows that are cast already along their columns: codes, a byte an element, and scales
-    [M, 1] or [M, blocks] move (X-12). The rows of Moved are the codes.
+    """``dispatch`` of rows that are cast already along their columns: codes, a byte an element, and
+    scales [M, 1] or [M, blocks] move (X-12). The rows of Moved are the codes.
 
     Raises:   ValueError: as dispatch; scales that cover several rows.
     """
     if q.axis != -1 or by_name(q.granularity).other != 1:
         raise ValueError(
-            f"codes may move where each scale is of one row (X-12); got {q.granularity!r} along axis {q.axis}. Move the tensor, and cast it then."
+            f"codes may move where each scale is of one row (X-12); got {q.granularity!r} along "
+            f"axis {q.axis}. Move the tensor, and cast it then."
         )
     places, sizes, order = plan(group_sizes, len(q.codes), axis)
-    codes, scale, scale_inv = (sent(v, places, order, axis) for v in (q.codes, q.scale, q.scale_inv))
-    return dataclasses.replace(q, codes=codes, scale=scale, scale_inv=scale_inv), Moved(codes, sizes, order, places)
+    codes, scale, scale_inv = (
+        sent(v, places, order, axis) for v in (q.codes, q.scale, q.scale_inv)
+    )
+    return dataclasses.replace(q, codes=codes, scale=scale, scale_inv=scale_inv), Moved(
+        codes, sizes, order, places
+    )
 
 
 def combine(y: jax.Array, moved: Moved, axis: str) -> jax.Array:
-    """Send results [D M, N] of moved rows back: [M, N], in the order in which their rows were dispatched."""
+    """Send results [D M, N] of moved rows back: [M, N], in the order in which their rows were
+    dispatched.
+    """
     devices = lax.axis_size(axis)
-    received = jnp.zeros_like(y).at[moved.order].set(y, unique_indices=True).reshape(devices, -1, y.shape[-1])
+    received = (
+        jnp.zeros_like(y)
+        .at[moved.order]
+        .set(y, unique_indices=True)
+        .reshape(devices, -1, y.shape[-1])
+    )
     returned = lax.all_to_all(received, axis, split_axis=0, concat_axis=0)  # [D, M, N]
     flat = returned.reshape(-1, y.shape[-1])
     return flat.at[moved.places].get(mode="fill", fill_value=0)
@@ -77,16 +91,26 @@ def plan(group_sizes: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.A
     """(places, sizes, order) of ``Moved``. ValueError as dispatch."""
     devices, experts = lax.axis_size(axis), len(group_sizes)
     if experts % devices:
-        raise ValueError(f"experts are divisible by the {devices} devices of axis {axis!r}; got {experts}.")
+        raise ValueError(
+            f"experts are divisible by the {devices} devices of axis {axis!r}; got {experts}."
+        )
     own = experts // devices
     sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(sizes)
-    expert = (ends <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(axis=1, dtype=jnp.int32)  # E for a row of none
+    expert = (ends <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(
+        axis=1, dtype=jnp.int32
+    )  # E for a row of none
     device = expert // own
     begin = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])[jnp.minimum(device, devices - 1) * own]
-    places = jnp.where(device < devices, device * rows + jnp.arange(rows, dtype=jnp.int32) - begin, devices * rows)
-    received = lax.all_to_all(sizes.reshape(devices, own), axis, split_axis=0, concat_axis=0)  # [D, E / D], of each sender
-    of_sender = jnp.cumsum(received, axis=1)[:, None, :] <= jnp.arange(rows, dtype=jnp.int32)[None, :, None]
+    places = jnp.where(
+        device < devices, device * rows + jnp.arange(rows, dtype=jnp.int32) - begin, devices * rows
+    )
+    received = lax.all_to_all(
+        sizes.reshape(devices, own), axis, split_axis=0, concat_axis=0
+    )  # [D, E / D], of each sender
+    of_sender = (
+        jnp.cumsum(received, axis=1)[:, None, :] <= jnp.arange(rows, dtype=jnp.int32)[None, :, None]
+    )
     order = jnp.argsort(of_sender.sum(axis=2, dtype=jnp.int32).reshape(-1), stable=True)
     return places, received.sum(axis=0), order
 
@@ -94,6 +118,12 @@ def plan(group_sizes: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.A
 def sent(x: jax.Array, places: jax.Array, order: jax.Array, axis: str) -> jax.Array:
     """x [M, C] to the devices that have its rows' experts: [D M, C], in groups."""
     devices = lax.axis_size(axis)
-    buffers = jnp.zeros((devices * len(x), x.shape[1]), x.dtype).at[places].set(x, mode="drop", unique_indices=True)
-    received = lax.all_to_all(buffers.reshape(devices, len(x), -1), axis, split_axis=0, concat_axis=0)
+    buffers = (
+        jnp.zeros((devices * len(x), x.shape[1]), x.dtype)
+        .at[places]
+        .set(x, mode="drop", unique_indices=True)
+    )
+    received = lax.all_to_all(
+        buffers.reshape(devices, len(x), -1), axis, split_axis=0, concat_axis=0
+    )
     return received.reshape(devices * len(x), -1).at[order].get(unique_indices=True)

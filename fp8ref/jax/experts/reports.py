@@ -1,4 +1,5 @@
-"""What grouped GEMMs report of their operands: to observers, GEMM by GEMM, and as statistics (spec Q-8, X).
+"""What grouped GEMMs report of their operands: to observers, GEMM by GEMM, and as statistics (spec
+Q-8, X).
 
 ``observe`` calls an observer of ``linear.observing`` once for each group, as if its GEMM were a
 linear's. ``measure`` measures all rows in groups, or all weights, together.
@@ -21,16 +22,27 @@ from fp8ref.spec.granularity import by_name
 
 
 def observe(
-    observer: Callable, name: str, which: Gemm, tensors: tuple, operands: tuple[Quantized | Segmented, ...], groups: Groups, out: jax.Array
+    observer: Callable,
+    name: str,
+    which: Gemm,
+    tensors: tuple,
+    operands: tuple[Quantized | Segmented, ...],
+    groups: Groups,
+    out: jax.Array,
 ) -> None:
-    """Report each group that has rows, from inside a compiled program; under delayed scaling a group
-    without rows as one row of zeros, so that its weight is seen (X-9).
+    """Report each group that has rows, from inside a compiled program; under delayed scaling a
+    group without rows as one row of zeros, so that its weight is seen (X-9).
 
     tensors   of both operands: rows [M, C], or weights [E, K, N], which are reported as [N, K].
     """
     about = tuple((of_rows(q), q.granularity, q.axis) for q in operands)
-    arrays = [(x, lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale) for x, q in zip(tensors, operands, strict=True)]
-    jax.debug.callback(functools.partial(_report, observer, name, which, about), groups.ends, *arrays, out)
+    arrays = [
+        (x, lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale)
+        for x, q in zip(tensors, operands, strict=True)
+    ]
+    jax.debug.callback(
+        functools.partial(_report, observer, name, which, about), groups.ends, *arrays, out
+    )
 
 
 def of_rows(q: Quantized | Segmented) -> bool:
@@ -39,8 +51,8 @@ def of_rows(q: Quantized | Segmented) -> bool:
 
 
 def measure(x: jax.Array, q: Quantized | Segmented, groups: Groups) -> jax.Array:
-    """The measurement float32 [stats.LENGTH] of rows x [M, C] in groups, or of weights x [E, K, N], and
-    their quantized form q."""
+    """The measurement float32 [stats.LENGTH] of rows x [M, C] in groups, or of weights x [E, K, N],
+    and their quantized form q."""
     if not of_rows(q):
         assert isinstance(q, Quantized)
         scale, scale_inv = (_of_weights(s, q) for s in (q.scale, q.scale_inv))
@@ -49,45 +61,73 @@ def measure(x: jax.Array, q: Quantized | Segmented, groups: Groups) -> jax.Array
         scale, scale_inv = (q.of_rows(s) for s in (q.scale, q.scale_inv))
         inside = (groups.group < len(groups.sizes))[:, None]
     else:
-        scale, scale_inv = (scaling.spread(s, x.shape, q.granularity, q.axis) for s in (q.scale, q.scale_inv))
+        scale, scale_inv = (
+            scaling.spread(s, x.shape, q.granularity, q.axis) for s in (q.scale, q.scale_inv)
+        )
         inside = (groups.group < len(groups.sizes))[:, None]
     times = scales.times_e8m0 if q.granularity == "mx_1x32" else operator.mul
-    return stats.measurement(x, q.codes, q.fmt, scale, scale_inv, jnp.broadcast_to(inside, x.shape), times)
+    return stats.measurement(
+        x, q.codes, q.fmt, scale, scale_inv, jnp.broadcast_to(inside, x.shape), times
+    )
 
 
 def _of_weights(scale: jax.Array, q: Quantized) -> jax.Array:
     """Scales of weights [E, K, N] spread to their elements."""
     if scale.ndim == 0:
         return jnp.broadcast_to(scale, q.codes.shape)
-    return jax.vmap(lambda one: jnp.broadcast_to(scaling.spread(one, q.codes.shape[1:], q.granularity, q.axis), q.codes.shape[1:]))(scale)
+    return jax.vmap(
+        lambda one: jnp.broadcast_to(
+            scaling.spread(one, q.codes.shape[1:], q.granularity, q.axis), q.codes.shape[1:]
+        )
+    )(scale)
 
 
-def _report(observer: Callable, name: str, which: Gemm, about: tuple, ends: np.ndarray, a: tuple, b: tuple, out: np.ndarray) -> None:
+def _report(
+    observer: Callable,
+    name: str,
+    which: Gemm,
+    about: tuple,
+    ends: np.ndarray,
+    a: tuple,
+    b: tuple,
+    out: np.ndarray,
+) -> None:
     """On the host: call the observer for each group."""
     for _, parts, of_group in of_groups(which, about, ends, a, b, out):
         observer(name, which, *parts, of_group)
 
 
-def of_groups(which: Gemm, about: tuple, ends, a: tuple, b: tuple, out) -> Iterator[tuple[int, list[tuple], np.ndarray]]:
+def of_groups(
+    which: Gemm, about: tuple, ends, a: tuple, b: tuple, out
+) -> Iterator[tuple[int, list[tuple], np.ndarray]]:
     """(e, operands, result) of each group's GEMM, as those of a linear.
 
     about     of each operand: whether it is of rows, its granularity and axis.
-    a, b      the tensor, codes uint8 and scales of each, of all groups; with the results arrays of NumPy, or taken as such.
+    a, b      the tensor, codes uint8 and scales of each, of all groups; with the results arrays of
+              NumPy, or taken as such.
     """
-    ends, (a, b), out = np.asarray(ends), (tuple(map(np.asarray, v)) for v in (a, b)), np.asarray(out)
+    ends, (a, b), out = (
+        np.asarray(ends),
+        (tuple(map(np.asarray, v)) for v in (a, b)),
+        np.asarray(out),
+    )
     first = 0
     shared = a[2].ndim == 0 and b[2].ndim == 0  # under delayed scaling
     size = by_name(about[0][1]).reduced or 1
     for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if begin == end and not shared:
             continue
-        parts = [_part(v, how, which, e, begin, end, first) for v, how in zip((a, b), about, strict=True)]
+        parts = [
+            _part(v, how, which, e, begin, end, first) for v, how in zip((a, b), about, strict=True)
+        ]
         first += -(-(end - begin) // size)
         of_group = out[e].T if which == "grad_weight" else out[begin:end]  # [E, K, N], or rows
         yield e, parts, of_group if len(of_group) else np.zeros((1, out.shape[-1]), out.dtype)
 
 
-def _part(arrays: tuple, how: tuple, which: Gemm, e: int, begin: int, end: int, first: int) -> tuple:
+def _part(
+    arrays: tuple, how: tuple, which: Gemm, e: int, begin: int, end: int, first: int
+) -> tuple:
     """(hp, codes, scale) of one group, in a linear's own layout."""
     (x, codes, scale), (rows, granularity, axis) = arrays, how
     one = granularity == "tensorwise"
@@ -104,4 +144,8 @@ def _part(arrays: tuple, how: tuple, which: Gemm, e: int, begin: int, end: int, 
         return x, codes, scale[e].reshape(())
     if axis == -1:
         return x, codes, scale[begin:end]
-    return x, codes, scale[first : first + count] if size > 1 else scale[e if len(scale) > 1 else 0][None]
+    return (
+        x,
+        codes,
+        scale[first : first + count] if size > 1 else scale[e if len(scale) > 1 else 0][None],
+    )

@@ -21,7 +21,10 @@ from fp8ref.jax.quantize import scaling
 from fp8ref.jax.transforms import derivatives
 from fp8ref.recipe import Recipe
 
-STATE, SEEN = "fp8_state", "fp8_seen"  # linen's collections; a state is read, observations are threaded
+STATE, SEEN = (
+    "fp8_state",
+    "fp8_seen",
+)  # linen's collections; a state is read, observations are threaded
 
 
 @dataclass
@@ -30,7 +33,8 @@ class Observers:
 
     names      of NNX's layers.
     threaded   paths of linen's hooks that change SEEN.
-    given      the observations that linen's hooks take and do not change, by path: tracers, one for each use.
+    given      the observations that linen's hooks take and do not change, by path: tracers, one for
+               each use.
     delivered  paths of the hooks in ``given`` whose backward pass ran.
     """
 
@@ -66,7 +70,12 @@ def merge(*observed: Observed) -> Observed:
     for one in observed:
         check(one)
         same_layers(observed[0].layers, one.layers, "merge")
-    return Observed(layers={path: delayed.merge(*(one.layers[path] for one in observed)) for path in observed[0].layers})
+    return Observed(
+        layers={
+            path: delayed.merge(*(one.layers[path] for one in observed))
+            for path in observed[0].layers
+        }
+    )
 
 
 def check(seen: object) -> Observed:
@@ -90,13 +99,17 @@ def same_layers(expected: Mapping, got: Mapping, name: str) -> None:
         )
     if unknown := [path for path in got if path not in expected]:
         raise ValueError(
-            f"{name}: got observations of {', '.join(unknown)}, which the model does not have. Observe the model that is updated."
+            f"{name}: got observations of {', '.join(unknown)}, which the model does not have. "
+            "Observe the model that is updated."
         )
 
 
 @contextmanager
 def observing():
-    """In this context, hooks with a state must deliver their observations. Yields those that did."""
+    """In this context, hooks with a state must deliver their observations.
+
+    Yields those that did.
+    """
     observers = Observers()
     token = _observing.set(observers)
     try:
@@ -112,8 +125,8 @@ def observers() -> Observers | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def by_gradient(y: jax.Array, seen: Any, path: str) -> jax.Array:
-    """y, the output of the layer whose hook has this path. The gradient by seen, its observations, is seen itself: so they come out with those of
-    the backward pass, if there is one."""
+    """y, the output of the layer whose hook has this path. The gradient by seen, its observations,
+    is seen itself: so they come out with those of the backward pass, if there is one."""
     del seen, path
     return y
 
@@ -132,28 +145,34 @@ def unobserved(recipe: Recipe, name: str, remedy: str) -> dict:
     ``observing``."""
     if _observing.get() is not None:
         raise ValueError(
-            f"{name}: recipe {recipe.name!r} scales by past amaxes, and the observations of this layer would be lost. {remedy}"
+            f"{name}: recipe {recipe.name!r} scales by past amaxes, and the observations of "
+            f"this layer would be lost. {remedy}"
         )
     return delayed.unseen(recipe)
 
 
-def warned(y: jax.Array, recipe: Recipe, name: str, evaluated: Callable[[], None] | None) -> jax.Array:
-    """y, the output of a layer that was not observed; a UserWarning, naming it, where a gradient is taken.
+def warned(
+    y: jax.Array, recipe: Recipe, name: str, evaluated: Callable[[], None] | None
+) -> jax.Array:
+    """y, the output of a layer that was not observed; a UserWarning, naming it, where a gradient is
+    taken.
 
     evaluated   None, or what else warns, of a pass without a gradient.
     """
     return derivatives.warned(
         y,
         name,
-        f"recipe {recipe.name!r} scales by past amaxes, and this gradient observes none: a model that it trains keeps its first scales. "
-        "Use fj.flax.value_and_grad in place of jax.grad or nnx.grad.",
+        f"recipe {recipe.name!r} scales by past amaxes, and this gradient observes none: a "
+        "model that it trains keeps its first scales. Use fj.flax.value_and_grad in place of "
+        "jax.grad or nnx.grad.",
         evaluated,
     )
 
 
 calibration = jax.make_user_context(default_value=False)
-"""``with calibration(True)``: hooks observe and multiply in high precision. JAX's caches of traces are kept
-apart by it, so that a jit or a checkpoint inside a model runs neither mode's trace in the other."""
+"""``with calibration(True)``: hooks observe and multiply in high precision. JAX's caches of traces
+are kept apart by it, so that a jit or a checkpoint inside a model runs neither mode's trace in the
+other."""
 
 
 def calibrating() -> bool:
@@ -162,15 +181,21 @@ def calibrating() -> bool:
 
 
 def observed(seen: delayed.Seen, operands: tuple) -> dict:
-    """seen, merged with the amaxes of an input and a weight, the first arrays among these operands of a product."""
+    """seen, merged with the amaxes of an input and a weight, the first arrays among these operands
+    of a product.
+    """
     x, w = [v for v in operands if hasattr(v, "ndim")][:2]
-    return delayed.merged(seen, {"input": scaling.amax(x), "weight": scaling.amax(w)}, seen) if x.size else dict(seen)
+    return (
+        delayed.merged(seen, {"input": scaling.amax(x), "weight": scaling.amax(w)}, seen)
+        if x.size
+        else dict(seen)
+    )
 
 
 def check_precision(name: str, recipe: Recipe, precision) -> None:
     """ValueError for a precision of Flax's, which the recipe decides."""
     if precision is not None:
         raise ValueError(
-            f"{name}: recipe {recipe.name!r} says how each of the three GEMMs accumulates; got precision={precision!r}. Leave the layer's "
-            "precision at None."
+            f"{name}: recipe {recipe.name!r} says how each of the three GEMMs accumulates; got "
+            f"precision={precision!r}. Leave the layer's precision at None."
         )

@@ -12,31 +12,39 @@ from fp8ref.jax.flax.training import unseen, update
 
 
 def calibrate(model: nnx.Module | Mapping, batches: Iterable, *, apply: Callable | None = None):
-    """Set the first scales of a model by forward passes, so that it can be evaluated before it is trained.
+    """Set the first scales of a model by forward passes, so that it can be evaluated before it is
+    trained.
 
         fj.flax.calibrate(model, batches)                                   # NNX
         variables = fj.flax.calibrate(variables, batches, apply=net.apply)  # linen
 
-    batches   a few typical inputs: of each an array, a tuple of arguments, or a mapping of named ones.
+    batches   a few typical inputs: of each an array, a tuple of arguments, or a mapping of named
+              ones.
     apply     linen's: called with the variables, a batch and mutable=[SEEN].
     Order:    hooks multiply in high precision, and observe input and weight; then ``update``.
     Returns:  as ``update``.
-    Specials: grad_output is not observed: training begins with its first scale, 1 (H-2). An NNX model
+    Specials: grad_output is not observed: training begins with its first scale, 1 (H-2). An NNX
+    model
               runs in its present mode: call model.eval() before.
     Raises:   ValueError: no batch; a model without delayed scaling; linen without apply.
     """
     begun, calls = unseen(model).layers, [_arguments(batch) for batch in batches]
     if not begun:
         raise ValueError(
-            "calibrate sets the scales of delayed scaling; the model has none. Convert it to a recipe such as 'delayed' first."
+            "calibrate sets the scales of delayed scaling; the model has none. Convert it to a "
+            "recipe such as 'delayed' first."
         )
     if not calls:
         raise ValueError("calibrate takes at least one batch of the model's inputs; got none.")
     if isinstance(model, nnx.Module):
         return update(model, Observed(layers=_of_nnx(model, begun, calls)))
     if apply is None:
-        raise ValueError("calibrate runs a linen model by its apply; got none. Pass apply=net.apply.")
-    seen = collection({tuple(path.split(".")): of_layer for path, of_layer in begun.items()}, "seen")
+        raise ValueError(
+            "calibrate runs a linen model by its apply; got none. Pass apply=net.apply."
+        )
+    seen = collection(
+        {tuple(path.split(".")): of_layer for path, of_layer in begun.items()}, "seen"
+    )
     with amax_observations.observing(), amax_observations.calibration(True):
         for args, kwargs in calls:
             seen = apply({**model, SEEN: seen}, *args, mutable=[SEEN], **kwargs)[1][SEEN]

@@ -1,5 +1,5 @@
-"""Convert an existing Flax model, linen or NNX, to FP8; ``selection.linears.select`` picks the layers (spec
-R-2, R-3)."""
+"""Convert an existing Flax model, linen or NNX, to FP8; ``selection.linears.select`` picks the
+layers (spec R-2, R-3)."""
 
 import dataclasses
 import logging
@@ -53,8 +53,9 @@ def convert(
 
     NNX:      every nnx.Linear, nnx.LinearGeneral and nnx.Einsum, stacks of them too, gets a hook;
               the model itself changes and is returned. A ``GroupedLinear`` gets one of the grouped
-              recipe that goes with the linears' (X-8). A router of such a model stays in high precision (X-11): a linear below a
-              name "router" or "gate" with an output for each expert, unless fp8_fqns names it.
+              recipe that goes with the linears' (X-8). A router of such a model stays in high
+              precision (X-11): a linear below a name "router" or "gate" with an output for each
+              expert, unless fp8_fqns names it.
     linen:    a new module of the same fields and parameters, whose nn.Dense and nn.DenseGeneral
     have hooks wherever they are
               called. ``inputs``, arguments of its call (jax.ShapeDtypeStruct will do), show which
@@ -79,15 +80,26 @@ def convert(
     if isinstance(model, nnx.Module):
         if inputs is not None or rngs is not None:
             raise ValueError(
-                "inputs and rngs are for linen models, which show their layers when they are called. Leave both out for an NNX model."
+                "inputs and rngs are for linen models, which show their layers when they are "
+                "called. Leave both out for an NNX model."
             )
-        return _convert_nnx(model, recipe, options, {"multiply": multiply, "placement": placement}, rules)
+        return _convert_nnx(
+            model, recipe, options, {"multiply": multiply, "placement": placement}, rules
+        )
     if rules:
-        raise ValueError(f"rules change casts of an NNX model; got a {type(model).__name__}. Leave them out, or convert to NNX.")
+        raise ValueError(
+            f"rules change casts of an NNX model; got a {type(model).__name__}. Leave them out, "
+            "or convert to NNX."
+        )
     if isinstance(model, nn.Module):
         if inputs is None:
-            raise ValueError(f"a linen model shows its layers when it is called: give arguments of {type(model).__name__} as inputs=(x,).")
-        return _convert_linen(model, recipe, options, inputs, rngs, {"multiply": multiply, "placement": placement})
+            raise ValueError(
+                "a linen model shows its layers when it is called: give arguments of "
+                f"{type(model).__name__} as inputs=(x,)."
+            )
+        return _convert_linen(
+            model, recipe, options, inputs, rngs, {"multiply": multiply, "placement": placement}
+        )
     raise ValueError(f"convert takes a linen or an NNX module; got {type(model).__name__}.")
 
 
@@ -98,60 +110,101 @@ def _hook_options(chosen: Sequence[str], given: Mapping) -> dict[str, dict]:
         for pattern in placement:
             if not any(linear_selection.matches(pattern, name) for name in chosen):
                 raise ValueError(
-                    f"every pattern of placement names at least one linear in FP8 (R-3); {pattern!r} names none of: {linear_selection.listed(chosen)}."
+                    "every pattern of placement names at least one linear in FP8 (R-3); "
+                    f"{pattern!r} names none of: {linear_selection.listed(chosen)}."
                 )
         found = {
-            name: next((placed for pattern, placed in placement.items() if linear_selection.matches(pattern, name)), None)
+            name: next(
+                (
+                    placed
+                    for pattern, placed in placement.items()
+                    if linear_selection.matches(pattern, name)
+                ),
+                None,
+            )
             for name in chosen
         }
     else:
         found = {name: placement(name) if callable(placement) else placement for name in chosen}
     for name, placed in found.items():
         if not isinstance(placed, Placement | None):
-            raise ValueError(f"{name}: a placement is a sharding.Placement or None; got {type(placed).__name__}.")
-    return {name: {"multiply": given["multiply"], "placement": placed} for name, placed in found.items()}
+            raise ValueError(
+                f"{name}: a placement is a sharding.Placement or None; got {type(placed).__name__}."
+            )
+    return {
+        name: {"multiply": given["multiply"], "placement": placed} for name, placed in found.items()
+    }
 
 
-def _convert_nnx(model: nnx.Module, recipe: Recipe, options: Mapping, given: Mapping, rules: Sequence[Rule]) -> nnx.Module:
+def _convert_nnx(
+    model: nnx.Module, recipe: Recipe, options: Mapping, given: Mapping, rules: Sequence[Rule]
+) -> nnx.Module:
     """Put hooks into an NNX model's layers, after all of them were checked."""
     # Called for its check.
     nnx_hooks.hooks(model)  # refuses shared ones
     layers = _linears(model)
-    selected = linear_selection.select({name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options)
+    selected = linear_selection.select(
+        {name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options
+    )
     selected = [_of_layer(decision, layers[decision.path]) for decision in selected]
-    selected = routers.left_out(selected, {d.experts for d in selected if d.fp8 and d.experts}, options["fp8_fqns"])
+    selected = routers.left_out(
+        selected, {d.experts for d in selected if d.fp8 and d.experts}, options["fp8_fqns"]
+    )
     plan = linear_rules.apply(rules, selected)
     chosen = [(decision, layers[decision.path]) for decision in plan if decision.fp8]
     _check_some(plan)
     for decision, layer in chosen:  # all of them, before the first one changes
-        free = {nnx.Linear: lax.dot_general, nnx.LinearGeneral: None, nnx.Einsum: jnp.einsum, GroupedLinear: lax.ragged_dot}
+        free = {
+            nnx.Linear: lax.dot_general,
+            nnx.LinearGeneral: None,
+            nnx.Einsum: jnp.einsum,
+            GroupedLinear: lax.ragged_dot,
+        }
         hooks = [getattr(layer, _attribute(layer)), getattr(layer, "dot_general_cls", None)]
-        taken = [hook for hook in hooks if hook not in (next(v for k, v in free.items() if isinstance(layer, k)), None)]
+        taken = [
+            hook
+            for hook in hooks
+            if hook not in (next(v for k, v in free.items() if isinstance(layer, k)), None)
+        ]
         _check_free(decision.path, taken, getattr(layer, "precision", None))
         _check_dtype(decision.path, layer)
     of_hooks = _hook_options([decision.path for decision, _ in chosen], given)
-    made = [_hook(decision, layer, of_hooks[decision.path]) for decision, layer in chosen]  # refuses what a hook does not take
+    made = [
+        _hook(decision, layer, of_hooks[decision.path]) for decision, layer in chosen
+    ]  # refuses what a hook does not take
     notice = unset_scales.Model()
     for (_, layer), hook in zip(chosen, made, strict=True):
         setattr(layer, _attribute(layer), nnx.data(hook))
         unset_scales.models[hook] = notice
     decisions = {decision.path: decision for decision in plan}
-    _log(reports.of_nnx(model, None, {path: decision.shape for path, decision in decisions.items()}, decisions), type(model).__name__)
+    _log(
+        reports.of_nnx(
+            model, None, {path: decision.shape for path, decision in decisions.items()}, decisions
+        ),
+        type(model).__name__,
+    )
     return model
 
 
 def _hook(decision: linear_selection.Decision, layer, options: Mapping) -> nnx_hooks.Hook:
     """What takes the place of a layer's own function, which it remembers."""
     attribute, kernel = _attribute(layer), layer.kernel.get_value()
-    kind = {"einsum_op": nnx_hooks.EinsumOp, "ragged_dot": RaggedDot}.get(attribute, nnx_hooks.DotGeneral)
-    hook = kind(decision.recipe, decision.path, kernel.shape[: kernel.ndim - reports.kernel_ndim(layer)], **options)
+    kind = {"einsum_op": nnx_hooks.EinsumOp, "ragged_dot": RaggedDot}.get(
+        attribute, nnx_hooks.DotGeneral
+    )
+    hook = kind(
+        decision.recipe,
+        decision.path,
+        kernel.shape[: kernel.ndim - reports.kernel_ndim(layer)],
+        **options,
+    )
     hook.replaces = (getattr(layer, attribute),)
     return hook
 
 
 def _of_layer(decision: linear_selection.Decision, layer) -> linear_selection.Decision:
-    """A decision with the number of its kernels and the recipe of grouped linears (X-8), if it is of experts; without FP8, if
-    the layer's call does not use its hook."""
+    """A decision with the number of its kernels and the recipe of grouped linears (X-8), if it is
+    of experts; without FP8, if the layer's call does not use its hook."""
     if decision.fp8 and _ignores_hook(layer):
         return _without_hook(decision)
     if not isinstance(layer, GroupedLinear):
@@ -166,16 +219,19 @@ def _without_hook(decision: linear_selection.Decision) -> linear_selection.Decis
 
 def _check_some(plan: Sequence[linear_selection.Decision]) -> None:
     """ValueError if no layer is left in FP8, because their calls do not use their hooks."""
-    if not any(decision.fp8 for decision in plan) and (own := [d.path for d in plan if d.reason == reports.OWN_CALL]):
+    if not any(decision.fp8 for decision in plan) and (
+        own := [d.path for d in plan if d.reason == reports.OWN_CALL]
+    ):
         raise ValueError(
-            f"nothing to convert: {linear_selection.listed(own)} multiplies in a __call__ of its own without the layer's hook. "
-            "Call super().__call__, or self.dot_general (nnx.Einsum: self.einsum_op), in it."
+            f"nothing to convert: {linear_selection.listed(own)} multiplies in a __call__ of "
+            "its own without the layer's hook. Call super().__call__, or self.dot_general "
+            "(nnx.Einsum: self.einsum_op), in it."
         )
 
 
 def _ignores_hook(layer) -> bool:
-    """True if the layer's class has a __call__ of its own that takes one input, as Flax's, and never runs the hook: it is
-    traced. A call that cannot be traced so may run it."""
+    """True if the layer's class has a __call__ of its own that takes one input, as Flax's, and
+    never runs the hook: it is traced. A call that cannot be traced so may run it."""
     of_flax = next(kind for kind in type(layer).__mro__ if kind in _OF_FLAX)
     if isinstance(layer, GroupedLinear) or type(layer).__call__ is of_flax.__call__:
         return False
@@ -194,7 +250,13 @@ def _ignores_hook(layer) -> bool:
         setattr(copy, attribute, nnx.static(noted(getattr(copy, attribute) or lax.dot_general)))
         return jax.tree.leaves(copy(x))
 
-    dims = (layer.in_features,) if isinstance(layer, nnx.Linear) else layer.in_features if isinstance(layer, nnx.LinearGeneral) else ()
+    dims = (
+        (layer.in_features,)
+        if isinstance(layer, nnx.Linear)
+        else layer.in_features
+        if isinstance(layer, nnx.LinearGeneral)
+        else ()
+    )
     try:
         jax.eval_shape(call, state, jax.ShapeDtypeStruct((16, *dims), jnp.float32))
     except Exception:  # another signature or other shapes: whatever somebody's own call raises
@@ -212,14 +274,20 @@ def _check_dtype(name: str, layer) -> None:
     if dtype not in _DTYPES:
         which = "dtype" if layer.dtype else "param_dtype"
         raise ValueError(
-            f"{name}: a recipe casts to FP8 from float32, bfloat16 or float16; got {which}={jnp.dtype(dtype).name}. Keep parameters in "
-            f"one of these: the recipe makes the FP8 copies."
+            f"{name}: a recipe casts to FP8 from float32, bfloat16 or float16; got "
+            f"{which}={jnp.dtype(dtype).name}. Keep parameters in one of these: the recipe "
+            "makes the FP8 copies."
         )
 
 
 def _log(made: reports.Report, name: str) -> None:
     """One line: what a conversion did, a warning where it left out what is no linear."""
-    _logger.log(logging.WARNING if made.surprising else logging.INFO, "convert: %s: %s", name, made.summary())
+    _logger.log(
+        logging.WARNING if made.surprising else logging.INFO,
+        "convert: %s: %s",
+        name,
+        made.summary(),
+    )
 
 
 def report(model, inputs: tuple | None = None) -> reports.Report:
@@ -234,18 +302,23 @@ def report(model, inputs: tuple | None = None) -> reports.Report:
         return model._report
     if not isinstance(model, nnx.Module):
         raise ValueError(
-            f"report takes an NNX model, or without inputs a linen model that convert returned; got {type(model).__name__}. Convert it first."
+            "report takes an NNX model, or without inputs a linen model that convert returned; "
+            f"got {type(model).__name__}. Convert it first."
         )
-    return reports.of_nnx(model, inputs, {name: _dims(name, layer) for name, layer in _linears(model).items()})
+    return reports.of_nnx(
+        model, inputs, {name: _dims(name, layer) for name, layer in _linears(model).items()}
+    )
 
 
 def deconvert(model):
     """The model without FP8, with the bits that it had before ``convert``.
 
-    NNX:      every hook that convert put in is removed, with its state, and the layer's own function
-              is back; parameters stay as they are now. The model itself changes and is returned.
+    NNX:      every hook that convert put in is removed, with its state, and the layer's own
+              function is back; parameters stay as they are now. The model itself changes and is
+              returned.
     linen:    the original module, with the fields that the converted one has. Its variables are
-              {"params": variables["params"]} and the model's other collections, without 'fp8_state'.
+              {"params": variables["params"]} and the model's other collections, without
+              'fp8_state'.
     Specials: an NNX model without hooks, such as one converted to 'bf16', is returned as it is.
     Raises:   ValueError: a hook that convert did not put in, naming it; a linen module that is not
               converted.
@@ -253,14 +326,23 @@ def deconvert(model):
     if isinstance(model, _Converted):
         return model._original(**_fields(model))
     if not isinstance(model, nnx.Module):
-        raise ValueError(f"deconvert takes what convert returned; got {type(model).__name__}. Write a linen model's own hooks out by hand.")
+        raise ValueError(
+            f"deconvert takes what convert returned; got {type(model).__name__}. Write a linen "
+            "model's own hooks out by hand."
+        )
     hooks = nnx_hooks.hooks(model)
     layers = {
-        id(hook): layer for _, layer in nnx.iter_graph(model, graph=True) if isinstance(layer, nnx.Module) for hook in vars(layer).values()
+        id(hook): layer
+        for _, layer in nnx.iter_graph(model, graph=True)
+        if isinstance(layer, nnx.Module)
+        for hook in vars(layer).values()
     }
     for path, hook in hooks.items():
         if not hook.replaces:
-            raise ValueError(f"{path}: convert did not put this hook in, so what it replaced is not known. Remove it by hand.")
+            raise ValueError(
+                f"{path}: convert did not put this hook in, so what it replaced is not known. "
+                "Remove it by hand."
+            )
     for path, hook in hooks.items():
         setattr(layers[id(hook)], path.rpartition(".")[-1], nnx.static(hook.replaces[0]))
     return model
@@ -277,7 +359,13 @@ def _linears(model: nnx.Module) -> dict[str, Any]:
 
 def _attribute(layer) -> str:
     """The attribute of an NNX layer that holds its hook."""
-    return "einsum_op" if isinstance(layer, nnx.Einsum) else "ragged_dot" if isinstance(layer, GroupedLinear) else "dot_general"
+    return (
+        "einsum_op"
+        if isinstance(layer, nnx.Einsum)
+        else "ragged_dot"
+        if isinstance(layer, GroupedLinear)
+        else "dot_general"
+    )
 
 
 def _dims(name: str, layer) -> tuple[int, int]:
@@ -295,7 +383,10 @@ def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int,
     operands, _, out = subscripts.replace(" ", "").partition("->")
     of_x, _, of_w = operands.partition(",")
     if "." in of_w or len(of_w) != len(shape):
-        raise ValueError(f"{name}: an einsum names every dim of its kernel, of shape {tuple(shape)}; got {subscripts!r}. Write them out.")
+        raise ValueError(
+            f"{name}: an einsum names every dim of its kernel, of shape {tuple(shape)}; got "
+            f"{subscripts!r}. Write them out."
+        )
     sizes = dict(zip(of_w, shape, strict=True))
     return (
         math.prod(size for letter, size in sizes.items() if letter in out and letter not in of_x),
@@ -303,18 +394,28 @@ def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int,
     )
 
 
-def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs, given: Mapping) -> nn.Module:
+def _convert_linen(
+    model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs, given: Mapping
+) -> nn.Module:
     """A linen module with hooks in its linears.
 
     A linen module names its layers only when it is called. So its init is traced once to record
     them, and once more with hooks, to raise here what a call would refuse.
     """
     if isinstance(model, _Converted):
-        raise ValueError(f"{type(model).__name__} is converted already; convert the original model, once.")
+        raise ValueError(
+            f"{type(model).__name__} is converted already; convert the original model, once."
+        )
     rngs = jax.random.key(0) if rngs is None else rngs
 
     def init(module: nn.Module):
-        return module.init(rngs, *jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype) if isinstance(v, jax.ShapeDtypeStruct) else v, inputs))
+        return module.init(
+            rngs,
+            *jax.tree.map(
+                lambda v: jnp.zeros(v.shape, v.dtype) if isinstance(v, jax.ShapeDtypeStruct) else v,
+                inputs,
+            ),
+        )
 
     layers: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
     modules: dict[str, nn.Module] = {}
@@ -323,23 +424,36 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
         modules.setdefault(linen_hooks.layer_name(context.module), context.module)
         if _is_linear_call(context):
             name = linen_hooks.layer_name(context.module)
-            layers[name] = context.module.clone(parent=None), _linen_dims(name, context.module, *args, **kwargs)
+            layers[name] = (
+                context.module.clone(parent=None),
+                _linen_dims(name, context.module, *args, **kwargs),
+            )
         return call(*args, **kwargs)
 
     # Shapes are enough to name layers and dims: nothing is computed.
     with nn.intercept_methods(record):
         jax.eval_shape(lambda: init(model))
-    plan = linear_selection.select({name: dims for name, (_, dims) in layers.items()}, recipe, **options)
+    plan = linear_selection.select(
+        {name: dims for name, (_, dims) in layers.items()}, recipe, **options
+    )
     for decision in plan:
         layer = layers[decision.path][0]
         if decision.fp8 and isinstance(layer, nn.Einsum):
             raise ValueError(
-                f"{decision.path}: linen's nn.Einsum takes no hook. Write it as fj.flax.Einsum(..., recipe=...), or name it in filter_fqns."
+                f"{decision.path}: linen's nn.Einsum takes no hook. Write it as "
+                "fj.flax.Einsum(..., recipe=...), or name it in filter_fqns."
             )
         if decision.fp8:
-            _check_free(decision.path, [hook for hook in (layer.dot_general, layer.dot_general_cls) if hook is not None], layer.precision)
+            _check_free(
+                decision.path,
+                [hook for hook in (layer.dot_general, layer.dot_general_cls) if hook is not None],
+                layer.precision,
+            )
     of_hooks = _hook_options([decision.path for decision in plan if decision.fp8], given)
-    hooks = {d.path: linen_hooks.linen_dot_general(d.recipe, **of_hooks[d.path]) if d.fp8 else None for d in plan}
+    hooks = {
+        d.path: linen_hooks.linen_dot_general(d.recipe, **of_hooks[d.path]) if d.fp8 else None
+        for d in plan
+    }
     converted = _converted(model, hooks)
     # What a call refuses is refused here.
     ran: set[str] = set()
@@ -351,10 +465,19 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
 
     with nn.intercept_methods(note):
         jaxpr, variables = jax.make_jaxpr(lambda: init(converted), return_shape=True)()
-    plan = [_without_hook(decision) if decision.fp8 and decision.path not in ran else decision for decision in plan]
+    plan = [
+        _without_hook(decision) if decision.fp8 and decision.path not in ran else decision
+        for decision in plan
+    ]
     _check_some(plan)
     of_layers = {decision.path: decision.recipe for decision in plan}
-    made = reports.of_linen(modules, variables.get("params", {}), {decision.path: decision for decision in plan}, of_layers, jaxpr.jaxpr)
+    made = reports.of_linen(
+        modules,
+        variables.get("params", {}),
+        {decision.path: decision for decision in plan},
+        of_layers,
+        jaxpr.jaxpr,
+    )
     type(converted)._report = made
     _log(made, type(model).__name__)
     return converted
@@ -363,9 +486,11 @@ def _convert_linen(model: nn.Module, recipe: Recipe, options: Mapping, inputs: t
 def _is_linear_call(context) -> bool:
     """True if the call is of a layer that takes a hook; fj.flax.Einsum has its recipe already."""
     layer = context.module
-    return context.method_name == "__call__" and isinstance(layer, nn.Dense | nn.DenseGeneral | nn.Einsum) and not isinstance(
-        layer, linen_hooks.Einsum
-    )  # fmt: skip
+    return (
+        context.method_name == "__call__"
+        and isinstance(layer, nn.Dense | nn.DenseGeneral | nn.Einsum)
+        and not isinstance(layer, linen_hooks.Einsum)
+    )
 
 
 def _linen_dims(name: str, layer: nn.Module, x, *args, **kwargs) -> tuple[int, int]:
@@ -374,7 +499,9 @@ def _linen_dims(name: str, layer: nn.Module, x, *args, **kwargs) -> tuple[int, i
         return _einsum_dims(name, layer.einsum_str or kwargs.get("einsum_str", *args), layer.shape)
     if isinstance(layer, nn.Dense):
         return layer.features, jnp.shape(x)[-1]
-    features, axes = ((v,) if isinstance(v, int) else tuple(v) for v in (layer.features, layer.axis))
+    features, axes = (
+        (v,) if isinstance(v, int) else tuple(v) for v in (layer.features, layer.axis)
+    )
     return math.prod(features), math.prod(jnp.shape(x)[axis] for axis in axes)
 
 
@@ -382,11 +509,13 @@ def _check_free(name: str, hooks: list, precision) -> None:
     """ValueError if a layer has a hook or a precision already."""
     if hooks:
         raise ValueError(
-            f"{name} has a hook already, of {type(hooks[0]).__name__}: a layer is converted once. Name it in filter_fqns, or remove its hook."
+            f"{name} has a hook already, of {type(hooks[0]).__name__}: a layer is converted "
+            "once. Name it in filter_fqns, or remove its hook."
         )
     if precision is not None:
         raise ValueError(
-            f"{name}: a recipe says how its GEMMs accumulate; got precision={precision!r}. Leave it out, or name the layer in filter_fqns."
+            f"{name}: a recipe says how its GEMMs accumulate; got precision={precision!r}. "
+            "Leave it out, or name the layer in filter_fqns."
         )
 
 
@@ -407,7 +536,8 @@ def _converted(model: nn.Module, hooks: Mapping[str, Callable | None]) -> nn.Mod
         name = linen_hooks.layer_name(layer)
         if name not in hooks:
             raise ValueError(
-                f"{name} is not among the layers that convert's inputs called: {', '.join(hooks)}. Give inputs that call every layer."
+                f"{name} is not among the layers that convert's inputs called: "
+                f"{', '.join(hooks)}. Give inputs that call every layer."
             )
         if hooks[name] is None:
             return call(*args, **kwargs)
@@ -436,22 +566,38 @@ def _converted(model: nn.Module, hooks: Mapping[str, Callable | None]) -> nn.Mod
 
     def refused(self, *args, **kwargs):
         raise ValueError(
-            f"a converted {original.__name__} runs by its own init and apply; elsewhere its layers would have no hooks. Use these."
+            f"a converted {original.__name__} runs by its own init and apply; elsewhere its "
+            "layers would have no hooks. Use these."
         )
 
     def post_init(self):
         original.__post_init__(self)
         if isinstance(self.parent, nn.Module):
-            raise ValueError(f"a converted {original.__name__} is a whole model; got it inside {type(self.parent).__name__}. Convert that.")
+            raise ValueError(
+                f"a converted {original.__name__} is a whole model; got it inside "
+                f"{type(self.parent).__name__}. Convert that."
+            )
         if isinstance(self.parent, Scope) and not inside.get():  # as by nn.apply
             refused(self)
 
-    members = {"apply": intercepted("apply"), "init_with_output": intercepted("init_with_output"), "__post_init__": post_init}
+    members = {
+        "apply": intercepted("apply"),
+        "init_with_output": intercepted("init_with_output"),
+        "__post_init__": post_init,
+    }
     members |= {"bind": refused, "tabulate": refused, "_original": original}
-    cls = type(original.__name__, (original, _Converted), {**members, "__module__": original.__module__, "__doc__": original.__doc__})
+    cls = type(
+        original.__name__,
+        (original, _Converted),
+        {**members, "__module__": original.__module__, "__doc__": original.__doc__},
+    )
     return cls(**_fields(model))
 
 
 def _fields(model: nn.Module) -> dict:
     """The fields of a linen module, other than its parent."""
-    return {name: getattr(model, name) for name, field in model.__dataclass_fields__.items() if field.init and name != "parent"}
+    return {
+        name: getattr(model, name)
+        for name, field in model.__dataclass_fields__.items()
+        if field.init and name != "parent"
+    }

@@ -35,7 +35,9 @@ def flax_recipe(history_length: int = 1024) -> Recipe:
     on a CPU. Amaxes of several uses merge by maximum, and an unused layer keeps its state, where
     Flax sums and zeroes. bfloat16 operands are divided in float32.
     """
-    config = dataclasses.replace(DELAYED["flax"], history_length=history_length, reuse="max", unused="keep")
+    config = dataclasses.replace(
+        DELAYED["flax"], history_length=history_length, reuse="max", unused="keep"
+    )
 
     def cast(fmt: Format) -> CastSpec:
         return CastSpec(fmt=fmt, policy=config.policy, delayed=config)
@@ -59,11 +61,17 @@ def from_flax(variables: Mapping) -> dict:
               Fp8Einsum, or entries of other names, shapes or dtypes than Flax's.
     """
     if not variables.get(COLLECTION):
-        raise ValueError(f"from_flax takes variables with Flax's {COLLECTION!r}; got {', '.join(variables) or 'none'}.")
+        raise ValueError(
+            f"from_flax takes variables with Flax's {COLLECTION!r}; got "
+            f"{', '.join(variables) or 'none'}."
+        )
     layers: dict[tuple[str, ...], dict[str, jax.Array]] = {}
     for path, value in traverse_util.flatten_dict(variables[COLLECTION]).items():
         layers.setdefault(path[:-1], {})[path[-1]] = value
-    states = {_renamed(path, _OPS): _layer_from_flax(".".join(path), entries) for path, entries in layers.items()}
+    states = {
+        _renamed(path, _OPS): _layer_from_flax(".".join(path), entries)
+        for path, entries in layers.items()
+    }
     rest = {name: of_name for name, of_name in variables.items() if name != COLLECTION}
     return {**rest, STATE: collection(states, "state")}
 
@@ -76,14 +84,17 @@ def to_flax(variables: Mapping) -> dict:
     """
     layers = linen_states(variables)
     if not layers:
-        raise ValueError(f"to_flax takes variables with {STATE!r}; got {', '.join(variables) or 'none'}.")
+        raise ValueError(
+            f"to_flax takes variables with {STATE!r}; got {', '.join(variables) or 'none'}."
+        )
     ops = {ours: flax for flax, ours in _OPS.items()}
     entries = {}
     for path, layer in layers.items():
         if layer.recipe != flax_recipe(next(iter(layer.roles.values())).amax_history.shape[-1]):
             raise ValueError(
-                f"{'.'.join(path)}: Flax continues a state of flax_recipe only; got recipe {layer.recipe.name!r}, whose scales Flax would "
-                "change on the way in and out. Train with flax_recipe to export."
+                f"{'.'.join(path)}: Flax continues a state of flax_recipe only; got recipe "
+                f"{layer.recipe.name!r}, whose scales Flax would change on the way in and out. "
+                "Train with flax_recipe to export."
             )
         for role, state in layer.roles.items():
             own = (*_renamed(path, ops), _ROLES[role])
@@ -97,15 +108,23 @@ def _layer_from_flax(name: str, entries: Mapping[str, jax.Array]) -> LayerState:
     """The state of one layer from Flax's entries; ValueError for other names, shapes or dtypes."""
     expected = {f"{role}_{kind}" for role in _ROLES.values() for kind in ("scale", "amax_history")}
     if set(entries) != expected:
-        raise ValueError(f"{name}: Flax keeps {', '.join(sorted(expected))}; got {', '.join(sorted(entries))}.")
+        raise ValueError(
+            f"{name}: Flax keeps {', '.join(sorted(expected))}; got {', '.join(sorted(entries))}."
+        )
     shapes = {key: jnp.shape(value) for key, value in entries.items()}
     lengths = {shape[-1:] for key, shape in shapes.items() if key.endswith("_history")}
     leading = {shape[:-1] for shape in shapes.values()}
     scales = {shape[-1:] for key, shape in shapes.items() if key.endswith("_scale")}
     if len(lengths) != 1 or lengths == {()} or len(leading) != 1 or scales != {(1,)}:
-        raise ValueError(f"{name}: Flax keeps scales of shape (1,) next to histories of one length, stacked alike; got {shapes}.")
+        raise ValueError(
+            f"{name}: Flax keeps scales of shape (1,) next to histories of one length, stacked "
+            f"alike; got {shapes}."
+        )
     if any(value.dtype != jnp.float32 for value in entries.values()):
-        raise ValueError(f"{name}: Flax's state is float32; got {', '.join(sorted({str(v.dtype) for v in entries.values()}))}.")
+        raise ValueError(
+            f"{name}: Flax's state is float32; got "
+            f"{', '.join(sorted({str(v.dtype) for v in entries.values()}))}."
+        )
     roles = {
         role: FlaxState(
             jnp.asarray(entries[f"{flax}_scale"])[..., 0],
@@ -130,5 +149,8 @@ def _renamed(path: tuple[str, ...], ops: Mapping[str, str]) -> tuple[str, ...]:
     op."""
     op, underscore, number = path[-1].rpartition("_")
     if op not in ops:
-        raise ValueError(f"{'.'.join(path)}: FP8 state belongs to one of {', '.join(ops)} inside a layer; got {path[-1]!r}.")
+        raise ValueError(
+            f"{'.'.join(path)}: FP8 state belongs to one of {', '.join(ops)} inside a layer; "
+            f"got {path[-1]!r}."
+        )
     return (*path[:-1], f"{ops[op]}{underscore}{number}")

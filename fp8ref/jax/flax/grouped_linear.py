@@ -1,11 +1,12 @@
-"""A projection of experts in Flax NNX: what nnx.Linear is to a linear, a ``GroupedLinear`` is to a grouped one (spec X).
+"""A projection of experts in Flax NNX: what nnx.Linear is to a linear, a ``GroupedLinear`` is to a
+grouped one (spec X).
 
     up = fj.flax.GroupedLinear(8, 128, 384, rngs=rngs)     # 8 experts, kernel [8, 128, 384]
     y = up(rows, group_sizes)                              # [M, 128] -> [M, 384], by lax.ragged_dot
     fj.flax.convert(model, "rowwise")                      # in FP8, as the model's linears
 
-``convert`` puts a hook into it by the grouped recipe that goes with the linears' (X-8), and ``deconvert``
-takes it out: lax.ragged_dot is back.
+``convert`` puts a hook into it by the grouped recipe that goes with the linears' (X-8), and
+``deconvert`` takes it out: lax.ragged_dot is back.
 """
 
 import functools
@@ -47,13 +48,19 @@ class GroupedLinear(nnx.Module):
         kernel_init: Callable = _INIT,
     ) -> None:
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
-        self.kernel = nnx.Param(kernel_init(rngs.params(), (experts, in_features, out_features), param_dtype))
+        self.kernel = nnx.Param(
+            kernel_init(rngs.params(), (experts, in_features, out_features), param_dtype)
+        )
         self.dtype = dtype
         self.ragged_dot = lax.ragged_dot
 
     def __call__(self, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """rows [M, K] in groups of these sizes -> [M, N]; under FP8 rows of no group are zeros (X-5)."""
-        rows, kernel = nnx.nn.dtypes.promote_dtype((rows, self.kernel.get_value()), dtype=self.dtype)
+        """rows [M, K] in groups of these sizes -> [M, N]; under FP8 rows of no group are zeros
+        (X-5).
+        """
+        rows, kernel = nnx.nn.dtypes.promote_dtype(
+            (rows, self.kernel.get_value()), dtype=self.dtype
+        )
         return self.ragged_dot(rows, kernel, group_sizes)  # [M, K] x [E, K, N] -> [M, N]
 
 
@@ -68,23 +75,44 @@ class RaggedDot(Hook):
         multiply: Multiply | None = None,
         placement: Placement | None = None,
     ) -> None:
-        """recipe: of each group (X-8). Raises:   ValueError: as ``experts.arguments.check_recipe``; simulated hardware, a placement."""
+        """recipe: of each group (X-8).
+
+        Raises:   ValueError: as ``experts.arguments.check_recipe``; simulated hardware, a
+                  placement.
+        """
         self.of_groups = grouped_arguments.check_recipe(recipe, name)
         if multiply is not None or placement is not None:
             what = "simulated hardware" if multiply is not None else "a placement"
             raise ValueError(
-                f"{name} has experts, whose grouped GEMMs take no hook with {what}. Name it in filter_fqns, or leave that out."
+                f"{name} has experts, whose grouped GEMMs take no hook with {what}. Name it in "
+                "filter_fqns, or leave that out."
             )
         super().__init__(self.of_groups.recipe, name, stack)
 
     def __call__(self, rows: jax.Array, kernel: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """rows [M, K] x kernel [E, K, N] -> [M, N]."""
-        return self._contract(functools.partial(self._apply, rows, kernel, group_sizes), None, None, None)
+        return self._contract(
+            functools.partial(self._apply, rows, kernel, group_sizes), None, None, None
+        )
 
     def _in_high_precision(self, use: Callable) -> jax.Array:
         assert isinstance(use, functools.partial)
         return lax.ragged_dot(*use.args)
 
-    def _apply(self, rows: jax.Array, kernel: jax.Array, group_sizes: jax.Array, *, name: str, state=None, seen=None, **_):
-        """``grouped.apply`` of what ``_contract`` gives, of which a hook of experts has the name and the state alone."""
-        return grouped.apply(rows, kernel, group_sizes, recipe=self.of_groups, state=state, seen=seen, name=name)
+    def _apply(
+        self,
+        rows: jax.Array,
+        kernel: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        name: str,
+        state=None,
+        seen=None,
+        **_,
+    ):
+        """``grouped.apply`` of what ``_contract`` gives, of which a hook of experts has the name
+        and the state alone.
+        """
+        return grouped.apply(
+            rows, kernel, group_sizes, recipe=self.of_groups, state=state, seen=seen, name=name
+        )

@@ -37,7 +37,16 @@ class Fp8DotGeneral(nn.Module):
     placement: Placement | None = None
 
     @nn.compact
-    def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None) -> jax.Array:
+    def __call__(
+        self,
+        x,
+        w,
+        dimension_numbers,
+        precision=None,
+        preferred_element_type=None,
+        *,
+        out_sharding=None,
+    ) -> jax.Array:
         use = functools.partial(contraction.dot_general, x, w, dimension_numbers)
         return _contract(self, x, use, precision, out_sharding, preferred_element_type)
 
@@ -50,7 +59,9 @@ class Fp8Einsum(nn.Module):
     placement: Placement | None = None
 
     @nn.compact
-    def __call__(self, subscripts, x, w, precision=None, preferred_element_type=None, *, out_sharding=None) -> jax.Array:
+    def __call__(
+        self, subscripts, x, w, precision=None, preferred_element_type=None, *, out_sharding=None
+    ) -> jax.Array:
         use = functools.partial(contraction.einsum, subscripts, x, w)
         return _contract(self, x, use, precision, out_sharding, preferred_element_type)
 
@@ -74,10 +85,17 @@ def linen_dot_general(
               under delayed scaling, a collection 'fp8_state' that a transformation does not pass
               on, or observations that would be lost in ``value_and_grad``.
     """
-    return functools.partial(Fp8DotGeneral, recipe=_checked(recipe, "linen_dot_general"), multiply=multiply, placement=placement)
+    return functools.partial(
+        Fp8DotGeneral,
+        recipe=_checked(recipe, "linen_dot_general"),
+        multiply=multiply,
+        placement=placement,
+    )
 
 
-def linen_einsum(recipe: str | Recipe, *, multiply: Multiply | None = None, placement: Placement | None = None) -> Callable[[], Fp8Einsum]:
+def linen_einsum(
+    recipe: str | Recipe, *, multiply: Multiply | None = None, placement: Placement | None = None
+) -> Callable[[], Fp8Einsum]:
     """A hook for einsums, such as attention's: ``qk_attn_weights_einsum_cls`` and
     ``attn_weights_value_einsum_cls`` of nn.MultiHeadDotProductAttention.
 
@@ -85,7 +103,9 @@ def linen_einsum(recipe: str | Recipe, *, multiply: Multiply | None = None, plac
               counts as the weight. Else as ``linen_dot_general``.
     Raises:   ValueError: as linen_dot_general; subscripts that are not one contraction.
     """
-    return functools.partial(Fp8Einsum, recipe=_checked(recipe, "linen_einsum"), multiply=multiply, placement=placement)
+    return functools.partial(
+        Fp8Einsum, recipe=_checked(recipe, "linen_einsum"), multiply=multiply, placement=placement
+    )
 
 
 class Einsum(nn.Einsum):
@@ -122,7 +142,10 @@ def layer_name(module: nn.Module) -> str:
 
 def linen_states(variables: Mapping) -> dict[tuple[str, ...], LayerState]:
     """The state of every hook, by the path of the hook."""
-    return {path[:-1]: layer for path, layer in traverse_util.flatten_dict(variables.get(STATE, {})).items()}
+    return {
+        path[:-1]: layer
+        for path, layer in traverse_util.flatten_dict(variables.get(STATE, {})).items()
+    }
 
 
 def collection(of_paths: Mapping[tuple[str, ...], Any], name: str) -> dict:
@@ -138,17 +161,24 @@ def _checked(recipe: str | Recipe, name: str) -> Recipe:
     return checked
 
 
-def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_sharding, preferred_element_type) -> jax.Array:
+def _contract(
+    hook: nn.Module, x: jax.Array, use: Callable, precision, out_sharding, preferred_element_type
+) -> jax.Array:
     """Run ``use``, a contraction of x, with the hook's state, and thread its observations through
     collection SEEN."""
     recipe: Recipe = hook.recipe
-    name = ".".join(hook.path[:-1]) or type(hook.parent if isinstance(hook.parent, nn.Module) else hook).__name__
+    name = (
+        ".".join(hook.path[:-1])
+        or type(hook.parent if isinstance(hook.parent, nn.Module) else hook).__name__
+    )
     amax_observations.check_precision(name, recipe, precision)
     use = functools.partial(
         use,
         recipe=recipe,
         # init makes parameters, and may do so on one device.
-        placement=None if hook.is_initializing() and jax.typeof(x).sharding.mesh.empty else hook.placement,
+        placement=None
+        if hook.is_initializing() and jax.typeof(x).sharding.mesh.empty
+        else hook.placement,
         out_sharding=out_sharding,
         name=name,
         preferred_element_type=preferred_element_type,
@@ -160,12 +190,18 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
         raise ValueError(
             f"{name}: recipe {recipe.name!r} needs a state in collection {STATE!r}; got none. "
             f"Pass the variables of init or fj.flax.convert to apply, and name {STATE!r} and "
-            f"{SEEN!r} next to 'params' in nn.scan, nn.vmap and the like. An nn.RNN shares its cell's weights: "
-            f"nn.RNN(cell, variable_broadcast=('params', {STATE!r}), variable_carry={SEEN!r})."
+            f"{SEEN!r} next to 'params' in nn.scan, nn.vmap and the like. An nn.RNN shares its "
+            f"cell's weights: nn.RNN(cell, variable_broadcast=('params', {STATE!r}), "
+            f"variable_carry={SEEN!r})."
         )
-    state: LayerState = hook.variable(STATE, "state", lambda: LayerState(roles=delayed.init(recipe), recipe=recipe)).value
+    state: LayerState = hook.variable(
+        STATE, "state", lambda: LayerState(roles=delayed.init(recipe), recipe=recipe)
+    ).value
     if state.recipe != recipe:
-        raise ValueError(f"{name}: a state goes with the recipe it was made for, {state.recipe.name!r}; got recipe {recipe.name!r}.")
+        raise ValueError(
+            f"{name}: a state goes with the recipe it was made for, {state.recipe.name!r}; got "
+            f"recipe {recipe.name!r}."
+        )
     # value_and_grad passes SEEN in; apply(mutable=[SEEN]) lets it out, or else the gradient by it.
     observers, path = amax_observations.observers(), state.model + ".".join(hook.path)
     if hook.has_variable(SEEN, "seen") and hook.is_mutable_collection(SEEN):
@@ -184,8 +220,10 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
             observers.delivered.add(path)
         return amax_observations.by_gradient(*use(state=state.roles, seen=given), path)
     remedy = (
-        f"Name {SEEN!r} in variable_axes of nn.scan and nn.vmap, or in variable_carry of an nn.scan that shares weights, with apply(..., "
-        f"mutable=[{SEEN!r}]). Give a loss of several models the variables of all as its first argument: value_and_grad(loss_fn)((a, b), ...)."
+        f"Name {SEEN!r} in variable_axes of nn.scan and nn.vmap, or in variable_carry of an "
+        f"nn.scan that shares weights, with apply(..., mutable=[{SEEN!r}]). Give a loss of "
+        "several models the variables of all as its first argument: value_and_grad(loss_fn)((a, "
+        "b), ...)."
     )
     y = use(state=state.roles, seen=amax_observations.unobserved(recipe, name, remedy))[0]
     evaluated = None
@@ -196,15 +234,21 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
 
 def _first_history(hook: nn.Module) -> Any:
     """An array that stands for a model: it is of all layers' states, and changes with an update."""
-    return next(leaf for leaf in jax.tree.leaves(hook.scope.root.variables()[STATE]) if jax.numpy.ndim(leaf))
+    return next(
+        leaf for leaf in jax.tree.leaves(hook.scope.root.variables()[STATE]) if jax.numpy.ndim(leaf)
+    )
 
 
 def _check_once(given: delayed.Seen, before: list, name: str) -> None:
-    """ValueError, naming the layer, if it has taken these observations before: gradients by them would be summed."""
+    """ValueError, naming the layer, if it has taken these observations before: gradients by them
+    would be summed.
+    """
     (first, *_) = jax.tree.leaves(given)
     if any(first is other for other in before):
         raise ValueError(
-            f"{name}: a layer that runs twice in a pass hands its observations from use to use; got a collection {SEEN!r} that does not change. "
-            f"Call apply(..., mutable=[{SEEN!r}]), and return (loss, updated); name {SEEN!r} in variable_carry of an nn.scan that shares weights."
+            f"{name}: a layer that runs twice in a pass hands its observations from use to use; "
+            f"got a collection {SEEN!r} that does not change. Call apply(..., "
+            f"mutable=[{SEEN!r}]), and return (loss, updated); name {SEEN!r} in variable_carry "
+            "of an nn.scan that shares weights."
         )
     before.append(first)

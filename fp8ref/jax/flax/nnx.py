@@ -46,10 +46,14 @@ class Hook(nnx.Module):
         self.multiply = multiply
         self.placement = placement
         self.replaces: tuple = ()
-        self.state = nnx.data(Fp8State(delayed.init(self.recipe, stack)) if delayed.keeps_state(self.recipe) else None)
+        self.state = nnx.data(
+            Fp8State(delayed.init(self.recipe, stack)) if delayed.keeps_state(self.recipe) else None
+        )
         self.seen = nnx.data(None)
 
-    def _contract(self, use: Callable, precision, out_sharding, preferred_element_type) -> jax.Array:
+    def _contract(
+        self, use: Callable, precision, out_sharding, preferred_element_type
+    ) -> jax.Array:
         amax_observations.check_precision(self.name, self.recipe, precision)
         use = functools.partial(
             use,
@@ -63,18 +67,32 @@ class Hook(nnx.Module):
         if self.state is None:
             return self._in_high_precision(use) if amax_observations.calibrating() else use()[0]
         state = self.state.get_value()
-        if stack := next((jax.numpy.shape(of_role.stored) for of_role in state.values() if jax.numpy.ndim(of_role.stored)), ()):
+        if stack := next(
+            (
+                jax.numpy.shape(of_role.stored)
+                for of_role in state.values()
+                if jax.numpy.ndim(of_role.stored)
+            ),
+            (),
+        ):
             raise ValueError(
-                f"{self.name}: one layer has one state; got those of a stack of {list(stack)} layers, as under nnx.StateAxes that name "
-                "nnx.Param alone. Name fj.flax.Fp8State next to it: nnx.StateAxes({(nnx.Param, fj.flax.Fp8State): 0, ...: None})."
+                f"{self.name}: one layer has one state; got those of a stack of {list(stack)} "
+                "layers, as under nnx.StateAxes that name nnx.Param alone. Name "
+                "fj.flax.Fp8State next to it: nnx.StateAxes({(nnx.Param, fj.flax.Fp8State): 0, "
+                "...: None})."
             )
         if self.seen is None:
             remedy = (
-                "Give value_and_grad all models of the loss as its first argument, value_and_grad(loss_fn)((model, other), ...), and keep "
-                "hooks as attributes of their layers."
+                "Give value_and_grad all models of the loss as its first argument, "
+                "value_and_grad(loss_fn)((model, other), ...), and keep hooks as attributes of "
+                "their layers."
             )
-            y = use(state=state, seen=amax_observations.unobserved(self.recipe, self.name, remedy))[0]
-            evaluated = unset_scales.notice(state, self.name, lambda: unset_scales.models.get(self, Hook))
+            y = use(state=state, seen=amax_observations.unobserved(self.recipe, self.name, remedy))[
+                0
+            ]
+            evaluated = unset_scales.notice(
+                state, self.name, lambda: unset_scales.models.get(self, Hook)
+            )
             return amax_observations.warned(y, self.recipe, self.name, evaluated)
         if amax_observations.calibrating():
             self.seen.set_value(amax_observations.observed(self.seen.get_value(), use.args))
@@ -101,7 +119,16 @@ class Hook(nnx.Module):
 class DotGeneral(Hook):
     """``lax.dot_general`` of an input and a weight by a recipe, as a hook of one NNX layer."""
 
-    def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None) -> jax.Array:
+    def __call__(
+        self,
+        x,
+        w,
+        dimension_numbers,
+        precision=None,
+        preferred_element_type=None,
+        *,
+        out_sharding=None,
+    ) -> jax.Array:
         use = functools.partial(contraction.dot_general, x, w, dimension_numbers)
         return self._contract(use, precision, out_sharding, preferred_element_type)
 
@@ -109,13 +136,19 @@ class DotGeneral(Hook):
 class EinsumOp(Hook):
     """``jnp.einsum`` of an input and a weight by a recipe, as a hook of one nnx.Einsum."""
 
-    def __call__(self, subscripts, x, w, *, precision=None, preferred_element_type=None, out_sharding=None) -> jax.Array:
+    def __call__(
+        self, subscripts, x, w, *, precision=None, preferred_element_type=None, out_sharding=None
+    ) -> jax.Array:
         use = functools.partial(contraction.einsum, subscripts, x, w)
         return self._contract(use, precision, out_sharding, preferred_element_type)
 
 
 def nnx_dot_general(
-    recipe: str | Recipe, *, name: str = "dot_general", multiply: Multiply | None = None, placement: Placement | None = None
+    recipe: str | Recipe,
+    *,
+    name: str = "dot_general",
+    multiply: Multiply | None = None,
+    placement: Placement | None = None,
 ) -> DotGeneral:
     """``dot_general`` of one nnx.Linear or nnx.LinearGeneral: a fresh hook for each, as it holds
     the layer's state.
@@ -136,7 +169,11 @@ def nnx_dot_general(
 
 
 def nnx_einsum(
-    recipe: str | Recipe, *, name: str = "einsum", multiply: Multiply | None = None, placement: Placement | None = None
+    recipe: str | Recipe,
+    *,
+    name: str = "einsum",
+    multiply: Multiply | None = None,
+    placement: Placement | None = None,
 ) -> EinsumOp:
     """``einsum_op`` of one nnx.Einsum, otherwise as nnx_dot_general; subscripts as
     ``contraction.einsum``."""
@@ -150,7 +187,9 @@ def hooks(model: nnx.Module) -> dict[str, Hook]:
     """
     found: dict[str, Hook] = {}
     owners: dict[int, str] = {}
-    for path, node in nnx.iter_graph(model, graph=True):  # every node once, so that a shared layer owns its hook once
+    for path, node in nnx.iter_graph(
+        model, graph=True
+    ):  # every node once, so that a shared layer owns its hook once
         if not isinstance(node, nnx.Module):
             continue
         for key, hook in vars(node).items():

@@ -28,7 +28,15 @@ from fp8ref.selection.report import Row
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 """The primitives that multiply."""
 
-LINEARS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, GroupedLinear, nn.Dense, nn.DenseGeneral, nn.Einsum)
+LINEARS = (
+    nnx.Linear,
+    nnx.LinearGeneral,
+    nnx.Einsum,
+    GroupedLinear,
+    nn.Dense,
+    nn.DenseGeneral,
+    nn.Einsum,
+)
 """The layers that ``convert`` chooses from."""
 
 OWN_CALL = "its own __call__ multiplies without the layer's hook"
@@ -50,11 +58,17 @@ class Report(fp8_report.Report):
     def surprising(self) -> bool:
         """True if something other than linears, lookups and convolutions has no FP8: experts, or
         parameters that no layer of Flax's multiplies."""
-        return any(row.recipe is None and row.reason in (RAGGED, OWN_CALL, _outside(row.shape)) for row in self.rows)
+        return any(
+            row.recipe is None and row.reason in (RAGGED, OWN_CALL, _outside(row.shape))
+            for row in self.rows
+        )
 
 
 def of_nnx(
-    model: nnx.Module, inputs: tuple | None, dims: Mapping[str, tuple[int, int]], decisions: Mapping[str, Decision] | None = None
+    model: nnx.Module,
+    inputs: tuple | None,
+    dims: Mapping[str, tuple[int, int]],
+    decisions: Mapping[str, Decision] | None = None,
 ) -> Report:
     """The report of an NNX model, from [N, K] of its linears; decisions: of its conversion, if they
     are known."""
@@ -62,35 +76,66 @@ def of_nnx(
     rows: list[Row] = []
     vectors: list[Row] = []
     counted: set[int] = set()
-    nodes = [(path, v) for path, v in nnx.iter_graph(model, graph=True) if isinstance(v, nnx.Module) and not isinstance(v, Hook)]
-    stacks = _stacks((_name(path, model), v, v.kernel.get_value().shape) for path, v in nodes if isinstance(v, LINEARS))
+    nodes = [
+        (path, v)
+        for path, v in nnx.iter_graph(model, graph=True)
+        if isinstance(v, nnx.Module) and not isinstance(v, Hook)
+    ]
+    stacks = _stacks(
+        (_name(path, model), v, v.kernel.get_value().shape)
+        for path, v in nodes
+        if isinstance(v, LINEARS)
+    )
     for path, node in nodes:
-        own = {key: v.get_value() for key, v in vars(node).items() if isinstance(v, nnx.Param) and id(v) not in counted}
+        own = {
+            key: v.get_value()
+            for key, v in vars(node).items()
+            if isinstance(v, nnx.Param) and id(v) not in counted
+        }
         counted |= {id(v) for v in vars(node).values() if isinstance(v, nnx.Variable)}
         shapes = {key: value.shape for key, value in own.items() if hasattr(value, "shape")}
         if not shapes:
             continue
         name = _name(path, model)
-        hooks = [v for v in vars(node).values() if isinstance(v, Hook)] or [bridge.to_nnx__module for bridge in _bridged(node)]
+        hooks = [v for v in vars(node).values() if isinstance(v, Hook)] or [
+            bridge.to_nnx__module for bridge in _bridged(node)
+        ]
         decision = (decisions or {}).get(name)
-        row = _row(name, node, shapes, _stack_at(name, stacks), dims.get(name), [hook.recipe for hook in hooks], decision, traced)
+        row = _row(
+            name,
+            node,
+            shapes,
+            _stack_at(name, stacks),
+            dims.get(name),
+            [hook.recipe for hook in hooks],
+            decision,
+            traced,
+        )
         (vectors if row.kind == "vectors" else rows).append(row)
     return _report(rows, vectors, traced)
 
 
 def _bridged(layer: nnx.Module) -> list[nnx.Module]:
-    """What holds linen hooks in an NNX layer of somebody's own: ``nnx.bridge.ToNNX``, or another that keeps the module by that name, as
-    MaxText's does."""
-    return [v for v in vars(layer).values() if isinstance(getattr(v, "to_nnx__module", None), Fp8DotGeneral | Fp8Einsum)]
+    """What holds linen hooks in an NNX layer of somebody's own: ``nnx.bridge.ToNNX``, or another
+    that keeps the module by that name, as MaxText's does."""
+    return [
+        v
+        for v in vars(layer).values()
+        if isinstance(getattr(v, "to_nnx__module", None), Fp8DotGeneral | Fp8Einsum)
+    ]
 
 
 def _named(hook: Fp8DotGeneral | Fp8Einsum, name: str) -> Fp8DotGeneral | Fp8Einsum:
-    """A linen hook that runs in a scope of this name: that of its class, as it is in no module of linen's."""
+    """A linen hook that runs in a scope of this name: that of its class, as it is in no module of
+    linen's.
+    """
     return type(name, (type(hook),), {})(hook.recipe, hook.multiply, hook.placement)
 
 
 def _traced(model: nnx.Module, inputs: tuple, dims: Mapping) -> "_Traced":
-    """The products of a forward pass of a copy, in which each linear's have its path for a scope."""
+    """The products of a forward pass of a copy, in which each linear's have its path for a
+    scope.
+    """
     graph, state = nnx.split(model)
 
     def scoped(function, name: str):
@@ -125,7 +170,11 @@ def _name(path: tuple, model: nnx.Module) -> str:
 
 
 def of_linen(
-    modules: Mapping[str, nn.Module], params: Mapping, decisions: Mapping[str, Decision], recipes: Mapping[str, Recipe], jaxpr
+    modules: Mapping[str, nn.Module],
+    params: Mapping,
+    decisions: Mapping[str, Decision],
+    recipes: Mapping[str, Recipe],
+    jaxpr,
 ) -> Report:
     """The report of a linen model: its modules by path, its parameters' shapes, and its forward
     pass."""
@@ -134,7 +183,11 @@ def of_linen(
     for path, value in traverse_util.flatten_dict(params).items():
         (array,) = jax.tree.leaves(value)  # nn.unbox would also constrain its sharding
         by_module[".".join(path[:-1]) or next(iter(modules), "")][path[-1]] = array.shape
-    linears = ((name, modules[name], by_module[name]["kernel"]) for name in decisions if "kernel" in by_module[name])
+    linears = (
+        (name, modules[name], by_module[name]["kernel"])
+        for name in decisions
+        if "kernel" in by_module[name]
+    )
     stacks = _stacks(linears)
     rows: list[Row] = []
     vectors: list[Row] = []
@@ -142,7 +195,16 @@ def of_linen(
         decision = decisions.get(name)
         of_hook = [recipes[name]] if name in recipes else []
         dims = decision.shape if decision else None
-        row = _row(name, modules.get(name), shapes, _stack_at(name, stacks), dims, of_hook, decision, traced)
+        row = _row(
+            name,
+            modules.get(name),
+            shapes,
+            _stack_at(name, stacks),
+            dims,
+            of_hook,
+            decision,
+            traced,
+        )
         (vectors if row.kind == "vectors" else rows).append(row)
     return _report(rows, vectors, traced)
 
@@ -157,14 +219,24 @@ class _Traced:
         self.layers: collections.Counter[str] = collections.Counter()
         self.others: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
         for eqn, scope, times in _products(jaxpr, "", 1):
-            parts = scope.split("/")  # linen's end in its layer, such as "vmap(up)", or in the subscripts of its einsum
+            parts = scope.split(
+                "/"
+            )  # linen's end in its layer, such as "vmap(up)", or in the subscripts of its einsum
             at = next((i for i, part in enumerate(parts) if part == "output"), 0)
-            of_linen = re.sub(r"\w+\(([^()]*)\)", r"\1", "/".join(parts[:-1] if "->" in parts[-1] else parts))
-            name = parts[at - 1] if at else next((name for end, name in of_scope.items() if of_linen.endswith(end)), None)
+            of_linen = re.sub(
+                r"\w+\(([^()]*)\)", r"\1", "/".join(parts[:-1] if "->" in parts[-1] else parts)
+            )
+            name = (
+                parts[at - 1]
+                if at
+                else next((name for end, name in of_scope.items() if of_linen.endswith(end)), None)
+            )
             if name:
                 self.layers[name] += times * _multiplications(eqn)
             else:
-                self.others[eqn.primitive.name, eqn.outvars[0].aval.shape] += times * _multiplications(eqn)
+                self.others[eqn.primitive.name, eqn.outvars[0].aval.shape] += (
+                    times * _multiplications(eqn)
+                )
 
 
 def _products(jaxpr, scope: str, times: int) -> Iterator[tuple]:
@@ -188,7 +260,11 @@ def _products(jaxpr, scope: str, times: int) -> Iterator[tuple]:
 
 def _multiplications(eqn) -> int:
     """M N K of a product."""
-    a, b, out = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, math.prod(eqn.outvars[0].aval.shape)
+    a, b, out = (
+        eqn.invars[0].aval.shape,
+        eqn.invars[1].aval.shape,
+        math.prod(eqn.outvars[0].aval.shape),
+    )
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return out * math.prod(a[d] for d in contracted)
@@ -212,18 +288,27 @@ def kernel_ndim(layer: nnx.Module | nn.Module) -> int:
     if isinstance(layer, nnx.LinearGeneral):
         return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
     assert isinstance(layer, nn.DenseGeneral)
-    return sum(1 if isinstance(dims, int) else len(dims) for dims in (layer.batch_dims, layer.axis, layer.features))
+    return sum(
+        1 if isinstance(dims, int) else len(dims)
+        for dims in (layer.batch_dims, layer.axis, layer.features)
+    )
 
 
-def _stacks(linears: Iterable[tuple[str, nnx.Module | nn.Module, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-    """For each linear the leading dims of its kernel, which nnx.vmap or nn.scan gave it, from (path, layer, kernel's shape); none if no
-    linear is in a stack."""
-    found = {name: shape[: max(0, len(shape) - kernel_ndim(layer))] for name, layer, shape in linears}
+def _stacks(
+    linears: Iterable[tuple[str, nnx.Module | nn.Module, tuple[int, ...]]],
+) -> dict[str, tuple[int, ...]]:
+    """For each linear the leading dims of its kernel, which nnx.vmap or nn.scan gave it, from
+    (path, layer, kernel's shape); none if no linear is in a stack."""
+    found = {
+        name: shape[: max(0, len(shape) - kernel_ndim(layer))] for name, layer, shape in linears
+    }
     return found if any(found.values()) else {}
 
 
 def _stack_at(name: str, stacks: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The dims of the stack that a module is in: of the linear that shares most of its path, if it shares any."""
+    """The dims of the stack that a module is in: of the linear that shares most of its path, if it
+    shares any.
+    """
 
     def shared(linear: str) -> int:
         pairs = zip(name.split("."), linear.split("."), strict=False)
@@ -243,26 +328,41 @@ def _row(
     decision: Decision | None,
     traced: "_Traced | None",
 ) -> Row:
-    """The row of one layer, from the shapes of its parameters; stack: leading dims that they may have, which are no dims of the layer;
-    dims: [N, K] of a linear; layer: None if it was never called; recipes: of its hooks, of which a layer of somebody's own may have several."""
+    """The row of one layer, from the shapes of its parameters; stack: leading dims that they may
+    have, which are no dims of the layer; dims: [N, K] of a linear; layer: None if it was never
+    called; recipes: of its hooks, of which a layer of somebody's own may have several."""
     kind = "module" if layer is None else type(layer).__name__
     sizes = {key: math.prod(shape) for key, shape in shapes.items()}
-    shapes = {key: shape[len(stack) :] if shape[: len(stack)] == stack else shape for key, shape in shapes.items()}
+    shapes = {
+        key: shape[len(stack) :] if shape[: len(stack)] == stack else shape
+        for key, shape in shapes.items()
+    }
     largest = dims or max(shapes.values(), key=math.prod)
     names = ", ".join(dict.fromkeys(recipe.name for recipe in recipes if recipe.fp8))
     fp8 = bool(recipes) and all(recipe.fp8 for recipe in recipes)
     matrices = sum(sizes[key] for key, shape in shapes.items() if len(shape) > 1)
     if dims is None and not fp8 and max(map(len, shapes.values())) < 2:
-        return Row(path=name, kind="vectors", shape=(), recipe=None, reason="no matrix", parameters=sum(sizes.values()))
+        return Row(
+            path=name,
+            kind="vectors",
+            shape=(),
+            recipe=None,
+            reason="no matrix",
+            parameters=sum(sizes.values()),
+        )
     count = None if traced is None else traced.layers.get(name, 0)
     some = f"only some of its hooks have FP8: {names}" if names and not fp8 else ""
-    reason = some or (decision.reason if decision else "has a hook" if fp8 else _why_not(layer, kind, largest))
+    reason = some or (
+        decision.reason if decision else "has a hook" if fp8 else _why_not(layer, kind, largest)
+    )
     return Row(
         path=name,
         kind=kind,
         shape=largest,
         recipe=names if fp8 else None,
-        reason=(OWN_CALL if _has_own_call(layer) else "never called") if dims and count == 0 else reason,
+        reason=(OWN_CALL if _has_own_call(layer) else "never called")
+        if dims and count == 0
+        else reason,
         parameters=sum(sizes.values()),
         in_fp8=sizes.get("kernel", matrices) if fp8 else 0,
         multiplications=count,
@@ -271,7 +371,9 @@ def _row(
 
 def _has_own_call(layer: nnx.Module | nn.Module | None) -> bool:
     """Whether a linear is of a class with a __call__ of its own, whose products no hook sees."""
-    return isinstance(layer, LINEARS) and not any(type(layer).__call__ is kind.__call__ for kind in LINEARS)
+    return isinstance(layer, LINEARS) and not any(
+        type(layer).__call__ is kind.__call__ for kind in LINEARS
+    )
 
 
 def _why_not(layer: nnx.Module | nn.Module | None, kind: str, shape: tuple[int, ...]) -> str:
@@ -290,7 +392,10 @@ def _why_not(layer: nnx.Module | nn.Module | None, kind: str, shape: tuple[int, 
 
 
 def _outside(shape: tuple[int, ...]) -> str:
-    return f"a parameter of {len(shape)} dims outside linears: experts (lax.ragged_dot) or a hand-written product have no hook"
+    return (
+        f"a parameter of {len(shape)} dims outside linears: experts (lax.ragged_dot) or a "
+        "hand-written product have no hook"
+    )
 
 
 def _report(rows: list[Row], vectors: list[Row], traced: _Traced | None) -> Report:
@@ -310,7 +415,14 @@ def _report(rows: list[Row], vectors: list[Row], traced: _Traced | None) -> Repo
         held = {row.path for row in rows}
         unheld = "by a hook of fp8ref's that no layer with parameters holds"
         rows += [
-            Row(path=name, kind="product", shape=(), recipe=None, reason=unheld, multiplications=count)
+            Row(
+                path=name,
+                kind="product",
+                shape=(),
+                recipe=None,
+                reason=unheld,
+                multiplications=count,
+            )
             for name, count in traced.layers.items()
             if name not in held
         ]
@@ -319,5 +431,14 @@ def _report(rows: list[Row], vectors: list[Row], traced: _Traced | None) -> Repo
             "ragged_dot_general": RAGGED,
             "conv_general_dilated": "convolutions have no hook",
         }.get(primitive, "outside layers in FP8")
-        rows.append(Row(path="", kind=primitive, shape=shape, recipe=None, reason=reason, multiplications=count))
+        rows.append(
+            Row(
+                path="",
+                kind=primitive,
+                shape=shape,
+                recipe=None,
+                reason=reason,
+                multiplications=count,
+            )
+        )
     return Report(rows=rows)

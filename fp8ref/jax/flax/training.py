@@ -18,9 +18,11 @@ Model: TypeAlias = nnx.Module | Mapping | Sequence["Model"]
 """An NNX model, the variables of a linen model, or a tuple or list of models of one kind."""
 
 
-def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, update: bool = False) -> Callable:
-    """A function of loss_fn's arguments, by position or name after the first, that returns (value, grads, seen): its value, its
-    gradient, and what the step observed.
+def value_and_grad(
+    loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, update: bool = False
+) -> Callable:
+    """A function of loss_fn's arguments, by position or name after the first, that returns (value,
+    grads, seen): its value, its gradient, and what the step observed.
 
     NNX:      loss_fn(model, *args) -> loss, or (loss, aux) under has_aux; grads is the nnx.State of
               the model's variables that ``wrt`` filters, as of nnx.grad.
@@ -41,9 +43,9 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, u
                      their state and observations stacked
               too. In linen an nn.scan that shares weights carries SEEN, in variable_carry: refused
               by name otherwise.
-    update    True: the states take the step's observations at once. Of an NNX model what is returned
-              is (value, grads), as of nnx.value_and_grad; of a linen model (value, grads, variables),
-              with the states after the step. It is for one call a step.
+    update    True: the states take the step's observations at once. Of an NNX model what is
+              returned is (value, grads), as of nnx.value_and_grad; of a linen model (value, grads,
+              variables), with the states after the step. It is for one call a step.
     Raises:   ValueError, at trace time: naming the layer, observations that would be lost, or a
               shared hook.
     """
@@ -69,19 +71,22 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False, wrt=nnx.Param, u
 
 
 def _checked_filter(wrt):
-    """The filter of variables in ``wrt``; ValueError for what is none, or filters another argument."""
+    """The filter of variables in ``wrt``; ValueError for what is none, or filters another
+    argument.
+    """
     if isinstance(wrt, nnx.DiffState):
         if wrt.argnum != 0:
             raise ValueError(
-                f"value_and_grad differentiates its first argument, 0; got wrt={wrt!r}. Give a loss of several "
-                "models a tuple of them as its first argument."
+                f"value_and_grad differentiates its first argument, 0; got wrt={wrt!r}. Give a "
+                "loss of several models a tuple of them as its first argument."
             )
         wrt = wrt.filter
     try:
         nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError) as error:  # ValueError: Flax's message itself fails
         raise ValueError(
-            f"wrt is a filter of variables, such as nnx.Param or nnx.LoRAParam, or nnx.DiffState(0, filter); got {wrt!r}."
+            "wrt is a filter of variables, such as nnx.Param or nnx.LoRAParam, or "
+            f"nnx.DiffState(0, filter); got {wrt!r}."
         ) from error
     return wrt
 
@@ -91,29 +96,44 @@ def _is_model(value) -> bool:
 
 
 def _is_nnx(model: Model) -> bool:
-    """True for NNX, False for linen; ValueError for what is no model, or for models of both kinds."""
+    """True for NNX, False for linen; ValueError for what is no model, or for models of both
+    kinds.
+    """
     models = [_checked_model(one) for one in jax.tree.leaves(model, is_leaf=_is_model)]
     kinds = {isinstance(one, nnx.Module) for one in models}
     if len(kinds) != 1:
         got = "none" if not kinds else "NNX models and linen variables together"
-        raise ValueError(f"models of one loss are all of NNX, or all variables of linen; got {got}. Bridge one with nnx.bridge.")
+        raise ValueError(
+            f"models of one loss are all of NNX, or all variables of linen; got {got}. Bridge "
+            "one with nnx.bridge."
+        )
     return kinds.pop()
 
 
 def _checked_model(model) -> nnx.Module | Mapping:
     """model, if it is one; ValueError otherwise."""
     if not (isinstance(model, nnx.Module) or (isinstance(model, Mapping) and "params" in model)):
-        got = f"collections {', '.join(map(str, model))}" if isinstance(model, Mapping) else type(model).__name__
+        got = (
+            f"collections {', '.join(map(str, model))}"
+            if isinstance(model, Mapping)
+            else type(model).__name__
+        )
         raise ValueError(
-            f"the first argument is an NNX model, or a linen model's variables with 'params', or a tuple or list of such models; got {got}."
+            "the first argument is an NNX model, or a linen model's variables with 'params', or "
+            f"a tuple or list of such models; got {got}."
         )
     return model
 
 
 def _by_prefix(tree, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
-    """The leaves of what has the structure of models: by '' for one, by '0.' and so on for a tuple or list."""
+    """The leaves of what has the structure of models: by '' for one, by '0.' and so on for a tuple
+    or list.
+    """
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
-    return {f"{jax.tree_util.keystr(path, simple=True, separator='.')}.".removeprefix("."): leaf for path, leaf in leaves}
+    return {
+        f"{jax.tree_util.keystr(path, simple=True, separator='.')}.".removeprefix("."): leaf
+        for path, leaf in leaves
+    }
 
 
 def _like(model: Model, leaves: Sequence) -> Any:
@@ -124,7 +144,11 @@ def _like(model: Model, leaves: Sequence) -> Any:
 def _states(model: Model) -> dict[str, LayerState]:
     """The state of every hook of linen models, by the key of its observations."""
     models = _by_prefix(model, _is_model)
-    return {prefix + _key(path): layer for prefix, one in models.items() for path, layer in linen_states(one).items()}
+    return {
+        prefix + _key(path): layer
+        for prefix, one in models.items()
+        for path, layer in linen_states(one).items()
+    }
 
 
 def update(model: Model, seen: Observed):
@@ -147,12 +171,18 @@ def _of_variables(model: Model, seen: Observed):
 
     def after(prefix: str, variables: Mapping) -> dict:
         layers = {
-            path: layer.replace(roles=delayed.update(layer.roles, seen.layers[prefix + _key(path)], recipe=layer.recipe))
+            path: layer.replace(
+                roles=delayed.update(
+                    layer.roles, seen.layers[prefix + _key(path)], recipe=layer.recipe
+                )
+            )
             for path, layer in linen_states(variables).items()
         }
         return {**variables, STATE: collection(layers, "state")} if layers else dict(variables)
 
-    return _like(model, [after(prefix, one) for prefix, one in _by_prefix(model, _is_model).items()])
+    return _like(
+        model, [after(prefix, one) for prefix, one in _by_prefix(model, _is_model).items()]
+    )
 
 
 def unseen(model: Model) -> Observed:
@@ -161,8 +191,16 @@ def unseen(model: Model) -> Observed:
     Raises:   ValueError: neither an NNX model nor a linen model's variables.
     """
     if _is_nnx(model):
-        return Observed(layers={path: _unseen_by(hook) for path, hook in hooks(model).items() if hook.state is not None})
-    return Observed(layers={key: _unseen(layer.recipe, layer.roles) for key, layer in _states(model).items()})
+        return Observed(
+            layers={
+                path: _unseen_by(hook)
+                for path, hook in hooks(model).items()
+                if hook.state is not None
+            }
+        )
+    return Observed(
+        layers={key: _unseen(layer.recipe, layer.roles) for key, layer in _states(model).items()}
+    )
 
 
 def unset_layers(model: Model) -> list[str]:
@@ -170,9 +208,17 @@ def unset_layers(model: Model) -> list[str]:
     evaluation under jit, which cannot warn. Raises as ``unseen``.
     """
     if _is_nnx(model):
-        stateful = {path: hook.state.get_value() for path, hook in hooks(model).items() if hook.state is not None}
+        stateful = {
+            path: hook.state.get_value()
+            for path, hook in hooks(model).items()
+            if hook.state is not None
+        }
         return [layer_name(path, model) for path, state in stateful.items() if delayed.unset(state)]
-    return [key.rpartition(".")[0] or key for key, layer in _states(model).items() if delayed.unset(layer.roles)]
+    return [
+        key.rpartition(".")[0] or key
+        for key, layer in _states(model).items()
+        if delayed.unset(layer.roles)
+    ]
 
 
 def _advance(model: Model, seen: Observed) -> None:
@@ -180,7 +226,9 @@ def _advance(model: Model, seen: Observed) -> None:
     of_hooks = {path: hook for path, hook in hooks(model).items() if hook.state is not None}
     amax_observations.same_layers(of_hooks, seen.layers, "update")
     for path, hook in of_hooks.items():
-        hook.state.set_value(delayed.update(hook.state.get_value(), seen.layers[path], recipe=hook.recipe))
+        hook.state.set_value(
+            delayed.update(hook.state.get_value(), seen.layers[path], recipe=hook.recipe)
+        )
 
 
 def _of_nnx(loss_fn: Callable, model: Model, args: tuple, kwargs: dict, has_aux: bool, wrt):
@@ -200,22 +248,35 @@ def _of_nnx(loss_fn: Callable, model: Model, args: tuple, kwargs: dict, has_aux:
         with amax_observations.observing() as observers:
             watched = _watched(loss_fn, observers.names)
             differentiated = nnx.DiffState(0, nnx.Any(nnx.All(wrt, nnx.Not(Fp8State)), Seen))
-            # also where Flax is set to treat modules as trees (nnx.set_graph_mode, set_graph_updates)
-            as_graph: dict = {"argnums": differentiated, "has_aux": has_aux, "graph": True, "graph_updates": True}
+            # also where Flax is set to treat modules as trees (nnx.set_graph_mode,
+            # set_graph_updates)
+            as_graph: dict = {
+                "argnums": differentiated,
+                "has_aux": has_aux,
+                "graph": True,
+                "graph_updates": True,
+            }
             value, both = nnx.value_and_grad(watched, **as_graph)(model, *args, **kwargs)
         forward = {path: hook.seen.get_value() for path, hook in stateful.items()}
     finally:
         for path, hook in every.items():
             hook.name, hook.seen = names[path], nnx.data(None)
     # The gradient by Seen variables carries the observations of grad_output.
-    split = {prefix: nnx.split_state(state, Seen, ...) for prefix, state in _by_prefix(both, _is_state).items()}
+    split = {
+        prefix: nnx.split_state(state, Seen, ...)
+        for prefix, state in _by_prefix(both, _is_state).items()
+    }
     of_path = {
         prefix + ".".join(map(str, path[:-1])): variable.get_value()
         for prefix, (backward, _) in split.items()
         for path, variable in nnx.to_flat_state(backward)
     }
     grads = _like(model, [rest for _, rest in split.values()])
-    return value, grads, Observed(layers={path: delayed.merge(forward[path], of_path[path]) for path in forward})
+    return (
+        value,
+        grads,
+        Observed(layers={path: delayed.merge(forward[path], of_path[path]) for path in forward}),
+    )
 
 
 def _is_state(value) -> bool:
@@ -228,13 +289,23 @@ def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
     nnx.scan drops changes to a layer that it broadcasts.
     """
 
-    @functools.wraps(loss_fn)  # nnx.value_and_grad reads from its signature where arguments by name go
+    @functools.wraps(
+        loss_fn
+    )  # nnx.value_and_grad reads from its signature where arguments by name go
     def watched(model: Model, *args):
         # A layer that ran but whose Seen is unchanged was a copy: its changes were dropped.
-        before = {path: hook.seen.get_value() for path, hook in hooks(model).items() if hook.seen is not None}
+        before = {
+            path: hook.seen.get_value()
+            for path, hook in hooks(model).items()
+            if hook.seen is not None
+        }
         out = loss_fn(model, *args)
         for path, hook in hooks(model).items():
-            if path in before and hook.name in observers and all(v is before[path][role] for role, v in hook.seen.get_value().items()):
+            if (
+                path in before
+                and hook.name in observers
+                and all(v is before[path][role] for role, v in hook.seen.get_value().items())
+            ):
                 raise ValueError(
                     f"{hook.name}: the observations of this layer are lost in a transformation "
                     "that shares it and returns no changes, such as nnx.scan with the layer "
@@ -251,18 +322,33 @@ def _of_linen(loss_fn: Callable, model: Model, args: tuple, has_aux: bool):
     models, start = _by_prefix(model, _is_model), unseen(model).layers
 
     def given(prefix: str, params, seen) -> dict:
-        """One model's variables in the loss. Its states say whose they are, for the keys of observations."""
-        states = {path: layer.replace(model=prefix) for path, layer in linen_states(models[prefix]).items()}
-        observed = {path: seen[prefix + _key(path)] for path in states}  # without a state empty: apply returns it if it is mutable
+        """One model's variables in the loss.
+
+        Its states say whose they are, for the keys of observations.
+        """
+        states = {
+            path: layer.replace(model=prefix)
+            for path, layer in linen_states(models[prefix]).items()
+        }
+        observed = {
+            path: seen[prefix + _key(path)] for path in states
+        }  # without a state empty: apply returns it if it is mutable
         of_states = {STATE: collection(states, "state")} if states else {}
         return {**models[prefix], **of_states, "params": params, SEEN: collection(observed, "seen")}
 
     def of(params, seen):
-        loss, updated, aux = _parts(loss_fn(_like(model, [given(key, params[key], seen) for key in models]), *args), has_aux, model)
-        if not has_aux and (others := [name for one in updated.values() for name in one if name != SEEN]):
+        loss, updated, aux = _parts(
+            loss_fn(_like(model, [given(key, params[key], seen) for key in models]), *args),
+            has_aux,
+            model,
+        )
+        if not has_aux and (
+            others := [name for one in updated.values() for name in one if name != SEEN]
+        ):
+            observed = any(SEEN in one for one in updated.values())
             raise ValueError(
-                f"collections {', '.join(others)} would be lost. Return them as aux, under has_aux=True: (loss, "
-                f"{'(updated, updated)' if any(SEEN in one for one in updated.values()) else 'updated'})."
+                f"collections {', '.join(others)} would be lost. Return them as aux, under "
+                f"has_aux=True: (loss, {'(updated, updated)' if observed else 'updated'})."
             )
         return loss, (_linen_seen(updated, start, observers.threaded), aux)
 
@@ -275,36 +361,51 @@ def _of_linen(loss_fn: Callable, model: Model, args: tuple, has_aux: bool):
             if "broadcasted variable has a data dependency" not in str(error):
                 raise
             raise ValueError(
-                f"an nn.scan that shares its layers' weights cannot broadcast {SEEN!r}, which every use changes; got it in "
-                f"variable_broadcast. Broadcast 'params' and {STATE!r}, and name {SEEN!r} in variable_carry."
+                f"an nn.scan that shares its layers' weights cannot broadcast {SEEN!r}, which "
+                "every use changes; got it in variable_broadcast. Broadcast 'params' and "
+                f"{STATE!r}, and name {SEEN!r} in variable_carry."
             ) from error
         except TypeError as error:
             if "scan body function carry" not in str(error) or SEEN not in str(error):
                 raise
             raise ValueError(
-                f"an nn.scan that carries {SEEN!r} hands observations from use to use; got an apply that does not let it change. "
-                f"Call apply(..., mutable=[{SEEN!r}]), and return (loss, updated)."
+                f"an nn.scan that carries {SEEN!r} hands observations from use to use; got an "
+                f"apply that does not let it change. Call apply(..., mutable=[{SEEN!r}]), and "
+                "return (loss, updated)."
             ) from error
-    if lost := [path for path in observers.given if path not in observers.delivered | observers.threaded]:
+    if lost := [
+        path for path in observers.given if path not in observers.delivered | observers.threaded
+    ]:
         raise ValueError(
-            f"{', '.join(lost)}: observations come out with the gradient, and the loss has none by the output of this layer, which is unused or "
-            f"behind stop_gradient or argmax. Call apply(..., mutable=[{SEEN!r}]), and return (loss, updated)."
+            f"{', '.join(lost)}: observations come out with the gradient, and the loss has none "
+            "by the output of this layer, which is unused or behind stop_gradient or argmax. "
+            f"Call apply(..., mutable=[{SEEN!r}]), and return (loss, updated)."
         )
     # backward has all observations of a layer that leaves SEEN as it is
-    seen = Observed(layers={path: delayed.merge(backward[path], *([forward[path]] if path in forward else [])) for path in start})
+    seen = Observed(
+        layers={
+            path: delayed.merge(backward[path], *([forward[path]] if path in forward else []))
+            for path in start
+        }
+    )
     grads = _like(model, [grads[prefix] for prefix in models])
     return ((loss, aux) if has_aux else loss), grads, seen
 
 
 def _parts(out, has_aux: bool, model: Model) -> tuple:
-    """(loss, updated, aux) of what a linen loss_fn returned; updated is by prefix of the models, {} where it returned none."""
+    """(loss, updated, aux) of what a linen loss_fn returned; updated is by prefix of the models, {}
+    where it returned none.
+    """
     if not has_aux:
         pair = isinstance(out, tuple) and len(out) == 2
         return (out[0], _collections(out[1], model), None) if pair else (out, {}, None)
     loss, aux = out
     # Another mapping in a pair is the caller's own.
     pair = isinstance(aux, tuple) and len(aux) == 2
-    if pair and any(isinstance(one, Mapping) and SEEN in one for one in jax.tree.leaves(aux[0], is_leaf=_is_model)):
+    if pair and any(
+        isinstance(one, Mapping) and SEEN in one
+        for one in jax.tree.leaves(aux[0], is_leaf=_is_model)
+    ):
         return loss, _collections(aux[0], model), aux[1]
     return loss, {}, aux
 
@@ -312,23 +413,36 @@ def _parts(out, has_aux: bool, model: Model) -> tuple:
 def _collections(updated, model: Model) -> dict[str, Mapping]:
     """What apply returned for each linen model, by prefix; ValueError for anything else."""
     of_models = _by_prefix(updated, _is_model)
-    if of_models.keys() == _by_prefix(model, _is_model).keys() and all(isinstance(one, Mapping) for one in of_models.values()):
+    if of_models.keys() == _by_prefix(model, _is_model).keys() and all(
+        isinstance(one, Mapping) for one in of_models.values()
+    ):
         return of_models
+    got = jax.tree.map(
+        lambda one: type(one).__name__,
+        updated,
+        is_leaf=lambda one: one is None or _is_model(one),
+    )
     raise ValueError(
-        f"{', '.join(unseen(model).layers) or 'value_and_grad'}: a linen loss_fn returns (loss, updated), where updated is what "
-        f"apply(..., mutable=[{SEEN!r}]) returned, a tuple of them for a tuple of models, or the loss alone of an apply without it; "
-        f"got {jax.tree.map(lambda one: type(one).__name__, updated, is_leaf=lambda one: one is None or _is_model(one))}."
+        f"{', '.join(unseen(model).layers) or 'value_and_grad'}: a linen loss_fn returns (loss, "
+        f"updated), where updated is what apply(..., mutable=[{SEEN!r}]) returned, a tuple of "
+        f"them for a tuple of models, or the loss alone of an apply without it; got {got}."
     )
 
 
-def _linen_seen(updated: Mapping[str, Mapping], expected: Mapping, threaded: set[str]) -> Mapping[str, delayed.Seen]:
+def _linen_seen(
+    updated: Mapping[str, Mapping], expected: Mapping, threaded: set[str]
+) -> Mapping[str, delayed.Seen]:
     """The observations in the collections that a linen loss returned, by key of the hook;
     ValueError if those of a hook that changed them are missing."""
     seen: dict[str, dict] = {}
     for prefix, of_model in updated.items():
         for path, value in traverse_util.flatten_dict(of_model.get(SEEN, {})).items():
             seen.setdefault(prefix + _key(path[:-2]), {})[path[-1]] = value
-    amax_observations.same_layers({path: one for path, one in expected.items() if path in threaded or path in seen}, seen, "value_and_grad")
+    amax_observations.same_layers(
+        {path: one for path, one in expected.items() if path in threaded or path in seen},
+        seen,
+        "value_and_grad",
+    )
     return seen
 
 
@@ -342,4 +456,8 @@ def _unseen_by(hook: Hook) -> delayed.Seen:
 
 def _unseen(recipe, roles: Mapping) -> delayed.Seen:
     """Empty observations of the roles that have a state, of the state's shape."""
-    return {role: blank for role, of_role in roles.items() for blank in [delayed.unseen(recipe, of_role.stored.shape)[role]]}
+    return {
+        role: blank
+        for role, of_role in roles.items()
+        for blank in [delayed.unseen(recipe, of_role.stored.shape)[role]]
+    }

@@ -25,9 +25,11 @@ models: weakref.WeakKeyDictionary[object, Model] = weakref.WeakKeyDictionary()
 _warned: set[int] = set()
 
 
-def notice(state: delayed.State, name: str, model: Callable[[], object]) -> Callable[[], None] | None:
-    """What warns, once a model, of a layer's pass that observes nothing; None if its scales are set, or
-    its state is traced.
+def notice(
+    state: delayed.State, name: str, model: Callable[[], object]
+) -> Callable[[], None] | None:
+    """What warns, once a model, of a layer's pass that observes nothing; None if its scales are
+    set, or its state is traced.
 
     model   gives what stands for the model, by its identity while it lives.
     """

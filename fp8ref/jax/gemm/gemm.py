@@ -1,11 +1,11 @@
 """Matrix multiplication of FP8 operands, [M, K] x [N, K] -> [M, N] (spec G).
 
-Order: one XLA dot on float8 arrays with float32 output; the epilogue: scales, rounding; the sum over
-devices, where K is cut (P-8), or before the epilogue if accumulators are summed (P-7). On an NVIDIA
-GPU, unless accumulators are summed, the GEMM writes its output's dtype, and cuBLASLt applies the
-scales of tensorwise operands (G-22). Operands in blocks are dequantized first, because no FP8 dot
-takes scales that vary along K (G-16). Simulated hardware replaces the dot and, unless accumulators
-are summed, the epilogue too (G-19, G-21).
+Order: one XLA dot on float8 arrays with float32 output; the epilogue: scales, rounding; the sum
+over devices, where K is cut (P-8), or before the epilogue if accumulators are summed (P-7). On an
+NVIDIA GPU, unless accumulators are summed, the GEMM writes its output's dtype, and cuBLASLt applies
+the scales of tensorwise operands (G-22). Operands in blocks are dequantized first, because no FP8
+dot takes scales that vary along K (G-16). Simulated hardware replaces the dot and, unless
+accumulators are summed, the epilogue too (G-19, G-21).
 """
 
 import contextlib
@@ -67,9 +67,9 @@ def matmul(
     in_steps  also on a GPU a float32 dot, then the epilogue: where XLA cuts K over devices, it sums
               raw accumulators (P-9).
     dequantized
-              on a GPU the operands of rows too are written as dequantized ones, by 1, where the GEMM
-              rounds: the same bits. XLA then transposes b's codes where it writes them, and not the
-              tensor that they are made of.
+              on a GPU the operands of rows too are written as dequantized ones, by 1, where the
+              GEMM rounds: the same bits. XLA then transposes b's codes where it writes them, and
+              not the tensor that they are made of.
     Raises:   ValueError: ranks or reduced lengths that differ, a reduced axis among the leading
               dims, unknown names; granularities that do not go together (``epilogue.check_pair``);
               blocks under unit_round_scale_round.
@@ -80,15 +80,25 @@ def matmul(
         raise ValueError(f"accumulate is one of {', '.join(PRECISION)}; got {accumulate!r}.")
     epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
     # Raw accumulators are summed over devices before the epilogue; results, after it.
-    early, late = (collective, None) if collective and collective.parts == "accumulators" else (None, collective)
+    early, late = (
+        (collective, None)
+        if collective and collective.parts == "accumulators"
+        else (None, collective)
+    )
     a = _arranged(a, late)
     if multiply is not None and early is None:
         out = _simulated(multiply, a, b, accumulate, epilogue, out_dtype, turned)
     elif early is None and not in_steps and not dequantizes(a.granularity):
-        out = _multiplied(a, b, axes, accumulate, epilogue, out_dtype, turned, powers_of_two, dequantized)
+        out = _multiplied(
+            a, b, axes, accumulate, epilogue, out_dtype, turned, powers_of_two, dequantized
+        )
     else:
         acc = _total(_accumulated(a, b, axes, accumulate, epilogue, early, turned, multiply), early)
-        out = acc.astype(out_dtype) if dequantizes(a.granularity) else _scaled(acc, a, b, axes, epilogue, out_dtype, early, turned)
+        out = (
+            acc.astype(out_dtype)
+            if dequantizes(a.granularity)
+            else _scaled(acc, a, b, axes, epilogue, out_dtype, early, turned)
+        )
     return _total(out, late).astype(out_dtype)
 
 
@@ -109,12 +119,16 @@ def matmul_hp(
               in_steps as there. On an NVIDIA GPU the GEMM itself writes out_dtype.
     """
     if in_steps or (collective and collective.parts == "accumulators"):
-        return _total(_dot(a, b, axes, lax.Precision.DEFAULT, turned, collective), collective).astype(out_dtype)
+        return _total(
+            _dot(a, b, axes, lax.Precision.DEFAULT, turned, collective), collective
+        ).astype(out_dtype)
     out = lax.platform_dependent(
         a,
         b,
         cuda=lambda a, b: _dot(a, b, axes, lax.Precision.DEFAULT, turned, collective, out_dtype),
-        default=lambda a, b: _dot(a, b, axes, lax.Precision.DEFAULT, turned, collective).astype(out_dtype),
+        default=lambda a, b: _dot(a, b, axes, lax.Precision.DEFAULT, turned, collective).astype(
+            out_dtype
+        ),
     )
     return _total(out, collective).astype(out_dtype)
 
@@ -141,7 +155,8 @@ def _multiplied(
     powers_of_two: bool,
     dequantized: bool,
 ) -> jax.Array:
-    """The GEMM of a device's operands and its epilogue, where no accumulators are summed over devices.
+    """The GEMM of a device's operands and its epilogue, where no accumulators are summed over
+    devices.
 
     On an NVIDIA GPU the GEMM writes out_dtype, and no kernel rescales a float32 result (G-22):
     tensorwise operands are written as dequantized ones, a pattern in which XLA finds cuBLASLt's FP8
@@ -156,12 +171,17 @@ def _multiplied(
 
     def by_cublaslt(a: Quantized, b: Quantized, scales: tuple[jax.Array, jax.Array]) -> jax.Array:
         # XLA passes each scale on in float32: it drops the two conversions, as its option
-        # xla_allow_excess_precision, on by default, lets it. ``proof`` looks for scales that it rounded.
-        of_a, of_b = (q.codes.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for q, scale in zip((a, b), scales, strict=True))
+        # xla_allow_excess_precision, on by default, lets it. ``proof`` looks for scales that it
+        # rounded.
+        of_a, of_b = (
+            q.codes.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)
+            for q, scale in zip((a, b), scales, strict=True)
+        )
         with jax.named_scope("dequantized"):  # ``proof`` takes this dot for an FP8 GEMM
             out = _dot(of_a, of_b, axes, PRECISION[accumulate], turned, None, out_dtype)
         # Changes nothing, but is no part of what XLA makes a GEMM's epilogue of: it would add a
-        # residual or a bias before the GEMM rounds, and cannot compile a GELU that is in a checkpoint.
+        # residual or a bias before the GEMM rounds, and cannot compile a GELU that is in a
+        # checkpoint.
         return lax.reduce_precision(out, info.nexp, info.nmant)
 
     def scaled_by_cublaslt(a: Quantized, b: Quantized) -> jax.Array:
@@ -171,13 +191,19 @@ def _multiplied(
 
     def scaled_after_rounding(a: Quantized, b: Quantized) -> jax.Array:
         if dequantized and out_dtype != jnp.float16:
-            one = lax.optimization_barrier((jnp.float32(1), a.scale_inv, b.scale_inv))[0]  # by its scales, one of its own
+            one = lax.optimization_barrier((jnp.float32(1), a.scale_inv, b.scale_inv))[
+                0
+            ]  # by its scales, one of its own
             rounded = by_cublaslt(a, b, (one, one))
         else:
             rounded = _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, None, out_dtype)
         return _scaled(rounded.astype(jnp.float32), a, b, axes, epilogue, out_dtype, None, turned)
 
-    if {a.granularity, b.granularity} == {"tensorwise"} and epilogue != "unit_round_scale_round" and out_dtype != jnp.float16:
+    if (
+        {a.granularity, b.granularity} == {"tensorwise"}
+        and epilogue != "unit_round_scale_round"
+        and out_dtype != jnp.float16
+    ):
         on_gpu = scaled_by_cublaslt
     elif epilogue == "unit_round_scale_round" or (powers_of_two and out_dtype == jnp.bfloat16):
         on_gpu = scaled_after_rounding
@@ -206,13 +232,25 @@ def _accumulated(
     a = _arranged(a, collective)
     if blocks:
         return _simulated(multiply, a, b, accumulate, epilogue, jnp.float32, turned)
-    return _simulated(multiply, _unscaled(a), _unscaled(b), accumulate, "product_then_round", jnp.float32, turned)
+    return _simulated(
+        multiply, _unscaled(a), _unscaled(b), accumulate, "product_then_round", jnp.float32, turned
+    )
 
 
-def _simulated(by: Multiply, a: Quantized, b: Quantized, accumulate: str, epilogue: str, out_dtype, turned: bool) -> jax.Array:
+def _simulated(
+    by: Multiply,
+    a: Quantized,
+    b: Quantized,
+    accumulate: str,
+    epilogue: str,
+    out_dtype,
+    turned: bool,
+) -> jax.Array:
     """The GEMM by simulated hardware, [M, N], or [N, M] if turned."""
     assert a.codes.ndim == 2, "simulated hardware multiplies matrices"
-    out = hardware.matmul(a, b, by=by, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype)
+    out = hardware.matmul(
+        a, b, by=by, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype
+    )
     return out.T if turned else out
 
 
@@ -228,15 +266,22 @@ def _scaled(
 ) -> jax.Array:
     """The epilogue: accumulators [M, N] times the scales of the rows of a and of b, rounded to
     out_dtype."""
-    scale_a, scale_b = _rows(a.scale_inv, axes[0]), jnp.swapaxes(_rows(b.scale_inv, axes[1]), -1, -2)  # [.., M, 1], [.., 1, N]
+    scale_a, scale_b = (
+        _rows(a.scale_inv, axes[0]),
+        jnp.swapaxes(_rows(b.scale_inv, axes[1]), -1, -2),
+    )  # [.., M, 1], [.., 1, N]
     scale_a = collective.own_rows(scale_a) if collective else scale_a
     if turned:
         scale_a, scale_b = jnp.swapaxes(scale_a, -1, -2), jnp.swapaxes(scale_b, -1, -2)
     return finish(acc, scale_a, scale_b, epilogue, out_dtype)
 
 
-def finish(acc: jax.Array, scale_a: jax.Array, scale_b: jax.Array, epilogue: str, out_dtype) -> jax.Array:
-    """An accumulator times both scale_inv, which broadcast to it, rounded to out_dtype (G-4, G-5, G-14)."""
+def finish(
+    acc: jax.Array, scale_a: jax.Array, scale_b: jax.Array, epilogue: str, out_dtype
+) -> jax.Array:
+    """An accumulator times both scale_inv, which broadcast to it, rounded to out_dtype (G-4, G-5,
+    G-14).
+    """
     if epilogue == "scale_then_round":
         return ((acc * scale_a) * scale_b).astype(out_dtype)
     if epilogue == "unit_round_scale_round":
@@ -293,8 +338,8 @@ def _reduced_axes(a: Quantized, b: Quantized) -> tuple[int, int]:
         or shape_a[axes[0]] != shape_b[axes[1]]
     ):
         raise ValueError(
-            f"a GEMM reduces one of the last two axes of a and of b, of one length, and their leading dims are equal; got {shape_a} along "
-            f"{a.axis} and {shape_b} along {b.axis}."
+            "a GEMM reduces one of the last two axes of a and of b, of one length, and their "
+            f"leading dims are equal; got {shape_a} along {a.axis} and {shape_b} along {b.axis}."
         )
     return axes
 
@@ -302,7 +347,10 @@ def _reduced_axes(a: Quantized, b: Quantized) -> tuple[int, int]:
 def _from_the_end(q: Quantized) -> int:
     """The reduced axis of q, counted from the end; ValueError if there are several."""
     if not isinstance(q.axis, int):
-        raise ValueError(f"a GEMM reduces one axis of an operand; got one quantized along {q.axis}. Flatten it first.")
+        raise ValueError(
+            f"a GEMM reduces one axis of an operand; got one quantized along {q.axis}. Flatten "
+            "it first."
+        )
     return q.axis - q.codes.ndim if q.axis >= 0 else q.axis
 
 
@@ -322,8 +370,8 @@ def _dot(
         # [N, M] = b x a: the same products, and the result needs no transpose.
         a, b, axes = b, a, (axes[1], axes[0])
     leading = tuple(range(a.ndim - 2))
-    # Without a preferred type, e4m3 x e5m2 would demote the e4m3 operand to e5m2. ``proof`` reads the
-    # order of the operands from the scope.
+    # Without a preferred type, e4m3 x e5m2 would demote the e4m3 operand to e5m2. ``proof`` reads
+    # the order of the operands from the scope.
     with jax.named_scope("turned") if turned else contextlib.nullcontext():
         return lax.dot_general(
             a,

@@ -29,7 +29,11 @@ THREADS = 4
 With fewer than two, the devices wait for each other forever (measured, jax 0.10).
 """
 
-_CODES = {jnp.dtype(dtype): FP8_FORMATS[name] for name, dtype in cast.DTYPES.items() if name in FP8_FORMATS}
+_CODES = {
+    jnp.dtype(dtype): FP8_FORMATS[name]
+    for name, dtype in cast.DTYPES.items()
+    if name in FP8_FORMATS
+}
 _FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
@@ -38,8 +42,9 @@ def check(x: jax.Array, w: jax.Array, mode: sharding.Mode, name: str) -> None:
     on these devices."""
     if w.ndim > 2:
         raise ValueError(
-            f"{name}: simulated hardware multiplies matrices, x [M, K] by w [N, K]; got a batch of them, {x.shape} and {w.shape}. "
-            "Leave multiply out of this contraction, or write it as linears."
+            f"{name}: simulated hardware multiplies matrices, x [M, K] by w [N, K]; got a batch "
+            f"of them, {x.shape} and {w.shape}. Leave multiply out of this contraction, or "
+            "write it as linears."
         )
     try:
         devices = 1 if mode == "one" else jax.typeof(x).sharding.mesh.size
@@ -52,13 +57,17 @@ def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
     """ValueError if callbacks from this many devices would deadlock, or XLA would gather the
     operands for them first."""
     if platform != "cpu":
-        raise ValueError(f"simulated hardware multiplies on the host's CPU; jax runs on {platform}. Use accumulate 'native' there.")
+        raise ValueError(
+            f"simulated hardware multiplies on the host's CPU; jax runs on {platform}. Use "
+            "accumulate 'native' there."
+        )
     if devices == 1:
         return
     if not mapped:
         raise ValueError(
-            "on a mesh, simulated hardware multiplies inside shard_map, each device its own pieces; under plain jit XLA would gather them all "
-            "for one call. Set parallel.through to shard_map."
+            "on a mesh, simulated hardware multiplies inside shard_map, each device its own "
+            "pieces; under plain jit XLA would gather them all for one call. Set "
+            "parallel.through to shard_map."
         )
     given, needed = os.environ.get("NPROC", ""), THREADS * devices
     if not given.isdigit() or int(given) < needed:
@@ -69,7 +78,9 @@ def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
         )
 
 
-def matmul(a: Quantized, b: Quantized, *, by: Multiply, accumulate: str, epilogue: str, out_dtype) -> jax.Array:
+def matmul(
+    a: Quantized, b: Quantized, *, by: Multiply, accumulate: str, epilogue: str, out_dtype
+) -> jax.Array:
     """[M, K] x [N, K] -> [M, N] of out_dtype by a function on the host; an operand of axis 0, or
     -2, is [K, M].
 
@@ -91,7 +102,12 @@ def matmul(a: Quantized, b: Quantized, *, by: Multiply, accumulate: str, epilogu
             else Factor(np.asarray(c).view(np.uint8).T, np.asarray(s).T, *kind)
             for c, s, axis, kind in zip(codes, scales, axes, kinds, strict=True)
         )
-        found = by(*factors, accumulate=accumulate, epilogue=epilogue, out_dtype=_FORMATS[out_dtype.name])  # type: ignore[arg-type]
+        found = by(
+            *factors,
+            accumulate=accumulate,  # type: ignore[arg-type]
+            epilogue=epilogue,
+            out_dtype=_FORMATS[out_dtype.name],
+        )
         return _narrowed(found, out_dtype)
 
     def on_host(codes: tuple, scales: tuple) -> np.ndarray:
@@ -99,29 +115,41 @@ def matmul(a: Quantized, b: Quantized, *, by: Multiply, accumulate: str, epilogu
 
     codes, scales = (a.codes, b.codes), (a.scale_inv, b.scale_inv)
     with jax.named_scope(f"{SCOPE}:{by.name}:{accumulate}"):
-        out = jax.pure_callback(on_host, jax.ShapeDtypeStruct(shape, out_dtype), codes, scales, vmap_method="sequential")
+        out = jax.pure_callback(
+            on_host, jax.ShapeDtypeStruct(shape, out_dtype), codes, scales, vmap_method="sequential"
+        )
     varying = frozenset().union(*(sharding.varying(v) for v in (*codes, *scales)))
     # A callback's result carries no type of its own: mark it as varying wherever its operands vary.
     return lax.pcast(out, tuple(varying), to="varying") if varying else out
 
 
 def batched_matmul(a: jax.Array, b: jax.Array, *, by: Multiply, accumulate: str) -> jax.Array:
-    """[n, M, K] x [n, N, K] -> float32 [n, M, N] of native float8 codes, each of the n products by a function on the host, as ``matmul``."""
+    """[n, M, K] x [n, N, K] -> float32 [n, M, N] of native float8 codes, each of the n products by
+    a function on the host, as ``matmul``.
+    """
     one, shape = np.ones((), np.float32), (a.shape[0], a.shape[1], b.shape[1])
     fmts = [_CODES[x.dtype] for x in (a, b)]
     thread = _thread()
 
     def multiplied(a, b) -> np.ndarray:
         pairs = zip(*(np.asarray(x).view(np.uint8) for x in (a, b)), strict=True)
-        factors = ([Factor(codes, one, fmt, "tensorwise") for codes, fmt in zip(pair, fmts, strict=True)] for pair in pairs)
-        found = [by(*pair, accumulate=accumulate, epilogue="scale_then_round", out_dtype=FLOAT32) for pair in factors]  # type: ignore[arg-type]
+        factors = (
+            [Factor(codes, one, fmt, "tensorwise") for codes, fmt in zip(pair, fmts, strict=True)]
+            for pair in pairs
+        )
+        found = [
+            by(*pair, accumulate=accumulate, epilogue="scale_then_round", out_dtype=FLOAT32)  # type: ignore[arg-type]
+            for pair in factors
+        ]
         return np.stack(found)
 
     def on_host(a, b) -> np.ndarray:
         return thread.submit(multiplied, a, b).result()
 
     with jax.named_scope(f"{SCOPE}:{by.name}:{accumulate}"):
-        out = jax.pure_callback(on_host, jax.ShapeDtypeStruct(shape, jnp.float32), a, b, vmap_method="sequential")
+        out = jax.pure_callback(
+            on_host, jax.ShapeDtypeStruct(shape, jnp.float32), a, b, vmap_method="sequential"
+        )
     varying = sharding.varying(a) | sharding.varying(b)
     return lax.pcast(out, tuple(varying), to="varying") if varying else out
 

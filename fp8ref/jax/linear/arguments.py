@@ -1,4 +1,6 @@
-"""The arguments of a linear: checked, by the name of the layer, and what is static of them collected in a ``Use`` (spec L, R-1)."""
+"""The arguments of a linear: checked, by the name of the layer, and what is static of them
+collected in a ``Use`` (spec L, R-1).
+"""
 
 import math
 import warnings
@@ -36,7 +38,8 @@ def use(
     multiply: Multiply | None,
     measures: bool,
 ) -> Use:
-    """What is static about one call of a linear, of the arguments of ``linear.contract``; whoever observes GEMMs is asked here.
+    """What is static about one call of a linear, of the arguments of ``linear.contract``; whoever
+    observes GEMMs is asked here.
 
     Warns:    once a layer, of dims that are not multiples of 16 (L-5).
     Raises:   ValueError, naming the layer, as ``linear.apply``; a name with '/', '(' or ')'.
@@ -44,20 +47,26 @@ def use(
     recipe = check_recipe(recipe, name)
     out_dtype = _check_arrays(x, w, out_dtype, name)
     delayed.check(state, seen, recipe, name)
-    if stack := next((jnp.shape(one.stored) for one in (state or {}).values() if jnp.ndim(one.stored)), ()):
+    if stack := next(
+        (jnp.shape(one.stored) for one in (state or {}).values() if jnp.ndim(one.stored)), ()
+    ):
         raise ValueError(
-            f"{name}: one linear has one state; got those of a stack of {list(stack)}. Scan or vmap over states, seen and weights."
+            f"{name}: one linear has one state; got those of a stack of {list(stack)}. Scan or "
+            "vmap over states, seen and weights."
         )
     mode: sharding.Mode = "jit" if layout else sharding.mode(x, w, placement, name)
     if delayed.keeps_state(recipe) and placement and placement.scope == "local":
         raise ValueError(
-            f"{name}: delayed scaling keeps one state for all devices, so its amaxes are global; got scope 'local'. Use 'global'."
+            f"{name}: delayed scaling keeps one state for all devices, so its amaxes are "
+            "global; got scope 'local'. Use 'global'."
         )
     if multiply is not None:
         hardware.check(x, w, mode, name)
     placement = placement or Placement()
     if mode == "jit" and layout is None:
-        layout = sharding.layout(placement, {"input": x.ndim, "weight": w.ndim, "grad_output": x.ndim}, turned=turned)
+        layout = sharding.layout(
+            placement, {"input": x.ndim, "weight": w.ndim, "grad_output": x.ndim}, turned=turned
+        )
     n, k = sharding.gemm_dims(w, placement, layout, turned=turned)
     if recipe.fp8 and (n % 16 or k % 16):
         _warn_of_padding(name, n, k)
@@ -88,8 +97,8 @@ def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
 
 
 def checked_weight(prepared: Quantized | Scales, w: jax.Array, use: Use) -> Quantized | Scales:
-    """The FP8 copy of a weight, or its scales, as constants; ValueError, naming the layer, unless they are of the recipe's cast, and of the whole
-    weight."""
+    """The FP8 copy of a weight, or its scales, as constants; ValueError, naming the layer, unless
+    they are of the recipe's cast, and of the whole weight."""
     name = use.name
     try:
         spec = recipes.weight_copy(use.recipe)
@@ -97,20 +106,37 @@ def checked_weight(prepared: Quantized | Scales, w: jax.Array, use: Use) -> Quan
         raise ValueError(f"{name}: {error}") from error
     wanted = f"a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}, or its Scales"
     if not isinstance(prepared, (Quantized, Scales)):
-        raise ValueError(f"{name}: prepared is {wanted}; got {type(prepared).__name__}. Use states.copies, or scales.scales_from_amax.")
+        raise ValueError(
+            f"{name}: prepared is {wanted}; got {type(prepared).__name__}. Use states.copies, "
+            "or scales.scales_from_amax."
+        )
     if isinstance(prepared, Quantized):
         codes = prepared.codes
-        if (prepared.fmt, prepared.granularity, codes.shape, codes.dtype) != (spec.fmt, "tensorwise", w.shape, cast.DTYPES[spec.fmt.name]):
+        if (prepared.fmt, prepared.granularity, codes.shape, codes.dtype) != (
+            spec.fmt,
+            "tensorwise",
+            w.shape,
+            cast.DTYPES[spec.fmt.name],
+        ):
             has = f"{prepared.fmt} {prepared.granularity} {codes.shape} in {codes.dtype}"
-            raise ValueError(f"{name}: prepared is {wanted}; got {has}. Use states.copies, or scales.scales_from_amax.")
+            raise ValueError(
+                f"{name}: prepared is {wanted}; got {has}. Use states.copies, or "
+                "scales.scales_from_amax."
+            )
     pair = prepared.scale, prepared.scale_inv
     found = [f"{v.dtype} {v.shape}" if hasattr(v, "dtype") else type(v).__name__ for v in pair]
     if found != ["float32 ()"] * 2:
-        raise ValueError(f"{name}: scales of a weight are float32 (); got {', '.join(found)}. Use scales.scales_from_amax.")
-    if own := {axis for v in pair for axis in sharding.varying(v)} & set(use.over("weight", "tensorwise", -1)):
         raise ValueError(
-            f"{name}: scales are the whole weight's, the same on all devices; got scales that vary along {', '.join(sorted(own))}. "
-            "Take the amax over these axes too: scaling.amax(w, over=...)."
+            f"{name}: scales of a weight are float32 (); got {', '.join(found)}. Use "
+            "scales.scales_from_amax."
+        )
+    if own := {axis for v in pair for axis in sharding.varying(v)} & set(
+        use.over("weight", "tensorwise", -1)
+    ):
+        raise ValueError(
+            f"{name}: scales are the whole weight's, the same on all devices; got scales that "
+            f"vary along {', '.join(sorted(own))}. Take the amax over these axes too: "
+            "scaling.amax(w, over=...)."
         )
     return jax.tree.map(lax.stop_gradient, prepared)
 
@@ -119,7 +145,10 @@ def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
     """The output's dtype; ValueError for a name that ``proof`` could not read back, or dtypes that
     do not fit."""
     if set(name) & set("/()"):
-        raise ValueError(f"a layer's name has no '/', '(' or ')', because the proof uses them as separators; got {name!r}.")
+        raise ValueError(
+            "a layer's name has no '/', '(' or ')', because the proof uses them as separators; "
+            f"got {name!r}."
+        )
     if out_dtype is None and x.dtype != w.dtype:
         raise ValueError(
             f"{name}: x and w have one dtype, unless preferred_element_type sets that of the "
@@ -128,7 +157,10 @@ def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
     out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
     for dtype in (x.dtype, w.dtype, out_dtype):
         if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            raise ValueError(f"{name}: x, w and the output are bfloat16, float16 or float32; got {dtype}. Cast it first.")
+            raise ValueError(
+                f"{name}: x, w and the output are bfloat16, float16 or float32; got {dtype}. "
+                "Cast it first."
+            )
     return out_dtype
 
 
@@ -144,12 +176,15 @@ def _warn_of_padding(name: str, n: int, k: int) -> None:
 
 
 def check_mu(mu: jax.Array, use: Use) -> None:
-    """ValueError, naming the layer, unless gradients of the weight are exchanged in FP8, by this factor."""
+    """ValueError, naming the layer, unless gradients of the weight are exchanged in FP8, by this
+    factor.
+    """
     placement = use.placement
     if use.mode != "shard_map" or placement.reduce_grads != "float8_e4m3fn" or not placement.m:
         raise ValueError(
-            f"{use.name}: mu is of gradients that devices exchange in FP8 (P-22); got reduce_grads {placement.reduce_grads!r} over m={placement.m}. "
-            "Set reduce_grads 'float8_e4m3fn' and m, inside shard_map, or leave mu out."
+            f"{use.name}: mu is of gradients that devices exchange in FP8 (P-22); got "
+            f"reduce_grads {placement.reduce_grads!r} over m={placement.m}. Set reduce_grads "
+            "'float8_e4m3fn' and m, inside shard_map, or leave mu out."
         )
     if mu.shape != () or mu.dtype != jnp.float32:
         raise ValueError(f"{use.name}: mu is float32 (); got {mu.dtype} {mu.shape}.")

@@ -44,23 +44,37 @@ def dot_general(
               differ without a preferred_element_type, which is the output's; batch dims under
               multiply or inside shard_map.
     """
-    (contract_x, contract_w), (batch_x, batch_w) = ((tuple(map(int, dims)) for dims in pair) for pair in dimension_numbers)
+    (contract_x, contract_w), (batch_x, batch_w) = (
+        (tuple(map(int, dims)) for dims in pair) for pair in dimension_numbers
+    )
     for of, dims in ((x, (*contract_x, *batch_x)), (w, (*contract_w, *batch_w))):
         if len(set(dims)) != len(dims) or any(not 0 <= d < of.ndim for d in dims):
             raise ValueError(
-                f"{name}: dimension_numbers name each dim once, counted from 0; got {dimension_numbers} for {x.shape} and {w.shape}."
+                f"{name}: dimension_numbers name each dim once, counted from 0; got "
+                f"{dimension_numbers} for {x.shape} and {w.shape}."
             )
-    kept_x, kept_w = ([d for d in range(v.ndim) if d not in (*c, *b)] for v, c, b in ((x, contract_x, batch_x), (w, contract_w, batch_w)))
+    kept_x, kept_w = (
+        [d for d in range(v.ndim) if d not in (*c, *b)]
+        for v, c, b in ((x, contract_x, batch_x), (w, contract_w, batch_w))
+    )
     # The output's dims: batch, then x's other dims, then w's.
-    sizes = [[x.shape[d] for d in batch_x], [x.shape[d] for d in kept_x], [w.shape[d] for d in kept_w]]
+    sizes = [
+        [x.shape[d] for d in batch_x],
+        [x.shape[d] for d in kept_x],
+        [w.shape[d] for d in kept_w],
+    ]
     pairs = ((contract_x, contract_w), (batch_x, batch_w))
     if any([x.shape[d] for d in of_x] != [w.shape[d] for d in of_w] for of_x, of_w in pairs):
-        raise ValueError(f"{name}: contracted and batch dims have equal sizes; got {x.shape} and {w.shape} with {dimension_numbers}.")
+        raise ValueError(
+            f"{name}: contracted and batch dims have equal sizes; got {x.shape} and {w.shape} "
+            f"with {dimension_numbers}."
+        )
     in_shard_map = placement is not None and bool(jax.typeof(x).sharding.mesh.manual_axes)
     if in_shard_map and batch_x:
         raise ValueError(
-            f"{name}: inside shard_map a contraction has no batch dims, as a placement cuts only M, N and K; got {x.shape} and {w.shape} "
-            f"with {dimension_numbers}. Use jax.vmap over them, or plain jit."
+            f"{name}: inside shard_map a contraction has no batch dims, as a placement cuts "
+            f"only M, N and K; got {x.shape} and {w.shape} with {dimension_numbers}. Use "
+            "jax.vmap over them, or plain jit."
         )
     # A weight that is [batch, K, N] already, as Flax keeps kernels, is not transposed. Inside
     # shard_map it is: devices gather and scatter the first dim.
@@ -75,14 +89,26 @@ def dot_general(
         a = x.transpose(*batch_x, *kept_x, *contract_x).reshape(*batch, *rows, k)
         b = w if turned else w.transpose(*batch_w, *kept_w, *contract_w)
         b = b.reshape(*batch, *((k, n) if turned else (n, k)))
-        how = {"out_dtype": preferred_element_type, "turned": turned, "multiply": multiply, "layout": layout}
+        how = {
+            "out_dtype": preferred_element_type,
+            "turned": turned,
+            "multiply": multiply,
+            "layout": layout,
+        }
         y, seen, _ = linear.contract(a, b, recipe, state, seen, placement, name, **how)
-        # Inside shard_map a placement gathers the weight's first output dim, and gathers or scatters rows.
+        # Inside shard_map a placement gathers the weight's first output dim, and gathers or
+        # scatters rows.
         of_m = sizes[1] if batch_x or not kept_x else y.shape[:-1]
         of_n = [y.shape[-1] // math.prod(sizes[2][1:]), *sizes[2][1:]] if kept_w else []
         return y.reshape(*sizes[0], *of_m, *of_n), seen
 
-    run = functools.partial(explicit_sharding.run, placement=placement, out_sharding=out_sharding, turned=turned, name=name)
+    run = functools.partial(
+        explicit_sharding.run,
+        placement=placement,
+        out_sharding=out_sharding,
+        turned=turned,
+        name=name,
+    )
     return run(one, x, w, state, seen, pairs)
 
 
@@ -112,8 +138,15 @@ def einsum(
     of_x, of_w, out = terms
     batch = [letter for letter in of_x if letter in of_w and letter in out]
     contracted = [letter for letter in of_x if letter in of_w and letter not in out]
-    numbers = tuple(tuple(tuple(term.index(letter) for letter in letters) for term in (of_x, of_w)) for letters in (contracted, batch))
-    given = [*batch, *(letter for letter in of_x if letter not in of_w), *(letter for letter in of_w if letter not in of_x)]
+    numbers = tuple(
+        tuple(tuple(term.index(letter) for letter in letters) for term in (of_x, of_w))
+        for letters in (contracted, batch)
+    )
+    given = [
+        *batch,
+        *(letter for letter in of_x if letter not in of_w),
+        *(letter for letter in of_w if letter not in of_x),
+    ]
     y, seen = dot_general(
         x,
         w,
@@ -122,7 +155,9 @@ def einsum(
         state=state,
         seen=seen,
         placement=placement,
-        out_sharding=explicit_sharding.permuted(out_sharding, [out.index(letter) for letter in given]),
+        out_sharding=explicit_sharding.permuted(
+            out_sharding, [out.index(letter) for letter in given]
+        ),
         name=name,
         preferred_element_type=preferred_element_type,
         multiply=multiply,
@@ -133,22 +168,42 @@ def einsum(
 def _terms(subscripts: str, ndim_x: int, ndim_w: int, name: str) -> tuple[str, str, str]:
     """The letters of x, w and the output; an ellipsis becomes letters of its own, the same ones for
     the last dims of both. ValueError unless they are one contraction."""
-    requirement = f"{name}: subscripts are one contraction of an input and a weight, such as 'btd,dhk->bthk'; got {subscripts!r}"
+    requirement = (
+        f"{name}: subscripts are one contraction of an input and a weight, such as "
+        f"'btd,dhk->bthk'; got {subscripts!r}"
+    )
     left, arrow, out = subscripts.replace(" ", "").partition("->")
     if not arrow or left.count(",") != 1:
         raise ValueError(f"{requirement}. Write both operands and the output.")
     of_x, of_w = left.split(",")
-    counts = [max(0, ndim - len(term.replace("...", ""))) if "..." in term else 0 for term, ndim in ((of_x, ndim_x), (of_w, ndim_w))]
+    counts = [
+        max(0, ndim - len(term.replace("...", ""))) if "..." in term else 0
+        for term, ndim in ((of_x, ndim_x), (of_w, ndim_w))
+    ]
     spelled = "".join(chr(i) for i in range(0x391, 0x391 + max(counts)))  # letters no one writes
-    of_x, of_w = (term.replace("...", spelled[len(spelled) - count :]) for term, count in zip((of_x, of_w), counts, strict=True))
+    of_x, of_w = (
+        term.replace("...", spelled[len(spelled) - count :])
+        for term, count in zip((of_x, of_w), counts, strict=True)
+    )
     if spelled and "..." not in out:
-        raise ValueError(f"{requirement}. The dims of an ellipsis are in the output too: write '...' there.")
+        raise ValueError(
+            f"{requirement}. The dims of an ellipsis are in the output too: write '...' there."
+        )
     out = out.replace("...", spelled)
     if len(of_x) != ndim_x or len(of_w) != ndim_w:
         raise ValueError(f"{requirement} for operands of {ndim_x} and {ndim_w} dims.")
     for term in (of_x, of_w, out):
         if len(set(term)) != len(term) or not set(term) <= set(of_x) | set(of_w):
-            raise ValueError(f"{requirement}. Each letter occurs once in a term, and each letter of the output occurs in an operand.")
-    if alone := [letter for letter in (*of_x, *of_w) if letter not in out and not (letter in of_x and letter in of_w)]:
-        raise ValueError(f"{requirement}, where {alone[0]!r} is summed in one operand alone. Sum it first.")
+            raise ValueError(
+                f"{requirement}. Each letter occurs once in a term, and each letter of the "
+                "output occurs in an operand."
+            )
+    if alone := [
+        letter
+        for letter in (*of_x, *of_w)
+        if letter not in out and not (letter in of_x and letter in of_w)
+    ]:
+        raise ValueError(
+            f"{requirement}, where {alone[0]!r} is summed in one operand alone. Sum it first."
+        )
     return of_x, of_w, out

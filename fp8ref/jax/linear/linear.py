@@ -1,13 +1,13 @@
 """One linear layer: three GEMMs (spec L), joined to JAX's autodiff by one custom_vjp.
 
-Read it from top to bottom. ``apply`` and ``contract`` have the arguments checked, and what is static
-of them collected in a ``Use`` (``arguments``); ``_forward`` casts input and weight, runs the
-output GEMM, and returns what the backward pass needs; ``_backward`` runs grad_input and grad_weight.
-All three GEMMs go through ``three_gemms``: cast an operand along the axis that is reduced, unless its
-codes are there already (a tensorwise operand is cast once, in ``_forward`` or ``_backward``, for
-both its GEMMs); gather in FP8, multiply, round. ``operands`` casts and gathers, by ``scaling``,
-``scales`` and ``cast``; ``gemm`` multiplies; ``placement`` says over which mesh axes;
-``observer`` reports each GEMM to whoever asked.
+Read it from top to bottom. ``apply`` and ``contract`` have the arguments checked, and what is
+static of them collected in a ``Use`` (``arguments``); ``_forward`` casts input and weight, runs the
+output GEMM, and returns what the backward pass needs; ``_backward`` runs grad_input and
+grad_weight. All three GEMMs go through ``three_gemms``: cast an operand along the axis that is
+reduced, unless its codes are there already (a tensorwise operand is cast once, in ``_forward`` or
+``_backward``, for both its GEMMs); gather in FP8, multiply, round. ``operands`` casts and gathers,
+by ``scaling``, ``scales`` and ``cast``; ``gemm`` multiplies; ``placement`` says over which mesh
+axes; ``observer`` reports each GEMM to whoever asked.
 """
 
 import dataclasses
@@ -63,13 +63,13 @@ def apply(
     out_sharding
               that of the output on Explicit axes, as of ``lax.dot_general``. Without it types and
               placement say it (P-20).
-    multiply  simulated hardware, such as ``fp8ref.sim.gemm.hardware.by_name("hopper")``: multiplies on
-              the host in place of XLA's FP8 dots (G-19).
+    multiply  simulated hardware, such as ``fp8ref.sim.gemm.hardware.by_name("hopper")``: multiplies
+              on the host in place of XLA's FP8 dots (G-19).
     prepared  what is made of w already: its FP8 copy, as ``states.copies`` makes it, in place of a
-              cast here (O-16); or its scales, as ``scales.scales_from_amax`` makes them, in place of
-              an amax here (P-9). Under a copy w gives its shape and dtype and takes the gradient; its
-              numbers are not read, so that under jit they are not computed. Inside shard_map a copy
-              is a device's piece; scales are the whole weight's.
+              cast here (O-16); or its scales, as ``scales.scales_from_amax`` makes them, in place
+              of an amax here (P-9). Under a copy w gives its shape and dtype and takes the
+              gradient; its numbers are not read, so that under jit they are not computed. Inside
+              shard_map a copy is a device's piece; scales are the whole weight's.
     mu        float32 (), the factor of the scale by which the gradient of w is exchanged in FP8,
               where the placement asks for that, the same on all devices (P-22).
     Returns:  (output, seen). Under delayed scaling, seen is merged with this use's observations of
@@ -85,7 +85,14 @@ def apply(
               cannot run, a state or seen of another recipe, or none if the recipe needs them; and
               as ``sharding.mode``. On Explicit axes also what ``lax.dot_general`` raises.
     """
-    how: dict = {"placement": placement, "out_sharding": out_sharding, "name": name, "multiply": multiply, "prepared": prepared, "mu": mu}
+    how: dict = {
+        "placement": placement,
+        "out_sharding": out_sharding,
+        "name": name,
+        "multiply": multiply,
+        "prepared": prepared,
+        "mu": mu,
+    }
     y, seen, _ = apply_with_stats(x, w, recipe=recipe, state=state, seen=seen, tap=None, **how)
     return y, seen
 
@@ -118,16 +125,36 @@ def apply_with_stats(
     for key, value in (("x", x), ("w", w)):
         cast.check_array(value, f"{name}: {key} is an array of float32, float16 or bfloat16")
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
-        raise ValueError(f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}.")
+        raise ValueError(
+            f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and "
+            f"{w.shape}."
+        )
 
     def one(x, w, constants, carried, layout):
-        (state, prepared), (seen, tap, mu), rows = constants, carried, x.reshape(1, -1) if x.ndim == 1 else x
-        given: dict = {"out_dtype": None, "tap": tap, "multiply": multiply, "layout": layout, "prepared": prepared, "mu": mu}
+        (state, prepared), (seen, tap, mu), rows = (
+            constants,
+            carried,
+            x.reshape(1, -1) if x.ndim == 1 else x,
+        )
+        given: dict = {
+            "out_dtype": None,
+            "tap": tap,
+            "multiply": multiply,
+            "layout": layout,
+            "prepared": prepared,
+            "mu": mu,
+        }
         y, *carried = contract(rows, w, recipe, state, seen, placement, name, **given)
         return y.reshape(-1) if x.ndim == 1 else y, tuple(carried)
 
     numbers = ((x.ndim - 1,), (1,)), ((), ())
-    how = functools.partial(explicit_sharding.run, placement=placement, out_sharding=out_sharding, turned=False, name=name)
+    how = functools.partial(
+        explicit_sharding.run,
+        placement=placement,
+        out_sharding=out_sharding,
+        turned=False,
+        name=name,
+    )
     y, (seen, tap) = how(one, x, w, (state, prepared), (seen, tap, mu), numbers)
     return y, seen, tap
 
@@ -173,7 +200,15 @@ def contract(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _linear(x: jax.Array, w: jax.Array, known: Known, seen: dict, tap: jax.Array | None, mu: jax.Array | None, use: Use):
+def _linear(
+    x: jax.Array,
+    w: jax.Array,
+    known: Known,
+    seen: dict,
+    tap: jax.Array | None,
+    mu: jax.Array | None,
+    use: Use,
+):
     """(output, seen, tap) of one use; differentiable by ``_forward`` and ``_backward``."""
     return _forward(x, w, known, seen, tap, mu, use, differentiated=False)[0]
 
@@ -192,26 +227,42 @@ def _forward(
     """The output GEMM: ((output, seen, tap), residuals for ``_backward``)."""
     if differentiated and use.mode == "shard_map" and not sharding.checks_variance(x):
         raise ValueError(
-            f"{use.name}: gradients of a linear inside shard_map need check_vma=True; without it, a gradient taken outside would be "
-            "summed over the devices twice. Use jax.shard_map(..., check_vma=True)."
+            f"{use.name}: gradients of a linear inside shard_map need check_vma=True; without "
+            "it, a gradient taken outside would be summed over the devices twice. Use "
+            "jax.shard_map(..., check_vma=True)."
         )
     # What is saved for the backward pass is x itself, which other linears save too.
     tensors: dict[Role, jax.Array] = {"input": x, "weight": w}
     if differentiated:
         tensors = {role: derivatives.not_again(v, use.name) for role, v in tensors.items()}
-    casts: dict[Role, CastSpec | None] = {"input": use.recipe.output.a, "weight": use.recipe.output.b}
-    with jax.named_scope(f"{use.name}/output"):  # ``proof`` reads layer and GEMM of a dot from this scope
+    casts: dict[Role, CastSpec | None] = {
+        "input": use.recipe.output.a,
+        "weight": use.recipe.output.b,
+    }
+    with jax.named_scope(
+        f"{use.name}/output"
+    ):  # ``proof`` reads layer and GEMM of a dot from this scope
         quantized = {
-            role: operands.quantize(tensors[role], role, cast, use.axis("output", role), known, use) for role, cast in casts.items() if cast
+            role: operands.quantize(tensors[role], role, cast, use.axis("output", role), known, use)
+            for role, cast in casts.items()
+            if cast
         }
-        y, measured, _ = three_gemms.run("output", tensors, quantized, known, use)  # [M, K] x [N, K] -> [M, N]
+        y, measured, _ = three_gemms.run(
+            "output", tensors, quantized, known, use
+        )  # [M, K] x [N, K] -> [M, N]
     # Residuals: a tensorwise operand serves the backward pass as codes, a byte an element. Every
     # other one is quantized again from its tensor, along another axis (L-3), so the tensor is
     # saved.
     codes = {role: q for role, q in quantized.items() if use.serves_backward(role)}
-    saved = {role: v for role, v in {"input": x, "weight": w}.items() if role not in codes or use.observer}
+    saved = {
+        role: v
+        for role, v in {"input": x, "weight": w}.items()
+        if role not in codes or use.observer
+    }
     residuals = derivatives.saved((saved, codes, known, seen, mu))
-    after = () if tap is None else tap + stats.rows(measured)  # no None: jax 0.12's vmap takes it for an array
+    after = (
+        () if tap is None else tap + stats.rows(measured)
+    )  # no None: jax 0.12's vmap takes it for an array
     return (operands.unflattened(y, x, use), _observed(seen, tensors, seen, use), after), residuals
 
 
@@ -227,7 +278,10 @@ def _backward(use: Use, residuals, cotangents):
     # Without a barrier XLA merges this gather with the equal one of the forward pass, and keeps the
     # whole tensor until then.
     saved, codes = (
-        {role: jax.tree.map(lax.optimization_barrier, v) if use.gathers_again(role) else v for role, v in those.items()}
+        {
+            role: jax.tree.map(lax.optimization_barrier, v) if use.gathers_again(role) else v
+            for role, v in those.items()
+        }
         for those in (saved, codes)
     )
     tensors: dict[Role, jax.Array] = {**saved, "grad_output": g}
@@ -245,10 +299,17 @@ def _backward(use: Use, residuals, cotangents):
             if "grad_output" in seen and use.scales_own_results():
                 quantized["grad_output"], observed = _after_amax(quantized["grad_output"], g)
         elif first is not None and use.gathers_pair():
-            rows, columns = (operands.quantize(g, "grad_output", first, axis, known, use) for axis in (-1, -2))
+            rows, columns = (
+                operands.quantize(g, "grad_output", first, axis, known, use) for axis in (-1, -2)
+            )
             all_rows, all_columns = operands.gathered_pair(rows, columns, "grad_output", use)
-            of_rows["grad_output"], of_columns["grad_output"] = (rows, all_rows), (columns, all_columns)
-        grad_input, of_first, _ = three_gemms.run("grad_input", tensors, quantized, known, use, whole=of_rows)  # [M, N] x [N, K] -> [M, K]
+            of_rows["grad_output"], of_columns["grad_output"] = (
+                (rows, all_rows),
+                (columns, all_columns),
+            )
+        grad_input, of_first, _ = three_gemms.run(
+            "grad_input", tensors, quantized, known, use, whole=of_rows
+        )  # [M, N] x [N, K] -> [M, K]
     with jax.named_scope(f"{use.name}/grad_weight"):
         grad_weight, of_second, saturated = three_gemms.run(
             "grad_weight", tensors, quantized, known, use, mu, whole=of_columns
@@ -263,24 +324,28 @@ derivatives.defvjp(_linear, _forward, _backward)
 
 
 def _after_amax(q: Quantized, x: jax.Array) -> tuple[Quantized, jax.Array]:
-    """(q, this device's amax of x), so that GEMMs of q run after the amax is taken. XLA would take what only an observation reads at the end of
-    the pass, and keep x until then."""
+    """(q, this device's amax of x), so that GEMMs of q run after the amax is taken. XLA would take
+    what only an observation reads at the end of the pass, and keep x until then."""
     scale_inv, amax = lax.optimization_barrier((q.scale_inv, scaling.amax(x)))
     return dataclasses.replace(q, scale_inv=scale_inv), amax
 
 
 def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: Use) -> dict:
-    """seen, merged with the amaxes of those of its roles that are among tensors, or of their amaxes; over a
-    vmapped axis that ``given`` lacks, the largest."""
+    """seen, merged with the amaxes of those of its roles that are among tensors, or of their
+    amaxes; over a vmapped axis that ``given`` lacks, the largest."""
     merged = {}
     for role, of_role in seen.items():
         if role in tensors:
-            of_role = delayed.larger(of_role, delayed.observe(tensors[role], over=use.over(role, "tensorwise", -1)))
+            of_role = delayed.larger(
+                of_role, delayed.observe(tensors[role], over=use.over(role, "tensorwise", -1))
+            )
         merged[role] = delayed.over_batch(of_role, given[role])
     return merged
 
 
-def _of_no_tokens(x: jax.Array, w: jax.Array, seen: delayed.Seen | None, tap: jax.Array | None, use: Use) -> tuple:
+def _of_no_tokens(
+    x: jax.Array, w: jax.Array, seen: delayed.Seen | None, tap: jax.Array | None, use: Use
+) -> tuple:
     """The empty output of no tokens (L-9), which depends on nothing. Nothing is observed: copies,
     as what a layer gives back unchanged could seem lost."""
     gathered = math.prod(map(lax.axis_size, use.placement.fsdp)) if use.mode == "shard_map" else 1

@@ -38,7 +38,14 @@ def current() -> Callable | None:
     return _observer.get()
 
 
-def report(which: Gemm, tensors: Mapping[Role, jax.Array], own: Sequence[Quantized], used: Sequence[Quantized], out: jax.Array, use: Use):
+def report(
+    which: Gemm,
+    tensors: Mapping[Role, jax.Array],
+    own: Sequence[Quantized],
+    used: Sequence[Quantized],
+    out: jax.Array,
+    use: Use,
+):
     """Call the observer of ``use``, if it has one, when the program runs.
 
     own   both operands as this device quantized them: codes.
@@ -47,7 +54,11 @@ def report(which: Gemm, tensors: Mapping[Role, jax.Array], own: Sequence[Quantiz
     if use.observer is None:
         return
     reported = [
-        (operands.flat(tensors[role], role, use), operands.flat(lax.bitcast_convert_type(q.codes, jnp.uint8), role, use), taken.scale)
+        (
+            operands.flat(tensors[role], role, use),
+            operands.flat(lax.bitcast_convert_type(q.codes, jnp.uint8), role, use),
+            taken.scale,
+        )
         for role, q, taken in zip(OPERANDS[which], own, used, strict=True)
     ]
     jax.debug.callback(functools.partial(use.observer, use.name, which), *reported, out)

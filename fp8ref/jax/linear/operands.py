@@ -26,8 +26,8 @@ from fp8ref.spec import granularity as granularities
 from fp8ref.spec.hardware import Multiply
 
 Known = Mapping[Role, jax.Array | scales.Scales | Quantized]
-"""What is known of a role before its tensor: the scale that a state holds; the scales of an amax that was taken before (P-9); or the codes that an
-optimizer made (O-16)."""
+"""What is known of a role before its tensor: the scale that a state holds; the scales of an amax
+that was taken before (P-9); or the codes that an optimizer made (O-16)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,15 @@ class Use:
 
     def summed_by_compiler(self, which: Gemm) -> bool:
         """True if XLA sums a GEMM's float32 accumulators over devices, under plain jit."""
-        return self.layout is not None and self.layout.summed(which) and self.placement.reduction(which, 1).parts != "result"
+        return (
+            self.layout is not None
+            and self.layout.summed(which)
+            and self.placement.reduction(which, 1).parts != "result"
+        )
 
     def scales_own_results(self) -> bool:
-        """True if each device scales its own results of the backward GEMMs, not sums over devices (``parallel.reduce``): then their scales may
-        be a device's own, too."""
+        """True if each device scales its own results of the backward GEMMs, not sums over devices
+        (``parallel.reduce``): then their scales may be a device's own, too."""
         found = [self.collective(which) for which in ("grad_input", "grad_weight")]
         return all(one is None or one.parts != "accumulators" for one in found)
 
@@ -82,9 +86,13 @@ class Use:
         return -3 - axis if self.turned and role == "weight" else axis
 
     def ragged(self, role: Role, axis: int) -> bool:
-        """True if a device's last block of rows may be shorter (L-5). Rows that are gathered hold whole
-        blocks: else those of one device would lie elsewhere."""
-        return role != "weight" and axis == -2 and not (self.mode == "shard_map" and self.placement.gathered(role))
+        """True if a device's last block of rows may be shorter (L-5). Rows that are gathered hold
+        whole blocks: else those of one device would lie elsewhere."""
+        return (
+            role != "weight"
+            and axis == -2
+            and not (self.mode == "shard_map" and self.placement.gathered(role))
+        )
 
     def serves_backward(self, role: Role) -> bool:
         """True if the output GEMM's operand of this role serves the backward GEMM too, quantized
@@ -93,16 +101,28 @@ class Use:
 
     def gathers_again(self, role: Role) -> bool:
         """True if the backward pass gathers again what the forward pass gathered."""
-        return self.mode == "shard_map" and bool(self.placement.gathered(role)) and self.serves_backward(role)
+        return (
+            self.mode == "shard_map"
+            and bool(self.placement.gathered(role))
+            and self.serves_backward(role)
+        )
 
     def gathers_pair(self) -> bool:
-        """True if one gather of grad_output serves both backward GEMMs, each with its own scales (``paired_codes``)."""
-        return self.mode == "shard_map" and bool(self.placement.gathered("grad_output")) and self.recipe.pairs_gradients
+        """True if one gather of grad_output serves both backward GEMMs, each with its own scales
+        (``paired_codes``).
+        """
+        return (
+            self.mode == "shard_map"
+            and bool(self.placement.gathered("grad_output"))
+            and self.recipe.pairs_gradients
+        )
 
 
-def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, known: Known, use: Use) -> Quantized:
-    """Quantize a device's own piece: by the scale of the role's state if it has one, or by scales that
-    are made already, else by the tensor's amax. A role whose codes are known is not quantized.
+def quantize(
+    x: jax.Array, role: Role, cast: CastSpec, axis: int, known: Known, use: Use
+) -> Quantized:
+    """Quantize a device's own piece: by the scale of the role's state if it has one, or by scales
+    that are made already, else by the tensor's amax. A role whose codes are known is not quantized.
 
     Tensors in blocks are flattened to [rows, columns]. Others keep all dims: flattening a tensor
     that is cut along two dims would gather it.
@@ -115,11 +135,15 @@ def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, known: Known, 
         return dataclasses.replace(of_role, axis=axis)
     try:
         if isinstance(of_role, scales.Scales):
-            return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, by=of_role)
+            return scaling.quantize(
+                x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, by=of_role
+            )
         if of_role is not None and cast.policy.stored == "scale_inv":
             return scaling.quantize_divided(x, of_role, cast.fmt, axis=axis)
         if of_role is not None:
-            return scaling.quantize_with(x, of_role, cast.fmt, granularity=cast.granularity, axis=axis)
+            return scaling.quantize_with(
+                x, of_role, cast.fmt, granularity=cast.granularity, axis=axis
+            )
         over = use.over(role, cast.granularity, axis)
         if gemm.dequantizes(cast.granularity):
             x = flat(x, role, use)
@@ -136,27 +160,37 @@ def quantize(x: jax.Array, role: Role, cast: CastSpec, axis: int, known: Known, 
             ragged=use.ragged(role, axis),
         )
         by = scales.scales_from_amax(largest, cast.fmt, scales.implemented(cast.policy))
-        return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axes, by=by)
+        return scaling.quantize(
+            x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axes, by=by
+        )
     except ValueError as error:
         raise ValueError(f"{use.name}: {role} of recipe {use.recipe.name!r}: {error}") from error
 
 
 def gathered_codes(q: Quantized, role: Role, axis: int, use: Use) -> Quantized:
-    """q as a GEMM takes it: flattened to [M, columns], gathered in FP8 from all devices that cut it, and to be reduced along axis. Scales of
-    rows, columns or blocks are gathered with it. On one device nothing is gathered."""
+    """q as a GEMM takes it: flattened to [M, columns], gathered in FP8 from all devices that cut
+    it, and to be reduced along axis. Scales of rows, columns or blocks are gathered with it. On one
+    device nothing is gathered."""
     if use.layout is not None:
         lines = q.granularity == "rowwise"
     else:
         blocks = gemm.dequantizes(q.granularity) and use.mode == "shard_map"
         # Tensorwise scales, and scales of columns, are the same on all devices that gather.
         lines = blocks or (q.granularity == "rowwise" and axis == -1)
-    scale, scale_inv = (gathered(v, role, use) if lines else _scales_of_columns(v, use) for v in (q.scale, q.scale_inv))
-    return dataclasses.replace(q, codes=gathered(q.codes, role, use), scale=scale, scale_inv=scale_inv, axis=axis)
+    scale, scale_inv = (
+        gathered(v, role, use) if lines else _scales_of_columns(v, use)
+        for v in (q.scale, q.scale_inv)
+    )
+    return dataclasses.replace(
+        q, codes=gathered(q.codes, role, use), scale=scale, scale_inv=scale_inv, axis=axis
+    )
 
 
-def gathered_pair(rows: Quantized, columns: Quantized, role: Role, use: Use) -> tuple[Quantized, Quantized]:
-    """Both sets of codes of a tensor from all devices that cut it: the bits of ``gathered_codes`` of each, moved together
-    (``paired_codes``)."""
+def gathered_pair(
+    rows: Quantized, columns: Quantized, role: Role, use: Use
+) -> tuple[Quantized, Quantized]:
+    """Both sets of codes of a tensor from all devices that cut it: the bits of ``gathered_codes``
+    of each, moved together (``paired_codes``)."""
     codes, bits = (gathered(x, role, use) for x in paired_codes.merged(rows, columns))
     of_rows = [gathered(v, role, use) for v in (rows.scale, rows.scale_inv)]
     of_columns = [_scales_of_columns(v, use) for v in (columns.scale, columns.scale_inv)]
@@ -172,7 +206,11 @@ def gathered(x: jax.Array, role: Role, use: Use) -> jax.Array:
         return flat(gather_by_compiler(x, use.layout.cut(role)), role, use)
     axes = use.placement.gathered(role)
     x = flat(x, role, use)
-    return gather_rows(x, axes, 1 if role == "weight" else use.outer) if axes and use.mode == "shard_map" else x
+    return (
+        gather_rows(x, axes, 1 if role == "weight" else use.outer)
+        if axes and use.mode == "shard_map"
+        else x
+    )
 
 
 def gather_rows(x: jax.Array, axes: sharding.Axes, outer: int) -> jax.Array:
@@ -220,11 +258,19 @@ def _check_whole_blocks(x: jax.Array, role: Role, granularity: str, axis: int, u
     if use.mode != "shard_map":
         return
     ragged = use.ragged(role, axis)
-    cutting, sizes = use.placement.at_rest(role), granularities.blocks(granularity, x.shape, axis, ragged=ragged)
-    run = x.shape[0] // (use.outer if use.placement.gathered(role) and role != "weight" else 1)  # of rows that follow each other
-    for what, length, size, axes in zip(("rows", "columns"), (run, x.shape[1]), sizes, cutting, strict=True):
+    cutting, sizes = (
+        use.placement.at_rest(role),
+        granularities.blocks(granularity, x.shape, axis, ragged=ragged),
+    )
+    run = x.shape[0] // (
+        use.outer if use.placement.gathered(role) and role != "weight" else 1
+    )  # of rows that follow each other
+    for what, length, size, axes in zip(
+        ("rows", "columns"), (run, x.shape[1]), sizes, cutting, strict=True
+    ):
         if axes and length % size and not (ragged and what == "rows"):
             raise ValueError(
-                f"no layout cuts a block (P-5), so pieces along {', '.join(axes)} hold a multiple of {size} {what}; they hold {length}. "
-                "Use fewer devices along it, or recipe 'rowwise'."
+                f"no layout cuts a block (P-5), so pieces along {', '.join(axes)} hold a "
+                f"multiple of {size} {what}; they hold {length}. Use fewer devices along it, or "
+                "recipe 'rowwise'."
             )

@@ -1,8 +1,10 @@
-"""Two sets of codes of one tensor, by the scales of its rows and by those of its columns, in little more than the bytes of one (spec P-6).
+"""Two sets of codes of one tensor, by the scales of its rows and by those of its columns, in little
+more than the bytes of one (spec P-6).
 
-Where all scales are powers of two and saturate no number (``CastSpec.pairs``), both codes of an element are roundings of one
-significand. The code by the larger scale, the finer one, is kept. The other is that one, rounded again on a coarser grid: the same
-bits, but where that rounding meets a tie, which the number itself may not have been. A bit an element says so.
+Where all scales are powers of two and saturate no number (``CastSpec.pairs``), both codes of an
+element are roundings of one significand. The code by the larger scale, the finer one, is kept. The
+other is that one, rounded again on a coarser grid: the same bits, but where that rounding meets a
+tie, which the number itself may not have been. A bit an element says so.
 """
 
 import dataclasses
@@ -19,21 +21,31 @@ BITS = 8
 
 
 def merged(rows: Quantized, columns: Quantized) -> tuple[jax.Array, jax.Array]:
-    """The finer codes of both, and the bits of those elements whose coarser code is not the finer one rounded again.
+    """The finer codes of both, and the bits of those elements whose coarser code is not the finer
+    one rounded again.
 
-    Shapes:   codes [..., M, N]; scales of rows [..., M, 1], of columns [..., 1, N]; codes as theirs; bits uint8 [..., M, ceil(N / 8)]:
-              bit i of byte j is of element i * ceil(N / 8) + j.
-    Specials: a NaN scale counts as the least, then zero: an infinite amax's. Codes under a NaN scale are NaN.
+    Shapes:   codes [..., M, N]; scales of rows [..., M, 1], of columns [..., 1, N]; codes as
+              theirs; bits uint8 [..., M, ceil(N / 8)]: bit i of byte j is of element i * ceil(N /
+              8) + j.
+    Specials: a NaN scale counts as the least, then zero: an infinite amax's. Codes under a NaN
+    scale are NaN.
     """
     by_rows, ratio = _finer(rows.scale, rows.scale_inv, columns.scale, columns.scale_inv)
     of_rows, of_columns = (lax.bitcast_convert_type(q.codes, jnp.uint8) for q in (rows, columns))
-    finer, coarser = (jnp.where(by_rows, *pair) for pair in ((of_rows, of_columns), (of_columns, of_rows)))
-    again = lax.bitcast_convert_type(_rounded(finer, ratio, rows).astype(rows.codes.dtype), jnp.uint8)
+    finer, coarser = (
+        jnp.where(by_rows, *pair) for pair in ((of_rows, of_columns), (of_columns, of_rows))
+    )
+    again = lax.bitcast_convert_type(
+        _rounded(finer, ratio, rows).astype(rows.codes.dtype), jnp.uint8
+    )
     return lax.bitcast_convert_type(finer, rows.codes.dtype), _packed(again != coarser)
 
 
-def parted(codes: jax.Array, bits: jax.Array, rows: Quantized, columns: Quantized) -> tuple[Quantized, Quantized]:
-    """Both sets of codes of ``merged``, bit for bit; rows and columns give their scales, not their codes.
+def parted(
+    codes: jax.Array, bits: jax.Array, rows: Quantized, columns: Quantized
+) -> tuple[Quantized, Quantized]:
+    """Both sets of codes of ``merged``, bit for bit; rows and columns give their scales, not their
+    codes.
 
     Specials: of NaN codes the sign may differ.
     """
@@ -45,13 +57,21 @@ def parted(codes: jax.Array, bits: jax.Array, rows: Quantized, columns: Quantize
     value = jnp.where(_unpacked(bits, codes.shape[-1]), 2 * value - near, value)
     coarser = lax.bitcast_convert_type(value.astype(codes.dtype), jnp.uint8)
     found = ((finer, coarser), (coarser, finer))
-    of_rows, of_columns = (lax.bitcast_convert_type(jnp.where(by_rows, *pair), codes.dtype) for pair in found)
+    of_rows, of_columns = (
+        lax.bitcast_convert_type(jnp.where(by_rows, *pair), codes.dtype) for pair in found
+    )
     return dataclasses.replace(rows, codes=of_rows), dataclasses.replace(columns, codes=of_columns)
 
 
-def _finer(rows: jax.Array, rows_inv: jax.Array, columns: jax.Array, columns_inv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether the scale of an element's row is the finer one, and the coarser scale in units of the finer one: a power of two at most 1."""
-    of_rows, of_columns = (jnp.where(jnp.isnan(scale), jnp.float32(-1), scale) for scale in (rows, columns))
+def _finer(
+    rows: jax.Array, rows_inv: jax.Array, columns: jax.Array, columns_inv: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Whether the scale of an element's row is the finer one, and the coarser scale in units of the
+    finer one: a power of two at most 1.
+    """
+    of_rows, of_columns = (
+        jnp.where(jnp.isnan(scale), jnp.float32(-1), scale) for scale in (rows, columns)
+    )
     by_rows = of_rows >= of_columns
     # A ratio that float32 has not is of codes that become zeros.
     ratio = jnp.where(by_rows, columns * rows_inv, rows * columns_inv)
@@ -67,8 +87,12 @@ def _rounded(finer: jax.Array, ratio: jax.Array, like: Quantized) -> jax.Array:
 def _packed(bits: jax.Array) -> jax.Array:
     """uint8 [..., ceil(N / 8)] of bool [..., N]: sums of eight slices, each along memory."""
     length = -(-bits.shape[-1] // BITS)
-    bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, length * BITS - bits.shape[-1])]).astype(jnp.uint8)
-    of_slices = [lax.slice_in_dim(bits, i * length, (i + 1) * length, axis=-1) << i for i in range(BITS)]
+    bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, length * BITS - bits.shape[-1])]).astype(
+        jnp.uint8
+    )
+    of_slices = [
+        lax.slice_in_dim(bits, i * length, (i + 1) * length, axis=-1) << i for i in range(BITS)
+    ]
     return sum(of_slices[1:], of_slices[0])
 
 

@@ -1,4 +1,6 @@
-"""One of a linear's three GEMMs: quantize, gather in FP8, multiply, round, sum over devices (spec L-2, L-4, P-9)."""
+"""One of a linear's three GEMMs: quantize, gather in FP8, multiply, round, sum over devices (spec
+L-2, L-4, P-9).
+"""
 
 from collections.abc import Mapping
 
@@ -45,10 +47,13 @@ def run(
     axis_a, axis_b = (use.axis(which, role) for role in roles)
     turned = use.turned and which == "grad_weight"  # a weight [K, N] has a gradient [K, N]
     dtype = use.dtypes[list(OPERANDS).index(which)]
-    # 1. Each device quantizes its own piece, unless the pass has done so for both GEMMs, as under tensorwise.
+    # 1. Each device quantizes its own piece, unless the pass has done so for both GEMMs, as under
+    # tensorwise.
     ready = {**quantized, **{role: own for role, (own, _) in (whole or {}).items()}}
     own = [
-        ready[role] if role in ready else operands.quantize(tensors[role], role, cast, axis, known, use)
+        ready[role]
+        if role in ready
+        else operands.quantize(tensors[role], role, cast, axis, known, use)
         for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)
     ]
     # 2. What other devices hold is gathered in FP8.
@@ -58,10 +63,19 @@ def run(
     )
     # 3. Multiply: output [M, K] x [N, K], grad_input [M, N] x [N, K], grad_weight [M, N] x [M, K].
     rounded = gemm.output_dtype(spec, dtype)
-    how = {"accumulate": spec.accumulate, "epilogue": spec.epilogue, "powers_of_two": spec.powers_of_two, "out_dtype": rounded}
-    how |= {"dequantized": use.turned and which == "output"}  # of a weight [K, N], codes in another order serve this GEMM
+    how = {
+        "accumulate": spec.accumulate,
+        "epilogue": spec.epilogue,
+        "powers_of_two": spec.powers_of_two,
+        "out_dtype": rounded,
+    }
+    how |= {
+        "dequantized": use.turned and which == "output"
+    }  # of a weight [K, N], codes in another order serve this GEMM
     summed = collective if mu is None else None
-    out = gemm.matmul(qa, qb, **how, collective=summed, in_steps=in_steps, turned=turned, multiply=use.multiply)
+    out = gemm.matmul(
+        qa, qb, **how, collective=summed, in_steps=in_steps, turned=turned, multiply=use.multiply
+    )
     saturated = None
     if mu is not None:
         out, saturated = _completed(out, collective, mu, use)
@@ -69,16 +83,30 @@ def run(
     observer.report(which, tensors, own, (qa, qb), out, use)
     measured: stats.Measured = {}
     if use.measures:
-        new = [role for role in roles if which == "output" or role not in quantized or (which, role) == ("grad_input", "grad_output")]
-        measured = {(which, role): stats.measure(tensors[role], q) for role, q in zip(roles, own, strict=True) if role in new}
+        new = [
+            role
+            for role in roles
+            if which == "output"
+            or role not in quantized
+            or (which, role) == ("grad_input", "grad_output")
+        ]
+        measured = {
+            (which, role): stats.measure(tensors[role], q)
+            for role, q in zip(roles, own, strict=True)
+            if role in new
+        }
     return out.astype(dtype), measured, saturated
 
 
-def _completed(partial: jax.Array, collective: sharding.Reduction | None, mu: jax.Array, use: Use) -> tuple[jax.Array, jax.Array]:
-    """The sum in FP8 of a weight's gradient by mu, in the partial's dtype, and the elements that were saturated: float32 (), of all
-    devices that have pieces."""
+def _completed(
+    partial: jax.Array, collective: sharding.Reduction | None, mu: jax.Array, use: Use
+) -> tuple[jax.Array, jax.Array]:
+    """The sum in FP8 of a weight's gradient by mu, in the partial's dtype, and the elements that
+    were saturated: float32 (), of all devices that have pieces."""
     assert collective is not None
-    value, saturated = gradient_reduction.completed(partial, collective.sum, collective.scatter, E4M3FN, mu)
+    value, saturated = gradient_reduction.completed(
+        partial, collective.sum, collective.scatter, E4M3FN, mu
+    )
     pieces = (*use.placement.n, *use.placement.k)
     saturated = saturated.astype(jnp.float32)
     return value.astype(partial.dtype), lax.psum(saturated, pieces) if pieces else saturated
@@ -103,11 +131,23 @@ def _in_high_precision(
             operand.append(operands.gathered(tensors[role], role, use))
             continue
         ready = quantized.get(role)
-        q = operands.quantize(tensors[role], role, cast, axis, known, use) if ready is None else ready
-        if use.measures and (which == "output" or ready is None or (which, role) == ("grad_input", "grad_output")):
+        q = (
+            operands.quantize(tensors[role], role, cast, axis, known, use)
+            if ready is None
+            else ready
+        )
+        if use.measures and (
+            which == "output" or ready is None or (which, role) == ("grad_input", "grad_output")
+        ):
             measured[which, role] = stats.measure(tensors[role], q)
-        numbers = dequantize(q).astype(use.dtypes[{"grad_output": 0, "input": 1, "weight": 2}[role]])
-        operand.append(operands.gathered(numbers if role not in tensors else numbers.reshape(tensors[role].shape), role, use))
+        numbers = dequantize(q).astype(
+            use.dtypes[{"grad_output": 0, "input": 1, "weight": 2}[role]]
+        )
+        operand.append(
+            operands.gathered(
+                numbers if role not in tensors else numbers.reshape(tensors[role].shape), role, use
+            )
+        )
     out = gemm.matmul_hp(
         *operand,
         axes=axes,

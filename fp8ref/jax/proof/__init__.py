@@ -14,10 +14,16 @@
     proof.missing_kernels(proof.kernel_calls(text), ["layers.0.attention"])
                                     # a library's kernels of attention that are absent (A-20)
 
-``hlo`` parses programs; ``verdict`` compares them with the recipes, ``attention`` with a variant of attention.
+``hlo`` parses programs; ``verdict`` compares them with the recipes, ``attention`` with a variant of
+attention.
 """
 
-from fp8ref.jax.proof.attention import kernel_calls, manifest_of_products, missing_kernels, missing_products
+from fp8ref.jax.proof.attention import (
+    kernel_calls,
+    manifest_of_products,
+    missing_kernels,
+    missing_products,
+)
 from fp8ref.jax.proof.verdict import (
     Collective,
     Gemm,

@@ -1,4 +1,6 @@
-"""The verdict on attention by a variant: which of its products a step runs, and in which types (spec B-15)."""
+"""The verdict on attention by a variant: which of its products a step runs, and in which types
+(spec B-15).
+"""
 
 import re
 from collections.abc import Sequence
@@ -12,11 +14,14 @@ from fp8ref.spec.attention.products import Product, formats, products
 from fp8ref.spec.attention.variants import Variant
 
 
-def missing_products(program: Program, layers: Sequence[str], variant: Variant, plan: str | None = None) -> list[str]:
+def missing_products(
+    program: Program, layers: Sequence[str], variant: Variant, plan: str | None = None
+) -> list[str]:
     """Products of these layers' attention that a step needs and the program lacks, a line for each.
 
-    Each product must be there. Of FP8 codes each of its dots must take two FP8 operands of the variant's formats,
-    accumulated as its plan says; under ``mx_1x32`` they take dequantized operands (G-16).
+    Each product must be there. Of FP8 codes each of its dots must take two FP8 operands of the
+    variant's formats, accumulated as its plan says; under ``mx_1x32`` they take dequantized
+    operands (G-16).
 
     plan    the simulated hardware that each must run under (B-12); None: XLA's own dots.
     """
@@ -25,20 +30,32 @@ def missing_products(program: Program, layers: Sequence[str], variant: Variant, 
         for product in products(variant):
             here = [dot for dot in dots if (dot.layer, dot.which) == (layer, product)]
             wanted = _wanted(product, variant)
-            if wanted and variant.backward == "bf16":  # whose backward pass makes scores again, of no codes (A-25)
+            if (
+                wanted and variant.backward == "bf16"
+            ):  # whose backward pass makes scores again, of no codes (A-25)
                 here = [dot for dot in here if dot.fp8]
             wanted = wanted and wanted + (f", under {plan}" if plan else "")
             promise = f"{layer}/{product}: planned {wanted or 'a dot of dequantized operands'}"
             others = {_said(dot) for dot in here} - {wanted} if wanted else set()
-            lines += [f"{promise}; {have}" for have in (sorted(others) if here else ["found no such dot"])]
+            lines += [
+                f"{promise}; {have}" for have in (sorted(others) if here else ["found no such dot"])
+            ]
     return lines
 
 
 def manifest_of_products(program: Program, layers: Sequence[str], variant: Variant) -> dict:
-    """The proof of attention as a run's manifest keeps it: each distinct dot once, and products of dequantized operands."""
+    """The proof of attention as a run's manifest keeps it: each distinct dot once, and products of
+    dequantized operands.
+    """
     here = [dot for dot in gemms(program) if dot.layer in layers and dot.which in products(variant)]
     found = [
-        {"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "fp8": dot.fp8}
+        {
+            "gemm": f"{dot.layer}/{dot.which}",
+            "a": dot.a,
+            "b": dot.b,
+            "accumulate": dot.accumulate,
+            "fp8": dot.fp8,
+        }
         | ({"plan": dot.plan} if dot.plan else {})
         for dot in here
     ]
@@ -47,16 +64,23 @@ def manifest_of_products(program: Program, layers: Sequence[str], variant: Varia
         "backward": variant.backward,
         "gemms": [one for i, one in enumerate(found) if one not in found[:i]],
         "on_dequantised_operands": [
-            f"{layer}/{product}" for layer in layers for product in products(variant) if _wanted(product, variant) is None
+            f"{layer}/{product}"
+            for layer in layers
+            for product in products(variant)
+            if _wanted(product, variant) is None
         ],
     }
 
 
 def kernel_calls(text: str) -> list[str]:
-    """The passes of attention that a library's kernel runs in optimized HLO's text, as ``<layer>: <call>``, in order (A-20)."""
+    """The passes of attention that a library's kernel runs in optimized HLO's text, as ``<layer>:
+    <call>``, in order (A-20).
+    """
     found = []
     for one in hlo.instructions(text):
-        call = next((call for call in CALLS.values() if f'custom_call_target="{call}"' in one.line), None)
+        call = next(
+            (call for call in CALLS.values() if f'custom_call_target="{call}"' in one.line), None
+        )
         scope = re.search(r"(?P<layer>[^/()]+)/attention:kernel_", one.path)
         if call is not None:
             found.append(f"{scope['layer'] if scope else 'no layer'}: {call}")
@@ -74,7 +98,9 @@ def missing_kernels(calls: Sequence[str], layers: Sequence[str]) -> list[str]:
 
 
 def _wanted(product: Product, variant: Variant) -> str | None:
-    """The types and accumulation of a product of FP8 codes; None for one of dequantized operands."""
+    """The types and accumulation of a product of FP8 codes; None for one of dequantized
+    operands.
+    """
     if variant.granularity == "mx_1x32":
         return None
     a, b = (hlo_name(cast.DTYPES[fmt.name]) for fmt in formats(product, variant))

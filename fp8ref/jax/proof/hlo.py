@@ -19,11 +19,16 @@ MOVES = ("reshape", "transpose", "bitcast", "copy")
 Typed = tuple[str, tuple[int, ...]]
 """The dtype and shape of an array."""
 
-_SIMULATED = re.compile(r'"(?P<path>[^"]*/simulated:(?P<how>[^/()"]+:(?:fast|slow))/[^"]*)"')  # a scope of ``hardware.matmul``
+_SIMULATED = re.compile(
+    r'"(?P<path>[^"]*/simulated:(?P<how>[^/()"]+:(?:fast|slow))/[^"]*)"'
+)  # a scope of ``hardware.matmul``
 _GEMM = re.compile(r"(?:^|[/(])(?P<layer>[^/()]+)/(?P<which>output|grad_input|grad_weight)[/)]")
 _PRODUCT = re.compile(r"(?:^|[/(])(?P<layer>[^/()]+)/attention:(?P<which>\w+)[/)]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<kind>[a-z][\w\-]*)\((?P<operands>[^()]*)\)")
+_INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) "
+    r"(?P<kind>[a-z][\w\-]*)\((?P<operands>[^()]*)\)"
+)
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 
 
@@ -50,7 +55,9 @@ class Operation:
 
     @property
     def place(self) -> tuple[str, str] | tuple[None, None]:
-        """(layer, GEMM) of the operation, of attention (layer, product); (None, None) outside of both."""
+        """(layer, GEMM) of the operation, of attention (layer, product); (None, None) outside of
+        both.
+        """
         return place(self.path)
 
     @property
@@ -88,7 +95,9 @@ def within(path: str) -> list[str]:
 
 
 def place(path: str) -> tuple[str, str] | tuple[None, None]:
-    """(layer, GEMM) in a path of named scopes, of attention (layer, product); (None, None) if there is none."""
+    """(layer, GEMM) in a path of named scopes, of attention (layer, product); (None, None) if there
+    is none.
+    """
     found = _GEMM.search(path) or _PRODUCT.search(path)
     return (found["layer"], found["which"]) if found else (None, None)
 
@@ -101,14 +110,26 @@ def from_stablehlo(module) -> Iterator[Operation]:
     for op in walk(module):
         kind = op.name.removeprefix("stablehlo.")
         if kind == "dot_general" or kind in COLLECTIVES:
-            precision = str(op.attributes["precision_config"]) if "precision_config" in op.attributes else ""
+            precision = (
+                str(op.attributes["precision_config"])
+                if "precision_config" in op.attributes
+                else ""
+            )
             operands = tuple(_typed(v.type) for v in op.operands)
             if kind == "dot_general" and "dequantized" in within(_path(op)):
-                operands = tuple((_multiplied(v, _made), shape) for v, (_, shape) in zip(op.operands, operands, strict=True))
+                operands = tuple(
+                    (_multiplied(v, _made), shape)
+                    for v, (_, shape) in zip(op.operands, operands, strict=True)
+                )
             yield Operation(kind, operands, _typed(op.results[0].type), _path(op), precision)
         elif kind == "custom_call" and (found := _SIMULATED.search(str(op.location))):
             yield Operation(
-                "simulated", tuple(_typed(v.type) for v in op.operands[:2]), _typed(op.results[0].type), found["path"], found["how"], "host"
+                "simulated",
+                tuple(_typed(v.type) for v in op.operands[:2]),
+                _typed(op.results[0].type),
+                found["path"],
+                found["how"],
+                "host",
             )
 
 
@@ -123,7 +144,11 @@ def from_text(text: str) -> Iterator[Operation]:
     around, roots = kernels(text), {}
 
     def made_in_text(name: str) -> tuple[str, str, str]:
-        return types[name][0], made[name].kind, next((operand for operand in made[name].operands if operand in made), "")
+        return (
+            types[name][0],
+            made[name].kind,
+            next((operand for operand in made[name].operands if operand in made), ""),
+        )
 
     for one in instructions(text):
         roots[one.computation] = one  # the last one of each
@@ -136,10 +161,16 @@ def from_text(text: str) -> Iterator[Operation]:
             precision = _first(r'operand_precision(?:=\{|":\[)([^}\]]*)', one.line)
             a, b = (types[name] for name in one.operands[:2])
             if "dequantized" in within(one.path) and one.kind == "dot":
-                a, b = ((_multiplied(name, made_in_text), types[name][1]) for name in one.operands[:2])
-            rounds = target.endswith("$f8") and any(_rounded(name, made, roots) for name in one.operands[2:4])
+                a, b = (
+                    (_multiplied(name, made_in_text), types[name][1]) for name in one.operands[:2]
+                )
+            rounds = target.endswith("$f8") and any(
+                _rounded(name, made, roots) for name in one.operands[2:4]
+            )
             kernel = target or around.get(one.computation, "dot")
-            yield Operation("dot_general", (a, b), one.types[0], one.path, precision, kernel, rounds)
+            yield Operation(
+                "dot_general", (a, b), one.types[0], one.path, precision, kernel, rounds
+            )
         elif kind in COLLECTIVES:
             moved, path = len(one.operands), one.path if len(one.operands) == 1 else ""
             for name, result in zip(one.operands, one.types[-moved:], strict=True):
@@ -151,8 +182,13 @@ def instructions(text: str) -> Iterator[Instruction]:
     computation = ""
     for line in text.splitlines():
         if found := _INSTRUCTION.match(line):
-            operands = tuple(name.split()[-1].split("%")[-1] for name in found["operands"].split(", ") if name)
-            types = tuple((dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _ARRAY.findall(found["type"]))
+            operands = tuple(
+                name.split()[-1].split("%")[-1] for name in found["operands"].split(", ") if name
+            )
+            types = tuple(
+                (dtype, tuple(map(int, filter(None, dims.split(",")))))
+                for dtype, dims in _ARRAY.findall(found["type"])
+            )
             yield Instruction(computation, found["name"], found["kind"], types, operands, line)
         elif found := _COMPUTATION.match(line):
             computation = found["name"]

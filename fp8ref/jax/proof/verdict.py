@@ -40,7 +40,8 @@ class Program:
 class Gemm:
     """One dot, or one GEMM under simulated hardware.
 
-    layer, which     the linear and its GEMM, or the layer of attention and its product; None outside of both.
+    layer, which     the linear and its GEMM, or the layer of attention and its product; None
+                     outside of both.
     a, b             dtypes of the operands, in the order of spec L-2: grad_output before input.
     accumulate       ``fast`` or ``slow`` (G-7).
     multiplications  M N K.
@@ -86,10 +87,15 @@ def read(lowered: jax.stages.Lowered) -> Program:
     if not _left_to_partition(lowered):
         return Program(operations, "stablehlo")
     with tempfile.TemporaryDirectory() as directory, _compiled_anew():
-        lowered.compile(compiler_options={"xla_dump_to": directory, "xla_dump_hlo_pass_re": ".*spmd.*"})
+        lowered.compile(
+            compiler_options={"xla_dump_to": directory, "xla_dump_hlo_pass_re": ".*spmd.*"}
+        )
         texts = sorted(Path(directory).glob("*after_spmd-partitioning*.txt"))
         if not texts:
-            raise RuntimeError("XLA wrote no HLO after SPMD partitioning; fp8ref.jax.proof reads what jax 0.10 dumps. Use shard_map.")
+            raise RuntimeError(
+                "XLA wrote no HLO after SPMD partitioning; fp8ref.jax.proof reads what jax 0.10 "
+                "dumps. Use shard_map."
+            )
         return Program(tuple(hlo.from_text(texts[-1].read_text())), "hlo after spmd partitioning")
 
 
@@ -122,11 +128,17 @@ def gemms(program: Program) -> list[Gemm]:
             if op.turned:
                 a, b = b, a
             accumulate = "slow" if "HIGH" in op.precision.upper() else "fast"
-            found.append(Gemm(layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel))
+            found.append(
+                Gemm(layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel)
+            )
         elif op.kind == "simulated":
             (layer, which), (a, b) = op.place, (dtype for dtype, _ in op.operands)
             plan, _, accumulate = op.precision.rpartition(":")
-            found.append(Gemm(layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel, plan))
+            found.append(
+                Gemm(
+                    layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel, plan
+                )
+            )
     return found
 
 
@@ -137,7 +149,10 @@ def collectives(program: Program) -> list[Collective]:
 
 
 def missing(
-    program: Program, planned: Mapping[str, str | Recipe], placements: Mapping[str, Placement] | None = None, plan: str | None = None
+    program: Program,
+    planned: Mapping[str, str | Recipe],
+    placements: Mapping[str, Placement] | None = None,
+    plan: str | None = None,
 ) -> list[str]:
     """FP8 GEMMs and gathers that the recipes ask for and the program lacks, a line for each.
 
@@ -152,9 +167,18 @@ def missing(
     lines, dots, moved = [], gemms(program), collectives(program)
     for layer, recipe in planned.items():
         for which, spec in recipes.by_name(recipe).gemms.items():
-            if spec.a is None or spec.b is None or (plan is None and gemm.dequantizes(spec.a.granularity)):
+            if (
+                spec.a is None
+                or spec.b is None
+                or (plan is None and gemm.dequantizes(spec.a.granularity))
+            ):
                 continue
-            wanted = _said(hlo_name(cast.DTYPES[spec.a.fmt.name]), hlo_name(cast.DTYPES[spec.b.fmt.name]), spec.accumulate, plan)
+            wanted = _said(
+                hlo_name(cast.DTYPES[spec.a.fmt.name]),
+                hlo_name(cast.DTYPES[spec.b.fmt.name]),
+                spec.accumulate,
+                plan,
+            )
             here = [dot for dot in dots if (dot.layer, dot.which) == (layer, which)]
             found = [_said(dot.a, dot.b, dot.accumulate, dot.plan) for dot in here]
             others = [said for said in found if said != wanted]
@@ -163,20 +187,37 @@ def missing(
             # Gathers: one in FP8 for each role that the placement gathers.
             placement = (placements or {}).get(layer)
             gathered = [role for role in OPERANDS[which] if placement and placement.gathered(role)]
-            bytes_ = [m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather") and m.dtype.startswith("f8")]
-            wide = [m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather") and not m.dtype.startswith("f8")]
+            bytes_ = [
+                m
+                for m in moved
+                if (m.layer, m.which, m.kind) == (layer, which, "all_gather")
+                and m.dtype.startswith("f8")
+            ]
+            wide = [
+                m
+                for m in moved
+                if (m.layer, m.which, m.kind) == (layer, which, "all_gather")
+                and not m.dtype.startswith("f8")
+            ]
             if len(bytes_) + _merged(moved, layer, which, recipe, placement) < len(gathered):
-                lines.append(f"{layer}/{which}: planned {len(gathered)} gathers in FP8, of {', '.join(gathered)}; found {len(bytes_)}")
+                lines.append(
+                    f"{layer}/{which}: planned {len(gathered)} gathers in FP8, of "
+                    f"{', '.join(gathered)}; found {len(bytes_)}"
+                )
             # Scales of rows are [..., M, 1], or [M] where XLA leaves the 1 out.
             paired = "grad_output" in gathered and recipes.by_name(recipe).pairs_gradients
-            wide = [m for m in wide if len(m.shape) > 1 and 1 not in m.shape[-2:] and not (paired and _is_bits(m.dtype))]
+            wide = [
+                m
+                for m in wide
+                if len(m.shape) > 1 and 1 not in m.shape[-2:] and not (paired and _is_bits(m.dtype))
+            ]
             lines += [f"{layer}/{which}: gathers {m.dtype}{list(m.shape)}" for m in wide]
     return lines
 
 
 def lost(compiled: Program, program: Program) -> list[str]:
-    """FP8 dots of a program that XLA compiled to a wider type, or whose scales it rounded, a line for
-    each.
+    """FP8 dots of a program that XLA compiled to a wider type, or whose scales it rounded, a line
+    for each.
 
     XLA may merge dots that share an operand into one, under one dot's name. So a dot without a
     kernel of its name is lost only if the FP8 kernels of its kind (output, grad_input or
@@ -196,10 +237,16 @@ def lost(compiled: Program, program: Program) -> list[str]:
     for dot in dots:
         own = [k for k in here if (k.layer, k.which) == (dot.layer, dot.which)]
         if (own or left[kind(dot)] > 0) and not any(k.fp8 and kind(k) == kind(dot) for k in own):
-            found = [f"{k.a} x {k.b}, {k.accumulate}, by {k.kernel}" for k in own] or ["no kernel of its name"]
-            lines.append(f"{dot.layer}/{dot.which}: {dot.a} x {dot.b}, {dot.accumulate}, is compiled to {'; '.join(found)}")
+            found = [f"{k.a} x {k.b}, {k.accumulate}, by {k.kernel}" for k in own] or [
+                "no kernel of its name"
+            ]
+            lines.append(
+                f"{dot.layer}/{dot.which}: {dot.a} x {dot.b}, {dot.accumulate}, is compiled to "
+                f"{'; '.join(found)}"
+            )
     lines += [
-        f"{op.place[0]}/{op.place[1]}: XLA rounded its scales to bfloat16. Compile with xla_allow_excess_precision, XLA's default."
+        f"{op.place[0]}/{op.place[1]}: XLA rounded its scales to bfloat16. Compile with "
+        "xla_allow_excess_precision, XLA's default."
         for op in compiled.operations
         if op.rounds_scale
     ]
@@ -214,11 +261,17 @@ def kernels(compiled: Program) -> dict[str, int]:
 
 def gathers(program: Program) -> dict[str, int]:
     """The number of gathered tensors, by type."""
-    return dict(collections.Counter(m.dtype for m in collectives(program) if m.kind == "all_gather"))
+    return dict(
+        collections.Counter(m.dtype for m in collectives(program) if m.kind == "all_gather")
+    )
 
 
 def manifest(
-    program: Program, planned: Mapping[str, str | Recipe], missing: list[str], compiled: Program | None = None, plan: str | None = None
+    program: Program,
+    planned: Mapping[str, str | Recipe],
+    missing: list[str],
+    compiled: Program | None = None,
+    plan: str | None = None,
 ) -> dict:
     """The proof as a run's manifest keeps it.
 
@@ -226,7 +279,9 @@ def manifest(
     missing; under simulated hardware its GEMMs; of a compiled program its kernels and gathers.
     """
     here = [dot for dot in gemms(program) if dot.layer in planned]
-    dots, simulated = ([dot for dot in here if (dot.plan is None) is native] for native in (True, False))
+    dots, simulated = (
+        [dot for dot in here if (dot.plan is None) is native] for native in (True, False)
+    )
     dequantized = [
         f"{layer}/{which}"
         for layer, recipe in planned.items()
@@ -237,14 +292,25 @@ def manifest(
         {
             "read_from": program.source,
             "gemms": [
-                {"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "fp8": dot.fp8} for dot in dots
+                {
+                    "gemm": f"{dot.layer}/{dot.which}",
+                    "a": dot.a,
+                    "b": dot.b,
+                    "accumulate": dot.accumulate,
+                    "fp8": dot.fp8,
+                }
+                for dot in dots
             ],
             "on_dequantised_operands": dequantized,
             "gathers": gathers(program),
             "missing": missing,
         }
         | ({"simulated": [_of_simulated(dot) for dot in simulated]} if plan else {})
-        | ({"compiled": {"kernels": kernels(compiled), "gathers": gathers(compiled)}} if compiled else {})
+        | (
+            {"compiled": {"kernels": kernels(compiled), "gathers": gathers(compiled)}}
+            if compiled
+            else {}
+        )
     )
 
 
@@ -253,10 +319,22 @@ def _said(a: str, b: str, accumulate: str | None, plan: str | None) -> str:
 
 
 def _of_simulated(dot: Gemm) -> dict:
-    return {"gemm": f"{dot.layer}/{dot.which}", "a": dot.a, "b": dot.b, "accumulate": dot.accumulate, "plan": dot.plan}
+    return {
+        "gemm": f"{dot.layer}/{dot.which}",
+        "a": dot.a,
+        "b": dot.b,
+        "accumulate": dot.accumulate,
+        "plan": dot.plan,
+    }
 
 
-def _merged(moved: list[Collective], layer: str, which: str, recipe: str | Recipe, placement: Placement | None) -> int:
+def _merged(
+    moved: list[Collective],
+    layer: str,
+    which: str,
+    recipe: str | Recipe,
+    placement: Placement | None,
+) -> int:
     """1 if the other backward GEMM gathers grad_output for both: in a loop JAX merges equal
     gathers; of two sets of codes one moves, with bits (P-6)."""
     other = {"grad_input": "grad_weight", "grad_weight": "grad_input"}.get(which)
@@ -284,7 +362,11 @@ def _left_to_partition(lowered: jax.stages.Lowered) -> bool:
     """True if XLA has dots to split over devices: several partitions, and a dot outside
     shard_map, also in a function that is called there."""
     module = _module(lowered)
-    partitions = module.attributes["mhlo.num_partitions"].value if "mhlo.num_partitions" in module.attributes else 1
+    partitions = (
+        module.attributes["mhlo.num_partitions"].value
+        if "mhlo.num_partitions" in module.attributes
+        else 1
+    )
     if partitions == 1:
         return False
     functions = {str(op.attributes["sym_name"].value): op for op in hlo.children(module)}

@@ -33,7 +33,9 @@ def encode(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
     """
     codes = lax.bitcast_convert_type(to_fp8(x, fmt, saturate=saturate), jnp.uint8)
     # XLA's NaN keeps its sign; C-5 emits one code.
-    return jnp.where(jnp.isnan(x) | (codes == fmt.nan_code | fmt.sign_bit), jnp.uint8(fmt.nan_code), codes)
+    return jnp.where(
+        jnp.isnan(x) | (codes == fmt.nan_code | fmt.sign_bit), jnp.uint8(fmt.nan_code), codes
+    )
 
 
 def decode(codes: jax.Array, fmt: Format) -> jax.Array:
@@ -105,7 +107,10 @@ def checked(x: jax.Array) -> jax.Array:
     # float32.
     dtype = getattr(x, "dtype", None)
     if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
-        raise ValueError(f"casts take arrays of float32, float16 or bfloat16; got {dtype or type(x).__name__}. Convert with .astype.")
+        raise ValueError(
+            "casts take arrays of float32, float16 or bfloat16; got "
+            f"{dtype or type(x).__name__}. Convert with .astype."
+        )
     return jnp.asarray(x)
 
 

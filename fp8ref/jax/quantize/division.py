@@ -1,4 +1,5 @@
-"""Quotients and square roots of float32 numbers that are rounded once, to nearest even, on a GPU too.
+"""Quotients and square roots of float32 numbers that are rounded once, to nearest even, on a GPU
+too.
 
 On a CPU these are XLA's own. On an NVIDIA GPU XLA divides by PTX's ``div.full.f32`` and
 ``rcp.approx.f32`` and takes roots by ``sqrt.approx.f32``, which may be an ulp or two off
@@ -19,9 +20,10 @@ _in_kernel: ContextVar[bool] = ContextVar("fp8ref_jax_in_kernel", default=False)
 
 @contextlib.contextmanager
 def in_kernel():
-    """While the body of a Pallas kernel is traced in this context, ``inside_kernel`` is true: quotients
-    and roots are computed in float64 on every platform, and ``barrier`` is none. Kernels take neither
-    choices by platform nor barriers, and no compiler rewrites them as XLA rewrites programs."""
+    """While the body of a Pallas kernel is traced in this context, ``inside_kernel`` is true:
+    quotients and roots are computed in float64 on every platform, and ``barrier`` is none. Kernels
+    take neither choices by platform nor barriers, and no compiler rewrites them as XLA rewrites
+    programs."""
     token = _in_kernel.set(True)
     try:
         yield
@@ -59,8 +61,8 @@ def sqrt(x: jax.Array) -> jax.Array:
 
 
 def divide_in_float64(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``divide`` on a GPU: 2 a times the reciprocal of 2 b. LLVM makes a float64 quotient of float32
-    numbers, rounded to float32, a float32 quotient again, but not a product, nor 1 / (2 b).
+    """``divide`` on a GPU: 2 a times the reciprocal of 2 b. LLVM makes a float64 quotient of
+    float32 numbers, rounded to float32, a float32 quotient again, but not a product, nor 1 / (2 b).
 
     Its error, of two roundings, is below 2^-52 of the quotient. A quotient of 24-bit numbers a / b
     is no midpoint t of two float32 numbers, which has 25 bits: t * b would have more than 24. And
@@ -73,9 +75,14 @@ def divide_in_float64(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def sqrt_in_float64(x: jax.Array) -> jax.Array:
-    """``sqrt`` on a GPU. Rounding twice is rounding once, as float64 has more than 2 * 24 + 1 bits."""
+    """``sqrt`` on a GPU.
+
+    Rounding twice is rounding once, as float64 has more than 2 * 24 + 1 bits.
+    """
     with jax.enable_x64(True):
-        root = lax.convert_element_type(lax.sqrt(lax.convert_element_type(x, np.float64)), np.float32)
+        root = lax.convert_element_type(
+            lax.sqrt(lax.convert_element_type(x, np.float64)), np.float32
+        )
     return _kept(root, x)
 
 

@@ -18,20 +18,25 @@ BLOCK = 4096
 
 
 def words(counter, stream, key):
-    """Philox4x32 of counters below 2^32: four words of each. key: the low and the high half of a seed."""
+    """Philox4x32 of counters below 2^32: four words of each. key: the low and the high half of a
+    seed.
+    """
     c0, c1 = counter, jnp.zeros_like(counter)
     c2, c3 = jnp.broadcast_to(jnp.asarray(stream, jnp.uint32), counter.shape), c1
     k0, k1 = key
     for _ in range(ROUNDS):
-        (p_high, p_low), (q_high, q_low) = _product(c0, MULTIPLIERS[0]), _product(c2, MULTIPLIERS[1])
+        (p_high, p_low), (q_high, q_low) = (
+            _product(c0, MULTIPLIERS[0]),
+            _product(c2, MULTIPLIERS[1]),
+        )
         c0, c1, c2, c3 = q_high ^ c1 ^ k0, q_low, p_high ^ c3 ^ k1, p_low
         k0, k1 = k0 + jnp.uint32(WEYL[0]), k1 + jnp.uint32(WEYL[1])
     return c0, c1, c2, c3
 
 
 def key_of(seed: int, step, stream: int, *, of_master: bool = False):
-    """The seed of one moment of one tensor at one step (O-8), or of its master (O-15): its low and high
-    half."""
+    """The seed of one moment of one tensor at one step (O-8), or of its master (O-15): its low and
+    high half."""
     halves = (jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32))
     found = words(jnp.asarray(step, jnp.uint32), stream, halves)
     return found[2:] if of_master else found[:2]
@@ -49,19 +54,35 @@ def codes(x, fmt: Format, key):
     field = magnitude >> 23
     exponent = jnp.maximum(field, 1).astype(jnp.int32) - 127
     mantissa = (magnitude & jnp.uint32(0x7FFFFF)) + (jnp.minimum(field, 1) << 23)
-    # |x| in spacings is mantissa / 2^shift; no mantissa has more than 24 bits, so that larger shifts leave nothing.
-    shift = jnp.minimum(23 - fmt.mantissa_bits + jnp.maximum(fmt.emin - exponent, 0), 72).astype(jnp.uint32)
+    # |x| in spacings is mantissa / 2^shift; no mantissa has more than 24 bits, so that larger
+    # shifts leave nothing.
+    shift = jnp.minimum(23 - fmt.mantissa_bits + jnp.maximum(fmt.emin - exponent, 0), 72).astype(
+        jnp.uint32
+    )
     whole = mantissa >> jnp.minimum(shift, 31)
     rest = mantissa - (whole << jnp.minimum(shift, 31))
     h, w = _random(x.shape, key)
     # 13 is the smallest shift, of float16
     high = ((rest << 3) >> jnp.minimum(shift - 13, 31)) + h
-    left, right = jnp.clip(48 - shift.astype(jnp.int32), 0), jnp.clip(shift.astype(jnp.int32) - 48, 0)
-    low = jnp.where(left < 32, (rest << jnp.minimum(left, 31).astype(jnp.uint32)) >> right.astype(jnp.uint32), jnp.uint32(0))
+    left, right = (
+        jnp.clip(48 - shift.astype(jnp.int32), 0),
+        jnp.clip(shift.astype(jnp.int32) - 48, 0),
+    )
+    low = jnp.where(
+        left < 32,
+        (rest << jnp.minimum(left, 31).astype(jnp.uint32)) >> right.astype(jnp.uint32),
+        jnp.uint32(0),
+    )
     up = (high > 0xFFFF) | ((high == 0xFFFF) & (low > ~w))
-    found = whole + up.astype(jnp.uint32) + ((jnp.maximum(exponent, fmt.emin) - fmt.emin).astype(jnp.uint32) << fmt.mantissa_bits)
+    found = (
+        whole
+        + up.astype(jnp.uint32)
+        + ((jnp.maximum(exponent, fmt.emin) - fmt.emin).astype(jnp.uint32) << fmt.mantissa_bits)
+    )
     sign = jnp.where(bits >> 31 == 1, jnp.uint32(fmt.sign_bit), jnp.uint32(0))
-    return jnp.where(jnp.isnan(x), jnp.uint32(fmt.nan_code), jnp.minimum(found, jnp.uint32(fmt.max_code)) | sign)
+    return jnp.where(
+        jnp.isnan(x), jnp.uint32(fmt.nan_code), jnp.minimum(found, jnp.uint32(fmt.max_code)) | sign
+    )
 
 
 def _random(shape: tuple[int, ...], key):
@@ -84,4 +105,6 @@ def _product(x, multiplier: int):
     m_low, m_high = jnp.uint32(multiplier & 0xFFFF), jnp.uint32(multiplier >> 16)
     across, other = low * m_high, high * m_low
     carry = ((low * m_low) >> 16) + (across & jnp.uint32(0xFFFF)) + (other & jnp.uint32(0xFFFF))
-    return high * m_high + (across >> 16) + (other >> 16) + (carry >> 16), x * jnp.uint32(multiplier)
+    return high * m_high + (across >> 16) + (other >> 16) + (carry >> 16), x * jnp.uint32(
+        multiplier
+    )

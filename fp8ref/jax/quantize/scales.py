@@ -29,7 +29,9 @@ class Scales(NamedTuple):
     scale_inv: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "policy"))  # traced once for all layers of a shape
+@functools.partial(
+    jax.jit, static_argnames=("fmt", "policy")
+)  # traced once for all layers of a shape
 def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> Scales:
     """scale and scale_inv of a policy (spec S-3, S-4, S-9, S-14, S-17): the simulator's, bit
     for bit.
@@ -48,10 +50,16 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "
         return _e8m0_scales(amax, fmt, policy)
     if policy.makes_scale_inv:
         return _ratio_scales(amax, fmt, policy)
-    return _quotient_scales(amax, fmt, policy) if policy.power_of_two is None else _power_of_two_scales(amax, fmt, policy)
+    return (
+        _quotient_scales(amax, fmt, policy)
+        if policy.power_of_two is None
+        else _power_of_two_scales(amax, fmt, policy)
+    )
 
 
-def scale_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> jax.Array:
+def scale_from_amax(
+    amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao"
+) -> jax.Array:
     """The factor that multiplies into FP8: ``scales_from_amax(...).scale``. Shapes, order, specials
     and what it raises are the same."""
     return scales_from_amax(amax, fmt, policy).scale
@@ -98,19 +106,27 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
         return policy
     if not policy.in_backends:
         known = ", ".join(name for name, p in policies.POLICIES.items() if p.in_backends)
-        raise ValueError(f"fp8ref.jax scales by {known}; got policy {policy.name!r}. Use one of these, or fp8ref.sim for {policy.name!r}.")
+        raise ValueError(
+            f"fp8ref.jax scales by {known}; got policy {policy.name!r}. Use one of these, or "
+            f"fp8ref.sim for {policy.name!r}."
+        )
     if policy.e8m0 is None and policy.eps < 1e-27:
         raise ValueError(
-            f"fp8ref.jax needs eps >= 1e-27, as XLA flushes subnormals (S-3); got policy {policy.name!r} with eps={policy.eps}."
+            "fp8ref.jax needs eps >= 1e-27, as XLA flushes subnormals (S-3); got policy "
+            f"{policy.name!r} with eps={policy.eps}."
         )
     return policy
 
 
 def _quotient_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
-    """The quotient of S-3 and its reciprocal, by one kernel: past the barriers no kernel that reads one computes it again."""
-    scale = jnp.where(amax < _smallest(policy), np.float32(fmt.max / policy.eps), division.divide(fmt.max, amax))
-    # XLA would rewrite 1 / (448 / amax) as amax / 448, which rounds once instead of twice. It does not see that these bits stay
-    # as they are: no scale is negative.
+    """The quotient of S-3 and its reciprocal, by one kernel: past the barriers no kernel that reads
+    one computes it again.
+    """
+    scale = jnp.where(
+        amax < _smallest(policy), np.float32(fmt.max / policy.eps), division.divide(fmt.max, amax)
+    )
+    # XLA would rewrite 1 / (448 / amax) as amax / 448, which rounds once instead of twice. It does
+    # not see that these bits stay as they are: no scale is negative.
     bits = lax.bitcast_convert_type(scale, jnp.int32) & np.int32(0x7FFFFFFF)
     inverse = division.divide(1, lax.bitcast_convert_type(bits, jnp.float32))
     return Scales(lax.optimization_barrier(scale), lax.optimization_barrier(inverse))
@@ -122,7 +138,11 @@ def _ratio_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
     # XLA makes a division by a constant a product with its reciprocal, which rounds twice, past a
     # barrier too. To XLA this divisor is no constant; in fact no amax is negative.
     divisor = jnp.where(floored < 0, jnp.float32(1), jnp.float32(fmt.max))
-    scale_inv = floored * np.float32(1 / fmt.max) if policy.ratio == "amax*(1/max)" else division.divide(floored, divisor)
+    scale_inv = (
+        floored * np.float32(1 / fmt.max)
+        if policy.ratio == "amax*(1/max)"
+        else division.divide(floored, divisor)
+    )
     # Without this barrier XLA rewrites 1 / (amax / max) as max / amax, which rounds once.
     scale_inv = lax.optimization_barrier(scale_inv)
     return Scales(division.divide(1, scale_inv), scale_inv)
@@ -138,7 +158,9 @@ def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> S
     scale = division.divide(1, jnp.where(jnp.isnan(amax), amax, inverse))
     # 2^k of the bits of 2^-k: scale_inv then needs neither a kernel of its own nor all of the above
     # for every element.
-    inverse = lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(scale, jnp.int32), jnp.float32)
+    inverse = lax.bitcast_convert_type(
+        (254 << 23) - lax.bitcast_convert_type(scale, jnp.int32), jnp.float32
+    )
     return Scales(scale, jnp.where(scale > 0, inverse, jnp.inf - scale))
 
 
@@ -156,7 +178,9 @@ def _e8m0_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
         amax = jnp.where(jnp.isnan(amax), jnp.inf, amax)
     field = _exponent_field(amax, fmt, policy)
     nan = jnp.isnan(amax)
-    scale = jnp.where(field == 0, jnp.float32(policy.e8m0.scale_of_code_0), _two_to_the(254 - field))
+    scale = jnp.where(
+        field == 0, jnp.float32(policy.e8m0.scale_of_code_0), _two_to_the(254 - field)
+    )
     of_nan = 0.0 if policy.e8m0.scale_of_nan == "zero" else jnp.nan
     return Scales(jnp.where(nan, of_nan, scale), jnp.where(nan, jnp.nan, _two_to_the(field)))
 
@@ -171,7 +195,11 @@ def _exponent_field(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Ar
     a NaN amax means nothing."""
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     # A table look-up, because XLA's log2 is an approximation.
-    steps = jnp.asarray(_steps(fmt, policy)).at[lax.bitcast_convert_type(amax, jnp.uint32) >> 23].get(mode="promise_in_bounds")
+    steps = (
+        jnp.asarray(_steps(fmt, policy))
+        .at[lax.bitcast_convert_type(amax, jnp.uint32) >> 23]
+        .get(mode="promise_in_bounds")
+    )
     return (bits + steps) >> 23
 
 
@@ -186,16 +214,23 @@ def _steps(fmt: Format, policy: ScalePolicy) -> np.ndarray:
     binade = np.arange(256) << 23
     first = _rounded_field(binade, fmt, policy)
     # By bisection over the 23 mantissa bits.
-    last = np.zeros(256, np.int64)  # the last mantissa of that value, found a bit at a time; infinity has but one
+    last = np.zeros(
+        256, np.int64
+    )  # the last mantissa of that value, found a bit at a time; infinity has but one
     for bit in 2 ** np.arange(22, -1, -1):
-        last[:255] += bit * (_rounded_field((binade + last + bit)[:255], fmt, policy) == first[:255])
+        last[:255] += bit * (
+            _rounded_field((binade + last + bit)[:255], fmt, policy) == first[:255]
+        )
     return ((first << 23) - binade + (2**23 - 1 - last)).astype(np.int32)
 
 
 def _rounded_field(bits: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
     """The exponent fields of scale_inv for the bits of amaxes, as S-4 and S-14 define them; in
     NumPy."""
-    amax = np.maximum(bits.astype(np.int32).view(np.float32).astype(np.float64), np.float32(policy.eps) if policy.e8m0 else policy.eps)
+    amax = np.maximum(
+        bits.astype(np.int32).view(np.float32).astype(np.float64),
+        np.float32(policy.eps) if policy.e8m0 else policy.eps,
+    )
     with np.errstate(divide="ignore", over="ignore"):
         if policy.ratio == "exponents":
             k = (bits >> 23) - 127 - math.floor(math.log2(fmt.max))

@@ -21,11 +21,22 @@ from fp8ref.jax.quantize.scales import scale_from_amax
 from fp8ref.policy import ScalePolicy
 from fp8ref.spec import granularity as granularities
 
-__all__ = ["Quantized", "amax", "dequantize", "quantize", "quantize_divided", "quantize_with", "scale_from_amax", "spread"]
+__all__ = [
+    "Quantized",
+    "amax",
+    "dequantize",
+    "quantize",
+    "quantize_divided",
+    "quantize_with",
+    "scale_from_amax",
+    "spread",
+]
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scale", "scale_inv"], meta_fields=["fmt", "granularity", "axis"]
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scale", "scale_inv"],
+    meta_fields=["fmt", "granularity", "axis"],
 )
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
@@ -62,8 +73,8 @@ def amax(
 
     Shapes:   x hp, any rank; float32 of ``scale_shape(granularity, x.shape, axis)``; axis is the
               reduced one, or under rowwise several.
-    Order:    the maximum is of the magnitudes' bits: XLA's maximum of the numbers on a CPU drops NaNs, of large tensors and
-              between devices, and flushes subnormals.
+    Order:    the maximum is of the magnitudes' bits: XLA's maximum of the numbers on a CPU drops
+              NaNs, of large tensors and between devices, and flushes subnormals.
     Devices:  ``over`` names mesh axes, inside shard_map, along which the maximum is taken too
               (P-2). Under jit on a sharded array XLA does that.
     with_producer
@@ -76,7 +87,9 @@ def amax(
     """
     cast.check_array(x)
     axes = axis if isinstance(axis, tuple) else (axis,)
-    sizes = [granularities.blocks(granularity, x.shape, each, ragged=ragged) for each in axes]  # refuses empty tensors and absent axes
+    sizes = [
+        granularities.blocks(granularity, x.shape, each, ragged=ragged) for each in axes
+    ]  # refuses empty tensors and absent axes
     bits = cast.bits(x)
     if granularity == "tensorwise":
         bits = _largest(bits, x.dtype)
@@ -85,15 +98,24 @@ def amax(
     elif len(axes) == 1:
         bits = _largest_of_blocks(bits, x.dtype, sizes[0])
     else:
-        raise ValueError(f"blocks run along one reduced axis; got {granularity!r} and axis={axis}. Flatten the tensor first.")
+        raise ValueError(
+            f"blocks run along one reduced axis; got {granularity!r} and axis={axis}. Flatten "
+            "the tensor first."
+        )
     if over:
         bits = lax.pmax(bits.astype(jnp.int32), over).astype(bits.dtype)
     return cast.from_magnitude_bits(bits, x.dtype)
 
 
 def over_devices(amaxes: jax.Array, over: tuple[str, ...]) -> jax.Array:
-    """Amaxes, float32 of any shape, of all devices along mesh axes, inside shard_map (P-2, P-9): one all-reduce; none of no axes."""
-    return cast.from_magnitude_bits(lax.pmax(cast.magnitude_bits(amaxes), over), jnp.float32) if over else amaxes
+    """Amaxes, float32 of any shape, of all devices along mesh axes, inside shard_map (P-2, P-9):
+    one all-reduce; none of no axes.
+    """
+    return (
+        cast.from_magnitude_bits(lax.pmax(cast.magnitude_bits(amaxes), over), jnp.float32)
+        if over
+        else amaxes
+    )
 
 
 def quantize(
@@ -127,13 +149,28 @@ def quantize(
     """
     policy = scales.implemented(policy)
     if granularity == "mx_1x32" and policy.e8m0 is None:
-        raise ValueError(f"groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got policy {policy.name!r}.")
+        raise ValueError(
+            "groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got "
+            f"policy {policy.name!r}."
+        )
     if by is None:
-        by = scales.scales_from_amax(amax(x, granularity, axis=axis, over=over, with_producer=with_producer), fmt, policy)
-    return _quantized(x, by.scale, by.scale_inv, fmt, granularity, axis, times=scales.times_e8m0 if policy.e8m0 else operator.mul)
+        by = scales.scales_from_amax(
+            amax(x, granularity, axis=axis, over=over, with_producer=with_producer), fmt, policy
+        )
+    return _quantized(
+        x,
+        by.scale,
+        by.scale_inv,
+        fmt,
+        granularity,
+        axis,
+        times=scales.times_e8m0 if policy.e8m0 else operator.mul,
+    )
 
 
-def quantize_with(x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1) -> Quantized:
+def quantize_with(
+    x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1
+) -> Quantized:
     """Quantize by a given scale, such as a delayed state's; scale_inv = RN32(1 / scale), so not for
     e8m0 policies (S-14).
 
@@ -145,12 +182,16 @@ def quantize_with(x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: s
     cast.check_array(scale, "a scale is an array of float32")
     shape = granularities.scale_shape(granularity, x.shape, axis)
     if scale.shape != shape:
-        raise ValueError(f"{granularity} scales of x.shape={x.shape} have shape {shape}; got {scale.shape}.")
+        raise ValueError(
+            f"{granularity} scales of x.shape={x.shape} have shape {shape}; got {scale.shape}."
+        )
     scale, scale_inv = scales.with_inverse(scale)
     return _quantized(x, scale, scale_inv, fmt, granularity, axis)
 
 
-def quantize_divided(x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: int = -1) -> Quantized:
+def quantize_divided(
+    x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: int = -1
+) -> Quantized:
     """quantize by policy ``flax`` (spec S-13), tensorwise: RN32(f32(x) / scale_inv), clip,
     round. scale_inv is of shape ().
 
@@ -161,7 +202,14 @@ def quantize_divided(x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: i
     cast.check_array(x)
     cast.check_array(scale_inv, "a scale_inv is an array of float32")
     codes = cast.to_fp8(cast.to_f32(x) / jnp.broadcast_to(scale_inv, x.shape), fmt)
-    return Quantized(codes=codes, scale=1 / scale_inv, scale_inv=scale_inv, fmt=fmt, granularity="tensorwise", axis=axis)
+    return Quantized(
+        codes=codes,
+        scale=1 / scale_inv,
+        scale_inv=scale_inv,
+        fmt=fmt,
+        granularity="tensorwise",
+        axis=axis,
+    )
 
 
 def dequantize(q: Quantized) -> jax.Array:
@@ -172,20 +220,37 @@ def dequantize(q: Quantized) -> jax.Array:
     Raises:   ValueError: q not a Quantized.
     """
     if not isinstance(q, Quantized):
-        raise ValueError(f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize.")
+        raise ValueError(
+            f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize."
+        )
     return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
 
 
 def _quantized(
-    x: jax.Array, scale: jax.Array, scale_inv: jax.Array, fmt: Format, granularity: str, axis: int | tuple[int, ...], *, times=operator.mul
+    x: jax.Array,
+    scale: jax.Array,
+    scale_inv: jax.Array,
+    fmt: Format,
+    granularity: str,
+    axis: int | tuple[int, ...],
+    *,
+    times=operator.mul,
 ) -> Quantized:
     codes = cast.to_fp8(times(cast.to_f32(x), spread(scale, x.shape, granularity, axis)), fmt)
-    return Quantized(codes=codes, scale=scale, scale_inv=scale_inv, fmt=fmt, granularity=granularity, axis=axis)
+    return Quantized(
+        codes=codes, scale=scale, scale_inv=scale_inv, fmt=fmt, granularity=granularity, axis=axis
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "axis", "keepdims", "with_producer"))  # traced once for all tensors of a shape
+@functools.partial(
+    jax.jit, static_argnames=("dtype", "axis", "keepdims", "with_producer")
+)  # traced once for all tensors of a shape
 def _largest(
-    bits: jax.Array, dtype, axis: int | tuple[int, ...] | None = None, keepdims: bool = False, with_producer: bool = False
+    bits: jax.Array,
+    dtype,
+    axis: int | tuple[int, ...] | None = None,
+    keepdims: bool = False,
+    with_producer: bool = False,
 ) -> jax.Array:
     """The maximum of ``cast.magnitude_bits``, of an array's ``cast.bits``: of the integers on an
     NVIDIA GPU, elsewhere by a float maximum, the only fast one of XLA on a CPU."""
@@ -207,17 +272,24 @@ def _of_integers(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: 
     if bits.ndim - 1 in (each % bits.ndim for each in reduced):
         return largest(cast.without_sign(bits))
     unsigned = largest(lax.bitcast_convert_type(bits, f"u{bits.dtype}"))
-    return jnp.maximum(largest(bits), cast.without_sign(lax.bitcast_convert_type(unsigned, bits.dtype)))
+    return jnp.maximum(
+        largest(bits), cast.without_sign(lax.bitcast_convert_type(unsigned, bits.dtype))
+    )
 
 
-def _of_absolutes(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype) -> jax.Array:
-    """One reduction, which XLA takes into the kernel that makes a gradient; of masked bits, or in two
-    reductions, it reads the gradient again. In the PTX for an H200 the absolute is a mask of bits."""
+def _of_absolutes(
+    bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype
+) -> jax.Array:
+    """One reduction, which XLA takes into the kernel that makes a gradient; of masked bits, or in
+    two reductions, it reads the gradient again. In the PTX for an H200 the absolute is a mask of
+    bits."""
     magnitudes = jnp.abs(lax.bitcast_convert_type(bits, dtype))
     return jnp.max(lax.bitcast_convert_type(magnitudes, bits.dtype), axis=axis, keepdims=keepdims)
 
 
-def _of_floats(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype) -> jax.Array:
+def _of_floats(
+    bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype
+) -> jax.Array:
     """That maximum drops NaNs and flushes subnormals. So the bits are first mapped, in order, to
     numbers of dtype that are neither zero, subnormal, infinite nor NaN: t = bits - 2^(n - 2)
     becomes the number t steps above the least normal number, or below its negative. The result is
@@ -226,17 +298,25 @@ def _of_floats(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bo
     half, least, sign = 1 << (size.bits - 2), 1 << jnp.finfo(dtype).nmant, size.bits - 1
     t = cast.without_sign(bits) - half
     ordered = (least + (t ^ (t >> sign))) | ((t >> sign) & size.min)
-    found = lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(ordered, dtype), axis=axis, keepdims=keepdims), bits.dtype)
+    found = lax.bitcast_convert_type(
+        jnp.max(lax.bitcast_convert_type(ordered, dtype), axis=axis, keepdims=keepdims), bits.dtype
+    )
     return (((found & size.max) - least) ^ (found >> sign)) + half
 
 
 def _largest_of_blocks(bits: jax.Array, dtype, sizes: tuple[int, ...]) -> jax.Array:
-    bits = jnp.pad(bits, [(0, -n % size) for n, size in zip(bits.shape, sizes, strict=True)])  # zeros fill the last block
-    bits = bits.reshape([part for n, size in zip(bits.shape, sizes, strict=True) for part in (n // size, size)])
+    bits = jnp.pad(
+        bits, [(0, -n % size) for n, size in zip(bits.shape, sizes, strict=True)]
+    )  # zeros fill the last block
+    bits = bits.reshape(
+        [part for n, size in zip(bits.shape, sizes, strict=True) for part in (n // size, size)]
+    )
     return _largest(bits, dtype, axis=tuple(range(1, bits.ndim, 2)))
 
 
-def spread(scale: jax.Array, shape: tuple[int, ...], granularity: str, axis: int | tuple[int, ...]) -> jax.Array:
+def spread(
+    scale: jax.Array, shape: tuple[int, ...], granularity: str, axis: int | tuple[int, ...]
+) -> jax.Array:
     """Repeat scales over their blocks, so that they broadcast against a tensor of this shape."""
     if granularity in ("tensorwise", "rowwise"):
         return scale

@@ -21,7 +21,9 @@ from fp8ref.selection.statistics import COUNTS
 LENGTH = 2 * len(COUNTS) + 6
 """The numbers of a measurement: two for each of ``COUNTS``, and six more."""
 
-ROWS: tuple[tuple[Gemm, Role], ...] = tuple((gemm, role) for gemm, roles in OPERANDS.items() for role in roles)
+ROWS: tuple[tuple[Gemm, Role], ...] = tuple(
+    (gemm, role) for gemm, roles in OPERANDS.items() for role in roles
+)
 """The six operands of a linear as (GEMM, role), in the order of ``rows``."""
 
 Measured = dict[tuple[Gemm, Role], jax.Array]
@@ -41,8 +43,8 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     """
     if x.size >= 2**31:
         raise ValueError(
-            f"statistics count below 2^31 elements of an operand on a device; got {x.shape}. Cut it over more devices by shard_map, or set "
-            "statistics.every to 0."
+            f"statistics count below 2^31 elements of an operand on a device; got {x.shape}. "
+            "Cut it over more devices by shard_map, or set statistics.every to 0."
         )
     x, shape = x.reshape(q.codes.shape), q.codes.shape
     value, decoded = cast.to_f32(x), cast.decode(q.codes, q.fmt)
@@ -53,7 +55,9 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     )  # which the quantizer may have taken too: XLA then computes it once
     amax = scaling.amax(of_groups)
     field, unit = _unit(amax)
-    error = jnp.where(finite, decoded * scaling.spread(q.scale_inv, shape, q.granularity, q.axis) - kept, 0.0)
+    error = jnp.where(
+        finite, decoded * scaling.spread(q.scale_inv, shape, q.granularity, q.axis) - kept, 0.0
+    )
     times = scales.times_e8m0 if q.granularity == "mx_1x32" else operator.mul
     bound, above = _overflow_bound(q.fmt)
 
@@ -68,12 +72,20 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     counts = {
         "count": jnp.int32(x.size),
         "non_finite": non_finite,
-        "underflows": _number((cast.magnitude_bits(x) != 0) & (decoded == 0)),  # by bits: XLA on a CPU takes subnormals for zero
+        "underflows": _number(
+            (cast.magnitude_bits(x) != 0) & (decoded == 0)
+        ),  # by bits: XLA on a CPU takes subnormals for zero
         "saturated": _number(jnp.abs(decoded) == q.fmt.max),
         "overflows": overflows,
     }
-    limbs = [limb.astype(jnp.float32) for name in COUNTS for limb in (counts[name] >> 16, counts[name] & 0xFFFF)]
-    poisoned = jnp.where(jnp.isnan(q.scale).any(), jnp.nan, 0.0)  # XLA's extrema on a CPU may drop NaNs
+    limbs = [
+        limb.astype(jnp.float32)
+        for name in COUNTS
+        for limb in (counts[name] >> 16, counts[name] & 0xFFFF)
+    ]
+    poisoned = jnp.where(
+        jnp.isnan(q.scale).any(), jnp.nan, 0.0
+    )  # XLA's extrema on a CPU may drop NaNs
     return jnp.stack(
         [
             *limbs,
@@ -88,9 +100,17 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
 
 
 def measurement(
-    x: jax.Array, codes: jax.Array, fmt: Format, scale: jax.Array, scale_inv: jax.Array, inside: jax.Array, times=operator.mul
+    x: jax.Array,
+    codes: jax.Array,
+    fmt: Format,
+    scale: jax.Array,
+    scale_inv: jax.Array,
+    inside: jax.Array,
+    times=operator.mul,
 ) -> jax.Array:
-    """``measure`` of the elements that are inside, with scales that broadcast to x's shape; times scales x."""
+    """``measure`` of the elements that are inside, with scales that broadcast to x's shape; times
+    scales x.
+    """
     value, decoded = cast.to_f32(x), cast.decode(codes, fmt)
     finite = jnp.isfinite(value)
     kept = jnp.where(finite & inside, value, 0.0)
@@ -107,11 +127,17 @@ def measurement(
         "overflows": (scaled > bound if above else scaled >= bound) & inside,
     }
     counts = {name: _number(masks[name].reshape(-1, x.shape[-1])) for name in COUNTS}
-    limbs = [limb.astype(jnp.float32) for name in COUNTS for limb in (counts[name] >> 16, counts[name] & 0xFFFF)]
+    limbs = [
+        limb.astype(jnp.float32)
+        for name in COUNTS
+        for limb in (counts[name] >> 16, counts[name] & 0xFFFF)
+    ]
     extremes = jnp.where(inside, scale, jnp.inf).min(), jnp.where(inside, scale, -jnp.inf).max()
     poisoned = jnp.where(jnp.isnan(jnp.where(inside, scale, 1.0)).any(), jnp.nan, 0.0)
     sums = (_squares(v.reshape(-1, x.shape[-1])) for v in (kept * unit, error * unit))
-    return jnp.stack([*limbs, *sums, field.astype(jnp.float32), amax, *(s + poisoned for s in extremes)])
+    return jnp.stack(
+        [*limbs, *sums, field.astype(jnp.float32), amax, *(s + poisoned for s in extremes)]
+    )
 
 
 def rows(measured: Measured) -> jax.Array:
@@ -121,12 +147,19 @@ def rows(measured: Measured) -> jax.Array:
 
 
 def parts(measurements: np.ndarray) -> np.ndarray:
-    """Decode measurements float32 [..., LENGTH] to float64 [..., fp8ref.selection.statistics.FIELDS]."""
+    """Decode measurements float32 [..., LENGTH] to float64 [...,
+    fp8ref.selection.statistics.FIELDS].
+    """
     wide = measurements.astype(np.float64)
-    limbs, (signal, noise, field, *others) = wide[..., : 2 * len(COUNTS)], np.moveaxis(wide[..., 2 * len(COUNTS) :], -1, 0)
+    limbs, (signal, noise, field, *others) = (
+        wide[..., : 2 * len(COUNTS)],
+        np.moveaxis(wide[..., 2 * len(COUNTS) :], -1, 0),
+    )
     counts = limbs[..., 0::2] * 2**16 + limbs[..., 1::2]
     squared = np.exp2(2 * (field - 127))
-    return np.concatenate([counts, np.stack([signal * squared, noise * squared, *others], axis=-1)], axis=-1)
+    return np.concatenate(
+        [counts, np.stack([signal * squared, noise * squared, *others], axis=-1)], axis=-1
+    )
 
 
 def _unit(largest: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -27,8 +27,8 @@ class Measured(NamedTuple):
     """The measurement of one tensor, on the devices, or of several: then both have a first dim.
 
     counts  int32 [health.COUNTS].
-    sums    float32 [7]: roots, excess, signal and noise, the latter two in units of the squares of powers
-            of two, the exponent fields of these, and the largest ratio.
+    sums    float32 [7]: roots, excess, signal and noise, the latter two in units of the squares of
+            powers of two, the exponent fields of these, and the largest ratio.
     """
 
     counts: jax.Array
@@ -50,8 +50,8 @@ def measure(
 
     Order:    counts are exact; sums are float32, along the last dim, then over the others.
     Specials: figures of a state that holds NaN are NaN where they are not counts.
-    Raises:   ValueError: an unknown layout, or states of another; numbers outside their ranges (O-2); a tensor of 2^31
-              elements or more, which int32 does not count.
+    Raises:   ValueError: an unknown layout, or states of another; numbers outside their ranges
+              (O-2); a tensor of 2^31 elements or more, which int32 does not count.
     """
     layout = states.by_name(layout)
     states.check(b1=b1, b2=b2, eps=eps, weight_decay=0.0, layout=layout)
@@ -59,7 +59,9 @@ def measure(
         check_decisions(state, layout)
     table = np.array(states.corrections(b1, b2), np.float32)
     at_step = jnp.asarray(table)[jnp.minimum(after.count, len(table)) - 1]
-    at = Scalars(*(jnp.asarray(x, jnp.float32) for x in (b1, 1 - b1, b2, 1 - b2, *at_step, 0.0, eps, 0.0)))
+    at = Scalars(
+        *(jnp.asarray(x, jnp.float32) for x in (b1, 1 - b1, b2, 1 - b2, *at_step, 0.0, eps, 0.0))
+    )
 
     def of_leaf(g, *stored: MomentState) -> Measured:
         own = layout.of(g.size)
@@ -71,28 +73,43 @@ def measure(
     leaves, structure = jax.tree.flatten(grads)
     owns = [layout.of(g.size) for g in leaves]
     each = [
-        adamw_state.by_parameter(trees, structure, layout.kept[which % 2], [own.kept[which % 2] for own in owns])
+        adamw_state.by_parameter(
+            trees, structure, layout.kept[which % 2], [own.kept[which % 2] for own in owns]
+        )
         for which, trees in enumerate((before.m, before.v, after.m, after.v))
     ]
-    return structure.unflatten([of_leaf(g, *stored) for g, *stored in zip(leaves, *each, strict=True)])
+    return structure.unflatten(
+        [of_leaf(g, *stored) for g, *stored in zip(leaves, *each, strict=True)]
+    )
 
 
 def numbers(measured) -> np.ndarray:
-    """float64 [tensors, health.FIELDS]: the measurements of a tree, on the host, as jax.tree flattens
-    it."""
+    """float64 [tensors, health.FIELDS]: the measurements of a tree, on the host, as jax.tree
+    flattens it."""
     leaves = jax.tree.leaves(measured, is_leaf=lambda x: isinstance(x, Measured))
-    counts, sums = (np.concatenate([np.atleast_2d(x) for x in of]).astype(np.float64) for of in zip(*leaves, strict=True))
+    counts, sums = (
+        np.concatenate([np.atleast_2d(x) for x in of]).astype(np.float64)
+        for of in zip(*leaves, strict=True)
+    )
     roots, excess, signal, noise, of_signal, of_noise, largest = sums.T
-    squares = [x * np.exp2(2 * (field - 127)) for x, field in ((signal, of_signal), (noise, of_noise))]
+    squares = [
+        x * np.exp2(2 * (field - 127)) for x, field in ((signal, of_signal), (noise, of_noise))
+    ]
     return np.concatenate([counts, np.stack([roots, excess, *squares, largest], axis=-1)], axis=-1)
 
 
 def _measure(g, before, after, at: Scalars, layout: Layout) -> Measured:
     if g.size >= 2**31:
-        raise ValueError(f"health counts below 2^31 elements of a tensor on a device; got {g.shape}. Set statistics.every to 0.")
+        raise ValueError(
+            f"health counts below 2^31 elements of a tensor on a device; got {g.shape}. Set "
+            "statistics.every to 0."
+        )
     both = (layout.m, layout.v)
     g = moments.in_range(g.astype(jnp.float32))
-    old, stored = ([moments.read(x, moment, layout) for x, moment in zip(pair, both, strict=True)] for pair in (before, after))
+    old, stored = (
+        [moments.read(x, moment, layout) for x, moment in zip(pair, both, strict=True)]
+        for pair in (before, after)
+    )
     new = moments.averages(g, old[0], old[1], at, layout)
     idle = moments.averages(jnp.zeros_like(g), stored[0], stored[1], at, layout)
     wanted, found = moments.ratio(new[0], new[1], at), moments.ratio(stored[0], stored[1], at)
@@ -103,11 +120,22 @@ def _measure(g, before, after, at: Scalars, layout: Layout) -> Measured:
         *(_clipped(x, kept, moment) for x, kept, moment in zip(new, after, both, strict=True)),
         *(_stalled(x, kept, moment) for x, kept, moment in zip(idle, after, both, strict=True)),
     )
-    counts = [jnp.int32(g.size), *(jnp.int32(0) if mask is None else jnp.sum(mask, dtype=jnp.int32) for mask in masks)]
+    counts = [
+        jnp.int32(g.size),
+        *(jnp.int32(0) if mask is None else jnp.sum(mask, dtype=jnp.int32) for mask in masks),
+    ]
     assert len(counts) == len(COUNTS)
     signal, of_signal = _squares(wanted)
     noise, of_noise = _squares(found - wanted)
-    sums = (_sum(root), _sum(stored_root - root), signal, noise, of_signal, of_noise, moments.largest(found))
+    sums = (
+        _sum(root),
+        _sum(stored_root - root),
+        signal,
+        noise,
+        of_signal,
+        of_noise,
+        moments.largest(found),
+    )
     return Measured(jnp.stack(counts), jnp.stack(sums))
 
 
@@ -128,12 +156,16 @@ def _stalled(x, stored: MomentState, moment: Moment):
 
 
 def _sum(x):
-    """Along the last dim, and then, behind a barrier, over the others: XLA would make one long sum of the two."""
+    """Along the last dim, and then, behind a barrier, over the others: XLA would make one long sum
+    of the two.
+    """
     return jnp.sum(lax.optimization_barrier(jnp.sum(jnp.atleast_1d(x), axis=-1)))
 
 
 def _squares(x):
-    """The sum of squares, in units of the square of a power of two that keeps it in range, and that power's exponent field."""
+    """The sum of squares, in units of the square of a power of two that keeps it in range, and that
+    power's exponent field.
+    """
     largest = moments.largest(x)
     field = jnp.clip(lax.bitcast_convert_type(largest, jnp.int32) >> 23, 1, 253)
     field = jnp.where(jnp.isfinite(largest), field, 127)

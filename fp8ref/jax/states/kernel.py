@@ -1,7 +1,7 @@
 """A step of AdamW whose moments share scales by blocks, in one kernel on an NVIDIA GPU (spec O).
 
-XLA takes the amaxes of the blocks in one kernel and rounds in another, and both read the gradient and
-the moments. This kernel, by Pallas, holds its blocks in registers between the two.
+XLA takes the amaxes of the blocks in one kernel and rounds in another, and both read the gradient
+and the moments. This kernel, by Pallas, holds its blocks in registers between the two.
 """
 
 import functools
@@ -26,35 +26,65 @@ ROWS = 16
 
 
 def takes(shape: tuple[int, ...], layout: Layout) -> bool:
-    """Whether the kernel makes a step of a parameter of that shape, under its own layout: both moments
-    in FP8 and in blocks of one length, which divides the last dim, of exact amaxes, and a float32
-    parameter or a master in float16 of a predicted amax; all rounded to nearest."""
+    """Whether the kernel makes a step of a parameter of that shape, under its own layout: both
+    moments in FP8 and in blocks of one length, which divides the last dim, of exact amaxes, and a
+    float32 parameter or a master in float16 of a predicted amax; all rounded to nearest."""
     both, master, block = (layout.m, layout.v), layout.master, layout.m.block
     return (
         block is not None
         and layout.v.block == block
         and layout.m.expansion == layout.v.expansion
-        and all(moment.fmt.bits == 8 and moment.amax == "exact" and moment.rounding == "nearest_even" for moment in both)
-        and (not layout.keeps_master or (master.amax == "predicted" and master.rounding == "nearest_even"))
+        and all(
+            moment.fmt.bits == 8 and moment.amax == "exact" and moment.rounding == "nearest_even"
+            for moment in both
+        )
+        and (
+            not layout.keeps_master
+            or (master.amax == "predicted" and master.rounding == "nearest_even")
+        )
         and len(shape) > 0
         and shape[-1] % block == 0
     )
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "interpret"))  # traced once for all parameters of a shape
-def step(p, g, stored: list[MomentState], at: Scalars, factor, finite, *, layout: Layout, interpret: bool = False):
-    """(the new weight, m, v and a master if one is kept): ``states.step`` of one parameter that the kernel
-    ``takes``, on one device or a mesh.
+@functools.partial(
+    jax.jit, static_argnames=("layout", "interpret")
+)  # traced once for all parameters of a shape
+def step(
+    p,
+    g,
+    stored: list[MomentState],
+    at: Scalars,
+    factor,
+    finite,
+    *,
+    layout: Layout,
+    interpret: bool = False,
+):
+    """(the new weight, m, v and a master if one is kept): ``states.step`` of one parameter that the
+    kernel ``takes``, on one device or a mesh.
 
     Shapes:   p, and g, [..., n * block]; factor and finite ().
     interpret runs the kernel by XLA, on any platform.
     """
-    lead, master = (*p.shape[:-1], p.shape[-1] // _block(layout)), stored[2] if layout.keeps_master else None
-    scalars = jnp.stack([*at, factor, finite.astype(jnp.float32), *((master.scale_inv, master.amax) if master else ())])
+    lead, master = (
+        (*p.shape[:-1], p.shape[-1] // _block(layout)),
+        stored[2] if layout.keeps_master else None,
+    )
+    scalars = jnp.stack(
+        [
+            *at,
+            factor,
+            finite.astype(jnp.float32),
+            *((master.scale_inv, master.amax) if master else ()),
+        ]
+    )
     structure: Any
     arrays, structure = jax.tree.flatten(tuple(stored[:2]))
     shaped = [x.reshape(lead) if x.shape != p.shape else x for x in arrays]
-    weight, *new = _partitioned(p.ndim, layout, interpret)(scalars, g, master.codes if master else p, *shaped)
+    weight, *new = _partitioned(p.ndim, layout, interpret)(
+        scalars, g, master.codes if master else p, *shaped
+    )
     both = structure.unflatten([x.reshape(old.shape) for x, old in zip(new, arrays, strict=False)])
     if master is None:
         return weight, *both
@@ -76,14 +106,20 @@ def _partitioned(ndim: int, layout: Layout, interpret: bool):
         spec = P(*(*arguments[1].sharding.spec, *[None] * ndim)[:ndim])
         spec = P(*spec[:-1], _cut(spec[-1], arguments[1].shape[-1], mesh, _block(layout)))
         placed = NamedSharding(mesh, spec)
-        return mesh, call.fun, jax.tree.map(lambda _: placed, results), (NamedSharding(mesh, P()), *[placed] * (len(arguments) - 1))
+        return (
+            mesh,
+            call.fun,
+            jax.tree.map(lambda _: placed, results),
+            (NamedSharding(mesh, P()), *[placed] * (len(arguments) - 1)),
+        )
 
     lead = " ".join(f"d{i}" for i in range(ndim - 1))
     whole, blocks = f"{lead} (b k)", f"{lead} b"
     both = [whole, *[blocks] * (fields - 1)] * 2
     call.def_partition(
         partition=partition,
-        sharding_rule=f"s, {', '.join([whole, whole, *both])} -> {', '.join([whole, *both, *[blocks] * 2 * layout.keeps_master])}",
+        sharding_rule=f"s, {', '.join([whole, whole, *both])} -> "
+        f"{', '.join([whole, *both, *[blocks] * 2 * layout.keeps_master])}",
         need_replication_factors=("s", "k"),
         k=_block(layout),
     )
@@ -103,19 +139,25 @@ def _cut(axes, length: int, mesh, block: int):
 
 
 def _call(scalars, g, weight, *stored, layout: Layout, interpret: bool):
-    """The kernel over the blocks of one device: the new weight and stored, and of a master its scale_inv and
-    amax as each block has them."""
+    """The kernel over the blocks of one device: the new weight and stored, and of a master its
+    scale_inv and amax as each block has them."""
     block = _block(layout)
     total = weight.size // block
     rows = math.gcd(total, ROWS)
     wide = pl.BlockSpec((rows, block), lambda i: (i, 0))
     narrow = pl.BlockSpec((rows,), lambda i: (i,))
-    flat = [x.reshape(total, block) if x.size == weight.size else x.reshape(total) for x in (g, weight, *stored)]
+    flat = [
+        x.reshape(total, block) if x.size == weight.size else x.reshape(total)
+        for x in (g, weight, *stored)
+    ]
     like = [*flat[1:], *[jax.ShapeDtypeStruct((total,), jnp.float32)] * 2 * layout.keeps_master]
     found = pl.pallas_call(
         functools.partial(_kernel, layout=layout),
         grid=(total // rows,),
-        in_specs=[pl.BlockSpec(scalars.shape, lambda i: (0,)), *(wide if x.ndim == 2 else narrow for x in flat)],
+        in_specs=[
+            pl.BlockSpec(scalars.shape, lambda i: (0,)),
+            *(wide if x.ndim == 2 else narrow for x in flat),
+        ],
         out_specs=[wide if len(x.shape) == 2 else narrow for x in like],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
         input_output_aliases={2 + i: i for i in range(len(flat) - 1)},
@@ -132,7 +174,11 @@ def _kernel(scalars, g, weight, *refs, layout: Layout):
     count = 2 * (4 if layout.m.expansion else 2)
     fields, outputs = refs[:count], refs[count:]
     with division.in_kernel():
-        at, factor, finite = Scalars(*(scalars[i] for i in range(10))), scalars[10], scalars[11] != 0
+        at, factor, finite = (
+            Scalars(*(scalars[i] for i in range(10))),
+            scalars[10],
+            scalars[11] != 0,
+        )
         before = [weight[...], *(ref[...] for ref in fields)]
         both = before[1 : 1 + count // 2], before[1 + count // 2 :]
         old = [_state(part, layout) for part in both]
@@ -140,7 +186,9 @@ def _kernel(scalars, g, weight, *refs, layout: Layout):
             of_master = [scalars[12], scalars[13]]
             old.append(MomentState(before[0], *of_master))
             before += [jnp.full(before[2].shape, x) for x in of_master]
-        (_, *new), change = moments.new(before[0], g[...].astype(jnp.float32) * factor, old, at, layout)
+        (_, *new), change = moments.new(
+            before[0], g[...].astype(jnp.float32) * factor, old, at, layout
+        )
         made = []
         for i, (x, stored) in enumerate(zip(new, old, strict=True)):
             found = moments.extremes(x, None, layout.kept[i], i)
@@ -156,4 +204,8 @@ def _kernel(scalars, g, weight, *refs, layout: Layout):
 
 def _state(fields: list[jax.Array], layout: Layout) -> MomentState:
     codes, scale_inv, *more = fields
-    return MomentState(codes, scale_inv, None, *more) if layout.m.expansion else MomentState(codes, scale_inv)
+    return (
+        MomentState(codes, scale_inv, None, *more)
+        if layout.m.expansion
+        else MomentState(codes, scale_inv)
+    )

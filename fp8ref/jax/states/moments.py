@@ -5,11 +5,11 @@ XLA would change the bits in three ways, and each line that prevents one is mark
 
     fused       a product and a sum become one operation with one rounding; a clip between them that
                 clips nothing prevents it (``product``)
-    rewritten   array / number becomes a product with the reciprocal, also of one number a row, and a /
-                (b / c) becomes (a c) / b; a barrier, a clip or a choice hides the number or the
+    rewritten   array / number becomes a product with the reciprocal, also of one number a row, and
+                a / (b / c) becomes (a c) / b; a barrier, a clip or a choice hides the number or the
                 inner quotient
-    shortened   a cast to a narrow format and back is left out; the cast ends in integers or behind a
-                barrier
+    shortened   a cast to a narrow format and back is left out; the cast ends in integers or behind
+                a barrier
 """
 
 import dataclasses
@@ -67,9 +67,16 @@ def zeros(p, layout: Layout, which: int, *, stacked: bool = False) -> MomentStat
     if moment.scaling is None:
         return MomentState(codes)
     lead = codes.shape[:1] if stacked else ()
-    groups = lead if moment.block is None else (*lead, moment.groups(math.prod(codes.shape[len(lead) :])))
+    groups = (
+        lead
+        if moment.block is None
+        else (*lead, moment.groups(math.prod(codes.shape[len(lead) :])))
+    )
     amax = None if moment.amax == "exact" else jnp.zeros(groups, jnp.float32)
-    ones = [jnp.ones(groups, jnp.float32) if has else None for has in (True, moment.expansion, moment.expansion)]
+    ones = [
+        jnp.ones(groups, jnp.float32) if has else None
+        for has in (True, moment.expansion, moment.expansion)
+    ]
     return MomentState(codes, ones[0], amax, ones[1], ones[2])
 
 
@@ -80,15 +87,21 @@ def master(p, layout: Layout) -> MomentState:
         return MomentState(_codes(x, x, moment, None))
     scale, scale_inv = _scales(_group_max(jnp.abs(x), moment), moment)
     codes = _codes(product(x, scale), x, moment, None)
-    amax = None if moment.amax == "exact" else product(_group_max(jnp.abs(_values(codes, moment)), moment), scale_inv)
+    amax = (
+        None
+        if moment.amax == "exact"
+        else product(_group_max(jnp.abs(_values(codes, moment)), moment), scale_inv)
+    )
     return MomentState(codes, scale_inv, amax)
 
 
 def new(p, g, stored: list[MomentState], at: Scalars, layout: Layout):
-    """(the gradient in range, both new moments, and the weight where a master is kept), and the change
-    of the weight (O-2 to O-6)."""
+    """(the gradient in range, both new moments, and the weight where a master is kept), and the
+    change of the weight (O-2 to O-6)."""
     g = in_range(cast.to_f32(g))
-    m, v = averages(g, read(stored[0], layout.m, layout), read(stored[1], layout.v, layout), at, layout)
+    m, v = averages(
+        g, read(stored[0], layout.m, layout), read(stored[1], layout.v, layout), at, layout
+    )
     of_both = ratio(m, v, at)
     if layout.bounded:
         of_both = _clip(of_both, -at.bound, at.bound)
@@ -106,15 +119,17 @@ def in_range(g):
 
 
 def change(ratio, p, at: Scalars):
-    """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound (O-15)."""
+    """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound
+    (O-15).
+    """
     found = product(at.learning_rate, ratio + product(at.weight_decay, p))
     return jnp.where(jnp.abs(found) < states.STEP_MIN, jnp.float32(0), found)
 
 
 def extremes(x, g, moment: Moment, which: int) -> list[jax.Array]:
-    """The maxima that scales are made of, of m, v or the master (0 to 2): of magnitudes; where the amax
-    of a moment is predicted, of the gradient's; and of an expansion the negative of the smallest
-    that is not zero."""
+    """The maxima that scales are made of, of m, v or the master (0 to 2): of magnitudes; where the
+    amax of a moment is predicted, of the gradient's; and of an expansion the negative of the
+    smallest that is not zero."""
     if moment.scaling is None or (which == 2 and moment.amax == "predicted"):
         return []
     if moment.amax == "predicted":
@@ -122,7 +137,9 @@ def extremes(x, g, moment: Moment, which: int) -> list[jax.Array]:
     magnitude = jnp.abs(division.sqrt(x) if moment.root else x)
     found = [_group_max(magnitude, moment)]
     if moment.expansion:
-        found.append(_group_max(jnp.where(magnitude == 0, -jnp.inf, -magnitude), moment, empty=-np.inf))
+        found.append(
+            _group_max(jnp.where(magnitude == 0, -jnp.inf, -magnitude), moment, empty=-np.inf)
+        )
     return found
 
 
@@ -161,7 +178,9 @@ def read(stored: MomentState, moment: Moment, layout: Layout):
     return not_tiny(x, layout)
 
 
-def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, layout: Layout, key) -> MomentState:
+def store(
+    x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, layout: Layout, key
+) -> MomentState:
     """The stored moment of x (O-7 to O-10).
 
     found  of ``extremes``.
@@ -187,12 +206,18 @@ def store(x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, 
         return _store_expanded(x, amax, -found[1], moment, key)
     scale, scale_inv = _scales(amax, moment)
     divides = moment.scaling == "divide"
-    scaled = _over(x, _spread(scale_inv, x, moment)) if divides else product(x, _spread(scale, x, moment))
+    scaled = (
+        _over(x, _spread(scale_inv, x, moment))
+        if divides
+        else product(x, _spread(scale, x, moment))
+    )
     codes = _codes(scaled, x, moment, key)
     if moment.amax != "predicted":
         return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
     # Rounding is monotone: the largest code has the largest product.
-    return MomentState(codes, scale_inv, product(_group_max(jnp.abs(_values(codes, moment)), moment), scale_inv))
+    return MomentState(
+        codes, scale_inv, product(_group_max(jnp.abs(_values(codes, moment)), moment), scale_inv)
+    )
 
 
 def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
@@ -204,7 +229,9 @@ def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
     ratio = division.divide(top, bottom)
     exponent = jnp.full_like(ratio, states.EXPONENTS[-1])
     for k in reversed(states.EXPONENTS[:-1]):
-        exponent = jnp.where(ratio <= np.float32(states.EXPANDED_RANGE ** (1 / k)), jnp.float32(k), exponent)
+        exponent = jnp.where(
+            ratio <= np.float32(states.EXPANDED_RANGE ** (1 / k)), jnp.float32(k), exponent
+        )
     scale_inv = quotient(_power(quotient(top, center), exponent), jnp.float32(moment.fmt.max))
     scaled = expanded(x, center, exponent, scale_inv, moment)
     return MomentState(_codes(scaled, x, moment, key), scale_inv, None, exponent, center)
@@ -218,7 +245,9 @@ def expanded(x, center, exponent, scale_inv, moment: Moment):
 
 def _power(x, exponent):
     square = product(x, x)
-    low = jnp.where(exponent == 1, x, division.sqrt(x))  # jnp.select would write the index of each element to memory
+    low = jnp.where(
+        exponent == 1, x, division.sqrt(x)
+    )  # jnp.select would write the index of each element to memory
     return jnp.where(exponent == 4, product(square, square), jnp.where(exponent == 2, square, low))
 
 
@@ -238,7 +267,11 @@ def _scales(amax, moment: Moment):
     top = jnp.float32(moment.fmt.max)
     if moment.scaling == "divide":
         return None, quotient(amax, top)
-    scale = division.divide(1, quotient(amax, top)) if moment.scaling == "reciprocal" else division.divide(top, amax)
+    scale = (
+        division.divide(1, quotient(amax, top))
+        if moment.scaling == "reciprocal"
+        else division.divide(top, amax)
+    )
     if moment.scaling == "power_of_two":
         bits = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
         scale = jnp.where(jnp.isnan(scale), scale, lax.bitcast_convert_type(bits, jnp.float32))
@@ -254,7 +287,9 @@ def _codes(scaled, x, moment: Moment, key):
     if key is not None:
         codes = philox.codes(scaled, fmt, key)
         if moment.keep:
-            codes = jnp.where((x != 0) & (codes & ~jnp.uint32(fmt.sign_bit) == 0), codes | jnp.uint32(1), codes)
+            codes = jnp.where(
+                (x != 0) & (codes & ~jnp.uint32(fmt.sign_bit) == 0), codes | jnp.uint32(1), codes
+            )
         if fmt.bits == 8:
             return lax.bitcast_convert_type(codes.astype(jnp.uint8), cast.DTYPES[fmt.name])
         return lax.bitcast_convert_type(codes.astype(jnp.uint16), _DTYPES[fmt.name])
@@ -266,7 +301,9 @@ def _codes(scaled, x, moment: Moment, key):
     codes = _clip(scaled, -fmt.max, fmt.max).astype(_DTYPES[fmt.name])
     if moment.keep:
         smallest = jnp.asarray(fmt.smallest_subnormal, codes.dtype)
-        codes = jnp.where((x != 0) & (codes == 0), jnp.where(jnp.signbit(x), -smallest, smallest), codes)
+        codes = jnp.where(
+            (x != 0) & (codes == 0), jnp.where(jnp.signbit(x), -smallest, smallest), codes
+        )
     return division.barrier(codes)  # shortened
 
 
@@ -275,7 +312,9 @@ def _values(codes, moment: Moment):
 
 
 def again(x, stored: MomentState, moment: Moment):
-    """The codes of x, a moment or its root, rounded to nearest under the scales of a stored moment."""
+    """The codes of x, a moment or its root, rounded to nearest under the scales of a stored
+    moment.
+    """
     if stored.exponent is not None:
         x = expanded(x, stored.center, stored.exponent, stored.scale_inv, moment)
     elif stored.scale_inv is not None:
@@ -289,26 +328,39 @@ def above(x, limit: float, stored: MomentState, moment: Moment):
 
 
 def _group_max(x, moment: Moment, empty: float = 0.0):
-    """() or [blocks]: the maximum of each group of the flattened tensor; empty fills a last block, and is 0 of
-    magnitudes. Those are compared by bits, as in ``largest``."""
-    if division.inside_kernel() and empty == 0:  # [blocks, block], of magnitudes: by bits, NaN is the largest
-        return lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1), jnp.float32)
+    """() or [blocks]: the maximum of each group of the flattened tensor; empty fills a last block,
+    and is 0 of magnitudes. Those are compared by bits, as in ``largest``."""
+    if (
+        division.inside_kernel() and empty == 0
+    ):  # [blocks, block], of magnitudes: by bits, NaN is the largest
+        return lax.bitcast_convert_type(
+            jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1), jnp.float32
+        )
     if empty == 0:
         return cast.from_magnitude_bits(_max_of_groups(cast.magnitude_bits(x), moment, 0), x.dtype)
     return _max_of_groups(x, moment, empty)
 
 
 def largest(x) -> jax.Array:
-    """(): the largest magnitude of all devices. By bits: a collective's maximum of numbers may drop a NaN (P-3)."""
+    """(): the largest magnitude of all devices.
+
+    By bits: a collective's maximum of numbers may drop a NaN (P-3).
+    """
     return cast.from_magnitude_bits(jnp.max(cast.magnitude_bits(x)), x.dtype)
 
 
 def _max_of_groups(x, moment: Moment, empty: float):
     if moment.block is None:
         return jnp.max(x)
-    if x.ndim and x.shape[-1] % moment.block == 0:  # a cut along other axes then needs no collective
-        return array_types.whole(jnp.max(x.reshape(*x.shape[:-1], -1, moment.block), axis=-1)).reshape(-1)
-    padded = jnp.pad(array_types.whole(x).reshape(-1), (0, -x.size % moment.block), constant_values=empty)
+    if (
+        x.ndim and x.shape[-1] % moment.block == 0
+    ):  # a cut along other axes then needs no collective
+        return array_types.whole(
+            jnp.max(x.reshape(*x.shape[:-1], -1, moment.block), axis=-1)
+        ).reshape(-1)
+    padded = jnp.pad(
+        array_types.whole(x).reshape(-1), (0, -x.size % moment.block), constant_values=empty
+    )
     return jnp.max(padded.reshape(-1, moment.block), axis=-1)
 
 
@@ -319,7 +371,9 @@ def _spread(of_groups, x, moment: Moment):
         return of_groups
     if shape and shape[-1] % block == 0:
         lead = (*shape[:-1], shape[-1] // block)
-        return array_types.like(jnp.broadcast_to(of_groups.reshape(*lead, 1), (*lead, block)).reshape(shape), x)
+        return array_types.like(
+            jnp.broadcast_to(of_groups.reshape(*lead, 1), (*lead, block)).reshape(shape), x
+        )
     return array_types.like(jnp.repeat(of_groups, block)[: int(np.prod(shape))].reshape(shape), x)
 
 
@@ -332,14 +386,21 @@ def product(a, b):
 
 
 def _clip(x, low, high):
-    """``jnp.clip``. In kernels maxima and minima drop NaN: Pallas makes PTX's ``max.f32`` of them for a GPU."""
+    """``jnp.clip``.
+
+    In kernels maxima and minima drop NaN: Pallas makes PTX's ``max.f32`` of them for a GPU.
+    """
     clipped = jnp.clip(x, low, high)
     return jnp.where(jnp.isnan(x), x, clipped) if division.inside_kernel() else clipped
 
 
 def _not_below(x, least):
     """``jnp.maximum``, of x that may be NaN."""
-    return jnp.where(jnp.isnan(x) | (x > least), x, least) if division.inside_kernel() else jnp.maximum(x, least)
+    return (
+        jnp.where(jnp.isnan(x) | (x > least), x, least)
+        if division.inside_kernel()
+        else jnp.maximum(x, least)
+    )
 
 
 def _over(x, of_groups):
@@ -349,6 +410,7 @@ def _over(x, of_groups):
 
 
 def quotient(a, b):
-    """a / b of an array and a number. A choice by a, and a barrier, hide that b is one number, for each tensor of a
-    stack too; the other barrier hides that a quotient may divide what follows: rewritten."""
+    """a / b of an array and a number. A choice by a, and a barrier, hide that b is one number, for
+    each tensor of a stack too; the other barrier hides that a quotient may divide what follows:
+    rewritten."""
     return division.barrier(division.divide(a, division.barrier(jnp.where(jnp.isnan(a), 1.0, b))))

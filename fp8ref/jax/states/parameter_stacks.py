@@ -1,7 +1,8 @@
-"""Parameters that are stacks: tensors of one shape along a first dim, as a scan over layers takes them.
+"""Parameters that are stacks: tensors of one shape along a first dim, as a scan over layers takes
+them.
 
-Which parameters are, or decay, is said as optax says masks: by a tree of booleans, of the parameters' structure
-or a prefix of it, or by a function of the parameters.
+Which parameters are, or decay, is said as optax says masks: by a tree of booleans, of the
+parameters' structure or a prefix of it, or by a function of the parameters.
 """
 
 from collections.abc import Callable
@@ -23,8 +24,9 @@ def flags(name: str, given: Any, params, *, default: bool) -> Any:
         return jax.tree.broadcast(found, params)
     except ValueError as error:
         raise ValueError(
-            f"{name} is a tree of booleans, of the parameters' structure or a prefix of it; got {jax.tree.structure(found)} for "
-            f"{jax.tree.structure(params)}. Make it of the parameters, by jax.tree.map."
+            f"{name} is a tree of booleans, of the parameters' structure or a prefix of it; got "
+            f"{jax.tree.structure(found)} for {jax.tree.structure(params)}. Make it of the "
+            "parameters, by jax.tree.map."
         ) from error
 
 
@@ -34,14 +36,18 @@ def each(f: Callable, is_stack: bool) -> Callable:
 
 
 def batched_by(other: Callable) -> Callable[[Callable], Callable]:
-    """A decorator of a function that ``jax.vmap`` cannot batch: under it the other, of the same results, is batched in its place."""
+    """A decorator of a function that ``jax.vmap`` cannot batch: under it the other, of the same
+    results, is batched in its place.
+    """
 
     def decorate(f: Callable) -> Callable:
         decorated = custom_vmap(f)
 
         @decorated.def_vmap
         def rule(size: int, batched, *given):
-            found = jax.vmap(other, in_axes=jax.tree.map(lambda b: 0 if b else None, batched), axis_size=size)(*given)
+            found = jax.vmap(
+                other, in_axes=jax.tree.map(lambda b: 0 if b else None, batched), axis_size=size
+            )(*given)
             return found, jax.tree.map(lambda _: True, found)
 
         return decorated

@@ -1,9 +1,10 @@
-"""The state of AdamW with narrow moments in JAX, and whether it and the numbers of a step are what a layout takes (spec O-2, O-4, O-17).
+"""The state of AdamW with narrow moments in JAX, and whether it and the numbers of a step are what
+a layout takes (spec O-2, O-4, O-17).
 
-A state is arrays alone, so that any pytree library keeps it: orbax, flax, optax's own states around it. So
-the decisions of its layout are an array too, their text in ASCII. And what it keeps of the parameters are trees
-of their structure, one for each field, as optax's own: nnx.Optimizer and optax.tree.map_params take no tuple in
-a parameter's place.
+A state is arrays alone, so that any pytree library keeps it: orbax, flax, optax's own states around
+it. So the decisions of its layout are an array too, their text in ASCII. And what it keeps of the
+parameters are trees of their structure, one for each field, as optax's own: nnx.Optimizer and
+optax.tree.map_params take no tuple in a parameter's place.
 """
 
 from collections.abc import Sequence
@@ -22,12 +23,12 @@ from fp8ref.spec.states.layouts import Layout, Moment
 
 
 class AdamWState(NamedTuple):
-    """The steps that were made, int32; ``MomentState`` of trees in the structure of the parameters, where
-    ``master`` is None if parameters are the masters; and the decisions of the layout, as ``decisions``
-    makes them.
+    """The steps that were made, int32; ``MomentState`` of trees in the structure of the parameters,
+    where ``master`` is None if parameters are the masters; and the decisions of the layout, as
+    ``decisions`` makes them.
 
-    A field of the layout has an array for every parameter. One that the layout keeps in float32, as too small,
-    has the values of before the first step there, which nothing reads.
+    A field of the layout has an array for every parameter. One that the layout keeps in float32, as
+    too small, has the values of before the first step there, which nothing reads.
     """
 
     count: jax.Array  # type: ignore[assignment]  # optax's name, which tuples have too
@@ -43,32 +44,49 @@ def decisions(layout: Layout) -> jax.Array:
 
 
 def is_of(state: AdamWState, layout: Layout) -> jax.Array:
-    """bool (): whether a state has the decisions of a layout. Of what is known only when a program runs."""
+    """bool (): whether a state has the decisions of a layout.
+
+    Of what is known only when a program runs.
+    """
     return jnp.all(jnp.asarray(state.decisions) == _text(layout))
 
 
 def check_decisions(state: AdamWState, layout: Layout) -> None:
     """ValueError for a state of other decisions, naming them. Of a tracer nothing is known."""
     held = state.decisions
-    found = None if held is None else (str(getattr(held, "dtype", type(held).__name__)), tuple(getattr(held, "shape", ())))
+    found = (
+        None
+        if held is None
+        else (str(getattr(held, "dtype", type(held).__name__)), tuple(getattr(held, "shape", ())))
+    )
     if found != (wanted := ("uint8", (layout_decisions.BYTES,))):
-        raise ValueError(f"a state holds the decisions of its layout, {wanted} (O-17); got {found}. Use init.")
+        raise ValueError(
+            f"a state holds the decisions of its layout, {wanted} (O-17); got {found}. Use init."
+        )
     if isinstance(held, jax.core.Tracer) or not isinstance(held, jax.Array | np.ndarray):
         return
-    own = held if isinstance(held, np.ndarray) else held.addressable_data(0)  # whole on every device
+    own = (
+        held if isinstance(held, np.ndarray) else held.addressable_data(0)
+    )  # whole on every device
     layout_decisions.check(layout, np.asarray(own).tobytes().decode("ascii", "replace"))
 
 
 def trees(state: AdamWState, layout: Layout) -> list[Any]:
-    """m, v and, where the layout keeps them, the masters. ValueError for a state that is none of the layout."""
+    """m, v and, where the layout keeps them, the masters.
+
+    ValueError for a state that is none of the layout.
+    """
     if not isinstance(state, AdamWState):
         raise ValueError(
-            f"a state is an AdamWState of fp8ref.jax.states; got {type(state).__name__}. Of an optax.chain take its part, such as state[1]."
+            f"a state is an AdamWState of fp8ref.jax.states; got {type(state).__name__}. Of an "
+            "optax.chain take its part, such as state[1]."
         )
     if (state.master is not None) != layout.keeps_master:
         raise ValueError(
-            f"a state of layout {layout.name!r} has {'' if layout.keeps_master else 'no '}masters; got one with"
-            f"{'out' if layout.keeps_master else ''}. States of another layout are not converted: use init."
+            f"a state of layout {layout.name!r} has "
+            f"{'' if layout.keeps_master else 'no '}masters; got one "
+            f"with{'out' if layout.keeps_master else ''}. States of another layout are not "
+            "converted: use init."
         )
     return [state.m, state.v, state.master][: len(layout.kept)]
 
@@ -77,10 +95,18 @@ def fields(moment: Moment) -> dict[str, bool]:
     """Whether a stored moment has each field of ``MomentState``."""
     scaled = moment.scaling is not None
     amax = scaled and moment.amax != "exact"
-    return {"codes": True, "scale_inv": scaled, "amax": amax, "exponent": moment.expansion, "center": moment.expansion}
+    return {
+        "codes": True,
+        "scale_inv": scaled,
+        "amax": amax,
+        "exponent": moment.expansion,
+        "center": moment.expansion,
+    }
 
 
-def by_field(each: Sequence[MomentState], structure: Any, moment: Moment, stacks: list[bool]) -> MomentState:
+def by_field(
+    each: Sequence[MomentState], structure: Any, moment: Moment, stacks: list[bool]
+) -> MomentState:
     """A tree for each field of the layout's moment, of what is stored of each parameter.
 
     structure  that of the parameters, in whose order they are given.
@@ -93,22 +119,30 @@ def by_field(each: Sequence[MomentState], structure: Any, moment: Moment, stacks
         return jnp.full(unread, float(field != "amax"), jnp.float32) if x is None else x
 
     def tree(field: str) -> Any:
-        return structure.unflatten([array(stored, field, s) for stored, s in zip(each, stacks, strict=True)])
+        return structure.unflatten(
+            [array(stored, field, s) for stored, s in zip(each, stacks, strict=True)]
+        )
 
     return MomentState(**{field: tree(field) for field, has in fields(moment).items() if has})
 
 
-def by_parameter(trees: MomentState, structure: Any, moment: Moment, owns: list[Moment]) -> list[MomentState]:
+def by_parameter(
+    trees: MomentState, structure: Any, moment: Moment, owns: list[Moment]
+) -> list[MomentState]:
     """What is stored of each parameter: the fields that its own moment has.
 
-    Raises:   ValueError: a state of other fields than the layout's moment has, or of another structure.
+    Raises:   ValueError: a state of other fields than the layout's moment has, or of another
+              structure.
     """
     wanted = [field for field, has in fields(moment).items() if has]
-    if not isinstance(trees, MomentState) or wanted != [field for field, tree in trees._asdict().items() if tree is not None]:
+    if not isinstance(trees, MomentState) or wanted != [
+        field for field, tree in trees._asdict().items() if tree is not None
+    ]:
         raise ValueError(
-            f"a state has a tree of the parameters for each of {', '.join(wanted)}, as state.m.codes; got {type(trees).__name__} of "
-            f"{jax.tree.structure(trees)}. A state of another layout, or of an fp8ref that kept a tuple for each parameter, is not converted: "
-            "use init."
+            f"a state has a tree of the parameters for each of {', '.join(wanted)}, as "
+            f"state.m.codes; got {type(trees).__name__} of {jax.tree.structure(trees)}. A state "
+            "of another layout, or of an fp8ref that kept a tuple for each parameter, is not "
+            "converted: use init."
         )
     columns = {}
     for field in wanted:
@@ -116,47 +150,79 @@ def by_parameter(trees: MomentState, structure: Any, moment: Moment, owns: list[
             columns[field] = structure.flatten_up_to(getattr(trees, field))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"{field} of a state has the structure of the parameters, {structure}; got {jax.tree.structure(getattr(trees, field))}. Use init."
+                f"{field} of a state has the structure of the parameters, {structure}; got "
+                f"{jax.tree.structure(getattr(trees, field))}. Use init."
             ) from error
-    return [MomentState(**{field: columns[field][i] for field, has in fields(own).items() if has}) for i, own in enumerate(owns)]
+    return [
+        MomentState(**{field: columns[field][i] for field, has in fields(own).items() if has})
+        for i, own in enumerate(owns)
+    ]
 
 
-def check_moment(stored, shape: tuple[int, ...], layout: Layout, which: int, *, stacked: bool = False) -> None:
-    """ValueError unless a stored moment is one of this layout and shape; stacked: of each tensor of a stack."""
-    wanted = jax.eval_shape(lambda: moments.zeros(jnp.zeros(shape, jnp.float32), layout, which, stacked=stacked))
+def check_moment(
+    stored, shape: tuple[int, ...], layout: Layout, which: int, *, stacked: bool = False
+) -> None:
+    """ValueError unless a stored moment is one of this layout and shape; stacked: of each tensor of
+    a stack.
+    """
+    wanted = jax.eval_shape(
+        lambda: moments.zeros(jnp.zeros(shape, jnp.float32), layout, which, stacked=stacked)
+    )
     described = [
-        [None if a is None else (jnp.dtype(a.dtype).name, tuple(a.shape)) for a in s] if isinstance(s, MomentState) else s
+        [None if a is None else (jnp.dtype(a.dtype).name, tuple(a.shape)) for a in s]
+        if isinstance(s, MomentState)
+        else s
         for s in (stored, wanted)
     ]
     if described[0] != described[1]:
         raise ValueError(
-            f"the state of a moment under layout {layout.name!r} is {described[1]}; got {described[0]}. States of another layout are not "
-            "converted: use the layout that they were made with, or init."
+            f"the state of a moment under layout {layout.name!r} is {described[1]}; got "
+            f"{described[0]}. States of another layout are not converted: use the layout that "
+            "they were made with, or init."
         )
 
 
-def check_numbers(learning_rate, b1: float, b2: float, eps: float, weight_decay: float, layout: Layout, seed: int) -> None:
-    """ValueError for numbers of a step outside their ranges, for what is no number, and for what a jitted step cannot read (O-2)."""
-    for name, value in (("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay), ("seed", seed)):
+def check_numbers(
+    learning_rate, b1: float, b2: float, eps: float, weight_decay: float, layout: Layout, seed: int
+) -> None:
+    """ValueError for numbers of a step outside their ranges, for what is no number, and for what a
+    jitted step cannot read (O-2).
+    """
+    for name, value in (
+        ("b1", b1),
+        ("b2", b2),
+        ("eps", eps),
+        ("weight_decay", weight_decay),
+        ("seed", seed),
+    ):
         if isinstance(value, jax.Array):
             raise ValueError(
-                f"{name} is a Python number; got a jax array. Under optax.inject_hyperparams only learning_rate varies: name b1, b2, eps, "
-                "weight_decay and seed in static_args."
+                f"{name} is a Python number; got a jax array. Under optax.inject_hyperparams "
+                "only learning_rate varies: name b1, b2, eps, weight_decay and seed in "
+                "static_args."
             )
     states.check_seed(seed, layout)
     states.check(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, layout=layout)
     if callable(learning_rate):
         return
     if not isinstance(learning_rate, Real) and getattr(learning_rate, "shape", None) != ():
-        raise ValueError(f"learning_rate is a number, an array of shape (), or a schedule; got {learning_rate!r}.")
+        raise ValueError(
+            "learning_rate is a number, an array of shape (), or a schedule; got "
+            f"{learning_rate!r}."
+        )
     if not isinstance(learning_rate, jax.core.Tracer):
-        states.scalars(1, learning_rate=float(learning_rate), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+        states.scalars(
+            1, learning_rate=float(learning_rate), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
+        )
 
 
 def check_leaf(p, g, stored: list, layout: Layout, is_stack: bool) -> None:
     """ValueError unless gradient and state are a parameter's."""
     if getattr(g, "shape", None) != p.shape:
-        raise ValueError(f"a gradient has its parameter's shape, {p.shape}; got {getattr(g, 'shape', type(g).__name__)}.")
+        raise ValueError(
+            f"a gradient has its parameter's shape, {p.shape}; got "
+            f"{getattr(g, 'shape', type(g).__name__)}."
+        )
     for i, one in enumerate(stored):
         check_moment(one, p.shape, layout, i, stacked=is_stack)
 

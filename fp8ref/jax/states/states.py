@@ -6,11 +6,11 @@
     updates, state = optimizer.update(grads, state, params)
     params = optax.apply_updates(params, updates)
 
-The bits are those of ``fp8ref.sim.states``, jitted or not, on one device or a mesh. ``moments`` says
-what XLA would change in them, and prevents it.
+The bits are those of ``fp8ref.sim.states``, jitted or not, on one device or a mesh. ``moments``
+says what XLA would change in them, and prevents it.
 
-A layout with masters (O-14) keeps them in the state. Parameters are what the model computes with, and
-``weights`` reads them from the state, in place of optax.apply_updates:
+A layout with masters (O-14) keeps them in the state. Parameters are what the model computes with,
+and ``weights`` reads them from the state, in place of optax.apply_updates:
 
     optimizer = states.adamw(1e-3, layout="msamp_o2")
     state = optimizer.init(params)                                 # float32 or bfloat16
@@ -58,12 +58,14 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW with the moments of a layout.
 
-    learning_rate  a number, an array, or a schedule of the count of steps before this one, from 0. The rate
-                   of a schedule, or of an array under jit, is known only when a program runs: outside of
-                   [0, 1024] it is NaN then, and so is every weight (O-2). The other numbers are Python's:
-                   under ``optax.inject_hyperparams`` they are among the static_args.
-    mask           which parameters decay, as in ``optax.adamw``: a tree of booleans, of the parameters' structure
-                   or a prefix of it, or a function of the parameters; None: all.
+    learning_rate  a number, an array, or a schedule of the count of steps before this one, from 0.
+                   The rate of a schedule, or of an array under jit, is known only when a program
+                   runs: outside of [0, 1024] it is NaN then, and so is every weight (O-2). The
+                   other numbers are Python's: under ``optax.inject_hyperparams`` they are among the
+                   static_args.
+    mask           which parameters decay, as in ``optax.adamw``: a tree of booleans, of the
+                   parameters' structure or a prefix of it, or a function of the parameters; None:
+                   all.
     stacked        which parameters are stacks, in the same way; None: none is.
     seed           of a layout that rounds stochastically. Tensors are numbered as jax.tree flattens
                    the parameters, those of a stack one after the other.
@@ -73,11 +75,13 @@ def adamw(
     Order:    spec O-2 to O-10, O-14, O-15; the updates are to be added to the parameters. Under a
               layout with masters the sum may miss the new weight by a rounding, in float32, of the
               old one; the next step does not read it. ``weights`` gives the new weight itself.
-    Specials: a gradient that is not finite makes its weight NaN, and the moments of its group (O-2).
-    Raises:   ValueError: an unknown layout; a seed of a layout that does not round stochastically; numbers
-              outside their ranges (O-2); at ``init`` and ``update``, parameters that are not float32 or empty, or
-              missing; a state of another layout. Under jit, where decisions are known only when the program runs,
-              a state of other decisions makes every weight NaN (O-17).
+    Specials: a gradient that is not finite makes its weight NaN, and the moments of its group
+    (O-2).
+    Raises:   ValueError: an unknown layout; a seed of a layout that does not round stochastically;
+              numbers outside their ranges (O-2); at ``init`` and ``update``, parameters that are
+              not float32 or empty, or missing; a state of another layout. Under jit, where
+              decisions are known only when the program runs, a state of other decisions makes every
+              weight NaN (O-17).
     Source:   spec O.
     """
     layout = states.by_name(layout)
@@ -86,18 +90,43 @@ def adamw(
     def init(params) -> AdamWState:
         structure: Any
         leaves, structure = jax.tree.flatten(params)
-        stacks = structure.flatten_up_to(parameter_stacks.flags("stacked", stacked, params, default=False))
+        stacks = structure.flatten_up_to(
+            parameter_stacks.flags("stacked", stacked, params, default=False)
+        )
         of = list(zip(leaves, stacks, strict=True))
-        kept = [[moments.zeros(p, _layout_of(layout, p, s), i, stacked=s) for p, s in of] for i in (0, 1)]
+        kept = [
+            [moments.zeros(p, _layout_of(layout, p, s), i, stacked=s) for p, s in of]
+            for i in (0, 1)
+        ]
         if layout.keeps_master:
-            kept.append([parameter_stacks.each(lambda w: moments.master(w, layout), s)(p) for p, s in of])
-        trees = [adamw_state.by_field(each, structure, moment, stacks) for each, moment in zip(kept, layout.kept, strict=True)]
-        return AdamWState(jnp.zeros((), jnp.int32), *trees)._replace(decisions=adamw_state.decisions(layout))
+            kept.append(
+                [parameter_stacks.each(lambda w: moments.master(w, layout), s)(p) for p, s in of]
+            )
+        trees = [
+            adamw_state.by_field(each, structure, moment, stacks)
+            for each, moment in zip(kept, layout.kept, strict=True)
+        ]
+        return AdamWState(jnp.zeros((), jnp.int32), *trees)._replace(
+            decisions=adamw_state.decisions(layout)
+        )
 
     def update(grads, state: AdamWState, params=None):
         if params is None:
-            raise ValueError("AdamW's decay needs the parameters: call update(grads, state, params).")
-        return _of_each(_leaf, params, grads, state, learning_rate, (b1, b2, eps, weight_decay), layout, mask, stacked, seed)
+            raise ValueError(
+                "AdamW's decay needs the parameters: call update(grads, state, params)."
+            )
+        return _of_each(
+            _leaf,
+            params,
+            grads,
+            state,
+            learning_rate,
+            (b1, b2, eps, weight_decay),
+            layout,
+            mask,
+            stacked,
+            seed,
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -119,11 +148,13 @@ def step(
     factor: jax.Array | float = 1.0,
     finite: jax.Array | bool = True,
 ) -> tuple[Any, AdamWState]:
-    """The parameters and the state after ``adamw``'s update: its bits, and fewer bytes on an NVIDIA GPU.
+    """The parameters and the state after ``adamw``'s update: its bits, and fewer bytes on an NVIDIA
+    GPU.
 
     There one kernel (``kernel``) reads and writes what a layout in blocks of exact amaxes has of a
-    parameter, if the blocks divide its last dim. ``update`` cannot: what it returns is added to the parameters
-    after it. Without such blocks, elsewhere, under jax.vmap, and on Explicit axes or those of shard_map it is update and ``optax.apply_updates``.
+    parameter, if the blocks divide its last dim. ``update`` cannot: what it returns is added to the
+    parameters after it. Without such blocks, elsewhere, under jax.vmap, and on Explicit axes or
+    those of shard_map it is update and ``optax.apply_updates``.
 
     factor    multiplies the gradients first, RN32(g * factor), such as what clips their norm.
     finite    false: nothing changes, the count included.
@@ -137,7 +168,9 @@ def step(
     adamw_state.check_numbers(learning_rate, b1, b2, eps, weight_decay, layout, seed)
     factor, finite = jnp.asarray(factor, jnp.float32), jnp.asarray(finite)
 
-    def of_leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple, is_stack: bool):
+    def of_leaf(
+        p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple, is_stack: bool
+    ):
         own = _layout_of(layout, p, is_stack)
         adamw_state.check_leaf(p, g, stored, own, is_stack)
 
@@ -145,26 +178,49 @@ def step(
             update, *after = _leaf(p, cast.to_f32(g) * factor, stored, at, layout, draw, is_stack)
             new = p + update
             if layout.keeps_master:
-                new = parameter_stacks.each(lambda x: moments.read(x, layout.master, layout), is_stack)(after[2]).astype(p.dtype)
-            return jax.tree.map(lambda new, old: jnp.where(finite, new, old), (new, *after), (p, *stored))
+                new = parameter_stacks.each(
+                    lambda x: moments.read(x, layout.master, layout), is_stack
+                )(after[2]).astype(p.dtype)
+            return jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), (new, *after), (p, *stored)
+            )
 
         given = (p, g, stored, at, factor, finite)
         # Pallas is slow to import
         from fp8ref.jax.states import kernel
 
-        # Of a stack the kernel takes all blocks at once. Scales of masters, one for each of its tensors, it does not.
-        # Its results have no types of a mesh.
-        if not kernel.takes(p.shape[is_stack:], own) or (is_stack and own.keeps_master) or any(map(array_types.on_a_mesh, (p, g))):
+        # Of a stack the kernel takes all blocks at once. Scales of masters, one for each of its
+        # tensors, it does not. Its results have no types of a mesh.
+        if (
+            not kernel.takes(p.shape[is_stack:], own)
+            or (is_stack and own.keeps_master)
+            or any(map(array_types.on_a_mesh, (p, g)))
+        ):
             return by_xla(*given)
         return parameter_stacks.batched_by(by_xla)(
-            lambda *given: lax.platform_dependent(*given, cuda=functools.partial(kernel.step, layout=own), default=by_xla)
+            lambda *given: lax.platform_dependent(
+                *given, cuda=functools.partial(kernel.step, layout=own), default=by_xla
+            )
         )(*given)
 
-    new, after = _of_each(of_leaf, params, grads, state, learning_rate, (b1, b2, eps, weight_decay), layout, mask, stacked, seed)
+    new, after = _of_each(
+        of_leaf,
+        params,
+        grads,
+        state,
+        learning_rate,
+        (b1, b2, eps, weight_decay),
+        layout,
+        mask,
+        stacked,
+        seed,
+    )
     return new, after._replace(count=jnp.where(finite, after.count, state.count))
 
 
-def decode(state: AdamWState, layout: str | Layout = "sqrt_e4m3", *, stacked: Any = None) -> tuple[Any, Any]:
+def decode(
+    state: AdamWState, layout: str | Layout = "sqrt_e4m3", *, stacked: Any = None
+) -> tuple[Any, Any]:
     """Trees of m and v, float32, as the next step reads them (spec O-4).
 
     stacked   as ``adamw`` has it; a function takes the tree of codes.
@@ -178,16 +234,20 @@ def decode(state: AdamWState, layout: str | Layout = "sqrt_e4m3", *, stacked: An
         def of_leaf(stored: MomentState, s: bool):
             own = _of_size(layout, stored.codes.shape, s)
             adamw_state.check_moment(stored, stored.codes.shape, own, i, stacked=s)
-            return parameter_stacks.each(lambda x: moments.read(x, (own.m, own.v)[i], own), s)(stored)
+            return parameter_stacks.each(lambda x: moments.read(x, (own.m, own.v)[i], own), s)(
+                stored
+            )
 
         return _of_stored(of_leaf, held[i], layout, i, stacked)
 
     return read(0), read(1)
 
 
-def weights(state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16, *, stacked: Any = None) -> Any:
-    """The tree of parameters that the masters hold, in a dtype: what a model computes with after the
-    step (spec O-14).
+def weights(
+    state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16, *, stacked: Any = None
+) -> Any:
+    """The tree of parameters that the masters hold, in a dtype: what a model computes with after
+    the step (spec O-14).
 
     stacked   as ``adamw`` has it; a function takes the tree of codes.
     Order:    code * scale_inv, exactly, then one rounding to the dtype.
@@ -195,27 +255,39 @@ def weights(state: AdamWState, layout: str | Layout, dtype=jnp.bfloat16, *, stac
     """
     layout = states.by_name(layout)
     if not layout.keeps_master:
-        raise ValueError(f"the masters of layout {layout.name!r} are the parameters themselves; got it for weights. Use the parameters.")
+        raise ValueError(
+            f"the masters of layout {layout.name!r} are the parameters themselves; got it for "
+            "weights. Use the parameters."
+        )
     masters = adamw_state.trees(state, layout)[2]
     adamw_state.check_decisions(state, layout)
 
     def of_leaf(stored: MomentState, s: bool):
         adamw_state.check_moment(stored, getattr(stored.codes, "shape", ()), layout, 2, stacked=s)
-        return parameter_stacks.each(lambda x: moments.read(x, layout.master, layout), s)(stored).astype(dtype)
+        return parameter_stacks.each(lambda x: moments.read(x, layout.master, layout), s)(
+            stored
+        ).astype(dtype)
 
     return _of_stored(of_leaf, masters, layout, 2, stacked)
 
 
-def copies(state: AdamWState, layout: str | Layout, recipe: str | Recipe, dtype=jnp.bfloat16, *, stacked: Any = None) -> Any:
-    """The tree of FP8 copies of the weights that the masters hold, ``Quantized``, which linears of a
-    recipe take as they are: ``linear.apply(x, w, recipe=recipe, prepared=copy)`` (spec O-16).
+def copies(
+    state: AdamWState,
+    layout: str | Layout,
+    recipe: str | Recipe,
+    dtype=jnp.bfloat16,
+    *,
+    stacked: Any = None,
+) -> Any:
+    """The tree of FP8 copies of the weights that the masters hold, ``Quantized``, which linears of
+    a recipe take as they are: ``linear.apply(x, w, recipe=recipe, prepared=copy)`` (spec O-16).
 
     dtype     that the model computes in.
-    stacked   as ``weights`` has it. The copies of a stack have a scale for each of its tensors, as a scan
-              over them takes it.
-    Order:    ``weights`` in that dtype, then ``scaling.quantize`` by the cast that the recipe has for
-              weights. The amax of a copy is that which a predicted master keeps, and no pass over the
-              weights; else it is taken of them.
+    stacked   as ``weights`` has it. The copies of a stack have a scale for each of its tensors, as
+              a scan over them takes it.
+    Order:    ``weights`` in that dtype, then ``scaling.quantize`` by the cast that the recipe has
+              for weights. The amax of a copy is that which a predicted master keeps, and no pass
+              over the weights; else it is taken of them.
     Raises:   ValueError: as ``weights`` and ``recipe.weight_copy``.
     """
     layout, spec = states.by_name(layout), recipes.weight_copy(recipe)
@@ -225,17 +297,27 @@ def copies(state: AdamWState, layout: str | Layout, recipe: str | Recipe, dtype=
             return scaling.quantize(w, spec.fmt, policy=spec.policy)
         # Rounding is monotone: the largest weight has the largest master.
         largest = moments.not_tiny(stored.amax, layout).astype(dtype)
-        return scaling.quantize_with(w, scaling.scale_from_amax(cast.to_f32(largest), spec.fmt, spec.policy), spec.fmt)
+        return scaling.quantize_with(
+            w, scaling.scale_from_amax(cast.to_f32(largest), spec.fmt, spec.policy), spec.fmt
+        )
 
     each = iter(jax.tree.leaves(weights(state, layout, dtype, stacked=stacked)))
-    return _of_stored(lambda stored, s: parameter_stacks.each(of_tensor, s)(next(each), stored), state.master, layout, 2, stacked)
+    return _of_stored(
+        lambda stored, s: parameter_stacks.each(of_tensor, s)(next(each), stored),
+        state.master,
+        layout,
+        2,
+        stacked,
+    )
 
 
 def _of_stored(f, trees: MomentState, layout: Layout, which: int, stacked) -> Any:
     """The tree of f(what is stored of a parameter, whether it is a stack)."""
     structure: Any
     codes, structure = jax.tree.flatten(getattr(trees, "codes", None))
-    stacks = structure.flatten_up_to(parameter_stacks.flags("stacked", stacked, structure.unflatten(codes), default=False))
+    stacks = structure.flatten_up_to(
+        parameter_stacks.flags("stacked", stacked, structure.unflatten(codes), default=False)
+    )
     owns = [_of_size(layout, x.shape, s).kept[which] for x, s in zip(codes, stacks, strict=True)]
     each = adamw_state.by_parameter(trees, structure, layout.kept[which], owns)
     return structure.unflatten([f(stored, s) for stored, s in zip(each, stacks, strict=True)])
@@ -246,17 +328,34 @@ def _of_size(layout: Layout, shape: tuple[int, ...], is_stack: bool) -> Layout:
     return layout.of(math.prod(shape[1:] if is_stack else shape))
 
 
-def _of_each(leaf, params, grads, state: AdamWState, learning_rate, numbers: tuple, layout: Layout, mask, stacked, seed: int):
+def _of_each(
+    leaf,
+    params,
+    grads,
+    state: AdamWState,
+    learning_rate,
+    numbers: tuple,
+    layout: Layout,
+    mask,
+    stacked,
+    seed: int,
+):
     """leaf of each parameter: (the tree of what it gives first, the state after the step)."""
     b1, b2, eps, weight_decay = numbers
     held, table = adamw_state.trees(state, layout), np.array(states.corrections(b1, b2), np.float32)
     adamw_state.check_decisions(state, layout)
     count = optax.safe_increment(state.count)
     at_step = jnp.asarray(table)[jnp.minimum(count, len(table)) - 1]
-    rate = jnp.asarray(learning_rate(state.count) if callable(learning_rate) else learning_rate, jnp.float32)
+    rate = jnp.asarray(
+        learning_rate(state.count) if callable(learning_rate) else learning_rate, jnp.float32
+    )
     if rate.shape != ():
-        raise ValueError(f"a schedule gives a number or an array of shape (); got one of shape {rate.shape}.")
-    rate = jnp.where((rate >= 0) & (rate <= 1024) & adamw_state.is_of(state, layout), rate, jnp.nan)  # too late to refuse it
+        raise ValueError(
+            f"a schedule gives a number or an array of shape (); got one of shape {rate.shape}."
+        )
+    rate = jnp.where(
+        (rate >= 0) & (rate <= 1024) & adamw_state.is_of(state, layout), rate, jnp.nan
+    )  # too late to refuse it
     given = (b1, 1 - b1, b2, 1 - b2, *at_step, rate, eps, weight_decay)
     at = Scalars(*(jnp.asarray(x, jnp.float32) for x in given))
     decays, stacks = (
@@ -268,7 +367,10 @@ def _of_each(leaf, params, grads, state: AdamWState, learning_rate, numbers: tup
     leaves, structure = jax.tree.flatten(params)
     of_each = [structure.flatten_up_to(tree) for tree in (grads, decays, stacks)]
     owns = [_layout_of(layout, p, s) for p, s in zip(leaves, of_each[2], strict=True)]
-    of_each += [adamw_state.by_parameter(trees, structure, layout.kept[i], [own.kept[i] for own in owns]) for i, trees in enumerate(held)]
+    of_each += [
+        adamw_state.by_parameter(trees, structure, layout.kept[i], [own.kept[i] for own in owns])
+        for i, trees in enumerate(held)
+    ]
     new, number = [], 0
     for p, g, d, is_stack, *stored in zip(leaves, *of_each, strict=True):
         decayed = at._replace(weight_decay=jnp.where(d, at.weight_decay, 0))
@@ -277,60 +379,82 @@ def _of_each(leaf, params, grads, state: AdamWState, learning_rate, numbers: tup
     if not new:
         return grads, state._replace(count=count)
     first, *kept = zip(*new, strict=True)
-    trees = [adamw_state.by_field(each, structure, moment, of_each[2]) for each, moment in zip(kept, layout.kept, strict=True)]
+    trees = [
+        adamw_state.by_field(each, structure, moment, of_each[2])
+        for each, moment in zip(kept, layout.kept, strict=True)
+    ]
     return structure.unflatten(first), AdamWState(count, *trees)._replace(decisions=state.decisions)
 
 
-def _leaf(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple, is_stack: bool):
-    """(update, m, v) of one parameter, and its master if one is kept; draw: the seed, the number of the
-    step and that of the tensor, the first of a stack."""
+def _leaf(
+    p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple, is_stack: bool
+):
+    """(update, m, v) of one parameter, and its master if one is kept; draw: the seed, the number of
+    the step and that of the tensor, the first of a stack."""
     own, (seed, step, number) = _layout_of(layout, p, is_stack), draw
     adamw_state.check_leaf(p, g, stored, own, is_stack)
     if not is_stack:
         return _tensor(p, g, stored, at, own, draw)
     numbers = jnp.arange(number, number + p.shape[0], dtype=jnp.uint32)
-    return jax.vmap(lambda p, g, stored, number: _tensor(p, g, stored, at, own, (seed, step, number)))(p, g, stored, numbers)
+    return jax.vmap(
+        lambda p, g, stored, number: _tensor(p, g, stored, at, own, (seed, step, number))
+    )(p, g, stored, numbers)
 
 
 def _tensor(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple):
     """``_leaf`` of one tensor, under its own layout."""
     new, change = moments.new(p, g, stored, at, layout)
-    extremes = [moments.extremes(x, new[0], moment, i) for i, (x, moment) in enumerate(zip(new[1:], layout.kept, strict=True))]
+    extremes = [
+        moments.extremes(x, new[0], moment, i)
+        for i, (x, moment) in enumerate(zip(new[1:], layout.kept, strict=True))
+    ]
     if any(extremes):
-        # The moments are computed again: kept, they would be 8 bytes a parameter to write and to read.
+        # The moments are computed again: kept, they would be 8 bytes a parameter to write and to
+        # read.
         g, stored, extremes = lax.optimization_barrier((g, stored, extremes))
         new, change = moments.new(p, g, stored, at, layout)
     seed, step, number = draw
     keys = [
-        philox.key_of(seed, step, 2 * number + i % 2, of_master=i == 2) if moment.rounding == "stochastic" else None
+        philox.key_of(seed, step, 2 * number + i % 2, of_master=i == 2)
+        if moment.rounding == "stochastic"
+        else None
         for i, moment in enumerate(layout.kept)
     ]
-    after = [moments.store(x, extremes[i], stored[i], i, at, layout, keys[i]) for i, x in enumerate(new[1:])]
+    after = [
+        moments.store(x, extremes[i], stored[i], i, at, layout, keys[i])
+        for i, x in enumerate(new[1:])
+    ]
     if not layout.keeps_master:
         return -change, *after
-    return moments.read(after[2], layout.master, layout).astype(p.dtype).astype(jnp.float32) - cast.to_f32(p), *after
+    return moments.read(after[2], layout.master, layout).astype(p.dtype).astype(
+        jnp.float32
+    ) - cast.to_f32(p), *after
 
 
 def _layout_of(layout: Layout, p, is_stack: bool) -> Layout:
-    """The layout of a parameter, which is not empty, and float32 unless a master is kept of it; of a stack,
-    that of each of its tensors."""
+    """The layout of a parameter, which is not empty, and float32 unless a master is kept of it; of
+    a stack, that of each of its tensors."""
     dtypes = (jnp.float32, jnp.bfloat16)[: 1 + layout.keeps_master]
     if getattr(p, "dtype", None) not in dtypes or p.size == 0:
         has = f"{p.dtype} {p.shape}" if hasattr(p, "dtype") else type(p).__name__
         raise ValueError(
-            f"fp8ref.jax.states takes {' or '.join(d.dtype.name for d in dtypes)} parameters with at least one element under layout "
-            f"{layout.name!r}; got {has}. Keep float32 masters."
+            f"fp8ref.jax.states takes {' or '.join(d.dtype.name for d in dtypes)} parameters "
+            f"with at least one element under layout {layout.name!r}; got {has}. Keep float32 "
+            "masters."
         )
     if is_stack and p.ndim == 0:
-        raise ValueError(f"a stack has its tensors along its first dim; got one of shape {p.shape}. Leave it out of stacked.")
+        raise ValueError(
+            f"a stack has its tensors along its first dim; got one of shape {p.shape}. Leave it "
+            "out of stacked."
+        )
     if is_stack and any(jax.typeof(p).sharding.spec[:1]):
         raise ValueError(
-            f"Explicit axes cut other dims of a stack than its first, along which its tensors are mapped; got {jax.typeof(p)}. Reshard it, or "
-            "use a mesh of Auto axes."
+            "Explicit axes cut other dims of a stack than its first, along which its tensors "
+            f"are mapped; got {jax.typeof(p)}. Reshard it, or use a mesh of Auto axes."
         )
     if layout.stochastic and math.prod(p.shape[is_stack:]) >= 1 << 32:
         raise ValueError(
-            f"fp8ref.jax rounds stochastically tensors of fewer than 2^32 elements; got {p.shape} under layout {layout.name!r}. "
-            "Use a layout that rounds to nearest."
+            "fp8ref.jax rounds stochastically tensors of fewer than 2^32 elements; got "
+            f"{p.shape} under layout {layout.name!r}. Use a layout that rounds to nearest."
         )
     return _of_size(layout, p.shape, is_stack)

@@ -1,4 +1,6 @@
-"""What the type of an array says of a mesh: Explicit axes that cut it, and axes of shard_map along which it varies."""
+"""What the type of an array says of a mesh: Explicit axes that cut it, and axes of shard_map along
+which it varies.
+"""
 
 import jax
 from jax.sharding import PartitionSpec
@@ -6,7 +8,11 @@ from jax.sharding import PartitionSpec
 
 def whole(x: jax.Array) -> jax.Array:
     """x, on every device if Explicit axes cut it: types then let it be flattened."""
-    return jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim)) if any(jax.typeof(x).sharding.spec) else x
+    return (
+        jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim))
+        if any(jax.typeof(x).sharding.spec)
+        else x
+    )
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:
@@ -16,7 +22,9 @@ def like(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def on_a_mesh(x: jax.Array) -> bool:
-    """Whether the type of an array has axes of a mesh: Explicit ones, or those of shard_map along which it varies."""
+    """Whether the type of an array has axes of a mesh: Explicit ones, or those of shard_map along
+    which it varies.
+    """
     kind = jax.typeof(x)
     varying = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return bool(getattr(kind.sharding.mesh, "explicit_axes", ()) or varying)

@@ -11,11 +11,13 @@ import jax
 _NONE: Mapping[str, Callable] = MappingProxyType({})
 
 
-def as_one_program(*static: str, unnamed: Mapping[str, Callable] = _NONE) -> Callable[[Callable], Callable]:
+def as_one_program(
+    *static: str, unnamed: Mapping[str, Callable] = _NONE
+) -> Callable[[Callable], Callable]:
     """Decorate a function, so that a call with arrays alone runs one program that is compiled once.
 
-    Called eagerly, a ``lax.scan`` with a closure is compiled at each call, and XLA keeps 2 MB of it.
-    Where a transformation traces an argument, the function is called as it is.
+    Called eagerly, a ``lax.scan`` with a closure is compiled at each call, and XLA keeps 2 MB of
+    it. Where a transformation traces an argument, the function is called as it is.
 
     static    names of its arguments that are no arrays; they are hashable.
     unnamed   of these, functions that take off whose call it is, such as a layer's name: what

@@ -2,9 +2,9 @@
 
     result = attention.forward(q, k, v, variant="fa3", mask=Mask(causal=True))
 
-A row of queries meets the tiles in the variant's order: scores by a GEMM of section G, the online softmax
-(``softmax``), the cast of probabilities, and their product with v (``probability_value``). Rows do not
-affect each other, except through scales. ``gradients`` is the backward pass.
+A row of queries meets the tiles in the variant's order: scores by a GEMM of section G, the online
+softmax (``softmax``), the cast of probabilities, and their product with v (``probability_value``).
+Rows do not affect each other, except through scales. ``gradients`` is the backward pass.
 """
 
 import math
@@ -32,7 +32,10 @@ from fp8ref.spec.attention.variants import FULL, Layout, Mask, Variant
 _LN2 = np.float32(math.log(2))
 
 _ROWS = 256
-"""Queries that meet the tiles together: a tile's operands are laid out once for them. Not those of two scales (``ROWS``)."""
+"""Queries that meet the tiles together: a tile's operands are laid out once for them.
+
+Not those of two scales (``ROWS``).
+"""
 
 
 class Result(NamedTuple):
@@ -44,12 +47,12 @@ class Result(NamedTuple):
     amaxes         of q, k, v by their groups; of s, the unrounded probabilities; of o, unrounded.
     saturated      probabilities that the cast clipped: a fault of the variant (A-8).
     lost           probabilities of at least 2^-126 that the cast made 0.
-    p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast, each under the maximum of its
-                   own tile; None unless asked for.
+    p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast, each under the maximum
+                   of its own tile; None unless asked for.
     scale_p        what probabilities were multiplied by before their cast.
     scale_inv_p    what their codes are multiplied by.
-    scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of a key that is
-                   not seen; None unless asked for.
+    scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of
+                   a key that is not seen; None unless asked for.
     """
 
     o: np.ndarray
@@ -84,23 +87,27 @@ def forward(
     """softmax(q k^T scale) v by a variant.
 
     scale        of scores, rounded to float32; None: 1 / sqrt(D).
-    documents    integers [B, T], or a pair of them for queries and keys: a query sees its own document. A token
-                 whose document is negative is padding: it is not read, and its output is 0.
-    scales       {role: scale} of roles q, k, v, s, o, float32 of ``Heads``' shapes: delayed scaling. The
-                 others come from the tensors themselves; that of s from the amax 1.
+    documents    integers [B, T], or a pair of them for queries and keys: a query sees its own
+                 document. A token whose document is negative is padding: it is not read, and its
+                 output is 0.
+    scales       {role: scale} of roles q, k, v, s, o, float32 of ``Heads``' shapes: delayed
+                 scaling. The others come from the tensors themselves; that of s from the amax 1.
     seed         of a rotated variant's signs.
     softcap      scores become softcap tanh(score / softcap), before the mask; rounded to float32.
-    sinks        [H], of a dtype of q's: a logit of each query head, which joins the sum of a row and has no value.
+    sinks        [H], of a dtype of q's: a logit of each query head, which joins the sum of a row
+                 and has no value.
     keep_p       return the codes of the probabilities.
     keep_s       return the scores.
-    layout       of q, k, v and o: ``bhtd``, or ``bthd``, tokens before heads. All else in the result has heads first.
-    Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; float32, float16 or bfloat16. See
-              ``Result``.
+    layout       of q, k, v and o: ``bhtd``, or ``bthd``, tokens before heads. All else in the
+                 result has heads first.
+    Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; float32, float16 or
+              bfloat16. See ``Result``.
     Order:    the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11.
-    Specials: a row that sees no key is 0, its lse -infinity, or its sink. Masked keys have probability 0.
+    Specials: a row that sees no key is 0, its lse -infinity, or its sink. Masked keys have
+    probability 0.
     Raises:   ValueError: an unknown variant; shapes, dtypes or documents that do not fit; NaN or
-              infinities; scales for roles without one; features that the variant does not take; a softcap that is not
-              positive; sinks of another shape.
+              infinities; scales for roles without one; features that the variant does not take; a
+              softcap that is not positive; sinks of another shape.
     Source:   spec A-1 to A-13, A-22, A-23; next to each of VARIANTS.
     """
     q, k, v = attention.heads_first(layout, *map(cast.array, (q, k, v)))
@@ -108,11 +115,20 @@ def forward(
     variant = problem.variant
     given = inputs.check_scales(scales, variant, attention.ROLES)
     if keep_p and (variant.real or variant.fmt.bits != 8):
-        raise ValueError(f"keep_p keeps codes of FP8 probabilities; variant {variant.name!r} has none. Leave it out.")
+        raise ValueError(
+            f"keep_p keeps codes of FP8 probabilities; variant {variant.name!r} has none. Leave "
+            "it out."
+        )
     if keep_s and variant.real:
-        raise ValueError(f"keep_s keeps scores in float32; variant {variant.name!r} has real numbers. Leave it out.")
+        raise ValueError(
+            f"keep_s keeps scores in float32; variant {variant.name!r} has real numbers. Leave "
+            "it out."
+        )
     if seed and not variant.rotated:
-        raise ValueError(f"a seed makes the signs of a rotation; variant {variant.name!r} has none, got seed={seed!r}. Leave it out.")
+        raise ValueError(
+            f"a seed makes the signs of a rotation; variant {variant.name!r} has none, got "
+            f"seed={seed!r}. Leave it out."
+        )
     result = _real(problem) if variant.real else _run(problem, given, seed, keep_p, keep_s)
     return result._replace(o=attention.in_layout(layout, result.o))
 
@@ -129,7 +145,11 @@ def _run(problem: Problem, given: dict, seed: int, keep_p: bool, keep_s: bool) -
     kept_scores = np.full((b, h, tq, tk), -np.inf, np.float32) if keep_s else None
     block = ROWS if variant.granularity == "rows_128" else _ROWS
     jobs = [(i, j, r) for i in range(b) for j in range(h) for r in range(0, tq, block)]
-    largest, clipped, lost = np.zeros(len(jobs), np.float32), np.zeros(len(jobs), np.int64), np.zeros(len(jobs), np.int64)
+    largest, clipped, lost = (
+        np.zeros(len(jobs), np.float32),
+        np.zeros(len(jobs), np.int64),
+        np.zeros(len(jobs), np.int64),
+    )
     parts = Parts(problem, tensors)
 
     def work(begin: int, end: int) -> None:
@@ -138,27 +158,57 @@ def _run(problem: Problem, given: dict, seed: int, keep_p: bool, keep_s: bool) -
                 i, j, r = jobs[n]
                 rows = slice(r, min(r + block, tq))
                 kept = None if codes is None else codes[i, j, rows]
-                out[i, j, rows], lse[i, j, rows], *counts = _rows(parts, i, j, rows, p_scale, p_scale_inv, kept)
+                out[i, j, rows], lse[i, j, rows], *counts = _rows(
+                    parts, i, j, rows, p_scale, p_scale_inv, kept
+                )
                 largest[n], clipped[n], lost[n] = counts
                 if kept_scores is not None:
                     kept_scores[i, j, rows] = _scores(parts, i, j, rows)
 
     threads.run(work, len(jobs))
-    amaxes = {role: t.amax for role, t in tensors.items()} | {"s": largest.max(), "o": np.abs(out).max()[()]}
-    o = heads.quantize(out, variant.out, *output_scaling(variant), heads=problem.k.shape[1], scale=given.get("o"))
+    amaxes = {role: t.amax for role, t in tensors.items()} | {
+        "s": largest.max(),
+        "o": np.abs(out).max()[()],
+    }
+    o = heads.quantize(
+        out, variant.out, *output_scaling(variant), heads=problem.k.shape[1], scale=given.get("o")
+    )
     if variant.out.bits == 8:
         tensors["o"] = o
     clipped_lost = int(clipped.sum()), int(lost.sum())
-    return Result(o.values * o.scale_inv, lse, tensors, amaxes, clipped_lost[0], codes, p_scale, p_scale_inv, kept_scores, clipped_lost[1])
+    return Result(
+        o.values * o.scale_inv,
+        lse,
+        tensors,
+        amaxes,
+        clipped_lost[0],
+        codes,
+        p_scale,
+        p_scale_inv,
+        kept_scores,
+        clipped_lost[1],
+    )
 
 
 def output_scaling(variant: Variant) -> tuple:
     """(granularity, policy) of an output or a gradient: one scale, or none in high precision."""
-    return ("tensor" if variant.out.bits == 8 else None), ("te_current" if variant.granularity == "mx_1x32" else variant.policy)
+    return ("tensor" if variant.out.bits == 8 else None), (
+        "te_current" if variant.granularity == "mx_1x32" else variant.policy
+    )
 
 
-def _rows(parts: Parts, i: int, j: int, rows: slice, p_scale: np.float32, p_scale_inv: np.float32, kept: np.ndarray | None):
-    """(unrounded o, lse, largest probability, clipped and lost probabilities) of some rows of one head."""
+def _rows(
+    parts: Parts,
+    i: int,
+    j: int,
+    rows: slice,
+    p_scale: np.float32,
+    p_scale_inv: np.float32,
+    kept: np.ndarray | None,
+):
+    """(unrounded o, lse, largest probability, clipped and lost probabilities) of some rows of one
+    head.
+    """
     variant, count = parts.variant, rows.stop - rows.start
     state = softmax.start(count)
     o = Product(count, parts.v.shape[3], variant, p_scale_inv)
@@ -183,9 +233,17 @@ def _rows(parts: Parts, i: int, j: int, rows: slice, p_scale: np.float32, p_scal
     total, maximum, of_keys = softmax.total(state, variant.sum_order), state.maximum, o.end()
     if parts.problem.sinks is not None:
         factor = parts.factors(i, j, rows.start, 0)[1]
-        of_keys, total, maximum = attention_sinks.add(of_keys, total, maximum, parts.problem.sinks[j], variant, factor)
+        of_keys, total, maximum = attention_sinks.add(
+            of_keys, total, maximum, parts.problem.sinks[j], variant, factor
+        )
     at_end = np.float32(of_v if variant.out_scales == "end" and variant.granularity else 1)
-    return _finish(of_keys, total, at_end, variant), log_sum(maximum, total, factor, variant), largest, clipped, zeros
+    return (
+        _finish(of_keys, total, at_end, variant),
+        log_sum(maximum, total, factor, variant),
+        largest,
+        clipped,
+        zeros,
+    )
 
 
 def _scores(parts: Parts, i: int, j: int, rows: slice) -> np.ndarray:
@@ -200,18 +258,28 @@ def _scores(parts: Parts, i: int, j: int, rows: slice) -> np.ndarray:
     return np.where(inputs.allowed(parts.problem, i)[rows], found, np.float32(-np.inf))
 
 
-def round_probabilities(p: np.ndarray, scale: np.float32, fmt: Format) -> tuple[np.ndarray, int, int]:
-    """(p * scale rounded to fmt, saturated; how many left its range; how many of ``count_lost``): values, p not negative (A-8)."""
+def round_probabilities(
+    p: np.ndarray, scale: np.float32, fmt: Format
+) -> tuple[np.ndarray, int, int]:
+    """(p * scale rounded to fmt, saturated; how many left its range; how many of ``count_lost``):
+    values, p not negative (A-8).
+    """
     if fmt.bits != 8:
         return cast.round_to(p, fmt), 0, 0
     values = np.empty_like(p)
-    counts = kernels.round_values(p.reshape(-1), scale, fmt.mantissa_bits, fmt.emin, np.float32(fmt.max), values.reshape(-1))
+    counts = kernels.round_values(
+        p.reshape(-1), scale, fmt.mantissa_bits, fmt.emin, np.float32(fmt.max), values.reshape(-1)
+    )
     return values, int(counts[0]), int(counts[1])
 
 
 def count_lost(x: np.ndarray, values: np.ndarray, fmt: Format) -> int:
     """How many numbers of at least 2^-126 a cast to FP8 made 0 (A-12)."""
-    return int(((values == 0) & (np.abs(x) >= np.finfo(np.float32).tiny)).sum()) if fmt.bits == 8 else 0
+    return (
+        int(((values == 0) & (np.abs(x) >= np.finfo(np.float32).tiny)).sum())
+        if fmt.bits == 8
+        else 0
+    )
 
 
 def _finish(o: np.ndarray, total: np.ndarray, scale_inv, variant: Variant) -> np.ndarray:
@@ -223,7 +291,9 @@ def _finish(o: np.ndarray, total: np.ndarray, scale_inv, variant: Variant) -> np
     return o * (inverse * scale_inv)[:, None]
 
 
-def log_sum(maximum: np.ndarray, total: np.ndarray, factor: np.float32, variant: Variant) -> np.ndarray:
+def log_sum(
+    maximum: np.ndarray, total: np.ndarray, factor: np.float32, variant: Variant
+) -> np.ndarray:
     """The log-sum-exp of rows (A-11)."""
     empty = total == 0
     maximum, total = np.where(empty, np.float32(0), maximum), np.where(empty, np.float32(1), total)
@@ -245,12 +315,17 @@ def _real(problem: Problem) -> Result:
         for j in range(h):
             p, log_sums = real_probabilities(problem, i, j)
             o[i, j], lse[i, j] = p @ problem.v[i, j // problem.group].astype(np.float64), log_sums
-    amaxes = {role: np.abs(x).max()[()] for role, x in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("o", o))}
+    amaxes = {
+        role: np.abs(x).max()[()]
+        for role, x in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("o", o))
+    }
     return Result(o, lse, {}, amaxes | {"s": np.float32(1)}, 0, None, np.float32(1), np.float32(1))
 
 
 def real_probabilities(problem: Problem, i: int, j: int) -> tuple[np.ndarray, np.ndarray]:
-    """(probabilities [Tq, Tk], log-sum-exps [Tq]) of one head in float64; zeros and -infinity without keys."""
+    """(probabilities [Tq, Tk], log-sum-exps [Tq]) of one head in float64; zeros and -infinity
+    without keys.
+    """
     s = np.where(inputs.allowed(problem, i), real_scores(problem, i, j), -np.inf)
     m = s.max(axis=1)
     if problem.sinks is not None:
@@ -268,4 +343,8 @@ def real_scores(problem: Problem, i: int, j: int) -> np.ndarray:
     """Scores of one head in float64, before the mask: [Tq, Tk]."""
     q, k = problem.q[i, j].astype(np.float64), problem.k[i, j // problem.group].astype(np.float64)
     s = (q @ k.T) * np.float64(problem.scale)
-    return s if problem.softcap is None else np.tanh(s / np.float64(problem.softcap)) * np.float64(problem.softcap)
+    return (
+        s
+        if problem.softcap is None
+        else np.tanh(s / np.float64(problem.softcap)) * np.float64(problem.softcap)
+    )

@@ -1,8 +1,9 @@
-"""Exponentials, logarithms and hyperbolic tangents of float32 numbers, rounded correctly (spec A-5, A-11, A-22).
+"""Exponentials, logarithms and hyperbolic tangents of float32 numbers, rounded correctly (spec A-5,
+A-11, A-22).
 
-``exp_plain``, ``exp2_plain``, ``tanh_plain``, ``log``, ``log2`` and ``tanh`` take their digits from the standard library's ``decimal``.
-The compiled twins of the first two, in ``kernels.attention``, add a table and a polynomial in two float64
-numbers.
+``exp_plain``, ``exp2_plain``, ``tanh_plain``, ``log``, ``log2`` and ``tanh`` take their digits from
+the standard library's ``decimal``. The compiled twins of the first two, in ``kernels.attention``,
+add a table and a polynomial in two float64 numbers.
 """
 
 import decimal
@@ -29,7 +30,14 @@ def exp(x) -> np.ndarray:
 
 def exp2_plain(x) -> np.ndarray:
     """The definition of ``exp2``."""
-    return _each(x, lambda v: _CONTEXT.exp(_CONTEXT.multiply(decimal.Decimal(v), _LN2)) if v > -200 else decimal.Decimal(0))
+    return _each(
+        x,
+        lambda v: (
+            _CONTEXT.exp(_CONTEXT.multiply(decimal.Decimal(v), _LN2))
+            if v > -200
+            else decimal.Decimal(0)
+        ),
+    )
 
 
 def exp_plain(x) -> np.ndarray:
@@ -61,7 +69,9 @@ def _exact_tanh(v: float) -> decimal.Decimal:
     if abs(v) < 2.0**-20:  # two terms of the series: the next is below 2^-80 of the first
         x = decimal.Decimal(v)
         return _CONTEXT.subtract(x, _CONTEXT.divide(_CONTEXT.power(x, 3), 3))
-    square = _CONTEXT.exp(_CONTEXT.multiply(decimal.Decimal(max(-40.0, min(v, 40.0))), 2))  # beyond 40 it is 1 in any rounding
+    square = _CONTEXT.exp(
+        _CONTEXT.multiply(decimal.Decimal(max(-40.0, min(v, 40.0))), 2)
+    )  # beyond 40 it is 1 in any rounding
     return _CONTEXT.divide(_CONTEXT.subtract(square, 1), _CONTEXT.add(square, 1))
 
 
@@ -73,12 +83,17 @@ def _compiled(x, two: bool) -> np.ndarray:
 
 
 def _sure(x, of_float64: Callable, exactly: Callable) -> np.ndarray:
-    """The float64 function rounded, where its error of at most 2^-50 cannot matter; else the exact one."""
+    """The float64 function rounded, where its error of at most 2^-50 cannot matter; else the exact
+    one.
+    """
     x = np.asarray(x, np.float32)
     with np.errstate(divide="ignore"):
         near = np.asarray(of_float64(x.astype(np.float64)))
     with np.errstate(invalid="ignore"):
-        below, above = (near * (1 - 2.0**-50)).astype(np.float32), (near * (1 + 2.0**-50)).astype(np.float32)
+        below, above = (
+            (near * (1 - 2.0**-50)).astype(np.float32),
+            (near * (1 + 2.0**-50)).astype(np.float32),
+        )
     out = np.where(below == above, below, np.float32(0))
     unsure = np.asarray(below != above)
     out[unsure] = _each(x[unsure], exactly)
@@ -96,5 +111,12 @@ def _round(value: decimal.Decimal) -> np.float32:
     if abs(value) <= _TINY:
         return np.float32(0)
     near = np.float32(float(value))
-    neighbors = (np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf)))
-    return min(neighbors, key=lambda v: (abs(decimal.Decimal(float(v)) - value), int(v.view(np.uint32)) & 1))
+    neighbors = (
+        np.nextafter(near, np.float32(-np.inf)),
+        near,
+        np.nextafter(near, np.float32(np.inf)),
+    )
+    return min(
+        neighbors,
+        key=lambda v: (abs(decimal.Decimal(float(v)) - value), int(v.view(np.uint32)) & 1),
+    )

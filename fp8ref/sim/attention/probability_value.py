@@ -1,7 +1,7 @@
 """The second GEMM of attention, probabilities times values, over tiles of keys (spec A-9).
 
-A ``Product`` goes from tile to tile: rescale, then add a tile. Its sums are one tensor-core chain, float32
-sums in order, or exact sums of one tile.
+A ``Product`` goes from tile to tile: rescale, then add a tile. Its sums are one tensor-core chain,
+float32 sums in order, or exact sums of one tile.
 """
 
 import numpy as np
@@ -18,7 +18,9 @@ from fp8ref.spec.attention.variants import Variant
 
 
 class Product:
-    """O of some rows: ``total`` and, under a promotion, the ``chain`` of the last tiles, float32 [rows, D]."""
+    """O of some rows: ``total`` and, under a promotion, the ``chain`` of the last tiles, float32
+    [rows, D].
+    """
 
     def __init__(self, rows: int, features: int, variant: Variant, p_scale_inv: np.float32) -> None:
         self.variant, self.p_scale_inv = variant, p_scale_inv
@@ -29,8 +31,8 @@ class Product:
     def rescale(self, c: np.ndarray, place: int) -> None:
         """Multiply what came before the tile at that place of the order, each row by its factor.
 
-        Places are counted over all tiles, so that a chain ends where it does in every row, whichever tiles are
-        left out.
+        Places are counted over all tiles, so that a chain ends where it does in every row,
+        whichever tiles are left out.
         """
         every = self.variant.promotion
         if every is not None and every > 1 and place // every > self.place // every:
@@ -41,9 +43,11 @@ class Product:
                 self.total *= c[:, None]
             self.chain *= c[:, None]
 
-    def add(self, p: np.ndarray, v: np.ndarray, scale_inv: np.ndarray, codes: np.ndarray | None = None) -> None:
-        """Add a tile: p [rows, keys] and v [keys, D], values of the variant's format; scale_inv is of v, inside
-        the tile: () or, for MX, [keys / 32, D]; ``codes`` as of ``accumulate``."""
+    def add(
+        self, p: np.ndarray, v: np.ndarray, scale_inv: np.ndarray, codes: np.ndarray | None = None
+    ) -> None:
+        """Add a tile: p [rows, keys] and v [keys, D], values of the variant's format; scale_inv is
+        of v, inside the tile: () or, for MX, [keys / 32, D]; ``codes`` as of ``accumulate``."""
         variant = self.variant
         plan = sums.by_name(variant.plan)
         if plan == "exact":
@@ -69,7 +73,9 @@ class Product:
         self.chain = np.zeros_like(self.chain)
 
     def _scaled_sum(self, p: np.ndarray, v: np.ndarray, scale_inv: np.ndarray) -> np.ndarray:
-        """One tile's exact sums, or those of its MX blocks, with scales where they belong into a tile."""
+        """One tile's exact sums, or those of its MX blocks, with scales where they belong into a
+        tile.
+        """
         if self.variant.granularity != "mx_1x32":
             found = sums.exact_sum(p, v.T)
             return self._of_p(found * scale_inv) if self.variant.out_scales == "tile" else found
@@ -80,15 +86,22 @@ class Product:
         return found
 
     def _of_p(self, found: np.ndarray) -> np.ndarray:
-        """found times the scale_inv of probabilities, where the variant has a scale of its own for them."""
+        """found times the scale_inv of probabilities, where the variant has a scale of its own for
+        them.
+        """
         return found if self.p_scale_inv == 1 else found * self.p_scale_inv
 
 
 def accumulate(
-    acc: np.ndarray, a: np.ndarray, b: np.ndarray, fmt: Format, plan: str | Accumulation, codes: np.ndarray | None = None
+    acc: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    fmt: Format,
+    plan: str | Accumulation,
+    codes: np.ndarray | None = None,
 ) -> np.ndarray:
-    """acc [M, N] and the products of a [M, K] and b [K, N] of fmt: one chain (G-10), or in order (G-3). ``codes`` [N, K] are those of
-    b.T, if they are at hand."""
+    """acc [M, N] and the products of a [M, K] and b [K, N] of fmt: one chain (G-10), or in order
+    (G-3). ``codes`` [N, K] are those of b.T, if they are at hand."""
     if not isinstance(plan, Accumulation):
         out = acc.copy()
         kernels.in_order(np.ascontiguousarray(a), np.ascontiguousarray(b), out)
@@ -98,6 +111,15 @@ def accumulate(
     if not unit.compiled:
         return tensor_core.chain_plain(a, b.T, out, fmt, fmt, unit)
     out = out.copy() if out is acc else out
-    codes = cast.encode(np.ascontiguousarray(b.T), fmt) if codes is None else np.ascontiguousarray(codes)
-    chains_from.go_on(out, chains_from.pack(a, fmt, unit.fused_width, unit.fraction_bits, unit.output_bits), codes, fmt)
+    codes = (
+        cast.encode(np.ascontiguousarray(b.T), fmt)
+        if codes is None
+        else np.ascontiguousarray(codes)
+    )
+    chains_from.go_on(
+        out,
+        chains_from.pack(a, fmt, unit.fused_width, unit.fraction_bits, unit.output_bits),
+        codes,
+        fmt,
+    )
     return out

@@ -1,4 +1,6 @@
-"""Attention sinks: a learned logit of each query head, which joins the sum of every row and has no value (spec A-23)."""
+"""Attention sinks: a learned logit of each query head, which joins the sum of every row and has no
+value (spec A-23).
+"""
 
 import math
 
@@ -8,13 +10,20 @@ from fp8ref.sim.attention import exponentials
 from fp8ref.spec.attention.variants import Variant
 
 FAR = np.float32(64)
-"""A sink that lies so far above a row's maximum, in units of the exponent, leaves nothing of its keys."""
+"""A sink that lies so far above a row's maximum, in units of the exponent, leaves nothing of its
+keys.
+"""
 
 _LOG2E = np.float32(math.log2(math.e))
 
 
 def add(
-    o: np.ndarray, total: np.ndarray, maximum: np.ndarray, sink: np.float32, variant: Variant, factor: np.float32
+    o: np.ndarray,
+    total: np.ndarray,
+    maximum: np.ndarray,
+    sink: np.float32,
+    variant: Variant,
+    factor: np.float32,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(o, sums, maxima) of rows after the sink joined, each new; before the end (A-10).
 
@@ -38,7 +47,10 @@ def gradient(d: np.ndarray, lse: np.ndarray, sinks: np.ndarray) -> np.ndarray:
     """The gradient of the sinks, float32 [H].
 
     Shapes:   d [B, H, Tq], the row sums D of A-15, and lse of its shape, float32; sinks [H].
-    Order:    P = RN32(e^RN32(sink - lse)); minus the exact sum of RN32(P D), rounded to float64, then to float32.
+    Order:    P = RN32(e^RN32(sink - lse)); minus the exact sum of RN32(P D), rounded to float64,
+              then to float32.
     """
     p = exponentials.exp(sinks[None, :, None] - lse)
-    return np.array([-math.fsum((p[:, j] * d[:, j]).ravel().tolist()) for j in range(len(sinks))], np.float32)
+    return np.array(
+        [-math.fsum((p[:, j] * d[:, j]).ravel().tolist()) for j in range(len(sinks))], np.float32
+    )

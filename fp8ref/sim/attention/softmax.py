@@ -1,5 +1,5 @@
-"""The online softmax of one tile of keys (spec A-4 to A-8): maxima, probabilities, sums, and the factors of
-what came before.
+"""The online softmax of one tile of keys (spec A-4 to A-8): maxima, probabilities, sums, and the
+factors of what came before.
 
 ``step`` calls the compiled kernel; ``step_plain`` is the definition, in NumPy.
 """
@@ -13,21 +13,25 @@ from fp8ref.sim.gemm.accumulate import multiply_add
 from fp8ref.sim.kernels import attention as kernels
 from fp8ref.spec.attention.variants import SumOrder, Variant
 
-_ORDERS: dict[SumOrder, int] = {"tile": kernels.TILE_ORDER, "quad": kernels.QUAD, "packed": kernels.PACKED}
+_ORDERS: dict[SumOrder, int] = {
+    "tile": kernels.TILE_ORDER,
+    "quad": kernels.QUAD,
+    "packed": kernels.PACKED,
+}
 _NONE = np.float32(-np.inf)
 
 
 class Rows(NamedTuple):
-    """What a row keeps from tile to tile: its maximum, float32 [rows], -infinity at first, and the lanes of its
-    sum, float32 [rows, 4]."""
+    """What a row keeps from tile to tile: its maximum, float32 [rows], -infinity at first, and the
+    lanes of its sum, float32 [rows, 4]."""
 
     maximum: np.ndarray
     sums: np.ndarray
 
 
 class Seen(NamedTuple):
-    """Which keys of a tile each row sees: those from low to high, counted from the tile's first, of its own
-    document; int64 [rows], [rows], [rows] and [keys]."""
+    """Which keys of a tile each row sees: those from low to high, counted from the tile's first, of
+    its own document; int64 [rows], [rows], [rows] and [keys]."""
 
     low: np.ndarray
     high: np.ndarray
@@ -43,10 +47,16 @@ def start(rows: int) -> Rows:
 def total(rows: Rows, order: SumOrder) -> np.ndarray:
     """The sum of each row, of its lanes: float32 [rows]."""
     lanes = rows.sums
-    return (lanes[:, 0] + lanes[:, 2]) + (lanes[:, 1] + lanes[:, 3]) if order == "quad" else lanes[:, 0].copy()
+    return (
+        (lanes[:, 0] + lanes[:, 2]) + (lanes[:, 1] + lanes[:, 3])
+        if order == "quad"
+        else lanes[:, 0].copy()
+    )
 
 
-def step(s: np.ndarray, rows: Rows, seen: Seen, variant: Variant, factors: np.ndarray, factor: np.float32) -> tuple[np.ndarray, np.ndarray]:
+def step(
+    s: np.ndarray, rows: Rows, seen: Seen, variant: Variant, factors: np.ndarray, factor: np.float32
+) -> tuple[np.ndarray, np.ndarray]:
     """(probabilities, factors of what came before); rows is updated, and scaled scores overwrite s.
 
     Shapes:   s float32 [rows, keys]; probabilities of that shape; float32 [rows].
@@ -78,8 +88,15 @@ def step_plain(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The definition of ``step``: one rounding an operation."""
     keys = np.arange(s.shape[1])
-    visible = (keys >= seen.low[:, None]) & (keys < seen.high[:, None]) & (seen.q_documents[:, None] == seen.k_documents)
-    raw, exponential = variant.scores == "raw", exponentials.exp2 if variant.base == "2" else exponentials.exp
+    visible = (
+        (keys >= seen.low[:, None])
+        & (keys < seen.high[:, None])
+        & (seen.q_documents[:, None] == seen.k_documents)
+    )
+    raw, exponential = (
+        variant.scores == "raw",
+        exponentials.exp2 if variant.base == "2" else exponentials.exp,
+    )
     threshold, offset = np.float32(variant.threshold), np.float32(variant.offset)
     if not raw:
         for one in factors:
@@ -93,12 +110,18 @@ def step_plain(
             stays = (threshold > 0) & (behind >= -threshold)
             new = np.where(stays, old, new)
             c = np.where(stays, np.float32(1), exponentials.exp2(behind))
-            bias = -_fused(_finite(new), factor, -offset) if variant.bias == "fused" else offset - _finite(new) * factor
+            bias = (
+                -_fused(_finite(new), factor, -offset)
+                if variant.bias == "fused"
+                else offset - _finite(new) * factor
+            )
             exponent = _fused(s, factor, bias[:, None])
         else:
             new = np.where((old == _NONE) | (largest - old > threshold), largest, old)
             behind = old - new
-            c = np.where(behind < -threshold, exponential(np.where(behind < 0, behind, 0)), np.float32(1))
+            c = np.where(
+                behind < -threshold, exponential(np.where(behind < 0, behind, 0)), np.float32(1)
+            )
             exponent = (s - _finite(new)[:, None]) + offset
     p = exponential(np.where(visible, exponent, _NONE))
     rows.maximum[:] = new
@@ -117,7 +140,9 @@ def _add(p: np.ndarray, c: np.ndarray, sums: np.ndarray, order: SumOrder) -> Non
         lanes[0] = sums[:, 0] * c
         for j, column in enumerate(p.T):
             lanes[j % 8] += column
-        sums[:, 0] = ((lanes[0] + lanes[2]) + (lanes[4] + lanes[6])) + ((lanes[1] + lanes[3]) + (lanes[5] + lanes[7]))
+        sums[:, 0] = ((lanes[0] + lanes[2]) + (lanes[4] + lanes[6])) + (
+            (lanes[1] + lanes[3]) + (lanes[5] + lanes[7])
+        )
     else:
         of_tile = np.zeros(len(p), np.float32)
         for column in p.T:
@@ -131,4 +156,6 @@ def _finite(maximum: np.ndarray) -> np.ndarray:
 
 
 def _fused(x, y, z) -> np.ndarray:
-    return multiply_add(*np.broadcast_arrays(np.asarray(x, np.float32), np.float32(y), np.asarray(z, np.float32)))
+    return multiply_add(
+        *np.broadcast_arrays(np.asarray(x, np.float32), np.float32(y), np.asarray(z, np.float32))
+    )

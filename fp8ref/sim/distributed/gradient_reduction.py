@@ -37,8 +37,8 @@ class Shared(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """The sum or mean over ranks: value float32; under result ``codes`` also its codes, uint8, which
-    ``scale_inv`` multiplies; and the saturated elements of casts and of sums."""
+    """The sum or mean over ranks: value float32; under result ``codes`` also its codes, uint8,
+    which ``scale_inv`` multiplies; and the saturated elements of casts and of sums."""
 
     value: np.ndarray
     codes: np.ndarray | None
@@ -46,26 +46,45 @@ class Reduced(NamedTuple):
     saturated: int
 
 
-def shared_scales(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, prescale: PreScale = "one", ranks: int, mu=1.0) -> Scales:
+def shared_scales(
+    amax,
+    fmt: Format,
+    policy: str | ScalePolicy = "torchao",
+    *,
+    prescale: PreScale = "one",
+    ranks: int,
+    mu=1.0,
+) -> Scales:
     """The scale that all ranks share, from the largest amax of theirs, and RN32(1 / scale).
 
     Shapes:   amax float32 (), reduced over the ranks with P-3's flag; mu a number or float32 ().
-    Order:    amax in [2^-90, 2^90], else NaN; the policy's scale; RN32(prescale * mu); their product.
+    Order:    amax in [2^-90, 2^90], else NaN; the policy's scale; RN32(prescale * mu); their
+              product.
     Specials: an infinite, NaN or larger amax gives NaN; a smaller one counts as 2^-90.
-    Raises:   ValueError: a policy that divides or makes scale_inv; as ``gradient_reduction.factor``.
+    Raises:   ValueError: a policy that divides or makes scale_inv; as
+              ``gradient_reduction.factor``.
     Source:   spec P-21.
     """
     policy, amax = gradient_reduction.check_policy(policy), np.float32(amax)
     if not amax <= gradient_reduction.LARGEST:
         nan = np.asarray(np.nan, np.float32)
         return Scales(nan, nan)
-    scale = scales_from_amax(np.maximum(amax, np.float32(gradient_reduction.SMALLEST)), fmt, policy).scale
-    scale = scale * (gradient_reduction.factor(prescale, ranks) * gradient_reduction.constant_mu(float(mu)))
+    scale = scales_from_amax(
+        np.maximum(amax, np.float32(gradient_reduction.SMALLEST)), fmt, policy
+    ).scale
+    scale = scale * (
+        gradient_reduction.factor(prescale, ranks) * gradient_reduction.constant_mu(float(mu))
+    )
     return Scales(scale, scale_inv_from_scale(scale))
 
 
 def share(
-    grads: Sequence[np.ndarray], fmt: Format = E4M3FN, *, policy: str | ScalePolicy = "torchao", prescale: PreScale = "one", mu=1.0
+    grads: Sequence[np.ndarray],
+    fmt: Format = E4M3FN,
+    *,
+    policy: str | ScalePolicy = "torchao",
+    prescale: PreScale = "one",
+    mu=1.0,
 ) -> Shared:
     """Cast each rank's gradient by the scale that all share.
 
@@ -73,8 +92,8 @@ def share(
     Order:    amax of each rank; their maximum; ``shared_scales``; RN32(f32(g) * scale); clip to
               +-fmt.max; round to nearest even.
     Specials: an Inf or NaN of any rank makes every code of every rank NaN, zeros too.
-    Raises:   ValueError: no ranks, or several shapes; empty gradients (S-7); a dtype wider than float32; a fmt that is not FP8;
-              as ``shared_scales``.
+    Raises:   ValueError: no ranks, or several shapes; empty gradients (S-7); a dtype wider than
+              float32; a fmt that is not FP8; as ``shared_scales``.
     Source:   spec P-21; MS-AMP msamp/nn/distributed.py, _reduce_bucket.
     """
     gradient_reduction.check_format(fmt)
@@ -134,11 +153,15 @@ def reduce(
         saturated += int(np.sum(np.abs(total) > gradient_reduction.saturates_above(fmt)))
         codes = cast.encode(np.clip(total, -fmt.max, fmt.max), fmt)
         total = cast.decode(codes, fmt)
-    scale_inv = shared.scale_inv * gradient_reduction.share_of(len(grads)) if mean else shared.scale_inv
+    scale_inv = (
+        shared.scale_inv * gradient_reduction.share_of(len(grads)) if mean else shared.scale_inv
+    )
     return Reduced(total * scale_inv, codes, scale_inv, saturated)
 
 
-def next_mu(mu, saturated: int, elements: int, auto: AutoScale = gradient_reduction.AUTO) -> np.float32:
+def next_mu(
+    mu, saturated: int, elements: int, auto: AutoScale = gradient_reduction.AUTO
+) -> np.float32:
     """mu of the next step, from the saturated elements of this one.
 
     Order:    above the threshold mu / 2, else RN32(mu * growth); within MU_MIN and MU_MAX.
@@ -149,14 +172,20 @@ def next_mu(mu, saturated: int, elements: int, auto: AutoScale = gradient_reduct
     return np.clip(mu, np.float32(gradient_reduction.MU_MIN), np.float32(gradient_reduction.MU_MAX))
 
 
-def ring(codes: Sequence[np.ndarray], fmt: Format = E4M3FN, *, order: Sequence[int] | None = None, start: int = 1) -> np.ndarray:
+def ring(
+    codes: Sequence[np.ndarray],
+    fmt: Format = E4M3FN,
+    *,
+    order: Sequence[int] | None = None,
+    start: int = 1,
+) -> np.ndarray:
     """The codes that a ring of ranks gives, which adds in FP8: rounded after each hop.
 
     order    the ranks along the ring, by default ascending.
     start    piece i begins at place start + i of the ring, and visits all places from there. 1 is
              NCCL's.
-    Shapes:  codes uint8, an array for each rank, of one shape, and so the result; its pieces are the
-             ranks' by P-1's ``ceil``, of the flattened array.
+    Shapes:  codes uint8, an array for each rank, of one shape, and so the result; its pieces are
+             the ranks' by P-1's ``ceil``, of the flattened array.
     Order:   acc = code of the first rank; at each hop acc = cast(acc + code), saturating.
     Raises:  ValueError: an order that is no permutation of the ranks.
     Source:  spec P-23; NCCL src/device/reduce_kernel.h, FuncSum<__nv_fp8_e4m3>.
@@ -172,8 +201,9 @@ def ring(codes: Sequence[np.ndarray], fmt: Format = E4M3FN, *, order: Sequence[i
         visits = [order[(start + i + step) % n] for step in range(n)]
         acc = flat[visits[0], piece]
         for rank in visits[1:]:
-            # Rounded to float32 and then to FP8, a sum of two codes is the sum rounded once: 24 bits
-            # are at least twice those of FP8, and two (Figueroa, 1995). So are the 11 of float16.
+            # Rounded to float32 and then to FP8, a sum of two codes is the sum rounded once: 24
+            # bits are at least twice those of FP8, and two (Figueroa, 1995). So are the 11 of
+            # float16.
             with np.errstate(invalid="ignore"):  # Inf - Inf of e5m2, which ``share`` never makes
                 acc = cast.encode(cast.decode(acc, fmt) + cast.decode(flat[rank, piece], fmt), fmt)
         found[piece] = acc
@@ -193,7 +223,9 @@ def ring_bound(codes: Sequence[np.ndarray], fmt: Format = E4M3FN) -> np.ndarray:
     return np.where(size + bound > fmt.max, fmt.max + size, bound)
 
 
-def accumulate(total: Quantized | None, g, fmt: Format = E4M3FN, *, policy: str | ScalePolicy = "torchao") -> Quantized:
+def accumulate(
+    total: Quantized | None, g, fmt: Format = E4M3FN, *, policy: str | ScalePolicy = "torchao"
+) -> Quantized:
     """Add the gradient of a microbatch to a sum that is kept in FP8.
 
     total     the sum so far; None before the first microbatch.
@@ -208,9 +240,14 @@ def accumulate(total: Quantized | None, g, fmt: Format = E4M3FN, *, policy: str 
     value = scaling.tensor(g).astype(np.float32)
     if total is not None:
         if total.codes.shape != value.shape:
-            raise ValueError(f"microbatches have gradients of one shape, {total.codes.shape}; got {value.shape}.")
+            raise ValueError(
+                f"microbatches have gradients of one shape, {total.codes.shape}; got {value.shape}."
+            )
         if total.fmt != fmt:
-            raise ValueError(f"a sum stays in the format that it began in, {total.fmt}; got {fmt}. Give every call the same fmt.")
+            raise ValueError(
+                f"a sum stays in the format that it began in, {total.fmt}; got {fmt}. Give "
+                "every call the same fmt."
+            )
         with np.errstate(over="ignore", invalid="ignore"):
             value = scaling.dequantize(total) + value
     shared = share([value], fmt, policy=policy)

@@ -30,7 +30,10 @@ class Mesh:
     def __post_init__(self) -> None:
         for name, size in self.axes.items():
             if size < 1:
-                raise ValueError(f"a mesh axis has at least one device; got {name!r} of size {size}. Leave the axis out.")
+                raise ValueError(
+                    f"a mesh axis has at least one device; got {name!r} of size {size}. Leave "
+                    "the axis out."
+                )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,21 +79,36 @@ class Layout:
             raise ValueError(f"rule is 'ceil' or 'balanced'; got {self.rule!r}.")
         for axis, names in self.splits.items():
             if not 0 <= axis < len(self.shape):
-                raise ValueError(f"splits name axes of the tensor, counted from 0; got axis {axis} of shape {self.shape}.")
+                raise ValueError(
+                    f"splits name axes of the tensor, counted from 0; got axis {axis} of shape "
+                    f"{self.shape}."
+                )
             if isinstance(names, str):
-                raise ValueError(f"splits map a tensor axis to a tuple of mesh axes; got the string {names!r}. Write ({names!r},).")
+                raise ValueError(
+                    "splits map a tensor axis to a tuple of mesh axes; got the string "
+                    f"{names!r}. Write ({names!r},)."
+                )
         used = [name for names in self.splits.values() for name in names]
         for name in used:
             if name not in self.mesh.axes:
-                raise ValueError(f"splits name axes of the mesh, {', '.join(self.mesh.names)}; got {name!r}.")
+                raise ValueError(
+                    f"splits name axes of the mesh, {', '.join(self.mesh.names)}; got {name!r}."
+                )
             if used.count(name) > 1:
-                raise ValueError(f"a mesh axis cuts one tensor axis, once; got {name!r} more than once in {dict(self.splits)}.")
+                raise ValueError(
+                    f"a mesh axis cuts one tensor axis, once; got {name!r} more than once in "
+                    f"{dict(self.splits)}."
+                )
         for axis, sizes in self.sizes.items():
             if axis not in self.splits:
-                raise ValueError(f"sizes are for axes that are split; got axis {axis} and splits={dict(self.splits)}.")
+                raise ValueError(
+                    f"sizes are for axes that are split; got axis {axis} and "
+                    f"splits={dict(self.splits)}."
+                )
             if len(sizes) != self.parts(axis) or sum(sizes) != self.shape[axis] or min(sizes) < 0:
                 raise ValueError(
-                    f"axis {axis} of size {self.shape[axis]} is cut into {self.parts(axis)} pieces that add up to it; got sizes {tuple(sizes)}."
+                    f"axis {axis} of size {self.shape[axis]} is cut into {self.parts(axis)} "
+                    f"pieces that add up to it; got sizes {tuple(sizes)}."
                 )
 
     def parts(self, axis: int) -> int:
@@ -131,7 +149,9 @@ def split(x, layout: Layout) -> dict[Device, np.ndarray]:
     """
     x = np.asarray(x)
     if x.shape != layout.shape:
-        raise ValueError(f"the layout is for a tensor of shape {layout.shape}; got x.shape={x.shape}.")
+        raise ValueError(
+            f"the layout is for a tensor of shape {layout.shape}; got x.shape={x.shape}."
+        )
     return {device: x[layout.index(device)] for device in layout.mesh.devices}
 
 
@@ -139,8 +159,12 @@ def check_shapes(shapes: Mapping[Device, tuple[int, ...]], layout: Layout) -> No
     """ValueError unless every device of the mesh has a shard of the shape that the layout gives
     it."""
     if set(shapes) != set(layout.mesh.devices):
-        raise ValueError(f"every device of the mesh has one shard: {layout.mesh.devices}; got {sorted(shapes)}.")
+        raise ValueError(
+            f"every device of the mesh has one shard: {layout.mesh.devices}; got {sorted(shapes)}."
+        )
     for device, shape in shapes.items():
         expected = tuple(part.stop - part.start for part in layout.index(device))
         if shape != expected:
-            raise ValueError(f"the layout gives device {device} a shard of shape {expected}; got {shape}.")
+            raise ValueError(
+                f"the layout gives device {device} a shard of shape {expected}; got {shape}."
+            )

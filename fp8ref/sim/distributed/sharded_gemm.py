@@ -56,16 +56,29 @@ def matmul(
         _check_scales("b", [qb for _, qb in ranks])
         # One scale for all ranks, so that it can be applied after the sum.
         sa, sb = ranks[0][0].scale_inv, ranks[0][1].scale_inv
-    with np.errstate(invalid="ignore", over="ignore"):  # Inf - Inf, Inf * 0 and overflow are results here
+    with np.errstate(
+        invalid="ignore", over="ignore"
+    ):  # Inf - Inf, Inf * 0 and overflow are results here
         if reduce == "exact":
             # All ranks' codes side by side along K are one device's operand.
-            whole = [_unit(side, np.concatenate([q.codes for q in side], axis=-1)) for side in zip(*ranks, strict=True)]
+            whole = [
+                _unit(side, np.concatenate([q.codes for q in side], axis=-1))
+                for side in zip(*ranks, strict=True)
+            ]
             return cast.round_to(gemm.matmul(*whole, accumulate="exact") * sa * sb.T, out_dtype)
         if reduce == "accumulators":
-            acc = _sum([gemm.matmul(_unit([qa], qa.codes), _unit([qb], qb.codes), accumulate=accumulate) for qa, qb in ranks])
+            acc = _sum(
+                [
+                    gemm.matmul(_unit([qa], qa.codes), _unit([qb], qb.codes), accumulate=accumulate)
+                    for qa, qb in ranks
+                ]
+            )
             return cast.round_to(acc * sa * sb.T, out_dtype)
         own = FLOAT32 if reduce == "scaled" else out_dtype
-        return cast.round_to(_sum([gemm.matmul(qa, qb, accumulate=accumulate, out_dtype=own) for qa, qb in ranks]), out_dtype)
+        return cast.round_to(
+            _sum([gemm.matmul(qa, qb, accumulate=accumulate, out_dtype=own) for qa, qb in ranks]),
+            out_dtype,
+        )
 
 
 def _sum(parts: list[np.ndarray]) -> np.ndarray:
@@ -81,15 +94,25 @@ def _unit(side: Sequence[Quantized], codes: np.ndarray) -> Quantized:
     return Quantized(codes, one, one, side[0].fmt, "tensorwise", -1)
 
 
-def _check(a: Sequence[Quantized], b: Sequence[Quantized], reduce: Reduce, accumulate: str | Accumulation, out_dtype: Format) -> None:
+def _check(
+    a: Sequence[Quantized],
+    b: Sequence[Quantized],
+    reduce: Reduce,
+    accumulate: str | Accumulation,
+    out_dtype: Format,
+) -> None:
     if len(a) != len(b) or not any(q.codes.size for q in a):
-        raise ValueError(f"a sharded GEMM takes one a and one b for each rank, not all empty; got {len(a)} and {len(b)}.")
+        raise ValueError(
+            f"a sharded GEMM takes one a and one b for each rank, not all empty; got {len(a)} "
+            f"and {len(b)}."
+        )
     if reduce not in get_args(Reduce):
         raise ValueError(f"reduce is one of {', '.join(get_args(Reduce))}; got {reduce!r}.")
     gemm.check_out_dtype(out_dtype)
     if reduce == "exact" and accumulate != "exact":
         raise ValueError(
-            f"reduce 'exact' is one exact sum over all ranks, so accumulate is 'exact'; got {accumulate!r}. Use 'accumulators'."
+            "reduce 'exact' is one exact sum over all ranks, so accumulate is 'exact'; got "
+            f"{accumulate!r}. Use 'accumulators'."
         )
     for name, side in (("a", a), ("b", b)):
         for q in side:
@@ -97,10 +120,14 @@ def _check(a: Sequence[Quantized], b: Sequence[Quantized], reduce: Reduce, accum
                 check_scales(q, name)
     for r, (qa, qb) in enumerate(zip(a, b, strict=True)):
         if qa.codes.shape[-1] != qb.codes.shape[-1]:
-            raise ValueError(f"a and b of a rank have the same K; got {qa.codes.shape} and {qb.codes.shape} on rank {r}.")
+            raise ValueError(
+                f"a and b of a rank have the same K; got {qa.codes.shape} and {qb.codes.shape} "
+                f"on rank {r}."
+            )
     if len({len(qa.codes) for qa in a}) > 1 or len({len(qb.codes) for qb in b}) > 1:
         raise ValueError(
-            f"every rank has the same M and N; got {[q.codes.shape for q in a]} and {[q.codes.shape for q in b]}. Only K is cut over ranks."
+            f"every rank has the same M and N; got {[q.codes.shape for q in a]} and "
+            f"{[q.codes.shape for q in b]}. Only K is cut over ranks."
         )
 
 
@@ -109,13 +136,16 @@ def _check_scales(name: str, side: list[Quantized]) -> None:
     accumulators summed."""
     first = side[0]
     for q in side:
-        if q.granularity not in ("tensorwise", "rowwise") or (q.granularity == "rowwise" and q.axis not in (-1, 1)):
+        if q.granularity not in ("tensorwise", "rowwise") or (
+            q.granularity == "rowwise" and q.axis not in (-1, 1)
+        ):
             raise ValueError(
-                f"a raw accumulator is summed under scales that do not vary along K; got {name} {q.granularity}, axis={q.axis}. "
-                "Use reduce='scaled'."
+                f"a raw accumulator is summed under scales that do not vary along K; got {name} "
+                f"{q.granularity}, axis={q.axis}. Use reduce='scaled'."
             )
         if q.fmt != first.fmt or not np.array_equal(q.scale_inv, first.scale_inv, equal_nan=True):
             raise ValueError(
-                f"raw accumulators are summed only under equal scales and formats (P-7); those of {name} differ between ranks. "
-                "Quantize with a scope that includes the axis the sum is over, or use reduce='scaled'."
+                "raw accumulators are summed only under equal scales and formats (P-7); those "
+                f"of {name} differ between ranks. Quantize with a scope that includes the axis "
+                "the sum is over, or use reduce='scaled'."
             )

@@ -43,9 +43,15 @@ def scope_axes(layout: Layout, scope: str | Collection[str]) -> tuple[str, ...]:
     if scope == "global":
         return layout.mesh.names
     if isinstance(scope, str):
-        raise ValueError(f"a scope is 'local', 'global' or a tuple of mesh axes; got the string {scope!r}. Write ({scope!r},).")
+        raise ValueError(
+            f"a scope is 'local', 'global' or a tuple of mesh axes; got the string {scope!r}. "
+            f"Write ({scope!r},)."
+        )
     if unknown := sorted(set(scope) - set(layout.mesh.names)):
-        raise ValueError(f"a scope names axes of the mesh, {', '.join(layout.mesh.names)}; got {', '.join(unknown)}.")
+        raise ValueError(
+            f"a scope names axes of the mesh, {', '.join(layout.mesh.names)}; got "
+            f"{', '.join(unknown)}."
+        )
     return tuple(name for name in layout.mesh.names if name in scope)
 
 
@@ -94,11 +100,19 @@ def amax(
     kept = tuple(name for name in layout.mesh.names if name not in merged)
     total: dict[Device, Amax] = {}
     for device in layout.mesh.devices:
-        mine, key = _local_amax(shards[device], granularity, axis, sizes, flag), layout.mesh.along(device, kept)
+        mine, key = (
+            _local_amax(shards[device], granularity, axis, sizes, flag),
+            layout.mesh.along(device, kept),
+        )
         if key in total:
-            mine = Amax(maximum(total[key].amax, mine.amax), np.maximum(total[key].non_finite, mine.non_finite))
+            mine = Amax(
+                maximum(total[key].amax, mine.amax),
+                np.maximum(total[key].non_finite, mine.non_finite),
+            )
         total[key] = mine
-    return {device: _restore(total[layout.mesh.along(device, kept)]) for device in layout.mesh.devices}
+    return {
+        device: _restore(total[layout.mesh.along(device, kept)]) for device in layout.mesh.devices
+    }
 
 
 def quantize(
@@ -132,9 +146,13 @@ def quantize(
     for device, shard in shards.items():
         scales = scaling.scales_from_amax(reduced[device].amax, fmt, policy)
         if np.size(shard):
-            result[device] = scaling.quantize_with(shard, scales, fmt, granularity=granularity, policy=policy, axis=axis)
+            result[device] = scaling.quantize_with(
+                shard, scales, fmt, granularity=granularity, policy=policy, axis=axis
+            )
         else:
-            result[device] = Quantized(np.empty(np.shape(shard), np.uint8), *scales, fmt, granularity, axis)
+            result[device] = Quantized(
+                np.empty(np.shape(shard), np.uint8), *scales, fmt, granularity, axis
+            )
     return result
 
 
@@ -150,7 +168,11 @@ def gather(shards: Mapping[Device, Quantized], layout: Layout) -> Quantized:
     check_replicas(shards, layout)
     one = next(iter(shards.values()))
     shape = granularities.scale_shape(one.granularity, layout.shape, one.axis)
-    codes, scale, scale_inv = np.empty(layout.shape, np.uint8), np.empty(shape, np.float32), np.empty(shape, np.float32)
+    codes, scale, scale_inv = (
+        np.empty(layout.shape, np.uint8),
+        np.empty(shape, np.float32),
+        np.empty(shape, np.float32),
+    )
     for device, q in shards.items():
         if not q.codes.size:  # under local scope its scales are those of amax 0
             continue
@@ -161,7 +183,8 @@ def gather(shards: Mapping[Device, Quantized], layout: Layout) -> Quantized:
 
 
 def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
-    """Check that the devices agree: one scale for each group, and replicas equal in every code. A device without elements agrees.
+    """Check that the devices agree: one scale for each group, and replicas equal in every code. A
+    device without elements agrees.
 
     Raises:   ValueError: naming the mesh axes along which scales differ, which the scope left out,
               or replicas' codes differ.
@@ -170,34 +193,52 @@ def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
     check_shapes({device: q.codes.shape for device, q in shards.items()}, layout)
     kinds = {(q.fmt, q.granularity, q.axis) for q in shards.values()}
     if len(kinds) > 1:
-        raise ValueError(f"shards of one tensor have one format, granularity and axis; got {sorted(map(str, kinds))}.")
+        raise ValueError(
+            "shards of one tensor have one format, granularity and axis; got "
+            f"{sorted(map(str, kinds))}."
+        )
     _, granularity, axis = kinds.pop()
     sizes = _group_sizes(layout, granularity, axis)
     where = {name: i for i, names in layout.splits.items() for name in names}
     names = layout.mesh.names
-    apart = tuple(name for name in names if name in where and sizes[where[name]] is not None)  # of different groups
+    apart = tuple(
+        name for name in names if name in where and sizes[where[name]] is not None
+    )  # of different groups
     held = [device for device in layout.mesh.devices if shards[device].codes.size]
-    # along each axis, which names the one that a scope left out; then all of a group, where empty pieces are between
-    lines = {name: tuple(other for other in names if other != name) for name in names if name not in apart}
+    # along each axis, which names the one that a scope left out; then all of a group, where empty
+    # pieces are between
+    lines = {
+        name: tuple(other for other in names if other != name)
+        for name in names
+        if name not in apart
+    }
     for name, kept in (*lines.items(), (None, apart)):
         firsts: dict[Device, Device] = {}
         for device in held:
             first = firsts.setdefault(layout.mesh.along(device, kept), device)
             a, b, along = shards[first], shards[device], _differing(layout, first, device)
-            if not (np.array_equal(a.scale, b.scale, equal_nan=True) and np.array_equal(a.scale_inv, b.scale_inv, equal_nan=True)):
+            if not (
+                np.array_equal(a.scale, b.scale, equal_nan=True)
+                and np.array_equal(a.scale_inv, b.scale_inv, equal_nan=True)
+            ):
                 raise ValueError(
-                    f"devices that hold parts of one group have one scale (P-6); {granularity} scales differ along mesh axis {along}, "
-                    f"between devices {first} and {device}. Quantize with a scope that includes {along}, or gather in high precision."
+                    f"devices that hold parts of one group have one scale (P-6); {granularity} "
+                    f"scales differ along mesh axis {along}, between devices {first} and "
+                    f"{device}. Quantize with a scope that includes {along}, or gather in high "
+                    "precision."
                 )
             if name is not None and name not in where and not np.array_equal(a.codes, b.codes):
                 raise ValueError(
-                    f"the tensor is replicated along mesh axis {along}; codes of devices {first} and {device} differ. Broadcast it first."
+                    f"the tensor is replicated along mesh axis {along}; codes of devices "
+                    f"{first} and {device} differ. Broadcast it first."
                 )
 
 
 def _differing(layout: Layout, a: Device, b: Device) -> str:
     """The mesh axes along which two devices have other coordinates."""
-    return ", ".join(repr(name) for name, i, k in zip(layout.mesh.names, a, b, strict=True) if i != k)
+    return ", ".join(
+        repr(name) for name, i, k in zip(layout.mesh.names, a, b, strict=True) if i != k
+    )
 
 
 def _group_sizes(layout: Layout, granularity: str, axis: int) -> list[int | None]:
@@ -211,8 +252,9 @@ def _group_sizes(layout: Layout, granularity: str, axis: int) -> list[int | None
         size, ends = sizes[i], np.cumsum(layout.pieces(i))
         if size is not None and any(end % size for end in ends if end != layout.shape[i]):
             raise ValueError(
-                f"{granularity} needs pieces of axis {i} that are whole blocks of {size} (P-5); got sizes {layout.pieces(i)}. "
-                f"Give the layout sizes that are multiples of {size}, or use 'rowwise'."
+                f"{granularity} needs pieces of axis {i} that are whole blocks of {size} (P-5); "
+                f"got sizes {layout.pieces(i)}. Give the layout sizes that are multiples of "
+                f"{size}, or use 'rowwise'."
             )
     return sizes
 
@@ -223,17 +265,24 @@ def _groups(layout: Layout, device: Device, granularity: str, axis: int) -> tupl
         return ()
     sizes = _group_sizes(layout, granularity, axis)
     parts = zip(layout.index(device), sizes, strict=True)
-    return tuple(slice(0, 1) if size is None else slice(-(-part.start // size), -(-part.stop // size)) for part, size in parts)
+    return tuple(
+        slice(0, 1) if size is None else slice(-(-part.start // size), -(-part.stop // size))
+        for part, size in parts
+    )
 
 
-def _local_amax(shard: np.ndarray, granularity: str, axis: int, sizes: list[int | None], flag: bool) -> Amax:
+def _local_amax(
+    shard: np.ndarray, granularity: str, axis: int, sizes: list[int | None], flag: bool
+) -> Amax:
     """A shard's amaxes, ready to be reduced: 0 and a flag where one is not finite; 0 of an empty
     shard."""
     shard = np.asarray(shard)
     if shard.size:
         value = scaling.amax(shard, granularity, axis=axis)
     else:
-        ones = [1 if size is None else -(-n // size) for n, size in zip(shard.shape, sizes, strict=True)]
+        ones = [
+            1 if size is None else -(-n // size) for n, size in zip(shard.shape, sizes, strict=True)
+        ]
         value = np.zeros(() if granularity == "tensorwise" else ones, np.float32)
     if not flag:
         return Amax(np.asarray(value), np.zeros(np.shape(value), np.uint8))

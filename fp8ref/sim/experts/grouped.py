@@ -68,9 +68,10 @@ def backward(
     """(grad_input [M, K], grad_weight [E, N, K]) from grad_output g [M, N], x [M, K], w [E, N, K].
 
     Shapes:   as forward's; both results float32, holding values of out_dtype.
-    Order:    for each group as ``linear.backward``; where grad_weight scales in blocks, they begin with
-              the group's first row (X-7).
-    Specials: a row of no group is not read, and its grad_input is +0; grad_weight of a group without
+    Order:    for each group as ``linear.backward``; where grad_weight scales in blocks, they begin
+              with the group's first row (X-7).
+    Specials: a row of no group is not read, and its grad_input is +0; grad_weight of a group
+    without
               rows is +0 (X-4, X-5).
     Raises:   ValueError: as forward, and g whose shape is not the output's.
     Source:   spec X-1 to X-7.
@@ -80,13 +81,17 @@ def backward(
     g = cast.array(g)
     cast.check_dtype(g)
     if g.shape != (len(x), w.shape[1]):
-        raise ValueError(f"grad_output has the output's shape {(len(x), w.shape[1])}; got {g.shape}.")
+        raise ValueError(
+            f"grad_output has the output's shape {(len(x), w.shape[1])}; got {g.shape}."
+        )
     tensors: dict[Role, np.ndarray] = {"input": x, "weight": w, "grad_output": g}
     grad_input = _rows("grad_input", tensors, ends, recipe, accumulate, out_dtype, scales)
     grad_weight = np.zeros(w.shape, np.float32)
     for e, pair in enumerate(quantize_operands("grad_weight", tensors, ends, recipe, scales)):
         if pair is not None:
-            grad_weight[e] = linear.multiply("grad_weight", *pair, recipe.recipe, accumulate=accumulate, out_dtype=out_dtype)
+            grad_weight[e] = linear.multiply(
+                "grad_weight", *pair, recipe.recipe, accumulate=accumulate, out_dtype=out_dtype
+            )
     return grad_input, grad_weight
 
 
@@ -110,8 +115,14 @@ def quantize_operands(
         if begin == end:
             found.append(None)
             continue
-        own: dict[Role, np.ndarray] = {role: v[e] if role == "weight" else v[begin:end] for role, v in tensors.items()}
-        given = {role: _of_group(s, role, which, begin, end, e) for role, s in shared.items() if role in own}
+        own: dict[Role, np.ndarray] = {
+            role: v[e] if role == "weight" else v[begin:end] for role, v in tensors.items()
+        }
+        given = {
+            role: _of_group(s, role, which, begin, end, e)
+            for role, s in shared.items()
+            if role in own
+        }
         found.append(linear.quantize_operands(which, own, recipe.recipe, given))
     return found
 
@@ -123,7 +134,9 @@ def observe(role: Role, x, offs) -> Observation:
     Raises:   ValueError: as ``ends_of``, for rows, and ``scaling.amax``.
     """
     x = cast.array(x)
-    last = max(ends_of(offs, len(x)), default=0) if role != "weight" else int(np.max(offs, initial=0))
+    last = (
+        max(ends_of(offs, len(x)), default=0) if role != "weight" else int(np.max(offs, initial=0))
+    )
     if not last:
         return delayed.observe(np.float32(0), seen=False)
     return delayed.observe(scaling.amax(x if role == "weight" else x[:last]))
@@ -135,11 +148,15 @@ def ends_of(offs, rows: int) -> list[int]:
     found = np.asarray(offs)
     if found.ndim != 1 or not (np.issubdtype(found.dtype, np.integer) or found.size == 0):
         raise ValueError(
-            f"offs are integers [E], the end of each group; got {found.dtype} {found.shape}. Use numpy.cumsum of the groups' sizes."
+            f"offs are integers [E], the end of each group; got {found.dtype} {found.shape}. "
+            "Use numpy.cumsum of the groups' sizes."
         )
     ends = [int(end) for end in found]
     if any(a > b for a, b in zip([0, *ends], [*ends, rows], strict=True)):
-        raise ValueError(f"offs ascend from 0 to at most M={rows}; got {ends}. Use numpy.cumsum of the groups' sizes.")
+        raise ValueError(
+            f"offs ascend from 0 to at most M={rows}; got {ends}. Use numpy.cumsum of the "
+            "groups' sizes."
+        )
     return ends
 
 
@@ -156,13 +173,19 @@ def _rows(
     gemm.check_out_dtype(out_dtype)
     m, (n, k) = len(tensors[OPERANDS[which][0]]), tensors["weight"].shape[1:]
     out = np.zeros((m, n if which == "output" else k), np.float32)
-    for begin, end, pair in zip([0, *ends], ends, quantize_operands(which, tensors, ends, recipe, scales), strict=False):
+    for begin, end, pair in zip(
+        [0, *ends], ends, quantize_operands(which, tensors, ends, recipe, scales), strict=False
+    ):
         if pair is not None:
-            out[begin:end] = linear.multiply(which, *pair, recipe.recipe, accumulate=accumulate, out_dtype=out_dtype)
+            out[begin:end] = linear.multiply(
+                which, *pair, recipe.recipe, accumulate=accumulate, out_dtype=out_dtype
+            )
     return out
 
 
-def _shared_scales(which: Gemm, tensors: Mapping[Role, np.ndarray], ends: list[int], recipe: GroupedRecipe) -> dict[Role, Scales]:
+def _shared_scales(
+    which: Gemm, tensors: Mapping[Role, np.ndarray], ends: list[int], recipe: GroupedRecipe
+) -> dict[Role, Scales]:
     """The scales that all groups share, by the amaxes of whole tensors, rows of no group left out;
     none where each group has its own."""
     spec = recipe.recipe.gemms[which]
@@ -170,15 +193,21 @@ def _shared_scales(which: Gemm, tensors: Mapping[Role, np.ndarray], ends: list[i
     if recipe.amax == "group" or not ends or not ends[-1]:
         return {}
     return {
-        role: _scales_of_all(tensors[role] if role == "weight" else tensors[role][: ends[-1]], c, axis)
+        role: _scales_of_all(
+            tensors[role] if role == "weight" else tensors[role][: ends[-1]], c, axis
+        )
         for role, c, axis in casts
         if c is not None and c.delayed is None
     }
 
 
 def _scales_of_all(x: np.ndarray, spec: CastSpec, axis: int) -> Scales:
-    """Scales of all rows [M, columns] or all weights [E, N, K]; axis is that of one group's matrix."""
-    q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis - 2)
+    """Scales of all rows [M, columns] or all weights [E, N, K]; axis is that of one group's
+    matrix.
+    """
+    q = scaling.quantize(
+        x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis - 2
+    )
     return Scales(q.scale, q.scale_inv)
 
 
@@ -197,13 +226,22 @@ def _of_group(scales: Scales, role: Role, which: Gemm, begin: int, end: int, e: 
     return Scales(*map(part, scales))
 
 
-def _checked(x, w, offs, recipe: GroupedRecipe, scales: Mapping[Role, Scales] | None) -> tuple[np.ndarray, np.ndarray, list[int]]:
+def _checked(
+    x, w, offs, recipe: GroupedRecipe, scales: Mapping[Role, Scales] | None
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """x, w and the ends of groups; ValueError for shapes, dtypes or scales that do not fit."""
     x, w = cast.array(x), cast.array(w)
     if w.ndim != 3 or x.ndim != 2:
-        raise ValueError(f"a grouped linear takes x [M, K] and w [E, N, K]; got {x.shape} and {w.shape}. Flatten the tokens.")
-    linear.check_operands(x, w[0] if len(w) else np.zeros(w.shape[1:], w.dtype), recipe.recipe, scales)
+        raise ValueError(
+            f"a grouped linear takes x [M, K] and w [E, N, K]; got {x.shape} and {w.shape}. "
+            "Flatten the tokens."
+        )
+    linear.check_operands(
+        x, w[0] if len(w) else np.zeros(w.shape[1:], w.dtype), recipe.recipe, scales
+    )
     ends = ends_of(offs, len(x))
     if len(ends) != len(w):
-        raise ValueError(f"offs have the end of each of E groups; got {len(ends)} for w of shape {w.shape}.")
+        raise ValueError(
+            f"offs have the end of each of E groups; got {len(ends)} for w of shape {w.shape}."
+        )
     return x, w, ends

@@ -48,8 +48,8 @@ class Accumulation:
                  split_k-th tile, from the i-th on.
     split_tile   length along K of a tile, which stays together in a part.
 
-    Raises:      ValueError: a unit that is not a TensorCore, or takes block scales; promotion or split_tile not multiples
-                 of 32; split_k below 1; another split_order.
+    Raises:      ValueError: a unit that is not a TensorCore, or takes block scales; promotion or
+                 split_tile not multiples of 32; split_k below 1; another split_order.
     """
 
     name: str
@@ -63,13 +63,22 @@ class Accumulation:
         if not isinstance(self.unit, TensorCore):
             raise ValueError(f"unit is a TensorCore, such as UNITS['hopper']; got {self.unit!r}.")
         if self.unit.block_scales:
-            raise ValueError(f"a plan's unit takes no block scales (G-12); got {self.unit.name!r}. Use block_scaled.matmul (G-23).")
-        if self.promotion is not None and (not is_int(self.promotion) or self.promotion < K_STEP or self.promotion % K_STEP):
-            raise ValueError(f"promotion is None or a multiple of {K_STEP}; got {self.promotion!r}.")
+            raise ValueError(
+                f"a plan's unit takes no block scales (G-12); got {self.unit.name!r}. Use "
+                "block_scaled.matmul (G-23)."
+            )
+        if self.promotion is not None and (
+            not is_int(self.promotion) or self.promotion < K_STEP or self.promotion % K_STEP
+        ):
+            raise ValueError(
+                f"promotion is None or a multiple of {K_STEP}; got {self.promotion!r}."
+            )
         if not is_int(self.split_k) or self.split_k < 1:
             raise ValueError(f"split_k is an integer of at least 1; got {self.split_k!r}.")
         if self.split_order not in SPLIT_ORDERS:
-            raise ValueError(f"split_order is 'contiguous' or 'interleaved'; got {self.split_order!r}.")
+            raise ValueError(
+                f"split_order is 'contiguous' or 'interleaved'; got {self.split_order!r}."
+            )
         if not is_int(self.split_tile) or self.split_tile < K_STEP or self.split_tile % K_STEP:
             raise ValueError(f"split_tile is a multiple of {K_STEP}; got {self.split_tile!r}.")
 
@@ -91,16 +100,22 @@ def by_name(accumulate: "str | Accumulation") -> "str | Accumulation":
     anything else."""
     if accumulate in ("exact", "f32"):
         return accumulate
-    return registry.lookup("accumulate is an Accumulation, 'exact', 'f32' or", ACCUMULATIONS, accumulate, Accumulation)
+    return registry.lookup(
+        "accumulate is an Accumulation, 'exact', 'f32' or", ACCUMULATIONS, accumulate, Accumulation
+    )
 
 
-def chains_plain(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
+def chains_plain(
+    a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation
+) -> np.ndarray:
     """The definition of a plan (G-12) over finite values a [M, K] and b [N, K] of the formats, K a
     multiple of 32: float32 [M, N]."""
     return _by_chains(chain_plain, a, b, fmt_a, fmt_b, plan)
 
 
-def _by_chains(chain: Callable, a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
+def _by_chains(
+    chain: Callable, a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation
+) -> np.ndarray:
     """A plan, each of whose chains this function computes."""
     zero = np.zeros((len(a), len(b)), np.float32)
     total = zero
@@ -108,7 +123,9 @@ def _by_chains(chain: Callable, a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt
         left, right = a[:, of_part], b[:, of_part]
         part = zero
         for begin, end in _chains(len(of_part), plan):
-            part = part + chain(left[:, begin:end], right[:, begin:end], zero, fmt_a, fmt_b, plan.unit)
+            part = part + chain(
+                left[:, begin:end], right[:, begin:end], zero, fmt_a, fmt_b, plan.unit
+            )
         total = total + part
     return total
 
@@ -136,9 +153,11 @@ def _chains(length: int, plan: Accumulation) -> list[tuple[int, int]]:
     return [(k, min(k + each, length)) for k in range(0, length, each)]
 
 
-def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
-    """``chains_plain``, by compiled kernels: the faster one where the unit is ``compiled``. The result may be a
-    transposed view."""
+def chains(
+    a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation
+) -> np.ndarray:
+    """``chains_plain``, by compiled kernels: the faster one where the unit is ``compiled``. The
+    result may be a transposed view."""
     if not plan.unit.compiled:
         return _by_chains(chain, a, b, fmt_a, fmt_b, plan)
     if not worth(chain_kernels.chains, len(a) * len(b) * a.shape[1], PRODUCTS):
@@ -146,21 +165,31 @@ def chains(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Acc
     return _chains_compiled(cast.encode(a, fmt_a), cast.encode(b, fmt_b), fmt_a, fmt_b, plan)
 
 
-def chains_of_codes(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
+def chains_of_codes(
+    a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation
+) -> np.ndarray:
     """``chains`` of codes of finite values, which the faster kernel takes as they are."""
-    if not plan.unit.compiled or not worth(chain_kernels.chains, len(a) * len(b) * a.shape[1], PRODUCTS):
+    if not plan.unit.compiled or not worth(
+        chain_kernels.chains, len(a) * len(b) * a.shape[1], PRODUCTS
+    ):
         return chains(cast.decode(a, fmt_a), cast.decode(b, fmt_b), fmt_a, fmt_b, plan)
     return _chains_compiled(a, b, fmt_a, fmt_b, plan)
 
 
-def _chains_compiled(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation) -> np.ndarray:
+def _chains_compiled(
+    a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation
+) -> np.ndarray:
     unit, k = plan.unit, a.shape[1]
     if len(a) * len(b) * k == 0:
         return np.zeros((len(a), len(b)), np.float32)
-    if len(a) > len(b):  # the columns are the kernel's lanes; a step tells its factors apart by nothing
+    if len(a) > len(
+        b
+    ):  # the columns are the kernel's lanes; a step tells its factors apart by nothing
         return _chains_compiled(b, a, fmt_b, fmt_a, plan).T  # [N, M] -> [M, N]
     of_parts = [part for part in parts(k, plan) if len(part)]
-    ends = np.zeros(k // unit.fused_width, np.uint8)  # for each step: does a chain end after it, does a part
+    ends = np.zeros(
+        k // unit.fused_width, np.uint8
+    )  # for each step: does a chain end after it, does a part
     start = 0
     for part in of_parts:
         for _, end in _chains(len(part), plan):
@@ -172,7 +201,11 @@ def _chains_compiled(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format,
         a, b = a[:, order], b[:, order]
     rows = chain_kernels.pack(a, fmt_a, unit.fused_width, unit.fraction_bits, unit.output_bits)
     out, b = np.zeros((len(a), len(b)), np.float32), chain_kernels.tiles(b)
-    threads.run(lambda begin, end: chain_kernels.columns(rows, b, fmt_b, ends, out, begin, end), out.shape[1], unit=LANES)
+    threads.run(
+        lambda begin, end: chain_kernels.columns(rows, b, fmt_b, ends, out, begin, end),
+        out.shape[1],
+        unit=LANES,
+    )
     return out
 
 
@@ -229,7 +262,11 @@ def multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore", over="ignore"):
         # An infinity or a NaN needs no single rounding: the ordinary sum has the right result.
         product = x.astype(np.float64) * y.astype(np.float64)
-        return np.where(np.isfinite(product) & np.isfinite(z), round_sum(product, z.astype(np.float64)), (product + z).astype(np.float32))
+        return np.where(
+            np.isfinite(product) & np.isfinite(z),
+            round_sum(product, z.astype(np.float64)),
+            (product + z).astype(np.float32),
+        )
 
 
 def round_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -281,7 +318,9 @@ def _two_sum(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return total, (x - (total - back)) + (y - back)
 
 
-def with_specials(finite: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray | None = None) -> np.ndarray:
+def with_specials(
+    finite: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray | None = None
+) -> np.ndarray:
     """``finite``, the sum of the finite terms, replaced where infinities or NaNs decide it (G-6): a
     [M, K], b [N, K], c [M, N].
 
@@ -292,18 +331,38 @@ def with_specials(finite: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarra
         return finite
     c = np.zeros(finite.shape, np.float32) if c is None else c
 
-    def count(left: np.ndarray, right: np.ndarray) -> np.ndarray:  # how many k have both: [M, K] x [N, K] -> [M, N], exact
+    def count(
+        left: np.ndarray, right: np.ndarray
+    ) -> np.ndarray:  # how many k have both: [M, K] x [N, K] -> [M, N], exact
         return left.astype(np.float32) @ right.astype(np.float32).T
 
     inf_a, inf_b = np.isinf(a), np.isinf(b)
     up_a, down_a, up_b, down_b = a > 0, a < 0, b > 0, b < 0
-    positive = count(inf_a & up_a, up_b) + count(inf_a & down_a, down_b) + count(up_a, inf_b & up_b) + count(down_a, inf_b & down_b)
-    negative = count(inf_a & up_a, down_b) + count(inf_a & down_a, up_b) + count(up_a, inf_b & down_b) + count(down_a, inf_b & up_b)
+    positive = (
+        count(inf_a & up_a, up_b)
+        + count(inf_a & down_a, down_b)
+        + count(up_a, inf_b & up_b)
+        + count(down_a, inf_b & down_b)
+    )
+    negative = (
+        count(inf_a & up_a, down_b)
+        + count(inf_a & down_a, up_b)
+        + count(up_a, inf_b & down_b)
+        + count(down_a, inf_b & up_b)
+    )
     # The sum contains an infinity of that sign.
     above, below = (positive > 0) | (c == np.inf), (negative > 0) | (c == -np.inf)
     invalid = count(inf_a, b == 0) + count(a == 0, inf_b) > 0
-    nan = np.isnan(a).any(axis=1)[:, None] | np.isnan(b).any(axis=1)[None, :] | np.isnan(c) | invalid | (above & below)
-    return np.select([nan, above, below], [np.float32(np.nan), np.float32(np.inf), np.float32(-np.inf)], finite).astype(np.float32)
+    nan = (
+        np.isnan(a).any(axis=1)[:, None]
+        | np.isnan(b).any(axis=1)[None, :]
+        | np.isnan(c)
+        | invalid
+        | (above & below)
+    )
+    return np.select(
+        [nan, above, below], [np.float32(np.nan), np.float32(np.inf), np.float32(-np.inf)], finite
+    ).astype(np.float32)
 
 
 def finite_part(values: np.ndarray) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""A GEMM of MX operands whose scales the tensor core applies, step by step, as tcgen05.mma does (spec G-23).
+"""A GEMM of MX operands whose scales the tensor core applies, step by step, as tcgen05.mma does
+(spec G-23).
 
-Order: one chain of steps over K, ascending, from 0; in a step of 32 products these are scaled by both blocks' powers of two
-before they are aligned with the accumulator; the result is rounded once to out_dtype. In G-13 each block is summed
-by itself, scaled, and added in float32.
+Order: one chain of steps over K, ascending, from 0; in a step of 32 products these are scaled by
+both blocks' powers of two before they are aligned with the accumulator; the result is rounded once
+to out_dtype. In G-13 each block is summed by itself, scaled, and added in float32.
 """
 
 import numpy as np
@@ -15,37 +16,60 @@ from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec.granularity import by_name as granularity_by_name
 
 
-def matmul(a: Quantized, b: Quantized, *, unit: str | TensorCore = "blackwell_mx", out_dtype: Format = FLOAT32) -> np.ndarray:
+def matmul(
+    a: Quantized,
+    b: Quantized,
+    *,
+    unit: str | TensorCore = "blackwell_mx",
+    out_dtype: Format = FLOAT32,
+) -> np.ndarray:
     """[M, K] x [N, K] -> [M, N] by a unit that takes the scales of blocks of 32.
 
-    Shapes:   a.codes [M, K], b.codes [N, K], reduced along their last axis; blocks of 32 along K (``mx_1x32``,
-              ``mx_32x32``), scale_inv powers of two; float32 [M, N] holding values of out_dtype.
+    Shapes:   a.codes [M, K], b.codes [N, K], reduced along their last axis; blocks of 32 along K
+              (``mx_1x32``, ``mx_32x32``), scale_inv powers of two; float32 [M, N] holding values of
+              out_dtype.
     Specials: a NaN scale or code makes its results NaN; infinities as in G-6; a zero result is +0.
-    Raises:   ValueError: operands that are not a Quantized, of other blocks, other formats, another axis or K; scales that
-              are not e8m0 numbers; a unit without block scales.
-    Source:   MMA-Sim (commit c785138), mmasim/simulator/nv_ptx.py: tcgen05mma_block_scale, of one K = 32 instruction.
+    Raises:   ValueError: operands that are not a Quantized, of other blocks, other formats, another
+              axis or K; scales that are not e8m0 numbers; a unit without block scales.
+    Source:   MMA-Sim (commit c785138), mmasim/simulator/nv_ptx.py: tcgen05mma_block_scale, of one K
+              = 32 instruction.
     """
     unit = tensor_core.by_name(unit)
     if not unit.block_scales:
-        raise ValueError(f"unit {unit.name!r} takes no block scales. Use 'blackwell_mx', or gemm.matmul (G-13).")
+        raise ValueError(
+            f"unit {unit.name!r} takes no block scales. Use 'blackwell_mx', or gemm.matmul (G-13)."
+        )
     if out_dtype not in (FLOAT32, BFLOAT16, FLOAT16):
         raise ValueError(f"out_dtype is float32, bfloat16 or float16; got {out_dtype}.")
     for q, name in ((a, "a"), (b, "b")):
         scaling.check_scales(q, name)
-        if granularity_by_name(q.granularity).reduced != unit.fused_width or q.codes.ndim != 2 or q.axis not in (-1, 1):
+        if (
+            granularity_by_name(q.granularity).reduced != unit.fused_width
+            or q.codes.ndim != 2
+            or q.axis not in (-1, 1)
+        ):
             raise ValueError(
-                f"{name} has blocks of {unit.fused_width} along its last axis; got {q.granularity} {q.codes.shape}, axis {q.axis}."
+                f"{name} has blocks of {unit.fused_width} along its last axis; got "
+                f"{q.granularity} {q.codes.shape}, axis {q.axis}."
             )
         if not np.array_equal(cast.round_to(q.scale_inv, E8M0FNU), q.scale_inv, equal_nan=True):
-            raise ValueError(f"scales of {unit.name!r} are numbers of e8m0fnu; {name} has others. Quantize by an e8m0 policy (S-14).")
+            raise ValueError(
+                f"scales of {unit.name!r} are numbers of e8m0fnu; {name} has others. Quantize "
+                "by an e8m0 policy (S-14)."
+            )
     tensor_core.check_pair(a.fmt, b.fmt)
     if a.codes.shape[1] != b.codes.shape[1]:
-        raise ValueError(f"a [M, K] and b [N, K] have one K; got {a.codes.shape} and {b.codes.shape}.")
+        raise ValueError(
+            f"a [M, K] and b [N, K] have one K; got {a.codes.shape} and {b.codes.shape}."
+        )
     of_a, of_b = (_of_rows(q, unit.fused_width) for q in (a, b))  # [M, K / 32], [N, K / 32]
     if missing := -a.codes.shape[1] % unit.fused_width:  # zeros fill a last block
         a, b = (q._replace(codes=np.pad(q.codes, ((0, 0), (0, missing)))) for q in (a, b))
     nan = np.isnan(of_a).any(axis=1)[:, None] | np.isnan(of_b).any(axis=1)[None, :]
-    exponents = [np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1 for scale in (of_a, of_b)]
+    exponents = [
+        np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1
+        for scale in (of_a, of_b)
+    ]
     values = [cast.decode(q.codes, q.fmt) for q in (a, b)]
     left, right = (accumulate.finite_part(v) for v in values)
     zero = np.zeros((len(a.codes), len(b.codes)), np.float32)

@@ -2,9 +2,9 @@
 
 Order: accumulate over K what the codes stand for, by ``accumulate.py``; then the epilogue: scales,
 rounding to out_dtype, bias (G-4). Block scales: each block of K is accumulated by itself, scaled,
-and added in float32 (G-13); scales of tensors come last (S-22). ``mma`` is a single tensor-core instruction (G-10), ``matmul_hp`` a
-GEMM in high precision (G-9). ``finish_plain`` defines the epilogue; its compiled twin, for
-bfloat16, is in ``kernels.gemm``.
+and added in float32 (G-13); scales of tensors come last (S-22). ``mma`` is a single tensor-core
+instruction (G-10), ``matmul_hp`` a GEMM in high precision (G-9). ``finish_plain`` defines the
+epilogue; its compiled twin, for bfloat16, is in ``kernels.gemm``.
 """
 
 import dataclasses
@@ -31,7 +31,15 @@ OUT_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 
 
 def mma(
-    a_codes, b_codes, c, *, fmt_a: Format, fmt_b: Format, unit: str | TensorCore = "hopper", scale_inv_a=None, scale_inv_b=None
+    a_codes,
+    b_codes,
+    c,
+    *,
+    fmt_a: Format,
+    fmt_b: Format,
+    unit: str | TensorCore = "hopper",
+    scale_inv_a=None,
+    scale_inv_b=None,
 ) -> np.ndarray:
     """One tensor-core instruction: c + the sum of 32 products (spec G-10, G-11, G-23, G-24).
 
@@ -45,8 +53,8 @@ def mma(
     Specials: a product with a zero factor takes no part in E; a zero result is +0; results below
               2^-126 are cut off as subnormals; from 2^128 on, infinity; NaN and infinities as IEEE
               754 sums, NaN the canonical 0x7FFFFFFF. Recordings of an H100 have these bits, with
-              accumulators of any kind; MMA-Sim differs where a step has no product but zeros and |c|
-              is tiny (G-11).
+              accumulators of any kind; MMA-Sim differs where a step has no product but zeros and
+              |c| is tiny (G-11).
               ``unit.evidence`` says what the numbers of a unit rest on.
     Raises:   ValueError: shapes or dtypes that do not fit; formats other than e4m3fn and e5m2; an
               unknown unit; scales of a unit that takes none, or none of one that does; a c that is
@@ -56,33 +64,64 @@ def mma(
     unit = tensor_core.by_name(unit)
     tensor_core.check_pair(fmt_a, fmt_b)
     a, b, c = cast.decode(a_codes, fmt_a), cast.decode(b_codes, fmt_b), np.asarray(c)
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != K_STEP or b.shape[1] != K_STEP or c.shape != (len(a), len(b)):
-        raise ValueError(f"mma takes a [M, {K_STEP}], b [N, {K_STEP}] and c [M, N]; got {a.shape}, {b.shape} and {c.shape}.")
-    if c.dtype != np.float32:
-        raise ValueError(f"the accumulator c is float32; got {c.dtype}. Convert it with .astype(np.float32).")
-    if unit.accumulator == FLOAT16 and not np.array_equal(cast.round_to(c, FLOAT16), c, equal_nan=True):
+    if (
+        a.ndim != 2
+        or b.ndim != 2
+        or a.shape[1] != K_STEP
+        or b.shape[1] != K_STEP
+        or c.shape != (len(a), len(b))
+    ):
         raise ValueError(
-            f"unit {unit.name!r} has a float16 accumulator; got a c that is no float16. Round it with cast.round_to(c, FLOAT16)."
+            f"mma takes a [M, {K_STEP}], b [N, {K_STEP}] and c [M, N]; got {a.shape}, {b.shape} "
+            f"and {c.shape}."
+        )
+    if c.dtype != np.float32:
+        raise ValueError(
+            f"the accumulator c is float32; got {c.dtype}. Convert it with .astype(np.float32)."
+        )
+    if unit.accumulator == FLOAT16 and not np.array_equal(
+        cast.round_to(c, FLOAT16), c, equal_nan=True
+    ):
+        raise ValueError(
+            f"unit {unit.name!r} has a float16 accumulator; got a c that is no float16. Round "
+            "it with cast.round_to(c, FLOAT16)."
         )
     scales, nan = _exponents_of_scales(scale_inv_a, scale_inv_b, unit, c.shape)
-    result = tensor_core.chain_plain(sums.finite_part(a), sums.finite_part(b), sums.finite_part(c), fmt_a, fmt_b, unit, scales)
+    result = tensor_core.chain_plain(
+        sums.finite_part(a), sums.finite_part(b), sums.finite_part(c), fmt_a, fmt_b, unit, scales
+    )
     return canonical(np.where(nan, np.float32(np.nan), sums.with_specials(result, a, b, c)))
 
 
-def _exponents_of_scales(scale_inv_a, scale_inv_b, unit: TensorCore, shape: tuple[int, ...]) -> tuple[np.ndarray | None, np.ndarray]:
-    """(the sum of both scales' exponents, int [M, N, 1], or None; where one of them is NaN [M, N]); ValueError as mma."""
+def _exponents_of_scales(
+    scale_inv_a, scale_inv_b, unit: TensorCore, shape: tuple[int, ...]
+) -> tuple[np.ndarray | None, np.ndarray]:
+    """(the sum of both scales' exponents, int [M, N, 1], or None; where one of them is NaN [M, N]);
+    ValueError as mma.
+    """
     if not unit.block_scales:
         if scale_inv_a is not None or scale_inv_b is not None:
-            raise ValueError(f"unit {unit.name!r} takes no scales; got some. Use a unit with block_scales, such as 'blackwell_mx'.")
+            raise ValueError(
+                f"unit {unit.name!r} takes no scales; got some. Use a unit with block_scales, "
+                "such as 'blackwell_mx'."
+            )
         return None, np.zeros(shape, bool)
     given = [np.asarray(scale) for scale in (scale_inv_a, scale_inv_b)]
     for scale, n in zip(given, shape, strict=True):
-        if scale.dtype != np.float32 or scale.shape != (n, 1) or not np.array_equal(cast.round_to(scale, E8M0FNU), scale, equal_nan=True):
+        if (
+            scale.dtype != np.float32
+            or scale.shape != (n, 1)
+            or not np.array_equal(cast.round_to(scale, E8M0FNU), scale, equal_nan=True)
+        ):
             raise ValueError(
-                f"unit {unit.name!r} takes a scale_inv of each row, float32 [M, 1] and [N, 1], powers of two or NaN; got {scale.dtype} {scale.shape}."
+                f"unit {unit.name!r} takes a scale_inv of each row, float32 [M, 1] and [N, 1], "
+                f"powers of two or NaN; got {scale.dtype} {scale.shape}."
             )
     nan = np.isnan(given[0]) | np.isnan(given[1]).T
-    of_a, of_b = (np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1 for scale in given)
+    of_a, of_b = (
+        np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1
+        for scale in given
+    )
     return (of_a + of_b.T)[..., None], nan
 
 
@@ -103,8 +142,9 @@ def matmul(
     Units:    out ~ dequantize(a) @ dequantize(b).T + bias
     Order:    accumulate over K: ``exact`` (G-2), ``f32`` (G-3), or a tensor core's plan (G-12) of
               ``accumulate.ACCUMULATIONS`` or a custom one; then the epilogue. Block scales: each
-              block of K is accumulated by itself, the last one filled with zeros, scaled, and added in
-              float32 (G-13); the sum is multiplied by the RN32 product of the tensors' scales, if any (S-22).
+              block of K is accumulated by itself, the last one filled with zeros, scaled, and added
+              in float32 (G-13); the sum is multiplied by the RN32 product of the tensors' scales,
+              if any (S-22).
     Specials: Inf and NaN as in IEEE 754; an exact zero sum is +0; overflow to infinity.
     Raises:   ValueError: operands that are not a Quantized, empty (S-7), or of shapes that do not
               fit; not reduced along their last axis, or of granularities that do not go together;
@@ -116,10 +156,14 @@ def matmul(
     epilogue, accumulate = epilogues.by_name(epilogue), sums.by_name(accumulate)
     block = _check(a, b, epilogue, out_dtype)
     bias = _check_bias(bias, epilogue, out_dtype, len(b.codes))
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):  # Inf * 0 and overflow are results here
+    with np.errstate(
+        invalid="ignore", over="ignore", under="ignore"
+    ):  # Inf * 0 and overflow are results here
         if block is None:
             acc = _accumulate(a.codes, b.codes, a.fmt, b.fmt, accumulate)
-            out = finish(acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=out_dtype, bias=bias)
+            out = finish(
+                acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=out_dtype, bias=bias
+            )
             return np.ascontiguousarray(out)  # ``chains`` may give a transposed view
         return _add_bias(_by_blocks(a, b, block, accumulate, epilogue), epilogue, out_dtype, bias)
 
@@ -143,12 +187,17 @@ def finish(
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     """
     if bias is None and out_dtype == BFLOAT16 and epilogue.rounding == "nearest_even":
-        # ``chains`` may give a transposed view, which the kernel reads as it lies: rows are columns then.
+        # ``chains`` may give a transposed view, which the kernel reads as it lies: rows are columns
+        # then.
         turned = not acc.flags.c_contiguous
-        kernel = kernels.finisher(_ORDERS[_TURNED[epilogue.scale] if turned else epilogue.scale], epilogue.round_first)
+        kernel = kernels.finisher(
+            _ORDERS[_TURNED[epilogue.scale] if turned else epilogue.scale], epilogue.round_first
+        )
         if worth(kernel, acc.size, ELEMENTS):
             if turned:
-                return _finish_bfloat16(kernel, acc.T, np.transpose(scale_inv_b), np.transpose(scale_inv_a)).T  # [N, M] -> [M, N]
+                return _finish_bfloat16(
+                    kernel, acc.T, np.transpose(scale_inv_b), np.transpose(scale_inv_a)
+                ).T  # [N, M] -> [M, N]
             return _finish_bfloat16(kernel, acc, scale_inv_a, scale_inv_b)
     # Of two NaNs NumPy keeps one or the other, as its loop is cut: then one thread takes all.
     if (
@@ -161,8 +210,12 @@ def finish(
         if acc.flags.c_contiguous:
             return _finish_float32(acc, scale_inv_a, scale_inv_b, epilogue)
         scales = np.transpose(scale_inv_b), np.transpose(scale_inv_a)
-        return _finish_float32(acc.T, *scales, dataclasses.replace(epilogue, scale=_TURNED[epilogue.scale])).T
-    return finish_plain(acc, scale_inv_a, scale_inv_b, epilogue=epilogue, out_dtype=out_dtype, bias=bias)
+        return _finish_float32(
+            acc.T, *scales, dataclasses.replace(epilogue, scale=_TURNED[epilogue.scale])
+        ).T
+    return finish_plain(
+        acc, scale_inv_a, scale_inv_b, epilogue=epilogue, out_dtype=out_dtype, bias=bias
+    )
 
 
 def finish_plain(
@@ -174,13 +227,23 @@ def finish_plain(
     out_dtype: Format,
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The definition of ``finish``, which has a compiled kernel for bfloat16, and threads for float32."""
+    """The definition of ``finish``, which has a compiled kernel for bfloat16, and threads for
+    float32.
+    """
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        acc = cast.round_to(acc, out_dtype, rounding=epilogue.rounding) if epilogue.round_first else acc
+        acc = (
+            cast.round_to(acc, out_dtype, rounding=epilogue.rounding)
+            if epilogue.round_first
+            else acc
+        )
         x, y = _factors(acc, scale_inv_a, scale_inv_b, epilogue)
         if epilogue.bias == "fused":
             assert bias is not None
-            return cast.round_to(sums.multiply_add(*np.broadcast_arrays(x, y, bias)), out_dtype, rounding=epilogue.rounding)
+            return cast.round_to(
+                sums.multiply_add(*np.broadcast_arrays(x, y, bias)),
+                out_dtype,
+                rounding=epilogue.rounding,
+            )
         return _add_bias(x * y, epilogue, out_dtype, bias)
 
 
@@ -191,23 +254,32 @@ _TURNED: dict[str, epilogues.Scale] = {"product": "product", "each": "b_first", 
 """The order of the scales of a result's transpose."""
 
 
-def _finish_float32(acc: np.ndarray, of_rows: np.ndarray, of_columns: np.ndarray, epilogue: Epilogue) -> np.ndarray:
+def _finish_float32(
+    acc: np.ndarray, of_rows: np.ndarray, of_columns: np.ndarray, epilogue: Epilogue
+) -> np.ndarray:
     """``finish_plain``, rows after rows: a float32 needs no rounding."""
     out = np.empty(acc.shape, np.float32)
 
     def rows(begin: int, end: int) -> None:
         part, own = slice(begin, end), of_rows[begin:end] if of_rows.ndim else of_rows
-        with np.errstate(invalid="ignore", over="ignore", under="ignore"):  # each thread has its own error state
+        with np.errstate(
+            invalid="ignore", over="ignore", under="ignore"
+        ):  # each thread has its own error state
             np.multiply(*_factors(acc[part], own, of_columns, epilogue), out=out[part])
 
     threads.run(rows, len(acc), grain=max(1, (1 << 17) // max(1, acc.shape[1])))
     return out
 
 
-def _finish_bfloat16(kernel: Callable, acc: np.ndarray, of_rows: np.ndarray, of_columns: np.ndarray) -> np.ndarray:
+def _finish_bfloat16(
+    kernel: Callable, acc: np.ndarray, of_rows: np.ndarray, of_columns: np.ndarray
+) -> np.ndarray:
     """``finish`` by a compiled kernel."""
     m, n = acc.shape
-    scales = (np.ascontiguousarray(np.broadcast_to(s, shape).ravel()) for s, shape in ((of_rows, (m, 1)), (of_columns, (1, n))))
+    scales = (
+        np.ascontiguousarray(np.broadcast_to(s, shape).ravel())
+        for s, shape in ((of_rows, (m, 1)), (of_columns, (1, n)))
+    )
     given, out = (np.ascontiguousarray(acc), *scales), np.empty((m, n), np.float32)
     threads.run(lambda begin, end: kernel(*given, out, begin, end), m, grain=1 << 8)
     return out
@@ -234,7 +306,9 @@ def canonical(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), np.uint32(0x7FFFFFFF).view(np.float32), values)
 
 
-def _accumulate(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how: str | Accumulation) -> np.ndarray:
+def _accumulate(
+    a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how: str | Accumulation
+) -> np.ndarray:
     """The sum over K of codes a [M, K] and b [N, K] of the formats: float32 [M, N]."""
     if not isinstance(how, Accumulation):
         values = cast.decode(a, fmt_a), cast.decode(b, fmt_b)
@@ -244,43 +318,54 @@ def _accumulate(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how:
     tensor_core.check_pair(fmt_a, fmt_b)
     if a.shape[1] % K_STEP:
         raise ValueError(
-            f"a tensor core needs K divisible by {K_STEP}; got {a.shape[1]}. Pad both operands with zeros: without split-K they change no bit (G-12)."
+            f"a tensor core needs K divisible by {K_STEP}; got {a.shape[1]}. Pad both operands "
+            "with zeros: without split-K they change no bit (G-12)."
         )
     finite = _finite_codes(a, fmt_a), _finite_codes(b, fmt_b)
     whole = sums.chains_of_codes(*finite, fmt_a, fmt_b, how)
     if finite[0] is a and finite[1] is b:
-        # A compiled unit's sums of finite terms are finite; other units may overflow to infinity, and
-        # infinities may meet.
+        # A compiled unit's sums of finite terms are finite; other units may overflow to infinity,
+        # and infinities may meet.
         return whole if how.unit.compiled else canonical(whole)
     return canonical(sums.with_specials(whole, cast.decode(a, fmt_a), cast.decode(b, fmt_b)))
 
 
 def _finite_codes(codes: np.ndarray, fmt: Format) -> np.ndarray:
-    """codes with those of infinities and NaNs replaced by 0; the same array if there are none. Of signed formats of 8 bits
-    whose magnitudes end with them."""
+    """codes with those of infinities and NaNs replaced by 0; the same array if there are none. Of
+    signed formats of 8 bits whose magnitudes end with them."""
     magnitudes = codes & np.uint8(0x7F)
     if codes.size == 0 or magnitudes.max() <= fmt.max_code:
         return codes
     return np.where(magnitudes > np.uint8(fmt.max_code), np.uint8(0), codes)
 
 
-def _factors(acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue) -> tuple[np.ndarray, np.ndarray]:
+def _factors(
+    acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue
+) -> tuple[np.ndarray, np.ndarray]:
     """The two factors of the last product of the scaling: what is left to do, so that a bias can be
     fused with it."""
     if epilogue.scale == "product":
         return acc, scale_inv_a * scale_inv_b
-    first, last = (scale_inv_a, scale_inv_b) if epilogue.scale == "each" else (scale_inv_b, scale_inv_a)
+    first, last = (
+        (scale_inv_a, scale_inv_b) if epilogue.scale == "each" else (scale_inv_b, scale_inv_a)
+    )
     return acc * first, last
 
 
-def _add_bias(scaled: np.ndarray, epilogue: Epilogue, out_dtype: Format, bias: np.ndarray | None) -> np.ndarray:
+def _add_bias(
+    scaled: np.ndarray, epilogue: Epilogue, out_dtype: Format, bias: np.ndarray | None
+) -> np.ndarray:
     """The output of a scaled sum, with the bias if the epilogue takes one."""
     if epilogue.bias == "before_round":
         scaled = scaled + bias
     # A float32 sum is rounded already: another copy of it costs as much as a fiftieth of the GEMM.
     rounded = out_dtype == FLOAT32 and scaled.dtype == np.float32
     out = scaled if rounded else cast.round_to(scaled, out_dtype, rounding=epilogue.rounding)
-    return cast.round_to(out + bias, out_dtype, rounding=epilogue.rounding) if epilogue.bias == "after_round" else out
+    return (
+        cast.round_to(out + bias, out_dtype, rounding=epilogue.rounding)
+        if epilogue.bias == "after_round"
+        else out
+    )
 
 
 def _by_blocks(a: Quantized, b: Quantized, block: int, how, epilogue: Epilogue) -> np.ndarray:
@@ -290,14 +375,19 @@ def _by_blocks(a: Quantized, b: Quantized, block: int, how, epilogue: Epilogue) 
     Under ``each`` and ``b_first`` the scaled block is rounded, then added; under ``product`` both
     in one rounding, as a fused multiply-add.
     """
-    left, right = (scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)[:, ::block] for q in (a, b))  # [M, K / block]
+    left, right = (
+        scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)[:, ::block]
+        for q in (a, b)
+    )  # [M, K / block]
     if missing := -a.codes.shape[1] % block:  # zeros fill a last block: they change no bit
         a, b = (q._replace(codes=np.pad(q.codes, ((0, 0), (0, missing)))) for q in (a, b))
     total = np.zeros((len(a.codes), len(b.codes)), np.float32)
     for i in range(left.shape[1]):
         part = slice(i * block, (i + 1) * block)
         acc = _accumulate(a.codes[:, part], b.codes[:, part], a.fmt, b.fmt, how)
-        x, y = _factors(acc, left[:, i, None], right[None, :, i], epilogue)  # [M, N], [M, 1] and [1, N]
+        x, y = _factors(
+            acc, left[:, i, None], right[None, :, i], epilogue
+        )  # [M, N], [M, 1] and [1, N]
         total = sums.multiply_add(x, y, total) if epilogue.scale == "product" else total + x * y
     of_tensors = [q.tensor_scale_inv for q in (a, b) if q.tensor_scale_inv is not None]
     return total * np.prod(of_tensors, dtype=np.float32) if of_tensors else total
@@ -309,14 +399,21 @@ def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) ->
     for name, q in (("a", a), ("b", b)):
         scaling.check_scales(q, name)
         if q.granularity != "tensorwise" and q.axis not in (-1, 1):
-            raise ValueError(f"operands are reduced along their last axis, K; got {name} with axis={q.axis}. Quantize the transpose.")
+            raise ValueError(
+                f"operands are reduced along their last axis, K; got {name} with axis={q.axis}. "
+                "Quantize the transpose."
+            )
         if q.fmt.name not in QUANTIZED_FORMATS:
-            raise ValueError(f"an operand's format is one of {', '.join(QUANTIZED_FORMATS)}; got {name} in {q.fmt}.")
+            raise ValueError(
+                f"an operand's format is one of {', '.join(QUANTIZED_FORMATS)}; got {name} in "
+                f"{q.fmt}."
+            )
     _check_shapes(a.codes, b.codes, out_dtype)
     block = block_of(a.granularity, b.granularity)
     if block is None and (a.tensor_scale_inv is not None or b.tensor_scale_inv is not None):
         raise ValueError(
-            f"scales of two levels go with blocks along K (S-22); got {a.granularity} and {b.granularity}. Dequantize and use matmul_hp."
+            f"scales of two levels go with blocks along K (S-22); got {a.granularity} and "
+            f"{b.granularity}. Dequantize and use matmul_hp."
         )
     if block is not None and (epilogue.round_first or epilogue.bias == "fused"):
         raise ValueError(
@@ -329,27 +426,42 @@ def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) ->
 
 def _check_shapes(a: np.ndarray, b: np.ndarray, out_dtype: Format) -> None:
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(f"a GEMM takes a [M, K] and b [N, K] with the same K; got {a.shape} and {b.shape}.")
+        raise ValueError(
+            f"a GEMM takes a [M, K] and b [N, K] with the same K; got {a.shape} and {b.shape}."
+        )
     check_out_dtype(out_dtype)
 
 
 def check_out_dtype(out_dtype: Format) -> None:
     """ValueError unless out_dtype is one of OUT_DTYPES."""
     if out_dtype not in OUT_DTYPES:
-        raise ValueError(f"out_dtype is one of {', '.join(map(str, OUT_DTYPES))} of fp8ref.formats; got {out_dtype!r}.")
+        raise ValueError(
+            f"out_dtype is one of {', '.join(map(str, OUT_DTYPES))} of fp8ref.formats; got "
+            f"{out_dtype!r}."
+        )
 
 
 def _check_bias(bias, epilogue: Epilogue, out_dtype: Format, n: int) -> np.ndarray | None:
     """bias as float32 values of out_dtype, or None; ValueError if the epilogue does not take it."""
     if (bias is None) != (epilogue.bias is None):
         have = "no bias was given" if bias is None else "a bias was given"
-        taking = ", ".join(e.name for e in epilogues.EPILOGUES.values() if (e.bias is None) == (bias is None))
-        raise ValueError(f"epilogue {epilogue.name!r} takes {'no' if epilogue.bias is None else 'a'} bias; {have}. Use {taking}.")
+        taking = ", ".join(
+            e.name for e in epilogues.EPILOGUES.values() if (e.bias is None) == (bias is None)
+        )
+        raise ValueError(
+            f"epilogue {epilogue.name!r} takes {'no' if epilogue.bias is None else 'a'} bias; "
+            f"{have}. Use {taking}."
+        )
     if bias is None:
         return None
     bias = np.asarray(bias)
     with np.errstate(over="ignore"):  # what float32 does not hold is refused below
         value = cast.exact(bias).astype(np.float32)
-    if value.shape != (n,) or not np.array_equal(cast.round_to(value, out_dtype), cast.exact(bias), equal_nan=True):
-        raise ValueError(f"bias is [N] = [{n}] of {out_dtype} values; got {bias.dtype} {value.shape}. Round it with cast.round_to first.")
+    if value.shape != (n,) or not np.array_equal(
+        cast.round_to(value, out_dtype), cast.exact(bias), equal_nan=True
+    ):
+        raise ValueError(
+            f"bias is [N] = [{n}] of {out_dtype} values; got {bias.dtype} {value.shape}. Round "
+            "it with cast.round_to first."
+        )
     return value

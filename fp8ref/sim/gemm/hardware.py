@@ -1,8 +1,8 @@
 """Simulated hardware for the backends to train under (spec G-19, G-20).
 
 A ``Hardware`` names the accumulation plan of a recipe's fast GEMMs and that of its slow ones. It is
-a function of arrays, as ``fp8ref.spec.hardware.Multiply`` asks: codes and scales in, ``gemm.matmul``
-inside, float32 out. HARDWARE has them by name.
+a function of arrays, as ``fp8ref.spec.hardware.Multiply`` asks: codes and scales in,
+``gemm.matmul`` inside, float32 out. HARDWARE has them by name.
 """
 
 import dataclasses
@@ -36,10 +36,11 @@ class Hardware:
     epilogue  replaces scale_then_round, the epilogue of a single library call; None: it stays. A
               unit_round_scale_round always stays: it is the framework's own multiplication after a
               GEMM under unit scales.
-    unit      of a tensor core that applies the scales of blocks of 32 itself: it multiplies operands in such blocks
-              (G-23), in the place of a plan. None: none does.
+    unit      of a tensor core that applies the scales of blocks of 32 itself: it multiplies
+              operands in such blocks (G-23), in the place of a plan. None: none does.
     Specials: no rows, columns or K: zeros; Inf and NaN as gemm.matmul.
-    Raises:   ValueError: an unknown plan; an epilogue that takes a bias; a unit without block scales.
+    Raises:   ValueError: an unknown plan; an epilogue that takes a bias; a unit without block
+              scales.
     """
 
     name: str
@@ -53,19 +54,35 @@ class Hardware:
             sums.by_name(plan)
         if self.unit is not None and not self.unit.block_scales:
             raise ValueError(
-                f"unit is of a tensor core with block scales, such as MODELED['blackwell_mx']; got {self.unit.name!r}. Name a plan."
+                "unit is of a tensor core with block scales, such as MODELED['blackwell_mx']; "
+                f"got {self.unit.name!r}. Name a plan."
             )
         if self.epilogue is not None and self.epilogue.bias is not None:
-            raise ValueError(f"a linear's GEMMs have no bias, and epilogue {self.epilogue.name!r} takes one. Leave it out (without_bias).")
+            raise ValueError(
+                f"a linear's GEMMs have no bias, and epilogue {self.epilogue.name!r} takes one. "
+                "Leave it out (without_bias)."
+            )
 
-    def __call__(self, a: Factor, b: Factor, *, accumulate: Literal["fast", "slow"], epilogue: str, out_dtype: Format) -> np.ndarray:
+    def __call__(
+        self,
+        a: Factor,
+        b: Factor,
+        *,
+        accumulate: Literal["fast", "slow"],
+        epilogue: str,
+        out_dtype: Format,
+    ) -> np.ndarray:
         if 0 in (*a.codes.shape, *b.codes.shape):
             return np.zeros((len(a.codes), len(b.codes)), np.float32)
         qa, qb = _quantized(a), _quantized(b)
-        if self.unit is not None and all(granularity_of(q.granularity).reduced == self.unit.fused_width for q in (qa, qb)):
+        if self.unit is not None and all(
+            granularity_of(q.granularity).reduced == self.unit.fused_width for q in (qa, qb)
+        ):
             return block_scaled.matmul(qa, qb, unit=self.unit, out_dtype=out_dtype)
         plan = sums.by_name(self.fast if accumulate == "fast" else self.slow)
-        return gemm.matmul(qa, qb, accumulate=plan, epilogue=self.finishing(epilogue), out_dtype=out_dtype)
+        return gemm.matmul(
+            qa, qb, accumulate=plan, epilogue=self.finishing(epilogue), out_dtype=out_dtype
+        )
 
     def finishing(self, epilogue: str) -> Epilogue:
         """The epilogue that this hardware runs where a recipe asks for ``epilogue``."""
@@ -76,7 +93,13 @@ class Hardware:
         """Plans and epilogue as data, for a run's manifest."""
         of_epilogue = None if self.epilogue is None else dataclasses.asdict(self.epilogue)
         of_unit = {} if self.unit is None else {"unit": dataclasses.asdict(self.unit)}
-        return {"name": self.name, "fast": _as_data(self.fast), "slow": _as_data(self.slow), "scale_then_round": of_epilogue, **of_unit}
+        return {
+            "name": self.name,
+            "fast": _as_data(self.fast),
+            "slow": _as_data(self.slow),
+            "scale_then_round": of_epilogue,
+            **of_unit,
+        }
 
 
 _OF_FLOAT16 = [Accumulation(name=name, unit=MODELED[name]) for name in ("hopper_f16", "ada_f16")]
@@ -87,11 +110,14 @@ HARDWARE = {
         *(Hardware(name=name, fast=name, slow=name) for name in ("exact", "f32", *ACCUMULATIONS)),
         Hardware(name="hopper", fast="hopper_fast", slow="hopper_slow"),
         *(Hardware(name=plan.name, fast=plan, slow=plan) for plan in _OF_FLOAT16),
-        Hardware(name="blackwell_mx", fast="blackwell", slow="blackwell", unit=MODELED["blackwell_mx"]),
+        Hardware(
+            name="blackwell_mx", fast="blackwell", slow="blackwell", unit=MODELED["blackwell_mx"]
+        ),
     )
 }
-"""Simulated hardware by name: each plan for all GEMMs; ``hopper`` with its fast and slow plan; units with an
-accumulator of float16 (G-24); and ``blackwell_mx``, which is ``blackwell`` and applies MX scales itself (G-23)."""
+"""Simulated hardware by name: each plan for all GEMMs; ``hopper`` with its fast and slow plan;
+units with an accumulator of float16 (G-24); and ``blackwell_mx``, which is ``blackwell`` and
+applies MX scales itself (G-23)."""
 
 
 def by_name(name: "str | Hardware") -> Hardware:
@@ -101,17 +127,20 @@ def by_name(name: "str | Hardware") -> Hardware:
 
 
 def attending(variant: Variant, hardware: Hardware | None) -> Variant:
-    """A variant of attention whose products this hardware multiplies: each tile's by a GEMM of its own, so that ``promotion`` is 1 (G-19).
+    """A variant of attention whose products this hardware multiplies: each tile's by a GEMM of its
+    own, so that ``promotion`` is 1 (G-19).
 
     None, or a variant above 8 bits: it stays as it is.
-    Raises:   ValueError: MX blocks, which the backends multiply dequantized; an epilogue of the hardware's own.
+    Raises:   ValueError: MX blocks, which the backends multiply dequantized; an epilogue of the
+              hardware's own.
     """
     if hardware is None or variant.fmt.bits != 8:
         return variant
     if variant.granularity == "mx_1x32" or hardware.epilogue is not None:
         raise ValueError(
-            f"attention under simulated hardware has FP8 codes, and scales sums itself; got variant {variant.name!r} and {hardware.name!r}. Use "
-            "variant 'cudnn', and hardware without an epilogue."
+            "attention under simulated hardware has FP8 codes, and scales sums itself; got "
+            f"variant {variant.name!r} and {hardware.name!r}. Use variant 'cudnn', and hardware "
+            "without an epilogue."
         )
     plan = hardware.fast if variant.plan in ("hopper_fast", "ada") else hardware.slow
     return dataclasses.replace(variant, plan=plan, promotion=1)  # type: ignore[arg-type]
@@ -121,19 +150,33 @@ def probed(accumulate: str | Accumulation, epilogue: Epilogue) -> Hardware:
     """Hardware that runs every GEMM by the plan and epilogue that a probe identified; its name is a
     hash of both."""
     unbiased = without_bias(epilogue)
-    bare = Hardware(name="probed", fast=accumulate, slow=accumulate, epilogue=None if _is_scale_then_round(unbiased) else unbiased)
+    bare = Hardware(
+        name="probed",
+        fast=accumulate,
+        slow=accumulate,
+        epilogue=None if _is_scale_then_round(unbiased) else unbiased,
+    )
     content = repr((bare.to_dict()["fast"], bare.to_dict()["scale_then_round"]))
-    return dataclasses.replace(bare, name=f"probed_{hashlib.sha256(content.encode()).hexdigest()[:12]}")
+    return dataclasses.replace(
+        bare, name=f"probed_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+    )
 
 
 def without_bias(epilogue: Epilogue) -> Epilogue:
     """The same scales and roundings, without the bias."""
-    return epilogue if epilogue.bias is None else dataclasses.replace(epilogue, name=f"{epilogue.name} without its bias", bias=None)
+    return (
+        epilogue
+        if epilogue.bias is None
+        else dataclasses.replace(epilogue, name=f"{epilogue.name} without its bias", bias=None)
+    )
 
 
 def _is_scale_then_round(epilogue: Epilogue) -> bool:
     """True if the epilogue equals scale_then_round in all but name."""
-    return dataclasses.replace(epilogue, name="scale_then_round") == epilogues.EPILOGUES["scale_then_round"]
+    return (
+        dataclasses.replace(epilogue, name="scale_then_round")
+        == epilogues.EPILOGUES["scale_then_round"]
+    )
 
 
 def _as_data(plan: str | Accumulation) -> Any:

@@ -3,9 +3,10 @@ off and sums a few products.
 
 Order of a step: the largest exponent E of its products and the accumulator; each term cut off below
 2^(E - fraction_bits); an exact sum; the sum cut off after output_bits. UNITS holds the units of
-GPUs, MODELED those that rest on one simulator alone. ``accumulate`` strings steps together. ``step_plain`` and ``chain_plain`` are the definitions;
-``kernels.chains`` and, from an accumulator, ``kernels.chains_from`` compute the same for units that are ``compiled``, and
-``chain`` for others, by ``kernels.modeled``.
+GPUs, MODELED those that rest on one simulator alone. ``accumulate`` strings steps together.
+``step_plain`` and ``chain_plain`` are the definitions; ``kernels.chains`` and, from an accumulator,
+``kernels.chains_from`` compute the same for units that are ``compiled``, and ``chain`` for others,
+by ``kernels.modeled``.
 """
 
 import dataclasses
@@ -90,26 +91,40 @@ class TensorCore:
 
     def __post_init__(self) -> None:
         if not is_int(self.fused_width) or self.fused_width not in (4, 8, 16, 32):
-            raise ValueError(f"fused_width divides the instruction's K = 32 and is at least 4; got {self.fused_width!r}.")
+            raise ValueError(
+                "fused_width divides the instruction's K = 32 and is at least 4; got "
+                f"{self.fused_width!r}."
+            )
         for key, most in (("fraction_bits", 25), ("output_bits", 23)):
             value = getattr(self, key)
             if not is_int(value) or not 1 <= value <= most:
                 raise ValueError(f"{key} is an integer in [1, {most}]; got {value!r}.")
         for key, choices in _CHOICES.items():
             if getattr(self, key) not in choices:
-                raise ValueError(f"{key} is one of {', '.join(choices)}; got {getattr(self, key)!r}.")
+                raise ValueError(
+                    f"{key} is one of {', '.join(choices)}; got {getattr(self, key)!r}."
+                )
         if self.zeros != "excluded" and self.exponents != "coded":
-            raise ValueError(f"zeros {self.zeros!r} needs exponents 'coded'; got {self.exponents!r}.")
-        if self.accumulator not in (FLOAT32, FLOAT16) or self.output_bits > self.accumulator.mantissa_bits:
             raise ValueError(
-                f"the accumulator is float32, or float16 with at most 10 output_bits; got {self.accumulator}, output_bits={self.output_bits}."
+                f"zeros {self.zeros!r} needs exponents 'coded'; got {self.exponents!r}."
+            )
+        if (
+            self.accumulator not in (FLOAT32, FLOAT16)
+            or self.output_bits > self.accumulator.mantissa_bits
+        ):
+            raise ValueError(
+                "the accumulator is float32, or float16 with at most 10 output_bits; got "
+                f"{self.accumulator}, output_bits={self.output_bits}."
             )
 
     @property
     def compiled(self) -> bool:
         """True if this is the model of G-10 with any width and bits, which is what the compiled
         kernel supports."""
-        return all(getattr(self, key) == getattr(TensorCore, key) for key in (*_CHOICES, "accumulator", "block_scales"))
+        return all(
+            getattr(self, key) == getattr(TensorCore, key)
+            for key in (*_CHOICES, "accumulator", "block_scales")
+        )
 
 
 UNITS = {
@@ -120,14 +135,16 @@ UNITS = {
             fused_width=32,
             fraction_bits=13,
             output_bits=13,
-            evidence="20,000 published H100 and H200 outputs; 1,049,849 results of an H100's instruction, recorded in tests/evidence",
+            evidence="20,000 published H100 and H200 outputs; 1,049,849 results of an H100's "
+            "instruction, recorded in tests/evidence",
         ),
         TensorCore(
             name="ada",
             fused_width=16,
             fraction_bits=13,
             output_bits=13,
-            evidence="20,000 published RTX 4000 Ada and L40S outputs; unconfirmed by a recording of this project",
+            evidence="20,000 published RTX 4000 Ada and L40S outputs; unconfirmed by a recording "
+            "of this project",
         ),
         TensorCore(
             name="blackwell",
@@ -158,7 +175,12 @@ MODELED = {
     u.name: u
     for u in (
         _FLOAT16,
-        dataclasses.replace(_FLOAT16, name="ada_f16", fused_width=16, evidence=_UNCONFIRMED.format("mma of Ada with float16 results")),
+        dataclasses.replace(
+            _FLOAT16,
+            name="ada_f16",
+            fused_width=16,
+            evidence=_UNCONFIRMED.format("mma of Ada with float16 results"),
+        ),
         dataclasses.replace(
             UNITS["blackwell"],
             name="blackwell_mx",
@@ -168,11 +190,16 @@ MODELED = {
         ),
     )
 }
-"""Tensor cores that rest on one simulator alone, by name (G-23, G-24). Plans of G-12 have none of them."""
+"""Tensor cores that rest on one simulator alone, by name (G-23, G-24).
+
+Plans of G-12 have none of them.
+"""
 
 
 def by_name(unit: str | TensorCore) -> TensorCore:
-    """The unit of that name, in UNITS or MODELED; a TensorCore is itself; ValueError for anything else."""
+    """The unit of that name, in UNITS or MODELED; a TensorCore is itself; ValueError for anything
+    else.
+    """
     return registry.lookup("unit is a TensorCore or", UNITS | MODELED, unit, TensorCore)
 
 
@@ -181,11 +208,20 @@ def check_pair(fmt_a: Format, fmt_b: Format) -> None:
     formats.check(fmt_a)
     formats.check(fmt_b)
     if fmt_a not in (E4M3FN, E5M2) or fmt_b not in (E4M3FN, E5M2):
-        raise ValueError(f"tensor cores multiply e4m3fn and e5m2; got {fmt_a} and {fmt_b}. Use accumulate 'exact' or 'f32'.")
+        raise ValueError(
+            f"tensor cores multiply e4m3fn and e5m2; got {fmt_a} and {fmt_b}. Use accumulate "
+            "'exact' or 'f32'."
+        )
 
 
 def step_plain(
-    a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore, scales: np.ndarray | None = None
+    a: np.ndarray,
+    b: np.ndarray,
+    c: np.ndarray,
+    fmt_a: Format,
+    fmt_b: Format,
+    unit: TensorCore,
+    scales: np.ndarray | None = None,
 ) -> np.ndarray:
     """The definition of one step: a [..., M, w] and b [..., N, w] of FP8 formats, c [..., M, N] of
     the accumulator's; float64 [..., M, N].
@@ -197,10 +233,15 @@ def step_plain(
     """
     if unit.subnormals == "flushed":
         a, b = _flushed(a, fmt_a), _flushed(b, fmt_b)
-    products = a[..., :, None, :] * b[..., None, :, :]  # [..., M, 1, w] x [..., 1, N, w] -> [..., M, N, w]
+    products = (
+        a[..., :, None, :] * b[..., None, :, :]
+    )  # [..., M, 1, w] x [..., 1, N, w] -> [..., M, N, w]
     of_products = _of_products(a, b, products, fmt_a, fmt_b, unit)
     if scales is not None:
-        products, of_products = np.ldexp(products, scales[..., None]), of_products + scales[..., None]
+        products, of_products = (
+            np.ldexp(products, scales[..., None]),
+            of_products + scales[..., None],
+        )
     of_c = exponents(c, unit.accumulator.emin, _LEAST if unit.zeros == "least" else _NONE)
     largest = np.maximum(of_products.max(axis=-1), of_c)
     largest = np.where(largest < _UNBOUNDED, 0, largest)  # nothing but zeros
@@ -208,11 +249,19 @@ def step_plain(
     scale = unit.fraction_bits - largest
     cut = _CUTS[unit.rounding]
     total = cut(np.ldexp(products, scale[..., None])).sum(axis=-1) + cut(np.ldexp(c, scale))
-    return _round_result(np.ldexp(total, -scale), unit.output_bits, unit.output_rounding, unit.accumulator)
+    return _round_result(
+        np.ldexp(total, -scale), unit.output_bits, unit.output_rounding, unit.accumulator
+    )
 
 
 def chain_plain(
-    a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore, scales: np.ndarray | None = None
+    a: np.ndarray,
+    b: np.ndarray,
+    c: np.ndarray,
+    fmt_a: Format,
+    fmt_b: Format,
+    unit: TensorCore,
+    scales: np.ndarray | None = None,
 ) -> np.ndarray:
     """Steps over all of K, each from the result of the one before: a [..., M, K], b [..., N, K], c
     [..., M, N]; float32 [..., M, N].
@@ -223,7 +272,15 @@ def chain_plain(
     for i, k in enumerate(range(0, a.shape[-1], unit.fused_width)):
         part = slice(k, k + unit.fused_width)
         of_step = None if scales is None else scales[..., i]
-        acc = step_plain(a[..., part].astype(np.float64), b[..., part].astype(np.float64), acc, fmt_a, fmt_b, unit, of_step)
+        acc = step_plain(
+            a[..., part].astype(np.float64),
+            b[..., part].astype(np.float64),
+            acc,
+            fmt_a,
+            fmt_b,
+            unit,
+            of_step,
+        )
     return acc.astype(np.float32)
 
 
@@ -236,12 +293,18 @@ def chain(
     unit: TensorCore,
     scales: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> np.ndarray:
-    """``chain_plain`` of a [M, K], b [N, K] and c [M, N], by a compiled kernel for units that cut terms off toward zero.
+    """``chain_plain`` of a [M, K], b [N, K] and c [M, N], by a compiled kernel for units that cut
+    terms off toward zero.
 
-    scales  of a unit with block_scales: int [M, K / w] and [N, K / w], the exponents of both operands' scales.
+    scales  of a unit with block_scales: int [M, K / w] and [N, K / w], the exponents of both
+            operands' scales.
     """
     (m, k), n, steps = a.shape, len(b), a.shape[1] // unit.fused_width
-    has = unit.rounding == "toward_zero" and unit.output_rounding != "toward_negative" and unit.exponents != "products"
+    has = (
+        unit.rounding == "toward_zero"
+        and unit.output_rounding != "toward_negative"
+        and unit.exponents != "products"
+    )
     if not has or not worth(modeled.chain, m * n * k, PRODUCTS):
         both = None if scales is None else scales[0][:, None] + scales[1][None, :]
         return chain_plain(a, b, c, fmt_a, fmt_b, unit, both)
@@ -250,12 +313,27 @@ def chain(
     zeros = np.zeros((m, steps), np.int64), np.zeros((n, steps), np.int64)
     of_a, of_b = (np.asarray(scale, np.int64) for scale in scales or zeros)
     left = np.ascontiguousarray(a, np.float64), _of_kernel(a, fmt_a, unit)
-    right = np.ascontiguousarray(b.T, np.float64), np.ascontiguousarray(_of_kernel(b, fmt_b, unit).T)
+    right = (
+        np.ascontiguousarray(b.T, np.float64),
+        np.ascontiguousarray(_of_kernel(b, fmt_b, unit).T),
+    )
     acc = np.array(c, np.float64, order="C")
-    scaled, numbers = (np.ascontiguousarray(of_a), np.ascontiguousarray(of_b.T)), (unit.fused_width, unit.fraction_bits, unit.output_bits)
-    of_c = unit.accumulator.emin, _LEAST if unit.zeros == "least" else _NONE, 2.0 ** (unit.accumulator.bias + 1)
+    scaled, numbers = (
+        (np.ascontiguousarray(of_a), np.ascontiguousarray(of_b.T)),
+        (unit.fused_width, unit.fraction_bits, unit.output_bits),
+    )
+    of_c = (
+        unit.accumulator.emin,
+        _LEAST if unit.zeros == "least" else _NONE,
+        2.0 ** (unit.accumulator.bias + 1),
+    )
     nearest = unit.output_rounding == "nearest_even"
-    threads.run(lambda begin, end: modeled.chain(*left, *right, *scaled, acc, begin, end, steps, *numbers, nearest, *of_c), m)
+    threads.run(
+        lambda begin, end: modeled.chain(
+            *left, *right, *scaled, acc, begin, end, steps, *numbers, nearest, *of_c
+        ),
+        m,
+    )
     return acc.astype(np.float32)
 
 
@@ -265,18 +343,29 @@ def exponents(values: np.ndarray, emin: int, zero: int = _NONE) -> np.ndarray:
     return np.where(values == 0, zero, np.maximum(np.frexp(values)[1] - 1, emin)).astype(np.int32)
 
 
-def _of_products(a: np.ndarray, b: np.ndarray, products: np.ndarray, fmt_a: Format, fmt_b: Format, unit: TensorCore) -> np.ndarray:
+def _of_products(
+    a: np.ndarray,
+    b: np.ndarray,
+    products: np.ndarray,
+    fmt_a: Format,
+    fmt_b: Format,
+    unit: TensorCore,
+) -> np.ndarray:
     """The exponent of each product, [..., M, N, w]; a number below all others where a product takes
     no part in the maximum."""
     if unit.exponents == "products":
         return exponents(products, _UNBOUNDED)
-    return _of_factors(a, fmt_a, unit)[..., :, None, :] + _of_factors(b, fmt_b, unit)[..., None, :, :]
+    return (
+        _of_factors(a, fmt_a, unit)[..., :, None, :] + _of_factors(b, fmt_b, unit)[..., None, :, :]
+    )
 
 
 def _of_factors(values: np.ndarray, fmt: Format, unit: TensorCore) -> np.ndarray:
     """The exponent of each factor, under the unit's rules for subnormals and zeros."""
     emin = fmt.emin if unit.exponents == "coded" else _UNBOUNDED
-    return exponents(values, emin, {"excluded": _NONE, "counted": emin, "least": _LEAST}[unit.zeros])
+    return exponents(
+        values, emin, {"excluded": _NONE, "counted": emin, "least": _LEAST}[unit.zeros]
+    )
 
 
 def _of_kernel(values: np.ndarray, fmt: Format, unit: TensorCore) -> np.ndarray:
@@ -288,9 +377,13 @@ def _flushed(values: np.ndarray, fmt: Format) -> np.ndarray:
     return np.where(np.abs(values) < 2.0**fmt.emin, 0, values)
 
 
-def _round_result(value: np.ndarray, bits: int, rounding: Rounding, accumulator: Format = FLOAT32) -> np.ndarray:
+def _round_result(
+    value: np.ndarray, bits: int, rounding: Rounding, accumulator: Format = FLOAT32
+) -> np.ndarray:
     """Round a step's sum to ``bits`` fraction bits, the exponent at least that of the accumulator's
     smallest normal number; infinity from twice its largest power of two on; a zero result is +0."""
     exponent = np.maximum(np.frexp(value)[1] - 1, accumulator.emin)
     cut = np.ldexp(_CUTS[rounding](np.ldexp(value, bits - exponent)), exponent - bits)
-    return np.where(np.abs(cut) >= 2.0 ** (accumulator.bias + 1), np.copysign(np.inf, cut), cut) + 0.0
+    return (
+        np.where(np.abs(cut) >= 2.0 ** (accumulator.bias + 1), np.copysign(np.inf, cut), cut) + 0.0
+    )

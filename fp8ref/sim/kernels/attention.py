@@ -1,7 +1,8 @@
-"""Attention kernels: exponentials rounded correctly, the online softmax of a tile (spec A-5 to A-8), and
-float32 sums that go on from an accumulator (A-9).
+"""Attention kernels: exponentials rounded correctly, the online softmax of a tile (spec A-5 to
+A-8), and float32 sums that go on from an accumulator (A-9).
 
-The twins of ``attention.exponentials`` and ``attention.softmax.step_plain``. Chains that go on are in ``chains_from``.
+The twins of ``attention.exponentials`` and ``attention.softmax.step_plain``. Chains that go on are
+in ``chains_from``.
 """
 
 import math
@@ -112,14 +113,34 @@ def exponentials(x, two, out):
 
 
 @compiled
-def step(s, factors, raw, factor, offset, fused, two, threshold, order, low, high, q_documents, k_documents, documents, m, sums, c, p):
-    """One tile of the online softmax: fills p with unrounded probabilities, c with the factors of what came
-    before, and updates the maxima m and the sums.
+def step(
+    s,
+    factors,
+    raw,
+    factor,
+    offset,
+    fused,
+    two,
+    threshold,
+    order,
+    low,
+    high,
+    q_documents,
+    k_documents,
+    documents,
+    m,
+    sums,
+    c,
+    p,
+):
+    """One tile of the online softmax: fills p with unrounded probabilities, c with the factors of
+    what came before, and updates the maxima m and the sums.
 
     s           float32 [rows, keys]; scaled scores are overwritten by s.
     factors     what multiplies scaled scores; factor, that of raw ones in the exponent.
     low, high   the keys that each row sees, counted from the tile's first.
-    *_documents int64 [rows] and [keys]: a query sees keys of its own document, if there are ``documents``.
+    *_documents int64 [rows] and [keys]: a query sees keys of its own document, if there are
+    ``documents``.
     sums        float32 [rows, 4]: the lanes of QUAD; the other orders use the first.
     """
     prefer_wide_vectors()
@@ -207,8 +228,8 @@ def _add(p, c, order, sums, lanes):
 
 @compiled
 def round_values(p, scale, mantissa_bits, emin, largest, out):
-    """out = p * scale rounded to a format, saturated; p is not negative. Returns how many left its range, and how many of at least
-    2^-126 became 0."""
+    """out = p * scale rounded to a format, saturated; p is not negative. Returns how many left its
+    range, and how many of at least 2^-126 became 0."""
     prefer_wide_vectors()
     clipped, lost = 0, 0
     places = u32(23 - mantissa_bits)

@@ -58,7 +58,9 @@ def as_float64(typing_context, bits):
 
 @intrinsic
 def prefer_wide_vectors(typing_context):
-    """Let LLVM use vectors of 512 bits in this function where the processor has them; it prefers 256 on most."""
+    """Let LLVM use vectors of 512 bits in this function where the processor has them; it prefers
+    256 on most.
+    """
 
     def generate(context, builder, signature, arguments):
         # llvmlite's own add() knows names alone; attributes with a value are written as they are.
@@ -69,26 +71,37 @@ def prefer_wide_vectors(typing_context):
 
 
 AT_A_TIME, AHEAD = 256, 1024
-"""Numbers that a kernel takes before it calls ``fetch_ahead`` again, and how far that is ahead of them. A processor fetches lines ahead by
-itself, but not past a page of 1,024 numbers."""
+"""Numbers that a kernel takes before it calls ``fetch_ahead`` again, and how far that is ahead of
+them. A processor fetches lines ahead by itself, but not past a page of 1,024 numbers."""
 
 
 @intrinsic
 def fetch_ahead(typing_context, array, begin, size):
-    """Ask for the lines of a contiguous array of 32-bit numbers from the flat index begin + AHEAD on, AT_A_TIME numbers. Past its end that
-    does nothing. ``size`` numbers are read next: of fewer than AT_A_TIME, only those ask that come first in a block of as many."""
+    """Ask for the lines of a contiguous array of 32-bit numbers from the flat index begin + AHEAD
+    on, AT_A_TIME numbers. Past its end that does nothing. ``size`` numbers are read next: of fewer
+    than AT_A_TIME, only those ask that come first in a block of as many."""
 
     def generate(context, builder, signature, arguments):
         i8, i32, i64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         ask = builder.module.declare_intrinsic(
-            "llvm.prefetch", (i8.as_pointer(),), ir.FunctionType(ir.VoidType(), [i8.as_pointer(), i32, i32, i32])
+            "llvm.prefetch",
+            (i8.as_pointer(),),
+            ir.FunctionType(ir.VoidType(), [i8.as_pointer(), i32, i32, i32]),
         )
-        with builder.if_then(builder.icmp_unsigned("<", builder.and_(arguments[1], ir.Constant(i64, AT_A_TIME - 1)), arguments[2])):
+        with builder.if_then(
+            builder.icmp_unsigned(
+                "<", builder.and_(arguments[1], ir.Constant(i64, AT_A_TIME - 1)), arguments[2]
+            )
+        ):
             first = builder.gep(data, [arguments[1]])
             for numbers in range(AHEAD, AHEAD + AT_A_TIME, 16):  # a line holds 16
-                line = builder.bitcast(builder.gep(first, [ir.Constant(i64, numbers)]), i8.as_pointer())
-                builder.call(ask, [line, *(ir.Constant(i32, v) for v in (0, 3, 1))])  # to read; to keep in all caches; data
+                line = builder.bitcast(
+                    builder.gep(first, [ir.Constant(i64, numbers)]), i8.as_pointer()
+                )
+                builder.call(
+                    ask, [line, *(ir.Constant(i32, v) for v in (0, 3, 1))]
+                )  # to read; to keep in all caches; data
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64), generate
@@ -96,7 +109,10 @@ def fetch_ahead(typing_context, array, begin, size):
 
 @intrinsic
 def prefer_small_code(typing_context):
-    """Do not let LLVM copy loops of this function for special cases, which takes longer to compile. For loops that are vectors already."""
+    """Do not let LLVM copy loops of this function for special cases, which takes longer to compile.
+
+    For loops that are vectors already.
+    """
 
     def generate(context, builder, signature, arguments):
         builder.function.attributes.add("optsize")

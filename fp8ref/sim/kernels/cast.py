@@ -1,5 +1,5 @@
-"""Casts from float32 bits to codes of 8 or 4 bits, one pass, eight lanes at a time, for every signed format
-and rounding.
+"""Casts from float32 bits to codes of 8 or 4 bits, one pass, eight lanes at a time, for every
+signed format and rounding.
 
 The code of |x| is n + (E - emin) * 2^m, where E = max(floor(log2|x|), emin) and n is |x| in units
 of the format's spacing at E, rounded to an integer. Nearest-even lets the adder round: |x| + 2^(E +
@@ -16,7 +16,14 @@ from numba import njit
 
 from fp8ref.formats import Format
 from fp8ref.sim import philox
-from fp8ref.sim.kernels.bits import AT_A_TIME, as_bits, as_float, fetch_ahead, prefer_wide_vectors, shift_right
+from fp8ref.sim.kernels.bits import (
+    AT_A_TIME,
+    as_bits,
+    as_float,
+    fetch_ahead,
+    prefer_wide_vectors,
+    shift_right,
+)
 from fp8ref.sim.kernels.compiled import compiled
 
 u32, u64 = np.uint32, np.uint64
@@ -28,7 +35,9 @@ class Layout(NamedTuple):
     mantissa_bits: np.uint32
     spacing: np.uint32  # 23 - mantissa_bits
     emin: np.uint32  # the exponent field of float32 at the smallest normal number
-    limit: np.uint32  # float32 bits to which magnitudes are lowered first: max, or a number that still overflows
+    limit: (
+        np.uint32
+    )  # float32 bits to which magnitudes are lowered first: max, or a number that still overflows
     max_code: np.uint32
     overflow_code: np.uint32
     nan_code: np.uint32
@@ -100,10 +109,14 @@ def nearest_even(bits, to):
     # 2^(E + 23 - mantissa_bits): a float32 whose last place is the format's spacing at |x|.
     field = u32(to.spacing << u32(23))
     adder = u32(exponent + field)
-    # The sum keeps the adder's exponent, so the bits above the adder's count spacings: they are n. Then come the steps of the
-    # exponent, (exponent - emin) >> spacing, of which what no x changes is taken off at once.
+    # The sum keeps the adder's exponent, so the bits above the adder's count spacings: they are n.
+    # Then come the steps of the exponent, (exponent - emin) >> spacing, of which what no x changes
+    # is taken off at once.
     total = as_bits(np.float32(as_float(u) + as_float(adder)))
-    code = u32(u32(total - u32(exponent - shift_right(exponent, to.spacing))) - u32(field + shift_right(emin, to.spacing)))
+    code = u32(
+        u32(total - u32(exponent - shift_right(exponent, to.spacing)))
+        - u32(field + shift_right(emin, to.spacing))
+    )
     return pack(bits, code, to)
 
 
@@ -113,7 +126,9 @@ def by_shift(bits, to):
     bits that fall off."""
     u = min(u32(bits & u32(0x7FFFFFFF)), to.limit)
     sig = u32(u32(u & u32(0x7FFFFF)) | u32(0x800000)) if u > u32(0) else u32(0)
-    e = max(shift_right(u, u32(23)), u32(to.emin - u32(8)))  # below that every shift is past sig's first bit
+    e = max(
+        shift_right(u, u32(23)), u32(to.emin - u32(8))
+    )  # below that every shift is past sig's first bit
     top = max(e, to.emin)
     # Below emin the spacing stays, so the shift grows as the exponent falls.
     shift = u32(u32(top + to.spacing) - e)
@@ -143,25 +158,36 @@ def pack(bits, code, to):
 
 
 class Stochastic:
-    """``encode`` by stochastic rounding: 16 random bits decide nearly every element. Returns the places of the others, one in
-    2^16, whose codes are of no use: 32 more bits decide them (C-2)."""
+    """``encode`` by stochastic rounding: 16 random bits decide nearly every element. Returns the
+    places of the others, one in 2^16, whose codes are of no use: 32 more bits decide them (C-2)."""
 
     def __init__(self, to: Layout) -> None:
         @compiled
         def add(bits, random, out, late):
-            """Random becomes the 16 bits below the sum. Returns how many of them are all ones: they do not decide, and late holds their places."""
+            """Random becomes the 16 bits below the sum.
+
+            Returns how many of them are all ones: they do not decide, and late holds their places.
+            """
             prefer_wide_vectors()
             count = 0
             for begin in range(0, bits.size, AT_A_TIME):
                 fetch_ahead(bits, begin, AT_A_TIME)
-                part, drawn, coded = bits[begin : begin + AT_A_TIME], random[begin : begin + AT_A_TIME], out[begin : begin + AT_A_TIME]
+                part, drawn, coded = (
+                    bits[begin : begin + AT_A_TIME],
+                    random[begin : begin + AT_A_TIME],
+                    out[begin : begin + AT_A_TIME],
+                )
                 for i in range(part.size):
                     b = part[i]
                     u = u32(b & u32(0x7FFFFFFF))
                     fixed, steps = _fixed_point(u if u < to.limit else to.limit, to)
                     total = u32(fixed + u32(drawn[i]))
                     drawn[i] = np.uint16(total & u32(0xFFFF))
-                    coded[i] = np.uint8(pack(b, u32(shift_right(total, u32(16)) + u32(steps << to.mantissa_bits)), to))
+                    coded[i] = np.uint8(
+                        pack(
+                            b, u32(shift_right(total, u32(16)) + u32(steps << to.mantissa_bits)), to
+                        )
+                    )
                 most = np.uint16(0)
                 for i in range(part.size):
                     most = drawn[i] if drawn[i] > most else most
@@ -180,8 +206,16 @@ class Stochastic:
         return self._add.overloads
 
     def __call__(self, bits: np.ndarray, out: np.ndarray, start: int, seed: int) -> np.ndarray:
-        keys = np.array([[(half + r * weyl) & 0xFFFFFFFF for r in range(philox.ROUNDS)] for half, weyl in _halves(int(seed))], np.uint64)
-        blocks = min(BLOCKS, (bits.size + 2 * philox.BLOCK - 2) // philox.BLOCK)  # which so many elements touch at most
+        keys = np.array(
+            [
+                [(half + r * weyl) & 0xFFFFFFFF for r in range(philox.ROUNDS)]
+                for half, weyl in _halves(int(seed))
+            ],
+            np.uint64,
+        )
+        blocks = min(
+            BLOCKS, (bits.size + 2 * philox.BLOCK - 2) // philox.BLOCK
+        )  # which so many elements touch at most
         random, late, done = np.empty(blocks * (philox.BLOCK // 4), np.uint64), [], 0
         halves = random.view(np.uint16)
         places = np.empty(halves.size, np.int64)
@@ -189,7 +223,9 @@ class Stochastic:
             block, offset = divmod(start + done, philox.BLOCK)
             fill(random, u64(block * (philox.BLOCK // 8)), keys)
             n = min(halves.size - offset, bits.size - done)
-            count = self._add(bits[done : done + n], halves[offset : offset + n], out[done : done + n], places)
+            count = self._add(
+                bits[done : done + n], halves[offset : offset + n], out[done : done + n], places
+            )
             late.append(done + places[:count])
             done += n
         return np.concatenate(late) if late else np.empty(0, np.int64)
@@ -229,8 +265,8 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 @compiled
 def fill(random, first, keys):
-    """random uint64 [blocks, 2, BLOCK / 8], flat: of each block the words (0, 1), then (2, 3), of its counters, of which
-    ``first`` is the first of all; stream 0. keys uint64 [2, ROUNDS]."""
+    """random uint64 [blocks, 2, BLOCK / 8], flat: of each block the words (0, 1), then (2, 3), of
+    its counters, of which ``first`` is the first of all; stream 0. keys uint64 [2, ROUNDS]."""
     prefer_wide_vectors()
     each = philox.BLOCK // 8
     for block in range(random.size // (2 * each)):

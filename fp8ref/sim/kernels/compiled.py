@@ -1,5 +1,5 @@
-"""Compile kernels once they are worth it, and keep them on disk under names that are sums of all that they
-depend on.
+"""Compile kernels once they are worth it, and keep them on disk under names that are sums of all
+that they depend on.
 
 numba's own cache has two faults. It knows a kernel by its own file, and not by the files of what it
 calls. And it numbers its files: two processes that compile two kernels of one function at the same
@@ -25,13 +25,18 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 def sources() -> str:
     """A sum of the kernels' sources and of philox.py, taken once a process."""
     package = importlib.resources.files("fp8ref.sim")
-    kernels = sorted((f for f in package.joinpath("kernels").iterdir() if f.name.endswith(".py")), key=lambda f: f.name)
-    return hashlib.sha256(b"".join(f.read_bytes() for f in (*kernels, package.joinpath("philox.py")))).hexdigest()
+    kernels = sorted(
+        (f for f in package.joinpath("kernels").iterdir() if f.name.endswith(".py")),
+        key=lambda f: f.name,
+    )
+    return hashlib.sha256(
+        b"".join(f.read_bytes() for f in (*kernels, package.joinpath("philox.py")))
+    ).hexdigest()
 
 
 def compiled(function: Callable) -> Callable:
-    """Compile function at its first call for arguments of some types, and keep it on disk if a folder
-    for it can be written."""
+    """Compile function at its first call for arguments of some types, and keep it on disk if a
+    folder for it can be written."""
     # Without the wrapper for C a kernel of a few loops compiles in three quarters of the time.
     kernel = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
     # numba found no such folder: every process compiles for itself
@@ -41,15 +46,18 @@ def compiled(function: Callable) -> Callable:
 
 
 ELEMENTS, PRODUCTS = 1 << 18, 1 << 22
-"""The work that plain twins do before a kernel is compiled: elements that are cast, and products that are
-summed. Either takes less than 0.1 s; compiling, or loading the first kernel, takes longer."""
+"""The work that plain twins do before a kernel is compiled: elements that are cast, and products
+that are summed. Either takes less than 0.1 s; compiling, or loading the first kernel, takes longer.
+"""
 
-_done: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()  # by kernel: the work that its plain twin did in this process
+_done: "weakref.WeakKeyDictionary[Any, int]" = (
+    weakref.WeakKeyDictionary()
+)  # by kernel: the work that its plain twin did in this process
 
 
 def worth(kernel: Any, work: int, budget: int) -> bool:
-    """Whether to call a kernel for this work, and not its plain twin, which gives the same bits: it is
-    compiled in this process, or the twin would have done more than the budget in its place.
+    """Whether to call a kernel for this work, and not its plain twin, which gives the same bits: it
+    is compiled in this process, or the twin would have done more than the budget in its place.
 
     The environment variable FP8REF_COMPILE=always compiles at the first call.
     """
@@ -68,15 +76,22 @@ class _Cache(FunctionCache):
     def __init__(self, function: Callable) -> None:
         super().__init__(function)
         own = self._impl.locator.get_source_stamp()
-        self._cache_file = _Files(self._cache_path, self._impl.filename_base, hashlib.sha256(f"{own} {sources()}".encode()).hexdigest())
+        self._cache_file = _Files(
+            self._cache_path,
+            self._impl.filename_base,
+            hashlib.sha256(f"{own} {sources()}".encode()).hexdigest(),
+        )
 
 
 class _Files(IndexDataCacheFile):
-    """Kernels of a function: a file's name has the sum of the sources, and that of numba's version and
-    of the key, which is the types, the processor, the bytecode and the closure."""
+    """Kernels of a function: a file's name has the sum of the sources, and that of numba's version
+    and of the key, which is the types, the processor, the bytecode and the closure."""
 
     def save(self, key, data) -> None:
-        """Keep a kernel, and remove those of other sources. One that cannot be written is not kept."""
+        """Keep a kernel, and remove those of other sources.
+
+        One that cannot be written is not kept.
+        """
         with contextlib.suppress(OSError):
             self._save_data(self._name(key), data)
             fresh, folder = f"{self._base}.{self._source_stamp[:12]}.", Path(self._cache_path)

@@ -1,6 +1,7 @@
 """GEMM kernels: float32 sums in order (spec G-3), and the bfloat16 epilogue (G-4, G-5, G-14).
 
-The twins of ``accumulate.f32_plain`` and ``gemm.finish_plain``. Chains of a tensor core are in ``chains``.
+The twins of ``accumulate.f32_plain`` and ``gemm.finish_plain``. Chains of a tensor core are in
+``chains``.
 """
 
 import functools
@@ -33,15 +34,20 @@ def _rounded(value):
     """To the nearest bfloat16, ties to even; a NaN as it is."""
     bits = as_bits(value)
     up = u32(u32(bits + u32(0x7FFF)) + u32(u32(bits >> u32(16)) & u32(1)))
-    return value if u32(bits & u32(0x7FFFFFFF)) > u32(0x7F800000) else as_float(u32(up & u32(0xFFFF0000)))
+    return (
+        value
+        if u32(bits & u32(0x7FFFFFFF)) > u32(0x7F800000)
+        else as_float(u32(up & u32(0xFFFF0000)))
+    )
 
 
 @functools.cache
 def finisher(order: str, round_first: bool) -> Callable:
-    """finish(acc, of_rows, of_columns, out, begin, end): the epilogue to bfloat16, without a bias, of the rows begin to end of
-    acc float32 [M, N]; of_rows [M] and of_columns [N], scale_inv.
+    """finish(acc, of_rows, of_columns, out, begin, end): the epilogue to bfloat16, without a bias,
+    of the rows begin to end of acc float32 [M, N]; of_rows [M] and of_columns [N], scale_inv.
 
-    order        acc times the "product" of both scales; or times that of "rows" first, then the other; or of "columns" first.
+    order        acc times the "product" of both scales; or times that of "rows" first, then the
+                 other; or of "columns" first.
     round_first  acc is rounded first.
     """
     product, rows = order == "product", order == "rows"

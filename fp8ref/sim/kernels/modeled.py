@@ -1,7 +1,9 @@
-"""Steps of any tensor core that cuts products off toward zero (spec G-10, G-23, G-24), and of AMD's matrix cores (G-25).
+"""Steps of any tensor core that cuts products off toward zero (spec G-10, G-23, G-24), and of AMD's
+matrix cores (G-25).
 
-The twins of ``tensor_core.chain_plain`` and ``matrix_core.chain_plain``, in float64, which holds every sum of a step exactly.
-The columns of the result are a vector's lanes. Exponents of factors are given: rules for zeros and subnormals are theirs.
+The twins of ``tensor_core.chain_plain`` and ``matrix_core.chain_plain``, in float64, which holds
+every sum of a step exactly. The columns of the result are a vector's lanes. Exponents of factors
+are given: rules for zeros and subnormals are theirs.
 """
 
 import numpy as np
@@ -13,7 +15,10 @@ from fp8ref.sim.kernels.compiled import compiled
 i16, i64, f64 = np.int16, np.int64, np.float64
 
 NONE, NO_EXPONENT = -1000, -10000
-"""An E below NONE is of nothing but zeros: E is 0 then. NO_EXPONENT is of a zero that takes no part in E."""
+"""An E below NONE is of nothing but zeros: E is 0 then.
+
+NO_EXPONENT is of a zero that takes no part in E.
+"""
 
 
 @njit(nogil=True, inline="always", error_model="numpy")
@@ -30,7 +35,25 @@ def _exponent(value, emin, zero):
 
 
 @compiled
-def chain(a, of_a, b, of_b, scales_a, scales_b, acc, begin, end, steps, width, fraction_bits, output_bits, nearest, emin, zero, beyond):
+def chain(
+    a,
+    of_a,
+    b,
+    of_b,
+    scales_a,
+    scales_b,
+    acc,
+    begin,
+    end,
+    steps,
+    width,
+    fraction_bits,
+    output_bits,
+    nearest,
+    emin,
+    zero,
+    beyond,
+):
     """acc [M, N] becomes the chain from it, for the rows begin to end.
 
     a, of_a      float64 [M, K] and int16 exponents, from NO_EXPONENT to 127; b, of_b [K, N].
@@ -62,7 +85,11 @@ def chain(a, of_a, b, of_b, scales_a, scales_b, acc, begin, end, steps, width, f
                     total[j] += np.trunc(x * b[k, j] * factor[j])
             for j in range(n):
                 value = total[j] / unit[j]
-                places = _power(_exponent(value, emin, emin) - i64(output_bits)) if abs(value) < np.inf else 1.0
+                places = (
+                    _power(_exponent(value, emin, emin) - i64(output_bits))
+                    if abs(value) < np.inf
+                    else 1.0
+                )
                 count = value / places
                 count = np.rint(count) if nearest else np.trunc(count)
                 result = count * places + 0.0
@@ -70,10 +97,26 @@ def chain(a, of_a, b, of_b, scales_a, scales_b, acc, begin, end, steps, width, f
 
 
 @compiled
-def matrix_core_chain(a, of_a, b, of_b, acc, begin, end, steps, group, fraction_bits, sum_bits, accumulator_bits, reach):
-    """acc [M, N], finite, becomes the chain of AMD's steps from it, for the rows begin to end; arguments as of ``chain``.
+def matrix_core_chain(
+    a,
+    of_a,
+    b,
+    of_b,
+    acc,
+    begin,
+    end,
+    steps,
+    group,
+    fraction_bits,
+    sum_bits,
+    accumulator_bits,
+    reach,
+):
+    """acc [M, N], finite, becomes the chain of AMD's steps from it, for the rows begin to end;
+    arguments as of ``chain``.
 
-    No sum overflows: next to an accumulator of 2^127 products, below 2^36, are less than half of its last place.
+    No sum overflows: next to an accumulator of 2^127 products, below 2^36, are less than half of
+    its last place.
     """
     n = acc.shape[1]
     tops, sums, factor = np.empty((2, n), np.int16), np.empty((2, n)), np.empty(n)
@@ -102,7 +145,11 @@ def matrix_core_chain(a, of_a, b, of_b, acc, begin, end, steps, group, fraction_
                 value = (first + last) * _power(both - i64(fraction_bits))
                 of_c = _exponent(c, -126, -126)
                 top_of_all = max(both, of_c)
-                added = np.floor(c * _power(i64(accumulator_bits) - top_of_all)) * _power(top_of_all - i64(accumulator_bits))
+                added = np.floor(c * _power(i64(accumulator_bits) - top_of_all)) * _power(
+                    top_of_all - i64(accumulator_bits)
+                )
                 added = added if of_c >= top_of_all - i64(reach) else 0.0
-                kept = np.floor(value * _power(i64(sum_bits) - top_of_all)) * _power(top_of_all - i64(sum_bits))
+                kept = np.floor(value * _power(i64(sum_bits) - top_of_all)) * _power(
+                    top_of_all - i64(sum_bits)
+                )
                 acc[i, j] = f64(np.float32(kept + added)) + 0.0

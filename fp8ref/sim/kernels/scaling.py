@@ -19,8 +19,8 @@ from fp8ref.sim.kernels.compiled import compiled
 
 @compiled
 def amax(bits, group, width, out):
-    """out[g, c] = the maximum of |x|'s bits over its group, out zero before; width above 1. Magnitudes order as
-    their bits do, NaN on top."""
+    """out[g, c] = the maximum of |x|'s bits over its group, out zero before; width above 1.
+    Magnitudes order as their bits do, NaN on top."""
     for r in range(bits.shape[0]):
         for c in range(out.shape[1]):
             largest, end = out[group[r], c], c * width + width
@@ -38,7 +38,10 @@ def amax_of_columns(bits, group, width, out):
     """``amax`` of width 1."""
     for r in range(bits.shape[0]):
         for begin in range(0, bits.shape[1], AT_A_TIME):
-            part, largest = bits[r, begin : begin + AT_A_TIME], out[group[r], begin : begin + AT_A_TIME]
+            part, largest = (
+                bits[r, begin : begin + AT_A_TIME],
+                out[group[r], begin : begin + AT_A_TIME],
+            )
             fetch_ahead(bits, r * bits.shape[1] + begin, part.size)
             for i in range(part.size):
                 magnitude = u32(part[i] & u32(0x7FFFFFFF))
@@ -48,7 +51,8 @@ def amax_of_columns(bits, group, width, out):
 @functools.lru_cache(maxsize=64)
 def encoder(fmt: Format, columns: bool) -> Callable:
     """encode(bits uint32 [R, C], group int64 [R], width, scale float32 [G, ceil(C / width)], out
-    uint8 [R, C]): RN32(x * scale), saturated, rounded to nearest even; width is 1 if ``columns``, else above."""
+    uint8 [R, C]): RN32(x * scale), saturated, rounded to nearest even; width is 1 if ``columns``,
+    else above."""
     to = layout(fmt, "nearest_even", True)
     if columns:
 
@@ -61,7 +65,9 @@ def encoder(fmt: Format, columns: bool) -> Callable:
                     part, s, coded = bits[r, some], scale[group[r], some], out[r, some]
                     fetch_ahead(bits, r * bits.shape[1] + begin, part.size)
                     for i in range(part.size):
-                        coded[i] = np.uint8(nearest_even(as_bits(np.float32(as_float(part[i]) * s[i])), to))
+                        coded[i] = np.uint8(
+                            nearest_even(as_bits(np.float32(as_float(part[i]) * s[i])), to)
+                        )
     else:
 
         @compiled
@@ -75,6 +81,8 @@ def encoder(fmt: Format, columns: bool) -> Callable:
                         part, coded = bits[r, begin:stop], out[r, begin:stop]
                         fetch_ahead(bits, r * bits.shape[1] + begin, part.size)
                         for i in range(part.size):
-                            coded[i] = np.uint8(nearest_even(as_bits(np.float32(as_float(part[i]) * s)), to))
+                            coded[i] = np.uint8(
+                                nearest_even(as_bits(np.float32(as_float(part[i]) * s)), to)
+                            )
 
     return encode

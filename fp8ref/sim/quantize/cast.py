@@ -41,8 +41,16 @@ _CODED = (8, 4)  # bits of the formats that have codes here
 _PIECE = 1 << 18  # elements that are widened to float32 or float64 at a time: 2 MiB a float64 array
 
 
-def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = True, seed: int | None = None) -> np.ndarray:
-    """Round x once to a format of 8 or 4 bits and return its codes, one a byte (``packing`` puts two of 4 bits into one).
+def encode(
+    x,
+    fmt: Format,
+    *,
+    rounding: Rounding = "nearest_even",
+    saturate: bool = True,
+    seed: int | None = None,
+) -> np.ndarray:
+    """Round x once to a format of 8 or 4 bits and return its codes, one a byte (``packing`` puts
+    two of 4 bits into one).
 
     rounding  nearest_even, nearest_away (ties), toward_zero, to_odd, or stochastic, by a seed in
               [0, 2^64) and the flat index in C order.
@@ -60,17 +68,23 @@ def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: boo
     Source:   spec C-1 to C-7, C-9.
 
     >>> from fp8ref.formats import E4M3FN
-    >>> encode([448, 464, 480, -0.0, 2.0**-10, np.nan], E4M3FN), encode([448.0, 464.0, 480.0], E4M3FN, saturate=False)
-    (array([126, 126, 126, 128,   0, 127], dtype=uint8), array([126, 126, 127], dtype=uint8))
+    >>> encode([448, 464, 480, -0.0, 2.0**-10, np.nan], E4M3FN)
+    array([126, 126, 126, 128,   0, 127], dtype=uint8)
+    >>> encode([448.0, 464.0, 480.0], E4M3FN, saturate=False)
+    array([126, 126, 127], dtype=uint8)
     """
     x = array(x)
     _check(x, fmt, rounding, seed, saturate)
     codes = np.empty(x.shape, np.uint8)
     flat = codes.reshape(-1)
-    kernel = kernels.encoder(fmt, rounding, saturate) if fmt.signed and x.dtype != np.float64 else None
+    kernel = (
+        kernels.encoder(fmt, rounding, saturate) if fmt.signed and x.dtype != np.float64 else None
+    )
     if kernel is None or not worth(kernel, x.size, ELEMENTS):
         for begin, piece in _pieces(x):
-            flat[begin : begin + piece.size] = encode_plain(piece, fmt, rounding=rounding, saturate=saturate, seed=seed, start=begin)
+            flat[begin : begin + piece.size] = encode_plain(
+                piece, fmt, rounding=rounding, saturate=saturate, seed=seed, start=begin
+            )
         return codes
     key = np.uint64(0 if seed is None else seed)
 
@@ -88,16 +102,27 @@ def encode(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: boo
             late = np.concatenate(undecided)
             undecided.clear()
             target[late] = encode_plain(
-                bits[late].view(np.float32), fmt, rounding=rounding, saturate=saturate, seed=seed, start=start + late
+                bits[late].view(np.float32),
+                fmt,
+                rounding=rounding,
+                saturate=saturate,
+                seed=seed,
+                start=start + late,
             )
     return codes
 
 
 def encode_plain(
-    x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = True, seed: int | None = None, start: int | np.ndarray = 0
+    x,
+    fmt: Format,
+    *,
+    rounding: Rounding = "nearest_even",
+    saturate: bool = True,
+    seed: int | None = None,
+    start: int | np.ndarray = 0,
 ) -> np.ndarray:
-    """The definition of ``encode``, in NumPy alone; start is the flat index of x's first element, or of
-    each, for stochastic rounding. Raises as encode."""
+    """The definition of ``encode``, in NumPy alone; start is the flat index of x's first element,
+    or of each, for stochastic rounding. Raises as encode."""
     x = array(x)
     _check(x, fmt, rounding, seed, saturate)
     value = exact(x)
@@ -109,7 +134,9 @@ def encode_plain(
     # An infinity is above max under every rounding; a finite value only under the roundings that
     # can carry it there (C-4).
     above = np.isinf(value) | (code > fmt.max_code)
-    overflow = fmt.max_code if saturate else (fmt.nan_code if fmt.inf_code is None else fmt.inf_code)
+    overflow = (
+        fmt.max_code if saturate else (fmt.nan_code if fmt.inf_code is None else fmt.inf_code)
+    )
     code = np.where(above, np.where(directed & ~np.isinf(value), fmt.max_code, overflow), code)
     if fmt.signed:
         negative = np.signbit(value) & ((code != fmt.nan_code) | (not fmt.has_nan))
@@ -132,15 +159,24 @@ def decode(codes, fmt: Format) -> np.ndarray:
     """
     codes = array(codes)
     if codes.dtype != np.uint8:
-        raise ValueError(f"codes are uint8; got {codes.dtype}. View float8 arrays with .view(np.uint8).")
+        raise ValueError(
+            f"codes are uint8; got {codes.dtype}. View float8 arrays with .view(np.uint8)."
+        )
     formats.check(fmt)
     if fmt.bits not in _CODED:
-        raise ValueError(f"decode takes codes of {', '.join([*QUANTIZED_FORMATS, 'e8m0fnu'])}; got {fmt}.")
+        raise ValueError(
+            f"decode takes codes of {', '.join([*QUANTIZED_FORMATS, 'e8m0fnu'])}; got {fmt}."
+        )
     if fmt == E8M0FNU:
         check_subnormals()  # of 2^-127
     if fmt.bits == 4 and codes.size and codes.max() > 15:
-        raise ValueError(f"codes of {fmt} are one a byte, at most 15; got {codes.max()}. Unpack pairs with packing.unpack.")
-    return np.take(_table(fmt), codes, mode="wrap")  # no code is out of range, and this is the fastest mode
+        raise ValueError(
+            f"codes of {fmt} are one a byte, at most 15; got {codes.max()}. Unpack pairs with "
+            "packing.unpack."
+        )
+    return np.take(
+        _table(fmt), codes, mode="wrap"
+    )  # no code is out of range, and this is the fastest mode
 
 
 def canonical_nans(codes: np.ndarray, fmt: Format) -> np.ndarray:
@@ -149,7 +185,14 @@ def canonical_nans(codes: np.ndarray, fmt: Format) -> np.ndarray:
     return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)
 
 
-def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = False, seed: int | None = None) -> np.ndarray:
+def round_to(
+    x,
+    fmt: Format,
+    *,
+    rounding: Rounding = "nearest_even",
+    saturate: bool = False,
+    seed: int | None = None,
+) -> np.ndarray:
     """Round x once to a format of at most 32 bits, and return values. By default it does not
     saturate, unlike ``encode``.
 
@@ -168,12 +211,25 @@ def round_to(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: b
     x = array(x)
     if fmt.emin - fmt.mantissa_bits < -126:
         check_subnormals(x)
-    if fmt in (FLOAT32, FLOAT16, BFLOAT16) and x.dtype == np.float32 and rounding == "nearest_even" and not saturate and seed is None:
+    if (
+        fmt in (FLOAT32, FLOAT16, BFLOAT16)
+        and x.dtype == np.float32
+        and rounding == "nearest_even"
+        and not saturate
+        and seed is None
+    ):
         return _nearest_even(x, fmt)
     return round_to_plain(x, fmt, rounding=rounding, saturate=saturate, seed=seed)
 
 
-def round_to_plain(x, fmt: Format, *, rounding: Rounding = "nearest_even", saturate: bool = False, seed: int | None = None) -> np.ndarray:
+def round_to_plain(
+    x,
+    fmt: Format,
+    *,
+    rounding: Rounding = "nearest_even",
+    saturate: bool = False,
+    seed: int | None = None,
+) -> np.ndarray:
     """The definition of ``round_to`` for formats of more than 8 bits, in float64; fmt is not
     checked."""
     _check_rounding(rounding, seed)
@@ -181,15 +237,26 @@ def round_to_plain(x, fmt: Format, *, rounding: Rounding = "nearest_even", satur
     n, exponent = in_spacings(value, fmt)
     rounded = np.ldexp(round_spacings(n, fmt, rounding, seed=seed), exponent - fmt.mantissa_bits)
     overflow = fmt.max if saturate else np.nan if fmt.inf_code is None else np.inf
-    rounded = np.where(rounded > fmt.max, fmt.max if rounding in ("toward_zero", "to_odd") else overflow, rounded)
+    rounded = np.where(
+        rounded > fmt.max, fmt.max if rounding in ("toward_zero", "to_odd") else overflow, rounded
+    )
     rounded = np.where(np.isinf(value), overflow, rounded)
     return np.where(np.isnan(value), np.nan, np.copysign(rounded, value)).astype(np.float32)
 
 
 def _check_wide(fmt: Format) -> None:
     """ValueError unless float32 holds the values of a format that is not of 8 bits."""
-    if not fmt.signed or fmt.specials == "fnuz" or fmt.mantissa_bits > 23 or fmt.emin < -126 or fmt.max > FLOAT32.max:
-        raise ValueError(f"round_to gives float32 values: of signed formats with -0 within float32's range; got {fmt}. Use float32.")
+    if (
+        not fmt.signed
+        or fmt.specials == "fnuz"
+        or fmt.mantissa_bits > 23
+        or fmt.emin < -126
+        or fmt.max > FLOAT32.max
+    ):
+        raise ValueError(
+            "round_to gives float32 values: of signed formats with -0 within float32's range; "
+            f"got {fmt}. Use float32."
+        )
 
 
 def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:
@@ -203,12 +270,16 @@ def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:
     # bfloat16 is float32's upper half. Adding 0x7FFF, and 1 more where the kept half is odd,
     # carries exactly as a tie to even does.
     bits = np.atleast_1d(x).view(np.uint32)
-    rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) & np.uint32(0xFFFF0000)
+    rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) & np.uint32(
+        0xFFFF0000
+    )
     return np.where(np.isnan(x), x, rounded.view(np.float32).reshape(x.shape))
 
 
 def _is_tiny(x: np.ndarray) -> np.ndarray:
-    """Where a number is below 2^-126 and not zero, by its bits, which a thread without subnormals reads too."""
+    """Where a number is below 2^-126 and not zero, by its bits, which a thread without subnormals
+    reads too.
+    """
     if x.dtype.name not in _LEAST_NORMAL:
         return np.zeros((), bool)
     least = _LEAST_NORMAL[x.dtype.name]
@@ -227,23 +298,27 @@ _TINY, _HALF, _TWO = np.float32(2.0**-126), np.float32(0.5), np.float32(2)
 
 
 def check_subnormals(x: np.ndarray | None = None) -> None:
-    """ValueError if this thread's processor takes subnormals for zeros, in results or operands: both products are exact.
+    """ValueError if this thread's processor takes subnormals for zeros, in results or operands:
+    both products are exact.
 
     x    what alone is computed with: without subnormal numbers in it nothing is lost.
     """
     if _TINY * _HALF * _TWO != _TINY and (x is None or _is_tiny(x).any()):
         raise ValueError(
-            "the simulator computes with subnormal numbers, and this thread takes them for zeros, as after torch.set_flush_denormal(True) or "
-            "a library built with -ffast-math. Call torch.set_flush_denormal(False) first, or simulate in a process of its own."
+            "the simulator computes with subnormal numbers, and this thread takes them for "
+            "zeros, as after torch.set_flush_denormal(True) or a library built with "
+            "-ffast-math. Call torch.set_flush_denormal(False) first, or simulate in a process "
+            "of its own."
         )
 
 
 def array(x) -> np.ndarray:
-    """np.asarray(x); ValueError where NumPy cannot read x, such as a bfloat16 tensor of torch, where some
-    elements of x are masked."""
+    """np.asarray(x); ValueError where NumPy cannot read x, such as a bfloat16 tensor of torch,
+    where some elements of x are masked."""
     if isinstance(x, np.ma.MaskedArray) and np.any(x.mask):
         raise ValueError(
-            f"every element counts; got an array with {int(np.sum(x.mask))} masked ones. Use x.filled(...), or x.data for all of them."
+            f"every element counts; got an array with {int(np.sum(x.mask))} masked ones. Use "
+            "x.filled(...), or x.data for all of them."
         )
     try:
         return np.asarray(x)
@@ -296,11 +371,20 @@ def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None, saturate
     if not isinstance(saturate, bool | np.bool_):
         raise ValueError(f"saturate is True or False; got {saturate!r}.")
     if fmt.bits not in _CODED:
-        raise ValueError(f"encode gives codes of formats of 8 or 4 bits; got {fmt}. Use round_to for wider formats.")
+        raise ValueError(
+            f"encode gives codes of formats of 8 or 4 bits; got {fmt}. Use round_to for wider "
+            "formats."
+        )
     if not saturate and not fmt.has_nan:
-        raise ValueError(f"{fmt} has no infinity and no NaN, so that casts to it saturate (C-9); got saturate=False. Leave it True.")
+        raise ValueError(
+            f"{fmt} has no infinity and no NaN, so that casts to it saturate (C-9); got "
+            "saturate=False. Leave it True."
+        )
     if fmt.signed is False and rounding in ("to_odd", "stochastic"):
-        raise ValueError(f"rounding {rounding!r} is not defined for {fmt} (C-7). Use 'nearest_even' or 'toward_zero'.")
+        raise ValueError(
+            f"rounding {rounding!r} is not defined for {fmt} (C-7). Use 'nearest_even' or "
+            "'toward_zero'."
+        )
     _check_rounding(rounding, seed)
     if fmt == E8M0FNU:
         check_subnormals()  # of 2^-127
@@ -312,10 +396,14 @@ def check_dtype(x: np.ndarray) -> None:
     # bfloat16 arrays come from ml_dtypes, whose dtypes are of kind 'V' in some versions and known
     # by name only.
     if x.dtype.name not in ("float64", "float32", "float16", "bfloat16"):
-        raise ValueError(f"casts take float64, float32, float16 or bfloat16; got {x.dtype}. Convert it to one of these first.")
+        raise ValueError(
+            f"casts take float64, float32, float16 or bfloat16; got {x.dtype}. Convert it to "
+            "one of these first."
+        )
     if not x.dtype.isnative:
         raise ValueError(
-            f"casts take arrays in the machine's byte order; got {x.dtype.str!r}. Convert with .astype(x.dtype.newbyteorder('='))."
+            f"casts take arrays in the machine's byte order; got {x.dtype.str!r}. Convert with "
+            ".astype(x.dtype.newbyteorder('='))."
         )
 
 
@@ -323,16 +411,24 @@ def _check_rounding(rounding: str, seed: int | None) -> None:
     if not isinstance(rounding, str) or rounding not in ROUNDINGS:
         raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.")
     if (seed is not None) != (rounding == "stochastic"):
-        raise ValueError(f"stochastic rounding needs a seed, and other roundings take none; got rounding={rounding!r}, seed={seed}.")
+        raise ValueError(
+            "stochastic rounding needs a seed, and other roundings take none; got "
+            f"rounding={rounding!r}, seed={seed}."
+        )
     if seed is not None:
         check_seed(seed)
 
 
 def check_shape(shape: object) -> None:
     """ValueError unless it is a shape: a tuple, or a list, of integers that are not negative."""
-    if not isinstance(shape, tuple | list) or not all(isinstance(n, int | np.integer) and n >= 0 for n in shape):
+    if not isinstance(shape, tuple | list) or not all(
+        isinstance(n, int | np.integer) and n >= 0 for n in shape
+    ):
         said = f"an array of shape {shape.shape}" if isinstance(shape, np.ndarray) else repr(shape)
-        raise ValueError(f"a shape is a tuple of integers that are not negative, such as () or (4, 128); got {said}.")
+        raise ValueError(
+            "a shape is a tuple of integers that are not negative, such as () or (4, 128); got "
+            f"{said}."
+        )
 
 
 def check_seed(seed: object) -> None:
@@ -352,7 +448,14 @@ def in_spacings(value: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]
     return np.ldexp(magnitude, fmt.mantissa_bits - exponent), exponent
 
 
-def round_spacings(n: np.ndarray, fmt: Format, rounding: Rounding, *, seed: int | None = None, start: int | np.ndarray = 0) -> np.ndarray:
+def round_spacings(
+    n: np.ndarray,
+    fmt: Format,
+    rounding: Rounding,
+    *,
+    seed: int | None = None,
+    start: int | np.ndarray = 0,
+) -> np.ndarray:
     """n of ``in_spacings`` rounded to integers, float64.
 
     start  the flat index of its first element, or of each, for stochastic rounding.
@@ -376,7 +479,8 @@ def round_spacings(n: np.ndarray, fmt: Format, rounding: Rounding, *, seed: int 
 
 
 def magnitude_codes(n: np.ndarray, exponent: np.ndarray, fmt: Format) -> np.ndarray:
-    """The codes of the magnitudes n * 2^(exponent - mantissa_bits); int64, counted on beyond ``max_code``.
+    """The codes of the magnitudes n * 2^(exponent - mantissa_bits); int64, counted on beyond
+    ``max_code``.
 
     n holds integers, as float64.
     """
@@ -394,7 +498,10 @@ def _table(fmt: Format) -> np.ndarray:
     field = magnitude >> fmt.mantissa_bits
     if fmt.signed:
         normal = field > 0
-        value = np.ldexp((normal << fmt.mantissa_bits) + mantissa, np.maximum(field, 1) - fmt.bias - fmt.mantissa_bits)
+        value = np.ldexp(
+            (normal << fmt.mantissa_bits) + mantissa,
+            np.maximum(field, 1) - fmt.bias - fmt.mantissa_bits,
+        )
     else:
         value = np.ldexp(1.0, field - fmt.bias)
     value = np.where((code & fmt.sign_bit) != 0, -value, value)

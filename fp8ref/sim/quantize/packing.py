@@ -13,18 +13,29 @@ def pack(codes) -> np.ndarray:
     (array([33, 15], dtype=uint8), array([ 1,  2, 15,  0], dtype=uint8))
     """
     codes = np.asarray(codes)
-    if codes.dtype != np.uint8 or codes.ndim == 0 or codes.shape[-1] % 2 or (codes.size and codes.max() > 15):
+    if (
+        codes.dtype != np.uint8
+        or codes.ndim == 0
+        or codes.shape[-1] % 2
+        or (codes.size and codes.max() > 15)
+    ):
         largest = f", the largest {codes.max()}" if codes.dtype == np.uint8 and codes.size else ""
-        raise ValueError(f"pack takes uint8 codes up to 15, an even number along the last axis; got {codes.dtype} {codes.shape}{largest}.")
+        raise ValueError(
+            "pack takes uint8 codes up to 15, an even number along the last axis; got "
+            f"{codes.dtype} {codes.shape}{largest}."
+        )
     return codes[..., ::2] | codes[..., 1::2] << np.uint8(4)
 
 
 def unpack(packed) -> np.ndarray:
-    """The codes of 4 bits, one a byte, that ``pack`` put into pairs: uint8 [..., n] -> uint8 [..., 2n].
+    """The codes of 4 bits, one a byte, that ``pack`` put into pairs: uint8 [..., n] -> uint8 [...,
+    2n].
 
     Raises:   ValueError: another dtype, or no axis.
     """
     packed = np.asarray(packed)
     if packed.dtype != np.uint8 or packed.ndim == 0:
         raise ValueError(f"unpack takes uint8 pairs [..., n]; got {packed.dtype} {packed.shape}.")
-    return np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    return np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1).reshape(
+        *packed.shape[:-1], 2 * packed.shape[-1]
+    )

@@ -24,7 +24,9 @@ class Scales(NamedTuple):
     scale_inv: np.ndarray
 
 
-def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None) -> Scales:
+def scales_from_amax(
+    amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None
+) -> Scales:
     """scale and scale_inv of a policy (spec S-3, S-4, S-9 to S-15, S-17, S-20).
 
     Shapes:   amax float32, any shape; both scales float32 of that shape; previous float32, of that
@@ -36,23 +38,29 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
               scale = RN32(1 / scale_inv).
     Specials: ``ScalePolicy.zero``, ``infinite``, ``nan``. ``previous`` is the scale of the step
               before, 1 by default; under a policy that stores scale_inv, RN32(1 / what was stored).
-    Raises:   ValueError: an unknown policy, or one of two levels (S-22); amax or previous negative or not float32; previous of
-              another shape, or for a policy that never keeps it (S-11).
+    Raises:   ValueError: an unknown policy, or one of two levels (S-22); amax or previous negative
+              or not float32; previous of another shape, or for a policy that never keeps it (S-11).
     Source:   next to each policy in ``fp8ref/policy.py``.
     """
     policy = policies.by_name(policy)
     formats.check(fmt)
     if policy.two_level is not None:
         raise ValueError(
-            f"policy {policy.name!r} makes scales from a block's amax and the tensor's (S-22); got one amax. "
-            "Use two_level.scales_from_amaxes, or scaling.quantize."
+            f"policy {policy.name!r} makes scales from a block's amax and the tensor's (S-22); "
+            "got one amax. Use two_level.scales_from_amaxes, or scaling.quantize."
         )
     amax = magnitudes(amax, "amax")
     if previous is not None and not policy.keeps:
-        raise ValueError(f"policy {policy.name!r} never keeps a previous scale (S-11); got previous={previous}. Leave it out.")
+        raise ValueError(
+            f"policy {policy.name!r} never keeps a previous scale (S-11); got "
+            f"previous={previous}. Leave it out."
+        )
     previous = magnitudes(np.float32(1) if previous is None else previous, "previous")
     if previous.shape not in ((), amax.shape):
-        raise ValueError(f"previous has the shape of amax, {amax.shape}, or (); got {previous.shape}. Keep a scale for each amax.")
+        raise ValueError(
+            f"previous has the shape of amax, {amax.shape}, or (); got {previous.shape}. Keep a "
+            "scale for each amax."
+        )
     previous = np.broadcast_to(previous, amax.shape)
     if policy.unscaled:
         return Scales(np.ones_like(amax)[()], np.ones_like(amax)[()])
@@ -70,14 +78,20 @@ def scales_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *
         # (delayed_scaling.cu).
         kept = {"one": np.float32(1), "keep": previous, "keep_inverse": np.float32(1) / previous}
         # Asked of the floored amax: under an eps no amax is zero, and the ratio decides.
-        for met, special in ((floored == 0, policy.zero), (np.isinf(floored), policy.infinite), (np.isnan(floored), policy.nan)):
+        for met, special in (
+            (floored == 0, policy.zero),
+            (np.isinf(floored), policy.infinite),
+            (np.isnan(floored), policy.nan),
+        ):
             if special != "compute":
                 scale = np.where(met, kept[special], scale)
         scale = np.asarray(_overflow(scale, policy), np.float32)[()]
     return Scales(scale, scale_inv_from_scale(scale))
 
 
-def scale_from_amax(amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None) -> np.ndarray:
+def scale_from_amax(
+    amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None
+) -> np.ndarray:
     """The factor that multiplies into FP8: ``scales_from_amax(...).scale``. Shapes, order, specials
     and what it raises are the same.
 
@@ -98,8 +112,12 @@ def scale_inv_from_scale(scale) -> np.ndarray:
     """
     scale = cast.array(scale)
     if scale.dtype.kind in "cOSUb":
-        raise ValueError(f"scales are float32; got {scale.dtype}. Convert them with .astype(np.float32).")
-    with np.errstate(divide="ignore", over="ignore"):  # of zero, and of a subnormal scale below 2^-128
+        raise ValueError(
+            f"scales are float32; got {scale.dtype}. Convert them with .astype(np.float32)."
+        )
+    with np.errstate(
+        divide="ignore", over="ignore"
+    ):  # of zero, and of a subnormal scale below 2^-128
         return np.float32(1) / scale.astype(np.float32)
 
 
@@ -108,9 +126,14 @@ def magnitudes(value, name: str) -> np.ndarray:
     cast.check_subnormals()
     value = cast.array(value)
     if value.dtype != np.float32:
-        raise ValueError(f"{name} is float32; got {value.dtype}. Convert it with .astype(np.float32).")
+        raise ValueError(
+            f"{name} is float32; got {value.dtype}. Convert it with .astype(np.float32)."
+        )
     if np.any(value < 0):
-        raise ValueError(f"{name} is a magnitude, never negative; got {value[value < 0].flat[0]}. Take np.abs first.")
+        raise ValueError(
+            f"{name} is a magnitude, never negative; got {value[value < 0].flat[0]}. Take "
+            "np.abs first."
+        )
     return value
 
 
@@ -128,7 +151,9 @@ def round_to_power_of_two(scale: np.ndarray, *, by_log2: bool) -> np.ndarray:
             # ulp too large
             return np.exp2(k.astype(np.float64)).astype(np.float32)
     bits = scale.view(np.uint32) & np.uint32(0xFF800000)
-    return np.where(np.isnan(scale), scale, bits.view(np.float32))  # a NaN's mantissa is what makes it one
+    return np.where(
+        np.isnan(scale), scale, bits.view(np.float32)
+    )  # a NaN's mantissa is what makes it one
 
 
 def _ratio(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
@@ -156,7 +181,9 @@ def _scale_inv(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray
     # Rounded before the comparison, as in arrays of that dtype, and again after the factor.
     scale_inv = np.asarray(cast.round_to(scale_inv, policy.compute))
     scale_inv = np.where(scale_inv < policy.one_below, np.float32(1), scale_inv)
-    scale_inv = np.asarray(cast.round_to(scale_inv * np.float32(policy.factor), policy.scale_dtype), np.float32)
+    scale_inv = np.asarray(
+        cast.round_to(scale_inv * np.float32(policy.factor), policy.scale_dtype), np.float32
+    )
     if policy.power_of_two == "cut":
         scale_inv = (scale_inv.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
     elif policy.power_of_two == "exp2_log2":
@@ -170,7 +197,11 @@ _LARGEST = {"float32_max": np.float32(FLOAT32.max), "bfloat16_max": np.float32(B
 
 def _overflow(scale: np.ndarray, policy: ScalePolicy) -> np.ndarray:
     """An infinite scale, replaced by the largest number that the policy says."""
-    return scale if policy.overflow == "inf" else np.where(np.isinf(scale), _LARGEST[policy.overflow], scale)
+    return (
+        scale
+        if policy.overflow == "inf"
+        else np.where(np.isinf(scale), _LARGEST[policy.overflow], scale)
+    )
 
 
 def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
@@ -186,8 +217,14 @@ def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
         if policy.power_of_two == "exp2_log2":
             k = np.ceil(np.log2(quotient).astype(np.float32))
         else:
-            fraction, k = np.frexp(quotient)  # quotient = fraction * 2^k with fraction in [0.5, 1): 0.5 is a power of two, not rounded up
-            k = np.where(np.isinf(quotient), 127, np.where(quotient == 0, -127, k - (fraction == 0.5)))
+            fraction, k = np.frexp(
+                quotient
+                # quotient = fraction * 2^k with fraction in [0.5, 1): 0.5 is a power of two, not
+                # rounded up
+            )
+            k = np.where(
+                np.isinf(quotient), 127, np.where(quotient == 0, -127, k - (fraction == 0.5))
+            )
     nan = np.isnan(amax) | (np.isinf(amax) & (policy.e8m0.infinite == "as_nan"))
     k = np.where(nan, 0, np.clip(k, -127, 127)).astype(np.int64)
     scale = np.where(k == -127, policy.e8m0.scale_of_code_0, np.ldexp(1.0, -k))

@@ -3,8 +3,8 @@
 Order of ``quantize``: amax of each group that shares a scale (S-2); the policy's scale, by
 ``scales.py``; RN32(x * scale); clip to +-max; round to nearest even (S-5). ``dequantize``
 multiplies by scale_inv (S-8). ``amax_plain`` and ``quantize_plain`` are the definitions. Their
-compiled twins are in ``kernels.scaling``, and take any tensor and granularity as a matrix over a coarser
-grid of scales (``scale_grid``).
+compiled twins are in ``kernels.scaling``, and take any tensor and granularity as a matrix over a
+coarser grid of scales (``scale_grid``).
 """
 
 from collections.abc import Callable
@@ -69,7 +69,9 @@ def amax(x, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = F
     return _compiled_amax(x, granularity, axis)
 
 
-def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False) -> np.ndarray:
+def amax_plain(
+    x, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False
+) -> np.ndarray:
     """The definition of ``amax``, in NumPy alone. Raises as amax."""
     with np.errstate(invalid="ignore"):  # a signalling NaN is an input like others
         value = np.abs(tensor(x).astype(np.float32))
@@ -78,7 +80,9 @@ def amax_plain(x, granularity: str = "tensorwise", *, axis: int = -1, ragged: bo
     if granularity == "tensorwise":
         return value.max()[()]
     missing = [-n % size for n, size in zip(value.shape, sizes, strict=True)]
-    value = np.pad(value, [(0, n) for n in missing])  # a last block that is shorter is filled with zeros (S-6)
+    value = np.pad(
+        value, [(0, n) for n in missing]
+    )  # a last block that is shorter is filled with zeros (S-6)
     # [n, m] -> [n / bn, bn, m / bm, bm], reduced over the blocks' own axes
     split = [k for n, size in zip(value.shape, sizes, strict=True) for k in (n // size, size)]
     return value.reshape(split).max(axis=tuple(range(1, len(split), 2)))
@@ -128,7 +132,11 @@ def quantize(
         return quantize_with(x, scales_from_amax(of_blocks, fmt, policy), fmt, **given)
     found = two_level.scales_from_amaxes(of_blocks, amax(x), fmt, policy)
     q = quantize_with(x, Scales(found.scale, found.scale_inv), fmt, **given)
-    return q if policy.two_level.tensor == "none" else q._replace(tensor_scale_inv=found.tensor_scale_inv)
+    return (
+        q
+        if policy.two_level.tensor == "none"
+        else q._replace(tensor_scale_inv=found.tensor_scale_inv)
+    )
 
 
 def quantize_with(
@@ -155,13 +163,17 @@ def quantize_with(
     check_target(fmt)
     value = _in_compute_dtype(tensor(x), policy)
     if not isinstance(scales, Scales):
-        raise ValueError(f"scales are a pair Scales(scale, scale_inv), as scales_from_amax gives; got {type(scales).__name__}.")
+        raise ValueError(
+            "scales are a pair Scales(scale, scale_inv), as scales_from_amax gives; got "
+            f"{type(scales).__name__}."
+        )
     for name, given in scales._asdict().items():
         magnitudes(given, name)
     shape = granularities.scale_shape(granularity, value.shape, axis, ragged=True)
     if np.shape(scales.scale) != shape or np.shape(scales.scale_inv) != shape:
         raise ValueError(
-            f"{granularity} scales of x.shape={value.shape} have shape {shape}; got {np.shape(scales.scale)}, {np.shape(scales.scale_inv)}."
+            f"{granularity} scales of x.shape={value.shape} have shape {shape}; got "
+            f"{np.shape(scales.scale)}, {np.shape(scales.scale_inv)}."
         )
     if (
         policy.stored == "scale"
@@ -170,9 +182,23 @@ def quantize_with(
         and worth(_encoder(fmt, value.shape, granularity, axis), value.size, ELEMENTS)
     ):
         return Quantized(
-            _compiled_encode(value, scales.scale, fmt, granularity, axis), scales.scale, scales.scale_inv, fmt, granularity, axis
+            _compiled_encode(value, scales.scale, fmt, granularity, axis),
+            scales.scale,
+            scales.scale_inv,
+            fmt,
+            granularity,
+            axis,
         )
-    return quantize_plain(value, scales, fmt, granularity=granularity, policy=policy, axis=axis, rounding=rounding, seed=seed)
+    return quantize_plain(
+        value,
+        scales,
+        fmt,
+        granularity=granularity,
+        policy=policy,
+        axis=axis,
+        rounding=rounding,
+        seed=seed,
+    )
 
 
 def quantize_plain(
@@ -188,13 +214,17 @@ def quantize_plain(
 ) -> Quantized:
     """The definition of ``quantize_with``, in NumPy alone; fmt and scales are not checked."""
     policy = policies.by_name(policy)
-    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # 0 / 0, Inf * 0; the clip takes an overflow
+    with np.errstate(
+        divide="ignore", over="ignore", invalid="ignore"
+    ):  # 0 / 0, Inf * 0; the clip takes an overflow
         value = _in_compute_dtype(tensor(x), policy).astype(np.float32)
         if policy.stored == "scale":
             scaled = value * spread(scales.scale, value.shape, granularity, axis)
         else:
             scale_inv = _in_compute_dtype(scales.scale_inv, policy)
-            scaled = _in_compute_dtype(value / spread(scale_inv, value.shape, granularity, axis), policy)
+            scaled = _in_compute_dtype(
+                value / spread(scale_inv, value.shape, granularity, axis), policy
+            )
     codes = cast.encode_plain(np.clip(scaled, -fmt.max, fmt.max), fmt, rounding=rounding, seed=seed)
     return Quantized(codes, scales.scale, scales.scale_inv, fmt, granularity, axis)
 
@@ -216,32 +246,46 @@ def dequantize(q: Quantized) -> np.ndarray:
 
 def check_scales(q: Quantized, name: str = "operand") -> None:
     """ValueError unless q is a Quantized whose scale_inv is float32, has the granularity's shape,
-    is not negative, and is NaN only over codes that are NaN or zero (S-5, S-14), or of a format without
-    NaN; and the tensor's scale likewise."""
+    is not negative, and is NaN only over codes that are NaN or zero (S-5, S-14), or of a format
+    without NaN; and the tensor's scale likewise."""
     cast.check_subnormals()
     if not isinstance(q, Quantized):
         raise ValueError(f"{name} is a Quantized; got {type(q).__name__}. Use scaling.quantize.")
     if not isinstance(q.codes, np.ndarray) or q.codes.dtype != np.uint8:
-        raise ValueError(f"codes are a uint8 array; got {getattr(q.codes, 'dtype', type(q.codes).__name__)} in {name}. Use cast.encode.")
+        raise ValueError(
+            f"codes are a uint8 array; got {getattr(q.codes, 'dtype', type(q.codes).__name__)} "
+            f"in {name}. Use cast.encode."
+        )
     formats.check(q.fmt)
     dtype = getattr(q.scale_inv, "dtype", type(q.scale_inv).__name__)
     if dtype != np.float32:
-        raise ValueError(f"scales are float32 arrays; got {dtype} in {name}. Convert them with np.float32 or .astype(np.float32).")
+        raise ValueError(
+            f"scales are float32 arrays; got {dtype} in {name}. Convert them with np.float32 or "
+            ".astype(np.float32)."
+        )
     shape = granularities.scale_shape(q.granularity, q.codes.shape, q.axis, ragged=True)
     if q.scale_inv.shape != shape:
         raise ValueError(
-            f"{q.granularity} scales of codes {q.codes.shape} have shape {shape}; got {q.scale_inv.shape} in {name}. Use scaling.quantize."
+            f"{q.granularity} scales of codes {q.codes.shape} have shape {shape}; got "
+            f"{q.scale_inv.shape} in {name}. Use scaling.quantize."
         )
     if np.any(q.scale_inv < 0):
-        raise ValueError(f"scales are not negative; got {np.min(q.scale_inv)} in {name}. Negate the codes' signs instead.")
+        raise ValueError(
+            f"scales are not negative; got {np.min(q.scale_inv)} in {name}. Negate the codes' "
+            "signs instead."
+        )
     if q.tensor_scale_inv is not None:
         one = magnitudes(q.tensor_scale_inv, "tensor_scale_inv")
         if one.shape != ():
-            raise ValueError(f"a tensor has one tensor_scale_inv, of shape (); got {one.shape} in {name}.")
+            raise ValueError(
+                f"a tensor has one tensor_scale_inv, of shape (); got {one.shape} in {name}."
+            )
     nan = np.isnan(q.scale_inv)
     if nan.any() and q.fmt.has_nan:
         values = cast.decode(q.codes, q.fmt)
-        if np.any(spread(nan, q.codes.shape, q.granularity, q.axis) & ~np.isnan(values) & (values != 0)):
+        if np.any(
+            spread(nan, q.codes.shape, q.granularity, q.axis) & ~np.isnan(values) & (values != 0)
+        ):
             raise ValueError(
                 "a NaN scale applies only to codes that are NaN or zero (S-5, S-14); got "
                 f"other codes under a NaN scale in {name}. Find the source of the NaN."
@@ -249,12 +293,18 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
 
 
 def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: str, axis: int) -> np.ndarray:
-    """Repeat scales over their blocks, of which the last may be shorter, so that they broadcast against
-    a tensor of this shape. Raises as ``granularity.blocks``."""
+    """Repeat scales over their blocks, of which the last may be shorter, so that they broadcast
+    against a tensor of this shape. Raises as ``granularity.blocks``."""
     if granularity in ("tensorwise", "rowwise"):
         return scale
-    for i, (n, size) in enumerate(zip(shape, granularities.blocks(granularity, shape, axis, ragged=True), strict=True)):
-        scale = np.repeat(scale, size, axis=i).take(range(n), axis=i) if n % size else np.repeat(scale, size, axis=i)
+    for i, (n, size) in enumerate(
+        zip(shape, granularities.blocks(granularity, shape, axis, ragged=True), strict=True)
+    ):
+        scale = (
+            np.repeat(scale, size, axis=i).take(range(n), axis=i)
+            if n % size
+            else np.repeat(scale, size, axis=i)
+        )
     return scale
 
 
@@ -265,7 +315,8 @@ def tensor(x) -> np.ndarray:
     cast.check_dtype(x)
     if x.dtype == np.float64:
         raise ValueError(
-            "a tensor is scaled from float32 or a narrower dtype, which hold its amax exactly (S-2); got float64. Round it first."
+            "a tensor is scaled from float32 or a narrower dtype, which hold its amax exactly "
+            "(S-2); got float64. Round it first."
         )
     return x
 
@@ -274,7 +325,10 @@ def check_target(fmt: Format) -> None:
     """ValueError unless tensors are quantized to fmt."""
     formats.check(fmt)
     if fmt.bits > 8 or not fmt.signed:
-        raise ValueError(f"tensors are quantized to {', '.join(formats.QUANTIZED_FORMATS)}; got {fmt}. Use cast.round_to or cast.encode.")
+        raise ValueError(
+            f"tensors are quantized to {', '.join(formats.QUANTIZED_FORMATS)}; got {fmt}. Use "
+            "cast.round_to or cast.encode."
+        )
 
 
 def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:
@@ -304,11 +358,17 @@ def _compiled_amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:
     threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
     # Bits of magnitudes order as the magnitudes do, NaNs on top, so that integers give the right
     # maximum.
-    result = np.maximum.reduce(partial).view(np.float32).reshape(granularities.scale_shape(granularity, x.shape, axis, ragged=True))
+    result = (
+        np.maximum.reduce(partial)
+        .view(np.float32)
+        .reshape(granularities.scale_shape(granularity, x.shape, axis, ragged=True))
+    )
     return np.where(np.isnan(result), np.float32(np.nan), result)[()]
 
 
-def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, granularity: str, axis: int) -> np.ndarray:
+def _compiled_encode(
+    x: np.ndarray, scale: np.ndarray, fmt: Format, granularity: str, axis: int
+) -> np.ndarray:
     """uint8 codes of RN32(f32(x) * scale), saturated, rounded to nearest even; scale float32 of
     ``scale_shape``, not checked."""
     g = grid_of(granularity, x.shape, axis)
@@ -320,13 +380,21 @@ def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, granularity:
     )
 
     def rows(begin: int, end: int) -> None:
-        _in_pieces(x, g, begin, end, lambda a, b, piece: kernel(piece, g.group[a:b], g.width, scales, matrix[a:b]))
+        _in_pieces(
+            x,
+            g,
+            begin,
+            end,
+            lambda a, b, piece: kernel(piece, g.group[a:b], g.width, scales, matrix[a:b]),
+        )
 
     threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
     return codes
 
 
-def _in_pieces(x: np.ndarray, g: Grid, begin: int, end: int, work: Callable[[int, int, np.ndarray], None]) -> None:
+def _in_pieces(
+    x: np.ndarray, g: Grid, begin: int, end: int, work: Callable[[int, int, np.ndarray], None]
+) -> None:
     """work(first row, row after the last, float32 bits of these rows), over pieces of limited
     memory."""
     matrix = x.reshape(g.rows, g.columns)

@@ -125,7 +125,11 @@ def _measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[str, np.ufunc, np.nd
     yield "subnormals", np.add, (at_code > 0) & (at_code < q.fmt.smallest_normal)
     yield "overflows", np.add, _overflows(scaled, q.fmt)
     yield "saturated", np.add, at_code == q.fmt.max
-    yield "max_ulp", np.maximum, np.where(finite, np.abs(decoded.astype(np.float64) - scaled) / _spacing(scaled, q.fmt), 0)
+    yield (
+        "max_ulp",
+        np.maximum,
+        np.where(finite, np.abs(decoded.astype(np.float64) - scaled) / _spacing(scaled, q.fmt), 0),
+    )
     value = np.where(finite, x, 0).astype(np.float64)
     yield "magnitude", np.add, np.abs(value)
     yield "signal", np.add, value * value
@@ -168,7 +172,14 @@ class Exponents:
     codes: np.ndarray
 
 
-def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = None, highest: int | None = None) -> Exponents:
+def exponents(
+    x,
+    q: Quantized,
+    *,
+    per_group: bool = False,
+    lowest: int | None = None,
+    highest: int | None = None,
+) -> Exponents:
     """Histograms of exponents, before and after the cast: which part of the format's range is used.
 
     Shapes:   as statistics, with a last axis of highest - lowest + 3 bins.
@@ -181,10 +192,15 @@ def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = 
     lowest = q.fmt.emin - q.fmt.mantissa_bits - 1 if lowest is None else lowest
     highest = int(np.frexp(q.fmt.max)[1]) - 1 if highest is None else highest
     if lowest > highest:
-        raise ValueError(f"a histogram has at least one exponent; got lowest={lowest}, highest={highest}. Swap them.")
+        raise ValueError(
+            f"a histogram has at least one exponent; got lowest={lowest}, highest={highest}. "
+            "Swap them."
+        )
     bins = range(highest - lowest + 3)
 
-    def measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[tuple[str, int], np.ufunc, np.ndarray]]:
+    def measure(
+        x: np.ndarray, q: Quantized
+    ) -> Iterator[tuple[tuple[str, int], np.ufunc, np.ndarray]]:
         for name, value in (("scaled", _scaled(x, q)), ("codes", cast.decode(q.codes, q.fmt))):
             exponent = np.where(np.isinf(value), highest + 1, np.frexp(value)[1] - 1)
             # All below lowest share the first bin, all above highest the last.
@@ -195,7 +211,9 @@ def exponents(x, q: Quantized, *, per_group: bool = False, lowest: int | None = 
 
     with np.errstate(invalid="ignore", over="ignore"):  # NaN, and products beyond float32
         counts = reduce_groups(x, q, measure, per_group=per_group)
-    scaled, codes = (np.stack([counts[name, i] for i in bins], axis=-1) for name in ("scaled", "codes"))
+    scaled, codes = (
+        np.stack([counts[name, i] for i in bins], axis=-1) for name in ("scaled", "codes")
+    )
     return Exponents(lowest=lowest, highest=highest, scaled=scaled, codes=codes)
 
 
@@ -235,7 +253,9 @@ def error(out, reference) -> Error:
     """
     out, reference = cast.exact(out), cast.exact(reference)
     if out.shape != reference.shape or not out.size:
-        raise ValueError(f"out and reference have one shape, not empty; got {out.shape} and {reference.shape}.")
+        raise ValueError(
+            f"out and reference have one shape, not empty; got {out.shape} and {reference.shape}."
+        )
     finite = np.isfinite(reference)
     same = (out == reference) | (np.isnan(out) & np.isnan(reference))
     ref = reference[finite]
@@ -247,15 +267,23 @@ def error(out, reference) -> Error:
             non_finite=int((~finite).sum()),
             disagreeing=int((~finite & ~same).sum()),
             max_absolute=float(np.abs(e).max(initial=0)) if ref.size else np.nan,
-            max_relative=float(_quotient(np.abs(e), np.abs(ref), zero=True).max(initial=0)) if ref.size else np.nan,
-            rms_relative=float(np.sqrt(_quotient((e * e).sum(), (ref * ref).sum(), zero=ref.size > 0))),
+            max_relative=float(_quotient(np.abs(e), np.abs(ref), zero=True).max(initial=0))
+            if ref.size
+            else np.nan,
+            rms_relative=float(
+                np.sqrt(_quotient((e * e).sum(), (ref * ref).sum(), zero=ref.size > 0))
+            ),
             bias=float(_quotient(e.sum(), total, zero=ref.size > 0)),
             magnitude_bias=float(_quotient((np.sign(ref) * e).sum(), total, zero=ref.size > 0)),
         )
 
 
 def reduce_groups(
-    x, q: Quantized, measure: Callable[[np.ndarray, Quantized], Iterator[tuple[_K, np.ufunc, np.ndarray]]], *, per_group: bool
+    x,
+    q: Quantized,
+    measure: Callable[[np.ndarray, Quantized], Iterator[tuple[_K, np.ufunc, np.ndarray]]],
+    *,
+    per_group: bool,
 ) -> dict[_K, np.ndarray]:
     """Sums and maxima of what ``measure`` yields, over all elements or each of q's groups, in
     slabs.
@@ -276,7 +304,11 @@ def reduce_groups(
     parts: dict[_K, list[np.ndarray]] = {}
     for start in range(0, len(x), rows):
         part = slice(start, start + rows)
-        scales = ... if sizes[0] is None else slice(start // block, -(-min(start + rows, len(x)) // block))
+        scales = (
+            ...
+            if sizes[0] is None
+            else slice(start // block, -(-min(start + rows, len(x)) // block))
+        )
         slab = q._replace(codes=codes[part], scale=q.scale[scales], scale_inv=q.scale_inv[scales])
         for key, combine, values in measure(cast.exact(x[part]).astype(np.float32), slab):
             value = _reduce(values, combine, groups)
@@ -288,7 +320,9 @@ def reduce_groups(
 
 
 def _reduce(values: np.ndarray, combine: np.ufunc, groups: list[int | None]) -> np.ndarray:
-    """Reduce a slab, the last axis first; groups: the length of a group along each axis, or None."""
+    """Reduce a slab, the last axis first; groups: the length of a group along each axis, or
+    None.
+    """
     for i in reversed(range(values.ndim)):
         dtype = np.int64 if values.dtype == np.bool_ else values.dtype
         size = groups[i]
@@ -311,10 +345,18 @@ def _check(x, q: Quantized) -> None:
     for scale in (q.scale_inv, q.scale):
         scaling.check_scales(q._replace(scale_inv=scale) if isinstance(q, Quantized) else q, "q")
     if q.fmt.name not in QUANTIZED_FORMATS:
-        raise ValueError(f"statistics are of tensors in {', '.join(QUANTIZED_FORMATS)}; got {q.fmt}.")
+        raise ValueError(
+            f"statistics are of tensors in {', '.join(QUANTIZED_FORMATS)}; got {q.fmt}."
+        )
     if x.dtype == np.float64:
-        raise ValueError("statistics compare q with the tensor it came from, which was not float64. Round x to float32 first.")
+        raise ValueError(
+            "statistics compare q with the tensor it came from, which was not float64. Round x "
+            "to float32 first."
+        )
     if x.shape != q.codes.shape:
-        raise ValueError(f"statistics take x and its own q; got x.shape={x.shape} and codes of shape {q.codes.shape}.")
+        raise ValueError(
+            f"statistics take x and its own q; got x.shape={x.shape} and codes of shape "
+            f"{q.codes.shape}."
+        )
     cast.exact(x.ravel()[:0])  # refuses dtypes that are not floating point
     granularities.scale_shape(q.granularity, x.shape, q.axis, ragged=True)  # refuses empty tensors

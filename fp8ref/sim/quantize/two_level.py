@@ -1,7 +1,7 @@
 """Scales of blocks in an 8-bit format, under one float32 scale of the tensor (spec S-22).
 
-Every product and quotient is rounded once to float32, in the order of the library that a policy is of.
-There is no compiled twin: scales are few.
+Every product and quotient is rounded once to float32, in the order of the library that a policy is
+of. There is no compiled twin: scales are few.
 """
 
 from typing import NamedTuple
@@ -30,12 +30,15 @@ class TwoLevelScales(NamedTuple):
     tensor_scale_inv: np.ndarray
 
 
-def scales_from_amaxes(amax, tensor_amax, fmt: Format = E2M1FN, policy: str | ScalePolicy = "te_nvfp4") -> TwoLevelScales:
+def scales_from_amaxes(
+    amax, tensor_amax, fmt: Format = E2M1FN, policy: str | ScalePolicy = "te_nvfp4"
+) -> TwoLevelScales:
     """The scales of blocks from their amaxes and the tensor's.
 
-    Shapes:   amax float32 of the blocks' shape; tensor_amax float32 (); scales as ``TwoLevelScales``.
-    Order:    ``encode``: S = min(RN(2688 / tensor_amax), float32's max), 1 where tensor_amax or S is
-              0; block = RN(amax * RN(S * RN(1/6))); scale = min(RN(1 / RN(block * RN(1/S))),
+    Shapes:   amax float32 of the blocks' shape; tensor_amax float32 (); scales as
+              ``TwoLevelScales``.
+    Order:    ``encode``: S = min(RN(2688 / tensor_amax), float32's max), 1 where tensor_amax or S
+              is 0; block = RN(amax * RN(S * RN(1/6))); scale = min(RN(1 / RN(block * RN(1/S))),
               float32's max). ``decode``: T = RN(tensor_amax / 2688); block = RN(RN(amax / 6) / T);
               scale = RN(RN(1/T) / block). ``none``: T = 1 throughout. block is raised to the
               policy's smallest, lowered to 448, and rounded to e4m3fn before scale is made.
@@ -52,12 +55,14 @@ def scales_from_amaxes(amax, tensor_amax, fmt: Format = E2M1FN, policy: str | Sc
     rule = policy.two_level
     if rule is None or fmt != E2M1FN:
         raise ValueError(
-            f"two-level scales are of {E2M1FN}, by one of {', '.join(policies.FP4_POLICIES)}; got {fmt}, policy {policy.name!r}. "
-            "Use scales.scales_from_amax for other policies."
+            f"two-level scales are of {E2M1FN}, by one of {', '.join(policies.FP4_POLICIES)}; "
+            f"got {fmt}, policy {policy.name!r}. Use scales.scales_from_amax for other policies."
         )
     amax, tensor = magnitudes(amax, "amax"), magnitudes(tensor_amax, "tensor_amax")
     if tensor.shape != ():
-        raise ValueError(f"a tensor has one amax, of shape (); got {tensor.shape}. Use scaling.amax(x).")
+        raise ValueError(
+            f"a tensor has one amax, of shape (); got {tensor.shape}. Use scaling.amax(x)."
+        )
     one, top = np.float32(1), np.float32(fmt.max)
     with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
         if rule.tensor == "encode":
@@ -67,7 +72,11 @@ def scales_from_amaxes(amax, tensor_amax, fmt: Format = E2M1FN, policy: str | Sc
             inverse = np.asarray(one / encode)
             scale = np.minimum(one / (block * inverse), _LARGEST)
         else:
-            inverse = np.asarray(tensor / np.float32(rule.block_fmt.max * fmt.max) if rule.tensor == "decode" else one)
+            inverse = np.asarray(
+                tensor / np.float32(rule.block_fmt.max * fmt.max)
+                if rule.tensor == "decode"
+                else one
+            )
             block = _block_scale(amax / top / inverse, rule)
             scale = one / inverse / block
     return TwoLevelScales(np.asarray(scale)[()], block, inverse.astype(np.float32)[()])

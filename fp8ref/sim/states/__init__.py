@@ -1,4 +1,6 @@
-"""AdamW whose moments are stored in FP8 (spec O): ``states`` is the step, ``moments`` one moment."""
+"""AdamW whose moments are stored in FP8 (spec O): ``states`` is the step, ``moments`` one
+moment.
+"""
 
 from fp8ref.sim.states.states import State, copy, decode, in_range, init, master, step, weight
 

@@ -37,29 +37,51 @@ def measure(
     return health.of(found, states.by_name(layout).bytes_per_parameter(after.m.codes.size))
 
 
-def numbers(g, before: State, after: State, *, b1: float, b2: float, eps: float, layout: str | Layout) -> np.ndarray:
+def numbers(
+    g, before: State, after: State, *, b1: float, b2: float, eps: float, layout: str | Layout
+) -> np.ndarray:
     """The measurement float64 [health.FIELDS] that ``measure`` makes its figures of. Raises as
     ``measure``."""
     size = after.m.codes.size
     given, layout = layout, states.by_name(layout).of(size)
     if after.step != before.step + 1:
-        raise ValueError(f"health is of one step; got states after {before.step} and {after.step} steps.")
+        raise ValueError(
+            f"health is of one step; got states after {before.step} and {after.step} steps."
+        )
     at = states.scalars(after.step, learning_rate=0.0, b1=b1, b2=b2, eps=eps, weight_decay=0.0)
     both = (layout.m, layout.v)
-    (old_m, old_v), stored = (tuple(x.reshape(-1) for x in sim.decode(state, given)) for state in (before, after))
+    (old_m, old_v), stored = (
+        tuple(x.reshape(-1) for x in sim.decode(state, given)) for state in (before, after)
+    )
     with np.errstate(all="ignore"):
-        new = moments.averages(sim.in_range(cast.exact(g).astype(np.float32).reshape(-1)), old_m, old_v, at, layout)
+        new = moments.averages(
+            sim.in_range(cast.exact(g).astype(np.float32).reshape(-1)), old_m, old_v, at, layout
+        )
         idle = moments.averages(np.zeros(size, np.float32), stored[0], stored[1], at, layout)
-        wanted, found = (moments.ratio(pair[0], pair[1], at).astype(np.float64) for pair in (new, stored))
+        wanted, found = (
+            moments.ratio(pair[0], pair[1], at).astype(np.float64) for pair in (new, stored)
+        )
         roots, stored_roots = (np.sqrt(pair[1].astype(np.float64)) for pair in (new, stored))
         counts = (
             size,
             ((stored[1] == 0) & (stored[0] != 0)).sum(),
             (np.abs(wanted) > at.bound).sum() if layout.bounded else 0,
-            *(_clipped(x, kept, moment).sum() for x, kept, moment in zip(new, (after.m, after.v), both, strict=True)),
-            *(_stalled(x, kept, moment).sum() for x, kept, moment in zip(idle, (after.m, after.v), both, strict=True)),
+            *(
+                _clipped(x, kept, moment).sum()
+                for x, kept, moment in zip(new, (after.m, after.v), both, strict=True)
+            ),
+            *(
+                _stalled(x, kept, moment).sum()
+                for x, kept, moment in zip(idle, (after.m, after.v), both, strict=True)
+            ),
         )
-        sums = (roots.sum(), (stored_roots - roots).sum(), (wanted**2).sum(), ((found - wanted) ** 2).sum(), np.abs(found).max())
+        sums = (
+            roots.sum(),
+            (stored_roots - roots).sum(),
+            (wanted**2).sum(),
+            ((found - wanted) ** 2).sum(),
+            np.abs(found).max(),
+        )
         return np.array([*counts, *sums], np.float64)
 
 

@@ -39,8 +39,17 @@ def zeros(shape: tuple[int, ...], moment: Moment) -> MomentState:
     if moment.scaling is None:
         return MomentState(codes)
     groups = () if moment.block is None else (moment.groups(size),)
-    ones, amax = np.ones(groups, np.float32), None if moment.amax == "exact" else np.zeros(groups, np.float32)
-    return MomentState(codes, ones, amax, ones.copy() if moment.expansion else None, ones.copy() if moment.expansion else None)
+    ones, amax = (
+        np.ones(groups, np.float32),
+        None if moment.amax == "exact" else np.zeros(groups, np.float32),
+    )
+    return MomentState(
+        codes,
+        ones,
+        amax,
+        ones.copy() if moment.expansion else None,
+        ones.copy() if moment.expansion else None,
+    )
 
 
 def scales(amax, moment: Moment) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +68,9 @@ def scales(amax, moment: Moment) -> tuple[np.ndarray, np.ndarray]:
     return scale, _ONE / scale
 
 
-def averages(g: np.ndarray, m: np.ndarray, v: np.ndarray, at: Scalars, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+def averages(
+    g: np.ndarray, m: np.ndarray, v: np.ndarray, at: Scalars, layout: Layout
+) -> tuple[np.ndarray, np.ndarray]:
     """The new moments (O-5)."""
     square = g * g
     if layout.average == "products":
@@ -73,7 +84,9 @@ def averages(g: np.ndarray, m: np.ndarray, v: np.ndarray, at: Scalars, layout: L
 
 def ratio(m: np.ndarray, v: np.ndarray, at: Scalars) -> np.ndarray:
     """The ratio of corrected moments, before a bound (O-6)."""
-    return (m * np.float32(at.inverse1)) / (np.sqrt(v) * np.float32(at.inverse2) + np.float32(at.eps))
+    return (m * np.float32(at.inverse1)) / (
+        np.sqrt(v) * np.float32(at.inverse2) + np.float32(at.eps)
+    )
 
 
 def not_tiny(x: np.ndarray, layout: Layout) -> np.ndarray:
@@ -81,7 +94,9 @@ def not_tiny(x: np.ndarray, layout: Layout) -> np.ndarray:
     return np.where(np.abs(x) < np.float32(layout.smallest_moment), np.float32(0), x)
 
 
-def read(stored: MomentState, moment: Moment, codes: np.ndarray, start: int, layout: Layout) -> np.ndarray:
+def read(
+    stored: MomentState, moment: Moment, codes: np.ndarray, start: int, layout: Layout
+) -> np.ndarray:
     """The moment that these codes hold (O-4); start is the flat index of the first."""
     x = cast.decode(codes, moment.fmt) if codes.dtype == np.uint8 else codes
     with np.errstate(all="ignore"):
@@ -89,7 +104,11 @@ def read(stored: MomentState, moment: Moment, codes: np.ndarray, start: int, lay
             x = x * spread(stored.scale_inv, start, codes.size, moment)
         if stored.exponent is not None and stored.center is not None:
             exponent = spread(stored.exponent, start, codes.size, moment)
-            x = np.copysign(_root_of_power(np.abs(x), exponent) * spread(stored.center, start, codes.size, moment), x)
+            x = np.copysign(
+                _root_of_power(np.abs(x), exponent)
+                * spread(stored.center, start, codes.size, moment),
+                x,
+            )
         if moment.root:
             x = x * x
         return not_tiny(x, layout)
@@ -127,11 +146,18 @@ def store(
     scale, scale_inv = scales(amax, moment)
     codes = []
     for start, x in xs:
-        scaled = x / spread(scale_inv, start, x.size, moment) if moment.scaling == "divide" else x * spread(scale, start, x.size, moment)
+        scaled = (
+            x / spread(scale_inv, start, x.size, moment)
+            if moment.scaling == "divide"
+            else x * spread(scale, start, x.size, moment)
+        )
         codes.append(_kept(round_codes(scaled, moment, start, key), x, moment))
     kept = own if moment.amax == "previous" else None
     if moment.amax == "predicted":
-        decoded = [(start, _values(c, moment) * spread(scale_inv, start, c.size, moment)) for (start, _), c in zip(xs, codes, strict=True)]
+        decoded = [
+            (start, _values(c, moment) * spread(scale_inv, start, c.size, moment))
+            for (start, _), c in zip(xs, codes, strict=True)
+        ]
         kept = _group_max(decoded, size, moment)
     return MomentState(np.concatenate(codes).reshape(shape), scale_inv, kept)
 
@@ -143,7 +169,9 @@ def change(ratio: np.ndarray | np.float32, p: np.ndarray, at: Scalars) -> np.nda
     return np.where(np.abs(found) < np.float32(states.STEP_MIN), np.float32(0), found)
 
 
-def _predicted(stored, gradients: np.ndarray, moment: Moment, which: int, at: Scalars, layout: Layout) -> np.ndarray:
+def _predicted(
+    stored, gradients: np.ndarray, moment: Moment, which: int, at: Scalars, layout: Layout
+) -> np.ndarray:
     """A bound of what will be stored, from the amax of what is stored and that of the gradients
     (O-9): the same operations on magnitudes, which rounding keeps in order."""
     if moment.root:
@@ -153,12 +181,23 @@ def _predicted(stored, gradients: np.ndarray, moment: Moment, which: int, at: Sc
     return np.sqrt(bound) if moment.root else bound
 
 
-def _store_expanded(xs: list[tuple[int, np.ndarray]], amax: np.ndarray, moment: Moment, shape: tuple[int, ...], key: int | None):
+def _store_expanded(
+    xs: list[tuple[int, np.ndarray]],
+    amax: np.ndarray,
+    moment: Moment,
+    shape: tuple[int, ...],
+    key: int | None,
+):
     """The stored moment under an expansion (O-10)."""
     size = int(np.prod(shape, dtype=np.int64))
     # The smallest magnitude that is not zero: the largest of reciprocals is not exact, so that
     # magnitudes are compared as negative numbers.
-    smallest = -_group_max([(s, np.where(x == 0, -np.float32(np.inf), -np.abs(x))) for s, x in xs], size, moment, magnitudes=False)
+    smallest = -_group_max(
+        [(s, np.where(x == 0, -np.float32(np.inf), -np.abs(x))) for s, x in xs],
+        size,
+        moment,
+        magnitudes=False,
+    )
     floor = np.float32(moment.floor)
     top = np.maximum(amax, floor)
     bottom = np.minimum(np.maximum(smallest, floor), top)
@@ -166,7 +205,9 @@ def _store_expanded(xs: list[tuple[int, np.ndarray]], amax: np.ndarray, moment: 
     ratio = top / bottom
     exponent = np.full(ratio.shape, np.float32(states.EXPONENTS[-1]))
     for k in reversed(states.EXPONENTS[:-1]):
-        exponent = np.where(ratio <= np.float32(states.EXPANDED_RANGE ** (1 / k)), np.float32(k), exponent)
+        exponent = np.where(
+            ratio <= np.float32(states.EXPANDED_RANGE ** (1 / k)), np.float32(k), exponent
+        )
     scale_inv = power(top / center, exponent) / np.float32(moment.fmt.max)
     codes = []
     for start, x in xs:
@@ -184,7 +225,9 @@ def expanded(x: np.ndarray, center, exponent, scale_inv, start: int, moment: Mom
 def power(x: np.ndarray, exponent: np.ndarray) -> np.ndarray:
     """x to the powers 4, 2, 1 and 1/2, by products and roots (O-10)."""
     square = x * x
-    return np.select([exponent == 4, exponent == 2, exponent == 1], [square * square, square, x], np.sqrt(x))
+    return np.select(
+        [exponent == 4, exponent == 2, exponent == 1], [square * square, square, x], np.sqrt(x)
+    )
 
 
 def _root_of_power(y: np.ndarray, exponent: np.ndarray) -> np.ndarray:
@@ -218,24 +261,36 @@ def _kept(codes: np.ndarray, x: np.ndarray, moment: Moment) -> np.ndarray:
         return codes
     if codes.dtype == np.uint8:
         return np.where((x != 0) & (codes & 0x7F == 0), codes | np.uint8(1), codes)
-    return np.where((x != 0) & (codes == 0), np.copysign(np.float32(moment.fmt.smallest_subnormal), x), codes)
+    return np.where(
+        (x != 0) & (codes == 0), np.copysign(np.float32(moment.fmt.smallest_subnormal), x), codes
+    )
 
 
 def _values(codes: np.ndarray, moment: Moment) -> np.ndarray:
     return cast.decode(codes, moment.fmt) if codes.dtype == np.uint8 else codes
 
 
-def _group_max(pieces: list[tuple[int, np.ndarray]], size: int, moment: Moment, *, magnitudes: bool = True) -> np.ndarray:
+def _group_max(
+    pieces: list[tuple[int, np.ndarray]], size: int, moment: Moment, *, magnitudes: bool = True
+) -> np.ndarray:
     """float32 () or [blocks]: the largest magnitude of each group, a NaN over all (O-7); of each
     piece first, then of the pieces, as ranks do it."""
     found = np.full(moment.groups(size), np.float32(0 if magnitudes else -np.inf))
     for start, x in pieces:
         value = np.abs(x) if magnitudes else x
-        group = np.zeros(x.size, np.int64) if moment.block is None else np.arange(start, start + x.size) // moment.block
+        group = (
+            np.zeros(x.size, np.int64)
+            if moment.block is None
+            else np.arange(start, start + x.size) // moment.block
+        )
         np.maximum.at(found, group, value)  # propagates NaN
     return found[0] if moment.block is None else found
 
 
 def spread(of_groups, start: int, count: int, moment: Moment) -> np.ndarray:
     """The values of the groups of the elements start, start + 1, ..."""
-    return of_groups if moment.block is None else of_groups[np.arange(start, start + count) // moment.block]
+    return (
+        of_groups
+        if moment.block is None
+        else of_groups[np.arange(start, start + count) // moment.block]
+    )

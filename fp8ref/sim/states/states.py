@@ -7,9 +7,10 @@ one tensor.
 
 Order of a step: gradients out of range (O-2); the moments read back (O-4); their averages (O-5);
 the weight (O-6); the scales of the new moments (O-7, O-9, O-10); their codes (O-8). Every operation
-is one float32 operation, rounded to nearest even. A layout is a ``fp8ref.spec.states.layouts.Layout``. A step
-knows nothing of elements but their flat index and the amaxes of their group, so that any cut of a
-tensor gives the same (O-11): ``cuts`` makes the step as several ranks make it.
+is one float32 operation, rounded to nearest even. A layout is a
+``fp8ref.spec.states.layouts.Layout``. A step knows nothing of elements but their flat index and the
+amaxes of their group, so that any cut of a tensor gives the same (O-11): ``cuts`` makes the step as
+several ranks make it.
 
 A layout with masters (O-14) takes and gives what is stored of the weight in its place:
 
@@ -41,8 +42,8 @@ _NO_STEP = Scalars(*[0.0] * len(Scalars._fields))
 
 
 class State(NamedTuple):
-    """The state of one tensor: the steps that were made, both moments, in the tensor's shape, and the
-    decisions of the layout, as text (spec O-17)."""
+    """The state of one tensor: the steps that were made, both moments, in the tensor's shape, and
+    the decisions of the layout, as text (spec O-17)."""
 
     step: int
     m: MomentState
@@ -72,7 +73,10 @@ def decode(state: State, layout: str | Layout = "sqrt_e4m3") -> tuple[np.ndarray
     shape = state.m.codes.shape
     layout = _check_state(state, layout, shape)
     both = ((state.m, layout.m), (state.v, layout.v))
-    m, v = (moments.read(stored, moment, stored.codes.reshape(-1), 0, layout).reshape(shape) for stored, moment in both)
+    m, v = (
+        moments.read(stored, moment, stored.codes.reshape(-1), 0, layout).reshape(shape)
+        for stored, moment in both
+    )
     return m, v
 
 
@@ -92,9 +96,13 @@ def master(p, layout: str | Layout) -> MomentState:
     of = dataclasses.replace(layout.master, amax="exact", rounding="nearest_even")
     with np.errstate(all="ignore"):
         flat = np.ascontiguousarray(p).reshape(-1)
-        made = moments.store([(0, flat, flat)], moments.zeros(p.shape, of), of, 2, p.shape, _NO_STEP, None, layout)
+        made = moments.store(
+            [(0, flat, flat)], moments.zeros(p.shape, of), of, 2, p.shape, _NO_STEP, None, layout
+        )
         if layout.master.amax == "predicted":
-            made = made._replace(amax=np.abs(moments.read(made, of, made.codes.reshape(-1), 0, layout)).max())
+            made = made._replace(
+                amax=np.abs(moments.read(made, of, made.codes.reshape(-1), 0, layout)).max()
+            )
     return made
 
 
@@ -108,20 +116,26 @@ def weight(stored: MomentState, layout: str | Layout) -> np.ndarray:
     layout = _layout_of(layout, stored.codes.shape)
     _check_keeps_master(layout)
     _check_stored(stored, layout.master, "the master", layout, stored.codes.shape)
-    return moments.read(stored, layout.master, stored.codes.reshape(-1), 0, layout).reshape(stored.codes.shape)
+    return moments.read(stored, layout.master, stored.codes.reshape(-1), 0, layout).reshape(
+        stored.codes.shape
+    )
 
 
-def copy(stored: MomentState, layout: str | Layout, recipe: str | Recipe, fmt: Format = BFLOAT16) -> Quantized:
+def copy(
+    stored: MomentState, layout: str | Layout, recipe: str | Recipe, fmt: Format = BFLOAT16
+) -> Quantized:
     """The FP8 copy of the weight that a master holds, which linears of a recipe take as it is (spec
     O-16).
 
     fmt       that the model computes in.
-    Order:    ``weight``, one rounding to fmt, then ``scaling.quantize`` by the cast that the recipe has
-              for weights.
+    Order:    ``weight``, one rounding to fmt, then ``scaling.quantize`` by the cast that the recipe
+              has for weights.
     Raises:   ValueError: as ``weight`` and ``recipe.weight_copy``.
     """
     spec = recipes.weight_copy(recipe)
-    return scaling.quantize(cast.round_to(weight(stored, layout), fmt), spec.fmt, policy=spec.policy)
+    return scaling.quantize(
+        cast.round_to(weight(stored, layout), fmt), spec.fmt, policy=spec.policy
+    )
 
 
 def step(
@@ -159,21 +173,39 @@ def step(
     stored = p if isinstance(p, MomentState) else None
     if layout.keeps_master != (stored is not None):
         raise ValueError(
-            f"layout {layout.name!r} takes {'masters: states.master(p, layout)' if layout.keeps_master else 'weights'}; got {type(p).__name__}."
+            f"layout {layout.name!r} takes "
+            f"{'masters: states.master(p, layout)' if layout.keeps_master else 'weights'}; got "
+            f"{type(p).__name__}."
         )
     p, g = cast.array(p if stored is None else weight(stored, layout)), cast.array(g)
     if p.dtype != np.float32:
         raise ValueError(f"weights are float32; got {p.dtype}. Keep float32 masters.")
     if g.shape != p.shape or g.dtype.name not in ("float32", "float16", "bfloat16"):
-        raise ValueError(f"a gradient is float32, float16 or bfloat16 of its weight's shape, {p.shape}; got {g.dtype} {g.shape}.")
+        raise ValueError(
+            f"a gradient is float32, float16 or bfloat16 of its weight's shape, {p.shape}; got "
+            f"{g.dtype} {g.shape}."
+        )
     states.check(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, layout=layout)
     layout = _check_state(state, layout, p.shape)
     _check_key(seed, tensor)
     edges = [0, *cuts, p.size]
     if sorted(set(edges)) != edges:
-        raise ValueError(f"cuts ascend strictly between 0 and {p.size}, the elements of the tensor; got {list(cuts)}.")
-    at = states.scalars(state.step + 1, learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    flat_p, flat_g = np.ascontiguousarray(p).reshape(-1), cast.exact(np.ascontiguousarray(g)).astype(np.float32).reshape(-1)
+        raise ValueError(
+            f"cuts ascend strictly between 0 and {p.size}, the elements of the tensor; got "
+            f"{list(cuts)}."
+        )
+    at = states.scalars(
+        state.step + 1,
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+    )
+    flat_p, flat_g = (
+        np.ascontiguousarray(p).reshape(-1),
+        cast.exact(np.ascontiguousarray(g)).astype(np.float32).reshape(-1),
+    )
     weights, before, seen = [], [], []
     with np.errstate(all="ignore"):
         for start, stop in itertools.pairwise(edges):
@@ -183,10 +215,19 @@ def step(
             before.append((gradient, m, v))
             seen.append(start)
         after = []
-        for which, (moment, old) in enumerate(zip(layout.kept, (state.m, state.v, stored), strict=False)):
+        for which, (moment, old) in enumerate(
+            zip(layout.kept, (state.m, state.v, stored), strict=False)
+        ):
             stream = 2 * tensor + which % 2
-            key = _key(seed, state.step + 1, stream, of_master=which == 2) if moment.rounding == "stochastic" else None
-            pieces = [(start, news[0], (*news[1:], w)[which]) for start, news, w in zip(seen, before, weights, strict=True)]
+            key = (
+                _key(seed, state.step + 1, stream, of_master=which == 2)
+                if moment.rounding == "stochastic"
+                else None
+            )
+            pieces = [
+                (start, news[0], (*news[1:], w)[which])
+                for start, news, w in zip(seen, before, weights, strict=True)
+            ]
             assert old is not None
             after.append(moments.store(pieces, old, moment, which, p.shape, at, key, layout))
     weights_after = after[2] if layout.keeps_master else np.concatenate(weights).reshape(p.shape)
@@ -208,10 +249,15 @@ def _weight(p: np.ndarray, m: np.ndarray, v: np.ndarray, at: Scalars, layout: La
     return p - moments.change(ratio, p, at)
 
 
-def _read_both(state: State, layout: Layout, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+def _read_both(
+    state: State, layout: Layout, start: int, stop: int
+) -> tuple[np.ndarray, np.ndarray]:
     """m and v of the elements from start to stop, flat."""
     both = ((state.m, layout.m), (state.v, layout.v))
-    m, v = (moments.read(stored, moment, stored.codes.reshape(-1)[start:stop], start, layout) for stored, moment in both)
+    m, v = (
+        moments.read(stored, moment, stored.codes.reshape(-1)[start:stop], start, layout)
+        for stored, moment in both
+    )
     return m, v
 
 
@@ -224,7 +270,11 @@ def _key(seed: int, step: int, stream: int, *, of_master: bool = False) -> int:
 
 def _check_key(seed: int, tensor: int) -> None:
     for name, value, bits in (("seed", seed, 64), ("tensor", tensor, 31)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 1 << bits:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | np.integer)
+            or not 0 <= value < 1 << bits
+        ):
             raise ValueError(f"{name} is an integer in [0, 2^{bits}); got {value!r}.")
 
 
@@ -232,12 +282,17 @@ def _layout_of(layout: str | Layout, shape: tuple[int, ...]) -> Layout:
     """The layout of a tensor of that shape."""
     size = int(np.prod(shape, dtype=np.int64))
     if size == 0:
-        raise ValueError(f"states are of tensors with at least one element; got shape {shape}. Leave the tensor out.")
+        raise ValueError(
+            f"states are of tensors with at least one element; got shape {shape}. Leave the "
+            "tensor out."
+        )
     return states.by_name(layout).of(size)
 
 
 def _check_state(state: State, layout: str | Layout, shape: tuple[int, ...]) -> Layout:
-    """The layout of a tensor of that shape; ValueError unless a state is one of this layout and shape."""
+    """The layout of a tensor of that shape; ValueError unless a state is one of this layout and
+    shape.
+    """
     if not isinstance(state, State):
         raise ValueError(f"a state is a states.State; got {type(state).__name__}. Use states.init.")
     own = _layout_of(layout, shape)
@@ -247,16 +302,26 @@ def _check_state(state: State, layout: str | Layout, shape: tuple[int, ...]) -> 
     return own
 
 
-def _check_stored(stored: MomentState, moment: Moment, name: str, layout: Layout, shape: tuple[int, ...]) -> None:
-    for field, has, needs in zip(MomentState._fields, stored, moments.zeros(shape, moment), strict=True):
-        described = [None if a is None else (np.asarray(a).dtype.name, np.shape(a)) for a in (has, needs)]
+def _check_stored(
+    stored: MomentState, moment: Moment, name: str, layout: Layout, shape: tuple[int, ...]
+) -> None:
+    for field, has, needs in zip(
+        MomentState._fields, stored, moments.zeros(shape, moment), strict=True
+    ):
+        described = [
+            None if a is None else (np.asarray(a).dtype.name, np.shape(a)) for a in (has, needs)
+        ]
         if described[0] != described[1]:
             raise ValueError(
-                f"a state of layout {layout.name!r} and shape {shape} has {field} of {name} = {described[1]}; got "
-                f"{described[0]}. States of another layout, or of another tensor, are not converted: use states.init."
+                f"a state of layout {layout.name!r} and shape {shape} has {field} of {name} = "
+                f"{described[1]}; got {described[0]}. States of another layout, or of another "
+                "tensor, are not converted: use states.init."
             )
 
 
 def _check_keeps_master(layout: Layout) -> None:
     if not layout.keeps_master:
-        raise ValueError(f"the masters of layout {layout.name!r} are the float32 weights themselves; got it for masters. Use the weights.")
+        raise ValueError(
+            f"the masters of layout {layout.name!r} are the float32 weights themselves; got it "
+            "for masters. Use the weights."
+        )

@@ -1,4 +1,6 @@
-"""Delayed scaling of attention as data: which tensors of a variant have a state, and of which format (spec A-12, A-19)."""
+"""Delayed scaling of attention as data: which tensors of a variant have a state, and of which
+format (spec A-12, A-19).
+"""
 
 from collections.abc import Mapping
 
@@ -11,7 +13,8 @@ Casts = Mapping[str, tuple[Format, DelayedScaling]]
 
 
 def roles(variant: Variant) -> dict[str, Format]:
-    """The roles of a variant whose scale is one number, with the formats that their states scale into; {} without any.
+    """The roles of a variant whose scale is one number, with the formats that their states scale
+    into; {} without any.
 
     >>> from fp8ref.spec.attention.variants import VARIANTS
     >>> list(roles(VARIANTS["cudnn"]))
@@ -33,7 +36,9 @@ def roles(variant: Variant) -> dict[str, Format]:
     return found
 
 
-def casts(variant: Variant, config: DelayedScaling = DELAYED["delayed"]) -> dict[str, tuple[Format, DelayedScaling]]:
+def casts(
+    variant: Variant, config: DelayedScaling = DELAYED["delayed"]
+) -> dict[str, tuple[Format, DelayedScaling]]:
     """Every role of ``roles`` under one delayed scaling.
 
     Raises:   ValueError: a variant without such roles.
@@ -41,7 +46,8 @@ def casts(variant: Variant, config: DelayedScaling = DELAYED["delayed"]) -> dict
     found = roles(variant)
     if not found:
         raise ValueError(
-            f"delayed scaling keeps one scale of a tensor; variant {variant.name!r} has scales of {variant.granularity or 'no tensor'}. Use 'cudnn', or "
-            "scales of the tensors themselves."
+            f"delayed scaling keeps one scale of a tensor; variant {variant.name!r} has scales "
+            f"of {variant.granularity or 'no tensor'}. Use 'cudnn', or scales of the tensors "
+            "themselves."
         )
     return {role: (fmt, config) for role, fmt in found.items()}

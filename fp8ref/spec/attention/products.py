@@ -1,4 +1,5 @@
-"""The products of attention as data: their operands, and which tensors have codes of their own (spec Q-13).
+"""The products of attention as data: their operands, and which tensors have codes of their own
+(spec Q-13).
 
 scores               q k^T     A-4
 values               P v       A-9
@@ -23,10 +24,14 @@ SHOWN: dict[Phase, tuple[str, ...]] = {
     "forward": ("q", "k", "v", "s", "p", "o"),
     "backward": ("do", "p", "dv", "ds", "dk", "dq"),
 }
-"""What a pass makes, in the order in which it is made (A-4 to A-10, A-15): s are the scores, p the cast probabilities."""
+"""What a pass makes, in the order in which it is made (A-4 to A-10, A-15): s are the scores, p the
+cast probabilities.
+"""
 
 PARTS = ("value", "scale", "codes")
-"""The arrays of one of these, in order: the tensor itself, and what it is quantized to. p has codes alone."""
+"""The arrays of one of these, in order: the tensor itself, and what it is quantized to. p has codes
+alone.
+"""
 
 Role = Literal["q", "k", "v", "p", "do", "ds"]
 """An operand of a product. p is the cast probabilities, ds the cast gradient of scores."""
@@ -45,9 +50,13 @@ OPERANDS: dict[Product, tuple[Role, Role]] = {
 """The operands of each product."""
 
 MEASURED: tuple[Role, ...] = ("q", "k", "v", "do")
-"""The roles whose tensors exist whole, and that a run's statistics measure: P and dS exist a tile at a time."""
+"""The roles whose tensors exist whole, and that a run's statistics measure: P and dS exist a tile
+at a time.
+"""
 
-ROWS: tuple[tuple[Product, Role], ...] = tuple((p, role) for p, roles in OPERANDS.items() for role in roles if role in MEASURED)
+ROWS: tuple[tuple[Product, Role], ...] = tuple(
+    (p, role) for p, roles in OPERANDS.items() for role in roles if role in MEASURED
+)
 """The operands that are measured, as (product, role)."""
 
 COUNTED: tuple[tuple[Product, Role], ...] = (("values", "p"), ("grad_q", "ds"))
@@ -72,43 +81,60 @@ class AttentionOperand(NamedTuple):
 
     @property
     def counted(self) -> bool:
-        """Whether it exists a tile at a time, so that its amax and counts are all that is recorded."""
+        """Whether it exists a tile at a time, so that its amax and counts are all that is
+        recorded.
+        """
         return (self.product, self.role) in COUNTED
 
 
 def formats(product: Product, variant: Variant) -> tuple[Format, Format]:
     """The formats of both operands of a product."""
     of_gradients = variant.gradient_fmt or variant.fmt
-    first, second = (of_gradients if role in ("do", "ds") else variant.fmt for role in OPERANDS[product])
+    first, second = (
+        of_gradients if role in ("do", "ds") else variant.fmt for role in OPERANDS[product]
+    )
     return first, second
 
 
 def along_tokens(product: Product, role: Role) -> bool:
-    """Whether MX blocks of q, k, v or do lie along the tokens in this product (A-2, A-16): along the axis that it sums
-    over, except those of v, which has the forward pass's codes alone."""
+    """Whether MX blocks of q, k, v or do lie along the tokens in this product (A-2, A-16): along
+    the axis that it sums over, except those of v, which has the forward pass's codes alone."""
     return role == "v" or product in ("grad_v", "grad_q", "grad_k")
 
 
 def first_use(product: Product, role: Role, variant: Variant) -> tuple[Product, Role]:
-    """The product that first has these codes and scales of a role. Blocks along another axis are other codes."""
+    """The product that first has these codes and scales of a role.
+
+    Blocks along another axis are other codes.
+    """
     blocks = variant.granularity == "mx_1x32"
     if (product, role) in COUNTED:
         return product, role
-    return next(row for row in ROWS if row[1] == role and (not blocks or along_tokens(*row) == along_tokens(product, role)))
+    return next(
+        row
+        for row in ROWS
+        if row[1] == role and (not blocks or along_tokens(*row) == along_tokens(product, role))
+    )
 
 
 def products(variant: Variant) -> tuple[Product, ...]:
-    """The products of a step in the variant's format: without a backward pass, or with one in bfloat16 (A-25), two."""
+    """The products of a step in the variant's format: without a backward pass, or with one in
+    bfloat16 (A-25), two.
+    """
     return PRODUCTS if variant.backward in ("exact", "cast") else PRODUCTS[:2]
 
 
 def planned(layers: list[str], variant: Variant | None) -> list[AttentionOperand]:
-    """Every operand that a run records of attention by a variant in these layers, in order; [] unless it is in FP8."""
+    """Every operand that a run records of attention by a variant in these layers, in order; []
+    unless it is in FP8.
+    """
     if variant is None or variant.fmt.bits != 8:
         return []
     rows = [row for row in RECORDED if row[0] in products(variant)]
     return [
-        AttentionOperand(layer, product, role, formats(product, variant)[OPERANDS[product].index(role)])
+        AttentionOperand(
+            layer, product, role, formats(product, variant)[OPERANDS[product].index(role)]
+        )
         for layer in layers
         for product, role in rows
     ]

@@ -1,4 +1,7 @@
-"""The decisions of an attention kernel, and the keys that a query sees (spec A-1, A-3). ``attention`` has the values of libraries."""
+"""The decisions of an attention kernel, and the keys that a query sees (spec A-1, A-3).
+
+``attention`` has the values of libraries.
+"""
 
 import math
 from dataclasses import dataclass
@@ -17,24 +20,28 @@ mx_1x32   32 consecutive elements of a head: of q and k along the features, of v
 """
 
 Scores = Literal["raw", "scaled"]
-"""``raw``: maxima are taken of unscaled sums, and all scales enter the exponent in one factor (A-5); ``scaled``: sums
-are multiplied by each factor first (A-4)."""
+"""``raw``: maxima are taken of unscaled sums, and all scales enter the exponent in one factor
+(A-5); ``scaled``: sums are multiplied by each factor first (A-4)."""
 
 Factor = Literal["scale", "q", "k", "qk"]
-"""What multiplies a score: the softmax scale, scale_inv of q, of k, or the product of both (A-4)."""
+"""What multiplies a score: the softmax scale, scale_inv of q, of k, or the product of both (A-4).
+"""
 
 SumOrder = Literal["tile", "quad", "packed"]
 """The order in which a row's probabilities are added (A-7)."""
 
 Arithmetic = Literal["fast", "stated"]
-"""How a backend computes between its products: ``fast``, by the framework's own sums and functions, within A-18's bound of
-this specification; ``stated``, every operation in the stated order, rounded once."""
+"""How a backend computes between its products: ``fast``, by the framework's own sums and functions,
+within A-18's bound of this specification; ``stated``, every operation in the stated order, rounded
+once."""
 
 ARITHMETIC: tuple[Arithmetic, ...] = get_args(Arithmetic)
 """The values of ``Arithmetic``; the first is the default."""
 
 Backward = Literal["own", "bf16"]
-"""Whose backward pass gives a variant's gradients: its ``own``; or that of the variant ``bf16``, of q, k and v themselves (A-25)."""
+"""Whose backward pass gives a variant's gradients: its ``own``; or that of the variant ``bf16``, of
+q, k and v themselves (A-25).
+"""
 
 LogSum = Literal["fused", "log2", "sum"]
 """How the log-sum-exp is made of the maximum and the sum (A-11)."""
@@ -83,9 +90,14 @@ class Mask:
         if not isinstance(self.causal, bool):
             raise ValueError(f"causal is True or False; got {self.causal!r}.")
         if self.window is not None and not (
-            isinstance(self.window, tuple) and len(self.window) == 2 and all(side is None or _is_int(side, 0) for side in self.window)
+            isinstance(self.window, tuple)
+            and len(self.window) == 2
+            and all(side is None or _is_int(side, 0) for side in self.window)
         ):
-            raise ValueError(f"window is a pair (left, right) of integers of at least 0, or None for an open side; got {self.window!r}.")
+            raise ValueError(
+                "window is a pair (left, right) of integers of at least 0, or None for an open "
+                f"side; got {self.window!r}."
+            )
 
     @property
     def kind(self) -> Literal["full", "causal", "local"]:
@@ -109,20 +121,24 @@ class Variant:
     scores        ``raw`` or ``scaled``.
     factors       what multiplies scaled scores, in order.
     base          of the exponential: 2 or e.
-    bias          raw scores alone: m * factor - offset is ``fused`` in one rounding, or ``separate``.
+    bias          raw scores alone: m * factor - offset is ``fused`` in one rounding, or
+                  ``separate``.
     offset        added to the exponent, a power of two of every probability.
     p_scale       the scale of probabilities: a number, or ``state``: given, or made of the amax 1.
-    threshold     a row's maximum stays behind its tile's by up to so much, in units of the exponent.
+    threshold     a row's maximum stays behind its tile's by up to so much, in units of the
+                  exponent.
     tiles         their lengths.
     descending    tiles from the last to the first.
     sum_order     of a row's probabilities.
     plan          of both GEMMs (G-2, G-3, G-12).
     promotion     tiles of a chain of PV; None: one chain over all of them.
     out_scales    where scale_inv of v and p multiply: at the ``end``, or in each ``tile``.
-    finish        ``reciprocal``: multiplied by (1 / sum) * scale; ``divide``: divided by max(sum, 1).
+    finish        ``reciprocal``: multiplied by (1 / sum) * scale; ``divide``: divided by max(sum,
+                  1).
     lse           ``fused``, ``log2`` or ``sum``.
     out           format of the output.
-    backward      its gradients: ``exact``, ``cast``, or those of ``bf16`` (A-14, A-15, A-25); None: it has none.
+    backward      its gradients: ``exact``, ``cast``, or those of ``bf16`` (A-14, A-15, A-25); None:
+                  it has none.
     gradient_fmt  of do and ds; None: fmt.
     source        where it comes from.
 
@@ -170,7 +186,9 @@ class Variant:
             ("backward", ("exact", "cast", "bf16", None)),
         ):
             if getattr(self, key) not in choices:
-                raise ValueError(f"{key} is one of {', '.join(map(str, choices))}; got {getattr(self, key)!r}.")
+                raise ValueError(
+                    f"{key} is one of {', '.join(map(str, choices))}; got {getattr(self, key)!r}."
+                )
         policies.by_name(self.policy)
         self._check_numbers()
         self._check_scales()
@@ -181,58 +199,103 @@ class Variant:
         if not 0 <= self.threshold <= 16:
             raise ValueError(f"threshold is in [0, 16]; got {self.threshold!r}.")
         if self.promotion is not None and not _is_int(self.promotion, 1):
-            raise ValueError(f"promotion is a number of tiles, or None for one chain; got {self.promotion!r}.")
-        if self.p_scale != "state" and not (isinstance(self.p_scale, float) and 0 < self.p_scale < math.inf):
+            raise ValueError(
+                f"promotion is a number of tiles, or None for one chain; got {self.promotion!r}."
+            )
+        if self.p_scale != "state" and not (
+            isinstance(self.p_scale, float) and 0 < self.p_scale < math.inf
+        ):
             raise ValueError(f"p_scale is a positive float or 'state'; got {self.p_scale!r}.")
         lengths = [tiles.features for tiles in self.tiles]
         if not lengths or lengths != sorted(set(lengths)):
             raise ValueError(f"tiles ascend by their features; got {lengths}.")
-        if any(n % 16 or n < 16 for tiles in self.tiles for n in (tiles.full, tiles.causal, tiles.local)):
+        if any(
+            n % 16 or n < 16
+            for tiles in self.tiles
+            for n in (tiles.full, tiles.causal, tiles.local)
+        ):
             raise ValueError(f"a tile has a multiple of 16 keys; got {self.tiles}.")
         if self.plan == "exact" and self.promotion != 1:
-            raise ValueError(f"an exact sum has no accumulator to go on from: plan 'exact' needs promotion=1; got {self.promotion!r}.")
+            raise ValueError(
+                "an exact sum has no accumulator to go on from: plan 'exact' needs promotion=1; "
+                f"got {self.promotion!r}."
+            )
 
     def _check_scales(self) -> None:
         if (self.fmt.bits == 8) != (self.granularity is not None):
-            raise ValueError(f"FP8 operands have a granularity, others none; got {self.granularity!r} with {self.fmt}.")
-        if self.fmt.bits != 8 and (self.p_scale != 1.0 or self.rotated):
-            raise ValueError(f"operands in {self.fmt} take no p_scale and no rotation; got {self.p_scale!r}, rotated={self.rotated}.")
-        if self.fmt.bits != 8 and self.plan not in ("f32",) and not self.real:
-            raise ValueError(f"tensor cores and exact sums take FP8 (G-12); operands in {self.fmt} need plan='f32'; got {self.plan!r}.")
-        if self.gradient_fmt is not None and (self.backward != "cast" or self.fmt.bits != 8 or self.gradient_fmt not in (E4M3FN, E5M2)):
             raise ValueError(
-                f"gradient_fmt is an FP8 format, of a variant with backward='cast' in FP8; got {self.gradient_fmt}. Leave it out."
+                f"FP8 operands have a granularity, others none; got {self.granularity!r} with "
+                f"{self.fmt}."
+            )
+        if self.fmt.bits != 8 and (self.p_scale != 1.0 or self.rotated):
+            raise ValueError(
+                f"operands in {self.fmt} take no p_scale and no rotation; got {self.p_scale!r}, "
+                f"rotated={self.rotated}."
+            )
+        if self.fmt.bits != 8 and self.plan not in ("f32",) and not self.real:
+            raise ValueError(
+                f"tensor cores and exact sums take FP8 (G-12); operands in {self.fmt} need "
+                f"plan='f32'; got {self.plan!r}."
+            )
+        if self.gradient_fmt is not None and (
+            self.backward != "cast" or self.fmt.bits != 8 or self.gradient_fmt not in (E4M3FN, E5M2)
+        ):
+            raise ValueError(
+                "gradient_fmt is an FP8 format, of a variant with backward='cast' in FP8; got "
+                f"{self.gradient_fmt}. Leave it out."
             )
         if self.backward == "bf16" and self.fmt.bits != 8:
-            raise ValueError(f"backward 'bf16' is of a forward pass in FP8; got {self.fmt}. Use 'cast'.")
-        if self.backward == "cast" and (self.granularity == "rows_128" or self.rotated):
-            raise ValueError(f"a backward pass has no scales of rows, and no rotation; got {self.granularity!r}. Use backward=None.")
-        mx = (self.out.bits == 8, self.plan, self.factors, self.scores, self.base)
-        if self.backward == "cast" and self.granularity == "mx_1x32" and mx != (False, "exact", ("scale",), "scaled", "e"):
             raise ValueError(
-                "the MX backward pass has exact sums, base 'e', the factor 'scale' alone, and o in high precision (A-16); got "
-                f"{self.plan!r}, {self.base!r}, {self.factors} and {self.out}. Use backward=None."
+                f"backward 'bf16' is of a forward pass in FP8; got {self.fmt}. Use 'cast'."
+            )
+        if self.backward == "cast" and (self.granularity == "rows_128" or self.rotated):
+            raise ValueError(
+                "a backward pass has no scales of rows, and no rotation; got "
+                f"{self.granularity!r}. Use backward=None."
+            )
+        mx = (self.out.bits == 8, self.plan, self.factors, self.scores, self.base)
+        if (
+            self.backward == "cast"
+            and self.granularity == "mx_1x32"
+            and mx != (False, "exact", ("scale",), "scaled", "e")
+        ):
+            raise ValueError(
+                "the MX backward pass has exact sums, base 'e', the factor 'scale' alone, and o "
+                f"in high precision (A-16); got {self.plan!r}, {self.base!r}, {self.factors} "
+                f"and {self.out}. Use backward=None."
             )
         if self.backward == "cast" and self.scores == "scaled" and self.base == "2":
-            raise ValueError("a backward pass with scaled scores has base 'e' (A-15); got '2'. Use backward=None.")
-        if self.scores == "raw" and (self.base != "2" or self.granularity not in ("tensor", "head", None)):
             raise ValueError(
-                f"raw scores have one factor for a row, in a power of two: base '2', granularity 'tensor' or 'head'; got {self.base!r}, "
-                f"{self.granularity!r}. Use scores='scaled'."
+                "a backward pass with scaled scores has base 'e' (A-15); got '2'. Use "
+                "backward=None."
+            )
+        if self.scores == "raw" and (
+            self.base != "2" or self.granularity not in ("tensor", "head", None)
+        ):
+            raise ValueError(
+                "raw scores have one factor for a row, in a power of two: base '2', granularity "
+                f"'tensor' or 'head'; got {self.base!r}, {self.granularity!r}. Use "
+                "scores='scaled'."
             )
         if self.scores == "scaled" and self.bias != "fused":
             raise ValueError("scaled scores have no bias to round. Leave bias out.")
         if self.base == "e" and self.offset:
-            raise ValueError(f"an offset is a power of two: it needs base '2'; got offset={self.offset}.")
+            raise ValueError(
+                f"an offset is a power of two: it needs base '2'; got offset={self.offset}."
+            )
         if self.granularity in ("rows_128", "mx_1x32") and self.out_scales != "tile":
             raise ValueError(
-                f"scales of v that differ from tile to tile need out_scales='tile'; got {self.granularity!r}, {self.out_scales!r}."
+                "scales of v that differ from tile to tile need out_scales='tile'; got "
+                f"{self.granularity!r}, {self.out_scales!r}."
             )
-        if self.granularity in ("rows_128", "mx_1x32") and any({t.full, t.causal, t.local} != {128} for t in self.tiles):
+        if self.granularity in ("rows_128", "mx_1x32") and any(
+            {t.full, t.causal, t.local} != {128} for t in self.tiles
+        ):
             raise ValueError(f"scales of blocks need tiles of 128 keys; got {self.tiles}.")
         if self.out_scales == "tile" and self.promotion != 1:
             raise ValueError(
-                f"a chain over several tiles has no scales inside: out_scales='tile' needs promotion=1; got {self.promotion!r}."
+                "a chain over several tiles has no scales inside: out_scales='tile' needs "
+                f"promotion=1; got {self.promotion!r}."
             )
 
     def tile(self, features: int, mask: Mask) -> int:
@@ -243,11 +306,16 @@ class Variant:
         for tiles in self.tiles:
             if features <= tiles.features:
                 return int(getattr(tiles, mask.kind))
-        raise ValueError(f"variant {self.name!r} takes heads of at most {self.tiles[-1].features} features; got {features}.")
+        raise ValueError(
+            f"variant {self.name!r} takes heads of at most {self.tiles[-1].features} features; "
+            f"got {features}."
+        )
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The tensors that may have scales: without casts of gradients, those of the forward pass."""
+        """The tensors that may have scales: without casts of gradients, those of the forward
+        pass.
+        """
         return ROLES if self.backward in (None, "bf16") else (*ROLES, *GRADIENT_ROLES)
 
     @property

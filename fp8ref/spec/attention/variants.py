@@ -1,9 +1,9 @@
 """Attention as data: how a kernel quantizes, accumulates, exponentiates and rescales (spec A).
 
-A ``Variant`` is every decision between q, k, v and the output. VARIANTS has those of FlashAttention-3 and
-FlashAttention-4, of cuDNN's reference, of the FlashAttention-3 paper, bfloat16, and real arithmetic.
-``Mask`` says which keys a query sees. ``sim.attention`` implements all of them; a backend implements them
-or refuses.
+A ``Variant`` is every decision between q, k, v and the output. VARIANTS has those of
+FlashAttention-3 and FlashAttention-4, of cuDNN's reference, of the FlashAttention-3 paper,
+bfloat16, and real arithmetic. ``Mask`` says which keys a query sees. ``sim.attention`` implements
+all of them; a backend implements them or refuses.
 """
 
 import dataclasses
@@ -66,21 +66,32 @@ _FA4 = dataclasses.replace(
     source="Dao-AILab/flash-attention 0251105, flash_attn/cute/: e4m3, forward alone",
 )
 
-# NVIDIA/cudnn-frontend (commit 3929da2): include/cudnn_frontend/node/scaled_dot_product_flash_attention.h and
-# sdpa_fp8_bwd.h (the order of factors), test/python/sdpa/fp8_ref.py (the online softmax).
+# NVIDIA/cudnn-frontend (commit 3929da2):
+# include/cudnn_frontend/node/scaled_dot_product_flash_attention.h and sdpa_fp8_bwd.h (the order of
+# factors), test/python/sdpa/fp8_ref.py (the online softmax).
 _CUDNN = Variant(
     name="cudnn",
     p_scale="state",
     out_scales="tile",
     out=E4M3FN,
     backward="cast",
-    source="NVIDIA/cudnn-frontend 3929da2: the graph's order of factors, the test reference's online softmax; the kernels are closed",
+    source="NVIDIA/cudnn-frontend 3929da2: the graph's order of factors, the test reference's "
+    "online softmax; the kernels are closed",
 )
 
 VARIANTS = {
     v.name: v
     for v in (
-        Variant(name="exact", real=True, fmt=FLOAT32, granularity=None, plan="f32", out=FLOAT32, backward="exact", source="spec A-1"),
+        Variant(
+            name="exact",
+            real=True,
+            fmt=FLOAT32,
+            granularity=None,
+            plan="f32",
+            out=FLOAT32,
+            backward="exact",
+            source="spec A-1",
+        ),
         dataclasses.replace(
             _FA3,
             name="bf16",
@@ -96,14 +107,26 @@ VARIANTS = {
             ),
             plan="f32",
             backward="cast",
-            source="Dao-AILab/flash-attention 0251105, hopper/, with sums in float32 in order (G-3)",
+            source="Dao-AILab/flash-attention 0251105, hopper/, with sums in float32 in order "
+            "(G-3)",
         ),
         _FA3,
-        # vllm-project/flash-attention #104, Dao-AILab/flash-attention #2250: an accumulator in float32 beside the chain.
-        dataclasses.replace(_FA3, name="fa3_promoted", promotion=1, source="vllm-project/flash-attention #104: fa3 with two accumulators"),
+        # vllm-project/flash-attention #104, Dao-AILab/flash-attention #2250: an accumulator in
+        # float32 beside the chain.
+        dataclasses.replace(
+            _FA3,
+            name="fa3_promoted",
+            promotion=1,
+            source="vllm-project/flash-attention #104: fa3 with two accumulators",
+        ),
         _FA4,
         # flash_fwd_sm100.py until commit 849f660: rescale_threshold 4 for FP8 (#2577, #2716).
-        dataclasses.replace(_FA4, name="fa4_threshold4", threshold=4.0, source="Dao-AILab/flash-attention b65ae6b, before 2409214"),
+        dataclasses.replace(
+            _FA4,
+            name="fa4_threshold4",
+            threshold=4.0,
+            source="Dao-AILab/flash-attention b65ae6b, before 2409214",
+        ),
         _CUDNN,
         dataclasses.replace(
             _CUDNN,
@@ -113,7 +136,8 @@ VARIANTS = {
             factors=("scale",),
             p_scale=16.0,
             out=BFLOAT16,
-            source="NVIDIA/cudnn-frontend 3929da2, test/python/sdpa/mxfp8_ref.py, with rescale_threshold=0",
+            source="NVIDIA/cudnn-frontend 3929da2, test/python/sdpa/mxfp8_ref.py, with "
+            "rescale_threshold=0",
         ),
         Variant(
             name="fa3_paper",
@@ -125,7 +149,8 @@ VARIANTS = {
             descending=True,
             plan="hopper_fast",
             out_scales="tile",
-            source="arXiv:2407.08608, section 3.3: blocks and incoherent processing; the order of operations is this specification's",
+            source="arXiv:2407.08608, section 3.3: blocks and incoherent processing; the order of "
+            "operations is this specification's",
         ),
     )
 }
@@ -133,7 +158,9 @@ VARIANTS = {
 
 
 Layout = Literal["bhtd", "bthd"]
-"""The axes of q, k, v, o and their gradients: batch, heads, tokens and features, or tokens before heads."""
+"""The axes of q, k, v, o and their gradients: batch, heads, tokens and features, or tokens before
+heads.
+"""
 
 
 def by_name(variant: "str | Variant") -> Variant:
@@ -159,8 +186,9 @@ def heads_first(layout: Layout, q: Any, k: Any, v: Any, *others: Any) -> tuple:
     if not _fits(shapes, heads) and _fits(shapes, 3 - heads):
         other = "bthd" if layout == "bhtd" else "bhtd"
         raise ValueError(
-            f"layout {layout!r} has heads on axis {heads} and tokens on axis {3 - heads}, and the heads of k divide those of q; "
-            f"got q {shapes[0]}, k {shapes[1]}, which are of layout {other!r}. Pass layout={other!r}."
+            f"layout {layout!r} has heads on axis {heads} and tokens on axis {3 - heads}, and "
+            f"the heads of k divide those of q; got q {shapes[0]}, k {shapes[1]}, which are of "
+            f"layout {other!r}. Pass layout={other!r}."
         )
     return tuple(in_layout(layout, x) for x in (q, k, v, *others))
 
@@ -175,29 +203,43 @@ def _fits(shapes: Sequence[tuple[int, ...]], heads: int) -> bool:
     of_q, of_k, of_v = shapes
     if not len(of_q) == len(of_k) == len(of_v) == 4 or 0 in of_k:
         return False
-    return of_k == of_v and of_k[0] == of_q[0] and of_k[3] == of_q[3] and of_q[heads] % of_k[heads] == 0
+    return (
+        of_k == of_v
+        and of_k[0] == of_q[0]
+        and of_k[3] == of_q[3]
+        and of_q[heads] % of_k[heads] == 0
+    )
 
 
 def check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
     """ValueError, with the remedy, for shapes [B, heads, T, D] that do not belong together."""
     if k[:3] == v[:3] and k[3] == q[3] > v[3]:  # as in multi-head latent attention
         raise ValueError(
-            f"attention takes v with as many features as q and k; got {q[3]} of q and k, {v[3]} of v. Pad v with zeros to {q[3]} features, "
-            f"and cut the output: o[..., :{v[3]}]."
+            f"attention takes v with as many features as q and k; got {q[3]} of q and k, {v[3]} "
+            f"of v. Pad v with zeros to {q[3]} features, and cut the output: o[..., :{v[3]}]."
         )
     if not _fits((q, k, v), 1):
-        raise ValueError(f"attention takes q [B, H, Tq, D] and k, v [B, Hkv, Tk, D] with Hkv dividing H; got {q}, {k} and {v}.")
+        raise ValueError(
+            "attention takes q [B, H, Tq, D] and k, v [B, Hkv, Tk, D] with Hkv dividing H; got "
+            f"{q}, {k} and {v}."
+        )
 
 
 def check_result(variant: Variant, tensors: Mapping[str, Any]) -> None:
-    """ValueError for the quantized tensors, by role, of a forward pass of another variant, where the variant's backward pass reads them."""
+    """ValueError for the quantized tensors, by role, of a forward pass of another variant, where
+    the variant's backward pass reads them.
+    """
     if variant.backward != "cast":
         return
     wanted = {"q", "k", "v"} | ({"o"} if variant.out.bits == 8 else set())
-    codes = tensors["q"].codes if "q" in tensors else None  # None, or in their own dtype, in high precision
-    if set(tensors) != wanted or (codes is not None and codes.dtype.itemsize == 1) != (variant.fmt.bits == 8):
+    codes = (
+        tensors["q"].codes if "q" in tensors else None
+    )  # None, or in their own dtype, in high precision
+    if set(tensors) != wanted or (codes is not None and codes.dtype.itemsize == 1) != (
+        variant.fmt.bits == 8
+    ):
         roles = ", ".join(sorted(tensors, key="qkvo".find)) or "no role"
         raise ValueError(
-            f"result is what forward gave by the same variant, {variant.name!r}; got another's, with tensors of {roles}. "
-            "Call forward by the variant of the backward pass."
+            f"result is what forward gave by the same variant, {variant.name!r}; got another's, "
+            f"with tensors of {roles}. Call forward by the variant of the backward pass."
         )

@@ -1,8 +1,8 @@
 """The health of optimizer states that a run records (spec O-12, Q-12).
 
 A backend measures the part of a tensor that a device or rank holds, as float64 numbers in the order
-of FIELDS. ``total`` adds parts, ``of`` makes figures of their sum, and ``recorded`` the records of a
-run. ``sim.health``, ``jax.health`` and ``torch.health`` measure.
+of FIELDS. ``total`` adds parts, ``of`` makes figures of their sum, and ``recorded`` the records of
+a run. ``sim.health``, ``jax.health`` and ``torch.health`` measure.
 """
 
 import math
@@ -42,7 +42,8 @@ class Health:
     clipped_m, clipped_v
                   values above the range of their scale
     stalled_m, stalled_v
-                  stored codes that are not 0 and stay the same under a gradient of 0, by the scale_inv that is kept
+                  stored codes that are not 0 and stay the same under a gradient of 0, by the
+                  scale_inv that is kept
     root_bias     sum of sqrt(stored v) / sum of sqrt(v) - 1
     update_error  rms of the change of the next ratio that storing makes / rms of the ratio
     largest_ratio largest magnitude of the ratio of stored moments
@@ -82,7 +83,9 @@ def of(numbers: np.ndarray, bytes_per_parameter: float) -> Health:
     would be divided by it is 0."""
     found = dict(zip(FIELDS, numbers.tolist(), strict=True))
     with np.errstate(all="ignore"):
-        error = float(np.sqrt(np.float64(found["noise"]) / found["signal"])) if found["signal"] else 0.0
+        error = (
+            float(np.sqrt(np.float64(found["noise"]) / found["signal"])) if found["signal"] else 0.0
+        )
     return Health(
         **{name: int(found[name]) for name in COUNTS},
         root_bias=found["excess"] / found["roots"] if found["roots"] else 0.0,
@@ -99,7 +102,10 @@ def recorded(names: Sequence[str], numbers: np.ndarray, layout: Layout) -> dict[
     Specials: a figure that is infinite or NaN is None, as JSON has neither.
     """
     sizes = [int(count) for count in numbers[:, 0]]
-    found = {name: _json(of(one, layout.bytes_per_parameter(size))) for name, one, size in zip(names, numbers, sizes, strict=True)}
+    found = {
+        name: _json(of(one, layout.bytes_per_parameter(size)))
+        for name, one, size in zip(names, numbers, sizes, strict=True)
+    }
     stored = sum(size * layout.bytes_per_parameter(size) for size in sizes)
     return {"": _json(of(total(numbers), stored / sum(sizes))), **found}
 

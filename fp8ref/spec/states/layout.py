@@ -1,4 +1,7 @@
-"""How AdamW's moments and the master of a weight are stored (spec O-1, O-14). ``states`` has the layouts of libraries."""
+"""How AdamW's moments and the master of a weight are stored (spec O-1, O-14).
+
+``states`` has the layouts of libraries.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -60,7 +63,10 @@ class Moment:
 
     def __post_init__(self) -> None:
         if self.fmt not in MOMENT_FORMATS:
-            raise ValueError(f"a moment's fmt is one of {', '.join(f.name for f in MOMENT_FORMATS)}; got {self.fmt!r}.")
+            raise ValueError(
+                f"a moment's fmt is one of {', '.join(f.name for f in MOMENT_FORMATS)}; got "
+                f"{self.fmt!r}."
+            )
         self._one_of("scaling", (*get_args(Scaling), None))
         self._one_of("block", (*BLOCKS, None))
         self._one_of("amax", get_args(Amax))
@@ -68,20 +74,33 @@ class Moment:
         for key in ("root", "keep", "expansion"):
             self._one_of(key, (True, False))
         if not 2.0**-100 <= self.floor < 1:
-            raise ValueError(f"floor is in [2^-100, 1), so that scales are normal float32 numbers; got {self.floor!r}.")
+            raise ValueError(
+                "floor is in [2^-100, 1), so that scales are normal float32 numbers; got "
+                f"{self.floor!r}."
+            )
         if self.fmt.bits == 8 and self.scaling is None:
-            raise ValueError(f"a moment in {self.fmt} needs a scale; got scaling=None. Use scaling='multiply'.")
+            raise ValueError(
+                f"a moment in {self.fmt} needs a scale; got scaling=None. Use scaling='multiply'."
+            )
         if self.fmt == FLOAT16 and self.scaling not in (None, "power_of_two"):
-            raise ValueError(f"float16 takes no scale or a power of two; got scaling={self.scaling!r}. Use scaling='power_of_two'.")
+            raise ValueError(
+                f"float16 takes no scale or a power of two; got scaling={self.scaling!r}. Use "
+                "scaling='power_of_two'."
+            )
         if self.fmt in (BFLOAT16, FLOAT32) and self.scaling is not None:
-            raise ValueError(f"{self.fmt} has float32's range and takes no scale; got scaling={self.scaling!r}. Leave scaling out.")
+            raise ValueError(
+                f"{self.fmt} has float32's range and takes no scale; got "
+                f"scaling={self.scaling!r}. Leave scaling out."
+            )
         if self.scaling is None:
             self._unused(("block", "amax", "floor"), "a moment without a scale")
         if self.fmt == FLOAT32:
             self._unused(("rounding", "keep"), "a moment in float32, which is not rounded,")
         if self.fmt == BFLOAT16:
             self._unused(("keep",), "a moment in bfloat16, which has float32's range,")
-        if self.expansion and (self.block is None or self.scaling != "divide" or self.fmt != E4M3FN):
+        if self.expansion and (
+            self.block is None or self.scaling != "divide" or self.fmt != E4M3FN
+        ):
             raise ValueError(
                 "an expansion needs fmt e4m3fn, a block and scaling='divide' (O-10); got "
                 f"{self.fmt}, block={self.block}, scaling={self.scaling!r}."
@@ -91,13 +110,18 @@ class Moment:
 
     def _one_of(self, key: str, allowed: tuple) -> None:
         value = getattr(self, key)
-        if not any(value is choice or (value == choice and type(value) is type(choice)) for choice in allowed):
+        if not any(
+            value is choice or (value == choice and type(value) is type(choice))
+            for choice in allowed
+        ):
             raise ValueError(f"{key} is one of {', '.join(map(repr, allowed))}; got {value!r}.")
 
     def _unused(self, keys: tuple[str, ...], kind: str) -> None:
         for key in keys:
             if getattr(self, key) != type(self).__dataclass_fields__[key].default:
-                raise ValueError(f"{kind} has no use for {key}; got {key}={getattr(self, key)!r}. Leave it out.")
+                raise ValueError(
+                    f"{kind} has no use for {key}; got {key}={getattr(self, key)!r}. Leave it out."
+                )
 
     def groups(self, size: int) -> int:
         """How many scales a tensor of that many elements has; 0 without scales."""
@@ -112,8 +136,8 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Both moments of AdamW, m, the mean of gradients, and v, the mean of their squares, and the master
-    of a weight.
+    """Both moments of AdamW, m, the mean of gradients, and v, the mean of their squares, and the
+    master of a weight.
 
     master    how the weight itself is kept (O-14); float32: the parameter is the master.
     average   the order of operations of both.
@@ -138,30 +162,56 @@ class Layout:
     def __post_init__(self) -> None:
         for key in ("m", "v", "master"):
             if not isinstance(getattr(self, key), Moment):
-                raise ValueError(f"{key} of layout {self.name!r} is a Moment, such as Moment(fmt=BFLOAT16); got {getattr(self, key)!r}.")
+                raise ValueError(
+                    f"{key} of layout {self.name!r} is a Moment, such as Moment(fmt=BFLOAT16); "
+                    f"got {getattr(self, key)!r}."
+                )
         if self.average not in get_args(Average):
-            raise ValueError(f"average is one of {', '.join(get_args(Average))}; got {self.average!r}.")
-        if isinstance(self.smallest, bool) or not isinstance(self.smallest, int) or self.smallest < 0:
+            raise ValueError(
+                f"average is one of {', '.join(get_args(Average))}; got {self.average!r}."
+            )
+        if (
+            isinstance(self.smallest, bool)
+            or not isinstance(self.smallest, int)
+            or self.smallest < 0
+        ):
             raise ValueError(f"smallest is an integer of at least 0; got {self.smallest!r}.")
         if self.m.root:
-            raise ValueError(f"m has signs, so layout {self.name!r} cannot store its root. Use root=True of v alone.")
+            raise ValueError(
+                f"m has signs, so layout {self.name!r} cannot store its root. Use root=True of "
+                "v alone."
+            )
         if self.average == "lerp" and "predicted" in (self.m.amax, self.v.amax):
-            raise ValueError(f"a bound is predicted of average 'products' alone (O-9); layout {self.name!r} has 'lerp'. Use amax='exact'.")
+            raise ValueError(
+                f"a bound is predicted of average 'products' alone (O-9); layout {self.name!r} "
+                "has 'lerp'. Use amax='exact'."
+            )
         if not self.ragged and self.m.block is None and self.v.block is None:
-            raise ValueError(f"layout {self.name!r} has no blocks, so ragged has no use. Leave it out.")
+            raise ValueError(
+                f"layout {self.name!r} has no blocks, so ragged has no use. Leave it out."
+            )
         self._check_master()
 
     def _check_master(self) -> None:
         """ValueError for a master that is no weight (O-14), or whose bound does not hold (O-15)."""
         master = self.master
-        if master.fmt not in MASTER_FORMATS or master.root or master.keep or master.block is not None or master.amax == "previous":
+        if (
+            master.fmt not in MASTER_FORMATS
+            or master.root
+            or master.keep
+            or master.block is not None
+            or master.amax == "previous"
+        ):
             raise ValueError(
-                f"a master is {', '.join(fmt.name for fmt in MASTER_FORMATS)}, with at most one scale for the tensor, of an exact or a predicted "
-                f"amax, without root or keep (O-14); got {master} of layout {self.name!r}. Use Moment(fmt=FLOAT16, scaling='power_of_two')."
+                f"a master is {', '.join(fmt.name for fmt in MASTER_FORMATS)}, with at most one "
+                "scale for the tensor, of an exact or a predicted amax, without root or keep "
+                f"(O-14); got {master} of layout {self.name!r}. Use Moment(fmt=FLOAT16, "
+                "scaling='power_of_two')."
             )
         if master.amax == "predicted" and not self.bounded:
             raise ValueError(
-                f"the amax of a master is predicted from the bound of O-6; layout {self.name!r} is not bounded. Use bounded=True, or amax='exact'."
+                f"the amax of a master is predicted from the bound of O-6; layout {self.name!r} "
+                "is not bounded. Use bounded=True, or amax='exact'."
             )
 
     def of(self, size: int) -> "Layout":
@@ -170,7 +220,13 @@ class Layout:
         blocks = [moment.block for moment in (self.m, self.v) if moment.block is not None]
         if size >= self.smallest and (self.ragged or all(size % block == 0 for block in blocks)):
             return self
-        return Layout(name=self.name, master=self.master, average=self.average, bounded=self.bounded, source=self.source)
+        return Layout(
+            name=self.name,
+            master=self.master,
+            average=self.average,
+            bounded=self.bounded,
+            source=self.source,
+        )
 
     @property
     def keeps_master(self) -> bool:
@@ -204,14 +260,19 @@ class Layout:
         return self.bytes_per_parameter(size) + self.master.stored_bytes(size) / size
 
     def step_bytes(self, size: int) -> float:
-        """The bytes that a step of a tensor too large for a cache must read and write, with a float32 gradient, divided by
-        its elements: the master and both moments twice, the gradient once.
+        """The bytes that a step of a tensor too large for a cache must read and write, with a
+        float32 gradient, divided by its elements: the master and both moments twice, the gradient
+        once.
 
-        Where the whole tensor has one scale, of an exact amax, what makes that amax is read once more,
-        before: the gradient and the moment; for a master's, the gradient, both moments and the master.
+        Where the whole tensor has one scale, of an exact amax, what makes that amax is read once
+        more, before: the gradient and the moment; for a master's, the gradient, both moments and
+        the master.
         """
         own = self.of(size)
         m, v, master = (x.fmt.bits // 8 for x in (own.m, own.v, own.master))
-        first = [x.scaling is not None and x.block is None and x.amax == "exact" for x in (own.m, own.v, own.master)]
+        first = [
+            x.scaling is not None and x.block is None and x.amax == "exact"
+            for x in (own.m, own.v, own.master)
+        ]
         again = m + v + master if first[2] else m * first[0] + v * first[1]
         return 4 + 2 * self.bytes_with_master(size) + again + 4 * any(first)

@@ -3,8 +3,8 @@
 A ``Moment`` is every decision between a float32 number and what is stored of it. A ``Layout`` is
 both moments and the master. LAYOUTS has the layouts of libraries and papers, and fp8ref's own, all
 with float32 masters; WITH_MASTERS has those with narrower ones. ``Scalars`` are the numbers of one
-step that are the same for every element. ``sim.states`` implements all of them; a backend implements
-them or refuses.
+step that are the same for every element. ``sim.states`` implements all of them; a backend
+implements them or refuses.
 """
 
 import dataclasses
@@ -66,7 +66,9 @@ class Scalars(NamedTuple):
     weight_decay: float
 
 
-def scalars(step: int, *, learning_rate: float, b1: float, b2: float, eps: float, weight_decay: float) -> Scalars:
+def scalars(
+    step: int, *, learning_rate: float, b1: float, b2: float, eps: float, weight_decay: float
+) -> Scalars:
     """The numbers of the step with that number, 1 for the first.
 
     Order:    float64 products and quotients, each rounded once, then one rounding to float32 (O-3).
@@ -80,14 +82,25 @@ def scalars(step: int, *, learning_rate: float, b1: float, b2: float, eps: float
         raise ValueError(f"learning_rate is in [0, 1024]; got {learning_rate!r}.")
     table = corrections(b1, b2)
     inverse1, inverse2, bound = table[min(step, len(table)) - 1]
-    given = (b1, 1.0 - b1, b2, 1.0 - b2, inverse1, inverse2, bound, learning_rate, eps, weight_decay)
+    given = (
+        b1,
+        1.0 - b1,
+        b2,
+        1.0 - b2,
+        inverse1,
+        inverse2,
+        bound,
+        learning_rate,
+        eps,
+        weight_decay,
+    )
     return Scalars(*(float32(value) for value in given))
 
 
 @functools.lru_cache(maxsize=16)
 def corrections(b1: float, b2: float) -> tuple[tuple[float, float, float], ...]:
-    """(1 / (1 - b1^t), 1 / sqrt(1 - b2^t), bound) of the steps from 1 on, rounded to float32; later steps have
-    the last entry, where all powers are below 2^-30 (O-3)."""
+    """(1 / (1 - b1^t), 1 / sqrt(1 - b2^t), bound) of the steps from 1 on, rounded to float32; later
+    steps have the last entry, where all powers are below 2^-30 (O-3)."""
     found = []
     ratio = b1 * b1 / b2
     converges = ratio <= CONVERGING
@@ -98,7 +111,14 @@ def corrections(b1: float, b2: float) -> tuple[tuple[float, float, float], ...]:
         bound = math.inf
         if converges:
             of_ratio = math.sqrt((1.0 - power_r) / (1.0 - ratio))
-            bound = (1.0 - b1) * of_ratio / math.sqrt(1.0 - b2) * of_v / (1.0 - power1) * (1.0 + 2.0**-7)
+            bound = (
+                (1.0 - b1)
+                * of_ratio
+                / math.sqrt(1.0 - b2)
+                * of_v
+                / (1.0 - power1)
+                * (1.0 + 2.0**-7)
+            )
         found.append((float32(1.0 / (1.0 - power1)), float32(1.0 / of_v), float32(bound)))
     return tuple(found)
 
@@ -112,7 +132,9 @@ def float32(value: float) -> float:
     return value if math.isinf(value) else struct.unpack("f", struct.pack("f", value))[0]
 
 
-def check(*, b1: float, b2: float, eps: float, weight_decay: float, layout: "Layout | None" = None) -> None:
+def check(
+    *, b1: float, b2: float, eps: float, weight_decay: float, layout: "Layout | None" = None
+) -> None:
     """ValueError unless AdamW's numbers are in the ranges in which no operation overflows or needs
     a subnormal number (O-2); and b1^2 / b2 below 1 - 2^-14 where the layout is bounded."""
     for name, value in (("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay)):
@@ -120,14 +142,21 @@ def check(*, b1: float, b2: float, eps: float, weight_decay: float, layout: "Lay
     if not (b1 == 0 or 0.5 <= b1 <= 1 - 2.0**-14):
         raise ValueError(f"b1 is 0 or in [0.5, 1 - 2^-14]; got {b1!r}.")
     if not 0.5 <= b2 <= 1 - 2.0**-14:
-        raise ValueError(f"b2 is in [0.5, 1 - 2^-14], so that squares of gradients stay normal numbers; got {b2!r}.")
+        raise ValueError(
+            "b2 is in [0.5, 1 - 2^-14], so that squares of gradients stay normal numbers; got "
+            f"{b2!r}."
+        )
     if not 2.0**-50 <= eps <= 1:
-        raise ValueError(f"eps is in [2^-50, 1], where 2^-50 is about 8.9e-16; got {eps!r}. Use 1e-8, or 1e-15 for tiny gradients.")
+        raise ValueError(
+            f"eps is in [2^-50, 1], where 2^-50 is about 8.9e-16; got {eps!r}. Use 1e-8, or "
+            "1e-15 for tiny gradients."
+        )
     if not 0 <= weight_decay <= 1024:
         raise ValueError(f"weight_decay is in [0, 1024]; got {weight_decay!r}.")
     if layout is not None and layout.bounded and b1 * b1 / b2 > CONVERGING:
         raise ValueError(
-            f"layout {layout.name!r} is bounded, which needs b1^2 / b2 below 1 - 2^-14 (O-6); got b1={b1!r}, b2={b2!r}. Use a larger b2."
+            f"layout {layout.name!r} is bounded, which needs b1^2 / b2 below 1 - 2^-14 (O-6); "
+            f"got b1={b1!r}, b2={b2!r}. Use a larger b2."
         )
     if layout is not None and layout.average == "lerp" and (b1 <= 0.5 or b2 <= 0.5):
         raise ValueError(f"average 'lerp' needs betas above 0.5 (O-5); got b1={b1!r}, b2={b2!r}.")
@@ -140,11 +169,16 @@ def _check_number(name: str, value: float) -> None:
 
 
 def check_seed(seed: int, layout: Layout) -> None:
-    """ValueError unless a seed is one of stochastic rounding (C-2), and 0 where nothing is rounded so."""
+    """ValueError unless a seed is one of stochastic rounding (C-2), and 0 where nothing is rounded
+    so.
+    """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise ValueError(f"seed is an integer in [0, 2^64); got {seed!r}.")
     if seed and not layout.stochastic:
-        raise ValueError(f"layout {layout.name!r} rounds to nearest and has no use for a seed; got seed={seed}. Leave it out.")
+        raise ValueError(
+            f"layout {layout.name!r} rounds to nearest and has no use for a seed; got "
+            f"seed={seed}. Leave it out."
+        )
 
 
 _TENSOR_E4M3 = Moment(fmt=E4M3FN, scaling="multiply")
@@ -155,7 +189,10 @@ _COAT = Moment(fmt=E4M3FN, scaling="divide", block=128, floor=1e-30, expansion=T
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout(name="float32", source="Loshchilov, Hutter, 'Decoupled weight decay regularization', 2019"),
+        Layout(
+            name="float32",
+            source="Loshchilov, Hutter, 'Decoupled weight decay regularization', 2019",
+        ),
         Layout(
             name="bfloat16",
             m=Moment(fmt=BFLOAT16),
@@ -172,14 +209,16 @@ LAYOUTS = {
             name="fishman",
             m=_TENSOR_E4M3,
             v=Moment(fmt=E5M2, scaling="multiply"),
-            source="Fishman et al., 'Scaling FP8 training to trillion-token LLMs', arXiv:2409.12517",
+            source="Fishman et al., 'Scaling FP8 training to trillion-token LLMs', "
+            "arXiv:2409.12517",
         ),
         Layout(
             name="sqrt_e5m2",
             m=_TENSOR_E4M3,
             v=Moment(fmt=E5M2, scaling="multiply", root=True, keep=True),
             bounded=True,
-            source="MS-AMP, issue 99, which asks for sqrt(v) in e5m2; keep and the bound are fp8ref's",
+            source="MS-AMP, issue 99, which asks for sqrt(v) in e5m2; keep and the bound are "
+            "fp8ref's",
         ),
         Layout(
             name="sqrt_e4m3",
@@ -201,13 +240,15 @@ LAYOUTS = {
             name="te",
             m=Moment(fmt=E4M3FN, scaling="reciprocal"),
             v=Moment(fmt=E4M3FN, scaling="reciprocal"),
-            source="TransformerEngine, transformer_engine/pytorch/optimizers/fused_adam.py, commit 04912bf",
+            source="TransformerEngine, transformer_engine/pytorch/optimizers/fused_adam.py, "
+            "commit 04912bf",
         ),
         Layout(
             name="coat",
             m=_COAT,
             v=_COAT,
-            source="COAT, coat/optimizer/kernels/fp8_adamw_expand_cuda_kernel.cu, commit 80ec99f; arXiv:2410.19313",
+            source="COAT, coat/optimizer/kernels/fp8_adamw_expand_cuda_kernel.cu, commit 80ec99f; "
+            "arXiv:2410.19313",
         ),
     )
 }
@@ -220,7 +261,8 @@ WITH_MASTERS = {
             LAYOUTS["msamp"],
             name="msamp_o2",
             master=Moment(fmt=FLOAT16, scaling="power_of_two"),
-            source="MS-AMP, msamp/optim/adamw.py and msamp/common/tensor/tensor.py, commit 9746ea8; arXiv:2310.18313",
+            source="MS-AMP, msamp/optim/adamw.py and msamp/common/tensor/tensor.py, commit "
+            "9746ea8; arXiv:2310.18313",
         ),
         dataclasses.replace(
             LAYOUTS["sqrt_e4m3"],

@@ -19,9 +19,11 @@ NONE = "none"
 
 
 def by_name(layout: str) -> Layout:
-    """The layout of a name of ``states``, or of ``NAME/PART+PART``: those parts as layout NAME has them, the others in float32.
+    """The layout of a name of ``states``, or of ``NAME/PART+PART``: those parts as layout NAME has
+    them, the others in float32.
 
-    Raises:   ValueError: an unknown layout, or a part that the layout has not narrower than float32.
+    Raises:   ValueError: an unknown layout, or a part that the layout has not narrower than
+              float32.
     """
     name, slash, given = layout.partition("/")
     whole = layouts.by_name(name)
@@ -30,9 +32,12 @@ def by_name(layout: str) -> Layout:
     parts = () if given == NONE else tuple(given.split("+"))
     if any(part not in narrow(whole) for part in parts) or len(set(parts)) < len(parts):
         raise ValueError(
-            f"of layout {name!r} the narrow parts are {', '.join(narrow(whole)) or NONE}; got {layout!r}. Name some, joined by +, or {name}/{NONE}."
+            f"of layout {name!r} the narrow parts are {', '.join(narrow(whole)) or NONE}; got "
+            f"{layout!r}. Name some, joined by +, or {name}/{NONE}."
         )
-    kept: dict[str, Any] = {part: getattr(whole, part) if part in parts else Moment() for part in PARTS}
+    kept: dict[str, Any] = {
+        part: getattr(whole, part) if part in parts else Moment() for part in PARTS
+    }
     blocks = kept["m"].block is not None or kept["v"].block is not None
     return dataclasses.replace(whole, name=layout, ragged=whole.ragged or not blocks, **kept)
 

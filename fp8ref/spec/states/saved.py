@@ -1,7 +1,7 @@
 """A layout of optimizer states as text, which is saved beside states (spec O-1).
 
-Two layouts of one name may differ: ``dataclasses.replace`` keeps the name. Codes of one are then other
-moments under the other, of the same dtypes and shapes.
+Two layouts of one name may differ: ``dataclasses.replace`` keeps the name. Codes of one are then
+other moments under the other, of the same dtypes and shapes.
 """
 
 import dataclasses
@@ -13,16 +13,22 @@ from fp8ref.shared import files
 from fp8ref.spec.states.layouts import Layout
 
 BYTES = 1024
-"""The length of a layout's text where it is an array: one for all layouts, so that arrays of any two can be compared."""
+"""The length of a layout's text where it is an array: one for all layouts, so that arrays of any
+two can be compared.
+"""
 
 
 @functools.lru_cache(maxsize=64)
 def written(layout: Layout) -> str:
-    """Every decision of a layout that changes bits, as JSON: all fields but the name and the source."""
+    """Every decision of a layout that changes bits, as JSON: all fields but the name and the
+    source.
+    """
     fields = dataclasses.asdict(layout)
     for moment in ("m", "v", "master"):
         fields[moment]["fmt"] = fields[moment]["fmt"]["name"]
-    return json.dumps({key: value for key, value in fields.items() if key not in ("name", "source")})
+    return json.dumps(
+        {key: value for key, value in fields.items() if key not in ("name", "source")}
+    )
 
 
 def in_bytes(layout: Layout) -> bytes:
@@ -37,16 +43,21 @@ def check(layout: Layout, saved: str) -> None:
     try:
         unlike = differences(layout, saved)
     except ValueError as error:
-        raise ValueError(f"a state holds the decisions of its layout as text (O-17); got {saved[:40]!r}. Use init.") from error
+        raise ValueError(
+            f"a state holds the decisions of its layout as text (O-17); got {saved[:40]!r}. Use "
+            "init."
+        ) from error
     if unlike:
         raise ValueError(
-            f"layout {layout.name!r} has {'; '.join(unlike)}. States of another layout are not converted: use the layout that they were "
-            "made with, and give a changed layout a name of its own."
+            f"layout {layout.name!r} has {'; '.join(unlike)}. States of another layout are not "
+            "converted: use the layout that they were made with, and give a changed layout a "
+            "name of its own."
         )
 
 
 def differences(layout: Layout, saved: str) -> list[str]:
-    """What a layout has otherwise than the one that was ``written``, such as "m.block = 128, saved 256".
+    """What a layout has otherwise than the one that was ``written``, such as "m.block = 128, saved
+    256".
 
     Raises:   ValueError: text that was not written here.
     """
@@ -65,5 +76,9 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
     """{dotted key: value}."""
     found: dict[str, Any] = {}
     for key, value in fields.items():
-        found |= {f"{key}.{field}": x for field, x in value.items()} if isinstance(value, dict) else {key: value}
+        found |= (
+            {f"{key}.{field}": x for field, x in value.items()}
+            if isinstance(value, dict)
+            else {key: value}
+        )
     return found

@@ -1,7 +1,7 @@
 """Delayed scaling of attention (spec A-12, A-19): a state for each tensor that has one scale.
 
-states = attention_delayed.states("cudnn", device)              # an nn.ModuleDict, of a module of yours
-o = attention_delayed.apply(q, k, v, states=states, variant="cudnn")
+states = attention_delayed.states("cudnn", device)              # an nn.ModuleDict, of a module of
+yours o = attention_delayed.apply(q, k, v, states=states, variant="cudnn")
 ...
 delayed.update(model)                                           # rolls them with those of linears
 """
@@ -19,20 +19,31 @@ from fp8ref.torch.delayed.delayed import RoleState
 
 
 def states(
-    variant: str | Variant, device: torch.device | str, group: str | None = None, config: DelayedScaling = DELAYED["delayed"]
+    variant: str | Variant,
+    device: torch.device | str,
+    group: str | None = None,
+    config: DelayedScaling = DELAYED["delayed"],
 ) -> nn.ModuleDict:
     """A state for each role of a variant.
 
-    group     name of the process group whose ranks have other sequences or heads of the same tensors (H-4).
+    group     name of the process group whose ranks have other sequences or heads of the same
+              tensors (H-4).
     Raises:   ValueError: a variant without such roles; histories that this backend does not keep.
     """
     casts = attention_delayed.casts(data.by_name(variant), delayed.implemented(config))
-    return delayed.RoleStates({role: RoleState(fmt, how, torch.device(device), group) for role, (fmt, how) in casts.items()})
+    return delayed.RoleStates(
+        {
+            role: RoleState(fmt, how, torch.device(device), group)
+            for role, (fmt, how) in casts.items()
+        }
+    )
 
 
-def apply(q: Tensor, k: Tensor, v: Tensor, *, states: nn.ModuleDict, variant: str | Variant, **how) -> Tensor:
-    """``attention.apply`` by the scales of these states, which observe in training a pass that is differentiated (A-19): gradients are
-    enabled, and one of q, k and v requires its own.
+def apply(
+    q: Tensor, k: Tensor, v: Tensor, *, states: nn.ModuleDict, variant: str | Variant, **how
+) -> Tensor:
+    """``attention.apply`` by the scales of these states, which observe in training a pass that is
+    differentiated (A-19): gradients are enabled, and one of q, k and v requires its own.
 
     how       other arguments of ``attention.apply``.
     Raises:   ValueError: as ``attention.apply``; states of another variant.
@@ -40,14 +51,21 @@ def apply(q: Tensor, k: Tensor, v: Tensor, *, states: nn.ModuleDict, variant: st
     roles = attention_delayed.roles(data.by_name(variant))
     if set(states or {}) != set(roles):
         raise ValueError(
-            f"variant {data.by_name(variant).name!r} has states of {', '.join(roles) or 'no role'}; got {', '.join(states or ()) or 'none'}. Make them by "
-            "attention_delayed.states."
+            f"variant {data.by_name(variant).name!r} has states of "
+            f"{', '.join(roles) or 'no role'}; got {', '.join(states or ()) or 'none'}. Make "
+            "them by attention_delayed.states."
         )
-    kept: dict[str, RoleState] = {role: state for role, state in states.items() if isinstance(state, RoleState)}
-    if delayed.calibrating():  # by amaxes of its own, so that those of scores and outputs are not of casts by unset scales
+    kept: dict[str, RoleState] = {
+        role: state for role, state in states.items() if isinstance(state, RoleState)
+    }
+    if (
+        delayed.calibrating()
+    ):  # by amaxes of its own, so that those of scores and outputs are not of casts by unset scales
         for role in data.ROLES:
             kept[role].used = True
-        return attention.apply(q, k, v, variant=variant, seen={role: kept[role].seen for role in data.ROLES}, **how)
+        return attention.apply(
+            q, k, v, variant=variant, seen={role: kept[role].seen for role in data.ROLES}, **how
+        )
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if not (differentiated and states.training):
         if torch.compiler.is_compiling():
@@ -58,5 +76,8 @@ def apply(q: Tensor, k: Tensor, v: Tensor, *, states: nn.ModuleDict, variant: st
         return attention.apply(q, k, v, variant=variant, scales=scales, **how)
     for state in kept.values():
         state.used = True
-    scales, seen = {role: state.scale for role, state in kept.items()}, {role: state.seen for role, state in kept.items()}
+    scales, seen = (
+        {role: state.scale for role, state in kept.items()},
+        {role: state.seen for role, state in kept.items()},
+    )
     return attention.apply(q, k, v, variant=variant, scales=scales, seen=seen, **how)

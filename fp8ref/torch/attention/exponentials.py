@@ -1,12 +1,14 @@
 """Float32 operations of attention that are rounded once, whatever compiles them (spec A).
 
-inductor's kernels on a GPU contract a product and the sum after it to one rounding, and divide by an
-approximation. Products and quotients of float32 numbers go through float64 there: a float64 has more
-than 2 x 24 + 2 bits, so that rounding its result to float32 is the one rounding that is asked for.
+inductor's kernels on a GPU contract a product and the sum after it to one rounding, and divide by
+an approximation. Products and quotients of float32 numbers go through float64 there: a float64 has
+more than 2 x 24 + 2 bits, so that rounding its result to float32 is the one rounding that is asked
+for.
 
-A sum of a product and a third number has no such bound. ``multiply_add`` rounds twice where its float64
-falls on a midpoint of float32 numbers: of 2^29 random ones, about one does. "stated" exponentials have the
-same fault: their float64 is off by less than 2^-52, and a midpoint is that near in one of 2^28.
+A sum of a product and a third number has no such bound. ``multiply_add`` rounds twice where its
+float64 falls on a midpoint of float32 numbers: of 2^29 random ones, about one does. "stated"
+exponentials have the same fault: their float64 is off by less than 2^-52, and a midpoint is that
+near in one of 2^28.
 
 Python numbers that are passed are float32 numbers.
 """
@@ -22,7 +24,8 @@ from fp8ref.spec.attention.variants import Arithmetic
 def exponential(x: Tensor, base: Literal["2", "e"], how: Arithmetic) -> Tensor:
     """base^x of float32 numbers; 0 of -infinity.
 
-    how       ``fast``, torch's float32 function, within 2 units in the last place (A-5); ``stated``, in float64 and rounded.
+    how       ``fast``, torch's float32 function, within 2 units in the last place (A-5);
+              ``stated``, in float64 and rounded.
     """
     wide = x.double() if how == "stated" else x
     return (wide.exp2() if base == "2" else wide.exp()).float()
@@ -31,7 +34,8 @@ def exponential(x: Tensor, base: Literal["2", "e"], how: Arithmetic) -> Tensor:
 def tanh(x: Tensor, how: Arithmetic) -> Tensor:
     """The hyperbolic tangent of float32 numbers.
 
-    how       ``fast``, torch's float32 function, within 2 units in the last place; ``stated``, in float64 and rounded (A-22).
+    how       ``fast``, torch's float32 function, within 2 units in the last place; ``stated``, in
+              float64 and rounded (A-22).
     """
     return x.double().tanh().float() if how == "stated" else x.tanh()
 

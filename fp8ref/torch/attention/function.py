@@ -1,6 +1,7 @@
 """The differentiable function of attention, one for each set of constants (spec A).
 
-``attention.apply`` calls it. A compiled graph calls it with tensors only, and AOTAutograd traces into it.
+``attention.apply`` calls it. A compiled graph calls it with tensors only, and AOTAutograd traces
+into it.
 """
 
 import dataclasses
@@ -29,7 +30,11 @@ from fp8ref.torch.delayed import delayed
 from fp8ref.torch.model import checkpointing
 from fp8ref.torch.tensors import linear_input
 
-_PLAIN = tuple(f.name for f in dataclasses.fields(Variant) if f.name not in ("tiles", "fmt", "out", "gradient_fmt", "source"))
+_PLAIN = tuple(
+    f.name
+    for f in dataclasses.fields(Variant)
+    if f.name not in ("tiles", "fmt", "out", "gradient_fmt", "source")
+)
 
 Roles = tuple[tuple[str, ...], tuple[str, ...]]
 """The roles of given scales, and those of observations."""
@@ -41,8 +46,8 @@ Groups = tuple[str | None, str | None]
 def values(x: object) -> tuple:
     """The fields of a Mask or Variant, as numbers and strings.
 
-    Of one that is made where dynamo traces, dynamo hands on another of the same class, without its values (torch 2.13).
-    What it reads of the fields is right.
+    Of one that is made where dynamo traces, dynamo hands on another of the same class, without its
+    values (torch 2.13). What it reads of the fields is right.
     """
     if isinstance(x, Mask):
         return x.causal, x.window, x.alignment
@@ -70,23 +75,33 @@ def function(
     Raises:   ValueError: a Variant without its ``values``; no Mask; what ``Spec`` refuses.
     """
     if values(variant) != of_variant:
-        raise ValueError(f"a Variant is made outside of what is compiled; got {of_variant}, made inside. Make it once, before.")
+        raise ValueError(
+            f"a Variant is made outside of what is compiled; got {of_variant}, made inside. "
+            "Make it once, before."
+        )
     if not of_mask:
         raise ValueError(
-            "mask is a Mask of fp8ref.spec.attention.variants, and no tensor. Use Mask(causal=True), a window, or documents, which separate the sequences "
-            "of a row."
+            "mask is a Mask of fp8ref.spec.attention.variants, and no tensor. Use "
+            "Mask(causal=True), a window, or documents, which separate the sequences of a row."
         )
     causal, window, alignment = of_mask
     mask = Mask(causal=causal, window=window, alignment=alignment)
     amax_group, context = groups
-    how: dict = {"scale": scale, "seed": seed, "arithmetic": arithmetic, "amax_group": amax_group or context, "context": context}
+    how: dict = {
+        "scale": scale,
+        "seed": seed,
+        "arithmetic": arithmetic,
+        "amax_group": amax_group or context,
+        "context": context,
+    }
     spec = Spec(variant=data.by_name(variant), mask=mask, softcap=softcap, **how)
     return _bind(spec, roles)
 
 
 @functools.lru_cache(maxsize=256)  # a softmax scale, softcap or seed may be another in every call
 def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
-    """q, k, v, documents of both, sinks or None, scales and observations of these roles -> o, as an autograd.Function.
+    """q, k, v, documents of both, sinks or None, scales and observations of these roles -> o, as an
+    autograd.Function.
 
     A class for each spec: a compiled graph calls it with tensors only.
     """
@@ -96,13 +111,29 @@ def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
         @staticmethod
         @linear_input.without_autocast
         def forward(
-            ctx, q: Tensor, k: Tensor, v: Tensor, of_q: Tensor | None, of_k: Tensor | None, sinks: Tensor | None, *more: Tensor
+            ctx,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            of_q: Tensor | None,
+            of_k: Tensor | None,
+            sinks: Tensor | None,
+            *more: Tensor,
         ) -> Tensor:
             scales, seen = more[: len(roles[0])], more[len(roles[0]) :]
             # An attribute, not a saved tensor: other uses may write it before the backward pass.
             ctx.seen = dict(zip(roles[1], seen, strict=True))
             with checkpointing.within_attention():
-                return _forward(ctx, spec, q, k, v, (of_q, of_k), dict(zip(roles[0], scales, strict=True)), sinks)
+                return _forward(
+                    ctx,
+                    spec,
+                    q,
+                    k,
+                    v,
+                    (of_q, of_k),
+                    dict(zip(roles[0], scales, strict=True)),
+                    sinks,
+                )
 
         @staticmethod
         @linear_input.without_autocast
@@ -115,7 +146,14 @@ def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
 
 
 def _forward(
-    ctx, spec: Spec, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, Tensor | None], scales: dict, sinks: Tensor | None
+    ctx,
+    spec: Spec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: tuple[Tensor | None, Tensor | None],
+    scales: dict,
+    sinks: Tensor | None,
 ) -> Tensor:
     variant = spec.variant
     shape = inputs.check(q, k, v, spec)
@@ -128,20 +166,43 @@ def _forward(
     at = attention_forward.padded_documents(*inputs.check_documents(pair, shape))  # type: ignore[arg-type]
     q, k, v = (inputs.without_padding(x, ids) for x, ids in ((q, at.q), (k, at.k), (v, at.k)))
     spec, shape = attention_context.problem(spec, shape)
-    ctx.shape, ctx.first, ctx.dtypes, ctx.layer = shape, spec.first, (q.dtype, k.dtype, v.dtype), observer.layer()
+    ctx.shape, ctx.first, ctx.dtypes, ctx.layer = (
+        shape,
+        spec.first,
+        (q.dtype, k.dtype, v.dtype),
+        observer.layer(),
+    )
     counts = variant.fmt.bits == 8 and observer.counts(ctx.layer) and not observer.again()
     report: Report = "all" if counts else "amaxes" if ctx.seen else "nothing"
     if variant.real:
         ctx.save_for_backward(sinks, q, k, v, *at)
-        return operands.by_head(attention_real.forward(q, k, v, spec, shape, at, sinks).o, shape).float().to(q.dtype)
+        return (
+            operands.by_head(attention_real.forward(q, k, v, spec, shape, at, sinks).o, shape)
+            .float()
+            .to(q.dtype)
+        )
     tensors = operands.quantize(q, k, v, spec, given, report=report)
     if ctx.layer is not None and variant.fmt.bits == 8 and not observer.again():
-        for product, role, x in zip(("scores", "scores", "values"), ("q", "k", "v"), operands.rotated(q, k, v, spec), strict=True):
+        for product, role, x in zip(
+            ("scores", "scores", "values"),
+            ("q", "k", "v"),
+            operands.rotated(q, k, v, spec),
+            strict=True,
+        ):
             observer.report(ctx.layer, product, role, x, tensors[role])  # type: ignore[arg-type]
     run = output.run if spec.arithmetic == "fast" else attention_forward.run
     watched = observer.watched(ctx.layer) and not observer.again()
     keep = ["scores"] * watched + ["p_codes"] * (watched and variant.fmt.bits == 8)
-    result = run(attention_context.gathered(tensors, spec), spec, shape, at, given, report=report, keep=keep, sinks=sinks)
+    result = run(
+        attention_context.gathered(tensors, spec),
+        spec,
+        shape,
+        at,
+        given,
+        report=report,
+        keep=keep,
+        sinks=sinks,
+    )
     o = result.o.to(q.dtype)
     found = None
     if counts and result.lost is not None:
@@ -156,7 +217,9 @@ def _forward(
             "p/scale": result.scale_p,
             "p/codes": result.p_codes,
             "o/value": o,
-            "softcap/value": None if spec.softcap is None else torch.tensor(spec.softcap, dtype=torch.float32, device="cpu"),
+            "softcap/value": None
+            if spec.softcap is None
+            else torch.tensor(spec.softcap, dtype=torch.float32, device="cpu"),
             "sinks/value": sinks,
             "p/amax": None if found is None else result.amaxes["s"],
             "p/counts": found,
@@ -172,19 +235,38 @@ def _forward(
     if variant.out.bits == 8:
         kept: tuple[Tensor | None, ...] = (result.tensors["o"].codes, result.tensors["o"].scale_inv)
     else:  # o itself, if it holds the output's numbers
-        kept = (o if q.dtype in (torch.float32, DTYPES[variant.out.name]) else result.o.to(DTYPES[variant.out.name]), None)
+        kept = (
+            o
+            if q.dtype in (torch.float32, DTYPES[variant.out.name])
+            else result.o.to(DTYPES[variant.out.name]),
+            None,
+        )
     if variant.granularity == "mx_1x32":
         ctx.save_for_backward(sinks, *at, *scales.values(), *kept, result.lse, q, k, v)
     else:
-        of_tensors = (x for role in ("q", "k", "v") for x in (tensors[role].codes, tensors[role].scale_inv))
-        ctx.save_for_backward(sinks, *at, *scales.values(), *kept, result.lse, result.scale_p, result.scale_inv_p, *of_tensors)
+        of_tensors = (
+            x for role in ("q", "k", "v") for x in (tensors[role].codes, tensors[role].scale_inv)
+        )
+        ctx.save_for_backward(
+            sinks,
+            *at,
+            *scales.values(),
+            *kept,
+            result.lse,
+            result.scale_p,
+            result.scale_inv_p,
+            *of_tensors,
+        )
     return o
 
 
 def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and of sinks, None without any."""
     if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
-        raise ValueError("gradients of attention in FP8 are not differentiated again; got create_graph=True. Leave it out.")
+        raise ValueError(
+            "gradients of attention in FP8 are not differentiated again; got create_graph=True. "
+            "Leave it out."
+        )
     (sinks, *rest), shape, variant = ctx.saved_tensors, ctx.shape, spec.variant
     saved = iter(rest)
     spec = spec if spec.context is None else dataclasses.replace(spec, first=ctx.first)
@@ -199,13 +281,18 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
         return _of_dtypes(tuple(real), of_sinks, ctx.dtypes, sinks)
     at, given = Documents(next(saved), next(saved)), {role: next(saved) for role in roles}
     do = inputs.without_padding(do, at.q)
-    gradients, scale_p = _gradients(do, saved, spec, shape, at, given, sinks, report=report, keep=keep)
+    gradients, scale_p = _gradients(
+        do, saved, spec, shape, at, given, sinks, report=report, keep=keep
+    )
     found, of_ds = gradients[:3], None
     if counts and gradients.saturated_ds is not None and gradients.lost is not None:
         of_ds = statistics.counts_of(spec, shape, at, gradients.saturated_ds, gradients.lost)
         observer.count(ctx.layer, "grad_q", "ds", gradients.amaxes["ds"], of_ds)
     if keep:
-        matrices, values = gradients.matrices, {f"{role}/value": x for role, x in zip(("dq", "dk", "dv"), found, strict=True)}
+        matrices, values = (
+            gradients.matrices,
+            {f"{role}/value": x for role, x in zip(("dq", "dk", "dv"), found, strict=True)},
+        )
         shown = {
             "do/value": do,
             "p/scale": scale_p,
@@ -248,7 +335,10 @@ def _gradients(
     saved     what ``_forward`` saved after sinks, documents and scales.
     """
     o, o_scale_inv, lse = next(saved), next(saved), next(saved)
-    one, how = torch.ones((), device=do.device, dtype=torch.float32), {"report": report, "keep": keep, "sinks": sinks}
+    one, how = (
+        torch.ones((), device=do.device, dtype=torch.float32),
+        {"report": report, "keep": keep, "sinks": sinks},
+    )
     if spec.variant.backward == "bf16":
         q, k, v = saved
         return bf16.gradients(do, (q, k, v), o, lse, spec, shape, at, **how), one
@@ -259,14 +349,19 @@ def _gradients(
         return mx.gradients(do, q, k, kept, spec, shape, at, **how), of_p
     scale_p, scale_inv_p = next(saved), next(saved)
     tensors = {role: Heads(next(saved), one, one, next(saved)) for role in ("q", "k", "v")}
-    kept = Saved(attention_context.gathered(tensors, spec), o, o_scale_inv, lse, scale_p, scale_inv_p)
+    kept = Saved(
+        attention_context.gathered(tensors, spec), o, o_scale_inv, lse, scale_p, scale_inv_p
+    )
     given = {role: x for role, x in given.items() if role in data.GRADIENT_ROLES}
     of_pass = fast if spec.arithmetic == "fast" else attention_gradients
     return of_pass.gradients(do, kept, spec, shape, at, given, **how), scale_p
 
 
 def _of_dtypes(
-    found: tuple[Tensor, ...], dsinks: Tensor | None, dtypes: tuple[torch.dtype, ...], sinks: Tensor | None
+    found: tuple[Tensor, ...],
+    dsinks: Tensor | None,
+    dtypes: tuple[torch.dtype, ...],
+    sinks: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients in the dtypes of q, k and v, and that of sinks in theirs."""
     of_sinks = None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)

@@ -1,10 +1,13 @@
-"""Attention in FP8 by FlashAttention-3's own kernel, forward (spec A-20); its gradients are tiles in bfloat16 (A-25).
+"""Attention in FP8 by FlashAttention-3's own kernel, forward (spec A-20); its gradients are tiles
+in bfloat16 (A-25).
 
     o, lse = attention_kernel.forward(q, k, v, mask=Mask(causal=True))
-    o = attention_kernel.apply(q, k, v, variant=differentiated("fa3", "bf16"), mask=Mask(causal=True))   # differentiable
+    o = attention_kernel.apply(q, k, v, variant=differentiated("fa3", "bf16"),
+    mask=Mask(causal=True))   # differentiable
 
-q, k and v are quantized here, with the bits of A-2; the kernel does all else. ``attention`` computes the same variant from
-tiles. FlashAttention-4's interface (commit 0251105) takes no scales of FP8 operands.
+q, k and v are quantized here, with the bits of A-2; the kernel does all else. ``attention``
+computes the same variant from tiles. FlashAttention-4's interface (commit 0251105) takes no scales
+of FP8 operands.
 """
 
 import functools
@@ -42,21 +45,27 @@ def apply(
     arithmetic: Arithmetic = "fast",
     layout: Layout = "bhtd",
 ) -> Tensor:
-    """softmax(q k^T scale) v by FlashAttention-3 in e4m3fn, differentiable once: its backward pass is A-25's, of the kernel's o and
-    log-sum-exp.
+    """softmax(q k^T scale) v by FlashAttention-3 in e4m3fn, differentiable once: its backward pass
+    is A-25's, of the kernel's o and log-sum-exp.
 
     variant       ``attention.differentiated("fa3", "bf16")`` of fp8ref, or of fa3_promoted.
     arithmetic    of the backward pass (A-18).
     layout        of q, k, v and o, as in ``forward``.
     Shapes:   as ``forward``; o of q's dtype.
-    Raises:   as ``forward``; ValueError: a variant without that backward pass, for tensors that require gradients.
+    Raises:   as ``forward``; ValueError: a variant without that backward pass, for tensors that
+              require gradients.
     Source:   spec A-20, A-25.
     """
     known = data.by_name(variant)
-    if known.backward != "bf16" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if (
+        known.backward != "bf16"
+        and torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad)
+    ):
         raise ValueError(
-            f"FlashAttention-3 has no backward pass in FP8; got variant {known.name!r} with backward {known.backward!r}. Give "
-            "attention.differentiated(variant, 'bf16') of fp8ref, or call forward."
+            f"FlashAttention-3 has no backward pass in FP8; got variant {known.name!r} with "
+            f"backward {known.backward!r}. Give attention.differentiated(variant, 'bf16') of "
+            "fp8ref, or call forward."
         )
     q, k, v = data.heads_first(layout, q, k, v)
     function = _function(Spec(variant=known, mask=mask, scale=scale, arithmetic=arithmetic))
@@ -79,10 +88,15 @@ def _function(spec: Spec) -> type[torch.autograd.Function]:
         @linear_input.without_autocast
         def backward(ctx, do: Tensor) -> tuple[Tensor, ...]:
             if torch.is_grad_enabled():
-                raise ValueError("gradients of attention in FP8 are not differentiated again; got create_graph=True. Leave it out.")
+                raise ValueError(
+                    "gradients of attention in FP8 are not differentiated again; got "
+                    "create_graph=True. Leave it out."
+                )
             o, q, k, v, lse = ctx.saved_tensors
             with observer.inside(ctx.layer):
-                found = bf16.gradients(do, (q, k, v), o, lse, spec, ctx.shape, Documents(None, None), report="nothing")
+                found = bf16.gradients(
+                    do, (q, k, v), o, lse, spec, ctx.shape, Documents(None, None), report="nothing"
+                )
             return tuple(x.to(dtype) for x, dtype in zip(found[:3], ctx.dtypes, strict=True))
 
     return KernelFunction
@@ -102,33 +116,47 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T scale) v by FlashAttention-3 in e4m3fn: (o, log-sum-exp). Not differentiable.
 
-    scales    {role: scale} of q, k and v, float32 [B, Hkv, 1, 1]; the others come from the tensors themselves.
+    scales    {role: scale} of q, k and v, float32 [B, Hkv, 1, 1]; the others come from the tensors
+              themselves.
     layout    of q, k, v and o: ``bhtd``, or ``bthd``, tokens before heads.
-    Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], 16 dividing D; o [B, H, Tq, D] of q's dtype, lse float32 [B, H, Tq].
+    Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], 16 dividing D; o [B, H, Tq, D] of q's dtype,
+              lse float32 [B, H, Tq].
     Order:    of q, k and v A-2; of all else the kernel's.
-    Raises:   ValueError: another variant; shapes or masks that the kernel does not take; tensors elsewhere than on a Hopper GPU.
-              ImportError: flash_attn_interface is not installed.
+    Raises:   ValueError: another variant; shapes or masks that the kernel does not take; tensors
+              elsewhere than on a Hopper GPU. ImportError: flash_attn_interface is not installed.
     Source:   Dao-AILab/flash-attention, commit 01afd16, hopper/flash_attn_interface.py.
     """
     variant = data.by_name(variant)
     q, k, v = data.heads_first(layout, q, k, v)
     if variant.name not in VARIANTS or variant.fmt != E4M3FN or variant.granularity != "head":
-        raise ValueError(f"FlashAttention-3 computes {' or '.join(VARIANTS)}; got variant {variant.name!r}. {_INSTEAD}")
+        raise ValueError(
+            f"FlashAttention-3 computes {' or '.join(VARIANTS)}; got variant {variant.name!r}. "
+            f"{_INSTEAD}"
+        )
     spec = Spec(variant=variant, mask=mask, scale=scale)
     shape = inputs.check(q, k, v, spec)
     if shape.features % 16 or mask.alignment != "end":
         raise ValueError(
-            f"FlashAttention-3 takes features in multiples of 16, and masks that are aligned to the end; got {shape.features} and {mask}. {_INSTEAD}"
+            "FlashAttention-3 takes features in multiples of 16, and masks that are aligned to "
+            f"the end; got {shape.features} and {mask}. {_INSTEAD}"
         )
     given = inputs.check_scales(scales, variant, ("q", "k", "v"), shape)
     run = library(q.device)
     tensors = operands.quantize(q, k, v, spec, given, report="nothing")
     codes = (tensors[role].codes.transpose(1, 2) for role in ("q", "k", "v"))  # [B, T, heads, D]
-    descales = {f"{role}_descale": tensors[role].scale_inv[:, :, 0, 0].contiguous() for role in ("q", "k", "v")}
+    descales = {
+        f"{role}_descale": tensors[role].scale_inv[:, :, 0, 0].contiguous()
+        for role in ("q", "k", "v")
+    }
     left, right = mask.window or (None, None)
     window = -1 if left is None else left, -1 if right is None else right
     o, lse, *_ = run(
-        *codes, softmax_scale=spec.softmax_scale(shape.features), causal=mask.causal, window_size=window, return_attn_probs=True, **descales
+        *codes,
+        softmax_scale=spec.softmax_scale(shape.features),
+        causal=mask.causal,
+        window_size=window,
+        return_attn_probs=True,
+        **descales,
     )
     return data.in_layout(layout, o.transpose(1, 2).to(q.dtype)), lse
 
@@ -139,13 +167,20 @@ def library(device: torch.device) -> Callable:
     Raises:   ValueError: another device than a Hopper GPU. ImportError: it is not installed.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type.upper()}"
-        raise ValueError(f"FlashAttention-3's FP8 kernel needs a Hopper GPU; the tensors are on {where}. {_INSTEAD}")
+        where = (
+            torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else f"the {device.type.upper()}"
+        )
+        raise ValueError(
+            f"FlashAttention-3's FP8 kernel needs a Hopper GPU; the tensors are on {where}. "
+            f"{_INSTEAD}"
+        )
     try:
         flash_attn_interface = importlib.import_module("flash_attn_interface")
     except ImportError as error:
         raise ImportError(
-            "FlashAttention-3's kernel is in flash_attn_interface, which is not installed. Build hopper/ of Dao-AILab/flash-attention, or use "
-            "fp8ref.torch.attention."
+            "FlashAttention-3's kernel is in flash_attn_interface, which is not installed. "
+            "Build hopper/ of Dao-AILab/flash-attention, or use fp8ref.torch.attention."
         ) from error
     return flash_attn_interface.flash_attn_func

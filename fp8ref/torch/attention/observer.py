@@ -1,5 +1,5 @@
-"""Observe attention in a model: its FP8 operands where it runs eagerly (spec Q-13), and which product is which
-(B-15)."""
+"""Observe attention in a model: its FP8 operands where it runs eagerly (spec Q-13), and which
+product is which (B-15)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,21 +12,23 @@ from fp8ref.spec.attention.products import Phase, Product, Role
 from fp8ref.torch.attention.operands.heads import Heads
 
 Watcher = Callable[[str, Phase, dict[str, Tensor]], None]
-"""Called as watcher(layer, phase, tensors) after a pass, with what it made, by ``<what>/<part>`` of ``attention.products.SHOWN``
-and ``PARTS``."""
+"""Called as watcher(layer, phase, tensors) after a pass, with what it made, by ``<what>/<part>`` of
+``attention.products.SHOWN`` and ``PARTS``."""
 
 Observer = Callable[[str, Product, Role, Tensor, Heads], None]
-"""Called as observer(layer, product, role, x, tensor): x [B, H, T, D] and its quantized form, in the first product that
-has these codes."""
+"""Called as observer(layer, product, role, x, tensor): x [B, H, T, D] and its quantized form, in
+the first product that has these codes."""
 
 
 Counter = Callable[[str, Product, Role, Tensor, Tensor], None]
-"""Called as counter(layer, product, role, amax, counts) of P and dS: float32 (), and int64 [3], how many elements there are, were
-clipped and lost, on this rank (A-12)."""
+"""Called as counter(layer, product, role, amax, counts) of P and dS: float32 (), and int64 [3], how
+many elements there are, were clipped and lost, on this rank (A-12)."""
 
 
 class _Observing:
-    def __init__(self, observer: Observer | None, watcher: Watcher | None, counter: Counter | None) -> None:
+    def __init__(
+        self, observer: Observer | None, watcher: Watcher | None, counter: Counter | None
+    ) -> None:
         self.observer, self.watcher, self.counter = observer, watcher, counter
         self.inside: list[str] = []
 
@@ -44,21 +46,33 @@ LABEL = "fp8ref.torch.attention"
 
 @contextmanager
 def observe_attention(
-    layers: Mapping[str, nn.Module], observer: Observer | None, watcher: Watcher | None = None, counter: Counter | None = None
+    layers: Mapping[str, nn.Module],
+    observer: Observer | None,
+    watcher: Watcher | None = None,
+    counter: Counter | None = None,
 ) -> Iterator[None]:
     """In this context, report q, k, v and do of every FP8 attention that these modules compute.
 
     observer  None: nothing is reported, but ``layer`` is known.
-    watcher   gets the matrices of both passes too, whose memory is quadratic; of attention in any format.
+    watcher   gets the matrices of both passes too, whose memory is quadratic; of attention in any
+              format.
     counter   gets the amaxes and counts of P and dS.
-    layers    modules by the names to report. Each computes attention at most once in a forward pass.
-    The backward pass of what was computed here reports as well. A forward pass that checkpointing runs again does not.
+    layers    modules by the names to report. Each computes attention at most once in a forward
+              pass.
+    The backward pass of what was computed here reports as well. A forward pass that checkpointing
+    runs again does not.
     """
     mine = _Observing(observer, watcher, counter)
     handles = []
     for name, module in layers.items():
-        handles.append(module.register_forward_pre_hook(lambda module, args, name=name: mine.inside.append(name), prepend=True))
-        handles.append(module.register_forward_hook(lambda module, args, out: mine.leave(), always_call=True))
+        handles.append(
+            module.register_forward_pre_hook(
+                lambda module, args, name=name: mine.inside.append(name), prepend=True
+            )
+        )
+        handles.append(
+            module.register_forward_hook(lambda module, args, out: mine.leave(), always_call=True)
+        )
     _observing.append(mine)
     try:
         yield
@@ -89,7 +103,10 @@ def inside(name: str | None) -> Iterator[None]:
 
 @contextmanager
 def multiplying(product: Product) -> Iterator[None]:
-    """In this context one product of attention is multiplied. A compiler's graph has its name at each node: ``LABEL``."""
+    """In this context one product of attention is multiplied.
+
+    A compiler's graph has its name at each node: ``LABEL``.
+    """
     _products.append(product)
     try:
         if torch.compiler.is_compiling():
@@ -107,7 +124,9 @@ def product() -> Product | None:
 
 
 def again() -> bool:
-    """Whether a backward pass runs: a forward pass in it is a checkpointed layer's, which was reported before."""
+    """Whether a backward pass runs: a forward pass in it is a checkpointed layer's, which was
+    reported before.
+    """
     return torch._C._current_graph_task_id() != -1
 
 
@@ -119,7 +138,11 @@ def report(name: str | None, product: Product, role: Role, x: Tensor, tensor: He
 
 def counts(name: str | None) -> bool:
     """Whether anybody waits for the counts of P and dS of this layer."""
-    return name is not None and bool(_observing) and (_observing[-1].counter is not None or _observing[-1].watcher is not None)
+    return (
+        name is not None
+        and bool(_observing)
+        and (_observing[-1].counter is not None or _observing[-1].watcher is not None)
+    )
 
 
 def count(name: str | None, product: Product, role: Role, amax: Tensor, counts: Tensor) -> None:
@@ -133,7 +156,12 @@ def watched(name: str | None) -> bool:
     return name is not None and bool(_observing) and _observing[-1].watcher is not None
 
 
-def show(name: str | None, phase: Phase, tensors: Mapping[str, Tensor | None], quantized: Mapping[str, Heads]) -> None:
+def show(
+    name: str | None,
+    phase: Phase,
+    tensors: Mapping[str, Tensor | None],
+    quantized: Mapping[str, Heads],
+) -> None:
     """Tell the watcher of a pass; nothing if nobody watches.
 
     tensors    by ``<what>/<part>``; None: there is none.

@@ -1,7 +1,8 @@
-"""The forward pass of attention in FP8 in the stated arithmetic, a tile of keys after another (spec A-4 to A-11).
-``fast.output``, the default, gives other roundings of sums for fewer launches.
+"""The forward pass of attention in FP8 in the stated arithmetic, a tile of keys after another (spec
+A-4 to A-11). ``fast.output``, the default, gives other roundings of sums for fewer launches.
 
-    q8, k8, v8, scales     <- amax, scale, cast                          attention_operands, head_scaling
+    q8, k8, v8, scales     <- amax, scale, cast                          attention_operands,
+                           head_scaling
     for each tile:
         s = q8 @ k8.T      [Tq x G, D] @ [D, keys], a GEMM for each head of keys
         p, c, sums         <- maximum, exponentials, sums of s           online_softmax
@@ -41,14 +42,15 @@ class Result(NamedTuple):
     o              float32 [B, H, Tq, D]: values of the output's format, times its scale_inv in FP8.
     lse            float32 [B, H, Tq]; -infinity of a row without keys or sink.
     tensors        the quantized q, k and v, and an FP8 output o, by role.
-    amaxes         of q, k, v by their groups; of s, the unrounded probabilities, and of o, unrounded.
+    amaxes         of q, k, v by their groups; of s, the unrounded probabilities, and of o,
+                   unrounded.
     saturated      int64 (): probabilities that the cast clipped, on this rank.
     lost           int64 (): probabilities of at least 2^-126 that the cast made 0, on this rank.
     p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast; None unless asked for.
     scale_p        what probabilities were multiplied by before their cast.
     scale_inv_p    what their codes are multiplied by.
-    scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of a key that is not seen; None
-                   unless asked for.
+    scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of
+                   a key that is not seen; None unless asked for.
     """
 
     o: Tensor
@@ -71,10 +73,14 @@ class Documents(NamedTuple):
 
 
 def padded_documents(q: Tensor | None, k: Tensor | None) -> Documents:
-    """Documents with -2 for padding among and behind the queries and -1 for that of keys, which equal none (A-3)."""
+    """Documents with -2 for padding among and behind the queries and -1 for that of keys, which
+    equal none (A-3).
+    """
     if q is None or k is None:
         return Documents(None, None)
-    q, k = (x.masked_fill(x < 0, value) if x.dtype.is_signed else x for x, value in ((q, -2), (k, -1)))
+    q, k = (
+        x.masked_fill(x < 0, value) if x.dtype.is_signed else x for x, value in ((q, -2), (k, -1))
+    )
     return Documents(
         torch.nn.functional.pad(q, (0, -q.shape[1] % heads.MX), value=-2),
         torch.nn.functional.pad(k, (0, -k.shape[1] % operands.STEP), value=-1),
@@ -108,11 +114,16 @@ def run(
     rows = (shape.batch, shape.key_heads, shape.queries, shape.group)
     state = softmax.start(rows, variant.sum_order, device)
     o = torch.zeros(*rows, v.shape[2], device=device, dtype=torch.float32)
-    largest, saturated = torch.zeros((), device=device, dtype=torch.float32), torch.zeros((), dtype=torch.int64, device=device)
+    largest, saturated = (
+        torch.zeros((), device=device, dtype=torch.float32),
+        torch.zeros((), dtype=torch.int64, device=device),
+    )
     lost = torch.zeros_like(saturated)
     kept = Kept(keep, (*rows, k.shape[2]), device)
     for tile in operands.tiles(spec, shape):
-        s, factors = operands.capped(scores(q, k, tile, variant), operands.score_factors(tensors, tile, spec, shape), spec)
+        s, factors = operands.capped(
+            scores(q, k, tile, variant), operands.score_factors(tensors, tile, spec, shape), spec
+        )
         old = softmax.Rows(state.maximum[:, :, tile.rows], state.sums[:, :, tile.rows])
         visible = operands.seen(tile, spec, shape, documents, device)
         p, c, new = softmax.step(s, old, visible, variant, factors, spec.arithmetic)
@@ -128,7 +139,9 @@ def run(
         kept.put("p_codes", at, p8)
         low = p8 if of_p is None else p8.float() * of_p
         with multiplying("values"):
-            found = operands.products(low.flatten(2, 3), v[:, :, :, tile.keys].contiguous(), variant).view(*s.shape[:-1], -1)
+            found = operands.products(
+                low.flatten(2, 3), v[:, :, :, tile.keys].contiguous(), variant
+            ).view(*s.shape[:-1], -1)
         if variant.out_scales == "tile" and of_v is not None:
             found = times(found, operands.key_scale(tensors["v"].scale_inv, tile, variant))
             found = found if variant.p_scale == 1 else times(found, of_v)
@@ -139,13 +152,29 @@ def run(
     factor = operands.raw_factor(tensors, spec, shape) if variant.scores == "raw" else 1.0
     if sinks is not None:
         of_rows = attention_sinks.by_rows(sinks, shape)
-        o, total, maximum = attention_sinks.add(o, total, maximum, of_rows, factor if variant.scores == "raw" else None, spec)
-    at_end = operands.key_scale(tensors["v"].scale_inv, operands.Tile(0, 0, 0, 0, 0, False), variant) if _scaled_at_end(variant) else None
+        o, total, maximum = attention_sinks.add(
+            o, total, maximum, of_rows, factor if variant.scores == "raw" else None, spec
+        )
+    at_end = (
+        operands.key_scale(tensors["v"].scale_inv, operands.Tile(0, 0, 0, 0, 0, False), variant)
+        if _scaled_at_end(variant)
+        else None
+    )
     out = operands.by_head(_finish(o, total, at_end, variant), shape)
     lse = operands.by_head(log_sum(maximum, total, factor, variant)[..., None], shape)[..., 0]
-    return result(out, lse, tensors, largest, saturated, kept, (scale_p, scale_inv_p), spec, shape, given, report=report)._replace(
-        lost=lost
-    )
+    return result(
+        out,
+        lse,
+        tensors,
+        largest,
+        saturated,
+        kept,
+        (scale_p, scale_inv_p),
+        spec,
+        shape,
+        given,
+        report=report,
+    )._replace(lost=lost)
 
 
 def _visible(x: Tensor, visible: Tensor | None) -> Tensor:
@@ -157,15 +186,20 @@ def check_hardware(variant: Variant) -> None:
     """ValueError for MX blocks under simulated hardware."""
     if variant.granularity == "mx_1x32" and hardware.active():
         raise ValueError(
-            "attention multiplies MX blocks dequantized, not by simulated hardware. Use another variant, or leave the context."
+            "attention multiplies MX blocks dequantized, not by simulated hardware. Use another "
+            "variant, or leave the context."
         )
 
 
 def scores(q: Tensor, k: Tensor, tile: operands.Tile, variant: Variant) -> Tensor:
-    """Sums of products of q [B, Hkv, Tq, G, D] and k [B, Hkv, Tk, D]: [B, Hkv, rows, G, keys] (A-4)."""
+    """Sums of products of q [B, Hkv, Tq, G, D] and k [B, Hkv, Tk, D]: [B, Hkv, rows, G, keys]
+    (A-4).
+    """
     a = q[:, :, tile.rows]
     with multiplying("scores"):
-        return operands.products(a.flatten(2, 3), k[:, :, tile.keys], variant).view(*a.shape[:-1], tile.width)
+        return operands.products(a.flatten(2, 3), k[:, :, tile.keys], variant).view(
+            *a.shape[:-1], tile.width
+        )
 
 
 def round_probabilities(p: Tensor, scale: Tensor, variant: Variant) -> Tensor:
@@ -183,7 +217,9 @@ def count_clipped(p: Tensor, scale: Tensor, variant: Variant) -> Tensor | int:
 
 
 def count_lost(x: Tensor, cast_x: Tensor, fmt: Format) -> Tensor | int:
-    """How many numbers of at least 2^-126 a cast to FP8 made 0 (A-12); cast_x has codes, or numbers."""
+    """How many numbers of at least 2^-126 a cast to FP8 made 0 (A-12); cast_x has codes, or
+    numbers.
+    """
     if fmt.bits != 8:
         return 0
     zero = (cast_x.view(torch.uint8) & 0x7F) == 0 if cast_x.dtype.itemsize == 1 else cast_x == 0
@@ -196,7 +232,11 @@ def log_sum(maximum: Tensor, total: Tensor, factor: Tensor | float, variant: Var
     maximum, total = torch.where(empty, 0.0, maximum), torch.where(empty, 1.0, total)
     of_rows = factor[..., 0] if isinstance(factor, Tensor) and factor.ndim else factor
     if variant.lse == "fused":
-        product = times(of_rows, _LN2) if isinstance(of_rows, Tensor) else float(np.float32(of_rows) * np.float32(_LN2))
+        product = (
+            times(of_rows, _LN2)
+            if isinstance(of_rows, Tensor)
+            else float(np.float32(of_rows) * np.float32(_LN2))
+        )
         found = multiply_add(maximum, product, log(total * 2.0**-variant.offset, "e"))
     elif variant.base == "2":
         scaled = times(maximum, of_rows) if variant.scores == "raw" else maximum
@@ -208,11 +248,15 @@ def log_sum(maximum: Tensor, total: Tensor, factor: Tensor | float, variant: Var
 
 def output_scaling(variant: Variant) -> tuple:
     """(granularity, policy) of an output or a gradient: one scale, or none in high precision."""
-    return ("tensor" if variant.out.bits == 8 else None), ("te_current" if variant.granularity == "mx_1x32" else variant.policy)
+    return ("tensor" if variant.out.bits == 8 else None), (
+        "te_current" if variant.granularity == "mx_1x32" else variant.policy
+    )
 
 
 def _layouts(tensors: dict[str, Heads], spec: Spec, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, Hkv, Tq, G, D], k [B, Hkv, Tk, D] and v [B, Hkv, D, Tk], as GEMMs take them: codes; MX dequantized."""
+    """q [B, Hkv, Tq, G, D], k [B, Hkv, Tk, D] and v [B, Hkv, D, Tk], as GEMMs take them: codes; MX
+    dequantized.
+    """
     if spec.variant.granularity == "mx_1x32":
         q, k = heads.dequantize(tensors["q"]), heads.dequantize(tensors["k"])
         v = heads.dequantize(tensors["v"], along_tokens=True)
@@ -231,20 +275,39 @@ def _finish(o: Tensor, total: Tensor, scale_inv: Tensor | None, variant: Variant
         o = o if scale_inv is None else times(o, scale_inv)
         return divide(o, total.clamp(min=1.0)[..., None])
     one = torch.ones_like(total)
-    inverse = torch.where(total == 0, 0.0, divide(one, torch.where(total == 0, one, total)))[..., None]
+    inverse = torch.where(total == 0, 0.0, divide(one, torch.where(total == 0, one, total)))[
+        ..., None
+    ]
     return o * (inverse if scale_inv is None else inverse * scale_inv)
 
 
-def result(out, lse, tensors, largest, saturated, kept: Kept, scales_p, spec: Spec, shape: Shape, given, *, report: Report) -> Result:
+def result(
+    out,
+    lse,
+    tensors,
+    largest,
+    saturated,
+    kept: Kept,
+    scales_p,
+    spec: Spec,
+    shape: Shape,
+    given,
+    *,
+    report: Report,
+) -> Result:
     """The output in its format, and the amaxes of all ranks."""
     variant = spec.variant
     amaxes = {role: t.amax for role, t in tensors.items()}
     amaxes["s"], amaxes["o"] = largest, largest
     if report != "nothing" or (variant.out.bits == 8 and "o" not in given):
         amaxes["s"], amaxes["o"] = operands.share([largest, out.abs().amax()], spec)
-    o = heads.quantize(out, variant.out, *output_scaling(variant), amax_of_groups=amaxes["o"], scale=given.get("o"))
+    o = heads.quantize(
+        out, variant.out, *output_scaling(variant), amax_of_groups=amaxes["o"], scale=given.get("o")
+    )
     if variant.out.bits == 8:
         tensors = {**tensors, "o": o}
-    values = float_values.decode(o.codes).mul_(o.scale_inv) if variant.out.bits == 8 else o.codes.float()
+    values = (
+        float_values.decode(o.codes).mul_(o.scale_inv) if variant.out.bits == 8 else o.codes.float()
+    )
     found = Result(values, lse, tensors, amaxes, saturated, kept.whole("p_codes", shape), *scales_p)
     return found._replace(scores=kept.whole("scores", shape))

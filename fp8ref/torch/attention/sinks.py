@@ -1,4 +1,6 @@
-"""Attention sinks: a learned logit of each query head, which joins the sum of every row and has no value (spec A-23)."""
+"""Attention sinks: a learned logit of each query head, which joins the sum of every row and has no
+value (spec A-23).
+"""
 
 import math
 
@@ -10,18 +12,26 @@ from fp8ref.torch.attention.exponentials import divide, exponential, times
 from fp8ref.torch.attention.operands.inputs import Shape, Spec
 
 FAR = 64.0
-"""A sink that lies so far above a row's maximum, in units of the exponent, leaves nothing of its keys."""
+"""A sink that lies so far above a row's maximum, in units of the exponent, leaves nothing of its
+keys.
+"""
 
 _LOG2E = float(np.float32(math.log2(math.e)))
 
 
 def add(
-    o: Tensor, total: Tensor, maximum: Tensor, sinks: Tensor, factor: Tensor | float | None, spec: Spec
+    o: Tensor,
+    total: Tensor,
+    maximum: Tensor,
+    sinks: Tensor,
+    factor: Tensor | float | None,
+    spec: Spec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(o, sums, maxima) of rows after their sinks joined, before the end (A-10).
 
     sinks     float32, one for each row: they broadcast against the sums.
-    factor    of raw scores in the stated form, to broadcast against scores (A-5); None of scaled ones.
+    factor    of raw scores in the stated form, to broadcast against scores (A-5); None of scaled
+              ones.
     Shapes:   o [..., D], sums and maxima [...].
     Order:    A-23.
     """
@@ -30,7 +40,9 @@ def add(
     of_row = factor[..., 0] if isinstance(factor, Tensor) and factor.ndim else factor
     ahead = z - (maximum if of_row is None else times(maximum, of_row))
     far = ahead > FAR
-    p = exponential(torch.where(far, 0.0, ahead) + float(variant.offset), variant.base, spec.arithmetic)
+    p = exponential(
+        torch.where(far, 0.0, ahead) + float(variant.offset), variant.base, spec.arithmetic
+    )
     at = z
     if isinstance(of_row, Tensor):
         at = times(sinks, divide(torch.full_like(of_row, _LOG2E), of_row))

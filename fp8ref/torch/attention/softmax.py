@@ -1,5 +1,5 @@
-"""The online softmax of one tile of keys (spec A-4 to A-8): maxima, probabilities, sums, and the factors of
-what came before.
+"""The online softmax of one tile of keys (spec A-4 to A-8): maxima, probabilities, sums, and the
+factors of what came before.
 
 Scores are [B, Hkv, rows, G, keys]: the query heads of a head of keys lie side by side.
 """
@@ -17,8 +17,8 @@ LANES: dict[SumOrder, int] = {"tile": 1, "quad": 4, "packed": 1}
 
 
 class Rows(NamedTuple):
-    """What rows keep from tile to tile: maxima, float32 [...], -infinity at first, and the lanes of their sums,
-    float32 [..., LANES]."""
+    """What rows keep from tile to tile: maxima, float32 [...], -infinity at first, and the lanes of
+    their sums, float32 [..., LANES]."""
 
     maximum: Tensor
     sums: Tensor
@@ -34,16 +34,27 @@ def start(shape: tuple[int, ...], order: SumOrder, device: torch.device) -> Rows
 
 def total(sums: Tensor, order: SumOrder) -> Tensor:
     """The sum of each row, of its lanes."""
-    return (sums[..., 0] + sums[..., 2]) + (sums[..., 1] + sums[..., 3]) if order == "quad" else sums[..., 0]
+    return (
+        (sums[..., 0] + sums[..., 2]) + (sums[..., 1] + sums[..., 3])
+        if order == "quad"
+        else sums[..., 0]
+    )
 
 
-def step(s: Tensor, rows: Rows, seen: Tensor | None, variant: Variant, factors: list[Tensor | float], how: Arithmetic):
+def step(
+    s: Tensor,
+    rows: Rows,
+    seen: Tensor | None,
+    variant: Variant,
+    factors: list[Tensor | float],
+    how: Arithmetic,
+):
     """(probabilities, factors of what came before, the new state).
 
     seen      which keys each row sees, to broadcast against s; None: all.
     factors   what multiplies scaled scores, in order; of raw ones the factor in the exponent.
-    Shapes:   s float32 [..., keys], keys a multiple of 8, of which those behind the tile's are not seen;
-              probabilities of that shape; factors [...].
+    Shapes:   s float32 [..., keys], keys a multiple of 8, of which those behind the tile's are not
+              seen; probabilities of that shape; factors [...].
     Order:    A-4, A-5, A-7, an operation at a time.
     """
     if variant.scores == "raw":
@@ -55,7 +66,14 @@ def step(s: Tensor, rows: Rows, seen: Tensor | None, variant: Variant, factors: 
     return p, c, Rows(new, add(p, c, rows.sums, variant.sum_order))
 
 
-def _raw(s: Tensor, old: Tensor, seen: Tensor | None, variant: Variant, factor: Tensor | float, how: Arithmetic):
+def _raw(
+    s: Tensor,
+    old: Tensor,
+    seen: Tensor | None,
+    variant: Variant,
+    factor: Tensor | float,
+    how: Arithmetic,
+):
     of_rows = factor[..., 0] if isinstance(factor, Tensor) and factor.ndim else factor
     new = torch.maximum(old, _masked(s, seen).amax(-1))
     behind = times(old - finite(new), of_rows)
@@ -64,11 +82,22 @@ def _raw(s: Tensor, old: Tensor, seen: Tensor | None, variant: Variant, factor: 
         stays = behind >= -variant.threshold
         new, c = torch.where(stays, old, new), torch.where(stays, 1.0, c)
     m, offset = finite(new), float(variant.offset)
-    bias = -multiply_add(m, of_rows, -offset) if variant.bias == "fused" else offset - times(m, of_rows)
+    bias = (
+        -multiply_add(m, of_rows, -offset)
+        if variant.bias == "fused"
+        else offset - times(m, of_rows)
+    )
     return exponential(multiply_add(s, factor, bias[..., None]), "2", how), c, new
 
 
-def _scaled(s: Tensor, old: Tensor, seen: Tensor | None, variant: Variant, factors: list[Tensor | float], how: Arithmetic):
+def _scaled(
+    s: Tensor,
+    old: Tensor,
+    seen: Tensor | None,
+    variant: Variant,
+    factors: list[Tensor | float],
+    how: Arithmetic,
+):
     s = scaled(s, factors)
     largest = _masked(s, seen).amax(-1)
     above = (old == -torch.inf) | (largest - old > variant.threshold)
@@ -77,7 +106,11 @@ def _scaled(s: Tensor, old: Tensor, seen: Tensor | None, variant: Variant, facto
     c = torch.where(behind < -variant.threshold, exponential(behind, variant.base, how), 1.0)
     c = torch.where(new.isnan(), new, c)
     x = s - finite(new)[..., None]
-    return exponential(x + float(variant.offset) if variant.offset else x, variant.base, how), c, new
+    return (
+        exponential(x + float(variant.offset) if variant.offset else x, variant.base, how),
+        c,
+        new,
+    )
 
 
 def scaled(s: Tensor, factors: list[Tensor | float]) -> Tensor:

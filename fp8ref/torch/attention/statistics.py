@@ -24,43 +24,67 @@ from fp8ref.torch.quantize.scaling import Quantized
 
 
 @torch.no_grad()
-def measure(x: torch.Tensor, tensor: Heads, fmt: Format, variant: Variant, *, along_tokens: bool = False) -> torch.Tensor:
+def measure(
+    x: torch.Tensor, tensor: Heads, fmt: Format, variant: Variant, *, along_tokens: bool = False
+) -> torch.Tensor:
     """float64 [FIELDS] of x [B, H, T, D] and its quantized form.
 
     along_tokens  MX blocks lie along the tokens.
     Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows.
     """
     if variant.granularity == "tensor":
-        return stats.measure(x, Quantized(tensor.codes, tensor.scale, tensor.scale_inv, fmt, "tensorwise", -1))
+        return stats.measure(
+            x, Quantized(tensor.codes, tensor.scale, tensor.scale_inv, fmt, "tensorwise", -1)
+        )
     if variant.granularity in ("head", "rows_128"):
-        spread = (heads.spread(s, tuple(x.shape), variant.granularity) for s in (tensor.scale, tensor.scale_inv))
+        spread = (
+            heads.spread(s, tuple(x.shape), variant.granularity)
+            for s in (tensor.scale, tensor.scale_inv)
+        )
         scale, inverse = (s.expand(*x.shape[:3], 1) for s in spread)
         return stats.measure(x, Quantized(tensor.codes, scale, inverse, fmt, "rowwise", -1))
     axis = 2 if along_tokens else 3
     widths = [0, 0] * (3 - axis) + [0, -x.shape[axis] % MX]
-    # Zeros fill the last block up. They are in no count but that of all elements, which is put right.
+    # Zeros fill the last block up. They are in no count but that of all elements, which is put
+    # right.
     codes = functional.pad(tensor.codes.view(torch.uint8), widths).view(tensor.codes.dtype)
-    found = stats.measure(functional.pad(x, widths), Quantized(codes, tensor.scale, tensor.scale_inv, fmt, "mx_1x32", axis))
+    found = stats.measure(
+        functional.pad(x, widths),
+        Quantized(codes, tensor.scale, tensor.scale_inv, fmt, "mx_1x32", axis),
+    )
     found[COUNTS.index("count")] = x.numel()
     return found
 
 
 @contextmanager
-def measuring(layers: Mapping[str, nn.Module], variant: Variant, planned: Sequence[AttentionOperand], found: Parts) -> Iterator[None]:
-    """Measure planned operands of these modules' attention into found, in a context of one eager forward and backward
-    pass. A rank's part is its sequences and heads."""
+def measuring(
+    layers: Mapping[str, nn.Module],
+    variant: Variant,
+    planned: Sequence[AttentionOperand],
+    found: Parts,
+) -> Iterator[None]:
+    """Measure planned operands of these modules' attention into found, in a context of one eager
+    forward and backward pass. A rank's part is its sequences and heads."""
 
     def observer(name, product, role, x, tensor) -> None:
-        same = [one for one in planned if one.layer == name and first_use(one.product, one.role, variant) == (product, role)]
+        same = [
+            one
+            for one in planned
+            if one.layer == name and first_use(one.product, one.role, variant) == (product, role)
+        ]
         if not same:
             return
         with _disable_current_modes():
-            measured = measure(x, tensor, same[0].fmt, variant, along_tokens=along_tokens(product, role))
+            measured = measure(
+                x, tensor, same[0].fmt, variant, along_tokens=along_tokens(product, role)
+            )
         for one in same:
             found.setdefault(one.name, []).append(measured)
 
     def counter(name, product, role, amax, counts) -> None:
-        same = [one for one in planned if (one.layer, one.product, one.role) == (name, product, role)]
+        same = [
+            one for one in planned if (one.layer, one.product, one.role) == (name, product, role)
+        ]
         for one in same:
             with _disable_current_modes():
                 found.setdefault(one.name, []).append(counted(amax, counts))
@@ -71,18 +95,35 @@ def measuring(layers: Mapping[str, nn.Module], variant: Variant, planned: Sequen
 
 @torch.no_grad()
 def counted(amax: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """float64 [FIELDS] of P or dS, of which the amax and counts are recorded: the other fields are 0."""
+    """float64 [FIELDS] of P or dS, of which the amax and counts are recorded: the other fields are
+    0.
+    """
     found = torch.zeros(len(FIELDS), dtype=torch.float64, device=amax.device)
-    for name, value in (("count", counts[0]), ("overflows", counts[1]), ("underflows", counts[2]), ("amax", amax)):
+    for name, value in (
+        ("count", counts[0]),
+        ("overflows", counts[1]),
+        ("underflows", counts[2]),
+        ("amax", amax),
+    ):
         found[FIELDS.index(name)] = value
     return found
 
 
-def counts_of(spec: Spec, shape: Shape, documents: Documents, saturated: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
-    """int64 [3]: how many scores are of keys that are seen (A-3), and how many elements a pass clipped and lost."""
+def counts_of(
+    spec: Spec, shape: Shape, documents: Documents, saturated: torch.Tensor, lost: torch.Tensor
+) -> torch.Tensor:
+    """int64 [3]: how many scores are of keys that are seen (A-3), and how many elements a pass
+    clipped and lost.
+    """
     device, total = saturated.device, torch.zeros((), dtype=torch.int64, device=saturated.device)
     for tile in operands.tiles(spec, shape):
         seen = operands.seen(tile, spec, shape, documents, device)
         whole = shape.batch * (tile.last - tile.first) * tile.width
         total = total + (whole if seen is None else seen.expand(shape.batch, *seen.shape[1:]).sum())
-    return torch.stack([total * shape.heads, torch.as_tensor(saturated, device=device), torch.as_tensor(lost, device=device)]).long()
+    return torch.stack(
+        [
+            total * shape.heads,
+            torch.as_tensor(saturated, device=device),
+            torch.as_tensor(lost, device=device),
+        ]
+    ).long()

@@ -56,18 +56,26 @@ def observe(x: torch.Tensor) -> torch.Tensor:
     """
     amax = scaling.amax(x)
     finite = amax.isfinite()
-    return torch.stack([torch.where(finite, amax, 0.0), torch.where(finite, 0.0, 1.0).to(amax.dtype), torch.ones_like(amax)])
+    return torch.stack(
+        [
+            torch.where(finite, amax, 0.0),
+            torch.where(finite, 0.0, 1.0).to(amax.dtype),
+            torch.ones_like(amax),
+        ]
+    )
 
 
 @torch.no_grad()
 def merge_(seen: torch.Tensor, x: torch.Tensor) -> None:
     """Merge a tensor's observation into seen, float32 [3], in place (H-4). Raises as observe."""
-    # An operator that returns nothing: a selective checkpoint that keeps every result would keep seen itself, and refuse the next
-    # observation as a change of what it kept.
+    # An operator that returns nothing: a selective checkpoint that keeps every result would keep
+    # seen itself, and refuse the next observation as a change of what it kept.
     torch._foreach_copy_([seen], [torch.maximum(seen, observe(x))])
 
 
-def advance(state: DelayedState, seen: torch.Tensor, config: str | DelayedScaling, fmt: Format) -> DelayedState:
+def advance(
+    state: DelayedState, seen: torch.Tensor, config: str | DelayedScaling, fmt: Format
+) -> DelayedState:
     """The state after an optimizer step, given the merged observation of the step (H-3, H-5, H-6).
 
     Shapes:   seen float32 [..., 3], merged by maximum, of the state's shape [...].
@@ -95,7 +103,10 @@ def advance(state: DelayedState, seen: torch.Tensor, config: str | DelayedScalin
 
 def casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:
     """``recipe.delayed_casts``, of configs that this backend implements."""
-    return {role: (fmt, implemented(config)) for role, (fmt, config) in recipes.delayed_casts(recipe).items()}
+    return {
+        role: (fmt, implemented(config))
+        for role, (fmt, config) in recipes.delayed_casts(recipe).items()
+    }
 
 
 def implemented(config: str | DelayedScaling) -> DelayedScaling:
@@ -119,7 +130,8 @@ class RoleState(nn.Module):
     """Delayed scaling of one role of a linear: its state, and the current step's observation, seen.
 
     missed    optimizer steps since the last update, which ``state_checks`` counts.
-    version   of the weight in the last forward pass in training; None if its step was counted since.
+    version   of the weight in the last forward pass in training; None if its step was counted
+              since.
     idle      optimizer steps before the first update, while the linear was frozen.
     used      whether a pass has observed since the last update.
     updated   whether it was ever updated, loaded or told to forget.
@@ -138,13 +150,17 @@ class RoleState(nn.Module):
     step: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, fmt: Format, config: DelayedScaling, device: torch.device, group: str | None = None) -> None:
+    def __init__(
+        self, fmt: Format, config: DelayedScaling, device: torch.device, group: str | None = None
+    ) -> None:
         """group: name of the process group whose ranks observe parts of one tensor (H-4)."""
         super().__init__()
         self.fmt, self.config, self.group = fmt, config, group
         for key, value in init(config)._asdict().items():
             self.register_buffer(key, value.to(device))
-        self.register_buffer("seen", torch.zeros(3, dtype=torch.float32, device=device), persistent=False)
+        self.register_buffer(
+            "seen", torch.zeros(3, dtype=torch.float32, device=device), persistent=False
+        )
         self.missed = self.idle = 0
         self.version: int | None = None
         self.used = self.updated = self.scaled = self.checked = self.compared = False
@@ -173,26 +189,42 @@ class RoleState(nn.Module):
             self.reset()
         return self
 
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
+    def _load_from_state_dict(
+        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
+    ) -> None:
         """Load a state, and clear the observation, which belongs to a step of the state before.
 
         A checkpoint of a model without FP8 has no states: then this one stays as it is.
         """
-        loaded = {key: state_dict[name] for key in DelayedState._fields if (name := f"{prefix}{key}") in state_dict}
+        loaded = {
+            key: state_dict[name]
+            for key in DelayedState._fields
+            if (name := f"{prefix}{key}") in state_dict
+        }
         # an assigned state may be on another device
-        device = loaded["scale"].device if metadata.get("assign_to_params_buffers") and "scale" in loaded else self.seen.device
+        device = (
+            loaded["scale"].device
+            if metadata.get("assign_to_params_buffers") and "scale" in loaded
+            else self.seen.device
+        )
         if wrong := state_checks.wrong_values(loaded):
-            errors.append(f"{prefix}{wrong} Load another checkpoint, or leave the states out and call delayed.calibrate.")
+            errors.append(
+                f"{prefix}{wrong} Load another checkpoint, or leave the states out and call "
+                "delayed.calibrate."
+            )
             return
         if not loaded and self.scale.is_meta and metadata.get("assign_to_params_buffers"):
             errors.append(
-                f"{prefix}scale is on the meta device, and the checkpoint of a model without FP8 has no state to assign. "
-                "Call model.to_empty(device=...) first, and load without assign=True."
+                f"{prefix}scale is on the meta device, and the checkpoint of a model without "
+                "FP8 has no state to assign. Call model.to_empty(device=...) first, and load "
+                "without assign=True."
             )
             return
         self.seen = torch.zeros_like(self.seen, device=device)
         needed = missing if loaded else []
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, needed, unexpected, errors)
+        super()._load_from_state_dict(
+            state_dict, prefix, metadata, strict, needed, unexpected, errors
+        )
         if not loaded:
             return
         self.missed, self.version = 0, None
@@ -211,22 +243,32 @@ class RoleStates(nn.ModuleDict):
         super().__setstate__(state)
         unset_scales.register(self)
 
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
+    def _load_from_state_dict(
+        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
+    ) -> None:
         names = [f"{prefix}{role}.{key}" for role in self for key in DelayedState._fields]
         absent = [name for name in names if name not in state_dict]
         if absent and len(absent) < len(names):
             errors.append(
-                f"a checkpoint holds all states of a linear under delayed scaling, or none; {absent[0]} is missing, and "
-                f"{len(names) - len(absent)} others are there. Save the whole model.state_dict(), or load convert.weights of the model "
-                "that was saved, and call delayed.calibrate."
+                "a checkpoint holds all states of a linear under delayed scaling, or none; "
+                f"{absent[0]} is missing, and {len(names) - len(absent)} others are there. Save "
+                "the whole model.state_dict(), or load convert.weights of the model that was "
+                "saved, and call delayed.calibrate."
             )
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(
+            state_dict, prefix, metadata, strict, missing, unexpected, errors
+        )
 
 
 def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:
-    """The name and state of every role with delayed scaling. ValueError: model is not an nn.Module."""
+    """The name and state of every role with delayed scaling.
+
+    ValueError: model is not an nn.Module.
+    """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself.")
+        raise ValueError(
+            f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself."
+        )
     return ((name, m) for name, m in model.named_modules() if isinstance(m, RoleState))
 
 
@@ -240,29 +282,34 @@ def calibrating() -> bool:
 
 
 def observes(module: nn.Module) -> bool:
-    """Whether a forward pass of a linear observes: in training, where gradients are enabled, and for ``calibrate``."""
+    """Whether a forward pass of a linear observes: in training, where gradients are enabled, and
+    for ``calibrate``.
+    """
     return _calibrating or (torch.is_grad_enabled() and module.training)
 
 
 @torch.no_grad()
 def calibrate(model: nn.Module, batches: Iterable) -> None:
-    """Set the first scales of a model by forward passes, so that it can be evaluated before it is trained.
+    """Set the first scales of a model by forward passes, so that it can be evaluated before it is
+    trained.
 
         model.load_state_dict(weights)  # of a model without FP8
         delayed.calibrate(model, batches)
 
-    batches   a few typical inputs: of each a tensor, a tuple of arguments, or a mapping of named ones. Ranks that
-              share states each give their own.
-    Order:    the model runs in eval mode, its FP8 linears in high precision, and they observe input and weight;
-              then ``update``. Observations since the last update are cleared first.
+    batches   a few typical inputs: of each a tensor, a tuple of arguments, or a mapping of named
+              ones. Ranks that share states each give their own.
+    Order:    the model runs in eval mode, its FP8 linears in high precision, and they observe input
+              and weight; then ``update``. Observations since the last update are cleared first.
     Specials: grad_output is not observed: training begins with its first scale, 1 (H-2).
-    Raises:   ValueError: no batch; a model without delayed scaling; weights that are gathered in FP8.
+    Raises:   ValueError: no batch; a model without delayed scaling; weights that are gathered in
+              FP8.
     """
     global _calibrating
     named = [state for _, state in states(model)]
     if not named:
         raise ValueError(
-            "calibrate sets the scales of delayed scaling; the model has none. Convert it to a recipe such as 'delayed' first."
+            "calibrate sets the scales of delayed scaling; the model has none. Convert it to a "
+            "recipe such as 'delayed' first."
         )
     forget(model)
     modes = [(module, module.training) for module in model.modules()]
@@ -304,11 +351,15 @@ def update(model: nn.Module) -> None:
     (H-4).
     Specials: as advance: a role that was not seen, or whose amax was not finite, keeps its state
               (H-5).
-    Raises:   ValueError, at a model's first update on several ranks: ranks that train one model with
-              states of their own, or DistributedDataParallel that broadcasts states (H-12).
+    Raises:   ValueError, at a model's first update on several ranks: ranks that train one model
+              with states of their own, or DistributedDataParallel that broadcasts states (H-12).
     """
     named = list(states(model))
-    unchecked = [(name, state) for name, state in named if not state.checked] if rank_checks.several_ranks() else []
+    unchecked = (
+        [(name, state) for name, state in named if not state.checked]
+        if rank_checks.several_ranks()
+        else []
+    )
     if unchecked:
         rank_checks.check_ranks(model, unchecked)
     _merge_ranks([state for _, state in named])
@@ -316,14 +367,20 @@ def update(model: nn.Module) -> None:
     for _, state in named:
         alike.setdefault((state.fmt, state.config, state.scale.device), []).append(state)
     for (fmt, config, _), group in alike.items():
-        before = DelayedState(*(torch.stack([getattr(s, key) for s in group]) for key in DelayedState._fields))
+        before = DelayedState(
+            *(torch.stack([getattr(s, key) for s in group]) for key in DelayedState._fields)
+        )
         after = advance(before, torch.stack([s.seen for s in group]), config, fmt)
         for key, values in after._asdict().items():
             torch._foreach_copy_([getattr(s, key) for s in group], list(values.unbind()))
     for _, state in named:
         state.scaled |= state.used
     forget(model)
-    uncompared = [(name, state) for name, state in named if not state.compared] if rank_checks.several_ranks() else []
+    uncompared = (
+        [(name, state) for name, state in named if not state.compared]
+        if rank_checks.several_ranks()
+        else []
+    )
     if uncompared and rank_checks.check_copies(model, uncompared):
         for _, state in uncompared:
             state.compared = True

@@ -42,7 +42,8 @@ class State(Protocol):
 
 
 _gradients: weakref.WeakKeyDictionary[object, torch.Tensor] = weakref.WeakKeyDictionary()
-"""{linear: the first elements of its weight's gradient}, while ranks are to compare their scales."""
+"""{linear: the first elements of its weight's gradient}, while ranks are to compare their scales.
+"""
 
 
 def sample(linear: object, weight: torch.Tensor, states: Iterable[State]) -> None:
@@ -67,14 +68,19 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
     """
     names = {id(value): name for name, state in named for value in state.buffers()}
     for stage in _stages_that_ran():
-        if found := next((names[id(value)] for value in stage.buffers() if id(value) in names), None):
+        if found := next(
+            (names[id(value)] for value in stage.buffers() if id(value) in names), None
+        ):
             raise ValueError(
-                "torch.distributed.pipelining learned the shapes of a stage by a pass on memory without values, before the first microbatch, "
-                f"and {found} observed it. Give PipelineStage input_args and output_args, whose requires_grad is that of training, and "
-                "convert the model anew."
+                "torch.distributed.pipelining learned the shapes of a stage by a pass on memory "
+                f"without values, before the first microbatch, and {found} observed it. Give "
+                "PipelineStage input_args and output_args, whose requires_grad is that of "
+                "training, and convert the model anew."
             )
     alone = next((name for name, state in named if state.group is None), None)
-    linears = [model.get_submodule(path) for name, _ in named if (path := _linear(name)) is not None]
+    linears = [
+        model.get_submodule(path) for name, _ in named if (path := _linear(name)) is not None
+    ]
     # torch's replicate gives DistributedDataParallel the parameters alone
     known = names.keys() | {id(getattr(linear, "weight", None)) for linear in linears}
     for wrapper in _wrappers(model):
@@ -82,15 +88,20 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
             for buffer in wrapper.modules_buffers:
                 if id(buffer) in names:
                     raise ValueError(
-                        f"each rank observes amaxes by itself until delayed.update; DistributedDataParallel broadcasts {names[id(buffer)]} "
-                        "before forward passes. Give it broadcast_buffers=False (forward_sync_buffers=False in torch 2.13), and "
-                        "convert.convert its process group as amax_group."
+                        "each rank observes amaxes by itself until delayed.update; "
+                        f"DistributedDataParallel broadcasts {names[id(buffer)]} before forward "
+                        "passes. Give it broadcast_buffers=False (forward_sync_buffers=False in "
+                        "torch 2.13), and convert.convert its process group as amax_group."
                     )
         held = [*wrapper.parameters(), *wrapper.buffers()]
-        copied = not isinstance(wrapper, DistributedDataParallel) or any(id(value) in known for value in held)
+        copied = not isinstance(wrapper, DistributedDataParallel) or any(
+            id(value) in known for value in held
+        )
         if copied and alone:
             raise _separate(alone)
-    if alone and any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in model.parameters()):
+    if alone and any(
+        isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in model.parameters()
+    ):
         raise _separate(alone)
 
 
@@ -101,12 +112,14 @@ def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> bool:
     The first rank of equal weights writes its scales to the store of the process group; others
     compare theirs with it. No rank waits for another. Ranks with equal weights may train other
     models, such as the stages of a pipeline in a step with learning rate 0: their gradients differ.
-    Gradients of 0 show nothing, and the next update compares. States outside of a linear belong to no
-    weight, and are not compared.
+    Gradients of 0 show nothing, and the next update compares. States outside of a linear belong to
+    no weight, and are not compared.
 
     Raises:   ValueError: another rank of equal weights and gradients has other scales.
     """
-    alone = [(name, state) for name, state in named if state.group is None and not state.scale.is_meta]
+    alone = [
+        (name, state) for name, state in named if state.group is None and not state.scale.is_meta
+    ]
     paths = {name: path for name, _ in alone if (path := _linear(name)) is not None}
     alone = [(name, state) for name, state in alone if name in paths]
     if not alone:
@@ -122,7 +135,10 @@ def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> bool:
     assert isinstance(weight, torch.Tensor)
     about = repr([path, *((name, state.fmt, state.config) for name, state in alone)])
     values = [weight.detach(), *([sampled[path]] if sampled else [])]
-    key = "fp8ref/delayed/" + hashlib.sha256((about + "".join(map(_digest, values))).encode()).hexdigest()
+    key = (
+        "fp8ref/delayed/"
+        + hashlib.sha256((about + "".join(map(_digest, values))).encode()).hexdigest()
+    )
     scales = _digest(torch.stack([state.scale for _, state in alone]))
     first = _get_default_store().compare_set(key, "", scales)
     if (first.decode() if isinstance(first, bytes) else first) != scales:
@@ -140,13 +156,17 @@ def _linear(name: str) -> str | None:
 
 def several_ranks() -> bool:
     """Whether this process is one of several of a torch.distributed job."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
 
 
 def _separate(name: str) -> ValueError:
     return ValueError(
-        f"ranks that train one model share the states of delayed scaling; {name} is of this rank alone. Pass their process group to "
-        "convert.convert as amax_group."
+        f"ranks that train one model share the states of delayed scaling; {name} is of this "
+        "rank alone. Pass their process group to convert.convert as amax_group."
     )
 
 
@@ -154,7 +174,9 @@ def _wrappers(model: nn.Module) -> Iterable[nn.Module]:
     """What shards or copies a model over several ranks: its own units, and every live
     DistributedDataParallel, which a model does not know."""
     for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel) or (isinstance(module, FSDPModule) and _mesh_size(module) > 1):
+        if isinstance(module, FullyShardedDataParallel) or (
+            isinstance(module, FSDPModule) and _mesh_size(module) > 1
+        ):
             yield module
     for found in gc.get_objects():
         # isinstance would read __class__ of each, which a proxy computes
@@ -181,4 +203,6 @@ def _mesh_size(unit: FSDPModule) -> int:
 
 
 def _digest(x: torch.Tensor) -> str:
-    return hashlib.sha256(local_part(x).contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()
+    return hashlib.sha256(
+        local_part(x).contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data
+    ).hexdigest()

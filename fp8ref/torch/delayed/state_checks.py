@@ -34,7 +34,9 @@ class State(rank_checks.State, unset_scales.State, Protocol):
 
 
 class Linear(Protocol):
-    """A ``linear.Linear``, ``experts.layer.GroupedLinear`` or ``experts.Experts``, which import this module."""
+    """A ``linear.Linear``, ``experts.layer.GroupedLinear`` or ``experts.Experts``, which import
+    this module.
+    """
 
     fqn: str
     training: bool
@@ -85,7 +87,10 @@ def _hook() -> Callable[[torch.optim.Optimizer, tuple, dict], None]:
     stays whole: ``check`` then compares the versions of weights.
     """
     # Wrapped here, since that imports dynamo.
-    count, traced_alone = torch.compiler.disable(_count_step), torch.compiler.assume_constant_result(_traced_alone)
+    count, traced_alone = (
+        torch.compiler.disable(_count_step),
+        torch.compiler.assume_constant_result(_traced_alone),
+    )
 
     def stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if not torch.compiler.is_compiling() or traced_alone():
@@ -130,26 +135,38 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
         for state in states:
             # Of a gradient that no eager pass computed: a compiled one observed.
             state.used |= linear.training and stepped and state.version is None
-            # An optimizer of several parts passes by those without gradients, as where they train in turns.
+            # An optimizer of several parts passes by those without gradients, as where they train
+            # in turns.
             if stepped or state.version not in (None, version):
                 state.missed += 1
                 state.version = None
     if evaluated is not None:
         warnings.warn(
-            f"delayed scaling observes amaxes in training mode; an optimizer step took gradients of {linear_input.named(evaluated.fqn)} that eval mode "
-            "computed, and its scales do not change. Call model.train() before the forward passes of training.",
+            "delayed scaling observes amaxes in training mode; an optimizer step took gradients "
+            f"of {linear_input.named(evaluated.fqn)} that eval mode computed, and its scales do "
+            "not change. Call model.train() before the forward passes of training.",
             stacklevel=2,
         )
 
 
 def _weights(linear: Linear) -> list[torch.Tensor]:
-    """What an optimizer trains of a linear's weight: the weight, or what pruning or a parametrization computes it of."""
+    """What an optimizer trains of a linear's weight: the weight, or what pruning or a
+    parametrization computes it of.
+    """
     own, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
-    return [p for p in linear.parameters() if p is not bias] or [linear.weight] if own is None else [own]
+    return (
+        [p for p in linear.parameters() if p is not bias] or [linear.weight]
+        if own is None
+        else [own]
+    )
 
 
-def check_pass(linear: Linear, states: nn.ModuleDict | None, x: torch.Tensor, observes: bool) -> None:
-    """``check`` in a forward pass of x with gradients, and ``unset_scales.check`` in one that observes nothing."""
+def check_pass(
+    linear: Linear, states: nn.ModuleDict | None, x: torch.Tensor, observes: bool
+) -> None:
+    """``check`` in a forward pass of x with gradients, and ``unset_scales.check`` in one that
+    observes nothing.
+    """
     if not states:
         return
     if torch.compiler.is_compiling():
@@ -195,20 +212,29 @@ def _judge(linear: Linear) -> None:
         missed = max(missed, state.missed, state.idle if frozen and not state.updated else 0)
     if missed >= MOST:
         raise ValueError(
-            f"delayed scaling computes scales in delayed.update; {linear_input.named(linear.fqn)} had {missed} optimizer steps without one, and its "
-            f"scales have not changed. {_CALL}, or delayed.forget after a step that is not taken."
+            "delayed scaling computes scales in delayed.update; "
+            f"{linear_input.named(linear.fqn)} had {missed} optimizer steps without one, and "
+            f"its scales have not changed. {_CALL}, or delayed.forget after a step that is not "
+            "taken."
         )
     if missed:
         warnings.warn(
-            f"delayed scaling computes scales in delayed.update, and an optimizer step was taken without one. {_CALL}; after {MOST} steps "
-            "without it a forward pass raises an error.",
+            "delayed scaling computes scales in delayed.update, and an optimizer step was taken "
+            f"without one. {_CALL}; after {MOST} steps without it a forward pass raises an "
+            "error.",
             stacklevel=2,
         )
 
 
 def wrong_values(state: Mapping[str, torch.Tensor]) -> str:
-    """What is wrong with values of a state that is loaded: "KEY is ..., got ..."; "" if nothing is."""
-    for key, required in (("scale", "positive"), ("amax_history", "at least 0"), ("step", "at least 0")):
+    """What is wrong with values of a state that is loaded: "KEY is ..., got ..."; "" if nothing
+    is.
+    """
+    for key, required in (
+        ("scale", "positive"),
+        ("amax_history", "at least 0"),
+        ("step", "at least 0"),
+    ):
         x = state.get(key)
         if x is None or x.is_meta or type(x) not in (torch.Tensor, nn.Parameter):
             continue

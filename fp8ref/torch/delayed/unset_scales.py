@@ -107,13 +107,24 @@ def check_traced(states: nn.ModuleDict) -> None:
 def _check_model(model: str) -> None:
     """Run by Python while dynamo traces. Only notices change, which no guard reads."""
     forward = [state for states in list(_states.values()) for state in _forward(states)]
-    forward = [state for state in forward if not (state.scaled or state.notice.settled) and state.notice.model == model]
-    # torch.export puts tensors without numbers in the place of states, and what it writes is for good:
-    # there it counts that Python saw nothing set them.
+    forward = [
+        state
+        for state in forward
+        if not (state.scaled or state.notice.settled) and state.notice.model == model
+    ]
+    # torch.export puts tensors without numbers in the place of states, and what it writes is for
+    # good: there it counts that Python saw nothing set them.
     unread = _busy(forward)
     if unread and not torch.compiler.is_exporting():
         return
-    if unset := next((state for state in forward if not state.step.is_meta and (unread or not state.step.item())), None):
+    if unset := next(
+        (
+            state
+            for state in forward
+            if not state.step.is_meta and (unread or not state.step.item())
+        ),
+        None,
+    ):
         name = re.split(r"\.?\b(?:grouped_)?states\.", unset.path)[0]
         warnings.warn(delayed.unset_scales(linear_input.named(name), _CALIBRATE), stacklevel=2)
     for state in forward:
@@ -126,7 +137,9 @@ def _forward(states: nn.ModuleDict) -> Sequence[State]:
 
 
 def _within_function() -> bool:
-    """Whether a checkpoint, reentrant ones among them, runs the pass in the forward pass of an autograd.Function, without gradients."""
+    """Whether a checkpoint, reentrant ones among them, runs the pass in the forward pass of an
+    autograd.Function, without gradients.
+    """
     frame = None if torch.is_grad_enabled() else sys._getframe(2)
     while frame is not None:
         if isinstance(frame.f_locals.get("ctx"), torch.autograd.function.FunctionCtx):
@@ -139,4 +152,8 @@ def _busy(states: Sequence[State]) -> bool:
     """Whether a step cannot be read now: it has no values, or operators are recorded."""
     steps = [state.step for state in states]
     capturing = any(x.is_cuda for x in steps) and torch.cuda.is_current_stream_capturing()
-    return capturing or torch._C._len_torch_dispatch_stack() > 0 or any(x.is_meta or type(x) is not torch.Tensor for x in steps)
+    return (
+        capturing
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(x.is_meta or type(x) is not torch.Tensor for x in steps)
+    )

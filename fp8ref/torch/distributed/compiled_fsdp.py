@@ -18,7 +18,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torchao.float8.float8_linear import Float8Linear
-from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig
+from torchao.float8.float8_training_tensor import (
+    Float8TrainingTensor,
+    GemmInputRole,
+    LinearMMConfig,
+)
 
 from fp8ref.formats import Format
 from fp8ref.recipe import CastSpec
@@ -31,7 +35,13 @@ from fp8ref.torch.quantize import scales, scaling
 _c10d = torch.ops._c10d_functional  # defined by what scaling imports
 
 
-def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = torch.bfloat16, gather_fp8: bool = True) -> "Sharded":
+def shard(
+    model: nn.Module,
+    group: ProcessGroup,
+    *,
+    param_dtype: torch.dtype = torch.bfloat16,
+    gather_fp8: bool = True,
+) -> "Sharded":
     """Shard a model's parameters, float32 masters, along their first dim over a group's ranks.
 
     A call gathers them.
@@ -45,30 +55,34 @@ def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = t
     Raises:       ValueError, before anything is changed: a model that is compiled or sharded
                   already; a parameter that is not float32, or whose first dim the ranks do not
                   divide; an optimizer that was built before; with gather_fp8, nothing to gather in
-                  FP8, or an FP8 weight that another module shares; delayed scaling without a process
-                  group.
+                  FP8, or an FP8 weight that another module shares; delayed scaling without a
+                  process group.
     """
     for name, module in model.named_modules():
         if is_compiled(module) or isinstance(module, FSDPModule):
             raise ValueError(
-                f"{name or 'the model'} is compiled or sharded already. Shard a model by compiled_fsdp.shard first, then compile it."
+                f"{name or 'the model'} is compiled or sharded already. Shard a model by "
+                "compiled_fsdp.shard first, then compile it."
             )
     for name, p in model.named_parameters():
         if p.dtype != torch.float32 or p.ndim == 0 or p.shape[0] % group.size():
             raise ValueError(
-                f"masters are float32 and cut evenly along their first dim over {group.size()} ranks; {name} is {p.dtype} of shape "
-                f"{tuple(p.shape)}. Pad it, or use fully_shard."
+                f"masters are float32 and cut evenly along their first dim over {group.size()} "
+                f"ranks; {name} is {p.dtype} of shape {tuple(p.shape)}. Pad it, or use "
+                "fully_shard."
             )
     for name, state in delayed.states(model):
         if state.group is None:
             raise ValueError(
-                f"ranks share the states of delayed scaling; {name} is of this rank alone. Pass their process group to linear.convert as amax_group."
+                f"ranks share the states of delayed scaling; {name} is of this rank alone. Pass "
+                "their process group to linear.convert as amax_group."
             )
     check_no_optimizer(model)
     weights = _in_fp8(model, group, param_dtype) if gather_fp8 else {}
     if gather_fp8 and not weights:
         raise ValueError(
-            "an FP8 gather needs linears whose weight has one scale for both GEMMs, and the model has none. Use gather_fp8=False."
+            "an FP8 gather needs linears whose weight has one scale for both GEMMs, and the "
+            "model has none. Use gather_fp8=False."
         )
     return Sharded(model, group, param_dtype, weights)
 
@@ -76,16 +90,30 @@ def shard(model: nn.Module, group: ProcessGroup, *, param_dtype: torch.dtype = t
 class Sharded(nn.Module):
     """A model whose parameters are shards [N / ranks, ...]; a call runs it on the whole ones."""
 
-    def __init__(self, model: nn.Module, group: ProcessGroup, dtype: torch.dtype, weights: "dict[str, _Weight]") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: ProcessGroup,
+        dtype: torch.dtype,
+        weights: "dict[str, _Weight]",
+    ) -> None:
         super().__init__()
-        self.model, self.group, self.ranks, self.dtype = model, group.group_name, group.size(), dtype
+        self.model, self.group, self.ranks, self.dtype = (
+            model,
+            group.group_name,
+            group.size(),
+            dtype,
+        )
         self._fp8 = weights
         self._in_dtype = _gather(self.group, self.ranks, dtype)
         cut: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
         for module in model.modules():
             for key, p in module._parameters.items():
                 if p is not None and p not in cut:
-                    cut[p] = nn.Parameter(p.detach().chunk(self.ranks)[group.rank()].clone(), requires_grad=p.requires_grad)
+                    cut[p] = nn.Parameter(
+                        p.detach().chunk(self.ranks)[group.rank()].clone(),
+                        requires_grad=p.requires_grad,
+                    )
                 module._parameters[key] = None if p is None else cut[p]
 
     def forward(self, *args, **kwargs):
@@ -97,7 +125,9 @@ class Sharded(nn.Module):
                 if weight.state is not None and weight.linear.training:
                     weight.state.observe(shards[name].to(self.dtype))
         whole = {
-            name: self._fp8[name].gather.apply(p, scale[name]) if name in self._fp8 else self._in_dtype.apply(p)
+            name: self._fp8[name].gather.apply(p, scale[name])
+            if name in self._fp8
+            else self._in_dtype.apply(p)
             for name, p in shards.items()
         }
         return torch.func.functional_call(self.model, whole, args, kwargs)
@@ -105,7 +135,10 @@ class Sharded(nn.Module):
     @torch.no_grad()
     def weights(self) -> dict[str, torch.Tensor]:
         """The whole masters by their names in the model. Every rank calls it."""
-        return {name: _all_gather(p.detach(), self.group, self.ranks) for name, p in self.model.named_parameters()}
+        return {
+            name: _all_gather(p.detach(), self.group, self.ranks)
+            for name, p in self.model.named_parameters()
+        }
 
     @torch.no_grad()
     def _scales(self, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -117,8 +150,15 @@ class Sharded(nn.Module):
             else:
                 found[name] = weight.state.scale.clone()
         for spec, names in alike.items():
-            amax = scaling.merge_amax(torch.stack([scaling.amax(shards[name].to(self.dtype)) for name in names]), self.group)
-            found.update(zip(names, scales.scale_from_amax(amax, spec.fmt, spec.policy).unbind(), strict=True))
+            amax = scaling.merge_amax(
+                torch.stack([scaling.amax(shards[name].to(self.dtype)) for name in names]),
+                self.group,
+            )
+            found.update(
+                zip(
+                    names, scales.scale_from_amax(amax, spec.fmt, spec.policy).unbind(), strict=True
+                )
+            )
         return found
 
 
@@ -147,9 +187,12 @@ def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[s
         assert spec is not None
         if len(shared := names[linear.weight]) > 1:
             raise ValueError(
-                f"{shared[0]} and {shared[1]} are one parameter, and both would become FP8. Untie them, or keep {name} in high precision."
+                f"{shared[0]} and {shared[1]} are one parameter, and both would become FP8. "
+                f"Untie them, or keep {name} in high precision."
             )
-        found[shared[0]] = _Weight(linear, spec, _gather_fp8(group.group_name, group.size(), dtype, spec.fmt, config))
+        found[shared[0]] = _Weight(
+            linear, spec, _gather_fp8(group.group_name, group.size(), dtype, spec.fmt, config)
+        )
     return found
 
 
@@ -178,7 +221,9 @@ def _gather(group: str, ranks: int, dtype: torch.dtype) -> type[torch.autograd.F
 
 
 @functools.lru_cache(maxsize=256)
-def _gather_fp8(group: str, ranks: int, dtype: torch.dtype, fmt: Format, config: LinearMMConfig | None) -> type[torch.autograd.Function]:
+def _gather_fp8(
+    group: str, ranks: int, dtype: torch.dtype, fmt: Format, config: LinearMMConfig | None
+) -> type[torch.autograd.Function]:
     """As ``_gather``, but FP8 codes are gathered, as uint8: gloo has no FP8 type.
 
     config    the LinearMMConfig that torchao's multiplication reads from the tensor; None for
@@ -207,4 +252,9 @@ def _all_gather(x: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
 
 def _mean_of_ranks(grad: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
     """This rank's rows of the mean gradient, float32: the backend's sum, divided by the ranks."""
-    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(grad.float().contiguous(), "sum", ranks, group)) / ranks
+    return (
+        _c10d.wait_tensor(
+            _c10d.reduce_scatter_tensor(grad.float().contiguous(), "sum", ranks, group)
+        )
+        / ranks
+    )

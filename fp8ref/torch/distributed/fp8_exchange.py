@@ -1,4 +1,6 @@
-"""Codes of gradients that ranks exchange, and their sums (spec P-21): what ``gradient_reduction`` is made of."""
+"""Codes of gradients that ranks exchange, and their sums (spec P-21): what ``gradient_reduction``
+is made of.
+"""
 
 import math
 from collections.abc import Sequence
@@ -26,13 +28,15 @@ def sums(
     divisor: float,
     factors: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Sums over ranks of tensors [ranks, n], divided, float32 [n] each: those that are narrow in FP8,
-    the others in float32, all by one all-to-all. factors: as of ``FP8ReduceScatter``."""
+    """Sums over ranks of tensors [ranks, n], divided, float32 [n] each: those that are narrow in
+    FP8, the others in float32, all by one all-to-all. factors: as of ``FP8ReduceScatter``."""
     wide = [p.float() for p, is_narrow in zip(pieces, narrow, strict=True) if not is_narrow]
     inverses, codes = [], []
     if any(narrow):
         held = [p for p, is_narrow in zip(pieces, narrow, strict=True) if is_narrow]
-        amax = scaling.merge_amax(torch.stack(torch._foreach_norm(held, math.inf)).float(), group.group_name)
+        amax = scaling.merge_amax(
+            torch.stack(torch._foreach_norm(held, math.inf)).float(), group.group_name
+        )
         factor = float(gradient_reduction.factor(prescale, group.size()))
         scale = shared_scale(amax, fmt, policy, factor if factors is None else factor * factors[0])
         inverses = list((scale.reciprocal() * float(gradient_reduction.share_of(divisor))).unbind())
@@ -41,21 +45,41 @@ def sums(
             factors[1].add_(torch.stack([_saturated(p, fmt) for p in scaled_up]))
         codes = [cast.to_fp8(p, fmt).view(torch.uint8) for p in scaled_up]
     received = _exchanged(torch.cat([*codes, *(p.view(torch.uint8) for p in wide)], dim=1), group)
-    split = received.split([sum(c.shape[1] for c in codes), sum(4 * p.shape[1] for p in wide)], dim=1)
+    split = received.split(
+        [sum(c.shape[1] for c in codes), sum(4 * p.shape[1] for p in wide)], dim=1
+    )
     sums = iter(_added(split[0], fmt).split([c.shape[1] for c in codes]) if codes else ())
-    others = iter(_in_order(split[1].contiguous().view(torch.float32)).split([p.shape[1] for p in wide]) if wide else ())
+    others = iter(
+        _in_order(split[1].contiguous().view(torch.float32)).split([p.shape[1] for p in wide])
+        if wide
+        else ()
+    )
     scaled = iter(inverses)
-    return [next(sums) * next(scaled) if is_narrow else next(others) / divisor for is_narrow in narrow]
+    return [
+        next(sums) * next(scaled) if is_narrow else next(others) / divisor for is_narrow in narrow
+    ]
 
 
 def of_one(
-    padded: torch.Tensor, g: torch.Tensor, group: ProcessGroup, fmt: Format, policy, prescale: PreScale, mu, result: Result, count: bool
+    padded: torch.Tensor,
+    g: torch.Tensor,
+    group: ProcessGroup,
+    fmt: Format,
+    policy,
+    prescale: PreScale,
+    mu,
+    result: Result,
+    count: bool,
 ):
     """This rank's piece of the sum [n] in the units of codes, its codes under result ``codes``,
     scale_inv, and the saturated elements of all ranks."""
     gradient_reduction.check_result(result)
     pre = gradient_reduction.factor(prescale, group.size())
-    factor = float(pre) * mu if isinstance(mu, torch.Tensor) else float(pre * gradient_reduction.constant_mu(mu))
+    factor = (
+        float(pre) * mu
+        if isinstance(mu, torch.Tensor)
+        else float(pre * gradient_reduction.constant_mu(mu))
+    )
     scale = shared_scale(scaling.merge_amax(scaling.amax(g), group.group_name), fmt, policy, factor)
     scaled = cast.to_f32(padded).reshape(group.size(), -1) * scale
     saturated = _saturated(scaled, fmt) if count else None
@@ -69,8 +93,12 @@ def of_one(
     return total, codes, scale.reciprocal(), saturated
 
 
-def shared_scale(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy, factor) -> torch.Tensor:
-    """``sim.gradient_reduction.shared_scales`` of merged amaxes; the policy's eps is its floor (``scales``)."""
+def shared_scale(
+    amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy, factor
+) -> torch.Tensor:
+    """``sim.gradient_reduction.shared_scales`` of merged amaxes; the policy's eps is its floor
+    (``scales``).
+    """
     gradient_reduction.check_format(fmt)
     gradient_reduction.check_policy(policy)
     amax = torch.where(amax <= gradient_reduction.LARGEST, amax, math.nan)
@@ -114,10 +142,15 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup:
     """The group, by default that of all ranks. ValueError if there is none."""
     group = group or distributed.group.WORLD
     if group is None:
-        raise ValueError("gradients are summed over a process group; there is none. Call torch.distributed.init_process_group first.")
+        raise ValueError(
+            "gradients are summed over a process group; there is none. Call "
+            "torch.distributed.init_process_group first."
+        )
     return group
 
 
 def gathered(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """x [n] of all ranks, one after the other."""
-    return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
+    return _c10d.wait_tensor(
+        _c10d.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+    )

@@ -27,7 +27,8 @@ class FP8Gather:
     scale       float32 (), of the whole weight at ``version``. Gathers of one pass, forward and
                 backward, share it; outside of a pass each gather computes it.
     version     torch's count of the operations that changed the sharded weight, when ``scale`` was
-                computed. Ranks count alike: writes to a local shard, or through .data, do not count.
+                computed. Ranks count alike: writes to a local shard, or through .data, do not
+                count.
     in_pass     whether the forward pass that ``scale`` was computed for still runs.
     moved       the dtype in which FSDP2 last gathered the weight; None before.
     shard       this rank's rows [n, K] of the master, also while the whole weight is gathered; n
@@ -37,8 +38,22 @@ class FP8Gather:
     master      the sharded weight, also while the whole weight is gathered.
     """
 
-    def __init__(self, name: str, linear: Float8Linear | Linear, spec: CastSpec, dtype: torch.dtype, *, precomputed: bool) -> None:
-        self.name, self.linear, self.spec, self.dtype, self.precomputed = name, linear, spec, dtype, precomputed
+    def __init__(
+        self,
+        name: str,
+        linear: Float8Linear | Linear,
+        spec: CastSpec,
+        dtype: torch.dtype,
+        *,
+        precomputed: bool,
+    ) -> None:
+        self.name, self.linear, self.spec, self.dtype, self.precomputed = (
+            name,
+            linear,
+            spec,
+            dtype,
+            precomputed,
+        )
         self.state = linear.state("weight") if isinstance(linear, Linear) else None
         self.scale: torch.Tensor | None = None
         self.version, self.in_pass, self.keeps_codes = -1, False, False
@@ -51,7 +66,11 @@ class FP8Gather:
         """Names of the process groups whose ranks hold shards of the weight."""
         assert isinstance(self.master, DTensor)
         mesh = self.master.device_mesh
-        return tuple(mesh.get_group(i).group_name for i, placement in enumerate(self.master.placements) if not placement.is_replicate())
+        return tuple(
+            mesh.get_group(i).group_name
+            for i, placement in enumerate(self.master.placements)
+            if not placement.is_replicate()
+        )
 
     def attach(self) -> None:
         """Set FSDP2's hooks on the shard.
@@ -67,7 +86,12 @@ class FP8Gather:
         self.shard.fsdp_post_all_gather = self.after  # type: ignore[attr-defined]
 
     def before(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, int]]:
         """FSDP2's fsdp_pre_all_gather: the tensors to gather, and the metadata for ``after``.
 
@@ -86,7 +110,8 @@ class FP8Gather:
             )
         if self.shard.shape[1:] != outer_size[1:]:
             raise ValueError(
-                f"fully_shard cuts a weight that is gathered in FP8 along its first dim; {self.name}.weight is cut along another dim."
+                "fully_shard cuts a weight that is gathered in FP8 along its first dim; "
+                f"{self.name}.weight is cut along another dim."
             )
         in_pass = self.in_pass or torch._C._current_graph_task_id() != -1
         if not (self.fresh and (self.keeps_codes or (self.precomputed and in_pass))):
@@ -101,7 +126,9 @@ class FP8Gather:
     @property
     def counted(self) -> int:
         """The sharded weight's own count of the operations that changed it."""
-        return 0 if self.master.is_inference() else self.master._version  # inference tensors count nothing
+        return (
+            0 if self.master.is_inference() else self.master._version
+        )  # inference tensors count nothing
 
     @property
     def fresh(self) -> bool:
@@ -112,7 +139,11 @@ class FP8Gather:
         """The codes of the shard by ``scale``, uint8 [n, K]."""
         assert self.scale is not None
         shard = self.shard.to(self.dtype)
-        return scaling.quantize_with(shard, self.scale, self.spec.fmt).codes.view(torch.uint8) if shard.numel() else shard.to(torch.uint8)
+        return (
+            scaling.quantize_with(shard, self.scale, self.spec.fmt).codes.view(torch.uint8)
+            if shard.numel()
+            else shard.to(torch.uint8)
+        )
 
     def after(
         self,
@@ -136,7 +167,11 @@ class FP8Gather:
         # torchao's multiplication asks the tensor for it
         config = getattr(self.linear, "linear_mm_config", None)
         return Float8TrainingTensor(
-            codes.view(cast.DTYPES[self.spec.fmt.name])[:rows], scale, param_dtype, config, GemmInputRole.WEIGHT
+            codes.view(cast.DTYPES[self.spec.fmt.name])[:rows],
+            scale,
+            param_dtype,
+            config,
+            GemmInputRole.WEIGHT,
         ), ()
 
 
@@ -157,7 +192,11 @@ def compute_scales(gathers: Sequence[FP8Gather]) -> None:
     for (groups, dtype, spec, device), members in alike.items():
         held = [g.shard for g in members if g.shard.numel()]
         norms = iter(torch._foreach_norm(held, math.inf) if held else ())
-        nothing = torch.zeros((), dtype=members[0].shard.dtype, device=device) if len(held) < len(members) else None
+        nothing = (
+            torch.zeros((), dtype=members[0].shard.dtype, device=device)
+            if len(held) < len(members)
+            else None
+        )
         # not by assignment to a list of indices, which would be copied to the device
         amax = torch.stack([next(norms) if g.shard.numel() else nothing for g in members]).float()  # type: ignore[misc]
         for group in groups:

@@ -28,7 +28,9 @@ from fp8ref.torch.distributed.gradient_reduction import divisor_of
 from fp8ref.torch.linear.linear import Linear
 
 
-def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bool = True) -> list[FP8Gather]:
+def gather_in_fp8(
+    model: nn.Module, *, dtype: torch.dtype | None, precompute: bool = True
+) -> list[FP8Gather]:
     """Make FSDP2 gather weights in FP8, of a model that was converted and sharded.
 
     A weight whose one scale serves both its GEMMs is gathered in FP8. Any other, with rowwise or
@@ -44,8 +46,9 @@ def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bo
     Returns:    the FP8Gather of each weight.
     Raises:     ValueError: nothing to gather in FP8; a weight that is not sharded by fully_shard
                 along its first dim, that another module shares, or whose mixed precision is of
-                another dtype; resharding to another mesh after the forward pass; shards that FSDP2's
-                CPUOffloadPolicy keeps off the device; delayed scaling without a process group.
+                another dtype; resharding to another mesh after the forward pass; shards that
+                FSDP2's CPUOffloadPolicy keeps off the device; delayed scaling without a process
+                group.
     """
     gathers = [
         FP8Gather(name, linear, spec, dtype or linear.weight.dtype, precomputed=precompute)
@@ -53,7 +56,9 @@ def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bo
     ]
     for g in gathers:
         _check(g)
-    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    units = {
+        name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
+    }
     for name, unit in units.items():
         _check_unit(name, unit)
     for g in gathers:
@@ -66,18 +71,21 @@ def gather_in_fp8(model: nn.Module, *, dtype: torch.dtype | None, precompute: bo
 
 
 def check_weights(model: nn.Module) -> dict[str, tuple[Float8Linear | Linear, CastSpec]]:
-    """The linears of a converted model whose weights are gathered in FP8, and the cast of each, by name.
+    """The linears of a converted model whose weights are gathered in FP8, and the cast of each, by
+    name.
 
     ValueError: there is none; one whose weight another module shares.
     """
     linears = {
         name: (linear, spec)
         for name, linear in model.named_modules()
-        if isinstance(linear, Float8Linear | Linear) and (spec := _one_cast(linear.recipe)) is not None
+        if isinstance(linear, Float8Linear | Linear)
+        and (spec := _one_cast(linear.recipe)) is not None
     }
     if not linears:
         raise ValueError(
-            "an FP8 gather needs linears whose weight has one scale for both GEMMs, and the model has none. Convert it with such a recipe."
+            "an FP8 gather needs linears whose weight has one scale for both GEMMs, and the "
+            "model has none. Convert it with such a recipe."
         )
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -187,7 +195,11 @@ def recover(unit: nn.Module, args: tuple) -> None:
     """
     assert isinstance(unit, FSDPModule)
     state = unit._get_fsdp_state()
-    if state._state_ctx.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1 and state._is_root:
+    if (
+        state._state_ctx.post_backward_final_callback_queued
+        and torch._C._current_graph_task_id() == -1
+        and state._is_root
+    ):
         _start_afresh(unit)
 
 
@@ -196,7 +208,8 @@ def _start_afresh(unit: FSDPModule) -> None:
     assert isinstance(unit, nn.Module)
     if not hasattr(unit, "reset_iter_state"):
         raise RuntimeError(
-            "an iteration stopped before its end, and only torch 2.13 can reset it. Build the model again, or use torch 2.13."
+            "an iteration stopped before its end, and only torch 2.13 can reset it. Build the "
+            "model again, or use torch 2.13."
         )
     unit.reset_iter_state()
     for module in unit.modules():
@@ -217,10 +230,13 @@ def _check(g: FP8Gather) -> None:
     """ValueError unless a linear's weight can be gathered in FP8."""
     weight = g.linear.weight
     if not isinstance(weight, DTensor):
-        raise ValueError(f"{g.name}.weight is not sharded. Call fully_shard on the modules around it first.")
+        raise ValueError(
+            f"{g.name}.weight is not sharded. Call fully_shard on the modules around it first."
+        )
     if g.state is not None and g.state.group is None:
         raise ValueError(
-            f"ranks share the states of {g.name}, which uses delayed scaling. Pass their process group to convert.convert as amax_group."
+            f"ranks share the states of {g.name}, which uses delayed scaling. Pass their "
+            "process group to convert.convert as amax_group."
         )
 
 
@@ -231,22 +247,31 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
     for group in groups:
         if group and group.post_forward_mesh_info not in (None, group.mesh_info):
             raise ValueError(
-                f"weights gathered in FP8 are not resharded to a smaller mesh after the forward pass (FSDP2 cannot); {name or 'the model'} "
-                "has an integer reshard_after_forward. Use True or False."
+                "weights gathered in FP8 are not resharded to a smaller mesh after the forward "
+                f"pass (FSDP2 cannot); {name or 'the model'} has an integer "
+                "reshard_after_forward. Use True or False."
             )
-        # FSDP2 copies a shard in the host's memory to the device, and asks the copy for the hooks that only the shard has.
-        if group and isinstance(group.offload_policy, CPUOffloadPolicy) and group.device.type != "cpu":
+        # FSDP2 copies a shard in the host's memory to the device, and asks the copy for the hooks
+        # that only the shard has.
+        if (
+            group
+            and isinstance(group.offload_policy, CPUOffloadPolicy)
+            and group.device.type != "cpu"
+        ):
             raise ValueError(
-                f"weights gathered in FP8 are cast on the device that holds their shards; {name or 'the model'} has a CPUOffloadPolicy and "
-                f"trains on {group.device.type}. Shard it without, or gather in high precision: leave gather_in_fp8 out."
+                "weights gathered in FP8 are cast on the device that holds their shards; "
+                f"{name or 'the model'} has a CPUOffloadPolicy and trains on "
+                f"{group.device.type}. Shard it without, or gather in high precision: leave "
+                "gather_in_fp8 out."
             )
 
 
 def keep_reduced_dtype(model: nn.Module) -> None:
-    """Have FSDP2 leave gradients in the dtype that they were reduced in, where it would round them to that of narrower shards.
+    """Have FSDP2 leave gradients in the dtype that they were reduced in, where it would round them
+    to that of narrower shards.
 
-    Set ``grad_dtype`` of the parameters too. Call it once the shards have their memory: FSDP2 is initialized, as a first forward
-    pass would do it.
+    Set ``grad_dtype`` of the parameters too. Call it once the shards have their memory: FSDP2 is
+    initialized, as a first forward pass would do it.
     """
     assert isinstance(model, FSDPModule)
     assert isinstance(model, nn.Module)
@@ -267,20 +292,27 @@ class OrderedReduceScatter:
     """A reduce-scatter for FSDP2's ``set_custom_reduce_scatter`` that adds in rank order.
 
     Order:    all-to-all; acc = acc + g_r for ascending ranks r, each sum rounded to the dtype of
-              the gradients, FSDP2's reduce_dtype; for an average, divided by the number of ranks, or by
-              the factor of ``set_gradient_divide_factor``.
+              the gradients, FSDP2's reduce_dtype; for an average, divided by the number of ranks,
+              or by the factor of ``set_gradient_divide_factor``.
     unit      what the gradients are of.
     """
 
     def __init__(self, unit: FSDPModule) -> None:
         self.unit = unit
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """A buffer for FSDP2, not initialized."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup, op: ReduceOp, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
     ) -> None:
         parts = torch.empty_like(input_tensor)
         distributed.all_to_all_single(parts, input_tensor, group=group)

@@ -22,24 +22,37 @@ class Factors:
 
     names      of the weights, in the order of the tensors.
     mu         float32 [weights], 1 at first: by which gradients are cast.
-    saturated  int64 [weights]: elements of all ranks that casts saturated between the last two updates.
+    saturated  int64 [weights]: elements of all ranks that casts saturated between the last two
+               updates.
 
-    Raises:    ValueError: a model without weights that ``reduce_in_fp8`` reduces, or on the meta device.
+    Raises:    ValueError: a model without weights that ``reduce_in_fp8`` reduces, or on the meta
+               device.
     """
 
     def __init__(self, model: nn.Module, auto: AutoScale = AUTO) -> None:
-        found = [(reduction, param) for reduction in reductions(model) for param in reduction.weights()]
+        found = [
+            (reduction, param) for reduction in reductions(model) for param in reduction.weights()
+        ]
         if not found:
-            raise ValueError("factors are of gradients that fully_shard units reduce in FP8; the model has none. Call reduce_in_fp8 first.")
+            raise ValueError(
+                "factors are of gradients that fully_shard units reduce in FP8; the model has "
+                "none. Call reduce_in_fp8 first."
+            )
         names = {module: f"{name}.weight" for name, module in model.named_modules()}
         device = found[0][1].sharded_param.device
         if device.type == "meta":
-            raise ValueError("factors lie on the device of the weights; got the meta device. Call model.to_empty(device=...) before.")
+            raise ValueError(
+                "factors lie on the device of the weights; got the meta device. Call "
+                "model.to_empty(device=...) before."
+            )
         self.auto, self.names = auto, [names[param._module_info.module] for _, param in found]
         allowed = [auto.allowed(param.sharded_param.numel()) for _, param in found]
         self._allowed = torch.tensor(allowed, dtype=torch.int64, device=device)
         self.mu = torch.ones(len(found), device=device, dtype=torch.float32)
-        self.saturated, self._counts = torch.zeros_like(self._allowed), torch.zeros_like(self._allowed)
+        self.saturated, self._counts = (
+            torch.zeros_like(self._allowed),
+            torch.zeros_like(self._allowed),
+        )
         self._cut: dict[tuple[distributed.ProcessGroup, ...], list[int]] = {}
         of_each: dict[FP8ReduceScatter, list[int]] = {}
         for i, (reduction, param) in enumerate(found):
@@ -62,9 +75,14 @@ class Factors:
                 distributed.all_reduce(one, group=group)
             if one is not counts:
                 counts[indices] = one
-        mu = torch.where(counts > self._allowed, self.mu * 0.5, self.mu * float(self.auto.growth)).clamp(MU_MIN, MU_MAX)
+        mu = torch.where(
+            counts > self._allowed, self.mu * 0.5, self.mu * float(self.auto.growth)
+        ).clamp(MU_MIN, MU_MAX)
         if finite is not None:
-            mu, counts = torch.where(finite, mu, self.mu), torch.where(finite, counts, self.saturated)
+            mu, counts = (
+                torch.where(finite, mu, self.mu),
+                torch.where(finite, counts, self.saturated),
+            )
         self.mu.copy_(mu)
         self.saturated.copy_(counts)
         self.forget()
@@ -74,11 +92,19 @@ class Factors:
         self._counts.zero_()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """mu by the name of its weight, () each: views, for a checkpoint to save and to load into."""
+        """mu by the name of its weight, () each: views, for a checkpoint to save and to load
+        into.
+        """
         return dict(zip(self.names, self.mu.unbind(), strict=True))
 
 
 def _groups(weight: torch.Tensor) -> tuple[distributed.ProcessGroup, ...]:
-    """The groups of ranks that have the pieces of a weight, each of which counts its own gradient or piece of it."""
+    """The groups of ranks that have the pieces of a weight, each of which counts its own gradient
+    or piece of it.
+    """
     assert isinstance(weight, DTensor)
-    return tuple(weight.device_mesh.get_group(i) for i, placement in enumerate(weight.placements) if not placement.is_replicate())
+    return tuple(
+        weight.device_mesh.get_group(i)
+        for i, placement in enumerate(weight.placements)
+        if not placement.is_replicate()
+    )

@@ -1,11 +1,13 @@
 """Gradients summed over ranks in FP8, by one scale for all ranks (spec P-21, P-22, P-24).
 
-    gradient_reduction.reduce_in_fp8(model)                                    # FSDP2, after fully_shard
-    ddp.register_comm_hook(gradient_reduction.DDPState(), gradient_reduction.ddp_hook)  # DistributedDataParallel
+    gradient_reduction.reduce_in_fp8(model)                                    # FSDP2, after
+                                                                               fully_shard
+    ddp.register_comm_hook(gradient_reduction.DDPState(), gradient_reduction.ddp_hook)  #
+    DistributedDataParallel
 
 Ranks exchange codes by an all-to-all of uint8, which gloo and NCCL have, and each adds its piece of
-all ranks' codes in float32, in rank order. ``reduce_scatter`` and ``all_reduce`` are the same for one
-tensor.
+all ranks' codes in float32, in rank order. ``reduce_scatter`` and ``all_reduce`` are the same for
+one tensor.
 """
 
 import math
@@ -53,22 +55,30 @@ def reduce_scatter(
 
     group     None: all ranks.
     count     count saturated elements, by one more pass over g and one more all-reduce.
-    Shapes:   g float32, float16 or bfloat16 [n, ...]; value float32 [ceil(n / ranks), ...]: rank i's
-              rows, P-1's ``ceil``, filled with zeros where they are fewer. mu a number or float32 ().
+    Shapes:   g float32, float16 or bfloat16 [n, ...]; value float32 [ceil(n / ranks), ...]: rank
+              i's rows, P-1's ``ceil``, filled with zeros where they are fewer. mu a number or
+              float32 ().
     Order:    merged amax; scale; cast; all-to-all; acc = acc + code_r in float32, r ascending;
               RN32(acc * scale_inv), as ``sim.gradient_reduction.reduce``.
     Specials: an Inf or NaN on any rank makes the value NaN on all.
-    Raises:   ValueError: a g without dims or elements; a policy that fp8ref.torch does not implement,
-              or without a scale to multiply by; an unknown prescale or result.
+    Raises:   ValueError: a g without dims or elements; a policy that fp8ref.torch does not
+              implement, or without a scale to multiply by; an unknown prescale or result.
     Source:   spec P-21.
     """
     if not g.ndim:
-        raise ValueError("a reduce-scatter cuts the first dim of a gradient; got one without dims. Use all_reduce.")
+        raise ValueError(
+            "a reduce-scatter cuts the first dim of a gradient; got one without dims. Use "
+            "all_reduce."
+        )
     group = fp8_exchange.group_of(group)
     rows = -(-len(g) // group.size())
     padded = functional.pad(g, (*[0] * (2 * g.ndim - 1), rows * group.size() - len(g)))
-    total, _, scale_inv, saturated = fp8_exchange.of_one(padded, g, group, fmt, policy, prescale, mu, result, count)
-    return Reduced((total * fp8_exchange.of_mean(scale_inv, group, mean)).view(rows, *g.shape[1:]), saturated)
+    total, _, scale_inv, saturated = fp8_exchange.of_one(
+        padded, g, group, fmt, policy, prescale, mu, result, count
+    )
+    return Reduced(
+        (total * fp8_exchange.of_mean(scale_inv, group, mean)).view(rows, *g.shape[1:]), saturated
+    )
 
 
 @torch.no_grad()
@@ -91,18 +101,34 @@ def all_reduce(
     """
     group = fp8_exchange.group_of(group)
     padded = functional.pad(g.reshape(-1), (0, -g.numel() % group.size()))
-    total, codes, scale_inv, saturated = fp8_exchange.of_one(padded, g, group, fmt, policy, prescale, mu, result, count)
-    whole = fp8_exchange.gathered(total, group) if codes is None else cast.decode(fp8_exchange.gathered(codes, group), fmt)
-    return Reduced((whole * fp8_exchange.of_mean(scale_inv, group, mean))[: g.numel()].view(g.shape), saturated)
+    total, codes, scale_inv, saturated = fp8_exchange.of_one(
+        padded, g, group, fmt, policy, prescale, mu, result, count
+    )
+    whole = (
+        fp8_exchange.gathered(total, group)
+        if codes is None
+        else cast.decode(fp8_exchange.gathered(codes, group), fmt)
+    )
+    return Reduced(
+        (whole * fp8_exchange.of_mean(scale_inv, group, mean))[: g.numel()].view(g.shape), saturated
+    )
 
 
-def next_mu(mu: torch.Tensor, saturated: torch.Tensor | None, elements: int, auto: AutoScale = gradient_reduction.AUTO) -> torch.Tensor:
+def next_mu(
+    mu: torch.Tensor,
+    saturated: torch.Tensor | None,
+    elements: int,
+    auto: AutoScale = gradient_reduction.AUTO,
+) -> torch.Tensor:
     """mu of the next step, float32 (), from the saturated elements of this one (spec P-22).
 
     Raises:   ValueError: a sum whose saturated elements nobody counted.
     """
     if saturated is None:
-        raise ValueError("mu follows the number of saturated elements; got None. Ask the reduction for it by count=True.")
+        raise ValueError(
+            "mu follows the number of saturated elements; got None. Ask the reduction for it by "
+            "count=True."
+        )
     mu = torch.where(saturated > auto.allowed(elements), mu * 0.5, mu * float(auto.growth))
     return mu.clamp(gradient_reduction.MU_MIN, gradient_reduction.MU_MAX)
 
@@ -129,38 +155,65 @@ def accumulate(
     value = cast.to_f32(g)
     if total is not None:
         if total.codes.shape != g.shape:
-            raise ValueError(f"microbatches have gradients of one shape, {tuple(total.codes.shape)}; got {tuple(g.shape)}.")
+            raise ValueError(
+                f"microbatches have gradients of one shape, {tuple(total.codes.shape)}; got "
+                f"{tuple(g.shape)}."
+            )
         value = cast.decode(total.codes, fmt) * total.scale_inv + value
     amax = scaling.amax(value)
-    scale = fp8_exchange.shared_scale(amax if group is None else scaling.merge_amax(amax, group.group_name), fmt, policy, 1.0)
-    return Quantized(cast.to_fp8(value * scale, fmt), scale, scale.reciprocal(), fmt, "tensorwise", -1)
+    scale = fp8_exchange.shared_scale(
+        amax if group is None else scaling.merge_amax(amax, group.group_name), fmt, policy, 1.0
+    )
+    return Quantized(
+        cast.to_fp8(value * scale, fmt), scale, scale.reciprocal(), fmt, "tensorwise", -1
+    )
 
 
 class FP8ReduceScatter:
     """A reduce-scatter for FSDP2's ``set_custom_reduce_scatter``, in FP8 for weights of linears.
 
-    Other parameters of the unit, such as norms and biases, are summed in float32, in rank order, and
-    travel in the same all-to-all.
-    factors   mu float32 [weights], and int64 [weights] to which the elements that each cast saturates are added; None: mu is 1.
-    Order:    one all-reduce of amaxes for the unit, one all-to-all; each tensor as ``reduce_scatter``.
+    Other parameters of the unit, such as norms and biases, are summed in float32, in rank order,
+    and travel in the same all-to-all.
+    factors   mu float32 [weights], and int64 [weights] to which the elements that each cast
+              saturates are added; None: mu is 1.
+    Order:    one all-reduce of amaxes for the unit, one all-to-all; each tensor as
+              ``reduce_scatter``.
     """
 
     factors: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def __init__(self, unit: FSDPModule, fmt: Format, policy: str | ScalePolicy, prescale: PreScale) -> None:
+    def __init__(
+        self, unit: FSDPModule, fmt: Format, policy: str | ScalePolicy, prescale: PreScale
+    ) -> None:
         self.unit, self.fmt, self.policy, self.prescale = unit, fmt, policy, prescale
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """A buffer for FSDP2, not initialized."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: ProcessGroup, op: ReduceOp, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
     ) -> None:
         rows = input_tensor.view(group.size(), -1)
         sizes, narrow = self._parameters(rows.shape[1])
         divisor = divisor_of(self.unit, group, op)
-        total = fp8_exchange.sums(rows.split(sizes, dim=1), narrow, group, self.fmt, self.policy, self.prescale, divisor, self.factors)
+        total = fp8_exchange.sums(
+            rows.split(sizes, dim=1),
+            narrow,
+            group,
+            self.fmt,
+            self.policy,
+            self.prescale,
+            divisor,
+            self.factors,
+        )
         torch.cat(total, out=output_tensor)
 
     def weights(self) -> list:
@@ -175,38 +228,54 @@ class FP8ReduceScatter:
         if sum(sizes) != found:
             names = ", ".join(p._param_fqn or p._module_info.param_name for p in params)
             raise ValueError(
-                f"gradients in FP8 have a scale for each tensor, so every parameter of an FSDP2 unit that takes gradients has one; a shard of {names} "
-                f"has {sum(sizes)} elements, its gradients {found}. Use every parameter in the loss, or freeze it."
+                "gradients in FP8 have a scale for each tensor, so every parameter of an FSDP2 "
+                f"unit that takes gradients has one; a shard of {names} has {sum(sizes)} "
+                f"elements, its gradients {found}. Use every parameter in the loss, or freeze "
+                "it."
             )
         return sizes, [_of_linear(p) for p in params]
 
 
 def reduce_in_fp8(
-    model: nn.Module, fmt: Format = E4M3FN, *, policy: str | ScalePolicy = "torchao", prescale: PreScale = "one"
+    model: nn.Module,
+    fmt: Format = E4M3FN,
+    *,
+    policy: str | ScalePolicy = "torchao",
+    prescale: PreScale = "one",
 ) -> list[nn.Module]:
-    """Have the fully_shard units of a model that hold linears reduce the gradients of their weights in
-    FP8 (P-21, P-25).
+    """Have the fully_shard units of a model that hold linears reduce the gradients of their weights
+    in FP8 (P-21, P-25).
 
     Gradients that FSDP2 widens to ``reduce_dtype`` float32 are cast, so keep it.
     Returns:    the units; units without a linear's weight reduce as before.
-    Raises:     ValueError: no unit, or none with a linear; a unit with copies along another mesh dim;
-                another reduce_dtype than float32; as ``reduce_scatter``.
+    Raises:     ValueError: no unit, or none with a linear; a unit with copies along another mesh
+                dim; another reduce_dtype than float32; as ``reduce_scatter``.
     """
     gradient_reduction.check_policy(scales.implemented(policy))
     gradient_reduction.factor(prescale, 1)
-    units = [m for m in model.modules() if isinstance(m, FSDPModule) and any(_of_linear(p) for p in _params(m))]
+    units = [
+        m
+        for m in model.modules()
+        if isinstance(m, FSDPModule) and any(_of_linear(p) for p in _params(m))
+    ]
     if not units:
-        raise ValueError("gradients are reduced in FP8 by fully_shard units that hold linears; the model has none. Call fully_shard first.")
+        raise ValueError(
+            "gradients are reduced in FP8 by fully_shard units that hold linears; the model has "
+            "none. Call fully_shard first."
+        )
     for unit in units:
-        if any(of_unit._is_hsdp and of_unit._all_reduce_process_group.size() > 1 for of_unit in _groups(unit)):
+        if any(
+            of_unit._is_hsdp and of_unit._all_reduce_process_group.size() > 1
+            for of_unit in _groups(unit)
+        ):
             raise ValueError(
-                "FSDP2 sums gradients over copies of a unit by an all-reduce of its own, which has no hook, so FP8 gradients "
-                "take a mesh of one dim. Shard over all ranks."
+                "FSDP2 sums gradients over copies of a unit by an all-reduce of its own, which "
+                "has no hook, so FP8 gradients take a mesh of one dim. Shard over all ranks."
             )
         if others := {p.mp_policy.reduce_dtype for p in _params(unit)} - {torch.float32}:
             raise ValueError(
-                f"FP8 gradients are cast from float32; got a unit of reduce_dtype {others.pop()}. Use "
-                "MixedPrecisionPolicy(reduce_dtype=torch.float32)."
+                "FP8 gradients are cast from float32; got a unit of reduce_dtype "
+                f"{others.pop()}. Use MixedPrecisionPolicy(reduce_dtype=torch.float32)."
             )
     for unit in units:
         unit.set_custom_reduce_scatter(FP8ReduceScatter(unit, fmt, policy, prescale))  # type: ignore[arg-type]
@@ -216,12 +285,18 @@ def reduce_in_fp8(
 def reductions(model: nn.Module) -> list[FP8ReduceScatter]:
     """What ``reduce_in_fp8`` set on the units of a model, in the order of its modules."""
     units = (m for m in model.modules() if isinstance(m, FSDPModule))
-    return [found for unit in units for one in _groups(unit) if isinstance(found := one._reduce_scatter_comm, FP8ReduceScatter)]
+    return [
+        found
+        for unit in units
+        for one in _groups(unit)
+        if isinstance(found := one._reduce_scatter_comm, FP8ReduceScatter)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DDPState:
-    """What ``ddp_hook`` reads: the ranks, the cast, and the parameters whose gradients stay float32.
+    """What ``ddp_hook`` reads: the ranks, the cast, and the parameters whose gradients stay
+    float32.
 
     keep      beside these, parameters of fewer than two dims stay float32.
     Raises:   ValueError: as ``reduce_in_fp8``, of the policy and the prescale.
@@ -240,13 +315,19 @@ class DDPState:
 
 @torch.no_grad()
 def ddp_hook(state: DDPState, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook of DistributedDataParallel: the mean of each gradient, as ``all_reduce``,
-    by one all-reduce of amaxes, one all-to-all and one gather of float32 sums a bucket."""
+    """A communication hook of DistributedDataParallel: the mean of each gradient, as
+    ``all_reduce``, by one all-reduce of amaxes, one all-to-all and one gather of float32 sums a
+    bucket."""
     group = fp8_exchange.group_of(state.group)
     grads = bucket.gradients()
-    pieces = [functional.pad(g.reshape(-1), (0, -g.numel() % group.size())).view(group.size(), -1) for g in grads]
+    pieces = [
+        functional.pad(g.reshape(-1), (0, -g.numel() % group.size())).view(group.size(), -1)
+        for g in grads
+    ]
     narrow = [p.ndim > 1 and p not in state.keep for p in bucket.parameters()]
-    total = fp8_exchange.sums(pieces, narrow, group, state.fmt, state.policy, state.prescale, group.size())
+    total = fp8_exchange.sums(
+        pieces, narrow, group, state.fmt, state.policy, state.prescale, group.size()
+    )
     whole = fp8_exchange.gathered(torch.cat(total), group).view(group.size(), -1)
     for g, part in zip(grads, whole.split([len(t) for t in total], dim=1), strict=True):
         g.copy_(part.reshape(-1)[: g.numel()].view(g.shape))
@@ -256,8 +337,8 @@ def ddp_hook(state: DDPState, bucket: distributed.GradBucket) -> torch.futures.F
 
 
 def divisor_of(unit: FSDPModule, group: ProcessGroup, op: ReduceOp) -> float:
-    """What the sum of a unit's gradients is divided by: FSDP2 names the factor of ``set_gradient_divide_factor`` in an operation that does not
-    tell it."""
+    """What the sum of a unit's gradients is divided by: FSDP2 names the factor of
+    ``set_gradient_divide_factor`` in an operation that does not tell it."""
     if op == ReduceOp.SUM:  # FSDP2 divides by itself, if at all
         return 1
     if op == ReduceOp.AVG:
@@ -275,10 +356,16 @@ def _groups(unit: FSDPModule) -> list:
     """FSDP2's groups of a unit's parameters; torch before 2.13 has at most one."""
     state = unit._get_fsdp_state()
     found = getattr(state, "_fsdp_param_groups", None)
-    return [one for one in ([state._fsdp_param_group] if found is None else found) if one is not None]
+    return [
+        one for one in ([state._fsdp_param_group] if found is None else found) if one is not None
+    ]
 
 
 def _of_linear(param) -> bool:
     """Whether a parameter is the weight of one linear, which no other module shares."""
     info = param._module_info
-    return isinstance(info.module, nn.Linear) and info.param_name == "weight" and not info.shared_modules
+    return (
+        isinstance(info.module, nn.Linear)
+        and info.param_name == "weight"
+        and not info.shared_modules
+    )

@@ -1,8 +1,9 @@
 """Tensor and sequence parallelism of a converted model, by DTensor (spec P-14 to P-17).
 
 fp8ref's own linear moves what it needs by itself (``linear.cut``). Another linear takes one of
-torch's parallel styles; torchao's, which gathers activations in FP8, if that means the same recipe. Every other parameter becomes a replicated DTensor, so
-that an optimizer, a norm or fully_shard finds parameters of one kind only.
+torch's parallel styles; torchao's, which gathers activations in FP8, if that means the same recipe.
+Every other parameter becomes a replicated DTensor, so that an optimizer, a norm or fully_shard
+finds parameters of one kind only.
 """
 
 import functools
@@ -16,13 +17,29 @@ import torch
 import torch.distributed._functional_collectives
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import (
+    DeviceMesh,
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils._pytree import tree_map_only
 from torchao.float8.config import ScalingGranularity, ScalingType
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
-from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+from torchao.float8.float8_tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
 
 from fp8ref.recipe import Style
 from fp8ref.selection import linears as linear_selection
@@ -68,7 +85,8 @@ def parallelize(
               the last norm. Only a model with a ``tensor_plan`` can.
     plan      the style of each linear, by pattern (spec R-3); by default that of the model's
               ``tensor_plan``.
-    amax_group  the ranks of the mesh and of ``convert``'s amax_group together: they share the amax of
+    amax_group  the ranks of the mesh and of ``convert``'s amax_group together: they share the amax
+                of
               what both cut. It is needed if ``convert`` was given one.
     Returns:  the model, changed in place. All ranks give the same tokens and get the same outputs.
     Order:    convert, parallelize, then fully_shard over another dim of the mesh.
@@ -76,24 +94,28 @@ def parallelize(
               linear; a linear that DTensor cannot run; dims or heads that the ranks do not cut
               evenly; FP8 dims that are then not multiples of 16; parameters that are cut and
               shared, or sharded already; a block with one scale that is cut (P-5); amaxes that are
-              shared along a batch, without amax_group; asynchronous tensor parallelism of fp8ref's own
-              linear, or on CPUs. In the forward pass: a sequence that the ranks do not cut
+              shared along a batch, without amax_group; asynchronous tensor parallelism of fp8ref's
+              own linear, or on CPUs. In the forward pass: a sequence that the ranks do not cut
               evenly.
     """
     ranks = tensor_parallel_checks.mesh_size(mesh)
     own: TensorPlan | None = getattr(model, "tensor_plan", None)
     if plan is None and own is None:
         raise ValueError(
-            f"only a model with a tensor_plan, such as the trainer's Llama, has a plan of its own; got a {type(model).__name__}. "
-            "Give plan={pattern: 'colwise' or 'rowwise'}."
+            "only a model with a tensor_plan, such as the trainer's Llama, has a plan of its "
+            f"own; got a {type(model).__name__}. Give plan={{pattern: 'colwise' or 'rowwise'}}."
         )
     if sequence and (plan is not None or own is None):
         what = f"a {type(model).__name__}" + " with a plan" * (plan is not None)
         raise ValueError(
-            f"sequence cuts the tokens of a model with a tensor_plan, such as the trainer's Llama; got {what}. Leave sequence or the plan out."
+            "sequence cuts the tokens of a model with a tensor_plan, such as the trainer's "
+            f"Llama; got {what}. Leave sequence or the plan out."
         )
     if plan is not None and not plan:
-        raise ValueError("a plan cuts at least one linear; got none. Name linears in it, or leave tensor parallelism out.")
+        raise ValueError(
+            "a plan cuts at least one linear; got none. Name linears in it, or leave tensor "
+            "parallelism out."
+        )
     styles = _styles(model, plan if plan is not None else own.styles if own else {})
     tensor_parallel_checks.check_model(model, amax_group)
     tensor_parallel_checks.check_asynchronous(model, mesh)
@@ -102,9 +124,21 @@ def parallelize(
     if mesh.device_type == "cpu":
         gather_fp8_as_bytes()
     every = None if amax_group is None else amax_group.group_name
-    _replace_parameters(model, mesh, styles, _TOKENS if sequence else _WHOLE, own, planned=plan is not None, every=every)
+    _replace_parameters(
+        model,
+        mesh,
+        styles,
+        _TOKENS if sequence else _WHOLE,
+        own,
+        planned=plan is not None,
+        every=every,
+    )
     if own:
-        model.register_forward_pre_hook(lambda _, args: tensor_parallel_checks.check_length(args[0], ranks) if sequence else None)
+        model.register_forward_pre_hook(
+            lambda _, args: (
+                tensor_parallel_checks.check_length(args[0], ranks) if sequence else None
+            )
+        )
         # A tied lm_head is F.linear on the embedding's weight: no module lays its output out, so
         # the model does.
         model.register_forward_hook(lambda _, args, out: _local(out))
@@ -132,7 +166,11 @@ def _replace_parameters(
         if name in styles:
             _cut(module, mesh, styles[name], between, every)
         elif own and not planned and type(module) in own.blocks:
-            columns = [child for child, _ in module.named_children() if styles.get(f"{name}.{child}") == "colwise"]
+            columns = [
+                child
+                for child, _ in module.named_children()
+                if styles.get(f"{name}.{child}") == "colwise"
+            ]
             _share_input(module, mesh, between, columns, own.blocks[type(module)])
         elif any(True for _ in module.parameters(recurse=False)):
             _replicate(module, mesh, replicated)
@@ -148,20 +186,27 @@ def _replace_parameters(
 
 def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     """The style of each linear that the plan names, by name."""
-    linears = [name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)]
+    linears = [
+        name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)
+    ]
     found: dict[str, Style] = {}
     for pattern, style in plan.items():
         if style not in get_args(Style):
-            raise ValueError(f"a plan's styles are {' and '.join(get_args(Style))}; got {style!r} for {pattern!r}.")
+            raise ValueError(
+                f"a plan's styles are {' and '.join(get_args(Style))}; got {style!r} for "
+                f"{pattern!r}."
+            )
         named = [name for name in linears if linear_selection.matches(pattern, name)]
         if not named:
             raise ValueError(
-                f"plan pattern {pattern!r} names none of the linears: {linear_selection.listed(linears) or 'there are none'}. Use one of them."
+                f"plan pattern {pattern!r} names none of the linears: "
+                f"{linear_selection.listed(linears) or 'there are none'}. Use one of them."
             )
         for name in named:
             if found.setdefault(name, style) != style:
                 raise ValueError(
-                    f"a linear has one style; {name} has {found[name]} and, by {pattern!r}, {style}. Make the patterns disjoint."
+                    f"a linear has one style; {name} has {found[name]} and, by {pattern!r}, "
+                    f"{style}. Make the patterns disjoint."
                 )
     return found
 
@@ -176,16 +221,29 @@ def gathers_fp8(module: nn.Module) -> bool:
     if not isinstance(module, Float8Linear) or module.bias is not None:
         return False
     config = module.config
-    roles = ("input", "weight", "grad_output", "input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight")
+    roles = (
+        "input",
+        "weight",
+        "grad_output",
+        "input_for_grad_weight",
+        "weight_for_grad_input",
+        "grad_output_for_grad_weight",
+    )
     casts = [getattr(config, f"cast_config_{role}") for role in roles]
     return (
         config.cast_config_input.target_dtype == torch.float8_e4m3fn
         and not config.round_scales_to_power_of_2
-        and all(c.scaling_type is ScalingType.DYNAMIC and c.scaling_granularity is ScalingGranularity.TENSORWISE for c in casts)
+        and all(
+            c.scaling_type is ScalingType.DYNAMIC
+            and c.scaling_granularity is ScalingGranularity.TENSORWISE
+            for c in casts
+        )
     )
 
 
-def _cut(linear: nn.Module, mesh: DeviceMesh, style: Style, between: Placement, every: str | None) -> None:
+def _cut(
+    linear: nn.Module, mesh: DeviceMesh, style: Style, between: Placement, every: str | None
+) -> None:
     """Cut one linear: colwise cuts N of its weight [N, K], rowwise cuts K."""
     if isinstance(linear, Linear):
         cut = Cut(style=style, mesh=mesh, between=between)
@@ -193,9 +251,17 @@ def _cut(linear: nn.Module, mesh: DeviceMesh, style: Style, between: Placement, 
         linear.share(cut, every)
         return
     if style == "colwise":
-        parallelize_module(linear, mesh, (Float8ColwiseParallel if gathers_fp8(linear) else ColwiseParallel)())
+        parallelize_module(
+            linear, mesh, (Float8ColwiseParallel if gathers_fp8(linear) else ColwiseParallel)()
+        )
     else:
-        parallelize_module(linear, mesh, (Float8RowwiseParallel if gathers_fp8(linear) else RowwiseParallel)(output_layouts=between))
+        parallelize_module(
+            linear,
+            mesh,
+            (Float8RowwiseParallel if gathers_fp8(linear) else RowwiseParallel)(
+                output_layouts=between
+            ),
+        )
     linear.register_forward_hook(lambda _, args, out: writable(out))
     _stand_in_for_no_tokens(linear, mesh.size() if style == "rowwise" and between.is_shard() else 1)
 
@@ -239,7 +305,9 @@ class _PrepareFloat8Input(PrepareFloat8ModuleInput):
         return style._prepare_input_arg(self, input, mesh, input_layout, desired_layout)
 
 
-def _share_input(block: nn.Module, mesh: DeviceMesh, between: Placement, columns: Sequence[str], same: int) -> None:
+def _share_input(
+    block: nn.Module, mesh: DeviceMesh, between: Placement, columns: Sequence[str], same: int
+) -> None:
     """Make a block cast and gather its input x once for all its colwise linears.
 
     same      number of the block's further arguments, which are whole on every rank.
@@ -250,24 +318,32 @@ def _share_input(block: nn.Module, mesh: DeviceMesh, between: Placement, columns
     block.shares_input = True  # type: ignore[assignment]
     style: PrepareModuleInput
     if all(gathers_fp8(block.get_submodule(name)) for name in columns):
-        style = _PrepareFloat8Input(input_layouts=before, desired_input_layouts=after, fwd_config_submodule_fqn=columns[0])
+        style = _PrepareFloat8Input(
+            input_layouts=before, desired_input_layouts=after, fwd_config_submodule_fqn=columns[0]
+        )
     else:  # some linears take x in high precision: FP8 ones cast it after the gather
         style = PrepareModuleInput(input_layouts=before, desired_input_layouts=after)
     parallelize_module(block, mesh, style)
 
 
-def _replicate(module: nn.Module, mesh: DeviceMesh, replicated: dict[nn.Parameter, nn.Parameter]) -> None:
+def _replicate(
+    module: nn.Module, mesh: DeviceMesh, replicated: dict[nn.Parameter, nn.Parameter]
+) -> None:
     """Turn a module's direct parameters into replicated DTensors.
 
     A parameter that modules share stays shared.
     """
     for key, p in list(module.named_parameters(recurse=False)):
         if p not in replicated:
-            replicated[p] = nn.Parameter(distribute_tensor(p.detach(), mesh, [_WHOLE]), requires_grad=p.requires_grad)
+            replicated[p] = nn.Parameter(
+                distribute_tensor(p.detach(), mesh, [_WHOLE]), requires_grad=p.requires_grad
+            )
         module.register_parameter(key, replicated[p])
 
 
-def _lay_out_own(plan: TensorPlan, name: str, module: nn.Module, mesh: DeviceMesh, between: Placement) -> None:
+def _lay_out_own(
+    plan: TensorPlan, name: str, module: nn.Module, mesh: DeviceMesh, between: Placement
+) -> None:
     """Lay out a module by a plan: the embedding cuts the tokens, the last norm gathers them."""
     if isinstance(module, plan.embedding):
         _lay_out(module, mesh, _WHOLE, between)
@@ -282,12 +358,18 @@ def _lay_out_own(plan: TensorPlan, name: str, module: nn.Module, mesh: DeviceMes
         _lay_out(module, mesh, _WHOLE, _WHOLE)
 
 
-def _lay_out(module: nn.Module, mesh: DeviceMesh, before: Placement, after: Placement, *, local: bool = True) -> None:
+def _lay_out(
+    module: nn.Module, mesh: DeviceMesh, before: Placement, after: Placement, *, local: bool = True
+) -> None:
     """Run a replicated module on DTensors: inputs are placed ``before``, outputs ``after``."""
 
     def entering(_, args, kwargs):
         def lay(x: torch.Tensor) -> DTensor:
-            return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [before], run_check=False)
+            return (
+                x
+                if isinstance(x, DTensor)
+                else DTensor.from_local(x, mesh, [before], run_check=False)
+            )
 
         return tree_map_only(torch.Tensor, lay, (args, kwargs))
 

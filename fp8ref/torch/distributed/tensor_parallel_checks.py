@@ -1,4 +1,6 @@
-"""What ``tensor_parallel.parallelize`` refuses: meshes, models, linears and lengths (spec P-5, P-14 to P-17)."""
+"""What ``tensor_parallel.parallelize`` refuses: meshes, models, linears and lengths (spec P-5, P-14
+to P-17).
+"""
 
 import torch
 import torch._inductor.config
@@ -17,8 +19,15 @@ from fp8ref.torch.linear.model_checks import is_compiled
 def mesh_size(mesh: DeviceMesh) -> int:
     """The number of ranks of a mesh of one dim; ValueError for any other mesh."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        got = f"dims {mesh.mesh_dim_names or tuple(mesh.shape)}" if isinstance(mesh, DeviceMesh) else f"a {type(mesh).__name__}"
-        raise ValueError(f"parallelize takes a DeviceMesh of one dim; got {got}. Give that of one dim, mesh['tensor'].")
+        got = (
+            f"dims {mesh.mesh_dim_names or tuple(mesh.shape)}"
+            if isinstance(mesh, DeviceMesh)
+            else f"a {type(mesh).__name__}"
+        )
+        raise ValueError(
+            f"parallelize takes a DeviceMesh of one dim; got {got}. Give that of one dim, "
+            "mesh['tensor']."
+        )
     return mesh.size()
 
 
@@ -28,28 +37,45 @@ def check_model(model: nn.Module, amax_group: ProcessGroup | None) -> None:
         what = name or "the model"
         if is_compiled(module):
             raise ValueError(f"{what} is compiled. Parallelize a model first, then compile it.")
-        if isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-            raise ValueError(f"{what} is sharded already. Parallelize a model once, and before fully_shard.")
+        if isinstance(module, FSDPModule) or any(
+            isinstance(p, DTensor) for p in module.parameters(recurse=False)
+        ):
+            raise ValueError(
+                f"{what} is sharded already. Parallelize a model once, and before fully_shard."
+            )
         if isinstance(module, Linear) and module.group is not None and amax_group is None:
             raise ValueError(
-                f"{what} shares amaxes with the ranks of its batch (convert's amax_group), which tensor-parallel ranks then share too. "
-                "Give amax_group, the process group of both together."
+                f"{what} shares amaxes with the ranks of its batch (convert's amax_group), "
+                "which tensor-parallel ranks then share too. Give amax_group, the process group "
+                "of both together."
             )
         # the children of fp8ref's own linear are states of delayed scaling, without parameters
-        if not isinstance(module, Linear) and any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False)):
+        if (
+            not isinstance(module, Linear)
+            and any(True for _ in module.children())
+            and any(True for _ in module.parameters(recurse=False))
+        ):
             raise ValueError(
-                f"{what} holds parameters next to modules, and would mix plain and distributed tensors. Move the parameters to a module."
+                f"{what} holds parameters next to modules, and would mix plain and distributed "
+                "tensors. Move the parameters to a module."
             )
 
 
 def check_asynchronous(model: nn.Module, mesh: DeviceMesh) -> None:
     """ValueError if torch's asynchronous tensor parallelism is on, and would do nothing."""
     own = next((name for name, module in model.named_modules() if isinstance(module, Linear)), None)
-    if torch._inductor.config._micro_pipeline_tp and (own is not None or mesh.device_type != "cuda"):
-        what = f"a mesh of {mesh.device_type}" if own is None else f"{own or 'the model'}, fp8ref's own Linear, which casts between them"
+    if torch._inductor.config._micro_pipeline_tp and (
+        own is not None or mesh.device_type != "cuda"
+    ):
+        what = (
+            f"a mesh of {mesh.device_type}"
+            if own is None
+            else f"{own or 'the model'}, fp8ref's own Linear, which casts between them"
+        )
         raise ValueError(
-            f"asynchronous tensor parallelism (torch._inductor.config._micro_pipeline_tp) fuses gathers with GEMMs of GPUs; got {what}. "
-            "Set it to False, or use a recipe and scope of torchao's Float8Linear on GPUs."
+            "asynchronous tensor parallelism (torch._inductor.config._micro_pipeline_tp) fuses "
+            f"gathers with GEMMs of GPUs; got {what}. Set it to False, or use a recipe and "
+            "scope of torchao's Float8Linear on GPUs."
         )
 
 
@@ -58,37 +84,51 @@ def check_linear(name: str, model: nn.Module, style: Style, ranks: int) -> None:
     module = model.get_submodule(name)
     assert isinstance(module, nn.Linear)
     if type(module) not in (nn.Linear, Float8Linear, torchao_linear.Float8Linear, Linear):
-        raise ValueError(f"{name} is a {type(module).__name__}; nn.Linear and what convert makes of it are cut. Leave it out of the plan.")
+        raise ValueError(
+            f"{name} is a {type(module).__name__}; nn.Linear and what convert makes of it are "
+            "cut. Leave it out of the plan."
+        )
     if type(module.weight.data) is not torch.Tensor:
         raise ValueError(
-            f"{name} has a weight that is a {type(module.weight.data).__name__}; plain ones are cut. Parallelize first, then wrap it."
+            f"{name} has a weight that is a {type(module.weight.data).__name__}; plain ones are "
+            "cut. Parallelize first, then wrap it."
         )
     for key, p in module.named_parameters():
         places = [
-            f"{n}.{k}" for n, m in model.named_modules(remove_duplicate=False) for k, q in m.named_parameters(recurse=False) if q is p
+            f"{n}.{k}"
+            for n, m in model.named_modules(remove_duplicate=False)
+            for k, q in m.named_parameters(recurse=False)
+            if q is p
         ]
         if len(places) > 1:
-            raise ValueError(f"{name} shares its {key}, and is cut: {', '.join(places)}. Untie them, or leave it out of the plan.")
+            raise ValueError(
+                f"{name} shares its {key}, and is cut: {', '.join(places)}. Untie them, or "
+                "leave it out of the plan."
+            )
     n, k = module.weight.shape
     which, dim = ("out_features", n) if style == "colwise" else ("in_features", k)
     if dim % ranks:
         raise ValueError(
-            f"{name} is {style}, its {which} divisible by {ranks} ranks; got {dim}. Use fewer ranks, or leave it out of the plan."
+            f"{name} is {style}, its {which} divisible by {ranks} ranks; got {dim}. Use fewer "
+            "ranks, or leave it out of the plan."
         )
     if isinstance(module, Linear) and dim // ranks % (multiple := module.recipe.multiple(style)):
         raise ValueError(
-            f"{name} is {style} under recipe {module.recipe.name!r}, whose blocks no rank boundary cuts (P-5): its {which} is a multiple of "
-            f"{multiple} on each of {ranks} ranks; got {dim}, {dim // ranks} on each. Use fewer ranks, or name it in filter_fqns."
+            f"{name} is {style} under recipe {module.recipe.name!r}, whose blocks no rank "
+            f"boundary cuts (P-5): its {which} is a multiple of {multiple} on each of {ranks} "
+            f"ranks; got {dim}, {dim // ranks} on each. Use fewer ranks, or name it in "
+            "filter_fqns."
         )
     if isinstance(module, Float8Linear | Linear) and dim // ranks % 16:
         raise ValueError(
-            f"{name} is FP8 and {style}, its {which} a multiple of 16 on each of {ranks} ranks; got {dim}, {dim // ranks} on each. "
-            "Use fewer ranks, or name it in filter_fqns."
+            f"{name} is FP8 and {style}, its {which} a multiple of 16 on each of {ranks} ranks; "
+            f"got {dim}, {dim // ranks} on each. Use fewer ranks, or name it in filter_fqns."
         )
     head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
     if isinstance(head_dim, int) and dim // ranks % head_dim:
         raise ValueError(
-            f"{name} has {dim // head_dim} heads of {head_dim}, which {ranks} ranks do not cut evenly. Use a divisor of the heads."
+            f"{name} has {dim // head_dim} heads of {head_dim}, which {ranks} ranks do not cut "
+            "evenly. Use a divisor of the heads."
         )
 
 
@@ -96,5 +136,6 @@ def check_length(tokens: torch.Tensor, ranks: int) -> None:
     """ValueError unless the ranks divide T of tokens [B, T]."""
     if tokens.shape[1] % ranks:
         raise ValueError(
-            f"under sequence parallelism tokens [B, T] have T divisible by {ranks} ranks; got T = {tokens.shape[1]}. Pad them."
+            f"under sequence parallelism tokens [B, T] have T divisible by {ranks} ranks; got T "
+            f"= {tokens.shape[1]}. Pad them."
         )

@@ -1,4 +1,6 @@
-"""What a grouped linear takes: a recipe that this backend runs, states, and tensors that fit (spec X)."""
+"""What a grouped linear takes: a recipe that this backend runs, states, and tensors that fit (spec
+X).
+"""
 
 from collections.abc import Mapping
 
@@ -33,23 +35,31 @@ def _checked(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
     linear.check_recipe(recipe.recipe)
     for which, spec in recipe.recipe.gemms.items():
         for role, one in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
-            if one is not None and role != "weight" and by_name(one.granularity).other not in (None, 1):
+            if (
+                one is not None
+                and role != "weight"
+                and by_name(one.granularity).other not in (None, 1)
+            ):
                 raise ValueError(
-                    f"no block of a grouped {role} has several rows; got {one.granularity!r} in {which} of recipe {recipe.name!r}. "
-                    "Use 'blockwise_1x128'."
+                    f"no block of a grouped {role} has several rows; got {one.granularity!r} in "
+                    f"{which} of recipe {recipe.name!r}. Use 'blockwise_1x128'."
                 )
     return recipe
 
 
 def states_of(
-    states: Mapping[Role, delayed.RoleState] | nn.ModuleDict | None, recipe: GroupedRecipe, name: str
+    states: Mapping[Role, delayed.RoleState] | nn.ModuleDict | None,
+    recipe: GroupedRecipe,
+    name: str,
 ) -> dict[Role, delayed.RoleState]:
-    """The states by role; ValueError unless they are of the roles that the recipe scales by their past."""
+    """The states by role; ValueError unless they are of the roles that the recipe scales by their
+    past.
+    """
     given = dict((states or {}).items())
     if set(given) != set(roles := delayed.casts(recipe.recipe)):
         raise ValueError(
-            f"{name}: recipe {recipe.name!r} takes states of {', '.join(roles) or 'no role'}; got {', '.join(given) or 'none'}. "
-            "Give a delayed.RoleState for each."
+            f"{name}: recipe {recipe.name!r} takes states of {', '.join(roles) or 'no role'}; "
+            f"got {', '.join(given) or 'none'}. Give a delayed.RoleState for each."
         )
     return given  # type: ignore[return-value]
 
@@ -58,30 +68,54 @@ def check_kinds(x: object, w: object, offs: object, name: str) -> None:
     """ValueError for what is no tensor."""
     for key, value in (("x", x), ("w", w)):
         if not isinstance(value, torch.Tensor):
-            raise ValueError(f"{name} takes {key} as a tensor; got {type(value).__name__}. Convert with torch.as_tensor.")
+            raise ValueError(
+                f"{name} takes {key} as a tensor; got {type(value).__name__}. Convert with "
+                "torch.as_tensor."
+            )
     if not isinstance(offs, torch.Tensor):
         raise ValueError(
-            f"{name} takes offs as a tensor; got {type(offs).__name__}. Use torch.tensor(offs, dtype=torch.int32, device=x.device)."
+            f"{name} takes offs as a tensor; got {type(offs).__name__}. Use torch.tensor(offs, "
+            "dtype=torch.int32, device=x.device)."
         )
 
 
-def check_tensors(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: GroupedRecipe, name: str) -> None:
+def check_tensors(
+    x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: GroupedRecipe, name: str
+) -> None:
     """ValueError for shapes, dtypes, devices or groups that do not fit."""
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
         raise ValueError(
-            f"{name} takes x [M, K] and w [E, N, K] with the same K; got {tuple(x.shape)} and {tuple(w.shape)}. Flatten the tokens."
+            f"{name} takes x [M, K] and w [E, N, K] with the same K; got {tuple(x.shape)} and "
+            f"{tuple(w.shape)}. Flatten the tokens."
         )
     if offs.shape != w.shape[:1] or offs.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} takes offs int32 [E], the end of each of {len(w)} groups; got {offs.dtype} {tuple(offs.shape)}.")
+        raise ValueError(
+            f"{name} takes offs int32 [E], the end of each of {len(w)} groups; got {offs.dtype} "
+            f"{tuple(offs.shape)}."
+        )
     if x.dtype != w.dtype or x.dtype not in cast.HIGH_PRECISION:
-        raise ValueError(f"{name} takes x and w of one dtype, float32, float16 or bfloat16; got {x.dtype} and {w.dtype}. Cast one.")
+        raise ValueError(
+            f"{name} takes x and w of one dtype, float32, float16 or bfloat16; got {x.dtype} "
+            f"and {w.dtype}. Cast one."
+        )
     if not x.device == w.device == offs.device:
-        raise ValueError(f"{name} takes x, w and offs on one device; got {x.device}, {w.device} and {offs.device}. Move them.")
+        raise ValueError(
+            f"{name} takes x, w and offs on one device; got {x.device}, {w.device} and "
+            f"{offs.device}. Move them."
+        )
     if recipe.recipe.fp8 and (w.shape[1] % 16 or w.shape[2] % 16):
         raise ValueError(
-            f"{name}: FP8 needs N and K to be multiples of 16 (L-5); got w of shape {tuple(w.shape)}. Keep it in high precision."
+            f"{name}: FP8 needs N and K to be multiples of 16 (L-5); got w of shape "
+            f"{tuple(w.shape)}. Keep it in high precision."
         )
-    if type(offs) is torch.Tensor and offs.device.type == "cpu" and not torch.compiler.is_compiling():
+    if (
+        type(offs) is torch.Tensor
+        and offs.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+    ):
         ends = offs.tolist()
         if any(a > b for a, b in zip([0, *ends], [*ends, len(x)], strict=True)):
-            raise ValueError(f"{name}: offs ascend from 0 to at most M={len(x)}; got {ends}. Use the cumulative sum of the groups' sizes.")
+            raise ValueError(
+                f"{name}: offs ascend from 0 to at most M={len(x)}; got {ends}. Use the "
+                "cumulative sum of the groups' sizes."
+            )

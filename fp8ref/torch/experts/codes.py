@@ -6,9 +6,10 @@
     slot = expert_codes.Slot()
     y = expert_codes.combine(down(h, moved.ends, grad_codes=slot), moved, ends, group, down, slot)
 
-One scale of all of an expert's rows serves both GEMMs that take them, so codes alone are enough. The sender casts: under
-dynamic scaling by the amaxes of each expert's rows on all ranks, which one all-reduce brings. The tensor that goes through
-autograd in place of the rows has no memory, and is NaN: what reads it shows.
+One scale of all of an expert's rows serves both GEMMs that take them, so codes alone are enough.
+The sender casts: under dynamic scaling by the amaxes of each expert's rows on all ranks, which one
+all-reduce brings. The tensor that goes through autograd in place of the rows has no memory, and is
+NaN: what reads it shows.
 """
 
 from collections.abc import Sequence
@@ -29,8 +30,9 @@ __all__ = ["Slot", "cast_of", "combine", "dispatch"]
 
 
 def cast_of(linears: Sequence[GroupedLinear], role: Role) -> CastSpec | None:
-    """The one cast of input or grad_output that all GEMMs of these linears take, if its codes may move (X-14); else None: where
-    GEMMs take other casts, or none, and where a scale is not of the whole of a group's rows, or a state's."""
+    """The one cast of input or grad_output that all GEMMs of these linears take, if its codes may
+    move (X-14); else None: where GEMMs take other casts, or none, and where a scale is not of the
+    whole of a group's rows, or a state's."""
     used = {
         cast
         for linear in linears
@@ -42,16 +44,25 @@ def cast_of(linears: Sequence[GroupedLinear], role: Role) -> CastSpec | None:
         return None
     (cast,) = used
     grouped_amax = all(linear.recipe.amax == "group" for linear in linears)
-    one = cast is not None and cast.granularity == "tensorwise" and (cast.delayed is not None or grouped_amax)
+    one = (
+        cast is not None
+        and cast.granularity == "tensorwise"
+        and (cast.delayed is not None or grouped_amax)
+    )
     return cast if one else None
 
 
-def dispatch(x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup, linears: Sequence[GroupedLinear]) -> tuple[Moved, Quantized | None]:
-    """Send rows x [M, K], in groups of all E experts that end at ends, to the ranks that have the experts, whose linears take them.
+def dispatch(
+    x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup, linears: Sequence[GroupedLinear]
+) -> tuple[Moved, Quantized | None]:
+    """Send rows x [M, K], in groups of all E experts that end at ends, to the ranks that have the
+    experts, whose linears take them.
 
-    linears   under delayed scaling have observed the same rows, at the same steps, since they were converted, loaded or switched:
-              the first one's scale is that of all. On a GPU this is not checked, as the host would wait.
-    Returns:  as ``parallel.dispatch``, and the rows in FP8; None where ``cast_of`` is None. Then rows are what moved.
+    linears   under delayed scaling have observed the same rows, at the same steps, since they were
+              converted, loaded or switched: the first one's scale is that of all. On a GPU this is
+              not checked, as the host would wait.
+    Returns:  as ``parallel.dispatch``, and the rows in FP8; None where ``cast_of`` is None. Then
+              rows are what moved.
     Order:    under delayed scaling the linears observe the rows before they move.
     Raises:   ValueError: linears on a CPU whose states have other scales.
     Gradient: as ``parallel.dispatch``, in x's dtype.
@@ -67,25 +78,45 @@ def dispatch(x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup, linears: 
         linear.observe_rows("input", rows, groups)
     q = _quantized(rows, "input", cast, groups, group, linears[0])
     given, taken, order, own = parallel.plan(ends, group)
-    carrier, codes = _Sent.apply(x, q.codes.view(torch.uint8)[: sum(given)], order, (taken, given, group))
+    carrier, codes = _Sent.apply(
+        x, q.codes.view(torch.uint8)[: sum(given)], order, (taken, given, group)
+    )
     moved = Moved(carrier, own, order, given, taken, len(x))
     return moved, _own(q, codes, group)
 
 
 def _check_alike(linears: Sequence[GroupedLinear]) -> None:
-    """ValueError where delayed states of input have other scales, and reading them takes no wait."""
-    scales = [linear.states["input"].scale for linear in linears if isinstance(linear.states["input"], delayed.RoleState)]
+    """ValueError where delayed states of input have other scales, and reading them takes no
+    wait.
+    """
+    scales = [
+        linear.states["input"].scale
+        for linear in linears
+        if isinstance(linear.states["input"], delayed.RoleState)
+    ]
     first = scales[0]
-    if type(first) is torch.Tensor and first.device.type == "cpu" and not all(torch.equal(first, other) for other in scales):
+    if (
+        type(first) is torch.Tensor
+        and first.device.type == "cpu"
+        and not all(torch.equal(first, other) for other in scales)
+    ):
         raise ValueError(
-            "linears that take the same rows have observed the same, so that their delayed scales of input are equal (X-14); got "
-            f"{[float(scale) for scale in scales]}. Send rows in their own dtype, by expert_parallel.dispatch."
+            "linears that take the same rows have observed the same, so that their delayed "
+            f"scales of input are equal (X-14); got {[float(scale) for scale in scales]}. Send "
+            "rows in their own dtype, by expert_parallel.dispatch."
         )
 
 
-def combine(y: torch.Tensor, moved: Moved, ends: torch.Tensor, group: ProcessGroup, linear: GroupedLinear, slot: Slot) -> torch.Tensor:
-    """``parallel.combine`` of what a linear made with this slot: its gradient moves to the linear as codes, which the
-    slot takes to it.
+def combine(
+    y: torch.Tensor,
+    moved: Moved,
+    ends: torch.Tensor,
+    group: ProcessGroup,
+    linear: GroupedLinear,
+    slot: Slot,
+) -> torch.Tensor:
+    """``parallel.combine`` of what a linear made with this slot: its gradient moves to the linear
+    as codes, which the slot takes to it.
 
     ends      as they were dispatched: of all E experts' rows on this rank.
     """
@@ -103,7 +134,9 @@ def _quantized(
     linear: GroupedLinear,
     state: torch.Tensor | None = None,
 ) -> Quantized:
-    """rows [M, C] by the scale that the rank with the expert would have: scales () or [E], of all experts."""
+    """rows [M, C] by the scale that the rank with the expert would have: scales () or [E], of all
+    experts.
+    """
     if cast.delayed is not None and state is None:
         state = linear.states[role].scale  # type: ignore[assignment]
     over = (group.group_name, linear.shared) if linear.shared is not None else (group.group_name,)
@@ -112,13 +145,18 @@ def _quantized(
 
 def _own(q: Quantized, codes: torch.Tensor, group: ProcessGroup) -> Quantized:
     """Rows that arrived, with the scales of this rank's experts."""
-    scale, scale_inv = (s if s.ndim == 0 else s.reshape(group.size(), -1)[group.rank()] for s in (q.scale, q.scale_inv))
+    scale, scale_inv = (
+        s if s.ndim == 0 else s.reshape(group.size(), -1)[group.rank()]
+        for s in (q.scale, q.scale_inv)
+    )
     return q._replace(codes=codes.view(q.codes.dtype), scale=scale, scale_inv=scale_inv)
 
 
 def _nothing(like: torch.Tensor, rows: int) -> torch.Tensor:
     """[rows, C] of NaN in no memory."""
-    return torch.full((), torch.nan, dtype=like.dtype, device=like.device).expand(rows, like.shape[1])
+    return torch.full((), torch.nan, dtype=like.dtype, device=like.device).expand(
+        rows, like.shape[1]
+    )
 
 
 class _Sent(torch.autograd.Function):
@@ -135,7 +173,9 @@ class _Sent(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor, _: torch.Tensor):
         (order,), (taken, given, group) = ctx.saved_tensors, ctx.how
-        back = torch.empty_like(grad, memory_format=torch.contiguous_format).index_copy_(0, order, grad)
+        back = torch.empty_like(grad, memory_format=torch.contiguous_format).index_copy_(
+            0, order, grad
+        )
         own = parallel.all_to_all(back, given, taken, group)
         return torch.cat([own, own.new_zeros(ctx.held - len(own), own.shape[1])]), None, None, None
 
@@ -144,7 +184,14 @@ class _Returned(torch.autograd.Function):
     """Results back to the ranks that sent rows; the gradient moves to the experts as codes."""
 
     @staticmethod
-    def forward(ctx, y: torch.Tensor, ends: torch.Tensor, order: torch.Tensor, state: torch.Tensor | None, how: tuple) -> torch.Tensor:
+    def forward(
+        ctx,
+        y: torch.Tensor,
+        ends: torch.Tensor,
+        order: torch.Tensor,
+        state: torch.Tensor | None,
+        how: tuple,
+    ) -> torch.Tensor:
         ctx.save_for_backward(ends, order, state)
         _, (taken, given, group), held, _ = ctx.how = how
         back = torch.empty_like(y).index_copy_(0, order, y)
@@ -160,6 +207,8 @@ class _Returned(torch.autograd.Function):
         linear.observe_rows("grad_output", rows, groups)
         cast = linear.recipe.recipe.grad_input.a
         q = _quantized(rows, "grad_output", cast, groups, group, linear, state)
-        codes = parallel.all_to_all(q.codes.view(torch.uint8)[: sum(given)].contiguous(), taken, given, group)[order]
+        codes = parallel.all_to_all(
+            q.codes.view(torch.uint8)[: sum(given)].contiguous(), taken, given, group
+        )[order]
         slot.q = _own(q, codes, group)
         return _nothing(grad, len(order)), None, None, None, None

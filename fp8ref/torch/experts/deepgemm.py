@@ -1,8 +1,9 @@
-"""Grouped FP8 GEMMs of operands in blocks, by DeepGEMM's kernel for groups along M (spec G-17, X-10).
+"""Grouped FP8 GEMMs of operands in blocks, by DeepGEMM's kernel for groups along M (spec G-17,
+X-10).
 
-It multiplies all groups' rows, in blocks of 1x128, by each group's weight, in blocks of 128x128, without
-waiting for the device. For groups along the reduced axis its kernel wants their sizes on the host, so
-``gemm`` multiplies each group by itself there.
+It multiplies all groups' rows, in blocks of 1x128, by each group's weight, in blocks of 128x128,
+without waiting for the device. For groups along the reduced axis its kernel wants their sizes on
+the host, so ``gemm`` multiplies each group by itself there.
 """
 
 import torch
@@ -13,28 +14,44 @@ from fp8ref.torch.gemm import blocks as block_gemm
 from fp8ref.torch.quantize.scaling import Quantized
 
 ALIGNMENT = 128
-"""Rows that each group begins at a multiple of: ``deep_gemm.get_m_alignment_for_contiguous_layout()``, the rows of the largest tile."""
+"""Rows that each group begins at a multiple of:
+``deep_gemm.get_m_alignment_for_contiguous_layout()``, the rows of the largest tile.
+"""
 
 NO_GROUP = -1
 """The group of a row that only fills: the kernel multiplies no tile that begins with it."""
 
 
 def takes(spec: GemmSpec, device: torch.device) -> bool:
-    """Whether DeepGEMM's kernel multiplies such operands on a device: a Hopper that has it, and blocks of both."""
+    """Whether DeepGEMM's kernel multiplies such operands on a device: a Hopper that has it, and
+    blocks of both.
+    """
     if spec.a is None or spec.b is None or device.type != "cuda":
         return False
     lines = (spec.a.granularity, spec.b.granularity)
     if lines != ("blockwise_1x128", "blockwise_128x128"):
         return False
-    by = block_gemm.takes(spec.a.fmt, spec.b.fmt, *lines, device, columns=block_gemm.DEEP_GEMM_COLUMNS)
+    by = block_gemm.takes(
+        spec.a.fmt, spec.b.fmt, *lines, device, columns=block_gemm.DEEP_GEMM_COLUMNS
+    )
     return by == "deep_gemm" and hasattr(block_gemm.deep_gemm(), "m_grouped_fp8_gemm_nt_contiguous")
 
 
 def rows_by_weights(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
-    """bfloat16 [M, D] of rows a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced; +0 in rows of no group (X-5)."""
-    codes, scale = (b.codes, b.scale_inv) if b.axis == -1 else (b.codes.transpose(-2, -1), b.scale_inv.transpose(-2, -1))
+    """bfloat16 [M, D] of rows a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced;
+    +0 in rows of no group (X-5).
+    """
+    codes, scale = (
+        (b.codes, b.scale_inv)
+        if b.axis == -1
+        else (b.codes.transpose(-2, -1), b.scale_inv.transpose(-2, -1))
+    )
     to, _, total = padded_rows(groups, len(a.codes), ALIGNMENT)
-    return groups.only(multiply(a.codes, a.scale_inv, codes.contiguous(), scale.contiguous(), to, groups.group, total))
+    return groups.only(
+        multiply(
+            a.codes, a.scale_inv, codes.contiguous(), scale.contiguous(), to, groups.group, total
+        )
+    )
 
 
 @torch.library.custom_op("fp8ref::grouped_deep_gemm", mutates_args=())
@@ -47,19 +64,26 @@ def multiply(
     group: torch.Tensor,
     total: int,
 ) -> torch.Tensor:
-    """bfloat16 [M, D], by ``m_grouped_fp8_gemm_nt_contiguous`` (DeepGEMM 54e2261, csrc/apis/gemm.hpp, of 9.0).
+    """bfloat16 [M, D], by ``m_grouped_fp8_gemm_nt_contiguous`` (DeepGEMM 54e2261,
+    csrc/apis/gemm.hpp, of 9.0).
 
-    Shapes:   codes_a [M, C], scale_inv_a [M, C / 128]; codes_b [E, D, C], scale_inv_b [E, D / 128, C / 128];
-              to and total as of ``padded_rows``; group int64 [M].
-    Layout:   rows where ``to`` says, with zeros between; int32 [total], of each row its group, or NO_GROUP.
+    Shapes:   codes_a [M, C], scale_inv_a [M, C / 128]; codes_b [E, D, C], scale_inv_b [E, D / 128,
+              C / 128]; to and total as of ``padded_rows``; group int64 [M].
+    Layout:   rows where ``to`` says, with zeros between; int32 [total], of each row its group, or
+              NO_GROUP.
     """
     found = block_gemm.deep_gemm()
     assert found is not None
 
     def laid(x: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        return torch.full((total + 1, *x.shape[1:]), fill, dtype=x.dtype, device=x.device).index_copy(0, to, x)[:total]
+        return torch.full(
+            (total + 1, *x.shape[1:]), fill, dtype=x.dtype, device=x.device
+        ).index_copy(0, to, x)[:total]
 
-    codes, out = laid(codes_a.view(torch.uint8)).view(codes_a.dtype), codes_a.new_empty(total, codes_b.shape[1], dtype=torch.bfloat16)
+    codes, out = (
+        laid(codes_a.view(torch.uint8)).view(codes_a.dtype),
+        codes_a.new_empty(total, codes_b.shape[1], dtype=torch.bfloat16),
+    )
     found.m_grouped_fp8_gemm_nt_contiguous(
         (codes, laid(scale_inv_a)),
         (codes_b, scale_inv_b),

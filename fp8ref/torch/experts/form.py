@@ -1,4 +1,6 @@
-"""How a module of experts multiplies, kept apart from it, so that ``switch`` can change it (spec X-16)."""
+"""How a module of experts multiplies, kept apart from it, so that ``switch`` can change it (spec
+X-16).
+"""
 
 import functools
 from collections.abc import Mapping
@@ -12,7 +14,9 @@ from fp8ref.torch.experts.models import OWN
 
 
 class Form(NamedTuple):
-    """How a module multiplies its experts: its class, and what a conversion added to it; nothing in high precision."""
+    """How a module multiplies its experts: its class, and what a conversion added to it; nothing in
+    high precision.
+    """
 
     kind: type[nn.Module]
     added: Mapping[str, Any]
@@ -21,11 +25,18 @@ class Form(NamedTuple):
 
 def form_of(module: nn.Module) -> Form:
     """That of a module, converted or not."""
-    return Form(type(module), {key: vars(module)[key] for key in OWN if key in vars(module)}, module._modules.get("grouped_states"))  # type: ignore[arg-type]
+    return Form(
+        type(module),
+        {key: vars(module)[key] for key in OWN if key in vars(module)},
+        module._modules.get("grouped_states"),  # type: ignore[arg-type]
+    )
 
 
 def take(module: nn.Module, form: Form) -> None:
-    """Have a module of experts multiply in another form from now on. It stays what it is to hooks, optimizers and FSDP2."""
+    """Have a module of experts multiply in another form from now on.
+
+    It stays what it is to hooks, optimizers and FSDP2.
+    """
     module._modules.pop("grouped_states", None)
     for key in OWN:
         vars(module).pop(key, None)
@@ -39,5 +50,9 @@ def take(module: nn.Module, form: Form) -> None:
 
 @functools.cache
 def _unit(kind: type[nn.Module], of: type[nn.Module]) -> type[nn.Module]:
-    """The class of an FSDP2 unit, of class ``of``, that multiplies as kind: ``fully_shard`` changes a module's class so."""
-    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": vars(of)["__deepcopy__"]})
+    """The class of an FSDP2 unit, of class ``of``, that multiplies as kind: ``fully_shard`` changes
+    a module's class so.
+    """
+    return type(
+        f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": vars(of)["__deepcopy__"]}
+    )

@@ -1,10 +1,11 @@
-"""Grouped GEMMs of FP8 operands (spec X-2, X-10): by torch's grouped kernels, or one GEMM for each group.
+"""Grouped GEMMs of FP8 operands (spec X-2, X-10): by torch's grouped kernels, or one GEMM for each
+group.
 
-``kernel`` chooses. ``deepgemm`` is DeepGEMM's. On GPUs from compute capability 9.0 on, torch._scaled_grouped_mm takes e4m3fn with
-scales of all of K, and torch._grouped_mm blocks whose scales are powers of two, dequantized to
-bfloat16, which is exact. Both write bfloat16, and never wait for the device. The other path reads the
-groups' sizes on the host, and multiplies each group by ``gemm.matmul``: as one operator, so that a
-compiled graph does not look into it.
+``kernel`` chooses. ``deepgemm`` is DeepGEMM's. On GPUs from compute capability 9.0 on,
+torch._scaled_grouped_mm takes e4m3fn with scales of all of K, and torch._grouped_mm blocks whose
+scales are powers of two, dequantized to bfloat16, which is exact. Both write bfloat16, and never
+wait for the device. The other path reads the groups' sizes on the host, and multiplies each group
+by ``gemm.matmul``: as one operator, so that a compiled graph does not look into it.
 """
 
 import functools
@@ -23,7 +24,9 @@ from fp8ref.torch.gemm import gemm, hardware
 from fp8ref.torch.quantize.scaling import Quantized
 
 Kernel = Literal["scaled_grouped_mm", "grouped_mm", "deep_gemm", "each_group"]
-"""What multiplies: torch's grouped kernels, on codes or on bfloat16, DeepGEMM's, or a GEMM for each group."""
+"""What multiplies: torch's grouped kernels, on codes or on bfloat16, DeepGEMM's, or a GEMM for each
+group.
+"""
 
 NAMES: dict[Kernel, str] = {
     "scaled_grouped_mm": "torch._scaled_grouped_mm",
@@ -34,7 +37,9 @@ NAMES: dict[Kernel, str] = {
 """Kernels, as reports name them."""
 
 ALIGNMENT = 16
-"""What a group's rows are padded to a multiple of, where they are reduced: a line of codes is of 16 bytes."""
+"""What a group's rows are padded to a multiple of, where they are reduced: a line of codes is of 16
+bytes.
+"""
 
 
 def kernel(spec: GemmSpec, device: torch.device) -> Kernel:
@@ -57,7 +62,9 @@ def kernels(recipe: Recipe, device: torch.device) -> str:
     return " and ".join(name for key, name in NAMES.items() if key in found)
 
 
-def multiply(which: Gemm, a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec, out_dtype: torch.dtype) -> torch.Tensor:
+def multiply(
+    which: Gemm, a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec, out_dtype: torch.dtype
+) -> torch.Tensor:
     """One grouped GEMM: output [M, N], grad_input [M, K] or grad_weight [E, N, K], of out_dtype.
 
     Zeros where no group writes (X-4, X-5).
@@ -68,11 +75,24 @@ def multiply(which: Gemm, a: Quantized, b: Quantized, groups: Groups, spec: Gemm
         run = _rows_by_rows if which == "grad_weight" else _rows_by_weights
         return run(a, b, groups, spec.accumulate).to(out_dtype)
     if chosen == "grouped_mm":
-        return _of_values(which, exact_values(a, groups), exact_values(b, groups), groups).to(out_dtype)
+        return _of_values(which, exact_values(a, groups), exact_values(b, groups), groups).to(
+            out_dtype
+        )
     if chosen == "deep_gemm" and max(a.codes.numel(), b.codes.numel()) < block_gemm.OFFSETS:
         return deepgemm.rows_by_weights(a, b, groups).to(out_dtype)
     formats, lines = (f"{a.fmt.name} {b.fmt.name}", f"{a.granularity} {b.granularity}")
-    given = a.codes, a.scale_inv, b.codes, b.scale_inv, groups.ends, formats, lines, spec.accumulate, spec.epilogue, out_dtype
+    given = (
+        a.codes,
+        a.scale_inv,
+        b.codes,
+        b.scale_inv,
+        groups.ends,
+        formats,
+        lines,
+        spec.accumulate,
+        spec.epilogue,
+        out_dtype,
+    )
     return each_group(which, *given)
 
 
@@ -106,12 +126,19 @@ def each_group(
     a, b = (
         Quantized(codes, scale, scale, fmt, line, axis)
         for codes, scale, fmt, line, axis in zip(
-            (codes_a, codes_b), (scale_inv_a, scale_inv_b), (fmt_a, fmt_b), (line_a, line_b), axes, strict=True
+            (codes_a, codes_b),
+            (scale_inv_a, scale_inv_b),
+            (fmt_a, fmt_b),
+            (line_a, line_b),
+            axes,
+            strict=True,
         )
     )
     host = ends.tolist()
     for (e, begin, end, of_a), (*_, of_b) in zip(parts_of(a, host), parts_of(b, host), strict=True):
-        product = gemm.matmul(of_a, of_b, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype)
+        product = gemm.matmul(
+            of_a, of_b, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype
+        )
         if which == "grad_weight":  # [N, M_e] x [K, M_e]
             out[e] = product
         else:  # [M_e, C] x [D, C]
@@ -120,7 +147,19 @@ def each_group(
 
 
 @each_group.register_fake
-def _(which, codes_a, scale_inv_a, codes_b, scale_inv_b, ends, formats, lines, accumulate, epilogue, out_dtype):
+def _(
+    which,
+    codes_a,
+    scale_inv_a,
+    codes_b,
+    scale_inv_b,
+    ends,
+    formats,
+    lines,
+    accumulate,
+    epilogue,
+    out_dtype,
+):
     return _empty(which, codes_a, codes_b, len(ends), out_dtype)
 
 
@@ -151,13 +190,21 @@ def by_torch(
     lines: str,
     accumulate: str,
 ) -> torch.Tensor:
-    """bfloat16, by ``torch._scaled_grouped_mm``, as one operator, which names to a proof what the scales are of (B-8).
+    """bfloat16, by ``torch._scaled_grouped_mm``, as one operator, which names to a proof what the
+    scales are of (B-8).
 
-    Shapes:   codes_a [M, C] x codes_b [E, D, C] -> [M, D], groups of rows; or [N, M] x [K, M] -> [E, N, K], groups of the
-              reduced columns; scales float32 as torch takes them, a line each; lines: the granularities of a and b.
+    Shapes:   codes_a [M, C] x codes_b [E, D, C] -> [M, D], groups of rows; or [N, M] x [K, M] ->
+              [E, N, K], groups of the reduced columns; scales float32 as torch takes them, a line
+              each; lines: the granularities of a and b.
     """
     return torch._scaled_grouped_mm(
-        codes_a, codes_b.mT, scale_a, scale_b, ends, out_dtype=torch.bfloat16, use_fast_accum=accumulate == "fast"
+        codes_a,
+        codes_b.mT,
+        scale_a,
+        scale_b,
+        ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=accumulate == "fast",
     )
 
 
@@ -176,7 +223,9 @@ OPERATORS = (
 """The operators, as a dispatch mode sees them."""
 
 
-def _empty(which: str, a: torch.Tensor, b: torch.Tensor, experts: int, dtype: torch.dtype) -> torch.Tensor:
+def _empty(
+    which: str, a: torch.Tensor, b: torch.Tensor, experts: int, dtype: torch.dtype
+) -> torch.Tensor:
     if which == "grad_weight":
         shape: tuple = (experts, a.shape[1], b.shape[1])
     else:
@@ -187,17 +236,27 @@ def _empty(which: str, a: torch.Tensor, b: torch.Tensor, experts: int, dtype: to
 def _host_groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """(e, begin, end) of each group that has rows."""
     found = ends.tolist()
-    return ((e, begin, end) for e, (begin, end) in enumerate(zip([0, *found], found, strict=False)) if begin < end)
+    return (
+        (e, begin, end)
+        for e, (begin, end) in enumerate(zip([0, *found], found, strict=False))
+        if begin < end
+    )
 
 
 @functools.cache
 def _has_kernel(device: torch.device) -> bool:
     """Whether torch._scaled_grouped_mm runs on a device."""
-    return device.type == "cuda" and hasattr(torch, "_scaled_grouped_mm") and torch.cuda.get_device_capability(device) >= (9, 0)
+    return (
+        device.type == "cuda"
+        and hasattr(torch, "_scaled_grouped_mm")
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
 
 
 def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, accumulate: str) -> torch.Tensor:
-    """bfloat16 [M, D] of a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced, by torch's grouped kernel."""
+    """bfloat16 [M, D] of a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced, by
+    torch's grouped kernel.
+    """
     experts = len(groups.sizes)
     codes = b.codes if b.axis == -1 else b.codes.transpose(-2, -1).contiguous()  # [E, D, C]
     columns = codes.shape[1]
@@ -208,21 +267,34 @@ def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, accumulate: str
     of_experts = b.scale_inv if b.scale_inv.ndim == 0 else b.scale_inv.reshape(experts, -1)
     of_a, of_b = scale_a.reshape(-1).contiguous(), of_experts.expand(experts, columns).contiguous()
     lines = f"{a.granularity} {b.granularity}"
-    return groups.only(by_torch(a.codes.contiguous(), of_a, codes.contiguous(), of_b, groups.ends, lines, accumulate))
+    return groups.only(
+        by_torch(
+            a.codes.contiguous(), of_a, codes.contiguous(), of_b, groups.ends, lines, accumulate
+        )
+    )
 
 
 def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, accumulate: str) -> torch.Tensor:
-    """bfloat16 [E, N, K] of a [M, N] and b [M, K], each group's rows reduced, by torch's grouped kernel."""
+    """bfloat16 [E, N, K] of a [M, N] and b [M, K], each group's rows reduced, by torch's grouped
+    kernel.
+    """
     experts, rows = len(groups.sizes), len(a.codes)
     to, ends, total = padded_rows(groups, rows, ALIGNMENT)
     codes_a, codes_b = (_laid(q.codes.view(torch.uint8), to, total) for q in (a, b))
     scale_a, scale_b = (
-        q.scale_inv.reshape(-1, 1).expand(experts, q.codes.shape[1]) if q.granularity == "tensorwise" else q.scale_inv.expand(experts, -1)
+        q.scale_inv.reshape(-1, 1).expand(experts, q.codes.shape[1])
+        if q.granularity == "tensorwise"
+        else q.scale_inv.expand(experts, -1)
         for q in (a, b)
     )
-    columns_a, columns_b = codes_a.t().contiguous().view(a.codes.dtype), codes_b.t().contiguous().view(b.codes.dtype)
+    columns_a, columns_b = (
+        codes_a.t().contiguous().view(a.codes.dtype),
+        codes_b.t().contiguous().view(b.codes.dtype),
+    )
     of_a, of_b = scale_a.reshape(-1).contiguous(), scale_b.reshape(-1).contiguous()
-    out = by_torch(columns_a, of_a, columns_b, of_b, ends, f"{a.granularity} {b.granularity}", accumulate)
+    out = by_torch(
+        columns_a, of_a, columns_b, of_b, ends, f"{a.granularity} {b.granularity}", accumulate
+    )
     return _of_groups_with_rows(out, groups)
 
 
@@ -232,14 +304,23 @@ def _of_values(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups) ->
         return groups.only(torch._grouped_mm(a, b.mT if which == "output" else b, offs=groups.ends))
     to, ends, total = padded_rows(groups, len(a), ALIGNMENT)
     of_a, of_b = (_laid(x, to, total) for x in (a, b))
-    return _of_groups_with_rows(torch._grouped_mm(of_a.t().contiguous(), of_b, offs=ends), groups)  # [N, M] @ [M, K]
+    return _of_groups_with_rows(
+        torch._grouped_mm(of_a.t().contiguous(), of_b, offs=ends), groups
+    )  # [N, M] @ [M, K]
 
 
 def _of_groups_with_rows(out: torch.Tensor, groups: Groups) -> torch.Tensor:
     """grad_weight [E, N, K] with zeros of groups without rows (X-4)."""
-    return torch.where((groups.sizes > 0)[:, None, None], out, torch.zeros((), dtype=out.dtype, device=out.device))
+    return torch.where(
+        (groups.sizes > 0)[:, None, None], out, torch.zeros((), dtype=out.dtype, device=out.device)
+    )
 
 
 def _laid(x: torch.Tensor, to: torch.Tensor, total: int) -> torch.Tensor:
-    """The rows of x where ``padded_rows`` puts them, with zeros between: [total, C]. Those of no group share a row past the end."""
-    return torch.zeros(total + 1, x.shape[1], dtype=x.dtype, device=x.device).index_copy(0, to, x)[:total]
+    """The rows of x where ``padded_rows`` puts them, with zeros between: [total, C].
+
+    Those of no group share a row past the end.
+    """
+    return torch.zeros(total + 1, x.shape[1], dtype=x.dtype, device=x.device).index_copy(0, to, x)[
+        :total
+    ]

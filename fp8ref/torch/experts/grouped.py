@@ -25,15 +25,28 @@ from fp8ref.torch.gemm import gemm
 from fp8ref.torch.quantize.scaling import Quantized
 from fp8ref.torch.tensors import linear_input
 
-observers: list[Callable[[Gemm, tuple[torch.Tensor, torch.Tensor], tuple[Quantized, Quantized], Groups, torch.Tensor], None]] = []
-"""Functions that are called with (which, tensors, operands, groups, out) of every grouped FP8 GEMM that runs eagerly.
+observers: list[
+    Callable[
+        [
+            Gemm,
+            tuple[torch.Tensor, torch.Tensor],
+            tuple[Quantized, Quantized],
+            Groups,
+            torch.Tensor,
+        ],
+        None,
+    ]
+] = []
+"""Functions that are called with (which, tensors, operands, groups, out) of every grouped FP8 GEMM
+that runs eagerly.
 
 ``observe.gemms`` adds and removes them.
 """
 
 
 class Slot:
-    """Takes codes of grad_output from the backward pass of what follows a grouped linear to its own (spec X-14).
+    """Takes codes of grad_output from the backward pass of what follows a grouped linear to its own
+    (spec X-14).
 
     q         the rows in FP8, of an axis that does not matter; None until then.
     """
@@ -42,7 +55,9 @@ class Slot:
 
 
 class Ranks(NamedTuple):
-    """How ranks share a grouped linear, as ``apply`` says: shared, apart, and the slot of grad_codes."""
+    """How ranks share a grouped linear, as ``apply`` says: shared, apart, and the slot of
+    grad_codes.
+    """
 
     shared: str | None
     apart: bool
@@ -81,14 +96,15 @@ def apply(
     recipe    or ``bind(recipe)``, made once: inside torch.compile only that is taken.
     states    of delayed scaling, by role; ``delayed.update`` rolls them (X-9).
     observe   whether amaxes are observed, where gradients are enabled; False in evaluation.
-    shared    name of a process group whose ranks have the same weights, and rows of the same groups: an amax
-              that covers rows is of a group's rows on all of them, unless blocks cut the rows (X-3, X-13). All
-              of them call this, also those without rows.
-    apart     whether ranks have other experts: then the layer is used, and its weights are observed, though this
-              rank has no rows (X-9).
+    shared    name of a process group whose ranks have the same weights, and rows of the same
+              groups: an amax that covers rows is of a group's rows on all of them, unless blocks
+              cut the rows (X-3, X-13). All of them call this, also those without rows.
+    apart     whether ranks have other experts: then the layer is used, and its weights are
+              observed, though this rank has no rows (X-9).
     input_codes
-              the rows in FP8, by one scale or that of each group, where x only stands for them, in dtype and shape; whose
-              codes all GEMMs take that would cast x (X-14). Observed before, by what made them.
+              the rows in FP8, by one scale or that of each group, where x only stands for them, in
+              dtype and shape; whose codes all GEMMs take that would cast x (X-14). Observed before,
+              by what made them.
     grad_codes
               where the backward pass finds grad_output in FP8 in the same way.
     name      for errors.
@@ -106,7 +122,9 @@ def apply(
     arguments.check_tensors(x, w, offs, recipe, name)
     by_role = arguments.states_of(states, recipe, name)
     rows = len(x)
-    if not rows and len(w) and (shared is not None or apart):  # a row of no group, as other ranks wait
+    if (
+        not rows and len(w) and (shared is not None or apart)
+    ):  # a row of no group, as other ranks wait
         x = torch.cat([x, x.new_zeros(1, x.shape[1])])
     given = None if input_codes is None else _filled(input_codes, len(x))
     if not len(x) or not len(w):
@@ -117,7 +135,8 @@ def apply(
     observes = calibrating or (observe and torch.is_grad_enabled())
     if calibrating and given is not None:
         raise ValueError(
-            f"calibrate reads rows in high precision; {name} gets them in FP8. Calibrate the model before experts move in FP8."
+            f"calibrate reads rows in high precision; {name} gets them in FP8. Calibrate the "
+            "model before experts move in FP8."
         )
     if observes and by_role:
         groups = operands.groups_of(offs, len(x))
@@ -151,16 +170,20 @@ def quantize_operand(
     scale: torch.Tensor | None = None,
     shared: str | None = None,
 ) -> Quantized | torch.Tensor:
-    """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E, N,
-    K]; itself in high precision. scale is that of a delayed state; shared as in ``apply``."""
+    """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E,
+    N, K]; itself in high precision. scale is that of a delayed state; shared as in ``apply``."""
     spec, at = recipe.recipe.gemms[which], OPERANDS[which].index(role)
     how = (spec.a, spec.b)[at]
     if how is None:
         return tensor
     scale = scale if how.delayed else None
     if role == "weight":  # [E, N, K]: K is reduced by the output, N by grad_input
-        return operands.quantize_weights(tensor, how, -1 if which == "output" else -2, recipe.amax, scale)
-    return operands.quantize_rows(tensor, how, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale, shared)
+        return operands.quantize_weights(
+            tensor, how, -1 if which == "output" else -2, recipe.amax, scale
+        )
+    return operands.quantize_rows(
+        tensor, how, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale, shared
+    )
 
 
 @torch.no_grad()
@@ -168,12 +191,16 @@ def merge_(seen: torch.Tensor, x: torch.Tensor, groups: Groups, apart: bool = Fa
     """Merge the observation of a tensor, with zeros in rows of no group, into seen, unless no group
     has rows (X-9), and no other rank may have some."""
     found = delayed.observe(x)
-    torch._foreach_copy_([seen], [torch.maximum(seen, found if apart else found * (groups.ends[-1] > 0))])  # as delayed.merge_
+    torch._foreach_copy_(
+        [seen], [torch.maximum(seen, found if apart else found * (groups.ends[-1] > 0))]
+    )  # as delayed.merge_
 
 
 @functools.lru_cache(maxsize=256)
 def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
-    """The grouped linear of a recipe as an autograd.Function: a class for each, as in ``linear``."""
+    """The grouped linear of a recipe as an autograd.Function: a class for each, as in
+    ``linear``.
+    """
 
     @torch._dynamo.allow_in_graph
     class GroupedFunction(torch.autograd.Function):
@@ -192,11 +219,16 @@ def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
             *scales: torch.Tensor | None,
         ):
             ctx.save_for_backward(x, w, offs, codes, scale, scale_inv, *scales)
-            ctx.seen, ctx.ranks = seen, ranks  # attributes: other uses may write seen before the backward pass
+            ctx.seen, ctx.ranks = (
+                seen,
+                ranks,
+            )  # attributes: other uses may write seen before the backward pass
             groups = operands.groups_of(offs, len(x))
             rows = _codes(codes, scale, scale_inv, recipe) or groups.only(x)
             tensors: dict[Role, torch.Tensor | Quantized] = {"input": rows, "weight": w}
-            return _gemm("output", tensors, groups, recipe, scales, ranks.shared, x.dtype)  # [M, K] x [E, N, K] -> [M, N]
+            return _gemm(
+                "output", tensors, groups, recipe, scales, ranks.shared, x.dtype
+            )  # [M, K] x [E, N, K] -> [M, N]
 
         @staticmethod
         @linear_input.without_autocast
@@ -206,12 +238,14 @@ def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
     return GroupedFunction
 
 
-def _backward(ctx, recipe: GroupedRecipe, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(
+    ctx, recipe: GroupedRecipe, grad_output: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
     """grad_input [M, K] and grad_weight [E, N, K]; None where not needed."""
     if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
         raise ValueError(
-            "gradients of a grouped linear in FP8 are not differentiated again (L-8); got create_graph=True. Leave it out, or keep the "
-            "experts in high precision."
+            "gradients of a grouped linear in FP8 are not differentiated again (L-8); got "
+            "create_graph=True. Leave it out, or keep the experts in high precision."
         )
     x, w, offs, codes, scale, scale_inv, *scales = ctx.saved_tensors
     groups = operands.groups_of(offs, len(x))
@@ -227,10 +261,17 @@ def _backward(ctx, recipe: GroupedRecipe, grad_output: torch.Tensor) -> tuple[to
     grad_input = grad_weight = None
     if ctx.needs_input_grad[0]:
         tensors: dict[Role, torch.Tensor | Quantized] = {"grad_output": g, "weight": w}
-        grad_input = _gemm("grad_input", tensors, groups, recipe, scales, shared, x.dtype)  # [M, N] x [E, N, K] -> [M, K]
+        grad_input = _gemm(
+            "grad_input", tensors, groups, recipe, scales, shared, x.dtype
+        )  # [M, N] x [E, N, K] -> [M, K]
     if ctx.needs_input_grad[1]:
-        tensors = {"grad_output": g, "input": _codes(codes, scale, scale_inv, recipe) or groups.only(x)}
-        grad_weight = _gemm("grad_weight", tensors, groups, recipe, scales, shared, x.dtype)  # [M, N] x [M, K] -> [E, N, K]
+        tensors = {
+            "grad_output": g,
+            "input": _codes(codes, scale, scale_inv, recipe) or groups.only(x),
+        }
+        grad_weight = _gemm(
+            "grad_weight", tensors, groups, recipe, scales, shared, x.dtype
+        )  # [M, N] x [M, K] -> [E, N, K]
     return grad_input, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
 
 
@@ -243,14 +284,18 @@ def _gemm(
     shared: str | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One of the three grouped GEMMs: quantize what is not, multiply, round as G-8 says, cast to the dtype of the operands."""
+    """One of the three grouped GEMMs: quantize what is not, multiply, round as G-8 says, cast to
+    the dtype of the operands.
+    """
     spec, roles = recipe.recipe.gemms[which], OPERANDS[which]
 
     def operand(role: Role) -> Quantized | torch.Tensor:
         given = tensors[role]
         if isinstance(given, Quantized):
             return given._replace(axis=-2 if which == "grad_weight" else -1)
-        return quantize_operand(which, role, given, groups, recipe, scales[ROLES.index(role)], shared)
+        return quantize_operand(
+            which, role, given, groups, recipe, scales[ROLES.index(role)], shared
+        )
 
     a, b = map(operand, roles)
     if isinstance(a, Quantized) and isinstance(b, Quantized):
@@ -258,13 +303,19 @@ def _gemm(
         for observer in observers:
             observer(which, (tensors[roles[0]], tensors[roles[1]]), (a, b), groups, out)  # type: ignore[arg-type]
         return out.to(dtype)
-    # An operand that is cast beside one that is not is dequantized, and rounded to its tensor's dtype (L-4).
-    a, b = (operands.dequantized(v, groups).to(dtype) if isinstance(v, Quantized) else v for v in (a, b))
+    # An operand that is cast beside one that is not is dequantized, and rounded to its tensor's
+    # dtype (L-4).
+    a, b = (
+        operands.dequantized(v, groups).to(dtype) if isinstance(v, Quantized) else v for v in (a, b)
+    )
     return grouped_gemm.multiply_hp(which, a, b, groups)
 
 
 def _codes(
-    codes: torch.Tensor | None, scale: torch.Tensor | None, scale_inv: torch.Tensor | None, recipe: GroupedRecipe
+    codes: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    scale_inv: torch.Tensor | None,
+    recipe: GroupedRecipe,
 ) -> Quantized | None:
     """input_codes of the tensors that autograd saved; None if there are none."""
     if codes is None:

@@ -1,4 +1,5 @@
-"""A projection of experts: what nn.Linear is to a linear, a ``GroupedLinear`` is to a grouped one (spec X).
+"""A projection of experts: what nn.Linear is to a linear, a ``GroupedLinear`` is to a grouped one
+(spec X).
 
     up = GroupedLinear(8, 128, 384)        # 8 experts, weight [8, 384, 128]
     y = up(rows, ends)                     # [M, 128] -> [M, 384], rows in groups that end at ends
@@ -26,36 +27,66 @@ from fp8ref.torch.tensors.local_part import local_part
 class GroupedLinear(nn.Module):
     """Each group's rows times the weight of its expert; without bias.
 
-    Shapes:   weight [E, N, K], not initialized: fill it, as by nn.init; rows [M, K] and int32 ends [E] -> [M, N], of rows' dtype.
+    Shapes:   weight [E, N, K], not initialized: fill it, as by nn.init; rows [M, K] and int32 ends
+              [E] -> [M, N], of rows' dtype.
     recipe    the grouped recipe; ``bf16`` until it is converted.
     states    by role, the states of delayed scaling (X-9).
     fqn       its name in the model that was converted, for errors.
-    shared    name of the process group whose ranks have the same weights, and share their groups' amaxes (X-3).
-    A weight that ``parallel.cut`` has cut is a DTensor, of which this rank multiplies its own experts.
+    shared    name of the process group whose ranks have the same weights, and share their groups'
+              amaxes (X-3).
+    A weight that ``parallel.cut`` has cut is a DTensor, of which this rank multiplies its own
+    experts.
     """
 
     bias = None
     fqn: str = "a grouped linear"
     shared: str | None = None
 
-    def __init__(self, experts: int, in_features: int, out_features: int, *, device=None, dtype=None) -> None:
+    def __init__(
+        self, experts: int, in_features: int, out_features: int, *, device=None, dtype=None
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        self.weight = nn.Parameter(
+            torch.empty(experts, out_features, in_features, device=device, dtype=dtype)
+        )
         self.states = nn.ModuleDict()
         self._take("bf16")
 
     def forward(
-        self, rows: torch.Tensor, ends: torch.Tensor, *, input_codes: Quantized | None = None, grad_codes: grouped.Slot | None = None
+        self,
+        rows: torch.Tensor,
+        ends: torch.Tensor,
+        *,
+        input_codes: Quantized | None = None,
+        grad_codes: grouped.Slot | None = None,
     ) -> torch.Tensor:
-        """rows [M, K] of groups that end at ends -> [M, N]; input_codes, grad_codes and what it raises as ``grouped.apply``."""
+        """rows [M, K] of groups that end at ends -> [M, N]; input_codes, grad_codes and what it
+        raises as ``grouped.apply``.
+        """
         delayed_checks.check_pass(self, self.states, rows, delayed.observes(self))
         cut = isinstance(self.weight, DTensor)
         weight = local_part(self.weight)
-        how: dict = {"states": self.states, "observe": self.training, "shared": self.shared, "apart": cut, "name": self.fqn}
-        return grouped.apply(rows, weight, ends, recipe=self._bound, input_codes=input_codes, grad_codes=grad_codes, **how)
+        how: dict = {
+            "states": self.states,
+            "observe": self.training,
+            "shared": self.shared,
+            "apart": cut,
+            "name": self.fqn,
+        }
+        return grouped.apply(
+            rows,
+            weight,
+            ends,
+            recipe=self._bound,
+            input_codes=input_codes,
+            grad_codes=grad_codes,
+            **how,
+        )
 
     def observe_rows(self, role: Role, rows: torch.Tensor, groups: Groups) -> None:
-        """Observe input or grad_output of all experts before it moves to them, in training, if its scale is delayed (X-14)."""
+        """Observe input or grad_output of all experts before it moves to them, in training, if its
+        scale is delayed (X-14).
+        """
         training = self.training and (torch.is_grad_enabled() or role == "grad_output")
         if training and role in self.states:
             grouped.merge_(self.states[role].seen, rows, groups, True)  # type: ignore[arg-type]
@@ -63,15 +94,16 @@ class GroupedLinear(nn.Module):
     def convert(self, recipe: str | Recipe | GroupedRecipe, *, group: str | None = None) -> None:
         """Multiply by this recipe from now on, with new states of delayed scaling.
 
-        group     name of the process group whose ranks share those states, and the amaxes of their groups' rows.
+        group     name of the process group whose ranks share those states, and the amaxes of their
+                  groups' rows.
         Raises:   ValueError: as ``arguments.check_recipe``.
         """
         made = arguments.check_recipe(recipe)
         casts = delayed.casts(made.recipe).items()
         device = self.weight.device
-        self.states = delayed.RoleStates({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in casts}).train(
-            self.training
-        )
+        self.states = delayed.RoleStates(
+            {role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in casts}
+        ).train(self.training)
         self.shared = group if made.recipe.fp8 and not made.recipe.delayed else None
         self._take(made)
         delayed_checks.watch(self)
@@ -90,7 +122,9 @@ class GroupedLinear(nn.Module):
         self.recipe = self._bound.recipe
 
     def __getstate__(self) -> dict:
-        return {key: value for key, value in vars(self).items() if key != "_bound"}  # whose class pickle cannot find
+        return {
+            key: value for key, value in vars(self).items() if key != "_bound"
+        }  # whose class pickle cannot find
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -105,9 +139,13 @@ class GroupedLinear(nn.Module):
 
 def found(model: nn.Module) -> dict[str, GroupedLinear]:
     """The grouped linears of a model, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, GroupedLinear)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, GroupedLinear)
+    }
 
 
 def recipe_of(recipe: Recipe) -> Recipe:
-    """The recipe of each group that goes with a recipe of linears (X-8); one in high precision is bf16."""
+    """The recipe of each group that goes with a recipe of linears (X-8); one in high precision is
+    bf16.
+    """
     return recipes.of_linears(recipe).recipe if recipe.fp8 else RECIPES["bf16"]

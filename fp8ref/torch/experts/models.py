@@ -1,9 +1,11 @@
-"""Layers of experts in FP8: the products of a module's 3-dimensional weights become grouped linears (spec X-11).
+"""Layers of experts in FP8: the products of a module's 3-dimensional weights become grouped linears
+(spec X-11).
 
 ``convert.convert(model, recipe, experts=True)`` changes the class of each module of experts that is
 known here, and nothing else of it: its Parameters, hooks and keys stay. Known are
 
-    transformers   classes of ``use_experts_implementation``: Mixtral's, Qwen3-MoE's and others'; Llama-4's
+    transformers   classes of ``use_experts_implementation``: Mixtral's, Qwen3-MoE's and others';
+                   Llama-4's
     torchtitan     GroupedExperts, by its method _grouped_mm; before it had one, by w1, w2 and w3
 
 Router, activation, weighting and sum over a token's experts stay as they were.
@@ -52,13 +54,17 @@ class Experts(nn.Module):
     of_weights: dict[str, GroupedRecipe]
     _bound: dict[str, grouped.Bound]
 
-    def product(self, key: str, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def product(
+        self, key: str, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
         """x [M, K] times the weight w [E, N, K] of that name, group by group."""
         states = dict(self.grouped_states.items()).get(key)
         assert states is None or isinstance(states, nn.ModuleDict)
         bound = self._bound.get(key, self._bound[""])
         delayed_checks.check_pass(self, states, x, delayed.observes(self))  # type: ignore[arg-type]
-        return grouped.apply(x, w, ends, recipe=bound, states=states, observe=self.training, name=f"{self.fqn}.{key}")
+        return grouped.apply(
+            x, w, ends, recipe=bound, states=states, observe=self.training, name=f"{self.fqn}.{key}"
+        )
 
     @property
     def grouped_recipes(self) -> dict[str, GroupedRecipe]:
@@ -74,12 +80,18 @@ class Experts(nn.Module):
     @property
     def recipes_in_fp8(self) -> str:
         """Of the recipes that multiply in FP8, for reports."""
-        return ", ".join(dict.fromkeys(one.name for one in self.grouped_recipes.values() if one.recipe.fp8))
+        return ", ".join(
+            dict.fromkeys(one.name for one in self.grouped_recipes.values() if one.recipe.fp8)
+        )
 
     def kernels(self) -> str:
         """What multiplies in FP8, for reports."""
         device = next(self.parameters(recurse=False)).device
-        used = (gemm.kernels(one.recipe, device) for one in self.grouped_recipes.values() if one.recipe.fp8)
+        used = (
+            gemm.kernels(one.recipe, device)
+            for one in self.grouped_recipes.values()
+            if one.recipe.fp8
+        )
         return "; ".join(dict.fromkeys(used))
 
     def __reduce__(self) -> tuple:
@@ -93,14 +105,24 @@ class Experts(nn.Module):
         delayed_checks.watch(self)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
-        """What the module prints, and the recipe's name; of each weight, where rules changed one."""
-        named = {key: one.name for key, one in self.grouped_recipes.items()} if self.of_weights else {"recipe": self.recipe.name}
+        """What the module prints, and the recipe's name; of each weight, where rules changed
+        one.
+        """
+        named = (
+            {key: one.name for key, one in self.grouped_recipes.items()}
+            if self.of_weights
+            else {"recipe": self.recipe.name}
+        )
         said = super().extra_repr()
-        return ", ".join([*([said] if said else []), *(f"{key}={name}" for key, name in named.items())])
+        return ", ".join(
+            [*([said] if said else []), *(f"{key}={name}" for key, name in named.items())]
+        )
 
 
 class OfTransformers(Experts):
-    """The forward pass of transformers' experts, in the order of its ``grouped_mm`` implementation."""
+    """The forward pass of transformers' experts, in the order of its ``grouped_mm``
+    implementation.
+    """
 
     num_experts: int
     has_gate: bool
@@ -112,14 +134,19 @@ class OfTransformers(Experts):
     post_expert_norm: Callable[[torch.Tensor], torch.Tensor]
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Outputs [T, H] of tokens [T, H], which top_k_index [T, k] sends to experts and top_k_weights [T, k] weights.
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Outputs [T, H] of tokens [T, H], which top_k_index [T, k] sends to experts and
+        top_k_weights [T, k] weights.
 
         An index of num_experts or more is of an expert elsewhere: its rows are in no group.
         """
         tokens, choices = top_k_index.shape
         chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
-        ends = torch.searchsorted(chosen, torch.arange(self.num_experts, device=chosen.device), right=True, out_int32=True)
+        ends = torch.searchsorted(
+            chosen, torch.arange(self.num_experts, device=chosen.device), right=True, out_int32=True
+        )
         present = chosen.clamp(max=self.num_experts - 1)
         rows = hidden_states[order // choices]  # [T k, H]
         if linear_input.autocast_dtype(rows) is None:
@@ -131,10 +158,14 @@ class OfTransformers(Experts):
             rows = self.post_expert_norm(rows)
         weights = top_k_weights.reshape(-1)[order].masked_fill(chosen >= self.num_experts, 0)
         weighted = rows * weights[:, None]
-        back = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+        back = torch.empty_like(order).index_copy(
+            0, order, torch.arange(len(order), device=order.device)
+        )
         return weighted[back].view(tokens, choices, -1).sum(dim=1).to(hidden_states.dtype)
 
-    def _project(self, key: str, rows: torch.Tensor, ends: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    def _project(
+        self, key: str, rows: torch.Tensor, ends: torch.Tensor, present: torch.Tensor
+    ) -> torch.Tensor:
         """rows [M, K] times a projection, and its bias if there is one."""
         w = getattr(self, key)
         out = self.product(key, rows, w.mT if self.is_transposed else w, ends)
@@ -142,7 +173,9 @@ class OfTransformers(Experts):
 
 
 class OfSortedRows(Experts):
-    """Llama-4's experts of transformers: every expert multiplies as many rows, which are sorted by expert."""
+    """Llama-4's experts of transformers: every expert multiplies as many rows, which are sorted by
+    expert.
+    """
 
     is_transposed = True
     num_experts: int
@@ -154,7 +187,9 @@ class OfSortedRows(Experts):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Outputs [E T, H] of rows [E T, H], T of each expert."""
         rows = hidden_states.reshape(-1, self.hidden_size)
-        ends = torch.arange(1, self.num_experts + 1, device=rows.device, dtype=torch.int32) * (len(rows) // self.num_experts)
+        ends = torch.arange(1, self.num_experts + 1, device=rows.device, dtype=torch.int32) * (
+            len(rows) // self.num_experts
+        )
         gate, up = self.product("gate_up_proj", rows, self.gate_up_proj.mT, ends).chunk(2, dim=-1)
         return self.product("down_proj", up * self.act_fn(gate), self.down_proj.mT, ends)
 
@@ -162,7 +197,9 @@ class OfSortedRows(Experts):
 class ByMethod(Experts):
     """torchtitan's GroupedExperts that multiply by a method of their own."""
 
-    def _grouped_mm(self, *, A: torch.Tensor, weight_EOI: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    def _grouped_mm(
+        self, *, A: torch.Tensor, weight_EOI: torch.Tensor, offs: torch.Tensor
+    ) -> torch.Tensor:
         """A [M, K] times weight_EOI [E, N, K]."""
         return self.product("_grouped_mm", A, weight_EOI.to(A.dtype), offs)
 
@@ -179,21 +216,27 @@ class ByWeights(Experts):
             return self.product(key, x, local_part(w).bfloat16(), ends)
 
         rows = x.bfloat16()
-        return product(second, functional.silu(product(first, rows)) * product(third, rows)).type_as(x)
+        return product(
+            second, functional.silu(product(first, rows)) * product(third, rows)
+        ).type_as(x)
 
 
 class ByForward(ByWeights):
     """Those whose forward pass takes rows that are sorted already."""
 
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """Outputs [M, D] of rows [M, D], by the number of each expert's; rows beyond them are zeros."""
+        """Outputs [M, D] of rows [M, D], by the number of each expert's; rows beyond them are
+        zeros.
+        """
         return self._run(x, num_tokens_per_expert)
 
 
 class ByExpertsForward(ByWeights):
     """Those that dispatch tokens themselves."""
 
-    def _experts_forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    def _experts_forward(
+        self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor
+    ) -> torch.Tensor:
         return self._run(x, num_tokens_per_expert)
 
 
@@ -205,7 +248,17 @@ def kind_of(module: nn.Module) -> type[Experts] | None:
     """How a module of experts is converted; None of any other module."""
     if isinstance(module, Experts):
         return None
-    if all(hasattr(module, key) for key in ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "num_experts", "down_proj")):
+    if all(
+        hasattr(module, key)
+        for key in (
+            "has_gate",
+            "has_bias",
+            "is_transposed",
+            "has_post_expert_norm",
+            "num_experts",
+            "down_proj",
+        )
+    ):
         return OfTransformers
     if not weights_of(module) or not hasattr(module, "num_experts"):
         return None
@@ -238,28 +291,42 @@ def found(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Plan(NamedTuple):
-    """How one module of experts will multiply: its grouped recipe, those of weights that rules changed, and what ``grouped.apply`` takes."""
+    """How one module of experts will multiply: its grouped recipe, those of weights that rules
+    changed, and what ``grouped.apply`` takes.
+    """
 
     recipe: GroupedRecipe
     of_weights: dict[str, GroupedRecipe]
     bound: dict[str, grouped.Bound]
 
 
-def plan(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe, decisions: Iterable[Decision] = ()) -> dict[str, Plan]:
+def plan(
+    chosen: Mapping[str, nn.Module], recipe: GroupedRecipe, decisions: Iterable[Decision] = ()
+) -> dict[str, Plan]:
     """How modules of experts will multiply, by name; nothing of them changes.
 
     decisions of their weights, after rules: recipes that are other ones.
     Raises:   ValueError, naming the weight: a recipe that no grouped linear runs.
     """
-    changed = {d.path: arguments.check_recipe(d.recipe, d.path) for d in decisions if d.recipe != recipe.recipe}
+    changed = {
+        d.path: arguments.check_recipe(d.recipe, d.path)
+        for d in decisions
+        if d.recipe != recipe.recipe
+    }
     plans = {}
     for name, module in chosen.items():
-        of_weights = {key: changed[f"{name}.{key}"] for key in weights_of(module) if f"{name}.{key}" in changed}
+        of_weights = {
+            key: changed[f"{name}.{key}"]
+            for key in weights_of(module)
+            if f"{name}.{key}" in changed
+        }
         plans[name] = Plan(recipe, of_weights, _bound(recipe, of_weights))
     return plans
 
 
-def convert(chosen: Mapping[str, nn.Module], plans: Mapping[str, Plan], group: str | None = None) -> None:
+def convert(
+    chosen: Mapping[str, nn.Module], plans: Mapping[str, Plan], group: str | None = None
+) -> None:
     """Have modules of experts, which were checked, multiply as planned.
 
     group     name of the process group whose ranks share the states of delayed scaling.
@@ -269,10 +336,17 @@ def convert(chosen: Mapping[str, nn.Module], plans: Mapping[str, Plan], group: s
         kind = kind_of(module)
         assert kind is not None
         device = next(module.parameters(recurse=False)).device
-        casts = {key: delayed.casts(of_weights.get(key, recipe).recipe) for key in weights_of(module)}
+        casts = {
+            key: delayed.casts(of_weights.get(key, recipe).recipe) for key in weights_of(module)
+        }
         module.grouped_states = nn.ModuleDict(
             {
-                key: delayed.RoleStates({role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in of_key.items()})
+                key: delayed.RoleStates(
+                    {
+                        role: delayed.RoleState(fmt, how, device, group)
+                        for role, (fmt, how) in of_key.items()
+                    }
+                )
                 for key, of_key in casts.items()
                 if of_key
             }
@@ -293,11 +367,15 @@ def deconvert(modules: Iterable[nn.Module]) -> None:
 
 
 def by_name(recipe: str | Recipe) -> GroupedRecipe:
-    """The grouped recipe that goes with a recipe of linears: torchao's for experts with its ``rowwise``."""
+    """The grouped recipe that goes with a recipe of linears: torchao's for experts with its
+    ``rowwise``.
+    """
     return recipes.by_name(recipe) if isinstance(recipe, str) else recipes.of_linears(recipe)
 
 
-def _bound(recipe: GroupedRecipe, of_weights: Mapping[str, GroupedRecipe]) -> dict[str, grouped.Bound]:
+def _bound(
+    recipe: GroupedRecipe, of_weights: Mapping[str, GroupedRecipe]
+) -> dict[str, grouped.Bound]:
     """What ``grouped.apply`` takes, of weights that rules changed, and under "" of all others."""
     return {"": grouped.bind(recipe)} | {key: grouped.bind(one) for key, one in of_weights.items()}
 

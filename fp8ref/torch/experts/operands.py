@@ -1,11 +1,11 @@
 """The operands of grouped GEMMs: rows in groups, quantized (spec X-3, X-5, X-7).
 
-Nothing here reads a tensor's values on the host. An operand is ``scaling.Quantized`` of axis -1 or -2,
-whose scales are those of its groups, in their order:
+Nothing here reads a tensor's values on the host. An operand is ``scaling.Quantized`` of axis -1 or
+-2, whose scales are those of its groups, in their order:
 
-    rows [M, C]        () or [E] for tensorwise; along C [M, 1], or [M, C / block] of blocks; along M [E,
-                       C], [1, C] of all groups, or [S, C] of blocks, a group's after those of the group
-                       before
+    rows [M, C]        () or [E] for tensorwise; along C [M, 1], or [M, C / block] of blocks; along
+                       M [E, C], [1, C] of all groups, or [S, C] of blocks, a group's after those of
+                       the group before
     weights [E, N, K]  (), [E, 1, 1], [E, N, 1] or [E, 1, K], or a line for each block
 
 ``of_group`` is one group's part, as a GEMM takes it.
@@ -26,7 +26,9 @@ from fp8ref.torch.quantize.scaling import Quantized
 
 
 class Groups(NamedTuple):
-    """Which rows are in which group: ends int32 [E]; sizes int64 [E]; group int64 [M], E for a row of none."""
+    """Which rows are in which group: ends int32 [E]; sizes int64 [E]; group int64 [M], E for a row
+    of none.
+    """
 
     ends: torch.Tensor
     sizes: torch.Tensor
@@ -34,7 +36,11 @@ class Groups(NamedTuple):
 
     def only(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, ...] with zeros in rows of no group, whatever they hold (X-5)."""
-        return torch.where((self.group < len(self.sizes))[:, None], x, torch.zeros((), dtype=x.dtype, device=x.device))
+        return torch.where(
+            (self.group < len(self.sizes))[:, None],
+            x,
+            torch.zeros((), dtype=x.dtype, device=x.device),
+        )
 
 
 def groups_of(offs: torch.Tensor, rows: int) -> Groups:
@@ -46,7 +52,9 @@ def groups_of(offs: torch.Tensor, rows: int) -> Groups:
 
 
 def blocks_of(groups: Groups, size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Blocks that begin with their group (X-7): the number of each row's, that of each group's first, and how many there may be."""
+    """Blocks that begin with their group (X-7): the number of each row's, that of each group's
+    first, and how many there may be.
+    """
     rows, experts = len(groups.group), len(groups.sizes)
     per_group = (groups.sizes + size - 1) // size
     first, begin = per_group.cumsum(0) - per_group, groups.ends.long() - groups.sizes
@@ -55,9 +63,12 @@ def blocks_of(groups: Groups, size: int) -> tuple[torch.Tensor, torch.Tensor, in
     return torch.where(groups.group < experts, segment, count), first, count
 
 
-def padded_rows(groups: Groups, rows: int, alignment: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Where each row goes if groups are padded to multiples of alignment: int64 [M], with rows of no group past the end; the padded ends, int32
-    [E]; and the number of rows that always suffices."""
+def padded_rows(
+    groups: Groups, rows: int, alignment: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Where each row goes if groups are padded to multiples of alignment: int64 [M], with rows of
+    no group past the end; the padded ends, int32 [E]; and the number of rows that always suffices.
+    """
     experts = len(groups.sizes)
     total = (rows // alignment + experts) * alignment
     padded = (groups.sizes + alignment - 1) // alignment * alignment
@@ -79,15 +90,17 @@ def quantize_rows(
     """Quantize x [M, C], zeros in rows of no group, along axis -1 or -2.
 
     scale     of a delayed state; None: by x's amaxes.
-    shared    name of the process group whose ranks have rows of the same groups, or of several that together connect them: a scale of all
-              of a group's rows is of all of them.
+    shared    name of the process group whose ranks have rows of the same groups, or of several that
+              together connect them: a scale of all of a group's rows is of all of them.
     Raises:   ValueError: as ``scaling.quantize``.
     """
     kind = by_name(spec.granularity)
     if scale is not None:
         return _by_state(x, spec, axis, scale)
     if amax == "all" or (axis == -1 and spec.granularity != "tensorwise"):
-        q = scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+        q = scaling.quantize(
+            x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
+        )
         return q._replace(axis=axis)
     segment, count = groups.group, len(groups.sizes)
     if kind.reduced is not None:
@@ -104,16 +117,22 @@ def quantize_rows(
             largest = scaling.merge_amax(largest, name)
     table = scales.scales_from_amax(largest, spec.fmt, spec.policy)
     codes = scaling.scaled_codes(x, table.scale[segment], spec.fmt)
-    scale, scale_inv = (v[:count, 0] if spec.granularity == "tensorwise" else v[:count] for v in table)
+    scale, scale_inv = (
+        v[:count, 0] if spec.granularity == "tensorwise" else v[:count] for v in table
+    )
     return Quantized(codes, scale, scale_inv, spec.fmt, spec.granularity, axis)
 
 
-def quantize_weights(w: torch.Tensor, spec: CastSpec, axis: int, amax: Amax, scale: torch.Tensor | None = None) -> Quantized:
+def quantize_weights(
+    w: torch.Tensor, spec: CastSpec, axis: int, amax: Amax, scale: torch.Tensor | None = None
+) -> Quantized:
     """Quantize w [E, N, K] along axis -1 or -2: each expert's by itself, or all by one scale."""
     if scale is not None:
         return _by_state(w, spec, axis, scale)
     if amax == "all":
-        q = scaling.quantize(w, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+        q = scaling.quantize(
+            w, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
+        )
         return q._replace(axis=axis)
     shape = tuple(w.shape[1:])
     sizes = (1, *granularities.blocks(spec.granularity, shape, axis))
@@ -121,7 +140,11 @@ def quantize_weights(w: torch.Tensor, spec: CastSpec, axis: int, amax: Amax, sca
     missing = [-n % size for n, size in zip(w.shape, sizes, strict=True)]
     if any(missing):
         magnitudes = functional.pad(magnitudes, [n for extra in missing[::-1] for n in (0, extra)])
-    parts = [n for length, size in zip(magnitudes.shape, sizes, strict=True) for n in (length // size, size)]
+    parts = [
+        n
+        for length, size in zip(magnitudes.shape, sizes, strict=True)
+        for n in (length // size, size)
+    ]
     largest = magnitudes.reshape(parts).amax(dim=(1, 3, 5))  # [E, N / bn, K / bk]
     table = scales.scales_from_amax(largest.float(), spec.fmt, spec.policy)
     codes = scaling.scaled_codes(w, _spread(table.scale, sizes, w.shape), spec.fmt)
@@ -129,7 +152,9 @@ def quantize_weights(w: torch.Tensor, spec: CastSpec, axis: int, amax: Amax, sca
 
 
 def exact_values(q: Quantized, groups: Groups) -> torch.Tensor:
-    """Dequantized rows or weights in blocks of scales that are powers of two: bfloat16, which holds them exactly (S-14)."""
+    """Dequantized rows or weights in blocks of scales that are powers of two: bfloat16, which holds
+    them exactly (S-14).
+    """
     shape, kind = q.codes.shape, by_name(q.granularity)
     assert kind.reduced is not None
     if q.codes.ndim == 3:
@@ -166,7 +191,9 @@ def of_group(q: Quantized, e: int, begin: int, end: int, first: int = 0) -> Quan
     """
     one = q.granularity == "tensorwise"
     if q.codes.ndim == 3:
-        scale, scale_inv = (s if s.ndim == 0 else s[e].reshape(()) if one else s[e] for s in (q.scale, q.scale_inv))
+        scale, scale_inv = (
+            s if s.ndim == 0 else s[e].reshape(()) if one else s[e] for s in (q.scale, q.scale_inv)
+        )
         return Quantized(q.codes[e], scale, scale_inv, q.fmt, q.granularity, q.axis + 2)
     codes, size = q.codes[begin:end], by_name(q.granularity).reduced
     if q.axis == -1:
@@ -175,14 +202,20 @@ def of_group(q: Quantized, e: int, begin: int, end: int, first: int = 0) -> Quan
         lines = slice(e, e + 1) if q.scale_inv.ndim and len(q.scale_inv) > 1 else slice(0, 1)
     else:
         count = -(-len(codes) // size)
-        codes = functional.pad(codes.view(torch.uint8), (0, 0, 0, count * size - len(codes))).view(codes.dtype)
+        codes = functional.pad(codes.view(torch.uint8), (0, 0, 0, count * size - len(codes))).view(
+            codes.dtype
+        )
         lines = slice(first, first + count)
-    scale, scale_inv = (s if s.ndim == 0 else s[e] if one else s[lines] for s in (q.scale, q.scale_inv))
+    scale, scale_inv = (
+        s if s.ndim == 0 else s[e] if one else s[lines] for s in (q.scale, q.scale_inv)
+    )
     return Quantized(codes, scale, scale_inv, q.fmt, q.granularity, q.axis + 2)
 
 
 def parts_of(q: Quantized, ends: Sequence[int]) -> Iterator[tuple[int, int, int, Quantized]]:
-    """(e, begin, end, ``of_group``) of each group that has rows, by the groups' ends on the host."""
+    """(e, begin, end, ``of_group``) of each group that has rows, by the groups' ends on the
+    host.
+    """
     size, first = by_name(q.granularity).reduced or 1, 0
     for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if begin < end:
@@ -199,4 +232,6 @@ def _spread(scale: torch.Tensor, sizes: tuple[int, ...], shape: torch.Size) -> t
 
 
 def _by_state(x: torch.Tensor, spec: CastSpec, axis: int, scale: torch.Tensor) -> Quantized:
-    return scaling.quantize_with(x, scale, spec.fmt, granularity=spec.granularity, axis=axis)._replace(axis=axis)
+    return scaling.quantize_with(
+        x, scale, spec.fmt, granularity=spec.granularity, axis=axis
+    )._replace(axis=axis)

@@ -1,6 +1,7 @@
 """Rows that move between ranks that hold different experts (spec X-13).
 
-    moved = expert_parallel.dispatch(x, ends, group)      # x [M, K]: this rank's rows, in groups of all experts
+    moved = expert_parallel.dispatch(x, ends, group)      # x [M, K]: this rank's rows, in groups of
+    all experts
     y = grouped.apply(moved.rows, w, moved.ends, recipe="rowwise")  # w: the rank's own experts
     y = expert_parallel.combine(y, moved, group)          # [M, N], in the order of x
 
@@ -42,10 +43,11 @@ class Moved(NamedTuple):
 
 
 def dispatch(x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup) -> Moved:
-    """Send rows x [M, C], in groups of all E experts that end at ends, to the ranks that have the experts.
+    """Send rows x [M, C], in groups of all E experts that end at ends, to the ranks that have the
+    experts.
 
-    Order:    bits are moved, none is computed. The groups are those that one process with all rows would
-              have, if the ranks' rows are its own in the order of the ranks.
+    Order:    bits are moved, none is computed. The groups are those that one process with all rows
+              would have, if the ranks' rows are its own in the order of the ranks.
     Gradient: of rows; each comes back to the rank that sent it.
     Raises:   ValueError: E that the number of ranks does not divide.
     """
@@ -54,47 +56,66 @@ def dispatch(x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup) -> Moved:
     return Moved(received[order], own, order, given, taken, len(x))
 
 
-def dispatch_quantized(q: Quantized, ends: torch.Tensor, group: ProcessGroup) -> tuple[Quantized, Moved]:
-    """``dispatch`` of rows that are cast already along their columns: codes, a byte an element, and scales
-    [M, 1] or [M, blocks] move (X-12). The rows of Moved are the codes.
+def dispatch_quantized(
+    q: Quantized, ends: torch.Tensor, group: ProcessGroup
+) -> tuple[Quantized, Moved]:
+    """``dispatch`` of rows that are cast already along their columns: codes, a byte an element, and
+    scales [M, 1] or [M, blocks] move (X-12). The rows of Moved are the codes.
 
     Raises:   ValueError: as dispatch; scales that cover several rows.
     """
     if q.axis not in (-1, 1) or by_name(q.granularity).other != 1:
         raise ValueError(
-            f"codes may move where each scale is of one row (X-12); got {q.granularity!r} along axis {q.axis}. Move the tensor, and cast it then."
+            f"codes may move where each scale is of one row (X-12); got {q.granularity!r} along "
+            f"axis {q.axis}. Move the tensor, and cast it then."
         )
     given, taken, order, own = plan(ends, group)
     count = sum(given)
     codes, scale, scale_inv = (
-        all_to_all(v[:count].contiguous(), taken, given, group)[order] for v in (q.codes.view(torch.uint8), q.scale, q.scale_inv)
+        all_to_all(v[:count].contiguous(), taken, given, group)[order]
+        for v in (q.codes.view(torch.uint8), q.scale, q.scale_inv)
     )
     codes = codes.view(q.codes.dtype)
-    return q._replace(codes=codes, scale=scale, scale_inv=scale_inv), Moved(codes, own, order, given, taken, len(q.codes))
+    return q._replace(codes=codes, scale=scale, scale_inv=scale_inv), Moved(
+        codes, own, order, given, taken, len(q.codes)
+    )
 
 
 def combine(y: torch.Tensor, moved: Moved, group: ProcessGroup) -> torch.Tensor:
-    """Send results [M', N] of moved rows back: [M, N], in the order in which their rows were dispatched; zeros in rows of no group."""
-    received = torch.empty_like(moved.order).index_copy(0, moved.order, torch.arange(len(moved.order), device=y.device))
+    """Send results [M', N] of moved rows back: [M, N], in the order in which their rows were
+    dispatched; zeros in rows of no group.
+    """
+    received = torch.empty_like(moved.order).index_copy(
+        0, moved.order, torch.arange(len(moved.order), device=y.device)
+    )
     returned = _AllToAll.apply(y[received], moved.given, moved.taken, group)
     return torch.cat([returned, returned.new_zeros(moved.held - len(returned), returned.shape[1])])
 
 
 def check(model: nn.Module, mesh: DeviceMesh) -> None:
-    """ValueError for a model that ``cut`` cannot cut: no grouped linear; a number of experts that the ranks do not divide."""
+    """ValueError for a model that ``cut`` cannot cut: no grouped linear; a number of experts that
+    the ranks do not divide.
+    """
     linears = layer.found(model)
     if not linears:
-        raise ValueError("expert parallelism cuts grouped linears, of which the model has none. Leave out the mesh's dim expert.")
+        raise ValueError(
+            "expert parallelism cuts grouped linears, of which the model has none. Leave out "
+            "the mesh's dim expert."
+        )
     for name, linear in linears.items():
         if len(linear.weight) % mesh.size():
-            raise ValueError(f"experts are divisible by the {mesh.size()} ranks that share them; got {len(linear.weight)} of {name}.")
+            raise ValueError(
+                f"experts are divisible by the {mesh.size()} ranks that share them; got "
+                f"{len(linear.weight)} of {name}."
+            )
 
 
 def cut(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Leave each rank of a mesh of one dim its own experts of every ``GroupedLinear``, as a DTensor cut along the first dim.
+    """Leave each rank of a mesh of one dim its own experts of every ``GroupedLinear``, as a DTensor
+    cut along the first dim.
 
-    Returns:  the modules that hold grouped linears: what ``fully_shard`` shards apart, over the ranks that have the same
-              experts.
+    Returns:  the modules that hold grouped linears: what ``fully_shard`` shards apart, over the
+              ranks that have the same experts.
     Raises:   ValueError: as ``check``, before anything is changed.
     """
     check(model, mesh)
@@ -102,7 +123,10 @@ def cut(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     for linear in linears.values():
         own = len(linear.weight) // mesh.size()
         piece = linear.weight.detach()[mesh.get_local_rank() * own :][:own].clone()
-        linear.weight = nn.Parameter(DTensor.from_local(piece, mesh, [Shard(0)], run_check=False), linear.weight.requires_grad)
+        linear.weight = nn.Parameter(
+            DTensor.from_local(piece, mesh, [Shard(0)], run_check=False),
+            linear.weight.requires_grad,
+        )
     return list(dict.fromkeys(model.get_submodule(name.rpartition(".")[0]) for name in linears))
 
 
@@ -110,7 +134,9 @@ class _AllToAll(torch.autograd.Function):
     """Rows to other ranks; the gradient moves back."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, taken: list[int], given: list[int], group: ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx, x: torch.Tensor, taken: list[int], given: list[int], group: ProcessGroup
+    ) -> torch.Tensor:
         ctx.taken, ctx.given, ctx.group = taken, given, group
         return all_to_all(x.contiguous(), taken, given, group)
 
@@ -119,21 +145,32 @@ class _AllToAll(torch.autograd.Function):
         return all_to_all(grad.contiguous(), ctx.given, ctx.taken, ctx.group), None, None, None
 
 
-def all_to_all(x: torch.Tensor, taken: list[int], given: list[int], group: ProcessGroup) -> torch.Tensor:
+def all_to_all(
+    x: torch.Tensor, taken: list[int], given: list[int], group: ProcessGroup
+) -> torch.Tensor:
     """[sum(taken), C] of x [sum(given), C]."""
     out = x.new_empty(sum(taken), *x.shape[1:])
     distributed.all_to_all_single(out, x, taken, given, group=group)
     return out
 
 
-def plan(ends: torch.Tensor, group: ProcessGroup) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]:
+def plan(
+    ends: torch.Tensor, group: ProcessGroup
+) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]:
     """(given, taken, order, ends of the rank's own groups) of ``Moved``. ValueError as dispatch."""
     ranks, experts = group.size(), len(ends)
     if experts % ranks:
-        raise ValueError(f"experts are divisible by the {ranks} ranks that share them; got {experts}.")
+        raise ValueError(
+            f"experts are divisible by the {ranks} ranks that share them; got {experts}."
+        )
     sizes = torch.diff(ends.long(), prepend=ends.new_zeros(1).long()).reshape(ranks, -1)
     received = torch.empty_like(sizes)  # [R, E / R], of each sender
     distributed.all_to_all_single(received, sizes, group=group)
     own = torch.arange(sizes.shape[1], device=ends.device).repeat(ranks)
     order = torch.argsort(own.repeat_interleave(received.reshape(-1)), stable=True)
-    return sizes.sum(1).tolist(), received.sum(1).tolist(), order, received.sum(0).cumsum(0).to(torch.int32)
+    return (
+        sizes.sum(1).tolist(),
+        received.sum(1).tolist(),
+        order,
+        received.sum(0).cumsum(0).to(torch.int32),
+    )

@@ -1,4 +1,6 @@
-"""Which layers of experts of a PyTorch model a conversion takes, and why (spec X-11): what ``selection.linears`` is to linears."""
+"""Which layers of experts of a PyTorch model a conversion takes, and why (spec X-11): what
+``selection.linears`` is to linears.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,22 +16,46 @@ from fp8ref.selection.grouped import GroupedRecipe
 from fp8ref.selection.linears import Decision
 from fp8ref.selection.rules import Rule, casts_of
 from fp8ref.spec.granularity import by_name as by_granularity
-from fp8ref.torch.experts.models import OWN, ByMethod, by_name, found, is_transposed, kind_of, weights_of
+from fp8ref.torch.experts.models import (
+    OWN,
+    ByMethod,
+    by_name,
+    found,
+    is_transposed,
+    kind_of,
+    weights_of,
+)
 
 
-def choose(model: nn.Module, recipe: Recipe, filter_fqns: Sequence[str], linears: Iterable[str]) -> tuple[dict[str, nn.Module], list[str]]:
-    """The modules of experts to convert, and the patterns of filter_fqns that are not of experts alone.
+def choose(
+    model: nn.Module, recipe: Recipe, filter_fqns: Sequence[str], linears: Iterable[str]
+) -> tuple[dict[str, nn.Module], list[str]]:
+    """The modules of experts to convert, and the patterns of filter_fqns that are not of experts
+    alone.
 
     linears   names of the model's.
     Raises:   ValueError: none is converted.
     """
     known, matches = found(model), linear_selection.matches
     filtered = {name for name in known for pattern in filter_fqns if matches(pattern, name)}
-    reasons = {name: "named by filter_fqns" if name in filtered else left_out(m, by_name(recipe)) for name, m in known.items()}
+    reasons = {
+        name: "named by filter_fqns" if name in filtered else left_out(m, by_name(recipe))
+        for name, m in known.items()
+    }
     if all(reasons.values()):
-        said = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:4]) or "the model has none that is known"
-        raise ValueError(f"experts=True converts no experts ({said}). Leave it out, or call grouped.apply with their weights.")
-    others = [p for p in filter_fqns if any(matches(p, name) for name in linears) or not any(matches(p, name) for name in known)]
+        said = (
+            "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:4])
+            or "the model has none that is known"
+        )
+        raise ValueError(
+            f"experts=True converts no experts ({said}). Leave it out, or call grouped.apply "
+            "with their weights."
+        )
+    others = [
+        p
+        for p in filter_fqns
+        if any(matches(p, name) for name in linears) or not any(matches(p, name) for name in known)
+    ]
     return {name: m for name, m in known.items() if not reasons[name]}, others
 
 
@@ -43,7 +69,10 @@ def left_out(module: nn.Module, recipe: GroupedRecipe) -> str:
     for key, p in weights_of(module).items():
         n, k = p.shape[1:][::-1] if turned else p.shape[1:]
         if k % output or n % grad_input:
-            return f"{key} [{', '.join(map(str, p.shape))}] has no multiple of {output} inputs, or of {grad_input} outputs"
+            return (
+                f"{key} [{', '.join(map(str, p.shape))}] has no multiple of {output} inputs, "
+                f"or of {grad_input} outputs"
+            )
     if recipe.recipe.delayed and kind_of(module) is ByMethod:
         return "its weights share one method, and delayed scaling keeps a state for each"
     return ""
@@ -52,43 +81,88 @@ def left_out(module: nn.Module, recipe: GroupedRecipe) -> str:
 def check(name: str, module: nn.Module) -> None:
     """ValueError unless the class of a module of experts can be changed."""
     if parametrize.is_parametrized(module):
-        raise ValueError(f"{name} has parametrized weights, which would be lost. Name it in filter_fqns.")
-    if replaced := [key for key in ("forward", "_experts_forward", "_grouped_mm", *OWN) if key in vars(module)]:
-        raise ValueError(f"{name} has a {replaced[0]} of its own, which would be lost. Name it in filter_fqns.")
+        raise ValueError(
+            f"{name} has parametrized weights, which would be lost. Name it in filter_fqns."
+        )
+    if replaced := [
+        key for key in ("forward", "_experts_forward", "_grouped_mm", *OWN) if key in vars(module)
+    ]:
+        raise ValueError(
+            f"{name} has a {replaced[0]} of its own, which would be lost. Name it in filter_fqns."
+        )
     for key, p in module.named_parameters(recurse=False):
         if isinstance(p, DTensor):
-            raise ValueError(f"{name} is sharded already (its {key} is a DTensor). Convert a model first, then parallelize it.")
+            raise ValueError(
+                f"{name} is sharded already (its {key} is a DTensor). Convert a model first, "
+                "then parallelize it."
+            )
         if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name} has a {key} of {p.dtype}; FP8 is cast from float32, bfloat16 or float16. Cast the model first.")
+            raise ValueError(
+                f"{name} has a {key} of {p.dtype}; FP8 is cast from float32, bfloat16 or "
+                "float16. Cast the model first."
+            )
 
 
 def planned(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe) -> list[Decision]:
-    """A decision of each weight that is multiplied by itself, as rules take them; those of one method are none."""
+    """A decision of each weight that is multiplied by itself, as rules take them; those of one
+    method are none.
+    """
     found = []
     for name, module in chosen.items():
         for key, p in weights_of(module).items() if kind_of(module) is not ByMethod else ():
             n, k = p.shape[1:][::-1] if is_transposed(module) else p.shape[1:]
-            found.append(Decision(path=f"{name}.{key}", shape=(n, k), recipe=recipe.recipe, reason="converted", experts=len(p)))
+            found.append(
+                Decision(
+                    path=f"{name}.{key}",
+                    shape=(n, k),
+                    recipe=recipe.recipe,
+                    reason="converted",
+                    experts=len(p),
+                )
+            )
     return found
 
 
-def check_shared(chosen: Mapping[str, nn.Module], recipe: Recipe, decisions: Iterable[Decision], in_groups: Iterable[Decision]) -> None:
-    """ValueError where ranks that share amaxes would each scale rows of experts by their own, without a word.
+def check_shared(
+    chosen: Mapping[str, nn.Module],
+    recipe: Recipe,
+    decisions: Iterable[Decision],
+    in_groups: Iterable[Decision],
+) -> None:
+    """ValueError where ranks that share amaxes would each scale rows of experts by their own,
+    without a word.
 
     recipe    of experts that no decision is of.
     decisions of single weights of experts, after rules; in_groups: of grouped linears.
     """
-    whole = [Decision(path=name, shape=(0, 0), recipe=recipe, reason="") for name, m in chosen.items() if kind_of(m) is ByMethod]
-    for d in (*whole, *decisions, *(d for d in in_groups if d.recipe.delayed)):  # other grouped linears share those of groups
-        if any(cast and not cast.delayed for (_, role), cast in casts_of(d.recipe).items() if role != "weight"):
+    whole = [
+        Decision(path=name, shape=(0, 0), recipe=recipe, reason="")
+        for name, m in chosen.items()
+        if kind_of(m) is ByMethod
+    ]
+    for d in (
+        *whole,
+        *decisions,
+        *(d for d in in_groups if d.recipe.delayed),
+    ):  # other grouped linears share those of groups
+        if any(
+            cast and not cast.delayed
+            for (_, role), cast in casts_of(d.recipe).items()
+            if role != "weight"
+        ):
             raise ValueError(
-                f"experts scale by their own rank's amaxes, except under delayed scaling; got amax_group with recipe {d.recipe.name!r} of "
-                f"{d.path}. Leave amax_group out, or use recipe 'delayed' for its input and grad_output."
+                "experts scale by their own rank's amaxes, except under delayed scaling; got "
+                f"amax_group with recipe {d.recipe.name!r} of {d.path}. Leave amax_group out, "
+                "or use recipe 'delayed' for its input and grad_output."
             )
 
 
-def reasons(chosen: Mapping[str, nn.Module], decisions: Iterable[Decision], rules: Sequence[Rule]) -> dict[str, str]:
-    """Why modules of experts have the recipe that they have, by name, for reports: which rules changed weights, or did not reach them."""
+def reasons(
+    chosen: Mapping[str, nn.Module], decisions: Iterable[Decision], rules: Sequence[Rule]
+) -> dict[str, str]:
+    """Why modules of experts have the recipe that they have, by name, for reports: which rules
+    changed weights, or did not reach them.
+    """
     by_path, said = {d.path: d.reason for d in decisions}, {}
     for name, module in chosen.items():
         paths = {key: f"{name}.{key}" for key in weights_of(module)}
@@ -98,7 +172,12 @@ def reasons(chosen: Mapping[str, nn.Module], decisions: Iterable[Decision], rule
                 for i, rule in enumerate(rules, 1)
                 if any(linear_selection.matches(p, v) for p in rule.layers for v in paths.values())
             ]
-            more = f"its weights share one method, so that rule {', '.join(near)} does not change them (X-16)" if near else ""
+            more = (
+                f"its weights share one method, so that rule {', '.join(near)} does not change "
+                "them (X-16)"
+                if near
+                else ""
+            )
             said[name] = f"converted; {more}" if near else "converted"
         else:
             of_each = {key: by_path[path] for key, path in paths.items()}

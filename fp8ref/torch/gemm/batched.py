@@ -1,10 +1,12 @@
-"""Products of attention for all sequences and heads of a tile: [n, M, K] x [n, N, K] -> [n, M, N] (spec A-18).
+"""Products of attention for all sequences and heads of a tile: [n, M, K] x [n, N, K] -> [n, M, N]
+(spec A-18).
 
     float32 numbers    one batched GEMM
     bfloat16           one batched GEMM on a GPU, with a float32 result
     FP8 codes          n calls of torch._scaled_mm, which takes matrices
 
-Compiled graphs have one operator for the n calls, so that they do not grow with sequences and heads.
+Compiled graphs have one operator for the n calls, so that they do not grow with sequences and
+heads.
 """
 
 import torch
@@ -18,18 +20,25 @@ FORMATS = {torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
 """{torch's dtype of codes: their format}."""
 
 
-def products(a: Tensor, b: Tensor, *, fast: bool, factor: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def products(
+    a: Tensor, b: Tensor, *, fast: bool, factor: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Sums of products over the last axis, float32, of two batches of matrices.
 
     fast      FP8 tensor cores accumulate in their own registers.
-    factor    float32 () or [n], times which the sums are, of FP8 codes alone: scale_inv of the GEMM.
+    factor    float32 () or [n], times which the sums are, of FP8 codes alone: scale_inv of the
+              GEMM.
     out       float32 [n, M, N], which products of float32 numbers are written to.
     Order:    the library's. Under simulated hardware, FP8 codes by its plan.
     """
     if a.dtype not in FORMATS:
         if a.dtype == torch.bfloat16:
             return torch.bmm(a, b.transpose(1, 2), out_dtype=torch.float32)
-        return torch.bmm(a, b.transpose(1, 2)) if out is None else torch.bmm(a, b.transpose(1, 2), out=out)
+        return (
+            torch.bmm(a, b.transpose(1, 2))
+            if out is None
+            else torch.bmm(a, b.transpose(1, 2), out=out)
+        )
     a, b = a.contiguous(), b.contiguous()
     if torch.compiler.is_compiling() and hardware.active() is None:
         return scaled_mms(a, b, factor, fast)

@@ -1,8 +1,8 @@
 """GEMMs of operands with block scales, by DeepGEMM's or torchao's kernels (spec G-16, G-17).
 
-The kernels (``deep_gemm``; torchao.prototype.blockwise_fp8_training) take codes and scale_inv; their
-own casts are not used. torch's ``scaled_mm`` of block scales is not used either: it runs on compute
-capability 9.0 only, and cuBLASLt states no order of operations.
+The kernels (``deep_gemm``; torchao.prototype.blockwise_fp8_training) take codes and scale_inv;
+their own casts are not used. torch's ``scaled_mm`` of block scales is not used either: it runs on
+compute capability 9.0 only, and cuBLASLt states no order of operations.
 """
 
 import functools
@@ -46,22 +46,35 @@ OFFSETS = 2**31
 
 
 DEEP_GEMM_COLUMNS = 8
-"""What N is a multiple of for DeepGEMM: its kernel checks it, and its copies take 16 bytes of bfloat16."""
+"""What N is a multiple of for DeepGEMM: its kernel checks it, and its copies take 16 bytes of
+bfloat16.
+"""
 
 
 def kernel(a: Quantized, b: Quantized) -> Kernel:
-    """Choose DeepGEMM's kernels or torchao's on codes, or a float32 GEMM on dequantized operands."""
+    """Choose DeepGEMM's kernels or torchao's on codes, or a float32 GEMM on dequantized
+    operands.
+    """
     m, k, n = a.codes.shape[1 - a.axis % 2], a.codes.shape[a.axis], b.codes.shape[1 - b.axis % 2]
     if max(m * k, n * k, m * n) >= OFFSETS:
         return "dequantized"
     return takes(a.fmt, b.fmt, a.granularity, b.granularity, a.codes.device, columns=n)
 
 
-def takes(fmt_a: Format, fmt_b: Format, granularity_a: str, granularity_b: str, device: torch.device, *, columns: int) -> Kernel:
+def takes(
+    fmt_a: Format,
+    fmt_b: Format,
+    granularity_a: str,
+    granularity_b: str,
+    device: torch.device,
+    *,
+    columns: int,
+) -> Kernel:
     """What multiplies such operands on a device, with N columns, up to OFFSETS."""
     if (
         (fmt_a.name, fmt_b.name) != ("e4m3fn", "e4m3fn")
-        or (granularity_a, granularity_b) not in (("blockwise_1x128", "blockwise_1x128"), ("blockwise_1x128", "blockwise_128x128"))
+        or (granularity_a, granularity_b)
+        not in (("blockwise_1x128", "blockwise_1x128"), ("blockwise_1x128", "blockwise_128x128"))
         or not _has_tensor_cores(device)
     ):
         return "dequantized"
@@ -78,10 +91,17 @@ def deep_gemm() -> ModuleType | None:
     try:
         found = importlib.import_module("deep_gemm")
     except Exception as error:  # it asserts a CUDA toolkit, and loads a library
-        _logger.warning("deep_gemm is installed and cannot be imported (%s: %s): torchao's kernels multiply.", type(error).__name__, error)
+        _logger.warning(
+            "deep_gemm is installed and cannot be imported (%s: %s): torchao's kernels multiply.",
+            type(error).__name__,
+            error,
+        )
         return None
     if not hasattr(found, "fp8_gemm_nt"):
-        _logger.warning("deep_gemm %s has no fp8_gemm_nt: torchao's kernels multiply.", getattr(found, "__version__", ""))
+        _logger.warning(
+            "deep_gemm %s has no fp8_gemm_nt: torchao's kernels multiply.",
+            getattr(found, "__version__", ""),
+        )
         return None
     return found
 
@@ -90,7 +110,10 @@ def deep_gemm() -> ModuleType | None:
 def kernels() -> tuple[Callable, Callable] | None:
     """torchao's GEMMs for b in blocks of 1x128 and of 128x128; None without Triton or them."""
     try:
-        from torchao.prototype.blockwise_fp8_training.kernels import triton_fp8_gemm_1x128_128x1, triton_fp8_gemm_1x128_128x128
+        from torchao.prototype.blockwise_fp8_training.kernels import (
+            triton_fp8_gemm_1x128_128x1,
+            triton_fp8_gemm_1x128_128x128,
+        )
     except ImportError:
         return None
     return triton_fp8_gemm_1x128_128x1, triton_fp8_gemm_1x128_128x128
@@ -98,9 +121,15 @@ def kernels() -> tuple[Callable, Callable] | None:
 
 @torch.library.custom_op("fp8ref::block_gemm", mutates_args=())
 def multiply(
-    codes_a: torch.Tensor, codes_b: torch.Tensor, scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, out_dtype: torch.dtype, by: str
+    codes_a: torch.Tensor,
+    codes_b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    by: str,
 ) -> torch.Tensor:
-    """[M, K] x [N, K] -> [M, N] of out_dtype, by the Kernel deep_gemm or torchao_triton, as one operator.
+    """[M, K] x [N, K] -> [M, N] of out_dtype, by the Kernel deep_gemm or torchao_triton, as one
+    operator.
 
     Shapes:   scale_inv_a [M, K/128]; scale_inv_b [N, K/128] or [ceil(N/128), K/128], float32; any
               strides.
@@ -116,7 +145,11 @@ def _(codes_a, codes_b, scale_inv_a, scale_inv_b, out_dtype, by):
 
 
 def _by_torchao(
-    codes_a: torch.Tensor, codes_b: torch.Tensor, scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, out_dtype: torch.dtype
+    codes_a: torch.Tensor,
+    codes_b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Layout: codes row-major [M, K] and column-major [K, N]; scales of a column-major, of b
     column-major in blocks of 128x128 and row-major in those of 1x128, each with room for whole
@@ -135,7 +168,11 @@ def _by_torchao(
 
 
 def _by_deep_gemm(
-    codes_a: torch.Tensor, codes_b: torch.Tensor, scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, out_dtype: torch.dtype
+    codes_a: torch.Tensor,
+    codes_b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """``fp8_gemm_nt`` writes d = c + a @ b.T (DeepGEMM 54e2261, csrc/apis/gemm.hpp, of 9.0).
 
@@ -150,7 +187,12 @@ def _by_deep_gemm(
     squares = granularity_of_b(codes_b, scale_inv_b) == "blockwise_128x128"
     if squares and out_dtype == torch.bfloat16:
         out = codes_a.new_empty(m, n, dtype=out_dtype)
-        found.fp8_gemm_nt((codes_a, scale_inv_a), (codes_b, scale_inv_b.contiguous()), out, recipe=(1, BLOCK, BLOCK))
+        found.fp8_gemm_nt(
+            (codes_a, scale_inv_a),
+            (codes_b, scale_inv_b.contiguous()),
+            out,
+            recipe=(1, BLOCK, BLOCK),
+        )
         return out
     lines = scale_inv_b.repeat_interleave(BLOCK, dim=0)[:n] if squares else scale_inv_b
     out = codes_a.new_zeros(m, n, dtype=torch.float32)
@@ -174,11 +216,17 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
     Triton refuses e4m3fn before 8.9.
     """
-    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return (
+        device.type == "cuda"
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
 
 
 def _is_hopper(device: torch.device) -> bool:
-    """Whether it has compute capability 9.0: on others DeepGEMM takes scales that are powers of two."""
+    """Whether it has compute capability 9.0: on others DeepGEMM takes scales that are powers of
+    two.
+    """
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 

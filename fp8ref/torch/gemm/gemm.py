@@ -21,7 +21,12 @@ SCALED_MM = "torch._scaled_mm"
 
 
 def matmul(
-    a: Quantized, b: Quantized, *, accumulate: str, epilogue: str = "scale_then_round", out_dtype: torch.dtype = torch.float32
+    a: Quantized,
+    b: Quantized,
+    *,
+    accumulate: str,
+    epilogue: str = "scale_then_round",
+    out_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Multiply a and b along their reduced axes: [M, K] x [N, K] -> [M, N].
 
@@ -32,10 +37,10 @@ def matmul(
               bfloat16 only (``output_dtype``).
     Order:    torch._scaled_mm with both scale_inv, rounded to out_dtype (G-4); or unit scales,
               rounded, times the product of both, rounded (G-5). Block operands go to DeepGEMM's or
-              torchao's kernel if there is one (G-17, ``blocks.kernel``). Else they are dequantized first,
-              and multiplied in float32 (G-16). K is padded with zeros to a multiple of 16, which
-              changes no bit. Within ``hardware.simulating``, simulated hardware computes all of it,
-              blocks too (G-19).
+              torchao's kernel if there is one (G-17, ``blocks.kernel``). Else they are dequantized
+              first, and multiplied in float32 (G-16). K is padded with zeros to a multiple of 16,
+              which changes no bit. Within ``hardware.simulating``, simulated hardware computes all
+              of it, blocks too (G-19).
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     Raises:   ValueError: operands that are not 2-d; reduced lengths that differ; unknown names;
               granularities that do not go together (``epilogue.check_pair``); blocks under
@@ -47,12 +52,18 @@ def matmul(
     shapes = tuple(a.codes.shape), tuple(b.codes.shape)
     if any(len(shape) != 2 for shape in shapes) or shapes[0][a.axis] != shapes[1][b.axis]:
         raise ValueError(
-            f"a GEMM reduces one axis of two matrices, of one length; got {shapes[0]} along {a.axis} and {shapes[1]} along {b.axis}."
+            f"a GEMM reduces one axis of two matrices, of one length; got {shapes[0]} along "
+            f"{a.axis} and {shapes[1]} along {b.axis}."
         )
     block = epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
     if by := hardware.active():
-        codes, scales = [_lines(q.codes, q.axis) for q in (a, b)], [_lines(q.scale_inv, q.axis) for q in (a, b)]
-        return hardware.multiply(*codes, *scales, a.granularity, b.granularity, accumulate, epilogue, out_dtype, by.name)
+        codes, scales = (
+            [_lines(q.codes, q.axis) for q in (a, b)],
+            [_lines(q.scale_inv, q.axis) for q in (a, b)],
+        )
+        return hardware.multiply(
+            *codes, *scales, a.granularity, b.granularity, accumulate, epilogue, out_dtype, by.name
+        )
     if block is not None:
         if (chosen := blocks.kernel(a, b)) != "dequantized":
             codes_a, codes_b = (_padded(_lines(q.codes, q.axis), blocks.BLOCK) for q in (a, b))
@@ -73,7 +84,8 @@ def matmul(
         out_dtype=out_dtype,
         use_fast_accum=accumulate == "fast",
     )
-    # Into another tensor: selective checkpointing keeps the GEMM's result, and refuses one that was written.
+    # Into another tensor: selective checkpointing keeps the GEMM's result, and refuses one that was
+    # written.
     return torch.mul(out, scale_a * scale_b, out=torch.empty_like(out)) if unit else out
 
 
@@ -88,7 +100,9 @@ def output_dtype(spec: GemmSpec, dtype: torch.dtype) -> torch.dtype:
 
 
 def kernel(recipe: Recipe, device: torch.device, shape: tuple[int, int]) -> str:
-    """What multiplies the codes of a recipe on a device, for reports; shape is the weight's, [N, K]."""
+    """What multiplies the codes of a recipe on a device, for reports; shape is the weight's, [N,
+    K].
+    """
     if by := hardware.active():
         return by.name
     specs = {which: spec for which, spec in recipe.gemms.items() if spec.a and spec.b}
@@ -99,7 +113,16 @@ def kernel(recipe: Recipe, device: torch.device, shape: tuple[int, int]) -> str:
         assert spec.a
         assert spec.b
         columns = shape[0] if which == "output" else shape[1]
-        found.append(blocks.takes(spec.a.fmt, spec.b.fmt, spec.a.granularity, spec.b.granularity, device, columns=columns))
+        found.append(
+            blocks.takes(
+                spec.a.fmt,
+                spec.b.fmt,
+                spec.a.granularity,
+                spec.b.granularity,
+                device,
+                columns=columns,
+            )
+        )
     return " and ".join(name for key, name in blocks.NAMES.items() if key in found)
 
 
@@ -115,7 +138,11 @@ def _lines(x: torch.Tensor, axis: int) -> torch.Tensor:
 
 def _unit(like: torch.Tensor) -> torch.Tensor:
     """1 on a tensor's device. A kept one, so that no GEMM launches it, unless a compiler traces."""
-    return _kept_unit(like.device) if type(like) is torch.Tensor else torch.ones((), dtype=torch.float32, device=like.device)
+    return (
+        _kept_unit(like.device)
+        if type(like) is torch.Tensor
+        else torch.ones((), dtype=torch.float32, device=like.device)
+    )
 
 
 @functools.cache
@@ -134,14 +161,19 @@ def _padded(codes: torch.Tensor, multiple: int = 16) -> torch.Tensor:
     k = codes.shape[1]
     if k % multiple == 0:
         return codes
-    return functional.pad(codes.view(torch.uint8), (0, -k % multiple)).view(codes.dtype)  # code 0 is zero
+    return functional.pad(codes.view(torch.uint8), (0, -k % multiple)).view(
+        codes.dtype
+    )  # code 0 is zero
 
 
 def _scales(a: Quantized, b: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     """scale_inv of both, () or [M, 1] and [1, N]; a tensorwise one is repeated by row (L-4)."""
     if a.granularity == b.granularity == "tensorwise":
         return a.scale_inv, b.scale_inv
-    rows, columns = (q.scale_inv.expand(q.codes.shape[1 - q.axis % 2]) if q.scale_inv.ndim == 0 else q.scale_inv for q in (a, b))
+    rows, columns = (
+        q.scale_inv.expand(q.codes.shape[1 - q.axis % 2]) if q.scale_inv.ndim == 0 else q.scale_inv
+        for q in (a, b)
+    )
     return rows.reshape(-1, 1).contiguous(), columns.reshape(1, -1).contiguous()
 
 
@@ -167,13 +199,18 @@ def use_native_scaled_mm() -> None:
             torch.backends.mkldnn.enabled = enabled
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "(?s).*Overriding a previously registered kernel", UserWarning
+        )
         _library().impl("_scaled_mm", without_onednn, "CPU", with_keyset=True)
 
 
 def check_cpu(recipe: Recipe) -> None:
     """ValueError for a recipe that torch cannot multiply on a CPU: rowwise, before 2.13."""
-    if any(spec.rowwise and spec.epilogue == "scale_then_round" for spec in recipe.gemms.values()) and not _cpu_multiplies_rows():
+    if (
+        any(spec.rowwise and spec.epilogue == "scale_then_round" for spec in recipe.gemms.values())
+        and not _cpu_multiplies_rows()
+    ):
         raise ValueError(
             f"recipe {recipe.name!r} scales by rows, which torch {torch.__version__} "
             "multiplies only on a GPU. Move the model there first, install torch 2.13, or use "
@@ -187,7 +224,9 @@ def _cpu_multiplies_rows() -> bool:
     codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
     scale = torch.ones(16, 1, dtype=torch.float32, device="cpu")
     try:
-        torch._scaled_mm(codes, codes.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+        torch._scaled_mm(
+            codes, codes.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16
+        )
     except RuntimeError:
         return False
     return True

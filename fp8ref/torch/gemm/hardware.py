@@ -1,6 +1,7 @@
 """Train under simulated hardware: a function on the host computes the FP8 GEMMs (spec G-19).
 
-with hardware.simulating(sim_hardware.by_name("hopper")):  # sim_hardware is fp8ref.sim.gemm.hardware
+with hardware.simulating(sim_hardware.by_name("hopper")):  # sim_hardware is
+fp8ref.sim.gemm.hardware
     loss(model(x)).backward()
 
 One operator takes the place of torch._scaled_mm and torchao's kernels, eagerly and in compiled
@@ -22,7 +23,16 @@ from fp8ref.torch.quantize import cast
 REPLACED = "addmm_float8_unwrapped"
 """The private function of torchao that multiplies FP8 matrices in training."""
 
-PARAMETERS = ("a_data", "a_scale", "b_data", "b_scale", "output_dtype", "output_scale", "bias", "use_fast_accum")
+PARAMETERS = (
+    "a_data",
+    "a_scale",
+    "b_data",
+    "b_scale",
+    "output_dtype",
+    "output_scale",
+    "bias",
+    "use_fast_accum",
+)
 """The parameters of that function in torchao 0.18."""
 
 _FORMATS = {cast.DTYPES[name]: fmt for name, fmt in FP8_FORMATS.items() if name in cast.DTYPES}
@@ -46,11 +56,18 @@ def simulating(multiply: Multiply | None) -> Iterator[None]:
         yield
         return
     original = getattr(float8_ops, REPLACED, None)
-    if original is None or (original is not _addmm and tuple(inspect.signature(original).parameters) != PARAMETERS):
-        found = "is not there" if original is None else f"takes {', '.join(inspect.signature(original).parameters)}"
+    if original is None or (
+        original is not _addmm and tuple(inspect.signature(original).parameters) != PARAMETERS
+    ):
+        found = (
+            "is not there"
+            if original is None
+            else f"takes {', '.join(inspect.signature(original).parameters)}"
+        )
         raise ImportError(
-            f"simulated hardware replaces torchao.float8.float8_ops.{REPLACED}({', '.join(PARAMETERS)}), as of torchao 0.18; it {found}. "
-            "Install torchao 0.18, or use accumulate 'native'."
+            "simulated hardware replaces "
+            f"torchao.float8.float8_ops.{REPLACED}({', '.join(PARAMETERS)}), as of torchao "
+            f"0.18; it {found}. Install torchao 0.18, or use accumulate 'native'."
         )
     _known[multiply.name] = multiply
     _active.append(multiply)
@@ -87,18 +104,38 @@ def multiply(
     """
     if codes_a.device.type != "cpu":
         raise ValueError(
-            f"simulated hardware multiplies on the host's CPU; got tensors on {codes_a.device}. Use accumulate 'native' there."
+            f"simulated hardware multiplies on the host's CPU; got tensors on {codes_a.device}. "
+            "Use accumulate 'native' there."
         )
     factors = (
         Factor(codes.view(torch.uint8).numpy(), scale.numpy(), _FORMATS[codes.dtype], granularity)
-        for codes, scale, granularity in ((codes_a, scale_inv_a, granularity_a), (codes_b, scale_inv_b, granularity_b))
+        for codes, scale, granularity in (
+            (codes_a, scale_inv_a, granularity_a),
+            (codes_b, scale_inv_b, granularity_b),
+        )
     )
-    out = _known[plan](*factors, accumulate=accumulate, epilogue=epilogue, out_dtype=_OUT[out_dtype])  # type: ignore[arg-type]
+    out = _known[plan](
+        *factors,
+        accumulate=accumulate,  # type: ignore[arg-type]
+        epilogue=epilogue,
+        out_dtype=_OUT[out_dtype],
+    )
     return torch.from_numpy(out).to(out_dtype)  # exact: the function rounded to out_dtype
 
 
 @multiply.register_fake
-def _(codes_a, codes_b, scale_inv_a, scale_inv_b, granularity_a, granularity_b, accumulate, epilogue, out_dtype, plan):
+def _(
+    codes_a,
+    codes_b,
+    scale_inv_a,
+    scale_inv_b,
+    granularity_a,
+    granularity_b,
+    accumulate,
+    epilogue,
+    out_dtype,
+    plan,
+):
     return codes_a.new_empty((codes_a.shape[0], codes_b.shape[0]), dtype=out_dtype)
 
 
@@ -113,23 +150,39 @@ def granularity(a: str, b: str) -> str:
     return f"{a} x {b}"
 
 
-def _addmm(a_data, a_scale, b_data, b_scale, output_dtype, output_scale=None, bias=None, use_fast_accum=False) -> torch.Tensor:
+def _addmm(
+    a_data,
+    a_scale,
+    b_data,
+    b_scale,
+    output_dtype,
+    output_scale=None,
+    bias=None,
+    use_fast_accum=False,
+) -> torch.Tensor:
     """Replaces torchao's function: a_data [M, K] x b_data [K, N] -> [M, N].
 
     As in torchao, a rowwise GEMM rounds to bfloat16 (G-8), and a slow rowwise one runs under unit
     scales, is rounded, scaled and rounded again (G-5). The simulator computes these roundings too.
     """
     if output_scale is not None:
-        raise ValueError("simulated hardware has no outputs in FP8; torchao asked for an output_scale. Use accumulate 'native'.")
+        raise ValueError(
+            "simulated hardware has no outputs in FP8; torchao asked for an output_scale. Use "
+            "accumulate 'native'."
+        )
     by = active()
     assert by is not None
     m, n = a_data.shape[0], b_data.shape[1]
     rowwise = a_scale.shape == (m, 1) and b_scale.shape == (1, n)
     kind = "rowwise" if rowwise else "tensorwise"
     inverse_a, inverse_b = a_scale.reciprocal(), b_scale.reciprocal()
-    scales = (inverse_a, inverse_b.t()) if rowwise else (inverse_a.reshape(()), inverse_b.reshape(()))
+    scales = (
+        (inverse_a, inverse_b.t()) if rowwise else (inverse_a.reshape(()), inverse_b.reshape(()))
+    )
     epilogue = "unit_round_scale_round" if rowwise and not use_fast_accum else "scale_then_round"
     accumulate = "fast" if use_fast_accum else "slow"
     rounded = torch.bfloat16 if rowwise else output_dtype
-    out = multiply(a_data, b_data.t(), *scales, kind, kind, accumulate, epilogue, rounded, by.name).to(output_dtype)
+    out = multiply(
+        a_data, b_data.t(), *scales, kind, kind, accumulate, epilogue, rounded, by.name
+    ).to(output_dtype)
     return out if bias is None else out + bias

@@ -4,14 +4,23 @@
     rowwise   input [M, K/t]; output [M, N] is a sum over ranks. grad_output is whole on every rank.
 
 ``linear.Linear`` computes on this rank's part alone: its codes are those of the whole linear,
-because ranks share the amaxes of every scale that spans them (``scaling.Groups``). DTensor moves what moves.
+because ranks share the amaxes of every scale that spans them (``scaling.Groups``). DTensor moves
+what moves.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from fp8ref.recipe import Style
 from fp8ref.torch.quantize.scaling import Groups as Groups
@@ -38,19 +47,30 @@ class Cut:
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's input, of a plain tensor, which is it already, or of a DTensor.
 
-        Gradient: of colwise linears, summed over ranks; of those with one DTensor as input together.
+        Gradient: of colwise linears, summed over ranks; of those with one DTensor as input
+        together.
         """
         if self.style != "colwise":
             placement = Replicate() if self.style is None else Shard(-1)
-            return x.redistribute(placements=[placement]).to_local() if isinstance(x, DTensor) else x
-        whole = x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+            return (
+                x.redistribute(placements=[placement]).to_local() if isinstance(x, DTensor) else x
+            )
+        whole = (
+            x
+            if isinstance(x, DTensor)
+            else DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        )
         return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def leave(self, y: torch.Tensor) -> torch.Tensor:
         """This rank's output: of rowwise linears its tokens of the sum over ranks (P-16)."""
         if self.style != "rowwise":
             return y
-        return writable(DTensor.from_local(y, self.mesh, [Partial()], run_check=False).redistribute(placements=[self.between]).to_local())
+        return writable(
+            DTensor.from_local(y, self.mesh, [Partial()], run_check=False)
+            .redistribute(placements=[self.between])
+            .to_local()
+        )
 
     def bias(self, bias: torch.Tensor) -> torch.Tensor:
         """This rank's part of a bias, which is added after the sum (G-15).
@@ -66,28 +86,38 @@ class Cut:
         """Make DTensors of a linear's parameters, from those of the first rank."""
         assert self.style is not None
         placements: dict[str, Placement] = (
-            {"weight": Shard(0), "bias": Shard(0)} if self.style == "colwise" else {"weight": Shard(1), "bias": Replicate()}
+            {"weight": Shard(0), "bias": Shard(0)}
+            if self.style == "colwise"
+            else {"weight": Shard(1), "bias": Replicate()}
         )
         for key, p in list(linear.named_parameters(recurse=False)):
-            made = nn.Parameter(distribute_tensor(p.detach(), self.mesh, [placements[key]]), requires_grad=p.requires_grad)
+            made = nn.Parameter(
+                distribute_tensor(p.detach(), self.mesh, [placements[key]]),
+                requires_grad=p.requires_grad,
+            )
             nn.Module.register_parameter(linear, key, made)  # an FP8 linear refuses parts of others
         if linear.bias is not None and linear.bias.requires_grad:
             linear.bias.register_hook(lambda g: g.redistribute(placements=[placements["bias"]]))
 
 
 def writable(y: torch.Tensor) -> torch.Tensor:
-    """y, which may be changed in place: ``to_local`` returns a view, of which autograd refuses that."""
+    """y, which may be changed in place: ``to_local`` returns a view, of which autograd refuses
+    that.
+    """
     return torch.ops.aten._unsafe_view(y, y.shape)
 
 
 def check_part(linear: nn.Linear, name: str, param: nn.Parameter) -> None:
-    """ValueError if an FP8 linear's whole parameter is to become this rank's part of a DTensor, as by parallelize_module: ranks
-    would not share amaxes (P-4)."""
+    """ValueError if an FP8 linear's whole parameter is to become this rank's part of a DTensor, as
+    by parallelize_module: ranks would not share amaxes (P-4)."""
     held = linear._parameters.get(name)
-    cuts = isinstance(param, DTensor) and any(not placement.is_replicate() for placement in param.placements)
+    cuts = isinstance(param, DTensor) and any(
+        not placement.is_replicate() for placement in param.placements
+    )
     if cuts and held is not None and not isinstance(held, DTensor):
         raise ValueError(
-            f"ranks that share a linear in FP8 share its amaxes, which {linear_input.named(getattr(linear, 'fqn', ''))} does where "
-            f"parallel.parallelize cuts it; got its {name} as a DTensor. Give parallel.parallelize a mesh with a dim 'tensor', or keep the "
-            "linear in high precision by filter_fqns."
+            "ranks that share a linear in FP8 share its amaxes, which "
+            f"{linear_input.named(getattr(linear, 'fqn', ''))} does where parallel.parallelize "
+            f"cuts it; got its {name} as a DTensor. Give parallel.parallelize a mesh with a dim "
+            "'tensor', or keep the linear in high precision by filter_fqns."
         )

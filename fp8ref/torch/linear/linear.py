@@ -1,8 +1,8 @@
 """fp8ref's own linear layer: three GEMMs by any recipe (spec L).
 
-``convert`` puts it in a model where ranks share amaxes (the trainer's default), and for recipes that
-torchao's Float8Linear cannot express: delayed scaling, block scales. Otherwise it takes torchao's,
-whose three GEMMs are in torchao.float8.float8_linear.
+``convert`` puts it in a model where ranks share amaxes (the trainer's default), and for recipes
+that torchao's Float8Linear cannot express: delayed scaling, block scales. Otherwise it takes
+torchao's, whose three GEMMs are in torchao.float8.float8_linear.
 
 Of an input x [M, K], a weight w [N, K] and a grad_output g [M, N], each cast to FP8 as the recipe
 says:
@@ -88,7 +88,10 @@ class Linear(nn.Linear):
         self.groups = Groups(batch=group, every=group)
         self._bind()
         self.states = delayed.RoleStates(
-            {role: delayed.RoleState(fmt, config, self.weight.device, group) for role, (fmt, config) in delayed.casts(self.recipe).items()}
+            {
+                role: delayed.RoleState(fmt, config, self.weight.device, group)
+                for role, (fmt, config) in delayed.casts(self.recipe).items()
+            }
         )
         delayed_checks.watch(self)
 
@@ -98,7 +101,9 @@ class Linear(nn.Linear):
 
         ValueError as ``check_recipe``.
         """
-        made = cls(linear.in_features, linear.out_features, recipe, bias=False, group=group, device="meta")
+        made = cls(
+            linear.in_features, linear.out_features, recipe, bias=False, group=group, device="meta"
+        )
         made.weight, made.bias = linear.weight, linear.bias
         for state in made.states.values():
             state.to_empty(device=linear.weight.device)
@@ -133,9 +138,16 @@ class Linear(nn.Linear):
         return y if bias is None else y + bias.to(y.dtype)
 
     def _of_no_tokens(
-        self, function: type[torch.autograd.Function], x: torch.Tensor, w: torch.Tensor, scales: Sequence[torch.Tensor | None]
+        self,
+        function: type[torch.autograd.Function],
+        x: torch.Tensor,
+        w: torch.Tensor,
+        scales: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
-        """The output of an x without rows (L-9). Rows of zeros stand for them where other ranks wait for this one's amaxes."""
+        """The output of an x without rows (L-9).
+
+        Rows of zeros stand for them where other ranks wait for this one's amaxes.
+        """
         if self.groups.every is None:
             return linear_input.in_high_precision(x, w)
         rows = torch.cat([x.reshape(0, x.shape[-1]), x.new_zeros(1, x.shape[-1])])
@@ -144,25 +156,34 @@ class Linear(nn.Linear):
     def share(self, cut: Cut, every: str | None) -> None:
         """Have tensor-parallel ranks share this linear, whose parameters are DTensors.
 
-        every     name of the process group of these ranks and those of ``group``; None if there is no
-                  ``group``.
+        every     name of the process group of these ranks and those of ``group``; None if there is
+                  no ``group``.
         """
         self.cut = cut
-        self.groups = Groups(batch=self.group, tensor=cut.group, every=every or cut.group, style=cut.style)
+        self.groups = Groups(
+            batch=self.group, tensor=cut.group, every=every or cut.group, style=cut.style
+        )
         for role in ROLES:
             if state := self.state(role):
                 state.group = self.groups.every
         self._bind()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As nn.Module's. ValueError: parallelize_module cuts the linear, which then would not share amaxes (P-4)."""
+        """As nn.Module's.
+
+        ValueError: parallelize_module cuts the linear, which then would not share amaxes (P-4).
+        """
         if param is not None:
             check_part(self, name, param)
         super().register_parameter(name, param)
 
     def __getstate__(self) -> dict:
         # Without the classes of _bind, which pickle cannot find.
-        return {key: value for key, value in vars(self).items() if key not in ("_function", "_function_under_autocast")}
+        return {
+            key: value
+            for key, value in vars(self).items()
+            if key not in ("_function", "_function_under_autocast")
+        }
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -188,7 +209,8 @@ class Linear(nn.Linear):
 class _Spec:
     """The constants of a linear: its recipe, and the process groups that share amaxes.
 
-    autocast  the weight was cast to torch.autocast's dtype for this pass, and nothing else keeps it.
+    autocast  the weight was cast to torch.autocast's dtype for this pass, and nothing else keeps
+              it.
     """
 
     recipe: Recipe
@@ -198,7 +220,11 @@ class _Spec:
     @functools.cached_property
     def cast_once(self) -> dict[Role, CastSpec | None]:
         """The cast of each role whose two GEMMs take the same codes (L-3); None of any other."""
-        first = {"input": self.recipe.output.a, "weight": self.recipe.output.b, "grad_output": self.recipe.grad_input.a}
+        first = {
+            "input": self.recipe.output.a,
+            "weight": self.recipe.output.b,
+            "grad_output": self.recipe.grad_input.a,
+        }
         return {role: first[role] if self.recipe.serves_both(role) else None for role in ROLES}
 
 
@@ -216,7 +242,13 @@ def _bind(spec: _Spec) -> type[torch.autograd.Function]:
     class LinearFunction(torch.autograd.Function):
         @staticmethod
         @linear_input.without_autocast
-        def forward(ctx, x: torch.Tensor, w: torch.Tensor, seen: torch.Tensor | None, *delayed_scales: torch.Tensor | None) -> torch.Tensor:
+        def forward(
+            ctx,
+            x: torch.Tensor,
+            w: torch.Tensor,
+            seen: torch.Tensor | None,
+            *delayed_scales: torch.Tensor | None,
+        ) -> torch.Tensor:
             return _forward(ctx, spec, x, w, seen, delayed_scales)
 
         @staticmethod
@@ -228,7 +260,12 @@ def _bind(spec: _Spec) -> type[torch.autograd.Function]:
 
 
 def _forward(
-    ctx, spec: _Spec, x: torch.Tensor, w: torch.Tensor, seen: torch.Tensor | None, delayed_scales: Sequence[torch.Tensor | None]
+    ctx,
+    spec: _Spec,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    seen: torch.Tensor | None,
+    delayed_scales: Sequence[torch.Tensor | None],
 ) -> torch.Tensor:
     """output [..., N] of x [..., K] and w [N, K].
 
@@ -239,12 +276,25 @@ def _forward(
     """
     rows = x.reshape(-1, x.shape[-1])  # [M, K]
     a = _operand(spec, "output", "input", rows, delayed_scales)
-    b = _operand(spec, "output", "weight", _gathered(w, spec) if isinstance(w, Float8TrainingTensor) else w, delayed_scales)
-    saved_a, saved_b = _tensors(a) if spec.cast_once["input"] else (rows,), _tensors(b) if spec.cast_once["weight"] else (w,)
+    b = _operand(
+        spec,
+        "output",
+        "weight",
+        _gathered(w, spec) if isinstance(w, Float8TrainingTensor) else w,
+        delayed_scales,
+    )
+    saved_a, saved_b = (
+        _tensors(a) if spec.cast_once["input"] else (rows,),
+        _tensors(b) if spec.cast_once["weight"] else (w,),
+    )
     # Codes of a weight that FSDP2 gathered are a view of its buffer, which it fills again before
     # the backward pass. Others would be memory of their own: the weight is kept, which a model or
     # FSDP2 has anyway, and cast again by the same scale.
-    ctx.recasts = spec.cast_once["weight"] is not None and not spec.autocast and not isinstance(w, Float8TrainingTensor)
+    ctx.recasts = (
+        spec.cast_once["weight"] is not None
+        and not spec.autocast
+        and not isinstance(w, Float8TrainingTensor)
+    )
     if ctx.recasts:
         saved_b = (w, *saved_b[1:])
     ctx.save_for_backward(*saved_a, *saved_b, *delayed_scales)
@@ -260,12 +310,15 @@ def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor
     """grad_input [..., K] and grad_weight [N, K] of grad_output [..., N]; None where not needed."""
     if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
         raise ValueError(
-            "gradients of a linear in FP8 are not differentiated again (L-8); got create_graph=True. Leave it out, or keep the linears "
-            "of the model in high precision by filter_fqns."
+            "gradients of a linear in FP8 are not differentiated again (L-8); got "
+            "create_graph=True. Leave it out, or keep the linears of the model in high "
+            "precision by filter_fqns."
         )
     saved = iter(ctx.saved_tensors)
     x, w = (
-        Quantized(next(saved), next(saved), next(saved), cast.fmt, cast.granularity, -1) if cast else next(saved)
+        Quantized(next(saved), next(saved), next(saved), cast.fmt, cast.granularity, -1)
+        if cast
+        else next(saved)
         for cast in (spec.cast_once["input"], spec.cast_once["weight"])
     )
     if ctx.recasts and ctx.needs_input_grad[0]:
@@ -275,7 +328,11 @@ def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor
     rows = grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
     if ctx.seen is not None:
         delayed.merge_(ctx.seen, rows)
-    g: Operand = _operand(spec, "grad_input", "grad_output", rows, delayed_scales) if spec.cast_once["grad_output"] else rows
+    g: Operand = (
+        _operand(spec, "grad_input", "grad_output", rows, delayed_scales)
+        if spec.cast_once["grad_output"]
+        else rows
+    )
     grad_input = grad_weight = None
     if ctx.needs_input_grad[0]:
         a = _operand(spec, "grad_input", "grad_output", g, delayed_scales)
@@ -289,14 +346,19 @@ def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor
     return grad_input, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
 
 
-def _operand(spec: _Spec, which: Gemm, role: Role, x: Operand, delayed_scales: Sequence[torch.Tensor | None]) -> Operand:
+def _operand(
+    spec: _Spec, which: Gemm, role: Role, x: Operand, delayed_scales: Sequence[torch.Tensor | None]
+) -> Operand:
     """A role's tensor as a GEMM takes it: cast along its reduced axis, or in high precision.
 
     Codes that were cast once for both GEMMs only change their reduced axis: one scale serves
     either.
     """
     at = OPERANDS[which].index(role)
-    axis, cast = REDUCED_AXES[which][at] - 2, (spec.recipe.gemms[which].a, spec.recipe.gemms[which].b)[at]
+    axis, cast = (
+        REDUCED_AXES[which][at] - 2,
+        (spec.recipe.gemms[which].a, spec.recipe.gemms[which].b)[at],
+    )
     if isinstance(x, Quantized):
         return x._replace(axis=axis)
     if cast is None:
@@ -306,7 +368,15 @@ def _operand(spec: _Spec, which: Gemm, role: Role, x: Operand, delayed_scales: S
         return scaling.quantize_with(x, scale, cast.fmt, granularity=cast.granularity, axis=axis)
     group = spec.groups.sharing(role, cast.granularity, axis)
     ragged = which == "grad_weight"  # the last block of rows may be shorter (L-5)
-    return scaling.quantize(x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, group=group, ragged=ragged)
+    return scaling.quantize(
+        x,
+        cast.fmt,
+        granularity=cast.granularity,
+        policy=cast.policy,
+        axis=axis,
+        group=group,
+        ragged=ragged,
+    )
 
 
 def _gemm(spec: _Spec, which: Gemm, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
@@ -315,7 +385,9 @@ def _gemm(spec: _Spec, which: Gemm, a: Operand, b: Operand, dtype: torch.dtype) 
     if isinstance(a, Quantized) and isinstance(b, Quantized):
         assert gemm_spec.accumulate is not None
         out_dtype = gemm.output_dtype(gemm_spec, dtype)
-        out = gemm.matmul(a, b, accumulate=gemm_spec.accumulate, epilogue=gemm_spec.epilogue, out_dtype=out_dtype).to(dtype)
+        out = gemm.matmul(
+            a, b, accumulate=gemm_spec.accumulate, epilogue=gemm_spec.epilogue, out_dtype=out_dtype
+        ).to(dtype)
         for observer in observers:
             observer(which, a, b, out)
         return out

@@ -11,7 +11,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module, or its forward, went through torch.compile."""
     forward = vars(module).get("forward")
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+    return (
+        isinstance(module, OptimizedModule)
+        or module._compiled_call_impl is not None
+        or hasattr(forward, "_torchdynamo_orig_callable")
+    )
 
 
 def check_model(model: nn.Module, remedy: str) -> None:
@@ -20,10 +24,15 @@ def check_model(model: nn.Module, remedy: str) -> None:
         if is_compiled(module):
             raise ValueError(f"{name or 'the model'} is compiled. {remedy.format('compile')}.")
         if isinstance(module, FSDPModule):
-            raise ValueError(f"{name or 'the model'} is sharded by fully_shard. {remedy.format('shard')}.")
+            raise ValueError(
+                f"{name or 'the model'} is sharded by fully_shard. {remedy.format('shard')}."
+            )
         # FSDP1 writes parameters into the modules that it has wrapped.
         if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(f"{name or 'the model'} is sharded by FullyShardedDataParallel. {remedy.format('shard')}.")
+            raise ValueError(
+                f"{name or 'the model'} is sharded by FullyShardedDataParallel. "
+                f"{remedy.format('shard')}."
+            )
 
 
 def check_no_optimizer(model: nn.Module) -> None:
@@ -33,7 +42,12 @@ def check_no_optimizer(model: nn.Module) -> None:
     # would read __class__ of each, which a proxy computes; its type is enough.
     for found in gc.get_objects():
         if issubclass(type(found), torch.optim.Optimizer):
-            held = [parameters[id(p)] for group in found.param_groups for p in group["params"] if id(p) in parameters]
+            held = [
+                parameters[id(p)]
+                for group in found.param_groups
+                for p in group["params"]
+                if id(p) in parameters
+            ]
             if held:
                 raise ValueError(
                     "an optimizer is built after a model is cut, because the cut replaces "

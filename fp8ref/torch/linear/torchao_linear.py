@@ -3,7 +3,13 @@
 import math
 
 import torch
-from torchao.float8 import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingType, float8_linear
+from torchao.float8 import (
+    CastConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    ScalingType,
+    float8_linear,
+)
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMMConfig
 
@@ -15,7 +21,10 @@ from fp8ref.torch.tensors import linear_input
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 """The dispatch key under which autograd records views."""
 
-GRANULARITIES = {"tensorwise": ScalingGranularity.TENSORWISE, "rowwise": ScalingGranularity.AXISWISE}
+GRANULARITIES = {
+    "tensorwise": ScalingGranularity.TENSORWISE,
+    "rowwise": ScalingGranularity.AXISWISE,
+}
 """{granularity: torchao's scaling granularity}."""
 
 KERNELS_TAKE_ANY_M = ("cpu",)
@@ -43,15 +52,20 @@ class Float8Linear(float8_linear.Float8Linear):
         """output [..., N] of input [..., K]."""
         if torch.compiler.is_exporting():
             raise ValueError(
-                f"torch.export does not trace torchao's FP8 tensors, in which {linear_input.named(self.fqn)} multiplies by recipe "
-                f"{self.recipe.name!r}. Export the deconverted model, or compile this one by torch.compile."
+                "torch.export does not trace torchao's FP8 tensors, in which "
+                f"{linear_input.named(self.fqn)} multiplies by recipe {self.recipe.name!r}. "
+                "Export the deconverted model, or compile this one by torch.compile."
             )
         config = self.config
         rowwise = config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
         x = linear_input.taken(input, self)
         if x.numel() == 0 or delayed.calibrating():
             w = self.weight.to(x.dtype)
-            output = linear_input.in_high_precision(x, w) if x.numel() == 0 else linear_input.calibrated(x, w, self.fqn)
+            output = (
+                linear_input.in_high_precision(x, w)
+                if x.numel() == 0
+                else linear_input.calibrated(x, w, self.fqn)
+            )
             return output if self.bias is None else output + self.bias.to(output.dtype)
         if rowwise and x.ndim > 2 and not x.is_contiguous():
             # torchao flattens the codes, but cannot copy codes with rowwise scales
@@ -72,7 +86,9 @@ class Float8Linear(float8_linear.Float8Linear):
         config = self.linear_mm_config
         # codes that tensor parallelism made bring that config, and both operands have one
         if pads(x) and not isinstance(x, Float8TrainingTensor):
-            config = LinearMMConfig(config.output, config.grad_input, config.grad_weight._replace(pad_inner_dim=True))
+            config = LinearMMConfig(
+                config.output, config.grad_input, config.grad_weight._replace(pad_inner_dim=True)
+            )
         output = _Product.apply(x, self.weight.t(), config, self.config)
         if torch.compiler.is_compiling():  # a compiled graph records the view again
             output = torch.ops.aten._unsafe_view(output, output.shape)
@@ -81,8 +97,8 @@ class Float8Linear(float8_linear.Float8Linear):
 
 @torch._dynamo.allow_in_graph
 class _Product(float8_linear.matmul_with_hp_or_float8_args):
-    """torchao's three GEMMs, by the same operators. Its reshaped output is a view, and autograd refuses to change a Function's view
-    in place: here no view is recorded."""
+    """torchao's three GEMMs, by the same operators. Its reshaped output is a view, and autograd
+    refuses to change a Function's view in place: here no view is recorded."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, w: torch.Tensor, *configs) -> torch.Tensor:
@@ -108,12 +124,15 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
     """The Float8LinearConfig of a recipe, of fresh parts: torchao mutates those that it is given.
 
     Raises:   ValueError: what torchao cannot express, by name: delayed scaling, an eps, a power of
-              two or an epilogue of its own choosing, a role in two formats, scales not tensorwise or
-              rowwise.
+              two or an epilogue of its own choosing, a role in two formats, scales not tensorwise
+              or rowwise.
     """
 
     def refuse(what: str) -> ValueError:
-        return ValueError(f"torchao cannot run recipe {recipe.name!r}: {what}. Use a recipe of fp8ref.recipe.SHARED_RECIPES.")
+        return ValueError(
+            f"torchao cannot run recipe {recipe.name!r}: {what}. Use a recipe of "
+            "fp8ref.recipe.SHARED_RECIPES."
+        )
 
     casts = {
         (gemm, role): cast_spec
@@ -123,7 +142,10 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
     present = [c for c in casts.values() if c is not None]
     powers = {c.policy.power_of_two for c in present}
     if len(powers) > 1 or "mask" in powers:
-        raise refuse(f"power_of_two is None or 'exp2_log2', the same for every cast; got {sorted(map(str, powers))}")
+        raise refuse(
+            "power_of_two is None or 'exp2_log2', the same for every cast; got "
+            f"{sorted(map(str, powers))}"
+        )
     for c in present:
         if c.delayed is not None:
             raise refuse("it scales dynamically, and this recipe is delayed")
@@ -138,11 +160,17 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
     for role in ROLES:
         formats = {c.fmt.name for (_, r), c in casts.items() if r == role and c is not None}
         if len(formats) > 1:
-            raise refuse(f"a role has one format in both its GEMMs; got {role} in {sorted(formats)}")
+            raise refuse(
+                f"a role has one format in both its GEMMs; got {role} in {sorted(formats)}"
+            )
     for gemm, spec in recipe.gemms.items():
         if spec.one_sided:
             raise refuse(f"{gemm} casts one operand alone (L-4)")
-        meant = "unit_round_scale_round" if spec.rowwise and spec.accumulate == "slow" else "scale_then_round"
+        meant = (
+            "unit_round_scale_round"
+            if spec.rowwise and spec.accumulate == "slow"
+            else "scale_then_round"
+        )
         if spec.fp8 and spec.epilogue != meant:
             raise refuse(f"the epilogue of {gemm} is {meant!r}; got {spec.epilogue!r}")
 
@@ -153,7 +181,10 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
             # unused, but torchao wants one a role
             dtype = cast.DTYPES[other.fmt.name] if other else torch.float8_e4m3fn
             return CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtype)
-        return CastConfig(scaling_granularity=GRANULARITIES[spec.granularity], target_dtype=cast.DTYPES[spec.fmt.name])
+        return CastConfig(
+            scaling_granularity=GRANULARITIES[spec.granularity],
+            target_dtype=cast.DTYPES[spec.fmt.name],
+        )
 
     def gemm_config(gemm: Gemm) -> Float8GemmConfig:
         return Float8GemmConfig(use_fast_accum=recipe.gemms[gemm].accumulate == "fast")

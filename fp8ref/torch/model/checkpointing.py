@@ -17,7 +17,11 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed._functional_collectives  # defines the operators of _c10d_functional
 from torch._higher_order_ops import flex_attention
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from fp8ref.torch.experts import gemm as grouped_gemm
 from fp8ref.torch.gemm import blocks as block_gemm
@@ -40,13 +44,23 @@ EVERY: tuple[Operation, ...] = get_args(Operation)
 
 def _found(*names: str) -> frozenset:
     """torch's operators of these names: its versions have not the same ones."""
-    return frozenset(getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name))
+    return frozenset(
+        getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)
+    )
 
 
 OPERATORS: dict[Operation, frozenset] = {
     "linears": frozenset(
         {
-            *_found("mm", "addmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"),
+            *_found(
+                "mm",
+                "addmm",
+                "_scaled_mm",
+                "_scaled_mm_v2",
+                "_grouped_mm",
+                "_scaled_grouped_mm",
+                "_scaled_grouped_mm_v2",
+            ),
             block_gemm.OPERATOR,
             *grouped_gemm.OPERATORS,
             hardware.OPERATOR,
@@ -81,7 +95,9 @@ _within_attention = contextvars.ContextVar("within_attention", default=False)
 
 @contextlib.contextmanager
 def within_attention() -> Iterator[None]:
-    """In this context products are tiles of attention, not linears: they run again, so that scores are never kept whole."""
+    """In this context products are tiles of attention, not linears: they run again, so that scores
+    are never kept whole.
+    """
     token = _within_attention.set(True)
     try:
         yield
@@ -108,31 +124,45 @@ def policy(keep: Iterable[Operation | Callable] = EVERY) -> Callable[..., Checkp
         if _within_attention.get():
             keeps = op in named or (op is _ALL_REDUCE and args[1] == _MOST)
             return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-        keeps = (args[1] == _MOST or "linears" in keep or op in kept) if op is _ALL_REDUCE else op in kept
+        keeps = (
+            (args[1] == _MOST or "linears" in keep or op in kept)
+            if op is _ALL_REDUCE
+            else op in kept
+        )
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return of
 
 
-def checkpointed(forward: Callable, how: Checkpointing, keep: Iterable[Operation | Callable] = EVERY) -> Callable:
+def checkpointed(
+    forward: Callable, how: Checkpointing, keep: Iterable[Operation | Callable] = EVERY
+) -> Callable:
     """A block's forward under activation checkpointing. ValueError as ``check``."""
     keep = check(how, keep)
     if how == "none":
         return forward
     options: dict[str, Any] = {}
     if how == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy(keep))
+        options["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, policy(keep)
+        )
     return functools.partial(checkpoint, forward, use_reentrant=False, **options)
 
 
-def check(how: Checkpointing, keep: Iterable[Operation | Callable]) -> tuple[Operation | Callable, ...]:
+def check(
+    how: Checkpointing, keep: Iterable[Operation | Callable]
+) -> tuple[Operation | Callable, ...]:
     """What is kept, if that is known; ValueError of another name, or if nothing would read it."""
     names = (keep,) if isinstance(keep, str) else tuple(keep)
     unknown = [name for name in names if not callable(name) and name not in OPERATORS]
     if unknown:
         raise ValueError(
-            f"what checkpointing keeps is of {', '.join(EVERY)}, or an operator of torch; got {unknown[0]!r}. Use one of them."
+            f"what checkpointing keeps is of {', '.join(EVERY)}, or an operator of torch; got "
+            f"{unknown[0]!r}. Use one of them."
         )
     if how != "selective" and names != EVERY:
-        raise ValueError(f"selective checkpointing keeps what is named; got {how!r} and {names}. Use 'selective', or name nothing.")
+        raise ValueError(
+            f"selective checkpointing keeps what is named; got {how!r} and {names}. Use "
+            "'selective', or name nothing."
+        )
     return names  # type: ignore[return-value]

@@ -64,42 +64,52 @@ def convert(
     experts: bool = False,
 ) -> nn.Module:
     """Replace the chosen linears (spec R-2, R-4) by torchao's Float8Linear, or by ``Linear``
-    where amax_group is given or torchao cannot express the recipe. A ``GroupedLinear`` is chosen as a
-    linear is, and takes the grouped recipe that goes with its own (X-8).
+    where amax_group is given or torchao cannot express the recipe. A ``GroupedLinear`` is chosen as
+    a linear is, and takes the grouped recipe that goes with its own (X-8).
 
-    rules       change casts of single operands, one after the other (R-8): of linears, and of the weights of
-                experts, by the names of their Parameters.
+    rules       change casts of single operands, one after the other (R-8): of linears, and of the
+                weights of experts, by the names of their Parameters.
     amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output
-                (P-2, scope global). Only ``Linear`` and ``GroupedLinear`` share amaxes. None: every rank
-                uses its own, as torchao does.
-    experts     convert modules of experts too (X-11): those of transformers and torchtitan, of which
-                filter_fqns may leave some out. A router stays in high precision: a linear below a name
-                "router" or "gate" with an output for each expert, unless fp8_fqns names it.
+                (P-2, scope global). Only ``Linear`` and ``GroupedLinear`` share amaxes. None: every
+                rank uses its own, as torchao does.
+    experts     convert modules of experts too (X-11): those of transformers and torchtitan, of
+                which filter_fqns may leave some out. A router stays in high precision: a linear
+                below a name "router" or "gate" with an output for each expert, unless fp8_fqns
+                names it.
     Keeps:    the Parameter objects, tied ones tied, so an optimizer built before stays valid. Also
               attributes that were added to a linear (R-5).
     Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement).
               Recipe 'bf16' changes nothing.
     Sets:     torch._inductor.config.emulate_precision_casts for the process, if torchao's linears
               scale rows on another device than a CPU: compiled kernels then round where eager
-              ones do, as torchtitan has them do (pytorch#150859). torch._inductor.config.cpp.simdlen,
-              under delayed scaling on a CPU with AVX-512, to 256: inductor (torch 2.13) stores wrong
-              codes there where two scales cast one transposed tensor. Off a CPU, which casts inductor fuses (``fusion.install``).
-    Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7); a
-              warning where matrices are outside linears, such as experts'. ``report`` has all.
-    Raises:   ValueError, and nothing is changed: as ``selection.linears.select`` and ``selection.rules.apply``; a lazy module, which
-              has no shape yet; a recipe that neither can run; a model that is compiled, sharded or FP8
-              already; a chosen linear of which something would be lost or that its parent does not
-              call (R-5), registered under two names, on a GPU without FP8, or on a CPU whose torch
-              lacks the recipe's GEMMs. With ``experts``: none that can be converted; rules by which no grouped
-              linear can run; amax_group with dynamic scaling, in which experts scale by their own rank's amaxes.
+              ones do, as torchtitan has them do (pytorch#150859).
+              torch._inductor.config.cpp.simdlen, under delayed scaling on a CPU with AVX-512, to
+              256: inductor (torch 2.13) stores wrong codes there where two scales cast one
+              transposed tensor. Off a CPU, which casts inductor fuses (``fusion.install``).
+    Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7);
+              a warning where matrices are outside linears, such as experts'. ``report`` has all.
+    Raises:   ValueError, and nothing is changed: as ``selection.linears.select`` and
+              ``selection.rules.apply``; a lazy module, which has no shape yet; a recipe that
+              neither can run; a model that is compiled, sharded or FP8 already; a chosen linear of
+              which something would be lost or that its parent does not call (R-5), registered under
+              two names, on a GPU without FP8, or on a CPU whose torch lacks the recipe's GEMMs.
+              With ``experts``: none that can be converted; rules by which no grouped linear can
+              run; amax_group with dynamic scaling, in which experts scale by their own rank's
+              amaxes.
     """
     recipe = recipes.by_name(recipe)
     _check_module(model)
     reports.check_shapes(model)
-    linears = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
+    linears = {
+        name: m
+        for name, m in model.named_modules(remove_duplicate=False)
+        if isinstance(m, nn.Linear)
+    }
     grouped = grouped_linear.found(model)
     shapes = {
-        name: (m.out_features, m.in_features) if isinstance(m, nn.Linear) else (m.weight.shape[1], m.weight.shape[2])
+        name: (m.out_features, m.in_features)
+        if isinstance(m, nn.Linear)
+        else (m.weight.shape[1], m.weight.shape[2])
         for name, m in model.named_modules(remove_duplicate=False)
         if name in linears or name in grouped
     }
@@ -107,25 +117,42 @@ def convert(
     if experts and recipe.fp8:
         mixtures, filter_fqns = experts_selection.choose(model, recipe, filter_fqns, shapes)
     selected = [
-        dataclasses.replace(d, recipe=grouped_linear.recipe_of(d.recipe), experts=len(grouped[d.path].weight)) if d.path in grouped else d
+        dataclasses.replace(
+            d, recipe=grouped_linear.recipe_of(d.recipe), experts=len(grouped[d.path].weight)
+        )
+        if d.path in grouped
+        else d
         for d in _decisions(model, shapes, recipe, filter_fqns, fp8_fqns)
     ]
-    sizes = {d.experts for d in selected if d.fp8 and d.experts} | {getattr(m, "num_experts", None) for m in mixtures.values()}
+    sizes = {d.experts for d in selected if d.fp8 and d.experts} | {
+        getattr(m, "num_experts", None) for m in mixtures.values()
+    }
     selected = routers.left_out(selected, sizes, fp8_fqns)
     of_experts = experts_selection.planned(mixtures, experts_of.by_name(recipe))
     ruled = linear_rules.apply(rules, [*selected, *of_experts])
     decisions, of_experts = ruled[: len(selected)], ruled[len(selected) :]
-    in_groups = {d.path: grouped_arguments.check_recipe(d.recipe, d.path) for d in decisions if d.fp8 and d.path in grouped}
+    in_groups = {
+        d.path: grouped_arguments.check_recipe(d.recipe, d.path)
+        for d in decisions
+        if d.fp8 and d.path in grouped
+    }
     plans = experts_of.plan(mixtures, experts_of.by_name(recipe), of_experts)
     if amax_group is not None:
-        experts_selection.check_shared(mixtures, recipe, of_experts, [d for d in decisions if d.path in in_groups])
+        experts_selection.check_shared(
+            mixtures, recipe, of_experts, [d for d in decisions if d.path in in_groups]
+        )
     chosen = [d.path for d in decisions if d.fp8 and d.path not in grouped]
     if not chosen and not mixtures and not in_groups:
         reports.log(model, type(model).__name__, recipe)
         return model
     of_linears = {d.path: d.recipe for d in decisions if d.path in chosen}
     of_groups = [one.recipe for one in in_groups.values()]
-    used = {*of_linears.values(), *of_groups, *([recipe] if mixtures else []), *(d.recipe for d in of_experts if d.fp8)}
+    used = {
+        *of_linears.values(),
+        *of_groups,
+        *([recipe] if mixtures else []),
+        *(d.recipe for d in of_experts if d.fp8),
+    }
     of_reports = experts_selection.reasons(mixtures, of_experts, rules)
     taken = {one for one in used if amax_group is None and torchao_linear.expresses(one)}
     for one in used - taken:
@@ -135,7 +162,9 @@ def convert(
         check_linear(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
     for name, module in mixtures.items():
         experts_selection.check(name, module)
-    weights_of = [linears[name].weight for name in chosen] + [grouped[name].weight for name in in_groups]
+    weights_of = [linears[name].weight for name in chosen] + [
+        grouped[name].weight for name in in_groups
+    ]
     weights_of += [next(m.parameters(recurse=False)) for m in mixtures.values()]
     devices = {device_of(weight).type for weight in weights_of}
     if "cpu" in devices:
@@ -147,15 +176,17 @@ def convert(
             and torch._inductor.config.cpp.simdlen is None
             and torch.backends.cpu.get_cpu_capability() == "AVX512"
         ):
-            # Linears that share an input cast it by a scale each. In one loop over a transposed tile
-            # of bfloat16 inductor's code for 512 bits then stores wrong codes, NaN among them.
+            # Linears that share an input cast it by a scale each. In one loop over a transposed
+            # tile of bfloat16 inductor's code for 512 bits then stores wrong codes, NaN among them.
             torch._inductor.config.cpp.simdlen = 256
     if any(spec.rowwise for one in taken for spec in one.gemms.values()) and devices != {"cpu"}:
         # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it has
         # not rounded, and casts become NaN (pytorch#150859).
         torch._inductor.config.emulate_precision_casts = True
     if devices != {"cpu"}:
-        importlib.import_module("fp8ref.torch.gemm.fusion").install()  # here: inductor's scheduler takes seconds to import
+        importlib.import_module(
+            "fp8ref.torch.gemm.fusion"
+        ).install()  # here: inductor's scheduler takes seconds to import
     # Run for its side effect: torchao patches inductor's code for FP8 stores
     # (triton-lang/triton#11111).
     convert_to_float8_training(nn.Identity())
@@ -166,7 +197,11 @@ def convert(
     def make(linear: nn.Linear) -> nn.Linear:
         own = of_linears[paths[linear]]
         # torchao changes the parts of a config: each linear has a fresh one
-        return Float8Linear.from_float(linear, config=torchao_linear.torchao_config(own)) if own in taken else Linear.of(linear, own, group)
+        return (
+            Float8Linear.from_float(linear, config=torchao_linear.torchao_config(own))
+            if own in taken
+            else Linear.of(linear, own, group)
+        )
 
     kind = type(model).__name__
     model = swap_linear_layers(model, make, module_filter_fn=lambda _, name: name in chosen)
@@ -185,17 +220,23 @@ def convert(
         state.notice, state.path = notice, name
     kept = vars(model).get(reports.REASONS, {})
     # of a linear that was converted before, the reason of then
-    why = {d.path: d.reason for d in decisions} | {key: reason for key, reason in kept.items() if key not in chosen}
+    why = {d.path: d.reason for d in decisions} | {
+        key: reason for key, reason in kept.items() if key not in chosen
+    }
     vars(model)[reports.REASONS] = why | of_reports
     reports.log(model, kind, recipe)
     return model
 
 
 def _decisions(
-    model: nn.Module, shapes: Mapping[str, tuple[int, int]], recipe: Recipe, filter_fqns: Sequence[str], fp8_fqns: Sequence[str]
+    model: nn.Module,
+    shapes: Mapping[str, tuple[int, int]],
+    recipe: Recipe,
+    filter_fqns: Sequence[str],
+    fp8_fqns: Sequence[str],
 ) -> list[linear_selection.Decision]:
-    """``selection.linears.select``, whose error that nothing is converted also names what multiplies
-    outside linears."""
+    """``selection.linears.select``, whose error that nothing is converted also names what
+    multiplies outside linears."""
     try:
         return linear_selection.select(shapes, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns)
     except ValueError as error:
@@ -203,7 +244,9 @@ def _decisions(
         if not others or "converts no linear" not in str(error):
             raise
         names = "; ".join(f"{row.path} ({row.kind}: {row.reason})" for row in others[:2])
-        raise ValueError(f"{error} Of {len(others)} other modules with matrices the first are {names}.") from None
+        raise ValueError(
+            f"{error} Of {len(others)} other modules with matrices the first are {names}."
+        ) from None
 
 
 def deconvert(model: nn.Module) -> nn.Module:
@@ -218,7 +261,11 @@ def deconvert(model: nn.Module) -> nn.Module:
               FP8 that was given hooks or other methods.
     """
     _check_module(model)
-    fp8 = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, FP8_LINEARS)}
+    fp8 = {
+        name: m
+        for name, m in model.named_modules(remove_duplicate=False)
+        if isinstance(m, FP8_LINEARS)
+    }
     mixtures = [m for m in model.modules() if isinstance(m, experts_of.Experts)]
     if fp8 or mixtures:
         check_model(model, "Deconvert a model before you {} it, or save weights(model)")
@@ -250,7 +297,9 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     _check_module(model)
     states = {id(value) for _, state in delayed.states(model) for value in state.buffers()}
     # By identity: wrappers of modules change the names in a state_dict.
-    left_out = {key for key, value in model.state_dict(keep_vars=True).items() if id(value) in states}
+    left_out = {
+        key for key, value in model.state_dict(keep_vars=True).items() if id(value) in states
+    }
     return {key: value for key, value in model.state_dict().items() if key not in left_out}
 
 
@@ -265,7 +314,9 @@ def _plain(linear: nn.Linear) -> nn.Linear:
 
 def _check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise ValueError(f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself.")
+        raise ValueError(
+            f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself."
+        )
 
 
 def _carry(old: nn.Linear, new: nn.Linear) -> None:
@@ -287,7 +338,9 @@ def _with_methods(fp8: type[nn.Linear], kind: type[nn.Linear]) -> type[nn.Linear
 
 
 def _reduce(linear: nn.Linear) -> tuple:
-    """What copies and pickles make a linear with methods of: pickle does not find its class by a name."""
+    """What copies and pickles make a linear with methods of: pickle does not find its class by a
+    name.
+    """
     fp8 = next(kind for kind in type(linear).__mro__ if kind in FP8_LINEARS)
     return _empty, (fp8, getattr(type(linear), METHODS_OF)), linear.__getstate__()
 

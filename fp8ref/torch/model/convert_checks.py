@@ -62,9 +62,16 @@ def added_attributes(linear: nn.Linear) -> dict[str, Any]:
 def _changes(kind: type[nn.Linear]) -> list[str]:
     """What a subclass of nn.Linear replaces of what an FP8 linear is: weight or bias, as
     parametrizations do, its forward, or another method that one of FP8_LINEARS defines."""
-    ours = {key for fp8 in FP8_LINEARS for key, value in vars(fp8).items() if callable(value) or isinstance(value, classmethod)}
+    ours = {
+        key
+        for fp8 in FP8_LINEARS
+        for key, value in vars(fp8).items()
+        if callable(value) or isinstance(value, classmethod)
+    }
     names = {"weight", "bias", *ours} - {"__init__"}
-    return sorted(key for key in names if getattr(kind, key, None) is not getattr(nn.Linear, key, None))
+    return sorted(
+        key for key in names if getattr(kind, key, None) is not getattr(nn.Linear, key, None)
+    )
 
 
 def what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
@@ -86,11 +93,20 @@ def what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
         return f"is a {kind} whose {replaced[0]} was replaced, which would be lost"
     if bound := [key for key, value in given.items() if getattr(value, "__self__", None) is linear]:
         return f"has a method of its own, {bound[0]}, which would stay bound to it"
-    if taken := [key for key in given if key in _OWN or any(hasattr(other, key) for other in FP8_LINEARS)]:
+    if taken := [
+        key for key in given if key in _OWN or any(hasattr(other, key) for other in FP8_LINEARS)
+    ]:
         return f"has an attribute {taken[0]}, which has another meaning in an FP8 linear"
     if hooks := [key for key in _HOOKS if getattr(linear, key, None)]:
         return f"has {hooks[0].strip('_').replace('_', ' ')}, which would be dropped"
-    held = {key for key, _ in (*linear.named_parameters(recurse=False), *linear.named_buffers(recurse=False), *linear.named_children())}
+    held = {
+        key
+        for key, _ in (
+            *linear.named_parameters(recurse=False),
+            *linear.named_buffers(recurse=False),
+            *linear.named_children(),
+        )
+    }
     more = sorted(held - {"weight", "bias"} - ({"states"} if isinstance(linear, Linear) else set()))
     return f"holds {', '.join(more)} next to weight and bias, which would be lost" if more else ""
 
@@ -109,27 +125,46 @@ def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module 
     linear = linears[name]
     what = name or "the model"
     if isinstance(linear, FP8_LINEARS):
-        raise ValueError(f"{what} is already FP8; convert a model once. To change its recipe, deconvert it first.")
+        raise ValueError(
+            f"{what} is already FP8; convert a model once. To change its recipe, deconvert it "
+            "first."
+        )
     _check_called(name, parent)
     if isinstance(linear.weight, DTensor):
-        raise ValueError(f"{what} is sharded already (its weight is a DTensor). Convert a model first, then parallelize it.")
+        raise ValueError(
+            f"{what} is sharded already (its weight is a DTensor). Convert a model first, then "
+            "parallelize it."
+        )
     if type(linear) is nn.Linear and (found := unusual_parameter(linear)):
         raise ValueError(
-            f"{what} {found}, but convert takes an nn.Parameter. Convert before you shard, quantize or prune, or name it in filter_fqns."
+            f"{what} {found}, but convert takes an nn.Parameter. Convert before you shard, "
+            "quantize or prune, or name it in filter_fqns."
         )
     if found := what_is_lost(linear, (nn.Linear,)):
-        raise ValueError(f"{what} {found}. Name it in filter_fqns, or change it after the conversion.")
+        raise ValueError(
+            f"{what} {found}. Name it in filter_fqns, or change it after the conversion."
+        )
     others = [other for other, m in linears.items() if m is linear and other != name]
     if others:
-        raise ValueError(f"{what} is the same module as {others[0]}, and only one of them would be converted. Name both in filter_fqns.")
+        raise ValueError(
+            f"{what} is the same module as {others[0]}, and only one of them would be "
+            "converted. Name both in filter_fqns."
+        )
     weight = linear.weight
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{what} has a weight of {weight.dtype}; FP8 is cast from float32, bfloat16 or float16. Cast the model first.")
-    device = device_of(weight)
-    if device.type == "cuda" and torch.version.cuda and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         raise ValueError(
-            f"{what} lies on {torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]}; FP8 GEMMs need "
-            "8.9 or later. Use recipe 'bf16'."
+            f"{what} has a weight of {weight.dtype}; FP8 is cast from float32, bfloat16 or "
+            "float16. Cast the model first."
+        )
+    device = device_of(weight)
+    if (
+        device.type == "cuda"
+        and torch.version.cuda
+        and (capability := torch.cuda.get_device_capability(device)) < (8, 9)
+    ):
+        raise ValueError(
+            f"{what} lies on {torch.cuda.get_device_name(device)} of compute capability "
+            f"{capability[0]}.{capability[1]}; FP8 GEMMs need 8.9 or later. Use recipe 'bf16'."
         )
 
 
@@ -145,33 +180,48 @@ def _check_called(name: str, parent: nn.Module | None) -> None:
     """ValueError for a linear of a torch module that reads its weight instead of calling it."""
     key = name.rpartition(".")[2]
     if _runs_forward_of(nn.MultiheadAttention, parent, key):
-        raise ValueError(f"{name} is never called: nn.MultiheadAttention reads its weight, without FP8. Name it in filter_fqns.")
+        raise ValueError(
+            f"{name} is never called: nn.MultiheadAttention reads its weight, without FP8. Name "
+            "it in filter_fqns."
+        )
     fast = key in ("linear1", "linear2") and torch.backends.mha.get_fastpath_enabled()
     if fast and _runs_forward_of(nn.TransformerEncoderLayer, parent, key):
         raise ValueError(
-            f"{name} is not called in torch's fast path of nn.TransformerEncoderLayer (eval mode, no gradients), which reads its weight, without "
-            "FP8. Call torch.backends.mha.set_fastpath_enabled(False) first, or name it in filter_fqns."
+            f"{name} is not called in torch's fast path of nn.TransformerEncoderLayer (eval "
+            "mode, no gradients), which reads its weight, without FP8. Call "
+            "torch.backends.mha.set_fastpath_enabled(False) first, or name it in filter_fqns."
         )
 
 
 def _runs_forward_of(base: type[nn.Module], module: nn.Module | None, key: str) -> bool:
-    """Whether a module runs the forward of torch's class base, and nothing else may call its linear of the name key.
+    """Whether a module runs the forward of torch's class base, and nothing else may call its linear
+    of the name key.
 
-    A subclass with a forward of its own does so if that calls ``super().forward``, or base.forward. Its linear may be called by a
-    method that base lacks, or by that forward, if the code has the linear's name.
+    A subclass with a forward of its own does so if that calls ``super().forward``, or base.forward.
+    Its linear may be called by a method that base lacks, or by that forward, if the code has the
+    linear's name.
     """
     if not isinstance(module, base):
         return False
     kinds = type(module).__mro__[: type(module).__mro__.index(base)]
-    own = [value for kind in kinds for name, value in vars(kind).items() if name == "forward" or not hasattr(base, name)]
+    own = [
+        value
+        for kind in kinds
+        for name, value in vars(kind).items()
+        if name == "forward" or not hasattr(base, name)
+    ]
     if not any("forward" in vars(kind) for kind in kinds):
         return True
     names = [_names(getattr(value, "__code__", None)) for value in own]
-    return any({"super", base.__name__} & found and "forward" in found for found in names) and not any(key in found for found in names)
+    return any(
+        {"super", base.__name__} & found and "forward" in found for found in names
+    ) and not any(key in found for found in names)
 
 
 def _names(code: types.CodeType | None) -> set[str]:
     """The names that code uses, those of functions within it too; none of what is no function."""
     if code is None:
         return set()
-    return set(code.co_names).union(*(_names(one) for one in code.co_consts if isinstance(one, types.CodeType)))
+    return set(code.co_names).union(
+        *(_names(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    )

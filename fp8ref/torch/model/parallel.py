@@ -4,10 +4,10 @@
     model = parallelize(model, "tensorwise", mesh=mesh, blocks=model.layers)
     optimizer = torch.optim.AdamW(model.parameters())  # afterwards: fully_shard replaces parameters
 
-1 convert; 2 tensor or expert parallelism; 3 checkpoint and 4 compile each block's forward; 5 fully_shard each
-block, then the model; 6 FP8 gather. The caller then builds the optimizer and loads weights. Scales
-of amaxes are computed where a forward pass begins; delayed scaling needs ``delayed.update`` once a
-step.
+1 convert; 2 tensor or expert parallelism; 3 checkpoint and 4 compile each block's forward; 5
+fully_shard each block, then the model; 6 FP8 gather. The caller then builds the optimizer and loads
+weights. Scales of amaxes are computed where a forward pass begins; delayed scaling needs
+``delayed.update`` once a step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,10 +73,10 @@ def parallelize(
 ) -> nn.Module:
     """Convert, checkpoint, compile and shard a model, in place.
 
-    mesh        of dims named data (copies of the weights), fsdp (shards of them), expert (experts of their
-                own, and shards of all other weights) and tensor (parts of every linear), in this order,
-                data and expert only with fsdp. None: one device. Ranks of torch's context_parallel are of
-                fsdp (P-26).
+    mesh        of dims named data (copies of the weights), fsdp (shards of them), expert (experts
+                of their own, and shards of all other weights) and tensor (parts of every linear),
+                in this order, data and expert only with fsdp. None: one device. Ranks of torch's
+                context_parallel are of fsdp (P-26).
     model       may be on the meta device: give it memory (``to_empty``) and load its weights
                 afterwards.
     blocks      its modules that are checkpointed, compiled and gathered one at a time.
@@ -84,8 +84,8 @@ def parallelize(
                 as ``convert.convert``; rules on one device alone.
     amax_scope  whose amaxes scale input and grad_output: each rank's own, as in torchao (local), or
                 all ranks' (global, P-2; the trainer's default). Under global every converted linear
-                is fp8ref's own ``linear.Linear``. Delayed scaling keeps one state for all ranks, and
-                needs global.
+                is fp8ref's own ``linear.Linear``. Delayed scaling keeps one state for all ranks,
+                and needs global.
     sequence, tensor_plan
                 as sequence and plan of ``tensor_parallel.parallelize``.
     checkpointing, keep
@@ -102,8 +102,8 @@ def parallelize(
     ordered_reduction
                 sum gradients in rank order, on any backend (P-13).
     reduce_dtype
-                gradients are summed over ranks in it: float32 or bfloat16. float8_e4m3fn: weights of
-                linears are exchanged in FP8 and summed in float32 (P-25), all else in float32.
+                gradients are summed over ranks in it: float32 or bfloat16. float8_e4m3fn: weights
+                of linears are exchanged in FP8 and summed in float32 (P-25), all else in float32.
     param_dtype parameters are rounded to it as they are gathered; gradients are made in it.
     keep_dtype  modules, such as an embedding table, whose parameters are not rounded.
     Ranks       start from the same weights, as FSDP2 requires; along data it is checked.
@@ -112,14 +112,17 @@ def parallelize(
                 the model's, or named twice; a mesh of other dims; a model that is compiled or
                 sharded already; an optimizer that was built before; delayed scaling of scope local;
                 a cache of keys and values (transformers' use_cache) under checkpointing;
-                full checkpointing and compile of blocks that tensor cuts; under compile='model', modules
-                that are, or by keep_dtype would be, sharded by themselves; modules that share a
-                parameter and would be sharded apart, and what else fully_shard refuses; as
+                full checkpointing and compile of blocks that tensor cuts; under compile='model',
+                modules that are, or by keep_dtype would be, sharded by themselves; modules that
+                share a parameter and would be sharded apart, and what else fully_shard refuses; as
                 ``fsdp.gather_in_fp8``; copies along data with different weights.
     """
     recipe, blocks, keep_dtype = recipes.by_name(recipe), list(blocks), list(keep_dtype)
     if reduce_dtype not in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-        raise ValueError(f"reduce_dtype is torch.float32, torch.bfloat16 or torch.float8_e4m3fn; got {reduce_dtype}.")
+        raise ValueError(
+            "reduce_dtype is torch.float32, torch.bfloat16 or torch.float8_e4m3fn; got "
+            f"{reduce_dtype}."
+        )
     parallel_checks.check_values(
         amax_scope=(amax_scope, Scope),
         checkpointing=(checkpointing, Checkpointing),
@@ -140,12 +143,16 @@ def parallelize(
     if by_tensor is not None and compile != "none" and checkpointing == "full":
         # AOTAutograd of torch 2.13 keeps the DeviceMesh among saved tensors: an AssertionError
         raise ValueError(
-            f"torch cannot compile blocks that tensor parallelism cuts and that are recomputed whole; got checkpointing 'full' and compile {compile!r}. "
-            "Use checkpointing 'selective' or 'none'."
+            "torch cannot compile blocks that tensor parallelism cuts and that are recomputed "
+            f"whole; got checkpointing 'full' and compile {compile!r}. Use checkpointing "
+            "'selective' or 'none'."
         )
     if mesh is not None:
         if rules:
-            raise ValueError(f"rules are for one device; got a mesh of {mesh.size()}. Leave them out, or give mesh None.")
+            raise ValueError(
+                f"rules are for one device; got a mesh of {mesh.size()}. Leave them out, or "
+                "give mesh None."
+            )
         check_no_optimizer(model)
     apart = _apart(mesh)
     if batch is not None:
@@ -162,7 +169,9 @@ def parallelize(
 
     # 1 convert
     group = amax_group(mesh, amax_scope) if recipe.fp8 else None
-    model = convert.convert(model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, rules=rules, amax_group=group)
+    model = convert.convert(
+        model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, rules=rules, amax_group=group
+    )
     gathers_fp8 = gather_fp8 and recipe.fp8 and recipe.serves_both("weight") and batch is not None
     if gathers_fp8:
         _check_weights(model)
@@ -194,7 +203,11 @@ def parallelize(
         gradient_reduction.reduce_in_fp8(model)
     # 6 FP8 gather, of units that exist
     if gathers_fp8:
-        fsdp.gather_in_fp8(model, dtype=param_dtype if fp8_from == "compute" else None, precompute=precompute_scales)
+        fsdp.gather_in_fp8(
+            model,
+            dtype=param_dtype if fp8_from == "compute" else None,
+            precompute=precompute_scales,
+        )
     else:
         # gather_in_fp8 recovers by itself.
         model.register_forward_pre_hook(fsdp.recover, prepend=True)
@@ -206,7 +219,10 @@ def parallelize(
 
 
 def _check_weights(model: nn.Module) -> None:
-    """As ``fsdp.check_weights``, of a model that was just converted. If it is refused, the conversion is undone."""
+    """As ``fsdp.check_weights``, of a model that was just converted.
+
+    If it is refused, the conversion is undone.
+    """
     try:
         fsdp.check_weights(model)
     except ValueError:
@@ -224,14 +240,18 @@ def _cut_linears(
 ) -> None:
     """Tensor parallelism of a converted model. If it is refused, the conversion is undone."""
     try:
-        tensor_parallel.parallelize(model, mesh, sequence=sequence, plan=plan, amax_group=amax_group)
+        tensor_parallel.parallelize(
+            model, mesh, sequence=sequence, plan=plan, amax_group=amax_group
+        )
     except ValueError:
         if recipe.fp8:  # under 'bf16' nothing was converted: FP8 linears, if any, are the caller's
             convert.deconvert(model)
         raise
 
 
-def _compile_forwards(model: nn.Module, blocks: Sequence[nn.Module], compile: Compile, backend: str | Callable) -> None:
+def _compile_forwards(
+    model: nn.Module, blocks: Sequence[nn.Module], compile: Compile, backend: str | Callable
+) -> None:
     """Compile forward methods, not modules: FSDP2's hooks, which dynamo skips, stay around them."""
     for module in {"none": (), "block": blocks, "model": (model,)}[compile]:
         module.forward = torch.compile(module.forward, fullgraph=True, backend=backend)
@@ -246,7 +266,9 @@ def _shard(
     reduce_dtype: torch.dtype,
 ) -> None:
     """fully_shard modules of keep_dtype, then blocks, then the model."""
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
     as_is = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for module in keep_dtype:
         # A tied embedding table is used again after its own forward, so it stays gathered.
@@ -258,21 +280,24 @@ def _shard(
 
 
 def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Return two meshes: the ranks that split the batch, and those that split each linear; None for a single rank.
+    """Return two meshes: the ranks that split the batch, and those that split each linear; None for
+    a single rank.
 
-    A single copy has no dim data: FSDP2 would all-reduce each block's gradients within one rank, by a mean that it says NCCL may get
-    wrong there.
+    A single copy has no dim data: FSDP2 would all-reduce each block's gradients within one rank, by
+    a mean that it says NCCL may get wrong there.
     """
     names = mesh.mesh_dim_names or ()
     if context := [name for name in names if name in CONTEXT]:
         raise ValueError(
-            f"ranks that share sequences share the batch, and are of fsdp; got a dim named {context[0]}. Flatten it and those of the batch into "
-            "one: mesh._flatten('fsdp'), and run steps inside torch's context_parallel (P-26)."
+            "ranks that share sequences share the batch, and are of fsdp; got a dim named "
+            f"{context[0]}. Flatten it and those of the batch into one: mesh._flatten('fsdp'), "
+            "and run steps inside torch's context_parallel (P-26)."
         )
     wanted = tuple(axis for axis in AXES if axis in names)
     if not names or names != wanted or ({"data", "expert"} & set(names) and "fsdp" not in names):
         raise ValueError(
-            f"mesh has dims named {', '.join(AXES)}, in this order, data and expert only with fsdp; got {names}. Name them in init_device_mesh."
+            f"mesh has dims named {', '.join(AXES)}, in this order, data and expert only with "
+            f"fsdp; got {names}. Name them in init_device_mesh."
         )
     shared = _shared(mesh)
     batch = mesh[shared] if shared else None
@@ -286,15 +311,25 @@ def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
 
 
 def _shared(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The dims of a mesh over which FSDP2 shards and copies: fsdp, and data where there are copies."""
+    """The dims of a mesh over which FSDP2 shards and copies: fsdp, and data where there are
+    copies.
+    """
     names = mesh.mesh_dim_names or ()
-    return tuple(axis for axis in ("data", "fsdp") if axis in names and (axis == "fsdp" or mesh[axis].size() > 1))
+    return tuple(
+        axis
+        for axis in ("data", "fsdp")
+        if axis in names and (axis == "fsdp" or mesh[axis].size() > 1)
+    )
 
 
 def _apart(mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The ranks that have different experts; None of a mesh without such."""
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    return mesh["expert"] if mesh is not None and "expert" in names and mesh["expert"].size() > 1 else None
+    return (
+        mesh["expert"]
+        if mesh is not None and "expert" in names and mesh["expert"].size() > 1
+        else None
+    )
 
 
 def _same_experts(mesh: DeviceMesh) -> DeviceMesh:
@@ -303,8 +338,8 @@ def _same_experts(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def share_groups(model: nn.Module, mesh: DeviceMesh, amax_scope: Scope) -> None:
-    """Have grouped linears share amaxes of their groups' rows with the ranks that have the same experts (X-13): states of
-    delayed scaling they share with all."""
+    """Have grouped linears share amaxes of their groups' rows with the ranks that have the same
+    experts (X-13): states of delayed scaling they share with all."""
     same = _same_experts(mesh)
     group = same.get_group() if same.ndim == 1 else same._flatten("same_experts").get_group()
     for linear in grouped_linear.found(model).values():
@@ -312,21 +347,34 @@ def share_groups(model: nn.Module, mesh: DeviceMesh, amax_scope: Scope) -> None:
             linear.shared = group.group_name if same.size() > 1 else None
 
 
-def _shard_experts(experts: Sequence[nn.Module], mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-    """fully_shard experts over the ranks that have the same ones. Their gradients hold rows of all ranks, so the mean over a batch
-    is their sum over all ranks' number."""
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    same, ranks = _same_experts(mesh), mesh.size() // mesh["tensor"].size() if "tensor" in (mesh.mesh_dim_names or ()) else mesh.size()
+def _shard_experts(
+    experts: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+) -> None:
+    """fully_shard experts over the ranks that have the same ones. Their gradients hold rows of all
+    ranks, so the mean over a batch is their sum over all ranks' number."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
+    same, ranks = (
+        _same_experts(mesh),
+        mesh.size() // mesh["tensor"].size()
+        if "tensor" in (mesh.mesh_dim_names or ())
+        else mesh.size(),
+    )
     for module in experts:
         unit = fully_shard(module, mesh=same, mp_policy=policy, reshard_after_forward=True)
         unit.set_gradient_divide_factor(float(ranks))
-        # gloo has no sum that divides first; of one shard FSDP2 (torch 2.13) divides before any sum, and would divide again.
+        # gloo has no sum that divides first; of one shard FSDP2 (torch 2.13) divides before any
+        # sum, and would divide again.
         unit.set_force_sum_reduction_for_comms(same.size(-1) > 1)
 
 
 def amax_group(mesh: DeviceMesh | None, amax_scope: Scope) -> ProcessGroup | None:
-    """The ranks that share amaxes: under global all that share a batch, of data, fsdp and expert together; None
-    for each its own.
+    """The ranks that share amaxes: under global all that share a batch, of data, fsdp and expert
+    together; None for each its own.
 
     mesh      as of ``parallelize``.
     """
@@ -336,4 +384,8 @@ def amax_group(mesh: DeviceMesh | None, amax_scope: Scope) -> ProcessGroup | Non
     if batch.ndim == 1:
         return batch.get_group()
     assert mesh is not None
-    return mesh[tuple(axis for axis in AXES[:-1] if axis in (mesh.mesh_dim_names or ()))]._flatten("batch").get_group()
+    return (
+        mesh[tuple(axis for axis in AXES[:-1] if axis in (mesh.mesh_dim_names or ()))]
+        ._flatten("batch")
+        .get_group()
+    )

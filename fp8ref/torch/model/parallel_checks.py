@@ -1,4 +1,6 @@
-"""What ``parallel.parallelize`` refuses (spec P-12): values, modules, meshes, and copies that differ."""
+"""What ``parallel.parallelize`` refuses (spec P-12): values, modules, meshes, and copies that
+differ.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -20,22 +22,30 @@ def check_values(**given: tuple[object, Any]) -> None:
     """ValueError for an option whose value is not one of its Literal's."""
     for name, (value, allowed) in given.items():
         if value not in get_args(allowed):
-            raise ValueError(f"{name} is one of {', '.join(get_args(allowed))}; got {value!r}. Use one of them.")
+            raise ValueError(
+                f"{name} is one of {', '.join(get_args(allowed))}; got {value!r}. Use one of them."
+            )
 
 
 def check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[nn.Module]) -> None:
     """ValueError unless blocks and keep_dtype are modules within the model, each named once."""
     named = [*blocks, *keep_dtype]
     if not set(model.modules()).difference([model]).issuperset(named):
-        raise ValueError("blocks and keep_dtype are modules within the model. Name them by model.get_submodule.")
+        raise ValueError(
+            "blocks and keep_dtype are modules within the model. Name them by model.get_submodule."
+        )
     names = {module: name for name, module in model.named_modules()}
     twice = [names[module] for i, module in enumerate(named) if module in named[:i]]
     if twice:
-        raise ValueError(f"a module is named once in blocks and keep_dtype; {twice[0]} is named twice. Leave one out.")
+        raise ValueError(
+            f"a module is named once in blocks and keep_dtype; {twice[0]} is named twice. Leave "
+            "one out."
+        )
 
 
 def check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """ValueError for units that fully_shard would refuse once the model is converted, or cut apart from a parameter that they share.
+    """ValueError for units that fully_shard would refuse once the model is converted, or cut apart
+    from a parameter that they share.
 
     units     modules within the model that are sharded by themselves, in this order.
     """
@@ -43,10 +53,14 @@ def check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
     for i, unit in enumerate(units):
         if isinstance(unit, nn.ModuleList | nn.ModuleDict):
             raise ValueError(
-                f"{names[unit]} is a {type(unit).__name__}, which is not called: fully_shard has no forward pass to gather in. Name its modules."
+                f"{names[unit]} is a {type(unit).__name__}, which is not called: fully_shard "
+                "has no forward pass to gather in. Name its modules."
             )
         if inner := next((later for later in units[i + 1 :] if later in set(unit.modules())), None):
-            raise ValueError(f"{names[inner]} is within {names[unit]}, which is named before it. Name inner modules first.")
+            raise ValueError(
+                f"{names[inner]} is within {names[unit]}, which is named before it. Name inner "
+                "modules first."
+            )
     homes: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         parts = path.split(".") if path else []
@@ -57,14 +71,25 @@ def check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
                 continue
             name = f"{path}.{key}" if path else key
             if p.ndim == 0 or not p.is_contiguous():
-                what = "has no dim to shard; give it the shape (1,)" if p.ndim == 0 else "is not contiguous; make it so"
-                raise ValueError(f"fully_shard cuts parameters along their first dim, in place: {name} {what}.")
+                what = (
+                    "has no dim to shard; give it the shape (1,)"
+                    if p.ndim == 0
+                    else "is not contiguous; make it so"
+                )
+                raise ValueError(
+                    f"fully_shard cuts parameters along their first dim, in place: {name} {what}."
+                )
             other, home = homes.setdefault(p, (name, unit))
             if home is not unit:  # accelerate#4171, ezpz#237
-                apart = " and ".join(f"{n} in {names[u] or 'the model itself'}" for n, u in ((other, home), (name, unit)))
+                apart = " and ".join(
+                    f"{n} in {names[u] or 'the model itself'}"
+                    for n, u in ((other, home), (name, unit))
+                )
                 raise ValueError(
-                    f"modules that share a parameter are sharded in one unit; {other} and {name} are one, and would be apart: {apart}. Name one "
-                    "unit around both in blocks, or neither in blocks and keep_dtype: both are then of the model's own unit. Or untie them."
+                    f"modules that share a parameter are sharded in one unit; {other} and "
+                    f"{name} are one, and would be apart: {apart}. Name one unit around both in "
+                    "blocks, or neither in blocks and keep_dtype: both are then of the model's "
+                    "own unit. Or untie them."
                 )
 
 
@@ -72,19 +97,24 @@ def check_blocks(blocks: Sequence[nn.Module], checkpointing: Checkpointing, comp
     """ValueError for options of blocks without any block."""
     if not blocks and (checkpointing != "none" or compile == "block"):
         raise ValueError(
-            f"checkpointing and compile='block' apply to blocks; got {checkpointing!r} and {compile!r} without blocks. Name blocks."
+            f"checkpointing and compile='block' apply to blocks; got {checkpointing!r} and "
+            f"{compile!r} without blocks. Name blocks."
         )
 
 
 def check_no_cache(model: nn.Module) -> None:
     """ValueError for a model of transformers that caches keys and values: a block that runs again
     would append to them again."""
-    caching = [name for name, module in model.named_modules() if getattr(getattr(module, "config", None), "use_cache", None) is True]
+    caching = [
+        name
+        for name, module in model.named_modules()
+        if getattr(getattr(module, "config", None), "use_cache", None) is True
+    ]
     if caching:
         path = f"{caching[0]}.config.use_cache" if caching[0] else "config.use_cache"
         raise ValueError(
-            f"a block under checkpointing runs twice, and would append keys and values to its cache twice; got {path} = True. "
-            "Set it to False for training."
+            "a block under checkpointing runs twice, and would append keys and values to its "
+            f"cache twice; got {path} = True. Set it to False for training."
         )
 
 
@@ -92,35 +122,49 @@ def check_tensor_dim(mesh: DeviceMesh | None) -> None:
     """ValueError for options of tensor parallelism without a mesh that has it."""
     if mesh is None or "tensor" not in (mesh.mesh_dim_names or ()):
         raise ValueError(
-            "sequence and tensor_plan cut linears over a mesh with a dim named tensor; there is none. Add it, or leave them out."
+            "sequence and tensor_plan cut linears over a mesh with a dim named tensor; there is "
+            "none. Add it, or leave them out."
         )
 
 
-def check_batch(recipe: Recipe, batch: DeviceMesh, amax_scope: str, ordered_reduction: bool) -> None:
+def check_batch(
+    recipe: Recipe, batch: DeviceMesh, amax_scope: str, ordered_reduction: bool
+) -> None:
     """ValueError for a recipe or a reduction that the ranks of a batch cannot have."""
     if ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
         raise ValueError(
-            f"ordered_reduction adds over fsdp in rank order, and over at most 2 ranks along data; got {batch.size(0)}. Make data 1 or 2."
+            "ordered_reduction adds over fsdp in rank order, and over at most 2 ranks along "
+            f"data; got {batch.size(0)}. Make data 1 or 2."
         )
     if amax_scope == "local" and recipes.delayed_casts(recipe):
         raise ValueError(
-            f"recipe {recipe.name!r} keeps one state for all ranks, from the amaxes of all ranks; got amax_scope='local'. Use 'global'."
+            f"recipe {recipe.name!r} keeps one state for all ranks, from the amaxes of all "
+            "ranks; got amax_scope='local'. Use 'global'."
         )
 
 
 def check_fp8_gradients(batch: DeviceMesh | None) -> None:
     """ValueError for gradients in FP8 where no reduce-scatter over all ranks sums them (P-25)."""
     if batch is None or (batch.ndim == 2 and batch.size(0) > 1):
+        got = "no ranks that share a batch"
+        if batch is not None:
+            got = f"{batch.size(0)} ranks along data"
         raise ValueError(
-            "reduce_dtype torch.float8_e4m3fn is of gradients that FSDP2 reduce-scatters over fsdp, as its sum over data has no hook; got "
-            f"{'no ranks that share a batch' if batch is None else f'{batch.size(0)} ranks along data'}. Shard over fsdp alone."
+            "reduce_dtype torch.float8_e4m3fn is of gradients that FSDP2 reduce-scatters over "
+            f"fsdp, as its sum over data has no hook; got {got}. Shard over fsdp alone."
         )
 
 
 def check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
     """ValueError if a graph of the whole forward would contain FSDP units, without their hooks."""
-    nested = [name or "the model" for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    nested += [name for name, module in model.named_modules() if any(module is kept for kept in keep_dtype)]
+    nested = [
+        name or "the model"
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    ]
+    nested += [
+        name for name, module in model.named_modules() if any(module is kept for kept in keep_dtype)
+    ]
     if nested:
         raise ValueError(
             f"compile='model' takes a model that fully_shard shards as one unit; {nested[0]} "
@@ -145,12 +189,17 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
     Averaging gradients would keep them different.
     """
     parts, own = mesh.size(1), mesh.get_local_rank(1)
-    shards = {name: local_part(p) if isinstance(p, DTensor) else _chunk(p, parts, own) for name, p in model.named_parameters()}
+    shards = {
+        name: local_part(p) if isinstance(p, DTensor) else _chunk(p, parts, own)
+        for name, p in model.named_parameters()
+    }
     mine = {name: _digest(shard) for name, shard in shards.items() if not shard.is_meta}
     found: list = [None] * mesh.size(0)
     distributed.all_gather_object(found, mine, group=mesh.get_group("data"))
     apart = [name for name in mine if any(theirs[name] != mine[name] for theirs in found)]
-    for dim in range(1, mesh.ndim):  # all ranks raise, or none: one that raised alone would leave others waiting
+    for dim in range(
+        1, mesh.ndim
+    ):  # all ranks raise, or none: one that raised alone would leave others waiting
         every: list = [None] * mesh.size(dim)
         distributed.all_gather_object(every, apart, group=mesh.get_group(dim))
         apart = [name for names in every for name in names]
@@ -162,10 +211,14 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _digest(x: torch.Tensor) -> str:
-    return hashlib.sha256(x.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()
+    return hashlib.sha256(
+        x.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data
+    ).hexdigest()
 
 
 def _chunk(p: torch.Tensor, parts: int, which: int) -> torch.Tensor:
-    """The rows of a whole parameter that this rank compares: each of those that hold one copy has others."""
+    """The rows of a whole parameter that this rank compares: each of those that hold one copy has
+    others.
+    """
     chunks = p.detach().reshape(-1).chunk(parts)
     return chunks[which] if which < len(chunks) else p.detach().reshape(-1)[:0]

@@ -1,4 +1,5 @@
-"""What of a PyTorch model runs in FP8 and what does not, and why: a table of its layers and products.
+"""What of a PyTorch model runs in FP8 and what does not, and why: a table of its layers and
+products.
 
 Parameters are read from the model. With inputs a forward pass is run without gradients: it counts
 multiplications, shows layers that are never called, and finds what has no layer: hand-written
@@ -39,14 +40,19 @@ TABLE = "a table: lookups multiply nothing"
 CONV1D = "a Conv1D of transformers is no nn.Linear: replace it by one"
 """Why a Conv1D has no FP8."""
 
-ADDED = "a parameter whose first dim is 1, as positions that are added; a product with it stays in high precision"
+ADDED = (
+    "a parameter whose first dim is 1, as positions that are added; a product with it stays in "
+    "high precision"
+)
 """Why such a parameter has no FP8. It is no expert's."""
 
 OUTSIDE = "outside layers in FP8"
 """Why a product without a layer has no FP8."""
 
 GROUPED = {"aten::_grouped_mm", "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback"}
-"""Operators that multiply the rows of each expert by its matrix. torch's counter of FLOPs lacks them."""
+"""Operators that multiply the rows of each expert by its matrix. torch's counter of FLOPs lacks
+them.
+"""
 
 REASONS = "_fp8_reasons"
 """The attribute of a converted model that holds {path: why} of its linears."""
@@ -71,12 +77,21 @@ class Report(fp8_report.Report):
     @property
     def surprises(self) -> list[Row]:
         """The rows that make it so."""
-        return [row for row in self.rows if row.recipe is None and row.reason in (CONV1D, _of_torch(row.kind), _outside(row.shape))]
+        return [
+            row
+            for row in self.rows
+            if row.recipe is None
+            and row.reason in (CONV1D, _of_torch(row.kind), _outside(row.shape))
+        ]
 
     @property
     def experts(self) -> list[Row]:
         """The rows of parameters of 3 and more dims outside linears: experts."""
-        return [row for row in self.rows if len(row.shape) >= 3 and row.path and row.reason == _outside(row.shape)]
+        return [
+            row
+            for row in self.rows
+            if len(row.shape) >= 3 and row.path and row.reason == _outside(row.shape)
+        ]
 
     def summary(self) -> str:
         """One line: shares, what is left out, and the experts' shares if there are any."""
@@ -85,7 +100,9 @@ class Report(fp8_report.Report):
             return line
         held = [f"{self.share_of(self.experts):.1%} of the parameters"]
         if self.multiplications is not None:
-            held.append(f"{self.share_of(self.experts, multiplications=True):.1%} of the multiplications")
+            held.append(
+                f"{self.share_of(self.experts, multiplications=True):.1%} of the multiplications"
+            )
         return f"{line} Experts, which stay in high precision, have {' and '.join(held)}."
 
 
@@ -93,14 +110,16 @@ def report(model: nn.Module, inputs: tuple | None = None) -> Report:
     """What of a model runs in FP8, what does not and why; print it as a table.
 
     inputs    arguments of a call, on which one forward pass is run, without gradients and compiled
-              code; no state of the model or of torch's generators changes. It shows multiplications,
-              layers that are never called, and products without a layer. Give a model on the meta
-              device inputs there, and nothing is computed. Every rank of a sharded model calls it,
-              and counts its own products.
+              code; no state of the model or of torch's generators changes. It shows
+              multiplications, layers that are never called, and products without a layer. Give a
+              model on the meta device inputs there, and nothing is computed. Every rank of a
+              sharded model calls it, and counts its own products.
     Raises:   ValueError: model is not an nn.Module; a lazy module, which has no shape yet.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself.")
+        raise ValueError(
+            f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself."
+        )
     check_shapes(model)
     return Report(rows=_rows(model, None if inputs is None else _counted(model, inputs)))
 
@@ -109,20 +128,28 @@ def check_shapes(model: nn.Module) -> None:
     """ValueError for a parameter of a lazy module, whose shape the first forward pass decides."""
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
-        raise ValueError(f"every parameter has a shape; {lazy} is of a lazy module, which has none yet. Run a forward pass first.")
+        raise ValueError(
+            f"every parameter has a shape; {lazy} is of a lazy module, which has none yet. Run "
+            "a forward pass first."
+        )
 
 
 def log(model: nn.Module, name: str, recipe: Recipe) -> None:
     """Log one line of a conversion: a warning where it left out what is no linear."""
     made = report(model)
-    _logger.log(logging.WARNING if recipe.fp8 and made.surprising else logging.INFO, "convert: %s: %s", name, made.summary())
+    _logger.log(
+        logging.WARNING if recipe.fp8 and made.surprising else logging.INFO,
+        "convert: %s: %s",
+        name,
+        made.summary(),
+    )
 
 
 class _Products(TorchDispatchMode):
     """Counts multiplications by layer, else by operator, result and why.
 
-    owners    the module of each storage that holds parameters: a product of one belongs to it, unless
-              it is a linear in FP8 that is not running.
+    owners    the module of each storage that holds parameters: a product of one belongs to it,
+              unless it is a linear in FP8 that is not running.
     names     {module: its path}
     """
 
@@ -141,13 +168,22 @@ class _Products(TorchDispatchMode):
             plain = [x for x in args if type(x) in (torch.Tensor, nn.Parameter)]
             owners = (self.owners.get(_storage(x)) for x in plain)
             layer = self.running or next((owner for owner in owners if owner is not None), None)
-            read = layer if self.running is None and isinstance(layer, Float8Linear | Linear) else None
+            read = (
+                layer if self.running is None and isinstance(layer, Float8Linear | Linear) else None
+            )
             if layer is not None and read is None:
                 self.layers[layer] += count
             else:
                 result = out if isinstance(out, torch.Tensor) else out[0]
-                why = OUTSIDE if read is None else f"reads {self.names[read]}.weight and does not call the linear: in high precision"
-                self.others[func._schema.name.removeprefix("aten::"), tuple(result.shape), why] += count
+                why = (
+                    OUTSIDE
+                    if read is None
+                    else f"reads {self.names[read]}.weight and does not call the linear: in "
+                    "high precision"
+                )
+                self.others[func._schema.name.removeprefix("aten::"), tuple(result.shape), why] += (
+                    count
+                )
         return out
 
     def begin(self, module: nn.Module, args: tuple) -> None:
@@ -161,12 +197,16 @@ class _Products(TorchDispatchMode):
 
 def _multiplications(func, args: tuple, kwargs: Mapping, out) -> int:
     """M N K of a product; 0 of any other operator."""
-    if func in grouped_gemm.OPERATORS:  # of a forward pass: (which, a [M, K], ...), or a kernel's, (a [M, K], ...)
+    if (
+        func in grouped_gemm.OPERATORS
+    ):  # of a forward pass: (which, a [M, K], ...), or a kernel's, (a [M, K], ...)
         a = args[1] if isinstance(args[0], str) else args[0]
         return out.numel() * a.shape[1]
     if func is block_gemm.OPERATOR or func is hardware.OPERATOR:
         return out.numel() * args[0].shape[1]
-    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:  # torch's registry lacks it
+    if (
+        func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    ):  # torch's registry lacks it
         q, k, v = args[:3]  # [B, H, T, D], [B, H', S, D], [B, H', S, Dv]
         return math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3])
     if func._schema.name in GROUPED:  # [T, K] x [E, K, N]
@@ -177,15 +217,28 @@ def _multiplications(func, args: tuple, kwargs: Mapping, out) -> int:
 
 def _counted(model: nn.Module, inputs: tuple) -> _Products:
     """The products of a forward pass on copies of the model's buffers."""
-    owners = {_storage(p): m for m in model.modules() for p in m.parameters(recurse=False) if type(p) is nn.Parameter}
+    owners = {
+        _storage(p): m
+        for m in model.modules()
+        for p in m.parameters(recurse=False)
+        if type(p) is nn.Parameter
+    }
     counted = _Products(owners, {m: name for name, m in model.named_modules()})
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with contextlib.ExitStack() as entered:
         for module in model.modules():
             if isinstance(module, nn.Linear | Experts | GroupedLinear):
-                for handle in (module.register_forward_pre_hook(counted.begin), module.register_forward_hook(counted.end)):
+                for handle in (
+                    module.register_forward_pre_hook(counted.begin),
+                    module.register_forward_hook(counted.end),
+                ):
                     entered.callback(handle.remove)
-        for context in (torch.random.fork_rng(), torch.no_grad(), torch.compiler.set_stance("force_eager"), counted):
+        for context in (
+            torch.random.fork_rng(),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            counted,
+        ):
             entered.enter_context(context)
         torch.func.functional_call(model, buffers, inputs)
     return counted
@@ -213,13 +266,28 @@ def _rows(model: nn.Module, counted: _Products | None) -> list[Row]:
         if not linear and max(len(_without_ones(shape)) for shape in shapes.values()) < 2:
             vectors.append(sum(sizes.values()))
             continue
-        taken = isinstance(module, nn.Linear | Experts | GroupedLinear)  # a switch may have undone it
-        rows[name] = _row(name, module, shapes, sizes, reasons.get(name) if taken else None, counted)
+        taken = isinstance(
+            module, nn.Linear | Experts | GroupedLinear
+        )  # a switch may have undone it
+        rows[name] = _row(
+            name, module, shapes, sizes, reasons.get(name) if taken else None, counted
+        )
     found = [rows[name] for name, _ in modules if name in rows]
     if vectors:
-        found.append(Row(path="", kind="vectors", shape=(), recipe=None, reason=f"of {len(vectors)} modules", parameters=sum(vectors)))
+        found.append(
+            Row(
+                path="",
+                kind="vectors",
+                shape=(),
+                recipe=None,
+                reason=f"of {len(vectors)} modules",
+                parameters=sum(vectors),
+            )
+        )
     for (operator, shape, why), count in counted.others.items() if counted else ():
-        found.append(Row(path="", kind=operator, shape=shape, recipe=None, reason=why, multiplications=count))
+        found.append(
+            Row(path="", kind=operator, shape=shape, recipe=None, reason=why, multiplications=count)
+        )
     return found
 
 
@@ -231,11 +299,22 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield from module.parametrizations.named_parameters(prefix="parametrizations")
 
 
-def _row(name: str, module: nn.Module, shapes: Mapping, sizes: Mapping, reason: str | None, counted: _Products | None) -> Row:
+def _row(
+    name: str,
+    module: nn.Module,
+    shapes: Mapping,
+    sizes: Mapping,
+    reason: str | None,
+    counted: _Products | None,
+) -> Row:
     """The row of one layer, from the shapes of its parameters and the sizes of those that count
     here."""
     recipe, kernel = _in_fp8(module)
-    largest = _dims(module, shapes) if isinstance(module, nn.Linear) else max(shapes.values(), key=math.prod)
+    largest = (
+        _dims(module, shapes)
+        if isinstance(module, nn.Linear)
+        else max(shapes.values(), key=math.prod)
+    )
     count = None if counted is None else counted.layers.get(module, 0)
     why = reason or ("converted" if recipe else _why_not(module, largest))
     return Row(
@@ -246,13 +325,19 @@ def _row(name: str, module: nn.Module, shapes: Mapping, sizes: Mapping, reason: 
         kernel=kernel,
         reason="never called" if isinstance(module, nn.Linear) and count == 0 else why,
         parameters=sum(sizes.values()),
-        in_fp8=0 if not recipe else module.in_fp8 if isinstance(module, Experts | GroupedLinear) else sizes.get("weight", 0),
+        in_fp8=0
+        if not recipe
+        else module.in_fp8
+        if isinstance(module, Experts | GroupedLinear)
+        else sizes.get("weight", 0),
         multiplications=count,
     )
 
 
 def _dims(linear: nn.Linear, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """[N, K], also of a linear that is pruned or parametrized, which has no parameter of the name weight."""
+    """[N, K], also of a linear that is pruned or parametrized, which has no parameter of the name
+    weight.
+    """
     return shapes.get("weight", (linear.out_features, linear.in_features))
 
 
@@ -262,7 +347,9 @@ def _in_fp8(module: nn.Module) -> tuple[str | None, str | None]:
         name = module.recipes_in_fp8 if isinstance(module, Experts) else module.recipe.name
         return (name, module.kernels()) if module.in_fp8 else (None, None)
     if isinstance(module, Float8Linear | Linear):
-        return module.recipe.name, gemm.kernel(module.recipe, module.weight.device, (module.out_features, module.in_features))
+        return module.recipe.name, gemm.kernel(
+            module.recipe, module.weight.device, (module.out_features, module.in_features)
+        )
     if isinstance(module, float8_linear.Float8Linear):
         return "torchao's config", gemm.SCALED_MM
     return None, None
@@ -296,7 +383,10 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _outside(shape: tuple[int, ...]) -> str:
-    return f"a parameter of {len(shape)} dims outside linears: experts (torch._grouped_mm) or a hand-written product stay in high precision"
+    return (
+        f"a parameter of {len(shape)} dims outside linears: experts (torch._grouped_mm) or a "
+        "hand-written product stay in high precision"
+    )
 
 
 def _reasons(model: nn.Module) -> Iterator[tuple[str, str]]:

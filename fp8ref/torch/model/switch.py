@@ -1,14 +1,15 @@
 """Several recipes of one model, of which one runs (spec T-9).
 
     twin = convert.convert(copy_on_meta, "bf16")                  # neither sharded nor compiled
-    switch = Switch(model, "tensorwise", {"bf16": twin})          # model: converted, perhaps sharded
+    switch = Switch(model, "tensorwise", {"bf16": twin})          # model: converted, perhaps
+    sharded
     ...
     switch.to("bf16")                                             # between two optimizer steps
 
-The linears of all recipes share their Parameters, so that optimizers, FSDP2 and checkpoints notice no
-switch. A module of experts stays where it is, and changes how it multiplies: with a twin that was
-converted without ``experts=True`` as its library does. States of delayed scaling wait while other
-recipes run.
+The linears of all recipes share their Parameters, so that optimizers, FSDP2 and checkpoints notice
+no switch. A module of experts stays where it is, and changes how it multiplies: with a twin that
+was converted without ``experts=True`` as its library does. States of delayed scaling wait while
+other recipes run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,26 +33,43 @@ class Switch:
     """
 
     def __init__(self, model: nn.Module, recipe: str, twins: Mapping[str, nn.Module]) -> None:
-        """model: in recipe, with its memory (``to_empty``); FSDP2 gathers its weights in their dtype.
+        """model: in recipe, with its memory (``to_empty``); FSDP2 gathers its weights in their
+        dtype.
 
-        twins     by further recipe, the same model on the meta device, converted and nothing else. Their
-                  linears are taken, and the forms of their experts.
-        Raises:   ValueError: a weight that FSDP2 gathers in FP8, as its buffers are of the first recipe.
+        twins     by further recipe, the same model on the meta device, converted and nothing else.
+                  Their linears are taken, and the forms of their experts.
+        Raises:   ValueError: a weight that FSDP2 gathers in FP8, as its buffers are of the first
+                  recipe.
         """
         self.model, self.recipe = model, recipe
-        mine = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | GroupedLinear)}
+        mine = {
+            name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | GroupedLinear)
+        }
         self._linears = {recipe: mine}
         self._states: dict[str, RoleState] = dict(delayed.states(model))
-        if twins and (gathered := [name for name, linear in mine.items() if hasattr(linear, "fp8_gather")]):
+        if twins and (
+            gathered := [name for name, linear in mine.items() if hasattr(linear, "fp8_gather")]
+        ):
             raise ValueError(
-                f"FSDP2 gathers weights in one way for all recipes of a model; {gathered[0]} is gathered in FP8. Parallelize with "
-                "gather_fp8=False, which gives the same bits."
+                f"FSDP2 gathers weights in one way for all recipes of a model; {gathered[0]} is "
+                "gathered in FP8. Parallelize with gather_fp8=False, which gives the same bits."
             )
         every = {recipe: model, **twins}
-        mixtures = {name for one in every.values() for name, m in one.named_modules() if isinstance(m, Experts)}
-        self._forms = {name: {recipe: experts_form.form_of(model.get_submodule(name))} for name in sorted(mixtures)}
+        mixtures = {
+            name
+            for one in every.values()
+            for name, m in one.named_modules()
+            if isinstance(m, Experts)
+        }
+        self._forms = {
+            name: {recipe: experts_form.form_of(model.get_submodule(name))}
+            for name in sorted(mixtures)
+        }
         for other, twin in twins.items():
-            self._linears[other] = {name: self._sharing(name, twin.get_submodule(name), linear) for name, linear in mine.items()}
+            self._linears[other] = {
+                name: self._sharing(name, twin.get_submodule(name), linear)
+                for name, linear in mine.items()
+            }
             for name, forms in self._forms.items():
                 forms[other] = experts_form.form_of(twin.get_submodule(name))
                 device = next(model.get_submodule(name).parameters(recurse=False)).device
@@ -65,7 +83,10 @@ class Switch:
         Raises:   ValueError: a recipe that the model was not given.
         """
         if recipe not in self._linears:
-            raise ValueError(f"a model switches to a recipe that it was made with, {', '.join(self._linears)}; got {recipe!r}.")
+            raise ValueError(
+                "a model switches to a recipe that it was made with, "
+                f"{', '.join(self._linears)}; got {recipe!r}."
+            )
         delayed.forget(self.model)
         for name, linear in self._linears[recipe].items():
             path, _, key = name.rpartition(".")
@@ -83,8 +104,12 @@ class Switch:
         """As ``delayed.states`` of the model, of all recipes."""
         yield from self._states.items()
 
-    def _sharing(self, name: str, linear: nn.Module, mine: nn.Linear | GroupedLinear) -> nn.Linear | GroupedLinear:
-        """A linear of a twin, with the Parameters of the model's own and one state for each role."""
+    def _sharing(
+        self, name: str, linear: nn.Module, mine: nn.Linear | GroupedLinear
+    ) -> nn.Linear | GroupedLinear:
+        """A linear of a twin, with the Parameters of the model's own and one state for each
+        role.
+        """
         assert isinstance(linear, nn.Linear | GroupedLinear)
         delayed_checks.unwatch(linear)
         # The dict itself: FSDP2 puts whole weights and shards into that of the module it first saw.

@@ -41,7 +41,9 @@ class GemmOperand(NamedTuple):
 
 
 @contextmanager
-def observe_gemms(model: nn.Module, observer: Callable, grouped_observer: Callable | None = None) -> Iterator[None]:
+def observe_gemms(
+    model: nn.Module, observer: Callable, grouped_observer: Callable | None = None
+) -> Iterator[None]:
     """In this context, report every FP8 GEMM of the model's linears to an observer.
 
     observer    called as observer(name, gemm, a, b, out): the linear's name, which GEMM it is, its
@@ -50,9 +52,11 @@ def observe_gemms(model: nn.Module, observer: Callable, grouped_observer: Callab
                 that has rows is a GEMM; under delayed scaling a group without rows is one row of
                 zeros, so that its weight is seen (X-9).
     grouped_observer
-                called in place of it for the GEMMs of grouped linears, as grouped_observer(name, gemm,
-                tensors, operands, groups, out): those of all groups, as ``grouped.observers`` have them.
-    Raises:     ValueError: a linear that a pass of the model calls more than once, from within that pass.
+                called in place of it for the GEMMs of grouped linears, as grouped_observer(name,
+                gemm, tensors, operands, groups, out): those of all groups, as ``grouped.observers``
+                have them.
+    Raises:     ValueError: a linear that a pass of the model calls more than once, from within that
+                pass.
     """
     reporter = _Reporter(observer, grouped_observer)
     handles = [model.register_forward_pre_hook(reporter.begin)]
@@ -64,7 +68,9 @@ def observe_gemms(model: nn.Module, observer: Callable, grouped_observer: Callab
         if is_linear or getattr(module, "shares_input", False):
             # First of all hooks: tensor parallelism's own may cast the input, in the linear or in
             # the block around it.
-            handles.append(module.register_forward_pre_hook(reporter.keep_input(name), prepend=True))
+            handles.append(
+                module.register_forward_pre_hook(reporter.keep_input(name), prepend=True)
+            )
         if is_linear:
             handles.append(module.register_forward_pre_hook(reporter.once_a_pass(name)))
             handles.append(module.register_forward_pre_hook(reporter.keep_weight(name)))
@@ -102,8 +108,9 @@ class _Reporter(TorchDispatchMode):
                 return
             if name in self._called:
                 raise ValueError(
-                    f"operands are observed of linears that a pass of the model calls once; it calls {name} again. Leave out what observes, such as "
-                    "statistics, or give each use a linear of its own."
+                    "operands are observed of linears that a pass of the model calls once; it "
+                    f"calls {name} again. Leave out what observes, such as statistics, or give "
+                    "each use a linear of its own."
                 )
             self._called.add(name)
 
@@ -156,7 +163,9 @@ class _Reporter(TorchDispatchMode):
         self._report(which, OPERANDS[which], codes, out)
 
     def multiplied_groups(self, which, tensors, operands, groups, out) -> None:
-        """An observer of grouped linears: reports the GEMM of each group, or all of them to the observer of groups."""
+        """An observer of grouped linears: reports the GEMM of each group, or all of them to the
+        observer of groups.
+        """
         if which == "output" and torch._C._current_graph_task_id() != -1:  # recomputed
             return
         name = self._forward if which == "output" else self._backward
@@ -177,7 +186,9 @@ class _Reporter(TorchDispatchMode):
             found = []
             # torchao multiplies input x weight.t() and grad_output.t() x input: transpose back to
             # the own layout
-            for tensor, transposed in zip(args, (gemm == "grad_weight", gemm == "output"), strict=True):
+            for tensor, transposed in zip(
+                args, (gemm == "grad_weight", gemm == "output"), strict=True
+            ):
                 codes, scale = tensor._data.view(torch.uint8), tensor._scale
                 if transposed:
                     codes, scale = codes.t(), scale.t()
@@ -196,7 +207,9 @@ class _Reporter(TorchDispatchMode):
             return
         a, b = (
             GemmOperand(self._like_codes(name, role, codes), codes, scale, inverse, axis - 2)
-            for role, (codes, scale, inverse), axis in zip(roles, found, REDUCED_AXES[which], strict=True)
+            for role, (codes, scale, inverse), axis in zip(
+                roles, found, REDUCED_AXES[which], strict=True
+            )
         )
         self._observer(name, which, a, b, out)
 
@@ -208,13 +221,17 @@ class _Reporter(TorchDispatchMode):
         hp = self._hp[name][role]
         if role != "weight" and hp.numel() != codes.numel():
             with _disable_current_modes():
-                hp = DTensor.from_local(hp, self._meshes[name], [Shard(1)], run_check=False).full_tensor()
+                hp = DTensor.from_local(
+                    hp, self._meshes[name], [Shard(1)], run_check=False
+                ).full_tensor()
         return hp.reshape(-1, hp.shape[-1])
 
 
-def of_groups(which, tensors, operands, groups, out) -> Iterator[tuple[int, list[GemmOperand], torch.Tensor]]:
-    """(e, operands, result) of each group's GEMM, as those of a linear: of what an observer of groups is given, those that
-    ``observe_gemms`` would report."""
+def of_groups(
+    which, tensors, operands, groups, out
+) -> Iterator[tuple[int, list[GemmOperand], torch.Tensor]]:
+    """(e, operands, result) of each group's GEMM, as those of a linear: of what an observer of
+    groups is given, those that ``observe_gemms`` would report."""
     ends = groups.ends.tolist()
     of_each = [{e: part for e, *_, part in grouped_operands.parts_of(q, ends)} for q in operands]
     for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):

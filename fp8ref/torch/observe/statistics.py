@@ -40,7 +40,12 @@ def of_whole(x: torch.Tensor) -> Whole:
     """The Whole of a tensor that is not empty; signal sums the squares of its finite elements."""
     value = cast.to_f32(x)
     finite = value.isfinite()
-    return Whole(x.numel() - finite.count_nonzero(), x.count_nonzero(), _squares(torch.where(finite, value, 0.0)), scaling.amax(x))
+    return Whole(
+        x.numel() - finite.count_nonzero(),
+        x.count_nonzero(),
+        _squares(torch.where(finite, value, 0.0)),
+        scaling.amax(x),
+    )
 
 
 @torch.no_grad()
@@ -59,15 +64,25 @@ def measure(x: torch.Tensor, q: Quantized, whole: Whole | None = None) -> torch.
     # wait for the device.
     finite = x.device.type == "cpu" and not whole.non_finite and bool(ends.isfinite().all())
     underflows, saturated, overflows, noise = (_of_finite if finite else _of_any)(x, q, whole)
-    counts = (torch.full((), x.numel(), device=x.device), whole.non_finite, underflows, saturated, overflows)
-    return torch.stack([number.double() for number in (*counts, whole.signal, noise, whole.amax, *ends)])
+    counts = (
+        torch.full((), x.numel(), device=x.device),
+        whole.non_finite,
+        underflows,
+        saturated,
+        overflows,
+    )
+    return torch.stack(
+        [number.double() for number in (*counts, whole.signal, noise, whole.amax, *ends)]
+    )
 
 
 def _of_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
     """Underflows, saturated codes, overflows, and the sum of squared errors, of any x and q."""
     value, decoded = cast.to_f32(x), cast.decode(q.codes, q.fmt)
     finite = value.isfinite()
-    error = torch.where(finite, decoded * _spread(q.scale_inv, q) - torch.where(finite, value, 0.0), 0.0)
+    error = torch.where(
+        finite, decoded * _spread(q.scale_inv, q) - torch.where(finite, value, 0.0), 0.0
+    )
     return (
         ((value != 0) & (decoded == 0)).count_nonzero(),
         (decoded.abs() == q.fmt.max).count_nonzero(),
@@ -86,14 +101,26 @@ def _of_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tenso
     least, greatest = scaled.aminmax()
     # Decode by a table: torch's own conversion of e4m3 on a CPU takes one element at a time.
     table = cast.decode(torch.arange(256, dtype=torch.uint8, device="cpu"), q.fmt)
-    error = table.index_select(0, codes.reshape(-1).int()).view(x.shape).mul_(_spread(q.scale_inv, q)).sub_(value)
+    error = (
+        table.index_select(0, codes.reshape(-1).int())
+        .view(x.shape)
+        .mul_(_spread(q.scale_inv, q))
+        .sub_(value)
+    )
     beyond = max(-least, greatest) >= q.fmt.max
-    return underflows, saturated, _overflows(scaled.abs_(), q.fmt) if beyond else torch.zeros_like(saturated), _squares(error)
+    return (
+        underflows,
+        saturated,
+        _overflows(scaled.abs_(), q.fmt) if beyond else torch.zeros_like(saturated),
+        _squares(error),
+    )
 
 
 @torch.no_grad()
 def measure_groups(x: torch.Tensor, q: Quantized, ends: Sequence[int]) -> torch.Tensor:
-    """float64 [FIELDS] of all rows in groups, x [M, C], or of all weights, x [E, N, K], and their quantized q."""
+    """float64 [FIELDS] of all rows in groups, x [M, C], or of all weights, x [E, N, K], and their
+    quantized q.
+    """
     if x.ndim == 3:
         of_each = [measure(x[e], grouped_operands.of_group(q, e, 0, 0)) for e in range(len(x))]
     else:
@@ -107,7 +134,14 @@ def measure_groups(x: torch.Tensor, q: Quantized, ends: Sequence[int]) -> torch.
         return torch.zeros(len(FIELDS), dtype=torch.float64, device=x.device)
     parts = torch.stack(of_each)
     sums = len(FIELDS) - 3
-    return torch.cat([parts[:, :sums].sum(0), parts[:, sums : sums + 1].amax(0), parts[:, -2:-1].amin(0), parts[:, -1:].amax(0)])
+    return torch.cat(
+        [
+            parts[:, :sums].sum(0),
+            parts[:, sums : sums + 1].amax(0),
+            parts[:, -2:-1].amin(0),
+            parts[:, -1:].amax(0),
+        ]
+    )
 
 
 @contextmanager
@@ -117,25 +151,43 @@ def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterato
     A rank's part is its rows of input and grad_output. Of a weight gathered in FP8 it is the rank's
     shard, else the whole weight. Under tensor parallelism it is what the rank has of each.
     """
-    by_gemm = {(o.layer, o.gemm): [p for p in planned if (p.layer, p.gemm) == (o.layer, o.gemm)] for o in planned}
-    gathers = {name: module.fp8_gather for name, module in model.named_modules() if hasattr(module, "fp8_gather")}
+    by_gemm = {
+        (o.layer, o.gemm): [p for p in planned if (p.layer, p.gemm) == (o.layer, o.gemm)]
+        for o in planned
+    }
+    gathers = {
+        name: module.fp8_gather
+        for name, module in model.named_modules()
+        if hasattr(module, "fp8_gather")
+    }
     once: dict[tuple, torch.Tensor] = {}  # measured already: two GEMMs may take the same operand
     wholes: dict[tuple, Whole] = {}
 
     def measured(operand: Operand, of_gemm: GemmOperand) -> torch.Tensor:
         gather = gathers.get(operand.layer) if operand.role == "weight" else None
         spec, axis = operand.cast, of_gemm.axis
-        key = (operand.layer, operand.role, spec, None if spec.granularity == "tensorwise" else axis)
+        key = (
+            operand.layer,
+            operand.role,
+            spec,
+            None if spec.granularity == "tensorwise" else axis,
+        )
         if key not in once:
             codes, x = of_gemm.codes.view(cast.DTYPES[spec.fmt.name]), of_gemm.hp
             # the GEMM had the gathered weight; this rank cast its own rows, by the same scale
             if gather is not None:
                 x = gather.shard.to(gather.dtype)
-                codes = scaling.quantize_with(x, of_gemm.scale, spec.fmt).codes if x.numel() else codes
+                codes = (
+                    scaling.quantize_with(x, of_gemm.scale, spec.fmt).codes if x.numel() else codes
+                )
             if key[:2] not in wholes and x.numel():
                 wholes[key[:2]] = of_whole(x)
             once[key] = measure(
-                x, Quantized(codes, of_gemm.scale, of_gemm.scale_inv, spec.fmt, spec.granularity, axis), wholes.get(key[:2])
+                x,
+                Quantized(
+                    codes, of_gemm.scale, of_gemm.scale_inv, spec.fmt, spec.granularity, axis
+                ),
+                wholes.get(key[:2]),
             )
         return once[key]
 
@@ -187,6 +239,9 @@ def _overflows(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
     """How many magnitudes round beyond max (C-4)."""
     # Those above the tie of max and the number that would follow. The tie itself rounds to even:
     # away from an odd max.
-    step = fmt.max - cast.decode(torch.tensor(fmt.max_code - 1, dtype=torch.uint8, device="cpu"), fmt).item()
+    step = (
+        fmt.max
+        - cast.decode(torch.tensor(fmt.max_code - 1, dtype=torch.uint8, device="cpu"), fmt).item()
+    )
     bound = fmt.max + step / 2
     return (scaled >= bound if fmt.max_code % 2 else scaled > bound).count_nonzero()

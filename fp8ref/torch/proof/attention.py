@@ -1,4 +1,6 @@
-"""The verdict on attention by a variant: which of its products a step ran, and in which types (spec B-15)."""
+"""The verdict on attention by a variant: which of its products a step ran, and in which types (spec
+B-15).
+"""
 
 from collections.abc import Sequence
 
@@ -15,14 +17,26 @@ def multiplies_codes(variant: Variant, arithmetic: Arithmetic, device: torch.dev
     """Whether products take FP8 codes: not of MX blocks, nor in the fast form on a CPU."""
     if variant.fmt.bits != 8 or variant.granularity == "mx_1x32":
         return False
-    return arithmetic == "stated" or attention_fast_operands.takes_codes(torch.empty(0, device=device, dtype=torch.float32), variant)
+    return arithmetic == "stated" or attention_fast_operands.takes_codes(
+        torch.empty(0, device=device, dtype=torch.float32), variant
+    )
 
 
-def missing_products(trace: GemmTrace, layers: Sequence[str], variant: Variant, *, codes: bool, plan: str | None = None) -> list[str]:
-    """A line for each product of these layers' attention that did not run, or ever ran otherwise than planned.
+def missing_products(
+    trace: GemmTrace,
+    layers: Sequence[str],
+    variant: Variant,
+    *,
+    codes: bool,
+    plan: str | None = None,
+) -> list[str]:
+    """A line for each product of these layers' attention that did not run, or ever ran otherwise
+    than planned.
 
-    codes       ``multiplies_codes``: types and accumulation are compared. Without, a product must have run.
-    plan        the simulated hardware that each must run under (B-12); None: the framework's own GEMMs.
+    codes       ``multiplies_codes``: types and accumulation are compared. Without, a product must
+                have run.
+    plan        the simulated hardware that each must run under (B-12); None: the framework's own
+                GEMMs.
     """
     here: dict[str, set[ProductRecord]] = {}
     for one in trace.products:
@@ -30,16 +44,26 @@ def missing_products(trace: GemmTrace, layers: Sequence[str], variant: Variant, 
     lines = []
     for wanted in _planned(layers, variant, plan):
         found = here.get(wanted.name, set())
-        if codes and variant.backward == "bf16":  # whose backward pass makes scores again, of no codes (A-25)
+        if (
+            codes and variant.backward == "bf16"
+        ):  # whose backward pass makes scores again, of no codes (A-25)
             found = {one for one in found if one.fp8}
         others = sorted(str(one) for one in found - {wanted}) if codes else []
-        promise = f"{wanted.name}: planned {wanted if codes else 'a product of dequantized operands'}"
-        lines += [f"{promise}; {have}" for have in (others if found else ["no product of it was seen"])]
+        promise = (
+            f"{wanted.name}: planned {wanted if codes else 'a product of dequantized operands'}"
+        )
+        lines += [
+            f"{promise}; {have}" for have in (others if found else ["no product of it was seen"])
+        ]
     return lines
 
 
-def manifest_of_products(trace: GemmTrace, layers: Sequence[str], variant: Variant, *, codes: bool) -> dict:
-    """The proof of attention for a run's manifest: each distinct product once, and those on dequantized operands."""
+def manifest_of_products(
+    trace: GemmTrace, layers: Sequence[str], variant: Variant, *, codes: bool
+) -> dict:
+    """The proof of attention for a run's manifest: each distinct product once, and those on
+    dequantized operands.
+    """
     return {
         "variant": variant.name,
         "backward": variant.backward,
@@ -49,7 +73,9 @@ def manifest_of_products(trace: GemmTrace, layers: Sequence[str], variant: Varia
             for one in dict.fromkeys(trace.products)
             if one.layer in layers
         ],
-        "on_dequantised_operands": [f"{layer}/{product}" for layer in layers for product in products(variant) if not codes],
+        "on_dequantised_operands": [
+            f"{layer}/{product}" for layer in layers for product in products(variant) if not codes
+        ],
     }
 
 
@@ -63,13 +89,29 @@ def missing_kernels(trace: GemmTrace, layers: Sequence[str]) -> list[str]:
 
 
 def manifest_of_kernels(trace: GemmTrace, variant: Variant) -> dict:
-    """The proof of attention by a library's kernel for a run's manifest: each distinct call once."""
-    return {"variant": variant.name, "backward": variant.backward, "gemms": [], "kernels": list(dict.fromkeys(trace.kernels))}
+    """The proof of attention by a library's kernel for a run's manifest: each distinct call
+    once.
+    """
+    return {
+        "variant": variant.name,
+        "backward": variant.backward,
+        "gemms": [],
+        "kernels": list(dict.fromkeys(trace.kernels)),
+    }
 
 
-def _planned(layers: Sequence[str], variant: Variant, plan: str | None = None) -> list[ProductRecord]:
+def _planned(
+    layers: Sequence[str], variant: Variant, plan: str | None = None
+) -> list[ProductRecord]:
     if not layers:  # of attention in high precision none is planned
         return []
     accumulate = "fast" if variant.plan == "hopper_fast" else "slow"
-    of_variant = [(product, [type_name(cast.DTYPES[fmt.name]) for fmt in formats(product, variant)]) for product in products(variant)]
-    return [ProductRecord(layer, product, a, b, accumulate, plan) for layer in layers for product, (a, b) in of_variant]
+    of_variant = [
+        (product, [type_name(cast.DTYPES[fmt.name]) for fmt in formats(product, variant)])
+        for product in products(variant)
+    ]
+    return [
+        ProductRecord(layer, product, a, b, accumulate, plan)
+        for layer in layers
+        for product, (a, b) in of_variant
+    ]

@@ -20,7 +20,15 @@ from fp8ref.recipe import Gemm
 from fp8ref.torch.attention.observer import LABEL
 from fp8ref.torch.linear.model_checks import is_compiled
 from fp8ref.torch.proof import records
-from fp8ref.torch.proof.records import BLOCK_GEMM, OPERANDS_AT, PRODUCTS_AT, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
+from fp8ref.torch.proof.records import (
+    BLOCK_GEMM,
+    OPERANDS_AT,
+    PRODUCTS_AT,
+    SCALED_MM,
+    SIMULATED,
+    GemmRecord,
+    GemmTrace,
+)
 
 _aten = torch.ops.aten
 # the key in a node's metadata of (layer, which), set on the joint graph
@@ -28,7 +36,9 @@ _LABEL = "fp8ref.torch.proof.compiled"
 
 
 @contextmanager
-def trace_compiled(model: nn.Module, attention: Mapping[str, nn.Module] | None = None) -> Iterator[GemmTrace]:
+def trace_compiled(
+    model: nn.Module, attention: Mapping[str, nn.Module] | None = None
+) -> Iterator[GemmTrace]:
     """Record the GEMMs of the graphs that inductor compiles in this context.
 
     attention   as of ``trace_eager``.
@@ -37,8 +47,8 @@ def trace_compiled(model: nn.Module, attention: Mapping[str, nn.Module] | None =
 
     Inductor's caches are neither read, which would hide the graphs, nor written. Modules of one
     class that are compiled one by one share a graph. It counts for those that were called in this
-    context and whose linears and attention have equal recipes: others have a graph of their own, or none. A linear
-    compiled by itself has no name in its graph.
+    context and whose linears and attention have equal recipes: others have a graph of their own, or
+    none. A linear compiled by itself has no name in its graph.
     """
     trace = GemmTrace("inductor post-grad graphs")
     reader = _Reader(model, trace, attention or {})
@@ -62,7 +72,9 @@ class _Pass(CustomGraphPass):
 
     def __init__(self, read: Callable[[Graph], None], earlier) -> None:
         self._read = read
-        self._earlier: Sequence = earlier if isinstance(earlier, list | tuple) else [earlier] if earlier else []
+        self._earlier: Sequence = (
+            earlier if isinstance(earlier, list | tuple) else [earlier] if earlier else []
+        )
 
     def __call__(self, graph: Graph) -> None:
         for earlier in self._earlier:
@@ -76,21 +88,35 @@ class _Pass(CustomGraphPass):
 class _Reader:
     """Labels the GEMMs of a model's joint graphs, and records them from its post-grad graphs."""
 
-    def __init__(self, model: nn.Module, trace: GemmTrace, attention: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, trace: GemmTrace, attention: Mapping[str, nn.Module]
+    ) -> None:
         self._trace = trace
-        self._attention = {str(id(module)): records.unwrapped(name) for name, module in attention.items()}
+        self._attention = {
+            str(id(module)): records.unwrapped(name) for name, module in attention.items()
+        }
         # dynamo's keys of modules are their ids
         self._names = {str(id(module)): name for name, module in records.linears(model)}
-        self._regions = {records.unwrapped(name): module for name, module in model.named_modules() if name and is_compiled(module)}
+        self._regions = {
+            records.unwrapped(name): module
+            for name, module in model.named_modules()
+            if name and is_compiled(module)
+        }
         self._plans = {region: self._plan(region) for region in self._regions}
         self._called: set[str] = set()
 
     def _plan(self, region: str) -> tuple:
-        """What decides the graph of a region: its class, and the kinds and recipes of its linears and attention by their names in it."""
+        """What decides the graph of a region: its class, and the kinds and recipes of its linears
+        and attention by their names in it.
+        """
         module, begin = self._regions[region], len(region)
         inside = {str(id(m)) for m in module.modules()}
         recipes = {
-            self._names[str(id(m))][begin:]: (type(m), getattr(m, "recipe", None), getattr(m, "config", None))
+            self._names[str(id(m))][begin:]: (
+                type(m),
+                getattr(m, "recipe", None),
+                getattr(m, "config", None),
+            )
             for m in module.modules()
             if str(id(m)) in self._names
         }
@@ -135,7 +161,9 @@ class _Reader:
         trace = self._trace
         trace.gemms = [gemm for gemm in trace.gemms if ran(gemm.layer)]
         trace.products = [product for product in trace.products if ran(product.layer)]
-        trace.wanted, trace.unwanted = ({name for name in names if ran(name)} for names in (trace.wanted, trace.unwanted))
+        trace.wanted, trace.unwanted = (
+            {name for name in names if ran(name)} for names in (trace.wanted, trace.unwanted)
+        )
 
     def _region(self, name: str) -> str | None:
         """The compiled module that a layer, or a product of it, is in."""
@@ -152,14 +180,18 @@ class _Reader:
         made: dict[str, set[Gemm]] = {}
         for layer, node in gemms:
             if layer is not None and _backward(node):
-                roots = {root for operand in _operands(node) for root in self._roots(operand, layer)}
+                roots = {
+                    root for operand in _operands(node) for root in self._roots(operand, layer)
+                }
                 which: Gemm = "grad_input" if roots & weights.get(layer, set()) else "grad_weight"
                 node.meta[_LABEL] = layer, which
                 made.setdefault(layer, set()).add(which)
         for layer, there in made.items():
             for which in ("grad_input", "grad_weight"):
                 # a backward pass without a product for a gradient does not compute it
-                (self._trace.wanted if which in there else self._trace.unwanted).update(f"{name}/{which}" for name in self._shared(layer))
+                (self._trace.wanted if which in there else self._trace.unwanted).update(
+                    f"{name}/{which}" for name in self._shared(layer)
+                )
 
     def read(self, graph: Graph) -> None:
         """Record the labeled GEMMs of a post-grad graph."""
@@ -167,15 +199,25 @@ class _Reader:
             if node.target in OPERANDS_AT and _LABEL in node.meta:
                 layer, which = node.meta[_LABEL]
                 a, b = (records.type_name(operand.meta["val"].dtype) for operand in _operands(node))
-                self._trace.gemms += [GemmRecord(name, which, a, b, *_how(node)) for name in self._shared(layer)]
+                self._trace.gemms += [
+                    GemmRecord(name, which, a, b, *_how(node)) for name in self._shared(layer)
+                ]
             elif node.target in PRODUCTS_AT and (product := node.meta.get("custom", {}).get(LABEL)):
-                first, second = (_node(node.args[i]).meta["val"].dtype for i in PRODUCTS_AT[node.target])
+                first, second = (
+                    _node(node.args[i]).meta["val"].dtype for i in PRODUCTS_AT[node.target]
+                )
                 types = records.type_name(first), records.type_name(second)
                 for name in self._shared(self._layer(node, self._attention) or ""):
-                    self._trace.products.append(records.of_product(name, product, node.target, types, node.args, node.kwargs))
+                    self._trace.products.append(
+                        records.of_product(
+                            name, product, node.target, types, node.args, node.kwargs
+                        )
+                    )
 
     def _layer(self, node: Node, names: Mapping[str, str] | None = None) -> str | None:
-        """The innermost linear, or module of these names, that a node belongs to, or whose forward pass it differentiates."""
+        """The innermost linear, or module of these names, that a node belongs to, or whose forward
+        pass it differentiates.
+        """
         names = self._names if names is None else names
         stack = node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack") or {}
         keys = (key.partition("@")[0] for key in reversed(stack))  # of a module's second call: id@1
@@ -198,8 +240,16 @@ class _Reader:
         region = self._region(layer)
         if region is None:
             return [layer]
-        alike = [name + layer[len(region) :] for name, plan in self._plans.items() if plan == self._plans[region]]
-        return [name for name in alike if name in self._names.values() or name in self._attention.values()]
+        alike = [
+            name + layer[len(region) :]
+            for name, plan in self._plans.items()
+            if plan == self._plans[region]
+        ]
+        return [
+            name
+            for name in alike
+            if name in self._names.values() or name in self._attention.values()
+        ]
 
 
 def _backward(node: Node) -> bool:
@@ -228,8 +278,14 @@ def _scaled(node: Node) -> tuple[str, str]:
     scales = _node(given["scale_a"]), _node(given["scale_b"])
     if not all(scale.target is _aten.full.default and scale.args[1] == 1 for scale in scales):
         return accumulate, records.granularity(*(scale.meta["val"] for scale in scales))
-    factors = [_node(user.args[1]) for user in node.users if user.target is _aten.mul.Tensor and user.args[0] is node]
-    return accumulate, records.granularity(*(factor.meta["val"] for factor in factors)) if factors else "unit"
+    factors = [
+        _node(user.args[1])
+        for user in node.users
+        if user.target is _aten.mul.Tensor and user.args[0] is node
+    ]
+    return accumulate, records.granularity(
+        *(factor.meta["val"] for factor in factors)
+    ) if factors else "unit"
 
 
 def _node(argument: Any) -> Node:

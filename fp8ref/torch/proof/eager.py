@@ -28,10 +28,13 @@ _LAYER_KEY = "fp8ref.torch.proof.eager"
 
 
 @contextmanager
-def trace_eager(model: nn.Module, attention: Mapping[str, nn.Module] | None = None) -> Iterator[GemmTrace]:
+def trace_eager(
+    model: nn.Module, attention: Mapping[str, nn.Module] | None = None
+) -> Iterator[GemmTrace]:
     """Record a model's GEMMs in this context, forward and backward, also under checkpointing.
 
-    attention   modules that compute ``fp8ref.torch.attention``, by their names: their products are recorded too.
+    attention   modules that compute ``fp8ref.torch.attention``, by their names: their products are
+                recorded too.
 
     No bit of them changes.
 
@@ -42,14 +45,21 @@ def trace_eager(model: nn.Module, attention: Mapping[str, nn.Module] | None = No
     """
     for name, module in model.named_modules():
         if is_compiled(module):
-            raise ValueError(f"{name or 'the model'} is compiled, and trace_eager would run it eagerly. Use proof.trace_compiled.")
+            raise ValueError(
+                f"{name or 'the model'} is compiled, and trace_eager would run it eagerly. Use "
+                "proof.trace_compiled."
+            )
     trace = GemmTrace("eager dispatch")
     tracer = _Tracer(trace)
     handles = []
     try:
         for name, module in records.linears(model):
             handles.append(module.register_forward_pre_hook(tracer.on_enter(name)))
-            handles.append(module.register_forward_hook(tracer.on_leave(name), with_kwargs=True, always_call=True))
+            handles.append(
+                module.register_forward_hook(
+                    tracer.on_leave(name), with_kwargs=True, always_call=True
+                )
+            )
         with observe_attention(attention or {}, None), tracer:
             yield trace
     finally:
@@ -60,8 +70,8 @@ def trace_eager(model: nn.Module, attention: Mapping[str, nn.Module] | None = No
 class _Tracer(TorchDispatchMode):
     """Names a GEMM by where it runs: in a linear's forward pass, or in an autograd node of it.
 
-    A forward pass that is recomputed runs in a node too; the linear that runs then names its GEMMs, and those outside of linears have no
-    name.
+    A forward pass that is recomputed runs in a node too; the linear that runs then names its GEMMs,
+    and those outside of linears have no name.
     """
 
     def __init__(self, trace: GemmTrace) -> None:
@@ -85,12 +95,18 @@ class _Tracer(TorchDispatchMode):
             # None: an exception, or early stopping of a checkpoint
             if not isinstance(output, torch.Tensor) or output.grad_fn is None:
                 return
-            x = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            x = next(
+                value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)
+            )
             needed = {"grad_input": x.requires_grad, "grad_weight": module.weight.requires_grad}
             for which, wanted in needed.items():
                 (self._trace.wanted if wanted else self._trace.unwanted).add(f"{name}/{which}")
             # torchao multiplies for both gradients, and leaves to autograd which of them is dropped
-            order = [which for which, wanted in needed.items() if wanted or isinstance(module, Float8Linear)]
+            order = [
+                which
+                for which, wanted in needed.items()
+                if wanted or isinstance(module, Float8Linear)
+            ]
             for node in _between((x, module.weight, module.bias), output):
                 _memory(node)[_LAYER_KEY] = {"layer": name, "order": order}
 
@@ -104,14 +120,18 @@ class _Tracer(TorchDispatchMode):
         if any(t is not torch.Tensor for t in types):
             if func is _aten.mm.default and all(isinstance(t, Float8TrainingTensor) for t in args):
                 roles = tuple(t._gemm_input_role.value for t in args)
-                self._announced = next(which for which, operands in OPERANDS.items() if operands == roles)
+                self._announced = next(
+                    which for which, operands in OPERANDS.items() if operands == roles
+                )
             return NotImplemented
         out = func(*args, **kwargs)
         product, attends = attention_observer.product(), attention_observer.layer()
         if product is not None:
             if attends is not None and func in records.PRODUCTS_AT:
                 a, b = (records.type_name(args[i].dtype) for i in records.PRODUCTS_AT[func])
-                self._trace.products.append(records.of_product(attends, product, func, (a, b), args, kwargs))
+                self._trace.products.append(
+                    records.of_product(attends, product, func, (a, b), args, kwargs)
+                )
         elif attends is not None and func._schema.name in records.KERNELS:
             self._trace.kernels.append(f"{attends}: {func._schema.name}")
         elif func in _ONES:
@@ -142,18 +162,24 @@ class _Tracer(TorchDispatchMode):
             accumulate, granularity, plan = records.of_simulated(args)
         else:
             accumulate, granularity = records.of_groups(func, args)
-        self._trace.gemms.append(GemmRecord(layer, announced or which, a, b, accumulate, granularity, plan))
+        self._trace.gemms.append(
+            GemmRecord(layer, announced or which, a, b, accumulate, granularity, plan)
+        )
 
     def _record_scale(self, index: int, factor: torch.Tensor) -> None:
         gemm = self._trace.gemms[index]
-        self._trace.gemms[index] = GemmRecord(gemm.layer, gemm.which, gemm.a, gemm.b, gemm.accumulate, records.granularity(factor))
+        self._trace.gemms[index] = GemmRecord(
+            gemm.layer, gemm.which, gemm.a, gemm.b, gemm.accumulate, records.granularity(factor)
+        )
 
     def _where(self) -> tuple[str | None, Gemm]:
         """The layer that runs and its next GEMM; None outside all layers."""
         if self._inside:
             return self._inside[-1], "output"
         node = torch._C._current_autograd_node()
-        if node is not None and torch.is_grad_enabled():  # checkpointed, it runs again in whatever node comes first
+        if (
+            node is not None and torch.is_grad_enabled()
+        ):  # checkpointed, it runs again in whatever node comes first
             return None, "output"
         place = _memory(node).get(_LAYER_KEY) if node is not None else None
         if not place or not place["order"]:

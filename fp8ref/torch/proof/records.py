@@ -32,7 +32,9 @@ SIMULATED = hardware.OPERATOR
 """The operator of simulated hardware (G-19)."""
 
 GROUPED_GEMM, GROUPED_GEMM_HP, SCALED_GROUPED_MM, GROUPED_DEEP_GEMM = grouped_gemm.OPERATORS
-"""The operators of one GEMM for each group (X-10), in FP8 and in high precision, and of torch's and DeepGEMM's grouped kernels."""
+"""The operators of one GEMM for each group (X-10), in FP8 and in high precision, and of torch's and
+DeepGEMM's grouped kernels.
+"""
 
 SCALED_MMS = batched_gemm.OPERATOR
 """The operator of a batch of products of attention, in compiled graphs."""
@@ -65,7 +67,9 @@ PRODUCTS_AT: dict[Any, tuple[int, int]] = {
 """{operator of a product of attention: positions of both operands among its arguments}."""
 
 KERNELS = ("flash_attn_3::fwd",)
-"""The operators of kernels that compute attention (Dao-AILab/flash-attention, hopper/flash_api.cpp)."""
+"""The operators of kernels that compute attention (Dao-AILab/flash-attention,
+hopper/flash_api.cpp).
+"""
 
 # Parts of module names that torch.compile and checkpoint_wrapper insert.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -75,8 +79,8 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 class GemmRecord:
     """One GEMM of a linear, as it ran.
 
-    accumulate     ``fast`` or ``slow`` (G-7), ``blocks`` by torchao's kernels or ``blocks, DeepGEMM``
-                   (G-17); None of a GEMM in high precision.
+    accumulate     ``fast`` or ``slow`` (G-7), ``blocks`` by torchao's kernels or ``blocks,
+                   DeepGEMM`` (G-17); None of a GEMM in high precision.
     granularity    ``tensorwise`` or ``rowwise``, from the shapes of the scales. Under unit scales
                    (G-5) it is that of the factor that multiplies the result, or ``unit`` without
                    one. Of operands with block scales it names both. None of a GEMM in high
@@ -104,7 +108,17 @@ class GemmRecord:
         return self.a.startswith("f8") and self.b.startswith("f8")
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (f"{self.a} x {self.b}", self.accumulate, self.granularity, self.plan and f"under {self.plan}")))
+        return ", ".join(
+            filter(
+                None,
+                (
+                    f"{self.a} x {self.b}",
+                    self.accumulate,
+                    self.granularity,
+                    self.plan and f"under {self.plan}",
+                ),
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -133,7 +147,11 @@ class ProductRecord:
         return self.a.startswith("f8") and self.b.startswith("f8")
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (f"{self.a} x {self.b}", self.accumulate, self.plan and f"under {self.plan}")))
+        return ", ".join(
+            filter(
+                None, (f"{self.a} x {self.b}", self.accumulate, self.plan and f"under {self.plan}")
+            )
+        )
 
 
 @dataclass
@@ -160,7 +178,9 @@ class GemmTrace:
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | GroupedLinear]]:
-    """Every linear and grouped linear, by its name before modules were compiled or wrapped for checkpointing."""
+    """Every linear and grouped linear, by its name before modules were compiled or wrapped for
+    checkpointing.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | GroupedLinear):
             yield unwrapped(name), module
@@ -181,7 +201,9 @@ def type_name(dtype: torch.dtype) -> str:
 
 def arguments(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     """An operator's arguments by name, defaults left out."""
-    return dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    return (
+        dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    )
 
 
 def granularity(*scales: torch.Tensor) -> str:
@@ -189,7 +211,9 @@ def granularity(*scales: torch.Tensor) -> str:
     return "rowwise" if any(scale.ndim > 1 for scale in scales) else "tensorwise"
 
 
-def of_product(layer: str, product: Product, func: Any, types: tuple[str, str], args: tuple, kwargs: dict) -> ProductRecord:
+def of_product(
+    layer: str, product: Product, func: Any, types: tuple[str, str], args: tuple, kwargs: dict
+) -> ProductRecord:
     """The record of a product of attention by an operator of PRODUCTS_AT."""
     accumulate = plan = None
     if func is SCALED_MM:
@@ -207,8 +231,8 @@ def of_blocks(codes_b: torch.Tensor, scale_b: torch.Tensor, by: str) -> tuple[st
 
 
 def of_groups(func: Any, arguments: Sequence[Any]) -> tuple[str | None, str | None]:
-    """Accumulation and granularity of the GEMMs of all groups, by an operator of ``experts.gemm``; (None, None) by another, or in
-    high precision."""
+    """Accumulation and granularity of the GEMMs of all groups, by an operator of ``experts.gemm``;
+    (None, None) by another, or in high precision."""
     if func is GROUPED_DEEP_GEMM:
         return BLOCKS["deep_gemm"], SQUARES
     if func not in (GROUPED_GEMM, SCALED_GROUPED_MM):

@@ -13,7 +13,9 @@ from fp8ref.torch.proof.records import GemmRecord, GemmTrace, linears, type_name
 from fp8ref.torch.quantize import cast
 
 
-def missing(trace: GemmTrace, planned: Mapping[str, str | Recipe], plan: str | None = None) -> list[str]:
+def missing(
+    trace: GemmTrace, planned: Mapping[str, str | Recipe], plan: str | None = None
+) -> list[str]:
     """A line for each planned FP8 GEMM that did not run, or ever ran otherwise than planned.
 
     Types, accumulation and granularity are compared. Two kinds of GEMM may be absent: those whose
@@ -31,7 +33,10 @@ def missing(trace: GemmTrace, planned: Mapping[str, str | Recipe], plan: str | N
         if wanted.name in pruned or (plan is None and gemm.in_blocks(granularity)):
             continue
         others = sorted(str(found) for found in here.get(wanted.name, set()) - {wanted})
-        lines += [f"{wanted.name}: planned {wanted}; {have}" for have in (others if wanted.name in here else ["no GEMM of it was seen"])]
+        lines += [
+            f"{wanted.name}: planned {wanted}; {have}"
+            for have in (others if wanted.name in here else ["no GEMM of it was seen"])
+        ]
     return lines
 
 
@@ -39,7 +44,8 @@ def missing_gathers(model: nn.Module, planned: Iterable[str]) -> list[str]:
     """A line for each planned weight that FSDP2 did not gather as FP8 codes."""
     found = gathers(model)
     return [
-        f"{layer}/weight: planned a gather of one byte an element; {found.get(layer, 'none of it was seen')}"
+        f"{layer}/weight: planned a gather of one byte an element; "
+        f"{found.get(layer, 'none of it was seen')}"
         for layer in planned
         if found.get(layer) != "u8"
     ]
@@ -48,7 +54,11 @@ def missing_gathers(model: nn.Module, planned: Iterable[str]) -> list[str]:
 def gathers(model: nn.Module) -> dict[str, str]:
     """The type in which FSDP2 last gathered each weight with an FP8 gather: u8 means codes."""
     found = {name: getattr(linear, "fp8_gather", None) for name, linear in linears(model)}
-    return {name: type_name(g.moved) for name, g in found.items() if isinstance(g, FP8Gather) and g.moved is not None}
+    return {
+        name: type_name(g.moved)
+        for name, g in found.items()
+        if isinstance(g, FP8Gather) and g.moved is not None
+    }
 
 
 def manifest(
@@ -70,12 +80,21 @@ def manifest(
     return {
         "read_from": trace.read_from,
         "gemms": [
-            {"gemm": g.name, "a": g.a, "b": g.b, "accumulate": g.accumulate, "granularity": g.granularity, "fp8": g.fp8}
+            {
+                "gemm": g.name,
+                "a": g.a,
+                "b": g.b,
+                "accumulate": g.accumulate,
+                "granularity": g.granularity,
+                "fp8": g.fp8,
+            }
             for g in once
             if g.plan is None
         ],
         "on_dequantised_operands": [
-            wanted.name for wanted, granularity in fp8 if plan is None and gemm.in_blocks(granularity) and wanted.name not in by_kernel
+            wanted.name
+            for wanted, granularity in fp8
+            if plan is None and gemm.in_blocks(granularity) and wanted.name not in by_kernel
         ],
         "pruned": [wanted.name for wanted, _ in fp8 if wanted.name in pruned],
         "gathers": dict(collections.Counter((gathers or {}).values())),
@@ -84,7 +103,14 @@ def manifest(
 
 
 def _of_simulated(g: GemmRecord) -> dict:
-    return {"gemm": g.name, "a": g.a, "b": g.b, "accumulate": g.accumulate, "granularity": g.granularity, "plan": g.plan}
+    return {
+        "gemm": g.name,
+        "a": g.a,
+        "b": g.b,
+        "accumulate": g.accumulate,
+        "granularity": g.granularity,
+        "plan": g.plan,
+    }
 
 
 def _fp8(planned: Mapping[str, str | Recipe], plan: str | None) -> Iterator[tuple[GemmRecord, str]]:
@@ -94,4 +120,7 @@ def _fp8(planned: Mapping[str, str | Recipe], plan: str | None) -> Iterator[tupl
             if spec.a is not None and spec.b is not None:
                 a, b = (type_name(cast.DTYPES[c.fmt.name]) for c in (spec.a, spec.b))
                 scaled = hardware.granularity(spec.a.granularity, spec.b.granularity)
-                yield GemmRecord(layer, which, a, b, spec.accumulate, scaled, plan), spec.a.granularity
+                yield (
+                    GemmRecord(layer, which, a, b, spec.accumulate, scaled, plan),
+                    spec.a.granularity,
+                )

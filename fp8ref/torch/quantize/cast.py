@@ -37,9 +37,13 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tens
         # torch >= 2.12 saturates in eager mode and earlier versions do not, so overflow is decided
         # here: at and above the midpoint between max and the number that would follow it, which is
         # even where max is odd, and the reverse.
-        step = fmt.max - decode(torch.tensor(fmt.max_code - 1, dtype=torch.uint8, device=x.device), fmt)
+        step = fmt.max - decode(
+            torch.tensor(fmt.max_code - 1, dtype=torch.uint8, device=x.device), fmt
+        )
         tie_overflows = fmt.max_code % 2 == 1
-        above = value.abs() >= fmt.max + step / 2 if tie_overflows else value.abs() > fmt.max + step / 2
+        above = (
+            value.abs() >= fmt.max + step / 2 if tie_overflows else value.abs() > fmt.max + step / 2
+        )
         overflow = fmt.nan_code if fmt.inf_code is None else fmt.inf_code | (codes & fmt.sign_bit)
         codes = torch.where(above, overflow, codes)
     # torch's NaN keeps the sign; C-5 emits one code
@@ -55,7 +59,10 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     """
     dtype = native(fmt)
     if not isinstance(codes, torch.Tensor):
-        raise ValueError(f"codes of {fmt} are a torch.Tensor; got {type(codes).__name__}. Convert with torch.as_tensor.")
+        raise ValueError(
+            f"codes of {fmt} are a torch.Tensor; got {type(codes).__name__}. Convert with "
+            "torch.as_tensor."
+        )
     if codes.dtype == torch.uint8:
         codes = codes.view(dtype)
     if codes.dtype != dtype:
@@ -77,15 +84,22 @@ def to_f32(x: torch.Tensor) -> torch.Tensor:
 
 
 def checked(x: torch.Tensor) -> torch.Tensor:
-    """x itself; ValueError unless it is a tensor of float32, float16 or bfloat16, outside of torch.vmap."""
+    """x itself; ValueError unless it is a tensor of float32, float16 or bfloat16, outside of
+    torch.vmap.
+    """
     if not isinstance(x, torch.Tensor):
-        raise ValueError(f"casts take a torch.Tensor; got {type(x).__name__}. Convert with torch.as_tensor.")
+        raise ValueError(
+            f"casts take a torch.Tensor; got {type(x).__name__}. Convert with torch.as_tensor."
+        )
     if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x):
         raise ValueError(
-            "casts to FP8 have no rule for torch.vmap; got a tensor within it. Cast the whole batch, or loop over its examples."
+            "casts to FP8 have no rule for torch.vmap; got a tensor within it. Cast the whole "
+            "batch, or loop over its examples."
         )
     if x.dtype not in HIGH_PRECISION:
-        raise ValueError(f"casts take float32, float16 or bfloat16; got {x.dtype}. Convert with .float().")
+        raise ValueError(
+            f"casts take float32, float16 or bfloat16; got {x.dtype}. Convert with .float()."
+        )
     return x
 
 

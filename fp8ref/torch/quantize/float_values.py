@@ -1,7 +1,7 @@
 """The numbers of FP8 codes as float32 tensors, for products on a CPU, which has no FP8 GEMM.
 
-torch converts float8 to float32 a code at a time there (2.13: 5 ns each). Here integer operations make a float16 of each
-code, and rounding to a format is two float32 additions; both are vectorized.
+torch converts float8 to float32 a code at a time there (2.13: 5 ns each). Here integer operations
+make a float16 of each code, and rounding to a format is two float32 additions; both are vectorized.
 """
 
 import torch
@@ -14,7 +14,8 @@ _EXPONENT = 0x7F800000  # of a float32
 
 
 def decode(codes: Tensor) -> Tensor:
-    """float32 numbers of codes, exactly; on a GPU, in compiled graphs and of other formats by torch's conversion.
+    """float32 numbers of codes, exactly; on a GPU, in compiled graphs and of other formats by
+    torch's conversion.
 
     Specials: NaN codes are NaN; infinities and signs of zeros are kept.
     """
@@ -25,26 +26,37 @@ def decode(codes: Tensor) -> Tensor:
     if codes.dtype != torch.float8_e4m3fn:
         return codes.float()
     wide = codes.view(torch.int8).to(torch.int16)
-    # In place: new memory costs more than the operations. Code 7F is NaN. Its float16 would be finite: it gets the highest bit of an
-    # exponent, which no other code has.
+    # In place: new memory costs more than the operations. Code 7F is NaN. Its float16 would be
+    # finite: it gets the highest bit of an exponent, which no other code has.
     nan = (wide & 0x7F).add_(1).bitwise_and_(0x80).bitwise_left_shift_(7)
-    # The sign fills the upper half of wide. Bit 14 of a float16 is the highest of its exponent: 0 in all of e4m3fn.
+    # The sign fills the upper half of wide. Bit 14 of a float16 is the highest of its exponent: 0
+    # in all of e4m3fn.
     wide.bitwise_left_shift_(7).bitwise_and_(~0x4000).bitwise_or_(nan)
     return wide.view(torch.float16).float().mul_(_E4M3_OVER_HALF)
 
 
-def round_(x: Tensor, fmt: Format, scratch: Tensor | None = None, *, inside: bool = False) -> Tensor:
+def round_(
+    x: Tensor, fmt: Format, scratch: Tensor | None = None, *, inside: bool = False
+) -> Tensor:
     """x, in place, saturated and rounded to the numbers of an FP8 format: those of a cast's codes.
 
     scratch   float32 of x's shape, which is written; None: a new tensor.
     inside    no number is above the format's range: none is saturated.
-    Order:    to nearest, ties to even: 1.5 x 2^(23 - m + e) is added and subtracted, with e the exponent of x, or the
-              format's least, and m its mantissa bits. Of such sums one unit is one of x's in the format.
+    Order:    to nearest, ties to even: 1.5 x 2^(23 - m + e) is added and subtracted, with e the
+              exponent of x, or the format's least, and m its mantissa bits. Of such sums one unit
+              is one of x's in the format.
     Specials: NaN stays. A zero, and what is rounded to it, is +0.
     """
     if not inside:
         x.clamp_(-fmt.max, fmt.max)
     bits = x.view(torch.int32)
-    exponent = bits & _EXPONENT if scratch is None else torch.bitwise_and(bits, _EXPONENT, out=scratch.view(torch.int32))
-    power, factor = exponent.view(torch.float32).clamp_(min=2.0**fmt.emin), 1.5 * 2.0 ** (23 - fmt.mantissa_bits)
+    exponent = (
+        bits & _EXPONENT
+        if scratch is None
+        else torch.bitwise_and(bits, _EXPONENT, out=scratch.view(torch.int32))
+    )
+    power, factor = (
+        exponent.view(torch.float32).clamp_(min=2.0**fmt.emin),
+        1.5 * 2.0 ** (23 - fmt.mantissa_bits),
+    )
     return x.add_(power, alpha=factor).sub_(power, alpha=factor)  # the products are exact

@@ -1,5 +1,5 @@
-"""Stochastic rounding in PyTorch (spec C-2), by integer operations: the simulator's random numbers, a
-function of a seed and an element's flat index.
+"""Stochastic rounding in PyTorch (spec C-2), by integer operations: the simulator's random numbers,
+a function of a seed and an element's flat index.
 
 Words are integers below 2^32, in Python or in int64 tensors: a product of two of them wraps around
 2^64, and the 32 bits above and below are read by a shift and a mask.
@@ -31,7 +31,12 @@ def words(counter: Any, stream: int, key: Key) -> tuple[Any, Any, Any, Any]:
     k0, k1 = key
     for _ in range(ROUNDS):
         p, q = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = ((q >> 32) & _LOW) ^ c1 ^ k0, q & _LOW, ((p >> 32) & _LOW) ^ c3 ^ k1, p & _LOW
+        c0, c1, c2, c3 = (
+            ((q >> 32) & _LOW) ^ c1 ^ k0,
+            q & _LOW,
+            ((p >> 32) & _LOW) ^ c3 ^ k1,
+            p & _LOW,
+        )
         k0, k1 = (k0 + WEYL[0]) & _LOW, (k1 + WEYL[1]) & _LOW
     return c0, c1, c2, c3
 
@@ -60,20 +65,29 @@ def codes(x: Tensor, fmt: Format, key: Key, start: int) -> Tensor:
     field = magnitude >> 23
     exponent = field.clamp(min=1) - 127
     mantissa = (magnitude & 0x7FFFFF) + (field.clamp(max=1) << 23)
-    # |x| in spacings is mantissa / 2^shift; no mantissa has more than 24 bits, so that larger shifts leave nothing.
+    # |x| in spacings is mantissa / 2^shift; no mantissa has more than 24 bits, so that larger
+    # shifts leave nothing.
     shift = (23 - fmt.mantissa_bits + (fmt.emin - exponent).clamp(min=0)).clamp(max=72)
     whole = mantissa >> shift.clamp(max=31)
     rest = mantissa - (whole << shift.clamp(max=31))
-    # The upper 16 of the 48 bits of C-2 decide, unless with h they are all ones; 13 is the smallest shift, of float16.
+    # The upper 16 of the 48 bits of C-2 decide, unless with h they are all ones; 13 is the smallest
+    # shift, of float16.
     high = ((rest << 3) >> (shift - 13).clamp(max=31)) + high_bits(start, x.numel(), key, x.device)
     if torch.compiler.is_compiling():
-        up = (high > 0xFFFF) | ((high == 0xFFFF) & _low_carries(rest, shift, torch.arange(start, start + x.numel(), device=x.device), key))
+        up = (high > 0xFFFF) | (
+            (high == 0xFFFF)
+            & _low_carries(
+                rest, shift, torch.arange(start, start + x.numel(), device=x.device), key
+            )
+        )
     else:
         up = high > 0xFFFF
         open_ = (high == 0xFFFF).nonzero().squeeze(1)
         up[open_] = _low_carries(rest[open_], shift[open_], open_ + start, key)
     found = whole + up + ((exponent.clamp(min=fmt.emin) - fmt.emin) << fmt.mantissa_bits)
-    found = torch.where(x.isnan(), fmt.nan_code, found.clamp(max=fmt.max_code) | ((bits >> 31) & fmt.sign_bit))
+    found = torch.where(
+        x.isnan(), fmt.nan_code, found.clamp(max=fmt.max_code) | ((bits >> 31) & fmt.sign_bit)
+    )
     return found.to(torch.int32)
 
 

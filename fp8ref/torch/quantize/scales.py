@@ -20,7 +20,9 @@ class Scales(NamedTuple):
     scale_inv: torch.Tensor
 
 
-def scales_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy = "torchao") -> Scales:
+def scales_from_amax(
+    amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy = "torchao"
+) -> Scales:
     """Compute scale and scale_inv from an amax, bit for bit as the simulator (S-3, S-4, S-9, S-14,
     S-17).
 
@@ -33,20 +35,26 @@ def scales_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy 
     """
     policy, dtype = implemented(policy), cast.native(fmt)
     if policy.unscaled:
-        return Scales(torch.ones_like(amax, dtype=torch.float32), torch.ones_like(amax, dtype=torch.float32))
+        return Scales(
+            torch.ones_like(amax, dtype=torch.float32), torch.ones_like(amax, dtype=torch.float32)
+        )
     if policy.e8m0:
         return _e8m0_scales(amax, fmt, policy)
     if policy.makes_scale_inv:
         scale_inv = _scale_inv_ratio(amax, fmt, policy)
         return Scales(scale_inv.reciprocal(), scale_inv)
-    scale = amax_to_scale(amax, dtype, round_scales_to_power_of_2=policy.power_of_two == "exp2_log2")
+    scale = amax_to_scale(
+        amax, dtype, round_scales_to_power_of_2=policy.power_of_two == "exp2_log2"
+    )
     if policy.power_of_two == "mask":
         masked = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
         scale = torch.where(scale.isnan(), scale, masked)
     return Scales(scale, scale.reciprocal())
 
 
-def scale_from_amax(amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy = "torchao") -> torch.Tensor:
+def scale_from_amax(
+    amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy = "torchao"
+) -> torch.Tensor:
     """The factor into FP8: ``scales_from_amax(...).scale``. Its docstring applies."""
     return scales_from_amax(amax, fmt, policy).scale
 
@@ -62,10 +70,14 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
     if not policy.in_backends:
         known = ", ".join(name for name, p in policies.POLICIES.items() if p.in_backends)
         raise ValueError(
-            f"fp8ref.torch scales by {known}; got policy {policy.name!r}. Use one of these, or fp8ref.sim for {policy.name!r}."
+            f"fp8ref.torch scales by {known}; got policy {policy.name!r}. Use one of these, or "
+            f"fp8ref.sim for {policy.name!r}."
         )
     if policy.floored_quotient and policy.eps != EPS:
-        raise ValueError(f"torchao's eps is {EPS}; got policy {policy.name!r} with eps={policy.eps}. Use policy 'torchao'.")
+        raise ValueError(
+            f"torchao's eps is {EPS}; got policy {policy.name!r} with eps={policy.eps}. Use "
+            "policy 'torchao'."
+        )
     return policy
 
 

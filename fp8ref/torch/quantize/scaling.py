@@ -49,7 +49,9 @@ class Quantized(NamedTuple):
     axis: int
 
 
-def amax(x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False) -> torch.Tensor:
+def amax(
+    x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False
+) -> torch.Tensor:
     """The largest magnitude of every group that shares a scale, on this rank (spec S-2).
 
     ragged    the last block along axis may be shorter (S-6): as along a linear's rows.
@@ -74,14 +76,20 @@ def _largest(x: torch.Tensor, granularity: str, axis: int, ragged: bool) -> torc
     if granularity == "tensorwise":
         return magnitudes.amax()
     if granularity == "rowwise":
-        # From the front: Python's hash(-2) is hash(-1), and amaxes of one tensor along either dim then
-        # hide from the compiler that linears repeat them.
+        # From the front: Python's hash(-2) is hash(-1), and amaxes of one tensor along either dim
+        # then hide from the compiler that linears repeat them.
         return magnitudes.amax(dim=axis % x.ndim, keepdim=True)
     if any(length % size for size, length in zip(sizes, x.shape, strict=True)):
         # last dim first
-        padding = [n for size, length in zip(sizes[::-1], x.shape[::-1], strict=True) for n in (0, -length % size)]
+        padding = [
+            n
+            for size, length in zip(sizes[::-1], x.shape[::-1], strict=True)
+            for n in (0, -length % size)
+        ]
         magnitudes = functional.pad(magnitudes, padding)
-    parts = [n for size, length in zip(sizes, x.shape, strict=True) for n in (-(-length // size), size)]
+    parts = [
+        n for size, length in zip(sizes, x.shape, strict=True) for n in (-(-length // size), size)
+    ]
     return magnitudes.reshape(parts).amax(dim=tuple(range(1, len(parts), 2)))
 
 
@@ -113,7 +121,8 @@ def _unflagged(merged: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """Names of the process groups whose ranks hold parts of one linear's tensors; None: this rank alone.
+    """Names of the process groups whose ranks hold parts of one linear's tensors; None: this rank
+    alone.
 
     batch     ranks that cut M of input and grad_output.
     tensor    ranks that cut the linear by ``style``.
@@ -126,7 +135,8 @@ class Groups:
     style: Style | None = None
 
     def sharing(self, role: Role, granularity: str, axis: int) -> str | None:
-        """The name of the process group whose ranks merge this operand's amaxes; None: this rank's own is enough (P-5).
+        """The name of the process group whose ranks merge this operand's amaxes; None: this rank's
+        own is enough (P-5).
 
         axis      the one that the GEMM reduces, -2 or -1.
         """
@@ -139,7 +149,9 @@ class Groups:
         # Every rank of the batch has the whole weight.
         rows = self.batch is not None and role != "weight" and -2 in spans
         parts = self.tensor is not None and along is not None and along - 2 in spans
-        return self.every if rows and parts else self.batch if rows else self.tensor if parts else None
+        return (
+            self.every if rows and parts else self.batch if rows else self.tensor if parts else None
+        )
 
 
 def quantize(
@@ -170,7 +182,10 @@ def quantize(
     """
     policy = scales.implemented(policy)
     if granularity == "mx_1x32" and policy.e8m0 is None:
-        raise ValueError(f"groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got policy {policy.name!r}.")
+        raise ValueError(
+            "groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got "
+            f"policy {policy.name!r}."
+        )
     largest = _largest(x, granularity, axis, ragged)
     if group is not None:
         largest = merge_amax(largest.float(), group)
@@ -181,7 +196,14 @@ def quantize(
     return _quantized(x, scale, scale_inv, fmt, granularity, axis)
 
 
-def quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1) -> Quantized:
+def quantize_with(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    fmt: Format,
+    *,
+    granularity: str = "tensorwise",
+    axis: int = -1,
+) -> Quantized:
     """quantize by a given scale, such as a delayed state's; not for e8m0 policies (S-14).
 
     Shapes:   x as in quantize; scale float32 of ``scale_shape``.
@@ -191,10 +213,16 @@ def quantize_with(x: torch.Tensor, scale: torch.Tensor, fmt: Format, *, granular
     """
     cast.checked(x)
     if not isinstance(scale, torch.Tensor):
-        raise ValueError(f"a scale is a torch.Tensor of float32; got {type(scale).__name__}. Convert with torch.as_tensor.")
+        raise ValueError(
+            f"a scale is a torch.Tensor of float32; got {type(scale).__name__}. Convert with "
+            "torch.as_tensor."
+        )
     shape = granularities.scale_shape(granularity, tuple(x.shape), axis)
     if tuple(scale.shape) != shape:
-        raise ValueError(f"{granularity} scales of x.shape={tuple(x.shape)} have shape {shape}; got {tuple(scale.shape)}.")
+        raise ValueError(
+            f"{granularity} scales of x.shape={tuple(x.shape)} have shape {shape}; got "
+            f"{tuple(scale.shape)}."
+        )
     return _quantized(x, scale, scale.reciprocal(), fmt, granularity, axis)
 
 
@@ -210,21 +238,36 @@ def dequantize(q: Quantized) -> torch.Tensor:
     Raises:   ValueError: q not a Quantized.
     """
     if not isinstance(q, Quantized):
-        raise ValueError(f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize.")
-    return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, tuple(q.codes.shape), q.granularity, q.axis)
+        raise ValueError(
+            f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize."
+        )
+    return cast.decode(q.codes, q.fmt) * spread(
+        q.scale_inv, tuple(q.codes.shape), q.granularity, q.axis
+    )
 
 
-def _quantized(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, fmt: Format, granularity: str, axis: int) -> Quantized:
+def _quantized(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    fmt: Format,
+    granularity: str,
+    axis: int,
+) -> Quantized:
     codes = scaled_codes(x, spread(scale, tuple(x.shape), granularity, axis), fmt)
     return Quantized(codes, scale, scale_inv, fmt, granularity, axis)
 
 
 def scaled_codes(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The codes of x times a scale that broadcasts to it: RN32(f32(x) * scale), clipped, rounded (S-5)."""
+    """The codes of x times a scale that broadcasts to it: RN32(f32(x) * scale), clipped, rounded
+    (S-5).
+    """
     return hp_tensor_and_scale_to_float8(x.detach(), scale, cast.native(fmt))._data
 
 
-def spread(scale: torch.Tensor, shape: tuple[int, ...], granularity: str, axis: int) -> torch.Tensor:
+def spread(
+    scale: torch.Tensor, shape: tuple[int, ...], granularity: str, axis: int
+) -> torch.Tensor:
     """Scales expanded to a shape that broadcasts to the tensor's."""
     if granularity in ("tensorwise", "rowwise"):
         return scale

@@ -4,10 +4,11 @@
     optimizer = states.AdamW(model.parameters(), layout="msamp_o2")
     copies.keep(model, optimizer)
 
-``keep`` replaces the weight of each linear that casts it once, in the model and in the optimizer, by
-torchao's FP8 tensor: codes, a byte an element, and one scale. Linears multiply by the codes as they
-are, and gradients have the ``grad_dtype`` that the weight had, by default its dtype. After each step of the optimizer the codes are
-made anew from the masters. A weight that is its own master, in float32 or bfloat16, moves into the optimizer's state.
+``keep`` replaces the weight of each linear that casts it once, in the model and in the optimizer,
+by torchao's FP8 tensor: codes, a byte an element, and one scale. Linears multiply by the codes as
+they are, and gradients have the ``grad_dtype`` that the weight had, by default its dtype. After
+each step of the optimizer the codes are made anew from the masters. A weight that is its own
+master, in float32 or bfloat16, moves into the optimizer's state.
 
 Under FSDP2 the sharded weight stays as it is, and ``fp8_gather`` gathers codes that each step makes
 once, where it would cast the shard for each gather.
@@ -39,9 +40,18 @@ class Copies:
     """
 
     def __init__(
-        self, model: nn.Module, weights: dict[str, tuple[nn.Parameter, CastSpec]], gathers: list[FP8Gather], optimizer: states.AdamW
+        self,
+        model: nn.Module,
+        weights: dict[str, tuple[nn.Parameter, CastSpec]],
+        gathers: list[FP8Gather],
+        optimizer: states.AdamW,
     ) -> None:
-        self.weights, self.gathers, self._model, self._optimizer = weights, gathers, model, optimizer
+        self.weights, self.gathers, self._model, self._optimizer = (
+            weights,
+            gathers,
+            model,
+            optimizer,
+        )
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -59,8 +69,9 @@ class Copies:
 
     @contextmanager
     def uncast(self) -> Iterator[None]:
-        """In this context linears have their weights in high precision, and cast them, to the same bits: for passes that
-        measure the casts. Gradients go to the parameters in FP8 when it ends."""
+        """In this context linears have their weights in high precision, and cast them, to the same
+        bits: for passes that measure the casts. Gradients go to the parameters in FP8 when it ends.
+        """
         wide = {}
         for name, (p, _) in self.weights.items():
             w = nn.Parameter(states.weight(self._optimizer, p), requires_grad=p.requires_grad)
@@ -74,35 +85,46 @@ class Copies:
 
 
 def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
-    """Keep the weights of a model's FP8 linears as codes. Call it before the first step, or after states
-    are loaded; a sharded model after ``fsdp.gather_in_fp8``.
+    """Keep the weights of a model's FP8 linears as codes. Call it before the first step, or after
+    states are loaded; a sharded model after ``fsdp.gather_in_fp8``.
 
     Order:    the master, rounded once to the weight's dtype, cast by the recipe (spec O-16).
-    Returns:  the copies. Each step of the optimizer refreshes them, and so does loading its states, or
-              weights that FSDP2 shards; call ``refresh`` after masters or local shards were written
-              otherwise. The model's state_dict holds codes and scales, and loads into a model with or
-              without copies.
-    Raises:   ValueError: no linear that casts its weight once; another optimizer, or one without a weight of these; a weight that another
-              module shares, or that is kept already.
+    Returns:  the copies. Each step of the optimizer refreshes them, and so does loading its states,
+              or weights that FSDP2 shards; call ``refresh`` after masters or local shards were
+              written otherwise. The model's state_dict holds codes and scales, and loads into a
+              model with or without copies.
+    Raises:   ValueError: no linear that casts its weight once; another optimizer, or one without a
+              weight of these; a weight that another module shares, or that is kept already.
     """
-    linears: dict[str, Any] = {name: linear for name, linear in model.named_modules() if isinstance(linear, Float8Linear | Linear)}
+    linears: dict[str, Any] = {
+        name: linear
+        for name, linear in model.named_modules()
+        if isinstance(linear, Float8Linear | Linear)
+    }
     specs = {name: spec for name, linear in linears.items() if (spec := _cast(linear)) is not None}
     if not specs:
         raise ValueError(
-            "weights are kept in FP8 for linears that cast them once for both GEMMs, by their own amax (O-16), and the model has none. "
-            "Convert it with such a recipe, as 'tensorwise'."
+            "weights are kept in FP8 for linears that cast them once for both GEMMs, by their "
+            "own amax (O-16), and the model has none. Convert it with such a recipe, as "
+            "'tensorwise'."
         )
     _check_new({name: linears[name] for name in specs})
     gathers = [linears[name].fp8_gather for name in specs if hasattr(linears[name], "fp8_gather")]
-    plain = {name: linears[name].weight for name in specs if not hasattr(linears[name], "fp8_gather")}
+    plain = {
+        name: linears[name].weight for name in specs if not hasattr(linears[name], "fp8_gather")
+    }
     _check(model, plain, optimizer)
     optimizer.begin()
     weights = {}
     for name, p in plain.items():
         states.keep_master(optimizer, p)
         made = of_master(optimizer, p, specs[name])
-        config = getattr(linears[name], "linear_mm_config", None)  # torchao's multiplication asks the tensor for it
-        fp8 = Float8TrainingTensor(made.codes, made.scale.clone(), p.dtype, config, GemmInputRole.WEIGHT)
+        config = getattr(
+            linears[name], "linear_mm_config", None
+        )  # torchao's multiplication asks the tensor for it
+        fp8 = Float8TrainingTensor(
+            made.codes, made.scale.clone(), p.dtype, config, GemmInputRole.WEIGHT
+        )
         replacing = nn.Parameter(fp8, requires_grad=p.requires_grad)
         replacing.grad_dtype = p.grad_dtype
         linears[name].weight = _replaced(optimizer, p, replacing)
@@ -119,14 +141,16 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
 
 @torch.no_grad()
 def of_master(optimizer: states.AdamW, p: nn.Parameter, spec: CastSpec) -> scaling.Quantized:
-    """The copy of a parameter's weight, from its master: by the amax that a predicted master keeps, which
-    is that of the weight, or by a pass over the weight."""
+    """The copy of a parameter's weight, from its master: by the amax that a predicted master keeps,
+    which is that of the weight, or by a pass over the weight."""
     w = states.weight(optimizer, p)
     kept = optimizer.state[p].get("master_amax")
     if kept is None:
         return scaling.quantize(w, spec.fmt, policy=spec.policy)
     # Rounding is monotone: the largest weight has the largest master.
-    scale = scales.scale_from_amax(states.largest_weight(optimizer, p).to(w.dtype).float(), spec.fmt, spec.policy)
+    scale = scales.scale_from_amax(
+        states.largest_weight(optimizer, p).to(w.dtype).float(), spec.fmt, spec.policy
+    )
     return scaling.quantize_with(w, scale, spec.fmt)
 
 
@@ -139,15 +163,17 @@ def _replaced(optimizer: states.AdamW, p: nn.Parameter, by: nn.Parameter) -> nn.
 
 
 def _take_scale(linear: nn.Module, saved: dict[str, Any], prefix: str, *_: object) -> None:
-    """Load codes of another scale: torchao copies those of an equal one only. A weight in high precision is
-    cast."""
+    """Load codes of another scale: torchao copies those of an equal one only. A weight in high
+    precision is cast."""
     found, mine = saved.get(f"{prefix}weight"), linear.weight
     if not isinstance(mine, Float8TrainingTensor) or found is None:
         return
     if not isinstance(found, Float8TrainingTensor):
         spec = recipes.weight_copy(linear.recipe)  # type: ignore[arg-type]
         made = scaling.quantize(found.to(mine.device, mine.dtype), spec.fmt, policy=spec.policy)
-        found = Float8TrainingTensor(made.codes, made.scale, mine.dtype, mine._linear_mm_config, GemmInputRole.WEIGHT)
+        found = Float8TrainingTensor(
+            made.codes, made.scale, mine.dtype, mine._linear_mm_config, GemmInputRole.WEIGHT
+        )
         saved[f"{prefix}weight"] = found
     with torch.no_grad():
         mine._scale.copy_(found._scale)
@@ -162,18 +188,21 @@ def _check_new(linears: dict[str, Any]) -> None:
     """ValueError for a weight that an earlier ``keep`` keeps: a step would make its codes twice."""
     for name, linear in linears.items():
         gather: FP8Gather | None = getattr(linear, "fp8_gather", None)
-        if isinstance(linear.weight, Float8TrainingTensor) or (gather is not None and gather.keeps_codes):
+        if isinstance(linear.weight, Float8TrainingTensor) or (
+            gather is not None and gather.keeps_codes
+        ):
             raise ValueError(
-                f"a model's weights are kept in FP8 once; {name}.weight is already. Use what copies.keep returned, and its refresh() after a "
-                "checkpoint is loaded."
+                f"a model's weights are kept in FP8 once; {name}.weight is already. Use what "
+                "copies.keep returned, and its refresh() after a checkpoint is loaded."
             )
 
 
 def _check(model: nn.Module, plain: dict[str, nn.Parameter], optimizer: states.AdamW) -> None:
     if not isinstance(optimizer, states.AdamW):
         raise ValueError(
-            f"copies are made from masters that fp8ref.torch.states.AdamW keeps in its state; got {type(optimizer).__name__}. Use it, for "
-            "float16 masters with layout 'msamp_o2' or 'sqrt_e4m3_f16'."
+            "copies are made from masters that fp8ref.torch.states.AdamW keeps in its state; "
+            f"got {type(optimizer).__name__}. Use it, for float16 masters with layout "
+            "'msamp_o2' or 'sqrt_e4m3_f16'."
         )
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     names: dict[int, list[str]] = {}
@@ -182,12 +211,16 @@ def _check(model: nn.Module, plain: dict[str, nn.Parameter], optimizer: states.A
     for name, p in plain.items():
         if isinstance(p, DTensor):
             raise ValueError(
-                f"{name}.weight is sharded, and not gathered in FP8. Call fsdp.gather_in_fp8 before, or keep no copies: the bits are the same."
+                f"{name}.weight is sharded, and not gathered in FP8. Call fsdp.gather_in_fp8 "
+                "before, or keep no copies: the bits are the same."
             )
         if id(p) not in trained:
-            raise ValueError(f"{name}.weight is not a parameter of the optimizer. Build it with model.parameters().")
+            raise ValueError(
+                f"{name}.weight is not a parameter of the optimizer. Build it with "
+                "model.parameters()."
+            )
         if len(names[id(p)]) > 1:
             raise ValueError(
-                f"{' and '.join(names[id(p)])} are one parameter, and both would become FP8. Untie them, or keep {name} in high precision by "
-                "filter_fqns."
+                f"{' and '.join(names[id(p)])} are one parameter, and both would become FP8. "
+                f"Untie them, or keep {name} in high precision by filter_fqns."
             )

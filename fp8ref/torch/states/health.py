@@ -23,7 +23,9 @@ from fp8ref.torch.states.update import in_range
 from fp8ref.torch.tensors.local_part import local_part
 
 Found = dict[Tensor, Tensor]
-"""Parameter -> float64 [FIELDS] of this rank's part, divided by the number of ranks that have the same part."""
+"""Parameter -> float64 [FIELDS] of this rank's part, divided by the number of ranks that have the
+same part.
+"""
 
 
 @contextmanager
@@ -34,10 +36,14 @@ def measuring(optimizer: states.AdamW) -> Iterator[Found]:
     The moments before the step are copied, and nothing that the step computes changes.
     Order:    counts are exact; sums are float64.
     Specials: figures of a state that holds NaN are NaN where they are not counts.
-    Raises:   ValueError: an optimizer of another class; a context in which no step, or several, were made.
+    Raises:   ValueError: an optimizer of another class; a context in which no step, or several,
+              were made.
     """
     if not isinstance(optimizer, states.AdamW):
-        raise ValueError(f"health is of fp8ref.torch.states.AdamW; got {type(optimizer).__name__}. Use its states, or measure nothing.")
+        raise ValueError(
+            f"health is of fp8ref.torch.states.AdamW; got {type(optimizer).__name__}. Use its "
+            "states, or measure nothing."
+        )
     found: Found = {}
     before = {}
     for group in optimizer.param_groups:
@@ -49,7 +55,10 @@ def measuring(optimizer: states.AdamW) -> Iterator[Found]:
     for p, old in before.items():
         new = states.stored(optimizer, p)
         if new.step != old.step + 1:
-            raise ValueError(f"health is of one step; the optimizer made {new.step - old.step}. Call step once inside measuring.")
+            raise ValueError(
+                f"health is of one step; the optimizer made {new.step - old.step}. Call step "
+                "once inside measuring."
+            )
         found[p] = _measure(optimizer, p, old, new)
 
 
@@ -63,7 +72,10 @@ def of_ranks(found: Found) -> Tensor:
     Raises:   ValueError: nothing was measured.
     """
     if not found:
-        raise ValueError("health is of parameters with a gradient; the step had none. Call backward before measuring.")
+        raise ValueError(
+            "health is of parameters with a gradient; the step had none. Call backward before "
+            "measuring."
+        )
     parts = torch.stack(list(found.values()))
     if distributed.is_initialized():
         every = [torch.empty_like(parts) for _ in range(distributed.get_world_size())]
@@ -84,7 +96,10 @@ def _measure(optimizer: states.AdamW, p: Tensor, old: Stored, new: Stored) -> Te
     both = (layout.m, layout.v)
 
     def read(stored: Stored) -> list[Tensor]:
-        return [moments.read(one, moment, layout, part) for one, moment in zip(stored[:2], both, strict=True)]
+        return [
+            moments.read(one, moment, layout, part)
+            for one, moment in zip(stored[:2], both, strict=True)
+        ]
 
     old_m, old_v = read(old)
     m, v = moments.averages(g, old_m, old_v, at, layout)
@@ -94,10 +109,21 @@ def _measure(optimizer: states.AdamW, p: Tensor, old: Stored, new: Stored) -> Te
     lost = ((stored_v == 0) & (stored_m != 0)).count_nonzero()
     none = torch.zeros((), dtype=torch.int64, device=g.device)
     bounded = (wanted.abs() > at.bound).count_nonzero() if layout.bounded else none
-    clipped = [_clipped(x, one, moment, part, none) for x, one, moment in zip((m, v), new[:2], both, strict=True)]
+    clipped = [
+        _clipped(x, one, moment, part, none)
+        for x, one, moment in zip((m, v), new[:2], both, strict=True)
+    ]
     idle = moments.averages(torch.zeros_like(g), stored_m, stored_v, at, layout)
-    stalled = [_stalled(x, one, moment, part, none) for x, one, moment in zip(idle, new[:2], both, strict=True)]
-    sums = (root.sum(), (stored_root - root).sum(), wanted.square().sum(), (found - wanted).square().sum())
+    stalled = [
+        _stalled(x, one, moment, part, none)
+        for x, one, moment in zip(idle, new[:2], both, strict=True)
+    ]
+    sums = (
+        root.sum(),
+        (stored_root - root).sum(),
+        wanted.square().sum(),
+        (found - wanted).square().sum(),
+    )
     counts = (none + g.numel(), lost, bounded, *clipped, *stalled)
     shared = torch.stack([x.double() for x in (*counts, *sums)]) / new.copies
     return torch.cat([shared, found.abs().amax().reshape(1)])
@@ -111,7 +137,9 @@ def _ratio(m: Tensor, v: Tensor, at: Scalars) -> Tensor:
 def _clipped(x: Tensor, stored: MomentState, moment: Moment, part: Part, none: Tensor) -> Tensor:
     if stored.scale_inv is None or moment.expansion:
         return none
-    return moments.above(moments.sqrt(x) if moment.root else x, clip_limit(moment), stored, moment, part).count_nonzero()
+    return moments.above(
+        moments.sqrt(x) if moment.root else x, clip_limit(moment), stored, moment, part
+    ).count_nonzero()
 
 
 def _stalled(x: Tensor, stored: MomentState, moment: Moment, part: Part, none: Tensor) -> Tensor:

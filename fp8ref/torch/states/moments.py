@@ -1,9 +1,9 @@
-"""One moment of AdamW, or the master of a weight, in PyTorch: what is stored of it, and how it is read
-(spec O-4, O-7 to O-10, O-15).
+"""One moment of AdamW, or the master of a weight, in PyTorch: what is stored of it, and how it is
+read (spec O-4, O-7 to O-10, O-15).
 
-Tensors are flat, or [blocks, elements]. ``Part`` says which elements of a whole tensor they are: all, those of a rank, or a
-piece that stays in a CPU's cache. On a CPU some of torch's own operations are slow, or round in
-another way; each is replaced by an equal one here:
+Tensors are flat, or [blocks, elements]. ``Part`` says which elements of a whole tensor they are:
+all, those of a rank, or a piece that stays in a CPU's cache. On a CPU some of torch's own
+operations are slow, or round in another way; each is replaced by an equal one here:
 
     sqrt              torch's is not rounded correctly; NumPy's is, and so is what inductor compiles
     number / tensor   is a product with a reciprocal; a tensor of the number is divided instead
@@ -28,7 +28,9 @@ DTYPES = {FLOAT16.name: torch.float16, BFLOAT16.name: torch.bfloat16, FLOAT32.na
 """{name of a format above 8 bits: torch's dtype}."""
 
 CELL = 256
-"""Elements of which small tensors that are updated together have whole multiples: all blocks divide it."""
+"""Elements of which small tensors that are updated together have whole multiples: all blocks divide
+it.
+"""
 
 
 class MomentState(NamedTuple):
@@ -46,8 +48,8 @@ class MomentState(NamedTuple):
 class Part(NamedTuple):
     """Which elements of a tensor are here: those from ``start`` on, of ``size`` in all.
 
-    cells  of small tensors that follow each other, how many times ``CELL`` elements each has; then a
-           moment without blocks has a group for each of them.
+    cells  of small tensors that follow each other, how many times ``CELL`` elements each has; then
+           a moment without blocks has a group for each of them.
     """
 
     size: int
@@ -95,26 +97,34 @@ def amax_of(x: Tensor, moment: Moment, part: Part) -> Tensor:
 
 
 def master(x: Tensor, amax: Tensor, moment: Moment, part: Part) -> MomentState:
-    """The master of float32 weights before the first step (O-14). amax is that of the whole tensor."""
+    """The master of float32 weights before the first step (O-14). amax is that of the whole
+    tensor.
+    """
     if moment.scaling is None:
         return MomentState(_codes(x, x, moment, part, None))
     scale, scale_inv = _scales(amax, moment)
     assert scale is not None  # a power of two
     codes = _codes(_by_group(torch.mul, x, scale, moment, part), x, moment, part, None)
     # Of the whole tensor's largest code, which another rank may have
-    top = None if moment.amax == "exact" else _values(_codes(amax * scale, amax, moment, part, None), moment) * scale_inv
+    top = (
+        None
+        if moment.amax == "exact"
+        else _values(_codes(amax * scale, amax, moment, part, None), moment) * scale_inv
+    )
     return MomentState(codes, scale_inv, top)
 
 
 def change(ratio: Tensor | float, p: Tensor, at: Scalars) -> Tensor:
-    """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound (O-15)."""
+    """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound
+    (O-15).
+    """
     return not_below(states.STEP_MIN, (p * at.weight_decay).add_(ratio).mul_(at.learning_rate))
 
 
 def extremes(x: Tensor, g: Tensor, moment: Moment, part: Part, which: int) -> list[Tensor]:
-    """The maxima that scales are made of, of m, v or the master (0 to 2): of magnitudes; where the amax
-    of a moment is predicted, of the gradient's; of an expansion, the negative of the smallest that
-    is not zero."""
+    """The maxima that scales are made of, of m, v or the master (0 to 2): of magnitudes; where the
+    amax of a moment is predicted, of the gradient's; of an expansion, the negative of the smallest
+    that is not zero."""
     if not reductions(moment, which):
         return []
     magnitude = x.abs()
@@ -122,7 +132,11 @@ def extremes(x: Tensor, g: Tensor, moment: Moment, part: Part, which: int) -> li
     if moment.amax == "predicted":
         found.append(_group_max(g.abs(), moment, part))
     if moment.expansion:
-        found.append(_group_max(torch.where(magnitude == 0, -torch.inf, -magnitude), moment, part, empty=-torch.inf))
+        found.append(
+            _group_max(
+                torch.where(magnitude == 0, -torch.inf, -magnitude), moment, part, empty=-torch.inf
+            )
+        )
     return found
 
 
@@ -130,7 +144,9 @@ def reductions(moment: Moment, which: int) -> int:
     """How many ``extremes`` m, v or the master has (0 to 2)."""
     if which == 2 and moment.amax == "predicted":
         return 0
-    return 0 if moment.scaling is None else 2 if moment.expansion or moment.amax == "predicted" else 1
+    return (
+        0 if moment.scaling is None else 2 if moment.expansion or moment.amax == "predicted" else 1
+    )
 
 
 def store(
@@ -167,17 +183,25 @@ def store(
     if moment.expansion:
         return _store_expanded(x, amax, -found[1], moment, part, key)
     scale, scale_inv = _scales(amax, moment)
-    scaled = _by_group(torch.div, x, scale_inv, moment, part) if scale is None else _by_group(torch.mul, x, scale, moment, part)
+    scaled = (
+        _by_group(torch.div, x, scale_inv, moment, part)
+        if scale is None
+        else _by_group(torch.mul, x, scale, moment, part)
+    )
     codes = _codes(scaled, x, moment, part, key)
     if moment.amax != "predicted":
         return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
     # Rounding is monotone: the largest code has the largest product.
-    return MomentState(codes, scale_inv, _group_max(_values(rounded(codes), moment).abs(), moment, part) * scale_inv)
+    return MomentState(
+        codes,
+        scale_inv,
+        _group_max(_values(rounded(codes), moment).abs(), moment, part) * scale_inv,
+    )
 
 
 def rounded(codes: Tensor) -> Tensor:
-    """Codes that are read where they were made. The compiler would leave out a cast to float16 and back, but not one that ends in
-    integers."""
+    """Codes that are read where they were made. The compiler would leave out a cast to float16 and
+    back, but not one that ends in integers."""
     if codes.dtype != torch.float16 or not torch.compiler.is_compiling():
         return codes
     bits = codes.view(torch.int16)
@@ -198,7 +222,8 @@ def averages(g: Tensor, m: Tensor, v: Tensor, at: Scalars, layout: Layout) -> tu
 
 def not_below(smallest: float, x: Tensor) -> Tensor:
     """x with +0 in place of magnitudes below a float32 number; NaN stays."""
-    # hardshrink takes its bound to zero too, so that the bound is the number before this power of two
+    # hardshrink takes its bound to zero too, so that the bound is the number before this power of
+    # two
     return torch.nn.functional.hardshrink(x, smallest * (1 - 2.0**-24))
 
 
@@ -214,7 +239,9 @@ def eager_on_cpu(x: Tensor) -> bool:
     return x.is_cpu and not torch.compiler.is_compiling()
 
 
-def _store_expanded(x: Tensor, amax: Tensor, smallest: Tensor, moment: Moment, part: Part, key: philox.Key | None) -> MomentState:
+def _store_expanded(
+    x: Tensor, amax: Tensor, smallest: Tensor, moment: Moment, part: Part, key: philox.Key | None
+) -> MomentState:
     """O-10."""
     floor = torch.full_like(amax, moment.floor)
     top = torch.maximum(amax, floor)
@@ -223,15 +250,21 @@ def _store_expanded(x: Tensor, amax: Tensor, smallest: Tensor, moment: Moment, p
     ratio = top / bottom
     exponent = torch.full_like(ratio, states.EXPONENTS[-1])
     for k in reversed(states.EXPONENTS[:-1]):
-        exponent = torch.where(ratio <= states.float32(states.EXPANDED_RANGE ** (1 / k)), k, exponent)
+        exponent = torch.where(
+            ratio <= states.float32(states.EXPANDED_RANGE ** (1 / k)), k, exponent
+        )
     scale_inv = _power(top / center, exponent) / torch.full_like(center, moment.fmt.max)
     scaled = _expanded(x, center, exponent, scale_inv, moment, part)
     return MomentState(_codes(scaled, x, moment, part, key), scale_inv, None, exponent, center)
 
 
-def _expanded(x: Tensor, center: Tensor, exponent: Tensor, scale_inv: Tensor, moment: Moment, part: Part) -> Tensor:
+def _expanded(
+    x: Tensor, center: Tensor, exponent: Tensor, scale_inv: Tensor, moment: Moment, part: Part
+) -> Tensor:
     """The numbers that are rounded to codes under an expansion (O-10)."""
-    magnitude = _by_group(_power, _by_group(torch.div, x.abs(), center, moment, part), exponent, moment, part)
+    magnitude = _by_group(
+        _power, _by_group(torch.div, x.abs(), center, moment, part), exponent, moment, part
+    )
     return _by_group(torch.div, torch.copysign(magnitude, x), scale_inv, moment, part)
 
 
@@ -269,11 +302,17 @@ def _codes(scaled: Tensor, x: Tensor, moment: Moment, part: Part, key: philox.Ke
         codes = philox.codes(scaled, fmt, key, part.start)
         if moment.keep:
             codes = torch.where((x != 0) & (codes & ~fmt.sign_bit == 0), codes | 1, codes)
-        return codes.to(torch.uint8) if fmt.bits == 8 else codes.to(torch.int16).view(DTYPES[fmt.name])
+        return (
+            codes.to(torch.uint8) if fmt.bits == 8 else codes.to(torch.int16).view(DTYPES[fmt.name])
+        )
     if fmt.bits == 8:
         if not eager_on_cpu(x):
             codes = cast.encode(scaled, fmt)
-            return torch.where((x != 0) & (codes & 0x7F == 0), codes | 1, codes) if moment.keep else codes
+            return (
+                torch.where((x != 0) & (codes & 0x7F == 0), codes | 1, codes)
+                if moment.keep
+                else codes
+            )
         codes = cast.to_fp8(scaled, fmt).view(torch.uint8)
         magnitude = codes & 0x7F
         if moment.keep:
@@ -283,7 +322,9 @@ def _codes(scaled: Tensor, x: Tensor, moment: Moment, part: Part, key: philox.Ke
     if moment.keep:
         # Asked before the cast, which the compiler leaves out where a cast back follows.
         lost = (x != 0) & (scaled.abs() <= fmt.smallest_subnormal / 2)
-        scaled = torch.where(lost, torch.copysign(torch.full_like(x, fmt.smallest_subnormal), x), scaled)
+        scaled = torch.where(
+            lost, torch.copysign(torch.full_like(x, fmt.smallest_subnormal), x), scaled
+        )
     return scaled.clamp(-fmt.max, fmt.max).to(DTYPES[fmt.name])
 
 
@@ -293,7 +334,8 @@ def _values(codes: Tensor, moment: Moment) -> Tensor:
         return codes.to(torch.float32, copy=True)
     if not eager_on_cpu(codes):
         return cast.decode(codes, moment.fmt)
-    # float16 has the exponents of e5m2, and one bit more than e4m3: the numbers of both are float16's, but for 2^8.
+    # float16 has the exponents of e5m2, and one bit more than e4m3: the numbers of both are
+    # float16's, but for 2^8.
     if moment.fmt != E4M3FN:
         return (codes.to(torch.int16) << 8).view(torch.float16).float()
     half = codes.view(torch.int8).to(torch.int16)
@@ -303,7 +345,9 @@ def _values(codes: Tensor, moment: Moment) -> Tensor:
 
 
 def again(x: Tensor, stored: MomentState, moment: Moment, part: Part) -> Tensor:
-    """The codes of x, a moment or its root, rounded to nearest under the scales of a stored moment."""
+    """The codes of x, a moment or its root, rounded to nearest under the scales of a stored
+    moment.
+    """
     if stored.scale_inv is None:
         pass
     elif stored.exponent is not None and stored.center is not None:
@@ -330,19 +374,31 @@ def _group_max(x: Tensor, moment: Moment, part: Part, empty: float = 0.0) -> Ten
     if x.numel() == part.size and x.numel() % block == 0:
         return x.view(-1, block).amax(1)
     before, after = part.start % block, -(part.start + x.numel()) % block
-    here = torch.nn.functional.pad(x.reshape(-1), (before, after), value=empty).view(-1, block).amax(1)
+    here = (
+        torch.nn.functional.pad(x.reshape(-1), (before, after), value=empty).view(-1, block).amax(1)
+    )
     first = part.start // block
-    return torch.nn.functional.pad(here, (first, moment.groups(part.size) - first - here.numel()), value=empty)
+    return torch.nn.functional.pad(
+        here, (first, moment.groups(part.size) - first - here.numel()), value=empty
+    )
 
 
-def _by_group(operation: Callable[[Tensor, Tensor], Tensor], x: Tensor, of_groups: Tensor, moment: Moment, part: Part) -> Tensor:
+def _by_group(
+    operation: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+    of_groups: Tensor,
+    moment: Moment,
+    part: Part,
+) -> Tensor:
     """operation(x, the value of its group) of each element."""
     block = moment.block
     if block is None and not part.cells:
         return operation(x, of_groups)
     if block is None:
         cells = torch.tensor(part.cells, device=x.device)
-        return operation(x.view(-1, CELL), of_groups.repeat_interleave(cells).unsqueeze(1)).view(x.shape)
+        return operation(x.view(-1, CELL), of_groups.repeat_interleave(cells).unsqueeze(1)).view(
+            x.shape
+        )
     first, last = part.start // block, -(-(part.start + x.numel()) // block)
     each = of_groups[first:last].unsqueeze(1)
     if part.start % block == 0 and x.numel() % block == 0:

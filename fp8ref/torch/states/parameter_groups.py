@@ -1,4 +1,6 @@
-"""What ``states.AdamW`` reads of a group of parameters, checked: its numbers and its layout (spec O-2, O-17)."""
+"""What ``states.AdamW`` reads of a group of parameters, checked: its numbers and its layout (spec
+O-2, O-17).
+"""
 
 from typing import Any
 
@@ -10,29 +12,35 @@ KEYS = ("lr", "betas", "eps", "weight_decay", "seed", "layout", "decisions")
 """What a group has beside its parameters."""
 
 LACKING = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
-"""Options of ``torch.optim.AdamW`` that this optimizer lacks: a group may have them, but not set them."""
+"""Options of ``torch.optim.AdamW`` that this optimizer lacks: a group may have them, but not set
+them.
+"""
 
 
 def check(group: dict[str, Any], layout: Layout) -> None:
-    """ValueError for a group that lacks numbers, has them outside their ranges, sets an option that this optimizer lacks, or has a
-    layout of its own."""
+    """ValueError for a group that lacks numbers, has them outside their ranges, sets an option that
+    this optimizer lacks, or has a layout of its own."""
     if missing := [key for key in KEYS if key not in group]:
         raise ValueError(
-            f"groups are saved with their numbers and with the decisions of their layout; got a group without {', '.join(missing)}. Save "
-            "optimizer.state_dict()."
+            "groups are saved with their numbers and with the decisions of their layout; got a "
+            f"group without {', '.join(missing)}. Save optimizer.state_dict()."
         )
     if group["layout"] != layout.name:
         raise ValueError(
-            f"all parameters of an optimizer have one layout, {layout.name!r}; a group has {group['layout']!r}. Build an optimizer "
-            "for each layout."
+            f"all parameters of an optimizer have one layout, {layout.name!r}; a group has "
+            f"{group['layout']!r}. Build an optimizer for each layout."
         )
     if unlike := layout_decisions.differences(layout, group["decisions"]):
         raise ValueError(
-            f"layout {layout.name!r} has {'; '.join(unlike)}. States of another layout are not converted: build the optimizer with "
-            "the layout that they were made with, and give a changed layout a name of its own."
+            f"layout {layout.name!r} has {'; '.join(unlike)}. States of another layout are not "
+            "converted: build the optimizer with the layout that they were made with, and give "
+            "a changed layout a name of its own."
         )
     if given := [key for key in LACKING if group.get(key)]:
-        raise ValueError(f"fp8ref.torch.states has no {', '.join(given)}; a group of parameters sets it. Leave it out.")
+        raise ValueError(
+            f"fp8ref.torch.states has no {', '.join(given)}; a group of parameters sets it. "
+            "Leave it out."
+        )
     states.check_seed(group["seed"], layout)
     scalars(group, layout, 1)
 
@@ -45,8 +53,13 @@ def scalars(group: dict[str, Any], layout: Layout, step: int) -> Scalars:
     try:
         b1, b2 = group["betas"]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"betas are two numbers, such as (0.9, 0.95); got {group['betas']!r}.") from error
-    rest = {"eps": _number("eps", group["eps"]), "weight_decay": _number("weight_decay", group["weight_decay"])}
+        raise ValueError(
+            f"betas are two numbers, such as (0.9, 0.95); got {group['betas']!r}."
+        ) from error
+    rest = {
+        "eps": _number("eps", group["eps"]),
+        "weight_decay": _number("weight_decay", group["weight_decay"]),
+    }
     betas = {"b1": _number("b1", b1), "b2": _number("b2", b2)}
     states.check(layout=layout, **betas, **rest)
     return states.scalars(step, learning_rate=_number("lr", group["lr"]), **betas, **rest)
@@ -57,4 +70,6 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} is a number, or a tensor of one element; got {value!r}.") from error
+        raise ValueError(
+            f"{name} is a number, or a tensor of one element; got {value!r}."
+        ) from error

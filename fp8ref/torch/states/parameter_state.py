@@ -1,4 +1,6 @@
-"""What ``states.AdamW`` keeps of one parameter: the fields of its state, its master, and the part of it that a rank has."""
+"""What ``states.AdamW`` keeps of one parameter: the fields of its state, its master, and the part
+of it that a rank has.
+"""
 
 import math
 from typing import Any
@@ -41,7 +43,9 @@ def dtypes(layout: Layout) -> tuple[torch.dtype, ...]:
 
 
 def master(p: Tensor, w: Tensor, layout: Layout) -> MomentState:
-    """The master of a parameter before the first step (O-14), of its weight w, from all ranks that have parts of it."""
+    """The master of a parameter before the first step (O-14), of its weight w, from all ranks that
+    have parts of it.
+    """
     moment, (start, ranks), x = layout.master, place(p), cast.to_f32(flat(w))
     part = Part(p.numel(), start)
     amax = moments.amax_of(x, moment, part)
@@ -61,18 +65,25 @@ def kept(state: dict[str, Tensor], flat: Tensor, layout: Layout) -> tuple[Moment
 
 
 def keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key | None, ...]:
-    """The seeds of what is kept of a tensor at a step, None where it is rounded to nearest (O-8, O-15)."""
+    """The seeds of what is kept of a tensor at a step, None where it is rounded to nearest (O-8,
+    O-15).
+    """
     halves = (seed & 0xFFFFFFFF, seed >> 32)
 
     def of(which: int) -> philox.Key:
         words = philox.words(step, 2 * number + which % 2, halves)
         return words[2:] if which == 2 else words[:2]
 
-    return tuple(of(which) if moment.rounding == "stochastic" else None for which, moment in enumerate(layout.kept))
+    return tuple(
+        of(which) if moment.rounding == "stochastic" else None
+        for which, moment in enumerate(layout.kept)
+    )
 
 
 def moment_state(state: dict[str, Tensor], key: str) -> MomentState:
-    """This rank's part of m, v or the master in a parameter's state, flat. key: "m", "v" or "master"."""
+    """This rank's part of m, v or the master in a parameter's state, flat. key: "m", "v" or
+    "master".
+    """
     found = [state.get(f"{key}_{field}") for field in MomentState._fields]
     codes, *rest = (None if x is None else local_part(x) for x in found)
     assert codes is not None
@@ -98,21 +109,25 @@ def place(p: Tensor) -> tuple[int, tuple[distributed.ProcessGroup, ...]]:
 
 def check(p: Tensor, layout: Layout) -> None:
     """ValueError for a parameter that a layout does not take."""
-    if getattr(p, "_fsdp_flattened", False):  # torch marks FSDP1's flat parameter and all that it replaces
+    if getattr(
+        p, "_fsdp_flattened", False
+    ):  # torch marks FSDP1's flat parameter and all that it replaces
         raise ValueError(
-            f"a scale is that of a whole tensor (O-11), which FullyShardedDataParallel cuts into flat "
-            f"pieces of several; got {tuple(p.shape)} of one. Shard the model with fully_shard, before "
-            "the optimizer is built."
+            "a scale is that of a whole tensor (O-11), which FullyShardedDataParallel cuts into "
+            f"flat pieces of several; got {tuple(p.shape)} of one. Shard the model with "
+            "fully_shard, before the optimizer is built."
         )
     if isinstance(p, DTensor) and any(x.is_partial() for x in p.placements):
         raise ValueError(
-            f"a parameter is whole or cut on each rank; got {p.placements} of {tuple(p.shape)}, terms of "
-            "a sum. Redistribute it to Replicate() or Shard()."
+            f"a parameter is whole or cut on each rank; got {p.placements} of {tuple(p.shape)}, "
+            "terms of a sum. Redistribute it to Replicate() or Shard()."
         )
     if p.dtype not in (taken := dtypes(layout)) or p.numel() == 0:
         raise ValueError(
-            f"fp8ref.torch.states takes {' or '.join(str(d).removeprefix('torch.') for d in taken)} parameters with at least one "
-            f"element under layout {layout.name!r}; got {p.dtype} {tuple(p.shape)}. Cast the parameter, or use another layout."
+            "fp8ref.torch.states takes "
+            f"{' or '.join(str(d).removeprefix('torch.') for d in taken)} parameters with at "
+            f"least one element under layout {layout.name!r}; got {p.dtype} {tuple(p.shape)}. "
+            "Cast the parameter, or use another layout."
         )
 
 
@@ -125,51 +140,65 @@ def check_cut(p: Tensor, layout: Layout) -> None:
     if not blocks and not layout.stochastic:
         return
     if not all(isinstance(x, Replicate) or _by_rows(p, i) for i, x in enumerate(p.placements)):
-        reason = "has blocks of consecutive elements" if blocks else "rounds by the index of an element"
+        reason = (
+            "has blocks of consecutive elements" if blocks else "rounds by the index of an element"
+        )
         raise ValueError(
-            f"layout {layout.name!r} {reason}, so a parameter is cut by rows (O-11); got {p.placements} of "
-            f"{tuple(p.shape)}. Use a layout with one scale a tensor that rounds to nearest, such as 'sqrt_e5m2'."
+            f"layout {layout.name!r} {reason}, so a parameter is cut by rows (O-11); got "
+            f"{p.placements} of {tuple(p.shape)}. Use a layout with one scale a tensor that "
+            "rounds to nearest, such as 'sqrt_e5m2'."
         )
 
 
 def _by_rows(p: DTensor, i: int) -> bool:
-    """Whether dim i of the mesh cuts a parameter by rows, so that each rank has rows that follow each other.
+    """Whether dim i of the mesh cuts a parameter by rows, so that each rank has rows that follow
+    each other.
 
     FSDP2 writes a cut of rows that a later dim has cut before, such as experts, as strided.
     """
     placement = p.placements[i]
     if not (isinstance(placement, Shard | _StridedShard) and placement.dim == 0):
         return False
-    cut_before = math.prod(p.device_mesh.size(j) for j in range(i + 1, p.device_mesh.ndim) if not p.placements[j].is_replicate())
+    cut_before = math.prod(
+        p.device_mesh.size(j)
+        for j in range(i + 1, p.device_mesh.ndim)
+        if not p.placements[j].is_replicate()
+    )
     return isinstance(placement, Shard) or placement.split_factor == cut_before
 
 
 def check_step(p: Tensor, state: dict[str, Any], layout: Layout) -> None:
-    """ValueError for a parameter, its state or its gradient that a step does not take: a model may be cast or cut after its optimizer
-    is built."""
-    if not isinstance(p, Float8TrainingTensor):  # a copy has the master's bits, in the dtype that the model computes in
+    """ValueError for a parameter, its state or its gradient that a step does not take: a model may
+    be cast or cut after its optimizer is built."""
+    if not isinstance(
+        p, Float8TrainingTensor
+    ):  # a copy has the master's bits, in the dtype that the model computes in
         check(p, layout)
     check_cut(p, layout)
     if state and state["m_codes"].shape != p.shape:
         raise ValueError(
-            f"a parameter keeps the shape of its state, {tuple(state['m_codes'].shape)}; got {tuple(p.shape)}. Build a new optimizer for it."
+            f"a parameter keeps the shape of its state, {tuple(state['m_codes'].shape)}; got "
+            f"{tuple(p.shape)}. Build a new optimizer for it."
         )
     if p.grad is None:
         return
     if p.grad.layout != torch.strided:
         raise ValueError(
-            f"a gradient is dense; got one of layout {p.grad.layout} of a parameter {tuple(p.shape)}. Build the embedding with "
-            "sparse=False."
+            f"a gradient is dense; got one of layout {p.grad.layout} of a parameter "
+            f"{tuple(p.shape)}. Build the embedding with sparse=False."
         )
     if p.grad.dtype not in cast.HIGH_PRECISION:
         raise ValueError(
-            f"a gradient is float32, float16 or bfloat16; got {p.grad.dtype} of a parameter {tuple(p.shape)}. Cast it before the step."
+            f"a gradient is float32, float16 or bfloat16; got {p.grad.dtype} of a parameter "
+            f"{tuple(p.shape)}. Cast it before the step."
         )
     check_alike(p.grad, p)
 
 
 def reduce_amaxes(found: list[tuple[tuple[distributed.ProcessGroup, ...], list[Tensor]]]) -> None:
-    """Replace each tensor by its maximum over the ranks of its groups, in one all-reduce a group."""
+    """Replace each tensor by its maximum over the ranks of its groups, in one all-reduce a
+    group.
+    """
     of_groups: dict[tuple[distributed.ProcessGroup, ...], list[Tensor]] = {}
     for groups, tensors in found:
         of_groups.setdefault(groups, []).extend(tensors)
@@ -177,7 +206,8 @@ def reduce_amaxes(found: list[tuple[tuple[distributed.ProcessGroup, ...], list[T
         if not tensors:
             continue
         flat = torch.cat([x.reshape(-1) for x in tensors])
-        # Backends may drop a NaN from a maximum (P-3). No amax is infinite (O-2), so infinity stands for it.
+        # Backends may drop a NaN from a maximum (P-3). No amax is infinite (O-2), so infinity
+        # stands for it.
         flat = torch.where(flat.isnan(), torch.inf, flat)
         for group in groups:
             distributed.all_reduce(flat, distributed.ReduceOp.MAX, group=group)
@@ -187,22 +217,37 @@ def reduce_amaxes(found: list[tuple[tuple[distributed.ProcessGroup, ...], list[T
 
 
 def check_saved(layout: Layout, p: Tensor, saved: dict[str, Any]) -> None:
-    """ValueError unless a saved state of a parameter, if there is one, has its layout and shape, and is cut as it is."""
+    """ValueError unless a saved state of a parameter, if there is one, has its layout and shape,
+    and is cut as it is.
+    """
     if not saved:
         return
     like = torch.empty(p.shape, device="meta", dtype=torch.float32)
     wanted = {"step": ((), torch.float32, False)}
-    kept = [("m", layout.m), ("v", layout.v), *([("master", layout.master)] if in_state(layout, p) else [])]
+    kept = [
+        ("m", layout.m),
+        ("v", layout.v),
+        *([("master", layout.master)] if in_state(layout, p) else []),
+    ]
     for key, moment in kept:
         for field, x in moments.zeros(like, moment)._asdict().items():
             if x is not None:
-                wanted[f"{key}_{field}"] = (tuple(x.shape), x.dtype, field == "codes" and isinstance(p, DTensor))
-    found = {key: (tuple(x.shape), x.dtype, isinstance(x, DTensor)) for key, x in saved.items() if isinstance(x, Tensor)}
+                wanted[f"{key}_{field}"] = (
+                    tuple(x.shape),
+                    x.dtype,
+                    field == "codes" and isinstance(p, DTensor),
+                )
+    found = {
+        key: (tuple(x.shape), x.dtype, isinstance(x, DTensor))
+        for key, x in saved.items()
+        if isinstance(x, Tensor)
+    }
     for key in [*wanted, *saved]:
         if found.get(key) != wanted.get(key) or key not in wanted:
             raise ValueError(
-                f"a state of layout {layout.name!r} and shape {tuple(p.shape)} has {key} = {_described(wanted.get(key))}; got "
-                f"{_described(found.get(key))}. States of another layout, or of another tensor, are not converted: build the optimizer "
+                f"a state of layout {layout.name!r} and shape {tuple(p.shape)} has {key} = "
+                f"{_described(wanted.get(key))}; got {_described(found.get(key))}. States of "
+                "another layout, or of another tensor, are not converted: build the optimizer "
                 "and the model that they were made with."
             )
 

@@ -5,15 +5,15 @@
 The bits are those of ``fp8ref.sim.states``, eager or compiled, and for any cut of parameters that
 FSDP2 makes. ``addcmul`` and ``lerp`` round once where O rounds twice; they are not used.
 
-Under FSDP2 codes are cut as their parameter is. Scales are whole on every rank: those of blocks take
-4 bytes for each 128 or 256 elements of the whole tensor. A step has one all-reduce of amaxes, and
-another under ``predicted``.
+Under FSDP2 codes are cut as their parameter is. Scales are whole on every rank: those of blocks
+take 4 bytes for each 128 or 256 elements of the whole tensor. A step has one all-reduce of amaxes,
+and another under ``predicted``.
 
 ``update`` computes what changes of flat tensors.
 
 A layout with masters (O-14) takes parameters in the dtype that the model computes with, bfloat16 or
-float32. A float16 master is in the state, and each step writes the parameter anew from it. A bfloat16
-parameter is its own bfloat16 master.
+float32. A float16 master is in the state, and each step writes the parameter anew from it. A
+bfloat16 parameter is its own bfloat16 master.
 """
 
 import contextlib
@@ -40,23 +40,26 @@ class AdamW(torch.optim.Optimizer):
 
     lr, betas, eps, weight_decay
                   as in ``torch.optim.AdamW``; each group of parameters may have its own.
-    compiled      whether ``torch.compile`` compiles the update of a parameter; the bits are the same.
+    compiled      whether ``torch.compile`` compiles the update of a parameter; the bits are the
+                  same.
     seed          of a layout that rounds stochastically; saved with the states.
 
-    Shapes:       parameters float32, of any shape, on any device, plain or DTensors; under a layout with
-                  masters also bfloat16; gradients float32, float16 or bfloat16.
+    Shapes:       parameters float32, of any shape, on any device, plain or DTensors; under a layout
+                  with masters also bfloat16; gradients float32, float16 or bfloat16.
     State:        of each parameter ``step``, and the fields of ``MomentState`` as ``m_codes``,
-                  ``v_scale_inv``, ``master_codes`` and so on; codes of a DTensor are one, cut in the
-                  same way. A master in the state is made of the parameter at its first step; a
+                  ``v_scale_inv``, ``master_codes`` and so on; codes of a DTensor are one, cut in
+                  the same way. A master in the state is made of the parameter at its first step; a
                   parameter that is changed later from outside is overwritten.
     Order:        spec O-2 to O-10, O-14, O-15.
     Specials:     a gradient that is not finite makes its weight NaN, and the moments of its group
                   (O-2). A parameter without a gradient keeps its weight and its state.
     Raises:       ValueError: an unknown layout; a seed of a layout that does not round
-                  stochastically; numbers outside their ranges (O-2); options of torch's AdamW that it lacks; parameters that are
-                  empty, or of a dtype that the layout does not take, at a step too, as of a model that is cast later; gradients
-                  that are sparse, or of another dtype; states of another layout at load, of the same name too; a DTensor that a
-                  layout with blocks is cut in another way than by Shard(0). Nothing is changed then.
+                  stochastically; numbers outside their ranges (O-2); options of torch's AdamW that
+                  it lacks; parameters that are empty, or of a dtype that the layout does not take,
+                  at a step too, as of a model that is cast later; gradients that are sparse, or of
+                  another dtype; states of another layout at load, of the same name too; a DTensor
+                  that a layout with blocks is cut in another way than by Shard(0). Nothing is
+                  changed then.
     Source:       spec O.
     """
 
@@ -76,8 +79,18 @@ class AdamW(torch.optim.Optimizer):
         states.check_seed(seed, self.layout)
         self._updates = Update(compiled)
         self._layout_of = functools.cache(self.layout.of)
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
-        super().__init__(params, defaults | {"layout": self.layout.name, "decisions": layout_decisions.written(self.layout)})
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "seed": seed,
+        }
+        super().__init__(
+            params,
+            defaults
+            | {"layout": self.layout.name, "decisions": layout_decisions.written(self.layout)},
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """What copy and pickle take; torch's own leaves out what a subclass has."""
@@ -101,21 +114,30 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of the same layout, bit for bit.
 
-        Raises:   ValueError: states of another layout or of other shapes, and numbers outside their ranges, before anything is
-                  changed.
+        Raises:   ValueError: states of another layout or of other shapes, and numbers outside their
+                  ranges, before anything is changed.
         """
         of_hooks: dict[str, Any] = {}
 
-        def check(_, given: dict[str, Any]) -> None:  # the last hook: what the user's gave is loaded
+        def check(
+            _, given: dict[str, Any]
+        ) -> None:  # the last hook: what the user's gave is loaded
             self._check_loaded(given)
             of_hooks.update(given)
 
-        def restore(_) -> None:  # the first hook: torch has cast every tensor to its parameter's dtype
+        def restore(
+            _,
+        ) -> None:  # the first hook: torch has cast every tensor to its parameter's dtype
             for index, p in zip(_indices(of_hooks["param_groups"]), _parameters(self), strict=True):
                 for key, value in of_hooks["state"].get(index, {}).items():
-                    self.state[p][key] = value.clone() if key == "step" else value.to(p.device, copy=True)
+                    self.state[p][key] = (
+                        value.clone() if key == "step" else value.to(p.device, copy=True)
+                    )
 
-        hooks = self.register_load_state_dict_pre_hook(check), self.register_load_state_dict_post_hook(restore, prepend=True)
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -125,17 +147,23 @@ class AdamW(torch.optim.Optimizer):
     def _check_loaded(self, state_dict: dict[str, Any]) -> None:
         """ValueError for what ``load_state_dict`` does not take."""
         if missing := {"state", "param_groups"} - set(state_dict):
-            raise ValueError(f"states are loaded as optimizer.state_dict() saves them; got no {' and no '.join(sorted(missing))}.")
+            raise ValueError(
+                "states are loaded as optimizer.state_dict() saves them; got no "
+                f"{' and no '.join(sorted(missing))}."
+            )
         groups = state_dict["param_groups"]
         found = {group.get("layout") for group in groups}
         if found != {self.layout.name}:
             raise ValueError(
-                f"states of layout {self.layout.name!r} are loaded; got {sorted(map(str, found))}. States of another layout are not "
-                "converted: build the optimizer with the layout that they were made with."
+                f"states of layout {self.layout.name!r} are loaded; got "
+                f"{sorted(map(str, found))}. States of another layout are not converted: build "
+                "the optimizer with the layout that they were made with."
             )
         for group in groups:
             parameter_groups.check(group, self.layout)
-        for index, p in zip(_indices(groups), _parameters(self), strict=False):  # torch refuses another number of parameters
+        for index, p in zip(
+            _indices(groups), _parameters(self), strict=False
+        ):  # torch refuses another number of parameters
             parameter_state.check_saved(self._layout(p), p, state_dict["state"].get(index, {}))
 
     @torch.no_grad()
@@ -145,8 +173,13 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Layouts and shapes of a model are finite, and each compiles once: dynamo's limit of recompilations is for others.
-        with torch._dynamo.utils.disable_cache_limit() if self._updates.compiled else contextlib.nullcontext():
+        # Layouts and shapes of a model are finite, and each compiles once: dynamo's limit of
+        # recompilations is for others.
+        with (
+            torch._dynamo.utils.disable_cache_limit()
+            if self._updates.compiled
+            else contextlib.nullcontext()
+        ):
             self._steps()
         return loss
 
@@ -168,7 +201,9 @@ class AdamW(torch.optim.Optimizer):
                 state, layout = self._state(p), self._layout(p)
                 steps.append(state["step"])
                 step = int(state["step"].item()) + 1
-                at = numbers[step] = numbers.get(step) or parameter_groups.scalars(group, self.layout, step)
+                at = numbers[step] = numbers.get(step) or parameter_groups.scalars(
+                    group, self.layout, step
+                )
                 start, ranks = place(p)
                 in_fp8 = isinstance(p, Float8TrainingTensor)  # ``copies`` makes it from the master
                 flat = moment_state(state, "master").codes if in_fp8 else parameter_state.flat(p)
@@ -176,18 +211,33 @@ class AdamW(torch.optim.Optimizer):
                     apart.append((local_part(p), flat))
                 keys = parameter_state.keys(group["seed"], step, number, layout)
                 kept = parameter_state.kept(state, flat, layout)
-                work = Work(flat, parameter_state.flat(p.grad, p), kept, at, layout, Part(p.numel(), start), keys)
+                work = Work(
+                    flat,
+                    parameter_state.flat(p.grad, p),
+                    kept,
+                    at,
+                    layout,
+                    Part(p.numel(), start),
+                    keys,
+                )
                 if ranks:
                     cut.append((work, ranks))
                 elif p.numel() <= update.PIECE // 4 and not any(keys):
-                    small.setdefault((index, step, p.device, flat.dtype, layout is self.layout), []).append(work)
+                    small.setdefault(
+                        (index, step, p.device, flat.dtype, layout is self.layout), []
+                    ).append(work)
                 else:
                     self._updates.update(work)
         for works in small.values():
             self._updates.update_together(works)
         found = [self._updates.begin(work) for work, _ in cut]
         reduce_amaxes([(ranks, of_work) for (_, ranks), of_work in zip(cut, found, strict=True)])
-        reduce_amaxes([(ranks, self._updates.update(work, of_work)) for (work, ranks), of_work in zip(cut, found, strict=True)])
+        reduce_amaxes(
+            [
+                (ranks, self._updates.update(work, of_work))
+                for (work, ranks), of_work in zip(cut, found, strict=True)
+            ]
+        )
         for p, flat in apart:
             p.copy_(flat.view(p.shape))
         if steps:
@@ -197,22 +247,35 @@ class AdamW(torch.optim.Optimizer):
         return self._layout_of(p.numel())
 
     def begin(self) -> None:
-        """Make the states that the first step would make: zeros. A checkpoint is then read into them."""
+        """Make the states that the first step would make: zeros.
+
+        A checkpoint is then read into them.
+        """
         for group in self.param_groups:
             for p in group["params"]:
                 self._state(p)
 
     def _state(self, p: Tensor, w: Tensor | None = None) -> dict[str, Tensor]:
-        """The state of a parameter, made where it has none; its master of w, by default of the parameter."""
+        """The state of a parameter, made where it has none; its master of w, by default of the
+        parameter.
+        """
         state = self.state[p]
         if not state:
             layout = self._layout(p)
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for key, moment in (("m", layout.m), ("v", layout.v)):
-                state.update({f"{key}_{field}": x for field, x in moments.zeros(p, moment)._asdict().items() if x is not None})
+                state.update(
+                    {
+                        f"{key}_{field}": x
+                        for field, x in moments.zeros(p, moment)._asdict().items()
+                        if x is not None
+                    }
+                )
             if keeps_apart(layout):
                 master = parameter_state.master(p, p if w is None else w, layout)
-                state.update({f"master_{field}": x for field, x in master._asdict().items() if x is not None})
+                state.update(
+                    {f"master_{field}": x for field, x in master._asdict().items() if x is not None}
+                )
         return state
 
 
@@ -233,10 +296,16 @@ def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
     Raises:   ValueError: a parameter that made no step.
     """
     if not optimizer.state.get(p):
-        raise ValueError("a parameter has moments after its first step; got one without. Call optimizer.step() first.")
+        raise ValueError(
+            "a parameter has moments after its first step; got one without. Call "
+            "optimizer.step() first."
+        )
     layout, part = optimizer.layout.of(p.numel()), Part(p.numel(), place(p)[0])
     both = (("m", layout.m), ("v", layout.v))
-    m, v = (moments.read(moment_state(optimizer.state[p], key), moment, layout, part) for key, moment in both)
+    m, v = (
+        moments.read(moment_state(optimizer.state[p], key), moment, layout, part)
+        for key, moment in both
+    )
     return m.view(local_part(p).shape), v.view(local_part(p).shape)
 
 
@@ -256,33 +325,51 @@ def stored(optimizer: AdamW, p: Tensor) -> Stored:
     """What is stored of a parameter, not copied."""
     state, layout = optimizer._state(p), optimizer.layout.of(p.numel())
     start, ranks = place(p)
-    copies = (distributed.get_world_size() if distributed.is_initialized() else 1) // math.prod(map(distributed.get_world_size, ranks))
-    return Stored(moment_state(state, "m"), moment_state(state, "v"), layout, Part(p.numel(), start), int(state["step"].item()), copies)
+    copies = (distributed.get_world_size() if distributed.is_initialized() else 1) // math.prod(
+        map(distributed.get_world_size, ranks)
+    )
+    return Stored(
+        moment_state(state, "m"),
+        moment_state(state, "v"),
+        layout,
+        Part(p.numel(), start),
+        int(state["step"].item()),
+        copies,
+    )
 
 
 def scalars_of(optimizer: AdamW, p: Tensor, step: int) -> Scalars:
     """The numbers of a parameter's step with that number (O-3)."""
-    group = next(group for group in optimizer.param_groups if any(p is other for other in group["params"]))
+    group = next(
+        group for group in optimizer.param_groups if any(p is other for other in group["params"])
+    )
     return parameter_groups.scalars(group, optimizer.layout, step)
 
 
 @torch.no_grad()
 def set_weight(optimizer: AdamW, p: Tensor, w: Tensor) -> None:
-    """Make a parameter's state before its first step, with the master of a float32 weight, and set the parameter to what the
-    master holds (spec O-14). A parameter in bfloat16 would have rounded the weight first.
+    """Make a parameter's state before its first step, with the master of a float32 weight, and set
+    the parameter to what the master holds (spec O-14). A parameter in bfloat16 would have rounded
+    the weight first.
 
     w         of the parameter's shape; of a DTensor this rank's part.
-    Raises:   ValueError: a layout without masters in its state; a parameter that has a state; a weight of another shape or dtype.
+    Raises:   ValueError: a layout without masters in its state; a parameter that has a state; a
+              weight of another shape or dtype.
     """
     if not keeps_apart(optimizer.layout):
         raise ValueError(
-            f"layout {optimizer.layout.name!r} keeps no masters in its state, so a parameter is its own master. Copy w into it."
+            f"layout {optimizer.layout.name!r} keeps no masters in its state, so a parameter is "
+            "its own master. Copy w into it."
         )
     if optimizer.state.get(p):
-        raise ValueError("a weight is set before the first step; the parameter has a state. Set it on a new optimizer.")
+        raise ValueError(
+            "a weight is set before the first step; the parameter has a state. Set it on a new "
+            "optimizer."
+        )
     if w.dtype != torch.float32 or w.shape != local_part(p).shape:
         raise ValueError(
-            f"w is float32 of the parameter's shape here, {tuple(local_part(p).shape)}; got {w.dtype} {tuple(w.shape)}. Cast or cut it."
+            f"w is float32 of the parameter's shape here, {tuple(local_part(p).shape)}; got "
+            f"{w.dtype} {tuple(w.shape)}. Cast or cut it."
         )
     optimizer._state(p, w)
     write(optimizer, p)
@@ -290,31 +377,48 @@ def set_weight(optimizer: AdamW, p: Tensor, w: Tensor) -> None:
 
 @torch.no_grad()
 def write(optimizer: AdamW, p: Tensor) -> None:
-    """Write a parameter anew from its master in the state, as each step does: after masters were loaded without their parameters."""
+    """Write a parameter anew from its master in the state, as each step does: after masters were
+    loaded without their parameters.
+    """
     local_part(p).copy_(weight(optimizer, p))
 
 
 @torch.no_grad()
 def keep_master(optimizer: AdamW, p: Tensor) -> None:
-    """Put the master of a parameter into its state, if it is not there: the parameter is its own, and ``copies`` replaces it by codes."""
-    optimizer._state(p).setdefault("master_codes", p.detach().clone(memory_format=torch.contiguous_format))
+    """Put the master of a parameter into its state, if it is not there: the parameter is its own,
+    and ``copies`` replaces it by codes.
+    """
+    optimizer._state(p).setdefault(
+        "master_codes", p.detach().clone(memory_format=torch.contiguous_format)
+    )
 
 
 def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The weight that the master of a parameter in the state holds, in the parameter's shape and dtype, or in another (spec O-14).
+    """The weight that the master of a parameter in the state holds, in the parameter's shape and
+    dtype, or in another (spec O-14).
 
     Raises:   ValueError: a parameter without a master in the state.
     """
     if "master_codes" not in optimizer.state.get(p, {}):
         raise ValueError(
-            "a parameter has a master in the state under a layout with float16 masters, as 'msamp_o2', after its first step; got none under "
-            f"layout {optimizer.layout.name!r}. Read the parameter itself, or call optimizer.begin() first."
+            "a parameter has a master in the state under a layout with float16 masters, as "
+            "'msamp_o2', after its first step; got none under layout "
+            f"{optimizer.layout.name!r}. Read the parameter itself, or call optimizer.begin() "
+            "first."
         )
     stored, moment = moment_state(optimizer.state[p], "master"), optimizer.layout.master
     part = Part(p.numel(), place(p)[0])
-    return moments.read(stored, moment, optimizer.layout.of(p.numel()), part).to(dtype or p.dtype).view(local_part(p).shape)
+    return (
+        moments.read(stored, moment, optimizer.layout.of(p.numel()), part)
+        .to(dtype or p.dtype)
+        .view(local_part(p).shape)
+    )
 
 
 def largest_weight(optimizer: AdamW, p: Tensor) -> Tensor:
-    """The amax of ``weight``, float32, before it is rounded to the parameter's dtype, that a predicted master keeps."""
-    return moments.not_below(optimizer.layout.of(p.numel()).smallest_moment, optimizer.state[p]["master_amax"])
+    """The amax of ``weight``, float32, before it is rounded to the parameter's dtype, that a
+    predicted master keeps.
+    """
+    return moments.not_below(
+        optimizer.layout.of(p.numel()).smallest_moment, optimizer.state[p]["master_amax"]
+    )

@@ -1,7 +1,7 @@
 """One update of AdamW with narrow states on flat tensors, in place (spec O-2 to O-10, O-14, O-15).
 
-An eager step on a CPU is made of pieces that stay in its cache. A large tensor is cut into pieces as
-ranks would cut it; small tensors follow each other in one piece, each from a new block on.
+An eager step on a CPU is made of pieces that stay in its cache. A large tensor is cut into pieces
+as ranks would cut it; small tensors follow each other in one piece, each from a new block on.
 """
 
 import functools
@@ -22,7 +22,10 @@ PIECE = 1 << 16
 
 
 GPU_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 64}
-"""Inductor's options on a GPU: new moments are computed wherever they are needed. Written to memory, they are 4 bytes a parameter each."""
+"""Inductor's options on a GPU: new moments are computed wherever they are needed.
+
+Written to memory, they are 4 bytes a parameter each.
+"""
 
 
 class Work(NamedTuple):
@@ -55,25 +58,34 @@ class Update:
         """Update a weight and its state in place; the amaxes that other ranks complete."""
         pieces = list(self._pieces(work))
         if found is None and len(pieces) > 1:
-            if not any(moment.scaling and moment.block is None for moment in work.layout.kept) and not work.layout.stochastic:
+            if (
+                not any(moment.scaling and moment.block is None for moment in work.layout.kept)
+                and not work.layout.stochastic
+            ):
                 for piece in pieces:
                     self.update(_alone(piece))
                 return []
             found = self.begin(work)
         if found is None and work.p.is_cuda and amaxes_first(work.layout):
-            found = self.begin(work)  # otherwise new moments wait in memory, in float32, for the amax of all of them
+            found = self.begin(
+                work
+            )  # otherwise new moments wait in memory, in float32, for the amax of all of them
         each = [self._finish_piece(piece, found) for piece in pieces]
         amaxes = []
         for old, moment, *news in zip(work.kept, work.layout.kept, *each, strict=True):
             for field, mine, *values in zip(MomentState._fields[1:], old[1:], *news, strict=True):
                 if mine is not None:
-                    mine.copy_(functools.reduce(torch.maximum, values) if field == "amax" else values[0])
+                    mine.copy_(
+                        functools.reduce(torch.maximum, values) if field == "amax" else values[0]
+                    )
                     if field == "amax" and moment.amax == "predicted":
                         amaxes.append(mine)
         return amaxes
 
     def update_together(self, works: list[Work]) -> None:
-        """Update small tensors that have the same numbers and layout, as many at a time as a piece holds."""
+        """Update small tensors that have the same numbers and layout, as many at a time as a piece
+        holds.
+        """
         batch: list[Work] = []
         elements = 0
         for work in works:
@@ -92,28 +104,45 @@ class Update:
         inside: list[Tensor] = []
         outside: list[Tensor] = []
 
-        def joined(tensors: list[Tensor], slots: list[int], fill: float, dtype: torch.dtype) -> Tensor:
+        def joined(
+            tensors: list[Tensor], slots: list[int], fill: float, dtype: torch.dtype
+        ) -> Tensor:
             made = torch.full((sum(slots),), fill, dtype=dtype, device=tensors[0].device)
-            inside.extend(slot[: x.numel()].view(x.shape) for slot, x in zip(made.split(slots), tensors, strict=True))
+            inside.extend(
+                slot[: x.numel()].view(x.shape)
+                for slot, x in zip(made.split(slots), tensors, strict=True)
+            )
             outside.extend(tensors)
             return made
 
         def of_moment(which: int, moment: Moment) -> MomentState:
             each = [work.kept[which] for work in works]
             slots = [1 if moment.block is None else n * (CELL // moment.block) for n in cells]
-            fields: list[Tensor | None] = [joined([x.codes for x in each], elements, 0, each[0].codes.dtype)]
+            fields: list[Tensor | None] = [
+                joined([x.codes for x in each], elements, 0, each[0].codes.dtype)
+            ]
             for field in MomentState._fields[1:]:
                 values = [getattr(x, field) for x in each]
-                fields.append(None if values[0] is None else joined(values, slots, field != "amax", torch.float32))
+                fields.append(
+                    None
+                    if values[0] is None
+                    else joined(values, slots, field != "amax", torch.float32)
+                )
             return MomentState(*fields)  # type: ignore[arg-type]
 
         layout, elements = works[0].layout, [n * CELL for n in cells]
         kept = tuple(of_moment(which, moment) for which, moment in enumerate(layout.kept))
-        p = kept[2].codes if is_master(works[0]) else joined([work.p for work in works], elements, 0, works[0].p.dtype)
+        p = (
+            kept[2].codes
+            if is_master(works[0])
+            else joined([work.p for work in works], elements, 0, works[0].p.dtype)
+        )
         changed = len(inside)
         g = joined([work.g for work in works], elements, 0, torch.float32)
         torch._foreach_copy_(inside, outside)
-        self.update(Work(p, g, kept, works[0].at, layout, Part(len(p), 0, cells), (None,) * len(kept)))
+        self.update(
+            Work(p, g, kept, works[0].at, layout, Part(len(p), 0, cells), (None,) * len(kept))
+        )
         torch._foreach_copy_(outside[:changed], inside[:changed])
 
     def _begin_piece(self, piece: Work) -> list[Tensor]:
@@ -127,11 +156,19 @@ class Update:
         return _compiled(finish_part, piece.p.device.type)(*_on_device(piece), found)
 
     def _compiles(self, work: Work) -> bool:
-        # Of other sizes inductor (torch 2.13, on a CPU) leaves out the last elements, after a loop over padded blocks.
-        return self.compiled and work.p.numel() % CELL == 0 and work.part.start % CELL == 0 and work.p.numel() > 0
+        # Of other sizes inductor (torch 2.13, on a CPU) leaves out the last elements, after a loop
+        # over padded blocks.
+        return (
+            self.compiled
+            and work.p.numel() % CELL == 0
+            and work.part.start % CELL == 0
+            and work.p.numel() > 0
+        )
 
     def _pieces(self, work: Work) -> Iterator[Work]:
-        """An update as updates of consecutive elements: of one, unless each operation runs by itself on a CPU."""
+        """An update as updates of consecutive elements: of one, unless each operation runs by
+        itself on a CPU.
+        """
         here, size = work.p.numel(), PIECE * torch.get_num_threads()
         if self._compiles(work) or not work.p.is_cpu or here <= size or work.part.cells:
             yield work
@@ -140,7 +177,9 @@ class Update:
             kept = tuple(x._replace(codes=x.codes[first : first + size]) for x in work.kept)
             p, g = (x[first : first + size] for x in (work.p, work.g))
             p = kept[2].codes if is_master(work) else p
-            yield work._replace(p=p, g=g, kept=kept, part=work.part._replace(start=work.part.start + first))
+            yield work._replace(
+                p=p, g=g, kept=kept, part=work.part._replace(start=work.part.start + first)
+            )
 
 
 def is_master(work: Work) -> bool:
@@ -150,10 +189,14 @@ def is_master(work: Work) -> bool:
 
 @functools.cache
 def _compiled(function: Callable, device: str) -> Callable:
-    return torch.compile(function, fullgraph=True, dynamic=False, options=GPU_OPTIONS if device == "cuda" else None)
+    return torch.compile(
+        function, fullgraph=True, dynamic=False, options=GPU_OPTIONS if device == "cuda" else None
+    )
 
 
-def begin_part(p: Tensor, g: Tensor, kept: tuple[MomentState, ...], at: Scalars, layout: Layout, part: Part) -> list[Tensor]:
+def begin_part(
+    p: Tensor, g: Tensor, kept: tuple[MomentState, ...], at: Scalars, layout: Layout, part: Part
+) -> list[Tensor]:
     """What parts of a tensor have to reduce by maximum before they store (``moments.extremes``)."""
     g, new_m, new_v = _new_moments(g, kept, at, layout, part)
     of_master = layout.keeps_master and moments.reductions(layout.master, 2)
@@ -162,11 +205,22 @@ def begin_part(p: Tensor, g: Tensor, kept: tuple[MomentState, ...], at: Scalars,
     found += moments.extremes(root if layout.v.root else new_v, g, layout.v, part, 1)
     if of_master:
         p = moments.read(kept[2], layout.master, layout, part)
-        found += moments.extremes(p.sub_(_change(p, new_m, root, at, layout)), g, layout.master, part, 2)
+        found += moments.extremes(
+            p.sub_(_change(p, new_m, root, at, layout)), g, layout.master, part, 2
+        )
     return found
 
 
-def finish_part(p: Tensor, g: Tensor, kept: tuple[MomentState, ...], at: Scalars, layout: Layout, part: Part, keys, found):
+def finish_part(
+    p: Tensor,
+    g: Tensor,
+    kept: tuple[MomentState, ...],
+    at: Scalars,
+    layout: Layout,
+    part: Part,
+    keys,
+    found,
+):
     """Change the weight and the codes; return what else is stored of what is kept. found is
     ``begin_part``'s, of all parts, or None."""
     g, new_m, new_v = _new_moments(g, kept, at, layout, part)
@@ -183,7 +237,9 @@ def finish_part(p: Tensor, g: Tensor, kept: tuple[MomentState, ...], at: Scalars
         old.codes.copy_(codes)
         rest.append(others)
     if layout.keeps_master and p.dtype != kept[2].codes.dtype:
-        p.copy_(moments.read(MomentState(moments.rounded(codes), *rest[2]), layout.master, layout, part))
+        p.copy_(
+            moments.read(MomentState(moments.rounded(codes), *rest[2]), layout.master, layout, part)
+        )
     return rest
 
 
@@ -198,7 +254,10 @@ def _change(p: Tensor, m: Tensor, root: Tensor, at: Scalars, layout: Layout) -> 
 def _new_moments(g: Tensor, kept: tuple[MomentState, ...], at: Scalars, layout: Layout, part: Part):
     """The gradient in range, and both new moments (O-2 to O-5)."""
     g = in_range(cast.to_f32(g))
-    m, v = (moments.read(stored, moment, layout, part) for stored, moment in zip(kept[:2], (layout.m, layout.v), strict=True))
+    m, v = (
+        moments.read(stored, moment, layout, part)
+        for stored, moment in zip(kept[:2], (layout.m, layout.v), strict=True)
+    )
     return g, *moments.averages(g, m, v, at, layout)
 
 
@@ -207,7 +266,9 @@ def in_range(g: Tensor) -> Tensor:
     kept = moments.not_below(states.GRADIENT_MIN, g)
     if moments.eager_on_cpu(g) and g.numel():
         low, high = g.aminmax()
-        if low >= -states.GRADIENT_MAX and high <= states.GRADIENT_MAX:  # the comparison of all elements takes longer
+        if (
+            low >= -states.GRADIENT_MAX and high <= states.GRADIENT_MAX
+        ):  # the comparison of all elements takes longer
             return kept
     return torch.where(g.abs() <= states.GRADIENT_MAX, kept, torch.nan)
 
@@ -227,22 +288,37 @@ def _alone(piece: Work) -> Work:
 
 
 def _on_device(piece: Work) -> Work:
-    """A piece whose numbers are tensors: a compiled update takes new ones without compiling again."""
-    keys = [None if key is None else tuple(torch.tensor(key, device=piece.p.device).unbind()) for key in piece.keys]
+    """A piece whose numbers are tensors: a compiled update takes new ones without compiling
+    again.
+    """
+    keys = [
+        None if key is None else tuple(torch.tensor(key, device=piece.p.device).unbind())
+        for key in piece.keys
+    ]
     return in_blocks(piece)._replace(at=_tensors(piece.at, piece.p.device), keys=tuple(keys))  # type: ignore[arg-type]
 
 
 def amaxes_first(layout: Layout) -> bool:
     """Whether a scale needs the amax of a whole tensor before anything is stored."""
     each = enumerate(layout.kept)
-    return any(moments.reductions(moment, which) and moment.block is None and moment.amax != "previous" for which, moment in each)
+    return any(
+        moments.reductions(moment, which) and moment.block is None and moment.amax != "previous"
+        for which, moment in each
+    )
 
 
 def in_blocks(piece: Work) -> Work:
-    """A piece of whole blocks as [blocks, elements]: inductor then makes one kernel of the amaxes and of what they scale."""
+    """A piece of whole blocks as [blocks, elements]: inductor then makes one kernel of the amaxes
+    and of what they scale.
+    """
     blocks = {moment.block for moment in (piece.layout.m, piece.layout.v)}
     (block,) = blocks if len(blocks) == 1 else (None,)
-    if block is None or piece.layout.stochastic or piece.part.start % block or piece.p.numel() % block:
+    if (
+        block is None
+        or piece.layout.stochastic
+        or piece.part.start % block
+        or piece.p.numel() % block
+    ):
         return piece
     kept = tuple(x._replace(codes=x.codes.view(-1, block)) for x in piece.kept)
     return piece._replace(p=piece.p.view(-1, block), g=piece.g.view(-1, block), kept=kept)

@@ -14,7 +14,11 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from fp8ref.torch.quantize import cast
 from fp8ref.torch.tensors.local_part import local_part
 
-KINDS = frozenset(kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch.amp.is_autocast_available(kind))
+KINDS = frozenset(
+    kind
+    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+    if torch.amp.is_autocast_available(kind)
+)
 """Kinds of device for which torch.autocast is available."""
 
 
@@ -22,7 +26,11 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype of linears under torch.autocast on x's device; None outside of autocast."""
     # looked up among KINDS, since dynamo of torch 2.11 does not trace is_autocast_available
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if kind in KINDS and torch.is_autocast_enabled(kind) else None
+    return (
+        torch.get_autocast_dtype(kind)
+        if kind in KINDS and torch.is_autocast_enabled(kind)
+        else None
+    )
 
 
 class Named(Protocol):
@@ -42,28 +50,44 @@ def taken(x: torch.Tensor, linear: Named) -> torch.Tensor:
               mode or a transform of torch.func (L-8).
     """
     if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{_name(linear)} takes a torch.Tensor; got {type(x).__name__}. Convert with torch.as_tensor.")
+        raise ValueError(
+            f"{_name(linear)} takes a torch.Tensor; got {type(x).__name__}. Convert with "
+            "torch.as_tensor."
+        )
     if not torch.compiler.is_compiling():
         check_transforms(_name(linear), x, linear.weight)
     w = _of_rank(linear, x)
     if x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"{_name(linear)} takes x [..., K] and w [N, K] with the same K; got {tuple(x.shape)} and {tuple(w.shape)}. Reshape x."
+            f"{_name(linear)} takes x [..., K] and w [N, K] with the same K; got "
+            f"{tuple(x.shape)} and {tuple(w.shape)}. Reshape x."
         )
     if x.dtype not in cast.HIGH_PRECISION:
-        raise ValueError(f"{_name(linear)} takes float32, float16 or bfloat16; got {x.dtype}. Convert with .float().")
+        raise ValueError(
+            f"{_name(linear)} takes float32, float16 or bfloat16; got {x.dtype}. Convert with "
+            ".float()."
+        )
     if x.device != w.device:
-        raise ValueError(f"{_name(linear)} takes x on the device of its weight; got {x.device} and {w.device}. Move one of them.")
+        raise ValueError(
+            f"{_name(linear)} takes x on the device of its weight; got {x.device} and "
+            f"{w.device}. Move one of them."
+        )
     dtype = autocast_dtype(x)
     return x if dtype is None else x.to(dtype)
 
 
-def check_transforms(name: str, *tensors: torch.Tensor, otherwise: str = "keep it in high precision by filter_fqns") -> None:
-    """ValueError where torch.func transforms a pass of FP8, or one of its tensors has a derivative in forward mode: torch's error
-    would name no layer. In a compiled graph nothing is checked."""
+def check_transforms(
+    name: str, *tensors: torch.Tensor, otherwise: str = "keep it in high precision by filter_fqns"
+) -> None:
+    """ValueError where torch.func transforms a pass of FP8, or one of its tensors has a derivative
+    in forward mode: torch's error would name no layer. In a compiled graph nothing is checked."""
     if torch.compiler.is_compiling():
         return
-    plain = [t for t in tensors if type(t) in (torch.Tensor, torch.nn.Parameter)] if forward_ad._current_level >= 0 else []
+    plain = (
+        [t for t in tensors if type(t) in (torch.Tensor, torch.nn.Parameter)]
+        if forward_ad._current_level >= 0
+        else []
+    )
     if torch._C._are_functorch_transforms_active():
         what = "a transform of torch.func (grad, vmap, jvp, jacrev, ...)"
     elif any(forward_ad.unpack_dual(t).tangent is not None for t in plain):
@@ -71,8 +95,9 @@ def check_transforms(name: str, *tensors: torch.Tensor, otherwise: str = "keep i
     else:
         return
     raise ValueError(
-        f"{name} has a backward pass of its own, which torch.autograd alone takes (L-8); got {what}. Use loss.backward() or torch.autograd.grad, "
-        f"also of torch.func.functional_call, or {otherwise}."
+        f"{name} has a backward pass of its own, which torch.autograd alone takes (L-8); got "
+        f"{what}. Use loss.backward() or torch.autograd.grad, also of "
+        f"torch.func.functional_call, or {otherwise}."
     )
 
 
@@ -87,21 +112,30 @@ def weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
     if w.dtype == x.dtype:
         return w
     if autocast_dtype(x) is None:
-        raise ValueError(f"x and w of {_name(linear)} have one dtype; got {x.dtype} and {w.dtype}. Cast one, or use torch.autocast.")
+        raise ValueError(
+            f"x and w of {_name(linear)} have one dtype; got {x.dtype} and {w.dtype}. Cast one, "
+            "or use torch.autocast."
+        )
     return w if isinstance(w, Float8TrainingTensor) else w.to(x.dtype)
 
 
 def in_high_precision(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x [..., K] @ w.T [K, N] without FP8: of no tokens (L-9), whose gradients are then zeros."""
-    return functional.linear(x, w.to_original_precision() if isinstance(w, Float8TrainingTensor) else w)
+    return functional.linear(
+        x, w.to_original_precision() if isinstance(w, Float8TrainingTensor) else w
+    )
 
 
 def calibrated(x: torch.Tensor, w: torch.Tensor, fqn: str) -> torch.Tensor:
-    """x [..., K] @ w.T [K, N] in high precision, for ``delayed.calibrate``. ValueError: w is gathered in FP8."""
+    """x [..., K] @ w.T [K, N] in high precision, for ``delayed.calibrate``.
+
+    ValueError: w is gathered in FP8.
+    """
     if isinstance(w, Float8TrainingTensor):
         raise ValueError(
-            f"calibrate reads weights in high precision; {named(fqn)} gathers its weight in FP8. Calibrate the model before you "
-            "shard it, or gather in bfloat16 (gather_fp8=False)."
+            f"calibrate reads weights in high precision; {named(fqn)} gathers its weight in "
+            "FP8. Calibrate the model before you shard it, or gather in bfloat16 "
+            "(gather_fp8=False)."
         )
     return in_high_precision(x, w)
 
@@ -117,7 +151,9 @@ def _name(linear: Named) -> str:
 
 
 def named(fqn: str) -> str:
-    """A linear's name in errors: "3" alone, as nn.Sequential names its parts, would read as a number of linears."""
+    """A linear's name in errors: "3" alone, as nn.Sequential names its parts, would read as a
+    number of linears.
+    """
     return fqn if any(c.isalpha() for c in fqn) else f"linear {fqn}" if fqn else "a linear in FP8"
 
 
@@ -135,7 +171,9 @@ def without_autocast(pass_: Callable) -> Callable:
 
 
 def weight_once(forward: Callable) -> Callable:
-    """Wrap a forward pass (linear, input): a parametrized weight, as of spectral_norm, is computed once in it when it runs eagerly."""
+    """Wrap a forward pass (linear, input): a parametrized weight, as of spectral_norm, is computed
+    once in it when it runs eagerly.
+    """
 
     @functools.wraps(forward)
     def run(linear, input: torch.Tensor) -> torch.Tensor:

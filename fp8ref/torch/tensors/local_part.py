@@ -29,8 +29,9 @@ def local_part(x: Tensor, like: Tensor | None = None) -> Tensor:
         x = x.redistribute(placements=like.placements)
     if any(placement.is_partial() for placement in x.placements):
         raise ValueError(
-            f"elements of a tensor are needed; got {tuple(x.shape)} placed as {x.placements}, of which "
-            "each rank has a term of a sum. Redistribute it to Replicate() or Shard() first."
+            f"elements of a tensor are needed; got {tuple(x.shape)} placed as {x.placements}, "
+            "of which each rank has a term of a sum. Redistribute it to Replicate() or Shard() "
+            "first."
         )
     part = x.to_local()
     counts = x.is_leaf and part.requires_grad and not torch.compiler.is_compiling()
@@ -38,8 +39,8 @@ def local_part(x: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 class _Unchanged(torch.autograd.Function):
-    """A part, whose backward pass fails if its whole was changed in place, even where only the part's
-    own gradient is asked for.
+    """A part, whose backward pass fails if its whole was changed in place, even where only the
+    part's own gradient is asked for.
 
     What changes a DTensor in place raises its version, and not that of its local tensor, which
     another function saves.
@@ -60,8 +61,10 @@ def check_alike(x: Tensor, like: Tensor) -> None:
     """ValueError unless x is a DTensor on like's mesh, or both are plain tensors."""
     meshes = [y.device_mesh if isinstance(y, DTensor) else None for y in (x, like)]
     if meshes[0] != meshes[1]:
-        got, needed = ("a plain tensor" if mesh is None else f"a DTensor on {mesh}" for mesh in meshes)
+        got, needed = (
+            "a plain tensor" if mesh is None else f"a DTensor on {mesh}" for mesh in meshes
+        )
         raise ValueError(
-            f"a gradient is {needed}, as its parameter {tuple(like.shape)}; got {got}. Distribute the "
-            "gradient as the parameter, or take its full_tensor()."
+            f"a gradient is {needed}, as its parameter {tuple(like.shape)}; got {got}. "
+            "Distribute the gradient as the parameter, or take its full_tensor()."
         )

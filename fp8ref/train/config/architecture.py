@@ -1,7 +1,7 @@
 """What a config trains: the trainer's own Llama, or a model of the user's (spec T-10).
 
-A user's model is built by its framework, ``{jax,torch}/custom_model.py``. This module says what all of
-the trainer needs to know of it: the names and shapes of its parameters and linears.
+A user's model is built by its framework, ``{jax,torch}/custom_model.py``. This module says what all
+of the trainer needs to know of it: the names and shapes of its parameters and linears.
 """
 
 import functools
@@ -19,9 +19,22 @@ from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.spec.llama import LlamaConfig
-from fp8ref.train.config.sections import ArchitectureConfig, DataConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig
+from fp8ref.train.config.sections import (
+    ArchitectureConfig,
+    DataConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+)
 
-_NAMES_CODE = ("auto_map", "attn_implementation", "experts_implementation", "custom_pipelines", "trust_remote_code")
+_NAMES_CODE = (
+    "auto_map",
+    "attn_implementation",
+    "experts_implementation",
+    "custom_pipelines",
+    "trust_remote_code",
+)
 """Keys of config.json that name code, next to private ones, such as _attn_implementation."""
 
 BACKEND = {"transformers": "torch", "torch": "torch", "nnx": "jax"}
@@ -29,11 +42,13 @@ BACKEND = {"transformers": "torch", "torch": "torch", "nnx": "jax"}
 
 
 _TRUSTED: set[str] = set()
-"""The modules that ``imported`` may import; by the name of the module, whose code runs on import."""
+"""The modules that ``imported`` may import; by the name of the module, whose code runs on import.
+"""
 
 
 def trust(source: str) -> None:
-    """Let this process import the module of an import path ``package.module:name``, and call what it names.
+    """Let this process import the module of an import path ``package.module:name``, and call what
+    it names.
 
     A config or a run directory may come from a stranger, so nothing is imported before.
     """
@@ -86,7 +101,8 @@ class Shapes:
     kind        the class that was built, for the manifest.
     parameters  {name: shape}, each once, where modules share it.
     linears     {path: (N, K)} of what a recipe may convert, in the model's order.
-    heads       the linears that stay in high precision unless fp8_fqns names them: those of the logits.
+    heads       the linears that stay in high precision unless fp8_fqns names them: those of the
+                logits.
     """
 
     kind: str
@@ -105,7 +121,9 @@ def shapes(config: Sections) -> Shapes:
         head = () if config.model.tie_word_embeddings else ("lm_head",)
         found = llama.parameter_shapes(config.model), llama.linear_shapes(config.model)
         return Shapes(kind="llama", parameters=found[0], linears=found[1], heads=head)
-    return _custom(keys, config.model.vocab_size, config.data.sequence_length, described(config).get("sha256"))
+    return _custom(
+        keys, config.model.vocab_size, config.data.sequence_length, described(config).get("sha256")
+    )
 
 
 @functools.lru_cache(maxsize=4)
@@ -114,16 +132,18 @@ def _custom(keys: ArchitectureConfig, vocab_size: int, length: int, sha256: str 
     try:
         library = importlib.import_module(f"fp8ref.train.{BACKEND[keys.kind]}.custom_model")
     except ImportError as error:
-        raise ConfigError(f"architecture.kind {keys.kind!r} needs {error.name}. Install the extra of its backend.") from error
+        raise ConfigError(
+            f"architecture.kind {keys.kind!r} needs {error.name}. Install the extra of its backend."
+        ) from error
     return library.shapes(keys, vocab_size, length)
 
 
 def described(config: Sections) -> dict[str, Any]:
     """What architecture.source holds (T-10); {} of the trainer's own model.
 
-    Returns:  {"sha256": that of config.json of transformers, or of the source of the function and of the module that the
-              import path names, without what they import; "config": the content of config.json}. No sha256 where a module
-              has no source file.
+    Returns:  {"sha256": that of config.json of transformers, or of the source of the function and
+              of the module that the import path names, without what they import; "config": the
+              content of config.json}. No sha256 where a module has no source file.
     Raises:   ConfigError: it cannot be read or imported.
     """
     keys = config.architecture
@@ -137,7 +157,10 @@ def described(config: Sections) -> dict[str, Any]:
         return {"sha256": hashlib.sha256(held).hexdigest(), "config": configuration(keys)}
     source = keys.source or ""
     made = imported(source)
-    modules = [source.partition(":")[0], *([made.__module__] if inspect.isroutine(made) or inspect.isclass(made) else [])]
+    modules = [
+        source.partition(":")[0],
+        *([made.__module__] if inspect.isroutine(made) or inspect.isclass(made) else []),
+    ]
     paths = dict.fromkeys(getattr(sys.modules.get(name), "__file__", None) for name in modules)
     held = b"\0".join(Path(path).read_bytes() for path in paths if path and Path(path).is_file())
     return {"sha256": hashlib.sha256(held).hexdigest()} if held else {}
@@ -162,13 +185,15 @@ def configuration(keys: ArchitectureConfig) -> dict[str, Any]:
 
 def _no_configuration(keys: ArchitectureConfig, error: Exception) -> str:
     return (
-        f"architecture.source {keys.source!r} is no configuration of transformers ({error}). Name a directory with "
-        "config.json, or the file."
+        f"architecture.source {keys.source!r} is no configuration of transformers ({error}). "
+        "Name a directory with config.json, or the file."
     )
 
 
 def faults(config: Sections) -> list[str]:
-    """The error messages for keys that a user's model does not take (T-10); none of the trainer's own."""
+    """The error messages for keys that a user's model does not take (T-10); none of the trainer's
+    own.
+    """
     keys = config.architecture
     if keys.kind == "llama":
         return []
@@ -178,21 +203,37 @@ def faults(config: Sections) -> list[str]:
     what = f"architecture.kind {keys.kind!r}"
     scheduled = dict.fromkeys(recipe for _, recipe in numerics.schedule or ())
     states = [name for name in scheduled if name in RECIPES and RECIPES[name].delayed]
+    no_part, own_attention = "has layers that the trainer does not know", "has attention of its own"
+    last = "has a last linear that the trainer does not know"
     wrong = {
-        f"of model.* takes vocab_size alone, as its own configuration says the rest; got model.{', model.'.join(own)}": bool(own),
-        f"is for one device, whose linears no plan cuts; got parallel of {parallel.devices}": parallel.devices > 1,
-        f"has layers that the trainer does not know; got parallel.checkpointing {parallel.checkpointing!r}": parallel.checkpointing
-        != "none",
-        f"has layers that the trainer does not know; got parallel.compile {parallel.compile!r}": parallel.compile != "none",
-        "has layers that the trainer does not know; got parallel.scan": parallel.scan,
-        f"is for one device, which exchanges no gradients; got parallel.reduce_mu {parallel.reduce_mu!r}": parallel.reduce_mu != "one",
-        f"has a last linear that the trainer does not know; got parallel.loss {parallel.loss!r}": parallel.loss != "whole",
-        f"has attention of its own; got parallel.attention {parallel.attention!r}": parallel.attention != "xla",
-        f"has attention of its own; got numerics.attention {numerics.attention!r}": numerics.attention is not None,
-        f"has float32 masters; optimizer.layout {config.optimizer.layout!r} stores narrower ones": config.optimizer.keeps_masters,
-        f"keeps one recipe's states of delayed scaling; numerics.schedule has {', '.join(states)}": nnx and len(states) > 1,
-        f"sums gradients in float32; got parallel.accumulate_dtype {parallel.accumulate_dtype!r}": parallel.accumulate_dtype != "float32",
-        f"has initial weights of its own; got run.init_from {config.run.init_from!r}": nnx and config.run.init_from is not None,
+        "of model.* takes vocab_size alone, as its own configuration says the rest; got "
+        f"model.{', model.'.join(own)}": bool(own),
+        f"is for one device, whose linears no plan cuts; got parallel of {parallel.devices}": (
+            parallel.devices > 1
+        ),
+        f"{no_part}; got parallel.checkpointing {parallel.checkpointing!r}": (
+            parallel.checkpointing != "none"
+        ),
+        f"{no_part}; got parallel.compile {parallel.compile!r}": parallel.compile != "none",
+        f"{no_part}; got parallel.scan": parallel.scan,
+        "is for one device, which exchanges no gradients; got parallel.reduce_mu "
+        f"{parallel.reduce_mu!r}": parallel.reduce_mu != "one",
+        f"{last}; got parallel.loss {parallel.loss!r}": parallel.loss != "whole",
+        f"{own_attention}; got parallel.attention {parallel.attention!r}": (
+            parallel.attention != "xla"
+        ),
+        f"{own_attention}; got numerics.attention {numerics.attention!r}": (
+            numerics.attention is not None
+        ),
+        f"has float32 masters; optimizer.layout {config.optimizer.layout!r} stores narrower "
+        "ones": config.optimizer.keeps_masters,
+        "keeps one recipe's states of delayed scaling; numerics.schedule has "
+        f"{', '.join(states)}": nnx and len(states) > 1,
+        "sums gradients in float32; got parallel.accumulate_dtype "
+        f"{parallel.accumulate_dtype!r}": parallel.accumulate_dtype != "float32",
+        f"has initial weights of its own; got run.init_from {config.run.init_from!r}": (
+            nnx and config.run.init_from is not None
+        ),
     }
     return [f"{what} {text}. Leave it out." for text, is_so in wrong.items() if is_so]
 
@@ -201,14 +242,17 @@ def check_backend(config: Sections, backend: str) -> None:
     """ConfigError unless a backend trains the config's model."""
     kind = config.architecture.kind
     if kind != "llama" and BACKEND[kind] != backend:
-        raise ConfigError(f"architecture.kind {kind!r} is trained by --backend {BACKEND[kind]}; got {backend}.")
+        raise ConfigError(
+            f"architecture.kind {kind!r} is trained by --backend {BACKEND[kind]}; got {backend}."
+        )
 
 
 def require_llama(config: Sections, who: str) -> None:
     """ConfigError for a user's model, which ``who`` does not take."""
     if config.architecture.kind != "llama":
         raise ConfigError(
-            f"{who} takes the trainer's own Llama, whose layers it knows; got architecture.kind {config.architecture.kind!r}. Leave out architecture.*."
+            f"{who} takes the trainer's own Llama, whose layers it knows; got architecture.kind "
+            f"{config.architecture.kind!r}. Leave out architecture.*."
         )
 
 
@@ -220,8 +264,9 @@ def imported(source: str):
     module, _, name = source.partition(":")
     if module not in _TRUSTED:
         raise ConfigError(
-            f"architecture.source {source!r} is code, which would be imported and called. Read it, then add --trust; in Python, "
-            f"call fp8ref.train.config.architecture.trust({source!r})."
+            f"architecture.source {source!r} is code, which would be imported and called. Read "
+            "it, then add --trust; in Python, call "
+            f"fp8ref.train.config.architecture.trust({source!r})."
         )
     try:
         found = importlib.import_module(module)
@@ -229,18 +274,24 @@ def imported(source: str):
             found = getattr(found, part)
     except Exception as error:  # whatever a user's code raises
         raise ConfigError(
-            f"architecture.source {source!r} cannot be imported ({type(error).__name__}: {error}). Name module:function, of a "
-            "module on PYTHONPATH."
+            f"architecture.source {source!r} cannot be imported ({type(error).__name__}: "
+            f"{error}). Name module:function, of a module on PYTHONPATH."
         ) from error
     return found
 
 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of transformers without the keys by which transformers downloads or imports code: kernels, modules of a hub."""
+    """A config.json of transformers without the keys by which transformers downloads or imports
+    code: kernels, modules of a hub.
+    """
 
     def kept(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: kept(one) for key, one in value.items() if not (key.startswith("_") or key in _NAMES_CODE)}
+            return {
+                key: kept(one)
+                for key, one in value.items()
+                if not (key.startswith("_") or key in _NAMES_CODE)
+            }
         return [kept(one) for one in value] if isinstance(value, list) else value
 
     return kept(config)

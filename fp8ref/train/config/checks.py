@@ -50,22 +50,32 @@ def check(config: Checked) -> None:
     """ValueError for sections of a config that no backend trains together."""
     require(
         config.parallel.accumulate_dtype == "float32" or config.data.microbatches > 1,
-        "parallel.accumulate_dtype is of the gradients of data.microbatches, of which there is 1. Leave it out, or use more.",
+        "parallel.accumulate_dtype is of the gradients of data.microbatches, of which there is "
+        "1. Leave it out, or use more.",
     )
     require(
         config.numerics.rules is None or config.parallel.devices == 1,
-        f"numerics.rules are for one device; parallel has {config.parallel.devices}. Leave one of them out.",
+        f"numerics.rules are for one device; parallel has {config.parallel.devices}. Leave one "
+        "of them out.",
     )
-    if faults := architectures.faults(config) + config.numerics.unattended(config.model.head_dim) + _without_experts(config):
+    if (
+        faults := architectures.faults(config)
+        + config.numerics.unattended(config.model.head_dim)
+        + _without_experts(config)
+    ):
         require(False, faults[0])
     require(
-        config.numerics.attention is None or config.parallel.attention in ("xla", "tiles", "kernel"),
-        f"parallel.attention chooses among JAX's own attentions; numerics.attention {config.numerics.attention!r} is none of them; got "
-        f"{config.parallel.attention!r}. Leave one of them out.",
+        config.numerics.attention is None
+        or config.parallel.attention in ("xla", "tiles", "kernel"),
+        "parallel.attention chooses among JAX's own attentions; numerics.attention "
+        f"{config.numerics.attention!r} is none of them; got {config.parallel.attention!r}. "
+        "Leave one of them out.",
     )
     require(
-        config.numerics.attention is not None or config.parallel.attention not in ("tiles", "kernel"),
-        f"parallel.attention {config.parallel.attention!r} is of numerics.attention, which is left out. Name a variant, or leave it out.",
+        config.numerics.attention is not None
+        or config.parallel.attention not in ("tiles", "kernel"),
+        f"parallel.attention {config.parallel.attention!r} is of numerics.attention, which is "
+        "left out. Name a variant, or leave it out.",
     )
     if config.parallel.attention == "kernel":
         _check_kernel(config)
@@ -77,29 +87,39 @@ def check(config: Checked) -> None:
         _check_softcap_and_sinks(config)
     require(
         config.numerics.attention_arithmetic == "fast" or config.parallel.compile == "none",
-        "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for minutes or hours; got parallel.compile "
-        f"{config.parallel.compile!r}. Set it to none, or the arithmetic to fast.",
+        "torch.compile writes out every addition of numerics.attention_arithmetic 'stated', for "
+        f"minutes or hours; got parallel.compile {config.parallel.compile!r}. Set it to none, "
+        "or the arithmetic to fast.",
     )
     size = config.model.vocab_size
-    require(256 <= size <= 2**31, f"model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got {size}.")
+    require(
+        256 <= size <= 2**31,
+        "model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got "
+        f"{size}.",
+    )
     schedules.starts(config.phases, config.optimizer, config.run.steps)
     require(
         bool(config.statistics.every) or not schedules.is_measured(config.numerics.schedule),
-        "measurements in numerics.schedule, 'sqnr' and 'update_error', are of the steps that statistics.every records; got "
-        f"{config.statistics.every or 0}. Set it to 1 or more.",
+        "measurements in numerics.schedule, 'sqnr' and 'update_error', are of the steps that "
+        f"statistics.every records; got {config.statistics.every or 0}. Set it to 1 or more.",
     )
     layout = config.optimizer.moment_layout
     require(
-        all(phase.update_error is None for phase in config.phases) or (layout is not None and layout.m.fmt.bits < 32),
-        "'update_error' in numerics.schedule is of states narrower than float32, by optimizer.kind 'adamw_states'; got kind "
-        f"{config.optimizer.kind!r}{f' with layout {layout.name!r}' if layout else ''}. Name such a layout, or begin at a step.",
+        all(phase.update_error is None for phase in config.phases)
+        or (layout is not None and layout.m.fmt.bits < 32),
+        "'update_error' in numerics.schedule is of states narrower than float32, by "
+        "optimizer.kind 'adamw_states'; got kind "
+        f"{config.optimizer.kind!r}{f' with layout {layout.name!r}' if layout else ''}. Name "
+        "such a layout, or begin at a step.",
     )
 
 
 def check_backend(config: Checked, backend: str) -> None:
     """ConfigError for what a backend does not train."""
     if foreign := config.parallel.foreign(backend):
-        raise ConfigError(f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out.")
+        raise ConfigError(
+            f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out."
+        )
     architectures.check_backend(config, backend)
     parallel, optimizer = config.parallel, config.optimizer
     if (
@@ -115,7 +135,14 @@ def _without_experts(config: Checked) -> list[str]:
     """The error messages for keys that a model with experts does not take (M-8)."""
     keys, experts = config.parallel, config.model.num_experts
     if not experts:
-        return [] if keys.expert == 1 else [f"parallel.expert is for a model with experts; got {keys.expert}. Set it to 1, or use fsdp."]
+        return (
+            []
+            if keys.expert == 1
+            else [
+                f"parallel.expert is for a model with experts; got {keys.expert}. Set it to 1, "
+                "or use fsdp."
+            ]
+        )
     return [
         f"model.num_experts is for {what}. {remedy}"
         for taken, what, remedy in (
@@ -136,28 +163,32 @@ def _without_experts(config: Checked) -> list[str]:
             ),
             (
                 keys.devices == 1 or (keys.through, keys.reduce) == ("shard_map", "rounded"),
-                f"rows that devices send, and gradients that they round before they sum; got parallel.through {keys.through!r}, reduce "
-                f"{keys.reduce!r}",
+                "rows that devices send, and gradients that they round before they sum; got "
+                f"parallel.through {keys.through!r}, reduce {keys.reduce!r}",
                 "Set them to shard_map and rounded.",
             ),
             (
                 keys.reduce_dtype != "float8_e4m3fn",
-                "gradients that are summed in float32 or bfloat16; got parallel.reduce_dtype 'float8_e4m3fn'",
+                "gradients that are summed in float32 or bfloat16; got parallel.reduce_dtype "
+                "'float8_e4m3fn'",
                 "Set it to float32.",
             ),
             (
                 keys.compile == "none",
-                f"eager PyTorch, as the host reads each group's size; got parallel.compile {keys.compile!r}",
+                "eager PyTorch, as the host reads each group's size; got parallel.compile "
+                f"{keys.compile!r}",
                 "Set it to none.",
             ),
             (
                 config.numerics.accumulate in (None, "native"),
-                f"the framework's own GEMMs; got numerics.accumulate {config.numerics.accumulate!r}",
+                "the framework's own GEMMs; got numerics.accumulate "
+                f"{config.numerics.accumulate!r}",
                 "Leave it out.",
             ),
             (
                 not config.optimizer.keeps_masters,
-                f"float32 masters; optimizer.layout {config.optimizer.layout!r} stores narrower ones",
+                f"float32 masters; optimizer.layout {config.optimizer.layout!r} stores narrower "
+                "ones",
                 "Name a layout of moments alone, such as sqrt_e4m3.",
             ),
         )
@@ -166,12 +197,22 @@ def _without_experts(config: Checked) -> list[str]:
 
 
 def uncut_sequences(config: Checked) -> list[str]:
-    """The error messages for a length of sequences that context and sequence parallelism do not divide (P-10, A-24)."""
+    """The error messages for a length of sequences that context and sequence parallelism do not
+    divide (P-10, A-24).
+    """
     keys, length = config.parallel, config.data.sequence_length
     parts = keys.context * (keys.tensor if keys.sequence else 1)
-    what = "parallel.context" + " x tensor, under parallel.sequence" * keys.sequence if keys.context > 1 else "tensor"
+    what = (
+        "parallel.context" + " x tensor, under parallel.sequence" * keys.sequence
+        if keys.context > 1
+        else "tensor"
+    )
     under = "under parallel.sequence " * (keys.context == 1)
-    return [f"{under}data.sequence_length is divisible by {what} = {parts}; got {length}."] if length % parts else []
+    return (
+        [f"{under}data.sequence_length is divisible by {what} = {parts}; got {length}."]
+        if length % parts
+        else []
+    )
 
 
 def _check_context(config: Checked) -> None:
@@ -179,78 +220,108 @@ def _check_context(config: Checked) -> None:
     variant, keys = config.attention_variant, config.parallel
     require(
         variant is not None and not variant.real and variant.granularity in ("tensor", None),
-        "parallel.context cuts sequences, and takes attention with one scale for a tensor, or none; got numerics.attention "
-        f"{config.numerics.attention!r}. Use cudnn or bf16, or leave parallel.context out.",
+        "parallel.context cuts sequences, and takes attention with one scale for a tensor, or "
+        f"none; got numerics.attention {config.numerics.attention!r}. Use cudnn or bf16, or "
+        "leave parallel.context out.",
     )
     require(
         keys.compile == "none",
-        f"parallel.context gathers keys and values within attention, which is traced eagerly alone; got parallel.compile {keys.compile!r}. Set it "
-        "to none.",
+        "parallel.context gathers keys and values within attention, which is traced eagerly "
+        f"alone; got parallel.compile {keys.compile!r}. Set it to none.",
     )
 
 
 def _check_softcap_and_sinks(config: Checked) -> None:
     """ValueError for attention that has neither softcap nor sinks (A-28)."""
     keys, parallel = config.model, config.parallel
-    names = [f"model.attention_{name}" for name in ("softcap", "sinks") if getattr(keys, f"attention_{name}")]
+    names = [
+        f"model.attention_{name}"
+        for name in ("softcap", "sinks")
+        if getattr(keys, f"attention_{name}")
+    ]
     what = " and ".join(names)
     require(
-        config.numerics.attention is not None and config.numerics.attention_operands is None and parallel.attention != "kernel",
-        f"{what} are of attention by a whole variant, in tiles; got numerics.attention {config.numerics.attention!r}, attention_operands "
-        f"{config.numerics.attention_operands} and parallel.attention {parallel.attention!r}. Name a variant, such as bf16, or leave them out.",
+        config.numerics.attention is not None
+        and config.numerics.attention_operands is None
+        and parallel.attention != "kernel",
+        f"{what} are of attention by a whole variant, in tiles; got numerics.attention "
+        f"{config.numerics.attention!r}, attention_operands "
+        f"{config.numerics.attention_operands} and parallel.attention {parallel.attention!r}. "
+        "Name a variant, such as bf16, or leave them out.",
     )
     require(
         parallel.context == 1 and (parallel.tensor == 1 or not keys.attention_sinks),
-        f"{what} take devices that have whole sequences, and sinks all heads; got parallel.context {parallel.context} and tensor "
-        f"{parallel.tensor}. Use data and fsdp.",
+        f"{what} take devices that have whole sequences, and sinks all heads; got "
+        f"parallel.context {parallel.context} and tensor {parallel.tensor}. Use data and fsdp.",
     )
 
 
 def _check_kernel(config: Checked) -> None:
     """ValueError for a config that no library's FP8 kernel trains."""
     keys, tiles = config.numerics, "Use parallel.attention 'tiles'."
-    by_flash = keys.attention in ("fa3", "fa3_promoted")  # which has gradients by attention_backward 'bf16' alone
+    by_flash = keys.attention in (
+        "fa3",
+        "fa3_promoted",
+    )  # which has gradients by attention_backward 'bf16' alone
     require(
-        by_flash or (keys.attention == "cudnn" and keys.attention_scaling == "delayed" and keys.attention_backward == "own"),
-        "parallel.attention 'kernel' is cuDNN's FP8 attention, which casts with scales that are given: numerics.attention 'cudnn' with "
-        "numerics.attention_scaling 'delayed' and its own backward pass; or in PyTorch FlashAttention-3: 'fa3' or 'fa3_promoted' with "
-        f"numerics.attention_backward 'bf16'; got {keys.attention!r} with {keys.attention_scaling!r} and {keys.attention_backward!r}. {tiles}",
+        by_flash
+        or (
+            keys.attention == "cudnn"
+            and keys.attention_scaling == "delayed"
+            and keys.attention_backward == "own"
+        ),
+        "parallel.attention 'kernel' is cuDNN's FP8 attention, which casts with scales that are "
+        "given: numerics.attention 'cudnn' with numerics.attention_scaling 'delayed' and its "
+        "own backward pass; or in PyTorch FlashAttention-3: 'fa3' or 'fa3_promoted' with "
+        f"numerics.attention_backward 'bf16'; got {keys.attention!r} with "
+        f"{keys.attention_scaling!r} and {keys.attention_backward!r}. {tiles}",
     )
     if by_flash:
         require(
-            config.model.head_dim % 16 == 0 and config.parallel.compile == "none" and not keys.simulates and not config.statistics.every,
-            "parallel.attention 'kernel' of FlashAttention-3 takes heads of multiples of 16, in eager mode, without numerics.accumulate and "
-            f"statistics.every, which look into the tiles; got {config.model.head_dim}, {config.parallel.compile!r}, {keys.accumulate!r} and "
-            f"{config.statistics.every}. {tiles}",
+            config.model.head_dim % 16 == 0
+            and config.parallel.compile == "none"
+            and not keys.simulates
+            and not config.statistics.every,
+            "parallel.attention 'kernel' of FlashAttention-3 takes heads of multiples of 16, in "
+            "eager mode, without numerics.accumulate and statistics.every, which look into the "
+            f"tiles; got {config.model.head_dim}, {config.parallel.compile!r}, "
+            f"{keys.accumulate!r} and {config.statistics.every}. {tiles}",
         )
         return
     length = config.data.sequence_length
     require(
         config.model.head_dim == 128 and length % 128 == 0,
-        f"parallel.attention 'kernel' takes heads of 128 features, and data.sequence_length in multiples of 128; got {config.model.head_dim} and "
-        f"{length}. {tiles}",
+        "parallel.attention 'kernel' takes heads of 128 features, and data.sequence_length in "
+        f"multiples of 128; got {config.model.head_dim} and {length}. {tiles}",
     )
     require(
         config.parallel.devices == 1 and not keys.simulates and not config.statistics.every,
-        "parallel.attention 'kernel' is of one device, without numerics.accumulate and statistics.every, which look into the tiles; got "
-        f"{config.parallel.devices} devices, {keys.accumulate!r} and {config.statistics.every}. {tiles}",
+        "parallel.attention 'kernel' is of one device, without numerics.accumulate and "
+        f"statistics.every, which look into the tiles; got {config.parallel.devices} devices, "
+        f"{keys.accumulate!r} and {config.statistics.every}. {tiles}",
     )
 
 
 def _check_attention_operands(config: Checked, operands: Sequence[str]) -> None:
-    """ValueError for a config whose attention has no single casts, and for a pattern that names no layer (E-9)."""
+    """ValueError for a config whose attention has no single casts, and for a pattern that names no
+    layer (E-9).
+    """
     keys = config.parallel
     require(
         keys.devices == 1 and not keys.scan and keys.compile == "none" and keys.attention == "xla",
-        f"numerics.attention_operands are of one device, eager or without a scan over layers; got {keys.devices} devices, parallel.scan "
-        f"{keys.scan}, parallel.compile {keys.compile!r} and parallel.attention {keys.attention!r}. Leave one of them out.",
+        "numerics.attention_operands are of one device, eager or without a scan over layers; "
+        f"got {keys.devices} devices, parallel.scan {keys.scan}, parallel.compile "
+        f"{keys.compile!r} and parallel.attention {keys.attention!r}. Leave one of them out.",
     )
     for operand in operands:
         pattern, slash, _ = operand.rpartition("/")
-        if slash and not any(linear_selection.matches(pattern, layer) for layer in config.attention_layers):
+        if slash and not any(
+            linear_selection.matches(pattern, layer) for layer in config.attention_layers
+        ):
             raise ValueError(
-                f"every pattern of numerics.attention_operands names a layer's attention (R-3); got {operand!r} for "
-                f"{', '.join(config.attention_layers)}. Write layers.0/q, or q for all."
+                "every pattern of numerics.attention_operands names a layer's attention (R-3); "
+                f"got {operand!r} for {', '.join(config.attention_layers)}. Write layers.0/q, "
+                "or q for all."
             )
 
 
@@ -260,14 +331,23 @@ def unswitched(config: Checked, backend: str) -> list[str]:
     if config.numerics.schedule is None or backend == "jax" or keys.devices == 1:
         return []
     if keys.tensor > 1:
-        return [f"in PyTorch numerics.schedule takes parallel.tensor 1, whose hooks are of one recipe; got {keys.tensor}. Set it to 1."]
+        return [
+            "in PyTorch numerics.schedule takes parallel.tensor 1, whose hooks are of one "
+            f"recipe; got {keys.tensor}. Set it to 1."
+        ]
     delayed = [name for name in config.recipes if RECIPES[name].delayed]
     if keys.amax_scope == "local" and delayed:
-        return [f"recipe {delayed[0]!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global."]
-    gathered = [name for name in config.recipes if RECIPES[name].fp8 and RECIPES[name].serves_both("weight")]
+        return [
+            f"recipe {delayed[0]!r} keeps one state for all ranks; parallel.amax_scope is "
+            "local. Set it to global."
+        ]
+    gathered = [
+        name for name in config.recipes if RECIPES[name].fp8 and RECIPES[name].serves_both("weight")
+    ]
     if keys.gather == "fp8" and gathered:
         return [
-            f"in PyTorch FSDP gathers weights in one way for all phases of numerics.schedule, and {gathered[0]!r} gathers in FP8. Set "
-            "parallel.gather to compute, which gives the same bits."
+            "in PyTorch FSDP gathers weights in one way for all phases of numerics.schedule, "
+            f"and {gathered[0]!r} gathers in FP8. Set parallel.gather to compute, which gives "
+            "the same bits."
         ]
     return []

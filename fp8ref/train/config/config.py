@@ -81,7 +81,9 @@ class Config:
         return schedules.starts(self.phases, self.optimizer, self.run.steps)
 
     def scheduled(self, measured: Sequence[Sequence[int]] = ()) -> Schedule:
-        """Which recipe each step runs in. measured: what a checkpoint has of ``Schedule.measured``."""
+        """Which recipe each step runs in. measured: what a checkpoint has of
+        ``Schedule.measured``.
+        """
         return Schedule(self.phases, self.starts, measured)
 
     @property
@@ -97,37 +99,61 @@ class Config:
         """ConfigError for a schedule, which ``who`` does not take."""
         if self.numerics.schedule is not None:
             raise ConfigError(
-                f"{who} takes one recipe; got numerics.schedule with {', '.join(self.recipes)}. Leave it out, on the command line by "
-                "--numerics.schedule None, and name one by --recipe."
+                f"{who} takes one recipe; got numerics.schedule with {', '.join(self.recipes)}. "
+                "Leave it out, on the command line by --numerics.schedule None, and name one by "
+                "--recipe."
             )
 
     def attention_operands(self, layer: str) -> attention_casts.Casts | None:
-        """The operands of a layer's attention that alone are cast (E-9); None: it is computed by its variant, or the framework."""
+        """The operands of a layer's attention that alone are cast (E-9); None: it is computed by
+        its variant, or the framework.
+        """
         keys = self.numerics
-        return None if keys.attention_operands is None else attention_casts.of(str(keys.attention), keys.attention_operands, layer)
+        return (
+            None
+            if keys.attention_operands is None
+            else attention_casts.of(str(keys.attention), keys.attention_operands, layer)
+        )
 
     def require_tiles(self, who: str) -> None:
-        """ConfigError for attention by a library's kernel, whose passes ``who`` cannot look into, and for one whose operands are
-        cast one by one, which is no kernel's."""
+        """ConfigError for attention by a library's kernel, whose passes ``who`` cannot look into,
+        and for one whose operands are cast one by one, which is no kernel's."""
         if self.numerics.attention_operands is not None:
-            raise ConfigError(f"{who} takes attention by its variant; got numerics.attention_operands. Leave them out.")
+            raise ConfigError(
+                f"{who} takes attention by its variant; got numerics.attention_operands. Leave "
+                "them out."
+            )
         if self.parallel.attention == "kernel":
-            raise ConfigError(f"{who} takes attention by tiles; got parallel.attention 'kernel', which shows nothing. Set it to tiles.")
+            raise ConfigError(
+                f"{who} takes attention by tiles; got parallel.attention 'kernel', which shows "
+                "nothing. Set it to tiles."
+            )
 
     def require_no_experts(self, who: str) -> None:
         """ConfigError for a model with experts, which ``who`` does not take."""
         if self.model.num_experts:
-            raise ConfigError(f"{who} takes no experts; got model.num_experts {self.model.num_experts}. Leave them out.")
+            raise ConfigError(
+                f"{who} takes no experts; got model.num_experts {self.model.num_experts}. Leave "
+                "them out."
+            )
 
     @property
     def attention_variant(self) -> Variant | None:
-        """The variant of numerics.attention, with its backward pass; None for the framework's own attention."""
+        """The variant of numerics.attention, with its backward pass; None for the framework's own
+        attention.
+        """
         keys = self.numerics
-        return None if keys.attention is None else attention.differentiated(keys.attention, keys.attention_backward)
+        return (
+            None
+            if keys.attention is None
+            else attention.differentiated(keys.attention, keys.attention_backward)
+        )
 
     @property
     def attention_casts(self) -> dict[str, attention_delayed.Casts]:
-        """{name of a layer's attention: its roles with delayed scales, and how}; {} unless attention has delayed scales."""
+        """{name of a layer's attention: its roles with delayed scales, and how}; {} unless
+        attention has delayed scales.
+        """
         if self.attention_variant is None or self.numerics.attention_scaling == "current":
             return {}
         return dict.fromkeys(self.attention_in_fp8, attention_delayed.casts(self.attention_variant))
@@ -149,11 +175,15 @@ class Config:
 
         It stays in high precision unless fp8_fqns names it (spec R-2).
         """
-        return (*self.numerics.filter_fqns, *(head for head in self.shapes.heads if head not in self.numerics.filter_fqns))
+        return (
+            *self.numerics.filter_fqns,
+            *(head for head in self.shapes.heads if head not in self.numerics.filter_fqns),
+        )
 
     @property
     def shapes(self) -> architectures.Shapes:
-        """The names and shapes of the model's parameters and linears; a user's model is built for them once.
+        """The names and shapes of the model's parameters and linears; a user's model is built for
+        them once.
 
         Raises as ``architecture.shapes``.
         """
@@ -165,16 +195,25 @@ class Config:
         Raises as ``selection.linears.select`` and ``selection.rules.apply``.
         """
         chosen = linear_selection.select(
-            self.shapes.linears, self.numerics.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.numerics.fp8_fqns
+            self.shapes.linears,
+            self.numerics.recipe,
+            filter_fqns=self.filter_fqns,
+            fp8_fqns=self.numerics.fp8_fqns,
         )
-        return linear_rules.apply(self.numerics.rules or (), [self._of_experts(decision) for decision in chosen])
+        return linear_rules.apply(
+            self.numerics.rules or (), [self._of_experts(decision) for decision in chosen]
+        )
 
     def _of_experts(self, decision: Decision) -> Decision:
-        """A decision with the number of its weights and the recipe of grouped linears (X-8), if it is of experts."""
+        """A decision with the number of its weights and the recipe of grouped linears (X-8), if it
+        is of experts.
+        """
         experts = llama.experts_of(decision.path, self.model)
         if experts is None:
             return decision
-        return dataclasses.replace(decision, experts=experts, recipe=grouped.of_linears(decision.recipe).recipe)
+        return dataclasses.replace(
+            decision, experts=experts, recipe=grouped.of_linears(decision.recipe).recipe
+        )
 
     def program_linears(self) -> dict[str, Recipe]:
         """The recipe of each linear of JAX's program, by name: of each layer's, or under
@@ -187,18 +226,29 @@ class Config:
             name = llama.stack_of(decision.path) if self.parallel.scan else decision.path
             if found.setdefault(name, decision.recipe) != decision.recipe:
                 raise ConfigError(
-                    f"parallel.scan compiles one layer for all, so a linear has the same recipe in each; {decision.path} has "
-                    f"{decision.recipe.name!r}, and the same linear of the first layer {found[name].name!r}. Change numerics.filter_fqns "
-                    "and fp8_fqns, or set parallel.scan to false."
+                    "parallel.scan compiles one layer for all, so a linear has the same recipe "
+                    f"in each; {decision.path} has {decision.recipe.name!r}, and the same "
+                    f"linear of the first layer {found[name].name!r}. Change "
+                    "numerics.filter_fqns and fp8_fqns, or set parallel.scan to false."
                 )
         return found
 
     def replace(self, **sections) -> "Config":
         """A copy with keys of sections replaced: ``config.replace(run={"steps": 3})``."""
-        return dataclasses.replace(self, **{name: dataclasses.replace(getattr(self, name), **keys) for name, keys in sections.items()})
+        return dataclasses.replace(
+            self,
+            **{
+                name: dataclasses.replace(getattr(self, name), **keys)
+                for name, keys in sections.items()
+            },
+        )
 
 
-for _section in (*(section.default_factory for section in dataclasses.fields(Config)), Rule, Config):
+for _section in (
+    *(section.default_factory for section in dataclasses.fields(Config)),
+    Rule,
+    Config,
+):
     _section.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[union-attr]
 _ADAPTER = pydantic.TypeAdapter(Config)
 
@@ -206,8 +256,9 @@ INSTEAD = {
     (
         "parallel.compile",
         "traced",
-    ): "parallel.compile is none, block or model; got 'traced'. The trainer shards with FSDP2, whose collectives no "
-    "graph contains. Use 'model', which gives the same bits, or fp8ref.torch.distributed.compiled_fsdp.shard in your own training loop."
+    ): "parallel.compile is none, block or model; got 'traced'. The trainer shards with "
+    "FSDP2, whose collectives no graph contains. Use 'model', which gives the same bits, "
+    "or fp8ref.torch.distributed.compiled_fsdp.shard in your own training loop."
 }
 """Values that a key does not take, and what to use instead."""
 
@@ -225,7 +276,10 @@ def load(path: str | Path) -> Config:
     try:
         keys = files.read_toml(path)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Name a TOML file, or one of {', '.join(shipped.NAMES)}.") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}). Name a TOML file, or one of "
+            f"{', '.join(shipped.NAMES)}."
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{path}: is not TOML: {error}.") from error
     return from_dict(keys, source=str(path))
@@ -248,7 +302,11 @@ def to_dict(config: Config) -> dict:
     def prune(value):
         if isinstance(value, list):
             return [prune(v) for v in value]
-        return {k: prune(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+        return (
+            {k: prune(v) for k, v in value.items() if v is not None}
+            if isinstance(value, dict)
+            else value
+        )
 
     return prune(json.loads(_ADAPTER.dump_json(config)))
 
@@ -287,7 +345,10 @@ def override(config: Config, options: Sequence[str], *, prog: str) -> Config:
         if option.startswith("--") and key not in (*known, "help", "recipe"):
             raise ConfigError(f"unknown option {option.split('=')[0]!r}; {_nearest(key, known)}")
         if option.startswith("--") and key in TABLES:
-            raise ConfigError(f"{key} are tables of a config file, [[{key}]], and no option. Write them in CONFIG.")
+            raise ConfigError(
+                f"{key} are tables of a config file, [[{key}]], and no option. Write them in "
+                "CONFIG."
+            )
         if instead := INSTEAD.get((key, option.partition("=")[2] or following)):
             raise ConfigError(instead)
     return tyro.cli(Config, default=config, args=list(options), prog=prog, use_underscores=True)
@@ -322,4 +383,8 @@ def _nearest(key: str, known: list[str]) -> str:
 
 def _known_keys() -> list[str]:
     sections = dataclasses.fields(Config)
-    return [s.name for s in sections] + [f"{s.name}.{f.name}" for s in sections for f in dataclasses.fields(s.default_factory)]  # type: ignore[arg-type]
+    return [s.name for s in sections] + [
+        f"{s.name}.{f.name}"
+        for s in sections
+        for f in dataclasses.fields(s.default_factory)  # type: ignore[arg-type]
+    ]

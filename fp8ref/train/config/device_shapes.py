@@ -34,11 +34,14 @@ def used(linear: str, shape: tuple[int, int], config: Config) -> tuple[int, int]
     return (n // tensor if last in llama.COLUMN else n), (k // tensor if last in llama.ROW else k)
 
 
-def at_rest(parameter: str, shape: tuple[int, ...], config: Config, backend: str) -> tuple[int, ...]:
+def at_rest(
+    parameter: str, shape: tuple[int, ...], config: Config, backend: str
+) -> tuple[int, ...]:
     """Shape of the largest piece of a parameter that a device stores.
 
-    JAX cuts matrices over fsdp, context and expert, evenly, but for routers. FSDP2 cuts every parameter, and its last
-    pieces may be shorter. Experts are cut by their number, over fsdp and expert.
+    JAX cuts matrices over fsdp, context and expert, evenly, but for routers. FSDP2 cuts every
+    parameter, and its last pieces may be shorter. Experts are cut by their number, over fsdp and
+    expert.
     """
     cut = used(parameter.removesuffix(".weight"), shape, config) if len(shape) == 2 else shape
     if backend == "jax" and (len(shape) < 2 or llama.is_router(parameter)):
@@ -55,14 +58,21 @@ def sharded(config: Config, backend: str) -> bool:
 
 
 def ranks_share_amaxes(config: Config) -> bool:
-    """Whether PyTorch's ranks share the amaxes of a batch: their linears are then fp8ref's own, which pad and gather by themselves."""
+    """Whether PyTorch's ranks share the amaxes of a batch: their linears are then fp8ref's own,
+    which pad and gather by themselves.
+    """
     return config.parallel.sharing > 1 and config.parallel.amax_scope == "global"
 
 
 def runs_output_again(linear: str, config: Config, backend: str) -> bool:
     """Whether JAX runs a linear's output GEMM again in the backward pass, with its collectives. No
     gradient needs the output of the last linear of a layer."""
-    return backend == "jax" and config.parallel.checkpointing == "full" and "layers" in linear and not linear.endswith("down_proj")
+    return (
+        backend == "jax"
+        and config.parallel.checkpointing == "full"
+        and "layers" in linear
+        and not linear.endswith("down_proj")
+    )
 
 
 def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
@@ -73,10 +83,11 @@ def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
 
 
 def copied(config: Config, backend: str) -> dict[str, Recipe]:
-    """The linears whose weights the optimizer keeps in FP8, under a layout with masters, by name (spec O-16).
+    """The linears whose weights the optimizer keeps in FP8, under a layout with masters, by name
+    (spec O-16).
 
-    That changes no bit. In PyTorch a schedule's recipes share one weight, a compiled linear casts its own, and FSDP gathers codes
-    only where ``parallel.gather`` is fp8: then nothing is kept.
+    That changes no bit. In PyTorch a schedule's recipes share one weight, a compiled linear casts
+    its own, and FSDP gathers codes only where ``parallel.gather`` is fp8: then nothing is kept.
     """
     if not config.optimizer.keeps_masters:
         return {}
@@ -86,21 +97,39 @@ def copied(config: Config, backend: str) -> dict[str, Recipe]:
     possible = keys.gather == "fp8" or not sharded(config, backend)
     if backend == "torch" and not (possible and len(config.recipes) == 1):
         return {}
-    return {d.path: d.recipe for d in config.decisions() if d.experts is None and recipes.casts_weight_once(d.recipe)}
+    return {
+        d.path: d.recipe
+        for d in config.decisions()
+        if d.experts is None and recipes.casts_weight_once(d.recipe)
+    }
 
 
 def scaled_first(config: Config) -> dict[str, Recipe]:
-    """The linears whose weights' scales JAX makes where a step begins, once for both passes and all microbatches, by name (spec P-9)."""
+    """The linears whose weights' scales JAX makes where a step begins, once for both passes and all
+    microbatches, by name (spec P-9).
+    """
     if not config.parallel.precompute_scales:
         return {}
     kept = copied(config, "jax")
-    once = (d for d in config.decisions() if d.experts is None and recipes.casts_weight_once(d.recipe))
+    once = (
+        d for d in config.decisions() if d.experts is None and recipes.casts_weight_once(d.recipe)
+    )
     return {d.path: d.recipe for d in once if d.path not in kept}
 
 
 def kinds(config: Config) -> dict[str, int]:
     """Number of parameters by kind, and in all."""
-    found = dict.fromkeys(("embedding", "attention", "mlp", *(["experts"] if config.model.num_experts else []), "norms", "lm_head"), 0)
+    found = dict.fromkeys(
+        (
+            "embedding",
+            "attention",
+            "mlp",
+            *(["experts"] if config.model.num_experts else []),
+            "norms",
+            "lm_head",
+        ),
+        0,
+    )
     for name, shape in llama.parameter_shapes(config.model).items():
         found[_kind(name, shape)] += math.prod(shape)
     return found | {"all": sum(found.values())}
@@ -120,15 +149,23 @@ def _kind(name: str, shape: tuple[int, ...]) -> str:
 
 
 def active(config: Config) -> int:
-    """Number of parameters that take part in a token's forward pass: of experts those of its own."""
+    """Number of parameters that take part in a token's forward pass: of experts those of its
+    own.
+    """
     found, model = kinds(config), config.model
     if not model.num_experts:
         return found["all"]
-    return found["all"] - found["experts"] + found["experts"] * model.num_experts_per_tok // model.num_experts
+    return (
+        found["all"]
+        - found["experts"]
+        + found["experts"] * model.num_experts_per_tok // model.num_experts
+    )
 
 
 def check(config: Config, backend: str) -> None:
-    """ConfigError, a line for each fault, if the backend would refuse this config on any devices."""
+    """ConfigError, a line for each fault, if the backend would refuse this config on any
+    devices.
+    """
     faults = [
         *_foreign(config, backend),
         *_cut(config),
@@ -140,14 +177,18 @@ def check(config: Config, backend: str) -> None:
         decisions: list[Decision] = []
         try:
             decisions = [
-                d for d in one.decisions() if d.path.startswith("model.layers.0.") or d.path == "lm_head"
+                d
+                for d in one.decisions()
+                if d.path.startswith("model.layers.0.") or d.path == "lm_head"
             ]  # one layer stands for all
         except ValueError as error:
             faults.append(str(error))
         faults += (_jax if backend == "jax" else _torch)(one, decisions)
     faults = list(dict.fromkeys(faults))
     if faults:
-        raise ConfigError("\n  ".join(["this config cannot be trained:", *faults] if len(faults) > 1 else faults))
+        raise ConfigError(
+            "\n  ".join(["this config cannot be trained:", *faults] if len(faults) > 1 else faults)
+        )
 
 
 def check_on_gpu(config: Config, backend: str) -> None:
@@ -156,20 +197,35 @@ def check_on_gpu(config: Config, backend: str) -> None:
     Sums over tokens are not padded to 16 where tensor parallelism cuts torchao's linears (L-5).
     """
     count = tokens(config)
-    if backend == "jax" or config.parallel.tensor == 1 or ranks_share_amaxes(config) or count % 16 == 0:
+    if (
+        backend == "jax"
+        or config.parallel.tensor == 1
+        or ranks_share_amaxes(config)
+        or count % 16 == 0
+    ):
         return
     for d in (d for recipe in config.recipes for d in config.under(recipe).decisions()):
         spec = d.recipe.grad_weight
-        if spec.a is not None and spec.a.delayed is None and granularity.by_name(spec.a.granularity).reduced is None:
+        if (
+            spec.a is not None
+            and spec.a.delayed is None
+            and granularity.by_name(spec.a.granularity).reduced is None
+        ):
             raise ConfigError(
-                f"on a GPU PyTorch's FP8 GEMMs reduce multiples of 16 (L-5), and grad_weight of {d.path} reduces over a device's tokens of a part "
-                f"of a batch, without padding under parallel.tensor; got {count}. Change data.sequence_length, batch_size or microbatches."
+                "on a GPU PyTorch's FP8 GEMMs reduce multiples of 16 (L-5), and grad_weight of "
+                f"{d.path} reduces over a device's tokens of a part of a batch, without padding "
+                f"under parallel.tensor; got {count}. Change data.sequence_length, batch_size "
+                "or microbatches."
             )
 
 
 def _foreign(config: Config, backend: str) -> list[str]:
     foreign = config.parallel.foreign(backend)
-    keys = [f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out."] if foreign else []
+    keys = (
+        [f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out."]
+        if foreign
+        else []
+    )
     return keys + config.optimizer.foreign(backend)
 
 
@@ -180,7 +236,8 @@ def _cut(config: Config) -> list[str]:
         faults.append(data.indivisible(keys.of_batch, "devices"))
     faults += checks.uncut_sequences(config)
     faults += [
-        f"model.{key} is divisible by parallel.tensor = {keys.tensor}; got {getattr(model, key)}. Change one of them."
+        f"model.{key} is divisible by parallel.tensor = {keys.tensor}; got "
+        f"{getattr(model, key)}. Change one of them."
         for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
         if getattr(model, key) % keys.tensor
     ]
@@ -188,9 +245,11 @@ def _cut(config: Config) -> list[str]:
 
 
 def unequal_pieces(config: Config) -> list[str]:
-    """The error messages for a mesh that cuts a parameter into unequal pieces under ``adamw_fp8`` (T-6).
+    """The error messages for a mesh that cuts a parameter into unequal pieces under ``adamw_fp8``
+    (T-6).
 
-    Ranks would keep its moments in different formats, which no checkpoint holds together, and torchao compiles one step for all.
+    Ranks would keep its moments in different formats, which no checkpoint holds together, and
+    torchao compiles one step for all.
     """
     keys = config.parallel
     if config.optimizer.kind != "adamw_fp8" or keys.shards == 1:
@@ -199,8 +258,9 @@ def unequal_pieces(config: Config) -> list[str]:
         rows = used(name.removesuffix(".weight"), shape, config)[0] if len(shape) == 2 else shape[0]
         if rows % keys.shards:
             return [
-                f"optimizer.kind 'adamw_fp8' keeps moments of each rank's piece (T-6), and the pieces of a parameter are equal: parallel.{keys.of_shards} "
-                f"divides its rows; {name} has {rows}. Change one of them, or use adamw_states."
+                "optimizer.kind 'adamw_fp8' keeps moments of each rank's piece (T-6), and the "
+                f"pieces of a parameter are equal: parallel.{keys.of_shards} divides its rows; "
+                f"{name} has {rows}. Change one of them, or use adamw_states."
             ]
     return []
 
@@ -211,7 +271,11 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
     faults = keys.unattended(config.model.head_dim)
     if keys.devices > 1 and keys.amax_scope == "local":
         states = dict.fromkeys(d.recipe.name for d in decisions if d.recipe.delayed)
-        faults += [f"recipe {name!r} keeps one state for all devices; parallel.amax_scope is local. Set it to global." for name in states]
+        faults += [
+            f"recipe {name!r} keeps one state for all devices; parallel.amax_scope is local. "
+            "Set it to global."
+            for name in states
+        ]
     if decisions:
         try:
             config.program_linears()
@@ -219,18 +283,28 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
             faults.append(str(error))
     if keys.loss == "chunked" and any(d.fp8 and d.path == "lm_head" for d in decisions):
         faults.append(
-            "parallel.loss 'chunked' takes a last linear in bfloat16; lm_head is in FP8. Name it in filter_fqns, or use loss 'whole'."
+            "parallel.loss 'chunked' takes a last linear in bfloat16; lm_head is in FP8. Name "
+            "it in filter_fqns, or use loss 'whole'."
         )
     if config.model.vocab_size % keys.shards:
-        faults.append(f"model.vocab_size is divisible by parallel.{keys.of_shards}; got {config.model.vocab_size}. Change one of them.")
+        faults.append(
+            f"model.vocab_size is divisible by parallel.{keys.of_shards}; got "
+            f"{config.model.vocab_size}. Change one of them."
+        )
     if config.model.num_experts % keys.shards:
-        faults.append(f"model.num_experts is divisible by parallel.{keys.of_shards}; got {config.model.num_experts}. Change one of them.")
+        faults.append(
+            f"model.num_experts is divisible by parallel.{keys.of_shards}; got "
+            f"{config.model.num_experts}. Change one of them."
+        )
     for d in decisions:
         if d.experts is not None:
             continue
         parts = keys.shards * (keys.tensor if d.path.split(".")[-1] in llama.COLUMN else 1)
         if d.shape[0] % parts:
-            faults.append(f"{d.path}: its {d.shape[0]} rows must be divisible by the {parts} pieces that parallel cuts them into.")
+            faults.append(
+                f"{d.path}: its {d.shape[0]} rows must be divisible by the {parts} pieces that "
+                "parallel cuts them into."
+            )
         elif d.fp8 and keys.devices > 1 and keys.through == "shard_map":
             faults += _blocks(d, config)
     return faults
@@ -240,16 +314,27 @@ def _blocks(decision: Decision, config: Config) -> list[str]:
     """Faults of a linear's weight if tensor or fsdp cuts it inside a block."""
     keys, last, faults = config.parallel, decision.path.split(".")[-1], []
     n, k = used(decision.path, decision.shape, config)
-    # whether the mesh cuts rows (fsdp always, tensor for column-parallel) and columns (row-parallel)
-    cuts = (keys.shards > 1 or (keys.tensor > 1 and last in llama.COLUMN), keys.tensor > 1 and last in llama.ROW)
+    # whether the mesh cuts rows (fsdp always, tensor for column-parallel) and columns
+    # (row-parallel)
+    cuts = (
+        keys.shards > 1 or (keys.tensor > 1 and last in llama.COLUMN),
+        keys.tensor > 1 and last in llama.ROW,
+    )
     for which, spec in decision.recipe.gemms.items():
-        if spec.b is None or "weight" not in OPERANDS[which] or granularity.by_name(spec.b.granularity).reduced is None:
+        if (
+            spec.b is None
+            or "weight" not in OPERANDS[which]
+            or granularity.by_name(spec.b.granularity).reduced is None
+        ):
             continue
         sizes = granularity.blocks(spec.b.granularity, decision.shape, REDUCED_AXES[which][1])
-        for what, length, size, cut in zip(("rows", "columns"), (n // keys.shards, k), sizes, cuts, strict=True):
+        for what, length, size, cut in zip(
+            ("rows", "columns"), (n // keys.shards, k), sizes, cuts, strict=True
+        ):
             if cut and length % size:
                 faults.append(
-                    f"{decision.path}: no layout cuts a block (P-5), so its pieces hold a multiple of {size} {what}; they hold {length}."
+                    f"{decision.path}: no layout cuts a block (P-5), so its pieces hold a "
+                    f"multiple of {size} {what}; they hold {length}."
                 )
     return list(dict.fromkeys(faults))
 
@@ -259,15 +344,22 @@ def _torch_blocks(config: Config, decisions: list[Decision]) -> list[str]:
     ranks, faults = config.parallel.tensor, []
     for d in decisions:
         last = d.path.split(".")[-1]
-        style: recipes.Style | None = "colwise" if last in llama.COLUMN else "rowwise" if last in llama.ROW else None
+        style: recipes.Style | None = (
+            "colwise" if last in llama.COLUMN else "rowwise" if last in llama.ROW else None
+        )
         if not d.fp8 or style is None:
             continue
-        multiple, length = d.recipe.multiple(style), used(d.path, d.shape, config)[style == "rowwise"]
+        multiple, length = (
+            d.recipe.multiple(style),
+            used(d.path, d.shape, config)[style == "rowwise"],
+        )
         if length % multiple:
             what = "rows" if style == "colwise" else "columns"
             faults.append(
-                f"{d.path}: no rank boundary cuts a block (P-5), so each of parallel.tensor = {ranks} pieces holds a multiple of {multiple} {what} "
-                f"under recipe {d.recipe.name!r}; it holds {length}. Lower parallel.tensor, or name it in filter_fqns."
+                f"{d.path}: no rank boundary cuts a block (P-5), so each of parallel.tensor = "
+                f"{ranks} pieces holds a multiple of {multiple} {what} under recipe "
+                f"{d.recipe.name!r}; it holds {length}. Lower parallel.tensor, or name it in "
+                "filter_fqns."
             )
     return faults
 
@@ -277,9 +369,15 @@ def _torch(config: Config, decisions: list[Decision]) -> list[str]:
     keys, faults = config.parallel, unequal_pieces(config)
     shared, recipe = keys.sharing, recipes.by_name(config.numerics.recipe)
     if shared > 1 and keys.amax_scope == "local" and recipe.delayed:
-        faults.append(f"recipe {recipe.name!r} keeps one state for all ranks; parallel.amax_scope is local. Set it to global.")
+        faults.append(
+            f"recipe {recipe.name!r} keeps one state for all ranks; parallel.amax_scope is "
+            "local. Set it to global."
+        )
     if keys.reduction == "ordered" and keys.data > 2:
-        faults.append(f"parallel.reduction 'ordered' adds over at most 2 ranks along data; got {keys.data}. Make data 1 or 2.")
+        faults.append(
+            "parallel.reduction 'ordered' adds over at most 2 ranks along data; got "
+            f"{keys.data}. Make data 1 or 2."
+        )
     if keys.tensor > 1 and recipe.fp8:
         faults += _torch_blocks(config, decisions) or [
             f"{d.path} is FP8, and its piece of {keys.tensor} is not a multiple of 16: "

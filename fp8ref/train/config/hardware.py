@@ -33,22 +33,32 @@ def of(config: Config, backend: str | None = None) -> "Hardware | None":
         )
     casts = [cast for spec in specs for cast in (spec.a, spec.b) if cast is not None]
     if unknown := sorted({cast.fmt.name for cast in casts} - {"e4m3fn", "e5m2"}):
-        raise ConfigError(f"numerics.accumulate {name!r}: tensor cores multiply e4m3fn and e5m2; the recipe has {', '.join(unknown)}.")
+        raise ConfigError(
+            f"numerics.accumulate {name!r}: tensor cores multiply e4m3fn and e5m2; the recipe "
+            f"has {', '.join(unknown)}."
+        )
     epilogue = found.epilogue
     if epilogue is not None and config.attention_in_fp8:
         raise ConfigError(
-            f"numerics.accumulate {name!r}: its epilogue {epilogue.name!r} scales and rounds GEMMs of linears, and attention scales the sums of "
-            f"numerics.attention {config.numerics.attention!r} itself. Use a plan by name."
+            f"numerics.accumulate {name!r}: its epilogue {epilogue.name!r} scales and rounds "
+            "GEMMs of linears, and attention scales the sums of numerics.attention "
+            f"{config.numerics.attention!r} itself. Use a plan by name."
         )
-    if epilogue is not None and epilogue.round_first and any(granularity_of(cast.granularity).reduced is not None for cast in casts):
+    if (
+        epilogue is not None
+        and epilogue.round_first
+        and any(granularity_of(cast.granularity).reduced is not None for cast in casts)
+    ):
         raise ConfigError(
-            f"numerics.accumulate {name!r}: its epilogue {epilogue.name!r} rounds the sum over all of K before it is scaled, and recipe "
-            f"{', '.join(config.recipes)!r} scales blocks of K. Use recipe 'rowwise', or a plan by name."
+            f"numerics.accumulate {name!r}: its epilogue {epilogue.name!r} rounds the sum over "
+            f"all of K before it is scaled, and recipe {', '.join(config.recipes)!r} scales "
+            "blocks of K. Use recipe 'rowwise', or a plan by name."
         )
     if epilogue is not None and backend == "jax" and config.parallel.devices > 1:
         raise ConfigError(
-            f"numerics.accumulate {name!r}: on a mesh sums over devices are scaled by JAX (G-21), and this plan has an epilogue of its own, "
-            f"{epilogue.name!r}. Use one device, or a plan by name."
+            f"numerics.accumulate {name!r}: on a mesh sums over devices are scaled by JAX "
+            f"(G-21), and this plan has an epilogue of its own, {epilogue.name!r}. Use one "
+            "device, or a plan by name."
         )
     return found
 
@@ -73,7 +83,10 @@ def by_name(name: str) -> "Hardware":
         return hardware.by_name(name)
     except ValueError:
         known = ", ".join(("native", *hardware.HARDWARE))
-        raise ConfigError(f"numerics.accumulate is one of {known}, or the .json of a plan that fp8ref probe wrote; got {name!r}.") from None
+        raise ConfigError(
+            f"numerics.accumulate is one of {known}, or the .json of a plan that fp8ref probe "
+            f"wrote; got {name!r}."
+        ) from None
 
 
 def _probed(path: Path) -> "Hardware":
@@ -83,14 +96,23 @@ def _probed(path: Path) -> "Hardware":
     try:
         said = files.read_object(path)
         plan = said["plan"]
-        accumulate, epilogue = plans.accumulation(plan, evidence=f"a probe of {said['subject']}"), plans.epilogue(plan)
+        accumulate, epilogue = (
+            plans.accumulation(plan, evidence=f"a probe of {said['subject']}"),
+            plans.epilogue(plan),
+        )
         return hardware.probed(accumulate, epilogue)
     except OSError as error:
         raise ConfigError(
-            f"numerics.accumulate: {path} cannot be read ({error.strerror}). Name what fp8ref probe SUBJECT --json FILE wrote."
+            f"numerics.accumulate: {path} cannot be read ({error.strerror}). Name what fp8ref "
+            "probe SUBJECT --json FILE wrote."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # other JSON than a probe's
-        why = "it has no plan" if isinstance(error, KeyError | TypeError | AttributeError) else str(error).rstrip(".")
+        why = (
+            "it has no plan"
+            if isinstance(error, KeyError | TypeError | AttributeError)
+            else str(error).rstrip(".")
+        )
         raise ConfigError(
-            f"numerics.accumulate: {path} holds no complete plan of a GEMM ({why}). Name what fp8ref probe SUBJECT --json FILE wrote."
+            f"numerics.accumulate: {path} holds no complete plan of a GEMM ({why}). Name what "
+            "fp8ref probe SUBJECT --json FILE wrote."
         ) from error

@@ -1,10 +1,11 @@
 """Which recipe a step runs in: the phases of ``numerics.schedule`` (spec T-9).
 
-    schedule = [[0, "tensorwise"], ["learning_rate < 3e-4", "rowwise"], ["sqnr < 18", "delayed"], ["update_error > 0.1", "bf16"]]
+    schedule = [[0, "tensorwise"], ["learning_rate < 3e-4", "rowwise"], ["sqnr < 18", "delayed"],
+    ["update_error > 0.1", "bf16"]]
 
-``parse`` reads the entries, and ``Schedule`` says which phase a step belongs to. Beginnings at a step or
-a learning rate are functions of the config. Those at a measurement, of operands or of optimizer states, are
-recorded, and every checkpoint holds the record.
+``parse`` reads the entries, and ``Schedule`` says which phase a step belongs to. Beginnings at a
+step or a learning rate are functions of the config. Those at a measurement, of operands or of
+optimizer states, are recorded, and every checkpoint holds the record.
 """
 
 import bisect
@@ -61,8 +62,8 @@ class Phase:
     step           a step, counted from 0.
     learning_rate  the first step after warm-up whose rate is below this.
     sqnr           the step after a record in which an operand's SQNR is below this, in dB.
-    update_error   the step after a record in which the error of the update that optimizer states make
-                   (spec O-12) is above this.
+    update_error   the step after a record in which the error of the update that optimizer states
+                   make (spec O-12) is above this.
     """
 
     recipe: str
@@ -78,27 +79,41 @@ class Phase:
 
     def begins_at(self, value: float) -> bool:
         """Whether a measured value begins it."""
-        return value < self.sqnr if self.sqnr is not None else self.update_error is not None and value > self.update_error
+        return (
+            value < self.sqnr
+            if self.sqnr is not None
+            else self.update_error is not None and value > self.update_error
+        )
 
 
 def parse(entries: Entries) -> tuple[Phase, ...]:
     """The phases of a schedule.
 
-    Raises:   ValueError: no phase; an unknown recipe, or the same twice in a row; a beginning that is
-              no step or condition; a first step other than 0; steps or thresholds that do not follow
-              each other; recipes that would keep a tensor's amaxes in two ways.
+    Raises:   ValueError: no phase; an unknown recipe, or the same twice in a row; a beginning that
+              is no step or condition; a first step other than 0; steps or thresholds that do not
+              follow each other; recipes that would keep a tensor's amaxes in two ways.
     """
     if not entries:
-        raise ValueError("numerics.schedule has at least one phase, [0, recipe]; got none. Leave it out to train in numerics.recipe alone.")
+        raise ValueError(
+            "numerics.schedule has at least one phase, [0, recipe]; got none. Leave it out to "
+            "train in numerics.recipe alone."
+        )
     phases = tuple(_phase(*entry) for entry in entries)
     if phases[0].step != 0:
-        raise ValueError(f"numerics.schedule begins at step 0; got {entries[0][0]!r}. Write [0, {phases[0].recipe!r}].")
+        raise ValueError(
+            f"numerics.schedule begins at step 0; got {entries[0][0]!r}. Write [0, "
+            f"{phases[0].recipe!r}]."
+        )
     for before, phase in itertools.pairwise(phases):
         if before.recipe == phase.recipe:
-            raise ValueError(f"numerics.schedule has {phase.recipe!r} twice in a row, which is one phase. Leave out the second.")
+            raise ValueError(
+                f"numerics.schedule has {phase.recipe!r} twice in a row, which is one phase. "
+                "Leave out the second."
+            )
         if phase.sqnr is not None and not RECIPES[before.recipe].fp8:
             raise ValueError(
-                f"numerics.schedule: 'sqnr' is of the FP8 operands of the phase before, and {before.recipe!r} has none. Begin at a step instead."
+                "numerics.schedule: 'sqnr' is of the FP8 operands of the phase before, and "
+                f"{before.recipe!r} has none. Begin at a step instead."
             )
     _check_states(dict.fromkeys(phase.recipe for phase in phases))
     _check_order("steps ascend", [p.step for p in phases], lambda a, b: a < b)
@@ -112,52 +127,73 @@ def _phase(begins: int | str, recipe: str) -> Phase:
         return Phase(recipe=recipe, step=begins)
     found = _CONDITION.fullmatch(str(begins))
     try:
-        what, sign, threshold = (found[1], found[2], float(found[3])) if found else ("", "", math.nan)
+        what, sign, threshold = (
+            (found[1], found[2], float(found[3])) if found else ("", "", math.nan)
+        )
     except ValueError:
         what, sign, threshold = "", "", math.nan
     if _CONDITIONS.get(what) != sign or not math.isfinite(threshold):
         raise ValueError(
-            "a phase of numerics.schedule begins at a step, at 'learning_rate < NUMBER', at 'sqnr < NUMBER' (in dB) or at 'update_error > NUMBER'; "
-            f"got {begins!r}."
+            "a phase of numerics.schedule begins at a step, at 'learning_rate < NUMBER', at "
+            f"'sqnr < NUMBER' (in dB) or at 'update_error > NUMBER'; got {begins!r}."
         )
     if what == "learning_rate":
         return Phase(recipe=recipe, learning_rate=threshold)
-    return Phase(recipe=recipe, sqnr=threshold) if what == "sqnr" else Phase(recipe=recipe, update_error=threshold)
+    return (
+        Phase(recipe=recipe, sqnr=threshold)
+        if what == "sqnr"
+        else Phase(recipe=recipe, update_error=threshold)
+    )
 
 
 def _check_states(recipes: Iterable[str]) -> None:
-    """ValueError unless all recipes with delayed scaling keep one state for a role: it outlives their phases."""
+    """ValueError unless all recipes with delayed scaling keep one state for a role: it outlives
+    their phases.
+    """
     held: dict[str, tuple] = {}
     for recipe in recipes:
         for role, kept in delayed_casts(recipe).items():
             if held.setdefault(role, kept) != kept:
                 raise ValueError(
-                    f"recipes of numerics.schedule share the states of delayed scaling; {recipe!r} keeps that of {role} in another way than one "
-                    "before it. Use one of them."
+                    "recipes of numerics.schedule share the states of delayed scaling; "
+                    f"{recipe!r} keeps that of {role} in another way than one before it. Use "
+                    "one of them."
                 )
 
 
-def _check_order(rule: str, values: Sequence[float | None], follows: Callable[[float, float], bool]) -> None:
+def _check_order(
+    rule: str, values: Sequence[float | None], follows: Callable[[float, float], bool]
+) -> None:
     """ValueError unless the values that are there follow each other."""
     held = [value for value in values if value is not None]
     for before, value in itertools.pairwise(held):
         if not follows(before, value):
-            raise ValueError(f"in numerics.schedule {rule}; got {before} and then {value}. Order the phases, each once.")
+            raise ValueError(
+                f"in numerics.schedule {rule}; got {before} and then {value}. Order the phases, "
+                "each once."
+            )
 
 
 def starts(phases: Sequence[Phase], optimizer: Rates, steps: int) -> tuple[int | None, ...]:
-    """The step at which each phase begins in a run of so many steps; None if it is measured, or not reached.
+    """The step at which each phase begins in a run of so many steps; None if it is measured, or not
+    reached.
 
-    Raises:   ValueError: a learning rate that the run's never falls below, or begins below; phases that
-              begin in another order.
+    Raises:   ValueError: a learning rate that the run's never falls below, or begins below; phases
+              that begin in another order.
     """
-    found = [p.step if p.learning_rate is None else _first_below(p.learning_rate, optimizer, steps) for p in phases]
-    known = [(start, phase) for start, phase in zip(found, phases, strict=True) if start is not None]
+    found = [
+        p.step if p.learning_rate is None else _first_below(p.learning_rate, optimizer, steps)
+        for p in phases
+    ]
+    known = [
+        (start, phase) for start, phase in zip(found, phases, strict=True) if start is not None
+    ]
     for (before, first), (start, second) in itertools.pairwise(known):
         if start <= before:
             raise ValueError(
-                f"phases of numerics.schedule begin one after the other; {second.recipe!r} would begin at step {start}, and {first.recipe!r}, "
-                f"before it, at step {before}. Change one of them."
+                f"phases of numerics.schedule begin one after the other; {second.recipe!r} "
+                f"would begin at step {start}, and {first.recipe!r}, before it, at step "
+                f"{before}. Change one of them."
             )
     return tuple(found)
 
@@ -166,31 +202,41 @@ def _first_below(rate: float, optimizer: Rates, steps: int) -> int | None:
     low, high = optimizer.min_learning_rate, optimizer.learning_rate
     if not low < rate <= high:
         raise ValueError(
-            f"a learning rate of numerics.schedule is above optimizer.min_learning_rate = {low} and at most optimizer.learning_rate = {high}, so "
-            f"that the rate falls below it; got {rate}."
+            f"a learning rate of numerics.schedule is above optimizer.min_learning_rate = {low} "
+            f"and at most optimizer.learning_rate = {high}, so that the rate falls below it; "
+            f"got {rate}."
         )
     if optimizer.decay == "none":
         raise ValueError(
-            f"a learning rate of numerics.schedule is one that the run's falls below; optimizer.decay is 'none', got {rate}. Name a step."
+            "a learning rate of numerics.schedule is one that the run's falls below; "
+            f"optimizer.decay is 'none', got {rate}. Name a step."
         )
     after_warmup = range(optimizer.warmup_steps, steps)
-    index = bisect.bisect_left(after_warmup, True, key=lambda step: optimizer.learning_rate_at(step, steps) < rate)
+    index = bisect.bisect_left(
+        after_warmup, True, key=lambda step: optimizer.learning_rate_at(step, steps) < rate
+    )
     return after_warmup[index] if index < len(after_warmup) else None
 
 
 def is_measured(entries: Sequence[Sequence] | None) -> bool:
-    """Whether a phase begins at a measurement, so that the statistics of a run decide its recipes."""
+    """Whether a phase begins at a measurement, so that the statistics of a run decide its
+    recipes.
+    """
     return any(_phase(*entry).measured for entry in entries or ())
 
 
 def lowest_sqnr(statistics: Mapping[str, dict]) -> tuple[float, str] | None:
-    """The smallest SQNR of a record (Q-8) in dB, and its operand; None if it has none. Attention, which no phase
-    changes, is left out."""
+    """The smallest SQNR of a record (Q-8) in dB, and its operand; None if it has none. Attention,
+    which no phase changes, is left out."""
     of_linears = (item for item in statistics.items() if not is_attention(item[0]))
-    return min(((one["sqnr"], name) for name, one in of_linears if one["sqnr"] is not None), default=None)
+    return min(
+        ((one["sqnr"], name) for name, one in of_linears if one["sqnr"] is not None), default=None
+    )
 
 
-def measured(phase: Phase, statistics: Mapping[str, dict], states: Mapping[str, dict]) -> tuple[float, str] | None:
+def measured(
+    phase: Phase, statistics: Mapping[str, dict], states: Mapping[str, dict]
+) -> tuple[float, str] | None:
     """What a phase compares of a record, and what it is of; None if the record has none."""
     if phase.sqnr is not None:
         return lowest_sqnr(statistics)
@@ -201,11 +247,20 @@ def measured(phase: Phase, statistics: Mapping[str, dict], states: Mapping[str, 
 class Schedule:
     """The phases of a run, and where the measured ones began.
 
-    measured   [step, phase's index] of every phase that began at a measurement: what checkpoints keep.
+    measured   [step, phase's index] of every phase that began at a measurement: what checkpoints
+               keep.
     """
 
-    def __init__(self, phases: Sequence[Phase], starts: Sequence[int | None], measured: Sequence[Sequence[int]] = ()) -> None:
-        """starts: of each phase, as the function of that name gives them. ``Config.scheduled`` makes it."""
+    def __init__(
+        self,
+        phases: Sequence[Phase],
+        starts: Sequence[int | None],
+        measured: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """starts: of each phase, as the function of that name gives them.
+
+        ``Config.scheduled`` makes it.
+        """
         self._phases, self._starts, self.measured = phases, starts, [list(one) for one in measured]
 
     def recipe(self, step: int) -> str:
@@ -215,10 +270,16 @@ class Schedule:
     def waits(self, step: int) -> Phase | None:
         """The phase after a step's, if it begins at a measurement."""
         after = self._index(step) + 1
-        return self._phases[after] if after < len(self._phases) and self._phases[after].measured else None
+        return (
+            self._phases[after]
+            if after < len(self._phases) and self._phases[after].measured
+            else None
+        )
 
     def measure(self, step: int, value: float) -> bool:
-        """Begin the phase that waits at ``step + 1``, if what the step measured begins it; whether it does."""
+        """Begin the phase that waits at ``step + 1``, if what the step measured begins it; whether
+        it does.
+        """
         phase = self.waits(step)
         if phase is None or not phase.begins_at(value):
             return False
@@ -227,7 +288,9 @@ class Schedule:
 
     def ran(self, step: int) -> list[list]:
         """[first step, recipe] of each change of recipe up to a step."""
-        begun = {start for start in self._starts if start is not None} | {start for start, _ in self.measured}
+        begun = {start for start in self._starts if start is not None} | {
+            start for start, _ in self.measured
+        }
         found: list[list] = []
         for start in sorted(start for start in begun if start <= step):
             if not found or found[-1][1] != self.recipe(start):

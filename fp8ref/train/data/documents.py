@@ -60,12 +60,20 @@ def check_size(data: DataConfig, source: Source) -> None:
         )
 
 
-def tokenized(data: DataConfig, source: Source, tokenizer: Tokenizer, *, shown: bool = True) -> Iterator[tuple[bool, np.ndarray]]:
-    """(for validation?, tokens) of every document that is not empty, in order, with a progress bar."""
-    total = None if source.kind == "hub" else sum(_size(path) for _, path in source.files) // MEBIBYTE
+def tokenized(
+    data: DataConfig, source: Source, tokenizer: Tokenizer, *, shown: bool = True
+) -> Iterator[tuple[bool, np.ndarray]]:
+    """(for validation?, tokens) of every document that is not empty, in order, with a progress
+    bar.
+    """
+    total = (
+        None if source.kind == "hub" else sum(_size(path) for _, path in source.files) // MEBIBYTE
+    )
     batch: list[Document] = []
     size = count = advanced = 0
-    with console.bar("tokenizing, MiB" if total is not None else "tokenizing", total, shown=shown) as advance:
+    with console.bar(
+        "tokenizing, MiB" if total is not None else "tokenizing", total, shown=shown
+    ) as advance:
 
         def flush() -> Iterator[tuple[bool, np.ndarray]]:
             nonlocal advanced, count
@@ -102,11 +110,21 @@ def read(data: DataConfig, source: Source, *, utf8: bool = True) -> Iterator[Doc
             if utf8:
                 _check_utf8(text, path)
             if text:
-                yield Document(text, file_is_validation(name, data.validation_fraction), done + size)
+                yield Document(
+                    text, file_is_validation(name, data.validation_fraction), done + size
+                )
         else:
-            rows = _jsonl(path, data.text_column) if path.suffix == ".jsonl" else _parquet(path, data.text_column)
+            rows = (
+                _jsonl(path, data.text_column)
+                if path.suffix == ".jsonl"
+                else _parquet(path, data.text_column)
+            )
             for text, share in rows:
-                held_out = sources.is_validation(name) if named else text_is_validation(text, data.validation_fraction)
+                held_out = (
+                    sources.is_validation(name)
+                    if named
+                    else text_is_validation(text, data.validation_fraction)
+                )
                 yield Document(text, held_out, done + int(size * share))
         done += size
 
@@ -139,9 +157,15 @@ def _jsonl(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"{path}: line {number} is not JSON ({error}). A .jsonl file holds one object a line.") from error
+                    raise ConfigError(
+                        f"{path}: line {number} is not JSON ({error}). A .jsonl file holds one "
+                        "object a line."
+                    ) from error
                 if not isinstance(row, dict):
-                    raise ConfigError(f"{path}: line {number} is not a JSON object. A .jsonl file holds one object a line.")
+                    raise ConfigError(
+                        f"{path}: line {number} is not a JSON object. A .jsonl file holds one "
+                        "object a line."
+                    )
                 if text := _text(row, column, f"{path}: line {number}"):
                     yield text, done / size
     except OSError as error:
@@ -153,7 +177,10 @@ def _parquet(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
     parquet = library("pyarrow.parquet", f"reading {path.name}")
     arrow = library("pyarrow", f"reading {path.name}")
     try:
-        with files.open_regular(path) as opened, parquet.ParquetFile(opened) as file:  # a pipe cannot be read from its end
+        with (
+            files.open_regular(path) as opened,
+            parquet.ParquetFile(opened) as file,
+        ):  # a pipe cannot be read from its end
             if column not in file.schema_arrow.names:
                 _text(dict.fromkeys(file.schema_arrow.names), column, str(path))
             number = 0
@@ -192,25 +219,35 @@ def _hub(data: DataConfig, split: str) -> Iterator[bytes]:
 def _text(row: dict[str, Any], column: str, where: str) -> bytes:
     if column not in row:
         raise ConfigError(
-            f"{where} has no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}. Set data.text_column to one of them."
+            f"{where} has no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}. "
+            "Set data.text_column to one of them."
         )
     if not isinstance(row[column], str):
-        raise ConfigError(f"{where}: {column!r} is not text but {type(row[column]).__name__}. Set data.text_column, or repair the file.")
+        raise ConfigError(
+            f"{where}: {column!r} is not text but {type(row[column]).__name__}. Set "
+            "data.text_column, or repair the file."
+        )
     try:
         return row[column].encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-        raise ConfigError(f"{where}: {column!r} is not Unicode text ({error}). Repair the file.") from error
+        raise ConfigError(
+            f"{where}: {column!r} is not Unicode text ({error}). Repair the file."
+        ) from error
 
 
 def _check_utf8(text: bytes, path: Path) -> None:
     try:
         text.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 ({error}). Convert it, or leave data.tokenizer out: bytes take any file.") from error
+        raise ConfigError(
+            f"{path} is not UTF-8 ({error}). Convert it, or leave data.tokenizer out: bytes "
+            "take any file."
+        ) from error
 
 
 def _unstreamable(data: DataConfig, split: str, error: Exception, when: str = "") -> ConfigError:
     return ConfigError(
-        f"data.source {data.source!r}, split {split!r}: datasets cannot stream it{when} ({type(error).__name__}: {error}). "
-        "Check the name, hf:org/name or hf:org/name:config, the split and the network."
+        f"data.source {data.source!r}, split {split!r}: datasets cannot stream it{when} "
+        f"({type(error).__name__}: {error}). Check the name, hf:org/name or hf:org/name:config, "
+        "the split and the network."
     )

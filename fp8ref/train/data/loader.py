@@ -76,7 +76,11 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
         validation = mixture.validation([split for _, split, _ in opened], weights)
         description = mixture.described(data.mixture, [about for _, _, about in opened])
         if len(validation) < (least := data.batch_size * config.run.eval_batches):
-            raise ConfigError(_too_short("data.mixture", "validation", len(validation), least, data.sequence_length))
+            raise ConfigError(
+                _too_short(
+                    "data.mixture", "validation", len(validation), least, data.sequence_length
+                )
+            )
     return Batches(
         train=train,
         # validation has a fixed seed: data.seed may differ between runs whose losses are compared
@@ -106,7 +110,9 @@ def _shuffled(split: Windows, seed: int) -> grain.MapDataset:
 
 
 def _evaluation(config: Config, first: bool) -> tuple[dict[str, grain.MapDataset], dict]:
-    """data.evaluation: all windows of each set, in an order of its own that never changes; and what a manifest says."""
+    """data.evaluation: all windows of each set, in an order of its own that never changes; and what
+    a manifest says.
+    """
     found, described = {}, {}
     least = config.data.batch_size * config.run.eval_batches
     for name, source in config.data.evaluation or ():
@@ -114,7 +120,15 @@ def _evaluation(config: Config, first: bool) -> tuple[dict[str, grain.MapDataset
             train, held_out, about = _splits(_alone(config, source), first)
         both = Windows([*train.parts, *held_out.parts], config.data.sequence_length)
         if not least <= len(both) <= windows.MOST:
-            raise ConfigError(_too_short(f"data.evaluation {name!r}", "whole", len(both), least, config.data.sequence_length))
+            raise ConfigError(
+                _too_short(
+                    f"data.evaluation {name!r}",
+                    "whole",
+                    len(both),
+                    least,
+                    config.data.sequence_length,
+                )
+            )
         found[name], described[name] = _shuffled(both, 0), {"source": source, **about}
     return found, {"evaluation": described} if described else {}
 
@@ -126,19 +140,28 @@ def _open(config: Config, first: bool) -> tuple[Windows, Windows, dict]:
     """
     data = config.data
     train, validation, description = _splits(config, first, trains=True)
-    needed = {"train": (train, data.batch_size), "validation": (validation, data.batch_size * config.run.eval_batches)}
+    needed = {
+        "train": (train, data.batch_size),
+        "validation": (validation, data.batch_size * config.run.eval_batches),
+    }
     for name, (split, least) in needed.items():
         if not least <= len(split) <= windows.MOST:
-            raise ConfigError(_too_short(f"data.source {data.source!r}", name, len(split), least, data.sequence_length))
+            raise ConfigError(
+                _too_short(
+                    f"data.source {data.source!r}", name, len(split), least, data.sequence_length
+                )
+            )
     return train, validation, description
 
 
 def _too_short(what: str, split: str, found: int, least: int, length: int) -> str:
     return f"{what}: the {split} split holds {found} sequences of {length} tokens, and " + (
-        f"{least} are needed. Give more text, in more files (a file belongs to one split), lower data.batch_size, "
-        "data.sequence_length or run.eval_batches, or change data.validation_fraction."
+        f"{least} are needed. Give more text, in more files (a file belongs to one split), "
+        "lower data.batch_size, data.sequence_length or run.eval_batches, or change "
+        "data.validation_fraction."
         if found < least
-        else f"{windows.MOST} is the most that can be shuffled. Raise data.sequence_length, or name fewer files."
+        else f"{windows.MOST} is the most that can be shuffled. Raise data.sequence_length, or "
+        "name fewer files."
     )
 
 
@@ -153,7 +176,11 @@ def _splits(config: Config, first: bool, *, trains: bool = False) -> tuple[Windo
             f"data prepare --source {shlex.quote(data.source)} --out tokens; then set "
             "data.source to 'tokens'."
         )
-    if trains and source.kind in ("shards", "documents") and all(sources.is_validation(name) for name, _ in source.files):
+    if (
+        trains
+        and source.kind in ("shards", "documents")
+        and all(sources.is_validation(name) for name, _ in source.files)
+    ):
         raise ConfigError(
             f"data.source {data.source!r}: every file is for validation by its name, such as "
             f"{source.files[0][0]!r} (D-5). Add files for training, or rename some."
@@ -170,8 +197,12 @@ def _bytes(config: Config, source: Source) -> tuple[Windows, Windows, dict]:
     documents.check_size(config.data, source)
     splits: dict[bool, list[bytes]] = {False: [], True: []}
     for name, path in source.files:
-        splits[documents.file_is_validation(name, config.data.validation_fraction)].append(documents.read_bytes(path))
-    train, validation = (np.frombuffer(b"".join(splits[held_out]), np.uint8) for held_out in (False, True))
+        splits[documents.file_is_validation(name, config.data.validation_fraction)].append(
+            documents.read_bytes(path)
+        )
+    train, validation = (
+        np.frombuffer(b"".join(splits[held_out]), np.uint8) for held_out in (False, True)
+    )
     hashed = hashlib.sha256()
     for part in (train.data, b"\0", validation.data):
         hashed.update(part)
@@ -190,7 +221,9 @@ def _bytes(config: Config, source: Source) -> tuple[Windows, Windows, dict]:
 def _documents(config: Config, source: Source, first: bool) -> tuple[Windows, Windows, dict]:
     """Documents, tokenized now and kept in memory (D-6)."""
     tokenizer = tokenizers.load(config.data, source.kind)
-    shards.check_vocabulary(tokenizer.vocab_size, config.model.vocab_size, f"tokenizer {tokenizer.name}")
+    shards.check_vocabulary(
+        tokenizer.vocab_size, config.model.vocab_size, f"tokenizer {tokenizer.name}"
+    )
     documents.check_size(config.data, source)
     splits: dict[bool, list[np.ndarray]] = {False: [], True: []}
     for held_out, tokens in documents.tokenized(config.data, source, tokenizer, shown=first):
@@ -216,16 +249,28 @@ def _documents(config: Config, source: Source, first: bool) -> tuple[Windows, Wi
 def _shards(config: Config, source: Source, first: bool) -> tuple[Windows, Windows, dict]:
     """Token shards, memory-mapped when a window of theirs is read (D-4, D-5)."""
     data = config.data
-    opened = shards.open_shards(source, data.token_dtype, config.model.vocab_size, data.sequence_length, scan=first)
+    opened = shards.open_shards(
+        source, data.token_dtype, config.model.vocab_size, data.sequence_length, scan=first
+    )
     train, validation = shards.split(opened, data.validation_fraction, data.sequence_length)
     described = [{"name": s.name, "bytes": s.bytes, "tokens": len(s)} for s in opened]
-    description = {"sha256": shards.fingerprint(opened), "tokens": sum(map(len, opened)), "files": described}
-    return Windows(train, data.sequence_length), Windows(validation, data.sequence_length), description
+    description = {
+        "sha256": shards.fingerprint(opened),
+        "tokens": sum(map(len, opened)),
+        "files": described,
+    }
+    return (
+        Windows(train, data.sequence_length),
+        Windows(validation, data.sequence_length),
+        description,
+    )
 
 
 def _whole(splits: Sequence[np.ndarray], config: Config) -> tuple[Windows, Windows]:
     length = config.data.sequence_length
-    train, validation = (Windows([windows.whole(InMemory(split), length)], length) for split in splits)
+    train, validation = (
+        Windows([windows.whole(InMemory(split), length)], length) for split in splits
+    )
     return train, validation
 
 

@@ -16,8 +16,9 @@ from fp8ref.train.data.windows import Windows
 class Mixture:
     """Rows of several sources in one order, which the weights alone give.
 
-    Row k of source i has the place (k + 1/2) / w_i; rows are in the order of their places, those of one place in the order of
-    their sources. A weight is the decimal number that it is written as, and all is exact.
+    Row k of source i has the place (k + 1/2) / w_i; rows are in the order of their places, those of
+    one place in the order of their sources. A weight is the decimal number that it is written as,
+    and all is exact.
     """
 
     def __init__(self, rows: Sequence[grain.MapDataset], weights: Sequence[float]) -> None:
@@ -39,8 +40,8 @@ class Mixture:
 
     def at(self, index: int) -> tuple[int, int]:
         """(source, its row) of a row of the mixture; no earlier one is looked at."""
-        # Up to place t a source has floor(t w + 1/2) rows. Of n sources these are together at most t + n/2, and at least t - n/2:
-        # so many remain to be counted one by one.
+        # Up to place t a source has floor(t w + 1/2) rows. Of n sources these are together at most
+        # t + n/2, and at least t - n/2: so many remain to be counted one by one.
         start = max(Fraction(0), index - Fraction(len(self._shares), 2))
         counts = [math.floor(start * share + Fraction(1, 2)) for share in self._shares]
         following = [(self._place(i, count), i, count) for i, count in enumerate(counts)]
@@ -57,18 +58,32 @@ class Mixture:
 def train(splits: Sequence[Windows], weights: Sequence[float], seed: int) -> Mixture:
     """Training rows without end.
 
-    Each source has a shuffle of its own, by seed plus its place, and another one each time that it begins anew.
+    Each source has a shuffle of its own, by seed plus its place, and another one each time that it
+    begins anew.
     """
-    return Mixture([grain.MapDataset.source(split).seed(seed + i).shuffle().repeat() for i, split in enumerate(splits)], weights)
+    return Mixture(
+        [
+            grain.MapDataset.source(split).seed(seed + i).shuffle().repeat()
+            for i, split in enumerate(splits)
+        ],
+        weights,
+    )
 
 
 def validation(splits: Sequence[Windows], weights: Sequence[float]) -> Mixture:
-    """Validation rows in the same shares, whatever the seed, as many as there are before a source is used up."""
+    """Validation rows in the same shares, whatever the seed, as many as there are before a source
+    is used up.
+    """
     return Mixture([grain.MapDataset.source(split).seed(0).shuffle() for split in splits], weights)
 
 
 def described(mixture: Sequence[tuple[str, float]], sources: Sequence[dict]) -> dict:
     """What a manifest says: each source with its weight, and one sha256 of all."""
-    each = [{"source": source, "weight": weight, **about} for (source, weight), about in zip(mixture, sources, strict=True)]
-    key = json.dumps([[about["sha256"], weight] for about, (_, weight) in zip(sources, mixture, strict=True)])
+    each = [
+        {"source": source, "weight": weight, **about}
+        for (source, weight), about in zip(mixture, sources, strict=True)
+    ]
+    key = json.dumps(
+        [[about["sha256"], weight] for about, (_, weight) in zip(sources, mixture, strict=True)]
+    )
     return {"mixture": each, "sha256": hashlib.sha256(key.encode()).hexdigest()}

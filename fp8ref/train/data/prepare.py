@@ -59,20 +59,26 @@ class _Writer:
             os.fsync(self._file.fileno())
             self._file.close()
             sample = sidecar.sample(self._folder / self._name())
-            self.files[self._name()] = sidecar.File(tokens=self._most - self._left, sha256=self._hash.hexdigest(), sample=sample)
+            self.files[self._name()] = sidecar.File(
+                tokens=self._most - self._left, sha256=self._hash.hexdigest(), sample=sample
+            )
             self._file = None
 
     def abandon(self) -> None:
         """Close the open file after an error, even if the disk is full."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # buffered tokens are lost; the folder is removed anyway
+            with contextlib.suppress(
+                OSError
+            ):  # buffered tokens are lost; the folder is removed anyway
                 self._file.close()
 
     def _name(self) -> str:
         return f"{self._split}-{len(self.files):05d}.bin"
 
 
-def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf_split: str | None = None) -> Sidecar:
+def prepare(
+    data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf_split: str | None = None
+) -> Sidecar:
     """Tokenize a source into train-00000.bin, val-00000.bin and so on, and shards.json, in the
     directory ``out``.
 
@@ -81,15 +87,26 @@ def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf
               be written.
     """
     if shard_tokens < 2:
-        raise ConfigError(f"--shard-tokens is at least 2, for a window of one token and the next; got {shard_tokens}.")
+        raise ConfigError(
+            "--shard-tokens is at least 2, for a window of one token and the next; got "
+            f"{shard_tokens}."
+        )
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"--out {out} exists and is not empty; it is left alone. Name another directory.")
+        raise ConfigError(
+            f"--out {out} exists and is not empty; it is left alone. Name another directory."
+        )
     source = sources.find(data)
     if source.kind == "shards":
-        raise ConfigError(f"--source {data.source!r} is token shards already. Train from it: data.source takes it as it is.")
+        raise ConfigError(
+            f"--source {data.source!r} is token shards already. Train from it: data.source "
+            "takes it as it is."
+        )
     if hf_split is not None:
         if source.kind != "hub" or not hf_split:
-            raise ConfigError(f"--hf-split names a split of a --source hf:org/name; got {hf_split!r} and --source {data.source!r}.")
+            raise ConfigError(
+                f"--hf-split names a split of a --source hf:org/name; got {hf_split!r} and "
+                f"--source {data.source!r}."
+            )
         source = dataclasses.replace(source, split=hf_split)
     tokenizer = tokenizers.load(data, source.kind)
     try:
@@ -97,7 +114,9 @@ def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf
         with hidden_folder(out) as hidden:
             folder = hidden / "shards"
             folder.mkdir()
-            if out.exists():  # fails now, and not after hours, if out is a link or mount point that cannot be replaced
+            # fails now, and not after hours, if out is a link or mount point that cannot be
+            # replaced
+            if out.exists():
                 os.rename(folder, out)
                 folder.mkdir()
             made = _write(data, source, tokenizer, folder, shard_tokens)
@@ -105,7 +124,8 @@ def prepare(data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf
             checkpoint.sync(out.parent)
     except OSError as error:
         raise ConfigError(
-            f"--out {out} cannot be written ({error.strerror}); no file of it is kept. Free space, or name another."
+            f"--out {out} cannot be written ({error.strerror}); no file of it is kept. Free "
+            "space, or name another."
         ) from error
     return made
 
@@ -123,13 +143,24 @@ def hidden_folder(out: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError), (old / LOCK).open("rb+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as made, Path(made, LOCK).open("xb") as lock:
-        with contextlib.suppress(OSError):  # on a file system without locks, leftovers are never removed
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as made,
+        Path(made, LOCK).open("xb") as lock,
+    ):
+        with contextlib.suppress(
+            OSError
+        ):  # on a file system without locks, leftovers are never removed
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield Path(made)
 
 
-def _write(data: DataConfig, source: sources.Source, tokenizer: tokenizers.Tokenizer, folder: Path, shard_tokens: int) -> Sidecar:
+def _write(
+    data: DataConfig,
+    source: sources.Source,
+    tokenizer: tokenizers.Tokenizer,
+    folder: Path,
+    shard_tokens: int,
+) -> Sidecar:
     # Both splits are written in one pass over the documents, each with one open file.
     train, validation = _Writer(folder, "train", shard_tokens), _Writer(folder, "val", shard_tokens)
     with contextlib.ExitStack() as stack:
@@ -140,7 +171,10 @@ def _write(data: DataConfig, source: sources.Source, tokenizer: tokenizers.Token
         train.finish()
         validation.finish()
     if not train.files:
-        raise ConfigError(f"--source {data.source!r} holds no text for training. Give more, or lower --validation-fraction.")
+        raise ConfigError(
+            f"--source {data.source!r} holds no text for training. Give more, or lower "
+            "--validation-fraction."
+        )
     made = Sidecar(
         format="fp8ref shards 2",
         source=data.source,

@@ -70,13 +70,17 @@ class Shard:
         if len(tokens) and int(tokens.max()) >= self.vocab_size:
             at = start + int(np.argmax(tokens >= self.vocab_size))
             raise ConfigError(
-                f"{self.path}: token {at} (byte {self.offset + at * self.dtype.itemsize}) is {self.mapped(self)[at]}, and model.vocab_size is "
-                f"{self.vocab_size}. Set model.vocab_size to that of the tokenizer, or data.token_dtype if {self.dtype} is not what the file holds."
+                f"{self.path}: token {at} (byte {self.offset + at * self.dtype.itemsize}) is "
+                f"{self.mapped(self)[at]}, and model.vocab_size is {self.vocab_size}. Set "
+                "model.vocab_size to that of the tokenizer, or data.token_dtype if "
+                f"{self.dtype} is not what the file holds."
             )
         return tokens
 
 
-def open_shards(source: Source, token_dtype: str | None, vocab_size: int, length: int, *, scan: bool = True) -> list[Shard]:
+def open_shards(
+    source: Source, token_dtype: str | None, vocab_size: int, length: int, *, scan: bool = True
+) -> list[Shard]:
     """Open and check the shards of a source.
 
     scan      look at every token of files without a sidecar, if their dtype admits tokens outside
@@ -92,10 +96,13 @@ def open_shards(source: Source, token_dtype: str | None, vocab_size: int, length
             opened.append(_open(name, path, records.of(path), token_dtype, vocab_size, mapped))
         except OSError as error:
             raise sources.unreadable(path, error) from error
-        if len(opened[-1]) <= length and not opened[-1].recorded:  # recorded shards may be short: the last one of a split holds the rest
+        if (
+            len(opened[-1]) <= length and not opened[-1].recorded
+        ):  # recorded shards may be short: the last one of a split holds the rest
             raise ConfigError(
-                f"{path} holds {len(opened[-1])} tokens, and a window is data.sequence_length + 1 = {length + 1}; windows do not cross files (D-4). "
-                "Leave the file out, join it with another, or lower data.sequence_length."
+                f"{path} holds {len(opened[-1])} tokens, and a window is data.sequence_length + "
+                f"1 = {length + 1}; windows do not cross files (D-4). Leave the file out, join "
+                "it with another, or lower data.sequence_length."
             )
     for path, recorded in records.read():
         check_vocabulary(recorded, vocab_size, str(path))
@@ -108,7 +115,8 @@ def check_vocabulary(tokenizer: int, model: int, what: str) -> None:
     """ConfigError if a tokenizer's vocabulary is larger than the model's. what: names its owner."""
     if tokenizer > model:
         raise ConfigError(
-            f"model.vocab_size is {model}, and the vocabulary of {what} {tokenizer}. Set model.vocab_size to {tokenizer} or more."
+            f"model.vocab_size is {model}, and the vocabulary of {what} {tokenizer}. Set "
+            f"model.vocab_size to {tokenizer} or more."
         )
 
 
@@ -121,7 +129,11 @@ def split(shards: Sequence[Shard], fraction: float, length: int) -> tuple[list[P
     named = any(sources.is_validation(shard.name) for shard in shards)
     for shard in shards:
         whole = windows.whole(shard, length)
-        held_out = (whole.number if sources.is_validation(shard.name) else 0) if named else int(whole.number * fraction)
+        held_out = (
+            (whole.number if sources.is_validation(shard.name) else 0)
+            if named
+            else int(whole.number * fraction)
+        )
         train.append(Part(shard, 0, whole.number - held_out))
         validation.append(Part(shard, whole.number - held_out, held_out))
     return train, validation
@@ -145,7 +157,8 @@ def fingerprint(shards: Sequence[Shard]) -> str:
         if recorded := shard.recorded:
             if contents != (recorded.sha256 if whole else recorded.sample):
                 raise ConfigError(
-                    f"{shard.path} was changed after it was written: its SHA-256{'' if whole else ' of samples'} is {contents}, not that in "
+                    f"{shard.path} was changed after it was written: its "
+                    f"SHA-256{'' if whole else ' of samples'} is {contents}, not that in "
                     f"{recorded.path}. Put the file back, or write the shards again."
                 )
             contents = recorded.sha256
@@ -164,10 +177,19 @@ def _map(shard: Shard) -> np.ndarray:
     except OSError as error:
         raise sources.unreadable(shard.path, error) from error
     except ValueError as error:
-        raise ConfigError(f"{shard.path} was truncated after it was opened ({error}). Put the file back.") from error
+        raise ConfigError(
+            f"{shard.path} was truncated after it was opened ({error}). Put the file back."
+        ) from error
 
 
-def _open(name: str, path: Path, recorded: sidecar.Recorded | None, token_dtype: str | None, vocab_size: int, mapped) -> Shard:
+def _open(
+    name: str,
+    path: Path,
+    recorded: sidecar.Recorded | None,
+    token_dtype: str | None,
+    vocab_size: int,
+    mapped,
+) -> Shard:
     size = path.stat().st_size
     if not size:
         raise ConfigError(f"{path} is empty. Leave it out of data.source, or write it again.")
@@ -185,10 +207,16 @@ def _open(name: str, path: Path, recorded: sidecar.Recorded | None, token_dtype:
         if not stated and token_dtype is None:
             _check_width(path)
     if token_dtype not in (None, dtype.name):
-        raise ConfigError(f"data.token_dtype is {token_dtype}, and {path} holds {dtype.name}. Leave data.token_dtype out.")
+        raise ConfigError(
+            f"data.token_dtype is {token_dtype}, and {path} holds {dtype.name}. Leave "
+            "data.token_dtype out."
+        )
     tokens = (size - offset) // dtype.itemsize
     if recorded and (tokens, dtype) != (recorded.tokens, np.dtype(recorded.dtype)):
-        raise ConfigError(f"{path} holds {tokens} tokens, and {recorded.path} says {recorded.tokens}. Write the shards again.")
+        raise ConfigError(
+            f"{path} holds {tokens} tokens, and {recorded.path} says {recorded.tokens}. Write "
+            "the shards again."
+        )
     return Shard(
         name=name,
         path=path,
@@ -207,13 +235,20 @@ def _npy(path: Path) -> tuple[np.dtype, int]:
     with path.open("rb") as file:
         start = io.BytesIO(file.read(NPY_HEADER))
     if start.getvalue().startswith(b"PK"):
-        raise ConfigError(f"{path} is a .npz archive under another name. Write its array by numpy.save.")
+        raise ConfigError(
+            f"{path} is a .npz archive under another name. Write its array by numpy.save."
+        )
     try:
         shape, _, dtype = files.read_array_header(start)
     except ValueError as error:
-        raise ConfigError(f"{path} is not a complete .npy file ({error}). Write it again with numpy.save.") from error
+        raise ConfigError(
+            f"{path} is not a complete .npy file ({error}). Write it again with numpy.save."
+        ) from error
     if len(shape) != 1 or dtype.kind != "u" or dtype.itemsize not in (2, 4):
-        raise ConfigError(f"{path} holds {dtype} of shape {shape}; a shard is uint16 or uint32 of one dimension. Convert it.")
+        raise ConfigError(
+            f"{path} holds {dtype} of shape {shape}; a shard is uint16 or uint32 of one "
+            "dimension. Convert it."
+        )
     held, stated = path.stat().st_size, start.tell() + shape[0] * dtype.itemsize
     if type(shape[0]) is not int or held < stated or shape[0] < 0:
         raise ConfigError(
@@ -221,7 +256,10 @@ def _npy(path: Path) -> tuple[np.dtype, int]:
             f"{held} bytes. Write it again with numpy.save."
         )
     if held > stated:
-        raise ConfigError(f"{path} has more bytes than its {shape[0]} tokens, which its header states. Write it again with numpy.save.")
+        raise ConfigError(
+            f"{path} has more bytes than its {shape[0]} tokens, which its header states. Write "
+            "it again with numpy.save."
+        )
     return dtype, start.tell()
 
 
@@ -235,7 +273,8 @@ def _llm_c(path: Path, size: int) -> str | None:
     dtype = LLM_C.get((magic, version))
     if dtype and size != (said := LLM_C_BYTES + tokens * np.dtype(dtype).itemsize):
         raise ConfigError(
-            f"{path} is {size} bytes; its llm.c header, with {tokens} tokens, requires {said}. Write it again, or copy all of it."
+            f"{path} is {size} bytes; its llm.c header, with {tokens} tokens, requires {said}. "
+            "Write it again, or copy all of it."
         )
     return dtype
 
@@ -250,7 +289,8 @@ def _check_width(path: Path) -> None:
     low, high = np.frombuffer(start[: len(start) // 4 * 4], "<u2").reshape(-1, 2).T
     if len(low) >= 32 and low.any() and not high.any():
         raise ConfigError(
-            f"{path}: read as uint16, every second token is 0; they look like uint32. Set data.token_dtype to 'uint32', or to 'uint16' if not."
+            f"{path}: read as uint16, every second token is 0; they look like uint32. Set "
+            "data.token_dtype to 'uint32', or to 'uint16' if not."
         )
 
 

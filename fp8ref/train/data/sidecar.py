@@ -74,7 +74,8 @@ def read(folder: Path) -> Sidecar | None:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} is not a sidecar of this fp8ref's data prepare ({_first(error)}). Write the shards again, or move it away."
+            f"{path} is not a sidecar of this fp8ref's data prepare ({_first(error)}). Write "
+            "the shards again, or move it away."
         ) from error
     for name in made.files:
         if not (folder / name).is_file():
@@ -100,11 +101,21 @@ class Sidecars:
         if made is None or path.name not in made.files:
             return None
         file = made.files[path.name]
-        return Recorded(path=folder / NAME, dtype=made.dtype, tokens=file.tokens, sha256=file.sha256, sample=file.sample)
+        return Recorded(
+            path=folder / NAME,
+            dtype=made.dtype,
+            tokens=file.tokens,
+            sha256=file.sha256,
+            sample=file.sample,
+        )
 
     def read(self) -> list[tuple[Path, int]]:
         """(path, vocabulary size) of each sidecar read so far."""
-        return [(folder / NAME, max(made.vocab_size, made.max_id + 1)) for folder, made in self._read.items() if made]
+        return [
+            (folder / NAME, max(made.vocab_size, made.max_id + 1))
+            for folder, made in self._read.items()
+            if made
+        ]
 
 
 def sample(path: Path) -> str:

@@ -11,7 +11,11 @@ from pathlib import Path
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config.sections import DataConfig
 
-SUFFIXES = {"shards": {".bin", ".npy"}, "documents": {".jsonl", ".parquet"}, "text": {".md", ".py", ".txt"}}
+SUFFIXES = {
+    "shards": {".bin", ".npy"},
+    "documents": {".jsonl", ".parquet"},
+    "text": {".md", ".py", ".txt"},
+}
 """{kind of source: suffixes of its files}."""
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -55,7 +59,11 @@ def find(data: DataConfig) -> Source:
     """
     source = _find(data.source)
     defaults = {f.name: f.default for f in fields(DataConfig)}
-    unused = [key for key in sorted(set().union(*KEYS.values()) - KEYS[source.kind]) if getattr(data, key) != defaults[key]]
+    unused = [
+        key
+        for key in sorted(set().union(*KEYS.values()) - KEYS[source.kind])
+        if getattr(data, key) != defaults[key]
+    ]
     if unused:
         raise ConfigError(
             f"data.{', data.'.join(unused)} {'is' if len(unused) == 1 else 'are'} set, and "
@@ -75,7 +83,9 @@ def is_validation(name: str) -> bool:
 
 def unreadable(path: Path, error: Exception) -> ConfigError:
     """The ConfigError for a file that cannot be read."""
-    why = " ".join(str(getattr(error, "strerror", None) or error).split())  # Arrow's has several lines
+    why = " ".join(
+        str(getattr(error, "strerror", None) or error).split()
+    )  # Arrow's has several lines
     return ConfigError(f"{path} cannot be read ({why}). Repair it, or leave it out of data.source.")
 
 
@@ -83,21 +93,32 @@ def _find(source: str) -> Source:
     if source.startswith(HUB):
         return Source(kind="hub")
     if source == "stdlib":
-        return Source(kind="text", files=_text(Path(sysconfig.get_path("stdlib")), {".py"}, LEFT_OUT))
+        return Source(
+            kind="text", files=_text(Path(sysconfig.get_path("stdlib")), {".py"}, LEFT_OUT)
+        )
     root = Path(source)
     if root.is_dir():
         return _directory(source, root)
-    paths = [root] if root.exists() else [Path(p) for p in glob.glob(source, recursive=True) if not os.path.isdir(p)]
+    paths = (
+        [root]
+        if root.exists()
+        else [Path(p) for p in glob.glob(source, recursive=True) if not os.path.isdir(p)]
+    )
     if paths and all(_kind(path) in ("shards", "documents") for path in paths):
         common = Path(os.path.commonpath([path.parent for path in paths]))
         return _of_one_kind(source, {path.relative_to(common).as_posix(): path for path in paths})
     what = "matches no file" if glob.has_magic(source) else "is not a directory"
     if paths:
         other = next(path for path in paths if _kind(path) not in ("shards", "documents"))
-        what = f"{what} and matches {other.name}" if glob.has_magic(source) and len(paths) > 1 else what
+        what = (
+            f"{what} and matches {other.name}"
+            if glob.has_magic(source) and len(paths) > 1
+            else what
+        )
     raise ConfigError(
-        f"data.source is 'stdlib' or a directory; got {source!r}, which {what}. A file or a pattern may name "
-        "token shards (.bin, .npy) or documents (.jsonl, .parquet), and hf:org/name a dataset of the Hugging Face hub."
+        f"data.source is 'stdlib' or a directory; got {source!r}, which {what}. A file or a "
+        "pattern may name token shards (.bin, .npy) or documents (.jsonl, .parquet), and "
+        "hf:org/name a dataset of the Hugging Face hub."
     )
 
 
@@ -106,7 +127,9 @@ def _directory(source: str, root: Path) -> Source:
     for path in _walk(root):
         relative = path.relative_to(root)
         # hidden: where fp8ref data prepare keeps what is not complete yet
-        if _kind(path) in ("shards", "documents") and not any(part.startswith(".") for part in relative.parts):
+        if _kind(path) in ("shards", "documents") and not any(
+            part.startswith(".") for part in relative.parts
+        ):
             visible[relative.as_posix()] = path
     text = _text(root, SUFFIXES["text"], frozenset())
     if visible and text:
@@ -120,8 +143,8 @@ def _directory(source: str, root: Path) -> Source:
         return _of_one_kind(source, visible)
     if not any(path.stat().st_size for _, path in text):
         raise ConfigError(
-            f"data.source {source!r} holds no .md, .py, .txt files with text in them, no token shards (.bin, .npy) "
-            "and no documents (.jsonl, .parquet)."
+            f"data.source {source!r} holds no .md, .py, .txt files with text in them, no token "
+            "shards (.bin, .npy) and no documents (.jsonl, .parquet)."
         )
     return Source(kind="text", files=text)
 
@@ -130,7 +153,10 @@ def _of_one_kind(source: str, files: dict[str, Path]) -> Source:
     kinds = {str(_kind(path)): name for name, path in sorted(files.items(), reverse=True)}
     if len(kinds) > 1:
         held = " and ".join(f"{kind} ({name})" for kind, name in sorted(kinds.items()))
-        raise ConfigError(f"data.source {source!r} names {held}. Name one kind by a pattern, such as 'directory/*.bin'.")
+        raise ConfigError(
+            f"data.source {source!r} names {held}. Name one kind by a pattern, such as "
+            "'directory/*.bin'."
+        )
     return Source(kind=next(iter(kinds)), files=tuple(sorted(files.items())))
 
 

@@ -29,7 +29,9 @@ def library(name: str, why: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.split(".")[0]
-        raise ConfigError(f"{why} needs {package} ({error}). Install it with pip install 'fp8ref[data]'.") from error
+        raise ConfigError(
+            f"{why} needs {package} ({error}). Install it with pip install 'fp8ref[data]'."
+        ) from error
 
 
 class Tokenizer(Protocol):
@@ -93,10 +95,13 @@ class HuggingFace(_Base):
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """As ``Tokenizer.encode``; ConfigError for a document that it cannot encode."""
         try:
-            found = self.made.encode_batch([text.decode() for text in texts], add_special_tokens=False)
+            found = self.made.encode_batch(
+                [text.decode() for text in texts], add_special_tokens=False
+            )
         except Exception as error:  # the library raises Exception itself
             raise ConfigError(
-                f"data.tokenizer {self.name!r} has no tokens for a document ({error}). Give it a token for unknown text."
+                f"data.tokenizer {self.name!r} has no tokens for a document ({error}). Give it "
+                "a token for unknown text."
             ) from error
         return [self._ended(encoding.ids) for encoding in found]
 
@@ -109,7 +114,10 @@ class Tiktoken(_Base):
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """The tokens of each text, UTF-8, the end included; special tokens count as plain text."""
-        return [self._ended(ids) for ids in self.made.encode_ordinary_batch([text.decode() for text in texts])]
+        return [
+            self._ended(ids)
+            for ids in self.made.encode_ordinary_batch([text.decode() for text in texts])
+        ]
 
 
 def load(data: DataConfig, kind: str) -> Tokenizer:
@@ -128,7 +136,9 @@ def _bytes(end: str | None, kind: str) -> Bytes:
     if end is None:
         return Bytes(name="bytes", vocab_size=256, end=None if kind == "text" else 0)
     if len(end.encode(errors="surrogatepass")) > 1:
-        raise ConfigError(f"data.end_of_document is one byte where tokens are bytes, or '' for none; got {end!r}.")
+        raise ConfigError(
+            f"data.end_of_document is one byte where tokens are bytes, or '' for none; got {end!r}."
+        )
     return Bytes(name="bytes", vocab_size=256, end=end.encode()[0] if end else None)
 
 
@@ -144,7 +154,9 @@ def _tiktoken(name: str, end: str | None) -> Tiktoken:
             "TIKTOKEN_CACHE_DIR to a directory with the download."
         ) from error
     special = {token: made.encode_single_token(token) for token in made.special_tokens_set}
-    return Tiktoken(name=name, vocab_size=made.n_vocab, end=_end(special, end, "<|endoftext|>", name), made=made)
+    return Tiktoken(
+        name=name, vocab_size=made.n_vocab, end=_end(special, end, "<|endoftext|>", name), made=made
+    )
 
 
 def _hugging_face(name: str, end: str | None) -> HuggingFace:
@@ -154,14 +166,20 @@ def _hugging_face(name: str, end: str | None) -> HuggingFace:
         made = made_by.Tokenizer.from_buffer(files.read_bytes(path))
     except Exception as error:  # the library raises Exception itself
         raise ConfigError(
-            f"data.tokenizer {name!r} cannot be read as a tokenizer.json ({error}). Name such a file, a directory that holds one, or tiktoken:NAME."
+            f"data.tokenizer {name!r} cannot be read as a tokenizer.json ({error}). Name such a "
+            "file, a directory that holds one, or tiktoken:NAME."
         ) from error
     made.encode_special_tokens = True
     made.no_truncation()
     made.no_padding()
     vocabulary = made.get_vocab(with_added_tokens=True)
     own = _eos_token(path.with_name("tokenizer_config.json"))
-    return HuggingFace(name=name, vocab_size=max(vocabulary.values(), default=-1) + 1, end=_end(vocabulary, end, own, name), made=made)
+    return HuggingFace(
+        name=name,
+        vocab_size=max(vocabulary.values(), default=-1) + 1,
+        end=_end(vocabulary, end, own, name),
+        made=made,
+    )
 
 
 def _eos_token(path: Path) -> str | None:
@@ -185,5 +203,8 @@ def _end(ids: dict[str, int], wanted: str | None, own: str | None, name: str) ->
         return None
     if token not in ids:
         what = "names no token that ends a document" if token is None else f"has no token {token!r}"
-        raise ConfigError(f"data.tokenizer {name!r} {what}. Set data.end_of_document to one of its tokens, or to '' for none.")
+        raise ConfigError(
+            f"data.tokenizer {name!r} {what}. Set data.end_of_document to one of its tokens, or "
+            "to '' for none."
+        )
     return ids[token]

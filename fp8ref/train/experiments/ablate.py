@@ -1,13 +1,14 @@
-"""Which layer, GEMM and role costs loss in FP8: one operand at a time, from a checkpoint (spec E-8).
+"""Which layer, GEMM and role costs loss in FP8: one operand at a time, from a checkpoint (spec
+E-8).
 
     found = ablate(Path("runs/tiny-jax-tensorwise"), steps=20)
     found.print()
 
-An operand is a role of a GEMM in a group of linears, such as the grad_output of grad_weight in layer 0;
-one of attention, such as P; or a stored state of AdamW, such as v. From bf16, one is cast to FP8 as the
-recipe, variant or layout casts it, and all else is in high precision; from FP8, one is in high precision,
-and all else is cast. All are keys of the config (R-8, E-9, O-1), which either backend runs. The cost is
-the loss with the cast minus the loss without, on the same batches.
+An operand is a role of a GEMM in a group of linears, such as the grad_output of grad_weight in
+layer 0; one of attention, such as P; or a stored state of AdamW, such as v. From bf16, one is cast
+to FP8 as the recipe, variant or layout casts it, and all else is in high precision; from FP8, one
+is in high precision, and all else is cast. All are keys of the config (R-8, E-9, O-1), which either
+backend runs. The cost is the loss with the cast minus the loss without, on the same batches.
 """
 
 import math
@@ -28,7 +29,16 @@ from fp8ref.train.config import architecture
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
 from fp8ref.train.experiments import ablation_start, variants
-from fp8ref.train.experiments.ablation_operands import FORWARD, KINDS, OF_GRADIENTS, ROLES, ROLES_OF, By, Operand, chosen
+from fp8ref.train.experiments.ablation_operands import (
+    FORWARD,
+    KINDS,
+    OF_GRADIENTS,
+    ROLES,
+    ROLES_OF,
+    By,
+    Operand,
+    chosen,
+)
 from fp8ref.train.experiments.ablation_start import Start
 from fp8ref.train.report import gap as gaps
 
@@ -41,7 +51,8 @@ Base = Literal["bf16", "fp8"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What an operand's cast costs, in nats, with its interval; and the worst of its linears' statistics (Q).
+    """What an operand's cast costs, in nats, with its interval; and the worst of its linears'
+    statistics (Q).
 
     cost: None if the loss was not finite; low and high are then None too.
     """
@@ -83,31 +94,71 @@ class Ablation(Result):
     def to_dict(self) -> dict:
         """The fields; a row has its rank, layer group, gemm, role and linears."""
         rows = [
-            {"rank": i, **asdict(row.operand), **{k: v for k, v in asdict(row).items() if k != "operand"}}
+            {
+                "rank": i,
+                **asdict(row.operand),
+                **{k: v for k, v in asdict(row).items() if k != "operand"},
+            }
             for i, row in enumerate(self.rows, 1)
         ]
-        return {"ok": True, **{key: value for key, value in vars(self).items() if key != "rows"}, "rows": rows}
+        return {
+            "ok": True,
+            **{key: value for key, value in vars(self).items() if key != "rows"},
+            "rows": rows,
+        }
 
     def render(self, console: "Console") -> None:
         """Print the table, and how to read it."""
         table = consoles.table(
-            ">rank", "layers", "GEMM", "role", ">cost, nats", f">{self.confidence:.0%} interval", ">SQNR, dB", ">underflow", ">saturated"
+            ">rank",
+            "layers",
+            "GEMM",
+            "role",
+            ">cost, nats",
+            f">{self.confidence:.0%} interval",
+            ">SQNR, dB",
+            ">underflow",
+            ">saturated",
         )
         for rank, row in enumerate(self.rows, 1):
             of = row.operand
-            cost = ("not finite", "-") if row.cost is None else (f"{row.cost:+.5f}", f"{row.low:+.5f} to {row.high:+.5f}")
-            shares = ("-" if share is None else f"{share:.2%}" for share in (row.underflow, row.saturation))
+            cost = (
+                ("not finite", "-")
+                if row.cost is None
+                else (f"{row.cost:+.5f}", f"{row.low:+.5f} to {row.high:+.5f}")
+            )
+            shares = (
+                "-" if share is None else f"{share:.2%}"
+                for share in (row.underflow, row.saturation)
+            )
             style = "bold" if row.real else None
             table.add_row(
-                str(rank), of.group, of.gemm, of.role, *cost, "-" if row.sqnr is None else f"{row.sqnr:.1f}", *shares, style=style
+                str(rank),
+                of.group,
+                of.gemm,
+                of.role,
+                *cost,
+                "-" if row.sqnr is None else f"{row.sqnr:.1f}",
+                *shares,
+                style=style,
             )
         console.print(table)
-        what = f"after {self.steps} steps, over {self.samples} orders of data" if self.steps else f"over {self.samples} validation batches"
+        what = (
+            f"after {self.steps} steps, over {self.samples} orders of data"
+            if self.steps
+            else f"over {self.samples} validation batches"
+        )
         alone = "it alone is cast" if self.base == "bf16" else "it alone is not cast"
-        said = f"{self.run}, step {self.step}, {self.backend}, {self.recipe}: an operand's cost is the loss with its cast minus that without, where "
+        said = (
+            f"{self.run}, step {self.step}, {self.backend}, {self.recipe}: an operand's cost "
+            "is the loss with its cast minus that without, where "
+        )
         said += f"{alone}; {what}."
         real = sum(row.real for row in self.rows)
-        said += f" The intervals of {real} of {len(self.rows)} leave out 0. Loss with none changed: {self.baseline:.4f}."
+        said += (
+            f" The intervals of {real} of {len(self.rows)} leave out 0. Loss with none "
+            f"changed: {self.baseline:.4f}."
+        )
         console.print(consoles.one_line(said), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -131,27 +182,40 @@ def ablate(
 ) -> Ablation:
     """Measure each operand's cost from a run's last checkpoint.
 
-    run         a run's directory; or a Start, such as ``ablation_start.of_weights`` makes of Hugging Face's.
+    run         a run's directory; or a Start, such as ``ablation_start.of_weights`` makes of
+                Hugging Face's.
     out         where losses, the result and the heat map are written; losses there are not measured
-                again. None: RUN/ablation; of weights of Hugging Face's format <name>-ablation, apart from them.
+                again. None: RUN/ablation; of weights of Hugging Face's format <name>-ablation,
+                apart from them.
     recipe      of the casts; None: the run's own, or tensorwise for a run in bf16. The run's rules
                 change them.
-    attention   the variant whose casts of q, k, v, p, do and ds are studied; None: the run's own, if it has one.
+    attention   the variant whose casts of q, k, v, p, do and ds are studied; None: the run's own,
+                if it has one.
     states      the layout whose m, v and master are studied, under ``steps``; None: the run's own.
     by, layers, gemms, roles
                 which operands; layers: patterns (R-3) of linears, none: all.
-    steps       0: one forward pass of each validation batch, which has the operands of GEMM output, and of attention's forward pass, alone.
-                Else train so many steps from the checkpoint, in each of ``seeds`` orders of data, and then validate.
+    steps       0: one forward pass of each validation batch, which has the operands of GEMM output,
+                and of attention's forward pass, alone. Else train so many steps from the
+                checkpoint, in each of ``seeds`` orders of data, and then validate.
     batches     validation batches.
     learning_rate
-                of those steps; None: the run's peak, as at the end of a run nothing is learned that a cast could harm.
-    Raises:     ConfigError: no run, no checkpoint, several devices; no operand left; ``out`` holds another ablation.
+                of those steps; None: the run's peak, as at the end of a run nothing is learned that
+                a cast could harm.
+    Raises:     ConfigError: no run, no checkpoint, several devices; no operand left; ``out`` holds
+                another ablation.
     """
     start = run if isinstance(run, Start) else ablation_start.of_run(run, recipe)
     if out is None:
-        out = Path(start.name) / "ablation" if start.weights is None else Path(f"{Path(start.name).resolve().name}-ablation")
+        out = (
+            Path(start.name) / "ablation"
+            if start.weights is None
+            else Path(f"{Path(start.name).resolve().name}-ablation")
+        )
     if steps == 0:
-        gemms, roles = [gemm for gemm in gemms if gemm in FORWARD], [role for role in roles if role not in OF_GRADIENTS]
+        gemms, roles = (
+            [gemm for gemm in gemms if gemm in FORWARD],
+            [role for role in roles if role not in OF_GRADIENTS],
+        )
     config = _studied(start, base, attention, states, gemms, steps)
     rate = config.optimizer.learning_rate if learning_rate is None else learning_rate
     config = config.replace(
@@ -159,17 +223,25 @@ def ablate(
         run={"steps": start.step + max(steps, 1), "eval_batches": batches},
     )
     operands = chosen(config, by, layers, gemms, roles)
-    for option, given, kind in (("--attention", attention, "attention"), ("--states", states, "states")):
+    for option, given, kind in (
+        ("--attention", attention, "attention"),
+        ("--states", states, "states"),
+    ):
         if given is not None and all(operand.gemm != kind for operand in operands):
             raise ConfigError(
-                f"{option} {given} studies operands of {kind}, of which --gemms, --roles and --layers leave none. Leave it out, or name some."
+                f"{option} {given} studies operands of {kind}, of which --gemms, --roles and "
+                "--layers leave none. Leave it out, or name some."
             )
     if (steps and seeds < 2) or batches < 2:
-        raise ConfigError(f"an interval takes 2 or more seeds, and 2 or more batches; got {seeds} and {batches}. Raise them.")
+        raise ConfigError(
+            f"an interval takes 2 or more seeds, and 2 or more batches; got {seeds} and "
+            f"{batches}. Raise them."
+        )
     most = len(start.batches.validation) // config.data.batch_size
     if batches > most:  # the loader begins anew, and an interval would count batches twice
         raise ConfigError(
-            f"--batches is at most the batches of validation data there are, {most}; got {batches}. Lower it, or give more text."
+            f"--batches is at most the batches of validation data there are, {most}; got "
+            f"{batches}. Lower it, or give more text."
         )
     about = {
         "backend": start.backend,
@@ -188,17 +260,26 @@ def ablate(
     every = variants.cast_operands(config)
     none = variants.without(config, every) if base == "bf16" else config
     with consoles.bar(f"ablate {Path(start.name).name}", len(operands) + 2) as advance:
-        baseline = kept("baseline", lambda: _finite(losses(none), start.name, rate if steps else None))
+        baseline = kept(
+            "baseline", lambda: _finite(losses(none), start.name, rate if steps else None)
+        )
         advance("baseline")
         measured = kept("statistics", lambda: variants.statistics(config, start))
         advance("statistics")
         costs: dict[str, list[float | None]] = {}
         for operand in operands:
-            off = operand.casts if base == "fp8" else [one for one in every if one not in operand.casts]
+            off = (
+                operand.casts
+                if base == "fp8"
+                else [one for one in every if one not in operand.casts]
+            )
             changed = variants.without(config, off)
             costs[operand.name] = kept(operand.key, lambda one=changed: losses(one))
             advance(operand.name)
-    rows = [_row(operand, costs[operand.name], baseline, base, measured, confidence) for operand in operands]
+    rows = [
+        _row(operand, costs[operand.name], baseline, base, measured, confidence)
+        for operand in operands
+    ]
     rows.sort(key=lambda row: math.inf if row.cost is None else row.cost, reverse=True)
     found = Ablation(
         run=start.name,
@@ -217,19 +298,37 @@ def ablate(
     return found
 
 
-def _studied(start: Start, base: Base, attention: str | None, states: str | None, gemms: Sequence[str], steps: int) -> Config:
-    """The config with the casts of attention and states that are studied. What is not is as the run has it, or under base bf16 in high precision.
+def _studied(
+    start: Start,
+    base: Base,
+    attention: str | None,
+    states: str | None,
+    gemms: Sequence[str],
+    steps: int,
+) -> Config:
+    """The config with the casts of attention and states that are studied. What is not is as the run
+    has it, or under base bf16 in high precision.
 
-    Raises:   ConfigError: attention of a user's model, a layout without steps of training, or either without its operands.
+    Raises:   ConfigError: attention of a user's model, a layout without steps of training, or
+              either without its operands.
     """
     config = start.config
     if attention is not None and config.architecture.kind != "llama":
         architecture.require_llama(config, "--attention")
     if states is not None and not steps:
-        raise ConfigError(f"states are written by steps of training; got --states {states!r} without --steps. Add --steps 20.")
-    for option, given, kind in (("--attention", attention, "attention"), ("--states", states, "states")):
+        raise ConfigError(
+            f"states are written by steps of training; got --states {states!r} without --steps. "
+            "Add --steps 20."
+        )
+    for option, given, kind in (
+        ("--attention", attention, "attention"),
+        ("--states", states, "states"),
+    ):
         if given is not None and kind not in gemms:
-            raise ConfigError(f"{option} {given} studies operands of {kind}; got --gemms {','.join(gemms)}. Add {kind}, or leave it out.")
+            raise ConfigError(
+                f"{option} {given} studies operands of {kind}; got --gemms {','.join(gemms)}. "
+                f"Add {kind}, or leave it out."
+            )
     variant, layout = config.attention_variant, config.optimizer.moment_layout
     own = variant is not None and attention_casts.one_by_one(variant)
     kept = config.numerics.attention_operands if attention is None else None
@@ -244,11 +343,17 @@ def _studied(start: Start, base: Base, attention: str | None, states: str | None
 
 
 def _finite(baseline: list[float | None], name: str, rate: float | None) -> list[float | None]:
-    """The losses of the baseline. ConfigError, so that they are not kept, if one is not finite. rate: of --steps; None without."""
+    """The losses of the baseline.
+
+    ConfigError, so that they are not kept, if one is not finite. rate: of --steps; None without.
+    """
     if None in baseline:
         trained = "" if rate is None else f" trained at a learning rate of {rate:.3g}"
         remedy = "Take an earlier checkpoint." if rate is None else "Lower --learning-rate."
-        raise ConfigError(f"costs are differences from a finite loss; that of {name} with no operand changed{trained} is not. {remedy}")
+        raise ConfigError(
+            f"costs are differences from a finite loss; that of {name} with no operand "
+            f"changed{trained} is not. {remedy}"
+        )
     return baseline
 
 
@@ -257,31 +362,58 @@ def draw(found: Ablation, path: Path) -> None:
     from fp8ref import plots
 
     groups = list(dict.fromkeys(sorted(row.operand.group for row in found.rows)))
-    columns = [(g, r) for g in KINDS for r in ROLES_OF[g] if any((row.operand.gemm, row.operand.role) == (g, r) for row in found.rows)]
+    columns = [
+        (g, r)
+        for g in KINDS
+        for r in ROLES_OF[g]
+        if any((row.operand.gemm, row.operand.role) == (g, r) for row in found.rows)
+    ]
     costs = np.full((len(groups), len(columns)), np.nan)
     for row in found.rows:
-        costs[groups.index(row.operand.group), columns.index((row.operand.gemm, row.operand.role))] = (
-            math.nan if row.cost is None else row.cost
-        )
+        costs[
+            groups.index(row.operand.group), columns.index((row.operand.gemm, row.operand.role))
+        ] = math.nan if row.cost is None else row.cost
     figure, (ax,) = plots.figure(1, width=2 + 1.3 * len(columns), height=1.6 + 0.35 * len(groups))
     plots.cost_map(ax, costs, groups, [f"{gemm}\n{role}" for gemm, role in columns])
     figure.savefig(path)
 
 
-def _row(operand: Operand, losses: list, baseline: list, base: Base, measured: dict[str, dict], confidence: float) -> Row:
+def _row(
+    operand: Operand,
+    losses: list,
+    baseline: list,
+    base: Base,
+    measured: dict[str, dict],
+    confidence: float,
+) -> Row:
     sign = 1 if base == "bf16" else -1
-    differences = sign * (np.array(losses, np.float64) - np.array(baseline, np.float64))  # NaN of None
-    gap = gaps.matched(differences, confidence=confidence) if np.isfinite(differences).all() else None
+    differences = sign * (
+        np.array(losses, np.float64) - np.array(baseline, np.float64)
+    )  # NaN of None
+    gap = (
+        gaps.matched(differences, confidence=confidence) if np.isfinite(differences).all() else None
+    )
     numbers = (
         {"cost": None, "low": None, "high": None}
         if gap is None
         else {"cost": float(gap.mean), "low": float(gap.low), "high": float(gap.high)}
     )
-    products = [p for p, role in attention_products.RECORDED if role == operand.role] if operand.gemm == "attention" else [operand.gemm]
-    of = [measured.get(f"{path}/{product}/{operand.role}", {}) for path in operand.linears for product in products]
+    products = (
+        [p for p, role in attention_products.RECORDED if role == operand.role]
+        if operand.gemm == "attention"
+        else [operand.gemm]
+    )
+    of = [
+        measured.get(f"{path}/{product}/{operand.role}", {})
+        for path in operand.linears
+        for product in products
+    ]
 
     def worst(of_record: Callable, by: Callable) -> float | None:
         return by((found for one in of if (found := of_record(one)) is not None), default=None)
 
-    shares = {"underflow": worst(lambda one: one.get("underflow_rate"), max), "saturation": worst(stats.clipped, max)}
+    shares = {
+        "underflow": worst(lambda one: one.get("underflow_rate"), max),
+        "saturation": worst(stats.clipped, max),
+    }
     return Row(operand=operand, **numbers, sqnr=worst(lambda one: one.get("sqnr"), min), **shares)

@@ -1,4 +1,6 @@
-"""The operands that an ablation switches: of linears, of attention, and the stored states of AdamW (spec E-8, E-9)."""
+"""The operands that an ablation switches: of linears, of attention, and the stored states of AdamW
+(spec E-8, E-9).
+"""
 
 import hashlib
 import json
@@ -17,7 +19,9 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.experiments import variants
 
 By = Literal["layer", "linear", "kind", "model"]
-"""How linears are grouped: by layer of the model; each alone; by their last name, over all layers; together."""
+"""How linears are grouped: by layer of the model; each alone; by their last name, over all layers;
+together.
+"""
 
 Kind = Gemm | Literal["attention", "states"]
 """What an operand is of: a GEMM of linears, attention, or the optimizer."""
@@ -35,7 +39,9 @@ ROLES_OF: dict[Kind, tuple[str, ...]] = {
 }
 """The roles of each."""
 
-ROLES: tuple[str, ...] = tuple(dict.fromkeys((*recipe.ROLES, *attention_casts.ROLES, *layout_parts.PARTS)))
+ROLES: tuple[str, ...] = tuple(
+    dict.fromkeys((*recipe.ROLES, *attention_casts.ROLES, *layout_parts.PARTS))
+)
 """Every role."""
 
 OF_GRADIENTS = ("do", "ds")
@@ -44,7 +50,9 @@ OF_GRADIENTS = ("do", "ds")
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """A role of a GEMM, of attention or of the states, in a group of linears or layers; of states linears is empty."""
+    """A role of a GEMM, of attention or of the states, in a group of linears or layers; of states
+    linears is empty.
+    """
 
     group: str
     gemm: Kind
@@ -58,8 +66,13 @@ class Operand:
 
     @property
     def key(self) -> str:
-        """The name, and a digest of the casts: of other --layers a group of the same name has others."""
-        return f"{self.name} {hashlib.sha256(json.dumps(sorted(self.casts)).encode()).hexdigest()[:16]}"
+        """The name, and a digest of the casts: of other --layers a group of the same name has
+        others.
+        """
+        return (
+            f"{self.name} "
+            f"{hashlib.sha256(json.dumps(sorted(self.casts)).encode()).hexdigest()[:16]}"
+        )
 
     @property
     def casts(self) -> set[variants.Cast]:
@@ -67,7 +80,9 @@ class Operand:
         return {(path, self.gemm, self.role) for path in self.linears or ("",)}
 
 
-def chosen(config: Config, by: By, layers: Sequence[str], gemms: Sequence[str], roles: Sequence[str]) -> list[Operand]:
+def chosen(
+    config: Config, by: By, layers: Sequence[str], gemms: Sequence[str], roles: Sequence[str]
+) -> list[Operand]:
     """The operands that a config casts, grouped, in the order of the model.
 
     Raises:   ConfigError: a pattern that names no linear; none is left.
@@ -76,25 +91,39 @@ def chosen(config: Config, by: By, layers: Sequence[str], gemms: Sequence[str], 
     paths = dict.fromkeys(path for path, *_ in cast if path)
     for pattern in layers:
         if not any(matches(pattern, path) for path in paths):
-            raise ConfigError(f"--layers {pattern!r} names no linear in FP8, nor attention; there are {listed(paths)}.")
+            raise ConfigError(
+                f"--layers {pattern!r} names no linear in FP8, nor attention; there are "
+                f"{listed(paths)}."
+            )
     groups: dict[tuple[str, bool], list[str]] = {}
     attention = {path for path, gemm, _ in cast if gemm == "attention"}
     for path in paths:
         if not layers or any(matches(pattern, path) for pattern in layers):
             groups.setdefault((_group(path, by), path in attention), []).append(path)
     if not layers:
-        groups["model", False] = [*groups.get(("model", False), []), *([""] if any(gemm == "states" for _, gemm, _ in cast) else [])]
+        groups["model", False] = [
+            *groups.get(("model", False), []),
+            *([""] if any(gemm == "states" for _, gemm, _ in cast) else []),
+        ]
     found = []
     for (group, _), inside in groups.items():
         for gemm in KINDS:
             for role in ROLES_OF[gemm]:
                 of = tuple(path for path in inside if (path, gemm, role) in cast)
                 if of and gemm in gemms and role in roles:
-                    found.append(Operand(group=group, gemm=gemm, role=role, linears=tuple(path for path in of if path)))
+                    found.append(
+                        Operand(
+                            group=group,
+                            gemm=gemm,
+                            role=role,
+                            linears=tuple(path for path in of if path),
+                        )
+                    )
     if not found:
         raise ConfigError(
-            "no operand in FP8 is left. Those of gradients take --steps, those of attention --attention cudnn, and those of states --steps with "
-            "--states te, unless the run has its own. Add these, or name other --layers, --gemms or --roles."
+            "no operand in FP8 is left. Those of gradients take --steps, those of attention "
+            "--attention cudnn, and those of states --steps with --states te, unless the run "
+            "has its own. Add these, or name other --layers, --gemms or --roles."
         )
     return found
 

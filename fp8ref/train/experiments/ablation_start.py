@@ -1,4 +1,5 @@
-"""Where an ablation begins: the last checkpoint of a run, or a directory of Hugging Face's format (spec E-8).
+"""Where an ablation begins: the last checkpoint of a run, or a directory of Hugging Face's format
+(spec E-8).
 
 start = of_run(Path("runs/tiny-jax-bf16"), "tensorwise")
 start.into(trainer, config)                    # whatever layouts and delayed scales config has
@@ -44,15 +45,22 @@ class Start:
     weights: Path | None = None
 
     def into(self, trainer: loop.Trainer, config: Config) -> None:
-        """Have a trainer of ``config`` begin here. A checkpoint whose numbers mean the same there is read as it is."""
-        if self.checkpoint is not None and train_state.interchangeable(config, self.own, self.backend):
+        """Have a trainer of ``config`` begin here.
+
+        A checkpoint whose numbers mean the same there is read as it is.
+        """
+        if self.checkpoint is not None and train_state.interchangeable(
+            config, self.own, self.backend
+        ):
             trainer.load(self.checkpoint.state, self.step)
         else:
             trainer.adopt(state_conversion.converted(self.source, config, self.backend), self.step)
 
     @functools.cached_property
     def identity(self) -> str:
-        """A sha256 of what is begun with: of the checkpoint's files, or of the directory's weights and config."""
+        """A sha256 of what is begun with: of the checkpoint's files, or of the directory's weights
+        and config.
+        """
         if self.checkpoint is not None:
             of = {name: one["sha256"] for name, one in self.checkpoint.manifest["files"].items()}
         else:
@@ -69,7 +77,9 @@ class Start:
     @functools.cached_property
     def source(self) -> Source:
         """What the state is worth."""
-        weights: dict[str, llama.Weight] | None = None if self.weights is None else export.weights_of(self.weights, self.own)
+        weights: dict[str, llama.Weight] | None = (
+            None if self.weights is None else export.weights_of(self.weights, self.own)
+        )
         trainer = loop.trainer(self.backend, self.own, weights)
         if self.checkpoint is None:
             return Source(weights=trainer.weights(), step=0, amaxes=self._amaxes)
@@ -78,15 +88,21 @@ class Start:
             weights=trainer.weights(),
             moments=trainer.moments(),
             delayed=trainer.fp8_states(),
-            casts={f"{path}/{role}": how for (path, role), how in train_state.delayed_states(self.own).items()},
+            casts={
+                f"{path}/{role}": how
+                for (path, role), how in train_state.delayed_states(self.own).items()
+            },
             step=self.step,
             amaxes=self._amaxes,
         )
 
     def _amaxes(self) -> dict[str, float]:
-        """The amax of every operand of the linears, under scales of the tensors themselves, of the batch after the checkpoint."""
+        """The amax of every operand of the linears, under scales of the tensors themselves, of the
+        batch after the checkpoint.
+        """
         config = with_plain_attention(self.config).replace(
-            numerics={"recipe": "tensorwise", "rules": None}, optimizer={"kind": "adamw", "layout": None}
+            numerics={"recipe": "tensorwise", "rules": None},
+            optimizer={"kind": "adamw", "layout": None},
         )
         trainer = loop.trainer(self.backend, config)
         trainer.adopt(state_conversion.converted(self.source, config, self.backend), self.step)
@@ -102,7 +118,10 @@ def with_plain_attention(config: Config) -> Config:
     keys, parallel = NumericsConfig(), config.parallel
     plain = {key: getattr(keys, key) for key in vars(keys) if key.startswith("attention")}
     return config.replace(
-        numerics=plain, parallel={"attention": "xla" if parallel.attention in ("tiles", "kernel") else parallel.attention}
+        numerics=plain,
+        parallel={
+            "attention": "xla" if parallel.attention in ("tiles", "kernel") else parallel.attention
+        },
     )
 
 
@@ -114,29 +133,54 @@ def of_run(run: Path, recipe: str | None) -> Start:
     manifest = log.read_manifest(run)
     config = configs.load(run / "config.toml")
     if config.parallel.devices > 1:
-        raise ConfigError(f"an ablation takes a run on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1.")
+        raise ConfigError(
+            f"an ablation takes a run on one device; {run} has {config.parallel.devices}. Train "
+            "with parallel.* at 1."
+        )
     last = checkpoint.latest(run, consoles.say, aside=False)
     if last is None:
-        raise ConfigError(f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every.")
+        raise ConfigError(
+            f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every."
+        )
     trained = config.recipes
-    recipe = recipe or (config.numerics.recipe if RECIPES[config.numerics.recipe].fp8 else "tensorwise")
+    recipe = recipe or (
+        config.numerics.recipe if RECIPES[config.numerics.recipe].fp8 else "tensorwise"
+    )
     studied = _studied(config, recipe, keeps_rules=recipe in trained)
-    return Start(name=str(run), backend=manifest["backend"], step=last.step, own=config, config=studied, checkpoint=last)
+    return Start(
+        name=str(run),
+        backend=manifest["backend"],
+        step=last.step,
+        own=config,
+        config=studied,
+        checkpoint=last,
+    )
 
 
-def of_weights(path: Path, backend: str, recipe: str | None, *, data: str, sequence_length: int, batch_size: int) -> Start:
-    """The weights in a directory that ``fp8ref export`` or transformers wrote; moments are 0 at first.
+def of_weights(
+    path: Path,
+    backend: str,
+    recipe: str | None,
+    *,
+    data: str,
+    sequence_length: int,
+    batch_size: int,
+) -> Start:
+    """The weights in a directory that ``fp8ref export`` or transformers wrote; moments are 0 at
+    first.
 
     The model is the trainer's own, where that is it; in PyTorch else transformers' (T-10).
     data      as data.source. Tokens are those of tokenizer.json in the directory, else bytes.
-    Raises:   ConfigError: no such directory, another model or damaged weights; a recipe without FP8.
+    Raises:   ConfigError: no such directory, another model or damaged weights; a recipe without
+              FP8.
     """
     try:
         found = files.read_object(path / "config.json")
         hugging_face.check_types(found)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} is no run, and has no config.json ({error}). Name a run, or a directory of Hugging Face's format."
+            f"{path} is no run, and has no config.json ({error}). Name a run, or a directory of "
+            "Hugging Face's format."
         ) from error
     tokenizer = path / "tokenizer.json"
     sections: dict = {
@@ -148,7 +192,9 @@ def of_weights(path: Path, backend: str, recipe: str | None, *, data: str, seque
         }
     }
     config = Config().replace(**sections)
-    if found.get("model_type") in hugging_face.KINDS:  # else transformers' model would be taken, and say less of damaged weights
+    if (
+        found.get("model_type") in hugging_face.KINDS
+    ):  # else transformers' model would be taken, and say less of damaged weights
         try:
             export.stored(path)
         except ConfigError as error:
@@ -159,14 +205,24 @@ def of_weights(path: Path, backend: str, recipe: str | None, *, data: str, seque
     except (ValueError, ConfigError) as error:
         if backend != "torch":
             raise ConfigError(
-                f"JAX trains the trainer's own model alone, which {path} is not: {_of_weights(error)} Use --backend torch, which takes transformers' model."
+                f"JAX trains the trainer's own model alone, which {path} is not: "
+                f"{_of_weights(error)} Use --backend torch, which takes transformers' model."
             ) from error
         own = Config(
             model=LlamaConfig(vocab_size=found.get("vocab_size", 256)),
             architecture=ArchitectureConfig(kind="transformers", source=str(path)),
         ).replace(**sections)
-    studied = _studied(own.replace(numerics={"recipe": "bf16"}), recipe or "tensorwise", keeps_rules=False)
-    return Start(name=str(path), backend=backend, step=0, own=own.replace(numerics={"recipe": "bf16"}), config=studied, weights=path)
+    studied = _studied(
+        own.replace(numerics={"recipe": "bf16"}), recipe or "tensorwise", keeps_rules=False
+    )
+    return Start(
+        name=str(path),
+        backend=backend,
+        step=0,
+        own=own.replace(numerics={"recipe": "bf16"}),
+        config=studied,
+        weights=path,
+    )
 
 
 def _of_weights(error: Exception) -> str:
@@ -180,10 +236,14 @@ def _sha256(path: Path) -> str:
 
 
 def _studied(config: Config, recipe: str, *, keeps_rules: bool) -> Config:
-    """A config in one recipe, without what does not change losses or has no place in an ablation."""
+    """A config in one recipe, without what does not change losses or has no place in an
+    ablation.
+    """
     if recipe not in trained_recipes() or not RECIPES[recipe].fp8:
         raise ConfigError(
-            f"--recipe is one with FP8 that trains: {', '.join(name for name, one in trained_recipes().items() if one.fp8)}; got {recipe!r}."
+            "--recipe is one with FP8 that trains: "
+            f"{', '.join(name for name, one in trained_recipes().items() if one.fp8)}; got "
+            f"{recipe!r}."
         )
     rules = config.numerics.rules if keeps_rules else None
     if config.optimizer.kind == "adamw_fp8":  # torchao's own states, which no layout converts

@@ -37,17 +37,23 @@ class Planned:
 
     @property
     def ended(self) -> bool:
-        """Whether it is finished, or ended by a loss that is not finite, which training again would repeat; with as many steps as are planned."""
+        """Whether it is finished, or ended by a loss that is not finite, which training again would
+        repeat; with as many steps as are planned.
+        """
         try:
             manifest = log.read_manifest(self.out)
         except ConfigError:
             return False
         steps = manifest.get("config", {}).get("run", {}).get("steps", self.config.run.steps)
-        ended = manifest["status"] == "finished" or str(manifest.get("error", "")).startswith(NonFiniteError.__name__)
+        ended = manifest["status"] == "finished" or str(manifest.get("error", "")).startswith(
+            NonFiniteError.__name__
+        )
         return ended and steps == self.config.run.steps
 
 
-def plan(config: Config, backends: Sequence[str], recipes: Sequence[str], *, seeds: int, out: Path) -> list[Planned]:
+def plan(
+    config: Config, backends: Sequence[str], recipes: Sequence[str], *, seeds: int, out: Path
+) -> list[Planned]:
     """The runs of a sweep, seed after seed, so that an unfinished sweep has matched runs.
 
     Raises:   ConfigError: no recipe, an unknown one or one named twice; fewer than one seed; a
@@ -56,46 +62,68 @@ def plan(config: Config, backends: Sequence[str], recipes: Sequence[str], *, see
     config.require_one_recipe("a sweep")
     unknown = [name for name in recipes if name not in trained_recipes()]
     if unknown or not recipes or len(set(recipes)) < len(recipes):
-        raise ConfigError(f"--recipes takes names of {', '.join(trained_recipes())}, each once; got {', '.join(recipes) or 'none'}.")
+        raise ConfigError(
+            f"--recipes takes names of {', '.join(trained_recipes())}, each once; got "
+            f"{', '.join(recipes) or 'none'}."
+        )
     if seeds < 1:
         raise ConfigError(f"--seeds is at least 1; got {seeds}.")
     runs = []
     for seed in range(seeds):
         for backend in backends:
             for recipe in recipes:
-                kept = {} if RECIPES[recipe].fp8 else {"accumulate": None}  # bf16 has no FP8 GEMM to run under simulated hardware
+                kept = (
+                    {} if RECIPES[recipe].fp8 else {"accumulate": None}
+                )  # bf16 has no FP8 GEMM to run under simulated hardware
                 one = config.replace(
                     numerics={"recipe": recipe, **kept},
                     run={"seed": config.run.seed + seed, "out": None},
                     data={"seed": config.data.seed + seed},
                 )
                 one.decisions()  # refuses a recipe that converts nothing before any run trains
-                runs.append(Planned(config=one, backend=backend, out=out / f"{backend}-{recipe}-seed{config.run.seed + seed}"))
+                runs.append(
+                    Planned(
+                        config=one,
+                        backend=backend,
+                        out=out / f"{backend}-{recipe}-seed{config.run.seed + seed}",
+                    )
+                )
     return runs
 
 
 def train(planned: Sequence[Planned], *, jobs: int = 1) -> None:
-    """Train the runs that have not ended, ``jobs`` at a time, in processes that keep their frameworks.
+    """Train the runs that have not ended, ``jobs`` at a time, in processes that keep their
+    frameworks.
 
     A stopped run resumes from its last checkpoint. A run that ends by a loss that is not finite
     does not end the sweep.
 
-    Raises:   ConfigError before any run trains: a directory holds a run with other settings, or no run; and what
-              ``loop.train`` raises, of the first run that could not train.
+    Raises:   ConfigError before any run trains: a directory holds a run with other settings, or no
+              run; and what ``loop.train`` raises, of the first run that could not train.
     """
     for run in planned:
         _check(run)
     left = [run for run in planned if not run.ended]
     if len(left) < len(planned):
-        console.say(f"{len(planned) - len(left)} of {len(planned)} runs have ended before; {len(left)} are left")
+        console.say(
+            f"{len(planned) - len(left)} of {len(planned)} runs have ended before; {len(left)} "
+            "are left"
+        )
     if not left:
         return
     context = multiprocessing.get_context("spawn")  # no fork: JAX and torch have threads
     with (
-        concurrent.futures.ProcessPoolExecutor(min(jobs, len(left)), mp_context=context, initializer=follow_parent) as pool,
+        concurrent.futures.ProcessPoolExecutor(
+            min(jobs, len(left)), mp_context=context, initializer=follow_parent
+        ) as pool,
         console.bar("sweep", len(planned), done=len(planned) - len(left)) as advance,
     ):
-        waiting = {pool.submit(_one, json.dumps(configs.to_dict(run.config)), run.backend, str(run.out)): run for run in left}
+        waiting = {
+            pool.submit(
+                _one, json.dumps(configs.to_dict(run.config)), run.backend, str(run.out)
+            ): run
+            for run in left
+        }
         try:
             for done in concurrent.futures.as_completed(waiting):
                 said = done.result()
@@ -107,21 +135,29 @@ def train(planned: Sequence[Planned], *, jobs: int = 1) -> None:
             raise
 
 
-def report(planned: Sequence[Planned], out: Path, *, confidence: float, margin: float | None) -> str:
+def report(
+    planned: Sequence[Planned], out: Path, *, confidence: float, margin: float | None
+) -> str:
     """Write one report on all runs of a sweep, and return the verdicts as text."""
     from fp8ref.train.report import page, runs
 
-    return page.write(runs.read_all([run.out for run in planned]), out, confidence=confidence, margin=margin)
+    return page.write(
+        runs.read_all([run.out for run in planned]), out, confidence=confidence, margin=margin
+    )
 
 
 def _check(run: Planned) -> None:
-    """ConfigError if the directory holds a run that this one could not resume, or whose result would be taken for it."""
+    """ConfigError if the directory holds a run that this one could not resume, or whose result
+    would be taken for it.
+    """
     held = run_dir.Lock()
     try:
         run_dir.claim(run.out, run.config, run.backend, held, resume=True, overwrite=False)
     except ConfigError as error:
         remedy = "Repeat the sweep's own settings, or name another directory with --out."
-        raise ConfigError(str(error).replace("Resume with the same configuration, or use --overwrite.", remedy)) from error
+        raise ConfigError(
+            str(error).replace("Resume with the same configuration, or use --overwrite.", remedy)
+        ) from error
     finally:
         held.close()
 
@@ -132,7 +168,9 @@ _IDLE.set()
 
 
 def follow_parent() -> None:
-    """End this process of a pool when its parent has ended, as by SIGTERM; a run is stopped first, and saves its state."""
+    """End this process of a pool when its parent has ended, as by SIGTERM; a run is stopped first,
+    and saves its state.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -165,4 +203,8 @@ def _train(config: str, backend: str, out: str) -> str:
         lines = loop.train(made, backend, Path(out), resume=True)
     except NonFiniteError as error:
         return str(error)
-    return "finished" if lines is None else f"loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}"
+    return (
+        "finished"
+        if lines is None
+        else f"loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}"
+    )

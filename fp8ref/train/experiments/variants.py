@@ -1,4 +1,6 @@
-"""Configs with operands in high precision, their losses from a checkpoint, and a file that keeps them (spec E-8)."""
+"""Configs with operands in high precision, their losses from a checkpoint, and a file that keeps
+them (spec E-8).
+"""
 
 import glob
 import json
@@ -23,15 +25,19 @@ from fp8ref.train.experiments import ablation_start
 from fp8ref.train.experiments.ablation_start import Start
 
 LOSSES = "losses.jsonl"
-"""The file of an ablation's directory with the losses of each variant, so that it can be resumed."""
+"""The file of an ablation's directory with the losses of each variant, so that it can be resumed.
+"""
 
 
 Cast = tuple[str, str, str]
-"""What a config casts: (linear, GEMM, role); (a layer's attention, "attention", role); or ("", "states", part of a layout)."""
+"""What a config casts: (linear, GEMM, role); (a layer's attention, "attention", role); or ("",
+"states", part of a layout).
+"""
 
 
 def studying(config: Config, *, attention: str | None, states: str | None) -> Config:
-    """The config with every operand of attention, and every narrow part of a layout, as a cast that ``without`` can leave out.
+    """The config with every operand of attention, and every narrow part of a layout, as a cast that
+    ``without`` can leave out.
 
     attention, states: a variant and a layout; None: neither is studied.
     Raises:   ConfigError: a variant or layout that has no such casts.
@@ -42,7 +48,11 @@ def studying(config: Config, *, attention: str | None, states: str | None) -> Co
         if attention is not None:
             plain = {"attention_scaling": "current", "attention_arithmetic": "fast"}
             config = config.replace(
-                numerics={"attention": attention, **plain, "attention_operands": attention_casts.ROLES},
+                numerics={
+                    "attention": attention,
+                    **plain,
+                    "attention_operands": attention_casts.ROLES,
+                },
                 parallel={"attention": "xla", "compile": "none"},
             )
         if states is not None:
@@ -55,24 +65,39 @@ def studying(config: Config, *, attention: str | None, states: str | None) -> Co
 
 
 def in_high_precision(config: Config, *, attention: bool, states: bool) -> Config:
-    """The config with attention in high precision if it is in FP8, and with states in float32, in their layout's order of operations."""
+    """The config with attention in high precision if it is in FP8, and with states in float32, in
+    their layout's order of operations.
+    """
     variant, layout = config.attention_variant, config.optimizer.moment_layout
     if attention and variant is not None and variant.fmt.bits == 8:
         config = ablation_start.with_plain_attention(config)
     if states and layout is not None:
-        config = config.replace(optimizer={"layout": layout_parts.named(layouts.by_name(layout.name.partition("/")[0]), ())})
+        config = config.replace(
+            optimizer={
+                "layout": layout_parts.named(layouts.by_name(layout.name.partition("/")[0]), ())
+            }
+        )
     return config
 
 
 def cast_operands(config: Config) -> list[Cast]:
-    """Everything that a config casts, of linears, and of attention and states under ``studying``."""
+    """Everything that a config casts, of linears, and of attention and states under
+    ``studying``.
+    """
     found: list[Cast] = [
-        (d.path, *key) for d in config.decisions() for key, cast in linear_rules.casts_of(d.recipe).items() if cast is not None
+        (d.path, *key)
+        for d in config.decisions()
+        for key, cast in linear_rules.casts_of(d.recipe).items()
+        if cast is not None
     ]
     if config.numerics.attention_operands is not None:
         for layer in config.attention_layers:
             casts = config.attention_operands(layer)
-            found += [(layer, "attention", role) for role in attention_casts.ROLES if casts is not None and role in casts.roles]
+            found += [
+                (layer, "attention", role)
+                for role in attention_casts.ROLES
+                if casts is not None and role in casts.roles
+            ]
     layout = config.optimizer.moment_layout
     if layout is not None and "/" in layout.name:
         found += [("", "states", part) for part in layout_parts.narrow(layout)]
@@ -89,25 +114,44 @@ def without(config: Config, operands: Iterable[Cast]) -> Config:
     for gemm in GEMMS:
         for role in OPERANDS[gemm]:
             paths = tuple(path for path, *key in operands if key == [gemm, role])
-            rules += [Rule(layers=tuple(map(_alone, paths)), gemms=(gemm,), roles=(role,), recipe="bf16")] if paths else []
+            rules += (
+                [
+                    Rule(
+                        layers=tuple(map(_alone, paths)),
+                        gemms=(gemm,),
+                        roles=(role,),
+                        recipe="bf16",
+                    )
+                ]
+                if paths
+                else []
+            )
     keys: dict = {"numerics": {"rules": tuple(rules) or None}}
     left = [one for one in cast_operands(config) if one not in operands]
     if config.numerics.attention_operands is not None:
-        keys["numerics"]["attention_operands"] = tuple(f"{layer}/{role}" for layer, gemm, role in left if gemm == "attention")
+        keys["numerics"]["attention_operands"] = tuple(
+            f"{layer}/{role}" for layer, gemm, role in left if gemm == "attention"
+        )
     layout = config.optimizer.moment_layout
     if layout is not None and "/" in layout.name:
         whole = layouts.by_name(layout.name.partition("/")[0])
-        keys["optimizer"] = {"layout": layout_parts.named(whole, tuple(part for _, gemm, part in left if gemm == "states"))}
+        keys["optimizer"] = {
+            "layout": layout_parts.named(
+                whole, tuple(part for _, gemm, part in left if gemm == "states")
+            )
+        }
     made = config.replace(**keys)
     if differ := set(cast_operands(made)) ^ set(left):
         raise ConfigError(
-            f"an ablation leaves out what it names alone; a rule would change {'/'.join(min(differ))} too. Rename that module."
+            "an ablation leaves out what it names alone; a rule would change "
+            f"{'/'.join(min(differ))} too. Rename that module."
         )
     return made
 
 
 def _alone(path: str) -> str:
-    """The pattern (R-3) of this path and no other. Without a bracket "proj" would name attn.proj too.
+    """The pattern (R-3) of this path and no other. Without a bracket "proj" would name attn.proj
+    too.
 
     >>> _alone("layers.0.proj")
     '[l]ayers.0.proj'
@@ -116,7 +160,9 @@ def _alone(path: str) -> str:
 
 
 def losses(config: Config, start: Start, *, steps: int, seeds: int) -> list[float | None]:
-    """Validation losses: of each batch, or, after training, their mean for each order of data; None if one was not finite."""
+    """Validation losses: of each batch, or, after training, their mean for each order of data; None
+    if one was not finite.
+    """
     trainer = loop.trainer(start.backend, config)
     held_out = [start.batches.held_out(i) for i in range(config.run.eval_batches)]
     found: list[float] = []
@@ -124,14 +170,20 @@ def losses(config: Config, start: Start, *, steps: int, seeds: int) -> list[floa
         start.into(trainer, config)
         finite = True
         for step in range(steps):  # steps that the run has not seen, other ones for each seed
-            finite &= all(map(math.isfinite, trainer.step(start.batches.step(start.step + seed * steps + step)).values()))
+            finite &= all(
+                map(
+                    math.isfinite,
+                    trainer.step(start.batches.step(start.step + seed * steps + step)).values(),
+                )
+            )
         losses = [trainer.evaluate(tokens) for tokens in held_out]
         found += [float(np.mean(losses)) if finite else math.nan] if steps else losses
     return [loss if math.isfinite(loss) else None for loss in found]
 
 
 def statistics(config: Config, start: Start) -> dict[str, dict]:
-    """The quantization statistics of every operand, under the recipe, of the batch after the checkpoint (Q-8).
+    """The quantization statistics of every operand, under the recipe, of the batch after the
+    checkpoint (Q-8).
 
     Of attention those of the variant itself, of q, k, v and do (Q-13).
     """
@@ -142,23 +194,33 @@ def statistics(config: Config, start: Start) -> dict[str, dict]:
 
 
 def keeping(out: Path, about: dict) -> Callable:
-    """A function (name, measure) -> the value in ``out``, or else the measured one, which it writes there.
+    """A function (name, measure) -> the value in ``out``, or else the measured one, which it writes
+    there.
 
-    Raises:   ConfigError: another ablation is there; it cannot be written; out or its file is a link.
+    Raises:   ConfigError: another ablation is there; it cannot be written; out or its file is a
+              link.
     """
     path = out / LOSSES
     if link := next((x for x in (out, path) if x.is_symlink()), None):
-        raise ConfigError(f"an ablation writes through no link; {link} is one. Name another directory with --out, or remove it.")
+        raise ConfigError(
+            f"an ablation writes through no link; {link} is one. Name another directory with "
+            "--out, or remove it."
+        )
     lines = list(_lines(path))
     if lines and lines[0] != json.loads(json.dumps(about)):
         differ = next(iter(configs.differences(lines[0], json.loads(json.dumps(about)))))
-        raise ConfigError(f"{path} is of another ablation: it differs in {differ}. Name another directory with --out, or remove it.")
+        raise ConfigError(
+            f"{path} is of another ablation: it differs in {differ}. Name another directory "
+            "with --out, or remove it."
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not lines:
             path.write_text(json.dumps(about) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--out {out} cannot be written ({error.strerror}). Name another directory.") from error
+        raise ConfigError(
+            f"--out {out} cannot be written ({error.strerror}). Name another directory."
+        ) from error
     known = {name: value for line in lines[1:] for name, value in line.items()}
 
     def value(name: str, measure: Callable):
@@ -182,7 +244,9 @@ def _lines(path: Path) -> Iterator[dict]:
         if not all(isinstance(line, dict) for line in lines):
             raise ValueError("a line is no JSON object")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}). Remove it, or name another directory with --out.") from error
+        raise ConfigError(
+            f"{path} cannot be read ({error}). Remove it, or name another directory with --out."
+        ) from error
     if whole != text:
         path.write_text(whole, encoding="utf-8")
     yield from lines

@@ -40,40 +40,61 @@ class Store:
         """
         try:
             tree = dict(self._writer.metadata(directory.absolute()).item_metadata.tree)
-        except Exception as error:  # orbax raises all kinds of errors for metadata that it did not write
-            raise ConfigError(f"{directory} cannot be read ({' '.join(str(error).split())}). Put its files back.") from error
+        except (
+            Exception
+        ) as error:  # orbax raises all kinds of errors for metadata that it did not write
+            raise ConfigError(
+                f"{directory} cannot be read ({' '.join(str(error).split())}). Put its files back."
+            ) from error
         wanted = dict(like)
         saved_mu, own_mu = tree.pop(train_state.MU, {}), wanted.pop(train_state.MU, {})
         saved, mine = train_state.flat(tree), train_state.flat(wanted)
         for name in sorted(saved.keys() ^ mine.keys()):
-            where = "is not in the checkpoint" if name in mine else "is in the checkpoint, and not in this model"
+            where = (
+                "is not in the checkpoint"
+                if name in mine
+                else "is in the checkpoint, and not in this model"
+            )
             raise ConfigError(f"{name} {where}. Load a state of the same model and recipe.")
         for name, value in mine.items():
             if tuple(saved[name].shape) != value.shape:
                 raise ConfigError(
-                    f"{name} is {list(value.shape)} here and {list(saved[name].shape)} in the checkpoint. Load a state of the same model."
+                    f"{name} is {list(value.shape)} here and {list(saved[name].shape)} in the "
+                    "checkpoint. Load a state of the same model."
                 )
         if saved_mu:  # all are read, as scalars that every device holds, like the count
             wanted[train_state.MU] = dict.fromkeys(
-                saved_mu, jax.ShapeDtypeStruct((), np.float32, sharding=like[train_state.COUNT].sharding)
+                saved_mu,
+                jax.ShapeDtypeStruct((), np.float32, sharding=like[train_state.COUNT].sharding),
             )
-        abstract = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), wanted)
+        abstract = jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), wanted
+        )
         try:
-            found = self._writer.restore(directory.absolute(), args=orbax.args.StandardRestore(abstract))
+            found = self._writer.restore(
+                directory.absolute(), args=orbax.args.StandardRestore(abstract)
+            )
         except (OSError, jax.errors.JaxRuntimeError):  # nothing is known of the files
             raise
         except Exception as error:  # as of its metadata
-            raise ConfigError(f"{directory} cannot be read ({' '.join(str(error).split())}). Put its files back.") from error
+            raise ConfigError(
+                f"{directory} cannot be read ({' '.join(str(error).split())}). Put its files back."
+            ) from error
         read = found.pop(train_state.MU, {})
         if own_mu:
             found[train_state.MU] = {
-                name: read[name] if name in read else jnp.ones(v.shape, v.dtype, device=v.sharding) for name, v in own_mu.items()
+                name: read[name] if name in read else jnp.ones(v.shape, v.dtype, device=v.sharding)
+                for name, v in own_mu.items()
             }
         return found
 
 
-def filled(like: Mapping[str, Any], arrays: Mapping[str, np.ndarray], prefix: str = "") -> dict[str, Any]:
-    """A nested dict of the structure, dtypes and shardings of ``like``, of arrays by their names joined by dots."""
+def filled(
+    like: Mapping[str, Any], arrays: Mapping[str, np.ndarray], prefix: str = ""
+) -> dict[str, Any]:
+    """A nested dict of the structure, dtypes and shardings of ``like``, of arrays by their names
+    joined by dots.
+    """
 
     def of(name: str, value: jax.Array) -> jax.Array:
         given = np.asarray(arrays[name])
@@ -82,12 +103,16 @@ def filled(like: Mapping[str, Any], arrays: Mapping[str, np.ndarray], prefix: st
         return jax.device_put(given, value.sharding)
 
     return {
-        key: filled(value, arrays, f"{prefix}{key}.") if isinstance(value, Mapping) else of(f"{prefix}{key}", value)
+        key: filled(value, arrays, f"{prefix}{key}.")
+        if isinstance(value, Mapping)
+        else of(f"{prefix}{key}", value)
         for key, value in like.items()
     }
 
 
-def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:
+def weights(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, np.ndarray]]:
     """The weights of a saved state, one after the other: (name, float32 array), in this process.
 
     By tensorstore, on which orbax is built: orbax itself would read its metadata again for every
@@ -96,9 +121,14 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
     """
     try:
         found = files.read_object(directory / "_METADATA")
-        saved = {tuple(of_one["key"] for of_one in value["key_metadata"]) for value in found["tree_metadata"].values()}
+        saved = {
+            tuple(of_one["key"] for of_one in value["key_metadata"])
+            for value in found["tree_metadata"].values()
+        }
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{directory / '_METADATA'} is not orbax's ({error}). Put the file back.") from error
+        raise ConfigError(
+            f"{directory / '_METADATA'} is not orbax's ({error}). Put the file back."
+        ) from error
     base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory.absolute()}/"}}
     context = tensorstore.Context(
         {"cache_pool": {"total_bytes_limit": INDEX_BYTES}}
@@ -112,7 +142,10 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
         }
         array = tensorstore.open(spec, context=context, open=True, read=True).result()
         if array.shape != shape:
-            raise ConfigError(f"{name} is {list(shape)} here and {list(array.shape)} in the checkpoint. Load a state of the same model.")
+            raise ConfigError(
+                f"{name} is {list(shape)} here and {list(array.shape)} in the checkpoint. Load "
+                "a state of the same model."
+            )
         return array.read().result()
 
     for name, shape in shapes.items():
@@ -121,6 +154,9 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
             train_state.check_master(name, value.dtype)
             yield name, value
         elif (train_state.MASTERS, f"{name}.codes") in saved:
-            yield name, train_state.weight(read(f"{name}.codes", shape), read(f"{name}.scale_inv", ()))
+            yield (
+                name,
+                train_state.weight(read(f"{name}.codes", shape), read(f"{name}.scale_inv", ())),
+            )
         else:
             raise ConfigError(f"{name} is not in the checkpoint. Load a state of the same model.")

@@ -1,6 +1,8 @@
-"""Arrays that a step gathers over the devices that have a piece each, inside ``jax.shard_map``, and the sums of their gradients (spec P-9, P-10).
+"""Arrays that a step gathers over the devices that have a piece each, inside ``jax.shard_map``, and
+the sums of their gradients (spec P-9, P-10).
 
-``Layout`` of mesh.py says over which axes. Linears gather their own weights (``fp8ref.jax.distributed.sharding``).
+``Layout`` of mesh.py says over which axes. Linears gather their own weights
+(``fp8ref.jax.distributed.sharding``).
 """
 
 import functools
@@ -11,18 +13,28 @@ from jax import lax
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def weights(w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str) -> jax.Array:
-    """Pieces of weights that are cut along their first dim, of all devices along ``over``; as varying along copies too."""
+def weights(
+    w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str
+) -> jax.Array:
+    """Pieces of weights that are cut along their first dim, of all devices along ``over``; as
+    varying along copies too.
+    """
     w = lax.pcast(w, copies, to="varying") if copies else w
     return lax.all_gather(w, over, axis=0, tiled=True) if over else w
 
 
-def _weights_forward(w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str) -> tuple[jax.Array, None]:
+def _weights_forward(
+    w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str
+) -> tuple[jax.Array, None]:
     return weights(w, over, copies, reduce_dtype), None
 
 
-def _weights_backward(over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str, _: None, g: jax.Array) -> tuple[jax.Array]:
-    """P-9's sum of what devices have rounded: reduce-scatter over fsdp, then the sum over data; rounded."""
+def _weights_backward(
+    over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str, _: None, g: jax.Array
+) -> tuple[jax.Array]:
+    """P-9's sum of what devices have rounded: reduce-scatter over fsdp, then the sum over data;
+    rounded.
+    """
     total = g.astype(reduce_dtype)
     if over:
         total = lax.psum_scatter(total, over, scatter_dimension=0, tiled=True)
@@ -33,22 +45,36 @@ weights.defvjp(_weights_forward, _weights_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def rounded_table(table: jax.Array, dtype, fsdp: tuple[str, ...], others: tuple[str, ...]) -> jax.Array:
-    """Rows of all devices along fsdp, rounded to dtype and gathered in it, as float32 that varies over others too."""
+def rounded_table(
+    table: jax.Array, dtype, fsdp: tuple[str, ...], others: tuple[str, ...]
+) -> jax.Array:
+    """Rows of all devices along fsdp, rounded to dtype and gathered in it, as float32 that varies
+    over others too.
+    """
     info = jnp.finfo(dtype)
-    return _table(lax.reduce_precision(table, info.nexp, info.nmant).astype(dtype), fsdp, others).astype(table.dtype)
+    return _table(
+        lax.reduce_precision(table, info.nexp, info.nmant).astype(dtype), fsdp, others
+    ).astype(table.dtype)
 
 
 def _table(table: jax.Array, fsdp: tuple[str, ...], others: tuple[str, ...]) -> jax.Array:
-    return lax.all_gather(lax.pcast(table, others, to="varying") if others else table, fsdp, axis=0, tiled=True)
+    return lax.all_gather(
+        lax.pcast(table, others, to="varying") if others else table, fsdp, axis=0, tiled=True
+    )
 
 
-def _table_forward(table: jax.Array, dtype, fsdp: tuple[str, ...], others: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+def _table_forward(
+    table: jax.Array, dtype, fsdp: tuple[str, ...], others: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
     return rounded_table(table, dtype, fsdp, others), table
 
 
-def _table_backward(dtype, fsdp: tuple[str, ...], others: tuple[str, ...], table: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    """The gradient of a gather of the float32 table: sums of float32, which no rounding precedes."""
+def _table_backward(
+    dtype, fsdp: tuple[str, ...], others: tuple[str, ...], table: jax.Array, g: jax.Array
+) -> tuple[jax.Array]:
+    """The gradient of a gather of the float32 table: sums of float32, which no rounding
+    precedes.
+    """
     return jax.vjp(lambda table: _table(table, fsdp, others), table)[1](g)
 
 

@@ -18,8 +18,8 @@ from fp8ref.train.jax.llama.parameter_names import name_of, named
 
 
 class GradientSums:
-    """Sums of gradients over microbatches: float32, bfloat16, or of linears' weights in FP8 (T-7). Of a stack each
-    layer has its own scale.
+    """Sums of gradients over microbatches: float32, bfloat16, or of linears' weights in FP8 (T-7).
+    Of a stack each layer has its own scale.
 
     dtype     ``parallel.accumulate_dtype``.
     linears   the names of the linears.
@@ -29,7 +29,9 @@ class GradientSums:
     def __init__(self, dtype: str, linears: Collection[str], specs) -> None:
         self._narrow = {f"{name}.weight" for name in linears} if dtype == "float8_e4m3fn" else set()
         self._dtype = jnp.dtype("float32" if self._narrow else dtype)
-        self._axes = {} if specs is None else {name: _axes_of(spec) for name, spec in named(specs).items()}
+        self._axes = (
+            {} if specs is None else {name: _axes_of(spec) for name, spec in named(specs).items()}
+        )
 
     def zeros(self, params):
         """The sums before the first microbatch, placed as the parameters."""
@@ -37,8 +39,13 @@ class GradientSums:
         def zero(path, p):
             if name_of(path) not in self._narrow:
                 return jnp.zeros_like(p, self._dtype)
-            codes, one = jnp.zeros_like(p, jnp.float8_e4m3fn), jnp.ones(p.shape[: "*" in name_of(path)], jnp.float32)
-            return Quantized(codes=codes, scale=one, scale_inv=one, fmt=E4M3FN, granularity="tensorwise", axis=-1)
+            codes, one = (
+                jnp.zeros_like(p, jnp.float8_e4m3fn),
+                jnp.ones(p.shape[: "*" in name_of(path)], jnp.float32),
+            )
+            return Quantized(
+                codes=codes, scale=one, scale_inv=one, fmt=E4M3FN, granularity="tensorwise", axis=-1
+            )
 
         return jax.tree_util.tree_map_with_path(zero, params)
 
@@ -47,7 +54,9 @@ class GradientSums:
 
         def added(path, total, g):
             if isinstance(total, Quantized):
-                one = functools.partial(gradient_reduction.accumulate, over=self._axes.get(name_of(path), ()))
+                one = functools.partial(
+                    gradient_reduction.accumulate, over=self._axes.get(name_of(path), ())
+                )
                 return parameter_stacks.each(one, "*" in name_of(path))(total, g)
             return (total.astype(jnp.float32) + g).astype(self._dtype)
 
@@ -71,4 +80,6 @@ def _quantized(node) -> bool:
 
 def _axes_of(spec: P) -> tuple[str, ...]:
     """The mesh axes that cut a parameter."""
-    return tuple(name for names in spec for name in ((names,) if isinstance(names, str) else names or ()))
+    return tuple(
+        name for names in spec for name in ((names,) if isinstance(names, str) else names or ())
+    )

@@ -2,8 +2,9 @@
 
 Tensor parallelism cuts attention by heads and the MLP by inner features: q, k, v, gate and up are
 column-parallel, o and down row-parallel. fsdp cuts every matrix along its first dim, and gathers it
-for use: weights of linears in FP8. context cuts every sequence, and matrices as fsdp does. Norms and routers are replicated.
-Experts are cut by their number, over expert, which holds them apart, and fsdp; all else is cut over expert as over fsdp.
+for use: weights of linears in FP8. context cuts every sequence, and matrices as fsdp does. Norms
+and routers are replicated. Experts are cut by their number, over expert, which holds them apart,
+and fsdp; all else is cut over expert as over fsdp.
 """
 
 import functools
@@ -43,12 +44,22 @@ class Layout:
         """
         self.config = config.parallel
         self.abstract = devices is not None
-        self.devices = (jax.devices() if devices is None else list(devices))[: config.parallel.devices]
+        self.devices = (jax.devices() if devices is None else list(devices))[
+            : config.parallel.devices
+        ]
         self.axes = config.parallel.axes
         sizes = {axis: getattr(config.parallel, axis) for axis in self.axes}
         # Placements omit axes of one device: these cut nothing, and would add collectives to the
         # program.
-        cutting = (("data", "fsdp", "expert"), ("fsdp", "context", "expert"), ("context",), ("tensor",), ("fsdp",), ("data",), ("expert",))
+        cutting = (
+            ("data", "fsdp", "expert"),
+            ("fsdp", "context", "expert"),
+            ("context",),
+            ("tensor",),
+            ("fsdp",),
+            ("data",),
+            ("expert",),
+        )
         found = (tuple(axis for axis in axes if sizes.get(axis, 1) > 1) for axes in cutting)
         self._batch, self._fsdp, self._context, self._tensor, *of_experts = found
         # Of experts: what gathers their weights, what has the same ones, and what holds them apart.
@@ -57,32 +68,42 @@ class Layout:
             raise ConfigError(faults[0])
         if config.parallel.attention == "cudnn" and not self.on_gpu:
             raise ConfigError(
-                f"parallel.attention 'cudnn' needs an NVIDIA GPU; jax runs on {self.devices[0].platform}. Set parallel.attention to xla."
+                "parallel.attention 'cudnn' needs an NVIDIA GPU; jax runs on "
+                f"{self.devices[0].platform}. Set parallel.attention to xla."
             )
         if config.parallel.attention == "kernel" and config.numerics.attention != "cudnn":
             raise ConfigError(
-                f"JAX has no kernel of variant {config.numerics.attention!r}: cuDNN's computes 'cudnn'. Set parallel.attention to tiles, or train in "
-                "PyTorch (--backend torch)."
+                f"JAX has no kernel of variant {config.numerics.attention!r}: cuDNN's computes "
+                "'cudnn'. Set parallel.attention to tiles, or train in PyTorch (--backend "
+                "torch)."
             )
         if config.parallel.attention == "kernel" and not self.on_gpu:
             raise ConfigError(
-                f"parallel.attention 'kernel' needs an NVIDIA GPU; jax runs on {self.devices[0].platform}. Set parallel.attention to tiles."
+                "parallel.attention 'kernel' needs an NVIDIA GPU; jax runs on "
+                f"{self.devices[0].platform}. Set parallel.attention to tiles."
             )
         self.mesh: Mesh | None = None
         if config.parallel.devices == 1 and jax.process_count() == 1:
             return
         if config.parallel.devices > len(self.devices):
             raise ConfigError(
-                f"parallel asks for {config.parallel.devices} devices ({sizes}); jax has {len(self.devices)}. "
-                "Make it smaller; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight."
+                f"parallel asks for {config.parallel.devices} devices ({sizes}); jax has "
+                f"{len(self.devices)}. Make it smaller; on a CPU, "
+                "XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight."
             )
         if jax.process_count() > 1 and config.parallel.devices != jax.device_count():
             raise ConfigError(
-                f"{jax.process_count()} processes train on all their devices, {jax.device_count()}; parallel asks for {config.parallel.devices} "
-                f"({sizes}). Make {', '.join(self.axes)} multiply to {jax.device_count()}."
+                f"{jax.process_count()} processes train on all their devices, "
+                f"{jax.device_count()}; parallel asks for {config.parallel.devices} ({sizes}). "
+                f"Make {', '.join(self.axes)} multiply to {jax.device_count()}."
             )
         self._check(config, sizes)
-        self.mesh = jax.make_mesh(tuple(sizes.values()), self.axes, axis_types=(AxisType.Auto,) * len(self.axes), devices=self.devices)
+        self.mesh = jax.make_mesh(
+            tuple(sizes.values()),
+            self.axes,
+            axis_types=(AxisType.Auto,) * len(self.axes),
+            devices=self.devices,
+        )
 
     @property
     def on_gpu(self) -> bool:
@@ -93,7 +114,9 @@ class Layout:
     def description(self) -> str:
         """The devices, for the manifest: platform, kind, number, and number of processes."""
         first, processes = self.devices[0], jax.process_count()
-        many = f", {self.config.devices} devices" * (self.config.devices > 1) + f" in {processes} processes" * (processes > 1)
+        many = f", {self.config.devices} devices" * (
+            self.config.devices > 1
+        ) + f" in {processes} processes" * (processes > 1)
         return f"{first.platform}: {first.device_kind}{many}"
 
     @property
@@ -119,12 +142,14 @@ class Layout:
     @property
     def logits(self) -> P:
         """PartitionSpec of what the model returns, [B, T, ...]."""
-        return P(self._batch, tuple(axis for axis in self.cutting_tokens if axis not in self._batch))
+        return P(
+            self._batch, tuple(axis for axis in self.cutting_tokens if axis not in self._batch)
+        )
 
     @property
     def cutting_heads(self) -> tuple[str, ...]:
-        """The axes of shard_map that cut the batch, tokens and heads of attention; () under plain jit, which
-        takes amaxes over all devices by itself."""
+        """The axes of shard_map that cut the batch, tokens and heads of attention; () under plain
+        jit, which takes amaxes over all devices by itself."""
         return (*self._batch, *self._context, *self._tensor) if self.mapped else ()
 
     @property
@@ -133,7 +158,9 @@ class Layout:
         return self._context[0] if self._context else ""
 
     def placement(self, linear: str) -> Placement | None:
-        """Placement of a linear's operands, by its name; None on one device, and of grouped linears and routers."""
+        """Placement of a linear's operands, by its name; None on one device, and of grouped linears
+        and routers.
+        """
         if self.config.devices == 1 or f"{llama.EXPERTS}." in linear or llama.is_router(linear):
             return None
         config, last = self.config, linear.split(".")[-1]
@@ -153,8 +180,8 @@ class Layout:
     def parameter(self, name: str, shape: tuple[int, ...]) -> P:
         """PartitionSpec of a stored parameter.
 
-        Weights follow ``placement``, fsdp cuts the embedding table, and norms are replicated. Stacks of
-        layers are not cut along their first dim.
+        Weights follow ``placement``, fsdp cuts the embedding table, and norms are replicated.
+        Stacks of layers are not cut along their first dim.
         """
         if "*" in name:
             return P(None, *self.parameter(name.replace("*", "0"), shape[1:]))
@@ -167,7 +194,11 @@ class Layout:
 
     def sharding(self, spec: P) -> Sharding:
         """The jax Sharding of a PartitionSpec."""
-        return SingleDeviceSharding(self.devices[0]) if self.mesh is None else NamedSharding(self.mesh, spec)
+        return (
+            SingleDeviceSharding(self.devices[0])
+            if self.mesh is None
+            else NamedSharding(self.mesh, spec)
+        )
 
     def put(self, value: np.ndarray | llama.Weight, spec: P) -> jax.Array:
         """Put a value on the devices: each process reads its own shards, each of them once.
@@ -181,23 +212,36 @@ class Layout:
         shards: dict[str, np.ndarray] = {}
 
         def shard(index) -> np.ndarray:
-            return shards[key] if (key := str(index)) in shards else shards.setdefault(key, value[index])
+            return (
+                shards[key]
+                if (key := str(index)) in shards
+                else shards.setdefault(key, value[index])
+            )
 
         return jax.make_array_from_callback(value.shape, self.sharding(spec), shard)
 
     def fetch(self, value: jax.Array) -> np.ndarray:
         """The whole array, on the host of every process."""
-        return np.asarray(value if value.is_fully_addressable else multihost_utils.process_allgather(value, tiled=True))
+        return np.asarray(
+            value
+            if value.is_fully_addressable
+            else multihost_utils.process_allgather(value, tiled=True)
+        )
 
     def map(self, f: Callable, in_specs, out_specs) -> Callable:
         """f under shard_map, if the model runs inside it; else f."""
-        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs) if self.mapped else f
+        return (
+            jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+            if self.mapped
+            else f
+        )
 
     def whole(self, table: jax.Array, dtype) -> jax.Array:
-        """A float32 table that fsdp cuts, on every device: rounded to dtype and all-gathered so, if the
-        model runs inside shard_map; else as it is.
+        """A float32 table that fsdp cuts, on every device: rounded to dtype and all-gathered so, if
+        the model runs inside shard_map; else as it is.
 
-        Its gradient is float32, and scattered over fsdp first, so that fewer rows are summed over the other axes.
+        Its gradient is float32, and scattered over fsdp first, so that fewer rows are summed over
+        the other axes.
         """
         if not (self.mapped and self._fsdp):
             return table
@@ -205,11 +249,15 @@ class Layout:
         return gathers.rounded_table(table, jnp.dtype(dtype), self._fsdp, others)
 
     def own_context(self, value: jax.Array, axis: int = 1) -> jax.Array:
-        """Under context parallelism, a device's part of tokens [B, T] along T, or of another array along another axis (A-24)."""
+        """Under context parallelism, a device's part of tokens [B, T] along T, or of another array
+        along another axis (A-24).
+        """
         if not self._context:
             return value
         length = value.shape[axis] // self.config.context
-        return lax.dynamic_slice_in_dim(value, lax.axis_index(self._context) * length, length, axis=axis)
+        return lax.dynamic_slice_in_dim(
+            value, lax.axis_index(self._context) * length, length, axis=axis
+        )
 
     def own_sequence(self, tokens: jax.Array) -> jax.Array:
         """Under sequence parallelism, a device's part of tokens [B, T] along T.
@@ -222,10 +270,14 @@ class Layout:
         return lax.dynamic_slice_in_dim(tokens, lax.axis_index("tensor") * length, length, axis=1)
 
     def cut_sequence(self, h: jax.Array) -> jax.Array:
-        """Under sequence parallelism and plain jit, constrain h [B, T, hidden] to be cut along T."""
+        """Under sequence parallelism and plain jit, constrain h [B, T, hidden] to be cut along
+        T.
+        """
         if self.mesh is None or self.mapped or not self.config.sequence:
             return h
-        return lax.with_sharding_constraint(h, NamedSharding(self.mesh, P(self._batch, self._tensor, None)))
+        return lax.with_sharding_constraint(
+            h, NamedSharding(self.mesh, P(self._batch, self._tensor, None))
+        )
 
     def apart(self, value: jax.Array) -> jax.Array:
         """Mark a replicated value as device-varying, for shard_map's type check.
@@ -246,9 +298,13 @@ class Layout:
 
     @property
     def sharing_groups(self) -> tuple[str, ...]:
-        """The mesh axes along which devices have rows of the same experts, and share their scales: under scope global those
-        along which they have the same experts."""
-        return (*self._copying, *self._gathering) if self.mapped and self.config.amax_scope == "global" else ()
+        """The mesh axes along which devices have rows of the same experts, and share their scales:
+        under scope global those along which they have the same experts."""
+        return (
+            (*self._copying, *self._gathering)
+            if self.mapped and self.config.amax_scope == "global"
+            else ()
+        )
 
     @property
     def gathers_experts(self) -> bool:
@@ -256,15 +312,17 @@ class Layout:
         return self.mapped and bool(self._gathering)
 
     def expert_weights(self, w: jax.Array) -> jax.Array:
-        """The weights [E, N, K] of this device's experts, of its piece of them: all-gathered over fsdp in their dtype. The gradient is summed
-        over fsdp and data, in reduce_dtype, and rounded to it."""
+        """The weights [E, N, K] of this device's experts, of its piece of them: all-gathered over
+        fsdp in their dtype. The gradient is summed over fsdp and data, in reduce_dtype, and rounded
+        to it."""
         if not (self.mapped and (self._gathering or self._copying)):
             return w
         return gathers.weights(w, self._gathering, self._copying, self.config.reduce_dtype)
 
     def whole_head(self, w: jax.Array) -> jax.Array:
-        """The last linear's weight [V, K], of this device's piece of it: all-gathered in its dtype, and its gradient summed over the devices
-        that have other tokens, in reduce_dtype, and rounded to it (P-9)."""
+        """The last linear's weight [V, K], of this device's piece of it: all-gathered in its dtype,
+        and its gradient summed over the devices that have other tokens, in reduce_dtype, and
+        rounded to it (P-9)."""
         others = tuple(axis for axis in self.cutting_tokens if axis not in self._fsdp)
         if not (self.mapped and (self._fsdp or others)):
             return w
@@ -278,7 +336,11 @@ class Layout:
 
     def total(self, tree):
         """The sums over the devices that share the batch."""
-        return jax.tree.map(lambda v: lax.psum(v, self._batch), tree) if self.mapped and self._batch else tree
+        return (
+            jax.tree.map(lambda v: lax.psum(v, self._batch), tree)
+            if self.mapped and self._batch
+            else tree
+        )
 
     def own_parts(self, of_devices: np.ndarray, linear: str, role: Role) -> np.ndarray:
         """Of values [devices, ...], those of devices that together hold one copy of a linear's
@@ -289,8 +351,14 @@ class Layout:
         if not self.mapped:
             return of_devices
         placement = self.placement(linear)
-        of_experts = self._apart if role == "weight" else self._batch  # whose weights are measured once they are gathered
-        cutting = set(of_experts) if placement is None else {axis for axes in placement.at_rest(role) for axis in axes}
+        of_experts = (
+            self._apart if role == "weight" else self._batch
+        )  # whose weights are measured once they are gathered
+        cutting = (
+            set(of_experts)
+            if placement is None
+            else {axis for axes in placement.at_rest(role) for axis in axes}
+        )
         sizes = [getattr(self.config, axis) for axis in self.axes]
         found = of_devices.reshape(*sizes, *of_devices.shape[1:])
         found = found[tuple(slice(None) if axis in cutting else slice(1) for axis in self.axes)]
@@ -313,12 +381,14 @@ class Layout:
         for key in ("num_attention_heads", "num_key_value_heads"):
             if getattr(config.model, key) % tensor:
                 raise ConfigError(
-                    f"model.{key} is divisible by parallel.tensor = {tensor}; got {getattr(config.model, key)}. Change one of them."
+                    f"model.{key} is divisible by parallel.tensor = {tensor}; got "
+                    f"{getattr(config.model, key)}. Change one of them."
                 )
         for key in ("vocab_size", "num_experts"):
             if getattr(config.model, key) % shards:
                 raise ConfigError(
-                    f"model.{key} is divisible by parallel.{self.config.of_shards}; got {getattr(config.model, key)}. Change one of them."
+                    f"model.{key} is divisible by parallel.{self.config.of_shards}; got "
+                    f"{getattr(config.model, key)}. Change one of them."
                 )
         tokens = config.data.batch_size // config.data.microbatches * config.data.sequence_length
         try:
@@ -340,4 +410,8 @@ def _parts(reduce: str, dtype: str) -> sharding.Parts:
 
 def _of_gradients(config: ParallelConfig) -> sharding.GradParts:
     """What linears sum over devices to make a weight's gradient."""
-    return config.reduce_dtype if config.reduce_dtype == "float8_e4m3fn" else _parts(config.reduce, config.reduce_dtype)
+    return (
+        config.reduce_dtype
+        if config.reduce_dtype == "float8_e4m3fn"
+        else _parts(config.reduce, config.reduce_dtype)
+    )

@@ -28,7 +28,8 @@ class OptimizerState(NamedTuple):
     """What a step changes beside the masters.
 
     count      int32, steps taken.
-    kept       trees of the parameters' structure by the names of ``train_state``: the moments, float32 or ``MomentState``.
+    kept       trees of the parameters' structure by the names of ``train_state``: the moments,
+               float32 or ``MomentState``.
     decisions  those of the moments' layout (O-17), or None.
     """
 
@@ -50,8 +51,14 @@ class Optimizer:
         self._keys, self._layout, self._stacks, self._params = keys, layout, stacks, params
         self._moments = keys.moment_layout
         self._keeps_masters = keys.keeps_masters
-        self._transformation = self._at(0.0) if self._moments else optax.scale_by_adam(b1=keys.beta1, b2=keys.beta2, eps=keys.eps)
-        self.parameter_specs = jax.tree_util.tree_map_with_path(lambda path, p: layout.parameter(name_of(path), p.shape), params)
+        self._transformation = (
+            self._at(0.0)
+            if self._moments
+            else optax.scale_by_adam(b1=keys.beta1, b2=keys.beta2, eps=keys.eps)
+        )
+        self.parameter_specs = jax.tree_util.tree_map_with_path(
+            lambda path, p: layout.parameter(name_of(path), p.shape), params
+        )
         self.specs = self._specs()
 
     def shapes(self) -> tuple[Any, OptimizerState]:
@@ -66,28 +73,48 @@ class Optimizer:
         masters, state = self.specs
         if not self._keeps_masters:
             params = self._stacks.tree(self._params, dict(weights))
-            return params, jax.jit(lambda params: self._begun(params)[1], out_shardings=self._on_mesh(state))(params)
-        of_masters, *of_kept = (self._stacks.specs(named(tree, stored=True)) for tree in (masters, *state.kept.values()))
+            return params, jax.jit(
+                lambda params: self._begun(params)[1], out_shardings=self._on_mesh(state)
+            )(params)
+        of_masters, *of_kept = (
+            self._stacks.specs(named(tree, stored=True)) for tree in (masters, *state.kept.values())
+        )
 
         def begun(name: str, weight: jax.Array) -> tuple[Any, OptimizerState]:
             kept = dict(zip(state.kept, (of[name] for of in of_kept), strict=True))
-            return jax.jit(self._begun, out_shardings=self._on_mesh((of_masters[name], state._replace(kept=kept))))(weight)
+            return jax.jit(
+                self._begun,
+                out_shardings=self._on_mesh((of_masters[name], state._replace(kept=kept))),
+            )(weight)
 
         each = {name: begun(name, weight) for name, weight in weights}
-        kept = {key: self._stacks.tree(self._params, {name: one.kept[key] for name, (_, one) in each.items()}) for key in state.kept}
-        masters = self._stacks.tree(self._params, {name: master for name, (master, _) in each.items()})
+        kept = {
+            key: self._stacks.tree(
+                self._params, {name: one.kept[key] for name, (_, one) in each.items()}
+            )
+            for key in state.kept
+        }
+        masters = self._stacks.tree(
+            self._params, {name: master for name, (master, _) in each.items()}
+        )
         return masters, next(iter(each.values()))[1]._replace(kept=kept)
 
-    def update(self, params, state, grads, loss: jax.Array, lr: jax.Array) -> tuple[Any, OptimizerState, jax.Array, jax.Array]:
+    def update(
+        self, params, state, grads, loss: jax.Array, lr: jax.Array
+    ) -> tuple[Any, OptimizerState, jax.Array, jax.Array]:
         """(masters, state, norm of the gradients, whether loss and norm are finite) after a step at
         this learning rate. Where they are not, masters and state are the old ones (T-4)."""
         norm, factor = self._clipping(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         if self._moments:
             how = {**self._adamw(), "learning_rate": lr, "factor": factor, "finite": finite}
-            masters, new = self._apart(*states.step(self.weights(params), grads, self._adamw_state(params, state), **how))
+            masters, new = self._apart(
+                *states.step(self.weights(params), grads, self._adamw_state(params, state), **how)
+            )
         else:
-            before = optax.ScaleByAdamState(state.count, *(state.kept[key] for key in train_state.MOMENTS))
+            before = optax.ScaleByAdamState(
+                state.count, *(state.kept[key] for key in train_state.MOMENTS)
+            )
             updates, adam = self._transformation.update(_times(grads, factor), before)
             decay = optax.add_decayed_weights(self._keys.weight_decay, mask=_matrices)
             updates, _ = decay.update(updates, decay.init(params), params)
@@ -96,16 +123,25 @@ class Optimizer:
         return masters, new, norm, finite
 
     def health(self, grads, params, state) -> health.Measured:
-        """What storing the moments of a step would cost, of gradients before clipping: of all parameters, in the order
-        of ``LayerStacks.named`` (spec O-12)."""
+        """What storing the moments of a step would cost, of gradients before clipping: of all
+        parameters, in the order of ``LayerStacks.named`` (spec O-12)."""
         assert self._moments is not None
         keys, grads = self._keys, _times(grads, self._clipping(grads)[1])
-        _, adam = self._at(0.0).update(grads, self._adamw_state(params, state), self.weights(params))
+        _, adam = self._at(0.0).update(
+            grads, self._adamw_state(params, state), self.weights(params)
+        )
         g, after = self._stacks.named(grads), self._apart(params, adam)[1]
-        each = [x._replace(kept={key: self._by_name(tree) for key, tree in x.kept.items()}) for x in (state, after)]
+        each = [
+            x._replace(kept={key: self._by_name(tree) for key, tree in x.kept.items()})
+            for x in (state, after)
+        ]
         both = [self._adamw_state(None, x) for x in each]
-        found = health.measure(g, *both, b1=keys.beta1, b2=keys.beta2, eps=keys.eps, layout=self._moments)
-        return health.Measured(*(jnp.stack(of_each) for of_each in zip(*(found[name] for name in g), strict=True)))
+        found = health.measure(
+            g, *both, b1=keys.beta1, b2=keys.beta2, eps=keys.eps, layout=self._moments
+        )
+        return health.Measured(
+            *(jnp.stack(of_each) for of_each in zip(*(found[name] for name in g), strict=True))
+        )
 
     def moments(self, state) -> dict[str, dict[str, Any]]:
         """Both moments in float32, as the next step reads them, by the names of ``train_state``."""
@@ -113,25 +149,34 @@ class Optimizer:
             both = tuple(state.kept[key] for key in train_state.MOMENTS)
         else:
             both = states.decode(self._adamw_state((), state), self._moments, stacked=_stacks)
-        return {key: self._stacks.named(moment) for key, moment in zip(train_state.MOMENTS, both, strict=True)}
+        return {
+            key: self._stacks.named(moment)
+            for key, moment in zip(train_state.MOMENTS, both, strict=True)
+        }
 
     def weights(self, params, dtype=jnp.bfloat16):
-        """The weights that passes compute with: float32 masters themselves, which the model rounds; of
-        masters that a layout stores, bfloat16 or another dtype (O-14)."""
+        """The weights that passes compute with: float32 masters themselves, which the model rounds;
+        of masters that a layout stores, bfloat16 or another dtype (O-14)."""
         if not self._keeps_masters:
             return params
         assert self._moments is not None
         return states.weights(self._holding(params), self._moments, dtype, stacked=_stacks)
 
     def copies(self, params, recipes: Mapping[str, Recipe]) -> dict[str, Quantized]:
-        """FP8 copies of weights by linear, for recipes that cast a weight once (O-16): of stored masters alone. By the
-        name of a stack, those of all layers."""
+        """FP8 copies of weights by linear, for recipes that cast a weight once (O-16): of stored
+        masters alone. By the name of a stack, those of all layers."""
         if not self._keeps_masters:
             return {}
         assert self._moments is not None
         masters = named(params, stored=True)
         return {
-            name: states.copies(self._holding(masters[f"{name}.weight"]), self._moments, recipe, jnp.bfloat16, stacked="*" in name)
+            name: states.copies(
+                self._holding(masters[f"{name}.weight"]),
+                self._moments,
+                recipe,
+                jnp.bfloat16,
+                stacked="*" in name,
+            )
             for name, recipe in recipes.items()
         }
 
@@ -142,12 +187,20 @@ class Optimizer:
     def tensors(self, params, state: OptimizerState) -> dict[str, Any]:
         """The arrays of masters and state by the names of ``train_state``, nested."""
         trees = {train_state.MASTERS: params, **state.kept}
-        return {key: self._fields(tree) for key, tree in trees.items()} | {train_state.COUNT: state.count}
+        return {key: self._fields(tree) for key, tree in trees.items()} | {
+            train_state.COUNT: state.count
+        }
 
-    def restored(self, params, state: OptimizerState, tensors: Mapping[str, Any]) -> tuple[Any, OptimizerState]:
-        """Masters and state of the structure of these, of arrays named as ``tensors`` names them."""
+    def restored(
+        self, params, state: OptimizerState, tensors: Mapping[str, Any]
+    ) -> tuple[Any, OptimizerState]:
+        """Masters and state of the structure of these, of arrays named as ``tensors`` names
+        them.
+        """
         kept = {key: self._of_fields(like, tensors[key]) for key, like in state.kept.items()}
-        return self._of_fields(params, tensors[train_state.MASTERS]), state._replace(count=tensors[train_state.COUNT], kept=kept)
+        return self._of_fields(params, tensors[train_state.MASTERS]), state._replace(
+            count=tensors[train_state.COUNT], kept=kept
+        )
 
     def _begun(self, params) -> tuple[Any, OptimizerState]:
         """(masters, state) before the first step of parameters, a tree or one."""
@@ -155,12 +208,16 @@ class Optimizer:
         return masters, state
 
     def _specs(self) -> tuple[Any, OptimizerState]:
-        """What is kept of a parameter lies on the mesh as the parameter does; the count and scales are whole on every
-        device."""
+        """What is kept of a parameter lies on the mesh as the parameter does; the count and scales
+        are whole on every device."""
 
         def of(tree):
             return jax.tree.map(
-                lambda one, spec: jax.tree.map(lambda _: P(), one)._replace(codes=spec) if is_stored(one) else spec,
+                lambda one, spec: (
+                    jax.tree.map(lambda _: P(), one)._replace(codes=spec)
+                    if is_stored(one)
+                    else spec
+                ),
                 tree,
                 self.parameter_specs,
                 is_leaf=is_stored,
@@ -168,10 +225,15 @@ class Optimizer:
 
         masters, state = self.shapes()
         decisions = jax.tree.map(lambda _: P(), state.decisions)
-        return of(masters), OptimizerState(P(), {key: of(tree) for key, tree in state.kept.items()}, decisions)
+        return of(masters), OptimizerState(
+            P(), {key: of(tree) for key, tree in state.kept.items()}, decisions
+        )
 
     def _on_mesh(self, specs):
-        """Shardings of PartitionSpecs. On one device nothing is committed to it, before the first step as after it."""
+        """Shardings of PartitionSpecs.
+
+        On one device nothing is committed to it, before the first step as after it.
+        """
         return None if self._layout.mesh is None else jax.tree.map(self._layout.sharding, specs)
 
     def _clipping(self, grads) -> tuple[jax.Array, jax.Array]:
@@ -180,19 +242,35 @@ class Optimizer:
         return norm, jnp.minimum(1.0, self._keys.max_norm / norm)
 
     def _holding(self, masters) -> AdamWState:
-        """Masters as the part of an optimizer's state that ``states.weights`` and ``copies`` read."""
+        """Masters as the part of an optimizer's state that ``states.weights`` and ``copies``
+        read.
+        """
         assert self._moments is not None
-        return AdamWState(jnp.int32(0), None, None, self._by_field(masters, 2), adamw_state.decisions(self._moments))
+        return AdamWState(
+            jnp.int32(0),
+            None,
+            None,
+            self._by_field(masters, 2),
+            adamw_state.decisions(self._moments),
+        )
 
     def _adamw_state(self, params, state: OptimizerState) -> AdamWState:
-        """The state as ``fp8ref.jax.states`` has it, with the masters that it keeps, of parameters that are not None."""
+        """The state as ``fp8ref.jax.states`` has it, with the masters that it keeps, of parameters
+        that are not None.
+        """
         m, v = (self._by_field(state.kept[key], i) for i, key in enumerate(train_state.MOMENTS))
         return AdamWState(
-            state.count, m, v, self._by_field(params, 2) if self._keeps_masters and params is not None else None, state.decisions
+            state.count,
+            m,
+            v,
+            self._by_field(params, 2) if self._keeps_masters and params is not None else None,
+            state.decisions,
         )
 
     def _by_field(self, tree, which: int) -> MomentState:
-        """What is stored of each parameter, as ``fp8ref.jax.states`` has it: a tree for each field."""
+        """What is stored of each parameter, as ``fp8ref.jax.states`` has it: a tree for each
+        field.
+        """
         assert self._moments is not None
         each, structure = jax.tree.flatten(tree, is_leaf=is_stored)
         codes = jax.tree.unflatten(structure, [one.codes for one in each])
@@ -203,19 +281,31 @@ class Optimizer:
         """The tree of ``MomentState`` that ``_by_field`` takes."""
         assert self._moments is not None
         codes, structure = jax.tree.flatten(trees.codes)
-        sizes = [math.prod(x.shape[s:]) for x, s in zip(codes, jax.tree.leaves(_stacks(trees.codes)), strict=True)]
+        sizes = [
+            math.prod(x.shape[s:])
+            for x, s in zip(codes, jax.tree.leaves(_stacks(trees.codes)), strict=True)
+        ]
         owns = [self._moments.of(size).kept[which] for size in sizes]
         each = adamw_state.by_parameter(trees, structure, self._moments.kept[which], owns)
         return jax.tree.unflatten(structure, each)
 
-    def _apart(self, params, adam: optax.ScaleByAdamState | AdamWState) -> tuple[Any, OptimizerState]:
-        """(masters, state) of parameters and of the state of either AdamW, which may hold the masters."""
+    def _apart(
+        self, params, adam: optax.ScaleByAdamState | AdamWState
+    ) -> tuple[Any, OptimizerState]:
+        """(masters, state) of parameters and of the state of either AdamW, which may hold the
+        masters.
+        """
         count, *both = adam[:3]
         decisions = None
         if isinstance(adam, AdamWState):
-            both, decisions = [self._by_parameter(trees, i) for i, trees in enumerate(both)], adam.decisions
+            both, decisions = (
+                [self._by_parameter(trees, i) for i, trees in enumerate(both)],
+                adam.decisions,
+            )
             params = params if adam.master is None else self._by_parameter(adam.master, 2)
-        return params, OptimizerState(count, dict(zip(train_state.MOMENTS, both, strict=True)), decisions)
+        return params, OptimizerState(
+            count, dict(zip(train_state.MOMENTS, both, strict=True)), decisions
+        )
 
     def _at(self, lr) -> optax.GradientTransformation:
         """The optimizer of a layout at a learning rate, which its updates contain."""
@@ -224,7 +314,12 @@ class Optimizer:
     def _adamw(self) -> dict[str, Any]:
         """What ``states.adamw`` and ``states.step`` take but for the learning rate."""
         keys, layout = self._keys, self._moments or "float32"
-        numbers = {"b1": keys.beta1, "b2": keys.beta2, "eps": keys.eps, "weight_decay": keys.weight_decay}
+        numbers = {
+            "b1": keys.beta1,
+            "b2": keys.beta2,
+            "eps": keys.eps,
+            "weight_decay": keys.weight_decay,
+        }
         return {**numbers, "layout": layout, "mask": _matrices, "stacked": _stacks}
 
     def _by_name(self, tree) -> dict[str, Any]:
@@ -232,12 +327,21 @@ class Optimizer:
         return self._stacks.apart(named(tree, stored=True))
 
     def _fields(self, tree) -> dict[str, jax.Array]:
-        """The arrays of a tree by parameter name, and by field where they are stored; FP8 codes as uint8."""
+        """The arrays of a tree by parameter name, and by field where they are stored; FP8 codes as
+        uint8.
+        """
         found: dict[str, jax.Array] = {}
         for name, one in self._by_name(tree).items():
-            fields = {f"{name}.{field}": x for field, x in one._asdict().items()} if is_stored(one) else {name: one}
+            fields = (
+                {f"{name}.{field}": x for field, x in one._asdict().items()}
+                if is_stored(one)
+                else {name: one}
+            )
             found |= {key: x for key, x in fields.items() if x is not None}
-        return {name: lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for name, x in found.items()}
+        return {
+            name: lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+            for name, x in found.items()
+        }
 
     def _of_fields(self, like, found: Mapping[str, jax.Array]):
         """A tree of the structure of ``like``, of arrays that ``_fields`` names."""
@@ -246,7 +350,10 @@ class Optimizer:
             if not is_stored(one):
                 return self._stacks.together(name_of(path), found)
             fields = {field: x for field, x in one._asdict().items() if x is not None}
-            saved = {field: self._stacks.together(name_of(path), _without(f".{field}", found)) for field in fields}
+            saved = {
+                field: self._stacks.together(name_of(path), _without(f".{field}", found))
+                for field in fields
+            }
             if fields["codes"].dtype.itemsize == 1:
                 saved["codes"] = lax.bitcast_convert_type(saved["codes"], fields["codes"].dtype)
             return one._replace(**saved)
@@ -255,7 +362,9 @@ class Optimizer:
 
 
 def new_if(taken: jax.Array, new, old):
-    """The new tree, or the old one: selected by element, so that the decision stays on the device."""
+    """The new tree, or the old one: selected by element, so that the decision stays on the
+    device.
+    """
     return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
 
@@ -265,7 +374,9 @@ def _times(grads, factor: jax.Array):
 
 def _without(suffix: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """What is found under names that end in a suffix, by the names without it."""
-    return {name.removesuffix(suffix): value for name, value in found.items() if name.endswith(suffix)}
+    return {
+        name.removesuffix(suffix): value for name, value in found.items() if name.endswith(suffix)
+    }
 
 
 def _stacks(params):
@@ -275,4 +386,6 @@ def _stacks(params):
 
 def _matrices(params):
     """True for each parameter that is a matrix, or a stack of them: weight decay is of these."""
-    return jax.tree_util.tree_map_with_path(lambda path, value: value.ndim - ("*" in name_of(path)) > 1, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, value: value.ndim - ("*" in name_of(path)) > 1, params
+    )

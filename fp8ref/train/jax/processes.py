@@ -19,7 +19,9 @@ SHUTDOWN_SECONDS = 20
 
 
 class Processes:
-    """The processes that ``join`` connected; implements ``fp8ref.train.run.processes.Processes``."""
+    """The processes that ``join`` connected; implements
+    ``fp8ref.train.run.processes.Processes``.
+    """
 
     def __init__(self) -> None:
         self.first = jax.process_index() == 0
@@ -34,7 +36,9 @@ class Processes:
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = multihost_utils.process_allgather(np.int32(len(text)))
         texts = multihost_utils.process_allgather(np.pad(text, (0, lengths.max() - len(text))))
-        return [json.loads(bytes(line[:length])) for line, length in zip(texts, lengths, strict=True)]
+        return [
+            json.loads(bytes(line[:length])) for line, length in zip(texts, lengths, strict=True)
+        ]
 
 
 def join() -> Processes:
@@ -49,7 +53,9 @@ def join() -> Processes:
     given = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     if given and len(given) < len(ENVIRONMENT):
         missing = ", ".join(name for name in ENVIRONMENT if name not in given)
-        raise ConfigError(f"processes find each other by all of {', '.join(ENVIRONMENT)}; not set: {missing}.")
+        raise ConfigError(
+            f"processes find each other by all of {', '.join(ENVIRONMENT)}; not set: {missing}."
+        )
     address, count, index = (given.get(name) for name in ENVIRONMENT)
     try:
         jax.distributed.initialize(

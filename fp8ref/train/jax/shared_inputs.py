@@ -1,6 +1,8 @@
-"""Linears of a Llama that read one tensor: under delayed scaling their states of it are equal, so that it is cast and gathered once.
+"""Linears of a Llama that read one tensor: under delayed scaling their states of it are equal, so
+that it is cast and gathered once.
 
-The states begin alike (H-2) and observe the same amaxes (H-3). XLA does not know that, and would cast and gather the tensor for each.
+The states begin alike (H-2) and observe the same amaxes (H-3). XLA does not know that, and would
+cast and gather the tensor for each.
 """
 
 from collections.abc import Mapping
@@ -15,7 +17,9 @@ from fp8ref.spec.llama import FIRST_READER
 
 
 def first_readers(linears: Mapping[str, Recipe]) -> dict[str, str]:
-    """{linear: the first linear that reads its input}, of those whose recipes are the same and keep a state of it."""
+    """{linear: the first linear that reads its input}, of those whose recipes are the same and keep
+    a state of it.
+    """
     found = {}
     for name, recipe in linears.items():
         parent, _, last = name.rpartition(".")
@@ -25,18 +29,28 @@ def first_readers(linears: Mapping[str, Recipe]) -> dict[str, str]:
     return found
 
 
-def states(found: Mapping[str, delayed.State], first: Mapping[str, str]) -> dict[str, delayed.State]:
+def states(
+    found: Mapping[str, delayed.State], first: Mapping[str, str]
+) -> dict[str, delayed.State]:
     """States of a pass by linear, with that of an input which others read the first one's."""
-    return {name: {**of, "input": found[first[name]]["input"]} if name in first else of for name, of in found.items()}
+    return {
+        name: {**of, "input": found[first[name]]["input"]} if name in first else of
+        for name, of in found.items()
+    }
 
 
 def check(found: Mapping[str, delayed.State], first: Mapping[str, str]) -> None:
     """ConfigError unless the states of an input are equal, as those of every run are."""
     for name, other in first.items():
         if name in found and other in found:
-            pairs = zip(*(jax.tree.leaves(found[one]["input"]) for one in (name, other)), strict=True)
-            if not all(np.array_equal(np.asarray(mine), np.asarray(theirs)) for mine, theirs in pairs):
+            pairs = zip(
+                *(jax.tree.leaves(found[one]["input"]) for one in (name, other)), strict=True
+            )
+            if not all(
+                np.array_equal(np.asarray(mine), np.asarray(theirs)) for mine, theirs in pairs
+            ):
                 raise ConfigError(
-                    f"{name} and {other} read one tensor, so that their states of it are equal under delayed scaling; those of this state "
-                    "differ. Take one that a run has saved."
+                    f"{name} and {other} read one tensor, so that their states of it are equal "
+                    "under delayed scaling; those of this state differ. Take one that a run has "
+                    "saved."
                 )

@@ -10,7 +10,13 @@ from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.step import Step
 
 
-def prove(lowered: jax.stages.Lowered, step: Step, layout: Layout, config: Config, multiply: Multiply | None) -> dict:
+def prove(
+    lowered: jax.stages.Lowered,
+    step: Step,
+    layout: Layout,
+    config: Config,
+    multiply: Multiply | None,
+) -> dict:
     """The GEMMs and gathers of a lowered step.
 
     Raises:   ConfigError: as ``Trainer.prove``.
@@ -33,7 +39,9 @@ def prove(lowered: jax.stages.Lowered, step: Step, layout: Layout, config: Confi
     missing += proof.lost(compiled, program) if compiled else []
     if missing and not config.run.allow_fallback:
         raise ConfigError(
-            "the compiled step lacks planned GEMMs or gathers:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
+            "the compiled step lacks planned GEMMs or gathers:\n  "
+            + "\n  ".join(missing)
+            + "\nSet run.allow_fallback to train anyway."
         )
     found = proof.manifest(program, planned, missing, compiled, plan)
     # Under parallel.scan one GEMM of the program is every layer's.
@@ -46,12 +54,16 @@ def prove(lowered: jax.stages.Lowered, step: Step, layout: Layout, config: Confi
     elif variant is not None and attended:
         found["attention"] = proof.manifest_of_products(program, attended, variant)
         for key in ("gemms", "on_dequantised_operands"):
-            found["attention"][key] = [of_layer(one, i) for one in found["attention"][key] for i in layers_of(one, layers)]
+            found["attention"][key] = [
+                of_layer(one, i) for one in found["attention"][key] for i in layers_of(one, layers)
+            ]
     return found
 
 
 def layers_of(gemm: dict | str, layers: int) -> range:
-    """Of so many layers, those that share a GEMM of the program; one, of no account, for a GEMM of its own."""
+    """Of so many layers, those that share a GEMM of the program; one, of no account, for a GEMM of
+    its own.
+    """
     name = gemm if isinstance(gemm, str) else gemm["gemm"]
     return range(layers if "*" in name else 1)
 

@@ -79,15 +79,25 @@ class Trainer:
         config.numerics.check_multiply(multiply)
         if multiply is not None:
             try:
-                hardware.check_devices(config.parallel.devices, mapped=self._layout.mapped, platform=self._layout.devices[0].platform)
+                hardware.check_devices(
+                    config.parallel.devices,
+                    mapped=self._layout.mapped,
+                    platform=self._layout.devices[0].platform,
+                )
             except ValueError as error:
-                raise ConfigError(f"numerics.accumulate {config.numerics.accumulate!r}: {error}") from error
+                raise ConfigError(
+                    f"numerics.accumulate {config.numerics.accumulate!r}: {error}"
+                ) from error
         first = Step(config, self._layout, multiply)
         specs: State
         self._state, specs = first.begin(weights)
         # A step leaves the state placed as it found it, so that the second step is not compiled
         # again.
-        self._placed = None if self._layout.mesh is None else (jax.tree.map(self._layout.sharding, specs), None, None)
+        self._placed = (
+            None
+            if self._layout.mesh is None
+            else (jax.tree.map(self._layout.sharding, specs), None, None)
+        )
         self._options = compiler_options(self._layout.devices[0].platform)
         self._programs = {config.numerics.recipe: self._of_step(first)}
         self.switch(config.numerics.recipe)
@@ -104,11 +114,18 @@ class Trainer:
         Raises:   ValueError: a recipe that the config does not have.
         """
         if recipe not in self.config.recipes:
-            raise ValueError(f"a trainer switches to a recipe of its config, {', '.join(self.config.recipes)}; got {recipe!r}.")
+            raise ValueError(
+                "a trainer switches to a recipe of its config, "
+                f"{', '.join(self.config.recipes)}; got {recipe!r}."
+            )
         if recipe not in self._programs:
-            self._programs[recipe] = self._of_step(Step(self.config, self._layout, self._multiply, recipe))
+            self._programs[recipe] = self._of_step(
+                Step(self.config, self._layout, self._multiply, recipe)
+            )
         self.recipe = recipe
-        self._step, self._train, self._loss, self._measure, self._gradients, *others = self._programs[recipe]
+        self._step, self._train, self._loss, self._measure, self._gradients, *others = (
+            self._programs[recipe]
+        )
         self._observed, self._watched, self._health = others
         self.decisions = self._step.decisions
 
@@ -123,7 +140,9 @@ class Trainer:
             # A function of its own, as its GEMMs report: to ``_observer``, whichever a pass has.
             observed=compiled(lambda *arguments: step.gradients(*arguments)[1]),
             watched=compiled(lambda *arguments: step.gradients(*arguments)[1]),
-            health=compiled(lambda grads, state: step.optimizer.health(grads, state.params, state.optimizer)),
+            health=compiled(
+                lambda grads, state: step.optimizer.health(grads, state.params, state.optimizer)
+            ),
         )
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
@@ -154,7 +173,10 @@ class Trainer:
 
     def weights(self) -> dict[str, np.ndarray]:
         """The masters by name, float32: what they are worth, where a layout stores them (O-14)."""
-        return {name: self._layout.fetch(value) for name, value in self._step.optimizer.float32_masters(self._params).items()}
+        return {
+            name: self._layout.fetch(value)
+            for name, value in self._step.optimizer.float32_masters(self._params).items()
+        }
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
         """Both of Adam's moments, float32: by which, then by parameter.
@@ -162,7 +184,10 @@ class Trainer:
         As the next step reads them.
         """
         found = self._step.optimizer.moments(self._state.optimizer)
-        return {key: {name: self._layout.fetch(value) for name, value in of_one.items()} for key, of_one in found.items()}
+        return {
+            key: {name: self._layout.fetch(value) for name, value in of_one.items()}
+            for key, of_one in found.items()
+        }
 
     def save(self, directory: Path) -> Callable[[], None]:
         """Copy the state to host memory and begin to write it.
@@ -175,45 +200,68 @@ class Trainer:
 
     def load(self, directory: Path, step: int) -> None:
         """Restore the state that ``save`` wrote after so many steps, on this mesh or another."""
-        like = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), self._step.tensors(self._state))
+        like = jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding),
+            self._step.tensors(self._state),
+        )
         found = self._store.load(directory, like)
         self._state = self._step.restored(self._state, found)
         self._count = step
 
     def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
-        """Take a state of so many steps, of arrays by the names of ``train_state.schema``; on one device."""
-        self._state = self._step.restored(self._state, filled(self._step.tensors(self._state), arrays))
+        """Take a state of so many steps, of arrays by the names of ``train_state.schema``; on one
+        device.
+        """
+        self._state = self._step.restored(
+            self._state, filled(self._step.tensors(self._state), arrays)
+        )
         self._count = step
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
         """States of delayed scaling, (stored, amax_history, step) by "<linear>/<role>"."""
         states = self._step.stacks.apart(self._fp8_state)
-        return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in states.items() for role, state in roles.items()}
+        return {
+            f"{name}/{role}": tuple(map(np.asarray, state))
+            for name, roles in states.items()
+            for role, state in roles.items()
+        }
 
     def gradient_factors(self) -> dict[str, dict[str, float]]:
-        """mu of each linear's gradients, and the elements that the last step saturated (P-22); {} where mu is 1."""
+        """mu of each linear's gradients, and the elements that the last step saturated (P-22); {}
+        where mu is 1.
+        """
         found = self._step.stacks.apart(self._state.mu)
         # Above 2^24 a count is not exact.
-        return {name: {"mu": float(factor.mu), "saturated": min(float(factor.saturated), 2.0**24)} for name, factor in found.items()}
+        return {
+            name: {"mu": float(factor.mu), "saturated": min(float(factor.saturated), 2.0**24)}
+            for name, factor in found.items()
+        }
 
     def peak_memory(self) -> int | None:
         """The most bytes in use on any of this process's devices.
 
         None if they do not count them, as CPUs.
         """
-        peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self._layout.devices if device in jax.local_devices()]
+        peaks = [
+            (device.memory_stats() or {}).get("peak_bytes_in_use")
+            for device in self._layout.devices
+            if device in jax.local_devices()
+        ]
         return max((peak for peak in peaks if peak is not None), default=None)
 
     def observe(self, tokens: np.ndarray, observer, attention: Callable | None = None) -> None:
-        """A forward and backward pass whose FP8 GEMMs call observer (see ``linear.observing``), and whose attention by a
-        variant calls attention (see ``attention.observer.watching``), on one device.
+        """A forward and backward pass whose FP8 GEMMs call observer (see ``linear.observing``), and
+        whose attention by a variant calls attention (see ``attention.observer.watching``), on one
+        device.
 
         Each microbatch reports once; nothing is updated.
         """
         if self._layout.mesh is not None:
             raise ConfigError("operands can be observed on one device only. Set parallel.* to 1.")
         keys = self.config.parallel
-        if keys.scan or keys.checkpointing != "none":  # layers by their own names, and no GEMM twice: the same operands (T-8)
+        if (
+            keys.scan or keys.checkpointing != "none"
+        ):  # layers by their own names, and no GEMM twice: the same operands (T-8)
             plain = self.config.replace(parallel={"scan": False, "checkpointing": "none"})
             apart = Trainer(plain, self.weights(), multiply=self._multiply)
             apart._state = apart._step.restored(apart._state, self._step.tensors(self._state))
@@ -224,50 +272,83 @@ class Trainer:
         with contextlib.ExitStack() as observing:
             observing.enter_context(linear.observing(lambda *gemm: self._observer(*gemm)))
             if attention is not None:
-                observing.enter_context(attention_observer.watching(lambda *shown: self._watcher(*shown)))
+                observing.enter_context(
+                    attention_observer.watching(lambda *shown: self._watcher(*shown))
+                )
             run = self._observed if attention is None else self._watched
             gradients = run(*self._passed(tokens))
         jax.block_until_ready(gradients)
         jax.effects_barrier()
 
     def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
-        """Quantization statistics of every FP8 operand of a batch (spec Q-8, Q-13), from a pass that
-        updates nothing."""
-        operands, of_attention = planned(self.decisions), attention_products.planned(self.config.attention_in_fp8, self._variant)
+        """Quantization statistics of every FP8 operand of a batch (spec Q-8, Q-13), from a pass
+        that updates nothing."""
+        operands, of_attention = (
+            planned(self.decisions),
+            attention_products.planned(self.config.attention_in_fp8, self._variant),
+        )
         if not operands and not of_attention:
             return {}
         of_parts = [
-            jax.tree.map(self._layout.fetch, self._measure(self._params, self._fp8_state, self._tokens(part)))
+            jax.tree.map(
+                self._layout.fetch, self._measure(self._params, self._fp8_state, self._tokens(part))
+            )
             for part in self.config.data.parts(tokens)
         ]
         found = {key: stats.parts(np.stack([one[key] for one in of_parts])) for key in of_parts[0]}
         parts = self._of_linears(operands, found["linears"]) if operands else []
-        return merged([*operands, *of_attention], parts + (self._of_attention(of_attention, found["attention"]) if of_attention else []))
+        return merged(
+            [*operands, *of_attention],
+            parts + (self._of_attention(of_attention, found["attention"]) if of_attention else []),
+        )
 
-    def _of_attention(self, operands: Sequence[AttentionOperand], found: np.ndarray) -> list[np.ndarray]:
-        """Parts of each operand, of float64 [microbatches, devices, layers, ROWS, fields]: every device has its own
-        sequences and heads."""
+    def _of_attention(
+        self, operands: Sequence[AttentionOperand], found: np.ndarray
+    ) -> list[np.ndarray]:
+        """Parts of each operand, of float64 [microbatches, devices, layers, ROWS, fields]: every
+        device has its own sequences and heads."""
         layers, rows = self._step.measured_attention, attention_products.RECORDED
         assert self._variant is not None
-        first = [rows.index(attention_products.first_use(one.product, one.role, self._variant)) for one in operands]
-        return [found[:, :, layers.index(one.layer), row].reshape(-1, found.shape[-1]) for one, row in zip(operands, first, strict=True)]
+        first = [
+            rows.index(attention_products.first_use(one.product, one.role, self._variant))
+            for one in operands
+        ]
+        return [
+            found[:, :, layers.index(one.layer), row].reshape(-1, found.shape[-1])
+            for one, row in zip(operands, first, strict=True)
+        ]
 
     def _of_linears(self, operands: Sequence[Operand], found: np.ndarray) -> list[np.ndarray]:
         """Parts of each operand, of float64 [microbatches, devices, layers, rows, fields]."""
-        layers, rows = self._step.measured_layers, dict(zip(stats.ROWS, range(len(stats.ROWS)), strict=True))
+        layers, rows = (
+            self._step.measured_layers,
+            dict(zip(stats.ROWS, range(len(stats.ROWS)), strict=True)),
+        )
         parts = []
         for operand in operands:
             of_layer = found[:, :, layers.index(operand.layer)]
-            # A tensor that two GEMMs use with the same codes is measured once, in the first of them.
+            # A tensor that two GEMMs use with the same codes is measured once, in the first of
+            # them.
             row = rows[operand.gemm, operand.role]
-            if not of_layer[:, :, row, 0].any():  # nothing counted: an earlier GEMM of the layer uses the same codes
+            if not of_layer[
+                :, :, row, 0
+            ].any():  # nothing counted: an earlier GEMM of the layer uses the same codes
                 row = next(i for i, (_, role) in enumerate(stats.ROWS) if role == operand.role)
-            parts.append(np.concatenate([self._layout.own_parts(p[:, row], operand.layer, operand.role) for p in of_layer]))
+            parts.append(
+                np.concatenate(
+                    [
+                        self._layout.own_parts(p[:, row], operand.layer, operand.role)
+                        for p in of_layer
+                    ]
+                )
+            )
         return parts
 
-    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
-        """``step`` and ``statistics`` of one batch, and the health of the states that the step makes
-        (spec Q-12), compiled apart.
+    def measured_step(
+        self, tokens: np.ndarray
+    ) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
+        """``step`` and ``statistics`` of one batch, and the health of the states that the step
+        makes (spec Q-12), compiled apart.
 
         A step that also measures would round differently.
         """
@@ -279,19 +360,26 @@ class Trainer:
         layout = self.config.optimizer.moment_layout
         if layout is None:
             return {}
-        # Gradients of the program that ``gradients`` uses: a program for passes and health together would be compiled anew.
+        # Gradients of the program that ``gradients`` uses: a program for passes and health together
+        # would be compiled anew.
         grads = self._gradients(*self._passed(tokens))[1]
         measured = self._health(grads, self._state)
-        return recorded(list(self._step.stacks.named(grads)), health.numbers(jax.tree.map(self._layout.fetch, measured)), layout)
+        return recorded(
+            list(self._step.stacks.named(grads)),
+            health.numbers(jax.tree.map(self._layout.fetch, measured)),
+            layout,
+        )
 
     def prove(self, tokens: np.ndarray) -> dict:
         """The GEMMs and gathers of the step, for the manifest, read from its lowered program
         (spec B-7, B-15).
 
-        Raises:   ConfigError: a planned FP8 GEMM or gather, or a product of attention by a variant, is
-                  missing, on a GPU also from the compiled program; unless run.allow_fallback.
+        Raises:   ConfigError: a planned FP8 GEMM or gather, or a product of attention by a variant,
+                  is missing, on a GPU also from the compiled program; unless run.allow_fallback.
         """
-        return step_proof.prove(self.lowered(tokens), self._step, self._layout, self.config, self._multiply)
+        return step_proof.prove(
+            self.lowered(tokens), self._step, self._layout, self.config, self._multiply
+        )
 
     def lowered(self, tokens: np.ndarray) -> jax.stages.Lowered:
         """The step's lowered program, before XLA compiles it."""
@@ -310,14 +398,18 @@ class Trainer:
     def _fp8_state(self) -> dict:
         return self._state.fp8
 
-    def _of_model(self, tokens: np.ndarray, f: Callable[[Llama, jax.Array, Pass], jax.Array]) -> np.ndarray:
+    def _of_model(
+        self, tokens: np.ndarray, f: Callable[[Llama, jax.Array, Pass], jax.Array]
+    ) -> np.ndarray:
         """f(model, tokens [B, T], run) -> [B, T, ...], as float32 on the host."""
         forward = jax.jit(functools.partial(self._step.forward, f), compiler_options=self._options)
         return self._layout.fetch(forward(self._params, self._fp8_state, self._tokens(tokens)))
 
     def _fetched(self, tree) -> dict[str, np.ndarray]:
         """{parameter: array} of a tree, gathered to every process."""
-        return {name: self._layout.fetch(value) for name, value in self._step.stacks.named(tree).items()}
+        return {
+            name: self._layout.fetch(value) for name, value in self._step.stacks.named(tree).items()
+        }
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
@@ -337,4 +429,6 @@ class Trainer:
         if self.config.data.microbatches == 1:
             return self._tokens(tokens)
         llama.check_tokens(tokens, self.config.model)
-        return self._layout.put(self.config.data.parts(np.asarray(tokens, np.int32)), self._layout.parts)
+        return self._layout.put(
+            self.config.data.parts(np.asarray(tokens, np.int32)), self._layout.parts
+        )

@@ -1,4 +1,6 @@
-"""Export and import weights of the classes of transformers that ``hugging_face`` knows, in safetensors (spec K-7)."""
+"""Export and import weights of the classes of transformers that ``hugging_face`` knows, in
+safetensors (spec K-7).
+"""
 
 import importlib
 import json
@@ -38,11 +40,17 @@ OURS = {
 }
 """Keys of config.json whose name in a config of fp8ref is another."""
 
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 """{dtype in safetensors: NumPy's}; safetensors finds bfloat16 where ml_dtypes has defined it."""
 
 
-def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable[[str], None] = print) -> int:
+def export(
+    run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable[[str], None] = print
+) -> int:
     """Write the float32 weights of a run's newest intact checkpoint to a new or empty directory.
 
     Returns their step.
@@ -55,14 +63,21 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} is not empty; it is left alone. Name a new directory.")
     if tokenizer is not None and not tokenizer.exists():
-        raise ConfigError(f"--tokenizer {tokenizer} is not there. Name a file or a directory of files.")
+        raise ConfigError(
+            f"--tokenizer {tokenizer} is not there. Name a file or a directory of files."
+        )
     if out.absolute().is_relative_to(run.absolute()):
-        raise ConfigError(f"--out {out} is in the run's own directory {run}. Name another directory.")
+        raise ConfigError(
+            f"--out {out} is in the run's own directory {run}. Name another directory."
+        )
     while True:
         found = checkpoint.latest(run, say, aside=False)
         if found is None:
             log.read_manifest(run)  # raises if this is not a run at all
-            raise ConfigError(f"{run} has no checkpoint yet. Train it with checkpoint.every above 0, or to its end.")
+            raise ConfigError(
+                f"{run} has no checkpoint yet. Train it with checkpoint.every above 0, or to "
+                "its end."
+            )
         try:
             _export(found, out, tokenizer, say)
             return found.step
@@ -72,20 +87,34 @@ def export(run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable
             # the run still trains, and has removed it after writing newer ones: try those
 
 
-def _export(found: Checkpoint, out: Path, tokenizer: Path | None, say: Callable[[str], None]) -> None:
+def _export(
+    found: Checkpoint, out: Path, tokenizer: Path | None, say: Callable[[str], None]
+) -> None:
     config = configs.from_dict(found.manifest["config"], source=str(found.path / "manifest.json"))
     if config.architecture.kind in ("torch", "nnx"):
         raise ConfigError(
-            f"an export has the format of transformers, which a model of kind {config.architecture.kind!r} has not; read {found.state}."
+            "an export has the format of transformers, which a model of kind "
+            f"{config.architecture.kind!r} has not; read {found.state}."
         )
     if tokenizer is None and (used := config.data.tokenizer) and Path(used).is_file():
         if _is_tokenizer(Path(used)):
             tokenizer = Path(used)
         else:
-            say(f"{found.path / 'manifest.json'} names {used}, which is no tokenizer.json; it is left out. --tokenizer copies any file")
-    beside = [] if tokenizer is None else [tokenizer] if tokenizer.is_file() else sorted(p for p in tokenizer.iterdir() if p.is_file())
+            say(
+                f"{found.path / 'manifest.json'} names {used}, which is no tokenizer.json; it "
+                "is left out. --tokenizer copies any file"
+            )
+    beside = (
+        []
+        if tokenizer is None
+        else [tokenizer]
+        if tokenizer.is_file()
+        else sorted(p for p in tokenizer.iterdir() if p.is_file())
+    )
     if (backend := found.manifest.get("backend")) not in architecture.BACKEND.values():
-        raise ConfigError(f"{found.path} is of backend {backend!r}; fp8ref writes jax and torch. Leave it out.")
+        raise ConfigError(
+            f"{found.path} is of backend {backend!r}; fp8ref writes jax and torch. Leave it out."
+        )
     library = importlib.import_module(f"fp8ref.train.{backend}.checkpoint")
     if config.architecture.kind == "llama":
         hugging_face.kind(config.model)  # refuses a model that transformers has not
@@ -93,25 +122,35 @@ def _export(found: Checkpoint, out: Path, tokenizer: Path | None, say: Callable[
     try:
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.make_empty(unfinished)
-        if given := found.manifest.get("model", {}).get("config"):  # the source may have changed since, or be gone
+        if given := found.manifest.get("model", {}).get(
+            "config"
+        ):  # the source may have changed since, or be gone
             (unfinished / "config.json").write_text(json.dumps(given), encoding="utf-8")
             config = config.replace(architecture={"source": str(unfinished)})
         weights = _read(found.state, library.weights(found.state, config.shapes.parameters))
         own = config.architecture.kind == "llama"
-        _write(unfinished, config, hugging_face.apart(weights, hugging_face.kind(config.model)) if own else weights)
+        _write(
+            unfinished,
+            config,
+            hugging_face.apart(weights, hugging_face.kind(config.model)) if own else weights,
+        )
         for file in beside:
             shutil.copyfile(file, unfinished / file.name)
         if out.exists():
             out.rmdir()
         unfinished.rename(out)
     except (OSError, SafetensorError) as error:
-        raise OSError(f"--out {out} could not be written: {error}. Make room, or name another directory.") from error
+        raise OSError(
+            f"--out {out} could not be written: {error}. Make room, or name another directory."
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _is_tokenizer(path: Path) -> bool:
-    """Whether a file that a run names is a tokenizer.json: a run of others may name a file that is private."""
+    """Whether a file that a run names is a tokenizer.json: a run of others may name a file that is
+    private.
+    """
     try:
         model = files.read_object(path)["model"]
     except (OSError, ValueError):  # a missing key too
@@ -119,7 +158,9 @@ def _is_tokenizer(path: Path) -> bool:
     return isinstance(model, dict) and "vocab" in model
 
 
-def _read(state: Path, weights: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+def _read(
+    state: Path, weights: Iterator[tuple[str, np.ndarray]]
+) -> Iterator[tuple[str, np.ndarray]]:
     """The weights of a saved state, each checked.
 
     Raises:   ConfigError: the state is damaged, or a weight is not finite.
@@ -132,7 +173,9 @@ def _read(state: Path, weights: Iterator[tuple[str, np.ndarray]]) -> Iterator[tu
             return
         except MemoryError:
             raise
-        except Exception as error:  # safetensors, dcp and tensorstore raise all kinds of errors for damaged files
+        except (
+            Exception
+        ) as error:  # safetensors, dcp and tensorstore raise all kinds of errors for damaged files
             raise ConfigError(f"{state} cannot be exported: {error}") from error
         yield name, value
 
@@ -182,7 +225,9 @@ def read(path: Path, model: LlamaConfig) -> dict[str, llama.Weight]:
 
 
 def weights_of(path: Path, config: Config) -> dict[str, llama.Weight]:
-    """The weights of a directory for the model that a config trains; those of a user's model are compared with it when it is filled."""
+    """The weights of a directory for the model that a config trains; those of a user's model are
+    compared with it when it is filled.
+    """
     return read(path, config.model) if config.architecture.kind == "llama" else stored(path)
 
 
@@ -193,14 +238,21 @@ def stored(path: Path) -> dict[str, llama.Weight]:
     """
     index = path / INDEX
     try:
-        names = sorted(set(files.read_object(index)["weight_map"].values()), key=str) if index.is_file() else ["model.safetensors"]
+        names = (
+            sorted(set(files.read_object(index)["weight_map"].values()), key=str)
+            if index.is_file()
+            else ["model.safetensors"]
+        )
         weights: dict[str, llama.Weight] = {}
         for name in names:
             if not isinstance(name, str) or Path(name).name != name:
                 raise ValueError(f"{INDEX} has {name!r}, and names a file of its own directory")
             weights |= _stored(path / name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise ConfigError(f"run.init_from {path}: {error}. It holds weights in safetensors; pickled ones are never read.") from error
+        raise ConfigError(
+            f"run.init_from {path}: {error}. It holds weights in safetensors; pickled ones are "
+            "never read."
+        ) from error
     return weights
 
 
@@ -230,19 +282,29 @@ def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]])
     if len(written) == 1:
         written[0].rename(out / "model.safetensors")
     else:
-        renamed = {p.name: f"model-{i + 1:05d}-of-{len(written):05d}.safetensors" for i, p in enumerate(written)}
+        renamed = {
+            p.name: f"model-{i + 1:05d}-of-{len(written):05d}.safetensors"
+            for i, p in enumerate(written)
+        }
         for path in written:
             path.rename(out / renamed[path.name])
-        index = {"metadata": {"total_size": total}, "weight_map": {name: renamed[file] for name, file in places.items()}}
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: renamed[file] for name, file in places.items()},
+        }
         (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    (out / "config.json").write_text(json.dumps(_hugging_face(config), indent=1) + "\n", encoding="utf-8")
+    (out / "config.json").write_text(
+        json.dumps(_hugging_face(config), indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def _hugging_face(config: Config) -> dict[str, Any]:
     """The content of config.json."""
     if config.architecture.kind == "transformers":
         safe = architecture.without_code(architecture.configuration(config.architecture))
-        return {key: value for key, value in safe.items() if key not in ("dtype", "torch_dtype")} | {"dtype": "float32"}
+        return {
+            key: value for key, value in safe.items() if key not in ("dtype", "torch_dtype")
+        } | {"dtype": "float32"}
     theta = config.model.rope_theta
     return {
         **hugging_face.described(config.model),
@@ -268,31 +330,63 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
             found.setdefault("num_experts", found["num_local_experts"])
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"run.init_from {path}: config.json cannot be read ({error}). Name a directory that fp8ref export wrote."
+            f"run.init_from {path}: config.json cannot be read ({error}). Name a directory that "
+            "fp8ref export wrote."
         ) from error
     asked: Mapping[str, Any] = hugging_face.described(model)
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     scaled = rope.get("rope_type", "default") if isinstance(rope, dict) else rope
     if scaled != "default":
         raise ConfigError(
-            f"run.init_from {path}: fp8ref has rotary tables of rope_type 'default' only (M-4); its config.json has {scaled!r}."
+            f"run.init_from {path}: fp8ref has rotary tables of rope_type 'default' only (M-4); "
+            f"its config.json has {scaled!r}."
         )
-    sizes = [key for key in ("num_experts", "num_local_experts", "moe_intermediate_size", "intermediate_size") if key in asked]
-    for key in ("model_type", "hidden_size", *sizes, "num_hidden_layers", "num_attention_heads", "vocab_size"):
+    sizes = [
+        key
+        for key in (
+            "num_experts",
+            "num_local_experts",
+            "moe_intermediate_size",
+            "intermediate_size",
+        )
+        if key in asked
+    ]
+    for key in (
+        "model_type",
+        "hidden_size",
+        *sizes,
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    ):
         if found.get(key) is None:
-            raise ConfigError(f"run.init_from {path}: its config.json has no {key}. Name a directory that fp8ref export wrote.")
-    if found.get("use_sliding_window") or "sliding_attention" in list(found.get("layer_types") or ()):
+            raise ConfigError(
+                f"run.init_from {path}: its config.json has no {key}. Name a directory that "
+                "fp8ref export wrote."
+            )
+    if found.get("use_sliding_window") or "sliding_attention" in list(
+        found.get("layer_types") or ()
+    ):
         raise ConfigError(
-            f"run.init_from {path}: every layer attends to all that is before (M-3); its config.json has sliding windows, by use_sliding_window "
-            "or layer_types. Name weights of a model without."
+            f"run.init_from {path}: every layer attends to all that is before (M-3); its "
+            "config.json has sliding windows, by use_sliding_window or layer_types. Name "
+            "weights of a model without."
         )
     absent = hugging_face.missing(asked["model_type"], found)
     for key in asked.keys() - {"initializer_range", "router_aux_loss_coef"}:
         has = found.get(key)
         value = absent.get(key) if has is None else has
         if value != asked[key]:
-            ours, said = OURS.get(key, key), f"{key} {has!r}" if has is not None else f"no {key}, which is {value!r} in transformers"
-            raise ConfigError(f"run.init_from {path}: its config.json has {said}; model.{ours} is {asked[key]!r}. Make them equal.")
+            ours, said = (
+                OURS.get(key, key),
+                f"{key} {has!r}"
+                if has is not None
+                else f"no {key}, which is {value!r} in transformers",
+            )
+            raise ConfigError(
+                f"run.init_from {path}: its config.json has {said}; model.{ours} is "
+                f"{asked[key]!r}. Make them equal."
+            )
 
 
 def _stored(path: Path) -> dict[str, llama.Weight]:
@@ -302,7 +396,10 @@ def _stored(path: Path) -> dict[str, llama.Weight]:
         for name in file.keys():  # noqa: SIM118
             tensor = file.get_slice(name)
             if tensor.get_dtype() not in DTYPES:
-                raise ConfigError(f"{path.name}: {name} is {tensor.get_dtype()}; weights are float32, float16 or bfloat16")
+                raise ConfigError(
+                    f"{path.name}: {name} is {tensor.get_dtype()}; weights are float32, float16 "
+                    "or bfloat16"
+                )
             found[name] = StoredWeight(path, name, tuple(tensor.get_shape()))
     return found
 

@@ -1,9 +1,10 @@
-"""The model in the terms of ``transformers``: its config.json, and the names of its weights (spec K-7).
+"""The model in the terms of ``transformers``: its config.json, and the names of its weights (spec
+K-7).
 
-A dense model is Llama's, or Qwen3's with ``qk_norm``. One with experts is Qwen3-MoE's with ``qk_norm``,
-or GraniteMoeShared's, which may have a shared expert (M-10). Files of Qwen3-MoE hold each expert's weights
-by themselves, where the trainer has one parameter [E, N, K] of a projection; those of GraniteMoeShared hold
-gate and up in one tensor.
+A dense model is Llama's, or Qwen3's with ``qk_norm``. One with experts is Qwen3-MoE's with
+``qk_norm``, or GraniteMoeShared's, which may have a shared expert (M-10). Files of Qwen3-MoE hold
+each expert's weights by themselves, where the trainer has one parameter [E, N, K] of a projection;
+those of GraniteMoeShared hold gate and up in one tensor.
 """
 
 import dataclasses
@@ -19,8 +20,21 @@ from fp8ref.spec.llama import EXPERTS, ROUTER, SHARED, LlamaConfig, Weight
 _OF_EXPERT = re.compile(r"^(?P<mlp>.*)\.experts\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight$")
 
 _SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "shared_intermediate_size", "head_dim"),
-    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"),
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "shared_intermediate_size",
+        "head_dim",
+    ),
+    *(
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_experts",
+        "num_local_experts",
+    ),
     "num_experts_per_tok",
 )
 """Keys of config.json that are whole numbers."""
@@ -45,15 +59,18 @@ _GRANITES = {
     f".mlp{SHARED}.up_proj.weight": (".shared_mlp.input_linear.weight", 1),
     f".mlp{SHARED}.down_proj.weight": (".shared_mlp.output_linear.weight", None),
 }
-"""{the end of the trainer's name: (that of GraniteMoeShared's, which half of its output features; None: all)}."""
+"""{the end of the trainer's name: (that of GraniteMoeShared's, which half of its output features;
+None: all)}.
+"""
 
 
 def kind(model: LlamaConfig) -> str:
     """The model_type; ConfigError for a model that none of ``KINDS`` is."""
     if given := [name for name in ("attention_softcap", "attention_sinks") if getattr(model, name)]:
         raise ConfigError(
-            f"{', '.join(KINDS.values())} of transformers have no place for model.{' and model.'.join(given)}. Use run.init_from and export "
-            "without them; a checkpoint's state has the weights."
+            f"{', '.join(KINDS.values())} of transformers have no place for "
+            f"model.{' and model.'.join(given)}. Use run.init_from and export without them; a "
+            "checkpoint's state has the weights."
         )
     if not model.num_experts:
         return "qwen3" if model.qk_norm else "llama"
@@ -62,38 +79,79 @@ def kind(model: LlamaConfig) -> str:
     if not model.qk_norm and model.norm_topk_prob:
         return GRANITE
     shared = model.shared_expert_intermediate_size
-    has = f"qk_norm and shared_expert_intermediate_size {shared}" if model.qk_norm else "neither qk_norm nor norm_topk_prob"
+    has = (
+        f"qk_norm and shared_expert_intermediate_size {shared}"
+        if model.qk_norm
+        else "neither qk_norm nor norm_topk_prob"
+    )
     raise ConfigError(
-        "transformers has experts with qk_norm and without a shared expert, Qwen3-MoE's, and with norm_topk_prob and without qk_norm, "
-        f"GraniteMoeShared's, which may have a shared one; the model has {has}. Use run.init_from and export with such a model alone."
+        "transformers has experts with qk_norm and without a shared expert, Qwen3-MoE's, and "
+        "with norm_topk_prob and without qk_norm, GraniteMoeShared's, which may have a shared "
+        f"one; the model has {has}. Use run.init_from and export with such a model alone."
     )
 
 
 def described(model: LlamaConfig) -> dict[str, Any]:
     """The keys of config.json that say which model it is."""
-    known = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
-    keys = {key: getattr(model, key) for key in (*known, "rope_theta", "tie_word_embeddings", "initializer_range")}
-    found = {"model_type": kind(model), **keys, "head_dim": model.head_dim, "hidden_act": "silu", "attention_bias": False}
+    known = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+    )
+    keys = {
+        key: getattr(model, key)
+        for key in (*known, "rope_theta", "tie_word_embeddings", "initializer_range")
+    }
+    found = {
+        "model_type": kind(model),
+        **keys,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
     if not model.num_experts:
-        return found | {"intermediate_size": model.intermediate_size} | ({} if model.qk_norm else {"mlp_bias": False})
+        return (
+            found
+            | {"intermediate_size": model.intermediate_size}
+            | ({} if model.qk_norm else {"mlp_bias": False})
+        )
     if found["model_type"] == GRANITE:
-        sizes = {"intermediate_size": model.intermediate_size, "shared_intermediate_size": model.shared_expert_intermediate_size}
-        of_experts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.num_experts_per_tok}
-        factors = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
+        sizes = {
+            "intermediate_size": model.intermediate_size,
+            "shared_intermediate_size": model.shared_expert_intermediate_size,
+        }
+        of_experts = {
+            "num_local_experts": model.num_experts,
+            "num_experts_per_tok": model.num_experts_per_tok,
+        }
+        factors = dict.fromkeys(
+            ("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+        )
         return (
             found
             | sizes
             | of_experts
             | factors
-            | {"attention_multiplier": model.head_dim**-0.5, "router_aux_loss_coef": model.router_aux_loss_coef}
+            | {
+                "attention_multiplier": model.head_dim**-0.5,
+                "router_aux_loss_coef": model.router_aux_loss_coef,
+            }
         )
-    of_experts = {key: getattr(model, key) for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")}
+    of_experts = {
+        key: getattr(model, key)
+        for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
+    }
     every_layer = {"decoder_sparse_step": 1, "mlp_only_layers": []}
     return found | {"moe_intermediate_size": model.intermediate_size, **of_experts, **every_layer}
 
 
 def check_types(found: Mapping[str, Any]) -> None:
-    """ValueError for a value of config.json whose type a model cannot have; other keys are compared, and not computed with."""
+    """ValueError for a value of config.json whose type a model cannot have; other keys are
+    compared, and not computed with.
+    """
     for key, value in found.items():
         if key == "model_type" and not isinstance(value, str):
             raise ValueError(f"{key} is a text; got {value!r}")
@@ -101,7 +159,11 @@ def check_types(found: Mapping[str, Any]) -> None:
         if kind and value is not None and not isinstance(value, kind):
             raise ValueError(f"{key} is {'a list' if kind is list else 'an object'}; got {value!r}")
         least = int(key == "num_attention_heads")
-        if key in _SIZES and value is not None and (type(value) is not int or not least <= value <= 2**31):
+        if (
+            key in _SIZES
+            and value is not None
+            and (type(value) is not int or not least <= value <= 2**31)
+        ):
             raise ValueError(f"{key} is a whole number from {least} to 2^31; got {value!r}")
 
 
@@ -112,32 +174,64 @@ def missing(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """
     heads = found.get("num_attention_heads")
     from_heads = found["hidden_size"] // heads if heads else None
-    every = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False}
+    every = {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
     if model_type == "llama":
         return {**every, "num_key_value_heads": heads, "head_dim": from_heads, "mlp_bias": False}
     if model_type == "qwen3":
         return {**every, "num_key_value_heads": 32, "head_dim": 128}
     if model_type == GRANITE:
         sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0}
-        factors = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier"), 1.0)
+        factors = dict.fromkeys(
+            (
+                "embedding_multiplier",
+                "residual_multiplier",
+                "logits_scaling",
+                "attention_multiplier",
+            ),
+            1.0,
+        )
         return {**every, "num_key_value_heads": heads, "head_dim": from_heads, **sizes, **factors}
-    of_experts = {"num_experts_per_tok": 8, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    of_experts = {
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
     return {**every, "num_key_value_heads": 4, "head_dim": from_heads, **of_experts}
 
 
 def model_of(found: Mapping[str, Any]) -> LlamaConfig:
     """The trainer's model that a config.json describes; ``export.read`` compares all of it.
 
-    Raises:   ValueError: a model_type that none of ``KINDS`` is; sizes that are missing, or that are no model's.
+    Raises:   ValueError: a model_type that none of ``KINDS`` is; sizes that are missing, or that
+              are no model's.
     """
     model_type = found.get("model_type")
     if model_type not in KINDS:
-        raise ValueError(f"the trainer's own model is of model_type {', '.join(KINDS)}; got {model_type!r}.")
+        raise ValueError(
+            f"the trainer's own model is of model_type {', '.join(KINDS)}; got {model_type!r}."
+        )
     experts = ["num_experts", "num_experts_per_tok"] if model_type in ("qwen3_moe", GRANITE) else []
     theta = found.get("rope_theta") or (found.get("rope_parameters") or {}).get("rope_theta")
-    given = {key: value for key, value in found.items() if value is not None} | ({"rope_theta": theta} if theta else {})
+    given = {key: value for key, value in found.items() if value is not None} | (
+        {"rope_theta": theta} if theta else {}
+    )
     further = {"qwen3_moe": ["norm_topk_prob"], GRANITE: ["shared_expert_intermediate_size"]}
-    keys = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta"]
+    keys = [
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "rope_theta",
+    ]
     keys += ["tie_word_embeddings", *experts, *further.get(str(model_type), [])]
     inner = "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"
     try:
@@ -146,15 +240,28 @@ def model_of(found: Mapping[str, Any]) -> LlamaConfig:
             every.setdefault("num_experts", every["num_local_experts"])
         if "shared_intermediate_size" in every:
             every["shared_expert_intermediate_size"] = every["shared_intermediate_size"]
-        head = every["head_dim"] if every["head_dim"] != every["hidden_size"] // every["num_attention_heads"] else None
+        head = (
+            every["head_dim"]
+            if every["head_dim"] != every["hidden_size"] // every["num_attention_heads"]
+            else None
+        )
         sizes = {key: every[key] for key in keys}
-        return LlamaConfig(**sizes, intermediate_size=every[inner], head_size=head, qk_norm=model_type in ("qwen3", "qwen3_moe"))
+        return LlamaConfig(
+            **sizes,
+            intermediate_size=every[inner],
+            head_size=head,
+            qk_norm=model_type in ("qwen3", "qwen3_moe"),
+        )
     except (KeyError, TypeError) as error:
         raise ValueError(f"config.json of model_type {model_type!r} lacks {error}.") from error
 
 
-def apart(weights: Iterable[tuple[str, np.ndarray]], model_type: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and weights as files of a model_type have them, of the trainer's in the order of M-6."""
+def apart(
+    weights: Iterable[tuple[str, np.ndarray]], model_type: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and weights as files of a model_type have them, of the trainer's in the order of
+    M-6.
+    """
     gates: dict[str, np.ndarray] = {}
     for name, value in weights:
         if model_type == GRANITE:
@@ -162,7 +269,10 @@ def apart(weights: Iterable[tuple[str, np.ndarray]], model_type: str) -> Iterato
             if half == 0:
                 gates[named] = value
             else:
-                yield named, value if half is None else np.concatenate([gates.pop(named), value], axis=-2)
+                yield (
+                    named,
+                    value if half is None else np.concatenate([gates.pop(named), value], axis=-2),
+                )
             continue
         mlp, dot, projection = name.rpartition(f"{EXPERTS}.")
         if not dot:
@@ -174,7 +284,8 @@ def apart(weights: Iterable[tuple[str, np.ndarray]], model_type: str) -> Iterato
 def together(weights: Mapping[str, Weight]) -> dict[str, Weight]:
     """The trainer's names and weights, of those of files.
 
-    Raises:   ValueError: an expert is missing, or has another shape; gate and up in one tensor of no two halves.
+    Raises:   ValueError: an expert is missing, or has another shape; gate and up in one tensor of
+              no two halves.
     """
     found: dict[str, Weight] = {}
     experts: dict[str, dict[int, Weight]] = {}
@@ -185,24 +296,34 @@ def together(weights: Mapping[str, Weight]) -> dict[str, Weight]:
         if theirs := next((end for end in ours if name.endswith(end)), ""):
             n, rest = divmod(value.shape[-2], len(ours[theirs]))
             if rest:
-                raise ValueError(f"{name} has gate and up in two halves of its output features; got {list(value.shape)}. Save it whole.")
+                raise ValueError(
+                    f"{name} has gate and up in two halves of its output features; got "
+                    f"{list(value.shape)}. Save it whole."
+                )
             for i, end in enumerate(ours[theirs]):
-                found[name.removesuffix(theirs) + end] = value if len(ours[theirs]) == 1 else HalfWeight(value, i * n, n)
+                found[name.removesuffix(theirs) + end] = (
+                    value if len(ours[theirs]) == 1 else HalfWeight(value, i * n, n)
+                )
         elif match := _OF_EXPERT.match(name):
-            experts.setdefault(f"{match['mlp']}{EXPERTS}.{match['projection']}.weight", {})[int(match["expert"])] = value
+            experts.setdefault(f"{match['mlp']}{EXPERTS}.{match['projection']}.weight", {})[
+                int(match["expert"])
+            ] = value
         else:
             found[name] = value
     for name, of_each in experts.items():
         if set(of_each) != set(range(len(of_each))) or len({w.shape for w in of_each.values()}) > 1:
             raise ValueError(
-                f"{name} has experts 0 to {len(of_each) - 1} of one shape; found {sorted(of_each)[:8]} of {[w.shape for w in of_each.values()][:2]}"
+                f"{name} has experts 0 to {len(of_each) - 1} of one shape; found "
+                f"{sorted(of_each)[:8]} of {[w.shape for w in of_each.values()][:2]}"
             )
         found[name] = ExpertsWeight(tuple(of_each[e] for e in range(len(of_each))))
     return found
 
 
 def _granites(name: str) -> tuple[str, int | None]:
-    """A name of the trainer's as GraniteMoeShared has it, and which half of that tensor it is; None: all of it."""
+    """A name of the trainer's as GraniteMoeShared has it, and which half of that tensor it is;
+    None: all of it.
+    """
     for ours, (theirs, half) in _GRANITES.items():
         if name.endswith(ours):
             return name.removesuffix(ours) + theirs, half
@@ -211,7 +332,9 @@ def _granites(name: str) -> tuple[str, int | None]:
 
 @dataclasses.dataclass(frozen=True)
 class HalfWeight:
-    """n output features from the one numbered first, of a weight [..., N, K]: only what is asked for is read."""
+    """n output features from the one numbered first, of a weight [..., N, K]: only what is asked
+    for is read.
+    """
 
     of: Weight
     first: int
@@ -235,7 +358,9 @@ class HalfWeight:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsWeight:
-    """A projection's weight [E, N, K], of each expert's own [N, K]: only what is asked for is read."""
+    """A projection's weight [E, N, K], of each expert's own [N, K]: only what is asked for is
+    read.
+    """
 
     of_each: tuple[Weight, ...]
 
@@ -251,4 +376,6 @@ class ExpertsWeight:
             at = given.index(Ellipsis)
             given = given[:at] + (slice(None),) * (4 - len(given)) + given[at + 1 :]
         experts, rows = given[0], given[1:]
-        return np.stack([one[rows or ...] for one in np.array([*self.of_each, None], object)[:-1][experts]])
+        return np.stack(
+            [one[rows or ...] for one in np.array([*self.of_each, None], object)[:-1][experts]]
+        )

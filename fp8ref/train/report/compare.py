@@ -1,4 +1,6 @@
-"""Compare two runs, or logs of other trainers: config, versions, and the gap of their losses (spec E-6)."""
+"""Compare two runs, or logs of other trainers: config, versions, and the gap of their losses (spec
+E-6).
+"""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +30,8 @@ class Comparison(Result):
     """The result of ``compare``.
 
     settings, versions: {dotted key: (A's value, B's value)} where they differ.
-    known       whether settings and versions are known: those of a log are not, and then both are empty.
+    known       whether settings and versions are known: those of a log are not, and then both are
+                empty.
 
     by          what decides: equal ``bits``; how runs ``end``; matched ``seeds``; ``steps`` of one
                 pair; ``unmatched`` runs. None if nothing does.
@@ -73,14 +76,22 @@ class Comparison(Result):
                 continue
             table = Table(title, self.a, self.b)
             for key, values in found.items():
-                table.add_row(key, *("-" if value is None else json.dumps(value) for value in values))
+                table.add_row(
+                    key, *("-" if value is None else json.dumps(value) for value in values)
+                )
             console.print(table, markup=False)
         console.print(one_line(self.said), markup=False, highlight=False, soft_wrap=True)
 
 
 def read(path: Path, *, loss: str | None = None) -> Run | Log:
-    """A run directory, or a log of another trainer, whose losses are in the column or tag ``loss``."""
-    return runs.read(path) if (path / "manifest.json").exists() or not path.exists() else foreign_logs.read(path, loss=loss)
+    """A run directory, or a log of another trainer, whose losses are in the column or tag
+    ``loss``.
+    """
+    return (
+        runs.read(path)
+        if (path / "manifest.json").exists() or not path.exists()
+        else foreign_logs.read(path, loss=loss)
+    )
 
 
 def compare(
@@ -93,41 +104,70 @@ def compare(
 ) -> Comparison:
     """Compare B with A.
 
-    more      further runs of A's and of B's config with other seeds, in any order; of logs, pairs in
-              the order A, B.
+    more      further runs of A's and of B's config with other seeds, in any order; of logs, pairs
+              in the order A, B.
     Raises:   ConfigError: the losses are not comparable: another text; fewer than 5 common steps;
               ``more`` of neither config.
     """
     settings, versions = {}, {}
     known = isinstance(a, Run) and isinstance(b, Run)
     if isinstance(a, Run) and isinstance(b, Run):
-        settings, versions = configs.differences(a.settings, b.settings), configs.differences(a.versions, b.versions)
+        settings, versions = (
+            configs.differences(a.settings, b.settings),
+            configs.differences(a.versions, b.versions),
+        )
     for key in ("data.sequence_length", "text"):
         if key in settings:
             raise ConfigError(
-                f"losses are compared on one text; {key} is {settings[key][0]!r} in {a.name} and {settings[key][1]!r} in {b.name}."
+                f"losses are compared on one text; {key} is {settings[key][0]!r} in {a.name} "
+                f"and {settings[key][1]!r} in {b.name}."
             )
     about = {"a": a.name, "b": b.name, "settings": settings, "versions": versions, "known": known}
     nothing = {"difference": None, "low": None, "high": None, "margin": None, "pairs": 1}
     if _identical(a, b):
         steps = len(runs.common_steps([a, b]))
-        said = f"identical: {', '.join(METRICS) if known else 'loss'} of all {steps} steps, bit for bit"
+        said = (
+            f"identical: {', '.join(METRICS) if known else 'loss'} of all {steps} steps, bit "
+            "for bit"
+        )
         said += f"; both ended with {_end(a)}" if a.diverged else ""
         equal = {"difference": 0.0, "low": 0.0, "high": 0.0}
-        return Comparison(**about, **(nothing | equal), steps=steps, result="identical", by="bits", said=said)  # type: ignore[arg-type]
+        return Comparison(
+            **about,  # type: ignore[arg-type]
+            **(nothing | equal),  # type: ignore[arg-type]
+            steps=steps,
+            result="identical",
+            by="bits",
+            said=said,
+        )
     mine, others = _sides(a, b, more)
     ended = [run for run in (*others, *mine) if run.diverged]
     if ended:
-        result: Kind = "cannot tell" if all(any(run.diverged for run in side) for side in (mine, others)) else "worse"
+        result: Kind = (
+            "cannot tell"
+            if all(any(run.diverged for run in side) for side in (mine, others))
+            else "worse"
+        )
         result = "better" if result == "worse" and ended[0] in others else result
         said = f"{result}: " + "; ".join(f"{run.name} ended by {_end(run)}" for run in ended)
-        return Comparison(**about, **nothing, steps=len(runs.common_steps([a, b])), result=result, by="end", said=said)  # type: ignore[arg-type]
+        return Comparison(
+            **about,  # type: ignore[arg-type]
+            **nothing,  # type: ignore[arg-type]
+            steps=len(runs.common_steps([a, b])),
+            result=result,
+            by="end",
+            said=said,
+        )
     found = verdict.between(mine, others, confidence=confidence, margin=margin)
     if found.compared is None:
         raise ConfigError(f"{found.reason}.")
     gap = found.compared.gap.last
     numbers = {"difference": float(gap.mean), "low": float(gap.low), "high": float(gap.high)}
-    rest = {"margin": found.margin, "pairs": len(found.compared.runs), "steps": found.compared.count}
+    rest = {
+        "margin": found.margin,
+        "pairs": len(found.compared.runs),
+        "steps": found.compared.count,
+    }
     said = f"{found.kind}: the loss of {b.name} is {found.said.removeprefix(f'{found.kind}: ')}"
     return Comparison(**about, **numbers, **rest, result=found.kind, by=gap.by, said=said)  # type: ignore[arg-type]
 
@@ -152,7 +192,8 @@ def _sides(a: Run | Log, b: Run | Log, more: Sequence[Run | Log]) -> tuple[list,
     if not isinstance(a, Run) or not isinstance(b, Run) or len(of_ours) < len(more):
         if len(more) % 2:
             raise ConfigError(
-                f"--seeds takes logs in pairs, one like A and one like B; got {len(more)}. Leave one out, or add its partner."
+                f"--seeds takes logs in pairs, one like A and one like B; got {len(more)}. "
+                "Leave one out, or add its partner."
             )
         return [*mine, *more[1::2]], [*others, *more[::2]]
     for run in of_ours:
@@ -160,8 +201,10 @@ def _sides(a: Run | Log, b: Run | Log, more: Sequence[Run | Log]) -> tuple[list,
         if all(near):
             what = min(near, key=len)
             raise ConfigError(
-                f"--seeds takes runs of A's config, or of B's, with other seeds; {run.name} differs from both, from the nearer in {next(iter(what))}. "
-                "Leave it out."
+                f"--seeds takes runs of A's config, or of B's, with other seeds; {run.name} "
+                f"differs from both, from the nearer in {next(iter(what))}. Leave it out."
             )
         (others if not near[0] else mine).append(run)
-    return [list({run.seeds: run for run in reversed(side)}.values())[::-1] for side in (mine, others)]  # type: ignore[return-value]
+    return [
+        list({run.seeds: run for run in reversed(side)}.values())[::-1] for side in (mine, others)
+    ]  # type: ignore[return-value]

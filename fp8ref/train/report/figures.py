@@ -39,7 +39,9 @@ MEASURES: dict[str, tuple[str, bool, Callable]] = {
 transform)}."""
 
 ONE_SCALE = ("sqnr", "underflow_rate", "saturation_rate", "overflow_rate")
-"""The measures whose maps have one scale of colors, for all roles of all runs of a group: they compare."""
+"""The measures whose maps have one scale of colors, for all roles of all runs of a group: they
+compare.
+"""
 
 STATES = {
     "v_lost": "v lost",
@@ -62,12 +64,21 @@ def losses(group: Sequence[Run], seeds: Seeds) -> Figure:
                 continue
             steps = np.array(list(run.losses))
             width = _width(seeds, len(steps))
-            _line(ax, steps[width - 1 :], gap_intervals.running_mean(runs.at(run.losses, steps), width), run.name, look)
+            _line(
+                ax,
+                steps[width - 1 :],
+                gap_intervals.running_mean(runs.at(run.losses, steps), width),
+                run.name,
+                look,
+            )
     return figure
 
 
-def gaps(compared: Sequence[Compared], group: Sequence[Run], seeds: Seeds, *, margin: float = 0.0) -> Figure:
-    """The gap of each arm to bf16, with its interval, over the margin within which it is equivalent.
+def gaps(
+    compared: Sequence[Compared], group: Sequence[Run], seeds: Seeds, *, margin: float = 0.0
+) -> Figure:
+    """The gap of each arm to bf16, with its interval, over the margin within which it is
+    equivalent.
 
     The y axis is scaled to the gaps; the margin may lie outside.
     """
@@ -75,7 +86,9 @@ def gaps(compared: Sequence[Compared], group: Sequence[Run], seeds: Seeds, *, ma
     with _axes("optimizer step", "loss minus bf16's, nats") as (figure, ax):
         if margin:
             longest = max((one.steps for one in compared), key=len)
-            _band(ax, longest, np.full(len(longest), -margin), np.full(len(longest), margin), svg.BAND)
+            _band(
+                ax, longest, np.full(len(longest), -margin), np.full(len(longest), margin), svg.BAND
+            )
         ax.axhline(0, color=svg.MUTED, linewidth=0.8)
         for one in compared:
             look = looks[id(one.runs[0])]
@@ -101,10 +114,14 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
         for run, look, curve in present:
             values = np.array(list(curve.values()))
             width = _width(seeds, len(curve)) if key == "tokens_per_second" else 1
-            values = _peaks(values) if key == "grad_norm" else gap_intervals.running_mean(values, width)
+            values = (
+                _peaks(values) if key == "grad_norm" else gap_intervals.running_mean(values, width)
+            )
             marked = {"marker": "o", "markersize": 3} if len(curve) <= 40 else {}
             _line(ax, np.array(list(curve))[width - 1 :], values, run.name, look | marked)
-        if key == "grad_norm" and any(any(curve.values()) for _, _, curve in present):  # a log has no zero
+        if key == "grad_norm" and any(
+            any(curve.values()) for _, _, curve in present
+        ):  # a log has no zero
             ax.set_yscale("log")
             ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.yaxis.set_major_formatter("{x:g}")
@@ -113,17 +130,27 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
 
 
 def scale(group: Sequence[Sequence[dict]], measure: str) -> tuple[float, float] | None:
-    """The ends of the one scale of colors of a measure's maps, of several runs' statistics; None if there is none.
+    """The ends of the one scale of colors of a measure's maps, of several runs' statistics; None if
+    there is none.
 
     Raises:   KeyError: an unknown measure.
     """
     found = [values for statistics in group for _, values in _tables(statistics, measure).values()]
-    numbers = np.concatenate([values[np.isfinite(values)] for values in found]) if found else np.empty(0)
-    return (float(numbers.min()), float(numbers.max())) if numbers.size and measure in ONE_SCALE else None
+    numbers = (
+        np.concatenate([values[np.isfinite(values)] for values in found]) if found else np.empty(0)
+    )
+    return (
+        (float(numbers.min()), float(numbers.max()))
+        if numbers.size and measure in ONE_SCALE
+        else None
+    )
 
 
-def heat_map(statistics: Sequence[dict], measure: str, ends: tuple[float, float] | None = None) -> Figure | None:
-    """A measure over layers and steps, a map for each role of linears and of attention; None if it was never recorded.
+def heat_map(
+    statistics: Sequence[dict], measure: str, ends: tuple[float, float] | None = None
+) -> Figure | None:
+    """A measure over layers and steps, a map for each role of linears and of attention; None if it
+    was never recorded.
 
     A tensor is used by two GEMMs of its layer: the worse value is shown.
 
@@ -136,16 +163,29 @@ def heat_map(statistics: Sequence[dict], measure: str, ends: tuple[float, float]
     steps = [line["step"] for line in statistics]
     rows = max(len(layers) for layers, _ in tables.values())
     with matplotlib.rc_context(svg.STYLE):
-        figure = Figure(figsize=(4.8, 0.9 + len(tables) * min(3.2, 0.55 + 0.14 * rows)), layout="constrained")
+        figure = Figure(
+            figsize=(4.8, 0.9 + len(tables) * min(3.2, 0.55 + 0.14 * rows)), layout="constrained"
+        )
         axes = np.atleast_1d(figure.subplots(len(tables), 1, sharex=True))
         for ax, (role, (layers, values)) in zip(axes, tables.items(), strict=True):
-            look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "cividis", "vmin": low, "vmax": high}
+            look: dict[str, Any] = {
+                "aspect": "auto",
+                "interpolation": "nearest",
+                "cmap": "cividis",
+                "vmin": low,
+                "vmax": high,
+            }
             image = ax.imshow(np.ma.masked_invalid(values), **look)
             of_ticks = {"labels": [short(layer) for layer in layers], "places": steps}
             readout.cells(image, layers, [f"step {step}" for step in steps], what=title, **of_ticks)
             ax.set_title(role, fontsize=10, loc="left")
             every = -(-len(layers) // 24)
-            ax.set_yticks(range(0, len(layers), every), [short(layer) for layer in layers[::every]], fontsize=7, parse_math=False)
+            ax.set_yticks(
+                range(0, len(layers), every),
+                [short(layer) for layer in layers[::every]],
+                fontsize=7,
+                parse_math=False,
+            )
             shown = np.unique(np.linspace(0, len(steps) - 1, min(6, len(steps))).astype(int))
             ax.set_xticks(shown, [steps[i] for i in shown])
             if ends is None:
@@ -157,13 +197,16 @@ def heat_map(statistics: Sequence[dict], measure: str, ends: tuple[float, float]
 
 
 def states(statistics: Sequence[dict]) -> Figure | None:
-    """The health of a run's optimizer states over steps: counts in percent of all elements, and below
-    them the error of the update and the bias of sqrt(v); None if it was never recorded."""
+    """The health of a run's optimizer states over steps: counts in percent of all elements, and
+    below them the error of the update and the bias of sqrt(v); None if it was never recorded."""
     lines = [(line["step"], line["states"][""]) for line in statistics if line.get("states")]
     if not lines:
         return None
     steps = np.array([step for step, _ in lines])
-    curves = {label: np.array([100 * whole[key] / whole["count"] for _, whole in lines]) for key, label in STATES.items()}
+    curves = {
+        label: np.array([100 * whole[key] / whole["count"] for _, whole in lines])
+        for key, label in STATES.items()
+    }
     curves = {label: values for label, values in curves.items() if values.any()}
     figures = {"update error": "update_error", "bias of sqrt(v)": "root_bias"}
     marked = {"marker": "o", "markersize": 3} if len(lines) <= 40 else {}
@@ -171,11 +214,16 @@ def states(statistics: Sequence[dict]) -> Figure | None:
     with matplotlib.rc_context(svg.STYLE):
         figure = Figure(figsize=(4.8, 4.8), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True)
-        for ax, of_ax in ((upper, curves), (lower, {label: _percent(lines, key) for label, key in figures.items()})):
+        for ax, of_ax in (
+            (upper, curves),
+            (lower, {label: _percent(lines, key) for label, key in figures.items()}),
+        ):
             for label, values in of_ax.items():
                 i = len(entries)
                 color, dash = svg.RUNS[i % len(svg.RUNS)], DASHES[i // len(svg.RUNS) % len(DASHES)]
-                (entries[label],) = ax.plot(steps, values, color=color, linestyle=dash, linewidth=1.5, label=label, **marked)
+                (entries[label],) = ax.plot(
+                    steps, values, color=color, linestyle=dash, linewidth=1.5, label=label, **marked
+                )
             ax.spines[["top", "right"]].set_visible(False)
             ax.grid(axis="y", color=svg.LINE, linewidth=0.6)
             ax.set_xlabel("optimizer step")
@@ -199,8 +247,8 @@ def _percent(lines: Sequence[tuple[int, dict]], key: str) -> np.ndarray:
 
 
 def _tables(statistics: Sequence[dict], measure: str) -> dict[str, tuple[list[str], np.ndarray]]:
-    """{role: (layers, values [layers, steps])} of a measure, as a map shows it; without roles that have no finite number, and those of which
-    nothing was clipped."""
+    """{role: (layers, values [layers, steps])} of a measure, as a map shows it; without roles that
+    have no finite number, and those of which nothing was clipped."""
     _, larger, shown = MEASURES[measure]
     roles = (*ROLES, *MEASURED, *(role for _, role in COUNTED))
     tables = {role: _table(statistics, role, measure, larger) for role in roles}
@@ -210,7 +258,9 @@ def _tables(statistics: Sequence[dict], measure: str) -> dict[str, tuple[list[st
     return {role: (layers, shown(values)) for role, (layers, values) in present.items()}
 
 
-def _table(statistics: Sequence[dict], role: str, measure: str, larger: bool) -> tuple[list[str], np.ndarray]:
+def _table(
+    statistics: Sequence[dict], role: str, measure: str, larger: bool
+) -> tuple[list[str], np.ndarray]:
     """(layers with that role, values [layers, steps]), NaN where nothing was recorded."""
     cells: dict[tuple[str, int], float] = {}
     for column, line in enumerate(statistics):
@@ -220,7 +270,14 @@ def _table(statistics: Sequence[dict], role: str, measure: str, larger: bool) ->
             if of == role and value is not None and not (measure == "amax" and value == 0):
                 worse = max if larger else min
                 cells[layer, column] = worse(cells.get((layer, column), value), value)
-    layers = list(dict.fromkeys(key.rsplit("/", 2)[0] for line in statistics for key in line["statistics"] if key.endswith(f"/{role}")))
+    layers = list(
+        dict.fromkeys(
+            key.rsplit("/", 2)[0]
+            for line in statistics
+            for key in line["statistics"]
+            if key.endswith(f"/{role}")
+        )
+    )
     rows = {layer: row for row, layer in enumerate(layers)}
     table = np.full((len(layers), len(statistics)), np.nan)
     for (layer, column), value in cells.items():
@@ -241,7 +298,15 @@ def _looks(group: Sequence[Run], seeds: Seeds) -> Iterator[tuple[Run, dict[str, 
             yield run, {"color": svg.SEED, "linewidth": 1.0, "zorder": 2}
             continue
         turn, color = divmod(others, len(svg.RUNS))
-        yield run, {"color": svg.RUNS[color], "linestyle": DASHES[turn % len(DASHES)], "linewidth": 1.7, "zorder": 3}
+        yield (
+            run,
+            {
+                "color": svg.RUNS[color],
+                "linestyle": DASHES[turn % len(DASHES)],
+                "linewidth": 1.7,
+                "zorder": 3,
+            },
+        )
         others += 1
 
 

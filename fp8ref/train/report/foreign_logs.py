@@ -26,15 +26,29 @@ from fp8ref.shared.errors import ConfigError
 STEPS = ("step", "_step", "global_step", "iteration", "iter")
 """Names of a column of steps, without regard to case; the first that is there counts."""
 
-LOSSES = ("loss", "train/loss", "train_loss", "training_loss", "lm loss", "lm_loss", "loss_metrics/global_avg_loss", "train/lm_loss")
-"""Names of a column, or a tag, of training losses, without regard to case; the first that is there counts."""
+LOSSES = (
+    "loss",
+    "train/loss",
+    "train_loss",
+    "training_loss",
+    "lm loss",
+    "lm_loss",
+    "loss_metrics/global_avg_loss",
+    "train/lm_loss",
+)
+"""Names of a column, or a tag, of training losses, without regard to case; the first that is there
+counts.
+"""
 
 LONGEST = 4096
 """The most characters of a console's line that is searched: the search is quadratic in them."""
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _NUMBER = r"([-+0-9.eE]+|nan|inf)"
-_NUMBERS = re.compile(r"\s*[-+]?([0-9]+(\.[0-9]*)?(e[-+]?[0-9]+)?|\.[0-9]+(e[-+]?[0-9]+)?|nan|inf(inity)?)\s*", re.IGNORECASE | re.ASCII)
+_NUMBERS = re.compile(
+    r"\s*[-+]?([0-9]+(\.[0-9]*)?(e[-+]?[0-9]+)?|\.[0-9]+(e[-+]?[0-9]+)?|nan|inf(inity)?)\s*",
+    re.IGNORECASE | re.ASCII,
+)
 """What a column holds."""
 
 _CONSOLES = (
@@ -45,7 +59,9 @@ _CONSOLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """The training losses of a run that fp8ref did not make; ``losses`` by ascending step, in nats."""
+    """The training losses of a run that fp8ref did not make; ``losses`` by ascending step, in
+    nats.
+    """
 
     name: str
     losses: dict[int, float]
@@ -59,7 +75,8 @@ class Log:
 
 
 def read(path: Path, *, loss: str | None = None) -> Log:
-    """The losses in a log, line by line. A torn last line, of a run that goes on, is left out with a note.
+    """The losses in a log, line by line. A torn last line, of a run that goes on, is left out with
+    a note.
 
     loss      the column or tag of the losses; None: the first of ``LOSSES`` that is there.
     Raises:   ConfigError: it cannot be read; it has no steps and losses; a step occurs with two
@@ -69,25 +86,37 @@ def read(path: Path, *, loss: str | None = None) -> Log:
     try:
         for step, value in _records(path, loss):
             if not math.isfinite(value):
-                raise ConfigError(f"{path}: the loss of step {step} is {value}; losses are finite. Cut the log before it, or leave it out.")
+                raise ConfigError(
+                    f"{path}: the loss of step {step} is {value}; losses are finite. Cut the "
+                    "log before it, or leave it out."
+                )
             if losses.setdefault(step, value) != value:
                 raise ConfigError(
-                    f"{path}: step {step} has losses {losses[step]} and {value}. Leave one of them out; a resumed run repeats steps."
+                    f"{path}: step {step} has losses {losses[step]} and {value}. Leave one of "
+                    "them out; a resumed run repeats steps."
                 )
     except ConfigError:
         raise
     except (OSError, ValueError, csv.Error) as error:
-        raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). Name a run, or a log.") from error
+        raise ConfigError(
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). Name a run, "
+            "or a log."
+        ) from error
     if not losses:
         raise ConfigError(
-            f"{path} has no step with a loss. A log is CSV or JSON Lines with a step and a loss ({', '.join(LOSSES[:3])}, ..., or --loss NAME), "
-            "a console log of torchtitan or Megatron-LM, or TensorBoard events."
+            f"{path} has no step with a loss. A log is CSV or JSON Lines with a step and a loss "
+            f"({', '.join(LOSSES[:3])}, ..., or --loss NAME), a console log of torchtitan or "
+            "Megatron-LM, or TensorBoard events."
         )
     return Log(name=console.one_line(str(path)), losses=dict(sorted(losses.items())))
 
 
 def _records(path: Path, loss: str | None) -> Iterator[tuple[int, float]]:
-    events = sorted(path.glob("**/events.out.tfevents.*")) if path.is_dir() else [path] * ("tfevents" in path.name)
+    events = (
+        sorted(path.glob("**/events.out.tfevents.*"))
+        if path.is_dir()
+        else [path] * ("tfevents" in path.name)
+    )
     if events:
         yield from _tagged(path, events, loss)
     elif path.suffix == ".csv":
@@ -99,14 +128,19 @@ def _records(path: Path, loss: str | None) -> Iterator[tuple[int, float]]:
 
 
 def _tagged(path: Path, events: list[Path], loss: str | None) -> Iterator[tuple[int, float]]:
-    """The values of the tag of losses; a later file, of a resumed run, replaces steps of earlier ones."""
+    """The values of the tag of losses; a later file, of a resumed run, replaces steps of earlier
+    ones.
+    """
     tagged: dict[str, dict[int, float]] = {}
     for file in events:
         for tag, step, value in _events(file):
             tagged.setdefault(tag, {})[step] = value
     name = _named(tagged, (loss,) if loss else LOSSES)
     if name is None:
-        raise ConfigError(f"{path} has no tag of losses; it has {', '.join(tagged) or 'none'}. Name one with --loss.")
+        raise ConfigError(
+            f"{path} has no tag of losses; it has {', '.join(tagged) or 'none'}. Name one with "
+            "--loss."
+        )
     yield from tagged[name].items()
 
 
@@ -123,7 +157,9 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _leave_out(path: Path) -> None:
-    console.say(f"{path}: its last line or record is torn, as of a run that goes on; it is left out")
+    console.say(
+        f"{path}: its last line or record is torn, as of a run that goes on; it is left out"
+    )
 
 
 def _printed(path: Path) -> Iterator[tuple[int, float]]:
@@ -141,7 +177,11 @@ def _printed(path: Path) -> Iterator[tuple[int, float]]:
 
 
 def _rows(path: Path, loss: str | None) -> Iterator[dict]:
-    """The rows of a CSV file. A last one without an end counts, as spreadsheets write it, unless what is read of it is no number."""
+    """The rows of a CSV file.
+
+    A last one without an end counts, as spreadsheets write it, unless what is read of it is no
+    number.
+    """
     ended = True
 
     def lines() -> Iterator[str]:
@@ -164,16 +204,23 @@ def _rows(path: Path, loss: str | None) -> Iterator[dict]:
             if names[-1] == _named(names, STEPS) or not _NUMBERS.fullmatch(row[-1]):
                 _leave_out(path)  # of a step that lacks digits the row would be another's
                 continue
-            console.say(f"{path}: its last line has no end; of a run that goes on, the last digits of {row[-1]} may be missing")
+            console.say(
+                f"{path}: its last line has no end; of a run that goes on, the last digits of "
+                f"{row[-1]} may be missing"
+            )
         yield dict(zip(names, row, strict=False))
 
 
 def _check_names(names: Sequence[str], loss: str | None, where: str) -> None:
-    """ConfigError for two columns of the name that is read, without regard to case: one would be lost."""
+    """ConfigError for two columns of the name that is read, without regard to case: one would be
+    lost.
+    """
     for name in (_named(names, STEPS), _named(names, (loss,) if loss else LOSSES)):
         count = sum(str(one).lower() == str(name).lower() for one in names)
         if name is not None and count > 1:
-            raise ConfigError(f"{where} has {name.lower()!r} {count} times. Rename one of them, or leave it out.")
+            raise ConfigError(
+                f"{where} has {name.lower()!r} {count} times. Rename one of them, or leave it out."
+            )
 
 
 class _Row(dict):
@@ -191,7 +238,9 @@ def _objects(path: Path, loss: str | None) -> Iterator[dict]:
         except ValueError as error:
             if not line.endswith("\n"):
                 return _leave_out(path)
-            raise ConfigError(f"{path}, line {number}, is not JSON ({error}). Repair it, or leave it out.") from error
+            raise ConfigError(
+                f"{path}, line {number}, is not JSON ({error}). Repair it, or leave it out."
+            ) from error
         if isinstance(value, _Row):
             _check_names(value.names, loss, f"{path}, line {number},")
             yield value
@@ -206,29 +255,47 @@ def _table(rows: Iterable[dict], path: Path, loss: str | None) -> Iterator[tuple
         step, value = _named(row, STEPS), _named(row, (loss,) if loss else LOSSES)
         if step is None or value is None or row[value] in (None, "") or row[step] in (None, ""):
             continue
-        yield _record(row[step], row[value], f"{path} has {step} = {row[step]!r} with {value} = {row[value]!r}")
+        yield _record(
+            row[step],
+            row[value],
+            f"{path} has {step} = {row[step]!r} with {value} = {row[value]!r}",
+        )
         found = True
     if seen and not found:
         raise ConfigError(
-            f"{path} has no row with a step ({', '.join(STEPS)}) and a loss ({loss or ', '.join(LOSSES)}); its columns are {', '.join(seen)}. "
-            "Name the loss with --loss."
+            f"{path} has no row with a step ({', '.join(STEPS)}) and a loss "
+            f"({loss or ', '.join(LOSSES)}); its columns are {', '.join(seen)}. Name the loss "
+            "with --loss."
         )
 
 
 def _record(step: Any, loss: Any, where: str) -> tuple[int, float]:
     """A step and its loss, of text or JSON.
 
-    Raises:   ConfigError: no numbers; a step that is no whole one: cut to one, it would be another record's.
+    Raises:   ConfigError: no numbers; a step that is no whole one: cut to one, it would be another
+              record's.
     """
     try:
-        for one in (step, loss):  # a text as float() takes it, but for its digits of other scripts and underscores
-            if isinstance(one, bool) or not isinstance(one, str | int | float) or not re.fullmatch(_NUMBERS, str(one)):
+        for one in (
+            step,
+            loss,
+        ):  # a text as float() takes it, but for its digits of other scripts and underscores
+            if (
+                isinstance(one, bool)
+                or not isinstance(one, str | int | float)
+                or not re.fullmatch(_NUMBERS, str(one))
+            ):
                 raise ValueError
         number, value = float(step), float(loss)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{where}; both are numbers. Repair the row.") from error
-    if not (0 <= number < 2**53 and number == int(number)):  # from 2^53 on a float may be another number's
-        raise ConfigError(f"{where}; a step is a whole number from 0 to 2^53 - 1. Repair the row, or name another column.")
+    if not (
+        0 <= number < 2**53 and number == int(number)
+    ):  # from 2^53 on a float may be another number's
+        raise ConfigError(
+            f"{where}; a step is a whole number from 0 to 2^53 - 1. Repair the row, or name "
+            "another column."
+        )
     return int(number), value
 
 
@@ -259,7 +326,9 @@ def _events(path: Path) -> Iterator[tuple[str, int, float]]:
             if length > size - at - 16:
                 return _leave_out(path)
             if length > files.TEXT:
-                raise ValueError(f"the record of {path.name} at byte {at:,} is larger than {files.TEXT:,} bytes")
+                raise ValueError(
+                    f"the record of {path.name} at byte {at:,} is larger than {files.TEXT:,} bytes"
+                )
             content = file.read(length)
             if file.read(4) != struct.pack("<I", masked_crc32c(content)):
                 raise ValueError(f"the record of {path.name} at byte {at:,} is damaged")
@@ -275,7 +344,9 @@ def _events(path: Path) -> Iterator[tuple[str, int, float]]:
 
 
 def _scalar(value) -> float | None:
-    """The number of a summary's value, of tf.summary and newer writers also as a tensor; None of another kind."""
+    """The number of a summary's value, of tf.summary and newer writers also as a tensor; None of
+    another kind.
+    """
     if value.HasField("simple_value"):
         return value.simple_value
     if not value.HasField("tensor") or value.tensor.dtype != 1:  # DT_FLOAT

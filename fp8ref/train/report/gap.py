@@ -37,7 +37,9 @@ section 3.3).
 """
 
 WIDEST = 1.5
-"""The most that correlation may widen the interval of one pair; beyond, it is too short to tell (E-5)."""
+"""The most that correlation may widen the interval of one pair; beyond, it is too short to tell
+(E-5).
+"""
 
 MOST_PHI = 0.9999
 """The most that neighboring steps are taken to correlate, so that the widening stays finite."""
@@ -72,7 +74,9 @@ class Gap:
     @property
     def last(self) -> "Gap":
         """The gap at the last place of the last axis."""
-        return dataclasses.replace(self, mean=self.mean[..., -1], low=self.low[..., -1], high=self.high[..., -1])
+        return dataclasses.replace(
+            self, mean=self.mean[..., -1], low=self.low[..., -1], high=self.high[..., -1]
+        )
 
     @property
     def too_short(self) -> bool:
@@ -88,7 +92,9 @@ def window(steps: int) -> int:
 def running_mean(losses: np.ndarray, width: int) -> np.ndarray:
     """Means of ``width`` consecutive values on the last axis: [..., S] -> [..., S - width + 1]."""
     losses = np.asarray(losses, np.float64)
-    center = losses.mean(axis=-1, keepdims=True)  # keeps the sums small, and those of a constant exactly 0
+    center = losses.mean(
+        axis=-1, keepdims=True
+    )  # keeps the sums small, and those of a constant exactly 0
     sums = np.cumsum(losses - center, axis=-1)
     sums = np.concatenate([np.zeros_like(center), sums], axis=-1)
     return (sums[..., width:] - sums[..., :-width]) / width + center
@@ -103,25 +109,39 @@ def matched(differences: np.ndarray, *, confidence: float = CONFIDENCE) -> Gap:
     n = len(differences)
     if n < 2:
         raise ValueError(f"an interval over seeds takes at least 2 pairs; got {n}.")
-    return _about(differences.mean(axis=0), differences.std(axis=0, ddof=1) / math.sqrt(n), n - 1, confidence, "seeds", n)
+    return _about(
+        differences.mean(axis=0),
+        differences.std(axis=0, ddof=1) / math.sqrt(n),
+        n - 1,
+        confidence,
+        "seeds",
+        n,
+    )
 
 
 def unmatched(mine: np.ndarray, others: np.ndarray, *, confidence: float = CONFIDENCE) -> Gap:
-    """The mean of ``mine`` minus that of ``others``, of equal variance (E-2): [n, ...], [m, ...] -> fields [...].
+    """The mean of ``mine`` minus that of ``others``, of equal variance (E-2): [n, ...], [m, ...] ->
+    fields [...].
 
     Raises:   ValueError: fewer than 3 runs in all: no two of one side.
     """
     mine, others = np.asarray(mine, np.float64), np.asarray(others, np.float64)
     n, m = len(mine), len(others)
     if min(n, m) < 1 or n + m < 3:
-        raise ValueError(f"an interval over unmatched runs takes two on one side and one on the other; got {n} and {m}.")
+        raise ValueError(
+            "an interval over unmatched runs takes two on one side and one on the other; got "
+            f"{n} and {m}."
+        )
     squares = sum(((side - side.mean(axis=0)) ** 2).sum(axis=0) for side in (mine, others))
     error = np.sqrt(squares / (n + m - 2) * (1 / n + 1 / m))
-    return _about(mine.mean(axis=0) - others.mean(axis=0), error, n + m - 2, confidence, "unmatched", n + m)
+    return _about(
+        mine.mean(axis=0) - others.mean(axis=0), error, n + m - 2, confidence, "unmatched", n + m
+    )
 
 
 def one_pair(difference: np.ndarray, width: int, *, confidence: float = CONFIDENCE) -> Gap:
-    """The running mean of one pair's step-by-step difference, with an interval by batch means (E-5).
+    """The running mean of one pair's step-by-step difference, with an interval by batch means
+    (E-5).
 
     Shapes:   difference [S]; each field [S - width + 1]. width: a multiple of 5.
     """
@@ -129,7 +149,9 @@ def one_pair(difference: np.ndarray, width: int, *, confidence: float = CONFIDEN
     difference = np.asarray(difference, np.float64)
     size = width // BATCHES
     short = running_mean(difference, size)  # [S - size + 1]
-    batches = np.lib.stride_tricks.sliding_window_view(short, width - size + 1)[:, ::size]  # [S - width + 1, 5]
+    batches = np.lib.stride_tricks.sliding_window_view(short, width - size + 1)[
+        :, ::size
+    ]  # [S - width + 1, 5]
     phi = correlation(difference[len(difference) // 2 :])
     error = widening(phi, size) * batches.std(axis=1, ddof=1) / math.sqrt(BATCHES)
     found = _about(batches.mean(axis=1), error, BATCHES - 1, confidence, "steps", BATCHES)
@@ -137,7 +159,8 @@ def one_pair(difference: np.ndarray, width: int, *, confidence: float = CONFIDEN
 
 
 def correlation(difference: np.ndarray) -> float:
-    """The correlation of neighboring values about a line, from 0 to ``MOST_PHI``, corrected for its bias.
+    """The correlation of neighboring values about a line, from 0 to ``MOST_PHI``, corrected for its
+    bias.
 
     Fewer than 5 values, or values on a line, give 0.
     Source:   Kendall 1954: of n values about their mean, the estimate is low by (1 + 3 phi) / n.
@@ -149,14 +172,17 @@ def correlation(difference: np.ndarray) -> float:
     rest = difference - difference.mean()
     rest = rest - x * (x @ rest) / (x @ x)
     total = float(rest @ rest)
-    if total <= n * (1e-12 * float(np.abs(difference).max())) ** 2:  # what rounding alone leaves of a difference of losses
+    if (
+        total <= n * (1e-12 * float(np.abs(difference).max())) ** 2
+    ):  # what rounding alone leaves of a difference of losses
         return 0.0
     phi = float(rest[1:] @ rest[:-1]) / total
     return float(np.clip(phi + (1 + 3 * phi) / n, 0.0, MOST_PHI))
 
 
 def widening(phi: float, size: int) -> float:
-    """The factor by which batch means of ``size`` steps that correlate by phi understate their mean's error.
+    """The factor by which batch means of ``size`` steps that correlate by phi understate their
+    mean's error.
 
     Of AR(1) steps, let r_j be the correlation of batch means j apart, and A = 1 + 2 sum (1 - j / 5)
     r_j. The mean of 5 batches has A times the variance that independent ones would give it, and
@@ -164,9 +190,13 @@ def widening(phi: float, size: int) -> float:
     ratio. phi is below 1.
     """
     lags = np.arange(1, size)
-    own = size + 2 * float(((size - lags) * phi**lags).sum())  # size^2 times the variance of a batch mean
+    own = size + 2 * float(
+        ((size - lags) * phi**lags).sum()
+    )  # size^2 times the variance of a batch mean
     first = phi * ((1 - phi**size) / (1 - phi)) ** 2  # size^2 times the covariance of neighbors
-    inflation = 1 + 2 * sum((1 - j / BATCHES) * first / own * phi ** (size * (j - 1)) for j in range(1, BATCHES))
+    inflation = 1 + 2 * sum(
+        (1 - j / BATCHES) * first / own * phi ** (size * (j - 1)) for j in range(1, BATCHES)
+    )
     return math.sqrt(inflation / ((BATCHES - inflation) / (BATCHES - 1)))
 
 
@@ -190,7 +220,9 @@ def seeds_needed(gap: Gap, margin: float, *, confidence: float = CONFIDENCE) -> 
     half, target = float(gap.high - gap.mean), _target(gap, margin)
     spread = half * math.sqrt(gap.n) / student(confidence, gap.n - 1)
     counts = range(gap.n + 1, MOST_SEEDS + 1)  # the half-width falls as there are more
-    first = bisect.bisect_left(counts, True, key=lambda n: student(confidence, n - 1) * spread / math.sqrt(n) < target)
+    first = bisect.bisect_left(
+        counts, True, key=lambda n: student(confidence, n - 1) * spread / math.sqrt(n) < target
+    )
     return counts[first] if first < len(counts) else None
 
 
@@ -207,7 +239,9 @@ def steps_needed(gap: Gap, margin: float, steps: int) -> int:
 
 
 def _target(gap: Gap, margin: float) -> float:
-    """The half-width below which the interval at this mean is within the margin, or leaves out 0."""
+    """The half-width below which the interval at this mean is within the margin, or leaves out
+    0.
+    """
     return max(abs(float(gap.mean)), margin - abs(float(gap.mean)))
 
 

@@ -41,11 +41,14 @@ GEMM_OPERANDS = (
     *(f"{gemm}/{role}" for gemm, roles in OPERANDS.items() for role in roles),
     *(f"{product}/{role}" for product, role in attention_products.RECORDED),
 )
-"""The six operands of a linear's GEMMs, as ``<gemm>/<role>``, and those of attention's products that are recorded."""
+"""The six operands of a linear's GEMMs, as ``<gemm>/<role>``, and those of attention's products
+that are recorded.
+"""
 
 
 SET = "val_loss_"
-"""How the key of a validation loss on a set of data.evaluation begins; the rest is the set's name."""
+"""How the key of a validation loss on a set of data.evaluation begins; the rest is the set's name.
+"""
 
 
 def _name(text: str) -> str:
@@ -89,7 +92,9 @@ class Metrics:
 @file_checks.lenient
 @dataclass
 class Measures:
-    """One operand's statistics in a line of statistics.jsonl; null if the value was not finite. count, saturated and lost: of P and dS."""
+    """One operand's statistics in a line of statistics.jsonl; null if the value was not finite.
+    count, saturated and lost: of P and dS.
+    """
 
     amax: Magnitude | None = None
     underflow_rate: Size | None = None
@@ -104,8 +109,8 @@ class Measures:
 @file_checks.lenient
 @dataclass
 class States:
-    """The health of one parameter's optimizer states, or of all together, in a line of statistics.jsonl; null if
-    a figure was not finite."""
+    """The health of one parameter's optimizer states, or of all together, in a line of
+    statistics.jsonl; null if a figure was not finite."""
 
     count: Count
     v_lost: Whole
@@ -166,8 +171,8 @@ class NumericsKeys:
 @file_checks.lenient
 @dataclass
 class StatisticsKeys:
-    """Keys of section statistics: steps between records; 0 for none, None for the first and the last
-    step."""
+    """Keys of section statistics: steps between records; 0 for none, None for the first and the
+    last step."""
 
     every: Whole | None = 0
 
@@ -224,8 +229,8 @@ class Simulated:
 @file_checks.lenient
 @dataclass
 class AttentionProof:
-    """The products of attention by a variant in a traced step, each distinct one once; or a library's kernels, as
-    ``<layer>: <call>``."""
+    """The products of attention by a variant in a traced step, each distinct one once; or a
+    library's kernels, as ``<layer>: <call>``."""
 
     variant: str
     gemms: list[Gemm]
@@ -294,8 +299,12 @@ class Manifest:
     error: str = ""
 
 
-_MANIFEST, _METRICS, _STATISTICS = (pydantic.TypeAdapter(kind) for kind in (Manifest, Metrics, Statistics))
-_SETS = pydantic.TypeAdapter(dict[Annotated[str, AfterValidator(_set)], Number], config=pydantic.ConfigDict(strict=True))
+_MANIFEST, _METRICS, _STATISTICS = (
+    pydantic.TypeAdapter(kind) for kind in (Manifest, Metrics, Statistics)
+)
+_SETS = pydantic.TypeAdapter(
+    dict[Annotated[str, AfterValidator(_set)], Number], config=pydantic.ConfigDict(strict=True)
+)
 
 
 def manifest(run: Path) -> dict:
@@ -304,23 +313,29 @@ def manifest(run: Path) -> dict:
     Raises:   ConfigError: no directory; no manifest; one with missing or invalid keys.
     """
     if not run.is_dir():
-        raise ConfigError(f"{run} is not a directory. Name a run, as fp8ref train --run.out wrote it.")
+        raise ConfigError(
+            f"{run} is not a directory. Name a run, as fp8ref train --run.out wrote it."
+        )
     found = log.read_manifest(run)
-    file_checks.check(_MANIFEST, found, f"{run / 'manifest.json'}", f"{run} is not an intact run. Leave it out.")
+    file_checks.check(
+        _MANIFEST, found, f"{run / 'manifest.json'}", f"{run} is not an intact run. Leave it out."
+    )
     return found
 
 
 def metrics(run: Path) -> list[dict]:
     """The lines of metrics.jsonl, in the order of steps; none if there is no file.
 
-    Raises:   ConfigError: a line is not a JSON object; lacks step or loss; has an invalid value, or an
-              invalid name of a set; is out of order.
+    Raises:   ConfigError: a line is not a JSON object; lacks step or loss; has an invalid value, or
+              an invalid name of a set; is out of order.
     """
     path = run / log.METRICS
     lines = list(_lines(path, _METRICS))
     for line in lines:
         if sets := {key: value for key, value in line.items() if key.startswith(SET)}:
-            file_checks.check(_SETS, sets, f"{path}, step {line['step']},", f"Repair it, or leave {run} out.")
+            file_checks.check(
+                _SETS, sets, f"{path}, step {line['step']},", f"Repair it, or leave {run} out."
+            )
     return lines
 
 
@@ -346,7 +361,10 @@ def _lines(path: Path, kind: pydantic.TypeAdapter) -> Iterator[dict]:
         except ValueError as error:
             raise ConfigError(f"{where} cannot be used: {error}. {remedy}") from error
         if line["step"] <= before:
-            raise ConfigError(f"{where} has step {line['step']} after step {before}; each step occurs once, in order. {remedy}")
+            raise ConfigError(
+                f"{where} has step {line['step']} after step {before}; each step occurs once, "
+                f"in order. {remedy}"
+            )
         before = line["step"]
         yield line
 
@@ -358,4 +376,6 @@ def _whole(path: Path, remedy: str) -> Iterator[str]:
             if line.endswith(b"\n"):
                 yield line[:-1].decode(errors="replace")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). {remedy}") from error
+        raise ConfigError(
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). {remedy}"
+        ) from error

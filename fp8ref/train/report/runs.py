@@ -51,7 +51,10 @@ class Run:
     def architecture(self) -> dict:
         """The section ``architecture``, and what a model of the user's was made of."""
         made = self.manifest.get("model", {})
-        return {**self.config.get("architecture", {}), **{key: value for key, value in made.items() if key != "config"}}
+        return {
+            **self.config.get("architecture", {}),
+            **{key: value for key, value in made.items() if key != "config"},
+        }
 
     def key(self, dotted: str) -> Any:
         """The value of a config key, such as ``run.seed``."""
@@ -73,7 +76,9 @@ class Run:
     @property
     def bf16(self) -> bool:
         """Whether no linear runs in FP8, in any phase of a schedule."""
-        return not any(linear["fp8"] for part in self.recipes.values() for linear in part["linears"])
+        return not any(
+            linear["fp8"] for part in self.recipes.values() for linear in part["linears"]
+        )
 
     @property
     def recipes(self) -> dict[str, dict]:
@@ -85,7 +90,11 @@ class Run:
     def ran(self) -> list[tuple[int, str]]:
         """(first step, recipe) of each recipe that ran."""
         schedule = self.manifest.get("schedule")
-        return [(start, recipe) for start, recipe in schedule["ran"]] if schedule else [(0, self.key("numerics.recipe"))]
+        return (
+            [(start, recipe) for start, recipe in schedule["ran"]]
+            if schedule
+            else [(0, self.key("numerics.recipe"))]
+        )
 
     @property
     def finished(self) -> bool:
@@ -108,40 +117,66 @@ class Run:
     def settings(self) -> dict:
         """The config without run.out, and backend and text."""
         run = {key: value for key, value in self.config["run"].items() if key != "out"}
-        return {**self.config, "architecture": self.architecture, "run": run, "backend": self.manifest["backend"], "text": self.text}
+        return {
+            **self.config,
+            "architecture": self.architecture,
+            "run": run,
+            "backend": self.manifest["backend"],
+            "text": self.text,
+        }
 
     @property
     def versions(self) -> dict:
         """Versions of packages and of fp8ref, and the device."""
-        return {**self.manifest["versions"], "fp8ref": self.manifest["fp8ref"], "device": self.manifest["device"]}
+        return {
+            **self.manifest["versions"],
+            "fp8ref": self.manifest["fp8ref"],
+            "device": self.manifest["device"],
+        }
 
     @property
     def reference(self) -> dict:
         """What this run shares with its bf16 reference runs (E-1)."""
-        return {**{key: self.key(key) for key in SAME}, "architecture": self.architecture, "text": self.text}
+        return {
+            **{key: self.key(key) for key in SAME},
+            "architecture": self.architecture,
+            "text": self.text,
+        }
 
 
 def read(path: Path) -> Run:
     """The run in a directory, finished or not.
 
-    A run whose first step was not finite has no steps, and is accepted. One whose process was killed is
-    interrupted.
+    A run whose first step was not finite has no steps, and is accepted. One whose process was
+    killed is interrupted.
 
     Raises:   ConfigError: there is no run; a file is damaged; no step was taken yet.
     """
-    name = console.one_line(str(path).encode(errors="replace").decode())  # bytes that are not UTF-8 cannot be printed
+    name = console.one_line(
+        str(path).encode(errors="replace").decode()
+    )  # bytes that are not UTF-8 cannot be printed
     manifest = run_files.manifest(path)
     if manifest["status"] == "running" and run_dir.killed(path):
         manifest |= {"status": "interrupted"}
-    run = Run(path=path, name=name, manifest=manifest, lines=run_files.metrics(path), statistics=run_files.statistics(path))
+    run = Run(
+        path=path,
+        name=name,
+        manifest=manifest,
+        lines=run_files.metrics(path),
+        statistics=run_files.statistics(path),
+    )
     if not run.lines and not run.diverged:
         error = f": {run.manifest['error']}" if run.manifest.get("error") else ""
-        raise ConfigError(f"{path} has no step yet (its status is {run.manifest['status']!r}{error}). Leave it out, or train it first.")
+        raise ConfigError(
+            f"{path} has no step yet (its status is {run.manifest['status']!r}{error}). Leave "
+            "it out, or train it first."
+        )
     return run
 
 
 def read_all(paths: Sequence[Path]) -> list[Run]:
-    """The runs in directories; a directory of runs gives all of them at any depth, in the order of their names.
+    """The runs in directories; a directory of runs gives all of them at any depth, in the order of
+    their names.
 
     Of such a directory a run that has no step yet is left out, and said.
     Raises as ``read``, and ConfigError if one is named twice, or none has a step.
@@ -159,20 +194,30 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
                 continue
             found.append(read(one))
     if not found:
-        raise ConfigError(f"no run in {', '.join(map(str, paths))} has a step yet. Train them first.")
+        raise ConfigError(
+            f"no run in {', '.join(map(str, paths))} has a step yet. Train them first."
+        )
     return found
 
 
 def _has_steps(path: Path) -> bool:
-    return bool(run_files.metrics(path)) or str(run_files.manifest(path).get("error", "")).startswith("NonFiniteError")
+    return bool(run_files.metrics(path)) or str(
+        run_files.manifest(path).get("error", "")
+    ).startswith("NonFiniteError")
 
 
 def _runs_in(path: Path) -> list[Path]:
     """The runs within a directory that is none itself; else the directory."""
     if not path.is_dir() or (path / "manifest.json").exists():
         return [path]
-    inner = [child for child in sorted(path.iterdir()) if child.is_dir() and not child.is_symlink() and not child.name.startswith(".")]
-    return [run for child in inner for run in _runs_in(child) if (run / "manifest.json").exists()] or [path]
+    inner = [
+        child
+        for child in sorted(path.iterdir())
+        if child.is_dir() and not child.is_symlink() and not child.name.startswith(".")
+    ]
+    return [
+        run for child in inner for run in _runs_in(child) if (run / "manifest.json").exists()
+    ] or [path]
 
 
 class Curve(Protocol):

@@ -11,7 +11,9 @@ from fp8ref.train.report.runs import Run
 
 @dataclass(frozen=True)
 class Differences:
-    """baseline: the run that others are compared with; others: those; rows: (dotted key, the baseline's value, the others')."""
+    """baseline: the run that others are compared with; others: those; rows: (dotted key, the
+    baseline's value, the others').
+    """
 
     baseline: Run
     others: tuple[Run, ...]
@@ -19,13 +21,18 @@ class Differences:
 
 
 def differences(runs: Sequence[Run]) -> Differences:
-    """Keys of the config, versions, backend, device and text in which any run is not like the baseline: the first bf16
-    run, or the first."""
+    """Keys of the config, versions, backend, device and text in which any run is not like the
+    baseline: the first bf16 run, or the first."""
     baseline = next((run for run in runs if run.bf16), runs[0])
     others = tuple(run for run in runs if run is not baseline)
     of = {id(run): {**run.settings, "versions": run.versions} for run in runs}
-    keys = dict.fromkeys(key for run in others for key in configs.differences(of[id(baseline)], of[id(run)]))
-    rows = ((key, _at(of[id(baseline)], key), tuple(_at(of[id(run)], key) for run in others)) for key in keys)
+    keys = dict.fromkeys(
+        key for run in others for key in configs.differences(of[id(baseline)], of[id(run)])
+    )
+    rows = (
+        (key, _at(of[id(baseline)], key), tuple(_at(of[id(run)], key) for run in others))
+        for key in keys
+    )
     return Differences(baseline, others, tuple(rows))
 
 
@@ -45,4 +52,10 @@ def _at(settings: Any, dotted: str) -> str:
 
 
 def _said(value: Any) -> str:
-    return "-" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return (
+        "-"
+        if value is None
+        else value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False)
+    )

@@ -34,7 +34,9 @@ COLORS = {
 Runs have Okabe and Ito's colors, made darker or lighter for contrast.
 """
 
-INK, MUTED, LINE, SEED, BAND = (COLORS[name][0] for name in ("ink", "muted", "line", "seed", "band"))
+INK, MUTED, LINE, SEED, BAND = (
+    COLORS[name][0] for name in ("ink", "muted", "line", "seed", "band")
+)
 RUNS = [light for name, (light, _) in COLORS.items() if name.startswith("run")]
 """The light colors of runs, in order."""
 
@@ -58,29 +60,36 @@ def variables(dark: bool) -> str:
 
 def style() -> markupsafe.Markup:
     """The style sheet of a page: colors for light and dark screens, tables, figures."""
-    light, dark = f"{variables(dark=False)} --good: #00684c; --bad: #a83200;", f"{variables(dark=True)} --good: #4fd1a5; --bad: #ff9468;"
+    light, dark = (
+        f"{variables(dark=False)} --good: #00684c; --bad: #a83200;",
+        f"{variables(dark=True)} --good: #4fd1a5; --bad: #ff9468;",
+    )
     rest = _file("style.css")
     return markupsafe.Markup(
-        f":root {{ color-scheme: light dark; {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{rest}"
+        f":root {{ color-scheme: light dark; {light} }}\n@media (prefers-color-scheme: dark) {{ "
+        f":root {{ {dark} }} }}\n{rest}"
     )
 
 
 def script() -> markupsafe.Markup:
     """The script of a page: values on hover, and zoom, of the figures that ``inline`` made.
 
-    A page has it as <script>{{ script }}</script>, without a space between: ``policy`` allows these bytes alone.
+    A page has it as <script>{{ script }}</script>, without a space between: ``policy`` allows these
+    bytes alone.
     """
     return markupsafe.Markup(f"\n{_file('page.js')}")
 
 
 def policy() -> markupsafe.Markup:
-    """The Content-Security-Policy of a page: ``script`` runs, and no other; nothing is loaded or sent.
+    """The Content-Security-Policy of a page: ``script`` runs, and no other; nothing is loaded or
+    sent.
 
     Styles are allowed inline, as matplotlib writes them into attributes, which have no hash.
     """
     digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
     return markupsafe.Markup(
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src "
+        "data:; base-uri 'none'; form-action 'none'"
     )
 
 
@@ -93,12 +102,18 @@ def template(package: str) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.from_string(importlib.resources.files(package).joinpath("page.html").read_text(encoding="utf-8"))
+    return environment.from_string(
+        importlib.resources.files(package).joinpath("page.html").read_text(encoding="utf-8")
+    )
 
 
 def _shown(value: object) -> object:
     """A browser obeys directions of text as a terminal does."""
-    return console.one_line(value) if isinstance(value, str) and not isinstance(value, markupsafe.Markup) else value
+    return (
+        console.one_line(value)
+        if isinstance(value, str) and not isinstance(value, markupsafe.Markup)
+        else value
+    )
 
 
 def inline(figure: Figure, name: str, label: str) -> markupsafe.Markup:
@@ -111,7 +126,10 @@ def inline(figure: Figure, name: str, label: str) -> markupsafe.Markup:
     Raises:   ValueError: another name.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise ValueError(f"a figure's id is a lower-case letter, then letters, digits or _; got {name!r}. Number figures.")
+        raise ValueError(
+            f"a figure's id is a lower-case letter, then letters, digits or _; got {name!r}. "
+            "Number figures."
+        )
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
         written = io.StringIO()
         _save(figure, written, format="svg", transparent=True, metadata={"Date": None})
@@ -123,7 +141,11 @@ def inline(figure: Figure, name: str, label: str) -> markupsafe.Markup:
     body = body.replace("xlink:href", "href")
     body = re.sub(r'\bid="(axes|xtick|ytick)_\d+"', r'class="\1"', body)
     used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', body))
-    body = re.sub(r'\s*\bid="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", body)
+    body = re.sub(
+        r'\s*\bid="([^"]+)"',
+        lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "",
+        body,
+    )
     body = re.sub(r'(url\(|href=")#', rf"\g<1>#{name}-", body)
     values = f'data-readout="{_attribute(readout.of(figure))}"'
     for variable, (light, _) in COLORS.items():
@@ -142,13 +164,23 @@ def png(figure: Figure) -> bytes:
 
 def _save(figure: Figure, target, **keys) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run may be named in any script
+        warnings.filterwarnings(
+            "ignore", message="Glyph .* missing from font"
+        )  # a run may be named in any script
         figure.savefig(target, **keys)
 
 
 def _file(name: str) -> str:
-    return importlib.resources.files("fp8ref.train.report").joinpath(name).read_text(encoding="utf-8")
+    return (
+        importlib.resources.files("fp8ref.train.report").joinpath(name).read_text(encoding="utf-8")
+    )
 
 
 def _attribute(text: str) -> str:
-    return console.one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+    return (
+        console.one_line(text)
+        .replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+        .replace('"', "&quot;")
+    )

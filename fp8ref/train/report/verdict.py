@@ -1,10 +1,11 @@
 """Group runs, and judge those in FP8 by bf16 runs of equal seeds (spec E).
 
-    (group,) = groups(runs)             # runs of one text, model, optimizer, batch and number of steps
+    (group,) = groups(runs)             # runs of one text, model, optimizer, batch and number of
+                                        steps
     for arm in judged(group): verdict(arm, group).said
 
-An arm is the runs that differ in their seeds alone. Its gap is the loss minus that of bf16, over the
-last steps; ``gap`` has the intervals, and what they decide.
+An arm is the runs that differ in their seeds alone. Its gap is the loss minus that of bf16, over
+the last steps; ``gap`` has the intervals, and what they decide.
 """
 
 import dataclasses
@@ -24,7 +25,9 @@ NO_BITS = ("statistics", "checkpoint", "log")
 """Sections of the config that change no bit of training, in which runs of an arm may differ."""
 
 
-ONE_PAIR = "; for this pair; one seed, so not yet for the recipe: train both with a second seed, or more"
+ONE_PAIR = (
+    "; for this pair; one seed, so not yet for the recipe: train both with a second seed, or more"
+)
 """What is added to the verdict on one pair (E-4)."""
 
 TINY = 1e-6
@@ -33,7 +36,8 @@ TINY = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """Runs that differ in their seeds alone: of each pair of seeds the first that ended, or the first if none did (E-1).
+    """Runs that differ in their seeds alone: of each pair of seeds the first that ended, or the
+    first if none did (E-1).
 
     others: (run, the one of its seeds that counts in its place).
     """
@@ -56,7 +60,8 @@ class Arm:
 class Seeds:
     """The bf16 runs of a group, for figures: finished, one for each pair of seeds.
 
-    band: the lowest and highest of their losses at ``steps``; None of fewer than 2 runs, or 5 steps.
+    band: the lowest and highest of their losses at ``steps``; None of fewer than 2 runs, or 5
+    steps.
     """
 
     runs: tuple[Run, ...]
@@ -72,7 +77,9 @@ class Seeds:
     @property
     def varied(self) -> str:
         """Which seeds differ: run.seed, data.seed or both."""
-        return " and ".join(key for key in ("run.seed", "data.seed") if len({run.key(key) for run in self.runs}) > 1)
+        return " and ".join(
+            key for key in ("run.seed", "data.seed") if len({run.key(key) for run in self.runs}) > 1
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +124,24 @@ class Verdict:
         """The verdict as a sentence."""
         if self.compared is None or self.margin is None:
             return f"{self.kind}: {self.reason.rstrip('.')}."
-        return f"{self.kind}: {sentence(self.compared, self.kind, self.margin, self.confidence)}{self.reason}."
+        return (
+            f"{self.kind}: "
+            f"{sentence(self.compared, self.kind, self.margin, self.confidence)}{self.reason}."
+        )
 
 
 def groups(given: Sequence[Run]) -> list[list[Run]]:
     """Group runs that are comparable (E-1), in the order given."""
     found: list[list[Run]] = []
     for run in given:
-        mine = next((group for group in found if not configs.differences(group[0].reference, run.reference)), None)
+        mine = next(
+            (
+                group
+                for group in found
+                if not configs.differences(group[0].reference, run.reference)
+            ),
+            None,
+        )
         found.append([run]) if mine is None else mine.append(run)
     return found
 
@@ -133,20 +150,31 @@ def arms(group: Sequence[Run]) -> list[Arm]:
     """The arms of a group, in the order given."""
     found: list[tuple[dict, dict[tuple[int, int], list[Run]]]] = []
     for run in group:
-        mine = next((members for like, members in found if not configs.differences(like, of_arm(run))), None)
+        mine = next(
+            (members for like, members in found if not configs.differences(like, of_arm(run))), None
+        )
         if mine is None:
             found.append((of_arm(run), mine := {}))
         mine.setdefault(run.seeds, []).append(run)
     made = []
     for _, members in found:
-        counted = {seeds: next((run for run in several if run.finished or run.diverged), several[0]) for seeds, several in members.items()}
-        others = [(run, counted[seeds]) for seeds, several in members.items() for run in several if run is not counted[seeds]]
+        counted = {
+            seeds: next((run for run in several if run.finished or run.diverged), several[0])
+            for seeds, several in members.items()
+        }
+        others = [
+            (run, counted[seeds])
+            for seeds, several in members.items()
+            for run in several
+            if run is not counted[seeds]
+        ]
         made.append(Arm(runs=tuple(counted.values()), others=tuple(others)))
     return made
 
 
 def baseline(arm: Arm, group: Sequence[Run]) -> Arm | None:
-    """The bf16 runs that an arm is judged by: the first arm of its backend, or else the first (E-1).
+    """The bf16 runs that an arm is judged by: the first arm of its backend, or else the first
+    (E-1).
 
     A bf16 arm is judged by an earlier one; the first by none.
     """
@@ -158,7 +186,10 @@ def baseline(arm: Arm, group: Sequence[Run]) -> Arm | None:
         elif other.bf16:
             found.append(other)
     backend = arm.runs[0].manifest["backend"]
-    return next((other for other in found if other.runs[0].manifest["backend"] == backend), next(iter(found), None))
+    return next(
+        (other for other in found if other.runs[0].manifest["backend"] == backend),
+        next(iter(found), None),
+    )
 
 
 def judged(group: Sequence[Run]) -> list[Arm]:
@@ -166,9 +197,11 @@ def judged(group: Sequence[Run]) -> list[Arm]:
     return [arm for arm in arms(group) if not arm.bf16 or baseline(arm, group)]
 
 
-def verdict(arm: Arm, group: Sequence[Run], *, confidence: float = CONFIDENCE, margin: float | None = None) -> Verdict:
-    """Judge an arm by the bf16 runs of its group (E-2 to E-4). The verdict on an arm of one pair is that
-    pair's.
+def verdict(
+    arm: Arm, group: Sequence[Run], *, confidence: float = CONFIDENCE, margin: float | None = None
+) -> Verdict:
+    """Judge an arm by the bf16 runs of its group (E-2 to E-4). The verdict on an arm of one pair is
+    that pair's.
 
     margin: in nats; None: ``gap.MARGIN`` of bf16's loss.
     """
@@ -176,25 +209,44 @@ def verdict(arm: Arm, group: Sequence[Run], *, confidence: float = CONFIDENCE, m
         run = ended[0]
         step = max(run.losses, default=-1) + 1
         tokens = (step + 1) * run.tokens_per_step
-        return Verdict(kind="worse", reason=f"{run.name} ended at step {step}, after {tokens:,} tokens, by {run.diverged}")
+        return Verdict(
+            kind="worse",
+            reason=f"{run.name} ended at step {step}, after {tokens:,} tokens, by {run.diverged}",
+        )
     reference = baseline(arm, group)
     if reference is None:
         order = arm.runs[0].seeds
-        reason = "there is no bf16 run with its text, model, optimizer, batch and number of steps. Train one with --recipe bf16 "
-        return Verdict(kind="cannot tell", reason=f"{reason}--run.seed {order[0]} --data.seed {order[1]}")
+        reason = (
+            "there is no bf16 run with its text, model, optimizer, batch and number of steps. "
+            "Train one with --recipe bf16 "
+        )
+        return Verdict(
+            kind="cannot tell", reason=f"{reason}--run.seed {order[0]} --data.seed {order[1]}"
+        )
     others = [run for run in reference.runs if not run.diverged]
     if not others:
-        return Verdict(kind="cannot tell", reason=f"{reference.runs[0].name}, which it is judged by, ended by {reference.runs[0].diverged}")
+        return Verdict(
+            kind="cannot tell",
+            reason=f"{reference.runs[0].name}, which it is judged by, ended by "
+            f"{reference.runs[0].diverged}",
+        )
     found = between(arm.runs, others, confidence=confidence, margin=margin)
     backends = [side[0].manifest["backend"] for side in (arm.runs, others)]
     foreign = (
-        f"; no bf16 run is of backend {backends[0]}, and those of {backends[1]} differ in more than FP8" if len(set(backends)) > 1 else ""
+        f"; no bf16 run is of backend {backends[0]}, and those of {backends[1]} differ in more "
+        "than FP8"
+        if len(set(backends)) > 1
+        else ""
     )
     return dataclasses.replace(found, reason=found.reason + foreign * (not arm.bf16))
 
 
 def between(
-    mine: Sequence[Run | Log], others: Sequence[Run | Log], *, confidence: float = CONFIDENCE, margin: float | None = None
+    mine: Sequence[Run | Log],
+    others: Sequence[Run | Log],
+    *,
+    confidence: float = CONFIDENCE,
+    margin: float | None = None,
 ) -> Verdict:
     """Judge runs that differ in seeds alone by others that do (E-2 to E-5); none of them diverged.
 
@@ -204,27 +256,45 @@ def between(
     pairs = [(run, other) for run in mine for other in others if run.seeds == other.seeds]
     if any(isinstance(run, Log) for run in (*mine, *others)):
         pairs = list(zip(mine, others, strict=True))
-    if len(pairs) == 1 and len(mine) + len(others) > 2:  # E-2: seeds that differ tell more than the steps of a pair
+    if (
+        len(pairs) == 1 and len(mine) + len(others) > 2
+    ):  # E-2: seeds that differ tell more than the steps of a pair
         pairs = []
     if not pairs and len(mine) + len(others) < 3:
         reason = (
-            f"{mine[0].name} has seeds {mine[0].seeds} and {others[0].name} {others[0].seeds}: two runs of different seeds show no effect "
+            f"{mine[0].name} has seeds {mine[0].seeds} and {others[0].name} {others[0].seeds}: "
+            "two runs of different seeds show no effect "
         )
-        return Verdict(kind="cannot tell", reason=reason + "of anything else. Train both with the same seeds")
+        return Verdict(
+            kind="cannot tell", reason=reason + "of anything else. Train both with the same seeds"
+        )
     sides = [list(side) for side in zip(*pairs, strict=True)] if pairs else [mine, others]
     compared = compare(*sides, matched=bool(pairs), confidence=confidence)
     if compared is None:
         steps = runs.common_steps([*sides[0], *sides[1]])
-        reason = f"{', '.join(run.name for side in sides for run in side)} have {len(steps)} steps in common, and {gaps.BATCHES} are needed"
+        reason = (
+            f"{', '.join(run.name for side in sides for run in side)} have {len(steps)} steps "
+            f"in common, and {gaps.BATCHES} are needed"
+        )
         return Verdict(kind="cannot tell", reason=reason)
     margin = gaps.MARGIN * max(abs(compared.level), TINY) if margin is None else margin
     kind = gaps.decide(compared.gap.last, margin)
-    unfinished = [run for side in sides for run in side if isinstance(run, Run) and not run.finished]
-    short = "".join(f"; {run.name} is not finished, but {run.manifest['status']}" for run in unfinished)
+    unfinished = [
+        run for side in sides for run in side if isinstance(run, Run) and not run.finished
+    ]
+    short = "".join(
+        f"; {run.name} is not finished, but {run.manifest['status']}" for run in unfinished
+    )
     return Verdict(kind=kind, compared=compared, margin=margin, reason=short, confidence=confidence)
 
 
-def compare(mine: Sequence[Run | Log], others: Sequence[Run | Log], *, matched: bool, confidence: float = CONFIDENCE) -> Compared | None:
+def compare(
+    mine: Sequence[Run | Log],
+    others: Sequence[Run | Log],
+    *,
+    matched: bool,
+    confidence: float = CONFIDENCE,
+) -> Compared | None:
     """The gap of runs to others, step by step (E-2, E-3, E-5).
 
     matched: in order. None: fewer than 5 common steps.
@@ -239,7 +309,9 @@ def compare(mine: Sequence[Run | Log], others: Sequence[Run | Log], *, matched: 
     elif matched:
         found = gaps.matched(gaps.running_mean(losses - to, width), confidence=confidence)
     else:
-        found = gaps.unmatched(gaps.running_mean(losses, width), gaps.running_mean(to, width), confidence=confidence)
+        found = gaps.unmatched(
+            gaps.running_mean(losses, width), gaps.running_mean(to, width), confidence=confidence
+        )
     return Compared(
         runs=tuple(mine),
         to=tuple(others),
@@ -254,12 +326,18 @@ def compare(mine: Sequence[Run | Log], others: Sequence[Run | Log], *, matched: 
 def sentence(compared: Compared, kind: Kind, margin: float, confidence: float = CONFIDENCE) -> str:
     """The gap of the last steps, its interval, where it comes from, and what would settle it."""
     gap = compared.gap.last
-    n, said = len(compared.runs), f"{gap.mean:+.4f} nats [{gap.low:+.4f}, {gap.high:+.4f}] from {compared.to[0].name}"
+    n, said = (
+        len(compared.runs),
+        f"{gap.mean:+.4f} nats [{gap.low:+.4f}, {gap.high:+.4f}] from {compared.to[0].name}",
+    )
     said += f" over the last {compared.width} of {compared.count} steps"
     if gap.by == "seeds":
         said += f", by {n} matched seeds"
     elif gap.by == "unmatched":
-        said += f", by {n} and {len(compared.to)} runs of different seeds, whose noise is in it: matched seeds tell more"
+        said += (
+            f", by {n} and {len(compared.to)} runs of different seeds, whose noise is in it: "
+            "matched seeds tell more"
+        )
     else:
         said += ", by the steps of one pair; another seed may differ"
     said += f"; margin {margin:.4f}"
@@ -269,10 +347,16 @@ def sentence(compared: Compared, kind: Kind, margin: float, confidence: float = 
         return said + ONE_PAIR * (gap.by == "steps")
     if gap.by == "seeds":
         needed = gaps.seeds_needed(gap, margin, confidence=confidence)
-        return f"{said}; at this spread {needed if needed else f'more than {gaps.MOST_SEEDS:,}'} matched seeds would settle it"
+        return (
+            f"{said}; at this spread {needed if needed else f'more than {gaps.MOST_SEEDS:,}'} "
+            "matched seeds would settle it"
+        )
     if gap.by == "unmatched":
         return said
-    return f"{said}; about {gaps.steps_needed(gap, margin, compared.count):,} steps would settle it for these two{ONE_PAIR}"
+    return (
+        f"{said}; about {gaps.steps_needed(gap, margin, compared.count):,} steps would settle "
+        f"it for these two{ONE_PAIR}"
+    )
 
 
 def seeds_of(group: Sequence[Run]) -> Seeds:
@@ -286,7 +370,9 @@ def seeds_of(group: Sequence[Run]) -> Seeds:
     found = Seeds(runs=members, common=steps, width=gaps.window(len(steps)))
     if len(members) < 2 or len(steps) < found.width:
         return found
-    curves = gaps.running_mean(np.stack([runs.at(run.losses, steps) for run in members]), found.width)
+    curves = gaps.running_mean(
+        np.stack([runs.at(run.losses, steps) for run in members]), found.width
+    )
     return dataclasses.replace(found, band=(curves.min(axis=0), curves.max(axis=0)))
 
 
@@ -295,8 +381,16 @@ def of_arm(run: Run) -> dict:
     settings = {key: value for key, value in run.settings.items() if key not in NO_BITS}
     return {
         **settings,
-        "data": {key: value for key, value in settings["data"].items() if key not in ("seed", "source", "mixture", "evaluation")},
-        "run": {key: value for key, value in settings["run"].items() if key != "seed" and not key.startswith("eval_")},
+        "data": {
+            key: value
+            for key, value in settings["data"].items()
+            if key not in ("seed", "source", "mixture", "evaluation")
+        },
+        "run": {
+            key: value
+            for key, value in settings["run"].items()
+            if key != "seed" and not key.startswith("eval_")
+        },
     }
 
 

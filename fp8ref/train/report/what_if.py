@@ -72,13 +72,19 @@ class Replay(Result):
     def render(self, console: Console) -> None:
         """Print a table with a row for each outcome."""
         history = f", history {self.history}" * (self.history is not None)
-        table = Table(title=f"{self.run}: {self.policy}{history}, margin {self.margin}, {len(self.recorded)} recorded steps")
+        table = Table(
+            title=f"{self.run}: {self.policy}{history}, margin {self.margin}, "
+            f"{len(self.recorded)} recorded steps"
+        )
         for column in ("layer", "role", "format"):
             table.add_column(column)
         for column in ("clipped", "max bits clipped", "mean bits unused", "max unused"):
             table.add_column(column, justify="right")
         for name, o in self.outcomes.items():
-            numbers = ("-" if value is None else f"{value:.2f}" for value in (o.excess, o.wasted_mean, o.wasted_max))
+            numbers = (
+                "-" if value is None else f"{value:.2f}"
+                for value in (o.excess, o.wasted_mean, o.wasted_max)
+            )
             table.add_row(*name.rsplit("/", 2), f"{o.clipped} of {o.steps}", *numbers)
         console.print(table)
         if self.every > 1:
@@ -88,7 +94,9 @@ class Replay(Result):
             )
 
 
-def replay(run: Path, policy: str, *, history: int | None = None, margin: int | None = None) -> Replay:
+def replay(
+    run: Path, policy: str, *, history: int | None = None, margin: int | None = None
+) -> Replay:
     """Run every operand's recorded amaxes through a policy, step by step, from the policy's initial
     state.
 
@@ -103,30 +111,39 @@ def replay(run: Path, policy: str, *, history: int | None = None, margin: int | 
     manifest, lines = run_files.manifest(run), run_files.statistics(run)
     if not any(line["statistics"] for line in lines):
         raise ConfigError(
-            f"{run} has no statistics of FP8 operands. Train with --statistics.every 1, or any number of steps, in an FP8 recipe."
+            f"{run} has no statistics of FP8 operands. Train with --statistics.every 1, or any "
+            "number of steps, in an FP8 recipe."
         )
     if (every := manifest["config"].get("statistics", {}).get("every", 1)) is None:
         raise ConfigError(
-            f"a replay takes amaxes of steps at one distance; {run} has statistics of its first and last step alone. "
-            "Train with --statistics.every 1, or any number of steps."
+            f"a replay takes amaxes of steps at one distance; {run} has statistics of its first "
+            "and last step alone. Train with --statistics.every 1, or any number of steps."
         )
     if manifest.get("schedule"):
-        raise ConfigError(f"a replay takes runs of one recipe; {run} has numerics.schedule. Train without it.")
+        raise ConfigError(
+            f"a replay takes runs of one recipe; {run} has numerics.schedule. Train without it."
+        )
     try:
         formats = _formats(manifest)
     except ValueError as error:
-        raise ConfigError(f"{run / 'manifest.json'}: {error} A replay takes runs of named recipes.") from error
+        raise ConfigError(
+            f"{run / 'manifest.json'}: {error} A replay takes runs of named recipes."
+        ) from error
     amaxes: dict[str, np.ndarray] = {}
-    for name, of_gemm in {name: name.split("/") for line in lines for name in line["statistics"]}.items():
+    for name, of_gemm in {
+        name: name.split("/") for line in lines for name in line["statistics"]
+    }.items():
         layer, gemm, role = of_gemm
         fmt = formats.get((layer, gemm, role))
         if fmt is None:
             raise ConfigError(
-                f"{run / 'statistics.jsonl'} has {name}, which {run / 'manifest.json'} does not plan; they are of different runs."
+                f"{run / 'statistics.jsonl'} has {name}, which {run / 'manifest.json'} does not "
+                "plan; they are of different runs."
             )
         found = [line["statistics"].get(name, {}).get("amax") for line in lines]
         amaxes.setdefault(
-            f"{layer}/{role}/{fmt.name}", np.array([math.nan if a is None else a for a in found], np.float32)
+            f"{layer}/{role}/{fmt.name}",
+            np.array([math.nan if a is None else a for a in found], np.float32),
         )  # a tensor has the same amax in each GEMM that uses it
     outcomes: dict[str, Outcome] = {}
     for fmt in FP8_FORMATS.values():
@@ -134,7 +151,9 @@ def replay(run: Path, policy: str, *, history: int | None = None, margin: int | 
         if names:
             of_steps = np.stack([amaxes[name] for name in names], axis=1)  # [steps, operands]
             scales = _delayed(of_steps, config, fmt) if config else _dynamic(of_steps, scaling, fmt)
-            outcomes |= {name: _outcome(of_steps[:, i], scales[:, i], fmt) for i, name in enumerate(names)}
+            outcomes |= {
+                name: _outcome(of_steps[:, i], scales[:, i], fmt) for i, name in enumerate(names)
+            }
     return Replay(
         run=str(run),
         policy=policy,
@@ -146,19 +165,26 @@ def replay(run: Path, policy: str, *, history: int | None = None, margin: int | 
     )
 
 
-def _scaling(name: str, history: int | None, margin: int | None) -> tuple[DelayedScaling | None, ScalePolicy]:
+def _scaling(
+    name: str, history: int | None, margin: int | None
+) -> tuple[DelayedScaling | None, ScalePolicy]:
     if name not in KNOWN:
         raise ConfigError(f"--policy is one of {', '.join(KNOWN)}; got {name!r}.")
     config = DELAYED.get(name)
     policy = config.policy if config else POLICIES[name]
     if history is not None and config is None:
-        raise ConfigError(f"--history applies to delayed scaling, {', '.join(DELAYED)}; policy {name!r} uses one amax. Leave it out.")
+        raise ConfigError(
+            f"--history applies to delayed scaling, {', '.join(DELAYED)}; policy {name!r} uses "
+            "one amax. Leave it out."
+        )
     if history is not None and history < 1:
         raise ConfigError(f"--history is at least 1; got {history}.")
     try:
         policy = policy if margin is None else dataclasses.replace(policy, margin=margin)
         if config:
-            config = dataclasses.replace(config, policy=policy, history_length=history or config.history_length)
+            config = dataclasses.replace(
+                config, policy=policy, history_length=history or config.history_length
+            )
     except ValueError as error:
         raise ConfigError(f"--margin {margin} with --policy {name}: {error}") from error
     return config, policy
@@ -174,7 +200,10 @@ def _formats(manifest: dict) -> dict[tuple[str, str, str], Format]:
                     found[linear["path"], gemm, role] = spec_of_role.fmt
     numerics = manifest["config"].get("numerics", {})
     if numerics.get("attention") is not None:
-        layers = [f"model.layers.{i}.self_attn" for i in range(manifest["config"]["model"]["num_hidden_layers"])]
+        layers = [
+            f"model.layers.{i}.self_attn"
+            for i in range(manifest["config"]["model"]["num_hidden_layers"])
+        ]
         for one in attention_products.planned(layers, attention.by_name(numerics["attention"])):
             found[one.layer, one.product, one.role] = one.fmt
     return found
@@ -187,7 +216,9 @@ def _delayed(amaxes: np.ndarray, config: DelayedScaling, fmt: Format) -> np.ndar
     state, found = delayed.init(config, amaxes.shape[1:]), []
     for now in amaxes:
         found.append(delayed.scales(state, config, fmt).scale)
-        state = delayed.update(state, delayed.observe(now, non_finite=np.isnan(now)), config=config, fmt=fmt)
+        state = delayed.update(
+            state, delayed.observe(now, non_finite=np.isnan(now)), config=config, fmt=fmt
+        )
     return np.stack(found)
 
 

@@ -14,9 +14,11 @@ class Worst:
     """A layer at its worst recorded step.
 
     operand  <gemm>/<role> with the lowest SQNR of all steps; step: where it was.
-    sqnr     in dB; -inf where numbers were not finite, inf where nothing was lost: of zeros, or of numbers that FP8 has. last: of the same
-             operand at the last record; None where it has none.
-    lost     the largest share of any operand of the layer that became zero, of all steps; clipped: that was saturated (Q-13).
+    sqnr     in dB; -inf where numbers were not finite, inf where nothing was lost: of zeros, or of
+             numbers that FP8 has. last: of the same operand at the last record; None where it has
+             none.
+    lost     the largest share of any operand of the layer that became zero, of all steps; clipped:
+             that was saturated (Q-13).
     """
 
     layer: str
@@ -29,8 +31,8 @@ class Worst:
 
 
 def worst(statistics: Sequence[dict], count: int = COUNT) -> list[Worst]:
-    """The ``count`` layers with the lowest SQNR, the lowest first. Operands with elements that are not finite come before all, those that lost
-    nothing after all.
+    """The ``count`` layers with the lowest SQNR, the lowest first. Operands with elements that are
+    not finite come before all, those that lost nothing after all.
 
     statistics: lines of statistics.jsonl, by step.
     """
@@ -40,20 +42,35 @@ def worst(statistics: Sequence[dict], count: int = COUNT) -> list[Worst]:
             layer, gemm, role = key.rsplit("/", 2)
             sqnr, before = _sqnr(values), found.get(layer)
             lost, clipped = values.get("underflow_rate") or 0.0, stats.clipped(values) or 0.0
-            here = Worst(layer=layer, operand=f"{gemm}/{role}", step=line["step"], sqnr=sqnr, last=None, lost=lost, clipped=clipped)
+            here = Worst(
+                layer=layer,
+                operand=f"{gemm}/{role}",
+                step=line["step"],
+                sqnr=sqnr,
+                last=None,
+                lost=lost,
+                clipped=clipped,
+            )
             if before is not None:
                 worse = before if before.sqnr <= sqnr else here
-                here = replace(worse, lost=max(lost, before.lost), clipped=max(clipped, before.clipped))
+                here = replace(
+                    worse, lost=max(lost, before.lost), clipped=max(clipped, before.clipped)
+                )
             found[layer] = here
     last = statistics[-1]["statistics"] if statistics else {}
     chosen = sorted(found.values(), key=lambda one: one.sqnr)[:count]
     own = [last.get(f"{one.layer}/{one.operand}") for one in chosen]
-    return [replace(one, last=None if values is None else _sqnr(values)) for one, values in zip(chosen, own, strict=True)]
+    return [
+        replace(one, last=None if values is None else _sqnr(values))
+        for one, values in zip(chosen, own, strict=True)
+    ]
 
 
 def _sqnr(values: dict) -> float:
     """The SQNR of a record, whose null has two reasons (Q-8)."""
     if (sqnr := values.get("sqnr")) is not None:
         return sqnr
-    broken = values.get("non_finite") or any(values.get(key, 0.0) is None for key in ("amax", "scale_min", "scale_max"))
+    broken = values.get("non_finite") or any(
+        values.get(key, 0.0) is None for key in ("amax", "scale_min", "scale_max")
+    )
     return float("-inf") if broken else float("inf")

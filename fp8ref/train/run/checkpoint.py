@@ -1,6 +1,7 @@
 """Checkpoints: written in the background, atomic, verified by checksum (spec K).
 
-    RUN/checkpoints/step-00000100/state/           tensors (train_state), in the backend's file format
+    RUN/checkpoints/step-00000100/state/           tensors (train_state), in the backend's file
+                                                   format
                                   manifest.json    everything else, and each file's size and sha256
 
 All processes write into step-00000100.unfinished. When every one is done, the first process writes
@@ -31,7 +32,11 @@ FOLDER, PREFIX = "checkpoints", "step-"
 REMEDY = "Those before it are intact; make room, and continue with --resume."
 """The end of each error about a checkpoint that could not be written."""
 
-UNFINISHED, REMOVED, DAMAGED = ".unfinished", ".removed", ".damaged"  # behind a name: none of those is ever read
+UNFINISHED, REMOVED, DAMAGED = (
+    ".unfinished",
+    ".removed",
+    ".damaged",
+)  # behind a name: none of those is ever read
 
 
 class OtherFormatError(ConfigError):
@@ -92,13 +97,23 @@ class Checkpoints:
         check: raises LostRunError where ``out`` is not the run's directory any more.
         """
         self._check = check
-        self._folder, self._about, self._keep_last, self._processes = out / FOLDER, dict(about), keep_last, processes
+        self._folder, self._about, self._keep_last, self._processes = (
+            out / FOLDER,
+            dict(about),
+            keep_last,
+            processes,
+        )
         self._size = size
         # one thread: checkpoints are completed in their order
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: Future | None = None
         if processes.first:  # leftovers of a process that was killed
-            for rest in (p for ending in (UNFINISHED, REMOVED) for p in self._folder.glob(f"{PREFIX}*{ending}") if p.is_dir()):
+            for rest in (
+                p
+                for ending in (UNFINISHED, REMOVED)
+                for p in self._folder.glob(f"{PREFIX}*{ending}")
+                if p.is_dir()
+            ):
                 remove(rest)
 
     def save(self, model: Saves, step: int, **more: Any) -> None:
@@ -111,25 +126,35 @@ class Checkpoints:
         """
         together(self._processes, self.finish)
         unfinished = self._folder / f"{PREFIX}{step:08d}{UNFINISHED}"
-        together(self._processes, lambda: self._prepare(unfinished) if self._processes.first else None)
+        together(
+            self._processes, lambda: self._prepare(unfinished) if self._processes.first else None
+        )
         written = model.save(unfinished / "state")
-        self._pending = self._thread.submit(self._complete, written, unfinished, {"step": step, **more})
+        self._pending = self._thread.submit(
+            self._complete, written, unfinished, {"step": step, **more}
+        )
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written.
 
-        Raises:   OSError: it could not be written; earlier checkpoints are untouched. LostRunError: the run's directory is gone.
+        Raises:   OSError: it could not be written; earlier checkpoints are untouched. LostRunError:
+                  the run's directory is gone.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
 
     def error(self) -> Exception | None:
-        """The last checkpoint's error on this process, if its writing has ended by now. Does not wait."""
+        """The last checkpoint's error on this process, if its writing has ended by now.
+
+        Does not wait.
+        """
         ended = self._pending is not None and self._pending.done()
         return self._pending.exception() if ended else None  # type: ignore[return-value, union-attr]
 
-    def _complete(self, written: Callable[[], None], unfinished: Path, about: dict[str, Any]) -> None:
+    def _complete(
+        self, written: Callable[[], None], unfinished: Path, about: dict[str, Any]
+    ) -> None:
         final = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
         try:
             written()
@@ -137,16 +162,20 @@ class Checkpoints:
                 return
             self._check()
             # This order survives a kill at any moment: files reach the disk before the manifest,
-            # the manifest before the rename, and older checkpoints go only after the new one stands.
+            # the manifest before the rename, and older checkpoints go only after the new one
+            # stands.
             write_manifest(unfinished, self._about | about)
-            remove(final)  # a run that was resumed from an earlier checkpoint may reach this step again
+            remove(
+                final
+            )  # a run that was resumed from an earlier checkpoint may reach this step again
             os.replace(unfinished, final)
             sync(self._folder)
             for old in saved(self._folder.parent)[self._keep_last :]:
                 remove(old)
         except Exception as error:
             if self._processes.first:
-                self._check()  # a directory that is gone is the cause, and what is in its place is not this run's
+                # a directory that is gone is the cause, and what is in its place is not this run's
+                self._check()
                 # makes room for the manifest and the logs
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise OSError(f"checkpoint {final} could not be written: {error}. {REMEDY}") from error
@@ -158,7 +187,10 @@ class Checkpoints:
         if free < self._size:
             unfinished.rmdir()
             name = unfinished.name.removesuffix(UNFINISHED)
-            raise OSError(f"checkpoint {name} takes {self._size / 1e6:,.0f} MB, and {self._folder} has {free / 1e6:,.0f} MB left. {REMEDY}")
+            raise OSError(
+                f"checkpoint {name} takes {self._size / 1e6:,.0f} MB, and {self._folder} has "
+                f"{free / 1e6:,.0f} MB left. {REMEDY}"
+            )
 
 
 def saved(out: Path) -> list[Path]:
@@ -166,7 +198,14 @@ def saved(out: Path) -> list[Path]:
 
     Their contents are not verified.
     """
-    return sorted((p for p in (out / FOLDER).glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdecimal() and p.is_dir()), reverse=True)
+    return sorted(
+        (
+            p
+            for p in (out / FOLDER).glob(f"{PREFIX}*")
+            if p.name.removeprefix(PREFIX).isdecimal() and p.is_dir()
+        ),
+        reverse=True,
+    )
 
 
 def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Checkpoint | None:
@@ -184,19 +223,27 @@ def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Chec
         except OtherFormatError:
             raise
         except (ConfigError, FileNotFoundError) as error:
-            if not path.exists():  # the run still trains, and has removed it after writing newer ones
+            if (
+                not path.exists()
+            ):  # the run still trains, and has removed it after writing newer ones
                 return latest(out, say, aside=aside)
             if not isinstance(error, ConfigError):
                 raise
             problems.append(str(error))
             if path != found[-1]:
                 damaged = path.with_name(path.name + DAMAGED)
-                say(f"{error} Trying the one before it{f'; this one is kept as {damaged.name}' if aside else ''}.")
+                say(
+                    f"{error} Trying the one before "
+                    f"it{f'; this one is kept as {damaged.name}' if aside else ''}."
+                )
                 if aside:
                     remove(damaged)
                     os.replace(path, damaged)
     if problems:
-        raise ConfigError(f"no checkpoint of {out} is intact: {problems[-1]} Put its files back, or train again with --overwrite.")
+        raise ConfigError(
+            f"no checkpoint of {out} is intact: {problems[-1]} Put its files back, or train "
+            "again with --overwrite."
+        )
     return None
 
 
@@ -240,20 +287,31 @@ def verify(path: Path) -> files.Record:
     own = manifest.pop("sha256", None)
     if manifest.get("format") != FORMAT:
         raise OtherFormatError(
-            f"checkpoint {path}: has format {manifest.get('format')!r}; this fp8ref reads format {FORMAT}. Use the version that wrote it."
+            f"checkpoint {path}: has format {manifest.get('format')!r}; this fp8ref reads "
+            f"format {FORMAT}. Use the version that wrote it."
         )
     if own != _digest(manifest):
         raise ConfigError(f"checkpoint {path}: manifest.json was changed after it was written.")
-    file_checks.check(_MANIFEST, manifest, f"checkpoint {path}: manifest.json", "It was not written by fp8ref.")
+    file_checks.check(
+        _MANIFEST, manifest, f"checkpoint {path}: manifest.json", "It was not written by fp8ref."
+    )
     there, listed = _files(path), manifest["files"]
     for name in sorted(there.keys() ^ listed.keys()):
-        raise ConfigError(f"checkpoint {path}: {name} {'is missing' if name in listed else 'is not one of its files'}.")
+        raise ConfigError(
+            f"checkpoint {path}: {name} "
+            f"{'is missing' if name in listed else 'is not one of its files'}."
+        )
     for name, size in there.items():
         if size != listed[name]["bytes"]:
-            raise ConfigError(f"checkpoint {path}: {name} has {size:,} bytes; {listed[name]['bytes']:,} were written.")
+            raise ConfigError(
+                f"checkpoint {path}: {name} has {size:,} bytes; {listed[name]['bytes']:,} were "
+                "written."
+            )
     for name, digest in _digests(path, there).items():
         if digest != listed[name]["sha256"]:
-            raise ConfigError(f"checkpoint {path}: {name} is damaged: its sha256 is not the one that was written.")
+            raise ConfigError(
+                f"checkpoint {path}: {name} is damaged: its sha256 is not the one that was written."
+            )
     return manifest
 
 
@@ -264,9 +322,15 @@ def write_manifest(path: Path, about: Mapping[str, Any]) -> None:
     """
     sizes = _files(path)
     digests = _digests(path, sizes, sync=True)
-    content = {"format": FORMAT, **about, "files": {name: {"bytes": sizes[name], "sha256": digests[name]} for name in sizes}}
+    content = {
+        "format": FORMAT,
+        **about,
+        "files": {name: {"bytes": sizes[name], "sha256": digests[name]} for name in sizes},
+    }
     with (path / "manifest.json").open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content | {"sha256": _digest(content)}, indent=1, allow_nan=False) + "\n")
+        file.write(
+            json.dumps(content | {"sha256": _digest(content)}, indent=1, allow_nan=False) + "\n"
+        )
         file.flush()
         os.fsync(file.fileno())
     for folder in [path, *(p for p in path.rglob("*") if p.is_dir())]:
@@ -280,7 +344,9 @@ def _digest(content: dict[str, Any]) -> str:
 def _files(path: Path) -> dict[str, int]:
     """{name: bytes} of all files except the manifest."""
     there = (p for p in sorted(path.rglob("*")) if not p.is_dir())
-    found = {p.relative_to(path).as_posix(): p.stat().st_size if p.is_file() else -1 for p in there}  # -1: a pipe
+    found = {
+        p.relative_to(path).as_posix(): p.stat().st_size if p.is_file() else -1 for p in there
+    }  # -1: a pipe
     found.pop("manifest.json", None)
     return found
 

@@ -2,7 +2,8 @@
 
 RUN/failures/step-00000012/state/          the state before that step, as checkpoints have it
                            batch.npy       its global batch, int32 [batch_size, sequence_length + 1]
-                           manifest.json   step, loss, gradient norm, recipe, backend and config, as checkpoints have it
+                           manifest.json   step, loss, gradient norm, recipe, backend and config, as
+                                           checkpoints have it
 """
 
 import shutil
@@ -35,8 +36,8 @@ class Trains(checkpoint.Saves, Protocol):
 class Failure:
     """A failed step that was read back.
 
-    metrics: step, loss and grad_norm as text, because JSON has no NaN. recipe: the step's own, of the
-    config's.
+    metrics: step, loss and grad_norm as text, because JSON has no NaN. recipe: the step's own, of
+    the config's.
     """
 
     state: Path
@@ -69,7 +70,11 @@ def write(
 
     def complete() -> None:
         np.save(unfinished / "batch.npy", np.asarray(tokens, np.int32), allow_pickle=False)
-        about = {"backend": model.backend, "config": configs.to_dict(config), "recipe": recipe or config.numerics.recipe}
+        about = {
+            "backend": model.backend,
+            "config": configs.to_dict(config),
+            "recipe": recipe or config.numerics.recipe,
+        }
         about |= {"metrics": {k: str(v) for k, v in metrics.items()}}
         checkpoint.write_manifest(unfinished, about | {"step": metrics["step"]})
         checkpoint.remove(path)
@@ -86,13 +91,27 @@ def write(
 
 
 def error(
-    out: Path, model: Trainer, config: Config, tokens: np.ndarray, metrics: Mapping[str, Any], processes: Processes, *, recipe: str
+    out: Path,
+    model: Trainer,
+    config: Config,
+    tokens: np.ndarray,
+    metrics: Mapping[str, Any],
+    processes: Processes,
+    *,
+    recipe: str,
 ) -> NonFiniteError:
-    """The error that ends a run at a step whose loss or gradient norm is not finite, which is kept. Arguments as of ``write``."""
+    """The error that ends a run at a step whose loss or gradient norm is not finite, which is kept.
+
+    Arguments as of ``write``.
+    """
     try:
         kept = write(out, model, config, tokens, metrics, processes, recipe=recipe)
         replays = config.architecture.kind == "llama"
-        remedy = f"fp8ref crosscheck --replay {kept} names where it began." if replays else f"{kept} has the state and the batch."
+        remedy = (
+            f"fp8ref crosscheck --replay {kept} names where it began."
+            if replays
+            else f"{kept} has the state and the batch."
+        )
     except Exception as error:  # a failure to save must not hide the non-finite loss
         remedy = f"The step could not be kept: {str(error).splitlines()[0]}."
     return NonFiniteError(_explain(model, metrics, remedy))
@@ -102,8 +121,9 @@ def _explain(model: Trainer, metrics: Mapping[str, Any], remedy: str) -> str:
     bad = [name for name, value in model.weights().items() if not np.isfinite(value).all()]
     where = f"non-finite weights: {', '.join(bad)}" if bad else "all weights are finite"
     return (
-        f"step {metrics['step']}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; the optimizer step was not taken (T-4), {where}. "
-        f"{remedy} Lower optimizer.learning_rate, or compare with --recipe bf16."
+        f"step {metrics['step']}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; "
+        f"the optimizer step was not taken (T-4), {where}. {remedy} Lower "
+        "optimizer.learning_rate, or compare with --recipe bf16."
     )
 
 
@@ -115,20 +135,33 @@ def read(path: Path) -> Failure:
     """
     folder = path.parent if path.name == "manifest.json" else path
     if not (folder / "manifest.json").is_file() or _is_run(folder):
-        what = "does not exist" if not path.exists() else "is a file" if path.is_file() else "is a run" if _is_run(path) else "is not one"
+        what = (
+            "does not exist"
+            if not path.exists()
+            else "is a file"
+            if path.is_file()
+            else "is a run"
+            if _is_run(path)
+            else "is not one"
+        )
         raise ConfigError(_no_failure(path, what))
     manifest = checkpoint.verify(folder)
     if "metrics" not in manifest:
         raise ConfigError(_no_failure(path, "is a checkpoint"))
     if absent := {"step", "loss", "grad_norm"} - manifest["metrics"].keys():
-        raise ConfigError(f"{folder / 'manifest.json'} has no metrics.{absent.pop()}: it was not written by fp8ref.")
+        raise ConfigError(
+            f"{folder / 'manifest.json'} has no metrics.{absent.pop()}: it was not written by "
+            "fp8ref."
+        )
     config = configs.from_dict(manifest["config"], source=str(folder / "manifest.json"))
     return Failure(
         state=folder / "state",
         tokens=_tokens(folder / "batch.npy"),
         config=config,
         backend=manifest["backend"],
-        recipe=manifest.get("recipe", config.numerics.recipe),  # of a step that failed before there were schedules
+        recipe=manifest.get(
+            "recipe", config.numerics.recipe
+        ),  # of a step that failed before there were schedules
         metrics=manifest["metrics"],
     )
 
@@ -140,7 +173,10 @@ def _tokens(path: Path) -> np.ndarray:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}). Put the file back.") from error
     if tokens.ndim != 2 or tokens.dtype != np.int32:
-        raise ConfigError(f"{path} holds {tokens.dtype} of shape {tokens.shape}; a batch is int32 [B, T + 1]. Put the file back.")
+        raise ConfigError(
+            f"{path} holds {tokens.dtype} of shape {tokens.shape}; a batch is int32 [B, T + 1]. "
+            "Put the file back."
+        )
     return tokens
 
 
@@ -153,10 +189,21 @@ def _no_failure(path: Path, what: str) -> str:
 
     What the path is instead of a failed step, and the failed steps that its run saved.
     """
-    said = f"a replay takes the directory of a step that failed, RUN/{FOLDER}/{checkpoint.PREFIX}...; {path} {what}."
+    said = (
+        "a replay takes the directory of a step that failed, "
+        f"RUN/{FOLDER}/{checkpoint.PREFIX}...; {path} {what}."
+    )
     run = next((folder for folder in (path, *path.parents) if _is_run(folder)), None)
     if run is None:
         return said
-    steps = (p for p in (run / FOLDER).glob(f"{checkpoint.PREFIX}*") if p.name.removeprefix(checkpoint.PREFIX).isdecimal())
+    steps = (
+        p
+        for p in (run / FOLDER).glob(f"{checkpoint.PREFIX}*")
+        if p.name.removeprefix(checkpoint.PREFIX).isdecimal()
+    )
     kept = ", ".join(map(str, sorted(steps)))
-    return f"{said} {run} kept {kept}." if kept else f"{said} {run} kept none: none of its steps failed."
+    return (
+        f"{said} {run} kept {kept}."
+        if kept
+        else f"{said} {run} kept none: none of its steps failed."
+    )

@@ -1,4 +1,6 @@
-"""Check what a JSON file holds against the types of its keys; an error names file, key, value and remedy."""
+"""Check what a JSON file holds against the types of its keys; an error names file, key, value and
+remedy.
+"""
 
 import json
 from collections.abc import Mapping
@@ -44,4 +46,7 @@ def _problem(error) -> str:
     if error["type"] == "value_error":
         return f"has {dotted}: {error['ctx']['error']}"
     got = json.dumps(error["input"])
-    return f"has {dotted} = {got if len(got) <= 60 else got[:57] + '...'}: {error['msg'].replace('Input', 'it', 1)}"
+    return (
+        f"has {dotted} = {got if len(got) <= 60 else got[:57] + '...'}: "
+        f"{error['msg'].replace('Input', 'it', 1)}"
+    )

@@ -2,7 +2,8 @@
 
 config.toml       the configuration
 metrics.jsonl     a JSON object for each step: loss, gradient norm, speed
-statistics.jsonl  quantization statistics (Q-8) and health of states (Q-12), of the steps of statistics.every
+statistics.jsonl  quantization statistics (Q-8) and health of states (Q-12), of the steps of
+                  statistics.every
 manifest.json     versions, device, data, linears, the proof, and the status
 """
 
@@ -77,8 +78,9 @@ class RunLog:
             if os.path.samestat(os.fstat(self._metrics.fileno()), (self.out / METRICS).stat()):
                 return
         raise LostRunError(
-            f"{self.out} was removed, moved or replaced while the run trained: its {METRICS} is not the one that this run writes. "
-            "Nothing more was saved. Resume from a copy of its last checkpoint, or train again in another directory, by --run.out."
+            f"{self.out} was removed, moved or replaced while the run trained: its {METRICS} is "
+            "not the one that this run writes. Nothing more was saved. Resume from a copy of "
+            "its last checkpoint, or train again in another directory, by --run.out."
         )
 
     def step(self, metrics: dict) -> None:
@@ -132,11 +134,16 @@ class RunLog:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """In this context an OSError, which knows no path where it comes from a write, names this one."""
+    """In this context an OSError, which knows no path where it comes from a write, names this
+    one.
+    """
     try:
         yield
     except OSError as error:
-        raise OSError(f"{path} could not be written: {error.strerror or error}. Free space, or make the directory writable.") from error
+        raise OSError(
+            f"{path} could not be written: {error.strerror or error}. Free space, or make the "
+            "directory writable."
+        ) from error
 
 
 class Unwritten:
@@ -198,14 +205,23 @@ def create(
     }
     if config.architecture.kind != "llama":
         size = sum(map(math.prod, config.shapes.parameters.values()))
-        manifest["model"] = {"class": config.shapes.kind, "parameters": size, **architecture.described(config)}
+        manifest["model"] = {
+            "class": config.shapes.kind,
+            "parameters": size,
+            **architecture.described(config),
+        }
     if simulated := hardware.to_manifest(config):
         manifest["hardware"] = simulated
     if config.numerics.schedule is not None:
         alone = {recipe: config.under(recipe) for recipe in config.recipes}
-        each = {recipe: _of_recipe(one, one.decisions(), (proofs or {}).get(recipe)) for recipe, one in alone.items()}
+        each = {
+            recipe: _of_recipe(one, one.decisions(), (proofs or {}).get(recipe))
+            for recipe, one in alone.items()
+        }
         manifest["schedule"] = {"ran": ran or [], "recipes": each}
-    _replace(out / "manifest.json", _json(manifest | {"status": "running"}))  # first: it marks the directory as a run
+    _replace(
+        out / "manifest.json", _json(manifest | {"status": "running"})
+    )  # first: it marks the directory as a run
     if overwrite:
         for folder in (checkpoint.FOLDER, failed_step.FOLDER):
             checkpoint.remove(out / folder)
@@ -214,13 +230,23 @@ def create(
 
 
 def _of_recipe(config: Config, decisions: list[Decision], proof: dict | None) -> dict:
-    """What a manifest says of a recipe: what was planned of each linear, and what the proof found."""
+    """What a manifest says of a recipe: what was planned of each linear, and what the proof
+    found.
+    """
     linears = [
-        {"path": d.path, "shape": list(d.shape), "recipe": d.recipe.name, "fp8": d.fp8, "reason": d.reason}
+        {
+            "path": d.path,
+            "shape": list(d.shape),
+            "recipe": d.recipe.name,
+            "fp8": d.fp8,
+            "reason": d.reason,
+        }
         | ({"operands": linear_rules.to_manifest(d)} if config.numerics.rules else {})
         for d in decisions
     ]
-    return {"linears": linears, "fp8": coverage.of(config, decisions)} | ({"proof": proof} if proof else {})
+    return {"linears": linears, "fp8": coverage.of(config, decisions)} | (
+        {"proof": proof} if proof else {}
+    )
 
 
 def finish(out: Path) -> None:
@@ -228,7 +254,10 @@ def finish(out: Path) -> None:
     manifest = read_manifest(out)
     manifest.pop("error", None)
     lines = read_metrics(out)
-    _replace(out / "manifest.json", _json(manifest | {"status": "finished", "final": lines[-1] if lines else {}}))
+    _replace(
+        out / "manifest.json",
+        _json(manifest | {"status": "finished", "final": lines[-1] if lines else {}}),
+    )
 
 
 @file_checks.lenient
@@ -254,13 +283,20 @@ def read_manifest(out: Path) -> files.Record:
         manifest = files.read_object(out / "manifest.json")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{out / 'manifest.json'} cannot be read ({error}); {out} is not an intact run. Name another directory."
+            f"{out / 'manifest.json'} cannot be read ({error}); {out} is not an intact run. "
+            "Name another directory."
         ) from error
     if not {"fp8ref", "status"} <= manifest.keys():
         raise ConfigError(
-            f"{out / 'manifest.json'} is not a manifest of fp8ref; {out} is left alone. Name another directory with --run.out."
+            f"{out / 'manifest.json'} is not a manifest of fp8ref; {out} is left alone. Name "
+            "another directory with --run.out."
         )
-    file_checks.check(_MANIFEST, manifest, f"{out / 'manifest.json'}", f"{out} is not an intact run. Leave it out.")
+    file_checks.check(
+        _MANIFEST,
+        manifest,
+        f"{out / 'manifest.json'}",
+        f"{out} is not an intact run. Leave it out.",
+    )
     return manifest
 
 
@@ -276,7 +312,10 @@ def read_lines(path: Path) -> list[dict]:
     """
     lines = _parsed(path)
     if None in lines:
-        raise ConfigError(f"{path}, line {lines.index(None) + 1}, is not a JSON object. Repair it, or remove the file.")
+        raise ConfigError(
+            f"{path}, line {lines.index(None) + 1}, is not a JSON object. Repair it, or remove "
+            "the file."
+        )
     return [line for line in lines if line is not None]
 
 
@@ -295,7 +334,9 @@ def _parsed(path: Path) -> list[dict | None]:
     try:
         return [parse(line) for line in files.read_lines(path) if line.endswith(b"\n")]
     except ValueError as error:
-        raise ConfigError(f"{path} cannot be read ({error}). Repair it, or move it away.") from error
+        raise ConfigError(
+            f"{path} cannot be read ({error}). Repair it, or move it away."
+        ) from error
 
 
 def _starts(out: Path, start: int) -> list[int]:
@@ -315,17 +356,24 @@ def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
     lines = _parsed(path) if start else []
     good: list[dict] = []
     for line in lines:
-        if line is not None and _intact(line, keys) and (not good or line["step"] > good[-1]["step"]):
+        if (
+            line is not None
+            and _intact(line, keys)
+            and (not good or line["step"] > good[-1]["step"])
+        ):
             good.append(line)
     if len(good) < len(lines):
         aside = path.with_name(path.name + checkpoint.DAMAGED)
         aside.unlink(missing_ok=True)  # a link would be followed
         shutil.copyfile(path, aside)
         console.say(
-            f"{path}: {len(lines) - len(good)} of {len(lines)} lines are damaged; they are left out, and the file is kept as {aside.name}."
+            f"{path}: {len(lines) - len(good)} of {len(lines)} lines are damaged; they are left "
+            f"out, and the file is kept as {aside.name}."
         )
     kept = [line for line in good if line["step"] < start]
-    path.unlink(missing_ok=True) if not kept else _replace(path, "".join(_line(line) for line in kept))
+    path.unlink(missing_ok=True) if not kept else _replace(
+        path, "".join(_line(line) for line in kept)
+    )
     return kept
 
 
@@ -341,7 +389,12 @@ def _intact(line: dict, keys: tuple[str, ...]) -> bool:
         return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
     step = line.get("step")
-    return type(step) is int and step >= 0 and line.keys() >= set(keys) and all(fits(*item) for item in line.items())
+    return (
+        type(step) is int
+        and step >= 0
+        and line.keys() >= set(keys)
+        and all(fits(*item) for item in line.items())
+    )
 
 
 def _json(manifest: dict) -> str:

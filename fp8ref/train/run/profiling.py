@@ -60,7 +60,9 @@ def memory(model: Counts, processes: Processes) -> dict[str, Any] | None:
     device = model.peak_memory()
     found = _of_process() if device is None else device
     told = [peak for peak in processes.gather(found) if peak is not None]
-    return {"peak_bytes": max(told), "of": "process" if device is None else "device"} if told else None
+    return (
+        {"peak_bytes": max(told), "of": "process" if device is None else "device"} if told else None
+    )
 
 
 def _of_process() -> int | None:

@@ -57,13 +57,16 @@ class Lock:
             return False
         try:
             # not through a link, whose target the lock's text would replace
-            descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            descriptor = os.open(
+                out / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
+            )
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
                 raise OSError(errno.EINVAL, f"{LOCK} is a pipe or a device")
         except OSError as error:
             raise ConfigError(
-                f"{out} cannot be written ({error.strerror}). Make it writable, or name another directory with --run.out."
+                f"{out} cannot be written ({error.strerror}). Make it writable, or name another "
+                "directory with --run.out."
             ) from error
         try:
             _lock(descriptor)
@@ -71,7 +74,8 @@ class Lock:
             owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
             os.close(descriptor)
             raise ConfigError(
-                f"{out} is in use: {owner or 'another process'} trains there. Wait until it ends, or name another directory with --run.out."
+                f"{out} is in use: {owner or 'another process'} trains there. Wait until it "
+                "ends, or name another directory with --run.out."
             ) from error
         except OSError as error:
             if error.errno not in UNSUPPORTED:
@@ -90,7 +94,9 @@ class Lock:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a file, or raise as flock; wait for a report that looks at the lock (``killed``), a moment at most."""
+    """Lock a file, or raise as flock; wait for a report that looks at the lock (``killed``), a
+    moment at most.
+    """
     for wait in (0.01, 0.05, 0.2):
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,17 +108,22 @@ def _lock(descriptor: int) -> None:
 def killed(out: Path) -> bool:
     """Whether the process that trained here is gone, so that "running" is not its last word.
 
-    False also if it ran on another machine, whose locks are not seen here, or where files have no locks.
+    False also if it ran on another machine, whose locks are not seen here, or where files have no
+    locks.
     """
     try:
         with files.open_regular(out / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
-            return file.read(1000).decode(errors="replace").rstrip().endswith(f" on {platform.node()}")
+            return (
+                file.read(1000).decode(errors="replace").rstrip().endswith(f" on {platform.node()}")
+            )
     except (OSError, ValueError):  # held, or no lock file
         return False
 
 
-def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, overwrite: bool) -> bool:
+def claim(
+    out: Path, config: Config, backend: str, held: Lock, *, resume: bool, overwrite: bool
+) -> bool:
     """Whether there is anything to train in this directory.
 
     Locks it if it exists; changes nothing else.
@@ -121,19 +132,24 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
                run alone (False).
     overwrite  replace a run.
     Raises:   ConfigError: the directory holds a run, or other files, and neither option is given;
-              what overwrite removes is a link; another process trains there; the resumed run has another config, except for
-              MAY_CHANGE; it cannot be made.
+              what overwrite removes is a link; another process trains there; the resumed run has
+              another config, except for MAY_CHANGE; it cannot be made.
     """
     if resume and overwrite:
         raise ConfigError("--resume keeps a run and --overwrite removes it; give one of them.")
     if not out.exists():
         above = next(parent for parent in out.absolute().parents if parent.exists())
         if not above.is_dir():
-            raise ConfigError(f"--run.out {out} cannot be made: {above} is a file. Name another directory.")
+            raise ConfigError(
+                f"--run.out {out} cannot be made: {above} is a file. Name another directory."
+            )
         return True
     saved = out.is_dir() and bool(checkpoint.saved(out))
     if not (saved or (out.is_dir() and ((out / "manifest.json").is_file() or _empty(out)))):
-        raise ConfigError(f"{out} exists and is not a run of fp8ref; it is left alone. Name another directory with --run.out.")
+        raise ConfigError(
+            f"{out} exists and is not a run of fp8ref; it is left alone. Name another directory "
+            "with --run.out."
+        )
     if _empty(out):
         held.take(out)
         return True
@@ -143,11 +159,14 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
         if not (resume and saved):
             raise
         held.take(out)
-        console.say(f"{out / 'manifest.json'} is lost or damaged. The run resumes from its last checkpoint.")
+        console.say(
+            f"{out / 'manifest.json'} is lost or damaged. The run resumes from its last checkpoint."
+        )
         return True
     if not resume and not overwrite:
         raise ConfigError(
-            f"{out} already holds a run. Continue it with --resume, replace it with --overwrite, or name another directory with --run.out."
+            f"{out} already holds a run. Continue it with --resume, replace it with "
+            "--overwrite, or name another directory with --run.out."
         )
     if overwrite:
         _check_replaceable(out)
@@ -162,7 +181,8 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
     if different:
         key, (here, there) = next(iter(different.items()))
         raise ConfigError(
-            f"{out} holds a run with another {key}: {there!r}; got {here!r}. Resume with the same configuration, or use --overwrite."
+            f"{out} holds a run with another {key}: {there!r}; got {here!r}. Resume with the "
+            "same configuration, or use --overwrite."
         )
     if manifest["status"] == "finished" and not longer:
         return False
@@ -171,13 +191,17 @@ def claim(out: Path, config: Config, backend: str, held: Lock, *, resume: bool, 
 
 
 def _check_replaceable(out: Path) -> None:
-    """ConfigError if --overwrite would remove what is no directory of the run's own: a link to one, or a file."""
-    for path in (out / folder for folder in (checkpoint.FOLDER, failed_step.FOLDER, trackers.EVENTS)):
+    """ConfigError if --overwrite would remove what is no directory of the run's own: a link to one,
+    or a file.
+    """
+    for path in (
+        out / folder for folder in (checkpoint.FOLDER, failed_step.FOLDER, trackers.EVENTS)
+    ):
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise ConfigError(
                 f"--overwrite removes {path.name}/ of the run that it replaces, and {path} is "
-                f"{f'a link to {path.readlink()}' if path.is_symlink() else 'a file'}. Nothing was changed. Remove it yourself, or name another "
-                "directory with --run.out."
+                f"{f'a link to {path.readlink()}' if path.is_symlink() else 'a file'}. Nothing "
+                "was changed. Remove it yourself, or name another directory with --run.out."
             )
 
 
@@ -190,10 +214,15 @@ def make(out: Path, held: Lock) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--run.out {out} cannot be made ({error.strerror}). Name another directory.") from error
+        raise ConfigError(
+            f"--run.out {out} cannot be made ({error.strerror}). Name another directory."
+        ) from error
     # claim saw no directory and could lock nothing: another process may have been faster since
     if held.take(out) and not _empty(out):
-        raise ConfigError(f"another process has just started a run in {out}. Name another directory with --run.out.")
+        raise ConfigError(
+            f"another process has just started a run in {out}. Name another directory with "
+            "--run.out."
+        )
 
 
 def last_checkpoint(out: Path, config: Config, backend: str, data: Mapping) -> Checkpoint | None:
@@ -213,10 +242,14 @@ def last_checkpoint(out: Path, config: Config, backend: str, data: Mapping) -> C
         if key == "config.run.steps" and lengthens(config, found.manifest, found.step):
             continue
         raise ConfigError(
-            f"{found.path} is from another run: its {key} is {there!r}; this run has {here!r}. Put the run's own checkpoints back."
+            f"{found.path} is from another run: its {key} is {there!r}; this run has {here!r}. "
+            "Put the run's own checkpoints back."
         )
     if found.step > config.run.steps:
-        raise ConfigError(f"{found.path} is from another run: it holds step {found.step}, but run.steps is {config.run.steps}. Remove it.")
+        raise ConfigError(
+            f"{found.path} is from another run: it holds step {found.step}, but run.steps is "
+            f"{config.run.steps}. Remove it."
+        )
     before, now = found.manifest["data"]["sha256"], data["sha256"]
     if before != now:
         raise ConfigError(
@@ -224,44 +257,67 @@ def last_checkpoint(out: Path, config: Config, backend: str, data: Mapping) -> C
             f"{now}. Put the data back, or start another run from these weights: fp8ref "
             "export, then run.init_from."
         )
-    for name, (after, held) in configs.differences(evaluated(data), evaluated(found.manifest["data"])).items():
+    for name, (after, held) in configs.differences(
+        evaluated(data), evaluated(found.manifest["data"])
+    ).items():
         raise ConfigError(
-            f"{found.path} was validated on another set: the sha256 of data.evaluation {name!r} was {held} and is {after}. Put the set "
-            "back, or start another run."
+            f"{found.path} was validated on another set: the sha256 of data.evaluation {name!r} "
+            f"was {held} and is {after}. Put the set back, or start another run."
         )
-    mesh = configs.differences(found.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"])
+    mesh = configs.differences(
+        found.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"]
+    )
     for key in ("data", "fsdp", "expert", "tensor"):
         if config.optimizer.kind == "adamw_fp8" and key in mesh:
             raise ConfigError(
-                f"each process quantizes its own piece of the FP8 moments in blocks (T-6): {found.path} has parallel.{key} {mesh[key][0]}; got {mesh[key][1]}. "
-                "Resume on the mesh that saved it."
+                "each process quantizes its own piece of the FP8 moments in blocks (T-6): "
+                f"{found.path} has parallel.{key} {mesh[key][0]}; got {mesh[key][1]}. Resume on "
+                "the mesh that saved it."
             )
     _say_if_gradients_grow(found, config, backend)
     return found
 
 
 def _say_if_gradients_grow(found: Checkpoint, config: Config, backend: str) -> None:
-    """Say so where the ranks' grad_outputs become larger or smaller than delayed scaling has seen (K-2)."""
+    """Say so where the ranks' grad_outputs become larger or smaller than delayed scaling has seen
+    (K-2).
+    """
     before, now = (
-        one.parallel.sharing for one in (configs.from_dict(found.manifest["config"], source=str(found.path / "manifest.json")), config)
+        one.parallel.sharing
+        for one in (
+            configs.from_dict(found.manifest["config"], source=str(found.path / "manifest.json")),
+            config,
+        )
     )
-    delayed = config.numerics.attention_scaling == "delayed" or any(RECIPES[recipe].delayed for recipe in config.recipes)
+    delayed = config.numerics.attention_scaling == "delayed" or any(
+        RECIPES[recipe].delayed for recipe in config.recipes
+    )
     if backend == "torch" and delayed and before != now:
-        effect = "clips the largest in its first step" if now > before else "loses small ones until old amaxes leave its histories"
+        effect = (
+            "clips the largest in its first step"
+            if now > before
+            else "loses small ones until old amaxes leave its histories"
+        )
         console.say(
-            f"{found.path.name} is of {before} rank{'s' * (before > 1)} that shared the batch, and {now} read it: grad_outputs are "
-            f"{now / before:g} times as large as its amaxes, so delayed scaling {effect} (K-2)."
+            f"{found.path.name} is of {before} rank{'s' * (before > 1)} that shared the batch, "
+            f"and {now} read it: grad_outputs are {now / before:g} times as large as its "
+            f"amaxes, so delayed scaling {effect} (K-2)."
         )
 
 
 def lengthens(config: Config, manifest: dict, taken: int) -> bool:
-    """Whether a config has more steps than that of a manifest, and the steps that were taken have the same learning rates and recipes."""
-    before = configs.from_dict(manifest["config"], source=getattr(manifest, "source", "manifest.json"))
+    """Whether a config has more steps than that of a manifest, and the steps that were taken have
+    the same learning rates and recipes.
+    """
+    before = configs.from_dict(
+        manifest["config"], source=getattr(manifest, "source", "manifest.json")
+    )
     steps, entries = before.run.steps, config.numerics.schedule or ()
     return (
         config.run.steps > steps
         and all(
-            config.optimizer.learning_rate_at(step, config.run.steps) == before.optimizer.learning_rate_at(step, steps)
+            config.optimizer.learning_rate_at(step, config.run.steps)
+            == before.optimizer.learning_rate_at(step, steps)
             for step in range(taken)
         )
         and all(isinstance(begin, int) for begin, _ in entries)
@@ -272,13 +328,17 @@ def evaluated(data: Mapping) -> dict[str, str]:
     """{name: sha256} of the sets of data.evaluation, of a description of the data."""
     sets = data.get("evaluation")
     described = sets.items() if isinstance(sets, Mapping) else ()
-    return {name: str(about.get("sha256")) for name, about in described if isinstance(about, Mapping)}
+    return {
+        name: str(about.get("sha256")) for name, about in described if isinstance(about, Mapping)
+    }
 
 
 def changed(mine: dict, theirs: dict) -> dict:
     """{key: (mine, theirs)} where two manifests differ in what a resumed run may not change."""
     a, b = (
-        {key: one.get(key) for key in ("backend", "hardware")} | {"config": _without_paths(one.get("config"))} for one in (mine, theirs)
+        {key: one.get(key) for key in ("backend", "hardware")}
+        | {"config": _without_paths(one.get("config"))}
+        for one in (mine, theirs)
     )
     for one, manifest in ((a, mine), (b, theirs)):
         # a run before there was a sum of the model cannot be compared
@@ -286,24 +346,36 @@ def changed(mine: dict, theirs: dict) -> dict:
             one["sha256 of architecture.source"] = manifest["model"]["sha256"]
     decide = schedule.is_measured(mine["config"]["numerics"].get("schedule"))
     free = tuple(key for key in MAY_CHANGE if not (decide and key == "config.statistics."))
-    return {key: both for key, both in configs.differences(a, b).items() if not key.startswith(free)}
+    return {
+        key: both for key, both in configs.differences(a, b).items() if not key.startswith(free)
+    }
 
 
 def _described(config: Config, backend: str) -> dict:
     """What a manifest of this run would say, as far as ``changed`` compares it."""
     made = architecture.described(config)
-    return {"backend": backend, "config": configs.to_dict(config), "hardware": hardware.to_manifest(config), "model": made}
+    return {
+        "backend": backend,
+        "config": configs.to_dict(config),
+        "hardware": hardware.to_manifest(config),
+        "model": made,
+    }
 
 
 def _without_paths(config: dict | None) -> dict | None:
-    """A manifest's config, completed, with the weights of data.mixture and the names of data.evaluation alone."""
+    """A manifest's config, completed, with the weights of data.mixture and the names of
+    data.evaluation alone.
+    """
     if not isinstance(config, dict):
         return config
     whole = configs.completed(config)
     if whole is config:  # no config of this version
         return config
     kept = {"mixture": 1, "evaluation": 0}
-    data = {key: [pair[kept[key]] for pair in value] if key in kept else value for key, value in whole.get("data", {}).items()}
+    data = {
+        key: [pair[kept[key]] for pair in value] if key in kept else value
+        for key, value in whole.get("data", {}).items()
+    }
     return whole | {"data": data}
 
 

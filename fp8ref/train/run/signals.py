@@ -1,4 +1,6 @@
-"""What stops a run between steps: SIGTERM, which clusters send before they take a machine, and Ctrl-C."""
+"""What stops a run between steps: SIGTERM, which clusters send before they take a machine, and
+Ctrl-C.
+"""
 
 import contextlib
 import os
@@ -50,12 +52,16 @@ SAID = b"\nThe run stops after this step, when its state is saved. Ctrl-C again 
 
 @contextmanager
 def deferring_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """In this context the first Ctrl-C sets a flag and prints ``SAID``; the next one raises KeyboardInterrupt.
+    """In this context the first Ctrl-C sets a flag and prints ``SAID``; the next one raises
+    KeyboardInterrupt.
 
-    Yields a function that returns the flag. Does nothing outside the main thread, or where SIGINT has
-    another handler than Python's, such as none in a shell's background jobs.
+    Yields a function that returns the flag. Does nothing outside the main thread, or where SIGINT
+    has another handler than Python's, such as none in a shell's background jobs.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
         yield lambda: False
         return
     came = threading.Event()
@@ -63,7 +69,9 @@ def deferring_ctrl_c() -> Iterator[Callable[[], bool]]:
     def handler(*_) -> None:
         came.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with contextlib.suppress(OSError):  # whoever reads standard error may have ended of the same Ctrl-C
+        with contextlib.suppress(
+            OSError
+        ):  # whoever reads standard error may have ended of the same Ctrl-C
             os.write(2, SAID)  # not print: the signal may have come in the middle of one
 
     signal.signal(signal.SIGINT, handler)

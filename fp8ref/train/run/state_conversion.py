@@ -1,9 +1,11 @@
-"""A training state as another config keeps it: other layouts of moments and masters, other delayed scales (spec E-8).
+"""A training state as another config keeps it: other layouts of moments and masters, other delayed
+scales (spec E-8).
 
     source = Source(weights=trainer.weights(), moments=trainer.moments(), step=step)  # in float32
     other.adopt(converted(source, config, backend), step)
 
-An ablation (``ablation_start``) begins variants from one checkpoint whose own state has other names or formats.
+An ablation (``ablation_start``) begins variants from one checkpoint whose own state has other names
+or formats.
 """
 
 import math
@@ -36,8 +38,10 @@ class Source:
     moments  by ``train_state.MOMENTS``, then by parameter; {}: none was made yet, and all are 0.
     step     steps taken.
     delayed  states of delayed scaling that the run has.
-    casts    format and scaling of those states; one that the other config has otherwise is not taken. {}: as that has them.
-    amaxes   () -> {"<linear>/<role>": amax} of a batch, of which other states are made: as if every step before had them.
+    casts    format and scaling of those states; one that the other config has otherwise is not
+             taken. {}: as that has them.
+    amaxes   () -> {"<linear>/<role>": amax} of a batch, of which other states are made: as if every
+             step before had them.
     """
 
     weights: Mapping[str, np.ndarray]
@@ -51,8 +55,9 @@ class Source:
 def converted(source: Source, config: Config, backend: str) -> dict[str, np.ndarray]:
     """The arrays of a state of ``config`` by the names of ``train_state.schema``.
 
-    Order:    a moment in a layout is stored by the scale of its own amax, rounded to nearest even (O-7, O-8); a master likewise
-              (O-14). A delayed state is the source's; of a tensor without one, a history full of its amax.
+    Order:    a moment in a layout is stored by the scale of its own amax, rounded to nearest even
+              (O-7, O-8); a master likewise (O-14). A delayed state is the source's; of a tensor
+              without one, a history full of its amax.
     """
     found: dict[str, np.ndarray] = {}
     layout = config.optimizer.moment_layout
@@ -64,12 +69,24 @@ def converted(source: Source, config: Config, backend: str) -> dict[str, np.ndar
                 found[f"{one.name}.{name}"] = value
                 continue
             assert one.kept is not None
-            stored = sim_states.master(value, layout) if one.kept == 2 else _stored(value, layout.of(value.size), one.kept)
-            found |= {f"{one.name}.{name}.{key}": x for key, x in stored._asdict().items() if x is not None}
+            stored = (
+                sim_states.master(value, layout)
+                if one.kept == 2
+                else _stored(value, layout.of(value.size), one.kept)
+            )
+            found |= {
+                f"{one.name}.{name}.{key}": x
+                for key, x in stored._asdict().items()
+                if x is not None
+            }
     if backend == "jax":
         found[train_state.COUNT] = np.array(source.step, np.int32)
     states = _delayed(source, config)
-    module, fields = (".states", ("scale", "amax_history", "step")) if backend == "torch" else ("", ("stored", "amax_history", "step"))
+    module, fields = (
+        (".states", ("scale", "amax_history", "step"))
+        if backend == "torch"
+        else ("", ("stored", "amax_history", "step"))
+    )
     for name, state in states.items():
         linear, _, role = name.rpartition("/")
         prefix = f"{train_state.FP8}.{linear}{module}.{role}"
@@ -83,24 +100,38 @@ def _stored(x: np.ndarray, layout: Layout, which: int) -> sim_moments.MomentStat
     x = np.maximum(x, 0) if moment.root else x
     old = sim_moments.zeros(x.shape, moment)
     if moment.amax != "exact":
-        raise ValueError(f"a moment is converted by its own amax; layout {layout.name!r} has {moment.amax!r}. Use a layout of LAYOUTS.")
+        raise ValueError(
+            f"a moment is converted by its own amax; layout {layout.name!r} has "
+            f"{moment.amax!r}. Use a layout of LAYOUTS."
+        )
     with np.errstate(all="ignore"):
-        return sim_moments.store([(0, x.reshape(-1), x.reshape(-1))], old, moment, which, x.shape, _NO_STEP, None, layout)
+        return sim_moments.store(
+            [(0, x.reshape(-1), x.reshape(-1))], old, moment, which, x.shape, _NO_STEP, None, layout
+        )
 
 
 def _delayed(source: Source, config: Config) -> dict[str, tuple[np.ndarray, ...]]:
     """Every delayed state of a config."""
-    wanted = {f"{path}/{role}": how for (path, role), how in train_state.delayed_states(config).items()}
-    given = {name: state for name, state in source.delayed.items() if source.casts.get(name, wanted.get(name)) == wanted.get(name)}
+    wanted = {
+        f"{path}/{role}": how for (path, role), how in train_state.delayed_states(config).items()
+    }
+    given = {
+        name: state
+        for name, state in source.delayed.items()
+        if source.casts.get(name, wanted.get(name)) == wanted.get(name)
+    }
     amaxes = source.amaxes() if wanted.keys() - given.keys() else {}
     if absent := sorted(wanted.keys() - given.keys() - amaxes.keys()):
         raise ConfigError(
-            f"a delayed state goes on from the checkpoint's, or from an amax; got neither of {absent[0]}. Use another recipe."
+            "a delayed state goes on from the checkpoint's, or from an amax; got neither of "
+            f"{absent[0]}. Use another recipe."
         )
     return {name: given.get(name) or _full_of(amaxes[name], *how) for name, how in wanted.items()}
 
 
 def _full_of(amax: float, fmt: Format, how: DelayedScaling) -> tuple[np.ndarray, ...]:
     """A state whose history is full of one amax, after one update."""
-    state = sim_delayed.update(sim_delayed.init(how), sim_delayed.observe(np.float32(amax)), config=how, fmt=fmt)
+    state = sim_delayed.update(
+        sim_delayed.init(how), sim_delayed.observe(np.float32(amax)), config=how, fmt=fmt
+    )
     return state.stored, np.full_like(state.amax_history, np.float32(amax)), state.step

@@ -67,7 +67,9 @@ class TensorBoard:
     def step(self, metrics: dict) -> None:
         """Write each number of a step as a scalar."""
         if self._writer is None:
-            self._writer = _package("tensorboard").SummaryWriter(str(self._folder), purge_step=metrics["step"])
+            self._writer = _package("tensorboard").SummaryWriter(
+                str(self._folder), purge_step=metrics["step"]
+            )
         for key, value in metrics.items():
             if key != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(key, value, metrics["step"])
@@ -85,11 +87,18 @@ class WandB:
     """
 
     def __init__(self, config: Config, out: Path) -> None:
-        self._run = _package("wandb").init(project=config.log.wandb, name=out.resolve().name, dir=str(out), config=configs.to_dict(config))
+        self._run = _package("wandb").init(
+            project=config.log.wandb,
+            name=out.resolve().name,
+            dir=str(out),
+            config=configs.to_dict(config),
+        )
 
     def step(self, metrics: dict) -> None:
         """Log all metrics of a step."""
-        self._run.log({key: value for key, value in metrics.items() if key != "step"}, step=metrics["step"])
+        self._run.log(
+            {key: value for key, value in metrics.items() if key != "step"}, step=metrics["step"]
+        )
 
     def close(self, failed: bool) -> None:
         """End the run, with exit code 1 if it failed."""
@@ -161,7 +170,10 @@ def attach(run: Log, config: Config, out: Path, *, overwrite: bool = False) -> L
         if config.log.tensorboard:
             trackers.append(TensorBoard(out / EVENTS))
         if config.log.wandb:
-            starting, remedy = f"log.wandb {config.log.wandb!r}", "Set WANDB_MODE=offline, or leave it out."
+            starting, remedy = (
+                f"log.wandb {config.log.wandb!r}",
+                "Set WANDB_MODE=offline, or leave it out.",
+            )
             trackers.append(WandB(config, out))
     except Exception as error:
         run.status("failed", error=f"{type(error).__name__}: {error}")
@@ -176,5 +188,6 @@ def _package(key: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"log.{key} needs the package {name}, which is not installed ({error}). Install it with: pip install {name}. Or leave it out."
+            f"log.{key} needs the package {name}, which is not installed ({error}). Install it "
+            f"with: pip install {name}. Or leave it out."
         ) from error

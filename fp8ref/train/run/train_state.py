@@ -2,20 +2,26 @@
 
 Both backends share this declaration.
 
-    model.<parameter>                    the float32 master; under a layout with masters (O-14) the fields of a narrower one
+    model.<parameter>                    the float32 master; under a layout with masters (O-14) the
+                                         fields of a narrower one
     exp_avg.<parameter>                  AdamW's first moment; exp_avg_sq.<parameter> is its second
-    fp8.<linear>.<role>.<field>          JAX: a delayed-scaling state. PyTorch names its module, <linear>.states.<role>. A layer's
-                                         attention is <layer>.self_attn
-    exp_avg.<parameter>.<field>          under ``adamw_states``, in place of a moment: the fields of its layout (O-1)
-    count                                JAX: steps taken. PyTorch restores them from the manifest's step
-    mu.<linear>.weight                   the automatic factor of a gradient in FP8 (P-22). A state is read with it or without, as meshes differ
+    fp8.<linear>.<role>.<field>          JAX: a delayed-scaling state. PyTorch names its module,
+                                         <linear>.states.<role>. A layer's attention is
+                                         <layer>.self_attn
+    exp_avg.<parameter>.<field>          under ``adamw_states``, in place of a moment: the fields of
+                                         its layout (O-1)
+    count                                JAX: steps taken. PyTorch restores them from the manifest's
+                                         step
+    mu.<linear>.weight                   the automatic factor of a gradient in FP8 (P-22). A state
+                                         is read with it or without, as meshes differ
 
-{jax,torch}/optimizer.py makes, changes and names what each parameter has, for the trainer's own models and for those of users.
-``Step.tensors`` adds the rest, and ``Store`` of {jax,torch}/checkpoint.py writes and reads all by these names. The loop compares
-``disk_bytes`` with the free disk space; ``estimate.memory`` counts the bytes on a device.
+{jax,torch}/optimizer.py makes, changes and names what each parameter has, for the trainer's own
+models and for those of users. ``Step.tensors`` adds the rest, and ``Store`` of
+{jax,torch}/checkpoint.py writes and reads all by these names. The loop compares ``disk_bytes`` with
+the free disk space; ``estimate.memory`` counts the bytes on a device.
 
-docs/how-to/checkpoints.md, "Keep another tensor for each parameter", adds a moving average of the weights: in this file and both
-optimizers.
+docs/how-to/checkpoints.md, "Keep another tensor for each parameter", adds a moving average of the
+weights: in this file and both optimizers.
 """
 
 import math
@@ -49,8 +55,8 @@ class PerParameter:
     name    on disk, before the parameter's name.
     label   in the memory table of a dry run; tensors of one label share a line.
     moment  whether it is one of AdamW's two moments, which ``adamw_fp8`` keeps in FP8 (T-6).
-    kept    under ``adamw_states``, its index in ``Layout.kept`` of fp8ref/spec/states/layouts.py: 0 the first moment, 1 the second,
-            2 the master. None: it stays float32 under every layout.
+    kept    under ``adamw_states``, its index in ``Layout.kept`` of fp8ref/spec/states/layouts.py: 0
+            the first moment, 1 the second, 2 the master. None: it stays float32 under every layout.
     """
 
     name: str
@@ -58,21 +64,28 @@ class PerParameter:
     moment: bool = False
     kept: int | None = None
 
-    def device_bytes(self, elements: int, optimizer: OptimizerConfig, whole: int | None = None) -> int:
+    def device_bytes(
+        self, elements: int, optimizer: OptimizerConfig, whole: int | None = None
+    ) -> int:
         """Bytes on a device that holds so many elements of a parameter.
 
-        whole  the elements of the whole parameter, to which the scales of ``adamw_states`` belong; None: as many.
+        whole  the elements of the whole parameter, to which the scales of ``adamw_states`` belong;
+               None: as many.
         """
         size = whole or elements
         stored = self.stored(optimizer, size)
         if stored is not None:
             return stored.stored_bytes(size) - (size - elements) * stored.fmt.bits // 8
         if self.moment and optimizer.kind == "adamw_fp8" and moments_in_fp8(elements):
-            return elements + 4 * elements // FP8_BLOCK  # a code for each element, and a float32 scale for each block
+            return (
+                elements + 4 * elements // FP8_BLOCK
+            )  # a code for each element, and a float32 scale for each block
         return 4 * elements
 
     def stored(self, optimizer: OptimizerConfig, elements: int) -> Moment | None:
-        """How ``adamw_states`` stores it, of a parameter of so many elements; None: as one tensor of float32."""
+        """How ``adamw_states`` stores it, of a parameter of so many elements; None: as one tensor
+        of float32.
+        """
         layout = optimizer.moment_layout
         if layout is None or self.kept is None or self.kept >= len(layout.kept):
             return None
@@ -101,7 +114,12 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return math.prod(self.shape) * {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}[self.dtype]
+        return (
+            math.prod(self.shape)
+            * {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}[
+                self.dtype
+            ]
+        )
 
 
 def schema(config: Config, backend: str) -> dict[str, Tensor]:
@@ -117,7 +135,10 @@ def schema(config: Config, backend: str) -> dict[str, Tensor]:
             if stored is None:
                 found[f"{one.name}.{name}"] = Tensor(shape, "float32")
             else:
-                found |= {f"{one.name}.{name}.{field}": tensor for field, tensor in _fields(stored, shape).items()}
+                found |= {
+                    f"{one.name}.{name}.{field}": tensor
+                    for field, tensor in _fields(stored, shape).items()
+                }
     if backend == "jax":
         found[COUNT] = Tensor((), "int32")
     if config.parallel.auto_scale is not None:
@@ -126,15 +147,22 @@ def schema(config: Config, backend: str) -> dict[str, Tensor]:
 
 
 def check_master(name: str, dtype: np.dtype) -> None:
-    """ConfigError unless a saved master holds numbers of a float type: an integer's bits are no weight."""
+    """ConfigError unless a saved master holds numbers of a float type: an integer's bits are no
+    weight.
+    """
     if dtype.kind in "biuc":
-        raise ConfigError(f"{name} is a float in every layout, and {dtype} in the checkpoint. Load a state that fp8ref wrote.")
+        raise ConfigError(
+            f"{name} is a float in every layout, and {dtype} in the checkpoint. Load a state "
+            "that fp8ref wrote."
+        )
 
 
 def weight(codes: np.ndarray, scale_inv: np.ndarray | None) -> np.ndarray:
-    """The float32 weight that a stored master is worth (O-14): code x ``scale_inv``, +0 where it is tiny.
+    """The float32 weight that a stored master is worth (O-14): code x ``scale_inv``, +0 where it is
+    tiny.
 
-    >>> weight(np.float16([3, -1, 6e-8]), np.float32(2.0**-110)).tolist() == [3 * 2.0**-110, -(2.0**-110), 0.0]
+    >>> w = weight(np.float16([3, -1, 6e-8]), np.float32(2.0**-110))
+    >>> w.tolist() == [3 * 2.0**-110, -(2.0**-110), 0.0]
     True
     """
     w = codes.astype(np.float32)
@@ -157,10 +185,14 @@ def _fields(moment: Moment, shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
-    """The part of the schema that delayed scaling keeps (spec H-2), in any phase of a schedule (T-9)."""
+    """The part of the schema that delayed scaling keeps (spec H-2), in any phase of a schedule
+    (T-9).
+    """
     # The field names are those of each backend's DelayedState; torch.nn registers the states of a
     # linear under ``states``.
-    module, scale, count = (".states", "scale", "int64") if backend == "torch" else ("", "stored", "int32")
+    module, scale, count = (
+        (".states", "scale", "int64") if backend == "torch" else ("", "stored", "int32")
+    )
     found: dict[str, Tensor] = {}
     for (path, role), (_, delayed) in delayed_states(config).items():
         prefix = f"{FP8}.{path}{module}.{role}"
@@ -171,17 +203,24 @@ def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
 
 
 def delayed_states(config: Config) -> dict[tuple[str, str], tuple[Format, DelayedScaling]]:
-    """{(linear or a layer's attention, role): its format and scaling} of every state of delayed scaling, in any phase."""
+    """{(linear or a layer's attention, role): its format and scaling} of every state of delayed
+    scaling, in any phase.
+    """
     decisions = (d for recipe in config.recipes for d in config.under(recipe).decisions())
     keepers: list[tuple[str, Mapping]] = [(d.path, delayed_casts(d.recipe)) for d in decisions]
-    return {(path, role): how for path, casts in keepers + list(config.attention_casts.items()) for role, how in casts.items()}
+    return {
+        (path, role): how
+        for path, casts in keepers + list(config.attention_casts.items())
+        for role, how in casts.items()
+    }
 
 
 def interchangeable(a: Config, b: Config, backend: str) -> bool:
-    """Whether a state of one config is one of the other as it is: names, shapes, and what the stored numbers mean.
+    """Whether a state of one config is one of the other as it is: names, shapes, and what the
+    stored numbers mean.
 
-    A schema names codes by their bits alone. So formats, roots and scalings of moments and masters are compared too, and
-    the formats of delayed states.
+    A schema names codes by their bits alone. So formats, roots and scalings of moments and masters
+    are compared too, and the formats of delayed states.
     """
 
     def meant(config: Config) -> list:
@@ -212,7 +251,11 @@ def flat(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Nested names joined by dots: {"model": {"norm.weight": x}} -> {"model.norm.weight": x}."""
     found: dict[str, Any] = {}
     for name, value in tensors.items():
-        found |= {f"{name}.{rest}": x for rest, x in flat(value).items()} if isinstance(value, Mapping) else {name: value}
+        found |= (
+            {f"{name}.{rest}": x for rest, x in flat(value).items()}
+            if isinstance(value, Mapping)
+            else {name: value}
+        )
     return found
 
 
@@ -224,4 +267,6 @@ def logical(name: str) -> str:
 def check(tensors: Mapping[str, Any], config: Config, backend: str) -> None:
     """AssertionError unless the nested ``tensors`` have exactly the names of the schema."""
     mine, declared = {logical(name) for name in flat(tensors)}, schema(config, backend).keys()
-    assert mine == declared, f"train_state.schema and {backend}.step disagree on {sorted(mine ^ declared)}"
+    assert mine == declared, (
+        f"train_state.schema and {backend}.step disagree on {sorted(mine ^ declared)}"
+    )

@@ -69,8 +69,9 @@ class Trainer(Protocol):
     def observe(self, tokens: np.ndarray, observer, attention=None) -> None:
         """Run one forward and backward pass.
 
-        Each FP8 GEMM calls observer(layer, gemm, a, b, out); each pass of attention by a variant calls attention(layer, phase,
-        arrays), if given, with what it made (``attention.products.SHOWN``).
+        Each FP8 GEMM calls observer(layer, gemm, a, b, out); each pass of attention by a variant
+        calls attention(layer, phase, arrays), if given, with what it made
+        (``attention.products.SHOWN``).
         """
         ...
 
@@ -78,14 +79,16 @@ class Trainer(Protocol):
         """Quantization statistics of every FP8 operand of a batch (Q-8); no state changes."""
         ...
 
-    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
-        """The results of ``step`` and of ``statistics`` on one batch, and the health of the states that
-        the step made, by parameter (Q-12); none of an optimizer without a layout."""
+    def measured_step(
+        self, tokens: np.ndarray
+    ) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
+        """The results of ``step`` and of ``statistics`` on one batch, and the health of the states
+        that the step made, by parameter (Q-12); none of an optimizer without a layout."""
         ...
 
     def gradient_factors(self) -> dict[str, dict[str, float]]:
-        """Of each linear whose gradient is exchanged in FP8 by an automatic mu: mu after the last step, and the elements that
-        its casts saturated (P-22)."""
+        """Of each linear whose gradient is exchanged in FP8 by an automatic mu: mu after the last
+        step, and the elements that its casts saturated (P-22)."""
         ...
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:

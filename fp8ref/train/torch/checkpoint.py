@@ -24,7 +24,12 @@ from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.run import train_state
 
-COPYING = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+COPYING = StagingOptions(
+    use_pinned_memory=False,
+    use_shared_memory=False,
+    use_async_staging=False,
+    use_non_blocking_copy=False,
+)
 """How a save copies tensors to host memory: all at once, into memory that is neither pinned nor
 shared."""
 
@@ -75,37 +80,59 @@ class Store:
         try:
             entries = reader.read_metadata().state_dict_metadata.items()
             saved = {name: tuple(found.size) for name, found in entries}  # type: ignore[union-attr]
-        except Exception as error:  # dcp and safetensors raise all kinds of errors for headers that dcp did not write
-            raise ConfigError(f"{directory} cannot be read ({error}). Put its files back.") from error
+        except Exception as error:
+            # dcp and safetensors raise all kinds of errors for headers that dcp did not write
+            raise ConfigError(
+                f"{directory} cannot be read ({error}). Put its files back."
+            ) from error
         self._check(saved, tensors)
         with _as_os_error():
-            dcp.load({name: tensor for name, tensor in tensors.items() if name in saved}, storage_reader=reader, process_group=self._group)
+            dcp.load(
+                {name: tensor for name, tensor in tensors.items() if name in saved},
+                storage_reader=reader,
+                process_group=self._group,
+            )
         for name in tensors.keys() - saved.keys():  # mu alone
             tensors[name].fill_(1)
 
-    def _check(self, saved: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check(
+        self, saved: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
         mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         other_ranks = {name for name in saved if train_state.logical(name) != name}
         for name in sorted((saved.keys() - other_ranks) ^ (mine.keys() - other_ranks)):
             if name.startswith(f"{train_state.MU}."):
                 continue
-            where = "is not in the checkpoint" if name in mine else "is in the checkpoint, and not in this model"
-            raise ConfigError(f"{name} {where}. Load a state of the same model, recipe, optimizer and, under adamw_fp8, parallel.* keys.")
+            where = (
+                "is not in the checkpoint"
+                if name in mine
+                else "is in the checkpoint, and not in this model"
+            )
+            raise ConfigError(
+                f"{name} {where}. Load a state of the same model, recipe, optimizer and, under "
+                "adamw_fp8, parallel.* keys."
+            )
         for name, shape in mine.items():
             if saved.get(name, shape) != shape:
                 raise ConfigError(
-                    f"{name} is {list(shape)} here and {list(saved[name])} in the checkpoint. Load a state of the same model."
+                    f"{name} is {list(shape)} here and {list(saved[name])} in the checkpoint. "
+                    "Load a state of the same model."
                 )
 
 
-def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:
+def weights(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, np.ndarray]]:
     """The weights of a saved state, one after the other: (name, float32 array), in this process.
 
-    Each file's header is read once; a tensor is read when it is asked for. Of stored masters, what they are worth (O-14).
+    Each file's header is read once; a tensor is read when it is asked for. Of stored masters, what
+    they are worth (O-14).
     Raises:   ConfigError: the saved weights have other names or shapes, or parts of one are
               missing.
     """
-    parts: dict[str, dict[tuple[int, ...], safe_open]] = {}  # {tensor: {offsets of a part: its file}}
+    parts: dict[
+        str, dict[tuple[int, ...], safe_open]
+    ] = {}  # {tensor: {offsets of a part: its file}}
     with contextlib.ExitStack() as stack:
         for path in sorted(directory.glob("*.safetensors")):
             file = stack.enter_context(safe_open(path, framework="np"))
@@ -114,11 +141,20 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
                 for key in file.keys():  # noqa: SIM118, no mapping
                     parts.setdefault(key, {})[tuple(begins[key]["saved_offsets"])] = file
             except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{path} does not say which parts of tensors it holds ({error}). Put the file back.") from error
+                raise ConfigError(
+                    f"{path} does not say which parts of tensors it holds ({error}). Put the "
+                    "file back."
+                ) from error
         for name, shape in shapes.items():
             value, filled = np.empty(shape, np.float32), 0
             key = f"{train_state.MASTERS}.{name}"
-            scale_inv = next((file.get_tensor(f"{key}.scale_inv") for file in parts.get(f"{key}.scale_inv", {}).values()), None)
+            scale_inv = next(
+                (
+                    file.get_tensor(f"{key}.scale_inv")
+                    for file in parts.get(f"{key}.scale_inv", {}).values()
+                ),
+                None,
+            )
             key = key if key in parts else f"{key}.codes"
             for begin, file in parts.get(key, {}).items():
                 part = file.get_tensor(key)
@@ -126,12 +162,18 @@ def weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
                     train_state.check_master(name, part.dtype)
                 place = tuple(slice(i, i + n) for i, n in zip(begin, part.shape, strict=True))
                 if value[place].shape != part.shape:
-                    raise ConfigError(f"{name} is {list(shape)} here and larger in the checkpoint. Load a state of the same model.")
-                value[place] = train_state.weight(part, scale_inv) if key.endswith(".codes") else part
+                    raise ConfigError(
+                        f"{name} is {list(shape)} here and larger in the checkpoint. Load a "
+                        "state of the same model."
+                    )
+                value[place] = (
+                    train_state.weight(part, scale_inv) if key.endswith(".codes") else part
+                )
                 filled += part.size
             if filled != value.size:
                 raise ConfigError(
-                    f"{name} has {value.size} elements here, of which the checkpoint holds {filled}. Load a state of the same model."
+                    f"{name} has {value.size} elements here, of which the checkpoint holds "
+                    f"{filled}. Load a state of the same model."
                 )
             yield name, value
 

@@ -30,12 +30,23 @@ class FailureStore:
     kept_by_first: whether process 0 hosts the store.
     """
 
-    def __init__(self, store: distributed.TCPStore, rank: int, ranks: int, *, kept_by_first: bool) -> None:
-        self._store, self._rank, self._ranks, self._kept_by_first = store.clone(), rank, ranks, kept_by_first  # type: ignore[attr-defined]
+    def __init__(
+        self, store: distributed.TCPStore, rank: int, ranks: int, *, kept_by_first: bool
+    ) -> None:
+        self._store, self._rank, self._ranks, self._kept_by_first = (
+            store.clone(),  # type: ignore[attr-defined]
+            rank,
+            ranks,
+            kept_by_first,
+        )
 
     def report(self, error: BaseException) -> None:
         """Report the error that ends this process."""
-        self._post(cause="Ctrl-C" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}")
+        self._post(
+            cause="Ctrl-C"
+            if isinstance(error, KeyboardInterrupt)
+            else f"{type(error).__name__}: {error}"
+        )
 
     def diagnose(self, *, waited: bool, timeout_s: int) -> str:
         """Which process is gone, and why: a sentence for the user.
@@ -49,7 +60,11 @@ class FailureStore:
         reports, store = self._collect() if self._post(waited=waited) else ({}, "fails")
         if self._kept_by_first and self._rank == 0:
             time.sleep(LINGER)
-        causes = [f"process {rank} ended: {report['cause']}" for rank, report in sorted(reports.items()) if "cause" in report]
+        causes = [
+            f"process {rank} ended: {report['cause']}"
+            for rank, report in sorted(reports.items())
+            if "cause" in report
+        ]
         if causes:
             return "; ".join(causes)
         silent = [rank for rank in range(self._ranks) if rank != self._rank and rank not in reports]
@@ -59,7 +74,10 @@ class FailureStore:
             return "no process ended, but their connection broke"
         who = f"process {' and '.join(map(str, silent))}"
         if waited or store == "hangs" or any(report["waited"] for report in reports.values()):
-            return f"{who} did not answer within {timeout_s} s (parallel.timeout_s): it hangs, or is slower than that"
+            return (
+                f"{who} did not answer within {timeout_s} s (parallel.timeout_s): it hangs, or "
+                "is slower than that"
+            )
         if store == "fails":
             return f"{who} is gone; its output, if any, shows why"
         return f"{who} ended without a message: killed, perhaps because memory ran out"
@@ -84,17 +102,25 @@ class FailureStore:
             with contextlib.suppress(distributed.DistError):
                 for turn in itertools.count():
                     for rank in range(self._ranks):
-                        if rank != self._rank and rank not in found and self._store.check([_key(rank)]):
+                        if (
+                            rank != self._rank
+                            and rank not in found
+                            and self._store.check([_key(rank)])
+                        ):
                             found[rank] = json.loads(self._store.get(_key(rank)))
                     answered.set()
-                    if any("cause" in report for report in found.values()) or (len(found) >= self._ranks - 2 and turn >= TURNS):
+                    if any("cause" in report for report in found.values()) or (
+                        len(found) >= self._ranks - 2 and turn >= TURNS
+                    ):
                         return
                     time.sleep(0.02)
 
         polling = threading.Thread(target=poll, daemon=True)
         polling.start()
         polling.join(SECONDS)
-        return dict(found), "answers" if answered.is_set() else "hangs" if polling.is_alive() else "fails"
+        return dict(
+            found
+        ), "answers" if answered.is_set() else "hangs" if polling.is_alive() else "fails"
 
 
 def _key(rank: int) -> str:

@@ -1,5 +1,5 @@
-"""AdamW for PyTorch: torch's, torch's fused, torchao's in FP8, or fp8ref's with the moments and masters of a
-layout (spec T-1, T-6)."""
+"""AdamW for PyTorch: torch's, torch's fused, torchao's in FP8, or fp8ref's with the moments and
+masters of a layout (spec T-1, T-6)."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -33,7 +33,12 @@ def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.opti
         from torchao.optim import AdamWFp8
 
         return AdamWFp8(groups, betas=betas, eps=config.eps)
-    return torch.optim.AdamW(groups, betas=betas, eps=config.eps, **{"fused" if config.kind == "adamw_fused" else "foreach": True})
+    return torch.optim.AdamW(
+        groups,
+        betas=betas,
+        eps=config.eps,
+        **{"fused" if config.kind == "adamw_fused" else "foreach": True},
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -54,8 +59,14 @@ def skips(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer.defaults.get("fused"))
 
 
-def step(optimizer: torch.optim.Optimizer, finite: torch.Tensor, lr: float, measured: health.Found | None = None) -> None:
-    """Take a step at this learning rate, or change nothing if the optimizer ``skips`` and a flag () on the device is false.
+def step(
+    optimizer: torch.optim.Optimizer,
+    finite: torch.Tensor,
+    lr: float,
+    measured: health.Found | None = None,
+) -> None:
+    """Take a step at this learning rate, or change nothing if the optimizer ``skips`` and a flag ()
+    on the device is false.
 
     measured  filled with the health of the states of a layout that the step makes (spec O-12).
     """
@@ -74,17 +85,26 @@ def step(optimizer: torch.optim.Optimizer, finite: torch.Tensor, lr: float, meas
 def gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """The gradients of all parameters that are trained.
 
-    One that no pass of the step used gets zeros, so that the steps of all parameters count alike (T-1):
-    torch's optimizers would pass it by, and a checkpoint holds one count. One that is still a sum over
-    ranks, as of norms under sequence parallelism, is summed: its norm is not that of its terms (T-2).
+    One that no pass of the step used gets zeros, so that the steps of all parameters count alike
+    (T-1): torch's optimizers would pass it by, and a checkpoint holds one count. One that is still
+    a sum over ranks, as of norms under sequence parallelism, is summed: its norm is not that of its
+    terms (T-2).
     """
     trained = [p for p in params if p.requires_grad]
     for p in trained:
         if p.grad is None:
             dtype = p.grad_dtype or p.dtype
             whole = isinstance(p, DTensor)
-            p.grad = torch.zeros_like(p, dtype=dtype) if whole else torch.zeros(p.shape, dtype=dtype, device=p.device)
-        elif isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
+            p.grad = (
+                torch.zeros_like(p, dtype=dtype)
+                if whole
+                else torch.zeros(p.shape, dtype=dtype, device=p.device)
+            )
+        elif (
+            isinstance(p.grad, DTensor)
+            and isinstance(p, DTensor)
+            and p.grad.placements != p.placements
+        ):
             p.grad = p.grad.redistribute(placements=p.placements)
     return [p.grad for p in trained if p.grad is not None]
 
@@ -100,13 +120,22 @@ def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
     for p in _parameters(optimizer):
         state = optimizer.state[p]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")
-            state |= {key: _zeros_in_fp8(p) if _takes_fp8(optimizer, p) else torch.zeros_like(p, requires_grad=False) for key in MOMENTS}
+            state["step"] = torch.zeros(
+                (), dtype=torch.float32, device=p.device if fused else "cpu"
+            )
+            state |= {
+                key: _zeros_in_fp8(p)
+                if _takes_fp8(optimizer, p)
+                else torch.zeros_like(p, requires_grad=False)
+                for key in MOMENTS
+            }
         if step is not None:
             state["step"].fill_(step)
 
 
-def tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, dict[str, torch.Tensor]]]:
+def tensors(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[nn.Parameter, str, dict[str, torch.Tensor]]]:
     """(parameter, name of the moment, what a checkpoint holds of it by suffix of its name) of all
     moments that exist, and of masters in the state."""
     if not isinstance(optimizer, states.AdamW):
@@ -115,12 +144,17 @@ def tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, st
     for p in _parameters(optimizer):
         of = {MASTERS: "master"} if states.keeps_apart(optimizer.layout) else {}
         for key, prefix in (of | dict(zip(MOMENTS, ("m", "v"), strict=True))).items():
-            fields = {field: optimizer.state[p].get(f"{prefix}_{field}") for field in states.MomentState._fields}
+            fields = {
+                field: optimizer.state[p].get(f"{prefix}_{field}")
+                for field in states.MomentState._fields
+            }
             yield p, key, {f".{field}": x for field, x in fields.items() if x is not None}
 
 
 def masters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """(parameter, its float32 weight): the parameter itself, or what a master in the state is worth (O-14)."""
+    """(parameter, its float32 weight): the parameter itself, or what a master in the state is worth
+    (O-14).
+    """
     for p in _parameters(optimizer):
         if not isinstance(optimizer, states.AdamW) or not states.keeps_apart(optimizer.layout):
             yield p, p.detach()
@@ -129,14 +163,18 @@ def masters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, to
 
 
 def moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
-    """(parameter, name of the moment, moment) of all moments that exist, but not of ``states.AdamW``."""
+    """(parameter, name of the moment, moment) of all moments that exist, but not of
+    ``states.AdamW``.
+    """
     for p in _parameters(optimizer):
-        yield from ((p, key, optimizer.state[p][key]) for key in MOMENTS if key in optimizer.state[p])
+        yield from (
+            (p, key, optimizer.state[p][key]) for key in MOMENTS if key in optimizer.state[p]
+        )
 
 
 def values(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
-    """(parameter, name of the moment, its float32 numbers as the next step reads them) of all moments
-    that exist."""
+    """(parameter, name of the moment, its float32 numbers as the next step reads them) of all
+    moments that exist."""
     if not isinstance(optimizer, states.AdamW):
         for p, key, x in moments(optimizer):
             piece = local_part(x)
@@ -193,7 +231,9 @@ def _whole_of(piece: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
     """A tensor cut as a parameter is, of this rank's piece."""
     if not isinstance(p, DTensor):
         return piece
-    return DTensor.from_local(piece, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    return DTensor.from_local(
+        piece, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
 
 
 class GradientNorm:
@@ -213,7 +253,9 @@ class GradientNorm:
         result.
         """
         held = [g for g in grads if local_part(g).numel()]
-        squares = torch.stack(torch._foreach_norm([local_part(g) for g in held], 2, torch.float64)).square()
+        squares = torch.stack(
+            torch._foreach_norm([local_part(g) for g in held], 2, torch.float64)
+        ).square()
         # ranks that hold the same piece, whose squares are counted once
         copies = self._on_device(squares.device, tuple(self._copies(g) for g in held))
         return of_ranks((squares / copies).sum(), self._mesh).sum().sqrt().float()
@@ -227,7 +269,11 @@ class GradientNorm:
     def _copies(self, x: torch.Tensor) -> int:
         if not isinstance(x, DTensor):
             return 1
-        cut = math.prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if not placement.is_replicate())
+        cut = math.prod(
+            x.device_mesh.size(i)
+            for i, placement in enumerate(x.placements)
+            if not placement.is_replicate()
+        )
         return self._devices // cut
 
 
@@ -245,6 +291,7 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
         if moment.shape != piece.shape or in_fp8(moment) != expected:
             formats = {True: "FP8", False: "float32"}
             raise ValueError(
-                f"{key} of a parameter whose piece here is {tuple(piece.shape)} is {formats[expected]} of that shape; got "
-                f"{formats[in_fp8(moment)]} {tuple(moment.shape)}. Load states into the sharding that saved them."
+                f"{key} of a parameter whose piece here is {tuple(piece.shape)} is "
+                f"{formats[expected]} of that shape; got {formats[in_fp8(moment)]} "
+                f"{tuple(moment.shape)}. Load states into the sharding that saved them."
             )

@@ -31,10 +31,16 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Processes:
-    """The processes that ``join`` connected; implements ``fp8ref.train.run.processes.Processes``."""
+    """The processes that ``join`` connected; implements
+    ``fp8ref.train.run.processes.Processes``.
+    """
 
     def __init__(self, failures: FailureStore, timeout_s: int) -> None:
-        self._failures, self._timeout_s, self.first = failures, timeout_s, distributed.get_rank() == 0
+        self._failures, self._timeout_s, self.first = (
+            failures,
+            timeout_s,
+            distributed.get_rank() == 0,
+        )
 
     @contextmanager
     def naming_lost_processes(self) -> Iterator[None]:
@@ -48,11 +54,15 @@ class Processes:
             if not _lost(error):
                 self._failures.report(error)
                 raise
-            why = self._failures.diagnose(waited=re.search("timed? ?out", str(error), re.IGNORECASE) is not None, timeout_s=self._timeout_s)
+            why = self._failures.diagnose(
+                waited=re.search("timed? ?out", str(error), re.IGNORECASE) is not None,
+                timeout_s=self._timeout_s,
+            )
             # drop gloo's source location and its advice, which do not help a user
             shown = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0]).split(". ")[0]
             raise LostProcessError(
-                f"process {distributed.get_rank()} stops: {why}. Start all processes again. The error here was: {shown}"
+                f"process {distributed.get_rank()} stops: {why}. Start all processes again. The "
+                f"error here was: {shown}"
             ) from error
 
     def gather(self, value: Any) -> list:
@@ -71,12 +81,20 @@ def join(timeout_s: int) -> Processes:
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"--distributed is for processes that torchrun starts: torchrun --nproc-per-node 2 -m fp8ref train ...; not set: {', '.join(missing)}."
+            "--distributed is for processes that torchrun starts: torchrun --nproc-per-node 2 "
+            f"-m fp8ref train ...; not set: {', '.join(missing)}."
         )
     rank, ranks, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    if not (rank.isdecimal() and ranks.isdecimal() and port.isdecimal() and int(rank) < int(ranks) and int(port) < 2**16):
+    if not (
+        rank.isdecimal()
+        and ranks.isdecimal()
+        and port.isdecimal()
+        and int(rank) < int(ranks)
+        and int(port) < 2**16
+    ):
         raise ConfigError(
-            f"RANK must be below WORLD_SIZE, and MASTER_PORT must be a port; got {rank}, {ranks} and {port}. torchrun sets all of them."
+            f"RANK must be below WORLD_SIZE, and MASTER_PORT must be a port; got {rank}, "
+            f"{ranks} and {port}. torchrun sets all of them."
         )
     # Both warnings are harmless here: nothing writes into a module's results, and whole weights are
     # gathered rarely.
@@ -92,21 +110,35 @@ def join(timeout_s: int) -> Processes:
     _reach(timeout_s)
     try:
         store, index, count = next(distributed.rendezvous("env://", timeout=timeout))
-        failures = FailureStore(store, index, count, kept_by_first=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+        failures = FailureStore(
+            store,
+            index,
+            count,
+            kept_by_first=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        )
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         distributed.init_process_group(
-            backend, store=distributed.PrefixStore("groups", store), rank=index, world_size=count, timeout=timeout
+            backend,
+            store=distributed.PrefixStore("groups", store),
+            rank=index,
+            world_size=count,
+            timeout=timeout,
         )
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"the run's processes did not connect: {error} Start all processes, with one MASTER_ADDR and MASTER_PORT."
+            f"the run's processes did not connect: {error} Start all processes, with one "
+            "MASTER_ADDR and MASTER_PORT."
         ) from error
     return Processes(failures, timeout_s)
 
 
 def _reach(timeout_s: int) -> None:
     """Wait until process 0 listens. torch would print pages of C++ frames if it does not."""
-    address, until, why = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), time.monotonic() + timeout_s, ""
+    address, until, why = (
+        (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]),
+        time.monotonic() + timeout_s,
+        "",
+    )
     while os.environ["RANK"] != "0" and time.monotonic() < until:
         try:
             socket.create_connection(address, timeout_s).close()
@@ -116,8 +148,9 @@ def _reach(timeout_s: int) -> None:
             time.sleep(0.1)
     if why:
         raise ConfigError(
-            f"process 0 does not listen at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]} within {timeout_s} s (parallel.timeout_s): {why}. "
-            "Start all processes, with one MASTER_ADDR and MASTER_PORT."
+            f"process 0 does not listen at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]} "
+            f"within {timeout_s} s (parallel.timeout_s): {why}. Start all processes, with one "
+            "MASTER_ADDR and MASTER_PORT."
         )
 
 
@@ -126,7 +159,9 @@ def _lost(error: BaseException) -> bool:
 
     A DistError, or gloo's RuntimeError.
     """
-    return isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    return isinstance(error, distributed.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
 
 
 def leave(code: int) -> NoReturn:
@@ -135,7 +170,9 @@ def leave(code: int) -> NoReturn:
     A normal exit of the interpreter may abort in gloo's threads.
     """
     if code == 0 and distributed.is_initialized():
-        with contextlib.suppress(RuntimeError):  # another process is gone; this one is done either way
+        with contextlib.suppress(
+            RuntimeError
+        ):  # another process is gone; this one is done either way
             distributed.barrier()  # no process may end while another still communicates with it
             distributed.destroy_process_group()
     sys.stdout.flush()
@@ -144,12 +181,14 @@ def leave(code: int) -> NoReturn:
 
 
 def mesh_of(config: Config) -> DeviceMesh | None:
-    """The device mesh data x fsdp x expert x tensor of the processes that ``join`` connected, without expert if it is 1.
+    """The device mesh data x fsdp x expert x tensor of the processes that ``join`` connected,
+    without expert if it is 1.
 
-    None for one process. Ranks that share sequences are of fsdp (P-26): r of them in a row, for parallel.context r.
+    None for one process. Ranks that share sequences are of fsdp (P-26): r of them in a row, for
+    parallel.context r.
 
-    Raises:   ConfigError: config.parallel asks for another number of processes, or they cannot share
-              the batch evenly, or a sequence; or, under adamw_fp8, the rows of a parameter.
+    Raises:   ConfigError: config.parallel asks for another number of processes, or they cannot
+              share the batch evenly, or a sequence; or, under adamw_fp8, the rows of a parameter.
     """
     keys = config.parallel
     axes = tuple(axis for axis in AXES if axis != "expert" or keys.expert > 1)
@@ -158,7 +197,8 @@ def mesh_of(config: Config) -> DeviceMesh | None:
     if keys.devices != ranks:
         raise ConfigError(
             f"parallel asks for {keys.mesh} = {keys.devices} processes; there are {ranks}. "
-            f"Start as many: torchrun --nproc-per-node {keys.devices} -m fp8ref train ... --distributed."
+            f"Start as many: torchrun --nproc-per-node {keys.devices} -m fp8ref train ... "
+            "--distributed."
         )
     if config.data.batch_size % (keys.batch_parts * config.data.microbatches):
         raise ConfigError(config.data.indivisible(keys.of_batch, "processes"))
@@ -170,11 +210,17 @@ def mesh_of(config: Config) -> DeviceMesh | None:
 
 
 def context_of(config: Config) -> ProcessGroup | None:
-    """The ranks that have the parts of this rank's sequences, in the order of the tokens (spec A-24); None: it has all of each."""
+    """The ranks that have the parts of this rank's sequences, in the order of the tokens (spec
+    A-24); None: it has all of each.
+    """
     keys = config.parallel
     if keys.context == 1:
         return None
-    mesh = init_device_mesh(_kind(), (keys.data * keys.fsdp, keys.context, keys.tensor), mesh_dim_names=("batch", "context", "tensor"))
+    mesh = init_device_mesh(
+        _kind(),
+        (keys.data * keys.fsdp, keys.context, keys.tensor),
+        mesh_dim_names=("batch", "context", "tensor"),
+    )
     return mesh.get_group("context")
 
 

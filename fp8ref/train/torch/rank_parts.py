@@ -1,4 +1,6 @@
-"""What of the whole this rank has: rows and tokens of a batch, shards of the initial weights; and numbers of all ranks."""
+"""What of the whole this rank has: rows and tokens of a batch, shards of the initial weights; and
+numbers of all ranks.
+"""
 
 import numpy as np
 import torch
@@ -13,9 +15,11 @@ from fp8ref.torch.tensors.local_part import local_part
 from fp8ref.train.config.config import Config
 
 
-def own(tokens: np.ndarray, config: Config, mesh: DeviceMesh | None, context: ProcessGroup | None) -> np.ndarray:
-    """This rank's rows of a batch [B, T + 1] (spec P-10); under parallel.context of them its part of the tokens, with the one after
-    it (A-24)."""
+def own(
+    tokens: np.ndarray, config: Config, mesh: DeviceMesh | None, context: ProcessGroup | None
+) -> np.ndarray:
+    """This rank's rows of a batch [B, T + 1] (spec P-10); under parallel.context of them its part
+    of the tokens, with the one after it (A-24)."""
     if mesh is None:
         return tokens
     keys = config.parallel
@@ -24,7 +28,11 @@ def own(tokens: np.ndarray, config: Config, mesh: DeviceMesh | None, context: Pr
     if keys.expert > 1:
         index = index * keys.expert + mesh.get_local_rank("expert")
     rows_of = tokens[index * rows :][:rows]
-    return rows_of if context is None else rows_of[:, own_tokens(tokens.shape[1] - 1, context, behind=1)]
+    return (
+        rows_of
+        if context is None
+        else rows_of[:, own_tokens(tokens.shape[1] - 1, context, behind=1)]
+    )
 
 
 def own_tokens(length: int, context: ProcessGroup | None, behind: int = 0) -> slice:
@@ -36,7 +44,9 @@ def own_tokens(length: int, context: ProcessGroup | None, behind: int = 0) -> sl
 
 
 def of_context(parts: torch.Tensor, context: ProcessGroup | None) -> torch.Tensor:
-    """The parts [B, T / n, ...] of all ranks that share sequences, as [B, T, ...]; as they are without such ranks."""
+    """The parts [B, T / n, ...] of all ranks that share sequences, as [B, T, ...]; as they are
+    without such ranks.
+    """
     if context is None:
         return parts
     found = [torch.empty_like(parts) for _ in range(context.size())]
@@ -63,7 +73,11 @@ def shard(parameter: torch.Tensor, weight: llama.Weight) -> torch.Tensor:
     """A weight's values, float32 on the host, of a DTensor those of this rank's shard alone."""
     if not isinstance(parameter, DTensor):
         return torch.from_numpy(weight[...])
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
     if 0 in shape:
         return torch.empty(shape, dtype=torch.float32)
-    return torch.from_numpy(weight[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])
+    return torch.from_numpy(
+        weight[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    )

@@ -1,7 +1,7 @@
 """The training step in PyTorch (spec T): float32 masters, bfloat16 compute, AdamW.
 
-Under a layout with masters (O-14) the optimizer keeps them, and parameters are bfloat16, with float32
-gradients; those of linears that cast their weight once are FP8 codes (O-16).
+Under a layout with masters (O-14) the optimizer keeps them, and parameters are bfloat16, with
+float32 gradients; those of linears that cast their weight once are FP8 codes (O-16).
 
 ``backward`` runs one rank's passes, ``mean`` averages the loss over ranks, ``update`` clips and
 takes the optimizer's step.
@@ -40,7 +40,8 @@ from fp8ref.train.torch.processes import context_of
 
 
 class Step:
-    """The model, its parameters ``params`` by name and the optimizer, with the functions of a training step.
+    """The model, its parameters ``params`` by name and the optimizer, with the functions of a
+    training step.
 
     params    float32 masters; what the model computes with, where the optimizer keeps the masters.
     copies    the weights that the model keeps in FP8, made from such masters; None without any.
@@ -98,7 +99,11 @@ class Step:
                 states.set_weight(self.optimizer, p, rank_parts.shard(p, weights[name]).to(device))
             else:
                 rank_parts.fill(p, weights[name])
-        self.switch = Switch(self.model, config.numerics.recipe, {recipe: self._twin(recipe) for recipe in config.recipes[1:]})
+        self.switch = Switch(
+            self.model,
+            config.numerics.recipe,
+            {recipe: self._twin(recipe) for recipe in config.recipes[1:]},
+        )
         if mesh is not None and keys.data > 1:
             check_copies(self.model, mesh)
         if self._keeps_masters and isinstance(self.model, FSDPModule):
@@ -120,7 +125,8 @@ class Step:
         with self.computing():
             for part in parts:
                 loss = self.training_loss(self.own(part))
-                loss.backward()  # FSDP2 reduces each microbatch's gradient, and adds it to the float32 shard
+                # FSDP2 reduces each microbatch's gradient, and adds it to the float32 shard
+                loss.backward()
                 losses.append(loss.detach())
         if len(parts) > 1:
             grads = [local_part(g) for g in optimizer.gradients(self.params.values())]
@@ -128,7 +134,9 @@ class Step:
             torch._foreach_mul_(grads, float(np.float32(1 / len(parts))))
         return torch.stack(losses)
 
-    def update(self, loss: torch.Tensor, lr: float, measured: health.Found | None = None) -> dict[str, float]:
+    def update(
+        self, loss: torch.Tensor, lr: float, measured: health.Found | None = None
+    ) -> dict[str, float]:
         """Clip the masters' gradients and take the optimizer's step.
 
         loss      as ``mean`` returns it.
@@ -147,7 +155,10 @@ class Step:
         read = None if skips else found.tolist()
         if read is None or all(map(math.isfinite, read)):
             # on local shards: every rank scales its own by the same factor, without communication
-            torch._foreach_mul_([local_part(g) for g in grads], torch.clamp(self.config.optimizer.max_norm / norm, max=1.0))
+            torch._foreach_mul_(
+                [local_part(g) for g in grads],
+                torch.clamp(self.config.optimizer.max_norm / norm, max=1.0),
+            )
             optimizer.step(self.optimizer, finite, lr, measured)
             if skips:
                 delayed.forget_unless(self.model, finite)
@@ -167,12 +178,16 @@ class Step:
             self.factors.forget()
 
     def health(self, measured: health.Found) -> dict[str, dict]:
-        """What ``update`` measured, of whole parameters by name (spec Q-12); the same on every rank."""
+        """What ``update`` measured, of whole parameters by name (spec Q-12); the same on every
+        rank.
+        """
         layout = self.config.optimizer.moment_layout
         if layout is None or not measured:
             return {}
         names = {id(p): name for name, p in self.params.items()}
-        return recorded([names[id(p)] for p in measured], health.of_ranks(measured).cpu().numpy(), layout)
+        return recorded(
+            [names[id(p)] for p in measured], health.of_ranks(measured).cpu().numpy(), layout
+        )
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors that training writes in place, by the names of ``train_state``, nested."""
@@ -180,12 +195,20 @@ class Step:
         names = {id(p): name for name, p in self.params.items()}
         # The sharded parameters. While FSDP2 has gathered a module, for instance after an
         # evaluation, its attributes hold others.
-        parameters = {} if self._keeps_masters else {name: p.detach() for name, p in self.params.items()}
+        parameters = (
+            {} if self._keeps_masters else {name: p.detach() for name, p in self.params.items()}
+        )
         found: dict[str, dict[str, torch.Tensor]] = {train_state.MASTERS: parameters}
         for p, key, parts in optimizer.tensors(self.optimizer):
-            found.setdefault(key, {}).update({names[id(p)] + suffix: part for suffix, part in parts.items()})
+            found.setdefault(key, {}).update(
+                {names[id(p)] + suffix: part for suffix, part in parts.items()}
+            )
         roles = self.switch.states()
-        found[train_state.FP8] = {f"{name}.{key}": getattr(state, key) for name, state in roles for key in delayed.DelayedState._fields}
+        found[train_state.FP8] = {
+            f"{name}.{key}": getattr(state, key)
+            for name, state in roles
+            for key in delayed.DelayedState._fields
+        }
         if self.factors is not None:
             found[train_state.MU] = self.factors.tensors()
         return found
@@ -206,14 +229,18 @@ class Step:
                 self.copies.refresh()
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, float32 weight) of all parameters: what a master is worth, where the optimizer keeps it."""
+        """(name, float32 weight) of all parameters: what a master is worth, where the optimizer
+        keeps it.
+        """
         optimizer.begin(self.optimizer)
         names = {id(p): name for name, p in self.params.items()}
         return ((names[id(p)], w) for p, w in optimizer.masters(self.optimizer))
 
     @contextmanager
     def casting_anew(self) -> Iterator[None]:
-        """In this context linears ignore the codes that they keep and cast their weights again, to the same bits: for passes that are measured."""
+        """In this context linears ignore the codes that they keep and cast their weights again, to
+        the same bits: for passes that are measured.
+        """
         self._casts_anew = True
         try:
             yield
@@ -221,8 +248,8 @@ class Step:
             self._casts_anew = False
 
     def _kept_in_fp8(self) -> copies.Copies | None:
-        """Keep the weights of linears in FP8 (O-16); ``params`` are then the FP8 tensors. Shards stay bfloat16, and codes of them are
-        gathered."""
+        """Keep the weights of linears in FP8 (O-16); ``params`` are then the FP8 tensors. Shards
+        stay bfloat16, and codes of them are gathered."""
         if not device_shapes.copied(self.config, "torch"):
             return None
         assert isinstance(self.optimizer, states.AdamW)
@@ -235,7 +262,13 @@ class Step:
         with torch.device("meta"):
             model = llama_of(self.config, self.mesh, self.context)
         keys, group = self.config.numerics, amax_group(self.mesh, self.config.parallel.amax_scope)
-        twin = convert(model, recipe, filter_fqns=self.config.filter_fqns, fp8_fqns=keys.fp8_fqns, amax_group=group)
+        twin = convert(
+            model,
+            recipe,
+            filter_fqns=self.config.filter_fqns,
+            fp8_fqns=keys.fp8_fqns,
+            amax_group=group,
+        )
         if self.mesh is not None and self.config.parallel.expert > 1:
             share_groups(twin, self.mesh, self.config.parallel.amax_scope)
         return twin  # type: ignore[return-value]
@@ -250,8 +283,8 @@ class Step:
         """The model's logits [B, T, V] of tokens [B, T]."""
         if not self._keeps_masters or self.config.parallel.compile == "none":
             return self.model(tokens)
-        # Dynamo (torch 2.13) traces no parameter beside a gradient of another dtype. It meets one where it
-        # traces again: of a later microbatch, or of an evaluation.
+        # Dynamo (torch 2.13) traces no parameter beside a gradient of another dtype. It meets one
+        # where it traces again: of a later microbatch, or of an evaluation.
         held = {p: p.grad for p in self.params.values()}
         try:
             for p in held:
@@ -262,7 +295,9 @@ class Step:
                 p.grad = grad
 
     def training_loss(self, tokens: np.ndarray) -> torch.Tensor:
-        """What a step differentiates: ``loss``, and that of unbalanced experts times its factor (M-8)."""
+        """What a step differentiates: ``loss``, and that of unbalanced experts times its factor
+        (M-8).
+        """
         loss = self.loss(tokens)
         if not self.config.model.num_experts:
             return loss
@@ -288,7 +323,11 @@ class Step:
         llama.check_tokens(tokens, self.config.model)
         found = torch.from_numpy(np.asarray(tokens, np.int64))
         # from pinned memory, so that the host does not wait for the device
-        return found.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else found.to(self.device)
+        return (
+            found.pin_memory().to(self.device, non_blocking=True)
+            if self.device.type == "cuda"
+            else found.to(self.device)
+        )
 
     def own(self, tokens: np.ndarray) -> np.ndarray:
         """This rank's part of a batch [B, T + 1] (P-10, A-24)."""
@@ -299,14 +338,18 @@ class Step:
         """In this context modules hold parameters rounded to bfloat16, except the embedding table
         (spec M-2).
 
-        FSDP2 rounds while it gathers, and ``fp8_gather`` before it casts. Without it, rounded copies replace the masters in the
-        modules. Autograd carries the copies' gradients to the masters, widened to float32. The
-        copies stay during the backward pass: checkpointed layers run their forward pass again there.
+        FSDP2 rounds while it gathers, and ``fp8_gather`` before it casts. Without it, rounded
+        copies replace the masters in the modules. Autograd carries the copies' gradients to the
+        masters, widened to float32. The copies stay during the backward pass: checkpointed layers
+        run their forward pass again there.
         """
         if isinstance(self.model, FSDPModule) or self._keeps_masters:
             yield
             return
-        places = [(self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], p) for name, p in self.params.items()]
+        places = [
+            (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], p)
+            for name, p in self.params.items()
+        ]
         table = self.params[llama.EMBEDDING]
         try:
             for module, key, p in places:

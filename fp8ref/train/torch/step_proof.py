@@ -13,7 +13,12 @@ from fp8ref.torch.gemm import hardware
 from fp8ref.train.torch.step import Step
 
 
-def prove(step: Step, tokens: np.ndarray, decisions: Sequence[Decision], attention: Mapping[str, nn.Module]) -> dict:
+def prove(
+    step: Step,
+    tokens: np.ndarray,
+    decisions: Sequence[Decision],
+    attention: Mapping[str, nn.Module],
+) -> dict:
     """The GEMMs and gathers of a step on this batch, traced in a pass that updates nothing.
 
     attention   the model's attention by a variant, by name.
@@ -22,16 +27,24 @@ def prove(step: Step, tokens: np.ndarray, decisions: Sequence[Decision], attenti
     config, multiply, keys = step.config, step.multiply, step.config.parallel
     planned = {d.path: d.recipe for d in decisions if d.fp8}
     variant = config.attention_variant
-    with (proof.trace_compiled if keys.compile != "none" else proof.trace_eager)(step.model, attention) as traced:
+    with (proof.trace_compiled if keys.compile != "none" else proof.trace_eager)(
+        step.model, attention
+    ) as traced:
         step.backward(tokens)
     step.forget()
     plan = multiply.name if multiply else None
     missing = proof.missing(traced, planned, plan)
     if isinstance(step.model, FSDPModule) and keys.gather == "fp8":
-        of_linears = [d for d in decisions if d.fp8 and d.experts is None]  # experts' weights are gathered in the compute dtype
-        missing += proof.missing_gathers(step.model, [d.path for d in of_linears if d.recipe.serves_both("weight")])
+        of_linears = [
+            d for d in decisions if d.fp8 and d.experts is None
+        ]  # experts' weights are gathered in the compute dtype
+        missing += proof.missing_gathers(
+            step.model, [d.path for d in of_linears if d.recipe.serves_both("weight")]
+        )
     with hardware.simulating(multiply):
-        codes = variant is not None and proof.multiplies_codes(variant, config.numerics.attention_arithmetic, step.device)
+        codes = variant is not None and proof.multiplies_codes(
+            variant, config.numerics.attention_arithmetic, step.device
+        )
     layers = config.attention_in_fp8
     by_kernel = keys.attention == "kernel"
     if by_kernel:
@@ -40,9 +53,15 @@ def prove(step: Step, tokens: np.ndarray, decisions: Sequence[Decision], attenti
         missing += proof.missing_products(traced, layers, variant, codes=codes, plan=plan)
     if missing and not config.run.allow_fallback:
         raise ConfigError(
-            "the step lacks planned GEMMs or gathers:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
+            "the step lacks planned GEMMs or gathers:\n  "
+            + "\n  ".join(missing)
+            + "\nSet run.allow_fallback to train anyway."
         )
     found = proof.manifest(traced, planned, missing, proof.gathers(step.model), plan)
     if variant is not None and by_kernel:
         return found | {"attention": proof.manifest_of_kernels(traced, variant)}
-    return found | ({"attention": proof.manifest_of_products(traced, layers, variant, codes=codes)} if variant and layers else {})
+    return found | (
+        {"attention": proof.manifest_of_products(traced, layers, variant, codes=codes)}
+        if variant and layers
+        else {}
+    )

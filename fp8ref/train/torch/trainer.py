@@ -47,7 +47,13 @@ class Trainer:
 
     backend = "torch"
 
-    def __init__(self, config: Config, weights: Mapping[str, llama.Weight] | None = None, *, multiply: Multiply | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        weights: Mapping[str, llama.Weight] | None = None,
+        *,
+        multiply: Multiply | None = None,
+    ) -> None:
         """weights: float32 by name, by default ``llama.lazy_initial_weights`` of run.seed.
 
         multiply  the simulated hardware of numerics.accumulate, which runs the FP8 GEMMs (spec
@@ -59,28 +65,45 @@ class Trainer:
         if config.parallel.attention == "kernel":
             if config.numerics.attention not in attention_kernel.VARIANTS:
                 raise ConfigError(
-                    f"PyTorch has no FP8 kernel of variant {config.numerics.attention!r} with gradients: FlashAttention-3's computes "
-                    f"{' and '.join(attention_kernel.VARIANTS)}. Set parallel.attention to tiles, or train in JAX (--backend jax)."
+                    f"PyTorch has no FP8 kernel of variant {config.numerics.attention!r} with "
+                    "gradients: FlashAttention-3's computes "
+                    f"{' and '.join(attention_kernel.VARIANTS)}. Set parallel.attention to "
+                    "tiles, or train in JAX (--backend jax)."
                 )
             _check_kernel()
         if multiply is not None and torch.cuda.is_available():
             raise ConfigError(
-                f"numerics.accumulate {config.numerics.accumulate!r}: simulated hardware multiplies on the host's CPU; torch has "
-                f"{torch.cuda.get_device_name()}. Hide it with CUDA_VISIBLE_DEVICES=, or use accumulate 'native'."
+                f"numerics.accumulate {config.numerics.accumulate!r}: simulated hardware "
+                f"multiplies on the host's CPU; torch has {torch.cuda.get_device_name()}. Hide "
+                "it with CUDA_VISIBLE_DEVICES=, or use accumulate 'native'."
             )
         self.recipe, self.decisions = config.numerics.recipe, config.decisions()
-        weights = llama.lazy_initial_weights(config.model, seed=config.run.seed) if weights is None else weights
+        weights = (
+            llama.lazy_initial_weights(config.model, seed=config.run.seed)
+            if weights is None
+            else weights
+        )
         llama.check_weights(weights, config.model)
         mesh = mesh_of(config)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
         if self._device.type == "cuda":
             device_shapes.check_on_gpu(config, self.backend)
             torch.cuda.reset_peak_memory_stats(self._device)
         self._step = Step(config, weights, mesh, self._device, multiply)
-        self.model, self._params, self._optimizer = self._step.model, self._step.params, self._step.optimizer
+        self.model, self._params, self._optimizer = (
+            self._step.model,
+            self._step.params,
+            self._step.optimizer,
+        )
         self._count = 0
         self._store = Store()
-        self.device = f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
+        self.device = (
+            f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
+        )
         self.device += f", {config.parallel.devices} processes" * (config.parallel.devices > 1)
 
     def switch(self, recipe: str) -> None:
@@ -95,7 +118,9 @@ class Trainer:
         """
         return self._updated(self._step.backward(tokens))
 
-    def _updated(self, losses: torch.Tensor, measured: health.Found | None = None) -> dict[str, float]:
+    def _updated(
+        self, losses: torch.Tensor, measured: health.Found | None = None
+    ) -> dict[str, float]:
         """The second half of a step: the update. losses: this rank's, of the backward passes;
         measured: as ``Step.update``."""
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
@@ -107,14 +132,29 @@ class Trainer:
     def evaluate(self, tokens: np.ndarray) -> float:
         """The loss of a batch; no state changes."""
         with self._step.computing():
-            return self._step.mean(torch.stack([self._step.loss(self._step.own(part)) for part in self.config.data.parts(tokens)])).item()
+            return self._step.mean(
+                torch.stack(
+                    [
+                        self._step.loss(self._step.own(part))
+                        for part in self.config.data.parts(tokens)
+                    ]
+                )
+            ).item()
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [B, T, vocab_size] from tokens [B, T]; under parallel.context of all ranks, which divide T."""
+        """float32 [B, T, vocab_size] from tokens [B, T]; under parallel.context of all ranks, which
+        divide T.
+        """
         with self._step.computing():
-            own = self._step.tokens(tokens[:, rank_parts.own_tokens(tokens.shape[1], self._step.context)])
-            return rank_parts.of_context(self._step.logits(own).float(), self._step.context).cpu().numpy()
+            own = self._step.tokens(
+                tokens[:, rank_parts.own_tokens(tokens.shape[1], self._step.context)]
+            )
+            return (
+                rank_parts.of_context(self._step.logits(own).float(), self._step.context)
+                .cpu()
+                .numpy()
+            )
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
@@ -156,7 +196,9 @@ class Trainer:
 
     @torch.no_grad()
     def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
-        """Take a state of so many steps, of arrays by the names of ``train_state.schema``; on one device."""
+        """Take a state of so many steps, of arrays by the names of ``train_state.schema``; on one
+        device.
+        """
         mine = train_state.flat(self._step.tensors())
         assert mine.keys() == arrays.keys(), sorted(mine.keys() ^ arrays.keys())
         for name, tensor in mine.items():
@@ -170,28 +212,48 @@ class Trainer:
         found = {}
         for name, state in self._step.switch.states():
             linear, _, role = name.rpartition(".states.")
-            found[f"{linear}/{role}"] = tuple(_copy(getattr(state, key)) for key in delayed.DelayedState._fields)
+            found[f"{linear}/{role}"] = tuple(
+                _copy(getattr(state, key)) for key in delayed.DelayedState._fields
+            )
         return found
 
     def gradient_factors(self) -> dict[str, dict[str, float]]:
-        """mu of each linear's gradients, and the elements that the last step saturated (P-22); {} where mu is 1."""
+        """mu of each linear's gradients, and the elements that the last step saturated (P-22); {}
+        where mu is 1.
+        """
         factors = self._step.factors
         if factors is None:
             return {}
         # Above 2^24 a count has no float32 in JAX.
-        of_each = zip(factors.names, factors.mu.tolist(), factors.saturated.clamp(max=1 << 24).tolist(), strict=True)
-        return {name.removesuffix(".weight"): {"mu": mu, "saturated": float(count)} for name, mu, count in of_each}
+        of_each = zip(
+            factors.names,
+            factors.mu.tolist(),
+            factors.saturated.clamp(max=1 << 24).tolist(),
+            strict=True,
+        )
+        return {
+            name.removesuffix(".weight"): {"mu": mu, "saturated": float(count)}
+            for name, mu, count in of_each
+        }
 
     def peak_memory(self) -> int | None:
         """The most bytes of GPU memory in tensors since the trainer was made; None on a CPU."""
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        return (
+            torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        )
 
-    def observe(self, tokens: np.ndarray, observer, attention: Callable | None = None, experts: Callable | None = None) -> None:
-        """A forward and backward pass whose FP8 GEMMs call observer (see ``observe_gemms``), and whose attention by a
-        variant calls attention (see ``observe_attention``).
+    def observe(
+        self,
+        tokens: np.ndarray,
+        observer,
+        attention: Callable | None = None,
+        experts: Callable | None = None,
+    ) -> None:
+        """A forward and backward pass whose FP8 GEMMs call observer (see ``observe_gemms``), and
+        whose attention by a variant calls attention (see ``observe_attention``).
 
-        experts  called in place of observer for each expert's GEMM that this rank computes, with the expert's number here after
-                 the GEMM.
+        experts  called in place of observer for each expert's GEMM that this rank computes, with
+                 the expert's number here after the GEMM.
 
         Nothing is updated.
 
@@ -200,7 +262,9 @@ class Trainer:
 
         def arrays(a, b, out):
             # as float32, which holds every bfloat16 value: NumPy has no bfloat16
-            return *((_copy(hp.float()), _copy(codes), _copy(scale)) for hp, codes, scale, *_ in (a, b)), _copy(out.float())
+            return *(
+                (_copy(hp.float()), _copy(codes), _copy(scale)) for hp, codes, scale, *_ in (a, b)
+            ), _copy(out.float())
 
         def as_numpy(name, gemm, a, b, out):
             observer(name, gemm, *arrays(a, b, out))
@@ -210,14 +274,20 @@ class Trainer:
                 experts(name, gemm, e, *arrays(a, b, out))  # type: ignore[misc]
 
         def shown(name, phase, tensors):
-            found = {key: _copy(x if x.dtype == torch.uint8 else x.float()) for key, x in tensors.items()}
+            found = {
+                key: _copy(x if x.dtype == torch.uint8 else x.float()) for key, x in tensors.items()
+            }
             attention(name, phase, found)  # type: ignore[misc]
 
         with contextlib.ExitStack() as observing:
             observing.enter_context(self._step.casting_anew())
-            observing.enter_context(observe_gemms(self.model, as_numpy, None if experts is None else of_experts))
+            observing.enter_context(
+                observe_gemms(self.model, as_numpy, None if experts is None else of_experts)
+            )
             if attention is not None:
-                observing.enter_context(attention_observer.observe_attention(dict(self._attention()), None, shown))
+                observing.enter_context(
+                    attention_observer.observe_attention(dict(self._attention()), None, shown)
+                )
             self._step.backward(tokens)
         self._step.forget()
 
@@ -229,9 +299,11 @@ class Trainer:
         self._step.forget()
         return found
 
-    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
-        """``step`` and ``statistics`` of one batch, with the step's results unchanged, and the health of
-        the states that it made (spec Q-12).
+    def measured_step(
+        self, tokens: np.ndarray
+    ) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
+        """``step`` and ``statistics`` of one batch, with the step's results unchanged, and the
+        health of the states that it made (spec Q-12).
 
         The step's own passes are measured, unless they are compiled: then a second, eager pass is.
         """
@@ -257,41 +329,60 @@ class Trainer:
             measuring.enter_context(self._step.casting_anew())
             measuring.enter_context(stats.measuring(self.model, of_linears, found))
             if variant is not None and of_attention:
-                layers = {name: module for name, module in self._attention() if name in self.config.attention_in_fp8}
-                measuring.enter_context(attention_stats.measuring(layers, variant, of_attention, found))
+                layers = {
+                    name: module
+                    for name, module in self._attention()
+                    if name in self.config.attention_in_fp8
+                }
+                measuring.enter_context(
+                    attention_stats.measuring(layers, variant, of_attention, found)
+                )
             losses = self._step.backward(tokens)
-        operands = [operand for operand in operands if operand.name in found]  # not of linears without a call, under run.allow_fallback
+        operands = [
+            operand for operand in operands if operand.name in found
+        ]  # not of linears without a call, under run.allow_fallback
         if not operands:
             return losses, {}
         parts = stats.of_ranks(stats.stacked(operands, found)).cpu().numpy()
         return losses, merged(
             operands,
-            [of_one[self._own_parts(operand)].reshape(-1, of_one.shape[-1]) for operand, of_one in zip(operands, parts, strict=True)],
+            [
+                of_one[self._own_parts(operand)].reshape(-1, of_one.shape[-1])
+                for operand, of_one in zip(operands, parts, strict=True)
+            ],
         )
 
     def _attention(self) -> list[tuple[str, nn.Module]]:
         """The modules of attention, by their names before they were wrapped."""
-        return [(unwrapped(name), module) for name, module in self.model.named_modules() if isinstance(module, Attention)]
+        return [
+            (unwrapped(name), module)
+            for name, module in self.model.named_modules()
+            if isinstance(module, Attention)
+        ]
 
     def _own_parts(self, operand: Operand | AttentionOperand) -> np.ndarray:
-        """The ranks that together hold exactly one copy of an operand (spec P-10): of attention all, each of which
-        has its own sequences and heads."""
+        """The ranks that together hold exactly one copy of an operand (spec P-10): of attention
+        all, each of which has its own sequences and heads."""
         keys = self.config.parallel
         if isinstance(operand, AttentionOperand):
             return np.arange(keys.devices)
         of_experts = f"{llama.EXPERTS}." in operand.layer
-        gathered = isinstance(self.model, FSDPModule) and hasattr(self.model.get_submodule(operand.layer), "fp8_gather")
+        gathered = isinstance(self.model, FSDPModule) and hasattr(
+            self.model.get_submodule(operand.layer), "fp8_gather"
+        )
         style = Llama.tensor_plan.styles.get(operand.layer.rpartition(".")[2])
         whole = "input" if style == "colwise" else "grad_output"  # along tensor
-        # Along an axis that cuts the operand, every rank holds a part. Along the others all ranks hold
-        # copies, of which the first counts.
+        # Along an axis that cuts the operand, every rank holds a part. Along the others all ranks
+        # hold copies, of which the first counts.
         cut = {
             "data": operand.role != "weight",
             "fsdp": operand.role != "weight" or gathered,
             "expert": operand.role != "weight" or gathered or of_experts,
             "tensor": style is not None and operand.role != whole,
         }
-        ranks = np.arange(keys.devices).reshape(keys.data, keys.fsdp * keys.context, keys.expert, keys.tensor)
+        ranks = np.arange(keys.devices).reshape(
+            keys.data, keys.fsdp * keys.context, keys.expert, keys.tensor
+        )
         return ranks[tuple(slice(None if cut[axis] else 1) for axis in AXES)].ravel()
 
     def prove(self, tokens: np.ndarray) -> dict:
@@ -300,8 +391,8 @@ class Trainer:
         Call it before the first step.
 
         They are traced in a pass that updates nothing.
-        Raises:   ConfigError: a planned FP8 GEMM or gather, or a product of attention by a variant, is
-                  missing, unless run.allow_fallback.
+        Raises:   ConfigError: a planned FP8 GEMM or gather, or a product of attention by a variant,
+                  is missing, unless run.allow_fallback.
         """
         return step_proof.prove(self._step, tokens, self.decisions, dict(self._attention()))
 
@@ -311,7 +402,9 @@ def _check_kernel() -> None:
     try:
         attention_kernel.library(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"parallel.attention 'kernel': {error} In the trainer set parallel.attention to tiles.") from error
+        raise ConfigError(
+            f"parallel.attention 'kernel': {error} In the trainer set parallel.attention to tiles."
+        ) from error
 
 
 def _whole(x: torch.Tensor) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""A fault of one argument is found in that argument alone, and does not rename the variant (spec A-17)."""
+"""A fault of one argument is found in that argument alone, and does not rename the variant (spec
+A-17).
+"""
 
 import functools
 import inspect
@@ -14,13 +16,29 @@ FA4 = VARIANTS["fa4"]
 KEPT = ("q", "k", "v", "causal", "window", "documents", "softcap", "sinks", "scale")
 
 
-def attend(q, k, v, causal=False, window=None, documents=None, softcap=None, sinks=None, scale=None, *, fault=None):
+def attend(
+    q,
+    k,
+    v,
+    causal=False,
+    window=None,
+    documents=None,
+    softcap=None,
+    sinks=None,
+    scale=None,
+    *,
+    fault=None,
+):
     """fa4 with one fault."""
     long = fault == "aligned to the start above 128 queries" and 128 < q.shape[2] < k.shape[2]
     alignment = "start" if long or fault == "aligned to the start" else "end"
     if window is not None:
-        change = {"left edge": (1, 0), "right edge": (0, -1), "both edges": (1, 1)}.get(fault, (0, 0))
-        window = tuple(None if side is None else side + by for side, by in zip(window, change, strict=True))
+        change = {"left edge": (1, 0), "right edge": (0, -1), "both edges": (1, 1)}.get(
+            fault, (0, 0)
+        )
+        window = tuple(
+            None if side is None else side + by for side, by in zip(window, change, strict=True)
+        )
         window = None if fault == "no window" else window[::-1] if fault == "swapped" else window
     mask = Mask(causal=causal and fault != "not causal", window=window, alignment=alignment)
     if fault == "modulo heads" and q.shape[1] != k.shape[1]:
@@ -32,9 +50,10 @@ def attend(q, k, v, causal=False, window=None, documents=None, softcap=None, sin
         k, v = k[:, :, :whole], v[:, :, :whole]
     if fault == "scale of 64 features":
         scale = scale or 1 / 8
-    documents = documents and {"no documents": None, "one sequence's": tuple(np.broadcast_to(x[:1], x.shape) for x in documents)}.get(
-        fault, documents
-    )
+    documents = documents and {
+        "no documents": None,
+        "one sequence's": tuple(np.broadcast_to(x[:1], x.shape) for x in documents),
+    }.get(fault, documents)
     if fault == "padding is a document" and documents:
         documents = tuple(np.where(x < 0, 9, x) for x in documents)
         q, k, v = map(np.nan_to_num, (q, k, v))
@@ -44,14 +63,32 @@ def attend(q, k, v, causal=False, window=None, documents=None, softcap=None, sin
         rows = attention.forward(q, k, v, variant="fa4", documents=documents)
         return rows._replace(o=np.full_like(rows.o, np.nan))
     softcap = {"no softcap": None, "another softcap": softcap and 2 * softcap}.get(fault, softcap)
-    sinks = None if fault == "no sinks" or sinks is None else sinks[::-1] if fault == "sinks of other heads" else sinks
+    sinks = (
+        None
+        if fault == "no sinks" or sinks is None
+        else sinks[::-1]
+        if fault == "sinks of other heads"
+        else sinks
+    )
     scale = None if fault == "no scale" else scale
-    return attention.forward(q, k, v, variant="fa4", mask=mask, documents=documents, softcap=softcap, sinks=sinks, scale=scale)
+    return attention.forward(
+        q,
+        k,
+        v,
+        variant="fa4",
+        mask=mask,
+        documents=documents,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+    )
 
 
 def planted(fault):
     function = functools.partial(attend, fault=fault)
-    function.__signature__ = inspect.Signature([one for name, one in inspect.signature(attend).parameters.items() if name in KEPT])
+    function.__signature__ = inspect.Signature(
+        [one for name, one in inspect.signature(attend).parameters.items() if name in KEPT]
+    )
     return function
 
 
@@ -91,7 +128,12 @@ def of_codes(q, k, v, q_descale, k_descale, v_descale, *, fault=None):
 )
 def test_the_variant_keeps_its_name_under_a_fault_of_one_argument(function, named):  # A-17
     found = identify_attention(function, name="mine", expect="fa4")
-    assert (found.variant, found.ok, found.exact, found.agreement.exact) == ("fa4", False, False, True)
+    assert (found.variant, found.ok, found.exact, found.agreement.exact) == (
+        "fa4",
+        False,
+        False,
+        True,
+    )
     assert found.message.startswith(f"mine has every bit of 'fa4'; its {named}\n")
 
 
@@ -103,7 +145,9 @@ def test_an_alignment_is_asked_and_not_fitted():  # A-3
 
 
 def wrong(function, alignment="end"):
-    checked = arguments.compare(subjects.wrap(function, name="mine"), FA4, 256, alignment, exact=True)
+    checked = arguments.compare(
+        subjects.wrap(function, name="mine"), FA4, 256, alignment, exact=True
+    )
     assert all(one.agreements for one in checked)
     return {one.name: one.first(True) for one in checked if one.differing(True)}
 
@@ -145,8 +189,17 @@ def test_a_fault_shows_in_its_argument_alone(fault, argument):
 def without(lost, *, where):
     """fa4 that loses an argument in one of its paths."""
 
-    def function(q, k, v, causal=False, window=None, documents=None, softcap=None, sinks=None, scale=None):
-        given = {"causal": causal, "window": window, "documents": documents, "softcap": softcap, "sinks": sinks, "scale": scale}
+    def function(
+        q, k, v, causal=False, window=None, documents=None, softcap=None, sinks=None, scale=None
+    ):
+        given = {
+            "causal": causal,
+            "window": window,
+            "documents": documents,
+            "softcap": softcap,
+            "sinks": sinks,
+            "scale": scale,
+        }
         if where(given, q, k):
             given |= dict.fromkeys(lost)
         return attend(q, k, v, **given)
@@ -204,7 +257,10 @@ def only(shape, axis, most):
 
 @pytest.mark.parametrize(
     ("function", "named"),
-    [(only(lambda q, k: len(q), 0, 2), ["heads"]), (only(lambda q, k: k.shape[2], 2, 512), ["lengths"])],
+    [
+        (only(lambda q, k: len(q), 0, 2), ["heads"]),
+        (only(lambda q, k: k.shape[2], 2, 512), ["lengths"]),
+    ],
 )
 def test_sequences_and_keys_are_more_than_two_tiles(function, named):
     assert list(wrong(function)) == named
@@ -217,7 +273,10 @@ def test_sequences_and_keys_are_more_than_two_tiles(function, named):
         ("q ignored", {"q_descale": "ignored"}),  # vLLM#51363
         ("k ignored", {"k_descale": "ignored"}),
         ("v ignored", {"v_descale": "ignored"}),
-        ("q and v swapped", {"q_descale": "doubles the outputs", "v_descale": "doubles the scores"}),
+        (
+            "q and v swapped",
+            {"q_descale": "doubles the outputs", "v_descale": "doubles the scores"},
+        ),
         ("k of another head", {"k_descale": "of another sequence or head"}),
         ("v of sequence 0", {"v_descale": "of another sequence or head"}),
         ("q divides", {"q_descale": "halves the scores"}),

@@ -16,7 +16,10 @@ FA3, FA4 = VARIANTS["fa3"], VARIANTS["fa4"]
 
 @functools.cache
 def probed(variant):
-    return probe(functools.partial(attention.forward, variant=variant), name=getattr(variant, "name", variant))
+    return probe(
+        functools.partial(attention.forward, variant=variant),
+        name=getattr(variant, "name", variant),
+    )
 
 
 def planted(**faults):
@@ -28,16 +31,25 @@ def planted(**faults):
 def test_decisions_of_named_variants(name):
     found = probed(name)
     assert found.departures(VARIANTS[name]) == []
-    others = [other for other in VARIANTS if other != name and not found.departures(VARIANTS[other])]
+    others = [
+        other for other in VARIANTS if other != name and not found.departures(VARIANTS[other])
+    ]
     assert others == []
-    assert [fault.what for fault in found.faults] == (["range of P"] if name == "fa4_threshold4" else [])
+    assert [fault.what for fault in found.faults] == (
+        ["range of P"] if name == "fa4_threshold4" else []
+    )
 
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("what", "base", "changes", "value"),
     [
-        ("tiles", FA4, {"tiles": (dataclasses.replace(FA4.tiles[0], full=176),)}, "176 keys, descending"),
+        (
+            "tiles",
+            FA4,
+            {"tiles": (dataclasses.replace(FA4.tiles[0], full=176),)},
+            "176 keys, descending",
+        ),
         ("tiles", FA4, {"descending": False}, "128 keys, ascending"),
         ("threshold", FA4, {"threshold": 2.0}, 2.0),
         ("threshold", VARIANTS["cudnn"], {"threshold": 3.0}, 3.0),
@@ -51,11 +63,15 @@ def test_decisions_of_named_variants(name):  # A-1 to A-11, A-17
     ],
     ids=lambda value: value.name if hasattr(value, "lse") else str(value)[:24],
 )
-def test_one_decision_changed_is_the_one_that_departs(what, base, changes, value):
+def test_one_decision_changed_is_the_one_that_departs(
+    what, base, changes, value
+):
     found = probed(dataclasses.replace(base, name="changed", **changes))
     assert found[what].value == value
     allowed = (
-        {what, "range of P"} | ({"scales of k"} if what == "scales of v" else set()) | ({"sums of q k"} if "plan" in changes else set())
+        {what, "range of P"}
+        | ({"scales of k"} if what == "scales of v" else set())
+        | ({"sums of q k"} if "plan" in changes else set())
     )
     departing = {one.partition(":")[0] for one in found.departures(base)}
     assert what in departing
@@ -76,10 +92,25 @@ def test_the_threshold_is_bracketed():  # A-7
         ({"threshold": 4.0}, "threshold", "4 powers of two", "4.1"),
         ({"threshold": 4.0, "saturates": False}, "range of P", "left, without saturation", "nan"),
         ({"threshold": 4.0}, "range of P", "left, and clipped", "in real arithmetic"),
-        ({"offset": 9}, "range of P", "left, and clipped", "one key: 0.875 of its value, in real arithmetic 1"),
-        ({"offset": 9, "saturates": False}, "range of P", "left, without saturation", "one key: nan"),
+        (
+            {"offset": 9},
+            "range of P",
+            "left, and clipped",
+            "one key: 0.875 of its value, in real arithmetic 1",
+        ),
+        (
+            {"offset": 9, "saturates": False},
+            "range of P",
+            "left, without saturation",
+            "one key: nan",
+        ),
         ({"rounded_denominator": True}, "denominator", "rounded", "0% of what casts take off"),
-        ({"shift": 1}, "causal mask", "off by one: right edge +1, aligned to the end", "query 0, key 1: got seen, expected not seen (A-3)"),
+        (
+            {"shift": 1},
+            "causal mask",
+            "off by one: right edge +1, aligned to the end",
+            "query 0, key 1: got seen, expected not seen (A-3)",
+        ),
         (
             {"shift": -1},
             "causal mask",
@@ -87,10 +118,30 @@ def test_the_threshold_is_bracketed():  # A-7
             "query 0, key 0: got not seen, expected seen (A-3)",
         ),
         ({"start": True}, "causal mask", "aligned to the start", "250 queries"),
-        ({"dropped": 2}, "keys", "keys 256 to 383 are missing, 128 of 1000", "query 0, key 256: got not seen, expected seen (A-3)"),
-        ({"modulo_heads": True}, "heads", "query head j uses head j mod Hkv", "query head 1: got head 1 of k, expected head 0"),
-        ({"nan_rows": True}, "causal mask", "a query without keys has an output that is not 0", "60 queries, 20 keys"),
-        ({"every_maximum": False}, "range of P", "left, and clipped", "key 0 28.1 powers of two above all others"),
+        (
+            {"dropped": 2},
+            "keys",
+            "keys 256 to 383 are missing, 128 of 1000",
+            "query 0, key 256: got not seen, expected seen (A-3)",
+        ),
+        (
+            {"modulo_heads": True},
+            "heads",
+            "query head j uses head j mod Hkv",
+            "query head 1: got head 1 of k, expected head 0",
+        ),
+        (
+            {"nan_rows": True},
+            "causal mask",
+            "a query without keys has an output that is not 0",
+            "60 queries, 20 keys",
+        ),
+        (
+            {"every_maximum": False},
+            "range of P",
+            "left, and clipped",
+            "key 0 28.1 powers of two above all others",
+        ),
         ({"ascending": True}, "tiles", "128 keys, ascending", "keys before 128 and no others"),
         ({"length": 100}, "tiles", "100 keys, descending", "keys from 100 on"),
     ],
@@ -109,7 +160,11 @@ def test_planted_faults_are_named(faults, what, words, evidence):  # A-3, A-6 to
 def test_a_sound_function_has_no_faults():
     found = planted()
     assert found.faults == []
-    assert {one.partition(":")[0] for one in found.departures(FA4)} <= {"sums of q k", "sums of P v", "promotion"}
+    assert {one.partition(":")[0] for one in found.departures(FA4)} <= {
+        "sums of q k",
+        "sums of P v",
+        "promotion",
+    }
     assert found["promotion"].text == "no sum loses 2^-26 of a product"
 
 

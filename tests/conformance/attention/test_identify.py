@@ -1,4 +1,6 @@
-"""An attention function is named by the variant that explains its bits, or by where the nearest departs (spec A-17)."""
+"""An attention function is named by the variant that explains its bits, or by where the nearest
+departs (spec A-17).
+"""
 
 import dataclasses
 import functools
@@ -43,7 +45,9 @@ def test_every_variant_is_identified(name):  # A-1, A-17
     ],
 )
 def test_a_variation_is_named_by_its_base(base, changes, said):  # A-6 to A-10
-    found = identify_attention(simulated(dataclasses.replace(VARIANTS[base], name="mine", **changes)))
+    found = identify_attention(
+        simulated(dataclasses.replace(VARIANTS[base], name="mine", **changes))
+    )
     assert found.variant == f"{base} with {said}"
     assert (found.exact, found.ok) == (True, False)
     assert found.reference.variant.name == base
@@ -59,7 +63,9 @@ def test_another_variant_than_expected(wrong):  # A-7, A-8
     assert (found.variant, found.ok) == (wrong, False)
     assert f"is not {other!r}, but {wrong!r}, bit for bit" in found.message
     assert {one.partition(":")[0] for one in found.departures} == {"threshold", "range of P"}
-    assert re.search(r"o\[0, 0, \d+, \d+\] of case 'ordinary'.*got .* expected .* of variant", found.message)
+    assert re.search(
+        r"o\[0, 0, \d+, \d+\] of case 'ordinary'.*got .* expected .* of variant", found.message
+    )
 
 
 def test_threshold_4_is_at_fault():  # A-8
@@ -108,7 +114,9 @@ def test_a_fault_of_an_argument_is_named_beside_the_variation(faults, argument, 
 
 @pytest.mark.slow
 def test_another_exponential_is_near():  # A-5
-    """The same but for exponentials within 2 units in the last place: fa4 in NumPy, with sums that round otherwise."""
+    """The same but for exponentials within 2 units in the last place: fa4 in NumPy, with sums that
+    round otherwise.
+    """
     found = identify_attention(planted_attention.planted(), name="mine")
     assert (found.variant, found.exact) == ("fa4 with plan=exact, promotion=1", False)
     assert found.agreement.near > 0.99 * found.agreement.compared
@@ -118,7 +126,10 @@ def test_another_exponential_is_near():  # A-5
 @pytest.mark.slow
 def test_a_wrong_threshold_is_named():  # A-7
     found = identify_attention(planted_attention.planted(threshold=6.0), name="mine", expect="fa4")
-    assert (found.variant, found.ok) == ("fa4_threshold4 with threshold=6.0, plan=exact, promotion=1", False)
+    assert (found.variant, found.ok) == (
+        "fa4_threshold4 with threshold=6.0, plan=exact, promotion=1",
+        False,
+    )
     assert any("threshold: 6 powers of two, in the variant 0.0" in one for one in found.departures)
     assert found.reference.first is not None
 
@@ -131,9 +142,14 @@ def test_require_attention_passes_and_fails():  # A-1
     with pytest.raises(AssertionError, match=r"is not 'fa4': [\d,]+ of [\d,]+ outputs differ"):
         require_attention(planted_attention.planted(), "fa4", causal)
     with pytest.raises(AssertionError) as raised:
-        require_attention(planted_attention.planted(shift=-1), "fa4", causal, exponentials="hardware")
+        require_attention(
+            planted_attention.planted(shift=-1), "fa4", causal, exponentials="hardware"
+        )
     text = str(raised.value)
-    assert "causal mask: off by one: right edge -1, aligned to the end; causal, 150 queries, 150 keys, all scores 0: query 0, key 0" in text
+    assert (
+        "causal mask: off by one: right edge -1, aligned to the end; causal, 150 queries, 150 "
+        "keys, all scores 0: query 0, key 0" in text
+    )
     assert re.search(r"o\[0, 0, 0, \d+\] of case", text)
 
 
@@ -143,7 +159,9 @@ def test_require_attention_refuses():
     with pytest.raises(ValueError, match="variant is a Variant or"):
         require_attention(simulated("fa3"), "fa5")
     with pytest.raises(ValueError, match="takes no such mask; name an argument mask, causal"):
-        require_attention(lambda q, k, v: attention.forward(q, k, v, variant="fa3"), "fa3", Mask(causal=True))
+        require_attention(
+            lambda q, k, v: attention.forward(q, k, v, variant="fa3"), "fa3", Mask(causal=True)
+        )
     with pytest.raises(ValueError, match="expect is one of exact, bf16"):
         identify_attention(simulated("fa3"), expect="fa5")
 
@@ -163,17 +181,26 @@ def test_a_softmax_without_tiles():
 
 
 def test_attention_of_torch_on_a_cpu():
-    """Its tiles in bfloat16 have 512 keys (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, kv_split_size), and its causal mask is
-    aligned to the start, as its documentation says."""
+    """Its tiles in bfloat16 have 512 keys (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp,
+    kv_split_size), and its causal mask is aligned to the start, as its documentation says."""
     import torch
 
     def mine(query, key, value, is_causal=False):
         bfloat16 = [x.bfloat16() for x in (query, key, value)]
-        return torch.nn.functional.scaled_dot_product_attention(*bfloat16, is_causal=is_causal, enable_gqa=True)
+        return torch.nn.functional.scaled_dot_product_attention(
+            *bfloat16, is_causal=is_causal, enable_gqa=True
+        )
 
     found = identify_attention(mine, framework="torch")
     assert (found.variant, found.reference.variant.name) == (None, "bf16")
     rows = found.probed
-    assert (rows["tiles"].text, rows["causal mask"].text) == ("512 keys, ascending", "aligned to the start")
-    assert (rows["format"].value, rows["output"].value, rows["denominator"].value) == ("bfloat16", "bfloat16", "unrounded")
+    assert (rows["tiles"].text, rows["causal mask"].text) == (
+        "512 keys, ascending",
+        "aligned to the start",
+    )
+    assert (rows["format"].value, rows["output"].value, rows["denominator"].value) == (
+        "bfloat16",
+        "bfloat16",
+        "unrounded",
+    )
     assert rows.faults == []

@@ -1,4 +1,6 @@
-"""Softcaps and sinks of a function under test, and wrong orders of both, are told apart and named (spec A-22, A-23, A-27)."""
+"""Softcaps and sinks of a function under test, and wrong orders of both, are told apart and named
+(spec A-22, A-23, A-27).
+"""
 
 import functools
 import inspect
@@ -7,7 +9,13 @@ import math
 import numpy as np
 import pytest
 
-from fp8ref.conformance.attention import identify_attention, logits, probe, require_attention, subjects
+from fp8ref.conformance.attention import (
+    identify_attention,
+    logits,
+    probe,
+    require_attention,
+    subjects,
+)
 from fp8ref.sim.attention import attention
 from fp8ref.spec.attention.variants import Mask
 
@@ -15,11 +23,14 @@ F32 = np.float32
 
 
 def planted(*, cap=None, sink=None, order="right", sinks_are="right", takes=()):
-    """Attention in float64, rounded to float32: fn(q, k, v, causal=False, softcap=None, sinks=None) -> (o, lse), without arguments not in takes.
+    """Attention in float64, rounded to float32: fn(q, k, v, causal=False, softcap=None, sinks=None)
+    -> (o, lse), without arguments not in takes.
 
     cap, sink   of all scores, without an argument.
-    order       of the cap: right, before the scale, after the mask, powers of two, ignored, clipped, not multiplied back.
-    sinks_are   right, ignored, scaled, powers of two, reversed, outside the log-sum-exp, left to overflow.
+    order       of the cap: right, before the scale, after the mask, powers of two, ignored,
+                clipped, not multiplied back.
+    sinks_are   right, ignored, scaled, powers of two, reversed, outside the log-sum-exp, left to
+                overflow.
     """
 
     def attend(q, k, v, causal=False, softcap=None, sinks=None):
@@ -39,7 +50,9 @@ def planted(*, cap=None, sink=None, order="right", sinks_are="right", takes=()):
             elif order == "powers of two":
                 s = softcap * np.tanh(s * scale / math.log(2) / softcap) * math.log(2)
             else:
-                s = np.tanh(s * scale / softcap) * (1 if order == "not multiplied back" else softcap)
+                s = np.tanh(s * scale / softcap) * (
+                    1 if order == "not multiplied back" else softcap
+                )
         else:
             s = s * scale
         if order != "after the mask":
@@ -49,10 +62,22 @@ def planted(*, cap=None, sink=None, order="right", sinks_are="right", takes=()):
         total = p.sum(axis=-1, keepdims=True)
         of_keys = total
         if sinks is not None and sinks_are != "ignored":
-            a = np.asarray(sinks, np.float64)[None, :: -1 if sinks_are == "reversed" else 1, None, None]
-            a = a * (scale if sinks_are == "scaled" else math.log(2) if sinks_are == "powers of two" else 1)
+            a = np.asarray(sinks, np.float64)[
+                None, :: -1 if sinks_are == "reversed" else 1, None, None
+            ]
+            a = a * (
+                scale
+                if sinks_are == "scaled"
+                else math.log(2)
+                if sinks_are == "powers of two"
+                else 1
+            )
             with np.errstate(over="ignore"):
-                of_sink = np.exp((a - m).astype(F32) if sinks_are == "left to overflow" else np.minimum(a - m, 700))
+                of_sink = np.exp(
+                    (a - m).astype(F32)
+                    if sinks_are == "left to overflow"
+                    else np.minimum(a - m, 700)
+                )
             total = total + of_sink
             p = p * of_sink / of_sink if sinks_are == "left to overflow" else p
         o = (p / total) @ np.repeat(v, group, axis=1).astype(np.float64)
@@ -61,7 +86,9 @@ def planted(*, cap=None, sink=None, order="right", sinks_are="right", takes=()):
 
     # The kit reads the names of arguments.
     kept = ("q", "k", "v", "causal", *takes)
-    attend.__signature__ = inspect.Signature([one for name, one in inspect.signature(attend).parameters.items() if name in kept])
+    attend.__signature__ = inspect.Signature(
+        [one for name, one in inspect.signature(attend).parameters.items() if name in kept]
+    )
     return attend
 
 
@@ -102,9 +129,14 @@ def test_a_softcap_is_named_where_one_round_number_explains_it(cap, value, words
 
 
 def test_caps_beyond_the_limit_of_detection():  # A-27
-    """In e4m3 the second key's weight is cast to 0 under a cap of 4000; in float32 under one of 6000."""
+    """In e4m3 the second key's weight is cast to 0 under a cap of 4000; in float32 under one of
+    6000.
+    """
     for cap, value in ((3000.0, 3000.0), (4000.0, "none")):
-        assert found(functools.partial(attention.forward, variant="fa3", softcap=cap))["softcap"].value == value
+        assert (
+            found(functools.partial(attention.forward, variant="fa3", softcap=cap))["softcap"].value
+            == value
+        )
     assert found(planted(cap=6000.0))["softcap"].value == "none"
 
 
@@ -151,7 +183,8 @@ def test_a_mask_before_a_hidden_cap_is_named():  # A-22
     assert of["softcap"].value == 50
     assert (
         str(of["mask and softcap"].witness)
-        == "causal, all scores -25088 before the cap: query 0, key 57: got seen, expected not seen (A-22)"
+        == "causal, all scores -25088 before the cap: query 0, key 57: got seen, expected not "
+        "seen (A-22)"
     )
     assert "mask and softcap" not in found(planted(cap=50.0))
 
@@ -197,21 +230,32 @@ def test_both_arguments_of_the_simulator_are_right(name):  # A-22, A-23
     """Casts of P and of o move a weight by less than the bound that findings have."""
     of = found(functools.partial(attention.forward, variant=name))
     assert {what: one.value for what, one in of.items()} == {
-        "softcap": "none", "sinks": "none", "softcap argument": "after the scale, before the mask", "sinks argument": "joins the sum",
-    }  # fmt: skip
+        "softcap": "none",
+        "sinks": "none",
+        "softcap argument": "after the scale, before the mask",
+        "sinks argument": "joins the sum",
+    }
 
 
 @pytest.mark.slow
 def test_the_nearest_variant_departs_by_them():  # A-17
     def mine(q, k, v, softcap=None):
         return attention.forward(
-            q, k, v, variant="fa4", softcap=None if softcap is None else softcap / 8, sinks=np.full(q.shape[1], 2.0, F32)
+            q,
+            k,
+            v,
+            variant="fa4",
+            softcap=None if softcap is None else softcap / 8,
+            sinks=np.full(q.shape[1], 2.0, F32),
         ).o
 
     outcome = identify_attention(mine, expect="fa4")
     assert (outcome.variant, outcome.ok) == (None, False)
     said = "\n".join(outcome.departures)
-    assert "softcap argument: before the softmax scale; softcap 16, two keys of scores 25088 and" in said
+    assert (
+        "softcap argument: before the softmax scale; softcap 16, two keys of scores 25088 and"
+        in said
+    )
     assert "sinks: about 2.0, in the variant none; one key of score" in said
     assert not probe(mine).ok
 
@@ -220,6 +264,8 @@ def test_require_attention_with_both():  # A-22, A-23
     fa3 = functools.partial(attention.forward, variant="fa3")
     require_attention(fa3, "fa3", Mask(causal=True), softcap=30.0, sinks=True)
     with pytest.raises(AssertionError, match="outputs differ"):
-        require_attention(lambda q, k, v, softcap=8.0: fa3(q, k, v, softcap=softcap / 8), "fa3", softcap=30.0)
+        require_attention(
+            lambda q, k, v, softcap=8.0: fa3(q, k, v, softcap=softcap / 8), "fa3", softcap=30.0
+        )
     with pytest.raises(ValueError, match="has no argument for softcap"):
         require_attention(lambda q, k, v: fa3(q, k, v), "fa3", softcap=30.0)

@@ -1,4 +1,6 @@
-"""Somebody's attention is called with arrays of its framework, dtype, layout and names, and checked."""
+"""Somebody's attention is called with arrays of its framework, dtype, layout and names, and
+checked.
+"""
 
 import functools
 
@@ -14,7 +16,10 @@ from fp8ref.sim.attention.operands import heads as head_scaling
 from fp8ref.spec.attention.variants import FULL, Mask
 
 RNG = np.random.default_rng(0)
-Q, K, V = (RNG.standard_normal((2, heads, n, 64)).astype(np.float32) for heads, n in ((4, 5), (2, 7), (2, 7)))
+Q, K, V = (
+    RNG.standard_normal((2, heads, n, 64)).astype(np.float32)
+    for heads, n in ((4, 5), (2, 7), (2, 7))
+)
 
 
 def fa4(q, k, v, mask=FULL):
@@ -33,20 +38,30 @@ def of_torch(query, key, value, is_causal=False):
 def of_jax(q, k, v, *, causal=False, window=None):
     import jax.numpy as jnp
 
-    found = fa4(*(np.asarray(x, np.float32) for x in (q, k, v)), mask=Mask(causal=causal, window=window))
+    found = fa4(
+        *(np.asarray(x, np.float32) for x in (q, k, v)), mask=Mask(causal=causal, window=window)
+    )
     return {"out": jnp.asarray(found.o)}
 
 
 def tokens_first(q, k, v, causal=False, window_size=(-1, -1)):
-    window = None if window_size == (-1, -1) else tuple(None if side == -1 else side for side in window_size)
-    found = fa4(*(x.transpose(0, 2, 1, 3) for x in (q, k, v)), mask=Mask(causal=causal, window=window))
+    window = (
+        None
+        if window_size == (-1, -1)
+        else tuple(None if side == -1 else side for side in window_size)
+    )
+    found = fa4(
+        *(x.transpose(0, 2, 1, 3) for x in (q, k, v)), mask=Mask(causal=causal, window=window)
+    )
     return found.o.transpose(0, 2, 1, 3), found.lse
 
 
 def of_jax_nn(query, key, value, *, mask=None, is_causal=False, local_window_size=None):
     """Named as jax.nn.dot_product_attention: ``mask`` is an array."""
     assert mask is None
-    window = local_window_size and tuple(None if side >= key.shape[2] else side for side in local_window_size)
+    window = local_window_size and tuple(
+        None if side >= key.shape[2] else side for side in local_window_size
+    )
     return fa4(query, key, value, mask=Mask(causal=is_causal, window=window)).o
 
 
@@ -96,15 +111,21 @@ def test_codes_and_their_scales():  # A-2
     assert found.takes_codes
     x = [Q * 100, K, V / 7]
     heads = [head_scaling.quantize(one, found.fmt, "head", "te_current", heads=2) for one in x]
-    dequantized = [one.values * head_scaling.spread(one.scale_inv, one.values.shape, "head") for one in heads]
-    np.testing.assert_array_equal(found.ask(Question(*x)).o, attention.forward(*dequantized, variant="fa4").o)
+    dequantized = [
+        one.values * head_scaling.spread(one.scale_inv, one.values.shape, "head") for one in heads
+    ]
+    np.testing.assert_array_equal(
+        found.ask(Question(*x)).o, attention.forward(*dequantized, variant="fa4").o
+    )
 
 
 def test_documents_are_passed():  # A-3
     found = wrap(functools.partial(attention.forward, variant="exact"))
     documents = np.repeat([[0, 1]], 2, axis=0).repeat([3, 4], axis=1)
     question = Question(K, K, V, documents=(documents, documents))
-    np.testing.assert_array_equal(found.ask(question).o, attention.forward(K, K, V, variant="exact", documents=documents).o)
+    np.testing.assert_array_equal(
+        found.ask(question).o, attention.forward(K, K, V, variant="exact", documents=documents).o
+    )
 
 
 def test_bfloat16_alone():
@@ -121,16 +142,30 @@ def test_bfloat16_alone():
 
 
 def test_which_functions_are_attention():
-    assert all(subjects.is_attention(function) for function in (fa4, of_torch, of_jax, functools.partial(attention.forward, variant="fa4")))
-    assert not any(subjects.is_attention(function) for function in (lambda x: x, lambda a, b: a, lambda p, g, state: p, np.add))
+    assert all(
+        subjects.is_attention(function)
+        for function in (fa4, of_torch, of_jax, functools.partial(attention.forward, variant="fa4"))
+    )
+    assert not any(
+        subjects.is_attention(function)
+        for function in (lambda x: x, lambda a, b: a, lambda p, g, state: p, np.add)
+    )
 
 
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (lambda q, k, v: 1, ConformanceError, "returned a int; o, \\(o, lse\\), or an object with o is needed"),
+        (
+            lambda q, k, v: 1,
+            ConformanceError,
+            "returned a int; o, \\(o, lse\\), or an object with o is needed",
+        ),
         (lambda q, k, v: q[:, :, :1], ConformanceError, "it has q's shape"),
-        (lambda q, k, v: q + np.random.default_rng().random(), ConformanceError, "does not repeat itself"),
+        (
+            lambda q, k, v: q + np.random.default_rng().random(),
+            ConformanceError,
+            "does not repeat itself",
+        ),
         (lambda q, k, v: 1 / 0, RefusedError, "ZeroDivisionError"),
     ],
 )
@@ -148,7 +183,9 @@ def test_a_changed_input_is_refused():
 
     import dataclasses
 
-    changed = dataclasses.replace(found, subject=dataclasses.replace(found.subject, function=changes))
+    changed = dataclasses.replace(
+        found, subject=dataclasses.replace(found.subject, function=changes)
+    )
     with pytest.raises(ConformanceError, match="changed its input"):
         changed.ask(Question(K, K, V))
 

@@ -22,9 +22,19 @@ def wrong_for(dtype, bits, code):
 @pytest.mark.parametrize(
     ("dtype", "bits", "code", "said"),
     [
-        (np.float16, 0x3CCF, 0x3B, "1.2021484375 (float16 0x3CCF): got 0x3B = 1.375, expected 0x3A = 1.25"),
+        (
+            np.float16,
+            0x3CCF,
+            0x3B,
+            "1.2021484375 (float16 0x3CCF): got 0x3B = 1.375, expected 0x3A = 1.25",
+        ),
         (np.float16, 0x7C01, 0x00, "nan (float16 0x7C01): got 0x00 = 0, expected 0x7F = nan"),
-        (ml_dtypes.bfloat16, 0xFF81, 0x80, "nan (bfloat16 0xFF81): got 0x80 = -0, expected 0x7F = nan"),
+        (
+            ml_dtypes.bfloat16,
+            0xFF81,
+            0x80,
+            "nan (bfloat16 0xFF81): got 0x80 = -0, expected 0x7F = nan",
+        ),
     ],
 )
 def test_one_number_of_a_16_bit_dtype_is_found(dtype, bits, code, said):  # C-1, C-5

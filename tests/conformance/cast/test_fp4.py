@@ -55,7 +55,9 @@ def high_first(x):
 
 
 def wrong_tie(x):  # 5 lies between 4 and 6: to the even code, 4
-    return np.where(np.abs(x) == 5, np.uint8(7) | (np.signbit(x) * np.uint8(8)), cast.encode(x, E2M1FN)).astype(np.uint8)
+    return np.where(
+        np.abs(x) == 5, np.uint8(7) | (np.signbit(x) * np.uint8(8)), cast.encode(x, E2M1FN)
+    ).astype(np.uint8)
 
 
 def without_minus_zero(x):
@@ -69,11 +71,16 @@ def test_another_rounding_is_named_and_has_no_name_of_a_library(mode):  # C-2
     assert outcome.identified
     assert not outcome.named
     assert outcome.found["rounding"] == mode
-    assert f"rounding {mode}" in str(identify_cast(of(rounding=mode), E2M1FN, framework="numpy", expect="saturating").differences[0])
+    assert f"rounding {mode}" in str(
+        identify_cast(
+            of(rounding=mode), E2M1FN, framework="numpy", expect="saturating"
+        ).differences[0]
+    )
 
 
 @pytest.mark.parametrize(
-    ("function", "input_", "got"), [(wrong_tie, "5 ", "got 6, expected 4"), (without_minus_zero, "", "got 0, expected -0")]
+    ("function", "input_", "got"),
+    [(wrong_tie, "5 ", "got 6, expected 4"), (without_minus_zero, "", "got 0, expected -0")],
 )
 def test_a_fault_is_shown_at_its_first_number(function, input_, got):  # C-2, C-6
     outcome = identify_cast(function, E2M1FN, framework="numpy")
@@ -89,12 +96,23 @@ def test_pairs_with_the_first_code_high_are_told_apart():  # F-5
 
 def test_stochastic_rounding_is_told_from_a_biased_one():  # C-2
     seeds = iter(range(100_000))
-    fair = identify_cast(lambda x: cast.encode(x, E2M1FN, rounding="stochastic", seed=next(seeds)), E2M1FN, framework="numpy")
+    fair = identify_cast(
+        lambda x: cast.encode(x, E2M1FN, rounding="stochastic", seed=next(seeds)),
+        E2M1FN,
+        framework="numpy",
+    )
     assert (fair.ok, fair.found["rounding"]) == (True, "stochastic"), fair.message
     up = np.float32(1 + 2.0**-5)  # rounds up more often than the fraction
-    outcome = identify_cast(lambda x: cast.encode(x * up, E2M1FN, rounding="stochastic", seed=next(seeds)), E2M1FN, framework="numpy")
+    outcome = identify_cast(
+        lambda x: cast.encode(x * up, E2M1FN, rounding="stochastic", seed=next(seeds)),
+        E2M1FN,
+        framework="numpy",
+    )
     assert not outcome.identified
-    assert (outcome.unlike[0].got, outcome.unlike[0].clause) == ("1.5", "C-2")  # of the number before 1
+    assert (outcome.unlike[0].got, outcome.unlike[0].clause) == (
+        "1.5",
+        "C-2",
+    )  # of the number before 1
 
 
 def test_errors():
@@ -116,7 +134,11 @@ def test_errors():
 
 def test_a_number_just_above_the_first_tie_is_asked():  # C-1, tt-metal#51971
     def function(x):
-        return np.where(np.abs(x) == np.nextafter(np.float32(0.25), np.float32(1)), np.uint8(0), cast.encode(x, E2M1FN))
+        return np.where(
+            np.abs(x) == np.nextafter(np.float32(0.25), np.float32(1)),
+            np.uint8(0),
+            cast.encode(x, E2M1FN),
+        )
 
     found = identify_cast(function, E2M1FN, expect="saturating")
     assert not found.ok
@@ -130,10 +152,14 @@ def test_few_random_bits_are_no_stochastic_rounding(bits):  # C-2
     def function(x):
         steps = np.clip(np.nan_to_num(np.abs(x) / 0.5), 0, 1)
         up = np.floor(steps * 2**bits) / 2**bits > rng.integers(0, 2**bits, x.shape) / 2**bits
-        low = np.where(up, np.uint8(1), np.uint8(0)) | np.where(np.signbit(x), np.uint8(8), np.uint8(0))
-        return np.where(np.abs(x) < 0.5, low, cast.encode(x, E2M1FN, rounding="stochastic", seed=int(rng.integers(1 << 60)))).astype(
-            np.uint8
+        low = np.where(up, np.uint8(1), np.uint8(0)) | np.where(
+            np.signbit(x), np.uint8(8), np.uint8(0)
         )
+        return np.where(
+            np.abs(x) < 0.5,
+            low,
+            cast.encode(x, E2M1FN, rounding="stochastic", seed=int(rng.integers(1 << 60))),
+        ).astype(np.uint8)
 
     found = identify_cast(function, E2M1FN)
     assert not found.identified
@@ -145,7 +171,9 @@ def test_few_random_bits_are_no_stochastic_rounding(bits):  # C-2
 def stochastic(x, codes=lambda low, other, x: other):
     """Codes rounded toward zero, and at random, from which another cast takes its own."""
     low, rng = cast.encode(x, E2M1FN, rounding="toward_zero"), np.random.default_rng()
-    return codes(low, cast.encode(x, E2M1FN, rounding="stochastic", seed=int(rng.integers(1 << 60))), x).astype(np.uint8)
+    return codes(
+        low, cast.encode(x, E2M1FN, rounding="stochastic", seed=int(rng.integers(1 << 60))), x
+    ).astype(np.uint8)
 
 
 PLANTED_STOCHASTIC = {
@@ -154,12 +182,16 @@ PLANTED_STOCHASTIC = {
     "all above 0.5 is zero": lambda low, other, x: np.where(np.abs(x) > 0.5, low & 8, other),
     "toward zero above 0.5": lambda low, other, x: np.where(np.abs(x) > 0.5, low, other),
     "negative numbers toward zero": lambda low, other, x: np.where(x < 0, low, other),
-    "one too far": lambda low, other, x: np.where((low % 8 == 5) & (other % 8 == 6), other + 1, other),
+    "one too far": lambda low, other, x: np.where(
+        (low % 8 == 5) & (other % 8 == 6), other + 1, other
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PLANTED_STOCHASTIC)
 def test_a_stochastic_cast_is_asked_for_all_numbers(name):  # C-2
-    found = identify_cast(lambda x: stochastic(x, PLANTED_STOCHASTIC[name]), E2M1FN, expect="saturating")
+    found = identify_cast(
+        lambda x: stochastic(x, PLANTED_STOCHASTIC[name]), E2M1FN, expect="saturating"
+    )
     assert (found.identified, found.ok) == (False, False)
     assert found.differences[0].clause == "C-2"

@@ -1,4 +1,6 @@
-"""Stochastic casts are identified by how often they round away from zero, and by their other decisions."""
+"""Stochastic casts are identified by how often they round away from zero, and by their other
+decisions.
+"""
 
 import json
 
@@ -15,7 +17,9 @@ from fp8ref.sim.quantize import cast
 
 def at_random(fmt, *, repeats, saturate=True):
     seeds = iter(range(1000))
-    return lambda x: cast.encode(x, fmt, rounding="stochastic", saturate=saturate, seed=7 if repeats else next(seeds))
+    return lambda x: cast.encode(
+        x, fmt, rounding="stochastic", saturate=saturate, seed=7 if repeats else next(seeds)
+    )
 
 
 @pytest.mark.parametrize("repeats", [True, False])
@@ -24,7 +28,11 @@ def at_random(fmt, *, repeats, saturate=True):
 def test_stochastic_rounding(fmt, saturate, repeats):  # C-2 to C-6
     found = identify_cast(at_random(fmt, repeats=repeats, saturate=saturate), fmt)
     special = "nan" if fmt.inf_code is None else "inf"
-    beyond = ("max", fmt.max_code) if saturate else (special, fmt.nan_code if fmt.inf_code is None else fmt.inf_code)
+    beyond = (
+        ("max", fmt.max_code)
+        if saturate
+        else (special, fmt.nan_code if fmt.inf_code is None else fmt.inf_code)
+    )
     named = found.found.pop("behavior_but_for_rounding")
     assert ("saturating" if saturate else "non_saturating") in named
     assert set(named) <= set(found.found.pop("behavior_but_for_rounding_and_nan_codes"))
@@ -53,17 +61,29 @@ def test_stochastic_rounding(fmt, saturate, repeats):  # C-2 to C-6
 
 def test_the_findings_are_those_of_every_cast():
     found = identify_cast(at_random(E4M3FN, repeats=True), E4M3FN)
-    what = ["format", "rounding", "overflow", "infinities", "nan_code", "subnormals", "negative_zero"]
+    what = [
+        "format",
+        "rounding",
+        "overflow",
+        "infinities",
+        "nan_code",
+        "subnormals",
+        "negative_zero",
+    ]
     assert [f.what for f in found.findings] == what
     assert not any(f.witness for f in found.findings)
     assert found.findings[1].evidence.endswith("by position, from a fixed seed")
 
 
 def test_a_name_is_held_to_in_all_it_decides():  # C-2, C-3
-    found = identify_cast(at_random(E4M3FN, repeats=True, saturate=False), E4M3FN, expect="saturating")
+    found = identify_cast(
+        at_random(E4M3FN, repeats=True, saturate=False), E4M3FN, expect="saturating"
+    )
     assert not found.ok
     rounds, *beyond = map(str, found.differences)
-    assert rounds.startswith("0.0009765625, 4096 times (float32 0x3A800000): got 0x01 = 0.001953125 0.4")
+    assert rounds.startswith(
+        "0.0009765625, 4096 times (float32 0x3A800000): got 0x01 = 0.001953125 0.4"
+    )
     assert rounds.endswith("expected 0x00 = 0 every time (C-2)")
     assert beyond == [
         "896 (float32 0x44600000): got 0x7F = nan, expected 0x7E = 448 (C-3)",
@@ -77,7 +97,9 @@ def test_a_name_is_held_to_in_all_it_decides():  # C-2, C-3
 def test_another_format_than_was_asked():  # F-2
     found = identify_cast(at_random(E5M2, repeats=True), E4M3FN)
     assert not found.ok
-    assert "a cast to e5m2 (max 57344), not e4m3fn (max 448), that rounds at random" in found.message
+    assert (
+        "a cast to e5m2 (max 57344), not e4m3fn (max 448), that rounds at random" in found.message
+    )
 
 
 def test_values_are_shown_as_values():
@@ -110,11 +132,25 @@ def test_of_bfloat16_alone():
             40,
             "0.00048828125, 4096 times (float32 0x3A000000): got 0x01 = 0.001953125 0.",
         ),
-        ("noise_in_bits", 24, "0.0009765625, 4096 times (float32 0x3A800000): got 0x01 = 0.001953125 0.000 of the time, expected 0.5"),
+        (
+            "noise_in_bits",
+            24,
+            "0.0009765625, 4096 times (float32 0x3A800000): got 0x01 = 0.001953125 0.000 of the "
+            "time, expected 0.5",
+        ),
         ("noise_of_one_binade", 34, "0.0009765625, 4096 times"),
-        ("positives_alone", 24, "-0.0009765625, 4096 times (float32 0xBA800000): got 0x81 = -0.001953125 0.000 of the time, expected 0.5"),
+        (
+            "positives_alone",
+            24,
+            "-0.0009765625, 4096 times (float32 0xBA800000): got 0x81 = -0.001953125 0.000 of "
+            "the time, expected 0.5",
+        ),
         ("underflow_to_nearest", 14, "0.0009765625, 4096 times"),
-        ("upwards", 20, "-0.00048828125, 4096 times (float32 0xBA000000): got 0x81 = -0.001953125 0.7"),
+        (
+            "upwards",
+            20,
+            "-0.00048828125, 4096 times (float32 0xBA000000): got 0x81 = -0.001953125 0.7",
+        ),
         ("flushes_subnormals", 24, "0.0009765625, 4096 times"),
         ("specials_are_zero", 24, "-0.0009765625, 4096 times"),
     ],
@@ -133,10 +169,26 @@ def test_a_probability_that_is_wrong_somewhere(name, departs, shown):  # C-2
 @pytest.mark.parametrize(
     ("name", "differs", "shown"),
     [
-        ("nan_is_zero", {"nan_code": 0}, "nan (float32 0x7FC00000): got 0x00 = 0, expected 0x7F = nan (by saturating)"),
-        ("infinity_is_zero", {"infinities": None}, "inf (float32 0x7F800000): got 0x00 = 0, expected 0x7E = 448 (by the behavior found)"),
-        ("far_above_is_zero", {}, "(float32 0x7149F2CA): got 0x00 = 0, expected 0x7E = 448 (by the behavior found)"),
-        ("nan_at_random", {"nan_code": 0x7E}, "nan (float32 0x7FC00000): got 0x7F = nan, expected 0x7E = 448 (by the behavior found)"),
+        (
+            "nan_is_zero",
+            {"nan_code": 0},
+            "nan (float32 0x7FC00000): got 0x00 = 0, expected 0x7F = nan (by saturating)",
+        ),
+        (
+            "infinity_is_zero",
+            {"infinities": None},
+            "inf (float32 0x7F800000): got 0x00 = 0, expected 0x7E = 448 (by the behavior found)",
+        ),
+        (
+            "far_above_is_zero",
+            {},
+            "(float32 0x7149F2CA): got 0x00 = 0, expected 0x7E = 448 (by the behavior found)",
+        ),
+        (
+            "nan_at_random",
+            {"nan_code": 0x7E},
+            "nan (float32 0x7FC00000): got 0x7F = nan, expected 0x7E = 448 (by the behavior found)",
+        ),
         (
             "loses_negative_zero",
             {"negative_zero": "lost_at_zero"},
@@ -164,7 +216,11 @@ def test_what_it_decides_without_chance(name, differs, shown):  # C-3 to C-6
 
 def test_all_that_is_wrong_at_once():  # C-2, C-3, C-5
     found = identify_cast(planted.AtRandom().specials_are_zero, E4M3FN)
-    assert (found.found["infinities"], found.found["inf_code"], found.found["nan_code"]) == (None, 0, 0)
+    assert (found.found["infinities"], found.found["inf_code"], found.found["nan_code"]) == (
+        None,
+        0,
+        0,
+    )
     assert [w.clause for w in found.unlike] == ["C-2", "by the behavior found"]
 
 
@@ -179,24 +235,34 @@ def wrong_at_the_end_of_many(x):
     ("function", "said"),
     [
         (planted.Stale(), r"float32 nan \(0xFFFFFFFF\) gave different codes on the second call"),
-        (planted.AtRandom().moves_numbers, r"float32 3.5 \(0x40600000\) gave 0x47 = 3.75, which is not a neighbor"),
+        (
+            planted.AtRandom().moves_numbers,
+            r"float32 3.5 \(0x40600000\) gave 0x47 = 3.75, which is not a neighbor",
+        ),
     ],
 )
 def test_what_does_not_repeat_itself_and_does_not_round_at_random(function, said):  # C-2
     with pytest.raises(
-        ConformanceError, match=f"mine does not repeat itself, and does not round stochastically: {said}.*depend on its input alone"
+        ConformanceError,
+        match=f"mine does not repeat itself, and does not round stochastically: {said}.*depend "
+        "on its input alone",
     ):
         identify_cast(function, E4M3FN, name="mine")
 
 
 def test_what_depends_on_the_place_is_said_to():  # C-2
-    said = r"mine depends on the place or the number of elements, .* at index 163839 than at 159744, in every call"
+    said = (
+        r"mine depends on the place or the number of elements, .* at index 163839 than at "
+        r"159744, in every call"
+    )
     with pytest.raises(ConformanceError, match=said):
         identify_cast(wrong_at_the_end_of_many, E4M3FN, name="mine")
 
 
 def test_all_inputs_are_not_held_to_one_code():
-    with pytest.raises(ConformanceError, match=r"different codes for equal inputs.*Leave --exhaustive out"):
+    with pytest.raises(
+        ConformanceError, match=r"different codes for equal inputs.*Leave --exhaustive out"
+    ):
         identify_cast(at_random(E4M3FN, repeats=True), E4M3FN, exhaustive=True)
 
 
@@ -205,20 +271,29 @@ def test_the_witness_is_the_simplest_number_that_departs():
     function = at_random(E4M3FN, repeats=False)
 
     def turned(x):
-        return np.where(np.abs(x) < 1, function(x), function(x) ^ planted.truncation(x) ^ planted._away(x)).astype(np.uint8)
+        return np.where(
+            np.abs(x) < 1, function(x), function(x) ^ planted.truncation(x) ^ planted._away(x)
+        ).astype(np.uint8)
 
     found = identify_cast(turned, E4M3FN)
     assert "but not by the distance (C-2) at 20 of the 48 fractions tested" in found.message
-    assert str(found.unlike[0]).startswith("1.03125, 4096 times (float32 0x3F840000): got 0x39 = 1.125 0.7")
+    assert str(found.unlike[0]).startswith(
+        "1.03125, 4096 times (float32 0x3F840000): got 0x39 = 1.125 0.7"
+    )
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
 def test_few_random_bits_are_not_the_probability(bits):  # C-2
-    """Fractions are cut to a few bits, as hardware does that adds so many random bits below the last place."""
+    """Fractions are cut to a few bits, as hardware does that adds so many random bits below the
+    last place.
+    """
     rng = np.random.default_rng(1)
 
     def function(x):
-        low, high = (cast.encode(x, E4M3FN, rounding="toward_zero"), cast.encode(x, E4M3FN, rounding="toward_zero") + np.uint8(1))
+        low, high = (
+            cast.encode(x, E4M3FN, rounding="toward_zero"),
+            cast.encode(x, E4M3FN, rounding="toward_zero") + np.uint8(1),
+        )
         at, above = (cast.decode(codes, E4M3FN).astype(np.float64) for codes in (low, high))
         with np.errstate(all="ignore"):
             cut = np.floor((x - at) / (above - at) * 2**bits)

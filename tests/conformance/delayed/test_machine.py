@@ -1,4 +1,6 @@
-"""The state machine that users subclass: it passes what follows the rule and fails what does not (spec H-13)."""
+"""The state machine that users subclass: it passes what follows the rule and fails what does not
+(spec H-13).
+"""
 
 import dataclasses
 
@@ -13,7 +15,9 @@ from fp8ref.sim import delayed
 from fp8ref.spec.delayed import DELAYED
 
 RULE = dataclasses.replace(DELAYED["delayed"], history_length=2)
-SETTINGS = hypothesis.settings(max_examples=15, stateful_step_count=12, deadline=None, derandomize=True, database=None)
+SETTINGS = hypothesis.settings(
+    max_examples=15, stateful_step_count=12, deadline=None, derandomize=True, database=None
+)
 
 
 class Right:
@@ -50,7 +54,10 @@ class Late(Right):
         self.state = delayed.init(self.longer)
 
     def update(self):
-        self.state, self.seen = delayed.update(self.state, *self.seen, config=self.longer, fmt=E4M3FN), []
+        self.state, self.seen = (
+            delayed.update(self.state, *self.seen, config=self.longer, fmt=E4M3FN),
+            [],
+        )
 
 
 class OfRight(DelayedMachine):
@@ -68,7 +75,9 @@ TestRight.settings = SETTINGS
 def test_it_fails_what_departs():  # H-13
     phases = [hypothesis.Phase.generate]
     with pytest.raises(AssertionError, match=r"amax.*got scale .*, expected"):
-        stateful.run_state_machine_as_test(OfLate, settings=hypothesis.settings(SETTINGS, max_examples=200, phases=phases))
+        stateful.run_state_machine_as_test(
+            OfLate, settings=hypothesis.settings(SETTINGS, max_examples=200, phases=phases)
+        )
 
 
 def test_it_needs_an_implementation():

@@ -1,4 +1,6 @@
-"""require_delayed: rules of libraries pass under their own names; planted faults are found with few steps (spec H-13)."""
+"""require_delayed: rules of libraries pass under their own names; planted faults are found with few
+steps (spec H-13).
+"""
 
 import dataclasses
 import functools
@@ -197,22 +199,50 @@ def test_a_class_passes():  # H-1 to H-6, H-13
 
 
 FAULTS = [
-    (ShortHistory, r"after 4 steps: amax 2; amax 1, 3 times: .* \(H-3\)\n  It follows a rule with history_length 3, not 4\."),
-    (LongHistory, r"after 5 steps: amax 2; amax 1, 4 times: .*\(H-3\)\n  It follows a rule with history_length 5, not 4\."),
-    (UpdateBeforeUse, r"in step 1, once its tensor is observed: amax 1: got 448 \S+, expected 1 \S+ \(H-1\)\n.* own tensor is observed"),
+    (
+        ShortHistory,
+        r"after 4 steps: amax 2; amax 1, 3 times: .* \(H-3\)\n  It follows a rule with "
+        r"history_length 3, not 4\.",
+    ),
+    (
+        LongHistory,
+        r"after 5 steps: amax 2; amax 1, 4 times: .*\(H-3\)\n  It follows a rule with "
+        r"history_length 5, not 4\.",
+    ),
+    (
+        UpdateBeforeUse,
+        r"in step 1, once its tensor is observed: amax 1: got 448 \S+, expected 1 \S+ \(H-1\)\n"
+        r".* own tensor is observed",
+    ),
     (PushAfterUse, r"after 1 step: amax 1: got 1 \S+, expected 448 \S+ \(H-1, S-9\)"),
-    (DropsNaN, r"amax 2; amax 1, 2 times; amax nan; amax 1: got 448 .* \(H-5\)\n  no rule explains a NaN amax"),
-    (Mean, r"after 2 steps: amax 1; amax 2: .* \(H-3\)\n  its scale is that of the mean of the amaxes, not of the largest"),
+    (
+        DropsNaN,
+        r"amax 2; amax 1, 2 times; amax nan; amax 1: got 448 .* \(H-5\)\n  no rule explains a "
+        r"NaN amax",
+    ),
+    (
+        Mean,
+        r"after 2 steps: amax 1; amax 2: .* \(H-3\)\n  its scale is that of the mean of the "
+        r"amaxes, not of the largest",
+    ),
     (Overwritten, r"after 1 step: amaxes 2 and 1: got 448 \S+, expected 224 \S+ \(H-4\)"),
     (
         Frozen,
-        r"amax inf; amax 1: got 1 .* \(H-5\)\n.*amax nan; amax 1: got 1 .* \(H-5\)\n  It follows a rule with non_finite record, not skip\.",
+        r"amax inf; amax 1: got 1 .* \(H-5\)\n.*amax nan; amax 1: got 1 .* \(H-5\)\n  It "
+        r"follows a rule with non_finite record, not skip\.",
     ),
     (UnusedIsZero, r"amax 2; .*no use.* \(H-5\)\n  no rule explains a step without use"),
-    (SharedSave, r"after 2 steps: save; amax 1; load; amax .*|save; amax 1; load: got 448 \S+, expected 1 \S+ \(H-13\)"),
+    (
+        SharedSave,
+        r"after 2 steps: save; amax 1; load; amax .*|save; amax 1; load: got 448 \S+, expected "
+        r"1 \S+ \(H-13\)",
+    ),
     (ForgetsHistory, r"amax 2; save; load; amax 1: got 448 \S+, expected 224 \S+ \(H-13\)"),
     (KeepsScale, r"amax 1; reset: got 448 \S+, expected 1 \S+ \(H-2\)"),
-    (Unbounded, r"amax 1e-36: got inf .* \(S-12\)\n  It follows a rule with policy flax|overflow inf"),
+    (
+        Unbounded,
+        r"amax 1e-36: got inf .* \(S-12\)\n  It follows a rule with policy flax|overflow inf",
+    ),
 ]
 
 
@@ -259,7 +289,9 @@ _quantize = functools.partial(fp8_ops.in_qdq, jnp.float32, jnp.float8_e4m3fn)
 @jax.jit
 def flax_update(state, *tensors):
     """flax's state after a step: the gradient by it, which overwrites it."""
-    used = jax.grad(lambda state: sum((jnp.sum(_quantize(x, *state)) for x in tensors), jnp.float32(0)))
+    used = jax.grad(
+        lambda state: sum((jnp.sum(_quantize(x, *state)) for x in tensors), jnp.float32(0))
+    )
     return used(state)
 
 
@@ -276,23 +308,43 @@ AS_FLAX = {"made": "scale_inv", "shows": "stored", "takes": "tensor", "framework
 def names_of(subject, rule, **how):
     """{difficulty: clause} of what departs."""
     asked = asked_of(rule, E4M3FN, how.pop("made", "scale"), how.pop("shows", "next"))
-    return {one.difficulty: one.clause for one in departures(subject_of(subject, **how), asked, examples=8)}
+    return {
+        one.difficulty: one.clause
+        for one in departures(subject_of(subject, **how), asked, examples=8)
+    }
 
 
 def test_transformer_engine_departs_as_stated_and_in_nothing_else():  # H-7, H-13
     require_delayed(TE, RULES["te_delayed"], examples=8)
     assert names_of(TE, RULES["delayed"]) == {"zero": "H-5", "infinite": "H-5", "nan": "H-5"}
     found = identify_delayed(TE)
-    fields = {"zero": "skip", "non_finite": "record", "nan_in_history": "drop", "history_length": LENGTH}
-    assert (found.ok, found.names, {key: found.fields[key] for key in fields}) == (True, ("te_delayed",), fields)
+    fields = {
+        "zero": "skip",
+        "non_finite": "record",
+        "nan_in_history": "drop",
+        "history_length": LENGTH,
+    }
+    assert (found.ok, found.names, {key: found.fields[key] for key in fields}) == (
+        True,
+        ("te_delayed",),
+        fields,
+    )
 
 
 def test_flax_departs_as_stated_and_in_nothing_else():  # H-8, H-13
-    """Some programs of XLA on a CPU flush subnormal numbers (S-12), so tiny amaxes are left out; everything else is rule flax."""
+    """Some programs of XLA on a CPU flush subnormal numbers (S-12), so tiny amaxes are left out;
+    everything else is rule flax.
+    """
     require_delayed(FLAX, RULES["flax"], without=("tiny",), examples=8, **AS_FLAX)
     # What is stored is one step behind, which shows in the first ordinary step.
     text = said(FLAX, RULES["delayed"], **AS_FLAX)
-    for field in ("timing use, not update", "reuse sum, not max", "unused zero, not keep", "non_finite record, not skip", "policy flax"):
+    for field in (
+        "timing use, not update",
+        "reuse sum, not max",
+        "unused zero, not keep",
+        "non_finite record, not skip",
+        "policy flax",
+    ):
         assert field in text
 
 
@@ -325,7 +377,10 @@ def test_other_decisions_are_identified(changed):  # H-6, H-13
     assert found.ok
     for key in ("history_length", "interval", "amax_compute"):
         assert getattr(rule, key) in (found.fields[key], *found.others.get(key, ()))
-    assert (found.fields["policy"], found.fields["margin"]) == (rule.policy.name, rule.policy.margin)
+    assert (found.fields["policy"], found.fields["margin"]) == (
+        rule.policy.name,
+        rule.policy.margin,
+    )
 
 
 # ---- how it is asked ----
@@ -373,4 +428,6 @@ def test_what_raises_is_a_counterexample():
                 raise OverflowError("too large")
             return super().merged()
 
-    assert "amax inf: got it raises OverflowError: too large, expected 1" in said(Raises, RULES["delayed"], examples=2)
+    assert "amax inf: got it raises OverflowError: too large, expected 1" in said(
+        Raises, RULES["delayed"], examples=2
+    )

@@ -56,7 +56,9 @@ class Wide(Scaling):
 
 class Narrow(Scaling):
     def made(self, scale):
-        return (np.float32(scale).view(np.uint32) + np.uint32(0x8000) & np.uint32(0xFFFF0000)).view(np.float32)
+        return (np.float32(scale).view(np.uint32) + np.uint32(0x8000) & np.uint32(0xFFFF0000)).view(
+            np.float32
+        )
 
 
 class Of240(Scaling):
@@ -74,7 +76,8 @@ class Raises(Scaling):
     [
         (
             Shared,
-            "a new state knows of earlier ones: after amax 1 its scale is 448, and 0.4375 where a state before it had amax 1024 (H-2)",
+            "a new state knows of earlier ones: after amax 1 its scale is 448, and 0.4375 where "
+            "a state before it had amax 1024 (H-2)",
         ),
         (Late, "its scale is a step late: after amaxes 2 and 8 it is that of 2. shows='stored'"),
         (Wide, "its scale is not rounded to float32"),
@@ -88,7 +91,10 @@ def test_what_no_rule_does_is_said(state, said):  # H-13
 
 def test_what_raises_at_once_is_an_answer():  # H-13
     functions = Functions(init=Raises, update=lambda state: state, scale=lambda state: 1.0)
-    with pytest.raises(AssertionError, match="before the first step: none: got it raises SystemExit: no memory, expected 1"):
+    with pytest.raises(
+        AssertionError,
+        match="before the first step: none: got it raises SystemExit: no memory, expected 1",
+    ):
         require_delayed(functions, "delayed")
 
 
@@ -103,9 +109,12 @@ def test_what_does_not_repeat_itself_is_said_to():  # H-13
     asked = Asked(rule=by_name("delayed"), fmt=E4M3FN)
     found = departure(Subject(functions=functions, name="mine"), asked, "ordinary", [()])
     assert str(found) == (
-        "before the first step: none: got 2 (0x40000000), and something else when it is run again, expected 1 (0x3F800000) (H-2)"
+        "before the first step: none: got 2 (0x40000000), and something else when it is run "
+        "again, expected 1 (0x3F800000) (H-2)"
     )
-    assert "something else" not in str(departure(Subject(functions=functions, name="mine"), asked, "ordinary", [((2.0,),)]))
+    assert "something else" not in str(
+        departure(Subject(functions=functions, name="mine"), asked, "ordinary", [((2.0,),)])
+    )
 
 
 def test_examples_are_some():
@@ -114,5 +123,7 @@ def test_examples_are_some():
 
 
 def test_an_object_is_no_class():
-    with pytest.raises(ValueError, match=r"got Scaling\. Of an object give the class, or a function that makes one"):
+    with pytest.raises(
+        ValueError, match=r"got Scaling\. Of an object give the class, or a function that makes one"
+    ):
         require_delayed(Scaling(), "delayed")

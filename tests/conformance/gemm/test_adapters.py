@@ -12,7 +12,10 @@ from fp8ref.sim.gemm import gemm
 def operands(granularity="rowwise"):
     """Codes from 0.5 to 15, whose sums float32 holds."""
     rng = np.random.default_rng(0)
-    return [operand(rng.integers(0x30, 0x50, (n, 64)).astype(np.uint8), E4M3FN, granularity, 0.5) for n in (8, 16)]
+    return [
+        operand(rng.integers(0x30, 0x50, (n, 64)).astype(np.uint8), E4M3FN, granularity, 0.5)
+        for n in (8, 16)
+    ]
 
 
 def numpy(a, b, scale_a, scale_b):
@@ -27,7 +30,9 @@ def jax(a, b, scale_a, scale_b):
     return a.astype("float32") @ b.astype("float32").T * scale_a * scale_b.T
 
 
-@pytest.mark.parametrize(("function", "framework"), [(numpy, "numpy"), (torch, "torch"), (jax, "jax")])
+@pytest.mark.parametrize(
+    ("function", "framework"), [(numpy, "numpy"), (torch, "torch"), (jax, "jax")]
+)
 def test_arrays_of_a_framework(function, framework):
     pytest.importorskip(framework)
     found = wrap(function, framework=framework, granularity="rowwise")

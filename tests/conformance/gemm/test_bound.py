@@ -15,7 +15,11 @@ from fp8ref.sim.quantize import cast
 def drawn(fmt, granularity="rowwise", shape=(5, 256), seed=0):
     rng = np.random.default_rng(seed)
     codes = cast.encode(rng.standard_normal(shape) * 2.0 ** rng.integers(-8, 9, shape), fmt)
-    scales = {"tensorwise": 3.7, "rowwise": rng.uniform(0.1, 10, (shape[0], 1)), "blockwise_1x128": rng.uniform(0.1, 10, (shape[0], 2))}
+    scales = {
+        "tensorwise": 3.7,
+        "rowwise": rng.uniform(0.1, 10, (shape[0], 1)),
+        "blockwise_1x128": rng.uniform(0.1, 10, (shape[0], 2)),
+    }
     return operand(codes, fmt, granularity, scales[granularity])
 
 
@@ -27,27 +31,41 @@ def test_the_exact_result_against_fractions(fmt, granularity):  # B-1
     width = 256 if granularity != "blockwise_1x128" else 128
     for i, j in np.ndindex(5, 5):
         products = [
-            Fraction(float(x)) * Fraction(float(y)) for x, y in zip(cast.decode(a.codes[i], fmt), cast.decode(b.codes[j], fmt), strict=True)
+            Fraction(float(x)) * Fraction(float(y))
+            for x, y in zip(cast.decode(a.codes[i], fmt), cast.decode(b.codes[j], fmt), strict=True)
         ]
-        scales = [np.broadcast_to(q.scale_inv, (5, 256 // width))[row] for q, row in ((a, i), (b, j))]
+        scales = [
+            np.broadcast_to(q.scale_inv, (5, 256 // width))[row] for q, row in ((a, i), (b, j))
+        ]
         terms = [
-            sum(products[t * width : (t + 1) * width]) * Fraction(float(scales[0][t])) * Fraction(float(scales[1][t]))
+            sum(products[t * width : (t + 1) * width])
+            * Fraction(float(scales[0][t]))
+            * Fraction(float(scales[1][t]))
             for t in range(256 // width)
         ]
         # three roundings to float64 of each block, and their sum
-        assert abs(Fraction(float(found[i, j])) - sum(terms)) <= Fraction(2.0**-50) * sum(map(abs, terms))
+        assert abs(Fraction(float(found[i, j])) - sum(terms)) <= Fraction(2.0**-50) * sum(
+            map(abs, terms)
+        )
 
 
-@pytest.mark.parametrize(("out", "expected"), [(0x38B30000, 0.0), (0x38B40000, 0.9996), (0x38B50000, 1.9993)])
+@pytest.mark.parametrize(
+    ("out", "expected"), [(0x38B30000, 0.0), (0x38B40000, 0.9996), (0x38B50000, 1.9993)]
+)
 def test_the_example_of_the_specification(out, expected):  # B-1
     a, b = np.zeros((1, 16), np.float32), np.zeros((1, 16), np.float32)
     a[0, :3], b[0, :3] = (3.5, 2.5, -1.125), (3, 4, 3)
     scale = np.uint32(0x3B124925).view(np.float32)
-    left, right = (operand(cast.encode(x, E4M3FN), E4M3FN, "tensorwise")._replace(scale_inv=np.asarray(scale)) for x in (a, b))
+    left, right = (
+        operand(cast.encode(x, E4M3FN), E4M3FN, "tensorwise")._replace(scale_inv=np.asarray(scale))
+        for x in (a, b)
+    )
     simulated = gemm.matmul(left, right, out_dtype=BFLOAT16)
     assert simulated.view(np.uint32)[0, 0] == 0x38B30000
     found = np.full((1, 1), out, np.uint32).view(np.float32)
-    assert bound.distance(left, right, found, simulated, out_dtype=BFLOAT16).bounds[0, 0] == pytest.approx(expected, abs=5e-5)
+    assert bound.distance(left, right, found, simulated, out_dtype=BFLOAT16).bounds[
+        0, 0
+    ] == pytest.approx(expected, abs=5e-5)
 
 
 @pytest.mark.parametrize("out", [FLOAT32, BFLOAT16, FLOAT16])
@@ -59,7 +77,9 @@ def test_float32_sums_in_another_order_are_within_the_bound(out):  # B-1
     far = bound.distance(a, b, found, simulated, out_dtype=out)
     assert far.bounds.max() <= 1
     # gamma(265) is 265 ulps of the largest float32 sum, and half of a narrow output's ulp at most
-    moved = simulated + (3 if out != FLOAT32 else 2000) * bound.ulp(simulated, out).astype(np.float32)
+    moved = simulated + (3 if out != FLOAT32 else 2000) * bound.ulp(simulated, out).astype(
+        np.float32
+    )
     assert (bound.distance(a, b, moved, simulated, out_dtype=out).bounds > 1).any()
 
 

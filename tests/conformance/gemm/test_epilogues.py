@@ -12,7 +12,9 @@ from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("epilogue", [e for e in candidates() if e.bias is None], ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "epilogue", [e for e in candidates() if e.bias is None], ids=lambda e: e.name
+)
 def test_epilogues(epilogue, granularity):
     for out in (FLOAT32, BFLOAT16, FLOAT16):
         if out == FLOAT32 and (epilogue.round_first or epilogue.rounding != "nearest_even"):
@@ -29,10 +31,18 @@ def test_epilogues(epilogue, granularity):
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize("epilogue", [e for e in candidates() if e.bias and e.rounding == "nearest_even"], ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "epilogue",
+    [e for e in candidates() if e.bias and e.rounding == "nearest_even"],
+    ids=lambda e: e.name,
+)
 def test_epilogues_with_a_bias(epilogue):
-    without = next(e for e in candidates() if dataclasses.replace(epilogue, name=e.name, bias=None) == e)
-    planted = planted_gemm("hopper_slow", epilogue=without, with_bias=epilogue, out=BFLOAT16, granularity="rowwise")
+    without = next(
+        e for e in candidates() if dataclasses.replace(epilogue, name=e.name, bias=None) == e
+    )
+    planted = planted_gemm(
+        "hopper_slow", epilogue=without, with_bias=epilogue, out=BFLOAT16, granularity="rowwise"
+    )
     found = identify_gemm(planted, shape=(64, 64, 256))
     biased = next(f for f in found.findings if f.what == "epilogue with bias")
     assert found.ok
@@ -42,7 +52,10 @@ def test_epilogues_with_a_bias(epilogue):
 def test_an_ignored_bias_is_reported():
     planted = planted_gemm("hopper_slow", out=BFLOAT16)
     found = identify_gemm(
-        dataclasses.replace(planted, bias=True, function=lambda a, b, bias=None: planted.function(a, b)), shape=(32, 32, 512)
+        dataclasses.replace(
+            planted, bias=True, function=lambda a, b, bias=None: planted.function(a, b)
+        ),
+        shape=(32, 32, 512),
     )
     assert not found.ok
     assert "epilogue with bias" in found.verdict

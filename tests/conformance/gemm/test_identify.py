@@ -24,7 +24,17 @@ def test_the_named_plans(name):
     found = identify_gemm(planted_gemm(name), shape=SHAPE)
     check_planted(found, ACCUMULATIONS[name], alone=True)
     unit = ACCUMULATIONS[name].unit
-    assert {key: found.plan[key] for key in ("fused_width", "fraction_bits", "output_bits", "promotion", "split_k", "epilogue")} == {
+    assert {
+        key: found.plan[key]
+        for key in (
+            "fused_width",
+            "fraction_bits",
+            "output_bits",
+            "promotion",
+            "split_k",
+            "epilogue",
+        )
+    } == {
         "fused_width": unit.fused_width,
         "fraction_bits": unit.fraction_bits,
         "output_bits": unit.output_bits,
@@ -44,13 +54,17 @@ def test_sums_that_no_tensor_core_makes(name):
 
 
 def test_an_order_that_the_simulator_does_not_have():
-    """float32 sums from the last product to the first: seen to be one by one, and not said to be what it is not."""
+    """float32 sums from the last product to the first: seen to be one by one, and not said to be
+    what it is not.
+    """
 
     def backwards(a, b):
         reverse = [q._replace(codes=q.codes[:, ::-1]) for q in (a, b)]
         return planted_gemm("f32").function(*reverse)
 
-    found = identify_gemm(dataclasses.replace(planted_gemm("f32"), function=backwards), shape=(64, 64, 512))
+    found = identify_gemm(
+        dataclasses.replace(planted_gemm("f32"), function=backwards), shape=(64, 64, 512)
+    )
     assert not found.ok
     assert not found.plans
     assert found.plan["promotion"] is None
@@ -79,20 +93,35 @@ def test_a_shape_that_no_tensor_core_takes(shape):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("profile", ["hopper", "ada"])
 def test_mmaemus_tensor_cores(profile, fast):
-    """mmaemu's tensor cores, which share no code with the simulator's, under cuBLASLt's order of scales."""
+    """mmaemu's tensor cores, which share no code with the simulator's, under cuBLASLt's order of
+    scales.
+    """
     import mmaemu
     import torch
 
     def function(a, b):
-        tensors = [torch.from_numpy(q.codes).view(getattr(torch, f"float8_{q.fmt}")) for q in (a, b)]
-        sums = mmaemu.accumulate(*tensors, use_fast_accum=fast, profile=profile, splitk=1, backend="reference")
+        tensors = [
+            torch.from_numpy(q.codes).view(getattr(torch, f"float8_{q.fmt}")) for q in (a, b)
+        ]
+        sums = mmaemu.accumulate(
+            *tensors, use_fast_accum=fast, profile=profile, splitk=1, backend="reference"
+        )
         return sums * torch.tensor(a.scale_inv * b.scale_inv)
 
-    found = identify_gemm(dataclasses.replace(planted_gemm("exact"), function=function), shape=(32, 32, 512))
+    found = identify_gemm(
+        dataclasses.replace(planted_gemm("exact"), function=function), shape=(32, 32, 512)
+    )
     unit = UNITS[profile]
     assert found.ok
-    assert (found.plan["fused_width"], found.plan["fraction_bits"], found.plan["output_bits"]) == (unit.fused_width, 13, 13)
-    assert (found.plan["promotion"], found.plan["epilogue"]) == (None if fast else 128, "product_then_round")
+    assert (found.plan["fused_width"], found.plan["fraction_bits"], found.plan["output_bits"]) == (
+        unit.fused_width,
+        13,
+        13,
+    )
+    assert (found.plan["promotion"], found.plan["epilogue"]) == (
+        None if fast else 128,
+        "product_then_round",
+    )
 
 
 def test_confirming_may_leave_no_split():
@@ -112,7 +141,11 @@ def test_sums_in_float64_are_not_exact():
             acc += np.outer(x.astype(np.float64), y)
         return acc.astype(np.float32) * a.scale_inv * b.scale_inv
 
-    found = identify_gemm(dataclasses.replace(planted_gemm("exact"), function=function), shape=(16, 16, 256), formats=(E5M2, E5M2))
+    found = identify_gemm(
+        dataclasses.replace(planted_gemm("exact"), function=function),
+        shape=(16, 16, 256),
+        formats=(E5M2, E5M2),
+    )
     assert not found.ok
     assert found.findings[0].value == "sequential"
 
@@ -128,7 +161,10 @@ def test_sums_in_float64_are_not_exact():
 )
 def test_a_difference_in_special_values_is_reported(what, changed):
     planted = planted_gemm("hopper_slow")
-    found = identify_gemm(dataclasses.replace(planted, function=lambda a, b: changed(planted.function(a, b))), shape=(32, 32, 512))
+    found = identify_gemm(
+        dataclasses.replace(planted, function=lambda a, b: changed(planted.function(a, b))),
+        shape=(32, 32, 512),
+    )
     assert found.equal == found.compared
     assert not found.ok
     assert what in found.verdict

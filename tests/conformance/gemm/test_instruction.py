@@ -1,4 +1,6 @@
-"""An instruction and its accumulator: simulated ones are found out, and one that is not the simulator's is said to be none of its."""
+"""An instruction and its accumulator: simulated ones are found out, and one that is not the
+simulator's is said to be none of its.
+"""
 
 import dataclasses
 from itertools import product
@@ -34,7 +36,11 @@ def by_integers(unit):
     def multiply(a, b, c, fmt_a, fmt_b):
         names, bits = (fmt_a.name, fmt_b.name), np.asarray(c, np.float32).view(np.uint32)
         rows = [
-            [mma_integers.chain(x, y, int(bits[i, j]), names, unit) for j, y in enumerate(b.tolist())] for i, x in enumerate(a.tolist())
+            [
+                mma_integers.chain(x, y, int(bits[i, j]), names, unit)
+                for j, y in enumerate(b.tolist())
+            ]
+            for i, x in enumerate(a.tolist())
         ]
         return np.array(rows, np.uint32).view(np.float32)
 
@@ -52,16 +58,23 @@ def test_a_simulated_instruction(unit, pair):
     result = found(simulated(unit), *pair)
     assert result.ok
     assert result.compared > 20_000
-    assert dataclasses.replace(result.units[0], name=unit, evidence=UNITS[unit].evidence) == UNITS[unit]
+    assert (
+        dataclasses.replace(result.units[0], name=unit, evidence=UNITS[unit].evidence)
+        == UNITS[unit]
+    )
     assert {f.what for f in result.findings if f.value == "as the simulator has it"} == GROUPS
     assert {group.group for group in result.groups} == GROUPS
 
 
 @pytest.mark.parametrize(
-    ("unit", "pair"), [("hopper", (E4M3FN, E4M3FN)), ("ada", (E5M2, E4M3FN)), ("blackwell", (E4M3FN, E4M3FN))], ids=str
+    ("unit", "pair"),
+    [("hopper", (E4M3FN, E4M3FN)), ("ada", (E5M2, E4M3FN)), ("blackwell", (E4M3FN, E4M3FN))],
+    ids=str,
 )
 def test_the_rule_for_zero_factors_is_found(unit, pair):  # G-11
-    """The open question: steps from 0 are alike, and tiny accumulators next to zero products tell mmaemu's rule from MMA-Sim's."""
+    """The open question: steps from 0 are alike, and tiny accumulators next to zero products tell
+    mmaemu's rule from MMA-Sim's.
+    """
     least = dataclasses.replace(UNITS[unit], zeros="least")
     result = found(simulated(least), *pair, count=0)
     assert result.ok
@@ -74,18 +87,24 @@ def test_the_rule_for_zero_factors_is_found(unit, pair):  # G-11
 
 
 def test_an_accumulator_that_is_added_afterwards():
-    """It is not aligned with the products: steps from 0 are Hopper's, and accumulators next to products tell."""
+    """It is not aligned with the products: steps from 0 are Hopper's, and accumulators next to
+    products tell.
+    """
     late = mma_integers.HOPPER._replace(late=True)
     plain = simulated("hopper")
 
     def multiply(a, b, c, fmt_a, fmt_b):
         sums = plain(a, b, np.zeros_like(c), fmt_a, fmt_b)
         with np.errstate(all="ignore"):
-            return np.where(np.isfinite(sums) & np.isfinite(c), sums + c, plain(a, b, c, fmt_a, fmt_b)).astype(np.float32)
+            return np.where(
+                np.isfinite(sums) & np.isfinite(c), sums + c, plain(a, b, c, fmt_a, fmt_b)
+            ).astype(np.float32)
 
     sample = [np.array([[0x38] + [0] * 31], np.uint8)] * 2
     c = np.array([[3.14159]], np.float32)
-    assert multiply(*sample, c, E4M3FN, E4M3FN).view(np.uint32) == by_integers(late)(*sample, c, E4M3FN, E4M3FN).view(np.uint32)
+    assert multiply(*sample, c, E4M3FN, E4M3FN).view(np.uint32) == by_integers(late)(
+        *sample, c, E4M3FN, E4M3FN
+    ).view(np.uint32)
     result = found(multiply, count=0)
     assert not result.ok
     assert result.units[0].fraction_bits == 13
@@ -101,7 +120,10 @@ def test_no_unit_of_the_simulators():
 
     def multiply(a, b, c, fmt_a, fmt_b):
         one = np.ones((), np.float32)
-        operands = (instruction.Quantized(codes, one, one, fmt, "tensorwise", -1) for codes, fmt in ((a, fmt_a), (b, fmt_b)))
+        operands = (
+            instruction.Quantized(codes, one, one, fmt, "tensorwise", -1)
+            for codes, fmt in ((a, fmt_a), (b, fmt_b))
+        )
         with np.errstate(invalid="ignore", over="ignore"):
             return gemm.matmul(*operands, accumulate="f32") + c
 

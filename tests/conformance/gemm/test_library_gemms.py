@@ -30,7 +30,8 @@ def test_the_libraries_on_a_cpu(name):
 
 def test_a_function_by_its_name(tmp_path, monkeypatch):
     (tmp_path / "mykernel.py").write_text(
-        "from fp8ref.sim.gemm import gemm\n\n\ndef scaled_mm(a, b, bias=None):\n    return gemm.matmul(a, b)\n\n\nnumber = 3\n"
+        "from fp8ref.sim.gemm import gemm\n\n\ndef scaled_mm(a, b, bias=None):\n    return "
+        "gemm.matmul(a, b)\n\n\nnumber = 3\n"
     )
     (tmp_path / "broken_kernel.py").write_text("raise RuntimeError('no GPU')\n")
     monkeypatch.chdir(tmp_path)
@@ -42,7 +43,11 @@ def test_a_function_by_its_name(tmp_path, monkeypatch):
         ("broken_kernel:f", "RuntimeError: no GPU"),
         ("mykernel:", "named as module:function, such as"),
         (":f", "named as module:function"),
-        ("turing", "one of torch-scaled-mm, torch-rowwise, jax-dot, wgmma, or module:function; got 'turing'"),
+        (
+            "turing",
+            "one of torch-scaled-mm, torch-rowwise, jax-dot, wgmma, or module:function; got "
+            "'turing'",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             library_gemms.named(name)
@@ -53,7 +58,11 @@ def test_a_function_by_its_name(tmp_path, monkeypatch):
     [
         ("os:getcwd", {"fast": True}, "os:getcwd has its own"),
         ("os:getcwd", {"out_dtype": "float32"}, "Leave them out"),
-        ("os:getcwd", {"granularity": "blockwise_1x128"}, "tensorwise or rowwise; got 'blockwise_1x128'"),
+        (
+            "os:getcwd",
+            {"granularity": "blockwise_1x128"},
+            "tensorwise or rowwise; got 'blockwise_1x128'",
+        ),
         ("jax-dot", {"granularity": "rowwise"}, "jax-dot has its own"),
         ("torch-rowwise", {"out_dtype": "int8"}, "one of float32, bfloat16, float16; got 'int8'"),
     ],

@@ -25,14 +25,18 @@ def test_promotion(promotion):
     assert found.plan["promotion"] == promotion
     assert found.plan["split_k"] == 1
     accumulator = next(f.value for f in found.findings if f.what == "accumulator")
-    assert accumulator.startswith("0 in every step" if promotion == 32 else "aligned with the products")
+    assert accumulator.startswith(
+        "0 in every step" if promotion == 32 else "aligned with the products"
+    )
 
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("split_order", ["contiguous", "interleaved"])
 @pytest.mark.parametrize("split_k", range(2, 17))
 def test_split_k(split_k, split_order):
-    """Even contiguous parts of one chain each are promotion by their length: the bits are the same, and both are named."""
+    """Even contiguous parts of one chain each are promotion by their length: the bits are the same,
+    and both are named.
+    """
     planted = plan(split_k=split_k, split_order=split_order)
     found = identify_gemm(planted_gemm(planted), shape=SHAPE)
     check_planted(found, planted)
@@ -57,10 +61,14 @@ def test_chains_that_restart_where_no_plan_does():
         parts = [slice(end - size, end) for end, size in zip(ends, [96, 224] * 3, strict=True)]
         total = np.zeros((len(a.codes), len(b.codes)), np.float32)
         for part in parts:
-            total = total + planted_gemm("hopper_fast").function(*(q._replace(codes=q.codes[:, part]) for q in (a, b)))
+            total = total + planted_gemm("hopper_fast").function(
+                *(q._replace(codes=q.codes[:, part]) for q in (a, b))
+            )
         return total
 
-    found = identify_gemm(dataclasses.replace(planted_gemm("hopper_fast"), function=ragged), shape=(64, 64, 960))
+    found = identify_gemm(
+        dataclasses.replace(planted_gemm("hopper_fast"), function=ragged), shape=(64, 64, 960)
+    )
     assert not found.plans
     assert found.plan["fraction_bits"] == 13
     assert found.plan["promotion"] is None
@@ -71,7 +79,9 @@ def test_chains_that_restart_where_no_plan_does():
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(("promotion", "split_k", "tile"), [(128, 3, 128), (32, 9, 32)])
-def test_results_in_few_bits_leave_the_planted_plan_among_the_others(promotion, split_k, tile, seed):
+def test_results_in_few_bits_leave_the_planted_plan_among_the_others(
+    promotion, split_k, tile, seed
+):
     planted = plan(promotion=promotion, split_k=split_k, split_order="interleaved", split_tile=tile)
     found = identify_gemm(planted_gemm(planted, out=BFLOAT16), shape=(64, 64, 2048), seed=seed)
     check_planted(found, planted)
@@ -83,7 +93,9 @@ def in_reverse(a, b):
     """Chains of 128, the last of which is added first."""
     total = np.zeros((len(a.codes), len(b.codes)), np.float32)
     for k in range(a.codes.shape[1] - 128, -1, -128):
-        total = total + gemm.matmul(*(q._replace(codes=q.codes[:, k : k + 128]) for q in (a, b)), accumulate="hopper_fast")
+        total = total + gemm.matmul(
+            *(q._replace(codes=q.codes[:, k : k + 128]) for q in (a, b)), accumulate="hopper_fast"
+        )
     return total * a.scale_inv * b.scale_inv.T
 
 
@@ -93,21 +105,30 @@ def test_chains_that_are_added_in_another_order_are_no_plan(shape):
         one = (q._replace(scale_inv=np.ones_like(q.scale_inv)) for q in (a, b))
         return in_reverse(*one) * a.scale_inv * b.scale_inv.T
 
-    found = identify_gemm(dataclasses.replace(planted_gemm("exact"), function=function), shape=shape)
+    found = identify_gemm(
+        dataclasses.replace(planted_gemm("exact"), function=function), shape=shape
+    )
     assert not found.ok
 
 
 def test_a_promotion_beyond_k_is_among_the_others():
     found = identify_gemm(planted_gemm("hopper_slow"), shape=(64, 64, 128))
     promotion = next(f for f in found.findings if f.what == "promotion")
-    assert (promotion.value, promotion.others[0]) == ("none", "promotion of all of a chain's K or more")
+    assert (promotion.value, promotion.others[0]) == (
+        "none",
+        "promotion of all of a chain's K or more",
+    )
 
 
 @pytest.mark.slow
 def test_formats_that_reach_too_little_are_named():
     found = identify_gemm(planted_gemm("blackwell"), shape=(16, 16, 16384))
     evidence = next(f.evidence for f in found.findings if f.what == "promotion")
-    assert evidence == "e4m3fn and e4m3fn have no product small enough for K = 16384: probe a smaller K, or e5m2"
+    assert (
+        evidence
+        == "e4m3fn and e4m3fn have no product small enough for K = 16384: probe a smaller K, "
+        "or e5m2"
+    )
 
 
 # ---- as JSON ----
@@ -125,11 +146,21 @@ def test_a_plan_is_itself_again(name):
 
 
 def test_plans_that_are_not_whole():
-    whole = plans.plan_to_dict(plan(UNITS["ada"], promotion=64)) | {"epilogue": "product_then_round"}
+    whole = plans.plan_to_dict(plan(UNITS["ada"], promotion=64)) | {
+        "epilogue": "product_then_round"
+    }
     assert plans.epilogue(whole) is EPILOGUES["product_then_round"]
-    with pytest.raises(ValueError, match=r"all of its keys; fraction_bits, split_k could not be identified or are missing. Probe again"):
+    with pytest.raises(
+        ValueError,
+        match=r"all of its keys; fraction_bits, split_k could not be identified or are missing. "
+        r"Probe again",
+    ):
         plans.accumulation(whole | {"fraction_bits": None, "split_k": None}, evidence="none")
     with pytest.raises(ValueError, match=r"fraction_bits is an integer in .*; got 99"):
         plans.accumulation(whole | {"fraction_bits": 99}, evidence="none")
-    with pytest.raises(ValueError, match=r"a plan's epilogue is one that a probe names, such as scale_then_round, .*; got None"):
+    with pytest.raises(
+        ValueError,
+        match=r"a plan's epilogue is one that a probe names, such as scale_then_round, .*; got "
+        r"None",
+    ):
         plans.epilogue(whole | {"epilogue": None})

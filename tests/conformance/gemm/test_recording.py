@@ -13,7 +13,9 @@ from fp8ref.sim.gemm import gemm
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    found = identify_gemm(planted_gemm("hopper_slow", out=BFLOAT16, granularity="rowwise"), shape=(64, 48, 512))
+    found = identify_gemm(
+        planted_gemm("hopper_slow", out=BFLOAT16, granularity="rowwise"), shape=(64, 48, 512)
+    )
     return recording.of_gemm(found, tmp_path_factory.mktemp("recorded"))
 
 
@@ -72,13 +74,33 @@ def test_another_plan_is_found(recorded, tmp_path):
 @pytest.mark.parametrize("damage", ["no json", "another format", "no arrays"])
 def test_what_is_no_recording(damage, recorded, tmp_path):
     path = tmp_path / "recording.json"
-    path.write_text({"no json": "{", "another format": '{"format": "other"}', "no arrays": recorded.read_text()}[damage])
-    with pytest.raises(ValueError, match=r"recording.json is not a complete recording of a probe .*Record it again"):
+    path.write_text(
+        {
+            "no json": "{",
+            "another format": '{"format": "other"}',
+            "no arrays": recorded.read_text(),
+        }[damage]
+    )
+    with pytest.raises(
+        ValueError, match=r"recording.json is not a complete recording of a probe .*Record it again"
+    ):
         recording.verify(path)
 
 
 @pytest.mark.parametrize(
-    "damage", ["cut", "flipped", "empty", "text", "fewer rows", "no out", "other kind", "no plan", "other format", "plan of a list"]
+    "damage",
+    [
+        "cut",
+        "flipped",
+        "empty",
+        "text",
+        "fewer rows",
+        "no out",
+        "other kind",
+        "no plan",
+        "other format",
+        "plan of a list",
+    ],
 )
 def test_a_damaged_recording_is_said_to_be_so(damage, recorded, tmp_path):
     path = tmp_path / "recording.json"
@@ -107,6 +129,8 @@ def test_a_damaged_recording_is_said_to_be_so(damage, recorded, tmp_path):
             "plan of a list": {"plan": [1]},
         }.get(damage, {})
     path.write_text(json.dumps(said))
-    with pytest.raises(ValueError, match=r"recording.json is not a complete recording of a probe .*Record it again") as error:
+    with pytest.raises(
+        ValueError, match=r"recording.json is not a complete recording of a probe .*Record it again"
+    ) as error:
         recording.verify(path)
     assert "pickle" not in str(error.value)

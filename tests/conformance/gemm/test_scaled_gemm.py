@@ -46,15 +46,34 @@ def wanders(a, b, calls=[]):  # noqa: B006
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (raises, "mine raised KeyError for a e4m3fn .16, 64. and b e4m3fn .16, 64., tensorwise: 'no such kernel'"),
+        (
+            raises,
+            "mine raised KeyError for a e4m3fn .16, 64. and b e4m3fn .16, 64., tensorwise: 'no "
+            "such kernel'",
+        ),
         (leaves, "mine raised SystemExit for .*: 0. Call it on such operands alone"),
-        (lambda a, b: Unreadable(), "mine raised RuntimeError for .*CUDA error: an illegal memory access"),
-        (lambda a, b: (gemm.matmul(a, b), None), "mine gives one array .*; got tuple. Return the array alone"),
+        (
+            lambda a, b: Unreadable(),
+            "mine raised RuntimeError for .*CUDA error: an illegal memory access",
+        ),
+        (
+            lambda a, b: (gemm.matmul(a, b), None),
+            "mine gives one array .*; got tuple. Return the array alone",
+        ),
         (changes, "mine changed its operands, a e4m3fn .*copies"),
         (wanders, "mine does not repeat itself: .* gave .* at .0, 0., then .*deterministic"),
-        (lambda a, b: gemm.matmul(a, b)[:, :3], r"mine gives \[M, N\] = \[16, 16\] .*; got shape \[16, 3\]"),
-        (lambda a, b: gemm.matmul(a, b).astype(np.float64), "mine gives float32, bfloat16, float16; got float64"),
-        (lambda a, b: None, "gives one array .M, N. of NumPy, PyTorch or JAX; got NoneType. Return the array alone"),
+        (
+            lambda a, b: gemm.matmul(a, b)[:, :3],
+            r"mine gives \[M, N\] = \[16, 16\] .*; got shape \[16, 3\]",
+        ),
+        (
+            lambda a, b: gemm.matmul(a, b).astype(np.float64),
+            "mine gives float32, bfloat16, float16; got float64",
+        ),
+        (
+            lambda a, b: None,
+            "gives one array .M, N. of NumPy, PyTorch or JAX; got NoneType. Return the array alone",
+        ),
     ],
 )
 def test_an_invalid_gemm_is_refused(function, said):
@@ -66,11 +85,15 @@ def test_a_gemm_that_varies_over_its_result():
     """Another plan from row 64 on, as a kernel with tiles of two kinds has."""
 
     def function(a, b):
-        upper, lower = (gemm.matmul(a, b, accumulate=plan) for plan in ("hopper_fast", "hopper_slow"))
+        upper, lower = (
+            gemm.matmul(a, b, accumulate=plan) for plan in ("hopper_fast", "hopper_slow")
+        )
         return np.where(np.arange(len(a.codes))[:, None] < 64, upper, lower)
 
     with pytest.raises(
-        ProbeError, match=r"sums in different ways within one result \[128, 128\], K = 1024: equal operands gave .* Probe a smaller M"
+        ProbeError,
+        match=r"sums in different ways within one result \[128, 128\], K = 1024: equal operands "
+        r"gave .* Probe a smaller M",
     ):
         identify_gemm(ScaledGemm(name="mine", function=function), shape=(128, 128, 1024))
 
@@ -99,9 +122,13 @@ def test_a_function_that_reuses_its_output():
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 def test_operands(granularity):
     codes = np.zeros((4, 32), np.uint8)
-    scale = np.float32(3) if granularity == "tensorwise" else np.arange(1, 5, dtype=np.float32)[:, None]
+    scale = (
+        np.float32(3) if granularity == "tensorwise" else np.arange(1, 5, dtype=np.float32)[:, None]
+    )
     made = operand(codes, E5M2, granularity, scale)
-    assert made.scale.shape == made.scale_inv.shape == (() if granularity == "tensorwise" else (4, 1))
+    assert (
+        made.scale.shape == made.scale_inv.shape == (() if granularity == "tensorwise" else (4, 1))
+    )
     np.testing.assert_array_equal(made.scale_inv, np.float32(1) / scale)
     assert (made.fmt, made.granularity, made.axis) == (E5M2, granularity, -1)
 
@@ -127,6 +154,8 @@ def test_a_function_of_a_frameworks_own_arrays(framework):
 
         return jnp.asarray(result)
 
-    found = identify_gemm(dataclasses.replace(planted_gemm("hopper_slow"), function=function), shape=(32, 32, 256))
+    found = identify_gemm(
+        dataclasses.replace(planted_gemm("hopper_slow"), function=function), shape=(32, 32, 256)
+    )
     assert found.ok
     assert found.plan["promotion"] == 128

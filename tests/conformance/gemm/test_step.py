@@ -25,9 +25,13 @@ def test_width_and_fraction_bits(fraction_bits, width):
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize(("fraction_bits", "output_bits"), [(10, 10), (13, 12), (13, 16), (17, 14), (20, 23), (25, 23)])
+@pytest.mark.parametrize(
+    ("fraction_bits", "output_bits"), [(10, 10), (13, 12), (13, 16), (17, 14), (20, 23), (25, 23)]
+)
 def test_output_bits(fraction_bits, output_bits):
-    planted = plan(dataclasses.replace(HOPPER, fraction_bits=fraction_bits, output_bits=output_bits))
+    planted = plan(
+        dataclasses.replace(HOPPER, fraction_bits=fraction_bits, output_bits=output_bits)
+    )
     found = identify_gemm(planted_gemm(planted), shape=SHAPE)
     check_planted(found, planted)
     assert found.plan["output_bits"] == output_bits
@@ -53,12 +57,18 @@ VARIANTS = {
     "normalized products": {"exponents": "products"},
     "zeros count": {"zeros": "counted"},
     "no subnormals": {"subnormals": "flushed"},
-    "floor everywhere, no subnormals": {"rounding": "toward_negative", "output_rounding": "toward_negative", "subnormals": "flushed"},
+    "floor everywhere, no subnormals": {
+        "rounding": "toward_negative",
+        "output_rounding": "toward_negative",
+        "subnormals": "flushed",
+    },
 }
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize("formats", [(E4M3FN, E4M3FN), (E5M2, E4M3FN), (E5M2, E5M2)], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.mark.parametrize(
+    "formats", [(E4M3FN, E4M3FN), (E5M2, E4M3FN), (E5M2, E5M2)], ids=lambda p: f"{p[0]}-{p[1]}"
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_a_step_does(variant, formats):
     planted = plan(dataclasses.replace(HOPPER, **VARIANTS[variant]), promotion=128)
@@ -69,7 +79,9 @@ def test_what_a_step_does(variant, formats):
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("unit", ["hopper", "ada"])
-@pytest.mark.parametrize("formats", list(itertools.product((E4M3FN, E5M2), repeat=2)), ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.mark.parametrize(
+    "formats", list(itertools.product((E4M3FN, E5M2), repeat=2)), ids=lambda p: f"{p[0]}-{p[1]}"
+)
 def test_every_pair_of_formats(formats, unit):
     planted = Accumulation(name="planted", unit=UNITS[unit], promotion=128)
     found = identify_gemm(planted_gemm(planted), shape=(64, 64, 512), formats=formats)

@@ -9,7 +9,9 @@ def test_samples_are_bfloat16_and_are_what_their_names_say():
     for name, value in tensors.items():
         assert value.dtype == np.float32
         if name not in ("nan", "inf"):
-            np.testing.assert_array_equal(value, value.astype(ml_dtypes.bfloat16).astype(np.float32), err_msg=name)
+            np.testing.assert_array_equal(
+                value, value.astype(ml_dtypes.bfloat16).astype(np.float32), err_msg=name
+            )
     assert np.isnan(tensors["nan"]).sum() == 1
     assert np.isinf(tensors["inf"]).sum() == 1
     assert not tensors["zero"].any()

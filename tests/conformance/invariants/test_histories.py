@@ -21,7 +21,9 @@ def of_rule(name, **changed) -> Functions:
     rule = dataclasses.replace(DELAYED[name], **({"history_length": LENGTH} | changed))
     return Functions(
         init=lambda: delayed.init(rule),
-        update=lambda state, *amaxes: delayed.update(state, *map(delayed.observe, amaxes), config=rule, fmt=E4M3FN),
+        update=lambda state, *amaxes: delayed.update(
+            state, *map(delayed.observe, amaxes), config=rule, fmt=E4M3FN
+        ),
         scale=lambda state: delayed.scales(state, rule, E4M3FN).scale,
     )
 
@@ -39,8 +41,14 @@ STATES = {
     "delayed": (of_rule("delayed"), set()),
     "te_delayed": (of_rule("te_delayed"), set()),
     "flax": (of_rule("flax"), {"uses"}),  # uses add up (H-8)
-    "an interval, under which an older amax may count": (of_rule("delayed", interval=2), {"forgets"}),
-    "the mean of the history": (of_reduction(lambda state: sum(map(float, state)) / len(state)), set()),
+    "an interval, under which an older amax may count": (
+        of_rule("delayed", interval=2),
+        {"forgets"},
+    ),
+    "the mean of the history": (
+        of_reduction(lambda state: sum(map(float, state)) / len(state)),
+        set(),
+    ),
     "an average that decays": (
         Functions(
             init=lambda: F32(1),
@@ -54,7 +62,9 @@ STATES = {
     "the smallest amax": (of_reduction(min), set()),
     "scale_inv for scale": (
         Functions(
-            init=tuple, update=lambda state, *amaxes: (*state, max(amaxes))[-LENGTH:], scale=lambda state: F32(max(state, default=1))
+            init=tuple,
+            update=lambda state, *amaxes: (*state, max(amaxes))[-LENGTH:],
+            scale=lambda state: F32(max(state, default=1)),
         ),
         {"monotone"},
     ),
@@ -64,9 +74,14 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 def test_states(name):  # H-14
     state, breaks = STATES[name]
-    assert set(broken(History(implementation=state, length=LENGTH), HISTORIES, examples=EXAMPLES)) == breaks
+    assert (
+        set(broken(History(implementation=state, length=LENGTH), HISTORIES, examples=EXAMPLES))
+        == breaks
+    )
 
 
 def test_what_raises_breaks():
     state = Functions(init=tuple, update=lambda state, *amaxes: 1 / 0, scale=lambda state: F32(1))
-    assert set(broken(History(implementation=state, length=LENGTH), HISTORIES, examples=2)) == {one.name for one in HISTORIES}
+    assert set(broken(History(implementation=state, length=LENGTH), HISTORIES, examples=2)) == {
+        one.name for one in HISTORIES
+    }

@@ -49,7 +49,9 @@ def test_libraries(name):  # P-28
 
 @pytest.mark.parametrize("place", [0, 1], ids=["first", "second"])
 def test_a_nan_that_is_lost_in_one_place_alone_is_seen(place):  # P-28
-    """NaN wins in one argument and is dropped in the other: the maximum of a comparison that is written the other way round."""
+    """NaN wins in one argument and is dropped in the other: the maximum of a comparison that is
+    written the other way round.
+    """
 
     def merge(*amaxes):
         return amaxes[1 - place] if np.isnan(amaxes[place]) else np.maximum(*amaxes)

@@ -13,13 +13,20 @@ F32 = np.float32
 EXAMPLES = 12
 
 BREAK = {
-    ("flax_bf16", "tensorwise"): {"error_bound", "saturation"},  # elements and scale_inv are rounded to bfloat16 first (S-13)
+    ("flax_bf16", "tensorwise"): {
+        "error_bound",
+        "saturation",
+    },  # elements and scale_inv are rounded to bfloat16 first (S-13)
     ("deepgemm", "rowwise"): {"power_of_two_equivariance"},  # an eps of 1e-4 (S-17)
 }
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize("key", [("torchao", "tensorwise"), ("torchao", "rowwise"), ("te_block", "tensorwise"), *BREAK], ids=str)
+@pytest.mark.parametrize(
+    "key",
+    [("torchao", "tensorwise"), ("torchao", "rowwise"), ("te_block", "tensorwise"), *BREAK],
+    ids=str,
+)
 def test_policies(key):  # S-19
     policy, granularity = key
 
@@ -65,12 +72,18 @@ def of_last_row(x):
 
 FAULTS = {
     "toward zero": (lambda x: scaled(x, scale_of(x), rounding="toward_zero"), {"error_bound"}),
-    "clipped at 240": (lambda x: (*scaled(np.clip(x * scale_of(x), -240, 240), 1)[:1], scale_of(x)), {"error_bound"}),
+    "clipped at 240": (
+        lambda x: (*scaled(np.clip(x * scale_of(x), -240, 240), 1)[:1], scale_of(x)),
+        {"error_bound"},
+    ),
     "scale 1": (lambda x: scaled(x, 1), {"power_of_two_equivariance", "saturation"}),
     "mean for max": (lambda x: scaled(x, F32(448) / np.abs(x).mean()), {"saturation"}),
     "without sign": (lambda x: scaled(np.abs(x), scale_of(x)), {"odd", "monotone"}),
     "by position": (by_position, {"permutation", "sharding"}),
-    "one sign is clipped": (lambda x: (scaled(np.maximum(x * scale_of(x), -240), 1)[0], scale_of(x)), {"odd", "error_bound"}),
+    "one sign is clipped": (
+        lambda x: (scaled(np.maximum(x * scale_of(x), -240), 1)[0], scale_of(x)),
+        {"odd", "error_bound"},
+    ),
 }
 
 

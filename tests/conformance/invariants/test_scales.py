@@ -16,13 +16,19 @@ MAX = F32(448)
 EXAMPLES = 25
 
 BREAK = {
-    "torchao_pow2": {"power_of_two_equivariance"},  # RN32(log2) is coarser for larger exponents (S-4)
+    "torchao_pow2": {
+        "power_of_two_equivariance"
+    },  # RN32(log2) is coarser for larger exponents (S-4)
     "mx_rceil": {"power_of_two_equivariance"},
     "msamp": {"power_of_two_equivariance", "finite"},
     "flax": {"finite"},  # 448 / amax overflows (S-9)
     "flax_bf16": {"finite"},
     "mx_floor": {"within_max"},  # floor of the exponent: up to 1.75 times 2^8 (S-14)
-    "deepgemm": {"power_of_two_equivariance", "range_used", "reciprocal"},  # an eps of 1e-4; scale_inv first (S-17)
+    "deepgemm": {
+        "power_of_two_equivariance",
+        "range_used",
+        "reciprocal",
+    },  # an eps of 1e-4; scale_inv first (S-17)
     "deepgemm_cpu": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepgemm_ue8m0": {"power_of_two_equivariance", "range_used"},
     # S-20:
@@ -33,14 +39,21 @@ BREAK = {
     "torchao_adamw_fp8": {"reciprocal"},  # scale_inv first
     "deepseek_v3": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepseek_v3_2024": {"finite", "reciprocal"},  # no eps
-    "vllm": {"power_of_two_equivariance", "range_used", "reciprocal"},  # an eps of 1e-10, above 2^-39
+    "vllm": {
+        "power_of_two_equivariance",
+        "range_used",
+        "reciprocal",
+    },  # an eps of 1e-10, above 2^-39
     "sglang": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepseek_v3_ue8m0": {"power_of_two_equivariance", "range_used"},
     "qwix": {"reciprocal"},
     "qwix_bf16": {"reciprocal"},
     "qwix_mx_0.1.8": {"power_of_two_equivariance"},  # RN32(log2)
 }
-"""The invariants that policies break, each for a reason that their clause states. The others break none."""
+"""The invariants that policies break, each for a reason that their clause states.
+
+The others break none.
+"""
 
 
 @pytest.mark.grid(3)
@@ -57,7 +70,9 @@ def of_torchao(amax):
 
 
 def of_torchao_pow2(amax):
-    return float8_utils.amax_to_scale(torch.from_numpy(amax), torch.float8_e4m3fn, round_scales_to_power_of_2=True)
+    return float8_utils.amax_to_scale(
+        torch.from_numpy(amax), torch.float8_e4m3fn, round_scales_to_power_of_2=True
+    )
 
 
 def of_flax(amax):
@@ -77,17 +92,33 @@ def test_libraries(library, breaks):  # S-18
 
 @pytest.mark.slow
 def test_flax():  # S-18
-    """The reciprocal of a reciprocal is an ulp off, so that an amax may be scaled to just above max; it still rounds to max."""
-    assert set(broken(of_flax, SCALES, without=("power_of_two_equivariance",), examples=20)) == {"finite"}
+    """The reciprocal of a reciprocal is an ulp off, so that an amax may be scaled to just above
+    max; it still rounds to max.
+    """
+    assert set(broken(of_flax, SCALES, without=("power_of_two_equivariance",), examples=20)) == {
+        "finite"
+    }
 
 
 FAULTS = {
-    "an eps that is added": (lambda a: MAX / (a + F32(1e-3)), {"power_of_two_equivariance", "range_used"}),
+    "an eps that is added": (
+        lambda a: MAX / (a + F32(1e-3)),
+        {"power_of_two_equivariance", "range_used"},
+    ),
     "divided by the wrong max": (lambda a: F32(57344) / a, {"within_max"}),
     "a margin of two binades": (lambda a: MAX / 4 / a, {"range_used"}),
-    "rounded up to a power of two": (lambda a: np.exp2(np.ceil(np.log2(np.float64(448) / a))).astype(F32), {"within_max", "finite"}),
-    "one scale of all amaxes": (lambda a: np.broadcast_to(MAX / a.max(), a.shape), {"elementwise", "finite"}),
-    "amax for scale": (lambda a: a / MAX, {"power_of_two_equivariance", "monotone", "within_max", "range_used"}),
+    "rounded up to a power of two": (
+        lambda a: np.exp2(np.ceil(np.log2(np.float64(448) / a))).astype(F32),
+        {"within_max", "finite"},
+    ),
+    "one scale of all amaxes": (
+        lambda a: np.broadcast_to(MAX / a.max(), a.shape),
+        {"elementwise", "finite"},
+    ),
+    "amax for scale": (
+        lambda a: a / MAX,
+        {"power_of_two_equivariance", "monotone", "within_max", "range_used"},
+    ),
     "scale_inv by a second division": (lambda a: (MAX / a, a / MAX), {"reciprocal", "finite"}),
 }
 
@@ -101,10 +132,14 @@ def test_planted_faults(name):  # S-18
 
 
 def test_other_formats_and_messages():  # S-18
-    require_invariants(lambda a: scales_from_amax(a, E5M2, "torchao").scale, SCALES, E5M2, examples=EXAMPLES)
+    require_invariants(
+        lambda a: scales_from_amax(a, E5M2, "torchao").scale, SCALES, E5M2, examples=EXAMPLES
+    )
     with pytest.raises(AssertionError) as raised:
         require_invariants(lambda a: F32(1) / a, SCALES, examples=EXAMPLES, without=("finite",))
-    assert "breaks:\n  range_used: amax 1 times its scale is 1, below max / 2 (S-18)" in str(raised.value)
+    assert "breaks:\n  range_used: amax 1 times its scale is 1, below max / 2 (S-18)" in str(
+        raised.value
+    )
     with pytest.raises(ValueError, match="without names invariants"):
         broken(of_torchao, SCALES, without=("speed",))
 

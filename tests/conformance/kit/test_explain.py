@@ -16,7 +16,14 @@ def test_the_simplest_comes_first():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1.0, "1"), (np.float32(0.1), "0.1"), (np.nan, "NaN"), (-np.inf, "-inf"), (-0.0, "-0"), (2.0**70, "1.1805916207174113e+21")],
+    [
+        (1.0, "1"),
+        (np.float32(0.1), "0.1"),
+        (np.nan, "NaN"),
+        (-np.inf, "-inf"),
+        (-0.0, "-0"),
+        (2.0**70, "1.1805916207174113e+21"),
+    ],
 )
 def test_decimals(value, text):
     assert explain.decimal(value) == text

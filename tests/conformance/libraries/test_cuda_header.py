@@ -1,4 +1,6 @@
-"""CUDA's own header on the host, compiled here, against the simulator: every bfloat16 and float16 input."""
+"""CUDA's own header on the host, compiled here, against the simulator: every bfloat16 and float16
+input.
+"""
 
 import numpy as np
 import pytest
@@ -9,13 +11,19 @@ from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2, E8M0FNU
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scales import scales_from_amax
 
-pytestmark = pytest.mark.skipif(not cuda_header.available(), reason="cuda_fp8.hpp or a C++ compiler is not installed")
+pytestmark = pytest.mark.skipif(
+    not cuda_header.available(), reason="cuda_fp8.hpp or a C++ compiler is not installed"
+)
 
 BITS = np.arange(1 << 16, dtype=np.uint16)
 
 
 def values(source):
-    return (BITS.astype(np.uint32) << 16).view(np.float32) if source == "bfloat16" else BITS.view(np.float16).astype(np.float32)
+    return (
+        (BITS.astype(np.uint32) << 16).view(np.float32)
+        if source == "bfloat16"
+        else BITS.view(np.float16).astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize("source", ["bfloat16", "float16"])
@@ -24,15 +32,24 @@ def values(source):
 def test_every_16_bit_input(source, fmt, saturate):  # C-1 to C-6
     found = cuda_header.encode_bits(BITS, source, fmt, saturate=saturate)
     # A negative overflow that does not saturate is the NaN with a sign; a NaN input never is (C-5).
-    np.testing.assert_array_equal(cast.canonical_nans(found, fmt), cast.encode(values(source), fmt, saturate=saturate))
+    np.testing.assert_array_equal(
+        cast.canonical_nans(found, fmt), cast.encode(values(source), fmt, saturate=saturate)
+    )
     assert set(found[np.isnan(values(source))]) == {0x7F}
 
 
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2])
 @pytest.mark.parametrize("saturate", [True, False])
 def test_float32_inputs_at_random_and_near_ties(fmt, saturate):  # C-1 to C-6
-    near = (values("bfloat16").view(np.int32)[:, None] + np.array([-1, 0, 1])).astype(np.int32).view(np.float32).ravel()
-    x = np.concatenate([near, (dtypes.random(0, 1 << 18) >> np.uint64(32)).astype(np.uint32).view(np.float32)])
+    near = (
+        (values("bfloat16").view(np.int32)[:, None] + np.array([-1, 0, 1]))
+        .astype(np.int32)
+        .view(np.float32)
+        .ravel()
+    )
+    x = np.concatenate(
+        [near, (dtypes.random(0, 1 << 18) >> np.uint64(32)).astype(np.uint32).view(np.float32)]
+    )
     found = cast.canonical_nans(cuda_header.encode(x, fmt, saturate=saturate), fmt)
     np.testing.assert_array_equal(found, cast.encode(x, fmt, saturate=saturate))
 
@@ -40,7 +57,9 @@ def test_float32_inputs_at_random_and_near_ties(fmt, saturate):  # C-1 to C-6
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2])
 def test_every_code_reads_back(fmt):  # F-1, F-2
     codes = np.arange(256, dtype=np.uint8)
-    np.testing.assert_array_equal(cuda_header.decode(codes, fmt).astype(np.float32), cast.decode(codes, fmt))
+    np.testing.assert_array_equal(
+        cuda_header.decode(codes, fmt).astype(np.float32), cast.decode(codes, fmt)
+    )
 
 
 def test_e8m0_rounded_up_is_that_of_te_mxfp8_for_every_bfloat16_quotient():  # S-14
@@ -54,14 +73,27 @@ def test_e8m0_rounded_up_is_that_of_te_mxfp8_for_every_bfloat16_quotient():  # S
         exact = (amax.astype(np.float64) == np.abs(x).astype(np.float64) * 448) | ~np.isfinite(x)
     assert exact.sum() > 60_000
     for policy in ("te_mxfp8", "te_mxfp8_2.13"):
-        np.testing.assert_array_equal(found[exact], cast.encode(scales_from_amax(amax[exact], E4M3FN, policy).scale_inv, E8M0FNU))
-    assert [int(code) for code in found[[0, 0x8000, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7FC0]]] == [0, 0, 127, 128, 254, 254, 255]
+        np.testing.assert_array_equal(
+            found[exact],
+            cast.encode(scales_from_amax(amax[exact], E4M3FN, policy).scale_inv, E8M0FNU),
+        )
+    assert [int(code) for code in found[[0, 0x8000, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7FC0]]] == [
+        0,
+        0,
+        127,
+        128,
+        254,
+        254,
+        255,
+    ]
 
 
 def test_e8m0_toward_zero_cuts_the_mantissa():
     x = np.abs(values("bfloat16"))
     normal = np.isfinite(x) & (x >= 2.0**-126)
-    np.testing.assert_array_equal(cuda_header.encode_e8m0(x, up=False, saturate=True)[normal], x[normal].view(np.uint32) >> 23)
+    np.testing.assert_array_equal(
+        cuda_header.encode_e8m0(x, up=False, saturate=True)[normal], x[normal].view(np.uint32) >> 23
+    )
 
 
 def test_what_it_does_not_cast():

@@ -24,7 +24,9 @@ def test_every_scale(policy):
     found = libraries.scales(E4M3FN, policy)
     assert len(found) == 2
     for function in found.values():
-        np.testing.assert_array_equal(function.run(amax), scales.scale_from_amax(amax, E4M3FN, policy))
+        np.testing.assert_array_equal(
+            function.run(amax), scales.scale_from_amax(amax, E4M3FN, policy)
+        )
 
 
 def test_without_any_library_there_is_nothing_to_certify(monkeypatch):
@@ -40,6 +42,9 @@ def test_compiled_is_eager():
     import torch
 
     x = np.float32([0, -0.0, 1, 1.0625, -3.3, 200, 2.0**-9, 447.9])
-    eager, compiled = (libraries.on_torch("cpu", compiled=how)(libraries.fp8ref_torch_cast(E4M3FN)) for how in (False, True))
+    eager, compiled = (
+        libraries.on_torch("cpu", compiled=how)(libraries.fp8ref_torch_cast(E4M3FN))
+        for how in (False, True)
+    )
     np.testing.assert_array_equal(compiled(x), eager(x))
     torch._dynamo.reset()

@@ -21,7 +21,9 @@ def rounded(value: Fraction) -> np.float32:
 
 def test_fma_rounds_once():
     rng = np.random.default_rng(0)
-    a, b = ((rng.standard_normal(400) * 2.0 ** rng.integers(-12, 12, 400)).astype(F32) for _ in range(2))
+    a, b = (
+        (rng.standard_normal(400) * 2.0 ** rng.integers(-12, 12, 400)).astype(F32) for _ in range(2)
+    )
     c = (rng.standard_normal(400) * 2.0 ** rng.integers(-40, 30, 400)).astype(F32)
     # ties of the sum in float32 that the rest of the product breaks, below what float64 holds
     a = np.append(a, F32([1 + 2.0**-12, 1 + 2.0**-12]))
@@ -37,7 +39,14 @@ def test_the_first_form_is_clause_o():  # O-5, O-6
     rng = np.random.default_rng(1)
     p, g = (rng.standard_normal(200).astype(F32) for _ in range(2))
     given = Numbers()
-    at = states.scalars(3, learning_rate=given.learning_rate, b1=given.b1, b2=given.b2, eps=given.eps, weight_decay=given.weight_decay)
+    at = states.scalars(
+        3,
+        learning_rate=given.learning_rate,
+        b1=given.b1,
+        b2=given.b2,
+        eps=given.eps,
+        weight_decay=given.weight_decay,
+    )
     state = sim.init((200,), "float32")._replace(step=2)
     expected, after = sim.step(p, g, state, learning_rate=1e-3, weight_decay=0.1, layout="float32")
     m, v = (
@@ -53,7 +62,9 @@ def test_the_first_form_is_clause_o():  # O-5, O-6
 
 
 def test_forms_differ_in_bits_alone():  # O-6
-    """Sound forms are within rounding of clause O: ten operations of 2^-24 each, of what is at most 1.01 here, and a decay of lr^2."""
+    """Sound forms are within rounding of clause O: ten operations of 2^-24 each, of what is at most
+    1.01 here, and a decay of lr^2.
+    """
     rng = np.random.default_rng(2)
     p = rng.uniform(0.5, 1, 100).astype(F32)
     g = (2.0 ** rng.uniform(-6, 0, 100)).astype(F32)
@@ -63,9 +74,15 @@ def test_forms_differ_in_bits_alone():  # O-6
     assert len(others) > 100
     for form in others:
         found = forms.update(form, p, m, v, 1, given, np.inf)
-        inside = 1e-3 * 1e-8 / (2 * 2.0**-14) if form.eps == "inside" else 0  # eps next to the smallest v, at t = 1
+        inside = (
+            1e-3 * 1e-8 / (2 * 2.0**-14) if form.eps == "inside" else 0
+        )  # eps next to the smallest v, at t = 1
         np.testing.assert_allclose(
-            found, plain, rtol=0, atol=10 * 2.0**-24 + 1e-3 * 1e-3 * 0.1 + inside + 1e-3 * 2.0**-20, err_msg=str(form)
+            found,
+            plain,
+            rtol=0,
+            atol=10 * 2.0**-24 + 1e-3 * 1e-3 * 0.1 + inside + 1e-3 * 2.0**-20,
+            err_msg=str(form),
         )
     uncorrected = forms.update(Form(bias_v="none"), p, m, v, 1, given, np.inf)
     assert np.abs(uncorrected - plain).min() > 1e-3

@@ -23,14 +23,33 @@ TE = LAYOUTS["te"]
     ids=str,
 )
 def test_an_outcome_is_ok_if_all_is_explained_by_the_layout_that_it_should_have(change, ok):
-    given = {"name": "mine", "kind": "function", "layout": "te", "form": Form(), "known": True, "exact": True, "shown": True}
+    given = {
+        "name": "mine",
+        "kind": "function",
+        "layout": "te",
+        "form": Form(),
+        "known": True,
+        "exact": True,
+        "shown": True,
+    }
     outcome = OptimizerOutcome(**given | {"findings": (), "summary": "it is"} | change)
     assert outcome.ok is outcome.to_dict()["ok"] is ok
-    assert outcome.message.startswith("it is" if outcome.expected is None else f"mine is {'' if ok else 'not '}{outcome.expected!r}: ")
+    assert outcome.message.startswith(
+        "it is"
+        if outcome.expected is None
+        else f"mine is {'' if ok else 'not '}{outcome.expected!r}: "
+    )
 
 
 def test_a_summary_says_which_steps_are_others():
-    assert summary(TE, Form(), True, TE, known=True) == "layout 'te', bit for bit, in the order of clause O"
-    assert "another form: decay is coupled. It is Adam" in summary(TE, Form(decay="coupled"), True, TE, known=True)
+    assert (
+        summary(TE, Form(), True, TE, known=True)
+        == "layout 'te', bit for bit, in the order of clause O"
+    )
+    assert "another form: decay is coupled. It is Adam" in summary(
+        TE, Form(decay="coupled"), True, TE, known=True
+    )
     assert "the nearest is 'te'" in summary(None, Form(), False, TE, known=True)
-    assert "its states are those of layout 'te', its weights are not" in summary(TE, Form(), False, TE, known=False)
+    assert "its states are those of layout 'te', its weights are not" in summary(
+        TE, Form(), False, TE, known=False
+    )

@@ -1,4 +1,6 @@
-"""Deviations have names, their numbers are solved, each is shown once, and the questions go on after them."""
+"""Deviations have names, their numbers are solved, each is shown once, and the questions go on
+after them.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -14,21 +16,37 @@ from fp8ref.formats import E4M3FN, FLOAT32
 from fp8ref.policy import POLICIES
 
 NAMED = [
-    (planted.eps_is_added, "its eps, 1e-12, is added to the amax, not the least amax", "= 1.52587890625e-05, then"),
-    (planted.a_large_eps_is_added, "its eps, 1e-05, is added to the amax, not the least amax", "= 1, then"),
+    (
+        planted.eps_is_added,
+        "its eps, 1e-12, is added to the amax, not the least amax",
+        "= 1.52587890625e-05, then",
+    ),
+    (
+        planted.a_large_eps_is_added,
+        "its eps, 1e-05, is added to the amax, not the least amax",
+        "= 1, then",
+    ),
     (planted.block_amax_in_bfloat16, "its amax is rounded to bfloat16", "= 1.6"),
     (planted.block_scale_in_bfloat16, "its scale is rounded to bfloat16", "= 1.5, then"),
-    (planted.stores_in_bfloat16,
-     "the scale_inv that it returns is rounded to bfloat16, and its codes are of the float32 one, "
-     "and its eps, 1e-10, is added to the amax, not the least amax",
-     "= 1, then"),
-    (planted.stores_the_ratio, "its scale_inv is amax / max, not the reciprocal of the scale", "= 1."),
+    (
+        planted.stores_in_bfloat16,
+        "the scale_inv that it returns is rounded to bfloat16, and its codes are of the float32 "
+        "one, and its eps, 1e-10, is added to the amax, not the least amax",
+        "= 1, then",
+    ),
+    (
+        planted.stores_the_ratio,
+        "its scale_inv is amax / max, not the reciprocal of the scale",
+        "= 1.",
+    ),
     (planted.rounds_blocks_up, "its scale is rounded up to a power of two, not down", "= 1, then"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize(("function", "deviation", "shown"), NAMED, ids=[function.__name__ for function, *_ in NAMED])
+@pytest.mark.parametrize(
+    ("function", "deviation", "shown"), NAMED, ids=[function.__name__ for function, *_ in NAMED]
+)
 def test_named_and_shown_once(function, deviation, shown):  # S-16
     found = identify_quantizer(function, E4M3FN, name="mine", expect="torchao")
     # COAT's codes are x * (1 / s): those of torchao and of its own scale_inv differ (S-17).
@@ -40,16 +58,26 @@ def test_named_and_shown_once(function, deviation, shown):  # S-16
 
 
 def test_a_factor_is_shown_once():
-    found = identify_quantizer(lambda x: planted.blocks(x, lambda amax: 1.5 * planted.torchao_scale(amax)), E4M3FN, expect="torchao")
+    found = identify_quantizer(
+        lambda x: planted.blocks(x, lambda amax: 1.5 * planted.torchao_scale(amax)),
+        E4M3FN,
+        expect="torchao",
+    )
     assert found.found["deviation"] == "its scale is 1.5 times that policy's"
     assert [w.input for w in found.differences] == ["x [1, 128] = 1, then zeros"]
     assert "the cast alone: with that deviation no amax has scale 1" in found.unasked
 
 
 def test_without_a_name_other_finite_amaxes_are_not_shown_again():
-    found = identify_quantizer(lambda x: planted.blocks(x, lambda amax: 448 / (amax + amax**2)), E4M3FN, expect="torchao")
+    found = identify_quantizer(
+        lambda x: planted.blocks(x, lambda amax: 448 / (amax + amax**2)), E4M3FN, expect="torchao"
+    )
     assert found.found["deviation"] is None
-    finite = [w for w in found.differences if np.isfinite(float(w.input.split(" = ")[1].split(",")[0])) and " = 0," not in w.input]
+    finite = [
+        w
+        for w in found.differences
+        if np.isfinite(float(w.input.split(" = ")[1].split(",")[0])) and " = 0," not in w.input
+    ]
     assert len(finite) == 1
     assert any("other shapes" in one for one in found.unasked)
 
@@ -63,7 +91,9 @@ def wrong_in_bfloat16(x):
     codes, scale = planted.blocks(x, floored(3e-7))
     if x.dtype == ml_dtypes.bfloat16:
         _, scale = planted.blocks(np.where(np.arange(x.shape[1]) % 128 < 64, x, 0), floored(3e-7))
-        codes = planted.codes(np.asarray(x, np.float32), np.repeat(scale, 128, axis=1)[:, : x.shape[1]])
+        codes = planted.codes(
+            np.asarray(x, np.float32), np.repeat(scale, 128, axis=1)[:, : x.shape[1]]
+        )
     return codes, scale
 
 
@@ -76,7 +106,9 @@ def no_tail(x):
 def loses_nan(x):
     """A NaN behind the first 16 elements of a block has no part in the amax."""
     x = np.asarray(x, np.float32)
-    _, scale = planted.blocks(np.where(np.isnan(x) & (np.arange(x.shape[1]) % 128 >= 16), 0, x), floored(3e-7))
+    _, scale = planted.blocks(
+        np.where(np.isnan(x) & (np.arange(x.shape[1]) % 128 >= 16), 0, x), floored(3e-7)
+    )
     return planted.codes(x, np.repeat(scale, 128, axis=1)[:, : x.shape[1]]), scale
 
 
@@ -107,7 +139,9 @@ def test_a_second_fault_beside_another_eps(function, what, second):  # S-16
 def test_another_rounding_does_not_stop_the_questions():
     def truncates(x):
         _, scale = planted.blocks(x, planted.torchao_scale)
-        codes = planted.codes(x, np.repeat(scale, 128, axis=1)[:, : x.shape[1]], rounding="toward_zero")
+        codes = planted.codes(
+            x, np.repeat(scale, 128, axis=1)[:, : x.shape[1]], rounding="toward_zero"
+        )
         codes[:, x.shape[1] // 128 * 128 :] = 0
         return codes, scale
 
@@ -126,7 +160,13 @@ def deviation(function, expect="torchao"):
     scale_layout = outputs.identify_returned(responses, granularity, -1)
     considered = policy_match.considered(quantizer, responses, scale_layout)
     found = policy_match.match_policies(
-        quantizer, responses, scale_layout, E4M3FN, considered, wanted=POLICIES[expect], shape=subject.SHAPE
+        quantizer,
+        responses,
+        scale_layout,
+        E4M3FN,
+        considered,
+        wanted=POLICIES[expect],
+        shape=subject.SHAPE,
     )
     assert found.deviating is not None
     assert not found.mismatches(found.deviating).any()
@@ -142,15 +182,31 @@ SOLVED = {
     "its eps is 1.5e-05, not 1e-12": of_amax(floored(1.5e-5)),
     "its eps is 0.5, not 1e-12": of_amax(floored(0.5)),
     "its eps is 0, not 1e-12": of_amax(floored(0)),
-    "its eps is 0.003, not 1e-12": lambda x: planted.blocks(x, floored(3e-3))[0],  # without scales: it is asked for
-    "its eps, 3e-07, is added to the amax, not the least amax": of_amax(lambda amax: np.float32(448) / (amax + np.float32(3e-7))),
-    "its eps is 0.21896383 (its scale is at most 2046), not 1e-12": of_amax(lambda amax: np.minimum(planted.torchao_scale(amax), 2046)),
-    "its scale is at least 4.79999983e-07": of_amax(lambda amax: np.maximum(planted.torchao_scale(amax), np.float32(4.8e-7))),
+    "its eps is 0.003, not 1e-12": lambda x: planted.blocks(x, floored(3e-3))[
+        0
+    ],  # without scales: it is asked for
+    "its eps, 3e-07, is added to the amax, not the least amax": of_amax(
+        lambda amax: np.float32(448) / (amax + np.float32(3e-7))
+    ),
+    "its eps is 0.21896383 (its scale is at most 2046), not 1e-12": of_amax(
+        lambda amax: np.minimum(planted.torchao_scale(amax), 2046)
+    ),
+    "its scale is at least 4.79999983e-07": of_amax(
+        lambda amax: np.maximum(planted.torchao_scale(amax), np.float32(4.8e-7))
+    ),
     "its max is 440, not 448, and its eps is 1e-08, not 1e-12": of_amax(floored(1e-8, 440)),
-    "its scale is 0.5 times that policy's, as of a max of 224, not 448": of_amax(floored(1e-12, 224)),
-    "its scale is 0.9 times that policy's": of_amax(lambda amax: np.float32(0.9) * planted.torchao_scale(amax)),
-    "its eps is 1e-08, not 1e-12, and an infinite amax has scale 1": of_amax(lambda amax: np.where(np.isinf(amax), 1, floored(1e-8)(amax))),
-    "an amax of NaN has scale 7": of_amax(lambda amax: np.where(np.isnan(amax), 7, planted.torchao_scale(amax))),
+    "its scale is 0.5 times that policy's, as of a max of 224, not 448": of_amax(
+        floored(1e-12, 224)
+    ),
+    "its scale is 0.9 times that policy's": of_amax(
+        lambda amax: np.float32(0.9) * planted.torchao_scale(amax)
+    ),
+    "its eps is 1e-08, not 1e-12, and an infinite amax has scale 1": of_amax(
+        lambda amax: np.where(np.isinf(amax), 1, floored(1e-8)(amax))
+    ),
+    "an amax of NaN has scale 7": of_amax(
+        lambda amax: np.where(np.isnan(amax), 7, planted.torchao_scale(amax))
+    ),
 }
 
 
@@ -165,8 +221,12 @@ def test_another_max_of_powers_of_two():
     assert deviation(quantizer, "torchao_pow2") == ("torchao_pow2", words)
 
 
-def mx(*, code_0=2.0**126, ends=(-127, 127), of_nan=0.0, of_inf=2.0**-120, byte=lambda byte, amax: byte):
-    """mx_floor in NumPy; code_0: the scale beside code 0; ends: of its exponents; byte: another byte than the right one."""
+def mx(
+    *, code_0=2.0**126, ends=(-127, 127), of_nan=0.0, of_inf=2.0**-120, byte=lambda byte, amax: byte
+):
+    """mx_floor in NumPy; code_0: the scale beside code 0; ends: of its exponents; byte: another
+    byte than the right one.
+    """
 
     def quantize(x):
         x = np.pad(np.asarray(x, np.float32), ((0, 0), (0, -x.shape[1] % 32)))
@@ -182,14 +242,20 @@ def mx(*, code_0=2.0**126, ends=(-127, 127), of_nan=0.0, of_inf=2.0**-120, byte=
 
 # vllm#46676: byte 0 read as 0.0. flashinfer#2595: NaN of scales at their ends.
 AT_ENDS = {
-    "beside a scale_inv of 2^-127 its scale is inf, as if code 0 were 0, not 2^126": mx(code_0=np.inf),
+    "beside a scale_inv of 2^-127 its scale is inf, as if code 0 were 0, not 2^126": mx(
+        code_0=np.inf
+    ),
     "beside a scale_inv of 2^-127 its scale is 2^127, not 2^126": mx(code_0=2.0**127),
-    "beside a scale_inv of 2^-127 its scale is 1 or less, so that its codes are zeros, not 2^126": mx(code_0=0.0),
+    "beside a scale_inv of 2^-127 its scale is 1 or less, so that its codes are zeros, not 2^126": mx(
+        code_0=0.0
+    ),
     "its scale_inv is at least 2^-126": mx(ends=(-126, 127)),
     "its scale_inv is at most 2^110": mx(ends=(-127, 110)),
     "an amax of NaN has scale_inv nan": mx(of_nan=np.nan),
     "an amax of NaN has scale_inv 2^127": mx(byte=lambda byte, amax: np.minimum(byte, 254)),
-    "an infinite amax has scale_inv nan": mx(byte=lambda byte, amax: np.where(np.isinf(amax), 255, byte)),
+    "an infinite amax has scale_inv nan": mx(
+        byte=lambda byte, amax: np.where(np.isinf(amax), 255, byte)
+    ),
     "an amax of 0 has scale_inv 1": mx(byte=lambda byte, amax: np.where(amax == 0, 127, byte)),
 }
 
@@ -200,13 +266,17 @@ def test_scales_at_their_ends(words):  # S-14, S-16
 
 
 def test_codes_show_the_scale_beside_a_returned_constant():
-    """Inf is taken as NaN, of which mx_floor has scale 0: not the reciprocal of what is returned, nor the policy's own."""
+    """Inf is taken as NaN, of which mx_floor has scale 0: not the reciprocal of what is returned,
+    nor the policy's own.
+    """
     quantizer = mx(of_inf=0.0, byte=lambda byte, amax: np.where(np.isinf(amax), 255, byte))
     assert deviation(quantizer, "mx_floor") == ("mx_floor", "an infinite amax has scale_inv nan")
 
 
 def te_current(x, over=FLOAT32.max, least=0.0):
-    """te_current in blocks; over: in place of an infinite scale; least: smaller scale_inv become 0."""
+    """te_current in blocks; over: in place of an infinite scale; least: smaller scale_inv become
+    0.
+    """
 
     def scale(amax):
         ratio = np.float32(448) / amax
@@ -215,7 +285,11 @@ def te_current(x, over=FLOAT32.max, least=0.0):
     codes, scale = planted.blocks(x, scale)
     with np.errstate(all="ignore"):
         inverse = np.float32(1) / scale
-    return {"codes": codes, "scale": scale, "scale_inv": np.where(inverse < least, np.float32(0), inverse)}
+    return {
+        "codes": codes,
+        "scale": scale,
+        "scale_inv": np.where(inverse < least, np.float32(0), inverse),
+    }
 
 
 @pytest.mark.parametrize(

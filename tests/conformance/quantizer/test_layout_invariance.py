@@ -1,4 +1,6 @@
-"""Planted kernels that are right in the first tensors asked, and wrong in another shape, dtype, place or stride."""
+"""Planted kernels that are right in the first tensors asked, and wrong in another shape, dtype,
+place or stride.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,9 @@ def test_what_is_right_everywhere():  # S-16
     assert found.ok
     said = {f.what: f.text for f in found.findings}
     assert (said["shapes"], said["strides"]) == ("all alike", "all alike")
-    assert "transposed, every second column, behind a row: as contiguous" in [f.evidence for f in found.findings]
+    assert "transposed, every second column, behind a row: as contiguous" in [
+        f.evidence for f in found.findings
+    ]
     by = {f.what: f.value for f in found.findings}
     assert (by["from bfloat16"], by["from float16"]) == ("torchao", "torchao")
 
@@ -38,7 +42,9 @@ def test_codes_of_a_quotient_are_another_policys():  # S-9
     assert "policy flax, but its eps is 1e-12, not 0" in found.message
     (difference,) = found.differences
     assert difference.got.startswith("code 0x3C (1.5), ")
-    assert difference.expected == "code 0x3D (1.625), scale 70368739983360 by torchao"  # the scale that it gives too
+    assert (
+        difference.expected == "code 0x3D (1.625), scale 70368739983360 by torchao"
+    )  # the scale that it gives too
 
 
 @pytest.mark.grid(2)
@@ -48,7 +54,10 @@ def test_codes_of_a_quotient_are_another_policys():  # S-9
         (planted.another_in_float16, "(float16 0x"),
         (planted.mean_in_bfloat16, "(bfloat16 0x"),
         (planted.compares_for_the_largest, "NaN last in each group as x[0, 2] = nan"),
-        (planted.but_the_last_column, "the largest last in each group as x[1, 2] = 0.015625 (float32 0x"),
+        (
+            planted.but_the_last_column,
+            "the largest last in each group as x[1, 2] = 0.015625 (float32 0x",
+        ),
         (planted.but_the_last_column, "(as without x[1, 2]), expected code "),
         (planted.whole_blocks_alone, "(as without x[3, 999])"),
         (planted.up_to_1024_rows, "(as without x[1030, 1151])"),
@@ -56,7 +65,10 @@ def test_codes_of_a_quotient_are_another_policys():  # S-9
         (planted.loses_lane_17, "the largest at "),
         (planted.last_column_in_bfloat16, "(bfloat16 0x"),
         (planted.strides_in_bfloat16, "transposed in memory (bfloat16 0x"),
-        (planted.negative_nans, "(as without x[1, 2]), expected code 0x7F (nan), scale nan by torchao"),
+        (
+            planted.negative_nans,
+            "(as without x[1, 2]), expected code 0x7F (nan), scale nan by torchao",
+        ),
         (planted.infinity_before_nan, "a NaN inside and an infinity last"),
         (planted.tail_of_16, "got code 0x00 (0)"),
         (planted.transposes_squares, "of x [128, 128]"),
@@ -82,9 +94,18 @@ def test_what_is_wrong_in_other_tensors(function, said):  # S-2, S-5, S-6, S-16
         (planted.another_scale_in_bfloat16, "policy torchao, except for the differences below"),
         (planted.one_for_zero, "policy torchao, but an amax of 0 has scale 1"),
         (planted.rolls_scales, "nearest is torchao"),
-        (planted.calls_the_inverse_scale, "its output 'scale': got a scale_inv, expected a scale (S-1)"),
-        (planted.calls_the_scale_inverse, "its output 'scale_inv': got a scale, expected a scale_inv (S-1)"),
-        (planted.doubles_the_amax, "its output 'amax': got 2, expected 1, the largest magnitude of its group (S-2)"),
+        (
+            planted.calls_the_inverse_scale,
+            "its output 'scale': got a scale_inv, expected a scale (S-1)",
+        ),
+        (
+            planted.calls_the_scale_inverse,
+            "its output 'scale_inv': got a scale, expected a scale_inv (S-1)",
+        ),
+        (
+            planted.doubles_the_amax,
+            "its output 'amax': got 2, expected 1, the largest magnitude of its group (S-2)",
+        ),
     ],
 )
 def test_faults_that_no_policy_explains(function, said):  # S-1 to S-6
@@ -98,7 +119,10 @@ def test_faults_that_no_policy_explains(function, said):  # S-1 to S-6
     ("function", "said"),
     [
         (planted.with_a_workspace(), "mine overwrites its earlier output for x torch float32"),
-        (planted.one_call_late(), "mine, called with x of 0.5s .* after x of ones, gives the codes of the ones"),
+        (
+            planted.one_call_late(),
+            "mine, called with x of 0.5s .* after x of ones, gives the codes of the ones",
+        ),
     ],
 )
 def test_outputs_that_calls_share(function, said):
@@ -108,7 +132,9 @@ def test_outputs_that_calls_share(function, said):
 
 def test_a_workspace_of_another_dtype():
     quantize = planted.with_a_workspace()
-    with pytest.raises(ConformanceError, match="mine overwrites its earlier output for x torch bfloat16"):
+    with pytest.raises(
+        ConformanceError, match="mine overwrites its earlier output for x torch bfloat16"
+    ):
         identified(lambda x: quantize(x) if x.dtype == torch.bfloat16 else planted.rows(x))
 
 
@@ -144,7 +170,9 @@ def test_subnormals_that_xla_flushes_under_e8m0_scales_are_no_fault():  # S-12, 
 def test_a_nan_that_is_dropped_in_jax_is_a_fault():  # S-2
     def quantize(x):
         x = x.astype(jnp.float32)
-        amax = jnp.max(jnp.where(jnp.isnan(x) & (jnp.arange(x.shape[1]) > 0), 0, jnp.abs(x)), -1, keepdims=True)
+        amax = jnp.max(
+            jnp.where(jnp.isnan(x) & (jnp.arange(x.shape[1]) > 0), 0, jnp.abs(x)), -1, keepdims=True
+        )
         scale = 448 / jnp.maximum(amax, 1e-12)
         return jnp.clip(x * scale, -448, 448).astype(jnp.float8_e4m3fn), scale
 
@@ -168,7 +196,9 @@ def test_what_it_does_not_take_is_said():
     found = identified(function)
     assert found.ok
     assert "it does not accept bfloat16 or float16" in found.message
-    assert next(f for f in found.findings if f.what == "strides").evidence.endswith("it raises for transposed, every second column")
+    assert next(f for f in found.findings if f.what == "strides").evidence.endswith(
+        "it raises for transposed, every second column"
+    )
 
 
 def test_shapes_that_it_does_not_take_are_said():
@@ -179,20 +209,28 @@ def test_shapes_that_it_does_not_take_are_said():
     found = identified(function)
     assert found.ok
     assert (
-        "it raises for [1, 1], [2, 3], [3, 17], [4, 1000], [1, 128], [3, 256], [299, 128], [3, 28672], [1031, 1152]"
-        in {f.what: f.evidence for f in found.findings}["shapes"]
+        "it raises for [1, 1], [2, 3], [3, 17], [4, 1000], [1, 128], [3, 256], [299, 128], [3, "
+        "28672], [1031, 1152]" in {f.what: f.evidence for f in found.findings}["shapes"]
     )
 
 
 # vllm#53346: the scale rule of another path of the kernel.
 def another_floor_by_stride(x):
     return planted_quantizers.blocks(
-        x, lambda amax: np.float32(448) / np.maximum(amax, np.float32(1e-12 if x.flags.c_contiguous else 1e-6))
+        x,
+        lambda amax: (
+            np.float32(448) / np.maximum(amax, np.float32(1e-12 if x.flags.c_contiguous else 1e-6))
+        ),
     )
 
 
 def no_floor_of_many_rows(x):
-    return planted_quantizers.blocks(x, lambda amax: np.float32(448) / np.maximum(amax, np.float32(1e-12 if len(x) <= 256 else 2.0**-149)))
+    return planted_quantizers.blocks(
+        x,
+        lambda amax: (
+            np.float32(448) / np.maximum(amax, np.float32(1e-12 if len(x) <= 256 else 2.0**-149))
+        ),
+    )
 
 
 def torchao(amax):
@@ -213,17 +251,46 @@ def strided(x):
     [
         (another_floor_by_stride, "strides", "zero, tiny and huge groups in turn"),
         (no_floor_of_many_rows, "shapes", "zero, tiny and huge groups in turn"),
-        (only(strided, lambda amax: np.where(np.isinf(amax), 1, torchao(amax))), "strides", "an infinity last"),
-        (only(strided, lambda amax: np.where(np.isnan(amax), 1, torchao(amax))), "strides", "NaN last"),
-        (only(strided, lambda amax: np.maximum(torchao(amax), np.float32(4.8e-7))), "strides", "an infinity last"),
-        (only(lambda x: len(x) > 256, lambda amax: np.maximum(torchao(amax), np.float32(4.8e-7))), "shapes", "an infinity last"),
-        (only(lambda x: len(x) > 256, lambda amax: np.where(np.isnan(amax), 1, torchao(amax))), "shapes", "NaN last"),
-        (only(lambda x: len(x) > 1024, lambda amax: np.where(np.isnan(amax), 1, torchao(amax))), "shapes", "NaN inside"),
+        (
+            only(strided, lambda amax: np.where(np.isinf(amax), 1, torchao(amax))),
+            "strides",
+            "an infinity last",
+        ),
+        (
+            only(strided, lambda amax: np.where(np.isnan(amax), 1, torchao(amax))),
+            "strides",
+            "NaN last",
+        ),
+        (
+            only(strided, lambda amax: np.maximum(torchao(amax), np.float32(4.8e-7))),
+            "strides",
+            "an infinity last",
+        ),
+        (
+            only(
+                lambda x: len(x) > 256, lambda amax: np.maximum(torchao(amax), np.float32(4.8e-7))
+            ),
+            "shapes",
+            "an infinity last",
+        ),
+        (
+            only(lambda x: len(x) > 256, lambda amax: np.where(np.isnan(amax), 1, torchao(amax))),
+            "shapes",
+            "NaN last",
+        ),
+        (
+            only(lambda x: len(x) > 1024, lambda amax: np.where(np.isnan(amax), 1, torchao(amax))),
+            "shapes",
+            "NaN inside",
+        ),
         (only(lambda x: len(x) == 64, lambda amax: 2 * torchao(amax)), "shapes", "of x [64, 512]"),
     ],
 )
 def test_a_scale_rule_of_some_tensors_alone(function, what, said):  # S-16
-    quantizer = Quantizer(subject=subject.wrap("mine", function, framework="numpy", device="cpu", shape=(256, 384)), dtype="float32")
+    quantizer = Quantizer(
+        subject=subject.wrap("mine", function, framework="numpy", device="cpu", shape=(256, 384)),
+        dtype="float32",
+    )
     candidate = Candidate(policy=POLICIES["torchao"], scale_fmt=E4M3FN, fmt=E4M3FN)
     scale_layout = ScaleLayout(granularity="blockwise_1x128", axis=-1, kinds={"[1]": "scale"})
     check = layout_invariance.check_strides if what == "strides" else layout_invariance.check_shapes

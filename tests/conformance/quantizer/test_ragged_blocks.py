@@ -31,7 +31,10 @@ def test_what_takes_them_and_is_right():  # S-6, S-16
         (planted.stale_ragged_scale, "each group 4 times as large as the one before"),
         (planted.reads_beyond, "each group 4 times as large as the one before"),
         (planted.leaves_the_tail, "got code 0x00 (0)"),
-        (planted.no_scale_of_the_tail, "[1] [4, 1], expected 8 scales, one of each block, the last one too (S-6, S-16)"),
+        (
+            planted.no_scale_of_the_tail,
+            "[1] [4, 1], expected 8 scales, one of each block, the last one too (S-6, S-16)",
+        ),
     ],
 )
 def test_what_is_wrong_in_them_alone(function, said):  # S-6, S-16
@@ -54,7 +57,10 @@ def test_what_refuses_them_is_no_fault_and_is_said():  # S-6
     assert found.ok
     shapes = "[1, 3], [3, 65], [4, 129], [4, 144], [131, 255], [5, 376], [2, 8256]"
     assert f"ragged last blocks: it does not take {shapes}" in found.unasked
-    assert f"not asked: more than 1,187,712 elements; ragged last blocks: it does not take {shapes}" in found.message
+    assert (
+        f"not asked: more than 1,187,712 elements; ragged last blocks: it does not take {shapes}"
+        in found.message
+    )
     assert found.to_dict()["unasked"] == found.unasked
 
 
@@ -70,7 +76,9 @@ def test_what_returns_whole_blocks_is_no_fault_and_is_said():
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_zeros_behind_change_no_scale(granularity, axis):  # S-6
-    """Where blocks are free of K there is nothing to pad; elsewhere groups are those of the padded tensor."""
+    """Where blocks are free of K there is nothing to pad; elsewhere groups are those of the padded
+    tensor.
+    """
     layout = ScaleLayout(granularity=granularity, axis=axis)
     shapes = ragged_blocks.shapes(layout)
     assert bool(shapes) == (GRANULARITIES[granularity].reduced is not None)

@@ -1,4 +1,6 @@
-"""require_sharded: correct collectives pass; planted faults and libraries' departures are found and nothing else (spec P-27)."""
+"""require_sharded: correct collectives pass; planted faults and libraries' departures are found and
+nothing else (spec P-27).
+"""
 
 import concurrent.futures
 import datetime
@@ -117,10 +119,15 @@ def test_a_planted_fault_is_found_and_nothing_else(collective, expected):  # P-2
 
 def test_messages_are_minimal():
     assert said(rank_local).splitlines()[1:] == [
-        "  equal shards of ordinary numbers: rank 0 has [1]; rank 1 has [2]: got 1 and 2, expected 2 (0x40000000) on every rank (P-2)"
+        "  equal shards of ordinary numbers: rank 0 has [1]; rank 1 has [2]: got 1 and 2, "
+        "expected 2 (0x40000000) on every rank (P-2)"
     ]
-    assert said(drops_nan).splitlines()[1:] == ["  a NaN on some ranks: rank 0 has [nan]: got 0, expected nan on every rank (P-3)"]
-    assert "rank 0 has [2], then [1]: got 1, expected 2 (0x40000000) on every rank (H-4)" in said(overwritten, microbatches=True)
+    assert said(drops_nan).splitlines()[1:] == [
+        "  a NaN on some ranks: rank 0 has [nan]: got 0, expected nan on every rank (P-3)"
+    ]
+    assert "rank 0 has [2], then [1]: got 1, expected 2 (0x40000000) on every rank (H-4)" in said(
+        overwritten, microbatches=True
+    )
 
 
 def overwritten(ranks):
@@ -150,15 +157,23 @@ def groups(n):
 
 def gloo(values):
     """gloo's own MAX of one amax a rank."""
-    options, amaxes = dist.AllreduceOptions(), [torch.from_numpy(np.array([value])) for value in values]
+    options, amaxes = (
+        dist.AllreduceOptions(),
+        [torch.from_numpy(np.array([value])) for value in values],
+    )
     options.reduceOp = dist.ReduceOp.MAX
-    for work in [group.allreduce([amax], options) for group, amax in zip(groups(len(values)), amaxes, strict=True)]:
+    for work in [
+        group.allreduce([amax], options)
+        for group, amax in zip(groups(len(values)), amaxes, strict=True)
+    ]:
         work.wait()
     return [amax.numpy()[0] for amax in amaxes]
 
 
 def of_torchao(monkeypatch, reduce):
-    """torchao's tensor_to_amax(reduce_amax=True) on every rank, over a collective: one amax a rank -> the result of each."""
+    """torchao's tensor_to_amax(reduce_amax=True) on every rank, over a collective: one amax a rank
+    -> the result of each.
+    """
 
     def sync(shards):
         values = []
@@ -190,7 +205,9 @@ def test_torchao_over_gloo_loses_nans(monkeypatch):  # P-3, P-27
     """A NaN is lost, by rank order, and nothing else departs."""
     sync = of_torchao(monkeypatch, gloo)
     assert names_of(sync, framework="torch") == {"empty": "P-2", "nan": "P-3"}
-    assert "rank 0 has [1]; rank 1 has [nan]: got 1 and 1, expected nan" in said(sync, framework="torch")
+    assert "rank 0 has [1]; rank 1 has [nan]: got 1 and 1, expected nan" in said(
+        sync, framework="torch"
+    )
 
 
 def test_jax_over_eight_devices():  # P-3, P-27
@@ -199,7 +216,9 @@ def test_jax_over_eight_devices():  # P-3, P-27
 
     @functools.cache
     def program(n):
-        return jax.pmap(lambda x: jax.lax.pmax(x, "ranks"), axis_name="ranks", devices=jax.devices()[:n])
+        return jax.pmap(
+            lambda x: jax.lax.pmax(x, "ranks"), axis_name="ranks", devices=jax.devices()[:n]
+        )
 
     def sync(shards):
         return list(program(len(shards))(np.stack([local(np.asarray(shard)) for shard in shards])))
@@ -208,13 +227,21 @@ def test_jax_over_eight_devices():  # P-3, P-27
 
 
 def test_what_it_cannot_ask_is_refused():
-    for how in ({"made": "codes"}, {"axis": 2}, {"framework": "tensorflow"}, {"without": ("ordinary",)}, {"policy": "none"}):
+    for how in (
+        {"made": "codes"},
+        {"axis": 2},
+        {"framework": "tensorflow"},
+        {"without": ("ordinary",)},
+        {"policy": "none"},
+    ):
         with pytest.raises(ValueError, match=r"got"):
             require_sharded(right, **how)
 
 
 def test_other_numbers_of_values_are_counterexamples():
-    assert "gives shapes [(1,)] for 2 ranks, not one number for each" in said(lambda shards: [local(shards[0])])
+    assert "gives shapes [(1,)] for 2 ranks, not one number for each" in said(
+        lambda shards: [local(shards[0])]
+    )
 
 
 class Largest:
@@ -224,7 +251,9 @@ class Largest:
         self.amax = np.float32(0)
 
     def __call__(self, shards):
-        self.amax = np.maximum(self.amax, np.float32(max((np.abs(x).max() for x in shards if x.size), default=0)))
+        self.amax = np.maximum(
+            self.amax, np.float32(max((np.abs(x).max() for x in shards if x.size), default=0))
+        )
         return [self.amax] * len(shards)
 
 
@@ -249,12 +278,22 @@ def leaves(shards):
 @pytest.mark.parametrize(
     ("collective", "expected"),
     [
-        (Largest(), "; what it gives depends on earlier calls: rank 0 has [1e-30] gives other values after rank 0 has [3e+38], expected 1"),
+        (
+            Largest(),
+            "; what it gives depends on earlier calls: rank 0 has [1e-30] gives other values "
+            "after rank 0 has [3e+38], expected 1",
+        ),
         (changes_shards, "got it changes its shards, expected "),
         (every_other(), "got 1: not the same in every call, expected 1 "),
         (leaves, "got it raises SystemExit: no network, expected "),
-        (lambda shards: dict(enumerate(shards)), "got it gives a dict, not one number for each rank in their order, expected "),
-        (lambda shards: ["one"] * len(shards), "got it raises ValueError: could not convert string to float"),
+        (
+            lambda shards: dict(enumerate(shards)),
+            "got it gives a dict, not one number for each rank in their order, expected ",
+        ),
+        (
+            lambda shards: ["one"] * len(shards),
+            "got it raises ValueError: could not convert string to float",
+        ),
     ],
 )
 def test_what_no_collective_does_is_said(collective, expected):  # P-27

@@ -14,12 +14,20 @@ SHAPE = "1,2,1,3,200,32"
 
 def tensors(shape, q, k, v):
     b, h, kv, tq, tk, d = map(int, shape.split(","))
-    bits = [np.array([int(x, 16) << 16 for x in field.split(",")], np.uint32).view(np.float32) for field in (q, k, v)]
-    return [x.reshape(of) for x, of in zip(bits, ((b, h, tq, d), (b, kv, tk, d), (b, kv, tk, d)), strict=True)]
+    bits = [
+        np.array([int(x, 16) << 16 for x in field.split(",")], np.uint32).view(np.float32)
+        for field in (q, k, v)
+    ]
+    return [
+        x.reshape(of)
+        for x, of in zip(bits, ((b, h, tq, d), (b, kv, tk, d), (b, kv, tk, d)), strict=True)
+    ]
 
 
 def written(x):
-    return ",".join(f"{n:08X}" for n in np.ascontiguousarray(x, np.float32).view(np.uint32).ravel().tolist())
+    return ",".join(
+        f"{n:08X}" for n in np.ascontiguousarray(x, np.float32).view(np.uint32).ravel().tolist()
+    )
 
 
 def simulated(variant, **options):
@@ -31,7 +39,10 @@ def simulated(variant, **options):
 
 
 def judged(settings, answer, **rules):
-    lines = [line if line.startswith("#") else f"{line} {answer(*line.split())}" for line in generate("attention", settings)]
+    lines = [
+        line if line.startswith("#") else f"{line} {answer(*line.split())}"
+        for line in generate("attention", settings)
+    ]
     return judge("attention", [f"{line}\n".encode() for line in lines], settings={}, rules=rules)
 
 
@@ -39,7 +50,8 @@ def judged(settings, answer, **rules):
 def test_the_simulator_answers_its_own_vectors(name):
     question = asked.Attention(variant=name, mask="causal", window="64,-1", shape=SHAPE, count=4)
     verdict = judged(
-        {"variant": name, "mask": "causal", "window": "64,-1", "shape": SHAPE, "count": 4}, simulated(name, mask=question.of_mask)
+        {"variant": name, "mask": "causal", "window": "64,-1", "shape": SHAPE, "count": 4},
+        simulated(name, mask=question.of_mask),
     )
     assert verdict.ok, verdict.text()
     assert dict(verdict.compared) == dict.fromkeys(asked.PATTERNS, 1)
@@ -81,7 +93,10 @@ def test_softcaps_and_sinks_that_are_refused(settings, said):
         asked.Attention(**{"variant": "fa4", "shape": SHAPE} | settings)
 
 
-@pytest.mark.parametrize(("right", "wrong"), [("fa3", "fa3_promoted"), ("fa4", "fa4_threshold4"), ("fa4", "fa3"), ("cudnn", "fa4")])
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("fa3", "fa3_promoted"), ("fa4", "fa4_threshold4"), ("fa4", "fa3"), ("cudnn", "fa4")],
+)
 def test_another_variant_is_named_with_its_first_element(right, wrong):
     verdict = judged({"variant": right, "count": 4}, simulated(wrong))
     assert not verdict.ok
@@ -111,7 +126,10 @@ def test_log_sum_exps_may_be_left_out():  # A-11
 
     assert judged({"variant": "fa4", "count": 2}, without).ok
     verdict = judged({"variant": "fa4", "count": 2}, wrong)
-    assert [said["vector"] for said in verdict.first] == ["zero scores, lse [0, 1, 3]", "ordinary, lse [0, 1, 3]"]
+    assert [said["vector"] for said in verdict.first] == [
+        "zero scores, lse [0, 1, 3]",
+        "ordinary, lse [0, 1, 3]",
+    ]
 
 
 def test_exponentials_of_hardware():
@@ -124,7 +142,11 @@ def test_exponentials_of_hardware():  # A-5
     verdict = judged({"variant": "fa4", "count": 8}, answer, exponentials="hardware")
     assert verdict.ok, verdict.text()
     rounded = planted_attention.planted(rounded_denominator=True)
-    verdict = judged({"variant": "fa4", "count": 8}, lambda *fields: f"{written(rounded(*tensors(*fields))[0])} -", exponentials="hardware")
+    verdict = judged(
+        {"variant": "fa4", "count": 8},
+        lambda *fields: f"{written(rounded(*tensors(*fields))[0])} -",
+        exponentials="hardware",
+    )
     assert set(verdict.differ) >= {"ordinary", "one large score"}
 
 
@@ -132,10 +154,19 @@ def test_exponentials_of_hardware():  # A-5
     ("settings", "said"),
     [
         ({"variant": "fa5"}, "a variant is one of exact, bf16"),
-        ({"variant": "fa3", "mask": "band"}, "a mask is one of full, causal, causal_start; got 'band'"),
-        ({"variant": "fa3", "window": "5"}, "a window is left,right, -1 for an open side, or none; got '5'"),
+        (
+            {"variant": "fa3", "mask": "band"},
+            "a mask is one of full, causal, causal_start; got 'band'",
+        ),
+        (
+            {"variant": "fa3", "window": "5"},
+            "a window is left,right, -1 for an open side, or none; got '5'",
+        ),
         ({"variant": "fa3", "shape": "1,3,2,4,200,32"}, "Hkv dividing H; got 1,3,2,4,200,32"),
-        ({"variant": "fa3", "shape": "4,200"}, "a shape is B,H,Hkv,Tq,Tk,D, .* Write it like 4,4,4,4,4,256"),
+        (
+            {"variant": "fa3", "shape": "4,200"},
+            "a shape is B,H,Hkv,Tq,Tk,D, .* Write it like 4,4,4,4,4,256",
+        ),
         ({"variant": "mxfp8", "shape": "1,2,1,4,200,40"}, "needs D divisible by 32"),
         ({"variant": "fa3", "shape": "1,2,1,4,200,512"}, "at most 256 features; got 512"),
     ],

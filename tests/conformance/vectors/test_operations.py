@@ -15,21 +15,33 @@ from fp8ref.formats import BFLOAT16, E2M1FN, E4M3FN, E8M0FNU, FORMATS, FP8_FORMA
 from fp8ref.sim.gemm import gemm
 from fp8ref.sim.quantize import cast, scales, scaling
 
-DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32, "float64": np.float64}
+DTYPES = {
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
 
 
 def answered(lines, answer) -> list[bytes]:
     """A stream in which answer(fields) is written behind every vector."""
-    return [(line if line.startswith("#") else f"{line} {answer(*line.split())}").encode() + b"\n" for line in lines]
+    return [
+        (line if line.startswith("#") else f"{line} {answer(*line.split())}").encode() + b"\n"
+        for line in lines
+    ]
 
 
 def judged(operation: str, settings: dict, answer, **rules):
-    return judge(operation, answered(generate(operation, settings), answer), settings=settings, rules=rules)
+    return judge(
+        operation, answered(generate(operation, settings), answer), settings=settings, rules=rules
+    )
 
 
 def values(text: str, dtype) -> np.ndarray:
     """The numbers of a field."""
-    return np.array([int(v, 16) for v in text.split(",")], f"uint{8 * np.dtype(dtype).itemsize}").view(dtype)
+    return np.array(
+        [int(v, 16) for v in text.split(",")], f"uint{8 * np.dtype(dtype).itemsize}"
+    ).view(dtype)
 
 
 def dims(text: str) -> tuple[int, ...]:
@@ -37,10 +49,15 @@ def dims(text: str) -> tuple[int, ...]:
 
 
 def ml_cast(fmt: str, source: str):
-    """The cast of ml_dtypes, saturating, from float64, which every source is exactly; its own clip keeps NaNs."""
+    """The cast of ml_dtypes, saturating, from float64, which every source is exactly; its own clip
+    keeps NaNs.
+    """
 
     def answer(text: str) -> str:
-        x, dtype = values(text, DTYPES[source]).astype(np.float64), getattr(ml_dtypes, f"float8_{fmt}")
+        x, dtype = (
+            values(text, DTYPES[source]).astype(np.float64),
+            getattr(ml_dtypes, f"float8_{fmt}"),
+        )
         limit = float(ml_dtypes.finfo(dtype).max)
         return f"{np.clip(x, -limit, limit).astype(dtype).view(np.uint8)[0]:02x}"
 
@@ -53,14 +70,18 @@ def ml_cast(fmt: str, source: str):
 def test_the_cast_of_ml_dtypes_agrees(fmt, source):
     verdict = judged("cast", {"format": fmt, "source": source, "count": 500}, ml_cast(fmt, source))
     assert verdict.ok
-    assert {"tie", "next to a tie", "number", "NaN", "infinite", "above max", "zero"} <= set(verdict.compared)
+    assert {"tie", "next to a tie", "number", "NaN", "infinite", "above max", "zero"} <= set(
+        verdict.compared
+    )
 
 
 @pytest.mark.parametrize("fmt", FP8_FORMATS)
 @pytest.mark.parametrize("source", dtypes.SOURCES)
 def test_a_set_has_every_number_and_every_tie_of_the_format(fmt, source):
     inputs = set(casts.Cast(format=fmt, source=source, count=0).inputs().tolist())
-    numbers = np.unique(cast.decode(np.arange(FORMATS[fmt].max_code + 1, dtype=np.uint8), FORMATS[fmt])).astype(np.float64)
+    numbers = np.unique(
+        cast.decode(np.arange(FORMATS[fmt].max_code + 1, dtype=np.uint8), FORMATS[fmt])
+    ).astype(np.float64)
     ties = (numbers[1:] + numbers[:-1]) / 2
     of = np.concatenate([numbers, ties])
     with np.errstate(over="ignore", under="ignore"):
@@ -91,7 +112,9 @@ def test_an_e8m0_cast():  # C-7
             return "FF"
         if np.isinf(fraction):
             return "FE"
-        return f"{min(max(int(k) + 126 + (fraction >= 0.75 if up else fraction > 0.75), 0), 254):02X}"
+        return (
+            f"{min(max(int(k) + 126 + (fraction >= 0.75 if up else fraction > 0.75), 0), 254):02X}"
+        )
 
     settings = {"format": "e8m0fnu", "count": 300}
     assert judged("cast", settings, answer).ok
@@ -114,7 +137,9 @@ def test_a_wrong_cast_is_named(wrong, says):
 
     verdict = judged("cast", {"format": "e5m2", "count": 50}, answer)
     assert verdict.notes == [f"All codes are what {says} gives."]
-    assert all(f"The answer is what {says}" in d["rule"] or says in d["rule"] for d in verdict.first)
+    assert all(
+        f"The answer is what {says}" in d["rule"] or says in d["rule"] for d in verdict.first
+    )
     assert judged("cast", {"format": "e5m2", "count": 50}, answer, **wrong).ok
 
 
@@ -123,14 +148,35 @@ def test_a_cast_to_e2m1fn():  # C-9
 
     def answer(text: str) -> str:
         x = values(text, np.float32)
-        code = np.nan_to_num(x, nan=6.0, posinf=6, neginf=-6).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)[0] & 15
+        code = (
+            np.nan_to_num(x, nan=6.0, posinf=6, neginf=-6)
+            .clip(-6, 6)
+            .astype(ml_dtypes.float4_e2m1fn)
+            .view(np.uint8)[0]
+            & 15
+        )
         return f"{code:X}"
 
     settings = {"format": "e2m1fn", "count": 200}
     verdict = judged("cast", settings, answer)
     assert verdict.ok
-    assert {"tie", "next to a tie", "number", "NaN", "infinite", "above max", "zero", "subnormal"} <= set(verdict.compared)
-    away = judged("cast", settings, lambda text: f"{cast.encode(values(text, np.float32), E2M1FN, rounding='nearest_away')[0]:X}")
+    assert {
+        "tie",
+        "next to a tie",
+        "number",
+        "NaN",
+        "infinite",
+        "above max",
+        "zero",
+        "subnormal",
+    } <= set(verdict.compared)
+    away = judged(
+        "cast",
+        settings,
+        lambda text: (
+            f"{cast.encode(values(text, np.float32), E2M1FN, rounding='nearest_away')[0]:X}"
+        ),
+    )
     assert set(away.differ) == {"tie"}
     assert away.notes == ["All codes are what rounding nearest_away gives."]
 
@@ -149,8 +195,12 @@ def test_scales_of_e2m1fn():  # S-14, S-22
             return "FF"
         return f"{max(int(amax.view(np.uint32) >> np.uint32(23)) - 2, 0):02X}"
 
-    assert judged("scale", {"format": "e2m1fn", "policy": "mx_floor", "count": 50}, answer, made="e8m0").ok
-    with pytest.raises(ValueError, match=r"makes scales from a block's amax and the tensor's .* Ask for quantize"):
+    assert judged(
+        "scale", {"format": "e2m1fn", "policy": "mx_floor", "count": 50}, answer, made="e8m0"
+    ).ok
+    with pytest.raises(
+        ValueError, match=r"makes scales from a block's amax and the tensor's .* Ask for quantize"
+    ):
         judged("scale", {"format": "e2m1fn", "policy": "te_nvfp4"}, answer)
 
 
@@ -160,14 +210,21 @@ def test_the_scales_of_torchao_agree():  # S-3
 
     def answer(text: str, power: bool = False) -> str:
         amax = torch.from_numpy(values(text, np.float32).copy())
-        return join(amax_to_scale(amax, torch.float8_e4m3fn, round_scales_to_power_of_2=power).numpy().view(np.uint32), 32)
+        return join(
+            amax_to_scale(amax, torch.float8_e4m3fn, round_scales_to_power_of_2=power)
+            .numpy()
+            .view(np.uint32),
+            32,
+        )
 
     settings = {"format": "e4m3fn", "count": 200}
     verdict = judged("scale", settings, answer)
     assert verdict.ok
     assert judged("scale", settings | {"policy": "torchao_pow2"}, lambda t: answer(t, True)).ok
     verdict = judged("scale", settings | {"policy": "torchao_mask"}, lambda t: answer(t, True))
-    assert "next to max times a power of two" in verdict.differ  # S-4: exp2_log2 and mask differ there alone
+    assert (
+        "next to max times a power of two" in verdict.differ
+    )  # S-4: exp2_log2 and mask differ there alone
     assert set(verdict.differ) <= {"next to max times a power of two", "infinite", "below eps"}
 
 
@@ -187,7 +244,12 @@ def test_an_inverse_and_an_e8m0_code_are_answers_too():  # S-14
     verdict = judged("scale", settings, of("mx_floor", "e8m0"), made="e8m0")
     assert not verdict.ok
     assert "S-14" in verdict.first[0]["rule"]
-    assert judged("scale", {"format": "e5m2", "policy": "flax", "count": 50}, of("flax", "scale_inv"), made="scale_inv").differ  # e4m3fn's
+    assert judged(
+        "scale",
+        {"format": "e5m2", "policy": "flax", "count": 50},
+        of("flax", "scale_inv"),
+        made="scale_inv",
+    ).differ  # e4m3fn's
     with pytest.raises(ValueError, match="e8m0 needs a policy with e8m0 scales"):
         judged("scale", {"format": "e5m2", "policy": "flax"}, of("flax", "scale"), made="e8m0")
 
@@ -197,9 +259,15 @@ def quantized(question: Quantize, *, codes=lambda c: c, scale=lambda s: s, **oth
 
     def answer(shape: str, numbers: str) -> str:
         x = dtypes.values(values(numbers, f"uint{source.bits}"), source).reshape(dims(shape))
-        how = {"granularity": question.granularity, "policy": question.policy, "axis": question.axis} | other
+        how = {
+            "granularity": question.granularity,
+            "policy": question.policy,
+            "axis": question.axis,
+        } | other
         q = scaling.quantize(x, question.fmt, **how)
-        return f"{join(codes(q.codes), 8)} {join(np.atleast_1d(scale(q.scale)).view(np.uint32), 32)}"
+        return (
+            f"{join(codes(q.codes), 8)} {join(np.atleast_1d(scale(q.scale)).view(np.uint32), 32)}"
+        )
 
     return answer
 
@@ -208,8 +276,20 @@ def quantized(question: Quantize, *, codes=lambda c: c, scale=lambda s: s, **oth
     "settings",
     [
         {"format": "e4m3fn"},
-        {"format": "e5m2", "source": "bfloat16", "granularity": "rowwise", "axis": 0, "shape": "5,3,7"},
-        {"format": "e4m3fn", "source": "float16", "granularity": "blockwise_128x128", "shape": "130,128", "count": 3},
+        {
+            "format": "e5m2",
+            "source": "bfloat16",
+            "granularity": "rowwise",
+            "axis": 0,
+            "shape": "5,3,7",
+        },
+        {
+            "format": "e4m3fn",
+            "source": "float16",
+            "granularity": "blockwise_128x128",
+            "shape": "130,128",
+            "count": 3,
+        },
         {"format": "e4m3fn", "granularity": "mx_1x32", "policy": "mx_rceil", "shape": "3,64"},
         {"format": "e4m3fnuz", "policy": "flax", "shape": "33"},
     ],
@@ -221,13 +301,24 @@ def test_quantizers(settings):  # S-5, S-6
     assert verdict.ok
     if settings.get("count", 30) == 30:
         assert set(verdict.compared) == {
-            "ordinary", "outliers", "wide", "subnormal", "zeros", "zero lines", "power of two", "huge", "infinity", "NaN",
-        }  # fmt: skip
+            "ordinary",
+            "outliers",
+            "wide",
+            "subnormal",
+            "zeros",
+            "zero lines",
+            "power of two",
+            "huge",
+            "infinity",
+            "NaN",
+        }
     verdict = judged("quantize", settings, quantized(question, scale=lambda s: s * np.float32(2)))
     assert "of amax" in verdict.first[0]["vector"]
 
 
-def nvfp4(shape: str, numbers: str, *, tensor=lambda t: t, block=lambda s: s, code=lambda c: c) -> str:
+def nvfp4(
+    shape: str, numbers: str, *, tensor=lambda t: t, block=lambda s: s, code=lambda c: c
+) -> str:
     """Transformer Engine's NVFP4 of a row of blocks of 16, each operation written out (S-22)."""
     x = values(numbers, np.float32).reshape(-1, 16)
     one, largest = np.float32(1), np.finfo(np.float32).max
@@ -235,7 +326,11 @@ def nvfp4(shape: str, numbers: str, *, tensor=lambda t: t, block=lambda s: s, co
         amax = np.abs(x).max(axis=1, keepdims=True)
         encode = np.minimum(np.float32(2688) / amax.max(), largest)
         encode = one if encode == 0 or amax.max() == 0 else encode
-        scales = np.minimum(amax * (encode * (one / np.float32(6))), np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        scales = (
+            np.minimum(amax * (encode * (one / np.float32(6))), np.float32(448))
+            .astype(ml_dtypes.float8_e4m3fn)
+            .astype(np.float32)
+        )
         factor = np.minimum(one / (scales * (one / encode)), largest)
         scaled = np.nan_to_num(np.clip(x * factor, -6, 6), nan=6.0)
     codes = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
@@ -244,14 +339,24 @@ def nvfp4(shape: str, numbers: str, *, tensor=lambda t: t, block=lambda s: s, co
 
 
 def test_a_quantizer_to_nvfp4():  # S-22
-    settings = {"format": "e2m1fn", "policy": "te_nvfp4", "granularity": "nvfp4_1x16", "shape": "1,64"}
+    settings = {
+        "format": "e2m1fn",
+        "policy": "te_nvfp4",
+        "granularity": "nvfp4_1x16",
+        "shape": "1,64",
+    }
     assert judged("quantize", settings, nvfp4, made="scale_inv").ok
     for planted, vector in (
         ({"tensor": lambda t: 2 * t}, "scale_inv of the tensor, of amax"),
         ({"block": lambda s: np.append(s[:-1], 2 * s[-1])}, "scale_inv [0, 3], of amax"),
         ({"code": lambda c: c ^ 8}, "element [0, "),
     ):
-        verdict = judged("quantize", settings, lambda *fields, planted=planted: nvfp4(*fields, **planted), made="scale_inv")
+        verdict = judged(
+            "quantize",
+            settings,
+            lambda *fields, planted=planted: nvfp4(*fields, **planted),
+            made="scale_inv",
+        )
         assert not verdict.ok
         assert vector in verdict.first[0]["vector"]
         assert "S-22" in verdict.first[0]["rule"] or "S-5" in verdict.first[0]["rule"]
@@ -265,10 +370,21 @@ def test_a_quantizer_to_nvfp4():  # S-22
 
 
 def test_a_quantizer_to_mxfp4():  # S-14
-    settings = {"format": "e2m1fn", "policy": "mx_rceil", "granularity": "mx_1x32", "shape": "3,64", "count": 10}
+    settings = {
+        "format": "e2m1fn",
+        "policy": "mx_rceil",
+        "granularity": "mx_1x32",
+        "shape": "3,64",
+        "count": 10,
+    }
 
     def answer(shape: str, numbers: str) -> str:
-        q = scaling.quantize(values(numbers, np.float32).reshape(dims(shape)), E2M1FN, granularity="mx_1x32", policy="mx_rceil")
+        q = scaling.quantize(
+            values(numbers, np.float32).reshape(dims(shape)),
+            E2M1FN,
+            granularity="mx_1x32",
+            policy="mx_rceil",
+        )
         return f"{join(q.codes, 4)} {join(cast.encode(q.scale_inv, E8M0FNU), 8)}"
 
     assert judged("quantize", settings, answer, made="e8m0").ok
@@ -291,7 +407,11 @@ def test_a_wrong_code_under_a_right_scale_is_named_by_its_element():
         codes[-1, -1] ^= 1
         return codes
 
-    verdict = judged("quantize", {"format": "e4m3fn", "count": 1}, quantized(Quantize(format="e4m3fn"), codes=last_off))
+    verdict = judged(
+        "quantize",
+        {"format": "e4m3fn", "count": 1},
+        quantized(Quantize(format="e4m3fn"), codes=last_off),
+    )
     assert verdict.differ == {"ordinary": 1}
     assert "element [3, 127]" in verdict.first[0]["vector"]
     assert "1 of 512 codes differ" in verdict.first[0]["rule"]
@@ -301,21 +421,46 @@ def multiplied(question: gemms.Gemm, **how):
     def answer(shape: str, a: str, scale_a: str, b: str, scale_b: str) -> str:
         m, n, k = dims(shape)
         sides = []
-        for codes, scale, rows, fmt in ((a, scale_a, m, question.format), (b, scale_b, n, question.format_b)):
-            inv = values(scale, np.float32).reshape(() if question.granularity == "tensorwise" else (rows, -1))
-            sides.append(scaling.Quantized(values(codes, np.uint8).reshape(rows, k), inv, inv, FORMATS[fmt], question.granularity, -1))
+        for codes, scale, rows, fmt in (
+            (a, scale_a, m, question.format),
+            (b, scale_b, n, question.format_b),
+        ):
+            inv = values(scale, np.float32).reshape(
+                () if question.granularity == "tensorwise" else (rows, -1)
+            )
+            sides.append(
+                scaling.Quantized(
+                    values(codes, np.uint8).reshape(rows, k),
+                    inv,
+                    inv,
+                    FORMATS[fmt],
+                    question.granularity,
+                    -1,
+                )
+            )
         out = gemm.matmul(*sides, out_dtype=FORMATS[question.out_dtype], **how)
         bits = out.view(np.uint32)
-        return join(bits, 32) if question.out_dtype == "float32" else join(bits >> np.uint32(16), 16)
+        return (
+            join(bits, 32) if question.out_dtype == "float32" else join(bits >> np.uint32(16), 16)
+        )
 
     return answer
 
 
 @pytest.mark.parametrize(
-    "how", [{"accumulate": "exact"}, {"accumulate": "hopper_fast", "epilogue": "product_then_round"}, {"accumulate": "f32"}]
+    "how",
+    [
+        {"accumulate": "exact"},
+        {"accumulate": "hopper_fast", "epilogue": "product_then_round"},
+        {"accumulate": "f32"},
+    ],
 )
 @pytest.mark.parametrize(
-    "settings", [{"format": "e4m3fn"}, {"format": "e5m2", "format_b": "e4m3fn", "granularity": "rowwise", "out_dtype": "bfloat16"}]
+    "settings",
+    [
+        {"format": "e4m3fn"},
+        {"format": "e5m2", "format_b": "e4m3fn", "granularity": "rowwise", "out_dtype": "bfloat16"},
+    ],
 )
 def test_gemms(settings, how):  # G-2, G-3, G-12
     verdict = judged("gemm", settings, multiplied(gemms.Gemm(**settings), **how), **how)
@@ -335,12 +480,17 @@ def test_a_bound_in_the_place_of_bits(out_dtype):  # B-1
     narrow = judged("gemm", settings, multiplied(question, accumulate="hopper_fast"), bound=True)
     assert not narrow.ok
     assert "of the bound (B-1)" in narrow.first[0]["rule"]
-    nan = join(np.full(16, 0x7FC00000 if out_dtype == "float32" else 0x7FC0, np.uint32), 32 if out_dtype == "float32" else 16)
+    nan = join(
+        np.full(16, 0x7FC00000 if out_dtype == "float32" else 0x7FC0, np.uint32),
+        32 if out_dtype == "float32" else 16,
+    )
     assert not judged("gemm", settings, lambda *_: nan, bound=True).ok
 
 
 def test_a_bound_is_of_the_exact_sum():
-    with pytest.raises(ValueError, match="B-1 bounds the distance from the exact sum; got accumulate 'f32'"):
+    with pytest.raises(
+        ValueError, match="B-1 bounds the distance from the exact sum; got accumulate 'f32'"
+    ):
         gemms.Rules(accumulate="f32", bound=True)
 
 
@@ -349,13 +499,20 @@ def test_other_sums_are_told_apart_and_named():
     verdict = judged("gemm", settings, multiplied(gemms.Gemm(**settings), **how))
     assert {"ordinary", "one large", "canceling"} <= set(verdict.differ)
     assert not {"zero"} & set(verdict.differ)
-    assert any("The answer is what --accumulate hopper_slow --epilogue scale_then_round gives." in d["rule"] for d in verdict.first)
+    assert any(
+        "The answer is what --accumulate hopper_slow --epilogue scale_then_round gives."
+        in d["rule"]
+        for d in verdict.first
+    )
 
 
 def test_a_zero_of_the_other_sign_is_not_said_to_be_what_was_asked():
     line = b"1,1,1 38 80000000 38 3F800000 00000000\n"
     verdict = judge("gemm", [line], settings={"format": "e4m3fn"}, rules={}, some=True)
-    assert (verdict.first[0]["expected"], verdict.first[0]["got"]) == ("80000000 (-0)", "00000000 (0)")
+    assert (verdict.first[0]["expected"], verdict.first[0]["got"]) == (
+        "80000000 (-0)",
+        "00000000 (0)",
+    )
     assert "The answer is" not in verdict.first[0]["rule"]
 
 
@@ -364,7 +521,10 @@ def test_every_pair_of_plans_is_told_apart_by_a_set():
     settings = {"format": "e4m3fn", "shape": "2,2,512", "count": 14}
     question = gemms.Gemm(**settings)
     operands = [(a, b) for _, a, b in question.operands()]
-    results = {how: np.stack([gemm.matmul(a, b, accumulate=how) for a, b in operands]).view(np.uint32) for how in gemms.ACCUMULATE}
+    results = {
+        how: np.stack([gemm.matmul(a, b, accumulate=how) for a, b in operands]).view(np.uint32)
+        for how in gemms.ACCUMULATE
+    }
     names = list(results)
     for i, first in enumerate(names):
         for second in names[i + 1 :]:
@@ -379,7 +539,9 @@ def test_a_set_is_the_same_wherever_it_is_made(operation):
     """PCG64's stream is NumPy's promise; all else is integers."""
     import hashlib
 
-    text = "\n".join(generate(operation, {needed_setting(operation): NEEDED[operation], "count": 8})).encode()
+    text = "\n".join(
+        generate(operation, {needed_setting(operation): NEEDED[operation], "count": 8})
+    ).encode()
     assert hashlib.sha256(text).hexdigest()[:16] == KNOWN[operation]
 
 
@@ -394,7 +556,14 @@ KNOWN = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_another_seed_asks_otherwise(operation):
-    first, second = (list(generate(operation, {needed_setting(operation): NEEDED[operation], "seed": seed, "count": 8})) for seed in (0, 1))
+    first, second = (
+        list(
+            generate(
+                operation, {needed_setting(operation): NEEDED[operation], "seed": seed, "count": 8}
+            )
+        )
+        for seed in (0, 1)
+    )
     assert first[2:] != second[2:]
 
 
@@ -406,4 +575,6 @@ def test_scales_are_asked_once_each():
 def test_bfloat16_needs_no_ml_dtypes():
     x = np.float64([1.0, -2.5, 3.0e38, np.inf])
     bits = dtypes.bits(x, dtypes.by_name("bfloat16"))
-    np.testing.assert_array_equal(dtypes.values(bits, dtypes.by_name("bfloat16")), cast.round_to(x, BFLOAT16))
+    np.testing.assert_array_equal(
+        dtypes.values(bits, dtypes.by_name("bfloat16")), cast.round_to(x, BFLOAT16)
+    )

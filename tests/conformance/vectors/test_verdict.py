@@ -1,4 +1,6 @@
-"""Each vector that gen writes is wanted once: what is missing, unasked or repeated is named by its line."""
+"""Each vector that gen writes is wanted once: what is missing, unasked or repeated is named by its
+line.
+"""
 
 import re
 
@@ -10,7 +12,10 @@ from fp8ref.formats import E4M3FN
 from fp8ref.sim.quantize import cast
 
 SETTINGS = {"format": "e4m3fn", "count": 0}
-UNSURE = "the vectors have no header, so verify assumes fp8ref vectors gen cast --format e4m3fn --count 0"
+UNSURE = (
+    "the vectors have no header, so verify assumes fp8ref vectors gen cast --format e4m3fn "
+    "--count 0"
+)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +23,11 @@ def lines() -> list[str]:
     """All of gen's, with the right answers behind."""
     first, second, *vectors = generate("cast", SETTINGS)
     values = np.array([int(v, 16) for v in vectors], np.uint32).view(np.float32)
-    return [first, second, *(f"{v} {code:02X}" for v, code in zip(vectors, cast.encode(values, E4M3FN), strict=True))]
+    return [
+        first,
+        second,
+        *(f"{v} {code:02X}" for v, code in zip(vectors, cast.encode(values, E4M3FN), strict=True)),
+    ]
 
 
 def judged(lines, *, header=True, **how):
@@ -36,8 +45,16 @@ def test_a_whole_set_is_ok_in_any_order(lines, header):
 
 
 DAMAGE = {
-    "the last lines": (lambda lines: lines[:-9], "missing: 9 of the 1,562 vectors; in gen's output, line 1556 (", "1,553 of 1,562 vectors"),
-    "the last line": (lambda lines: lines[:-1], "missing: 1 of the 1,562 vectors; in gen's output, line 1564 (", "1,561 of 1,562 vectors"),
+    "the last lines": (
+        lambda lines: lines[:-9],
+        "missing: 9 of the 1,562 vectors; in gen's output, line 1556 (",
+        "1,553 of 1,562 vectors",
+    ),
+    "the last line": (
+        lambda lines: lines[:-1],
+        "missing: 1 of the 1,562 vectors; in gen's output, line 1564 (",
+        "1,561 of 1,562 vectors",
+    ),
     "a line amid": (
         lambda lines: lines[:3] + lines[4:],
         "missing: 1 of the 1,562 vectors; in gen's output, line 4 (80000000)\n",
@@ -67,7 +84,10 @@ def test_another_set_than_was_asked_fails(lines, damage, says, last):
     assert not verdict.differ
     assert not verdict.ok
     assert says in verdict.text()
-    assert "verify expects each vector of gen once; --some judges the vectors received\n" in verdict.text()
+    assert (
+        "verify expects each vector of gen once; --some judges the vectors received\n"
+        in verdict.text()
+    )
     assert last in verdict.text().splitlines()[-1]
 
 
@@ -94,7 +114,9 @@ def test_some_are_enough_where_that_is_said(lines, damage, header):
 
 def test_what_is_kept_of_a_verdict(lines):
     found = judged([*lines[:5], lines[4], "40490FDB 44", *lines[7:]]).to_dict()
-    assert [(m["line"], m["text"]) for m in found["missing"]] == [(n, lines[n - 1].split()[0]) for n in (6, 7)]
+    assert [(m["line"], m["text"]) for m in found["missing"]] == [
+        (n, lines[n - 1].split()[0]) for n in (6, 7)
+    ]
     assert (found["repeated"], found["unasked"]) == ([6], [7])
     assert found["differ"] == {"in range": 1}
     assert sum(found["asked"].values()) == sum(found["answered"].values()) + 2 == 1562
@@ -105,7 +127,9 @@ def test_long_inputs_are_named_by_their_line_alone():
     settings = {"format": "e4m3fn", "count": 12}
     lines = [line.encode() for line in generate("quantize", settings)]
     answer = f" {','.join(['00'] * 512)} 3F800000".encode()
-    verdict = judge("quantize", [lines[0], *(line + answer for line in lines[4:])], settings=settings, rules={})
+    verdict = judge(
+        "quantize", [lines[0], *(line + answer for line in lines[4:])], settings=settings, rules={}
+    )
     assert "\nmissing: 2 of the 12 vectors; in gen's output, line 3, 4\n" in verdict.text()
     verdict = judge("quantize", [lines[0], lines[-1] + answer], settings=settings, rules={})
     assert "line 3, 4, 5, 6, 7, 8, 9, 10, ...\n" in verdict.text()

@@ -26,14 +26,26 @@ class Layer(torch.nn.Module):
 
 
 def passes(variant, tokens=150, **capped):
-    """One pass forward and backward whose probabilities range over many binades, of which some are lost."""
+    """One pass forward and backward whose probabilities range over many binades, of which some are
+    lost.
+    """
     generator, found = torch.Generator().manual_seed(0), []
-    q, k, v = ((3 * torch.randn(2, h, tokens, 32, generator=generator)).bfloat16().requires_grad_() for h in (4, 2, 2))
+    q, k, v = (
+        (3 * torch.randn(2, h, tokens, 32, generator=generator)).bfloat16().requires_grad_()
+        for h in (4, 2, 2)
+    )
     record = attention.recorder("torch", found)
     layer = Layer(variant, **capped)
 
     def watcher(name, phase, tensors):
-        record(name, phase, {key: (x if x.dtype in (torch.uint8, torch.int64) else x.float()).numpy() for key, x in tensors.items()})
+        record(
+            name,
+            phase,
+            {
+                key: (x if x.dtype in (torch.uint8, torch.int64) else x.float()).numpy()
+                for key, x in tensors.items()
+            },
+        )
 
     with observe_attention({"layer": layer}, None, watcher):
         layer(q, k, v).float().pow(3).sum().backward()
@@ -54,7 +66,10 @@ def test_counts_are_the_simulators(name):  # A-12, Q-13
 
 
 def test_counts_under_a_softcap_and_sinks():  # A-22, A-23, Q-13
-    found, report = passes(VARIANTS["cudnn"], softcap=4.0, sinks=torch.tensor([0.0, 3.0, -2.0, 90.0])), Report()
+    found, report = (
+        passes(VARIANTS["cudnn"], softcap=4.0, sinks=torch.tensor([0.0, 3.0, -2.0, 90.0])),
+        Report(),
+    )
     assert attention_counts.check(report, found, VARIANTS["cudnn"]) == 2
     assert report.ok, [check.detail for check in report.failures]
     assert report.checks["layer/ds/lost/torch"].compared
@@ -99,4 +114,8 @@ def cudnn():
 
 
 def test_attention_without_fp8_has_no_counts():
-    assert attention_counts.check(Report(), [], None) == attention_counts.check(Report(), [], VARIANTS["bf16"]) == 0
+    assert (
+        attention_counts.check(Report(), [], None)
+        == attention_counts.check(Report(), [], VARIANTS["bf16"])
+        == 0
+    )

@@ -27,7 +27,9 @@ def config(small):
 
 @pytest.fixture
 def planted(monkeypatch):
-    """plant(owner, name, replacement): in the second of two trainers a function is another, made of the original."""
+    """plant(owner, name, replacement): in the second of two trainers a function is another, made of
+    the original.
+    """
 
     def plant(owner, name, replacement):
         made, original = [], loop.trainer
@@ -37,7 +39,9 @@ def planted(monkeypatch):
             if len(made) == 2:
                 patch = mock.patch.object(owner, name, replacement(getattr(owner, name)))
                 run = made[-1]._step.backward
-                made[-1]._step.backward = lambda tokens: [patch.start(), run(tokens), patch.stop()][1]
+                made[-1]._step.backward = lambda tokens: [patch.start(), run(tokens), patch.stop()][
+                    1
+                ]
             return made[-1]
 
         monkeypatch.setattr(loop, "trainer", trainer)
@@ -84,22 +88,49 @@ def next_code(x):
 
 FAULTS = {
     "scale of q": (
-        (attention_operands, "quantize", quantized_by("q", lambda x: x._replace(scale=x.scale * 1.5, scale_inv=x.scale_inv / 1.5))),
+        (
+            attention_operands,
+            "quantize",
+            quantized_by(
+                "q", lambda x: x._replace(scale=x.scale * 1.5, scale_inv=x.scale_inv / 1.5)
+            ),
+        ),
         ("forward", "q", "scale"),
     ),
-    "code of v": ((attention_operands, "quantize", quantized_by("v", next_code)), ("forward", "v", "codes")),
+    "code of v": (
+        (attention_operands, "quantize", quantized_by("v", next_code)),
+        ("forward", "v", "codes"),
+    ),
     "scores": ((Layout, "scores", larger), ("forward", "S", "value")),
-    "scale of P": ((attention_operands, "probability_scale", of_tuple(0, 0.75)), ("forward", "P", "scale")),
+    "scale of P": (
+        (attention_operands, "probability_scale", of_tuple(0, 0.75)),
+        ("forward", "P", "scale"),
+    ),
     "denominator": ((attention_fast, "_inverse", larger), ("forward", "O", "value")),
-    "dO": ((attention_gradients, "quantized_do", lambda f: lambda *a, **k: next_code(f(*a, **k))), ("backward", "dO", "codes")),
-    "dS": ((attention_fast_gradients.Pass, "_grad_probabilities", larger), ("backward", "dS", "value")),
-    "dV": ((attention_fast_gradients.Pass, "raw", lambda f: lambda *a: (r := f(*a))._replace(dv=r.dv * 1.25)), ("backward", "dV", "value")),
+    "dO": (
+        (attention_gradients, "quantized_do", lambda f: lambda *a, **k: next_code(f(*a, **k))),
+        ("backward", "dO", "codes"),
+    ),
+    "dS": (
+        (attention_fast_gradients.Pass, "_grad_probabilities", larger),
+        ("backward", "dS", "value"),
+    ),
+    "dV": (
+        (
+            attention_fast_gradients.Pass,
+            "raw",
+            lambda f: lambda *a: (r := f(*a))._replace(dv=r.dv * 1.25),
+        ),
+        ("backward", "dV", "value"),
+    ),
 }
 
 
 @pytest.mark.grid(3)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_located_and_named(fault, config, planted):  # A-2, A-4, A-8, A-10, A-15, B-10
+def test_a_planted_fault_is_located_and_named(
+    fault, config, planted
+):  # A-2, A-4, A-8, A-10, A-15, B-10
     (owner, name, replacement), place = FAULTS[fault]
     planted(owner, name, replacement)
     first = live.of_backends(config, "torch", "torch", steps=1).first
@@ -122,13 +153,20 @@ def last_bit(original):
 
 def sides(*configs) -> list[live.Side]:
     return [
-        live.Side(name=name, config=each, trainer=loop.trainer("torch", each), batches=loader.open_batches(each))
+        live.Side(
+            name=name,
+            config=each,
+            trainer=loop.trainer("torch", each),
+            batches=loader.open_batches(each),
+        )
         for name, each in zip("ab", configs, strict=True)
     ]
 
 
 @pytest.mark.parametrize("accumulate", [None, "hopper"])
-def test_the_order_of_a_sum_is_the_librarys_but_under_simulated_hardware(accumulate, config, monkeypatch):  # A-18, G-7, G-19
+def test_the_order_of_a_sum_is_the_librarys_but_under_simulated_hardware(
+    accumulate, config, monkeypatch
+):  # A-18, G-7, G-19
     config = config.replace(numerics={"attention_arithmetic": "stated", "accumulate": accumulate})
     a, b = sides(config, config)
     run, original = b.trainer._step.backward, attention_forward.scores
@@ -148,7 +186,9 @@ def test_the_order_of_a_sum_is_the_librarys_but_under_simulated_hardware(accumul
 
 def test_numbers_without_codes_have_no_stated_bits_here(config, monkeypatch):  # B-10
     """Variants in bfloat16, whose probabilities have no codes, are explained too."""
-    config = config.replace(numerics={"attention": "bf16", "attention_arithmetic": "stated", "accumulate": "hopper"})
+    config = config.replace(
+        numerics={"attention": "bf16", "attention_arithmetic": "stated", "accumulate": "hopper"}
+    )
     a, b = sides(config, config)
     run, original = b.trainer._step.backward, attention_forward.scores
 
@@ -165,7 +205,9 @@ def test_numbers_without_codes_have_no_stated_bits_here(config, monkeypatch):  #
 
 def test_a_kernel_is_refused(by_kernel):  # A-20
     with pytest.raises(
-        ConfigError, match=r"takes attention by tiles; got parallel.attention 'kernel', which shows nothing. Set it to tiles"
+        ConfigError,
+        match=r"takes attention by tiles; got parallel.attention 'kernel', which shows nothing. "
+        r"Set it to tiles",
     ):
         live.of_backends(by_kernel, "torch", "torch", steps=1)
 

@@ -10,12 +10,21 @@ from fp8ref.recipe import CastSpec
 
 def value(x, dtype=np.float32, fmt=None) -> Value:
     cast = CastSpec(fmt=fmt) if fmt else None
-    return Value(phase="forward", layer="l", role="r", value=np.asarray(x, dtype), part="codes" if fmt else "value", cast=cast)
+    return Value(
+        phase="forward",
+        layer="l",
+        role="r",
+        value=np.asarray(x, dtype),
+        part="codes" if fmt else "value",
+        cast=cast,
+    )
 
 
 def test_equal_bits_are_no_difference():
     check = Check(name="c")
-    assert difference(value([[1, 2], [np.nan, -0.0]]), value([[1, 2], [np.nan, -0.0]]), check) is None
+    assert (
+        difference(value([[1, 2], [np.nan, -0.0]]), value([[1, 2], [np.nan, -0.0]]), check) is None
+    )
     assert (check.compared, check.equal, check.ok) == (4, 4, True)
 
 
@@ -47,8 +56,12 @@ def test_distance_is_in_numbers_of_the_narrowest_format_that_holds_both(a, b, wo
 
 def test_codes_are_shown_as_values_and_nans_are_alike():  # C-5
     check = Check(name="c")
-    assert difference(value([0x7F], np.uint8, E4M3FN), value([0xFF], np.uint8, E4M3FN), check) is None
-    d = difference(value([0x38, 0x08], np.uint8, E4M3FN), value([0x38, 0x09], np.uint8, E4M3FN), check)
+    assert (
+        difference(value([0x7F], np.uint8, E4M3FN), value([0xFF], np.uint8, E4M3FN), check) is None
+    )
+    d = difference(
+        value([0x38, 0x08], np.uint8, E4M3FN), value([0x38, 0x09], np.uint8, E4M3FN), check
+    )
     assert (d.element, d.a, d.b) == ((1,), "0.015625 (code 0x08)", "0.017578125 (code 0x09)")
     assert (d.worst, d.unit) == (1, "codes of e4m3fn")
 

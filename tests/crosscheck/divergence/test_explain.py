@@ -1,4 +1,6 @@
-"""The reason of a difference: a clause that allows it, or a fault, by the table and by the simulator."""
+"""The reason of a difference: a clause that allows it, or a fault, by the table and by the
+simulator.
+"""
 
 import re
 from pathlib import Path
@@ -25,9 +27,19 @@ APART = Difference(element=(0,), a="", b="", differ=1, of=2, worst=1, unit="bflo
 
 
 def context(recipe="tensorwise", other=None, unobserved=()) -> Context:
-    of_linears = ({d.path: RECIPES[r] if d.fp8 else d.recipe for d in Config().decisions()} for r in (recipe, other or recipe))
+    of_linears = (
+        {d.path: RECIPES[r] if d.fp8 else d.recipe for d in Config().decisions()}
+        for r in (recipe, other or recipe)
+    )
     model = Config().model
-    return Context(names=("a", "b"), recipes=tuple(of_linears), states={}, model=model, outputs={}, unobserved=unobserved)
+    return Context(
+        names=("a", "b"),
+        recipes=tuple(of_linears),
+        states={},
+        model=model,
+        outputs={},
+        unobserved=unobserved,
+    )
 
 
 def value(phase, layer, role, **of_gemm) -> Value:
@@ -77,19 +89,26 @@ def test_roundings_of_one_result_are_neighbors_or_no_clause_explains_them(layer)
         found = explain(v, v, far, context())
         assert found.clauses == ()
         assert f"these are {worst} numbers of {unit} apart" in found.text
-        hidden = explain(v, v, far, context(unobserved=["a", "b", "c", "d"]))  # what is between may be anything
+        hidden = explain(
+            v, v, far, context(unobserved=["a", "b", "c", "d"])
+        )  # what is between may be anything
         assert hidden.clauses == ("M-3", "G-9")
         assert "not observed (a, b, c and 1 more)" in hidden.text
 
 
 def test_casts_of_two_recipes_are_no_fault():  # R-1
-    a, b = (value("forward", Q, "input", gemm="output", part="scale", cast=RECIPES[r].output.a) for r in ("tensorwise", "rowwise"))
+    a, b = (
+        value("forward", Q, "input", gemm="output", part="scale", cast=RECIPES[r].output.a)
+        for r in ("tensorwise", "rowwise")
+    )
     assert explain(a, b, APART, context("tensorwise", "rowwise")).clauses == ("R-1",)
 
 
 def test_every_clause_of_the_table_is_there():
     known = {
-        clause for page in (ROOT / "docs/spec").glob("?.md") for clause in re.findall(r"^### ([A-Z]-\d+) ", page.read_text(), re.MULTILINE)
+        clause
+        for page in (ROOT / "docs/spec").glob("?.md")
+        for clause in re.findall(r"^### ([A-Z]-\d+) ", page.read_text(), re.MULTILINE)
     }
     for reason in REASONS.values():
         assert set(reason.clauses) <= known
@@ -99,7 +118,13 @@ def test_every_clause_of_the_table_is_there():
 
 def of_one_linear(**more) -> Context:
     recipe = {Q: RECIPES["tensorwise"]}
-    return Context(names=("a", "b"), recipes=(recipe, recipe), states={}, model=Config().model, **{"outputs": {}} | more)
+    return Context(
+        names=("a", "b"),
+        recipes=(recipe, recipe),
+        states={},
+        model=Config().model,
+        **{"outputs": {}} | more,
+    )
 
 
 @pytest.mark.parametrize("fault", [1.0, 1.5])
@@ -111,7 +136,13 @@ def test_attention_is_held_to_its_bound(fault):  # B-11
     }
     simulated = bounds.attention(*outputs.values(), Config().model)
     a, b = (
-        Value(phase="forward", layer=Q.replace("q_", "o_"), role="input", gemm="output", value=out.astype(np.float32))
+        Value(
+            phase="forward",
+            layer=Q.replace("q_", "o_"),
+            role="input",
+            gemm="output",
+            value=out.astype(np.float32),
+        )
         for out in (simulated.before, fault * simulated.after)
     )
     found = of_attention(a, b, "model.layers.0.self_attn", of_one_linear(outputs=outputs))
@@ -119,8 +150,8 @@ def test_attention_is_held_to_its_bound(fault):  # B-11
     if fault == 1:
         assert found.clauses == ("M-3", "B-11")
         assert (
-            f"Normalized before it, the simulator has 2,048 of 2,048 elements of a and {same:,} of b; after it, {same:,} and 2,048."
-            in found.text
+            f"Normalized before it, the simulator has 2,048 of 2,048 elements of a and {same:,} "
+            f"of b; after it, {same:,} and 2,048." in found.text
         )
     else:
         assert found.clauses == ()
@@ -128,11 +159,19 @@ def test_attention_is_held_to_its_bound(fault):  # B-11
 
 
 def sums(which: str, plans: tuple[str | None, str | None]) -> tuple[list[Value], Context]:
-    """The results of one GEMM, of equal operands, under each plan; None: exactly summed, as a library may."""
-    rng, spec, multiply = np.random.default_rng(0), RECIPES["tensorwise"].gemms[which], tuple(HARDWARE.get(plan) for plan in plans)
+    """The results of one GEMM, of equal operands, under each plan; None: exactly summed, as a
+    library may.
+    """
+    rng, spec, multiply = (
+        np.random.default_rng(0),
+        RECIPES["tensorwise"].gemms[which],
+        tuple(HARDWARE.get(plan) for plan in plans),
+    )
     shapes = {"input": (64, 256), "weight": (32, 256), "grad_output": (64, 32)}
     operands, factors = [], []
-    for role, cast, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
+    for role, cast, axis in zip(
+        OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
+    ):
         hp = rng.standard_normal(shapes[role]).astype(np.float32)
         q = scaling.quantize(hp, cast.fmt, axis=axis)
         operands.append((hp, q.codes, q.scale))
@@ -149,7 +188,14 @@ def sums(which: str, plans: tuple[str | None, str | None]) -> tuple[list[Value],
         for m in multiply
     ]
     values = [
-        Value(phase="forward", layer=Q, role=which, gemm=which, value=out.copy(), observation=Observation(name, Q, which, *operands, out))
+        Value(
+            phase="forward",
+            layer=Q,
+            role=which,
+            gemm=which,
+            value=out.copy(),
+            observation=Observation(name, Q, which, *operands, out),
+        )
         for name, out in zip("ab", results, strict=True)
     ]
     return values, of_one_linear(multiply=multiply)
@@ -178,7 +224,10 @@ def test_a_sum_that_is_not_its_plans_is_a_fault_whatever_the_other_is(which, pla
     b.value.view(np.uint32)[3, 5] += 1 << 16  # one bfloat16 further: within B-1
     found = of_sum(a, b, given)
     assert found.clauses == ()
-    assert f"1 of {b.value.size} results of b are not its plan's bit for bit (B-12): a fault of the sum" in found.text
+    assert (
+        f"1 of {b.value.size} results of b are not its plan's bit for bit (B-12): a fault of "
+        "the sum" in found.text
+    )
     assert "results of a" not in found.text
 
 

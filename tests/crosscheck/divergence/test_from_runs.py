@@ -24,7 +24,9 @@ def trained(small, tmp_path):
     """trained(name, section={...}): a run in torch of four steps, a checkpoint every second."""
 
     def train(name, backend="torch", **sections):
-        config = small.replace(run={"steps": 4, "eval_every": 4}, checkpoint={"every": 2, "keep_last": 9})
+        config = small.replace(
+            run={"steps": 4, "eval_every": 4}, checkpoint={"every": 2, "keep_last": 9}
+        )
         for section, keys in sections.items():
             config = config.replace(**{section: keys})
         loop.train(config, backend, tmp_path / name)
@@ -34,7 +36,9 @@ def trained(small, tmp_path):
 
 
 def parameters_of(run) -> int:
-    return sum(map(math.prod, llama.parameter_shapes(configs.load(run / "config.toml").model).values()))
+    return sum(
+        map(math.prod, llama.parameter_shapes(configs.load(run / "config.toml").model).values())
+    )
 
 
 def changed(run, step: int, config) -> None:
@@ -47,7 +51,9 @@ def changed(run, step: int, config) -> None:
         trainer._params[f"{BLOCK}.mlp.up_proj.weight"].view(torch.int32)[AT] += 1
     shutil.rmtree(path / "state")
     trainer.save(path / "state")()
-    checkpoint.write_manifest(path, {k: v for k, v in about.items() if k not in ("format", "files")})
+    checkpoint.write_manifest(
+        path, {k: v for k, v in about.items() if k not in ("format", "files")}
+    )
 
 
 def test_equal_runs_do_not_diverge(trained, capsys):
@@ -55,7 +61,9 @@ def test_equal_runs_do_not_diverge(trained, capsys):
     found = of_runs(a, trained("b"))
     assert found.ok
     assert (found.steps, found.settings, found.notes) == (4, {}, [])
-    assert found.compared == 2 * 4 + 2 * 3 * parameters_of(a)  # both metrics of four steps, and the states after two and four
+    assert found.compared == 2 * 4 + 2 * 3 * parameters_of(
+        a
+    )  # both metrics of four steps, and the states after two and four
     found.print()
     assert "4 steps are equal, bit for bit" in capsys.readouterr().out
 
@@ -64,19 +72,75 @@ def test_equal_runs_do_not_diverge(trained, capsys):
 @pytest.mark.parametrize(
     ("sections", "key", "step", "place", "clauses"),
     [
-        ({"optimizer": {"eps": 1e-3}}, "optimizer.eps", 0, ("optimizer", "model.embed_tokens", "master weight", "value"), ("T-1",)),
-        ({"optimizer": {"beta2": 0.9}}, "optimizer.beta2", 0, ("optimizer", "model.embed_tokens", "exp_avg_sq", "value"), ("T-1", "T-2", "T-6")),
-        ({"optimizer": {"warmup_steps": 2}}, "optimizer.warmup_steps", 0, ("optimizer", "optimizer", "learning rate", "value"), ("T-3",)),
-        ({"data": {"seed": 1}}, "data.seed", 0, ("batch", "batch", "tokens", "value"), ("D-2", "D-3")),
-        ({"run": {"seed": 1}}, "run.seed", 0, ("state before", "model.embed_tokens", "master weight", "value"), ("M-6", "K-7")),
-        ({"numerics": {"recipe": "rowwise"}}, "numerics.recipe", 0, ("forward", f"{BLOCK}.self_attn.q_proj", "input", "scale"), ("R-1",)),
-        ({"numerics": {"recipe": "delayed"}}, "numerics.recipe", 0, ("forward", f"{BLOCK}.self_attn.q_proj", "input", "scale"), ("R-1",)),
-        ({"numerics": {"recipe": "bf16"}}, "numerics.recipe", 0, ("forward", f"{BLOCK}.self_attn.q_proj", "output", "value"), ("R-2",)),
-        ({"numerics": {"accumulate": "hopper"}}, "numerics.accumulate", 0, ("forward", f"{BLOCK}.self_attn.q_proj", "output", "value"), ("G-20",)),
+        (
+            {"optimizer": {"eps": 1e-3}},
+            "optimizer.eps",
+            0,
+            ("optimizer", "model.embed_tokens", "master weight", "value"),
+            ("T-1",),
+        ),
+        (
+            {"optimizer": {"beta2": 0.9}},
+            "optimizer.beta2",
+            0,
+            ("optimizer", "model.embed_tokens", "exp_avg_sq", "value"),
+            ("T-1", "T-2", "T-6"),
+        ),
+        (
+            {"optimizer": {"warmup_steps": 2}},
+            "optimizer.warmup_steps",
+            0,
+            ("optimizer", "optimizer", "learning rate", "value"),
+            ("T-3",),
+        ),
+        (
+            {"data": {"seed": 1}},
+            "data.seed",
+            0,
+            ("batch", "batch", "tokens", "value"),
+            ("D-2", "D-3"),
+        ),
+        (
+            {"run": {"seed": 1}},
+            "run.seed",
+            0,
+            ("state before", "model.embed_tokens", "master weight", "value"),
+            ("M-6", "K-7"),
+        ),
+        (
+            {"numerics": {"recipe": "rowwise"}},
+            "numerics.recipe",
+            0,
+            ("forward", f"{BLOCK}.self_attn.q_proj", "input", "scale"),
+            ("R-1",),
+        ),
+        (
+            {"numerics": {"recipe": "delayed"}},
+            "numerics.recipe",
+            0,
+            ("forward", f"{BLOCK}.self_attn.q_proj", "input", "scale"),
+            ("R-1",),
+        ),
+        (
+            {"numerics": {"recipe": "bf16"}},
+            "numerics.recipe",
+            0,
+            ("forward", f"{BLOCK}.self_attn.q_proj", "output", "value"),
+            ("R-2",),
+        ),
+        (
+            {"numerics": {"accumulate": "hopper"}},
+            "numerics.accumulate",
+            0,
+            ("forward", f"{BLOCK}.self_attn.q_proj", "output", "value"),
+            ("G-20",),
+        ),
     ],
     ids=lambda v: v if isinstance(v, str) else None,
-)  # fmt: skip
-def test_a_difference_of_configs_is_named_and_the_place_found(sections, key, step, place, clauses, trained, capsys):  # B-10
+)
+def test_a_difference_of_configs_is_named_and_the_place_found(
+    sections, key, step, place, clauses, trained, capsys
+):  # B-10
     found = of_runs(trained("a"), trained("b", **sections))
     assert key in found.settings
     first = found.first
@@ -94,18 +158,31 @@ def test_an_edited_checkpoint_is_named_with_the_run_that_it_is_of(trained, tmp_p
     b = tmp_path / "b"
     shutil.copytree(a, b)
     shutil.rmtree(b / checkpoint.FOLDER / "step-00000004")
-    config = small.replace(run={"steps": 4, "eval_every": 4}, checkpoint={"every": 2, "keep_last": 9})
+    config = small.replace(
+        run={"steps": 4, "eval_every": 4}, checkpoint={"every": 2, "keep_last": 9}
+    )
     changed(b, 2, config)
     manifest = json.loads((b / "manifest.json").read_text())
     (b / "manifest.json").write_text(json.dumps(manifest | {"status": "interrupted"}))
     loop.train(config, "torch", b, resume=True)
     found = of_runs(a, b)
     first = found.first
-    assert (first.step, first.phase, first.layer, first.role) == (2, "state before", f"{BLOCK}.mlp.up_proj", "master weight")
+    assert (first.step, first.phase, first.layer, first.role) == (
+        2,
+        "state before",
+        f"{BLOCK}.mlp.up_proj",
+        "master weight",
+    )
     assert (first.difference.element, first.difference.differ, first.difference.worst) == (AT, 1, 1)
     [note] = found.notes
-    assert note.startswith(f"{b} is not reproduced: in its checkpoint of 2 steps, {BLOCK}.mlp.up_proj, master weight, element [3, 5] is ")
-    assert f"states after 2 steps differ first in {BLOCK}.mlp.up_proj, master weight, element [3, 5]" in found.recorded
+    assert note.startswith(
+        f"{b} is not reproduced: in its checkpoint of 2 steps, {BLOCK}.mlp.up_proj, master "
+        "weight, element [3, 5] is "
+    )
+    assert (
+        f"states after 2 steps differ first in {BLOCK}.mlp.up_proj, master weight, element [3, 5]"
+        in found.recorded
+    )
 
 
 def test_runs_go_on_from_the_last_checkpoint_that_both_have(trained, small, monkeypatch):
@@ -138,7 +215,11 @@ def test_runs_go_on_from_the_last_checkpoint_that_both_have(trained, small, monk
     monkeypatch.setattr(loop, "trainer", second)
     found = of_runs(a, b)
     assert found.start == 2
-    assert (found.first.step, found.first.layer, found.first.role) == (2, f"{BLOCK}.mlp.up_proj", "master weight")
+    assert (found.first.step, found.first.layer, found.first.role) == (
+        2,
+        f"{BLOCK}.mlp.up_proj",
+        "master weight",
+    )
     assert found.first.difference.element == AT
     assert found.notes == []
     assert "the first difference is loss of step 3" in found.recorded
@@ -153,7 +234,9 @@ def test_a_run_by_other_code_is_named(trained, monkeypatch):
     a = trained("a")
     with monkeypatch.context() as patch:
         original = float8_utils.amax_to_scale
-        patch.setattr(float8_utils, "amax_to_scale", lambda *args, **kwargs: original(*args, **kwargs) * 0.75)
+        patch.setattr(
+            float8_utils, "amax_to_scale", lambda *args, **kwargs: original(*args, **kwargs) * 0.75
+        )
         b = trained("b")
     found = of_runs(a, b)
     assert (found.first.step, found.first.layer, found.first.role) == (0, "loss", "recorded")
@@ -185,12 +268,18 @@ def test_runs_of_two_backends_part_where_both_are_live(trained):
 def test_what_cannot_be_compared_is_refused_by_name(trained, small, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     a, b = trained("a"), trained("b", model={"hidden_size": 64})
-    with pytest.raises(ConfigError, match=r"models of one shape.*model.hidden_size is 32 in .*a and 64 in .*b"):
+    with pytest.raises(
+        ConfigError, match=r"models of one shape.*model.hidden_size is 32 in .*a and 64 in .*b"
+    ):
         of_runs(a, b)
     shutil.rmtree(b)
     shutil.copytree(a, b)
     for name, options, said in (
-        ("steps", ["--steps", "2"], "--first-divergence of two runs takes config and steps from them; got --steps too"),
+        (
+            "steps",
+            ["--steps", "2"],
+            "--first-divergence of two runs takes config and steps from them; got --steps too",
+        ),
         ("keys", ["--run.steps", "2"], "got --run.steps too"),
     ):
         assert cli.main(["crosscheck", "--first-divergence", str(a), str(b), *options]) == 2, name
@@ -215,7 +304,9 @@ def test_the_command_exits_by_what_it_found(trained, tmp_path, capsys, monkeypat
     shown = capsys.readouterr().out
     assert "configs differ in optimizer.eps: 1e-08 and 0.001" in shown
     assert "recorded: the first difference is loss of step 1, " in shown
-    assert "first divergence, step 0, optimizer: model.embed_tokens, master weight, element [" in shown
+    assert (
+        "first divergence, step 0, optimizer: model.embed_tokens, master weight, element [" in shown
+    )
     written = json.loads(found.read_text())
     assert written["settings"] == {"optimizer.eps": [1e-08, 0.001]}
     assert (written["first"]["step"], written["first"]["clauses"]) == (0, ["T-1"])

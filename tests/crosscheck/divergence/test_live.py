@@ -38,7 +38,10 @@ def planted(monkeypatch):
 
 def in_layer(trainer, layer: str, owner, name: str, replacement) -> None:
     """While a linear's forward pass runs, owner.name is another function, made of the original."""
-    module, patch = trainer.model.get_submodule(layer), mock.patch.object(owner, name, replacement(getattr(owner, name)))
+    module, patch = (
+        trainer.model.get_submodule(layer),
+        mock.patch.object(owner, name, replacement(getattr(owner, name))),
+    )
     module.register_forward_pre_hook(lambda *_: [patch.start(), None][1])
     module.register_forward_hook(lambda *_: [patch.stop(), None][1])
 
@@ -59,7 +62,10 @@ def test_two_trainings_of_one_backend_do_not_diverge(small, capsys):
     parameters = sum(v.size for v in loop.trainer("torch", small).weights().values())
     assert found.compared == 4 * 3 * parameters + 3 * (4 * 17 + 2)
     found.print()
-    assert f"no divergence: {found.compared:,} values of 3 steps are equal, bit for bit" in capsys.readouterr().out
+    assert (
+        f"no divergence: {found.compared:,} values of 3 steps are equal, bit for bit"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_weight_changed_by_one_ulp_is_located(small, planted):  # T-1, B-10
@@ -78,19 +84,40 @@ def test_a_weight_changed_by_one_ulp_is_located(small, planted):  # T-1, B-10
 
     planted(fault)
     first = live.of_backends(small, "torch", "torch", steps=5).first
-    assert (first.step, first.phase, first.layer, first.role) == (2, "optimizer", f"{BLOCK}.self_attn.o_proj", "master weight")
+    assert (first.step, first.phase, first.layer, first.role) == (
+        2,
+        "optimizer",
+        f"{BLOCK}.self_attn.o_proj",
+        "master weight",
+    )
     assert first.difference.element == AT
-    assert (first.difference.differ, first.difference.worst, first.difference.unit) == (1, 1, "float32")
+    assert (first.difference.differ, first.difference.worst, first.difference.unit) == (
+        1,
+        1,
+        "float32",
+    )
     assert first.reason.clauses == ("T-1",)
 
 
 def test_a_scale_of_another_policy_is_located(small, planted):  # S-3
     def larger(original):
-        return lambda *args, **kwargs: original(*args, **kwargs) * 0.75  # by a power of two it would leave no trace
+        return lambda *args, **kwargs: (
+            original(*args, **kwargs) * 0.75
+        )  # by a power of two it would leave no trace
 
-    planted(lambda trainer: in_layer(trainer, f"{BLOCK}.mlp.up_proj", float8_utils, "amax_to_scale", larger))
+    planted(
+        lambda trainer: in_layer(
+            trainer, f"{BLOCK}.mlp.up_proj", float8_utils, "amax_to_scale", larger
+        )
+    )
     first = live.of_backends(small, "torch", "torch", steps=2).first
-    assert (first.step, first.phase, first.layer, first.role, first.part) == (0, "forward", f"{BLOCK}.mlp.up_proj", "input", "scale")
+    assert (first.step, first.phase, first.layer, first.role, first.part) == (
+        0,
+        "forward",
+        f"{BLOCK}.mlp.up_proj",
+        "input",
+        "scale",
+    )
     assert first.gemm == f"{BLOCK}.mlp.up_proj output"
     a, b = (float(shown.split(" ")[0]) for shown in (first.difference.a, first.difference.b))
     assert b == pytest.approx(0.75 * a)
@@ -108,16 +135,34 @@ def test_an_operand_cast_by_truncation_is_located(small, planted):  # C-2
             above = q.float().abs() > x.float().abs()
             if not truncations:
                 truncations.append((x.detach().float().numpy(), above.numpy()))
-            return (q.view(torch.uint8) - above.to(torch.uint8)).view(dtype)  # towards zero: one code less in magnitude
+            return (q.view(torch.uint8) - above.to(torch.uint8)).view(
+                dtype
+            )  # towards zero: one code less in magnitude
 
         return truncated
 
-    planted(lambda trainer: in_layer(trainer, f"{BLOCK}.mlp.down_proj", float8_training_tensor, "to_fp8_saturated", truncating))
+    planted(
+        lambda trainer: in_layer(
+            trainer,
+            f"{BLOCK}.mlp.down_proj",
+            float8_training_tensor,
+            "to_fp8_saturated",
+            truncating,
+        )
+    )
     first = live.of_backends(small, "torch", "torch", steps=2).first
-    assert (first.step, first.layer, first.role, first.part) == (0, f"{BLOCK}.mlp.down_proj", "input", "codes")
+    assert (first.step, first.layer, first.role, first.part) == (
+        0,
+        f"{BLOCK}.mlp.down_proj",
+        "input",
+        "codes",
+    )
     x, above = truncations[0]
     assert first.difference.element == tuple(np.argwhere(above)[0])
-    nearest, cut = (cast.encode(x, E4M3FN, rounding=r)[first.difference.element] for r in ("nearest_even", "toward_zero"))
+    nearest, cut = (
+        cast.encode(x, E4M3FN, rounding=r)[first.difference.element]
+        for r in ("nearest_even", "toward_zero")
+    )
     assert first.difference.a.endswith(f"(code 0x{nearest:02X})")
     assert first.difference.b.endswith(f"(code 0x{cut:02X})")
     assert set(first.operands) == {"input", "scale"}
@@ -125,35 +170,62 @@ def test_an_operand_cast_by_truncation_is_located(small, planted):  # C-2
     assert f"torch (second)'s ({above.sum()} of {above.size})" in first.reason.text
 
 
-@pytest.mark.parametrize(("plan", "steps", "clauses"), [(None, 1, ("G-7", "B-1")), (None, 64, ()), ("hopper", 1, ())])
-def test_sums_within_the_bound_beyond_it_and_other_than_their_plans(plan, steps, clauses, small, planted):  # B-1, B-12
+@pytest.mark.parametrize(
+    ("plan", "steps", "clauses"), [(None, 1, ("G-7", "B-1")), (None, 64, ()), ("hopper", 1, ())]
+)
+def test_sums_within_the_bound_beyond_it_and_other_than_their_plans(
+    plan, steps, clauses, small, planted
+):  # B-1, B-12
     def summing(original):
-        return lambda *args, **kwargs: bump(original(*args, **kwargs), (16, 0), steps)  # where one step reaches the loss
+        return lambda *args, **kwargs: bump(
+            original(*args, **kwargs), (16, 0), steps
+        )  # where one step reaches the loss
 
-    planted(lambda trainer: in_layer(trainer, f"{BLOCK}.self_attn.v_proj", fp8ref.torch.gemm.gemm, "matmul", summing))
+    planted(
+        lambda trainer: in_layer(
+            trainer, f"{BLOCK}.self_attn.v_proj", fp8ref.torch.gemm.gemm, "matmul", summing
+        )
+    )
     config = small.replace(numerics={"recipe": "delayed", "accumulate": plan})
     first = live.of_backends(config, "torch", "torch", steps=2).first
-    assert (first.step, first.layer, first.role, first.part) == (0, f"{BLOCK}.self_attn.v_proj", "output", "value")
+    assert (first.step, first.layer, first.role, first.part) == (
+        0,
+        f"{BLOCK}.self_attn.v_proj",
+        "output",
+        "value",
+    )
     assert first.difference.element == (1, 0, 0)  # row 16 of sequences of 16
     assert (first.difference.differ, first.difference.worst) == (1, steps)
     assert first.reason.clauses == clauses
     assert list(first.operands) == ["input row 16", "weight row 0"]
-    assert all(bits.startswith("scale 1 (0x3F800000), codes ") and bits.count(" ") == 4 + 31 for bits in first.operands.values())
+    assert all(
+        bits.startswith("scale 1 (0x3F800000), codes ") and bits.count(" ") == 4 + 31
+        for bits in first.operands.values()
+    )
     assert ("no clause explains it" in first.reason.text) == (not clauses)
-    assert ("of torch (second) are not its plan's bit for bit (B-12): a fault" in first.reason.text) == (plan is not None)
+    assert (
+        "of torch (second) are not its plan's bit for bit (B-12): a fault" in first.reason.text
+    ) == (plan is not None)
 
 
 def test_a_gradient_is_located_before_what_it_reaches(small, planted):  # B-5
     def fault(trainer):
         def on_output(module, args, out):
             if out.requires_grad and trainer._count == 1:
-                out.register_hook(lambda g: bump(g, (2, 3, 4), 256))  # twice as large: a code of e5m2 is wider than a bfloat16
+                out.register_hook(
+                    lambda g: bump(g, (2, 3, 4), 256)
+                )  # twice as large: a code of e5m2 is wider than a bfloat16
 
         trainer.model.get_submodule(f"{BLOCK}.mlp.gate_proj").register_forward_hook(on_output)
 
     planted(fault)
     first = live.of_backends(small, "torch", "torch", steps=3).first
-    assert (first.step, first.phase, first.layer, first.role) == (1, "backward", f"{BLOCK}.mlp.gate_proj", "grad_output")
+    assert (first.step, first.phase, first.layer, first.role) == (
+        1,
+        "backward",
+        f"{BLOCK}.mlp.gate_proj",
+        "grad_output",
+    )
     assert first.difference.element == (2, 3, 4)
     assert first.gemm == f"{BLOCK}.mlp.gate_proj grad_input"
     assert first.reason.clauses == ()
@@ -167,7 +239,11 @@ def test_a_norm_is_named_instead_of_the_linears_that_it_enters(small, planted): 
 
     planted(fault)
     first = live.of_backends(small, "torch", "torch", steps=1).first
-    assert (first.layer, first.role, first.difference.element) == (f"{BLOCK}.post_attention_layernorm", "output", (0, 1, 2))
+    assert (first.layer, first.role, first.difference.element) == (
+        f"{BLOCK}.post_attention_layernorm",
+        "output",
+        (0, 1, 2),
+    )
     assert first.gemm == f"{BLOCK}.mlp.gate_proj output"
     assert first.reason.clauses == ("M-3",)
 
@@ -218,14 +294,20 @@ def test_jax_and_torch_part_at_a_site_that_a_clause_explains(recipe, small):  # 
     assert first.reason.clauses
     if recipe == "bf16":  # nothing else of its forward pass is observed
         assert (first.layer, first.role) == ("lm_head", "logits")
-    assert all(check.ok for name, check in found.report.checks.items() if name.startswith(f"{BLOCK}.self_attn.q_proj/output input"))
+    assert all(
+        check.ok
+        for name, check in found.report.checks.items()
+        if name.startswith(f"{BLOCK}.self_attn.q_proj/output input")
+    )
 
 
 def run(*arguments) -> int:
     return cli.main([str(a) for a in arguments])
 
 
-def test_the_command_trains_two_backends_and_writes_what_it_found(small, planted, tmp_path, capsys, monkeypatch):
+def test_the_command_trains_two_backends_and_writes_what_it_found(
+    small, planted, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "small.toml"
     sections = {
@@ -234,12 +316,26 @@ def test_the_command_trains_two_backends_and_writes_what_it_found(small, planted
         "run": {"steps": 6},
     }
     lines = [
-        f"[{section}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in keys.items() if v is not None)
+        f"[{section}]\n"
+        + "".join(f"{k} = {json.dumps(v)}\n" for k, v in keys.items() if v is not None)
         for section, keys in sections.items()
     ]
     path.write_text("".join(lines))
     found = tmp_path / "found.json"
-    assert run("crosscheck", path, "--first-divergence", "torch", "torch", "--steps", 1, "--json", found) == 0
+    assert (
+        run(
+            "crosscheck",
+            path,
+            "--first-divergence",
+            "torch",
+            "torch",
+            "--steps",
+            1,
+            "--json",
+            found,
+        )
+        == 0
+    )
     assert json.loads(found.read_text())["ok"]
 
     def fault(trainer):
@@ -247,14 +343,31 @@ def test_the_command_trains_two_backends_and_writes_what_it_found(small, planted
         trainer.model.get_submodule(f"{BLOCK}.input_layernorm").register_forward_hook(hook)
 
     planted(fault)
-    assert run("crosscheck", path, "--first-divergence", "torch", "torch", "--steps", 1, "--json", found) == 1
+    assert (
+        run(
+            "crosscheck",
+            path,
+            "--first-divergence",
+            "torch",
+            "torch",
+            "--steps",
+            1,
+            "--json",
+            found,
+        )
+        == 1
+    )
     shown = capsys.readouterr().out
     assert f"first divergence, step 0, forward: {BLOCK}.input_layernorm, output" in shown
     assert "element [0, 1, 2]\n  torch (first): " in shown
     assert "1 of 2,048 differ" in shown
     written = json.loads(found.read_text())
     assert not written["ok"]
-    assert (written["first"]["layer"], written["first"]["element"], written["first"]["clauses"]) == (
+    assert (
+        written["first"]["layer"],
+        written["first"]["element"],
+        written["first"]["clauses"],
+    ) == (
         f"{BLOCK}.input_layernorm",
         [0, 1, 2],
         ["M-3"],
@@ -278,8 +391,14 @@ def test_the_command_trains_two_backends_and_writes_what_it_found(small, planted
         assert run("crosscheck", "--first-divergence", *pair) == 2
         alone = next(name for name in pair if name != "runs/a")
         said = capsys.readouterr().err
-        assert f"compares two runs, or two backends that train one CONFIG; got {' and '.join(pair)}, but only {alone} is a backend" in said
-        assert f"Name two run directories, or two of jax and torch. For a run directory named {alone}, write ./{alone}." in said
+        assert (
+            "compares two runs, or two backends that train one CONFIG; got "
+            f"{' and '.join(pair)}, but only {alone} is a backend" in said
+        )
+        assert (
+            "Name two run directories, or two of jax and torch. For a run directory named "
+            f"{alone}, write ./{alone}." in said
+        )
     assert run("crosscheck", path, "--first-divergence", "torch", "torch", "--steps", 7) == 2
     assert "between 1 and run.steps = 6; got 7" in capsys.readouterr().err
 

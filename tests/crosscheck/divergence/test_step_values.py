@@ -21,5 +21,7 @@ def test_the_site_before_a_linear_is_the_simulators(linear, made):
 def test_linears_in_high_precision_before_a_layer_are_unobserved():
     config = Config().replace(numerics={"filter_fqns": ("layers.0.mlp",)})
     assert unobserved("model.layers.0.self_attn.o_proj", config) == []
-    assert unobserved("model.layers.1.self_attn.q_proj", config) == [f"model.layers.0.mlp.{p}_proj" for p in ("gate", "up", "down")]
+    assert unobserved("model.layers.1.self_attn.q_proj", config) == [
+        f"model.layers.0.mlp.{p}_proj" for p in ("gate", "up", "down")
+    ]
     assert unobserved("lm_head", config)[-1] == "model.layers.0.mlp.down_proj"

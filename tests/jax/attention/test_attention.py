@@ -1,4 +1,6 @@
-"""Attention as a layer of JAX: autodiff, memory, meshes, what it refuses (spec A). tests/parity has its bits."""
+"""Attention as a layer of JAX: autodiff, memory, meshes, what it refuses (spec A). tests/parity has
+its bits.
+"""
 
 import dataclasses
 import functools
@@ -34,7 +36,11 @@ def gradients(q, k, v, do, **how):
 def test_apply_is_forward_and_backward(name):  # A-14 to A-16
     """In bfloat16 too, to which outputs and gradients are rounded."""
     q, k, v, do = small(dtype=jnp.bfloat16)
-    how = {"variant": name, "mask": CAUSAL, "documents": jnp.zeros((1, 40), jnp.int32).at[:, 30:].set(1)}
+    how = {
+        "variant": name,
+        "mask": CAUSAL,
+        "documents": jnp.zeros((1, 40), jnp.int32).at[:, 30:].set(1),
+    }
     o, *found = jax.jit(functools.partial(gradients, **how))(q, k, v, do)
 
     @jax.jit
@@ -56,12 +62,16 @@ def test_rows_without_keys_are_zero():  # A-10, A-15
     assert not dq[:, :, :7].any()
     assert o[:, :, 7:].any()
     assert jnp.isfinite(dk).all()
-    assert (attention.forward(q, k, v, variant="cudnn", mask=CAUSAL).lse[:, :, :7] == -jnp.inf).all()
+    assert (
+        attention.forward(q, k, v, variant="cudnn", mask=CAUSAL).lse[:, :, :7] == -jnp.inf
+    ).all()
 
 
 @pytest.mark.parametrize("place", ["q", "k", "v"])
 def test_nan_reaches_the_output(place):
-    """An output that has the row of q, or any key of a full mask, is NaN; nothing becomes a number again."""
+    """An output that has the row of q, or any key of a full mask, is NaN; nothing becomes a number
+    again.
+    """
     given = dict(zip("qkv", small()[:3], strict=True))
     given[place] = given[place].at[0, 0, 3, 5].set(jnp.nan)
     o = jax.jit(functools.partial(attention.apply, variant="fa4"))(*given.values())
@@ -77,7 +87,12 @@ def test_blocks_of_queries_and_tiles_of_keys_change_no_bit(monkeypatch):  # A-6
     parts = jax.jit(functools.partial(attention.forward, **how))(q, k, v)
     np.testing.assert_array_equal(parts.lse, whole.lse)
     np.testing.assert_array_equal(parts.o, whole.o)
-    grid = attention_operands.grid(attention.inputs.prepare(q, k, v, "cudnn", CAUSAL, None, None, 0, "fast", ())[0], 600, 600, 64)
+    grid = attention_operands.grid(
+        attention.inputs.prepare(q, k, v, "cudnn", CAUSAL, None, None, 0, "fast", ())[0],
+        600,
+        600,
+        64,
+    )
     assert (grid.blocks, grid.tiles, len(grid.pairs[0])) == (5, 5, 15)
 
 
@@ -89,17 +104,24 @@ def largest_array(name: str, tokens: int) -> int:
     def visit(jaxpr):
         for eqn in jaxpr.eqns:
             sizes.extend(x.aval.size for x in eqn.outvars)
-            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            for inner in jax.tree.leaves(
+                list(eqn.params.values()),
+                is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
+            ):
                 if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
                     visit(getattr(inner, "jaxpr", inner))
 
-    visit(jax.make_jaxpr(functools.partial(gradients, variant=name, mask=CAUSAL))(q, k, v, do).jaxpr)
+    visit(
+        jax.make_jaxpr(functools.partial(gradients, variant=name, mask=CAUSAL))(q, k, v, do).jaxpr
+    )
     return max(sizes)
 
 
 @pytest.mark.parametrize("name", ["cudnn", "mxfp8", "bf16", "exact"])
 def test_memory_is_linear_in_the_length(name):
-    """No array of a step grows faster than the tokens do; one of all pairs of 8192 tokens would have 2^27 elements."""
+    """No array of a step grows faster than the tokens do; one of all pairs of 8192 tokens would
+    have 2^27 elements.
+    """
     sizes = [largest_array(name, tokens) for tokens in (2048, 4096, 8192)]
     assert sizes[1] <= 2 * sizes[0]
     assert sizes[2] <= 2 * sizes[1]
@@ -107,9 +129,18 @@ def test_memory_is_linear_in_the_length(name):
 
 
 def test_what_is_saved_is_codes():
-    """For the backward pass: a byte an element of q, k, v and o under cudnn, beside the log-sum-exp and scalars."""
+    """For the backward pass: a byte an element of q, k, v and o under cudnn, beside the log-sum-exp
+    and scalars.
+    """
     q, k, v, _ = small(tq=128, tk=128, dtype=jnp.bfloat16)
-    saved = jax.tree.leaves(jax.eval_shape(lambda *given: jax.vjp(lambda *x: attention.apply(*x, variant="cudnn"), *given)[1], q, k, v))
+    saved = jax.tree.leaves(
+        jax.eval_shape(
+            lambda *given: jax.vjp(lambda *x: attention.apply(*x, variant="cudnn"), *given)[1],
+            q,
+            k,
+            v,
+        )
+    )
     sizes = {x.dtype.name: 0 for x in saved}
     for x in saved:
         sizes[x.dtype.name] += x.size
@@ -120,7 +151,10 @@ def test_what_is_saved_is_codes():
 def test_vmap():
     q, k, v, _ = (x[None] for x in small(b=2))
     found = jax.jit(jax.vmap(lambda q, k, v: attention.apply(q, k, v, variant="cudnn")))(q, k, v)
-    np.testing.assert_array_equal(found[0], jax.jit(lambda q, k, v: attention.apply(q, k, v, variant="cudnn"))(q[0], k[0], v[0]))
+    np.testing.assert_array_equal(
+        found[0],
+        jax.jit(lambda q, k, v: attention.apply(q, k, v, variant="cudnn"))(q[0], k[0], v[0]),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -128,18 +162,30 @@ def mesh():
     return jax.make_mesh((2, 4), ("data", "heads"), axis_types=(AxisType.Auto,) * 2)
 
 
-@pytest.mark.parametrize("name", ["cudnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "mxfp8"))])
+@pytest.mark.parametrize(
+    "name", ["cudnn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "mxfp8"))]
+)
 def test_eight_devices_have_the_bits_of_one(name, mesh):  # P-2, A-12
-    """Batch and heads are cut; a device has its own query heads and heads of keys. Amaxes of tensors are those of all devices."""
+    """Batch and heads are cut; a device has its own query heads and heads of keys.
+
+    Amaxes of tensors are those of all devices.
+    """
     q, k, v, do = (jnp.asarray(x) for x in cases.normal(4, 8, 4, 40, 40))
     how = {"variant": name, "mask": CAUSAL}
     wanted = jax.jit(functools.partial(gradients, **how))(q, k, v, do)
     cut = P("data", "heads")
-    mapped = jax.shard_map(functools.partial(gradients, **how, over=("data", "heads")), mesh=mesh, in_specs=cut, out_specs=cut)
+    mapped = jax.shard_map(
+        functools.partial(gradients, **how, over=("data", "heads")),
+        mesh=mesh,
+        in_specs=cut,
+        out_specs=cut,
+    )
     for mine, other in zip(jax.jit(mapped)(q, k, v, do), wanted, strict=True):
         np.testing.assert_array_equal(mine, other)
     placed = (jax.device_put(x, NamedSharding(mesh, cut)) for x in (q, k, v, do))
-    for mine, other in zip(jax.jit(functools.partial(gradients, **how))(*placed), wanted, strict=True):
+    for mine, other in zip(
+        jax.jit(functools.partial(gradients, **how))(*placed), wanted, strict=True
+    ):
         np.testing.assert_array_equal(mine, other)
 
 
@@ -153,23 +199,35 @@ def test_amaxes_on_eight_devices_are_those_of_one(mesh):  # A-12
         found = attention.forward(q, k, v, variant="cudnn", over=over)
         return found.amaxes, found.saturated, found.tensors["o"].scale
 
-    amaxes, saturated, scale = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=cut, out_specs=P()))(q, k, v)
-    assert {role: float(x) for role, x in amaxes.items()} == {role: float(x) for role, x in wanted.amaxes.items()}
+    amaxes, saturated, scale = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=cut, out_specs=P()))(
+        q, k, v
+    )
+    assert {role: float(x) for role, x in amaxes.items()} == {
+        role: float(x) for role, x in wanted.amaxes.items()
+    }
     assert saturated == wanted.saturated
     assert scale == wanted.tensors["o"].scale
 
 
-def test_shared_keys_on_devices(mesh):  # A-15: the gradient of a head of keys is that of the query heads of all devices
+def test_shared_keys_on_devices(
+    mesh,
+):  # A-15: the gradient of a head of keys is that of the query heads of all devices
     q, k, v, do = (jnp.asarray(x) for x in cases.normal(2, 4, 1, 40, 40))
     how = {"variant": "bf16", "mask": CAUSAL}
     wanted = jax.jit(functools.partial(gradients, **how))(q, k, v, do)
     of_q, of_k = P("data", "heads"), P("data")
     mapped = jax.shard_map(
-        functools.partial(gradients, **how), mesh=mesh, in_specs=(of_q, of_k, of_k, of_q), out_specs=(of_q, of_q, of_k, of_k)
+        functools.partial(gradients, **how),
+        mesh=mesh,
+        in_specs=(of_q, of_k, of_k, of_q),
+        out_specs=(of_q, of_q, of_k, of_k),
     )
     for mine, other in zip(jax.jit(mapped)(q, k, v, do), wanted, strict=True):
-        # Each device rounds its heads' gradients to bfloat16, and float32 adds four of them: 4 x 2^-8 of their magnitudes.
-        np.testing.assert_allclose(mine, other, rtol=2.0**-6, atol=2.0**-6 * float(jnp.abs(other).max()))
+        # Each device rounds its heads' gradients to bfloat16, and float32 adds four of them: 4 x
+        # 2^-8 of their magnitudes.
+        np.testing.assert_allclose(
+            mine, other, rtol=2.0**-6, atol=2.0**-6 * float(jnp.abs(other).max())
+        )
 
 
 def test_what_is_refused_on_a_mesh(mesh):
@@ -179,27 +237,51 @@ def test_what_is_refused_on_a_mesh(mesh):
     def mapped(run, **more):
         return jax.shard_map(run, mesh=mesh, in_specs=cut, out_specs=cut, **more)(q, k, v)
 
-    with pytest.raises(ValueError, match=r"'cudnn': a scale of a whole tensor has the amax of all devices; .*over=\('data', 'heads'\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"'cudnn': a scale of a whole tensor has the amax of all devices; .*over=\('data', "
+        r"'heads'\)",
+    ):
         mapped(functools.partial(attention.apply, variant="cudnn"))
-    with pytest.raises(ValueError, match="over has mesh axes of the shard_map around it, data, heads; got rows"):
+    with pytest.raises(
+        ValueError, match="over has mesh axes of the shard_map around it, data, heads; got rows"
+    ):
         mapped(functools.partial(attention.apply, variant="cudnn", over=("rows",)))
     with pytest.raises(ValueError, match="around it, none; got data"):
         attention.apply(q, k, v, variant="cudnn", over=("data",))
     with pytest.raises(ValueError, match="need check_vma=True"):
-        mapped(jax.grad(lambda q, k, v: attention.apply(q, k, v, variant="bf16").sum()), check_vma=False)
-    with pytest.raises(ValueError, match="q, k and v are cut along the same mesh axes"):
-        jax.shard_map(functools.partial(attention.apply, variant="bf16"), mesh=mesh, in_specs=(cut, P("data"), P("data")), out_specs=cut)(
-            jnp.tile(q, (1, 4, 1, 1)), k, v
+        mapped(
+            jax.grad(lambda q, k, v: attention.apply(q, k, v, variant="bf16").sum()),
+            check_vma=False,
         )
+    with pytest.raises(ValueError, match="q, k and v are cut along the same mesh axes"):
+        jax.shard_map(
+            functools.partial(attention.apply, variant="bf16"),
+            mesh=mesh,
+            in_specs=(cut, P("data"), P("data")),
+            out_specs=cut,
+        )(jnp.tile(q, (1, 4, 1, 1)), k, v)
     explicit = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with pytest.raises(ValueError, match=r"a mesh of Explicit axes, data. Use jax.shard_map"):
-        attention.apply(*(jax.device_put(jnp.tile(x, (4, 1, 1, 1)), NamedSharding(explicit, P("data"))) for x in (q, k, v)), variant="bf16")
+        attention.apply(
+            *(
+                jax.device_put(jnp.tile(x, (4, 1, 1, 1)), NamedSharding(explicit, P("data")))
+                for x in (q, k, v)
+            ),
+            variant="bf16",
+        )
 
 
 REFUSED = {
     "unknown": ({"variant": "fa5"}, "variant is a Variant or"),
-    "promotion": ({"variant": dataclasses.replace(VARIANTS["fa3"], promotion=4)}, "got 4. Use promotion=1, or fp8ref.sim for 4"),
-    "policy": ({"variant": dataclasses.replace(VARIANTS["fa3"], policy="msamp")}, "got policy 'msamp'"),
+    "promotion": (
+        {"variant": dataclasses.replace(VARIANTS["fa3"], promotion=4)},
+        "got 4. Use promotion=1, or fp8ref.sim for 4",
+    ),
+    "policy": (
+        {"variant": dataclasses.replace(VARIANTS["fa3"], policy="msamp")},
+        "got policy 'msamp'",
+    ),
     "mask": ({"mask": "causal"}, "mask is a Mask"),
     "arithmetic": ({"arithmetic": "exact"}, "arithmetic is one of fast, stated; got 'exact'"),
     "seed": ({"seed": 1}, "variant 'cudnn' has none, got seed=1"),
@@ -207,8 +289,14 @@ REFUSED = {
     "array": ({"scale": jnp.float32(1)}, "got an array. Multiply q by it"),
     "over": ({"over": "data"}, "Write \\('data',\\)"),
     "documents": ({"documents": jnp.zeros((1, 3), jnp.int32)}, r"\[1, 40\] for queries"),
-    "role": ({"scales": {"p": jnp.float32(1)}}, "takes scales for q, k, v, s, o, do, ds, dq, dk, dv; got 'p'"),
-    "no role": ({"scales": {"q": jnp.float32(1)}, "variant": "mxfp8"}, "takes scales for no role; got 'q'"),
+    "role": (
+        {"scales": {"p": jnp.float32(1)}},
+        "takes scales for q, k, v, s, o, do, ds, dq, dk, dv; got 'p'",
+    ),
+    "no role": (
+        {"scales": {"q": jnp.float32(1)}, "variant": "mxfp8"},
+        "takes scales for no role; got 'q'",
+    ),
     "shape": ({"scales": {"q": jnp.ones(2)}}, "of the shape of its groups"),
 }
 
@@ -243,7 +331,9 @@ def test_inputs_that_are_refused():
         attention.backward(do[:, :, :3], q, k, v, result, variant="cudnn")
     with pytest.raises(ValueError, match="result is what forward gave"):
         attention.backward(do, q, k, v, None, variant="cudnn")
-    with pytest.raises(ValueError, match="by the same variant, 'bf16'; got another's, with tensors of q, k, v, o"):
+    with pytest.raises(
+        ValueError, match="by the same variant, 'bf16'; got another's, with tensors of q, k, v, o"
+    ):
         attention.backward(do, q, k, v, result, variant="bf16")
 
 
@@ -253,17 +343,29 @@ def test_derivatives_that_are_refused():  # A-1, A-14
     def loss(q, name="cudnn"):
         return (attention.apply(q, k, v, variant=name) ** 2).sum()
 
-    with pytest.raises(ValueError, match=r"variant 'fa3' has no backward pass \(A-1\). Use one of exact, bf16, cudnn, mxfp8"):
+    with pytest.raises(
+        ValueError,
+        match=r"variant 'fa3' has no backward pass \(A-1\). Use one of exact, bf16, cudnn, mxfp8",
+    ):
         jax.grad(loss)(q, "fa3")
-    with pytest.raises(ValueError, match=r"^attention by variant 'cudnn': attention has derivatives in reverse mode only"):
+    with pytest.raises(
+        ValueError,
+        match=r"^attention by variant 'cudnn': attention has derivatives in reverse mode only",
+    ):
         jax.jvp(loss, (q,), (q,))
-    with pytest.raises(ValueError, match=r"^attention by variant 'cudnn': the gradients of attention are not differentiated again"):
+    with pytest.raises(
+        ValueError,
+        match=r"^attention by variant 'cudnn': the gradients of attention are not differentiated "
+        r"again",
+    ):
         jax.hessian(loss)(q)
 
 
 @pytest.mark.slow  # JAX compiles for seconds
 def test_examples_of_a_vmap_merge():  # H-4, A-19
-    """Observations of both passes are the largest, not the sum, of a mapped axis that seen lacks."""
+    """Observations of both passes are the largest, not the sum, of a mapped axis that seen
+    lacks.
+    """
     rng = np.random.default_rng(0)
     tensors = [jnp.asarray(rng.normal(size=(3, 1, 2, 16, 16)), jnp.bfloat16) for _ in range(3)]
     casts = attention_delayed.casts(VARIANTS["cudnn"])

@@ -15,8 +15,17 @@ def test_counts_are_exact_in_two_parts():
         counts = attention_counts.add(counts, [jnp.int32(large), jnp.int32(3)])
     assert (np.asarray(counts).astype(np.int64) @ [2**16, 1]).tolist() == [5 * large, 15]
     assert int(attention_counts.numbers(counts)[1]) == 15
-    found = attention_counts.measurement(jnp.float32(0.75), counts[0], counts[1], jnp.array([0, 7], jnp.int32))
+    found = attention_counts.measurement(
+        jnp.float32(0.75), counts[0], counts[1], jnp.array([0, 7], jnp.int32)
+    )
     assert found.shape == (stats.LENGTH,)
     decoded = dict(zip(FIELDS, stats.parts(np.asarray(found)[None])[0].tolist(), strict=True))
-    expected = {"count": 5 * large, "overflows": 15, "underflows": 7, "amax": 0.75, "scale_min": 1, "scale_max": 1}
+    expected = {
+        "count": 5 * large,
+        "overflows": 15,
+        "underflows": 7,
+        "amax": 0.75,
+        "scale_min": 1,
+        "scale_max": 1,
+    }
     assert decoded == {name: expected.get(name, 0) for name in FIELDS}

@@ -1,4 +1,6 @@
-"""cuDNN's FP8 attention: what it is called with, by a stand-in with its interface, and what is refused (spec A-20)."""
+"""cuDNN's FP8 attention: what it is called with, by a stand-in with its interface, and what is
+refused (spec A-20).
+"""
 
 import dataclasses
 import functools
@@ -31,34 +33,60 @@ def given() -> list[jax.Array]:
 
 
 def scales_of(q, k, v, do) -> dict[str, jax.Array]:
-    """Scales of the tensors themselves, one binary digit apart from each other, so that none can stand for another."""
+    """Scales of the tensors themselves, one binary digit apart from each other, so that none can
+    stand for another.
+    """
 
     @jax.jit
     def amaxes_of(q, k, v, do):
         result = attention.forward(q, k, v, variant="cudnn", mask=CAUSAL)
-        return result.amaxes | attention.backward(do, q, k, v, result, variant="cudnn", mask=CAUSAL).amaxes
+        return (
+            result.amaxes
+            | attention.backward(do, q, k, v, result, variant="cudnn", mask=CAUSAL).amaxes
+        )
 
     amaxes = amaxes_of(q, k, v, do)
-    return {role: jnp.float32(448 / (amaxes[role] * (1 + i / 64))) for i, role in enumerate((*ROLES, *GRADIENT_ROLES))}
+    return {
+        role: jnp.float32(448 / (amaxes[role] * (1 + i / 64)))
+        for i, role in enumerate((*ROLES, *GRADIENT_ROLES))
+    }
 
 
 def stand_in(q8, k8, v8, kernel, parameters):
-    """What cuDNN computes, with JAX's interface to it, by tiles: codes in, codes out, amaxes as results and as gradients."""
+    """What cuDNN computes, with JAX's interface to it, by tiles: codes in, codes out, amaxes as
+    results and as gradients.
+    """
     tile = {"variant": "cudnn", "mask": kernel.use.mask, "scale": kernel.use.scale}
     names = {"dO": "do", "dP": "ds", "dQ": "dq", "dK": "dk", "dV": "dv"}
     of = {key: x.reshape(()) for key, x in parameters.items()}
-    for key in ("s", "o", "dP"):  # what the tiles do not take: an inverse within a unit in the last place
-        np.testing.assert_allclose(of[f"descale_{key}"] * of[f"scale_{key}"], 1, rtol=2.0**-22, err_msg=key)
+    for key in (
+        "s",
+        "o",
+        "dP",
+    ):  # what the tiles do not take: an inverse within a unit in the last place
+        np.testing.assert_allclose(
+            of[f"descale_{key}"] * of[f"scale_{key}"], 1, rtol=2.0**-22, err_msg=key
+        )
 
     def forward(q8, k8, v8):
-        q, k, v = (x.astype(jnp.float32) * of[f"descale_{role}"] for role, x in zip("qkv", (q8, k8, v8), strict=True))
-        scales = {role: 1 / of[f"descale_{role}"] for role in "qkv"} | {"s": of["scale_s"], "o": of["scale_o"]}
+        q, k, v = (
+            x.astype(jnp.float32) * of[f"descale_{role}"]
+            for role, x in zip("qkv", (q8, k8, v8), strict=True)
+        )
+        scales = {role: 1 / of[f"descale_{role}"] for role in "qkv"} | {
+            "s": of["scale_s"],
+            "o": of["scale_o"],
+        }
         return attention.forward(q, k, v, scales=scales, **tile), (q, k, v)
 
     @jax.custom_vjp
     def call(q8, k8, v8, amaxes):
         result, _ = forward(q8, k8, v8)
-        return result.tensors["o"].codes, result.amaxes["s"].reshape(1, 1, 1, 1), result.amaxes["o"].reshape(1, 1, 1, 1)
+        return (
+            result.tensors["o"].codes,
+            result.amaxes["s"].reshape(1, 1, 1, 1),
+            result.amaxes["o"].reshape(1, 1, 1, 1),
+        )
 
     def saved(q8, k8, v8, amaxes):
         return call(q8, k8, v8, amaxes), (q8, k8, v8)
@@ -66,9 +94,14 @@ def stand_in(q8, k8, v8, kernel, parameters):
     def backward(codes, cotangents):
         result, tensors = forward(*codes)
         do = cotangents[0].astype(jnp.float32) * of["descale_dO"]
-        scales = {names[key]: of[f"scale_{key}"] for key in ("dP", "dQ", "dK", "dV")} | {"do": 1 / of["descale_dO"]}
+        scales = {names[key]: of[f"scale_{key}"] for key in ("dP", "dQ", "dK", "dV")} | {
+            "do": 1 / of["descale_dO"]
+        }
         found = attention.backward(do, *tensors, result, scales=scales, **tile)
-        amaxes = {f"amax_{key}": found.amaxes[names[key]].reshape(1, 1, 1, 1) for key in ("dQ", "dK", "dV", "dP")}
+        amaxes = {
+            f"amax_{key}": found.amaxes[names[key]].reshape(1, 1, 1, 1)
+            for key in ("dQ", "dK", "dV", "dP")
+        }
         return *(found.tensors[role].codes for role in ("dq", "dk", "dv")), amaxes
 
     call.defvjp(saved, backward)
@@ -77,8 +110,8 @@ def stand_in(q8, k8, v8, kernel, parameters):
 
 @pytest.mark.slow  # JAX compiles for seconds
 def test_the_call_has_the_operands_and_scales_of_the_variant(monkeypatch):  # A-20, A-2, A-15
-    """Around a stand-in that computes by tiles, o, gradients and amaxes are those of the tiles under the same scales: a wrong scale,
-    descale or codes of any role would change them."""
+    """Around a stand-in that computes by tiles, o, gradients and amaxes are those of the tiles
+    under the same scales: a wrong scale, descale or codes of any role would change them."""
     monkeypatch.setattr(attention_kernel, "dot_product_attention", stand_in)
     q, k, v, do = given()
     scales = scales_of(q, k, v, do)
@@ -89,10 +122,14 @@ def test_the_call_has_the_operands_and_scales_of_the_variant(monkeypatch):  # A-
         return o, *vjp((do, jax.tree.map(jnp.zeros_like, unseen)))
 
     def by_kernel(q, k, v, seen):
-        return attention_kernel.apply(q, k, v, scales=scales, mask=CAUSAL, seen=seen, platform="cuda", name="layer")
+        return attention_kernel.apply(
+            q, k, v, scales=scales, mask=CAUSAL, seen=seen, platform="cuda", name="layer"
+        )
 
     def by_tiles(q, k, v, seen):
-        return attention.apply_with_stats(q, k, v, scales=scales, mask=CAUSAL, seen=seen, variant="cudnn", tap=None)[:2]
+        return attention.apply_with_stats(
+            q, k, v, scales=scales, mask=CAUSAL, seen=seen, variant="cudnn", tap=None
+        )[:2]
 
     (o, forward), *gradients = run(by_kernel)
     (right, of_tiles), *others = run(by_tiles)
@@ -106,9 +143,15 @@ def test_the_call_has_the_operands_and_scales_of_the_variant(monkeypatch):  # A-
 
 
 REFUSED = [
-    ({"platform": "cpu"}, r"needs an NVIDIA GPU; this program is for cpu. Use fp8ref.jax.attention.attention"),
+    (
+        {"platform": "cpu"},
+        r"needs an NVIDIA GPU; this program is for cpu. Use fp8ref.jax.attention.attention",
+    ),
     ({"variant": "mxfp8"}, r"the variant 'cudnn'; got 'mxfp8'"),
-    ({"variant": dataclasses.replace(VARIANTS["cudnn"], gradient_fmt=E5M2)}, r"everything in e4m3fn"),
+    (
+        {"variant": dataclasses.replace(VARIANTS["cudnn"], gradient_fmt=E5M2)},
+        r"everything in e4m3fn",
+    ),
     ({"mask": Mask(window=(3, 0))}, r"no mask, or a causal one from the start"),
     ({"name": "a/b"}, r"no '/', '\(' or '\)'"),
 ]
@@ -119,16 +162,27 @@ def test_what_the_kernel_does_not_take_is_refused(how, said):  # A-20
     q, k, v, _ = given()
     scales = dict.fromkeys((*ROLES, *GRADIENT_ROLES), jnp.float32(1))
     with pytest.raises(ValueError, match=said):
-        attention_kernel.apply(q, k, v, **({"scales": {} if "variant" in how else scales, "platform": "cuda"} | how))
+        attention_kernel.apply(
+            q, k, v, **({"scales": {} if "variant" in how else scales, "platform": "cuda"} | how)
+        )
 
 
 def test_shapes_and_missing_scales_are_refused():  # A-20
     q, k, v, _ = given()
     scales = dict.fromkeys((*ROLES, *GRADIENT_ROLES), jnp.float32(1))
-    with pytest.raises(ValueError, match=r"takes 128 features and tokens in multiples of 128; got q \(1, 4, 100, 128\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"takes 128 features and tokens in multiples of 128; got q \(1, 4, 100, 128\)",
+    ):
         attention_kernel.apply(q[:, :, :100], k, v, scales=scales, platform="cuda")
     with pytest.raises(ValueError, match=r"ds, dq have none. Use delayed scaling"):
-        attention_kernel.apply(q, k, v, scales={r: x for r, x in scales.items() if r not in ("ds", "dq")}, platform="cuda")
+        attention_kernel.apply(
+            q,
+            k,
+            v,
+            scales={r: x for r, x in scales.items() if r not in ("ds", "dq")},
+            platform="cuda",
+        )
     assert VARIANTS["cudnn"].fmt == E4M3FN
 
 
@@ -137,14 +191,26 @@ def test_compiled_for_an_h200_it_is_cudnns_call():  # A-20
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for a GPU needs jax's CUDA plugin")
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     script = (
-        "import aot_attention, pathlib; print(aot_attention.of_attention('kernel', pathlib.Path('h200_target.txtpb').read_text())['calls'])"
+        "import aot_attention, pathlib; print(aot_attention.of_attention('kernel', "
+        "pathlib.Path('h200_target.txtpb').read_text())['calls'])"
     )
-    found = subprocess.run([sys.executable, "-c", script], cwd=BENCHMARK, env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.strip().endswith("{'__cudnn$fmhaSoftmaxF8': 1, '__cudnn$fmhaSoftmaxBackwardF8': 1}")
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=BENCHMARK,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip().endswith(
+        "{'__cudnn$fmhaSoftmaxF8': 1, '__cudnn$fmhaSoftmaxBackwardF8': 1}"
+    )
 
 
 def recorder(found: list[dict]):
-    """A kernel that computes nothing, records its scales, and has the numbers of its inputs as amaxes."""
+    """A kernel that computes nothing, records its scales, and has the numbers of its inputs as
+    amaxes.
+    """
 
     @jax.custom_vjp
     def call(q8, k8, v8, parameters):
@@ -156,7 +222,10 @@ def recorder(found: list[dict]):
     def backward(saved, cotangents):
         *codes, parameters = saved
         largest = jnp.max(cotangents[0].astype(jnp.float32)).reshape(1, 1, 1, 1)
-        return *codes, {key: largest if key.startswith("amax_") else jnp.zeros_like(x) for key, x in parameters.items()}
+        return *codes, {
+            key: largest if key.startswith("amax_") else jnp.zeros_like(x)
+            for key, x in parameters.items()
+        }
 
     call.defvjp(saved, backward)
 
@@ -182,11 +251,15 @@ def test_each_scale_and_inverse_is_its_roles(monkeypatch):  # A-20
     of = {key: float(x.reshape(())) for key, x in found[0].items() if not key.startswith("amax_")}
     scaled, descaled = ("s", "o", "dQ", "dK", "dV", "dP"), ("q", "k", "v", "s", "o", "dO", "dP")
     right = {f"scale_{key}": float(scales[names.get(key, key)]) for key in scaled}
-    assert of == right | {f"descale_{key}": 1 / float(scales[names.get(key, key)]) for key in descaled}
+    assert of == right | {
+        f"descale_{key}": 1 / float(scales[names.get(key, key)]) for key in descaled
+    }
 
 
 def test_examples_of_a_vmap_merge(monkeypatch):  # H-4, A-19
-    """Observations of both passes are the largest, not the sum, of a mapped axis that seen lacks."""
+    """Observations of both passes are the largest, not the sum, of a mapped axis that seen
+    lacks.
+    """
     monkeypatch.setattr(attention_kernel, "dot_product_attention", recorder([]))
     unseen = delayed.unseen(attention_delayed.casts(VARIANTS["cudnn"]))
     q, k, v, _ = (jnp.stack([x, 2 * x]) for x in given())
@@ -216,28 +289,44 @@ def test_several_devices_are_refused():  # A-20
 
     mapped = jax.shard_map(layer, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     with pytest.raises(
-        ValueError, match=r"not inside shard_map; got q along data. Use fp8ref.jax.attention.attention with over=\('data',\)"
+        ValueError,
+        match=r"not inside shard_map; got q along data. Use fp8ref.jax.attention.attention with "
+        r"over=\('data',\)",
     ):
         jax.jit(mapped)(q, k, v)
     apart = jax.device_put(k, NamedSharding(mesh, P("data")))
-    with pytest.raises(ValueError, match=r"of one device's part; got k on 2. Use fp8ref.jax.attention.attention"):
+    with pytest.raises(
+        ValueError, match=r"of one device's part; got k on 2. Use fp8ref.jax.attention.attention"
+    ):
         layer(q, apart, v)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"got q on 2"):
         jax.jit(layer)(q, k, v)
 
 
 def test_a_mesh_of_a_jits_inputs_alone_is_refused_where_it_is_lowered(monkeypatch):  # A-20
-    """q, k and v come of arrays without a mesh, which XLA may cut all the same: another argument has one."""
-    monkeypatch.setattr(attention_kernel, "dot_product_attention", lambda q8, *_: (q8, *[jnp.zeros((1, 1, 1, 1))] * 2))
+    """q, k and v come of arrays without a mesh, which XLA may cut all the same: another argument
+    has one.
+    """
+    monkeypatch.setattr(
+        attention_kernel,
+        "dot_product_attention",
+        lambda q8, *_: (q8, *[jnp.zeros((1, 1, 1, 1))] * 2),
+    )
     q, k, v, _ = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given())
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    scales, other = scales_apart(), jax.ShapeDtypeStruct((2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+    scales, other = (
+        scales_apart(),
+        jax.ShapeDtypeStruct((2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("data"))),
+    )
 
     def layer(q, k, v, other):
         return attention_kernel.apply(q, k, v, scales=scales, platform="cuda")[0] + other[0]
 
     traced = jax.jit(layer).trace(q, k, v, other)  # shows no mesh of q, k and v
-    with pytest.raises(ValueError, match=r"of one device's part; got the program on 2. Use fp8ref.jax.attention.attention"):
+    with pytest.raises(
+        ValueError,
+        match=r"of one device's part; got the program on 2. Use fp8ref.jax.attention.attention",
+    ):
         traced.lower()
     alone = jax.ShapeDtypeStruct(other.shape, other.dtype)
     jax.jit(layer).trace(q, k, v, alone).lower()

@@ -20,7 +20,9 @@ def test_the_mesh_of_inputs_alone_is_seen():
     with pytest.raises(ValueError, match=r"of one device; got 2\."):
         jax.jit(double)(jax.device_put(x, NamedSharding(mesh, P("data"))))
     with pytest.raises(ValueError, match=r"got 2\."):  # before anything runs
-        jax.jit(double).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P())))
+        jax.jit(double).lower(
+            jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P()))
+        )
     on_second = jax.device_put(x, jax.devices()[1])
     assert jax.jit(double)(on_second).sum() == 56
 

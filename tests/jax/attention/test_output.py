@@ -1,4 +1,6 @@
-"""The forward pass of attention in JAX as a function of its own: what it leaves out unless asked (spec A-12)."""
+"""The forward pass of attention in JAX as a function of its own: what it leaves out unless asked
+(spec A-12).
+"""
 
 import numpy as np
 

@@ -25,9 +25,14 @@ def test_quotients_are_rounded_as_stated(name):  # A-10
     """XLA alone makes products with reciprocals of quotients, and quotients of such products."""
     v = np.ones((1, 1, 64, 64), F) * F(1.7)
     rng, variant = np.random.default_rng(0), VARIANTS[name]
-    o, total = rng.standard_normal((1, 1, 1, 32, 64)).astype(F), (1 + 20 * rng.random((1, 1, 1, 32))).astype(F)
+    o, total = (
+        rng.standard_normal((1, 1, 1, 32, 64)).astype(F),
+        (1 + 20 * rng.random((1, 1, 1, 32))).astype(F),
+    )
     total[..., 0], o[..., 0, :] = 0, 0
-    found = jax.jit(lambda o, total, v: probability_value.finish(o, total, parts(name, v)))(o, total, v)
+    found = jax.jit(lambda o, total, v: probability_value.finish(o, total, parts(name, v)))(
+        o, total, v
+    )
     if variant.finish == "divide":
         wanted = o / np.maximum(total, F(1))[..., None]
     else:

@@ -1,4 +1,6 @@
-"""Real arithmetic in tiles against one NumPy expression (spec A-1, A-14); tests/parity has the simulator's."""
+"""Real arithmetic in tiles against one NumPy expression (spec A-1, A-14); tests/parity has the
+simulator's.
+"""
 
 import functools
 

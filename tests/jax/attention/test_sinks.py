@@ -1,4 +1,6 @@
-"""Attention sinks in JAX: rows of extreme sinks, and gradients under shard_map and vmap (spec A-23)."""
+"""Attention sinks in JAX: rows of extreme sinks, and gradients under shard_map and vmap (spec
+A-23).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +14,24 @@ from fp8ref.jax.attention import sinks as attention_sinks
 from fp8ref.jax.attention.operands import inputs as attention_inputs
 from fp8ref.spec.attention.variants import VARIANTS, Mask
 
-USE = attention_inputs.Use(variant=VARIANTS["fa4"], mask=Mask(), scale=0.125, seed=0, arithmetic="stated", over=())
+USE = attention_inputs.Use(
+    variant=VARIANTS["fa4"], mask=Mask(), scale=0.125, seed=0, arithmetic="stated", over=()
+)
 
 
 def test_a_sink_joins_the_sum_or_replaces_it():  # A-23
     """Powers of two, so that nothing is rounded: a maximum m = 4 with f = 2 is an exponent of 8."""
     log2e = np.float32(np.log2(np.e))
-    o, total, maximum = jnp.ones((1, 1, 3, 1, 2)), jnp.full((1, 1, 3, 1), 512.0), jnp.array([4.0, 4.0, -jnp.inf]).reshape(1, 1, 3, 1)
+    o, total, maximum = (
+        jnp.ones((1, 1, 3, 1, 2)),
+        jnp.full((1, 1, 3, 1), 512.0),
+        jnp.array([4.0, 4.0, -jnp.inf]).reshape(1, 1, 3, 1),
+    )
     sinks = jnp.array([6 / log2e, 100.0, 3.0], jnp.float32)
-    o, total, maximum = (np.asarray(x).reshape(3, -1) for x in attention_sinks.add(o, total, maximum, sinks, USE, jnp.float32(2)))
+    o, total, maximum = (
+        np.asarray(x).reshape(3, -1)
+        for x in attention_sinks.add(o, total, maximum, sinks, USE, jnp.float32(2))
+    )
     assert total[0] == pytest.approx(512 + 2.0 ** (6 - 8 + 8), rel=2.0**-20)
     assert maximum[0] == 4
     for n, sink in ((1, 100), (2, 3)):
@@ -32,11 +43,19 @@ def test_a_sink_joins_the_sum_or_replaces_it():  # A-23
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 @pytest.mark.parametrize("variant", ["cudnn", "exact"])
 def test_second_derivatives_are_refused(variant, wrap):  # A-14, A-23
-    """The loss is linear in o, so that do has no derivative: only what the forward pass saved has."""
+    """The loss is linear in o, so that do has no derivative: only what the forward pass saved
+    has.
+    """
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 2, 8, 16)), jnp.float32) for _ in range(3))
-    first = wrap(jax.grad(lambda sinks: attention.apply(q, k, v, variant=variant, sinks=sinks).sum()))
-    with pytest.raises(ValueError, match=f"^attention by variant '{variant}': the gradients of attention are not differentiated again"):
+    first = wrap(
+        jax.grad(lambda sinks: attention.apply(q, k, v, variant=variant, sinks=sinks).sum())
+    )
+    with pytest.raises(
+        ValueError,
+        match=f"^attention by variant '{variant}': the gradients of attention are not "
+        "differentiated again",
+    ):
         jax.grad(lambda sinks: first(sinks).sum())(jnp.zeros(2))
 
 
@@ -51,7 +70,9 @@ def test_the_gradient_sums_over_devices_and_vmap():  # A-23
         how = {"variant": "cudnn", "softcap": 3.0, "over": over}
         return jax.vjp(lambda *x: attention.apply(*x[:3], sinks=x[3], **how), q, k, v, sinks)[1](do)
 
-    mesh = jax.make_mesh((2, 2), ("data", "heads"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "heads"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
+    )
     cut, of_sinks = P("data", "heads"), P("heads")
     sharded = jax.shard_map(
         lambda *x: gradients(*x, over=("data", "heads")),
@@ -63,12 +84,18 @@ def test_the_gradient_sums_over_devices_and_vmap():  # A-23
     for mine, other in zip(found[:3], right[:3], strict=True):
         np.testing.assert_array_equal(mine, other)
     assert found[3].dtype == jnp.bfloat16
-    np.testing.assert_allclose(found[3].astype(np.float32), right[3].astype(np.float32), rtol=2.0**-7)
+    np.testing.assert_allclose(
+        found[3].astype(np.float32), right[3].astype(np.float32), rtol=2.0**-7
+    )
 
     def mapped(sinks):
-        o = jax.vmap(lambda *x: attention.apply(*(y[None] for y in x), sinks=sinks, variant="exact"), 0)(q, k, v)
+        o = jax.vmap(
+            lambda *x: attention.apply(*(y[None] for y in x), sinks=sinks, variant="exact"), 0
+        )(q, k, v)
         return (o[:, 0] * do).sum()
 
-    whole = jax.grad(lambda sinks: (attention.apply(q, k, v, sinks=sinks, variant="exact") * do).sum())
+    whole = jax.grad(
+        lambda sinks: (attention.apply(q, k, v, sinks=sinks, variant="exact") * do).sum()
+    )
     wide = sinks.astype(jnp.float32)
     np.testing.assert_allclose(jax.grad(mapped)(wide), whole(wide), rtol=2.0**-20)

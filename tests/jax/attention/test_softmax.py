@@ -26,7 +26,11 @@ def test_tiles(name):  # A-5, A-7, A-11
     rows = keys = 64
     factor = F(0.37) if raw else F(1)
     mine, other = online_softmax.start(jnp.zeros(rows), variant.sum_order), sim.start(rows)
-    step = jax.jit(lambda s, rows, seen: online_softmax.step(s, rows, seen, variant, jnp.float32(factor) if raw else None, "stated"))
+    step = jax.jit(
+        lambda s, rows, seen: online_softmax.step(
+            s, rows, seen, variant, jnp.float32(factor) if raw else None, "stated"
+        )
+    )
     for n in range(3):
         s = (rng.standard_normal((rows, keys)) * 4).astype(F)
         low, high = np.zeros(rows, np.int64), np.full(rows, keys)
@@ -40,7 +44,11 @@ def test_tiles(name):  # A-5, A-7, A-11
         np.testing.assert_array_equal(mine.maximum, other.maximum)
     total = sim.total(other, variant.sum_order)
     np.testing.assert_array_equal(online_softmax.total(mine, variant.sum_order), total)
-    lse = jax.jit(lambda m, total: online_softmax.log_sum(m, total, jnp.float32(factor) if raw else None, variant))(mine.maximum, total)
+    lse = jax.jit(
+        lambda m, total: online_softmax.log_sum(
+            m, total, jnp.float32(factor) if raw else None, variant
+        )
+    )(mine.maximum, total)
     np.testing.assert_array_equal(lse, sim_attention.log_sum(other.maximum, total, factor, variant))
     assert lse[1] == -np.inf
 
@@ -50,5 +58,7 @@ def test_probabilities_again():  # A-15
     seen = jnp.asarray([[True, True, False], [False] * 3])
     found = online_softmax.again(jnp.asarray(s), jnp.asarray(lse), seen, None, "stated")
     np.testing.assert_array_equal(found, F([[np.exp(-2.0), np.exp(-1.0), 0], [0, 0, 0]]))
-    raw = online_softmax.again(jnp.asarray(s), jnp.zeros(2), jnp.full((2, 3), True), jnp.float32(2), "stated")
+    raw = online_softmax.again(
+        jnp.asarray(s), jnp.zeros(2), jnp.full((2, 3), True), jnp.float32(2), "stated"
+    )
     np.testing.assert_array_equal(raw, F(2.0) ** (2 * s))

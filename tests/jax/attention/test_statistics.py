@@ -1,4 +1,6 @@
-"""Measurements of attention's operands in JAX: counts of ragged MX blocks, and scales of heads (spec Q-13)."""
+"""Measurements of attention's operands in JAX: counts of ragged MX blocks, and scales of heads
+(spec Q-13).
+"""
 
 import dataclasses
 
@@ -15,10 +17,20 @@ from fp8ref.spec.attention.variants import VARIANTS
 
 
 def measured(granularity: str, policy: str, *, role: str = "q") -> dict[str, float]:
-    variant = VARIANTS["mxfp8"] if granularity == "mx_1x32" else dataclasses.replace(VARIANTS["cudnn"], granularity=granularity)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 50, 32)), jnp.float32).at[1, 3, 49, 31].set(jnp.inf)
+    variant = (
+        VARIANTS["mxfp8"]
+        if granularity == "mx_1x32"
+        else dataclasses.replace(VARIANTS["cudnn"], granularity=granularity)
+    )
+    x = (
+        jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 50, 32)), jnp.float32)
+        .at[1, 3, 49, 31]
+        .set(jnp.inf)
+    )
     along = role == "v"
-    tensor = head_scaling.quantize(x.at[1, 3, 49, 31].set(0), variant.fmt, granularity, policy, heads=2, along_tokens=along)
+    tensor = head_scaling.quantize(
+        x.at[1, 3, 49, 31].set(0), variant.fmt, granularity, policy, heads=2, along_tokens=along
+    )
     found = attention_stats.measure(x, tensor, "values" if along else "scores", role, variant)
     [(row, measurement)] = found.items()
     assert row == (("values", "v") if along else ("scores", "q"))
@@ -27,7 +39,8 @@ def measured(granularity: str, policy: str, *, role: str = "q") -> dict[str, flo
 
 @pytest.mark.grid(1)
 @pytest.mark.parametrize(
-    ("granularity", "policy", "role"), [("tensor", "te_current", "q"), ("head", "te_current", "q"), ("mx_1x32", "mx_rceil", "v")]
+    ("granularity", "policy", "role"),
+    [("tensor", "te_current", "q"), ("head", "te_current", "q"), ("mx_1x32", "mx_rceil", "v")],
 )
 def test_elements_are_counted_once(granularity, policy, role):
     """50 tokens are no whole blocks of 32: zeros that fill the last one up are not counted."""

@@ -1,4 +1,6 @@
-"""Linears on a mesh with Explicit axes (spec P-20): one device's bits, lax.dot_general's shardings, gathers in FP8."""
+"""Linears on a mesh with Explicit axes (spec P-20): one device's bits, lax.dot_general's shardings,
+gathers in FP8.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +23,53 @@ MESH = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
 CASES = {
     # name: the specs of x [B, T, K] and w [K, N], out_sharding, placement
     "fsdp cuts K": (P(BATCH), P("fsdp", "tensor"), None, None),
-    "fsdp cuts N, by out_sharding": (P(BATCH), P(None, ("tensor", "fsdp")), P(BATCH, None, "tensor"), None),
-    "fsdp cuts N, by placement": (P(BATCH), P(None, ("tensor", "fsdp")), None, Placement(m=BATCH, n=("tensor",), fsdp=("fsdp",))),
-    "row-parallel, by out_sharding": (P(BATCH, None, "tensor"), P(("tensor", "fsdp"), None), P(BATCH), None),
+    "fsdp cuts N, by out_sharding": (
+        P(BATCH),
+        P(None, ("tensor", "fsdp")),
+        P(BATCH, None, "tensor"),
+        None,
+    ),
+    "fsdp cuts N, by placement": (
+        P(BATCH),
+        P(None, ("tensor", "fsdp")),
+        None,
+        Placement(m=BATCH, n=("tensor",), fsdp=("fsdp",)),
+    ),
+    "row-parallel, by out_sharding": (
+        P(BATCH, None, "tensor"),
+        P(("tensor", "fsdp"), None),
+        P(BATCH),
+        None,
+    ),
     "row-parallel, by placement": (
         P(BATCH, None, "tensor"),
         P("tensor", "fsdp"),
         None,
         Placement(m=BATCH, k=("tensor",), fsdp=("fsdp",), sequence=True),
     ),
-    "row-parallel, cut sequence": (P(BATCH, None, "tensor"), P("tensor", None), P(BATCH, "tensor"), None),
-    "column-parallel, cut sequence": (P(BATCH, "tensor"), P("fsdp", "tensor"), P(BATCH, None, "tensor"), None),
+    "row-parallel, cut sequence": (
+        P(BATCH, None, "tensor"),
+        P("tensor", None),
+        P(BATCH, "tensor"),
+        None,
+    ),
+    "column-parallel, cut sequence": (
+        P(BATCH, "tensor"),
+        P("fsdp", "tensor"),
+        P(BATCH, None, "tensor"),
+        None,
+    ),
     "one axis cuts K of x and N of w": (P(BATCH, None, "tensor"), P(None, "tensor"), None, None),
     "K of x alone": (P(BATCH, None, "tensor"), P(), None, None),
     "nothing": (P(), P(), None, None),
     "nothing, by out_sharding": (P(), P(), P("data", None, "tensor"), None),
 }
-QUICK = ("fsdp cuts K", "fsdp cuts N, by out_sharding", "row-parallel, by placement", "column-parallel, cut sequence")
+QUICK = (
+    "fsdp cuts K",
+    "fsdp cuts N, by out_sharding",
+    "row-parallel, by placement",
+    "column-parallel, cut sequence",
+)
 
 
 def put(value, *spec, mesh=MESH):
@@ -50,10 +82,15 @@ def out_of(spec):
 
 @pytest.fixture(scope="module")
 def operands():
-    """Integers over powers of two, so that every sum is exact in any order; columns have other largest ones."""
+    """Integers over powers of two, so that every sum is exact in any order; columns have other
+    largest ones.
+    """
     rng = np.random.default_rng(0)
     shapes = zip(((B, T, K), (K, N), (B, T, N)), (0, -6, -10), strict=True)
-    return [jnp.asarray(rng.integers(-7, 8, s) * 2.0 ** (e + rng.integers(0, 3, s[-1])), jnp.bfloat16) for s, e in shapes]
+    return [
+        jnp.asarray(rng.integers(-7, 8, s) * 2.0 ** (e + rng.integers(0, 3, s[-1])), jnp.bfloat16)
+        for s, e in shapes
+    ]
 
 
 def results(use, x, w, g):
@@ -73,11 +110,19 @@ def same(mine, one):
 
 
 def case(name, recipe):
-    return pytest.param(name, recipe, marks=() if name in QUICK and recipe == "rowwise" else pytest.mark.slow, id=f"{name}-{recipe}")
+    return pytest.param(
+        name,
+        recipe,
+        marks=() if name in QUICK and recipe == "rowwise" else pytest.mark.slow,
+        id=f"{name}-{recipe}",
+    )
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize(("name", "recipe"), [case(name, recipe) for name in CASES for recipe in ("rowwise", "tensorwise", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [case(name, recipe) for name in CASES for recipe in ("rowwise", "tensorwise", "bf16")],
+)
 def test_bits_are_one_devices_and_what_is_gathered_is_fp8(name, recipe, operands):  # P-4, P-6, P-20
     (x, w, g), (of_x, of_w, out, placement) = operands, CASES[name]
     use = dot(recipe, placement=placement, out_sharding=out_of(out))
@@ -87,16 +132,28 @@ def test_bits_are_one_devices_and_what_is_gathered_is_fp8(name, recipe, operands
     same(found, jax.jit(lambda x, w, g: results(dot(recipe), x, w, g))(x, w, g))
     assert [jax.typeof(v) for v in found[1:]] == [jax.typeof(v) for v in (x_cut, w_cut)]
     if recipe != "bf16":
-        gathers = [c for c in proof.collectives(proof.read(step.lower(x_cut, w_cut, g))) if c.kind == "all_gather"]
+        gathers = [
+            c
+            for c in proof.collectives(proof.read(step.lower(x_cut, w_cut, g)))
+            if c.kind == "all_gather"
+        ]
         # Of high precision: scales, and results that types make whole.
-        wide = [c for c in gathers if not c.dtype.startswith("f8") and np.prod(c.shape) >= min(K, N) * 32]
+        wide = [
+            c
+            for c in gathers
+            if not c.dtype.startswith("f8") and np.prod(c.shape) >= min(K, N) * 32
+        ]
         # A gradient that its type makes whole, of pieces, is gathered as it is.
         assert not wide or name in ("K of x alone", "nothing, by out_sharding")
-        assert any(c.dtype.startswith("f8") for c in gathers) or name.startswith(("K of x", "nothing"))
+        assert any(c.dtype.startswith("f8") for c in gathers) or name.startswith(
+            ("K of x", "nothing")
+        )
 
 
 @pytest.mark.grid(3)
-@pytest.mark.parametrize("name", [name for name, (*_, placement) in CASES.items() if placement is None])
+@pytest.mark.parametrize(
+    "name", [name for name, (*_, placement) in CASES.items() if placement is None]
+)
 def test_the_result_has_the_sharding_of_dot_general(name, operands):  # P-20
     (x, w, _), (of_x, of_w, out, _) = operands, CASES[name]
     x, w = put(x, *of_x), put(w, *of_w)
@@ -117,7 +174,10 @@ def test_the_result_has_the_sharding_of_dot_general(name, operands):  # P-20
 def test_what_dot_general_refuses_is_refused_by_name(of_x, of_w, out, operands):  # P-20
     x, w, _ = operands
     x, w, errors = put(x, *of_x), put(w, *of_w), []
-    for use in (lambda x, w, to: lax.dot_general(x, w, NUMBERS, out_sharding=to), lambda x, w, to: dot(out_sharding=to)(x, w)):
+    for use in (
+        lambda x, w, to: lax.dot_general(x, w, NUMBERS, out_sharding=to),
+        lambda x, w, to: dot(out_sharding=to)(x, w),
+    ):
         with jax.set_mesh(MESH), pytest.raises(Exception) as caught:  # noqa: PT011 - compared below
             jax.jit(lambda x, w, use=use: use(x, w, out))(x, w)
         errors.append(caught)
@@ -130,30 +190,48 @@ def test_what_dot_general_refuses_is_refused_by_name(of_x, of_w, out, operands):
 def test_einsum_takes_out_sharding_in_the_order_of_its_output(operands):
     x, w = put(operands[0], "data", None, "tensor"), put(operands[1].reshape(K, 8, 32), "tensor")
     out = out_of(P("data", "tensor"))
-    mine = jax.jit(lambda x, w: contraction.einsum("btd,dhk->bhtk", x, w, recipe="rowwise", out_sharding=out)[0])(x, w)
+    mine = jax.jit(
+        lambda x, w: contraction.einsum("btd,dhk->bhtk", x, w, recipe="rowwise", out_sharding=out)[
+            0
+        ]
+    )(x, w)
     theirs = jax.jit(lambda x, w: jnp.einsum("btd,dhk->bhtk", x, w, out_sharding=out))(x, w)
     assert jax.typeof(mine) == jax.typeof(theirs)
     same(
         mine,
-        jnp.einsum("btd,dhk->bhtk", operands[0], operands[1].reshape(K, 8, 32), preferred_element_type=jnp.float32).astype(jnp.bfloat16),
+        jnp.einsum(
+            "btd,dhk->bhtk",
+            operands[0],
+            operands[1].reshape(K, 8, 32),
+            preferred_element_type=jnp.float32,
+        ).astype(jnp.bfloat16),
     )
 
 
 @pytest.mark.slow
 def test_codes_and_scales_of_any_numbers_are_one_devices(rng):  # P-2, P-4
     """Of all operands of the three GEMMs, under scales of tensors, rows and blocks."""
-    x, w, g = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((B, T, K), (K, N), (B, T, N)))
+    x, w, g = (
+        jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((B, T, K), (K, N), (B, T, N))
+    )
     cut = put(x, BATCH, "tensor"), put(w, "fsdp", "tensor")
 
     def observed(recipe, x, w, **how):
         seen = {}
-        with linear.observing(lambda name, which, a, b, out: seen.setdefault(which, (a[1:], b[1:]))):
-            jax.block_until_ready(jax.jit(lambda x, w, g: results(dot(recipe, **how), x, w, g))(x, w, g))
+        with linear.observing(
+            lambda name, which, a, b, out: seen.setdefault(which, (a[1:], b[1:]))
+        ):
+            jax.block_until_ready(
+                jax.jit(lambda x, w, g: results(dot(recipe, **how), x, w, g))(x, w, g)
+            )
         jax.effects_barrier()
         return seen
 
     for recipe in ("tensorwise", "rowwise", "mxfp8"):
-        mine, one = observed(recipe, *cut, out_sharding=out_of(P(BATCH, None, "tensor"))), observed(recipe, x, w)
+        mine, one = (
+            observed(recipe, *cut, out_sharding=out_of(P(BATCH, None, "tensor"))),
+            observed(recipe, x, w),
+        )
         assert set(mine) == set(one) == {"output", "grad_input", "grad_weight"}
         jax.tree.map(np.testing.assert_array_equal, mine, one)
 
@@ -162,7 +240,9 @@ def test_codes_and_scales_of_any_numbers_are_one_devices(rng):  # P-2, P-4
 @pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "mxfp8", "blockwise"])
 def test_other_recipes(recipe, operands):
     x, w, g = operands
-    found = jax.jit(lambda x, w, g: results(dot(recipe), x, w, g))(put(x, BATCH), put(w, "fsdp", "tensor"), g)
+    found = jax.jit(lambda x, w, g: results(dot(recipe), x, w, g))(
+        put(x, BATCH), put(w, "fsdp", "tensor"), g
+    )
     same(found, jax.jit(lambda x, w, g: results(dot(recipe), x, w, g))(x, w, g))
 
 
@@ -171,9 +251,19 @@ def test_states_observe_the_whole_tensors(operands):  # H-4, P-2
     state = delayed.init("delayed")
 
     def step(x, w, g, seen):
-        (y, forward), vjp = jax.vjp(lambda x, w, seen: linear.apply(x, w, recipe="delayed", state=state, seen=seen), x, w, seen)
+        (y, forward), vjp = jax.vjp(
+            lambda x, w, seen: linear.apply(x, w, recipe="delayed", state=state, seen=seen),
+            x,
+            w,
+            seen,
+        )
         of_y = jax.typeof(y).sharding
-        *grads, backward = vjp((g if of_y.mesh.empty else jax.sharding.reshard(g, of_y), jax.tree.map(jnp.zeros_like, forward)))
+        *grads, backward = vjp(
+            (
+                g if of_y.mesh.empty else jax.sharding.reshard(g, of_y),
+                jax.tree.map(jnp.zeros_like, forward),
+            )
+        )
         return y, grads, delayed.update(state, delayed.merge(forward, backward), recipe="delayed")
 
     found = jax.jit(step)(put(x, BATCH), put(w.T, "tensor", "fsdp"), g, delayed.unseen("delayed"))
@@ -182,7 +272,11 @@ def test_states_observe_the_whole_tensors(operands):  # H-4, P-2
 
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("auto", [("tensor",), ("data", "fsdp")])
-@pytest.mark.parametrize("placement", [None, Placement(m=BATCH, n=("tensor",), fsdp=("fsdp",))], ids=["types", "placement"])
+@pytest.mark.parametrize(
+    "placement",
+    [None, Placement(m=BATCH, n=("tensor",), fsdp=("fsdp",))],
+    ids=["types", "placement"],
+)
 def test_a_mesh_with_auto_axes_too(auto, placement, operands):
     x, w, g = operands
     kinds = [AxisType.Auto if axis in auto else AxisType.Explicit for axis in MESH.axis_names]
@@ -203,7 +297,9 @@ def test_transformations_and_a_context_mesh(operands):
         return lax.scan(jax.checkpoint(lambda x, w: (dot()(x, w), None)), x, stack)[0]
 
     def grads(x, stack):
-        return jax.grad(lambda x, stack: (scanned(x, stack).astype(jnp.float32) ** 2).sum(), (0, 1))(x, stack)
+        return jax.grad(
+            lambda x, stack: (scanned(x, stack).astype(jnp.float32) ** 2).sum(), (0, 1)
+        )(x, stack)
 
     same(jax.jit(grads)(put(x, BATCH), put(stack, None, "fsdp")), jax.jit(grads)(x, stack))
     mapped = jax.jit(jax.vmap(dot()))
@@ -212,7 +308,12 @@ def test_transformations_and_a_context_mesh(operands):
         found = jax.jit(dot(out_sharding=P(BATCH)))(put(x, BATCH), put(w, "fsdp"))
     same(found, jax.jit(dot())(x, w))
     one = linear.apply(x[0, 0], w.T, recipe="rowwise")[0]
-    same(jax.jit(lambda x, w: linear.apply(x, w, recipe="rowwise")[0])(put(x[0, 0], "tensor"), put(w.T)), one)
+    same(
+        jax.jit(lambda x, w: linear.apply(x, w, recipe="rowwise")[0])(
+            put(x[0, 0], "tensor"), put(w.T)
+        ),
+        one,
+    )
 
 
 @pytest.mark.slow
@@ -220,11 +321,28 @@ def test_batch_dims_and_attention(operands):
     x, w = (v.reshape(4, -1, K) for v in operands[:2])
     for subscripts, a, b, specs in (
         ("ecd,efd->ecf", x, w, (("data", "fsdp"), ("data", "tensor"))),
-        ("btd,dhk->bthk", x, w.reshape(-1, K)[:K].reshape(K, 4, 32), (("data", None, None), ("fsdp", "tensor"))),
-        ("bthk,hkd->btd", x.reshape(4, -1, 4, 32), w.reshape(-1, K)[:K].reshape(4, 32, K), (("data",), (None, "fsdp", "tensor"))),
-        ("...qhd,...khd->...hqk", x.reshape(4, -1, 4, 32), w.reshape(4, -1, 4, 32), (("data", None, "tensor"),) * 2),
+        (
+            "btd,dhk->bthk",
+            x,
+            w.reshape(-1, K)[:K].reshape(K, 4, 32),
+            (("data", None, None), ("fsdp", "tensor")),
+        ),
+        (
+            "bthk,hkd->btd",
+            x.reshape(4, -1, 4, 32),
+            w.reshape(-1, K)[:K].reshape(4, 32, K),
+            (("data",), (None, "fsdp", "tensor")),
+        ),
+        (
+            "...qhd,...khd->...hqk",
+            x.reshape(4, -1, 4, 32),
+            w.reshape(4, -1, 4, 32),
+            (("data", None, "tensor"),) * 2,
+        ),
     ):
-        use = jax.jit(lambda a, b, s=subscripts: contraction.einsum(s, a, b, recipe="tensorwise")[0])
+        use = jax.jit(
+            lambda a, b, s=subscripts: contraction.einsum(s, a, b, recipe="tensorwise")[0]
+        )
         theirs = jax.jit(lambda a, b, s=subscripts: jnp.einsum(s, a, b))
         cut = put(a, *specs[0]), put(b, *specs[1])
         found = use(*cut)
@@ -244,14 +362,26 @@ def test_arrays_that_are_not_on_the_mesh_of_the_context(wrap):
 @pytest.mark.parametrize(
     ("of_w", "how", "message"),
     [
-        (P(), {"placement": Placement(m=BATCH, n=("tensor",))}, "placement says that w's N is cut along tensor; its type says none"),
+        (
+            P(),
+            {"placement": Placement(m=BATCH, n=("tensor",))},
+            "placement says that w's N is cut along tensor; its type says none",
+        ),
         (
             P("fsdp"),
             {"placement": Placement(m=BATCH, fsdp=("fsdp",))},
             "w's N is cut along fsdp; its type says none.* leave the placement out",
         ),
-        (P(), {"placement": Placement(m=("date",))}, "placement names axes of the mesh, data, fsdp, tensor; got date"),
-        (P(), {"placement": Placement(m=BATCH, scope="local")}, "scope 'local' needs visible devices"),
+        (
+            P(),
+            {"placement": Placement(m=("date",))},
+            "placement names axes of the mesh, data, fsdp, tensor; got date",
+        ),
+        (
+            P(),
+            {"placement": Placement(m=BATCH, scope="local")},
+            "scope 'local' needs visible devices",
+        ),
         (P(), {"placement": P("data")}, "placement is a sharding.Placement or None; got P"),
     ],
 )
@@ -263,17 +393,23 @@ def test_refusals(of_w, how, message, operands):
 
 def test_sums_over_devices_are_never_left_to_be_done(operands):  # P-7
     out = NamedSharding(MESH, P(unreduced={"tensor"}))
-    with pytest.raises(ValueError, match=r"^fc: a linear rounds its results after the sum over devices"):
-        jax.jit(dot(out_sharding=out))(put(operands[0], None, None, "tensor"), put(operands[1], "tensor"))
+    with pytest.raises(
+        ValueError, match=r"^fc: a linear rounds its results after the sum over devices"
+    ):
+        jax.jit(dot(out_sharding=out))(
+            put(operands[0], None, None, "tensor"), put(operands[1], "tensor")
+        )
 
 
 def test_out_sharding_is_for_explicit_axes():
     auto = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x, w = jnp.ones((8, 16, 128), jnp.bfloat16), jnp.ones((256, 128), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"^fc: .*Auto or Manual"):
-        jax.jit(lambda x, w: linear.apply(x, w, recipe="rowwise", out_sharding=NamedSharding(auto, P("data")), name="fc"))(
-            put(x, "data", mesh=auto), put(w, mesh=auto)
-        )
+        jax.jit(
+            lambda x, w: linear.apply(
+                x, w, recipe="rowwise", out_sharding=NamedSharding(auto, P("data")), name="fc"
+            )
+        )(put(x, "data", mesh=auto), put(w, mesh=auto))
 
 
 @pytest.mark.parametrize(
@@ -282,17 +418,33 @@ def test_out_sharding_is_for_explicit_axes():
         ("btd,dhk->bthk", P(BATCH), P("fsdp", "tensor"), None, {"grad_input", "grad_weight"}),
         ("btd,dhk->bthk", P(), P(None, None, "tensor"), None, {"grad_input"}),
         ("bthk,hkd->btd", P(None, None, None, "tensor"), P(None, "tensor"), P(), {"output"}),
-        ("bthk,hkd->btd", P("data", None, "tensor"), P("tensor"), P("data"), {"output", "grad_weight"}),
+        (
+            "bthk,hkd->btd",
+            P("data", None, "tensor"),
+            P("tensor"),
+            P("data"),
+            {"output", "grad_weight"},
+        ),
         ("bthk,hkd->btd", P(), P("data"), None, {"output"}),
         ("bthk,hkd->btd", P("data"), P("data"), None, {"grad_weight"}),
     ],
 )
-def test_gemms_whose_reduced_dim_is_cut_are_summed_over_devices(subscripts, of_x, of_w, out, summed, operands, monkeypatch):  # P-9, P-20
-    """Of these, weights' gradients as accumulators: the others' GEMMs may write results, which are summed (Placement.reduce_outputs)."""
+def test_gemms_whose_reduced_dim_is_cut_are_summed_over_devices(
+    subscripts, of_x, of_w, out, summed, operands, monkeypatch
+):  # P-9, P-20
+    """Of these, weights' gradients as accumulators: the others' GEMMs may write results, which are
+    summed (Placement.reduce_outputs).
+    """
     x, w = operands[:2]
-    x, w = (x.reshape(B, T, 4, 32), w.reshape(4, 32, N)) if "bthk," in subscripts else (x, w.reshape(K, 8, 32))
+    x, w = (
+        (x.reshape(B, T, 4, 32), w.reshape(4, 32, N))
+        if "bthk," in subscripts
+        else (x, w.reshape(K, 8, 32))
+    )
     found, matmul = [], gemm.matmul
-    monkeypatch.setattr(gemm, "matmul", lambda *args, **how: found.append(how["in_steps"]) or matmul(*args, **how))
+    monkeypatch.setattr(
+        gemm, "matmul", lambda *args, **how: found.append(how["in_steps"]) or matmul(*args, **how)
+    )
     cut, by_compiler = set(), Use.summed_by_compiler
 
     def asked(use, which):
@@ -302,9 +454,17 @@ def test_gemms_whose_reduced_dim_is_cut_are_summed_over_devices(subscripts, of_x
     monkeypatch.setattr(Use, "summed_by_compiler", asked)
 
     def use(x, w):
-        return contraction.einsum(subscripts, x, w, recipe="tensorwise", out_sharding=out_of(out))[0]
+        return contraction.einsum(subscripts, x, w, recipe="tensorwise", out_sharding=out_of(out))[
+            0
+        ]
 
-    jax.jit(lambda x, w: jax.grad(lambda x, w: use(x, w).sum(), (0, 1))(x, w)).lower(put(x, *of_x), put(w, *of_w))
+    jax.jit(lambda x, w: jax.grad(lambda x, w: use(x, w).sum(), (0, 1))(x, w)).lower(
+        put(x, *of_x), put(w, *of_w)
+    )
     assert cut == summed
-    in_steps = {which for which, one in zip(("output", "grad_input", "grad_weight"), found[-3:], strict=True) if one}
+    in_steps = {
+        which
+        for which, one in zip(("output", "grad_input", "grad_weight"), found[-3:], strict=True)
+        if one
+    }
     assert in_steps == summed & {"grad_weight"}

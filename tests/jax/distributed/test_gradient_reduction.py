@@ -1,4 +1,6 @@
-"""Gradients summed over devices in FP8 against the simulator, bit for bit (spec P-21, P-22, P-24)."""
+"""Gradients summed over devices in FP8 against the simulator, bit for bit (spec P-21, P-22,
+P-24).
+"""
 
 import gradient_cases as cases
 import jax
@@ -23,14 +25,25 @@ MESHES = {2: (2,), 4: (2, 2), 8: (8,)}
 
 def mesh_of(ranks):
     shape = MESHES[ranks]
-    return jax.make_mesh(shape, ("data", "fsdp")[-len(shape) :], axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[:ranks])
+    return jax.make_mesh(
+        shape,
+        ("data", "fsdp")[-len(shape) :],
+        axis_types=(AxisType.Auto,) * len(shape),
+        devices=jax.devices()[:ranks],
+    )
 
 
 def on_devices(ranks, f, outs, check_vma=True):
     """f(each device's gradients, mesh axes), compiled; its results are cut by ``outs``."""
     mesh = mesh_of(ranks)
     axes = mesh.axis_names
-    mapped = jax.shard_map(lambda *g: f(*(x[0] for x in g), axes), mesh=mesh, in_specs=P(axes), out_specs=outs, check_vma=check_vma)
+    mapped = jax.shard_map(
+        lambda *g: f(*(x[0] for x in g), axes),
+        mesh=mesh,
+        in_specs=P(axes),
+        out_specs=outs,
+        check_vma=check_vma,
+    )
     return jax.jit(mapped)
 
 
@@ -50,7 +63,9 @@ def test_every_device_has_the_simulators_sums(ranks):  # P-21, P-22
         return found
 
     f = on_devices(ranks, both, [(P(axes), P(), P(), P())] * len(cases.CASES))
-    program = f.lower(*(np.stack(cases.of_ranks(ranks, rows)) for rows, _, _ in cases.CASES)).compile()
+    program = f.lower(
+        *(np.stack(cases.of_ranks(ranks, rows)) for rows, _, _ in cases.CASES)
+    ).compile()
     found = program(*(np.stack(cases.of_ranks(ranks, rows)) for rows, _, _ in cases.CASES))
     for case, (pieces, whole, *saturated) in zip(cases.CASES, found, strict=True):
         expected = cases.expected(ranks, case)
@@ -65,7 +80,12 @@ def test_every_device_has_the_simulators_sums(ranks):  # P-21, P-22
 
 def test_specials_and_bfloat16_without_the_check_of_varying_axes():  # P-3, P-21
     names = [*cases.SPECIAL, "bfloat16"]
-    f = on_devices(2, lambda *g: [gradient_reduction.all_reduce(x, g[-1]).value for x in g[:-1]], [P()] * len(names), check_vma=False)
+    f = on_devices(
+        2,
+        lambda *g: [gradient_reduction.all_reduce(x, g[-1]).value for x in g[:-1]],
+        [P()] * len(names),
+        check_vma=False,
+    )
     grads = [cases.special(2, name) for name in cases.SPECIAL]
     half = cases.of_ranks(2, 13, "bfloat16")
     found = f(*map(np.stack, grads), jnp.stack(half).astype(jnp.bfloat16))
@@ -95,30 +115,58 @@ def test_mu_follows_the_rule_as_a_number_on_the_device():  # P-22
 
 
 def test_counts_of_casts_and_sums_do_not_overflow(monkeypatch):  # P-22
-    """With the most that is counted lowered to what both ranks can exceed, in casts and in sums; int32 holds two of the real one."""
+    """With the most that is counted lowered to what both ranks can exceed, in casts and in sums;
+    int32 holds two of the real one.
+    """
     assert np.iinfo(np.int32).max // 2 >= gradient_reduction.MOST_COUNTED
     monkeypatch.setattr(gradient_reduction, "MOST_COUNTED", 4)
-    f = on_devices(2, lambda g, axes: gradient_reduction.all_reduce(g, axes, mu=2.0, result="codes").saturated, P())
+    f = on_devices(
+        2,
+        lambda g, axes: gradient_reduction.all_reduce(g, axes, mu=2.0, result="codes").saturated,
+        P(),
+    )
     assert int(f(np.ones((2, 9), np.float32))) == 2 * 4
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "bf16"])
 def test_the_gradient_of_a_linear_by_mu_counts_what_its_cast_saturates(recipe):  # P-22, P-25
-    """On devices that cut its tokens, and the weight along N: saturated elements are of both pieces."""
-    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    placement = Placement(m=("fsdp",), n=("tensor",), fsdp=("fsdp",), scope="local", reduce_grads="float8_e4m3fn")
-    x, w, mu = cases.of_ranks(1, 16)[0].repeat(8, axis=1)[:, :32], np.ones((64, 32), np.float32), np.float32(2)
+    """On devices that cut its tokens, and the weight along N: saturated elements are of both
+    pieces.
+    """
+    mesh = jax.make_mesh(
+        (2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    placement = Placement(
+        m=("fsdp",), n=("tensor",), fsdp=("fsdp",), scope="local", reduce_grads="float8_e4m3fn"
+    )
+    x, w, mu = (
+        cases.of_ranks(1, 16)[0].repeat(8, axis=1)[:, :32],
+        np.ones((64, 32), np.float32),
+        np.float32(2),
+    )
 
     def loss(x, w, mu):
-        y, _ = linear.apply(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), recipe=recipe, placement=placement, mu=mu)
+        y, _ = linear.apply(
+            x.astype(jnp.bfloat16),
+            w.astype(jnp.bfloat16),
+            recipe=recipe,
+            placement=placement,
+            mu=mu,
+        )
         return jax.lax.psum(jnp.sum(y.astype(jnp.float32) * jnp.arange(1, 33)), ("fsdp", "tensor"))
 
     pieces = (P("fsdp"), P(("tensor", "fsdp")), P())
-    found, count = jax.jit(jax.shard_map(jax.grad(loss, argnums=(1, 2)), mesh=mesh, in_specs=pieces, out_specs=pieces[1:]))(x, w, mu)
+    found, count = jax.jit(
+        jax.shard_map(
+            jax.grad(loss, argnums=(1, 2)), mesh=mesh, in_specs=pieces, out_specs=pieces[1:]
+        )
+    )(x, w, mu)
 
     def alone(rows):
         y = lambda w: linear.apply(rows, w, recipe=recipe)[0].astype(jnp.float32)  # noqa: E731
-        return jax.grad(lambda w: jnp.sum(y(w) * jnp.arange(1, 33)))(jnp.ones((32, 32), jnp.bfloat16)).astype(np.float32)
+        return jax.grad(lambda w: jnp.sum(y(w) * jnp.arange(1, 33)))(
+            jnp.ones((32, 32), jnp.bfloat16)
+        ).astype(np.float32)
 
     grads = [np.asarray(jax.jit(alone)(rows.astype(jnp.bfloat16))) for rows in np.split(x, 2)]
     reduced = sim.reduce(grads, mu=mu, mean=False)
@@ -134,20 +182,31 @@ def test_the_gradient_of_a_linear_by_mu_counts_what_its_cast_saturates(recipe): 
         (
             {"m": ("fsdp",)},
             np.float32(1),
-            "layer: mu is of gradients that devices exchange in FP8.*got reduce_grads 'float32' over m=.'fsdp',.",
+            "layer: mu is of gradients that devices exchange in FP8.*got reduce_grads 'float32' "
+            "over m=.'fsdp',.",
         ),
-        ({"m": ("fsdp",), "reduce_grads": "float8_e4m3fn"}, np.ones(2, np.float32), r"layer: mu is float32 \(\); got float32 \(2,\)"),
+        (
+            {"m": ("fsdp",), "reduce_grads": "float8_e4m3fn"},
+            np.ones(2, np.float32),
+            r"layer: mu is float32 \(\); got float32 \(2,\)",
+        ),
     ],
     ids=str,
 )
 def test_a_mu_of_other_gradients_is_refused(placement, mu, message):  # P-22
     def f(x, w, mu):
-        return linear.apply(x, w, recipe="bf16", placement=Placement(**placement), mu=mu, name="layer")[0]
+        return linear.apply(
+            x, w, recipe="bf16", placement=Placement(**placement), mu=mu, name="layer"
+        )[0]
 
     with pytest.raises(ValueError, match=message):
-        jax.shard_map(f, mesh=mesh_of(2), in_specs=(P("fsdp"), P(), P()), out_specs=P("fsdp"))(jnp.ones((4, 16)), jnp.ones((16, 16)), mu)
+        jax.shard_map(f, mesh=mesh_of(2), in_specs=(P("fsdp"), P(), P()), out_specs=P("fsdp"))(
+            jnp.ones((4, 16)), jnp.ones((16, 16)), mu
+        )
     with pytest.raises(ValueError, match=r"layer: mu is of gradients .* over m=\(\)"):
-        linear.apply(jnp.ones((4, 16)), jnp.ones((16, 16)), recipe="bf16", mu=jnp.float32(1), name="layer")
+        linear.apply(
+            jnp.ones((4, 16)), jnp.ones((16, 16)), recipe="bf16", mu=jnp.float32(1), name="layer"
+        )
 
 
 def test_microbatches_accumulate_in_fp8():  # P-24
@@ -187,7 +246,9 @@ def test_microbatches_accumulate_in_fp8():  # P-24
     ],
 )
 def test_what_cannot_be_summed_is_refused(options, message):
-    f = on_devices(2, lambda g, axes: gradient_reduction.all_reduce(g, axes, E4M3FN, **options).value, P())
+    f = on_devices(
+        2, lambda g, axes: gradient_reduction.all_reduce(g, axes, E4M3FN, **options).value, P()
+    )
     with pytest.raises(ValueError, match=message):
         f(np.ones((2, 4), np.float32))
 

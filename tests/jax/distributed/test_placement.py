@@ -1,4 +1,7 @@
-"""Placements that contradict themselves, and what follows from one. What a mesh makes of them: ``test_sharding.py``."""
+"""Placements that contradict themselves, and what follows from one.
+
+What a mesh makes of them: ``test_sharding.py``.
+"""
 
 import dataclasses
 
@@ -46,12 +49,20 @@ def test_what_is_gathered_and_summed_follows_from_the_cuts():  # P-2, P-6, P-7
     ],
 )
 def test_an_amax_is_reduced_over_what_cuts_its_group(role, cuts):  # P-2
-    """A tensor's scale spans rows and columns, a row's what is reduced, and no layout cuts a block."""
+    """A tensor's scale spans rows and columns, a row's what is reduced, and no layout cuts a
+    block.
+    """
     placement = Placement(m=("m", "f"), n=("n",), k=("k",), fsdp=("f",))
     rows, columns = cuts
     assert placement.amax_axes(role, "tensorwise", -1) == (*rows, *columns)
-    assert placement.amax_axes(role, "rowwise", -1) == placement.amax_axes(role, "rowwise", 1) == columns
-    assert placement.amax_axes(role, "rowwise", -2) == placement.amax_axes(role, "rowwise", 0) == rows
+    assert (
+        placement.amax_axes(role, "rowwise", -1)
+        == placement.amax_axes(role, "rowwise", 1)
+        == columns
+    )
+    assert (
+        placement.amax_axes(role, "rowwise", -2) == placement.amax_axes(role, "rowwise", 0) == rows
+    )
     assert placement.amax_axes(role, "1x128", -1) == ()
     local = dataclasses.replace(placement, scope="local")  # of a device's own tokens
     expected = (*rows, *columns) if role == "weight" else columns

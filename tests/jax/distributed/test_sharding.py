@@ -1,4 +1,6 @@
-"""One linear on eight devices against one device (spec P): codes, scales, and on integers every bit of the results."""
+"""One linear on eight devices against one device (spec P): codes, scales, and on integers every bit
+of the results.
+"""
 
 import dataclasses
 import functools
@@ -54,17 +56,27 @@ def placement_of(style: str, **more) -> Placement:
 
 
 def specs_of(p: Placement) -> tuple[P, P, P]:
-    """Of x [B, T, K], w [N, K] and y [B, T, N]: the batch over data and fsdp, the tokens over tensor where sequence says so."""
-    return P(p.m, p.gathered("input"), p.k), P(*p.at_rest("weight")), P(p.m, p.gathered("grad_output"), p.n)
+    """Of x [B, T, K], w [N, K] and y [B, T, N]: the batch over data and fsdp, the tokens over
+    tensor where sequence says so.
+    """
+    return (
+        P(p.m, p.gathered("input"), p.k),
+        P(*p.at_rest("weight")),
+        P(p.m, p.gathered("grad_output"), p.n),
+    )
 
 
 @pytest.fixture(scope="module")
 def operands():
-    """Integers over powers of two, so that every sum is exact in any order; each group of each granularity has another largest one."""
+    """Integers over powers of two, so that every sum is exact in any order; each group of each
+    granularity has another largest one.
+    """
     rng = np.random.default_rng(0)
     shapes = ((B, T, K), (N, K), (B, T, N))
     return [
-        jnp.asarray(rng.integers(-7, 8, shape) * 2.0 ** (e + rng.integers(0, 3, shape[-1])), jnp.bfloat16)
+        jnp.asarray(
+            rng.integers(-7, 8, shape) * 2.0 ** (e + rng.integers(0, 3, shape[-1])), jnp.bfloat16
+        )
         for shape, e in zip(shapes, (0, -6, -10), strict=True)
     ]
 
@@ -81,13 +93,21 @@ def on_devices(shape, placement, recipe, *, through: str, x, w, g):
     def apply(x, w):
         return linear.apply(x, w, recipe=recipe, placement=placement, name="fc")[0]
 
-    x, w, g = (jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip((x, w, g), (of_x, of_w, of_y), strict=True))
+    x, w, g = (
+        jax.device_put(v, NamedSharding(mesh, spec))
+        for v, spec in zip((x, w, g), (of_x, of_w, of_y), strict=True)
+    )
     if through == "jit":
         return jax.jit(lambda x, w, g: results(apply, x, w, g))(x, w, g)
     if through == "shard_map, gradient outside":
         mapped = jax.shard_map(apply, mesh=mesh, in_specs=(of_x, of_w), out_specs=of_y)
         return jax.jit(lambda x, w, g: results(mapped, x, w, g))(x, w, g)
-    inside = jax.shard_map(lambda x, w, g: results(apply, x, w, g), mesh=mesh, in_specs=(of_x, of_w, of_y), out_specs=(of_y, of_x, of_w))
+    inside = jax.shard_map(
+        lambda x, w, g: results(apply, x, w, g),
+        mesh=mesh,
+        in_specs=(of_x, of_w, of_y),
+        out_specs=(of_y, of_x, of_w),
+    )
     return jax.jit(inside)(x, w, g)
 
 
@@ -103,15 +123,28 @@ CASES = [
     ("shape", "style", "through", "recipe"),
     [
         *(case(*one, recipe) for one in CASES for recipe in ("tensorwise", "rowwise")),
-        *(case(*one, recipe) for one in CASES if one[0] == (2, 2, 2) for recipe in ("bf16", "rowwise_with_gw_hp")),
+        *(
+            case(*one, recipe)
+            for one in CASES
+            if one[0] == (2, 2, 2)
+            for recipe in ("bf16", "rowwise_with_gw_hp")
+        ),
     ],
 )
-def test_results_equal_one_devices_on_integers(shape, style, recipe, through, operands):  # P-4, P-6, P-7, P-9
+def test_results_equal_one_devices_on_integers(
+    shape, style, recipe, through, operands
+):  # P-4, P-6, P-7, P-9
     x, w, g = operands
-    found = on_devices(shape, placement_of(style, **ACCUMULATORS), recipe, through=through, x=x, w=w, g=g)
-    expected = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g))(x, w, g)
+    found = on_devices(
+        shape, placement_of(style, **ACCUMULATORS), recipe, through=through, x=x, w=w, g=g
+    )
+    expected = jax.jit(
+        lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g)
+    )(x, w, g)
     for name, mine, one in zip(("y", "grad_input", "grad_weight"), found, expected, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(one, np.float32), err_msg=name)
+        np.testing.assert_array_equal(
+            np.asarray(mine, np.float32), np.asarray(one, np.float32), err_msg=name
+        )
 
 
 @pytest.mark.parametrize("over", [(), ("fsdp",)])
@@ -122,40 +155,68 @@ def test_scales_of_a_devices_own_piece_are_refused(over, operands):  # P-9
 
     def run(x, w):
         prepared = scales.scales_from_amax(scaling.amax(w, over=over), E4M3FN)
-        return linear.apply(x, w, recipe="tensorwise", placement=placement, name="fc", prepared=prepared)[0]
+        return linear.apply(
+            x, w, recipe="tensorwise", placement=placement, name="fc", prepared=prepared
+        )[0]
 
     left = "tensor" if over else "fsdp, tensor"
-    with pytest.raises(ValueError, match=f"fc: scales are the whole weight's, .*; got scales that vary along {left}. .*over="):
+    with pytest.raises(
+        ValueError,
+        match=f"fc: scales are the whole weight's, .*; got scales that vary along {left}. .*over=",
+    ):
         jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=specs[:2], out_specs=specs[2]), x, w)
 
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize(
-    ("shape", "through"), [((1, 8, 1), "shard_map"), ((2, 2, 2), "shard_map"), ((2, 2, 2), "jit"), ((2, 4, 1), "explicit")]
+    ("shape", "through"),
+    [
+        ((1, 8, 1), "shard_map"),
+        ((2, 2, 2), "shard_map"),
+        ((2, 2, 2), "jit"),
+        ((2, 4, 1), "explicit"),
+    ],
 )
 def test_a_copy_of_a_weight_is_gathered_as_it_is(shape, through, operands):  # O-16, P-6
     """Of a weight whose numbers are NaN: nothing reads them."""
     x, w, g = operands
     placement = placement_of("column", **ACCUMULATORS)
     specs = specs_of(placement)
-    expected = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe="tensorwise")[0], x, w, g))(x, w, g)
+    expected = jax.jit(
+        lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe="tensorwise")[0], x, w, g)
+    )(x, w, g)
     copy = scaling.quantize(w, E4M3FN)
     of_copy = dataclasses.replace(copy, codes=specs[1], scale=P(), scale_inv=P())
     kind = AxisType.Explicit if through == "explicit" else AxisType.Auto
     mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
 
     def run(x, w, g, copy):
-        return results(lambda x, w: linear.apply(x, w, recipe="tensorwise", placement=placement, name="fc", prepared=copy)[0], x, w, g)
+        return results(
+            lambda x, w: linear.apply(
+                x, w, recipe="tensorwise", placement=placement, name="fc", prepared=copy
+            )[0],
+            x,
+            w,
+            g,
+        )
 
     if through == "shard_map":
-        run = jax.shard_map(run, mesh=mesh, in_specs=(*specs, of_copy), out_specs=(specs[2], *specs[:2]))
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (*specs, of_copy), is_leaf=lambda v: isinstance(v, P))
+        run = jax.shard_map(
+            run, mesh=mesh, in_specs=(*specs, of_copy), out_specs=(specs[2], *specs[:2])
+        )
+    where = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        (*specs, of_copy),
+        is_leaf=lambda v: isinstance(v, P),
+    )
     given = jax.device_put((x, jnp.full_like(w, jnp.nan), g, copy), where)
     with jax.set_mesh(mesh):
         compiled = jax.jit(run).lower(*given).compile()
         found = compiled(*given)
     for name, mine, one in zip(("y", "grad_input", "grad_weight"), found, expected, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(one, np.float32), err_msg=name)
+        np.testing.assert_array_equal(
+            np.asarray(mine, np.float32), np.asarray(one, np.float32), err_msg=name
+        )
     gathers = [line for line in compiled.as_text().splitlines() if " all-gather(" in line]
     assert gathers
     # XLA on a CPU gathers codes as float16
@@ -166,7 +227,9 @@ def test_a_copy_of_a_weight_is_gathered_as_it_is(shape, through, operands):  # O
 @pytest.mark.parametrize("through", ["shard_map", "jit"])
 @meshes
 def test_codes_and_scales_equal_one_devices(shape, through):  # P-3, P-4, P-5
-    """Of every role, in both granularities and along both axes; one shard holds a NaN, or an infinity, or nothing but zeros."""
+    """Of every role, in both granularities and along both axes; one shard holds a NaN, or an
+    infinity, or nothing but zeros.
+    """
     rng, mesh = np.random.default_rng(1), mesh_of(shape)
     x = rng.standard_normal((256, 256)).astype(np.float32)
     cases = {
@@ -176,7 +239,12 @@ def test_codes_and_scales_equal_one_devices(shape, through):  # P-3, P-4, P-5
         "zeros": np.where(np.arange(256)[:, None] < 32, 0, x),
     }
     for (style, role), (granularity, axis) in itertools.product(
-        [("column", "input"), ("row", "input"), ("column", "weight"), ("row, sequence", "grad_output")],
+        [
+            ("column", "input"),
+            ("row", "input"),
+            ("column", "weight"),
+            ("row, sequence", "grad_output"),
+        ],
         [("tensorwise", -1), ("rowwise", -1), ("rowwise", -2)],
     ):
         placement = placement_of(style)
@@ -187,15 +255,27 @@ def test_codes_and_scales_equal_one_devices(shape, through):  # P-3, P-4, P-5
             q = scaling.quantize(x, E4M3FN, granularity=granularity, axis=axis, over=over)
             return q.codes.view(jnp.uint8), q.scale
 
-        of_scale = P() if granularity == "tensorwise" else P(rows, None) if axis == -1 else P(None, columns)
-        mapped = jax.shard_map(quantize, mesh=mesh, in_specs=P(rows, columns), out_specs=(P(rows, columns), of_scale))
+        of_scale = (
+            P()
+            if granularity == "tensorwise"
+            else P(rows, None)
+            if axis == -1
+            else P(None, columns)
+        )
+        mapped = jax.shard_map(
+            quantize, mesh=mesh, in_specs=P(rows, columns), out_specs=(P(rows, columns), of_scale)
+        )
         run = jax.jit(mapped if through == "shard_map" else quantize)
         for name, value in cases.items():
             value = jnp.asarray(value, jnp.bfloat16)
             found = run(jax.device_put(value, NamedSharding(mesh, P(rows, columns))))
-            for what, mine, one in zip(("codes", "scale"), found, _alone(granularity, axis)(value), strict=True):
+            for what, mine, one in zip(
+                ("codes", "scale"), found, _alone(granularity, axis)(value), strict=True
+            ):
                 np.testing.assert_array_equal(
-                    np.asarray(mine), np.asarray(one), err_msg=f"{style} {role} {granularity} {axis} {name} {what}"
+                    np.asarray(mine),
+                    np.asarray(one),
+                    err_msg=f"{style} {role} {granularity} {axis} {name} {what}",
                 )
 
 
@@ -212,17 +292,24 @@ def _alone(granularity, axis):
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_results_on_any_numbers_lie_within_the_bound_of_summation(recipe, style):  # P-9
-    """Codes are equal, so that only the order of the sums differs: each of two orders errs by (n - 1) 2^-24 sum|ab| at most, scaled and
-    rounded to bfloat16 (2^-8 of the value, rowwise twice)."""
+    """Codes are equal, so that only the order of the sums differs: each of two orders errs by (n -
+    1) 2^-24 sum|ab| at most, scaled and rounded to bfloat16 (2^-8 of the value, rowwise twice)."""
     rng = np.random.default_rng(2)
-    x, w, g = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((B, T, K), (N, K), (B, T, N)))
-    found = on_devices((2, 2, 2), placement_of(style, **ACCUMULATORS), recipe, through="shard_map", x=x, w=w, g=g)
-    expected = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g))(x, w, g)
+    x, w, g = (
+        jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((B, T, K), (N, K), (B, T, N))
+    )
+    found = on_devices(
+        (2, 2, 2), placement_of(style, **ACCUMULATORS), recipe, through="shard_map", x=x, w=w, g=g
+    )
+    expected = jax.jit(
+        lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g)
+    )(x, w, g)
     xs, ws, gs = (np.abs(np.asarray(v, np.float64)).reshape(-1, v.shape[-1]) for v in (x, w, g))
     magnitudes = xs @ ws.T, gs @ ws, gs.T @ xs
     for mine, one, magnitude, n in zip(found, expected, magnitudes, (K, N, B * T), strict=True):
         mine, one = (np.asarray(v, np.float64).reshape(magnitude.shape) for v in (mine, one))
-        # quantizing moves an operand by 2^-4 of it at most, e5m2 by 2^-3: sum|ab| of codes is below 1.2 of the operands'
+        # quantizing moves an operand by 2^-4 of it at most, e5m2 by 2^-3: sum|ab| of codes is below
+        # 1.2 of the operands'
         bound = 2 * (n - 1) * 2.0**-24 * 1.2 * magnitude + 2 * 2.0**-8 * np.abs(one)
         assert (np.abs(mine - one) <= bound).all()
         assert (mine == one).mean() > 0.9
@@ -233,49 +320,78 @@ def test_results_on_any_numbers_lie_within_the_bound_of_summation(recipe, style)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_devices_round_their_parts_and_sum_them(recipe, style, parts, operands):  # P-8, P-9
-    """A part is the simulator's GEMM of a slice of the summed dim. Integers make parts exact, and few additions of them: a CPU's
-    collectives add bfloat16 in float32, so that both dtypes give the same bits."""
+    """A part is the simulator's GEMM of a slice of the summed dim. Integers make parts exact, and
+    few additions of them: a CPU's collectives add bfloat16 in float32, so that both dtypes give the
+    same bits."""
     x, w, g = operands
     placement, shape = placement_of(style, reduce_grads=parts, reduce_outputs=parts), (2, 2, 2)
     found = on_devices(shape, placement, recipe, through="shard_map", x=x, w=w, g=g)
     tensors = {"input": x, "weight": w, "grad_output": g}
-    tensors = {role: np.asarray(v, np.float32).reshape(-1, v.shape[-1]) for role, v in tensors.items()}
+    tensors = {
+        role: np.asarray(v, np.float32).reshape(-1, v.shape[-1]) for role, v in tensors.items()
+    }
     for (which, spec), mine in zip(RECIPES[recipe].gemms.items(), found, strict=True):
         a, b = (
-            sim_scaling.quantize(tensors[role], how.fmt, granularity=how.granularity, policy=how.policy, axis=axis)
-            for role, how, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True)
+            sim_scaling.quantize(
+                tensors[role], how.fmt, granularity=how.granularity, policy=how.policy, axis=axis
+            )
+            for role, how, axis in zip(
+                OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
+            )
         )
         a, b = (q if q.axis == 1 else transposed(q) for q in (a, b))
-        n = math.prod(dict(zip(("data", "fsdp", "tensor"), shape, strict=True))[axis] for axis in placement.reduction(which, 1).axes)
-        ranks = [[q._replace(codes=codes) for codes in np.split(q.codes, n, axis=1)] for q in (a, b)]
-        groups = 2 if (which, parts) == ("grad_weight", "result") else 1  # the sum over fsdp is rounded before that over data
+        n = math.prod(
+            dict(zip(("data", "fsdp", "tensor"), shape, strict=True))[axis]
+            for axis in placement.reduction(which, 1).axes
+        )
+        ranks = [
+            [q._replace(codes=codes) for codes in np.split(q.codes, n, axis=1)] for q in (a, b)
+        ]
+        groups = (
+            2 if (which, parts) == ("grad_weight", "result") else 1
+        )  # the sum over fsdp is rounded before that over data
         sums = [
-            sharded_gemm.matmul(*(side[i : i + n // groups] for side in ranks), reduce="rounded", out_dtype=BFLOAT16)
+            sharded_gemm.matmul(
+                *(side[i : i + n // groups] for side in ranks), reduce="rounded", out_dtype=BFLOAT16
+            )
             for i in range(0, n, n // groups)
         ]
         expected = cast.round_to(np.sum(sums, axis=0, dtype=np.float32), BFLOAT16)
-        np.testing.assert_array_equal(np.asarray(mine, np.float32).reshape(expected.shape), expected, err_msg=which)
+        np.testing.assert_array_equal(
+            np.asarray(mine, np.float32).reshape(expected.shape), expected, err_msg=which
+        )
 
 
 def test_gradients_of_a_weight_are_exchanged_in_fp8(operands):  # P-21, P-25
-    """The sum over data and fsdp is the simulator's, of parts that integers make exact; each piece along tensor has its own scale."""
+    """The sum over data and fsdp is the simulator's, of parts that integers make exact; each piece
+    along tensor has its own scale.
+    """
     x, w, g = operands
     placement, mesh = placement_of("column", reduce_grads="float8_e4m3fn"), mesh_of((2, 2, 2))
     of_x, of_w, of_y = specs_of(placement)
 
     def run(x, w, g):
-        return jax.vjp(lambda w: linear.apply(x, w, recipe="bf16", placement=placement, name="fc")[0], w)[1](g)[0]
+        return jax.vjp(
+            lambda w: linear.apply(x, w, recipe="bf16", placement=placement, name="fc")[0], w
+        )[1](g)[0]
 
     f = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(of_x, of_w, of_y), out_specs=of_w))
     program = f.lower(x, w, g).compile()
-    exchanged = [line for line in program.as_text().splitlines() if "all-to-all(" in line or "reduce-scatter(" in line]
+    exchanged = [
+        line
+        for line in program.as_text().splitlines()
+        if "all-to-all(" in line or "reduce-scatter(" in line
+    ]
     assert len(exchanged) == 1
     assert "u8[" in exchanged[0]
     assert "f32[" not in exchanged[0]
     found = np.asarray(program(x, w, g), np.float32)
     xs, gs = (np.asarray(v, np.float32).reshape(4, -1, v.shape[-1]) for v in (x, g))
     parts = [cast.round_to(of_g.T @ of_x, BFLOAT16) for of_x, of_g in zip(xs, gs, strict=True)]
-    pieces = [gradient_reduction.reduce([part[i : i + N // 2] for part in parts], mean=False).value for i in (0, N // 2)]
+    pieces = [
+        gradient_reduction.reduce([part[i : i + N // 2] for part in parts], mean=False).value
+        for i in (0, N // 2)
+    ]
     np.testing.assert_array_equal(found, cast.round_to(np.concatenate(pieces), BFLOAT16))
 
 
@@ -283,31 +399,61 @@ def test_plain_jit_refuses_gradients_in_fp8(operands):  # P-25
     x, w, _ = operands
     placement = placement_of("column", reduce_grads="float8_e4m3fn")
     with (
-        pytest.raises(ValueError, match=r"fc: under plain jit XLA inserts the sum of gradients.*Use shard_map"),
+        pytest.raises(
+            ValueError, match=r"fc: under plain jit XLA inserts the sum of gradients.*Use shard_map"
+        ),
         jax.set_mesh(mesh_of((2, 2, 2))),
     ):
         jax.jit(lambda x, w: linear.apply(x, w, recipe="bf16", placement=placement, name="fc")[0])(
-            *(jax.device_put(v, NamedSharding(mesh_of((2, 2, 2)), spec)) for v, spec in zip((x, w), specs_of(placement)[:2], strict=True))
+            *(
+                jax.device_put(v, NamedSharding(mesh_of((2, 2, 2)), spec))
+                for v, spec in zip((x, w), specs_of(placement)[:2], strict=True)
+            )
         )
-    with pytest.raises(ValueError, match="reduce_outputs is one of accumulators, float32, result; got 'float8_e4m3fn'"):
+    with pytest.raises(
+        ValueError,
+        match="reduce_outputs is one of accumulators, float32, result; got 'float8_e4m3fn'",
+    ):
         Placement(reduce_outputs="float8_e4m3fn")
 
 
-@pytest.mark.parametrize(("parts", "dtype"), [("float32", "f32"), ("result", "bf16"), ("accumulators", "f32")])
+@pytest.mark.parametrize(
+    ("parts", "dtype"), [("float32", "f32"), ("result", "bf16"), ("accumulators", "f32")]
+)
 def test_sums_over_devices_move_the_dtype_that_is_asked_for(parts, dtype, operands):  # P-9
     x, w, g = operands
     placement = placement_of("row, sequence", reduce_grads=parts, reduce_outputs=parts)
     mesh, (of_x, of_w, of_y) = mesh_of((2, 2, 2)), specs_of(placement)
 
     def run(x, w, g):
-        return results(lambda x, w: linear.apply(x, w, recipe="tensorwise", placement=placement, name="fc")[0], x, w, g)
+        return results(
+            lambda x, w: linear.apply(x, w, recipe="tensorwise", placement=placement, name="fc")[0],
+            x,
+            w,
+            g,
+        )
 
-    mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(of_x, of_w, of_y), out_specs=(of_y, of_x, of_w)))
-    moved = [c for c in proof.collectives(proof.read(mapped.lower(x, w, g))) if c.kind == "reduce_scatter"]
+    mapped = jax.jit(
+        jax.shard_map(run, mesh=mesh, in_specs=(of_x, of_w, of_y), out_specs=(of_y, of_x, of_w))
+    )
+    moved = [
+        c
+        for c in proof.collectives(proof.read(mapped.lower(x, w, g)))
+        if c.kind == "reduce_scatter"
+    ]
     assert [c.dtype for c in moved] == [dtype] * 2  # of y over tensor, of grad_weight over fsdp
-    rows, columns = N // 2, K // 2  # of grad_weight: a half along fsdp, and within it the half of K that tensor cuts
-    summed = [c for c in proof.collectives(proof.read(mapped.lower(x, w, g))) if c.kind == "all_reduce" and len(c.shape) == 2]
-    assert [(c.dtype, c.shape) for c in summed] == [(dtype, (rows, columns))]  # over data, after the scatter
+    rows, columns = (
+        N // 2,
+        K // 2,
+    )  # of grad_weight: a half along fsdp, and within it the half of K that tensor cuts
+    summed = [
+        c
+        for c in proof.collectives(proof.read(mapped.lower(x, w, g)))
+        if c.kind == "all_reduce" and len(c.shape) == 2
+    ]
+    assert [(c.dtype, c.shape) for c in summed] == [
+        (dtype, (rows, columns))
+    ]  # over data, after the scatter
 
 
 def test_under_jit_codes_are_gathered_and_other_axes_cut_them_still():  # P-6
@@ -320,46 +466,87 @@ def test_under_jit_codes_are_gathered_and_other_axes_cut_them_still():  # P-6
     assert layout.weight.specs((8, 1))[1] == P(("tensor",), None)
 
 
-@pytest.mark.parametrize(("recipe", "bytes_"), [("rowwise", 1 + 1 / 8), ("rowwise_with_gw_hp", 1 + 2)])
+@pytest.mark.parametrize(
+    ("recipe", "bytes_"), [("rowwise", 1 + 1 / 8), ("rowwise_with_gw_hp", 1 + 2)]
+)
 def test_one_gather_of_a_gradient_serves_both_gemms(recipe, bytes_, operands):  # P-6
-    """An element is a code and a bit, from which both sets of codes are made; or a code for one GEMM and bfloat16 for the other. The
-    proof misses no gather of grad_weight, unless the bits are gone."""
+    """An element is a code and a bit, from which both sets of codes are made; or a code for one
+    GEMM and bfloat16 for the other. The proof misses no gather of grad_weight, unless the bits are
+    gone."""
     placement = placement_of("row, sequence")
     of_x, of_w, of_y = specs_of(placement)
 
     def run(x, w, g):
-        return results(lambda x, w: linear.apply(x, w, recipe=recipe, placement=placement, name="fc")[0], x, w, g)
+        return results(
+            lambda x, w: linear.apply(x, w, recipe=recipe, placement=placement, name="fc")[0],
+            x,
+            w,
+            g,
+        )
 
-    mapped = jax.jit(jax.shard_map(run, mesh=mesh_of((2, 2, 2)), in_specs=(of_x, of_w, of_y), out_specs=(of_y, of_x, of_w)))
+    mapped = jax.jit(
+        jax.shard_map(
+            run, mesh=mesh_of((2, 2, 2)), in_specs=(of_x, of_w, of_y), out_specs=(of_y, of_x, of_w)
+        )
+    )
     program = proof.read(mapped.lower(*operands))
     gathers = [c for c in proof.collectives(program) if c.kind == "all_gather"]
     of_gradient = [c for c in gathers if c.shape[-1] in (N, N // 8)]
     rows = B * T // 4  # of a device's part of the batch, from both devices along tensor
-    assert sum((2 if c.dtype == "bf16" else 1) * math.prod(c.shape) for c in of_gradient) == bytes_ * rows * N
+    assert (
+        sum((2 if c.dtype == "bf16" else 1) * math.prod(c.shape) for c in of_gradient)
+        == bytes_ * rows * N
+    )
     assert proof.missing(program, {"fc": recipe}, {"fc": placement}) == []
-    without = dataclasses.replace(program, operations=[op for op in program.operations if op.result[0] != "ui8"])
+    without = dataclasses.replace(
+        program, operations=[op for op in program.operations if op.result[0] != "ui8"]
+    )
     lines = proof.missing(without, {"fc": recipe}, {"fc": placement})
-    assert lines == (["fc/grad_weight: planned 1 gathers in FP8, of grad_output; found 0"] if recipe == "rowwise" else [])
+    assert lines == (
+        ["fc/grad_weight: planned 1 gathers in FP8, of grad_output; found 0"]
+        if recipe == "rowwise"
+        else []
+    )
     if recipe == "rowwise":  # bytes are codes of no recipe but this
         lines = proof.missing(program, {"fc": "tensorwise"}, {"fc": placement})
-        assert [line for line in lines if "ui8" in line] == [f"fc/grad_input: gathers ui8[{B // 4}, {T}, {N // 8}]"]
+        assert [line for line in lines if "ui8" in line] == [
+            f"fc/grad_input: gathers ui8[{B // 4}, {T}, {N // 8}]"
+        ]
 
 
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_local_scope_is_what_each_piece_of_the_batch_gives_alone(recipe, operands):  # P-2, P-8
     x, w, g = operands
-    x = x * jnp.exp2(jnp.arange(B, dtype=jnp.float32) % 5).astype(x.dtype)[:, None, None]  # pieces with scales of their own
-    found = on_devices((4, 2, 1), placement_of("column", scope="local"), recipe, through="shard_map", x=x, w=w, g=g)
-    alone = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g))
+    x = (
+        x * jnp.exp2(jnp.arange(B, dtype=jnp.float32) % 5).astype(x.dtype)[:, None, None]
+    )  # pieces with scales of their own
+    found = on_devices(
+        (4, 2, 1), placement_of("column", scope="local"), recipe, through="shard_map", x=x, w=w, g=g
+    )
+    alone = jax.jit(
+        lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g)
+    )
     pieces = [alone(x[i : i + 1], w, g[i : i + 1]) for i in range(B)]
     expected = [np.concatenate([np.asarray(p[i], np.float32) for p in pieces]) for i in (0, 1)]
     total = np.sum([np.asarray(p[2], np.float32) for p in pieces], axis=0)
-    for mine, one in zip(found, [*expected, np.asarray(jnp.asarray(total, jnp.bfloat16), np.float32)], strict=True):
+    for mine, one in zip(
+        found, [*expected, np.asarray(jnp.asarray(total, jnp.bfloat16), np.float32)], strict=True
+    ):
         np.testing.assert_array_equal(np.asarray(mine, np.float32), one)
-    x = x * jnp.asarray(np.random.default_rng(4).standard_normal(x.shape), x.dtype)  # which FP8 rounds by the scale
+    x = x * jnp.asarray(
+        np.random.default_rng(4).standard_normal(x.shape), x.dtype
+    )  # which FP8 rounds by the scale
     local, everyone = (
-        on_devices((4, 2, 1), placement_of("column", scope=scope), recipe, through="shard_map", x=x, w=w, g=g)[0]
+        on_devices(
+            (4, 2, 1),
+            placement_of("column", scope=scope),
+            recipe,
+            through="shard_map",
+            x=x,
+            w=w,
+            g=g,
+        )[0]
         for scope in ("local", "global")
     )
     if recipe == "tensorwise":  # rows have scales of their own anyway
@@ -383,9 +570,16 @@ def test_observations_are_those_of_one_device(style, through, operands):  # H-4,
         return y, delayed.update(state, delayed.merge(forward, backward), recipe="delayed")
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(of_x, of_w, of_y, P()), out_specs=(of_y, P()))
-    sharded = [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip(operands, (of_x, of_w, of_y), strict=True)]
-    y, after = jax.jit(mapped if through == "shard_map" else step)(*sharded, delayed.unseen("delayed"))
-    y_one, after_one = jax.jit(lambda x, w, g, seen: step(x, w, g, seen, placement=None))(*operands, delayed.unseen("delayed"))
+    sharded = [
+        jax.device_put(v, NamedSharding(mesh, spec))
+        for v, spec in zip(operands, (of_x, of_w, of_y), strict=True)
+    ]
+    y, after = jax.jit(mapped if through == "shard_map" else step)(
+        *sharded, delayed.unseen("delayed")
+    )
+    y_one, after_one = jax.jit(lambda x, w, g, seen: step(x, w, g, seen, placement=None))(
+        *operands, delayed.unseen("delayed")
+    )
     np.testing.assert_array_equal(np.asarray(y), np.asarray(y_one))
     for mine, one in zip(jax.tree.leaves(after), jax.tree.leaves(after_one), strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(one))
@@ -394,17 +588,29 @@ def test_observations_are_those_of_one_device(style, through, operands):  # H-4,
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("through", ["shard_map", "jit"])
 @pytest.mark.parametrize(
-    ("shape", "style"), [((2, 4, 1), "column"), ((2, 2, 2), "column"), ((2, 1, 4), "row"), ((1, 2, 2), "row, sequence")]
+    ("shape", "style"),
+    [
+        ((2, 4, 1), "column"),
+        ((2, 2, 2), "column"),
+        ((2, 1, 4), "row"),
+        ((1, 2, 2), "row, sequence"),
+    ],
 )
 def test_blocks_are_gathered_with_their_scales(shape, style, through):  # P-4, P-5, G-16
     rng = np.random.default_rng(0)
     sizes = {"row, sequence": (4, 64, 128)}.get(style, (16, 16, 128))
     x, w, g = (
-        jnp.asarray(rng.integers(-7, 8, size) * 2.0 ** rng.integers(-3, 4, (*size[:-1], 1)), jnp.bfloat16)
+        jnp.asarray(
+            rng.integers(-7, 8, size) * 2.0 ** rng.integers(-3, 4, (*size[:-1], 1)), jnp.bfloat16
+        )
         for size in (sizes, (256, 128), (*sizes[:2], 256))
     )
-    one = jax.jit(lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe="mxfp8")[0], x, w, g))(x, w, g)
-    found = on_devices(shape, placement_of(style, **ACCUMULATORS), "mxfp8", through=through, x=x, w=w, g=g)
+    one = jax.jit(
+        lambda x, w, g: results(lambda x, w: linear.apply(x, w, recipe="mxfp8")[0], x, w, g)
+    )(x, w, g)
+    found = on_devices(
+        shape, placement_of(style, **ACCUMULATORS), "mxfp8", through=through, x=x, w=w, g=g
+    )
     for name, mine, expected in zip(("y", "grad_input", "grad_weight"), found, one, strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(expected), err_msg=name)
 
@@ -417,9 +623,15 @@ def test_blocks_are_gathered_with_their_scales(shape, style, through):  # P-4, P
             (1, 4, 1),
             "column",
             "blockwise",
-            "fc: weight of recipe 'blockwise': no layout cuts a block .*along tensor, fsdp hold a multiple of 128 rows; they hold 64",
+            "fc: weight of recipe 'blockwise': no layout cuts a block .*along tensor, fsdp hold "
+            "a multiple of 128 rows; they hold 64",
         ),
-        ((1, 1, 8), "column", "blockwise", "fc: weight .*along tensor, fsdp hold a multiple of 128 rows; they hold 32"),
+        (
+            (1, 1, 8),
+            "column",
+            "blockwise",
+            "fc: weight .*along tensor, fsdp hold a multiple of 128 rows; they hold 32",
+        ),
     ],
 )
 def test_a_layout_that_cuts_a_block_is_refused(operands, shape, style, recipe, message):  # P-5
@@ -433,15 +645,32 @@ def test_a_sequence_that_is_not_cut_evenly_is_refused_by_name():  # P-1
     mesh = mesh_of((4, 1, 2))
 
     def apply(x, w):
-        return linear.apply(x, w, recipe="tensorwise", name="fc", placement=Placement(m=("data",), k=("tensor",), sequence=True))[0]
+        return linear.apply(
+            x,
+            w,
+            recipe="tensorwise",
+            name="fc",
+            placement=Placement(m=("data",), k=("tensor",), sequence=True),
+        )[0]
 
-    mapped = jax.shard_map(apply, mesh=mesh, in_specs=(P("data", None, "tensor"), P(None, "tensor")), out_specs=P("data", "tensor"))
+    mapped = jax.shard_map(
+        apply,
+        mesh=mesh,
+        in_specs=(P("data", None, "tensor"), P(None, "tensor")),
+        out_specs=P("data", "tensor"),
+    )
     with pytest.raises(ValueError, match=r"fc: .*divisible by their 2 pieces along tensor; got 3"):
         jax.jit(mapped)(x, w)
 
 
 def in_shard_map(f, *, check_vma=True):
-    mapped = jax.shard_map(f, mesh=mesh_of((8, 1, 1)), in_specs=(P("data"), P()), out_specs=P("data"), check_vma=check_vma)
+    mapped = jax.shard_map(
+        f,
+        mesh=mesh_of((8, 1, 1)),
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
     return jax.jit(mapped)(jnp.ones((64, 128)), jnp.ones((128, 128)))
 
 
@@ -452,7 +681,9 @@ def test_a_linear_without_placement_is_refused_inside_shard_map():
 
 def test_gradients_without_check_vma_are_refused_and_evaluation_is_not():
     def apply(x, w):
-        return linear.apply(x, w, recipe="tensorwise", name="fc", placement=Placement(m=("data",)))[0]
+        return linear.apply(x, w, recipe="tensorwise", name="fc", placement=Placement(m=("data",)))[
+            0
+        ]
 
     assert in_shard_map(apply, check_vma=False).shape == (64, 128)
     with pytest.raises(ValueError, match=r"fc: gradients .*check_vma=True"):
@@ -464,14 +695,22 @@ def test_gradients_without_check_vma_are_refused_and_evaluation_is_not():
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        (Placement(m=("dat",)), r"fc: placement names axes of the mesh, data, fsdp, tensor; got dat"),
-        (Placement(m=("data",), n=("tensor",)), r"fc: w varies .*cut it, tensor; it varies along none"),
+        (
+            Placement(m=("dat",)),
+            r"fc: placement names axes of the mesh, data, fsdp, tensor; got dat",
+        ),
+        (
+            Placement(m=("data",), n=("tensor",)),
+            r"fc: w varies .*cut it, tensor; it varies along none",
+        ),
         (Placement(n=("data",)), r"fc: x varies .*none; it varies along data"),
     ],
 )
 def test_a_placement_that_is_not_the_tensors_is_refused(placement, message):
     with pytest.raises(ValueError, match=message):
-        in_shard_map(lambda x, w: linear.apply(x, w, recipe="tensorwise", placement=placement, name="fc")[0])
+        in_shard_map(
+            lambda x, w: linear.apply(x, w, recipe="tensorwise", placement=placement, name="fc")[0]
+        )
 
 
 def test_what_only_shard_map_can_do_is_refused_elsewhere():
@@ -480,7 +719,15 @@ def test_what_only_shard_map_can_do_is_refused_elsewhere():
         linear.apply(x, w, recipe="tensorwise", placement=Placement(m=("data",)), name="fc")
     sharded = jax.device_put(x, NamedSharding(mesh_of((8, 1, 1)), P("data")))
     with pytest.raises(ValueError, match=r"fc: scope 'local' needs visible devices"):
-        jax.jit(lambda x: linear.apply(x, w, recipe="tensorwise", placement=Placement(m=("data",), scope="local"), name="fc"))(sharded)
+        jax.jit(
+            lambda x: linear.apply(
+                x,
+                w,
+                recipe="tensorwise",
+                placement=Placement(m=("data",), scope="local"),
+                name="fc",
+            )
+        )(sharded)
     with pytest.raises(ValueError, match=r"fc: delayed .*global"):
         in_shard_map(
             lambda x, w: linear.apply(
@@ -498,6 +745,9 @@ def test_what_only_shard_map_can_do_is_refused_elsewhere():
 def test_uneven_shards_are_refused_by_name():  # P-1
     placement, mesh = placement_of("column, sequence"), {"data": 2, "fsdp": 2, "tensor": 2}
     sharding.check_shapes("fc", 64, (256, 128), placement, mesh)
-    for tokens, shape, message in ((60, (256, 128), "8 pieces .*M=60"), (64, (250, 128), "4 pieces along tensor, fsdp.*N=250")):
+    for tokens, shape, message in (
+        (60, (256, 128), "8 pieces .*M=60"),
+        (64, (250, 128), "4 pieces along tensor, fsdp.*N=250"),
+    ):
         with pytest.raises(ValueError, match=f"fc: .*{message}"):
             sharding.check_shapes("fc", tokens, shape, placement, mesh)

@@ -16,7 +16,9 @@ from fp8ref.jax.experts import parallel as expert_parallel
 from fp8ref.selection import grouped as recipes
 
 DEVICES, EXPERTS, ROWS, K, N = 2, 4, 24, 32, 16
-SIZES = np.array([[9, 0, 5, 10], [0, 0, 12, 4]])  # the second device has 8 rows of no group; nobody has rows of expert 1
+SIZES = np.array(
+    [[9, 0, 5, 10], [0, 0, 12, 4]]
+)  # the second device has 8 rows of no group; nobody has rows of expert 1
 
 
 @pytest.fixture
@@ -29,7 +31,9 @@ def tensors(rng):
     """Rows x and weights; the rows of no group are NaN."""
     x = rng.standard_normal((DEVICES * ROWS, K))
     x[ROWS + SIZES[1].sum() :] = np.nan
-    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(rng.standard_normal((EXPERTS, K, N)), jnp.bfloat16)
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(
+        rng.standard_normal((EXPERTS, K, N)), jnp.bfloat16
+    )
 
 
 def program(mesh, recipe, in_codes):
@@ -46,16 +50,22 @@ def program(mesh, recipe, in_codes):
         scales = delayed.scales(state, by_name.recipe)
         moved, codes = expert_codes.dispatch(x, sizes, "expert", forward, scale=scales.get("input"))
         if seen:
-            how["seen"] = seen | {"input": delayed.larger(seen["input"], expert_codes.observed(x, sizes))}
-        y, after, slot = grouped.apply_codes(moved.rows, w, moved.sizes, **how, input_codes=codes, grad_codes=True)
-        return expert_codes.combine(y, slot, moved, sizes, "expert", backward, scale=scales.get("grad_output")), after or {}
+            how["seen"] = seen | {
+                "input": delayed.larger(seen["input"], expert_codes.observed(x, sizes))
+            }
+        y, after, slot = grouped.apply_codes(
+            moved.rows, w, moved.sizes, **how, input_codes=codes, grad_codes=True
+        )
+        return expert_codes.combine(
+            y, slot, moved, sizes, "expert", backward, scale=scales.get("grad_output")
+        ), after or {}
 
     cut = P("expert")
 
     def loss(x, w, seen, state):
-        y, after = jax.shard_map(apart, mesh=mesh, in_specs=(cut, cut, P(), P(), cut), out_specs=(cut, P()))(
-            x, w, seen, state, jnp.asarray(SIZES)
-        )
+        y, after = jax.shard_map(
+            apart, mesh=mesh, in_specs=(cut, cut, P(), P(), cut), out_specs=(cut, P())
+        )(x, w, seen, state, jnp.asarray(SIZES))
         return (y.astype(jnp.float32) * (1 + jnp.arange(N) % 3)).sum(), (y, after)
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
@@ -65,14 +75,21 @@ def program(mesh, recipe, in_codes):
 def test_codes_give_the_bits_of_rows_and_move_half_the_bytes(recipe, mesh, tensors):  # X-14
     x, w = tensors
     state = delayed.init(recipe)
-    state = {role: one._replace(stored=jnp.float32(scale)) for (role, one), scale in zip(state.items(), (16, 64, 8), strict=False)}
+    state = {
+        role: one._replace(stored=jnp.float32(scale))
+        for (role, one), scale in zip(state.items(), (16, 64, 8), strict=False)
+    }
     found, moves = [], []
     for in_codes in (False, True):
         run = program(mesh, recipe, in_codes)
         lowered = run.lower(x, w, delayed.unseen(recipe), state)
         found.append(jax.tree.leaves(lowered.compile()(x, w, delayed.unseen(recipe), state)))
         # as lowered: a CPU's collectives widen bfloat16
-        moves.append(re.findall(rf"all_to_all.*tensor<{DEVICES}x{ROWS}x\d+x(\w+)>$", lowered.as_text(), re.MULTILINE))
+        moves.append(
+            re.findall(
+                rf"all_to_all.*tensor<{DEVICES}x{ROWS}x\d+x(\w+)>$", lowered.as_text(), re.MULTILINE
+            )
+        )
     rows, codes = found
     for mine, theirs in zip(codes, rows, strict=True):
         np.testing.assert_array_equal(mine, theirs)

@@ -28,7 +28,9 @@ def small(rng):
 
 
 def in_one_program(recipe):
-    """A compiled function of x, w, grad_output and sizes: the output, grad_input and grad_weight."""
+    """A compiled function of x, w, grad_output and sizes: the output, grad_input and
+    grad_weight.
+    """
 
     @jax.jit
     def run(x, w, g, sizes):
@@ -45,7 +47,9 @@ def test_it_is_shaped_like_ragged_dot(small):  # X-1
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize(("dtype", "fmt"), [(jnp.float32, FLOAT32), (jnp.float16, FLOAT16)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "fmt"), [(jnp.float32, FLOAT32), (jnp.float16, FLOAT16)], ids=str
+)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_other_dtypes(recipe, dtype, fmt, rng):  # G-8
     x, w, g = integers(rng)
@@ -53,18 +57,29 @@ def test_other_dtypes(recipe, dtype, fmt, rng):  # G-8
     given = (jnp.asarray(v, dtype) for v in (x, w.swapaxes(1, 2), g))
     y, grad_input, grad_weight = in_one_program(recipe)(*given, sizes)
     expected = simulated(x, w, g, recipe, out_dtype=fmt)
-    for found, which in ((y, "output"), (grad_input, "grad_input"), (grad_weight.swapaxes(1, 2), "grad_weight")):
+    for found, which in (
+        (y, "output"),
+        (grad_input, "grad_input"),
+        (grad_weight.swapaxes(1, 2), "grad_weight"),
+    ):
         assert found.dtype == dtype
         np.testing.assert_array_equal(found, expected[which].astype(dtype), err_msg=which)
 
 
 def test_in_a_scan_over_layers_with_sizes_of_their_own(small):  # X-1
     x, w, sizes = small
-    stack = jnp.stack([w @ jnp.ones((16, 32), jnp.bfloat16) / 64, jnp.flip(w, 0) @ jnp.ones((16, 32), jnp.bfloat16) / 64])
+    stack = jnp.stack(
+        [
+            w @ jnp.ones((16, 32), jnp.bfloat16) / 64,
+            jnp.flip(w, 0) @ jnp.ones((16, 32), jnp.bfloat16) / 64,
+        ]
+    )
     of_layers = jnp.stack([sizes, jnp.array([0, 9, 9])])
 
     def layers(x, stack):
-        return jax.lax.scan(lambda x, of: (grouped.apply(x, *of, recipe="rowwise")[0], None), x, (stack, of_layers))[0].sum()
+        return jax.lax.scan(
+            lambda x, of: (grouped.apply(x, *of, recipe="rowwise")[0], None), x, (stack, of_layers)
+        )[0].sum()
 
     found = jax.jit(jax.grad(layers, argnums=(0, 1)))(x, stack)
 
@@ -80,7 +95,10 @@ def test_in_a_scan_over_layers_with_sizes_of_their_own(small):  # X-1
 
 def test_under_vmap(small):
     (x, w, sizes), recipe = small, "tensorwise"
-    xs, of_each = jnp.stack([x, 2 * x, -x]), jnp.stack([sizes, jnp.array([24, 0, 0]), jnp.array([0, 0, 0])])
+    xs, of_each = (
+        jnp.stack([x, 2 * x, -x]),
+        jnp.stack([sizes, jnp.array([24, 0, 0]), jnp.array([0, 0, 0])]),
+    )
     alone = jax.jit(lambda x, s: grouped.apply(x, w, s, recipe=recipe)[0])
     for y, one, s in zip(jax.jit(jax.vmap(alone))(xs, of_each), xs, of_each, strict=True):
         np.testing.assert_array_equal(y, alone(one, s))
@@ -96,7 +114,9 @@ def test_a_nan_stays_in_its_group(recipe, rng):  # X-6
     compiled = in_one_program(recipe)
 
     def run(x, w):
-        return [np.asarray(v) for v in compiled(jnp.asarray(x), jnp.asarray(w), jnp.asarray(g), sizes)]
+        return [
+            np.asarray(v) for v in compiled(jnp.asarray(x), jnp.asarray(w), jnp.asarray(g), sizes)
+        ]
 
     clean = run(x, w)
     x[3, 5], w[2, 9, 7] = np.nan, np.inf
@@ -106,13 +126,20 @@ def test_a_nan_stays_in_its_group(recipe, rng):  # X-6
         np.testing.assert_array_equal(found[41:], before[41:])
     np.testing.assert_array_equal(grad_weight[3], clean[2][3])
     assert np.isnan(
-        np.asarray(jax.lax.ragged_dot(jnp.asarray(np.nan_to_num(x)), jnp.asarray(np.where(np.isinf(w), np.nan, w)), sizes))[41:]
+        np.asarray(
+            jax.lax.ragged_dot(
+                jnp.asarray(np.nan_to_num(x)), jnp.asarray(np.where(np.isinf(w), np.nan, w)), sizes
+            )
+        )[41:]
     ).any()
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_experts_cut_by_a_mesh(recipe, rng):  # X-3, X-7
-    """Four devices: two parts of the batch, and two experts of four on each. Bits of each device's own groups; gradients of weights summed."""
+    """Four devices: two parts of the batch, and two experts of four on each.
+
+    Bits of each device's own groups; gradients of weights summed.
+    """
     mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
     x = jnp.asarray(rng.integers(-7, 8, (4 * 24, 32)), jnp.bfloat16)  # 24 rows a device
     w = jnp.asarray(rng.integers(-7, 8, (4, 32, 16)), jnp.bfloat16)
@@ -135,9 +162,14 @@ def test_experts_cut_by_a_mesh(recipe, rng):  # X-3, X-7
         y, vjp = jax.vjp(cut, x, w)
         return y, *vjp(g)
 
-    device = in_one_program(recipe)  # one of the four by itself: rows, experts, gradients and sizes of its own
+    device = in_one_program(
+        recipe
+    )  # one of the four by itself: rows, experts, gradients and sizes of its own
     parts = [(d, e, slice(24 * (2 * d + e), 24 * (2 * d + e + 1))) for d in (0, 1) for e in (0, 1)]
-    alone = {(d, e): device(x[rows], w[2 * e : 2 * e + 2], g[rows], sizes[d, 2 * e : 2 * e + 2]) for d, e, rows in parts}
+    alone = {
+        (d, e): device(x[rows], w[2 * e : 2 * e + 2], g[rows], sizes[d, 2 * e : 2 * e + 2])
+        for d, e, rows in parts
+    }
     expected = (
         jnp.concatenate([y for y, _, _ in alone.values()]),
         jnp.concatenate([grad for _, grad, _ in alone.values()]),
@@ -147,12 +179,20 @@ def test_experts_cut_by_a_mesh(recipe, rng):  # X-3, X-7
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("delayed", marks=pytest.mark.slow), TENSORS_OF_ALL], ids=["delayed", "all"])
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param("delayed", marks=pytest.mark.slow), TENSORS_OF_ALL],
+    ids=["delayed", "all"],
+)
 def test_amaxes_of_all_groups_are_of_one_device(recipe, small):
     """Scales of a state are every device's."""
     x, w, sizes = small
     mesh = jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,))
-    given = {"state": delayed.init("delayed"), "seen": delayed.unseen("delayed")} if recipe == "delayed" else {}
+    given = (
+        {"state": delayed.init("delayed"), "seen": delayed.unseen("delayed")}
+        if recipe == "delayed"
+        else {}
+    )
 
     def run(x, w, s):
         return grouped.apply(x, w, s, recipe=recipe, **given)[0]
@@ -161,20 +201,30 @@ def test_amaxes_of_all_groups_are_of_one_device(recipe, small):
     if recipe == "delayed":
         np.testing.assert_array_equal(cut(x, w, sizes), run(x, w, sizes))
         return
-    with pytest.raises(ValueError, match=r"inside shard_map amaxes are of one device's groups; recipe 'tensorwise' has amaxes of all"):
+    with pytest.raises(
+        ValueError,
+        match=r"inside shard_map amaxes are of one device's groups; recipe 'tensorwise' has "
+        r"amaxes of all",
+    ):
         cut(x, w, sizes)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_no_tokens(recipe, small):  # L-9
     _, w, _ = small
-    given = {"state": delayed.init(recipe), "seen": delayed.unseen(recipe)} if recipe == "delayed" else {}
+    given = (
+        {"state": delayed.init(recipe), "seen": delayed.unseen(recipe)}
+        if recipe == "delayed"
+        else {}
+    )
 
     def loss(x, w):
         y, seen = grouped.apply(x, w, jnp.zeros(3, int), recipe=recipe, **given)
         return y.sum(), (y, seen)
 
-    grads, (y, seen) = jax.grad(loss, argnums=(0, 1), has_aux=True)(jnp.zeros((0, 32), jnp.bfloat16), w)
+    grads, (y, seen) = jax.grad(loss, argnums=(0, 1), has_aux=True)(
+        jnp.zeros((0, 32), jnp.bfloat16), w
+    )
     assert y.shape == (0, 16)
     assert not np.any(np.asarray(grads[1]).astype(np.float32))
     assert not np.any(jax.tree.leaves(seen) or 0)
@@ -184,9 +234,15 @@ def test_derivatives_that_are_refused(small):  # L-8
     x, w, sizes = small
 
     def loss(x):
-        return grouped.apply(x, w, sizes, recipe="rowwise", name="experts")[0].sum().astype(jnp.float32)
+        return (
+            grouped.apply(x, w, sizes, recipe="rowwise", name="experts")[0]
+            .sum()
+            .astype(jnp.float32)
+        )
 
-    with pytest.raises(ValueError, match="experts: the gradients of a linear are not differentiated again"):
+    with pytest.raises(
+        ValueError, match="experts: the gradients of a linear are not differentiated again"
+    ):
         jax.grad(lambda x: jax.grad(loss)(x).sum())(x)
     with pytest.raises(ValueError, match="experts: a linear has derivatives in reverse mode only"):
         jax.jvp(loss, (x,), (x,))
@@ -194,8 +250,12 @@ def test_derivatives_that_are_refused(small):  # L-8
 
 SQUARES = Recipe(
     name="squares",
-    output=GemmSpec(a=CastSpec(fmt=E4M3FN, granularity="blockwise_128x128"), b=CastSpec(fmt=E4M3FN, granularity="blockwise_1x128"), accumulate="fast"),
-)  # fmt: skip
+    output=GemmSpec(
+        a=CastSpec(fmt=E4M3FN, granularity="blockwise_128x128"),
+        b=CastSpec(fmt=E4M3FN, granularity="blockwise_1x128"),
+        accumulate="fast",
+    ),
+)
 
 
 @pytest.mark.parametrize(
@@ -208,13 +268,19 @@ SQUARES = Recipe(
     ],
 )
 def test_what_is_refused(change, message, small):  # X-1
-    given = dict(zip(("x", "w", "group_sizes"), small, strict=True)) | {"recipe": "rowwise", "name": "experts"} | change
+    given = (
+        dict(zip(("x", "w", "group_sizes"), small, strict=True))
+        | {"recipe": "rowwise", "name": "experts"}
+        | change
+    )
     with pytest.raises(ValueError, match=message):
         grouped.apply(**given)
 
 
 def test_a_gpus_products_are_in_fp8(small):  # X-10
-    """As exported for an NVIDIA GPU: codes go into the products as they are, a block of 16 rows after another."""
+    """As exported for an NVIDIA GPU: codes go into the products as they are, a block of 16 rows
+    after another.
+    """
     x, w, sizes = small
 
     def step(x, w, sizes):
@@ -233,7 +299,10 @@ def test_a_gpus_products_are_in_fp8(small):  # X-10
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("rows", [1, 31, 64, 500, 6000])
 def test_blocks_of_rows(rows, rng):  # X-10
-    """Every row of a group is in a block of its group, once; others in none. No more than twice the rows, or 16 more for each group."""
+    """Every row of a group is in a block of its group, once; others in none.
+
+    No more than twice the rows, or 16 more for each group.
+    """
     sizes = rng.multinomial(rows - rows // 8, [0.5, 0, 0.1, 0.4]).astype(np.int32)
     groups = grouped_operands.groups_of(jnp.asarray(sizes), rows)
     blocks = grouped_operands._row_blocks(groups)

@@ -1,4 +1,6 @@
-"""Groups of rows in JAX: which group and block a row is in, casts by tables, and blocks of one group."""
+"""Groups of rows in JAX: which group and block a row is in, casts by tables, and blocks of one
+group.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +48,21 @@ def test_a_groups_rows_are_cast_as_they_would_be_alone(granularity, axis, rng): 
         rows = x[begin:end]
         if granularity == "mx_1x32" and axis == -2:
             rows = jnp.pad(rows, ((0, -len(rows) % 32), (0, 0)))
-        alone = scaling.quantize(rows, spec.fmt, granularity=granularity, policy=spec.policy, axis=axis)
-        np.testing.assert_array_equal(q.codes[begin:end].view(jnp.uint8), alone.codes[: end - begin].view(jnp.uint8))
+        alone = scaling.quantize(
+            rows, spec.fmt, granularity=granularity, policy=spec.policy, axis=axis
+        )
+        np.testing.assert_array_equal(
+            q.codes[begin:end].view(jnp.uint8), alone.codes[: end - begin].view(jnp.uint8)
+        )
         if isinstance(q, grouped_operands.Segmented):
             assert (q.granularity, q.axis) == (granularity, axis)
-            scale = jnp.broadcast_to(scaling.spread(alone.scale, rows.shape, granularity, axis), rows.shape)
-            np.testing.assert_array_equal(jnp.broadcast_to(q.of_rows(q.scale)[begin:end], (end - begin, 64)), scale[: end - begin])
+            scale = jnp.broadcast_to(
+                scaling.spread(alone.scale, rows.shape, granularity, axis), rows.shape
+            )
+            np.testing.assert_array_equal(
+                jnp.broadcast_to(q.of_rows(q.scale)[begin:end], (end - begin, 64)),
+                scale[: end - begin],
+            )
         else:
             np.testing.assert_array_equal(q.scale[begin:end], alone.scale)
 
@@ -70,7 +81,13 @@ def test_blocks_of_rows_are_of_one_group_and_hold_every_row(rng):  # X-10
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_nothing_is_promoted(recipe):
     """Programs may forbid that JAX broadcasts ranks or promotes dtypes by itself."""
-    x, w, sizes = jnp.ones((32, 32), jnp.bfloat16), jnp.ones((2, 32, 16), jnp.bfloat16), jnp.array([16, 16])
+    x, w, sizes = (
+        jnp.ones((32, 32), jnp.bfloat16),
+        jnp.ones((2, 32, 16), jnp.bfloat16),
+        jnp.array([16, 16]),
+    )
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        grad = jax.eval_shape(jax.grad(lambda x: grouped.apply(x, w, sizes, recipe=recipe)[0].sum()), x)
+        grad = jax.eval_shape(
+            jax.grad(lambda x: grouped.apply(x, w, sizes, recipe=recipe)[0].sum()), x
+        )
     assert grad.shape == x.shape

@@ -1,4 +1,6 @@
-"""What grouped GEMMs report: to an observer as linears' GEMMs, group by group, and as statistics."""
+"""What grouped GEMMs report: to an observer as linears' GEMMs, group by group, and as
+statistics.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,13 @@ def _observed(recipe, x, w, g, **state):
     found = []
 
     def run(x, w, g):
-        y, vjp = jax.vjp(lambda x, w: grouped.apply(x, w, jnp.array(SIZES), recipe=recipe, name="up", **state)[0], x, w)
+        y, vjp = jax.vjp(
+            lambda x, w: grouped.apply(x, w, jnp.array(SIZES), recipe=recipe, name="up", **state)[
+                0
+            ],
+            x,
+            w,
+        )
         return y, vjp(g)
 
     with linear.observing(lambda *gemm: found.append(gemm)):
@@ -37,7 +45,10 @@ def _observed(recipe, x, w, g, **state):
 
 
 def _tensors(rng):
-    return [rng.standard_normal(s).astype(jnp.bfloat16).astype(np.float32) for s in ((40, 32), (3, 16, 32), (40, 16))]
+    return [
+        rng.standard_normal(s).astype(jnp.bfloat16).astype(np.float32)
+        for s in ((40, 32), (3, 16, 32), (40, 16))
+    ]
 
 
 @pytest.mark.grid(1)
@@ -47,17 +58,30 @@ def test_each_group_with_rows_reports_three_gemms_in_a_linears_layout(recipe, rn
     if recipe == "mxfp8":
         w, g = (np.concatenate([v, v], axis=1) for v in (w, g))
     found, (y, _) = _observed(recipe, x, w, g)
-    assert sorted(which for _, which, *_ in found) == ["grad_input"] * 2 + ["grad_weight"] * 2 + ["output"] * 2
+    assert (
+        sorted(which for _, which, *_ in found)
+        == ["grad_input"] * 2 + ["grad_weight"] * 2 + ["output"] * 2
+    )
     tensors = {"input": x, "weight": w, "grad_output": g}
     for which, roles in (
         ("output", ("input", "weight")),
         ("grad_input", ("grad_output", "weight")),
         ("grad_weight", ("grad_output", "input")),
     ):
-        expected = [pair for pair in sim.quantize_operands(which, {r: tensors[r] for r in roles}, np.cumsum(SIZES), recipe) if pair]
-        for (name, _, *operands, out), pair in zip([o for o in found if o[1] == which], expected, strict=True):
+        expected = [
+            pair
+            for pair in sim.quantize_operands(
+                which, {r: tensors[r] for r in roles}, np.cumsum(SIZES), recipe
+            )
+            if pair
+        ]
+        for (name, _, *operands, out), pair in zip(
+            [o for o in found if o[1] == which], expected, strict=True
+        ):
             assert name == "up"
-            for (hp, codes, scale), q, turned in zip(operands, pair, (which == "grad_weight", which != "output"), strict=True):
+            for (hp, codes, scale), q, turned in zip(
+                operands, pair, (which == "grad_weight", which != "output"), strict=True
+            ):
                 codes, scale = (codes.T, scale.T) if turned else (codes, scale)
                 np.testing.assert_array_equal(codes, q.codes)
                 np.testing.assert_array_equal(scale, q.scale)
@@ -88,12 +112,16 @@ def test_statistics_are_those_of_torch(role, rng):  # Q-8, Q-9
         given = groups.only(jnp.asarray(x, jnp.bfloat16))
         q = grouped_operands.quantize_rows(given, spec, -2, groups, "group")
         hp = of_torch.only(torch.from_numpy(x).bfloat16())
-        theirs = torch_stats.measure_groups(hp, torch_operands.quantize_rows(hp, spec, -2, of_torch, "group"), ends.tolist())
+        theirs = torch_stats.measure_groups(
+            hp, torch_operands.quantize_rows(hp, spec, -2, of_torch, "group"), ends.tolist()
+        )
     else:
         given = jnp.asarray(w.swapaxes(1, 2), jnp.bfloat16)
         q = grouped_operands.quantize_weights(given, spec, -2, "group")
         hp = torch.from_numpy(w).bfloat16()
-        theirs = torch_stats.measure_groups(hp, torch_operands.quantize_weights(hp, spec, -1, "group"), ends.tolist())
+        theirs = torch_stats.measure_groups(
+            hp, torch_operands.quantize_weights(hp, spec, -1, "group"), ends.tolist()
+        )
     found = stats.parts(np.asarray(jax.jit(lambda x: grouped_reports.measure(x, q, groups))(given)))
     for name, mine, other in zip(FIELDS, found, theirs.tolist(), strict=True):
         # Sums of 1,536 squares in float32, by JAX; everything else is exact.

@@ -14,7 +14,11 @@ def of(amax):
 
 def test_microbatches_merge_by_the_largest_in_any_order():  # H-4
     one, two = (Observed(layers={"fc": of(amax)}) for amax in (3.0, 5.0))
-    for merged in (amax_observations.merge(one, two), amax_observations.merge(two, one), amax_observations.merge(two)):
+    for merged in (
+        amax_observations.merge(one, two),
+        amax_observations.merge(two, one),
+        amax_observations.merge(two),
+    ):
         assert merged.layers["fc"]["input"].tolist() == [5, 0, 1]
         assert merged.layers["fc"]["weight"].tolist() == [0, 0, 0]
 
@@ -25,7 +29,10 @@ def test_microbatches_merge_by_the_largest_in_any_order():  # H-4
         ((), "at least one"),
         (({"fc": 1},), "observations of fj.flax.value_and_grad.*got dict"),
         ((Observed(layers={"fc": of(1)}), Observed(layers={})), "merge: every layer .*; fc is not"),
-        ((Observed(layers={}), Observed(layers={"fc": of(1)})), "merge: got observations of fc, which the model does not have"),
+        (
+            (Observed(layers={}), Observed(layers={"fc": of(1)})),
+            "merge: got observations of fc, which the model does not have",
+        ),
     ],
 )
 def test_what_does_not_merge(arguments, message):
@@ -35,7 +42,11 @@ def test_what_does_not_merge(arguments, message):
 
 def test_a_layer_whose_observations_would_be_lost_is_named():
     recipe = RECIPES["delayed"]
-    assert set(amax_observations.unobserved(recipe, "fc", "Remedy.")) == {"input", "weight", "grad_output"}
+    assert set(amax_observations.unobserved(recipe, "fc", "Remedy.")) == {
+        "input",
+        "weight",
+        "grad_output",
+    }
     assert amax_observations.observers() is None
     with amax_observations.observing() as observers:
         assert amax_observations.observers() is observers
@@ -49,8 +60,13 @@ def test_observations_come_out_as_a_gradient():
     given = {"input": jnp.zeros(3)}
 
     def loss(x, given):
-        first, second = ({"input": one["input"] + amax} for one, amax in zip(given, (2.0, 5.0), strict=True))
-        return (amax_observations.by_gradient(amax_observations.by_gradient(x, first, "a"), second, "b") * 7).sum()
+        first, second = (
+            {"input": one["input"] + amax} for one, amax in zip(given, (2.0, 5.0), strict=True)
+        )
+        return (
+            amax_observations.by_gradient(amax_observations.by_gradient(x, first, "a"), second, "b")
+            * 7
+        ).sum()
 
     of_x, found = jax.grad(loss, argnums=(0, 1))(jnp.ones(2), (given, given))
     assert of_x.tolist() == [7, 7]

@@ -16,7 +16,10 @@ X = jax.random.normal(jax.random.key(1), (24, 32))
 class Model(nnx.Module):
     def __init__(self) -> None:
         rngs, small = nnx.Rngs(0), nnx.initializers.normal(2.0**-10)
-        self.up, self.down = nnx.Linear(32, 64, kernel_init=small, rngs=rngs), nnx.Linear(64, 16, kernel_init=small, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(32, 64, kernel_init=small, rngs=rngs),
+            nnx.Linear(64, 16, kernel_init=small, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.down(nnx.gelu(self.up(x)))
@@ -29,7 +32,9 @@ class Net(nn.Module):
     def __call__(self, x):
         more = {} if self.hook is None else {"dot_general_cls": self.hook}
         small = nn.initializers.normal(2.0**-10)
-        return nn.Dense(16, kernel_init=small, **more)(nn.gelu(nn.Dense(64, kernel_init=small, **more)(x)))
+        return nn.Dense(16, kernel_init=small, **more)(
+            nn.gelu(nn.Dense(64, kernel_init=small, **more)(x))
+        )
 
 
 def close(y, expected):
@@ -40,7 +45,10 @@ def close(y, expected):
 @pytest.mark.parametrize("batches", [[X], [(X[:8],), (X[8:],)], [{"x": X}]])
 def test_calibration_sets_the_scales_of_an_nnx_evaluation(batches):  # TransformerEngine#982
     expected, model = Model()(X), fp8.convert(Model(), "delayed")
-    with pytest.warns(UserWarning, match=r"^up scales by earlier steps .* Call fp8ref\.jax\.flax\.calibrate\(model, batches\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"^up scales by earlier steps .* Call fp8ref\.jax\.flax\.calibrate\(model, batches\)",
+    ):
         assert not close(model(X), expected)
     fp8.calibrate(model, batches)
     states = model.up.dot_general.state.get_value()
@@ -65,7 +73,9 @@ def test_calibration_sets_the_scales_of_a_linen_evaluation():
 
 @pytest.mark.parametrize("transformed", [nnx.jit, nnx.remat])
 def test_a_cached_trace_is_of_its_own_mode(transformed):
-    """A jit or a checkpoint inside a model: training after a calibration is in FP8, and a calibration after training is not."""
+    """A jit or a checkpoint inside a model: training after a calibration is in FP8, and a
+    calibration after training is not.
+    """
 
     @transformed
     def body(model, x):
@@ -87,8 +97,12 @@ def test_a_cached_trace_is_of_its_own_mode(transformed):
     nnx.jit(step)(trained, X)
     fp8.calibrate(trained, [X])
     for one in (model, trained):
-        got, wanted = (m.down.dot_general.state.get_value()["input"].amax_history[0] for m in (one, expected))
-        np.testing.assert_array_max_ulp(got, wanted, 2)  # XLA fuses what it compiles, so that sums differ in order
+        got, wanted = (
+            m.down.dot_general.state.get_value()["input"].amax_history[0] for m in (one, expected)
+        )
+        np.testing.assert_array_max_ulp(
+            got, wanted, 2
+        )  # XLA fuses what it compiles, so that sums differ in order
 
 
 def test_hooks_without_states_multiply_in_high_precision():
@@ -102,10 +116,16 @@ def test_hooks_without_states_multiply_in_high_precision():
         def __call__(self, x):
             return self.down(up(self, x))
 
-    plain, model = Mixed(), fp8.convert(Mixed(), "delayed", rules=(Rule(layers=("up",), recipe="rowwise"),))
+    plain, model = (
+        Mixed(),
+        fp8.convert(Mixed(), "delayed", rules=(Rule(layers=("up",), recipe="rowwise"),)),
+    )
     fp8.calibrate(model, [X])
     assert model.up.dot_general.state is None
-    np.testing.assert_array_equal(model.down.dot_general.state.get_value()["input"].amax_history[0], jnp.abs(up(plain, X)).max())
+    np.testing.assert_array_equal(
+        model.down.dot_general.state.get_value()["input"].amax_history[0],
+        jnp.abs(up(plain, X)).max(),
+    )
     assert not (up(model, X) == up(plain, X)).all()
 
     class Hooks(nn.Module):
@@ -114,13 +134,19 @@ def test_hooks_without_states_multiply_in_high_precision():
 
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(16, name="down", dot_general_cls=self.second)(nn.Dense(64, name="up", dot_general_cls=self.first)(x))
+            return nn.Dense(16, name="down", dot_general_cls=self.second)(
+                nn.Dense(64, name="up", dot_general_cls=self.first)(x)
+            )
 
     net = Hooks(fp8.linen_dot_general("rowwise"), fp8.linen_dot_general("delayed"))
     variables = net.init(jax.random.key(0), X)
     _, between = Hooks().apply({"params": variables["params"]}, X, capture_intermediates=True)
-    state = fp8.calibrate(variables, [X], apply=net.apply)["fp8_state"]["down"]["Fp8DotGeneral_0"]["state"].roles["input"]
-    np.testing.assert_array_equal(state.amax_history[0], jnp.abs(between["intermediates"]["up"]["__call__"][0]).max())
+    state = fp8.calibrate(variables, [X], apply=net.apply)["fp8_state"]["down"]["Fp8DotGeneral_0"][
+        "state"
+    ].roles["input"]
+    np.testing.assert_array_equal(
+        state.amax_history[0], jnp.abs(between["intermediates"]["up"]["__call__"][0]).max()
+    )
 
 
 def test_calibration_of_nothing_is_refused():

@@ -48,7 +48,9 @@ def linen_convert(recipe="tensorwise", model=None, **options):
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_converted_linen_model_is_one_written_with_hooks(recipe):
-    """All but lm_head, on the same parameters; output, gradients, and the whole state after an update."""
+    """All but lm_head, on the same parameters; output, gradients, and the whole state after an
+    update.
+    """
     written = Model(fj.flax.linen_dot_general(recipe))
     converted = linen_convert(recipe, filter_fqns=["lm_head"])
     original = Model().init(jax.random.key(0), X)
@@ -77,14 +79,25 @@ def test_every_method_of_a_converted_linen_model_has_hooks():
     same(model.apply(variables, X, method="encode"), expected)
     same(model.apply(variables, X, method=lambda m, x: m.up(x)), expected)
     assert not np.array_equal(MLP().apply(variables, X, method="encode"), expected)
-    shapes = fj.flax.convert(Model(size=24), "tensorwise", inputs=(jax.ShapeDtypeStruct((2, 32), jnp.bfloat16),))
-    assert (shapes.size, shapes.apply(Model(size=24).init(jax.random.key(0), X), X).shape) == (24, (4, 2, 24))
+    shapes = fj.flax.convert(
+        Model(size=24), "tensorwise", inputs=(jax.ShapeDtypeStruct((2, 32), jnp.bfloat16),)
+    )
+    assert (shapes.size, shapes.apply(Model(size=24).init(jax.random.key(0), X), X).shape) == (
+        24,
+        (4, 2, 24),
+    )
 
 
 class Net(nnx.Module):
     def __init__(self, *, rngs, **hooks):
         self.up = nnx.Linear(32, 64, rngs=rngs, **{k: v() for k, v in hooks.items()})
-        self.blocks = nnx.List([nnx.LinearGeneral((4, 16), (2, 16), axis=(-2, -1), rngs=rngs, **{k: v() for k, v in hooks.items()})])
+        self.blocks = nnx.List(
+            [
+                nnx.LinearGeneral(
+                    (4, 16), (2, 16), axis=(-2, -1), rngs=rngs, **{k: v() for k, v in hooks.items()}
+                )
+            ]
+        )
         self.out = nnx.Einsum("bhk,hkd->bd", (2, 16, 32), (32,), rngs=rngs)
         self.lm_head = nnx.Linear(32, 24, rngs=rngs)
 
@@ -108,7 +121,14 @@ def test_a_converted_nnx_model_is_one_written_with_hooks(recipe):
     for one in (model, written):
         value, grads, seen = nnx.jit(fj.flax.value_and_grad(lambda m, x: (m(x) ** 2).sum()))(one, X)
         fj.flax.update(one, seen)
-        results.append((value, nnx.to_pure_dict(grads), seen, nnx.to_pure_dict(nnx.state(one, fj.flax.Fp8State))))
+        results.append(
+            (
+                value,
+                nnx.to_pure_dict(grads),
+                seen,
+                nnx.to_pure_dict(nnx.state(one, fj.flax.Fp8State)),
+            )
+        )
     same(*results)
     assert not np.array_equal(model(X), net()(X))
 
@@ -117,10 +137,14 @@ def test_a_converted_nnx_model_is_one_written_with_hooks(recipe):
 def test_a_stack_of_layers_and_an_einsum_are_converted_too():
     class Stack(nnx.Module):
         def __init__(self):
-            self.layers = nnx.vmap(lambda key: nnx.Linear(32, 32, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+            self.layers = nnx.vmap(lambda key: nnx.Linear(32, 32, rngs=nnx.Rngs(key)))(
+                jax.random.split(jax.random.key(0), 3)
+            )
 
         def __call__(self, x):
-            return nnx.scan(lambda x, one: one(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+            return nnx.scan(lambda x, one: one(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+                x, self.layers
+            )
 
     stack = fj.flax.convert(Stack(), "delayed")
     _, _, seen = fj.flax.value_and_grad(lambda m, x: (m(x) ** 2).sum())(stack, X)
@@ -144,7 +168,9 @@ def test_attention_is_converted_projection_by_projection():
 
 
 def test_small_layers_stay_as_they_are():  # R-4
-    model = nnx.Dict(small=nnx.Linear(16, 1024, rngs=nnx.Rngs(0)), large=nnx.Linear(16, 1040, rngs=nnx.Rngs(0)))
+    model = nnx.Dict(
+        small=nnx.Linear(16, 1024, rngs=nnx.Rngs(0)), large=nnx.Linear(16, 1040, rngs=nnx.Rngs(0))
+    )
     fj.flax.convert(model, "tensorwise", filter_fqns=["auto_filter_small_kn"])
     assert model.small.dot_general is jax.lax.dot_general
     assert model.large.dot_general is not jax.lax.dot_general
@@ -161,7 +187,12 @@ class Parent(nn.Module):
 class Scanned(nn.Module):
     @nn.compact
     def __call__(self, x):
-        block = nn.scan(lambda layer, h, _: (layer(h), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        block = nn.scan(
+            lambda layer, h, _: (layer(h), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
         return block(nn.Dense(32, name="up"), x, None)[0]
 
 
@@ -192,21 +223,39 @@ class OwnPair(nn.Module):
 
 
 def one_linear(**options):
-    return nnx.Sequential(nnx.Linear(32, 32, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0), **options))
+    return nnx.Sequential(
+        nnx.Linear(32, 32, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0), **options)
+    )
 
 
 def test_a_subclass_that_does_not_run_its_hook_is_not_counted(caplog):  # R-6
     linear, own, other, lora = (
         kind(32, 32, rngs=nnx.Rngs(0), **options)
-        for kind, options in ((nnx.Linear, {}), (OwnLinear, {}), (OtherLinear, {}), (nnx.LoRALinear, {"lora_rank": 4}))
+        for kind, options in (
+            (nnx.Linear, {}),
+            (OwnLinear, {}),
+            (OtherLinear, {}),
+            (nnx.LoRALinear, {"lora_rank": 4}),
+        )
     )
     model = fj.flax.convert(nnx.Sequential(linear, own, other, lora), "rowwise")
-    assert [layer.dot_general is jax.lax.dot_general for layer in model.layers] == [False, True, False, False]
+    assert [layer.dot_general is jax.lax.dot_general for layer in model.layers] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     (record,) = caplog.records
     assert "3 layers in FP8" in record.getMessage()
-    assert "layers.1 (OwnLinear: its own __call__ multiplies without the layer's hook)" in record.getMessage()
+    assert (
+        "layers.1 (OwnLinear: its own __call__ multiplies without the layer's hook)"
+        in record.getMessage()
+    )
     report = fj.flax.report(fj.flax.convert(OwnPair(), "rowwise", inputs=(X,)))
-    assert [(row.path, row.recipe) for row in report.rows if row.kind != "vectors"] == [("hooked", "rowwise"), ("own", None)]
+    assert [(row.path, row.recipe) for row in report.rows if row.kind != "vectors"] == [
+        ("hooked", "rowwise"),
+        ("own", None),
+    ]
     assert report.multiplications == 0.5
     assert report.surprising
 
@@ -214,15 +263,26 @@ def test_a_subclass_that_does_not_run_its_hook_is_not_counted(caplog):  # R-6
 def test_an_adapter_of_low_rank_is_none_of_experts(caplog):
     """nnx.LoRA's matrices multiply outside of FP8, which surprises nobody: no warning."""
     base = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
-    fj.flax.convert(nnx.Sequential(nnx.LoRA(32, 4, 32, base_module=base, rngs=nnx.Rngs(0))), "rowwise")
+    fj.flax.convert(
+        nnx.Sequential(nnx.LoRA(32, 4, 32, base_module=base, rngs=nnx.Rngs(0))), "rowwise"
+    )
     assert not caplog.records
-    model = fj.flax.convert(nnx.Sequential(nnx.LoRALinear(32, 32, lora_rank=4, rngs=nnx.Rngs(0))), "rowwise")
-    assert {row.path: row.reason for row in fj.flax.report(model).rows}["layers.0.lora"].startswith("an adapter of low rank")
+    model = fj.flax.convert(
+        nnx.Sequential(nnx.LoRALinear(32, 32, lora_rank=4, rngs=nnx.Rngs(0))), "rowwise"
+    )
+    assert {row.path: row.reason for row in fj.flax.report(model).rows}["layers.0.lora"].startswith(
+        "an adapter of low rank"
+    )
 
 
 def test_a_recurrent_linen_model_shares_its_cells_state():
-    """As the error says: the state is broadcast as the weights are, and observations are carried from step to step."""
-    model, x = nn.RNN(nn.GRUCell(32), variable_broadcast=("params", STATE), variable_carry=SEEN), jnp.ones((4, 3, 32))
+    """As the error says: the state is broadcast as the weights are, and observations are carried
+    from step to step.
+    """
+    model, x = (
+        nn.RNN(nn.GRUCell(32), variable_broadcast=("params", STATE), variable_carry=SEEN),
+        jnp.ones((4, 3, 32)),
+    )
     converted = fj.flax.convert(model, "delayed", inputs=(x,))
     variables = jax.jit(converted.init)(jax.random.key(0), x)
 
@@ -232,12 +292,16 @@ def test_a_recurrent_linen_model_shares_its_cells_state():
 
     _, _, after = jax.jit(fj.flax.value_and_grad(loss, update=True))(variables, x)
     states = jax.tree.leaves(after[STATE], is_leaf=lambda value: hasattr(value, "roles"))
-    assert [int(role.step) for layer in states for role in layer.roles.values()] == [1] * 18  # six linears, three roles each
+    assert [int(role.step) for layer in states for role in layer.roles.values()] == [
+        1
+    ] * 18  # six linears, three roles each
 
 
 def shared():
     hook = fj.flax.nnx_dot_general("rowwise")
-    return nnx.Sequential(*(nnx.Linear(32, 32, dot_general=hook, rngs=nnx.Rngs(0)) for _ in range(2)))
+    return nnx.Sequential(
+        *(nnx.Linear(32, 32, dot_general=hook, rngs=nnx.Rngs(0)) for _ in range(2))
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,32 +315,68 @@ def shared():
         (lambda: linen_convert(filter_fqns=["*"]), "converts no linear"),
         (lambda: fj.flax.convert(net(), "rowwise", filter_fqns=["*"]), "converts no linear"),
         (lambda: fj.flax.convert(nnx.Dropout(0.1), "rowwise"), "the model has no linears"),
-        (lambda: fj.flax.convert(net(), "rowwise", fp8_fqns=["lm_head"]), r"lm_head is \[24, 32\], and fp8_fqns"),
+        (
+            lambda: fj.flax.convert(net(), "rowwise", fp8_fqns=["lm_head"]),
+            r"lm_head is \[24, 32\], and fp8_fqns",
+        ),
         (lambda: linen_convert(model=linen_convert()), "Model is converted already"),
         (
             lambda: fj.flax.convert(fj.flax.convert(net(), "rowwise"), "rowwise"),
             "blocks.0 has a hook already, of DotGeneral.*converted once",
         ),
-        (lambda: linen_convert(model=Model(fj.flax.linen_dot_general("rowwise"))), "mlp.up has a hook already"),
+        (
+            lambda: linen_convert(model=Model(fj.flax.linen_dot_general("rowwise"))),
+            "mlp.up has a hook already",
+        ),
         (lambda: fj.flax.convert(shared(), "rowwise"), "every layer has its own hook"),
-        (lambda: linen_convert(model=nn.Dense(32, precision="highest")), "^Dense: .*precision='highest'"),
-        (lambda: linen_convert(model=nn.Einsum((32, 16), "ab,bc->ac")), "^Einsum: linen's nn.Einsum takes no hook.*fj.flax.Einsum"),
-        (lambda: linen_convert("delayed", model=Scanned()), "^up: .*'fp8_state'; got none.*nn.scan"),
-        (lambda: Parent(linen_convert()).init(jax.random.key(0), X), "a whole model; got it inside Parent"),
+        (
+            lambda: linen_convert(model=nn.Dense(32, precision="highest")),
+            "^Dense: .*precision='highest'",
+        ),
+        (
+            lambda: linen_convert(model=nn.Einsum((32, 16), "ab,bc->ac")),
+            "^Einsum: linen's nn.Einsum takes no hook.*fj.flax.Einsum",
+        ),
+        (
+            lambda: linen_convert("delayed", model=Scanned()),
+            "^up: .*'fp8_state'; got none.*nn.scan",
+        ),
+        (
+            lambda: Parent(linen_convert()).init(jax.random.key(0), X),
+            "a whole model; got it inside Parent",
+        ),
         (lambda: linen_convert().bind({}), "runs by its own init and apply"),
         (lambda: linen_convert().tabulate(jax.random.key(0), X), "runs by its own init and apply"),
-        (lambda: nn.init(lambda m: m(X), linen_convert())(jax.random.key(0)), "runs by its own init and apply"),
+        (
+            lambda: nn.init(lambda m: m(X), linen_convert())(jax.random.key(0)),
+            "runs by its own init and apply",
+        ),
         (lambda: fj.flax.convert(Model(), "rowwise"), r"inputs=\(x,\)"),
         (lambda: fj.flax.convert(net(), "rowwise", inputs=(X,)), "Leave both out"),
         (
-            lambda: fj.flax.convert(nnx.Sequential(nnx.Einsum("bd,...df->b...f", (2, 32, 64), rngs=nnx.Rngs(0))), "rowwise"),
+            lambda: fj.flax.convert(
+                nnx.Sequential(nnx.Einsum("bd,...df->b...f", (2, 32, 64), rngs=nnx.Rngs(0))),
+                "rowwise",
+            ),
             "^layers.0: an einsum names every dim of its kernel",
         ),
         (lambda: fj.flax.convert(len, "rowwise"), "a linen or an NNX module; got builtin"),
-        (lambda: fj.flax.convert(one_linear(param_dtype=jnp.float8_e4m3fn), "rowwise"), "^layers.0: .*got param_dtype=float8_e4m3fn"),
-        (lambda: fj.flax.convert(one_linear(dtype=jnp.float8_e5m2), "rowwise"), "^layers.0: .*got dtype=float8_e5m2"),
-        (lambda: fj.flax.convert(OwnLinear(32, 32, rngs=nnx.Rngs(0)), "rowwise"), r"nothing to convert: OwnLinear multiplies.*super\(\)"),
-        (lambda: fj.flax.convert(OwnDense(32), "rowwise", inputs=(X,)), "nothing to convert: OwnDense multiplies"),
+        (
+            lambda: fj.flax.convert(one_linear(param_dtype=jnp.float8_e4m3fn), "rowwise"),
+            "^layers.0: .*got param_dtype=float8_e4m3fn",
+        ),
+        (
+            lambda: fj.flax.convert(one_linear(dtype=jnp.float8_e5m2), "rowwise"),
+            "^layers.0: .*got dtype=float8_e5m2",
+        ),
+        (
+            lambda: fj.flax.convert(OwnLinear(32, 32, rngs=nnx.Rngs(0)), "rowwise"),
+            r"nothing to convert: OwnLinear multiplies.*super\(\)",
+        ),
+        (
+            lambda: fj.flax.convert(OwnDense(32), "rowwise", inputs=(X,)),
+            "nothing to convert: OwnDense multiplies",
+        ),
         (
             lambda: fj.flax.convert(nn.RNN(nn.GRUCell(32)), "delayed", inputs=(X[None],)),
             r"^cell.*nn.RNN\(cell, variable_broadcast=\('params'",
@@ -305,7 +405,9 @@ def test_a_layer_that_the_inputs_did_not_show_is_refused():
             return nn.Dense(32, name="sometimes")(x) if extra else x
 
     model = linen_convert(model=Switch())
-    with pytest.raises(ValueError, match="sometimes is not among the layers that convert's inputs called: always"):
+    with pytest.raises(
+        ValueError, match="sometimes is not among the layers that convert's inputs called: always"
+    ):
         model.init(jax.random.key(0), X, extra=True)
 
 
@@ -316,16 +418,27 @@ def test_a_converted_model_runs_under_simulated_hardware():  # G-19
     found = linen_convert(filter_fqns=["lm_head"], multiply=HOPPER).apply(variables, X)
     same(found, written.apply(variables, X))
     assert (found != linen_convert(filter_fqns=["lm_head"]).apply(variables, X)).any()
-    model = fj.flax.convert(nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0))), "tensorwise", multiply=HOPPER)
-    by_hand = nnx.Linear(32, 32, dot_general=fj.flax.nnx_dot_general("tensorwise", multiply=HOPPER), rngs=nnx.Rngs(0))
+    model = fj.flax.convert(
+        nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0))), "tensorwise", multiply=HOPPER
+    )
+    by_hand = nnx.Linear(
+        32, 32, dot_general=fj.flax.nnx_dot_general("tensorwise", multiply=HOPPER), rngs=nnx.Rngs(0)
+    )
     same(model(X), by_hand(X))
-    assert (model(X) != nnx.Linear(32, 32, dot_general=fj.flax.nnx_dot_general("tensorwise"), rngs=nnx.Rngs(0))(X)).any()
+    assert (
+        model(X)
+        != nnx.Linear(32, 32, dot_general=fj.flax.nnx_dot_general("tensorwise"), rngs=nnx.Rngs(0))(
+            X
+        )
+    ).any()
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "bf16"])
 def test_deconvert_gives_the_original_nnx_model_back(recipe):  # R-6
     """Its structure, its parameters, and every bit of a step."""
-    stacked = nnx.vmap(lambda key: nnx.Linear(32, 32, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 2))
+    stacked = nnx.vmap(lambda key: nnx.Linear(32, 32, rngs=nnx.Rngs(key)))(
+        jax.random.split(jax.random.key(0), 2)
+    )
     model = net()
     model.stacked = stacked
     structure, state = nnx.graphdef(model), nnx.to_pure_dict(nnx.state(model))
@@ -342,7 +455,10 @@ def test_deconvert_gives_the_original_linen_module_back():
     original = fj.flax.deconvert(converted)
     assert (original, type(original)) == (Model(), Model)
     variables = converted.init(jax.random.key(0), X)
-    same(original.apply({"params": variables["params"]}, X), Model().apply({"params": variables["params"]}, X))
+    same(
+        original.apply({"params": variables["params"]}, X),
+        Model().apply({"params": variables["params"]}, X),
+    )
     assert fj.flax.deconvert(converted.clone(size=8)).size == 8
 
 
@@ -355,7 +471,10 @@ def by_hand():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: fj.flax.deconvert(by_hand()), r"^blocks.0.dot_general: convert did not put this hook in"),
+        (
+            lambda: fj.flax.deconvert(by_hand()),
+            r"^blocks.0.dot_general: convert did not put this hook in",
+        ),
         (lambda: fj.flax.deconvert(Model()), r"^deconvert takes what convert returned; got Model"),
         (lambda: fj.flax.deconvert(3), r"^deconvert takes what convert returned; got int"),
     ],

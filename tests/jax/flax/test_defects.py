@@ -1,4 +1,6 @@
-"""What goes wrong in Flax's own FP8 layers, and what happens in ours instead; and that training by ours tracks bfloat16."""
+"""What goes wrong in Flax's own FP8 layers, and what happens in ours instead; and that training by
+ours tracks bfloat16.
+"""
 
 import flax.linen as nn
 import jax
@@ -22,7 +24,10 @@ class Net(nn.Module):
 
     @nn.compact
     def __call__(self, x, *, uses=1, wo=True):
-        wi, out = (nn.Dense(32, False, self.dtype, dot_general_cls=self.dot_general_cls, name=name) for name in ("wi", "wo"))
+        wi, out = (
+            nn.Dense(32, False, self.dtype, dot_general_cls=self.dot_general_cls, name=name)
+            for name in ("wi", "wo")
+        )
         for _ in range(uses):
             x = wi(x)
         return out(x) if wo else x
@@ -58,9 +63,14 @@ def scales_out(variables, layer):
 
 
 def both(steps, dtype=None, params=None):
-    """The outputs and variables of flax's layers and of ours after steps of (x, options of the call)."""
+    """The outputs and variables of flax's layers and of ours after steps of (x, options of the
+    call).
+    """
     results = []
-    for cls, step in ((fp8_ops.Fp8DirectDotGeneralOp, flax_step), (fj.flax.linen_dot_general("delayed"), our_step)):
+    for cls, step in (
+        (fp8_ops.Fp8DirectDotGeneralOp, flax_step),
+        (fj.flax.linen_dot_general("delayed"), our_step),
+    ):
         model = Net(cls, dtype)
         variables = model.init(jax.random.key(0), X)
         variables["params"] = params or variables["params"]
@@ -82,12 +92,15 @@ def relative(y, expected):
     return np.sqrt(((np.asarray(y) - expected) ** 2).sum() / (expected**2).sum())
 
 
-# Elements of e4m3 err by 2^-4 of themselves at most, so do products by 2^-3 + 2^-8, and a norm of sums of 32 of random signs by less.
+# Elements of e4m3 err by 2^-4 of themselves at most, so do products by 2^-3 + 2^-8, and a norm of
+# sums of 32 of random signs by less.
 BOUND = 2.0**-3 + 2.0**-8
 
 
 def test_a_tiny_amax_makes_no_nan():
-    """Flax's scale for 1e-36 is 1 / inf, and x / 0 is infinite or NaN; ours stops at the largest float32."""
+    """Flax's scale for 1e-36 is 1 / inf, and x / 0 is infinite or NaN; ours stops at the largest
+    float32.
+    """
     tiny = X.at[3].set(0) * 1e-36
     (theirs, _), (ours, _) = both([(tiny, ONCE)] * 3)
     assert np.isnan(theirs).any()
@@ -96,7 +109,9 @@ def test_a_tiny_amax_makes_no_nan():
 
 
 def test_one_infinity_does_not_freeze_the_scale():
-    """Flax keeps the scale until the infinity leaves the history, 1024 steps later; ours is as if the step had not been."""
+    """Flax keeps the scale until the infinity leaves the history, 1024 steps later; ours is as if
+    the step had not been.
+    """
     steps = [(X, ONCE), (X.at[1, 1].set(jnp.inf), ONCE), (64 * X, ONCE), (64 * X, ONCE)]
     (theirs, their_state), (ours, our_state) = both(steps)
     expected = in_high_precision(64 * X, our_state)
@@ -120,7 +135,9 @@ def test_a_layer_not_used_in_a_step_keeps_its_state():
 
 
 def test_a_layer_called_twice_observes_the_larger_amax():
-    """Flax adds the scales and the histories of both calls, and so doubles at every step what is in the history already."""
+    """Flax adds the scales and the histories of both calls, and so doubles at every step what is in
+    the history already.
+    """
     steps = [(X, {"uses": 2, "wo": False})] * 2
     (_, their_state), (_, our_state) = both(steps)
     kernel = np.abs(our_state["params"]["wi"]["kernel"]).max()
@@ -133,7 +150,9 @@ def test_a_layer_called_twice_observes_the_larger_amax():
 
 @pytest.mark.slow
 def test_bfloat16_operands_are_scaled_in_float32():
-    """Constant operands are the format's largest number times their scale, so that only the scales' own rounding errs."""
+    """Constant operands are the format's largest number times their scale, so that only the scales'
+    own rounding errs.
+    """
     exact, constants = [], np.float32([1.1, 1.3, 1.7, 1.9, 0.3, 0.7])
     for c, d in zip(constants, constants[::-1], strict=True):
         c, d = (jnp.full((), v, jnp.bfloat16).astype(jnp.float32) for v in (c, d))
@@ -149,10 +168,12 @@ def test_bfloat16_operands_are_scaled_in_float32():
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
 def test_training_tracks_bfloat16(recipe):
-    """50 steps of a dense regression. With every weight within e4m3's error of where bfloat16 has it, the loss is that of the noise.
+    """50 steps of a dense regression. With every weight within e4m3's error of where bfloat16 has
+    it, the loss is that of the noise.
 
-    Output noise of independent errors of operands, uniform in +-2^-4 of each at worst: rms 2^-4 * sqrt(2 / 3) of the output's rms, as
-    products of random signs add up. Its square times the targets' mean square is the loss's floor; twice that allows for its own spread.
+    Output noise of independent errors of operands, uniform in +-2^-4 of each at worst: rms 2^-4 *
+    sqrt(2 / 3) of the output's rms, as products of random signs add up. Its square times the
+    targets' mean square is the loss's floor; twice that allows for its own spread.
     """
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((256, 32)), jnp.float32)
@@ -181,5 +202,7 @@ def test_training_tracks_bfloat16(recipe):
             losses[name].append(float(value))
     ours, bf16 = np.array(losses[recipe]), np.array(losses["bf16"])
     assert bf16[-1] < 0.01 * bf16[0]
-    assert (np.abs(ours - bf16) <= floor + 2 * np.sqrt(floor * bf16)).all()  # (a + b)^2 - a^2, a and b the roots of both losses
+    assert (
+        np.abs(ours - bf16) <= floor + 2 * np.sqrt(floor * bf16)
+    ).all()  # (a + b)^2 - a^2, a and b the roots of both losses
     assert (ours != bf16).any()

@@ -1,4 +1,6 @@
-"""Flax's own gemma, from the checkout of google/flax that FP8REF_GEMMA names, on a mesh of Explicit axes, by its own shardings. Passed with 18f8f311."""
+"""Flax's own gemma, from the checkout of google/flax that FP8REF_GEMMA names, on a mesh of Explicit
+axes, by its own shardings. Passed with 18f8f311.
+"""
 
 import os
 import sys
@@ -22,7 +24,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # gemma's own
 ]
 
-SIZES = {"num_layers": 2, "num_embed": 256, "embed_dim": 64, "hidden_dim": 128, "num_heads": 4, "head_dim": 16, "num_kv_heads": 2}
+SIZES = {
+    "num_layers": 2,
+    "num_embed": 256,
+    "embed_dim": 64,
+    "hidden_dim": 128,
+    "num_heads": 4,
+    "head_dim": 16,
+    "num_kv_heads": 2,
+}
 TOKENS = np.random.default_rng(0).integers(0, 256, (4, 64))
 
 
@@ -42,16 +52,26 @@ def gemma(sharding):
         "sliding_window_size": 32,
         "final_logit_softcap": None,
     }
-    shardings = cfg.ShardingConfig.fsdp_tp_sharding() if sharding else cfg.ShardingConfig.no_sharding()
-    config = cfg.TransformerConfig(**SIZES, **how, attention_types=attention, dtype=jnp.bfloat16, shd_config=shardings)
+    shardings = (
+        cfg.ShardingConfig.fsdp_tp_sharding() if sharding else cfg.ShardingConfig.no_sharding()
+    )
+    config = cfg.TransformerConfig(
+        **SIZES, **how, attention_types=attention, dtype=jnp.bfloat16, shd_config=shardings
+    )
     return transformer.Transformer(config, rngs=nnx.Rngs(0))
 
 
 def trained(recipe, sharding):
     """Losses of three steps that learn to repeat a token, and what lowers another one."""
     model = fj.flax.convert(gemma(sharding), recipe)
-    positions, mask = np.tile(np.arange(64), (4, 1)), np.tile(np.tril(np.ones((64, 64), bool)), (4, 1, 1))
-    batch = [jax.device_put(x, P("fsdp")) if sharding else jnp.asarray(x) for x in (TOKENS, positions, mask)]
+    positions, mask = (
+        np.tile(np.arange(64), (4, 1)),
+        np.tile(np.tril(np.ones((64, 64), bool)), (4, 1, 1)),
+    )
+    batch = [
+        jax.device_put(x, P("fsdp")) if sharding else jnp.asarray(x)
+        for x in (TOKENS, positions, mask)
+    ]
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 
     def loss_fn(model, tokens, positions, mask):
@@ -67,16 +87,21 @@ def trained(recipe, sharding):
         optimizer.update(model, grads)
         return loss
 
-    return [float(step(model, optimizer, *batch)) for _ in range(3)], step.lower(model, optimizer, *batch)
+    return [float(step(model, optimizer, *batch)) for _ in range(3)], step.lower(
+        model, optimizer, *batch
+    )
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "delayed"])
 def test_it_converts_and_trains_on_explicit_axes(recipe):  # P-20
-    """All of its einsums and linears are in FP8, forward and backward. Sums in another order move a number of bfloat16 by a step, 2^-8 of it, at most;
-    averaged over 256 tokens, and three steps of Adam."""
+    """All of its einsums and linears are in FP8, forward and backward. Sums in another order move a
+    number of bfloat16 by a step, 2^-8 of it, at most; averaged over 256 tokens, and three steps of
+    Adam."""
     expected, _ = trained(recipe, sharding=False)
     with jax.set_mesh(jax.make_mesh((2, 2), ("fsdp", "tp"))):
         found, lowered = trained(recipe, sharding=True)
-        assert sum(gemm.fp8 for gemm in fj.proof.gemms(fj.proof.read(lowered))) == (0 if recipe == "bf16" else 2 * 6 * 3)
+        assert sum(gemm.fp8 for gemm in fj.proof.gemms(fj.proof.read(lowered))) == (
+            0 if recipe == "bf16" else 2 * 6 * 3
+        )
     assert found[2] < found[1] < found[0]
     np.testing.assert_allclose(found, expected, rtol=2.0**-7)

@@ -41,9 +41,13 @@ def test_a_converted_layer_multiplies_by_the_grouped_recipe():  # X-8
     weights = jnp.asarray(np.random.default_rng(1).standard_normal((32, 32)), jnp.bfloat16)
 
     def by_hand(kernel, x):
-        return (fj.grouped.apply(x, kernel.astype(jnp.bfloat16), SIZES, recipe="rowwise")[0] * weights).sum()
+        return (
+            fj.grouped.apply(x, kernel.astype(jnp.bfloat16), SIZES, recipe="rowwise")[0] * weights
+        ).sum()
 
-    found, grads = nnx.jit(nnx.value_and_grad(lambda layer, x: (layer(x, SIZES) * weights).sum()))(layer, X)
+    found, grads = nnx.jit(nnx.value_and_grad(lambda layer, x: (layer(x, SIZES) * weights).sum()))(
+        layer, X
+    )
     expected, of_kernel = jax.jit(jax.value_and_grad(by_hand))(layer.kernel.get_value(), X)
     assert found == expected
     np.testing.assert_array_equal(grads.kernel.get_value(), of_kernel)
@@ -53,7 +57,9 @@ def test_a_converted_layer_multiplies_by_the_grouped_recipe():  # X-8
 
 @pytest.mark.slow
 def test_high_precision_and_back():  # X-16
-    """Without hooks the bits of a model that was never converted; with them again those of before."""
+    """Without hooks the bits of a model that was never converted; with them again those of
+    before.
+    """
     changed = model()
     plain = loss(changed, X)
     fj.flax.convert(changed, "rowwise", filter_fqns=["gate"])
@@ -68,7 +74,9 @@ def test_high_precision_and_back():  # X-16
 @pytest.mark.slow
 def test_delayed_scaling_observes_and_updates():  # X-9
     converted = fj.flax.convert(nnx.Dict(up=model().up), "delayed")
-    seen = nnx.jit(fj.flax.value_and_grad(lambda model, x: model.up(x, SIZES).sum()))(converted, X)[2]
+    seen = nnx.jit(fj.flax.value_and_grad(lambda model, x: model.up(x, SIZES).sum()))(converted, X)[
+        2
+    ]
     fj.flax.update(converted, seen)
     state = converted.up.ragged_dot.state.get_value()
     assert {int(one.step) for one in state.values()} == {1}
@@ -90,8 +98,13 @@ def test_rules_filters_and_the_report():  # R-3, R-7, R-8
 
 
 def test_what_experts_do_not_take_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"down has experts, whose grouped GEMMs take no hook with simulated hardware"):
-        fj.flax.convert(model(), "rowwise", filter_fqns=["up", "gate"], multiply=hardware.by_name("hopper"))
+    with pytest.raises(
+        ValueError,
+        match=r"down has experts, whose grouped GEMMs take no hook with simulated hardware",
+    ):
+        fj.flax.convert(
+            model(), "rowwise", filter_fqns=["up", "gate"], multiply=hardware.by_name("hopper")
+        )
     with pytest.raises(ValueError, match=r"down has a hook already, of RaggedDot"):
         fj.flax.convert(fj.flax.convert(model(), "rowwise"), "rowwise")
 
@@ -99,13 +112,23 @@ def test_what_experts_do_not_take_is_refused_by_name():
 @pytest.mark.parametrize(
     ("recipe", "how", "said"),
     [
-        ("rowwise", {"multiply": hardware.by_name("hopper")}, "up has experts, whose grouped GEMMs take no hook with simulated hardware"),
-        ("delayed", {"rules": (Rule(layers=("up",), gemms=("output",), recipe="mxfp8"),)}, "up: blocks begin with their group"),
+        (
+            "rowwise",
+            {"multiply": hardware.by_name("hopper")},
+            "up has experts, whose grouped GEMMs take no hook with simulated hardware",
+        ),
+        (
+            "delayed",
+            {"rules": (Rule(layers=("up",), gemms=("output",), recipe="mxfp8"),)},
+            "up: blocks begin with their group",
+        ),
     ],
 )
 def test_what_is_refused_changes_nothing(recipe, how, said):  # R-5
     how_made = {"rngs": nnx.Rngs(0), "kernel_init": nnx.initializers.zeros}
-    changed = nnx.Dict(a=nnx.Linear(32, 32, **how_made), up=fj.flax.GroupedLinear(3, 32, 32, **how_made))
+    changed = nnx.Dict(
+        a=nnx.Linear(32, 32, **how_made), up=fj.flax.GroupedLinear(3, 32, 32, **how_made)
+    )
     with pytest.raises(ValueError, match=said):
         fj.flax.convert(changed, recipe, **how)
     assert changed.a.dot_general is jax.lax.dot_general
@@ -114,11 +137,17 @@ def test_what_is_refused_changes_nothing(recipe, how, said):  # R-5
 
 @pytest.mark.parametrize(
     ("options", "in_fp8"),
-    [({}, False), ({"fp8_fqns": ["router"]}, True), ({"filter_fqns": ["up"]}, True)],  # the last has no experts in FP8
+    [
+        ({}, False),
+        ({"fp8_fqns": ["router"]}, True),
+        ({"filter_fqns": ["up"]}, True),
+    ],  # the last has no experts in FP8
 )
 def test_a_router_stays_in_high_precision(options, in_fp8):  # X-11
     how_made = {"rngs": nnx.Rngs(0), "kernel_init": nnx.initializers.zeros}
     layers = {"router": nnx.Linear(32, 16, **how_made), "plain": nnx.Linear(32, 16, **how_made)}
-    changed = fj.flax.convert(nnx.Dict(**layers, up=fj.flax.GroupedLinear(16, 32, 32, **how_made)), "rowwise", **options)
+    changed = fj.flax.convert(
+        nnx.Dict(**layers, up=fj.flax.GroupedLinear(16, 32, 32, **how_made)), "rowwise", **options
+    )
     assert (changed.router.dot_general is not jax.lax.dot_general) == in_fp8
     assert changed.plain.dot_general is not jax.lax.dot_general

@@ -21,8 +21,12 @@ SEEN, STATE = fj.flax.SEEN, fj.flax.STATE
 
 
 def integers(shape, largest, e, seed=0):
-    """Integers times 2^e, exact in e4m3 and in every sum of 32 products of the like, in any order."""
-    return jnp.asarray(np.random.default_rng(seed).integers(-largest, largest + 1, shape) * 2.0**e, jnp.float32)
+    """Integers times 2^e, exact in e4m3 and in every sum of 32 products of the like, in any
+    order.
+    """
+    return jnp.asarray(
+        np.random.default_rng(seed).integers(-largest, largest + 1, shape) * 2.0**e, jnp.float32
+    )
 
 
 X = integers((8, 32), 3, 0)
@@ -40,7 +44,9 @@ def same(a, b):
 
 
 def same_sum(a, b):
-    """Of the squares of an output, added in the order that a compiler chose: each addition of them rounds by 2^-24 of a sum at most."""
+    """Of the squares of an output, added in the order that a compiler chose: each addition of them
+    rounds by 2^-24 of a sum at most.
+    """
     np.testing.assert_allclose(a, b, rtol=2 * X.size * 2.0**-24)
 
 
@@ -54,7 +60,9 @@ def squares(model, **options):
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
+)
 def test_a_dense_is_the_linear_of_its_transposed_kernel(recipe, dtype, rng):
     """Output, gradients and observations: the weight is cast first, and the bias added last."""
     layer = nn.Dense(48, dot_general_cls=hook(recipe), dtype=dtype)
@@ -62,17 +70,23 @@ def test_a_dense_is_the_linear_of_its_transposed_kernel(recipe, dtype, rng):
     variables = layer.init(jax.random.key(0), x)
     variables["params"]["bias"] = jnp.asarray(rng.standard_normal(48), jnp.float32)
     assert set(variables) == ({"params", STATE} if recipe == "delayed" else {"params"})
-    given = {"state": delayed.init(recipe), "seen": delayed.unseen(recipe)} if recipe == "delayed" else {"seen": None}
+    given = (
+        {"state": delayed.init(recipe), "seen": delayed.unseen(recipe)}
+        if recipe == "delayed"
+        else {"seen": None}
+    )
 
     def by_hand(params, seen, x):
         options = {**given, "seen": seen}
-        y, after = linear.apply(x.astype(dtype), params["kernel"].astype(dtype).T, recipe=recipe, **options)
+        y, after = linear.apply(
+            x.astype(dtype), params["kernel"].astype(dtype).T, recipe=recipe, **options
+        )
         return ((y + params["bias"].astype(dtype)).astype(jnp.float32) ** 2).sum(), (y, after)
 
     value, grads, seen = jax.jit(fj.flax.value_and_grad(squares(layer)))(variables, x)
-    (expected, (_, forward)), (grad, backward) = jax.jit(jax.value_and_grad(by_hand, argnums=(0, 1), has_aux=True))(
-        variables["params"], given["seen"], x
-    )
+    (expected, (_, forward)), (grad, backward) = jax.jit(
+        jax.value_and_grad(by_hand, argnums=(0, 1), has_aux=True)
+    )(variables["params"], given["seen"], x)
     same((value, grads), (expected, grad))
     if recipe == "delayed":
         same(list(seen.layers.values()), [delayed.merge(forward, backward)])
@@ -81,24 +95,40 @@ def test_a_dense_is_the_linear_of_its_transposed_kernel(recipe, dtype, rng):
 
 @pytest.mark.slow
 def test_dense_general_and_einsum_contract_what_they_say():
-    x, general = integers((2, 8, 4, 16), 3, 0), nn.DenseGeneral((3, 16), axis=(-2, -1), dot_general_cls=hook("tensorwise"))
+    x, general = (
+        integers((2, 8, 4, 16), 3, 0),
+        nn.DenseGeneral((3, 16), axis=(-2, -1), dot_general_cls=hook("tensorwise")),
+    )
     einsum = fj.flax.Einsum((4, 16, 3, 16), "bthk,hkij->btij", recipe="tensorwise")
     variables = kernels(general.init(jax.random.key(0), x))
-    assert jax.tree.map(jnp.shape, einsum.init(jax.random.key(0), x)) == jax.tree.map(jnp.shape, variables)
+    assert jax.tree.map(jnp.shape, einsum.init(jax.random.key(0), x)) == jax.tree.map(
+        jnp.shape, variables
+    )
     kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
     expected, _ = contraction.einsum("bthk,hkij->btij", x, kernel, recipe="tensorwise")
     same(general.apply(variables, x), expected + bias)
     same(einsum.apply(variables, x), expected + bias)
-    assert fj.flax.Einsum((4, 16, 16), recipe="rowwise", preferred_element_type=jnp.float32, dtype=jnp.bfloat16).init_with_output(
-        jax.random.key(0), x, "bthk,hkd->btd"
-    )[0].dtype == jnp.float32  # fmt: skip
+    assert (
+        fj.flax.Einsum(
+            (4, 16, 16), recipe="rowwise", preferred_element_type=jnp.float32, dtype=jnp.bfloat16
+        )
+        .init_with_output(jax.random.key(0), x, "bthk,hkd->btd")[0]
+        .dtype
+        == jnp.float32
+    )
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_recipes_of_blocks_run_through_hooks(recipe, rng):
-    x, layer = jnp.asarray(rng.standard_normal((128, 128)), jnp.float32), nn.Dense(128, use_bias=False, dot_general_cls=hook(recipe))
+    x, layer = (
+        jnp.asarray(rng.standard_normal((128, 128)), jnp.float32),
+        nn.Dense(128, use_bias=False, dot_general_cls=hook(recipe)),
+    )
     variables = layer.init(jax.random.key(0), x)
-    same(layer.apply(variables, x), linear.apply(x, variables["params"]["kernel"].T, recipe=recipe)[0])
+    same(
+        layer.apply(variables, x),
+        linear.apply(x, variables["params"]["kernel"].T, recipe=recipe)[0],
+    )
 
 
 class Each(nn.Module):
@@ -125,8 +155,13 @@ def test_scan_remat_and_vmap_of_stateless_recipes_are_each_layers_own(recipe):
     variables = {"params": {"up": {"kernel": kernels}}}
     expected = jnp.stack([linear.apply(x, kernel.T, recipe=recipe)[0] for kernel in kernels])
     for model in (scanned, mapped):
-        assert jax.tree.map(jnp.shape, model.init(jax.random.key(0), x)) == jax.tree.map(jnp.shape, variables)
-        same(jax.jit(lambda variables, model=model: model.apply(variables, x)[1])(variables), expected)
+        assert jax.tree.map(jnp.shape, model.init(jax.random.key(0), x)) == jax.tree.map(
+            jnp.shape, variables
+        )
+        same(
+            jax.jit(lambda variables, model=model: model.apply(variables, x)[1])(variables),
+            expected,
+        )
 
 
 class Block(nn.Module):
@@ -146,7 +181,12 @@ class Unrolled(nn.Module):
 
 
 def stacked(block, **options):
-    options = {"variable_axes": {"params": 0, STATE: 0, SEEN: 0}, "split_rngs": {"params": True}, "length": 3, **options}
+    options = {
+        "variable_axes": {"params": 0, STATE: 0, SEEN: 0},
+        "split_rngs": {"params": True},
+        "length": 3,
+        **options,
+    }
 
     class Stacked(nn.Module):
         @nn.compact
@@ -176,7 +216,10 @@ def test_scan_over_layers_and_remat_observe_as_the_unrolled_model(block):
     same_sum(value, expected)
     assert grads["block"]["up"]["kernel"].shape == (3, 32, 32)
     (of_stack,) = seen.layers.values()
-    same(of_stack, {role: jnp.stack([layer[role] for layer in of_each.layers.values()]) for role in of_stack})
+    same(
+        of_stack,
+        {role: jnp.stack([layer[role] for layer in of_each.layers.values()]) for role in of_stack},
+    )
     after = fj.flax.update(variables, seen)
     assert jax.tree.structure(after) == jax.tree.structure(variables)
     (layer,) = jax.tree.leaves(after[STATE], is_leaf=lambda v: hasattr(v, "roles"))
@@ -194,10 +237,19 @@ def test_a_layer_used_again_is_one_observation():  # H-4
             block = Block(name="block")
             return block(block(block(x)[0])[0])[0]
 
-    carrying = stacked(Block, variable_axes={}, variable_broadcast=("params", STATE), variable_carry=SEEN, split_rngs={"params": False})
+    carrying = stacked(
+        Block,
+        variable_axes={},
+        variable_broadcast=("params", STATE),
+        variable_carry=SEEN,
+        split_rngs={"params": False},
+    )
     of_each = []
     for model in (Again(), carrying):
-        variables = {**model.init(jax.random.key(0), X), "params": {"block": {"up": {"kernel": kernel}}}}
+        variables = {
+            **model.init(jax.random.key(0), X),
+            "params": {"block": {"up": {"kernel": kernel}}},
+        }
         of_each.append(jax.jit(fj.flax.value_and_grad(squares(model)))(variables, X))
     same_sum(of_each[0][0], of_each[1][0])
     same(of_each[0][1:], of_each[1][1:])
@@ -205,7 +257,15 @@ def test_a_layer_used_again_is_one_observation():  # H-4
     assert seen["weight"].tolist() == [np.abs(kernel).max(), 0, 1]
     h = [X]
     for _ in range(2):
-        h.append(linear.apply(h[-1], kernel.T, recipe="delayed", state=delayed.init("delayed"), seen=delayed.unseen("delayed"))[0])
+        h.append(
+            linear.apply(
+                h[-1],
+                kernel.T,
+                recipe="delayed",
+                state=delayed.init("delayed"),
+                seen=delayed.unseen("delayed"),
+            )[0]
+        )
     assert seen["input"].tolist() == [max(np.abs(v).max() for v in h), 0, 1]
 
 
@@ -213,16 +273,26 @@ def test_vmap_over_examples_merges_and_over_layers_does_not():
     layer = nn.Dense(32, use_bias=False, dot_general_cls=hook("delayed"))
     variables = kernels(layer.init(jax.random.key(0), X))
     shared = nn.vmap(
-        nn.Dense, variable_axes={"params": None, STATE: None, SEEN: None}, split_rngs={"params": False}, in_axes=0
-    )(32, use_bias=False, dot_general_cls=hook("delayed"))  # fmt: skip
-    plain, mapped = (jax.jit(fj.flax.value_and_grad(squares(m)))(variables, X) for m in (layer, shared))
+        nn.Dense,
+        variable_axes={"params": None, STATE: None, SEEN: None},
+        split_rngs={"params": False},
+        in_axes=0,
+    )(32, use_bias=False, dot_general_cls=hook("delayed"))
+    plain, mapped = (
+        jax.jit(fj.flax.value_and_grad(squares(m)))(variables, X) for m in (layer, shared)
+    )
     same(list(plain[2].layers.values()), list(mapped[2].layers.values()))
     same(plain[:2], mapped[:2])
-    stack = nn.vmap(nn.Dense, variable_axes={"params": 0, STATE: 0, SEEN: 0}, split_rngs={"params": True}, in_axes=0)(
-        32, use_bias=False, dot_general_cls=hook("delayed")
-    )
+    stack = nn.vmap(
+        nn.Dense,
+        variable_axes={"params": 0, STATE: 0, SEEN: 0},
+        split_rngs={"params": True},
+        in_axes=0,
+    )(32, use_bias=False, dot_general_cls=hook("delayed"))
     x = X.reshape(2, 4, 32) * jnp.asarray([[[1.0]], [[4.0]]])
-    _, _, seen = jax.jit(fj.flax.value_and_grad(squares(stack)))(stack.init(jax.random.key(0), x), x)
+    _, _, seen = jax.jit(fj.flax.value_and_grad(squares(stack)))(
+        stack.init(jax.random.key(0), x), x
+    )
     (of_stack,) = seen.layers.values()
     np.testing.assert_array_equal(of_stack["input"][:, 0], jnp.abs(x).max((1, 2)))
 
@@ -238,7 +308,12 @@ def test_microbatches_merge_and_an_optimizer_never_meets_the_state():
     def accumulate(seen, x):
         return fj.flax.merge(seen, fj.flax.value_and_grad(squares(model))(variables, x)[2]), None
 
-    same(jax.jit(lambda: jax.lax.scan(accumulate, fj.flax.unseen(variables), X.reshape(4, 2, 32))[0])(), whole)
+    same(
+        jax.jit(
+            lambda: jax.lax.scan(accumulate, fj.flax.unseen(variables), X.reshape(4, 2, 32))[0]
+        )(),
+        whole,
+    )
     _, grads, _ = of(variables, X)
     assert jax.tree.structure(grads) == jax.tree.structure(variables["params"])
     optimizer = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 2)
@@ -265,9 +340,14 @@ MODELS = {
     "layers": lambda: Unrolled(),
     "scan": lambda: stacked(Block, **PER_LAYER),
     "scan of remat": lambda: stacked(nn.remat(Block), **PER_LAYER),
-    "vmap over layers": lambda: nn.vmap(nn.Dense, in_axes=None, axis_size=3, **PER_LAYER)(32, dot_general_cls=hook("delayed")),
+    "vmap over layers": lambda: nn.vmap(nn.Dense, in_axes=None, axis_size=3, **PER_LAYER)(
+        32, dot_general_cls=hook("delayed")
+    ),
     "vmap over examples": lambda: nn.vmap(
-        nn.Dense, variable_axes={"params": None, STATE: None, SEEN: None}, split_rngs={"params": False}, in_axes=0
+        nn.Dense,
+        variable_axes={"params": None, STATE: None, SEEN: None},
+        split_rngs={"params": False},
+        in_axes=0,
     )(32, dot_general_cls=hook("delayed")),
 }
 
@@ -277,9 +357,15 @@ def test_a_loss_without_collections_observes_the_same(make):  # H-9
     """All observations come out with the gradient."""
     model = make()
     variables = model.init(jax.random.key(0), X)
-    plain, threaded = (jax.jit(fj.flax.value_and_grad(loss(model)))(variables, X) for loss in (plainly, threading))
+    plain, threaded = (
+        jax.jit(fj.flax.value_and_grad(loss(model)))(variables, X) for loss in (plainly, threading)
+    )
     same(plain, threaded)
-    assert all(np.asarray(flag == 1).all() for of in plain[2].layers.values() for flag in (v[..., 2] for v in of.values()))
+    assert all(
+        np.asarray(flag == 1).all()
+        for of in plain[2].layers.values()
+        for flag in (v[..., 2] for v in of.values())
+    )
 
 
 def threading(model):
@@ -298,7 +384,9 @@ def test_what_a_loss_without_collections_returns_beside_it():
     variables = model.init(jax.random.key(0), X)
     _, _, expected = fj.flax.value_and_grad(plainly(model))(variables, X)
     for aux in (jnp.ones(2), (1, {"a": 2}), {SEEN: 3}, None):
-        (_, got), _, seen = fj.flax.value_and_grad(lambda v, x, aux=aux: (plainly(model)(v, x), aux), has_aux=True)(variables, X)
+        (_, got), _, seen = fj.flax.value_and_grad(
+            lambda v, x, aux=aux: (plainly(model)(v, x), aux), has_aux=True
+        )(variables, X)
         same(got, aux)
         same(seen, expected)
 
@@ -306,7 +394,9 @@ def test_what_a_loss_without_collections_returns_beside_it():
         y, updated = model.apply(v, x, mutable=["batch_stats"])
         return (y**2).sum(), (updated, "aux")
 
-    (_, got), _, seen = fj.flax.value_and_grad(with_statistics, has_aux=True)({**variables, "batch_stats": {}}, X)
+    (_, got), _, seen = fj.flax.value_and_grad(with_statistics, has_aux=True)(
+        {**variables, "batch_stats": {}}, X
+    )
     assert got == ({"batch_stats": {}}, "aux")
     same(seen, expected)
 
@@ -327,7 +417,9 @@ def test_aux_is_the_same_of_every_recipe(recipe):
 
 
 def test_sums_of_observations_are_found():
-    """A layer that runs twice, out of sight behind one compiled function: the update refuses its observations, and under jit the scale is NaN."""
+    """A layer that runs twice, out of sight behind one compiled function: the update refuses its
+    observations, and under jit the scale is NaN.
+    """
 
     class Behind(nn.Module):
         @nn.compact
@@ -340,7 +432,11 @@ def test_sums_of_observations_are_found():
     with pytest.raises(ValueError, match="update takes observations that were not summed"):
         fj.flax.update(variables, seen)
     after = jax.jit(fj.flax.update)(variables, seen)
-    assert np.isnan(jax.tree.leaves(after[STATE], is_leaf=lambda v: hasattr(v, "roles"))[0].roles["input"].stored)
+    assert np.isnan(
+        jax.tree.leaves(after[STATE], is_leaf=lambda v: hasattr(v, "roles"))[0]
+        .roles["input"]
+        .stored
+    )
 
 
 class Twice(nn.Module):
@@ -364,7 +460,11 @@ class Stopped(nn.Module):
 def test_a_layer_without_a_gradient_is_observed_or_refused(compiled):  # H-9
     variables = Stopped().init(jax.random.key(0), X)
     run = jax.jit if compiled else lambda f: f
-    with pytest.raises(ValueError, match=r"^unused.Fp8DotGeneral_0, frozen.up.Fp8DotGeneral_0: .*mutable=\['fp8_seen'\]\), and return"):
+    with pytest.raises(
+        ValueError,
+        match=r"^unused.Fp8DotGeneral_0, frozen.up.Fp8DotGeneral_0: .*mutable=\['fp8_seen'\]\), "
+        r"and return",
+    ):
         run(fj.flax.value_and_grad(plainly(Stopped())))(variables, X)
     _, _, seen = run(fj.flax.value_and_grad(threading(Stopped())))(variables, X)
     assert [[v[2] for v in of.values()] for of in seen.layers.values()].count([0, 1, 1]) == 2
@@ -402,33 +502,66 @@ SHARED = {"variable_axes": {}, "split_rngs": {"params": False}}
     [
         (
             lambda: value(Twice(), loss=plainly(Twice())),
-            r"^up: a layer that runs twice .*mutable=\['fp8_seen'\]\), and return \(loss, updated\)",
+            r"^up: a layer that runs twice .*mutable=\['fp8_seen'\]\), and return \(loss, "
+            r"updated\)",
         ),
         (
             lambda: value(nn.Dense(32), loss=lambda v, x: (x.sum(), {"batch_stats": {}})),
             r"collections batch_stats would be lost.*has_aux=True: \(loss, updated\)",
         ),
-        (lambda: value(loss=forgets), "block_1.up.Fp8DotGeneral_0, block_2.up.Fp8DotGeneral_0 is not"),
-        (lambda: value(loss=lambda v, x: (jnp.sum(x), None)), r"block_0.up.*returns \(loss, updated\)"),
+        (
+            lambda: value(loss=forgets),
+            "block_1.up.Fp8DotGeneral_0, block_2.up.Fp8DotGeneral_0 is not",
+        ),
+        (
+            lambda: value(loss=lambda v, x: (jnp.sum(x), None)),
+            r"block_0.up.*returns \(loss, updated\)",
+        ),
         (plain_grad, "value_and_grad, from the forward and the backward pass; got dict"),
         (of_another_model, "every layer with a state is observed; block_0.up"),
-        (lambda: value(stacked(Block, variable_broadcast=("params", STATE, SEEN), **SHARED)), "shares its layers' weights.*variable_carry"),
+        (
+            lambda: value(stacked(Block, variable_broadcast=("params", STATE, SEEN), **SHARED)),
+            "shares its layers' weights.*variable_carry",
+        ),
         (
             lambda: (lambda m: value(m, loss=plainly(m)))(
                 stacked(Block, variable_broadcast=("params", STATE), variable_carry=SEEN, **SHARED)
             ),
-            r"an nn.scan that carries 'fp8_seen'.*mutable=\['fp8_seen'\]\), and return \(loss, updated\)",
+            r"an nn.scan that carries 'fp8_seen'.*mutable=\['fp8_seen'\]\), and return \(loss, "
+            r"updated\)",
         ),
-        (lambda: value(stacked(Block, variable_broadcast=("params", STATE), **SHARED)), "^block.up: .*would be lost.*variable_carry"),
-        (lambda: value(stacked(Block, variable_broadcast=("params",), **SHARED)), "^block.up: .*'fp8_state'; got none"),
         (
-            lambda: Unrolled().apply({"params": Unrolled().init(jax.random.key(0), X)["params"]}, X),
+            lambda: value(stacked(Block, variable_broadcast=("params", STATE), **SHARED)),
+            "^block.up: .*would be lost.*variable_carry",
+        ),
+        (
+            lambda: value(stacked(Block, variable_broadcast=("params",), **SHARED)),
+            "^block.up: .*'fp8_state'; got none",
+        ),
+        (
+            lambda: Unrolled().apply(
+                {"params": Unrolled().init(jax.random.key(0), X)["params"]}, X
+            ),
             "^block_0.up: .*'fp8_state'; got none",
         ),
-        (lambda: value(nn.Dense(32, precision="highest", dot_general_cls=hook("tensorwise"))), "^Dense: .*precision='highest'"),
-        (lambda: fj.flax.Einsum((32, 32), "ab,bc->ac", recipe="fp9").init(jax.random.key(0), X), "recipe is a Recipe or one of"),
-        (lambda: fj.flax.Einsum((32, 32), "ab,bc->c", recipe="rowwise").init(jax.random.key(0), X), "^Einsum: .*'a' is summed"),
-        (lambda: fj.flax.value_and_grad(squares(Block()))({STATE: {}}, X), "with 'params', or a tuple.*; got collections fp8_state"),
+        (
+            lambda: value(nn.Dense(32, precision="highest", dot_general_cls=hook("tensorwise"))),
+            "^Dense: .*precision='highest'",
+        ),
+        (
+            lambda: fj.flax.Einsum((32, 32), "ab,bc->ac", recipe="fp9").init(jax.random.key(0), X),
+            "recipe is a Recipe or one of",
+        ),
+        (
+            lambda: fj.flax.Einsum((32, 32), "ab,bc->c", recipe="rowwise").init(
+                jax.random.key(0), X
+            ),
+            "^Einsum: .*'a' is summed",
+        ),
+        (
+            lambda: fj.flax.value_and_grad(squares(Block()))({STATE: {}}, X),
+            "with 'params', or a tuple.*; got collections fp8_state",
+        ),
         (lambda: fj.flax.merge(), "at least one"),
     ],
 )
@@ -440,7 +573,11 @@ def test_errors_name_requirement_layer_and_remedy(call, message):
 def test_a_state_of_another_recipe_is_refused():
     variables = nn.Dense(32, dot_general_cls=hook("delayed")).init(jax.random.key(0), X)
     short = fj.flax.linen_dot_general(short_recipe())
-    with pytest.raises(ValueError, match=r"^Dense: a state goes with the recipe it was made for, 'delayed'; got recipe 'short'"):
+    with pytest.raises(
+        ValueError,
+        match=r"^Dense: a state goes with the recipe it was made for, 'delayed'; got recipe "
+        r"'short'",
+    ):
         nn.Dense(32, dot_general_cls=short).apply(variables, X)
 
 
@@ -449,9 +586,15 @@ def short_recipe():
     config = dataclasses.replace(DELAYED["delayed"], name="short", history_length=2)
 
     def shortened(spec):
-        return dataclasses.replace(spec, a=dataclasses.replace(spec.a, delayed=config), b=dataclasses.replace(spec.b, delayed=config))
+        return dataclasses.replace(
+            spec,
+            a=dataclasses.replace(spec.a, delayed=config),
+            b=dataclasses.replace(spec.b, delayed=config),
+        )
 
-    return dataclasses.replace(recipe, name="short", **{which: shortened(spec) for which, spec in recipe.gemms.items()})
+    return dataclasses.replace(
+        recipe, name="short", **{which: shortened(spec) for which, spec in recipe.gemms.items()}
+    )
 
 
 def test_the_whole_state_survives_serialization():
@@ -463,14 +606,34 @@ def test_the_whole_state_survives_serialization():
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_layers_take_simulated_hardware(recipe, rng):  # G-19
-    """Each by itself: nn.Dense and the like by their hook, Einsum by its field; the bits of the linear's."""
-    x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((16, 256), (256, 128)))
-    given = {"state": delayed.init(recipe), "seen": delayed.unseen(recipe)} if recipe == "delayed" else {}
-    native, expected = (np.asarray(linear.apply(x, kernel.T, recipe=recipe, multiply=m, **given)[0], np.float32) for m in (None, HOPPER))
+    """Each by itself: nn.Dense and the like by their hook, Einsum by its field; the bits of the
+    linear's.
+    """
+    x, kernel = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((16, 256), (256, 128))
+    )
+    given = (
+        {"state": delayed.init(recipe), "seen": delayed.unseen(recipe)}
+        if recipe == "delayed"
+        else {}
+    )
+    native, expected = (
+        np.asarray(linear.apply(x, kernel.T, recipe=recipe, multiply=m, **given)[0], np.float32)
+        for m in (None, HOPPER)
+    )
     assert (native != expected).any()
     for layer in (
-        nn.Dense(128, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=hook(recipe, multiply=HOPPER)),
-        fj.flax.Einsum((256, 128), "ab,bc->ac", recipe=recipe, use_bias=False, dtype=jnp.bfloat16, multiply=HOPPER),
+        nn.Dense(
+            128, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=hook(recipe, multiply=HOPPER)
+        ),
+        fj.flax.Einsum(
+            (256, 128),
+            "ab,bc->ac",
+            recipe=recipe,
+            use_bias=False,
+            dtype=jnp.bfloat16,
+            multiply=HOPPER,
+        ),
     ):
         variables = layer.init(jax.random.key(0), x)
         variables["params"]["kernel"] = kernel.astype(jnp.float32)
@@ -485,25 +648,36 @@ def test_attention_runs_in_fp8_with_hooks_for_its_einsums():
 
     def run(**hooks):
         model = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=32, **hooks)
-        variables = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=32).init(jax.random.key(0), x)
+        variables = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=32).init(
+            jax.random.key(0), x
+        )
         step = jax.jit(jax.value_and_grad(lambda v, x: (model.apply(v, x) ** 2).sum()))
         fp8 = [gemm for gemm in fj.proof.gemms(fj.proof.read(step.lower(variables, x))) if gemm.fp8]
         return step(variables, x), len(fp8)
 
-    einsums = {f"{name}_einsum_cls": fj.flax.linen_einsum("rowwise") for name in ("qk_attn_weights", "attn_weights_value")}
+    einsums = {
+        f"{name}_einsum_cls": fj.flax.linen_einsum("rowwise")
+        for name in ("qk_attn_weights", "attn_weights_value")
+    }
     (value, grads), fp8 = run(**einsums)
     (expected, _), none = run()
     assert (fp8, none) == (6, 0)
     assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
-    np.testing.assert_allclose(value, expected, rtol=2.0**-3)  # elements of e4m3 err by 2^-4 of themselves at most
+    np.testing.assert_allclose(
+        value, expected, rtol=2.0**-3
+    )  # elements of e4m3 err by 2^-4 of themselves at most
     assert value != expected
 
 
 class BridgedDense(nnx.Module):
-    """As MaxText's DenseGeneral: an NNX layer whose linen dot_general has only the collection aqt mutable."""
+    """As MaxText's DenseGeneral: an NNX layer whose linen dot_general has only the collection aqt
+    mutable.
+    """
 
     def __init__(self, in_features, features, recipe, rngs):
-        self.kernel = nnx.Param(nnx.initializers.normal(0.05)(rngs.params(), (in_features, *features)))
+        self.kernel = nnx.Param(
+            nnx.initializers.normal(0.05)(rngs.params(), (in_features, *features))
+        )
         self.dot_general = nnx.bridge.ToNNX(fj.flax.linen_dot_general(recipe)(), rngs=rngs)
         self._multiply(jnp.zeros((1, in_features)), self.dot_general.lazy_init)
 
@@ -511,7 +685,12 @@ class BridgedDense(nnx.Module):
         return self._multiply(x, functools.partial(self.dot_general, mutable=["aqt"]))
 
     def _multiply(self, x, f):
-        return f(x.astype(jnp.bfloat16), self.kernel[...].astype(jnp.bfloat16), (((x.ndim - 1,), (0,)), ((), ())), precision=None)
+        return f(
+            x.astype(jnp.bfloat16),
+            self.kernel[...].astype(jnp.bfloat16),
+            (((x.ndim - 1,), (0,)), ((), ())),
+            precision=None,
+        )
 
 
 @pytest.mark.grid(1)
@@ -519,16 +698,26 @@ class BridgedDense(nnx.Module):
 def test_a_bridged_hook_is_the_hook_of_nnx(recipe, rng):  # L-1
     bridged = BridgedDense(64, (4, 32), recipe, nnx.Rngs(0))
     plain = nnx.LinearGeneral(
-        64, (4, 32), use_bias=False, dtype=jnp.bfloat16, dot_general=fj.flax.nnx_dot_general(recipe), rngs=nnx.Rngs(0)
+        64,
+        (4, 32),
+        use_bias=False,
+        dtype=jnp.bfloat16,
+        dot_general=fj.flax.nnx_dot_general(recipe),
+        rngs=nnx.Rngs(0),
     )
     plain.kernel[...] = bridged.kernel[...]
     x = jnp.asarray(rng.standard_normal((4, 16, 64)), jnp.bfloat16)
-    (a, of_a), (b, of_b) = (nnx.jit(nnx.value_and_grad(lambda m: (m(x).astype(jnp.float32) ** 2).mean()))(m) for m in (bridged, plain))
+    (a, of_a), (b, of_b) = (
+        nnx.jit(nnx.value_and_grad(lambda m: (m(x).astype(jnp.float32) ** 2).mean()))(m)
+        for m in (bridged, plain)
+    )
     assert a == b
     np.testing.assert_array_equal(of_a["kernel"][...], of_b["kernel"][...])
 
 
 def test_a_bridged_hook_that_would_lose_observations_is_refused():  # H-2
     bridged = BridgedDense(64, (32,), "delayed", nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"observations of this layer would be lost.*mutable=\['fp8_seen'\]"):
+    with pytest.raises(
+        ValueError, match=r"observations of this layer would be lost.*mutable=\['fp8_seen'\]"
+    ):
         fj.flax.value_and_grad(lambda m, x: m(x).sum())(bridged, jnp.ones((16, 64)))

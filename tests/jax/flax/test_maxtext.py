@@ -1,9 +1,11 @@
-"""MaxText's own decoder layer of Llama, unmodified, its attention too, from the checkout that FP8REF_MAXTEXT names, with fp8ref's hook.
+"""MaxText's own decoder layer of Llama, unmodified, its attention too, from the checkout that
+FP8REF_MAXTEXT names, with fp8ref's hook.
 
-MaxText asks its quantization for a linen ``dot_general_cls`` and bridges it to NNX; its configuration is its own base.yml. Beside this
-environment it imports what no extra of fp8ref installs: ``pip install --no-deps aqtp qwix pathwaysutils tokamax typeguard==2.13.3 jaxtyping
-einshape immutabledict omegaconf fastapi starlette uvicorn opentelemetry-api``. A newer typeguard reads tokamax's shapes as code, and fails.
-Passed with MaxText e591f30 and tokamax 0.0.12.
+MaxText asks its quantization for a linen ``dot_general_cls`` and bridges it to NNX; its
+configuration is its own base.yml. Beside this environment it imports what no extra of fp8ref
+installs: ``pip install --no-deps aqtp qwix pathwaysutils tokamax typeguard==2.13.3 jaxtyping
+einshape immutabledict omegaconf fastapi starlette uvicorn opentelemetry-api``. A newer typeguard
+reads tokamax's shapes as code, and fails. Passed with MaxText e591f30 and tokamax 0.0.12.
 """
 
 import contextlib
@@ -50,7 +52,12 @@ OURS = {
     "enable_checkpointing": False,
     "dataset_type": "synthetic",
 }
-HOW = {"attention": "dot_product", "scan_layers": False, "dtype": "bfloat16", "weight_dtype": "float32"}
+HOW = {
+    "attention": "dot_product",
+    "scan_layers": False,
+    "dtype": "bfloat16",
+    "weight_dtype": "float32",
+}
 LINEARS = {
     "self_attention.query": (D, HEADS * SIZE),
     "self_attention.key": (D, KV * SIZE),
@@ -75,7 +82,9 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def decoder_layer(recipe: str | None, devices: int = 1, kind: AxisType = AxisType.Auto):
-    """(LlamaDecoderLayer, its forward pass of x) on a mesh of that many devices along MaxText's axis fsdp; recipe: None for MaxText's own products."""
+    """(LlamaDecoderLayer, its forward pass of x) on a mesh of that many devices along MaxText's
+    axis fsdp; recipe: None for MaxText's own products.
+    """
     if lacking := missing():
         pytest.skip(f"MaxText imports {lacking}")
     from maxtext.common.common_types import MODEL_MODE_TRAIN
@@ -88,20 +97,34 @@ def decoder_layer(recipe: str | None, devices: int = 1, kind: AxisType = AxisTyp
             return fj.flax.linen_dot_general(recipe)
 
     base = os.path.join(CHECKOUT, "src", "maxtext", "configs", "base.yml")
-    mode = {"shard_mode": "explicit" if kind == AxisType.Explicit else "auto", "per_device_batch_size": SEQUENCES // devices}
+    mode = {
+        "shard_mode": "explicit" if kind == AxisType.Explicit else "auto",
+        "per_device_batch_size": SEQUENCES // devices,
+    }
     config = pyconfig.initialize(["", base], **SIZES, **OURS, **HOW, **mode)
     sizes = [devices if axis == "fsdp" else 1 for axis in config.mesh_axes]
-    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(sizes), config.mesh_axes, axis_types=(kind,) * len(sizes))
-    positions, segments = jnp.broadcast_to(jnp.arange(LENGTH), (SEQUENCES, LENGTH)), jnp.ones((SEQUENCES, LENGTH), jnp.int32)
+    mesh = Mesh(
+        np.array(jax.devices()[:devices]).reshape(sizes),
+        config.mesh_axes,
+        axis_types=(kind,) * len(sizes),
+    )
+    positions, segments = (
+        jnp.broadcast_to(jnp.arange(LENGTH), (SEQUENCES, LENGTH)),
+        jnp.ones((SEQUENCES, LENGTH), jnp.int32),
+    )
     with jax.set_mesh(mesh), nn.logical_axis_rules(config.logical_axis_rules):
-        layer = LlamaDecoderLayer(config, MODEL_MODE_TRAIN, mesh, nnx.Rngs(0), None if recipe is None else Quant())
+        layer = LlamaDecoderLayer(
+            config, MODEL_MODE_TRAIN, mesh, nnx.Rngs(0), None if recipe is None else Quant()
+        )
         yield layer, lambda layer, x: layer(x, segments, positions, True, MODEL_MODE_TRAIN)[0]
 
 
 def train_step(forward):
     @nnx.jit
     def step(layer, optimizer, x):
-        loss, grads = nnx.value_and_grad(lambda layer: (forward(layer, x).astype(jnp.float32) ** 2).mean())(layer)
+        loss, grads = nnx.value_and_grad(
+            lambda layer: (forward(layer, x).astype(jnp.float32) ** 2).mean()
+        )(layer)
         optimizer.update(layer, grads)
         return loss
 
@@ -120,7 +143,10 @@ def train_step(forward):
 )
 def test_maxtexts_decoder_layer_trains(recipe, devices, kind, rng):  # L-1, P-20
     with decoder_layer(recipe, devices, kind) as (layer, forward):
-        optimizer, step = nnx.Optimizer(layer, optax.adamw(3e-3), wrt=nnx.Param), train_step(forward)
+        optimizer, step = (
+            nnx.Optimizer(layer, optax.adamw(3e-3), wrt=nnx.Param),
+            train_step(forward),
+        )
         x = jnp.asarray(rng.standard_normal((SEQUENCES, LENGTH, D)), jnp.bfloat16)
         fp8 = sum(gemm.fp8 for gemm in proof.gemms(proof.read(step.lower(layer, optimizer, x))))
         assert fp8 == len(LINEARS) * (2 if recipe == "rowwise_with_gw_hp" else 3)

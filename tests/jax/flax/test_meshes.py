@@ -1,4 +1,6 @@
-"""Flax models on meshes: placements of hooks, gathers in FP8, Explicit axes; and what scans over layers save."""
+"""Flax models on meshes: placements of hooks, gathers in FP8, Explicit axes; and what scans over
+layers save.
+"""
 
 import collections
 
@@ -47,7 +49,12 @@ def gathered(lowered, least=0):
     """What is gathered, by layer: its dtypes, other than of scales."""
     found = collections.defaultdict(set)
     for c in proof.collectives(proof.read(lowered)):
-        if c.kind == "all_gather" and c.shape[-1] > 1 and c.shape[-2:-1] != (1,) and np.prod(c.shape) >= least:
+        if (
+            c.kind == "all_gather"
+            and c.shape[-1] > 1
+            and c.shape[-2:-1] != (1,)
+            and np.prod(c.shape) >= least
+        ):
             found[c.layer].add(c.dtype[:2])
     return dict(found)
 
@@ -66,13 +73,24 @@ def test_a_linen_models_sequence_and_weights_are_gathered_in_fp8(recipe):  # P-6
     one = fj.flax.convert(LinenMLP(), recipe, inputs=(X,))
     model = fj.flax.convert(LinenMLP(), recipe, inputs=(X,), placement=PLACES)
     variables = round_weights(one.init(jax.random.key(0), X))
-    same(model.init(jax.random.key(0), X), one.init(jax.random.key(0), X))  # init may run on one device
+    same(
+        model.init(jax.random.key(0), X), one.init(jax.random.key(0), X)
+    )  # init may run on one device
 
     def grads(model):
-        return jax.jit(lambda v, x: jax.grad(lambda v, x: model.apply(v, x).astype(jnp.float32).sum(), (0, 1))(v, x))
+        return jax.jit(
+            lambda v, x: jax.grad(lambda v, x: model.apply(v, x).astype(jnp.float32).sum(), (0, 1))(
+                v, x
+            )
+        )
 
     params = variables["params"]
-    cut = {"params": {"up": {"kernel": put(params["up"]["kernel"], *OF_UP)}, "down": {"kernel": put(params["down"]["kernel"], *OF_DOWN)}}}
+    cut = {
+        "params": {
+            "up": {"kernel": put(params["up"]["kernel"], *OF_UP)},
+            "down": {"kernel": put(params["down"]["kernel"], *OF_DOWN)},
+        }
+    }
     x = put(X, BATCH, "tensor")
     same(grads(model)(cut, x), grads(one)(variables, X))
     assert gathered(grads(model).lower(cut, x)) == {"up": {"f8"}, "down": {"f8"}}
@@ -103,12 +121,17 @@ def test_an_nnx_model_inside_shard_map(placement):  # P-6, P-9
     of_x = P(BATCH, "tensor")
 
     def mapped(params, x):
-        return jax.shard_map(lambda s, x: nnx.merge(graph, s)(x), mesh=AUTO, in_specs=(specs, of_x), out_specs=of_x)(params, x)
+        return jax.shard_map(
+            lambda s, x: nnx.merge(graph, s)(x), mesh=AUTO, in_specs=(specs, of_x), out_specs=of_x
+        )(params, x)
 
     grads = jax.jit(jax.grad(lambda s, x: mapped(s, x).astype(jnp.float32).sum(), (0, 1)))
     cut = jax.tree.map(lambda v, spec: put(v, *spec), params, specs), put(X, *of_x)
     same(grads(*cut), one(params, X))
-    assert gathered(grads.lower(*cut)) == {"up": {"f8"}, "down": {"f8", "ui"}}  # codes of two sets in one, and a bit an element
+    assert gathered(grads.lower(*cut)) == {
+        "up": {"f8"},
+        "down": {"f8", "ui"},
+    }  # codes of two sets in one, and a bit an element
 
 
 @pytest.mark.parametrize(
@@ -139,7 +162,9 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(self.dot, name="b")(x, None)[0]
+        return nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(
+            self.dot, name="b"
+        )(x, None)[0]
 
 
 def saved_by_scan(recipe, mesh=None):
@@ -148,12 +173,23 @@ def saved_by_scan(recipe, mesh=None):
     variables = Stack().init(jax.random.key(0), X)
     x = X
     if mesh is not None:
-        variables, x = jax.tree.map(lambda v: put(v, None, "fsdp", mesh=mesh), variables), put(X, BATCH, mesh=mesh)
+        variables, x = (
+            jax.tree.map(lambda v: put(v, None, "fsdp", mesh=mesh), variables),
+            put(X, BATCH, mesh=mesh),
+        )
     grads = jax.grad(lambda v, x: (model.apply(v, x).astype(jnp.float32) ** 2).sum(), (0, 1))
-    scan = next(eqn for eqn in jax.make_jaxpr(grads)(variables, x).jaxpr.eqns if eqn.primitive.name == "scan")
+    scan = next(
+        eqn
+        for eqn in jax.make_jaxpr(grads)(variables, x).jaxpr.eqns
+        if eqn.primitive.name == "scan"
+    )
     body = scan.params["jaxpr"]
     of_step = getattr(body, "jaxpr", body).outvars
-    stacked = [out for out, one in zip(scan.outvars, of_step, strict=True) if out.aval.shape != one.aval.shape]  # the others are carried
+    stacked = [
+        out
+        for out, one in zip(scan.outvars, of_step, strict=True)
+        if out.aval.shape != one.aval.shape
+    ]  # the others are carried
     return collections.Counter((v.aval.shape, v.aval.dtype.name) for v in stacked)
 
 
@@ -166,10 +202,15 @@ def test_linears_that_read_one_input_save_it_once(recipe, mesh):
 
 
 def test_tensorwise_linears_save_a_byte_for_each_reader():
-    """Codes of q, k, v and o; the activations between are not the linears'. Compiled for a GPU, XLA keeps one of equal codes."""
+    """Codes of q, k, v and o; the activations between are not the linears'.
+
+    Compiled for a GPU, XLA keeps one of equal codes.
+    """
     found, shape = saved_by_scan("tensorwise"), (3, B, T, D)
     assert found[shape, "float8_e4m3fn"] == 4
-    assert found[shape, "bfloat16"] == saved_by_scan(None)[shape, "bfloat16"] - 2  # x, and o's input
+    assert (
+        found[shape, "bfloat16"] == saved_by_scan(None)[shape, "bfloat16"] - 2
+    )  # x, and o's input
 
 
 class Attention(nnx.Module):
@@ -192,7 +233,11 @@ class GemmaBlock(nnx.Module):
         how = {"use_bias": False, "dtype": jnp.bfloat16, "rngs": rngs}
         self.norms = nnx.List([nnx.RMSNorm(D, rngs=rngs) for _ in range(2)])
         self.attn = Attention(4, rngs)
-        self.gate_proj, self.up_proj, self.down_proj = nnx.Linear(D, F, **how), nnx.Linear(D, F, **how), nnx.Linear(F, D, **how)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nnx.Linear(D, F, **how),
+            nnx.Linear(D, F, **how),
+            nnx.Linear(F, D, **how),
+        )
 
     def __call__(self, x, out):
         x = x + self.attn(self.norms[0](x).astype(x.dtype), out)
@@ -231,7 +276,9 @@ def trained(recipe, mesh=None, steps=3):
         state = nnx.state(model)
         for path, variable in nnx.to_flat_state(state):
             spec = SPECS.get(path[-2], P()) if path[-1] == "kernel" else P()
-            variable.set_value(jax.tree.map(lambda v, spec=spec: put(v, *spec, mesh=mesh), variable.get_value()))
+            variable.set_value(
+                jax.tree.map(lambda v, spec=spec: put(v, *spec, mesh=mesh), variable.get_value())
+            )
         nnx.update(model, state)
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 
@@ -252,20 +299,27 @@ def trained(recipe, mesh=None, steps=3):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_a_transformer_trains_on_explicit_axes(recipe):  # P-20
-    """Codes are one device's. Sums in another order move a number of bfloat16 by a step, 2^-8 of it, at most."""
+    """Codes are one device's.
+
+    Sums in another order move a number of bfloat16 by a step, 2^-8 of it, at most.
+    """
     found, (step, *args) = trained(recipe, EXPLICIT)
     expected, _ = trained(recipe)
     assert found[-1] < found[0]
     np.testing.assert_allclose(found, expected, rtol=2.0**-8)
     lowered = step.lower(*args)
     assert sum(gemm.fp8 for gemm in proof.gemms(proof.read(lowered))) == 2 * 6 * 3
-    moved = {layer: dtypes for layer, dtypes in gathered(lowered, least=D * D // 4).items() if layer}
+    moved = {
+        layer: dtypes for layer, dtypes in gathered(lowered, least=D * D // 4).items() if layer
+    }
     assert len(moved) == 2 * 6
     assert set.union(*moved.values()) == {"f8"}
 
 
 def small(shape, e, seed):
-    """Integers from -1 to 1 times 2^e, mostly 0, of which sums of products of a few layers are exact."""
+    """Integers from -1 to 1 times 2^e, mostly 0, of which sums of products of a few layers are
+    exact.
+    """
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.integers(-1, 2, shape) * (rng.random(shape) < 0.2) * 2.0**e, jnp.float32)
 
@@ -285,16 +339,27 @@ class Rematerialized(nn.Module):
     @nn.compact
     def __call__(self, x):
         of = {"params": 0, fj.flax.STATE: 0, fj.flax.SEEN: 0}
-        body = nn.scan(nn.remat(Body, prevent_cse=False), variable_axes=of, split_rngs={"params": True}, length=2)
+        body = nn.scan(
+            nn.remat(Body, prevent_cse=False),
+            variable_axes=of,
+            split_rngs={"params": True},
+            length=2,
+        )
         return body(self.dot, name="b")(x, None)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_linens_scan_of_remat_on_explicit_axes(recipe):  # P-20
-    model, x = Rematerialized(fj.flax.linen_dot_general(recipe)), small((B, T, D), 0, 0).astype(jnp.bfloat16)
+    model, x = (
+        Rematerialized(fj.flax.linen_dot_general(recipe)),
+        small((B, T, D), 0, 0).astype(jnp.bfloat16),
+    )
     variables = model.init(jax.random.key(0), x)
-    variables = {**variables, "params": jax.tree.map(lambda v: small(v.shape, 0, v.shape[1]), variables["params"])}
+    variables = {
+        **variables,
+        "params": jax.tree.map(lambda v: small(v.shape, 0, v.shape[1]), variables["params"]),
+    }
 
     def loss(variables, x):
         y, updated = model.apply(variables, x, mutable=[fj.flax.SEEN])
@@ -302,9 +367,15 @@ def test_linens_scan_of_remat_on_explicit_axes(recipe):  # P-20
 
     step = jax.jit(lambda variables, x: fj.flax.value_and_grad(loss)(variables, x))
     specs = {"up": P(None, "fsdp"), "down": P(None, "data")}
-    params = {name: {"kernel": put(of["kernel"], *specs[name], mesh=EXPLICIT)} for name, of in variables["params"]["b"].items()}
+    params = {
+        name: {"kernel": put(of["kernel"], *specs[name], mesh=EXPLICIT)}
+        for name, of in variables["params"]["b"].items()
+    }
     with jax.set_mesh(EXPLICIT):
-        found = step({**jax.device_put(variables, NamedSharding(EXPLICIT, P())), "params": {"b": params}}, put(x, BATCH, mesh=EXPLICIT))
+        found = step(
+            {**jax.device_put(variables, NamedSharding(EXPLICIT, P())), "params": {"b": params}},
+            put(x, BATCH, mesh=EXPLICIT),
+        )
     same(found, step(variables, x))
 
 
@@ -319,13 +390,24 @@ def test_nnxs_scan_and_vmap_on_explicit_axes(recipe):  # P-20
             self.layers = nnx.vmap(lambda kernel: self.layer(kernel))(kernels)
 
         def layer(self, kernel):
-            made = nnx.Linear(D, D, use_bias=False, dtype=jnp.bfloat16, dot_general=fj.flax.nnx_dot_general(recipe), rngs=nnx.Rngs(0))
+            made = nnx.Linear(
+                D,
+                D,
+                use_bias=False,
+                dtype=jnp.bfloat16,
+                dot_general=fj.flax.nnx_dot_general(recipe),
+                rngs=nnx.Rngs(0),
+            )
             made.kernel.set_value(kernel)
             return made
 
         def __call__(self, x):
-            scanned = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
-            return scanned + nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None), out_axes=0)(self.layers, x).sum(0)
+            scanned = nnx.scan(
+                lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+            )(x, self.layers)
+            return scanned + nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None), out_axes=0)(
+                self.layers, x
+            ).sum(0)
 
     def loss(model, x):
         return model(x).astype(jnp.float32).sum()

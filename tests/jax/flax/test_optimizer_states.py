@@ -1,4 +1,6 @@
-"""nnx.Optimizer, TrainState and optax's wrappers take the states of fj.states as those of optax's own AdamW."""
+"""nnx.Optimizer, TrainState and optax's wrappers take the states of fj.states as those of optax's
+own AdamW.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,12 @@ BFLOAT16 = ("bfloat16_master", "stochastic_bfloat16")
 
 def hyper(name: str) -> dict:
     layout = LAYOUTS[name]
-    return {"learning_rate": 1e-2, "weight_decay": 0.1, "layout": layout, "seed": 7 * layout.stochastic}
+    return {
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "layout": layout,
+        "seed": 7 * layout.stochastic,
+    }
 
 
 def model(name: str = "sqrt_e4m3") -> nnx.Module:
@@ -31,7 +38,12 @@ def model(name: str = "sqrt_e4m3") -> nnx.Module:
 def gradients(params, step: int):
     """Of many magnitudes, as large as the parameters."""
     rng = np.random.default_rng(step)
-    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape) * 10.0 ** rng.integers(-4, 2, p.shape), p.dtype), params)
+    return jax.tree.map(
+        lambda p: jnp.asarray(
+            rng.standard_normal(p.shape) * 10.0 ** rng.integers(-4, 2, p.shape), p.dtype
+        ),
+        params,
+    )
 
 
 def bits(tree) -> list[bytes]:
@@ -58,7 +70,11 @@ def test_steps_of_an_nnx_optimizer_are_those_of_update(name):
     for t in range(STEPS):
         params = nnx.state(linear, nnx.Param)
         grads = gradients(nnx.to_pure_dict(params), t)
-        step(linear, optimizer, jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(grads)))
+        step(
+            linear,
+            optimizer,
+            jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(grads)),
+        )
     assert bits(nnx.state(linear, nnx.Param)) == bits(wanted[0])
     assert bits(optimizer.opt_state) == bits(wanted[1])
 
@@ -70,7 +86,9 @@ def test_map_params_reaches_what_is_kept_of_each_parameter(name):  # optax.tree.
     tx = states.adamw(**hyper(name), stacked={"w": False, "b": False, "layers": True})
     state = tx.init(params)
     seen = []
-    mapped = optax.tree.map_params(tx, lambda x, p: seen.append((x.shape, p.shape)) or x, state, params)
+    mapped = optax.tree.map_params(
+        tx, lambda x, p: seen.append((x.shape, p.shape)) or x, state, params
+    )
     assert jax.tree.structure(mapped) == jax.tree.structure(state)
     assert bits(mapped) == bits(state)
     assert len(seen) % 3 == 0
@@ -84,13 +102,17 @@ def test_a_linen_train_state_has_them_too(name):
     tx = states.adamw(**hyper(name))
     state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
     for t in range(STEPS):
-        state = jax.jit(lambda state, g: state.apply_gradients(grads=g))(state, gradients(params, t))
+        state = jax.jit(lambda state, g: state.apply_gradients(grads=g))(
+            state, gradients(params, t)
+        )
     wanted = by_hand(tx, params)
     assert (bits(state.params), bits(state.opt_state)) == (bits(wanted[0]), bits(wanted[1]))
 
 
 def wrapped(name: str):
-    """(optax's wrapper around the optimizer, how to get its own state out, parameters that it updates, what they update by)."""
+    """(optax's wrapper around the optimizer, how to get its own state out, parameters that it
+    updates, what they update by).
+    """
     tx = states.adamw(**hyper("torchao"))
     labels = {"w": "narrow", "b": "frozen"}
     return {
@@ -101,12 +123,15 @@ def wrapped(name: str):
             lambda s: s.inner_states["narrow"].inner_state,
         ),
         "inject": (
-            optax.inject_hyperparams(states.adamw, static_args=("b1", "b2", "eps", "weight_decay", "seed", "layout"))(
-                **{**hyper("torchao"), "learning_rate": jnp.float32(1e-2)}
-            ),
+            optax.inject_hyperparams(
+                states.adamw, static_args=("b1", "b2", "eps", "weight_decay", "seed", "layout")
+            )(**{**hyper("torchao"), "learning_rate": jnp.float32(1e-2)}),
             lambda s: s.inner_state,
         ),
-        "steps": (optax.MultiSteps(tx, every_k_schedule=1).gradient_transformation(), lambda s: s.inner_opt_state),
+        "steps": (
+            optax.MultiSteps(tx, every_k_schedule=1).gradient_transformation(),
+            lambda s: s.inner_opt_state,
+        ),
     }[name]
 
 
@@ -152,10 +177,21 @@ def test_a_state_of_tuples_in_place_of_parameters_is_refused():
     """As an earlier version had it."""
     tx, params = states.adamw(1e-3), {"w": jnp.ones((2, 128))}
     state = tx.init(params)
-    old = state._replace(m={"w": jax.tree.map(lambda tree: tree["w"], state.m, is_leaf=lambda x: isinstance(x, dict))})
+    old = state._replace(
+        m={
+            "w": jax.tree.map(
+                lambda tree: tree["w"], state.m, is_leaf=lambda x: isinstance(x, dict)
+            )
+        }
+    )
     for use in (lambda: tx.update(params, old, params), lambda: states.decode(old)):
-        with pytest.raises(ValueError, match=r"a state has a tree of the parameters for each of codes, scale_inv, .* got dict"):
+        with pytest.raises(
+            ValueError,
+            match=r"a state has a tree of the parameters for each of codes, scale_inv, .* got dict",
+        ):
             use()
     other = state._replace(m=state.m._replace(scale_inv={"v": 1}))
-    with pytest.raises(ValueError, match=r"scale_inv of a state has the structure of the parameters"):
+    with pytest.raises(
+        ValueError, match=r"scale_inv of a state has the structure of the parameters"
+    ):
         tx.update(params, other, params)

@@ -1,4 +1,6 @@
-"""What a report says of a model: layers in FP8, what is not and why, shares; and the line that convert logs."""
+"""What a report says of a model: layers in FP8, what is not and why, shares; and the line that
+convert logs.
+"""
 
 import logging
 
@@ -25,7 +27,9 @@ class Experts(nnx.Module):
     def __call__(self, x):
         chosen = self.router(x)[..., :EXPERTS].argmax(-1)
         sizes = jnp.bincount(chosen.reshape(-1), length=EXPERTS)
-        return lax.ragged_dot(x.reshape(-1, D), self.up.get_value(), sizes)[..., :D].reshape(x.shape)
+        return lax.ragged_dot(x.reshape(-1, D), self.up.get_value(), sizes)[..., :D].reshape(
+            x.shape
+        )
 
 
 class Model(nnx.Module):
@@ -56,7 +60,12 @@ def converted():
 def test_rows_of_an_nnx_model():
     found = fj.flax.report(converted(), (X,))
     attend = of(found.rows, "attend")
-    assert (attend.recipe, attend.kind, attend.shape, attend.in_fp8) == ("rowwise", "Linear", (D, D), D * D)
+    assert (attend.recipe, attend.kind, attend.shape, attend.in_fp8) == (
+        "rowwise",
+        "Linear",
+        (D, D),
+        D * D,
+    )
     assert attend.parameters == D * D + D
     assert attend.multiplications == TOKENS * D * D
     for path, reason in {
@@ -78,11 +87,16 @@ def test_rows_of_an_nnx_model():
 
 def test_shares():
     model = converted()
-    found, parameters = fj.flax.report(model, (X,)), sum(v.size for v in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    found, parameters = (
+        fj.flax.report(model, (X,)),
+        sum(v.size for v in jax.tree.leaves(nnx.state(model, nnx.Param))),
+    )
     assert sum(row.parameters for row in found.rows) == parameters
     assert found.parameters == (2 * D * D + 16 * D) / parameters
     fp8 = TOKENS * D * D + TOKENS * D * 16
-    others = TOKENS * D * (D * 3 + F + 48 + 24) + 2 * TOKENS * TOKENS * D  # conv, experts, head, odd; attention's two
+    others = (
+        TOKENS * D * (D * 3 + F + 48 + 24) + 2 * TOKENS * TOKENS * D
+    )  # conv, experts, head, odd; attention's two
     assert found.multiplications == fp8 / (fp8 + others)
     assert fj.flax.report(model).multiplications is None
     assert fj.flax.report(Model(nnx.Rngs(0))).parameters == 0
@@ -91,7 +105,10 @@ def test_shares():
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "bf16"])
 def test_multiplications_of_every_recipe(recipe):
     """Whether codes are multiplied or, of blocks, dequantized values."""
-    model = fj.flax.convert(nnx.Sequential(nnx.Linear(D, D, rngs=nnx.Rngs(0)), nnx.Linear(D, 24, rngs=nnx.Rngs(0))), recipe)
+    model = fj.flax.convert(
+        nnx.Sequential(nnx.Linear(D, D, rngs=nnx.Rngs(0)), nnx.Linear(D, 24, rngs=nnx.Rngs(0))),
+        recipe,
+    )
     found = fj.flax.report(model, (X,))
     assert found.multiplications == (0 if recipe == "bf16" else D / (D + 24))
 
@@ -99,7 +116,15 @@ def test_multiplications_of_every_recipe(recipe):
 def test_a_table():
     text = str(fj.flax.report(converted(), (X,)))
     lines = text.splitlines()
-    assert lines[0].split() == ["layer", "kind", "shape", "recipe", "parameters", "multiplications", "why"]
+    assert lines[0].split() == [
+        "layer",
+        "kind",
+        "shape",
+        "recipe",
+        "parameters",
+        "multiplications",
+        "why",
+    ]
     (attend,) = [line for line in lines if line.startswith("attend")]
     assert attend.split()[:6] == ["attend", "Linear", "32x32", "rowwise", "1,056", "8,192"]
     assert lines[-1].startswith("3 layers in FP8 (rowwise), ")
@@ -111,10 +136,17 @@ def test_convert_logs_one_line_and_warns_of_experts(caplog):  # R-6
         fj.flax.convert(nnx.Sequential(nnx.Linear(D, D, rngs=nnx.Rngs(0))), "rowwise")
     warned, quiet = caplog.records
     assert warned.levelno == logging.WARNING
-    for part in ("convert: Model: 3 layers in FP8 (rowwise)", "mixture (Experts: a parameter of 3 dims", "filter_fqns 'head'"):
+    for part in (
+        "convert: Model: 3 layers in FP8 (rowwise)",
+        "mixture (Experts: a parameter of 3 dims",
+        "filter_fqns 'head'",
+    ):
         assert part in warned.getMessage()
     assert quiet.levelno == logging.INFO
-    assert quiet.getMessage() == "convert: Sequential: 1 layer in FP8 (rowwise), 97.0% of the parameters."
+    assert (
+        quiet.getMessage()
+        == "convert: Sequential: 1 layer in FP8 (rowwise), 97.0% of the parameters."
+    )
 
 
 class LinenExperts(nn.Module):
@@ -122,14 +154,25 @@ class LinenExperts(nn.Module):
     def __call__(self, x):
         chosen = nn.Dense(16, name="router")(x)[..., :EXPERTS].argmax(-1)
         up = self.param("up", nn.initializers.ones, (EXPERTS, D, F))
-        return lax.ragged_dot(x.reshape(-1, D), up, jnp.bincount(chosen.reshape(-1), length=EXPERTS))
+        return lax.ragged_dot(
+            x.reshape(-1, D), up, jnp.bincount(chosen.reshape(-1), length=EXPERTS)
+        )
 
 
 class LinenModel(nn.Module):
     @nn.compact
     def __call__(self, x):
-        block = nn.scan(lambda layer, h, _: (layer(h), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        x = block(nn.Dense(D, name="stack"), nn.LayerNorm()(nn.Embed(48, D)(jnp.zeros(x.shape[:2], int))) + x, None)[0]
+        block = nn.scan(
+            lambda layer, h, _: (layer(h), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
+        x = block(
+            nn.Dense(D, name="stack"),
+            nn.LayerNorm()(nn.Embed(48, D)(jnp.zeros(x.shape[:2], int))) + x,
+            None,
+        )[0]
         return nn.Dense(24, name="head")(nn.Conv(D, (3,))(x)), LinenExperts(name="mixture")(x)
 
 
@@ -140,7 +183,11 @@ def test_a_linen_model(caplog):
     assert caplog.records[0].levelno == logging.WARNING
     assert [row.path for row in found.rows if row.recipe] == ["mixture.router", "stack"]
     stack = of(found.rows, "stack")
-    assert (stack.shape, stack.parameters, stack.multiplications) == ((D, D), 2 * D * (D + 1), 2 * TOKENS * D * D)
+    assert (stack.shape, stack.parameters, stack.multiplications) == (
+        (D, D),
+        2 * D * (D + 1),
+        2 * TOKENS * D * D,
+    )
     for path, reason in {
         "head": "needs multiples of",
         "Embed_0": "a table",
@@ -163,7 +210,9 @@ class OwnDense(nnx.Module):
 
     def __init__(self, recipe, rngs):
         self.kernel = nnx.Param(jnp.ones((D, 4, 16)))
-        self.hook = nnx.bridge.ToNNX(fj.flax.linen_dot_general(recipe)(), rngs=rngs) if recipe else None
+        self.hook = (
+            nnx.bridge.ToNNX(fj.flax.linen_dot_general(recipe)(), rngs=rngs) if recipe else None
+        )
 
     def __call__(self, x):
         dot_general = self.hook or lax.dot_general
@@ -177,7 +226,12 @@ class DenseGeneral(OwnDense):
 def test_a_bridged_hook_of_somebodys_own_layer():
     model = nnx.Dict(fp8=OwnDense("rowwise", nnx.Rngs(0)), plain=DenseGeneral(None, nnx.Rngs(0)))
     fp8, plain = fj.flax.report(model).rows
-    assert (fp8.path, fp8.recipe, fp8.reason, fp8.in_fp8) == ("fp8", "rowwise", "has a hook", D * 64)
+    assert (fp8.path, fp8.recipe, fp8.reason, fp8.in_fp8) == (
+        "fp8",
+        "rowwise",
+        "has a hook",
+        D * 64,
+    )
     assert plain.recipe is None
     assert "3 dims outside linears" in plain.reason
     assert "multiples of 16" not in plain.reason
@@ -195,7 +249,10 @@ class OwnLinear(nnx.Linear):
 
 def test_a_linear_with_a_call_of_its_own_was_called():
     (row, *_) = fj.flax.report(OwnLinear(D, F, rngs=nnx.Rngs(0)), (X,)).rows
-    assert (row.recipe, row.reason) == (None, "its own __call__ multiplies without the layer's hook")
+    assert (row.recipe, row.reason) == (
+        None,
+        "its own __call__ multiplies without the layer's hook",
+    )
 
 
 class Pair(nnx.Module):
@@ -203,7 +260,9 @@ class Pair(nnx.Module):
 
     def __init__(self, recipes, rngs):
         self.up, self.down = nnx.Param(jnp.ones((D, F))), nnx.Param(jnp.ones((F, D)))
-        self.first, self.second = (nnx.bridge.ToNNX(fj.flax.linen_dot_general(recipe)(), rngs=rngs) for recipe in recipes)
+        self.first, self.second = (
+            nnx.bridge.ToNNX(fj.flax.linen_dot_general(recipe)(), rngs=rngs) for recipe in recipes
+        )
 
     def __call__(self, x):
         assert isinstance(self.first, nnx.Module)
@@ -214,21 +273,33 @@ class Pair(nnx.Module):
 
 def test_two_bridged_hooks():
     (row,) = fj.flax.report(Pair(("rowwise", "tensorwise"), nnx.Rngs(0)), (X,)).rows
-    assert (row.recipe, row.in_fp8, row.multiplications) == ("rowwise, tensorwise", 2 * D * F, 2 * TOKENS * D * F)
+    assert (row.recipe, row.in_fp8, row.multiplications) == (
+        "rowwise, tensorwise",
+        2 * D * F,
+        2 * TOKENS * D * F,
+    )
 
 
 def test_a_layer_of_which_one_hook_has_fp8_is_not_in_fp8():
     (row,) = fj.flax.report(Pair(("bf16", "rowwise"), nnx.Rngs(0)), (X,)).rows
-    assert (row.recipe, row.in_fp8, row.reason) == (None, 0, "only some of its hooks have FP8: rowwise")
+    assert (row.recipe, row.in_fp8, row.reason) == (
+        None,
+        0,
+        "only some of its hooks have FP8: rowwise",
+    )
 
 
 def test_a_stack_of_bridged_hooks():
     class Stack(nnx.Module):
         def __init__(self):
-            self.layers = nnx.vmap(lambda key: OwnSquare(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+            self.layers = nnx.vmap(lambda key: OwnSquare(nnx.Rngs(key)))(
+                jax.random.split(jax.random.key(0), 3)
+            )
 
         def __call__(self, x):
-            return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+            return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+                x, self.layers
+            )
 
     (row,) = fj.flax.report(Stack(), (X,)).rows
     assert (row.recipe, row.multiplications) == ("rowwise", 3 * TOKENS * D * D)
@@ -247,7 +318,9 @@ class OwnSquare(nnx.Module):
 
 def test_a_bridged_layer_with_a_hook_is_not_silent():
     """Of a linen layer in ToNNX the product is shown, without its recipe."""
-    dense = nnx.bridge.ToNNX(nn.Dense(F, dot_general_cls=fj.flax.linen_dot_general("rowwise")), rngs=nnx.Rngs(0))
+    dense = nnx.bridge.ToNNX(
+        nn.Dense(F, dot_general_cls=fj.flax.linen_dot_general("rowwise")), rngs=nnx.Rngs(0)
+    )
     nnx.bridge.lazy_init(dense, jnp.ones((1, TOKENS, D)))
     (layer, product) = (row for row in fj.flax.report(dense, (X,)).rows if row.kind != "vectors")
     assert (layer.parameters, layer.recipe) == (D * F + F, None)
@@ -274,10 +347,17 @@ class Stacked(nnx.Module):
 
 
 def test_norms_of_a_stack_are_vectors():
-    """Their parameters are [layers, D], which is no matrix; and a stack of experts [layers, E, D, F] is experts."""
+    """Their parameters are [layers, D], which is no matrix; and a stack of experts [layers, E, D,
+    F] is experts.
+    """
     rows = fj.flax.report(Stacked(nnx.Rngs(0))).rows
     assert of(rows, kind="vectors").parameters == 3 * 3 * D
-    assert {row.path for row in rows} == {"layers.up", "layers.mixture.router", "layers.mixture", ""}
+    assert {row.path for row in rows} == {
+        "layers.up",
+        "layers.mixture.router",
+        "layers.mixture",
+        "",
+    }
     assert "3 dims outside linears" in of(rows, "layers.mixture").reason
 
 
@@ -289,15 +369,23 @@ class BoxedBlock(nn.Module):
 
 
 class BoxedModel(nn.Module):
-    """Parameters in boxes that name their axes, layers in a scan, and layers whose scopes have more than their names."""
+    """Parameters in boxes that name their axes, layers in a scan, and layers whose scopes have more
+    than their names.
+    """
 
     @nn.compact
     def __call__(self, x):
         block = nn.scan(
-            BoxedBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=3, metadata_params={nn.PARTITION_NAME: None}
+            BoxedBlock,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+            metadata_params={nn.PARTITION_NAME: None},
         )
         x = nn.Einsum((D, D), "btd,dk->btk", name="einsum")(block(name="layers")(x, None)[0])
-        return nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True})(D, name="each")(x)
+        return nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True})(
+            D, name="each"
+        )(x)
 
 
 def test_boxed_parameters_and_scopes_of_linen():

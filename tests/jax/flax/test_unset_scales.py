@@ -1,4 +1,6 @@
-"""A Flax model's evaluation by scales that no update has set is warned of where JAX shows them, once a model."""
+"""A Flax model's evaluation by scales that no update has set is warned of where JAX shows them,
+once a model.
+"""
 
 import warnings
 
@@ -45,8 +47,14 @@ def of_nnx(recipe="delayed"):
 
 def of_linen(recipe="delayed"):
     net = fp8.convert(Net(), recipe, inputs=(X,))
-    step = fp8.value_and_grad(lambda variables, x: (net.apply(variables, x) ** 2).mean(), update=True)
-    return net.init(jax.random.key(0), X), net.apply, lambda variables, jit=jax.jit: jit(step)(variables, X)[2]
+    step = fp8.value_and_grad(
+        lambda variables, x: (net.apply(variables, x) ** 2).mean(), update=True
+    )
+    return (
+        net.init(jax.random.key(0), X),
+        net.apply,
+        lambda variables, jit=jax.jit: jit(step)(variables, X)[2],
+    )
 
 
 KINDS = pytest.mark.parametrize("made", [of_nnx, of_linen])
@@ -57,7 +65,9 @@ def said(evaluate, *args):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         evaluate(*args)
-    assert all("Call fp8ref.jax.flax.calibrate(model, batches) once" in str(w.message) for w in caught)
+    assert all(
+        "Call fp8ref.jax.flax.calibrate(model, batches) once" in str(w.message) for w in caught
+    )
     return [str(w.message).partition(" scales by earlier steps")[0] for w in caught]
 
 
@@ -67,7 +77,11 @@ def test_an_evaluation_before_any_update_is_warned_of(made):  # H-9; Transformer
     for _ in range(2):
         model, evaluate, train = made()
         assert [said(evaluate, model, X), said(evaluate, model, X)] == [["up"], []]
-        assert fp8.unset_layers(model) == ["up", "down"] if made is of_linen else sorted(fp8.unset_layers(model)) == ["down", "up"]
+        assert (
+            fp8.unset_layers(model) == ["up", "down"]
+            if made is of_linen
+            else sorted(fp8.unset_layers(model)) == ["down", "up"]
+        )
         model = train(model)
         assert said(evaluate, model, X) == fp8.unset_layers(model) == []
     model, evaluate, _ = made()
@@ -100,17 +114,23 @@ def as_it_is(step):
 
 
 def test_a_gradient_warns_of_what_it_lacks_alone():
-    """One that observes nothing: it begins with scales of 1 too, and no calibration is its remedy."""
+    """One that observes nothing: it begins with scales of 1 too, and no calibration is its
+    remedy.
+    """
     variables, evaluate, _ = of_linen()
     with pytest.warns(UserWarning, match="observes none") as caught:
-        jax.grad(lambda params: evaluate({**variables, "params": params}, X).sum())(variables["params"])
+        jax.grad(lambda params: evaluate({**variables, "params": params}, X).sum())(
+            variables["params"]
+        )
     assert ["this gradient observes none" in str(w.message) for w in caught] == [True, True]
 
 
 def test_variables_that_a_file_gave_back_are_looked_at():
     """As NumPy's arrays and scalars."""
     variables, evaluate, _ = of_linen()
-    restored = jax.tree.map(lambda v: np.asarray(v)[()] if v.ndim == 0 else np.asarray(v), variables)
+    restored = jax.tree.map(
+        lambda v: np.asarray(v)[()] if v.ndim == 0 else np.asarray(v), variables
+    )
     assert [said(evaluate, restored, X), said(evaluate, restored, X)] == [["up"], []]
 
 
@@ -146,7 +166,10 @@ def test_an_error_filter_raises_in_each_evaluation():
 
 def test_hooks_that_no_conversion_made_are_warned_of_once():
     unset_scales._warned.clear()
-    layers = [nnx.Linear(32, 64, dot_general=fp8.nnx_dot_general("delayed", name=name), rngs=nnx.Rngs(0)) for name in ("a", "b")]
+    layers = [
+        nnx.Linear(32, 64, dot_general=fp8.nnx_dot_general("delayed", name=name), rngs=nnx.Rngs(0))
+        for name in ("a", "b")
+    ]
     assert [said(layer, X) for layer in layers] == [["a"], []]
     unset_scales._warned.clear()
 
@@ -156,6 +179,9 @@ def test_states_of_flaxs_own_rule_and_of_stacks_are_looked_at():
     assert delayed.unset(states)
     one = {role: state._replace(step=jnp.array([1, 0])) for role, state in states.items()}
     assert delayed.unset(one)
-    both = {role: state._replace(step=np.array([1, 3]) if role != "grad_output" else state.step) for role, state in states.items()}
+    both = {
+        role: state._replace(step=np.array([1, 3]) if role != "grad_output" else state.step)
+        for role, state in states.items()
+    }
     assert not delayed.unset(both)  # a forward pass reads no scale of grad_output
     assert not jax.jit(lambda s: jnp.array(delayed.unset(s)))(states)  # traced: nobody knows

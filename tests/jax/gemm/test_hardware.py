@@ -1,4 +1,6 @@
-"""FP8 GEMMs of a JAX program on the host: the simulator's bits, seen by the proof, refused where they would hang."""
+"""FP8 GEMMs of a JAX program on the host: the simulator's bits, seen by the proof, refused where
+they would hang.
+"""
 
 import os
 import subprocess
@@ -44,39 +46,66 @@ def test_outputs_and_gradients_are_the_simulators_bit_for_bit(rng, recipe, plan)
 
     @jax.jit
     def both(x, w, g):
-        y, backward = jax.vjp(lambda x, w: linear.apply(x, w, recipe=recipe, multiply=hardware.by_name(plan))[0], x, w)
+        y, backward = jax.vjp(
+            lambda x, w: linear.apply(x, w, recipe=recipe, multiply=hardware.by_name(plan))[0], x, w
+        )
         return y, *backward(g)
 
     wide = [np.asarray(v, np.float32) for v in (x, w, g)]
-    expected = [sim_linear.forward(*wide[:2], recipe, accumulate=plan), *sim_linear.backward(wide[2], *wide[:2], recipe, accumulate=plan)]
+    expected = [
+        sim_linear.forward(*wide[:2], recipe, accumulate=plan),
+        *sim_linear.backward(wide[2], *wide[:2], recipe, accumulate=plan),
+    ]
     for mine, sim in zip(both(x, w, g), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(mine, np.float32), sim)
 
 
 def test_the_plan_changes_bits_that_the_frameworks_own_gemm_has(rng):
     x, w, _ = tensors(rng)
-    native, simulated_ = (jax.jit(lambda x, w, m=m: linear.apply(x, w, recipe="tensorwise", multiply=m)[0])(x, w) for m in (None, HOPPER))
+    native, simulated_ = (
+        jax.jit(lambda x, w, m=m: linear.apply(x, w, recipe="tensorwise", multiply=m)[0])(x, w)
+        for m in (None, HOPPER)
+    )
     assert (np.asarray(native, np.float32) != np.asarray(simulated_, np.float32)).any()
 
 
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
 def test_an_output_that_is_subnormal_is_not_flushed(out_dtype):
-    """XLA's threads flush subnormals; the GEMM runs on another, whose results come back as they are."""
+    """XLA's threads flush subnormals; the GEMM runs on another, whose results come back as they
+    are.
+    """
     tiny = {"float32": 2.0**-140, "bfloat16": 2.0**-130, "float16": 2.0**-20}[out_dtype]
     one = jnp.ones((32, 32), jnp.float8_e4m3fn)
     q = [
-        scaling.Quantized(codes=one, scale=jnp.float32(1), scale_inv=jnp.float32(s), fmt=E4M3FN, granularity="tensorwise", axis=1)
+        scaling.Quantized(
+            codes=one,
+            scale=jnp.float32(1),
+            scale_inv=jnp.float32(s),
+            fmt=E4M3FN,
+            granularity="tensorwise",
+            axis=1,
+        )
         for s in (2.0**-40, tiny * 2.0**35)  # times a sum of 32
     ]
-    out = jax.jit(lambda: gemm.matmul(*q, accumulate="fast", out_dtype=getattr(jnp, out_dtype), multiply=HOPPER))()
+    out = jax.jit(
+        lambda: gemm.matmul(
+            *q, accumulate="fast", out_dtype=getattr(jnp, out_dtype), multiply=HOPPER
+        )
+    )()
     assert set(np.asarray(out).astype(np.float64).ravel()) == {tiny}
 
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("axes", [(1, 1), (0, 1), (1, 0), (0, 0)])
 def test_operands_reduced_along_either_axis(rng, axes):
-    values = [rng.standard_normal((24, 64)).astype(np.float32), rng.standard_normal((40, 64)).astype(np.float32)]
-    sims = [sim_scaling.quantize(v, fmt, granularity="rowwise") for v, fmt in zip(values, (E5M2, E4M3FN), strict=True)]
+    values = [
+        rng.standard_normal((24, 64)).astype(np.float32),
+        rng.standard_normal((40, 64)).astype(np.float32),
+    ]
+    sims = [
+        sim_scaling.quantize(v, fmt, granularity="rowwise")
+        for v, fmt in zip(values, (E5M2, E4M3FN), strict=True)
+    ]
     mine = [
         scaling.quantize(jnp.asarray(v if axis else v.T), fmt, granularity="rowwise", axis=axis)
         for v, fmt, axis in zip(values, (E5M2, E4M3FN), axes, strict=True)
@@ -84,7 +113,9 @@ def test_operands_reduced_along_either_axis(rng, axes):
     out = gemm.matmul(*mine, accumulate="slow", out_dtype=jnp.bfloat16, multiply=HOPPER)
     expected = sim_gemm.matmul(*sims, accumulate="hopper_slow", out_dtype=BFLOAT16)
     np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
-    turned = gemm.matmul(*mine, accumulate="slow", out_dtype=jnp.bfloat16, multiply=HOPPER, turned=True)
+    turned = gemm.matmul(
+        *mine, accumulate="slow", out_dtype=jnp.bfloat16, multiply=HOPPER, turned=True
+    )
     np.testing.assert_array_equal(np.asarray(turned), np.asarray(out).T)
 
 
@@ -102,7 +133,10 @@ def test_the_proof_names_simulated_gemms_and_misses_none(rng, recipe):
     x, w, _ = tensors(rng, m=256)
 
     def grads(multiply):
-        loss = lambda x, w: (linear.apply(x, w, recipe=recipe, name="fc", multiply=multiply)[0].astype(jnp.float32) ** 2).sum()  # noqa: E731
+        def loss(x, w):
+            y, _ = linear.apply(x, w, recipe=recipe, name="fc", multiply=multiply)
+            return (y.astype(jnp.float32) ** 2).sum()
+
         return proof.read(jax.jit(jax.grad(loss, (0, 1))).lower(x, w))
 
     program, planned = grads(HOPPER), {"fc": recipe}
@@ -150,15 +184,26 @@ def test_a_linear_on_a_mesh_is_refused_by_name(rng):
     x, w, _ = tensors(rng)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     x, w = (jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in ((x, P("data")), (w, P())))
-    with pytest.raises(ValueError, match="up_proj: on a mesh, simulated hardware multiplies inside shard_map"):
-        jax.jit(lambda x, w: linear.apply(x, w, recipe="tensorwise", placement=Placement(m=("data",)), name="up_proj", multiply=HOPPER))(
-            x, w
-        )
+    with pytest.raises(
+        ValueError, match="up_proj: on a mesh, simulated hardware multiplies inside shard_map"
+    ):
+        jax.jit(
+            lambda x, w: linear.apply(
+                x,
+                w,
+                recipe="tensorwise",
+                placement=Placement(m=("data",)),
+                name="up_proj",
+                multiply=HOPPER,
+            )
+        )(x, w)
 
 
 def test_a_trainer_on_a_mesh_without_threads_is_refused(small, monkeypatch):
     monkeypatch.delenv("NPROC", raising=False)
-    with pytest.raises(ConfigError, match=r"numerics\.accumulate 'hopper': 2 devices .* Set NPROC=8"):
+    with pytest.raises(
+        ConfigError, match=r"numerics\.accumulate 'hopper': 2 devices .* Set NPROC=8"
+    ):
         loop.trainer("jax", small.replace(numerics={"accumulate": "hopper"}, parallel={"data": 2}))
 
 
@@ -184,18 +229,30 @@ for parallel in {{}}, {{"data": 2, "tensor": 2}}, {{"fsdp": 4}}:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_meshes_with_threads_train_as_one_device(recipe):
-    """Bits are not defined: P-9 sums rounded parts, so that a bfloat16 here and there falls to its neighbor."""
+    """Bits are not defined: P-9 sums rounded parts, so that a bfloat16 here and there falls to its
+    neighbor.
+    """
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"NPROC": "16"}
-    done = subprocess.run([sys.executable, "-c", ON_A_MESH.format(recipe=recipe)], env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_MESH.format(recipe=recipe)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     losses = [float(line) for line in done.stdout.split()]
     assert len(losses) == 3
-    # At initial weights logits are of order 0.1, a bfloat16 of which is off by at most 2^-12 as its neighbor is taken; the loss, a mean of their
-    # differences over 128 tokens, moves by no more than a few of these, while a wrong GEMM moves it by the logits' own size.
+    # At initial weights logits are of order 0.1, a bfloat16 of which is off by at most 2^-12 as its
+    # neighbor is taken; the loss, a mean of their differences over 128 tokens, moves by no more
+    # than a few of these, while a wrong GEMM moves it by the logits' own size.
     assert max(losses) - min(losses) < 4 * 2**-12
 
 
 def test_float32_outputs_keep_their_bits(rng):
     x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 64), (32, 64)))
     found, _ = linear.apply(jnp.asarray(x), jnp.asarray(w), recipe="tensorwise", multiply=HOPPER)
-    np.testing.assert_array_equal(np.asarray(found), sim_linear.forward(x, w, "tensorwise", accumulate="hopper", out_dtype=FLOAT32))
+    np.testing.assert_array_equal(
+        np.asarray(found),
+        sim_linear.forward(x, w, "tensorwise", accumulate="hopper", out_dtype=FLOAT32),
+    )

@@ -17,9 +17,14 @@ recipes = pytest.mark.parametrize("recipe", SHARED_RECIPES)
 
 @pytest.fixture
 def operands(rng):
-    """x [2, 24, 64], w [32, 64], g [2, 24, 32]: small integers over powers of two, so that every sum is exact in any order."""
+    """x [2, 24, 64], w [32, 64], g [2, 24, 32]: small integers over powers of two, so that every
+    sum is exact in any order.
+    """
     shapes = ((2, 24, 64), (32, 64), (2, 24, 32))
-    return [rng.integers(-7, 8, shape).astype(np.float32) * s for shape, s in zip(shapes, (1, 2.0**-6, 2.0**-10), strict=True)]
+    return [
+        rng.integers(-7, 8, shape).astype(np.float32) * s
+        for shape, s in zip(shapes, (1, 2.0**-6, 2.0**-10), strict=True)
+    ]
 
 
 def run(x, w, g, recipe, dtype=jnp.bfloat16):
@@ -58,7 +63,10 @@ def test_float16_equals_the_simulator_on_integers(recipe, size, operands):  # G-
     """Of results that are subnormal in float16, normal, and beyond it."""
     x, w, g = operands
     x = x * np.float32(size)
-    expected = sim.forward(x, w * 64, recipe, out_dtype=FLOAT16), *sim.backward(g, x, w * 64, recipe, out_dtype=FLOAT16)
+    expected = (
+        sim.forward(x, w * 64, recipe, out_dtype=FLOAT16),
+        *sim.backward(g, x, w * 64, recipe, out_dtype=FLOAT16),
+    )
     for ours, theirs in zip(run(x, w * 64, g, recipe, jnp.float16), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -72,14 +80,25 @@ def test_vmap_and_remat_change_nothing(recipe, operands):
         return linear.apply(x, w, recipe=recipe)[0].astype(jnp.float32).sum()
 
     plain = jax.jit(jax.grad(loss))(w, x[0])
-    np.testing.assert_array_equal(np.asarray(jax.jit(jax.grad(jax.checkpoint(loss)))(w, x[0])), np.asarray(plain))
+    np.testing.assert_array_equal(
+        np.asarray(jax.jit(jax.grad(jax.checkpoint(loss)))(w, x[0])), np.asarray(plain)
+    )
     mapped = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(w, x)
     np.testing.assert_array_equal(np.asarray(mapped[0]), np.asarray(plain))
 
 
-@pytest.mark.parametrize("recipe", [recipe for recipe in SHARED_RECIPES if RECIPES[recipe].fp8 and RECIPES[recipe].serves_both("weight")])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipe
+        for recipe in SHARED_RECIPES
+        if RECIPES[recipe].fp8 and RECIPES[recipe].serves_both("weight")
+    ],
+)
 def test_what_is_prepared_of_a_weight_is_not_made_again(recipe, operands):  # O-16, L-3
-    """Outputs and gradients are those of a cast here; the weight beside a copy only takes its gradient."""
+    """Outputs and gradients are those of a cast here; the weight beside a copy only takes its
+    gradient.
+    """
     x, w, g = (jnp.asarray(v, jnp.bfloat16) for v in operands)
     spec = weight_copy(recipe)
     copy = scaling.quantize(w, spec.fmt, policy=spec.policy)
@@ -95,12 +114,17 @@ def test_what_is_prepared_of_a_weight_is_not_made_again(recipe, operands):  # O-
     for mine, theirs in zip(jax.jit(run_with)(w, of_amax), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(theirs, np.float32))
     mapped = jax.jit(jax.vmap(lambda x: linear.apply(x, w, recipe=recipe, prepared=copy)[0]))(x)
-    np.testing.assert_array_equal(np.asarray(mapped[0], np.float32), np.asarray(linear.apply(x[0], w, recipe=recipe)[0], np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(mapped[0], np.float32),
+        np.asarray(linear.apply(x[0], w, recipe=recipe)[0], np.float32),
+    )
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_block_scales_equal_the_simulator_on_integers(recipe, rng):  # G-16
-    """7 and smaller integers times powers of two, another one for each 32 of every axis: every block has a scale of its own, a power of two."""
+    """7 and smaller integers times powers of two, another one for each 32 of every axis: every
+    block has a scale of its own, a power of two.
+    """
     shapes = ((2, 128, 128), (256, 128), (2, 128, 256))
 
     def blocks(shape, e):
@@ -117,14 +141,23 @@ def test_block_scales_equal_the_simulator_on_integers(recipe, rng):  # G-16
     np.testing.assert_array_equal(grad_weight, expected[1])
 
 
-def test_operands_fused_with_their_producer_are_rounded_all_the_same(rng, monkeypatch):  # FP8 codes of bfloat16, not of float32
-    """XLA may hand a fused cast the float32 product that a bfloat16 one is rounded from; without the guard the output shows it."""
-    a, b, w = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((512, 64), (512, 64), (32, 64)))
+def test_operands_fused_with_their_producer_are_rounded_all_the_same(
+    rng, monkeypatch
+):  # FP8 codes of bfloat16, not of float32
+    """XLA may hand a fused cast the float32 product that a bfloat16 one is rounded from; without
+    the guard the output shows it.
+    """
+    a, b, w = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((512, 64), (512, 64), (32, 64))
+    )
 
     def fused(a, b):
         return linear.apply(a * b, w, recipe="tensorwise")[0]
 
-    expected = jax.jit(lambda x: linear.apply(x, w, recipe="tensorwise")[0])(jax.jit(jnp.multiply)(a, b))
+    expected = jax.jit(lambda x: linear.apply(x, w, recipe="tensorwise")[0])(
+        jax.jit(jnp.multiply)(a, b)
+    )
     np.testing.assert_array_equal(jax.jit(fused)(a, b), expected)
     monkeypatch.setattr(jax_cast, "to_f32", lambda x: x.astype(jnp.float32))
     assert (jax.jit(lambda a, b: fused(a, b))(a, b) != expected).any()
@@ -149,6 +182,8 @@ def test_no_tokens_observe_nothing():  # L-9, H-5
         y, seen = linear.apply(jnp.zeros((0, 64)), w, recipe="delayed", state=state, seen=seen)
         return y.sum(), seen
 
-    (_, forward), (_, backward) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(jnp.ones((32, 64)), seen)
+    (_, forward), (_, backward) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(
+        jnp.ones((32, 64)), seen
+    )
     after = delayed.update(state, delayed.merge(forward, backward), recipe="delayed")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), after, state))

@@ -16,14 +16,24 @@ def run(x, w, g):
 
 
 def test_observing_reports_every_fp8_gemm_of_the_compiled_program(rng):
-    x, w, g = (rng.integers(-7, 8, shape).astype(np.float32) for shape in ((2, 24, 64), (32, 64), (2, 24, 32)))
+    x, w, g = (
+        rng.integers(-7, 8, shape).astype(np.float32)
+        for shape in ((2, 24, 64), (32, 64), (2, 24, 32))
+    )
     seen = {}
-    with gemm_observer.observing(lambda name, gemm, a, b, out: seen.__setitem__((name, gemm), (a, b, out))):
+    with gemm_observer.observing(
+        lambda name, gemm, a, b, out: seen.__setitem__((name, gemm), (a, b, out))
+    ):
         run(x, w, g)
     assert set(seen) == {("linear", "output"), ("linear", "grad_input")}
     (hp, codes, scale), _, out = seen["linear", "output"]
     np.testing.assert_array_equal(hp.astype(np.float32), x.reshape(48, 64))
-    assert (codes.dtype, codes.shape, scale.shape, out.shape) == (np.uint8, (48, 64), (48, 1), (48, 32))
+    assert (codes.dtype, codes.shape, scale.shape, out.shape) == (
+        np.uint8,
+        (48, 64),
+        (48, 1),
+        (48, 32),
+    )
     seen.clear()
     run(x, w, g)  # the program compiled afterwards reports nothing
     assert not seen

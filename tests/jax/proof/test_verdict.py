@@ -28,7 +28,13 @@ def lowered(recipe, through, *, placement=PLACEMENT):
 
     def grads(x, w):
         def loss(x, w):
-            y, _ = linear.apply(x, w, recipe=recipe, placement=None if through == "one" else placement, name="layers.0.fc")
+            y, _ = linear.apply(
+                x,
+                w,
+                recipe=recipe,
+                placement=None if through == "one" else placement,
+                name="layers.0.fc",
+            )
             return (y.astype(jnp.float32) ** 2).sum()
 
         return jax.grad(loss, (0, 1))(x, w)
@@ -36,7 +42,9 @@ def lowered(recipe, through, *, placement=PLACEMENT):
     x, w = jnp.ones((8, 16, 128), jnp.bfloat16), jnp.ones((256, 128), jnp.bfloat16)
     if through == "one":
         return jax.jit(grads).lower(x, w)
-    x, w = (jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip((x, w), SPECS, strict=True))
+    x, w = (
+        jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip((x, w), SPECS, strict=True)
+    )
     if through == "jit":
         return jax.jit(grads).lower(x, w)
     return jax.jit(jax.shard_map(grads, mesh=mesh, in_specs=SPECS, out_specs=SPECS)).lower(x, w)
@@ -49,28 +57,39 @@ def test_every_planned_gemm_and_gather_is_there(recipe, through):
     program = proof.read(lowered(recipe, through))
     assert program.source == ("hlo after spmd partitioning" if through == "jit" else "stablehlo")
     dots = proof.gemms(program)
-    assert [(d.layer, d.which) for d in dots] == [("layers.0.fc", which) for which in ("output", "grad_input", "grad_weight")]
+    assert [(d.layer, d.which) for d in dots] == [
+        ("layers.0.fc", which) for which in ("output", "grad_input", "grad_weight")
+    ]
     assert sum(d.fp8 for d in dots) == FP8[recipe]
-    assert [d.accumulate for d in dots if d.fp8] == [s.accumulate for s in RECIPES[recipe].gemms.values() if s.fp8]
+    assert [d.accumulate for d in dots if d.fp8] == [
+        s.accumulate for s in RECIPES[recipe].gemms.values() if s.fp8
+    ]
     assert {d.out for d in dots} == {"f32"}
     placements = None if through == "one" else {"layers.0.fc": PLACEMENT}
     assert proof.missing(program, {"layers.0.fc": recipe}, placements) == []
     if through != "one":
-        gathers = [c for c in proof.collectives(program) if c.kind == "all_gather" and c.dtype.startswith("f8")]
+        gathers = [
+            c
+            for c in proof.collectives(program)
+            if c.kind == "all_gather" and c.dtype.startswith("f8")
+        ]
         # the weight for two GEMMs; the input for output, and for grad_weight where that is FP8
         assert len(gathers) == (3 if recipe == "rowwise_with_gw_hp" else 4)
 
 
 @pytest.mark.parametrize("outside", [False, True])
 def test_a_dot_in_a_function_is_xlas_to_partition_only_if_called_outside_shard_map(outside):
-    """A function, as attention's rules are, stands beside the main one. After partitioning XLA has merged equal gathers, here of one
-    input by two linears, so that one of them would be missing."""
+    """A function, as attention's rules are, stands beside the main one. After partitioning XLA has
+    merged equal gathers, here of one input by two linears, so that one of them would be missing."""
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
     placement = Placement(n=("tensor",), sequence=True)
     square = jax.jit(lambda y: y @ y.mT)
 
     def mapped(x, v, w):
-        results = (linear.apply(x, weight, recipe="tensorwise", placement=placement, name=name)[0] for name, weight in (("q", v), ("k", w)))
+        results = (
+            linear.apply(x, weight, recipe="tensorwise", placement=placement, name=name)[0]
+            for name, weight in (("q", v), ("k", w))
+        )
         return tuple(square(y) for y in results)
 
     cut, rows = P(None, "tensor"), P("tensor", None)
@@ -81,12 +100,22 @@ def test_a_dot_in_a_function_is_xlas_to_partition_only_if_called_outside_shard_m
         results = jax.shard_map(mapped, mesh=mesh, in_specs=specs, out_specs=(out, out))(x, v, w)
         return tuple(square(y) for y in results) if outside else results
 
-    shapes = (jnp.ones((2, 32, 64), jnp.bfloat16), *(jnp.ones((64, 64), jnp.bfloat16) * n for n in (1, 2)))
-    arrays = (jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in zip(shapes, specs, strict=True))
+    shapes = (
+        jnp.ones((2, 32, 64), jnp.bfloat16),
+        *(jnp.ones((64, 64), jnp.bfloat16) * n for n in (1, 2)),
+    )
+    arrays = (
+        jax.device_put(value, NamedSharding(mesh, spec))
+        for value, spec in zip(shapes, specs, strict=True)
+    )
     program = proof.read(jax.jit(step).lower(*arrays))
     assert program.source == ("hlo after spmd partitioning" if outside else "stablehlo")
     missing = [
-        line for line in proof.missing(program, dict.fromkeys("qk", "tensorwise"), dict.fromkeys("qk", placement)) if "/output" in line
+        line
+        for line in proof.missing(
+            program, dict.fromkeys("qk", "tensorwise"), dict.fromkeys("qk", placement)
+        )
+        if "/output" in line
     ]
     assert [line.partition(":")[0] for line in missing] == (["k/output"] if outside else [])
 
@@ -94,9 +123,14 @@ def test_a_dot_in_a_function_is_xlas_to_partition_only_if_called_outside_shard_m
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_weight_in_flaxs_layout_has_its_operands_in_the_same_order(recipe):
     """A kernel is [K, N], so that its gradient is multiplied the other way round."""
-    model, x = nn.Dense(256, name="fc", dot_general_cls=flax.linen_dot_general(recipe)), jnp.ones((32, 128), jnp.bfloat16)
+    model, x = (
+        nn.Dense(256, name="fc", dot_general_cls=flax.linen_dot_general(recipe)),
+        jnp.ones((32, 128), jnp.bfloat16),
+    )
     variables = model.init(jax.random.key(0), x)
-    step = jax.jit(jax.grad(lambda v, x: (model.apply(v, x).astype(jnp.float32) ** 2).sum(), (0, 1)))
+    step = jax.jit(
+        jax.grad(lambda v, x: (model.apply(v, x).astype(jnp.float32) ** 2).sum(), (0, 1))
+    )
     program = proof.read(step.lower(variables, x))
     found = [(dot.which, dot.a, dot.b) for dot in proof.gemms(program) if dot.layer]
     casts = [(which, spec.a.fmt, spec.b.fmt) for which, spec in RECIPES[recipe].gemms.items()]
@@ -135,22 +169,36 @@ def test_another_recipe_a_missing_layer_and_a_missing_gather_are_lines():
         f"{fc}/grad_weight: planned f8e4m3fn x f8e4m3fn, slow; f8e5m2 x f8e4m3fn, slow",
     ]
     slow = dataclasses.replace(RECIPES["tensorwise"].output, accumulate="slow")
-    assert proof.missing(program, {fc: dataclasses.replace(RECIPES["tensorwise"], output=slow)}) == [
-        f"{fc}/output: planned f8e4m3fn x f8e4m3fn, slow; f8e4m3fn x f8e4m3fn, fast"
-    ]
-    assert proof.missing(program, {"head": "tensorwise"})[0] == "head/output: planned f8e4m3fn x f8e4m3fn, fast; found no such dot"
-    without = proof.read(lowered("tensorwise", "shard_map", placement=dataclasses.replace(PLACEMENT, scope="local")))
+    assert proof.missing(
+        program, {fc: dataclasses.replace(RECIPES["tensorwise"], output=slow)}
+    ) == [f"{fc}/output: planned f8e4m3fn x f8e4m3fn, slow; f8e4m3fn x f8e4m3fn, fast"]
+    assert (
+        proof.missing(program, {"head": "tensorwise"})[0]
+        == "head/output: planned f8e4m3fn x f8e4m3fn, fast; found no such dot"
+    )
+    without = proof.read(
+        lowered("tensorwise", "shard_map", placement=dataclasses.replace(PLACEMENT, scope="local"))
+    )
     assert proof.missing(without, {fc: "tensorwise"}, {fc: PLACEMENT}) == []
     one = proof.read(lowered("tensorwise", "one"))
-    assert proof.missing(one, {fc: "tensorwise"}, {fc: PLACEMENT})[0] == f"{fc}/output: planned 2 gathers in FP8, of input, weight; found 0"
+    assert (
+        proof.missing(one, {fc: "tensorwise"}, {fc: PLACEMENT})[0]
+        == f"{fc}/output: planned 2 gathers in FP8, of input, weight; found 0"
+    )
 
 
 def test_a_scale_moved_to_the_operand_is_caught(monkeypatch):
-    """The rowwise fallback that XLA makes a bf16 GEMM of on a GPU: the dot then multiplies no FP8."""
+    """The rowwise fallback that XLA makes a bf16 GEMM of on a GPU: the dot then multiplies no
+    FP8.
+    """
 
     def dequantized(a, b, *, out_dtype, collective, **how):
         return gemm.matmul_hp(
-            scaling.dequantize(a), scaling.dequantize(b), axes=(a.axis, b.axis), out_dtype=out_dtype, collective=collective
+            scaling.dequantize(a),
+            scaling.dequantize(b),
+            axes=(a.axis, b.axis),
+            out_dtype=out_dtype,
+            collective=collective,
         )
 
     monkeypatch.setattr(gemm, "matmul", dequantized)
@@ -160,11 +208,15 @@ def test_a_scale_moved_to_the_operand_is_caught(monkeypatch):
 
 
 def test_a_single_constraint_that_gathers_something_wider_is_caught(monkeypatch):
-    """With the codes pinned to whole rows only, XLA may quantize after the gather: guarded by the second constraint."""
+    """With the codes pinned to whole rows only, XLA may quantize after the gather: guarded by the
+    second constraint.
+    """
     with_both = proof.read(lowered("tensorwise", "jit"))
 
     def one_constraint(x, cut):
-        return lax.with_sharding_constraint(x, NamedSharding(jax.typeof(x).sharding.mesh, cut.specs(x.shape)[1]))
+        return lax.with_sharding_constraint(
+            x, NamedSharding(jax.typeof(x).sharding.mesh, cut.specs(x.shape)[1])
+        )
 
     monkeypatch.setattr(operands, "gather_by_compiler", one_constraint)
     plan = {"layers.0.fc": "tensorwise"}, {"layers.0.fc": PLACEMENT}
@@ -177,7 +229,12 @@ def test_gemms_of_dequantized_operands_are_read_as_fp8(recipe):  # G-22
     """On an NVIDIA GPU XLA finds an FP8 GEMM in a dot of codes times scales."""
 
     def grads(x, w):
-        return jax.grad(lambda x, w: (linear.apply(x, w, recipe=recipe, name="fc")[0].astype(jnp.float32) ** 2).sum(), (0, 1))(x, w)
+        return jax.grad(
+            lambda x, w: (
+                linear.apply(x, w, recipe=recipe, name="fc")[0].astype(jnp.float32) ** 2
+            ).sum(),
+            (0, 1),
+        )(x, w)
 
     x, w = jnp.ones((8, 16, 128), jnp.bfloat16), jnp.ones((256, 128), jnp.bfloat16)
     program = proof.read(jax.jit(grads).trace(x, w).lower(lowering_platforms=("cuda",)))
@@ -206,6 +263,11 @@ ENTRY %main (a: f8e4m3fn[16,32], b: f8e4m3fn[16,32], s: f32[], t: f32[]) -> bf16
 
 @pytest.mark.parametrize(("scale", "rounded"), [("%t", False), ("%u", True)])
 def test_a_scale_that_xla_rounds_is_named(scale, rounded):  # G-22
-    compiled = proof.read_compiled(HLO.replace("SCALE", scale).replace("METADATA", 'metadata={op_name="jit(f)/fc/output/dot"}'))
-    expected = ["fc/output: XLA rounded its scales to bfloat16. Compile with xla_allow_excess_precision, XLA's default."]
+    compiled = proof.read_compiled(
+        HLO.replace("SCALE", scale).replace("METADATA", 'metadata={op_name="jit(f)/fc/output/dot"}')
+    )
+    expected = [
+        "fc/output: XLA rounded its scales to bfloat16. Compile with "
+        "xla_allow_excess_precision, XLA's default."
+    ]
     assert proof.lost(compiled, compiled) == (expected if rounded else [])

@@ -21,33 +21,48 @@ def encode(x, fmt, **options):
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
 def test_encode_equals_the_simulator_on_every_16_bit_input(fmt, saturate, dtype):  # C-1 to C-6
     x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
-    np.testing.assert_array_equal(encode(x, fmt, saturate=saturate), sim.encode(x, fmt, saturate=saturate))
+    np.testing.assert_array_equal(
+        encode(x, fmt, saturate=saturate), sim.encode(x, fmt, saturate=saturate)
+    )
 
 
 @fp8
 @pytest.mark.parametrize("saturate", [True, False])
 def test_encode_equals_the_simulator_at_every_tie_and_on_random_float32(fmt, saturate, rng):
-    x = np.concatenate([cast_inputs.edges(fmt), rng.integers(0, 1 << 32, 1 << 18, dtype=np.uint32).view(np.float32)])
-    np.testing.assert_array_equal(encode(x, fmt, saturate=saturate), sim.encode(x, fmt, saturate=saturate))
+    x = np.concatenate(
+        [
+            cast_inputs.edges(fmt),
+            rng.integers(0, 1 << 32, 1 << 18, dtype=np.uint32).view(np.float32),
+        ]
+    )
+    np.testing.assert_array_equal(
+        encode(x, fmt, saturate=saturate), sim.encode(x, fmt, saturate=saturate)
+    )
 
 
 @fp8
 def test_decode_equals_the_simulator(fmt):
     codes = np.arange(256, dtype=np.uint8)
-    np.testing.assert_array_equal(np.asarray(cast.decode(jnp.asarray(codes), fmt)), sim.decode(codes, fmt))
+    np.testing.assert_array_equal(
+        np.asarray(cast.decode(jnp.asarray(codes), fmt)), sim.decode(codes, fmt)
+    )
     native = jax.lax.bitcast_convert_type(jnp.asarray(codes), cast.DTYPES[fmt.name])
     np.testing.assert_array_equal(np.asarray(cast.decode(native, fmt)), sim.decode(codes, fmt))
 
 
 def test_a_bfloat16_fused_with_its_producer_is_rounded_first(rng):
-    """Without reduce_precision XLA hands the cast the unrounded float32 product: the counterexample is the second half."""
+    """Without reduce_precision XLA hands the cast the unrounded float32 product: the counterexample
+    is the second half.
+    """
     a, b = (jnp.asarray(rng.standard_normal(1 << 16), jnp.bfloat16) for _ in range(2))
 
     def fused(a, b, widen):
         return cast.encode(widen(a * b), E4M3FN)
 
     expected = sim.encode(np.asarray(a * b), E4M3FN)
-    np.testing.assert_array_equal(np.asarray(jax.jit(fused, static_argnums=2)(a, b, cast.to_f32)), expected)
+    np.testing.assert_array_equal(
+        np.asarray(jax.jit(fused, static_argnums=2)(a, b, cast.to_f32)), expected
+    )
     unguarded = np.asarray(jax.jit(fused, static_argnums=2)(a, b, lambda x: x.astype(jnp.float32)))
     assert (unguarded != expected).any()
 

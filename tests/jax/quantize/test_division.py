@@ -1,4 +1,6 @@
-"""Quotients and roots against NumPy's, which IEEE 754 defines: what runs on a GPU, here on a CPU (spec S-3, O-6, O-7)."""
+"""Quotients and roots against NumPy's, which IEEE 754 defines: what runs on a GPU, here on a CPU
+(spec S-3, O-6, O-7).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,9 @@ def numbers(seed: int) -> np.ndarray:
 
 
 def near_midpoints() -> tuple[np.ndarray, np.ndarray]:
-    """Pairs whose quotients are as near to a midpoint of float32 numbers as quotients come: a = RN(t b) for midpoints t."""
+    """Pairs whose quotients are as near to a midpoint of float32 numbers as quotients come: a =
+    RN(t b) for midpoints t.
+    """
     rng = np.random.default_rng(2)
     t = rng.integers(1 << 24, 1 << 25, 1 << 20).astype(np.float64) // 2 * 2 + 1
     b = rng.integers(1 << 23, 1 << 24, 1 << 20).astype(np.float64)
@@ -32,7 +36,9 @@ def equal(found, wanted) -> None:
     np.testing.assert_array_equal(found.view(np.uint32)[~both], wanted.view(np.uint32)[~both])
 
 
-@pytest.mark.parametrize("pair", [(numbers(0), numbers(1)), near_midpoints()], ids=["any", "near midpoints"])
+@pytest.mark.parametrize(
+    "pair", [(numbers(0), numbers(1)), near_midpoints()], ids=["any", "near midpoints"]
+)
 def test_quotients(pair):
     size = min(map(len, pair))
     a, b = (x[:size] for x in pair)
@@ -67,7 +73,14 @@ def test_by_platform():
     """Float64 on an NVIDIA GPU alone."""
     f = jax.jit(lambda a, b: division.sqrt(division.divide(a, 3.0)) + division.divide(1, b))
     x = jnp.ones((8,), jnp.float32)
-    texts = {platform: f.trace(x, x).lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda")}
+    texts = {
+        platform: f.trace(x, x).lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "cuda")
+    }
     assert "f64" not in texts["cpu"]
     assert texts["cuda"].count("stablehlo.divide") == 2
-    assert all("f64" in line for line in texts["cuda"].splitlines() if "stablehlo.divide" in line or "stablehlo.sqrt" in line)
+    assert all(
+        "f64" in line
+        for line in texts["cuda"].splitlines()
+        if "stablehlo.divide" in line or "stablehlo.sqrt" in line
+    )

@@ -36,18 +36,30 @@ def test_a_key_is_of_a_seed_a_step_and_a_stream():  # O-8, O-15
 @pytest.mark.parametrize("seed", SEEDS)
 def test_codes_are_the_simulators(fmt, seed):
     rng = np.random.default_rng(1)
-    wide = np.exp2(rng.uniform(-40, 20, 20_000)) * rng.choice([-1, 1], 20_000)  # subnormals, zeros and saturation of either format
-    x = np.concatenate([np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-126, fmt.max, -fmt.max]), wide]).astype(np.float32)
+    wide = np.exp2(rng.uniform(-40, 20, 20_000)) * rng.choice(
+        [-1, 1], 20_000
+    )  # subnormals, zeros and saturation of either format
+    x = np.concatenate(
+        [np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-126, fmt.max, -fmt.max]), wide]
+    ).astype(np.float32)
     x = x.reshape(8, -1)  # numbers follow the flat index of any shape
     codes = jax.jit(lambda x: philox.codes(x, fmt, halves(seed)))(x)
-    np.testing.assert_array_equal(np.asarray(codes), cast.encode_plain(x, fmt, rounding="stochastic", seed=seed))
+    np.testing.assert_array_equal(
+        np.asarray(codes), cast.encode_plain(x, fmt, rounding="stochastic", seed=seed)
+    )
 
 
 def test_the_lower_32_bits_decide_where_the_upper_16_do_not():
     # About one element in 2^16 is open after 16 bits: in 2^21 elements about 32 are.
     x = np.random.default_rng(3).uniform(E4M3FN.max / 4, E4M3FN.max / 2, 1 << 21).astype(np.float32)
     spacing = np.exp2(np.floor(np.log2(x)) - E4M3FN.mantissa_bits)
-    is_open = np.floor(x / spacing % 1 * 2**16) + sim.uniform48(0, x.size, 21) // 2.0**32 == 2**16 - 1
+    is_open = (
+        np.floor(x / spacing % 1 * 2**16) + sim.uniform48(0, x.size, 21) // 2.0**32 == 2**16 - 1
+    )
     expected = cast.encode(x, E4M3FN, rounding="stochastic", seed=21)
-    assert 0 < (spacing * np.floor(x / spacing) != cast.decode(expected, E4M3FN))[is_open].mean() < 1  # it goes both ways
-    np.testing.assert_array_equal(jax.jit(lambda x: philox.codes(x, E4M3FN, halves(21)))(x), expected)
+    assert (
+        0 < (spacing * np.floor(x / spacing) != cast.decode(expected, E4M3FN))[is_open].mean() < 1
+    )  # it goes both ways
+    np.testing.assert_array_equal(
+        jax.jit(lambda x: philox.codes(x, E4M3FN, halves(21)))(x), expected
+    )

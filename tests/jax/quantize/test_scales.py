@@ -9,7 +9,9 @@ from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.sim.quantize import scales as sim
 
 AMAX_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-FLOORED = [p for p in POLICIES.values() if p.in_backends and not p.e8m0] + [ScalePolicy(name="small_eps", eps=1e-27)]
+FLOORED = [p for p in POLICIES.values() if p.in_backends and not p.e8m0] + [
+    ScalePolicy(name="small_eps", eps=1e-27)
+]
 E8M0 = [p for p in POLICIES.values() if p.in_backends and p.e8m0]
 formats = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 
@@ -50,7 +52,8 @@ def test_e8m0_scales_equal_the_simulators(policy, fmt, rng):  # S-14
     expected = sim.scales_from_amax(amax, fmt, policy)
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(
-            np.where(np.isnan(mine), -1, np.asarray(mine).view(np.int32)), np.where(np.isnan(theirs), -1, theirs.view(np.int32))
+            np.where(np.isnan(mine), -1, np.asarray(mine).view(np.int32)),
+            np.where(np.isnan(theirs), -1, theirs.view(np.int32)),
         )
 
 
@@ -60,9 +63,12 @@ def test_e8m0_scales_equal_the_simulators(policy, fmt, rng):  # S-14
 def test_e8m0_scales_equal_the_simulators_for_every_amax(policy, fmt):  # S-14
     compare = jax.jit(lambda a: scales.scales_from_amax(a, fmt, policy).scale_inv)
     for start in range(0, 0x7F800001, 1 << 24):
-        amax = np.arange(start, min(start + (1 << 24), 0x7F800001), dtype=np.uint32).view(np.float32)
+        amax = np.arange(start, min(start + (1 << 24), 0x7F800001), dtype=np.uint32).view(
+            np.float32
+        )
         np.testing.assert_array_equal(
-            np.asarray(compare(amax)).view(np.int32), sim.scales_from_amax(amax, fmt, policy).scale_inv.view(np.int32)
+            np.asarray(compare(amax)).view(np.int32),
+            sim.scales_from_amax(amax, fmt, policy).scale_inv.view(np.int32),
         )
 
 
@@ -93,16 +99,27 @@ def test_errors():
 
 
 def test_subnormals_underflow_in_every_format_under_every_eps_that_is_taken():  # S-3
-    """2^-126 bounds the subnormals of float32; below half a format's smallest subnormal they round to zero."""
-    for largest, smallest_subnormal in [(448.0, 2.0**-9), (57344.0, 2.0**-16), (240.0, 2.0**-10), (57344.0, 2.0**-17)]:
+    """2^-126 bounds the subnormals of float32; below half a format's smallest subnormal they round
+    to zero.
+    """
+    for largest, smallest_subnormal in [
+        (448.0, 2.0**-9),
+        (57344.0, 2.0**-16),
+        (240.0, 2.0**-10),
+        (57344.0, 2.0**-17),
+    ]:
         assert 2.0**-126 * largest / 1e-27 < smallest_subnormal / 2
         assert np.isfinite(np.float32(largest / 1e-27))
 
 
 @pytest.mark.parametrize("policy", ["mx_rceil", "te_mxfp8", "te_mxfp8_2.13"])
 def test_quotients_below_the_table_have_the_least_exponent(policy):  # S-14
-    """RN32(amax / 448) from the least subnormal number to 2^-127: k is -127, whose bits are 00400000."""
-    quotients = np.append(np.arange(1, 1 << 22, 4099, dtype=np.uint32).view(np.float32), np.float32(2.0**-127))
+    """RN32(amax / 448) from the least subnormal number to 2^-127: k is -127, whose bits are
+    00400000.
+    """
+    quotients = np.append(
+        np.arange(1, 1 << 22, 4099, dtype=np.uint32).view(np.float32), np.float32(2.0**-127)
+    )
     amaxes = (quotients.astype(np.float64) * 448).astype(np.float32)
     amaxes = amaxes[(amaxes.astype(np.float64) / 448).astype(np.float32) <= np.float32(2.0**-127)]
     assert len(amaxes) > 1000

@@ -17,17 +17,23 @@ from fp8ref.sim.quantize import scaling as sim
 
 IMPLEMENTED = [p for p in POLICIES.values() if p.in_backends]
 FLOORED = [p for p in IMPLEMENTED if p.floored_quotient]
-policies = pytest.mark.parametrize("policy", [*FLOORED, ScalePolicy(name="small_eps", eps=1e-27)], ids=lambda p: p.name)
+policies = pytest.mark.parametrize(
+    "policy", [*FLOORED, ScalePolicy(name="small_eps", eps=1e-27)], ids=lambda p: p.name
+)
 
 
 @pytest.mark.grid(5)
 @policies
 @pytest.mark.parametrize("case", quantizer_inputs.samples())
-@pytest.mark.parametrize(("granularity", "axis"), [("tensorwise", 1), ("rowwise", 0), ("rowwise", 1)])
+@pytest.mark.parametrize(
+    ("granularity", "axis"), [("tensorwise", 1), ("rowwise", 0), ("rowwise", 1)]
+)
 def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1, S-2, S-5, S-6
     x = quantizer_inputs.samples()[case]
     for fmt, dtype in ((E4M3FN, jnp.float32), (E5M2, jnp.bfloat16)):
-        quantize = functools.partial(scaling.quantize, fmt=fmt, granularity=granularity, policy=policy, axis=axis)
+        quantize = functools.partial(
+            scaling.quantize, fmt=fmt, granularity=granularity, policy=policy, axis=axis
+        )
         q = jax.jit(quantize)(jnp.asarray(x, dtype))
         expected = sim.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
         codes = np.asarray(lax.bitcast_convert_type(q.codes, jnp.uint8))
@@ -36,8 +42,13 @@ def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1,
         np.testing.assert_array_equal(np.asarray(q.scale_inv), expected.scale_inv)
         assert q.scale.shape == expected.scale.shape
         # dequantize, S-8; XLA on a CPU flushes subnormal results
-        value, flushed = np.asarray(scaling.dequantize(q)), np.abs(sim.dequantize(expected)) < 2.0**-126
-        np.testing.assert_array_equal(np.where(flushed, 0, value), np.where(flushed, 0, sim.dequantize(expected)))
+        value, flushed = (
+            np.asarray(scaling.dequantize(q)),
+            np.abs(sim.dequantize(expected)) < 2.0**-126,
+        )
+        np.testing.assert_array_equal(
+            np.where(flushed, 0, value), np.where(flushed, 0, sim.dequantize(expected))
+        )
 
 
 @pytest.mark.grid(5)
@@ -56,43 +67,66 @@ def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1,
 def test_blocks_equal_the_simulator(case, granularity, policy, axis):  # S-6, S-14
     """[150, 384] and its transpose: a last block of 22 along the other axis."""
     x = np.resize(quantizer_inputs.samples()[case], (384, 150) if axis == 0 else (150, 384))
-    x = np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)  # as XLA on a CPU takes subnormals (S-12)
-    q = jax.jit(functools.partial(scaling.quantize, fmt=E4M3FN, granularity=granularity, policy=policy, axis=axis))(
-        jnp.asarray(x, jnp.bfloat16)
-    )
+    x = np.where(
+        np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x
+    )  # as XLA on a CPU takes subnormals (S-12)
+    q = jax.jit(
+        functools.partial(
+            scaling.quantize, fmt=E4M3FN, granularity=granularity, policy=policy, axis=axis
+        )
+    )(jnp.asarray(x, jnp.bfloat16))
     expected = sim.quantize(x, E4M3FN, granularity=granularity, policy=policy, axis=axis)
     codes = np.asarray(lax.bitcast_convert_type(q.codes, jnp.uint8))
     np.testing.assert_array_equal(sim_cast.canonical_nans(codes, E4M3FN), expected.codes)
     np.testing.assert_array_equal(np.asarray(q.scale), expected.scale)
     np.testing.assert_array_equal(np.asarray(q.scale_inv), expected.scale_inv)
     value, flushed = np.asarray(scaling.dequantize(q)), np.abs(sim.dequantize(expected)) < 2.0**-126
-    np.testing.assert_array_equal(np.where(flushed, 0, value), np.where(flushed, 0, sim.dequantize(expected)))
+    np.testing.assert_array_equal(
+        np.where(flushed, 0, value), np.where(flushed, 0, sim.dequantize(expected))
+    )
 
 
 def test_amax_is_that_of_the_tensor_as_its_dtype_holds_it(rng):  # S-2
-    """Fused with its producer, a bfloat16 tensor may still have float32's digits; without the guard the amax shows them."""
+    """Fused with its producer, a bfloat16 tensor may still have float32's digits; without the guard
+    the amax shows them.
+    """
     x = jnp.asarray(rng.standard_normal((64, 64)), jnp.float32)
     fused = jax.jit(lambda x: scaling.amax((x * 1.001).astype(jnp.bfloat16)))(x)
     assert float(fused) == float(jnp.max(jnp.abs((x * 1.001).astype(jnp.bfloat16))))
-    unguarded = jax.jit(lambda x: jnp.max(jnp.abs((x * 1.001).astype(jnp.bfloat16).astype(jnp.float32))))(x)
+    unguarded = jax.jit(
+        lambda x: jnp.max(jnp.abs((x * 1.001).astype(jnp.bfloat16).astype(jnp.float32)))
+    )(x)
     assert float(unguarded) != float(fused)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_amax_of_a_large_tensor_keeps_its_nan(dtype):  # S-2
-    """XLA's float maximum on a CPU drops a NaN among 57,600 elements, though not among 3,000: the last line."""
+    """XLA's float maximum on a CPU drops a NaN among 57,600 elements, though not among 3,000: the
+    last line.
+    """
     x = jnp.ones((384, 150), dtype).at[100, 77].set(jnp.nan)
     for granularity, groups in (("tensorwise", 1), ("rowwise", 1), ("blockwise_1x128", 1)):
-        assert int(jnp.isnan(jax.jit(functools.partial(scaling.amax, granularity=granularity, axis=0))(x)).sum()) == groups
+        assert (
+            int(
+                jnp.isnan(
+                    jax.jit(functools.partial(scaling.amax, granularity=granularity, axis=0))(x)
+                ).sum()
+            )
+            == groups
+        )
     assert not jnp.isnan(jax.jit(jnp.max)(x.astype(jnp.float32)))
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize("shape", [(32, 127), (32, 128), (4096, 1), (1, 4096), (4, 8, 128)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(32, 127), (32, 128), (4096, 1), (1, 4096), (4, 8, 128)], ids=str
+)
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_amax_keeps_a_nan_in_every_place(dtype, granularity, shape):  # S-2
-    """Of shapes below and above 4,096 elements, from which on XLA's float32 maximum on a CPU drops NaNs."""
+    """Of shapes below and above 4,096 elements, from which on XLA's float32 maximum on a CPU drops
+    NaNs.
+    """
 
     @jax.jit
     def nans(place):
@@ -103,7 +137,9 @@ def test_amax_keeps_a_nan_in_every_place(dtype, granularity, shape):  # S-2
     found = [nans(place) for place in range(math.prod(shape))]
     groups = shape[-1] if granularity == "rowwise" else math.prod(shape)
     expected = np.arange(math.prod(shape)) // groups
-    np.testing.assert_array_equal([np.flatnonzero(ours).tolist() for ours, _ in found], expected[:, None])
+    np.testing.assert_array_equal(
+        [np.flatnonzero(ours).tolist() for ours, _ in found], expected[:, None]
+    )
     assert all(lost for _, lost in found) == (math.prod(shape) >= 4096)
 
 
@@ -111,10 +147,17 @@ def test_amax_keeps_a_nan_in_every_place(dtype, granularity, shape):  # S-2
 @pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 2), (0, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_all_ways_to_an_amax_find_the_same(rng, dtype, axis):  # S-2
-    """The integers' and the absolutes', which a GPU compiles, and the floats': of any bits, and of groups all positive, all negative, or without a NaN."""
+    """The integers' and the absolutes', which a GPU compiles, and the floats': of any bits, and of
+    groups all positive, all negative, or without a NaN.
+    """
     sign, exponent = 1 << 8 * dtype.dtype.itemsize - 1, 1 << jnp.finfo(dtype).nmant
     anything = rng.integers(0, 2 * sign, (16, 8, 12), np.uint64)
-    for bits in (anything, anything & ~np.uint64(sign), anything | np.uint64(sign), anything & ~np.uint64(exponent)):
+    for bits in (
+        anything,
+        anything & ~np.uint64(sign),
+        anything | np.uint64(sign),
+        anything & ~np.uint64(exponent),
+    ):
         bits = jnp.asarray(bits.astype(f"u{dtype.dtype.itemsize}").view(f"i{dtype.dtype.itemsize}"))
         found = scaling._of_integers(bits, axis, True)
         np.testing.assert_array_equal(found, scaling._of_floats(bits, axis, True, dtype))
@@ -127,7 +170,9 @@ def test_all_ways_to_an_amax_find_the_same(rng, dtype, axis):  # S-2
         np.testing.assert_array_equal(
             absolutes > infinite, expected > infinite
         )  # a CPU's NaN has other bits, compiled for an H200 the same
-        np.testing.assert_array_equal(absolutes[expected <= infinite], expected[expected <= infinite])
+        np.testing.assert_array_equal(
+            absolutes[expected <= infinite], expected[expected <= infinite]
+        )
 
 
 def test_amax_keeps_subnormals():  # S-12
@@ -137,7 +182,11 @@ def test_amax_keeps_subnormals():  # S-12
 
 
 def test_scale_inv_is_the_reciprocal_of_the_scale(rng):
-    """S-1. Written without a barrier, 1 / (448 / amax) becomes amax / 448, another number for many amax: the second half."""
+    """S-1.
+
+    Written without a barrier, 1 / (448 / amax) becomes amax / 448, another number for many amax:
+    the second half.
+    """
     x = jnp.asarray(rng.standard_normal((4096, 8)), jnp.float32)
     scale = sim.scale_from_amax(sim.amax(np.asarray(x), "rowwise"), E4M3FN)
     q = jax.jit(lambda x: scaling.quantize(x, E4M3FN, granularity="rowwise").scale_inv)(x)
@@ -161,7 +210,11 @@ def test_quantized_is_a_pytree_whose_format_is_static():
         ((4, 4), {"policy": "te"}, "torchao"),
         ((4, 4), {"policy": ScalePolicy(name="mine", eps=1e-28)}, "needs eps >= 1e-27.*'mine'"),
         ((4, 4), {"policy": ScalePolicy(name="room", eps=1e-12, margin=1)}, "'room'.*fp8ref.sim"),
-        *(((4, 4), {"policy": p}, f"deepgemm_ue8m0, sglang; got policy '{p.name}'") for p in POLICIES.values() if p not in IMPLEMENTED),
+        *(
+            ((4, 4), {"policy": p}, f"deepgemm_ue8m0, sglang; got policy '{p.name}'")
+            for p in POLICIES.values()
+            if p not in IMPLEMENTED
+        ),
         ((4, 4), {"granularity": "rowwise", "axis": 3}, r"\[-2, 2\)"),
     ],
 )

@@ -25,15 +25,26 @@ def recorded(x, q) -> dict:
 def check(x, q) -> dict:
     one = recorded(x, q)
     codes = np.asarray(jax.lax.bitcast_convert_type(q.codes, jnp.uint8))
-    measured.check(one, np.asarray(x, np.float32), codes, np.asarray(q.scale), CastSpec(fmt=q.fmt, granularity=q.granularity), q.axis)
+    measured.check(
+        one,
+        np.asarray(x, np.float32),
+        codes,
+        np.asarray(q.scale),
+        CastSpec(fmt=q.fmt, granularity=q.granularity),
+        q.axis,
+    )
     return one
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"])
+@pytest.mark.parametrize(
+    "granularity", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"]
+)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 def test_measurements_are_the_simulators(rng, fmt, granularity):  # Q-8, Q-9
-    x = jnp.asarray(rng.standard_normal((96, 256)) * np.exp(rng.normal(0, 6, (96, 256))), jnp.bfloat16)
+    x = jnp.asarray(
+        rng.standard_normal((96, 256)) * np.exp(rng.normal(0, 6, (96, 256))), jnp.bfloat16
+    )
     policy = "mx_rceil" if granularity == "mx_1x32" else "torchao"
     one = check(x, scaling.quantize(x, fmt, granularity=granularity, policy=policy))
     assert one["underflow_rate"] > 0
@@ -57,7 +68,13 @@ def test_counts_pass_two_to_the_sixteenth():  # Q-9
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
 def test_sums_of_squares_stay_in_range(rng, size):  # Q-9
     x = jnp.asarray(rng.standard_normal((64, 48)) * size, jnp.bfloat16)
-    assert 20 < check(x, scaling.quantize(x, E4M3FN, policy="te_mxfp8", granularity="mx_1x32", axis=0))["sqnr"] < 40
+    assert (
+        20
+        < check(x, scaling.quantize(x, E4M3FN, policy="te_mxfp8", granularity="mx_1x32", axis=0))[
+            "sqnr"
+        ]
+        < 40
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -79,15 +96,24 @@ def test_more_than_int32_counts_is_refused():
         jax.eval_shape(lambda x: stats.measure(x, scaling.quantize(x, E4M3FN)), x)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("delayed", "rowwise_with_gw_hp", "mxfp8", "blockwise", "rowwise")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("delayed", "rowwise_with_gw_hp", "mxfp8", "blockwise", "rowwise")
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", *SLOW])
 def test_a_trainers_statistics_are_of_the_operands_that_its_gemms_had(small, recipe):  # Q-8
     """Observed within the very program that measures."""
-    sizes = {"hidden_size": 128, "intermediate_size": 128} if recipe == "blockwise" else {"intermediate_size": 64}
-    length = {"sequence_length": 32} if recipe == "blockwise" else {}  # 128 tokens: whole blocks along M
+    sizes = (
+        {"hidden_size": 128, "intermediate_size": 128}
+        if recipe == "blockwise"
+        else {"intermediate_size": 64}
+    )
+    length = (
+        {"sequence_length": 32} if recipe == "blockwise" else {}
+    )  # 128 tokens: whole blocks along M
     wide = small.replace(numerics={"recipe": recipe}, model=sizes, data=length)
     trainer, tokens = Trainer(wide), loader.open_batches(wide).step(0)
     trainer.step(tokens)
@@ -105,7 +131,10 @@ def test_measuring_changes_no_bit_of_training(small, recipe):  # Q-10
     batches = loader.open_batches(config)
     for measures in (False, True):
         trainer = Trainer(config)
-        metrics = [trainer.measured_step(batches.step(i))[0] if measures else trainer.step(batches.step(i)) for i in range(3)]
+        metrics = [
+            trainer.measured_step(batches.step(i))[0] if measures else trainer.step(batches.step(i))
+            for i in range(3)
+        ]
         runs.append((metrics, trainer.weights(), jax.tree.map(np.asarray, trainer._fp8_state)))
     assert runs[0][0] == runs[1][0]
     jax.tree.map(np.testing.assert_array_equal, runs[0][1:], runs[1][1:])
@@ -115,7 +144,9 @@ MESHES = [
     ("tensorwise", {"data": 2, "fsdp": 2}),
     pytest.param("delayed", {"fsdp": 2, "tensor": 2, "sequence": True}, marks=pytest.mark.slow),
     pytest.param("rowwise", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
-    pytest.param("tensorwise", {"data": 2, "fsdp": 2, "amax_scope": "local"}, marks=pytest.mark.slow),
+    pytest.param(
+        "tensorwise", {"data": 2, "fsdp": 2, "amax_scope": "local"}, marks=pytest.mark.slow
+    ),
     pytest.param("tensorwise", {"fsdp": 2, "tensor": 2, "through": "jit"}, marks=pytest.mark.slow),
 ]
 
@@ -123,17 +154,25 @@ MESHES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "mesh"), MESHES)
 def test_on_a_mesh_every_part_is_counted_once(small, recipe, mesh):  # Q-10
-    """Operands of a mesh differ from one device's by what GEMMs round otherwise (P-8), but not the first weights and inputs of the first layer."""
-    config = small.replace(numerics={"recipe": recipe}, model={"num_key_value_heads": 2, "intermediate_size": 64})
+    """Operands of a mesh differ from one device's by what GEMMs round otherwise (P-8), but not the
+    first weights and inputs of the first layer.
+    """
+    config = small.replace(
+        numerics={"recipe": recipe}, model={"num_key_value_heads": 2, "intermediate_size": 64}
+    )
     tokens = loader.open_batches(config).step(0)
     one, many = (Trainer(config.replace(parallel=keys)).statistics(tokens) for keys in ({}, mesh))
     assert list(one) == list(many)
     for name in one:
         exact = name.endswith("weight") or ("q_proj" in name and name.endswith("output/input"))
         if exact and mesh.get("amax_scope") != "local":
-            assert many[name].pop("sqnr") == pytest.approx(one[name].pop("sqnr"), abs=1e-3)  # 2 * 64 u in dB, and sums in another order
+            assert many[name].pop("sqnr") == pytest.approx(
+                one[name].pop("sqnr"), abs=1e-3
+            )  # 2 * 64 u in dB, and sums in another order
             assert many[name] == one[name], name
-        else:  # as many elements: a copy counted twice or not at all would leave rates alone, and change no amax; but a part left out does both
+        else:
+            # as many elements: a copy counted twice or not at all would leave rates alone, and
+            # change no amax; but a part left out does both
             assert many[name]["amax"] == pytest.approx(one[name]["amax"], rel=0.1)
             assert many[name]["sqnr"] == pytest.approx(one[name]["sqnr"], abs=1)
 
@@ -144,8 +183,16 @@ def test_on_a_mesh_every_part_is_counted_once(small, recipe, mesh):  # Q-10
         ({"data": 2, "fsdp": 2}, "q_proj", {"input": 4, "weight": 2, "grad_output": 4}),
         ({"data": 2, "tensor": 2}, "q_proj", {"input": 2, "weight": 2, "grad_output": 4}),
         ({"fsdp": 2, "tensor": 2}, "o_proj", {"input": 4, "weight": 4, "grad_output": 2}),
-        ({"fsdp": 2, "tensor": 2, "sequence": True}, "o_proj", {"input": 4, "weight": 4, "grad_output": 4}),
-        ({"fsdp": 2, "tensor": 2, "through": "jit"}, "o_proj", {"input": 1, "weight": 1, "grad_output": 1}),
+        (
+            {"fsdp": 2, "tensor": 2, "sequence": True},
+            "o_proj",
+            {"input": 4, "weight": 4, "grad_output": 4},
+        ),
+        (
+            {"fsdp": 2, "tensor": 2, "through": "jit"},
+            "o_proj",
+            {"input": 1, "weight": 1, "grad_output": 1},
+        ),
     ],
 )
 def test_of_copies_one_is_counted(small, mesh, linear, parts):  # Q-10
@@ -161,13 +208,19 @@ def test_without_fp8_there_is_nothing(small):
 
 
 # By the numbers of the formats: max is odd in e5m2 (0x7B) and even in e4m3fn (0x7E).
-@pytest.mark.parametrize(("fmt", "tie", "above_alone"), [(E5M2, 61440.0, False), (E4M3FN, 464.0, True)], ids=["odd", "even"])
+@pytest.mark.parametrize(
+    ("fmt", "tie", "above_alone"),
+    [(E5M2, 61440.0, False), (E4M3FN, 464.0, True)],
+    ids=["odd", "even"],
+)
 def test_the_tie_above_max_overflows_where_max_is_odd(fmt, tie, above_alone):  # C-4, Q-8
     assert stats._overflow_bound(fmt) == (tie, above_alone)
 
 
 def test_sums_of_squares_are_in_the_operands_own_unit():  # Q-9
-    """A ratio of both would hide it: parts of one operand on several devices have units of their own."""
+    """A ratio of both would hide it: parts of one operand on several devices have units of their
+    own.
+    """
     x = jnp.full((2, 16), 1024.0, jnp.float32)
     found = stats.parts(np.asarray(stats.measure(x, scaling.quantize(x, E4M3FN))))
     numbers = dict(zip(statistics.FIELDS, found.tolist(), strict=True))

@@ -15,7 +15,9 @@ from fp8ref.spec.states.health import COUNTS
 
 
 def measured(layout, place=lambda x: x) -> int:
-    """How many counts differ from the simulator's over three steps and the tensors of SHAPES; figures are checked."""
+    """How many counts differ from the simulator's over three steps and the tensors of SHAPES;
+    figures are checked.
+    """
     optimizer = states.adamw(1e-3, layout=layout, seed=7 * layout.stochastic)
 
     @jax.jit
@@ -24,27 +26,45 @@ def measured(layout, place=lambda x: x) -> int:
         return after, health.measure(g, state, after, layout=layout)
 
     p = jax.tree.map(lambda x: place(jnp.asarray(x)), start())
-    state, expected, differing = optimizer.init(p), {name: sim.init(shape, layout) for name, shape in SHAPES.items()}, 0
+    state, expected, differing = (
+        optimizer.init(p),
+        {name: sim.init(shape, layout) for name, shape in SHAPES.items()},
+        0,
+    )
     for t in range(3):
         g = gradients_of(t)
         state, found = step(jax.tree.map(lambda x: place(jnp.asarray(x)), g), state, p)
         rows = dict(zip(sorted(SHAPES), health.numbers(found), strict=True))
         for number, name in enumerate(sorted(SHAPES)):
-            given = {"learning_rate": 1e-3, "layout": layout, "seed": 7 * layout.stochastic, "tensor": number}
+            given = {
+                "learning_rate": 1e-3,
+                "layout": layout,
+                "seed": 7 * layout.stochastic,
+                "tensor": number,
+            }
             after = sim.step(start()[name], g[name], expected[name], **given)[1]
-            wanted = simulated.numbers(g[name], expected[name], after, b1=0.9, b2=0.95, eps=1e-8, layout=layout)
+            wanted = simulated.numbers(
+                g[name], expected[name], after, b1=0.9, b2=0.95, eps=1e-8, layout=layout
+            )
             expected[name] = after
             row, n = rows[name], len(COUNTS)
             differing += int((row[:n] != wanted[:n]).sum())
-            # A float32 sum of 16 rows of 256: 272 roundings of 2^-24, and four of each term. A difference of roots errs by the roots too.
+            # A float32 sum of 16 rows of 256: 272 roundings of 2^-24, and four of each term. A
+            # difference of roots errs by the roots too.
             relative = 280 * 2.0**-24
-            np.testing.assert_allclose(row[[n, n + 2, n + 3, n + 4]], wanted[[n, n + 2, n + 3, n + 4]], rtol=relative)
-            assert abs(row[n + 1] - wanted[n + 1]) <= relative * wanted[n] + relative * abs(wanted[n + 1])
+            np.testing.assert_allclose(
+                row[[n, n + 2, n + 3, n + 4]], wanted[[n, n + 2, n + 3, n + 4]], rtol=relative
+            )
+            assert abs(row[n + 1] - wanted[n + 1]) <= relative * wanted[n] + relative * abs(
+                wanted[n + 1]
+            )
     return differing
 
 
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("name", ["sqrt_e4m3", "stochastic", "coat", "previous", "float16", "torchao"])
+@pytest.mark.parametrize(
+    "name", ["sqrt_e4m3", "stochastic", "coat", "previous", "float16", "torchao"]
+)
 def test_counts_are_the_simulators(name):  # O-12
     assert measured(ALL[name]) == 0
 
@@ -65,7 +85,9 @@ def test_a_mesh_changes_no_count():  # O-11, O-12
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def place(x):
-        return jax.device_put(x, NamedSharding(mesh, P("data") if x.ndim and x.shape[0] % 8 == 0 else P()))
+        return jax.device_put(
+            x, NamedSharding(mesh, P("data") if x.ndim and x.shape[0] % 8 == 0 else P())
+        )
 
     assert measured(ALL["sqrt_e5m2"], place) == 0
 
@@ -74,12 +96,16 @@ def test_states_of_another_layout_are_refused():  # O-12
     optimizer, p = states.adamw(1e-3), {"w": jnp.ones((2, 128))}
     before = optimizer.init(p)
     after = optimizer.update(p, before, p)[1]
-    with pytest.raises(ValueError, match=r"layout 'coat' has m.scaling = 'divide', saved 'multiply'"):
+    with pytest.raises(
+        ValueError, match=r"layout 'coat' has m.scaling = 'divide', saved 'multiply'"
+    ):
         health.measure(p, before, after, layout="coat")
     with pytest.raises(
         ValueError, match="tree of the parameters for each of codes, scale_inv, exponent, center"
     ):  # under jit texts are not known
-        jax.jit(lambda before, after: health.measure(p, before, after, layout="coat"))(before, after)
+        jax.jit(lambda before, after: health.measure(p, before, after, layout="coat"))(
+            before, after
+        )
 
 
 def test_large_ratios_stay_in_range():  # O-12
@@ -94,7 +120,14 @@ def test_large_ratios_stay_in_range():  # O-12
     wanted = simulated.numbers(
         np.asarray(g["w"]),
         sim.init((2,), layout),
-        sim.step(np.ones(2, np.float32), np.asarray(g["w"]), sim.init((2,), layout), learning_rate=1e-3, eps=2.0**-50, layout=layout)[1],
+        sim.step(
+            np.ones(2, np.float32),
+            np.asarray(g["w"]),
+            sim.init((2,), layout),
+            learning_rate=1e-3,
+            eps=2.0**-50,
+            layout=layout,
+        )[1],
         b1=0.9,
         b2=0.95,
         eps=2.0**-50,

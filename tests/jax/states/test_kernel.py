@@ -1,4 +1,6 @@
-"""The kernel of a step of AdamW, run by XLA on a CPU, against the simulator: 0 bits differ (spec O)."""
+"""The kernel of a step of AdamW, run by XLA on a CPU, against the simulator: 0 bits differ (spec
+O).
+"""
 
 import dataclasses
 import functools
@@ -35,7 +37,14 @@ def gradients(steps: int):
 
 def count(p, both, wanted, state) -> int:
     """How many elements of the weight, codes and scales differ."""
-    pairs = [(p, wanted), *((x, y) for one, other in zip(both, (state.m, state.v), strict=True) for x, y in zip(one, other, strict=True))]
+    pairs = [
+        (p, wanted),
+        *(
+            (x, y)
+            for one, other in zip(both, (state.m, state.v), strict=True)
+            for x, y in zip(one, other, strict=True)
+        ),
+    ]
     return sum(differing(x, y) for x, y in pairs if y is not None)
 
 
@@ -44,9 +53,18 @@ def kernel(layout: Layout):
 
 
 CASES = [
-    *(pytest.param(name, None, id=name, marks=[] if name == "torchao" else [pytest.mark.slow]) for name in TAKEN),
-    *(pytest.param("sqrt_e4m3", cut, id=str(cut), marks=pytest.mark.slow) for cut in (P("a"), P("a", "b"), P(None, ("a", "b")))),
-    *(pytest.param(name, P("a", "b"), id=f"{name} on a mesh", marks=pytest.mark.slow) for name in ("torchao", "coat")),
+    *(
+        pytest.param(name, None, id=name, marks=[] if name == "torchao" else [pytest.mark.slow])
+        for name in TAKEN
+    ),
+    *(
+        pytest.param("sqrt_e4m3", cut, id=str(cut), marks=pytest.mark.slow)
+        for cut in (P("a"), P("a", "b"), P(None, ("a", "b")))
+    ),
+    *(
+        pytest.param(name, P("a", "b"), id=f"{name} on a mesh", marks=pytest.mark.slow)
+        for name in ("torchao", "coat")
+    ),
 ]
 
 
@@ -56,7 +74,11 @@ def test_its_bits_are_the_simulators(name, cut):  # O-2 to O-11
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def put(x):
-        return jnp.asarray(x) if cut is None else jax.device_put(x, NamedSharding(mesh, cut if x.shape == SHAPE else P()))
+        return (
+            jnp.asarray(x)
+            if cut is None
+            else jax.device_put(x, NamedSharding(mesh, cut if x.shape == SHAPE else P()))
+        )
 
     wanted = np.random.default_rng(1).standard_normal(SHAPE).astype(np.float32)
     state, p, step = sim.init(SHAPE, layout), put(wanted), kernel(layout)
@@ -69,31 +91,53 @@ def test_its_bits_are_the_simulators(name, cut):  # O-2 to O-11
         assert count(p, both, wanted, state) == 0
     if cut is not None:
         text = step.lower(p, put(g), both, at, jnp.float32(1), jnp.bool_(True)).compile().as_text()
-        assert "f32[16,512]" not in text.partition("ENTRY")[2]  # each device has its own piece alone
+        assert (
+            "f32[16,512]" not in text.partition("ENTRY")[2]
+        )  # each device has its own piece alone
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [None, P("a", "b")], ids=str)
 def test_masters_have_the_simulators_bits(cut):  # O-14, O-15
-    layout, mesh = MASTERED["sqrt_e4m3_f16"], jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    layout, mesh = (
+        MASTERED["sqrt_e4m3_f16"],
+        jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2),
+    )
 
     def put(x):
-        return jnp.asarray(x) if cut is None else jax.device_put(x, NamedSharding(mesh, cut if x.shape == SHAPE else P()))
+        return (
+            jnp.asarray(x)
+            if cut is None
+            else jax.device_put(x, NamedSharding(mesh, cut if x.shape == SHAPE else P()))
+        )
 
     w = np.random.default_rng(1).standard_normal(SHAPE).astype(np.float32)
     wanted, state, step = sim.master(w, layout), sim.init(SHAPE, layout), kernel(layout)
     stored = [
-        jax.tree.map(put, x) for x in (*(moments.zeros(jnp.asarray(w), layout, i) for i in (0, 1)), moments.master(jnp.asarray(w), layout))
+        jax.tree.map(put, x)
+        for x in (
+            *(moments.zeros(jnp.asarray(w), layout, i) for i in (0, 1)),
+            moments.master(jnp.asarray(w), layout),
+        )
     ]
     for t, g in enumerate(gradients(3)):
-        at = moments.Scalars(*map(jnp.float32, shared.scalars(t + 1, b1=0.9, b2=0.95, eps=1e-8, **HYPER)))
+        at = moments.Scalars(
+            *map(jnp.float32, shared.scalars(t + 1, b1=0.9, b2=0.95, eps=1e-8, **HYPER))
+        )
         p, *stored = step(put(w), put(g), stored, at, jnp.float32(1), jnp.bool_(True))
         wanted, state = sim.step(wanted, g, state, layout=layout, **HYPER)
-        assert differing(p, np.asarray(sim.weight(wanted, layout), np.float32)) == 0 or t == 2  # NaN of either sign
+        assert (
+            differing(p, np.asarray(sim.weight(wanted, layout), np.float32)) == 0 or t == 2
+        )  # NaN of either sign
         for one, other in zip(stored, (state.m, state.v, wanted), strict=True):
-            assert sum(differing(x, y) for x, y in zip(one, other, strict=True) if y is not None) == 0
+            assert (
+                sum(differing(x, y) for x, y in zip(one, other, strict=True) if y is not None) == 0
+            )
     *_, kept = step(put(w), put(g), stored, at, jnp.float32(1), jnp.bool_(False))
-    assert all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(kept[:3], stored[2][:3], strict=True))
+    assert all(
+        np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        for x, y in zip(kept[:3], stored[2][:3], strict=True)
+    )
 
 
 def test_a_step_that_is_not_finite_changes_nothing():  # T-4
@@ -103,20 +147,29 @@ def test_a_step_that_is_not_finite_changes_nothing():  # T-4
     both = [moments.zeros(jnp.asarray(p), layout, i) for i in (0, 1)]
     taken = kernel(layout)(p, g, both, at, jnp.float32(1), jnp.bool_(True))
     kept = kernel(layout)(*taken[:1], g, taken[1:], at, jnp.float32(1), jnp.bool_(False))
-    assert all(differing(x, y) == 0 for x, y in zip(jax.tree.leaves(kept), jax.tree.leaves(taken), strict=True))
+    assert all(
+        differing(x, y) == 0
+        for x, y in zip(jax.tree.leaves(kept), jax.tree.leaves(taken), strict=True)
+    )
 
 
 def test_what_it_takes():
-    assert {name for name, layout in (ALL | MASTERED).items() if adamw_kernel.takes((3, 512), layout)} == {*TAKEN, "sqrt_e4m3_f16"}
+    assert {
+        name for name, layout in (ALL | MASTERED).items() if adamw_kernel.takes((3, 512), layout)
+    } == {*TAKEN, "sqrt_e4m3_f16"}
     layout = LAYOUTS["sqrt_e4m3"]
-    assert [adamw_kernel.takes(shape, layout) for shape in ((), (128,), (100,), (128, 100), (2, 3, 256))] == [
+    assert [
+        adamw_kernel.takes(shape, layout) for shape in ((), (128,), (100,), (128, 100), (2, 3, 256))
+    ] == [
         False,
         True,
         False,
         False,
         True,
     ]
-    assert not adamw_kernel.takes((512,), dataclasses.replace(layout, v=dataclasses.replace(layout.v, block=256)))
+    assert not adamw_kernel.takes(
+        (512,), dataclasses.replace(layout, v=dataclasses.replace(layout.v, block=256))
+    )
 
 
 def test_on_an_nvidia_gpu_alone():
@@ -124,6 +177,9 @@ def test_on_an_nvidia_gpu_alone():
     p = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
     state = jax.eval_shape(states.adamw(1e-3).init, p)
     traced = jax.jit(functools.partial(states.step, **HYPER)).trace(p, p, state)
-    texts = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda")}
+    texts = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "cuda")
+    }
     assert texts["cuda"].count("__gpu$xla.gpu.triton") == 1
     assert "custom_call" not in texts["cpu"]

@@ -1,4 +1,6 @@
-"""Stacks of tensors in JAX: a stack of tensors has the bits of its tensors one by one (spec O-11)."""
+"""Stacks of tensors in JAX: a stack of tensors has the bits of its tensors one by one (spec
+O-11).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,9 @@ SHAPES = {"a_stack": (16, 256), "b_plain": (33, 17), "c_stack": (5,), "d_ragged"
 
 STACKED = {name: name != "b_plain" for name in SHAPES}
 QUICK = ("sqrt_e4m3_f16",)
-EVERY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ALL | MASTERED]
+EVERY = [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ALL | MASTERED
+]
 
 
 def whole(name: str) -> tuple[int, ...]:
@@ -49,7 +53,14 @@ def grads(t: int) -> dict[str, np.ndarray]:
     found = {}
     for i, name in enumerate(SHAPES):
         g = gradients(10 * t + i, int(np.prod(whole(name))), 1, widest=8)[0].reshape(whole(name))
-        found[name] = g * (2.0 ** (8 * np.arange(LAYERS, dtype=np.float32))).reshape(-1, *[1] * len(SHAPES[name])) if STACKED[name] else g
+        found[name] = (
+            g
+            * (2.0 ** (8 * np.arange(LAYERS, dtype=np.float32))).reshape(
+                -1, *[1] * len(SHAPES[name])
+            )
+            if STACKED[name]
+            else g
+        )
     return {name: g.astype(np.float32) for name, g in found.items()}
 
 
@@ -64,8 +75,19 @@ def steps_of_each(layout, steps: int):
     for t in range(steps):
         for name, g in grads(t).items():
             held[name] = [
-                sim.step(p, one, state, learning_rate=1e-2, weight_decay=0.1, layout=layout, seed=seed, tensor=number)
-                for (p, state), one, number in zip(held[name], tensors(name, g), numbers()[name], strict=True)
+                sim.step(
+                    p,
+                    one,
+                    state,
+                    learning_rate=1e-2,
+                    weight_decay=0.1,
+                    layout=layout,
+                    seed=seed,
+                    tensor=number,
+                )
+                for (p, state), one, number in zip(
+                    held[name], tensors(name, g), numbers()[name], strict=True
+                )
             ]
         yield held
 
@@ -88,7 +110,12 @@ def count(p, state: states.AdamWState, held) -> int:
 
 
 def trained(layout, steps: int, place=lambda x: x) -> int:
-    given = {"weight_decay": 0.1, "layout": layout, "stacked": STACKED, "seed": 5 if layout.stochastic else 0}
+    given = {
+        "weight_decay": 0.1,
+        "layout": layout,
+        "stacked": STACKED,
+        "seed": 5 if layout.stochastic else 0,
+    }
     optimizer = states.adamw(1e-2, **given)
     step = jax.jit(lambda p, g, state: states.step(p, g, state, learning_rate=1e-2, **given))
     p = {name: place(jnp.asarray(w)) for name, w in weights().items()}
@@ -118,7 +145,9 @@ def test_a_stack_has_the_bits_of_its_tensors(name):  # O-2 to O-11, O-14, O-15
 def cut(x):
     """On 8 devices, by the rows of each tensor of a stack."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.device_put(x, NamedSharding(mesh, P(None, "data") if x.ndim == 3 and x.shape[1] % 8 == 0 else P()))
+    return jax.device_put(
+        x, NamedSharding(mesh, P(None, "data") if x.ndim == 3 and x.shape[1] % 8 == 0 else P())
+    )
 
 
 @pytest.mark.slow
@@ -130,35 +159,54 @@ def test_a_mesh_changes_nothing_of_stacks(name):  # O-11
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["msamp_o2", "sqrt_e4m3_f16"])
 def test_copies_of_a_stack_are_scanned(name):  # O-16
-    """Each layer of a scan takes its own codes and scale, and has the bits of a cast of its weight."""
+    """Each layer of a scan takes its own codes and scale, and has the bits of a cast of its
+    weight.
+    """
     rng = np.random.default_rng(0)
-    w = jnp.asarray(rng.standard_normal((LAYERS, 32, 32)) * 4.0 ** np.arange(LAYERS).reshape(-1, 1, 1), jnp.float32)
+    w = jnp.asarray(
+        rng.standard_normal((LAYERS, 32, 32)) * 4.0 ** np.arange(LAYERS).reshape(-1, 1, 1),
+        jnp.float32,
+    )
     state = states.adamw(1e-3, layout=name, stacked=True).init({"w": w})
     x = jnp.asarray(rng.standard_normal((16, 32)), jnp.bfloat16)
 
     @jax.jit
     def of_copies(state):
-        p, copies = states.weights(state, name, stacked=True), states.copies(state, name, "tensorwise", stacked=True)
+        p, copies = (
+            states.weights(state, name, stacked=True),
+            states.copies(state, name, "tensorwise", stacked=True),
+        )
         return jax.lax.scan(
-            lambda h, one: (linear.apply(h, one[0], recipe="tensorwise", prepared=one[1])[0], None), x, (p["w"], copies["w"])
+            lambda h, one: (linear.apply(h, one[0], recipe="tensorwise", prepared=one[1])[0], None),
+            x,
+            (p["w"], copies["w"]),
         )[0]
 
     h = x
     for one in states.weights(state, name, stacked=True)["w"]:
         h = linear.apply(h, one, recipe="tensorwise")[0]
-        assert scaling.quantize(one, states.copies(state, name, "tensorwise", stacked=True)["w"].fmt).codes.shape == (32, 32)
+        assert scaling.quantize(
+            one, states.copies(state, name, "tensorwise", stacked=True)["w"].fmt
+        ).codes.shape == (32, 32)
     assert differing(of_copies(state), np.asarray(h, np.float32)) == 0
 
 
 def test_stacks_are_named_as_masks_are():
     p = {"layers": {"w": jnp.ones((LAYERS, 128))}, "head": jnp.ones((2, 128))}
-    by_function = states.adamw(1e-3, stacked=lambda p: jax.tree.map(lambda x: x.shape[0] == LAYERS, p))
+    by_function = states.adamw(
+        1e-3, stacked=lambda p: jax.tree.map(lambda x: x.shape[0] == LAYERS, p)
+    )
     for tx in (states.adamw(1e-3, stacked={"layers": True, "head": False}), by_function):
         assert tx.init(p).m.scale_inv["layers"]["w"].shape == (LAYERS, 1)
         assert tx.init(p).m.scale_inv["head"].shape == (2,)
-    with pytest.raises(ValueError, match="stacked is a tree of booleans, of the parameters' structure or a prefix of it; got"):
+    with pytest.raises(
+        ValueError,
+        match="stacked is a tree of booleans, of the parameters' structure or a prefix of it; got",
+    ):
         states.adamw(1e-3, stacked={"layers": True}).init(p)
-    with pytest.raises(ValueError, match=r"a stack has its tensors along its first dim; got one of shape \(\)"):
+    with pytest.raises(
+        ValueError, match=r"a stack has its tensors along its first dim; got one of shape \(\)"
+    ):
         states.adamw(1e-3, stacked=True).init(jnp.float32(1))
     other = states.adamw(1e-3).init(p)  # one tensor of 3 * 128 elements
     with pytest.raises(ValueError, match=r"States of another layout are not converted"):

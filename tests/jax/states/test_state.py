@@ -1,4 +1,6 @@
-"""States that say which layout made them: through jit, optax's chains, flax and orbax (spec O-17)."""
+"""States that say which layout made them: through jit, optax's chains, flax and orbax (spec
+O-17).
+"""
 
 import dataclasses
 import re
@@ -17,10 +19,15 @@ from fp8ref.spec.states import saved as layout_decisions
 from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS
 
 NAMED = LAYOUTS["sqrt_e4m3"]
-CHANGED = dataclasses.replace(NAMED, m=dataclasses.replace(NAMED.m, scaling="divide"), bounded=False)
+CHANGED = dataclasses.replace(
+    NAMED, m=dataclasses.replace(NAMED.m, scaling="divide"), bounded=False
+)
 """The name, dtypes and shapes of NAMED; its codes are other moments."""
 
-SAID = re.escape("layout 'sqrt_e4m3' has m.scaling = 'multiply', saved 'divide'; bounded = True, saved False. States of another layout")
+SAID = re.escape(
+    "layout 'sqrt_e4m3' has m.scaling = 'multiply', saved 'divide'; bounded = True, saved "
+    "False. States of another layout"
+)
 
 
 def params():
@@ -51,13 +58,17 @@ def test_a_changed_layout_of_the_same_name_is_refused():
 
 
 def test_under_jit_it_makes_every_weight_nan():
-    """The program knows the text only when it runs; with its own state it has the bits of the eager one."""
+    """The program knows the text only when it runs; with its own state it has the bits of the eager
+    one.
+    """
     own, other = optimizer(NAMED).init(params()), optimizer(CHANGED).init(params())
     step = jax.jit(optimizer(NAMED).update)
     updates, after = step(params(), other, params())
     assert all(np.isnan(np.asarray(x)).all() for x in jax.tree.leaves(updates))
     assert np.asarray(after[1].decisions).tobytes() == layout_decisions.in_bytes(CHANGED)
-    for found, wanted in zip(*map(jax.tree.leaves, (step(params(), own, params()), update(NAMED, own))), strict=True):
+    for found, wanted in zip(
+        *map(jax.tree.leaves, (step(params(), own, params()), update(NAMED, own))), strict=True
+    ):
         assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
 
 
@@ -88,14 +99,25 @@ def test_what_is_loaded_is_checked(through, tmp_path):
 def test_a_state_without_text_is_refused():
     state = states.adamw(1e-3).init(params())
     bad = np.zeros(layout_decisions.BYTES, np.uint8)
-    for held, said in ((None, "got None"), (bad[:9], r"got \('uint8', \(9,\)\)"), (bad, "as text .* Use init")):
+    for held, said in (
+        (None, "got None"),
+        (bad[:9], r"got \('uint8', \(9,\)\)"),
+        (bad, "as text .* Use init"),
+    ):
         with pytest.raises(ValueError, match=f"a state holds the decisions of its layout.*{said}"):
             states.adamw(1e-3).update(params(), state._replace(decisions=held), params())
 
 
 def test_masters_are_read_under_their_own_layout():  # O-14
-    changed = dataclasses.replace(WITH_MASTERS["msamp_o2"], master=WITH_MASTERS["sqrt_e4m3_f16"].master, bounded=True)
+    changed = dataclasses.replace(
+        WITH_MASTERS["msamp_o2"], master=WITH_MASTERS["sqrt_e4m3_f16"].master, bounded=True
+    )
     state = states.adamw(1e-3, layout=changed).init(params())
-    for read in (lambda: states.weights(state, "msamp_o2"), lambda: states.copies(state, "msamp_o2", "tensorwise")):
-        with pytest.raises(ValueError, match=r"'msamp_o2' has master.amax = 'exact', saved 'predicted'; bounded"):
+    for read in (
+        lambda: states.weights(state, "msamp_o2"),
+        lambda: states.copies(state, "msamp_o2", "tensorwise"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"'msamp_o2' has master.amax = 'exact', saved 'predicted'; bounded"
+        ):
             read()

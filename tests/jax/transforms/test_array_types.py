@@ -15,7 +15,9 @@ def spec(x) -> tuple:
 
 def test_arrays_on_no_mesh_and_on_auto_axes_stay_as_they_are():
     x = jnp.ones((4, 4))
-    cut = jax.device_put(x, jax.NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,)), P("x")))
+    cut = jax.device_put(
+        x, jax.NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,)), P("x"))
+    )
     for y in (x, cut):
         assert array_types.whole(y) is y
         assert array_types.like(y, cut) is y
@@ -38,5 +40,7 @@ def test_inside_shard_map_what_varies_has_its_axes():
         found.extend(map(array_types.on_a_mesh, (x, y)))
         return x
 
-    jax.shard_map(body, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))(jnp.ones(4), jnp.ones(4))
+    jax.shard_map(body, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))(
+        jnp.ones(4), jnp.ones(4)
+    )
     assert found == [True, False]

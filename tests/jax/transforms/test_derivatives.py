@@ -1,5 +1,5 @@
-"""Derivatives that a linear does not have are refused by the layer's name (spec L-8); codes that a backward pass keeps stay what
-they are."""
+"""Derivatives that a linear does not have are refused by the layer's name (spec L-8); codes that a
+backward pass keeps stay what they are."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,12 @@ def loss(x, w):
 
 
 def scanned(x):
-    return lax.scan(lambda x, _: (linear.apply(x, W, recipe="tensorwise", name="fc")[0], None), x, None, length=2)[0].sum()
+    return lax.scan(
+        lambda x, _: (linear.apply(x, W, recipe="tensorwise", name="fc")[0], None),
+        x,
+        None,
+        length=2,
+    )[0].sum()
 
 
 FORWARD = {
@@ -32,7 +37,9 @@ SECOND = {
     "by the input": lambda f: jax.grad(lambda x: (jax.grad(f)(x, W) ** 2).sum())(X),
     "by the weight": lambda f: jax.grad(lambda w: (jax.grad(f)(X, w) ** 2).sum())(W),
     "inside jit": lambda f: jax.jit(jax.grad(lambda w: (jax.grad(f)(X, w) ** 2).sum()))(W),
-    "by grad_output": lambda f: jax.grad(lambda a: (jax.grad(lambda x: a * a * f(x, W))(X) ** 2).sum())(2.0),
+    "by grad_output": lambda f: jax.grad(
+        lambda a: (jax.grad(lambda x: a * a * f(x, W))(X) ** 2).sum()
+    )(2.0),
 }
 
 
@@ -53,7 +60,9 @@ def test_jacobians():  # L-8
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 @pytest.mark.parametrize("how", SECOND)
 def test_second_derivatives(how, wrap):  # L-8
-    with pytest.raises(ValueError, match=r"^fc: the gradients of a linear are not differentiated again"):
+    with pytest.raises(
+        ValueError, match=r"^fc: the gradients of a linear are not differentiated again"
+    ):
         SECOND[how](wrap(loss))
 
 
@@ -65,20 +74,27 @@ def test_second_derivatives_of_other_things_pass():
 @pytest.mark.slow
 def test_first_derivatives_under_transformations():
     expected = jax.grad(loss, (0, 1))(X, W)
-    for found in (jax.jit(jax.grad(jax.checkpoint(loss), (0, 1)))(X, W), jax.vmap(jax.grad(loss, (0, 1)), (0, None))(X[None], W)):
+    for found in (
+        jax.jit(jax.grad(jax.checkpoint(loss), (0, 1)))(X, W),
+        jax.vmap(jax.grad(loss, (0, 1)), (0, None))(X[None], W),
+    ):
         assert all((a == b).all() for a, b in zip(expected, found, strict=True))
     assert (jax.grad(lambda x: jax.vmap(loss, (0, None))(x, W).sum())(X[None]) == expected[0]).all()
 
 
 KEPT = {
     "linear": lambda x: (linear.apply(x, W, recipe="tensorwise")[0] ** 2).sum(),
-    "attention": lambda x: (attention.apply(x[None, None], x[None, None], x[None, None], variant="cudnn") ** 2).sum(),
+    "attention": lambda x: (
+        attention.apply(x[None, None], x[None, None], x[None, None], variant="cudnn") ** 2
+    ).sum(),
 }
 
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_codes_that_a_policy_of_checkpointing_keeps(kind):
-    """jax.checkpoint rounds what it keeps as if e4m3fn had infinities: the largest codes would be NaN."""
+    """jax.checkpoint rounds what it keeps as if e4m3fn had infinities: the largest codes would be
+    NaN.
+    """
     x = jax.random.normal(jax.random.key(0), X.shape)
     kept = jax.checkpoint(KEPT[kind], policy=jax.checkpoint_policies.everything_saveable)
     assert (jax.jit(jax.grad(kept))(x) == jax.jit(jax.grad(KEPT[kind]))(x)).all()

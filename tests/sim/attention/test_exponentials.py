@@ -15,16 +15,31 @@ def of_float64(x, function, bits: int = 48):
     return below, below != above
 
 
-@pytest.mark.parametrize(("compiled", "plain"), [(elementary.exp2, elementary.exp2_plain), (elementary.exp, elementary.exp_plain)])
+@pytest.mark.parametrize(
+    ("compiled", "plain"),
+    [(elementary.exp2, elementary.exp2_plain), (elementary.exp, elementary.exp_plain)],
+)
 def test_exponentials_are_their_definitions(compiled, plain):  # A-5
     rng = np.random.default_rng(0)
-    x = np.concatenate([rng.uniform(-152, 16, 150), rng.uniform(-2, 2, 60), F(2.0) ** -np.arange(1, 40), -(F(2.0) ** -np.arange(1, 40))])
-    x = np.concatenate([x, [0, -0.0, 1, -1, -149, -149.5, -150, -126, -103.97208, -104, -np.inf]]).astype(F)
+    x = np.concatenate(
+        [
+            rng.uniform(-152, 16, 150),
+            rng.uniform(-2, 2, 60),
+            F(2.0) ** -np.arange(1, 40),
+            -(F(2.0) ** -np.arange(1, 40)),
+        ]
+    )
+    x = np.concatenate(
+        [x, [0, -0.0, 1, -1, -149, -149.5, -150, -126, -103.97208, -104, -np.inf]]
+    ).astype(F)
     np.testing.assert_array_equal(compiled(x).view(np.uint32), plain(x).view(np.uint32))
 
 
 def test_exact_values():  # A-5
-    assert elementary.exp2(np.arange(-149, 17, dtype=F)).tolist() == (2.0 ** np.arange(-149, 17)).tolist()
+    assert (
+        elementary.exp2(np.arange(-149, 17, dtype=F)).tolist()
+        == (2.0 ** np.arange(-149, 17)).tolist()
+    )
     assert elementary.exp2(F(-np.inf)) == 0
     assert elementary.exp(F(0)) == 1
 
@@ -39,14 +54,23 @@ def test_exponentials_where_float64_decides(mine, numpy):  # A-5
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mine", "plain", "numpy"), [(elementary.exp2, elementary.exp2_plain, np.exp2), (elementary.exp, elementary.exp_plain, np.exp)]
+    ("mine", "plain", "numpy"),
+    [
+        (elementary.exp2, elementary.exp2_plain, np.exp2),
+        (elementary.exp, elementary.exp_plain, np.exp),
+    ],
 )
 def test_all_exponentials(mine, plain, numpy):  # A-5
-    """All float32 from -104 to 16 of magnitude at least 2^-26; below, the result is 1 or its neighbor."""
+    """All float32 from -104 to 16 of magnitude at least 2^-26; below, the result is 1 or its
+    neighbor.
+    """
     unsure_of = 0
     for sign, first, last in ((0x80000000, F(2.0**-26), F(104)), (0, F(2.0**-26), F(16))):
         for begin in range(int(first.view(np.uint32)), int(last.view(np.uint32)), 1 << 24):
-            x = (np.arange(begin, min(begin + (1 << 24), int(last.view(np.uint32))), dtype=np.uint32) | np.uint32(sign)).view(F)
+            x = (
+                np.arange(begin, min(begin + (1 << 24), int(last.view(np.uint32))), dtype=np.uint32)
+                | np.uint32(sign)
+            ).view(F)
             expected, unsure = of_float64(x, numpy)
             found = mine(x)
             np.testing.assert_array_equal(found[~unsure], expected[~unsure])
@@ -66,9 +90,20 @@ def test_logarithms(mine, numpy):  # A-11
 
 def test_hyperbolic_tangents_are_their_definition():  # A-22
     rng = np.random.default_rng(3)
-    x = np.concatenate([rng.normal(size=200), rng.uniform(-12, 12, 100), F(2.0) ** -np.arange(1, 60), -(F(2.0) ** -np.arange(1, 149, 7))])
-    x = np.concatenate([x, [9.01, 9.02, -9.03, 40, 100, -3e38, 1e-45, 2.0**-12, 2.0**-11.5]]).astype(F)
-    np.testing.assert_array_equal(elementary.tanh(x).view(np.uint32), elementary.tanh_plain(x).view(np.uint32))
+    x = np.concatenate(
+        [
+            rng.normal(size=200),
+            rng.uniform(-12, 12, 100),
+            F(2.0) ** -np.arange(1, 60),
+            -(F(2.0) ** -np.arange(1, 149, 7)),
+        ]
+    )
+    x = np.concatenate(
+        [x, [9.01, 9.02, -9.03, 40, 100, -3e38, 1e-45, 2.0**-12, 2.0**-11.5]]
+    ).astype(F)
+    np.testing.assert_array_equal(
+        elementary.tanh(x).view(np.uint32), elementary.tanh_plain(x).view(np.uint32)
+    )
     assert elementary.tanh(F(-0.0)).view(np.uint32) == 0x80000000
     assert elementary.tanh(F(20)) == 1
     assert elementary.tanh(F(2.0**-13)) == F(2.0**-13)  # a third of x^3 is less than half a unit

@@ -1,4 +1,6 @@
-"""Softcap in the simulator: the sources' formulas a number at a time, real arithmetic, and finite differences (spec A-22)."""
+"""Softcap in the simulator: the sources' formulas a number at a time, real arithmetic, and finite
+differences (spec A-22).
+"""
 
 import attention_sources as source
 import numpy as np
@@ -29,35 +31,64 @@ def of_head(x):
 
 
 @pytest.mark.parametrize("name", ["fa3", "fa4", "bf16"])
-def test_flash_attention_with_a_softcap(name):  # A-22: tanh before the mask, then one factor of the exponent
+def test_flash_attention_with_a_softcap(
+    name,
+):  # A-22: tanh before the mask, then one factor of the exponent
     q, k, v, _ = inputs(1, 1, tq=3, tk=181, seed=1)
-    more = {"unit": source.HOPPER, "order": "quad"} if name == "fa3" else {"unit": source.BLACKWELL, "order": "packed", "separate": True}
+    more = (
+        {"unit": source.HOPPER, "order": "quad"}
+        if name == "fa3"
+        else {"unit": source.BLACKWELL, "order": "packed", "separate": True}
+    )
     if name == "bf16":
         more = {"unit": None, "order": "quad", "offset": 0, "narrow": source.bfloat16}
         q, k, v = (cast.round_to(x, VARIANTS["bf16"].fmt) for x in (q, k, v))
     found = attention.forward(q, k, v, variant=name, mask=Mask(causal=True), softcap=CAP)
-    (dq, of_q), (dk, of_k), (dv, of_v) = (of_head(x) if name != "bf16" else (x, F(1)) for x in (q, k, v))
+    (dq, of_q), (dk, of_k), (dv, of_v) = (
+        of_head(x) if name != "bf16" else (x, F(1)) for x in (q, k, v)
+    )
     tile = {"fa3": 160, "fa4": 128, "bf16": 128}[name]
-    given = {"scale": F(1 / 8), "dq": of_q, "dk": of_k, "dv": of_v, "tile": tile, "softcap": CAP, **more}
-    o, lse, most = source.flash_attention(dq[0, 0], dk[0, 0], dv[0, 0][:, :4], lambda i, j: j <= i + 178, **given)
+    given = {
+        "scale": F(1 / 8),
+        "dq": of_q,
+        "dk": of_k,
+        "dv": of_v,
+        "tile": tile,
+        "softcap": CAP,
+        **more,
+    }
+    o, lse, most = source.flash_attention(
+        dq[0, 0], dk[0, 0], dv[0, 0][:, :4], lambda i, j: j <= i + 178, **given
+    )
     np.testing.assert_array_equal(found.o[0, 0][:, :4], cast.round_to(o, VARIANTS["bf16"].fmt))
     np.testing.assert_array_equal(found.lse[0, 0], lse)
     assert found.amaxes["s"] == F(most)
 
 
-def test_cudnn_with_a_softcap():  # A-22: the scale over the cap among the factors, tanh, then the cap
+# A-22: the scale over the cap among the factors, tanh, then the cap
+def test_cudnn_with_a_softcap():
     q, k, v, _ = inputs(1, 1, tq=3, tk=150, seed=2)
     found = attention.forward(q, k, v, variant="cudnn", softcap=CAP)
     (dq, of_q), (dk, of_k), (dv, of_v) = (of_head(x) for x in (q, k, v))
 
     def values(p, start, n):
-        return F(F(source.exact_sum(p, dv[0, 0, start : start + len(p), n]) * of_v) * F(F(1) / F(448)))
+        return F(
+            F(source.exact_sum(p, dv[0, 0, start : start + len(p), n]) * of_v) * F(F(1) / F(448))
+        )
 
     factors = F(F(1 / 8) / F(CAP)), of_q, of_k
-    given = {"factors": lambda i, j: factors, "s_scale": 448, "of_values": values, "columns": (0, 5), "softcap": CAP}
+    given = {
+        "factors": lambda i, j: factors,
+        "s_scale": 448,
+        "of_values": values,
+        "columns": (0, 5),
+        "softcap": CAP,
+    }
     o, lse = source.cudnn(dq[0, 0], dk[0, 0], lambda i, j: True, **given)
     tensors = found.tensors["o"]
-    np.testing.assert_array_equal(tensors.values[0, 0][:, (0, 5)], np.vectorize(source.e4m3)(o * tensors.scale))
+    np.testing.assert_array_equal(
+        tensors.values[0, 0][:, (0, 5)], np.vectorize(source.e4m3)(o * tensors.scale)
+    )
     np.testing.assert_array_equal(found.lse[0, 0], lse)
 
 
@@ -73,12 +104,19 @@ def loss(q, k, v, do, seen, cap) -> float:
 
 
 def test_exact_gradients_are_those_of_finite_differences():  # A-14, A-22
-    """Central differences with h = 2^-12: h^2 / 6 of a third derivative of size 10, beside 2^-52 / h."""
+    """Central differences with h = 2^-12: h^2 / 6 of a third derivative of size 10, beside 2^-52 /
+    h.
+    """
     q, k, v, do = inputs()
     how = {"variant": "exact", "mask": Mask(causal=True), "softcap": CAP}
     found = backward(do, q, k, v, attention.forward(q, k, v, **how), **how)
     seen = np.arange(21) <= np.arange(7)[:, None] + 14
-    wide, do, rng, h = [x.astype(np.float64) for x in (q, k, v)], do.astype(np.float64), np.random.default_rng(1), 2.0**-12
+    wide, do, rng, h = (
+        [x.astype(np.float64) for x in (q, k, v)],
+        do.astype(np.float64),
+        np.random.default_rng(1),
+        2.0**-12,
+    )
     for n, gradient in enumerate(found[:3]):
         for _ in range(8):
             at = tuple(int(rng.integers(0, size)) for size in gradient.shape)
@@ -87,21 +125,31 @@ def test_exact_gradients_are_those_of_finite_differences():  # A-14, A-22
                 moved = [x.copy() for x in wide]
                 moved[n][at] += sign * h
                 sides.append(loss(*moved, do, seen, CAP))
-            assert gradient[at] == pytest.approx((sides[0] - sides[1]) / (2 * h), abs=1e-6, rel=1e-6)
+            assert gradient[at] == pytest.approx(
+                (sides[0] - sides[1]) / (2 * h), abs=1e-6, rel=1e-6
+            )
 
 
 @pytest.mark.parametrize("name", ["bf16", "cudnn", "mxfp8"])
-def test_cast_gradients_are_near_real_ones(name):  # A-15, A-16, A-22: as without a cap (test_attention_gradients)
+def test_cast_gradients_are_near_real_ones(
+    name,
+):  # A-15, A-16, A-22: as without a cap (test_attention_gradients)
     q, k, v, do = inputs(tq=40, tk=70)
     # Without the slope dq is off by half of its norm.
     for mask in (Mask(), Mask(causal=True)):
         how = {"mask": mask, "softcap": CAP}
-        real, found = (backward(do, q, k, v, attention.forward(q, k, v, variant=n, **how), variant=n, **how) for n in ("exact", name))
+        real, found = (
+            backward(do, q, k, v, attention.forward(q, k, v, variant=n, **how), variant=n, **how)
+            for n in ("exact", name)
+        )
         for mine, right in zip(found[:3], real[:3], strict=True):
-            assert np.linalg.norm(mine - right) < (0.02 if name == "bf16" else 0.25) * np.linalg.norm(right)
+            assert np.linalg.norm(mine - right) < (
+                0.02 if name == "bf16" else 0.25
+            ) * np.linalg.norm(right)
 
 
-def test_the_gradient_of_scores_has_the_slope_of_tanh():  # A-22, step by step, in bfloat16 of one head
+# A-22, step by step, in bfloat16 of one head
+def test_the_gradient_of_scores_has_the_slope_of_tanh():
     q, k, v, do = (cast.round_to(x, VARIANTS["bf16"].fmt) for x in inputs(1, 1, tq=3, tk=9))
     forward = attention.forward(q, k, v, variant="bf16", softcap=CAP)
     found = backward(do, q, k, v, forward, variant="bf16", softcap=CAP)
@@ -112,8 +160,16 @@ def test_the_gradient_of_scores_has_the_slope_of_tanh():  # A-22, step by step, 
 
     t = np.vectorize(source.tanh)(ordered(q[0, 0], k[0, 0].T) * argument).astype(F)
     bias = -(forward.lse[0, 0] * F(np.log2(np.e)))
-    p = np.array([[source.exponential(source.fma(x, factor, b), "2") for x in row] for row, b in zip(t, bias, strict=True)], F)
-    d = np.array([source.in_order(x, y, 0) for x, y in zip(do[0, 0], forward.o[0, 0], strict=True)], F)
+    p = np.array(
+        [
+            [source.exponential(source.fma(x, factor, b), "2") for x in row]
+            for row, b in zip(t, bias, strict=True)
+        ],
+        F,
+    )
+    d = np.array(
+        [source.in_order(x, y, 0) for x, y in zip(do[0, 0], forward.o[0, 0], strict=True)], F
+    )
     ds = (ordered(do[0, 0], v[0, 0].T) - d[:, None]) * p * (F(1) - t * t) * F(1 / 8)
     narrow = np.vectorize(source.bfloat16)
     np.testing.assert_array_equal(found.dq[0, 0], narrow(ordered(narrow(ds), k[0, 0])))
@@ -122,10 +178,17 @@ def test_the_gradient_of_scores_has_the_slope_of_tanh():  # A-22, step by step, 
 def test_a_large_cap_changes_little_and_a_small_one_levels_scores():  # A-22
     q, k, v, _ = inputs(tk=40)
     plain = attention.forward(q, k, v, variant="exact")
-    # tanh(x) = x - x^3 / 3: scores below 20 change by at most 20^3 / (3 cap^2), o by twice as much of its largest.
-    np.testing.assert_allclose(attention.forward(q, k, v, variant="exact", softcap=1e4).o, plain.o, atol=2 * 20**3 / 3e8 * 4)
+    # tanh(x) = x - x^3 / 3: scores below 20 change by at most 20^3 / (3 cap^2), o by twice as much
+    # of its largest.
+    np.testing.assert_allclose(
+        attention.forward(q, k, v, variant="exact", softcap=1e4).o,
+        plain.o,
+        atol=2 * 20**3 / 3e8 * 4,
+    )
     level = attention.forward(q, k, v, variant="exact", softcap=1e-4)
-    np.testing.assert_allclose(level.o[0, 0], np.broadcast_to(v[0, 0].mean(axis=0), (7, 64)), atol=2e-4 * 4)
+    np.testing.assert_allclose(
+        level.o[0, 0], np.broadcast_to(v[0, 0].mean(axis=0), (7, 64)), atol=2e-4 * 4
+    )
 
 
 def test_what_is_refused():
@@ -134,4 +197,6 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match="a softcap is positive, with normal float32 numbers"):
             attention.forward(q, k, v, variant="fa3", softcap=cap)
     with pytest.raises(ValueError, match="a softcap is positive"):
-        backward(do, q, k, v, attention.forward(q, k, v, variant="cudnn"), variant="cudnn", softcap=0.0)
+        backward(
+            do, q, k, v, attention.forward(q, k, v, variant="cudnn"), variant="cudnn", softcap=0.0
+        )

@@ -27,7 +27,9 @@ def tiles(seed: int, rows: int = 9, keys: int = 64, count: int = 4):
     """Scores and masks of tiles: rows without keys in the first, in all, and with documents."""
     rng = np.random.default_rng(seed)
     for n in range(count):
-        s = (rng.normal(size=(rows, keys)) * np.array([0.1, 1, 3, 10, 30, 100, 1, 1, 0])[:rows, None]).astype(F)
+        s = (
+            rng.normal(size=(rows, keys)) * np.array([0.1, 1, 3, 10, 30, 100, 1, 1, 0])[:rows, None]
+        ).astype(F)
         low, high = rng.integers(-20, 30, rows), rng.integers(20, 90, rows)
         low[1], high[1] = (99, 80) if n == 0 else (0, keys)
         low[2], high[2] = 70, 3
@@ -45,7 +47,9 @@ def test_compiled_is_plain(variant):
         found = online_softmax.step(s.copy(), mine, seen, variant, factors, factor)
         expected = online_softmax.step_plain(s.copy(), plain, seen, variant, factors, factor)
         for x, y in zip((*found, *mine), (*expected, *plain), strict=True):
-            np.testing.assert_array_equal(x, y)  # a maximum of zero has either sign, which changes nothing
+            np.testing.assert_array_equal(
+                x, y
+            )  # a maximum of zero has either sign, which changes nothing
     assert mine.maximum[2] == -np.inf  # it has seen no key
     assert online_softmax.total(mine, variant.sum_order)[2] == 0
     assert (online_softmax.total(mine, variant.sum_order)[[0, 1]] > 0).all()
@@ -68,9 +72,16 @@ def test_a_tile_without_keys_changes_nothing(name):  # A-6
 
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2])
 def test_probabilities_are_cast_as_everything_is(fmt):  # A-8, C-3
-    numbers = np.concatenate([cast.decode(np.arange(127, dtype=np.uint8), fmt)[: fmt.max_code + 1], [fmt.max * 1.05, fmt.max * 4]])
+    numbers = np.concatenate(
+        [
+            cast.decode(np.arange(127, dtype=np.uint8), fmt)[: fmt.max_code + 1],
+            [fmt.max * 1.05, fmt.max * 4],
+        ]
+    )
     middles = (numbers[1:] + numbers[:-1]) / 2
-    p = np.concatenate([numbers, middles, np.nextafter(middles, F(0)), np.nextafter(middles, F(np.inf))]).astype(F)
+    p = np.concatenate(
+        [numbers, middles, np.nextafter(middles, F(0)), np.nextafter(middles, F(np.inf))]
+    ).astype(F)
     values, clipped, _ = round_probabilities(p, F(1), fmt)
     np.testing.assert_array_equal(cast.encode(values, fmt), cast.encode(p, fmt))
     unsaturated = cast.round_to(p, fmt)

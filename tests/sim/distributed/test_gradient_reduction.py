@@ -15,7 +15,10 @@ from fp8ref.spec.gradient_reduction import AutoScale
 def grads_of(ranks, n=500, seed=0, spread=4):
     """Gradients whose magnitudes span decades, on the same elements of all ranks."""
     rng = np.random.default_rng(seed)
-    return [(rng.standard_normal(n) * 10.0 ** rng.integers(-spread, 1, n)).astype(np.float32) for _ in range(ranks)]
+    return [
+        (rng.standard_normal(n) * 10.0 ** rng.integers(-spread, 1, n)).astype(np.float32)
+        for _ in range(ranks)
+    ]
 
 
 def bits(x):
@@ -32,8 +35,15 @@ def test_the_worked_example_of_the_shared_scale():  # P-21
     codes = gradient_reduction.reduce(grads, result="codes")
     assert (codes.codes[0], codes.saturated, bits(codes.value)[0]) == (0x7E, 1, "40000000")
     root = gradient_reduction.reduce(grads, prescale="inverse_root", result="codes")
-    assert (root.codes.tolist(), root.saturated, bits(root.value)) == ([0x7C, 0x64], 0, ["401B28D0", "3E9B28D0"])
-    assert bits(gradient_reduction.reduce(grads, prescale="inverse_root").value) == ["40219FD9", "3E9B28D0"]
+    assert (root.codes.tolist(), root.saturated, bits(root.value)) == (
+        [0x7C, 0x64],
+        0,
+        ["401B28D0", "3E9B28D0"],
+    )
+    assert bits(gradient_reduction.reduce(grads, prescale="inverse_root").value) == [
+        "40219FD9",
+        "3E9B28D0",
+    ]
 
 
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
@@ -53,7 +63,10 @@ def test_the_sum_is_that_of_quantized_gradients_under_one_scale(ranks, fmt):  # 
 
 def test_a_mean_scales_scale_inv_and_no_code():  # P-21
     grads = grads_of(3)
-    mean, total = (gradient_reduction.reduce(grads, mean=mean, result="codes", prescale="inverse") for mean in (True, False))
+    mean, total = (
+        gradient_reduction.reduce(grads, mean=mean, result="codes", prescale="inverse")
+        for mean in (True, False)
+    )
     assert np.array_equal(mean.codes, total.codes)
     assert mean.scale_inv == total.scale_inv * np.float32(1 / 3)
 
@@ -63,10 +76,18 @@ def test_sums_of_e4m3_are_exact_in_any_order_up_to_73_ranks():  # P-21
     exact = np.sum([cast.decode(c, E4M3FN).astype(np.float64) for c in shared.codes], axis=0)
     assert np.array_equal(gradient_reduction.add(shared), exact)
     assert np.array_equal(gradient_reduction.add(shared._replace(codes=shared.codes[::-1])), exact)
-    largest = [np.uint8([E4M3FN.max_code])] * 73 + [np.uint8([1])]  # 73 x 448 + 2^-9: the most that 24 bits hold
+    largest = [np.uint8([E4M3FN.max_code])] * 73 + [
+        np.uint8([1])
+    ]  # 73 x 448 + 2^-9: the most that 24 bits hold
     assert gradient_reduction.add(shared._replace(codes=largest[:73]))[0] == 73 * 448
-    assert gradient_reduction.add(shared._replace(codes=[*largest[:72], largest[-1]]))[0] == 72 * 448 + 2.0**-9
-    assert float(gradient_reduction.add(shared._replace(codes=[*largest, largest[0]]))[0]) != 74 * 448 + 2.0**-9
+    assert (
+        gradient_reduction.add(shared._replace(codes=[*largest[:72], largest[-1]]))[0]
+        == 72 * 448 + 2.0**-9
+    )
+    assert (
+        float(gradient_reduction.add(shared._replace(codes=[*largest, largest[0]]))[0])
+        != 74 * 448 + 2.0**-9
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, np.float32(2.0**91)])
@@ -85,19 +106,33 @@ def test_a_number_that_is_not_finite_makes_the_whole_result_nan(policy, bad):  #
 @pytest.mark.parametrize("policy", ["torchao", "te_current", "msamp"])
 def test_zeros_and_amaxes_below_every_floor_stay_finite(policy):  # P-21
     for value in (0.0, 1e-40):
-        found = gradient_reduction.reduce([np.full(3, value, np.float32)] * 2, policy=policy, mu=2.0**24)
+        found = gradient_reduction.reduce(
+            [np.full(3, value, np.float32)] * 2, policy=policy, mu=2.0**24
+        )
         assert np.array_equal(np.abs(found.value) <= value, [True] * 3)
 
 
 def test_what_saturates_and_what_is_counted():  # P-21, P-22
     grads = [np.float32([1, 0.5, 0.25]), np.float32([-1, 0.5, 0.25])]
-    assert gradient_reduction.reduce(grads, mu=2.0).saturated == 2  # both of magnitude 1; 0.5 becomes 448
+    assert (
+        gradient_reduction.reduce(grads, mu=2.0).saturated == 2
+    )  # both of magnitude 1; 0.5 becomes 448
     assert gradient_reduction.reduce(grads, mu=2.0).value.tolist() == [0, 0.5, 0.25]
-    assert gradient_reduction.reduce(grads, mu=1.03).saturated == 0  # 461 is nearer to 448 than to the number that would follow it
+    assert (
+        gradient_reduction.reduce(grads, mu=1.03).saturated == 0
+    )  # 461 is nearer to 448 than to the number that would follow it
     assert gradient_reduction.reduce(grads, mu=1.04).saturated == 2
     assert gradient_reduction.reduce(grads, result="codes").saturated == 0
-    assert gradient_reduction.reduce([np.float32([1]), np.float32([0.5])], result="codes").saturated == 1
-    assert gradient_reduction.reduce([np.float32([1]), np.float32([0.5])], result="codes", prescale="inverse").saturated == 0
+    assert (
+        gradient_reduction.reduce([np.float32([1]), np.float32([0.5])], result="codes").saturated
+        == 1
+    )
+    assert (
+        gradient_reduction.reduce(
+            [np.float32([1]), np.float32([0.5])], result="codes", prescale="inverse"
+        ).saturated
+        == 0
+    )
     assert (data.saturates_above(E4M3FN), data.saturates_above(E5M2)) == (464, 61440)
 
 
@@ -121,13 +156,19 @@ def orders(ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_no_ring_errs_by_more_than_the_bound(ranks, fmt):  # P-23
     for prescale, spread in itertools.product(("one", "inverse"), (2, 6)):
-        codes = gradient_reduction.share(grads_of(ranks, 4000, seed=spread, spread=spread), fmt, prescale=prescale).codes
+        codes = gradient_reduction.share(
+            grads_of(ranks, 4000, seed=spread, spread=spread), fmt, prescale=prescale
+        ).codes
         exact = np.sum([cast.decode(c, fmt).astype(np.float64) for c in codes], axis=0)
         bound = gradient_reduction.ring_bound(codes, fmt)
         for order, start in orders(ranks):
-            error = np.abs(cast.decode(gradient_reduction.ring(codes, fmt, order=order, start=start), fmt) - exact)
+            error = np.abs(
+                cast.decode(gradient_reduction.ring(codes, fmt, order=order, start=start), fmt)
+                - exact
+            )
             assert (error <= bound).all()
-        # one rounding, of which the bound is nearly reached: u / (1 + u) of a sum at a tie, against u of 1 / 16 or 1 / 8
+        # one rounding, of which the bound is nearly reached: u / (1 + u) of a sum at a tie, against
+        # u of 1 / 16 or 1 / 8
         if ranks == 2:
             assert (error > 0.85 * bound)[bound > 0].any()
 
@@ -136,17 +177,24 @@ def test_a_ring_depends_on_its_order_and_a_sum_in_float32_does_not():  # P-21, P
     codes = gradient_reduction.share(grads_of(8, 2000, spread=0), prescale="inverse").codes
     rings = [gradient_reduction.ring(codes, start=start) for start in range(8)]
     assert np.mean(rings[0] != rings[1]) > 0.3
-    # 16 elements a rank, each piece begins one place later: the first piece of start 1 is that of an order that begins with 1
+    # 16 elements a rank, each piece begins one place later: the first piece of start 1 is that of
+    # an order that begins with 1
     assert np.array_equal(
-        gradient_reduction.ring(codes, start=1)[:250], gradient_reduction.ring(codes, order=[1, 2, 3, 4, 5, 6, 7, 0], start=0)[:250]
+        gradient_reduction.ring(codes, start=1)[:250],
+        gradient_reduction.ring(codes, order=[1, 2, 3, 4, 5, 6, 7, 0], start=0)[:250],
     )
 
 
 def test_a_ring_of_exact_sums_is_their_sum():  # P-23
     codes = [cast.encode(np.float32([1, 2, 3, -4]), E4M3FN)] * 4
     assert cast.decode(gradient_reduction.ring(codes), E4M3FN).tolist() == [4, 8, 12, -16]
-    assert cast.decode(gradient_reduction.ring([cast.encode(np.float32([448]), E4M3FN)] * 2), E4M3FN) == 448
-    assert cast.decode(gradient_reduction.ring([np.uint8([E4M3FN.nan_code]), np.uint8([0])]), E4M3FN).tolist() != [0]
+    assert (
+        cast.decode(gradient_reduction.ring([cast.encode(np.float32([448]), E4M3FN)] * 2), E4M3FN)
+        == 448
+    )
+    assert cast.decode(
+        gradient_reduction.ring([np.uint8([E4M3FN.nan_code]), np.uint8([0])]), E4M3FN
+    ).tolist() != [0]
 
 
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
@@ -155,8 +203,13 @@ def test_a_hop_through_float16_as_nccl_adds_gives_the_same_code(fmt):  # P-23
     pairs = [x.reshape(-1) for x in np.meshgrid(every, every)]
     a, b = (cast.decode(x, fmt) for x in pairs)
     with np.errstate(over="ignore", invalid="ignore"):
-        half = (a.astype(np.float16) + b.astype(np.float16)).astype(np.float32)  # __hadd(__half(x), __half(y))
-    assert np.array_equal(cast.canonical_nans(cast.encode(half, fmt), fmt), cast.canonical_nans(gradient_reduction.ring(pairs, fmt), fmt))
+        half = (a.astype(np.float16) + b.astype(np.float16)).astype(
+            np.float32
+        )  # __hadd(__half(x), __half(y))
+    assert np.array_equal(
+        cast.canonical_nans(cast.encode(half, fmt), fmt),
+        cast.canonical_nans(gradient_reduction.ring(pairs, fmt), fmt),
+    )
 
 
 def test_microbatches_are_accumulated_in_fp8():  # P-24
@@ -170,7 +223,9 @@ def test_microbatches_are_accumulated_in_fp8():  # P-24
         assert np.array_equal(total.codes, plain.codes)
         assert total.scale == plain.scale
     for bad in (np.inf, np.nan):
-        broken = gradient_reduction.accumulate(gradient_reduction.accumulate(total, np.full(300, bad, np.float32)), parts[0])
+        broken = gradient_reduction.accumulate(
+            gradient_reduction.accumulate(total, np.full(300, bad, np.float32)), parts[0]
+        )
         assert np.isnan(scaling.dequantize(broken)).all()
 
 
@@ -178,28 +233,67 @@ def test_microbatches_are_accumulated_in_fp8():  # P-24
     ("call", "message"),
     [
         (lambda: gradient_reduction.share([]), "gradients of one shape; got no ranks"),
-        (lambda: gradient_reduction.share([np.float32([1]), np.float32([1, 2])]), "gradients of one shape"),
-        (lambda: gradient_reduction.share([np.float32([1])], prescale="half"), "prescale is one of one, inverse_root, inverse; got 'half'"),
-        (lambda: gradient_reduction.share([np.float32([1])], policy="flax"), "its policy is one of torchao, .*; got 'flax'"),
-        (lambda: gradient_reduction.share([np.float32([1])], policy="mx_floor"), "its policy is one of"),
-        (lambda: gradient_reduction.share([np.float32([1])], mu=0.0), r"mu is in \[2\^-24, 2\^24\] \(P-22\); got 0.0"),
-        (lambda: gradient_reduction.reduce([np.float32([1])], result="fp8"), "result is one of float32, codes; got 'fp8'"),
-        (lambda: gradient_reduction.ring([np.uint8([1])] * 3, order=[0, 1, 1]), "a ring visits each of 3 ranks once"),
         (
-            lambda: gradient_reduction.accumulate(gradient_reduction.accumulate(None, np.float32([1])), np.float32([1, 2])),
+            lambda: gradient_reduction.share([np.float32([1]), np.float32([1, 2])]),
             "gradients of one shape",
         ),
-        (lambda: gradient_reduction.accumulate(None, np.float64([1])), "scaled from float32 or a narrower dtype, .* got float64"),
         (
-            lambda: gradient_reduction.accumulate(gradient_reduction.accumulate(None, np.float32([1])), np.float64([1])),
+            lambda: gradient_reduction.share([np.float32([1])], prescale="half"),
+            "prescale is one of one, inverse_root, inverse; got 'half'",
+        ),
+        (
+            lambda: gradient_reduction.share([np.float32([1])], policy="flax"),
+            "its policy is one of torchao, .*; got 'flax'",
+        ),
+        (
+            lambda: gradient_reduction.share([np.float32([1])], policy="mx_floor"),
+            "its policy is one of",
+        ),
+        (
+            lambda: gradient_reduction.share([np.float32([1])], mu=0.0),
+            r"mu is in \[2\^-24, 2\^24\] \(P-22\); got 0.0",
+        ),
+        (
+            lambda: gradient_reduction.reduce([np.float32([1])], result="fp8"),
+            "result is one of float32, codes; got 'fp8'",
+        ),
+        (
+            lambda: gradient_reduction.ring([np.uint8([1])] * 3, order=[0, 1, 1]),
+            "a ring visits each of 3 ranks once",
+        ),
+        (
+            lambda: gradient_reduction.accumulate(
+                gradient_reduction.accumulate(None, np.float32([1])), np.float32([1, 2])
+            ),
+            "gradients of one shape",
+        ),
+        (
+            lambda: gradient_reduction.accumulate(None, np.float64([1])),
+            "scaled from float32 or a narrower dtype, .* got float64",
+        ),
+        (
+            lambda: gradient_reduction.accumulate(
+                gradient_reduction.accumulate(None, np.float32([1])), np.float64([1])
+            ),
             "narrower dtype, .* got float64",
         ),
         (lambda: gradient_reduction.accumulate(None, np.int32([1])), "got int32"),
-        (lambda: gradient_reduction.accumulate(None, np.float32([1]), E8M0FNU), "quantized to FP8: .* got e8m0fnu"),
-        (lambda: gradient_reduction.share([np.float32([1])], E8M0FNU), "quantized to FP8: .* got e8m0fnu"),
-        (lambda: gradient_reduction.share([np.float32([1])], E2M1FN), "quantized to FP8: .* got e2m1fn"),
         (
-            lambda: gradient_reduction.accumulate(gradient_reduction.accumulate(None, np.float32([1]), E5M2), np.float32([1])),
+            lambda: gradient_reduction.accumulate(None, np.float32([1]), E8M0FNU),
+            "quantized to FP8: .* got e8m0fnu",
+        ),
+        (
+            lambda: gradient_reduction.share([np.float32([1])], E8M0FNU),
+            "quantized to FP8: .* got e8m0fnu",
+        ),
+        (
+            lambda: gradient_reduction.share([np.float32([1])], E2M1FN),
+            "quantized to FP8: .* got e2m1fn",
+        ),
+        (
+            lambda: gradient_reduction.accumulate(
+                gradient_reduction.accumulate(None, np.float32([1]), E5M2), np.float32([1])
+            ),
             "began in, e5m2; got e4m3fn",
         ),
         (lambda: AutoScale(threshold=1.0), r"threshold is in \[0, 1\); got 1.0"),

@@ -21,39 +21,61 @@ def unsplit(shards, layout):
 @given(st.integers(1, 40), st.integers(1, 9))
 def test_ceil_is_the_rule_of_torch_chunk(n, parts):  # P-1
     layout = Layout(mesh=Mesh(axes={"data": parts}), shape=(n,), splits={0: ("data",)})
-    chunks = [len(chunk) for chunk in torch.chunk(torch.zeros(n), parts)]  # chunk leaves empty pieces out; a device always has one
+    chunks = [
+        len(chunk) for chunk in torch.chunk(torch.zeros(n), parts)
+    ]  # chunk leaves empty pieces out; a device always has one
     assert list(layout.pieces(0)) == chunks + [0] * (parts - len(chunks))
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_balanced_is_the_rule_of_array_split(n, parts):  # P-1
-    layout = Layout(mesh=Mesh(axes={"data": parts}), shape=(n,), splits={0: ("data",)}, rule="balanced")
+    layout = Layout(
+        mesh=Mesh(axes={"data": parts}), shape=(n,), splits={0: ("data",)}, rule="balanced"
+    )
     assert list(layout.pieces(0)) == [len(piece) for piece in np.array_split(np.zeros(n), parts)]
 
 
 def test_two_mesh_axes_on_one_tensor_axis():
     """The first named is the slower: eight pieces of 16 rows, data-major or tensor-major (P-1)."""
-    for names, of in ((("data", "tensor"), lambda d, t: 4 * d + t), (("tensor", "data"), lambda d, t: 2 * t + d)):
+    for names, of in (
+        (("data", "tensor"), lambda d, t: 4 * d + t),
+        (("tensor", "data"), lambda d, t: 2 * t + d),
+    ):
         layout = Layout(mesh=MESH, shape=(16,), splits={0: names})
-        assert all(layout.index((d, t)) == (slice(2 * of(d, t), 2 * of(d, t) + 2),) for d, t in MESH.devices)
+        assert all(
+            layout.index((d, t)) == (slice(2 * of(d, t), 2 * of(d, t) + 2),)
+            for d, t in MESH.devices
+        )
 
 
 def test_nested_chunks_are_sizes():
-    """torch's [Shard(0), Shard(0)] cuts 5 rows into 3 + 2, then each into 4; one cut into 8 is another layout. Sizes give either (P-1)."""
-    nested = [len(c) for half in torch.chunk(torch.zeros(5), 2) for c in [*torch.chunk(half, 4), *[torch.zeros(0)] * 3][:4]]
+    """torch's [Shard(0), Shard(0)] cuts 5 rows into 3 + 2, then each into 4; one cut into 8 is
+    another layout. Sizes give either (P-1).
+    """
+    nested = [
+        len(c)
+        for half in torch.chunk(torch.zeros(5), 2)
+        for c in [*torch.chunk(half, 4), *[torch.zeros(0)] * 3][:4]
+    ]
     layout = Layout(mesh=MESH, shape=(5,), splits={0: ("data", "tensor")}, sizes={0: tuple(nested)})
     assert layout.pieces(0) == (1, 1, 1, 0, 1, 1, 0, 0)
-    assert layout.pieces(0) != Layout(mesh=MESH, shape=(5,), splits={0: ("data", "tensor")}).pieces(0)
+    assert layout.pieces(0) != Layout(mesh=MESH, shape=(5,), splits={0: ("data", "tensor")}).pieces(
+        0
+    )
 
 
-@pytest.mark.parametrize("splits", [{}, {0: ("data",)}, {1: ("tensor", "data")}, {0: ("tensor",), 1: ("data",)}])
+@pytest.mark.parametrize(
+    "splits", [{}, {0: ("data",)}, {1: ("tensor", "data")}, {0: ("tensor",), 1: ("data",)}]
+)
 @pytest.mark.parametrize("rule", ["ceil", "balanced"])
 def test_unsplit_undoes_split(splits, rule, rng):
     x = rng.standard_normal((5, 7))
     layout = Layout(mesh=MESH, shape=x.shape, splits=splits, rule=rule)
     shards = split(x, layout)
     np.testing.assert_array_equal(unsplit(shards, layout), x)
-    replicas = 8 // int(np.prod([MESH.axes[name] for names in splits.values() for name in names], initial=1))
+    replicas = 8 // int(
+        np.prod([MESH.axes[name] for names in splits.values() for name in names], initial=1)
+    )
     assert sum(shard.size for shard in shards.values()) == replicas * x.size
 
 
@@ -69,16 +91,28 @@ def test_a_mesh_without_axes_is_one_device():
         (lambda: Layout(mesh=MESH, shape=(4,), splits={1: ("data",)}), "axis 1"),
         (lambda: Layout(mesh=MESH, shape=(4,), splits={-1: ("data",)}), "counted from 0"),
         (lambda: Layout(mesh=MESH, shape=(4,), splits={0: "data"}), r"Write \('data',\)"),
-        (lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("model",)}), "data, tensor; got 'model'"),
-        (lambda: Layout(mesh=MESH, shape=(4, 4), splits={0: ("data",), 1: ("data",)}), "more than once"),
+        (
+            lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("model",)}),
+            "data, tensor; got 'model'",
+        ),
+        (
+            lambda: Layout(mesh=MESH, shape=(4, 4), splits={0: ("data",), 1: ("data",)}),
+            "more than once",
+        ),
         (lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("data",)}, rule="even"), "balanced"),
         (lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("data",)}, sizes={0: (3, 2)}), "add up"),
         (lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("data",)}, sizes={0: (4,)}), "2 pieces"),
-        (lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("data",)}, sizes={0: (5, -1)}), "add up"),
+        (
+            lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("data",)}, sizes={0: (5, -1)}),
+            "add up",
+        ),
         (lambda: Layout(mesh=MESH, shape=(4,), sizes={0: (4,)}), "split"),
         (lambda: split(np.zeros((4, 4)), Layout(mesh=MESH, shape=(4,))), r"x.shape=\(4, 4\)"),
         (lambda: check_shapes({(0, 0): (4,)}, Layout(mesh=MESH, shape=(4,))), "every device"),
-        (lambda: check_shapes(dict.fromkeys(MESH.devices, (3,)), Layout(mesh=MESH, shape=(4,))), r"shape \(4,\); got \(3,\)"),
+        (
+            lambda: check_shapes(dict.fromkeys(MESH.devices, (3,)), Layout(mesh=MESH, shape=(4,))),
+            r"shape \(4,\); got \(3,\)",
+        ),
     ],
 )
 def test_errors(call, message):

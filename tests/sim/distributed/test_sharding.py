@@ -13,7 +13,9 @@ from fp8ref.sim.quantize import scaling
 
 GRID = Mesh(axes={"data": 2, "tensor": 4})
 MESHES = [Mesh(axes={"data": n}) for n in (1, 2, 3, 8)] + [GRID]
-SHAPES = {  # whole blocks remain whole when any axis is cut into 1, 2, 4 or 8, and uneven where there are no blocks
+# whole blocks remain whole when any axis is cut into 1, 2, 4 or 8, and uneven where there are no
+# blocks
+SHAPES = {
     "tensorwise": (13, 37),
     "rowwise": (13, 37),
     "blockwise_1x128": (1024, 1024),
@@ -34,8 +36,14 @@ def layouts(mesh, shape):
     if len(names) == 2:
         splits += [{0: names[:1], 1: names[1:]}, {0: names[1:], 1: names[:1]}]
     result = [Layout(mesh=mesh, shape=shape, splits=s) for s in splits]
-    if mesh.axes == {"data": 3} and shape == (1024, 1024):  # whole blocks for three devices, one of them with none
-        result += [Layout(mesh=mesh, shape=shape, splits={i: names}, sizes={i: (640, 0, 384)}) for i in (0, 1)]
+    if mesh.axes == {"data": 3} and shape == (
+        1024,
+        1024,
+    ):  # whole blocks for three devices, one of them with none
+        result += [
+            Layout(mesh=mesh, shape=shape, splits={i: names}, sizes={i: (640, 0, 384)})
+            for i in (0, 1)
+        ]
     return result
 
 
@@ -48,8 +56,14 @@ def assert_same(actual, expected):
 
 def fitting(layout, granularity, axis):
     """Whether the layout cuts no block: 3 devices do not divide a power of two."""
-    reduced, other = {"blockwise_1x128": (128, 1), "blockwise_128x128": (128, 128), "mx_1x32": (32, 1)}.get(granularity, (1, 1))
-    return all(n % (reduced if i == axis else other) == 0 for i in layout.splits for n in layout.pieces(i))
+    reduced, other = {
+        "blockwise_1x128": (128, 1),
+        "blockwise_128x128": (128, 128),
+        "mx_1x32": (32, 1),
+    }.get(granularity, (1, 1))
+    return all(
+        n % (reduced if i == axis else other) == 0 for i in layout.splits for n in layout.pieces(i)
+    )
 
 
 @pytest.mark.grid(11)
@@ -62,7 +76,9 @@ def test_global_scope_is_one_device_bit_for_bit(granularity, mesh, axis, rng):  
     tried = 0
     for layout in layouts(mesh, x.shape):
         if fitting(layout, granularity, axis):
-            shards = sharding.quantize(split(x, layout), layout, E4M3FN, granularity=granularity, axis=axis, scope="global")
+            shards = sharding.quantize(
+                split(x, layout), layout, E4M3FN, granularity=granularity, axis=axis, scope="global"
+            )
             assert_same(sharding.gather(shards, layout), one)
             for device, q in shards.items():
                 np.testing.assert_array_equal(q.codes, one.codes[layout.index(device)])
@@ -77,24 +93,35 @@ def test_every_policy_and_a_narrow_dtype(granularity, policy, rng):  # P-4
     x = wide(rng, (13, 37)).astype(np.float16).clip(-60000, 60000)
     one = scaling.quantize(x, E5M2, granularity=granularity, policy=policy)
     for layout in layouts(GRID, x.shape):
-        shards = sharding.quantize(split(x, layout), layout, E5M2, granularity=granularity, policy=policy, scope="global")
+        shards = sharding.quantize(
+            split(x, layout), layout, E5M2, granularity=granularity, policy=policy, scope="global"
+        )
         assert_same(sharding.gather(shards, layout), one)
 
 
 @st.composite
 def partitions(draw):
-    """A small tensor, specials included, on a small mesh, each axis cut anywhere or not at all: empty pieces are common."""
+    """A small tensor, specials included, on a small mesh, each axis cut anywhere or not at all:
+    empty pieces are common.
+    """
     shape = draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
     mesh = Mesh(axes={"a": draw(st.integers(1, 4)), "b": draw(st.integers(1, 3))})
     owner = {name: draw(st.sampled_from([None, 0, 1])) for name in mesh.names}
-    splits = {i: tuple(n for n in mesh.names if owner[n] == i) for i in (0, 1) if i in owner.values()}
+    splits = {
+        i: tuple(n for n in mesh.names if owner[n] == i) for i in (0, 1) if i in owner.values()
+    }
     sizes = {}
     for i, names in splits.items():
         parts = int(np.prod([mesh.axes[n] for n in names]))
-        cuts = sorted(draw(st.lists(st.integers(0, shape[i]), min_size=parts - 1, max_size=parts - 1)))
+        cuts = sorted(
+            draw(st.lists(st.integers(0, shape[i]), min_size=parts - 1, max_size=parts - 1))
+        )
         sizes[i] = tuple(b - a for a, b in itertools.pairwise([0, *cuts, shape[i]]))
     values = st.one_of(st.floats(width=32), st.sampled_from([0.0, -0.0, np.inf, np.nan, 1.0]))
-    x = np.array(draw(st.lists(values, min_size=shape[0] * shape[1], max_size=shape[0] * shape[1])), np.float32).reshape(shape)
+    x = np.array(
+        draw(st.lists(values, min_size=shape[0] * shape[1], max_size=shape[0] * shape[1])),
+        np.float32,
+    ).reshape(shape)
     return x, Layout(mesh=mesh, shape=shape, splits=splits, sizes=sizes)
 
 
@@ -108,9 +135,18 @@ def partitions(draw):
 def test_any_partition_and_any_maximum(partition, granularity, axis, maximum):  # P-1, P-2, P-3, P-4
     x, layout = partition
     shards = sharding.quantize(
-        split(x, layout), layout, E4M3FN, granularity=granularity, axis=axis, scope=layout.mesh.names, maximum=maximum
+        split(x, layout),
+        layout,
+        E4M3FN,
+        granularity=granularity,
+        axis=axis,
+        scope=layout.mesh.names,
+        maximum=maximum,
     )
-    assert_same(sharding.gather(shards, layout), scaling.quantize(x, E4M3FN, granularity=granularity, axis=axis))
+    assert_same(
+        sharding.gather(shards, layout),
+        scaling.quantize(x, E4M3FN, granularity=granularity, axis=axis),
+    )
 
 
 def test_amax_and_its_flag():  # P-2, P-3
@@ -128,23 +164,38 @@ def test_amax_and_its_flag():  # P-2, P-3
         assert whole.amax.dtype == np.float32
 
 
-@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"])
+@pytest.mark.parametrize(
+    "granularity", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"]
+)
 def test_empty_shards_under_local_scope_have_scales_of_their_shape(granularity):
-    """Three devices, 128 rows and two of them empty: their amax is 0, which blockwise is an amax of no blocks (P-2)."""
+    """Three devices, 128 rows and two of them empty: their amax is 0, which blockwise is an amax of
+    no blocks (P-2).
+    """
     x = np.ones((128, 256), np.float32)
     for axis, split_axis in itertools.product((0, 1), (0, 1)):
         n = x.shape[split_axis]
-        layout = Layout(mesh=Mesh(axes={"d": 3}), shape=x.shape, splits={split_axis: ("d",)}, sizes={split_axis: (0, n, 0)})
-        q = sharding.quantize(split(x, layout), layout, E4M3FN, granularity=granularity, axis=axis, scope="local")
+        layout = Layout(
+            mesh=Mesh(axes={"d": 3}),
+            shape=x.shape,
+            splits={split_axis: ("d",)},
+            sizes={split_axis: (0, n, 0)},
+        )
+        q = sharding.quantize(
+            split(x, layout), layout, E4M3FN, granularity=granularity, axis=axis, scope="local"
+        )
         merged = granularity == "tensorwise" or (granularity == "rowwise" and axis == split_axis)
         assert (q[0,].scale == np.float32(447999985582080)).all()  # S-3, of zero
-        assert q[0,].codes.shape == tuple(0 if i == split_axis else n for i, n in enumerate(x.shape))
+        assert q[0,].codes.shape == tuple(
+            0 if i == split_axis else n for i, n in enumerate(x.shape)
+        )
         assert (q[0,].scale.size > 0) == merged
         assert q[0,].scale.ndim == q[1,].scale.ndim
 
 
 def test_local_scope_is_each_rank_alone_and_differs(rng):
-    """With 2 ranks, one of them has the amax: the other scales higher, and most of its codes differ from one device's (P-4)."""
+    """With 2 ranks, one of them has the amax: the other scales higher, and most of its codes differ
+    from one device's (P-4).
+    """
     x = rng.standard_normal((64, 64)).astype(np.float32)
     layout = Layout(mesh=Mesh(axes={"data": 2}), shape=x.shape, splits={0: ("data",)})
     q = sharding.quantize(split(x, layout), layout, E4M3FN, scope="local")
@@ -157,48 +208,82 @@ def test_local_scope_is_each_rank_alone_and_differs(rng):
     assert max(differ) > x.size // 4
 
 
-@pytest.mark.parametrize("granularity", ["rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"])
+@pytest.mark.parametrize(
+    "granularity", ["rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"]
+)
 def test_groups_that_lie_on_one_device_know_no_scope(granularity, rng):
-    """Rows cut along the other axis, and blocks whichever way they are cut: local is global (P-5)."""
+    """Rows cut along the other axis, and blocks whichever way they are cut: local is global
+    (P-5).
+    """
     x = wide(rng, (256, 512))
-    layout = Layout(mesh=GRID, shape=x.shape, splits={0: ("data",)} if granularity == "rowwise" else {0: ("data",), 1: ("tensor",)})
+    layout = Layout(
+        mesh=GRID,
+        shape=x.shape,
+        splits={0: ("data",)} if granularity == "rowwise" else {0: ("data",), 1: ("tensor",)},
+    )
     results = [
-        sharding.quantize(split(x, layout), layout, E4M3FN, granularity=granularity, axis=1, scope=s)
+        sharding.quantize(
+            split(x, layout), layout, E4M3FN, granularity=granularity, axis=1, scope=s
+        )
         for s in ("local", "global", ("data",))
     ]
-    assert_same(sharding.gather(results[0], layout), scaling.quantize(x, E4M3FN, granularity=granularity, axis=1))
+    assert_same(
+        sharding.gather(results[0], layout),
+        scaling.quantize(x, E4M3FN, granularity=granularity, axis=1),
+    )
     for other in results[1:]:
         for device in GRID.devices:
             assert_same(other[device], results[0][device])
 
 
-@pytest.mark.parametrize(("scope", "missing"), [(("data",), "tensor"), (("tensor",), "data"), ("local", "data")])
+@pytest.mark.parametrize(
+    ("scope", "missing"), [(("data",), "tensor"), (("tensor",), "data"), ("local", "data")]
+)
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 def test_a_wrong_scope_is_named(granularity, scope, missing, rng):
-    """Both mesh axes cut the reduced axis. A scope without one leaves scales that differ along it, and gathering is refused (P-6)."""
+    """Both mesh axes cut the reduced axis.
+
+    A scope without one leaves scales that differ along it, and gathering is refused (P-6).
+    """
     x = wide(rng, (8, 64))
     layout = Layout(mesh=GRID, shape=x.shape, splits={1: ("data", "tensor")})
     q = sharding.quantize(split(x, layout), layout, E4M3FN, granularity=granularity, scope=scope)
     for check in (sharding.check_replicas, sharding.gather):
-        with pytest.raises(ValueError, match=rf"differ along mesh axis '{missing}'.*includes '{missing}'"):
+        with pytest.raises(
+            ValueError, match=rf"differ along mesh axis '{missing}'.*includes '{missing}'"
+        ):
             check(q, layout)
-    sharding.check_replicas(sharding.quantize(split(x, layout), layout, E4M3FN, granularity=granularity, scope=("tensor", "data")), layout)
+    sharding.check_replicas(
+        sharding.quantize(
+            split(x, layout), layout, E4M3FN, granularity=granularity, scope=("tensor", "data")
+        ),
+        layout,
+    )
 
 
 def test_what_a_wrong_scope_does(rng):
-    """Codes of a local scope under the first device's scale: values off by the ratio of the scales, where one device errs by a sixteenth (P-6)."""
+    """Codes of a local scope under the first device's scale: values off by the ratio of the scales,
+    where one device errs by a sixteenth (P-6).
+    """
     x = wide(rng, (64, 64))
     layout = Layout(mesh=GRID, shape=x.shape, splits={0: ("data",), 1: ("tensor",)})
     q = sharding.quantize(split(x, layout), layout, E4M3FN, scope=("tensor",))
     scales = {device: float(q[device].scale) for device in GRID.devices}
     assert len(set(scales.values())) == 2  # one a data rank: the tensor ranks of each agree
-    unchecked = {d: scaling.dequantize(v._replace(scale=q[0, 0].scale, scale_inv=q[0, 0].scale_inv)) for d, v in q.items()}
+    unchecked = {
+        d: scaling.dequantize(v._replace(scale=q[0, 0].scale, scale_inv=q[0, 0].scale_inv))
+        for d, v in q.items()
+    }
     for device, shard in split(x, layout).items():
         normal = np.abs(shard * q[device].scale) >= 2.0**-6
         gain = unchecked[device][normal] / shard[normal]
-        # half a step of e4m3 is at most 1/16 of a value; scales and products round once each, far below the 0.1 % allowed for them
+        # half a step of e4m3 is at most 1/16 of a value; scales and products round once each, far
+        # below the 0.1 % allowed for them
         assert (np.abs(gain / (scales[device] / scales[0, 0]) - 1) <= 1 / 16 * 1.001).all()
-    worst = max(scales[d] / scales[0, 0] for d in GRID.devices), min(scales[d] / scales[0, 0] for d in GRID.devices)
+    worst = (
+        max(scales[d] / scales[0, 0] for d in GRID.devices),
+        min(scales[d] / scales[0, 0] for d in GRID.devices),
+    )
     assert worst[0] > 1.2 or worst[1] < 0.8
 
 
@@ -208,7 +293,9 @@ def test_replicas_that_drift_are_named(rng):  # P-6
     shards = {device: shard.copy() for device, shard in split(x, layout).items()}
     shards[1, 2][0, 0] *= 1.5
     q = sharding.quantize(shards, layout, E4M3FN, scope="global")
-    with pytest.raises(ValueError, match=r"replicated along mesh axis 'data'.*\(0, 2\) and \(1, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"replicated along mesh axis 'data'.*\(0, 2\) and \(1, 2\)"
+    ):
         sharding.gather(q, layout)
 
 
@@ -225,9 +312,14 @@ def test_both_scales_are_compared(rng):  # P-6
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("sizes", [(0, 8), (8, 0)])
 def test_a_device_without_elements_has_no_scale_to_agree_with(granularity, sizes, rng):  # P-6
-    """Under local scope its scale is that of amax 0. Wherever it is, the gather has one device's codes and scales."""
+    """Under local scope its scale is that of amax 0.
+
+    Wherever it is, the gather has one device's codes and scales.
+    """
     x = wide(rng, (4, 8))
-    layout = Layout(mesh=Mesh(axes={"data": 2}), shape=x.shape, splits={1: ("data",)}, sizes={1: sizes})
+    layout = Layout(
+        mesh=Mesh(axes={"data": 2}), shape=x.shape, splits={1: ("data",)}, sizes={1: sizes}
+    )
     q = sharding.quantize(split(x, layout), layout, E4M3FN, granularity=granularity, scope="local")
     assert not np.array_equal(q[0,].scale, q[1,].scale)
     assert_same(sharding.gather(q, layout), scaling.quantize(x, E4M3FN, granularity=granularity))
@@ -236,9 +328,17 @@ def test_a_device_without_elements_has_no_scale_to_agree_with(granularity, sizes
 def test_scales_are_compared_past_devices_without_elements(rng):  # P-6
     """Of four devices, those that hold parts share no line of the mesh."""
     x = wide(rng, (4, 8))
-    layout = Layout(mesh=Mesh(axes={"a": 2, "b": 2}), shape=x.shape, splits={1: ("a", "b")}, sizes={1: (4, 0, 0, 4)})
+    layout = Layout(
+        mesh=Mesh(axes={"a": 2, "b": 2}),
+        shape=x.shape,
+        splits={1: ("a", "b")},
+        sizes={1: (4, 0, 0, 4)},
+    )
     q = sharding.quantize(split(x, layout), layout, E4M3FN, scope="local")
-    with pytest.raises(ValueError, match=r"scales differ along mesh axis 'a', 'b', between devices \(0, 0\) and \(1, 1\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"scales differ along mesh axis 'a', 'b', between devices \(0, 0\) and \(1, 1\)",
+    ):
         sharding.gather(q, layout)
 
 
@@ -253,7 +353,9 @@ ROWS = Layout(mesh=GRID, shape=(256, 256), splits={0: ("tensor",)})
 
 
 def quantized(layout, **options):
-    return sharding.quantize(split(np.ones(layout.shape, np.float32), layout), layout, E4M3FN, **options)
+    return sharding.quantize(
+        split(np.ones(layout.shape, np.float32), layout), layout, E4M3FN, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,17 +363,45 @@ def quantized(layout, **options):
     [
         (lambda: quantized(ROWS, scope="data"), r"Write \('data',\)"),
         (lambda: quantized(ROWS, scope=("model",)), "data, tensor; got model"),
-        (lambda: quantized(ROWS, scope="global", granularity="blockwise_128x128"), "whole blocks of 128.*P-5.*rowwise"),
+        (
+            lambda: quantized(ROWS, scope="global", granularity="blockwise_128x128"),
+            "whole blocks of 128.*P-5.*rowwise",
+        ),
         (  # a last block may be short, but not one before it
-            lambda: quantized(Layout(mesh=GRID, shape=(300, 256), splits={0: ("data",)}), scope="global", granularity="blockwise_128x128"),
+            lambda: quantized(
+                Layout(mesh=GRID, shape=(300, 256), splits={0: ("data",)}),
+                scope="global",
+                granularity="blockwise_128x128",
+            ),
             r"sizes \(150, 150\)",
         ),
         (lambda: quantized(ROWS, scope="global", granularity="row"), "tensorwise"),
-        (lambda: quantized(Layout(mesh=GRID, shape=(0, 4)), scope="global"), "at least one element"),  # S-7
-        (lambda: sharding.amax({(0, 0): np.ones(4, np.float32)}, Layout(mesh=GRID, shape=(4,)), scope="local"), "every device"),
-        (lambda: sharding.amax(dict.fromkeys(GRID.devices, np.ones(4)), Layout(mesh=GRID, shape=(4,)), scope="local"), "float64"),
         (
-            lambda: sharding.gather({**quantized(ROWS, scope="global"), (0, 0): quantized(ROWS, scope="global", axis=0)[0, 0]}, ROWS),
+            lambda: quantized(Layout(mesh=GRID, shape=(0, 4)), scope="global"),
+            "at least one element",
+        ),  # S-7
+        (
+            lambda: sharding.amax(
+                {(0, 0): np.ones(4, np.float32)}, Layout(mesh=GRID, shape=(4,)), scope="local"
+            ),
+            "every device",
+        ),
+        (
+            lambda: sharding.amax(
+                dict.fromkeys(GRID.devices, np.ones(4)),
+                Layout(mesh=GRID, shape=(4,)),
+                scope="local",
+            ),
+            "float64",
+        ),
+        (
+            lambda: sharding.gather(
+                {
+                    **quantized(ROWS, scope="global"),
+                    (0, 0): quantized(ROWS, scope="global", axis=0)[0, 0],
+                },
+                ROWS,
+            ),
             "one format, granularity and axis",
         ),
     ],
@@ -283,9 +413,13 @@ def test_errors(call, message):
 
 def test_a_ragged_last_block_lies_whole_on_one_shard():  # S-6, P-5
     x = np.random.default_rng(5).standard_normal((300, 256)).astype(np.float32)
-    layout = Layout(mesh=Mesh(axes={"data": 3}), shape=x.shape, splits={0: ("data",)}, sizes={0: (128, 128, 44)})
+    layout = Layout(
+        mesh=Mesh(axes={"data": 3}), shape=x.shape, splits={0: ("data",)}, sizes={0: (128, 128, 44)}
+    )
     whole = scaling.quantize(x, E4M3FN, granularity="blockwise_128x128")
-    shards = sharding.quantize(split(x, layout), layout, E4M3FN, granularity="blockwise_128x128", scope="global")
+    shards = sharding.quantize(
+        split(x, layout), layout, E4M3FN, granularity="blockwise_128x128", scope="global"
+    )
     gathered = sharding.gather(shards, layout)
     np.testing.assert_array_equal(gathered.codes, whole.codes)
     np.testing.assert_array_equal(gathered.scale, whole.scale)

@@ -45,39 +45,68 @@ RANKS = list(itertools.permutations([1.0, np.nan, 3.0]))
 
 
 def test_the_maxima_are_those_of_the_libraries():
-    """gloo keeps the NaN, loses it, or loses the 3 with it; XLA's CPU backend always loses the NaN (P-3)."""
+    """gloo keeps the NaN, loses it, or loses the 3 with it; XLA's CPU backend always loses the NaN
+    (P-3).
+    """
     for values in RANKS:
         expected = values[-1]
         for value in values[-2::-1]:  # gloo folds one element from the last rank to the first
             expected = sharding.max_by_comparison(np.float32(expected), np.float32(value))
         np.testing.assert_array_equal(gloo_max(values), [expected] * 3)
-    done = subprocess.run([sys.executable, "-c", XLA_PMAX], input=str(RANKS), capture_output=True, text=True, check=True)
-    assert [float(line) for line in done.stdout.split()] == [np.fmax.reduce(values) for values in RANKS]
+    done = subprocess.run(
+        [sys.executable, "-c", XLA_PMAX],
+        input=str(RANKS),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [float(line) for line in done.stdout.split()] == [
+        np.fmax.reduce(values) for values in RANKS
+    ]
 
 
 @pytest.mark.parametrize("maximum", [np.fmax, sharding.max_by_comparison])
 def test_a_maximum_that_drops_nan_is_caught_only_by_the_flag(maximum):
-    """One device makes every code NaN. A dropped NaN leaves finite codes on two ranks, and no trace of it in their scales (P-3)."""
+    """One device makes every code NaN.
+
+    A dropped NaN leaves finite codes on two ranks, and no trace of it in their scales (P-3).
+    """
     layout = Layout(mesh=Mesh(axes={"data": 3}), shape=(3,), splits={0: ("data",)})
     dropped = 0
     for values in RANKS:
         x = np.float32(values)
         flagged = sharding.amax(split(x, layout), layout, scope="global", maximum=maximum)
         assert all(np.isnan(a.amax) and a.non_finite == 2 for a in flagged.values())
-        without = sharding.amax(split(x, layout), layout, scope="global", maximum=maximum, flag=False)
+        without = sharding.amax(
+            split(x, layout), layout, scope="global", maximum=maximum, flag=False
+        )
         if np.isnan(without[0,].amax):
             continue
         dropped += 1
-        q = sharding.gather(sharding.quantize(split(x, layout), layout, E4M3FN, scope="global", maximum=maximum, flag=False), layout)
+        q = sharding.gather(
+            sharding.quantize(
+                split(x, layout), layout, E4M3FN, scope="global", maximum=maximum, flag=False
+            ),
+            layout,
+        )
         assert ((q.codes != 0x7F) == np.isfinite(x)).all()
         assert (scaling.quantize(x, E4M3FN).codes == 0x7F).all()
     assert dropped == (6 if maximum is np.fmax else 4)
 
 
 def test_a_dropped_nan_can_take_the_maximum_with_it():
-    """Ranks (3, NaN, 1): the comparison ends at 1, and the 3 saturates to 1: a value of another rank is wrong by a factor of three (P-3)."""
+    """Ranks (3, NaN, 1): the comparison ends at 1, and the 3 saturates to 1: a value of another
+    rank is wrong by a factor of three (P-3).
+    """
     layout = Layout(mesh=Mesh(axes={"data": 3}), shape=(3,), splits={0: ("data",)})
     shards = split(np.float32([3, np.nan, 1]), layout)
-    assert sharding.amax(shards, layout, scope="global", maximum=sharding.max_by_comparison, flag=False)[0,].amax == 1
-    q = sharding.quantize(shards, layout, E4M3FN, scope="global", maximum=sharding.max_by_comparison, flag=False)
+    assert (
+        sharding.amax(
+            shards, layout, scope="global", maximum=sharding.max_by_comparison, flag=False
+        )[0,].amax
+        == 1
+    )
+    q = sharding.quantize(
+        shards, layout, E4M3FN, scope="global", maximum=sharding.max_by_comparison, flag=False
+    )
     assert scaling.dequantize(sharding.gather(q, layout))[0] == 1

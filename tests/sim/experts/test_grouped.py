@@ -16,25 +16,50 @@ from fp8ref.spec.delayed import DELAYED
 
 GEMMS = ("output", "grad_input", "grad_weight")
 E4, E5 = E4M3FN, E5M2
-TENSOR, ROW, LINE, SQUARE, MX = "tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"
-# (formats, granularities, policy of a and b; Hopper's sums; rows of a block of grad_weight) of output, grad_input, grad_weight
+TENSOR, ROW, LINE, SQUARE, MX = (
+    "tensorwise",
+    "rowwise",
+    "blockwise_1x128",
+    "blockwise_128x128",
+    "mx_1x32",
+)
+# (formats, granularities, policy of a and b; Hopper's sums; rows of a block of grad_weight) of
+# output, grad_input, grad_weight
 TABLE = {
-    "tensorwise": ([(E4, E4), (E5, E4), (E5, E4)], [(TENSOR, TENSOR)] * 3, "torchao", ("fast", "slow", "slow"), 1),
+    "tensorwise": (
+        [(E4, E4), (E5, E4), (E5, E4)],
+        [(TENSOR, TENSOR)] * 3,
+        "torchao",
+        ("fast", "slow", "slow"),
+        1,
+    ),
     "rowwise": ([(E4, E4)] * 3, [(ROW, ROW)] * 3, "torchao_pow2", ("fast", "fast", "fast"), 1),
-    "blockwise": ([(E4, E4)] * 3, [(LINE, SQUARE), (LINE, SQUARE), (LINE, LINE)], "torchao", ("fast", "slow", "slow"), 128),
+    "blockwise": (
+        [(E4, E4)] * 3,
+        [(LINE, SQUARE), (LINE, SQUARE), (LINE, LINE)],
+        "torchao",
+        ("fast", "slow", "slow"),
+        128,
+    ),
     "mxfp8": ([(E4, E4)] * 3, [(MX, MX)] * 3, "mx_rceil", ("fast", "slow", "slow"), 32),
 }
-TABLE |= {name: (*TABLE["blockwise"][:2], policy, *TABLE["blockwise"][3:]) for name, policy in
-          (("blockwise_deepgemm", "deepgemm"), ("blockwise_ue8m0", "deepgemm_ue8m0"))}  # fmt: skip
+TABLE |= {
+    name: (*TABLE["blockwise"][:2], policy, *TABLE["blockwise"][3:])
+    for name, policy in (("blockwise_deepgemm", "deepgemm"), ("blockwise_ue8m0", "deepgemm_ue8m0"))
+}
 OFFS = (40, 40, 41, 137)  # sizes 40, 0, 1 and 96; the last rows are in no group
 M, K, N, E = 150, 256, 128, 4
 
 
 def tensors(rng, m=M, k=K, n=N, e=E):
-    """x [m, k], w [e, n, k], g [m, n]: values of bfloat16; rows, columns and experts differ in size."""
+    """x [m, k], w [e, n, k], g [m, n]: values of bfloat16; rows, columns and experts differ in
+    size.
+    """
 
     def like(shape, size):
-        sizes = np.exp(rng.standard_normal(shape[-1])) * np.exp(rng.standard_normal((*shape[:-1], 1)))
+        sizes = np.exp(rng.standard_normal(shape[-1])) * np.exp(
+            rng.standard_normal((*shape[:-1], 1))
+        )
         return cast.round_to(rng.standard_normal(shape) * sizes * size, BFLOAT16)
 
     return like((m, k), 1), like((e, n, k), 0.1), like((m, n), 1e-3)
@@ -42,13 +67,21 @@ def tensors(rng, m=M, k=K, n=N, e=E):
 
 def results(x, w, g, offs, recipe, **options):
     grad_input, grad_weight = grouped.backward(g, x, w, offs, recipe, **options)
-    return {"output": grouped.forward(x, w, offs, recipe, **options), "grad_input": grad_input, "grad_weight": grad_weight}
+    return {
+        "output": grouped.forward(x, w, offs, recipe, **options),
+        "grad_input": grad_input,
+        "grad_weight": grad_weight,
+    }
 
 
 def by_loop(x, w, g, offs, name, accumulate, out_dtype):
     """A GEMM for each expert, whose operands are quantized by themselves."""
     formats, granularities, policy, sums, block = TABLE[name]
-    found = {"output": np.zeros_like(g), "grad_input": np.zeros_like(x), "grad_weight": np.zeros_like(w)}
+    found = {
+        "output": np.zeros_like(g),
+        "grad_input": np.zeros_like(x),
+        "grad_weight": np.zeros_like(w),
+    }
     begin = 0
     for e, end in enumerate(offs):
         rows, xe, ge = slice(begin, end), x[begin:end], g[begin:end]
@@ -57,8 +90,13 @@ def by_loop(x, w, g, offs, name, accumulate, out_dtype):
             continue
         fill = ((0, -len(xe) % (block if block > 1 else 32)), (0, 0))
         pairs = [(xe, w[e]), (ge, w[e].T), (np.pad(ge, fill).T, np.pad(xe, fill).T)]
-        for which, (a, b), fmts, lines, speed in zip(GEMMS, pairs, formats, granularities, sums, strict=True):
-            q = [scaling.quantize(v, f, granularity=n, policy=policy) for v, f, n in zip((a, b), fmts, lines, strict=True)]
+        for which, (a, b), fmts, lines, speed in zip(
+            GEMMS, pairs, formats, granularities, sums, strict=True
+        ):
+            q = [
+                scaling.quantize(v, f, granularity=n, policy=policy)
+                for v, f, n in zip((a, b), fmts, lines, strict=True)
+            ]
             how = f"hopper_{speed}" if accumulate == "hopper" else accumulate
             out = gemm.matmul(*q, accumulate=how, out_dtype=BFLOAT16 if ROW in lines else out_dtype)
             if which == "grad_weight":
@@ -69,9 +107,15 @@ def by_loop(x, w, g, offs, name, accumulate, out_dtype):
 
 
 @pytest.mark.grid(3)
-@pytest.mark.parametrize(("accumulate", "out_dtype"), [("exact", BFLOAT16), ("f32", FLOAT32), ("hopper", BFLOAT16)], ids=str)
+@pytest.mark.parametrize(
+    ("accumulate", "out_dtype"),
+    [("exact", BFLOAT16), ("f32", FLOAT32), ("hopper", BFLOAT16)],
+    ids=str,
+)
 @pytest.mark.parametrize("recipe", TABLE)
-def test_a_grouped_gemm_is_a_gemm_for_each_group(recipe, accumulate, out_dtype, rng):  # X-1 to X-5, X-7, X-8
+def test_a_grouped_gemm_is_a_gemm_for_each_group(
+    recipe, accumulate, out_dtype, rng
+):  # X-1 to X-5, X-7, X-8
     x, w, g = tensors(rng)
     got = results(x, w, g, OFFS, recipe, accumulate=accumulate, out_dtype=out_dtype)
     for which, expected in by_loop(x, w, g, OFFS, recipe, accumulate, out_dtype).items():
@@ -93,11 +137,15 @@ def test_in_high_precision(rng):  # X-2, G-9
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_one_group_is_a_linear(recipe, rng):  # X-2
-    """Of ``rowwise`` in exact sums: its epilogue is another, which powers of two let round to the same."""
+    """Of ``rowwise`` in exact sums: its epilogue is another, which powers of two let round to the
+    same.
+    """
     x, w, g = tensors(rng, m=48, k=64, n=32, e=1)
     got = results(x, w, g, [48], recipe)
     np.testing.assert_array_equal(got["output"], linear.forward(x, w[0], recipe))
-    for found, expected in zip((got["grad_input"], got["grad_weight"][0]), linear.backward(g, x, w[0], recipe), strict=True):
+    for found, expected in zip(
+        (got["grad_input"], got["grad_weight"][0]), linear.backward(g, x, w[0], recipe), strict=True
+    ):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -110,15 +158,22 @@ def scales_of(recipe, x, w, g):
     """Scales of delayed states that have seen amaxes of another size; none for other recipes."""
     if recipe != "delayed":
         return None
-    config, roles = DELAYED["delayed"], {"input": (x, E4), "weight": (w, E4), "grad_output": (g, E5)}
+    config, roles = (
+        DELAYED["delayed"],
+        {"input": (x, E4), "weight": (w, E4), "grad_output": (g, E5)},
+    )
     return {
-        role: delayed.step(delayed.init(config), grouped.observe(role, 2 * v, OFFS), config=config, fmt=fmt)[1]
+        role: delayed.step(
+            delayed.init(config), grouped.observe(role, 2 * v, OFFS), config=config, fmt=fmt
+        )[1]
         for role, (v, fmt) in roles.items()
     }
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize("recipe", EVERY, ids=lambda r: r if isinstance(r, str) else f"{r.name}_of_all")
+@pytest.mark.parametrize(
+    "recipe", EVERY, ids=lambda r: r if isinstance(r, str) else f"{r.name}_of_all"
+)
 def test_poisoned_rows_of_no_group_reach_nothing(recipe, rng):  # X-3, X-5
     x, w, g = tensors(rng)
     scales = scales_of(recipe, x, w, g)
@@ -131,7 +186,9 @@ def test_poisoned_rows_of_no_group_reach_nothing(recipe, rng):  # X-3, X-5
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize("recipe", EVERY, ids=lambda r: r if isinstance(r, str) else f"{r.name}_of_all")
+@pytest.mark.parametrize(
+    "recipe", EVERY, ids=lambda r: r if isinstance(r, str) else f"{r.name}_of_all"
+)
 def test_groups_without_rows(recipe, rng):  # X-4
     x, w, g = tensors(rng)
     got = results(x, w, g, OFFS, recipe, scales=scales_of(recipe, x, w, g))
@@ -146,18 +203,29 @@ def test_groups_without_rows(recipe, rng):  # X-4
 def test_no_experts(rng):  # X-1
     x, w, g = tensors(rng, m=4, k=32, n=16)
     got = results(x, w[:0], g, np.zeros(0, int), "rowwise")
-    assert {which: v.shape for which, v in got.items()} == {"output": (4, 16), "grad_input": (4, 32), "grad_weight": (0, 16, 32)}
+    assert {which: v.shape for which, v in got.items()} == {
+        "output": (4, 16),
+        "grad_input": (4, 32),
+        "grad_weight": (0, 16, 32),
+    }
     assert not any(v.any() for v in got.values())
 
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("multiple", [16, 32])
-@pytest.mark.parametrize("recipe", EVERY, ids=lambda r: r if isinstance(r, str) else f"{r.name}_of_all")
+@pytest.mark.parametrize(
+    "recipe", EVERY, ids=lambda r: r if isinstance(r, str) else f"{r.name}_of_all"
+)
 def test_padding_of_groups_changes_no_bit(recipe, multiple, rng):  # X-6
     x, w, g = tensors(rng)
     sizes = np.diff([0, *OFFS])
     ends = np.cumsum(sizes + -sizes % multiple)
-    rows = np.concatenate([end - size - -size % multiple + np.arange(size) for end, size in zip(ends, sizes, strict=True)])
+    rows = np.concatenate(
+        [
+            end - size - -size % multiple + np.arange(size)
+            for end, size in zip(ends, sizes, strict=True)
+        ]
+    )
     padded = [np.zeros((ends[-1], v.shape[1]), np.float32) for v in (x, g)]
     for to, v in zip(padded, (x, g), strict=True):
         to[rows] = v[: OFFS[-1]]
@@ -190,9 +258,15 @@ def test_scales_of_all_groups(recipe, rng):  # X-3
     last, policy = OFFS[-1], "torchao" if recipe is ALL else "torchao_pow2"
     lines = TENSOR if recipe is ALL else ROW
     xs = scaling.quantize(x[:last], E4, granularity=lines, policy=policy, axis=0)
-    gs = scaling.quantize(g[:last], E5 if recipe is ALL else E4, granularity=lines, policy=policy, axis=0)
+    gs = scaling.quantize(
+        g[:last], E5 if recipe is ALL else E4, granularity=lines, policy=policy, axis=0
+    )
     begin = 0
-    for end, pair in zip(OFFS, grouped.quantize_operands("grad_weight", {"input": x, "grad_output": g}, OFFS, recipe), strict=True):
+    for end, pair in zip(
+        OFFS,
+        grouped.quantize_operands("grad_weight", {"input": x, "grad_output": g}, OFFS, recipe),
+        strict=True,
+    ):
         if begin == end:
             assert pair is None
         else:
@@ -200,9 +274,13 @@ def test_scales_of_all_groups(recipe, rng):  # X-3
                 np.testing.assert_array_equal(got.codes, whole.codes[begin:end].T)
                 np.testing.assert_array_equal(got.scale_inv, whole.scale_inv.T)
         begin = end
-    ws = scaling.quantize(w, E4, granularity=lines, policy=policy, axis=-2 if recipe is ROWS_OF_ALL else -1)
+    ws = scaling.quantize(
+        w, E4, granularity=lines, policy=policy, axis=-2 if recipe is ROWS_OF_ALL else -1
+    )
     for e in (0, 2, 3):
-        _, b = grouped.quantize_operands("grad_input", {"grad_output": g, "weight": w}, OFFS, recipe)[e]
+        _, b = grouped.quantize_operands(
+            "grad_input", {"grad_output": g, "weight": w}, OFFS, recipe
+        )[e]
         np.testing.assert_array_equal(b.codes, ws.codes[e].T)
     assert np.isfinite(results(x, w, g, OFFS, recipe)["grad_weight"]).all()
 
@@ -221,7 +299,10 @@ def test_what_a_state_observes(rng):  # X-9
     of_x, of_w = grouped.observe("input", x, OFFS), grouped.observe("weight", w, OFFS)
     assert (of_x.amax, of_x.non_finite, of_x.seen) == (np.abs(x[: OFFS[-1]]).max(), False, True)
     assert of_w.amax == np.abs(w).max()
-    assert not any(grouped.observe(role, v, [0] * E).seen for role, v in (("input", x), ("weight", w), ("grad_output", x[:0])))
+    assert not any(
+        grouped.observe(role, v, [0] * E).seen
+        for role, v in (("input", x), ("weight", w), ("grad_output", x[:0]))
+    )
 
 
 def test_delayed_scales_are_those_of_the_states(rng):  # X-9
@@ -230,18 +311,26 @@ def test_delayed_scales_are_those_of_the_states(rng):  # X-9
     got = grouped.quantize_operands("output", {"input": x, "weight": w}, OFFS, "delayed", scales)
     for e, begin, end in ((0, 0, 40), (2, 40, 41), (3, 41, 137)):
         a, b = got[e]
-        np.testing.assert_array_equal(a.codes, scaling.quantize_with(x[begin:end], scales["input"], E4).codes)
-        np.testing.assert_array_equal(b.codes, scaling.quantize_with(w[e], scales["weight"], E4).codes)
+        np.testing.assert_array_equal(
+            a.codes, scaling.quantize_with(x[begin:end], scales["input"], E4).codes
+        )
+        np.testing.assert_array_equal(
+            b.codes, scaling.quantize_with(w[e], scales["weight"], E4).codes
+        )
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", "tensorwise"])
 def test_codes_of_rows_move_as_the_rows_do(recipe, rng):  # X-12
-    """Tokens are cast in their own order, then sorted by expert, two of each, one dropped; and cast after that."""
+    """Tokens are cast in their own order, then sorted by expert, two of each, one dropped; and cast
+    after that.
+    """
     x, w, _ = tensors(rng)
     tokens = x[:70]
     order = np.delete(rng.permutation(np.repeat(np.arange(70), 2)), 5)[: OFFS[-1]]
     moved = np.concatenate([tokens[order], np.zeros((M - len(order), K), np.float32)])
-    own = linear.quantize_operands("output", {"input": tokens, "weight": w[0]}, GROUPED_RECIPES[recipe].recipe)[0]
+    own = linear.quantize_operands(
+        "output", {"input": tokens, "weight": w[0]}, GROUPED_RECIPES[recipe].recipe
+    )[0]
     pairs = grouped.quantize_operands("output", {"input": moved, "weight": w}, OFFS, recipe)
     codes = np.concatenate([pair[0].codes for pair in pairs if pair is not None])
     assert np.array_equal(codes, own.codes[order]) == (recipe != "tensorwise")

@@ -15,20 +15,35 @@ def mx(x, fmt=E4M3FN, policy="te_mxfp8"):
 
 
 def test_a_block_scaled_gemm_is_a_chain_of_its_instruction(rng):  # G-23
-    x, w = (rng.standard_normal((n, 96)).astype(np.float32) * 2.0 ** rng.integers(-8, 9, (n, 96)) for n in (5, 6))
+    x, w = (
+        rng.standard_normal((n, 96)).astype(np.float32) * 2.0 ** rng.integers(-8, 9, (n, 96))
+        for n in (5, 6)
+    )
     a, b = mx(x.astype(np.float32)), mx(w.astype(np.float32), E5M2)
     acc = np.zeros((5, 6), np.float32)
     for i in range(3):
         part = slice(32 * i, 32 * i + 32)
         acc = gemm.mma(
-            a.codes[:, part], b.codes[:, part], acc, fmt_a=E4M3FN, fmt_b=E5M2, unit="blackwell_mx",
-            scale_inv_a=a.scale_inv[:, i : i + 1], scale_inv_b=b.scale_inv[:, i : i + 1],
-        )  # fmt: skip
+            a.codes[:, part],
+            b.codes[:, part],
+            acc,
+            fmt_a=E4M3FN,
+            fmt_b=E5M2,
+            unit="blackwell_mx",
+            scale_inv_a=a.scale_inv[:, i : i + 1],
+            scale_inv_b=b.scale_inv[:, i : i + 1],
+        )
     np.testing.assert_array_equal(block_scaled.matmul(a, b), acc)
-    np.testing.assert_array_equal(block_scaled.matmul(a, b, out_dtype=FLOAT16), cast.round_to(acc, FLOAT16))
+    np.testing.assert_array_equal(
+        block_scaled.matmul(a, b, out_dtype=FLOAT16), cast.round_to(acc, FLOAT16)
+    )
     exact = scaling.dequantize(a).astype(np.float64) @ scaling.dequantize(b).astype(np.float64).T
-    scale = np.abs(scaling.dequantize(a)).astype(np.float64) @ np.abs(scaling.dequantize(b)).astype(np.float64).T
-    # Three steps, each cutting 33 terms off below 2^-25 of the largest, and the result below 2^-23: under 2^-17 of the sum of magnitudes.
+    scale = (
+        np.abs(scaling.dequantize(a)).astype(np.float64)
+        @ np.abs(scaling.dequantize(b)).astype(np.float64).T
+    )
+    # Three steps, each cutting 33 terms off below 2^-25 of the largest, and the result below 2^-23:
+    # under 2^-17 of the sum of magnitudes.
     assert np.all(np.abs(acc - exact) <= 2.0**-17 * scale)
 
 
@@ -52,19 +67,45 @@ def test_two_dimensional_blocks_are_spread_over_rows(rng):  # G-23, S-6
     b = scaling.quantize(w, E4M3FN, granularity="mx_32x32", policy="te_mxfp8_2.13")
     rows = np.repeat(b.scale_inv, 32, axis=0)[:40]
     as_rows = Quantized(b.codes, np.float32(1) / rows, rows, E4M3FN, "mx_1x32", -1)
-    np.testing.assert_array_equal(block_scaled.matmul(mx(x), b), block_scaled.matmul(mx(x), as_rows))
+    np.testing.assert_array_equal(
+        block_scaled.matmul(mx(x), b), block_scaled.matmul(mx(x), as_rows)
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: accumulate.Accumulation(name="own", unit=MODELED["blackwell_mx"]), "takes no block scales .*block_scaled.matmul"),
-        (lambda: block_scaled.matmul(mx(np.ones((2, 32), np.float32)), mx(np.ones((2, 32), np.float32)), unit="hopper"), "takes no block scales"),
-        (lambda: block_scaled.matmul(scaling.quantize(np.ones((2, 32), np.float32), E4M3FN), mx(np.ones((2, 32), np.float32))), "blocks of 32"),
-        (lambda: block_scaled.matmul(mx(np.ones((2, 32), np.float32), policy="torchao"), mx(np.ones((2, 32), np.float32))), "e8m0fnu; a has others"),
-        (lambda: block_scaled.matmul(mx(np.ones((2, 32), np.float32)), mx(np.ones((2, 64), np.float32))), "have one K"),
+        (
+            lambda: accumulate.Accumulation(name="own", unit=MODELED["blackwell_mx"]),
+            "takes no block scales .*block_scaled.matmul",
+        ),
+        (
+            lambda: block_scaled.matmul(
+                mx(np.ones((2, 32), np.float32)), mx(np.ones((2, 32), np.float32)), unit="hopper"
+            ),
+            "takes no block scales",
+        ),
+        (
+            lambda: block_scaled.matmul(
+                scaling.quantize(np.ones((2, 32), np.float32), E4M3FN),
+                mx(np.ones((2, 32), np.float32)),
+            ),
+            "blocks of 32",
+        ),
+        (
+            lambda: block_scaled.matmul(
+                mx(np.ones((2, 32), np.float32), policy="torchao"), mx(np.ones((2, 32), np.float32))
+            ),
+            "e8m0fnu; a has others",
+        ),
+        (
+            lambda: block_scaled.matmul(
+                mx(np.ones((2, 32), np.float32)), mx(np.ones((2, 64), np.float32))
+            ),
+            "have one K",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -20,14 +20,24 @@ HOPPER = UNITS["hopper"]
 VARIANTS = {
     "terms rounded down": ({"rounding": "toward_negative"}, {"floor": True}),
     "terms rounded to nearest": ({"rounding": "nearest_even"}, {"nearest": True}),
-    "results rounded down": ({"output_rounding": "toward_negative"}, {"output_rounding": "toward_negative"}),
-    "results rounded to nearest": ({"output_rounding": "nearest_even"}, {"output_rounding": "nearest_even"}),
+    "results rounded down": (
+        {"output_rounding": "toward_negative"},
+        {"output_rounding": "toward_negative"},
+    ),
+    "results rounded to nearest": (
+        {"output_rounding": "nearest_even"},
+        {"output_rounding": "nearest_even"},
+    ),
     "normalized factors": ({"exponents": "factors"}, {"factors": True}),
     "normalized products": ({"exponents": "products"}, {"normalized": True}),
     "zeros that count": ({"zeros": "counted"}, {"zeros_count": True}),
     "no subnormals": ({"subnormals": "flushed"}, {"flushed": True}),
     "floor everywhere, no subnormals": (
-        {"rounding": "toward_negative", "output_rounding": "toward_negative", "subnormals": "flushed"},
+        {
+            "rounding": "toward_negative",
+            "output_rounding": "toward_negative",
+            "subnormals": "flushed",
+        },
         {"floor": True, "output_rounding": "toward_negative", "flushed": True},
     ),
 }
@@ -38,11 +48,19 @@ def bits(values):
 
 
 def drawn(rng, shape, fmt):
-    """Finite codes of any kind, a third of any exponent, a third near 1, a third subnormals and zeros; half of the rows are of one kind."""
+    """Finite codes of any kind, a third of any exponent, a third near 1, a third subnormals and
+    zeros; half of the rows are of one kind.
+    """
     near_one = cast.encode(rng.standard_normal(shape), fmt)
-    small = rng.integers(0, 1 << fmt.mantissa_bits, shape, dtype=np.uint8) | rng.choice(np.array([0, 0x80], np.uint8), shape)
+    small = rng.integers(0, 1 << fmt.mantissa_bits, shape, dtype=np.uint8) | rng.choice(
+        np.array([0, 0x80], np.uint8), shape
+    )
     any_code = rng.integers(0, fmt.max_code + 1, shape, dtype=np.uint8)
-    kind = np.where(np.arange(shape[0])[:, None] % 2, rng.integers(0, 3, shape), rng.integers(0, 3, (shape[0], 1)))
+    kind = np.where(
+        np.arange(shape[0])[:, None] % 2,
+        rng.integers(0, 3, shape),
+        rng.integers(0, 3, (shape[0], 1)),
+    )
     return np.choose(kind, [near_one, small, any_code])
 
 
@@ -61,11 +79,17 @@ def test_a_variant_is_that_of_integers(pair, variant, rng):  # G-18
         own = mma_integers.Unit(width, 13, 13)._replace(**integers)
         names = (pair[0].name, pair[1].name)
         expected = [
-            [mma_integers.chain(x, y, int(bits(c[i, j])), names, own) for j, y in enumerate(b.tolist())] for i, x in enumerate(a.tolist())
+            [
+                mma_integers.chain(x, y, int(bits(c[i, j])), names, own)
+                for j, y in enumerate(b.tolist())
+            ]
+            for i, x in enumerate(a.tolist())
         ]
         got = gemm.mma(a, b, c, fmt_a=pair[0], fmt_b=pair[1], unit=unit)
         np.testing.assert_array_equal(bits(got), np.array(expected, np.uint32))
-    plain = gemm.mma(a, b, c, fmt_a=pair[0], fmt_b=pair[1], unit=dataclasses.replace(HOPPER, fused_width=16))
+    plain = gemm.mma(
+        a, b, c, fmt_a=pair[0], fmt_b=pair[1], unit=dataclasses.replace(HOPPER, fused_width=16)
+    )
     assert (bits(plain) != bits(got)).any()
 
 
@@ -84,9 +108,14 @@ def test_the_units_are_those_of_the_table():  # G-10
 
 
 def test_what_no_recording_confirms_says_so():
-    assert {name for name, unit in UNITS.items() if "unconfirmed" in unit.evidence} == {"ada", "blackwell"}
+    assert {name for name, unit in UNITS.items() if "unconfirmed" in unit.evidence} == {
+        "ada",
+        "blackwell",
+    }
     assert "published" not in UNITS["blackwell"].evidence
-    assert "recorded in tests/evidence" in UNITS["hopper"].evidence  # tests/evidence computes them again
+    assert (
+        "recorded in tests/evidence" in UNITS["hopper"].evidence
+    )  # tests/evidence computes them again
     for said in ("Recordings of an H100", "evidence"):
         assert said in gemm.mma.__doc__
 
@@ -110,14 +139,29 @@ def operand(codes, fmt):
         ({"fraction_bits": True}, "got True"),
         ({"output_bits": 0}, r"output_bits is an integer in \[1, 23\]; got 0"),
         ({"output_bits": 24}, "got 24"),
-        ({"rounding": "floor"}, "rounding is one of toward_zero, toward_negative, nearest_even; got 'floor'"),
+        (
+            {"rounding": "floor"},
+            "rounding is one of toward_zero, toward_negative, nearest_even; got 'floor'",
+        ),
         ({"output_rounding": None}, "output_rounding is one of .*; got None"),
-        ({"exponents": "normalized"}, "exponents is one of coded, factors, products; got 'normalized'"),
+        (
+            {"exponents": "normalized"},
+            "exponents is one of coded, factors, products; got 'normalized'",
+        ),
         ({"zeros": True}, "zeros is one of excluded, counted, least; got True"),
-        ({"zeros": "counted", "exponents": "products"}, "zeros 'counted' needs exponents 'coded'; got 'products'"),
-        ({"zeros": "least", "exponents": "factors"}, "zeros 'least' needs exponents 'coded'; got 'factors'"),
+        (
+            {"zeros": "counted", "exponents": "products"},
+            "zeros 'counted' needs exponents 'coded'; got 'products'",
+        ),
+        (
+            {"zeros": "least", "exponents": "factors"},
+            "zeros 'least' needs exponents 'coded'; got 'factors'",
+        ),
         ({"subnormals": "flush"}, "subnormals is one of kept, flushed; got 'flush'"),
-        ({"accumulator": BFLOAT16}, "the accumulator is float32, or float16 with at most 10 output_bits; got bfloat16"),
+        (
+            {"accumulator": BFLOAT16},
+            "the accumulator is float32, or float16 with at most 10 output_bits; got bfloat16",
+        ),
         ({"accumulator": FLOAT16}, "at most 10 output_bits; got float16, output_bits=13"),
     ],
 )
@@ -126,13 +170,23 @@ def test_a_unit_that_cannot_be_is_refused(change, message):
         dataclasses.replace(HOPPER, **change)
 
 
-@pytest.mark.parametrize("change", [{"fused_width": 4, "fraction_bits": 1, "output_bits": 1}, {"fraction_bits": 25, "output_bits": 23}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fused_width": 4, "fraction_bits": 1, "output_bits": 1},
+        {"fraction_bits": 25, "output_bits": 23},
+    ],
+)
 def test_a_unit_at_its_limits(change, rng):
     unit = dataclasses.replace(HOPPER, **change)
     integers = mma_integers.Unit(unit.fused_width, unit.fraction_bits, unit.output_bits)
     a, b = (drawn(rng, (4, 64), E5M2) for _ in range(2))
-    got = gemm.matmul(operand(a, E5M2), operand(b, E5M2), accumulate=Accumulation(name="own", unit=unit))
-    expected = [[mma_integers.dot(x, y, ("e5m2", "e5m2"), integers) for y in b.tolist()] for x in a.tolist()]
+    got = gemm.matmul(
+        operand(a, E5M2), operand(b, E5M2), accumulate=Accumulation(name="own", unit=unit)
+    )
+    expected = [
+        [mma_integers.dot(x, y, ("e5m2", "e5m2"), integers) for y in b.tolist()] for x in a.tolist()
+    ]
     np.testing.assert_array_equal(bits(got), np.array(expected, np.uint32))
 
 
@@ -141,7 +195,9 @@ def test_by_name_finds_names_and_returns_units_themselves():
     assert tensor_core.by_name(HOPPER) is HOPPER
     for what in ("turing", None, 1):
         with pytest.raises(
-            ValueError, match=f"unit is a TensorCore or one of hopper, ada, blackwell, hopper_f16, ada_f16, blackwell_mx; got {what!r}"
+            ValueError,
+            match="unit is a TensorCore or one of hopper, ada, blackwell, hopper_f16, ada_f16, "
+            f"blackwell_mx; got {what!r}",
         ):
             tensor_core.by_name(what)
 

@@ -40,12 +40,21 @@ def of_numba(function):
 
 
 ONES = np.ones(4, np.uint32), np.zeros(4, np.uint8), 0, np.uint64(0)
-BLOCK = np.ones((1, 4), np.uint32), np.zeros(1, np.int64), 4, np.ones((1, 1), np.float32), np.zeros((1, 4), np.uint8)
+BLOCK = (
+    np.ones((1, 4), np.uint32),
+    np.zeros(1, np.int64),
+    4,
+    np.ones((1, 1), np.float32),
+    np.zeros((1, 4), np.uint8),
+)
 
 
 @pytest.mark.parametrize(
     ("make", "arguments"),
-    [(lambda: cast.encoder.__wrapped__(E4M3FN, "nearest_even", True), ONES), (lambda: scaling.encoder.__wrapped__(E4M3FN, False), BLOCK)],
+    [
+        (lambda: cast.encoder.__wrapped__(E4M3FN, "nearest_even", True), ONES),
+        (lambda: scaling.encoder.__wrapped__(E4M3FN, False), BLOCK),
+    ],
 )
 def test_a_change_of_any_kernel_file_compiles_again(make, arguments, monkeypatch, folder):
     def found() -> bool:
@@ -62,8 +71,8 @@ def test_a_change_of_any_kernel_file_compiles_again(make, arguments, monkeypatch
 
 
 def both_at_once(how, monkeypatch) -> None:
-    """Compile the kernels of 1 and of 2 as two processes may: each looks for what is there before the
-    other writes, and the first writes its code last."""
+    """Compile the kernels of 1 and of 2 as two processes may: each looks for what is there before
+    the other writes, and the first writes its code last."""
     first = adds(1, how)
     files = first._cache._cache_file
     write = files._save_data
@@ -150,11 +159,17 @@ print(sum(len(kernel.overloads) for kernel in kernels))
 
 
 def test_first_calls_of_few_elements_compile_nothing_and_change_no_bit():
-    """Seven kernels, none of which is compiled; FP8REF_COMPILE=always compiles all, chains for two types, and gives the same bits."""
+    """Seven kernels, none of which is compiled; FP8REF_COMPILE=always compiles all, chains for two
+    types, and gives the same bits.
+    """
     bits, counts = [], []
     for how in ("", "always"):
         done = subprocess.run(
-            [sys.executable, "-c", FEW], env=os.environ | {"FP8REF_COMPILE": how}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", FEW],
+            env=os.environ | {"FP8REF_COMPILE": how},
+            capture_output=True,
+            text=True,
+            check=True,
         )
         found, count = done.stdout.split()
         bits.append(found)
@@ -186,9 +201,23 @@ print([name for name in ("zmm", "ymm", "xmm") if name in text][0])
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the names are of processors of x86-64")
-@pytest.mark.parametrize(("processor", "features", "registers"), [("haswell", "+avx2,+fma", "ymm"), ("nehalem", "", "xmm")])
+@pytest.mark.parametrize(
+    ("processor", "features", "registers"),
+    [("haswell", "+avx2,+fma", "ymm"), ("nehalem", "", "xmm")],
+)
 def test_older_processors_give_the_same_bits(processor, features, registers, tmp_path):
     """Compiled for one with AVX2, and for one without AVX."""
-    own = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path), "FP8REF_COMPILE": "always"}
-    done = subprocess.run([sys.executable, "-c", OLDER], env=os.environ | own, capture_output=True, text=True, check=False)
+    own = {
+        "NUMBA_CPU_NAME": processor,
+        "NUMBA_CPU_FEATURES": features,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "FP8REF_COMPILE": "always",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", OLDER],
+        env=os.environ | own,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.strip() == registers, done.stderr

@@ -21,9 +21,13 @@ def bits(values):
 
 
 def values(rng, shape, fmt, zeros=0.1):
-    """Any finite numbers of the format, many of them zeros of either sign; some rows all positive, where sums grow."""
+    """Any finite numbers of the format, many of them zeros of either sign; some rows all positive,
+    where sums grow.
+    """
     drawn = cast.decode(rng.integers(0, 256, shape, dtype=np.uint8), fmt)
-    drawn = np.where(np.isfinite(drawn) & (rng.random(shape) >= zeros), drawn, np.copysign(np.float32(0), drawn))
+    drawn = np.where(
+        np.isfinite(drawn) & (rng.random(shape) >= zeros), drawn, np.copysign(np.float32(0), drawn)
+    )
     return np.where(rng.random((shape[0], 1)) < 0.5, drawn, np.abs(drawn))
 
 
@@ -59,14 +63,20 @@ def test_f32_of_infinities_and_nans_is_the_plain_one(rng):  # G-6
 def test_operands_are_read_in_any_memory_order_and_not_changed(rng):
     a, b = values(rng, (6, 64), E4M3FN), values(rng, (7, 64), E4M3FN)
     expected = accumulate.f32(a, b)
-    for x, y in ((np.asfortranarray(a), np.asfortranarray(b)), (np.repeat(a, 2, 1)[:, ::2], np.repeat(b, 2, 0)[::2])):
+    for x, y in (
+        (np.asfortranarray(a), np.asfortranarray(b)),
+        (np.repeat(a, 2, 1)[:, ::2], np.repeat(b, 2, 0)[::2]),
+    ):
         np.testing.assert_array_equal(accumulate.f32(x, y), expected)
         np.testing.assert_array_equal(x, a)
         np.testing.assert_array_equal(y, b)
 
 
 def test_kernels_are_compiled_once_and_cached_on_disk():
-    """A fresh import finds what another compiled. A kernel with another one in its closure would never be found."""
+    """A fresh import finds what another compiled.
+
+    A kernel with another one in its closure would never be found.
+    """
     ones = np.ones((3, 32), np.float32)
     out = np.empty((3, 3), np.float32)
     for _ in range(2):
@@ -77,12 +87,16 @@ def test_kernels_are_compiled_once_and_cached_on_disk():
     assert not fresh.in_order.stats.cache_misses
 
 
-SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3.4e38, 1.00390625, 1.01171875], np.float32)  # the last two are ties
+SPECIAL = np.array(
+    [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3.4e38, 1.00390625, 1.01171875], np.float32
+)  # the last two are ties
 
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("name", ["scale_then_round", "product_then_round", "unit_round_scale_round"])
+@pytest.mark.parametrize(
+    "name", ["scale_then_round", "product_then_round", "unit_round_scale_round"]
+)
 @pytest.mark.parametrize("shape", [(1, 1), (33, 70), (64, 32), (600, 5)])
 def test_the_compiled_epilogue_equals_the_definition(rng, name, rows, turned, shape):
     m, n = shape
@@ -90,9 +104,15 @@ def test_the_compiled_epilogue_equals_the_definition(rng, name, rows, turned, sh
     acc.ravel()[: min(acc.size, SPECIAL.size)] = SPECIAL[: acc.size]
     acc = np.asfortranarray(acc) if turned else acc
     scales = np.exp2(rng.uniform(-20, 20, (m + n))).astype(np.float32)
-    a, b = (scales[:m, None], scales[None, m:]) if rows else (scales[:1].reshape(()), scales[1:2].reshape(()))
+    a, b = (
+        (scales[:m, None], scales[None, m:])
+        if rows
+        else (scales[:1].reshape(()), scales[1:2].reshape(()))
+    )
     given = {"epilogue": EPILOGUES[name], "out_dtype": BFLOAT16}
     found, expected = gemm.finish(acc, a, b, **given), gemm.finish_plain(acc, a, b, **given)
     assert found.shape == shape
-    equal = (found.view(np.uint32) == np.ascontiguousarray(expected).view(np.uint32)) | (np.isnan(found) & np.isnan(expected))
+    equal = (found.view(np.uint32) == np.ascontiguousarray(expected).view(np.uint32)) | (
+        np.isnan(found) & np.isnan(expected)
+    )
     assert equal.all()

@@ -9,7 +9,16 @@ from fp8ref.sim import threads as parallel
 from fp8ref.sim.quantize import scaling
 from fp8ref.spec.granularity import GRANULARITIES
 
-SHAPES = [(256, 256), (300, 256), (256, 300), (3, 130, 128), (128,), (1, 128), (384, 128, 2), (64, 4096)]
+SHAPES = [
+    (256, 256),
+    (300, 256),
+    (256, 300),
+    (3, 130, 128),
+    (128,),
+    (1, 128),
+    (384, 128, 2),
+    (64, 4096),
+]
 
 
 def tensor(shape, dtype):
@@ -21,7 +30,9 @@ def tensor(shape, dtype):
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["float32", "bfloat16", "float16"]
+)
 def test_equal_to_the_plain_functions(shape, dtype):  # S-2, S-5, S-6
     x = tensor(shape, dtype)
     compared = 0
@@ -41,8 +52,12 @@ def test_equal_to_the_plain_functions(shape, dtype):  # S-2, S-5, S-6
                     assert found.dtype == np.float32
                     for fmt in (E4M3FN, E5M2, E5M2FNUZ):
                         scales = scaling.scales_from_amax(amax, fmt, "torchao")
-                        q = scaling.quantize_with(view, scales, fmt, granularity=granularity, axis=axis)
-                        plain = scaling.quantize_plain(view, scales, fmt, granularity=granularity, axis=axis)
+                        q = scaling.quantize_with(
+                            view, scales, fmt, granularity=granularity, axis=axis
+                        )
+                        plain = scaling.quantize_plain(
+                            view, scales, fmt, granularity=granularity, axis=axis
+                        )
                         np.testing.assert_array_equal(q.codes, plain.codes)
                         compared += 1
     assert compared >= 9

@@ -6,12 +6,21 @@ from fp8ref.spec.granularity import GRANULARITIES, scale_shape
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("shape", [(256, 256), (130, 256), (2, 128, 384), (5, 1, 128), (4096,)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(256, 256), (130, 256), (2, 128, 384), (5, 1, 128), (4096,)], ids=str
+)
 def test_the_grid_names_each_elements_scale(granularity, shape):  # S-6
-    """Scales numbered from 0, spread by the grid and by ``scaling.spread``, meet the same elements."""
+    """Scales numbered from 0, spread by the grid and by ``scaling.spread``, meet the same
+    elements.
+    """
     g = scale_grid.grid_of(granularity, shape, -1)
     numbered = np.arange(np.prod(g.scales), dtype=np.float32)
-    by_spread = np.broadcast_to(scaling.spread(numbered.reshape(scale_shape(granularity, shape, -1)), shape, granularity, -1), shape)
+    by_spread = np.broadcast_to(
+        scaling.spread(
+            numbered.reshape(scale_shape(granularity, shape, -1)), shape, granularity, -1
+        ),
+        shape,
+    )
     columns = np.arange(g.columns) // g.width
     by_grid = numbered.reshape(g.scales)[g.group][:, columns]
     assert g.rows * g.columns == np.prod(shape)

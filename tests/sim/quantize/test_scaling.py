@@ -13,11 +13,18 @@ from fp8ref.sim.quantize import cast, scaling
 def test_amax_per_granularity(rng):  # S-2, S-6
     x = rng.standard_normal((128, 256)).astype(np.float32)
     assert scaling.amax(x, axis=-1) == np.abs(x).max()
-    np.testing.assert_array_equal(scaling.amax(x, "rowwise", axis=1), np.abs(x).max(1, keepdims=True))
-    np.testing.assert_array_equal(scaling.amax(x, "rowwise", axis=0), np.abs(x).max(0, keepdims=True))
+    np.testing.assert_array_equal(
+        scaling.amax(x, "rowwise", axis=1), np.abs(x).max(1, keepdims=True)
+    )
+    np.testing.assert_array_equal(
+        scaling.amax(x, "rowwise", axis=0), np.abs(x).max(0, keepdims=True)
+    )
     expected = [[np.abs(x[i, j : j + 128]).max() for j in (0, 128)] for i in range(128)]
     np.testing.assert_array_equal(scaling.amax(x, "blockwise_1x128", axis=1), expected)
-    np.testing.assert_array_equal(scaling.amax(x, "blockwise_128x128", axis=1), [[np.abs(x[:, :128]).max(), np.abs(x[:, 128:]).max()]])
+    np.testing.assert_array_equal(
+        scaling.amax(x, "blockwise_128x128", axis=1),
+        [[np.abs(x[:, :128]).max(), np.abs(x[:, 128:]).max()]],
+    )
     assert scaling.amax(x, "mx_1x32", axis=0).shape == (4, 256)
 
 
@@ -26,10 +33,14 @@ def test_amax_propagates_nan_and_inf():  # S-2
     np.testing.assert_array_equal(scaling.amax(x, "rowwise", axis=1), [[np.nan], [np.inf]])
 
 
-@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"])
+@pytest.mark.parametrize(
+    "granularity", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"]
+)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_quantize_scales_each_group_by_its_own_amax(granularity, axis, rng):  # S-5, S-6
-    x = (rng.standard_normal((128, 256)) * np.exp(rng.standard_normal((128, 256)) * 3)).astype(np.float32)
+    x = (rng.standard_normal((128, 256)) * np.exp(rng.standard_normal((128, 256)) * 3)).astype(
+        np.float32
+    )
     q = scaling.quantize(x, E4M3FN, granularity=granularity, axis=axis)
     per_element = np.broadcast_to(scaling.spread(q.scale, x.shape, granularity, axis), x.shape)
     # in plain float32 and ml_dtypes: product, clip, cast
@@ -43,8 +54,12 @@ def test_quantize_specials():  # S-5
     inf = scaling.quantize(np.array([1, -2, np.inf], np.float32), E4M3FN)
     assert inf.scale == 0
     np.testing.assert_array_equal(inf.codes, [0x00, 0x80, 0x7F])
-    np.testing.assert_array_equal(scaling.quantize(np.array([1, np.nan, 0], np.float32), E5M2).codes, [0x7F] * 3)
-    np.testing.assert_array_equal(scaling.quantize(np.array([0.0, -0.0], np.float32), E4M3FN).codes, [0x00, 0x80])
+    np.testing.assert_array_equal(
+        scaling.quantize(np.array([1, np.nan, 0], np.float32), E5M2).codes, [0x7F] * 3
+    )
+    np.testing.assert_array_equal(
+        scaling.quantize(np.array([0.0, -0.0], np.float32), E4M3FN).codes, [0x00, 0x80]
+    )
 
 
 INF, NAN = np.inf, np.nan
@@ -56,7 +71,12 @@ INF, NAN = np.inf, np.nan
         ("te_current", [1, -INF, 3], 1, [0x38, 0xFE, 0x44]),
         ("te_current", [1, NAN, 3], 1, [0x38, 0x7F, 0x44]),
         ("te_current", [0, -0.0, 0], 1, [0, 0x80, 0]),
-        ("te_current", [2.0**-149, 0, 0], np.finfo(np.float32).max, [0, 0, 0]),  # 2^-149 * FLT_MAX = 2^-21: not mapped to max
+        (
+            "te_current",
+            [2.0**-149, 0, 0],
+            np.finfo(np.float32).max,
+            [0, 0, 0],
+        ),  # 2^-149 * FLT_MAX = 2^-21: not mapped to max
         ("te_block", [2.0**-149, 0, 0], 2.0**127, [0, 0, 0]),
         ("te_delayed", [0, NAN, 3], 1, [0, 0x7F, 0x44]),
         ("flax", [1, INF, 3], 1, [0x38, 0x7E, 0x44]),
@@ -75,15 +95,25 @@ def test_quantize_specials_of_other_policies(policy, x, scale, codes):  # S-10, 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "mx_1x32"])
 def test_quantize_is_quantize_with_the_scales_of_the_amax(policy, granularity, rng):  # S-5, S-9
-    x = (rng.standard_normal((8, 64)) * np.exp(3 * rng.standard_normal((8, 64)))).astype(ml_dtypes.bfloat16).astype(np.float32)
+    x = (
+        (rng.standard_normal((8, 64)) * np.exp(3 * rng.standard_normal((8, 64))))
+        .astype(ml_dtypes.bfloat16)
+        .astype(np.float32)
+    )
     q = scaling.quantize(x, E5M2, granularity=granularity, policy=policy)
     scales = scaling.scales_from_amax(scaling.amax(x, granularity), E5M2, policy)
     again = scaling.quantize_with(x, scales, E5M2, granularity=granularity, policy=policy)
     for found, expected in zip(again, q, strict=True):
         np.testing.assert_array_equal(found, expected)
     error = np.abs(scaling.dequantize(q).astype(np.float64) - x)
-    # half a step of e5m2 is 1/8 of a normal value; 2^-17 a subnormal's; mx_floor clips to 57344 what is below 65536: 1/8 again
-    assert (error <= np.maximum(np.abs(x) / 7.9, 2.0**-17 * 1.01 * scaling.spread(q.scale_inv, x.shape, granularity, -1))).all()
+    # half a step of e5m2 is 1/8 of a normal value; 2^-17 a subnormal's; mx_floor clips to 57344
+    # what is below 65536: 1/8 again
+    assert (
+        error
+        <= np.maximum(
+            np.abs(x) / 7.9, 2.0**-17 * 1.01 * scaling.spread(q.scale_inv, x.shape, granularity, -1)
+        )
+    ).all()
 
 
 def test_a_product_above_max_saturates():
@@ -96,7 +126,8 @@ def test_a_product_above_max_saturates():
 @given(arrays(np.float32, (3, 5), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
 def test_dequantize_is_near(x):  # S-8
     q = scaling.quantize(x, E4M3FN, granularity="rowwise", axis=1)
-    # half a step of e4m3: 1/16 of a normal value's power of two, so 1/17 + rounding relative to it, or 2^-10 of a subnormal, in units of scale_inv
+    # half a step of e4m3: 1/16 of a normal value's power of two, so 1/17 + rounding relative to it,
+    # or 2^-10 of a subnormal, in units of scale_inv
     error = np.abs(scaling.dequantize(q).astype(np.float64) - x)
     assert (error <= np.maximum(np.abs(x) / 16.5, 2.0**-10 * 1.001 * q.scale_inv)).all()
 
@@ -114,38 +145,90 @@ QUANTIZED = scaling.quantize(ONE, E4M3FN)
 
 
 def with_scales(scale):
-    return scaling.quantize_with(ONE, scaling.Scales(np.float32(scale), np.float32(1 / scale)), E4M3FN)
+    return scaling.quantize_with(
+        ONE, scaling.Scales(np.float32(scale), np.float32(1 / scale)), E4M3FN
+    )
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: scaling.quantize(np.zeros((0, 4), np.float32), E4M3FN), "at least one element"),  # S-7
-        (lambda: scaling.quantize(np.ones((64, 200), np.float32), E4M3FN, granularity="blockwise_1x128"), "divisible by 128.*rowwise"),
-        (lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, granularity="row"), "tensorwise"),
+        (
+            lambda: scaling.quantize(np.zeros((0, 4), np.float32), E4M3FN),
+            "at least one element",
+        ),  # S-7
+        (
+            lambda: scaling.quantize(
+                np.ones((64, 200), np.float32), E4M3FN, granularity="blockwise_1x128"
+            ),
+            "divisible by 128.*rowwise",
+        ),
+        (
+            lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, granularity="row"),
+            "tensorwise",
+        ),
         (lambda: scaling.quantize(np.ones((2, 2)), E4M3FN), "float64"),
         (lambda: scaling.quantize(np.ones((2, 2), ">f8"), E4M3FN), "byte order"),
-        (lambda: scaling.quantize(np.ones((2, 2), np.float32), BFLOAT16), "quantized to e4m3fn, .*got bfloat16"),
+        (
+            lambda: scaling.quantize(np.ones((2, 2), np.float32), BFLOAT16),
+            "quantized to e4m3fn, .*got bfloat16",
+        ),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), E8M0FNU), "got e8m0fnu"),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), "e4m3fn"), "a Format"),
         (lambda: scaling.scale_from_amax(np.float32(1), "e4m3fn"), "a Format"),
-        (lambda: scaling.amax(np.ones((2, 2), np.float32), "rowwise", axis=None), r"\[-2, 2\).*axis=None"),
+        (
+            lambda: scaling.amax(np.ones((2, 2), np.float32), "rowwise", axis=None),
+            r"\[-2, 2\).*axis=None",
+        ),
         (lambda: scaling.amax(np.ones((2, 2), np.float32), ["rowwise"]), "granularity is one of"),
-        (lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, policy={}), "policy is a ScalePolicy"),
+        (
+            lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, policy={}),
+            "policy is a ScalePolicy",
+        ),
         (lambda: with_scales(-1.0), "never negative; got -1"),
-        (lambda: scaling.quantize_with(ONE, scaling.Scales(np.float64(1), np.float32(1)), E4M3FN), "scale is float32"),
-        (lambda: scaling.dequantize(ONE), "is a Quantized; got ndarray"),
-        (lambda: scaling.dequantize(QUANTIZED._replace(scale_inv=np.float32(-1))), "not negative; got -1"),
-        (lambda: scaling.dequantize(QUANTIZED._replace(scale_inv=np.float32(np.nan))), "NaN scale"),
-        (lambda: scaling.dequantize(QUANTIZED._replace(scale_inv=np.ones((2, 1), np.float32))), r"shape \(\); got \(2, 1\)"),
-        (lambda: scaling.dequantize(QUANTIZED._replace(scale_inv=1.0)), "float32 arrays; got float"),
-        (lambda: scaling.scales_from_amax(ONE[0], E4M3FN, "te_delayed", previous=ONE), r"shape of amax, \(2,\)"),
-        (lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, granularity="rowwise", axis=2), r"\[-2, 2\)"),
-        (lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, policy="te"), "torchao"),
-        (lambda: scaling.quantize_with(np.ones((2, 2)), scaling.scales_from_amax(np.float32(1), E4M3FN), E4M3FN), "float64"),
         (
             lambda: scaling.quantize_with(
-                np.ones((2, 2), np.float32), scaling.scales_from_amax(np.float32(1), E4M3FN), E4M3FN, granularity="rowwise"
+                ONE, scaling.Scales(np.float64(1), np.float32(1)), E4M3FN
+            ),
+            "scale is float32",
+        ),
+        (lambda: scaling.dequantize(ONE), "is a Quantized; got ndarray"),
+        (
+            lambda: scaling.dequantize(QUANTIZED._replace(scale_inv=np.float32(-1))),
+            "not negative; got -1",
+        ),
+        (lambda: scaling.dequantize(QUANTIZED._replace(scale_inv=np.float32(np.nan))), "NaN scale"),
+        (
+            lambda: scaling.dequantize(QUANTIZED._replace(scale_inv=np.ones((2, 1), np.float32))),
+            r"shape \(\); got \(2, 1\)",
+        ),
+        (
+            lambda: scaling.dequantize(QUANTIZED._replace(scale_inv=1.0)),
+            "float32 arrays; got float",
+        ),
+        (
+            lambda: scaling.scales_from_amax(ONE[0], E4M3FN, "te_delayed", previous=ONE),
+            r"shape of amax, \(2,\)",
+        ),
+        (
+            lambda: scaling.quantize(
+                np.ones((2, 2), np.float32), E4M3FN, granularity="rowwise", axis=2
+            ),
+            r"\[-2, 2\)",
+        ),
+        (lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, policy="te"), "torchao"),
+        (
+            lambda: scaling.quantize_with(
+                np.ones((2, 2)), scaling.scales_from_amax(np.float32(1), E4M3FN), E4M3FN
+            ),
+            "float64",
+        ),
+        (
+            lambda: scaling.quantize_with(
+                np.ones((2, 2), np.float32),
+                scaling.scales_from_amax(np.float32(1), E4M3FN),
+                E4M3FN,
+                granularity="rowwise",
             ),
             r"shape \(2, 1\); got \(\)",
         ),
@@ -169,7 +252,11 @@ def test_a_thread_without_subnormals_is_refused():
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush")
     try:
-        calls = [lambda: scaling.dequantize(q), lambda: scaling.quantize(x, E4M3FN), lambda: scaling.amax(x)]
+        calls = [
+            lambda: scaling.dequantize(q),
+            lambda: scaling.quantize(x, E4M3FN),
+            lambda: scaling.amax(x),
+        ]
         calls += [
             lambda: cast.encode(x, E8M0FNU),
             lambda: cast.decode(q.codes, E8M0FNU),
@@ -177,7 +264,9 @@ def test_a_thread_without_subnormals_is_refused():
         ]
         assert not cast.encode(x, E4M3FN).any()  # by integers, where no subnormal of float32 counts
         for call in calls:
-            with pytest.raises(ValueError, match=r"takes them for zeros.*torch\.set_flush_denormal\(False\)"):
+            with pytest.raises(
+                ValueError, match=r"takes them for zeros.*torch\.set_flush_denormal\(False\)"
+            ):
                 call()
     finally:
         torch.set_flush_denormal(False)

@@ -21,7 +21,9 @@ def by_scale(x, scale, fmt=E4M3FN):
     x, scale = np.asarray(x, np.float32), np.float32(scale)
     with np.errstate(over="ignore"):
         codes = cast.encode(np.clip(x * scale, -fmt.max, fmt.max), fmt)
-    return scaling.Quantized(codes, scale, scaling.scale_inv_from_scale(scale), fmt, "tensorwise", -1)
+    return scaling.Quantized(
+        codes, scale, scaling.scale_inv_from_scale(scale), fmt, "tensorwise", -1
+    )
 
 
 def of(x, scale, fmt=E4M3FN):
@@ -60,7 +62,11 @@ def in_fractions(x, q):
 
 
 @given(
-    arrays(np.float32, st.integers(1, 12), elements=st.floats(-(2.0**20), 2.0**20, width=32, allow_subnormal=False)),
+    arrays(
+        np.float32,
+        st.integers(1, 12),
+        elements=st.floats(-(2.0**20), 2.0**20, width=32, allow_subnormal=False),
+    ),
     st.sampled_from([2.0**-12, 0.3, 1.0, 7.0, 2.0**9]),
     st.sampled_from(FORMATS),
 )
@@ -80,7 +86,9 @@ def test_statistics_equal_exact_rationals(x, scale, fmt):  # Q-1, Q-2, Q-3, Q-4
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_overflow_is_what_an_unsaturated_cast_does(fmt):
-    """Q-3 against C-4, whose casts are ml_dtypes': bfloat16 values and multiples of max from 32 to 2^17, ties among them."""
+    """Q-3 against C-4, whose casts are ml_dtypes': bfloat16 values and multiples of max from 32 to
+    2^17, ties among them.
+    """
     near = np.arange(0x4200, 0x4800, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     near = np.concatenate([near, near * np.float32(fmt.max / 448)])[:, None]
     unsaturated = near.astype(getattr(ml_dtypes, f"float8_{fmt.name}")).astype(np.float32)
@@ -88,29 +96,41 @@ def test_overflow_is_what_an_unsaturated_cast_does(fmt):
     q = scaling.Quantized(cast.encode(near, fmt), one, one, fmt, "rowwise", -1)
     each = stats.statistics(near, q, per_group=True)
     np.testing.assert_array_equal(each.overflows, ~np.isfinite(unsaturated))
-    np.testing.assert_array_equal(each.saturated, (unsaturated == fmt.max) | ~np.isfinite(unsaturated))
+    np.testing.assert_array_equal(
+        each.saturated, (unsaturated == fmt.max) | ~np.isfinite(unsaturated)
+    )
     assert 0 < each.overflows.sum() < each.saturated.sum() < len(near)
 
 
 def test_half_an_ulp_where_nothing_saturates(rng):  # Q-2
-    x = (rng.standard_normal((64, 64)) * np.exp(rng.standard_normal((64, 64)) * 5)).astype(np.float32)
+    x = (rng.standard_normal((64, 64)) * np.exp(rng.standard_normal((64, 64)) * 5)).astype(
+        np.float32
+    )
     for fmt in FORMATS:
         for granularity in ("tensorwise", "rowwise", "mx_1x32"):
             s = stats.statistics(x, scaling.quantize(x, fmt, granularity=granularity))
             assert 0.499 < s.max_ulp <= 0.5
             assert s.overflows == 0 < s.saturated
-    assert of([448 + 32 * 7], 1).max_ulp == 7 * 32 / 64  # 672 saturates to 448; next to it, at 2^9, numbers would be 64 apart
+    assert (
+        of([448 + 32 * 7], 1).max_ulp == 7 * 32 / 64
+    )  # 672 saturates to 448; next to it, at 2^9, numbers would be 64 apart
     assert of([17.0], 1).max_ulp == 0.5  # a tie
-    wrong = by_scale([0], 1)._replace(codes=np.uint8([0x38]))  # 1 for 0, where numbers are 2^-9 apart
+    wrong = by_scale([0], 1)._replace(
+        codes=np.uint8([0x38])
+    )  # 1 for 0, where numbers are 2^-9 apart
     assert stats.statistics(np.zeros(1, np.float32), wrong).max_ulp == 512
 
 
 def test_sqnr_of_a_uniform_binade():
-    """4,096 midpoints of a grid on [1, 2), 512 to a step of 1/8: mean e^2 is (1/8)^2 / 12 * (1 - 1/512^2), mean x^2 is 7/3 - 1/(12 * 4096^2) (Q-1)."""
+    """4,096 midpoints of a grid on [1, 2), 512 to a step of 1/8: mean e^2 is (1/8)^2 / 12 * (1 -
+    1/512^2), mean x^2 is 7/3 - 1/(12 * 4096^2) (Q-1).
+    """
     x = (1 + (np.arange(4096) + 0.5) / 4096).astype(np.float32)
     s = of(x, 1)
     noise, signal = (1 - 2.0**-18) / 768, 7 / 3 - 2.0**-24 / 12
-    assert s.noise / 4096 == pytest.approx(noise, rel=1e-12)  # 4,096 float64 additions of numbers of one sign: at most 2^-41
+    assert s.noise / 4096 == pytest.approx(
+        noise, rel=1e-12
+    )  # 4,096 float64 additions of numbers of one sign: at most 2^-41
     assert s.signal / 4096 == pytest.approx(signal, rel=1e-12)
     assert s.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-10)
     assert round(float(s.sqnr), 1) == 32.5
@@ -122,21 +142,44 @@ def test_sqnr_cases():  # Q-1
     assert of([0, -0.0], 1).sqnr == np.inf
     assert of([2.0**-20], 1).sqnr == 0  # lost altogether: noise is signal
     zeros = by_scale([0, 0], 1)
-    assert stats.statistics(np.zeros(2, np.float32), zeros._replace(codes=np.uint8([0x38, 0]))).sqnr == -np.inf  # noise alone
+    assert (
+        stats.statistics(np.zeros(2, np.float32), zeros._replace(codes=np.uint8([0x38, 0]))).sqnr
+        == -np.inf
+    )  # noise alone
     overflowed = by_scale([1.0, 1.0], 1, E5M2)._replace(codes=np.uint8([0x7C, 0x3C]))
     assert stats.statistics(np.ones(2, np.float32), overflowed).sqnr == -np.inf
     assert np.isnan(of([np.nan, np.inf], 1).sqnr)  # nothing finite
     with_nan = np.float32([1, np.nan])
-    lost = stats.statistics(with_nan, scaling.quantize(with_nan, E4M3FN))  # the scale is NaN, and 1 is lost
+    lost = stats.statistics(
+        with_nan, scaling.quantize(with_nan, E4M3FN)
+    )  # the scale is NaN, and 1 is lost
     assert np.isnan(lost.sqnr)
     assert (lost.non_finite, lost.non_finite_codes) == (1, 2)
 
 
 def test_an_input_that_is_not_finite_enters_no_sum():
-    """Under a scale from elsewhere an infinity saturates and a NaN stays: counted, and the rest measured without them (Q-1, Q-3)."""
+    """Under a scale from elsewhere an infinity saturates and a NaN stays: counted, and the rest
+    measured without them (Q-1, Q-3).
+    """
     s, without = of([1.0, 1.03, np.inf, -np.inf, np.nan, 0], 1), of([1.0, 1.03, 0], 1)
-    assert (s.count, s.zeros, s.non_finite, s.non_finite_codes, s.saturated, s.overflows) == (6, 1, 3, 1, 2, 2)
-    for key in ("signal", "noise", "magnitude", "error", "max_ulp", "sqnr", "bias", "relative_bias"):
+    assert (s.count, s.zeros, s.non_finite, s.non_finite_codes, s.saturated, s.overflows) == (
+        6,
+        1,
+        3,
+        1,
+        2,
+        2,
+    )
+    for key in (
+        "signal",
+        "noise",
+        "magnitude",
+        "error",
+        "max_ulp",
+        "sqnr",
+        "bias",
+        "relative_bias",
+    ):
         assert getattr(s, key) == getattr(without, key), key
 
 
@@ -163,9 +206,13 @@ def test_rates_and_bias():  # Q-3, Q-4
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"])
+@pytest.mark.parametrize(
+    "granularity", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"]
+)
 def test_each_group_is_a_tensor_of_its_own(granularity, axis, rng):  # Q-6
-    x = (rng.standard_normal((256, 128)) * np.exp(rng.standard_normal((256, 128)) * 4)).astype(np.float32)
+    x = (rng.standard_normal((256, 128)) * np.exp(rng.standard_normal((256, 128)) * 4)).astype(
+        np.float32
+    )
     x[3, 5], x[200] = np.nan, 0
     q = scaling.quantize(x, E4M3FN, granularity=granularity, axis=axis)
     each, hist = stats.statistics(x, q, per_group=True), stats.exponents(x, q, per_group=True)
@@ -174,14 +221,26 @@ def test_each_group_is_a_tensor_of_its_own(granularity, axis, rng):  # Q-6
     for i in rng.choice(q.scale.size, min(8, q.scale.size), replace=False):
         mine = owner == i
         part = q._replace(
-            codes=q.codes[mine], scale=q.scale.ravel()[i], scale_inv=q.scale_inv.ravel()[i], granularity="tensorwise", axis=-1
+            codes=q.codes[mine],
+            scale=q.scale.ravel()[i],
+            scale_inv=q.scale_inv.ravel()[i],
+            granularity="tensorwise",
+            axis=-1,
         )
         alone = stats.statistics(x[mine], part)
-        for key, value in vars(alone).items():  # sums of at most 2^15 float64 numbers, in two orders; `error` cancels
+        for key, value in vars(
+            alone
+        ).items():  # sums of at most 2^15 float64 numbers, in two orders; `error` cancels
             scale = float(alone.magnitude) if key == "error" else 0
-            np.testing.assert_allclose(getattr(each, key).ravel()[i], value, rtol=1e-11, atol=1e-11 * scale, err_msg=key)
-        np.testing.assert_array_equal(hist.scaled.reshape(-1, hist.scaled.shape[-1])[i], stats.exponents(x[mine], part).scaled)
-        np.testing.assert_array_equal(hist.codes.reshape(-1, hist.codes.shape[-1])[i], stats.exponents(x[mine], part).codes)
+            np.testing.assert_allclose(
+                getattr(each, key).ravel()[i], value, rtol=1e-11, atol=1e-11 * scale, err_msg=key
+            )
+        np.testing.assert_array_equal(
+            hist.scaled.reshape(-1, hist.scaled.shape[-1])[i], stats.exponents(x[mine], part).scaled
+        )
+        np.testing.assert_array_equal(
+            hist.codes.reshape(-1, hist.codes.shape[-1])[i], stats.exponents(x[mine], part).codes
+        )
 
 
 def test_a_narrow_dtype_counts_as_its_values(rng):
@@ -203,19 +262,32 @@ def test_exponents():  # Q-5
     expected = np.zeros(21, np.int64)
     expected[[bins[-9], bins[0], bins[8]]] = 1, 2, 4
     np.testing.assert_array_equal(h.codes, expected)
-    assert stats.exponents(np.float32(x), by_scale(x, 1), lowest=-1, highest=0).scaled.tolist() == [3, 0, 2, 4]
-    assert stats.exponents(np.float32(x), by_scale(x, 1), lowest=0, highest=0).scaled.tolist() == [3, 2, 4]
+    assert stats.exponents(np.float32(x), by_scale(x, 1), lowest=-1, highest=0).scaled.tolist() == [
+        3,
+        0,
+        2,
+        4,
+    ]
+    assert stats.exponents(np.float32(x), by_scale(x, 1), lowest=0, highest=0).scaled.tolist() == [
+        3,
+        2,
+        4,
+    ]
     rows = scaling.quantize(np.ones((2, 4), np.float32), E4M3FN, granularity="rowwise")
     assert stats.exponents(np.ones((2, 4), np.float32), rows).scaled.shape == (21,)
 
 
-@given(arrays(np.float32, st.integers(1, 20), elements=st.floats(width=32)), st.sampled_from(FORMATS))
+@given(
+    arrays(np.float32, st.integers(1, 20), elements=st.floats(width=32)), st.sampled_from(FORMATS)
+)
 def test_every_element_has_one_bin_or_none(x, fmt):  # Q-5
     q = by_scale(x, 1, fmt)
     h, decoded = stats.exponents(x, q), cast.decode(q.codes, fmt)
     assert h.scaled.sum() == ((x != 0) & ~np.isnan(x)).sum()
     assert h.codes.sum() == ((decoded != 0) & ~np.isnan(decoded)).sum()
-    assert h.codes[0] == h.codes[1] == h.codes[-1] == 0  # codes are no smaller than the smallest subnormal, and here finite
+    assert (
+        h.codes[0] == h.codes[1] == h.codes[-1] == 0
+    )  # codes are no smaller than the smallest subnormal, and here finite
 
 
 def test_error_of_an_output():  # Q-7
@@ -232,35 +304,68 @@ def test_error_of_an_output():  # Q-7
     )
     assert stats.error(np.float32([1]), np.float32([0])).max_relative == np.inf
     assert stats.error(np.zeros(1), np.zeros(1)) == stats.Error(
-        count=1, non_finite=0, disagreeing=0, max_absolute=0, max_relative=0, rms_relative=0, bias=0, magnitude_bias=0
+        count=1,
+        non_finite=0,
+        disagreeing=0,
+        max_absolute=0,
+        max_relative=0,
+        rms_relative=0,
+        bias=0,
+        magnitude_bias=0,
     )
 
 
 def test_error_where_something_is_not_finite():  # Q-7
     nan, inf = np.nan, np.inf
-    e = stats.error(np.float32([nan, nan, inf, -inf, nan, 3]), np.float32([nan, nan, inf, inf, -inf, 2]))
+    e = stats.error(
+        np.float32([nan, nan, inf, -inf, nan, 3]), np.float32([nan, nan, inf, inf, -inf, 2])
+    )
     assert (e.count, e.non_finite, e.disagreeing, e.max_absolute, e.bias) == (1, 5, 2, 1, 0.5)
     assert np.isnan(stats.error(np.float32([nan, 1]), np.float32([1, 1])).rms_relative)
     assert stats.error(np.float32([inf, 1]), np.float32([1, 1])).max_absolute == inf
     nothing = stats.error(np.float32([1]), np.float32([nan]))
     assert nothing.count == 0
-    assert np.isnan([nothing.max_absolute, nothing.max_relative, nothing.rms_relative, nothing.bias, nothing.magnitude_bias]).all()
+    assert np.isnan(
+        [
+            nothing.max_absolute,
+            nothing.max_relative,
+            nothing.rms_relative,
+            nothing.bias,
+            nothing.magnitude_bias,
+        ]
+    ).all()
 
 
 def test_truncation_is_a_negative_magnitude_bias(rng):
-    """Rounding toward zero loses on both signs, nearest even on neither: plain bias hides what magnitude_bias shows (Q-7)."""
+    """Rounding toward zero loses on both signs, nearest even on neither: plain bias hides what
+    magnitude_bias shows (Q-7).
+    """
     x = rng.standard_normal(100_000).astype(np.float32)
-    truncated, nearest = (stats.error(cast.round_to(x, E4M3FN, rounding=r), x) for r in ("toward_zero", "nearest_even"))
+    truncated, nearest = (
+        stats.error(cast.round_to(x, E4M3FN, rounding=r), x)
+        for r in ("toward_zero", "nearest_even")
+    )
     # on average half a step of 2^-3, relative to values spread over a binade: between 1/32 and 1/16
     assert -1 / 16 < truncated.magnitude_bias < -1 / 32
     assert abs(nearest.magnitude_bias) < 1e-3 > abs(truncated.bias)
 
 
-def test_error_of_a_gemm_is_within_its_bound(rng):  # B-1, of which a float32 result has no further rounding
-    x, w = (scaling.quantize(rng.standard_normal((n, 512)).astype(np.float32), E4M3FN) for n in (16, 24))
-    magnitude = np.abs(scaling.dequantize(x).astype(np.float64)) @ np.abs(scaling.dequantize(w).astype(np.float64)).T
+def test_error_of_a_gemm_is_within_its_bound(
+    rng,
+):  # B-1, of which a float32 result has no further rounding
+    x, w = (
+        scaling.quantize(rng.standard_normal((n, 512)).astype(np.float32), E4M3FN) for n in (16, 24)
+    )
+    magnitude = (
+        np.abs(scaling.dequantize(x).astype(np.float64))
+        @ np.abs(scaling.dequantize(w).astype(np.float64)).T
+    )
     gamma = 521 * 2.0**-24 / (1 - 521 * 2.0**-24)
-    assert 0 < stats.error(gemm.matmul(x, w, accumulate="f32"), gemm.matmul(x, w)).max_absolute <= gamma * magnitude.max()
+    assert (
+        0
+        < stats.error(gemm.matmul(x, w, accumulate="f32"), gemm.matmul(x, w)).max_absolute
+        <= gamma * magnitude.max()
+    )
 
 
 ONE = scaling.quantize(np.ones((2, 4), np.float32), E4M3FN)
@@ -272,8 +377,16 @@ ONE = scaling.quantize(np.ones((2, 4), np.float32), E4M3FN)
         (lambda: stats.statistics(np.ones((2, 4)), ONE), "float64"),
         (lambda: stats.exponents(np.ones((4, 2), np.float32), ONE), r"codes of shape \(2, 4\)"),
         (lambda: stats.statistics(np.ones((2, 4), np.int32), ONE), "int32"),
-        (lambda: stats.statistics(np.ones((0, 4), np.float32), ONE._replace(codes=ONE.codes[:0])), "at least one element"),
-        (lambda: stats.statistics(np.ones((2, 4), np.float32), ONE._replace(fmt=E8M0FNU)), "e8m0fnu"),
+        (
+            lambda: stats.statistics(
+                np.ones((0, 4), np.float32), ONE._replace(codes=ONE.codes[:0])
+            ),
+            "at least one element",
+        ),
+        (
+            lambda: stats.statistics(np.ones((2, 4), np.float32), ONE._replace(fmt=E8M0FNU)),
+            "e8m0fnu",
+        ),
         (lambda: stats.exponents(np.ones((2, 4), np.float32), ONE, lowest=3, highest=2), "Swap"),
         (lambda: stats.error(np.ones(2), np.ones(3)), "one shape"),
         (lambda: stats.error(np.ones(0), np.ones(0)), "not empty"),
@@ -296,8 +409,16 @@ SLAB_SHAPES = {
 def slab_measure(x, q):
     yield "amax", np.maximum, np.abs(x)
     yield "positive", np.add, x > 0
-    yield "scales", np.maximum, np.broadcast_to(scaling.spread(q.scale, x.shape, q.granularity, q.axis), x.shape)
-    yield "sum", np.add, np.round(x * 8).astype(np.float64)  # integers: the order of the sum does not matter
+    yield (
+        "scales",
+        np.maximum,
+        np.broadcast_to(scaling.spread(q.scale, x.shape, q.granularity, q.axis), x.shape),
+    )
+    yield (
+        "sum",
+        np.add,
+        np.round(x * 8).astype(np.float64),
+    )  # integers: the order of the sum does not matter
 
 
 @pytest.mark.parametrize("slab", [1, 200, 300, 1 << 20])
@@ -320,7 +441,10 @@ def test_slabs_change_nothing(granularity, axis, slab, rng, monkeypatch):  # Q-6
 
 def test_a_scalar_is_one_group():
     x = np.float32(-3)
-    assert stats.reduce_groups(x, scaling.quantize(x, E4M3FN), slab_measure, per_group=True)["amax"] == 3
+    assert (
+        stats.reduce_groups(x, scaling.quantize(x, E4M3FN), slab_measure, per_group=True)["amax"]
+        == 3
+    )
 
 
 @pytest.mark.parametrize("fill", [np.nan, np.inf])

@@ -1,4 +1,6 @@
-"""Scales of two levels, against torchao's NVFP4 as it runs, and Transformer Engine's transcribed."""
+"""Scales of two levels, against torchao's NVFP4 as it runs, and Transformer Engine's
+transcribed.
+"""
 
 import numpy as np
 import pytest
@@ -14,9 +16,15 @@ EXPONENTS = (-120, -40, -3, 0, 60, 118)
 
 
 def tensors(rng, shape=(64, 128)):
-    """Tensors of many sizes, with blocks of many sizes, of zeros, and one element that is much larger."""
+    """Tensors of many sizes, with blocks of many sizes, of zeros, and one element that is much
+    larger.
+    """
     for exponent in EXPONENTS:
-        x = rng.standard_normal(shape) * np.exp2(rng.uniform(-8, 6, (shape[0], 1))) * np.exp2(rng.uniform(-8, 2, (1, shape[1])))
+        x = (
+            rng.standard_normal(shape)
+            * np.exp2(rng.uniform(-8, 6, (shape[0], 1)))
+            * np.exp2(rng.uniform(-8, 2, (1, shape[1])))
+        )
         x[:16, 16:32], x[20, 3] = 0, 64 * (exponent % 2)
         yield np.ldexp(x, exponent - 6).astype(np.float32)
     ties = rng.choice(np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -5, 6, -0.0]), shape)
@@ -25,7 +33,9 @@ def tensors(rng, shape=(64, 128)):
 
 
 def assert_equal(x, q, pairs, scale_inv):
-    """Equal scales; and codes, but where x * scale is NaN (a zero under an infinite scale), for which a format without NaN has no right code (C-9)."""
+    """Equal scales; and codes, but where x * scale is NaN (a zero under an infinite scale), for
+    which a format without NaN has no right code (C-9).
+    """
     np.testing.assert_array_equal(q.scale_inv, scale_inv)
     with np.errstate(invalid="ignore", over="ignore"):
         number = ~np.isnan(x * scaling.spread(q.scale, x.shape, q.granularity, q.axis))
@@ -37,13 +47,20 @@ def assert_equal(x, q, pairs, scale_inv):
 @pytest.mark.parametrize("policy", ["torchao_nvfp4", "torchao_nvfp4_one_level"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_torchao_nvfp4_is_the_simulators(policy, dtype, rng):  # S-22, F-5
-    run = {"torchao_nvfp4": torchao_nvfp4, "torchao_nvfp4_one_level": torchao_nvfp4_one_level}[policy]
+    run = {"torchao_nvfp4": torchao_nvfp4, "torchao_nvfp4_one_level": torchao_nvfp4_one_level}[
+        policy
+    ]
     for x in tensors(rng):
         x = cast.round_to(x, BFLOAT16) if dtype is torch.bfloat16 else x
-        theirs, q = run(torch.from_numpy(x).to(dtype)), scaling.quantize(x, E2M1FN, granularity="nvfp4_1x16", policy=policy)
+        theirs, q = (
+            run(torch.from_numpy(x).to(dtype)),
+            scaling.quantize(x, E2M1FN, granularity="nvfp4_1x16", policy=policy),
+        )
         assert_equal(x, q, theirs.qdata.numpy(), theirs.scale.float().numpy())
         if np.isfinite(q.scale).all():
-            np.testing.assert_array_equal(scaling.dequantize(q), theirs.dequantize(torch.float32).numpy())
+            np.testing.assert_array_equal(
+                scaling.dequantize(q), theirs.dequantize(torch.float32).numpy()
+            )
         assert (q.tensor_scale_inv is None) == (theirs.per_tensor_scale is None)
         assert q.tensor_scale_inv is None or q.tensor_scale_inv == theirs.per_tensor_scale.numpy()
 
@@ -55,12 +72,20 @@ def test_te_nvfp4_is_its_sources(granularity, rows, rng):  # S-22
         q = scaling.quantize(x, E2M1FN, granularity=granularity, policy="te_nvfp4")
         assert_equal(
             x,
-            q._replace(scale_inv=np.repeat(q.scale_inv, rows, axis=0), scale=np.repeat(q.scale, rows, axis=0), granularity="nvfp4_1x16"),
+            q._replace(
+                scale_inv=np.repeat(q.scale_inv, rows, axis=0),
+                scale=np.repeat(q.scale, rows, axis=0),
+                granularity="nvfp4_1x16",
+            ),
             codes.numpy(),
             scale.float().numpy(),
         )
-        if amax > 2.0**-110:  # S_enc is below float32's max: 1 / S_enc is two roundings, of 2^-24 each, and the quotient by 2688 one
-            np.testing.assert_allclose(q.tensor_scale_inv, amax.numpy() / np.float32(2688), rtol=2.0**-22, atol=0)
+        if amax > 2.0**-110:
+            # S_enc is below float32's max: 1 / S_enc is two roundings, of 2^-24 each, and the
+            # quotient by 2688 one
+            np.testing.assert_allclose(
+                q.tensor_scale_inv, amax.numpy() / np.float32(2688), rtol=2.0**-22, atol=0
+            )
 
 
 @pytest.mark.parametrize("mode", ["floor", "ceil", "even", "rceil"])
@@ -74,7 +99,10 @@ def test_torchao_mxfp4_is_the_simulators(mode, rng):  # S-14, F-5
 def test_a_block_that_is_too_small_gets_scale_0_or_the_smallest():  # S-22
     x = np.zeros((1, 32), np.float32)
     x[0, 0], x[0, 16] = 6, 6 * 2.0**-20
-    te, torchao = (scaling.quantize(x, E2M1FN, granularity="nvfp4_1x16", policy=p) for p in ("te_nvfp4", "torchao_nvfp4"))
+    te, torchao = (
+        scaling.quantize(x, E2M1FN, granularity="nvfp4_1x16", policy=p)
+        for p in ("te_nvfp4", "torchao_nvfp4")
+    )
     assert te.scale_inv[0, 1] == 0
     assert te.scale[0, 1] == np.finfo(np.float32).max
     assert te.codes[0, 16] == 7
@@ -90,26 +118,44 @@ def test_an_infinite_tensor_has_the_block_scales_of_its_policy():  # S-22
     assert te.tensor_scale_inv == 1
     torchao = two_level.scales_from_amaxes(blocks, np.float32(np.inf), policy="torchao_nvfp4")
     np.testing.assert_array_equal(torchao.scale_inv, [np.nan, 2.0**-6])
-    assert scaling.quantize(np.full((1, 16), np.nan, np.float32), E2M1FN, granularity="nvfp4_1x16", policy="te_nvfp4").codes[0, 0] == 7
+    assert (
+        scaling.quantize(
+            np.full((1, 16), np.nan, np.float32),
+            E2M1FN,
+            granularity="nvfp4_1x16",
+            policy="te_nvfp4",
+        ).codes[0, 0]
+        == 7
+    )
 
 
 @pytest.mark.parametrize("policy", FP4_POLICIES)
 def test_a_gemm_scales_each_block_and_last_the_tensors(policy, rng):  # G-13, S-22
     a, b = (
-        scaling.quantize(rng.standard_normal((n, 64)).astype(np.float32), E2M1FN, granularity="nvfp4_1x16", policy=policy) for n in (5, 7)
+        scaling.quantize(
+            rng.standard_normal((n, 64)).astype(np.float32),
+            E2M1FN,
+            granularity="nvfp4_1x16",
+            policy=policy,
+        )
+        for n in (5, 7)
     )
     total = np.zeros((5, 7), np.float32)
     for i in range(4):
         part = slice(16 * i, 16 * i + 16)
-        acc = (cast.decode(a.codes[:, part], E2M1FN) @ cast.decode(b.codes[:, part], E2M1FN).T).astype(
-            np.float32
-        )  # exact: below 2^24 quarters
+        acc = (
+            cast.decode(a.codes[:, part], E2M1FN) @ cast.decode(b.codes[:, part], E2M1FN).T
+        ).astype(np.float32)  # exact: below 2^24 quarters
         total = total + acc * a.scale_inv[:, i : i + 1] * b.scale_inv[:, i : i + 1].T
-    expected = total if a.tensor_scale_inv is None else total * (a.tensor_scale_inv * b.tensor_scale_inv)
+    expected = (
+        total if a.tensor_scale_inv is None else total * (a.tensor_scale_inv * b.tensor_scale_inv)
+    )
     np.testing.assert_array_equal(gemm.matmul(a, b), expected)
     with pytest.raises(ValueError, match="tensor cores multiply e4m3fn and e5m2; got e2m1fn"):
         gemm.matmul(a, b, accumulate="hopper_fast")
-    whole = scaling.quantize(np.ones((2, 32), np.float32), E2M1FN, granularity="rowwise", policy="te_nvfp4")
+    whole = scaling.quantize(
+        np.ones((2, 32), np.float32), E2M1FN, granularity="rowwise", policy="te_nvfp4"
+    )
     with pytest.raises(ValueError, match="scales of two levels go with blocks along K"):
         gemm.matmul(whole, whole)
 
@@ -118,23 +164,38 @@ def test_statistics_of_a_tensor_in_two_levels(rng):  # Q-1
     x = rng.standard_normal((32, 64)).astype(np.float32)
     q = scaling.quantize(x, E2M1FN, granularity="nvfp4_1x16", policy="te_nvfp4")
     found = stats.statistics(x, q)
-    assert found.sqnr == pytest.approx(10 * np.log10((x.astype(float) ** 2).sum() / ((scaling.dequantize(q).astype(float) - x) ** 2).sum()))
+    assert found.sqnr == pytest.approx(
+        10
+        * np.log10(
+            (x.astype(float) ** 2).sum() / ((scaling.dequantize(q).astype(float) - x) ** 2).sum()
+        )
+    )
 
 
 def test_errors():  # S-22
-    with pytest.raises(ValueError, match=r"policy 'te_nvfp4' makes scales from a block's amax and the tensor's"):
+    with pytest.raises(
+        ValueError, match=r"policy 'te_nvfp4' makes scales from a block's amax and the tensor's"
+    ):
         scaling.scale_from_amax(np.float32(1), E2M1FN, "te_nvfp4")
     with pytest.raises(ValueError, match=r"two-level scales are of e2m1fn.*got e4m3fn"):
-        scaling.quantize(np.ones((1, 16), np.float32), E4M3FN, granularity="nvfp4_1x16", policy="te_nvfp4")
+        scaling.quantize(
+            np.ones((1, 16), np.float32), E4M3FN, granularity="nvfp4_1x16", policy="te_nvfp4"
+        )
     with pytest.raises(ValueError, match=r"two-level scales are of e2m1fn.*policy 'torchao'"):
         two_level.scales_from_amaxes(np.float32([1]), np.float32(1), policy="torchao")
     with pytest.raises(ValueError, match=r"one amax, of shape \(\); got \(1,\)"):
         two_level.scales_from_amaxes(np.float32([1]), np.float32([1]))
     with pytest.raises(ValueError, match=r"with two_level .* takes no other decision; got margin"):
         ScalePolicy(name="mine", margin=1, two_level=TwoLevel(tensor="none"))
-    for wrong in ({"tensor": "both"}, {"tensor": "none", "smallest": 1.0}, {"tensor": "none", "block_fmt": E2M1FN}):
+    for wrong in (
+        {"tensor": "both"},
+        {"tensor": "none", "smallest": 1.0},
+        {"tensor": "none", "block_fmt": E2M1FN},
+    ):
         with pytest.raises(ValueError, match=r"encode, decode, none|smallest is in \[0, 1\)"):
             TwoLevel(**wrong)
-    q = scaling.quantize(np.ones((1, 16), np.float32), E2M1FN, granularity="nvfp4_1x16", policy="te_nvfp4")
+    q = scaling.quantize(
+        np.ones((1, 16), np.float32), E2M1FN, granularity="nvfp4_1x16", policy="te_nvfp4"
+    )
     with pytest.raises(ValueError, match=r"one tensor_scale_inv, of shape \(\)"):
         scaling.dequantize(q._replace(tensor_scale_inv=np.ones(1, np.float32)))

@@ -27,7 +27,13 @@ def test_health_counts():  # O-12
     plain = Layout(name="plain", m=BLOCKS, v=BLOCKS)
     state, before = run(g, plain)
     found = health.measure(g[0], before, state, layout=plain)
-    assert (found.count, found.v_lost, found.bounded, found.clipped_m, found.clipped_v) == (128, 0, 0, 0, 0)  # both moments are lost
+    assert (found.count, found.v_lost, found.bounded, found.clipped_m, found.clipped_v) == (
+        128,
+        0,
+        0,
+        0,
+        0,
+    )  # both moments are lost
     g[0, 1:] = 1
     state, before = run(g, plain)
     found = health.measure(g[0], before, state, layout=plain)
@@ -37,11 +43,19 @@ def test_health_counts():  # O-12
     assert found.root_bias == pytest.approx(1000 / 1127 - 1, rel=0.01)
     assert found.bytes_per_parameter == 2 + 8 / 128
     perfect = health.measure(g[0], *run(g, "float32")[::-1], layout="float32")
-    assert (perfect.v_lost, perfect.root_bias, perfect.update_error, perfect.stalled_m, perfect.stalled_v) == (0, 0, 0, 0, 0)
+    assert (
+        perfect.v_lost,
+        perfect.root_bias,
+        perfect.update_error,
+        perfect.stalled_m,
+        perfect.stalled_v,
+    ) == (0, 0, 0, 0, 0)
 
 
 def test_nearest_roots_stall_and_stochastic_ones_do_not():  # O-12
-    """sqrt(0.95) shrinks a root by 2.5 %: less than half of the smallest step of a normal number, 3.1 %."""
+    """sqrt(0.95) shrinks a root by 2.5 %: less than half of the smallest step of a normal number,
+    3.1 %.
+    """
     g = gradients(3, 512, 2, widest=2) + F32(0.1)
     state, before = run(g, "sqrt_e4m3")
     found = health.measure(g[-1], before, state, layout="sqrt_e4m3")
@@ -72,21 +86,30 @@ def test_counts_by_a_second_implementation(name):  # O-12
     at = data.scalars(4, learning_rate=0.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
     m, v = moments.averages(states.in_range(g[-1]), *states.decode(before, layout), at, layout)
     read_m, read_v = states.decode(state, layout)
-    counted = dict.fromkeys(("v_lost", "bounded", "clipped_m", "clipped_v", "stalled_m", "stalled_v"), 0)
+    counted = dict.fromkeys(
+        ("v_lost", "bounded", "clipped_m", "clipped_v", "stalled_m", "stalled_v"), 0
+    )
     for i in range(300):
         counted["v_lost"] += bool(read_v[i] == 0 and read_m[i] != 0)
-        ratio = F32(m[i] * F32(at.inverse1)) / F32(F32(np.sqrt(v[i]) * F32(at.inverse2)) + F32(at.eps))
+        ratio = F32(m[i] * F32(at.inverse1)) / F32(
+            F32(np.sqrt(v[i]) * F32(at.inverse2)) + F32(at.eps)
+        )
         counted["bounded"] += layout.bounded and bool(abs(ratio) > F32(at.bound))
         for which, x, moment, stored, read, decay in (
             ("m", m, layout.m, state.m, read_m, at.b1),
             ("v", v, layout.v, state.v, read_v, at.b2),
         ):
-            inverse = stored.scale_inv if moment.block is None else stored.scale_inv[i // moment.block]
+            inverse = (
+                stored.scale_inv if moment.block is None else stored.scale_inv[i // moment.block]
+            )
             value, idle = x[i], F32(F32(decay) * read[i])
             value, idle = (np.sqrt(value), np.sqrt(idle)) if moment.root else (value, idle)
             limit = {"e4m3fn": 464, "e5m2": 61440}[moment.fmt.name]
             counted[f"clipped_{which}"] += bool(abs(value) > F32(limit) * inverse)
-            same = moments.round_codes(np.array([F32(idle) / inverse], F32), moment, 0, None)[0] == stored.codes[i]
+            same = (
+                moments.round_codes(np.array([F32(idle) / inverse], F32), moment, 0, None)[0]
+                == stored.codes[i]
+            )
             counted[f"stalled_{which}"] += bool(same and stored.codes[i] & 0x7F)
     assert {key: getattr(found, key) for key in counted} == counted
     assert (counted["clipped_m"] > 0) == (name == "previous")
@@ -100,11 +123,15 @@ def test_bounded_and_stalled_have_one_reading(case):  # O-6, O-12
     assert {key: getattr(found, key) for key in counts} == counts
     at = data.scalars(2, learning_rate=0.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
     m, v = moments.averages(states.in_range(g[-1]), *states.decode(before, layout), at, layout)
-    if case == "stalled":  # the scale of O-7, of which the kept one is the reciprocal, has two codes more
+    if (
+        case == "stalled"
+    ):  # the scale of O-7, of which the kept one is the reciprocal, has two codes more
         scale, inverse = moments.scales(np.abs(m).max(), layout.m)
         assert inverse == state.m.scale_inv[0]
         codes = state.m.codes
-        by_scale = moments.round_codes(F32(at.b1) * states.decode(state, layout)[0] * scale, layout.m, 0, None)
+        by_scale = moments.round_codes(
+            F32(at.b1) * states.decode(state, layout)[0] * scale, layout.m, 0, None
+        )
         assert ((codes & 0x7F != 0) & (by_scale == codes)).sum() == counts["stalled_m"] + 2
     else:
         assert (np.abs(moments.ratio(m, v, at)) > F32(at.bound)).sum() == 63

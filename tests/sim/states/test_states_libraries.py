@@ -1,5 +1,5 @@
-"""The optimizer states of libraries: torchao's by running it, MS-AMP's, COAT's and Transformer Engine's from transcriptions of
-their sources, each operation rounded to float32 (spec O-13)."""
+"""The optimizer states of libraries: torchao's by running it, MS-AMP's, COAT's and Transformer
+Engine's from transcriptions of their sources, each operation rounded to float32 (spec O-13)."""
 
 import dataclasses
 import functools
@@ -22,7 +22,9 @@ HYPER = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 def gradients(shape: tuple[int, ...], steps: int, *, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    return (rng.standard_t(3, (steps, *shape)) * np.exp(2 * rng.standard_normal(shape)) * 1e-3).astype(F32)
+    return (
+        rng.standard_t(3, (steps, *shape)) * np.exp(2 * rng.standard_normal(shape)) * 1e-3
+    ).astype(F32)
 
 
 def e4m3(x: np.ndarray) -> np.ndarray:
@@ -42,7 +44,10 @@ def bits(x) -> np.ndarray:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 @pytest.mark.parametrize(("shape", "b2"), [((64, 128), 0.95), ((2, 4096), 0.999), ((33, 17), 0.95)])
 def test_torchao_has_these_codes_and_scales(shape, b2):  # O-13
-    """Compiled, as torchao always is. The last shape has fewer than 4096 elements: float32 moments."""
+    """Compiled, as torchao always is.
+
+    The last shape has fewer than 4096 elements: float32 moments.
+    """
     start = np.random.default_rng(1).standard_normal(shape).astype(F32)
     weight = torch.nn.Parameter(torch.tensor(start))
     optimizer = AdamWFp8([weight], lr=1e-3, betas=(0.9, b2), eps=1e-8, weight_decay=0.1)
@@ -50,7 +55,9 @@ def test_torchao_has_these_codes_and_scales(shape, b2):  # O-13
     for t, g in enumerate(gradients(shape, 12), 1):
         weight.grad, before = torch.tensor(g), p
         optimizer.step()
-        p, state = states.step(p, g, state, learning_rate=1e-3, layout="torchao", **{**HYPER, "b2": b2})
+        p, state = states.step(
+            p, g, state, learning_rate=1e-3, layout="torchao", **{**HYPER, "b2": b2}
+        )
         for name, mine in (("exp_avg", state.m), ("exp_avg_sq", state.v)):
             theirs = optimizer.state[weight][name]
             if math.prod(shape) < 4096:
@@ -58,17 +65,21 @@ def test_torchao_has_these_codes_and_scales(shape, b2):  # O-13
                 continue
             np.testing.assert_array_equal(theirs.codes.view(torch.uint8).numpy(), mine.codes)
             np.testing.assert_array_equal(bits(theirs.scale.numpy()), bits(mine.scale_inv))
-        # Ten roundings of a change, those of the bias corrections' float32 powers, wrong by (t + 2) 2^-24 of what is at least
-        # 1 - b2, and four of weights.
+        # Ten roundings of a change, those of the bias corrections' float32 powers, wrong by (t + 2)
+        # 2^-24 of what is at least 1 - b2, and four of weights.
         after = weight.detach().numpy().copy()
         change = np.abs(after - before) + 1e-4 * np.abs(before)
-        error = change * (10 + (t + 2) / (1 - b2)) * 2.0**-24 + 4 * (np.abs(before) + change) * 2.0**-24
+        error = (
+            change * (10 + (t + 2) / (1 - b2)) * 2.0**-24 + 4 * (np.abs(before) + change) * 2.0**-24
+        )
         assert (np.abs(after - p) <= error).all()
         p = after
 
 
 def msamp_scale(amax, largest: float) -> np.ndarray:
-    """MS-AMP msamp/common/tensor/meta.py, ScalingMeta.compute_scaling_factor (commit 9746ea8), with scale ones and margin 0."""
+    """MS-AMP msamp/common/tensor/meta.py, ScalingMeta.compute_scaling_factor (commit 9746ea8), with
+    scale ones and margin 0.
+    """
     with np.errstate(divide="ignore"):
         exponent = np.floor(np.log2(F32(largest) * (F32(1) / F32(amax))).astype(F32))
     factor = np.round(np.exp2(np.abs(exponent)).astype(F32))
@@ -77,7 +88,9 @@ def msamp_scale(amax, largest: float) -> np.ndarray:
 
 
 def msamp_step(p, g, m8, m_inv, v16, v_inv, *, lr, b1, b2, eps, weight_decay, t):
-    """msamp/optim/adamw.cu, adamw_fp8_stage1_kernel and stage2_kernel, and adamw.py's loop around them (commit 9746ea8)."""
+    """msamp/optim/adamw.cu, adamw_fp8_stage1_kernel and stage2_kernel, and adamw.py's loop around
+    them (commit 9746ea8).
+    """
     b1_, b2_ = F32(b1), F32(b2)
     step_size, root = F32(lr / (1 - b1**t)), F32(math.sqrt(1 - b2**t))
     p = p * F32(1 - lr * weight_decay)
@@ -85,12 +98,20 @@ def msamp_step(p, g, m8, m_inv, v16, v_inv, *, lr, b1, b2, eps, weight_decay, t)
     v = b2_ * v16.astype(F32) * v_inv + (F32(1) - b2_) * (g * g)
     p = p - step_size * (m / (np.sqrt(v) / root + F32(eps)))
     m_scale, v_scale = msamp_scale(np.abs(m).max(), 448.0), msamp_scale(np.abs(v).max(), 65504.0)
-    return p, e4m3(m * m_scale), F32(1) / m_scale, (v * v_scale).astype(np.float16), F32(1) / v_scale
+    return (
+        p,
+        e4m3(m * m_scale),
+        F32(1) / m_scale,
+        (v * v_scale).astype(np.float16),
+        F32(1) / v_scale,
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_ms_amps_formulas(seed):  # O-13
-    """Codes and scales, of betas whose complements in float32 are the same from float64: b1 = 0.875, b2 = 0.96875."""
+    """Codes and scales, of betas whose complements in float32 are the same from float64: b1 =
+    0.875, b2 = 0.96875.
+    """
     hyper = {**HYPER, "b1": 0.875, "b2": 0.96875}
     size, p = 2000, np.random.default_rng(1).standard_normal(2000).astype(F32)
     state, q = states.init((size,), "msamp"), p
@@ -100,21 +121,36 @@ def test_ms_amps_formulas(seed):  # O-13
         q, *theirs = msamp_step(q, g, *theirs, lr=1e-3, t=t, **hyper)
         np.testing.assert_array_equal(state.m.codes, theirs[0])
         np.testing.assert_array_equal(state.v.codes, theirs[2].astype(F32))
-        assert (bits(state.m.scale_inv), bits(state.v.scale_inv)) == (bits(theirs[1]), bits(theirs[3]))
-        # t steps, each with a rounding of the weight, of its decay, and ten of a change of at most 1e-3 * 8
+        assert (bits(state.m.scale_inv), bits(state.v.scale_inv)) == (
+            bits(theirs[1]),
+            bits(theirs[3]),
+        )
+        # t steps, each with a rounding of the weight, of its decay, and ten of a change of at most
+        # 1e-3 * 8
         np.testing.assert_allclose(p, q, rtol=0, atol=t * (5 * 2 * 2.0**-24 + 8e-3 * 10 * 2.0**-24))
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_ms_amps_masters(seed):  # O-13, O-15
-    """A weight in a float16 ScalingTensor: adamw.py's ``params.copy_(p.cast(kfloat16, meta))`` gives it a scale by its own new amax, and
-    cast of msamp/common/tensor/tensor.py is ``(x * scale).to(float16)``. Each step begins from fp8ref's master, as the two formulas of a
-    change differ in the last places."""
+    """A weight in a float16 ScalingTensor: adamw.py's ``params.copy_(p.cast(kfloat16, meta))``
+    gives it a scale by its own new amax, and cast of msamp/common/tensor/tensor.py is ``(x *
+    scale).to(float16)``. Each step begins from fp8ref's master, as the two formulas of a change
+    differ in the last places."""
     layout, size = data.WITH_MASTERS["msamp_o2"], 2000
     plain = dataclasses.replace(layout, master=data.Moment())
-    p, state = states.master(np.random.default_rng(1).standard_normal(size).astype(F32), layout), states.init((size,), layout)
+    p, state = (
+        states.master(np.random.default_rng(1).standard_normal(size).astype(F32), layout),
+        states.init((size,), layout),
+    )
     for g in gradients((size,), 10, seed=seed):
-        new, _ = states.step(states.weight(p, layout), g, under(state, plain), learning_rate=1e-2, layout=plain, **HYPER)
+        new, _ = states.step(
+            states.weight(p, layout),
+            g,
+            under(state, plain),
+            learning_rate=1e-2,
+            layout=plain,
+            **HYPER,
+        )
         p, state = states.step(p, g, state, learning_rate=1e-2, layout=layout, **HYPER)
         scale = msamp_scale(np.abs(new).max(), 65504.0)
         np.testing.assert_array_equal(p.codes, (new * scale).astype(np.float16).astype(F32))
@@ -122,10 +158,20 @@ def test_ms_amps_masters(seed):  # O-13, O-15
 
 
 def test_ms_amps_scales_are_powers_of_two_but_next_to_one():  # O-13
-    """Where max / amax is within two float32 numbers of a power of two, its logarithm in float32 is an integer."""
+    """Where max / amax is within two float32 numbers of a power of two, its logarithm in float32 is
+    an integer.
+    """
     rng = np.random.default_rng(0)
-    near = [np.nextafter(F32(448 / 2.0**k), F32(towards)) for k in range(-20, 20) for towards in (0, 1e9)]
-    near += [np.nextafter(np.nextafter(F32(448 / 2.0**k), F32(towards)), F32(towards)) for k in range(-20, 20) for towards in (0, 1e9)]
+    near = [
+        np.nextafter(F32(448 / 2.0**k), F32(towards))
+        for k in range(-20, 20)
+        for towards in (0, 1e9)
+    ]
+    near += [
+        np.nextafter(np.nextafter(F32(448 / 2.0**k), F32(towards)), F32(towards))
+        for k in range(-20, 20)
+        for towards in (0, 1e9)
+    ]
     exact = [F32(448 / 2.0**k) for k in range(-20, 20)]
     drawn = (2.0 ** rng.uniform(-40, 40, 3000)).astype(F32)
     moment = data.LAYOUTS["msamp"].m
@@ -143,8 +189,8 @@ def test_ms_amps_scales_are_powers_of_two_but_next_to_one():  # O-13
 
 
 def te_state(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(codes, scale_inv): fused_adam.py, FusedAdam._apply_scale of an FP8 state (commit 04912bf); the quantizer's kernel keeps
-    scale_inv = 1 / scale."""
+    """(codes, scale_inv): fused_adam.py, FusedAdam._apply_scale of an FP8 state (commit 04912bf);
+    the quantizer's kernel keeps scale_inv = 1 / scale."""
     absmax = np.maximum(-x.min(), x.max())
     scale = F32(1) / (absmax / F32(448))
     return e4m3(x * scale), F32(1) / scale
@@ -172,7 +218,9 @@ def test_transformer_engine_divides_by_a_zero_amax():  # O-13
     with np.errstate(divide="ignore", invalid="ignore"):
         codes, inverse = te_state(np.zeros(4, F32))
         assert np.isnan(values(codes) * inverse).all()
-    state = states.step(np.ones(4, F32), np.zeros(4, F32), states.init((4,), "te"), learning_rate=1e-3, layout="te")[1]
+    state = states.step(
+        np.ones(4, F32), np.zeros(4, F32), states.init((4,), "te"), learning_rate=1e-3, layout="te"
+    )[1]
     assert (states.decode(state, "te")[0] == 0).all()
 
 
@@ -180,12 +228,15 @@ TINY = F32(1e-30)
 
 
 def lowered(a: np.ndarray, shifted: np.ndarray) -> np.ndarray:
-    """The kernel's minimum of a lane and a shifted one, which skips a zero of the shifted one alone."""
+    """The kernel's minimum of a lane and a shifted one, which skips a zero of the shifted one
+    alone.
+    """
     return np.where(shifted > 0, np.fmin(a, shifted), a)
 
 
 def coat_extremes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(max, min) + 1e-30 of blocks [n, 128], by the warps' reductions of fp8_adamw_expand_cuda_kernel.cu (commit 80ec99f).
+    """(max, min) + 1e-30 of blocks [n, 128], by the warps' reductions of
+    fp8_adamw_expand_cuda_kernel.cu (commit 80ec99f).
 
     shfl_down of a lane that has no partner gives the lane's own value; only lane 0 is read.
     """
@@ -207,15 +258,18 @@ def powf(x, k):
 
 
 def coat_state(x: np.ndarray, exponents: str):
-    """(codes, scale, exponent, center) of blocks: the second half of that kernel. exponents: ``kernel``, multiples of 1/16, or
-    ``subset``, the largest of fp8ref's four that is not above the kernel's."""
+    """(codes, scale, exponent, center) of blocks: the second half of that kernel. exponents:
+    ``kernel``, multiples of 1/16, or ``subset``, the largest of fp8ref's four that is not above the
+    kernel's."""
     with np.errstate(divide="ignore"):
         most, least = coat_extremes(x)
         ratio, center = most / least, np.sqrt(most) * np.sqrt(least)
         bound = F32(448 * 448 / 2)
         exponent = np.floor(np.log2(bound) / np.log2(ratio) * F32(16)) / F32(16)
     if exponents == "subset":
-        exponent = np.select([exponent >= k for k in (4, 2, 1)], [F32(4), F32(2), F32(1)], F32(0.5)).astype(F32)
+        exponent = np.select(
+            [exponent >= k for k in (4, 2, 1)], [F32(4), F32(2), F32(1)], F32(0.5)
+        ).astype(F32)
     of, k = (np.repeat(a, 128) for a in (center, exponent))
     y = np.copysign(powf(np.abs(x) / of, k), x)
     scale = powf(most / center, exponent) / F32(448)
@@ -225,32 +279,48 @@ def coat_state(x: np.ndarray, exponents: str):
 def coat_read(codes, scale, exponent, center) -> np.ndarray:
     """Its first lines: the moment of a code."""
     x = values(codes) * np.repeat(scale, 128)
-    return np.copysign(powf(np.abs(x), F32(1) / np.repeat(exponent, 128)), x) * np.repeat(center, 128)
+    return np.copysign(powf(np.abs(x), F32(1) / np.repeat(exponent, 128)), x) * np.repeat(
+        center, 128
+    )
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.5, 1.0, 1.6, 2.5])
 def test_coats_kernel_with_exponents_of_the_subset(spread):  # O-10, O-13
-    """Exponents are equal; scales and codes are, but where powf rounds once and products twice: x^4 and x^(1/4)."""
+    """Exponents are equal; scales and codes are, but where powf rounds once and products twice: x^4
+    and x^(1/4).
+    """
     rng = np.random.default_rng(0)
     size, p = 128 * 64, np.ones(128 * 64, F32)
-    # no zeros, which the kernel's minimum treats by their lane, and magnitudes to which 1e-30 adds nothing
-    x = (np.exp(spread * rng.standard_normal(size)) * np.sign(rng.standard_normal(size)) * 1e-3).astype(F32)
+    # no zeros, which the kernel's minimum treats by their lane, and magnitudes to which 1e-30 adds
+    # nothing
+    x = (
+        np.exp(spread * rng.standard_normal(size)) * np.sign(rng.standard_normal(size)) * 1e-3
+    ).astype(F32)
     moment = data.LAYOUTS["coat"].m
     layout = data.Layout(name="m", m=moment)
-    state = states.step(p, x, states.init((size,), layout), learning_rate=0.0, b1=0.0, layout=layout)[1].m
+    state = states.step(
+        p, x, states.init((size,), layout), learning_rate=0.0, b1=0.0, layout=layout
+    )[1].m
     codes, scale, exponent, center = coat_state(x, "subset")
     np.testing.assert_array_equal(state.exponent, exponent)
     np.testing.assert_array_equal(bits(state.center), bits(center))
     exact = np.repeat(exponent != 4, 128)
     np.testing.assert_array_equal(bits(state.scale_inv[exponent != 4]), bits(scale[exponent != 4]))
     np.testing.assert_array_equal(state.codes[exact], codes[exact])
-    # x^4 by two products: relative errors of 2^-24 twice and once. A code then differs only next to a tie.
+    # x^4 by two products: relative errors of 2^-24 twice and once. A code then differs only next to
+    # a tie.
     np.testing.assert_allclose(state.scale_inv, scale, rtol=4 * 2.0**-24)
     assert (np.abs(state.codes.astype(int) - codes) <= 1).all()
     assert (state.codes != codes).mean() < 1e-3
-    whole = states.State(1, state, states.MomentState(np.zeros(size, F32)), layout_decisions.written(layout))
+    whole = states.State(
+        1, state, states.MomentState(np.zeros(size, F32)), layout_decisions.written(layout)
+    )
     read = states.decode(whole, layout)[0]
-    np.testing.assert_allclose(read, coat_read(state.codes, state.scale_inv, state.exponent, state.center), rtol=4 * 2.0**-24)
+    np.testing.assert_allclose(
+        read,
+        coat_read(state.codes, state.scale_inv, state.exponent, state.center),
+        rtol=4 * 2.0**-24,
+    )
 
 
 @functools.cache
@@ -270,8 +340,9 @@ def coat_run(exponents: str) -> float:
 
 
 def test_coats_own_exponents_are_near():  # O-10
-    """The subset's exponents are at most COAT's, above half of them or 1/2: an error of a step in the stored power is one of 1 / k in
-    the moment. A half of the exponent at most doubles the error of numbers that are stored as normal ones."""
+    """The subset's exponents are at most COAT's, above half of them or 1/2: an error of a step in
+    the stored power is one of 1 / k in the moment. A half of the exponent at most doubles the error
+    of numbers that are stored as normal ones."""
     mine, theirs = coat_run("subset"), coat_run("kernel")
     assert theirs < 0.2
     assert mine < 2.5 * theirs

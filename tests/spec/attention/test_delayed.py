@@ -18,9 +18,18 @@ def test_a_variant_with_one_scale_for_a_tensor_has_states_of_all_roles():
 
 def test_formats_and_outputs_follow_the_variant():
     variant = dataclasses.replace(VARIANTS["cudnn"], gradient_fmt=E5M2, out=VARIANTS["mxfp8"].out)
-    assert attention_delayed.roles(variant) == {"q": E4M3FN, "k": E4M3FN, "v": E4M3FN, "s": E4M3FN, "do": E5M2, "ds": E5M2}
+    assert attention_delayed.roles(variant) == {
+        "q": E4M3FN,
+        "k": E4M3FN,
+        "v": E4M3FN,
+        "s": E4M3FN,
+        "do": E5M2,
+        "ds": E5M2,
+    }
     assert "s" not in attention_delayed.roles(dataclasses.replace(VARIANTS["cudnn"], p_scale=1.0))
-    assert "do" not in attention_delayed.roles(dataclasses.replace(VARIANTS["cudnn"], backward=None))
+    assert "do" not in attention_delayed.roles(
+        dataclasses.replace(VARIANTS["cudnn"], backward=None)
+    )
 
 
 @pytest.mark.parametrize("name", ["exact", "bf16", "fa3", "mxfp8", "fa3_paper"])

@@ -58,7 +58,12 @@ def test_other_variants_can_be_made():
 
 @pytest.mark.parametrize(
     ("fields", "said"),
-    [({"alignment": "middle"}, "alignment"), ({"window": (1,)}, "window"), ({"window": (-1, 0)}, "window"), ({"causal": 1}, "causal")],
+    [
+        ({"alignment": "middle"}, "alignment"),
+        ({"window": (1,)}, "window"),
+        ({"window": (-1, 0)}, "window"),
+        ({"causal": 1}, "causal"),
+    ],
 )
 def test_masks_that_are_refused(fields, said):
     with pytest.raises(ValueError, match=said):

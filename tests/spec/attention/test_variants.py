@@ -22,9 +22,18 @@ def test_variants_are_known_by_name_and_cite_a_source(name):  # A-1
 
 @pytest.mark.parametrize(
     ("name", "largest"),
-    [("fa3", 256), ("fa4", 256), ("fa4_threshold4", 4096), ("cudnn", 1), ("mxfp8", 1), ("fa3_paper", 256)],
+    [
+        ("fa3", 256),
+        ("fa4", 256),
+        ("fa4_threshold4", 4096),
+        ("cudnn", 1),
+        ("mxfp8", 1),
+        ("fa3_paper", 256),
+    ],
 )
-def test_the_largest_probability(name, largest):  # A-8: within the format's range, times its scale, unless the variant is at fault
+def test_the_largest_probability(
+    name, largest
+):  # A-8: within the format's range, times its scale, unless the variant is at fault
     assert VARIANTS[name].largest_probability == largest
     scale = {"cudnn": 448.0, "mxfp8": 16.0}.get(name, 1.0)
     assert (largest * scale <= E4M3FN.max) == (name != "fa4_threshold4")
@@ -58,16 +67,27 @@ def test_an_unknown_name():
 
 
 def test_a_backward_pass_reads_what_its_own_variant_made():  # A-14 to A-16, A-25
-    """What is read by no backward pass is not asked for: that of real arithmetic, and of bfloat16."""
-    codes = {"e4m3fn": SimpleNamespace(codes=np.zeros(1, np.uint8)), "bfloat16": SimpleNamespace(codes=np.zeros(1, np.float32))}
+    """What is read by no backward pass is not asked for: that of real arithmetic, and of
+    bfloat16.
+    """
+    codes = {
+        "e4m3fn": SimpleNamespace(codes=np.zeros(1, np.uint8)),
+        "bfloat16": SimpleNamespace(codes=np.zeros(1, np.float32)),
+    }
     cudnn, mx, bf16 = (VARIANTS[name] for name in ("cudnn", "mxfp8", "bf16"))
-    made = {variant.name: dict.fromkeys("qkvo" if variant is cudnn else "qkv", codes[variant.fmt.name]) for variant in (cudnn, mx, bf16)}
+    made = {
+        variant.name: dict.fromkeys("qkvo" if variant is cudnn else "qkv", codes[variant.fmt.name])
+        for variant in (cudnn, mx, bf16)
+    }
     for variant in (cudnn, mx, bf16):
         for name, tensors in (made | {"exact": {}}).items():
             if name == variant.name:
                 attention.check_result(variant, tensors)
                 continue
-            with pytest.raises(ValueError, match=f"by the same variant, '{variant.name}'; got another's, with tensors of"):
+            with pytest.raises(
+                ValueError,
+                match=f"by the same variant, '{variant.name}'; got another's, with tensors of",
+            ):
                 attention.check_result(variant, tensors)
     for variant in (VARIANTS["exact"], attention.differentiated("fa3", "bf16")):
         attention.check_result(variant, made["cudnn"])

@@ -7,13 +7,20 @@ from fp8ref.formats import E5M2, FLOAT16
 from fp8ref.spec.states import health
 from fp8ref.spec.states.layouts import LAYOUTS, Moment
 
-NUMBERS = np.array([[200.0, 4, 0, 1, 0, 50, 100, 10, -1, 8, 2, 3], [100.0, 2, 3, 0, 0, 10, 20, 10, 2, 0, 0, 0.5]])
+NUMBERS = np.array(
+    [[200.0, 4, 0, 1, 0, 50, 100, 10, -1, 8, 2, 3], [100.0, 2, 3, 0, 0, 10, 20, 10, 2, 0, 0, 0.5]]
+)
 
 
 def test_figures_and_parts():  # O-12
     found = health.of(NUMBERS[0], 2.5)
     assert (found.count, found.v_lost, found.clipped_m, found.stalled_v) == (200, 4, 1, 100)
-    assert (found.root_bias, found.update_error, found.largest_ratio, found.bytes_per_parameter) == (-0.1, 0.5, 3.0, 2.5)
+    assert (
+        found.root_bias,
+        found.update_error,
+        found.largest_ratio,
+        found.bytes_per_parameter,
+    ) == (-0.1, 0.5, 3.0, 2.5)
     assert health.of(NUMBERS[1], 2.0).update_error == 0  # no signal
     whole = health.total(NUMBERS)
     assert whole.tolist() == [300, 6, 3, 1, 0, 60, 120, 20, 1, 8, 2, 3]
@@ -36,7 +43,9 @@ def test_records_and_columns():  # Q-12
     assert health.columns({}) == {}
 
 
-@pytest.mark.parametrize(("fmt", "limit"), [(E5M2, 61440), (FLOAT16, 65520), (LAYOUTS["te"].m.fmt, 464)])
+@pytest.mark.parametrize(
+    ("fmt", "limit"), [(E5M2, 61440), (FLOAT16, 65520), (LAYOUTS["te"].m.fmt, 464)]
+)
 def test_the_limit_of_a_format(fmt, limit):  # O-12
     scaling = "power_of_two" if fmt == FLOAT16 else "multiply"
     assert health.clip_limit(Moment(fmt=fmt, scaling=scaling)) == limit

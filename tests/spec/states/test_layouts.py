@@ -1,4 +1,6 @@
-"""Layouts of optimizer states as data: what exists, what is refused and why, and the numbers of a step."""
+"""Layouts of optimizer states as data: what exists, what is refused and why, and the numbers of a
+step.
+"""
 
 import dataclasses
 import math
@@ -13,14 +15,28 @@ HYPER = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def test_every_layout_has_its_own_name_decisions_and_source():  # O-1
-    assert list(LAYOUTS) == ["float32", "bfloat16", "msamp", "fishman", "sqrt_e5m2", "sqrt_e4m3", "torchao", "te", "coat"]
+    assert list(LAYOUTS) == [
+        "float32",
+        "bfloat16",
+        "msamp",
+        "fishman",
+        "sqrt_e5m2",
+        "sqrt_e4m3",
+        "torchao",
+        "te",
+        "coat",
+    ]
     assert all(name == layout.name and layout.source for name, layout in LAYOUTS.items())
-    assert len({dataclasses.replace(layout, name="", source="") for layout in LAYOUTS.values()}) == len(LAYOUTS)
+    assert len(
+        {dataclasses.replace(layout, name="", source="") for layout in LAYOUTS.values()}
+    ) == len(LAYOUTS)
 
 
 def test_a_layout_is_looked_up_by_its_name():
     assert states.by_name("msamp") is states.by_name(LAYOUTS["msamp"])
-    with pytest.raises(ValueError, match=r"layout is a Layout or one of float32, .*; got 'adam8bit'"):
+    with pytest.raises(
+        ValueError, match=r"layout is a Layout or one of float32, .*; got 'adam8bit'"
+    ):
         states.by_name("adam8bit")
 
 
@@ -66,7 +82,8 @@ def test_corrections_are_close_to_their_exact_values(b1, b2):  # O-3
     table = states.corrections(b1, b2)
     for t in (1, 2, 3, 10, 100, len(table), 10 * len(table)):
         at = states.scalars(t, learning_rate=1.0, b1=b1, b2=b2, eps=1e-8, weight_decay=0.0)
-        # t products of relative error 2^-53 each, and a difference that is at least 1 - b; then one rounding to float32
+        # t products of relative error 2^-53 each, and a difference that is at least 1 - b; then one
+        # rounding to float32
         exact = 1 - Fraction(b1) ** t if t <= 100 else 1
         assert abs(Fraction(at.inverse1) * exact - 1) < Fraction(1, 1 << 23), t
         exact2 = 1 - float(b2) ** t
@@ -75,7 +92,10 @@ def test_corrections_are_close_to_their_exact_values(b1, b2):  # O-3
 
 def test_the_worked_example():  # O-3
     bits = {t: states.scalars(t, learning_rate=0.25, **HYPER) for t in (1, 2, 10)}
-    hexadecimal = {t: [states.struct.pack(">f", x).hex().upper() for x in (s.inverse1, s.inverse2, s.bound)] for t, s in bits.items()}
+    hexadecimal = {
+        t: [states.struct.pack(">f", x).hex().upper() for x in (s.inverse1, s.inverse2, s.bound)]
+        for t, s in bits.items()
+    }
     assert hexadecimal == {
         1: ["41200000", "408F1BBD", "3F810000"],
         2: ["40A86BCA", "404CF6CB", "3F810C09"],

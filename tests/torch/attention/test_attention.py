@@ -1,4 +1,7 @@
-"""Attention in PyTorch: what it refuses, compiles to, keeps and launches. Its bits are in parity/test_attention_torch.py."""
+"""Attention in PyTorch: what it refuses, compiles to, keeps and launches.
+
+Its bits are in parity/test_attention_torch.py.
+"""
 
 import dataclasses
 
@@ -23,10 +26,24 @@ CAUSAL = Mask(causal=True)
 WITH_GRADIENTS = [name for name, variant in VARIANTS.items() if variant.backward is not None]
 
 
-def inputs(b=1, h=4, heads=2, tq=70, tk=150, d=64, *, dtype=torch.float32, requires_grad=False, device="cpu"):
+def inputs(
+    b=1,
+    h=4,
+    heads=2,
+    tq=70,
+    tk=150,
+    d=64,
+    *,
+    dtype=torch.float32,
+    requires_grad=False,
+    device="cpu",
+):
     made = torch.Generator().manual_seed(0)
     shapes = ((b, h, tq, d), (b, heads, tk, d), (b, heads, tk, d))
-    return [torch.randn(s, generator=made).to(device, dtype).requires_grad_(requires_grad) for s in shapes]
+    return [
+        torch.randn(s, generator=made).to(device, dtype).requires_grad_(requires_grad)
+        for s in shapes
+    ]
 
 
 # ---- apply, forward, backward
@@ -80,12 +97,16 @@ def test_nan_reaches_all_that_shares_its_scale(name):
 
 
 def test_other_heads_and_scales_by_tensor_and_head():  # A-2
-    """Variants are data: cuDNN's with a scale for each head, and with the orders of sums of Hopper and Blackwell."""
+    """Variants are data: cuDNN's with a scale for each head, and with the orders of sums of Hopper
+    and Blackwell.
+    """
     leaves = inputs(requires_grad=True)
     for changed in ({"granularity": "head"}, {"sum_order": "packed"}, {"sum_order": "quad"}):
         o = attention.apply(*leaves, variant=dataclasses.replace(VARIANTS["cudnn"], **changed))
         exact = attention.apply(*leaves, variant="exact")
-        assert (o - exact).norm() < 0.08 * exact.norm()  # e4m3 rounds q, k, v, P and o by 2^-4 at most, and by far less in the mean
+        assert (
+            (o - exact).norm() < 0.08 * exact.norm()
+        )  # e4m3 rounds q, k, v, P and o by 2^-4 at most, and by far less in the mean
         o.sum().backward()
 
 
@@ -94,7 +115,10 @@ def test_autocast_changes_nothing():
     for name in WITH_GRADIENTS:
         plain = attention.apply(*leaves, variant=name)
         with torch.autocast("cpu", torch.bfloat16):
-            cast, result = attention.apply(*leaves, variant=name), attention.forward(*leaves, variant=name)
+            cast, result = (
+                attention.apply(*leaves, variant=name),
+                attention.forward(*leaves, variant=name),
+            )
         assert torch.equal(cast, plain)
         assert torch.equal(result.o, plain)
 
@@ -112,15 +136,25 @@ def test_what_is_refused():
         "a seed makes the signs of a rotation": {"seed": 3},
         "takes scales for no role; got 'q'": {"scales": {"q": torch.ones(())}, "variant": "bf16"},
         "takes scales for q, k, v; got 'do'": {"scales": {"do": torch.ones(())}, "variant": "fa3"},
-        r"float32 [1, 2, 1, 1], as its groups; got torch.float32 []": {"scales": {"q": torch.ones(())}, "variant": "fa3"},
-        "softmax scale is a number; got Parameter. Pass a float": {"scale": torch.nn.Parameter(torch.ones(()))},
-        "softcap is a number; got Parameter. Pass a float": {"softcap": torch.nn.Parameter(torch.ones(()))},
+        r"float32 [1, 2, 1, 1], as its groups; got torch.float32 []": {
+            "scales": {"q": torch.ones(())},
+            "variant": "fa3",
+        },
+        "softmax scale is a number; got Parameter. Pass a float": {
+            "scale": torch.nn.Parameter(torch.ones(()))
+        },
+        "softcap is a number; got Parameter. Pass a float": {
+            "softcap": torch.nn.Parameter(torch.ones(()))
+        },
         "as its groups; got float": {"scales": {"q": 2.0}},
-        "documents are integers [B, T], a tensor or a tuple of two, for queries and for keys; got Tensor and NoneType. Give both": {
+        "documents are integers [B, T], a tensor or a tuple of two, for queries and for keys; "
+        "got Tensor and NoneType. Give both": {
             "documents": (torch.zeros(1, 70, dtype=torch.long), None)
         },
         "for keys; got list and list. Give both": {"documents": [[0] * 70]},
-        "documents are integers, [1, 70] for queries": {"documents": torch.zeros(1, 70, dtype=torch.long)},
+        "documents are integers, [1, 70] for queries": {
+            "documents": torch.zeros(1, 70, dtype=torch.long)
+        },
     }.items():
         options = {"variant": "cudnn"} | change
         assert message in said(attention.forward, q, k, v, **options), message
@@ -135,11 +169,21 @@ def test_what_is_refused():
     }.items():
         assert message in said(attention.apply, *tensors, variant="cudnn"), message
     assert "q is a tensor; got ndarray" in said(attention.apply, q.numpy(), k, v, variant="cudnn")
-    assert "sinks is a tensor; got list" in said(attention.apply, q, k, v, variant="cudnn", sinks=[1.0] * 4)
-    assert "power of two as its size; got 96" in said(attention.apply, *inputs(d=96), variant="fa3_paper")
-    assert "seed is an integer in [0, 2^64); got -1" in said(attention.apply, q, k, v, variant="fa3_paper", seed=-1)
-    assert "features divisible by 32; got 48" in said(attention.apply, *inputs(d=48), variant="mxfp8")
-    assert "variant 'bf16' has none" in said(attention.forward, q, k, v, variant="bf16", keep_p=True)
+    assert "sinks is a tensor; got list" in said(
+        attention.apply, q, k, v, variant="cudnn", sinks=[1.0] * 4
+    )
+    assert "power of two as its size; got 96" in said(
+        attention.apply, *inputs(d=96), variant="fa3_paper"
+    )
+    assert "seed is an integer in [0, 2^64); got -1" in said(
+        attention.apply, q, k, v, variant="fa3_paper", seed=-1
+    )
+    assert "features divisible by 32; got 48" in said(
+        attention.apply, *inputs(d=48), variant="mxfp8"
+    )
+    assert "variant 'bf16' has none" in said(
+        attention.forward, q, k, v, variant="bf16", keep_p=True
+    )
     unknown = dataclasses.replace(VARIANTS["fa3"], policy="flax")
     assert "got policy 'flax'" in said(attention.apply, q, k, v, variant=unknown)
 
@@ -148,8 +192,8 @@ def test_what_is_refused():
 def test_a_variant_without_a_backward_pass_refuses_gradients(name):  # A-1
     leaves = inputs(requires_grad=True)
     message = (
-        f"variant '{name}' has no backward pass (A-1). Use one of exact, bf16, cudnn, mxfp8, attention.differentiated(variant, 'bf16') of fp8ref, "
-        "or call under torch.no_grad()."
+        f"variant '{name}' has no backward pass (A-1). Use one of exact, bf16, cudnn, mxfp8, "
+        "attention.differentiated(variant, 'bf16') of fp8ref, or call under torch.no_grad()."
     )
     assert said(attention.apply, *leaves, variant=name) == message
     assert message in said(attention.backward, leaves[0], *leaves, None, variant=name)
@@ -160,13 +204,32 @@ def test_a_variant_without_a_backward_pass_refuses_gradients(name):  # A-1
 def test_backward_refuses_what_is_not_forwards():
     q, k, v = inputs()
     result = attention.forward(q, k, v, variant="cudnn")
-    assert "result is what forward gave" in said(attention.backward, q, q, k, v, None, variant="cudnn")
+    assert "result is what forward gave" in said(
+        attention.backward, q, q, k, v, None, variant="cudnn"
+    )
     for name, roles in (("bf16", "q, k, v"), ("exact", "no role")):
-        message = f"result is what forward gave by the same variant, 'cudnn'; got another's, with tensors of {roles}"
-        assert message in said(attention.backward, q, q, k, v, attention.forward(q, k, v, variant=name), variant="cudnn")
-    assert "the same variant, 'bf16'; got another's" in said(attention.backward, q, q, k, v, result, variant="bf16")
-    assert "do has the shape of o" in said(attention.backward, q[:, :, :3], q, k, v, result, variant="cudnn")
-    assert "got 'q'" in said(attention.backward, q, q, k, v, result, variant="cudnn", scales={"q": torch.ones(())})
+        message = (
+            "result is what forward gave by the same variant, 'cudnn'; got another's, with "
+            f"tensors of {roles}"
+        )
+        assert message in said(
+            attention.backward,
+            q,
+            q,
+            k,
+            v,
+            attention.forward(q, k, v, variant=name),
+            variant="cudnn",
+        )
+    assert "the same variant, 'bf16'; got another's" in said(
+        attention.backward, q, q, k, v, result, variant="bf16"
+    )
+    assert "do has the shape of o" in said(
+        attention.backward, q[:, :, :3], q, k, v, result, variant="cudnn"
+    )
+    assert "got 'q'" in said(
+        attention.backward, q, q, k, v, result, variant="cudnn", scales={"q": torch.ones(())}
+    )
 
 
 @pytest.mark.parametrize("name", WITH_GRADIENTS)
@@ -191,14 +254,21 @@ def compiled_equals_eager(name, backend, tq=40, tk=150, **options):
     documents = torch.zeros(1, tq, dtype=torch.long), (torch.arange(tk)[None] > 100).long()
 
     def function(q, k, v, *documents):
-        return attention.apply(q, k, v, variant=name, mask=Mask(causal=True), documents=documents, **options)
+        return attention.apply(
+            q, k, v, variant=name, mask=Mask(causal=True), documents=documents, **options
+        )
 
     torch._dynamo.reset()
-    eager, compiled = function(*leaves, *documents), torch.compile(function, fullgraph=True, backend=backend)(*leaves, *documents)
+    eager, compiled = (
+        function(*leaves, *documents),
+        torch.compile(function, fullgraph=True, backend=backend)(*leaves, *documents),
+    )
     outputs = [(eager, compiled)]
     if name in WITH_GRADIENTS:
         do = torch.randn_like(eager)
-        outputs += zip(*(torch.autograd.grad(o, leaves, do) for o in (eager, compiled)), strict=True)
+        outputs += zip(
+            *(torch.autograd.grad(o, leaves, do) for o in (eager, compiled)), strict=True
+        )
     return outputs
 
 
@@ -218,9 +288,11 @@ def test_one_graph_with_gradients_or_blocks_has_eagers_bits(name):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # inductor's own
 def test_inductor_has_eagers_bits():
-    """With exponentials in float64, which both round to float32: inductor's float32 exp2 is another than torch's. One short tile: to
-    compile sums in order takes minutes for long ones."""
-    for eager, compiled in compiled_equals_eager("fa3", "inductor", tq=8, tk=16, arithmetic="stated"):
+    """With exponentials in float64, which both round to float32: inductor's float32 exp2 is another
+    than torch's. One short tile: to compile sums in order takes minutes for long ones."""
+    for eager, compiled in compiled_equals_eager(
+        "fa3", "inductor", tq=8, tk=16, arithmetic="stated"
+    ):
         assert torch.equal(eager, compiled)
 
 
@@ -229,12 +301,16 @@ def test_a_mask_may_be_made_inside_and_a_variant_may_not():
     q, k, v = inputs(tq=5)
 
     def of_mask(q, k, v):
-        return attention.apply(q, k, v, variant="fa3", mask=Mask(window=(3, None), alignment="start"))
+        return attention.apply(
+            q, k, v, variant="fa3", mask=Mask(window=(3, None), alignment="start")
+        )
 
     def of_variant(q, k, v):
         return attention.apply(q, k, v, variant=dataclasses.replace(VARIANTS["fa4"], threshold=4.0))
 
-    assert torch.equal(torch.compile(of_mask, fullgraph=True, backend="aot_eager")(q, k, v), of_mask(q, k, v))
+    assert torch.equal(
+        torch.compile(of_mask, fullgraph=True, backend="aot_eager")(q, k, v), of_mask(q, k, v)
+    )
     try:
         torch.compile(of_variant, fullgraph=True, backend="aot_eager")(q, k, v)
     except Exception as error:
@@ -262,7 +338,15 @@ class Largest(TorchDispatchMode):
 
 
 def largest_of(name, length, mask, arithmetic):
-    leaves = inputs(h=2, heads=1, tq=length, tk=length, d=32, requires_grad=name in WITH_GRADIENTS, device="meta")
+    leaves = inputs(
+        h=2,
+        heads=1,
+        tq=length,
+        tk=length,
+        d=32,
+        requires_grad=name in WITH_GRADIENTS,
+        device="meta",
+    )
     with Largest() as seen:
         o = attention.apply(*leaves, variant=name, mask=mask, arithmetic=arithmetic)
         if name in WITH_GRADIENTS:
@@ -295,11 +379,22 @@ class Rows(TorchDispatchMode):
 
 
 def test_what_nobody_sees_is_not_multiplied():  # A-6
-    """Eight tiles of 128: under a causal mask a tile has the rows from its first key on, 9 / 16 of the work; a window has still less."""
+    """Eight tiles of 128: under a causal mask a tile has the rows from its first key on, 9 / 16 of
+    the work; a window has still less.
+    """
     found = {}
-    for label, mask in {"full": Mask(), "causal": CAUSAL, "local": Mask(window=(127, 0)), "ahead": Mask(window=(None, 0))}.items():
+    for label, mask in {
+        "full": Mask(),
+        "causal": CAUSAL,
+        "local": Mask(window=(127, 0)),
+        "ahead": Mask(window=(None, 0)),
+    }.items():
         with Rows() as seen:
-            attention.apply(*inputs(b=2, h=4, heads=2, tq=1024, tk=1024, d=128, device="meta"), variant="cudnn", mask=mask)
+            attention.apply(
+                *inputs(b=2, h=4, heads=2, tq=1024, tk=1024, d=128, device="meta"),
+                variant="cudnn",
+                mask=mask,
+            )
         found[label] = seen.elements / 2 / 4 / 1024 / (1024 + 8 * 128)
         assert seen.gemms == 2 * 8 * 2 * 2  # scores and values, tiles, sequences, heads of keys
     assert found["full"] == 1
@@ -308,8 +403,13 @@ def test_what_nobody_sees_is_not_multiplied():  # A-6
 
 
 def test_a_pass_reads_nothing_and_copies_nothing():
-    """On the meta device a read raises, since there is no memory, and so does a copy from the host."""
-    documents = torch.zeros(1, 70, dtype=torch.long, device="meta"), torch.zeros(1, 150, dtype=torch.long, device="meta")
+    """On the meta device a read raises, since there is no memory, and so does a copy from the
+    host.
+    """
+    documents = (
+        torch.zeros(1, 70, dtype=torch.long, device="meta"),
+        torch.zeros(1, 150, dtype=torch.long, device="meta"),
+    )
     for name in VARIANTS:
         leaves = inputs(requires_grad=name in WITH_GRADIENTS, device="meta")
         for _ in range(2):  # the unit scale of GEMMs is made the first time
@@ -326,7 +426,9 @@ def test_q_k_and_v_are_kept_as_codes():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         attention.apply(*inputs(requires_grad=True), variant="cudnn")
-    assert sorted(tuple(x.shape) for x in kept if x.ndim == 4) == sorted([(1, 4, 70, 64)] * 2 + [(1, 2, 150, 64)] * 2)
+    assert sorted(tuple(x.shape) for x in kept if x.ndim == 4) == sorted(
+        [(1, 4, 70, 64)] * 2 + [(1, 2, 150, 64)] * 2
+    )
     assert {x.dtype.itemsize for x in kept if x.ndim == 4} == {1}
     assert max(x.numel() for x in kept if x.ndim != 4) == 4 * 70  # lse
 
@@ -353,14 +455,19 @@ def on_a_rank(name, along):
 @pytest.mark.parametrize("along", ["batch", "heads"])
 @pytest.mark.parametrize("name", ["cudnn", "exact", "bf16"])
 def test_ranks_share_the_amaxes_of_whole_tensors(name, along):  # P-2
-    whole, do = inputs(b=2, requires_grad=True), torch.randn(2, 4, 70, 64, generator=torch.Generator().manual_seed(5))
+    whole, do = (
+        inputs(b=2, requires_grad=True),
+        torch.randn(2, 4, 70, 64, generator=torch.Generator().manual_seed(5)),
+    )
     o = attention.apply(*whole, variant=name, mask=CAUSAL)
     o.backward(do)
     result = attention.forward(*whole, variant=name, mask=CAUSAL)
     found = attention.backward(do, *whole, result, variant=name, mask=CAUSAL)
     ranks = run(2, on_a_rank, name, along)
     for n, x in enumerate((o, *(leaf.grad for leaf in whole))):
-        parts = np.concatenate([tensors[n] for tensors, _ in ranks], axis={"batch": 0, "heads": 1}[along])
+        parts = np.concatenate(
+            [tensors[n] for tensors, _ in ranks], axis={"batch": 0, "heads": 1}[along]
+        )
         np.testing.assert_array_equal(parts, x.detach().numpy())
     for _, amaxes in ranks:
         for role, x in (result.amaxes | found.amaxes).items():
@@ -376,7 +483,8 @@ def refused_dtensor():
 
 def test_dtensors_are_refused():
     assert run(1, refused_dtensor) == [
-        "attention takes local tensors; got q, a DTensor. Pass q.to_local(), and amax_group for shared amaxes."
+        "attention takes local tensors; got q, a DTensor. Pass q.to_local(), and amax_group for "
+        "shared amaxes."
     ]
 
 
@@ -391,10 +499,15 @@ class Delayed(nn.Module):
     def __init__(self):
         super().__init__()
         config = dataclasses.replace(delayed_configs.by_name("delayed"), history_length=2)
-        self.states = nn.ModuleDict({role: delayed.RoleState(E4M3FN, config, torch.device("cpu")) for role in self.roles})
+        self.states = nn.ModuleDict(
+            {role: delayed.RoleState(E4M3FN, config, torch.device("cpu")) for role in self.roles}
+        )
 
     def forward(self, q, k, v):
-        scales, seen = ({role: getattr(state, name) for role, state in self.states.items()} for name in ("scale", "seen"))
+        scales, seen = (
+            {role: getattr(state, name) for role, state in self.states.items()}
+            for name in ("scale", "seen")
+        )
         return attention.apply(q, k, v, variant="cudnn", mask=CAUSAL, scales=scales, seen=seen)
 
 
@@ -403,9 +516,14 @@ def test_states_are_observed_and_updated():  # A-12, H-3 to H-5
     model, leaves, do = Delayed(), inputs(requires_grad=True), torch.randn(1, 4, 70, 64)
     for step in range(2):
         scales = {role: state.scale.clone() for role, state in model.states.items()}
-        forward_scales, others = ({r: x for r, x in scales.items() if (r in ("q", "k", "v", "s", "o")) is first} for first in (True, False))
+        forward_scales, others = (
+            {r: x for r, x in scales.items() if (r in ("q", "k", "v", "s", "o")) is first}
+            for first in (True, False)
+        )
         result = attention.forward(*leaves, variant="cudnn", mask=CAUSAL, scales=forward_scales)
-        wanted = attention.backward(do, *leaves, result, variant="cudnn", mask=CAUSAL, scales=others)
+        wanted = attention.backward(
+            do, *leaves, result, variant="cudnn", mask=CAUSAL, scales=others
+        )
         o = model(*leaves)
         o.backward(do)
         for role, amax in (result.amaxes | wanted.amaxes).items():
@@ -415,7 +533,9 @@ def test_states_are_observed_and_updated():  # A-12, H-3 to H-5
         for role, state in model.states.items():
             assert not state.seen.any()
             assert state.scale != scales[role] or step == 1
-    assert (result.o - attention.forward(*leaves, variant="exact", mask=CAUSAL).o).norm() < 0.1 * result.o.norm()
+    assert (
+        result.o - attention.forward(*leaves, variant="exact", mask=CAUSAL).o
+    ).norm() < 0.1 * result.o.norm()
 
 
 def test_one_graph_observes():
@@ -443,6 +563,12 @@ def test_nothing_is_found_that_nobody_asked_for():
 def test_observations_of_other_roles_are_refused():
     q, k, v = inputs()
     seen = torch.zeros(3)
-    assert "observes no role; got 'q'" in said(attention.apply, q, k, v, variant="fa3", seen={"q": seen})
-    assert "observes q, k, v, s, o, do, ds, dq, dk, dv; got 'x'" in said(attention.apply, q, k, v, variant="cudnn", seen={"x": seen})
-    assert "float32 [3], a RoleState's seen; got torch.float32 [2]" in said(attention.apply, q, k, v, variant="cudnn", seen={"q": seen[:2]})
+    assert "observes no role; got 'q'" in said(
+        attention.apply, q, k, v, variant="fa3", seen={"q": seen}
+    )
+    assert "observes q, k, v, s, o, do, ds, dq, dk, dv; got 'x'" in said(
+        attention.apply, q, k, v, variant="cudnn", seen={"x": seen}
+    )
+    assert "float32 [3], a RoleState's seen; got torch.float32 [2]" in said(
+        attention.apply, q, k, v, variant="cudnn", seen={"q": seen[:2]}
+    )

@@ -1,4 +1,6 @@
-"""Delayed scales of attention in PyTorch: states observe a step's amaxes, and give the next step's scales (spec A-12, A-19, H)."""
+"""Delayed scales of attention in PyTorch: states observe a step's amaxes, and give the next step's
+scales (spec A-12, A-19, H).
+"""
 
 import pytest
 import torch
@@ -36,8 +38,12 @@ def test_scales_of_the_first_step_are_one_and_the_next_are_of_its_amaxes():  # H
     made = model()
     o, (q, k, v, do) = step(made)
     one = torch.ones(())
-    result = attention.forward(q, k, v, variant="cudnn", mask=CAUSAL, scales=dict.fromkeys(ROLES, one))
-    gradients = attention.backward(do, q, k, v, result, variant="cudnn", mask=CAUSAL, scales=dict.fromkeys(GRADIENT_ROLES, one))
+    result = attention.forward(
+        q, k, v, variant="cudnn", mask=CAUSAL, scales=dict.fromkeys(ROLES, one)
+    )
+    gradients = attention.backward(
+        do, q, k, v, result, variant="cudnn", mask=CAUSAL, scales=dict.fromkeys(GRADIENT_ROLES, one)
+    )
     assert torch.equal(o, result.o.bfloat16())
     assert torch.equal(q.grad, gradients.dq.bfloat16())
     delayed.update(made)
@@ -47,7 +53,9 @@ def test_scales_of_the_first_step_are_one_and_the_next_are_of_its_amaxes():  # H
         assert state.scale == (448 / amaxes[role].double()).float(), role
     o, (q, k, v, _) = step(made, seed=1)
     scales = {role: made.states[role].scale for role in ROLES}
-    assert torch.equal(o, attention.forward(q, k, v, variant="cudnn", mask=CAUSAL, scales=scales).o.bfloat16())
+    assert torch.equal(
+        o, attention.forward(q, k, v, variant="cudnn", mask=CAUSAL, scales=scales).o.bfloat16()
+    )
 
 
 def test_a_pass_without_gradients_observes_nothing():  # H-4
@@ -81,9 +89,15 @@ def test_other_states_are_refused():
     with pytest.raises(ValueError, match=r"variant 'mxfp8' has scales of mx_1x32. Use 'cudnn'"):
         attention_delayed.states("mxfp8", "cpu")
     q, k, v, _ = given()
-    with pytest.raises(ValueError, match=r"variant 'mxfp8' has states of no role; got q, k, v, s, o"):
+    with pytest.raises(
+        ValueError, match=r"variant 'mxfp8' has states of no role; got q, k, v, s, o"
+    ):
         attention_delayed.apply(q, k, v, states=model().states, variant="mxfp8")
-    with pytest.raises(ValueError, match=r"variant 'cudnn' has states of q, .*; got none. Make them by attention_delayed.states"):
+    with pytest.raises(
+        ValueError,
+        match=r"variant 'cudnn' has states of q, .*; got none. Make them by "
+        r"attention_delayed.states",
+    ):
         attention_delayed.apply(q, k, v, states=None, variant="cudnn")
 
 
@@ -123,7 +137,11 @@ def test_one_graph_observes_with_eagers_bits():  # A-19, B-9
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]
             o = run(*leaves)
             o.backward(do)
-            seen += [o.detach(), *(leaf.grad for leaf in leaves), *(state.seen.clone() for state in layer.states.values())]
+            seen += [
+                o.detach(),
+                *(leaf.grad for leaf in leaves),
+                *(state.seen.clone() for state in layer.states.values()),
+            ]
             delayed.update(layer)
             seen += [state.scale.clone() for state in layer.states.values()]
         found.append(seen)
@@ -141,5 +159,6 @@ def test_calibration_sets_the_scales_of_an_evaluation():
         assert layer.states[role].scale == (448 / x.detach().abs().max().double()).float(), role
     assert all(layer.states[role].step == (role in ROLES) for role in layer.states)
     layer.eval()
-    # e4m3 rounds each of q, k, v and p by 2^-4 of it at most; dynamic scales differ from these in that alone
+    # e4m3 rounds each of q, k, v and p by 2^-4 of it at most; dynamic scales differ from these in
+    # that alone
     assert (layer(q, k, v) - expected).norm() < 4 * 2.0**-4 * expected.norm()

@@ -10,13 +10,25 @@ from fp8ref.torch.attention.function import function, values
 
 
 def made(variant="cudnn", mask=FULL, **change):
-    options = {"scale": None, "seed": 0, "arithmetic": "fast", "groups": (None, None), "roles": ((), ())} | change
+    options = {
+        "scale": None,
+        "seed": 0,
+        "arithmetic": "fast",
+        "groups": (None, None),
+        "roles": ((), ()),
+    } | change
     return function(variant, values(variant), values(mask), **options)
 
 
 def test_equal_constants_have_one_function():
     assert made() is made() is made(VARIANTS["cudnn"]) is made(mask=Mask())
-    others = [made("bf16"), made(mask=Mask(causal=True)), made(scale=0.5), made(arithmetic="stated"), made(roles=(("q",), ()))]
+    others = [
+        made("bf16"),
+        made(mask=Mask(causal=True)),
+        made(scale=0.5),
+        made(arithmetic="stated"),
+        made(roles=(("q",), ())),
+    ]
     assert len({made(), *others}) == 6
 
 
@@ -27,7 +39,11 @@ def test_values_are_all_of_a_variants_and_a_masks():
         if field.name == "source":
             continue
         other = dataclasses.replace(plain)
-        object.__setattr__(other, field.name, VARIANTS["bf16"].tiles if field.name == "tiles" else VARIANTS["exact"].fmt)
+        object.__setattr__(
+            other,
+            field.name,
+            VARIANTS["bf16"].tiles if field.name == "tiles" else VARIANTS["exact"].fmt,
+        )
         assert values(other) != values(plain), field.name
     for mask in (Mask(causal=True), Mask(window=(1, None)), Mask(alignment="start")):
         assert values(mask) != values(FULL)

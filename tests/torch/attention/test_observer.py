@@ -1,4 +1,6 @@
-"""What observers of PyTorch's attention are told: operands, products, passes (spec Q-13, B-10, B-15)."""
+"""What observers of PyTorch's attention are told: operands, products, passes (spec Q-13, B-10,
+B-15).
+"""
 
 import torch
 
@@ -19,12 +21,20 @@ class Layer(torch.nn.Module):
 
 def given():
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, h, 40, 32, generator=generator).bfloat16().requires_grad_() for h in (2, 1, 1)]
+    return [
+        torch.randn(1, h, 40, 32, generator=generator).bfloat16().requires_grad_()
+        for h in (2, 1, 1)
+    ]
 
 
 def test_operands_are_reported_by_their_first_product():
     layer, seen = Layer(), []
-    with observe_attention({"layer": layer}, lambda name, product, role, x, tensor: seen.append((name, product, role, tensor.codes.shape))):
+    with observe_attention(
+        {"layer": layer},
+        lambda name, product, role, x, tensor: seen.append(
+            (name, product, role, tensor.codes.shape)
+        ),
+    ):
         o = layer(*given())
         o.sum().backward()
     shapes = {"q": (1, 2, 40, 32), "k": (1, 1, 40, 32), "v": (1, 1, 40, 32), "do": (1, 2, 40, 32)}
@@ -50,7 +60,9 @@ def test_a_watcher_is_shown_both_passes():
 def test_a_counter_is_told_of_p_and_ds_once():
     layer, seen = Layer(), []
     with observe_attention({"layer": layer}, None, counter=lambda *one: seen.append(one)):
-        torch.utils.checkpoint.checkpoint(layer, *given(), use_reentrant=False).float().pow(3).sum().backward()
+        torch.utils.checkpoint.checkpoint(layer, *given(), use_reentrant=False).float().pow(
+            3
+        ).sum().backward()
     assert [one[:3] for one in seen] == [("layer", "values", "p"), ("layer", "grad_q", "ds")]
     result = attention.forward(*given(), variant="cudnn", mask=CAUSAL)
     assert seen[0][4].tolist() == [2 * 40 * 41 // 2, 0, int(result.lost)]

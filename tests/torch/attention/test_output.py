@@ -1,4 +1,6 @@
-"""Parts of the forward pass, against the simulator's: the cast of probabilities, the log-sum-exp (spec A-8, A-11)."""
+"""Parts of the forward pass, against the simulator's: the cast of probabilities, the log-sum-exp
+(spec A-8, A-11).
+"""
 
 import dataclasses
 
@@ -16,7 +18,9 @@ E5M2_VARIANT = dataclasses.replace(VARIANTS["cudnn"], name="e5m2", fmt=E5M2)
 
 
 @pytest.mark.parametrize(
-    "variant", [VARIANTS["fa3"], VARIANTS["cudnn"], VARIANTS["mxfp8"], E5M2_VARIANT, VARIANTS["bf16"]], ids=lambda v: v.name
+    "variant",
+    [VARIANTS["fa3"], VARIANTS["cudnn"], VARIANTS["mxfp8"], E5M2_VARIANT, VARIANTS["bf16"]],
+    ids=lambda v: v.name,
 )
 def test_probabilities_are_cast_and_counted(variant, rng):  # A-8
     p = (2.0 ** rng.uniform(-20, 18, 5000)).astype(F)
@@ -24,7 +28,9 @@ def test_probabilities_are_cast_and_counted(variant, rng):  # A-8
     values, lost, _ = sim.round_probabilities(p, scale, variant.fmt)
     found = attention_forward.round_probabilities(torch.from_numpy(p), torch.tensor(scale), variant)
     np.testing.assert_array_equal(found.float().numpy(), values)
-    assert attention_forward.count_clipped(torch.from_numpy(p), torch.tensor(scale), variant) == lost
+    assert (
+        attention_forward.count_clipped(torch.from_numpy(p), torch.tensor(scale), variant) == lost
+    )
     assert (lost > 0) == (variant.fmt.bits == 8)
 
 
@@ -37,7 +43,9 @@ def test_log_sums(name, rng):  # A-11
     maximum[:3], total[:3] = -np.inf, 0
     right = sim.log_sum(maximum, total, factor, variant)
     for given in (torch.tensor(factor), float(factor)):
-        found = attention_forward.log_sum(torch.from_numpy(maximum), torch.from_numpy(total), given, variant)
+        found = attention_forward.log_sum(
+            torch.from_numpy(maximum), torch.from_numpy(total), given, variant
+        )
         np.testing.assert_array_equal(found.numpy(), right)
     assert np.isneginf(right[:3]).all()
 

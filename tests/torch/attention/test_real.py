@@ -1,4 +1,6 @@
-"""Attention in float64 against torch's own, and its gradients against autograd's (spec A-1, A-14)."""
+"""Attention in float64 against torch's own, and its gradients against autograd's (spec A-1,
+A-14).
+"""
 
 import pytest
 import torch
@@ -18,13 +20,17 @@ def test_it_is_torchs_attention_in_float64(causal):
     made = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 300, 40, generator=made).requires_grad_() for h in (6, 2, 2))
     wide = [x.double() for x in (q, k, v)]
-    right = functional.scaled_dot_product_attention(wide[0], *wide[1:], is_causal=causal, scale=0.25, enable_gqa=True)
+    right = functional.scaled_dot_product_attention(
+        wide[0], *wide[1:], is_causal=causal, scale=0.25, enable_gqa=True
+    )
     do = torch.randn(q.shape, generator=made)
     gradients = torch.autograd.grad(right, wide, do.double())
     spec = Spec(variant=VARIANTS["exact"], mask=Mask(causal=causal), scale=0.25)
     with torch.no_grad():
         found = attention_real.forward(q, k, v, spec, shape, Documents(None, None))
-        dq, dk, dv, largest, dsinks = attention_real.backward(do, q, k, v, spec, shape, Documents(None, None))
+        dq, dk, dv, largest, dsinks = attention_real.backward(
+            do, q, k, v, spec, shape, Documents(None, None)
+        )
     torch.testing.assert_close(operands.by_head(found.o, shape), right, rtol=1e-12, atol=1e-13)
     for one, wanted in zip((dq, dk, dv), gradients, strict=True):
         torch.testing.assert_close(one, wanted.float(), rtol=2.0**-23, atol=2.0**-40)

@@ -1,4 +1,6 @@
-"""Attention sinks in PyTorch: rows of extreme sinks, ranks of heads, dtypes and compiled graphs (spec A-23)."""
+"""Attention sinks in PyTorch: rows of extreme sinks, ranks of heads, dtypes and compiled graphs
+(spec A-23).
+"""
 
 import numpy as np
 import pytest
@@ -13,8 +15,15 @@ from fp8ref.torch.attention.operands.inputs import Spec
 def test_a_sink_joins_the_sum_or_replaces_it():  # A-23
     """Powers of two, so that nothing is rounded: a maximum m = 4 with f = 2 is an exponent of 8."""
     log2e = np.float32(np.log2(np.e))
-    o, total, maximum = torch.ones(3, 2), torch.full((3,), 512.0), torch.tensor([4.0, 4.0, -torch.inf])
-    spec, sinks = Spec(variant=VARIANTS["fa4"], arithmetic="stated"), torch.tensor([6 / log2e, 100.0, 3.0])
+    o, total, maximum = (
+        torch.ones(3, 2),
+        torch.full((3,), 512.0),
+        torch.tensor([4.0, 4.0, -torch.inf]),
+    )
+    spec, sinks = (
+        Spec(variant=VARIANTS["fa4"], arithmetic="stated"),
+        torch.tensor([6 / log2e, 100.0, 3.0]),
+    )
     for factor in (2.0, torch.full((1,), 2.0)):
         new, sums, maxima = attention_sinks.add(o, total, maximum, sinks, factor, spec)
         assert sums[0].item() == pytest.approx(512 + 2.0 ** (6 - 8 + 8), rel=2.0**-20)
@@ -27,7 +36,9 @@ def test_a_sink_joins_the_sum_or_replaces_it():  # A-23
 
 def tensors(dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, h, 32, 32, generator=generator).to(dtype).requires_grad_() for h in (4, 2, 2)]
+    return [
+        torch.randn(2, h, 32, 32, generator=generator).to(dtype).requires_grad_() for h in (4, 2, 2)
+    ]
 
 
 def test_a_sink_has_a_gradient_of_its_dtype_and_of_its_own_head():  # A-23
@@ -58,7 +69,13 @@ def test_ranks_of_heads_have_the_sinks_of_their_heads():  # A-23
     with torch.no_grad():
         whole = attention.apply(q, k, v, sinks=sinks, **how)
         parts = [
-            attention.apply(q[:, 2 * n : 2 * n + 2], k[:, n : n + 1], v[:, n : n + 1], sinks=sinks[2 * n : 2 * n + 2], **how)
+            attention.apply(
+                q[:, 2 * n : 2 * n + 2],
+                k[:, n : n + 1],
+                v[:, n : n + 1],
+                sinks=sinks[2 * n : 2 * n + 2],
+                **how,
+            )
             for n in (0, 1)
         ]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=0)
@@ -66,7 +83,9 @@ def test_ranks_of_heads_have_the_sinks_of_their_heads():  # A-23
 
 @pytest.mark.slow
 def test_a_compiled_graph_has_sinks_and_their_gradients():  # A-18, A-23
-    """Traced, products have other memory layouts and orders: a code of P or dS may differ, 2^-3 of one of 32 terms."""
+    """Traced, products have other memory layouts and orders: a code of P or dS may differ, 2^-3 of
+    one of 32 terms.
+    """
     q, k, v = tensors(torch.float32)
     sinks = torch.tensor([0.5, -1, 2, 1], requires_grad=True)
 
@@ -74,6 +93,8 @@ def test_a_compiled_graph_has_sinks_and_their_gradients():  # A-18, A-23
         return attention.apply(q, k, v, variant="cudnn", sinks=sinks, softcap=3.0).square().sum()
 
     right = torch.autograd.grad(loss(q, k, v, sinks), (q, k, v, sinks))
-    found = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k, v, sinks), (q, k, v, sinks))
+    found = torch.autograd.grad(
+        torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k, v, sinks), (q, k, v, sinks)
+    )
     for mine, other in zip(found, right, strict=True):
         assert (mine - other).norm() <= 2.0**-3 / 32 * other.norm()

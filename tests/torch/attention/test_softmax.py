@@ -22,7 +22,10 @@ KINDS = {name: v for name, v in VARIANTS.items() if name not in ("exact", "mxfp8
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 def test_steps(name, masked, rng):
-    """Three tiles of 64 keys; rows that see none, then some. Scores of a size at which maxima stay behind and do not."""
+    """Three tiles of 64 keys; rows that see none, then some.
+
+    Scores of a size at which maxima stay behind and do not.
+    """
     variant, rows, keys = KINDS[name], 40, 64
     raw = variant.scores == "raw"
     factor, factors = F(0.37), [] if raw else [F(0.3), F(1.25)]
@@ -37,14 +40,23 @@ def test_steps(name, masked, rng):
         seen = sim.Seen(low, high, np.zeros(rows, np.int64), np.zeros(keys, np.int64))
         p, c = sim.step_plain(s, right, seen, variant, np.array(factors, F), factor)
         at = torch.arange(keys)
-        visible = (at >= torch.from_numpy(low)[:, None]) & (at < torch.from_numpy(high)[:, None]) if masked else None
+        visible = (
+            (at >= torch.from_numpy(low)[:, None]) & (at < torch.from_numpy(high)[:, None])
+            if masked
+            else None
+        )
         given = [float(factor)] if raw else [float(x) for x in factors]
-        found, of_before, state = online_softmax.step(torch.from_numpy(s), state, visible, variant, given, "stated")
+        found, of_before, state = online_softmax.step(
+            torch.from_numpy(s), state, visible, variant, given, "stated"
+        )
         np.testing.assert_array_equal(found.numpy(), p)
         started = np.isfinite(right.maximum)  # before, there is nothing to multiply
         np.testing.assert_array_equal(of_before.numpy()[started], c[started])
         np.testing.assert_array_equal(state.maximum.numpy(), right.maximum)
-        np.testing.assert_array_equal(online_softmax.total(state.sums, variant.sum_order).numpy(), sim.total(right, variant.sum_order))
+        np.testing.assert_array_equal(
+            online_softmax.total(state.sums, variant.sum_order).numpy(),
+            sim.total(right, variant.sum_order),
+        )
 
 
 def test_a_nan_score_makes_nan_of_its_row():

@@ -1,4 +1,6 @@
-"""Measurements of attention's operands in PyTorch: counts of ragged MX blocks, and operands that share codes (spec Q-13)."""
+"""Measurements of attention's operands in PyTorch: counts of ragged MX blocks, and operands that
+share codes (spec Q-13).
+"""
 
 import dataclasses
 
@@ -17,17 +19,38 @@ from fp8ref.torch.attention.output import padded_documents
 
 
 @pytest.mark.parametrize(
-    ("granularity", "policy"), [("tensor", "te_current"), ("head", "te_current"), ("rows_128", "te_current"), ("mx_1x32", "mx_rceil")]
+    ("granularity", "policy"),
+    [
+        ("tensor", "te_current"),
+        ("head", "te_current"),
+        ("rows_128", "te_current"),
+        ("mx_1x32", "mx_rceil"),
+    ],
 )
 def test_elements_are_counted_once(granularity, policy):
     """50 tokens are no whole blocks of 32: zeros that fill the last one up are not counted."""
-    variant = dataclasses.replace(VARIANTS["cudnn"], granularity=granularity, policy=policy, backward=None, p_scale=1.0, out_scales="tile")
+    variant = dataclasses.replace(
+        VARIANTS["cudnn"],
+        granularity=granularity,
+        policy=policy,
+        backward=None,
+        p_scale=1.0,
+        out_scales="tile",
+    )
     x = torch.randn(2, 4, 50, 32, generator=torch.Generator().manual_seed(0))
     along = granularity == "mx_1x32"
     amax = head_scaling.amax(x, granularity, heads=2, along_tokens=along)
-    tensor = head_scaling.quantize(x, E4M3FN, granularity, policy, amax_of_groups=amax, along_tokens=along)
+    tensor = head_scaling.quantize(
+        x, E4M3FN, granularity, policy, amax_of_groups=amax, along_tokens=along
+    )
     x[1, 3, 49, 31] = torch.inf
-    found = dict(zip(FIELDS, attention_stats.measure(x, tensor, E4M3FN, variant, along_tokens=along).tolist(), strict=True))
+    found = dict(
+        zip(
+            FIELDS,
+            attention_stats.measure(x, tensor, E4M3FN, variant, along_tokens=along).tolist(),
+            strict=True,
+        )
+    )
     assert (found["count"], found["non_finite"]) == (2 * 4 * 50 * 32, 1)
     assert found["noise"] / found["signal"] < 2.0**-8  # e4m3 rounds by 2^-4 of a number at most
     assert (found["scale_min"] < found["scale_max"]) == (granularity != "tensor")
@@ -37,9 +60,15 @@ def test_elements_are_counted_once(granularity, policy):
 def test_scores_of_keys_that_are_seen_are_counted(documents):  # A-3, Q-13
     q, k = torch.zeros(2, 4, 150, 32), torch.zeros(2, 2, 170, 32)
     spec = Spec(variant=VARIANTS["cudnn"], mask=Mask(causal=True, window=(60, None)), scale=None)
-    at = [torch.arange(n).div(40, rounding_mode="floor").expand(2, n) for n in (150, 170)] if documents else [None, None]
+    at = (
+        [torch.arange(n).div(40, rounding_mode="floor").expand(2, n) for n in (150, 170)]
+        if documents
+        else [None, None]
+    )
     none = torch.zeros((), dtype=torch.int64)
-    found = attention_stats.counts_of(spec, check(q, k, k, spec), padded_documents(*at), none + 3, none)
+    found = attention_stats.counts_of(
+        spec, check(q, k, k, spec), padded_documents(*at), none + 3, none
+    )
     rows, keys = torch.arange(150)[:, None], torch.arange(170)
     seen = (keys <= rows + 20) & (keys >= rows + 20 - 60)
     if documents:
@@ -59,7 +88,9 @@ class Layer(torch.nn.Module):
 @pytest.mark.parametrize("variant", ["cudnn", "mxfp8"])
 def test_every_planned_operand_is_measured_and_shared_codes_once(variant, monkeypatch):
     calls, measure = [], attention_stats.measure
-    monkeypatch.setattr(attention_stats, "measure", lambda *a, **k: calls.append(1) or measure(*a, **k))
+    monkeypatch.setattr(
+        attention_stats, "measure", lambda *a, **k: calls.append(1) or measure(*a, **k)
+    )
     layer, found = Layer(variant), {}
     operands = planned(["layer"], VARIANTS[variant])
     q, k, v = (torch.randn(1, 2, 40, 32).bfloat16().requires_grad_() for _ in range(3))
@@ -68,4 +99,6 @@ def test_every_planned_operand_is_measured_and_shared_codes_once(variant, monkey
     assert list(found) == sorted(found, key=list(found).index)
     assert set(found) == {operand.name for operand in operands}
     assert found["layer/values/p"][0].tolist()[0] == 2 * 40 * 40
-    assert len(calls) == (7 if variant == "mxfp8" else 4)  # MX has other blocks of q, k and do along the tokens
+    assert len(calls) == (
+        7 if variant == "mxfp8" else 4
+    )  # MX has other blocks of q, k and do along the tokens

@@ -29,7 +29,9 @@ def assert_equal(ours: delayed.DelayedState | delayed.RoleState, theirs: sim.Del
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 def test_states_equal_the_simulators(config, fmt, rng):  # H-1 to H-6
-    """8 layers, 40 steps: amaxes over 60 binades, zeros, tiny and subnormal ones, non-finite ones, and layers not used."""
+    """8 layers, 40 steps: amaxes over 60 binades, zeros, tiny and subnormal ones, non-finite ones,
+    and layers not used.
+    """
     layers = 8
     state, expected = delayed.init(config, (layers,)), sim.init(config, (layers,))
     for _ in range(40):
@@ -39,14 +41,22 @@ def test_states_equal_the_simulators(config, fmt, rng):  # H-1 to H-6
             (2.0 ** rng.uniform(-30, 30, layers)).astype(np.float32),
         ).astype(np.float32)
         use = sim.observe(amax, non_finite=rng.random(layers) < 0.2, seen=rng.random(layers) < 0.8)
-        flags = [np.where(use.seen & ~use.non_finite, use.amax, 0), use.non_finite & use.seen, use.seen]
-        state = delayed.advance(state, torch.from_numpy(np.stack(flags, -1).astype(np.float32)), config, fmt)
+        flags = [
+            np.where(use.seen & ~use.non_finite, use.amax, 0),
+            use.non_finite & use.seen,
+            use.seen,
+        ]
+        state = delayed.advance(
+            state, torch.from_numpy(np.stack(flags, -1).astype(np.float32)), config, fmt
+        )
         expected = sim.update(expected, use, config=config, fmt=fmt)
         assert_equal(state, expected)
 
 
 def powers_of_two(model, expected):
-    """Their scales rounded down to powers of two, in both: sums of small integers are then exact in any order."""
+    """Their scales rounded down to powers of two, in both: sums of small integers are then exact in
+    any order.
+    """
     for role, state in model.states.items():
         state.scale.copy_(2.0 ** state.scale.log2().floor())
         expected[role] = expected[role]._replace(stored=state.scale.numpy().copy())
@@ -58,22 +68,34 @@ def test_fifty_training_steps_equal_the_simulator(rng):  # H-1 to H-4, L-2, L-3,
     model = Linear(64, 32, recipe, bias=False, dtype=torch.bfloat16)
     expected = {role: sim.init(config) for role in ROLES}
     for step in range(50):
-        shapes, sizes = ((2, 24, 64), (32, 64), (2, 24, 32)), 2.0 ** np.array([0, -6, -10]) * 2.0 ** rng.integers(-3, 4)
-        x, w, g = (rng.integers(-7, 8, shape).astype(np.float32) * np.float32(s) for shape, s in zip(shapes, sizes, strict=True))
+        shapes, sizes = (
+            ((2, 24, 64), (32, 64), (2, 24, 32)),
+            2.0 ** np.array([0, -6, -10]) * 2.0 ** rng.integers(-3, 4),
+        )
+        x, w, g = (
+            rng.integers(-7, 8, shape).astype(np.float32) * np.float32(s)
+            for shape, s in zip(shapes, sizes, strict=True)
+        )
         powers_of_two(model, expected)
         scales = {role: sim.scales(expected[role], config, fmt) for role, fmt in ROLES.items()}
         model.weight.data = torch.from_numpy(w).bfloat16()
         given = torch.from_numpy(x).bfloat16().requires_grad_()
         y = model(given)
         y.backward(torch.from_numpy(g).bfloat16())
-        np.testing.assert_array_equal(y.detach().float(), sim_linear.forward(x, w, recipe, scales=scales, out_dtype=BFLOAT16), str(step))
+        np.testing.assert_array_equal(
+            y.detach().float(),
+            sim_linear.forward(x, w, recipe, scales=scales, out_dtype=BFLOAT16),
+            str(step),
+        )
         dx, dw = sim_linear.backward(g, x, w, recipe, scales=scales, out_dtype=BFLOAT16)
         np.testing.assert_array_equal(given.grad.float(), dx)
         np.testing.assert_array_equal(model.weight.grad.float(), dw)
         model.weight.grad = None
         delayed.update(model)
         for (role, fmt), tensor in zip(ROLES.items(), (x, w, g), strict=True):
-            expected[role] = sim.update(expected[role], sim.observe(np.abs(tensor).max()), config=config, fmt=fmt)
+            expected[role] = sim.update(
+                expected[role], sim.observe(np.abs(tensor).max()), config=config, fmt=fmt
+            )
             assert_equal(model.states[role], expected[role])
 
 
@@ -137,7 +159,9 @@ def test_states_keep_their_dtypes_and_are_saved():
     model.bfloat16()
     assert torch.equal(model.states["input"].scale, scale)
     saved = model.state_dict()
-    assert {key for key in saved if "input" in key} == {f"states.input.{key}" for key in ("scale", "amax_history", "step")}
+    assert {key for key in saved if "input" in key} == {
+        f"states.input.{key}" for key in ("scale", "amax_history", "step")
+    }
     again = Linear(16, 16, "delayed", dtype=torch.bfloat16)
     again.load_state_dict(saved)
     x = torch.randn(4, 16).bfloat16()
@@ -167,7 +191,9 @@ def test_states_are_float32_whatever_the_default_dtype_and_device_are():  # H-2
         torch.set_default_dtype(torch.float32)
     for _, state in delayed.states(model):
         assert_equal(state, sim.init(state.config))
-        assert (state.scale.dtype, state.amax_history.dtype, state.seen.dtype) == (torch.float32,) * 3
+        assert (state.scale.dtype, state.amax_history.dtype, state.seen.dtype) == (
+            torch.float32,
+        ) * 3
         assert not state.seen.any()
 
 
@@ -194,7 +220,9 @@ def test_a_model_that_inference_mode_converts_is_trained():  # H-4
 
 @pytest.mark.parametrize("function", [delayed.update, delayed.forget, delayed.states])
 def test_states_are_of_a_module(function):
-    with pytest.raises(ValueError, match=r"^a model is an nn\.Module; got a list\. Give the module itself"):
+    with pytest.raises(
+        ValueError, match=r"^a model is an nn\.Module; got a list\. Give the module itself"
+    ):
         function([Linear(16, 16, "delayed")])
 
 
@@ -237,18 +265,28 @@ def relative_error(y, expected):
 @pytest.mark.parametrize("call", [lambda x: x, lambda x: (x,), lambda x: {"input": x}])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_calibration_sets_the_scales_of_an_evaluation(call, compiled):  # TransformerEngine#982
-    """Input and weight have the scales of amaxes in high precision, grad_output its first one. Training mode and observations stay."""
+    """Input and weight have the scales of amaxes in high precision, grad_output its first one.
+
+    Training mode and observations stay.
+    """
     plain, x = small(), torch.randn(24, 32)
     model = convert.convert(copy.deepcopy(plain), "delayed")
     model[0].train()
-    delayed.calibrate(torch.compile(model, backend="aot_eager") if compiled else model, [call(x[:8]), call(x[8:])])
+    delayed.calibrate(
+        torch.compile(model, backend="aot_eager") if compiled else model, [call(x[:8]), call(x[8:])]
+    )
     assert (model[0].training, model[2].training) == (True, False)
     model.eval()
     for linear, inputs in ((model[0], x), (model[2], plain[:2](x))):
         for role, tensor in (("input", inputs.detach()), ("weight", linear.weight.detach())):
             state, amax = linear.states[role], tensor.abs().max()
             # two passes of other numbers of rows, whose sums differ in order: 64 roundings of 2^-24
-            torch.testing.assert_close(state.scale, (E4M3FN.max / amax.detach().double()).float(), rtol=64 * 2.0**-24, atol=0)
+            torch.testing.assert_close(
+                state.scale,
+                (E4M3FN.max / amax.detach().double()).float(),
+                rtol=64 * 2.0**-24,
+                atol=0,
+            )
             assert state.step == 1
         assert (linear.states["grad_output"].scale, linear.states["grad_output"].step) == (1, 0)
     # two casts of e4m3, each within 2^-4 of its number, in each of two linears
@@ -259,10 +297,14 @@ def test_calibration_sets_the_scales_of_an_evaluation(call, compiled):  # Transf
 def test_calibration_runs_linears_without_states_in_high_precision(recipe):
     """Of torchao too: what comes behind them observes what no cast has changed."""
     plain, x = small(), torch.randn(24, 32)
-    model = convert.convert(copy.deepcopy(plain), "delayed", rules=(Rule(layers=("0",), recipe=recipe),))
+    model = convert.convert(
+        copy.deepcopy(plain), "delayed", rules=(Rule(layers=("0",), recipe=recipe),)
+    )
     assert isinstance(model[0], Float8Linear) == (recipe != "mxfp8")
     delayed.calibrate(model, [x])
-    assert model[2].states["input"].amax_history[0] == plain[:2](x).abs().max()  # the same product, bit for bit
+    assert (
+        model[2].states["input"].amax_history[0] == plain[:2](x).abs().max()
+    )  # the same product, bit for bit
 
 
 def test_calibration_runs_grouped_linears_without_states_in_high_precision():
@@ -312,9 +354,13 @@ def test_weights_of_a_model_without_fp8_are_loaded():  # TransformerEngine#1860,
     plain = small()
     model = convert.convert(small(1.0), "delayed")
     assert str(model.load_state_dict(plain.state_dict())) == "<All keys matched successfully>"
-    assert all(torch.equal(value, plain.state_dict()[key]) for key, value in convert.weights(model).items())
+    assert all(
+        torch.equal(value, plain.state_dict()[key]) for key, value in convert.weights(model).items()
+    )
     assert all(state.scale == 1 for _, state in delayed.states(model))
-    with pytest.warns(UserWarning, match=r"^linear 0 scales by earlier steps .*calibrate\(model, batches\)"):
+    with pytest.warns(
+        UserWarning, match=r"^linear 0 scales by earlier steps .*calibrate\(model, batches\)"
+    ):
         model.eval()(torch.ones(4, 32))
 
 
@@ -322,11 +368,17 @@ def test_states_without_memory_are_named_where_none_is_assigned():
     plain = small()
     with torch.device("meta"):
         model = convert.convert(small(), "delayed")
-    with pytest.raises(RuntimeError, match=r"0\.states\.input\.scale is on the meta device.* Call model\.to_empty\(device=\.\.\.\) first"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"0\.states\.input\.scale is on the meta device.* Call "
+        r"model\.to_empty\(device=\.\.\.\) first",
+    ):
         model.load_state_dict(plain.state_dict(), assign=True)
     model.to_empty(device="cpu").load_state_dict(plain.state_dict())
     delayed.calibrate(model, [torch.ones(4, 32)])
-    assert all(state.step == 1 for name, state in delayed.states(model) if not name.endswith("grad_output"))
+    assert all(
+        state.step == 1 for name, state in delayed.states(model) if not name.endswith("grad_output")
+    )
 
 
 def test_weights_are_loaded_from_a_distributed_checkpoint(tmp_path):
@@ -336,14 +388,23 @@ def test_weights_are_loaded_from_a_distributed_checkpoint(tmp_path):
         checkpoint.save(plain.state_dict(), checkpoint_id=tmp_path)
         model = convert.convert(small(1.0), "delayed")
         checkpoint.load(convert.weights(model), checkpoint_id=tmp_path)
-    assert all(torch.equal(value, plain.state_dict()[key]) for key, value in convert.weights(model).items())
+    assert all(
+        torch.equal(value, plain.state_dict()[key]) for key, value in convert.weights(model).items()
+    )
 
 
 @pytest.mark.parametrize("lost", ["input.scale", "weight.", "grad_output.amax_history"])
 def test_a_part_of_a_linears_states_is_refused(lost):
     model = convert.convert(small(), "delayed")
-    part = {key: value for key, value in model.state_dict().items() if not key.startswith(f"2.states.{lost}")}
-    with pytest.raises(RuntimeError, match=r"all states of a linear .* or none; 2\.states\..* is missing.*calibrate"):
+    part = {
+        key: value
+        for key, value in model.state_dict().items()
+        if not key.startswith(f"2.states.{lost}")
+    }
+    with pytest.raises(
+        RuntimeError,
+        match=r"all states of a linear .* or none; 2\.states\..* is missing.*calibrate",
+    ):
         model.load_state_dict(part)
     with pytest.raises(RuntimeError, match="or none"):  # torch does not hand strict=False on
         model.load_state_dict(part, strict=False)
@@ -375,7 +436,11 @@ def test_configs_go_by_name_too():  # H-2
         assert torch.equal(mine, theirs)
     seen = delayed.observe(torch.full((4,), 2.0))
     for mine, theirs in zip(
-        *(delayed.advance(delayed.init("delayed"), seen, c, E4M3FN) for c in ("delayed", DELAYED["delayed"])), strict=True
+        *(
+            delayed.advance(delayed.init("delayed"), seen, c, E4M3FN)
+            for c in ("delayed", DELAYED["delayed"])
+        ),
+        strict=True,
     ):
         assert torch.equal(mine, theirs)
     with pytest.raises(ValueError, match="one of delayed, te_delayed, flax; got 'late'"):
@@ -390,8 +455,15 @@ def test_histories_that_this_backend_does_not_keep_are_refused():
     for name in ("te_delayed", "flax"):
         with pytest.raises(ValueError, match=f"'{name}'.*fp8ref.sim"):
             delayed.casts(recipe_of(DELAYED[name]))
-    a, b = (CastSpec(fmt=fmt, policy=c.policy, delayed=c) for fmt, c in ((E4M3FN, CONFIGS[0]), (E5M2, CONFIGS[0])))
-    two = Recipe(name="two", output=GemmSpec(a=a, b=a, accumulate="slow"), grad_weight=GemmSpec(a=b, b=b, accumulate="slow"))
+    a, b = (
+        CastSpec(fmt=fmt, policy=c.policy, delayed=c)
+        for fmt, c in ((E4M3FN, CONFIGS[0]), (E5M2, CONFIGS[0]))
+    )
+    two = Recipe(
+        name="two",
+        output=GemmSpec(a=a, b=a, accumulate="slow"),
+        grad_weight=GemmSpec(a=b, b=b, accumulate="slow"),
+    )
     with pytest.raises(ValueError, match="'two' scales input with one state"):
         delayed.casts(two)
 

@@ -49,7 +49,9 @@ def separate():
     found["fully_shard"] = stepped(fully_shard(convert.convert(made(), "delayed"), mesh=mesh))
     found["DDP"] = stepped(DistributedDataParallel(convert.convert(made(), "delayed")))
     inner = convert.convert(made(), "delayed")
-    found["DDP, its module"] = stepped(DistributedDataParallel(inner, broadcast_buffers=False), inner)
+    found["DDP, its module"] = stepped(
+        DistributedDataParallel(inner, broadcast_buffers=False), inner
+    )
     inner = convert.convert(made(), "delayed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -66,7 +68,9 @@ def separate():
         p.register_hook(lambda grad: distributed.nn.functional.all_reduce(grad))
     found["by hand"] = stepped(by_hand)
     # right ones
-    found["shared"] = stepped(fully_shard(convert.convert(made(), "delayed", amax_group=group), mesh=mesh))
+    found["shared"] = stepped(
+        fully_shard(convert.convert(made(), "delayed", amax_group=group), mesh=mesh)
+    )
     found["another model on each rank"] = stepped(
         convert.convert(nn.Sequential(nn.Linear(16, 16 * (1 + distributed.get_rank()))), "delayed")
     )
@@ -82,8 +86,14 @@ def sampled():
         delayed_ranks._gradients.clear()
         p = nn.Parameter(DTensor.from_local(torch.zeros(4, 8), mesh, [placement]))
         p.grad = DTensor.from_local(local, mesh, [placement])
-        delayed_ranks.sample(linear, p, states)  # runs in a hook of an optimizer's step: no error, no collective
-        found[str(placement)] = delayed_ranks._gradients[linear].tolist() if linear in delayed_ranks._gradients else None
+        delayed_ranks.sample(
+            linear, p, states
+        )  # runs in a hook of an optimizer's step: no error, no collective
+        found[str(placement)] = (
+            delayed_ranks._gradients[linear].tolist()
+            if linear in delayed_ranks._gradients
+            else None
+        )
     return found
 
 
@@ -105,7 +115,9 @@ def test_separate_states_are_refused():  # H-12
 
 
 def no_change():
-    """Equal weights that a step leaves as they are: of a model's copies, and of models that differ."""
+    """Equal weights that a step leaves as they are: of a model's copies, and of models that
+    differ.
+    """
     found = {}
     for case in ("copies", "others", "others, no gradient at first"):
         torch.manual_seed(0)
@@ -115,7 +127,9 @@ def no_change():
             for p in model.parameters():
                 p.register_hook(lambda grad: distributed.nn.functional.all_reduce(grad))
         found[case] = ""
-        for index in range(1 if case == "copies" else STEPS):  # a rank that is refused leaves the others alone in collectives
+        for index in range(
+            1 if case == "copies" else STEPS
+        ):  # a rank that is refused leaves the others alone in collectives
             scale = 0.0 if index == 0 and case.endswith("at first") else 1.0
             (scale * model(rows()).square().mean()).backward()
             optimizer.step()
@@ -132,7 +146,9 @@ def test_a_state_outside_of_a_linear_is_not_compared():  # H-12
     model = convert.convert(nn.Sequential(nn.Linear(32, 32)).bfloat16(), "delayed")
     state = next(iter(model[0].states.values()))
     assert delayed_ranks.check_copies(nn.ParameterDict(), [("amaxes", state)])
-    assert [delayed_ranks._linear(name) for name in ("states.input", "0.states.input", "amaxes")] == ["", "0", None]
+    assert [
+        delayed_ranks._linear(name) for name in ("states.input", "0.states.input", "amaxes")
+    ] == ["", "0", None]
 
 
 def test_equal_weights_of_other_models_are_not_refused():  # H-12
@@ -145,11 +161,16 @@ def test_equal_weights_of_other_models_are_not_refused():  # H-12
 
 def stages():
     torch.manual_seed(0)
-    return [convert.convert(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), "delayed") for _ in range(2)]
+    return [
+        convert.convert(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), "delayed")
+        for _ in range(2)
+    ]
 
 
 def pipelined():
-    """What the first update says of stages that ran to learn shapes; and this rank's stage after steps in a pipeline and in one process."""
+    """What the first update says of stages that ran to learn shapes; and this rank's stage after
+    steps in a pipeline and in one process.
+    """
     from torch.distributed import pipelining
 
     rank, given = distributed.get_rank(), functools.partial(torch.empty, 8, 16)
@@ -159,7 +180,11 @@ def pipelined():
 
     def trained(schedule_of, lr, **args):
         stage = stages()[rank]
-        schedule = schedule_of(pipelining.PipelineStage(stage, rank, 2, torch.device("cpu"), **args), n_microbatches=4, loss_fn=loss)
+        schedule = schedule_of(
+            pipelining.PipelineStage(stage, rank, 2, torch.device("cpu"), **args),
+            n_microbatches=4,
+            loss_fn=loss,
+        )
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.0)
         for index in range(STEPS):
             x = torch.full((32, 16), 1.0 + index)
@@ -199,18 +224,26 @@ def pipelined():
 
 @pytest.mark.slow
 def test_stages_of_a_pipeline():  # H-12
-    """A stage that ran on no values to learn its shapes is refused, one whose shapes are given trains as in one process."""
+    """A stage that ran on no values to learn its shapes is refused, one whose shapes are given
+    trains as in one process.
+    """
     for refused, different in run(2, pipelined, timeout=400):
         assert "observed it. Give PipelineStage input_args and output_args" in refused
         assert not different
 
 
 def data_parallel():
-    """Whether DistributedDataParallel trains as one process does, in scales and weights; and all ranks' scales."""
+    """Whether DistributedDataParallel trains as one process does, in scales and weights; and all
+    ranks' scales.
+    """
     group = distributed.group.WORLD
     model = convert.convert(made(), "delayed", amax_group=group)
     trained = DistributedDataParallel(model, broadcast_buffers=False)
-    alone = convert.convert(made(), "delayed", amax_group=distributed.new_group([distributed.get_rank()], use_local_synchronization=True))
+    alone = convert.convert(
+        made(),
+        "delayed",
+        amax_group=distributed.new_group([distributed.get_rank()], use_local_synchronization=True),
+    )
     optimizers = [torch.optim.SGD(m.parameters(), lr=2.0**-4) for m in (trained, alone)]
     for index in range(STEPS):
         parts = [torch.full((8, 16), 2.0 ** (rank + index)) for rank in range(2)]
@@ -223,12 +256,18 @@ def data_parallel():
             optimizer.step()
             optimizer.zero_grad()
             delayed.update(m)
-    return {name: value.tolist() for name, value in model.state_dict().items()}, {k: v.tolist() for k, v in alone.state_dict().items()}
+    return {name: value.tolist() for name, value in model.state_dict().items()}, {
+        k: v.tolist() for k, v in alone.state_dict().items()
+    }
 
 
 def test_distributed_data_parallel_shares_scales():  # H-4, H-12
     (first, alone), (second, _) = run(2, data_parallel)
     assert first == second
-    of_input = [key for key in first if key.endswith(("0.states.input.scale", "0.states.input.amax_history"))]
+    of_input = [
+        key
+        for key in first
+        if key.endswith(("0.states.input.scale", "0.states.input.amax_history"))
+    ]
     assert of_input
     assert {key: first[key] for key in of_input} == {key: alone[key] for key in of_input}

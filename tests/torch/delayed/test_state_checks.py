@@ -33,20 +33,26 @@ def step(model, optimizer, x, *, forward=None):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_forgotten_update_is_warned_of_then_refused(compiled):  # H-12
-    """In the second forward pass; of a compiled model, whose passes check nothing, in the second optimizer step."""
+    """In the second forward pass; of a compiled model, whose passes check nothing, in the second
+    optimizer step.
+    """
     model, x = convert.convert(made(), "delayed"), torch.ones(8, 16)
     optimizer = torch.optim.AdamW(model.parameters())
     forward = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     step(model, optimizer, x, forward=forward)
     with pytest.warns(
-        UserWarning, match=r"Call fp8ref.torch.delayed.delayed.update\(model\) after each optimizer.step\(\); after 10 steps"
+        UserWarning,
+        match=r"Call fp8ref.torch.delayed.delayed.update\(model\) after each optimizer.step\(\); "
+        r"after 10 steps",
     ):
         (step(model, optimizer, x, forward=forward) if compiled else model(x))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         steps = (step(model, optimizer, x, forward=forward) for _ in range(delayed_checks.MOST))
         with pytest.raises(
-            ValueError, match=r"^delayed scaling computes .*; linear \w had 10 optimizer steps without one, .*\. Call fp8ref"
+            ValueError,
+            match=r"^delayed scaling computes .*; linear \w had 10 optimizer steps without one, "
+            r".*\. Call fp8ref",
         ):
             list(steps)
     delayed.update(model)
@@ -59,7 +65,9 @@ def test_training_in_eval_mode_is_warned_of():  # H-12
     delayed.calibrate(model, [x])
     model.eval()
     with pytest.warns(
-        UserWarning, match=r"took gradients of linear [02] that eval mode computed, and its scales do not change\. Call model\.train\(\)"
+        UserWarning,
+        match=r"took gradients of linear [02] that eval mode computed, and its scales do not "
+        r"change\. Call model\.train\(\)",
     ):
         step(model, optimizer, x)
     assert not any(state.seen.any() for _, state in delayed.states(model))
@@ -75,7 +83,10 @@ def test_training_in_eval_mode_is_warned_of():  # H-12
     delayed.forget(model)
 
 
-@pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, torch.optim.AdamW, functools.partial(torch.optim.AdamW, fused=True)])
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [torch.optim.SGD, torch.optim.AdamW, functools.partial(torch.optim.AdamW, fused=True)],
+)
 def test_what_is_right_stays_silent(optimizer_of):  # H-12: the suite makes every warning an error
     model = convert.convert(nn.Sequential(made(), made()), "delayed")
     optimizer, x = optimizer_of(model.parameters(), lr=1e-3), torch.ones(8, 16)
@@ -129,20 +140,27 @@ class PlainSGD(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=2.0**-10)
 
 
-inductor_warns = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # dynamo imports it
+inductor_warns = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script_method:DeprecationWarning"
+)  # dynamo imports it
 
 
 @inductor_warns
 @pytest.mark.parametrize(
-    ("optimizer_of", "whole"), [(torch.optim.SGD, False), (torch.optim.AdamW, False), (PlainSGD, False), (PlainSGD, True)]
+    ("optimizer_of", "whole"),
+    [(torch.optim.SGD, False), (torch.optim.AdamW, False), (PlainSGD, False), (PlainSGD, True)],
 )
-def test_a_forgotten_update_after_a_compiled_step_is_noticed(optimizer_of, whole, monkeypatch):  # H-12
+def test_a_forgotten_update_after_a_compiled_step_is_noticed(
+    optimizer_of, whole, monkeypatch
+):  # H-12
     """And the step stays one graph, as it is without delayed scaling."""
     monkeypatch.setattr(delayed_checks, "_untraced", False)
     torch._dynamo.reset()
     graphs, model, x = [], convert.convert(made(), "delayed"), torch.ones(8, 16)
     optimizer = optimizer_of(model.parameters())
-    compiled = torch.compile(optimizer.step, backend=lambda graph, inputs: graphs.append(graph) or graph, fullgraph=whole)
+    compiled = torch.compile(
+        optimizer.step, backend=lambda graph, inputs: graphs.append(graph) or graph, fullgraph=whole
+    )
     for _ in range(3):
         for _ in range(2):
             model(x).sum().backward()  # the suite makes every warning an error
@@ -161,7 +179,9 @@ def test_a_forgotten_update_after_a_compiled_step_is_noticed(optimizer_of, whole
             for _ in range(delayed_checks.MOST):
                 compiled()
                 model(x).sum().backward()
-    optimizer = torch.optim.SGD(model.parameters())  # each step is counted once, of an optimizer that is not compiled too
+    optimizer = torch.optim.SGD(
+        model.parameters()
+    )  # each step is counted once, of an optimizer that is not compiled too
     delayed.update(model)
     model(x).sum().backward()
     optimizer.step()
@@ -180,14 +200,20 @@ def test_steps_of_weights_that_two_models_share_are_not_counted():
 
 def test_a_forgotten_update_of_frozen_linears_is_noticed():  # H-12
     """As under LoRA: no optimizer has the linear's weight."""
-    model, adapter, x = convert.convert(made(), "delayed").requires_grad_(False), nn.Linear(16, 16), torch.ones(8, 16)
+    model, adapter, x = (
+        convert.convert(made(), "delayed").requires_grad_(False),
+        nn.Linear(16, 16),
+        torch.ones(8, 16),
+    )
     optimizer = torch.optim.SGD(adapter.parameters(), lr=1e-3)
     step(nn.Sequential(adapter, model), optimizer, x)
     with pytest.warns(UserWarning, match="Call fp8ref.torch.delayed.delayed.update"):
         model(adapter(x))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        steps = (step(nn.Sequential(adapter, model), optimizer, x) for _ in range(delayed_checks.MOST))
+        steps = (
+            step(nn.Sequential(adapter, model), optimizer, x) for _ in range(delayed_checks.MOST)
+        )
         with pytest.raises(ValueError, match="had 10 optimizer steps without one"):
             list(steps)
     delayed.update(model)
@@ -207,7 +233,9 @@ class Grouped(nn.Module):
         return self.up(x, torch.tensor([4, 8], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("change", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize(
+    "change", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
 def test_a_forgotten_update_of_a_grouped_linear_is_noticed(change):  # H-12, X-9
     model, x = change(convert.convert(Grouped(), "delayed")), torch.ones(8, 16)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -223,7 +251,11 @@ def test_a_forgotten_update_of_a_grouped_linear_is_noticed(change):  # H-12, X-9
 
 @pytest.mark.parametrize(
     "change",
-    [lambda m: prune.l1_unstructured(m, "weight", 0.5), nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm],
+    [
+        lambda m: prune.l1_unstructured(m, "weight", 0.5),
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+    ],
 )
 def test_a_forgotten_update_of_a_weight_that_is_computed_is_noticed(change):  # H-12
     model, x = convert.convert(nn.Sequential(nn.Linear(16, 16)), "delayed"), torch.ones(8, 16)
@@ -240,8 +272,13 @@ def test_a_forgotten_update_of_a_weight_that_is_computed_is_noticed(change):  # 
 
 def test_steps_of_another_model_do_not_count_for_one_that_is_frozen_in_turn():
     """Each of the two is updated after steps of its own optimizer only."""
-    made_by, judged_by = (convert.convert(nn.Sequential(nn.Linear(16, 16)), "delayed") for _ in range(2))
-    optimizers, x = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (made_by, judged_by)], torch.ones(8, 16)
+    made_by, judged_by = (
+        convert.convert(nn.Sequential(nn.Linear(16, 16)), "delayed") for _ in range(2)
+    )
+    optimizers, x = (
+        [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (made_by, judged_by)],
+        torch.ones(8, 16),
+    )
     for _ in range(delayed_checks.MOST + 2):  # the suite makes every warning an error
         judged_by.requires_grad_(False)
         judged_by(made_by(x)).mean().backward()
@@ -266,7 +303,9 @@ def rows():
 
 
 def sharded_and_compiled():
-    """What is said in right steps and in a wrong one, of blocks that fully_shard gathers, with a compiled optimizer."""
+    """What is said in right steps and in a wrong one, of blocks that fully_shard gathers, with a
+    compiled optimizer.
+    """
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     model = convert.convert(made(), "delayed", amax_group=mesh.get_group())
     for module in (model[0], model[2], model):

@@ -1,4 +1,6 @@
-"""An evaluation by scales that no update has set is warned of, once a model; what is right stays silent."""
+"""An evaluation by scales that no update has set is warned of, once a model; what is right stays
+silent.
+"""
 
 import copy
 import pickle
@@ -36,9 +38,13 @@ def trained():
 
 
 def filled():
-    """A model whose states were loaded in place, as torch.distributed.checkpoint does: no code of fp8ref ran."""
+    """A model whose states were loaded in place, as torch.distributed.checkpoint does: no code of
+    fp8ref ran.
+    """
     model = in_fp8()
-    for (_, state), (_, other) in zip(delayed.states(model), delayed.states(trained()), strict=True):
+    for (_, state), (_, other) in zip(
+        delayed.states(model), delayed.states(trained()), strict=True
+    ):
         for key in delayed.DelayedState._fields:
             getattr(state, key).copy_(getattr(other, key))
     return model
@@ -53,7 +59,11 @@ def said(evaluate, model, x=X):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         evaluate(model, x)
-    return [str(w.message).partition(" scales by earlier steps")[0] for w in caught if "no update has set" in str(w.message)]
+    return [
+        str(w.message).partition(" scales by earlier steps")[0]
+        for w in caught
+        if "no update has set" in str(w.message)
+    ]
 
 
 EVALUATIONS = {
@@ -66,15 +76,28 @@ EVALUATIONS = {
 
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_an_evaluation_before_any_update_is_warned_of(name):  # H-12; TransformerEngine#982
-    """Once each model, by the name of its first linear; never after an update, or with a state that was loaded or filled in place."""
+    """Once each model, by the name of its first linear; never after an update, or with a state that
+    was loaded or filled in place.
+    """
     torch._dynamo.reset()
     evaluate = EVALUATIONS[name]
-    for model in (in_fp8(), convert.convert(nn.Sequential(made(), made()), "delayed"), in_fp8(), copy.deepcopy(in_fp8())):
+    for model in (
+        in_fp8(),
+        convert.convert(nn.Sequential(made(), made()), "delayed"),
+        in_fp8(),
+        copy.deepcopy(in_fp8()),
+    ):
         first = "linear 0" if len(model) == 3 else "linear 0.0"
         assert [said(evaluate, model), said(evaluate, model)] == [[first], []]
     loaded = in_fp8()
     loaded.load_state_dict(trained().state_dict())
-    for model in (trained(), loaded, filled(), copy.deepcopy(trained()), pickle.loads(pickle.dumps(filled()))):
+    for model in (
+        trained(),
+        loaded,
+        filled(),
+        copy.deepcopy(trained()),
+        pickle.loads(pickle.dumps(filled())),
+    ):
         assert said(evaluate, model) == []
 
 
@@ -105,7 +128,9 @@ def test_a_linear_that_was_not_used_is_warned_of(name, update):  # H-12
 
 
 def test_no_rows_set_no_scale():  # H-12, L-9
-    """An empty batch, as of an expert without tokens: it casts nothing, so it neither warns nor observes."""
+    """An empty batch, as of an expert without tokens: it casts nothing, so it neither warns nor
+    observes.
+    """
     model = in_fp8()
     assert said(EVALUATIONS["eval mode"], model, X[:0]) == []
     model.train()
@@ -166,7 +191,13 @@ def test_trained_models_share_a_compiled_evaluation():
         torch.compile(model.eval(), backend=counted, fullgraph=True)(X)
     assert len(graphs) == 1
     for _ in range(2):
-        assert said(lambda model, x: torch.compile(model.eval(), backend=counted, fullgraph=True)(x), models[0]) == []
+        assert (
+            said(
+                lambda model, x: torch.compile(model.eval(), backend=counted, fullgraph=True)(x),
+                models[0],
+            )
+            == []
+        )
 
 
 class Attention(nn.Module):
@@ -194,7 +225,11 @@ class Grouped(nn.Module):
     [
         (Attention, torch.ones(1, 1, 16, 16), {"attention", "a linear in FP8"}),
         (lambda: convert.convert(Grouped(), "delayed"), X, {"up"}),
-        (lambda: nn.Sequential(Linear(16, 16, "delayed"), Linear(16, 16, "delayed")), X, {"a linear in FP8"}),
+        (
+            lambda: nn.Sequential(Linear(16, 16, "delayed"), Linear(16, 16, "delayed")),
+            X,
+            {"a linear in FP8"},
+        ),
     ],
 )
 def test_every_kind_of_state_is_looked_at(name, build, x, names):  # H-12, A-19, X-9

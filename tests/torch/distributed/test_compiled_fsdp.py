@@ -29,8 +29,12 @@ def refusals():
     optimizer = torch.optim.SGD(made.parameters())
     found["optimizer"] = said(compiled_fsdp.shard, made, group, gather_fp8=False)
     optimizer.param_groups.clear()
-    found["uneven"] = said(compiled_fsdp.shard, nn.Sequential(nn.Linear(16, 33)), group, gather_fp8=False)
-    found["bfloat16"] = said(compiled_fsdp.shard, convert.convert(matrix.model().bfloat16(), "tensorwise"), group)
+    found["uneven"] = said(
+        compiled_fsdp.shard, nn.Sequential(nn.Linear(16, 33)), group, gather_fp8=False
+    )
+    found["bfloat16"] = said(
+        compiled_fsdp.shard, convert.convert(matrix.model().bfloat16(), "tensorwise"), group
+    )
     found["rows"] = said(compiled_fsdp.shard, convert.convert(matrix.model(), "rowwise"), group)
     found["states"] = said(compiled_fsdp.shard, convert.convert(matrix.model(), "delayed"), group)
     tied = matrix.model()
@@ -50,7 +54,10 @@ def refused():
         ("shared", r"the model is compiled or sharded already"),
         ("compiled", r"1 is compiled or sharded already"),
         ("optimizer", r"a SGD already holds 0\.0\.weight\. Build it afterwards"),
-        ("uneven", r"evenly.*over 2 ranks; 0\.weight is torch\.float32 of shape \(33, 16\)\. Pad it"),
+        (
+            "uneven",
+            r"evenly.*over 2 ranks; 0\.weight is torch\.float32 of shape \(33, 16\)\. Pad it",
+        ),
         ("bfloat16", r"masters are float32.*0\.0\.weight is torch\.bfloat16"),
         ("rows", r"the model has none\. Use gather_fp8=False"),
         ("states", r"ranks share the states of delayed scaling; 0\.0.*amax_group"),
@@ -63,15 +70,30 @@ def test_what_cannot_be_cut_by_hand_is_refused_by_name(case, message):
 
 
 def evaluations():
-    """Whether a forward pass without gradients observes, next to one with; what is held, and whether it is the plain model's."""
-    sharded = compiled_fsdp.shard(convert.convert(matrix.model(), "delayed", amax_group=world()), world())
+    """Whether a forward pass without gradients observes, next to one with; what is held, and
+    whether it is the plain model's.
+    """
+    sharded = compiled_fsdp.shard(
+        convert.convert(matrix.model(), "delayed", amax_group=world()), world()
+    )
     observed = []
     for gradients in (False, True):
         with torch.set_grad_enabled(gradients):
             sharded(matrix.batch(0))
-        observed.append([bool(state.seen.any()) for name, state in delayed.states(sharded) if not name.endswith("grad_output")])
+        observed.append(
+            [
+                bool(state.seen.any())
+                for name, state in delayed.states(sharded)
+                if not name.endswith("grad_output")
+            ]
+        )
     held = {name: p.shape for name, p in sharded.named_parameters()}
-    same = all(torch.equal(whole, plain) for whole, plain in zip(sharded.weights().values(), matrix.model().parameters(), strict=True))
+    same = all(
+        torch.equal(whole, plain)
+        for whole, plain in zip(
+            sharded.weights().values(), matrix.model().parameters(), strict=True
+        )
+    )
     return observed, held, same
 
 
@@ -85,10 +107,14 @@ def test_evaluation_observes_nothing_and_weights_are_held_in_parts():  # H-4
 def whole_numbers():
     """A model of one weight, used twice, and 4 rows for each rank.
 
-    No entry of an output or of a grad_input is larger than 2, as the weight is a permutation with signs, and none of a gradient than 4 rows x
-    2 uses x 2 x 2 = 32 on a rank: bfloat16 has all whole numbers up to 256, and no sum is rounded, in any order.
+    No entry of an output or of a grad_input is larger than 2, as the weight is a permutation with
+    signs, and none of a gradient than 4 rows x 2 uses x 2 x 2 = 32 on a rank: bfloat16 has all
+    whole numbers up to 256, and no sum is rounded, in any order.
     """
-    x = [torch.arange(32).reshape(4, 8).remainder(3) - 1, torch.arange(32).reshape(4, 8).remainder(5) - 2]
+    x = [
+        torch.arange(32).reshape(4, 8).remainder(3) - 1,
+        torch.arange(32).reshape(4, 8).remainder(5) - 2,
+    ]
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
     with torch.no_grad():
@@ -124,13 +150,19 @@ def test_a_call_is_of_whole_weights_and_its_gradient_of_a_ranks_own_rows():  # P
 
 
 def rounded_masters():
-    """Of a weight that bfloat16 does not hold: what a call multiplies by, in that type and in float32."""
+    """Of a weight that bfloat16 does not hold: what a call multiplies by, in that type and in
+    float32.
+    """
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         model = nn.Sequential(nn.Linear(2, 2, bias=False))
         with torch.no_grad():
             model[0].weight.fill_(1 + 2.0**-8 + 2.0**-16)
-        found.append(compiled_fsdp.shard(model, world(), param_dtype=dtype, gather_fp8=False)(torch.eye(2, dtype=dtype)).detach())
+        found.append(
+            compiled_fsdp.shard(model, world(), param_dtype=dtype, gather_fp8=False)(
+                torch.eye(2, dtype=dtype)
+            ).detach()
+        )
     return found
 
 

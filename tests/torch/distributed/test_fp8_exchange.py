@@ -15,7 +15,9 @@ def test_codes_are_added_in_rank_order_in_float32():  # P-21
     parts = torch.tensor([[1.0], [2.0**-24], [2.0**-24]])
     assert fp8_exchange._in_order(parts).tolist() == [1.0]
     assert fp8_exchange._in_order(parts.flip(0)).tolist() == [1.0 + 2.0**-23]
-    codes = cast.to_fp8(torch.tensor([[448.0, -1.0], [0.5, 1.0], [-448.0, math.nan]]), E4M3FN).view(torch.uint8)
+    codes = cast.to_fp8(torch.tensor([[448.0, -1.0], [0.5, 1.0], [-448.0, math.nan]]), E4M3FN).view(
+        torch.uint8
+    )
     added = fp8_exchange._added(codes, E4M3FN)
     assert added[0] == 0.5
     assert added[1].isnan()
@@ -23,8 +25,12 @@ def test_codes_are_added_in_rank_order_in_float32():  # P-21
 
 @pytest.mark.parametrize(("fmt", "largest"), [(E4M3FN, 464.0), (E5M2, 61440.0)])
 def test_what_a_cast_clips_is_counted(fmt, largest):  # P-22
-    """Up to the midpoint of the largest number and the next one a value rounds to the largest: 448 + 16, and 57344 + 4096."""
-    x = torch.tensor([largest, -largest, math.nextafter(largest, math.inf) * 1.001, -2 * largest, 0.0])
+    """Up to the midpoint of the largest number and the next one a value rounds to the largest: 448
+    + 16, and 57344 + 4096.
+    """
+    x = torch.tensor(
+        [largest, -largest, math.nextafter(largest, math.inf) * 1.001, -2 * largest, 0.0]
+    )
     assert fp8_exchange._saturated(x, fmt) == 2
 
 

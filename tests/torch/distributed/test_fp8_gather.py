@@ -1,4 +1,6 @@
-"""The FP8 all-gather of a weight: its codes, its scale, and the bytes that move (spec P-3, P-4, P-11)."""
+"""The FP8 all-gather of a weight: its codes, its scale, and the bytes that move (spec P-3, P-4,
+P-11).
+"""
 
 import contextlib
 import functools
@@ -34,7 +36,9 @@ def given(model):
     """Codes, as uint8, and scale of the first linear's weight in a forward pass."""
     seen = []
     handle = model[0][0].register_forward_pre_hook(
-        lambda m, _: seen.append((m.weight._data.view(torch.uint8).clone(), m.weight._scale.clone()))
+        lambda m, _: seen.append(
+            (m.weight._data.view(torch.uint8).clone(), m.weight._scale.clone())
+        )
     )
     model(batch(0))
     handle.remove()
@@ -50,7 +54,9 @@ def codes_of_the_gathered_weight():
 
 
 def scales_after_writes():
-    """The scale of the first linear's weight, and what it should be, after each way of writing weights outside of the step."""
+    """The scale of the first linear's weight, and what it should be, after each way of writing
+    weights outside of the step.
+    """
     model, found = sharded(), []
     state = {k: v.clone() for k, v in model.state_dict().items()}
 
@@ -76,7 +82,9 @@ def scales_after_writes():
 
 
 def gathered_outside_of_a_pass():
-    """Largest differences that gathering before the pass makes, and scales beside those of the weights as they are."""
+    """Largest differences that gathering before the pass makes, and scales beside those of the
+    weights as they are.
+    """
     outputs, scales = {}, []
     for fp8 in (True, False):
         for early in (False, True):
@@ -142,10 +150,20 @@ def one_bad_shard(value):
 
 
 def traffic():
-    """Per rank and forward pass: bytes into gathers, and reductions, of FP8 with and without precomputed scales, bfloat16 and float32."""
+    """Per rank and forward pass: bytes into gathers, and reductions, of FP8 with and without
+    precomputed scales, bfloat16 and float32.
+    """
     found = []
-    for how in ({}, {"precompute": False}, {"fp8": False}, {"fp8": False, "param_dtype": torch.float32}):
-        big = nn.Sequential(nn.Sequential(nn.Linear(192, 192, bias=False), nn.Linear(192, 192, bias=False)), nn.Linear(192, 96, bias=False))
+    for how in (
+        {},
+        {"precompute": False},
+        {"fp8": False},
+        {"fp8": False, "param_dtype": torch.float32},
+    ):
+        big = nn.Sequential(
+            nn.Sequential(nn.Linear(192, 192, bias=False), nn.Linear(192, 192, bias=False)),
+            nn.Linear(192, 96, bias=False),
+        )
         model, x = sharded(model=big, **how), torch.randn(16, 192)
         model(x.bfloat16() if how.get("param_dtype") is None else x)  # FSDP2 sets itself up
         model.reshard()
@@ -173,7 +191,10 @@ def test_codes_are_those_of_the_whole_weight_from_its_source(ranks, source):  # 
 
 
 def test_sources_give_other_codes(ranks):
-    compute, master = (ranks(codes_of_the_gathered_weight)[0][source][0] for source in (torch.bfloat16, torch.float32))
+    compute, master = (
+        ranks(codes_of_the_gathered_weight)[0][source][0]
+        for source in (torch.bfloat16, torch.float32)
+    )
     assert 0 < (compute != master).float().mean() < 0.1
 
 
@@ -181,13 +202,18 @@ def test_scales_are_of_the_weights_as_they_are_whoever_wrote_them(ranks):
     for rank in ranks(scales_after_writes):
         found, expected = zip(*rank, strict=True)
         assert torch.equal(torch.stack(found), torch.stack(expected))
-        assert len(set(torch.stack(found).tolist())) == 4  # loading what was there gives back the first
+        assert (
+            len(set(torch.stack(found).tolist())) == 4
+        )  # loading what was there gives back the first
 
 
 def test_gathers_outside_of_a_pass_have_scales_of_the_weights_as_they_are(ranks):  # P-11
     for outputs, scales in ranks(gathered_outside_of_a_pass):
         for fp8 in (True, False):
-            assert all(torch.equal(a, b) for a, b in zip(outputs[fp8, False], outputs[fp8, True], strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(outputs[fp8, False], outputs[fp8, True], strict=True)
+            )
         assert all(torch.equal(mine, wanted) for mine, wanted in scales)
         assert len({wanted.item() for _, wanted in scales}) == 5
 

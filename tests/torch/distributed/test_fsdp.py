@@ -14,7 +14,12 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fp8ref.torch.delayed import delayed
-from fp8ref.torch.distributed.fsdp import OrderedReduceScatter, gather_in_fp8, keep_reduced_dtype, sum_in_rank_order
+from fp8ref.torch.distributed.fsdp import (
+    OrderedReduceScatter,
+    gather_in_fp8,
+    keep_reduced_dtype,
+    sum_in_rank_order,
+)
 from fp8ref.torch.model import convert
 from fp8ref.torch.model.parallel import parallelize
 
@@ -42,7 +47,10 @@ def on_and_off():
         "float32 compute": {"param_dtype": torch.float32},
     }.items():
         off = trained(sharded(fp8=False, **how))
-        found[name] = [equal(off, trained(sharded(precompute=precompute, **how))) for precompute in (True, False)]
+        found[name] = [
+            equal(off, trained(sharded(precompute=precompute, **how)))
+            for precompute in (True, False)
+        ]
     return found
 
 
@@ -57,14 +65,18 @@ class Broken(torch.autograd.Function):
 
 
 def broken_backward():
-    """Whether training resumes after an error in a backward pass as if there had been none, also without FP8 gather."""
+    """Whether training resumes after an error in a backward pass as if there had been none, also
+    without FP8 gather.
+    """
     found = []
     for fp8 in (True, False):
         mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",))
         models = []
         for _ in range(2):
             made = plain()
-            models.append(parallelize(made, "tensorwise", mesh=mesh, blocks=[made[0]], gather_fp8=fp8))
+            models.append(
+                parallelize(made, "tensorwise", mesh=mesh, blocks=[made[0]], gather_fp8=fp8)
+            )
         model, expected = models
         parameters = list(model.parameters())
         handle = model[0][0].register_forward_hook(lambda module, args, out: Broken.apply(out))
@@ -80,7 +92,9 @@ def interrupted():
     found = []
     for how in ({}, {"recipe": "delayed", "group": True}):
         model = sharded(**how)
-        parameters = list(model.parameters())  # after an interrupt they are whole ones, until the next pass begins
+        parameters = list(
+            model.parameters()
+        )  # after an interrupt they are whole ones, until the next pass begins
 
         def interrupt(*args):
             raise KeyboardInterrupt
@@ -131,9 +145,13 @@ def refusals():
         model = convert.convert(plain(), "tensorwise")
         fully_shard(model, mesh=world, offload_policy=CPUOffloadPolicy(pin_memory=False))
         state = model._get_fsdp_state()
-        (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])[0].device = torch.device("cuda")
+        (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])[
+            0
+        ].device = torch.device("cuda")
         gather_in_fp8(model, dtype=torch.float32)
-    found["hooks of offloaded shards"] = [str(hasattr(model[2].weight._local_tensor, "fsdp_pre_all_gather"))]
+    found["hooks of offloaded shards"] = [
+        str(hasattr(model[2].weight._local_tensor, "fsdp_pre_all_gather"))
+    ]
     with refusing() as found["other dim"]:
         model = convert.convert(nn.Sequential(nn.Linear(96, 48, bias=False)), "tensorwise")
         fully_shard(model, mesh=world, shard_placement_fn=lambda p: Shard(1))
@@ -150,14 +168,24 @@ def refusals():
 
 
 def by_hand():
-    """Whether torchtitan's order trains as the same model does eagerly, bit for bit: compile a block, shard, gather in FP8."""
+    """Whether torchtitan's order trains as the same model does eagerly, bit for bit: compile a
+    block, shard, gather in FP8.
+    """
     found = []
     for recipe in ("tensorwise", "delayed"):
         mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-        model = convert.convert(plain(), recipe, amax_group=mesh.get_group() if recipe == "delayed" else None)
+        model = convert.convert(
+            plain(), recipe, amax_group=mesh.get_group() if recipe == "delayed" else None
+        )
         model[0].compile(fullgraph=True, backend="aot_eager")
         for unit in (model[0], model):
-            fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+            fully_shard(
+                unit,
+                mesh=mesh,
+                mp_policy=MixedPrecisionPolicy(
+                    param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+                ),
+            )
         gather_in_fp8(model, dtype=torch.bfloat16)
         found.append(equal(trained(model), trained(sharded(recipe, group=recipe == "delayed"))))
     return found
@@ -171,7 +199,9 @@ def ranks():
     return functools.cache(lambda function, *args, n=RANKS: run(n, function, *args))
 
 
-@pytest.mark.parametrize("case", ["tensorwise", "tensorwise, global", "delayed", "powers of two", "float32 compute"])
+@pytest.mark.parametrize(
+    "case", ["tensorwise", "tensorwise, global", "delayed", "powers of two", "float32 compute"]
+)
 def test_gathering_in_fp8_changes_no_bit_of_training(ranks, case):  # P-11, shards of unequal length
     assert [rank[case] for rank in ranks(on_and_off)] == [[True, True]] * RANKS
 
@@ -224,8 +254,9 @@ def test_what_cannot_be_gathered_in_fp8_is_refused_by_name(ranks, case, message)
         assert re.search(message, rank[case][0])
 
 
-# Of three ranks' parts, 2^24, 1 and -1: float32 has no 2^24 + 1, which rounds to 2^24, the even neighbor; (2^24 + 1) - 1 is then 2^24 - 1. Every
-# other order of the sum starts with 2^24 - 1, which float32 has, or with 1 - 1, and gives 2^24.
+# Of three ranks' parts, 2^24, 1 and -1: float32 has no 2^24 + 1, which rounds to 2^24, the even
+# neighbor; (2^24 + 1) - 1 is then 2^24 - 1. Every other order of the sum starts with 2^24 - 1,
+# which float32 has, or with 1 - 1, and gives 2^24.
 PARTS = (2.0**24, 1.0, -1.0)
 IN_ORDER = 2.0**24 - 1
 MEAN = IN_ORDER / 3
@@ -233,7 +264,9 @@ assert IN_ORDER == 3 * 5592405.0  # no rounding in the mean
 
 
 def reduced():
-    """Per rank: sum and average, over 3, of parts that no other order adds alike; each rank's are twice those of the rank before."""
+    """Per rank: sum and average, over 3, of parts that no other order adds alike; each rank's are
+    twice those of the rank before.
+    """
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
     mine = (PARTS[rank] * 2.0 ** torch.arange(ranks)).repeat_interleave(2)
     kept, reduction, found = mine.clone(), OrderedReduceScatter(fully_shard(Scale())), []
@@ -290,11 +323,16 @@ def gradients_of_narrow_shards(kept: bool) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 def test_gradients_of_narrower_shards_keep_the_dtype_of_their_sum():  # M-2, T-7
-    wide, rounded = run(2, gradients_of_narrow_shards, True), run(2, gradients_of_narrow_shards, False)
+    wide, rounded = (
+        run(2, gradients_of_narrow_shards, True),
+        run(2, gradients_of_narrow_shards, False),
+    )
     for mine, theirs in zip(wide, rounded, strict=True):
         count = len(mine) // 2
         assert {g.dtype for g in mine} == {torch.float32}
-        assert all(torch.equal(a.bfloat16(), b) for a, b in zip(mine[:count], theirs[:count], strict=True))
+        assert all(
+            torch.equal(a.bfloat16(), b) for a, b in zip(mine[:count], theirs[:count], strict=True)
+        )
         assert any(not torch.equal(g.bfloat16().float(), g) for g in mine[:count])
         assert all(not torch.equal(a, b) for a, b in zip(mine[:count], mine[count:], strict=True))
 

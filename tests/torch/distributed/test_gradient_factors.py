@@ -1,4 +1,6 @@
-"""What ``Factors`` refuses; its bits are tested against the simulator in tests/parity/test_gradient_factors.py."""
+"""What ``Factors`` refuses; its bits are tested against the simulator in
+tests/parity/test_gradient_factors.py.
+"""
 
 import pytest
 import torch
@@ -51,7 +53,7 @@ def test_counts_are_of_all_ranks():  # P-22, T-4
         assert set(names) == {"0.weight", "2.weight"}
         first = names.index("0.weight")
         mu, saturated = ([of[part][first] for of in found] for part in (0, 1))
-        # mu 1: nothing saturates, mu doubles. Then 4 elements of each rank do, of 32, but the step is not finite. Then 8 do: not above
-        # a quarter, and mu doubles again.
+        # mu 1: nothing saturates, mu doubles. Then 4 elements of each rank do, of 32, but the step
+        # is not finite. Then 8 do: not above a quarter, and mu doubles again.
         assert mu == [2.0, 2.0, 4.0]
         assert saturated == [0, 0, 8]

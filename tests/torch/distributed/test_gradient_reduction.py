@@ -1,4 +1,6 @@
-"""Gradients summed over ranks in FP8 against the simulator, bit for bit (spec P-21, P-22, P-24, P-25)."""
+"""Gradients summed over ranks in FP8 against the simulator, bit for bit (spec P-21, P-22, P-24,
+P-25).
+"""
 
 import functools
 
@@ -25,7 +27,9 @@ MU = data.AutoScale(threshold=0.05, window=7)
 
 
 class Sent(TorchDispatchMode):
-    """The dtypes of what goes into all-to-alls, its bytes, and the operators that would wait for a GPU."""
+    """The dtypes of what goes into all-to-alls, its bytes, and the operators that would wait for a
+    GPU.
+    """
 
     def __init__(self):
         super().__init__()
@@ -49,10 +53,19 @@ def each_rank():
             g = torch.from_numpy(cases.of_ranks(ranks, rows)[rank])
             piece = gradient_reduction.reduce_scatter(g, None, fmt, count=True, **options)
             whole = gradient_reduction.all_reduce(g, None, fmt, count=True, **options)
-            found["cases"].append((piece.value.numpy(), whole.value.numpy(), int(piece.saturated), int(whole.saturated)))
+            found["cases"].append(
+                (
+                    piece.value.numpy(),
+                    whole.value.numpy(),
+                    int(piece.saturated),
+                    int(whole.saturated),
+                )
+            )
     found["dtypes"] = sent.dtypes
     for name in cases.SPECIAL:
-        found["special"][name] = gradient_reduction.all_reduce(torch.from_numpy(cases.special(ranks, name)[rank])).value.numpy()
+        found["special"][name] = gradient_reduction.all_reduce(
+            torch.from_numpy(cases.special(ranks, name)[rank])
+        ).value.numpy()
     half = torch.from_numpy(cases.of_ranks(ranks, 13, "bfloat16")[rank]).bfloat16()
     found["half"] = gradient_reduction.reduce_scatter(half).value.numpy()
     g, mu = torch.from_numpy(cases.of_ranks(ranks, 13)[rank]), torch.tensor(1.0)
@@ -94,7 +107,9 @@ def test_every_rank_has_the_simulators_sums(ranks):  # P-3, P-21, P-22, P-24
         assert mu == after
     assert moves == {True, False}
     total = functools.reduce(sim.accumulate, cases.of_ranks(4, 16), None)
-    assert cases.equal(np.concatenate([of_rank["accumulated"] for of_rank in found]), sim_scaling.dequantize(total))
+    assert cases.equal(
+        np.concatenate([of_rank["accumulated"] for of_rank in found]), sim_scaling.dequantize(total)
+    )
 
 
 def loss_of(model):
@@ -108,7 +123,9 @@ def replica(recipe):
 
 
 def under_fsdp():
-    """Whole gradients of a sharded model, this rank's own of a replica, and the bytes of all-to-alls."""
+    """Whole gradients of a sharded model, this rank's own of a replica, and the bytes of
+    all-to-alls.
+    """
     model = sharded("tensorwise", fp8=False)
     units = gradient_reduction.reduce_in_fp8(model)
     with Sent() as sent:
@@ -117,14 +134,21 @@ def under_fsdp():
     loss_of(alone)
     whole = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
     assert sent.waits == []
-    return whole, {name: p.grad.float().numpy() for name, p in alone.named_parameters()}, sent.bytes, len(units)
+    return (
+        whole,
+        {name: p.grad.float().numpy() for name, p in alone.named_parameters()},
+        sent.bytes,
+        len(units),
+    )
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_fsdp2_reduces_weights_of_linears_in_fp8(ranks):  # P-25; under 3 ranks shards are unequal
     found = run(ranks, under_fsdp)
     assert found[0][3] == 2
-    narrow = {name for name in found[0][0] if name.endswith("weight") and found[0][0][name].ndim == 2}
+    narrow = {
+        name for name in found[0][0] if name.endswith("weight") and found[0][0][name].ndim == 2
+    }
     assert len(narrow) == 3
     for name, whole in found[0][0].items():
         parts = [of_rank[1][name] for of_rank in found]
@@ -133,7 +157,10 @@ def test_fsdp2_reduces_weights_of_linears_in_fp8(ranks):  # P-25; under 3 ranks 
         else:  # in float32, in rank order, divided by the ranks
             assert cases.equal(whole, functools.reduce(np.add, parts) / np.float32(ranks))
         assert all(cases.equal(whole, of_rank[0][name]) for of_rank in found)
-    padded = {name: -(-g.shape[0] // ranks) * ranks * (g.size // g.shape[0]) for name, g in found[0][0].items()}
+    padded = {
+        name: -(-g.shape[0] // ranks) * ranks * (g.size // g.shape[0])
+        for name, g in found[0][0].items()
+    }
     assert found[0][2] == sum(n * (1 if name in narrow else 4) for name, n in padded.items())
 
 
@@ -143,7 +170,9 @@ def divided():
     found = {}
     for factor in (None, 1.0, 8.0):
         torch.manual_seed(0)
-        model = fully_shard(nn.Linear(16, 8), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        model = fully_shard(
+            nn.Linear(16, 8), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        )
         gradient_reduction.reduce_in_fp8(model)
         if factor is not None:
             model.set_gradient_divide_factor(factor)
@@ -155,15 +184,24 @@ def divided():
 def test_fsdp2s_divide_factor_takes_the_place_of_the_ranks():  # P-21, P-25
     for found in run(2, divided):
         for factor in (1.0, 8.0):  # powers of two: each result is exact
-            assert all(cases.equal(one, mean * np.float32(2 / factor)) for one, mean in zip(found[factor], found[None], strict=True))
+            assert all(
+                cases.equal(one, mean * np.float32(2 / factor))
+                for one, mean in zip(found[factor], found[None], strict=True)
+            )
         assert all(mean.any() for mean in found[None])
 
 
 def parallelized():
-    """Whole gradients under ``parallelize``, not compiled and compiled whole, in FP8 and in float32."""
+    """Whole gradients under ``parallelize``, not compiled and compiled whole, in FP8 and in
+    float32.
+    """
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "fsdp"))
     found = []
-    for compile, dtype in (("none", torch.float8_e4m3fn), ("model", torch.float8_e4m3fn), ("none", torch.float32)):
+    for compile, dtype in (
+        ("none", torch.float8_e4m3fn),
+        ("model", torch.float8_e4m3fn),
+        ("none", torch.float32),
+    ):
         how = {"compile": compile, "compile_backend": "aot_eager", "reduce_dtype": dtype}
         model = parallelize(plain(), "bf16", mesh=mesh, blocks=[], **how)
         loss_of(model)
@@ -183,15 +221,21 @@ def test_parallelize_reduces_in_fp8_also_if_the_model_is_compiled():  # P-25
 
 
 def under_ddp():
-    """Gradients of a DistributedDataParallel model under the hook, and this rank's own of a replica."""
+    """Gradients of a DistributedDataParallel model under the hook, and this rank's own of a
+    replica.
+    """
     kept = plain()
     ddp = nn.parallel.DistributedDataParallel(kept)
     keep = frozenset([kept[2].weight])
-    ddp.register_comm_hook(gradient_reduction.DDPState(prescale="inverse", keep=keep), gradient_reduction.ddp_hook)
+    ddp.register_comm_hook(
+        gradient_reduction.DDPState(prescale="inverse", keep=keep), gradient_reduction.ddp_hook
+    )
     alone = plain()
     for model in (ddp, alone):
         model(batch(0).float()).square().mean().backward()
-    return [{name: p.grad.numpy() for name, p in model.named_parameters()} for model in (kept, alone)]
+    return [
+        {name: p.grad.numpy() for name, p in model.named_parameters()} for model in (kept, alone)
+    ]
 
 
 def test_a_hook_of_ddp_reduces_matrices_in_fp8():  # P-25
@@ -199,7 +243,11 @@ def test_a_hook_of_ddp_reduces_matrices_in_fp8():  # P-25
     for name, whole in found[0][0].items():
         parts = [of_rank[1][name] for of_rank in found]
         narrow = whole.ndim == 2 and name != "2.weight"
-        expected = sim.reduce(parts, prescale="inverse").value if narrow else functools.reduce(np.add, parts) / np.float32(3)
+        expected = (
+            sim.reduce(parts, prescale="inverse").value
+            if narrow
+            else functools.reduce(np.add, parts) / np.float32(3)
+        )
         assert all(cases.equal(of_rank[0][name], expected) for of_rank in found)
 
 
@@ -223,7 +271,9 @@ def refusals():
     gradient_reduction.reduce_in_fp8(unused)
     calls = [
         lambda: gradient_reduction.reduce_in_fp8(plain()),
-        lambda: gradient_reduction.reduce_in_fp8(fully_shard(nn.LayerNorm(4), mesh=mesh, mp_policy=wide)),
+        lambda: gradient_reduction.reduce_in_fp8(
+            fully_shard(nn.LayerNorm(4), mesh=mesh, mp_policy=wide)
+        ),
         lambda: gradient_reduction.reduce_in_fp8(fully_shard(plain(), mesh=copies, mp_policy=wide)),
         lambda: gradient_reduction.reduce_in_fp8(fully_shard(plain(), mesh=mesh)),
         lambda: unused(torch.ones(2, 8)).sum().backward(),
@@ -269,11 +319,15 @@ def test_what_cannot_be_reduced_is_refused_by_name():  # P-25
 
 
 def test_what_a_hook_cannot_do_is_refused_before_it_runs():  # P-21, P-22
-    with pytest.raises(ValueError, match="prescale is one of one, inverse_root, inverse; got 'half'"):
+    with pytest.raises(
+        ValueError, match="prescale is one of one, inverse_root, inverse; got 'half'"
+    ):
         gradient_reduction.DDPState(prescale="half")
     with pytest.raises(ValueError, match="a shared scale of gradients is multiplied by factors"):
         gradient_reduction.DDPState(policy="deepgemm")
-    with pytest.raises(ValueError, match="gradients are summed over a process group; there is none"):
+    with pytest.raises(
+        ValueError, match="gradients are summed over a process group; there is none"
+    ):
         gradient_reduction.all_reduce(torch.ones(3))
     with pytest.raises(ValueError, match=r"got None\. Ask the reduction for it by count=True"):
         gradient_reduction.next_mu(torch.tensor(1.0), None, 3)

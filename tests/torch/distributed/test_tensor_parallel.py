@@ -4,7 +4,16 @@ import itertools
 import pytest
 import torch
 from ranks import run
-from tensor_models import CONFIG, build, exact, mesh, passed_exactly, some_gradient, some_tokens, whole
+from tensor_models import (
+    CONFIG,
+    build,
+    exact,
+    mesh,
+    passed_exactly,
+    some_gradient,
+    some_tokens,
+    whole,
+)
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +27,9 @@ from fp8ref.train.torch.llama.llama import Llama
 
 
 def passed(recipe, sequence, config, parallel):
-    """Logits and every gradient, whole, and the norm that clipping takes of them; then an update."""
+    """Logits and every gradient, whole, and the norm that clipping takes of them; then an
+    update.
+    """
     model = build(recipe, torch.float64, config)
     if parallel:
         model = tensor_parallel.parallelize(model, mesh(), sequence=sequence)
@@ -26,10 +37,14 @@ def passed(recipe, sequence, config, parallel):
     assert not isinstance(y, DTensor)
     y.backward(some_gradient(y))
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    assert not any(g.placements[0].is_partial() for g in gradients.values() if isinstance(g, DTensor))
+    assert not any(
+        g.placements[0].is_partial() for g in gradients.values() if isinstance(g, DTensor)
+    )
     norm = torch.nn.utils.get_total_norm(list(gradients.values()))
     torch.optim.AdamW(model.parameters(), foreach=True).step()
-    return {"logits": y.detach(), "norm": whole(norm)} | {name: whole(g) for name, g in gradients.items()}
+    return {"logits": y.detach(), "norm": whole(norm)} | {
+        name: whole(g) for name, g in gradients.items()
+    }
 
 
 @pytest.mark.parametrize(("sequence", "tied"), list(itertools.product([False, True], repeat=2)))
@@ -39,7 +54,8 @@ def test_in_float64_the_model_is_one_process_model(sequence, tied):  # P-14
     for found in run(2, passed, "bf16", sequence, config, True):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            # norms, rotary embeddings and SiLU compute in float32: some 10 roundings of 2^-24 a layer; a lost or doubled sum is off by tens of percent
+            # norms, rotary embeddings and SiLU compute in float32: some 10 roundings of 2^-24 a
+            # layer; a lost or doubled sum is off by tens of percent
             assert (found[name] - value).norm() <= 100 * 2.0**-24 * value.norm(), name
 
 
@@ -54,10 +70,15 @@ def exact_models():
 
 def cut_exactly(recipe):
     plan = {"0": "colwise", "1": "rowwise"}
-    return [passed_exactly(tensor_parallel.parallelize(convert.convert(m, recipe), mesh(), plan=plan)) for m in exact_models()]
+    return [
+        passed_exactly(tensor_parallel.parallelize(convert.convert(m, recipe), mesh(), plan=plan))
+        for m in exact_models()
+    ]
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "mxfp8"]
+)
 def test_where_sums_are_exact_a_plan_gives_what_one_process_gives(recipe):  # P-14, P-16
     expected = [passed_exactly(convert.convert(model, recipe)) for model in exact_models()]
     assert expected[0][0].count_nonzero() > 300
@@ -67,13 +88,19 @@ def test_where_sums_are_exact_a_plan_gives_what_one_process_gives(recipe):  # P-
 
 
 def changed_in_place():
-    """Of each recipe and style, whether an output that is changed in place has the bits of another one."""
+    """Of each recipe and style, whether an output that is changed in place has the bits of another
+    one.
+    """
     equal = {}
-    for recipe, style in itertools.product(("tensorwise", "rowwise", "delayed"), ("colwise", "rowwise")):
+    for recipe, style in itertools.product(
+        ("tensorwise", "rowwise", "delayed"), ("colwise", "rowwise")
+    ):
         results = []
         for function in (torch.relu, torch.relu_):
             torch.manual_seed(0)
-            model = convert.convert(nn.ModuleDict({"up": nn.Linear(64, 64, bias=False)}).bfloat16(), recipe)
+            model = convert.convert(
+                nn.ModuleDict({"up": nn.Linear(64, 64, bias=False)}).bfloat16(), recipe
+            )
             up = tensor_parallel.parallelize(model, mesh(), plan={"up": style})["up"]
             x = torch.randn(16, 64 if style == "colwise" else 32).bfloat16().requires_grad_()
             y = function(up(x))
@@ -149,7 +176,9 @@ def test_a_stand_in_for_no_tokens_leaves_other_calls_as_they_are():  # L-9
 
 
 def on_two_dims(sequence):
-    """Of a 2 x 2 mesh, the gradients of a batch that fsdp cuts, and the mean of those that tensor parallelism alone has for each part of it."""
+    """Of a 2 x 2 mesh, the gradients of a batch that fsdp cuts, and the mean of those that tensor
+    parallelism alone has for each part of it.
+    """
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tensor"))
     tokens = some_tokens(4)
 
@@ -158,10 +187,17 @@ def on_two_dims(sequence):
         return {name: whole(p.grad) for name, p in model.named_parameters()}
 
     alone = [
-        gradients(tensor_parallel.parallelize(build(dtype=torch.float32), grid["tensor"], sequence=sequence), part)
+        gradients(
+            tensor_parallel.parallelize(
+                build(dtype=torch.float32), grid["tensor"], sequence=sequence
+            ),
+            part,
+        )
         for part in tokens.chunk(2)
     ]
-    model = tensor_parallel.parallelize(build(dtype=torch.float32), grid["tensor"], sequence=sequence)
+    model = tensor_parallel.parallelize(
+        build(dtype=torch.float32), grid["tensor"], sequence=sequence
+    )
     for layer in model.model.layers:
         fully_shard(layer, mesh=grid["fsdp"])
     fully_shard(model, mesh=grid["fsdp"])
@@ -177,12 +213,16 @@ def test_fully_shard_over_another_dim_means_its_gradients(sequence):  # P-14
 
 
 def on_masters():
-    """Of float32 masters that a step rounds first (spec M-2), and of a model in bfloat16: gradients of the matrices."""
+    """Of float32 masters that a step rounds first (spec M-2), and of a model in bfloat16: gradients
+    of the matrices.
+    """
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         model = tensor_parallel.parallelize(build(dtype=dtype), mesh(), sequence=True)
         parameters = dict(model.named_parameters())
-        y = functional_call(model, {name: p.to(torch.bfloat16) for name, p in parameters.items()}, (some_tokens(),))
+        y = functional_call(
+            model, {name: p.to(torch.bfloat16) for name, p in parameters.items()}, (some_tokens(),)
+        )
         gradients = torch.autograd.grad(y.float().square().mean(), list(parameters.values()))
         assert all(g.dtype == dtype and not g.placements[0].is_partial() for g in gradients)
         found.append([whole(g).float() for g in gradients if g.ndim > 1])
@@ -196,7 +236,9 @@ def test_a_step_may_round_masters_first():  # P-14
 
 def with_a_nan(rank_of_nan):
     model = convert.convert(nn.Sequential(nn.Linear(64, 32, bias=False)).bfloat16(), "tensorwise")
-    model = tensor_parallel.parallelize(nn.Sequential(nn.Identity(), model[0]), mesh(), plan={"1": "rowwise"})
+    model = tensor_parallel.parallelize(
+        nn.Sequential(nn.Identity(), model[0]), mesh(), plan={"1": "rowwise"}
+    )
     x = torch.ones(16, 32).bfloat16()  # this rank's part of [16, 64]
     if distributed.get_rank() == rank_of_nan:
         x[3, 3] = torch.nan
@@ -215,14 +257,23 @@ def hugging_face(recipe, parallel):
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
-    model = convert.convert(LlamaForCausalLM(config).double() if recipe == "bf16" else LlamaForCausalLM(config), recipe)
+    model = convert.convert(
+        LlamaForCausalLM(config).double() if recipe == "bf16" else LlamaForCausalLM(config), recipe
+    )
     if parallel:
         model = tensor_parallel.parallelize(model, mesh(), plan=Llama.tensor_plan.styles)
     logits = model(some_tokens() % 64).logits
     logits.square().sum().backward()
-    return {"logits": logits.detach()} | {name: whole(p.grad) for name, p in model.named_parameters()}
+    return {"logits": logits.detach()} | {
+        name: whole(p.grad) for name, p in model.named_parameters()
+    }
 
 
 def test_a_plan_parallelizes_hugging_faces_llama():  # P-14

@@ -6,7 +6,11 @@ from ranks import run
 from tensor_models import GATHER, Watch, build, mesh, some_tokens
 from torch import distributed, nn
 from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
-from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, LinearMMConfig
+from torchao.float8.float8_training_tensor import (
+    Float8TrainingTensor,
+    GemmInputRole,
+    LinearMMConfig,
+)
 
 from fp8ref.torch.distributed import tensor_parallel
 
@@ -15,15 +19,29 @@ def part(dtype, *, last_first=False, device="cpu"):
     """2 x 256 codes, twice every one that there is, and a scale that is no power of two."""
     codes = torch.arange(255, -1, -1) if last_first else torch.arange(256)
     codes = codes.to(device, torch.uint8).expand(2, 256).contiguous().view(dtype)
-    return Float8TrainingTensor(codes, torch.tensor(0.3, device=device), torch.bfloat16, LinearMMConfig(), GemmInputRole.INPUT)
+    return Float8TrainingTensor(
+        codes,
+        torch.tensor(0.3, device=device),
+        torch.bfloat16,
+        LinearMMConfig(),
+        GemmInputRole.INPUT,
+    )
 
 
 def moved(dtype):
     tensor_parallel.gather_fp8_as_bytes()
     mine = part(dtype, last_first=distributed.get_rank() == 1)
     with Watch(nn.Identity()) as watch:
-        whole = torch.ops._c10d_functional.wait_tensor(GATHER(mine, 2, distributed.group.WORLD.group_name))
-    return whole._data.view(torch.uint8), whole._data.dtype, whole._scale.item(), whole._orig_dtype, watch.gathers
+        whole = torch.ops._c10d_functional.wait_tensor(
+            GATHER(mine, 2, distributed.group.WORLD.group_name)
+        )
+    return (
+        whole._data.view(torch.uint8),
+        whole._data.dtype,
+        whole._scale.item(),
+        whole._orig_dtype,
+        watch.gathers,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
@@ -37,7 +55,9 @@ def test_codes_move_as_bytes_and_no_bit_of_them_changes(dtype):  # P-15
 
 
 def elsewhere():
-    """What the operator is given on another device; and whether a second call changes what is done."""
+    """What the operator is given on another device; and whether a second call changes what is
+    done.
+    """
     theirs = FLOAT8_OPS_TABLE[GATHER]
     tensor_parallel.gather_fp8_as_bytes()
     ours = FLOAT8_OPS_TABLE[GATHER]
@@ -54,11 +74,15 @@ def elsewhere():
 
 
 def test_other_devices_gathers_are_left_alone():
-    assert run(1, elsewhere) == [([(torch.float8_e5m2, 2, "group"), (torch.uint8, 2, "group")], True, True)]
+    assert run(1, elsewhere) == [
+        ([(torch.float8_e5m2, 2, "group"), (torch.uint8, 2, "group")], True, True)
+    ]
 
 
 def gathered(recipe, filter_fqns):
-    model = tensor_parallel.parallelize(build(recipe, filter_fqns=filter_fqns), mesh(), sequence=True)
+    model = tensor_parallel.parallelize(
+        build(recipe, filter_fqns=filter_fqns), mesh(), sequence=True
+    )
     with Watch(model) as watch:
         y = model(some_tokens())
         forward = list(watch.gathers)
@@ -70,10 +94,20 @@ def test_under_sequence_parallelism_what_is_gathered_is_a_byte_an_element():  # 
     n = 2 * 8 * 64  # a rank's part of [B, T, hidden]
     codes, hp = (torch.uint8, n), (torch.bfloat16, n)  # uint8 on gloo
     for forward, backward in run(2, gathered, "tensorwise", ()):
-        assert forward == [codes, codes] * 2 + [hp]  # of q, k and v together, of gate and up; the last norm's
-        assert backward == [codes, codes] * 2 + [hp]  # of grad_output of down and o; the embedding's
+        assert forward == [codes, codes] * 2 + [
+            hp
+        ]  # of q, k and v together, of gate and up; the last norm's
+        assert backward == [codes, codes] * 2 + [
+            hp
+        ]  # of grad_output of down and o; the embedding's
     for forward, backward in run(2, gathered, "tensorwise", ("k_proj", "layers.1.mlp")):
-        assert forward == [hp, codes, hp, hp, hp]  # k takes hp, so q and v cast what all three gathered
+        assert forward == [
+            hp,
+            codes,
+            hp,
+            hp,
+            hp,
+        ]  # k takes hp, so q and v cast what all three gathered
         assert backward == [hp, codes, codes, codes, hp]
     for forward, backward in run(2, gathered, "rowwise", ()):
         assert forward == [hp] * 5

@@ -15,7 +15,9 @@ ENDS = torch.tensor(OFFS, dtype=torch.int32)
 SQUARES = Recipe(
     name="squares",
     output=GemmSpec(
-        a=CastSpec(fmt=E4M3FN, granularity="blockwise_128x128"), b=CastSpec(fmt=E4M3FN, granularity="blockwise_1x128"), accumulate="fast"
+        a=CastSpec(fmt=E4M3FN, granularity="blockwise_128x128"),
+        b=CastSpec(fmt=E4M3FN, granularity="blockwise_1x128"),
+        accumulate="fast",
     ),
 )
 
@@ -31,15 +33,23 @@ SQUARES = Recipe(
         ({"offs": ENDS.flip(0)}, "experts: offs ascend from 0 to at most M=150; got"),
         ({"offs": ENDS + 14}, "experts: offs ascend from 0 to at most M=150; got"),
         ({"offs": ENDS.to("meta")}, "on one device"),
-        ({"w": torch.zeros(4, 24, 256).bfloat16()}, "experts: FP8 needs N and K to be multiples of 16"),
-        ({"recipe": "delayed"}, "experts: recipe 'delayed' takes states of input, weight, grad_output; got none"),
+        (
+            {"w": torch.zeros(4, 24, 256).bfloat16()},
+            "experts: FP8 needs N and K to be multiples of 16",
+        ),
+        (
+            {"recipe": "delayed"},
+            "experts: recipe 'delayed' takes states of input, weight, grad_output; got none",
+        ),
         ({"recipe": SQUARES}, "no block of a grouped input has several rows"),
     ],
 )
 def test_what_is_refused(change, message, rng):
     x, w, _ = (torch.from_numpy(v).bfloat16() for v in integers(rng))
     with pytest.raises(ValueError, match=message):
-        grouped.apply(**({"x": x, "w": w, "offs": ENDS, "recipe": "rowwise", "name": "experts"} | change))
+        grouped.apply(
+            **({"x": x, "w": w, "offs": ENDS, "recipe": "rowwise", "name": "experts"} | change)
+        )
 
 
 def test_a_name_begins_the_error():

@@ -13,7 +13,10 @@ from fp8ref.torch.experts import parallel as expert_parallel
 from fp8ref.torch.experts.layer import GroupedLinear
 
 RANKS, EXPERTS, ROWS, K, N = 2, 4, 24, 32, 16
-SIZES = ((9, 0, 5, 10), (0, 0, 12, 4))  # the second rank has 8 rows of no group; nobody has rows of expert 1
+SIZES = (
+    (9, 0, 5, 10),
+    (0, 0, 12, 4),
+)  # the second rank has 8 rows of no group; nobody has rows of expert 1
 
 
 class Model(nn.Module):
@@ -29,8 +32,12 @@ class Model(nn.Module):
         self.bfloat16()
 
     def forward(self, rows, ends, codes=None, slot=None):
-        gate, up = (of(rows, ends, input_codes=codes).float() for of in (self.gate_proj, self.up_proj))
-        return self.down_proj((torch.nn.functional.silu(gate) * up).bfloat16(), ends, grad_codes=slot)
+        gate, up = (
+            of(rows, ends, input_codes=codes).float() for of in (self.gate_proj, self.up_proj)
+        )
+        return self.down_proj(
+            (torch.nn.functional.silu(gate) * up).bfloat16(), ends, grad_codes=slot
+        )
 
 
 class Counted:
@@ -47,27 +54,42 @@ class Counted:
 
 
 def passed(model, recipe, x, ends, group, *, in_codes):
-    """(y, gradients of x and the weights, observations) of a pass; x has rows of no group, which are NaN."""
+    """(y, gradients of x and the weights, observations) of a pass; x has rows of no group, which
+    are NaN.
+    """
     x = x.clone().requires_grad_()
     model.zero_grad()
     if in_codes:
         moved, codes = expert_codes.dispatch(x, ends, group, (model.gate_proj, model.up_proj))
-        slot = expert_codes.Slot() if expert_codes.cast_of([model.down_proj], "grad_output") else None
+        slot = (
+            expert_codes.Slot() if expert_codes.cast_of([model.down_proj], "grad_output") else None
+        )
     else:
         moved, codes, slot = expert_parallel.dispatch(x, ends, group), None, None
     y = model(moved.rows, moved.ends, codes, slot)
-    y = expert_parallel.combine(y, moved, group) if slot is None else expert_codes.combine(y, moved, ends, group, model.down_proj, slot)
+    y = (
+        expert_parallel.combine(y, moved, group)
+        if slot is None
+        else expert_codes.combine(y, moved, ends, group, model.down_proj, slot)
+    )
     (y.float() * (1 + torch.arange(K) % 3)).sum().backward()
     seen = [state.seen.clone() for _, state in delayed.states(model)]
     delayed.update(model) if seen else None
     # a rank's own rows are observed before they move or after: the maximum over ranks is the same
     for of_role in seen:
         distributed.all_reduce(of_role, op=distributed.ReduceOp.MAX, group=group)
-    return [y.detach(), x.grad, *(p.grad.to_local() for p in model.parameters()), *seen], codes is not None
+    return [
+        y.detach(),
+        x.grad,
+        *(p.grad.to_local() for p in model.parameters()),
+        *seen,
+    ], codes is not None
 
 
 def on_ranks(recipes):
-    """{recipe: (whether codes moved, whether all is equal, bytes that moved in codes and in bfloat16)}."""
+    """{recipe: (whether codes moved, whether all is equal, bytes that moved in codes and in
+    bfloat16)}.
+    """
     found, group, rank = {}, distributed.group.WORLD, distributed.get_rank()
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("expert",))
     generator = torch.Generator().manual_seed(rank)
@@ -85,11 +107,21 @@ def on_ranks(recipes):
                 for _ in range(2):  # of delayed scaling the second under other scales
                     x = torch.randn(ROWS, K, generator=generator).bfloat16()
                     x[sum(SIZES[rank]) :] = torch.nan
-                    of_pass, codes = passed(model, recipe, x, torch.tensor(SIZES[rank]).cumsum(0).to(torch.int32), group, in_codes=in_codes)
+                    of_pass, codes = passed(
+                        model,
+                        recipe,
+                        x,
+                        torch.tensor(SIZES[rank]).cumsum(0).to(torch.int32),
+                        group,
+                        in_codes=in_codes,
+                    )
                     results += of_pass
                 made.append((results, counted.bytes - begun))
             (rows, of_rows), (codes_made, of_codes) = made
-            equal = [torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(rows, codes_made, strict=True)]
+            equal = [
+                torch.equal(a, b) and bool(a.isfinite().all())
+                for a, b in zip(rows, codes_made, strict=True)
+            ]
             found[recipe] = codes, equal, of_codes, of_rows
     return found
 
@@ -101,8 +133,12 @@ def test_codes_give_the_bits_of_rows_and_move_half_the_bytes():  # X-14
             assert all(equal), (recipe, equal)
             one = recipe != "rowwise"
             assert codes == one
-            sent, taken = sum(SIZES[rank]), sum(n for sizes in SIZES for n in sizes[rank * 2 : rank * 2 + 2])
-            # two passes; rows and gradients of results are sent, results and gradients of rows come back
+            sent, taken = (
+                sum(SIZES[rank]),
+                sum(n for sizes in SIZES for n in sizes[rank * 2 : rank * 2 + 2]),
+            )
+            # two passes; rows and gradients of results are sent, results and gradients of rows come
+            # back
             assert of_rows == 2 * 2 * 2 * (sent + taken) * K
             assert of_codes == 2 * (2 * sent * (1 if one else 2) + 2 * taken * 2) * K
 
@@ -141,7 +177,10 @@ def test_linears_that_observed_other_rows_are_refused():  # X-14
         x, ends = torch.ones(4, 16), torch.tensor([4], dtype=torch.int32)
         expert_codes.dispatch(x, ends, distributed.group.WORLD, linears)
         linears[1].states["input"].scale.fill_(2)
-        with pytest.raises(ValueError, match=r"their delayed scales of input are equal \(X-14\); got \[1\.0, 2\.0\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"their delayed scales of input are equal \(X-14\); got \[1\.0, 2\.0\]",
+        ):
             expert_codes.dispatch(x, ends, distributed.group.WORLD, linears)
     finally:
         distributed.destroy_process_group()

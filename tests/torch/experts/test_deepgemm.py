@@ -1,4 +1,6 @@
-"""What DeepGEMM's grouped kernel is handed, against a function that checks what it checks, in its place."""
+"""What DeepGEMM's grouped kernel is handed, against a function that checks what it checks, in its
+place.
+"""
 
 import pytest
 import torch
@@ -16,9 +18,11 @@ SIZES, ROWS, N, K = (130, 0, 5, 128), 270, 256, 128  # 7 rows of no group
 
 
 class FakeDeepGEMM:
-    """What DeepGEMM 54e2261 checks of m_grouped_fp8_gemm_nt_contiguous on compute capability 9.0, and G-13's order of each group.
+    """What DeepGEMM 54e2261 checks of m_grouped_fp8_gemm_nt_contiguous on compute capability 9.0,
+    and G-13's order of each group.
 
-    csrc/apis/gemm.hpp: m_grouped_fp8_fp4_gemm_nt_contiguous, whose alias it is; csrc/utils/layout.hpp: check_sf_layout.
+    csrc/apis/gemm.hpp: m_grouped_fp8_fp4_gemm_nt_contiguous, whose alias it is;
+    csrc/utils/layout.hpp: check_sf_layout.
     """
 
     def __init__(self) -> None:
@@ -35,7 +39,11 @@ class FakeDeepGEMM:
         assert codes_b.is_contiguous()
         assert k == k_
         assert (tuple(d.shape), d.dtype, d.stride(-1)) == ((m, n), torch.bfloat16, 1)
-        assert (m_indices.dtype, tuple(m_indices.shape), m_indices.is_contiguous()) == (torch.int32, (m,), True)
+        assert (m_indices.dtype, tuple(m_indices.shape), m_indices.is_contiguous()) == (
+            torch.int32,
+            (m,),
+            True,
+        )
         assert recipe in (None, (1, 128, 128))
         assert {sfa.dtype, sfb.dtype} == {torch.float32}
         assert tuple(sfa.shape) == (m, k // 128)
@@ -49,7 +57,10 @@ class FakeDeepGEMM:
             total = torch.zeros(128, n)
             for i in range(k // 128):
                 part = slice(i * 128, (i + 1) * 128)
-                acc = codes_a[first : first + 128].float()[:, part].double() @ codes_b[e].float()[:, part].double().t()  # exact
+                acc = (
+                    codes_a[first : first + 128].float()[:, part].double()
+                    @ codes_b[e].float()[:, part].double().t()
+                )  # exact
                 scale = sfa[first : first + 128, i, None] * sfb[e, :, i].repeat_interleave(128)
                 total = (acc.float().double() * scale.double() + total.double()).float()
             d[first : first + 128] = total
@@ -68,9 +79,18 @@ def deepgemm(monkeypatch):
 
 
 def test_the_kernel_is_chosen_by_name(deepgemm, monkeypatch):  # X-10
-    assert [grouped_gemm.kernel(spec, HOPPER) for spec in RECIPE.recipe.gemms.values()] == ["deep_gemm", "deep_gemm", "each_group"]
-    assert grouped_gemm.kernels(RECIPE.recipe, HOPPER) == "DeepGEMM's grouped kernel and one GEMM for each group"
-    assert grouped_gemm.kernel(GROUPED_RECIPES["rowwise"].recipe.output, HOPPER) == "scaled_grouped_mm"
+    assert [grouped_gemm.kernel(spec, HOPPER) for spec in RECIPE.recipe.gemms.values()] == [
+        "deep_gemm",
+        "deep_gemm",
+        "each_group",
+    ]
+    assert (
+        grouped_gemm.kernels(RECIPE.recipe, HOPPER)
+        == "DeepGEMM's grouped kernel and one GEMM for each group"
+    )
+    assert (
+        grouped_gemm.kernel(GROUPED_RECIPES["rowwise"].recipe.output, HOPPER) == "scaled_grouped_mm"
+    )
     assert not grouped_deepgemm.takes(RECIPE.recipe.output, CPU)
     monkeypatch.delattr(FakeDeepGEMM, "m_grouped_fp8_gemm_nt_contiguous")  # an older one
     assert grouped_gemm.kernel(RECIPE.recipe.output, HOPPER) == "each_group"
@@ -85,7 +105,10 @@ def test_it_gets_rows_by_group_and_gives_each_groups_gemm(which, deepgemm):  # X
     w = torch.randn(len(SIZES), N, K, generator=generator).bfloat16()
     groups = groups_of(torch.tensor(SIZES).cumsum(0).int(), ROWS)
     role = "input" if which == "output" else "grad_output"
-    a, b = (grouped.quantize_operand(which, r, t, groups, RECIPE) for r, t in ((role, groups.only(rows)), ("weight", w)))
+    a, b = (
+        grouped.quantize_operand(which, r, t, groups, RECIPE)
+        for r, t in ((role, groups.only(rows)), ("weight", w))
+    )
     found = grouped_deepgemm.rows_by_weights(a, b, groups)
     assert deepgemm.calls == 1
     x, y = dequantized(a, groups).double(), dequantized(b, groups).double()
@@ -93,9 +116,13 @@ def test_it_gets_rows_by_group_and_gives_each_groups_gemm(which, deepgemm):  # X
     for e, size in enumerate(SIZES):
         of_group, weight = x[begin : begin + size], y[e].t() if which == "output" else y[e]
         exact, magnitudes = of_group @ weight, of_group.abs() @ weight.abs()
-        # Rounded to bfloat16 once, u = 2^-8. Before: two dequantizations, the product of scales, a product and a sum for each of up to two
-        # blocks, at most 8 roundings of 2^-24 of the sum of magnitudes.
-        assert ((found[begin : begin + size].double() - exact).abs() <= 2.0**-8 * exact.abs() + 8 * 2.0**-24 * magnitudes).all()
+        # Rounded to bfloat16 once, u = 2^-8. Before: two dequantizations, the product of scales, a
+        # product and a sum for each of up to two blocks, at most 8 roundings of 2^-24 of the sum of
+        # magnitudes.
+        assert (
+            (found[begin : begin + size].double() - exact).abs()
+            <= 2.0**-8 * exact.abs() + 8 * 2.0**-24 * magnitudes
+        ).all()
         begin += size
     assert not found[sum(SIZES) :].any()
 

@@ -32,7 +32,10 @@ def test_the_kernel_of_a_gpu(recipe, which, kernel, monkeypatch):  # X-10
 def test_reports_name_every_kernel_once(monkeypatch):
     assert grouped_gemm.kernels(GROUPED_RECIPES["rowwise"].recipe, CPU) == "one GEMM for each group"
     monkeypatch.setattr(grouped_gemm, "_has_kernel", lambda device: True)
-    assert grouped_gemm.kernels(GROUPED_RECIPES["tensorwise"].recipe, HOPPER) == "torch._scaled_grouped_mm and one GEMM for each group"
+    assert (
+        grouped_gemm.kernels(GROUPED_RECIPES["tensorwise"].recipe, HOPPER)
+        == "torch._scaled_grouped_mm and one GEMM for each group"
+    )
 
 
 @pytest.mark.parametrize("which", ["output", "grad_input", "grad_weight"])
@@ -51,14 +54,22 @@ def test_each_group_is_its_own_gemm(which):  # X-2, X-4, X-5
 
     spec = recipe.recipe.gemms[which]
     a, b = (
-        grouped.quantize_operand(which, role, tensors[role] if role == "weight" else groups.only(tensors[role]), groups, recipe)
+        grouped.quantize_operand(
+            which,
+            role,
+            tensors[role] if role == "weight" else groups.only(tensors[role]),
+            groups,
+            recipe,
+        )
         for role in OPERANDS[which]
     )
     out = grouped_gemm.multiply(which, a, b, groups, spec, torch.bfloat16)
     host = ends.tolist()
     pairs = zip(grouped_operands.parts_of(a, host), grouped_operands.parts_of(b, host), strict=True)
     for (e, begin, end, of_a), (*_, of_b) in pairs:
-        alone = gemm.matmul(of_a, of_b, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=torch.bfloat16)
+        alone = gemm.matmul(
+            of_a, of_b, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=torch.bfloat16
+        )
         assert torch.equal(out[e] if which == "grad_weight" else out[begin:end], alone)
     assert not (out[1] if which == "grad_weight" else out[48:]).any()
 

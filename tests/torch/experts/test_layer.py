@@ -58,14 +58,19 @@ def test_convert_gives_it_the_grouped_recipe_and_keeps_its_parameter(model, reci
     y = model.experts(x, ENDS)
     y.sum().backward()
     own = X.clone().requires_grad_()
-    states = {role: delayed.RoleState(fmt, how, X.device) for role, (fmt, how) in delayed.casts(model.experts.recipe.recipe).items()}
+    states = {
+        role: delayed.RoleState(fmt, how, X.device)
+        for role, (fmt, how) in delayed.casts(model.experts.recipe.recipe).items()
+    }
     expected = grouped.apply(own, weight, ENDS, recipe=recipe, states=states)
     assert torch.equal(y, expected)
     expected.sum().backward()
     assert torch.equal(x.grad, own.grad)
     if recipe == "delayed":
         delayed.update(model)
-        assert {name for name, _ in delayed.states(model)} >= {f"experts.states.{role}" for role in ("input", "weight", "grad_output")}
+        assert {name for name, _ in delayed.states(model)} >= {
+            f"experts.states.{role}" for role in ("input", "weight", "grad_output")
+        }
 
 
 def test_filters_rules_and_deconvert_reach_it(model):
@@ -81,8 +86,16 @@ def test_filters_rules_and_deconvert_reach_it(model):  # R-2, R-8
 
 
 def test_the_report_has_its_recipe_and_kernel(model):
-    row = next(row for row in report(convert.convert(model, "rowwise"), (X, ENDS)).rows if row.path == "experts")
-    assert (row.recipe, row.in_fp8, row.kernel) == ("rowwise", 3 * 32 * 48, "one GEMM for each group")
+    row = next(
+        row
+        for row in report(convert.convert(model, "rowwise"), (X, ENDS)).rows
+        if row.path == "experts"
+    )
+    assert (row.recipe, row.in_fp8, row.kernel) == (
+        "rowwise",
+        3 * 32 * 48,
+        "one GEMM for each group",
+    )
     assert row.multiplications == 40 * 32 * 48
 
 

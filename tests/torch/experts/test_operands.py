@@ -8,7 +8,9 @@ from fp8ref.recipe import RECIPES, CastSpec
 from fp8ref.torch.experts import operands as grouped_operands
 from fp8ref.torch.quantize import cast, scaling
 
-ENDS = torch.tensor([20, 20, 23, 55], dtype=torch.int32)  # sizes 20, 0, 3 and 32; 5 rows are in no group
+ENDS = torch.tensor(
+    [20, 20, 23, 55], dtype=torch.int32
+)  # sizes 20, 0, 3 and 32; 5 rows are in no group
 ROWS = 60
 SPECS = {
     "tensorwise": CastSpec(fmt=E4M3FN),
@@ -54,7 +56,9 @@ def test_a_groups_part_is_what_it_would_be_alone(granularity, axis, x):  # X-3, 
         rows = x[begin:end]
         if granularity == "mx_1x32" and axis == -2:
             rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 32))
-        alone = scaling.quantize(rows, spec.fmt, granularity=granularity, policy=spec.policy, axis=axis + 2)
+        alone = scaling.quantize(
+            rows, spec.fmt, granularity=granularity, policy=spec.policy, axis=axis + 2
+        )
         assert part.axis == alone.axis
         assert torch.equal(part.codes.view(torch.uint8), alone.codes.view(torch.uint8))
         assert torch.equal(part.scale, alone.scale)
@@ -68,7 +72,9 @@ def test_an_experts_part_of_weights_is_what_it_would_be_alone():  # X-3
         q = grouped_operands.quantize_weights(w, spec, axis, "group")
         for e in range(3):
             part = grouped_operands.of_group(q, e, 0, 0)
-            alone = scaling.quantize(w[e], spec.fmt, granularity=granularity, policy=spec.policy, axis=axis + 2)
+            alone = scaling.quantize(
+                w[e], spec.fmt, granularity=granularity, policy=spec.policy, axis=axis + 2
+            )
             assert torch.equal(part.codes.view(torch.uint8), alone.codes.view(torch.uint8))
             assert torch.equal(part.scale, alone.scale)
 
@@ -81,5 +87,7 @@ def test_exact_values_are_codes_times_scales():  # S-14, X-10
         q = grouped_operands.quantize_rows(groups.only(x), spec, axis, groups, "group")
         found = grouped_operands.exact_values(q, groups).float()
         for _, begin, end, part in grouped_operands.parts_of(q, ENDS.tolist()):
-            own = cast.decode(part.codes, spec.fmt) * scaling.spread(part.scale_inv, tuple(part.codes.shape), "mx_1x32", part.axis)
+            own = cast.decode(part.codes, spec.fmt) * scaling.spread(
+                part.scale_inv, tuple(part.codes.shape), "mx_1x32", part.axis
+            )
             assert torch.equal(found[begin:end], own[: end - begin])

@@ -1,4 +1,6 @@
-"""Rows that move between two ranks with different experts: the bits of one process with all of them."""
+"""Rows that move between two ranks with different experts: the bits of one process with all of
+them.
+"""
 
 import torch
 from ranks import run
@@ -32,33 +34,51 @@ def _loss(y):
 
 
 def on_ranks():
-    """{recipe: (y, grad of x, grad of the rank's weights)}, and whether codes moved alike; what is refused."""
+    """{recipe: (y, grad of x, grad of the rank's weights)}, and whether codes moved alike; what is
+    refused.
+    """
     group, rank = distributed.group.WORLD, distributed.get_rank()
     x, w = _tensors()
     own, found = slice(rank * EXPERTS // RANKS, (rank + 1) * EXPERTS // RANKS), {}
     for recipe in ("rowwise", "tensorwise", "bf16"):
         mine, weights = x[rank].clone().requires_grad_(), w[own].clone().requires_grad_()
         moved = expert_parallel.dispatch(mine, _ends(SIZES[rank]), group)
-        y = expert_parallel.combine(grouped.apply(moved.rows, weights, moved.ends, recipe=recipe), moved, group)
+        y = expert_parallel.combine(
+            grouped.apply(moved.rows, weights, moved.ends, recipe=recipe), moved, group
+        )
         _loss(y).backward()
         found[recipe] = y.detach(), mine.grad, weights.grad
     same = []
     for spec in (RECIPES["rowwise"].output.a, RECIPES["mxfp8"].output.a):
 
         def quantized(x, spec=spec):
-            return scaling.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=-1)
+            return scaling.quantize(
+                x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=-1
+            )
 
         tensor = expert_parallel.dispatch(x[rank], _ends(SIZES[rank]), group)
-        after, (before, moved) = quantized(tensor.rows), expert_parallel.dispatch_quantized(quantized(x[rank]), _ends(SIZES[rank]), group)
-        same += [torch.equal(after.codes.view(torch.uint8), before.codes.view(torch.uint8)), torch.equal(after.scale, before.scale)]
-        same.append(torch.equal(moved.ends, tensor.ends) and moved.rows.dtype == torch.float8_e4m3fn)
+        after, (before, moved) = (
+            quantized(tensor.rows),
+            expert_parallel.dispatch_quantized(quantized(x[rank]), _ends(SIZES[rank]), group),
+        )
+        same += [
+            torch.equal(after.codes.view(torch.uint8), before.codes.view(torch.uint8)),
+            torch.equal(after.scale, before.scale),
+        ]
+        same.append(
+            torch.equal(moved.ends, tensor.ends) and moved.rows.dtype == torch.float8_e4m3fn
+        )
     groups, shared = grouped_operands.groups_of(_ends(SIZES[rank]), ROWS), []
     for one, axis in SHARED:  # with all experts here, as under data parallelism
-        q = grouped_operands.quantize_rows(groups.only(x[rank]), one, axis, groups, "group", shared=group.group_name)
+        q = grouped_operands.quantize_rows(
+            groups.only(x[rank]), one, axis, groups, "group", shared=group.group_name
+        )
         shared.append((q.codes.view(torch.uint8), q.scale))
     said = []
     for refused in (
-        lambda: expert_parallel.dispatch_quantized(scaling.quantize(x[0], spec.fmt), _ends(SIZES[rank]), group),
+        lambda: expert_parallel.dispatch_quantized(
+            scaling.quantize(x[0], spec.fmt), _ends(SIZES[rank]), group
+        ),
         lambda: expert_parallel.dispatch(x[rank], _ends(SIZES[rank][:3]), group),
     ):
         try:
@@ -71,7 +91,12 @@ def on_ranks():
 def test_two_ranks_have_the_bits_of_one_process():  # X-12, X-13
     results = run(RANKS, on_ranks)
     x, w = _tensors()
-    expert = torch.cat([torch.repeat_interleave(torch.arange(EXPERTS + 1), torch.tensor([*s, ROWS - sum(s)])) for s in SIZES])
+    expert = torch.cat(
+        [
+            torch.repeat_interleave(torch.arange(EXPERTS + 1), torch.tensor([*s, ROWS - sum(s)]))
+            for s in SIZES
+        ]
+    )
     order = torch.argsort(expert, stable=True)
     sizes = torch.tensor(SIZES).sum(0)
     for recipe in ("rowwise", "tensorwise", "bf16"):
@@ -79,14 +104,22 @@ def test_two_ranks_have_the_bits_of_one_process():  # X-12, X-13
         y = grouped.apply(alone[order], weights, sizes.cumsum(0).to(torch.int32), recipe=recipe)
         y = torch.empty_like(y).index_copy(0, order, y)
         _loss(y).backward()
-        ys, grads, of_weights = (torch.cat([found[recipe][i] for found, *_ in results]) for i in range(3))
+        ys, grads, of_weights = (
+            torch.cat([found[recipe][i] for found, *_ in results]) for i in range(3)
+        )
         assert torch.equal(ys, y.detach())
         assert torch.equal(grads, alone.grad)
         assert torch.equal(of_weights, weights.grad)
     alone = grouped_operands.groups_of(sizes.cumsum(0).to(torch.int32), RANKS * ROWS)
     for i, (one, axis) in enumerate(SHARED):  # X-3: scales of all ranks' rows of a group
-        q = grouped_operands.quantize_rows(alone.only(x.reshape(-1, K)[order]), one, axis, alone, "group")
-        codes = torch.empty_like(q.codes.view(torch.uint8)).index_copy(0, order, q.codes.view(torch.uint8)).reshape(RANKS, ROWS, K)
+        q = grouped_operands.quantize_rows(
+            alone.only(x.reshape(-1, K)[order]), one, axis, alone, "group"
+        )
+        codes = (
+            torch.empty_like(q.codes.view(torch.uint8))
+            .index_copy(0, order, q.codes.view(torch.uint8))
+            .reshape(RANKS, ROWS, K)
+        )
         for rank, (*_, shared) in enumerate(results):
             rows = slice(sum(SIZES[rank]))
             assert torch.equal(shared[i][0][rows], codes[rank, rows])

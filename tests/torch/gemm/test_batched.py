@@ -1,4 +1,6 @@
-"""Batches of products: one operator in graphs, and the same sums whatever the operands are kept in (spec A-18)."""
+"""Batches of products: one operator in graphs, and the same sums whatever the operands are kept in
+(spec A-18).
+"""
 
 import torch
 
@@ -9,7 +11,9 @@ from fp8ref.torch.quantize import cast
 
 def codes(*shape, seed=0):
     """Codes of small integers, whose sums of products are exact."""
-    return cast.to_fp8(torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float(), E4M3FN)
+    return cast.to_fp8(
+        torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float(), E4M3FN
+    )
 
 
 def test_codes_and_their_numbers_have_equal_products():
@@ -26,7 +30,9 @@ def test_a_factor_is_that_of_each_matrix_or_of_all():
     a, b = codes(3, 16, 32), codes(3, 16, 32, seed=1)
     plain = batched_gemm.products(a, b, fast=True)
     factors = torch.tensor([0.5, 2.0, 4.0])
-    assert torch.equal(batched_gemm.products(a, b, fast=True, factor=factors), plain * factors[:, None, None])
+    assert torch.equal(
+        batched_gemm.products(a, b, fast=True, factor=factors), plain * factors[:, None, None]
+    )
     assert torch.equal(batched_gemm.products(a, b, fast=True, factor=factors[0]), plain * 0.5)
 
 

@@ -1,4 +1,6 @@
-"""Which kernel multiplies operands in blocks, what each is handed, and what torchao's computes (spec G-17)."""
+"""Which kernel multiplies operands in blocks, what each is handed, and what torchao's computes
+(spec G-17).
+"""
 
 import importlib.util
 import itertools
@@ -29,13 +31,20 @@ FORMATS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOA
 GEMMS = tuple(RECIPES["blockwise"].gemms)
 UNEVEN = {"input": (384, 384), "weight": (128, 384), "grad_output": (384, 128)}  # halves of tiles
 EVEN = {"input": (256, 256), "weight": (256, 256), "grad_output": (256, 256)}  # no room to make
-ONE = {"input": (128, 128), "weight": (256, 128), "grad_output": (128, 256)}  # one block of K, whose stride nobody asks for
+ONE = {
+    "input": (128, 128),
+    "weight": (256, 128),
+    "grad_output": (128, 256),
+}  # one block of K, whose stride nobody asks for
 RAGGED = {"input": (200, 256), "weight": (144, 256)}  # M and N that no block divides
-CASES = [(which, shapes) for shapes in (UNEVEN, EVEN, ONE) for which in GEMMS] + [("output", RAGGED)]
+CASES = [(which, shapes) for shapes in (UNEVEN, EVEN, ONE) for which in GEMMS] + [
+    ("output", RAGGED)
+]
 
 
 def integers(rng, shape, granularity, axis):
-    """Integers to 7 times a power of two of their block, 7 among them: scale_inv is a power of two, and every sum is exact in float32.
+    """Integers to 7 times a power of two of their block, 7 among them: scale_inv is a power of two,
+    and every sum is exact in float32.
 
     On a tensor core too: products are 49 at most, sums of a block below 2^13, which G-10 keeps.
     """
@@ -49,17 +58,28 @@ def integers(rng, shape, granularity, axis):
 
 
 def operands(which, shapes, make):
-    """a and b of a GEMM of recipe blockwise, in torch, and in the simulator, which reduces the last axis."""
+    """a and b of a GEMM of recipe blockwise, in torch, and in the simulator, which reduces the last
+    axis.
+    """
     spec = RECIPES["blockwise"].gemms[which]
-    for role, cast, axis in zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True):
+    for role, cast, axis in zip(
+        OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
+    ):
         x = make(shapes[role], cast.granularity, axis)
-        yield scaling.quantize(torch.from_numpy(x), cast.fmt, granularity=cast.granularity, axis=axis - 2)
-        yield sim_scaling.quantize(x if axis == 1 else x.T.copy(), cast.fmt, granularity=cast.granularity)
+        yield scaling.quantize(
+            torch.from_numpy(x), cast.fmt, granularity=cast.granularity, axis=axis - 2
+        )
+        yield sim_scaling.quantize(
+            x if axis == 1 else x.T.copy(), cast.fmt, granularity=cast.granularity
+        )
 
 
 def reads(x, rows, columns):
     """That a kernel which loads this many rows and columns of a matrix stays inside its memory."""
-    assert x.storage_offset() + (rows - 1) * x.stride(0) + (columns - 1) * x.stride(1) < x.untyped_storage().nbytes() // x.element_size()
+    assert (
+        x.storage_offset() + (rows - 1) * x.stride(0) + (columns - 1) * x.stride(1)
+        < x.untyped_storage().nbytes() // x.element_size()
+    )
 
 
 def tiles(n, size=256):
@@ -67,11 +87,18 @@ def tiles(n, size=256):
 
 
 def fake(squares):
-    """torchao's kernel for b in blocks of 128x128, or of 1x128: the layouts that it asserts, the loads that it makes, its order (G-13)."""
+    """torchao's kernel for b in blocks of 128x128, or of 1x128: the layouts that it asserts, the
+    loads that it makes, its order (G-13).
+    """
 
     def run(a, b, a_s, b_s, block_size, out_dtype):
         (m, k), n = a.shape, b.shape[1]
-        assert (block_size, b.shape[0], a.dtype, b.dtype) == (128, k, torch.float8_e4m3fn, torch.float8_e4m3fn)
+        assert (block_size, b.shape[0], a.dtype, b.dtype) == (
+            128,
+            k,
+            torch.float8_e4m3fn,
+            torch.float8_e4m3fn,
+        )
         assert (a.stride(-1), b.stride(-2), a_s.stride(-2)) == (1, 1, 1)
         assert b_s.stride(-2 if squares else -1) == 1
         reads(a_s, tiles(m), k // 128)
@@ -80,7 +107,9 @@ def fake(squares):
         for i in range(k // 128):
             part = slice(i * 128, (i + 1) * 128)
             scale_b = b_s[i].repeat_interleave(128)[:n] if squares else b_s[i, :n]
-            total += (a[:, part].double() @ b[part].double()).float() * a_s[:m, i, None] * scale_b  # [M, 128] @ [128, N], exact
+            total += (
+                (a[:, part].double() @ b[part].double()).float() * a_s[:m, i, None] * scale_b
+            )  # [M, 128] @ [128, N], exact
         return total.to(out_dtype)
 
     return run
@@ -95,21 +124,37 @@ def faked(monkeypatch):
 
 
 class FakeDeepGEMM:
-    """What DeepGEMM 54e2261 checks on compute capability 9.0, and the order of its kernels, ``product`` of G-13.
+    """What DeepGEMM 54e2261 checks on compute capability 9.0, and the order of its kernels,
+    ``product`` of G-13.
 
-    csrc/apis/gemm.hpp: fp8_fp4_gemm_nt, whose alias is fp8_gemm_nt; csrc/utils/layout.hpp: check_sf_layout, check_major_type_cd;
-    csrc/jit_kernels/impls: sm90_fp8_gemm_1d2d.hpp, sm90_fp8_gemm_1d1d.hpp.
+    csrc/apis/gemm.hpp: fp8_fp4_gemm_nt, whose alias is fp8_gemm_nt; csrc/utils/layout.hpp:
+    check_sf_layout, check_major_type_cd; csrc/jit_kernels/impls: sm90_fp8_gemm_1d2d.hpp,
+    sm90_fp8_gemm_1d1d.hpp.
     """
 
     def __init__(self) -> None:
         self.calls = []
 
-    def fp8_gemm_nt(self, a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk", disable_ue8m0_cast=False):
+    def fp8_gemm_nt(
+        self,
+        a,
+        b,
+        d,
+        c=None,
+        recipe=None,
+        recipe_a=None,
+        recipe_b=None,
+        compiled_dims="nk",
+        disable_ue8m0_cast=False,
+    ):
         (codes_a, sfa), (codes_b, sfb) = a, b
         (m, k), n = codes_a.shape, len(codes_b)
         recipe = recipe or (1, 128, 128)
         assert {codes_a.dtype, codes_b.dtype} == {torch.float8_e4m3fn}
-        assert (codes_a.stride(), codes_b.stride()) == ((k, 1), (k, 1))  # K-major; a's and b's rows without gaps
+        assert (codes_a.stride(), codes_b.stride()) == (
+            (k, 1),
+            (k, 1),
+        )  # K-major; a's and b's rows without gaps
         assert (codes_b.shape[1], tuple(d.shape), d.stride(-1)) == (k, (m, n), 1)
         assert {sfa.dtype, sfb.dtype} == {torch.float32}
         assert tuple(sfa.shape) == (m, -(-k // 128))
@@ -131,7 +176,8 @@ class FakeDeepGEMM:
             part = slice(i * 128, (i + 1) * 128)
             acc = codes_a.float()[:, part].double() @ codes_b.float()[:, part].double().t()  # exact
             scale = sfa[:, i, None] * scales_b[:, i]
-            # one rounding of product and sum: float64 holds the product, and rounds the sum twice too rarely for these cases
+            # one rounding of product and sum: float64 holds the product, and rounds the sum twice
+            # too rarely for these cases
             total = (acc.float().double() * scale.double() + total.double()).float()
         d.copy_(total)
         self.calls.append((recipe, tuple(d.shape), d.dtype))
@@ -149,15 +195,27 @@ def deepgemm(faked, monkeypatch):
 @pytest.mark.grid(5)
 @pytest.mark.parametrize(("which", "shapes"), CASES)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_deepgemm_is_handed_our_codes_and_scales_in_its_layouts(which, shapes, out_dtype, deepgemm, rng):  # G-13, G-17
+def test_deepgemm_is_handed_our_codes_and_scales_in_its_layouts(
+    which, shapes, out_dtype, deepgemm, rng
+):  # G-13, G-17
     """Bit for bit, of numbers that need every rounding."""
-    a, sa, b, sb = operands(which, shapes, lambda shape, *_: rng.standard_normal(shape).astype(np.float32))
+    a, sa, b, sb = operands(
+        which, shapes, lambda shape, *_: rng.standard_normal(shape).astype(np.float32)
+    )
     out = gemm.matmul(a, b, accumulate="slow", out_dtype=out_dtype)
     assert out.dtype == out_dtype
-    expected = sim_gemm.matmul(sa, sb, out_dtype=FORMATS[out_dtype], epilogue=Epilogue(name="deepgemm", scale="product"))
+    expected = sim_gemm.matmul(
+        sa, sb, out_dtype=FORMATS[out_dtype], epilogue=Epilogue(name="deepgemm", scale="product")
+    )
     np.testing.assert_array_equal(out.float().numpy(), expected)
     squares = which != "grad_weight" and out_dtype == torch.bfloat16
-    assert deepgemm.calls == [((1, 128, 128) if squares else (1, 1, 128), out.shape, torch.bfloat16 if squares else torch.float32)]
+    assert deepgemm.calls == [
+        (
+            (1, 128, 128) if squares else (1, 1, 128),
+            out.shape,
+            torch.bfloat16 if squares else torch.float32,
+        )
+    ]
 
 
 def test_deepgemm_multiplies_where_it_can_and_torchao_the_rest(deepgemm, monkeypatch):  # G-17
@@ -175,14 +233,19 @@ def test_deepgemm_multiplies_where_it_can_and_torchao_the_rest(deepgemm, monkeyp
 
 @pytest.mark.parametrize("kernels", ["faked", "deepgemm"])
 def test_zeros_fill_a_last_block_of_rows(kernels, request):  # L-5, G-17
-    """A kernel takes whole blocks of K, here 200 rows of grad_weight's operands: those of 256 rows, of
-    which the last are zeros."""
+    """A kernel takes whole blocks of K, here 200 rows of grad_weight's operands: those of 256 rows,
+    of which the last are zeros."""
     request.getfixturevalue(kernels)
     generator = torch.Generator().manual_seed(0)
-    g, x = (torch.randint(-7, 8, (200, columns), generator=generator).float() for columns in (128, 256))
+    g, x = (
+        torch.randint(-7, 8, (200, columns), generator=generator).float() for columns in (128, 256)
+    )
 
     def multiplied(*tensors):
-        a, b = (scaling.quantize(v, E4M3FN, granularity="blockwise_1x128", axis=-2, ragged=True) for v in tensors)
+        a, b = (
+            scaling.quantize(v, E4M3FN, granularity="blockwise_1x128", axis=-2, ragged=True)
+            for v in tensors
+        )
         return gemm.matmul(a, b, accumulate="slow", out_dtype=torch.bfloat16)
 
     found = multiplied(g, x)
@@ -205,11 +268,16 @@ def test_a_step_by_deepgemm_is_named_in_the_proof_and_the_report(deepgemm):  # B
     [
         (None, None),
         ("def fp8_gemm_nt(*args, **kwargs): ...", None),
-        ("assert False, 'no CUDA'", "cannot be imported (AssertionError: no CUDA): torchao's kernels multiply"),
+        (
+            "assert False, 'no CUDA'",
+            "cannot be imported (AssertionError: no CUDA): torchao's kernels multiply",
+        ),
         ("__version__ = '1.0'", "deep_gemm 1.0 has no fp8_gemm_nt"),
     ],
 )
-def test_a_deepgemm_that_cannot_be_used_is_spoken_of(source, logged, tmp_path, monkeypatch, caplog):  # G-17
+def test_a_deepgemm_that_cannot_be_used_is_spoken_of(
+    source, logged, tmp_path, monkeypatch, caplog
+):  # G-17
     if source is not None:
         (tmp_path / "deep_gemm.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -217,25 +285,35 @@ def test_a_deepgemm_that_cannot_be_used_is_spoken_of(source, logged, tmp_path, m
     found = block_gemm.deep_gemm.__wrapped__()
     sys.modules.pop("deep_gemm", None)
     assert (found is not None) == (source is not None and logged is None)
-    assert [logged in record.getMessage() for record in caplog.records] == ([True] if logged else [])
+    assert [logged in record.getMessage() for record in caplog.records] == (
+        [True] if logged else []
+    )
 
 
 @pytest.mark.grid(5)
 @pytest.mark.parametrize(("which", "shapes"), CASES)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_kernels_are_handed_our_codes_and_scales_in_their_layouts(which, shapes, out_dtype, faked, rng):  # G-13, G-17
+def test_the_kernels_are_handed_our_codes_and_scales_in_their_layouts(
+    which, shapes, out_dtype, faked, rng
+):  # G-13, G-17
     """Bit for bit, of numbers that need every rounding."""
-    a, sa, b, sb = operands(which, shapes, lambda shape, *_: rng.standard_normal(shape).astype(np.float32))
+    a, sa, b, sb = operands(
+        which, shapes, lambda shape, *_: rng.standard_normal(shape).astype(np.float32)
+    )
     out = gemm.matmul(a, b, accumulate="slow", out_dtype=out_dtype)
     assert out.dtype == out_dtype
-    expected = sim_gemm.matmul(sa, sb, out_dtype=FLOAT32 if out_dtype == torch.float32 else BFLOAT16)
+    expected = sim_gemm.matmul(
+        sa, sb, out_dtype=FLOAT32 if out_dtype == torch.float32 else BFLOAT16
+    )
     np.testing.assert_array_equal(out.float().numpy(), expected)
 
 
 def quantized(granularity, m=128, k=128, fmt=E4M3FN, device="cpu", axis=-1):
     shape = (m, k) if axis == -1 else (k, m)
     scales = torch.empty(0, device=device)
-    return Quantized(torch.empty(shape, device=device, dtype=torch.uint8), scales, scales, fmt, granularity, axis)
+    return Quantized(
+        torch.empty(shape, device=device, dtype=torch.uint8), scales, scales, fmt, granularity, axis
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,7 +333,9 @@ def test_the_choice_by_device(capability, hip, there, expected, monkeypatch):  #
     monkeypatch.setattr(block_gemm, "kernels", lambda: (fake(False), fake(True)) if there else None)
     monkeypatch.setattr(block_gemm, "deep_gemm", lambda: None)
     q = quantized("blockwise_1x128")
-    on_gpu = q._replace(codes=type("Codes", (), {"shape": q.codes.shape, "device": torch.device("cuda", 0)})())
+    on_gpu = q._replace(
+        codes=type("Codes", (), {"shape": q.codes.shape, "device": torch.device("cuda", 0)})()
+    )
     assert block_gemm.kernel(on_gpu, on_gpu) == expected
     assert block_gemm.kernel(q, q) == "dequantized"
 
@@ -274,7 +354,10 @@ def test_the_choice_by_operands(faked):  # G-17
     for large, small in (((1 << 23, 256), (16, 256)), ((1 << 16, 256), (1 << 15, 256))):
         a, b = (quantized("blockwise_1x128", *shape, device="meta") for shape in (large, small))
         assert block_gemm.kernel(a, b) == block_gemm.kernel(b, a) == "dequantized"
-    a, b = (quantized("blockwise_1x128", n, 256, device="meta", axis=0) for n in ((1 << 15) - 128, 1 << 15))
+    a, b = (
+        quantized("blockwise_1x128", n, 256, device="meta", axis=0)
+        for n in ((1 << 15) - 128, 1 << 15)
+    )
     assert block_gemm.kernel(a, b) == "torchao_triton"
 
 
@@ -288,7 +371,10 @@ def test_without_triton_or_under_other_names_there_is_no_kernel(monkeypatch):
 
 def model():
     torch.manual_seed(0)
-    return convert.convert(nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU(), nn.Linear(256, 256)).bfloat16(), "blockwise")
+    return convert.convert(
+        nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU(), nn.Linear(256, 256)).bfloat16(),
+        "blockwise",
+    )
 
 
 def step(module):
@@ -296,7 +382,13 @@ def step(module):
 
 
 SEEN = {
-    (f"{name}/{which}", "f8e4m3fn", "f8e4m3fn", "blocks", f"blockwise_1x128 x blockwise_{'1x128' if which == 'grad_weight' else '128x128'}")
+    (
+        f"{name}/{which}",
+        "f8e4m3fn",
+        "f8e4m3fn",
+        "blocks",
+        f"blockwise_1x128 x blockwise_{'1x128' if which == 'grad_weight' else '128x128'}",
+    )
     for name in "02"
     for which in GEMMS
 }
@@ -344,8 +436,11 @@ def test_compiled_the_kernel_is_one_operator_and_seen(faked):  # B-8, G-17
     torch._dynamo.reset()
 
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-# Triton's interpreter runs kernels on tensors of a CPU. Autotuning would time them on a GPU: each size of tile has its turn instead.
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+# Triton's interpreter runs kernels on tensors of a CPU. Autotuning would time them on a GPU: each
+# size of tile has its turn instead.
 INTERPRET = """
 import sys
 import torch
@@ -367,7 +462,12 @@ torch.save(results, sys.argv[2])
 
 def run_script(script, *args, **environment):
     done = subprocess.run(
-        [sys.executable, "-c", script, *args], capture_output=True, text=True, env=os.environ | environment, timeout=300, check=False
+        [sys.executable, "-c", script, *args],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -376,21 +476,35 @@ def run_script(script, *args, **environment):
 @needs_triton
 @pytest.mark.slow
 def test_torchaos_kernels_under_tritons_interpreter(tmp_path, rng):  # G-13, G-17
-    exact = [list(operands(which, shapes, lambda *how: integers(rng, *how))) for which, shapes in CASES]
-    rough = [list(operands(which, UNEVEN, lambda shape, *_: rng.standard_normal(shape).astype(np.float32))) for which in GEMMS]
+    exact = [
+        list(operands(which, shapes, lambda *how: integers(rng, *how))) for which, shapes in CASES
+    ]
+    rough = [
+        list(
+            operands(which, UNEVEN, lambda shape, *_: rng.standard_normal(shape).astype(np.float32))
+        )
+        for which in GEMMS
+    ]
     cases = [*exact, *rough]
     torch.save([(a, b) for a, _, b, _ in cases], tmp_path / "in.pt")
     run_script(INTERPRET, str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), TRITON_INTERPRET="1")
     results = iter(torch.load(tmp_path / "out.pt"))
     for i, (_, sa, _, sb) in enumerate(cases):
         expected = sim_gemm.matmul(sa, sb)
-        magnitudes = np.abs(sim_scaling.dequantize(sa)).astype(np.float64) @ np.abs(sim_scaling.dequantize(sb)).T
+        magnitudes = (
+            np.abs(sim_scaling.dequantize(sa)).astype(np.float64)
+            @ np.abs(sim_scaling.dequantize(sb)).T
+        )
         for out in (next(results).numpy() for _ in range(2)):
             if i < len(exact):
                 np.testing.assert_array_equal(out, expected)
-            else:  # as B-1: any order of a block's sum, two products and a sum for each block, in either
+            else:
+                # as B-1: any order of a block's sum, two products and a sum for each block, in
+                # either
                 length = sa.codes.shape[1]
-                assert (np.abs(out - expected) <= gamma(length + 9 + length // 64) * magnitudes).all()
+                assert (
+                    np.abs(out - expected) <= gamma(length + 9 + length // 64) * magnitudes
+                ).all()
 
 
 PTX = """
@@ -410,9 +524,15 @@ for op in re.findall(r"wgmma[.]mma_async\\S+|(?:mul|fma|add)[.](?:rn[.])?f32|cvt
 
 
 @needs_triton
-@pytest.mark.parametrize(("fusion", "scaled"), [("1", {"mul.f32", "fma.rn.f32"}), ("0", {"mul.rn.f32", "add.rn.f32"})])
-def test_for_hopper_torchaos_kernels_compile_to_fp8_tensor_core_instructions(fusion, scaled):  # G-17
-    """A chain of four instructions of K = 32 for a block, no promotion within it, and results rounded to nearest even."""
+@pytest.mark.parametrize(
+    ("fusion", "scaled"), [("1", {"mul.f32", "fma.rn.f32"}), ("0", {"mul.rn.f32", "add.rn.f32"})]
+)
+def test_for_hopper_torchaos_kernels_compile_to_fp8_tensor_core_instructions(
+    fusion, scaled
+):  # G-17
+    """A chain of four instructions of K = 32 for a block, no promotion within it, and results
+    rounded to nearest even.
+    """
     ops = run_script(PTX, TRITON_DEFAULT_FP_FUSION=fusion, TRITON_INTERPRET="0").split()
     assert ops.count("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3") == 4
     assert {op for op in ops if op.startswith(("mul", "fma", "add"))} == scaled
@@ -424,9 +544,14 @@ def test_for_hopper_torchaos_kernels_compile_to_fp8_tensor_core_instructions(fus
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu(which, shapes, out_dtype, rng):  # G-17
     a, sa, b, sb = operands(which, shapes, lambda *how: integers(rng, *how))
-    a, b = (q._replace(codes=q.codes.cuda(), scale=q.scale.cuda(), scale_inv=q.scale_inv.cuda()) for q in (a, b))
+    a, b = (
+        q._replace(codes=q.codes.cuda(), scale=q.scale.cuda(), scale_inv=q.scale_inv.cuda())
+        for q in (a, b)
+    )
     if block_gemm.kernel(a, b) == "dequantized":
         pytest.skip("no kernel for this GPU")
     out = gemm.matmul(a, b, accumulate="slow", out_dtype=out_dtype)
-    expected = sim_gemm.matmul(sa, sb, out_dtype=FLOAT32 if out_dtype == torch.float32 else BFLOAT16)
+    expected = sim_gemm.matmul(
+        sa, sb, out_dtype=FLOAT32 if out_dtype == torch.float32 else BFLOAT16
+    )
     np.testing.assert_array_equal(out.float().cpu().numpy(), expected)

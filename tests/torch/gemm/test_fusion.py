@@ -17,7 +17,13 @@ from fp8ref.torch.model import convert
 
 M, N = 64, 32
 ROW, COLUMN = sympy.symbols("d0 d1", integer=True, nonnegative=True)
-DTYPES = {"x": torch.bfloat16, "codes": torch.float8_e4m3fn, "wide": torch.bfloat16, "mask": torch.bool, "scale": torch.float32}
+DTYPES = {
+    "x": torch.bfloat16,
+    "codes": torch.float8_e4m3fn,
+    "wide": torch.bfloat16,
+    "mask": torch.bool,
+    "scale": torch.float32,
+}
 
 
 @pytest.fixture
@@ -55,7 +61,9 @@ BY_ROWS, BY_COLUMNS = N * ROW + COLUMN, ROW + M * COLUMN
         ("codes", BY_COLUMNS, "cpu", False),
     ],
 )
-def test_codes_that_are_stored_along_another_axis_than_x_is_loaded_along_transpose(stored, index, device, expected):
+def test_codes_that_are_stored_along_another_axis_than_x_is_loaded_along_transpose(
+    stored, index, device, expected
+):
     loads = [access("x", BY_ROWS), access("scale", ROW), access("scale", sympy.Integer(0))]
     cast = node(loads, [access(stored, index)], device)
     reduction = node([access("x", BY_ROWS)], [], device, reduction=True)
@@ -78,17 +86,26 @@ def test_a_cast_whose_loops_were_joined_transposes_too():
     """As the loops of a split reduction walk through a tensor: two rows at a time."""
     stored = FloorDiv(COLUMN, N) + 2 * ROW + M * ModularIndexing(COLUMN, 1, N)
     sizes = sympy.Integer(M // 2), sympy.Integer(2 * N)
-    reads, writes = [MemoryDep("x", 2 * N * ROW + COLUMN, (ROW, COLUMN), sizes)], [MemoryDep("codes", stored, (ROW, COLUMN), sizes)]
+    reads, writes = (
+        [MemoryDep("x", 2 * N * ROW + COLUMN, (ROW, COLUMN), sizes)],
+        [MemoryDep("codes", stored, (ROW, COLUMN), sizes)],
+    )
     with V.set_graph_handler(types.SimpleNamespace(get_dtype=DTYPES.__getitem__)):
         assert fusion.transposes(node(reads, writes))
-        assert not fusion.transposes(node(reads, [MemoryDep("codes", 2 * N * ROW + COLUMN, (ROW, COLUMN), sizes)]))
+        assert not fusion.transposes(
+            node(reads, [MemoryDep("codes", 2 * N * ROW + COLUMN, (ROW, COLUMN), sizes)])
+        )
 
 
 @pytest.mark.usefixtures("inductor")
 @pytest.mark.parametrize(("accelerator", "expected"), [("cuda", fusion.Choices), (None, None)])
 def test_convert_sets_the_choices_off_a_cpu(accelerator, expected, monkeypatch):
     """A model on the meta device will lie on the accelerator, if there is one."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator and torch.device(accelerator))
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available: accelerator and torch.device(accelerator),
+    )
     convert.convert(nn.Sequential(nn.Linear(32, 32, device="meta")), "tensorwise")
     assert config.inductor_choices_class is expected
     assert type(V.choices) is (expected or InductorChoices)
@@ -111,14 +128,21 @@ def test_choices_of_the_users_stay():
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_which_casts_are_fused_changes_no_bit(recipe):  # P-18
-    """Under emulated casts kernels round where eager PyTorch does; amaxes are exact in any order."""
+    """Under emulated casts kernels round where eager PyTorch does; amaxes are exact in any
+    order.
+    """
 
     def steps(compiled):
         torch.manual_seed(0)
         with torch.device("cuda"), config.patch(emulate_precision_casts=True):
-            model = convert.convert(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16(), recipe)
+            model = convert.convert(
+                nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16(),
+                recipe,
+            )
             x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
-            (torch.compile(model, fullgraph=True) if compiled else model)(x).float().square().mean().backward()
+            (torch.compile(model, fullgraph=True) if compiled else model)(
+                x
+            ).float().square().mean().backward()
         return [x.grad, *(p.grad for p in model.parameters())]
 
     eager, compiled = steps(False), steps(True)

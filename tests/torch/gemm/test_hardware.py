@@ -1,4 +1,6 @@
-"""FP8 GEMMs of a PyTorch model on the host: the simulator's bits in either linear, eager and compiled; torchao's function is put back."""
+"""FP8 GEMMs of a PyTorch model on the host: the simulator's bits in either linear, eager and
+compiled; torchao's function is put back.
+"""
 
 import numpy as np
 import pytest
@@ -25,12 +27,19 @@ OF_TORCHAO = ("tensorwise", "rowwise")
 def model_of(recipe, kind, n=128, k=256, dtype=torch.bfloat16, bias=False):
     torch.manual_seed(0)
     plain = nn.Linear(k, n, bias=bias).to(dtype)
-    return layer.Linear.of(plain, recipe) if kind == "ours" else convert.convert(nn.Sequential(plain), recipe)
+    return (
+        layer.Linear.of(plain, recipe)
+        if kind == "ours"
+        else convert.convert(nn.Sequential(plain), recipe)
+    )
 
 
 def passed(model, rng, m=256, k=256, n=128, dtype=torch.bfloat16):
     """(input, grad_output, output, grad_input, grad_weight) of one forward and backward pass."""
-    x, g = (torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(dtype) for shape in ((m, k), (m, n)))
+    x, g = (
+        torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(dtype)
+        for shape in ((m, k), (m, n))
+    )
     x.requires_grad_()
     y = model(x)
     y.backward(g)
@@ -44,7 +53,9 @@ def wide(x):
 # G-19, B-12
 @pytest.mark.parametrize("plan", ["hopper", "hopper_fast"])
 @pytest.mark.parametrize(
-    ("recipe", "kind"), [*((recipe, "ours") for recipe in FP8), *((recipe, "torchao") for recipe in OF_TORCHAO)], ids=lambda v: v
+    ("recipe", "kind"),
+    [*((recipe, "ours") for recipe in FP8), *((recipe, "torchao") for recipe in OF_TORCHAO)],
+    ids=lambda v: v,
 )
 def test_outputs_and_gradients_are_the_simulators_bit_for_bit(rng, recipe, kind, plan):
     model = model_of(recipe, kind)
@@ -52,7 +63,10 @@ def test_outputs_and_gradients_are_the_simulators_bit_for_bit(rng, recipe, kind,
     with simulated.simulating(hardware.by_name(plan)):
         x, g, *found = passed(model, rng)
     given = wide(x), wide(next(model.parameters()))
-    expected = [sim_linear.forward(*given, recipe, accumulate=plan), *sim_linear.backward(wide(g), *given, recipe, accumulate=plan)]
+    expected = [
+        sim_linear.forward(*given, recipe, accumulate=plan),
+        *sim_linear.backward(wide(g), *given, recipe, accumulate=plan),
+    ]
     for mine, sim in zip(found, expected, strict=True):
         np.testing.assert_array_equal(wide(mine), sim)
 
@@ -63,7 +77,9 @@ def test_a_bias_is_added_to_the_rounded_output(rng, recipe):
     with simulated.simulating(HOPPER):
         x, _, y, *_ = passed(model, rng)
     without = sim_linear.forward(wide(x), wide(model[0].weight), recipe, accumulate="hopper")
-    np.testing.assert_array_equal(wide(y), wide(torch.from_numpy(without).bfloat16() + model[0].bias))
+    np.testing.assert_array_equal(
+        wide(y), wide(torch.from_numpy(without).bfloat16() + model[0].bias)
+    )
 
 
 @pytest.mark.parametrize("recipe", OF_TORCHAO)
@@ -74,7 +90,10 @@ def test_float32_outputs_of_torchao_are_rounded_as_the_recipe_says(rng, recipe):
         x, _, y, *_ = passed(model, rng, dtype=torch.float32)
     out_dtype = {"tensorwise": simulated.FLOAT32, "rowwise": simulated.BFLOAT16}[recipe]
     np.testing.assert_array_equal(
-        wide(y), sim_linear.forward(wide(x), wide(model[0].weight), recipe, accumulate="hopper", out_dtype=out_dtype)
+        wide(y),
+        sim_linear.forward(
+            wide(x), wide(model[0].weight), recipe, accumulate="hopper", out_dtype=out_dtype
+        ),
     )
 
 
@@ -96,7 +115,12 @@ def test_torchaos_function_is_put_back_whatever_happens(rng):
 
 def test_a_torchao_without_the_function_is_refused_loudly(monkeypatch):
     monkeypatch.setattr(float8_ops, simulated.REPLACED, lambda a, b: None)
-    with pytest.raises(ImportError, match=r"addmm_float8_unwrapped.*it takes a, b\. Install torchao 0\.18"), simulated.simulating(HOPPER):
+    with (
+        pytest.raises(
+            ImportError, match=r"addmm_float8_unwrapped.*it takes a, b\. Install torchao 0\.18"
+        ),
+        simulated.simulating(HOPPER),
+    ):
         pass
     monkeypatch.delattr(float8_ops, simulated.REPLACED)
     with pytest.raises(ImportError, match="it is not there"), simulated.simulating(HOPPER):
@@ -111,7 +135,9 @@ def test_an_fp8_output_is_refused():
 
 # B-12
 @pytest.mark.parametrize(
-    ("recipe", "kind"), [*((recipe, "ours") for recipe in FP8), *((recipe, "torchao") for recipe in OF_TORCHAO)], ids=lambda v: v
+    ("recipe", "kind"),
+    [*((recipe, "ours") for recipe in FP8), *((recipe, "torchao") for recipe in OF_TORCHAO)],
+    ids=lambda v: v,
 )
 def test_the_proof_names_simulated_gemms_and_misses_none(rng, recipe, kind):
     model = nn.Sequential(model_of(recipe, kind)) if kind == "ours" else model_of(recipe, kind)
@@ -139,7 +165,9 @@ def test_compiled_bits_are_the_eager_ones_and_the_proof_reads_the_graph(recipe):
     def run(compiled):
         torch._dynamo.reset()
         torch.manual_seed(1)
-        plain = nn.Sequential(nn.Linear(256, 128, bias=False), nn.ReLU(), nn.Linear(128, 128, bias=False)).bfloat16()
+        plain = nn.Sequential(
+            nn.Linear(256, 128, bias=False), nn.ReLU(), nn.Linear(128, 128, bias=False)
+        ).bfloat16()
         model = convert.convert(plain, recipe)
         with simulated.simulating(HOPPER):
             if not compiled:

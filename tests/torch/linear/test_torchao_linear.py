@@ -27,7 +27,9 @@ def test_it_is_torchaos_with_a_name():  # R-1
     assert type(model["a"][0]) is Float8Linear
     assert isinstance(model["a"][0], float8_linear.Float8Linear)
     assert model["a"][0].fqn == "a.0"
-    assert Float8Linear.from_float(nn.Linear(64, 32), Float8LinearConfig())(torch.ones(4, 64)).shape == (4, 32)
+    assert Float8Linear.from_float(nn.Linear(64, 32), Float8LinearConfig())(
+        torch.ones(4, 64)
+    ).shape == (4, 32)
 
 
 @recipes
@@ -56,7 +58,9 @@ def test_any_layout_of_input_and_gradient_is_taken(recipe, view):
 def test_a_matrix_is_taken_transposed(recipe):
     x, g = torch.randn(64, 16).bfloat16().t(), torch.randn(32, 16).bfloat16().t()
     expected = run(converted(recipe), x.contiguous(), g.contiguous())
-    assert all(torch.equal(a, b) for a, b in zip(run(converted(recipe), x, g), expected, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(run(converted(recipe), x, g), expected, strict=True)
+    )
 
 
 @recipes
@@ -80,11 +84,17 @@ def test_compiled_in_inference_mode_it_is_itself(recipe):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_the_config_is_torchaos_own(recipe):  # R-1
-    ours, theirs = torchao_linear.torchao_config(RECIPES[recipe]), Float8LinearConfig.from_recipe_name(recipe)
+    ours, theirs = (
+        torchao_linear.torchao_config(RECIPES[recipe]),
+        Float8LinearConfig.from_recipe_name(recipe),
+    )
     for field in dataclasses.fields(ours):
         a, b = getattr(ours, field.name), getattr(theirs, field.name)
         # a disabled cast has no granularity or format to speak of
-        if not (getattr(a, "scaling_type", None) == getattr(b, "scaling_type", 0) and a.scaling_type.name == "DISABLED"):
+        if not (
+            getattr(a, "scaling_type", None) == getattr(b, "scaling_type", 0)
+            and a.scaling_type.name == "DISABLED"
+        ):
             assert a == b, field.name
 
 
@@ -100,10 +110,27 @@ def gemm(a, b=None, **options):
     ("recipe", "message"),
     [
         (Recipe(name="mixed", output=gemm(E4), grad_weight=gemm(E4, E5)), "one format.*input"),
-        (Recipe(name="mask", output=gemm(CastSpec(fmt=E4M3FN, policy=POLICIES["torchao_mask"]))), "mask"),
-        (Recipe(name="pow2", output=gemm(E4, CastSpec(fmt=E4M3FN, policy=POLICIES["torchao_pow2"]))), "same for every cast"),
-        (Recipe(name="eps", output=gemm(CastSpec(fmt=E4M3FN, policy=ScalePolicy(name="e", eps=1e-9)))), "eps"),
-        (Recipe(name="block", output=gemm(CastSpec(fmt=E4M3FN, granularity="blockwise_1x128"))), "blockwise_1x128"),
+        (
+            Recipe(name="mask", output=gemm(CastSpec(fmt=E4M3FN, policy=POLICIES["torchao_mask"]))),
+            "mask",
+        ),
+        (
+            Recipe(
+                name="pow2", output=gemm(E4, CastSpec(fmt=E4M3FN, policy=POLICIES["torchao_pow2"]))
+            ),
+            "same for every cast",
+        ),
+        (
+            Recipe(
+                name="eps",
+                output=gemm(CastSpec(fmt=E4M3FN, policy=ScalePolicy(name="e", eps=1e-9))),
+            ),
+            "eps",
+        ),
+        (
+            Recipe(name="block", output=gemm(CastSpec(fmt=E4M3FN, granularity="blockwise_1x128"))),
+            "blockwise_1x128",
+        ),
         (Recipe(name="epilogue", output=gemm(ROW)), "unit_round_scale_round"),
     ],
 )
@@ -115,18 +142,32 @@ def test_what_torchao_cannot_express_is_refused_by_name(recipe, message):
 
 @recipes
 @pytest.mark.parametrize("compiled", [False, True])
-def test_rows_are_padded_for_kernels_that_take_multiples_of_16(recipe, compiled, monkeypatch):  # L-5
+def test_rows_are_padded_for_kernels_that_take_multiples_of_16(
+    recipe, compiled, monkeypatch
+):  # L-5
     """As if this CPU were a GPU; of integers, so that every order of a sum gives the same bits."""
     torch.manual_seed(0)
     x, g = (torch.randint(-3, 4, (17, size)).bfloat16() for size in (64, 32))
     plain = run(converted(recipe), x, g)
     monkeypatch.setattr(torchao_linear, "KERNELS_TAKE_ANY_M", ())
     pad, shapes = float8_ops.pad_tensor_for_matmul, []
-    monkeypatch.setattr(float8_ops, "pad_tensor_for_matmul", lambda x, dims: shapes.append((tuple(x.shape), dims)) or pad(x, dims))
+    monkeypatch.setattr(
+        float8_ops,
+        "pad_tensor_for_matmul",
+        lambda x, dims: shapes.append((tuple(x.shape), dims)) or pad(x, dims),
+    )
     model = converted(recipe)
-    padded = run(torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager") if compiled else model, x, g)
+    padded = run(
+        torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+        if compiled
+        else model,
+        x,
+        g,
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain, padded, strict=True))
-    assert set(shapes) == (set() if recipe == "rowwise_with_gw_hp" else {((32, 17), 1), ((17, 64), 0)})  # of grad_weight alone
+    assert set(shapes) == (
+        set() if recipe == "rowwise_with_gw_hp" else {((32, 17), 1), ((17, 64), 0)}
+    )  # of grad_weight alone
 
 
 def test_rows_that_need_no_padding_are_not_copied(monkeypatch):  # L-5
@@ -138,7 +179,9 @@ def test_rows_that_need_no_padding_are_not_copied(monkeypatch):  # L-5
 def test_export_is_refused_by_name_and_runs_elsewhere():
     model, x = converted("tensorwise").eval(), torch.randn(4, 64).bfloat16()
     with pytest.raises(
-        ValueError, match=r"torch\.export does not trace .* in which linear 0 multiplies by recipe 'tensorwise'\. Export the deconverted"
+        ValueError,
+        match=r"torch\.export does not trace .* in which linear 0 multiplies by recipe "
+        r"'tensorwise'\. Export the deconverted",
     ):
         torch.export.export(model, (x,), strict=False)
     delayed_model = convert.convert(nn.Sequential(nn.Linear(64, 32)).bfloat16().eval(), "delayed")

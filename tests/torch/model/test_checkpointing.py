@@ -12,7 +12,11 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from fp8ref.recipe import RECIPES
 from fp8ref.torch.attention import attention
@@ -23,10 +27,17 @@ from fp8ref.torch.model.parallel import parallelize
 
 _ROWWISE = RECIPES["rowwise"]
 SLOW = dataclasses.replace(  # fp8ref's own linear scales the result of this GEMM (G-5)
-    _ROWWISE, name="slow", output=dataclasses.replace(_ROWWISE.output, accumulate="slow", epilogue="unit_round_scale_round")
+    _ROWWISE,
+    name="slow",
+    output=dataclasses.replace(
+        _ROWWISE.output, accumulate="slow", epilogue="unit_round_scale_round"
+    ),
 )
 
-ALL_REDUCE, REDUCE_SCATTER = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default
+ALL_REDUCE, REDUCE_SCATTER = (
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+)
 
 
 class Block(nn.Module):
@@ -37,7 +48,11 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(128, 384, bias=bias), nn.Linear(128, 128, bias=bias)
 
     def forward(self, x):
-        heads = self.qkv(functional.layer_norm(x, x.shape[-1:])).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4)
+        heads = (
+            self.qkv(functional.layer_norm(x, x.shape[-1:]))
+            .unflatten(-1, (3, 4, 32))
+            .permute(2, 0, 3, 1, 4)
+        )
         y = functional.scaled_dot_product_attention(*heads, is_causal=True)
         return x + self.out(y.transpose(1, 2).flatten(2))
 
@@ -62,14 +77,25 @@ def made(recipe, how, **options):
 
 def step(model):
     """Loss, gradients and observations of one step."""
-    loss = model(torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()).float().square().mean()
+    loss = (
+        model(
+            torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(1))
+            .bfloat16()
+            .requires_grad_()
+        )
+        .float()
+        .square()
+        .mean()
+    )
     loss.backward()
     seen = [state.seen.clone() for _, state in delayed.states(model)]
     return [loss.detach(), *(p.grad for p in model.parameters()), *seen]
 
 
 def counted(recipe, how, **options):
-    """How often operators of each name in OPERATORS, and those of amaxes, ran in a step; and its results."""
+    """How often operators of each name in OPERATORS, and those of amaxes, ran in a step; and its
+    results.
+    """
     model = made(recipe, how, **options)
     with Counts() as counts:
         results = step(model)
@@ -82,7 +108,11 @@ def equal(a, b):
 
 
 @pytest.mark.grid(4)
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", SLOW], ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", SLOW],
+    ids=str,
+)
 @pytest.mark.parametrize("own", [False, True], ids=["converted", "own linear"])
 def test_what_is_kept_runs_once_and_no_bit_changes(recipe, own, monkeypatch):  # T-8, H-11
     if own:
@@ -93,7 +123,8 @@ def test_what_is_kept_runs_once_and_no_bit_changes(recipe, own, monkeypatch):  #
     assert equal(again, results)
     full, again = counted(recipe, "full")
     assert equal(again, results)
-    # what comes after the last tensor that a block saves, such as the product of its last linear, torch does not run again
+    # what comes after the last tensor that a block saves, such as the product of its last linear,
+    # torch does not run again
     assert full["linears"] >= plain["linears"] + 2
     assert full["attention"] == plain["attention"] + 2
     assert full["amaxes"] >= plain["amaxes"]
@@ -101,14 +132,22 @@ def test_what_is_kept_runs_once_and_no_bit_changes(recipe, own, monkeypatch):  #
 
 @pytest.mark.parametrize(
     ("keep", "linears", "attention"),
-    [(("attention",), True, False), ("linears", False, True), ((), True, True), ([torch.ops.aten.mm.default], False, True)],
+    [
+        (("attention",), True, False),
+        ("linears", False, True),
+        ((), True, True),
+        ([torch.ops.aten.mm.default], False, True),
+    ],
     ids=str,
 )
 def test_each_operation_is_kept_by_its_name(keep, linears, attention):  # T-8
     """torch sees a product of torchao's tensors as mm."""
     plain, results = counted("tensorwise", "none")
     found, again = counted("tensorwise", "selective", keep=keep)
-    assert (found["linears"] > plain["linears"], found["attention"] > plain["attention"]) == (linears, attention)
+    assert (found["linears"] > plain["linears"], found["attention"] > plain["attention"]) == (
+        linears,
+        attention,
+    )
     assert found["amaxes"] == plain["amaxes"]  # always kept
     assert equal(again, results)
 
@@ -118,12 +157,22 @@ def test_a_policy_that_keeps_every_result_changes_no_bit(recipe):  # T-8, H-11
     """Two uses of a linear, which observe one state."""
     model = convert.convert(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), recipe)
     x, found = torch.randn(16, 64), []
-    every = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_SAVE)
-    for twice in (lambda x: model(model(x)), lambda x: checkpoint(lambda x: model(model(x)), x, use_reentrant=False, context_fn=every)):
+    every = functools.partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_SAVE
+    )
+    for twice in (
+        lambda x: model(model(x)),
+        lambda x: checkpoint(lambda x: model(model(x)), x, use_reentrant=False, context_fn=every),
+    ):
         model.zero_grad()
         delayed.forget(model)
         twice(x.clone().requires_grad_()).square().sum().backward()
-        found.append([*(p.grad for p in model.parameters()), *(state.seen.clone() for _, state in delayed.states(model))])
+        found.append(
+            [
+                *(p.grad for p in model.parameters()),
+                *(state.seen.clone() for _, state in delayed.states(model)),
+            ]
+        )
     assert equal(*found)
 
 
@@ -141,20 +190,35 @@ def alive(how, blocks, **options):
 
 @pytest.mark.parametrize(
     ("keep", "features"),
-    [((), 128), (("attention",), 128 + 128), (("linears",), 128 + 384 + 128), (("linears", "attention"), 128 + 384 + 128 + 128)],
+    [
+        ((), 128),
+        (("attention",), 128 + 128),
+        (("linears",), 128 + 384 + 128),
+        (("linears", "attention"), 128 + 384 + 128 + 128),
+    ],
     ids=str,
 )
 def test_the_memory_of_a_block_is_its_input_and_what_is_kept(keep, features):  # T-8
-    """bfloat16. Besides: attention's log-sum, float32 for each of 4 heads, and the bfloat16 amaxes of 2 inputs by rows, and of 512 + 128 weights."""
+    """bfloat16.
+
+    Besides: attention's log-sum, float32 for each of 4 heads, and the bfloat16 amaxes of 2 inputs
+    by rows, and of 512 + 128 weights.
+    """
     found = alive("selective", 3, keep=keep) - alive("selective", 2, keep=keep)
     log_sums, amaxes = 4 * 4 * ("attention" in keep), 2 * 2
-    assert 128 * (2 * features + log_sums + amaxes) <= found <= 128 * (2 * features + log_sums + amaxes) + 2 * 640 + 512
+    assert (
+        128 * (2 * features + log_sums + amaxes)
+        <= found
+        <= 128 * (2 * features + log_sums + amaxes) + 2 * 640 + 512
+    )
 
 
 @pytest.mark.parametrize("recipe", [None, "rowwise", "rowwise_with_gw_hp"])
 def test_experts_products_are_kept(recipe):  # T-8, X-2
     torch.manual_seed(0)
-    x, weights = (torch.randn(*shape).bfloat16().requires_grad_() for shape in ((32, 64), (2, 64, 32)))
+    x, weights = (
+        torch.randn(*shape).bfloat16().requires_grad_() for shape in ((32, 64), (2, 64, 32))
+    )
     ends = torch.tensor([16, 32], dtype=torch.int32)
 
     def experts(x):
@@ -178,14 +242,22 @@ def over_ranks():
         model = made("tensorwise", how, mesh=mesh, amax_scope="global")
         with Counts() as counts:
             loss, *_ = step(model)
-        found[how] = sum(counts.found[op] for op in (ALL_REDUCE, REDUCE_SCATTER)), [loss, *(p.grad.to_local() for p in model.parameters())]
+        found[how] = (
+            sum(counts.found[op] for op in (ALL_REDUCE, REDUCE_SCATTER)),
+            [loss, *(p.grad.to_local() for p in model.parameters())],
+        )
     return found
 
 
 @pytest.mark.parametrize("arithmetic", ["stated", "fast"])
 def test_tiles_of_attention_run_again(arithmetic):  # T-8, A-18
     """Scores kept tile by tile would be scores kept whole."""
-    heads = [torch.randn(1, 1, 32, 16, generator=torch.Generator().manual_seed(i)).bfloat16().requires_grad_() for i in range(3)]
+    heads = [
+        torch.randn(1, 1, 32, 16, generator=torch.Generator().manual_seed(i))
+        .bfloat16()
+        .requires_grad_()
+        for i in range(3)
+    ]
 
     def forward(q, k, v):
         return attention.apply(q, k, v, variant="cudnn", arithmetic=arithmetic)
@@ -193,10 +265,16 @@ def test_tiles_of_attention_run_again(arithmetic):  # T-8, A-18
     def products(run) -> int:
         with Counts() as counts:
             run()
-        return sum(n for op, n in counts.found.items() if str(op).startswith(("aten._scaled_mm", "aten.bmm")))
+        return sum(
+            n
+            for op, n in counts.found.items()
+            if str(op).startswith(("aten._scaled_mm", "aten.bmm"))
+        )
 
     def trained(how) -> int:
-        return products(lambda: checkpointing.checkpointed(forward, how)(*heads).float().sum().backward())
+        return products(
+            lambda: checkpointing.checkpointed(forward, how)(*heads).float().sum().backward()
+        )
 
     with torch.no_grad():
         of_forward = products(lambda: forward(*heads))
@@ -217,10 +295,14 @@ def cut():
     for how in ("none", "selective", "full"):
         torch.manual_seed(0)
         model = nn.Sequential(
-            nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 64, bias=False), nn.SiLU())
+            nn.Sequential(
+                nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 64, bias=False), nn.SiLU()
+            )
         ).bfloat16()
         plan = {"0.0": "colwise", "0.2": "rowwise"}
-        parallelize(model, "tensorwise", mesh=mesh, blocks=[model[0]], checkpointing=how, tensor_plan=plan)
+        parallelize(
+            model, "tensorwise", mesh=mesh, blocks=[model[0]], checkpointing=how, tensor_plan=plan
+        )
         with Counts() as counts:
             loss = model(torch.ones(1, 32, 64).bfloat16().requires_grad_()).float().square().sum()
             loss.backward()
@@ -240,8 +322,14 @@ def test_sums_of_tensor_parallelism_are_kept():  # T-8, P-14
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"checkpointing": "selective", "keep": ["linear"]}, "linears, attention, or an operator of torch; got 'linear'"),
-        ({"checkpointing": "full", "keep": ["linears"]}, r"got 'full' and \('linears',\)\. Use 'selective', or name nothing"),
+        (
+            {"checkpointing": "selective", "keep": ["linear"]},
+            "linears, attention, or an operator of torch; got 'linear'",
+        ),
+        (
+            {"checkpointing": "full", "keep": ["linears"]},
+            r"got 'full' and \('linears',\)\. Use 'selective', or name nothing",
+        ),
     ],
     ids=str,
 )
@@ -261,7 +349,9 @@ def test_a_policy_serves_torchs_own_functions():
     torch.manual_seed(0)
     model = convert.convert(nn.Sequential(Block(), Block(bias=False)).bfloat16(), "blockwise")
     for i, block in enumerate(model):
-        model[i] = checkpoint_wrapper(block, context_fn=lambda: create_selective_checkpoint_contexts(checkpointing.policy()))
+        model[i] = checkpoint_wrapper(
+            block, context_fn=lambda: create_selective_checkpoint_contexts(checkpointing.policy())
+        )
     with Counts() as counts:
         again = step(model)
     assert equal(again, results)

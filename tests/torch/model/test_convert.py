@@ -27,7 +27,11 @@ fp8_recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwi
 def test_convert_equals_torchao_used_directly(recipe):  # R-1
     x, g = torch.randn(2, 24, 64).bfloat16(), torch.randn(2, 24, 48).bfloat16()
     ours = run(convert.convert(model(), recipe), x, g)
-    theirs = run(convert_to_float8_training(model(), config=Float8LinearConfig.from_recipe_name(recipe)), x, g)
+    theirs = run(
+        convert_to_float8_training(model(), config=Float8LinearConfig.from_recipe_name(recipe)),
+        x,
+        g,
+    )
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -57,7 +61,9 @@ def test_the_same_operators_run_as_with_torchao_used_directly(recipe):  # R-1
             run(converted, x, g)
         found.append(seen.names)
     assert found[0] == found[1]
-    assert found[0].count("aten._scaled_mm.default") == 2 * sum(spec.fp8 for spec in RECIPES[recipe].gemms.values())
+    assert found[0].count("aten._scaled_mm.default") == 2 * sum(
+        spec.fp8 for spec in RECIPES[recipe].gemms.values()
+    )
 
 
 @fp8_recipes
@@ -65,8 +71,14 @@ def test_gemms_are_within_their_bound_of_the_simulator(recipe, rng):  # B-1, L-2
     x, w, g = (rng.integers(-7, 8, s).astype(np.float32) for s in ((48, 64), (32, 64), (48, 32)))
     module = nn.Sequential(nn.Linear(64, 32, bias=False)).bfloat16()
     module[0].weight.data = torch.from_numpy(w).bfloat16()
-    y, grad_input, grad_weight = run(convert.convert(module, recipe), torch.from_numpy(x).bfloat16(), torch.from_numpy(g).bfloat16())
-    expected = {"output": sim.forward(x, w, recipe)} | dict(zip(("grad_input", "grad_weight"), sim.backward(g, x, w, recipe), strict=True))
+    y, grad_input, grad_weight = run(
+        convert.convert(module, recipe),
+        torch.from_numpy(x).bfloat16(),
+        torch.from_numpy(g).bfloat16(),
+    )
+    expected = {"output": sim.forward(x, w, recipe)} | dict(
+        zip(("grad_input", "grad_weight"), sim.backward(g, x, w, recipe), strict=True)
+    )
     found = {"output": y, "grad_input": grad_input, "grad_weight": grad_weight}
     hp = {"output": (x, w), "grad_input": (g, w.T), "grad_weight": (g.T, x.T)}
     for which, spec in RECIPES[recipe].gemms.items():
@@ -78,7 +90,9 @@ def test_gemms_are_within_their_bound_of_the_simulator(recipe, rng):  # B-1, L-2
             sim_scaling.quantize(v, c.fmt, granularity=c.granularity, policy=c.policy)
             for v, c in zip(hp[which], (spec.a, spec.b), strict=True)
         ]
-        assert (np.abs(out - expected[which]) <= bounds.gemm(*q, spec, out, expected[which])).all(), which
+        assert (
+            np.abs(out - expected[which]) <= bounds.gemm(*q, spec, out, expected[which])
+        ).all(), which
 
 
 def test_bf16_converts_nothing():
@@ -175,8 +189,16 @@ def changed(change):
         (model, {"filter_fqns": ["0", "2"]}, "converts no linear.*filter_fqns"),
         (model, {"filter_fqns": ["lm_head"]}, "names none of: 0, 2"),
         (model, {"filter_fqns": "0"}, r"list of patterns.*\['0'\]"),
-        (model, {"filter_fqns": None}, "filter_fqns is a list of patterns, each a string; got None"),
-        (model, {"fp8_fqns": [None]}, r"fp8_fqns is a list of patterns, each a string; got \[None\]"),
+        (
+            model,
+            {"filter_fqns": None},
+            "filter_fqns is a list of patterns, each a string; got None",
+        ),
+        (
+            model,
+            {"fp8_fqns": [None]},
+            r"fp8_fqns is a list of patterns, each a string; got \[None\]",
+        ),
         (lambda: "model", {}, r"a model is an nn\.Module; got a str"),
         (lambda: model(k=40), {"fp8_fqns": ["0"]}, r"multiples of \[16, 16\]"),
         (lambda: nn.Sequential(Scaled(16, 16)), {}, "Scaled.*forward"),
@@ -184,11 +206,27 @@ def changed(change):
         (lambda: convert.convert(model(), "delayed"), {}, "already FP8"),
         (shared, {}, "same module"),
         (changed(lambda m: m.register_forward_hook(print)), {}, "0 has forward hooks.*dropped"),
-        (changed(lambda m: m.register_full_backward_hook(print)), {}, "0 has backward hooks.*dropped"),
-        (changed(lambda m: m.register_state_dict_pre_hook(print)), {}, "0 has state dict pre hooks.*dropped"),
-        (changed(lambda m: setattr(m, "forward", m.forward)), {}, "0 is a Linear whose forward was replaced"),
+        (
+            changed(lambda m: m.register_full_backward_hook(print)),
+            {},
+            "0 has backward hooks.*dropped",
+        ),
+        (
+            changed(lambda m: m.register_state_dict_pre_hook(print)),
+            {},
+            "0 has state dict pre hooks.*dropped",
+        ),
+        (
+            changed(lambda m: setattr(m, "forward", m.forward)),
+            {},
+            "0 is a Linear whose forward was replaced",
+        ),
         (changed(lambda m: m.register_buffer("mask", torch.ones(16))), {}, "0 holds mask"),
-        (changed(lambda m: nn.utils.parametrizations.weight_norm(m)), {}, "0 has a parametrized weight, which would be lost"),
+        (
+            changed(lambda m: nn.utils.parametrizations.weight_norm(m)),
+            {},
+            "0 has a parametrized weight, which would be lost",
+        ),
         (changed(lambda m: m.double()), {}, "0 has a weight of torch.float64"),
         (lambda: torch.compile(model(), backend="eager"), {}, "the model is compiled"),
         (changed(lambda m: m.compile(backend="eager")), {}, "0 is compiled"),
@@ -215,7 +253,11 @@ def test_the_auto_filter_is_torchaos(recipe):  # R-4
 
 
 def test_small_linears_stay_as_they_are():  # R-4
-    converted = convert.convert(nn.Sequential(nn.Linear(16, 1040), nn.Linear(1040, 1024)), "delayed", filter_fqns=["auto_filter_small_kn"])
+    converted = convert.convert(
+        nn.Sequential(nn.Linear(16, 1040), nn.Linear(1040, 1024)),
+        "delayed",
+        filter_fqns=["auto_filter_small_kn"],
+    )
     assert [type(m) for m in converted] == [Linear, nn.Linear]
 
 
@@ -224,7 +266,9 @@ ways = pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 
 @ways
 def test_the_way_back_gives_the_model_that_was_converted(recipe):
-    original = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 48, bias=False))).bfloat16()
+    original = nn.Sequential(
+        nn.Linear(64, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 48, bias=False))
+    ).bfloat16()
     original[2].eval()
     expected, x = copy.deepcopy(original), torch.randn(4, 64).bfloat16()
     parameters = list(original.parameters())
@@ -280,10 +324,22 @@ def converted_and(change):
     ("build", "message"),
     [
         (converted_and(lambda m: m.register_forward_hook(print)), "1 has forward hooks.*Undo"),
-        (converted_and(lambda m: setattr(m, "forward", m.forward)), "1 is a Linear whose forward was replaced"),
-        (converted_and(lambda m: m.register_buffer("mask", torch.ones(16))), "1 holds mask next to weight and bias"),
-        (converted_and(lambda m: m.compile(backend="eager")), r"1 is compiled.*before you compile it.*weights\(model\)"),
-        (converted_and(lambda m: nn.utils.parametrizations.weight_norm(m)), "1 has a parametrized weight, which would be lost"),
+        (
+            converted_and(lambda m: setattr(m, "forward", m.forward)),
+            "1 is a Linear whose forward was replaced",
+        ),
+        (
+            converted_and(lambda m: m.register_buffer("mask", torch.ones(16))),
+            "1 holds mask next to weight and bias",
+        ),
+        (
+            converted_and(lambda m: m.compile(backend="eager")),
+            r"1 is compiled.*before you compile it.*weights\(model\)",
+        ),
+        (
+            converted_and(lambda m: nn.utils.parametrizations.weight_norm(m)),
+            "1 has a parametrized weight, which would be lost",
+        ),
         (gathering, "0 has a weight that is a WeightWithDynamicFloat8CastTensor.*before you shard"),
     ],
 )
@@ -312,25 +368,38 @@ def test_weights_are_the_state_dict_of_the_model_that_was_converted(recipe):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
     assert not any(value.requires_grad for value in found.values())
-    assert convert.weights(torch.compile(converted, backend="eager")).keys() == {f"_orig_mod.{key}" for key in expected}
+    assert convert.weights(torch.compile(converted, backend="eager")).keys() == {
+        f"_orig_mod.{key}" for key in expected
+    }
 
 
 @pytest.mark.parametrize(
-    ("recipe", "accelerator", "emulated"), [("rowwise", "cuda", True), ("rowwise", None, False), ("tensorwise", "cuda", False)]
+    ("recipe", "accelerator", "emulated"),
+    [("rowwise", "cuda", True), ("rowwise", None, False), ("tensorwise", "cuda", False)],
 )
-def test_compiled_rowwise_casts_round_where_eager_ones_do(recipe, accelerator, emulated, monkeypatch):  # P-12
+def test_compiled_rowwise_casts_round_where_eager_ones_do(
+    recipe, accelerator, emulated, monkeypatch
+):  # P-12
     """A model on the meta device will lie on the accelerator, if there is one."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator and torch.device(accelerator))
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available: accelerator and torch.device(accelerator),
+    )
     with torch._inductor.config.patch(emulate_precision_casts=False, inductor_choices_class=None):
         convert.convert(nn.Sequential(nn.Linear(32, 32, device="meta")), recipe)
         assert torch._inductor.config.emulate_precision_casts is emulated
 
 
 def test_a_model_on_the_meta_device_multiplies_as_others_will(monkeypatch):  # G-7
-    """It will lie on a CPU here, whose GEMM is torch's own then; a build of torch for CUDA names its accelerator also where there is none."""
+    """It will lie on a CPU here, whose GEMM is torch's own then; a build of torch for CUDA names
+    its accelerator also where there is none.
+    """
     calls = []
     monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available=False: None if check_available else torch.device("cuda")
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: None if check_available else torch.device("cuda"),
     )
     monkeypatch.setattr(convert.gemm, "use_native_scaled_mm", lambda: calls.append("native"))
     convert.convert(nn.Sequential(nn.Linear(32, 32, device="meta")), "tensorwise")

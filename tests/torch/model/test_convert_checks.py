@@ -27,7 +27,12 @@ def test_attributes_go_along_both_ways(recipe):  # R-5
     model[0](torch.ones(4, 32)).sum().backward()
     delayed.update(model)
     model = convert.deconvert(copy.copy(model))
-    assert vars(model[0]).keys() - vars(nn.Linear(32, 16)).keys() == {"lr_mult", "_is_hf_initialized", "mask", "later"}
+    assert vars(model[0]).keys() - vars(nn.Linear(32, 16)).keys() == {
+        "lr_mult",
+        "_is_hf_initialized",
+        "mask",
+        "later",
+    }
     assert (model[0].lr_mult, model[0].later, model[0].weight.tag) == (4, flag, flag)
 
 
@@ -51,7 +56,9 @@ def sharded_by_fsdp1():
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        return nn.Sequential(FullyShardedDataParallel(with_(), device_id=torch.device("cpu"), use_orig_params=True))
+        return nn.Sequential(
+            FullyShardedDataParallel(with_(), device_id=torch.device("cpu"), use_orig_params=True)
+        )
     finally:
         torch.distributed.destroy_process_group()
 
@@ -105,17 +112,35 @@ class Own(nn.TransformerEncoderLayer):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: with_(state_dict=dict), "^0 is a Linear whose state_dict was replaced, which would be lost"),
-        (lambda: with_(reset_parameters=print), "^0 is a Linear whose reset_parameters was replaced, which would be lost"),
+        (
+            lambda: with_(state_dict=dict),
+            "^0 is a Linear whose state_dict was replaced, which would be lost",
+        ),
+        (
+            lambda: with_(reset_parameters=print),
+            "^0 is a Linear whose reset_parameters was replaced, which would be lost",
+        ),
         (bound, "^0 has a method of its own, hello"),
-        (lambda: with_(config={}), "^0 has an attribute config, which has another meaning in an FP8 linear"),
+        (
+            lambda: with_(config={}),
+            "^0 has an attribute config, which has another meaning in an FP8 linear",
+        ),
         (lambda: with_(of=1), "^0 has an attribute of, which"),
-        (lambda: with_(weight=torch.ones(16, 16)), r"^0 has a weight that is a Tensor, but convert takes an nn\.Parameter.*filter_fqns"),
+        (
+            lambda: with_(weight=torch.ones(16, 16)),
+            r"^0 has a weight that is a Tensor, but convert takes an nn\.Parameter.*filter_fqns",
+        ),
         (lambda: with_(bias=torch.ones(16)), "^0 has a bias that is a Tensor"),
         (lambda: with_(weight=None), "^0 has a weight that is a NoneType"),
         (quantized, "^0 has a weight that is a Int8Tensor.*before you shard, quantize"),
-        (lambda: nn.MultiheadAttention(64, 4), r"^out_proj is never called: nn\.MultiheadAttention reads its weight.*filter_fqns"),
-        (sharded_by_fsdp1, "^0 is sharded by FullyShardedDataParallel. Convert a model first, then shard it"),
+        (
+            lambda: nn.MultiheadAttention(64, 4),
+            r"^out_proj is never called: nn\.MultiheadAttention reads its weight.*filter_fqns",
+        ),
+        (
+            sharded_by_fsdp1,
+            "^0 is sharded by FullyShardedDataParallel. Convert a model first, then shard it",
+        ),
         (encoder, r"^0\.self_attn\.out_proj is never called"),
         (Attention, r"^out_proj is never called: nn\.MultiheadAttention reads its weight"),
     ],
@@ -134,8 +159,14 @@ def test_a_linear_that_torchs_fast_path_leaves_out_is_refused(recipe):  # R-5
     for name in ("linear1", "linear2"):
         model = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).eval()
         for refused in (model, Encoder(64, 4, 128)):
-            with pytest.raises(ValueError, match=rf"^{name} is not called in torch's fast path.*set_fastpath_enabled\(False\) first"):
-                convert.convert(refused, recipe, filter_fqns=["out_proj", *{"linear1", "linear2"} - {name}])
+            with pytest.raises(
+                ValueError,
+                match=rf"^{name} is not called in torch's fast "
+                r"path.*set_fastpath_enabled\(False\) first",
+            ):
+                convert.convert(
+                    refused, recipe, filter_fqns=["out_proj", *{"linear1", "linear2"} - {name}]
+                )
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         plain = copy.deepcopy(model)(x)
@@ -151,19 +182,32 @@ def test_a_linear_that_torchs_fast_path_leaves_out_is_refused(recipe):  # R-5
 
 
 def test_layers_that_call_their_linears_are_converted():
-    decoder = convert.convert(nn.TransformerDecoderLayer(64, 4, 128), "tensorwise", filter_fqns=["out_proj"])
+    decoder = convert.convert(
+        nn.TransformerDecoderLayer(64, 4, 128), "tensorwise", filter_fqns=["out_proj"]
+    )
     own = convert.convert(Own(64, 4, 128), "tensorwise", filter_fqns=["out_proj"])
     assert isinstance(decoder.linear1, convert.FP8_LINEARS)
     assert isinstance(own.linear2, convert.FP8_LINEARS)
-    assert isinstance(convert.convert(Attention(), "tensorwise", filter_fqns=["out_proj"]).gate, convert.FP8_LINEARS)
-    assert isinstance(convert.convert(AttentionOfItsOwn(), "tensorwise").out_proj, convert.FP8_LINEARS)
+    assert isinstance(
+        convert.convert(Attention(), "tensorwise", filter_fqns=["out_proj"]).gate,
+        convert.FP8_LINEARS,
+    )
+    assert isinstance(
+        convert.convert(AttentionOfItsOwn(), "tensorwise").out_proj, convert.FP8_LINEARS
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: setattr(m, "state_dict", dict), "0 is a .*Linear whose state_dict was replaced.*Undo"),
-        (lambda m: setattr(m, "extra_repr", str), "0 is a .*Linear whose extra_repr was replaced.*Undo"),
+        (
+            lambda m: setattr(m, "state_dict", dict),
+            "0 is a .*Linear whose state_dict was replaced.*Undo",
+        ),
+        (
+            lambda m: setattr(m, "extra_repr", str),
+            "0 is a .*Linear whose extra_repr was replaced.*Undo",
+        ),
     ],
 )
 @ways
@@ -185,5 +229,9 @@ def test_a_gpu_without_fp8_is_named(capability, monkeypatch):
     if capability >= (8, 9):
         convert.check_linear("up", dict(model.named_modules()), model)
         return
-    with pytest.raises(ValueError, match=rf"up lies on A GPU of compute capability {capability[0]}\.{capability[1]}; .* 8\.9 or later"):
+    with pytest.raises(
+        ValueError,
+        match=rf"up lies on A GPU of compute capability {capability[0]}\.{capability[1]}; .* "
+        r"8\.9 or later",
+    ):
         convert.convert(model, "tensorwise")

@@ -1,4 +1,6 @@
-"""CUDA graphs of compiled linears, on a GPU. test_aot_torch asks inductor's rules about them without one."""
+"""CUDA graphs of compiled linears, on a GPU. test_aot_torch asks inductor's rules about them
+without one.
+"""
 
 import pytest
 import torch
@@ -16,8 +18,13 @@ def steps(recipe: str, mode: str) -> list[torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = convert.convert(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16(), recipe)
-        optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 128, 256, dtype=torch.bfloat16)
+        model = convert.convert(
+            nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16(), recipe
+        )
+        optimizer, batches = (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.randn(4, 128, 256, dtype=torch.bfloat16),
+        )
     compiled, found = torch.compile(model, mode=mode, fullgraph=True), []
     for x in batches:
         torch.compiler.cudagraph_mark_step_begin()

@@ -1,4 +1,6 @@
-"""Optimizers of converted models: torch's and torchao's, built before or after the conversion, with gradients accumulated."""
+"""Optimizers of converted models: torch's and torchao's, built before or after the conversion, with
+gradients accumulated.
+"""
 
 import io
 import itertools
@@ -25,7 +27,9 @@ fp8_recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delay
 
 @pytest.fixture(autouse=True)
 def eager():
-    """torchao's optimizers compile their step; as plain torch it computes the same, up to inductor's fused roundings."""
+    """torchao's optimizers compile their step; as plain torch it computes the same, up to
+    inductor's fused roundings.
+    """
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -69,12 +73,19 @@ def test_states_of_delayed_scaling_are_no_part_of_an_optimizers(optimizer):
     built.step()
     assert all(torch.equal(value, held[key]) for key, value in converted.named_buffers())
     assert list(built.state) == list(converted.parameters())
-    assert all(v.shape in ((), p.shape) for p, state in built.state.items() for v in state.values() if v is not None)
+    assert all(
+        v.shape in ((), p.shape)
+        for p, state in built.state.items()
+        for v in state.values()
+        if v is not None
+    )
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_accumulated_microbatches_leave_the_delayed_state_of_one_batch(parts):  # H-4, H-11
-    """Small integers at scale 1: every sum is exact, so that a row's values do not depend on the rows computed with it."""
+    """Small integers at scale 1: every sum is exact, so that a row's values do not depend on the
+    rows computed with it.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def integers(*shape):
@@ -100,19 +111,26 @@ def test_accumulated_microbatches_leave_the_delayed_state_of_one_batch(parts):  
     accumulated = states(*(slice(*pair) for pair in itertools.pairwise(ends)))
     assert all(torch.equal(accumulated[key], value) for key, value in whole.items())
     last = states(slice(16, 24))
-    assert not torch.equal(last["0.states.input.amax_history"], whole["0.states.input.amax_history"])
+    assert not torch.equal(
+        last["0.states.input.amax_history"], whole["0.states.input.amax_history"]
+    )
     assert not torch.equal(last["2.states.grad_output.scale"], whole["2.states.grad_output.scale"])
     assert whole["2.states.grad_output.step"] == 1
 
 
 def test_torchaos_fp8_states_depend_on_the_size_of_a_parameters_piece():
-    """Sharding a weight in two turns FP8 states into float32 ones: a checkpoint of one layout is not one of the other."""
+    """Sharding a weight in two turns FP8 states into float32 ones: a checkpoint of one layout is
+    not one of the other.
+    """
     whole, half, odd = (nn.Parameter(torch.ones(shape)) for shape in ((64, 64), (32, 64), (65, 65)))
     optimizer = AdamWFp8([whole, half, odd])
     for p in (whole, half, odd):
         p.grad = torch.ones_like(p)
     optimizer.step()
-    kinds = [{type(optimizer.state[p][key]) for key in ("exp_avg", "exp_avg_sq")} for p in (whole, half, odd)]
+    kinds = [
+        {type(optimizer.state[p][key]) for key in ("exp_avg", "exp_avg_sq")}
+        for p in (whole, half, odd)
+    ]
     assert kinds == [{OptimStateFp8}, {torch.Tensor}, {torch.Tensor}]
     assert optimizer.state[whole]["exp_avg"].codes.dtype == torch.float8_e4m3fn
     assert optimizer.state[whole]["exp_avg"].scale.shape == (64 * 64 // 256,)
@@ -132,4 +150,7 @@ def test_torchaos_fp8_states_are_saved_and_go_on_bit_for_bit(recipe):
     resumed = OPTIMIZERS["torchao_fp8"](again.parameters())
     resumed.load_state_dict(saved["optimizer"])
     assert all(isinstance(state["exp_avg"], OptimStateFp8) for state in resumed.state.values())
-    assert all(torch.equal(a, b) for a, b in zip(train(first, optimizer), train(again, resumed), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(train(first, optimizer), train(again, resumed), strict=True)
+    )

@@ -37,7 +37,10 @@ VARIANTS = {
 
 
 def config_of(recipe="tensorwise", *, tied=False, **parallel):
-    sections = {"model": MODEL | {"tie_word_embeddings": tied}, "data": {"batch_size": 8, "sequence_length": 32}}
+    sections = {
+        "model": MODEL | {"tie_word_embeddings": tied},
+        "data": {"batch_size": 8, "sequence_length": 32},
+    }
     return Config().replace(**sections, numerics={"recipe": recipe}, parallel=parallel)
 
 
@@ -46,12 +49,18 @@ def batches():
 
 
 def trained(recipe, **keys):
-    """Metrics of every step, a validation loss, weights and states of histories; of a step that is proven first (B-8)."""
+    """Metrics of every step, a validation loss, weights and states of histories; of a step that is
+    proven first (B-8).
+    """
     trainer = Trainer(config_of(recipe, **keys))
     *tokens, held_out = batches()
     trainer.prove(tokens[0])
     metrics = [trainer.step(t) for t in tokens]
-    states = {name: value.numpy().copy() for name, value in trainer.model.state_dict().items() if ".states." in name}
+    states = {
+        name: value.numpy().copy()
+        for name, value in trainer.model.state_dict().items()
+        if ".states." in name
+    }
     return metrics, trainer.evaluate(held_out), trainer.weights() | states
 
 
@@ -60,14 +69,21 @@ def trained_in_turn(*cases):
 
 
 def same(a, b):
-    return a[:2] == b[:2] and a[2].keys() == b[2].keys() and all(np.array_equal(a[2][k], b[2][k]) for k in a[2])
+    return (
+        a[:2] == b[:2]
+        and a[2].keys() == b[2].keys()
+        and all(np.array_equal(a[2][k], b[2][k]) for k in a[2])
+    )
 
 
 @functools.cache
 def on_two(recipe):
     """The plain run, and each variant of it, on every one of two ranks."""
     scope = {"amax_scope": "local"} if recipe == "rowwise" else {}
-    cases = [(recipe, {"fsdp": 2, **scope}), *((recipe, {"fsdp": 2, **scope, **keys}) for keys in VARIANTS.values())]
+    cases = [
+        (recipe, {"fsdp": 2, **scope}),
+        *((recipe, {"fsdp": 2, **scope, **keys}) for keys in VARIANTS.values()),
+    ]
     return run(2, trained_in_turn, *cases)
 
 
@@ -87,8 +103,14 @@ def test_ranks_agree(recipe):
 
 
 def test_copies_of_the_weights_and_tied_ones_train_as_parts_do():  # P-10
-    cases = [("tensorwise", {"data": 2}), ("tensorwise", {"fsdp": 2, "tied": True}), ("tensorwise", {"data": 2, "tied": True})]
-    for plain, (copies, tied, tied_copies) in zip((r[0] for r in on_two("tensorwise")), run(2, trained_in_turn, *cases), strict=True):
+    cases = [
+        ("tensorwise", {"data": 2}),
+        ("tensorwise", {"fsdp": 2, "tied": True}),
+        ("tensorwise", {"data": 2, "tied": True}),
+    ]
+    for plain, (copies, tied, tied_copies) in zip(
+        (r[0] for r in on_two("tensorwise")), run(2, trained_in_turn, *cases), strict=True
+    ):
         assert same(plain, copies)
         assert same(tied, tied_copies)
 
@@ -97,7 +119,12 @@ def test_copies_of_the_weights_and_tied_ones_train_as_parts_do():  # P-10
 def test_data_fsdp_and_tensor_together():
     """Two by two, the same but for how weights are held; across tensor ranks, all agree."""
     keys = {"tensor": 2, "amax_scope": "local"}
-    cases = [{"fsdp": 2}, {"fsdp": 2, "gather": "compute"}, {"data": 2}, {"fsdp": 2, "sequence": True}]
+    cases = [
+        {"fsdp": 2},
+        {"fsdp": 2, "gather": "compute"},
+        {"data": 2},
+        {"fsdp": 2, "sequence": True},
+    ]
     cases += [{"fsdp": 2, "sequence": True, "checkpointing": "full"}]
     ranks = run(4, trained_in_turn, *(("tensorwise", keys | case) for case in cases))
     for fsdp, compute, data, sequence, again in ranks:
@@ -109,13 +136,19 @@ def test_data_fsdp_and_tensor_together():
 
 def blocks():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64, bias=False)), nn.LayerNorm(64), nn.Linear(64, 32))
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64, bias=False)),
+        nn.LayerNorm(64),
+        nn.Linear(64, 32),
+    )
 
 
 def losses(model):
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(STEPS):
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(10 * step + distributed.get_rank())).bfloat16()
+        x = torch.randn(
+            32, 64, generator=torch.Generator().manual_seed(10 * step + distributed.get_rank())
+        ).bfloat16()
         optimizer.zero_grad()
         loss = model(x).float().square().mean()
         loss.backward()
@@ -126,8 +159,13 @@ def losses(model):
 
 
 def without_memory():
-    """Losses of a model that was built on the meta device, cut, and only then given memory and weights, next to those of one that was not."""
-    mesh, found = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",)), {}
+    """Losses of a model that was built on the meta device, cut, and only then given memory and
+    weights, next to those of one that was not.
+    """
+    mesh, found = (
+        init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("fsdp",)),
+        {},
+    )
     for recipe, scope in (("tensorwise", "local"), ("delayed", "global")):
         plain = blocks()
         weights = {name: value.clone() for name, value in plain.state_dict().items()}
@@ -136,7 +174,9 @@ def without_memory():
         for model in (plain, made):
             parallelize(model, recipe, mesh=mesh, blocks=[model[0]], amax_scope=scope)
         made.to_empty(device="cpu")
-        set_model_state_dict(made, weights, options=StateDictOptions(full_state_dict=True, strict=False))
+        set_model_state_dict(
+            made, weights, options=StateDictOptions(full_state_dict=True, strict=False)
+        )
         found[recipe] = losses(made), losses(plain)
     return found
 
@@ -174,14 +214,18 @@ def collectives_of_a_step():
 
 
 def test_a_single_copy_is_not_averaged_with_itself():
-    """FSDP2 would all-reduce gradients of each block within one rank, by a mean, which it says NCCL may get wrong there."""
+    """FSDP2 would all-reduce gradients of each block within one rank, by a mean, which it says NCCL
+    may get wrong there.
+    """
     for shards, copies in run(2, collectives_of_a_step):
         assert shards == copies
         assert shards[0]["c10d::_reduce_scatter_base_"] == 2  # of the block, and of the model's own
 
 
 def test_a_process_alone_is_told_how_to_start_more():
-    with pytest.raises(ConfigError, match=r"there are 1\. Start as many: torchrun --nproc-per-node 4"):
+    with pytest.raises(
+        ConfigError, match=r"there are 1\. Start as many: torchrun --nproc-per-node 4"
+    ):
         Trainer(config_of(data=2, fsdp=2))
 
 
@@ -218,7 +262,9 @@ def test_shards_accumulate_the_parts_of_a_batch_in_float32():  # T-7
 
 
 def reading(recipe, keys, monkeypatched=InitialWeight.__getitem__):
-    """(name, elements) of every piece of initial weights that this rank reads; its shards' sizes; all weights."""
+    """(name, elements) of every piece of initial weights that this rank reads; its shards' sizes;
+    all weights.
+    """
     read = []
 
     def piece(weight, index):
@@ -231,7 +277,9 @@ def reading(recipe, keys, monkeypatched=InitialWeight.__getitem__):
         trainer = Trainer(config_of(recipe, **keys))
     finally:
         InitialWeight.__getitem__ = monkeypatched
-    shards = [(place, p.to_local().numel()) for place, p in enumerate(in_order(trainer)) if p.ndim == 2]
+    shards = [
+        (place, p.to_local().numel()) for place, p in enumerate(in_order(trainer)) if p.ndim == 2
+    ]
     return read, shards, trainer.weights()
 
 

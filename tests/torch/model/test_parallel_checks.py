@@ -38,44 +38,83 @@ def refusals():
     optimizer.param_groups.clear()
     refused("dims", lambda: parallelize(model(), "tensorwise", mesh=mesh("dp")))
     refused("data alone", lambda: parallelize(model(), "tensorwise", mesh=mesh("data")))
-    refused("blocks", lambda: parallelize(model(), "tensorwise", mesh=mesh("fsdp"), blocks=[nn.Linear(2, 2)]))
+    refused(
+        "blocks",
+        lambda: parallelize(model(), "tensorwise", mesh=mesh("fsdp"), blocks=[nn.Linear(2, 2)]),
+    )
     refused("local", lambda: parallelize(model(), "delayed", mesh=mesh("fsdp")))
     by_data = mesh("data", "fsdp", shape=(3, 1))
-    refused("order", lambda: parallelize(model(), "tensorwise", mesh=by_data, ordered_reduction=True))
+    refused(
+        "order", lambda: parallelize(model(), "tensorwise", mesh=by_data, ordered_reduction=True)
+    )
     torch.manual_seed(distributed.get_rank())
     refused("copies", lambda: parallelize(model(), "tensorwise", mesh=by_data))
     made = model()
-    refused("twice", lambda: parallelize(made, "tensorwise", mesh=mesh("fsdp"), blocks=[made[0], made[0]]))
-    refused("kept", lambda: parallelize(made, "tensorwise", mesh=mesh("fsdp"), blocks=[made[0]], keep_dtype=[made[0]]))
-    refused("plan without a dim", lambda: parallelize(made, "bf16", mesh=mesh("fsdp"), tensor_plan={"1": "colwise"}))
+    refused(
+        "twice",
+        lambda: parallelize(made, "tensorwise", mesh=mesh("fsdp"), blocks=[made[0], made[0]]),
+    )
+    refused(
+        "kept",
+        lambda: parallelize(
+            made, "tensorwise", mesh=mesh("fsdp"), blocks=[made[0]], keep_dtype=[made[0]]
+        ),
+    )
+    refused(
+        "plan without a dim",
+        lambda: parallelize(made, "bf16", mesh=mesh("fsdp"), tensor_plan={"1": "colwise"}),
+    )
     refused("sequence without a mesh", lambda: parallelize(made, "bf16", sequence=True))
     by_tensor = mesh("tensor")
     refused(
         "checkpointing",
         lambda: parallelize(
-            made, "bf16", mesh=by_tensor, tensor_plan={"1": "colwise"}, blocks=[made[0]], compile="block", checkpointing="full"
+            made,
+            "bf16",
+            mesh=by_tensor,
+            tensor_plan={"1": "colwise"},
+            blocks=[made[0]],
+            compile="block",
+            checkpointing="full",
         ),
     )
-    refused("plan", lambda: parallelize(made, "tensorwise", mesh=by_tensor, tensor_plan={"7": "colwise"}))
+    refused(
+        "plan",
+        lambda: parallelize(made, "tensorwise", mesh=by_tensor, tensor_plan={"7": "colwise"}),
+    )
     refused("no plan", lambda: parallelize(made, "tensorwise", mesh=by_tensor, tensor_plan={}))
     by_hand = convert.convert(model(), "tensorwise")
-    refused("plan of FP8 by hand", lambda: parallelize(by_hand, "bf16", mesh=by_tensor, tensor_plan={"7": "colwise"}))
+    refused(
+        "plan of FP8 by hand",
+        lambda: parallelize(by_hand, "bf16", mesh=by_tensor, tensor_plan={"7": "colwise"}),
+    )
     found["kept FP8"] = str([type(m).__name__ for m in by_hand.modules()])
     found["unchanged"] = str([type(m).__name__ for m in made.modules()])
-    tied = nn.Sequential(nn.Embedding(32, 64), nn.Sequential(nn.Linear(64, 64)), nn.Linear(64, 32, bias=False))
+    tied = nn.Sequential(
+        nn.Embedding(32, 64), nn.Sequential(nn.Linear(64, 64)), nn.Linear(64, 32, bias=False)
+    )
     tied[2].weight = tied[0].weight
     shard = functools.partial(parallelize, tied, "tensorwise", mesh=mesh("fsdp"))
-    refused("tied, one kept", lambda: shard(filter_fqns=("2",), blocks=[tied[1]], keep_dtype=[tied[0]]))  # accelerate#4171, ezpz#237
+    refused(
+        "tied, one kept", lambda: shard(filter_fqns=("2",), blocks=[tied[1]], keep_dtype=[tied[0]])
+    )  # accelerate#4171, ezpz#237
     refused("tied, one a block", lambda: shard(filter_fqns=("2",), blocks=[tied[2]]))
     refused("tied, FP8", shard)
     refused("inner last", lambda: shard(filter_fqns=("2",), blocks=[tied[1], tied[1][0]]))
-    refused("experts", lambda: parallelize(tied, "tensorwise", mesh=mesh("fsdp", "expert", shape=(1, 3)), amax_scope="global"))
+    refused(
+        "experts",
+        lambda: parallelize(
+            tied, "tensorwise", mesh=mesh("fsdp", "expert", shape=(1, 3)), amax_scope="global"
+        ),
+    )
     tied.append(nn.ModuleList([nn.Linear(32, 32)]))
     refused("container", lambda: shard(filter_fqns=("2",), blocks=[tied[3]]))
     tied[3][0].scale = nn.Parameter(torch.ones(()))
     refused("scalar", lambda: shard(filter_fqns=("2",)))
     found["unchanged by shards"] = str([type(m).__name__ for m in tied.modules()])
-    refused("copies of blocks", lambda: parallelize(made, "tensorwise", mesh=by_data, blocks=[made[0]]))
+    refused(
+        "copies of blocks", lambda: parallelize(made, "tensorwise", mesh=by_data, blocks=[made[0]])
+    )
     found["unchanged by copies"] = str([type(m).__name__ for m in made.modules()])
     made = model()
     parallelize(made, "bf16", mesh=mesh("fsdp"))
@@ -93,7 +132,11 @@ def one_of_four_differs():
         with torch.no_grad():
             model[0].weight[-1, -1] = 7
     try:
-        parallelize(model, "tensorwise", mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "fsdp")))
+        parallelize(
+            model,
+            "tensorwise",
+            mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "fsdp")),
+        )
     except ValueError as error:
         return str(error)
     return "parallelized"
@@ -111,20 +154,28 @@ def refused():
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("optimizer", r"built after a model is cut.*a SGD already holds 0\.0\.weight. Build it afterwards"),
+        (
+            "optimizer",
+            r"built after a model is cut.*a SGD already holds 0\.0\.weight. Build it afterwards",
+        ),
         ("dims", r"dims named data, fsdp, expert, tensor.*got \('dp',\)"),
         ("data alone", r"data and expert only with fsdp; got \('data',\)"),
         ("blocks", "modules within the model"),
         ("local", "'delayed' keeps one state for all ranks.*Use 'global'"),
         ("order", "at most 2 ranks along data; got 3"),
-        ("copies", r"start from the same weights; 0\.0\.weight differs along data. Give every rank the same seed"),
+        (
+            "copies",
+            r"start from the same weights; 0\.0\.weight differs along data. Give every rank the "
+            r"same seed",
+        ),
         ("twice", "0 is named twice"),
         ("kept", "0 is named twice"),
         ("plan without a dim", "a mesh with a dim named tensor; there is none"),
         ("sequence without a mesh", "a mesh with a dim named tensor; there is none"),
         (
             "checkpointing",
-            "cannot compile blocks that tensor parallelism cuts.*got checkpointing 'full' and compile 'block'. Use checkpointing 'selective'",
+            "cannot compile blocks that tensor parallelism cuts.*got checkpointing 'full' and "
+            "compile 'block'. Use checkpointing 'selective'",
         ),
         ("plan", "'7' names none of the linears: 0.0, 1"),
         ("no plan", "a plan cuts at least one linear; got none"),
@@ -133,35 +184,61 @@ def refused():
         ("unchanged", r"^\['Sequential', 'Sequential', 'Linear', 'Linear'\]$"),
         (
             "tied, one kept",
-            r"0\.weight and 2\.weight are one, and would be apart: 0\.weight in 0 and 2\.weight in the model itself.*Or untie",
+            r"0\.weight and 2\.weight are one, and would be apart: 0\.weight in 0 and 2\.weight "
+            r"in the model itself.*Or untie",
         ),
-        ("tied, one a block", r"0\.weight in the model itself and 2\.weight in 2\. Name one unit around both in blocks"),
-        ("tied, FP8", r"2\.weight and 0\.weight are one parameter, and both would become FP8. Untie them, or keep 2 in high"),
+        (
+            "tied, one a block",
+            r"0\.weight in the model itself and 2\.weight in 2\. Name one unit around both in "
+            r"blocks",
+        ),
+        (
+            "tied, FP8",
+            r"2\.weight and 0\.weight are one parameter, and both would become FP8. Untie them, "
+            r"or keep 2 in high",
+        ),
         ("inner last", r"1\.0 is within 1, which is named before it. Name inner modules first"),
         ("experts", "expert parallelism cuts grouped linears, of which the model has none"),
         ("container", "3 is a ModuleList, which is not called.*Name its modules"),
         ("scalar", r"3\.0\.scale has no dim to shard; give it the shape \(1,\)"),
-        ("unchanged by shards", r"^\['Sequential', 'Embedding', 'Sequential', 'Linear', 'Linear', 'ModuleList', 'Linear'\]$"),
+        (
+            "unchanged by shards",
+            r"^\['Sequential', 'Embedding', 'Sequential', 'Linear', 'Linear', 'ModuleList', "
+            r"'Linear'\]$",
+        ),
         ("copies of blocks", r"start from the same weights; 0\.0\.weight differs along data"),
         ("unchanged by copies", r"^\['Sequential', 'Sequential', 'Linear', 'Linear'\]$"),
-        ("again", "the model is sharded by fully_shard. Parallelize a model once, and before you shard it"),
+        (
+            "again",
+            "the model is sharded by fully_shard. Parallelize a model once, and before you "
+            "shard it",
+        ),
         ("processes", "1 x 2 x 1 = 2 processes; there are 3.*torchrun --nproc-per-node 2"),
         ("batch", "batch_size is divisible by data x fsdp = 3 processes; got 8"),
     ],
 )
-def test_what_is_done_in_another_order_or_does_not_fit_is_refused_by_name(refused, case, message):  # P-12
+def test_what_is_done_in_another_order_or_does_not_fit_is_refused_by_name(
+    refused, case, message
+):  # P-12
     for rank in refused:
         assert re.search(message, rank[case])
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"amax_scope": "world"}, {"checkpointing": True}, {"compile": "blocks"}, {"fp8_from": torch.float32}],
+    [
+        {"amax_scope": "world"},
+        {"checkpointing": True},
+        {"compile": "blocks"},
+        {"fp8_from": torch.float32},
+    ],
     ids=lambda o: next(iter(o)),
 )
 def test_options_have_the_values_that_they_have(options):
     (name,) = options
-    with pytest.raises(ValueError, match=rf"^{name} is one of .*; got {re.escape(repr(options[name]))}"):
+    with pytest.raises(
+        ValueError, match=rf"^{name} is one of .*; got {re.escape(repr(options[name]))}"
+    ):
         parallelize(nn.Sequential(nn.Linear(16, 16)), "tensorwise", **options)
 
 

@@ -1,4 +1,6 @@
-"""What a report says of a model: layers in FP8, what is not and why, shares; and the line that convert logs."""
+"""What a report says of a model: layers in FP8, what is not and why, shares; and the line that
+convert logs.
+"""
 
 import copy
 import logging
@@ -27,7 +29,9 @@ class Experts(nn.Module):
 
     def forward(self, x):
         self.router(x)
-        return torch.bmm(x.reshape(1, -1, D).expand(EXPERTS, -1, -1), self.up)[0, :, :D].reshape(x.shape)
+        return torch.bmm(x.reshape(1, -1, D).expand(EXPERTS, -1, -1), self.up)[0, :, :D].reshape(
+            x.shape
+        )
 
 
 class Conv1D(nn.Module):
@@ -75,8 +79,17 @@ def converted(recipe="rowwise"):
 def test_rows():
     found = ft.report(converted(), INPUTS)
     attend = of(found.rows, "attend")
-    assert (attend.recipe, attend.kernel, attend.kind, attend.shape) == ("rowwise", "torch._scaled_mm", "Float8Linear", (D, D))
-    assert (attend.parameters, attend.in_fp8, attend.multiplications) == (D * D + D, D * D, TOKENS * D * D)
+    assert (attend.recipe, attend.kernel, attend.kind, attend.shape) == (
+        "rowwise",
+        "torch._scaled_mm",
+        "Float8Linear",
+        (D, D),
+    )
+    assert (attend.parameters, attend.in_fp8, attend.multiplications) == (
+        D * D + D,
+        D * D,
+        TOKENS * D * D,
+    )
     for path, reason in {
         "unused": "never called",
         "head": "filter_fqns 'head'",
@@ -95,7 +108,9 @@ def test_rows():
 
 
 class Reads(nn.Module):
-    """Multiplies by the weight of ``read``, which it does not call; ``kept`` has a linear that convert replaces elsewhere."""
+    """Multiplies by the weight of ``read``, which it does not call; ``kept`` has a linear that
+    convert replaces elsewhere.
+    """
 
     def __init__(self):
         super().__init__()
@@ -109,12 +124,19 @@ class Reads(nn.Module):
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_a_weight_that_is_read_is_not_multiplied_in_fp8(recipe):  # R-7
     found = ft.report(ft.convert(Reads(), recipe), (torch.ones(TOKENS, D),))
-    assert [(row.path, row.multiplications) for row in found.rows if row.recipe] == [("read", 0), ("called", TOKENS * D * D), ("held", 0)]
-    assert {row.reason for row in found.rows if row.recipe and not row.multiplications} == {"never called"}
+    assert [(row.path, row.multiplications) for row in found.rows if row.recipe] == [
+        ("read", 0),
+        ("called", TOKENS * D * D),
+        ("held", 0),
+    ]
+    assert {row.reason for row in found.rows if row.recipe and not row.multiplications} == {
+        "never called"
+    }
     outside = [row for row in found.rows if not row.recipe]
     assert [row.multiplications for row in outside] == [TOKENS * D * D] * 2
     assert [row.reason for row in outside] == [
-        f"reads {name}.weight and does not call the linear: in high precision" for name in ("read", "held")
+        f"reads {name}.weight and does not call the linear: in high precision"
+        for name in ("read", "held")
     ]
     assert found.multiplications == 1 / 3
     assert "reads read.weight" in found.summary()
@@ -126,7 +148,9 @@ def test_shares():
     assert sum(row.parameters for row in found.rows) == parameters
     assert found.parameters == (2 * D * D + 16 * D) / parameters
     fp8 = TOKENS * D * D + TOKENS * D * 16
-    others = TOKENS * D * (D * 3 + EXPERTS * F + F + 48 + 24) + 2 * TOKENS * TOKENS * D  # conv, experts, old, head, odd; attention's two
+    others = (
+        TOKENS * D * (D * 3 + EXPERTS * F + F + 48 + 24) + 2 * TOKENS * TOKENS * D
+    )  # conv, experts, old, head, odd; attention's two
     assert found.multiplications == fp8 / (fp8 + others)
     assert ft.report(model).multiplications is None
     assert ft.report(Model()).parameters == 0
@@ -139,7 +163,11 @@ def test_multiplications_of_every_recipe(recipe):
     model = ft.convert(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 24)), recipe)
     found = ft.report(model, (torch.ones(TOKENS, 128),))
     assert found.multiplications == (0 if recipe == "bf16" else 128 / (128 + 24))
-    kernel = {"bf16": None, "mxfp8": "float32 on dequantized codes", "blockwise": "float32 on dequantized codes"}
+    kernel = {
+        "bf16": None,
+        "mxfp8": "float32 on dequantized codes",
+        "blockwise": "float32 on dequantized codes",
+    }
     assert found.rows[0].kernel == kernel.get(recipe, "torch._scaled_mm")
 
 
@@ -152,17 +180,26 @@ def test_a_pass_changes_nothing_and_needs_no_memory_on_meta(recipe):
     assert torch.equal(torch.get_rng_state(), generator)
     assert not any(state.seen.any() for _, state in ft.delayed.states(model))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert ft.report(model.to("meta"), (INPUTS[0].to("meta"),)).multiplications == found.multiplications
+    assert (
+        ft.report(model.to("meta"), (INPUTS[0].to("meta"),)).multiplications
+        == found.multiplications
+    )
 
 
 def test_reasons_stay_with_copies_and_go_with_fp8():
     model = nn.Sequential(converted(), nn.Linear(D, D))
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.compile(model, backend="eager")):
+    for again in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.compile(model, backend="eager"),
+    ):
         found = {row.path.removeprefix("_orig_mod."): row.reason for row in ft.report(again).rows}
         assert found["0.head"] == "named by filter_fqns 'head'"
         assert found["1"] == "not converted"
     parts = ft.convert(Model(), "rowwise", filter_fqns=["head", "attend"])
-    ft.convert(parts.attend, "rowwise")  # as a part of its own: it is replaced, and not in the model
+    ft.convert(
+        parts.attend, "rowwise"
+    )  # as a part of its own: it is replaced, and not in the model
     vars(parts)["_modules"]["attend"] = ft.convert(parts.attend, "delayed")
     assert of(ft.report(parts).rows, "attend").recipe == "delayed"
     plain = ft.deconvert(model)
@@ -172,9 +209,26 @@ def test_reasons_stay_with_copies_and_go_with_fp8():
 
 def test_a_table():
     lines = str(ft.report(converted(), INPUTS)).splitlines()
-    assert lines[0].split() == ["layer", "kind", "shape", "recipe", "kernel", "parameters", "multiplications", "why"]
+    assert lines[0].split() == [
+        "layer",
+        "kind",
+        "shape",
+        "recipe",
+        "kernel",
+        "parameters",
+        "multiplications",
+        "why",
+    ]
     (attend,) = [line for line in lines if line.startswith("attend")]
-    assert attend.split()[:7] == ["attend", "Float8Linear", "32x32", "rowwise", "torch._scaled_mm", "1,056", "8,192"]
+    assert attend.split()[:7] == [
+        "attend",
+        "Float8Linear",
+        "32x32",
+        "rowwise",
+        "torch._scaled_mm",
+        "1,056",
+        "8,192",
+    ]
     assert lines[-1].startswith("3 layers in FP8 (rowwise by torch._scaled_mm), ")
 
 
@@ -192,13 +246,20 @@ def test_convert_logs_one_line_and_warns_of_experts(caplog):  # R-7
     ):
         assert part in warned.getMessage()
     assert quiet.levelno == logging.INFO
-    assert quiet.getMessage() == "convert: Sequential: 1 layer in FP8 (rowwise by torch._scaled_mm), 97.0% of the parameters."
+    assert (
+        quiet.getMessage()
+        == "convert: Sequential: 1 layer in FP8 (rowwise by torch._scaled_mm), 97.0% of the "
+        "parameters."
+    )
 
 
 def test_a_lazy_module_is_refused_before_anything_changes():  # R-5, R-7
     model = nn.Sequential(nn.LazyLinear(D), nn.Linear(D, D))
     for filtered in ([], ["0"]):
-        with pytest.raises(ValueError, match=r"0\.weight is of a lazy module, which has none yet\. Run a forward pass first"):
+        with pytest.raises(
+            ValueError,
+            match=r"0\.weight is of a lazy module, which has none yet\. Run a forward pass first",
+        ):
             ft.convert(model, "rowwise", filter_fqns=filtered)
     with pytest.raises(ValueError, match="lazy"):
         ft.report(model)
@@ -232,21 +293,32 @@ def normed(linear):
 )
 def test_a_linear_whose_weight_is_computed_counts_as_one(changed, parameters):
     """Its parameters, of whatever names, and its multiplications."""
-    model = ft.convert(nn.Sequential(changed(nn.Linear(D, D)), nn.Linear(D, D)), "rowwise", filter_fqns=["0"])
+    model = ft.convert(
+        nn.Sequential(changed(nn.Linear(D, D)), nn.Linear(D, D)), "rowwise", filter_fqns=["0"]
+    )
     found = ft.report(model, (torch.ones(TOKENS, D),))
     row = of(found.rows, "0")
-    assert (row.shape, row.parameters, row.reason) == ((D, D), D * D + D + parameters, "named by filter_fqns '0'")
+    assert (row.shape, row.parameters, row.reason) == (
+        (D, D),
+        D * D + D + parameters,
+        "named by filter_fqns '0'",
+    )
     assert found.multiplications == 1 / 2
     assert not found.surprising
 
 
 def test_what_is_added_or_a_recurrence_is_no_expert(caplog):
-    """Positions [1, T, D] and a class token [1, 1, D], as of vision transformers; modules of torch's that multiply by themselves."""
+    """Positions [1, T, D] and a class token [1, 1, D], as of vision transformers; modules of
+    torch's that multiply by themselves.
+    """
 
     class Vision(nn.Module):
         def __init__(self):
             super().__init__()
-            self.token, self.positions = nn.Parameter(torch.ones(1, 1, D)), nn.Parameter(torch.ones(1, TOKENS, D))
+            self.token, self.positions = (
+                nn.Parameter(torch.ones(1, 1, D)),
+                nn.Parameter(torch.ones(1, TOKENS, D)),
+            )
             self.up = nn.Linear(D, D)
 
     with caplog.at_level(logging.INFO, "fp8ref.torch"):
@@ -254,7 +326,9 @@ def test_what_is_added_or_a_recurrence_is_no_expert(caplog):
     assert [record.levelno for record in caplog.records] == [logging.INFO]
     assert not found.experts
     assert of(found.rows, "Vision").reason.startswith("a parameter whose first dim is 1")
-    others = ft.report(ft.convert(nn.ModuleList([nn.LSTM(D, D), nn.Bilinear(D, D, D), nn.Linear(D, D)]), "rowwise"))
+    others = ft.report(
+        ft.convert(nn.ModuleList([nn.LSTM(D, D), nn.Bilinear(D, D, D), nn.Linear(D, D)]), "rowwise")
+    )
     assert [row.reason for row in others.surprises] == [
         f"torch's {kind} multiplies by itself, in high precision" for kind in ("LSTM", "Bilinear")
     ]
@@ -262,19 +336,40 @@ def test_what_is_added_or_a_recurrence_is_no_expert(caplog):
 
 
 def test_a_model_without_linears_says_what_it_has():
-    for model, filtered in ((nn.Sequential(Conv1D()), []), (nn.Sequential(Conv1D(), nn.Linear(D, D)), ["1"])):
+    for model, filtered in (
+        (nn.Sequential(Conv1D()), []),
+        (nn.Sequential(Conv1D(), nn.Linear(D, D)), ["1"]),
+    ):
         with pytest.raises(
-            ValueError, match=r"converts no linear \(.*\)\. .* Of 1 other modules with matrices the first are 0 \(Conv1D: a Conv1D"
+            ValueError,
+            match=r"converts no linear \(.*\)\. .* Of 1 other modules with matrices the first "
+            r"are 0 \(Conv1D: a Conv1D",
         ):
             ft.convert(model, "rowwise", filter_fqns=filtered)
-    with pytest.raises(ValueError, match=r"converts no linear \(the model has no linears\)\. Change filter_fqns or use recipe 'bf16'\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"converts no linear \(the model has no linears\)\. Change filter_fqns or use "
+        r"recipe 'bf16'\.$",
+    ):
         ft.convert(nn.Sequential(nn.Conv1d(D, D, 3)), "rowwise")
 
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
 SMALL = {
     "Mixtral": {**SIZES, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "Qwen3Moe": {**SIZES, "head_dim": 16, "moe_intermediate_size": 48, "num_experts": 16, "num_experts_per_tok": 2},
+    "Qwen3Moe": {
+        **SIZES,
+        "head_dim": 16,
+        "moe_intermediate_size": 48,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+    },
 }
 # (an expert's inner features, experts, features of all heads)
 STRUCTURE = {"Mixtral": (64, 4, 32), "Qwen3Moe": (48, 16, 32)}
@@ -283,7 +378,9 @@ STRUCTURE = {"Mixtral": (64, 4, 32), "Qwen3Moe": (48, 16, 32)}
 def mixture(name, device, **sizes):
     transformers = pytest.importorskip("transformers")
     with torch.device(device):
-        return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes)).bfloat16()
+        return getattr(transformers, f"{name}ForCausalLM")(
+            getattr(transformers, f"{name}Config")(**sizes)
+        ).bfloat16()
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -294,22 +391,38 @@ def test_experts_of_transformers_are_named_with_their_shares(name, recipe, devic
     with caplog.at_level(logging.WARNING, "fp8ref.torch"):
         ft.convert(model, recipe, filter_fqns=["lm_head"])
     (line,) = [record.getMessage() for record in caplog.records if record.name == "fp8ref.torch"]
-    assert f"model.layers.0.mlp.experts ({name}Experts: a parameter of 3 dims outside linears: experts" in line
+    assert (
+        f"model.layers.0.mlp.experts ({name}Experts: a parameter of 3 dims outside linears: experts"
+        in line
+    )
 
     found = ft.report(model, (torch.zeros(1, TOKENS, dtype=torch.long, device=device),))
     inner, number, heads = STRUCTURE[name]
     layers, hidden, vocabulary, chosen = 2, 32, 64, 2
-    assert [row.path for row in found.experts] == [f"model.layers.{i}.mlp.experts" for i in range(layers)]
+    assert [row.path for row in found.experts] == [
+        f"model.layers.{i}.mlp.experts" for i in range(layers)
+    ]
     for row in found.experts:
         assert row.recipe is None
         assert row.parameters == number * 3 * hidden * inner
-        assert row.multiplications == TOKENS * chosen * 3 * hidden * inner  # gate and up, and down, of the experts that a token is given
+        assert (
+            row.multiplications == TOKENS * chosen * 3 * hidden * inner
+        )  # gate and up, and down, of the experts that a token is given
     fp8 = TOKENS * 4 * hidden * heads  # q, k, v and o: as many key heads as query heads
     router, scores = TOKENS * hidden * number, 2 * heads * TOKENS * TOKENS
-    everything = layers * (fp8 + router + scores + TOKENS * chosen * 3 * hidden * inner) + TOKENS * hidden * vocabulary
+    everything = (
+        layers * (fp8 + router + scores + TOKENS * chosen * 3 * hidden * inner)
+        + TOKENS * hidden * vocabulary
+    )
     assert found.multiplications == layers * fp8 / everything
-    shares = (layers * row.parameters / sum(p.numel() for p in model.parameters()), layers * row.multiplications / everything)
-    assert (found.share_of(found.experts), found.share_of(found.experts, multiplications=True)) == shares
+    shares = (
+        layers * row.parameters / sum(p.numel() for p in model.parameters()),
+        layers * row.multiplications / everything,
+    )
+    assert (
+        found.share_of(found.experts),
+        found.share_of(found.experts, multiplications=True),
+    ) == shares
     said = "Experts, which stay in high precision, have {:.1%} of the parameters"
     assert f"{said} and {{:.1%}} of the multiplications.".format(*shares) in found.summary()
     assert line.endswith(f"{said.format(shares[0])}.")
@@ -344,7 +457,10 @@ def test_experts_at_real_sizes_need_no_memory(name):  # R-7
     model = ft.convert(mixture(name, "meta", **sizes), "tensorwise", filter_fqns=["lm_head"])
     found = ft.report(model, (torch.zeros(1, 4096, dtype=torch.long, device="meta"),))
     assert sum(row.parameters for row in found.rows) == parameters
-    assert (round(found.share_of(found.experts), 3), round(found.share_of(found.experts, multiplications=True), 3)) == shares
+    assert (
+        round(found.share_of(found.experts), 3),
+        round(found.share_of(found.experts, multiplications=True), 3),
+    ) == shares
 
 
 def test_a_report_is_of_a_module():
@@ -353,9 +469,18 @@ def test_a_report_is_of_a_module():
 
 
 def test_multiplications_of_every_grouped_kernel():  # X-10
-    """An output [M, D] of M rows of C, whether the operator takes the name of the GEMM first or not."""
-    a, b, out = (torch.empty(shape, device="meta") for shape in ((TOKENS, D), (EXPERTS, F, D), (TOKENS, F)))
+    """An output [M, D] of M rows of C, whether the operator takes the name of the GEMM first or
+    not.
+    """
+    a, b, out = (
+        torch.empty(shape, device="meta") for shape in ((TOKENS, D), (EXPERTS, F, D), (TOKENS, F))
+    )
     scale = torch.empty((TOKENS, 1), device="meta")
     each, high, kernel, deep = grouped_gemm.OPERATORS
-    for func, args in ((each, ("output", a, scale, b)), (high, ("output", a, b)), (kernel, (a, scale, b)), (deep, (a, scale, b))):
+    for func, args in (
+        (each, ("output", a, scale, b)),
+        (high, ("output", a, b)),
+        (kernel, (a, scale, b)),
+        (deep, (a, scale, b)),
+    ):
         assert reports._multiplications(func, args, {}, out) == TOKENS * F * D, func

@@ -1,4 +1,6 @@
-"""Linears of several recipes in one model: they share Parameters, and take each other's places (T-9)."""
+"""Linears of several recipes in one model: they share Parameters, and take each other's places
+(T-9).
+"""
 
 import warnings
 from pathlib import Path
@@ -23,13 +25,18 @@ from fp8ref.train.torch.trainer import Trainer
 
 def plain(device=None):
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(), nn.Linear(32, 32)), nn.Linear(32, 32))
+    made = nn.Sequential(
+        nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(), nn.Linear(32, 32)),
+        nn.Linear(32, 32),
+    )
     return made.bfloat16().to(device)
 
 
 def switched(first, *others, **options):
     model = parallelize(plain(), first, **options)
-    return Switch(model, first, {recipe: convert.convert(plain("meta"), recipe) for recipe in others})
+    return Switch(
+        model, first, {recipe: convert.convert(plain("meta"), recipe) for recipe in others}
+    )
 
 
 def step(model, optimizer, seed):
@@ -49,7 +56,9 @@ def test_every_recipe_has_the_parameters_that_the_optimizer_has():  # T-9
     kinds = {}
     for recipe in ("rowwise", "bf16", "tensorwise"):
         switch.to(recipe)
-        assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in before.items()}
+        assert {name: id(p) for name, p in model.named_parameters()} == {
+            name: id(p) for name, p in before.items()
+        }
         kinds[recipe] = type(model[0][0]).__name__
         step(model, optimizer, 0)
     assert kinds == {"rowwise": "Float8Linear", "bf16": "Linear", "tensorwise": "Float8Linear"}
@@ -64,15 +73,21 @@ def test_losses_are_those_of_models_that_were_converted_so():  # T-9
     for seed, recipe in enumerate(("tensorwise", "delayed", "bf16", "tensorwise")):
         switch.to(recipe)
         other = convert.convert(plain(), recipe)
-        other.load_state_dict({name: value.clone() for name, value in switch.model.state_dict().items()})
-        assert step(switch.model, optimizer, seed) == step(other, torch.optim.SGD(other.parameters(), lr=0.1), seed)
+        other.load_state_dict(
+            {name: value.clone() for name, value in switch.model.state_dict().items()}
+        )
+        assert step(switch.model, optimizer, seed) == step(
+            other, torch.optim.SGD(other.parameters(), lr=0.1), seed
+        )
 
 
 def test_states_wait_and_nobody_misses_their_updates():  # T-9, H-12
     switch = switched("delayed", "bf16")
     optimizer = torch.optim.SGD(switch.model.parameters(), lr=0.1)
     step(switch.model, optimizer, 0)
-    kept = {name: (state.scale.clone(), state.amax_history.clone()) for name, state in switch.states()}
+    kept = {
+        name: (state.scale.clone(), state.amax_history.clone()) for name, state in switch.states()
+    }
     assert len(kept) == 9
     switch.to("bf16")
     with warnings.catch_warnings():
@@ -99,7 +114,11 @@ def test_each_recipe_is_compiled_once(how):  # T-9
     counter = CompileCounter()
     made = plain()
     model = parallelize(made, "tensorwise", blocks=[made[0]], compile=how, compile_backend=counter)
-    switch = Switch(model, "tensorwise", {recipe: convert.convert(plain("meta"), recipe) for recipe in ("delayed", "bf16")})
+    switch = Switch(
+        model,
+        "tensorwise",
+        {recipe: convert.convert(plain("meta"), recipe) for recipe in ("delayed", "bf16")},
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     counts = []
     for turn in range(2):
@@ -124,7 +143,11 @@ def test_weights_that_are_gathered_in_fp8_are_refused():  # T-9, P-6
     try:
         model = gathered_in_fp8()
         with pytest.raises(ValueError, match=r"0 is gathered in FP8.*gather_fp8=False"):
-            Switch(model, "tensorwise", {"bf16": nn.Sequential(nn.Linear(32, 32, bias=False, device="meta"))})
+            Switch(
+                model,
+                "tensorwise",
+                {"bf16": nn.Sequential(nn.Linear(32, 32, bias=False, device="meta"))},
+            )
         Switch(model, "tensorwise", {})  # nothing to switch to
     finally:
         distributed.destroy_process_group()
@@ -134,7 +157,9 @@ PHASES = ((0, "tensorwise"), (1, "delayed"), (2, "bf16"), (3, "delayed"))
 
 
 def on_ranks(config, folder):
-    """Losses and states of a run that switches, and of runs that are chained by checkpoints while they can be."""
+    """Losses and states of a run that switches, and of runs that are chained by checkpoints while
+    they can be.
+    """
     batches = [np.random.default_rng(i).integers(0, 256, (4, 17)) for i in range(4)]
     trainer = Trainer(config.replace(numerics={"schedule": PHASES}))
     found, counts = [], []
@@ -150,7 +175,10 @@ def on_ranks(config, folder):
     other.switch("tensorwise")
     same = trainer.step(batches[0]) == other.step(batches[0])
     # Without delayed scaling the states of two recipes have the same names.
-    pair, chained = Trainer(config.replace(numerics={"schedule": ((0, "tensorwise"), (2, "bf16"))})), None
+    pair, chained = (
+        Trainer(config.replace(numerics={"schedule": ((0, "tensorwise"), (2, "bf16"))})),
+        None,
+    )
     for step, recipe in enumerate(("tensorwise", "tensorwise", "bf16", "bf16")):
         pair.switch(recipe)
         if step in (0, 2):
@@ -180,11 +208,23 @@ def compiled_on_ranks(how):
     mesh, counter = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), CompileCounter()
     made = plain()
     model = parallelize(
-        made, "tensorwise", mesh=mesh, blocks=[made[0]], amax_scope="global", gather_fp8=False, compile=how, compile_backend=counter
+        made,
+        "tensorwise",
+        mesh=mesh,
+        blocks=[made[0]],
+        amax_scope="global",
+        gather_fp8=False,
+        compile=how,
+        compile_backend=counter,
     )
     group = amax_group(mesh, "global")
     switch = Switch(
-        model, "tensorwise", {recipe: convert.convert(plain("meta"), recipe, amax_group=group) for recipe in ("delayed", "bf16")}
+        model,
+        "tensorwise",
+        {
+            recipe: convert.convert(plain("meta"), recipe, amax_group=group)
+            for recipe in ("delayed", "bf16")
+        },
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, counts = [], []

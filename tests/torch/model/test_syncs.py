@@ -1,4 +1,6 @@
-"""A step never makes the host wait for the device, copies nothing to it, and launches and keeps nothing that it does not need."""
+"""A step never makes the host wait for the device, copies nothing to it, and launches and keeps
+nothing that it does not need.
+"""
 
 import numpy as np
 import pytest
@@ -28,12 +30,19 @@ def step(model, optimizer, x):
 @pytest.mark.parametrize("own", [False, True], ids=["converted", "own linear"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_reads_nothing_and_copies_nothing(recipe, own, monkeypatch):
-    """On the meta device: a read raises, since there is no memory, and so does a copy from the host."""
+    """On the meta device: a read raises, since there is no memory, and so does a copy from the
+    host.
+    """
     if own:
         monkeypatch.setattr("fp8ref.torch.linear.torchao_linear.expresses", lambda recipe: False)
     with torch.device("meta"):
-        model = convert.convert(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).bfloat16(), recipe)
-        optimizer, x = torch.optim.AdamW(model.parameters()), torch.empty(128, 128, dtype=torch.bfloat16)
+        model = convert.convert(
+            nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).bfloat16(), recipe
+        )
+        optimizer, x = (
+            torch.optim.AdamW(model.parameters()),
+            torch.empty(128, 128, dtype=torch.bfloat16),
+        )
     step(model, optimizer, x)
     optimizer.zero_grad()
     with Ops():
@@ -42,7 +51,9 @@ def test_a_step_reads_nothing_and_copies_nothing(recipe, own, monkeypatch):
 
 
 def sharded_step(recipe):
-    """What waits for the device or copies to it in a step, the second, so that nothing is made for the first time."""
+    """What waits for the device or copies to it in a step, the second, so that nothing is made for
+    the first time.
+    """
     found = []
     for fp8 in (True, False):
         model = sharded(recipe, group=recipe == "delayed", fp8=fp8)
@@ -61,7 +72,9 @@ def test_a_sharded_step_reads_nothing_and_copies_nothing(recipe):
 
 
 def whole_codes(recipe):
-    """The bytes that linears keep for the backward pass under a gather in high precision, of 8-bit elements."""
+    """The bytes that linears keep for the backward pass under a gather in high precision, of 8-bit
+    elements.
+    """
     model, kept = sharded(recipe, group=True, fp8=False), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         model(batch(0))
@@ -104,7 +117,12 @@ def test_nothing_is_made_or_padded_for_nothing(recipe):
 
 def padded(rows):
     """Whether the shard of a gathered weight is copied for padding."""
-    model = sharded("tensorwise", model=nn.Sequential(nn.Sequential(nn.Linear(64, rows, bias=False)), nn.Linear(rows, 64, bias=False)))
+    model = sharded(
+        "tensorwise",
+        model=nn.Sequential(
+            nn.Sequential(nn.Linear(64, rows, bias=False)), nn.Linear(rows, 64, bias=False)
+        ),
+    )
     with Ops() as ops:
         model(batch(0))
     return ops.found.count("constant_pad_nd")
@@ -123,7 +141,9 @@ def test_a_step_of_the_trainer_reads_its_metrics_once(kind, recipe, monkeypatch)
     tokens = np.zeros((config.data.batch_size, config.data.sequence_length + 1), np.int64)
     trainer.step(tokens)
     of_numpy, copied = torch.from_numpy, []
-    monkeypatch.setattr(torch, "from_numpy", lambda array: copied.append(array.shape) or of_numpy(array))
+    monkeypatch.setattr(
+        torch, "from_numpy", lambda array: copied.append(array.shape) or of_numpy(array)
+    )
     with Syncs() as seen:
         trainer.step(tokens)
     assert seen.found == ["tolist in train/torch/step.py:update"]
@@ -134,8 +154,13 @@ def test_a_step_of_the_trainer_reads_its_metrics_once(kind, recipe, monkeypatch)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_on_a_gpu_never_waits(recipe):
     with torch.device("cuda"):
-        model = convert.convert(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).bfloat16(), recipe)
-        optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), torch.ones(128, 128, dtype=torch.bfloat16)
+        model = convert.convert(
+            nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).bfloat16(), recipe
+        )
+        optimizer, x = (
+            torch.optim.AdamW(model.parameters(), fused=True),
+            torch.ones(128, 128, dtype=torch.bfloat16),
+        )
     step(model, optimizer, x)
     torch.cuda.set_sync_debug_mode("error")
     try:

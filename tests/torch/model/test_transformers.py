@@ -14,7 +14,9 @@ from fp8ref.torch.model.convert import Linear
 RECIPES = ("tensorwise", "rowwise", "delayed", "blockwise")
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 # (are the embeddings tied, is lm_head in FP8)
-heads = pytest.mark.parametrize(("tied", "head"), [(False, False), (False, True), (True, False), (True, True)])
+heads = pytest.mark.parametrize(
+    ("tied", "head"), [(False, False), (False, True), (True, False), (True, True)]
+)
 TOKENS = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(0))
 
 
@@ -39,10 +41,21 @@ def warned(caplog):
 def llama(recipe, *, tied=False):
     """hidden 64, or 128 for a recipe with blocks of 128."""
     hidden = 128 if recipe == "blockwise" else 64
-    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(vocab_size=256, num_hidden_layers=2, tie_word_embeddings=tied, max_position_embeddings=64, **sizes)
+        transformers.LlamaConfig(
+            vocab_size=256,
+            num_hidden_layers=2,
+            tie_word_embeddings=tied,
+            max_position_embeddings=64,
+            **sizes,
+        )
     )
 
 
@@ -66,7 +79,11 @@ def logits(model):
 
 
 def converted_names(model):
-    return {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and type(m) is not torch.nn.Linear}
+    return {
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, torch.nn.Linear) and type(m) is not torch.nn.Linear
+    }
 
 
 def assert_loads_cleanly(path, weights, expected_logits):
@@ -82,7 +99,9 @@ def assert_loads_cleanly(path, weights, expected_logits):
 @pytest.mark.grid(2)
 @recipes
 @heads
-def test_a_llama_trains_and_its_weights_load_into_an_unconverted_one(recipe, tied, head, tmp_path, warned):  # R-2
+def test_a_llama_trains_and_its_weights_load_into_an_unconverted_one(
+    recipe, tied, head, tmp_path, warned
+):  # R-2
     model = llama(recipe, tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     assert convert.convert(model, recipe, filter_fqns=() if head else ("lm_head",)) is model
@@ -112,9 +131,13 @@ def test_states_saved_with_the_weights_are_what_from_pretrained_warns_of(tmp_pat
     model.save_pretrained(tmp_path)
     _, report = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert any("UNEXPECTED" in message for message in warned())
-    assert set(report["unexpected_keys"]) == model.state_dict().keys() - convert.weights(model).keys()
+    assert (
+        set(report["unexpected_keys"]) == model.state_dict().keys() - convert.weights(model).keys()
+    )
     assert not report["missing_keys"]
-    assert len(report["unexpected_keys"]) == 3 * 3 * sum(isinstance(m, Linear) for m in model.modules())
+    assert len(report["unexpected_keys"]) == 3 * 3 * sum(
+        isinstance(m, Linear) for m in model.modules()
+    )
 
 
 @recipes
@@ -122,7 +145,9 @@ def test_a_tied_head_in_fp8_and_the_embedding_add_up_in_one_gradient(recipe):
     tied, untied = llama(recipe, tied=True), llama(recipe)
     untied.load_state_dict(tied.state_dict())
     for model in (tied, untied):
-        convert.convert(model, recipe, fp8_fqns=["lm_head"])(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        convert.convert(model, recipe, fp8_fqns=["lm_head"])(
+            input_ids=TOKENS, labels=TOKENS
+        ).loss.backward()
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     head, table = untied.lm_head.weight.grad, untied.model.embed_tokens.weight.grad
     assert head.any()
@@ -138,7 +163,9 @@ def test_gradient_checkpointing_changes_no_bit(recipe, reentrant):  # H-4
         model = llama(recipe)
         if checkpointed:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 prefers another name, which 5.0 does not have
+                warnings.simplefilter(
+                    "ignore", FutureWarning
+                )  # transformers 5.23 prefers another name, which 5.0 does not have
                 model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         convert.convert(model, recipe, filter_fqns=["lm_head"])
         losses = train(model, 2)
@@ -151,12 +178,20 @@ def test_gradient_checkpointing_changes_no_bit(recipe, reentrant):  # H-4
 
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_blocks_are_checkpointed_by_parallelize(how):  # T-8
-    """Without a cache, which transformers keeps in training too, and to which a second forward pass would append."""
+    """Without a cache, which transformers keeps in training too, and to which a second forward pass
+    would append.
+    """
     plain, checkpointed = llama("delayed"), llama("delayed")
-    with pytest.raises(ValueError, match=r"got config\.use_cache = True\. Set it to False for training"):
-        parallel.parallelize(checkpointed, "delayed", blocks=checkpointed.model.layers, checkpointing=how)
+    with pytest.raises(
+        ValueError, match=r"got config\.use_cache = True\. Set it to False for training"
+    ):
+        parallel.parallelize(
+            checkpointed, "delayed", blocks=checkpointed.model.layers, checkpointing=how
+        )
     checkpointed.config.use_cache = False
-    parallel.parallelize(checkpointed, "delayed", blocks=checkpointed.model.layers, checkpointing=how)
+    parallel.parallelize(
+        checkpointed, "delayed", blocks=checkpointed.model.layers, checkpointing=how
+    )
     convert.convert(plain, "delayed")
     assert train(checkpointed, 2) == train(plain, 2)
     found = checkpointed.state_dict()

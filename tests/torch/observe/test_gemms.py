@@ -14,10 +14,14 @@ def test_observing_reports_operands_in_their_own_layout(recipe):
     converted, seen = convert.convert(model(), recipe), {}
     x, g = torch.randn(2, 24, 64).bfloat16(), torch.randn(2, 24, 48).bfloat16()
     plain = run(convert.convert(model(), recipe), x, g)
-    with gemm_observer.observe_gemms(converted, lambda name, which, a, b, out: seen.__setitem__((name, which), (a, b, out))):
+    with gemm_observer.observe_gemms(
+        converted, lambda name, which, a, b, out: seen.__setitem__((name, which), (a, b, out))
+    ):
         watched = run(converted, x, g)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
-    assert set(seen) == {(name, which) for name in "02" for which, spec in RECIPES[recipe].gemms.items() if spec.fp8}
+    assert set(seen) == {
+        (name, which) for name in "02" for which, spec in RECIPES[recipe].gemms.items() if spec.fp8
+    }
     shapes = {"input": (48, 64), "weight": (32, 64), "grad_output": (48, 32)}
     for which, roles in OPERANDS.items():
         if ("0", which) in seen:
@@ -41,8 +45,12 @@ def test_what_runs_again_is_reported_once(recipe, checkpointing):
         found.append(seen)
     plain, again = found
     assert [told[:2] for told in again] == [told[:2] for told in plain]
-    for (*_, a, b, out), (*_, expected_a, expected_b, expected_out) in zip(again, plain, strict=True):
-        for mine, expected in zip((*a[:4], *b[:4], out), (*expected_a[:4], *expected_b[:4], expected_out), strict=True):
+    for (*_, a, b, out), (*_, expected_a, expected_b, expected_out) in zip(
+        again, plain, strict=True
+    ):
+        for mine, expected in zip(
+            (*a[:4], *b[:4], out), (*expected_a[:4], *expected_b[:4], expected_out), strict=True
+        ):
             assert torch.equal(mine, expected)
         assert (a.axis, b.axis) == (expected_a.axis, expected_b.axis)
 
@@ -55,5 +63,8 @@ def test_a_linear_that_a_pass_calls_twice_is_refused():
         for _ in range(2):
             one(x).sum().backward()
         one(x), one(x)  # without a backward pass
-    with gemm_observer.observe_gemms(twice, lambda *told: None), pytest.raises(ValueError, match="calls once; it calls 0 again"):
+    with (
+        gemm_observer.observe_gemms(twice, lambda *told: None),
+        pytest.raises(ValueError, match="calls once; it calls 0 again"),
+    ):
         twice(x)

@@ -16,7 +16,8 @@ from fp8ref.train.torch.llama.llama import Llama
 from fp8ref.train.torch.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf",  # dynamo looks at it, of what it traces
+    # dynamo looks at it, of what it traces
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
     "ignore:.*is deprecated:DeprecationWarning",  # torch, as it imports its backends
     "ignore:FSDP2-wrapped module .* returned a view tensor",
 )
@@ -27,14 +28,20 @@ def check(x, q) -> dict:
     operand = statistics.Operand("layer", "output", "input", CastSpec(fmt=q.fmt))
     one = statistics.merged([operand], [stats.measure(x, q).numpy()[None]])["layer/output/input"]
     spec = CastSpec(fmt=q.fmt, granularity=q.granularity)
-    measured.check(one, x.float().numpy(), q.codes.view(torch.uint8).numpy(), q.scale.numpy(), spec, q.axis)
+    measured.check(
+        one, x.float().numpy(), q.codes.view(torch.uint8).numpy(), q.scale.numpy(), spec, q.axis
+    )
     return one
 
 
-@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"])
+@pytest.mark.parametrize(
+    "granularity", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"]
+)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 def test_measurements_are_the_simulators(rng, fmt, granularity):  # Q-8, Q-9
-    x = torch.from_numpy(rng.standard_normal((96, 256)) * np.exp(rng.normal(0, 6, (96, 256)))).bfloat16()
+    x = torch.from_numpy(
+        rng.standard_normal((96, 256)) * np.exp(rng.normal(0, 6, (96, 256)))
+    ).bfloat16()
     policy = "mx_rceil" if granularity == "mx_1x32" else "torchao"
     one = check(x, scaling.quantize(x, fmt, granularity=granularity, policy=policy))
     assert one["underflow_rate"] > 0
@@ -70,7 +77,10 @@ def test_a_trainers_statistics_are_of_the_operands_that_its_gemms_had(small, rec
 
 
 def test_a_tensor_that_is_cast_along_both_axes_is_looked_at_once(small, monkeypatch):
-    trainer, looked = Trainer(small.replace(numerics={"recipe": "rowwise"}, model={"intermediate_size": 64})), []
+    trainer, looked = (
+        Trainer(small.replace(numerics={"recipe": "rowwise"}, model={"intermediate_size": 64})),
+        [],
+    )
     honest = stats.of_whole
     monkeypatch.setattr(stats, "of_whole", lambda x: looked.append(x.shape) or honest(x))
     operands = statistics.planned(trainer.decisions)
@@ -83,7 +93,11 @@ WAYS = [
     ("rowwise", {"checkpointing": "selective"}),
     ("delayed", {"checkpointing": "full"}),
     pytest.param("delayed", {"compile": "block"}, marks=pytest.mark.slow),
-    pytest.param("rowwise_with_gw_hp", {"compile": "block", "checkpointing": "selective"}, marks=pytest.mark.slow),
+    pytest.param(
+        "rowwise_with_gw_hp",
+        {"compile": "block", "checkpointing": "selective"},
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -99,7 +113,11 @@ def test_measuring_changes_no_bit_of_training(small, recipe, keys):  # Q-10
                 metrics.append(one)
             else:
                 metrics.append(trainer.step(batches.step(i)))
-        states = [getattr(s, key) for _, s in delayed.states(trainer.model) for key in ("scale", "amax_history", "step", "seen")]
+        states = [
+            getattr(s, key)
+            for _, s in delayed.states(trainer.model)
+            for key in ("scale", "amax_history", "step", "seen")
+        ]
         runs.append((metrics, trainer.weights(), states))
     assert runs[0][0] == runs[1][0]
     for name, value in runs[0][1].items():
@@ -114,27 +132,44 @@ def test_measuring_changes_no_bit_of_training(small, recipe, keys):  # Q-10
         ("tensorwise", {"fsdp": 2}),
         ("delayed", {"fsdp": 2}),
         pytest.param("rowwise", {"data": 2}, marks=pytest.mark.slow),
-        pytest.param("tensorwise", {"data": 2, "gather": "compute", "amax_scope": "local"}, marks=pytest.mark.slow),
+        pytest.param(
+            "tensorwise",
+            {"data": 2, "gather": "compute", "amax_scope": "local"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_on_ranks_every_part_is_counted_once(small, recipe, keys):  # Q-10
-    """Every rank returns the same: the simulator's, of the operands that all ranks had, put together."""
+    """Every rank returns the same: the simulator's, of the operands that all ranks had, put
+    together.
+    """
     config = small.replace(numerics={"recipe": recipe}, parallel=keys)
     tokens = loader.open_batches(config).step(0)
     found = ranks.run(2, rank_jobs.statistics, config, tokens)
     assert found[0][0] == found[1][0]
     one, weights = found[0][0], found[0][2]
     gathered = "fsdp" in keys and recipe != "rowwise"
-    assert all(n == (2 if gathered or not name.endswith("weight") else 1) for name, n in found[0][3].items())
+    assert all(
+        n == (2 if gathered or not name.endswith("weight") else 1)
+        for name, n in found[0][3].items()
+    )
     for operand in statistics.planned(config.decisions()):
         parts = [of_rank[1][operand.name] for of_rank in found]
-        if operand.role == "weight":  # which every rank has whole; one that was gathered in FP8 is observed as its codes alone
+        if operand.role == "weight":
+            # which every rank has whole; one that was gathered in FP8 is observed as its codes
+            # alone
             hp = torch.from_numpy(weights[f"{operand.layer}.weight"]).bfloat16().float().numpy()
             merged = [(hp, *parts[0][1:])]
         elif keys.get("amax_scope") == "local" or operand.cast.granularity != "tensorwise":
             merged = parts
         else:
-            merged = [(np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]), parts[0][2])]
+            merged = [
+                (
+                    np.concatenate([p[0] for p in parts]),
+                    np.concatenate([p[1] for p in parts]),
+                    parts[0][2],
+                )
+            ]
         if len(merged) == 1:
             axis = REDUCED_AXES[operand.gemm][OPERANDS[operand.gemm].index(operand.role)] - 2
             measured.check(one[operand.name], *merged[0], operand.cast, axis, operand.name)
@@ -142,7 +177,9 @@ def test_on_ranks_every_part_is_counted_once(small, recipe, keys):  # Q-10
             assert one[operand.name]["amax"] == max(np.abs(hp).max() for hp, *_ in merged)
             assert one[operand.name]["scale_min"] == min(scale.min() for *_, scale in merged)
             zeros = sum(((codes & 0x7F == 0) & (hp != 0)).sum() for hp, codes, _ in merged)
-            assert one[operand.name]["underflow_rate"] == zeros / sum(codes.size for _, codes, _ in merged)
+            assert one[operand.name]["underflow_rate"] == zeros / sum(
+                codes.size for _, codes, _ in merged
+            )
 
 
 # Along which dim tensor parallelism cuts a linear's tensors; None: every rank has all of it.
@@ -169,11 +206,19 @@ def assembled(parts, dim):
         pytest.param("rowwise_with_gw_hp", {"checkpointing": "full"}, marks=pytest.mark.slow),
     ],
 )
-def test_under_tensor_parallelism_they_are_of_whole_operands(small, recipe, keys):  # Q-8 to Q-10, P-14
-    """The simulator's, of ranks' operands put together, which are what their codes were cast from; of the weights one process's."""
-    alone = small.replace(numerics={"recipe": recipe}, model={"num_key_value_heads": 2, "intermediate_size": 64})
+def test_under_tensor_parallelism_they_are_of_whole_operands(
+    small, recipe, keys
+):  # Q-8 to Q-10, P-14
+    """The simulator's, of ranks' operands put together, which are what their codes were cast from;
+    of the weights one process's.
+    """
+    alone = small.replace(
+        numerics={"recipe": recipe}, model={"num_key_value_heads": 2, "intermediate_size": 64}
+    )
     tokens = loader.open_batches(alone).step(0)
-    found = ranks.run(2, rank_jobs.statistics, alone.replace(parallel={"tensor": 2, **keys}), tokens)
+    found = ranks.run(
+        2, rank_jobs.statistics, alone.replace(parallel={"tensor": 2, **keys}), tokens
+    )
     assert found[0][0] == found[1][0]
     one, weights = found[0][0], found[0][2]
     expected = Trainer(alone, weights).statistics(tokens)
@@ -181,18 +226,29 @@ def test_under_tensor_parallelism_they_are_of_whole_operands(small, recipe, keys
     for operand in statistics.planned(alone.decisions()):
         dim = CUTS[Llama.tensor_plan.styles[operand.layer.rpartition(".")[2]]][operand.role]
         assert found[0][3][operand.name] == (1 if dim is None else 2)
-        hp, codes, scale = (assembled([f[1][operand.name][i] for f in found], dim) for i in range(3))
+        hp, codes, scale = (
+            assembled([f[1][operand.name][i] for f in found], dim) for i in range(3)
+        )
         axis = REDUCED_AXES[operand.gemm][OPERANDS[operand.gemm].index(operand.role)] - 2
         measured.check(one[operand.name], hp, codes, scale, operand.cast, axis, operand.name)
         cast = scaling.quantize_with(
-            torch.from_numpy(hp), torch.from_numpy(scale), operand.cast.fmt, granularity=operand.cast.granularity, axis=axis
+            torch.from_numpy(hp),
+            torch.from_numpy(scale),
+            operand.cast.fmt,
+            granularity=operand.cast.granularity,
+            axis=axis,
         )
-        np.testing.assert_array_equal(cast.codes.view(torch.uint8).numpy(), codes, err_msg=operand.name)
+        np.testing.assert_array_equal(
+            cast.codes.view(torch.uint8).numpy(), codes, err_msg=operand.name
+        )
         if (
-            operand.role == "weight" or operand.name == "model.layers.0.self_attn.q_proj/output/input"
+            operand.role == "weight"
+            or operand.name == "model.layers.0.self_attn.q_proj/output/input"
         ):  # others differ as GEMMs round (P-16)
             # float64 sums in another order
-            assert one[operand.name].pop("sqnr") == pytest.approx(expected[operand.name].pop("sqnr"), abs=1e-9)
+            assert one[operand.name].pop("sqnr") == pytest.approx(
+                expected[operand.name].pop("sqnr"), abs=1e-9
+            )
             assert one[operand.name] == expected[operand.name]
 
 
@@ -200,7 +256,12 @@ def test_under_tensor_parallelism_they_are_of_whole_operands(small, recipe, keys
 def test_on_a_mesh_with_fsdp_too(small):  # Q-10
     alone = small.replace(model={"num_key_value_heads": 2, "intermediate_size": 64})
     tokens = loader.open_batches(alone).step(0)
-    found = ranks.run(4, rank_jobs.statistics, alone.replace(parallel={"fsdp": 2, "tensor": 2, "amax_scope": "local"}), tokens)
+    found = ranks.run(
+        4,
+        rank_jobs.statistics,
+        alone.replace(parallel={"fsdp": 2, "tensor": 2, "amax_scope": "local"}),
+        tokens,
+    )
     one, weights, parts = found[0][0], *found[0][2:]
     assert all(f[0] == one for f in found)
     expected = Trainer(alone, weights).statistics(tokens)
@@ -209,17 +270,23 @@ def test_on_a_mesh_with_fsdp_too(small):  # Q-10
         dim = CUTS[Llama.tensor_plan.styles[operand.layer.rpartition(".")[2]]][operand.role]
         assert parts[operand.name] == (2 if dim is None else 4)
         if operand.role == "weight":
-            assert one[operand.name].pop("sqnr") == pytest.approx(expected[operand.name].pop("sqnr"), abs=1e-9)
+            assert one[operand.name].pop("sqnr") == pytest.approx(
+                expected[operand.name].pop("sqnr"), abs=1e-9
+            )
             assert one[operand.name] == expected[operand.name]
         elif dim is None:  # each rank's own scales: a line of ranks has the same part
             halves = [found[0][1][operand.name], found[2][1][operand.name]]
             zeros = sum(((codes & 0x7F == 0) & (hp != 0)).sum() for hp, codes, _ in halves)
-            assert one[operand.name]["underflow_rate"] == zeros / sum(codes.size for _, codes, _ in halves)
+            assert one[operand.name]["underflow_rate"] == zeros / sum(
+                codes.size for _, codes, _ in halves
+            )
             assert one[operand.name]["amax"] == max(np.abs(hp).max() for hp, *_ in halves)
 
 
 # By the numbers of the formats: max is odd in e5m2 (0x7B) and even in e4m3fn (0x7E).
-@pytest.mark.parametrize(("fmt", "tie", "beyond"), [(E5M2, 61440.0, True), (E4M3FN, 464.0, False)], ids=["odd", "even"])
+@pytest.mark.parametrize(
+    ("fmt", "tie", "beyond"), [(E5M2, 61440.0, True), (E4M3FN, 464.0, False)], ids=["odd", "even"]
+)
 def test_the_tie_above_max_overflows_where_max_is_odd(fmt, tie, beyond):  # C-4, Q-8
     below, above = (float(np.nextafter(np.float32(tie), np.float32(side))) for side in (0, np.inf))
     x = torch.tensor([1.0, -tie, below, above])

@@ -13,7 +13,9 @@ from torchao.float8.float8_linear import Float8Linear
 from fp8ref.torch import proof
 from fp8ref.torch.proof import compiled, records
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch", "ignore::UserWarning:torch"
+)
 
 
 class Block(nn.Module):
@@ -52,23 +54,40 @@ def fresh():
 
 def test_passes_that_were_there_run_first_and_remain():
     ran, model = [], square("tensorwise")
-    earlier = {name: lambda graph, name=name: ran.append((name, len(graph.nodes))) for name in PASSES}
+    earlier = {
+        name: lambda graph, name=name: ran.append((name, len(graph.nodes))) for name in PASSES
+    }
     with inductor_config.patch(earlier):
         with proof.trace_compiled(model) as trace:
             passes = [getattr(inductor_config, name) for name in PASSES]
             for run in passes:
                 run(torch.fx.Graph())
-            assert [run.uuid() for run in passes] == [None, None]  # inductor then leaves its caches alone
+            assert [run.uuid() for run in passes] == [
+                None,
+                None,
+            ]  # inductor then leaves its caches alone
         assert ran == [(name, 0) for name in PASSES]
         assert trace.gemms == []
         assert {name: getattr(inductor_config, name) for name in PASSES} == earlier
 
 
-@pytest.mark.parametrize("operator", [records.GROUPED_GEMM, records.SCALED_GROUPED_MM, records.GROUPED_DEEP_GEMM], ids=str)
+@pytest.mark.parametrize(
+    "operator",
+    [records.GROUPED_GEMM, records.SCALED_GROUPED_MM, records.GROUPED_DEEP_GEMM],
+    ids=str,
+)
 def test_grouped_gemms_of_a_graph_say_how_they_run(operator):  # X-10
-    """Of a graph with each operator, as ``make_fx`` makes it of fake tensors: codes [M, K] x [E, N, K] -> [M, N]."""
-    a, b = torch.zeros(16, 128).to(torch.float8_e4m3fn), torch.zeros(2, 256, 128).to(torch.float8_e4m3fn)
-    scales, ends = (torch.ones(16, 1), torch.ones(2, 256, 1)), torch.tensor([8, 16], dtype=torch.int32)
+    """Of a graph with each operator, as ``make_fx`` makes it of fake tensors: codes [M, K] x [E, N,
+    K] -> [M, N].
+    """
+    a, b = (
+        torch.zeros(16, 128).to(torch.float8_e4m3fn),
+        torch.zeros(2, 256, 128).to(torch.float8_e4m3fn),
+    )
+    scales, ends = (
+        (torch.ones(16, 1), torch.ones(2, 256, 1)),
+        torch.tensor([8, 16], dtype=torch.int32),
+    )
 
     def product(a, b, scale_a, scale_b, ends):
         if operator is records.GROUPED_DEEP_GEMM:
@@ -81,13 +100,20 @@ def test_grouped_gemms_of_a_graph_say_how_they_run(operator):  # X-10
     graph = make_fx(product, tracing_mode="fake")(a, b, *scales, ends).graph
     (node,) = (node for node in graph.nodes if node.target is operator)
     assert tuple(node.meta["val"].shape) == (16, 256)
-    assert [records.type_name(x.meta["val"].dtype) for x in compiled._operands(node)] == ["f8e4m3fn", "f8e4m3fn"]
+    assert [records.type_name(x.meta["val"].dtype) for x in compiled._operands(node)] == [
+        "f8e4m3fn",
+        "f8e4m3fn",
+    ]
     blocks = ("blocks, DeepGEMM", "blockwise_1x128 x blockwise_128x128")
-    assert compiled._how(node) == (blocks if operator is records.GROUPED_DEEP_GEMM else ("slow", "rowwise"))
+    assert compiled._how(node) == (
+        blocks if operator is records.GROUPED_DEEP_GEMM else ("slow", "rowwise")
+    )
 
 
 def test_a_graph_counts_for_called_blocks_of_equal_recipes(fresh):
-    """Of blocks by tensorwise, tensorwise, bfloat16 and tensorwise, the last of which is not called."""
+    """Of blocks by tensorwise, tensorwise, bfloat16 and tensorwise, the last of which is not
+    called.
+    """
     model = Blocks("tensorwise")
     model.blocks.extend([Block("tensorwise"), Block("tensorwise")])
     for i in (0, 2):
@@ -101,13 +127,19 @@ def test_a_graph_counts_for_called_blocks_of_equal_recipes(fresh):
         operands = [graph.placeholder(name) for name in "ab"]
         for operand in operands:
             operand.meta["val"] = torch.zeros(16, 16, dtype=dtype)
-        graph.call_function(torch.ops.aten.mm.default, tuple(operands)).meta[compiled._LABEL] = layer, "output"
+        graph.call_function(torch.ops.aten.mm.default, tuple(operands)).meta[compiled._LABEL] = (
+            layer,
+            "output",
+        )
         return graph
 
     with proof.trace_compiled(model) as trace:
         for block in model.blocks[:3]:
             block(torch.randn(16, 128).bfloat16())
-        for graph in (product("blocks.0.mlp.0", torch.float8_e4m3fn), product("blocks.2.mlp.0", torch.bfloat16)):
+        for graph in (
+            product("blocks.0.mlp.0", torch.float8_e4m3fn),
+            product("blocks.2.mlp.0", torch.bfloat16),
+        ):
             inductor_config.post_grad_custom_post_pass(graph)
     assert [(gemm.layer, gemm.a) for gemm in trace.gemms] == [
         *(("blocks.0.mlp.0", "f8e4m3fn"), ("blocks.1.mlp.0", "f8e4m3fn")),
@@ -157,7 +189,9 @@ def test_blocks_compiled_on_their_own_share_a_graph(fresh):
 @pytest.mark.slow
 def test_planted_fallbacks_are_missing_from_a_compiled_model_too(fresh):
     model = square("tensorwise")
-    model[0] = Float8Linear.from_float(nn.Linear(128, 128, bias=False).bfloat16(), Float8LinearConfig(emulate=True))
+    model[0] = Float8Linear.from_float(
+        nn.Linear(128, 128, bias=False).bfloat16(), Float8LinearConfig(emulate=True)
+    )
     model[2] = nn.Linear(128, 128, bias=False).bfloat16()
     with proof.trace_compiled(model) as trace:
         step(torch.compile(model))
@@ -166,4 +200,6 @@ def test_planted_fallbacks_are_missing_from_a_compiled_model_too(fresh):
         *("0/output", "0/grad_weight"),
         *(f"{i}/{which}" for i in (2, 3) for which in ("output", "grad_input", "grad_weight")),
     ]
-    assert [line.partition("; ")[2] for line in lines] == ["f32 x f32"] * 2 + ["bf16 x bf16"] * 3 + ["no GEMM of it was seen"] * 3
+    assert [line.partition("; ")[2] for line in lines] == ["f32 x f32"] * 2 + [
+        "bf16 x bf16"
+    ] * 3 + ["no GEMM of it was seen"] * 3

@@ -25,10 +25,19 @@ from fp8ref.train.torch.trainer import Trainer
 
 
 def hooks(model):
-    return [h for m in model.modules() for h in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks) if h]
+    return [
+        h
+        for m in model.modules()
+        for h in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+        if h
+    ]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", DISTINCT, WEIGHT_ONLY], ids=name_of)
+@pytest.mark.parametrize(
+    "recipe",
+    ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", DISTINCT, WEIGHT_ONLY],
+    ids=name_of,
+)
 def test_every_planned_gemm_is_seen_and_no_bit_changes(recipe):
     x, g = torch.randn(128, 128).bfloat16(), torch.randn(128, 128).bfloat16()
     plain, watched = run(square(recipe), x, g), square(recipe)
@@ -48,16 +57,24 @@ def test_gemms_in_high_precision_are_seen_as_such_and_not_asked_for(recipe):
     with proof.trace_eager(model) as trace:
         step(model, torch.randn(128, 128).bfloat16().requires_grad_())
     kind = "bf16" if recipe == "bf16" else "f32"
-    assert {(g.a, g.b, g.accumulate, g.granularity) for g in trace.gemms} == {(kind, kind, None, None)}
-    assert sorted(g.name for g in trace.gemms) == sorted(f"{i}/{which}" for i in "02" for which in RECIPES[recipe].gemms)
+    assert {(g.a, g.b, g.accumulate, g.granularity) for g in trace.gemms} == {
+        (kind, kind, None, None)
+    }
+    assert sorted(g.name for g in trace.gemms) == sorted(
+        f"{i}/{which}" for i in "02" for which in RECIPES[recipe].gemms
+    )
     assert proof.missing(trace, {"0": recipe, "2": recipe}) == []
     dequantized = proof.manifest(trace, {"0": recipe}, [])["on_dequantised_operands"]
-    assert dequantized == ([] if recipe == "bf16" else ["0/output", "0/grad_input", "0/grad_weight"])
+    assert dequantized == (
+        [] if recipe == "bf16" else ["0/output", "0/grad_input", "0/grad_weight"]
+    )
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
 def test_grouped_gemms_by_a_gpus_kernel_are_seen(recipe, monkeypatch):  # X-10
-    """Of ``tensorwise`` the output is the kernel's, and gradients in e5m2 are multiplied group by group."""
+    """Of ``tensorwise`` the output is the kernel's, and gradients in e5m2 are multiplied group by
+    group.
+    """
     kernel = ScaledGroupedMm()
     monkeypatch.setattr(torch, "_scaled_grouped_mm", kernel)
     monkeypatch.setattr(grouped_gemm, "_has_kernel", lambda device: True)
@@ -66,12 +83,20 @@ def test_grouped_gemms_by_a_gpus_kernel_are_seen(recipe, monkeypatch):  # X-10
     model = convert.convert(nn.ModuleDict({"experts": experts}), recipe)
     x = torch.randn(40, 32, dtype=torch.bfloat16, requires_grad=True)
     with proof.trace_eager(model) as trace:
-        model["experts"](x, torch.tensor([16, 40], dtype=torch.int32)).float().square().sum().backward()
+        model["experts"](
+            x, torch.tensor([16, 40], dtype=torch.int32)
+        ).float().square().sum().backward()
     assert kernel.calls == {"rowwise": 3, "tensorwise": 1, "mxfp8": 0}[recipe]
-    assert [g.name for g in trace.gemms] == ["experts/output", "experts/grad_input", "experts/grad_weight"]
+    assert [g.name for g in trace.gemms] == [
+        "experts/output",
+        "experts/grad_input",
+        "experts/grad_weight",
+    ]
     planned = {"experts": experts.recipe.recipe}
     assert proof.missing(trace, planned) == []
-    assert fp8(trace) == (set() if recipe == "mxfp8" else expected(experts.recipe.recipe, ("experts",)))
+    assert fp8(trace) == (
+        set() if recipe == "mxfp8" else expected(experts.recipe.recipe, ("experts",))
+    )
 
 
 def test_a_gradient_that_nobody_needs_is_pruned_and_not_missing():
@@ -87,7 +112,10 @@ def test_a_gradient_that_nobody_needs_is_pruned_and_not_missing():
     assert fp8(trace) == expected("delayed", without={"0/grad_input", "2/grad_weight"})
     assert trace.pruned == {"0/grad_input", "2/grad_weight"}
     # torchao multiplies, and autograd drops the result; in high precision too
-    for recipe in ("tensorwise", dataclasses.replace(WEIGHT_ONLY, grad_weight=dataclasses.replace(DISTINCT.grad_input))):
+    for recipe in (
+        "tensorwise",
+        dataclasses.replace(WEIGHT_ONLY, grad_weight=dataclasses.replace(DISTINCT.grad_input)),
+    ):
         model = square(recipe)
         assert isinstance(model[0], Float8Linear)
         with proof.trace_eager(model) as trace:
@@ -108,7 +136,9 @@ def test_a_linear_that_trains_its_bias_alone_needs_no_gradient():
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_a_trainers_step(recipe, small):
-    """Whose weights are rounded copies of its parameters, put into the model for the forward pass."""
+    """Whose weights are rounded copies of its parameters, put into the model for the forward
+    pass.
+    """
     trainer = Trainer(small.replace(numerics={"recipe": recipe}))
     with proof.trace_eager(trainer.model) as trace:
         trainer.gradients(np.random.default_rng(0).integers(0, 256, (4, 17)))
@@ -170,7 +200,10 @@ def test_an_error_in_a_step_leaves_no_hook_behind():
 def test_a_compiled_model_is_refused():
     model = square("tensorwise")
     model[2].compile(backend="eager")
-    with pytest.raises(ValueError, match=r"^2 is compiled.*proof\.trace_compiled"), proof.trace_eager(model):
+    with (
+        pytest.raises(ValueError, match=r"^2 is compiled.*proof\.trace_compiled"),
+        proof.trace_eager(model),
+    ):
         pass
 
 

@@ -16,15 +16,27 @@ PATTERNS = np.arange(1 << 16, dtype=np.uint16)
 @pytest.mark.parametrize("saturate", [True, False])
 def test_encode_equals_the_simulator_on_every_16_bit_input(fmt, saturate):  # C-1 to C-6
     for dtype, view in ((torch.bfloat16, ml_dtypes.bfloat16), (torch.float16, np.float16)):
-        found = cast.encode(torch.from_numpy(PATTERNS.view(np.int16)).view(dtype), fmt, saturate=saturate)
-        np.testing.assert_array_equal(found.numpy(), sim.encode(PATTERNS.view(view), fmt, saturate=saturate))
+        found = cast.encode(
+            torch.from_numpy(PATTERNS.view(np.int16)).view(dtype), fmt, saturate=saturate
+        )
+        np.testing.assert_array_equal(
+            found.numpy(), sim.encode(PATTERNS.view(view), fmt, saturate=saturate)
+        )
 
 
 @fp8
 @pytest.mark.parametrize("saturate", [True, False])
 def test_encode_equals_the_simulator_at_every_tie_and_on_random_float32(fmt, saturate, rng):
-    x = np.concatenate([cast_inputs.edges(fmt), rng.integers(0, 1 << 32, 1 << 18, dtype=np.uint32).view(np.float32)])
-    np.testing.assert_array_equal(cast.encode(torch.from_numpy(x), fmt, saturate=saturate).numpy(), sim.encode(x, fmt, saturate=saturate))
+    x = np.concatenate(
+        [
+            cast_inputs.edges(fmt),
+            rng.integers(0, 1 << 32, 1 << 18, dtype=np.uint32).view(np.float32),
+        ]
+    )
+    np.testing.assert_array_equal(
+        cast.encode(torch.from_numpy(x), fmt, saturate=saturate).numpy(),
+        sim.encode(x, fmt, saturate=saturate),
+    )
 
 
 @fp8
@@ -54,6 +66,13 @@ def test_decode_refuses_codes_of_another_format():
 
 @pytest.mark.parametrize("x", [np.ones(16, np.float32), [1.0], None, "x"])
 def test_what_is_no_tensor_is_refused(x):
-    for call in (lambda: cast.encode(x, E4M3FN), lambda: cast.to_fp8(x, E4M3FN), lambda: cast.decode(x, E4M3FN)):
-        with pytest.raises(ValueError, match=rf"torch\.Tensor; got {type(x).__name__}\. Convert with torch\.as_tensor"):
+    for call in (
+        lambda: cast.encode(x, E4M3FN),
+        lambda: cast.to_fp8(x, E4M3FN),
+        lambda: cast.decode(x, E4M3FN),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=rf"torch\.Tensor; got {type(x).__name__}\. Convert with torch\.as_tensor",
+        ):
             call()

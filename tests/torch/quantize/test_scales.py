@@ -19,7 +19,9 @@ def amaxes(fmt, rng):
     random = rng.integers(0, 0x7F800001, 1 << 20, dtype=np.uint32).view(np.float32)
     with np.errstate(over="ignore"):
         powers = (fmt.max * 2.0 ** np.arange(-160, 118)[:, None]).astype(np.float32)
-    near = (powers[np.isfinite(powers).ravel()].view(np.int32) + np.arange(-100, 101)).clip(0, 0x7F800000)
+    near = (powers[np.isfinite(powers).ravel()].view(np.int32) + np.arange(-100, 101)).clip(
+        0, 0x7F800000
+    )
     nans = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF], np.uint32).view(np.float32)
     return np.concatenate([AMAX_BF16, random, near.astype(np.int32).view(np.float32).ravel(), nans])
 
@@ -29,24 +31,35 @@ def amaxes(fmt, rng):
 def test_scales_equal_the_simulators(policy, fmt, rng):  # S-3, S-4, S-14, S-17
     """All bits of both, subnormals included: torch flushes none."""
     amax = amaxes(fmt, rng)
-    found, expected = scales.scales_from_amax(torch.from_numpy(amax), fmt, policy), sim.scales_from_amax(amax, fmt, policy)
+    found, expected = (
+        scales.scales_from_amax(torch.from_numpy(amax), fmt, policy),
+        sim.scales_from_amax(amax, fmt, policy),
+    )
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(
-            np.where(mine.isnan(), -1, mine.view(torch.int32)), np.where(np.isnan(theirs), -1, theirs.view(np.int32))
+            np.where(mine.isnan(), -1, mine.view(torch.int32)),
+            np.where(np.isnan(theirs), -1, theirs.view(np.int32)),
         )
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES.values() if p not in IMPLEMENTED], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "policy", [p for p in POLICIES.values() if p not in IMPLEMENTED], ids=lambda p: p.name
+)
 def test_other_policies_are_refused(policy):
     with pytest.raises(
-        ValueError, match=f"te_mxfp8, te_mxfp8_2.13, deepgemm, deepgemm_cpu, deepgemm_ue8m0, sglang; got policy '{policy.name}'.*fp8ref.sim"
+        ValueError,
+        match="te_mxfp8, te_mxfp8_2.13, deepgemm, deepgemm_cpu, deepgemm_ue8m0, sglang; got "
+        f"policy '{policy.name}'.*fp8ref.sim",
     ):
         scales.scale_from_amax(torch.ones(()), E4M3FN, policy)
 
 
 @pytest.mark.parametrize(
     ("policy", "message"),
-    [(ScalePolicy(name="other", eps=1e-9), "torchao's eps"), (ScalePolicy(name="room", eps=1e-12, margin=1), "'room'.*fp8ref.sim")],
+    [
+        (ScalePolicy(name="other", eps=1e-9), "torchao's eps"),
+        (ScalePolicy(name="room", eps=1e-12, margin=1), "'room'.*fp8ref.sim"),
+    ],
 )
 def test_errors(policy, message):
     with pytest.raises(ValueError, match=message):
@@ -55,8 +68,12 @@ def test_errors(policy, message):
 
 @pytest.mark.parametrize("policy", ["mx_rceil", "te_mxfp8", "te_mxfp8_2.13"])
 def test_quotients_below_the_table_have_the_least_exponent(policy):  # S-14
-    """RN32(amax / 448) from the least subnormal number to 2^-127: k is -127, whose bits are 00400000."""
-    quotients = np.append(np.arange(1, 1 << 22, 4099, dtype=np.uint32).view(np.float32), np.float32(2.0**-127))
+    """RN32(amax / 448) from the least subnormal number to 2^-127: k is -127, whose bits are
+    00400000.
+    """
+    quotients = np.append(
+        np.arange(1, 1 << 22, 4099, dtype=np.uint32).view(np.float32), np.float32(2.0**-127)
+    )
     amaxes = (quotients.astype(np.float64) * 448).astype(np.float32)
     amaxes = amaxes[(amaxes.astype(np.float64) / 448).astype(np.float32) <= np.float32(2.0**-127)]
     assert len(amaxes) > 1000

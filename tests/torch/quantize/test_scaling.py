@@ -24,7 +24,9 @@ from fp8ref.torch.quantize.scaling import Groups
 
 IMPLEMENTED = [name for name, p in POLICIES.items() if p.floored_quotient]
 policies = pytest.mark.parametrize("policy", IMPLEMENTED)
-groups = pytest.mark.parametrize(("granularity", "axis"), [("tensorwise", -1), ("rowwise", 0), ("rowwise", -1)])
+groups = pytest.mark.parametrize(
+    ("granularity", "axis"), [("tensorwise", -1), ("rowwise", 0), ("rowwise", -1)]
+)
 
 
 @policies
@@ -33,9 +35,13 @@ groups = pytest.mark.parametrize(("granularity", "axis"), [("tensorwise", -1), (
 def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1, S-2, S-5, S-6, S-8
     x = quantizer_inputs.samples()[case]
     for fmt, dtype in ((E4M3FN, torch.float32), (E5M2, torch.bfloat16)):
-        q = scaling.quantize(torch.from_numpy(x).to(dtype), fmt, granularity=granularity, policy=policy, axis=axis)
+        q = scaling.quantize(
+            torch.from_numpy(x).to(dtype), fmt, granularity=granularity, policy=policy, axis=axis
+        )
         expected = sim.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
-        np.testing.assert_array_equal(sim_cast.canonical_nans(q.codes.view(torch.uint8).numpy(), fmt), expected.codes)
+        np.testing.assert_array_equal(
+            sim_cast.canonical_nans(q.codes.view(torch.uint8).numpy(), fmt), expected.codes
+        )
         np.testing.assert_array_equal(q.scale.numpy(), expected.scale)
         np.testing.assert_array_equal(q.scale_inv.numpy(), expected.scale_inv)
         np.testing.assert_array_equal(scaling.dequantize(q).numpy(), sim.dequantize(expected))
@@ -55,9 +61,13 @@ def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1,
 def test_blocks_equal_the_simulator(case, granularity, policy, axis):  # S-6, S-14
     """[150, 384] and its transpose: a last block of 22 along the other axis."""
     x = np.resize(quantizer_inputs.samples()[case], (384, 150) if axis == 0 else (150, 384))
-    q = scaling.quantize(torch.from_numpy(x), E4M3FN, granularity=granularity, policy=policy, axis=axis)
+    q = scaling.quantize(
+        torch.from_numpy(x), E4M3FN, granularity=granularity, policy=policy, axis=axis
+    )
     expected = sim.quantize(x, E4M3FN, granularity=granularity, policy=policy, axis=axis)
-    np.testing.assert_array_equal(sim_cast.canonical_nans(q.codes.view(torch.uint8).numpy(), E4M3FN), expected.codes)
+    np.testing.assert_array_equal(
+        sim_cast.canonical_nans(q.codes.view(torch.uint8).numpy(), E4M3FN), expected.codes
+    )
     np.testing.assert_array_equal(q.scale.numpy(), expected.scale)
     np.testing.assert_array_equal(q.scale_inv.numpy(), expected.scale_inv)
     np.testing.assert_array_equal(scaling.dequantize(q).numpy(), sim.dequantize(expected))
@@ -85,7 +95,9 @@ def test_quantize_equals_torchaos_dynamic_cast(granularity, axis, pow2, rng):  #
         axiswise_dim=axis if granularity == "rowwise" else None,
         round_scales_to_power_of_2=pow2,
     )
-    ours = scaling.quantize(x, E4M3FN, granularity=granularity, policy="torchao_pow2" if pow2 else "torchao", axis=axis)
+    ours = scaling.quantize(
+        x, E4M3FN, granularity=granularity, policy="torchao_pow2" if pow2 else "torchao", axis=axis
+    )
     assert torch.equal(ours.codes.view(torch.uint8), theirs._data.view(torch.uint8))
     assert torch.equal(ours.scale, theirs._scale)
 
@@ -105,7 +117,10 @@ def test_errors(x, options, message):
         scaling.quantize(x, E4M3FN, **options)
 
 
-@pytest.mark.parametrize(("fmt", "message"), [("e4m3fn", "fmt is a Format.*got 'e4m3fn'"), (BFLOAT16, "e5m2fnuz; got bfloat16")])
+@pytest.mark.parametrize(
+    ("fmt", "message"),
+    [("e4m3fn", "fmt is a Format.*got 'e4m3fn'"), (BFLOAT16, "e5m2fnuz; got bfloat16")],
+)
 @pytest.mark.parametrize("policy", ["torchao", "mx_rceil"])
 def test_a_fmt_that_is_not_fp8_is_refused(fmt, message, policy):
     x = torch.ones(4, 32)
@@ -126,7 +141,10 @@ INF, NAN = math.inf, math.nan
 AMAXES = [
     ((1.0, 3.0, 2.0), 3.0),
     ((0.0, 0.0, 0.0), 0.0),
-    ((448.0, 2.0**-149, 3.4028234663852886e38), 3.4028234663852886e38),  # the least and the largest of float32
+    (
+        (448.0, 2.0**-149, 3.4028234663852886e38),
+        3.4028234663852886e38,
+    ),  # the least and the largest of float32
     ((INF, 1.0, 2.0), INF),
     ((1.0, 2.0, INF), INF),
     ((NAN, 1.0, 2.0), NAN),
@@ -140,11 +158,17 @@ AMAXES = [
 
 
 def merged(shape):
-    """The amaxes one by one, and all at once in a shape; of this rank's, what is left after the merge."""
+    """The amaxes one by one, and all at once in a shape; of this rank's, what is left after the
+    merge.
+    """
     mine = torch.tensor([amaxes[distributed.get_rank()] for amaxes, _ in AMAXES])
     group, kept = distributed.group.WORLD.group_name, mine.clone()
     alone = [scaling.merge_amax(amax, group) for amax in mine]
-    return torch.stack(alone), scaling.merge_amax(mine.reshape(shape), group), torch.equal(mine.nan_to_num(-1.0), kept.nan_to_num(-1.0))
+    return (
+        torch.stack(alone),
+        scaling.merge_amax(mine.reshape(shape), group),
+        torch.equal(mine.nan_to_num(-1.0), kept.nan_to_num(-1.0)),
+    )
 
 
 @functools.cache
@@ -166,7 +190,8 @@ def test_ranks_amaxes_merge_and_what_is_not_finite_shows(index, shape):  # P-2, 
 
 def largest():
     return scaling.all_reduce_max(
-        torch.tensor([[-1.0, 0.0, 5.0], [-3.0, 2.0, 4.0]])[distributed.get_rank()], distributed.group.WORLD.group_name
+        torch.tensor([[-1.0, 0.0, 5.0], [-3.0, 2.0, 4.0]])[distributed.get_rank()],
+        distributed.group.WORLD.group_name,
     )
 
 
@@ -175,8 +200,12 @@ def test_the_maximum_is_elementwise():
 
 
 def operands_of_all(recipe, poison):
-    """Codes and scales of every operand of one linear, of this rank's half of a batch, scaled by amaxes of both halves."""
-    made = convert.convert(nn.Sequential(nn.Linear(64, 32, bias=False)), recipe, amax_group=distributed.group.WORLD)
+    """Codes and scales of every operand of one linear, of this rank's half of a batch, scaled by
+    amaxes of both halves.
+    """
+    made = convert.convert(
+        nn.Sequential(nn.Linear(64, 32, bias=False)), recipe, amax_group=distributed.group.WORLD
+    )
     return operands(made, *halves(made, poison)[distributed.get_rank()])
 
 
@@ -197,7 +226,10 @@ def canonical(codes):
 def operands(model, x, g):
     found = {}
     observer = lambda which, a, b, _: found.update(  # noqa: E731
-        {(which, role): (canonical(q.codes.view(torch.uint8)), q.scale) for role, q in zip(OPERANDS[which], (a, b), strict=True)}
+        {
+            (which, role): (canonical(q.codes.view(torch.uint8)), q.scale)
+            for role, q in zip(OPERANDS[which], (a, b), strict=True)
+        }
     )
     layer.observers.append(observer)
     model(x.requires_grad_()).backward(g)
@@ -214,7 +246,9 @@ def test_under_scope_global_codes_are_those_of_one_process(recipe, poison):  # P
     first, second = run(2, operands_of_all, recipe, poison)
     for key, (codes, scale) in expected.items():
         shared = key[1] == "weight"
-        assert torch.equal(first[key][0] if shared else torch.cat([first[key][0], second[key][0]]), codes)
+        assert torch.equal(
+            first[key][0] if shared else torch.cat([first[key][0], second[key][0]]), codes
+        )
         by_row = scale.ndim == 2 and scale.shape[0] > 1 and not shared
         for rank, found in enumerate((first, second)):
             mine = scale[16 * rank :][:16] if by_row else scale
@@ -222,10 +256,17 @@ def test_under_scope_global_codes_are_those_of_one_process(recipe, poison):  # P
 
 
 def test_a_compiler_sees_casts_of_one_tensor_as_one():
-    """Along either axis. To torch's elimination of common subexpressions the axes -1 and -2 were alike: hash(-2) == hash(-1)."""
+    """Along either axis.
+
+    To torch's elimination of common subexpressions the axes -1 and -2 were alike: hash(-2) ==
+    hash(-1).
+    """
 
     def casts(x):
-        return [scaling.quantize(x, E4M3FN, granularity="rowwise", axis=axis).codes for axis in (-1, -2, -1, -2)]
+        return [
+            scaling.quantize(x, E4M3FN, granularity="rowwise", axis=axis).codes
+            for axis in (-1, -2, -1, -2)
+        ]
 
     with torch.no_grad():
         graph = fx_graph_cse(make_fx(casts)(torch.ones(16, 32)).graph)
@@ -233,21 +274,44 @@ def test_a_compiler_sees_casts_of_one_tensor_as_one():
 
 
 def test_ranks_share_a_scale_where_they_cut_its_group():  # P-5
-    groups = {style: Groups(batch="b", tensor="t", every="e", style=style) for style in ("colwise", "rowwise")}
+    groups = {
+        style: Groups(batch="b", tensor="t", every="e", style=style)
+        for style in ("colwise", "rowwise")
+    }
     shared = {
         (style, role, granularity, axis): g.sharing(role, granularity, axis)
         for style, g in groups.items()
         for role in ("input", "weight", "grad_output")
-        for granularity in ("tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32")
+        for granularity in (
+            "tensorwise",
+            "rowwise",
+            "blockwise_1x128",
+            "blockwise_128x128",
+            "mx_1x32",
+        )
         for axis in (-2, -1)
     }
     expected = {}
     for axis in (-2, -1):
-        expected |= {("colwise", role, "tensorwise", axis): g for role, g in (("input", "b"), ("weight", "t"), ("grad_output", "e"))}
-        expected |= {("rowwise", role, "tensorwise", axis): g for role, g in (("input", "e"), ("weight", "t"), ("grad_output", "b"))}
-    expected |= {(style, role, "rowwise", -2): "b" for style in groups for role in ("input", "grad_output")}
-    expected |= {("colwise", "weight", "rowwise", -2): "t", ("colwise", "grad_output", "rowwise", -1): "t"}
-    expected |= {("rowwise", "weight", "rowwise", -1): "t", ("rowwise", "input", "rowwise", -1): "t"}
+        expected |= {
+            ("colwise", role, "tensorwise", axis): g
+            for role, g in (("input", "b"), ("weight", "t"), ("grad_output", "e"))
+        }
+        expected |= {
+            ("rowwise", role, "tensorwise", axis): g
+            for role, g in (("input", "e"), ("weight", "t"), ("grad_output", "b"))
+        }
+    expected |= {
+        (style, role, "rowwise", -2): "b" for style in groups for role in ("input", "grad_output")
+    }
+    expected |= {
+        ("colwise", "weight", "rowwise", -2): "t",
+        ("colwise", "grad_output", "rowwise", -1): "t",
+    }
+    expected |= {
+        ("rowwise", "weight", "rowwise", -1): "t",
+        ("rowwise", "input", "rowwise", -1): "t",
+    }
     assert {key: group for key, group in shared.items() if group} == expected
     assert Groups().sharing("input", "tensorwise", -1) is None
 

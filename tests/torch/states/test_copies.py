@@ -44,7 +44,10 @@ def trained(layout, *, own: bool, kept: bool, steps: int = 3, compiled: bool = F
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    masters = [(optimizer.state[p]["master_codes"].clone(), optimizer.state[p]["master_scale_inv"].clone()) for p in made.parameters()]
+    masters = [
+        (optimizer.state[p]["master_codes"].clone(), optimizer.state[p]["master_scale_inv"].clone())
+        for p in made.parameters()
+    ]
     return losses, masters, made, optimizer, found
 
 
@@ -61,24 +64,45 @@ def test_training_has_the_bits_of_a_cast_in_each_linear(name, own):  # O-16, L-3
     for i, bits in ((0, 8), (2, 8)):
         w = made[i].weight
         assert isinstance(w, Float8TrainingTensor)
-        assert (w.dtype, w._data.element_size() * 8, w.grad.dtype, type(w.grad)) == (torch.bfloat16, bits, torch.bfloat16, torch.Tensor)
+        assert (w.dtype, w._data.element_size() * 8, w.grad.dtype, type(w.grad)) == (
+            torch.bfloat16,
+            bits,
+            torch.bfloat16,
+            torch.Tensor,
+        )
         state = optimizer.state[w]
         amax = state["master_amax"].numpy() if "master_amax" in state else None
-        master = sim.MomentState(state["master_codes"].float().numpy(), state["master_scale_inv"].numpy(), amax)
+        master = sim.MomentState(
+            state["master_codes"].float().numpy(), state["master_scale_inv"].numpy(), amax
+        )
         wanted = sim.copy(master, layout, "tensorwise")
-        assert differing(w._data.view(torch.uint8).numpy(), wanted.codes) == differing(w._scale.numpy(), wanted.scale) == 0
+        assert (
+            differing(w._data.view(torch.uint8).numpy(), wanted.codes)
+            == differing(w._scale.numpy(), wanted.scale)
+            == 0
+        )
     assert type(made[0].bias.data) is torch.Tensor
 
 
-@pytest.mark.parametrize(("name", "own"), [("sqrt_e4m3", True), ("stochastic_bfloat16", True), ("stochastic_bfloat16", False)])
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("sqrt_e4m3", True), ("stochastic_bfloat16", True), ("stochastic_bfloat16", False)],
+)
 def test_a_weight_that_is_its_own_master_moves_into_the_state(name, own):  # O-14, O-16
-    """In float32, and in bfloat16 rounded stochastically; then saved, and loaded into an optimizer of such weights."""
-    layout, dtype = (LAYOUTS | MASTERED)[name], torch.float32 if name == "sqrt_e4m3" else torch.bfloat16
+    """In float32, and in bfloat16 rounded stochastically; then saved, and loaded into an optimizer
+    of such weights.
+    """
+    layout, dtype = (
+        (LAYOUTS | MASTERED)[name],
+        torch.float32 if name == "sqrt_e4m3" else torch.bfloat16,
+    )
     seed = 7 if layout.stochastic else 0
 
     def begun(*, kept: bool):
         made = model(own=own).to(dtype)
-        optimizer = states.AdamW(made.parameters(), lr=1e-2, layout=layout, weight_decay=0.1, seed=seed)
+        optimizer = states.AdamW(
+            made.parameters(), lr=1e-2, layout=layout, weight_decay=0.1, seed=seed
+        )
         return made, optimizer, copies.keep(made, optimizer) if kept else None
 
     def steps(made, optimizer, count: int) -> list[float]:
@@ -92,13 +116,21 @@ def test_a_weight_that_is_its_own_master_moves_into_the_state(name, own):  # O-1
         return losses
 
     def masters(made, optimizer) -> list[torch.Tensor]:
-        return [optimizer.state[p]["master_codes"] if isinstance(p, Float8TrainingTensor) else p.detach() for p in made.parameters()]
+        return [
+            optimizer.state[p]["master_codes"]
+            if isinstance(p, Float8TrainingTensor)
+            else p.detach()
+            for p in made.parameters()
+        ]
 
     (made, optimizer, _), (plain, other, _) = begun(kept=True), begun(kept=False)
     losses = steps(made, optimizer, 3)
     assert losses == steps(plain, other, 3)
     assert len(set(losses)) == 3
-    assert all(torch.equal(a, b) and a.dtype == dtype for a, b in zip(masters(made, optimizer), masters(plain, other), strict=True))
+    assert all(
+        torch.equal(a, b) and a.dtype == dtype
+        for a, b in zip(masters(made, optimizer), masters(plain, other), strict=True)
+    )
     for i in (0, 2):
         wanted = scaling.quantize(plain[i].weight.detach(), E4M3FN)
         assert torch.equal(made[i].weight._data.view(torch.uint8), wanted.codes.view(torch.uint8))
@@ -125,7 +157,10 @@ def test_a_saved_model_loads_into_one_of_codes_and_one_without():  # O-16
     file = io.BytesIO()
     torch.save(made.state_dict(), file)
     file.seek(0)
-    saved, codes = torch.load(file, weights_only=True), made[2].weight._data.view(torch.uint8).clone()
+    saved, codes = (
+        torch.load(file, weights_only=True),
+        made[2].weight._data.view(torch.uint8).clone(),
+    )
     other, plain = trained("msamp_o2", own=True, kept=True, steps=1)[2], model(own=True)
     assert not torch.equal(other[2].weight._data.view(torch.uint8), codes)
     other.load_state_dict(saved)
@@ -134,7 +169,9 @@ def test_a_saved_model_loads_into_one_of_codes_and_one_without():  # O-16
     assert torch.equal(other[2].weight._scale, made[2].weight._scale)
     wide = model(own=True)
     other.load_state_dict(wide.state_dict())
-    assert torch.equal(other[0].weight._data, scaling.quantize(wide[0].weight.detach(), E4M3FN).codes)
+    assert torch.equal(
+        other[0].weight._data, scaling.quantize(wide[0].weight.detach(), E4M3FN).codes
+    )
     assert type(plain[2].weight.data) is torch.Tensor
     read = made[2].weight._data.float() / made[2].weight._scale
     assert torch.equal(plain[2].weight, read.bfloat16())
@@ -182,13 +219,18 @@ def shards_without_gather() -> str:
 
 @pytest.mark.slow
 def test_shards_that_are_gathered_otherwise_are_refused():  # O-16
-    assert all("is sharded, and not gathered in FP8. Call fsdp.gather_in_fp8" in said for said in run(2, shards_without_gather))
+    assert all(
+        "is sharded, and not gathered in FP8. Call fsdp.gather_in_fp8" in said
+        for said in run(2, shards_without_gather)
+    )
 
 
 def test_what_does_not_fit_is_refused_by_name():  # O-16
     made = model(own=True)
     with pytest.raises(
-        ValueError, match=r"masters that .* keeps in its state; got AdamW. Use it, for float16 masters with layout 'msamp_o2'"
+        ValueError,
+        match=r"masters that .* keeps in its state; got AdamW. Use it, for float16 masters with "
+        r"layout 'msamp_o2'",
     ):
         copies.keep(made, torch.optim.AdamW(made.parameters()))
     with pytest.raises(ValueError, match=r"0.weight is not a parameter of the optimizer"):
@@ -208,7 +250,10 @@ def test_weights_that_are_kept_already_are_refused():  # O-16
     losses, _, made, optimizer, kept = trained("msamp_o2", own=True, kept=True)
     codes = made[0].weight._data.clone()
     for other in (optimizer, states.AdamW(made[2].parameters(), layout="msamp_o2")):
-        with pytest.raises(ValueError, match=r"kept in FP8 once; 0.weight is already. Use what copies.keep returned"):
+        with pytest.raises(
+            ValueError,
+            match=r"kept in FP8 once; 0.weight is already. Use what copies.keep returned",
+        ):
             copies.keep(made, other)
     kept.refresh()
     assert torch.equal(made[0].weight._data.view(torch.uint8), codes.view(torch.uint8))
@@ -242,11 +287,20 @@ def on_ranks(kept: bool, layout: str) -> tuple[list[float], list[torch.Tensor], 
             del g.cast
         optimizer.step()
         losses.append(loss.item())
-    return losses, [optimizer.state[p].get("master_codes", p.detach()).full_tensor() for p in made.parameters()], casts
+    return (
+        losses,
+        [
+            optimizer.state[p].get("master_codes", p.detach()).full_tensor()
+            for p in made.parameters()
+        ],
+        casts,
+    )
 
 
 def on_ranks_loaded(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output of a model that keeps codes, after its weights were loaded, and of one that keeps none."""
+    """Output of a model that keeps codes, after its weights were loaded, and of one that keeps
+    none.
+    """
     outputs = []
     for kept in (True, False):
         made = sharded()

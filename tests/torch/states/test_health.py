@@ -23,9 +23,16 @@ def expected(layout, steps: int):
         found = {}
         for name, g in gradients_of(t).items():
             number = list(SHAPES).index(name)
-            given = {"learning_rate": 1e-3, "layout": layout, "seed": 7 * layout.stochastic, "tensor": number}
+            given = {
+                "learning_rate": 1e-3,
+                "layout": layout,
+                "seed": 7 * layout.stochastic,
+                "tensor": number,
+            }
             after = sim.step(start()[name], g, state[name], **given)[1]
-            found[name] = simulated.numbers(g, state[name], after, b1=0.9, b2=0.95, eps=1e-8, layout=layout)
+            found[name] = simulated.numbers(
+                g, state[name], after, b1=0.9, b2=0.95, eps=1e-8, layout=layout
+            )
             state[name] = after
         yield found
 
@@ -35,7 +42,9 @@ def differing(found: torch.Tensor, names: list[str], wanted: dict[str, np.ndarra
     n, total = len(COUNTS), 0
     for row, name in zip(found.numpy(), names, strict=True):
         total += int((row[:n] != wanted[name][:n]).sum())
-        np.testing.assert_allclose(row[n:], wanted[name][n:], rtol=4096 * 2.0**-52, atol=4096 * 2.0**-52 * wanted[name][n])
+        np.testing.assert_allclose(
+            row[n:], wanted[name][n:], rtol=4096 * 2.0**-52, atol=4096 * 2.0**-52 * wanted[name][n]
+        )
     return total
 
 
@@ -85,7 +94,11 @@ def on_ranks(names: list[str]) -> dict[str, int]:
         for t, wanted in enumerate(expected(NEAREST[name], 3)):
             for key, g in gradients_of(t).items():
                 grad = torch.tensor(g)
-                p[key].grad = grad if key == "number" else distribute_tensor(grad, p[key].device_mesh, p[key].placements)
+                p[key].grad = (
+                    grad
+                    if key == "number"
+                    else distribute_tensor(grad, p[key].device_mesh, p[key].placements)
+                )
             with health.measuring(optimizer) as found:
                 optimizer.step()
             totals[name] += differing(health.of_ranks(found), list(p), wanted)
@@ -102,12 +115,20 @@ def test_ranks_add_their_parts():  # O-11, O-12
 def test_wrong_use_is_refused():
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
-    with pytest.raises(ValueError, match=r"health is of fp8ref.torch.states.states.AdamW; got SGD"), health.measuring(torch.optim.SGD([p])):
+    with (
+        pytest.raises(ValueError, match=r"health is of fp8ref.torch.states.states.AdamW; got SGD"),
+        health.measuring(torch.optim.SGD([p])),
+    ):
         pass
-    with pytest.raises(ValueError, match="the optimizer made 0"), health.measuring(states.AdamW([p])):
+    with (
+        pytest.raises(ValueError, match="the optimizer made 0"),
+        health.measuring(states.AdamW([p])),
+    ):
         pass
     p.grad = None
     with health.measuring(states.AdamW([p])) as found:
         pass
-    with pytest.raises(ValueError, match="health is of parameters with a gradient; the step had none"):
+    with pytest.raises(
+        ValueError, match="health is of parameters with a gradient; the step had none"
+    ):
         health.of_ranks(found)

@@ -1,4 +1,7 @@
-"""What a group of parameters says. What the optimizer does with it is tested in ``test_states.py``."""
+"""What a group of parameters says.
+
+What the optimizer does with it is tested in ``test_states.py``.
+"""
 
 import pytest
 import torch
@@ -8,12 +11,23 @@ from fp8ref.spec.states.layouts import by_name, scalars
 from fp8ref.torch.states import parameter_groups
 
 LAYOUT = by_name("sqrt_e4m3")
-GROUP = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "seed": 0, "layout": LAYOUT.name}
+GROUP = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "seed": 0,
+    "layout": LAYOUT.name,
+}
 GROUP |= {"decisions": layout_decisions.written(LAYOUT)}
 
 
 def test_numbers_may_be_tensors_and_have_their_own_value():
-    numbers = {"lr": torch.tensor(0.25), "betas": [torch.tensor(0.5), 0.75], "eps": torch.tensor([2.0**-20])}
+    numbers = {
+        "lr": torch.tensor(0.25),
+        "betas": [torch.tensor(0.5), 0.75],
+        "eps": torch.tensor([2.0**-20]),
+    }
     wanted = scalars(3, learning_rate=0.25, b1=0.5, b2=0.75, eps=2.0**-20, weight_decay=0.0)
     assert parameter_groups.scalars(GROUP | numbers, LAYOUT, 3) == wanted
 
@@ -21,7 +35,9 @@ def test_numbers_may_be_tensors_and_have_their_own_value():
 @pytest.mark.parametrize("key", parameter_groups.LACKING)
 def test_options_that_are_not_there_may_not_be_set(key):
     parameter_groups.check(GROUP | {key: False, "name": "decayed"}, LAYOUT)
-    with pytest.raises(ValueError, match=f"fp8ref.torch.states.states has no {key}; a group of parameters sets it"):
+    with pytest.raises(
+        ValueError, match=f"fp8ref.torch.states.states has no {key}; a group of parameters sets it"
+    ):
         parameter_groups.check(GROUP | {key: True}, LAYOUT)
 
 

@@ -14,12 +14,25 @@ from ranks import run
 from state_layouts import EXTRA, MASTERED, NEAREST, SHAPES, STOCHASTIC, differing
 from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
-from torch_states import EVERY, HYPER, SEED, count, gradients_of, parameters, simulated, start, trained
+from torch_states import (
+    EVERY,
+    HYPER,
+    SEED,
+    count,
+    gradients_of,
+    parameters,
+    simulated,
+    start,
+    trained,
+)
 
 from fp8ref.sim.states import states as sim
 from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS
@@ -51,7 +64,10 @@ def test_float32_parameters_hold_what_a_master_reads():  # O-14
     with torch.no_grad():
         p.add_(1.0)  # from outside: the master is what the next step reads
     optimizer.step()
-    assert count(optimizer, p, *sim.step(master, g, state, learning_rate=1e-3, layout=layout, **HYPER)) == 0
+    assert (
+        count(optimizer, p, *sim.step(master, g, state, learning_rate=1e-3, layout=layout, **HYPER))
+        == 0
+    )
 
 
 @pytest.mark.parametrize("name", WITH_MASTERS)
@@ -64,7 +80,9 @@ def test_a_weight_is_set_before_a_parameter_rounds_it(name):  # O-14
     codes = optimizer.state[p]["master_codes"].float().numpy()
     assert differing(codes, np.asarray(master.codes, np.float32)) == 0
     assert differing(codes, np.asarray(sim.master(rounded, name).codes, np.float32)) > 0
-    assert differing(states.weight(optimizer, p, torch.float32).numpy(), sim.weight(master, name)) == 0
+    assert (
+        differing(states.weight(optimizer, p, torch.float32).numpy(), sim.weight(master, name)) == 0
+    )
     expected = torch.tensor(sim.weight(master, name)).bfloat16()
     assert torch.equal(p.detach(), expected)
     with torch.no_grad():
@@ -73,7 +91,9 @@ def test_a_weight_is_set_before_a_parameter_rounds_it(name):  # O-14
     assert torch.equal(p.detach(), expected)
     with pytest.raises(ValueError, match=r"before the first step; the parameter has a state"):
         states.set_weight(optimizer, p, torch.tensor(w))
-    with pytest.raises(ValueError, match=r"w is float32 of the parameter's shape .* got torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"w is float32 of the parameter's shape .* got torch.bfloat16"
+    ):
         states.set_weight(states.AdamW([p], layout=name), p, p.detach())
     wide = nn.Parameter(torch.tensor(w))
     with pytest.raises(ValueError, match=r"'sqrt_e4m3' keeps no masters in its state"):
@@ -118,14 +138,18 @@ def on_ranks(names: list[str], steps: int) -> dict[str, int]:
         totals[name] = 0
         for t, (q, state) in enumerate(simulated(layout, steps)):
             step_sharded(found, optimizer, t)
-            totals[name] += sum(count(optimizer, p, q[key], state[key]) for key, p in found.named_parameters())
+            totals[name] += sum(
+                count(optimizer, p, q[key], state[key]) for key, p in found.named_parameters()
+            )
     return totals
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_fsdp2_changes_nothing(ranks):  # O-11
-    """Also of rows that ranks do not divide, of blocks that ranks share, and of ranks that have nothing of a tensor."""
+    """Also of rows that ranks do not divide, of blocks that ranks share, and of ranks that have
+    nothing of a tensor.
+    """
     names = [*LAYOUTS, "previous", "predicted", "predicted_v", *STOCHASTIC, *MASTERED]
     assert run(ranks, on_ranks, names, 6, timeout=300) == [dict.fromkeys(names, 0)] * ranks
 
@@ -133,7 +157,9 @@ def test_fsdp2_changes_nothing(ranks):  # O-11
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    "names", [list(LAYOUTS), list(EXTRA), list(STOCHASTIC), list(MASTERED)], ids=["named", "extra", "stochastic", "masters"]
+    "names",
+    [list(LAYOUTS), list(EXTRA), list(STOCHASTIC), list(MASTERED)],
+    ids=["named", "extra", "stochastic", "masters"],
 )
 def test_fifty_steps_on_ranks(names, ranks):  # O-11
     assert run(ranks, on_ranks, names, 50, timeout=600) == [dict.fromkeys(names, 0)] * ranks
@@ -147,7 +173,10 @@ def saved(folder: str, names: list[str]) -> None:
         optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=layout, **seeded(layout))
         for t in range(25):
             step_sharded(found, optimizer, t)
-        dcp.save({"model": found.state_dict(), "optimizer": get_optimizer_state_dict(found, optimizer)}, checkpoint_id=f"{folder}/{name}")
+        dcp.save(
+            {"model": found.state_dict(), "optimizer": get_optimizer_state_dict(found, optimizer)},
+            checkpoint_id=f"{folder}/{name}",
+        )
 
 
 def resumed(folder: str, names: list[str]) -> dict[str, int]:
@@ -158,7 +187,10 @@ def resumed(folder: str, names: list[str]) -> dict[str, int]:
         found = fully_shard(model(layout), mesh=mesh)
         optimizer = states.AdamW(found.parameters(), lr=1e-3, layout=layout, **seeded(layout))
         step_sharded(found, optimizer, 9)  # states to load into
-        into = {"model": found.state_dict(), "optimizer": get_optimizer_state_dict(found, optimizer)}
+        into = {
+            "model": found.state_dict(),
+            "optimizer": get_optimizer_state_dict(found, optimizer),
+        }
         dcp.load(into, checkpoint_id=f"{folder}/{name}")
         found.load_state_dict(into["model"])
         set_optimizer_state_dict(found, optimizer, into["optimizer"])
@@ -166,7 +198,9 @@ def resumed(folder: str, names: list[str]) -> dict[str, int]:
         for t, (q, state) in enumerate(simulated(layout, 50)):
             if t >= 25:
                 step_sharded(found, optimizer, t)
-                totals[name] += sum(count(optimizer, p, q[key], state[key]) for key, p in found.named_parameters())
+                totals[name] += sum(
+                    count(optimizer, p, q[key], state[key]) for key, p in found.named_parameters()
+                )
     return totals
 
 
@@ -197,24 +231,34 @@ def cut_by_columns() -> tuple[str, int]:
 @pytest.mark.slow
 def test_another_cut_than_by_rows():  # O-11
     for said, total in run(2, cut_by_columns):
-        assert "'sqrt_e4m3' has blocks of consecutive elements, so a parameter is cut by rows" in said
+        assert (
+            "'sqrt_e4m3' has blocks of consecutive elements, so a parameter is cut by rows" in said
+        )
         assert "such as 'sqrt_e5m2'" in said
         assert total == 0
 
 
 def cut_by_experts(names: list[str]) -> dict[str, int]:
-    """As ``on_ranks``, of parameters that ranks of expert have rows of, which those of fsdp cut again."""
+    """As ``on_ranks``, of parameters that ranks of expert have rows of, which those of fsdp cut
+    again.
+    """
     totals, mesh = {}, init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "expert"))
     for name in names:
         layout, found = EVERY[name], nn.Module()
         for key, p in parameters(layout).items():
             if p.ndim and p.shape[0] % 2 == 0:
-                found.register_parameter(key, nn.Parameter(distribute_tensor(p.detach(), mesh["expert"], [Shard(0)])))
-        optimizer = states.AdamW(fully_shard(found, mesh=mesh["fsdp"]).parameters(), lr=1e-3, layout=layout, **HYPER)
+                found.register_parameter(
+                    key, nn.Parameter(distribute_tensor(p.detach(), mesh["expert"], [Shard(0)]))
+                )
+        optimizer = states.AdamW(
+            fully_shard(found, mesh=mesh["fsdp"]).parameters(), lr=1e-3, layout=layout, **HYPER
+        )
         totals[name] = 0
         for t, (q, state) in enumerate(simulated(layout, 3)):
             step_sharded(found, optimizer, t)
-            totals[name] += sum(count(optimizer, p, q[key], state[key]) for key, p in found.named_parameters())
+            totals[name] += sum(
+                count(optimizer, p, q[key], state[key]) for key, p in found.named_parameters()
+            )
         assert any(type(x) is not Shard for p in found.parameters() for x in p.placements)
     return totals
 
@@ -225,7 +269,19 @@ def test_experts_are_cut_twice():  # O-11
     assert run(4, cut_by_experts, names) == [dict.fromkeys(names, 0)] * 4
 
 
-@pytest.mark.parametrize("name", ["sqrt_e4m3", "msamp", "coat", "previous", "bfloat16", "stochastic", "msamp_o2", "stochastic_bfloat16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sqrt_e4m3",
+        "msamp",
+        "coat",
+        "previous",
+        "bfloat16",
+        "stochastic",
+        "msamp_o2",
+        "stochastic_bfloat16",
+    ],
+)
 def test_states_are_saved_and_loaded_bit_for_bit(name):  # O-4
     layout = EVERY[name]
     p = parameters(layout)
@@ -254,7 +310,12 @@ def apply(p, optimizer, t: int) -> None:
 def test_groups_closures_and_parameters_without_gradients():
     p = parameters()
     optimizer = states.AdamW(
-        [{"params": [p["blocks"]], "weight_decay": 0.0}, {"params": [p["ragged"], p["vector"]], "lr": 0.0}], lr=1e-3, **HYPER
+        [
+            {"params": [p["blocks"]], "weight_decay": 0.0},
+            {"params": [p["ragged"], p["vector"]], "lr": 0.0},
+        ],
+        lr=1e-3,
+        **HYPER,
     )
     p["blocks"].grad = torch.tensor(gradients_of(0)["blocks"])
     p["ragged"].grad = torch.tensor(gradients_of(0)["ragged"])
@@ -268,7 +329,9 @@ def test_groups_closures_and_parameters_without_gradients():
     assert torch.equal(p["vector"], before)
     assert not optimizer.state[p["vector"]]
     assert torch.equal(p["ragged"], torch.tensor(start()["ragged"]))
-    wanted = sim.step(start()["blocks"], gradients_of(0)["blocks"], sim.init(SHAPES["blocks"]), learning_rate=1e-3)
+    wanted = sim.step(
+        start()["blocks"], gradients_of(0)["blocks"], sim.init(SHAPES["blocks"]), learning_rate=1e-3
+    )
     assert count(optimizer, p["blocks"], *wanted) == 0
     m, v = states.decode(optimizer, p["blocks"])
     for found, expected in zip((m, v), sim.decode(wanted[1]), strict=True):
@@ -278,17 +341,36 @@ def test_groups_closures_and_parameters_without_gradients():
 
 
 def test_pieces_and_parameters_that_are_not_contiguous(monkeypatch):  # O-11
-    """A tensor in pieces, small tensors together, and a weight of other strides have the bits of whole tensors."""
+    """A tensor in pieces, small tensors together, and a weight of other strides have the bits of
+    whole tensors.
+    """
     for piece in (512, 4096):
         monkeypatch.setattr(adamw_update, "PIECE", piece)
-        for name in ("sqrt_e4m3", "sqrt_e5m2", "msamp", "coat", "predicted", "predicted_v", "previous", "torchao", *STOCHASTIC, *MASTERED):
+        for name in (
+            "sqrt_e4m3",
+            "sqrt_e5m2",
+            "msamp",
+            "coat",
+            "predicted",
+            "predicted_v",
+            "previous",
+            "torchao",
+            *STOCHASTIC,
+            *MASTERED,
+        ):
             assert trained(EVERY[name], 3) == 0, (piece, name)
     p = nn.Parameter(torch.tensor(start()["ragged"]).t().contiguous().t())
     assert not p.is_contiguous()
     p.grad = torch.tensor(gradients_of(0)["ragged"])
     optimizer = states.AdamW([p], lr=1e-3, **HYPER)
     optimizer.step()
-    wanted = sim.step(start()["ragged"], gradients_of(0)["ragged"], sim.init(SHAPES["ragged"]), learning_rate=1e-3, **HYPER)
+    wanted = sim.step(
+        start()["ragged"],
+        gradients_of(0)["ragged"],
+        sim.init(SHAPES["ragged"]),
+        learning_rate=1e-3,
+        **HYPER,
+    )
     assert count(optimizer, p, *wanted) == 0
 
 
@@ -310,9 +392,20 @@ def test_what_is_not_finite_is_nan():  # O-2
         p.grad = g
         optimizer = states.AdamW([p], lr=1e-3, layout=layout)
         optimizer.step()
-        wanted = sim.step(np.ones((2, 256), np.float32), g.numpy(), sim.init((2, 256), layout), learning_rate=1e-3, layout=layout)
+        wanted = sim.step(
+            np.ones((2, 256), np.float32),
+            g.numpy(),
+            sim.init((2, 256), layout),
+            learning_rate=1e-3,
+            layout=layout,
+        )
         assert p.isnan().sum() == 1, name
-        assert differing(optimizer.state[p]["m_codes"].float().isnan().numpy(), np.isnan(wanted[1].m.codes)) == 0
+        assert (
+            differing(
+                optimizer.state[p]["m_codes"].float().isnan().numpy(), np.isnan(wanted[1].m.codes)
+            )
+            == 0
+        )
 
 
 def test_bad_input_is_refused_by_name():  # O-1, O-2
@@ -324,9 +417,15 @@ def test_bad_input_is_refused_by_name():  # O-1, O-2
         ({"seed": 1}, "'sqrt_e4m3' rounds to nearest and has no use for a seed; got seed=1"),
         ({"seed": -1, "layout": STOCHASTIC["stochastic"]}, r"seed is an integer in \[0, 2\^64\)"),
         ({"betas": (0.99, 0.9)}, "bounded"),
-        ({"params": [nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]}, "takes float32 parameters"),
+        (
+            {"params": [nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]},
+            "takes float32 parameters",
+        ),
         ({"params": [nn.Parameter(torch.ones(0))]}, "at least one element"),
-        ({"params": [nn.Parameter(torch.ones(4))], "layout": MASTERED["bfloat16_master"]}, "takes bfloat16 parameters"),
+        (
+            {"params": [nn.Parameter(torch.ones(4))], "layout": MASTERED["bfloat16_master"]},
+            "takes bfloat16 parameters",
+        ),
         (
             {"params": [nn.Parameter(torch.ones(4).half())], "layout": "msamp_o2"},
             "takes float32 or bfloat16 parameters .* got torch.float16",
@@ -338,7 +437,9 @@ def test_bad_input_is_refused_by_name():  # O-1, O-2
     p[0].grad = torch.ones(4)
     optimizer.step()
     before = optimizer.state[p[0]]["m_codes"].clone()
-    with pytest.raises(ValueError, match="states of layout 'sqrt_e4m3' are loaded; got \\['msamp'\\]"):
+    with pytest.raises(
+        ValueError, match="states of layout 'sqrt_e4m3' are loaded; got \\['msamp'\\]"
+    ):
         optimizer.load_state_dict(other.state_dict())
     assert torch.equal(optimizer.state[p[0]]["m_codes"], before)
     optimizer.param_groups[0]["eps"] = 0.0
@@ -366,24 +467,52 @@ def test_a_copied_optimizer_makes_the_same_steps(copied, name):
         one.grad = torch.full((4, 128), 0.25)
         of.step()
     assert differing(q.detach().numpy(), p.detach().numpy()) == 0
-    assert [key for key, x in optimizer.state[p].items() if not torch.equal(x, twin.state[q][key])] == []
+    assert [
+        key for key, x in optimizer.state[p].items() if not torch.equal(x, twin.state[q][key])
+    ] == []
 
 
 def test_states_of_other_decisions_and_shapes_are_refused_at_load():  # O-4
-    """Also those that have the layout's name, or as many elements: read by it, they would be other moments."""
+    """Also those that have the layout's name, or as many elements: read by it, they would be other
+    moments.
+    """
     own = LAYOUTS["sqrt_e4m3"]
     wider = dataclasses.replace(own, m=dataclasses.replace(own.m, block=256))
-    same_shapes = dataclasses.replace(own, m=dataclasses.replace(own.m, scaling="divide"), bounded=False)
+    same_shapes = dataclasses.replace(
+        own, m=dataclasses.replace(own.m, scaling="divide"), bounded=False
+    )
     p, optimizer = made()
     before = {key: x.clone() for key, x in optimizer.state[p].items()}
     for saved, message in (
-        (made(wider)[1].state_dict(), r"layout 'sqrt_e4m3' has m.block = 128, saved 256. States of another layout are not converted"),
-        (made(same_shapes)[1].state_dict(), "has m.scaling = 'multiply', saved 'divide'; bounded = True, saved False. States of"),
-        ({"state": {}, "param_groups": [{"layout": "sqrt_e4m3"}]}, "with the decisions of their layout; got a group without"),
-        (made(shape=(128, 4))[1].state_dict(), r"shape \(4, 128\) has m_codes = uint8 \(4, 128\); got uint8 \(128, 4\)"),
-        (made(shape=(8, 128))[1].state_dict(), r"has m_codes = uint8 \(4, 128\); got uint8 \(8, 128\)"),
-        ({**optimizer.state_dict(), "state": {0: {"step": torch.ones(())}}}, r"has m_codes = uint8 \(4, 128\); got nothing"),
-        ({**optimizer.state_dict(), "state": {0: {**before, "amsgrad": torch.ones(())}}}, r"has amsgrad = nothing; got float32 \(\)"),
+        (
+            made(wider)[1].state_dict(),
+            r"layout 'sqrt_e4m3' has m.block = 128, saved 256. States of another layout are not "
+            r"converted",
+        ),
+        (
+            made(same_shapes)[1].state_dict(),
+            "has m.scaling = 'multiply', saved 'divide'; bounded = True, saved False. States of",
+        ),
+        (
+            {"state": {}, "param_groups": [{"layout": "sqrt_e4m3"}]},
+            "with the decisions of their layout; got a group without",
+        ),
+        (
+            made(shape=(128, 4))[1].state_dict(),
+            r"shape \(4, 128\) has m_codes = uint8 \(4, 128\); got uint8 \(128, 4\)",
+        ),
+        (
+            made(shape=(8, 128))[1].state_dict(),
+            r"has m_codes = uint8 \(4, 128\); got uint8 \(8, 128\)",
+        ),
+        (
+            {**optimizer.state_dict(), "state": {0: {"step": torch.ones(())}}},
+            r"has m_codes = uint8 \(4, 128\); got nothing",
+        ),
+        (
+            {**optimizer.state_dict(), "state": {0: {**before, "amsgrad": torch.ones(())}}},
+            r"has amsgrad = nothing; got float32 \(\)",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(saved)
@@ -400,7 +529,10 @@ def test_a_group_that_is_refused_is_not_added():  # O-2
     for changes, message in (
         ({"params": [nn.Parameter(torch.ones(0))]}, "at least one element"),
         ({"eps": 0.0}, "eps is in"),
-        ({"layout": "coat"}, "all parameters of an optimizer have one layout, 'sqrt_e4m3'; a group has 'coat'"),
+        (
+            {"layout": "coat"},
+            "all parameters of an optimizer have one layout, 'sqrt_e4m3'; a group has 'coat'",
+        ),
         ({"seed": 3}, "has no use for a seed; got seed=3"),
         ({"betas": 0.9}, r"betas are two numbers, such as \(0.9, 0.95\); got 0.9"),
         ({"lr": None}, "lr is a number, or a tensor of one element; got None"),
@@ -414,10 +546,19 @@ def test_a_group_that_is_refused_is_not_added():  # O-2
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (lambda model: model.bfloat16(), r"takes float32 parameters .* got torch.bfloat16 \(4,\)"),  # it was rounded to, from then on
+        (
+            lambda model: model.bfloat16(),
+            r"takes float32 parameters .* got torch.bfloat16 \(4,\)",
+        ),  # it was rounded to, from then on
         (lambda model: model.double(), r"takes float32 parameters .* got torch.float64 \(4,\)"),
-        (lambda model: setattr(model.bias, "data", torch.ones(2)), r"the shape of its state, \(4,\); got \(2,\)"),
-        (lambda model: give_float64(model.bias), r"a gradient is float32, float16 or bfloat16; got torch.float64 of a parameter \(4,\)"),
+        (
+            lambda model: setattr(model.bias, "data", torch.ones(2)),
+            r"the shape of its state, \(4,\); got \(2,\)",
+        ),
+        (
+            lambda model: give_float64(model.bias),
+            r"a gradient is float32, float16 or bfloat16; got torch.float64 of a parameter \(4,\)",
+        ),
     ],
 )
 def test_a_model_that_is_changed_after_its_optimizer_is_built(changed, message):
@@ -449,8 +590,12 @@ def test_hooks_of_loading_have_the_first_and_the_last_word():
         return {**given, "state": {0: {**given["state"][0], "step": torch.tensor(7.0)}}}
 
     optimizer.register_load_state_dict_pre_hook(earlier)
-    optimizer.register_load_state_dict_post_hook(lambda one: seen.append(one.state[p]["m_codes"].dtype))
-    optimizer.load_state_dict({**saved, "state": {0: {**saved["state"][0], "step": torch.tensor(3.0)}}})
+    optimizer.register_load_state_dict_post_hook(
+        lambda one: seen.append(one.state[p]["m_codes"].dtype)
+    )
+    optimizer.load_state_dict(
+        {**saved, "state": {0: {**saved["state"][0], "step": torch.tensor(3.0)}}}
+    )
     assert optimizer.state[p]["step"] == 7
     assert seen == [torch.uint8]
     optimizer.load_state_dict(saved)  # no hook of an earlier loading is left
@@ -468,7 +613,10 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
     optimizer = states.AdamW([p, q.weight])
     p.grad = torch.ones(4)
     q(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"a gradient is dense; got one of layout torch.sparse_coo of a parameter \(4, 2\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"a gradient is dense; got one of layout torch.sparse_coo of a parameter \(4, 2\)",
+    ):
         optimizer.step()
     assert torch.equal(p, torch.ones(4))
     assert not optimizer.state
@@ -484,12 +632,16 @@ def test_a_parameter_without_a_master_has_no_weight_of_one():  # O-14
 
 
 def train_a_norm(kind: str) -> tuple[list[float], list[float], str]:
-    """Five steps of a norm whose tokens two ranks share: this rank's weights, those of whole gradients, and how gradients are placed."""
+    """Five steps of a norm whose tokens two ranks share: this rank's weights, those of whole
+    gradients, and how gradients are placed.
+    """
     mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), distributed.get_rank()
     norms = [nn.LayerNorm(32), nn.LayerNorm(32)]
     parallelize_module(norms[0], mesh, SequenceParallel())
     optimizers = [
-        torch.optim.AdamW(norm.parameters(), lr=1e-2) if kind == "torch" else states.AdamW(norm.parameters(), lr=1e-2, layout=kind)
+        torch.optim.AdamW(norm.parameters(), lr=1e-2)
+        if kind == "torch"
+        else states.AdamW(norm.parameters(), lr=1e-2, layout=kind)
         for norm in norms
     ]
     for t in range(5):
@@ -498,11 +650,17 @@ def train_a_norm(kind: str) -> tuple[list[float], list[float], str]:
         for norm, optimizer, tokens in zip(norms, optimizers, (mine, x), strict=True):
             optimizer.zero_grad()
             (norm(tokens) ** 3).sum().backward()
-            if norm is norms[1]:  # one rank's sum has another order: the terms are those of the ranks
+            if (
+                norm is norms[1]
+            ):  # one rank's sum has another order: the terms are those of the ranks
                 for p, q in zip(norm.parameters(), norms[0].parameters(), strict=True):
                     p.grad.copy_(q.grad.full_tensor())
             optimizer.step()
-    return norms[0].weight.to_local().tolist(), norms[1].weight.tolist(), str(norms[0].weight.grad.placements)
+    return (
+        norms[0].weight.to_local().tolist(),
+        norms[1].weight.tolist(),
+        str(norms[0].weight.grad.placements),
+    )
 
 
 @pytest.mark.parametrize("kind", ["float32", "sqrt_e4m3", "torch"])
@@ -518,10 +676,15 @@ def shard_flat(original: bool) -> list[str]:
     """What an optimizer says to the parameters of FSDP1, built before and after."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     early = states.AdamW(model.parameters())
-    sharded = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
+    sharded = FullyShardedDataParallel(
+        model, use_orig_params=original, device_id=torch.device("cpu")
+    )
     said = []
     sharded(torch.ones(2, 8)).sum().backward()
-    for use in (lambda: states.AdamW(sharded.parameters(), layout="sqrt_e5m2"), early.step if original else early.zero_grad):
+    for use in (
+        lambda: states.AdamW(sharded.parameters(), layout="sqrt_e5m2"),
+        early.step if original else early.zero_grad,
+    ):
         try:
             use()
         except ValueError as error:
@@ -533,4 +696,7 @@ def shard_flat(original: bool) -> list[str]:
 def test_flat_shards_of_fsdp1_are_refused(original):  # O-11; axolotl#2744, bitsandbytes#2080
     for said in run(2, shard_flat, original):
         assert len(said) == 1 + original
-        assert all("FullyShardedDataParallel cuts into flat pieces" in one and "with fully_shard" in one for one in said)
+        assert all(
+            "FullyShardedDataParallel cuts into flat pieces" in one and "with fully_shard" in one
+            for one in said
+        )

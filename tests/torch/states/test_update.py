@@ -30,7 +30,9 @@ def bits(found: Work) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["sqrt_e4m3", "sqrt_e5m2", "coat", "predicted"])
 def test_extremes_of_parts_make_the_update_of_the_whole(name):  # O-11
-    """As ranks do it: each begins its part, maxima are taken over all, and each finishes its part."""
+    """As ranks do it: each begins its part, maxima are taken over all, and each finishes its
+    part.
+    """
     layout, size = ALL[name], 1024
     whole, cut = work(layout, size), work(layout, size)
     Update(compiled=False).update(whole)
@@ -39,15 +41,25 @@ def test_extremes_of_parts_make_the_update_of_the_whole(name):  # O-11
         def rest(x):
             return None if x is None else x.clone()
 
-        kept = tuple(MomentState(state.codes[start : start + length], *map(rest, state[1:])) for state in cut.kept)
-        return cut._replace(p=cut.p[start : start + length], g=cut.g[start : start + length], kept=kept, part=Part(size, start))
+        kept = tuple(
+            MomentState(state.codes[start : start + length], *map(rest, state[1:]))
+            for state in cut.kept
+        )
+        return cut._replace(
+            p=cut.p[start : start + length],
+            g=cut.g[start : start + length],
+            kept=kept,
+            part=Part(size, start),
+        )
 
     parts = [part(0, 300), part(300, size - 300)]
     begun = [Update(compiled=False).begin(one) for one in parts]
     found = [torch.maximum(*of_both) for of_both in zip(*begun, strict=True)]
     updates = Update(compiled=False)
     amaxes = [updates.update(one, found) for one in parts]
-    for mine, others in zip(*amaxes, strict=True):  # of stored moments, which a predicted scale reads
+    for mine, others in zip(
+        *amaxes, strict=True
+    ):  # of stored moments, which a predicted scale reads
         together = torch.maximum(mine, others)
         mine.copy_(together)
         others.copy_(together)
@@ -78,7 +90,9 @@ def test_eps_is_added_to_the_corrected_root():  # O-6
 
 
 def test_layouts_that_need_an_amax_before_anything_is_stored():
-    first = {name for name, layout in {**ALL, **MASTERED}.items() if adamw_update.amaxes_first(layout)}
+    first = {
+        name for name, layout in {**ALL, **MASTERED}.items() if adamw_update.amaxes_first(layout)
+    }
     assert {"msamp", "te", "fishman", "sqrt_e5m2", "msamp_o2"} <= first
     assert not {"float32", "bfloat16", "sqrt_e4m3", "torchao", "coat", "previous"} & first
 

@@ -19,13 +19,17 @@ from fp8ref.torch.observe.gemms import observe_gemms
 from fp8ref.torch.quantize import scaling
 from fp8ref.torch.tensors import linear_input
 
-recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8"])
+recipes = pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8"]
+)
 own = pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
 
 
 def converted(recipe, dtype=torch.float32):
     torch.manual_seed(0)
-    return convert.convert(nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128)).to(dtype), recipe)
+    return convert.convert(
+        nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128)).to(dtype), recipe
+    )
 
 
 def autocast(module, dtype=torch.bfloat16):
@@ -46,7 +50,10 @@ def test_under_autocast_it_is_the_model_in_autocasts_dtype(recipe, dtype):  # L-
     assert y.dtype == dtype
     assert {grad.dtype for grad in (grad_input, *grads)} == {torch.float32}
     expected = run(rounded, x.to(dtype), g)
-    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip((y, grad_input, *grads), expected, strict=True))
+    assert all(
+        torch.equal(a, b.to(a.dtype))
+        for a, b in zip((y, grad_input, *grads), expected, strict=True)
+    )
     # what was observed is what was cast
     assert all(torch.equal(a, b) for a, b in zip(masters.buffers(), rounded.buffers(), strict=True))
 
@@ -75,7 +82,9 @@ def test_torchaos_linear_casts_the_master_under_autocast(recipe):  # L-7
 
 @recipes
 def test_between_layers_in_high_precision_under_autocast(recipe):  # L-7
-    model = nn.Sequential(nn.Linear(60, 128), nn.LayerNorm(128), converted(recipe), nn.Linear(128, 60))
+    model = nn.Sequential(
+        nn.Linear(60, 128), nn.LayerNorm(128), converted(recipe), nn.Linear(128, 60)
+    )
     y, *grads = run(autocast(model), torch.randn(128, 60), torch.randn(128, 60).bfloat16())
     assert y.dtype == torch.bfloat16
     assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads)
@@ -91,13 +100,18 @@ def test_under_autocast_compiled_by_aot_eager_it_is_itself(recipe):  # L-7
     whole = torch.compile(autocast(compiled), backend="aot_eager", fullgraph=True)
     whole.parameters = compiled.parameters
     found = run(whole, x, g)
-    assert all(torch.equal(a, b) for a, b in zip([*expected, *eager.buffers()], [*found, *compiled.buffers()], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip([*expected, *eager.buffers()], [*found, *compiled.buffers()], strict=True)
+    )
 
 
 def test_a_weight_gathered_in_fp8_is_taken_as_it_is():  # L-7
     layer, x = Linear(64, 32, "tensorwise", bias=False), torch.randn(16, 64)
     codes = scaling.quantize(layer.weight.detach().bfloat16(), E4M3FN)
-    whole = Float8TrainingTensor(codes.codes, codes.scale, torch.float32, None, GemmInputRole.WEIGHT).requires_grad_()
+    whole = Float8TrainingTensor(
+        codes.codes, codes.scale, torch.float32, None, GemmInputRole.WEIGHT
+    ).requires_grad_()
     with torch.autocast("cpu"):
         expected = layer(x)
         y = torch.func.functional_call(layer, {"weight": whole}, x)
@@ -110,11 +124,21 @@ def test_a_weight_gathered_in_fp8_is_taken_as_it_is():  # L-7
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.ones(4, 64), r"^linear 0 takes x \[\.\.\., K\] and w \[N, K\] with the same K; got \(4, 64\) and \(128, 128\)"),
+        (
+            torch.ones(4, 64),
+            r"^linear 0 takes x \[\.\.\., K\] and w \[N, K\] with the same K; got \(4, 64\) and "
+            r"\(128, 128\)",
+        ),
         (torch.ones(()), r"^linear 0 takes x .*got \(\)"),
-        (torch.ones(4, 128, dtype=torch.int64), r"^linear 0 takes float32, float16 or bfloat16; got torch\.int64"),
+        (
+            torch.ones(4, 128, dtype=torch.int64),
+            r"^linear 0 takes float32, float16 or bfloat16; got torch\.int64",
+        ),
         (torch.ones(4, 128, dtype=torch.float64), r"^linear 0 takes float32, .*got torch\.float64"),
-        (torch.ones(4, 128, device="meta"), "^linear 0 takes x on the device of its weight; got meta and cpu"),
+        (
+            torch.ones(4, 128, device="meta"),
+            "^linear 0 takes x on the device of its weight; got meta and cpu",
+        ),
     ],
 )
 def test_errors_name_the_module(recipe, x, message):
@@ -125,7 +149,9 @@ def test_errors_name_the_module(recipe, x, message):
 @recipes
 @pytest.mark.parametrize("shape", [(0, 128), (2, 0, 128)])
 @pytest.mark.parametrize("under_autocast", [False, True])
-def test_no_tokens_give_no_outputs_and_zeros_as_gradients(recipe, shape, under_autocast):  # L-9; ao#1200, torchtitan#1166
+def test_no_tokens_give_no_outputs_and_zeros_as_gradients(
+    recipe, shape, under_autocast
+):  # L-9; ao#1200, torchtitan#1166
     torch._dynamo.reset()
     model = converted(recipe)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -138,13 +164,25 @@ def test_no_tokens_give_no_outputs_and_zeros_as_gradients(recipe, shape, under_a
         results += [(y.shape, y.dtype), (x.grad.shape, x.grad.dtype)]
         assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
     delayed.update(model)
-    assert results == [((*shape[:-1], 128), torch.bfloat16 if under_autocast else torch.float32), (shape, torch.float32)] * 2
+    assert (
+        results
+        == [
+            ((*shape[:-1], 128), torch.bfloat16 if under_autocast else torch.float32),
+            (shape, torch.float32),
+        ]
+        * 2
+    )
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
 
 
 def without_tokens(recipe):
-    """Gradients and states where the second of two ranks has no tokens, and how many tokens it had."""
-    model, rank = convert.convert(converted("bf16"), recipe, amax_group=distributed.group.WORLD), distributed.get_rank()
+    """Gradients and states where the second of two ranks has no tokens, and how many tokens it
+    had.
+    """
+    model, rank = (
+        convert.convert(converted("bf16"), recipe, amax_group=distributed.group.WORLD),
+        distributed.get_rank(),
+    )
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(1))[: 0 if rank else 128]
     seen = []
     with observe_gemms(model, lambda name, which, *_: seen.append((name, which))):
@@ -152,7 +190,11 @@ def without_tokens(recipe):
         y.square().sum().backward()
     assert len(seen) == (0 if rank else 5)
     delayed.update(model)
-    return [p.grad for p in model.parameters()], [buffer.clone() for buffer in model.buffers()], len(y)
+    return (
+        [p.grad for p in model.parameters()],
+        [buffer.clone() for buffer in model.buffers()],
+        len(y),
+    )
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
@@ -161,7 +203,9 @@ def test_a_rank_without_tokens_keeps_no_other_rank_waiting(recipe):  # L-9, P-2
     alone = Linear.of  # fp8ref's own linear, as ranks have it
     model = converted("bf16")
     model[0], model[2] = (alone(linear, recipe) for linear in (model[0], model[2]))
-    model(torch.randn(128, 128, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+    model(
+        torch.randn(128, 128, generator=torch.Generator().manual_seed(1))
+    ).square().sum().backward()
     delayed.update(model)
     (gradients, states, rows), (zeros, same, none) = run_ranks(2, without_tokens, recipe)
     assert (rows, none) == (128, 0)
@@ -195,7 +239,9 @@ def test_blocks_whose_linears_differ_in_name_alone_share_a_graph(recipe):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch's own forward mode
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated"
+)  # by torch's own forward mode
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_transforms_of_torch_func_and_forward_mode_are_refused_by_name(recipe):  # L-8
     model, x = converted(recipe), torch.randn(4, 128)
@@ -216,7 +262,9 @@ def test_transforms_of_torch_func_and_forward_mode_are_refused_by_name(recipe): 
         duals,
     ):
         with pytest.raises(
-            ValueError, match=r"^linear 0 has a backward pass of its own, .* \(L-8\); got (forward mode|a transform of torch\.func)"
+            ValueError,
+            match=r"^linear 0 has a backward pass of its own, .* \(L-8\); got (forward mode|a "
+            r"transform of torch\.func)",
         ):
             transformed()
     with forward_ad.dual_level():  # without a tangent
@@ -256,7 +304,16 @@ def test_a_parametrized_weight_is_computed_once_a_pass(recipe):
 
 def test_transforms_of_grouped_linears_and_attention_are_refused_by_name():  # L-8
     x, ends, q = torch.randn(4, 16), torch.tensor([4], dtype=torch.int32), torch.randn(1, 1, 32, 32)
-    with pytest.raises(ValueError, match=r"^up has a backward pass .* or give each expert an nn\.Linear"):
-        torch.func.grad(lambda x: grouped.apply(x, torch.ones(1, 16, 16), ends, recipe="rowwise", name="up").sum())(x)
-    with pytest.raises(ValueError, match=r"^attention has a backward pass .* or call torch's scaled_dot_product_attention"):
+    with pytest.raises(
+        ValueError, match=r"^up has a backward pass .* or give each expert an nn\.Linear"
+    ):
+        torch.func.grad(
+            lambda x: grouped.apply(
+                x, torch.ones(1, 16, 16), ends, recipe="rowwise", name="up"
+            ).sum()
+        )(x)
+    with pytest.raises(
+        ValueError,
+        match=r"^attention has a backward pass .* or call torch's scaled_dot_product_attention",
+    ):
         torch.func.grad(lambda q: attention.apply(q, q, q, variant="cudnn").sum())(q)

@@ -23,7 +23,9 @@ def mesh():
 
 
 def placed(mesh, placement, x: torch.Tensor | None = None) -> DTensor:
-    return DTensor.from_local(torch.ones(2, 4) if x is None else x, mesh, [placement], run_check=False)
+    return DTensor.from_local(
+        torch.ones(2, 4) if x is None else x, mesh, [placement], run_check=False
+    )
 
 
 def test_a_plain_tensor_is_itself():
@@ -60,22 +62,32 @@ def test_a_parameter_that_was_changed_in_place_fails_the_backward_pass(mesh, lin
 
 @pytest.mark.parametrize("placement", [Partial(), Partial("avg")])
 def test_a_term_of_a_sum_is_refused_or_summed(mesh, placement):
-    with pytest.raises(ValueError, match=r"got \(2, 4\) placed as .* each rank has a term of a sum. Redistribute"):
+    with pytest.raises(
+        ValueError, match=r"got \(2, 4\) placed as .* each rank has a term of a sum. Redistribute"
+    ):
         local_part(placed(mesh, placement))
     assert local_part(placed(mesh, placement), placed(mesh, Replicate())).shape == (2, 4)
-    assert local_part(placed(mesh, placement), placed(mesh, Shard(0), torch.ones(1, 4))).shape == (1, 4)
+    assert local_part(placed(mesh, placement), placed(mesh, Shard(0), torch.ones(1, 4))).shape == (
+        1,
+        4,
+    )
 
 
 def test_another_placement_is_redistributed(mesh):
     whole = torch.arange(8.0).view(2, 4)
-    assert torch.equal(local_part(placed(mesh, Replicate(), whole), placed(mesh, Shard(1))), whole[:, 2:])
+    assert torch.equal(
+        local_part(placed(mesh, Replicate(), whole), placed(mesh, Shard(1))), whole[:, 2:]
+    )
 
 
 def test_a_plain_tensor_has_no_placements(mesh):
     plain, cut = torch.ones(2, 4), placed(mesh, Shard(0))
     with pytest.raises(ValueError, match=r"a gradient is a DTensor on .* got a plain tensor"):
         local_part(plain, cut)
-    with pytest.raises(ValueError, match=r"a gradient is a plain tensor, as its parameter \(2, 4\); got a DTensor on"):
+    with pytest.raises(
+        ValueError,
+        match=r"a gradient is a plain tensor, as its parameter \(2, 4\); got a DTensor on",
+    ):
         check_alike(cut, plain)
 
 
@@ -86,7 +98,11 @@ def test_no_other_code_reads_a_part_of_unknown_placement():
         if file.name == "local_part.py":
             continue
         for call in ast.walk(ast.parse(file.read_text())):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "to_local":
+            if (
+                isinstance(call, ast.Call)
+                and isinstance(call.func, ast.Attribute)
+                and call.func.attr == "to_local"
+            ):
                 placed = any(key.arg == "grad_placements" for key in call.keywords)
                 if not placed and "redistribute" not in ast.unparse(call.func.value):
                     bare.append(f"{file.name}: {ast.unparse(call)}")

@@ -32,20 +32,38 @@ def test_the_trainer_s_own_model_is_known_without_a_framework():
 @pytest.mark.parametrize(
     ("kind", "sections", "message"),
     [
-        (TORCH, {"model": {"hidden_size": 256}}, r"of model\.\* takes vocab_size alone.*got model\.hidden_size"),
+        (
+            TORCH,
+            {"model": {"hidden_size": 256}},
+            r"of model\.\* takes vocab_size alone.*got model\.hidden_size",
+        ),
         (TORCH, {"parallel": {"fsdp": 2}}, "is for one device.*got parallel of 2"),
         (TORCH, {"parallel": {"tensor": 2}}, "is for one device.*got parallel of 2"),
         (TORCH, {"parallel": {"checkpointing": "full"}}, r"got parallel\.checkpointing 'full'"),
         (TORCH, {"parallel": {"compile": "model"}}, r"got parallel\.compile 'model'"),
         (NNX, {"parallel": {"scan": True}}, r"got parallel\.scan"),
-        (NNX, {"parallel": {"loss": "chunked"}}, r"has a last linear that the trainer does not know; got parallel\.loss 'chunked'"),
-        (TORCH, {"parallel": {"reduce_dtype": "float8_e4m3fn", "reduce_mu": "automatic"}}, r"got parallel\.reduce_mu 'automatic'"),
+        (
+            NNX,
+            {"parallel": {"loss": "chunked"}},
+            r"has a last linear that the trainer does not know; got parallel\.loss 'chunked'",
+        ),
+        (
+            TORCH,
+            {"parallel": {"reduce_dtype": "float8_e4m3fn", "reduce_mu": "automatic"}},
+            r"got parallel\.reduce_mu 'automatic'",
+        ),
         (TORCH, {"numerics": {"attention": "cudnn"}}, r"got numerics\.attention 'cudnn'"),
-        (TORCH, {"optimizer": {"kind": "adamw_states", "layout": "msamp_o2"}}, r"optimizer\.layout 'msamp_o2' stores narrower ones"),
+        (
+            TORCH,
+            {"optimizer": {"kind": "adamw_states", "layout": "msamp_o2"}},
+            r"optimizer\.layout 'msamp_o2' stores narrower ones",
+        ),
         (NNX, {"run": {"init_from": "weights"}}, r"got run\.init_from"),
     ],
 )
-def test_what_a_model_of_the_user_s_does_not_take_is_refused_by_name(kind, sections, message):  # T-10
+def test_what_a_model_of_the_user_s_does_not_take_is_refused_by_name(
+    kind, sections, message
+):  # T-10
     with pytest.raises(ValueError, match=f"architecture.kind '{kind['kind']}' .*{message}"):
         custom(kind, **sections)
 
@@ -68,7 +86,9 @@ def test_a_module_of_flax_keeps_the_states_of_one_recipe(monkeypatch):
     monkeypatch.setitem(RECIPES, "again", dataclasses.replace(RECIPES["delayed"], name="again"))
     with pytest.raises(ValueError, match="states of delayed scaling"):
         custom(NNX, numerics={"recipe": "delayed", "schedule": ((0, "delayed"), (5, "again"))})
-    assert custom(NNX, numerics={"recipe": "delayed", "schedule": ((0, "delayed"), (5, "bf16"))}).recipes == ("delayed", "bf16")
+    assert custom(
+        NNX, numerics={"recipe": "delayed", "schedule": ((0, "delayed"), (5, "bf16"))}
+    ).recipes == ("delayed", "bf16")
 
 
 def test_a_model_has_one_backend():
@@ -82,7 +102,11 @@ def test_a_model_has_one_backend():
 def test_a_trainer_of_a_user_s_model_has_all_that_the_loop_calls(kind):
     trainer = loop.trainer(architecture.BACKEND[kind["kind"]], custom(kind))
     assert isinstance(trainer, loop.Provable)
-    assert [name for name in vars(loop.Trainer) if not name.startswith("_") and not hasattr(trainer, name)] == []
+    assert [
+        name
+        for name in vars(loop.Trainer)
+        if not name.startswith("_") and not hasattr(trainer, name)
+    ] == []
     assert trainer.gradient_factors() == {}
 
 
@@ -103,7 +127,8 @@ def test_what_cannot_be_imported_is_named(source, monkeypatch):
 def foreign(tmp_path, monkeypatch):
     """Sections of a config whose module leaves a file behind when it is imported, and that file."""
     (tmp_path / "foreign_model.py").write_text(
-        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\nfrom own_torch_models import Tied\n"
+        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\nfrom "
+        "own_torch_models import Tied\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(architecture, "_TRUSTED", set())
@@ -118,7 +143,9 @@ def test_nothing_is_imported_before_it_is_trusted(foreign):  # T-10
         lambda: architecture.described(custom(keys)),
         lambda: loop.trainer("torch", custom(keys)),
     ):
-        with pytest.raises(ConfigError, match=r"'foreign_model:Tied' is code.*Read it, then add --trust"):
+        with pytest.raises(
+            ConfigError, match=r"'foreign_model:Tied' is code.*Read it, then add --trust"
+        ):
             use()
     assert not ran.exists()
     architecture.trust("foreign_model:Tied")
@@ -130,14 +157,31 @@ def test_a_module_that_raises_is_named(tmp_path, monkeypatch):
     (tmp_path / "raising_model.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     architecture.trust("raising_model:Made")
-    with pytest.raises(ConfigError, match=r"cannot be imported \(ZeroDivisionError: division by zero\)"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be imported \(ZeroDivisionError: division by zero\)"
+    ):
         architecture.imported("raising_model:Made")
 
 
 def test_keys_that_name_code_leave_a_config_json():  # K-7, T-10
-    nested = {"auto_map": {"AutoModel": "a/b--c.D"}, "_attn_implementation": "owner/kernel", "attn_implementation": "flash_attention_2"}
-    given = {"hidden_size": 32, "layer_types": ["full_attention"], "text_config": nested | {"head_dim": 16}, **nested, "parts": [nested]}
-    kept = {"hidden_size": 32, "layer_types": ["full_attention"], "text_config": {"head_dim": 16}, "parts": [{}]}
+    nested = {
+        "auto_map": {"AutoModel": "a/b--c.D"},
+        "_attn_implementation": "owner/kernel",
+        "attn_implementation": "flash_attention_2",
+    }
+    given = {
+        "hidden_size": 32,
+        "layer_types": ["full_attention"],
+        "text_config": nested | {"head_dim": 16},
+        **nested,
+        "parts": [nested],
+    }
+    kept = {
+        "hidden_size": 32,
+        "layer_types": ["full_attention"],
+        "text_config": {"head_dim": 16},
+        "parts": [{}],
+    }
     assert architecture.without_code(given) == kept
 
 
@@ -145,9 +189,13 @@ def test_a_kernel_of_a_hub_is_not_asked_for(tmp_path):
     from fp8ref.train.torch.custom import model as custom_model
 
     keys = own_configurations.transformers(
-        tmp_path, _attn_implementation="owner/kernel", auto_map={"AutoModelForCausalLM": "owner/repo--code.Model"}
+        tmp_path,
+        _attn_implementation="owner/kernel",
+        auto_map={"AutoModelForCausalLM": "owner/repo--code.Model"},
     )
     built = custom_model.build(keys, 256, seed=0)
     assert built.config._attn_implementation in ("sdpa", "eager")
     assert not hasattr(built.config, "auto_map")
-    assert json.loads((tmp_path / "config.json").read_text())["_attn_implementation"] == "owner/kernel"
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["_attn_implementation"] == "owner/kernel"
+    )

@@ -1,4 +1,7 @@
-"""Sections of a config that are refused together. What single features refuse is tested with them, in ``tests/parity``."""
+"""Sections of a config that are refused together.
+
+What single features refuse is tested with them, in ``tests/parity``.
+"""
 
 import pytest
 
@@ -9,13 +12,31 @@ REFUSED = [
     ({"parallel": {"accumulate_dtype": "bfloat16"}}, "of data.microbatches, of which there is 1"),
     ({"parallel": {"attention": "tiles"}}, "is of numerics.attention, which is left out"),
     ({"parallel": {"expert": 2}}, "parallel.expert is for a model with experts; got 2"),
-    ({"parallel": {"attention": "chunked"}, "numerics": {"attention": "cudnn"}}, "none of them; got 'chunked'"),
     (
-        {"parallel": {"compile": "block"}, "numerics": {"attention": "cudnn", "attention_arithmetic": "stated"}},
+        {"parallel": {"attention": "chunked"}, "numerics": {"attention": "cudnn"}},
+        "none of them; got 'chunked'",
+    ),
+    (
+        {
+            "parallel": {"compile": "block"},
+            "numerics": {"attention": "cudnn", "attention_arithmetic": "stated"},
+        },
         "for minutes or hours; got parallel.compile 'block'",
     ),
-    ({"numerics": {"schedule": ((0, "tensorwise"), ("sqnr < 18", "bf16"))}, "statistics": {"every": 0}}, "statistics.every records; got 0"),
-    ({"numerics": {"schedule": ((0, "tensorwise"), ("update_error > 0.1", "bf16"))}, "statistics": {"every": 1}}, "got kind 'adamw'. Name"),
+    (
+        {
+            "numerics": {"schedule": ((0, "tensorwise"), ("sqnr < 18", "bf16"))},
+            "statistics": {"every": 0},
+        },
+        "statistics.every records; got 0",
+    ),
+    (
+        {
+            "numerics": {"schedule": ((0, "tensorwise"), ("update_error > 0.1", "bf16"))},
+            "statistics": {"every": 1},
+        },
+        "got kind 'adamw'. Name",
+    ),
 ]
 
 
@@ -26,12 +47,22 @@ def test_sections_that_no_backend_trains_together_are_refused(keys, said):
 
 
 def test_a_length_that_ranks_cannot_cut_is_an_error_message():  # P-10
-    config = Config().replace(data={"sequence_length": 15}, parallel={"tensor": 2, "sequence": True})
-    assert config_checks.uncut_sequences(config) == ["under parallel.sequence data.sequence_length is divisible by tensor = 2; got 15."]
+    config = Config().replace(
+        data={"sequence_length": 15}, parallel={"tensor": 2, "sequence": True}
+    )
+    assert config_checks.uncut_sequences(config) == [
+        "under parallel.sequence data.sequence_length is divisible by tensor = 2; got 15."
+    ]
     assert config_checks.uncut_sequences(config.replace(data={"sequence_length": 16})) == []
 
 
 @pytest.mark.parametrize("attention", ["tiles", "chunked"])
 def test_single_casts_of_attention_have_no_tiles(attention):  # E-9
-    with pytest.raises(ValueError, match=f"numerics.attention(_operands are of one device|.* is none of them).*{attention}"):
-        Config().replace(numerics={"attention": "cudnn", "attention_operands": ("p",)}, parallel={"attention": attention})
+    with pytest.raises(
+        ValueError,
+        match=f"numerics.attention(_operands are of one device|.* is none of them).*{attention}",
+    ):
+        Config().replace(
+            numerics={"attention": "cudnn", "attention_operands": ("p",)},
+            parallel={"attention": attention},
+        )

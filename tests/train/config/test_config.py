@@ -11,7 +11,14 @@ from fp8ref import configs as shipped
 from fp8ref.recipe import trained_recipes
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config import config as configs
-from fp8ref.train.config.config import Config, DataConfig, NumericsConfig, OptimizerConfig, ParallelConfig, RunConfig
+from fp8ref.train.config.config import (
+    Config,
+    DataConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+)
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -22,7 +29,11 @@ def write(tmp_path: Path, text: str) -> Path:
 
 def keys_and_values(config: Config) -> dict:
     """Every key as section.key, by the dataclasses themselves."""
-    return {f"{s}.{key}": value for s, section in dataclasses.asdict(config).items() for key, value in section.items()}
+    return {
+        f"{s}.{key}": value
+        for s, section in dataclasses.asdict(config).items()
+        for key, value in section.items()
+    }
 
 
 def override(config: Config, *options: str) -> Config:
@@ -34,10 +45,21 @@ def test_an_empty_file_is_the_default(tmp_path):
 
 
 def test_a_file_sets_its_keys_and_no_others(tmp_path):
-    loaded = configs.load(write(tmp_path, '[run]\nsteps = 7\nout = "there"\n[numerics]\nfilter_fqns = ["mlp", "*.q_proj"]\n'))
+    loaded = configs.load(
+        write(
+            tmp_path,
+            '[run]\nsteps = 7\nout = "there"\n[numerics]\nfilter_fqns = ["mlp", "*.q_proj"]\n',
+        )
+    )
     defaults = keys_and_values(Config())
-    changed = {key: value for key, value in keys_and_values(loaded).items() if value != defaults[key]}
-    assert changed == {"run.steps": 7, "run.out": "there", "numerics.filter_fqns": ("mlp", "*.q_proj")}
+    changed = {
+        key: value for key, value in keys_and_values(loaded).items() if value != defaults[key]
+    }
+    assert changed == {
+        "run.steps": 7,
+        "run.out": "there",
+        "numerics.filter_fqns": ("mlp", "*.q_proj"),
+    }
 
 
 def test_an_integer_is_a_float_where_a_float_is_meant(tmp_path):
@@ -49,7 +71,9 @@ def test_shipped_configs_load_and_plan(name):
     config = configs.load(name)
     for section, keys in tomllib.loads(shipped.find(name).read_text()).items():
         for key, value in keys.items():
-            assert keys_and_values(config)[f"{section}.{key}"] == (tuple(value) if isinstance(value, list) else value)
+            assert keys_and_values(config)[f"{section}.{key}"] == (
+                tuple(value) if isinstance(value, list) else value
+            )
     assert config.decisions()
 
 
@@ -98,7 +122,10 @@ def test_a_key_like_no_other_names_the_keys_of_its_section(tmp_path, section, ke
         ("[run]\nsteps = true", "run.steps: .*integer; got True"),
         ("[run]\nout = 3", "run.out: .*string; got 3"),
         ("[optimizer]\nlearning_rate = '1e-3'", "optimizer.learning_rate: .*number; got '1e-3'"),
-        ("[optimizer]\nlearning_rate = 1979-05-27", "optimizer.learning_rate: .*number; got '1979-05-27'"),
+        (
+            "[optimizer]\nlearning_rate = 1979-05-27",
+            "optimizer.learning_rate: .*number; got '1979-05-27'",
+        ),
         ("[numerics]\nfilter_fqns = 'lm_head'", "numerics.filter_fqns: .*array; got 'lm_head'"),
         ("[numerics]\nfilter_fqns = [1]", "numerics.filter_fqns.0: .*string; got 1"),
         ("[model]\ntie_word_embeddings = 1", "model.tie_word_embeddings: .*boolean; got 1"),
@@ -180,7 +207,9 @@ def test_a_directory_is_no_config(tmp_path):
         configs.load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"steps: 3\n", b"[run\n", b"\xff\xfe[run]\n", b'{"run": {"steps": 3}}'])
+@pytest.mark.parametrize(
+    "content", [b"steps: 3\n", b"[run\n", b"\xff\xfe[run]\n", b'{"run": {"steps": 3}}']
+)
 def test_what_is_not_toml_is_said_to_be_so(tmp_path, content):
     path = tmp_path / "config.toml"
     path.write_bytes(content)
@@ -189,7 +218,9 @@ def test_what_is_not_toml_is_said_to_be_so(tmp_path, content):
 
 
 CHANGED = Config().replace(
-    run={"steps": 9, "out": "there"}, numerics={"recipe": "rowwise", "fp8_fqns": ("lm_head",)}, model={"tie_word_embeddings": True}
+    run={"steps": 9, "out": "there"},
+    numerics={"recipe": "rowwise", "fp8_fqns": ("lm_head",)},
+    model={"tie_word_embeddings": True},
 )
 
 
@@ -218,7 +249,12 @@ def test_from_dict_names_its_source():
         (["--run.out", "there"], "run", "out", "there"),
         (["--numerics.recipe", "rowwise"], "numerics", "recipe", "rowwise"),
         (["--recipe", "bf16"], "numerics", "recipe", "bf16"),
-        (["--numerics.filter_fqns", "mlp", "lm_head"], "numerics", "filter_fqns", ("mlp", "lm_head")),
+        (
+            ["--numerics.filter_fqns", "mlp", "lm_head"],
+            "numerics",
+            "filter_fqns",
+            ("mlp", "lm_head"),
+        ),
         (["--numerics.filter_fqns"], "numerics", "filter_fqns", ()),
         (["--optimizer.learning_rate", "2e-3"], "optimizer", "learning_rate", 2e-3),
         (["--model.tie_word_embeddings"], "model", "tie_word_embeddings", True),
@@ -239,7 +275,9 @@ def test_every_key_is_an_option(capsys):
         override(Config(), "--help")
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
-    assert [key for key in keys_and_values(Config()) if f"--{key}" not in shown] == list(configs.TABLES)
+    assert [key for key in keys_and_values(Config()) if f"--{key}" not in shown] == list(
+        configs.TABLES
+    )
 
 
 def test_a_table_is_no_option():
@@ -254,7 +292,10 @@ def test_rules_are_checked_with_the_model(tmp_path):  # R-8
         configs.from_dict({"numerics": {"rules": [{"layers": ["q_proj"], "recipe": "tensorwize"}]}})
     for keys, message in (
         ({"parallel": {"fsdp": 2}}, "for one device; parallel has 2"),
-        ({"numerics": {"schedule": [[0, "tensorwise"], [5, "bf16"]]}}, "change one recipe; got numerics.schedule"),
+        (
+            {"numerics": {"schedule": [[0, "tensorwise"], [5, "bf16"]]}},
+            "change one recipe; got numerics.schedule",
+        ),
     ):
         rules = [{"layers": ["q_proj"], "recipe": "bf16"}]
         with pytest.raises(ConfigError, match=message):
@@ -263,17 +304,29 @@ def test_rules_are_checked_with_the_model(tmp_path):  # R-8
 
 @pytest.mark.parametrize(
     ("option", "nearest"),
-    [("--run.stepz", "run.steps"), ("--stepz=3", "run.steps"), ("--model.hidden", "model.hidden_size"), ("--recipee", "numerics.recipe")],
+    [
+        ("--run.stepz", "run.steps"),
+        ("--stepz=3", "run.steps"),
+        ("--model.hidden", "model.hidden_size"),
+        ("--recipee", "numerics.recipe"),
+    ],
 )
 def test_an_unknown_option_names_the_nearest_key(option, nearest):
     with pytest.raises(ConfigError, match=rf"unknown option.*did you mean '{nearest}'"):
         configs.override(Config(), [option, "3"], prog="fp8ref")
 
 
-@pytest.mark.parametrize("options", [["--parallel.compile", "traced"], ["--parallel.compile=traced"], None])
+@pytest.mark.parametrize(
+    "options", [["--parallel.compile", "traced"], ["--parallel.compile=traced"], None]
+)
 def test_collectives_in_the_graph_are_the_librarys_and_the_error_names_them(options):  # P-18
-    with pytest.raises(configs.ConfigError, match=r"got 'traced'.*Use 'model'.*or fp8ref\.torch\.compiled_fsdp\.shard"):
-        override(Config(), *options) if options else configs.from_dict({"parallel": {"compile": "traced"}})
+    with pytest.raises(
+        configs.ConfigError,
+        match=r"got 'traced'.*Use 'model'.*or fp8ref\.torch\.compiled_fsdp\.shard",
+    ):
+        override(Config(), *options) if options else configs.from_dict(
+            {"parallel": {"compile": "traced"}}
+        )
 
 
 def test_a_run_shorter_than_its_warm_up_ends_within_it():  # T-3
@@ -301,8 +354,18 @@ def test_an_option_that_cannot_be_used_exits_with_2(capsys, options, said):
     ("parallel", "mesh", "of_batch", "of_shards"),
     [
         ({"data": 3, "fsdp": 2}, "data x fsdp x tensor = 3 x 2 x 1", "data x fsdp = 6", "fsdp = 2"),
-        ({"context": 2, "tensor": 3}, "data x fsdp x context x tensor = 1 x 1 x 2 x 3", "data x fsdp = 1", "fsdp x context = 2"),
-        ({"fsdp": 2, "expert": 3}, "data x fsdp x expert x tensor = 1 x 2 x 3 x 1", "data x fsdp x expert = 6", "fsdp x expert = 6"),
+        (
+            {"context": 2, "tensor": 3},
+            "data x fsdp x context x tensor = 1 x 1 x 2 x 3",
+            "data x fsdp = 1",
+            "fsdp x context = 2",
+        ),
+        (
+            {"fsdp": 2, "expert": 3},
+            "data x fsdp x expert x tensor = 1 x 2 x 3 x 1",
+            "data x fsdp x expert = 6",
+            "fsdp x expert = 6",
+        ),
     ],
 )
 def test_messages_name_the_axes_that_a_mesh_has(parallel, mesh, of_batch, of_shards):  # P-10
@@ -322,20 +385,31 @@ def test_replace_refuses_an_unknown_key():
         Config().replace(run={"step": 9})
 
 
-@pytest.mark.parametrize("section", [Config(), DataConfig(), NumericsConfig(), OptimizerConfig(), RunConfig()])
+@pytest.mark.parametrize(
+    "section", [Config(), DataConfig(), NumericsConfig(), OptimizerConfig(), RunConfig()]
+)
 def test_configs_are_frozen(section):
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(section, dataclasses.fields(section)[0].name, None)
 
 
 def test_decisions_apply_recipe_and_filters_to_the_linears_of_the_model():  # R-2
-    config = Config().replace(model={"num_hidden_layers": 1}, numerics={"filter_fqns": ("lm_head", "mlp")})
-    assert {d.path for d in config.decisions() if d.fp8} == {f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"}
+    config = Config().replace(
+        model={"num_hidden_layers": 1}, numerics={"filter_fqns": ("lm_head", "mlp")}
+    )
+    assert {d.path for d in config.decisions() if d.fp8} == {
+        f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"
+    }
 
 
 def test_a_file_keeps_small_linears_in_high_precision(tmp_path):  # R-4
-    sizes = "hidden_size = 2048\nintermediate_size = 4096\nnum_attention_heads = 16\nnum_key_value_heads = 4\nvocab_size = 2048"
-    config = configs.load(write(tmp_path, f'[numerics]\nfilter_fqns = ["auto_filter_small_kn"]\n[model]\n{sizes}\n'))
+    sizes = (
+        "hidden_size = 2048\nintermediate_size = 4096\nnum_attention_heads = 16\n"
+        "num_key_value_heads = 4\nvocab_size = 2048"
+    )
+    config = configs.load(
+        write(tmp_path, f'[numerics]\nfilter_fqns = ["auto_filter_small_kn"]\n[model]\n{sizes}\n')
+    )
     kept = {d.path.split(".")[-1]: d.reason for d in config.decisions() if not d.fp8}
     assert kept.keys() == {"k_proj", "v_proj", "lm_head"}
     assert "N <= 1024 and K <= 4096" in kept["k_proj"]
@@ -359,12 +433,20 @@ def test_learning_rate_decays_by_a_half_cosine_to_its_floor():  # T-3
 
 
 @pytest.mark.parametrize(
-    ("decay", "half"), [("cosine", 0.55e-3), ("linear", 0.55e-3), ("sqrt", 1e-4 + 9e-4 * (1 - math.sqrt(0.5))), ("none", 1e-3)]
+    ("decay", "half"),
+    [
+        ("cosine", 0.55e-3),
+        ("linear", 0.55e-3),
+        ("sqrt", 1e-4 + 9e-4 * (1 - math.sqrt(0.5))),
+        ("none", 1e-3),
+    ],
 )
 def test_learning_rate_may_stay_at_its_peak_before_it_decays(decay, half):  # T-3
     """Warm-up, stable, decay: steps 5 to 150 at the peak."""
     keys = {} if decay == "none" else {"decay_steps": 50}
-    o = OptimizerConfig(learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=5, decay=decay, **keys)
+    o = OptimizerConfig(
+        learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=5, decay=decay, **keys
+    )
     assert [o.learning_rate_at(step, 200) for step in (4, 5, 100, 150)] == [1e-3] * 4
     assert o.learning_rate_at(175, 200) == pytest.approx(half, rel=1e-12)
     if decay == "linear":
@@ -373,11 +455,15 @@ def test_learning_rate_may_stay_at_its_peak_before_it_decays(decay, half):  # T-
 
 def test_a_decay_longer_than_the_run_begins_after_the_warm_up():  # T-3
     whole, longer = (OptimizerConfig(warmup_steps=5, decay_steps=n) for n in (None, 500))
-    assert [whole.learning_rate_at(s, 100) for s in range(100)] == [longer.learning_rate_at(s, 100) for s in range(100)]
+    assert [whole.learning_rate_at(s, 100) for s in range(100)] == [
+        longer.learning_rate_at(s, 100) for s in range(100)
+    ]
 
 
 def test_no_decay_has_no_steps():
-    with pytest.raises(ValueError, match=r"optimizer\.decay 'none' has no steps; got optimizer\.decay_steps 5"):
+    with pytest.raises(
+        ValueError, match=r"optimizer\.decay 'none' has no steps; got optimizer\.decay_steps 5"
+    ):
         OptimizerConfig(decay="none", decay_steps=5)
 
 

@@ -22,8 +22,13 @@ def test_parameters_by_kind():
 
 def test_sinks_are_parameters_of_attention():
     keys = {"numerics": {"attention": "cudnn"}, "model": {"attention_sinks": True}}
-    plain, found = device_shapes.kinds(sizes.CONFIG), device_shapes.kinds(sizes.CONFIG.replace(**keys))
-    assert {kind: found[kind] - plain[kind] for kind in found if found[kind] != plain[kind]} == dict.fromkeys(("attention", "all"), 2 * 4)
+    plain, found = (
+        device_shapes.kinds(sizes.CONFIG),
+        device_shapes.kinds(sizes.CONFIG.replace(**keys)),
+    )
+    assert {
+        kind: found[kind] - plain[kind] for kind in found if found[kind] != plain[kind]
+    } == dict.fromkeys(("attention", "all"), 2 * 4)
 
 
 def test_tokens_of_a_device_are_those_of_a_part_of_its_share():
@@ -33,7 +38,12 @@ def test_tokens_of_a_device_are_those_of_a_part_of_its_share():
 
 @pytest.mark.parametrize(
     ("linear", "shape", "used"),
-    [("q_proj", (64, 64), (32, 64)), ("o_proj", (64, 64), (64, 32)), ("down_proj", (64, 128), (64, 64)), ("lm_head", (256, 64), (256, 64))],
+    [
+        ("q_proj", (64, 64), (32, 64)),
+        ("o_proj", (64, 64), (64, 32)),
+        ("down_proj", (64, 128), (64, 64)),
+        ("lm_head", (256, 64), (256, 64)),
+    ],
 )
 def test_tensor_parallelism_cuts_columns_or_rows(linear, shape, used):  # P-10
     assert device_shapes.used(f"model.layers.0.{linear}", shape, sizes.config(**sizes.MESH)) == used
@@ -56,7 +66,13 @@ def test_pieces_at_rest(name, shape, jax, torch):  # P-10, P-11
 
 
 @pytest.mark.parametrize(
-    ("recipe", "jax", "torch"), [("bf16", False, False), ("tensorwise", True, True), ("rowwise", True, False), ("delayed", True, True)]
+    ("recipe", "jax", "torch"),
+    [
+        ("bf16", False, False),
+        ("tensorwise", True, True),
+        ("rowwise", True, False),
+        ("delayed", True, True),
+    ],
 )
 def test_which_weights_move_as_codes(recipe, jax, torch):  # P-6, P-11
     assert device_shapes.in_fp8(RECIPES[recipe], sizes.config(), "jax") == jax
@@ -65,8 +81,12 @@ def test_which_weights_move_as_codes(recipe, jax, torch):  # P-6, P-11
 
 
 def test_copies_are_sharded_parameters_of_fsdp2_alone():
-    assert [device_shapes.sharded(sizes.config(data=2), backend) for backend in ("jax", "torch")] == [False, True]
-    assert [device_shapes.sharded(sizes.config(fsdp=2), backend) for backend in ("jax", "torch")] == [True, True]
+    assert [
+        device_shapes.sharded(sizes.config(data=2), backend) for backend in ("jax", "torch")
+    ] == [False, True]
+    assert [
+        device_shapes.sharded(sizes.config(fsdp=2), backend) for backend in ("jax", "torch")
+    ] == [True, True]
 
 
 def test_which_weights_are_scaled_first():  # P-9
@@ -75,16 +95,23 @@ def test_which_weights_are_scaled_first():  # P-9
     config = sizes.config("tensorwise").replace(
         numerics={
             "filter_fqns": ("up_proj", "lm_head"),
-            "rules": (Rule(layers=("gate_proj",), gemms=("output",), roles=("weight",), recipe="bf16"),),
+            "rules": (
+                Rule(layers=("gate_proj",), gemms=("output",), roles=("weight",), recipe="bf16"),
+            ),
         }
     )
     first = device_shapes.scaled_first(config)
     assert f"{layer}down_proj" in first
     assert not {f"{layer}up_proj", f"{layer}gate_proj", "lm_head"} & first.keys()
     assert device_shapes.scaled_first(config.replace(parallel={"precompute_scales": False})) == {}
-    masters = sizes.config("tensorwise", optimizer="adamw_states").replace(optimizer={"layout": "msamp_o2"})
+    masters = sizes.config("tensorwise", optimizer="adamw_states").replace(
+        optimizer={"layout": "msamp_o2"}
+    )
     assert device_shapes.scaled_first(masters) == {}
-    assert all(device_shapes.scaled_first(sizes.config(recipe)) == {} for recipe in ("bf16", "rowwise", "rowwise_with_gw_hp", "delayed"))
+    assert all(
+        device_shapes.scaled_first(sizes.config(recipe)) == {}
+        for recipe in ("bf16", "rowwise", "rowwise_with_gw_hp", "delayed")
+    )
 
 
 CASES = [
@@ -124,21 +151,38 @@ def test_jax_is_refused_what_its_layout_refuses(sections, parallel):  # P-1
 @pytest.mark.parametrize(
     ("backend", "sections", "said"),
     [
-        ("jax", {"parallel": {"compile": "block"}}, "parallel.compile is not a key of --backend jax"),
+        (
+            "jax",
+            {"parallel": {"compile": "block"}},
+            "parallel.compile is not a key of --backend jax",
+        ),
         (
             "jax",
             {"optimizer": {"kind": "adamw_fp8"}},
-            "optimizer.kind of --backend jax is 'adamw' or 'adamw_states'; got 'adamw_fp8'. Use one of them",
+            "optimizer.kind of --backend jax is 'adamw' or 'adamw_states'; got 'adamw_fp8'. Use "
+            "one of them",
         ),
         ("torch", {"parallel": {"scan": True}}, "parallel.scan is not a key of --backend torch"),
-        ("torch", {"parallel": {"tensor_reduce_dtype": "float32"}}, "parallel.tensor_reduce_dtype is not a key of --backend torch"),
+        (
+            "torch",
+            {"parallel": {"tensor_reduce_dtype": "float32"}},
+            "parallel.tensor_reduce_dtype is not a key of --backend torch",
+        ),
         (
             "jax",
             {"parallel": {"scan": True}, "numerics": {"filter_fqns": ("layers.1.mlp.up_proj",)}},
             "parallel.scan compiles one layer for all",
         ),
-        ("torch", {"parallel": {"through": "jit"}}, "parallel.through is not a key of --backend torch"),
-        ("torch", {"parallel": {"fsdp": 4}, "data": {"microbatches": 4}}, "data x fsdp = 4 devices times data.microbatches = 4; got 8"),
+        (
+            "torch",
+            {"parallel": {"through": "jit"}},
+            "parallel.through is not a key of --backend torch",
+        ),
+        (
+            "torch",
+            {"parallel": {"fsdp": 4}, "data": {"microbatches": 4}},
+            "data x fsdp = 4 devices times data.microbatches = 4; got 8",
+        ),
         (
             "torch",
             {
@@ -146,22 +190,48 @@ def test_jax_is_refused_what_its_layout_refuses(sections, parallel):  # P-1
                 "model": {"hidden_size": 128, "intermediate_size": 384, "num_key_value_heads": 4},
                 "numerics": {"recipe": "blockwise"},
             },
-            r"(?s)q_proj: no rank boundary cuts a block \(P-5\).*holds a multiple of 128 rows.*it holds 64\..*down_proj.*128 columns.*holds 192",
+            r"(?s)q_proj: no rank boundary cuts a block \(P-5\).*holds a multiple of 128 "
+            r"rows.*it holds 64\..*down_proj.*128 columns.*holds 192",
         ),
-        ("torch", {"parallel": {"fsdp": 2, "amax_scope": "local"}, "numerics": {"recipe": "delayed"}}, "Set it to global"),
         (
             "torch",
-            {"parallel": {"fsdp": 2}, "model": {"vocab_size": 257}, "optimizer": {"kind": "adamw_fp8"}},
+            {"parallel": {"fsdp": 2, "amax_scope": "local"}, "numerics": {"recipe": "delayed"}},
+            "Set it to global",
+        ),
+        (
+            "torch",
+            {
+                "parallel": {"fsdp": 2},
+                "model": {"vocab_size": 257},
+                "optimizer": {"kind": "adamw_fp8"},
+            },
             r"equal: parallel.fsdp = 2 divides its rows; model.embed_tokens.weight has 257",
         ),
         (
             "torch",
-            {"parallel": {"fsdp": 4, "tensor": 2}, "model": {"intermediate_size": 36}, "optimizer": {"kind": "adamw_fp8"}},
-            r"equal: parallel.fsdp = 4 divides its rows; model.layers.0.mlp.gate_proj.weight has 18",
+            {
+                "parallel": {"fsdp": 4, "tensor": 2},
+                "model": {"intermediate_size": 36},
+                "optimizer": {"kind": "adamw_fp8"},
+            },
+            r"equal: parallel.fsdp = 4 divides its rows; model.layers.0.mlp.gate_proj.weight "
+            r"has 18",
         ),
-        ("jax", {"parallel": {"tensor": 2, "amax_scope": "local"}, "numerics": {"recipe": "delayed"}}, "Set it to global"),
-        ("torch", {"parallel": {"data": 4, "reduction": "ordered"}}, "at most 2 ranks along data; got 4"),
-        ("torch", {"parallel": {"tensor": 2}, "model": {"intermediate_size": 48}}, r"gate_proj is FP8, .* not a multiple of 16: 24"),
+        (
+            "jax",
+            {"parallel": {"tensor": 2, "amax_scope": "local"}, "numerics": {"recipe": "delayed"}},
+            "Set it to global",
+        ),
+        (
+            "torch",
+            {"parallel": {"data": 4, "reduction": "ordered"}},
+            "at most 2 ranks along data; got 4",
+        ),
+        (
+            "torch",
+            {"parallel": {"tensor": 2}, "model": {"intermediate_size": 48}},
+            r"gate_proj is FP8, .* not a multiple of 16: 24",
+        ),
         (
             "jax",
             {
@@ -171,8 +241,16 @@ def test_jax_is_refused_what_its_layout_refuses(sections, parallel):  # P-1
             },
             "P-5",
         ),
-        ("jax", {"parallel": {"attention": "cudnn"}, "model": {"num_attention_heads": 16}}, "multiple of 8 up to 256; got 4"),
-        ("torch", {"parallel": {"attention": "cudnn"}}, "parallel.attention is not a key of --backend torch"),
+        (
+            "jax",
+            {"parallel": {"attention": "cudnn"}, "model": {"num_attention_heads": 16}},
+            "multiple of 8 up to 256; got 4",
+        ),
+        (
+            "torch",
+            {"parallel": {"attention": "cudnn"}},
+            "parallel.attention is not a key of --backend torch",
+        ),
         ("jax", {"numerics": {"filter_fqns": ("absent",)}}, "'absent' names none of"),
     ],
 )
@@ -192,12 +270,18 @@ def test_what_a_backend_cannot_train_is_refused_by_name(backend, sections, said)
         ("jax", "tensorwise", False),
     ],
 )
-def test_on_a_gpu_tensor_parallelism_reduces_multiples_of_16_tokens(backend, recipe, refused):  # L-5
+def test_on_a_gpu_tensor_parallelism_reduces_multiples_of_16_tokens(
+    backend, recipe, refused
+):  # L-5
     for length, tensor in ((32, 2), (31, 1), (31, 2)):
-        config = sizes.config(recipe, parts=2, tensor=tensor).replace(data={"sequence_length": length, "batch_size": 6})
+        config = sizes.config(recipe, parts=2, tensor=tensor).replace(
+            data={"sequence_length": length, "batch_size": 6}
+        )
         if refused and length == 31 and tensor == 2:
             with pytest.raises(
-                ConfigError, match=r"grad_weight of model.layers.0.self_attn.q_proj .*; got 93\. Change data.sequence_length"
+                ConfigError,
+                match=r"grad_weight of model.layers.0.self_attn.q_proj .*; got 93\. Change "
+                r"data.sequence_length",
             ):
                 device_shapes.check_on_gpu(config, backend)
         else:
@@ -208,12 +292,25 @@ def test_every_fault_is_told_at_once():
     config = sizes.config(fsdp=3, tensor=3, compile="block")
     with pytest.raises(ConfigError) as error:
         device_shapes.check(config, "jax")
-    assert all(word in str(error.value) for word in ("parallel.compile", "batch_size", "num_attention_heads", "vocab_size", "q_proj"))
+    assert all(
+        word in str(error.value)
+        for word in (
+            "parallel.compile",
+            "batch_size",
+            "num_attention_heads",
+            "vocab_size",
+            "q_proj",
+        )
+    )
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
+)
 @pytest.mark.parametrize("scope", ["global", "local"])
 def test_what_fits_is_let_through(backend, recipe, scope):
     if (recipe, scope) != ("delayed", "local"):
-        device_shapes.check(sizes.config(recipe, parts=2, **sizes.MESH | {"amax_scope": scope}), backend)
+        device_shapes.check(
+            sizes.config(recipe, parts=2, **sizes.MESH | {"amax_scope": scope}), backend
+        )

@@ -32,8 +32,12 @@ def read(source, *, utf8=True, **keys) -> list[documents.Document]:
 
 
 def opened(source, **keys) -> loader.Batches:
-    section = DataConfig(source=str(source), sequence_length=8, batch_size=1, validation_fraction=0.25, **keys)
-    return loader.open_batches(Config(model=LlamaConfig(), data=section, run=RunConfig(eval_batches=1)))
+    section = DataConfig(
+        source=str(source), sequence_length=8, batch_size=1, validation_fraction=0.25, **keys
+    )
+    return loader.open_batches(
+        Config(model=LlamaConfig(), data=section, run=RunConfig(eval_batches=1))
+    )
 
 
 def in_validation(text: str) -> bool:
@@ -93,7 +97,9 @@ def test_damage_to_parquet_is_an_error_of_one_line(tmp_path):
 def test_a_pipe_of_parquet_is_refused(tmp_path):
     """It is read from its end."""
     os.mkfifo(tmp_path / "a.parquet")  # which nobody writes to
-    with pytest.raises(ConfigError, match=r"a\.parquet cannot be read \(it is no regular file, but a pipe"):
+    with pytest.raises(
+        ConfigError, match=r"a\.parquet cannot be read \(it is no regular file, but a pipe"
+    ):
         read(tmp_path)
 
 
@@ -107,16 +113,24 @@ def test_another_column(tmp_path):
     [
         ("a.jsonl", b'{"text": "x"}\nno\n', r"a\.jsonl: line 2 is not JSON \("),
         ("a.jsonl", b"[1]\n", r"a\.jsonl: line 1 is not a JSON object"),
-        ("a.jsonl", b'{"body": "x", "id": 1}\n', r"line 1 has no column 'text'; it has 'body', 'id'. Set data.text_column"),
+        (
+            "a.jsonl",
+            b'{"body": "x", "id": 1}\n',
+            r"line 1 has no column 'text'; it has 'body', 'id'. Set data.text_column",
+        ),
         ("a.jsonl", b"{}\n", r"line 1 has no column 'text'; it has none. Set"),
-        ("val.jsonl", b'{"text": "x"}\n', r"every file is for validation by its name, such as 'val\.jsonl' \(D-5\)"),
+        (
+            "val.jsonl",
+            b'{"text": "x"}\n',
+            r"every file is for validation by its name, such as 'val\.jsonl' \(D-5\)",
+        ),
         ("a.jsonl", b'{"text": null}\n', r"line 1: 'text' is not text but NoneType"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1: 'text' is not Unicode text"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl: line 1 is not JSON \("),
         ("a.parquet", b"", r"a\.parquet cannot be read"),
         ("a.parquet", b"PAR1 and no more", r"a\.parquet cannot be read"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_cannot_be_used_is_named(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=said):
@@ -133,7 +147,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path, suffix):
 def test_bytes_of_text_files_may_have_an_end(tmp_path):  # D-6
     for i in range(60):
         (tmp_path / f"{i:02}.txt").write_text("x" * 7)
-    assert opened(tmp_path, end_of_document="|").step(0).astype(np.uint8).tobytes() in b"xxxxxxx|" * 3
+    assert (
+        opened(tmp_path, end_of_document="|").step(0).astype(np.uint8).tobytes() in b"xxxxxxx|" * 3
+    )
 
 
 def test_a_parquet_without_the_column_or_of_another_type_is_named(tmp_path):
@@ -145,9 +161,13 @@ def test_a_parquet_without_the_column_or_of_another_type_is_named(tmp_path):
 
 
 def test_a_parquet_whose_text_is_not_utf8_is_named(tmp_path):
-    broken = pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(np.array([0, 1], "<i4")), pyarrow.py_buffer(b"\xff"))
+    broken = pyarrow.StringArray.from_buffers(
+        1, pyarrow.py_buffer(np.array([0, 1], "<i4")), pyarrow.py_buffer(b"\xff")
+    )
     pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"a\.parquet cannot be read \('utf-8' codec can't decode byte 0xff"):
+    with pytest.raises(
+        ConfigError, match=r"a\.parquet cannot be read \('utf-8' codec can't decode byte 0xff"
+    ):
         read(tmp_path)
 
 
@@ -173,10 +193,16 @@ def test_training_reads_tokenized_documents_that_follow_each_other(tmp_path, wor
     write(tmp_path / "val.jsonl", ["scale"] * 20)
     batches = opened(tmp_path, tokenizer=words, end_of_document="<|end|>")
     stream = np.array([0, 1, 5, 3, 5] * 20)
-    assert sorted(batches.step(i)[0].tolist() for i in range(12)) == sorted(stream[i : i + 9].tolist() for i in range(0, 92, 8))
+    assert sorted(batches.step(i)[0].tolist() for i in range(12)) == sorted(
+        stream[i : i + 9].tolist() for i in range(0, 92, 8)
+    )
     assert batches.held_out(0)[0].tolist() == [2, 5] * 4 + [2]
     described = batches.description
-    assert (described["train_tokens"], described["validation_tokens"], described["files"]) == (100, 40, 2)
+    assert (described["train_tokens"], described["validation_tokens"], described["files"]) == (
+        100,
+        40,
+        2,
+    )
     assert described["validation_unigram_entropy"] == pytest.approx(np.log(2))
     assert json.loads(json.dumps(described)) == described
 
@@ -198,17 +224,23 @@ def test_text_files_with_a_tokenizer_are_documents_split_by_path(tmp_path, words
         (tmp_path / f"{i}.txt").write_text("fp8 amax bits scale" * (i + 1))
     found = read(tmp_path, tokenizer=words)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert [d.validation for d in found] == [hashlib.sha256(name.encode()).digest()[0] < 64 for name in names]
+    assert [d.validation for d in found] == [
+        hashlib.sha256(name.encode()).digest()[0] < 64 for name in names
+    ]
     assert opened(tmp_path, tokenizer=words, end_of_document="").description["tokenizer"] == words
 
 
-def test_a_vocabulary_larger_than_the_model_s_is_refused_before_anything_is_read(tmp_path, words, monkeypatch):
+def test_a_vocabulary_larger_than_the_model_s_is_refused_before_anything_is_read(
+    tmp_path, words, monkeypatch
+):
     content = json.loads((tmp_path.parent / words).read_text())
     content["model"]["vocab"]["rare"] = 300
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     write(tmp_path / "a.jsonl", TEXTS)
     monkeypatch.setattr(documents, "tokenized", lambda *_, **__: pytest.fail("was read"))
-    with pytest.raises(ConfigError, match=r"model.vocab_size is 256, and the vocabulary of tokenizer .* 301"):
+    with pytest.raises(
+        ConfigError, match=r"model.vocab_size is 256, and the vocabulary of tokenizer .* 301"
+    ):
         opened(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "tokenizer.json"), end_of_document="")
 
 
@@ -228,5 +260,7 @@ def test_a_dataset_of_the_hub_is_refused_with_the_command_that_makes_shards_of_i
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", ["x"])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ConfigError, match=r"reading a.parquet needs pyarrow .*pip install 'fp8ref\[data\]'"):
+    with pytest.raises(
+        ConfigError, match=r"reading a.parquet needs pyarrow .*pip install 'fp8ref\[data\]'"
+    ):
         read(tmp_path)

@@ -19,9 +19,23 @@ from fp8ref.train.data import loader, windows
 
 
 def config_of(
-    source: Path | str, *, length: int = 8, batch: int = 4, fraction: float = 0.25, seed: int = 0, eval_batches: int = 2, **keys
+    source: Path | str,
+    *,
+    length: int = 8,
+    batch: int = 4,
+    fraction: float = 0.25,
+    seed: int = 0,
+    eval_batches: int = 2,
+    **keys,
 ) -> Config:
-    section = DataConfig(source=str(source), sequence_length=length, batch_size=batch, validation_fraction=fraction, seed=seed, **keys)
+    section = DataConfig(
+        source=str(source),
+        sequence_length=length,
+        batch_size=batch,
+        validation_fraction=fraction,
+        seed=seed,
+        **keys,
+    )
     return Config(data=section, run=RunConfig(eval_batches=eval_batches))
 
 
@@ -36,7 +50,9 @@ def in_validation(path: str, fraction: float = 0.25) -> bool:
 
 def path_in(split: str) -> str:
     """A file name that falls into a split."""
-    return next(f"{i}.txt" for i in range(1000) if in_validation(f"{i}.txt") == (split == "validation"))
+    return next(
+        f"{i}.txt" for i in range(1000) if in_validation(f"{i}.txt") == (split == "validation")
+    )
 
 
 def counters(start: int, n: int) -> bytes:
@@ -48,7 +64,9 @@ def counters(start: int, n: int) -> bytes:
 def marked(tmp_path):
     """60 files, each of 90 bytes of a value of its own: {byte: relative path}."""
     root = tmp_path / "marked"
-    files = {i + 10: f"{'deep/' if i % 2 else ''}{i}.{('txt', 'md', 'py')[i % 3]}" for i in range(60)}
+    files = {
+        i + 10: f"{'deep/' if i % 2 else ''}{i}.{('txt', 'md', 'py')[i % 3]}" for i in range(60)
+    }
     for byte, relative in files.items():
         path = root / relative
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +76,9 @@ def marked(tmp_path):
 
 @pytest.fixture
 def two_files(tmp_path):
-    """A training file of 65 windows of 8 and a validation file, both of counters: (directory, training bytes, validation bytes)."""
+    """A training file of 65 windows of 8 and a validation file, both of counters: (directory,
+    training bytes, validation bytes).
+    """
     root = tmp_path / "two"
     root.mkdir()
     train, validation = counters(0, 65) + b"x", counters(5000, 40) + b"x"
@@ -100,7 +120,9 @@ def test_200_steps_read_backwards_are_the_same_200_steps(marked):  # D-2
 
 def test_another_seed_gives_other_batches(marked):  # D-2
     first, second = opened(marked[0], seed=0), opened(marked[0], seed=1)
-    assert digest(first.step(step) for step in range(20)) != digest(second.step(step) for step in range(20))
+    assert digest(first.step(step) for step in range(20)) != digest(
+        second.step(step) for step in range(20)
+    )
 
 
 def test_another_step_gives_another_batch(two_files):  # D-2
@@ -117,19 +139,28 @@ def test_a_late_step_is_as_near_as_the_first(marked, step):  # D-2
 
 @pytest.mark.parametrize("seed", [2**31, 2**32, 10**18])
 def test_large_seeds_are_seeds_too(marked, seed):
-    assert digest([opened(marked[0], seed=seed).step(0)]) != digest([opened(marked[0], seed=0).step(0)])
+    assert digest([opened(marked[0], seed=seed).step(0)]) != digest(
+        [opened(marked[0], seed=0).step(0)]
+    )
 
 
 def test_an_epoch_holds_every_window_once(two_files):  # D-2
     root, train, _ = two_files
     batches = opened(root, batch=5)  # 65 windows in 13 batches
-    assert sorted(starts([batches.step(step) for step in range(13)], train)) == list(range(0, 65 * 8, 8))
+    assert sorted(starts([batches.step(step) for step in range(13)], train)) == list(
+        range(0, 65 * 8, 8)
+    )
 
 
 def test_windows_overlap_by_exactly_one_token(two_files):  # D-2
     root, train, _ = two_files
     batches = opened(root, batch=5)
-    rows = {start: row for step in range(13) for row in batches.step(step) for start in starts([row[None]], train)}
+    rows = {
+        start: row
+        for step in range(13)
+        for row in batches.step(step)
+        for start in starts([row[None]], train)
+    }
     for start in range(0, 64 * 8, 8):
         assert set(range(start, start + 9)) & set(range(start + 8, start + 17)) == {start + 8}
         assert rows[start][-1] == rows[start + 8][0] == train[start + 8]
@@ -139,7 +170,9 @@ def test_windows_overlap_by_exactly_one_token(two_files):  # D-2
 def test_each_epoch_has_a_shuffle_of_its_own(two_files):  # D-2
     root, train, _ = two_files
     batches = opened(root, batch=5)
-    epochs = [starts([batches.step(13 * epoch + step) for step in range(13)], train) for epoch in range(3)]
+    epochs = [
+        starts([batches.step(13 * epoch + step) for step in range(13)], train) for epoch in range(3)
+    ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert sorted(epochs[0]) not in epochs
@@ -149,13 +182,17 @@ def test_one_seed_is_not_the_next_one_an_epoch_later(two_files):  # D-2
     root, _, _ = two_files
     later = opened(root, batch=5, seed=0)
     first = opened(root, batch=5, seed=1)
-    assert digest(later.step(13 + step) for step in range(13)) != digest(first.step(step) for step in range(13))
+    assert digest(later.step(13 + step) for step in range(13)) != digest(
+        first.step(step) for step in range(13)
+    )
 
 
 def test_batches_run_on_across_the_end_of_an_epoch(two_files):  # D-2
     root, train, _ = two_files
     batches = opened(root, batch=4)  # the seventeenth batch holds one window of the first epoch
-    assert set(starts([batches.step(step) for step in range(17)], train)) == set(range(0, 65 * 8, 8))
+    assert set(starts([batches.step(step) for step in range(17)], train)) == set(
+        range(0, 65 * 8, 8)
+    )
 
 
 def test_files_are_split_by_the_hash_of_their_paths_alone(marked):  # D-1
@@ -163,7 +200,9 @@ def test_files_are_split_by_the_hash_of_their_paths_alone(marked):  # D-1
     batches = opened(root, batch=1, eval_batches=20)
     read = {
         "train": {token for step in range(700) for token in np.unique(batches.step(step)).tolist()},
-        "validation": {token for i in range(150) for token in np.unique(batches.held_out(i)).tolist()},
+        "validation": {
+            token for i in range(150) for token in np.unique(batches.held_out(i)).tolist()
+        },
     }
     held_out = {byte for byte, path in files.items() if in_validation(path)}
     assert read == {"train": files.keys() - held_out, "validation": held_out}
@@ -178,14 +217,27 @@ def test_the_built_in_corpus_is_the_standard_library_less_tests_and_packages(): 
     paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = set(folders) - left_out
-        paths += [Path(folder, name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
+        paths += [
+            Path(folder, name).relative_to(root).as_posix()
+            for name in names
+            if name.endswith(".py")
+        ]
     for path in sorted(paths):
         split = "validation" if in_validation(path, 0.1) else "train"
         texts[split] += (root / path).read_bytes()
-    assert all(row.astype(np.uint8).tobytes() in texts["validation"] for i in range(2) for row in batches.held_out(i))
+    assert all(
+        row.astype(np.uint8).tobytes() in texts["validation"]
+        for i in range(2)
+        for row in batches.held_out(i)
+    )
     assert batches.description["files"] == len(paths)
-    assert batches.description["sha256"] == hashlib.sha256(texts["train"] + b"\0" + texts["validation"]).hexdigest()
-    assert 2.5 < batches.description["validation_unigram_entropy"] < 4  # English and code lie near 3 nats, uniform bytes at 5.5
+    assert (
+        batches.description["sha256"]
+        == hashlib.sha256(texts["train"] + b"\0" + texts["validation"]).hexdigest()
+    )
+    assert (
+        2.5 < batches.description["validation_unigram_entropy"] < 4
+    )  # English and code lie near 3 nats, uniform bytes at 5.5
 
 
 def test_validation_does_not_depend_on_the_seed(two_files):  # D-2
@@ -203,7 +255,13 @@ def test_validation_batches_differ_and_repeat(two_files):  # D-2
 
 
 def test_a_split_is_its_files_in_the_order_of_their_relative_paths(tmp_path):  # D-1
-    contents = {"b.txt": b"b" * 40, "a/z.txt": b"c" * 40, "a.txt": b"d" * 40, "a/b/c.txt": b"e" * 40, "Z.txt": b"f" * 40}
+    contents = {
+        "b.txt": b"b" * 40,
+        "a/z.txt": b"c" * 40,
+        "a.txt": b"d" * 40,
+        "a/b/c.txt": b"e" * 40,
+        "Z.txt": b"f" * 40,
+    }
     contents |= {f"{i}.md": bytes([i + 128]) * 40 for i in range(30)}
     for path, content in contents.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +271,10 @@ def test_a_split_is_its_files_in_the_order_of_their_relative_paths(tmp_path):  #
         splits[in_validation(path)] += contents[path]
     description = opened(tmp_path).description
     assert description["sha256"] == hashlib.sha256(splits[False] + b"\0" + splits[True]).hexdigest()
-    assert (description["train_bytes"], description["validation_bytes"]) == (len(splits[False]), len(splits[True]))
+    assert (description["train_bytes"], description["validation_bytes"]) == (
+        len(splits[False]),
+        len(splits[True]),
+    )
     assert description["files"] == 35
 
 
@@ -239,11 +300,19 @@ def test_description_names_the_source_and_its_entropy(two_files):
     description = opened(root).description
     frequencies = [validation.count(byte) / len(validation) for byte in set(validation)]
     assert description["source"] == str(root)
-    assert description["validation_unigram_entropy"] == pytest.approx(-math.fsum(p * math.log(p) for p in frequencies), rel=1e-12)
+    assert description["validation_unigram_entropy"] == pytest.approx(
+        -math.fsum(p * math.log(p) for p in frequencies), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "entropy"), [(b"aaaa", 0.0), (b"abab", math.log(2)), (bytes(range(256)), math.log(256)), (b"aaab", 0.5623351446188083)]
+    ("text", "entropy"),
+    [
+        (b"aaaa", 0.0),
+        (b"abab", math.log(2)),
+        (bytes(range(256)), math.log(256)),
+        (b"aaab", 0.5623351446188083),
+    ],
 )
 def test_unigram_entropy_is_in_nats(text, entropy):
     assert loader.unigram_entropy(text) == pytest.approx(entropy, rel=1e-12, abs=1e-15)
@@ -259,10 +328,18 @@ def test_every_byte_is_a_token(tmp_path):  # D-1
 
 @pytest.mark.parametrize(
     ("split", "keys", "held", "needed"),
-    [("train", {"batch": 66}, 65, 66), ("train", {"length": 521}, 0, 4), ("validation", {"eval_batches": 11}, 40, 44)],
+    [
+        ("train", {"batch": 66}, 65, 66),
+        ("train", {"length": 521}, 0, 4),
+        ("validation", {"eval_batches": 11}, 40, 44),
+    ],
 )
-def test_a_split_shorter_than_its_batches_is_refused_with_both_numbers(two_files, split, keys, held, needed):
-    with pytest.raises(ConfigError, match=f"the {split} split holds {held} sequences.*and {needed} are needed"):
+def test_a_split_shorter_than_its_batches_is_refused_with_both_numbers(
+    two_files, split, keys, held, needed
+):
+    with pytest.raises(
+        ConfigError, match=f"the {split} split holds {held} sequences.*and {needed} are needed"
+    ):
         opened(two_files[0], **keys)
 
 
@@ -305,7 +382,10 @@ def stored(kind: str, folder: Path) -> str:
         elif kind == "shards":
             part.astype("<u2").tofile(folder / f"{i}.bin")
     if kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": [part.tobytes().decode() for part in parts]}), folder / "a.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": [part.tobytes().decode() for part in parts]}),
+            folder / "a.parquet",
+        )
     return str(folder)
 
 
@@ -313,8 +393,12 @@ def stored(kind: str, folder: Path) -> str:
 def test_a_row_of_1000_global_batches_is_its_sample_of_the_shuffle(tmp_path, kind):  # D-3
     source = stored(kind, tmp_path)
     batches, samples = opened(source, batch=8), opened(source, batch=1)
-    assert digest(batches.step(step) for step in range(1000)) == digest(samples.step(i) for i in range(8000))
-    np.testing.assert_array_equal(batches.held_out(1), np.concatenate([samples.held_out(i) for i in range(8, 16)]))
+    assert digest(batches.step(step) for step in range(1000)) == digest(
+        samples.step(i) for i in range(8000)
+    )
+    np.testing.assert_array_equal(
+        batches.held_out(1), np.concatenate([samples.held_out(i) for i in range(8, 16)])
+    )
 
 
 @pytest.mark.parametrize("kind", ["text", "shards", "parquet"])
@@ -323,14 +407,22 @@ def test_a_step_reads_its_own_windows_and_no_others(tmp_path, monkeypatch, kind,
     batches = opened(stored(kind, tmp_path), batch=8)
     read = []
     real = windows.Windows.__getitem__
-    monkeypatch.setattr(windows.Windows, "__getitem__", lambda self, index: (read.append(index), real(self, index))[1])
+    monkeypatch.setattr(
+        windows.Windows,
+        "__getitem__",
+        lambda self, index: (read.append(index), real(self, index))[1],
+    )
     batches.step(step)
     assert len(read) == 8
 
 
 def test_more_windows_than_can_be_shuffled_are_refused(marked, monkeypatch):
     monkeypatch.setattr(windows, "MOST", 100)
-    with pytest.raises(ConfigError, match=r"the train split holds \d+ sequences .* 100 is the most .* Raise data.sequence_length"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the train split holds \d+ sequences .* 100 is the most .* Raise "
+        r"data.sequence_length",
+    ):
         opened(marked[0])
 
 
@@ -349,7 +441,13 @@ if "jax" in sys.modules:  # grain imports it
 @pytest.mark.slow
 def test_a_torch_run_initializes_no_backend_of_jax(tmp_path, small):
     (tmp_path / "small.toml").write_text(tomli_w.dumps(configs.to_dict(small)))
-    command = [sys.executable, "-c", WITHOUT_JAX, str(tmp_path / "small.toml"), str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        "-c",
+        WITHOUT_JAX,
+        str(tmp_path / "small.toml"),
+        str(tmp_path / "run"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -369,7 +467,13 @@ def test_opening_imports_neither_torch_nor_a_library_that_is_not_needed(tmp_path
     for kind in ("text", "shards", "parquet"):
         (tmp_path / kind).mkdir()
         sources.append(stored(kind, tmp_path / kind))
-    shown = subprocess.run([sys.executable, "-c", OPENED, *sources], capture_output=True, text=True, check=True, timeout=60)
+    shown = subprocess.run(
+        [sys.executable, "-c", OPENED, *sources],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert shown.stdout.strip() == "[]"
 
 
@@ -434,7 +538,11 @@ def test_a_set_may_be_all_for_validation_by_its_names(tmp_path):  # D-9
 @pytest.mark.parametrize("key", ["mixture", "evaluation"])
 def test_the_key_of_a_source_that_cannot_be_read_is_named(tmp_path, key):
     absent = str(tmp_path / "absent")
-    keys = {"mixture": ((absent, 1.0),)} if key == "mixture" else {"evaluation": (("held", absent),)}
-    with pytest.raises(ConfigError, match=rf"^data\.{key} is 'stdlib' or a directory.*absent") as raised:
+    keys = (
+        {"mixture": ((absent, 1.0),)} if key == "mixture" else {"evaluation": (("held", absent),)}
+    )
+    with pytest.raises(
+        ConfigError, match=rf"^data\.{key} is 'stdlib' or a directory.*absent"
+    ) as raised:
         opened("stdlib", **keys)
     assert "data.source" not in str(raised.value)

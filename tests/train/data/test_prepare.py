@@ -35,12 +35,18 @@ def make(source, out, *, shard_tokens=10**6, hf_split=None, **keys):
 
 
 def opened(source, **keys) -> loader.Batches:
-    section = DataConfig(source=str(source), sequence_length=8, batch_size=2, validation_fraction=0.25, **keys)
-    return loader.open_batches(Config(model=LlamaConfig(), data=section, run=RunConfig(eval_batches=1)))
+    section = DataConfig(
+        source=str(source), sequence_length=8, batch_size=2, validation_fraction=0.25, **keys
+    )
+    return loader.open_batches(
+        Config(model=LlamaConfig(), data=section, run=RunConfig(eval_batches=1))
+    )
 
 
 def contents(folder) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*"))}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*"))
+    }
 
 
 @pytest.mark.parametrize("kind", ["text", "documents"])
@@ -55,11 +61,15 @@ def test_training_from_shards_is_training_from_their_source(tmp_path, text, sour
 
 def test_shards_and_what_is_said_of_them(tmp_path, source):  # D-7
     words = str(write_words(tmp_path / "tokenizer.json"))
-    made = make(source, tmp_path / "out", tokenizer=words, end_of_document="<|end|>", shard_tokens=60)
+    made = make(
+        source, tmp_path / "out", tokenizer=words, end_of_document="<|end|>", shard_tokens=60
+    )
     splits = {"train": [], "val": []}
     for text in TEXTS:
         held_out = int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) < 2**62
-        splits["val" if held_out else "train"] += [["fp8", "amax", "scale", "bits"].index(word) for word in text.split()] + [5]
+        splits["val" if held_out else "train"] += [
+            ["fp8", "amax", "scale", "bits"].index(word) for word in text.split()
+        ] + [5]
     expected = {"shards.json"}
     for split, tokens in splits.items():
         for i in range(0, len(tokens), 60):
@@ -72,8 +82,16 @@ def test_shards_and_what_is_said_of_them(tmp_path, source):  # D-7
             assert made.files[name].sample == sidecar.sample(tmp_path / "out" / name)
     assert {path.name for path in (tmp_path / "out").iterdir()} == expected
     said = json.loads((tmp_path / "out" / "shards.json").read_text())
-    assert (said["tokenizer"], said["vocab_size"], said["end_of_document"], said["max_id"], said["dtype"]) == (words, 6, 5, 5, "uint16")
-    assert opened(tmp_path / "out").step(0).max() <= 5  # the short shards at the ends hold fewer windows, and are no error
+    assert (
+        said["tokenizer"],
+        said["vocab_size"],
+        said["end_of_document"],
+        said["max_id"],
+        said["dtype"],
+    ) == (words, 6, 5, 5, "uint16")
+    assert (
+        opened(tmp_path / "out").step(0).max() <= 5
+    )  # the short shards at the ends hold fewer windows, and are no error
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source.jsonl", "tokenizer.json"]
 
 
@@ -81,7 +99,9 @@ def test_a_large_vocabulary_takes_32_bits(tmp_path, source):  # D-7
     content = json.loads(write_words(tmp_path / "tokenizer.json").read_text())
     content["model"]["vocab"]["bits"] = 65536
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    made = make(source, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"), end_of_document="")
+    made = make(
+        source, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"), end_of_document=""
+    )
     assert (made.dtype, made.max_id, made.vocab_size) == ("uint32", 65536, 65537)
     assert 65536 in np.fromfile(tmp_path / "out" / "train-00000.bin", "<u4")
 
@@ -94,7 +114,9 @@ def test_tiktoken(tmp_path, source, monkeypatch):
 
 
 class Stream:
-    """What datasets.load_dataset gives when streaming; ``fails`` is the row at which the network does."""
+    """What datasets.load_dataset gives when streaming; ``fails`` is the row at which the network
+    does.
+    """
 
     def __init__(self, fails=None):
         self.fails, self.asked = fails, []
@@ -119,11 +141,15 @@ def test_the_hub_is_streamed(tmp_path, source, monkeypatch, name, config):  # D-
     make(source, tmp_path / "local")
     assert stream.asked == [("org/name", config, "part", True)]
     hub, local = contents(tmp_path / "hub"), contents(tmp_path / "local")
-    assert {k: v for k, v in hub.items() if k != "shards.json"} == {k: v for k, v in local.items() if k != "shards.json"}
+    assert {k: v for k, v in hub.items() if k != "shards.json"} == {
+        k: v for k, v in local.items() if k != "shards.json"
+    }
 
 
 def test_a_stream_is_not_held_in_memory(tmp_path, monkeypatch):
-    """Of 48 MiB of documents, 96 MiB of tokens, a batch at a time: that of 1 MiB in a few copies and types."""
+    """Of 48 MiB of documents, 96 MiB of tokens, a batch at a time: that of 1 MiB in a few copies
+    and types.
+    """
     texts = ({"text": f"{i:02}" * 2**19} for i in range(48))
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: texts)
     tracemalloc.start()
@@ -139,7 +165,9 @@ def test_a_stream_is_not_held_in_memory(tmp_path, monkeypatch):
 def test_a_stream_that_breaks_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", Stream(fails=40))
     with pytest.raises(
-        ConfigError, match=r"'hf:org/name', split 'train': datasets cannot stream it after 40 rows \(ConnectionError: reset\)"
+        ConfigError,
+        match=r"'hf:org/name', split 'train': datasets cannot stream it after 40 rows "
+        r"\(ConnectionError: reset\)",
     ):
         make("hf:org/name", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -150,13 +178,18 @@ def test_what_the_hub_does_not_know_is_said(tmp_path, monkeypatch):
         raise datasets.exceptions.DatasetNotFoundError("doesn't exist")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(ConfigError, match=r"cannot stream it \(DatasetNotFoundError: doesn't exist\)"):
+    with pytest.raises(
+        ConfigError, match=r"cannot stream it \(DatasetNotFoundError: doesn't exist\)"
+    ):
         make("hf:org/name", tmp_path / "out")
 
 
 def test_the_hub_without_datasets_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"data.source 'hf:org/name' needs datasets .*pip install 'fp8ref\[data\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.source 'hf:org/name' needs datasets .*pip install 'fp8ref\[data\]'",
+    ):
         make("hf:org/name", tmp_path / "out")
 
 
@@ -177,7 +210,10 @@ def test_an_empty_directory_is_filled_and_missing_parents_are_made(tmp_path, sou
     assert contents(tmp_path / "empty") == contents(tmp_path / "a" / "b")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ConfigError("line 3"), OSError(errno.ENOSPC, "No space left on device")])
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), ConfigError("line 3"), OSError(errno.ENOSPC, "No space left on device")],
+)
 def test_what_stops_it_leaves_nothing(tmp_path, source, monkeypatch, error):
     def tokenized(*_):
         yield False, np.arange(100, dtype=np.uint16)
@@ -190,18 +226,33 @@ def test_what_stops_it_leaves_nothing(tmp_path, source, monkeypatch, error):
 
 
 LIMITED = (
-    "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300)); from fp8ref.cli import main; sys.exit(main(sys.argv[1:]))"
+    "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300)); from "
+    "fp8ref.cli import main; sys.exit(main(sys.argv[1:]))"
 )
 
 
 def test_a_disk_that_takes_no_more_is_a_user_s_error(tmp_path, source):
-    """The operating system refuses what goes beyond 300 bytes of a file, as it refuses what a full disk has no room for."""
-    command = [sys.executable, "-B", "-c", LIMITED, "data", "prepare", "--source", str(source), "--out", str(tmp_path / "out")]
+    """The operating system refuses what goes beyond 300 bytes of a file, as it refuses what a full
+    disk has no room for.
+    """
+    command = [
+        sys.executable,
+        "-B",
+        "-c",
+        LIMITED,
+        "data",
+        "prepare",
+        "--source",
+        str(source),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr
-        == f"fp8ref: --out {tmp_path / 'out'} cannot be written (File too large); no file of it is kept. Free space, or name another.\n"
+        == f"fp8ref: --out {tmp_path / 'out'} cannot be written (File too large); no file of "
+        "it is kept. Free space, or name another.\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
 
@@ -224,8 +275,22 @@ sys.exit(main(sys.argv[1:]))
 
 def ended_by(sent: signal.Signals, source, out) -> tuple[int, str]:
     """The exit code and what is said of a prepare that gets a signal in the middle of its work."""
-    command = [sys.executable, "-c", SLOW, "data", "prepare", "--source", source, "--out", out, "--shard-tokens", "50"]
-    with subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-c",
+        SLOW,
+        "data",
+        "prepare",
+        "--source",
+        source,
+        "--out",
+        out,
+        "--shard-tokens",
+        "50",
+    ]
+    with subprocess.Popen(
+        [str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             while process.stdout.readline() != "49\n":
                 assert process.poll() is None
@@ -238,11 +303,16 @@ def ended_by(sent: signal.Signals, source, out) -> tuple[int, str]:
 
 def test_sigterm_ends_it_and_leaves_nothing(tmp_path, source):  # D-7
     out = tmp_path / "out"
-    assert ended_by(signal.SIGTERM, source, out) == (143, f"stopped by SIGTERM; {out} was not written\n")
+    assert ended_by(signal.SIGTERM, source, out) == (
+        143,
+        f"stopped by SIGTERM; {out} was not written\n",
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
 
 
-def test_a_kill_leaves_nothing_that_passes_for_complete_and_the_next_removes_it(tmp_path, source):  # D-7
+def test_a_kill_leaves_nothing_that_passes_for_complete_and_the_next_removes_it(
+    tmp_path, source
+):  # D-7
     ended_by(signal.SIGKILL, source, tmp_path / "out")
     left = [path for path in tmp_path.rglob("*") if path.suffix == ".bin"]
     assert left  # it was killed in the middle of its work
@@ -257,12 +327,16 @@ def test_a_kill_leaves_nothing_that_passes_for_complete_and_the_next_removes_it(
 
 
 @pytest.mark.parametrize("out", ["link", "."])
-def test_a_directory_that_cannot_be_replaced_is_refused_before_anything_is_read(tmp_path, source, monkeypatch, out):
+def test_a_directory_that_cannot_be_replaced_is_refused_before_anything_is_read(
+    tmp_path, source, monkeypatch, out
+):
     (tmp_path / "target").mkdir()
     (tmp_path / "link").symlink_to("target")
     monkeypatch.chdir(tmp_path / "target")
     monkeypatch.setattr(documents, "read", lambda *_, **__: pytest.fail("was read"))
-    with pytest.raises(ConfigError, match=rf"--out .*{out} cannot be written \(.*\); no file of it is kept"):
+    with pytest.raises(
+        ConfigError, match=rf"--out .*{out} cannot be written \(.*\); no file of it is kept"
+    ):
         make(source, Path(out) if out == "." else tmp_path / out)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["link", "source.jsonl", "target"]
 
@@ -325,17 +399,34 @@ def test_the_bar_counts_the_source_s_bytes(tmp_path, source, monkeypatch):
 
 
 def test_the_command(tmp_path, source, capfd, monkeypatch):
-    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):  # with these rich takes anything for a terminal
+    for variable in (
+        "FORCE_COLOR",
+        "TTY_COMPATIBLE",
+    ):  # with these rich takes anything for a terminal
         monkeypatch.delenv(variable, raising=False)
     out = tmp_path / "out"
-    arguments = ["data", "prepare", "--source", source, "--out", out, "--validation-fraction", "0.25", "--shard-tokens", "500"]
+    arguments = [
+        "data",
+        "prepare",
+        "--source",
+        source,
+        "--out",
+        out,
+        "--validation-fraction",
+        "0.25",
+        "--shard-tokens",
+        "500",
+    ]
     assert cli.main([str(a) for a in arguments]) == 0
     shown = capfd.readouterr()
     assert shown.err == ""
     files = {path.name: path.stat().st_size // 2 for path in out.glob("*.bin")}
-    counts = [sum(n for name, n in files.items() if name.startswith(split)) for split in ("train", "val")]
+    counts = [
+        sum(n for name, n in files.items() if name.startswith(split)) for split in ("train", "val")
+    ]
     assert shown.out.splitlines() == [
-        f"{out}: {counts[0]:,} tokens for training, {counts[1]:,} for validation, uint16, in {len(files)} files",
+        f"{out}: {counts[0]:,} tokens for training, {counts[1]:,} for validation, uint16, in "
+        f"{len(files)} files",
         f"train from them with --data.source {out} --model.vocab_size 256",
     ]
     assert max(files.values()) == 500
@@ -346,12 +437,18 @@ def test_ctrl_c_exits_with_130_and_says_that_nothing_is_kept(tmp_path, source, c
         raise KeyboardInterrupt
 
     monkeypatch.setattr(documents, "read", interrupted)
-    assert cli.main(["data", "prepare", "--source", str(source), "--out", str(tmp_path / "out")]) == 130
+    assert (
+        cli.main(["data", "prepare", "--source", str(source), "--out", str(tmp_path / "out")])
+        == 130
+    )
     assert capfd.readouterr() == ("", f"interrupted; {tmp_path / 'out'} was not written\n")
     assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["data"], 2), (["data", "--help"], 0), (["data", "prepare", "--help"], 0)])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["data"], 2), (["data", "--help"], 0), (["data", "prepare", "--help"], 0)],
+)
 def test_help(capfd, arguments, code):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
@@ -365,7 +462,10 @@ def test_help(capfd, arguments, code):
         (["--out", "x"], "--source"),
         (["--source", "stdlib"], "--out"),
         (["--source", "absent", "--out", "x"], "'absent', which is not a directory"),
-        (["--source", "stdlib", "--out", "x", "--validation-fraction", "2"], "data.validation_fraction must be between 0 and 1; got 2.0"),
+        (
+            ["--source", "stdlib", "--out", "x", "--validation-fraction", "2"],
+            "data.validation_fraction must be between 0 and 1; got 2.0",
+        ),
         (["--source", "stdlib", "--out", "x", "--vocab"], "unrecognized arguments: --vocab"),
     ],
 )

@@ -40,7 +40,9 @@ def test_a_pattern_names_files_relative_to_what_they_share(tree, pattern):
 
 def test_a_file_is_a_source(tree):
     root = tree("x.parquet", "y.parquet")
-    assert find(root / "x.parquet") == sources.Source(kind="documents", files=(("x.parquet", root / "x.parquet"),))
+    assert find(root / "x.parquet") == sources.Source(
+        kind="documents", files=(("x.parquet", root / "x.parquet"),)
+    )
 
 
 def test_hidden_folders_are_not_searched_for_shards(tree):
@@ -65,9 +67,18 @@ def test_a_directory_that_may_not_be_read_is_named(tree, monkeypatch, name):
         find(root)
 
 
-def test_folders_of_the_standard_library_that_are_left_out_are_not_read_at_all(tree, monkeypatch):  # D-1
+def test_folders_of_the_standard_library_that_are_left_out_are_not_read_at_all(
+    tree, monkeypatch
+):  # D-1
     """site-packages may hold sixty times as many files."""
-    root = tree("a.py", "email/b.py", "email/notes.txt", "site-packages/deep/c.py", "email/test/d.py", "test.py")
+    root = tree(
+        "a.py",
+        "email/b.py",
+        "email/notes.txt",
+        "site-packages/deep/c.py",
+        "email/test/d.py",
+        "test.py",
+    )
     real = os.scandir
 
     def denied(path):
@@ -96,7 +107,10 @@ def test_a_name_of_the_hub_is_not_looked_for_on_disk():
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["a.bin", "readme.md"], r"holds shards \(a.bin\) and text \(readme.md\).*'.*/\*\*/\*.bin'"),
+        (
+            ["a.bin", "readme.md"],
+            r"holds shards \(a.bin\) and text \(readme.md\).*'.*/\*\*/\*.bin'",
+        ),
         (["a.bin", "b.jsonl"], r"names documents \(b.jsonl\) and shards \(a.bin\)"),
         (["a.png"], r"holds no \.md, \.py, \.txt files with text in them, no token shards"),
     ],
@@ -106,7 +120,10 @@ def test_a_directory_of_more_than_one_kind_or_none_is_refused(tree, names, said)
         find(tree(*names))
 
 
-@pytest.mark.parametrize(("source", "said"), [("absent/*.bin", "matches no file"), ("*", "matches a.png"), ("a.png", "is not a directory")])
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("absent/*.bin", "matches no file"), ("*", "matches a.png"), ("a.png", "is not a directory")],
+)
 def test_what_names_nothing_that_is_read_is_refused(tree, monkeypatch, source, said):
     monkeypatch.chdir(tree("a.png", "b.bin"))
     with pytest.raises(ConfigError, match=said):
@@ -117,8 +134,16 @@ def test_what_names_nothing_that_is_read_is_refused(tree, monkeypatch, source, s
     ("name", "keys", "said"),
     [
         ("a.bin", {"tokenizer": "t.json"}, "data.tokenizer is set, and .* which is shards"),
-        ("a.bin", {"end_of_document": "", "text_column": "t"}, "data.end_of_document, data.text_column are set"),
-        ("a.jsonl", {"token_dtype": "uint16"}, "data.token_dtype is set, and .* which is documents"),
+        (
+            "a.bin",
+            {"end_of_document": "", "text_column": "t"},
+            "data.end_of_document, data.text_column are set",
+        ),
+        (
+            "a.jsonl",
+            {"token_dtype": "uint16"},
+            "data.token_dtype is set, and .* which is documents",
+        ),
         ("a.txt", {"text_column": "t"}, "data.text_column is set, and .* which is text"),
     ],
 )

@@ -12,7 +12,9 @@ from fp8ref.train.data import tokenizers
 
 
 def load(name=None, end=None, kind="documents") -> tokenizers.Tokenizer:
-    return tokenizers.load(DataConfig(tokenizer=None if name is None else str(name), end_of_document=end), kind)
+    return tokenizers.load(
+        DataConfig(tokenizer=None if name is None else str(name), end_of_document=end), kind
+    )
 
 
 @pytest.fixture
@@ -27,7 +29,12 @@ def tiktoken_tiny(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("end", "kind", "expected"),
-    [(None, "documents", [104, 255, 0]), (None, "text", [104, 255]), ("", "documents", [104, 255]), ("\n", "text", [104, 255, 10])],
+    [
+        (None, "documents", [104, 255, 0]),
+        (None, "text", [104, 255]),
+        ("", "documents", [104, 255]),
+        ("\n", "text", [104, 255, 10]),
+    ],
 )
 def test_bytes(end, kind, expected):  # D-6
     made = load(end=end, kind=kind)
@@ -40,7 +47,10 @@ def test_bytes(end, kind, expected):  # D-6
 def test_the_end_of_bytes_is_one_byte(end):
     with pytest.raises(ConfigError) as refused:
         load(end=end)
-    assert f"data.end_of_document is one byte where tokens are bytes, or '' for none; got {end!r}." in str(refused.value)
+    assert (
+        f"data.end_of_document is one byte where tokens are bytes, or '' for none; got {end!r}."
+        in str(refused.value)
+    )
 
 
 def test_hugging_face(words):  # D-6
@@ -91,7 +101,9 @@ def test_a_text_that_a_tokenizer_has_no_tokens_for_is_a_user_s_error(tmp_path):
     content = json.loads(write_words(tmp_path / "tokenizer.json").read_text())
     del content["model"]["vocab"]["?"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"tokenizer.json' has no tokens for a document \(.*\). Give it a token"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer.json' has no tokens for a document \(.*\). Give it a token"
+    ):
         load(tmp_path / "tokenizer.json", end="").encode([b"fp8 unheard"])
 
 
@@ -105,23 +117,33 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, name):
 
 def test_tiktoken(tiktoken_tiny):  # D-6
     made = load("tiktoken:tiny")
-    assert [t.tolist() for t in made.encode([b"fp8", "é".encode()])] == [[256, ord("8"), 300], [0xC3, 0xA9, 300]]
+    assert [t.tolist() for t in made.encode([b"fp8", "é".encode()])] == [
+        [256, ord("8"), 300],
+        [0xC3, 0xA9, 300],
+    ]
     assert made.encode([b"<|endoftext|>"])[0].tolist() == [*b"<|endoftext|>", 300]
     assert (made.name, made.vocab_size) == ("tiktoken:tiny", 301)
 
 
 def test_tiktoken_without_an_end_asks_for_it(tiktoken_tiny):
-    with pytest.raises(ConfigError, match=r"'tiktoken:endless' has no token '<\|endoftext\|>'. Set data.end_of_document"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'tiktoken:endless' has no token '<\|endoftext\|>'. Set data.end_of_document",
+    ):
         load("tiktoken:endless")
     assert load("tiktoken:endless", end="").end is None
 
 
 def test_an_unknown_encoding_names_those_there_are(tiktoken_tiny):
-    with pytest.raises(ConfigError, match=r"tiktoken cannot give it .* It knows .*endless.*TIKTOKEN_CACHE_DIR"):
+    with pytest.raises(
+        ConfigError, match=r"tiktoken cannot give it .* It knows .*endless.*TIKTOKEN_CACHE_DIR"
+    ):
         load("tiktoken:absent")
 
 
-@pytest.mark.parametrize(("name", "library"), [("tiktoken:tiny", "tiktoken"), ("t.json", "tokenizers")])
+@pytest.mark.parametrize(
+    ("name", "library"), [("tiktoken:tiny", "tiktoken"), ("t.json", "tokenizers")]
+)
 def test_a_missing_library_names_its_extra(monkeypatch, name, library):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=rf"{library}.*pip install 'fp8ref\[data\]'"):

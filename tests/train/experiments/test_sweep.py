@@ -22,8 +22,15 @@ def tiny(small):
 
 def test_runs_of_a_seed_are_matched_and_follow_each_other(tiny, tmp_path):
     planned = sweep.plan(tiny, ["jax", "torch"], ["bf16", "tensorwise"], seeds=2, out=tmp_path)
-    assert [run.out.name for run in planned[:4]] == ["jax-bf16-seed0", "jax-tensorwise-seed0", "torch-bf16-seed0", "torch-tensorwise-seed0"]
-    assert [(run.config.run.seed, run.config.data.seed) for run in planned] == [(0, 0)] * 4 + [(1, 1)] * 4
+    assert [run.out.name for run in planned[:4]] == [
+        "jax-bf16-seed0",
+        "jax-tensorwise-seed0",
+        "torch-bf16-seed0",
+        "torch-tensorwise-seed0",
+    ]
+    assert [(run.config.run.seed, run.config.data.seed) for run in planned] == [(0, 0)] * 4 + [
+        (1, 1)
+    ] * 4
 
 
 @pytest.mark.parametrize(
@@ -46,21 +53,39 @@ def test_what_has_ended_is_left_alone_and_the_rest_resumed(tiny, tmp_path, monke
     for run, status in zip(planned, states, strict=False):
         run.out.mkdir(parents=True)
         error = {"error": "NonFiniteError: step 3"} if status == "failed" else {}
-        (run.out / "manifest.json").write_text(json.dumps({"fp8ref": "0", "status": status} | error))
+        (run.out / "manifest.json").write_text(
+            json.dumps({"fp8ref": "0", "status": status} | error)
+        )
     assert [run.ended for run in planned] == [True, True, False, False]
 
 
-@pytest.mark.parametrize(("status", "error"), [("finished", ""), ("failed", "NonFiniteError: step 3"), ("interrupted", "")])
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [("finished", ""), ("failed", "NonFiniteError: step 3"), ("interrupted", "")],
+)
 def test_a_directory_of_other_settings_is_refused(tiny, tmp_path, status, error, monkeypatch):
     """Its runs have other losses than the sweep that is asked for."""
     monkeypatch.setattr(sweep, "_one", None)  # no run may begin
-    (old,) = sweep.plan(tiny.replace(run={"steps": 60}, optimizer={"learning_rate": 0.5}), ["torch"], ["bf16"], seeds=1, out=tmp_path)
+    (old,) = sweep.plan(
+        tiny.replace(run={"steps": 60}, optimizer={"learning_rate": 0.5}),
+        ["torch"],
+        ["bf16"],
+        seeds=1,
+        out=tmp_path,
+    )
     made_runs.make(old.out, old.config, [5.0] * 6, status=status, more={"error": error})
-    planned = sweep.plan(tiny.replace(run={"steps": 60}), ["torch"], ["bf16"], seeds=1, out=tmp_path)
-    match = r"holds a run with another config\.optimizer\.learning_rate: 0\.5; .*\. Repeat the sweep's own settings, or name another directory with --out\."
+    planned = sweep.plan(
+        tiny.replace(run={"steps": 60}), ["torch"], ["bf16"], seeds=1, out=tmp_path
+    )
+    match = (
+        r"holds a run with another config\.optimizer\.learning_rate: 0\.5; .*\. Repeat the "
+        r"sweep's own settings, or name another directory with --out\."
+    )
     with pytest.raises(ConfigError, match=match):
         sweep.train(planned)
-    shorter = sweep.plan(old.config.replace(run={"steps": 30}), ["torch"], ["bf16"], seeds=1, out=tmp_path)
+    shorter = sweep.plan(
+        old.config.replace(run={"steps": 30}), ["torch"], ["bf16"], seeds=1, out=tmp_path
+    )
     with pytest.raises(ConfigError, match=r"another config\.run\.steps: 60; got 30"):
         sweep.train(shorter)
 
@@ -69,7 +94,9 @@ def test_a_run_with_fewer_steps_has_not_ended(tiny, tmp_path):
     (old,) = sweep.plan(tiny.replace(run={"steps": 60}), ["torch"], ["bf16"], seeds=1, out=tmp_path)
     made_runs.make(old.out, old.config, [5.0] * 6)
     assert old.ended
-    (longer,) = sweep.plan(tiny.replace(run={"steps": 120}), ["torch"], ["bf16"], seeds=1, out=tmp_path)
+    (longer,) = sweep.plan(
+        tiny.replace(run={"steps": 120}), ["torch"], ["bf16"], seeds=1, out=tmp_path
+    )
     assert not longer.ended
 
 
@@ -88,11 +115,16 @@ if __name__ == "__main__":
 def test_a_process_of_the_pool_ends_with_the_sweep(tmp_path):
     """A sweep that SIGTERM or SIGKILL ends cannot end them itself."""
     (tmp_path / "pool.py").write_text(POOL)
-    with subprocess.Popen([sys.executable, tmp_path / "pool.py"], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "pool.py"], stdout=subprocess.PIPE, text=True
+    ) as parent:
         child = int(parent.stdout.readline())
         parent.terminate()
     for _ in range(100):
-        if not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text():
+        if (
+            not Path(f"/proc/{child}").exists()
+            or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()
+        ):
             return
         time.sleep(0.1)
     os.kill(child, signal.SIGKILL)

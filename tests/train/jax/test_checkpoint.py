@@ -16,7 +16,13 @@ from fp8ref.train.jax import checkpoint
 from fp8ref.train.jax.trainer import Trainer
 from fp8ref.train.run import train_state
 
-MODEL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 BATCHES = np.random.default_rng(0).integers(0, 256, (4, 8, 33))
 
 
@@ -45,11 +51,19 @@ def saved(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
-    [{"fsdp": 2}, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ({}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}))],
+    [
+        {"fsdp": 2},
+        *(
+            pytest.param(mesh, marks=pytest.mark.slow)
+            for mesh in ({}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2})
+        ),
+    ],
     ids=str,
 )
 def test_a_state_is_read_by_any_mesh(saved, mesh):  # K-2
-    """Exactly; on the mesh that wrote it training goes on bit for bit, on another as between meshes: 2^-9 of a loss (P-1)."""
+    """Exactly; on the mesh that wrote it training goes on bit for bit, on another as between
+    meshes: 2^-9 of a loss (P-1).
+    """
     folder, weights, losses = saved
     model = trainer(**mesh)
     model.load(folder, 2)
@@ -65,10 +79,21 @@ def test_weights_alone(saved, monkeypatch):
     folder, weights, _ = saved
     opened, metadata, watches = [], [], [True]
     honest = tensorstore.open
-    monkeypatch.setattr(tensorstore, "open", lambda spec, **keys: opened.append(spec) or honest(spec, **keys))
-    sys.addaudithook(lambda event, args: watches and event == "open" and str(args[0]).endswith("_METADATA") and metadata.append(args))
+    monkeypatch.setattr(
+        tensorstore, "open", lambda spec, **keys: opened.append(spec) or honest(spec, **keys)
+    )
+    sys.addaudithook(
+        lambda event, args: (
+            watches
+            and event == "open"
+            and str(args[0]).endswith("_METADATA")
+            and metadata.append(args)
+        )
+    )
     found = {}
-    for name, value in checkpoint.weights(folder, {name: value.shape for name, value in weights.items()}):
+    for name, value in checkpoint.weights(
+        folder, {name: value.shape for name, value in weights.items()}
+    ):
         found[name] = value
         assert len(opened) == len(found)
     watches.clear()
@@ -77,7 +102,9 @@ def test_weights_alone(saved, monkeypatch):
     assert len(metadata) == 1
 
 
-@pytest.mark.parametrize(("name", "shape"), [("model.norm.weight", (63,)), ("model.norm.bias", (64,))])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("model.norm.weight", (63,)), ("model.norm.bias", (64,))]
+)
 def test_another_models_weights_are_refused(saved, name, shape):
     with pytest.raises(ConfigError, match=rf"{name} is .* Load a state of the same model"):
         dict(checkpoint.weights(saved[0], {name: shape}))
@@ -87,12 +114,18 @@ def test_an_array_whose_data_is_gone_is_an_error(saved, tmp_path):
     """And no array of zeros."""
     folder, weights, _ = saved
     shutil.copytree(folder, tmp_path / "state")
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/state/"}}).result()
+    store = tensorstore.KvStore.open(
+        {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/state/"}}
+    ).result()
     for key in store.list().result():
         if key.startswith(b"model.model.norm.weight/") and not key.endswith(b".zarray"):
             store.delete_range(tensorstore.KvStore.KeyRange(key, key + b"\0")).result()
     with pytest.raises(ValueError, match="missing"):
-        dict(checkpoint.weights(tmp_path / "state", {"model.norm.weight": weights["model.norm.weight"].shape}))
+        dict(
+            checkpoint.weights(
+                tmp_path / "state", {"model.norm.weight": weights["model.norm.weight"].shape}
+            )
+        )
 
 
 class Evil:
@@ -116,9 +149,16 @@ def test_a_planted_pickle_is_never_read(saved, tmp_path):  # K-5
     assert equal(model.weights(), weights)
 
 
-@pytest.mark.parametrize("raised", [KeyError("param_name"), json.JSONDecodeError("two\nlines", "x", 0), TypeError("x")], ids=repr)
+@pytest.mark.parametrize(
+    "raised",
+    [KeyError("param_name"), json.JSONDecodeError("two\nlines", "x", 0), TypeError("x")],
+    ids=repr,
+)
 def test_what_orbax_raises_of_metadata_is_an_error_of_the_project(tmp_path, monkeypatch, raised):
-    store, tree = checkpoint.Store(), {train_state.COUNT: jnp.int32(3), train_state.MASTERS: {"a": jnp.ones(4)}}
+    store, tree = (
+        checkpoint.Store(),
+        {train_state.COUNT: jnp.int32(3), train_state.MASTERS: {"a": jnp.ones(4)}},
+    )
     store.save(tmp_path / "state", tree)()
     assert store.load(tmp_path / "state", tree)[train_state.COUNT] == 3
 
@@ -126,7 +166,9 @@ def test_what_orbax_raises_of_metadata_is_an_error_of_the_project(tmp_path, monk
         raise raised
 
     monkeypatch.setattr(store._writer, "restore", restore)
-    with pytest.raises(ConfigError, match=r"state cannot be read \(.*\)\. Put its files back") as error:
+    with pytest.raises(
+        ConfigError, match=r"state cannot be read \(.*\)\. Put its files back"
+    ) as error:
         store.load(tmp_path / "state", tree)
     assert "\n" not in str(error.value)
 

@@ -28,8 +28,21 @@ def train(tmp_path, config, *options):
     """Both processes' (exit code, output)."""
     (tmp_path / "config.toml").write_text(tomli_w.dumps(configs.to_dict(config)))
     devices = "--xla_force_host_platform_device_count=4"
-    where = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2", "XLA_FLAGS": devices}
-    command = [sys.executable, "-m", "fp8ref", "train", str(tmp_path / "config.toml"), "--backend", "jax", "--distributed"]
+    where = {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+        "XLA_FLAGS": devices,
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "fp8ref",
+        "train",
+        str(tmp_path / "config.toml"),
+        "--backend",
+        "jax",
+        "--distributed",
+    ]
     started = [
         subprocess.Popen(
             [*command, "--run.out", str(tmp_path / "run"), *more],
@@ -59,7 +72,9 @@ def config(small):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path, config):
-    """The order of sums over devices is all that may differ: 2^-9 of a loss, as between meshes (test_parallel)."""
+    """The order of sums over devices is all that may differ: 2^-9 of a loss, as between meshes
+    (test_parallel).
+    """
     config = config.replace(numerics={"recipe": "delayed"})
     ended = train(tmp_path, config)
     assert [code for code, _ in ended] == [0, 0], ended

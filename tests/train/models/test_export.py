@@ -27,7 +27,13 @@ def exported(request, tmp_path_factory):
     for i in range(40):
         (folder / "text" / f"{i}.txt").write_text("amax scale " * 200)
     config = loop.Config().replace(
-        model={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
+        model={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
         data={"source": str(folder / "text"), "sequence_length": 16, "batch_size": 4},
         run={"steps": 2, "eval_batches": 1},
     )
@@ -42,12 +48,18 @@ def read(path, model):
 
 
 def test_transformers_loads_it_with_equal_weights_and_logits(exported):  # K-7
-    """Against transformers' own model of the same numbers, built another way: by load_state_dict."""
+    """Against transformers' own model of the same numbers, built another way: by
+    load_state_dict.
+    """
     folder, config, _ = exported
-    loaded, report = transformers.LlamaForCausalLM.from_pretrained(folder / "out", output_loading_info=True)
+    loaded, report = transformers.LlamaForCausalLM.from_pretrained(
+        folder / "out", output_loading_info=True
+    )
     assert not any(report.values())
     weights = read(folder / "out", config.model)
-    assert {name: value.shape for name, value in weights.items()} == llama.parameter_shapes(config.model)
+    assert {name: value.shape for name, value in weights.items()} == llama.parameter_shapes(
+        config.model
+    )
     for name, value in loaded.state_dict().items():
         np.testing.assert_array_equal(value.numpy(), weights[name], err_msg=name)
     again = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder / "out"))
@@ -61,7 +73,9 @@ def test_a_scanned_run_is_exported_layer_by_layer(exported, tmp_path):
     _, config, backend = exported
     if backend != "jax":
         pytest.skip("JAX alone scans layers")
-    scanned = config.replace(model={"num_hidden_layers": 2}, parallel={"scan": True}, run={"steps": 1})
+    scanned = config.replace(
+        model={"num_hidden_layers": 2}, parallel={"scan": True}, run={"steps": 1}
+    )
     loop.train(scanned, "jax", tmp_path / "run")
     export.export(tmp_path / "run", tmp_path / "out")
     apart = loop.trainer("jax", scanned.replace(parallel={"scan": False}))
@@ -75,7 +89,14 @@ def test_a_scanned_run_is_exported_layer_by_layer(exported, tmp_path):
 def test_its_rotary_tables_and_sizes_are_the_models(exported):
     folder, config, _ = exported
     found = transformers.LlamaConfig.from_pretrained(folder / "out")
-    for key in ("vocab_size", "hidden_size", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "head_dim"):
+    for key in (
+        "vocab_size",
+        "hidden_size",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "head_dim",
+    ):
         assert getattr(found, key) == getattr(config.model, key)
     assert found.rope_parameters["rope_theta"] == config.model.rope_theta
     assert found.max_position_embeddings == config.data.sequence_length
@@ -92,7 +113,9 @@ def test_either_backend_goes_on_from_it_bit_for_bit(exported, backend, tmp_path)
 
 def test_a_run_starts_from_it(exported, tmp_path):
     folder, config, backend = exported
-    lines = loop.train(config.replace(run={"init_from": str(folder / "out")}), backend, tmp_path / "again")
+    lines = loop.train(
+        config.replace(run={"init_from": str(folder / "out")}), backend, tmp_path / "again"
+    )
     before = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert lines[0]["loss"] < before["loss"]  # two steps further
 
@@ -113,7 +136,9 @@ def saying(**keys):
 
     def change(folder):
         found = json.loads((folder / "config.json").read_text()) | keys
-        (folder / "config.json").write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+        (folder / "config.json").write_text(
+            json.dumps({key: value for key, value in found.items() if value is not None})
+        )
 
     return change
 
@@ -125,7 +150,10 @@ def test_several_files_and_an_index(tmp_path, small, monkeypatch):
     export._write(tmp_path / "out", small, iter(weights.items()))
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
-    assert all(sum(v.nbytes for v in load_file(f).values()) <= 20_000 or len(load_file(f)) == 1 for f in files)
+    assert all(
+        sum(v.nbytes for v in load_file(f).values()) <= 20_000 or len(load_file(f)) == 1
+        for f in files
+    )
     found = read(tmp_path / "out", model)
     for name, value in weights.items():
         np.testing.assert_array_equal(found[name], value)
@@ -157,7 +185,9 @@ def test_a_tied_models_second_copy_is_left_out(tmp_path, small):
 
 def reworded(path, **keys) -> None:
     """Write config.json with other values, null too."""
-    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | keys))
+    (path / "config.json").write_text(
+        json.dumps(json.loads((path / "config.json").read_text()) | keys)
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,12 +206,26 @@ def reworded(path, **keys) -> None:
             lambda p: (p / "config.json").write_text('{"rope_scaling": {"rope_type": "llama3"}}'),
             r"rope_type 'default' only \(M-4\).*'llama3'",
         ),
-        (lambda p: (p / "model.safetensors").unlink(), r"model\.safetensors.*pickled ones are never read"),
-        (lambda p: (p / "model.safetensors").write_bytes(b"\\0" * 9), r"in: .*pickled ones are never read"),
-        (lambda p: save_file({"a": np.ones(2, np.float32)}, p / "model.safetensors"), r"missing \['lm_head"),
-        (lambda p: save_file({"a": np.ones(2, np.int64)}, p / "model.safetensors"), r"a is I64; weights are float32"),
         (
-            lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
+            lambda p: (p / "model.safetensors").unlink(),
+            r"model\.safetensors.*pickled ones are never read",
+        ),
+        (
+            lambda p: (p / "model.safetensors").write_bytes(b"\\0" * 9),
+            r"in: .*pickled ones are never read",
+        ),
+        (
+            lambda p: save_file({"a": np.ones(2, np.float32)}, p / "model.safetensors"),
+            r"missing \['lm_head",
+        ),
+        (
+            lambda p: save_file({"a": np.ones(2, np.int64)}, p / "model.safetensors"),
+            r"a is I64; weights are float32",
+        ),
+        (
+            lambda p: (p / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "../b"}}'
+            ),
             r"\.\./b.*names a file of its own directory",
         ),
     ],
@@ -196,9 +240,13 @@ def test_what_cannot_be_read_is_named(tmp_path, small, change, said):
 def test_weights_that_are_not_finite_are_named(tmp_path, small):
     model, weights = small_model(small)
     weights["model.norm.weight"][1] = np.nan
-    with pytest.raises(ConfigError, match=r"run\.init_from .*model\.norm\.weight holds nan at \[1\]"):
+    with pytest.raises(
+        ConfigError, match=r"run\.init_from .*model\.norm\.weight holds nan at \[1\]"
+    ):
         read(write(tmp_path / "in", weights, small), model)
-    with pytest.raises(ConfigError, match=r"run\.init_from .*model\.norm\.weight holds nan at \[1\]"):
+    with pytest.raises(
+        ConfigError, match=r"run\.init_from .*model\.norm\.weight holds nan at \[1\]"
+    ):
         loop.train(small.replace(run={"init_from": str(tmp_path / "in")}), "jax", tmp_path / "run")
     assert not (tmp_path / "run").exists()
     embedding = weights[llama.EMBEDDING]
@@ -258,16 +306,27 @@ def test_a_tokenizer_comes_along(exported, tmp_path, directory):
 
 
 @pytest.mark.parametrize(
-    ("text", "copied"), [('{"model": {"vocab": {}}}', True), ("token = hunter2", False), ('{"token": "hunter2"}', False)]
+    ("text", "copied"),
+    [
+        ('{"model": {"vocab": {}}}', True),
+        ("token = hunter2", False),
+        ('{"token": "hunter2"}', False),
+    ],
 )
 def test_the_runs_own_tokenizer_comes_along(exported, tmp_path, text, copied):
-    """A file that a run names is copied only if it is a tokenizer: a run of others may name a private one."""
+    """A file that a run names is copied only if it is a tokenizer: a run of others may name a
+    private one.
+    """
     folder, _, _ = exported
     own = tmp_path / "own.json"
     own.write_text(text)
     shutil.copytree(folder / "run", tmp_path / "run")
     (path,) = checkpoint.saved(tmp_path / "run")
-    about = {key: value for key, value in checkpoint.verify(path).items() if key not in ("format", "files")}
+    about = {
+        key: value
+        for key, value in checkpoint.verify(path).items()
+        if key not in ("format", "files")
+    }
     about["config"]["data"]["tokenizer"] = str(own)
     checkpoint.write_manifest(path, about)
     said = []
@@ -280,11 +339,17 @@ def test_a_run_whose_own_manifest_is_lost_is_exported(exported, tmp_path):
     folder, _, _ = exported
     shutil.copytree(folder / "run" / "checkpoints", tmp_path / "run" / "checkpoints")
     assert export.export(tmp_path / "run", tmp_path / "out") == 2
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "out" / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        folder / "out" / "model.safetensors"
+    ).read_bytes()
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
-def test_exporting_to_a_full_disk_says_so_and_leaves_nothing(exported, tmp_path, monkeypatch, error):
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")]
+)
+def test_exporting_to_a_full_disk_says_so_and_leaves_nothing(
+    exported, tmp_path, monkeypatch, error
+):
     folder, _, _ = exported
 
     def full(tensors, path, **_):
@@ -292,16 +357,24 @@ def test_exporting_to_a_full_disk_says_so_and_leaves_nothing(exported, tmp_path,
         raise error
 
     monkeypatch.setattr(export, "save_file", full)
-    with pytest.raises(OSError, match=r"--out .*out could not be written: .*No space left.* Make room"):
+    with pytest.raises(
+        OSError, match=r"--out .*out could not be written: .*No space left.* Make room"
+    ):
         export.export(folder / "run", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_that_a_run_removes_meanwhile_gives_way_to_a_newer_one(exported, tmp_path, monkeypatch):
+def test_a_checkpoint_that_a_run_removes_meanwhile_gives_way_to_a_newer_one(
+    exported, tmp_path, monkeypatch
+):
     folder, _, _ = exported
     shutil.copytree(folder / "run", tmp_path / "run")
     (path,) = checkpoint.saved(tmp_path / "run")
-    about = {key: value for key, value in checkpoint.verify(path).items() if key not in ("format", "files")}
+    about = {
+        key: value
+        for key, value in checkpoint.verify(path).items()
+        if key not in ("format", "files")
+    }
     plain = export._write
 
     def while_training(*arguments):
@@ -313,7 +386,9 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_gives_way_to_a_newer_one(expo
 
     monkeypatch.setattr(export, "_write", while_training)
     assert export.export(tmp_path / "run", tmp_path / "out") == 9
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "out" / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        folder / "out" / "model.safetensors"
+    ).read_bytes()
     assert not list(tmp_path.glob("*.unfinished"))
 
 
@@ -335,7 +410,11 @@ def damaged_state(exported, tmp_path, damage):
     folder, _, backend = exported
     shutil.copytree(folder / "run", tmp_path / "run")
     (path,) = checkpoint.saved(tmp_path / "run")
-    about = {key: value for key, value in checkpoint.verify(path).items() if key not in ("format", "files")}
+    about = {
+        key: value
+        for key, value in checkpoint.verify(path).items()
+        if key not in ("format", "files")
+    }
     damage(path / "state", backend)
     checkpoint.write_manifest(path, about)
     return tmp_path / "run"
@@ -382,9 +461,17 @@ def test_weights_that_are_not_finite_are_not_exported(exported, tmp_path, monkey
 
     def bad(*arguments):
         for name, value in plain(*arguments):
-            yield name, np.where(np.arange(value.size).reshape(value.shape) == 3, np.nan, value) if "up_proj" in name else value
+            yield (
+                name,
+                np.where(np.arange(value.size).reshape(value.shape) == 3, np.nan, value)
+                if "up_proj" in name
+                else value,
+            )
 
     monkeypatch.setattr(library, "weights", bad)
-    with pytest.raises(ConfigError, match=r"cannot be exported: .*model\.layers\.0\.mlp\.up_proj\.weight holds nan at \[0, 3\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be exported: .*model\.layers\.0\.mlp\.up_proj\.weight holds nan at \[0, 3\]",
+    ):
         export.export(folder / "run", tmp_path / "out")
     assert not list(tmp_path.iterdir())

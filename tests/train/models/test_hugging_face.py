@@ -24,9 +24,18 @@ EXPERTS = LlamaConfig(
     num_experts=4,
     num_experts_per_tok=2,
 )
-GRANITE = LlamaConfig(**{**vars(EXPERTS), "qk_norm": False, "shared_expert_intermediate_size": 24, "rms_norm_eps": 1e-6})
+GRANITE = LlamaConfig(
+    **{
+        **vars(EXPERTS),
+        "qk_norm": False,
+        "shared_expert_intermediate_size": 24,
+        "rms_norm_eps": 1e-6,
+    }
+)
 MODELS = {"qwen3_moe": EXPERTS, "granitemoeshared": GRANITE}
-DENSE = LlamaConfig(hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, qk_norm=True)
+DENSE = LlamaConfig(
+    hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, qk_norm=True
+)
 
 
 def _written(path, model):
@@ -37,7 +46,11 @@ def _written(path, model):
         for name, w in llama.initial_weights(model, seed=3).items()
     }
     path.mkdir()
-    export._write(path, Config(model=model), hugging_face.apart(iter(weights.items()), hugging_face.kind(model)))
+    export._write(
+        path,
+        Config(model=model),
+        hugging_face.apart(iter(weights.items()), hugging_face.kind(model)),
+    )
     return weights
 
 
@@ -51,7 +64,14 @@ def _logits(weights, model, tokens):
 
 @pytest.mark.parametrize(
     "model",
-    [EXPERTS, DENSE, GRANITE, LlamaConfig(**{**vars(GRANITE), "shared_expert_intermediate_size": 0, "tie_word_embeddings": True})],
+    [
+        EXPERTS,
+        DENSE,
+        GRANITE,
+        LlamaConfig(
+            **{**vars(GRANITE), "shared_expert_intermediate_size": 0, "tie_word_embeddings": True}
+        ),
+    ],
     ids=["qwen3_moe", "qwen3", "shared", "granite"],
 )
 def test_transformers_reads_it_and_has_the_same_logits(model, tmp_path):  # K-7, M-10
@@ -62,15 +82,19 @@ def test_transformers_reads_it_and_has_the_same_logits(model, tmp_path):  # K-7,
     with torch.no_grad():
         found = theirs(tokens).logits
     expected = _logits(weights, model, tokens)
-    # Some 200 roundings of float32 in a row, by 2^-24 of numbers no larger than ten times a logit; a
-    # wrong name, expert, norm or factor changes a logit by a tenth of it and more.
-    torch.testing.assert_close(found, expected, rtol=0, atol=2000 * 2**-24 * expected.abs().max().item())
+    # Some 200 roundings of float32 in a row, by 2^-24 of numbers no larger than ten times a logit;
+    # a wrong name, expert, norm or factor changes a logit by a tenth of it and more.
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=2000 * 2**-24 * expected.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_transformers_saves_is_read_bit_for_bit(kind, tmp_path):  # K-7, M-10
     weights = _written(tmp_path / "hf", MODELS[kind])
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).save_pretrained(tmp_path / "theirs")
+    transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32
+    ).save_pretrained(tmp_path / "theirs")
     for path in (tmp_path / "hf", tmp_path / "theirs"):
         found = export.read(path, MODELS[kind])
         assert found.keys() == weights.keys()
@@ -83,7 +107,9 @@ def test_what_transformers_saves_is_read_bit_for_bit(kind, tmp_path):  # K-7, M-
 
 def test_another_number_of_experts_or_a_missing_one_is_an_error(tmp_path):
     _written(tmp_path / "hf", EXPERTS)
-    with pytest.raises(ConfigError, match=r"num_experts_per_tok 2; model\.num_experts_per_tok is 1"):
+    with pytest.raises(
+        ConfigError, match=r"num_experts_per_tok 2; model\.num_experts_per_tok is 1"
+    ):
         export.read(tmp_path / "hf", LlamaConfig(**{**vars(EXPERTS), "num_experts_per_tok": 1}))
     weights = {
         "model.layers.0.mlp.experts.0.up_proj.weight": np.zeros((2, 3)),
@@ -95,13 +121,18 @@ def test_another_number_of_experts_or_a_missing_one_is_an_error(tmp_path):
 
 def test_gate_and_up_in_one_tensor_are_two_halves():  # M-10
     name = "model.layers.0.block_sparse_moe.input_linear.weight"
-    with pytest.raises(ValueError, match=rf"{name} has gate and up in two halves of its output features; got \[4, 33, 32\]"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{name} has gate and up in two halves of its output features; got \[4, 33, 32\]",
+    ):
         hugging_face.together({name: np.zeros((4, 33, 32), np.float32)})
     halves = hugging_face.together({name: np.zeros((4, 34, 32), np.float32)})
     assert [w.shape for w in halves.values()] == [(4, 17, 32)] * 2
 
 
-@pytest.mark.parametrize("dropped", ["num_local_experts", "num_experts_per_tok", "shared_intermediate_size"])
+@pytest.mark.parametrize(
+    "dropped", ["num_local_experts", "num_experts_per_tok", "shared_intermediate_size"]
+)
 def test_defaults_of_transformers_stand_for_keys_that_a_file_lacks(dropped):  # M-10
     """As its own class reads such a file, for every size that has a default there."""
     found = {key: value for key, value in hugging_face.described(GRANITE).items() if key != dropped}
@@ -123,7 +154,9 @@ def test_defaults_of_transformers_stand_for_keys_that_a_file_lacks(dropped):  # 
     ],
 )
 def test_a_model_that_transformers_has_not_is_refused_by_name(changed, said):  # M-10
-    with pytest.raises(ConfigError, match=f"Qwen3-MoE's, and with.*GraniteMoeShared's.*the model has {said}"):
+    with pytest.raises(
+        ConfigError, match=f"Qwen3-MoE's, and with.*GraniteMoeShared's.*the model has {said}"
+    ):
         hugging_face.kind(LlamaConfig(**{**vars(EXPERTS), **changed}))
 
 
@@ -139,17 +172,35 @@ def test_the_load_balancing_loss_is_that_of_transformers(kind, tmp_path):
         expected = theirs(tokens, output_router_logits=True).aux_loss
         # Sums of 48 probabilities a layer, in float32.
         torch.testing.assert_close(own.balancing_loss(), expected, rtol=1e-5, atol=0)
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["router_aux_loss_coef"] == 0.001
+    assert (
+        json.loads((tmp_path / "hf" / "config.json").read_text())["router_aux_loss_coef"] == 0.001
+    )
 
 
-@pytest.mark.parametrize("index", [slice(1, 3), (slice(1, 3), slice(1, 2)), (..., slice(0, 2)), (slice(2, 4), ..., slice(1, 3)), ...])
+@pytest.mark.parametrize(
+    "index",
+    [
+        slice(1, 3),
+        (slice(1, 3), slice(1, 2)),
+        (..., slice(0, 2)),
+        (slice(2, 4), ..., slice(1, 3)),
+        ...,
+    ],
+)
 def test_a_weight_of_experts_is_sliced_as_an_array(index):
     whole = np.random.default_rng(0).standard_normal((4, 2, 3)).astype(np.float32)
     np.testing.assert_array_equal(hugging_face.ExpertsWeight(tuple(whole))[index], whole[index])
 
 
 @pytest.mark.parametrize(
-    "index", [slice(1, 3), (..., slice(0, 2), slice(None)), (slice(1, 2), slice(1, 2)), (slice(None), slice(2, 9)), ...]
+    "index",
+    [
+        slice(1, 3),
+        (..., slice(0, 2), slice(None)),
+        (slice(1, 2), slice(1, 2)),
+        (slice(None), slice(2, 9)),
+        ...,
+    ],
 )
 def test_half_a_weight_is_sliced_as_an_array(index):
     whole = np.random.default_rng(0).standard_normal((4, 6, 3)).astype(np.float32)
@@ -164,20 +215,29 @@ def test_a_missing_key_is_what_transformers_takes(name):
     found = {"hidden_size": 96, "num_attention_heads": 3}
     theirs = transformers.AutoConfig.for_model(name, **found)
     theta = theirs.rope_parameters["rope_theta"]
-    expected = {key: theta if key == "rope_theta" else getattr(theirs, key, 32) for key in hugging_face.missing(name, found)}
+    expected = {
+        key: theta if key == "rope_theta" else getattr(theirs, key, 32)
+        for key in hugging_face.missing(name, found)
+    }
     assert hugging_face.missing(name, found) == expected
 
 
 @pytest.mark.parametrize(
     ("left_out", "more", "said"),
     [
-        ("norm_topk_prob", {}, r"no norm_topk_prob, which is False in transformers; model\.norm_topk_prob is True"),
+        (
+            "norm_topk_prob",
+            {},
+            r"no norm_topk_prob, which is False in transformers; model\.norm_topk_prob is True",
+        ),
         ("num_experts_per_tok", {}, r"no num_experts_per_tok, which is 8"),
         (None, {"use_sliding_window": True, "sliding_window": 4}, "sliding windows"),
         (None, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
     ],
 )
-def test_what_config_json_does_not_say_is_not_taken_for_equal(tmp_path, left_out, more, said):  # K-7
+def test_what_config_json_does_not_say_is_not_taken_for_equal(
+    tmp_path, left_out, more, said
+):  # K-7
     keys = hugging_face.described(EXPERTS) | more
     keys.pop(left_out, None)
     (tmp_path / "config.json").write_text(json.dumps(keys))
@@ -187,7 +247,12 @@ def test_what_config_json_does_not_say_is_not_taken_for_equal(tmp_path, left_out
 
 @pytest.mark.parametrize(
     "model",
-    [LlamaConfig(), LlamaConfig(qk_norm=True, head_size=64, tie_word_embeddings=True), EXPERTS, GRANITE],
+    [
+        LlamaConfig(),
+        LlamaConfig(qk_norm=True, head_size=64, tie_word_embeddings=True),
+        EXPERTS,
+        GRANITE,
+    ],
     ids=["llama", "qwen3", "qwen3_moe", "granite"],
 )
 def test_a_config_json_gives_the_model_back(model):
@@ -195,7 +260,9 @@ def test_a_config_json_gives_the_model_back(model):
 
 
 def test_a_config_json_of_another_model_gives_none():
-    with pytest.raises(ValueError, match="is of model_type llama, qwen3, qwen3_moe, granitemoeshared; got 'gpt2'"):
+    with pytest.raises(
+        ValueError, match="is of model_type llama, qwen3, qwen3_moe, granitemoeshared; got 'gpt2'"
+    ):
         hugging_face.model_of({"model_type": "gpt2"})
     with pytest.raises(ValueError, match="lacks 'vocab_size'"):
         hugging_face.model_of(hugging_face.described(LlamaConfig()) | {"vocab_size": None})

@@ -18,7 +18,14 @@ from fp8ref.train.report import page, runs, verdict
 
 VOID = {"meta", "link", "br", "img", "hr"}
 LAYERS = [f"model.layers.0.{name}" for name in ("self_attn.q_proj", "mlp.up_proj")]
-OPERANDS = ["output/input", "output/weight", "grad_input/grad_output", "grad_input/weight", "grad_weight/grad_output", "grad_weight/input"]
+OPERANDS = [
+    "output/input",
+    "output/weight",
+    "grad_input/grad_output",
+    "grad_input/weight",
+    "grad_weight/grad_output",
+    "grad_weight/input",
+]
 
 
 class Page(HTMLParser):
@@ -52,12 +59,23 @@ class Page(HTMLParser):
 
 
 def statistics(**special) -> list[dict]:
-    usual = {"amax": 2.0, "scale_min": 1.0, "scale_max": 1.0, "underflow_rate": 0.01, "saturation_rate": 0.0, "overflow_rate": 0.0}
+    usual = {
+        "amax": 2.0,
+        "scale_min": 1.0,
+        "scale_max": 1.0,
+        "underflow_rate": 0.01,
+        "saturation_rate": 0.0,
+        "overflow_rate": 0.0,
+    }
     usual |= {"non_finite": 0, "sqnr": 30.0}
     return [
         {
             "step": step,
-            "statistics": {f"{layer}/{operand}": usual | (special if step == 20 else {}) for layer in LAYERS for operand in OPERANDS},
+            "statistics": {
+                f"{layer}/{operand}": usual | (special if step == 20 else {})
+                for layer in LAYERS
+                for operand in OPERANDS
+            },
         }
         for step in (0, 10, 20)
     ]
@@ -71,14 +89,21 @@ def seeds(tmp_path, small):
 @pytest.fixture
 def fp8(tmp_path, small):
     def make(above=0.0, name="fp8", **keys):
-        return made_runs.make(tmp_path / name, small, falling(above=above, wobble=0), **{"recipe": "tensorwise", **keys})
+        return made_runs.make(
+            tmp_path / name,
+            small,
+            falling(above=above, wobble=0),
+            **{"recipe": "tensorwise", **keys},
+        )
 
     return make
 
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """write(runs) -> (Page, what was printed); checks what holds of every page. pictures: PNGs are drawn too, which takes as long again."""
+    """write(runs) -> (Page, what was printed); checks what holds of every page. pictures: PNGs are
+    drawn too, which takes as long again.
+    """
 
     def make(given, pictures=False, **keys):
         if not pictures:
@@ -87,16 +112,23 @@ def write(tmp_path, monkeypatch):
         out.parent.mkdir(exist_ok=True)
         said = page.write(given, out, **keys)
         text = out.read_text()
-        # Nothing is asked of anywhere: no address at all, and references into the page, or data, alone.
+        # Nothing is asked of anywhere: no address at all, and references into the page, or data,
+        # alone.
         assert not re.search("https?:", text)
         assert "default-src 'none'" in text
         assert not re.search(r"url\((?!#)", text)
         parsed = Page(text)
         assert {"link", "iframe", "img"}.isdisjoint(parsed.tags)
         assert parsed.tags.count("script") == 1
-        assert all(value.startswith(("#", "data:image/png")) for key, value in parsed.attributes if key in ("href", "src", "xlink:href"))
+        assert all(
+            value.startswith(("#", "data:image/png"))
+            for key, value in parsed.attributes
+            if key in ("href", "src", "xlink:href")
+        )
         assert len(parsed.ids) == len(set(parsed.ids))
-        assert {value[1:] for key, value in parsed.attributes if key == "href" and value[0] == "#"} <= set(parsed.ids)
+        assert {
+            value[1:] for key, value in parsed.attributes if key == "href" and value[0] == "#"
+        } <= set(parsed.ids)
         assert parsed.tags.count("svg") == len(list(out.parent.glob("*.png")))
         assert not list(out.parent.glob("*.tmp"))
         return parsed, said
@@ -108,7 +140,12 @@ def write(tmp_path, monkeypatch):
 def test_the_page_says_the_verdict(seeds, tmp_path, small, write, above, kind):
     fp8 = [
         made_runs.make(
-            tmp_path / f"fp8-{i}", small, falling(above=offset + above + i / 1000, wobble=i), recipe="tensorwise", seed=i, backend="torch"
+            tmp_path / f"fp8-{i}",
+            small,
+            falling(above=offset + above + i / 1000, wobble=i),
+            recipe="tensorwise",
+            seed=i,
+            backend="torch",
         )
         for i, offset in enumerate((0.0, 0.05, -0.05))
     ]
@@ -117,7 +154,8 @@ def test_the_page_says_the_verdict(seeds, tmp_path, small, write, above, kind):
     found = verdict.verdict(arm, [*seeds, *fp8])
     gap = found.compared.gap.last
     assert (
-        f" {kind} : {gap.mean:+.4f} nats [{gap.low:+.4f}, {gap.high:+.4f}] from {seeds[0].name} over the last 5 of 60 steps" in shown.text
+        f" {kind} : {gap.mean:+.4f} nats [{gap.low:+.4f}, {gap.high:+.4f}] from {seeds[0].name} "
+        "over the last 5 of 60 steps" in shown.text
     )
     assert f"{arm.name}: {found.said}" in said
     assert re.search(rf"3 matched seeds\s+{kind}", shown.text)
@@ -148,7 +186,9 @@ def test_figures_lie_beside_the_page(seeds, fp8, write, tmp_path):
     metrics = {"loss.png", "gap.png", "val_loss.png", "grad_norm.png", "tokens_per_second.png"}
     maps = {f"stats0-{name}.png" for name in ("amax", "underflow_rate", "saturation_rate", "sqnr")}
     assert names == metrics | maps
-    assert all(path.read_bytes().startswith(b"\x89PNG\r\n") for path in (tmp_path / "out").glob("*.png"))
+    assert all(
+        path.read_bytes().startswith(b"\x89PNG\r\n") for path in (tmp_path / "out").glob("*.png")
+    )
 
 
 def test_colors_are_variables_in_light_and_dark(seeds, fp8, write, tmp_path):
@@ -170,17 +210,24 @@ def test_every_figure_is_described(seeds, fp8, write):
 def test_a_run_s_name_is_text(seeds, fp8, write):
     """Its directory's, but for a slash."""
     names = ["<script>alert(1)<", "a & b", "$x_{$", "_hidden", '"onload="x', "試行"]
-    shown, said = write([*seeds, *(fp8(i / 10, name, backend=f"of {i}") for i, name in enumerate(names))], pictures=True)
+    shown, said = write(
+        [*seeds, *(fp8(i / 10, name, backend=f"of {i}") for i, name in enumerate(names))],
+        pictures=True,
+    )
     assert all(name in shown.text and f"{name}: " in said for name in names)
     assert "onload" not in [key for key, _ in shown.attributes]
 
 
 def test_a_name_forges_no_line(tmp_path, small, capsys):
-    """Neither of the page nor of the verdicts, by line ends, directions of text, formulas or escapes."""
+    """Neither of the page nor of the verdicts, by line ends, directions of text, formulas or
+    escapes.
+    """
     names = ["a\nfp8ref: equivalent", "b\u202ex", "c$\\frac$", "d\x1b[31m|x", "_e", "=f"]
     for seed, name in enumerate(names):
         config = small.replace(run={"seed": seed}, data={"seed": seed})
-        made_runs.make(tmp_path / name, config, falling(30), recipe="bf16" if seed < 3 else "tensorwise")
+        made_runs.make(
+            tmp_path / name, config, falling(30), recipe="bf16" if seed < 3 else "tensorwise"
+        )
     said = page.write(runs.read_all([tmp_path]), tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert not any(c in said + text for c in "\x1b\u202e")
@@ -190,19 +237,29 @@ def test_a_name_forges_no_line(tmp_path, small, capsys):
 
 @pytest.mark.parametrize(
     ("file", "keys"),
-    [("manifest.json", ("linears", 0, "path")), ("manifest.json", ("versions", "numpy")), ("statistics.jsonl", ())],
+    [
+        ("manifest.json", ("linears", 0, "path")),
+        ("manifest.json", ("versions", "numpy")),
+        ("statistics.jsonl", ()),
+    ],
     ids=str,
 )
 def test_a_name_in_a_file_is_of_one_line(fp8, file, keys):
     run = fp8().path
-    value = json.loads((run / "manifest.json").read_text()) if keys else {"step": 0, "statistics": {"x\nforged/output/input": {}}}
+    value = (
+        json.loads((run / "manifest.json").read_text())
+        if keys
+        else {"step": 0, "statistics": {"x\nforged/output/input": {}}}
+    )
     holder = value
     for key in keys[:-1]:
         holder = holder[key]
     if keys:
         holder[keys[-1]] = "x\nforged"
     (run / file).write_text(json.dumps(value) + "\n")
-    with pytest.raises(ConfigError, match="a name is one line, without control characters") as error:
+    with pytest.raises(
+        ConfigError, match="a name is one line, without control characters"
+    ) as error:
         runs.read(run)
     assert "\nforged" not in str(error.value)
 
@@ -214,25 +271,57 @@ def test_statistics_that_are_not_finite_are_named(seeds, fp8, write):
 
 def test_a_measure_that_was_never_finite_has_no_figure(seeds, fp8, write, tmp_path):
     write(
-        [*seeds, fp8(statistics=[{"step": 0, "statistics": {f"{LAYERS[0]}/output/input": {"amax": 1.0, "sqnr": None, "non_finite": 0}}}])]
+        [
+            *seeds,
+            fp8(
+                statistics=[
+                    {
+                        "step": 0,
+                        "statistics": {
+                            f"{LAYERS[0]}/output/input": {
+                                "amax": 1.0,
+                                "sqnr": None,
+                                "non_finite": 0,
+                            }
+                        },
+                    }
+                ]
+            ),
+        ]
     )
-    assert [path.name for path in (tmp_path / "out").glob("*stats*")] == ["report-g0-stats0-amax.png"]
+    assert [path.name for path in (tmp_path / "out").glob("*stats*")] == [
+        "report-g0-stats0-amax.png"
+    ]
 
 
 def test_memory_is_shown_where_it_was_recorded(seeds, fp8, write):
-    shown, _ = write([*seeds, fp8(more={"memory": {"peak_bytes": 3 << 29, "of": "device"}}), fp8(name="unknown", more={"memory": None})])
+    shown, _ = write(
+        [
+            *seeds,
+            fp8(more={"memory": {"peak_bytes": 3 << 29, "of": "device"}}),
+            fp8(name="unknown", more={"memory": None}),
+        ]
+    )
     assert "peak memory" in shown.text
     assert shown.text.count("1.50 GiB of the device") == 1
 
 
 def test_speed_is_next_to_bf16_of_the_same_backend(seeds, fp8, write):
     shown, _ = write([*seeds, fp8(speed=1500.0), fp8(name="alone", backend="jax", speed=3000.0)])
-    row = {run: re.search(rf"{run}\s+finished\s+60\s+[\d.]+\s+[\d.]+\s+([\d,]+)\s+(\S+)", shown.text).groups() for run in ("fp8", "alone")}
+    row = {
+        run: re.search(
+            rf"{run}\s+finished\s+60\s+[\d.]+\s+[\d.]+\s+([\d,]+)\s+(\S+)", shown.text
+        ).groups()
+        for run in ("fp8", "alone")
+    }
     assert row == {"fp8": ("1,500", "1.50x"), "alone": ("3,000", "-")}
 
 
 def test_what_ran_is_shown_with_what_is_missing(seeds, fp8, write):
-    line = "model.layers.0.mlp.up_proj/output: planned f8e4m3fn x f8e4m3fn, fast; no GEMM of it was seen"
+    line = (
+        "model.layers.0.mlp.up_proj/output: planned f8e4m3fn x f8e4m3fn, fast; no GEMM of it "
+        "was seen"
+    )
     proof = {"read_from": "eager dispatch", "gemms": [], "missing": [line], "gathers": {"u8": 7}}
     shown, _ = write([*seeds, fp8(proof=proof)])
     assert "7 of 8 linears in FP8" in shown.text
@@ -244,22 +333,54 @@ def test_what_ran_is_shown_with_what_is_missing(seeds, fp8, write):
 
 def test_products_of_attention_are_counted(seeds, fp8, write):  # B-15
     products = [
-        {"gemm": f"model.layers.0.self_attn/{p}", "a": a, "b": a, "accumulate": None, "fp8": a != "f32"}
+        {
+            "gemm": f"model.layers.0.self_attn/{p}",
+            "a": a,
+            "b": a,
+            "accumulate": None,
+            "fp8": a != "f32",
+        }
         for p, a in (("scores", "f8e4m3fn"), ("values", "f32"))
     ]
-    attention = {"variant": "cudnn", "gemms": products, "on_dequantised_operands": ["model.layers.0.self_attn/values"]}
-    shown, _ = write([*seeds, fp8(proof={"read_from": "eager dispatch", "gemms": [], "missing": [], "attention": attention})])
-    assert "Attention by cudnn: 1 of 2 products take FP8 operands, 1 take dequantized ones." in shown.text
+    attention = {
+        "variant": "cudnn",
+        "gemms": products,
+        "on_dequantised_operands": ["model.layers.0.self_attn/values"],
+    }
+    shown, _ = write(
+        [
+            *seeds,
+            fp8(
+                proof={
+                    "read_from": "eager dispatch",
+                    "gemms": [],
+                    "missing": [],
+                    "attention": attention,
+                }
+            ),
+        ]
+    )
+    assert (
+        "Attention by cudnn: 1 of 2 products take FP8 operands, 1 take dequantized ones."
+        in shown.text
+    )
 
 
 def test_what_ran_under_a_schedule_is_shown_by_recipe(seeds, tmp_path, small, write):  # T-9
-    phases = small.replace(numerics={"recipe": "bf16", "schedule": ((0, "bf16"), (20, "tensorwise"))}, run={"steps": 60})
+    phases = small.replace(
+        numerics={"recipe": "bf16", "schedule": ((0, "bf16"), (20, "tensorwise"))},
+        run={"steps": 60},
+    )
     run = made_runs.make(tmp_path / "run", phases, falling(above=0.0, wobble=0), recipe="bf16")
     path = tmp_path / "run" / "manifest.json"
     manifest = json.loads(path.read_text())
     assert manifest["schedule"]["ran"] == []
     manifest["schedule"]["ran"] = [[0, "bf16"], [20, "tensorwise"]]
-    manifest["schedule"]["recipes"]["tensorwise"]["proof"] = {"read_from": "eager dispatch", "gemms": [], "missing": []}
+    manifest["schedule"]["recipes"]["tensorwise"]["proof"] = {
+        "read_from": "eager dispatch",
+        "gemms": [],
+        "missing": [],
+    }
     path.write_text(json.dumps(manifest))
     run = runs.read(tmp_path / "run")
     assert not run.bf16
@@ -283,7 +404,14 @@ def test_what_differs_from_the_baseline_is_a_table(seeds, fp8, write):
 
 
 def test_the_worst_ten_layers_are_a_table(seeds, fp8, write):
-    worse = [{"step": 0, "statistics": {f"layer{i:02}/output/input": {"amax": 1.0, "sqnr": 20.0 + i} for i in range(12)}}]
+    worse = [
+        {
+            "step": 0,
+            "statistics": {
+                f"layer{i:02}/output/input": {"amax": 1.0, "sqnr": 20.0 + i} for i in range(12)
+            },
+        }
+    ]
     shown, _ = write([*seeds, fp8(statistics=worse)])
     assert "The ten worst layers" in shown.text
     assert re.search(r"layer00\s+output/input\s+20\.0\s+0\s+20\.0", shown.text)
@@ -311,26 +439,46 @@ def test_only_the_page_s_own_script_may_run(seeds, fp8, write, tmp_path):
     (script,) = re.findall(rb"<script>(.*?)</script>", text, re.DOTALL)
     (policy,) = re.findall(rb'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     rules = dict(rule.strip().split(" ", 1) for rule in policy.decode().split(";"))
-    assert rules.pop("script-src") == f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'"
-    assert rules == {"default-src": "'none'", "style-src": "'unsafe-inline'", "img-src": "data:"} | dict.fromkeys(
-        ("base-uri", "form-action"), "'none'"
+    assert (
+        rules.pop("script-src")
+        == f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'"
     )
+    assert rules == {
+        "default-src": "'none'",
+        "style-src": "'unsafe-inline'",
+        "img-src": "data:",
+    } | dict.fromkeys(("base-uri", "form-action"), "'none'")
 
 
 HOSTILE = 'a"><img src=x onerror=document.title=1>'
 
 
 def hostile(root, run):
-    """A copied run whose metrics, statistics and manifest carry markup wherever a report prints text."""
+    """A copied run whose metrics, statistics and manifest carry markup wherever a report prints
+    text.
+    """
     path = root / "<svg onload=document.title=2>"
     shutil.copytree(run.path, path)
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest |= {"device": HOSTILE, "fp8ref": HOSTILE, "status": HOSTILE, "versions": {HOSTILE: HOSTILE}}
+    manifest |= {
+        "device": HOSTILE,
+        "fp8ref": HOSTILE,
+        "status": HOSTILE,
+        "versions": {HOSTILE: HOSTILE},
+    }
     manifest["linears"][0] |= {"path": HOSTILE, "recipe": HOSTILE, "reason": HOSTILE}
-    manifest["proof"] = {"read_from": HOSTILE, "gemms": [], "missing": [HOSTILE], "gathers": {HOSTILE: 1}}
+    manifest["proof"] = {
+        "read_from": HOSTILE,
+        "gemms": [],
+        "missing": [HOSTILE],
+        "gathers": {HOSTILE: 1},
+    }
     manifest["config"]["model"][HOSTILE] = HOSTILE
     (path / "manifest.json").write_text(json.dumps(manifest))
-    line = {"step": 0, "statistics": {f"{HOSTILE}/output/input": {"amax": 1.0, "sqnr": 1.0, "non_finite": 1}}}
+    line = {
+        "step": 0,
+        "statistics": {f"{HOSTILE}/output/input": {"amax": 1.0, "sqnr": 1.0, "non_finite": 1}},
+    }
     (path / "statistics.jsonl").write_text(json.dumps(line) + "\n")
     return path
 
@@ -348,8 +496,13 @@ def test_a_validation_set_has_a_name(fp8, name):
     run = fp8()
     path = run.path / "metrics.jsonl"
     line, *rest = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([json.dumps(json.loads(line) | {f"val_loss_{name}": 1.0}) + "\n", *rest]))
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, step 0, has val_loss_.*a set of data\.evaluation is named by"):
+    path.write_text(
+        "".join([json.dumps(json.loads(line) | {f"val_loss_{name}": 1.0}) + "\n", *rest])
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"metrics\.jsonl, step 0, has val_loss_.*a set of data\.evaluation is named by",
+    ):
         runs.read(run.path)
 
 
@@ -364,10 +517,15 @@ def test_a_validation_loss_of_a_set_is_a_number(fp8, value):
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_nothing_else_runs(seeds, fp8, write, tmp_path):
-    """The page's script runs; what a run's text, or a page that was changed afterwards, has does not."""
+    """The page's script runs; what a run's text, or a page that was changed afterwards, has does
+    not.
+    """
     write([seeds[0], runs.read(hostile(tmp_path, fp8()))])
     path = tmp_path / "out" / "report.html"
-    planted = "<img src=x onerror=document.title=3><script>document.title=4</script><a href='javascript:document.title=5'></a>"
+    planted = (
+        "<img src=x onerror=document.title=3><script>document.title=4</script><a "
+        "href='javascript:document.title=5'></a>"
+    )
     path.write_text(path.read_text().replace("<main>", f"<main>{planted}"))
     shown = browsed(path, tmp_path)
     title = re.search(r"<title>(.*?)</title>", path.read_text())[1]
@@ -377,8 +535,17 @@ def test_nothing_else_runs(seeds, fp8, write, tmp_path):
 
 def browsed(path, folder):
     """The page as chromium leaves it."""
-    how = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
-    ran = subprocess.run([*how, path.as_uri()], capture_output=True, text=True, timeout=60, check=True)
+    how = [
+        "chromium",
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={folder / 'profile'}",
+        "--dump-dom",
+    ]
+    ran = subprocess.run(
+        [*how, path.as_uri()], capture_output=True, text=True, timeout=60, check=True
+    )
     return Page(ran.stdout)
 
 
@@ -386,11 +553,21 @@ def browsed(path, folder):
 def test_the_script_runs(seeds, fp8, write, tmp_path):
     write([seeds[0], fp8(statistics=statistics())])
     shown = browsed(tmp_path / "out" / "report.html", tmp_path)
-    assert shown.tags.count("button") == 3 * shown.tags.count("svg")  # made after every figure's values were read
+    assert shown.tags.count("button") == 3 * shown.tags.count(
+        "svg"
+    )  # made after every figure's values were read
 
 
-def test_an_unfinished_run_shows_its_status_and_a_torn_line_is_left_out(seeds, tmp_path, small, write):
-    run = made_runs.make(tmp_path / "stopped", small, falling(40, wobble=0), recipe="tensorwise", status="interrupted")
+def test_an_unfinished_run_shows_its_status_and_a_torn_line_is_left_out(
+    seeds, tmp_path, small, write
+):
+    run = made_runs.make(
+        tmp_path / "stopped",
+        small,
+        falling(40, wobble=0),
+        recipe="tensorwise",
+        status="interrupted",
+    )
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 40, "lo')
     shown, _ = write([*seeds, runs.read(run.path)])
@@ -398,16 +575,25 @@ def test_an_unfinished_run_shows_its_status_and_a_torn_line_is_left_out(seeds, t
     assert "over the last 5 of 40 steps" in shown.text
 
 
-def test_a_run_that_another_of_its_seeds_replaces_is_named(seeds, fp8, tmp_path, small, write):  # E-1
-    short = made_runs.make(tmp_path / "a-short", small, falling(20), recipe="tensorwise", seed=0, status="interrupted")
+def test_a_run_that_another_of_its_seeds_replaces_is_named(
+    seeds, fp8, tmp_path, small, write
+):  # E-1
+    short = made_runs.make(
+        tmp_path / "a-short", small, falling(20), recipe="tensorwise", seed=0, status="interrupted"
+    )
     whole = fp8()
     shown, said = write([*seeds, short, whole])
-    assert f"{short.name} is left out of verdicts: {whole.name} has its config and seeds." in shown.text
+    assert (
+        f"{short.name} is left out of verdicts: {whole.name} has its config and seeds."
+        in shown.text
+    )
     assert f"{short.name} is left out: {whole.name} has its config and seeds" in said
 
 
 def test_runs_of_different_models_are_apart(seeds, tmp_path, small, write):
-    other = made_runs.make(tmp_path / "wide", small.replace(model={"hidden_size": 64}), falling(), recipe="tensorwise")
+    other = made_runs.make(
+        tmp_path / "wide", small.replace(model={"hidden_size": 64}), falling(), recipe="tensorwise"
+    )
     shown, said = write([*seeds, other])
     assert "Runs 2 of 2" in shown.text
     assert "Of another model.hidden_size than the first" in shown.text
@@ -421,7 +607,9 @@ def test_more_runs_than_colors_can_be_drawn(seeds, fp8, write):
 
 
 def test_one_run_of_one_step_is_a_page(tmp_path, small, write):
-    shown, said = write([made_runs.make(tmp_path / "run", small, [5.5], recipe="tensorwise", status="running")])
+    shown, said = write(
+        [made_runs.make(tmp_path / "run", small, [5.5], recipe="tensorwise", status="running")]
+    )
     assert "cannot tell" in said
     assert "run (running)" in shown.text
 
@@ -435,16 +623,28 @@ def test_a_foreign_file_is_left_alone(seeds, tmp_path):
 
 
 def test_a_run_whose_first_step_was_not_finite_is_outside(seeds, fp8, tmp_path, small, write):
-    died = made_runs.make(tmp_path / "died", small, [], recipe="tensorwise", status="failed", more={"error": "NonFiniteError: step 0"})
+    died = made_runs.make(
+        tmp_path / "died",
+        small,
+        [],
+        recipe="tensorwise",
+        status="failed",
+        more={"error": "NonFiniteError: step 0"},
+    )
     for given in ([died], [*seeds, died]):
         shown, said = write(given)
-        assert f"{died.name}: worse: {died.name} ended at step 0, after 64 tokens, by NonFiniteError: step 0." in said
+        assert (
+            f"{died.name}: worse: {died.name} ended at step 0, after 64 tokens, by "
+            "NonFiniteError: step 0." in said
+        )
         assert re.search(r"died\s+failed\s+0\s+-\s+-\s+-\s+-", shown.text)
         shutil.rmtree(tmp_path / "out")
 
 
 def test_statistics_of_nothing_are_not_shown(tmp_path, small, write):
-    run = made_runs.make(tmp_path / "bf16", small, [5.0], statistics=[{"step": 0, "statistics": {}}])
+    run = made_runs.make(
+        tmp_path / "bf16", small, [5.0], statistics=[{"step": 0, "statistics": {}}]
+    )
     shown = write([run])[0].text
     assert "FP8 statistics" not in shown
     assert "Optimizer states" not in shown
@@ -455,7 +655,9 @@ def test_a_gradient_of_zero_is_drawn(tmp_path, small, write):
 
 
 def test_a_file_that_cannot_be_written_is_named(seeds, tmp_path):
-    with pytest.raises(ConfigError, match=r"--out .* cannot be written \(File name too long\)\. Name a file"):
+    with pytest.raises(
+        ConfigError, match=r"--out .* cannot be written \(File name too long\)\. Name a file"
+    ):
         page.write(seeds[:1], tmp_path / ("x" * 250 + ".html"))
 
 
@@ -480,28 +682,52 @@ LAYER = "model.layers.0.mlp.up_proj"
 def of(tmp_path, small, proof) -> dict:
     return {
         linear.path: linear
-        for linear in page.fp8_coverage(made_runs.make(tmp_path / "run", small, [1.0], recipe="tensorwise", proof=proof).manifest)
+        for linear in page.fp8_coverage(
+            made_runs.make(
+                tmp_path / "run", small, [1.0], recipe="tensorwise", proof=proof
+            ).manifest
+        )
     }
 
 
 def gemm(which, a="f8e4m3fn", fp8=True) -> dict:
-    return {"gemm": f"{LAYER}/{which}", "a": a, "b": "f8e4m3fn" if fp8 else "bf16", "accumulate": "slow", "fp8": fp8}
+    return {
+        "gemm": f"{LAYER}/{which}",
+        "a": a,
+        "b": "f8e4m3fn" if fp8 else "bf16",
+        "accumulate": "slow",
+        "fp8": fp8,
+    }
 
 
 def test_a_gemm_is_what_was_seen(tmp_path, small):
-    proof = {"read_from": "x", "gemms": [gemm("output"), gemm("grad_weight", "bf16", fp8=False)], "missing": []}
-    assert of(tmp_path, small, proof)[LAYER].gemms == ("FP8: f8e4m3fn x f8e4m3fn, slow", "not seen", "high precision: bf16 x bf16")
+    proof = {
+        "read_from": "x",
+        "gemms": [gemm("output"), gemm("grad_weight", "bf16", fp8=False)],
+        "missing": [],
+    }
+    assert of(tmp_path, small, proof)[LAYER].gemms == (
+        "FP8: f8e4m3fn x f8e4m3fn, slow",
+        "not seen",
+        "high precision: bf16 x bf16",
+    )
 
 
 def test_what_is_missing_dequantized_or_not_needed_is_called_so(tmp_path, small):
     proof = {
         "read_from": "x",
         "gemms": [gemm("output"), gemm("grad_input", "bf16", fp8=False)],
-        "missing": [f"{LAYER}/output: planned f8e4m3fn x f8e4m3fn, fast; f8e4m3fn x f8e4m3fn, slow"],
+        "missing": [
+            f"{LAYER}/output: planned f8e4m3fn x f8e4m3fn, fast; f8e4m3fn x f8e4m3fn, slow"
+        ],
         "on_dequantised_operands": [f"{LAYER}/grad_input"],
         "pruned": [f"{LAYER}/grad_weight"],
     }
-    assert of(tmp_path, small, proof)[LAYER].gemms == ("MISSING", "dequantized: FP8 values, high-precision GEMM", "not needed")
+    assert of(tmp_path, small, proof)[LAYER].gemms == (
+        "MISSING",
+        "dequantized: FP8 values, high-precision GEMM",
+        "not needed",
+    )
 
 
 def test_without_a_proof_there_is_only_the_plan(tmp_path, small):
@@ -512,17 +738,39 @@ def test_without_a_proof_there_is_only_the_plan(tmp_path, small):
     assert set(found["lm_head"].gemms) == {"high precision"}
 
 
-STATES = {"count": 400, "v_lost": 6, "bounded": 0, "clipped_m": 0, "clipped_v": 0, "stalled_m": 100, "stalled_v": 300}
-STATES |= {"root_bias": 0.031, "update_error": 0.25, "largest_ratio": None, "bytes_per_parameter": 2.0625}
+STATES = {
+    "count": 400,
+    "v_lost": 6,
+    "bounded": 0,
+    "clipped_m": 0,
+    "clipped_v": 0,
+    "stalled_m": 100,
+    "stalled_v": 300,
+}
+STATES |= {
+    "root_bias": 0.031,
+    "update_error": 0.25,
+    "largest_ratio": None,
+    "bytes_per_parameter": 2.0625,
+}
 
 
 def test_the_health_of_states_is_a_table_and_a_figure(tmp_path, small, write):  # Q-12
     lines = [
-        {"step": step, "statistics": {}, "states": {"": STATES | {"v_lost": lost}, "model.norm.weight": STATES | {"v_lost": lost}}}
+        {
+            "step": step,
+            "statistics": {},
+            "states": {
+                "": STATES | {"v_lost": lost},
+                "model.norm.weight": STATES | {"v_lost": lost},
+            },
+        }
         for step, lost in ((0, 0), (1, 6))
     ]
     config = small.replace(optimizer={"kind": "adamw_states", "layout": "te"})
-    shown, _ = write([made_runs.make(tmp_path / "narrow", config, [5.0, 4.0], statistics=lines)], pictures=True)
+    shown, _ = write(
+        [made_runs.make(tmp_path / "narrow", config, [5.0, 4.0], statistics=lines)], pictures=True
+    )
     for said in (
         "Optimizer states",
         "te",

@@ -24,13 +24,20 @@ def measured(step=0, **measures) -> str:
 
 def test_what_a_run_writes_is_taken_as_it_is(run):
     assert run_files.manifest(run) == json.loads((run / "manifest.json").read_text())
-    assert run_files.metrics(run) == [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    assert run_files.metrics(run) == [
+        json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     assert run_files.statistics(run) == []
-    (run / "statistics.jsonl").write_text(measured(sqnr=None) + measured(9, non_finite=3, amax=None))
+    (run / "statistics.jsonl").write_text(
+        measured(sqnr=None) + measured(9, non_finite=3, amax=None)
+    )
     assert [found["step"] for found in run_files.statistics(run)] == [0, 9]
 
 
-@pytest.mark.parametrize(("rest", "count"), [('{"step": 3, "lo', 3), (line().rstrip(), 3), (line(), 4), (line() + "{", 4)])
+@pytest.mark.parametrize(
+    ("rest", "count"),
+    [('{"step": 3, "lo', 3), (line().rstrip(), 3), (line(), 4), (line() + "{", 4)],
+)
 def test_a_torn_last_line_is_left_out(run, rest, count):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(rest)
@@ -38,10 +45,16 @@ def test_a_torn_last_line_is_left_out(run, rest, count):
 
 
 @pytest.mark.parametrize("read", [run_files.metrics, run_files.statistics])
-@pytest.mark.parametrize("content", ["", "{", "[1]", "3", "null", pytest.param("[" * 100_000, id="deep")])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", "3", "null", pytest.param("[" * 100_000, id="deep")]
+)
 def test_a_line_that_is_no_object_is_named(run, read, content):
     (run / f"{read.__name__}.jsonl").write_text(content + "\n")
-    with pytest.raises(ConfigError, match=rf"{read.__name__}\.jsonl, line 1, is not a JSON object\. Repair it, or leave .*/run out\."):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{read.__name__}\.jsonl, line 1, is not a JSON object\. Repair it, or leave "
+        r".*/run out\.",
+    ):
         read(run)
 
 
@@ -71,14 +84,19 @@ def test_a_line_that_is_no_object_is_named(run, read, content):
 def test_a_line_of_metrics_that_is_damaged_is_named(run, content, problem):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(content)
-    with pytest.raises(ConfigError, match=rf"metrics\.jsonl, line 4, {problem}.*\. Repair it, or leave"):
+    with pytest.raises(
+        ConfigError, match=rf"metrics\.jsonl, line 4, {problem}.*\. Repair it, or leave"
+    ):
         run_files.metrics(run)
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (measured(5, amax="oops"), rf'has statistics\.{OPERAND}\.amax = "oops": it should be a valid number'),
+        (
+            measured(5, amax="oops"),
+            rf'has statistics\.{OPERAND}\.amax = "oops": it should be a valid number',
+        ),
         (measured(5, amax=-1.0), "amax = -1.0: it should be greater"),
         (measured(5, amax=1e39), r"amax = 1e\+39: it should be less"),
         (measured(5, sqnr=[]), r"sqnr = \[\]"),
@@ -87,15 +105,29 @@ def test_a_line_of_metrics_that_is_damaged_is_named(run, content, problem):
         ('{"step": 5}\n', "has no statistics"),
         ('{"statistics": {}}\n', "has no step"),
         ('{"step": 5, "statistics": []}\n', r"has statistics = \[\]: it should be"),
-        ('{"step": 5, "statistics": {}, "states": {"": {"count": 0}}}\n', "has states..count = 0: it should be greater"),
-        (json.dumps({"step": 5, "statistics": {OPERAND: 3}}) + "\n", "up_proj/output/input = 3: it should be"),
-        ('{"step": 5, "statistics": {"x": {}}}\n', r"has statistics\.x: an operand is <layer>/ and one of output/input, output/weight"),
-        ('{"step": 5, "statistics": {"a/output/grad_output": {}}}\n', r"has statistics\.a/output/grad_output: an operand"),
+        (
+            '{"step": 5, "statistics": {}, "states": {"": {"count": 0}}}\n',
+            "has states..count = 0: it should be greater",
+        ),
+        (
+            json.dumps({"step": 5, "statistics": {OPERAND: 3}}) + "\n",
+            "up_proj/output/input = 3: it should be",
+        ),
+        (
+            '{"step": 5, "statistics": {"x": {}}}\n',
+            r"has statistics\.x: an operand is <layer>/ and one of output/input, output/weight",
+        ),
+        (
+            '{"step": 5, "statistics": {"a/output/grad_output": {}}}\n',
+            r"has statistics\.a/output/grad_output: an operand",
+        ),
     ],
 )
 def test_a_line_of_statistics_that_is_damaged_is_named(run, content, problem):
     (run / "statistics.jsonl").write_text(measured() + content)
-    with pytest.raises(ConfigError, match=rf"statistics\.jsonl, line 2, .*{problem}.*\. Repair it, or leave"):
+    with pytest.raises(
+        ConfigError, match=rf"statistics\.jsonl, line 2, .*{problem}.*\. Repair it, or leave"
+    ):
         run_files.statistics(run)
 
 
@@ -138,14 +170,19 @@ def changed(run, path, value):
 )
 def test_a_manifest_that_is_damaged_is_named(run, path, value, problem):
     changed(run, path, value)
-    with pytest.raises(ConfigError, match=rf"manifest\.json {problem}.*\. .*/run is not an intact run\. Leave it out\."):
+    with pytest.raises(
+        ConfigError,
+        match=rf"manifest\.json {problem}.*\. .*/run is not an intact run\. Leave it out\.",
+    ):
         run_files.manifest(run)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"fp8ref": "0", "sta'])
 def test_a_manifest_that_is_none_is_refused(run, content):
     (run / "manifest.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"manifest\.json (cannot be read|is not a manifest of fp8ref)"):
+    with pytest.raises(
+        ConfigError, match=r"manifest\.json (cannot be read|is not a manifest of fp8ref)"
+    ):
         run_files.manifest(run)
 
 

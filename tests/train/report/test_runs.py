@@ -19,7 +19,13 @@ def made(tmp_path, small):
 def test_a_run_is_what_was_written(made, tmp_path):
     assert (made.path, made.name) == (tmp_path / "run", str(tmp_path / "run"))
     assert made.losses == {0: 5.0, 1: 4.0, 2: 3.0}
-    assert (made.seeds, made.tokens_per_step, made.bf16, made.finished, made.statistics) == ((3, 3), 64, False, True, [])
+    assert (made.seeds, made.tokens_per_step, made.bf16, made.finished, made.statistics) == (
+        (3, 3),
+        64,
+        False,
+        True,
+        [],
+    )
 
 
 def test_bf16_is_a_run_without_a_linear_in_fp8(tmp_path, small):
@@ -38,7 +44,10 @@ def test_a_run_without_steps_is_refused_with_its_status(tmp_path, small):
 
 
 def test_a_run_whose_process_was_killed_is_interrupted(tmp_path, small):
-    """Its manifest says running, and nobody holds the lock. On another machine's lock nothing is known."""
+    """Its manifest says running, and nobody holds the lock.
+
+    On another machine's lock nothing is known.
+    """
     path = made_runs.make(tmp_path / "run", small, [5.0], status="running").path
     assert runs.read(path).manifest["status"] == "running"  # no lock file: copied from elsewhere
     held = run_dir.Lock()
@@ -52,11 +61,15 @@ def test_a_run_whose_process_was_killed_is_interrupted(tmp_path, small):
 
 def test_why_there_is_no_step_is_said(tmp_path, small):
     with pytest.raises(ConfigError, match=r"no step yet \(its status is 'failed': OSError: disk\)"):
-        made_runs.make(tmp_path / "run", small, [], status="failed", more={"error": "OSError: disk"})
+        made_runs.make(
+            tmp_path / "run", small, [], status="failed", more={"error": "OSError: disk"}
+        )
 
 
 def test_a_run_whose_first_step_was_not_finite_is_one(tmp_path, small):
-    run = made_runs.make(tmp_path / "run", small, [], status="failed", more={"error": "NonFiniteError: step 0"})
+    run = made_runs.make(
+        tmp_path / "run", small, [], status="failed", more={"error": "NonFiniteError: step 0"}
+    )
     assert (run.losses, run.diverged) == ({}, "NonFiniteError: step 0")
 
 
@@ -78,7 +91,9 @@ def test_a_run_is_named_once(made):
 
 
 def test_a_directory_gives_its_runs_at_any_depth(tmp_path, small, capsys):
-    """Checkpoints have a manifest.json too, and are within runs; a run without a step is left out."""
+    """Checkpoints have a manifest.json too, and are within runs; a run without a step is left
+    out.
+    """
     for name in ("sweep/b", "sweep/a", "alone"):
         made_runs.make(tmp_path / "runs" / name, small, [1.0])
     (tmp_path / "runs" / "alone" / "checkpoints" / "step-1").mkdir(parents=True)
@@ -103,12 +118,21 @@ def test_common_steps_are_those_of_all(tmp_path, small):
 
 def test_a_run_from_before_there_were_new_keys_is_a_reference(made):  # E-1
     config = {key: value for key, value in made.manifest["config"].items() if key != "architecture"}
-    model = {key: value for key, value in config["model"].items() if key not in ("qk_norm", "num_experts")}
+    model = {
+        key: value
+        for key, value in config["model"].items()
+        if key not in ("qk_norm", "num_experts")
+    }
     old = dataclasses.replace(made, manifest=made.manifest | {"config": config | {"model": model}})
     assert (old.reference, old.settings) == (made.reference, made.settings)
     assert old.key("model.qk_norm") is False
 
 
 def test_another_content_of_the_architecture_s_source_is_another_model(made):  # E-1
-    one, other = (dataclasses.replace(made, manifest=made.manifest | {"model": {"sha256": key, "config": {}}}) for key in "ab")
-    assert configs.differences(one.reference, other.reference) == {"architecture.sha256": ("a", "b")}
+    one, other = (
+        dataclasses.replace(made, manifest=made.manifest | {"model": {"sha256": key, "config": {}}})
+        for key in "ab"
+    )
+    assert configs.differences(one.reference, other.reference) == {
+        "architecture.sha256": ("a", "b")
+    }

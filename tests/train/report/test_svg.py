@@ -24,7 +24,10 @@ def luminance(color: str) -> float:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize(("name", "least"), [("ink", 7), ("muted", 4.5), ("seed", 3), *((f"run{i}", 3) for i in range(6))])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("ink", 7), ("muted", 4.5), ("seed", 3), *((f"run{i}", 3) for i in range(6))],
+)
 def test_colors_stand_out_from_the_paper(name, least, dark):
     """WCAG 2.2: text by 4.5 (AA) or 7 (AAA), lines by 3."""
     low, high = sorted(luminance(svg.COLORS[of][dark]) for of in (name, "paper"))
@@ -49,13 +52,18 @@ def test_a_figure_is_one_element_that_refers_to_itself_alone(figure):
     assert found.rstrip().endswith("</svg>")
     assert 'aria-label="a &quot;label&quot; &lt;here&gt;"' in found
     assert "a &lt;b&gt; &amp; c" in found
-    ids, used = (set(re.findall(pattern, found)) for pattern in (r'\bid="([^"]+)"', r'(?:url\(|href=")#([^)"]+)'))
+    ids, used = (
+        set(re.findall(pattern, found))
+        for pattern in (r'\bid="([^"]+)"', r'(?:url\(|href=")#([^)"]+)')
+    )
     assert ids == used != set()
     assert all(i.startswith("name-") for i in ids)
     assert "http" not in found
 
 
-@pytest.mark.parametrize("name", ['a"><img src=x onerror=alert(1)>', "a)", "A", "1", "", "a-b", "a\n"])
+@pytest.mark.parametrize(
+    "name", ['a"><img src=x onerror=alert(1)>', "a)", "A", "1", "", "a-b", "a\n"]
+)
 def test_an_id_is_a_word(figure, name):
     with pytest.raises(ValueError, match="Number figures"):
         svg.inline(figure, name, "label")

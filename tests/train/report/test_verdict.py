@@ -18,11 +18,15 @@ ABOVE = {0: 0.0, 1: 0.05, 2: -0.05}  # three_seeds' own offsets
 
 @pytest.fixture
 def fp8(tmp_path, small):
-    """fp8(above, seed): an FP8 run whose loss ends so far above that of the bf16 run of its seed."""
+    """fp8(above, seed): an FP8 run whose loss ends so far above that of the bf16 run of its
+    seed.
+    """
 
     def make(above: float, seed: int = 0, **keys):
         losses = falling(above=ABOVE.get(seed, 0.0) + above, wobble=seed)
-        return made_runs.make(tmp_path / f"fp8-{above}-{seed}", small, losses, recipe="tensorwise", seed=seed, **keys)
+        return made_runs.make(
+            tmp_path / f"fp8-{above}-{seed}", small, losses, recipe="tensorwise", seed=seed, **keys
+        )
 
     return make
 
@@ -33,7 +37,12 @@ def judged(group) -> verdict.Verdict:
 
 
 @pytest.mark.parametrize(
-    ("above", "kind"), [((0.1, 0.11, 0.09), "worse"), ((-0.1, -0.11, -0.09), "better"), ((0.001, 0.0, 0.002), "equivalent")]
+    ("above", "kind"),
+    [
+        ((0.1, 0.11, 0.09), "worse"),
+        ((-0.1, -0.11, -0.09), "better"),
+        ((0.001, 0.0, 0.002), "equivalent"),
+    ],
 )
 def test_matched_seeds_decide(seeds, fp8, above, kind):  # E-3, E-4
     runs = [fp8(gap, seed) for seed, gap in enumerate(above)]
@@ -41,7 +50,9 @@ def test_matched_seeds_decide(seeds, fp8, above, kind):  # E-3, E-4
     assert found.kind == kind
     assert (found.compared.runs, found.compared.to) == (tuple(runs), tuple(seeds))
     assert found.compared.gap.by == "seeds"
-    assert found.margin == pytest.approx(0.0025 * np.mean([list(run.losses.values())[-5:] for run in seeds]))
+    assert found.margin == pytest.approx(
+        0.0025 * np.mean([list(run.losses.values())[-5:] for run in seeds])
+    )
     assert "by 3 matched seeds" in found.said
 
 
@@ -71,7 +82,9 @@ def test_the_interval_of_one_pair_is_of_its_steps(seeds, fp8):  # E-5
 
 
 @pytest.mark.parametrize(("above", "kind"), [(0.1, "worse"), (-0.1, "better"), (0.0, "equivalent")])
-def test_report_and_compare_say_the_same_of_one_pair(seeds, tmp_path, small, above, kind):  # E-4, E-6
+def test_report_and_compare_say_the_same_of_one_pair(
+    seeds, tmp_path, small, above, kind
+):  # E-4, E-6
     """And both say that it is no verdict on the recipe."""
     noise = above + np.random.default_rng(0).normal(0, 1e-3, 60)
     losses = np.array([seeds[0].losses[step] for step in range(60)]) + noise
@@ -80,12 +93,17 @@ def test_report_and_compare_say_the_same_of_one_pair(seeds, tmp_path, small, abo
     assert compared.result == found.kind == kind
     assert compared.ok == (kind == "equivalent")
     assert found.of_pair
-    assert compared.said == f"{kind}: the loss of {run.name} is {found.said.removeprefix(f'{kind}: ')}"
-    assert found.said.endswith("; for this pair; one seed, so not yet for the recipe: train both with a second seed, or more.")
+    assert (
+        compared.said == f"{kind}: the loss of {run.name} is {found.said.removeprefix(f'{kind}: ')}"
+    )
+    assert found.said.endswith(
+        "; for this pair; one seed, so not yet for the recipe: train both with a second seed, "
+        "or more."
+    )
     page.write([seeds[0], run], tmp_path / "page.html")
     assert (
-        f'<li class="pair"><strong>{run.name}</strong>\n<span class="kind">{kind} for this pair</span>'
-        in (tmp_path / "page.html").read_text()
+        f'<li class="pair"><strong>{run.name}</strong>\n<span class="kind">{kind} for this '
+        "pair</span>" in (tmp_path / "page.html").read_text()
     )
 
 
@@ -102,15 +120,23 @@ def test_the_confidence_is_that_of_the_interval(seeds, fp8, count):  # E-3, E-5
     widths = []
     for confidence in (0.5, 0.95, 0.99):
         gap = verdict.between(mine, seeds[:count], confidence=confidence).compared.gap.last
-        widths.append((gap.high - gap.low) / student(confidence, gaps.BATCHES - 1 if count == 1 else count - 1))
+        widths.append(
+            (gap.high - gap.low)
+            / student(confidence, gaps.BATCHES - 1 if count == 1 else count - 1)
+        )
     assert widths[0] > 0
     assert widths == pytest.approx([widths[0]] * 3, rel=1e-9)
 
 
 def test_the_confidence_is_that_of_unmatched_runs(seeds, fp8):  # E-2
     mine = [fp8(0.01, 7), fp8(0.03, 8)]
-    narrow, wide = (verdict.between(mine, seeds, confidence=confidence).compared.gap.last for confidence in (0.5, 0.99))
-    assert (wide.high - wide.low) / (narrow.high - narrow.low) == pytest.approx(student(0.99, 3) / student(0.5, 3), rel=1e-9)
+    narrow, wide = (
+        verdict.between(mine, seeds, confidence=confidence).compared.gap.last
+        for confidence in (0.5, 0.99)
+    )
+    assert (wide.high - wide.low) / (narrow.high - narrow.low) == pytest.approx(
+        student(0.99, 3) / student(0.5, 3), rel=1e-9
+    )
 
 
 def test_runs_of_other_seeds_are_unmatched(seeds, fp8):  # E-2
@@ -133,15 +159,26 @@ def test_without_bf16_nothing_can_be_told(fp8):  # E-1
 
 
 def test_fewer_than_five_common_steps_tell_nothing(seeds, tmp_path, small):
-    found = judged([*seeds, made_runs.make(tmp_path / "fp8", small, [5.0] * 4, recipe="tensorwise")])
-    assert (found.kind, "4 steps in common, and 5 are needed" in found.reason) == ("cannot tell", True)
+    found = judged(
+        [*seeds, made_runs.make(tmp_path / "fp8", small, [5.0] * 4, recipe="tensorwise")]
+    )
+    assert (found.kind, "4 steps in common, and 5 are needed" in found.reason) == (
+        "cannot tell",
+        True,
+    )
 
 
 def test_an_arm_is_what_changes_no_bit_but_by_its_seeds(seeds, fp8, tmp_path, small):  # E-1
     runs = [fp8(0.0, 0), fp8(0.0, 1)]
     rowwise = made_runs.make(tmp_path / "rowwise", small, falling(), recipe="rowwise")
     other = made_runs.make(tmp_path / "jax", small, falling(), recipe="tensorwise", backend="jax")
-    recorded = made_runs.make(tmp_path / "stats", small.replace(statistics={"every": 1}), falling(), recipe="tensorwise", seed=2)
+    recorded = made_runs.make(
+        tmp_path / "stats",
+        small.replace(statistics={"every": 1}),
+        falling(),
+        recipe="tensorwise",
+        seed=2,
+    )
     again = made_runs.make(tmp_path / "again", small, falling(), recipe="tensorwise", seed=1)
     found = verdict.arms([*seeds, *runs, rowwise, other, recorded, again])
     assert [arm.runs for arm in found] == [tuple(seeds), (*runs, recorded), (rowwise,), (other,)]
@@ -162,7 +199,14 @@ def test_the_baseline_is_of_the_same_backend_if_there_is_one(seeds, fp8, tmp_pat
 
 
 def test_unfinished_runs_are_left_out_where_others_are_finished(seeds, fp8, tmp_path, small):  # E-1
-    short = made_runs.make(tmp_path / "short", small, falling(20, above=0.3), recipe="tensorwise", seed=2, status="interrupted")
+    short = made_runs.make(
+        tmp_path / "short",
+        small,
+        falling(20, above=0.3),
+        recipe="tensorwise",
+        seed=2,
+        status="interrupted",
+    )
     found = judged([*seeds, fp8(0.1, 0), fp8(0.11, 1), short])
     assert short not in found.compared.runs
     found = judged([*seeds, short])
@@ -170,44 +214,76 @@ def test_unfinished_runs_are_left_out_where_others_are_finished(seeds, fp8, tmp_
     assert found.said.endswith("short is not finished, but interrupted.")
 
 
-def test_a_finished_run_counts_before_an_unfinished_one_of_its_seeds(seeds, fp8, tmp_path, small):  # E-1
-    short = made_runs.make(tmp_path / "a-short", small, falling(20, above=0.3), recipe="tensorwise", seed=0, status="interrupted")
+def test_a_finished_run_counts_before_an_unfinished_one_of_its_seeds(
+    seeds, fp8, tmp_path, small
+):  # E-1
+    short = made_runs.make(
+        tmp_path / "a-short",
+        small,
+        falling(20, above=0.3),
+        recipe="tensorwise",
+        seed=0,
+        status="interrupted",
+    )
     runs = [fp8(0.1, 0), fp8(0.11, 1)]
     (_, mine) = verdict.arms([*seeds, short, *runs])
     assert (mine.runs, mine.others) == (tuple(runs), ((short, runs[0]),))
     assert judged([*seeds, short, *runs]).said == judged([*seeds, *runs]).said
 
 
-def test_a_run_that_diverged_counts_before_a_finished_one_that_follows(seeds, fp8, tmp_path, small):  # E-4
+def test_a_run_that_diverged_counts_before_a_finished_one_that_follows(
+    seeds, fp8, tmp_path, small
+):  # E-4
     error = {"error": "NonFiniteError: step 20"}
-    ended = made_runs.make(tmp_path / "a", small, falling(20), recipe="tensorwise", seed=0, status="failed", more=error)
+    ended = made_runs.make(
+        tmp_path / "a", small, falling(20), recipe="tensorwise", seed=0, status="failed", more=error
+    )
     assert judged([*seeds, ended, fp8(0.0, 0), fp8(0.0, 1)]).kind == "worse"
 
 
 @pytest.mark.parametrize(
     "other",
-    [{"model": {"hidden_size": 64}}, {"optimizer": {"learning_rate": 0.5}}, {"data": {"batch_size": 8}}, {"data": {"sequence_length": 8}}],
+    [
+        {"model": {"hidden_size": 64}},
+        {"optimizer": {"learning_rate": 0.5}},
+        {"data": {"batch_size": 8}},
+        {"data": {"sequence_length": 8}},
+    ],
 )
 def test_runs_of_another_model_are_another_group(seeds, fp8, tmp_path, small, other):  # E-1
-    run, foreign = fp8(0.0), made_runs.make(tmp_path / "foreign", small.replace(**other), falling(), recipe="tensorwise")
+    run, foreign = (
+        fp8(0.0),
+        made_runs.make(
+            tmp_path / "foreign", small.replace(**other), falling(), recipe="tensorwise"
+        ),
+    )
     assert verdict.groups([*seeds, foreign, run]) == [[*seeds, run], [foreign]]
 
 
 def test_runs_of_another_text_are_another_group(seeds, tmp_path, small):  # E-1
-    foreign = made_runs.make(tmp_path / "foreign", small, falling(), seed=9, data=made_runs.DATA | {"sha256": "cd"})
-    elsewhere = made_runs.make(tmp_path / "elsewhere", small, falling(), seed=9, data=made_runs.DATA | {"source": "moved"})
+    foreign = made_runs.make(
+        tmp_path / "foreign", small, falling(), seed=9, data=made_runs.DATA | {"sha256": "cd"}
+    )
+    elsewhere = made_runs.make(
+        tmp_path / "elsewhere", small, falling(), seed=9, data=made_runs.DATA | {"source": "moved"}
+    )
     assert verdict.groups([*seeds, foreign, elsewhere]) == [[*seeds, elsewhere], [foreign]]
     assert verdict.arms([*seeds, elsewhere])[0].runs == (*seeds, elsewhere)
 
 
 def test_a_run_whose_loss_was_no_number_is_worse(seeds, tmp_path, small):  # E-4
-    """However well it did until then; after as many tokens as it had seen with the step that failed."""
+    """However well it did until then; after as many tokens as it had seen with the step that
+    failed.
+    """
     error = {"error": "NonFiniteError: step 20: loss nan."}
-    run = made_runs.make(tmp_path / "died", small, falling(20), recipe="tensorwise", status="failed", more=error)
+    run = made_runs.make(
+        tmp_path / "died", small, falling(20), recipe="tensorwise", status="failed", more=error
+    )
     found = judged([*seeds, run])
     assert (
         found.said
-        == f"worse: {run.name} ended at step 20, after {21 * run.tokens_per_step:,} tokens, by NonFiniteError: step 20: loss nan."
+        == f"worse: {run.name} ended at step 20, after {21 * run.tokens_per_step:,} tokens, "
+        "by NonFiniteError: step 20: loss nan."
     )
     page.write([*seeds, run], tmp_path / "page.html")
     assert "NonFiniteError" in (tmp_path / "page.html").read_text()
@@ -218,7 +294,14 @@ def test_a_run_whose_loss_was_no_number_is_worse(seeds, tmp_path, small):  # E-4
 
 
 def test_a_run_that_failed_otherwise_is_judged_where_it_is(seeds, tmp_path, small):
-    run = made_runs.make(tmp_path / "died", small, falling(20), recipe="tensorwise", status="failed", more={"error": "OSError: disk"})
+    run = made_runs.make(
+        tmp_path / "died",
+        small,
+        falling(20),
+        recipe="tensorwise",
+        status="failed",
+        more={"error": "OSError: disk"},
+    )
     assert judged([*seeds, run]).compared.count == 20
 
 

@@ -15,27 +15,36 @@ from fp8ref.train.run import log
 
 
 def recorded(run, amaxes, *, recipe="delayed", every=1, name="model.layers.0.mlp.up_proj"):
-    """A run directory with these amaxes of one linear's input and grad_output; it has no step, as one that failed in its first."""
+    """A run directory with these amaxes of one linear's input and grad_output; it has no step, as
+    one that failed in its first.
+    """
     config = Config(statistics=StatisticsConfig(every=every)).replace(numerics={"recipe": recipe})
     decisions = [decision for decision in config.decisions() if decision.path == name]
     run.mkdir()
     log.create(run, config, "torch", data={}, decisions=decisions, device="cpu").close()
     keys = ("output/input", "grad_weight/input", "grad_input/grad_output")
-    lines = [{"step": i * every, "statistics": {f"{name}/{key}": {"amax": amax} for key in keys}} for i, amax in enumerate(amaxes)]
+    lines = [
+        {"step": i * every, "statistics": {f"{name}/{key}": {"amax": amax} for key in keys}}
+        for i, amax in enumerate(amaxes)
+    ]
     (run / "statistics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
 
 
 def outcomes(run, policy, **options) -> tuple[what_if.Outcome, what_if.Outcome]:
     found = what_if.replay(run, policy, **options)
-    assert [name.rpartition("proj/")[2] for name in found.outcomes] == ["input/e4m3fn", "grad_output/e5m2"]
+    assert [name.rpartition("proj/")[2] for name in found.outcomes] == [
+        "input/e4m3fn",
+        "grad_output/e5m2",
+    ]
     return tuple(found.outcomes.values())
 
 
 def test_by_hand(tmp_path):  # Q-11
     run = recorded(tmp_path / "run", [448.0, 112.0, 224.0, 1792.0, 448.0])
     of_input, of_gradient = outcomes(run, "delayed", history=2)
-    # scales 1, 1, 1, 2, 1/4: max / (largest of the two before); amax * scale / max = 1, 1/4, 1/2, 8, 1/4
+    # scales 1, 1, 1, 2, 1/4: max / (largest of the two before); amax * scale / max = 1, 1/4, 1/2,
+    # 8, 1/4
     assert (of_input.steps, of_input.clipped, of_input.skipped) == (5, 1, 0)
     assert of_input.excess == pytest.approx(3)
     assert of_input.wasted_mean == pytest.approx((0 + 2 + 1 + 2) / 4)
@@ -46,7 +55,11 @@ def test_by_hand(tmp_path):  # Q-11
 @pytest.mark.parametrize("policy", DELAYED)
 def test_a_history_beyond_what_was_recorded_takes_no_memory(tmp_path, policy):
     run = recorded(tmp_path / "run", [448.0, 112.0, 0.0, 224.0, 1792.0, 3.0, 448.0])
-    assert outcomes(run, policy, history=10**14) == outcomes(run, policy, history=50) != outcomes(run, policy, history=2)
+    assert (
+        outcomes(run, policy, history=10**14)
+        == outcomes(run, policy, history=50)
+        != outcomes(run, policy, history=2)
+    )
 
 
 def test_margin_is_room(tmp_path):  # Q-11
@@ -54,14 +67,20 @@ def test_margin_is_room(tmp_path):  # Q-11
     plain, _ = outcomes(run, "delayed")
     with_room, _ = outcomes(run, "delayed", margin=2)
     assert (plain.clipped, with_room.clipped) == (1, 0)
-    assert with_room.wasted_mean == pytest.approx((math.log2(448 / 3) + 2 + 2 - math.log2(6.5 / 3)) / 3)
+    assert with_room.wasted_mean == pytest.approx(
+        (math.log2(448 / 3) + 2 + 2 - math.log2(6.5 / 3)) / 3
+    )
 
 
-@pytest.mark.parametrize("policy", ["torchao", "torchao_pow2", "te_current", "msamp", "mx_rceil", "flax_bf16"])
+@pytest.mark.parametrize(
+    "policy", ["torchao", "torchao_pow2", "te_current", "msamp", "mx_rceil", "flax_bf16"]
+)
 def test_a_dynamic_policy_clips_nothing(tmp_path, policy):  # Q-11
     for outcome in outcomes(recorded(tmp_path / "run", [3.7, 1e-9, 55.0, 1e4]), policy):
         assert (outcome.steps, outcome.clipped, outcome.excess) == (4, 0, None)
-        assert outcome.wasted_max <= (1 if policy in ("torchao_pow2", "msamp", "mx_rceil") else 1e-6)
+        assert outcome.wasted_max <= (
+            1 if policy in ("torchao_pow2", "msamp", "mx_rceil") else 1e-6
+        )
 
 
 def test_what_is_zero_or_not_finite_is_left_out(tmp_path):  # Q-11
@@ -70,8 +89,12 @@ def test_what_is_zero_or_not_finite_is_left_out(tmp_path):  # Q-11
 
 
 def test_a_run_under_delayed_scaling_replays_to_what_it_clipped(tmp_path, small):  # Q-8, Q-11
-    """Recorded at every step, the policy that trained: a step would have been clipped where it was."""
-    config = small.replace(numerics={"recipe": "delayed"}, statistics={"every": 1}, optimizer={"learning_rate": 0.05})
+    """Recorded at every step, the policy that trained: a step would have been clipped where it
+    was.
+    """
+    config = small.replace(
+        numerics={"recipe": "delayed"}, statistics={"every": 1}, optimizer={"learning_rate": 0.05}
+    )
     loop.train(config, "torch", tmp_path / "run")
     lines = log.read_lines(tmp_path / "run" / "statistics.jsonl")
     assert [line["step"] for line in lines] == list(range(config.run.steps))
@@ -80,7 +103,9 @@ def test_a_run_under_delayed_scaling_replays_to_what_it_clipped(tmp_path, small)
     for name, outcome in found.outcomes.items():
         layer, role, _ = name.split("/")
         gemm = "grad_input" if role == "grad_output" else "output"
-        happened = sum(line["statistics"][f"{layer}/{gemm}/{role}"]["overflow_rate"] > 0 for line in lines)
+        happened = sum(
+            line["statistics"][f"{layer}/{gemm}/{role}"]["overflow_rate"] > 0 for line in lines
+        )
         assert outcome.clipped == happened, name
 
 
@@ -96,22 +121,30 @@ def test_statistics_are_recorded_every_so_often_as_plain_json(tmp_path, small, b
     assert ([line["step"] for line in lines], constants) == ([0, 4], [])
     assert all(line["statistics"] for line in lines)
     assert not (tmp_path / "without" / "statistics.jsonl").exists()
-    losses = [[line["loss"] for line in log.read_metrics(tmp_path / name)] for name in ("run", "without")]
+    losses = [
+        [line["loss"] for line in log.read_metrics(tmp_path / name)] for name in ("run", "without")
+    ]
     assert losses[0] == losses[1]
 
 
 def test_a_run_of_several_recipes_is_refused(tmp_path, small):  # T-9
     config = small.replace(numerics={"schedule": ((0, "tensorwise"), (3, "rowwise"))})
     (tmp_path / "run").mkdir()
-    run = log.create(tmp_path / "run", config, "jax", data={}, decisions=config.decisions(), device="")
-    run.statistics({"step": 0, "statistics": {"model.layers.0.mlp.up_proj/output/input": {"amax": 1.0}}})
+    run = log.create(
+        tmp_path / "run", config, "jax", data={}, decisions=config.decisions(), device=""
+    )
+    run.statistics(
+        {"step": 0, "statistics": {"model.layers.0.mlp.up_proj/output/input": {"amax": 1.0}}}
+    )
     run.close()
     with pytest.raises(ConfigError, match="takes runs of one recipe"):
         what_if.replay(tmp_path / "run", "te_delayed")
 
 
 @pytest.mark.parametrize(("start", "kept"), [(0, []), (4, [0, 3])])
-def test_a_run_that_resumes_keeps_the_statistics_before_its_first_step(tmp_path, small, start, kept):
+def test_a_run_that_resumes_keeps_the_statistics_before_its_first_step(
+    tmp_path, small, start, kept
+):
     config = small.replace(statistics={"every": 3})
     out = tmp_path / "run"
     out.mkdir()
@@ -143,7 +176,9 @@ def test_options_that_are_none(tmp_path, policy, options, message):
 def test_a_run_without_statistics(tmp_path):
     run = recorded(tmp_path / "run", [1.0])
     (run / "statistics.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"no statistics of FP8 operands\. Train with --statistics\.every"):
+    with pytest.raises(
+        ConfigError, match=r"no statistics of FP8 operands\. Train with --statistics\.every"
+    ):
         what_if.replay(run, "delayed")
 
 
@@ -168,11 +203,22 @@ def test_a_recipe_without_a_name_is_refused(tmp_path):
 
 def test_the_command(tmp_path, capsys):
     run = recorded(tmp_path / "run", np.linspace(1, 9, 5).tolist(), every=50)
-    arguments = ["replay", str(run), "--policy", "delayed", "--history", "16", "--json", str(tmp_path / "out.json")]
+    arguments = [
+        "replay",
+        str(run),
+        "--policy",
+        "delayed",
+        "--history",
+        "16",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
     assert cli.main(arguments) == 0
     shown = capsys.readouterr().out
     assert "4 of 5" in shown
-    assert "Amaxes were recorded every 50 steps: a history here holds steps that are 50 apart" in shown
+    assert (
+        "Amaxes were recorded every 50 steps: a history here holds steps that are 50 apart" in shown
+    )
     written = json.loads((tmp_path / "out.json").read_text())
     assert (written["history"], written["recorded"]) == (16, [0, 50, 100, 150, 200])
     assert written["outcomes"]["model.layers.0.mlp.up_proj/input/e4m3fn"]["clipped"] == 4

@@ -126,7 +126,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, how):  # K-3
 def test_another_versions_checkpoint_is_not_passed_over(tmp_path):  # K-3
     save(tmp_path, 1, 2)
     damage(tmp_path / "checkpoints" / "step-00000002", "format")
-    with pytest.raises(ConfigError, match=r"has format 2; this fp8ref reads format 1\. Use the version that wrote it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has format 2; this fp8ref reads format 1\. Use the version that wrote it",
+    ):
         latest(tmp_path, print)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
@@ -134,7 +137,9 @@ def test_another_versions_checkpoint_is_not_passed_over(tmp_path):  # K-3
 def test_where_none_is_intact_nothing_is_trained_over_them(tmp_path):  # K-3
     save(tmp_path, 1)
     damage(tmp_path / "checkpoints" / "step-00000001", "flipped")
-    with pytest.raises(ConfigError, match=r"no checkpoint of .* is intact: .*tensors.bin is damaged.*--overwrite"):
+    with pytest.raises(
+        ConfigError, match=r"no checkpoint of .* is intact: .*tensors.bin is damaged.*--overwrite"
+    ):
         latest(tmp_path, print)
     assert names(tmp_path) == ["step-00000001"]
 
@@ -154,7 +159,10 @@ def test_one_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):  
 
 def test_a_strangers_files_among_them_are_left_alone(tmp_path):
     save(tmp_path, 1)
-    mine = [tmp_path / "checkpoints" / name for name in ("notes.unfinished", "step-00000007.removed", "step-00000008")]
+    mine = [
+        tmp_path / "checkpoints" / name
+        for name in ("notes.unfinished", "step-00000007.removed", "step-00000008")
+    ]
     for path in mine:
         path.write_text("mine")
     save(tmp_path, 2)
@@ -217,7 +225,8 @@ def test_a_disk_that_is_full_leaves_the_ones_before(tmp_path, monkeypatch, cut):
     writer.save(model, 2)
     with pytest.raises(
         OSError,
-        match=r"checkpoint .*checkpoints/step-00000002 could not be written: .*No space left.*make room, and continue with --resume",
+        match=r"checkpoint .*checkpoints/step-00000002 could not be written: .*No space "
+        r"left.*make room, and continue with --resume",
     ):
         writer.finish()
     writer.finish()  # told once
@@ -228,8 +237,14 @@ def test_a_disk_that_is_full_leaves_the_ones_before(tmp_path, monkeypatch, cut):
 
 def test_a_checkpoint_that_has_no_room_is_not_begun(tmp_path, monkeypatch):  # K-4
     writer = Checkpoints(tmp_path, {}, keep_last=2, processes=Alone(), size=10**9)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=2 * 10**6))
-    with pytest.raises(OSError, match=r"checkpoint step-00000002 takes 1,000 MB, and .*checkpoints has 2 MB left\. .*make room"):
+    monkeypatch.setattr(
+        checkpoint.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=2 * 10**6)
+    )
+    with pytest.raises(
+        OSError,
+        match=r"checkpoint step-00000002 takes 1,000 MB, and .*checkpoints has 2 MB left\. "
+        r".*make room",
+    ):
         writer.save(Bytes(), 2)
     assert names(tmp_path) == []
 
@@ -257,7 +272,9 @@ def test_a_planted_pickle_is_refused_unread(tmp_path, monkeypatch):  # K-5
     for name in (".metadata", "state/.metadata", "state/shard.pt"):
         path = tmp_path / "checkpoints" / "step-00000001" / name
         path.write_bytes(pickle.dumps(Evil()))
-        with pytest.raises(ConfigError, match=f"{name.removeprefix('state/')} is not one of its files"):
+        with pytest.raises(
+            ConfigError, match=f"{name.removeprefix('state/')} is not one of its files"
+        ):
             verify(tmp_path / "checkpoints" / "step-00000001")
         path.unlink()
     assert not (tmp_path / "read").exists()
@@ -266,5 +283,8 @@ def test_a_planted_pickle_is_refused_unread(tmp_path, monkeypatch):  # K-5
 def test_a_manifest_is_json_that_every_reader_takes(tmp_path):
     save(tmp_path, 1)
     constants = []
-    json.loads((tmp_path / "checkpoints" / "step-00000001" / "manifest.json").read_text(), parse_constant=constants.append)
+    json.loads(
+        (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").read_text(),
+        parse_constant=constants.append,
+    )
     assert constants == []

@@ -12,7 +12,11 @@ from fp8ref.train.run import log
 
 def test_a_run_is_three_files(tmp_path, small):
     finished(tmp_path / "run", small)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.toml", "metrics.jsonl", "manifest.json"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "config.toml",
+        "metrics.jsonl",
+        "manifest.json",
+    }
 
 
 def test_config_toml_is_the_config(tmp_path, small):
@@ -28,11 +32,20 @@ def test_a_run_writes_through_no_link(tmp_path, small, start):
     other.write_text("kept\n")
     with (tmp_path / "run" / log.METRICS).open("a") as file:
         file.write("damaged\n")
-    for name in ("manifest.json.tmp", "config.toml.tmp", "metrics.jsonl.tmp", "metrics.jsonl.damaged", log.STATISTICS):
+    for name in (
+        "manifest.json.tmp",
+        "config.toml.tmp",
+        "metrics.jsonl.tmp",
+        "metrics.jsonl.damaged",
+        log.STATISTICS,
+    ):
         (tmp_path / "run" / name).symlink_to(other)
     begin(tmp_path / "run", small, start=start).close()
     assert other.read_text() == "kept\n"
-    assert not any((tmp_path / "run" / name).is_symlink() for name in ("manifest.json", "config.toml", log.METRICS, log.STATISTICS))
+    assert not any(
+        (tmp_path / "run" / name).is_symlink()
+        for name in ("manifest.json", "config.toml", log.METRICS, log.STATISTICS)
+    )
 
 
 def test_the_manifest_says_what_ran_and_how(tmp_path, small):
@@ -43,7 +56,10 @@ def test_the_manifest_says_what_ran_and_how(tmp_path, small):
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["fp8ref"] == fp8ref.__version__
     assert (manifest["backend"], manifest["device"], manifest["data"]) == ("jax", "cpu: test", DATA)
-    assert (manifest["versions"]["numpy"], manifest["versions"]["jax"]) == (np.__version__, jax.__version__)
+    assert (manifest["versions"]["numpy"], manifest["versions"]["jax"]) == (
+        np.__version__,
+        jax.__version__,
+    )
     assert configs.from_dict(manifest["config"]) == small
     assert (manifest["status"], manifest["final"]) == ("finished", {"step": 0})
 
@@ -75,7 +91,9 @@ def test_each_line_is_on_disk_before_the_next_step(tmp_path, small):
     run = begin(tmp_path / "run", small)
     for step in range(3):
         run.step({"step": step, "loss": 0.1})
-        assert log.read_metrics(tmp_path / "run") == [{"step": i, "loss": 0.1} for i in range(step + 1)]
+        assert log.read_metrics(tmp_path / "run") == [
+            {"step": i, "loss": 0.1} for i in range(step + 1)
+        ]
     run.close()
 
 
@@ -158,7 +176,11 @@ def test_a_run_may_be_called_finished_afterwards(tmp_path, small):
     run.close()
     log.finish(tmp_path / "run")
     manifest = log.read_manifest(tmp_path / "run")
-    assert (manifest["status"], manifest["final"], "error" in manifest) == ("finished", {"step": 0, "loss": 1.0}, False)
+    assert (manifest["status"], manifest["final"], "error" in manifest) == (
+        "finished",
+        {"step": 0, "loss": 1.0},
+        False,
+    )
 
 
 DAMAGED = [
@@ -187,7 +209,9 @@ DAMAGED = [
 
 @pytest.mark.grid(5)
 @pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
-def test_damaged_lines_stay_out_of_a_run_that_resumes_and_are_kept_aside(tmp_path, small, capsys, line):  # K-10
+def test_damaged_lines_stay_out_of_a_run_that_resumes_and_are_kept_aside(
+    tmp_path, small, capsys, line
+):  # K-10
     out = tmp_path / "run"
     run = begin(out, small)
     for step in range(3):
@@ -213,11 +237,20 @@ def test_a_line_that_is_no_object_is_named_where_it_is_read(tmp_path, line):
 
 @pytest.mark.parametrize(
     "line",
-    ["null", '{"step": 1}', '{"step": 0, "statistics": {}}', '{"step": 1, "statistics": 5}', '{"step": 1, "statistics": {}, "states": 1}'],
+    [
+        "null",
+        '{"step": 1}',
+        '{"step": 0, "statistics": {}}',
+        '{"step": 1, "statistics": 5}',
+        '{"step": 1, "statistics": {}, "states": 1}',
+    ],
 )
 def test_damaged_statistics_stay_out_too(tmp_path, small, line):
     begin(tmp_path / "run", small).close()
-    good = ['{"step": 0, "statistics": {}}', '{"step": 2, "statistics": {}, "states": {"": {"count": 3}}}']
+    good = [
+        '{"step": 0, "statistics": {}}',
+        '{"step": 2, "statistics": {}, "states": {"": {"count": 3}}}',
+    ]
     (tmp_path / "run" / "statistics.jsonl").write_text("\n".join([good[0], line, good[1]]) + "\n")
     begin(tmp_path / "run", small, start=3).close()
     assert (tmp_path / "run" / "statistics.jsonl").read_text().splitlines() == good
@@ -240,7 +273,9 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, small, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(log.checkpoint, "sync", full)
-    with pytest.raises(OSError, match=r"manifest\.json could not be written: No space left on device\. Free space"):
+    with pytest.raises(
+        OSError, match=r"manifest\.json could not be written: No space left on device\. Free space"
+    ):
         run.status("failed")
     assert not list((tmp_path / "run").glob("*.tmp"))
     run.close()
@@ -255,7 +290,10 @@ def test_a_full_disk_is_named_with_the_metrics(tmp_path, small):
     run = begin(tmp_path / "run", small)
     run._metrics.close()
     run._metrics = Path("/dev/full").open("a")  # noqa: SIM115  (the run closes it)
-    for write in (lambda: run.step({"step": 0}), run.close):  # what could not be written is tried again
+    for write in (
+        lambda: run.step({"step": 0}),
+        run.close,
+    ):  # what could not be written is tried again
         with pytest.raises(OSError, match=r"run/metrics\.jsonl " + SAID):
             write()
 

@@ -44,7 +44,11 @@ def test_one_fails_all_fail():
 def test_a_checkpoint_that_one_could_not_write_ends_all():
     """After the next step: no process waits in a step for one that has ended."""
     heard = {"stop_requested": lambda: False, "interrupted": lambda: False}
-    training = SimpleNamespace(**heard, checkpoints=SimpleNamespace(error=lambda: None), processes=Second([False, False, "no disk"]))
+    training = SimpleNamespace(
+        **heard,
+        checkpoints=SimpleNamespace(error=lambda: None),
+        processes=Second([False, False, "no disk"]),
+    )
     with pytest.raises(ConfigError, match=r"^process 0: no disk$"):
         loop._Training.stop(training)
     training.processes = Second()
@@ -58,7 +62,12 @@ def test_only_the_first_process_writes(small, tmp_path, monkeypatch):
     trainer = FakeTrainer(small)
     trainer.save = lambda directory: lambda: None  # a backend's own processes share that out
     monkeypatch.setattr(loop, "trainer", lambda *_: trainer)
-    lines = loop.train(small.replace(run={"steps": 1, "eval_every": 1}), "jax", tmp_path / "run", processes=Second(None, True))
+    lines = loop.train(
+        small.replace(run={"steps": 1, "eval_every": 1}),
+        "jax",
+        tmp_path / "run",
+        processes=Second(None, True),
+    )
     assert len(lines) == 1
     assert not (tmp_path / "run").exists()
 
@@ -73,11 +82,26 @@ def test_processes_train_alike(small):
     loop._check_alike(Second(), small, batches)
     loop._check_alike(Second(), small.replace(data={"source": "stdlib"}), batches)
     mine = loop.configs.to_dict(small.replace(data={"source": "stdlib"}))
-    held = dataclasses.replace(batches, description=batches.description | {"evaluation": {"a": {"sha256": "0"}, "b": {"sha256": "1"}}})
-    with pytest.raises(ConfigError, match=r"evaluation\.b is '1' in process 1 and None in process 0"):
-        loop._check_alike(Second({"config": mine, "text": text, "evaluation": {"a": "0"}}), small, held)
+    held = dataclasses.replace(
+        batches,
+        description=batches.description
+        | {"evaluation": {"a": {"sha256": "0"}, "b": {"sha256": "1"}}},
+    )
+    with pytest.raises(
+        ConfigError, match=r"evaluation\.b is '1' in process 1 and None in process 0"
+    ):
+        loop._check_alike(
+            Second({"config": mine, "text": text, "evaluation": {"a": "0"}}), small, held
+        )
     other = {**mine, "optimizer": {**mine["optimizer"], "learning_rate": 0.5}}
-    with pytest.raises(ConfigError, match=r"config.optimizer.learning_rate is 0.001 in process 1 and 0.5 in process 0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"config.optimizer.learning_rate is 0.001 in process 1 and 0.5 in process 0",
+    ):
         loop._check_alike(Second({"config": other, "text": text, "evaluation": {}}), small, batches)
-    with pytest.raises(ConfigError, match=r"text is '[0-9a-f]{64}' in process 1 and 'another' in process 0"):
-        loop._check_alike(Second({"config": mine, "text": "another", "evaluation": {}}), small, batches)
+    with pytest.raises(
+        ConfigError, match=r"text is '[0-9a-f]{64}' in process 1 and 'another' in process 0"
+    ):
+        loop._check_alike(
+            Second({"config": mine, "text": "another", "evaluation": {}}), small, batches
+        )

@@ -31,18 +31,26 @@ def test_a_directory_that_is_not_there_or_empty_is_free(tmp_path, small, resume,
 def test_a_run_is_refused_and_untouched(tmp_path, small):
     finished(tmp_path / "run", small)
     before = contents(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"already holds a run.*--resume.*--overwrite.*--run\.out"):
+    with pytest.raises(
+        ConfigError, match=r"already holds a run.*--resume.*--overwrite.*--run\.out"
+    ):
         claim(tmp_path / "run", small)
     assert contents(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize("folder", ["checkpoints", "failures", "tensorboard"])
-def test_a_link_that_overwriting_would_remove_is_refused_before_anything_is(tmp_path, small, folder):
+def test_a_link_that_overwriting_would_remove_is_refused_before_anything_is(
+    tmp_path, small, folder
+):
     finished(tmp_path / "run", small)
     (tmp_path / "elsewhere" / "step-00000001").mkdir(parents=True)
     (tmp_path / "run" / folder).symlink_to(tmp_path / "elsewhere")
     before = contents(tmp_path / "run")
-    with pytest.raises(ConfigError, match=rf"--overwrite removes {folder}/ .* is a link to .*elsewhere\. Nothing was changed\. Remove it"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"--overwrite removes {folder}/ .* is a link to .*elsewhere\. Nothing was "
+        r"changed\. Remove it",
+    ):
         claim(tmp_path / "run", small, overwrite=True)
     assert contents(tmp_path / "run") == before
     assert (tmp_path / "elsewhere" / "step-00000001").is_dir()
@@ -72,7 +80,9 @@ def test_a_damaged_config_of_a_manifest_is_named(tmp_path, small, section, value
         claim(tmp_path / "run", longer, resume=True)
 
 
-@pytest.mark.parametrize("data", [{}, {"evaluation": []}, {"evaluation": {"a": 3}}, {"evaluation": None}], ids=str)
+@pytest.mark.parametrize(
+    "data", [{}, {"evaluation": []}, {"evaluation": {"a": 3}}, {"evaluation": None}], ids=str
+)
 def test_what_is_no_evaluation_is_none(data):
     assert run_dir.evaluated(data) == {}
     assert run_dir.evaluated({"evaluation": {"a": {"sha256": "0"}}}) == {"a": "0"}
@@ -88,7 +98,9 @@ def test_a_lock_is_a_file_of_the_run(tmp_path, small, keys, kind):
     other.write_text("kept")
     os.mkfifo(lock) if kind == "pipe" else lock.symlink_to(other)
     longer = small.replace(run={"steps": small.run.steps + 5})
-    with pytest.raises(ConfigError, match=r"run cannot be written \(.*(symbolic links|a pipe or a device)"):
+    with pytest.raises(
+        ConfigError, match=r"run cannot be written \(.*(symbolic links|a pipe or a device)"
+    ):
         claim(tmp_path / "run", longer, **keys)
     assert other.read_text() == "kept"
     assert not run_dir.killed(tmp_path / "run")
@@ -123,11 +135,18 @@ def test_a_finished_run_is_left_alone_under_resume(tmp_path, small):
         ({"run": {"steps": 5}}, "config.run.steps", "6", "5"),
         ({"data": {"seed": 3}}, "config.data.seed", "0", "3"),
         ({"numerics": {"recipe": "bf16"}}, "config.numerics.recipe", "'tensorwise'", "'bf16'"),
-        ({"numerics": {"filter_fqns": ("mlp",)}}, "config.numerics.filter_fqns", r"\[\]", r"\['mlp'\]"),
+        (
+            {"numerics": {"filter_fqns": ("mlp",)}},
+            "config.numerics.filter_fqns",
+            r"\[\]",
+            r"\['mlp'\]",
+        ),
     ],
 )
 @pytest.mark.parametrize("status", ["finished", "interrupted"])
-def test_resuming_another_config_is_refused_with_the_key_and_both_values(tmp_path, small, sections, key, was, now, status):
+def test_resuming_another_config_is_refused_with_the_key_and_both_values(
+    tmp_path, small, sections, key, was, now, status
+):
     run = begin(tmp_path / "run", small)
     run.status(status)
     run.close()
@@ -147,7 +166,9 @@ def test_a_run_may_be_resumed_where_it_was_moved_to(tmp_path, small):
     there = small.replace(run={"out": str(tmp_path / "run")})
     finished(tmp_path / "run", there)
     shutil.move(tmp_path / "run", tmp_path / "moved")
-    assert not claim(tmp_path / "moved", there.replace(run={"out": str(tmp_path / "moved")}), resume=True)
+    assert not claim(
+        tmp_path / "moved", there.replace(run={"out": str(tmp_path / "moved")}), resume=True
+    )
     assert not claim(tmp_path / "moved", there.replace(run={"out": None}), resume=True)
 
 
@@ -186,8 +207,12 @@ def test_a_damaged_manifest_is_said_to_be_damaged(tmp_path, small, damage):
 
 
 @pytest.mark.parametrize("writes", range(8))
-def test_a_run_that_is_killed_while_it_begins_is_a_run_or_nothing(tmp_path, small, monkeypatch, writes):
-    """After any number of its writes, half of the last one on the disk, the same command goes on."""
+def test_a_run_that_is_killed_while_it_begins_is_a_run_or_nothing(
+    tmp_path, small, monkeypatch, writes
+):
+    """After any number of its writes, half of the last one on the disk, the same command goes
+    on.
+    """
     left, plain = [writes], log.Path.write_text
 
     def write(path, text, **options):
@@ -212,12 +237,17 @@ def checkpointed(out, config) -> None:
 
 
 @pytest.mark.parametrize("damage", [None, "", '{"backend": "jax", "sta', "[]", "null"])
-def test_a_run_whose_manifest_is_damaged_goes_on_from_its_checkpoints(tmp_path, small, capsys, damage):  # K-10
+def test_a_run_whose_manifest_is_damaged_goes_on_from_its_checkpoints(
+    tmp_path, small, capsys, damage
+):  # K-10
     checkpointed(tmp_path / "run", small)
     manifest = tmp_path / "run" / "manifest.json"
     manifest.unlink() if damage is None else manifest.write_text(damage)
     assert claim(tmp_path / "run", small, resume=True)
-    assert "manifest.json is lost or damaged. The run resumes from its last checkpoint." in capsys.readouterr().err
+    assert (
+        "manifest.json is lost or damaged. The run resumes from its last checkpoint."
+        in capsys.readouterr().err
+    )
     for overwrite in (False, True):
         with pytest.raises(ConfigError, match=r"not an intact run|not a manifest of fp8ref"):
             claim(tmp_path / "run", small, overwrite=overwrite)
@@ -235,7 +265,9 @@ def test_two_do_not_train_in_one_directory(tmp_path, small, keys):  # K-10
     begin(tmp_path / "run", small).close()
     with contextlib.closing(run_dir.Lock()) as held:
         assert claims.claim(tmp_path / "run", small, "jax", held, resume=True, overwrite=False)
-        with pytest.raises(ConfigError, match=r"run is in use: process \d+ on \S+ trains there\. Wait"):
+        with pytest.raises(
+            ConfigError, match=r"run is in use: process \d+ on \S+ trains there\. Wait"
+        ):
             claim(tmp_path / "run", small, **keys)
         claims.make(tmp_path / "run", held)  # it has it
     assert claim(tmp_path / "run", small, **keys)
@@ -261,7 +293,9 @@ def test_a_directory_that_nobody_can_write_is_refused(tmp_path, small, monkeypat
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(run_dir.os, "open", refused)
-    with pytest.raises(ConfigError, match=r"run cannot be written \(Read-only file system\)\. Make it writable"):
+    with pytest.raises(
+        ConfigError, match=r"run cannot be written \(Read-only file system\)\. Make it writable"
+    ):
         claim(tmp_path / "run", small, resume=True)
 
 
@@ -274,8 +308,14 @@ def test_what_training_started_from_is_not_changed_afterwards(tmp_path, small):
 def older(manifest: dict) -> dict:
     """A manifest from before there were experts, attention's scaling, and models of the user's."""
     config = manifest["config"]
-    model = {key: value for key, value in config["model"].items() if key not in ("qk_norm", "num_experts", "norm_topk_prob")}
-    numerics = {key: value for key, value in config["numerics"].items() if key != "attention_scaling"}
+    model = {
+        key: value
+        for key, value in config["model"].items()
+        if key not in ("qk_norm", "num_experts", "norm_topk_prob")
+    }
+    numerics = {
+        key: value for key, value in config["numerics"].items() if key != "attention_scaling"
+    }
     kept = {key: value for key, value in config.items() if key != "architecture"}
     return manifest | {"config": kept | {"model": model, "numerics": numerics}}
 
@@ -301,14 +341,20 @@ def test_paths_of_a_mixture_and_of_sets_may_move_but_not_weights_and_names(tmp_p
         return claim(tmp_path / "run", small.replace(data=keys | changed), resume=True)
 
     assert resumed(mixture=(("moved/a", 1.0), ("b", 2.0)), evaluation=(("x", "moved/c"),))
-    with pytest.raises(ConfigError, match=r"another config\.data\.mixture: \[1\.0, 2\.0\]; got \[1\.0, 3\.0\]"):
+    with pytest.raises(
+        ConfigError, match=r"another config\.data\.mixture: \[1\.0, 2\.0\]; got \[1\.0, 3\.0\]"
+    ):
         resumed(mixture=(("a", 1.0), ("b", 3.0)))
-    with pytest.raises(ConfigError, match=r"another config\.data\.evaluation: \['x'\]; got \['y'\]"):
+    with pytest.raises(
+        ConfigError, match=r"another config\.data\.evaluation: \['x'\]; got \['y'\]"
+    ):
         resumed(evaluation=(("y", "c"),))
 
 
 @pytest.mark.parametrize("kind", ["transformers", "torch"])
-def test_another_content_of_the_architecture_s_source_is_refused(tmp_path, small, kind, monkeypatch):  # T-10
+def test_another_content_of_the_architecture_s_source_is_refused(
+    tmp_path, small, kind, monkeypatch
+):  # T-10
     if kind == "torch":
         monkeypatch.syspath_prepend(tmp_path)
         edited = tmp_path / "edited_model.py"
@@ -323,5 +369,8 @@ def test_another_content_of_the_architecture_s_source_is_refused(tmp_path, small
     run.close()
     assert claim(tmp_path / "run", config, "torch", resume=True)
     edited.write_text(edited.read_text() + "\n")
-    with pytest.raises(ConfigError, match=r"another sha256 of architecture\.source: '[0-9a-f]{64}'; got '[0-9a-f]{64}'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"another sha256 of architecture\.source: '[0-9a-f]{64}'; got '[0-9a-f]{64}'",
+    ):
         claim(tmp_path / "run", config, "torch", resume=True)

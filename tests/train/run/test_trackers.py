@@ -51,7 +51,13 @@ def wandb(monkeypatch):
 @pytest.fixture
 def train(small, monkeypatch, tmp_path):
     def call(stop=None, out=tmp_path / "run", processes=None, **keys):
-        monkeypatch.setattr(loop, "trainer", lambda _, config, __: FakeTrainer(config, {stop - 1: KeyboardInterrupt()} if stop else {}))
+        monkeypatch.setattr(
+            loop,
+            "trainer",
+            lambda _, config, __: FakeTrainer(
+                config, {stop - 1: KeyboardInterrupt()} if stop else {}
+            ),
+        )
         how = {key: keys.pop(key) for key in ("resume", "overwrite") if key in keys}
         return loop.train(small.replace(log=keys), "jax", out, processes=processes, **how)
 
@@ -59,7 +65,9 @@ def train(small, monkeypatch, tmp_path):
 
 
 def events(folder) -> list[tuple[int, str, float]]:
-    """(step, tag, value) of TensorBoard's files, and (step, "purged", -1) where an earlier session's events end."""
+    """(step, tag, value) of TensorBoard's files, and (step, "purged", -1) where an earlier
+    session's events end.
+    """
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
     found = []
@@ -78,12 +86,19 @@ def events(folder) -> list[tuple[int, str, float]]:
 def test_tensorboard_has_the_lines_of_the_metrics(train, tmp_path):
     lines = train(tensorboard=True)
     found = events(tmp_path / "run" / "tensorboard")
-    expected = [(line["step"], key, float(np.float32(value))) for line in lines for key, value in line.items() if key != "step"]
+    expected = [
+        (line["step"], key, float(np.float32(value)))
+        for line in lines
+        for key, value in line.items()
+        if key != "step"
+    ]
     assert [event for event in found if event[1] != "purged"] == expected
     assert {key for _, key, _ in found} >= {"loss", "grad_norm", "tokens_per_second", "val_loss"}
 
 
-def test_a_run_that_starts_over_hides_what_was_written_and_one_that_replaces_drops_it(train, tmp_path, small):
+def test_a_run_that_starts_over_hides_what_was_written_and_one_that_replaces_drops_it(
+    train, tmp_path, small
+):
     with pytest.raises(KeyboardInterrupt):
         train(stop=4, tensorboard=True)
     first = events(tmp_path / "run" / "tensorboard")
@@ -100,8 +115,14 @@ def test_a_run_that_starts_over_hides_what_was_written_and_one_that_replaces_dro
 def test_wandb_has_the_lines_and_the_config(train, wandb, tmp_path, small):
     lines = train(wandb="fp8")
     (run,) = wandb
-    assert run.lines == [(line["step"], {k: v for k, v in line.items() if k != "step"}) for line in lines]
-    assert (run.keys["project"], run.keys["name"], run.keys["dir"]) == ("fp8", "run", str(tmp_path / "run"))
+    assert run.lines == [
+        (line["step"], {k: v for k, v in line.items() if k != "step"}) for line in lines
+    ]
+    assert (run.keys["project"], run.keys["name"], run.keys["dir"]) == (
+        "fp8",
+        "run",
+        str(tmp_path / "run"),
+    )
     assert run.keys["config"]["run"]["steps"] == small.run.steps
     assert run.code == 0
 
@@ -120,9 +141,13 @@ def test_only_the_process_that_writes_tracks(train, wandb, tmp_path):
 
 
 @pytest.mark.parametrize(("key", "package"), trackers.PACKAGES.items())
-def test_a_missing_package_is_named_before_anything_is_written(key, package, train, monkeypatch, tmp_path):
+def test_a_missing_package_is_named_before_anything_is_written(
+    key, package, train, monkeypatch, tmp_path
+):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"log.{key} needs the package {package}.*pip install {package}"):
+    with pytest.raises(
+        ConfigError, match=rf"log.{key} needs the package {package}.*pip install {package}"
+    ):
         train(**{key: "fp8" if key == "wandb" else True})
     assert not (tmp_path / "run").exists()
 
@@ -143,8 +168,16 @@ def test_a_project_has_a_name():
 
 
 def test_nothing_is_imported_unasked():
-    program = "import fp8ref.train.run.trackers as t, sys; t.check(t.LogConfig()); print({'tensorboardX', 'wandb'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+    program = (
+        "import fp8ref.train.run.trackers as t, sys; t.check(t.LogConfig()); "
+        "print({'tensorboardX', 'wandb'} & set(sys.modules))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "set()"
+    )
 
 
 def test_a_run_is_resumed_with_other_trackers(train, wandb, tmp_path):

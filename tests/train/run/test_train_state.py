@@ -27,10 +27,15 @@ OWN = {"torch": own_configurations.of("Tied"), "jax": own_configurations.nnx("Pl
 
 
 def on_disk(folder, backend) -> dict[str, tuple[int, ...]]:
-    """Name -> shape, as the backend's own library reads the files; shapes of JAX's are not in its index."""
+    """Name -> shape, as the backend's own library reads the files; shapes of JAX's are not in its
+    index.
+    """
     if backend == "jax":
         index = json.loads((folder / "_METADATA").read_text())
-        return {".".join(key["key"] for key in one["key_metadata"]): () for one in index["tree_metadata"].values()}
+        return {
+            ".".join(key["key"] for key in one["key_metadata"]): ()
+            for one in index["tree_metadata"].values()
+        }
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -57,8 +62,12 @@ def test_the_schema_is_what_is_saved(backend, recipe, small, tmp_path):  # K-2
 
 
 def test_moments_in_fp8_are_named_by_their_rank(small):  # T-6
-    assert train_state.logical("exp_avg.model.norm.weight.rank12.codes") == "exp_avg.model.norm.weight"
-    assert train_state.logical("exp_avg.model.norm.weight.rank0.scale") == "exp_avg.model.norm.weight"
+    assert (
+        train_state.logical("exp_avg.model.norm.weight.rank12.codes") == "exp_avg.model.norm.weight"
+    )
+    assert (
+        train_state.logical("exp_avg.model.norm.weight.rank0.scale") == "exp_avg.model.norm.weight"
+    )
     assert train_state.logical("fp8.lm_head.states.input.scale") == "fp8.lm_head.states.input.scale"
     assert train_state.disk_bytes(small.replace(optimizer={"kind": "adamw_fp8"}), "torch") == 0
 
@@ -76,7 +85,9 @@ def changed(module) -> dict:
     text = Path(module.__file__).read_text(encoding="utf-8")
     for hunk in diff.split("@@\n"):
         lines = hunk.splitlines(keepends=True)
-        before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" ", " +"))
+        before, after = (
+            "".join(line[1:] for line in lines if line[0] in kept) for kept in (" ", " +")
+        )
         assert text.count(before) == 1, f"{path} has not, or not once:\n{before}"
         text = text.replace(before, after)
     names = dict(vars(module))
@@ -97,7 +108,9 @@ def averaged(monkeypatch):
 
 def arrays(trainer) -> dict[str, np.ndarray]:
     """A copy of the state by the names on disk."""
-    live = train_state.flat(trainer._step.tensors(*([trainer._state] if trainer.backend == "jax" else [])))
+    live = train_state.flat(
+        trainer._step.tensors(*([trainer._state] if trainer.backend == "jax" else []))
+    )
     return {name: np.asarray(value).copy() for name, value in live.items()}
 
 
@@ -108,7 +121,11 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 @pytest.mark.parametrize(
     ("backend", "own", "optimizer"),
     [
-        ("torch", False, {"kind": "adamw_fused"}),  # which decides on the device whether it skips a step
+        (
+            "torch",
+            False,
+            {"kind": "adamw_fused"},
+        ),  # which decides on the device whether it skips a step
         ("torch", False, STATES),
         ("torch", True, {}),
         pytest.param("jax", False, STATES, marks=pytest.mark.slow),
@@ -116,8 +133,12 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     ],
     ids=str,
 )
-def test_the_how_to_keeps_another_tensor(backend, own, optimizer, small, tmp_path, averaged):  # K-2, T-4
-    """In three files, for the trainer's own models and for those of users: it is sized, saved, loaded, and a skipped step leaves it."""
+def test_the_how_to_keeps_another_tensor(
+    backend, own, optimizer, small, tmp_path, averaged
+):  # K-2, T-4
+    """In three files, for the trainer's own models and for those of users: it is sized, saved,
+    loaded, and a skipped step leaves it.
+    """
     config = small.replace(optimizer=optimizer)
     if own:
         config = Config(architecture=OWN[backend], data=small.data, run=small.run)
@@ -127,9 +148,13 @@ def test_the_how_to_keeps_another_tensor(backend, own, optimizer, small, tmp_pat
     trainer.step(tokens)
     before, new = arrays(trainer), trainer.weights()
     for name, w in new.items():
-        # factors, products and the sum are rounded once, each time by at most 2^-24 of the larger weight (0.01: second orders)
+        # factors, products and the sum are rounded once, each time by at most 2^-24 of the larger
+        # weight (0.01: second orders)
         bound = 3.01 * 2.0**-24 * np.maximum(np.abs(old[name]), np.abs(w))
-        assert (np.abs(before[f"ema.{name}"] - (0.99 * old[name].astype(np.float64) + 0.01 * w)) <= bound).all(), name
+        assert (
+            np.abs(before[f"ema.{name}"] - (0.99 * old[name].astype(np.float64) + 0.01 * w))
+            <= bound
+        ).all(), name
     assert not np.array_equal(next(iter(new.values())), next(iter(old.values())))
 
     trainer.save(tmp_path / "state")()
@@ -138,7 +163,9 @@ def test_the_how_to_keeps_another_tensor(backend, own, optimizer, small, tmp_pat
     assert other.step(tokens) == trainer.step(tokens)
     assert same(arrays(other), arrays(trainer))
 
-    poisoned = before | {name: np.full_like(x, np.inf) for name, x in before.items() if name.startswith("model.")}
+    poisoned = before | {
+        name: np.full_like(x, np.inf) for name, x in before.items() if name.startswith("model.")
+    }
     trainer.adopt(poisoned, 1)
     assert not np.isfinite(trainer.step(tokens)["loss"])
     assert same(arrays(trainer), poisoned)
@@ -150,4 +177,6 @@ def test_what_is_declared_is_counted(small, averaged, monkeypatch):
     assert memory.lines(sizes.config(), "torch")["moving average of the weights"][0] == 4 * 106816
     monkeypatch.setattr(train_state, "PER_PARAMETER", train_state.PER_PARAMETER[:-1])
     parameters = sum(map(math.prod, small.shapes.parameters.values()))
-    assert with_average - train_state.disk_bytes(small, "torch") == pytest.approx(1.05 * 4 * parameters, abs=1)
+    assert with_average - train_state.disk_bytes(small, "torch") == pytest.approx(
+        1.05 * 4 * parameters, abs=1
+    )

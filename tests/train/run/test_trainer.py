@@ -1,4 +1,7 @@
-"""The trainers of both backends have what ``fp8ref.train.run.trainer`` says. What it does is tested with them."""
+"""The trainers of both backends have what ``fp8ref.train.run.trainer`` says.
+
+What it does is tested with them.
+"""
 
 import importlib
 import inspect
@@ -16,5 +19,11 @@ def test_a_trainer_takes_what_the_loop_gives(backend, kind):
     for protocol in (trainer.Trainer, trainer.Provable):
         for name, method in inspect.getmembers(protocol, inspect.isfunction):
             if not name.startswith("_"):
-                wanted = [key for key, one in inspect.signature(method).parameters.items() if one.default is one.empty]
-                assert [*inspect.signature(getattr(own, name)).parameters][: len(wanted)] == wanted, name
+                wanted = [
+                    key
+                    for key, one in inspect.signature(method).parameters.items()
+                    if one.default is one.empty
+                ]
+                assert [*inspect.signature(getattr(own, name)).parameters][
+                    : len(wanted)
+                ] == wanted, name

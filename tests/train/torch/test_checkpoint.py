@@ -17,13 +17,23 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.torch import checkpoint
 from fp8ref.train.torch.trainer import Trainer
 
-MODEL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def config_of(recipe, kind="adamw", **parallel):
     """kind: of an optimizer, or the name of a layout with masters."""
     optimizer = {"kind": "adamw_states", "layout": kind} if kind in WITH_MASTERS else {"kind": kind}
-    sections = {"model": MODEL, "data": {"batch_size": 8, "sequence_length": 32}, "optimizer": optimizer}
+    sections = {
+        "model": MODEL,
+        "data": {"batch_size": 8, "sequence_length": 32},
+        "optimizer": optimizer,
+    }
     return Config().replace(**sections, numerics={"recipe": recipe}, parallel=parallel)
 
 
@@ -32,7 +42,9 @@ def batches():
 
 
 def saving(folder, config):
-    """Train 2 steps, save, and train 2 more: weights when saved, metrics of the later steps, weights at the end."""
+    """Train 2 steps, save, and train 2 more: weights when saved, metrics of the later steps,
+    weights at the end.
+    """
     with torch.compiler.set_stance("force_eager"):
         trainer = Trainer(config)
         for tokens in batches()[:2]:
@@ -66,26 +78,44 @@ def equal(a, b):
         ("tensorwise", "adamw_fp8", {"fsdp": 2}, {"fsdp": 2}),
         ("tensorwise", "adamw_states", {"fsdp": 2}, {"fsdp": 2}),
         ("tensorwise", "msamp_o2", {"fsdp": 2}, {}),
-        pytest.param("tensorwise", "sqrt_e4m3_f16", {"fsdp": 2}, {"fsdp": 2}, marks=pytest.mark.slow),
-        pytest.param("tensorwise", "msamp_o2", {"fsdp": 2, "tensor": 2}, {"fsdp": 4}, marks=pytest.mark.slow),
-        pytest.param("rowwise", "sqrt_e4m3_f16", {"data": 2, "fsdp": 2}, {"fsdp": 4}, marks=pytest.mark.slow),
-        pytest.param("tensorwise", "adamw_states", {"fsdp": 4}, {"fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "tensorwise", "sqrt_e4m3_f16", {"fsdp": 2}, {"fsdp": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "tensorwise", "msamp_o2", {"fsdp": 2, "tensor": 2}, {"fsdp": 4}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "rowwise", "sqrt_e4m3_f16", {"data": 2, "fsdp": 2}, {"fsdp": 4}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "tensorwise", "adamw_states", {"fsdp": 4}, {"fsdp": 2}, marks=pytest.mark.slow
+        ),
         pytest.param("rowwise", "adamw_states", {"data": 2, "fsdp": 2}, {}, marks=pytest.mark.slow),
         ("delayed", "adamw_fused", {"fsdp": 2}, {}),
         pytest.param("delayed", "adamw", {"fsdp": 2}, {"fsdp": 4}, marks=pytest.mark.slow),
         pytest.param(
-            "rowwise", "adamw", {"fsdp": 2, "tensor": 2, "amax_scope": "local"}, {"fsdp": 4, "amax_scope": "local"}, marks=pytest.mark.slow
+            "rowwise",
+            "adamw",
+            {"fsdp": 2, "tensor": 2, "amax_scope": "local"},
+            {"fsdp": 4, "amax_scope": "local"},
+            marks=pytest.mark.slow,
         ),
         pytest.param("tensorwise", "adamw", {}, {"data": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_state_is_read_by_any_mesh(tmp_path, recipe, kind, before, after):  # K-2
-    """Exactly; on the mesh that wrote it training goes on bit for bit, on another as between meshes (test_processes): 2^-9 of a loss."""
+    """Exactly; on the mesh that wrote it training goes on bit for bit, on another as between meshes
+    (test_processes): 2^-9 of a loss.
+    """
     old, new = config_of(recipe, kind, **before), config_of(recipe, kind, **after)
 
     def on(config, function):
         n = config.parallel.devices
-        return run(n, function, str(tmp_path / "state"), config) if n > 1 else [function(str(tmp_path / "state"), config)]
+        return (
+            run(n, function, str(tmp_path / "state"), config)
+            if n > 1
+            else [function(str(tmp_path / "state"), config)]
+        )
 
     saved = on(old, saving)
     shapes = {name: value.shape for name, value in saved[0][0].items()}
@@ -95,11 +125,15 @@ def test_a_state_is_read_by_any_mesh(tmp_path, recipe, kind, before, after):  # 
         if before == after:
             assert metrics == saved[0][1]
             assert equal(final, saved[0][2])
-        assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in saved[0][1]], rel=2.0**-9)
+        assert [m["loss"] for m in metrics] == pytest.approx(
+            [m["loss"] for m in saved[0][1]], rel=2.0**-9
+        )
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize("kind", ["adamw", "adamw_fused", "adamw_fp8", "adamw_states", *WITH_MASTERS])
+@pytest.mark.parametrize(
+    "kind", ["adamw", "adamw_fused", "adamw_fp8", "adamw_states", *WITH_MASTERS]
+)
 def test_moments_of_every_optimizer_are_kept_bit_for_bit(tmp_path, kind):  # K-2, T-6
     with torch.compiler.set_stance("force_eager"):
         weights, metrics, final = saving(tmp_path / "state", config_of("bf16", kind))
@@ -110,7 +144,9 @@ def test_moments_of_every_optimizer_are_kept_bit_for_bit(tmp_path, kind):  # K-2
 
 
 def test_factors_that_one_side_lacks_are_no_error(tmp_path):  # K-2, P-22
-    """mu that is not in the state becomes 1, and what only the state has is not read; of other tensors either is refused."""
+    """mu that is not in the state becomes 1, and what only the state has is not read; of other
+    tensors either is refused.
+    """
     name, mu, store = "model.norm.weight", "mu.lm_head.weight", checkpoint.Store()
     store.save(tmp_path / "with", {name: torch.full((2,), 5.0), mu: torch.tensor(0.5)})()
     store.save(tmp_path / "without", {name: torch.full((2,), 7.0)})()
@@ -135,10 +171,15 @@ def test_only_tensors_are_written(tmp_path):  # K-5
     with safe_open(file, framework="pt") as found:
         names = set(found.keys())
     parameters = llama.parameter_shapes(config_of("delayed").model)
-    assert {name.removeprefix(f"{key}.") for key in ("model", "exp_avg", "exp_avg_sq") for name in names if name.startswith(f"{key}.")} == {
-        *parameters
-    }
-    assert sum(name.startswith("fp8.") for name in names) == 14 * 3 * 3  # linears, roles, and of each scale, history and step
+    assert {
+        name.removeprefix(f"{key}.")
+        for key in ("model", "exp_avg", "exp_avg_sq")
+        for name in names
+        if name.startswith(f"{key}.")
+    } == {*parameters}
+    assert (
+        sum(name.startswith("fp8.") for name in names) == 14 * 3 * 3
+    )  # linears, roles, and of each scale, history and step
 
 
 class Evil:
@@ -183,7 +224,9 @@ def test_weights_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "safe_open", Opened)
     found = {}
-    for name, value in checkpoint.weights(tmp_path / "state", {name: value.shape for name, value in weights.items()}):
+    for name, value in checkpoint.weights(
+        tmp_path / "state", {name: value.shape for name, value in weights.items()}
+    ):
         found[name] = value
         assert read == [f"model.{n}" for n in found]
     assert equal(found, weights)

@@ -60,7 +60,10 @@ def test_a_process_that_stands_still_ends_the_others_of_every_axis(tmp_path, end
         started.signal(3, signal.SIGSTOP)
         assert started.codes(0, 1, 2) == [cli.LOST] * 3
         for rank, said in enumerate(started.outputs()[:3]):
-            assert f"process {rank} stops: process 3 did not answer within 5 s (parallel.timeout_s)" in said
+            assert (
+                f"process {rank} stops: process 3 did not answer within 5 s (parallel.timeout_s)"
+                in said
+            )
             assert "Traceback" not in said
 
 
@@ -103,12 +106,16 @@ def test_sigterm_to_one_process_saves_on_all_after_the_same_step(tmp_path, endle
     alone = trainer.Trainer(config)
     alone.load(saved / "state", steps)
     batches = loader.open_batches(config)
-    assert alone.step(batches.step(steps))["loss"] == pytest.approx(log.read_metrics(tmp_path / "run")[-1]["loss"], rel=0.2)
+    assert alone.step(batches.step(steps))["loss"] == pytest.approx(
+        log.read_metrics(tmp_path / "run")[-1]["loss"], rel=0.2
+    )
 
 
 @pytest.fixture
 def store(signals, monkeypatch):
-    monkeypatch.setattr(failure_reporting, "SECONDS", 60.0)  # at most: who hears all that there is to hear asks no longer
+    monkeypatch.setattr(
+        failure_reporting, "SECONDS", 60.0
+    )  # at most: who hears all that there is to hear asks no longer
     monkeypatch.setattr(failure_reporting, "LINGER", 0.0)
     return distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
@@ -132,7 +139,12 @@ STILL = "process 1 did not answer within 7 s (parallel.timeout_s): it hangs, or 
 
 @pytest.mark.parametrize("kept_by_first", [False, True])
 @pytest.mark.parametrize(
-    ("waited", "said"), [(False, "process 1 ended without a message: killed, perhaps because memory ran out"), (True, STILL)], ids=str
+    ("waited", "said"),
+    [
+        (False, "process 1 ended without a message: killed, perhaps because memory ran out"),
+        (True, STILL),
+    ],
+    ids=str,
 )
 def test_the_last_silent_one_is_gone_or_stands_still(store, kept_by_first, waited, said):
     assert of(store, 2, kept_by_first=kept_by_first)[0].diagnose(waited=waited, timeout_s=7) == said
@@ -145,17 +157,26 @@ def test_what_another_waited_for_counts(store):
 
 
 def test_all_that_are_silent_are_named(store, monkeypatch):
-    monkeypatch.setattr(failure_reporting, "SECONDS", 1.0)  # two that are silent may both still speak
+    monkeypatch.setattr(
+        failure_reporting, "SECONDS", 1.0
+    )  # two that are silent may both still speak
     stores = of(store, 4)
     stores[2]._post(waited=True)
-    assert stores[0].diagnose(waited=False, timeout_s=7).startswith("process 1 and 3 did not answer within 7 s")
+    assert (
+        stores[0]
+        .diagnose(waited=False, timeout_s=7)
+        .startswith("process 1 and 3 did not answer within 7 s")
+    )
     stores[1].report(ValueError())  # so that nobody asks any more
 
 
 def test_where_all_speak_and_none_ended_it_was_the_connection(store):
     stores = of(store, 2)
     stores[1]._post(waited=False)
-    assert stores[0].diagnose(waited=False, timeout_s=7) == "no process ended, but their connection broke"
+    assert (
+        stores[0].diagnose(waited=False, timeout_s=7)
+        == "no process ended, but their connection broke"
+    )
 
 
 def test_without_a_store_its_keeper_is_gone(signals):
@@ -163,7 +184,10 @@ def test_without_a_store_its_keeper_is_gone(signals):
     client = distributed.TCPStore("localhost", kept.port, is_master=False, wait_for_workers=False)
     one = FailureStore(client, 1, 3, kept_by_first=True)
     del kept
-    assert one.diagnose(waited=False, timeout_s=7) == "process 0 is gone; its output, if any, shows why"
+    assert (
+        one.diagnose(waited=False, timeout_s=7)
+        == "process 0 is gone; its output, if any, shows why"
+    )
 
 
 class Still:
@@ -187,6 +211,11 @@ class Still:
 def test_a_store_that_stands_still_is_left(signals, monkeypatch, kept_by_first, who):
     monkeypatch.setattr(failure_reporting, "SECONDS", 0.1)
     store = Still()
-    said = FailureStore(store, 1, 3, kept_by_first=kept_by_first).diagnose(waited=False, timeout_s=7)
+    said = FailureStore(store, 1, 3, kept_by_first=kept_by_first).diagnose(
+        waited=False, timeout_s=7
+    )
     store.ended.set()
-    assert said == f"process {who} did not answer within 7 s (parallel.timeout_s): it hangs, or is slower than that"
+    assert (
+        said == f"process {who} did not answer within 7 s (parallel.timeout_s): it hangs, or is "
+        "slower than that"
+    )

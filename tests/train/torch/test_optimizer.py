@@ -21,7 +21,9 @@ KINDS = ("adamw", "adamw_fused", "adamw_fp8")
 
 @pytest.fixture(autouse=True)
 def eager():
-    """torchao's optimizers compile their step; as plain torch it computes the same, up to inductor's fused roundings."""
+    """torchao's optimizers compile their step; as plain torch it computes the same, up to
+    inductor's fused roundings.
+    """
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -37,7 +39,11 @@ def moments(trainer):
     """(name, this rank's piece, this rank's first and second moment) of every parameter."""
     for name, p in trainer._params.items():
         state = trainer._optimizer.state[p]
-        yield name, local_part(p), [optimizer.local(state[key]) for key in ("exp_avg", "exp_avg_sq")]
+        yield (
+            name,
+            local_part(p),
+            [optimizer.local(state[key]) for key in ("exp_avg", "exp_avg_sq")],
+        )
 
 
 def check_kinds(config):
@@ -47,7 +53,8 @@ def check_kinds(config):
     expected = plain.weights()
     for other, _ in others:
         for name, value in other.weights().items():
-            # either way the first update is at most lr, after some ten roundings, and three more are of values between p before and after
+            # either way the first update is at most lr, after some ten roundings, and three more
+            # are of values between p before and after
             bound = 2 * 2.0**-24 * (10 * lr + 3 * (np.abs(expected[name]) + lr))
             assert (np.abs(value - expected[name]) <= bound).all(), name
             assert (value != plain.weights()[name]).mean() < 0.5
@@ -55,18 +62,25 @@ def check_kinds(config):
     formats = {}
     for (name, piece, kept), (_, _, exact) in zip(moments(fp8), moments(plain), strict=True):
         formats[name] = {type(moment) for moment in kept}
-        assert formats[name] == {OptimStateFp8 if piece.numel() >= 4096 and piece.numel() % 256 == 0 else torch.Tensor}
+        assert formats[name] == {
+            OptimStateFp8 if piece.numel() >= 4096 and piece.numel() % 256 == 0 else torch.Tensor
+        }
         for got, value in zip(kept, exact, strict=True):
             if isinstance(got, OptimStateFp8):
                 assert got.codes.dtype == torch.float8_e4m3fn
                 assert got.scale.shape == (piece.numel() // 256,)
-                # e4m3 has 3 bits, and 2^-10 is half its smallest value; a scale, a product and a quotient are rounded besides
+                # e4m3 has 3 bits, and 2^-10 is half its smallest value; a scale, a product and a
+                # quotient are rounded besides
                 blocks = value.view(-1, 256)
                 bound = (2.0**-4 * blocks.abs() + 2.0**-10 * got.scale[:, None]) * (1 + 2.0**-20)
                 assert ((got.dequantize().view(-1, 256) - blocks).abs() <= bound).all()
-                assert not value.any() or (got.dequantize() != value).any()  # no token is above 127: half of the embedding has no gradient
+                assert (
+                    not value.any() or (got.dequantize() != value).any()
+                )  # no token is above 127: half of the embedding has no gradient
     for of_one in fp8.moments().values():  # of all ranks
-        assert {name: x.shape for name, x in of_one.items()} == {name: x.shape for name, x in expected.items()}
+        assert {name: x.shape for name, x in of_one.items()} == {
+            name: x.shape for name, x in expected.items()
+        }
     for kind in KINDS:
         losses = stepped(config, kind, 6)[1]
         assert losses[-1] < losses[0] - 0.1
@@ -74,7 +88,9 @@ def check_kinds(config):
 
 
 def refusal(config, shape):
-    """What check_states says of moments of the embedding that are float32 of a shape; nothing of the right ones."""
+    """What check_states says of moments of the embedding that are float32 of a shape; nothing of
+    the right ones.
+    """
     trainer, _ = stepped(config, "adamw_fp8", 1)
     trainer._optimizer.load_state_dict(trainer._optimizer.state_dict())
     optimizer.check_states(trainer._optimizer)
@@ -92,16 +108,23 @@ def on_two(config):
 
 @pytest.mark.slow
 def test_kinds_agree_and_fp8_moments_follow_the_piece(small):  # T-1, T-6
-    """A matrix of 48 x 128 has whole blocks on one process, and fewer than 4096 values on each of two."""
+    """A matrix of 48 x 128 has whole blocks on one process, and fewer than 4096 values on each of
+    two.
+    """
     config = small.replace(model={"hidden_size": 128, "num_key_value_heads": 2})
     one = check_kinds(config)
     ((two, said), (other, _)) = ranks.run(2, on_two, config.replace(parallel={"fsdp": 2}))
     assert two == other
-    assert {name for name in one if one[name] and not two[name]} == {f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
+    assert {name for name in one if one[name] and not two[name]} == {
+        f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")
+    }
     assert one["model.embed_tokens.weight"]
     assert two["model.embed_tokens.weight"]
     assert not one["model.norm.weight"]
-    assert said.startswith("exp_avg of a parameter whose piece here is (128, 128) is FP8 of that shape; got float32 (256, 32).")
+    assert said.startswith(
+        "exp_avg of a parameter whose piece here is (128, 128) is FP8 of that shape; got "
+        "float32 (256, 32)."
+    )
 
 
 @pytest.mark.parametrize("shape", [(256, 32), (128, 32)])
@@ -112,7 +135,11 @@ def test_states_of_another_sharding_are_refused(small, shape):  # T-6
 def test_the_fused_optimizer_is_clipped_adamw_as_specified(small, monkeypatch):  # T-1, T-2, T-3
     slope = adamw.slopes(small)
     monkeypatch.setattr(
-        Step, "loss", lambda self, tokens: sum((p * torch.from_numpy(slope[name])).sum() for name, p in self.params.items())
+        Step,
+        "loss",
+        lambda self, tokens: sum(
+            (p * torch.from_numpy(slope[name])).sum() for name, p in self.params.items()
+        ),
     )
     adamw.check(Trainer, small.replace(optimizer={"kind": "adamw_fused"}), slope)
 
@@ -126,7 +153,9 @@ def test_the_config_builds_the_optimizer_that_it_names(small, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_train_as_vectors_do_and_do_not_decay(kind):  # T-1
-    """Parameters without dims: the first update of one whose gradient is 1 is by the learning rate, and none is of one whose gradient is 0."""
+    """Parameters without dims: the first update of one whose gradient is 1 is by the learning rate,
+    and none is of one whose gradient is 0.
+    """
     params = [torch.nn.Parameter(torch.full(shape, 4.0)) for shape in ((), (), (1,), (1, 1))]
     built = optimizer.build(params, OptimizerConfig(kind=kind, weight_decay=0.5))
     optimizer.set_learning_rate(built, 0.25)
@@ -139,7 +168,11 @@ def test_numbers_train_as_vectors_do_and_do_not_decay(kind):  # T-1
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_jax_has_one_optimizer(small, kind):
-    with pytest.raises(ConfigError, match=r"optimizer.kind of --backend jax is .*; got .*\. Use one of them, or --backend torch"):
+    with pytest.raises(
+        ConfigError,
+        match=r"optimizer.kind of --backend jax is .*; got .*\. Use one of them, or --backend "
+        r"torch",
+    ):
         loop.trainer("jax", small.replace(optimizer={"kind": kind}))
 
 
@@ -149,7 +182,10 @@ def compiled_on_two(config):
 
 @pytest.mark.slow
 def test_fp8_moments_train_on_two_processes_as_torchao_compiles_them(small):
-    """Through inductor, on DTensors. Against plain torch on one process: as between meshes (test_processes), 2^-9 of a loss."""
+    """Through inductor, on DTensors.
+
+    Against plain torch on one process: as between meshes (test_processes), 2^-9 of a loss.
+    """
     config = small.replace(parallel={"fsdp": 2})
     one, two = ranks.run(2, compiled_on_two, config, timeout=600)
     assert one == two

@@ -1,4 +1,6 @@
-"""Several processes train one run through the command, or all end when one of them was told something else; see also test_failure_reporting."""
+"""Several processes train one run through the command, or all end when one of them was told
+something else; see also test_failure_reporting.
+"""
 
 import os
 import subprocess
@@ -39,7 +41,10 @@ def run(n, tmp_path, config):
 
 
 def loses():
-    """A loss that is not finite here alone, in the third step; its gradients are. Says whether the optimizer went on."""
+    """A loss that is not finite here alone, in the third step; its gradients are.
+
+    Says whether the optimizer went on.
+    """
     plain, stepped = Step.loss, torch.optim.AdamW.step
     seen = []
 
@@ -67,7 +72,9 @@ def endless(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [None, "hopper"])
 def test_two_processes_train_as_one_does(tmp_path, config, plan):  # G-21
-    """Rowwise scales of tokens do not depend on the mesh, those over tokens do: as between meshes of JAX, 2^-9 of a loss."""
+    """Rowwise scales of tokens do not depend on the mesh, those over tokens do: as between meshes
+    of JAX, 2^-9 of a loss.
+    """
     config = config.replace(numerics={"accumulate": plan})
     codes, outputs = run(2, tmp_path, config)
     assert codes == [0, 0], outputs
@@ -75,8 +82,13 @@ def test_two_processes_train_as_one_does(tmp_path, config, plan):  # G-21
     assert outputs[1] == ""
     manifest, metrics = log.read_manifest(tmp_path / "run"), log.read_metrics(tmp_path / "run")
     assert (manifest["status"], manifest["device"]) == ("finished", "cpu, 2 processes")
-    assert {gemm["plan"] for gemm in manifest["proof"].get("simulated", [])} == ({plan} if plan else set())
-    one, batches = loop.trainer("torch", config.replace(parallel={"fsdp": 1})), loader.open_batches(config)
+    assert {gemm["plan"] for gemm in manifest["proof"].get("simulated", [])} == (
+        {plan} if plan else set()
+    )
+    one, batches = (
+        loop.trainer("torch", config.replace(parallel={"fsdp": 1})),
+        loader.open_batches(config),
+    )
     for step, line in enumerate(metrics):
         expected = one.step(batches.step(step))
         assert {key: line[key] for key in expected} == pytest.approx(expected, rel=2.0**-9)
@@ -89,7 +101,9 @@ def test_four_processes_end_well(tmp_path, config):
         assert started.codes(0, 1, 2, 3) == [0, 0, 0, 0], started.outputs()
 
 
-def test_a_loss_that_is_not_finite_in_one_process_stops_all_before_the_optimizer_does(tmp_path, endless):  # T-4
+def test_a_loss_that_is_not_finite_in_one_process_stops_all_before_the_optimizer_does(
+    tmp_path, endless
+):  # T-4
     with Forked(2, tmp_path, endless, {1: loses}) as started:
         assert started.codes(0, 1) == [cli.NON_FINITE] * 2
         assert all("fp8ref: step 2: loss inf" in said for said in started.outputs())
@@ -102,8 +116,8 @@ def test_a_process_with_another_config_is_refused_in_all(tmp_path, config):
         assert started.codes(0, 1) == [cli.ERROR] * 2
         for said in started.outputs():
             assert (
-                "all processes have one config, one text and the same data.evaluation; config.run.seed is 7 in process 1 and 0 in process 0"
-                in said
+                "all processes have one config, one text and the same data.evaluation; "
+                "config.run.seed is 7 in process 1 and 0 in process 0" in said
             )
     assert not (tmp_path / "run").exists()
 
@@ -112,7 +126,10 @@ def test_a_batch_is_shared_evenly(tmp_path, config):
     with Forked(2, tmp_path, config.replace(data={"batch_size": 3})) as started:
         assert started.codes(0, 1) == [cli.ERROR] * 2
         for said in started.outputs():
-            assert said.startswith("fp8ref: data.batch_size is divisible by data x fsdp = 2 processes; got 3. Change it, data.microbatches")
+            assert said.startswith(
+                "fp8ref: data.batch_size is divisible by data x fsdp = 2 processes; got 3. "
+                "Change it, data.microbatches"
+            )
     assert not (tmp_path / "run").exists()
 
 
@@ -120,8 +137,8 @@ def test_as_many_processes_as_the_config_asks_for(tmp_path, config):
     with Forked(1, tmp_path, config) as started:
         assert started.codes(0) == [cli.ERROR]
         assert (
-            "data x fsdp x tensor = 1 x 2 x 1 = 2 processes; there are 1. Start as many: torchrun --nproc-per-node 2"
-            in started.outputs()[0]
+            "data x fsdp x tensor = 1 x 2 x 1 = 2 processes; there are 1. Start as many: "
+            "torchrun --nproc-per-node 2" in started.outputs()[0]
         )
 
 
@@ -142,13 +159,19 @@ def test_processes_are_asked_for_by_the_axes_that_a_mesh_has(parallel, mesh, sma
 def test_moments_in_fp8_take_equal_pieces(monkeypatch, small):  # T-6
     monkeypatch.setattr(processes.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(processes.distributed, "get_world_size", lambda: 3)
-    config = small.replace(optimizer={"kind": "adamw_fp8"}, parallel={"fsdp": 3}, data={"batch_size": 3})
-    with pytest.raises(ConfigError, match=r"parallel.fsdp = 3 divides its rows; model.embed_tokens.weight has 256"):
+    config = small.replace(
+        optimizer={"kind": "adamw_fp8"}, parallel={"fsdp": 3}, data={"batch_size": 3}
+    )
+    with pytest.raises(
+        ConfigError, match=r"parallel.fsdp = 3 divides its rows; model.embed_tokens.weight has 256"
+    ):
         processes.mesh_of(config)
 
 
 def test_one_process_is_no_mesh(config):
-    with pytest.raises(ConfigError, match=r"2 processes; there are 1\. Start as many: torchrun --nproc-per-node 2"):
+    with pytest.raises(
+        ConfigError, match=r"2 processes; there are 1\. Start as many: torchrun --nproc-per-node 2"
+    ):
         trainer.Trainer(config)
 
 
@@ -160,7 +183,11 @@ def test_one_process_is_no_mesh(config):
         ({"RANK": "first"}, "got first, 2 and"),
         ({"WORLD_SIZE": "-1"}, "got 1, -1 and"),
         ({"MASTER_PORT": "65536"}, "got 1, 2 and 65536"),
-        ({}, r"process 0 does not listen at MASTER_ADDR localhost, MASTER_PORT \d+ within 1 s \(parallel.timeout_s\)"),
+        (
+            {},
+            r"process 0 does not listen at MASTER_ADDR localhost, MASTER_PORT \d+ within 1 s "
+            r"\(parallel.timeout_s\)",
+        ),
     ],
     ids=str,
 )

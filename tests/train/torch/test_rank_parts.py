@@ -1,4 +1,7 @@
-"""What of the whole a rank has. Which rows: ``tests/parity/test_order.py``; on ranks: those of the trainer."""
+"""What of the whole a rank has.
+
+Which rows: ``tests/parity/test_order.py``; on ranks: those of the trainer.
+"""
 
 from types import SimpleNamespace
 
@@ -24,7 +27,11 @@ def test_ranks_that_share_sequences_have_parts_of_the_tokens_in_order():  # A-24
 def test_each_part_has_the_token_after_it_for_the_loss():  # A-24
     tokens = np.arange(13)
     parts = [tokens[rank_parts.own_tokens(12, of_three(rank), behind=1)] for rank in range(3)]
-    assert [part.tolist() for part in parts] == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9, 10, 11, 12]]
+    assert [part.tolist() for part in parts] == [
+        [0, 1, 2, 3, 4],
+        [4, 5, 6, 7, 8],
+        [8, 9, 10, 11, 12],
+    ]
 
 
 def test_one_process_has_all():

@@ -59,19 +59,27 @@ def test_one_part_that_is_not_finite_stops_the_step(part, small, monkeypatch):  
     assert not np.isfinite(trainer.step(tokens)["loss"])
     assert len(calls) == microbatches.PARTS
     assert all(np.array_equal(value, before[name]) for name, value in trainer.weights().items())
-    assert all(state.step == 0 and not state.seen.any() for _, state in delayed.states(trainer.model))
+    assert all(
+        state.step == 0 and not state.seen.any() for _, state in delayed.states(trainer.model)
+    )
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_fused"])
 def test_a_step_that_is_not_finite_changes_nothing_whoever_decides(kind, small, monkeypatch):  # T-4
-    """The host before an update; or the device, within one that is launched already. The next step is taken."""
+    """The host before an update; or the device, within one that is launched already.
+
+    The next step is taken.
+    """
     config = microbatches.config_of(small, "delayed").replace(optimizer={"kind": kind})
     trainer, other, tokens = Trainer(config), Trainer(config), microbatches.tokens_of(config)
     expected = [other.step(tokens), other.step(tokens)]
     found = [trainer.step(tokens)]
     honest = Step.loss
     monkeypatch.setattr(Step, "loss", lambda self, tokens: honest(self, tokens) * np.nan)
-    before = {key: {name: x.clone() for name, x in value.items()} for key, value in trainer._step.tensors().items()}
+    before = {
+        key: {name: x.clone() for name, x in value.items()}
+        for key, value in trainer._step.tensors().items()
+    }
     assert np.isnan(trainer.step(tokens)["grad_norm"])
     for key, value in trainer._step.tensors().items():
         assert all(torch.equal(x, before[key][name]) for name, x in value.items()), key
@@ -79,4 +87,6 @@ def test_a_step_that_is_not_finite_changes_nothing_whoever_decides(kind, small, 
     found.append(trainer.step(tokens))
     assert found == expected
     for key, value in trainer._step.tensors().items():
-        assert all(torch.equal(x, other._step.tensors()[key][name]) for name, x in value.items()), key
+        assert all(torch.equal(x, other._step.tensors()[key][name]) for name, x in value.items()), (
+            key
+        )

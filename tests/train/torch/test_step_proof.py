@@ -16,8 +16,16 @@ def proved(config, tokens):
 
 
 def test_ranks_that_share_linears_prove_every_gemm(small):  # B-8, P-14
-    config = small.replace(numerics={"recipe": "delayed"}, model={"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2})
-    found = run(2, proved, config.replace(parallel={"tensor": 2, "sequence": True}), loader.open_batches(config).step(0))
+    config = small.replace(
+        numerics={"recipe": "delayed"},
+        model={"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2},
+    )
+    found = run(
+        2,
+        proved,
+        config.replace(parallel={"tensor": 2, "sequence": True}),
+        loader.open_batches(config).step(0),
+    )
     assert found[0] == found[1]
     missing, gemms, losses = found[0]
     assert missing == []

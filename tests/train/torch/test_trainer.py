@@ -45,11 +45,18 @@ def test_delayed_states_roll_once_a_step_and_not_without_one(small):  # H-5, T-4
 
 
 def eight_billion(ranks, text):
-    """A layer of Llama-8B at its widths, on ranks; one process takes their rows in turn (T-7, H-4)."""
+    """A layer of Llama-8B at its widths, on ranks; one process takes their rows in turn (T-7,
+    H-4).
+    """
     config = configs.load(Path(fp8ref.configs.__file__).parent / "llama-8b.toml")
     return config.replace(
         model={"num_hidden_layers": 1, "vocab_size": 512},
-        data={"source": str(text), "sequence_length": 32, "batch_size": 2, "microbatches": 3 - ranks},
+        data={
+            "source": str(text),
+            "sequence_length": 32,
+            "batch_size": 2,
+            "microbatches": 3 - ranks,
+        },
         numerics={"recipe": "delayed"},
         optimizer={"warmup_steps": 1},
         parallel={"fsdp": ranks},
@@ -58,20 +65,39 @@ def eight_billion(ranks, text):
 
 
 def digests(ranks, text):
-    """Loss, norm and states of a step; and digests of what each of two ranks holds of the weights, before the step and after."""
+    """Loss, norm and states of a step; and digests of what each of two ranks holds of the weights,
+    before the step and after.
+    """
     trainer = Trainer(eight_billion(ranks, text))
     found = []
     for trained in (False, True):
-        metrics = trainer.step(np.random.default_rng(0).integers(0, 512, (2, 33))) if trained else {}
+        metrics = (
+            trainer.step(np.random.default_rng(0).integers(0, 512, (2, 33))) if trained else {}
+        )
         for name, p in trainer._params.items():
             held = [p.to_local()] if ranks == 2 else p.detach().chunk(2)
-            found.append((name, [hashlib.sha256(x.detach().contiguous().numpy().data).hexdigest() for x in held]))
-    return metrics, {key: [x.tolist() for x in state] for key, state in trainer.fp8_states().items()}, found
+            found.append(
+                (
+                    name,
+                    [
+                        hashlib.sha256(x.detach().contiguous().numpy().data).hexdigest()
+                        for x in held
+                    ],
+                )
+            )
+    return (
+        metrics,
+        {key: [x.tolist() for x in state] for key, state in trainer.fp8_states().items()},
+        found,
+    )
 
 
 @pytest.mark.slow
 def test_two_ranks_hold_the_bits_of_one_process_at_the_widths_of_8b(text):  # M-6, P-4, P-11, P-13
-    """218 million parameters a layer. Each rank makes its own halves, and a step of delayed scaling moves them as one process does."""
+    """218 million parameters a layer.
+
+    Each rank makes its own halves, and a step of delayed scaling moves them as one process does.
+    """
     first, second = run(2, digests, 2, text, timeout=1200)
     metrics, states, whole = digests(1, text)
     assert first[:2] == second[:2] == (metrics, states)

@@ -38,7 +38,9 @@ SAMPLE = 8
 """Rows and columns of the result that candidates are compared in."""
 
 SHORT = 512
-"""The products that they are compared with first, all others 0: few survive to be compared with all of K."""
+"""The products that they are compared with first, all others 0: few survive to be compared with all
+of K.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,8 @@ class Narrow:
 
     fmt        its format; rounding: ``nearest_even`` or ``toward_zero``.
     every      products that are added exactly between two roundings; None: all of a part.
-    promotion  K after which it is added to a float32 sum and begins anew; None: at the end of a part.
+    promotion  K after which it is added to a float32 sum and begins anew; None: at the end of a
+               part.
     split_k    equal parts of K, each with an accumulator of its own, added in float32.
     narrow_sum whether that sum is rounded to fmt too, each time.
     """
@@ -100,7 +103,9 @@ class Narrow:
         bits = self.fmt.mantissa_bits + 1
         spacing = np.exp2(np.maximum(np.frexp(x)[1] - bits, 0))
         scaled = x / spacing
-        rounded = (np.rint(scaled) if self.rounding == "nearest_even" else np.trunc(scaled)) * spacing
+        rounded = (
+            np.rint(scaled) if self.rounding == "nearest_even" else np.trunc(scaled)
+        ) * spacing
         return np.where(np.abs(rounded) > self.fmt.max, np.copysign(np.inf, x), rounded)
 
 
@@ -127,17 +132,30 @@ def _of_format(fmt: Format, rounding: str, k: int) -> Iterator[Narrow]:
                 yield Narrow(fmt=fmt, every=n, split_k=count, narrow_sum=narrow, rounding=rounding)
 
 
-def fitting(products: np.ndarray, found: np.ndarray, k: int, scale: float, out: Format, tried: Sequence[Narrow]) -> list[Narrow]:
+def fitting(
+    products: np.ndarray,
+    found: np.ndarray,
+    k: int,
+    scale: float,
+    out: Format,
+    tried: Sequence[Narrow],
+) -> list[Narrow]:
     """Those of the accumulators that give the results bit for bit.
 
-    Shapes:   products [R, C, L], integers, the first L of k; found [R, C] of the output dtype; scale:
-              what sums are multiplied by, a power of two.
+    Shapes:   products [R, C, L], integers, the first L of k; found [R, C] of the output dtype;
+              scale: what sums are multiplied by, a power of two.
     """
     corner = (slice(0, 2), slice(0, 2))
     with np.errstate(all="ignore"):
         for where in (corner, (slice(None), slice(None))):
             some, wanted = products[where], found[where]
-            tried = [one for one in tried if np.array_equal(cast.round_to((one.sums(some, k) * scale).astype(np.float32), out), wanted)]
+            tried = [
+                one
+                for one in tried
+                if np.array_equal(
+                    cast.round_to((one.sums(some, k) * scale).astype(np.float32), out), wanted
+                )
+            ]
     return list(tried)
 
 

@@ -1,4 +1,6 @@
-"""What a GEMM takes codes for: numbers, subnormals, NaN and infinities, each product of two codes alone."""
+"""What a GEMM takes codes for: numbers, subnormals, NaN and infinities, each product of two codes
+alone.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -35,18 +37,23 @@ def readings(fmt: Format) -> Iterator[Reading]:
 
 
 RANGE = "products outside of float16's range are lost"
-"""The name of a cause that a float16 accumulator or output has; how it rounds may be known better."""
+"""The name of a cause that a float16 accumulator or output has; how it rounds may be known better.
+"""
 
 
 def judge(asked: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | None:
-    """The cause if products of codes are wrong: two readings that give all of them, RANGE, or what is seen."""
+    """The cause if products of codes are wrong: two readings that give all of them, RANGE, or what
+    is seen.
+    """
     kinds = [
         [(name.format(who), table) for name, table in readings(fmt)]
         for who, fmt in zip("ab", (asked[0][0].a.fmt, asked[0][0].b.fmt), strict=True)
     ]
     right = kinds[0][0][1], kinds[1][0][1]
     wrong = [
-        (s, found, given) for s, found in asked if (given := _products(s, *right, out), not np.array_equal(given, found, equal_nan=True))[1]
+        (s, found, given)
+        for s, found in asked
+        if (given := _products(s, *right, out), not np.array_equal(given, found, equal_nan=True))[1]
     ]
     if not wrong:
         return None
@@ -55,10 +62,18 @@ def judge(asked: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | None
     count = sum(int(((f != g) & ~(np.isnan(f) & np.isnan(g))).sum()) for _, f, g in wrong)
     evidence = f"{count} of {sum(f.size for _, f in asked)} products of two codes differ"
     name = "products of codes"
-    pairs = sorted(((a, b) for a in kinds[0] for b in kinds[1]), key=lambda pair: bool(pair[0][0]) + bool(pair[1][0]))
+    pairs = sorted(
+        ((a, b) for a in kinds[0] for b in kinds[1]),
+        key=lambda pair: bool(pair[0][0]) + bool(pair[1][0]),
+    )
     for (of_a, table_a), (of_b, table_b) in pairs:
-        if all(np.array_equal(_products(s, table_a, table_b, out), f, equal_nan=True) for s, f in asked):
-            name, evidence = ", and ".join(part for part in (of_a, of_b) if part), f"all products have the bits of it; {evidence}"
+        if all(
+            np.array_equal(_products(s, table_a, table_b, out), f, equal_nan=True) for s, f in asked
+        ):
+            name, evidence = (
+                ", and ".join(part for part in (of_a, of_b) if part),
+                f"all products have the bits of it; {evidence}",
+            )
             break
     else:
         name = RANGE if all(_out_of_range(f, g) for _, f, g in wrong) else _seen(stimulus, differ)
@@ -67,14 +82,18 @@ def judge(asked: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | None
 
 def _products(s: Stimulus, table_a: np.ndarray, table_b: np.ndarray, out: Format) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return cast.round_to(np.outer(table_a[s.a.codes[:, 0]], table_b[s.b.codes[:, 0]]), out) + np.float32(0)
+        return cast.round_to(
+            np.outer(table_a[s.a.codes[:, 0]], table_b[s.b.codes[:, 0]]), out
+        ) + np.float32(0)
 
 
 def _out_of_range(found: np.ndarray, given: np.ndarray) -> bool:
     """Whether results are wrong only where float16 has no normal number."""
     differ = (found != given) & ~(np.isnan(found) & np.isnan(given))
     size = np.abs(given[differ])
-    return bool((np.isfinite(size) & ((size > FLOAT16.max) | (size < FLOAT16.smallest_normal))).all())
+    return bool(
+        (np.isfinite(size) & ((size > FLOAT16.max) | (size < FLOAT16.smallest_normal))).all()
+    )
 
 
 def _numbers(fmt: Format, codes: np.ndarray) -> np.ndarray:
@@ -88,4 +107,7 @@ def _numbers(fmt: Format, codes: np.ndarray) -> np.ndarray:
 
 def _seen(s: Stimulus, differ: np.ndarray) -> str:
     i, j = np.argwhere(differ)[0]
-    return f"the product of code 0x{int(s.a.codes[i, 0]):02X} of a and code 0x{int(s.b.codes[j, 0]):02X} of b"
+    return (
+        f"the product of code 0x{int(s.a.codes[i, 0]):02X} of a and code "
+        f"0x{int(s.b.codes[j, 0]):02X} of b"
+    )

@@ -1,4 +1,6 @@
-"""Shapes at which a GEMM may take another path: one row, one column, a K that no block divides (spec B-14)."""
+"""Shapes at which a GEMM may take another path: one row, one column, a K that no block divides
+(spec B-14).
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +15,9 @@ from fp8ref.formats import Format
 
 
 class Edges(NamedTuple):
-    """What was found: causes, the edges that were asked, and those that the GEMM raised for; in words."""
+    """What was found: causes, the edges that were asked, and those that the GEMM raised for; in
+    words.
+    """
 
     causes: list[Cause]
     asked: list[str]
@@ -23,7 +27,8 @@ class Edges(NamedTuple):
 def shapes(m: int, n: int, k: int, *, block: int | None) -> dict[str, tuple[int, int, int]]:
     """{edge in words: a shape at it}, near a shape M, N, K whose K is a multiple of 32.
 
-    block    the length along K that shares a scale, which then ends in half a block; None: all of K.
+    block    the length along K that shares a scale, which then ends in half a block; None: all of
+             K.
     """
     of_k = (k + block // 2,) if block else (k + 16, k + 5)
     return {"M = 1": (1, n, k), "N = 1": (m, 1, k)} | {f"K = {size}": (m, n, size) for size in of_k}
@@ -48,5 +53,8 @@ def examine(
             found.causes.append(Cause(f"at {words}: no valid result", str(error), "wrong"))
             continue
         found.asked.append(words)
-        found.causes.extend(one._replace(name=f"at {words}: {one.name}") for one in structure.of_integers(stimulus, results, out, None)[0])
+        found.causes.extend(
+            one._replace(name=f"at {words}: {one.name}")
+            for one in structure.of_integers(stimulus, results, out, None)[0]
+        )
     return found

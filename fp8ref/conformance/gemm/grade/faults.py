@@ -1,4 +1,5 @@
-"""Faults of a GEMM as data: each is a formula, whose results are compared with the GEMM's bit for bit.
+"""Faults of a GEMM as data: each is a formula, whose results are compared with the GEMM's bit for
+bit.
 
 They are simulated on operands whose sums every accumulator of 8 bits has exactly, so that float32
 products of matrices give all bits.
@@ -32,7 +33,9 @@ SCALES: dict[str, Scales] = {
     "scale_inv of {} twice": lambda s: s * s,
     "no scale of {}": np.ones_like,
     "the first scale_inv of {} for all": lambda s: np.broadcast_to(s.reshape(-1)[0], s.shape),
-    "the first scale_inv along K of {} for all of K": lambda s: np.broadcast_to(s[:, :1], s.shape) if s.ndim else s,
+    "the first scale_inv along K of {} for all of K": lambda s: (
+        np.broadcast_to(s[:, :1], s.shape) if s.ndim else s
+    ),
     "the largest scale_inv of {} for all": lambda s: np.broadcast_to(s.max(), s.shape),
     "scale_inv of {} of the next row": lambda s: np.roll(s, -1, axis=0) if s.ndim else s,
     "scale_inv of {} of the previous row": lambda s: np.roll(s, 1, axis=0) if s.ndim else s,
@@ -54,15 +57,27 @@ def values(stimulus: Stimulus) -> tuple[np.ndarray, np.ndarray]:
     return tuple(cast.decode(q.codes, q.fmt) for q in (stimulus.a, stimulus.b))  # type: ignore[return-value]
 
 
-def product(stimulus: Stimulus, a: np.ndarray, b: np.ndarray, scales: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
-    """a [M, K] times b [N, K] under the stimulus's scales, or others of their shapes: float32 [M, N]."""
+def product(
+    stimulus: Stimulus,
+    a: np.ndarray,
+    b: np.ndarray,
+    scales: tuple[np.ndarray, np.ndarray] | None = None,
+) -> np.ndarray:
+    """a [M, K] times b [N, K] under the stimulus's scales, or others of their shapes: float32 [M,
+    N].
+    """
     with np.errstate(all="ignore"):
         of_scales = (stimulus.a.scale_inv, stimulus.b.scale_inv) if scales is None else scales
         operands = (stimulus.a, stimulus.b)
-        if all(s.ndim == 0 or s.shape == (len(q.codes), 1) for s, q in zip(of_scales, operands, strict=True)):  # no blocks
+        if all(
+            s.ndim == 0 or s.shape == (len(q.codes), 1)
+            for s, q in zip(of_scales, operands, strict=True)
+        ):  # no blocks
             result = a @ b.T * of_scales[0] * of_scales[1].T
         else:
-            left, right = (x * spread(q, s) for x, q, s in zip((a, b), operands, of_scales, strict=True))
+            left, right = (
+                x * spread(q, s) for x, q, s in zip((a, b), operands, of_scales, strict=True)
+            )
             result = left @ right.T
         return (result if stimulus.bias is None else result + stimulus.bias) + np.float32(0)
 
@@ -114,19 +129,30 @@ def _of_operands() -> Iterator[Fault]:
     def reshaped(which: int) -> Callable[[Stimulus], np.ndarray]:
         def gives(s: Stimulus) -> np.ndarray:
             given = list(values(s))
-            given[which] = given[which].reshape(given[which].shape[::-1]).T  # memory of [rows, K] read as [K, rows]
+            given[which] = (
+                given[which].reshape(given[which].shape[::-1]).T
+            )  # memory of [rows, K] read as [K, rows]
             return product(s, given[0], given[1])
 
         return gives
 
     yield Fault("b transposed: its memory is read as [K, N]", reshaped(1))
     yield Fault("a transposed: its memory is read as [K, M]", reshaped(0))
-    yield Fault("the result transposed", lambda s: expected(s).T if s.shape[0] == s.shape[1] else None)
     yield Fault(
-        "the result transposed in memory, [N, M] read as [M, N]", lambda s: np.ascontiguousarray(expected(s).T).reshape(s.shape[:2])
+        "the result transposed", lambda s: expected(s).T if s.shape[0] == s.shape[1] else None
     )
-    yield Fault("a in the place of b", lambda s: product(s, values(s)[0], values(s)[0]) if s.shape[0] == s.shape[1] else None)
-    yield Fault("a and b swapped, under their own scales", lambda s: product(s, *values(s)[::-1]) if s.shape[0] == s.shape[1] else None)
+    yield Fault(
+        "the result transposed in memory, [N, M] read as [M, N]",
+        lambda s: np.ascontiguousarray(expected(s).T).reshape(s.shape[:2]),
+    )
+    yield Fault(
+        "a in the place of b",
+        lambda s: product(s, values(s)[0], values(s)[0]) if s.shape[0] == s.shape[1] else None,
+    )
+    yield Fault(
+        "a and b swapped, under their own scales",
+        lambda s: product(s, *values(s)[::-1]) if s.shape[0] == s.shape[1] else None,
+    )
     for which, who in enumerate("ab"):
         for fmt in FP8_FORMATS.values():
             yield Fault(f"codes of {who} read as {fmt}", _read_as(which, fmt))
@@ -158,21 +184,35 @@ def _dropped(n: int, last: bool) -> Fault:
     def gives(s: Stimulus) -> np.ndarray | None:
         a, b = values(s)
         part = np.s_[:, :-n] if last else np.s_[:, n:]
-        return None if n >= a.shape[1] or s.a.scale_inv.size > len(a) else product(s, a[part], b[part])
+        return (
+            None if n >= a.shape[1] or s.a.scale_inv.size > len(a) else product(s, a[part], b[part])
+        )
 
     return Fault(f"the {'last' if last else 'first'} {n} of K dropped", gives)
 
 
 def _of_bias() -> Iterator[Fault]:
-    def of(added: Callable[[Stimulus, np.ndarray], np.ndarray]) -> Callable[[Stimulus], np.ndarray | None]:
+    def of(
+        added: Callable[[Stimulus, np.ndarray], np.ndarray],
+    ) -> Callable[[Stimulus], np.ndarray | None]:
         """Sums without a bias, with what a fault adds of (the operands, their bias)."""
-        return lambda s: None if s.bias is None else product(s._replace(bias=None), *values(s)) + added(s, s.bias)
+        return lambda s: (
+            None
+            if s.bias is None
+            else product(s._replace(bias=None), *values(s)) + added(s, s.bias)
+        )
 
     yield Fault("no bias", of(lambda s, bias: 0 * bias))
     yield Fault("the bias twice", of(lambda s, bias: 2 * bias))
     yield Fault("the bias with the other sign", of(lambda s, bias: -bias))
-    yield Fault("a bias of rows in the place of columns", of(lambda s, bias: bias[:, None] if s.shape[0] == s.shape[1] else bias))
-    yield Fault("the bias added before both scales", of(lambda s, bias: bias * s.a.scale_inv * s.b.scale_inv.T))
+    yield Fault(
+        "a bias of rows in the place of columns",
+        of(lambda s, bias: bias[:, None] if s.shape[0] == s.shape[1] else bias),
+    )
+    yield Fault(
+        "the bias added before both scales",
+        of(lambda s, bias: bias * s.a.scale_inv * s.b.scale_inv.T),
+    )
     yield Fault("the bias added before the scale of a", of(lambda s, bias: bias * s.a.scale_inv))
     yield Fault("the bias added before the scale of b", of(lambda s, bias: bias * s.b.scale_inv.T))
     yield Fault("the bias of the first column for all", of(lambda s, bias: bias[:1]))
@@ -180,4 +220,7 @@ def _of_bias() -> Iterator[Fault]:
 
 def spread(q: Quantized, scales: np.ndarray) -> np.ndarray:
     """Scales of any shape that q may have, an element each."""
-    return np.broadcast_to(scaling.spread(np.ascontiguousarray(scales), q.codes.shape, q.granularity, q.axis), q.codes.shape)
+    return np.broadcast_to(
+        scaling.spread(np.ascontiguousarray(scales), q.codes.shape, q.granularity, q.axis),
+        q.codes.shape,
+    )

@@ -2,10 +2,10 @@
 
 1. ``structure``: sums of integers that every accumulator of 8 bits has, and every index of K alone.
 2. ``codes``: what each code is taken for.
-3. Random operands: the distance from the exact result, in ulps and in units of B-1's bound. In a long K that bound is
-   wide, so that few products among zeros are asked for too.
-4. ``roundings``: how the scales and the output round; ``accumulators``: which narrow accumulator, or
-   which plan of the simulator, gives the sums.
+3. Random operands: the distance from the exact result, in ulps and in units of B-1's bound. In a
+   long K that bound is wide, so that few products among zeros are asked for too.
+4. ``roundings``: how the scales and the output round; ``accumulators``: which narrow accumulator,
+   or which plan of the simulator, gives the sums.
 """
 
 import dataclasses
@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance.gemm import adapters, bound
-from fp8ref.conformance.gemm.grade import codes, edges, imprecision, row_bits, scale_ends, stimuli, structure
+from fp8ref.conformance.gemm.grade import (
+    codes,
+    edges,
+    imprecision,
+    row_bits,
+    scale_ends,
+    stimuli,
+    structure,
+)
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, Tile
 from fp8ref.conformance.gemm.grade.verdict import Grade, Measured, Shape
@@ -32,7 +40,12 @@ SHAPES: tuple[Shape, ...] = ((96, 96, 96), (64, 80, 1056), (128, 128, 4096), (27
 """The shapes that are asked: a cube, in which transposed operands fit; a ragged K; a long one; and
 results of several tiles, of 128 and of 256, whose last rows and columns fill none."""
 
-SHAPES_OF_BLOCKS: tuple[Shape, ...] = ((128, 128, 128), (64, 80, 1152), (128, 128, 4096), (272, 272, 128))
+SHAPES_OF_BLOCKS: tuple[Shape, ...] = (
+    (128, 128, 128),
+    (64, 80, 1152),
+    (128, 128, 4096),
+    (272, 272, 128),
+)
 """The same for scales of blocks, which divide K."""
 
 SHORT = 1024
@@ -83,14 +96,16 @@ def grade_gemm(
 ) -> Grade:
     """Grade a GEMM: right, imprecise or wrong, by how much and why.
 
-    function     as ``adapters.wrap``: of (a, b), or of codes and scale_inv of both; or a ScaledGemm.
-    shapes       M, N and K that it is asked with; by default three, and integers at M = 1, N = 1 and a ragged K.
+    function     as ``adapters.wrap``: of (a, b), or of codes and scale_inv of both; or a
+                 ScaledGemm.
+    shapes       M, N and K that it is asked with; by default three, and integers at M = 1, N = 1
+                 and a ragged K.
     formats      of a [M, K] and b [N, K].
     epilogue     how it should scale and round: B-1 allows more under G-5.
     accumulate   a plan whose bits it should have, in the place of B-1's bound.
     Others:      as ``adapters.wrap``; seed of the random operands.
-    Raises:      ValueError: no shape, or one below 1 or with K below 2; unknown names. ProbeError: the
-                 GEMM is invalid, or raises for every shape.
+    Raises:      ValueError: no shape, or one below 1 or with K below 2; unknown names. ProbeError:
+                 the GEMM is invalid, or raises for every shape.
     Source:      spec B-1, B-14.
 
     >>> from fp8ref.sim import gemm
@@ -112,9 +127,18 @@ def grade_gemm(
     at_edges = edges.shapes(*usual[0], block=block) if shapes is None else {}
     shapes = usual if shapes is None else tuple(shapes)
     if not shapes or any(min(shape) < 1 or shape[2] < 2 for shape in shapes):
-        raise ValueError(f"a grade takes shapes M, N, K of at least 1, 1, 2; got {[list(shape) for shape in shapes]}.")
+        raise ValueError(
+            "a grade takes shapes M, N, K of at least 1, 1, 2; got "
+            f"{[list(shape) for shape in shapes]}."
+        )
     named = None if accumulate is None else plans.by_name(accumulate)
-    asked = Asked(scaled=scaled, formats=formats, epilogue=epilogues.by_name(epilogue), accumulate=named or "exact", seed=seed)
+    asked = Asked(
+        scaled=scaled,
+        formats=formats,
+        epilogue=epilogues.by_name(epilogue),
+        accumulate=named or "exact",
+        seed=seed,
+    )
     causes, taken, refused, unasked = _structures(asked, shapes)
     ends = edges.examine(scaled, asked.run, formats, {} if causes else at_edges)
     causes += ends.causes
@@ -131,7 +155,11 @@ def grade_gemm(
         one, more, same, count = _measured(asked, shape, out, named, unasked)
         measured[shape], equal, compared = one, equal + same, compared + count
         samples += more
-    rows = row_bits.NOT_ASKED if wrong else row_bits.compare(asked, *max(samples, key=lambda one: one[0].shape[2]))
+    rows = (
+        row_bits.NOT_ASKED
+        if wrong
+        else row_bits.compare(asked, *max(samples, key=lambda one: one[0].shape[2]))
+    )
     if not rows.asked:
         unasked.append("whether a row's bits depend on the number of rows")
     out = next(iter(taken.values()))
@@ -140,7 +168,9 @@ def grade_gemm(
     if wrong and not of_range:
         unasked.append("accumulators and roundings of a wrong GEMM")
     else:
-        found = imprecision.examine(asked, samples, out, short=asked.short(taken), severe=severe or wrong)
+        found = imprecision.examine(
+            asked, samples, out, short=asked.short(taken), severe=severe or wrong
+        )
         causes, plan, epilogue_name = found.causes or of_range, found.plan, found.epilogue
         unasked += found.unasked
         wrong = wrong or any(cause.severity == "wrong" for cause in causes)
@@ -169,8 +199,8 @@ def grade_gemm(
 
 
 def require_gemm(function: Callable[..., Any] | ScaledGemm, **options: Any) -> Grade:
-    """Require that a GEMM is right, else raise an AssertionError with the causes and the first result
-    that shows each.
+    """Require that a GEMM is right, else raise an AssertionError with the causes and the first
+    result that shows each.
 
     options   as ``grade_gemm``. With ``accumulate`` every bit must be that plan's.
     Returns:  the grade, with what was asked and what was not.
@@ -183,8 +213,12 @@ def require_gemm(function: Callable[..., Any] | ScaledGemm, **options: Any) -> G
     return grade
 
 
-def _structures(asked: Asked, shapes: Iterable[Shape]) -> tuple[list[Cause], dict[Shape, Format], dict[Shape, str], list[str]]:
-    """(causes of wrong results, {shape: output dtype}, {shape: why it was refused}, what was not asked)."""
+def _structures(
+    asked: Asked, shapes: Iterable[Shape]
+) -> tuple[list[Cause], dict[Shape, Format], dict[Shape, str], list[str]]:
+    """(causes of wrong results, {shape: output dtype}, {shape: why it was refused}, what was not
+    asked).
+    """
     causes: list[Cause] = []
     taken: dict[Shape, Format] = {}
     refused: dict[Shape, str] = {}
@@ -214,12 +248,20 @@ def _of_short(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
         causes = structure.of_integers(stimulus, asked.run(stimulus)[0], out, None)[0]
         if causes:
             return causes
-    cause = codes.judge([(s, asked.run(s)[0]) for s in stimuli.codes(asked.scaled, shape, asked.formats)], out)
+    cause = codes.judge(
+        [(s, asked.run(s)[0]) for s in stimuli.codes(asked.scaled, shape, asked.formats)], out
+    )
     return [cause] if cause else []
 
 
 def _structure(
-    asked: Asked, shape: Shape, stimulus: Stimulus, found: np.ndarray, out: Format, unasked: list[str], known: Tile | None
+    asked: Asked,
+    shape: Shape,
+    stimulus: Stimulus,
+    found: np.ndarray,
+    out: Format,
+    unasked: list[str],
+    known: Tile | None,
 ) -> tuple[list[Cause], Tile | None]:
     """The causes for one shape, and the tile that is wrong.
 
@@ -228,14 +270,19 @@ def _structure(
     m, n, k = shape
     calls = -(-k // (m * n))
     if k > stimuli.LONG:
-        unasked.append(f"every index of K = {k} in every tile of a result: one result asks for each, and many for both ends")
+        unasked.append(
+            f"every index of K = {k} in every tile of a result: one result asks for each, and "
+            "many for both ends"
+        )
     if calls > MOST_CALLS:
         unasked.append(f"indices of K from {MOST_CALLS * m * n} on, of K = {k}")
     causes, tile = structure.of_integers(stimulus, found, out, None, known)
     named = bool(causes) and causes[0].exact
     seen: dict[str, tuple[list[np.ndarray], Any]] = {}
     factors = np.ones(k, np.float32)
-    for _, (places, one) in zip(range(MOST_CALLS), stimuli.single(asked.scaled, shape, asked.formats), strict=False):
+    for _, (places, one) in zip(
+        range(MOST_CALLS), stimuli.single(asked.scaled, shape, asked.formats), strict=False
+    ):
         alone = asked.run(one)[0]
         for how, numbers, first in structure.indices(places, one, alone, tile if named else None):
             seen.setdefault(how, ([], first))[0].append(numbers)
@@ -250,7 +297,10 @@ def _structure(
         causes, tile = [], None  # the indices say all that is known
     for how, (parts, first) in seen.items():
         numbers = np.concatenate(parts)
-        evidence = f"K = {k}: each index of K was asked alone{', and sums of integers have the bits of it' if explained else ''}"
+        evidence = (
+            f"K = {k}: each index of K was asked "
+            f"alone{', and sums of integers have the bits of it' if explained else ''}"
+        )
         words, part = structure.in_words(how, numbers, k), structure.part_of(how, numbers, k)
         causes.append(Cause(words, evidence, "wrong", first, part))
     return causes, tile or known
@@ -259,23 +309,38 @@ def _structure(
 def _merged(causes: list[Cause], lengths: int) -> list[Cause]:
     """Causes of the same name once, the first of them, with the count of shapes.
 
-    A part of K has another length for every K, and one name; where one K was asked it has both names.
+    A part of K has another length for every K, and one name; where one K was asked it has both
+    names.
     """
-    alike = {part: len({cause.name for cause in causes if cause.part == part}) for part in {cause.part for cause in causes}}
+    alike = {
+        part: len({cause.name for cause in causes if cause.part == part})
+        for part in {cause.part for cause in causes}
+    }
     found: dict[str, tuple[Cause, int]] = {}
     for cause in causes:
         name = cause.name
         if cause.part:
-            name = cause.part if alike[cause.part] > 1 else f"{name}, or {cause.part}" if lengths == 1 else name
+            name = (
+                cause.part
+                if alike[cause.part] > 1
+                else f"{name}, or {cause.part}"
+                if lengths == 1
+                else name
+            )
         first, count = found.get(name, (cause._replace(name=name), 0))
         found[name] = first, count + 1
-    return [first._replace(evidence=f"{first.evidence}; in {count} shapes") if count > 1 else first for first, count in found.values()]
+    return [
+        first._replace(evidence=f"{first.evidence}; in {count} shapes") if count > 1 else first
+        for first, count in found.values()
+    ]
 
 
 def _measured(
     asked: Asked, shape: Shape, out: Format, named: str | Accumulation | None, unasked: list[str]
 ) -> tuple[Measured, list[tuple[Stimulus, np.ndarray]], int, int]:
-    """(errors, random operands with their results, how many have the expected plan's bits, of how many)."""
+    """(errors, random operands with their results, how many have the expected plan's bits, of how
+    many).
+    """
     m, n, k = shape
     dense = stimuli.random(asked.scaled, shape, asked.formats, out, asked.seed)
     given = [(dense, dense)]
@@ -289,7 +354,9 @@ def _measured(
         except RefusedError as error:
             if stimulus is dense:
                 raise
-            unasked.append(f"{stimulus}, for which it raised ({str(error).partition(chr(10))[0][:240]})")
+            unasked.append(
+                f"{stimulus}, for which it raised ({str(error).partition(chr(10))[0][:240]})"
+            )
             continue
         simulated = gemm.matmul(same.a, same.b, epilogue=asked.epilogue, out_dtype=out)
         errors.append(_errors(stimulus, same, found, simulated, out, asked.epilogue))
@@ -297,23 +364,49 @@ def _measured(
         if named is not None:
             wanted = simulated
             if named != "exact":
-                wanted = gemm.matmul(stimulus.a, stimulus.b, accumulate=named, epilogue=asked.epilogue, out_dtype=out)
+                wanted = gemm.matmul(
+                    stimulus.a, stimulus.b, accumulate=named, epilogue=asked.epilogue, out_dtype=out
+                )
             equal += int((wanted.view(np.uint32) == found.view(np.uint32)).sum())
             compared += found.size
     worst = max(errors, key=lambda one: (one.bounds, one.ulps))
-    largest = {key: max(getattr(one, key) for one in errors) for key in ("ulps", "median_ulps", "error")}
-    return dataclasses.replace(worst, **largest, count=sum(one.count for one in errors)), samples, equal, compared
+    largest = {
+        key: max(getattr(one, key) for one in errors) for key in ("ulps", "median_ulps", "error")
+    }
+    return (
+        dataclasses.replace(worst, **largest, count=sum(one.count for one in errors)),
+        samples,
+        equal,
+        compared,
+    )
 
 
-def _errors(stimulus: Stimulus, same: Stimulus, found: np.ndarray, simulated: np.ndarray, out: Format, epilogue: Epilogue) -> Measured:
-    """The errors of random results; same: the operands without their zeros, whose sums are theirs."""
+def _errors(
+    stimulus: Stimulus,
+    same: Stimulus,
+    found: np.ndarray,
+    simulated: np.ndarray,
+    out: Format,
+    epilogue: Epilogue,
+) -> Measured:
+    """The errors of random results; same: the operands without their zeros, whose sums are
+    theirs.
+    """
     far = bound.distance(same.a, same.b, found, simulated, out_dtype=out, epilogue=epilogue)
     exact = bound.exact(same.a, same.b)
     with np.errstate(all="ignore"):
         finite = np.isfinite(found)
-        error = float(np.sqrt(np.mean((found[finite] - exact[finite]) ** 2) / np.mean(exact**2))) if finite.any() else np.inf
+        error = (
+            float(np.sqrt(np.mean((found[finite] - exact[finite]) ** 2) / np.mean(exact**2)))
+            if finite.any()
+            else np.inf
+        )
     at = np.unravel_index(int(np.argmax(far.bounds)), found.shape)
-    worst = structure.counterexample(stimulus, at, found[at], simulated[at], "B-1") if far.bounds[at] else None  # type: ignore[arg-type]
+    worst = (
+        structure.counterexample(stimulus, at, found[at], simulated[at], "B-1")  # type: ignore[arg-type]
+        if far.bounds[at]
+        else None
+    )
     return Measured(
         ulps=float(far.ulps.max()),
         median_ulps=float(np.median(far.ulps)),
@@ -326,7 +419,10 @@ def _errors(stimulus: Stimulus, same: Stimulus, found: np.ndarray, simulated: np
 
 def _never(scaled: ScaledGemm, refused: dict[Shape, str]) -> list[str]:
     """What no grade asks, and the shapes that were refused."""
-    raised = [f"[{m}, {n}] K = {k}, for which it raised ({error[:120]})" for (m, n, k), error in refused.items()]
+    raised = [
+        f"[{m}, {n}] K = {k}, for which it raised ({error[:120]})"
+        for (m, n, k), error in refused.items()
+    ]
     bias = [] if scaled.bias else ["a bias"]
     return [
         *raised,

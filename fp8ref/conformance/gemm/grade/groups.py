@@ -1,8 +1,9 @@
 """Grade grouped and batched GEMMs: several products in one call, each graded as one GEMM.
 
-A grouped GEMM multiplies runs of rows of a by a matrix of their own: group g has sizes[g] rows, and b[g].
-A batched one has groups of one size. A group is graded with the stimuli of ``grading`` in its place, and
-random operands in all others; so rows, matrices or scales of another group show as other numbers.
+A grouped GEMM multiplies runs of rows of a by a matrix of their own: group g has sizes[g] rows, and
+b[g]. A batched one has groups of one size. A group is graded with the stimuli of ``grading`` in its
+place, and random operands in all others; so rows, matrices or scales of another group show as other
+numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Grouped = Callable[[Sequence[Quantized], Sequence[Quantized]], Any]
-"""(a of each group [M_g, K], b of each group [N, K]) -> results of the groups [M_g, N], a sequence."""
+"""(a of each group [M_g, K], b of each group [N, K]) -> results of the groups [M_g, N], a sequence.
+"""
 
 SIZES = (32, 0, 48, 32)
 """The rows of the groups that are asked: equal ones, another one, and none."""
@@ -39,7 +41,10 @@ class GroupedGrade(Result):
     @property
     def verdict(self) -> str:
         """The gravest of all groups."""
-        return max((grade.verdict for grade in self.grades.values()), key=("right", "imprecise", "wrong").index)
+        return max(
+            (grade.verdict for grade in self.grades.values()),
+            key=("right", "imprecise", "wrong").index,
+        )
 
     @property
     def ok(self) -> bool:
@@ -49,13 +54,26 @@ class GroupedGrade(Result):
     @property
     def message(self) -> str:
         """The grade of the groups that are not right, or of the first."""
-        shown = [grade for grade in self.grades.values() if not grade.ok] or list(self.grades.values())[:1]
-        return "\n".join([f"{self.name}, groups of {', '.join(map(str, self.sizes))} rows, is {self.verdict}", *(g.message for g in shown)])
+        shown = [grade for grade in self.grades.values() if not grade.ok] or list(
+            self.grades.values()
+        )[:1]
+        return "\n".join(
+            [
+                f"{self.name}, groups of {', '.join(map(str, self.sizes))} rows, is {self.verdict}",
+                *(g.message for g in shown),
+            ]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
         groups = {str(g): grade.to_dict() for g, grade in self.grades.items()}
-        return {"ok": self.ok, "subject": self.name, "verdict": self.verdict, "sizes": list(self.sizes), "groups": groups}
+        return {
+            "ok": self.ok,
+            "subject": self.name,
+            "verdict": self.verdict,
+            "sizes": list(self.sizes),
+            "groups": groups,
+        }
 
     def render(self, console: "Console") -> None:
         """Print the message."""
@@ -76,8 +94,8 @@ def grade_grouped(
 ) -> GroupedGrade:
     """Grade a grouped GEMM, or with equal sizes a batched one, group by group.
 
-    function   (a of the groups, b of the groups) -> their results. Adapt a kernel that takes all rows of a in
-               one array and the offsets of groups with a lambda.
+    function   (a of the groups, b of the groups) -> their results. Adapt a kernel that takes all
+               rows of a in one array and the offsets of groups with a lambda.
     sizes      rows of the groups; a group may have none, and is then not graded.
     n, k       columns of every group, and K.
     Others:    as ``grade_gemm``.
@@ -85,7 +103,9 @@ def grade_grouped(
     Source:    spec B-14.
     """
     if not any(sizes) or min(sizes) < 0:
-        raise ValueError(f"groups have sizes of 0 or more rows, and one has rows; got {list(sizes)}.")
+        raise ValueError(
+            f"groups have sizes of 0 or more rows, and one has rows; got {list(sizes)}."
+        )
     name = name or str(getattr(function, "__qualname__", type(function).__name__))
     both = granularity, granularity_b or granularity
     grades = {}
@@ -102,7 +122,8 @@ def grade_grouped(
 
 
 def require_grouped(function: Grouped, **options: Any) -> GroupedGrade:
-    """Require that every group of a grouped GEMM is right, else raise an AssertionError with the causes.
+    """Require that every group of a grouped GEMM is right, else raise an AssertionError with the
+    causes.
 
     options   as ``grade_grouped``.
     Raises:   AssertionError: a group is imprecise or wrong. Others as ``grade_grouped``.
@@ -114,7 +135,9 @@ def require_grouped(function: Grouped, **options: Any) -> GroupedGrade:
     return grade
 
 
-def _of_group(function: Grouped, g: int, sizes: Sequence[int], granularities: tuple[str, str]) -> Callable[[Quantized, Quantized], Any]:
+def _of_group(
+    function: Grouped, g: int, sizes: Sequence[int], granularities: tuple[str, str]
+) -> Callable[[Quantized, Quantized], Any]:
     """One group as a GEMM; the others multiply random numbers."""
 
     def multiply(a: Quantized, b: Quantized) -> Any:
@@ -131,7 +154,9 @@ def _of_group(function: Grouped, g: int, sizes: Sequence[int], granularities: tu
     return multiply
 
 
-def _filled(rng: np.random.Generator, rows: int, k: int, fmt: Format, granularity: str) -> Quantized:
+def _filled(
+    rng: np.random.Generator, rows: int, k: int, fmt: Format, granularity: str
+) -> Quantized:
     """Random positive numbers near 1; no rows of a group that has none."""
     codes = rng.integers(0x30, 0x40, (max(rows, 1), k)).astype(np.uint8)
     made = operand(codes, fmt, granularity, 0.25)

@@ -1,4 +1,6 @@
-"""Why sums or outputs of a GEMM are imprecise: its scales and roundings, its accumulator, its plan."""
+"""Why sums or outputs of a GEMM are imprecise: its scales and roundings, its accumulator, its
+plan.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,8 @@ ROWS = 32
 
 
 FEW = 0.01
-"""The part of outputs with a bias that may differ: scales in another order move few to a neighbor."""
+"""The part of outputs with a bias that may differ: scales in another order move few to a neighbor.
+"""
 
 
 class Found(NamedTuple):
@@ -36,7 +39,14 @@ class Found(NamedTuple):
     unasked: list[str]
 
 
-def examine(asked: Any, samples: Sequence[tuple[Stimulus, np.ndarray]], out: Format, *, short: tuple[int, int, int], severe: bool) -> Found:
+def examine(
+    asked: Any,
+    samples: Sequence[tuple[Stimulus, np.ndarray]],
+    out: Format,
+    *,
+    short: tuple[int, int, int],
+    severe: bool,
+) -> Found:
     """Examine a GEMM whose sums of 8 bits are right.
 
     samples  random operands with the GEMM's results.
@@ -45,7 +55,14 @@ def examine(asked: Any, samples: Sequence[tuple[Stimulus, np.ndarray]], out: For
     largest = max(samples, key=lambda one: one[0].shape[2])[0].shape
     severity = "imprecise" if severe else "right"
     tried, causes = _paths(asked, short, out, severity)
-    unasked = [] if tried else ["the order of scales and roundings: none that has a name gives sums of one and two products"]
+    unasked = (
+        []
+        if tried
+        else [
+            "the order of scales and roundings: none that has a name gives sums of one and two "
+            "products"
+        ]
+    )
     bias = _bias(asked, short, out, tried)
     causes += bias
     names = [path.epilogue for path in tried if path.epilogue is not None] or [asked.epilogue]
@@ -56,13 +73,20 @@ def examine(asked: Any, samples: Sequence[tuple[Stimulus, np.ndarray]], out: For
     elif plan is None and severe:
         causes += _accumulator(asked, largest, out)
     elif plan is not None and severe and plan not in ("exact", "f32"):
-        causes.append(Cause(f"the accumulation of {plan}", "random results have the bits of it", severity))
+        causes.append(
+            Cause(f"the accumulation of {plan}", "random results have the bits of it", severity)
+        )
     return Found(causes, plan, None if epilogue is None else epilogue.name, unasked)
 
 
-def _paths(asked: Any, shape: tuple[int, int, int], out: Format, severity: str) -> tuple[list[Path], list[Cause]]:
+def _paths(
+    asked: Any, shape: tuple[int, int, int], out: Format, severity: str
+) -> tuple[list[Path], list[Cause]]:
     """The paths from sums to outputs that fit, and what is odd about them."""
-    alone = [(s, asked.run(s)[0]) for s in stimuli.pairs(asked.scaled, shape, asked.formats, out, terms=1)]
+    alone = [
+        (s, asked.run(s)[0])
+        for s in stimuli.pairs(asked.scaled, shape, asked.formats, out, terms=1)
+    ]
     tried = roundings.fitting(list(roundings.paths(out)), alone, out)
     two = [(s, asked.run(s)[0]) for s in stimuli.pairs(asked.scaled, shape, asked.formats, out)]
     narrowed = roundings.fitting([path for path in tried if path.dequantized is None], two, out)
@@ -75,12 +99,17 @@ def _paths(asked: Any, shape: tuple[int, int, int], out: Format, severity: str) 
         if (differ := (results != expected) & ~(np.isnan(results) & np.isnan(expected))).any():
             lost = bool((~np.isfinite(results) & np.isfinite(expected)).any())
             first = first_of(stimulus, results, expected, differ, "G-4")
-            evidence = f"sums of one and two products have the bits of it; {int(differ.sum())} of {differ.size} are other outputs than one rounding gives"
+            evidence = (
+                f"sums of one and two products have the bits of it; {int(differ.sum())} of "
+                f"{differ.size} are other outputs than one rounding gives"
+            )
             return found, [Cause(found[0].odd, evidence, "wrong" if lost else severity, first)]
     return found, []
 
 
-def _bias(asked: Any, shape: tuple[int, int, int], out: Format, tried: Sequence[Path]) -> list[Cause]:
+def _bias(
+    asked: Any, shape: tuple[int, int, int], out: Format, tried: Sequence[Path]
+) -> list[Cause]:
     """The cause if a bias is added after the rounding, or in no known way."""
     if not asked.scaled.bias:
         return []
@@ -88,7 +117,9 @@ def _bias(asked: Any, shape: tuple[int, int, int], out: Format, tried: Sequence[
     known = [path for path in tried if path.epilogue is not None] or [Path(), Path(scale="product")]
     results = []
     for i, stimulus in enumerate(stimuli.pairs(asked.scaled, shape, asked.formats, out)):
-        bias = np.random.default_rng(i).standard_normal(shape[1]) * float(np.abs(known[0].gives(stimulus, out)).mean())
+        bias = np.random.default_rng(i).standard_normal(shape[1]) * float(
+            np.abs(known[0].gives(stimulus, out)).mean()
+        )
         given = stimulus._replace(bias=cast.round_to(bias, out))
         results.append((given, asked.run(given)[0]))
     path, how, wrong = roundings.with_bias(known, results, out)
@@ -101,14 +132,31 @@ def _bias(asked: Any, shape: tuple[int, int, int], out: Format, tried: Sequence[
     differ = found != right
     first = first_of(stimulus, found, right, differ, "G-15") if differ.any() else None
     if severe:
-        evidence = f"{wrong} of {compared} sums of two products are not those of {how}, the nearest order"
-        return [Cause("the bias is added in no order that has a name (G-15)", evidence, "imprecise", first)]
+        evidence = (
+            f"{wrong} of {compared} sums of two products are not those of {how}, the nearest order"
+        )
+        return [
+            Cause(
+                "the bias is added in no order that has a name (G-15)", evidence, "imprecise", first
+            )
+        ]
     evidence = f"{compared - wrong} of {compared} sums of two products have the bits of it"
-    return [Cause("the bias is added after the rounding to the output dtype (round_then_bias)", evidence, "right", first)]
+    return [
+        Cause(
+            "the bias is added after the rounding to the output dtype (round_then_bias)",
+            evidence,
+            "right",
+            first,
+        )
+    ]
 
 
 def _plan(
-    samples: Sequence[tuple[Stimulus, np.ndarray]], tried: Sequence[Epilogue], out: Format, *, severe: bool
+    samples: Sequence[tuple[Stimulus, np.ndarray]],
+    tried: Sequence[Epilogue],
+    out: Format,
+    *,
+    severe: bool,
 ) -> tuple[str | None, Epilogue | None]:
     """The plan and the epilogue that have the bits of random results of every shape."""
     for accumulate, epilogue in itertools.product(_plans(severe), tried):
@@ -122,12 +170,21 @@ def _plans(severe: bool) -> Iterator[str | Accumulation]:
     if not severe:
         return
     yield from ACCUMULATIONS.values()
-    for name, promotion, count in itertools.product(("hopper", "ada"), (None, 32, 64, 128, 256, 512), (1, 2, 4, 8)):
-        said = f"{name} with{f' promotion {promotion}' if promotion else 'out promotion'}{f' and {count} parts of K' if count > 1 else ''}"
+    for name, promotion, count in itertools.product(
+        ("hopper", "ada"), (None, 32, 64, 128, 256, 512), (1, 2, 4, 8)
+    ):
+        said = f"{name} with promotion {promotion}" if promotion else f"{name} without promotion"
+        said += f" and {count} parts of K" if count > 1 else ""
         yield Accumulation(name=said, unit=UNITS[name], promotion=promotion, split_k=count)
 
 
-def _has_bits(stimulus: Stimulus, found: np.ndarray, accumulate: str | Accumulation, epilogue: Epilogue, out: Format) -> bool:
+def _has_bits(
+    stimulus: Stimulus,
+    found: np.ndarray,
+    accumulate: str | Accumulation,
+    epilogue: Epilogue,
+    out: Format,
+) -> bool:
     for side in (4, ROWS):
         a, b = (rows_of(q, np.arange(min(side, len(q.codes)))) for q in (stimulus.a, stimulus.b))
         try:
@@ -151,7 +208,8 @@ def _accumulator(asked: Any, shape: tuple[int, int, int], out: Format) -> list[C
     differ = (found != expected) & ~(np.isnan(found) & np.isnan(expected))
     if not differ.any():
         return []
-    # Rows and columns with a result that differs: of others every accumulator that is wide enough has the bits.
+    # Rows and columns with a result that differs: of others every accumulator that is wide enough
+    # has the bits.
     rows = np.flatnonzero(differ.any(axis=1))[:SAMPLE]
     columns = np.flatnonzero(differ[rows].any(axis=0))[:SAMPLE]
     stages = []
@@ -159,15 +217,32 @@ def _accumulator(asked: Any, shape: tuple[int, int, int], out: Format) -> list[C
         a, b = (x[at, :length] for x, at in zip(faults.values(one), (rows, columns), strict=True))
         stages.append((accumulators.products_of(a, b), results[np.ix_(rows, columns)]))
     first = first_of(stimulus, found, expected, differ)
-    count = f"{int(differ.sum())} of {differ.size} sums of integers below 2^24 differ, which float32 adds exactly in any order"
+    count = (
+        f"{int(differ.sum())} of {differ.size} sums of integers below 2^24 differ, which "
+        "float32 adds exactly in any order"
+    )
     scale = float(stimulus.a.scale_inv.reshape(-1)[0] * stimulus.b.scale_inv.reshape(-1)[0])
     for tried in accumulators.candidates(k):
         for products, results in stages:
             tried = accumulators.fitting(products, results, k, scale, out, tried)
         if tried:
             others = f", or the same by {tried[1]}" if len(tried) > 1 else ""
-            return [Cause(f"{tried[0]}{others}", f"{results.size} sums have the bits of it; {count}", "imprecise", first)]
-    return [Cause(f"an accumulator narrower than float32, of about {_bits(found, expected)} bits", count, "imprecise", first)]
+            return [
+                Cause(
+                    f"{tried[0]}{others}",
+                    f"{results.size} sums have the bits of it; {count}",
+                    "imprecise",
+                    first,
+                )
+            ]
+    return [
+        Cause(
+            f"an accumulator narrower than float32, of about {_bits(found, expected)} bits",
+            count,
+            "imprecise",
+            first,
+        )
+    ]
 
 
 def _bits(found: np.ndarray, expected: np.ndarray) -> int:

@@ -1,8 +1,10 @@
-"""Check a grouped GEMM that takes offsets: groups without rows, rows of no group, groups along the reduced axis (spec X-1 to X-6).
+"""Check a grouped GEMM that takes offsets: groups without rows, rows of no group, groups along the
+reduced axis (spec X-1 to X-6).
 
-``groups.grade_grouped`` grades the arithmetic of groups that are given one by one. This asks a kernel itself, as
-torch._scaled_grouped_mm is called, with what its offsets make hard: codes and scales of NaN in rows of no group, and memory
-that held NaN before. Operands are small integers under scales that are powers of two, so that every result has one value.
+``groups.grade_grouped`` grades the arithmetic of groups that are given one by one. This asks a
+kernel itself, as torch._scaled_grouped_mm is called, with what its offsets make hard: codes and
+scales of NaN in rows of no group, and memory that held NaN before. Operands are small integers
+under scales that are powers of two, so that every result has one value.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +33,9 @@ ALIGNED_SIZES = (48, 0, 16, 32)
 """What is asked in their place if a function raises for groups that are not aligned."""
 
 MANY = (0, 0, 1, 255, 0, 17, 2, 275, *(3, 0, 1) * 20, 0)
-"""Rows of the groups that are asked next: the first and the last have none, one is longer than a tile of 128, one than
-one of 256, and there are more groups than a warp has lanes. Then comes ``SIZES`` again, with no row of no group."""
+"""Rows of the groups that are asked next: the first and the last have none, one is longer than a
+tile of 128, one than one of 256, and there are more groups than a warp has lanes. Then comes
+``SIZES`` again, with no row of no group."""
 
 _LONGER = 3
 """N and K of that question, relative to those of the first: more than a tile."""
@@ -63,9 +66,11 @@ class Fault:
 class OffsetsGrade(Result):
     """The faults of a grouped GEMM that takes offsets; none if it is right.
 
-    sizes     of the first question, or of the first that shows a fault; rest: rows of no group, of the same question.
+    sizes     of the first question, or of the first that shows a fault; rest: rows of no group, of
+              the same question.
     others    how many further questions are asked: ``MANY`` and no row of no group.
-    refused   the error that it raised for a question, and what was not asked therefore; "" if it raised none.
+    refused   the error that it raised for a question, and what was not asked therefore; "" if it
+              raised none.
     """
 
     name: str
@@ -86,12 +91,28 @@ class OffsetsGrade(Result):
         """The faults, one a line."""
         asked = f"{self.which} of {_rows_of(self.sizes, self.rest)}"
         unasked = [f"not asked: {self.refused}"] if self.refused else []
-        asked += f", and of {self.others} further question{'s' * (self.others > 1)}" if self.others and self.ok else ""
-        return "\n".join([f"{self.name}, {asked}, is {'right' if self.ok else 'wrong'}", *map(str, self.faults), *unasked])
+        asked += (
+            f", and of {self.others} further question{'s' * (self.others > 1)}"
+            if self.others and self.ok
+            else ""
+        )
+        return "\n".join(
+            [
+                f"{self.name}, {asked}, is {'right' if self.ok else 'wrong'}",
+                *map(str, self.faults),
+                *unasked,
+            ]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
-        return {"ok": self.ok, "subject": self.name, "gemm": self.which, "sizes": list(self.sizes), "rest": self.rest} | {
+        return {
+            "ok": self.ok,
+            "subject": self.name,
+            "gemm": self.which,
+            "sizes": list(self.sizes),
+            "rest": self.rest,
+        } | {
             "faults": [asdict(fault) for fault in self.faults],
             "refused": self.refused,
             "others": self.others,
@@ -106,8 +127,8 @@ class OffsetsGrade(Result):
 class Operands:
     """Codes, scale_inv and offs of a call, and the numbers they stand for.
 
-    a [M, K] and b [E, N, K], scale_a [M, 1] and scale_b [E, N, 1]; of ``grad_weight`` a [M, N] and b [M, K], scale_a [E, N] and
-    scale_b [E, K]. Rows of no group are NaN.
+    a [M, K] and b [E, N, K], scale_a [M, 1] and scale_b [E, N, 1]; of ``grad_weight`` a [M, N] and
+    b [M, K], scale_a [E, N] and scale_b [E, K]. Rows of no group are NaN.
     """
 
     which: Which
@@ -121,13 +142,31 @@ class Operands:
         """The rows of a group."""
         return slice(int(self.ends[e - 1]) if e else 0, int(self.ends[e]))
 
-    def result(self, e: int, *, weight: int | None = None, scaled: int | None = None, rows: slice | None = None) -> np.ndarray:
-        """The result of group e in float64, which is exact; or with the weight, the scales or the rows of another."""
+    def result(
+        self,
+        e: int,
+        *,
+        weight: int | None = None,
+        scaled: int | None = None,
+        rows: slice | None = None,
+    ) -> np.ndarray:
+        """The result of group e in float64, which is exact; or with the weight, the scales or the
+        rows of another.
+        """
         rows = self.rows(e) if rows is None else rows
         scaled = e if scaled is None else scaled
         if self.which == "grad_weight":
-            return (self.a[rows].T @ self.b[rows]) * self.scale_a[scaled][:, None] * self.scale_b[scaled]  # [N, M_e] x [M_e, K]
-        return self.a[rows] @ self.b[e if weight is None else weight].T * self.scale_a[rows] * self.scale_b[scaled].T
+            return (
+                (self.a[rows].T @ self.b[rows])
+                * self.scale_a[scaled][:, None]
+                * self.scale_b[scaled]
+            )  # [N, M_e] x [M_e, K]
+        return (
+            self.a[rows]
+            @ self.b[e if weight is None else weight].T
+            * self.scale_a[rows]
+            * self.scale_b[scaled].T
+        )
 
 
 def grade_offsets(
@@ -145,14 +184,16 @@ def grade_offsets(
 ) -> OffsetsGrade:
     """Call a grouped GEMM with groups that its offsets make hard, and name what is wrong.
 
-    function   (codes of a, codes of b, scale_inv of a, scale_inv of b, offs) -> the result, in float32, bfloat16 or float16. Shapes of
-               ``which`` "output": a [M, K], b [E, N, K], scales [M, 1] and [E, N, 1] -> [M, N]. "grad_weight": a [M, N], b [M, K],
-               scales [E, N] and [E, K] -> [E, N, K]. offs are int32 [E].
-    sizes      rows of the groups; rest: rows of no group, after them. None: ``SIZES``, or ``ALIGNED_SIZES`` if
-               the function raises for those; then ``MANY``, under 3 n and 3 k, and ``SIZES`` with no rows of no group.
+    function   (codes of a, codes of b, scale_inv of a, scale_inv of b, offs) -> the result, in
+               float32, bfloat16 or float16. Shapes of ``which`` "output": a [M, K], b [E, N, K],
+               scales [M, 1] and [E, N, 1] -> [M, N]. "grad_weight": a [M, N], b [M, K], scales [E,
+               N] and [E, K] -> [E, N, K]. offs are int32 [E].
+    sizes      rows of the groups; rest: rows of no group, after them. None: ``SIZES``, or
+               ``ALIGNED_SIZES`` if the function raises for those; then ``MANY``, under 3 n and 3 k,
+               and ``SIZES`` with no rows of no group.
     framework  of the arrays: numpy (float8 of ml_dtypes), torch or jax; device: of torch's.
-    Raises:    ValueError: another ``which`` or framework, no group with rows, a negative size. RefusedError: the function raises.
-               ProbeError: it gives no such array.
+    Raises:    ValueError: another ``which`` or framework, no group with rows, a negative size.
+               RefusedError: the function raises. ProbeError: it gives no such array.
     Source:    spec X-1 to X-6.
     """
     if which not in ("output", "grad_weight"):
@@ -161,7 +202,8 @@ def grade_offsets(
         raise ValueError(f"framework is one of {', '.join(subject.FRAMEWORKS)}; got {framework!r}.")
     if rest < 0 or (sizes is not None and (not any(sizes) or min(sizes) < 0)):
         raise ValueError(
-            f"groups have sizes of 0 or more rows, and one has rows; got {list(SIZES if sizes is None else sizes)} and {rest} of no group."
+            "groups have sizes of 0 or more rows, and one has rows; got "
+            f"{list(SIZES if sizes is None else sizes)} and {rest} of no group."
         )
     name = name or subject.name_of(function)
     made = subject.Subject(name=name, function=function, framework=framework, device=device)
@@ -178,7 +220,10 @@ def grade_offsets(
     if sizes is None and not faults:
         aligned = 16 if refused else 1
         many = tuple(-(-size // aligned) * aligned for size in MANY)
-        for question in ((many, max(rest, 150 // aligned * aligned), _LONGER * n, _LONGER * k), (first[0], 0, n, k)):
+        for question in (
+            (many, max(rest, 150 // aligned * aligned), _LONGER * n, _LONGER * k),
+            (first[0], 0, n, k),
+        ):
             try:
                 faults = _asked(made, which, question, fmt)
             except RefusedError as error:
@@ -188,7 +233,15 @@ def grade_offsets(
             if faults:
                 first = question
                 break
-    return OffsetsGrade(name=name, which=which, sizes=first[0], rest=first[1], faults=tuple(faults), refused=refused, others=len(further))
+    return OffsetsGrade(
+        name=name,
+        which=which,
+        sizes=first[0],
+        rest=first[1],
+        faults=tuple(faults),
+        refused=refused,
+        others=len(further),
+    )
 
 
 def _rows_of(sizes: Sequence[int], rest: int) -> str:
@@ -196,10 +249,15 @@ def _rows_of(sizes: Sequence[int], rest: int) -> str:
 
 
 def _refusal(question: Question, error: RefusedError) -> str:
-    return f"{_rows_of(question[0], question[1])}, for which it raised ({str(error).partition(chr(10))[0]})"
+    return (
+        f"{_rows_of(question[0], question[1])}, for which it raised "
+        f"({str(error).partition(chr(10))[0]})"
+    )
 
 
-def _asked(made: subject.Subject, which: Which, question: Question, fmt: Format) -> dict[Fault, None]:
+def _asked(
+    made: subject.Subject, which: Which, question: Question, fmt: Format
+) -> dict[Fault, None]:
     """The faults, once each, in the answers to one question."""
     sizes, rest, n, k = question
     given = _operands(which, sizes, rest, n, k)
@@ -212,7 +270,8 @@ def _asked(made: subject.Subject, which: Which, question: Question, fmt: Format)
 
 
 def require_offsets(function: Callable[..., Any], **options: Any) -> OffsetsGrade:
-    """Require that a grouped GEMM takes its offsets right, else raise an AssertionError with the faults.
+    """Require that a grouped GEMM takes its offsets right, else raise an AssertionError with the
+    faults.
 
     options   as ``grade_offsets``.
     Raises:   AssertionError: there is a fault. Others as ``grade_offsets``.
@@ -224,35 +283,63 @@ def require_offsets(function: Callable[..., Any], **options: Any) -> OffsetsGrad
 
 
 def _operands(which: Which, sizes: Sequence[int], rest: int, n: int, k: int) -> Operands:
-    """Integers of magnitude 3 and 2 at most, a quarter of them not zero, so that sums of 128 have at most 8 bits."""
+    """Integers of magnitude 3 and 2 at most, a quarter of them not zero, so that sums of 128 have
+    at most 8 bits.
+    """
     rng = np.random.default_rng(28)
     m, e = sum(sizes) + rest, len(sizes)
 
     def integers(shape: tuple[int, ...], largest: int) -> np.ndarray:
-        return rng.integers(-largest, largest + 1, shape) * (rng.random(shape) < 0.25).astype(np.float64)
+        return rng.integers(-largest, largest + 1, shape) * (rng.random(shape) < 0.25).astype(
+            np.float64
+        )
 
     def powers(*shape: int) -> np.ndarray:
         return 2.0 ** rng.integers(-3, 4, shape)
 
     ends = np.cumsum(sizes).astype(np.int32)
     if which == "grad_weight":
-        found = Operands(which=which, a=integers((m, n), 3), b=integers((m, k), 2), scale_a=powers(e, n), scale_b=powers(e, k), ends=ends)
+        found = Operands(
+            which=which,
+            a=integers((m, n), 3),
+            b=integers((m, k), 2),
+            scale_a=powers(e, n),
+            scale_b=powers(e, k),
+            ends=ends,
+        )
         found.b[ends[-1] :] = np.nan
     else:
         found = Operands(
-            which=which, a=integers((m, k), 3), b=integers((e, n, k), 2), scale_a=powers(m, 1), scale_b=powers(e, n, 1), ends=ends
+            which=which,
+            a=integers((m, k), 3),
+            b=integers((e, n, k), 2),
+            scale_a=powers(m, 1),
+            scale_b=powers(e, n, 1),
+            ends=ends,
         )
         found.scale_a[ends[-1] :] = np.nan
     found.a[ends[-1] :] = np.nan
     return found
 
 
-def _called(made: subject.Subject, given: Operands, fmt: Format, shape: tuple[int, ...]) -> tuple[np.ndarray, Format]:
-    """The function's result and its dtype, in memory that held NaN where the framework reuses it."""
-    codes = [native_array(made, cast.encode(x.astype(np.float32), fmt), fmt) for x in (given.a, given.b)]
-    scales = [made.make_array(x.astype(np.float32), "float32") for x in (given.scale_a, given.scale_b)]
+def _called(
+    made: subject.Subject, given: Operands, fmt: Format, shape: tuple[int, ...]
+) -> tuple[np.ndarray, Format]:
+    """The function's result and its dtype, in memory that held NaN where the framework reuses
+    it.
+    """
+    codes = [
+        native_array(made, cast.encode(x.astype(np.float32), fmt), fmt) for x in (given.a, given.b)
+    ]
+    scales = [
+        made.make_array(x.astype(np.float32), "float32") for x in (given.scale_a, given.scale_b)
+    ]
     offs = made.make_array(given.ends, "int32")
-    held = [made.make_array(np.full(shape, np.nan, np.float32), dtype) for dtype in OUT_DTYPES for _ in range(3)]
+    held = [
+        made.make_array(np.full(shape, np.nan, np.float32), dtype)
+        for dtype in OUT_DTYPES
+        for _ in range(3)
+    ]
     del held
     try:
         with np.errstate(all="ignore"):
@@ -261,7 +348,8 @@ def _called(made: subject.Subject, given: Operands, fmt: Format, shape: tuple[in
         raise ProbeError(f"{made.name} {error}") from error
     except (Exception, SystemExit) as error:
         raise RefusedError(
-            f"{made.name} raised {type(error).__name__}: {error}. Call it on such operands alone to find the cause."
+            f"{made.name} raised {type(error).__name__}: {error}. Call it on such operands "
+            "alone to find the cause."
         ) from error
     if found.shape != shape:
         raise ProbeError(f"{made.name} gives {list(shape)}; got shape {list(found.shape)}.")
@@ -277,12 +365,18 @@ def _faults(given: Operands, out: np.ndarray, dtype: Format) -> Iterator[Fault]:
         part = out[e] if given.which == "grad_weight" else out[rows]
         if rows.start == rows.stop:
             if _bits(part).any():
-                yield Fault(group=e, what=f"has no rows, and its grad_weight is {_shown(part)}, not zeros", clause="X-4")
+                yield Fault(
+                    group=e,
+                    what=f"has no rows, and its grad_weight is {_shown(part)}, not zeros",
+                    clause="X-4",
+                )
         elif (what := _wrong(given, e, part, dtype)) is not None:
             yield Fault(group=e, what=what[0], clause=what[1])
     tail = out[given.ends[-1] :]
     if given.which == "output" and _bits(tail).any():
-        yield Fault(group=None, what=f"rows of no group are {_shown(tail)}, not zeros", clause="X-5")
+        yield Fault(
+            group=None, what=f"rows of no group are {_shown(tail)}, not zeros", clause="X-5"
+        )
 
 
 def _wrong(given: Operands, e: int, part: np.ndarray, dtype: Format) -> tuple[str, str] | None:
@@ -311,7 +405,11 @@ def _wrong(given: Operands, e: int, part: np.ndarray, dtype: Format) -> tuple[st
     right = cast.round_to(given.result(e).astype(np.float32), dtype)
     for size in ROUNDED if given.which == "output" else ():
         whole = len(part) // size * size
-        if whole < len(part) and np.array_equal(part[:whole], right[:whole]) and not part[whole:].any():
+        if (
+            whole < len(part)
+            and np.array_equal(part[:whole], right[:whole])
+            and not part[whole:].any()
+        ):
             return f"drops its rows after a multiple of {size}", "X-2"
     return "has other numbers", "X-2"
 
@@ -326,7 +424,10 @@ def _other_rows(given: Operands, e: int) -> Iterator[tuple[str, slice]]:
             f"sums rows of the next group, up to a multiple of {size}",
             slice(rows.start, min(rows.start - (rows.start - rows.stop) // size * size, last)),
         )
-        yield f"drops its rows after a multiple of {size}", slice(rows.start, rows.start + (rows.stop - rows.start) // size * size)
+        yield (
+            f"drops its rows after a multiple of {size}",
+            slice(rows.start, rows.start + (rows.stop - rows.start) // size * size),
+        )
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
@@ -335,4 +436,6 @@ def _bits(x: np.ndarray) -> np.ndarray:
 
 def _shown(x: np.ndarray) -> str:
     """A number that is not +0, for a message."""
-    return "NaN" if np.isnan(x).any() else f"{x.reshape(-1)[np.argmax(_bits(x).reshape(-1) != 0)]:.9g}"
+    return (
+        "NaN" if np.isnan(x).any() else f"{x.reshape(-1)[np.argmax(_bits(x).reshape(-1) != 0)]:.9g}"
+    )

@@ -19,7 +19,9 @@ from fp8ref.spec import epilogue as epilogues
 from fp8ref.spec.epilogue import BIASES, EPILOGUES, Epilogue
 
 FIRST = (None, BFLOAT16, FLOAT16, TF32, FLOAT32)
-"""The formats that operands are dequantized and rounded to before they are multiplied; None: they are not."""
+"""The formats that operands are dequantized and rounded to before they are multiplied; None: they
+are not.
+"""
 
 VIA = (None, BFLOAT16, FLOAT16, TF32)
 """The formats that a result is rounded to before the output dtype."""
@@ -30,8 +32,8 @@ class Path:
     """From a sum to an output.
 
     scale        as of ``Epilogue``; round_first too.
-    dequantized  the format that a_k scale_inv is rounded to before the products, and b_k's; None: scales
-                 multiply the sum.
+    dequantized  the format that a_k scale_inv is rounded to before the products, and b_k's; None:
+                 scales multiply the sum.
     via          a format that the result is rounded to before the output dtype.
     rounding     of the output, and of via.
     each_time    the sum and each product with a scale are rounded to the output dtype.
@@ -50,20 +52,44 @@ class Path:
         if self.dequantized is not None or self.via is not None or self.each_time:
             return None
         fields = (self.scale, self.round_first, None, self.rounding)
-        known = next((e for e in EPILOGUES.values() if (e.scale, e.round_first, e.bias, e.rounding) == fields), None)
-        words = [self.scale, *["round_first"] * self.round_first, *[self.rounding] * (self.rounding != "nearest_even")]
-        return known or Epilogue(name=", ".join(words), scale=self.scale, round_first=self.round_first, rounding=self.rounding)
+        known = next(
+            (
+                e
+                for e in EPILOGUES.values()
+                if (e.scale, e.round_first, e.bias, e.rounding) == fields
+            ),
+            None,
+        )
+        words = [
+            self.scale,
+            *["round_first"] * self.round_first,
+            *[self.rounding] * (self.rounding != "nearest_even"),
+        ]
+        return known or Epilogue(
+            name=", ".join(words),
+            scale=self.scale,
+            round_first=self.round_first,
+            rounding=self.rounding,
+        )
 
     @property
     def odd(self) -> str:
         """What it does that one rounding of the scaled sum does not, in words; '' if nothing."""
         said = []
         if self.dequantized not in (None, FLOAT32):
-            said.append(f"operands are dequantized and rounded to {self.dequantized} before they are multiplied")
+            said.append(
+                f"operands are dequantized and rounded to {self.dequantized} before they are "
+                "multiplied"
+            )
         if self.each_time:
-            said.append("double rounding: the sum and each product with a scale are rounded to the output dtype")
+            said.append(
+                "double rounding: the sum and each product with a scale are rounded to the "
+                "output dtype"
+            )
         if self.round_first:
-            said.append("double rounding: the sum is rounded to the output dtype before it is scaled (G-5)")
+            said.append(
+                "double rounding: the sum is rounded to the output dtype before it is scaled (G-5)"
+            )
         if self.via is not None:
             said.append(f"double rounding: the output is rounded to {self.via} first")
         if self.rounding != "nearest_even":
@@ -83,7 +109,10 @@ class Path:
         scale_a, scale_b = (_of_first_block(q) for q in (s.a, s.b))
         with np.errstate(all="ignore"):
             if self.dequantized is not None:
-                a, b = (cast.round_to(x * scale, self.dequantized) for x, scale in ((a, scale_a), (b, scale_b)))
+                a, b = (
+                    cast.round_to(x * scale, self.dequantized)
+                    for x, scale in ((a, scale_a), (b, scale_b))
+                )
                 # one product: its rounding to float32 is the only one
                 result = accumulate.f32(a, b) if a[:, 1].any() else (a[:, :1] * b[:, :1].T)
             elif self.each_time:
@@ -93,38 +122,60 @@ class Path:
                 plain = Epilogue(name="", scale=self.scale)
                 acc = accumulate.f32(a, b)
                 acc = cast.round_to(acc, out, rounding=self.rounding) if self.round_first else acc
-                result = gemm.finish_plain(acc, scale_a, scale_b.T, epilogue=plain, out_dtype=FLOAT32)
-            result = result if self.via is None else cast.round_to(result, self.via, rounding=self.rounding)
+                result = gemm.finish_plain(
+                    acc, scale_a, scale_b.T, epilogue=plain, out_dtype=FLOAT32
+                )
+            result = (
+                result
+                if self.via is None
+                else cast.round_to(result, self.via, rounding=self.rounding)
+            )
             return cast.round_to(result, out, rounding=self.rounding)
 
 
 def paths(out: Format) -> Iterator[Path]:
     """The paths that are tried, the likeliest first."""
-    for rounding, round_first, scale in itertools.product(epilogues.ROUNDINGS, (False, True), ("each", "product", "b_first")):
+    for rounding, round_first, scale in itertools.product(
+        epilogues.ROUNDINGS, (False, True), ("each", "product", "b_first")
+    ):
         if out != FLOAT32 or not (round_first or rounding != "nearest_even"):
             yield Path(scale=scale, round_first=round_first, rounding=rounding)  # type: ignore[arg-type]
     if out != FLOAT32:
         yield from (Path(scale=scale, each_time=True) for scale in ("each", "b_first"))
     for via, first, scale in itertools.product(VIA, FIRST, ("each", "product", "b_first")):
-        if via != out and (via is not None or first is not None) and (first is None or scale == "each"):
+        if (
+            via != out
+            and (via is not None or first is not None)
+            and (first is None or scale == "each")
+        ):
             yield Path(scale=scale, dequantized=first, via=via)  # type: ignore[arg-type]
     for via, scale in itertools.product(VIA[1:], ("each", "product", "b_first")):
         if via != out:
             yield Path(scale=scale, via=via, rounding="toward_zero")
 
 
-def fitting(tried: Sequence[Path], stimuli: Sequence[tuple[Stimulus, np.ndarray]], out: Format) -> list[Path]:
+def fitting(
+    tried: Sequence[Path], stimuli: Sequence[tuple[Stimulus, np.ndarray]], out: Format
+) -> list[Path]:
     """The paths that give all results."""
     for stimulus, found in stimuli:
-        tried = [path for path in tried if np.array_equal(path.gives(stimulus, out), found, equal_nan=True)]
+        tried = [
+            path
+            for path in tried
+            if np.array_equal(path.gives(stimulus, out), found, equal_nan=True)
+        ]
     return list(tried)
 
 
-def with_bias(tried: Sequence[Path], stimuli: Sequence[tuple[Stimulus, np.ndarray]], out: Format) -> tuple[Path, epilogues.Bias, int]:
-    """The path, and the way to add a bias after it, that give the most results of stimuli with a bias;
-    and how many they do not give."""
+def with_bias(
+    tried: Sequence[Path], stimuli: Sequence[tuple[Stimulus, np.ndarray]], out: Format
+) -> tuple[Path, epilogues.Bias, int]:
+    """The path, and the way to add a bias after it, that give the most results of stimuli with a
+    bias; and how many they do not give."""
     wrong = {
-        (path, bias): sum(int((biased(path, bias, s, out) != found).sum()) for s, found in stimuli) for path in tried for bias in BIASES
+        (path, bias): sum(int((biased(path, bias, s, out) != found).sum()) for s, found in stimuli)
+        for path in tried
+        for bias in BIASES
     }
     path, bias = min(wrong, key=wrong.__getitem__)
     return path, bias, wrong[path, bias]
@@ -132,10 +183,14 @@ def with_bias(tried: Sequence[Path], stimuli: Sequence[tuple[Stimulus, np.ndarra
 
 def biased(path: Path, bias: epilogues.Bias, s: Stimulus, out: Format) -> np.ndarray:
     """The outputs of sums of two products with a bias that is added so: float32 [M, N]."""
-    epilogue = Epilogue(name="", scale=path.scale, round_first=path.round_first, bias=bias, rounding=path.rounding)
+    epilogue = Epilogue(
+        name="", scale=path.scale, round_first=path.round_first, bias=bias, rounding=path.rounding
+    )
     a, b = (x[:, :2] for x in faults.values(s))
     scales = _of_first_block(s.a), _of_first_block(s.b).T
-    return gemm.finish_plain(accumulate.f32(a, b), *scales, epilogue=epilogue, out_dtype=out, bias=s.bias)
+    return gemm.finish_plain(
+        accumulate.f32(a, b), *scales, epilogue=epilogue, out_dtype=out, bias=s.bias
+    )
 
 
 def _of_first_block(q) -> np.ndarray:

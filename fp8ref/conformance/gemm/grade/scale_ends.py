@@ -1,8 +1,8 @@
 """Scales at the ends of what they can be: tiny, huge, NaN (spec B-14).
 
-Kernels decode e8m0 with shifts, and multiply float32 scales as they come. So byte 0 may be read as 0,
-byte 255 as a number, and a small scale may be flushed. The other operand's scale brings each result
-back to the middle of the range, so that every output dtype holds it.
+Kernels decode e8m0 with shifts, and multiply float32 scales as they come. So byte 0 may be read as
+0, byte 255 as a number, and a small scale may be flushed. The other operand's scale brings each
+result back to the middle of the range, so that every output dtype holds it.
 """
 
 from collections.abc import Iterator
@@ -69,13 +69,17 @@ def examine(asked: Any, shape: tuple[int, int, int]) -> tuple[list[Cause], list[
 def _judge(asked: Any, shape: tuple[int, int, int], which: int, who: str, end: End) -> Cause | None:
     """The cause if results under this scale are not exact: all are one power of two, or NaN."""
     made = []
-    for i, (rows, fmt, granularity) in enumerate(zip(shape[:2], asked.formats, asked.scaled.granularities, strict=True)):
+    for i, (rows, fmt, granularity) in enumerate(
+        zip(shape[:2], asked.formats, asked.scaled.granularities, strict=True)
+    ):
         values = np.zeros((rows, shape[2]), np.float32)
         values[:, 0] = end.product if i == which else 1.0
         q = operand(cast.encode(values, fmt), fmt, granularity)
         scale_inv = np.full_like(q.scale_inv, end.value if i == which else end.opposite)
         with np.errstate(all="ignore"):
-            made.append(q._replace(scale=np.asarray(np.float32(1) / scale_inv), scale_inv=scale_inv))
+            made.append(
+                q._replace(scale=np.asarray(np.float32(1) / scale_inv), scale_inv=scale_inv)
+            )
     stimulus = Stimulus(f"one product under scale_inv {end} of {who}", made[0], made[1])
     found, out = asked.run(stimulus)
     value = end.product * float(end.value) * float(end.opposite)

@@ -4,7 +4,8 @@
               GEMM whose accumulator has 8 bits gives the same bits, and another result is wrong.
 ``single``    products alone, one for each index of K.
 ``codes``     all products of two codes, one for each result.
-``pairs``     sums of two products under random scales: what the scales and the output do to a float32.
+``pairs``     sums of two products under random scales: what the scales and the output do to a
+              float32.
 ``wide``      sums of integers that float32 holds in any order, and a narrower accumulator does not.
 ``random``    numbers of many sizes under random scales.
 ``thinned``   the same in few blocks of a long K, zeros elsewhere.
@@ -30,8 +31,8 @@ TERMS_OF_BLOCKS = 10
 """The same under scales of blocks, which differ by a factor of 4 within a sum."""
 
 LONG = 4096
-"""Of a longer K few indices are asked for by chance: its ends are asked for on purpose, and ``thinned``
-has as many products as this."""
+"""Of a longer K few indices are asked for by chance: its ends are asked for on purpose, and
+``thinned`` has as many products as this."""
 
 END = 256
 """The indices at each end of a long K that have a quarter of the products of ``integers``."""
@@ -56,14 +57,24 @@ class Stimulus(NamedTuple):
     def __str__(self) -> str:
         m, n, k = self.shape
         bias = "" if self.bias is None else ", with a bias"
-        return f"{self.name} [{m}, {n}], K = {k}, {self.a.fmt} x {self.b.fmt}, {self.a.granularity} x {self.b.granularity}{bias}"
+        return (
+            f"{self.name} [{m}, {n}], K = {k}, {self.a.fmt} x {self.b.fmt}, "
+            f"{self.a.granularity} x {self.b.granularity}{bias}"
+        )
 
 
-def integers(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], *, bias: bool = False) -> Stimulus:
-    """Few small integers in each row of a, small integers everywhere in b; of a long K, half of them at its ends.
+def integers(
+    scaled: ScaledGemm,
+    shape: tuple[int, int, int],
+    formats: tuple[Format, Format],
+    *,
+    bias: bool = False,
+) -> Stimulus:
+    """Few small integers in each row of a, small integers everywhere in b; of a long K, half of
+    them at its ends.
 
-    Scales of a and b are other powers of two, so that a scale in the place of another one shows. Where
-    blocks do not divide K, zeros follow up to the next block: ``cut`` takes them away.
+    Scales of a and b are other powers of two, so that a scale in the place of another one shows.
+    Where blocks do not divide K, zeros follow up to the next block: ``cut`` takes them away.
     """
     m, n, k = shape
     rng = np.random.default_rng([m, n, k])
@@ -76,7 +87,9 @@ def integers(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[For
     b[:, :k] = rng.choice(np.array([-2, -1, 1, 2], np.float32), (n, k))
     scales = [
         _powers(rng, one, x.shape, centre)
-        for one, x, centre in zip(scaled.granularities, (a, b), (0 if bias else 1, 0 if bias else -5), strict=True)
+        for one, x, centre in zip(
+            scaled.granularities, (a, b), (0 if bias else 1, 0 if bias else -5), strict=True
+        )
     ]
     made = [
         operand(cast.encode(x, fmt), fmt, one, 1 / scale)
@@ -84,13 +97,18 @@ def integers(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[For
     ]
     added = rng.integers(-63, 64, n).astype(np.float32) if bias else None
     if bias:  # scale_inv 8 and 1/2: a bias that is added before one of them or both shows
-        made = [operand(q.codes, q.fmt, q.granularity, scale) for q, scale in zip(made, (0.125, 2.0), strict=True)]
+        made = [
+            operand(q.codes, q.fmt, q.granularity, scale)
+            for q, scale in zip(made, (0.125, 2.0), strict=True)
+        ]
     return Stimulus("integers", made[0], made[1], added)
 
 
 def cut(stimulus: Stimulus, k: int) -> Stimulus:
     """The first k of K, with the scales of all blocks: the last one may be shorter (spec S-6)."""
-    a, b = (q._replace(codes=np.ascontiguousarray(q.codes[:, :k])) for q in (stimulus.a, stimulus.b))
+    a, b = (
+        q._replace(codes=np.ascontiguousarray(q.codes[:, :k])) for q in (stimulus.a, stimulus.b)
+    )
     return stimulus._replace(a=a, b=b)
 
 
@@ -103,11 +121,13 @@ def _places(rng: np.random.Generator, k: int, count: int) -> np.ndarray:
     return np.concatenate([first, others, k - 1 - last])
 
 
-def _powers(rng: np.random.Generator, granularity: str, shape: tuple[int, int], centre: int) -> np.ndarray:
+def _powers(
+    rng: np.random.Generator, granularity: str, shape: tuple[int, int], centre: int
+) -> np.ndarray:
     """Scale_inv of a granularity: powers of two, which differ by row, and by a factor of 2 along K.
 
-    The last block along K, which may be cut, has another one than the block before it: the larger, in
-    both operands, so that their products do not make up for each other.
+    The last block along K, which may be cut, has another one than the block before it: the larger,
+    in both operands, so that their products do not make up for each other.
     """
     of_scales = scale_shape(granularity, shape, -1)
     if not of_scales:
@@ -117,8 +137,11 @@ def _powers(rng: np.random.Generator, granularity: str, shape: tuple[int, int], 
     return (2.0 ** (centre + by_row + along_k)).astype(np.float32)
 
 
-def single(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format]) -> Iterator[tuple[np.ndarray, Stimulus]]:
-    """Pairs of (k [M, N], the index of K whose product alone a result has, -1 of none; the operands).
+def single(
+    scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format]
+) -> Iterator[tuple[np.ndarray, Stimulus]]:
+    """Pairs of (k [M, N], the index of K whose product alone a result has, -1 of none; the
+    operands).
 
     Row r of a is one at the indices of K that its results ask for, and column c at those of its
     results: they meet in one k.
@@ -131,11 +154,16 @@ def single(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Forma
         where = np.arange(begin, min(begin + m * n, k))
         a[(where - begin) // n, where] = 1
         b[(where - begin) % n, where] = 1
-        made = [operand(cast.encode(x, fmt), fmt, one) for x, fmt, one in zip((a, b), formats, scaled.granularities, strict=True)]
+        made = [
+            operand(cast.encode(x, fmt), fmt, one)
+            for x, fmt, one in zip((a, b), formats, scaled.granularities, strict=True)
+        ]
         yield asked, Stimulus("single products", made[0], made[1])
 
 
-def codes(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format]) -> Iterator[Stimulus]:
+def codes(
+    scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format]
+) -> Iterator[Stimulus]:
     """All codes of a times all of b, each the only product of its result."""
     m, n, k = shape
     for first_a in range(0, 1 << formats[0].bits, m):
@@ -152,7 +180,12 @@ def codes(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format
 
 
 def pairs(
-    scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], out: Format, *, terms: int = 2
+    scaled: ScaledGemm,
+    shape: tuple[int, int, int],
+    formats: tuple[Format, Format],
+    out: Format,
+    *,
+    terms: int = 2,
 ) -> Iterator[Stimulus]:
     """Sums of one or two products under random scales, also at large and small results.
 
@@ -166,16 +199,26 @@ def pairs(
             values = np.zeros((count, k), np.float32)
             if fmt.bits == 8:
                 values[:, 0] = rng.integers(8, 16, count)
-                values[:, 1] = rng.integers(8, 16, count) / 64 * (terms > 1)  # 2^-12 of the first product
+                values[:, 1] = (
+                    rng.integers(8, 16, count) / 64 * (terms > 1)
+                )  # 2^-12 of the first product
             else:
                 values[:, 0] = rng.choice([3, 4, 6], count)
                 values[:, 1] = rng.choice([0.5, 1, 1.5], count) * (terms > 1)
-            scales = 2.0 ** (rng.uniform(-1, 1, (scale_shape(one, values.shape, -1))) - exponent / 2)
+            scales = 2.0 ** (
+                rng.uniform(-1, 1, (scale_shape(one, values.shape, -1))) - exponent / 2
+            )
             made.append(operand(cast.encode(values, fmt), fmt, one, scales))
-        yield Stimulus(f"{'single products' if terms == 1 else 'sums of two products'} under random scales", made[0], made[1])
+        yield Stimulus(
+            f"{'single products' if terms == 1 else 'sums of two products'} under random scales",
+            made[0],
+            made[1],
+        )
 
 
-def wide(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], *, length: int) -> Stimulus:
+def wide(
+    scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], *, length: int
+) -> Stimulus:
     """Integers in the first ``length`` of K: of one sign in every other row, of both in the others.
 
     Sums of magnitudes are below 2^24, and scale_inv of a brings them into float16's range.
@@ -187,7 +230,9 @@ def wide(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format,
     rng = np.random.default_rng([m, n, k, 1])
     made = []
     scale = 2.0 ** max(int(100 * k).bit_length() - 15, 0)
-    for count, fmt, one, factor in zip((m, n), formats, scaled.granularities, (scale, 1.0), strict=True):
+    for count, fmt, one, factor in zip(
+        (m, n), formats, scaled.granularities, (scale, 1.0), strict=True
+    ):
         values = np.zeros((count, k), np.float32)
         values[:, :length] = rng.integers(1, most + 1, (count, length))
         values[1::2, :length] *= rng.choice(np.array([-1, 1], np.float32), (count // 2, length))
@@ -195,7 +240,13 @@ def wide(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format,
     return Stimulus("integers of many bits", made[0], made[1])
 
 
-def random(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], out: Format, seed: int) -> Stimulus:
+def random(
+    scaled: ScaledGemm,
+    shape: tuple[int, int, int],
+    formats: tuple[Format, Format],
+    out: Format,
+    seed: int,
+) -> Stimulus:
     """Normal numbers whose width varies by row and along K, under random scales."""
     m, n, k = shape
     rng = np.random.default_rng([seed, m, n, k])
@@ -203,8 +254,12 @@ def random(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Forma
     drawn = [np.ascontiguousarray(x[:, :k]) for x in plans.draw_codes(bench, rng)]
     made = []
     for one, fmt, x in zip(scaled.granularities, formats, drawn, strict=True):
-        # values reach 2^7, and sums 2^14 K: float16 holds those of operands that are smaller by the root of K each
-        scales = 2.0 ** (rng.uniform(-1, 1, scale_shape(one, x.shape, -1)) + (k.bit_length() / 2 + 1) * (out == FLOAT16))
+        # values reach 2^7, and sums 2^14 K: float16 holds those of operands that are smaller by the
+        # root of K each
+        scales = 2.0 ** (
+            rng.uniform(-1, 1, scale_shape(one, x.shape, -1))
+            + (k.bit_length() / 2 + 1) * (out == FLOAT16)
+        )
         made.append(operand(x, fmt, one, scales))
     return Stimulus("random operands", made[0], made[1])
 
@@ -212,7 +267,8 @@ def random(scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Forma
 def thinned(few: Stimulus, k: int) -> Stimulus:
     """A stimulus of ``LONG`` products in blocks of a longer K, the first and the last among them.
 
-    All else is zero: a sum rounds as often as that of ``few``, and has its value, wherever parts of K begin.
+    All else is zero: a sum rounds as often as that of ``few``, and has its value, wherever parts of
+    K begin.
     """
     blocks = np.linspace(0, k // BLOCK - 2, LONG // BLOCK - 1).astype(np.int64) * BLOCK
     where = (np.append(blocks, k - BLOCK)[:, None] + np.arange(BLOCK)).reshape(-1)

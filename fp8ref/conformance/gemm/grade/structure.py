@@ -1,4 +1,5 @@
-"""What is wrong where every GEMM of 8 bits is right: indices of K, tiles of the result, scales, operands, bias.
+"""What is wrong where every GEMM of 8 bits is right: indices of K, tiles of the result, scales,
+operands, bias.
 
 ``indices`` asks for every index of K alone, ``integers`` compares whole results and looks for the
 fault that gives their bits, in all of the result or in the tile that is wrong.
@@ -16,8 +17,8 @@ from fp8ref.formats import Format
 from fp8ref.sim.quantize import cast
 
 WHOLE = 0.25
-"""The part of a tile's results that differ at least: others are right by chance, such as a sum of 0, or
-one that has no product of those that the tile lacks."""
+"""The part of a tile's results that differ at least: others are right by chance, such as a sum of
+0, or one that has no product of those that the tile lacks."""
 
 PARTS = 16
 """The most parts of K that a part of it is called one of."""
@@ -27,7 +28,8 @@ NO_PRODUCT = "results without a product are not 0"
 """What is wrong with results that no index of K reaches."""
 
 EVERY = " is added to every result"
-"""The end of what is wrong where one number is added to all results, those without a product too."""
+"""The end of what is wrong where one number is added to all results, those without a product too.
+"""
 
 
 class Cause(NamedTuple):
@@ -64,22 +66,37 @@ class Tile(NamedTuple):
         return f"rows {r0} to {r1 - 1}, columns {c0} to {c1 - 1}"
 
 
-def counterexample(stimulus: Stimulus, at: Sequence[int], got: float, expected: float, clause: str = "G-2") -> Counterexample:
+def counterexample(
+    stimulus: Stimulus, at: Sequence[int], got: float, expected: float, clause: str = "G-2"
+) -> Counterexample:
     """One result of a stimulus that differs."""
     return Counterexample(
-        input=f"out{list(map(int, at))} of {stimulus}", bits=(), dtype="float32", got=show(got), expected=show(expected), clause=clause
+        input=f"out{list(map(int, at))} of {stimulus}",
+        bits=(),
+        dtype="float32",
+        got=show(got),
+        expected=show(expected),
+        clause=clause,
     )
 
 
-def first_of(stimulus: Stimulus, found: np.ndarray, expected: np.ndarray, where: np.ndarray, clause: str = "G-2") -> Counterexample:
+def first_of(
+    stimulus: Stimulus,
+    found: np.ndarray,
+    expected: np.ndarray,
+    where: np.ndarray,
+    clause: str = "G-2",
+) -> Counterexample:
     """The first result at which ``where`` [M, N] is true."""
     at = tuple(np.argwhere(where)[0])
     return counterexample(stimulus, at, found[at], expected[at], clause)
 
 
-def indices(asked: np.ndarray, stimulus: Stimulus, found: np.ndarray, skipped: Tile | None) -> list[tuple[str, np.ndarray, Counterexample]]:
-    """Indices of K whose product is not added once: (how, the indices, the first result); of results without a
-    product that are not 0, their flat indices.
+def indices(
+    asked: np.ndarray, stimulus: Stimulus, found: np.ndarray, skipped: Tile | None
+) -> list[tuple[str, np.ndarray, Counterexample]]:
+    """Indices of K whose product is not added once: (how, the indices, the first result); of
+    results without a product that are not 0, their flat indices.
 
     asked    the index of K whose product alone a result has, [M, N]; -1 of none.
     skipped  a tile that is wrong in a way of its own.
@@ -87,7 +104,13 @@ def indices(asked: np.ndarray, stimulus: Stimulus, found: np.ndarray, skipped: T
     given, empty = asked >= 0, asked < 0
     added = found[empty][:1]
     if added.size and added[0] and np.array_equal(found, (given + added).astype(np.float32)):
-        return [(f"{show(added[0])}{EVERY}", np.flatnonzero(empty), first_of(stimulus, found, given.astype(np.float32), empty))]
+        return [
+            (
+                f"{show(added[0])}{EVERY}",
+                np.flatnonzero(empty),
+                first_of(stimulus, found, given.astype(np.float32), empty),
+            )
+        ]
     if skipped is not None:
         given = given.copy()
         given[skipped.place] = False
@@ -99,8 +122,15 @@ def indices(asked: np.ndarray, stimulus: Stimulus, found: np.ndarray, skipped: T
         "added with another factor": given & (found != 1) & (found != 0) & (found != 2),
         NO_PRODUCT: empty & (found != 0),
     }
-    numbers = {how: np.flatnonzero(at) if how == NO_PRODUCT else np.sort(asked[at]) for how, at in kinds.items()}
-    return [(how, numbers[how], first_of(stimulus, found, given.astype(np.float32), at)) for how, at in kinds.items() if at.any()]
+    numbers = {
+        how: np.flatnonzero(at) if how == NO_PRODUCT else np.sort(asked[at])
+        for how, at in kinds.items()
+    }
+    return [
+        (how, numbers[how], first_of(stimulus, found, given.astype(np.float32), at))
+        for how, at in kinds.items()
+        if at.any()
+    ]
 
 
 def ranges(numbers: np.ndarray) -> str:
@@ -118,16 +148,24 @@ def in_words(how: str, numbers: np.ndarray, k: int) -> str:
     if numbers[-1] - numbers[0] + 1 == count:
         if count == k:
             return f"all of K {how}"
-        ends = {k - 1 - numbers[-1]: f"the last {count} of K {how}", numbers[0]: f"the first {count} of K {how}"}
+        ends = {
+            k - 1 - numbers[-1]: f"the last {count} of K {how}",
+            numbers[0]: f"the first {count} of K {how}",
+        }
         return ends.get(0, f"{count} of K, {ranges(numbers)}, {how}")
     steps = np.diff(numbers)
     if (steps == steps[0]).all():
-        return f"every index {numbers[0] % steps[0]} modulo {steps[0]} of K {how}, from {numbers[0]} to {numbers[-1]}"
+        return (
+            f"every index {numbers[0] % steps[0]} modulo {steps[0]} of K {how}, from "
+            f"{numbers[0]} to {numbers[-1]}"
+        )
     return f"{count} of K {how}: {ranges(numbers)}"
 
 
 def part_of(how: str, numbers: np.ndarray, k: int) -> str:
-    """The equal part of K that the indices are, such as: the last of 4 equal parts of K dropped; else ''."""
+    """The equal part of K that the indices are, such as: the last of 4 equal parts of K dropped;
+    else ''.
+    """
     count = len(numbers)
     if how == NO_PRODUCT or how.endswith(EVERY):
         return ""
@@ -138,7 +176,8 @@ def part_of(how: str, numbers: np.ndarray, k: int) -> str:
 
 
 def tile_of(differ: np.ndarray, known: Tile | None = None) -> Tile | None:
-    """The rectangle that holds all differences, if it is not the whole result and many of it differ.
+    """The rectangle that holds all differences, if it is not the whole result and many of it
+    differ.
 
     known   the tile that is wrong in another shape: it is the one if it holds all differences.
     """
@@ -151,12 +190,16 @@ def tile_of(differ: np.ndarray, known: Tile | None = None) -> Tile | None:
 
 
 def of_integers(
-    stimulus: Stimulus, found: np.ndarray, out: Format, factors: np.ndarray | None, known: Tile | None = None
+    stimulus: Stimulus,
+    found: np.ndarray,
+    out: Format,
+    factors: np.ndarray | None,
+    known: Tile | None = None,
 ) -> tuple[list[Cause], Tile | None]:
     """The causes of wrong sums of integers, and the tile that is wrong.
 
-    factors  of each index of K, which the GEMM is known to have: if they explain all bits, there is no
-             other cause.
+    factors  of each index of K, which the GEMM is known to have: if they explain all bits, there is
+             no other cause.
     known    the tile that is wrong in another shape.
     """
     expected = faults.expected(stimulus)
@@ -168,7 +211,10 @@ def of_integers(
         if _alike(found, faults.product(stimulus, a * factors, b), out):
             return [], None
     tile = tile_of(differ, known)
-    count = f"{int(differ.sum())} of {differ.size} sums of integers differ, which every accumulator of 8 bits has exactly"
+    count = (
+        f"{int(differ.sum())} of {differ.size} sums of integers differ, which every "
+        "accumulator of 8 bits has exactly"
+    )
     first = first_of(stimulus, found, expected, differ)
     of_tile: Cause | None = None
     for fault in faults.all_faults():
@@ -178,18 +224,29 @@ def of_integers(
         if _alike(found, given, out):
             evidence = f"all {found.size} results have the bits of it; {count}"
             return [Cause(fault.name, evidence, "wrong", first, exact=True)], None
-        if tile is None or of_tile is not None or np.array_equal(given[tile.place], expected[tile.place]):
+        if (
+            tile is None
+            or of_tile is not None
+            or np.array_equal(given[tile.place], expected[tile.place])
+        ):
             continue
         if _alike(found[tile.place], given[tile.place], out):
-            evidence = f"its {found[tile.place].size} results have the bits of it, and all others are right; {count}"
-            of_tile = Cause(f"a wrong tile, {tile}: {fault.name}", evidence, "wrong", first, exact=True)
+            evidence = (
+                f"its {found[tile.place].size} results have the bits of it, and all others are "
+                f"right; {count}"
+            )
+            of_tile = Cause(
+                f"a wrong tile, {tile}: {fault.name}", evidence, "wrong", first, exact=True
+            )
     return [of_tile or Cause(_unnamed(found, expected, differ, tile), count, "wrong", first)], tile
 
 
 def _alike(found: np.ndarray, given: np.ndarray, out: Format) -> bool:
     """Whether results are a fault's, rounded to the output dtype."""
     with np.errstate(all="ignore"):
-        return np.array_equal(cast.round_to(np.ascontiguousarray(given, np.float32), out), found, equal_nan=True)
+        return np.array_equal(
+            cast.round_to(np.ascontiguousarray(given, np.float32), out), found, equal_nan=True
+        )
 
 
 def _unnamed(found: np.ndarray, expected: np.ndarray, differ: np.ndarray, tile: Tile | None) -> str:
@@ -207,5 +264,8 @@ def _unnamed(found: np.ndarray, expected: np.ndarray, differ: np.ndarray, tile: 
         return f"a wrong tile, {tile}: {said}"
     rows, columns = differ.any(axis=1), differ.any(axis=0)
     if len(ratios) != 1 and (rows.mean() <= 0.5 or columns.mean() <= 0.5):
-        said = f"wrong in rows {ranges(np.flatnonzero(rows))}, columns {ranges(np.flatnonzero(columns))}"
+        said = (
+            f"wrong in rows {ranges(np.flatnonzero(rows))}, columns "
+            f"{ranges(np.flatnonzero(columns))}"
+        )
     return said

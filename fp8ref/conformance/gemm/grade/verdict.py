@@ -24,7 +24,8 @@ Shape = tuple[int, int, int]
 class Measured:
     """Errors of random results.
 
-    ulps    of the output dtype: the largest distance from the exact result; median_ulps: the median.
+    ulps    of the output dtype: the largest distance from the exact result; median_ulps: the
+            median.
     bounds  the largest distance in units of B-1's bound.
     error   the root mean square of the difference from the exact results, relative to theirs.
     count   how many results; worst: the one of the largest distance.
@@ -38,7 +39,10 @@ class Measured:
     worst: Counterexample | None
 
     def __str__(self) -> str:
-        return f"{self.bounds:.3g} of B-1's bound, {self.ulps:.3g} ulps at most and {self.median_ulps:.2g} in the median, {self.error:.2g} of the results"
+        return (
+            f"{self.bounds:.3g} of B-1's bound, {self.ulps:.3g} ulps at most and "
+            f"{self.median_ulps:.2g} in the median, {self.error:.2g} of the results"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As --json writes it: numbers, infinity as None."""
@@ -53,17 +57,20 @@ class Measured:
 class Grade(Result):
     """The verdict on a GEMM.
 
-    right      every sum that any accumulator of 8 bits has is right, and all results are within B-1.
+    right      every sum that any accumulator of 8 bits has is right, and all results are within
+               B-1.
     imprecise  those sums are right, and other results are outside B-1.
     wrong      those sums, or products of codes, are not right.
 
     measured   of random operands, for each shape that was asked.
     causes     why it is not right, the gravest first; of a right one, what rounds twice.
     rows       whether a row has the same bits in calls of fewer rows, as a right GEMM need not.
-    plan       the simulator's accumulation that has the bits of random results, if one has; epilogue likewise.
+    plan       the simulator's accumulation that has the bits of random results, if one has;
+               epilogue likewise.
     edges      shapes at which sums of integers alone were asked, in words.
     expected   the plan that it should have, if any, and how many of compared results have its bits.
-    refused    shapes that it raised for, with the first line of the error; unasked: what was not asked.
+    refused    shapes that it raised for, with the first line of the error; unasked: what was not
+               asked.
     """
 
     name: str
@@ -87,10 +94,14 @@ class Grade(Result):
 
     @property
     def ok(self) -> bool:
-        """Right; or, if a plan is expected, all bits are the plan's, and nothing is wrong but results beyond its range."""
+        """Right; or, if a plan is expected, all bits are the plan's, and nothing is wrong but
+        results beyond its range.
+        """
         if self.expected is None:
             return self.verdict == "right"
-        return self.equal == self.compared and not any(one.severity == "wrong" and one.name != codes.RANGE for one in self.causes)
+        return self.equal == self.compared and not any(
+            one.severity == "wrong" and one.name != codes.RANGE for one in self.causes
+        )
 
     @property
     def worst(self) -> Measured:
@@ -99,11 +110,16 @@ class Grade(Result):
 
     @property
     def message(self) -> str:
-        """The verdict with its magnitude, each cause once with the first result that shows it, and what was asked."""
+        """The verdict with its magnitude, each cause once with the first result that shows it, and
+        what was asked.
+        """
         lines = [f"{self.name} is {self.verdict}: {self.worst}"]
         if self.expected is not None:
             bits = f"{self.equal:,} of {self.compared:,} random results have its bits"
-            lines = [f"{self.name} is {'' if self.ok else 'not '}{self.expected!r}: {bits}", *([] if self.ok else [f"  {lines[0]}"])]
+            lines = [
+                f"{self.name} is {'' if self.ok else 'not '}{self.expected!r}: {bits}",
+                *([] if self.ok else [f"  {lines[0]}"]),
+            ]
         for cause in self.causes:
             lines.append(f"  {cause.severity}: {cause.name}; {cause.evidence}")
             if cause.first is not None:
@@ -113,8 +129,13 @@ class Grade(Result):
         if self.rows.said:
             lines.append(f"  {self.rows.said}")
         if self.plan is not None:
-            lines.append(f"  random results have the bits of {self.plan!r}{f' under {self.epilogue!r}' if self.epilogue else ''}")
-        return "\n".join([*lines, f"  asked: {self.asked}", f"  not asked: {'; '.join(self.unasked)}"])
+            lines.append(
+                "  random results have the bits of "
+                f"{self.plan!r}{f' under {self.epilogue!r}' if self.epilogue else ''}"
+            )
+        return "\n".join(
+            [*lines, f"  asked: {self.asked}", f"  not asked: {'; '.join(self.unasked)}"]
+        )
 
     @property
     def asked(self) -> str:
@@ -122,7 +143,10 @@ class Grade(Result):
         shapes = ", ".join(f"[{m}, {n}] K = {k}" for m, n, k in self.measured)
         shapes += f"; integers at {', '.join(self.edges)}" if self.edges else ""
         bias = ", with a bias" if self.bias else ""
-        return f"{shapes}; {self.formats[0]} x {self.formats[1]} to {self.out_dtype}; scales {' x '.join(self.granularities)}{bias}"
+        return (
+            f"{shapes}; {self.formats[0]} x {self.formats[1]} to {self.out_dtype}; scales "
+            f"{' x '.join(self.granularities)}{bias}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
@@ -131,9 +155,16 @@ class Grade(Result):
             "subject": self.name,
             "about": dict(self.about),
             "verdict": self.verdict,
-            "measured": [{"shape": list(shape), **one.to_dict()} for shape, one in self.measured.items()],
+            "measured": [
+                {"shape": list(shape), **one.to_dict()} for shape, one in self.measured.items()
+            ],
             "causes": [
-                {"name": cause.name, "evidence": cause.evidence, "severity": cause.severity, "first": cause.first and cause.first.to_dict()}
+                {
+                    "name": cause.name,
+                    "evidence": cause.evidence,
+                    "severity": cause.severity,
+                    "first": cause.first and cause.first.to_dict(),
+                }
                 for cause in self.causes
             ],
             "batch_invariant": self.rows.alike,
@@ -147,14 +178,18 @@ class Grade(Result):
             "granularities": list(self.granularities),
             "bias": self.bias,
             "edges": list(self.edges),
-            "refused": [{"shape": list(shape), "error": error} for shape, error in self.refused.items()],
+            "refused": [
+                {"shape": list(shape), "error": error} for shape, error in self.refused.items()
+            ],
             "unasked": list(self.unasked),
         }
 
     def render(self, console: "Console") -> None:
         """Print the errors of each shape, then the message."""
         rows = [
-            Finding(what=f"[{m}, {n}], K = {k}", value=str(one), evidence=f"{one.count} random results")
+            Finding(
+                what=f"[{m}, {n}], K = {k}", value=str(one), evidence=f"{one.count} random results"
+            )
             for (m, n, k), one in self.measured.items()
         ]
         console.print(table(rows))

@@ -1,6 +1,7 @@
 """The backward pass in bfloat16 of an attention whose forward pass is in FP8 (spec A-25).
 
-It is that of the variant ``bf16``, of q, k and v themselves, with o and the log-sum-exp of the FP8 pass.
+It is that of the variant ``bf16``, of q, k and v themselves, with o and the log-sum-exp of the FP8
+pass.
 """
 
 import dataclasses
@@ -24,5 +25,7 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
     """
     wide = dataclasses.replace(use, variant=VARIANTS["bf16"], seed=0, multiply=None, measures=False)
     one, o = jnp.ones((), jnp.float32), heads.to_hp(result.o, BFLOAT16)
-    kept = result._replace(tensors=operands.quantize(given, wide, {}), o=o, scale_p=one, scale_inv_p=one)
+    kept = result._replace(
+        tensors=operands.quantize(given, wide, {}), o=o, scale_p=one, scale_inv_p=one
+    )
     return gradients.backward(do, given, kept, {}, wide, keep=keep)

@@ -1,7 +1,8 @@
 """Attention in FP8, backward (spec A-15): the gradients of q, k and v.
 
-Probabilities are made again from the log-sum-exp, a block of queries and a tile of keys at a time. The scale of dS
-is one for the tensor: unless it is given, a first loop over all pairs takes the amax of dS, and a second one casts.
+Probabilities are made again from the log-sum-exp, a block of queries and a tile of keys at a time.
+The scale of dS is one for the tensor: unless it is given, a first loop over all pairs takes the
+amax of dS, and a second one casts.
 """
 
 from typing import NamedTuple
@@ -29,16 +30,19 @@ from fp8ref.spec.attention.variants import Variant
 class Gradients(NamedTuple):
     """What a backward pass gives.
 
-    dq, dk, dv   float32 of the shapes of q, k, v: values of the output's format, times their scale_inv in FP8.
+    dq, dk, dv   float32 of the shapes of q, k, v: values of the output's format, times their
+                 scale_inv in FP8.
     tensors      the quantized do and, where they are in FP8, dq, dk and dv, by role.
     amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
-    saturated    int32: elements of P and dS that their casts clipped; saturated_ds: those of dS, none under MX.
-    lost         int32: elements of dS of at least 2^-126 that the cast made 0; under MX that along the keys.
+    saturated    int32: elements of P and dS that their casts clipped; saturated_ds: those of dS,
+                 none under MX.
+    lost         int32: elements of dS of at least 2^-126 that the cast made 0; under MX that along
+                 the keys.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
     matrices     codes of P, dS and its codes [B, H, Tq, Tk], by ``Matrix``; {} unless asked for.
     dsinks       float32 [H]: the gradient of sinks, of this device's rows; None without any.
-    counts       int32 [4, 2]: clipped of P and of dS, lost, and all that are seen, of this device, as ``counts``; None unless
-                 ``Use.measures``.
+    counts       int32 [4, 2]: clipped of P and of dS, lost, and all that are seen, of this device,
+                 as ``counts``; None unless ``Use.measures``.
     """
 
     dq: jax.Array
@@ -57,10 +61,14 @@ class Gradients(NamedTuple):
 
 def output_scaling(variant: Variant) -> tuple:
     """(granularity, policy) of an output or a gradient: one scale, or none in high precision."""
-    return ("tensor" if variant.out.bits == 8 else None), ("te_current" if variant.granularity == "mx_1x32" else variant.policy)
+    return ("tensor" if variant.out.bits == 8 else None), (
+        "te_current" if variant.granularity == "mx_1x32" else variant.policy
+    )
 
 
-def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use, *, keep: bool = False) -> Gradients:
+def backward(
+    do: jax.Array, given: Inputs, result, given_scales: dict, use: Use, *, keep: bool = False
+) -> Gradients:
     """The gradients, of the steps of A-15, and if asked for their matrices.
 
     result    what ``attention.forward`` gave.
@@ -87,9 +95,15 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use,
         """P and dS of a block and a tile (steps 3, 5 and 6)."""
         seen = parts.seen(block, tile)
         (s, slope), of_block = parts.scores_and_slope(block, tile), parts.block(lse, block)
-        p = softmax.again_fast(s, of_block, seen, variant) if use.fast else softmax.again(s, of_block, seen, factor, use.arithmetic)
+        p = (
+            softmax.again_fast(s, of_block, seen, variant)
+            if use.fast
+            else softmax.again(s, of_block, seen, factor, use.arithmetic)
+        )
         with parts.use.scope("grad_probabilities"):
-            dp = parts.dot(parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,)))  # [rows, D] x [L, D]
+            dp = parts.dot(
+                parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,))
+            )  # [rows, D] x [L, D]
         if use.fast:
             ds = (dp * of_dp - parts.block(d, block)[..., None]) * p * jnp.float32(use.scale)
             return p, ds if slope is None else ds * slope
@@ -127,7 +141,9 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use,
         for name, x in (("p_codes", p8), ("ds", ds), ("ds_codes", ds8)):
             matrices = kept.put(matrices, name, block, tile, x)
         rows = parts.block(values_do, block), parts.block(parts.q, block)
-        dq, dk, dv = added((dq, dk, dv), parts, (p8, ds8, ds8), (*rows, parts.tile(parts.k, tile)), block, tile)
+        dq, dk, dv = added(
+            (dq, dk, dv), parts, (p8, ds8, ds8), (*rows, parts.tile(parts.k, tile)), block, tile
+        )
         return dq, dk, dv, largest, counts, matrices
 
     start = *sums(parts), parts.zeros(), no_counts(parts), kept.start
@@ -137,7 +153,9 @@ def backward(do: jax.Array, given: Inputs, result, given_scales: dict, use: Use,
         dk = moments.product(moments.product(dk, scale_ds[1]), parts.inverse["q"])
         dv = moments.product(moments.product(dv, p_scale_inv), of_do)
     found = rounded((dq, dk, dv), do8, share(largest), counts, scale_ds, parts, given_scales)
-    return found._replace(matrices=kept.whole(matrices), dsinks=of_sinks(of_rows, result, given, use))
+    return found._replace(
+        matrices=kept.whole(matrices), dsinks=of_sinks(of_rows, result, given, use)
+    )
 
 
 def of_sinks(d: jax.Array, result, given: Inputs, use: Use) -> jax.Array | None:
@@ -151,15 +169,25 @@ def no_counts(parts: Parts) -> jax.Array:
 
 
 def counted(
-    counts: jax.Array, of_p: jax.Array, of_ds: jax.Array, lost: jax.Array, parts: Parts, block: jax.Array, tile: jax.Array
+    counts: jax.Array,
+    of_p: jax.Array,
+    of_ds: jax.Array,
+    lost: jax.Array,
+    parts: Parts,
+    block: jax.Array,
+    tile: jax.Array,
 ) -> jax.Array:
-    """Counts with those of a block and a tile added: clipped of P and of dS, lost, and if measured all that are seen."""
+    """Counts with those of a block and a tile added: clipped of P and of dS, lost, and if measured
+    all that are seen.
+    """
     pairs = [parts.pairs(parts.seen(block, tile))] if parts.use.measures else []
     return attention_counts.add(counts, [of_p, of_ds, lost, *pairs])
 
 
 def sums(parts: Parts) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Zeros to which ``added`` adds: dq [B, N, G, Tq, D]; dk and dv [B, N, G, Tk, D], of each query head."""
+    """Zeros to which ``added`` adds: dq [B, N, G, Tq, D]; dk and dv [B, N, G, Tk, D], of each query
+    head.
+    """
     (b, n, g, _, d), keys = parts.q.shape, parts.k.shape[2]
     return parts.zeros(*parts.q.shape), parts.zeros(b, n, g, keys, d), parts.zeros(b, n, g, keys, d)
 
@@ -185,17 +213,25 @@ def added(
     with parts.use.scope("grad_q"):
         of_q = parts.dot(ds_keys, k, ((4,), (2,)))  # [rows, L] x [L, D] -> [rows, D]
     dq = parts.put_block(dq, parts.block(dq, block) + of_q, block)
-    dk, dv = (parts.put_tile(total, parts.tile(total, tile, 3) + part, tile) for total, part in ((dk, of_k), (dv, of_v)))
+    dk, dv = (
+        parts.put_tile(total, parts.tile(total, tile, 3) + part, tile)
+        for total, part in ((dk, of_k), (dv, of_v))
+    )
     return dq, dk, dv
 
 
-def rounded(raw: tuple, do: Heads, largest, counts, scale_ds: Scales, parts: Parts, given_scales: dict) -> Gradients:
-    """The gradients in the output's format, summed over the query heads of a head of keys, with their amaxes
-    (A-15, steps 9 and 10)."""
+def rounded(
+    raw: tuple, do: Heads, largest, counts, scale_ds: Scales, parts: Parts, given_scales: dict
+) -> Gradients:
+    """The gradients in the output's format, summed over the query heads of a head of keys, with
+    their amaxes (A-15, steps 9 and 10)."""
     use, variant = parts.use, parts.variant
     dq, dk, dv = raw
     tk = parts.shape_k[2]
-    found = {"dq": parts.ungrouped(dq)} | {name: context.own_keys(_over_heads(x)[:, :, :tk], use) for name, x in (("dk", dk), ("dv", dv))}
+    found = {"dq": parts.ungrouped(dq)} | {
+        name: context.own_keys(_over_heads(x)[:, :, :tk], use)
+        for name, x in (("dk", dk), ("dv", dv))
+    }
     amaxes, values, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
     for role, x in found.items():
         how: dict = {"heads": parts.shape_k[1], "scale": given_scales.get(role), "over": use.over}
@@ -206,7 +242,12 @@ def rounded(raw: tuple, do: Heads, largest, counts, scale_ds: Scales, parts: Par
             coded[role] = of_role
     totals = attention_counts.numbers(counts)
     of_p, of_ds, lost, *_ = lax.psum(totals, use.over) if use.over else totals
-    found_counts: dict = {"saturated": of_p + of_ds, "saturated_ds": of_ds, "lost": lost, "counts": counts if use.measures else None}
+    found_counts: dict = {
+        "saturated": of_p + of_ds,
+        "saturated_ds": of_ds,
+        "lost": lost,
+        "counts": counts if use.measures else None,
+    }
     return Gradients(**values, tensors=coded, amaxes=amaxes, scale_ds=scale_ds, **found_counts)
 
 
@@ -230,4 +271,6 @@ def _row_sums(do: Heads, result, given: Inputs, use: Use) -> jax.Array:
     of_do = heads.spread(do.scale_inv, values.shape, variant.granularity)
     products = times(values, o, use.arithmetic)
     found = jnp.sum(products, axis=-1) if use.fast else ascending_sum(products)
-    return moments.product(moments.product(found, of_do if of_do.ndim == 0 else of_do[..., 0]), of_o)
+    return moments.product(
+        moments.product(found, of_do if of_do.ndim == 0 else of_do[..., 0]), of_o
+    )

@@ -1,7 +1,8 @@
 """The backward pass of attention whose operands have MX blocks (spec A-16).
 
-A block lies along the axis that a product sums over, so that q, k, do and dS have two copies: along the features
-or keys, and along the tokens. v has the forward pass's copy alone. Operands are dequantized to bfloat16, exactly.
+A block lies along the axis that a product sums over, so that q, k, do and dS have two copies: along
+the features or keys, and along the tokens. v has the forward pass's copy alone. Operands are
+dequantized to bfloat16, exactly.
 """
 
 import jax
@@ -38,7 +39,11 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
     parts = Parts(given, use, tensors)
 
     def copy(x: jax.Array, role: Role) -> jax.Array:
-        return parts.operand(along_tokens(x, role, given, use), along_tokens=True, fmt=fmt if role == "do" else variant.fmt)
+        return parts.operand(
+            along_tokens(x, role, given, use),
+            along_tokens=True,
+            fmt=fmt if role == "do" else variant.fmt,
+        )
 
     along_features = head_scaling.quantize(do, fmt, "mx_1x32", variant.policy, heads=heads)
     do_features = parts.by_group(parts.operand(along_features, fmt=fmt))
@@ -58,7 +63,11 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
         dq, dk, dv, largest, counts, matrices = carry
         seen = parts.seen(block, tile)
         (s, slope), of_block = parts.scores_and_slope(block, tile), parts.block(lse, block)
-        p = softmax.again_fast(s, of_block, seen, variant) if use.fast else softmax.again(s, of_block, seen, None, use.arithmetic)
+        p = (
+            softmax.again_fast(s, of_block, seen, variant)
+            if use.fast
+            else softmax.again(s, of_block, seen, None, use.arithmetic)
+        )
         scaled = times(p, P_SCALE, use.arithmetic)
         with use.scope("grad_probabilities"):
             dp = parts.dot(parts.block(do_features, block), parts.tile(parts.v, tile), ((4,), (3,)))
@@ -67,34 +76,55 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
         ds = times(ds, jnp.float32(use.scale), use.arithmetic)
         largest = jnp.maximum(largest, jnp.max(jnp.abs(ds)))
         of_queries, of_keys = blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
-        of_casts = operands.clipped(scaled, variant.fmt), jnp.int32(0), operands.lost(ds, of_keys, fmt)
+        of_casts = (
+            operands.clipped(scaled, variant.fmt),
+            jnp.int32(0),
+            operands.lost(ds, of_keys, fmt),
+        )
         counts = gradients.counted(counts, *of_casts, parts, block, tile)
         p8 = operands.narrow(scaled, variant)
         matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(p8, variant))
         matrices = kept.put(matrices, "ds", block, tile, ds)
         of_scores = p8, of_queries, of_keys
-        others = parts.block(do_tokens, block), parts.block(q_tokens, block), parts.tile(k_tokens, tile)
-        return *gradients.added((dq, dk, dv), parts, of_scores, others, block, tile), largest, counts, matrices
+        others = (
+            parts.block(do_tokens, block),
+            parts.block(q_tokens, block),
+            parts.tile(k_tokens, tile),
+        )
+        return (
+            *gradients.added((dq, dk, dv), parts, of_scores, others, block, tile),
+            largest,
+            counts,
+            matrices,
+        )
 
     carry = *gradients.sums(parts), parts.zeros(), gradients.no_counts(parts), kept.start
     dq, dk, dv, largest, counts, matrices = operands.loop(body, carry, parts.grid)
     one = jnp.ones((), jnp.float32)
     raw = dq, dk, moments.product(dv, np.float32(1) / P_SCALE)
     found = gradients.rounded(raw, along_features, largest, counts, Scales(one, one), parts, {})
-    return found._replace(matrices=kept.whole(matrices), dsinks=gradients.of_sinks(of_rows, result, given, use))
+    return found._replace(
+        matrices=kept.whole(matrices), dsinks=gradients.of_sinks(of_rows, result, given, use)
+    )
 
 
 def along_tokens(x: jax.Array, role: Role, given: Inputs, use: Use) -> Heads:
     """q, k or do as a product over tokens takes it: with blocks along them."""
     variant = use.variant
     fmt = (variant.gradient_fmt or variant.fmt) if role == "do" else variant.fmt
-    return head_scaling.quantize(x, fmt, "mx_1x32", variant.policy, along_tokens=True, heads=given.k.shape[1])
+    return head_scaling.quantize(
+        x, fmt, "mx_1x32", variant.policy, along_tokens=True, heads=given.k.shape[1]
+    )
 
 
 def blocks(ds: jax.Array, fmt, policy: str, axis: int) -> jax.Array:
-    """dS quantized in blocks of 32 along an axis, and dequantized: bfloat16 of its shape, exactly."""
+    """dS quantized in blocks of 32 along an axis, and dequantized: bfloat16 of its shape,
+    exactly.
+    """
     split = ds.reshape(*ds.shape[:axis], ds.shape[axis] // MX, MX, *ds.shape[axis + 1 :])
     of_policy = head_scaling.implemented(policy)
-    found = head_scaling.scales_from_amax(jnp.max(jnp.abs(split), axis=axis + 1, keepdims=True), fmt, of_policy)
+    found = head_scaling.scales_from_amax(
+        jnp.max(jnp.abs(split), axis=axis + 1, keepdims=True), fmt, of_policy
+    )
     codes = jax.lax.optimization_barrier(cast.to_fp8(scales.times_e8m0(split, found.scale), fmt))
     return (cast.decode(codes, fmt) * found.scale_inv).astype(jnp.bfloat16).reshape(ds.shape)

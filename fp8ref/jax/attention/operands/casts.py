@@ -1,4 +1,5 @@
-"""Attention whose operands are cast one by one: whole matrices in float32, without tiles (spec E-9).
+"""Attention whose operands are cast one by one: whole matrices in float32, without tiles (spec
+E-9).
 
 o = apply(q, k, v, casts)          # differentiable
 """
@@ -25,7 +26,10 @@ _NAME = "attention with single casts"
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def apply(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts) -> jax.Array:
-    """Causal attention of q [B, H, T, D], k and v [B, Hkv, T, D], of q's dtype. ValueError for a second derivative."""
+    """Causal attention of q [B, H, T, D], k and v [B, Hkv, T, D], of q's dtype.
+
+    ValueError for a second derivative.
+    """
     return _forward(q, k, v, casts)[0]
 
 
@@ -39,7 +43,14 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts):
     e = jnp.exp(s - s.max(axis=-1, keepdims=True))
     total = e.sum(axis=-1, keepdims=True)
     o = _product(_probabilities(e, casts), c) / total
-    return o.reshape(q.shape).astype(q.dtype), (a, b, c, e / total, o, [jnp.zeros((), x.dtype) for x in like])
+    return o.reshape(q.shape).astype(q.dtype), (
+        a,
+        b,
+        c,
+        e / total,
+        o,
+        [jnp.zeros((), x.dtype) for x in like],
+    )
 
 
 def _saved(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts):
@@ -77,5 +88,7 @@ def _probabilities(p: jax.Array, casts: Casts) -> jax.Array:
 
 
 def _by(amax: jax.Array, x: jax.Array, fmt: Format, casts: Casts) -> jax.Array:
-    scale, _ = head_scaling.scales_from_amax(amax, fmt, head_scaling.implemented(casts.variant.policy))
+    scale, _ = head_scaling.scales_from_amax(
+        amax, fmt, head_scaling.implemented(casts.variant.policy)
+    )
     return scaling.dequantize(scaling.quantize_with(x, scale, fmt))

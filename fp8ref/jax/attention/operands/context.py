@@ -1,7 +1,9 @@
-"""Attention of devices that have parts of the tokens: context parallelism inside shard_map (spec A-21).
+"""Attention of devices that have parts of the tokens: context parallelism inside shard_map (spec
+A-21).
 
-Device r of n along the axis ``tokens`` has tokens r T / n to below (r + 1) T / n of q, k and v. Codes of k and v are gathered, a
-byte an element; then each device's queries meet all tiles in the variant's order, as on one device.
+Device r of n along the axis ``tokens`` has tokens r T / n to below (r + 1) T / n of q, k and v.
+Codes of k and v are gathered, a byte an element; then each device's queries meet all tiles in the
+variant's order, as on one device.
 """
 
 import jax
@@ -17,20 +19,25 @@ def check(use: Use, given: Inputs) -> None:
     """ValueError for what cannot be cut along the tokens."""
     if use.variant.real or use.variant.granularity not in ("tensor", None):
         raise ValueError(
-            f"{use.name}: context parallelism takes one scale for a tensor, or none. Use 'cudnn' or 'bf16', or cut sequences and heads alone."
+            f"{use.name}: context parallelism takes one scale for a tensor, or none. Use "
+            "'cudnn' or 'bf16', or cut sequences and heads alone."
         )
     if use.tokens not in use.over:
         raise ValueError(
-            f"{use.name}: over names all mesh axes that cut the tensors, and tokens one of them; got tokens={use.tokens!r}, over={use.over}. Add it."
+            f"{use.name}: over names all mesh axes that cut the tensors, and tokens one of "
+            f"them; got tokens={use.tokens!r}, over={use.over}. Add it."
         )
     if given.documents is not None or given.q.shape[2] != given.k.shape[2]:
         raise ValueError(
-            f"{use.name}: context parallelism cuts queries and keys alike, without documents; got q {given.q.shape}, k {given.k.shape}."
+            f"{use.name}: context parallelism cuts queries and keys alike, without documents; "
+            f"got q {given.q.shape}, k {given.k.shape}."
         )
 
 
 def gathered(tensors: dict[str, Heads], use: Use) -> dict[str, Heads]:
-    """Quantized q, k and v with the codes of k and v of all devices; as they are without an axis of tokens."""
+    """Quantized q, k and v with the codes of k and v of all devices; as they are without an axis of
+    tokens.
+    """
     if not use.tokens:
         return tensors
 
@@ -48,8 +55,12 @@ def problem(given: Inputs, tensors: dict[str, Heads], use: Use) -> Inputs:
     return given._replace(k=tensors["k"].codes, v=tensors["v"].codes) if use.tokens else given
 
 
-def visible(queries: int, keys: int, padded: int, mask: Mask, axis: str) -> tuple[jax.Array, jax.Array]:
-    """(low, high) int32 [padded]: a query of this device sees the keys from low to below high (A-3); a padded one none."""
+def visible(
+    queries: int, keys: int, padded: int, mask: Mask, axis: str
+) -> tuple[jax.Array, jax.Array]:
+    """(low, high) int32 [padded]: a query of this device sees the keys from low to below high
+    (A-3); a padded one none.
+    """
     place = jnp.arange(padded, dtype=jnp.int32)
     position = place + lax.axis_index(axis).astype(jnp.int32) * queries
     low, high = jnp.zeros_like(position), jnp.full_like(position, keys)
@@ -60,9 +71,17 @@ def visible(queries: int, keys: int, padded: int, mask: Mask, axis: str) -> tupl
         low = low if left is None else jnp.maximum(low, position - left)
         high = high if right is None else jnp.minimum(high, position + right + 1)
     inside = place < queries
-    return jnp.where(inside, jnp.clip(low, 0, keys), 0), jnp.where(inside, jnp.clip(high, 0, keys), 0)
+    return jnp.where(inside, jnp.clip(low, 0, keys), 0), jnp.where(
+        inside, jnp.clip(high, 0, keys), 0
+    )
 
 
 def own_keys(gradient: jax.Array, use: Use) -> jax.Array:
-    """The gradient of k or v [B, Hkv, T, D] from this device's queries, summed over the devices, of its own keys."""
-    return lax.psum_scatter(gradient, use.tokens, scatter_dimension=2, tiled=True) if use.tokens else gradient
+    """The gradient of k or v [B, Hkv, T, D] from this device's queries, summed over the devices, of
+    its own keys.
+    """
+    return (
+        lax.psum_scatter(gradient, use.tokens, scatter_dimension=2, tiled=True)
+        if use.tokens
+        else gradient
+    )

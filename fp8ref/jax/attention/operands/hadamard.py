@@ -15,7 +15,10 @@ def signs(size: int, seed: int) -> jax.Array:
     Raises:   ValueError: a size that is no power of two; a seed outside [0, 2^64).
     """
     if size < 1 or size & (size - 1):
-        raise ValueError(f"a Hadamard rotation has a power of two as its size; got {size!r}. Pad the features with zeros.")
+        raise ValueError(
+            f"a Hadamard rotation has a power of two as its size; got {size!r}. Pad the "
+            "features with zeros."
+        )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
     key = jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32)
@@ -27,13 +30,16 @@ def rotate(x: jax.Array, of_signs: jax.Array) -> jax.Array:
     """x D H / sqrt(n) along the last axis, float32.
 
     Shapes:   x float32, float16 or bfloat16 [..., n], n a power of two; signs [n].
-    Order:    x times its signs; for h = 1, 2, 4, ... below n: the elements i and i + h, i without bit h,
-              become RN32(a + b) and RN32(a - b); then RN32(x * RN32(1 / sqrt(n))).
+    Order:    x times its signs; for h = 1, 2, 4, ... below n: the elements i and i + h, i without
+              bit h, become RN32(a + b) and RN32(a - b); then RN32(x * RN32(1 / sqrt(n))).
     Raises:   ValueError: another number of signs than features.
     """
     n = x.shape[-1]
     if of_signs.shape != (n,):
-        raise ValueError(f"a rotation has a sign for each feature; got signs {of_signs.shape} for {n} features. Use signs({n}, seed).")
+        raise ValueError(
+            f"a rotation has a sign for each feature; got signs {of_signs.shape} for {n} "
+            f"features. Use signs({n}, seed)."
+        )
     value = cast.to_f32(x) * of_signs
     h = 1
     while h < n:

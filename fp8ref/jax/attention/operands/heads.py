@@ -34,8 +34,8 @@ class Heads(NamedTuple):
     codes             native float8 [B, H, T, D]; in high precision the rounded tensor itself.
     amax              float32 of ``scale``'s shape: the amaxes of the groups.
     scale, scale_inv  float32: () for ``tensor`` and in high precision; [B, Hkv, 1, 1] for ``head``;
-                      [B, H, ceil(T / 128), 1] for ``rows_128``; [B, H, T, D / 32], or along the tokens
-                      [B, H, ceil(T / 32), D], for ``mx_1x32``.
+                      [B, H, ceil(T / 128), 1] for ``rows_128``; [B, H, T, D / 32], or along the
+                      tokens [B, H, ceil(T / 32), D], for ``mx_1x32``.
     """
 
     codes: jax.Array
@@ -44,7 +44,14 @@ class Heads(NamedTuple):
     scale_inv: jax.Array
 
 
-def amax(x: jax.Array, granularity: Granularity | None, *, heads: int, along_tokens: bool = False, over: tuple[str, ...] = ()) -> jax.Array:
+def amax(
+    x: jax.Array,
+    granularity: Granularity | None,
+    *,
+    heads: int,
+    along_tokens: bool = False,
+    over: tuple[str, ...] = (),
+) -> jax.Array:
     """The amax of each group of x [B, H, T, D], as ``Heads`` shapes them; NaN if an element is.
 
     over      mesh axes, inside shard_map, along which the amax of a tensor is taken too.
@@ -65,7 +72,13 @@ def amax(x: jax.Array, granularity: Granularity | None, *, heads: int, along_tok
     return scaling.amax(x.reshape(b, h, t, d // MX, MX), "rowwise")[..., 0]
 
 
-def spread(scale: jax.Array, shape: tuple[int, ...], granularity: Granularity | None, *, along_tokens: bool = False) -> jax.Array:
+def spread(
+    scale: jax.Array,
+    shape: tuple[int, ...],
+    granularity: Granularity | None,
+    *,
+    along_tokens: bool = False,
+) -> jax.Array:
     """Scales repeated over their groups, so that they broadcast against a tensor of this shape."""
     h, t = shape[1:3]
     if granularity in ("tensor", None):
@@ -74,7 +87,9 @@ def spread(scale: jax.Array, shape: tuple[int, ...], granularity: Granularity | 
         return jnp.repeat(scale, h // scale.shape[1], axis=1)
     if granularity == "rows_128":
         return jnp.repeat(scale, ROWS, axis=2)[:, :, :t]
-    return jnp.repeat(scale, MX, axis=2)[:, :, :t] if along_tokens else jnp.repeat(scale, MX, axis=3)
+    return (
+        jnp.repeat(scale, MX, axis=2)[:, :, :t] if along_tokens else jnp.repeat(scale, MX, axis=3)
+    )
 
 
 def quantize(
@@ -95,8 +110,8 @@ def quantize(
     scale         given, of earlier steps; None: made of x's amaxes.
     over          mesh axes, inside shard_map, that cut a group ``tensor``.
     Shapes:   x hp [B, H, T, D]; see ``Heads``.
-    Order:    amax; scale by the policy (S-9, S-14); RN32(x * scale); saturate; round to nearest even
-              (S-5).
+    Order:    amax; scale by the policy (S-9, S-14); RN32(x * scale); saturate; round to nearest
+              even (S-5).
     Specials: an infinity or a NaN makes NaN of its group's codes, by the policy (S-3).
     Raises:   ValueError: a given scale of another shape or dtype; as amax.
     """
@@ -110,13 +125,16 @@ def quantize(
     else:
         multiplier, inverse = scales.with_inverse(given_scale(scale, found.shape))
     times = scales.times_e8m0 if of_policy.e8m0 and scale is None else operator.mul
-    codes = cast.to_fp8(times(cast.to_f32(x), spread(multiplier, x.shape, granularity, along_tokens=along_tokens)), fmt)
+    codes = cast.to_fp8(
+        times(cast.to_f32(x), spread(multiplier, x.shape, granularity, along_tokens=along_tokens)),
+        fmt,
+    )
     return Heads(codes, found, multiplier, inverse)
 
 
 def implemented(policy: str) -> ScalePolicy:
-    """The policy, if attention takes it here: ``te_current``, or one of ``scales.implemented``. ValueError for any
-    other."""
+    """The policy, if attention takes it here: ``te_current``, or one of ``scales.implemented``.
+    ValueError for any other."""
     found = policies.by_name(policy)
     return found if found == _TE_CURRENT else scales.implemented(found)
 
@@ -124,7 +142,8 @@ def implemented(policy: str) -> ScalePolicy:
 def scales_from_amax(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
     """scale and scale_inv of a policy (S-9, S-14), float32 of the shape of amax.
 
-    Specials: under ``te_current`` the scale of a zero, infinite or NaN amax is 1, and one above float32's
+    Specials: under ``te_current`` the scale of a zero, infinite or NaN amax is 1, and one above
+    float32's
               range is its maximum, whose scale_inv XLA flushes to zero.
     """
     if policy != _TE_CURRENT:
@@ -134,14 +153,19 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scale
     normal = (bits >= 1 << 23) & jnp.isfinite(amax)
     scale = division.divide(fmt.max, jnp.where(normal, amax, jnp.float32(1)))
     scale = jnp.where(normal, jnp.minimum(scale, jnp.finfo(jnp.float32).max), jnp.float32(1))
-    return scales.with_inverse(jnp.where((bits > 0) & (bits < 1 << 23), jnp.finfo(jnp.float32).max, scale))
+    return scales.with_inverse(
+        jnp.where((bits > 0) & (bits < 1 << 23), jnp.finfo(jnp.float32).max, scale)
+    )
 
 
 def given_scale(scale, shape: tuple[int, ...]) -> jax.Array:
     """A scale of earlier steps. ValueError: another shape or dtype than float32."""
     found = jnp.shape(scale), getattr(scale, "dtype", type(scale).__name__)
     if found[0] != shape or found[1] != jnp.float32:
-        raise ValueError(f"a given scale is float32 of the shape of its groups, {shape}; got {found[1]} {found[0]}.")
+        raise ValueError(
+            f"a given scale is float32 of the shape of its groups, {shape}; got {found[1]} "
+            f"{found[0]}."
+        )
     return lax.stop_gradient(jnp.asarray(scale))
 
 

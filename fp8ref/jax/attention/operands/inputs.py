@@ -1,4 +1,5 @@
-"""The inputs of attention, checked: shapes, dtypes, masks, documents, given scales, softcap, sinks, devices (spec A-3, A-12, A-22, A-23).
+"""The inputs of attention, checked: shapes, dtypes, masks, documents, given scales, softcap, sinks,
+devices (spec A-3, A-12, A-22, A-23).
 
 ``Use`` holds what is static about one call, ``Inputs`` its arrays.
 """
@@ -25,12 +26,14 @@ from fp8ref.spec.hardware import Multiply
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Use:
-    """One call of attention: all that is static about it. Hashable, so that custom_vjp passes it by.
+    """One call of attention: all that is static about it. Hashable, so that custom_vjp passes it
+    by.
 
     scale        the softmax scale, a float32 number.
     seed         of a rotated variant's signs.
     over         mesh axes, inside shard_map, along which amaxes of whole tensors are taken too.
-    layer        whose attention this is, by which ``proof`` knows its products; "" if it was not named.
+    layer        whose attention this is, by which ``proof`` knows its products; "" if it was not
+                 named.
     measures     whether operands are measured (Q-13).
     watcher      told what both passes made (``observer``); None: nobody watches.
     multiply     simulated hardware for products of codes (G-19); None: XLA's dots.
@@ -71,7 +74,9 @@ class Use:
 
     @property
     def factor(self) -> np.float32:
-        """The softmax scale, times log2(e) under base 2 (A-4); under a softcap, the scale over it (A-22)."""
+        """The softmax scale, times log2(e) under base 2 (A-4); under a softcap, the scale over it
+        (A-22).
+        """
         if self.softcap is not None:
             return np.float32(self.scale) / np.float32(self.softcap)
         return self._under_base(self.scale)
@@ -89,8 +94,8 @@ class Use:
 
 
 class Inputs(NamedTuple):
-    """The arrays of one call: q [B, H, Tq, D], k and v [B, Hkv, Tk, D]; documents of queries [B, Tq] and
-    keys [B, Tk], int32, or None; sinks [H], or None."""
+    """The arrays of one call: q [B, H, Tq, D], k and v [B, Hkv, Tk, D]; documents of queries [B,
+    Tq] and keys [B, Tk], int32, or None; sinks [H], or None."""
 
     q: jax.Array
     k: jax.Array
@@ -122,18 +127,31 @@ def prepare(
     (b, h, tq, d), of_k, of_v = (x.shape for x in tensors)
     attention.check_shapes((b, h, tq, d), of_k, of_v)
     if len({x.dtype for x in tensors}) > 1:
-        raise ValueError(f"attention takes q, k and v of one dtype; got {', '.join(str(x.dtype) for x in tensors)}. Cast them first.")
+        raise ValueError(
+            "attention takes q, k and v of one dtype; got "
+            f"{', '.join(str(x.dtype) for x in tensors)}. Cast them first."
+        )
     _check_variant(variant, mask, d, seed)
     if arithmetic not in ARITHMETIC:
         raise ValueError(f"arithmetic is one of {', '.join(ARITHMETIC)}; got {arithmetic!r}.")
     if isinstance(scale, jax.Array):
-        raise ValueError("the softmax scale is a number that is known while attention is traced; got an array. Multiply q by it.")
+        raise ValueError(
+            "the softmax scale is a number that is known while attention is traced; got an "
+            "array. Multiply q by it."
+        )
     number = np.float32(1 / math.sqrt(d) if scale is None else scale)
     if not (np.isfinite(number) and number > 0):
         raise ValueError(f"the softmax scale is positive and finite; got {scale!r}.")
     if isinstance(over, str):
-        raise ValueError(f"over is a tuple of mesh axes; got the string {over!r}. Write ({over!r},).")
-    how: dict = {"seed": seed, "arithmetic": arithmetic, "over": tuple(over), "softcap": _softcap(softcap, number)}
+        raise ValueError(
+            f"over is a tuple of mesh axes; got the string {over!r}. Write ({over!r},)."
+        )
+    how: dict = {
+        "seed": seed,
+        "arithmetic": arithmetic,
+        "over": tuple(over),
+        "softcap": _softcap(softcap, number),
+    }
     use = Use(variant=variant, mask=mask, scale=float(number), **how)
     found = _documents(documents, b, tq, of_k[2])
     if found is not None:
@@ -147,23 +165,32 @@ def prepare(
 
 
 def without_padding(x: jax.Array, documents: jax.Array) -> jax.Array:
-    """x [B, heads, T, D] with zeros for tokens of negative documents, whatever their memory holds (A-3)."""
+    """x [B, heads, T, D] with zeros for tokens of negative documents, whatever their memory holds
+    (A-3).
+    """
     return jnp.where((documents < 0)[:, None, :, None], jnp.zeros((), x.dtype), x)
 
 
 def _softcap(softcap: float | None, scale: np.float32) -> float | None:
-    """The softcap, rounded to float32. ValueError where a factor made of it is no normal float32 number: XLA flushes others to zero."""
+    """The softcap, rounded to float32.
+
+    ValueError where a factor made of it is no normal float32 number: XLA flushes others to zero.
+    """
     if softcap is None:
         return None
     if isinstance(softcap, jax.Array):
-        raise ValueError(f"a softcap is a number that is known while attention is traced; got {softcap!r}. Pass a float.")
+        raise ValueError(
+            f"a softcap is a number that is known while attention is traced; got {softcap!r}. "
+            "Pass a float."
+        )
     with np.errstate(all="ignore"):
         cap = np.float32(softcap)
         factors = scale / cap, np.float32(np.float64(cap) * np.float64(math.log2(math.e)))
     if not all(np.isfinite(x) and x >= np.finfo(np.float32).tiny for x in factors):
         raise ValueError(
-            f"a softcap is positive, with normal float32 numbers scale / cap and cap log2(e) (A-22); got {softcap!r} with the softmax scale "
-            f"{float(scale)!r}. Use None for no cap."
+            "a softcap is positive, with normal float32 numbers scale / cap and cap log2(e) "
+            f"(A-22); got {softcap!r} with the softmax scale {float(scale)!r}. Use None for no "
+            "cap."
         )
     return float(cap)
 
@@ -173,7 +200,10 @@ def _sinks(sinks, heads: int) -> jax.Array | None:
         return None
     dtype, shape = getattr(sinks, "dtype", type(sinks).__name__), jnp.shape(sinks)
     if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16) or shape != (heads,):
-        raise ValueError(f"sinks are of float32, float16 or bfloat16, one for each of {heads} query heads; got {dtype} {shape}.")
+        raise ValueError(
+            f"sinks are of float32, float16 or bfloat16, one for each of {heads} query heads; "
+            f"got {dtype} {shape}."
+        )
     return jnp.asarray(sinks)
 
 
@@ -182,19 +212,28 @@ def _check_variant(variant: Variant, mask: Mask, features: int, seed: int) -> No
     variant.tile(features, mask)
     if variant.promotion not in (None, 1):
         raise ValueError(
-            f"variant {variant.name!r}: here each tile's product with v is a GEMM, whose sum is added in float32, so promotion is 1, or None, "
-            f"which is run as 1; got {variant.promotion}. Use promotion=1, or fp8ref.sim for {variant.promotion}."
+            f"variant {variant.name!r}: here each tile's product with v is a GEMM, whose sum is "
+            "added in float32, so promotion is 1, or None, which is run as 1; got "
+            f"{variant.promotion}. Use promotion=1, or fp8ref.sim for {variant.promotion}."
         )
     if variant.granularity is not None:
         head_scaling.implemented(variant.policy)
     if variant.granularity == "mx_1x32" and features % MX:
-        raise ValueError(f"mx_1x32 needs features divisible by {MX}; got {features}. Pad them with zeros.")
+        raise ValueError(
+            f"mx_1x32 needs features divisible by {MX}; got {features}. Pad them with zeros."
+        )
     if variant.rotated and features & (features - 1):
-        raise ValueError(f"a Hadamard rotation has a power of two as its size; got {features!r}. Pad the features with zeros.")
+        raise ValueError(
+            f"a Hadamard rotation has a power of two as its size; got {features!r}. Pad the "
+            "features with zeros."
+        )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
     if seed and not variant.rotated:
-        raise ValueError(f"a seed makes the signs of a rotation; variant {variant.name!r} has none, got seed={seed!r}. Leave it out.")
+        raise ValueError(
+            f"a seed makes the signs of a rotation; variant {variant.name!r} has none, got "
+            f"seed={seed!r}. Leave it out."
+        )
 
 
 def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
@@ -213,21 +252,36 @@ def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
 def check_scales(scales: Mapping | None, variant: Variant, roles: tuple[str, ...]) -> dict:
     """Given scales by role. ValueError for roles that the variant has no scale for."""
     given = dict(scales or {})
-    known = [] if variant.granularity in (None, "mx_1x32") else [role for role in roles if _has_scale(variant, role)]
+    known = (
+        []
+        if variant.granularity in (None, "mx_1x32")
+        else [role for role in roles if _has_scale(variant, role)]
+    )
     for role in given:
         if role not in known:
-            raise ValueError(f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
+            raise ValueError(
+                f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; "
+                f"got {role!r}. Leave it out."
+            )
     return given
 
 
 def check_seen(seen: Mapping, variant: Variant) -> None:
-    """ValueError for observations of other roles than those that have a state, or of another shape."""
+    """ValueError for observations of other roles than those that have a state, or of another
+    shape.
+    """
     known = attention_delayed.roles(variant)
     for role, x in seen.items():
         if role not in known:
-            raise ValueError(f"variant {variant.name!r} observes {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
+            raise ValueError(
+                f"variant {variant.name!r} observes {', '.join(known) or 'no role'}; got "
+                f"{role!r}. Leave it out."
+            )
         if jnp.shape(x) != (3,):
-            raise ValueError(f"an observation is float32 [3], as delayed.unseen makes it; got {jnp.shape(x)} of {role}.")
+            raise ValueError(
+                f"an observation is float32 [3], as delayed.unseen makes it; got {jnp.shape(x)} "
+                f"of {role}."
+            )
 
 
 def _has_scale(variant: Variant, role: str) -> bool:
@@ -237,36 +291,53 @@ def _has_scale(variant: Variant, role: str) -> bool:
 
 
 def checked(name: str, x) -> jax.Array:
-    """x as an array [B, heads, T, D] of float32, float16 or bfloat16. ValueError for anything else."""
+    """x as an array [B, heads, T, D] of float32, float16 or bfloat16.
+
+    ValueError for anything else.
+    """
     dtype, shape = getattr(x, "dtype", type(x).__name__), jnp.shape(x)
     if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16) or len(shape) != 4 or 0 in shape:
         raise ValueError(
-            f"{name} is [batch, heads, tokens, features] of float32, float16 or bfloat16, none of them empty; got {dtype} {shape}."
+            f"{name} is [batch, heads, tokens, features] of float32, float16 or bfloat16, none "
+            f"of them empty; got {dtype} {shape}."
         )
     return jnp.asarray(x)
 
 
 def _documents(documents, b: int, tq: int, tk: int) -> tuple[jax.Array, jax.Array] | None:
-    """(documents of queries, of keys), integers [B, T]; of padding -2 and -1, which are not equal."""
+    """(documents of queries, of keys), integers [B, T]; of padding -2 and -1, which are not
+    equal.
+    """
     if documents is None:
         return None
     pair = documents if isinstance(documents, tuple) else (documents, documents)
     shapes = [jnp.shape(ids) for ids in pair]
-    if shapes != [(b, tq), (b, tk)] or any(not jnp.issubdtype(getattr(ids, "dtype", float), jnp.integer) for ids in pair):
+    if shapes != [(b, tq), (b, tk)] or any(
+        not jnp.issubdtype(getattr(ids, "dtype", float), jnp.integer) for ids in pair
+    ):
+        dtypes = [str(getattr(ids, "dtype", type(ids).__name__)) for ids in pair]
         raise ValueError(
             f"documents are integers, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got "
-            f"{[(str(getattr(ids, 'dtype', type(ids).__name__)), shape) for ids, shape in zip(pair, shapes, strict=True)]}."
+            f"{list(zip(dtypes, shapes, strict=True))}."
         )
     of_q, of_k = map(_numbers_of_documents, pair)
     return jnp.where(of_q < 0, -2, of_q), jnp.where(of_k < 0, -1, of_k)
 
 
 def _numbers_of_documents(ids) -> jax.Array:
-    """Documents as an array. ValueError for numbers that JAX would cut to 32 bits: documents would become one."""
+    """Documents as an array.
+
+    ValueError for numbers that JAX would cut to 32 bits: documents would become one.
+    """
     bits = jax.dtypes.canonicalize_dtype(np.int64).itemsize * 8
-    if isinstance(ids, np.ndarray) and ids.dtype.itemsize * 8 > bits and int(ids.max()) >= 1 << (bits - 1):
+    if (
+        isinstance(ids, np.ndarray)
+        and ids.dtype.itemsize * 8 > bits
+        and int(ids.max()) >= 1 << (bits - 1)
+    ):
         raise ValueError(
-            f"documents have numbers below 2^{bits - 1}, since JAX has {bits} bits here; got {int(ids.max())}. Number them from 0 in each batch."
+            f"documents have numbers below 2^{bits - 1}, since JAX has {bits} bits here; got "
+            f"{int(ids.max())}. Number them from 0 in each batch."
         )
     if isinstance(ids, np.ndarray) and ids.dtype.kind == "i":
         ids = np.maximum(ids, -1)  # cut to 32 bits, -2^32 would be document 0
@@ -283,13 +354,15 @@ def _on_devices(inputs: Inputs, use: Use) -> Inputs:
     manual = set(getattr(mesh, "manual_axes", ()))
     if unknown := [axis for axis in use.over if axis not in manual]:
         raise ValueError(
-            f"{use.name}: over has mesh axes of the shard_map around it, {', '.join(sorted(manual)) or 'none'}; got {', '.join(unknown)}. "
-            "Under plain jit XLA takes amaxes over all devices: leave it out."
+            f"{use.name}: over has mesh axes of the shard_map around it, "
+            f"{', '.join(sorted(manual)) or 'none'}; got {', '.join(unknown)}. Under plain jit "
+            "XLA takes amaxes over all devices: leave it out."
         )
     if explicit := [axis for axis in getattr(mesh, "explicit_axes", ()) if axis not in manual]:
         raise ValueError(
-            f"{use.name}: arrays are on a mesh of Explicit axes, {', '.join(explicit)}. Use jax.shard_map with over=..., or a mesh of Auto "
-            "axes: jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)."
+            f"{use.name}: arrays are on a mesh of Explicit axes, {', '.join(explicit)}. Use "
+            "jax.shard_map with over=..., or a mesh of Auto axes: jax.make_mesh(..., "
+            "axis_types=(jax.sharding.AxisType.Auto,) * n)."
         )
     if not manual:
         return inputs
@@ -297,16 +370,18 @@ def _on_devices(inputs: Inputs, use: Use) -> Inputs:
     if sharding.checks_variance(inputs.q):
         if axes[1] != axes[2] or (axes[0] != axes[1] and inputs.k.shape[1] != 1):
             raise ValueError(
-                f"{use.name}: q, k and v are cut along the same mesh axes, unless k and v have one head; they vary along "
-                f"{', '.join(str(sorted(v)) for v in axes)}. Make shard_map's in_specs agree."
+                f"{use.name}: q, k and v are cut along the same mesh axes, unless k and v have "
+                f"one head; they vary along {', '.join(str(sorted(v)) for v in axes)}. Make "
+                "shard_map's in_specs agree."
             )
         found = axes[0] | axes[1]
     else:
         found = frozenset(manual)
     if whole_scales(use.variant) and (apart := sorted(found - set(use.over))):
         raise ValueError(
-            f"{use.name}: a scale of a whole tensor has the amax of all devices; q, k and v vary along {', '.join(apart)}. Name the mesh axes "
-            f"that cut batch and heads: over={tuple(sorted(found))}."
+            f"{use.name}: a scale of a whole tensor has the amax of all devices; q, k and v "
+            f"vary along {', '.join(apart)}. Name the mesh axes that cut batch and heads: "
+            f"over={tuple(sorted(found))}."
         )
     if not sharding.checks_variance(inputs.q):
         return inputs

@@ -1,5 +1,5 @@
-"""The matrices of a pass of attention, [B, H, Tq, Tk], kept tile by tile for whoever asked: scores, codes of P, dS and
-its codes. Nothing else of attention is quadratic in the tokens."""
+"""The matrices of a pass of attention, [B, H, Tq, Tk], kept tile by tile for whoever asked: scores,
+codes of P, dS and its codes. Nothing else of attention is quadratic in the tokens."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,10 @@ from fp8ref.jax.attention.operands.operands import Parts
 from fp8ref.spec.attention.variants import Variant
 
 Matrix = str
-"""A matrix: scores, p_codes, ds or ds_codes. Scores have all their factors, under the variant's base; dS is before its cast."""
+"""A matrix: scores, p_codes, ds or ds_codes.
+
+Scores have all their factors, under the variant's base; dS is before its cast.
+"""
 
 
 def of_gradients(variant: Variant) -> list[Matrix]:
@@ -22,8 +25,8 @@ def of_gradients(variant: Variant) -> list[Matrix]:
 
 
 class Kept:
-    """What a loop over blocks and tiles carries of these matrices. A key that a query does not see has the score
-    -infinity, and 0 else.
+    """What a loop over blocks and tiles carries of these matrices. A key that a query does not see
+    has the score -infinity, and 0 else.
 
     start   what the loop begins with.
     """
@@ -32,18 +35,28 @@ class Kept:
         self._parts = parts
         size = (*parts.q.shape[:4], parts.grid.length * parts.grid.tiles)
         self.start = {
-            name: parts.zeros(*size, dtype=jnp.uint8 if name.endswith("codes") else jnp.float32) - (jnp.inf if name == "scores" else 0)
+            name: parts.zeros(*size, dtype=jnp.uint8 if name.endswith("codes") else jnp.float32)
+            - (jnp.inf if name == "scores" else 0)
             for name in names
         }
 
-    def put(self, carried: dict, name: Matrix, block: jax.Array, tile: jax.Array, part: jax.Array) -> dict:
+    def put(
+        self, carried: dict, name: Matrix, block: jax.Array, tile: jax.Array, part: jax.Array
+    ) -> dict:
         """The matrices with one part of one replaced, if that is kept."""
         if name not in carried:
             return carried
         found = lax.bitcast_convert_type(part, jnp.uint8) if name.endswith("codes") else part
         parts, x = self._parts, carried[name]
-        return carried | {name: parts.put_block(x, parts.put_tile(parts.block(x, block), found, tile, axis=4), block)}
+        return carried | {
+            name: parts.put_block(
+                x, parts.put_tile(parts.block(x, block), found, tile, axis=4), block
+            )
+        }
 
     def whole(self, carried: dict) -> dict[str, jax.Array]:
         """The matrices [B, H, Tq, Tk] of a loop's last carry."""
-        return {name: self._parts.ungrouped(x)[..., : self._parts.shape_k[2]] for name, x in carried.items()}
+        return {
+            name: self._parts.ungrouped(x)[..., : self._parts.shape_k[2]]
+            for name, x in carried.items()
+        }

@@ -1,8 +1,9 @@
-"""The operands of attention, a block of queries and a tile of keys at a time (spec A-2, A-4, A-6, A-9).
+"""The operands of attention, a block of queries and a tile of keys at a time (spec A-2, A-4, A-6,
+A-9).
 
-Query heads that share a head of keys lie in an axis of their own, [B, Hkv, G, T, D], so that k and v are not
-repeated. A pass is a loop over pairs of a block of queries and a tile of keys. Pairs that the mask hides from
-all queries are left out while the loop is traced.
+Query heads that share a head of keys lie in an axis of their own, [B, Hkv, G, T, D], so that k and
+v are not repeated. A pass is a loop over pairs of a block of queries and a tile of keys. Pairs that
+the mask hides from all queries are left out while the loop is traced.
 """
 
 import math
@@ -29,7 +30,10 @@ QUERIES = 512
 """Queries of a block under a mask that hides keys. Without one all queries are a block."""
 
 FAST = ("hopper_fast", "ada")
-"""Plans that accumulate in a tensor core's own registers. XLA's dot is then of fast accumulation."""
+"""Plans that accumulate in a tensor core's own registers.
+
+XLA's dot is then of fast accumulation.
+"""
 
 
 class Grid(NamedTuple):
@@ -38,8 +42,8 @@ class Grid(NamedTuple):
     length, tiles  keys of a tile, and how many tiles there are.
     rows, blocks   queries of a block, and how many blocks there are.
     low, high      int32 [rows * blocks]: the keys that a query sees (A-3); none of a padded query.
-    pairs          int32 [n] each: the blocks and tiles that see each other. Tiles of a block are in the
-                   variant's order.
+    pairs          int32 [n] each: the blocks and tiles that see each other. Tiles of a block are in
+                   the variant's order.
     """
 
     length: int
@@ -63,10 +67,19 @@ def grid(use: Use, tq: int, tk: int, features: int) -> Grid:
 
     def seen(block: int, tile: int) -> bool:
         part = slice(block * rows, (block + 1) * rows)
-        return bool((np.maximum(low[part], tile * length) < np.minimum(high[part], (tile + 1) * length)).any())
+        return bool(
+            (
+                np.maximum(low[part], tile * length) < np.minimum(high[part], (tile + 1) * length)
+            ).any()
+        )
 
     # Which tiles a device's part of the queries sees is known when it runs.
-    found = [(block, tile) for block in range(blocks) for tile in order if use.tokens or seen(block, tile)]
+    found = [
+        (block, tile)
+        for block in range(blocks)
+        for tile in order
+        if use.tokens or seen(block, tile)
+    ]
     pairs = np.array(found, np.int32).reshape(-1, 2)
     return Grid(length, tiles, rows, blocks, low, high, (pairs[:, 0], pairs[:, 1]))
 
@@ -84,8 +97,15 @@ def quantize(given: Inputs, use: Use, scales_: dict) -> dict[str, Heads]:
     for role, x in (("q", given.q), ("k", given.k), ("v", given.v)):
         if variant.rotated and role != "v":
             x = rotated(x, use)
-        how: dict = {"heads": heads, "along_tokens": role == "v", "scale": scales_.get(role), "over": use.over}
-        found[role] = head_scaling.quantize(x, variant.fmt, variant.granularity, variant.policy, **how)
+        how: dict = {
+            "heads": heads,
+            "along_tokens": role == "v",
+            "scale": scales_.get(role),
+            "over": use.over,
+        }
+        found[role] = head_scaling.quantize(
+            x, variant.fmt, variant.granularity, variant.policy, **how
+        )
     return found
 
 
@@ -99,24 +119,29 @@ def probability_scale(variant: Variant, scales_: dict) -> tuple[jax.Array, jax.A
     if "s" in scales_:
         return scales.with_inverse(head_scaling.given_scale(scales_["s"], ()))
     if variant.p_scale == "state":
-        return head_scaling.scales_from_amax(jnp.float32(1), variant.fmt, head_scaling.implemented(variant.policy))
+        return head_scaling.scales_from_amax(
+            jnp.float32(1), variant.fmt, head_scaling.implemented(variant.policy)
+        )
     return jnp.float32(variant.p_scale), jnp.float32(np.float32(1) / np.float32(variant.p_scale))
 
 
 def narrow(x: jax.Array, variant: Variant, fmt=None) -> jax.Array:
-    """float32 numbers as a GEMM's operand of a format, by default the variant's: rounded, saturated; of MX
-    blocks in bfloat16, which holds all numbers of FP8."""
+    """float32 numbers as a GEMM's operand of a format, by default the variant's: rounded,
+    saturated; of MX blocks in bfloat16, which holds all numbers of FP8."""
     fmt = fmt or variant.fmt
     if fmt.bits != 8:
         return head_scaling.to_hp(x, fmt)
-    # Past a barrier XLA cannot leave out the cast and the conversion back in which a CPU's dot begins.
+    # Past a barrier XLA cannot leave out the cast and the conversion back in which a CPU's dot
+    # begins.
     codes = lax.optimization_barrier(cast.to_fp8(x, fmt))
     return codes.astype(jnp.bfloat16) if variant.granularity == "mx_1x32" else codes
 
 
 def fp8(operand: jax.Array, variant: Variant) -> jax.Array:
     """The codes of a result of ``narrow``."""
-    return operand.astype(cast.DTYPES[variant.fmt.name]) if operand.dtype == jnp.bfloat16 else operand
+    return (
+        operand.astype(cast.DTYPES[variant.fmt.name]) if operand.dtype == jnp.bfloat16 else operand
+    )
 
 
 def clipped(x: jax.Array, fmt) -> jax.Array:
@@ -129,7 +154,9 @@ def clipped(x: jax.Array, fmt) -> jax.Array:
 
 
 def lost(x: jax.Array, operand: jax.Array, fmt) -> jax.Array:
-    """How many numbers of at least 2^-126 a cast to FP8 made 0, int32 (A-12); the operand has codes, or numbers."""
+    """How many numbers of at least 2^-126 a cast to FP8 made 0, int32 (A-12); the operand has
+    codes, or numbers.
+    """
     if fmt.bits != 8:
         return jnp.int32(0)
     narrow = operand.dtype.itemsize == 1
@@ -153,7 +180,9 @@ class Parts:
         if given.documents is not None:
             queries, keys = given.documents
             self.documents = (
-                jnp.pad(queries, ((0, 0), (0, self.grid.rows * self.grid.blocks - queries.shape[1]))),
+                jnp.pad(
+                    queries, ((0, 0), (0, self.grid.rows * self.grid.blocks - queries.shape[1]))
+                ),
                 jnp.pad(keys, ((0, 0), (0, self.grid.length * self.grid.tiles - keys.shape[1]))),
             )
         self.low, self.high = jnp.asarray(self.grid.low), jnp.asarray(self.grid.high)
@@ -162,18 +191,28 @@ class Parts:
             self.low, self.high = context.visible(*sizes, use.mask, use.tokens)
         self.inverse = {}
         if self.variant.granularity in ("tensor", "head"):  # [1 or B, 1 or N, 1, 1, 1]
-            self.inverse = {role: self.of_heads(t.scale_inv) for role, t in tensors.items() if role != "o"}
+            self.inverse = {
+                role: self.of_heads(t.scale_inv) for role, t in tensors.items() if role != "o"
+            }
         elif self.variant.granularity == "rows_128":
-            self.inverse = {role: tensors[role].scale_inv[..., None] for role in ("k", "v")}  # [B, N, tiles, 1, 1]
-            self.inverse["q"] = self.by_group(head_scaling.spread(tensors["q"].scale_inv, self.shape_q, "rows_128"))
+            self.inverse = {
+                role: tensors[role].scale_inv[..., None] for role in ("k", "v")
+            }  # [B, N, tiles, 1, 1]
+            self.inverse["q"] = self.by_group(
+                head_scaling.spread(tensors["q"].scale_inv, self.shape_q, "rows_128")
+            )
 
     def operand(self, tensor: Heads, *, along_tokens: bool = False, fmt=None) -> jax.Array:
-        """A GEMM's operand: codes; of MX blocks the dequantized tensor in bfloat16, exactly, because no FP8
-        dot takes scales that vary along K (G-16)."""
+        """A GEMM's operand: codes; of MX blocks the dequantized tensor in bfloat16, exactly,
+        because no FP8 dot takes scales that vary along K (G-16)."""
         if self.variant.granularity != "mx_1x32":
             return tensor.codes
-        of_elements = head_scaling.spread(tensor.scale_inv, tensor.codes.shape, "mx_1x32", along_tokens=along_tokens)
-        return (cast.decode(tensor.codes, fmt or self.variant.fmt) * of_elements).astype(jnp.bfloat16)
+        of_elements = head_scaling.spread(
+            tensor.scale_inv, tensor.codes.shape, "mx_1x32", along_tokens=along_tokens
+        )
+        return (cast.decode(tensor.codes, fmt or self.variant.fmt) * of_elements).astype(
+            jnp.bfloat16
+        )
 
     def of_heads(self, scale: jax.Array) -> jax.Array:
         """Scales of tensors or heads, to be multiplied into [B, N, G, T, D]."""
@@ -221,7 +260,9 @@ class Parts:
         return lax.dynamic_update_slice_in_dim(x, part, tile * self.grid.length, axis)
 
     def seen(self, block: jax.Array, tile: jax.Array) -> jax.Array:
-        """Which keys of a tile the queries of a block see, bool, to be broadcast to [B, N, G, rows, keys]."""
+        """Which keys of a tile the queries of a block see, bool, to be broadcast to [B, N, G, rows,
+        keys].
+        """
         keys = tile * self.grid.length + lax.iota(jnp.int32, self.grid.length)
         low, high = (self.block(x, block, 0)[:, None] for x in (self.low, self.high))
         inside = ((keys[None] >= low) & (keys[None] < high))[None, None, None]
@@ -236,14 +277,20 @@ class Parts:
         return jnp.sum(jnp.broadcast_to(seen, (b, n, self.group, *seen.shape[3:])), dtype=jnp.int32)
 
     def scores(self, block: jax.Array, tile: jax.Array) -> jax.Array:
-        """Sums of products of q and k [B, N, G, rows, keys], times all factors if the variant scales them (A-4), or in
-        the fast form; with a softcap (A-22)."""
+        """Sums of products of q and k [B, N, G, rows, keys], times all factors if the variant
+        scales them (A-4), or in the fast form; with a softcap (A-22)."""
         return self.scores_and_slope(block, tile)[0]
 
-    def scores_and_slope(self, block: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def scores_and_slope(
+        self, block: jax.Array, tile: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
         """``scores``, and what a softcap multiplies dS by; None without one."""
         s = self._sums(block, tile)
-        capped, raw, how = self.use.softcap is not None, self.variant.scores == "raw", self.use.arithmetic
+        capped, raw, how = (
+            self.use.softcap is not None,
+            self.variant.scores == "raw",
+            self.use.arithmetic,
+        )
         if self.use.fast:
             s = s * self.whole_factor(block, tile)
         elif not raw or capped:
@@ -263,7 +310,11 @@ class Parts:
         """All factors of scores in one, under the variant's base (A-18)."""
         if self.variant.granularity in ("mx_1x32", None):
             return jnp.float32(self.use.factor)
-        of_q = self.block(self.inverse["q"], block) if self.variant.granularity == "rows_128" else self.inverse["q"]
+        of_q = (
+            self.block(self.inverse["q"], block)
+            if self.variant.granularity == "rows_128"
+            else self.inverse["q"]
+        )
         return of_q * self.scale_of_tile("k", tile) * self.use.factor
 
     def factors(self, block: jax.Array, tile: jax.Array) -> list:
@@ -273,7 +324,12 @@ class Parts:
         of_q, of_k = self.inverse["q"], self.scale_of_tile("k", tile)
         if self.variant.granularity == "rows_128":
             of_q = self.block(of_q, block)
-        known: dict = {"scale": self.use.factor, "q": of_q, "k": of_k, "qk": moments.product(of_q, of_k)}
+        known: dict = {
+            "scale": self.use.factor,
+            "q": of_q,
+            "k": of_k,
+            "qk": moments.product(of_q, of_k),
+        }
         return [known[name] for name in self.variant.factors]
 
     def scale_of_tile(self, role: str, tile: jax.Array) -> jax.Array:
@@ -292,19 +348,26 @@ class Parts:
         return self.use.factor * moments.product(self.inverse["q"], self.inverse["k"])
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple, batch: int = 2) -> jax.Array:
-        """A GEMM of codes, float32, of equal leading dims; accumulated as the library does (G-7). FP8 operands
-        stay FP8."""
+        """A GEMM of codes, float32, of equal leading dims; accumulated as the library does (G-7).
+        FP8 operands stay FP8."""
         leading = tuple(range(batch))
         fast = a.dtype.itemsize > 1 or self.variant.plan in FAST
         if self.use.multiply is not None:
             return self._simulated(a, b, axes, batch, "fast" if fast else "slow")
-        how = {"precision": gemm.PRECISION["fast" if fast else "slow"], "preferred_element_type": jnp.float32}
+        how = {
+            "precision": gemm.PRECISION["fast" if fast else "slow"],
+            "preferred_element_type": jnp.float32,
+        }
         return lax.dot_general(a, b, (axes, (leading, leading)), **how)
 
-    def _simulated(self, a: jax.Array, b: jax.Array, axes: tuple, batch: int, accumulate: str) -> jax.Array:
+    def _simulated(
+        self, a: jax.Array, b: jax.Array, axes: tuple, batch: int, accumulate: str
+    ) -> jax.Array:
         """``dot`` by simulated hardware: matrices with the summed axis last (G-19)."""
         assert self.use.multiply is not None
         a, b = (jnp.moveaxis(x, axis, -1) for x, (axis,) in zip((a, b), axes, strict=True))
         shape = *a.shape[:-1], *b.shape[batch:-1]
         a, b = (x.reshape(math.prod(x.shape[:batch]), -1, x.shape[-1]) for x in (a, b))
-        return hardware.batched_matmul(a, b, by=self.use.multiply, accumulate=accumulate).reshape(shape)
+        return hardware.batched_matmul(a, b, by=self.use.multiply, accumulate=accumulate).reshape(
+            shape
+        )

@@ -3,8 +3,9 @@
     result = attention.forward(q, k, v, variant="cudnn")
     gradients = attention_gradients.backward(do, q, k, v, result, variant="cudnn")
 
-Probabilities are computed again from the log-sum-exp. A head at a time on each thread: sums go over all queries or keys at once, so that
-the simulator keeps a head's scores, and dS of all heads, whose scale is one.
+Probabilities are computed again from the log-sum-exp. A head at a time on each thread: sums go over
+all queries or keys at once, so that the simulator keeps a head's scores, and dS of all heads, whose
+scale is one.
 """
 
 import math
@@ -40,14 +41,17 @@ _LOG2E = np.float32(math.log2(math.e))
 class Gradients(NamedTuple):
     """What a backward pass gives.
 
-    dq, dk, dv   float32 of the shapes of q, k, v: values of the output's format, times their scale_inv in FP8.
+    dq, dk, dv   float32 of the shapes of q, k, v: values of the output's format, times their
+                 scale_inv in FP8.
     tensors      the quantized do and, where they are in FP8, dq, dk and dv, by role.
     amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
-    saturated    elements of P and dS that their casts clipped; saturated_ds: those of dS, none under MX.
-    lost         elements of dS of at least 2^-126 that the cast made 0; under MX that along the keys.
+    saturated    elements of P and dS that their casts clipped; saturated_ds: those of dS, none
+                 under MX.
+    lost         elements of dS of at least 2^-126 that the cast made 0; under MX that along the
+                 keys.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
-    matrices     codes of P, dS before its cast and its codes [B, H, Tq, Tk] by "p_codes", "ds", "ds_codes"; {} unless
-                 asked for.
+    matrices     codes of P, dS before its cast and its codes [B, H, Tq, Tk] by "p_codes", "ds",
+                 "ds_codes"; {} unless asked for.
     dsinks       float32 [H]: the gradient of sinks; None without any.
     """
 
@@ -84,36 +88,59 @@ def backward(
     """The gradients of q, k and v, given that of o.
 
     result       of ``attention.forward``, with the same other arguments.
-    scales       {role: scale} of roles do, ds, dq, dk, dv, and s: delayed scaling. The others come from
-                 the tensors themselves.
+    scales       {role: scale} of roles do, ds, dq, dk, dv, and s: delayed scaling. The others come
+                 from the tensors themselves.
     keep         return the matrices of an FP8 variant without MX blocks.
     layout       of do, q, k, v, the result's o and the gradients: ``bhtd`` or ``bthd``.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
-    Order:    A-15, for MX A-16, in bfloat16 A-25, with A-22 and A-23; sums over the heads of a group ascending.
+    Order:    A-15, for MX A-16, in bfloat16 A-25, with A-22 and A-23; sums over the heads of a
+              group ascending.
     Specials: a row that sees no key has no gradient.
-    Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result of
-              another shape.
+    Raises:   ValueError: a variant without a backward pass; what forward refuses; a do or a result
+              of another shape.
     Source:   spec A-14 to A-16; NVIDIA/cudnn-frontend (commit 3929da2),
               include/cudnn_frontend/node/sdpa_fp8_bwd.h.
     """
     q, k, v, do = data.heads_first(layout, *map(cast.array, (q, k, v, do)))
-    result = result._replace(o=data.in_layout(layout, result.o)) if isinstance(result, Result) else result
+    result = (
+        result._replace(o=data.in_layout(layout, result.o))
+        if isinstance(result, Result)
+        else result
+    )
     problem = inputs.prepare(q, k, v, variant, mask, scale, documents, softcap, sinks)
     variant = problem.variant
     if variant.backward is None:
-        raise ValueError(f"variant {variant.name!r} has no backward pass (A-1). Use one of {', '.join(with_gradients())}.")
+        raise ValueError(
+            f"variant {variant.name!r} has no backward pass (A-1). Use one of "
+            f"{', '.join(with_gradients())}."
+        )
     if not isinstance(result, Result) or np.shape(result.o) != problem.q.shape:
-        raise ValueError(f"result is what forward gave for q {problem.q.shape}; got {type(result).__name__}.")
+        raise ValueError(
+            f"result is what forward gave for q {problem.q.shape}; got {type(result).__name__}."
+        )
     data.check_result(variant, result.tensors)
     do = inputs.gradient(do, problem)
     given = inputs.check_scales(scales, variant, ("s", *variant.roles[len(data.ROLES) :]))
-    if keep and variant.backward != "exact" and (variant.backward == "bf16" or variant.fmt.bits != 8 or variant.granularity == "mx_1x32"):
-        raise ValueError(f"keep keeps codes of P and dS; variant {variant.name!r} has no such codes. Leave it out.")
+    if (
+        keep
+        and variant.backward != "exact"
+        and (
+            variant.backward == "bf16" or variant.fmt.bits != 8 or variant.granularity == "mx_1x32"
+        )
+    ):
+        raise ValueError(
+            f"keep keeps codes of P and dS; variant {variant.name!r} has no such codes. Leave "
+            "it out."
+        )
     found = _of_variant(problem, do, result, given, keep)
-    return found._replace(**{role: data.in_layout(layout, getattr(found, role)) for role in ("dq", "dk", "dv")})
+    return found._replace(
+        **{role: data.in_layout(layout, getattr(found, role)) for role in ("dq", "dk", "dv")}
+    )
 
 
-def _of_variant(problem: Problem, do: np.ndarray, result: Result, given: dict, keep: bool) -> Gradients:
+def _of_variant(
+    problem: Problem, do: np.ndarray, result: Result, given: dict, keep: bool
+) -> Gradients:
     """The gradients by the variant's backward pass."""
     variant = problem.variant
     if variant.backward == "exact":
@@ -121,7 +148,11 @@ def _of_variant(problem: Problem, do: np.ndarray, result: Result, given: dict, k
     if variant.backward == "bf16":
         wide, kept = bf16.saved(problem, result)
         return _cast(wide, do, kept, {})
-    return _cast_mx(problem, do, result) if variant.granularity == "mx_1x32" else _cast(problem, do, result, given, keep=keep)
+    return (
+        _cast_mx(problem, do, result)
+        if variant.granularity == "mx_1x32"
+        else _cast(problem, do, result, given, keep=keep)
+    )
 
 
 def with_gradients() -> list[str]:
@@ -138,12 +169,17 @@ def _real(problem: Problem, do: np.ndarray) -> Gradients:
 
     def of_head(i: int, j: int, g: int) -> None:
         p, lse = attention.real_probabilities(problem, i, j)
-        q, k, v, of_o = (x.astype(np.float64) for x in (problem.q[i, j], problem.k[i, g], problem.v[i, g], do[i, j]))
+        q, k, v, of_o = (
+            x.astype(np.float64)
+            for x in (problem.q[i, j], problem.k[i, g], problem.v[i, g], do[i, j])
+        )
         dp = of_o @ v.T
         d = (p * dp).sum(axis=1, keepdims=True)
         ds = p * (dp - d) * np.float64(problem.scale)
         if problem.softcap is not None:
-            ds = ds * (1 - (attention.real_scores(problem, i, j) / np.float64(problem.softcap)) ** 2)
+            ds = ds * (
+                1 - (attention.real_scores(problem, i, j) / np.float64(problem.softcap)) ** 2
+            )
         if problem.sinks is not None:
             of_sinks[i, j] = (np.exp(np.float64(problem.sinks[j]) - lse) * d[:, 0]).sum()
         largest[i, j] = np.abs(ds).max()
@@ -153,25 +189,49 @@ def _real(problem: Problem, do: np.ndarray) -> Gradients:
 
     threads.each(of_head, heads_of(problem))
     dk, dv = over_heads(of_k, problem), over_heads(of_v, problem)
-    found: dict[str, Any] = {"dq": dq.astype(np.float32), "dk": dk.astype(np.float32), "dv": dv.astype(np.float32)}
-    amaxes = {"do": np.abs(do).max()[()], "ds": np.float32(largest.max())} | {role: np.abs(x).max()[()] for role, x in found.items()}
+    found: dict[str, Any] = {
+        "dq": dq.astype(np.float32),
+        "dk": dk.astype(np.float32),
+        "dv": dv.astype(np.float32),
+    }
+    amaxes = {"do": np.abs(do).max()[()], "ds": np.float32(largest.max())} | {
+        role: np.abs(x).max()[()] for role, x in found.items()
+    }
     one = np.ones((), np.float32)
     dsinks = None if problem.sinks is None else (-of_sinks.sum(0)).astype(np.float32)
-    return Gradients(**found, tensors={}, amaxes=amaxes, saturated=0, scale_ds=Scales(one, one), dsinks=dsinks)
+    return Gradients(
+        **found, tensors={}, amaxes=amaxes, saturated=0, scale_ds=Scales(one, one), dsinks=dsinks
+    )
 
 
-def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict, *, keep: bool = False) -> Gradients:
+def _cast(
+    problem: Problem, do: np.ndarray, result: Result, given: dict, *, keep: bool = False
+) -> Gradients:
     """The steps of A-15."""
     variant, plan = problem.variant, sums.by_name(problem.variant.plan)
     low, one = variant.fmt.bits == 8, np.ones((), np.float32)
     fmt, of_gradients = variant.fmt, variant.gradient_fmt or variant.fmt
     tensors = dict(result.tensors)
-    do8 = heads.quantize(do, of_gradients, variant.granularity, variant.policy, heads=problem.k.shape[1], scale=given.get("do"))
+    do8 = heads.quantize(
+        do,
+        of_gradients,
+        variant.granularity,
+        variant.policy,
+        heads=problem.k.shape[1],
+        scale=given.get("do"),
+    )
     parts = Parts(problem, tensors)
     o = tensors["o"] if low and variant.out.bits == 8 else Heads(result.o, None, one, one, one)
-    p_scale, inverse_p = operands.probability_scale(variant, given) if "s" in given else (result.scale_p, result.scale_inv_p)
+    p_scale, inverse_p = (
+        operands.probability_scale(variant, given)
+        if "s" in given
+        else (result.scale_p, result.scale_inv_p)
+    )
     b, h, tq = problem.q.shape[:3]
-    ds, dq = np.zeros((b, h, tq, problem.k.shape[2]), np.float32), np.zeros(problem.q.shape, np.float32)
+    ds, dq = (
+        np.zeros((b, h, tq, problem.k.shape[2]), np.float32),
+        np.zeros(problem.q.shape, np.float32),
+    )
     clipped, of_rows = np.zeros((b, h), np.int64), np.zeros((b, h, tq), np.float32)
     p_codes = np.zeros(ds.shape if keep else (), np.uint8)
     dk_of_heads, dv_of_heads = by_head(problem.k, h), by_head(problem.v, h)
@@ -193,25 +253,44 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, given: dict, *, keep
 
     def second(i: int, j: int, g: int) -> None:
         of_q, of_k = parts.inverse_q[i, j, 0, 0], parts.inverse_k[i, g, 0, 0]
-        dq[i, j] = product(ds8[i, j], tensors["k"].values[i, g].T, of_gradients, fmt, plan) * scale_ds.scale_inv * of_k
-        dk_of_heads[i, j] = product(ds8[i, j].T, tensors["q"].values[i, j].T, of_gradients, fmt, plan) * scale_ds.scale_inv * of_q
+        dq[i, j] = (
+            product(ds8[i, j], tensors["k"].values[i, g].T, of_gradients, fmt, plan)
+            * scale_ds.scale_inv
+            * of_k
+        )
+        dk_of_heads[i, j] = (
+            product(ds8[i, j].T, tensors["q"].values[i, j].T, of_gradients, fmt, plan)
+            * scale_ds.scale_inv
+            * of_q
+        )
 
     threads.each(second, heads_of(problem))
     dk, dv = over_heads(dk_of_heads, problem), over_heads(dv_of_heads, problem)
     saturated = int(clipped.sum()) + of_ds
     raw = {"dq": dq, "dk": dk, "dv": dv}
     found = _rounded(raw, do8, np.abs(ds).max()[()], saturated, scale_ds, problem, given)
-    matrices: dict = {"p_codes": p_codes, "ds": ds, "ds_codes": cast.encode(ds8, of_gradients)} if keep else {}
+    matrices: dict = (
+        {"p_codes": p_codes, "ds": ds, "ds_codes": cast.encode(ds8, of_gradients)} if keep else {}
+    )
     zeros = attention.count_lost(ds, ds8, of_gradients)
-    return found._replace(matrices=matrices, dsinks=_of_sinks(problem, of_rows, result.lse), lost=zeros, saturated_ds=of_ds)
+    return found._replace(
+        matrices=matrices,
+        dsinks=_of_sinks(problem, of_rows, result.lse),
+        lost=zeros,
+        saturated_ds=of_ds,
+    )
 
 
 def _cast_mx(problem: Problem, do: np.ndarray, result: Result) -> Gradients:
     """The steps of A-16."""
-    raw, copies = mx.gradients(problem, Parts(problem, dict(result.tensors)), do, result.o, result.lse)
+    raw, copies = mx.gradients(
+        problem, Parts(problem, dict(result.tensors)), do, result.o, result.lse
+    )
     one = np.ones((), np.float32)
     found = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
-    gradients = _rounded(found, copies.do_features, raw.largest, raw.clipped, Scales(one, one), problem, {})
+    gradients = _rounded(
+        found, copies.do_features, raw.largest, raw.clipped, Scales(one, one), problem, {}
+    )
     return gradients._replace(dsinks=_of_sinks(problem, raw.d, result.lse), lost=raw.lost)
 
 
@@ -219,13 +298,21 @@ def _of_sinks(problem: Problem, d: np.ndarray, lse: np.ndarray) -> np.ndarray | 
     return None if problem.sinks is None else attention_sinks.gradient(d, lse, problem.sinks)
 
 
-def _rounded(raw: dict, do: Heads, largest, saturated: int, scale_ds: Scales, problem: Problem, given: dict) -> Gradients:
+def _rounded(
+    raw: dict, do: Heads, largest, saturated: int, scale_ds: Scales, problem: Problem, given: dict
+) -> Gradients:
     """The gradients in the output's format, with their amaxes."""
     variant = problem.variant
     amaxes, found, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
     for role, x in raw.items():
         amaxes[role] = np.abs(x).max()[()]
-        rounded = heads.quantize(x, variant.out, *attention.output_scaling(variant), heads=problem.k.shape[1], scale=given.get(role))
+        rounded = heads.quantize(
+            x,
+            variant.out,
+            *attention.output_scaling(variant),
+            heads=problem.k.shape[1],
+            scale=given.get(role),
+        )
         found[role] = rounded.values * rounded.scale_inv
         if rounded.codes is not None:
             coded[role] = rounded
@@ -238,7 +325,9 @@ def _inverse(x: Heads, i: int, g: int) -> np.float32:
 
 
 def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(P of one head again, from the log-sum-exp; the slope of its softcap): float32 [Tq, Tk]; the slope is 1 without one."""
+    """(P of one head again, from the log-sum-exp; the slope of its softcap): float32 [Tq, Tk]; the
+    slope is 1 without one.
+    """
     problem, variant = parts.problem, parts.variant
     tq, tk = problem.q.shape[2], problem.k.shape[2]
     s = parts.scores(i, j, slice(0, tq), 0, tk)[:, :tk]
@@ -256,7 +345,9 @@ def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.nd
     return exponential(np.where(seen, x, np.float32(-np.inf))), slope
 
 
-def _cast_ds(ds: np.ndarray, fmt: Format, variant: Variant, given: dict) -> tuple[np.ndarray, Scales, int]:
+def _cast_ds(
+    ds: np.ndarray, fmt: Format, variant: Variant, given: dict
+) -> tuple[np.ndarray, Scales, int]:
     """(values of dS as cast, its scales, how many were clipped)."""
     one = np.ones((), np.float32)
     if fmt.bits != 8:
@@ -273,8 +364,12 @@ def _cast_ds(ds: np.ndarray, fmt: Format, variant: Variant, given: dict) -> tupl
     return cast.decode(cast.encode(scaled, fmt), fmt), scales, lost
 
 
-def product(a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: str | Accumulation) -> np.ndarray:
-    """Sums of products over K of values a [M, K] and b [N, K], by a plan of section G: float32 [M, N]."""
+def product(
+    a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: str | Accumulation
+) -> np.ndarray:
+    """Sums of products over K of values a [M, K] and b [N, K], by a plan of section G: float32 [M,
+    N].
+    """
     if isinstance(plan, Accumulation):
         pad = ((0, 0), (0, -a.shape[1] % K_STEP))
         return np.ascontiguousarray(sums.chains(np.pad(a, pad), np.pad(b, pad), fmt_a, fmt_b, plan))

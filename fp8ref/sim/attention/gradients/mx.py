@@ -1,7 +1,7 @@
 """The backward pass of attention whose operands have MX blocks (spec A-16).
 
-A block lies along the axis that a product sums over, so that q, k, do and dS have two copies: along the
-features or keys, and along the tokens. v has the forward pass's copy alone.
+A block lies along the axis that a product sums over, so that q, k, do and dS have two copies: along
+the features or keys, and along the tokens. v has the forward pass's copy alone.
 """
 
 from typing import NamedTuple
@@ -33,8 +33,8 @@ class Copies(NamedTuple):
 
 
 class Raw(NamedTuple):
-    """Unrounded gradients float32, the largest |dS|, how many elements of P were clipped, D of each row [B, H, Tq], and how
-    many elements of dS were lost."""
+    """Unrounded gradients float32, the largest |dS|, how many elements of P were clipped, D of each
+    row [B, H, Tq], and how many elements of dS were lost."""
 
     dq: np.ndarray
     dk: np.ndarray
@@ -45,7 +45,9 @@ class Raw(NamedTuple):
     lost: int
 
 
-def gradients(problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse: np.ndarray) -> tuple[Raw, Copies]:
+def gradients(
+    problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse: np.ndarray
+) -> tuple[Raw, Copies]:
     """The gradients before they are rounded to the output's format.
 
     Shapes:   do and o [B, H, Tq, D], lse [B, H, Tq], float32; see ``Raw``.
@@ -54,8 +56,12 @@ def gradients(problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse
     variant, heads = problem.variant, problem.k.shape[1]
     fmt, policy = variant.gradient_fmt or variant.fmt, variant.policy
     copies = Copies(
-        q=head_scaling.quantize(problem.q, variant.fmt, "mx_1x32", policy, heads=heads, along_tokens=True),
-        k=head_scaling.quantize(problem.k, variant.fmt, "mx_1x32", policy, heads=heads, along_tokens=True),
+        q=head_scaling.quantize(
+            problem.q, variant.fmt, "mx_1x32", policy, heads=heads, along_tokens=True
+        ),
+        k=head_scaling.quantize(
+            problem.k, variant.fmt, "mx_1x32", policy, heads=heads, along_tokens=True
+        ),
         do=head_scaling.quantize(do, fmt, "mx_1x32", policy, heads=heads, along_tokens=True),
         do_features=head_scaling.quantize(do, fmt, "mx_1x32", policy, heads=heads),
     )
@@ -77,7 +83,12 @@ def gradients(problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse
         largest[i, j] = np.abs(ds).max()
         along_keys, along_queries = _both(ds, fmt, policy)
         zeros[i, j] = attention.count_lost(ds, along_keys.values[0, 0], fmt)
-        dq[i, j] = blocks(along_keys.values[0, 0], along_keys.scale_inv[0, 0], copies.k.values[i, g].T, copies.k.scale_inv[i, g].T)
+        dq[i, j] = blocks(
+            along_keys.values[0, 0],
+            along_keys.scale_inv[0, 0],
+            copies.k.values[i, g].T,
+            copies.k.scale_inv[i, g].T,
+        )
         queries = along_queries.values[0, 0].T, along_queries.scale_inv[0, 0].T
         dk[i, j] = blocks(*queries, copies.q.values[i, j].T, copies.q.scale_inv[i, j].T)
 
@@ -98,7 +109,9 @@ def by_head(x: np.ndarray, heads: int, dtype: type = np.float32) -> np.ndarray:
 
 
 def over_heads(x: np.ndarray, problem: Problem) -> np.ndarray:
-    """The sum over the query heads of a head of keys, ascending from 0: [B, H, Tk, D] -> [B, Hkv, Tk, D]."""
+    """The sum over the query heads of a head of keys, ascending from 0: [B, H, Tk, D] -> [B, Hkv,
+    Tk, D].
+    """
     parts = x.reshape(len(x), -1, problem.group, *x.shape[2:])
     total = np.zeros_like(parts[:, :, 0])
     for n in range(problem.group):
@@ -107,8 +120,8 @@ def over_heads(x: np.ndarray, problem: Problem) -> np.ndarray:
 
 
 def blocks(a: np.ndarray, of_a: np.ndarray, b: np.ndarray, of_b: np.ndarray) -> np.ndarray:
-    """Exact sums of blocks of 32 along K, each times both scales, added ascending from +0 (G-13): a [M, K], b [N, K],
-    of_a [M, ceil(K / 32)] and of_b [N, ceil(K / 32)]; float32 [M, N]."""
+    """Exact sums of blocks of 32 along K, each times both scales, added ascending from +0 (G-13): a
+    [M, K], b [N, K], of_a [M, ceil(K / 32)] and of_b [N, ceil(K / 32)]; float32 [M, N]."""
     found = np.zeros((len(a), len(b)), np.float32)
     for n in range(of_a.shape[1]):
         part = slice(n * MX, (n + 1) * MX)
@@ -147,4 +160,6 @@ def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.nd
     s = parts.scores(i, j, slice(0, tq), 0, tk)[:, :tk]
     of_cap, (factors, _) = slope(s, parts), parts.factors(i, j, 0, 0)
     lse = np.where(lse == -np.inf, np.float32(0), lse)  # such a row sees no key
-    return exponentials.exp(np.where(inputs.allowed(problem, i), s * factors[0] - lse[:, None], np.float32(-np.inf))), of_cap
+    return exponentials.exp(
+        np.where(inputs.allowed(problem, i), s * factors[0] - lse[:, None], np.float32(-np.inf))
+    ), of_cap

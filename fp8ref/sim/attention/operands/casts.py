@@ -1,4 +1,5 @@
-"""Attention whose operands are cast one by one: whole matrices in float32, without tiles (spec E-9).
+"""Attention whose operands are cast one by one: whole matrices in float32, without tiles (spec
+E-9).
 
 o, p, tensors = forward(q, k, v, casts)
 dq, dk, dv = backward(do, q, k, v, casts)
@@ -16,8 +17,8 @@ from fp8ref.sim.quantize.scales import scales_from_amax
 
 
 class Passed(NamedTuple):
-    """A forward pass: o [B, H, T, D]; the normalized probabilities [B, H, T, T], not cast; q, k and v after their casts, of
-    every query head. All float64."""
+    """A forward pass: o [B, H, T, D]; the normalized probabilities [B, H, T, T], not cast; q, k and
+    v after their casts, of every query head. All float64."""
 
     o: np.ndarray
     p: np.ndarray
@@ -31,7 +32,10 @@ def forward(q, k, v, casts: Casts) -> Passed:
     """
     cast = {role: _cast(x, role, casts) for role, x in (("q", q), ("k", k), ("v", v))}
     group = q.shape[1] // k.shape[1]
-    of = {role: (x if role == "q" else np.repeat(x, group, axis=1)).astype(np.float64) for role, x in cast.items()}
+    of = {
+        role: (x if role == "q" else np.repeat(x, group, axis=1)).astype(np.float64)
+        for role, x in cast.items()
+    }
     s = of["q"] @ of["k"].swapaxes(-1, -2) / math.sqrt(q.shape[-1])
     s = np.where(np.tril(np.ones(s.shape[-2:], bool)), s, -np.inf)
     e = np.exp(s - s.max(axis=-1, keepdims=True))
@@ -57,11 +61,17 @@ def _cast(x: np.ndarray, role: str, casts: Casts) -> np.ndarray:
     """A tensor after its cast, if it has one, as float32."""
     if role not in casts.roles:
         return np.asarray(x, np.float32)
-    return scaling.dequantize(scaling.quantize(np.asarray(x, np.float32), data.fmt(role, casts), policy=casts.variant.policy))
+    return scaling.dequantize(
+        scaling.quantize(
+            np.asarray(x, np.float32), data.fmt(role, casts), policy=casts.variant.policy
+        )
+    )
 
 
 def _probabilities(p: np.ndarray, casts: Casts) -> np.ndarray:
-    """Probabilities after the cast by the scale of the amax 1 (A-8), if they have one, as float64."""
+    """Probabilities after the cast by the scale of the amax 1 (A-8), if they have one, as
+    float64.
+    """
     if "p" not in casts.roles:
         return p
     variant = casts.variant

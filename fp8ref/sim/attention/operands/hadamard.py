@@ -1,8 +1,8 @@
-"""A Hadamard rotation with random signs, which spreads outliers over all features (spec A-13), or over
-the elements of a block (S-23).
+"""A Hadamard rotation with random signs, which spreads outliers over all features (spec A-13), or
+over the elements of a block (S-23).
 
-The same rotation of q and k leaves their products as they are, up to rounding: H D (H D)^T / n is the
-identity.
+The same rotation of q and k leaves their products as they are, up to rounding: H D (H D)^T / n is
+the identity.
 """
 
 import math
@@ -16,13 +16,16 @@ from fp8ref.spec.rotation import Rotation
 
 
 def signs(size: int, seed: int) -> np.ndarray:
-    """The signs of a rotation, float32 [size] of 1 and -1: bit 0 of word 0 of Philox's counter i, stream 0, set
-    for -1.
+    """The signs of a rotation, float32 [size] of 1 and -1: bit 0 of word 0 of Philox's counter i,
+    stream 0, set for -1.
 
     Raises:   ValueError: a size that is no power of two; a seed outside [0, 2^64).
     """
     if not isinstance(size, int) or size < 1 or size & (size - 1):
-        raise ValueError(f"a Hadamard rotation has a power of two as its size; got {size!r}. Pad the features with zeros.")
+        raise ValueError(
+            f"a Hadamard rotation has a power of two as its size; got {size!r}. Pad the "
+            "features with zeros."
+        )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
     words = philox.words(np.arange(size, dtype=np.uint64), 0, seed)[:, 0]
@@ -30,7 +33,8 @@ def signs(size: int, seed: int) -> np.ndarray:
 
 
 def rotate_blocks(x, rotation: Rotation) -> np.ndarray:
-    """Each block of ``rotation.size`` along the last axis rotated, and rounded to bfloat16 (spec S-23).
+    """Each block of ``rotation.size`` along the last axis rotated, and rounded to bfloat16 (spec
+    S-23).
 
     Shapes:   x float32, float16 or bfloat16 [..., K]; float32 of that shape.
     Order:    as ``rotate`` of each block.
@@ -38,7 +42,10 @@ def rotate_blocks(x, rotation: Rotation) -> np.ndarray:
     """
     x = cast.array(x)
     if x.ndim == 0 or x.shape[-1] % rotation.size:
-        raise ValueError(f"a rotation of {rotation.size} needs K divisible by it; got x.shape={x.shape}. Pad K with zeros.")
+        raise ValueError(
+            f"a rotation of {rotation.size} needs K divisible by it; got x.shape={x.shape}. Pad "
+            "K with zeros."
+        )
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // rotation.size, rotation.size)
     return rotate(blocks, np.array(rotation.signs, np.float32), BFLOAT16).reshape(x.shape)
 
@@ -47,15 +54,18 @@ def rotate(x, of_signs: np.ndarray, fmt: Format = FLOAT32) -> np.ndarray:
     """x D H / sqrt(n) along the last axis, rounded to fmt.
 
     Shapes:   x float32, float16 or bfloat16 [..., n], n a power of two; float32 of that shape.
-    Order:    x times its signs; for h = 1, 2, 4, ... below n: the elements i and i + h, i without bit h,
-              become RN32(a + b) and RN32(a - b); then RN32(x * RN32(1 / sqrt(n))), then rounding to
-              fmt.
+    Order:    x times its signs; for h = 1, 2, 4, ... below n: the elements i and i + h, i without
+              bit h, become RN32(a + b) and RN32(a - b); then RN32(x * RN32(1 / sqrt(n))), then
+              rounding to fmt.
     Raises:   ValueError: another number of signs than features.
     """
     value = cast.array(x).astype(np.float32)
     n = value.shape[-1]
     if of_signs.shape != (n,):
-        raise ValueError(f"a rotation has a sign for each feature; got signs {of_signs.shape} for {n} features. Use signs({n}, seed).")
+        raise ValueError(
+            f"a rotation has a sign for each feature; got signs {of_signs.shape} for {n} "
+            f"features. Use signs({n}, seed)."
+        )
     value = value * of_signs
     h = 1
     while h < n:

@@ -1,7 +1,7 @@
 """Quantize q, k and v of attention: which elements share a scale, codes and values (spec A-2).
 
-Tensors are [batch, heads, tokens, features]. The casts and scales are those of sections C and S; only the
-groups are attention's own.
+Tensors are [batch, heads, tokens, features]. The casts and scales are those of sections C and S;
+only the groups are attention's own.
 """
 
 from typing import NamedTuple
@@ -27,9 +27,9 @@ class Heads(NamedTuple):
     values       float32 [B, H, T, D] of numbers of fmt.
     codes        uint8 of that shape; None in high precision.
     amax         float32 of ``scale``'s shape: the amaxes of the groups.
-    scale        float32: () for ``tensor``; [B, Hkv, 1, 1] for ``head``; [B, H, ceil(T / 128), 1] for
-                 ``rows_128``; [B, H, T, D / 32], or along the tokens [B, H, ceil(T / 32), D], for
-                 ``mx_1x32``.
+    scale        float32: () for ``tensor``; [B, Hkv, 1, 1] for ``head``; [B, H, ceil(T / 128), 1]
+                 for ``rows_128``; [B, H, T, D / 32], or along the tokens [B, H, ceil(T / 32), D],
+                 for ``mx_1x32``.
     scale_inv    float32 of that shape.
     """
 
@@ -40,7 +40,9 @@ class Heads(NamedTuple):
     scale_inv: np.ndarray
 
 
-def amax(x: np.ndarray, granularity: Granularity, *, heads: int, along_tokens: bool = False) -> np.ndarray:
+def amax(
+    x: np.ndarray, granularity: Granularity, *, heads: int, along_tokens: bool = False
+) -> np.ndarray:
     """The amax of each group of x [B, H, T, D], as ``Heads`` shapes them.
 
     Raises:   ValueError: for mx_1x32, features that 32 does not divide.
@@ -60,7 +62,13 @@ def amax(x: np.ndarray, granularity: Granularity, *, heads: int, along_tokens: b
     return magnitude.reshape(b, h, t, d // MX, MX).max(axis=-1)
 
 
-def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: Granularity, *, along_tokens: bool = False) -> np.ndarray:
+def spread(
+    scale: np.ndarray,
+    shape: tuple[int, ...],
+    granularity: Granularity,
+    *,
+    along_tokens: bool = False,
+) -> np.ndarray:
     """Scales repeated over their groups, so that they broadcast against a tensor of this shape."""
     h, t = shape[1:3]
     if granularity == "tensor":
@@ -73,7 +81,14 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: Granularity, 
 
 
 def quantize(
-    x: np.ndarray, fmt: Format, granularity: Granularity | None, policy: str, *, heads: int, along_tokens: bool = False, scale=None
+    x: np.ndarray,
+    fmt: Format,
+    granularity: Granularity | None,
+    policy: str,
+    *,
+    heads: int,
+    along_tokens: bool = False,
+    scale=None,
 ) -> Heads:
     """Codes and values of x; in high precision x rounded to fmt.
 
@@ -81,8 +96,8 @@ def quantize(
     along_tokens  MX blocks lie along the tokens.
     scale         given, of earlier steps; None: made of x's amaxes.
     Shapes:   x float32 [B, H, T, D]; see ``Heads``.
-    Order:    amax; scale by the policy (S-9, S-14); RN32(x * scale); saturate; round to nearest even
-              (S-5).
+    Order:    amax; scale by the policy (S-9, S-14); RN32(x * scale); saturate; round to nearest
+              even (S-5).
     Raises:   ValueError: a given scale of another shape, or not positive and finite; as amax.
     """
     if granularity is None:
@@ -102,7 +117,10 @@ def quantize(
 
 
 def given_scale(scale, shape: tuple[int, ...]) -> np.ndarray:
-    """A scale of earlier steps. ValueError: another shape, dtype, or a scale that is not positive and finite."""
+    """A scale of earlier steps.
+
+    ValueError: another shape, dtype, or a scale that is not positive and finite.
+    """
     scale = magnitudes(np.asarray(scale), "scale")
     if scale.shape != shape:
         raise ValueError(f"a given scale has the shape of its groups, {shape}; got {scale.shape}.")

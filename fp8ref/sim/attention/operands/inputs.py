@@ -1,4 +1,6 @@
-"""The inputs of attention, checked: shapes, masks, documents, given scales, softcap and sinks (spec A-3, A-12, A-22, A-23)."""
+"""The inputs of attention, checked: shapes, masks, documents, given scales, softcap and sinks (spec
+A-3, A-12, A-22, A-23).
+"""
 
 import math
 from typing import NamedTuple
@@ -12,9 +14,9 @@ from fp8ref.spec.attention.variants import Mask, Variant
 
 
 class Problem(NamedTuple):
-    """Checked inputs of either pass: q [B, H, Tq, D], k and v [B, Hkv, Tk, D], float32; the softmax scale,
-    float32; the keys that each query sees, int64 low and high [Tq] and documents [B, Tq], [B, Tk]; the softcap, float32,
-    and sinks, float32 [H], or None."""
+    """Checked inputs of either pass: q [B, H, Tq, D], k and v [B, Hkv, Tk, D], float32; the softmax
+    scale, float32; the keys that each query sees, int64 low and high [Tq] and documents [B, Tq],
+    [B, Tk]; the softcap, float32, and sinks, float32 [H], or None."""
 
     variant: Variant
     q: np.ndarray
@@ -36,7 +38,15 @@ class Problem(NamedTuple):
 
 
 def prepare(
-    q, k, v, variant: str | Variant, mask: Mask, scale: float | None, documents, softcap: float | None = None, sinks=None
+    q,
+    k,
+    v,
+    variant: str | Variant,
+    mask: Mask,
+    scale: float | None,
+    documents,
+    softcap: float | None = None,
+    sinks=None,
 ) -> Problem:
     """Check the inputs of either pass. Raises ValueError as ``forward``."""
     variant = attention.by_name(variant)
@@ -57,11 +67,25 @@ def prepare(
     for name, x in tensors.items():
         tensors[name] = _finite(name, _without_padding(x, of_documents[name != "q"]))
     more: dict = {"softcap": _softcap(softcap, factor), "sinks": _sinks(sinks, h)}
-    return Problem(variant, tensors["q"], tensors["k"], tensors["v"], factor, mask, low, high, *of_documents, **more)
+    return Problem(
+        variant,
+        tensors["q"],
+        tensors["k"],
+        tensors["v"],
+        factor,
+        mask,
+        low,
+        high,
+        *of_documents,
+        **more,
+    )
 
 
 def _softcap(softcap: float | None, scale: np.float32) -> np.float32 | None:
-    """The softcap, rounded to float32. ValueError where a factor made of it is no normal float32 number."""
+    """The softcap, rounded to float32.
+
+    ValueError where a factor made of it is no normal float32 number.
+    """
     if softcap is None:
         return None
     with np.errstate(all="ignore"):
@@ -69,8 +93,9 @@ def _softcap(softcap: float | None, scale: np.float32) -> np.float32 | None:
         factors = scale / cap, np.float32(float(cap) * math.log2(math.e))
     if not all(np.isfinite(x) and x >= np.finfo(np.float32).tiny for x in factors):
         raise ValueError(
-            f"a softcap is positive, with normal float32 numbers scale / cap and cap log2(e) (A-22); got {softcap!r} with the softmax scale "
-            f"{float(scale)!r}. Use None for no cap."
+            "a softcap is positive, with normal float32 numbers scale / cap and cap log2(e) "
+            f"(A-22); got {softcap!r} with the softmax scale {float(scale)!r}. Use None for no "
+            "cap."
         )
     return cap
 
@@ -80,9 +105,14 @@ def _sinks(sinks, heads: int) -> np.ndarray | None:
         return None
     sinks = cast.array(sinks)
     cast.check_dtype(sinks)
-    if sinks.dtype == np.float64 or sinks.shape != (heads,) or not np.isfinite(sinks.astype(np.float32)).all():
+    if (
+        sinks.dtype == np.float64
+        or sinks.shape != (heads,)
+        or not np.isfinite(sinks.astype(np.float32)).all()
+    ):
         raise ValueError(
-            f"sinks are finite numbers of float32, float16 or bfloat16, one for each of {heads} query heads; got {sinks.dtype} {sinks.shape}."
+            f"sinks are finite numbers of float32, float16 or bfloat16, one for each of {heads} "
+            f"query heads; got {sinks.dtype} {sinks.shape}."
         )
     return sinks.astype(np.float32)
 
@@ -103,10 +133,17 @@ def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
 def check_scales(scales, variant: Variant, roles: tuple[str, ...]) -> dict:
     """Given scales by role. ValueError for roles that the variant has no scale for."""
     given = dict(scales or {})
-    known = [] if variant.granularity in (None, "mx_1x32") else [role for role in roles if _has_scale(variant, role)]
+    known = (
+        []
+        if variant.granularity in (None, "mx_1x32")
+        else [role for role in roles if _has_scale(variant, role)]
+    )
     for role in given:
         if role not in known:
-            raise ValueError(f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
+            raise ValueError(
+                f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; "
+                f"got {role!r}. Leave it out."
+            )
     return given
 
 
@@ -124,7 +161,10 @@ def allowed(problem: Problem, i: int) -> np.ndarray:
 
 
 def gradient(do, problem: Problem) -> np.ndarray:
-    """The gradient of o as float32, zeros for padding (A-3). ValueError for another shape, and as ``prepare``."""
+    """The gradient of o as float32, zeros for padding (A-3).
+
+    ValueError for another shape, and as ``prepare``.
+    """
     do = _shaped("do", do)
     if do.shape != problem.q.shape:
         raise ValueError(f"do has the shape of o, {problem.q.shape}; got {do.shape}.")
@@ -133,7 +173,11 @@ def gradient(do, problem: Problem) -> np.ndarray:
 
 def _without_padding(x: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """x [B, heads, T, D] with zeros for tokens of negative documents (A-3)."""
-    return np.where((documents < 0)[:, None, :, None], np.float32(0), x) if (documents < 0).any() else x
+    return (
+        np.where((documents < 0)[:, None, :, None], np.float32(0), x)
+        if (documents < 0).any()
+        else x
+    )
 
 
 def _shaped(name: str, x) -> np.ndarray:
@@ -142,14 +186,18 @@ def _shaped(name: str, x) -> np.ndarray:
     cast.check_dtype(x)
     if x.dtype == np.float64 or x.ndim != 4 or 0 in x.shape:
         raise ValueError(
-            f"{name} is [batch, heads, tokens, features] of float32, float16 or bfloat16, none of them empty; got {x.dtype} {x.shape}."
+            f"{name} is [batch, heads, tokens, features] of float32, float16 or bfloat16, none "
+            f"of them empty; got {x.dtype} {x.shape}."
         )
     return x.astype(np.float32)
 
 
 def _finite(name: str, x: np.ndarray) -> np.ndarray:
     if not np.isfinite(x).all():
-        raise ValueError(f"attention takes finite tensors; got NaN or an infinity in {name}. Find its source first.")
+        raise ValueError(
+            f"attention takes finite tensors; got NaN or an infinity in {name}. Find its source "
+            "first."
+        )
     return x
 
 
@@ -159,9 +207,14 @@ def _documents(documents, b: int, tq: int, tk: int) -> tuple[np.ndarray, np.ndar
         return np.zeros((b, tq), np.int64), np.zeros((b, tk), np.int64)
     pair = documents if isinstance(documents, tuple) else (documents, documents)
     found = tuple(np.asarray(ids) for ids in pair)
-    if len(found) != 2 or any(ids.dtype.kind not in "iu" for ids in found) or [x.shape for x in found] != [(b, tq), (b, tk)]:
+    if (
+        len(found) != 2
+        or any(ids.dtype.kind not in "iu" for ids in found)
+        or [x.shape for x in found] != [(b, tq), (b, tk)]
+    ):
         raise ValueError(
-            f"documents are integers, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got {[(x.dtype.name, x.shape) for x in found]}."
+            f"documents are integers, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got "
+            f"{[(x.dtype.name, x.shape) for x in found]}."
         )
     of_q, of_k = (ids.astype(np.int64) for ids in found)
     return np.where(of_q < 0, -2, of_q), np.where(of_k < 0, -1, of_k)

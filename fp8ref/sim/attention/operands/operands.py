@@ -1,4 +1,6 @@
-"""The operands of attention: quantized, padded to whole steps, a head and a tile at a time (spec A-2, A-4, A-6)."""
+"""The operands of attention: quantized, padded to whole steps, a head and a tile at a time (spec
+A-2, A-4, A-6).
+"""
 
 import math
 
@@ -31,7 +33,13 @@ def quantize(problem: Problem, given: dict, seed: int) -> dict[str, Heads]:
         if variant.rotated and role != "v":
             x = hadamard.rotate(x, hadamard.signs(x.shape[-1], seed))
         found[role] = head_scaling.quantize(
-            x, variant.fmt, variant.granularity, variant.policy, heads=heads, along_tokens=role == "v", scale=given.get(role)
+            x,
+            variant.fmt,
+            variant.granularity,
+            variant.policy,
+            heads=heads,
+            along_tokens=role == "v",
+            scale=given.get(role),
         )
     return found
 
@@ -48,44 +56,69 @@ def probability_scale(variant: Variant, given: dict) -> tuple[np.float32, np.flo
 
 
 class Parts:
-    """Operands of single heads: padded, scaled by what belongs to a tile, in the order of the tiles."""
+    """Operands of single heads: padded, scaled by what belongs to a tile, in the order of the
+    tiles.
+    """
 
     def __init__(self, problem: Problem, tensors: dict[str, Heads]) -> None:
         self.problem, self.tensors, self.variant = problem, tensors, problem.variant
         keys, features = problem.k.shape[2:]
         self.length = self.variant.tile(features, problem.mask)
         tiles = range(0, keys, self.length)
-        self.tiles = [(n, min(n + self.length, keys)) for n in (reversed(tiles) if self.variant.descending else tiles)]
+        self.tiles = [
+            (n, min(n + self.length, keys))
+            for n in (reversed(tiles) if self.variant.descending else tiles)
+        ]
         self.plan = sums.by_name(self.variant.plan)
-        # Zeros behind the features and the tokens change no bit (G-12), and make whole steps of all tiles.
+        # Zeros behind the features and the tokens change no bit (G-12), and make whole steps of all
+        # tiles.
         features, tokens = (0, -features % K_STEP), (0, self.length + K_STEP)
         self.q = np.pad(tensors["q"].values, ((0, 0), (0, 0), (0, 0), features))
         self.k = np.pad(tensors["k"].values, ((0, 0), (0, 0), tokens, features))
         self.v = np.pad(tensors["v"].values, ((0, 0), (0, 0), tokens, (0, 0)))
         self.codes: dict[str, np.ndarray] = {}
-        if isinstance(self.plan, Accumulation):  # whose chains take codes: of k, and of v with the keys last
+        if isinstance(
+            self.plan, Accumulation
+        ):  # whose chains take codes: of k, and of v with the keys last
             lanes = (0, tokens[1] + LANES)
-            self.codes["k"] = np.pad(np.asarray(tensors["k"].codes), ((0, 0), (0, 0), lanes, features))
-            self.codes["v"] = np.pad(np.asarray(tensors["v"].codes), ((0, 0), (0, 0), tokens, (0, 0))).swapaxes(2, 3).copy()
+            self.codes["k"] = np.pad(
+                np.asarray(tensors["k"].codes), ((0, 0), (0, 0), lanes, features)
+            )
+            self.codes["v"] = (
+                np.pad(np.asarray(tensors["v"].codes), ((0, 0), (0, 0), tokens, (0, 0)))
+                .swapaxes(2, 3)
+                .copy()
+            )
         self.rows: dict[tuple[int, int, int, int], Rows] = {}  # of q, as chains take them
         self.k_documents = np.pad(problem.k_documents, ((0, 0), tokens), constant_values=-1)
-        # scale_inv of q and k, spread over heads: of v too, but for MX, whose blocks are the tile's own
+        # scale_inv of q and k, spread over heads: of v too, but for MX, whose blocks are the tile's
+        # own
         shape_q, shape_k = problem.q.shape, problem.k.shape
         granularity = self.variant.granularity
         if granularity in ("tensor", "head", "rows_128", None):
             first = granularity or "tensor"
-            self.inverse_q = np.broadcast_to(head_scaling.spread(tensors["q"].scale_inv, shape_q, first), (*shape_q[:3], 1))
-            self.inverse_k = np.broadcast_to(head_scaling.spread(tensors["k"].scale_inv, shape_k, first), (*shape_k[:3], 1))
-            self.inverse_v = np.broadcast_to(head_scaling.spread(tensors["v"].scale_inv, shape_k, first), (*shape_k[:3], 1))
+            self.inverse_q = np.broadcast_to(
+                head_scaling.spread(tensors["q"].scale_inv, shape_q, first), (*shape_q[:3], 1)
+            )
+            self.inverse_k = np.broadcast_to(
+                head_scaling.spread(tensors["k"].scale_inv, shape_k, first), (*shape_k[:3], 1)
+            )
+            self.inverse_v = np.broadcast_to(
+                head_scaling.spread(tensors["v"].scale_inv, shape_k, first), (*shape_k[:3], 1)
+            )
         self.cap = None if problem.softcap is None else self._under_base(problem.softcap)
-        self.of_scale = self._under_base(problem.scale) if problem.softcap is None else problem.scale / problem.softcap
+        self.of_scale = (
+            self._under_base(problem.scale)
+            if problem.softcap is None
+            else problem.scale / problem.softcap
+        )
 
     def _under_base(self, scale: np.float32) -> np.float32:
         return np.float32(np.float64(scale) * _LOG2E) if self.variant.base == "2" else scale
 
     def scores(self, i: int, j: int, rows: slice, begin: int, end: int) -> np.ndarray:
-        """Scores before the factors of ``factors``, [rows, keys padded to a multiple of 32]: sums of products of q and k (A-4); under
-        a softcap hyperbolic tangents (A-22)."""
+        """Scores before the factors of ``factors``, [rows, keys padded to a multiple of 32]: sums
+        of products of q and k (A-4); under a softcap hyperbolic tangents (A-22)."""
         s = self._sums(i, j, rows, begin, end)
         if self.cap is None:
             return s
@@ -100,9 +133,15 @@ class Parts:
         b = self.k[i, g, begin : begin + width(begin, end)]
         if self.variant.granularity == "mx_1x32":
             return self._mx_scores(a, b, i, j, rows, g, begin, end)
-        if isinstance(self.plan, Accumulation) and self.plan.unit.compiled and _is_one_chain(self.plan, a.shape[1]):
+        if (
+            isinstance(self.plan, Accumulation)
+            and self.plan.unit.compiled
+            and _is_one_chain(self.plan, a.shape[1])
+        ):
             s = np.zeros((len(a), len(b)), np.float32)
-            codes = self.codes["k"][i, g, begin : begin + -(-len(b) // LANES) * LANES]  # those after the tile's are left out
+            codes = self.codes["k"][
+                i, g, begin : begin + -(-len(b) // LANES) * LANES
+            ]  # those after the tile's are left out
             chains_from.go_on(s, self._packed(i, j, rows, self.plan.unit), codes, self.variant.fmt)
             return s
         return product(a, b, self.variant.fmt, self.plan)
@@ -110,28 +149,50 @@ class Parts:
     def _packed(self, i: int, j: int, rows: slice, unit: TensorCore) -> Rows:
         key = i, j, rows.start, rows.stop
         if key not in self.rows:
-            self.rows[key] = chains_from.pack(self.q[i, j, rows], self.variant.fmt, unit.fused_width, unit.fraction_bits, unit.output_bits)
+            self.rows[key] = chains_from.pack(
+                self.q[i, j, rows],
+                self.variant.fmt,
+                unit.fused_width,
+                unit.fraction_bits,
+                unit.output_bits,
+            )
         return self.rows[key]
 
     def _mx_scores(self, a, b, i, j, rows, g, begin, end) -> np.ndarray:
         found = np.zeros((len(a), len(b)), np.float32)
-        of_q, of_k = self.tensors["q"].scale_inv[i, j, rows], np.zeros((len(b), b.shape[1] // MX), np.float32)
+        of_q, of_k = (
+            self.tensors["q"].scale_inv[i, j, rows],
+            np.zeros((len(b), b.shape[1] // MX), np.float32),
+        )
         of_k[: end - begin] = self.tensors["k"].scale_inv[i, g, begin:end]
         for n in range(of_q.shape[1]):
             part = slice(n * MX, (n + 1) * MX)
-            found = found + (product(a[:, part], b[:, part], self.variant.fmt, self.plan) * of_q[:, n, None]) * of_k[:, n]
+            found = (
+                found
+                + (product(a[:, part], b[:, part], self.variant.fmt, self.plan) * of_q[:, n, None])
+                * of_k[:, n]
+            )
         return found
 
     def factors(self, i: int, j: int, row: int, key: int) -> tuple[np.ndarray, np.float32]:
-        """(factors of scaled scores, the factor of raw ones) for a block of rows and a tile (A-4, A-5, A-22)."""
+        """(factors of scaled scores, the factor of raw ones) for a block of rows and a tile (A-4,
+        A-5, A-22).
+        """
         if self.cap is None:
             return self._factors(i, j, row, key)
-        return (np.empty(0, np.float32), self.cap) if self.variant.scores == "raw" else (np.array([self.cap], np.float32), np.float32(1))
+        return (
+            (np.empty(0, np.float32), self.cap)
+            if self.variant.scores == "raw"
+            else (np.array([self.cap], np.float32), np.float32(1))
+        )
 
     def _factors(self, i: int, j: int, row: int, key: int) -> tuple[np.ndarray, np.float32]:
         if self.variant.granularity == "mx_1x32":
             return np.array([self.of_scale], np.float32), np.float32(1)
-        of_q, of_k = self.inverse_q[i, j, row, 0], self.inverse_k[i, j // self.problem.group, key, 0]
+        of_q, of_k = (
+            self.inverse_q[i, j, row, 0],
+            self.inverse_k[i, j // self.problem.group, key, 0],
+        )
         if self.variant.scores == "raw":
             return np.empty(0, np.float32), np.float32(self.of_scale * (of_q * of_k))
         values = {"scale": self.of_scale, "q": of_q, "k": of_k, "qk": of_q * of_k}
@@ -147,13 +208,22 @@ class Parts:
 
     def codes_of_values(self, i: int, j: int, begin: int, end: int) -> np.ndarray | None:
         """Codes of v of a tile, [D, keys padded]; None of a plan that takes none."""
-        return self.codes["v"][i, j // self.problem.group, :, begin : begin + width(begin, end)] if self.codes else None
+        return (
+            self.codes["v"][i, j // self.problem.group, :, begin : begin + width(begin, end)]
+            if self.codes
+            else None
+        )
 
     def seen(self, i: int, rows: slice, begin: int, end: int) -> Seen:
         """Which keys of a tile the rows see."""
         p = self.problem
         documents = self.k_documents[i, begin : begin + width(begin, end)]
-        return Seen(p.low[rows] - begin, np.minimum(p.high[rows], end) - begin, p.q_documents[i, rows], documents)
+        return Seen(
+            p.low[rows] - begin,
+            np.minimum(p.high[rows], end) - begin,
+            p.q_documents[i, rows],
+            documents,
+        )
 
 
 def _is_one_chain(plan: Accumulation, k: int) -> bool:

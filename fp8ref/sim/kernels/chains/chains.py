@@ -1,7 +1,9 @@
-"""Chains of steps of a tensor core (spec G-10 to G-12), from codes: the twin of ``accumulate.chains_plain`` for finite operands.
+"""Chains of steps of a tensor core (spec G-10 to G-12), from codes: the twin of
+``accumulate.chains_plain`` for finite operands.
 
-``pack`` decodes a and lays it out by steps. ``columns`` fills some columns of the result, tile by tile: it decodes a tile of b once,
-for as many steps as the cache holds, and takes these steps for some rows after others (``steps``).
+``pack`` decodes a and lays it out by steps. ``columns`` fills some columns of the result, tile by
+tile: it decodes a tile of b once, for as many steps as the cache holds, and takes these steps for
+some rows after others (``steps``).
 """
 
 from typing import Any, NamedTuple
@@ -20,13 +22,17 @@ from fp8ref.sim.kernels.compiled import compiled
 u32, i32, u8, f32 = np.uint32, np.int32, np.uint8, np.float32
 
 STEPS = 8
-"""Steps whose tiles of b are laid out together. Other numbers from 1 to 32 are at most a tenth slower."""
+"""Steps whose tiles of b are laid out together.
+
+Other numbers from 1 to 32 are at most a tenth slower.
+"""
 
 
 class Rows(NamedTuple):
     """a [M, K] by steps of a unit.
 
-    numbers   magnitudes, float32 [steps, M, width], or float64 if sums of a step need it; exponents uint32 alike, four times a byte.
+    numbers   magnitudes, float32 [steps, M, width], or float64 if sums of a step need it; exponents
+              uint32 alike, four times a byte.
     signs     uint32 [steps, M]: bit k is the sign of number k.
     unit      width, fraction_bits and output_bits.
     """
@@ -45,11 +51,37 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
     numbers, exponents = np.empty(a.shape, np.float64 if double else f32), np.empty(a.shape, u32)
     bits = np.empty(a.size // 16, np.uint16)
     zero, _ = zero_and_bias(double)
-    sizes = Sizes(0, 0, *a.shape[:1], 0, a.shape[1], 0, width, fraction_bits, output_bits, fmt.mantissa_bits, fmt.bias, zero, 0)
-    flat, given = (a.reshape(-1), numbers.reshape(-1), exponents.reshape(-1)), np.array(sizes, np.int64)
+    sizes = Sizes(
+        0,
+        0,
+        *a.shape[:1],
+        0,
+        a.shape[1],
+        0,
+        width,
+        fraction_bits,
+        output_bits,
+        fmt.mantissa_bits,
+        fmt.bias,
+        zero,
+        0,
+    )
+    flat, given = (
+        (a.reshape(-1), numbers.reshape(-1), exponents.reshape(-1)),
+        np.array(sizes, np.int64),
+    )
     if a.size:
-        threads.run(lambda i, j: decoded(*(x[16 * i : 16 * j] for x in flat), bits[i:j], given), bits.size, grain=1 << 13)
-    return Rows(numbers, exponents, _by_rows(bits, width).reshape(a.shape[:2]), (width, fraction_bits, output_bits))
+        threads.run(
+            lambda i, j: decoded(*(x[16 * i : 16 * j] for x in flat), bits[i:j], given),
+            bits.size,
+            grain=1 << 13,
+        )
+    return Rows(
+        numbers,
+        exponents,
+        _by_rows(bits, width).reshape(a.shape[:2]),
+        (width, fraction_bits, output_bits),
+    )
 
 
 def _by_rows(bits: np.ndarray, width: int) -> np.ndarray:
@@ -61,20 +93,25 @@ def _by_rows(bits: np.ndarray, width: int) -> np.ndarray:
 
 
 def tiles(b: np.ndarray) -> np.ndarray:
-    """b [N, K], codes, as ``columns`` takes it: uint32 [ceil(N / LANES), K / 4, LANES], words of four codes, zeros behind the last."""
+    """b [N, K], codes, as ``columns`` takes it: uint32 [ceil(N / LANES), K / 4, LANES], words of
+    four codes, zeros behind the last.
+    """
     missing = -len(b) % LANES
     b = np.ascontiguousarray(np.pad(b, ((0, missing), (0, 0))) if missing else b)
     return np.ascontiguousarray(b.view(u32).reshape(-1, LANES, b.shape[1] // 4).swapaxes(1, 2))
 
 
-def columns(a: Rows, b: np.ndarray, fmt: Format, ends: np.ndarray, out: np.ndarray, begin: int, end: int) -> None:
-    """Add to the columns begin to end of out [M, N], begin a multiple of LANES, the chains of a and b [N, K].
+def columns(
+    a: Rows, b: np.ndarray, fmt: Format, ends: np.ndarray, out: np.ndarray, begin: int, end: int
+) -> None:
+    """Add to the columns begin to end of out [M, N], begin a multiple of LANES, the chains of a and
+    b [N, K].
 
     b       as ``tiles`` returns it, of codes of finite numbers of a format.
     ends    uint8 [steps]: what follows each step, CHAIN_END, SPLIT_END or RESULT.
 
-    A chain from 0 stays a multiple of 2^(-28 - F), -28 the smallest exponent of a product, and below 2^32 K: float32 neither
-    underflows nor overflows.
+    A chain from 0 stays a multiple of 2^(-28 - F), -28 the smallest exponent of a product, and
+    below 2^32 K: float32 neither underflows nor overflows.
     """
     (_, m, width), n, kind = a.numbers.shape, out.shape[1], a.numbers.dtype
     most = max(1, min(STEPS * f32().itemsize // kind.itemsize, len(ends)))
@@ -82,9 +119,27 @@ def columns(a: Rows, b: np.ndarray, fmt: Format, ends: np.ndarray, out: np.ndarr
     acc = aligned(2 * m * LANES, f32)
     acc[:] = 0
     zero, of_one = zero_and_bias(kind == np.float64)
-    sizes = Sizes(begin, end, len(ends), most, m, n, *a.unit, fmt.mantissa_bits, fmt.bias, of_one + zero, of_one)
+    sizes = Sizes(
+        begin,
+        end,
+        len(ends),
+        most,
+        m,
+        n,
+        *a.unit,
+        fmt.mantissa_bits,
+        fmt.bias,
+        of_one + zero,
+        of_one,
+    )
     chains(
-        *(x.reshape(-1) for x in (a.numbers, a.exponents, a.signs, b)), ends, of_b, parts, acc, out.reshape(-1), np.array(sizes, np.int64)
+        *(x.reshape(-1) for x in (a.numbers, a.exponents, a.signs, b)),
+        ends,
+        of_b,
+        parts,
+        acc,
+        out.reshape(-1),
+        np.array(sizes, np.int64),
     )
 
 

@@ -1,7 +1,9 @@
-"""Chains of steps of a tensor core that go on from an accumulator (spec A-9, G-10): the twin of ``tensor_core.chain_plain``.
+"""Chains of steps of a tensor core that go on from an accumulator (spec A-9, G-10): the twin of
+``tensor_core.chain_plain``.
 
-As ``chains``, with the accumulators of a tile of columns taken from the result first. A step (``steps``) holds for accumulators that
-such a chain from 0 can have, and for those that no product can be next to: ``apart`` says which the others are, and ``go_on`` sees to them.
+As ``chains``, with the accumulators of a tile of columns taken from the result first. A step
+(``steps``) holds for accumulators that such a chain from 0 can have, and for those that no product
+can be next to: ``apart`` says which the others are, and ``go_on`` sees to them.
 """
 
 import numpy as np
@@ -19,7 +21,9 @@ SMALLEST_PRODUCT = -28
 """The exponent of the smallest product of two FP8 numbers."""
 
 LARGEST = f32(2.0**64)
-"""From it on an accumulator is cut off as if there were no products: those are below 2^32, and its unit 2^(64 - 25) at least."""
+"""From it on an accumulator is cut off as if there were no products: those are below 2^32, and its
+unit 2^(64 - 25) at least.
+"""
 
 
 def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits: int) -> Rows:
@@ -28,16 +32,24 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
     m, steps = len(a), a.shape[1] // width
     numbers = np.empty((steps, m, width), np.float64 if double else f32)
     exponents, signs = np.empty(numbers.shape, u32), np.empty((steps, m), u32)
-    lay_out_rows(np.ascontiguousarray(a, f32), i32(fmt.emin), i32(zero_and_bias(double)[0]), numbers, exponents, signs)
+    lay_out_rows(
+        np.ascontiguousarray(a, f32),
+        i32(fmt.emin),
+        i32(zero_and_bias(double)[0]),
+        numbers,
+        exponents,
+        signs,
+    )
     return Rows(numbers, exponents, signs, (width, fraction_bits, output_bits))
 
 
 def go_on(acc: np.ndarray, a: Rows, b: np.ndarray, fmt: Format) -> None:
-    """acc [M, N], contiguous, any finite float32, becomes the chain from it of a [M, K] and b [N, K], codes of finite numbers of a format. b may
-    have more rows, which are left out.
+    """acc [M, N], contiguous, any finite float32, becomes the chain from it of a [M, K] and b [N,
+    K], codes of finite numbers of a format. b may have more rows, which are left out.
 
-    An accumulator below every unit of a chain from 0 stays, cut off by itself, while steps have no product; the first that has one cuts
-    it off to 0. One above ``LARGEST`` is cut off by itself in every step.
+    An accumulator below every unit of a chain from 0 stays, cut off by itself, while steps have no
+    product; the first that has one cuts it off to 0. One above ``LARGEST`` is cut off by itself in
+    every step.
     """
     (steps, m, _), n = a.numbers.shape, acc.shape[1]
     if acc.size == 0 or steps == 0:
@@ -50,9 +62,12 @@ def go_on(acc: np.ndarray, a: Rows, b: np.ndarray, fmt: Format) -> None:
         others = (magnitudes >= LARGEST) | ((magnitudes < smallest) & (magnitudes > 0))
         # Exact, as sums of ones: how many products a result has.
         left = (a.numbers != 0).swapaxes(0, 1).reshape(m, -1).astype(f32)
-        has_product = left @ ((b[:n] & u8(0x7F)) != 0).T.astype(f32) > 0  # [M, K] x [N, K] -> [M, N]
+        has_product = (
+            left @ ((b[:n] & u8(0x7F)) != 0).T.astype(f32) > 0
+        )  # [M, K] x [N, K] -> [M, N]
         mask = u32((0xFFFFFFFF << (23 - min(fraction_bits, output_bits))) & 0xFFFFFFFF)
-        # Subnormal numbers have the exponent -126: they are cut off at a multiple of its unit, as the bits are.
+        # Subnormal numbers have the exponent -126: they are cut off at a multiple of its unit, as
+        # the bits are.
         cut = (acc.view(u32) & mask).view(f32) + f32(0)  # -0 becomes +0
         alone = others & ((magnitudes >= LARGEST) | ~has_product)
         kept = cut[alone]
@@ -78,16 +93,25 @@ def apart(acc, smallest, largest):
 
 @compiled
 def lay_out_rows(values, emin, zero, numbers, exponents, signs):
-    """Fill ``Rows`` from values [M, K]: exponents are max(floor(log2|v|), emin), and ``zero`` of a zero."""
+    """Fill ``Rows`` from values [M, K]: exponents are max(floor(log2|v|), emin), and ``zero`` of a
+    zero.
+    """
     steps, m, width = numbers.shape
     for s in range(steps):
         for i in range(m):
-            row, of_row, out = values[i, s * width : (s + 1) * width], exponents[s, i], numbers[s, i]
+            row, of_row, out = (
+                values[i, s * width : (s + 1) * width],
+                exponents[s, i],
+                numbers[s, i],
+            )
             negative = u32(0)
             for k in range(width):
                 bits = as_bits(row[k])
                 out[k] = abs(row[k])
                 exponent = max(i32(i32(u32(bits & u32(0x7FFFFFFF)) >> u32(23)) - i32(127)), emin)
-                of_row[k] = u32(u32(u8(exponent if u32(bits & u32(0x7FFFFFFF)) > u32(0) else zero)) * u32(0x01010101))
+                of_row[k] = u32(
+                    u32(u8(exponent if u32(bits & u32(0x7FFFFFFF)) > u32(0) else zero))
+                    * u32(0x01010101)
+                )
                 negative |= u32(u32(bits >> u32(31)) << u32(k))
             signs[s, i] = negative

@@ -6,31 +6,48 @@ from fp8ref.sim.kernels.chains.vectors import F32, I8, I32, Vectors
 
 
 class Codes(Vectors):
-    """Decodes codes of the format that ``sizes``, ``Sizes``, describes. Every operation is exact."""
+    """Decodes codes of the format that ``sizes``, ``Sizes``, describes.
+
+    Every operation is exact.
+    """
 
     def __init__(self, builder: ir.IRBuilder, double: bool, sizes) -> None:
         super().__init__(builder, double)
         names = ("mantissa_bits", "bias", "zero", "of_one")
-        self.mantissa_bits, self.bias, self.zero, self.of_one = (builder.trunc(self.size(sizes, name), I32) for name in names)
+        self.mantissa_bits, self.bias, self.zero, self.of_one = (
+            builder.trunc(self.size(sizes, name), I32) for name in names
+        )
 
     def exponents(self, four):
-        """Bytes: max(floor(log2|v|), emin) of each code in words of four, plus ``of_one``; ``zero`` of a zero."""
+        """Bytes: max(floor(log2|v|), emin) of each code in words of four, plus ``of_one``; ``zero``
+        of a zero.
+        """
         b, bytes_ = self.b, ir.VectorType(I8, 4 * four.type.count)
         of_field, of_zero, mask = (
             self.splat(b.trunc(v, I8), bytes_.count)
-            for v in (b.sub(self.of_one, self.bias), self.zero, b.lshr(ir.Constant(I32, 0x7F), self.mantissa_bits))
+            for v in (
+                b.sub(self.of_one, self.bias),
+                self.zero,
+                b.lshr(ir.Constant(I32, 0x7F), self.mantissa_bits),
+            )
         )
         magnitudes = b.and_(b.bitcast(four, bytes_), self.constant(bytes_, 0x7F))
-        fields = b.and_(b.bitcast(b.lshr(four, self.splat(self.mantissa_bits, four.type.count)), bytes_), mask)
+        fields = b.and_(
+            b.bitcast(b.lshr(four, self.splat(self.mantissa_bits, four.type.count)), bytes_), mask
+        )
         exponents = b.add(self.call("umax", fields, self.constant(bytes_, 1)), of_field)
-        return b.select(b.icmp_unsigned("==", magnitudes, self.constant(bytes_, 0)), of_zero, exponents)
+        return b.select(
+            b.icmp_unsigned("==", magnitudes, self.constant(bytes_, 0)), of_zero, exponents
+        )
 
     def magnitudes(self, code):
         """|v| of the lowest byte of 16 codes, float32."""
         b, lanes, reals = self.b, code.type, ir.VectorType(F32, 16)
         magnitude = b.and_(code, self.constant(lanes, 0x7F))
         places = self.splat(b.sub(ir.Constant(I32, 23), self.mantissa_bits), 16)
-        unbiased = self.splat(b.shl(b.sub(ir.Constant(I32, 127), self.bias), ir.Constant(I32, 23)), 16)
+        unbiased = self.splat(
+            b.shl(b.sub(ir.Constant(I32, 127), self.bias), ir.Constant(I32, 23)), 16
+        )
         normal = b.bitcast(b.add(b.shl(magnitude, places), unbiased), reals)
         # The smallest number above 0 is 2^(1 - bias - mantissa_bits).
         field = b.sub(ir.Constant(I32, 128), b.add(self.bias, self.mantissa_bits))

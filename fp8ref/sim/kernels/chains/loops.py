@@ -1,8 +1,9 @@
-"""The loops of chains over tiles of columns, blocks of steps and blocks of rows, written for LLVM: numba takes a quarter of a second longer
-to compile the same loops of Python.
+"""The loops of chains over tiles of columns, blocks of steps and blocks of rows, written for LLVM:
+numba takes a quarter of a second longer to compile the same loops of Python.
 
-For each tile of columns, and each block of steps: these steps of b are laid out (``tiles``), and some rows after others take them
-(``steps``). All that a block of rows touches lies in the second cache.
+For each tile of columns, and each block of steps: these steps of b are laid out (``tiles``), and
+some rows after others take them (``steps``). All that a block of rows touches lies in the second
+cache.
 """
 
 from llvmlite import ir
@@ -16,8 +17,9 @@ from fp8ref.sim.kernels.chains.tiles import Tile
 from fp8ref.sim.kernels.chains.vectors import I8, I32, I64, LANES, Vectors
 
 CHAIN_END, SPLIT_END, RESULT = 1, 2, 4
-"""What follows a step: the accumulator joins the part's sum and is cleared; that sum joins the result too, and is cleared; or the
-accumulator, which began from the result, is the result. The last step of all has the second or the third."""
+"""What follows a step: the accumulator joins the part's sum and is cleared; that sum joins the
+result too, and is cleared; or the accumulator, which began from the result, is the result. The last
+step of all has the second or the third."""
 
 ROWS = 256
 """Rows that take a block of steps before others do. 64 to 1,024 are at most a tenth slower."""
@@ -31,14 +33,18 @@ def take_chains(typing_context, a, of_a, signs, b, ends, of_b, parts, acc, out, 
     b               uint32 [tiles, steps, width / 4, LANES], as ``tiles.lay_out`` takes it.
     ends            uint8 [steps], at least one: what follows each step.
     of_b, parts     room for the exponents and parts of a block of steps of a tile of b.
-    acc             float32 [2, M, LANES], zeros; zeros afterwards, but for the accumulators of chains that end with RESULT.
+    acc             float32 [2, M, LANES], zeros; zeros afterwards, but for the accumulators of
+                    chains that end with RESULT.
     sizes           ``Sizes``.
     """
     given = (a, of_a, signs, b, ends, of_b, parts, acc, out, sizes)
     signature = types.void(*given)
 
     def generate(context, builder, signature, arguments):
-        pointers = (context.make_array(t)(context, builder, value).data for t, value in zip(signature.args, arguments, strict=True))
+        pointers = (
+            context.make_array(t)(context, builder, value).data
+            for t, value in zip(signature.args, arguments, strict=True)
+        )
         _Chains(builder, parts.dtype == types.float64).write(*pointers)
         return context.get_dummy_value()
 
@@ -61,14 +67,21 @@ class _Chains(Vectors):
             with cgutils.for_range_slice(b, zero, steps, most, intp=I64) as (start, _):
                 count = self._at_most(most, b.sub(steps, start))
                 with cgutils.for_range(b, count) as loop:
-                    Tile(b, self.double, sizes).write(words, of_b, parts, sizes, first, b.add(start, loop.index), loop.index)
-                with cgutils.for_range_slice(b, zero, m, ir.Constant(I64, ROWS), intp=I64) as (row, _):
+                    Tile(b, self.double, sizes).write(
+                        words, of_b, parts, sizes, first, b.add(start, loop.index), loop.index
+                    )
+                with cgutils.for_range_slice(b, zero, m, ir.Constant(I64, ROWS), intp=I64) as (
+                    row,
+                    _,
+                ):
                     rows = self._at_most(ir.Constant(I64, ROWS), b.sub(m, row))
                     self._rounding(TOWARD_ZERO)
                     with cgutils.for_range(b, count) as loop:
                         step = b.add(start, loop.index)
                         of_step = b.add(b.mul(step, m), row)
-                        Step(b, self.double).write(a, of_a, signs, parts, of_b, acc, sizes, of_step, loop.index, row, rows)
+                        Step(b, self.double).write(
+                            a, of_a, signs, parts, of_b, acc, sizes, of_step, loop.index, row, rows
+                        )
                         self._end(results, b.load(b.gep(ends, [step])), row, rows)
                     self._rounding(TO_NEAREST)
 
@@ -77,11 +90,18 @@ class _Chains(Vectors):
         b, nothing = self.b, ir.Constant(I8, 0)
         with b.if_then(b.icmp_unsigned("!=", what, nothing), likely=False):
             self._rounding(TO_NEAREST)
-            with b.if_else(b.icmp_unsigned("==", what, ir.Constant(I8, RESULT))) as (then, otherwise):
+            with b.if_else(b.icmp_unsigned("==", what, ir.Constant(I8, RESULT))) as (
+                then,
+                otherwise,
+            ):
                 with then:
                     results.give(row, rows)
                 with otherwise:
-                    results.end(row, rows, b.icmp_unsigned("!=", b.and_(what, ir.Constant(I8, SPLIT_END)), nothing))
+                    results.end(
+                        row,
+                        rows,
+                        b.icmp_unsigned("!=", b.and_(what, ir.Constant(I8, SPLIT_END)), nothing),
+                    )
             self._rounding(TOWARD_ZERO)
 
     def _rounding(self, mode: int) -> None:

@@ -1,4 +1,6 @@
-"""What chains of steps of a tensor core begin from and give, written in LLVM's vectors: for a tile of columns at a time."""
+"""What chains of steps of a tensor core begin from and give, written in LLVM's vectors: for a tile
+of columns at a time.
+"""
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -20,7 +22,10 @@ class Results(Vectors):
         self.m, self.n = self.size(sizes, "m"), self.size(sizes, "n")
         self.vector, lanes = ir.VectorType(F32, 16), ir.VectorType(I64, 16)
         left = self.splat(builder.sub(self.n, first), 16)
-        self.masks = [builder.icmp_signed("<", ir.Constant(lanes, list(range(j, j + 16))), left) for j in range(0, LANES, 16)]
+        self.masks = [
+            builder.icmp_signed("<", ir.Constant(lanes, list(range(j, j + 16))), left)
+            for j in range(0, LANES, 16)
+        ]
 
     def take(self, row, rows) -> None:
         """Accumulators become the result, and 0 beside it."""
@@ -33,17 +38,25 @@ class Results(Vectors):
             self._stored(self.b.load(of_acc, align=4), of_out, mask)
 
     def end(self, row, rows, part) -> None:
-        """Accumulators are added to the sums of parts, and cleared. If a ``part`` ends, its sum is added to the result, and cleared."""
+        """Accumulators are added to the sums of parts, and cleared.
+
+        If a ``part`` ends, its sum is added to the result, and cleared.
+        """
         b, zero = self.b, self.constant(self.vector, 0.0)
         ends = self.splat(part, 16)
         for of_out, of_acc, of_sum, mask in self._vectors(row, rows):
-            total, mask = b.fadd(b.load(of_sum, align=4), b.load(of_acc, align=4)), b.and_(mask, ends)
+            total, mask = (
+                b.fadd(b.load(of_sum, align=4), b.load(of_acc, align=4)),
+                b.and_(mask, ends),
+            )
             self._stored(b.fadd(self._loaded(of_out, mask), total), of_out, mask)
             b.store(b.select(ends, zero, total), of_sum, align=4)
             b.store(zero, of_acc, align=4)
 
     def _vectors(self, first_row, rows):
-        """For each 16 columns of a row: where they are in out, in the accumulators, in the sums, and which of them out has."""
+        """For each 16 columns of a row: where they are in out, in the accumulators, in the sums,
+        and which of them out has.
+        """
         b, pointer = self.b, self.vector.as_pointer()
         of_sums = b.mul(self.m, ir.Constant(I64, LANES))
         with cgutils.for_range(b, rows) as loop:
@@ -52,12 +65,16 @@ class Results(Vectors):
             for v, mask in enumerate(self.masks):
                 at = b.add(b.mul(row, ir.Constant(I64, LANES)), ir.Constant(I64, 16 * v))
                 of_out = b.gep(self.out, [b.add(of_row, ir.Constant(I64, 16 * v))])
-                of_acc, of_sum = (b.bitcast(b.gep(self.acc, [i]), pointer) for i in (at, b.add(at, of_sums)))
+                of_acc, of_sum = (
+                    b.bitcast(b.gep(self.acc, [i]), pointer) for i in (at, b.add(at, of_sums))
+                )
                 yield b.bitcast(of_out, pointer), of_acc, of_sum, mask
 
     def _loaded(self, pointer, mask):
         """16 numbers, 0 where there are none."""
-        return self._masked("load", self.vector, pointer, ir.Constant(I32, 4), mask, self.constant(self.vector, 0.0))
+        return self._masked(
+            "load", self.vector, pointer, ir.Constant(I32, 4), mask, self.constant(self.vector, 0.0)
+        )
 
     def _stored(self, value, pointer, mask) -> None:
         """16 numbers where out has them."""
@@ -65,4 +82,9 @@ class Results(Vectors):
 
     def _masked(self, name: str, result, *values):
         function = ir.FunctionType(result, [value.type for value in values])
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, function, f"llvm.masked.{name}.v16f32.p0"), values)
+        return self.b.call(
+            cgutils.get_or_insert_function(
+                self.b.module, function, f"llvm.masked.{name}.v16f32.p0"
+            ),
+            values,
+        )

@@ -11,17 +11,24 @@ from fp8ref.sim.kernels.chains.vectors import I8, I16, I32, I64
 
 @intrinsic
 def decode(typing_context, codes, numbers, exponents, signs, sizes):
-    """Fill magnitudes and exponents of as many codes of finite numbers, and bits of their signs, the first lowest.
+    """Fill magnitudes and exponents of as many codes of finite numbers, and bits of their signs,
+    the first lowest.
 
-    codes      uint8 [16 n], flat as all of them; numbers float32 or float64; exponents uint32, four times a byte; signs uint16 [n].
+    codes      uint8 [16 n], flat as all of them; numbers float32 or float64; exponents uint32, four
+               times a byte; signs uint16 [n].
     sizes      ``Sizes``.
     """
     signature = types.void(codes, numbers, exponents, signs, sizes)
 
     def generate(context, builder, signature, arguments):
-        arrays = [context.make_array(t)(context, builder, value) for t, value in zip(signature.args, arguments, strict=True)]
+        arrays = [
+            context.make_array(t)(context, builder, value)
+            for t, value in zip(signature.args, arguments, strict=True)
+        ]
         codes, *others, sizes = (array.data for array in arrays)
-        _Rows(builder, numbers.dtype == types.float64, sizes).write(codes, *others, arrays[3].nitems)
+        _Rows(builder, numbers.dtype == types.float64, sizes).write(
+            codes, *others, arrays[3].nitems
+        )
         return context.get_dummy_value()
 
     return signature, generate
@@ -42,4 +49,10 @@ class _Rows(Codes):
             negative = b.bitcast(b.icmp_signed("<", some, self.constant(bytes_, 0)), I16)
             b.store(negative, b.gep(signs, [loop.index]), align=2)
             for h, x in enumerate(self.numbers(self.magnitudes(b.zext(some, lanes)))):
-                b.store(x, b.bitcast(b.gep(numbers, [b.add(at, ir.Constant(I64, 8 * h))]), x.type.as_pointer()), align=4)
+                b.store(
+                    x,
+                    b.bitcast(
+                        b.gep(numbers, [b.add(at, ir.Constant(I64, 8 * h))]), x.type.as_pointer()
+                    ),
+                    align=4,
+                )

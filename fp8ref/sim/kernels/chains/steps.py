@@ -1,11 +1,14 @@
-"""One step of a tensor core, of all rows of a and one tile of columns, written in LLVM's vectors (spec G-10).
+"""One step of a tensor core, of all rows of a and one tile of columns, written in LLVM's vectors
+(spec G-10).
 
-The processor cuts off each product itself. With the rounding mode toward zero, a multiply-add onto 2^(E + p - F), p the fraction
-bits of the type, keeps of a product what is a multiple of 2^(E - F), as a step does. Magnitudes of all terms are added to that power,
-and magnitudes of the negative ones are taken from its negative: the first sum, and twice the second one, are the result, exactly. So a
-product costs two multiply-adds, one of them with a zero where it is positive; to cut it off by itself takes four operations. What
-limits such a loop is reading b: two rows of a take a step together, so that one reading of b's magnitudes serves both. numba's own
-loops would keep the sums in memory, not in registers.
+The processor cuts off each product itself. With the rounding mode toward zero, a multiply-add onto
+2^(E + p - F), p the fraction bits of the type, keeps of a product what is a multiple of 2^(E - F),
+as a step does. Magnitudes of all terms are added to that power, and magnitudes of the negative ones
+are taken from its negative: the first sum, and twice the second one, are the result, exactly. So a
+product costs two multiply-adds, one of them with a zero where it is positive; to cut it off by
+itself takes four operations. What limits such a loop is reading b: two rows of a take a step
+together, so that one reading of b's magnitudes serves both. numba's own loops would keep the sums
+in memory, not in registers.
 """
 
 from llvmlite import ir
@@ -19,17 +22,22 @@ TOWARD_ZERO, TO_NEAREST = 0, 1
 """Rounding modes, as LLVM numbers them."""
 
 MOST_UNITS = 1 << 23
-"""Sums below so many units of 2^(E - F) fit between 2^(E + 23 - F) and its double: a float32 holds them."""
+"""Sums below so many units of 2^(E - F) fit between 2^(E + 23 - F) and its double: a float32 holds
+them.
+"""
 
 PARTS = 3
-"""Numbers that a tile keeps of one of b: its magnitude, and what a negative product takes of it, for either sign of a."""
+"""Numbers that a tile keeps of one of b: its magnitude, and what a negative product takes of it,
+for either sign of a.
+"""
 
 
 def zero_and_bias(double: bool) -> tuple[int, int]:
     """(the exponent of a zero, what b's exponents have more than their value).
 
-    A zero's sum with any other exponent, at most 15, is below that of every number of a chain, 2^(-28 - F): F is 25 at most,
-    and 18 where sums fit a float32. The sum of two zeros and the bias is a byte.
+    A zero's sum with any other exponent, at most 15, is below that of every number of a chain,
+    2^(-28 - F): F is 25 at most, and 18 where sums fit a float32. The sum of two zeros and the bias
+    is a byte.
     """
     return (-69, 138) if double else (-63, 127)
 
@@ -47,26 +55,35 @@ def set_rounding(typing_context, mode):
 
 def write_rounding(builder: ir.IRBuilder, mode) -> None:
     """``set_rounding`` to an int32."""
-    function = builder.module.declare_intrinsic("llvm.set.rounding", (), ir.FunctionType(ir.VoidType(), [I32]))
+    function = builder.module.declare_intrinsic(
+        "llvm.set.rounding", (), ir.FunctionType(ir.VoidType(), [I32])
+    )
     builder.call(function, [mode])
 
 
 @intrinsic
 def step(typing_context, a, of_a, signs, parts, of_b, acc, sizes, first, of_parts, of_acc, rows):
-    """Some rows of acc [M, LANES] become the results of a step. The rounding mode is TOWARD_ZERO; arrays are flat and contiguous.
+    """Some rows of acc [M, LANES] become the results of a step. The rounding mode is TOWARD_ZERO;
+    arrays are flat and contiguous.
 
-    a, parts  float32 if a step's sum is below MOST_UNITS, else float64: magnitudes of a [any rows, width]; parts
-              [any steps, LANES / lanes, width, 3, lanes], lanes that of ``Vectors``: b's magnitudes, its negative numbers, and its positive
-              ones times -1, other numbers being 0.
-    of_a      uint32 [any rows, width], four times the byte of an exponent; of_b uint8 [any steps, width, LANES], with the bias.
+    a, parts  float32 if a step's sum is below MOST_UNITS, else float64: magnitudes of a [any rows,
+              width]; parts [any steps, LANES / lanes, width, 3, lanes], lanes that of ``Vectors``:
+              b's magnitudes, its negative numbers, and its positive ones times -1, other numbers
+              being 0.
+    of_a      uint32 [any rows, width], four times the byte of an exponent; of_b uint8 [any steps,
+              width, LANES], with the bias.
     signs     uint32 [any rows]: bit k is the sign of a's number k.
     sizes     ``Sizes``.
-    first     the first row of a, of ``rows``; of_parts, the step of parts and of_b; of_acc, the first row of acc.
+    first     the first row of a, of ``rows``; of_parts, the step of parts and of_b; of_acc, the
+              first row of acc.
     """
     signature = types.void(a, of_a, signs, parts, of_b, acc, sizes, *[types.int64] * 4)
 
     def generate(context, builder, signature, arguments):
-        arrays = [context.make_array(t)(context, builder, value).data for t, value in zip(signature.args[:7], arguments[:7], strict=True)]
+        arrays = [
+            context.make_array(t)(context, builder, value).data
+            for t, value in zip(signature.args[:7], arguments[:7], strict=True)
+        ]
         Step(builder, parts.dtype == types.float64).write(*arrays, *arguments[7:])
         return context.get_dummy_value()
 
@@ -74,30 +91,59 @@ def step(typing_context, a, of_a, signs, parts, of_b, acc, sizes, first, of_part
 
 
 class Step(Vectors):
-    """Writes the loop of ``step`` over rows, and those within: for the largest exponent, and for the sums."""
+    """Writes the loop of ``step`` over rows, and those within: for the largest exponent, and for
+    the sums.
+    """
 
     def __init__(self, builder: ir.IRBuilder, double: bool) -> None:
         super().__init__(builder, double)
-        self.together = 2 if LANES == 64 else 1  # rows at a time, as many as keep their sums in registers
+        self.together = (
+            2 if LANES == 64 else 1
+        )  # rows at a time, as many as keep their sums in registers
 
     def write(self, a, of_a, signs, parts, of_b, acc, sizes, first, of_parts, of_acc, rows) -> None:
         """``step``, of pointers."""
         b = self.b
         width = self.size(sizes, "width")
-        fraction_bits, output_bits = (b.trunc(self.size(sizes, name), I32) for name in ("fraction_bits", "output_bits"))
+        fraction_bits, output_bits = (
+            b.trunc(self.size(sizes, name), I32) for name in ("fraction_bits", "output_bits")
+        )
         fraction = ir.Constant(I32, self.fraction)
-        places = self.splat(b.shl(self.widened(b.sub(fraction, fraction_bits)), ir.Constant(self.bits, self.fraction)), self.n)
-        mask = self.splat(b.shl(ir.Constant(self.bits, -1), self.widened(b.sub(fraction, output_bits))), self.n)
+        places = self.splat(
+            b.shl(
+                self.widened(b.sub(fraction, fraction_bits)), ir.Constant(self.bits, self.fraction)
+            ),
+            self.n,
+        )
+        mask = self.splat(
+            b.shl(ir.Constant(self.bits, -1), self.widened(b.sub(fraction, output_bits))), self.n
+        )
         numbers = b.mul(b.mul(of_parts, width), ir.Constant(I64, LANES))  # of b before the step
         parts = b.gep(parts, [b.mul(numbers, ir.Constant(I64, PARTS))])
         of_b = b.gep(b.bitcast(of_b, I8.as_pointer()), [numbers])
         acc = b.gep(acc, [b.mul(of_acc, ir.Constant(I64, LANES))])
-        with cgutils.for_range_slice(b, *(ir.Constant(I64, n) for n in (0, LANES, self.lanes)), intp=I64) as (lane, _):
+        with cgutils.for_range_slice(
+            b, *(ir.Constant(I64, n) for n in (0, LANES, self.lanes)), intp=I64
+        ) as (lane, _):
             of_lanes = b.gep(parts, [b.mul(b.mul(lane, width), ir.Constant(I64, PARTS))])
-            self._columns(a, of_a, signs, of_lanes, b.gep(of_b, [lane]), b.gep(acc, [lane]), width, places, mask, first, rows)
+            self._columns(
+                a,
+                of_a,
+                signs,
+                of_lanes,
+                b.gep(of_b, [lane]),
+                b.gep(acc, [lane]),
+                width,
+                places,
+                mask,
+                first,
+                rows,
+            )
 
     def _columns(self, a, of_a, signs, parts, of_b, acc, width, places, mask, first, rows) -> None:
-        """Some columns: of each row the largest exponent is found beside the sums of the rows before it."""
+        """Some columns: of each row the largest exponent is found beside the sums of the rows
+        before it.
+        """
         b, last = self.b, self.b.sub(rows, ir.Constant(I64, 1))
         beside = cgutils.alloca_once_value(b, ir.Constant(ir.ArrayType(F32, LANES), [0.0] * LANES))
         beside = b.bitcast(beside, acc.type)  # accumulators of a row behind the last
@@ -110,20 +156,37 @@ class Step(Vectors):
         def exponents(some: list) -> list:
             return [b.gep(of_a, [b.mul(row, width)]) for row in some]
 
-        ahead = self.registers([ir.Constant(ir.VectorType(I8, self.lanes), [0] * self.lanes)] * self.together)
+        ahead = self.registers(
+            [ir.Constant(ir.VectorType(I8, self.lanes), [0] * self.lanes)] * self.together
+        )
         begin = exponents(rows_from(ir.Constant(I64, 0)))
         with cgutils.for_range(b, width) as loop:
             self._largest(ahead, begin, of_b, loop.index)
-        with cgutils.for_range_slice(b, ir.Constant(I64, 0), rows, ir.Constant(I64, self.together), intp=I64) as (index, _):
-            lines = [b.gep(acc, [b.mul(b.add(index, ir.Constant(I64, i)), ir.Constant(I64, LANES))]) for i in range(self.together)]
-            lines[1:] = [b.select(b.icmp_signed("<", index, last), line, beside) for line in lines[1:]]
-            sums = [self._start(line, self._fields(register), places) for line, register in zip(lines, ahead, strict=True)]
-            some, following = rows_from(index), rows_from(b.add(index, ir.Constant(I64, self.together)))
+        with cgutils.for_range_slice(
+            b, ir.Constant(I64, 0), rows, ir.Constant(I64, self.together), intp=I64
+        ) as (index, _):
+            lines = [
+                b.gep(acc, [b.mul(b.add(index, ir.Constant(I64, i)), ir.Constant(I64, LANES))])
+                for i in range(self.together)
+            ]
+            lines[1:] = [
+                b.select(b.icmp_signed("<", index, last), line, beside) for line in lines[1:]
+            ]
+            sums = [
+                self._start(line, self._fields(register), places)
+                for line, register in zip(lines, ahead, strict=True)
+            ]
+            some, following = (
+                rows_from(index),
+                rows_from(b.add(index, ir.Constant(I64, self.together))),
+            )
             of_rows = [(b.gep(a, [b.mul(row, width)]), b.load(b.gep(signs, [row]))) for row in some]
             self._add(of_rows, parts, width, sums, (ahead, exponents(following), of_b))
             for line, (magnitudes, negatives) in zip(lines, sums, strict=True):
                 for v, pair in enumerate(zip(magnitudes, negatives, strict=True)):
-                    self._store(*map(b.load, pair), mask, b.gep(line, [ir.Constant(I64, v * self.n)]))
+                    self._store(
+                        *map(b.load, pair), mask, b.gep(line, [ir.Constant(I64, v * self.n)])
+                    )
 
     def _largest(self, registers: list, of_a: list, of_b, k) -> None:
         """Include the product k of each lane in the largest exponents, a byte each, of each row."""
@@ -134,7 +197,9 @@ class Step(Vectors):
             b.store(self.call("umax", b.load(register), b.add(columns, of_row)), register)
 
     def _fields(self, register) -> list:
-        """The exponent field of the largest product of each lane: vectors of 16 int32, as the bits of a float32. Clears the register."""
+        """The exponent field of the largest product of each lane: vectors of 16 int32, as the bits
+        of a float32. Clears the register.
+        """
         b, lanes = self.b, ir.VectorType(I32, 16)
         largest = b.load(register)
         b.store(self.constant(largest.type, 0), register)
@@ -143,12 +208,16 @@ class Step(Vectors):
             some = ir.Constant(lanes, list(range(v, v + 16)))
             field = b.zext(b.shuffle_vector(largest, largest, some), lanes)
             if (bias := zero_and_bias(self.double)[1]) != 127:
-                field = self.call("smax", b.sub(field, self.constant(lanes, bias - 127)), self.constant(lanes, 0))
+                field = self.call(
+                    "smax", b.sub(field, self.constant(lanes, bias - 127)), self.constant(lanes, 0)
+                )
             fields.append(b.shl(field, self.constant(lanes, 23)))
         return fields
 
     def _start(self, line, fields: list, places) -> tuple[list, list]:
-        """Registers: 2^(E + p - F) and an accumulator's magnitude; the negative of that power and a negative accumulator."""
+        """Registers: 2^(E + p - F) and an accumulator's magnitude; the negative of that power and a
+        negative accumulator.
+        """
         b, lanes = self.b, ir.VectorType(I32, 16)
         magnitudes, negatives = [], []
         for v, of_products in enumerate(fields):
@@ -161,7 +230,9 @@ class Step(Vectors):
         return self.registers(magnitudes), self.registers(negatives)
 
     def _in_kind(self, value, field) -> list:
-        """(numbers, exponent fields) of 16 lanes in the type of the sums: one vector of float32, or two of float64."""
+        """(numbers, exponent fields) of 16 lanes in the type of the sums: one vector of float32, or
+        two of float64.
+        """
         if not self.double:
             return [(value, field)]
         b, wide, halves = self.b, ir.VectorType(I64, 8), []
@@ -171,11 +242,11 @@ class Step(Vectors):
         return halves
 
     def _add(self, of_rows: list, parts, width, sums: list, following: tuple) -> None:
-        """Add all products to both sums of each row, (magnitudes, signs) of which are ``of_rows``. For a negative number of a other
-        numbers of b give negative products.
+        """Add all products to both sums of each row, (magnitudes, signs) of which are ``of_rows``.
+        For a negative number of a other numbers of b give negative products.
 
-        ``following`` are arguments of ``_largest`` for the next rows: their exponents are found beside these sums, which alone
-        would wait for each other.
+        ``following`` are arguments of ``_largest`` for the next rows: their exponents are found
+        beside these sums, which alone would wait for each other.
         """
         b, kind = self.b, ir.VectorType(self.real, self.n)
         left = self.registers([signs for _, signs in of_rows])
@@ -186,18 +257,34 @@ class Step(Vectors):
                 negative = b.zext(b.and_(b.load(bits), ir.Constant(I32, 1)), I64)
                 b.store(b.lshr(b.load(bits), ir.Constant(I32, 1)), bits)
                 factor = self.splat(b.load(b.gep(row, [loop.index])), self.n)
-                some.append((factor, b.gep(of_k, [b.mul(negative, ir.Constant(I64, self.lanes))]), *of_row))
+                some.append(
+                    (factor, b.gep(of_k, [b.mul(negative, ir.Constant(I64, self.lanes))]), *of_row)
+                )
             for v in range(self.lanes // self.n):
                 magnitude = self.load(of_k, v * self.n, kind)
                 for factor, swapped, magnitudes, negatives in some:
-                    b.store(self.call("fma", factor, magnitude, b.load(magnitudes[v])), magnitudes[v])
-                    b.store(self.call("fma", factor, self.load(swapped, self.lanes + v * self.n, kind), b.load(negatives[v])), negatives[v])
+                    b.store(
+                        self.call("fma", factor, magnitude, b.load(magnitudes[v])), magnitudes[v]
+                    )
+                    b.store(
+                        self.call(
+                            "fma",
+                            factor,
+                            self.load(swapped, self.lanes + v * self.n, kind),
+                            b.load(negatives[v]),
+                        ),
+                        negatives[v],
+                    )
             self._largest(*following, loop.index)
 
     def _store(self, x, y, mask, line) -> None:
-        """The result of both sums, x = 2^n + A and y = -2^n - N, cut off, as accumulators: A - 2 N = (x + 2 y) + 2^n, each exact."""
+        """The result of both sums, x = 2^n + A and y = -2^n - N, cut off, as accumulators: A - 2 N
+        = (x + 2 y) + 2^n, each exact.
+        """
         b = self.b
-        power = b.bitcast(b.and_(b.bitcast(x, mask.type), self.constant(mask.type, -1 << self.fraction)), x.type)
+        power = b.bitcast(
+            b.and_(b.bitcast(x, mask.type), self.constant(mask.type, -1 << self.fraction)), x.type
+        )
         total = b.fadd(self.call("fma", y, self.constant(y.type, 2.0), x), power)
         total = b.bitcast(b.and_(b.bitcast(total, mask.type), mask), x.type)
         result = b.fptrunc(total, ir.VectorType(F32, self.n)) if self.double else total

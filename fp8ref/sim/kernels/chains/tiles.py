@@ -1,4 +1,6 @@
-"""A tile of b for a step of a tensor core: its codes decoded, written in LLVM's vectors (``steps`` takes the step)."""
+"""A tile of b for a step of a tensor core: its codes decoded, written in LLVM's vectors (``steps``
+takes the step).
+"""
 
 from llvmlite import ir
 from numba import types
@@ -12,9 +14,11 @@ from fp8ref.sim.kernels.chains.vectors import F32, I32, I64, LANES
 
 @intrinsic
 def lay_out(typing_context, words, exponents, parts, sizes, first, step, which):
-    """Fill step ``which`` of parts and of exponents, as ``steps.step`` takes them, from codes of finite numbers.
+    """Fill step ``which`` of parts and of exponents, as ``steps.step`` takes them, from codes of
+    finite numbers.
 
-    words       uint32 [tiles, steps, width / 4, LANES]: four codes of a column, the first in the lowest byte.
+    words       uint32 [tiles, steps, width / 4, LANES]: four codes of a column, the first in the
+                lowest byte.
     exponents   uint8 [any steps, width, LANES].
     sizes       ``Sizes``.
     first, step the first column of a tile, and a step of it.
@@ -22,7 +26,10 @@ def lay_out(typing_context, words, exponents, parts, sizes, first, step, which):
     signature = types.void(words, exponents, parts, sizes, *[types.int64] * 3)
 
     def generate(context, builder, signature, arguments):
-        arrays = [context.make_array(t)(context, builder, value).data for t, value in zip(signature.args[:4], arguments[:4], strict=True)]
+        arrays = [
+            context.make_array(t)(context, builder, value).data
+            for t, value in zip(signature.args[:4], arguments[:4], strict=True)
+        ]
         Tile(builder, parts.dtype == types.float64, arrays[3]).write(*arrays, *arguments[4:])
         return context.get_dummy_value()
 
@@ -42,29 +49,68 @@ class Tile(Codes):
         before = b.add(b.mul(b.mul(self.size(sizes, "steps"), lines), first), b.mul(step, of_step))
         words = b.gep(words, [before])
         of_step = b.mul(of_step, ir.Constant(I64, 4))
-        exponents, parts = (b.gep(x, [b.mul(b.mul(which, of_step), ir.Constant(I64, n))]) for x, n in ((exponents, 1), (parts, PARTS)))
+        exponents, parts = (
+            b.gep(x, [b.mul(b.mul(which, of_step), ir.Constant(I64, n))])
+            for x, n in ((exponents, 1), (parts, PARTS))
+        )
         with cgutils.for_range(b, b.udiv(of_step, ir.Constant(I64, 64))) as loop:
             at = b.mul(loop.index, ir.Constant(I64, 16))
             four = self.load(b.gep(words, [at]), 0, ir.VectorType(I32, 16))
             bytes_ = self.exponents(four)
-            # Of four numbers of LANES columns each: the first number, and the first of these 16 columns.
-            line, lane = b.mul(b.udiv(at, ir.Constant(I64, LANES)), ir.Constant(I64, 4)), b.urem(at, ir.Constant(I64, LANES))
+            # Of four numbers of LANES columns each: the first number, and the first of these 16
+            # columns.
+            line, lane = (
+                b.mul(b.udiv(at, ir.Constant(I64, LANES)), ir.Constant(I64, 4)),
+                b.urem(at, ir.Constant(I64, LANES)),
+            )
             for i in range(4):
                 k = b.mul(b.add(line, ir.Constant(I64, i)), ir.Constant(I64, LANES))
-                of_k = b.shuffle_vector(bytes_, bytes_, ir.Constant(ir.VectorType(I32, 16), list(range(i, 64, 4))))
-                b.store(of_k, b.bitcast(b.gep(exponents, [b.add(k, lane)]), of_k.type.as_pointer()), align=1)
-            numbers = b.mul(b.udiv(lane, ir.Constant(I64, self.lanes)), b.mul(width, ir.Constant(I64, PARTS * self.lanes)))
+                of_k = b.shuffle_vector(
+                    bytes_, bytes_, ir.Constant(ir.VectorType(I32, 16), list(range(i, 64, 4)))
+                )
+                b.store(
+                    of_k,
+                    b.bitcast(b.gep(exponents, [b.add(k, lane)]), of_k.type.as_pointer()),
+                    align=1,
+                )
+            numbers = b.mul(
+                b.udiv(lane, ir.Constant(I64, self.lanes)),
+                b.mul(width, ir.Constant(I64, PARTS * self.lanes)),
+            )
             numbers = b.gep(parts, [b.add(numbers, b.urem(lane, ir.Constant(I64, self.lanes)))])
             with cgutils.for_range(b, ir.Constant(I64, 4)) as of_four:
-                code = b.lshr(four, self.splat(b.trunc(b.mul(of_four.index, ir.Constant(I64, 8)), I32), 16))
-                of_k = b.gep(numbers, [b.mul(b.add(line, of_four.index), ir.Constant(I64, PARTS * self.lanes))])
+                code = b.lshr(
+                    four, self.splat(b.trunc(b.mul(of_four.index, ir.Constant(I64, 8)), I32), 16)
+                )
+                of_k = b.gep(
+                    numbers,
+                    [b.mul(b.add(line, of_four.index), ir.Constant(I64, PARTS * self.lanes))],
+                )
                 for part, values in enumerate(self._parts(code)):
                     for h, x in enumerate(values):
-                        b.store(x, b.bitcast(b.gep(of_k, [ir.Constant(I64, part * self.lanes + 8 * h)]), x.type.as_pointer()), align=4)
+                        b.store(
+                            x,
+                            b.bitcast(
+                                b.gep(of_k, [ir.Constant(I64, part * self.lanes + 8 * h)]),
+                                x.type.as_pointer(),
+                            ),
+                            align=4,
+                        )
 
     def _parts(self, code) -> tuple[list, ...]:
-        """The numbers of the lowest byte of 16 codes in the type of the sums: magnitudes, negative numbers, positive ones times -1."""
+        """The numbers of the lowest byte of 16 codes in the type of the sums: magnitudes, negative
+        numbers, positive ones times -1.
+        """
         b, lanes, zero = self.b, code.type, self.constant(ir.VectorType(F32, 16), 0.0)
-        value, negative = self.magnitudes(code), b.icmp_unsigned("!=", b.and_(code, self.constant(lanes, 0x80)), self.constant(lanes, 0))
+        value, negative = (
+            self.magnitudes(code),
+            b.icmp_unsigned(
+                "!=", b.and_(code, self.constant(lanes, 0x80)), self.constant(lanes, 0)
+            ),
+        )
         below = b.fsub(zero, value)
-        return self.numbers(value), self.numbers(b.select(negative, below, zero)), self.numbers(b.select(negative, zero, below))
+        return (
+            self.numbers(value),
+            self.numbers(b.select(negative, below, zero)),
+            self.numbers(b.select(negative, zero, below)),
+        )

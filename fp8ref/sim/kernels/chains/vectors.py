@@ -1,4 +1,6 @@
-"""LLVM's vectors, as the kernels of a tensor core's steps write them, and the numbers that these kernels share."""
+"""LLVM's vectors, as the kernels of a tensor core's steps write them, and the numbers that these
+kernels share.
+"""
 
 from typing import NamedTuple
 
@@ -8,11 +10,19 @@ from numba.core import cgutils
 LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32
 """Columns of a tile: as many as keep float32 sums in registers."""
 
-I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I8, I16, I32, I64, F32 = (
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+)
 
 
 class Sizes(NamedTuple):
-    """What kernels of chains know of their arrays, as one int64 array: numba takes longer to compile many arguments."""
+    """What kernels of chains know of their arrays, as one int64 array: numba takes longer to
+    compile many arguments.
+    """
 
     begin: int  # the columns of the result: from a multiple of LANES on
     end: int
@@ -30,7 +40,10 @@ class Sizes(NamedTuple):
 
 
 class Vectors:
-    """What a builder lacks. Sums are float32, 16 a vector, or with ``double`` float64, 8 a vector."""
+    """What a builder lacks.
+
+    Sums are float32, 16 a vector, or with ``double`` float64, 8 a vector.
+    """
 
     def __init__(self, builder: ir.IRBuilder, double: bool) -> None:
         self.b = builder
@@ -56,7 +69,9 @@ class Vectors:
 
     def splat(self, value, n: int):
         """A vector of n times the value."""
-        one = self.b.insert_element(ir.Constant(ir.VectorType(value.type, n), ir.Undefined), value, ir.Constant(I32, 0))
+        one = self.b.insert_element(
+            ir.Constant(ir.VectorType(value.type, n), ir.Undefined), value, ir.Constant(I32, 0)
+        )
         return self.b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, n), [0] * n))
 
     def constant(self, kind: ir.VectorType, value):
@@ -64,22 +79,37 @@ class Vectors:
         return ir.Constant(kind, [value] * kind.count)
 
     def load(self, pointer, offset: int, kind: ir.VectorType):
-        """A vector of this type from memory, ``offset`` elements of the pointer's type after it; aligned to an element."""
+        """A vector of this type from memory, ``offset`` elements of the pointer's type after it;
+        aligned to an element.
+        """
         at = self.b.gep(pointer, [ir.Constant(I64, offset)])
-        return self.b.load(self.b.bitcast(at, kind.as_pointer()), align=1 if kind.element is I8 else 4)
+        return self.b.load(
+            self.b.bitcast(at, kind.as_pointer()), align=1 if kind.element is I8 else 4
+        )
 
     def call(self, name: str, *values):
         """An operation of LLVM on vectors of one type."""
         kind = values[0].type
         element = {"float": "f32", "double": "f64"}.get(str(kind.element), str(kind.element))
         function = ir.FunctionType(kind, [kind] * len(values))
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, function, f"llvm.{name}.v{kind.count}{element}"), values)
+        return self.b.call(
+            cgutils.get_or_insert_function(
+                self.b.module, function, f"llvm.{name}.v{kind.count}{element}"
+            ),
+            values,
+        )
 
     def halves(self, value) -> list:
         """Both halves of a vector of 16."""
-        chosen = (ir.Constant(ir.VectorType(I32, 8), list(range(begin, begin + 8))) for begin in (0, 8))
+        chosen = (
+            ir.Constant(ir.VectorType(I32, 8), list(range(begin, begin + 8))) for begin in (0, 8)
+        )
         return [self.b.shuffle_vector(value, value, of_half) for of_half in chosen]
 
     def numbers(self, value) -> list:
         """16 float32 numbers in the type of the sums: one vector, or two of float64."""
-        return [self.b.fpext(half, ir.VectorType(self.real, 8)) for half in self.halves(value)] if self.double else [value]
+        return (
+            [self.b.fpext(half, ir.VectorType(self.real, 8)) for half in self.halves(value)]
+            if self.double
+            else [value]
+        )

@@ -3,8 +3,9 @@
     q, do    [B x Hkv, Tq x G, D]    the query heads of a head of keys are neighboring rows
     k, v     [B x Hkv, Tk, D]
 
-On a GPU they are codes, and FP8 GEMMs multiply them. A CPU has none: there they are dequantized float32 numbers, with the
-softmax scale in q, and one batched GEMM takes all sequences and heads. MX blocks are dequantized everywhere.
+On a GPU they are codes, and FP8 GEMMs multiply them. A CPU has none: there they are dequantized
+float32 numbers, with the softmax scale in q, and one batched GEMM takes all sequences and heads. MX
+blocks are dequantized everywhere.
 """
 
 from collections.abc import Iterator
@@ -25,11 +26,15 @@ from fp8ref.torch.gemm import hardware
 from fp8ref.torch.quantize import cast, float_values
 
 CHUNK = 1 << 18
-"""On a CPU, the scores that are computed at a time: of so many sequences and heads as a core's cache holds."""
+"""On a CPU, the scores that are computed at a time: of so many sequences and heads as a core's
+cache holds.
+"""
 
 
 def takes_codes(codes: Tensor, variant: Variant) -> bool:
-    """Whether GEMMs take these operands as they are: FP8 on a GPU or by simulated hardware, bfloat16 on a GPU."""
+    """Whether GEMMs take these operands as they are: FP8 on a GPU or by simulated hardware,
+    bfloat16 on a GPU.
+    """
     if variant.granularity == "mx_1x32":
         return False
     if variant.fmt.bits == 8:
@@ -41,7 +46,8 @@ class Layout:
     """q, k and v of a pass as batches of matrices, and what their products are still multiplied by.
 
     codes     whether they are codes; else dequantized.
-    scale     what scores of dequantized operands have in q: the softmax scale under the variant's base.
+    scale     what scores of dequantized operands have in q: the softmax scale under the variant's
+              base.
     """
 
     def __init__(self, tensors: dict[str, Heads], spec: Spec, shape: Shape, step: int = 1) -> None:
@@ -52,7 +58,9 @@ class Layout:
         q = self.of_queries(tensors["q"])
         self.q = q if self.codes else q.mul_(self.scale)
         self.k = operands.along_features(self.values(tensors["k"])).flatten(0, 1)
-        self.v = operands.along_features(self.values(tensors["v"], along_tokens=self.variant.granularity == "mx_1x32")).flatten(0, 1)
+        self.v = operands.along_features(
+            self.values(tensors["v"], along_tokens=self.variant.granularity == "mx_1x32")
+        ).flatten(0, 1)
         self._scratch: dict[int, Tensor] = {}
 
     def values(self, x: Heads, *, along_tokens: bool = False) -> Tensor:
@@ -62,7 +70,9 @@ class Layout:
         numbers = float_values.decode(x.codes)
         if self.variant.granularity is None:
             return numbers.clone() if numbers is x.codes else numbers
-        of_elements = heads.spread(x.scale_inv, tuple(numbers.shape), self.variant.granularity, along_tokens=along_tokens)
+        of_elements = heads.spread(
+            x.scale_inv, tuple(numbers.shape), self.variant.granularity, along_tokens=along_tokens
+        )
         return numbers.mul_(of_elements)
 
     def of_queries(self, x: Heads) -> Tensor:
@@ -76,7 +86,9 @@ class Layout:
     def by_head(self, x: Tensor) -> Tensor:
         """[B x Hkv, T x G, D] as [B, H, Tq, D]."""
         shape = self.shape
-        return operands.by_head(x.view(shape.batch, shape.key_heads, -1, shape.group, x.shape[-1]), shape)
+        return operands.by_head(
+            x.view(shape.batch, shape.key_heads, -1, shape.group, x.shape[-1]), shape
+        )
 
     def at(self, tile: Tile) -> slice:
         """The rows of a tile."""
@@ -85,11 +97,17 @@ class Layout:
     def parts(self, tile: Tile) -> Iterator[slice]:
         """The sequences and heads whose scores are computed at a time: all, but on a CPU."""
         n, each = len(self.q), (tile.last - tile.first) * self.shape.group * tile.width
-        count = n if self.q.device.type != "cpu" or torch.compiler.is_compiling() else max(1, CHUNK // each)
+        count = (
+            n
+            if self.q.device.type != "cpu" or torch.compiler.is_compiling()
+            else max(1, CHUNK // each)
+        )
         return (slice(begin, min(begin + count, n)) for begin in range(0, n, count))
 
     def scratch(self, which: int, part: slice, tile: Tile) -> Tensor | None:
-        """Memory for scores of a part, used again from tile to tile; None where a product makes its own."""
+        """Memory for scores of a part, used again from tile to tile; None where a product makes its
+        own.
+        """
         if self.codes or torch.compiler.is_compiling() or self.q.device.type != "cpu":
             return None
         size = part.stop - part.start, (tile.last - tile.first) * self.shape.group, tile.width
@@ -103,11 +121,17 @@ class Layout:
         return scale.flatten() if scale.ndim else scale
 
     def scores(self, part: slice, tile: Tile, seen: list[tuple[slice, Tensor]]) -> Tensor:
-        """Scores of a part under the variant's base [n, rows, keys], -infinity of keys that are not seen."""
+        """Scores of a part under the variant's base [n, rows, keys], -infinity of keys that are not
+        seen.
+        """
         s = self._products(part, tile)
-        return self._hide(s if self.spec.softcap is None else s.tanh_().mul_(self.spec.cap), part, seen)
+        return self._hide(
+            s if self.spec.softcap is None else s.tanh_().mul_(self.spec.cap), part, seen
+        )
 
-    def scores_and_slope(self, part: slice, tile: Tile, seen: list[tuple[slice, Tensor]]) -> tuple[Tensor, Tensor | None]:
+    def scores_and_slope(
+        self, part: slice, tile: Tile, seen: list[tuple[slice, Tensor]]
+    ) -> tuple[Tensor, Tensor | None]:
         """``scores``, and what a softcap multiplies dS by; None without one."""
         if self.spec.softcap is None:
             return self.scores(part, tile, seen), None
@@ -118,7 +142,9 @@ class Layout:
     def _products(self, part: slice, tile: Tile) -> Tensor:
         a, b = self.q[part, self.at(tile)], self.k[part, tile.keys]
         with multiplying("scores"):
-            s = batched_gemm.products(a, b, fast=self.fast, factor=self._factor(part), out=self.scratch(0, part, tile))
+            s = batched_gemm.products(
+                a, b, fast=self.fast, factor=self._factor(part), out=self.scratch(0, part, tile)
+            )
         if self.codes and self.variant.granularity == "rows_128":
             of_q = operands.query_scale(self.tensors["q"].scale_inv, tile, self.variant, self.shape)
             of_k = operands.key_scale(self.tensors["k"].scale_inv, tile, self.variant)
@@ -137,11 +163,15 @@ class Layout:
         """scale_inv of the GEMM of scores, of codes by tensors or heads."""
         if not self.codes or self.variant.granularity not in ("tensor", "head"):
             return None
-        factor = self.of_heads(self.tensors["q"].scale_inv * self.tensors["k"].scale_inv * self.scale)
+        factor = self.of_heads(
+            self.tensors["q"].scale_inv * self.tensors["k"].scale_inv * self.scale
+        )
         return factor[part] if factor.ndim else factor
 
     def hidden(self, tile: Tile, documents: Documents) -> list[tuple[slice, Tensor]]:
-        """Which keys of a tile which rows do not see: rows among those of the tile, and bool [1 or B x Hkv, queries, 1, keys]."""
+        """Which keys of a tile which rows do not see: rows among those of the tile, and bool [1 or
+        B x Hkv, queries, 1, keys].
+        """
         spec, shape, device = self.spec, self.shape, self.q.device
         if documents.q is not None:
             seen = operands.seen(tile, spec, shape, documents, device)
@@ -153,18 +183,28 @@ class Layout:
             part = tile._replace(first=first, last=last, inside=False)
             seen = operands.seen(part, spec, shape, documents, device)
             assert seen is not None
-            found.append((slice((first - tile.first) * shape.group, (last - tile.first) * shape.group), ~seen[:, 0]))
+            found.append(
+                (
+                    slice((first - tile.first) * shape.group, (last - tile.first) * shape.group),
+                    ~seen[:, 0],
+                )
+            )
         return found
 
     def narrow(self, x: Tensor, fmt, part: slice, tile: Tile, *, inside: bool = False) -> Tensor:
-        """x, which is written, as a GEMM's operand: rounded to a format, saturated; codes, or their numbers.
+        """x, which is written, as a GEMM's operand: rounded to a format, saturated; codes, or their
+        numbers.
 
         inside    no number of x is above the format's range.
         """
         if fmt.bits != 8:
             short = heads.rounded(x, fmt)
             return short if self.codes else x.copy_(short)
-        return cast.to_fp8(x, fmt) if self.codes else float_values.round_(x, fmt, self.scratch(2, part, tile), inside=inside)
+        return (
+            cast.to_fp8(x, fmt)
+            if self.codes
+            else float_values.round_(x, fmt, self.scratch(2, part, tile), inside=inside)
+        )
 
 
 def _partial(tile: Tile, spec: Spec, shape: Shape) -> list[tuple[int, int]]:
@@ -177,7 +217,11 @@ def _partial(tile: Tile, spec: Spec, shape: Shape) -> list[tuple[int, int]]:
         return [(tile.first, tile.last)]
     # Row i sees keys from i + offset - left to i + offset + right.
     whole = tile.first if right is None else max(tile.first, tile.end - 1 - offset - right)
-    behind = min(tile.last, shape.queries, tile.last if left is None else tile.begin - offset + left + 1)
+    behind = min(
+        tile.last, shape.queries, tile.last if left is None else tile.begin - offset + left + 1
+    )
     if whole >= behind:
         return [(tile.first, tile.last)]
-    return [(first, last) for first, last in ((tile.first, whole), (behind, tile.last)) if first < last]
+    return [
+        (first, last) for first, last in ((tile.first, whole), (behind, tile.last)) if first < last
+    ]

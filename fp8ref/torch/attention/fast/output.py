@@ -6,7 +6,8 @@
         o = o c + p8 @ v       [Tq x G, keys] @ [keys, D]
     o, lse                     <- o / sum
 
-Codes and scales, tiles and their order, the rescale rule and the cast of probabilities are those of ``output``.
+Codes and scales, tiles and their order, the rescale rule and the cast of probabilities are those of
+``output``.
 """
 
 import math
@@ -54,7 +55,10 @@ def run(
         torch.zeros(n, rows, device=device, dtype=torch.float32),
     )
     o = torch.zeros(n, rows, width, device=device, dtype=torch.float32)
-    largest, saturated = torch.zeros((), device=device, dtype=torch.float32), torch.zeros((), dtype=torch.int64, device=device)
+    largest, saturated = (
+        torch.zeros((), device=device, dtype=torch.float32),
+        torch.zeros((), dtype=torch.int64, device=device),
+    )
     lost = torch.zeros_like(saturated)
     kept = Kept(keep, (n, rows, layout.k.shape[1]), device)
     # GEMMs of codes take them along the tokens.
@@ -70,7 +74,10 @@ def run(
             # Without documents a tile's rows each see a key of it.
             shift = new if documents.q is None else finite(new)
             c = exponential_(old - shift, variant)
-            p = exponential_(s.sub_((shift - float(variant.offset) if variant.offset else shift)[..., None]), variant)
+            p = exponential_(
+                s.sub_((shift - float(variant.offset) if variant.offset else shift)[..., None]),
+                variant,
+            )
             old.copy_(new)
             sums[part, at].mul_(c).add_(p.sum(-1))
             if report != "nothing":
@@ -81,7 +88,11 @@ def run(
             p = p.mul_(scale_p) if low and variant.p_scale != 1 else p
             if "p_codes" in kept:
                 kept.put("p_codes", (part, at, tile.keys), cast.to_fp8(p, fmt))
-            p8, of_v, of_o = layout.narrow(p, fmt, part, tile, inside=inside), v[part, :, tile.keys], o[part, at].mul_(c[..., None])
+            p8, of_v, of_o = (
+                layout.narrow(p, fmt, part, tile, inside=inside),
+                v[part, :, tile.keys],
+                o[part, at].mul_(c[..., None]),
+            )
             if not layout.codes:
                 with multiplying("values"):
                     of_o.baddbmm_(p8, of_v.transpose(1, 2))
@@ -89,35 +100,64 @@ def run(
             with multiplying("values"):
                 found = batched_gemm.products(p8, of_v, fast=layout.fast)
             if layout.codes and variant.granularity == "rows_128":
-                found = found * layout.of_heads(operands.key_scale(tensors["v"].scale_inv, tile, variant)).view(n, 1, 1)[part]
+                found = (
+                    found
+                    * layout.of_heads(
+                        operands.key_scale(tensors["v"].scale_inv, tile, variant)
+                    ).view(n, 1, 1)[part]
+                )
             of_o.add_(found)
     if sinks is not None:
-        of_rows = attention_sinks.by_rows(sinks, shape).expand(shape.batch, -1, shape.queries, -1).flatten(2, 3).flatten(0, 1)
+        of_rows = (
+            attention_sinks.by_rows(sinks, shape)
+            .expand(shape.batch, -1, shape.queries, -1)
+            .flatten(2, 3)
+            .flatten(0, 1)
+        )
         o, sums, maximum = attention_sinks.add(o, sums, maximum, of_rows, None, spec)
     factor = _at_end(layout, scale_inv_p)
-    inverse = _inverse(sums, factor.view(-1, 1) if isinstance(factor, Tensor) and factor.ndim else factor, variant)
+    inverse = _inverse(
+        sums, factor.view(-1, 1) if isinstance(factor, Tensor) and factor.ndim else factor, variant
+    )
     o = o.mul_(inverse[..., None])
     out = layout.by_head(o)
     lse = layout.by_head(_log_sum(maximum, sums, variant)[..., None])[..., 0]
-    return output.result(out, lse, tensors, largest, saturated, kept, (scale_p, scale_inv_p), spec, shape, given, report=report)._replace(
-        lost=lost
-    )
+    return output.result(
+        out,
+        lse,
+        tensors,
+        largest,
+        saturated,
+        kept,
+        (scale_p, scale_inv_p),
+        spec,
+        shape,
+        given,
+        report=report,
+    )._replace(lost=lost)
 
 
 def _lost(p: Tensor, scale: Tensor, variant: Variant) -> Tensor | int:
-    """How many probabilities the cast makes 0, whose scaled numbers are at most half of the least one."""
+    """How many probabilities the cast makes 0, whose scaled numbers are at most half of the least
+    one.
+    """
     if variant.fmt.bits != 8:
         return 0
     return output.count_lost(p, cast.to_fp8(p * scale, variant.fmt), variant.fmt)
 
 
 def _inside(variant: Variant, given: dict[str, Tensor]) -> bool:
-    """Whether no probability leaves the format's range, by A-8's bound with a unit of 2^-10 for roundings: the scale is the variant's own."""
+    """Whether no probability leaves the format's range, by A-8's bound with a unit of 2^-10 for
+    roundings: the scale is the variant's own.
+    """
     if variant.fmt.bits != 8 or "s" in given:
         return False
     # The scale of a state without one is max / 1, rounded down to a power of two or not at all.
     scale = variant.fmt.max if variant.p_scale == "state" else variant.p_scale
-    return variant.largest_probability * scale * (1 + (variant.base == "2") * 2.0**-10) <= variant.fmt.max
+    return (
+        variant.largest_probability * scale * (1 + (variant.base == "2") * 2.0**-10)
+        <= variant.fmt.max
+    )
 
 
 def exponential_(x: Tensor, variant: Variant) -> Tensor:
@@ -146,7 +186,9 @@ def _at_end(layout: Layout, scale_inv_p: Tensor) -> Tensor | float:
 
 
 def _inverse(sums: Tensor, factor: Tensor | float, variant: Variant) -> Tensor:
-    """factor / the sums of rows (A-10); of a row without keys a number that its output 0 is multiplied by."""
+    """factor / the sums of rows (A-10); of a row without keys a number that its output 0 is
+    multiplied by.
+    """
     whole = sums.clamp(min=1.0) if variant.finish == "divide" else torch.where(sums == 0, 1.0, sums)
     return factor / whole
 
@@ -155,5 +197,9 @@ def _log_sum(maximum: Tensor, sums: Tensor, variant: Variant) -> Tensor:
     """The log-sum-exp of rows (A-11), in torch's float32."""
     empty = sums == 0
     maximum, sums = torch.where(empty, 0.0, maximum), torch.where(empty, 1.0, sums)
-    found = (maximum + (sums.log2() - float(variant.offset))) * math.log(2) if variant.base == "2" else maximum + sums.log()
+    found = (
+        (maximum + (sums.log2() - float(variant.offset))) * math.log(2)
+        if variant.base == "2"
+        else maximum + sums.log()
+    )
     return torch.where(empty, -torch.inf, found)

@@ -1,6 +1,7 @@
 """The backward pass in bfloat16 of an attention whose forward pass is in FP8 (spec A-25).
 
-It is that of the variant ``bf16``, of q, k and v themselves, with o and the log-sum-exp of the FP8 pass.
+It is that of the variant ``bf16``, of q, k and v themselves, with o and the log-sum-exp of the FP8
+pass.
 """
 
 import dataclasses
@@ -48,4 +49,6 @@ def gradients(
     of_inputs = context.gathered(operands.quantize(*tensors, wide, {}, report="nothing"), wide)
     saved = Saved(of_inputs, rounded(o), None, lse, one, one)
     of_pass = fast if spec.arithmetic == "fast" else attention_gradients
-    return of_pass.gradients(do, saved, wide, shape, documents, {}, report=report, keep=keep, sinks=sinks)
+    return of_pass.gradients(
+        do, saved, wide, shape, documents, {}, report=report, keep=keep, sinks=sinks
+    )

@@ -7,7 +7,8 @@
         dk += ds8.T @ q                                  [keys, Tq x G] @ [Tq x G, D]
         dq += ds8 @ k                                    [Tq x G, keys] @ [keys, D]
 
-The query heads of a head of keys are summed by the products. Codes, scales and casts are those of ``gradients``.
+The query heads of a head of keys are summed by the products. Codes, scales and casts are those of
+``gradients``.
 """
 
 import math
@@ -67,21 +68,52 @@ def gradients(
         (of_pass.largest,) = operands.share([of_pass.largest], spec)
     raw = attention_gradients.own_keys(of_pass.raw(scales), spec, shape)
     found = attention_gradients.rounded(
-        raw, do8, of_pass.largest, of_pass.saturated + of_pass.saturated_ds, scales, spec, given, report=report
+        raw,
+        do8,
+        of_pass.largest,
+        of_pass.saturated + of_pass.saturated_ds,
+        scales,
+        spec,
+        given,
+        report=report,
     )
-    dsinks = None if sinks is None else attention_sinks.gradient(of_pass.d_by_head(), saved.lse, sinks, spec)
+    dsinks = (
+        None
+        if sinks is None
+        else attention_sinks.gradient(of_pass.d_by_head(), saved.lse, sinks, spec)
+    )
     counts: dict = {"lost": of_pass.lost, "saturated_ds": of_pass.saturated_ds}
     return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks, **counts)
 
 
 class Pass:
-    """The sums dq, dk and dv over tiles, each in its layout of GEMMs, before scales of tensors and heads."""
+    """The sums dq, dk and dv over tiles, each in its layout of GEMMs, before scales of tensors and
+    heads.
+    """
 
     def __init__(
-        self, do8, saved: Saved, spec: Spec, shape: Shape, documents: Documents, *, report: Report, keep: Collection[Matrix] = ()
+        self,
+        do8,
+        saved: Saved,
+        spec: Spec,
+        shape: Shape,
+        documents: Documents,
+        *,
+        report: Report,
+        keep: Collection[Matrix] = (),
     ) -> None:
-        self.spec, self.shape, self.documents, self.saved, self.report = spec, shape, documents, saved, report
-        self.variant, self.fmt, self.do8 = spec.variant, spec.variant.gradient_fmt or spec.variant.fmt, do8
+        self.spec, self.shape, self.documents, self.saved, self.report = (
+            spec,
+            shape,
+            documents,
+            saved,
+            report,
+        )
+        self.variant, self.fmt, self.do8 = (
+            spec.variant,
+            spec.variant.gradient_fmt or spec.variant.fmt,
+            do8,
+        )
         step = operands.STEP
         self.layout = layout = Layout(saved.tensors, spec, shape, step)
         self.do = layout.of_queries(do8)
@@ -92,7 +124,8 @@ class Pass:
         self.tiles = operands.tiles(spec, shape, step)
         # GEMMs of codes take them along the axis of the sum.
         self.do_tokens, self.q_tokens, self.k_tokens = (
-            x.transpose(1, 2).contiguous() if layout.codes else x.transpose(1, 2) for x in (self.do, layout.q, layout.k)
+            x.transpose(1, 2).contiguous() if layout.codes else x.transpose(1, 2)
+            for x in (self.do, layout.q, layout.k)
         )
         device = layout.q.device
         self.dq = torch.zeros(layout.q.shape, device=device, dtype=torch.float32)
@@ -104,7 +137,10 @@ class Pass:
             torch.zeros((), device=device, dtype=torch.float32),
             torch.zeros((), dtype=torch.int64, device=device),
         )
-        self.lost, self.saturated_ds = torch.zeros_like(self.saturated), torch.zeros_like(self.saturated)
+        self.lost, self.saturated_ds = (
+            torch.zeros_like(self.saturated),
+            torch.zeros_like(self.saturated),
+        )
         self._has_dv = False
         self.kept = Kept(keep, (*layout.q.shape[:-1], layout.k.shape[1]), device)
 
@@ -127,7 +163,9 @@ class Pass:
         return scale[:, None] if scale.ndim else scale
 
     def walk(self, scales: Scales | None) -> None:
-        """Pass all tiles: without scales of dS for its amax and for dv, which is not computed again with them."""
+        """Pass all tiles: without scales of dS for its amax and for dv, which is not computed again
+        with them.
+        """
         layout, softmax_scale = self.layout, self.spec.softmax_scale(self.shape.features)
         measures = scales is None or (self.report != "nothing" and not self._has_dv)
         for tile in self.tiles:
@@ -135,7 +173,12 @@ class Pass:
             for part in layout.parts(tile):
                 s, slope = layout.scores_and_slope(part, tile, hidden)
                 p = exponential_(s.sub_(self.lse[part, at, None]), self.variant)
-                ds = self._grad_probabilities(part, tile).sub_(self.d[part, at, None]).mul_(p).mul_(softmax_scale)
+                ds = (
+                    self._grad_probabilities(part, tile)
+                    .sub_(self.d[part, at, None])
+                    .mul_(p)
+                    .mul_(softmax_scale)
+                )
                 ds = ds if slope is None else ds.mul_(slope)
                 if measures:
                     low, high = torch.aminmax(ds)
@@ -154,15 +197,21 @@ class Pass:
             factor = factor[part] if factor.ndim else factor
         a, b = self.do[part, layout.at(tile)], layout.v[part, tile.keys]
         with multiplying("grad_probabilities"):
-            return batched_gemm.products(a, b, fast=layout.fast, factor=factor, out=layout.scratch(1, part, tile))
+            return batched_gemm.products(
+                a, b, fast=layout.fast, factor=factor, out=layout.scratch(1, part, tile)
+            )
 
     def _add_dv(self, p: Tensor, part: slice, tile: Tile) -> None:
         if self.report == "all":
-            self.saturated = self.saturated + forward.count_clipped(p, self.saved.scale_p, self.variant)
+            self.saturated = self.saturated + forward.count_clipped(
+                p, self.saved.scale_p, self.variant
+            )
         if self.variant.fmt.bits == 8 and self.variant.p_scale != 1:
             p = p.mul_(self.saved.scale_p)
         if "p_codes" in self.kept:
-            self.kept.put("p_codes", (part, self.layout.at(tile), tile.keys), cast.to_fp8(p, self.variant.fmt))
+            self.kept.put(
+                "p_codes", (part, self.layout.at(tile), tile.keys), cast.to_fp8(p, self.variant.fmt)
+            )
         p8 = self.layout.narrow(p, self.variant.fmt, part, tile)
         self.dv[part, tile.keys] += self._over_rows("grad_v", p8, self.do_tokens, part, tile)
 
@@ -171,7 +220,9 @@ class Pass:
         self.kept.put("ds", (part, at, tile.keys), ds)
         if self.fmt.bits == 8:
             if self.report == "all":
-                self.lost = self.lost + forward.count_lost(ds, cast.to_fp8(ds * scales.scale, self.fmt), self.fmt)
+                self.lost = self.lost + forward.count_lost(
+                    ds, cast.to_fp8(ds * scales.scale, self.fmt), self.fmt
+                )
             ds = ds.mul_(scales.scale)
             if self.report == "all":
                 self.saturated_ds = self.saturated_ds + heads.above_range(ds.abs(), self.fmt).sum()
@@ -183,10 +234,16 @@ class Pass:
         self.dq[part, at] += of_q
         self.dk[part, tile.keys] += self._over_rows("grad_k", ds8, self.q_tokens, part, tile)
 
-    def _over_rows(self, product: Product, x: Tensor, other: Tensor, part: slice, tile: Tile) -> Tensor:
-        """Sums over a tile's rows of x [n, rows, keys] and other [B x Hkv, D, rows]: [n, keys, D]."""
+    def _over_rows(
+        self, product: Product, x: Tensor, other: Tensor, part: slice, tile: Tile
+    ) -> Tensor:
+        """Sums over a tile's rows of x [n, rows, keys] and other [B x Hkv, D, rows]: [n, keys,
+        D].
+        """
         with multiplying(product):
-            return batched_gemm.products(x.transpose(1, 2), other[part, :, self.layout.at(tile)], fast=self.layout.fast)
+            return batched_gemm.products(
+                x.transpose(1, 2), other[part, :, self.layout.at(tile)], fast=self.layout.fast
+            )
 
     def raw(self, scales: Scales) -> Raw:
         """The gradients, times the scales that their operands do not have."""
@@ -197,10 +254,15 @@ class Pass:
         elif variant.granularity is not None:
             of_q, of_k, of_v = (
                 own * layout.of_heads(x)
-                for own, x in ((of_q, tensors["k"].scale_inv), (of_k, tensors["q"].scale_inv), (of_v, self.do8.scale_inv))
+                for own, x in (
+                    (of_q, tensors["k"].scale_inv),
+                    (of_k, tensors["q"].scale_inv),
+                    (of_v, self.do8.scale_inv),
+                )
             )
         dq, dk, dv = (
-            x.mul_(factor.view(-1, 1, 1) if factor.ndim else factor) for x, factor in ((self.dq, of_q), (self.dk, of_k), (self.dv, of_v))
+            x.mul_(factor.view(-1, 1, 1) if factor.ndim else factor)
+            for x, factor in ((self.dq, of_q), (self.dk, of_k), (self.dv, of_v))
         )
         of_keys = self.shape.batch, self.shape.key_heads, -1, dk.shape[-1]
         at = (slice(None), slice(None), slice(self.shape.keys), slice(self.shape.features))

@@ -1,15 +1,18 @@
-"""The backward pass of attention (spec A-15, A-16): the gradients of q, k and v, a tile of keys after another.
+"""The backward pass of attention (spec A-15, A-16): the gradients of q, k and v, a tile of keys
+after another.
 
     for each tile:
         p              <- q8 @ k8.T, lse                 [Tq x G, D] @ [D, keys]
         dp = do8 @ v8.T                                  [Tq x G, D] @ [D, keys]
         ds = (dp - d) p scale
-        dv += p8.T @ do8                                 [keys, Tq] @ [Tq, D], a GEMM for each query head
+        dv += p8.T @ do8                                 [keys, Tq] @ [Tq, D], a GEMM for each query
+                                                         head
         dq += ds8 @ k8                                   [Tq x G, keys] @ [keys, D]
-        dk += ds8.T @ q8                                 [keys, Tq] @ [Tq, D], a GEMM for each query head
+        dk += ds8.T @ q8                                 [keys, Tq] @ [Tq, D], a GEMM for each query
+                                                         head
 
-The scale of ds needs the amax of all of ds. Unless it is given, tiles are passed twice: for the amax and dv, then for
-dq and dk. Nothing quadratic is kept. ``mx`` has the operands of MX blocks.
+The scale of ds needs the amax of all of ds. Unless it is given, tiles are passed twice: for the
+amax and dv, then for dq and dk. Nothing quadratic is kept. ``mx`` has the operands of MX blocks.
 """
 
 import math
@@ -43,11 +46,14 @@ _LOG2E = float(np.float32(math.log2(math.e)))
 class Gradients(NamedTuple):
     """What a backward pass gives. Fields as in ``fp8ref.sim.attention.gradients.gradients``.
 
-    dq, dk, dv   float32 of the shapes of q, k, v: values of the output's format, times their scale_inv in FP8.
+    dq, dk, dv   float32 of the shapes of q, k, v: values of the output's format, times their
+                 scale_inv in FP8.
     tensors      the quantized do and, where they are in FP8, dq, dk and dv, by role.
     amaxes       of do by its groups; of ds, dq, dk and dv, unrounded.
-    saturated    int64 (): elements of P and dS that their casts clipped, on this rank; saturated_ds: those of dS, none under MX.
-    lost         int64 (): elements of dS of at least 2^-126 that the cast made 0, on this rank; under MX that along the keys.
+    saturated    int64 (): elements of P and dS that their casts clipped, on this rank;
+                 saturated_ds: those of dS, none under MX.
+    lost         int64 (): elements of dS of at least 2^-126 that the cast made 0, on this rank;
+                 under MX that along the keys.
     scale_ds     what dS was multiplied by: scale and scale_inv; 1 where it has none, or blocks.
     matrices     codes of P, dS and its codes [B, H, Tq, Tk], by ``Matrix``; {} unless asked for.
     dsinks       float32 [H]: the gradient of sinks, of this rank's rows; None without any.
@@ -67,8 +73,8 @@ class Gradients(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward pass takes of a forward pass: q, k and v quantized; o [B, H, Tq, D], in FP8 its codes and
-    scale_inv, else None; lse; and the scales of the probabilities."""
+    """What a backward pass takes of a forward pass: q, k and v quantized; o [B, H, Tq, D], in FP8
+    its codes and scale_inv, else None; lse; and the scales of the probabilities."""
 
     tensors: dict[str, Heads]
     o: Tensor
@@ -79,7 +85,9 @@ class Saved(NamedTuple):
 
 
 class Raw(NamedTuple):
-    """Gradients before they are rounded to the output's format, float32 of the shapes of q, k and v."""
+    """Gradients before they are rounded to the output's format, float32 of the shapes of q, k and
+    v.
+    """
 
     dq: Tensor
     dk: Tensor
@@ -87,7 +95,9 @@ class Raw(NamedTuple):
 
 
 class Pass:
-    """The parts of a backward pass without blocks, in the layouts of GEMMs; sums go into dq, dk and dv."""
+    """The parts of a backward pass without blocks, in the layouts of GEMMs; sums go into dq, dk and
+    dv.
+    """
 
     def __init__(
         self,
@@ -101,13 +111,21 @@ class Pass:
         report: Report,
         keep: Collection[Matrix] = (),
     ) -> None:
-        self.spec, self.shape, self.documents, self.saved, self.report = spec, shape, documents, saved, report
+        self.spec, self.shape, self.documents, self.saved, self.report = (
+            spec,
+            shape,
+            documents,
+            saved,
+            report,
+        )
         self.variant, self.given = spec.variant, given
         self.fmt = spec.variant.gradient_fmt or spec.variant.fmt
         self.do = quantized_do(do, spec, given, shape, report=report)
         tensors = saved.tensors
         step = operands.STEP
-        self.q, self.do_rows = (operands.grouped(x.codes, shape, step) for x in (tensors["q"], self.do))
+        self.q, self.do_rows = (
+            operands.grouped(x.codes, shape, step) for x in (tensors["q"], self.do)
+        )
         self.k, self.v = (operands.along_features(tensors[role].codes) for role in ("k", "v"))
         self.d = self._row_sums()
         self.lse = rows_of(saved.lse, shape, step)
@@ -115,7 +133,10 @@ class Pass:
         device = do.device
         self.largest = torch.zeros((), device=device, dtype=torch.float32)
         self.saturated = torch.zeros((), dtype=torch.int64, device=device)
-        self.lost, self.saturated_ds = torch.zeros_like(self.saturated), torch.zeros_like(self.saturated)
+        self.lost, self.saturated_ds = (
+            torch.zeros_like(self.saturated),
+            torch.zeros_like(self.saturated),
+        )
         self.kept = Kept(keep, (*self.q.shape[:-1], self.k.shape[2]), device)
 
     def _row_sums(self) -> Tensor:
@@ -128,7 +149,11 @@ class Pass:
         return d if self.saved.o_scale_inv is None else times(d, self.saved.o_scale_inv)
 
     def _of_queries(self, x: Heads) -> Tensor:
-        return x.scale_inv[..., None] if self.variant.granularity == "head" else x.scale_inv[(None,) * 5]
+        return (
+            x.scale_inv[..., None]
+            if self.variant.granularity == "head"
+            else x.scale_inv[(None,) * 5]
+        )
 
     def _of_keys(self, role: str) -> Tensor:
         scale_inv = self.saved.tensors[role].scale_inv
@@ -143,15 +168,27 @@ class Pass:
         return x
 
     def probabilities(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
-        """(P of a tile again, from the log-sum-exp; the slope of a softcap): float32 [B, Hkv, rows, G, keys]."""
+        """(P of a tile again, from the log-sum-exp; the slope of a softcap): float32 [B, Hkv, rows,
+        G, keys].
+        """
         s = forward.scores(self.q, self.k, tile, self.variant)
-        return again(s, self.lse[:, :, tile.rows], tile, self.saved.tensors, self.spec, self.shape, self.documents)
+        return again(
+            s,
+            self.lse[:, :, tile.rows],
+            tile,
+            self.saved.tensors,
+            self.spec,
+            self.shape,
+            self.documents,
+        )
 
     def ds(self, p: Tensor, slope: Tensor | None, tile: Tile) -> Tensor:
         """dS of a tile, before its scale."""
         of_rows = self.do_rows[:, :, tile.rows]
         with multiplying("grad_probabilities"):
-            dp = operands.products(of_rows.flatten(2, 3), self.v[:, :, tile.keys], self.variant).view(p.shape)
+            dp = operands.products(
+                of_rows.flatten(2, 3), self.v[:, :, tile.keys], self.variant
+            ).view(p.shape)
         dp = self.scaled(dp, self._of_queries(self.do), self._of_keys("v"))
         return of_scores(dp - self.d[:, :, tile.rows, :, None], p, slope, self.spec, self.shape)
 
@@ -161,11 +198,18 @@ class Pass:
         rows = (shape.batch, shape.key_heads)
         width = self.k.shape[-1]
         dk = torch.zeros(*rows, self.k.shape[2], width, device=self.k.device, dtype=torch.float32)
-        dv, dq = torch.zeros_like(dk), torch.zeros(*self.q.shape, device=self.k.device, dtype=torch.float32)
+        dv, dq = (
+            torch.zeros_like(dk),
+            torch.zeros(*self.q.shape, device=self.k.device, dtype=torch.float32),
+        )
         one = torch.ones((), device=dk.device, dtype=torch.float32)
         scales = Scales(one, one)
         early = low and "ds" not in self.given
-        do_tokens, q_tokens, k_tokens = tokens_of(self.do_rows), tokens_of(self.q), operands.along_tokens(self.saved.tensors["k"].codes)
+        do_tokens, q_tokens, k_tokens = (
+            tokens_of(self.do_rows),
+            tokens_of(self.q),
+            operands.along_tokens(self.saved.tensors["k"].codes),
+        )
         if "ds" in self.given:
             scales = Scales(self.given["ds"], heads.inverse(self.given["ds"]))
         elif early:
@@ -186,10 +230,20 @@ class Pass:
             self.kept.put("ds", _at(tile), ds)
             self.kept.put("ds_codes", _at(tile), ds8)
             with multiplying("grad_q"):
-                found = operands.products(ds8.flatten(2, 3), k_tokens[:, :, :, tile.keys].contiguous(), self.variant)
+                found = operands.products(
+                    ds8.flatten(2, 3), k_tokens[:, :, :, tile.keys].contiguous(), self.variant
+                )
             dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds8.shape[:-1], -1)
             of_q = self._of_queries(self.saved.tensors["q"])
-            add_heads(dk, self.scaled(products_of_heads("grad_k", ds8, q_tokens, tile, self.variant), scales.scale_inv, of_q), tile)
+            add_heads(
+                dk,
+                self.scaled(
+                    products_of_heads("grad_k", ds8, q_tokens, tile, self.variant),
+                    scales.scale_inv,
+                    of_q,
+                ),
+                tile,
+            )
         if not early and self.report != "nothing":
             (self.largest,) = operands.share([self.largest], self.spec)
         dq = self.scaled(dq, scales.scale_inv, self._of_keys("k"))
@@ -200,7 +254,9 @@ class Pass:
         p8 = forward.round_probabilities(p, self.saved.scale_p, self.variant)
         self.kept.put("p_codes", _at(tile), p8)
         if self.report == "all":
-            self.saturated = self.saturated + forward.count_clipped(p, self.saved.scale_p, self.variant)
+            self.saturated = self.saturated + forward.count_clipped(
+                p, self.saved.scale_p, self.variant
+            )
         found = products_of_heads("grad_v", p8, do_tokens, tile, self.variant)
         add_heads(dv, self.scaled(found, self.saved.scale_inv_p, self._of_queries(self.do)), tile)
 
@@ -241,7 +297,11 @@ def gradients(
     raw = own_keys(raw, spec, shape)
     saturated = of_pass.saturated + of_pass.saturated_ds
     found = rounded(raw, of_pass.do, of_pass.largest, saturated, scales, spec, given, report=report)
-    dsinks = None if sinks is None else attention_sinks.gradient(by_rows(of_pass.d, shape), saved.lse, sinks, spec)
+    dsinks = (
+        None
+        if sinks is None
+        else attention_sinks.gradient(by_rows(of_pass.d, shape), saved.lse, sinks, spec)
+    )
     counts: dict = {"lost": of_pass.lost, "saturated_ds": of_pass.saturated_ds}
     return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks, **counts)
 
@@ -252,8 +312,8 @@ def by_rows(d: Tensor, shape: Shape) -> Tensor:
 
 
 def own_keys(raw: Raw, spec: Spec, shape: Shape) -> Raw:
-    """Of ranks that have parts of the queries: the gradients of this rank's own keys and values, the ranks' sums added in their order.
-    Without such ranks, as they are."""
+    """Of ranks that have parts of the queries: the gradients of this rank's own keys and values,
+    the ranks' sums added in their order. Without such ranks, as they are."""
     if spec.context is None:
         return raw
     group = spec.ranks
@@ -272,7 +332,15 @@ def own_keys(raw: Raw, spec: Spec, shape: Shape) -> Raw:
 
 
 def rounded(
-    raw: Raw, do: Heads, largest: Tensor, saturated: Tensor, scales: Scales, spec: Spec, given: dict[str, Tensor], *, report: Report
+    raw: Raw,
+    do: Heads,
+    largest: Tensor,
+    saturated: Tensor,
+    scales: Scales,
+    spec: Spec,
+    given: dict[str, Tensor],
+    *,
+    report: Report,
 ) -> Gradients:
     """The gradients in the output's format, with their amaxes."""
     variant = spec.variant
@@ -282,18 +350,24 @@ def rounded(
     tensors = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
     low = variant.out.bits == 8
     needed = report != "nothing" or (low and not given.keys() >= tensors.keys())
-    of_outputs = operands.share([x.abs().amax() for x in tensors.values()], spec) if needed else [none] * 3
+    of_outputs = (
+        operands.share([x.abs().amax() for x in tensors.values()], spec) if needed else [none] * 3
+    )
     for (role, x), amax in zip(tensors.items(), of_outputs, strict=True):
         amaxes[role] = amax
         scaling = forward.output_scaling(variant)
         kept = heads.quantize(x, variant.out, *scaling, amax_of_groups=amax, scale=given.get(role))
-        found[role] = float_values.decode(kept.codes).mul_(kept.scale_inv) if low else kept.codes.float()
+        found[role] = (
+            float_values.decode(kept.codes).mul_(kept.scale_inv) if low else kept.codes.float()
+        )
         if low:
             coded[role] = kept
     return Gradients(**found, tensors=coded, amaxes=amaxes, saturated=saturated, scale_ds=scales)
 
 
-def quantized_do(do: Tensor, spec: Spec, given: dict[str, Tensor], shape: Shape, *, report: Report) -> Heads:
+def quantized_do(
+    do: Tensor, spec: Spec, given: dict[str, Tensor], shape: Shape, *, report: Report
+) -> Heads:
     """do as q is quantized (A-15)."""
     variant = spec.variant
     fmt = variant.gradient_fmt or variant.fmt
@@ -303,7 +377,9 @@ def quantized_do(do: Tensor, spec: Spec, given: dict[str, Tensor], shape: Shape,
         amax = heads.amax(do, variant.granularity, heads=shape.key_heads)
         if variant.granularity in ("tensor", None):
             (amax,) = operands.share([amax], spec)
-    return heads.quantize(do, fmt, variant.granularity, variant.policy, amax_of_groups=amax, scale=given.get("do"))
+    return heads.quantize(
+        do, fmt, variant.granularity, variant.policy, amax_of_groups=amax, scale=given.get("do")
+    )
 
 
 def of_scores(ds: Tensor, p: Tensor, slope: Tensor | None, spec: Spec, shape: Shape) -> Tensor:
@@ -313,9 +389,17 @@ def of_scores(ds: Tensor, p: Tensor, slope: Tensor | None, spec: Spec, shape: Sh
 
 
 def again(
-    s: Tensor, lse: Tensor, tile: Tile, tensors: dict[str, Heads], spec: Spec, shape: Shape, documents: Documents
+    s: Tensor,
+    lse: Tensor,
+    tile: Tile,
+    tensors: dict[str, Heads],
+    spec: Spec,
+    shape: Shape,
+    documents: Documents,
 ) -> tuple[Tensor, Tensor | None]:
-    """(P from sums of products s and the log-sum-exp of rows, 0 where a key is not seen; the slope of a softcap)."""
+    """(P from sums of products s and the log-sum-exp of rows, 0 where a key is not seen; the slope
+    of a softcap).
+    """
     s, factors = operands.capped(s, operands.score_factors(tensors, tile, spec, shape), spec)
     slope = operands.slope(s, spec)
     if spec.variant.scores == "raw":
@@ -330,11 +414,15 @@ def again(
 def rows_of(lse: Tensor, shape: Shape, step: int) -> Tensor:
     """The log-sum-exp [B, H, Tq] as [B, Hkv, Tq, G], padded; 0 of rows that see no key."""
     lse = torch.where(lse == -torch.inf, 0.0, lse)
-    return heads.pad(lse, 2, step).view(shape.batch, shape.key_heads, shape.group, -1).transpose(2, 3)
+    return (
+        heads.pad(lse, 2, step).view(shape.batch, shape.key_heads, shape.group, -1).transpose(2, 3)
+    )
 
 
 def sums_of_rows(a: Tensor, b: Tensor, features: int, arithmetic: Arithmetic = "stated") -> Tensor:
-    """The sum of products over the last axis: stated, ascending, each addition rounded; fast, in torch's order."""
+    """The sum of products over the last axis: stated, ascending, each addition rounded; fast, in
+    torch's order.
+    """
     if arithmetic == "fast":
         return (a.float() * b.float()).sum(-1)
     each = (a.float() * b.float()).unbind(-1)  # products of two short numbers are exact
@@ -349,9 +437,11 @@ def tokens_of(x: Tensor) -> Tensor:
     return x.permute(0, 1, 3, 4, 2).contiguous()
 
 
-def products_of_heads(product: Product, x: Tensor, other: Tensor, tile: Tile, variant: Variant) -> Tensor:
-    """Sums over a tile's queries of x [B, Hkv, rows, G, keys] and other [B, Hkv, G, D, Tq], for each query head:
-    [B, Hkv, G, keys, D]."""
+def products_of_heads(
+    product: Product, x: Tensor, other: Tensor, tile: Tile, variant: Variant
+) -> Tensor:
+    """Sums over a tile's queries of x [B, Hkv, rows, G, keys] and other [B, Hkv, G, D, Tq], for
+    each query head: [B, Hkv, G, keys, D]."""
     a = x.permute(0, 1, 3, 4, 2).flatten(1, 2).contiguous()  # [B, H, keys, rows]
     b = other[..., tile.rows].flatten(1, 2).contiguous()
     with multiplying(product):
@@ -359,7 +449,9 @@ def products_of_heads(product: Product, x: Tensor, other: Tensor, tile: Tile, va
 
 
 def add_heads(total: Tensor, found: Tensor, tile: Tile) -> None:
-    """Add those of the query heads of a head of keys, ascending: found [B, Hkv, G, keys, D] to total [B, Hkv, Tk, D]."""
+    """Add those of the query heads of a head of keys, ascending: found [B, Hkv, G, keys, D] to
+    total [B, Hkv, Tk, D].
+    """
     part = total[:, :, tile.keys]
     for one in found.unbind(2):
         part = part + one

@@ -1,7 +1,7 @@
 """The backward pass of attention whose operands have MX blocks (spec A-16).
 
-A block lies along the axis that a product sums over, so that q, k, do and dS are quantized twice. Products are
-float32 GEMMs of dequantized codes (G-16).
+A block lies along the axis that a product sums over, so that q, k, do and dS are quantized twice.
+Products are float32 GEMMs of dequantized codes (G-16).
 """
 
 from collections.abc import Collection
@@ -65,7 +65,9 @@ def gradients(
     amax = heads.amax(do, "mx_1x32", heads=shape.key_heads)
     do_features = heads.quantize(do, fmt, "mx_1x32", variant.policy, amax_of_groups=amax)
     of_do = operands.grouped(heads.dequantize(do_features), shape, MX)
-    do_tokens, q_tokens = (tokens_of(operands.grouped(_tokens(along[name]), shape, MX)) for name in ("do", "q"))
+    do_tokens, q_tokens = (
+        tokens_of(operands.grouped(_tokens(along[name]), shape, MX)) for name in ("do", "q")
+    )
     k_tokens = operands.along_tokens(_tokens(along["k"]))
     q8, k8 = (
         operands.grouped(heads.dequantize(tensors["q"]), shape, MX),
@@ -74,10 +76,18 @@ def gradients(
     v8 = operands.along_features(heads.dequantize(tensors["v"], along_tokens=True))
     lse = rows_of(saved.lse, shape, MX)
     short = heads.rounded(do, variant.out)
-    d = sums_of_rows(operands.grouped(short, shape, MX), operands.grouped(saved.o, shape, MX), shape.features, spec.arithmetic)
+    d = sums_of_rows(
+        operands.grouped(short, shape, MX),
+        operands.grouped(saved.o, shape, MX),
+        shape.features,
+        spec.arithmetic,
+    )
     dq = torch.zeros(*q8.shape[:-1], k8.shape[-1], device=device, dtype=torch.float32)
     dk, dv = torch.zeros_like(k8), torch.zeros_like(k8)
-    largest, saturated = torch.zeros((), device=device, dtype=torch.float32), torch.zeros((), dtype=torch.int64, device=device)
+    largest, saturated = (
+        torch.zeros((), device=device, dtype=torch.float32),
+        torch.zeros((), dtype=torch.int64, device=device),
+    )
     lost = torch.zeros_like(saturated)
     kept = Kept(keep, (*q8.shape[:-1], k8.shape[2]), device)
     for tile in operands.tiles(spec, shape, MX):
@@ -85,7 +95,9 @@ def gradients(
         p, slope = again(s, lse[:, :, tile.rows], tile, tensors, spec, shape, documents)
         p8 = cast.to_fp8(p * P_SCALE, variant.fmt)
         with multiplying("grad_probabilities"):
-            dp = operands.products(of_do[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant).view(p.shape)
+            dp = operands.products(
+                of_do[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant
+            ).view(p.shape)
         ds = of_scores(dp - d[:, :, tile.rows, :, None], p, slope, spec, shape)
         at = (slice(None), slice(None), tile.rows, slice(None), tile.keys)
         kept.put("p_codes", at, p8)
@@ -94,22 +106,36 @@ def gradients(
             largest = torch.maximum(largest, ds.abs().amax())
         if report == "all":
             saturated = saturated + heads.above_range(p * P_SCALE, variant.fmt).sum()
-        add_heads(dv, products_of_heads("grad_v", p8.float() / P_SCALE, do_tokens, tile, variant), tile)
+        add_heads(
+            dv, products_of_heads("grad_v", p8.float() / P_SCALE, do_tokens, tile, variant), tile
+        )
         low = _quantize(ds, 4, variant)
         if report == "all":
             lost = lost + forward.count_lost(ds, low, fmt)
         with multiplying("grad_q"):
             found = operands.products(low.flatten(2, 3), k_tokens[:, :, :, tile.keys], variant)
         dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds.shape[:-1], -1)
-        add_heads(dk, products_of_heads("grad_k", _quantize(ds, 2, variant), q_tokens, tile, variant), tile)
+        add_heads(
+            dk,
+            products_of_heads("grad_k", _quantize(ds, 2, variant), q_tokens, tile, variant),
+            tile,
+        )
     if report != "nothing":
         (largest,) = operands.share([largest], spec)
     one = torch.ones((), device=device, dtype=torch.float32)
     keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
     raw = Raw(operands.by_head(dq, shape), dk[keys], dv[keys])
-    of_pass = rounded(raw, do_features, largest, saturated, Scales(one, one), spec, {}, report=report)
-    dsinks = None if sinks is None else attention_sinks.gradient(by_rows(d, shape), saved.lse, sinks, spec)
-    return of_pass._replace(matrices=kept.all(shape), dsinks=dsinks, lost=lost, saturated_ds=torch.zeros_like(lost))
+    of_pass = rounded(
+        raw, do_features, largest, saturated, Scales(one, one), spec, {}, report=report
+    )
+    dsinks = (
+        None
+        if sinks is None
+        else attention_sinks.gradient(by_rows(d, shape), saved.lse, sinks, spec)
+    )
+    return of_pass._replace(
+        matrices=kept.all(shape), dsinks=dsinks, lost=lost, saturated_ds=torch.zeros_like(lost)
+    )
 
 
 def along_tokens(x: Tensor, role: Role, variant: Variant, shape: Shape) -> Heads:
@@ -127,6 +153,8 @@ def _quantize(ds: Tensor, dim: int, variant: Variant) -> Tensor:
     """dS [B, Hkv, rows, G, keys], quantized in blocks of 32 along a dim, and dequantized."""
     size, fmt = ds.shape[dim], variant.gradient_fmt or variant.fmt
     blocks = pad(ds, dim, MX).unflatten(dim, (-1, MX))
-    scale, scale_inv = heads.scales_of(blocks.abs().amax(dim + 1, keepdim=True), fmt, variant.policy)
+    scale, scale_inv = heads.scales_of(
+        blocks.abs().amax(dim + 1, keepdim=True), fmt, variant.policy
+    )
     low = cast.to_fp8(blocks * scale, fmt).float() * scale_inv
     return low.flatten(dim, dim + 1).narrow(dim, 0, size)

@@ -1,4 +1,5 @@
-"""Attention whose operands are cast one by one: whole matrices in float32, without tiles (spec E-9).
+"""Attention whose operands are cast one by one: whole matrices in float32, without tiles (spec
+E-9).
 
 o = apply(q, k, v, casts)          # differentiable
 """
@@ -20,9 +21,11 @@ from fp8ref.torch.tensors import linear_input
 
 
 def apply(q: Tensor, k: Tensor, v: Tensor, casts: Casts) -> Tensor:
-    """Causal attention of q [B, H, T, D], k and v [B, Hkv, T, D], of q's dtype. ValueError for a second derivative.
+    """Causal attention of q [B, H, T, D], k and v [B, Hkv, T, D], of q's dtype. ValueError for a
+    second derivative.
 
-    Order:    products are of float32 numbers, under torch.autocast too, and whatever float32 precision torch.backends says.
+    Order:    products are of float32 numbers, under torch.autocast too, and whatever float32
+              precision torch.backends says.
     """
     return _Attention.apply(q, k, v, casts)
 
@@ -74,7 +77,10 @@ class _Attention(torch.autograd.Function):
     @_in_float32
     def backward(ctx, grad: Tensor):
         if torch.is_grad_enabled():  # autograd would not follow casts
-            raise ValueError("gradients of attention with single casts are not differentiated again; got create_graph=True. Leave it out.")
+            raise ValueError(
+                "gradients of attention with single casts are not differentiated again; got "
+                "create_graph=True. Leave it out."
+            )
         q, k, v, p, o = ctx.saved_tensors
         do = _cast(grad, "do", ctx.casts).unflatten(1, q.shape[1:3])
         dv = (_probabilities(p, ctx.casts).mT @ do).sum(2)
@@ -92,7 +98,11 @@ def _cast(x: Tensor, role: str, casts: Casts) -> Tensor:
 
 def _probabilities(p: Tensor, casts: Casts) -> Tensor:
     """Probabilities after the cast by the scale of the amax 1 (A-8), if they have one."""
-    return _by(torch.ones((), device=p.device, dtype=torch.float32), p, casts.variant.fmt, casts) if "p" in casts.roles else p
+    return (
+        _by(torch.ones((), device=p.device, dtype=torch.float32), p, casts.variant.fmt, casts)
+        if "p" in casts.roles
+        else p
+    )
 
 
 def _by(amax: Tensor, x: Tensor, fmt: Format, casts: Casts) -> Tensor:

@@ -12,14 +12,17 @@ from fp8ref.torch.quantize import philox
 def check(size: int, seed: int) -> None:
     """ValueError: a size that is no power of two; a seed outside [0, 2^64)."""
     if size < 1 or size & (size - 1):
-        raise ValueError(f"a Hadamard rotation has a power of two as its size; got {size!r}. Pad the features with zeros.")
+        raise ValueError(
+            f"a Hadamard rotation has a power of two as its size; got {size!r}. Pad the "
+            "features with zeros."
+        )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
 
 
 def signs(size: int, seed: int, device: torch.device) -> Tensor:
-    """The signs of a rotation, float32 [size] of 1 and -1: bit 0 of word 0 of Philox's counter i, stream 0, set
-    for -1. Raises as ``check``."""
+    """The signs of a rotation, float32 [size] of 1 and -1: bit 0 of word 0 of Philox's counter i,
+    stream 0, set for -1. Raises as ``check``."""
     check(size, seed)
     words = philox.words(torch.arange(size, device=device), 0, (seed & 0xFFFFFFFF, seed >> 32))[0]
     return 1.0 - 2.0 * (words & 1).float()
@@ -29,8 +32,8 @@ def rotate(x: Tensor, of_signs: Tensor) -> Tensor:
     """x D H / sqrt(n) along the last axis.
 
     Shapes:   x hp [..., n], n a power of two; of_signs [n]; float32 of x's shape.
-    Order:    x times its signs; for h = 1, 2, 4, ... below n: the elements i and i + h, i without bit h,
-              become RN32(a + b) and RN32(a - b); then RN32(x * RN32(1 / sqrt(n))).
+    Order:    x times its signs; for h = 1, 2, 4, ... below n: the elements i and i + h, i without
+              bit h, become RN32(a + b) and RN32(a - b); then RN32(x * RN32(1 / sqrt(n))).
     """
     shape, n = x.shape, x.shape[-1]
     value = x.float() * of_signs

@@ -1,7 +1,8 @@
 """Quantize q, k and v of attention: which elements share a scale (spec A-2).
 
-Tensors are [batch, heads, tokens, features]. The groups are attention's own; casts are those of ``cast``, scales
-those of ``scales``, and Transformer Engine's current scaling, which linears of this backend do not have.
+Tensors are [batch, heads, tokens, features]. The groups are attention's own; casts are those of
+``cast``, scales those of ``scales``, and Transformer Engine's current scaling, which linears of
+this backend do not have.
 """
 
 from typing import NamedTuple
@@ -34,9 +35,9 @@ class Heads(NamedTuple):
 
     codes        native float8 [B, H, T, D]; in high precision the rounded tensor.
     amax         float32 of ``scale``'s shape: the amaxes of the groups.
-    scale        float32: () for ``tensor``; [B, Hkv, 1, 1] for ``head``; [B, H, ceil(T / 128), 1] for
-                 ``rows_128``; [B, H, T, D / 32], or along the tokens [B, H, ceil(T / 32), D], for
-                 ``mx_1x32``.
+    scale        float32: () for ``tensor``; [B, Hkv, 1, 1] for ``head``; [B, H, ceil(T / 128), 1]
+                 for ``rows_128``; [B, H, T, D / 32], or along the tokens [B, H, ceil(T / 32), D],
+                 for ``mx_1x32``.
     scale_inv    float32 of that shape.
     """
 
@@ -46,8 +47,11 @@ class Heads(NamedTuple):
     scale_inv: Tensor
 
 
-def amax(x: Tensor, granularity: Granularity | None, *, heads: int, along_tokens: bool = False) -> Tensor:
-    """The amax of each group of x [B, H, T, D], float32 as ``Heads`` shapes them; NaN where there is one.
+def amax(
+    x: Tensor, granularity: Granularity | None, *, heads: int, along_tokens: bool = False
+) -> Tensor:
+    """The amax of each group of x [B, H, T, D], float32 as ``Heads`` shapes them; NaN where there
+    is one.
 
     heads         heads of keys and values, whose groups ``head`` means.
     along_tokens  MX blocks lie along the tokens.
@@ -68,7 +72,9 @@ def amax(x: Tensor, granularity: Granularity | None, *, heads: int, along_tokens
     return magnitude.reshape(b, h, t, d // MX, MX).amax(-1).float()
 
 
-def spread(scale: Tensor, shape: tuple[int, ...], granularity: Granularity, *, along_tokens: bool = False) -> Tensor:
+def spread(
+    scale: Tensor, shape: tuple[int, ...], granularity: Granularity, *, along_tokens: bool = False
+) -> Tensor:
     """Scales repeated over their groups, so that they broadcast against a tensor of this shape."""
     h, t = shape[1:3]
     if granularity == "tensor":
@@ -77,18 +83,23 @@ def spread(scale: Tensor, shape: tuple[int, ...], granularity: Granularity, *, a
         return scale.repeat_interleave(h // scale.shape[1], dim=1)
     if granularity == "rows_128":
         return scale.repeat_interleave(ROWS, dim=2)[:, :, :t]
-    return scale.repeat_interleave(MX, dim=2)[:, :, :t] if along_tokens else scale.repeat_interleave(MX, dim=3)
+    return (
+        scale.repeat_interleave(MX, dim=2)[:, :, :t]
+        if along_tokens
+        else scale.repeat_interleave(MX, dim=3)
+    )
 
 
 def scales_of(amax: Tensor, fmt: Format, policy: str | ScalePolicy) -> Scales:
-    """The scales of amaxes, finite ones (S-9); scale_inv is NaN where an amax is not, so that nothing computed
-    with it is finite.
+    """The scales of amaxes, finite ones (S-9); scale_inv is NaN where an amax is not, so that
+    nothing computed with it is finite.
 
     Raises:   ValueError: a policy that ``scales.implemented`` refuses, unless it is te_current.
     """
     policy = policies.by_name(policy)
     if policy == _CURRENT:
-        # Of tensors, in float64: rounded once (``exponentials``), and not a product with a reciprocal.
+        # Of tensors, in float64: rounded once (``exponentials``), and not a product with a
+        # reciprocal.
         wide = torch.full_like(amax, fmt.max).double() / amax.double()
         quotient = wide.clamp(max=torch.finfo(torch.float32).max).float()
         scale = torch.where((amax > 0) & amax.isfinite(), quotient, 1.0)
@@ -120,23 +131,34 @@ def quantize(
     along_tokens  MX blocks lie along the tokens.
     scale         given, of earlier steps; None: made of the amaxes.
     Shapes:   x hp [B, H, T, D]; see ``Heads``.
-    Order:    scale by the policy (S-9, S-14); RN32(x * scale); saturate; round to nearest even (S-5).
-    Specials: a NaN or an infinity makes scale_inv of its group NaN. Under a given scale NaN stays, and an
+    Order:    scale by the policy (S-9, S-14); RN32(x * scale); saturate; round to nearest even
+              (S-5).
+    Specials: a NaN or an infinity makes scale_inv of its group NaN. Under a given scale NaN stays,
+    and an
               infinity saturates.
     Raises:   ValueError: as ``scales_of``.
     """
     if granularity is None:
         one = torch.ones((), device=x.device, dtype=torch.float32)
         return Heads(rounded(x, fmt), amax_of_groups, one, one)
-    multiplier, scale_inv = scales_of(amax_of_groups, fmt, policy) if scale is None else (scale, inverse(scale))
-    scaled = x.detach().to(torch.float32, copy=True).mul_(spread(multiplier, tuple(x.shape), granularity, along_tokens=along_tokens))
-    return Heads(scaled.clamp_(-fmt.max, fmt.max).to(cast.native(fmt)), amax_of_groups, multiplier, scale_inv)
+    multiplier, scale_inv = (
+        scales_of(amax_of_groups, fmt, policy) if scale is None else (scale, inverse(scale))
+    )
+    scaled = (
+        x.detach()
+        .to(torch.float32, copy=True)
+        .mul_(spread(multiplier, tuple(x.shape), granularity, along_tokens=along_tokens))
+    )
+    return Heads(
+        scaled.clamp_(-fmt.max, fmt.max).to(cast.native(fmt)), amax_of_groups, multiplier, scale_inv
+    )
 
 
 def rounded(x: Tensor, fmt: Format) -> Tensor:
     """x in the dtype of a format above 8 bits.
 
-    inductor leaves out a cast to 16 bits that a cast back follows, but not one that ends in integers.
+    inductor leaves out a cast to 16 bits that a cast back follows, but not one that ends in
+    integers.
     """
     found = x.to(DTYPES[fmt.name])
     if found.dtype.itemsize != 2 or not torch.compiler.is_compiling():
@@ -147,12 +169,14 @@ def rounded(x: Tensor, fmt: Format) -> Tensor:
 
 def dequantize(x: Heads, *, along_tokens: bool = False) -> Tensor:
     """RN32(codes * scale_inv) of MX blocks, exact unless it leaves float32's range (S-8)."""
-    return x.codes.float() * spread(x.scale_inv, tuple(x.codes.shape), "mx_1x32", along_tokens=along_tokens)
+    return x.codes.float() * spread(
+        x.scale_inv, tuple(x.codes.shape), "mx_1x32", along_tokens=along_tokens
+    )
 
 
 def above_range(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Whether magnitudes round to more than the format's largest number: those above the midpoint between it and
-    the number that would follow, and the midpoint too if the largest code is odd."""
+    """Whether magnitudes round to more than the format's largest number: those above the midpoint
+    between it and the number that would follow, and the midpoint too if the largest code is odd."""
     step = 2.0 ** ((fmt.max_code >> fmt.mantissa_bits) - fmt.bias - fmt.mantissa_bits)
     middle = fmt.max + step / 2
     return magnitude >= middle if fmt.max_code % 2 else magnitude > middle

@@ -23,8 +23,8 @@ from fp8ref.torch.attention.operands import heads as head_scaling
 from fp8ref.torch.quantize import cast
 
 Report = Literal["nothing", "amaxes", "all"]
-"""What a pass finds beside its result: nothing but the amaxes that scales are made of; all amaxes; and how many elements
-casts clipped. Anything else is 0."""
+"""What a pass finds beside its result: nothing but the amaxes that scales are made of; all amaxes;
+and how many elements casts clipped. Anything else is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,12 @@ class Spec:
 
     scale         of scores; None: 1 / sqrt(D).
     seed          of a rotated variant's signs.
-    amax_group    name of the process group whose ranks have other sequences, heads or tokens of the same tensors.
-    first         the position of the first query among the keys, of a part of the queries; None: as the mask is aligned.
-    context       name of the process group whose ranks have the other parts of the queries, and share the gradients of keys.
+    amax_group    name of the process group whose ranks have other sequences, heads or tokens of the
+                  same tensors.
+    first         the position of the first query among the keys, of a part of the queries; None: as
+                  the mask is aligned.
+    context       name of the process group whose ranks have the other parts of the queries, and
+                  share the gradients of keys.
     softcap       of scores; None: they have none.
     """
 
@@ -51,21 +54,31 @@ class Spec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
-            raise ValueError(f"mask is a Mask of fp8ref.spec.attention.variants; got {self.mask!r}.")
+            raise ValueError(
+                f"mask is a Mask of fp8ref.spec.attention.variants; got {self.mask!r}."
+            )
         if self.arithmetic not in ARITHMETIC:
-            raise ValueError(f"arithmetic is one of {', '.join(ARITHMETIC)}; got {self.arithmetic!r}.")
+            raise ValueError(
+                f"arithmetic is one of {', '.join(ARITHMETIC)}; got {self.arithmetic!r}."
+            )
         for name, value in (("softmax scale", self.scale), ("softcap", self.softcap)):
-            if value is not None and not isinstance(value, Real):  # a tensor's gradient would be lost
+            if value is not None and not isinstance(
+                value, Real
+            ):  # a tensor's gradient would be lost
                 raise ValueError(
-                    f"the {name} is a number; got {type(value).__name__}. Pass a float; multiply q by a scale that is learned."
+                    f"the {name} is a number; got {type(value).__name__}. Pass a float; "
+                    "multiply q by a scale that is learned."
                 )
-        if self.scale is not None and not (math.isfinite(self.scale) and np.float32(self.scale) > 0):
+        if self.scale is not None and not (
+            math.isfinite(self.scale) and np.float32(self.scale) > 0
+        ):
             raise ValueError(f"the softmax scale is positive and finite; got {self.scale!r}.")
         if self.variant.rotated:
             hadamard.check(1, self.seed)
         elif self.seed:
             raise ValueError(
-                f"a seed makes the signs of a rotation; variant {self.variant.name!r} has none, got seed={self.seed!r}. Leave it out."
+                f"a seed makes the signs of a rotation; variant {self.variant.name!r} has none, "
+                f"got seed={self.seed!r}. Leave it out."
             )
 
     def offset(self, shape: "Shape") -> int:
@@ -115,15 +128,17 @@ class Shape:
 def check(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Shape:
     """The shape of a problem.
 
-    Raises:   ValueError: DTensors; dtypes, devices or shapes that do not fit; more features than the variant takes; a softcap whose
-              factors are no normal float32 numbers (A-22).
+    Raises:   ValueError: DTensors; dtypes, devices or shapes that do not fit; more features than
+              the variant takes; a softcap whose factors are no normal float32 numbers (A-22).
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     (b, h, tq, d), of_k = q.shape, tuple(k.shape)
     attention.check_shapes(tuple(q.shape), of_k, tuple(v.shape))
     if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v are on one device; got {q.device}, {k.device} and {v.device}. Move them.")
+        raise ValueError(
+            f"q, k and v are on one device; got {q.device}, {k.device} and {v.device}. Move them."
+        )
     spec.variant.tile(d, spec.mask)
     _check_softcap(spec, d)
     if spec.variant.rotated:
@@ -140,8 +155,9 @@ def _check_softcap(spec: Spec, features: int) -> None:
         factors = np.float32(scale) / cap, np.float32(float(cap) * math.log2(math.e))
     if not all(np.isfinite(x) and x >= np.finfo(np.float32).tiny for x in factors):
         raise ValueError(
-            f"a softcap is positive, with normal float32 numbers scale / cap and cap log2(e) (A-22); got {spec.softcap!r} with the softmax scale "
-            f"{scale!r}. Use None for no cap."
+            "a softcap is positive, with normal float32 numbers scale / cap and cap log2(e) "
+            f"(A-22); got {spec.softcap!r} with the softmax scale {scale!r}. Use None for no "
+            "cap."
         )
 
 
@@ -155,10 +171,14 @@ def check_given(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
 def check_tensor(name: str, x: Tensor) -> None:
     """ValueError for anything but a local tensor [B, heads, T, D] in high precision, not empty."""
     if isinstance(x, DTensor):
-        raise ValueError(f"attention takes local tensors; got {name}, a DTensor. Pass {name}.to_local(), and amax_group for shared amaxes.")
+        raise ValueError(
+            f"attention takes local tensors; got {name}, a DTensor. Pass {name}.to_local(), and "
+            "amax_group for shared amaxes."
+        )
     if x.dtype not in cast.HIGH_PRECISION or x.ndim != 4 or 0 in x.shape:
         raise ValueError(
-            f"{name} is [batch, heads, tokens, features] of float32, float16 or bfloat16, none of them empty; got {x.dtype} {tuple(x.shape)}."
+            f"{name} is [batch, heads, tokens, features] of float32, float16 or bfloat16, none "
+            f"of them empty; got {x.dtype} {tuple(x.shape)}."
         )
 
 
@@ -166,67 +186,121 @@ def check_sinks(sinks: Tensor | None, shape: Shape, device: torch.device) -> Non
     """ValueError for sinks of another shape, dtype or device."""
     if sinks is None:
         return
-    if sinks.dtype not in cast.HIGH_PRECISION or tuple(sinks.shape) != (shape.heads,) or sinks.device != device:
+    if (
+        sinks.dtype not in cast.HIGH_PRECISION
+        or tuple(sinks.shape) != (shape.heads,)
+        or sinks.device != device
+    ):
         raise ValueError(
-            f"sinks are of float32, float16 or bfloat16, one for each of {shape.heads} query heads, on q's device {device}; got {sinks.dtype} "
-            f"{tuple(sinks.shape)} on {sinks.device}."
+            f"sinks are of float32, float16 or bfloat16, one for each of {shape.heads} query "
+            f"heads, on q's device {device}; got {sinks.dtype} {tuple(sinks.shape)} on "
+            f"{sinks.device}."
         )
 
 
-def pair_of(documents: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
-    """(documents of queries, of keys) as they are given. ValueError for what is neither a tensor nor two."""
+def pair_of(
+    documents: Tensor | tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(documents of queries, of keys) as they are given.
+
+    ValueError for what is neither a tensor nor two.
+    """
     if documents is None:
         return None, None
     pair = documents if isinstance(documents, tuple) else (documents, documents)
     if len(pair) != 2 or not all(isinstance(x, Tensor) for x in pair):
         raise ValueError(
-            "documents are integers [B, T], a tensor or a tuple of two, for queries and for keys; got "
-            f"{' and '.join(type(x).__name__ for x in pair)}. Give both."
+            "documents are integers [B, T], a tensor or a tuple of two, for queries and for "
+            f"keys; got {' and '.join(type(x).__name__ for x in pair)}. Give both."
         )
     return pair
 
 
-def check_documents(documents: Tensor | tuple[Tensor, Tensor] | None, shape: Shape) -> tuple[Tensor | None, Tensor | None]:
-    """(documents of queries, of keys), integers [B, T]; None without any. ValueError for other shapes or dtypes."""
+def check_documents(
+    documents: Tensor | tuple[Tensor, Tensor] | None, shape: Shape
+) -> tuple[Tensor | None, Tensor | None]:
+    """(documents of queries, of keys), integers [B, T]; None without any.
+
+    ValueError for other shapes or dtypes.
+    """
     of_q, of_k = pair_of(documents)
     if of_q is None or of_k is None:
         return None, None
     pair = of_q, of_k
     expected = [(shape.batch, shape.queries), (shape.batch, shape.keys)]
-    if any(x.is_floating_point() or x.dtype == torch.bool for x in pair) or [tuple(x.shape) for x in pair] != expected:
+    if (
+        any(x.is_floating_point() or x.dtype == torch.bool for x in pair)
+        or [tuple(x.shape) for x in pair] != expected
+    ):
         raise ValueError(
-            f"documents are integers, {list(expected[0])} for queries and {list(expected[1])} for keys; got "
-            f"{[(str(x.dtype), tuple(x.shape)) for x in pair]}."
+            f"documents are integers, {list(expected[0])} for queries and {list(expected[1])} "
+            f"for keys; got {[(str(x.dtype), tuple(x.shape)) for x in pair]}."
         )
     return pair[0], pair[1]
 
 
 def without_padding(x: Tensor, documents: Tensor | None) -> Tensor:
-    """x [B, heads, T, D] with zeros for tokens of negative documents, whatever their memory holds (A-3); padding behind T is left out."""
-    return x if documents is None else x.masked_fill((documents[:, : x.shape[2]] < 0)[:, None, :, None], 0.0)
+    """x [B, heads, T, D] with zeros for tokens of negative documents, whatever their memory holds
+    (A-3); padding behind T is left out.
+    """
+    return (
+        x
+        if documents is None
+        else x.masked_fill((documents[:, : x.shape[2]] < 0)[:, None, :, None], 0.0)
+    )
 
 
-def check_scales(scales: dict[str, Tensor] | None, variant: Variant, roles: tuple[str, ...], shape: Shape) -> dict[str, Tensor]:
-    """Given scales by role. ValueError for roles that the variant has no scale for; another shape or dtype."""
+def check_scales(
+    scales: dict[str, Tensor] | None, variant: Variant, roles: tuple[str, ...], shape: Shape
+) -> dict[str, Tensor]:
+    """Given scales by role.
+
+    ValueError for roles that the variant has no scale for; another shape or dtype.
+    """
     given, known = dict(scales or {}), _with_scales(variant, roles)
     for role, scale in given.items():
         if role not in known:
-            raise ValueError(f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
+            raise ValueError(
+                f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; "
+                f"got {role!r}. Leave it out."
+            )
         expected = scale_shape(variant, role, shape)
-        if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or tuple(scale.shape) != expected:
-            found = f"{scale.dtype} {list(scale.shape)}" if isinstance(scale, Tensor) else type(scale).__name__
-            raise ValueError(f"a given scale of {role} is float32 {list(expected)}, as its groups; got {found}.")
+        if (
+            not isinstance(scale, Tensor)
+            or scale.dtype != torch.float32
+            or tuple(scale.shape) != expected
+        ):
+            found = (
+                f"{scale.dtype} {list(scale.shape)}"
+                if isinstance(scale, Tensor)
+                else type(scale).__name__
+            )
+            raise ValueError(
+                f"a given scale of {role} is float32 {list(expected)}, as its groups; got {found}."
+            )
     return given
 
 
-def check_seen(seen: dict[str, Tensor], variant: Variant, roles: tuple[str, ...], shape: Shape) -> None:
-    """ValueError for observations of roles that have no scale, or several; another shape or dtype."""
-    known = [role for role in _with_scales(variant, roles) if scale_shape(variant, role, shape) == ()]
+def check_seen(
+    seen: dict[str, Tensor], variant: Variant, roles: tuple[str, ...], shape: Shape
+) -> None:
+    """ValueError for observations of roles that have no scale, or several; another shape or
+    dtype.
+    """
+    known = [
+        role for role in _with_scales(variant, roles) if scale_shape(variant, role, shape) == ()
+    ]
     for role, x in seen.items():
         if role not in known:
-            raise ValueError(f"variant {variant.name!r} observes {', '.join(known) or 'no role'}; got {role!r}. Leave it out.")
+            raise ValueError(
+                f"variant {variant.name!r} observes {', '.join(known) or 'no role'}; got "
+                f"{role!r}. Leave it out."
+            )
         if x.dtype != torch.float32 or tuple(x.shape) != (3,):
-            raise ValueError(f"an observation is float32 [3], a RoleState's seen; got {x.dtype} {list(x.shape)} of {role}.")
+            raise ValueError(
+                f"an observation is float32 [3], a RoleState's seen; got {x.dtype} "
+                f"{list(x.shape)} of {role}."
+            )
 
 
 def kept_of(variant: Variant) -> list[str]:
@@ -244,7 +318,8 @@ def check_kept(keep: Collection[str], variant: Variant) -> None:
     for name in keep:
         if name not in known:
             raise ValueError(
-                f"a backward pass of variant {variant.name!r} keeps {', '.join(known) or 'nothing'}; got {name!r}. Leave it out."
+                f"a backward pass of variant {variant.name!r} keeps "
+                f"{', '.join(known) or 'nothing'}; got {name!r}. Leave it out."
             )
 
 
@@ -259,7 +334,11 @@ def scale_shape(variant: Variant, role: str, shape: Shape) -> tuple[int, ...]:
 
 
 def _with_scales(variant: Variant, roles: tuple[str, ...]) -> list[str]:
-    return [] if variant.granularity in (None, "mx_1x32") else [role for role in roles if _has_scale(variant, role)]
+    return (
+        []
+        if variant.granularity in (None, "mx_1x32")
+        else [role for role in roles if _has_scale(variant, role)]
+    )
 
 
 def _has_scale(variant: Variant, role: str) -> bool:

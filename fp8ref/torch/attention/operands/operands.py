@@ -1,7 +1,8 @@
 """The operands of attention: quantized, laid out for GEMMs, a tile at a time (spec A-2, A-4, A-6).
 
-The query heads of a head of keys are stacked as rows, [B, Hkv, Tq, G, D], so that one GEMM takes all of them and
-neither k nor v is repeated, and so that the rows that see a tile are one piece of memory.
+The query heads of a head of keys are stacked as rows, [B, Hkv, Tq, G, D], so that one GEMM takes
+all of them and neither k nor v is repeated, and so that the rows that see a tile are one piece of
+memory.
 """
 
 from typing import NamedTuple
@@ -28,8 +29,8 @@ _FORMATS = {torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
 
 
 class Tile(NamedTuple):
-    """Keys from begin to below end, in ``width`` with padding; the rows from first to below last see them; inside:
-    each of these sees all, and none is padding."""
+    """Keys from begin to below end, in ``width`` with padding; the rows from first to below last
+    see them; inside: each of these sees all, and none is padding."""
 
     begin: int
     end: int
@@ -50,7 +51,9 @@ class Tile(NamedTuple):
 
 
 def tiles(spec: Spec, shape: Shape, step: int = 1) -> list[Tile]:
-    """The tiles in their order (A-6), those that no row sees left out; rows from and to multiples of ``step``."""
+    """The tiles in their order (A-6), those that no row sees left out; rows from and to multiples
+    of ``step``.
+    """
     length, tq, tk = spec.variant.tile(shape.features, spec.mask), shape.queries, shape.keys
     offset = spec.offset(shape)
     left, right = spec.mask.window or (None, None)
@@ -67,13 +70,23 @@ def tiles(spec: Spec, shape: Shape, step: int = 1) -> list[Tile]:
         first, last = first // step * step, -(-last // step) * step
         width = -(-(end - begin) // STEP) * STEP
         inside = width == end - begin and last <= tq
-        inside &= (right is None or first + offset + right >= end - 1) and (left is None or last - 1 + offset - left <= begin)
+        inside &= (right is None or first + offset + right >= end - 1) and (
+            left is None or last - 1 + offset - left <= begin
+        )
         found.append(Tile(begin, end, width, first, last, inside))
     return found[::-1] if spec.variant.descending else found
 
 
-def seen(tile: Tile, spec: Spec, shape: Shape, documents: tuple[Tensor | None, Tensor | None], device: torch.device) -> Tensor | None:
-    """Which keys of a tile its rows see (A-3): bool, to broadcast against scores [B, Hkv, rows, G, keys]; None: all."""
+def seen(
+    tile: Tile,
+    spec: Spec,
+    shape: Shape,
+    documents: tuple[Tensor | None, Tensor | None],
+    device: torch.device,
+) -> Tensor | None:
+    """Which keys of a tile its rows see (A-3): bool, to broadcast against scores [B, Hkv, rows, G,
+    keys]; None: all.
+    """
     of_q, of_k = documents
     found = None
     if not tile.inside:
@@ -96,28 +109,41 @@ def seen(tile: Tile, spec: Spec, shape: Shape, documents: tuple[Tensor | None, T
 
 
 def share(amaxes: list[Tensor], spec: Spec) -> list[Tensor]:
-    """Amaxes of whole tensors, the largest of all ranks, in one collective; as they are without a group."""
+    """Amaxes of whole tensors, the largest of all ranks, in one collective; as they are without a
+    group.
+    """
     if spec.amax_group is None:
         return amaxes
     return list(scaling.merge_amax(torch.stack(amaxes), spec.amax_group).unbind())
 
 
 def rotated(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as they are quantized: q and k after the variant's rotation, if it has one (A-13)."""
+    """q, k and v as they are quantized: q and k after the variant's rotation, if it has one
+    (A-13).
+    """
     if not spec.variant.rotated:
         return q, k, v
     signs = hadamard.signs(q.shape[-1], spec.seed, q.device)
     return hadamard.rotate(q, signs), hadamard.rotate(k, signs), v
 
 
-def quantize(q: Tensor, k: Tensor, v: Tensor, spec: Spec, given: dict[str, Tensor], *, report: Report = "all") -> dict[str, Heads]:
+def quantize(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, given: dict[str, Tensor], *, report: Report = "all"
+) -> dict[str, Heads]:
     """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
     variant, heads = spec.variant, k.shape[1]
     q, k, v = rotated(q, k, v, spec)
     tensors = {"q": q, "k": k, "v": v}
     amaxes = {role: torch.zeros((), device=q.device, dtype=torch.float32) for role in tensors}
-    needed = [role for role in tensors if report != "nothing" or (variant.granularity is not None and role not in given)]
-    found = [head_scaling.amax(tensors[role], variant.granularity, heads=heads, along_tokens=role == "v") for role in needed]
+    needed = [
+        role
+        for role in tensors
+        if report != "nothing" or (variant.granularity is not None and role not in given)
+    ]
+    found = [
+        head_scaling.amax(tensors[role], variant.granularity, heads=heads, along_tokens=role == "v")
+        for role in needed
+    ]
     if variant.granularity in ("tensor", None) and found:
         found = share(found, spec)
     amaxes |= dict(zip(needed, found, strict=True))
@@ -135,38 +161,58 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, spec: Spec, given: dict[str, Tenso
     }
 
 
-def probability_scale(variant: Variant, given: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+def probability_scale(
+    variant: Variant, given: dict[str, Tensor], device: torch.device
+) -> tuple[Tensor, Tensor]:
     """(scale, scale_inv) of the probabilities (A-8)."""
     if "s" in given:
         return given["s"], head_scaling.inverse(given["s"])
     if variant.p_scale == "state":
-        return head_scaling.scales_of(torch.ones((), device=device, dtype=torch.float32), variant.fmt, variant.policy)
+        return head_scaling.scales_of(
+            torch.ones((), device=device, dtype=torch.float32), variant.fmt, variant.policy
+        )
     scale = torch.full((), variant.p_scale, device=device, dtype=torch.float32)
     return scale, head_scaling.inverse(scale)
 
 
 def score_scale(spec: Spec, shape: Shape) -> float:
-    """The softmax scale under the variant's base, a float32 number (A-4); under a softcap, the scale over it (A-22)."""
+    """The softmax scale under the variant's base, a float32 number (A-4); under a softcap, the
+    scale over it (A-22).
+    """
     scale = spec.softmax_scale(shape.features)
     if spec.softcap is not None:
         return float(np.float32(scale) / np.float32(spec.softcap))
     return spec.under_base(scale)
 
 
-def score_factors(tensors: dict[str, Heads], tile: Tile, spec: Spec, shape: Shape) -> list[Tensor | float]:
+def score_factors(
+    tensors: dict[str, Heads], tile: Tile, spec: Spec, shape: Shape
+) -> list[Tensor | float]:
     """The factors of scaled scores, in order; or the one factor of raw scores (A-4, A-5)."""
     variant, scale = spec.variant, score_scale(spec, shape)
     if variant.scores == "raw":
         return [own_factor(tensors, spec, shape)]
     if variant.granularity == "mx_1x32":
         return [scale]
-    of_q, of_k = query_scale(tensors["q"].scale_inv, tile, variant, shape), key_scale(tensors["k"].scale_inv, tile, variant)
-    values: dict[str, Tensor | float] = {"scale": scale, "q": of_q, "k": of_k, "qk": times(of_q, of_k)}
+    of_q, of_k = (
+        query_scale(tensors["q"].scale_inv, tile, variant, shape),
+        key_scale(tensors["k"].scale_inv, tile, variant),
+    )
+    values: dict[str, Tensor | float] = {
+        "scale": scale,
+        "q": of_q,
+        "k": of_k,
+        "qk": times(of_q, of_k),
+    }
     return [values[name] for name in variant.factors]
 
 
-def capped(s: Tensor, factors: list[Tensor | float], spec: Spec) -> tuple[Tensor, list[Tensor | float]]:
-    """(scores, what is still multiplied into them): under a softcap hyperbolic tangents and the cap (A-22), else as given."""
+def capped(
+    s: Tensor, factors: list[Tensor | float], spec: Spec
+) -> tuple[Tensor, list[Tensor | float]]:
+    """(scores, what is still multiplied into them): under a softcap hyperbolic tangents and the cap
+    (A-22), else as given.
+    """
     if spec.softcap is None:
         return s, factors
     for one in factors:
@@ -194,17 +240,23 @@ def own_factor(tensors: dict[str, Heads], spec: Spec, shape: Shape) -> Tensor | 
 
 
 def query_scale(scale: Tensor, tile: Tile, variant: Variant, shape: Shape) -> Tensor:
-    """A scale of q or do, but of MX blocks, to broadcast against a tile's rows [B, Hkv, rows, G, 1]."""
+    """A scale of q or do, but of MX blocks, to broadcast against a tile's rows [B, Hkv, rows, G,
+    1].
+    """
     if variant.granularity == "head":
         return scale[..., None]
     if variant.granularity == "rows_128":
-        of_rows = scale.view(shape.batch, shape.key_heads, shape.group, -1).repeat_interleave(ROWS, dim=3)
+        of_rows = scale.view(shape.batch, shape.key_heads, shape.group, -1).repeat_interleave(
+            ROWS, dim=3
+        )
         return of_rows[..., tile.rows].permute(0, 1, 3, 2)[..., None]
     return scale
 
 
 def key_scale(scale: Tensor, tile: Tile, variant: Variant) -> Tensor:
-    """A scale of k or v, but of MX blocks, to broadcast against a tile's rows [B, Hkv, rows, G, 1]."""
+    """A scale of k or v, but of MX blocks, to broadcast against a tile's rows [B, Hkv, rows, G,
+    1].
+    """
     if variant.granularity == "rows_128":
         block = tile.begin // ROWS
         return scale[:, :, block : block + 1, :, None]
@@ -214,12 +266,20 @@ def key_scale(scale: Tensor, tile: Tile, variant: Variant) -> Tensor:
 def grouped(x: Tensor, shape: Shape, tokens: int = 1) -> Tensor:
     """[B, H, T, D] as [B, Hkv, T, G, D], padded."""
     parts = pad(pad(x, 3, STEP), 2, tokens)
-    return parts.view(shape.batch, shape.key_heads, shape.group, *parts.shape[2:]).transpose(2, 3).contiguous()
+    return (
+        parts.view(shape.batch, shape.key_heads, shape.group, *parts.shape[2:])
+        .transpose(2, 3)
+        .contiguous()
+    )
 
 
 def by_head(x: Tensor, shape: Shape) -> Tensor:
     """[B, Hkv, T, G, D] as [B, H, Tq, D], without padding."""
-    return x[:, :, : shape.queries, :, : shape.features].transpose(2, 3).reshape(shape.batch, shape.heads, shape.queries, -1)
+    return (
+        x[:, :, : shape.queries, :, : shape.features]
+        .transpose(2, 3)
+        .reshape(shape.batch, shape.heads, shape.queries, -1)
+    )
 
 
 def along_features(x: Tensor) -> Tensor:
@@ -233,19 +293,29 @@ def along_tokens(x: Tensor) -> Tensor:
 
 
 def products(a: Tensor, b: Tensor, variant: Variant) -> Tensor:
-    """Sums of products over the last axis: a [..., M, K] and b [..., N, K], of leading dims [...]; float32 [..., M, N].
+    """Sums of products over the last axis: a [..., M, K] and b [..., N, K], of leading dims [...];
+    float32 [..., M, N].
 
-    Order:    that of the library. FP8 codes: a GEMM for each of [...], as torch._scaled_mm takes matrices. Numbers of
-              higher precision: one batched GEMM, in float32, or float64.
+    Order:    that of the library. FP8 codes: a GEMM for each of [...], as torch._scaled_mm takes
+              matrices. Numbers of higher precision: one batched GEMM, in float32, or float64.
     """
     if a.dtype in _FORMATS:
         one = torch.ones((), device=a.device, dtype=torch.float32)
         accumulate = "fast" if variant.plan == "hopper_fast" else "slow"
         pairs = zip(a.flatten(0, -3).unbind(), b.flatten(0, -3).unbind(), strict=True)
-        out = [gemm.matmul(_quantized(x, one), _quantized(y, one), accumulate=accumulate) for x, y in pairs]
-        return torch.stack(out).view(*a.shape[:-1], b.shape[-2]) if len(out) > 1 else out[0].view(*a.shape[:-1], b.shape[-2])
+        out = [
+            gemm.matmul(_quantized(x, one), _quantized(y, one), accumulate=accumulate)
+            for x, y in pairs
+        ]
+        return (
+            torch.stack(out).view(*a.shape[:-1], b.shape[-2])
+            if len(out) > 1
+            else out[0].view(*a.shape[:-1], b.shape[-2])
+        )
     if a.dtype == torch.bfloat16 and a.is_cuda:
-        found = torch.bmm(a.flatten(0, -3), b.flatten(0, -3).transpose(1, 2), out_dtype=torch.float32)
+        found = torch.bmm(
+            a.flatten(0, -3), b.flatten(0, -3).transpose(1, 2), out_dtype=torch.float32
+        )
         return found.view(*a.shape[:-1], b.shape[-2])
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     return torch.matmul(a.to(wide), b.to(wide).transpose(-1, -2))

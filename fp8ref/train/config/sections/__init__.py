@@ -7,7 +7,12 @@ from fp8ref.train.config.sections.data import ArchitectureConfig, DataConfig
 from fp8ref.train.config.sections.numerics import NumericsConfig
 from fp8ref.train.config.sections.optimizer import Decay, OptimizerConfig
 from fp8ref.train.config.sections.parallel import ParallelConfig
-from fp8ref.train.config.sections.run import CheckpointConfig, LogConfig, RunConfig, StatisticsConfig
+from fp8ref.train.config.sections.run import (
+    CheckpointConfig,
+    LogConfig,
+    RunConfig,
+    StatisticsConfig,
+)
 
 __all__ = [
     "ArchitectureConfig",

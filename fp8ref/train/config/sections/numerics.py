@@ -19,39 +19,50 @@ from fp8ref.train.config import schedule as schedules
 class NumericsConfig:
     """Which linears run in FP8, and how (spec R)."""
 
-    recipe: Annotated[str, tyro.conf.arg(aliases=["--recipe"], help=f"One of {', '.join(recipes.trained_recipes())}.")] = "tensorwise"
+    recipe: Annotated[
+        str,
+        tyro.conf.arg(aliases=["--recipe"], help=f"One of {', '.join(recipes.trained_recipes())}."),
+    ] = "tensorwise"
     schedule: schedules.Entries | None = None
-    """Recipes by phase, such as [[0, "tensorwise"], [8000, "bf16"]], the first of them numerics.recipe. A phase begins at a step, or at a string:
-    "learning_rate < 3e-4" after warm-up, or, of what statistics.every measures, "sqnr < 18" (dB) of an operand of the phase before or "update_error > 0.1"
-    of optimizer states."""
+    """Recipes by phase, such as [[0, "tensorwise"], [8000, "bf16"]], the first of them
+    numerics.recipe. A phase begins at a step, or at a string: "learning_rate < 3e-4" after warm-up,
+    or, of what statistics.every measures, "sqnr < 18" (dB) of an operand of the phase before or
+    "update_error > 0.1" of optimizer states."""
     filter_fqns: tuple[str, ...] = ()
-    """Modules to keep in high precision, by whole name components or shell patterns. ``auto_filter_small_kn`` keeps small linears. lm_head is
-    always kept."""
+    """Modules to keep in high precision, by whole name components or shell patterns.
+    ``auto_filter_small_kn`` keeps small linears. lm_head is always kept."""
     fp8_fqns: tuple[str, ...] = ()
     """Modules to convert even if filter_fqns names them; lm_head too."""
     rules: Annotated[tuple[Rule, ...] | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
-    """Tables [[numerics.rules]] that change casts of single operands: layers, gemms and roles, and the recipe, or the format, granularity or policy,
-    that they take. In a file alone; on one device."""
+    """Tables [[numerics.rules]] that change casts of single operands: layers, gemms and roles, and
+    the recipe, or the format, granularity or policy, that they take. In a file alone; on one
+    device."""
     accumulate: str | None = None
-    """Simulated hardware for FP8 GEMMs, on a CPU: hopper (hopper_fast or hopper_slow, as the recipe says), exact, f32, hopper_fast, hopper_slow,
-    ada, blackwell, or a .json file of ``fp8ref probe``. native, the default: the framework's own GEMMs."""
+    """Simulated hardware for FP8 GEMMs, on a CPU: hopper (hopper_fast or hopper_slow, as the recipe
+    says), exact, f32, hopper_fast, hopper_slow, ada, blackwell, or a .json file of ``fp8ref
+    probe``. native, the default: the framework's own GEMMs."""
     attention: str | None = None
-    """Attention, a tile of keys after another, by a variant (spec A-1): in FP8 cudnn or mxfp8, or with numerics.attention_backward bf16 also fa3,
-    fa3_promoted, fa4, fa4_threshold4 and fa3_paper; bf16, or exact. Default: the framework's own, in bfloat16."""
+    """Attention, a tile of keys after another, by a variant (spec A-1): in FP8 cudnn or mxfp8, or
+    with numerics.attention_backward bf16 also fa3, fa3_promoted, fa4, fa4_threshold4 and fa3_paper;
+    bf16, or exact. Default: the framework's own, in bfloat16."""
     attention_backward: Backward = "own"
-    """The backward pass of numerics.attention in FP8: the variant's own, or bf16, of q, k and v in bfloat16 with the log-sum-exp of the FP8 pass (spec
-    A-25). FlashAttention's kernels in FP8 have none of their own."""
+    """The backward pass of numerics.attention in FP8: the variant's own, or bf16, of q, k and v in
+    bfloat16 with the log-sum-exp of the FP8 pass (spec A-25). FlashAttention's kernels in FP8 have
+    none of their own."""
     attention_arithmetic: Literal["fast", "stated"] = "fast"
-    """How numerics.attention computes between its products: by the framework's own sums and functions, within A-18's bound; or every operation in the
-    stated order, rounded once, several times slower."""
+    """How numerics.attention computes between its products: by the framework's own sums and
+    functions, within A-18's bound; or every operation in the stated order, rounded once, several
+    times slower."""
 
     attention_scaling: Literal["current", "delayed"] = "current"
-    """Where numerics.attention has its scales from: the tensors of the step itself; or, of cudnn alone, the amaxes of past steps (spec A-19), a state
-    for each of q, k, v, s, o, do, ds, dq, dk and dv of a layer."""
+    """Where numerics.attention has its scales from: the tensors of the step itself; or, of cudnn
+    alone, the amaxes of past steps (spec A-19), a state for each of q, k, v, s, o, do, ds, dq, dk
+    and dv of a layer."""
 
     attention_operands: tuple[str, ...] | None = None
-    """Of numerics.attention 'cudnn', the operands that alone are cast, q, k, v, p, do and ds, of every layer or, as "layers.0/q", of those that a
-    pattern names. All else of attention is in float32, on whole matrices (spec E-9). Default: all, a tile of keys after another."""
+    """Of numerics.attention 'cudnn', the operands that alone are cast, q, k, v, p, do and ds, of
+    every layer or, as "layers.0/q", of those that a pattern names. All else of attention is in
+    float32, on whole matrices (spec E-9). Default: all, a tile of keys after another."""
 
     def __post_init__(self) -> None:
         recipes.check_trained(self.recipe, "numerics.recipe")
@@ -59,23 +70,31 @@ class NumericsConfig:
             first = schedules.parse(self.schedule)[0].recipe
             require(
                 first == self.recipe,
-                f"numerics.schedule begins with numerics.recipe, which is {self.recipe!r}; got {first!r}. Set both to one recipe, or leave "
-                "out the schedule.",
+                f"numerics.schedule begins with numerics.recipe, which is {self.recipe!r}; got "
+                f"{first!r}. Set both to one recipe, or leave out the schedule.",
             )
         require(
             self.rules is None or self.schedule is None,
             "numerics.rules change one recipe; got numerics.schedule too. Leave one of them out.",
         )
-        require(self.rules is None or len(self.rules) > 0, "numerics.rules has at least one rule; got none. Leave it out.")
-        require(self.accumulate != "", "numerics.accumulate names simulated hardware; got ''. Leave it out for the framework's own GEMMs.")
+        require(
+            self.rules is None or len(self.rules) > 0,
+            "numerics.rules has at least one rule; got none. Leave it out.",
+        )
+        require(
+            self.accumulate != "",
+            "numerics.accumulate names simulated hardware; got ''. Leave it out for the "
+            "framework's own GEMMs.",
+        )
         require(
             self.attention_arithmetic in attention.ARITHMETIC,
-            f"numerics.attention_arithmetic is one of {', '.join(attention.ARITHMETIC)}; got {self.attention_arithmetic!r}.",
+            f"numerics.attention_arithmetic is one of {', '.join(attention.ARITHMETIC)}; got "
+            f"{self.attention_arithmetic!r}.",
         )
         require(
             self.attention is not None or self.attention_arithmetic == "fast",
-            f"numerics.attention_arithmetic is of numerics.attention, which is left out; got {self.attention_arithmetic!r}. Leave both out, or "
-            "name a variant.",
+            "numerics.attention_arithmetic is of numerics.attention, which is left out; got "
+            f"{self.attention_arithmetic!r}. Leave both out, or name a variant.",
         )
         require(
             self.attention_scaling in ("current", "delayed"),
@@ -83,18 +102,26 @@ class NumericsConfig:
         )
         require(
             self.attention_scaling == "current"
-            or (self.attention in attention.VARIANTS and bool(attention_delayed.roles(attention.by_name(self.attention)))),
-            "numerics.attention_scaling 'delayed' is of attention with one FP8 scale for a tensor; got numerics.attention "
-            f"{self.attention!r}. Use variant 'cudnn', or leave it out.",
+            or (
+                self.attention in attention.VARIANTS
+                and bool(attention_delayed.roles(attention.by_name(self.attention)))
+            ),
+            "numerics.attention_scaling 'delayed' is of attention with one FP8 scale for a "
+            f"tensor; got numerics.attention {self.attention!r}. Use variant 'cudnn', or leave "
+            "it out.",
         )
         if self.attention_operands is not None:
             require(
                 self.attention in attention.VARIANTS
-                and (self.attention_scaling, self.attention_backward, self.attention_arithmetic) == ("current", "own", "fast")
+                and (self.attention_scaling, self.attention_backward, self.attention_arithmetic)
+                == ("current", "own", "fast")
                 and not self.simulates,
-                "numerics.attention_operands are of numerics.attention, with its own backward pass, scales of the tensors themselves, fast arithmetic "
-                f"and the framework's own GEMMs; got {self.attention!r}, {self.attention_backward!r}, {self.attention_scaling!r}, "
-                f"{self.attention_arithmetic!r} and numerics.accumulate {self.accumulate!r}. Leave them out, or set attention to cudnn.",
+                "numerics.attention_operands are of numerics.attention, with its own backward "
+                "pass, scales of the tensors themselves, fast arithmetic and the framework's "
+                f"own GEMMs; got {self.attention!r}, {self.attention_backward!r}, "
+                f"{self.attention_scaling!r}, {self.attention_arithmetic!r} and "
+                f"numerics.accumulate {self.accumulate!r}. Leave them out, or set attention to "
+                "cudnn.",
             )
             roles = frozenset(operand.rpartition("/")[2] for operand in self.attention_operands)
             attention_casts.Casts(attention.by_name(str(self.attention)), roles)  # type: ignore[arg-type]  # refuses unknown ones
@@ -105,25 +132,31 @@ class NumericsConfig:
         if self.attention is None:
             require(
                 self.attention_backward == "own",
-                f"numerics.attention_backward is of numerics.attention, which is left out; got {self.attention_backward!r}. Leave both out, or name "
-                "a variant.",
+                "numerics.attention_backward is of numerics.attention, which is left out; got "
+                f"{self.attention_backward!r}. Leave both out, or name a variant.",
             )
         else:
-            trained = [name for name, variant in attention.VARIANTS.items() if variant.backward is not None]
+            trained = [
+                name for name, variant in attention.VARIANTS.items() if variant.backward is not None
+            ]
             forward = [name for name in attention.VARIANTS if name not in trained]
             require(
-                self.attention in trained or (self.attention in forward and self.attention_backward == "bf16"),
-                f"numerics.attention is one of {', '.join(trained)}, which have gradients, or with numerics.attention_backward 'bf16' of "
-                f"{', '.join(forward)}; got {self.attention!r}. Leave it out for the framework's own attention.",
+                self.attention in trained
+                or (self.attention in forward and self.attention_backward == "bf16"),
+                f"numerics.attention is one of {', '.join(trained)}, which have gradients, or "
+                f"with numerics.attention_backward 'bf16' of {', '.join(forward)}; got "
+                f"{self.attention!r}. Leave it out for the framework's own attention.",
             )
             require(
                 self.attention_backward == "own" or attention.by_name(self.attention).fmt.bits == 8,
-                f"numerics.attention_backward 'bf16' is of a forward pass in FP8; got numerics.attention {self.attention!r}. Leave it out.",
+                "numerics.attention_backward 'bf16' is of a forward pass in FP8; got "
+                f"numerics.attention {self.attention!r}. Leave it out.",
             )
             require(
                 not self.simulates or attention.by_name(self.attention).granularity != "mx_1x32",
-                f"numerics.accumulate multiplies FP8 codes, and attention multiplies MX blocks dequantized; got {self.accumulate!r} with "
-                f"numerics.attention {self.attention!r}. Leave one of them out, or use variant 'cudnn'.",
+                "numerics.accumulate multiplies FP8 codes, and attention multiplies MX blocks "
+                f"dequantized; got {self.accumulate!r} with numerics.attention "
+                f"{self.attention!r}. Leave one of them out, or use variant 'cudnn'.",
             )
 
     def unattended(self, head_dim: int) -> list[str]:
@@ -131,10 +164,24 @@ class NumericsConfig:
         if self.attention is None:
             return []
         variant = attention.by_name(self.attention)
-        largest, multiple = variant.tiles[-1].features, 32 if variant.granularity == "mx_1x32" else 1
+        largest, multiple = (
+            variant.tiles[-1].features,
+            32 if variant.granularity == "mx_1x32" else 1,
+        )
         fits = head_dim % multiple == 0 and (variant.real or head_dim <= largest)
-        what = f"a multiple of {multiple} up to {largest}" if multiple > 1 else f"at most {largest} features"
-        return [] if fits else [f"numerics.attention {self.attention!r} takes heads of {what}; got {head_dim}. Leave it out."]
+        what = (
+            f"a multiple of {multiple} up to {largest}"
+            if multiple > 1
+            else f"at most {largest} features"
+        )
+        return (
+            []
+            if fits
+            else [
+                f"numerics.attention {self.attention!r} takes heads of {what}; got {head_dim}. "
+                "Leave it out."
+            ]
+        )
 
     @property
     def simulates(self) -> bool:

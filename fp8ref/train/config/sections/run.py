@@ -7,13 +7,21 @@ from fp8ref.shared.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsConfig:
-    """Statistics of the operands of FP8 GEMMs, and of optimizer states in a layout, recorded during training (spec Q)."""
+    """Statistics of the operands of FP8 GEMMs, and of optimizer states in a layout, recorded during
+    training (spec Q).
+    """
 
     every: int | None = None
-    """Record every so many steps, beginning with step 0; 0 records nothing. Default: the first and the last step. A record costs about as much as a step."""
+    """Record every so many steps, beginning with step 0; 0 records nothing.
+
+    Default: the first and the last step. A record costs about as much as a step.
+    """
 
     def __post_init__(self) -> None:
-        require(self.every is None or self.every >= 0, f"statistics.every is not negative; got {self.every}.")
+        require(
+            self.every is None or self.every >= 0,
+            f"statistics.every is not negative; got {self.every}.",
+        )
 
     def due(self, step: int, steps: int) -> bool:
         """Whether a step of so many is recorded, as the key says."""
@@ -35,19 +43,34 @@ class RunConfig:
     eval_batches: int = 4
     """Validation batches. They are the same each time."""
     out: str | None = None
-    """Run directory. Default: runs/<config>-<backend>-<recipe> (of a schedule: a-to-b), followed by -<plan> under numerics.accumulate."""
+    """Run directory.
+
+    Default: runs/<config>-<backend>-<recipe> (of a schedule: a-to-b), followed by -<plan> under
+    numerics.accumulate.
+    """
     init_from: str | None = None
-    """Start from these weights: a directory in safetensors that ``fp8ref export`` or transformers wrote."""
+    """Start from these weights: a directory in safetensors that ``fp8ref export`` or transformers
+    wrote.
+    """
     allow_fallback: bool = False
-    """Train even if a planned FP8 GEMM or gather is missing from the step. The manifest lists what is missing."""
+    """Train even if a planned FP8 GEMM or gather is missing from the step.
+
+    The manifest lists what is missing.
+    """
 
     def __post_init__(self) -> None:
         for key in ("steps", "eval_batches"):
             require(getattr(self, key) >= 1, f"run.{key} is at least 1; got {getattr(self, key)}.")
-        require(self.eval_every >= 0, f"run.eval_every is not negative (0: at the end alone); got {self.eval_every}.")
+        require(
+            self.eval_every >= 0,
+            f"run.eval_every is not negative (0: at the end alone); got {self.eval_every}.",
+        )
         require(self.seed >= 0, f"run.seed is not negative; got {self.seed}.")
         for key in ("out", "init_from"):
-            require(getattr(self, key) != "", f"run.{key} names a directory; got ''. Leave it out for its default.")
+            require(
+                getattr(self, key) != "",
+                f"run.{key} names a directory; got ''. Leave it out for its default.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +78,18 @@ class CheckpointConfig:
     """How often checkpoints are written, and how many are kept (spec K)."""
 
     every: int = 100
-    """Steps between checkpoints; 0 for none in between. The state after the last step, on SIGTERM and on Ctrl-C is always saved."""
+    """Steps between checkpoints; 0 for none in between.
+
+    The state after the last step, on SIGTERM and on Ctrl-C is always saved.
+    """
     keep_last: int = 2
     """Checkpoints to keep. Older ones are removed once a newer one is complete."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, f"checkpoint.every is not negative (0: at the end alone); got {self.every}.")
+        require(
+            self.every >= 0,
+            f"checkpoint.every is not negative (0: at the end alone); got {self.every}.",
+        )
         require(self.keep_last >= 1, f"checkpoint.keep_last is at least 1; got {self.keep_last}.")
 
 
@@ -74,4 +103,7 @@ class LogConfig:
     """Log to this Weights & Biases project. Needs wandb."""
 
     def __post_init__(self) -> None:
-        require(self.wandb != "", "log.wandb is the name of a project; got ''. Leave it out to log nothing there.")
+        require(
+            self.wandb != "",
+            "log.wandb is the name of a project; got ''. Leave it out to log nothing there.",
+        )

@@ -19,30 +19,38 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nnx.Module
     """The model, with its own initial weights from this seed, in float32.
 
     ``source`` is an import path of a function or class; it is called with vocab_size= and rngs=.
-    Raises:   ConfigError: it cannot be imported or made; grouped linears; variables of random numbers or batch statistics, which have no
-              place in a step.
+    Raises:   ConfigError: it cannot be imported or made; grouped linears; variables of random
+              numbers or batch statistics, which have no place in a step.
     """
     try:
         made = architecture.imported(keys.source or "")(vocab_size=vocab_size, rngs=nnx.Rngs(seed))
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's code raises
-        raise ConfigError(f"architecture.source {keys.source!r} cannot be made: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"architecture.source {keys.source!r} cannot be made: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(made, nnx.Module):
-        raise ConfigError(f"architecture.source {keys.source!r} makes an nnx.Module; got {type(made).__name__}.")
+        raise ConfigError(
+            f"architecture.source {keys.source!r} makes an nnx.Module; got {type(made).__name__}."
+        )
     for path, layer in nnx.iter_graph(made, graph=True):
         if isinstance(layer, fj.GroupedLinear):
             raise ConfigError(
-                f"architecture.source {keys.source!r} has a GroupedLinear ({'.'.join(map(str, path))}), of which a config plans no recipe. Use an "
+                f"architecture.source {keys.source!r} has a GroupedLinear "
+                f"({'.'.join(map(str, path))}), of which a config plans no recipe. Use an "
                 "nnx.Linear for each expert."
             )
     for path, variable in nnx.to_flat_state(nnx.state(made)):
         if isinstance(variable, nnx.RngState | nnx.BatchStat):
             raise ConfigError(
-                f"architecture.source {keys.source!r} has {'.'.join(map(str, path))} of type {type(variable).__name__}, which a step has no "
-                "place for. Make it without dropout and batch norms."
+                f"architecture.source {keys.source!r} has {'.'.join(map(str, path))} of type "
+                f"{type(variable).__name__}, which a step has no place for. Make it without "
+                "dropout and batch norms."
             )
-        if isinstance(variable, nnx.Param) and jnp.issubdtype(variable.get_value().dtype, jnp.floating):
+        if isinstance(variable, nnx.Param) and jnp.issubdtype(
+            variable.get_value().dtype, jnp.floating
+        ):
             variable.set_value(variable.get_value().astype(jnp.float32))
     return made
 
@@ -60,11 +68,17 @@ def shapes(keys: ArchitectureConfig, vocab_size: int, length: int) -> Shapes:
         if row.shape is not None and row.kind in ("Linear", "LinearGeneral", "Einsum")
     }
     if not linears:
-        raise ConfigError(f"architecture.source {keys.source!r} has no nnx.Linear, which is what a recipe converts.")
+        raise ConfigError(
+            f"architecture.source {keys.source!r} has no nnx.Linear, which is what a recipe "
+            "converts."
+        )
     could = [path for path, (n, _) in linears.items() if n == vocab_size]
     return Shapes(
         kind=f"{type(model).__module__}.{type(model).__qualname__}",
-        parameters={name: tuple(value.shape) for name, value in parameters(nnx.state(model, nnx.Param)).items()},
+        parameters={
+            name: tuple(value.shape)
+            for name, value in parameters(nnx.state(model, nnx.Param)).items()
+        },
         linears=linears,
         heads=probe.heads(model, f"architecture.source {keys.source!r}", could, vocab_size, length),
     )
@@ -74,7 +88,9 @@ def parameters(tree) -> Mapping[str, Any]:
     """{dotted path: array} of a state of parameters, in its order."""
     return {
         name_of(path): value
-        for path, value in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree)
+        for path, value in jax.tree_util.tree_leaves_with_path(
+            nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree
+        )
     }
 
 

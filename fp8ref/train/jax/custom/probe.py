@@ -1,4 +1,6 @@
-"""One traced forward pass of a user's Flax NNX model: what makes its logits, and what a step would lose (spec T-10)."""
+"""One traced forward pass of a user's Flax NNX model: what makes its logits, and what a step would
+lose (spec T-10).
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,39 +13,54 @@ from jax.extend import core
 from fp8ref.shared.errors import ConfigError
 
 _PRODUCTS = ("dot_general", "ragged_dot", "conv_general_dilated", "gather", "scan", "while", "cond")
-"""Primitives behind which nothing makes the logits: products, look-ups, and loops, which have products."""
+"""Primitives behind which nothing makes the logits: products, look-ups, and loops, which have
+products.
+"""
 
 
-def heads(model: nnx.Module, name: str, candidates: Sequence[str], vocab_size: int, length: int) -> tuple[str, ...]:
-    """Those of some linears that make the logits: no other product is between their outputs and the logits.
+def heads(
+    model: nnx.Module, name: str, candidates: Sequence[str], vocab_size: int, length: int
+) -> tuple[str, ...]:
+    """Those of some linears that make the logits: no other product is between their outputs and the
+    logits.
 
     A trace of tokens [1, length] says which; nothing is computed. The model is used up.
     name      of the model, for messages.
-    Raises:   ConfigError: the pass fails or gives other logits; it changes a variable, which a checkpoint would not have.
+    Raises:   ConfigError: the pass fails or gives other logits; it changes a variable, which a
+              checkpoint would not have.
     """
     for path, layer in list(nnx.iter_graph(model, graph=True)):
         if (of_layer := ".".join(map(str, path))) in candidates:
             layer.__class__ = _naming(type(layer), of_layer)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     inputs = (params, rest, jax.ShapeDtypeStruct((1, length), jnp.int32))
-    names = [".".join(map(str, path)) for path, variable in nnx.to_flat_state(rest) for _ in jax.tree.leaves(variable.get_value())]
+    names = [
+        ".".join(map(str, path))
+        for path, variable in nnx.to_flat_state(rest)
+        for _ in jax.tree.leaves(variable.get_value())
+    ]
 
     def run(params, rest, tokens):
         copy = nnx.merge(graph, params, rest)
         try:
             out = copy(tokens)
         except Exception as error:  # whatever a user's code raises
-            raise ConfigError(f"{name} fails on tokens {list(tokens.shape)}, int32: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"{name} fails on tokens {list(tokens.shape)}, int32: {type(error).__name__}: "
+                f"{error}"
+            ) from error
         after = dict(nnx.to_flat_state(nnx.state(copy)))
-        return logits_of(out, tokens, vocab_size), [after[path].get_value() for path, _ in nnx.to_flat_state(rest)]
+        return logits_of(out, tokens, vocab_size), [
+            after[path].get_value() for path, _ in nnx.to_flat_state(rest)
+        ]
 
     jaxpr = jax.make_jaxpr(run)(*inputs).jaxpr
     first = len(jax.tree.leaves(params))
     pairs = zip(names, jaxpr.invars[first:-1], jaxpr.outvars[1:], strict=True)
     if changed := [of for of, before, after in pairs if _source(jaxpr, after) is not before]:
         raise ConfigError(
-            f"{name} changes {', '.join(changed[:3])} in its forward pass, which a checkpoint would not have. Compute it anew in each pass, or "
-            "leave it as it is."
+            f"{name} changes {', '.join(changed[:3])} in its forward pass, which a checkpoint "
+            "would not have. Compute it anew in each pass, or leave it as it is."
         )
     found, _ = _reached(jaxpr, [0], candidates)
     return tuple(path for path in candidates if path in found)
@@ -56,7 +73,10 @@ def logits_of(out, tokens: jax.Array, vocab_size: int) -> jax.Array:
     """
     if not isinstance(out, jax.Array) or out.shape != (*tokens.shape, vocab_size):
         got = out.shape if isinstance(out, jax.Array) else type(out).__name__
-        raise ConfigError(f"a model returns logits [B, T, V] = {(*tokens.shape, vocab_size)} of tokens [B, T]; got {got}.")
+        raise ConfigError(
+            f"a model returns logits [B, T, V] = {(*tokens.shape, vocab_size)} of tokens [B, "
+            f"T]; got {got}."
+        )
     return out
 
 
@@ -70,7 +90,9 @@ def _naming(kind: type, path: str) -> type:
 
 
 def _source(jaxpr: core.Jaxpr, var) -> core.Var | None:
-    """The input of a program that a variable is, also where programs within hand it on; None if it is none."""
+    """The input of a program that a variable is, also where programs within hand it on; None if it
+    is none.
+    """
     made = {out: (eqn, i) for eqn in jaxpr.eqns for i, out in enumerate(eqn.outvars)}
     while not isinstance(var, core.Literal) and var in made:
         eqn, i = made[var]
@@ -90,7 +112,9 @@ def _inner(eqn) -> core.Jaxpr | None:
     return None
 
 
-def _reached(jaxpr: core.Jaxpr, outputs: Iterable[int], candidates: Sequence[str]) -> tuple[set[str], list[int]]:
+def _reached(
+    jaxpr: core.Jaxpr, outputs: Iterable[int], candidates: Sequence[str]
+) -> tuple[set[str], list[int]]:
     """(names, indexes of inputs) from which some outputs of a program come without a product."""
     made = {var: (eqn, i) for eqn in jaxpr.eqns for i, var in enumerate(eqn.outvars)}
     found: set[str] = set()

@@ -1,4 +1,6 @@
-"""The training step of a user's Flax NNX model (spec T-10, T): float32 masters, bfloat16 compute, AdamW."""
+"""The training step of a user's Flax NNX model (spec T-10, T): float32 masters, bfloat16 compute,
+AdamW.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +31,8 @@ from fp8ref.train.run import train_state
 class CustomStep:
     """The functions of a step, of a batch's parts [microbatches, B, T + 1].
 
-    ``State.params`` is {dotted name: float32 array}, and ``State.fp8`` the hooks' states of delayed scaling.
+    ``State.params`` is {dotted name: float32 array}, and ``State.fp8`` the hooks' states of delayed
+    scaling.
 
     fp8     these states before the first step.
     """
@@ -41,11 +44,18 @@ class CustomStep:
         self.linears = {d.path: d.recipe for d in self.decisions if d.fp8}
         if self.linears:
             keys = config.numerics
-            how: dict = {"filter_fqns": config.filter_fqns, "fp8_fqns": keys.fp8_fqns, "rules": keys.rules or ()}
+            how: dict = {
+                "filter_fqns": config.filter_fqns,
+                "fp8_fqns": keys.fp8_fqns,
+                "rules": keys.rules or (),
+            }
             fj.convert(model, keys.recipe, **how, multiply=multiply)
         self._graph, params, self.fp8, self._rest = nnx.split(model, nnx.Param, fj.Fp8State, ...)
         self._tree = jax.tree.structure(params)
-        self._shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in _named(params).items()}  # not the arrays
+        self._shapes = {
+            name: jax.ShapeDtypeStruct(value.shape, value.dtype)
+            for name, value in _named(params).items()
+        }  # not the arrays
         self.optimizer = Optimizer(config.optimizer, layout, LayerStacks(0, layout), self._shapes)
 
     def begin(self, weights: Mapping[str, llama.Weight] | None) -> State:
@@ -56,22 +66,40 @@ class CustomStep:
         if weights is None:
             params = _named(nnx.state(self._model(), nnx.Param))
         else:
-            mine, given = ({name: tuple(value.shape) for name, value in of.items()} for of in (self._shapes, weights))
+            mine, given = (
+                {name: tuple(value.shape) for name, value in of.items()}
+                for of in (self._shapes, weights)
+            )
             if mine != given:
-                wrong = sorted(name for name in mine.keys() | given.keys() if mine.get(name) != given.get(name))
-                raise ConfigError(f"weights have the names and shapes of the model's parameters; {wrong[0]} does not.")
-            params = {name: jnp.asarray(np.asarray(weights[name][...], np.float32)) for name in mine}
+                wrong = sorted(
+                    name for name in mine.keys() | given.keys() if mine.get(name) != given.get(name)
+                )
+                raise ConfigError(
+                    f"weights have the names and shapes of the model's parameters; {wrong[0]} "
+                    "does not."
+                )
+            params = {
+                name: jnp.asarray(np.asarray(weights[name][...], np.float32)) for name in mine
+            }
         masters, optimizer = self.optimizer.begin(params.items())
         return State(masters, optimizer, self.fp8, {})
 
-    def train(self, state: State, parts: jax.Array, lr: jax.Array) -> tuple[State, jax.Array, jax.Array]:
-        """One step at this learning rate: the new state, the loss, and the norm of the gradients; where either is
-        not finite, the state is the old one (T-4)."""
+    def train(
+        self, state: State, parts: jax.Array, lr: jax.Array
+    ) -> tuple[State, jax.Array, jax.Array]:
+        """One step at this learning rate: the new state, the loss, and the norm of the gradients;
+        where either is not finite, the state is the old one (T-4)."""
         loss, grads, seen = self._differentiated(state.params, state.fp8, parts)
-        params, optimizer, norm, finite = self.optimizer.update(state.params, state.optimizer, grads, loss, lr)
+        params, optimizer, norm, finite = self.optimizer.update(
+            state.params, state.optimizer, grads, loss, lr
+        )
         after = self.merged(state.params, state.fp8)
         fj.update(after, seen)
-        return State(params, optimizer, new_if(finite, nnx.state(after, fj.Fp8State), state.fp8), {}), loss, norm
+        return (
+            State(params, optimizer, new_if(finite, nnx.state(after, fj.Fp8State), state.fp8), {}),
+            loss,
+            norm,
+        )
 
     def gradients(self, params, fp8, parts: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(loss, float32 gradients by name) of a batch's parts."""
@@ -95,13 +123,20 @@ class CustomStep:
     def states(self, fp8) -> dict[str, dict[str, Any]]:
         """{linear: {role: its state of delayed scaling}}."""
         model = self._copy_of(list(self._shapes.values()), fp8)
-        return {hook.name: hook.state.get_value() for hook in nnx_hooks.hooks(model).values() if hook.state is not None}
+        return {
+            hook.name: hook.state.get_value()
+            for hook in nnx_hooks.hooks(model).values()
+            if hook.state is not None
+        }
 
     def tensors(self, state: State) -> dict[str, Any]:
         """The arrays of a state by the names of ``train_state``, nested."""
         found = self.optimizer.tensors(state.params, state.optimizer)
         if states := self.states(state.fp8):
-            found[train_state.FP8] = {name: {role: one._asdict() for role, one in roles.items()} for name, roles in states.items()}
+            found[train_state.FP8] = {
+                name: {role: one._asdict() for role, one in roles.items()}
+                for name, roles in states.items()
+            }
         return found
 
     def restored(self, state: State, tensors: dict[str, Any]) -> State:
@@ -110,22 +145,38 @@ class CustomStep:
         for hook in nnx_hooks.hooks(model).values():
             if hook.state is not None:
                 saved = tensors[train_state.FP8][hook.name]
-                hook.state.set_value({role: type(one)(**saved[role]) for role, one in hook.state.get_value().items()})
-        return State(*self.optimizer.restored(state.params, state.optimizer, tensors), nnx.state(model, fj.Fp8State), {})
+                hook.state.set_value(
+                    {role: type(one)(**saved[role]) for role, one in hook.state.get_value().items()}
+                )
+        return State(
+            *self.optimizer.restored(state.params, state.optimizer, tensors),
+            nnx.state(model, fj.Fp8State),
+            {},
+        )
 
     def _model(self) -> nnx.Module:
         """The user's model, with its own initial weights."""
-        return custom_model.build(self.config.architecture, self.config.model.vocab_size, seed=self.config.run.seed)
+        return custom_model.build(
+            self.config.architecture, self.config.model.vocab_size, seed=self.config.run.seed
+        )
 
     def _rounded(self, params: Mapping[str, jax.Array]) -> list[jax.Array]:
         return [params[name].astype(jnp.bfloat16) for name in self._shapes]
 
     def _copy_of(self, values: list, fp8) -> nnx.Module:
-        """The model on other parameters, or shapes, and states, none of which an update of the model changes."""
-        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, values), fp8, self._rest, copy=True)
+        """The model on other parameters, or shapes, and states, none of which an update of the
+        model changes.
+        """
+        return nnx.merge(
+            self._graph, jax.tree.unflatten(self._tree, values), fp8, self._rest, copy=True
+        )
 
-    def _differentiated(self, params, fp8, parts: jax.Array) -> tuple[jax.Array, dict[str, jax.Array], Observed]:
-        """(loss, gradients, observations) of a batch's parts; gradients are summed in float32 (T-7)."""
+    def _differentiated(
+        self, params, fp8, parts: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array], Observed]:
+        """(loss, gradients, observations) of a batch's parts; gradients are summed in float32
+        (T-7).
+        """
         rounded = self._rounded(params)
 
         def of_part(part: jax.Array) -> tuple:
@@ -134,12 +185,19 @@ class CustomStep:
 
         def add(before: tuple, part: jax.Array) -> tuple[tuple, None]:
             (loss, grads, seen), found = before, of_part(part)
-            return (loss + found[0], jax.tree.map(jnp.add, grads, found[1]), merge(seen, found[2])), None
+            return (
+                loss + found[0],
+                jax.tree.map(jnp.add, grads, found[1]),
+                merge(seen, found[2]),
+            ), None
 
         if len(parts) == 1:
             return of_part(parts[0])
-        # A scan keeps one microbatch's activations at a time, and compiles the passes once. Sums begin with -0, which leaves a zero's sign.
-        zeros = {name: jnp.full(shape.shape, -0.0, jnp.float32) for name, shape in self._shapes.items()}
+        # A scan keeps one microbatch's activations at a time, and compiles the passes once. Sums
+        # begin with -0, which leaves a zero's sign.
+        zeros = {
+            name: jnp.full(shape.shape, -0.0, jnp.float32) for name, shape in self._shapes.items()
+        }
         begin = (jnp.float32(-0.0), zeros, fj.unseen(self._copy_of(rounded, fp8)))
         (loss, grads, seen), _ = lax.scan(add, begin, parts)
         share = np.float32(1 / len(parts))
@@ -153,6 +211,11 @@ class CustomStep:
 
 
 def _named(params) -> dict[str, jax.Array]:
-    """Parameters by dotted name, in the order of their state: the path without what a Variable adds to it."""
+    """Parameters by dotted name, in the order of their state: the path without what a Variable adds
+    to it.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {".".join(str(part.key) for part in path if hasattr(part, "key")): value for path, value in leaves}
+    return {
+        ".".join(str(part.key) for part in path if hasattr(part, "key")): value
+        for path, value in leaves
+    }

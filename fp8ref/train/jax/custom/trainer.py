@@ -1,4 +1,6 @@
-"""Train a user's Flax NNX model on one device: what ``trainer.Trainer`` offers, by ``step`` (spec T-10)."""
+"""Train a user's Flax NNX model on one device: what ``trainer.Trainer`` offers, by ``step`` (spec
+T-10).
+"""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -41,16 +43,26 @@ class _Programs(NamedTuple):
 
 
 class Trainer:
-    """One user's model being trained. ``step`` and ``evaluate`` take tokens [B, T + 1], integers."""
+    """One user's model being trained.
+
+    ``step`` and ``evaluate`` take tokens [B, T + 1], integers.
+    """
 
     backend = "jax"
     _step: CustomStep
     _train: jax.stages.Wrapped
 
-    def __init__(self, config: Config, weights: Mapping[str, llama.Weight] | None = None, *, multiply: Multiply | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        weights: Mapping[str, llama.Weight] | None = None,
+        *,
+        multiply: Multiply | None = None,
+    ) -> None:
         """weights: float32 by name; None: the model's own initial weights, from run.seed.
 
-        Raises:   ConfigError: as ``model.build`` and ``CustomStep.begin``; simulated hardware on a GPU.
+        Raises:   ConfigError: as ``model.build`` and ``CustomStep.begin``; simulated hardware on a
+                  GPU.
         """
         self.config, self._multiply = config, multiply
         self._layout = Layout(config)
@@ -59,51 +71,74 @@ class Trainer:
             try:
                 hardware.check_devices(1, mapped=False, platform=self._layout.devices[0].platform)
             except ValueError as error:
-                raise ConfigError(f"numerics.accumulate {config.numerics.accumulate!r}: {error}") from error
+                raise ConfigError(
+                    f"numerics.accumulate {config.numerics.accumulate!r}: {error}"
+                ) from error
         self._programs: dict[str, _Programs] = {}
         self.recipe = config.numerics.recipe
         self._fp8: dict[str, Any] = {}
         self.switch(config.numerics.recipe)
         self._state = self._step.begin(weights)
-        for recipe in config.recipes[1:]:  # now: a recipe that the model refuses would end the run in its middle
+        for recipe in config.recipes[
+            1:
+        ]:  # now: a recipe that the model refuses would end the run in its middle
             self._programs[recipe] = self._of_step(recipe)
             self._fp8[recipe] = self._programs[recipe].step.fp8
         self._observer: Callable
         self._count, self._store, self.device = 0, Store(), self._layout.description
 
     def switch(self, recipe: str) -> None:
-        """Compute in this recipe of the config's from now on; the state stays, that of delayed scaling as its last phase left it (spec T-9).
+        """Compute in this recipe of the config's from now on; the state stays, that of delayed
+        scaling as its last phase left it (spec T-9).
 
         Each recipe's programs are compiled once, when they first run.
         Raises:   ValueError: a recipe that the config does not have.
         """
         if recipe not in self.config.recipes:
-            raise ValueError(f"a trainer switches to a recipe of its config, {', '.join(self.config.recipes)}; got {recipe!r}.")
+            raise ValueError(
+                "a trainer switches to a recipe of its config, "
+                f"{', '.join(self.config.recipes)}; got {recipe!r}."
+            )
         if recipe not in self._programs:
             self._programs[recipe] = self._of_step(recipe)
         elif recipe != self.recipe:
             self._fp8[self.recipe] = self._state.fp8
             self._state = self._state._replace(fp8=self._fp8.pop(recipe))
         self.recipe = recipe
-        self._step, self._train, self._gradients, self._loss, self._logits, self._health, self._observed = self._programs[recipe]
+        (
+            self._step,
+            self._train,
+            self._gradients,
+            self._loss,
+            self._logits,
+            self._health,
+            self._observed,
+        ) = self._programs[recipe]
         self.decisions = self._step.decisions
 
     def _of_step(self, recipe: str) -> "_Programs":
         step = CustomStep(self.config.under(recipe), self._layout, self._multiply)
-        compiled = functools.partial(jax.jit, compiler_options=compiler_options(self._layout.devices[0].platform))
+        compiled = functools.partial(
+            jax.jit, compiler_options=compiler_options(self._layout.devices[0].platform)
+        )
         return _Programs(
             step,
             train=compiled(step.train, donate_argnums=0),
             gradients=compiled(step.gradients),
             loss=compiled(step.mean_loss),
             logits=compiled(step.logits),
-            health=compiled(lambda grads, state: step.optimizer.health(grads, state.params, state.optimizer)),
+            health=compiled(
+                lambda grads, state: step.optimizer.health(grads, state.params, state.optimizer)
+            ),
             # A function of its own, as its GEMMs report: to ``_observer``, whichever a pass has.
             observed=compiled(lambda *arguments: step.gradients(*arguments)[1]),
         )
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
-        """One optimizer step: {"loss", "grad_norm"} before the update. If either is not finite, nothing changes (T-4)."""
+        """One optimizer step: {"loss", "grad_norm"} before the update.
+
+        If either is not finite, nothing changes (T-4).
+        """
         self._state, loss, norm = self._train(*self._arguments(tokens))
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
         self._count += all(map(np.isfinite, metrics.values()))
@@ -116,7 +151,9 @@ class Trainer:
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, vocab_size] from tokens [B, T]."""
         llama.check_tokens(tokens, self.config.model)
-        return np.asarray(self._logits(self._state.params, self._state.fp8, np.asarray(tokens, np.int32)))
+        return np.asarray(
+            self._logits(self._state.params, self._state.fp8, np.asarray(tokens, np.int32))
+        )
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
@@ -130,29 +167,43 @@ class Trainer:
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
         """Both of Adam's moments, float32: by which, then by parameter."""
         found = self._step.optimizer.moments(self._state.optimizer)
-        return {key: {name: np.asarray(value) for name, value in of_one.items()} for key, of_one in found.items()}
+        return {
+            key: {name: np.asarray(value) for name, value in of_one.items()}
+            for key, of_one in found.items()
+        }
 
     def save(self, directory: Path) -> Callable[[], None]:
-        """Copy the state to host memory and begin to write it. Returns a function that waits for it."""
+        """Copy the state to host memory and begin to write it.
+
+        Returns a function that waits for it.
+        """
         tensors = self._tensors()
         train_state.check(tensors, self.config, self.backend)
         return self._store.save(directory, tensors)
 
     def load(self, directory: Path, step: int) -> None:
         """Restore the state that ``save`` wrote after so many steps."""
-        like = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), self._tensors())
+        like = jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), self._tensors()
+        )
         self._restore(self._store.load(directory, like))
         self._count = step
 
     def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
-        """Take a state of so many steps, of arrays by the names of ``train_state.schema``; on one device."""
+        """Take a state of so many steps, of arrays by the names of ``train_state.schema``; on one
+        device.
+        """
         self._restore(filled(self._tensors(), arrays))
         self._count = step
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
         """States of delayed scaling, (stored, amax_history, step) by "<linear>/<role>"."""
         states = self._delayed()
-        return {f"{name}/{role}": tuple(map(np.asarray, state)) for name, roles in states.items() for role, state in roles.items()}
+        return {
+            f"{name}/{role}": tuple(map(np.asarray, state))
+            for name, roles in states.items()
+            for role, state in roles.items()
+        }
 
     def gradient_factors(self) -> dict[str, dict[str, float]]:
         """{}: gradients of one device are not exchanged."""
@@ -163,14 +214,20 @@ class Trainer:
         return (self._layout.devices[0].memory_stats() or {}).get("peak_bytes_in_use")
 
     def observe(self, tokens: np.ndarray, observer) -> None:
-        """A forward and backward pass whose FP8 GEMMs call observer (see ``linear.observing``); nothing is updated."""
+        """A forward and backward pass whose FP8 GEMMs call observer (see ``linear.observing``);
+        nothing is updated.
+        """
         self._observer = observer
         with linear.observing(lambda *gemm: self._observer(*gemm)):
-            jax.block_until_ready(self._observed(self._state.params, self._state.fp8, self._parts(tokens)))
+            jax.block_until_ready(
+                self._observed(self._state.params, self._state.fp8, self._parts(tokens))
+            )
         jax.effects_barrier()
 
     def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
-        """Quantization statistics of every FP8 operand of a batch (spec Q-8), measured on the host."""
+        """Quantization statistics of every FP8 operand of a batch (spec Q-8), measured on the
+        host.
+        """
         operands = planned(self.decisions)
         found: dict[str, list[np.ndarray]] = {operand.name: [] for operand in operands}
         casts = {operand.name: operand for operand in operands}
@@ -187,8 +244,12 @@ class Trainer:
         called = [operand for operand in operands if found[operand.name]]
         return merged(called, [np.stack(found[operand.name]) for operand in called])
 
-    def measured_step(self, tokens: np.ndarray) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
-        """``step`` and ``statistics`` of one batch, and the health of the states that the step makes (spec Q-12)."""
+    def measured_step(
+        self, tokens: np.ndarray
+    ) -> tuple[dict[str, float], dict[str, dict], dict[str, dict]]:
+        """``step`` and ``statistics`` of one batch, and the health of the states that the step
+        makes (spec Q-12).
+        """
         found, states = self.statistics(tokens), self._states(tokens)
         return self.step(tokens), found, states
 
@@ -204,26 +265,40 @@ class Trainer:
         missing += proof.lost(compiled, program) if compiled else []
         if missing and not self.config.run.allow_fallback:
             raise ConfigError(
-                "the compiled step lacks planned GEMMs:\n  " + "\n  ".join(missing) + "\nSet run.allow_fallback to train anyway."
+                "the compiled step lacks planned GEMMs:\n  "
+                + "\n  ".join(missing)
+                + "\nSet run.allow_fallback to train anyway."
             )
         return proof.manifest(program, self._step.linears, missing, compiled, plan)
 
     def _tensors(self) -> dict[str, Any]:
-        """The arrays of the state by the names of ``train_state``, nested, with those that another phase left."""
+        """The arrays of the state by the names of ``train_state``, nested, with those that another
+        phase left.
+        """
         found = self._step.tensors(self._state)
         if states := self._delayed():
-            found[train_state.FP8] = {name: {role: one._asdict() for role, one in roles.items()} for name, roles in states.items()}
+            found[train_state.FP8] = {
+                name: {role: one._asdict() for role, one in roles.items()}
+                for name, roles in states.items()
+            }
         return found
 
     def _restore(self, tensors: dict[str, Any]) -> None:
         """Take a state of arrays named as ``_tensors`` names them."""
         for recipe, fp8 in self._fp8.items():
-            self._fp8[recipe] = self._programs[recipe].step.restored(self._state._replace(fp8=fp8), tensors).fp8
+            self._fp8[recipe] = (
+                self._programs[recipe].step.restored(self._state._replace(fp8=fp8), tensors).fp8
+            )
         self._state = self._step.restored(self._state, tensors)
 
     def _delayed(self) -> dict[str, dict[str, Any]]:
-        """The states of delayed scaling, which one recipe has at most (T-10), whether or not it is that of this phase."""
-        of_each = [(self._step, self._state.fp8), *((self._programs[recipe].step, fp8) for recipe, fp8 in self._fp8.items())]
+        """The states of delayed scaling, which one recipe has at most (T-10), whether or not it is
+        that of this phase.
+        """
+        of_each = [
+            (self._step, self._state.fp8),
+            *((self._programs[recipe].step, fp8) for recipe, fp8 in self._fp8.items()),
+        ]
         return next((states for step, fp8 in of_each if (states := step.states(fp8))), {})
 
     def _states(self, tokens: np.ndarray) -> dict[str, dict]:
@@ -235,7 +310,11 @@ class Trainer:
         return recorded(list(grads), health.numbers(jax.tree.map(np.asarray, measured)), layout)
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
-        return self._state, self._parts(tokens), np.float32(self.config.optimizer.learning_rate_at(self._count, self.config.run.steps))
+        return (
+            self._state,
+            self._parts(tokens),
+            np.float32(self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)),
+        )
 
     def _parts(self, tokens: np.ndarray) -> np.ndarray:
         """[microbatches, B, T + 1] of a batch [B, T + 1] (spec T-7)."""

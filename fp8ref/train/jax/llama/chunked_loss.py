@@ -1,4 +1,6 @@
-"""The loss over parts of the vocabulary in JAX, so that no logits are whole in memory (spec P-29)."""
+"""The loss over parts of the vocabulary in JAX, so that no logits are whole in memory (spec
+P-29).
+"""
 
 import functools
 
@@ -15,16 +17,22 @@ WORDS = 8192
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def losses(h: jax.Array, w: jax.Array, targets: jax.Array, words: int = WORDS) -> jax.Array:
-    """Each token's ``logsumexp(logits) - logits[target]`` in float32, of logits = h w^T (spec M-5, P-29).
+    """Each token's ``logsumexp(logits) - logits[target]`` in float32, of logits = h w^T (spec M-5,
+    P-29).
 
     Shapes:   h [..., H] and w [V, H] of one dtype, targets [...] integers; float32 [...].
-    Order:    logits of ``words`` words after another, rounded to h's dtype as a linear rounds them (G-9). The largest logit so far and the
-              sum of exponentials below it are kept in float32; a larger one scales the sum first.
-    Memory:   the backward pass keeps h, w and the logarithms of the sums, and computes the logits again.
-    Gradient: of logits as ``cross_entropy``, in their dtype. Of h: a float32 GEMM of each part, added in order, then rounded to h's
+    Order:    logits of ``words`` words after another, rounded to h's dtype as a linear rounds them
+              (G-9). The largest logit so far and the sum of exponentials below it are kept in
+              float32; a larger one scales the sum first.
+    Memory:   the backward pass keeps h, w and the logarithms of the sums, and computes the logits
+              again.
+    Gradient: of logits as ``cross_entropy``, in their dtype. Of h: a float32 GEMM of each part,
+    added in order, then rounded to h's
               dtype. Of w: a GEMM of each part, in w's dtype.
-    Specials: as ``cross_entropy``: a NaN or infinite logit gives a loss that is not finite. Targets from -V to -1 count from the end of the
-              vocabulary; any other outside of it gives NaN. Neither has a 1 in the gradient of its logits.
+    Specials: as ``cross_entropy``: a NaN or infinite logit gives a loss that is not finite. Targets
+    from -V to -1 count from the end of the
+              vocabulary; any other outside of it gives NaN. Neither has a 1 in the gradient of its
+              logits.
     """
     return _losses(h, w, targets, words)[0]
 
@@ -39,7 +47,9 @@ def _losses(h: jax.Array, w: jax.Array, targets: jax.Array, words: int):
         logits = _logits(rows, weight)  # [M, K] x [words, K] -> [M, words]
         wide = logits.astype(jnp.float32)
         new = jnp.maximum(largest, wide.max(-1))
-        total = total * jnp.exp(largest - _finite(new)) + jnp.exp(wide - _finite(new)[:, None]).sum(-1)
+        total = total * jnp.exp(largest - _finite(new)) + jnp.exp(wide - _finite(new)[:, None]).sum(
+            -1
+        )
         of_target += jnp.where(_hot(wanted, first, weight), wide, 0).sum(-1)
         return (new, total, of_target), None
 
@@ -70,11 +80,16 @@ losses.defvjp(_losses, _gradients)
 
 
 def _over_parts(add, begin, w: jax.Array, words: int):
-    """(carry, results of all parts): ``add(carry, (first word, weights [words, K]))`` in a loop, and once for words that are left."""
+    """(carry, results of all parts): ``add(carry, (first word, weights [words, K]))`` in a loop,
+    and once for words that are left.
+    """
     count = len(w) // words
     carry, found = begin, []
     if count:
-        parts = jnp.arange(count, dtype=jnp.int32) * words, w[: count * words].reshape(count, words, -1)
+        parts = (
+            jnp.arange(count, dtype=jnp.int32) * words,
+            w[: count * words].reshape(count, words, -1),
+        )
         carry, results = lax.scan(add, carry, parts)
         found = [] if results is None else [results.reshape(count * words, -1)]
     if len(w) > count * words:
@@ -98,6 +113,8 @@ def _finite(largest: jax.Array) -> jax.Array:
 
 
 def _varying(value: jax.Array, like: jax.Array) -> jax.Array:
-    """A constant as a loop inside shard_map carries it: varying over the devices as another array does."""
+    """A constant as a loop inside shard_map carries it: varying over the devices as another array
+    does.
+    """
     axes = tuple(sorted(sharding.varying(like)))
     return lax.pcast(value, axes, to="varying") if axes else value

@@ -1,6 +1,7 @@
 """What a forward pass of the trainer's Llama carries to its linears, and collects from them.
 
-``llama.Llama`` passes it down; each linear, each projection of experts and each attention computes through it.
+``llama.Llama`` passes it down; each linear, each projection of experts and each attention computes
+through it.
 """
 
 from collections.abc import Mapping
@@ -29,8 +30,8 @@ from fp8ref.train.jax.llama.experts import Balance
 from fp8ref.train.jax.mesh import Layout
 
 KEPT = ("linear", "attention")
-"""What selective checkpointing keeps of a layer, by ``checkpoint_name``: the outputs of linears and of
-attention."""
+"""What selective checkpointing keeps of a layer, by ``checkpoint_name``: the outputs of linears and
+of attention."""
 
 QUERIES = 512
 """The queries that chunked attention takes at a time."""
@@ -43,16 +44,19 @@ class Pass:
     state      delayed-scaling states by linear, which the pass reads.
     seen       amax observations by linear; each linear replaces its own.
     layout     places a linear on the mesh; None places none, as a layout of one device does.
-    taps       statistics accumulators by linear and by attention (``apply_with_stats``); each replaces its own.
-    attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention; "chunked": XLA's, of
-               QUERIES queries at a time.
-    variant    of ``fp8ref.spec.attention.variants``, computed by "tiles", or cuDNN's "kernel" (spec A-20); None: none.
+    taps       statistics accumulators by linear and by attention (``apply_with_stats``); each
+               replaces its own.
+    attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention; "chunked":
+               XLA's, of QUERIES queries at a time.
+    variant    of ``fp8ref.spec.attention.variants``, computed by "tiles", or cuDNN's "kernel" (spec
+               A-20); None: none.
     arithmetic of the variant.
     checkpointing
                what the backward pass finds of a layer: everything ("none"), what is ``KEPT``
                ("selective"), or its input ("full").
     multiply   simulated hardware for FP8 GEMMs; None: XLA's own.
-    prepared   of weights by linear: FP8 copies, which are multiplied in place of a cast (O-16), or scales, in place of an amax (P-9).
+    prepared   of weights by linear: FP8 copies, which are multiplied in place of a cast (O-16), or
+               scales, in place of an amax (P-9).
     mu         factors by which gradients of weights are exchanged in FP8, by linear (P-22).
     balance    of experts, by layer (M-8); each replaces its own.
     casts      of single operands of attention, by layer, in place of the variant's (E-9).
@@ -73,27 +77,54 @@ class Pass:
     casts: Mapping[str, Casts] = field(default_factory=dict)
 
     def attended(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, name: str, softcap: float | None = None, sinks: jax.Array | None = None
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        name: str,
+        softcap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """Causal attention of the layer ``name``: q [B, T, H, D]; k and v may have fewer heads; softcap and sinks [H] of a variant
-        by tiles."""
+        """Causal attention of the layer ``name``: q [B, T, H, D]; k and v may have fewer heads;
+        softcap and sinks [H] of a variant by tiles."""
         if name in self.casts:
-            y = attention_casts.apply(*(x.swapaxes(1, 2) for x in (q, k, v)), self.casts[name]).swapaxes(1, 2)
+            y = attention_casts.apply(
+                *(x.swapaxes(1, 2) for x in (q, k, v)), self.casts[name]
+            ).swapaxes(1, 2)
         elif self.variant is not None and self.attention == "kernel":
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             scales = {role: one.stored for role, one in self.state[name].items()}
-            by: dict = {"scales": scales, "variant": self.variant, "mask": Mask(causal=True), "platform": "cuda", "name": name}
+            by: dict = {
+                "scales": scales,
+                "variant": self.variant,
+                "mask": Mask(causal=True),
+                "platform": "cuda",
+                "name": name,
+            }
             y, seen = attention_kernel.apply(*heads, **by, seen=self.seen[name])
             assert seen is not None
             y, self.seen[name] = y.swapaxes(1, 2), seen
         elif self.variant is not None:
             over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
-            how: dict = {"variant": self.variant, "mask": Mask(causal=True), "arithmetic": self.arithmetic, "over": over, "name": name}
-            how |= {"tokens": self.layout.context if self.layout else "", "softcap": softcap, "sinks": sinks}
+            how: dict = {
+                "variant": self.variant,
+                "mask": Mask(causal=True),
+                "arithmetic": self.arithmetic,
+                "over": over,
+                "name": name,
+            }
+            how |= {
+                "tokens": self.layout.context if self.layout else "",
+                "softcap": softcap,
+                "sinks": sinks,
+            }
             how["multiply"] = self.multiply if self.variant.fmt.bits == 8 else None
             if (state := self.state.get(name)) is not None:
-                how |= {"scales": {role: one.stored for role, one in state.items()}, "seen": self.seen[name]}
+                how |= {
+                    "scales": {role: one.stored for role, one in state.items()},
+                    "seen": self.seen[name],
+                }
             y, seen, tap = attention.apply_with_stats(*heads, **how, tap=self.taps.get(name))
             if seen is not None:
                 self.seen[name] = seen
@@ -130,15 +161,26 @@ class Pass:
             self.taps[name] = tap
         return checkpoint_name(y, "linear")
 
-    def grouped(self, rows: jax.Array, w: jax.Array, sizes: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
-        """rows [M, K] in groups x w [E, N, K], this device's piece, -> [M, N], with the state and observations of
-        the grouped linear ``name``."""
+    def grouped(
+        self, rows: jax.Array, w: jax.Array, sizes: jax.Array, recipe: str | Recipe, name: str
+    ) -> jax.Array:
+        """rows [M, K] in groups x w [E, N, K], this device's piece, -> [M, N], with the state and
+        observations of the grouped linear ``name``."""
         return self.grouped_codes(rows, w, sizes, recipe, name, None, False)[0]
 
     def grouped_codes(
-        self, rows: jax.Array, w: jax.Array, sizes: jax.Array, recipe: str | Recipe, name: str, codes: Codes | None, grad_codes: bool
+        self,
+        rows: jax.Array,
+        w: jax.Array,
+        sizes: jax.Array,
+        recipe: str | Recipe,
+        name: str,
+        codes: Codes | None,
+        grad_codes: bool,
     ) -> tuple[jax.Array, Slot | None]:
-        """``grouped`` of rows that came in FP8, or whose gradient will, and the slot of that (X-14)."""
+        """``grouped`` of rows that came in FP8, or whose gradient will, and the slot of that
+        (X-14).
+        """
         layout = self.layout
         over = layout.sharing_groups if layout else ()
 
@@ -147,12 +189,18 @@ class Pass:
             how: dict = {"recipe": recipe, "state": state, "seen": seen, "over": over, "name": name}
             if codes is None and not grad_codes:
                 return *grouped.apply_with_stats(rows, w, sizes, **how, tap=tap), None
-            y, seen, slot = grouped.apply_codes(rows, w, sizes, **how, input_codes=codes, grad_codes=grad_codes)
+            y, seen, slot = grouped.apply_codes(
+                rows, w, sizes, **how, input_codes=codes, grad_codes=grad_codes
+            )
             return y, seen, tap, slot
 
-        if layout and layout.gathers_experts:  # gathered again in the backward pass, as fsdp does; nothing there wants the result
+        if (
+            layout and layout.gathers_experts
+        ):  # gathered again in the backward pass, as fsdp does; nothing there wants the result
             product = jax.checkpoint(product)
-        y, seen, tap, slot = product(rows, w, self.state.get(name), self.seen.get(name), self.taps.get(name), codes)
+        y, seen, tap, slot = product(
+            rows, w, self.state.get(name), self.seen.get(name), self.taps.get(name), codes
+        )
         if seen is not None:
             self.seen[name] = seen
         if tap is not None:
@@ -160,9 +208,13 @@ class Pass:
         return checkpoint_name(y, "linear"), slot
 
     def of(self, layer: str) -> tuple[dict, ...]:
-        """(states, observations, taps, what is prepared of weights, factors) of what a layer has, by name."""
+        """(states, observations, taps, what is prepared of weights, factors) of what a layer has,
+        by name.
+        """
         held = (self.state, self.seen, self.taps, self.prepared, self.mu)
-        return tuple({name: v for name, v in d.items() if name.startswith(f"{layer}.")} for d in held)
+        return tuple(
+            {name: v for name, v in d.items() if name.startswith(f"{layer}.")} for d in held
+        )
 
 
 def _attended_in_chunks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -173,17 +225,24 @@ def _attended_in_chunks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     batch, length, heads, dim = q.shape
     size = min(QUERIES, length)
     padded = -length % size
-    chunks = jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0))).reshape(batch, -1, size, heads, dim).swapaxes(0, 1)
+    chunks = (
+        jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0)))
+        .reshape(batch, -1, size, heads, dim)
+        .swapaxes(0, 1)
+    )
     # In float32 the loop adds up the gradients of k and v unrounded.
     wide = k.astype(jnp.float32), v.astype(jnp.float32)
 
     @jax.checkpoint
     def attended(first: jax.Array, queries: jax.Array) -> jax.Array:
-        # Past the barrier the mask depends on what is differentiated, so that it is computed again too.
+        # Past the barrier the mask depends on what is differentiated, so that it is computed again
+        # too.
         first, queries = lax.optimization_barrier((first, queries))
         mask = first + jnp.arange(size)[:, None] >= jnp.arange(length)
         keys, values = (x.astype(q.dtype) for x in wide)
-        return jax.nn.dot_product_attention(queries, keys, values, mask=mask[None, None], implementation="xla")
+        return jax.nn.dot_product_attention(
+            queries, keys, values, mask=mask[None, None], implementation="xla"
+        )
 
     y = lax.map(lambda chunk: attended(*chunk), (jnp.arange(0, length + padded, size), chunks))
     return y.swapaxes(0, 1).reshape(batch, -1, heads, dim)[:, :length]

@@ -1,4 +1,5 @@
-"""Layers that a scan runs over (parallel.scan): their parameters are one stack, whose i-th part is layer i's.
+"""Layers that a scan runs over (parallel.scan): their parameters are one stack, whose i-th part is
+layer i's.
 
 The name of a stack has * in place of the layers' number.
 """
@@ -21,7 +22,8 @@ class LayerStacks:
     """Takes stacks apart and puts them together.
 
     layers    how many a stack holds.
-    layout    where arrays lie: those of a layer as without a scan, a stack not cut along the layers.
+    layout    where arrays lie: those of a layer as without a scan, a stack not cut along the
+              layers.
     """
 
     def __init__(self, layers: int, layout: Layout) -> None:
@@ -43,13 +45,18 @@ class LayerStacks:
                 leaves, tree = jax.tree.flatten(value)
                 of_layers = zip(*map(self._taken_apart, leaves), strict=True)
                 layers = zip(range(self._layers), of_layers, strict=True)
-                apart |= {name.replace("*", str(i)): jax.tree.unflatten(tree, of_one) for i, of_one in layers}
+                apart |= {
+                    name.replace("*", str(i)): jax.tree.unflatten(tree, of_one)
+                    for i, of_one in layers
+                }
             else:
                 apart[name] = value
         return apart
 
     def specs(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """PartitionSpecs, or trees of them, by the names of the layers: of a stack without its first dim."""
+        """PartitionSpecs, or trees of them, by the names of the layers: of a stack without its
+        first dim.
+        """
         apart = {name: one for name, one in found.items() if "*" not in name}
         for name in found.keys() - apart.keys():
             of_one = jax.tree.map(lambda spec: P(*spec[1:]), found[name])
@@ -58,7 +65,9 @@ class LayerStacks:
 
     def tree(self, like, found: Mapping[str, jax.Array]):
         """The tree of parameters ``like``, of arrays by parameter name."""
-        return jax.tree_util.tree_map_with_path(lambda path, _: self.together(name_of(path), found), like)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: self.together(name_of(path), found), like
+        )
 
     def together(self, name: str, found: Mapping[str, Any]):
         """What is found by a name; by the name of a stack, the layers' together."""
@@ -87,4 +96,8 @@ def _stack(placed: Sharding | None, *arrays: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _apart(placed: Sharding | None, stack: jax.Array) -> list[jax.Array]:
     arrays = list(stack)
-    return arrays if placed is None else [lax.with_sharding_constraint(array, placed) for array in arrays]
+    return (
+        arrays
+        if placed is None
+        else [lax.with_sharding_constraint(array, placed) for array in arrays]
+    )

@@ -56,14 +56,18 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Rows of the float32 table, rounded, before they are gathered over devices: [B, T] -> [B, T, hidden] (spec M-2)."""
+    """Rows of the float32 table, rounded, before they are gathered over devices: [B, T] -> [B, T,
+    hidden] (spec M-2).
+    """
 
     def __init__(self, weight: np.ndarray) -> None:
         self.weight = nnx.Param(jnp.asarray(weight))
 
     def __call__(self, tokens: jax.Array, dtype, run: Pass) -> jax.Array:
         table = run.layout.whole(self.weight[...], dtype) if run.layout else self.weight[...]
-        return rounded(table[tokens], dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in the table's dtype
+        return rounded(
+            table[tokens], dtype
+        )  # [B, T] -> [B, T, hidden]; the gradient sums in the table's dtype
 
 
 class Attention(nnx.Module):
@@ -79,16 +83,22 @@ class Attention(nnx.Module):
         self.normalizes = config.qk_norm
         if config.qk_norm:
             for norm in ("q_norm", "k_norm"):
-                setattr(self, norm, RMSNorm(weights[f"{name}.{norm}.weight"], eps=config.rms_norm_eps))
+                setattr(
+                    self, norm, RMSNorm(weights[f"{name}.{norm}.weight"], eps=config.rms_norm_eps)
+                )
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, run: Pass) -> jax.Array:
         q, k, v = (p(x, run) for p in (self.q_proj, self.k_proj, self.v_proj))
         batch, length, _ = q.shape
-        q, k, v = (value.reshape(batch, length, -1, self.head_dim) for value in (q, k, v))  # [B, T, H, D]
+        q, k, v = (
+            value.reshape(batch, length, -1, self.head_dim) for value in (q, k, v)
+        )  # [B, T, H, D]
         if self.normalizes:
             q, k = self.q_norm(q), self.k_norm(k)
         sinks = self.sinks[...] if self.has_sinks else None
-        y = run.attended(rotate(q, cos, sin), rotate(k, cos, sin), v, self.name, self.softcap, sinks)
+        y = run.attended(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, self.name, self.softcap, sinks
+        )
         return self.o_proj(y.reshape(batch, length, -1), run)
 
 
@@ -124,28 +134,51 @@ class Experts(nnx.Module):
         return self._product(rows, sizes, run, None, False)[0]
 
     def apart(self, rows: jax.Array, sizes: jax.Array, run: Pass) -> jax.Array:
-        """Rows of all experts, in groups of these sizes, through the devices that have the experts (X-13)."""
+        """Rows of all experts, in groups of these sizes, through the devices that have the experts
+        (X-13).
+        """
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        moved, codes = expert_dispatch.dispatched(run, rows, sizes, {of.name: of.recipe for of in (gate, up)})
-        y, slot = self._product(moved.rows, moved.sizes, run, codes, expert_dispatch.gradients_move_as_codes(run, down.recipe))
+        moved, codes = expert_dispatch.dispatched(
+            run, rows, sizes, {of.name: of.recipe for of in (gate, up)}
+        )
+        y, slot = self._product(
+            moved.rows,
+            moved.sizes,
+            run,
+            codes,
+            expert_dispatch.gradients_move_as_codes(run, down.recipe),
+        )
         return expert_dispatch.combined(run, y, slot, moved, sizes, down.name, down.recipe)
 
     def _product(
         self, rows: jax.Array, sizes: jax.Array, run: Pass, codes: Codes | None, grad_codes: bool
     ) -> tuple[jax.Array, Slot | None]:
-        def product(x: jax.Array, of: Linear, codes: Codes | None, grad_codes: bool) -> tuple[jax.Array, Slot | None]:
-            return run.grouped_codes(x, of.weight[...], sizes, of.recipe, of.name, codes, grad_codes)
+        def product(
+            x: jax.Array, of: Linear, codes: Codes | None, grad_codes: bool
+        ) -> tuple[jax.Array, Slot | None]:
+            return run.grouped_codes(
+                x, of.weight[...], sizes, of.recipe, of.name, codes, grad_codes
+            )
 
-        (gate, _), (up, _) = (product(rows, of, codes, False) for of in (self.gate_proj, self.up_proj))
+        (gate, _), (up, _) = (
+            product(rows, of, codes, False) for of in (self.gate_proj, self.up_proj)
+        )
         gate, up = jax.lax.optimization_barrier((gate, up))
         return product(swiglu(gate, up), self.down_proj, None, grad_codes)
 
 
 class MixtureMLP(nnx.Module):
-    """The weighted sum of a token's experts, and a shared MLP's output if there is one (spec M-8)."""
+    """The weighted sum of a token's experts, and a shared MLP's output if there is one (spec
+    M-8).
+    """
 
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
-        self.name, self.chosen, self.count, self.normalizes = name, config.num_experts_per_tok, config.num_experts, config.norm_topk_prob
+        self.name, self.chosen, self.count, self.normalizes = (
+            name,
+            config.num_experts_per_tok,
+            config.num_experts,
+            config.norm_topk_prob,
+        )
         self.gate = Router(weights[f"{name}{ROUTER}.weight"])
         self.experts = Experts(f"{name}{EXPERTS}", weights, recipes)
         self.shares = config.shared_expert_intermediate_size > 0
@@ -155,15 +188,25 @@ class MixtureMLP(nnx.Module):
     def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
         tokens = x.reshape(-1, x.shape[-1])
         router = run.layout.shared(self.gate.weight[...]) if run.layout else self.gate.weight[...]
-        chosen, weights, probabilities = experts.route(tokens, router, self.chosen, normalizes=self.normalizes)
-        y, sizes = experts.mixture(tokens, chosen, weights, self.count, lambda rows, sizes: self._of_groups(rows, sizes, run))
+        chosen, weights, probabilities = experts.route(
+            tokens, router, self.chosen, normalizes=self.normalizes
+        )
+        y, sizes = experts.mixture(
+            tokens,
+            chosen,
+            weights,
+            self.count,
+            lambda rows, sizes: self._of_groups(rows, sizes, run),
+        )
         run.balance[self.name] = Balance(sizes.astype(jnp.float32), probabilities.sum(0))
         if self.shares:
             y = y + self.shared_expert(tokens, run).astype(jnp.float32)
         return rounded(y, x.dtype).reshape(x.shape)
 
     def _of_groups(self, rows: jax.Array, sizes: jax.Array, run: Pass) -> jax.Array:
-        """rows [M, hidden] of all experts, in groups -> [M, hidden]: on this device, or on those that have the experts (X-13)."""
+        """rows [M, hidden] of all experts, in groups -> [M, hidden]: on this device, or on those
+        that have the experts (X-13).
+        """
         axis = run.layout.expert_axis if run.layout else None
         if axis is None:
             return self.experts(rows, sizes, run)
@@ -174,11 +217,19 @@ class Layer(nnx.Module):
     """h + attention(norm(h)), then h + MLP(norm(h)): [B, T, hidden] -> [B, T, hidden]."""
 
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
-        self.input_layernorm = RMSNorm(weights[f"{name}.input_layernorm.weight"], eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(
+            weights[f"{name}.input_layernorm.weight"], eps=config.rms_norm_eps
+        )
         self.self_attn = Attention(f"{name}.self_attn", config, weights, recipes)
-        self.post_attention_layernorm = RMSNorm(weights[f"{name}.post_attention_layernorm.weight"], eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(
+            weights[f"{name}.post_attention_layernorm.weight"], eps=config.rms_norm_eps
+        )
         mlp = f"{name}.mlp"
-        self.mlp = MixtureMLP(mlp, config, weights, recipes) if config.num_experts else MLP(mlp, weights, recipes)
+        self.mlp = (
+            MixtureMLP(mlp, config, weights, recipes)
+            if config.num_experts
+            else MLP(mlp, weights, recipes)
+        )
 
     def __call__(self, h: jax.Array, cos: jax.Array, sin: jax.Array, run: Pass) -> jax.Array:
         h = add(h, self.self_attn(self.input_layernorm(h), cos, sin, run))
@@ -195,7 +246,11 @@ class Decoder(nnx.Module):
         self.embed_tokens = Embedding(weights["model.embed_tokens.weight"])
         # One layer, whose parameters are stacks of all layers', where the weights are named so.
         self.stacked = f"{STACK}.input_layernorm.weight" in weights
-        names = [STACK] if self.stacked else [f"model.layers.{i}" for i in range(config.num_hidden_layers)]
+        names = (
+            [STACK]
+            if self.stacked
+            else [f"model.layers.{i}" for i in range(config.num_hidden_layers)]
+        )
         layers = [Layer(name, config, weights, recipes) for name in names]
         self.layers = layers[0] if self.stacked else nnx.List(layers)
         self.norm = RMSNorm(weights["model.norm.weight"], eps=config.rms_norm_eps)
@@ -222,22 +277,41 @@ class Llama(nnx.Module):
         """
         run = run or Pass()
         h = self.hidden(tokens, run)
-        return run.linear(h, self.head(h.dtype), "bf16", "lm_head") if self.config.tie_word_embeddings else self.lm_head(h, run)
+        return (
+            run.linear(h, self.head(h.dtype), "bf16", "lm_head")
+            if self.config.tie_word_embeddings
+            else self.lm_head(h, run)
+        )
 
     def head(self, dtype) -> jax.Array:
-        """The weight of the last linear, [V, hidden] or a device's piece of it: a tied one is the embedding table, rounded."""
-        return self.model.embed_tokens.weight[...].astype(dtype) if self.config.tie_word_embeddings else self.lm_head.weight[...]
+        """The weight of the last linear, [V, hidden] or a device's piece of it: a tied one is the
+        embedding table, rounded.
+        """
+        return (
+            self.model.embed_tokens.weight[...].astype(dtype)
+            if self.config.tie_word_embeddings
+            else self.lm_head.weight[...]
+        )
 
     def hidden(self, tokens: jax.Array, run: Pass) -> jax.Array:
         """The last linear's input, [B, T, hidden]."""
         parts = run.layout.config.context if run.layout else 1
-        tables = (jnp.asarray(table) for table in llama.rotary_tables(self.config, tokens.shape[1] * parts))
-        cos, sin = (run.layout.own_context(table, axis=0) if run.layout else table for table in tables)
+        tables = (
+            jnp.asarray(table)
+            for table in llama.rotary_tables(self.config, tokens.shape[1] * parts)
+        )
+        cos, sin = (
+            run.layout.own_context(table, axis=0) if run.layout else table for table in tables
+        )
         h = self.embedded(tokens, run)
         if self.model.stacked:
             graph, params = nnx.split(self.model.layers, nnx.Param)
-            one = _checkpointed(functools.partial(_layer, graph, cos, sin, run), run.checkpointing, in_loop=True)
-            h, (seen, taps, balance) = lax.scan(lambda h, of_layer: one(h, *of_layer), h, (params, *run.of(STACK)))
+            one = _checkpointed(
+                functools.partial(_layer, graph, cos, sin, run), run.checkpointing, in_loop=True
+            )
+            h, (seen, taps, balance) = lax.scan(
+                lambda h, of_layer: one(h, *of_layer), h, (params, *run.of(STACK))
+            )
             run.seen |= seen
             run.taps |= taps
             run.balance |= balance
@@ -247,7 +321,11 @@ class Llama(nnx.Module):
                     h = layer(h, cos, sin, run)
                     continue
                 graph, params = nnx.split(layer, nnx.Param)
-                one = _checkpointed(functools.partial(_layer, graph, cos, sin, run), run.checkpointing, in_loop=False)
+                one = _checkpointed(
+                    functools.partial(_layer, graph, cos, sin, run),
+                    run.checkpointing,
+                    in_loop=False,
+                )
                 h, (seen, taps, balance) = one(h, params, *run.of(f"model.layers.{i}"))
                 run.seen |= seen
                 run.taps |= taps
@@ -256,8 +334,12 @@ class Llama(nnx.Module):
 
     def first_input(self, tokens: jax.Array, run: Pass) -> jax.Array:
         """The input of the first layer's linears, after its norm: [B, T, hidden]."""
-        graph, params = nnx.split(self.model.layers if self.model.stacked else self.model.layers[0], nnx.Param)
-        first = nnx.merge(graph, jax.tree.map(lambda stack: stack[0], params) if self.model.stacked else params)
+        graph, params = nnx.split(
+            self.model.layers if self.model.stacked else self.model.layers[0], nnx.Param
+        )
+        first = nnx.merge(
+            graph, jax.tree.map(lambda stack: stack[0], params) if self.model.stacked else params
+        )
         return first.input_layernorm(self.embedded(tokens, run))
 
     def embedded(self, tokens: jax.Array, run: Pass) -> jax.Array:
@@ -284,7 +366,9 @@ def _layer(
     mu: Mapping,
 ):
     """One layer as a pure function: (h, (observations, taps, balance of experts)) after it."""
-    own = dataclasses.replace(run, state=state, seen=dict(seen), taps=dict(taps), prepared=prepared, mu=mu, balance={})
+    own = dataclasses.replace(
+        run, state=state, seen=dict(seen), taps=dict(taps), prepared=prepared, mu=mu, balance={}
+    )
     h = nnx.merge(graph, params)(h, cos, sin, own)
     return h, (own.seen, own.taps, own.balance)
 

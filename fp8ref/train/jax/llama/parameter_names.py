@@ -23,4 +23,9 @@ def is_stored(node) -> bool:
 
 def named(tree, *, stored: bool = False) -> dict[str, Any]:
     """{parameter name: leaf} of a tree of parameters; stored: whose leaves are ``MomentState``."""
-    return {name_of(path): value for path, value in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored if stored else None)}
+    return {
+        name_of(path): value
+        for path, value in jax.tree_util.tree_leaves_with_path(
+            tree, is_leaf=is_stored if stored else None
+        )
+    }

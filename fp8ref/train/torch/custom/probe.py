@@ -1,4 +1,6 @@
-"""One forward pass of a user's PyTorch model: what makes its logits, and what a step would lose (spec T-10)."""
+"""One forward pass of a user's PyTorch model: what makes its logits, and what a step would lose
+(spec T-10).
+"""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -11,16 +13,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8ref.shared.errors import ConfigError
 
-_PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Dot", "Linear", "MkldnnLinear", "Convolution", "ScaledDotProduct", "Embedding")
+_PRODUCTS = (
+    "Addmm",
+    "Mm",
+    "Bmm",
+    "Baddbmm",
+    "Mv",
+    "Dot",
+    "Linear",
+    "MkldnnLinear",
+    "Convolution",
+    "ScaledDotProduct",
+    "Embedding",
+)
 """How autograd's nodes of products begin, and those of look-ups."""
 
 
 def check(model: nn.Module, name: str, vocab_size: int, length: int) -> None:
-    """Compute tokens [1, length] as a step does, forward alone; generators and buffers are afterwards as before.
+    """Compute tokens [1, length] as a step does, forward alone; generators and buffers are
+    afterwards as before.
 
     name      of the model, for messages.
-    Raises:   ConfigError: the pass fails or gives other logits; it draws random numbers, of torch, a torch.Generator of its own, NumPy or
-              Python; it changes a buffer or a parameter.
+    Raises:   ConfigError: the pass fails or gives other logits; it draws random numbers, of torch,
+              a torch.Generator of its own, NumPy or Python; it changes a buffer or a parameter.
     """
     masters, held = dict(model.named_parameters()), dict(model.named_buffers())
     buffers = {key: value.clone() for key, value in held.items()}
@@ -31,12 +46,23 @@ def check(model: nn.Module, name: str, vocab_size: int, length: int) -> None:
         try:
             with private:
                 _logits(model, rounded, name, vocab_size, length)
-            same = [np.array_equal(a, b) for a, b in zip(np.random.get_state(), of_numpy, strict=True)]  # noqa: NPY002  # what a model may draw from
+            drawable = np.random.get_state()  # noqa: NPY002  # what a model may draw from
+            same = [np.array_equal(a, b) for a, b in zip(drawable, of_numpy, strict=True)]
             same += [torch.equal(a, b) for a, b in zip(before, _generators(device), strict=True)]
             drawn = private.drawn or not all(same) or random.getstate() != python
-            now = dict(model.named_buffers())  # with those that the pass made, such as tables of positions
-            changed = [key for key, value in buffers.items() if key not in now or not _equal(now[key], value)]
-            changed += [key for key, value in rounded.items() if not _equal(value, masters[key].to(value.dtype))]
+            now = dict(
+                model.named_buffers()
+            )  # with those that the pass made, such as tables of positions
+            changed = [
+                key
+                for key, value in buffers.items()
+                if key not in now or not _equal(now[key], value)
+            ]
+            changed += [
+                key
+                for key, value in rounded.items()
+                if not _equal(value, masters[key].to(value.dtype))
+            ]
         finally:
             private.restore()
             random.setstate(python)
@@ -47,16 +73,22 @@ def check(model: nn.Module, name: str, vocab_size: int, length: int) -> None:
                 if not _equal(held[key], value):
                     held[key].copy_(value)
     if drawn:
-        raise ConfigError(f"{name} draws random numbers in its forward pass, and a step has none. Set its dropout, jitter or noise to 0.")
+        raise ConfigError(
+            f"{name} draws random numbers in its forward pass, and a step has none. Set its "
+            "dropout, jitter or noise to 0."
+        )
     if changed:
         raise ConfigError(
-            f"{name} changes {', '.join(changed[:3])} in its forward pass, which a checkpoint would not have. Compute it anew in each pass, or "
-            "leave it as it is."
+            f"{name} changes {', '.join(changed[:3])} in its forward pass, which a checkpoint "
+            "would not have. Compute it anew in each pass, or leave it as it is."
         )
 
 
-def heads(model: nn.Module, name: str, candidates: Sequence[str], vocab_size: int, length: int) -> tuple[str, ...]:
-    """Those of some linears that make the logits: no other product is between their outputs and the logits.
+def heads(
+    model: nn.Module, name: str, candidates: Sequence[str], vocab_size: int, length: int
+) -> tuple[str, ...]:
+    """Those of some linears that make the logits: no other product is between their outputs and the
+    logits.
 
     The graph of a forward pass of tokens [1, length] says which.
     Raises:   ConfigError: the pass fails or gives other logits.
@@ -65,7 +97,9 @@ def heads(model: nn.Module, name: str, candidates: Sequence[str], vocab_size: in
     with ExitStack() as hooks, torch.random.fork_rng(devices=[]), torch.enable_grad():
         for path in candidates:
             linear = model.get_submodule(path)
-            hook = linear.register_forward_hook(lambda module, inputs, out, path=path: made.update({out.grad_fn: path}))
+            hook = linear.register_forward_hook(
+                lambda module, inputs, out, path=path: made.update({out.grad_fn: path})
+            )
             hooks.callback(hook.remove)
         out = _logits(model, _rounded(model), name, vocab_size, length)
     found, seen, nodes = [], set(), [out.grad_fn]
@@ -90,29 +124,46 @@ def logits_of(out, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
     if not isinstance(logits, torch.Tensor) or logits.shape != (*tokens.shape, vocab_size):
         got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(out).__name__
         raise ConfigError(
-            f"a model returns logits [B, T, V] = {(*tuple(tokens.shape), vocab_size)} of tokens [B, T], or an object with logits; got {got}."
+            f"a model returns logits [B, T, V] = {(*tuple(tokens.shape), vocab_size)} of tokens "
+            f"[B, T], or an object with logits; got {got}."
         )
     return logits
 
 
 def _rounded(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {key: p.detach().to(torch.bfloat16).requires_grad_() for key, p in model.named_parameters()}
+    return {
+        key: p.detach().to(torch.bfloat16).requires_grad_() for key, p in model.named_parameters()
+    }
 
 
-def _logits(model: nn.Module, rounded: Mapping[str, torch.Tensor], name: str, vocab_size: int, length: int) -> torch.Tensor:
+def _logits(
+    model: nn.Module, rounded: Mapping[str, torch.Tensor], name: str, vocab_size: int, length: int
+) -> torch.Tensor:
     device = next(iter(rounded.values())).device
     tokens = (torch.arange(length, device=device) % vocab_size)[None]
     try:
         out = torch.func.functional_call(model, dict(rounded), (tokens,), tie_weights=True)
     except Exception as error:  # whatever a user's code raises
-        cast = "Parameters are bfloat16 in a pass, and buffers stay as they are: cast those where they meet activations, by .to(x.dtype)."
-        why = cast if "dtype" in str(error) or "scalar type" in str(error) else "It takes tokens [B, T], int64."
-        raise ConfigError(f"{name} fails on tokens {list(tokens.shape)}: {type(error).__name__}: {error}. {why}") from error
+        cast = (
+            "Parameters are bfloat16 in a pass, and buffers stay as they are: cast those where "
+            "they meet activations, by .to(x.dtype)."
+        )
+        why = (
+            cast
+            if "dtype" in str(error) or "scalar type" in str(error)
+            else "It takes tokens [B, T], int64."
+        )
+        raise ConfigError(
+            f"{name} fails on tokens {list(tokens.shape)}: {type(error).__name__}: {error}. {why}"
+        ) from error
     return logits_of(out, tokens, vocab_size)
 
 
 class _OwnGenerators(TorchDispatchMode):
-    """Sees every torch.Generator that an operator is given, whoever holds it. Operators that may draw, but do not, leave its state."""
+    """Sees every torch.Generator that an operator is given, whoever holds it.
+
+    Operators that may draw, but do not, leave its state.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,9 +187,14 @@ class _OwnGenerators(TorchDispatchMode):
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [
+        torch.get_rng_state(),
+        *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
+    ]
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """The same values, NaN being one."""
-    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    return (
+        a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    )

@@ -28,26 +28,47 @@ class CustomStep(Step):
     In a pass every parameter is rounded to bfloat16, tied ones once; buffers stay as they are.
     """
 
-    def __init__(self, config: Config, weights: Mapping[str, llama.Weight] | None, device: torch.device, multiply: Multiply | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        weights: Mapping[str, llama.Weight] | None,
+        device: torch.device,
+        multiply: Multiply | None,
+    ) -> None:
         self.config, self.mesh, self.device, self.multiply = config, None, device, multiply
         self._keeps_masters, self.copies, self.factors, self._casts_anew = False, None, None, False
         self.context, self._norm = None, optimizer.GradientNorm(None, 1)
-        model = custom_model.build(config.architecture, config.model.vocab_size, seed=config.run.seed)
+        model = custom_model.build(
+            config.architecture, config.model.vocab_size, seed=config.run.seed
+        )
         if weights is not None:
             _set(model, weights)
         model.to(device)
-        probe.check(model, f"architecture.source {config.architecture.source!r}", config.model.vocab_size, config.data.sequence_length)
+        probe.check(
+            model,
+            f"architecture.source {config.architecture.source!r}",
+            config.model.vocab_size,
+            config.data.sequence_length,
+        )
         twins = {recipe: custom_model.on_meta(model) for recipe in config.recipes[1:]}
         self.model = self._converted(model, config.numerics.recipe, config)
         self.params = dict(self.model.named_parameters())
         self.optimizer = optimizer.build(self.params.values(), config.optimizer)
         self.switch = Switch(
-            self.model, config.numerics.recipe, {name: self._converted(twin, name, config) for name, twin in twins.items()}
+            self.model,
+            config.numerics.recipe,
+            {name: self._converted(twin, name, config) for name, twin in twins.items()},
         )
 
     def _converted(self, model: nn.Module, recipe: str, config: Config) -> nn.Module:
         keys = config.numerics
-        return convert(model, recipe, filter_fqns=config.filter_fqns, fp8_fqns=keys.fp8_fqns, rules=keys.rules or ())
+        return convert(
+            model,
+            recipe,
+            filter_fqns=config.filter_fqns,
+            fp8_fqns=keys.fp8_fqns,
+            rules=keys.rules or (),
+        )
 
     def loss(self, tokens: np.ndarray) -> torch.Tensor:
         """The mean loss of tokens [B, T + 1], in nats: a float32 scalar.
@@ -58,7 +79,8 @@ class CustomStep(Step):
         logits = self.logits(batch[:, :-1])  # [B, T, V]
         if torch.is_grad_enabled() and not logits.requires_grad:
             raise ConfigError(
-                f"a step differentiates the logits; those of architecture.source {self.config.architecture.source!r} have no gradient. Give a parameter "
+                "a step differentiates the logits; those of architecture.source "
+                f"{self.config.architecture.source!r} have no gradient. Give a parameter "
                 "requires_grad=True, and leave out torch.no_grad and detach in the forward pass."
             )
         return cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).mean()
@@ -69,9 +91,16 @@ class CustomStep(Step):
 
     @contextmanager
     def _rounded(self) -> Iterator[None]:
-        """In this context modules hold parameters rounded to bfloat16, whose gradients reach the masters."""
+        """In this context modules hold parameters rounded to bfloat16, whose gradients reach the
+        masters.
+        """
         modules = [module for _, module in self.model.named_modules()]
-        places = [(module, key, p) for module in modules for key, p in module._parameters.items() if p is not None]
+        places = [
+            (module, key, p)
+            for module in modules
+            for key, p in module._parameters.items()
+            if p is not None
+        ]
         rounded = {id(p): p.to(torch.bfloat16) for _, _, p in places}
         try:
             for module, key, p in places:
@@ -85,21 +114,41 @@ class CustomStep(Step):
 class Trainer(trainers.Trainer):
     """One user's model being trained: as ``trainer.Trainer``."""
 
-    def __init__(self, config: Config, weights: Mapping[str, llama.Weight] | None = None, *, multiply: Multiply | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        weights: Mapping[str, llama.Weight] | None = None,
+        *,
+        multiply: Multiply | None = None,
+    ) -> None:
         """weights: float32 by name; None: the model's own initial weights, from run.seed.
 
-        Raises:   ConfigError: as ``custom.model.build`` and ``custom.probe.check``; weights of other names or shapes; numerics.accumulate with a GPU.
+        Raises:   ConfigError: as ``custom.model.build`` and ``custom.probe.check``; weights of
+                  other names or shapes; numerics.accumulate with a GPU.
         """
         self.config = config
         config.numerics.check_multiply(multiply)
         if multiply is not None and torch.cuda.is_available():
-            raise ConfigError("numerics.accumulate multiplies on the host's CPU, and torch has a GPU. Hide it with CUDA_VISIBLE_DEVICES=.")
+            raise ConfigError(
+                "numerics.accumulate multiplies on the host's CPU, and torch has a GPU. Hide it "
+                "with CUDA_VISIBLE_DEVICES=."
+            )
         self.recipe, self.decisions = config.numerics.recipe, config.decisions()
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
         self._step: CustomStep = CustomStep(config, weights, self._device, multiply)
-        self.model, self._params, self._optimizer = self._step.model, self._step.params, self._step.optimizer
+        self.model, self._params, self._optimizer = (
+            self._step.model,
+            self._step.params,
+            self._step.optimizer,
+        )
         self._count, self._store = 0, Store()
-        self.device = f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
+        self.device = (
+            f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
+        )
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
@@ -112,22 +161,34 @@ class Trainer(trainers.Trainer):
 def _set(model: nn.Module, weights: Mapping[str, llama.Weight]) -> None:
     """Fill a model's parameters; of tied ones any name will do, and several that agree.
 
-    Raises:   ConfigError: names or shapes that are not the model's; weights of tied names that differ.
+    Raises:   ConfigError: names or shapes that are not the model's; weights of tied names that
+              differ.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    given = {parameter: [name for name in tied if name in weights] for parameter, tied in names.items()}
+    given = {
+        parameter: [name for name in tied if name in weights] for parameter, tied in names.items()
+    }
     missing = sorted(names[parameter][0] for parameter, found in given.items() if not found)
     unknown = sorted(weights.keys() - {name for tied in names.values() for name in tied})
     if missing or unknown:
-        raise ConfigError(f"weights are named as the model's parameters; missing {missing[:3]}, unknown {unknown[:3]}.")
+        raise ConfigError(
+            f"weights are named as the model's parameters; missing {missing[:3]}, unknown "
+            f"{unknown[:3]}."
+        )
     for parameter, found in given.items():
         for name in found:
             if tuple(weights[name].shape) != tuple(parameter.shape):
-                raise ConfigError(f"{name} is {list(parameter.shape)}; the weights have {list(weights[name].shape)}.")
+                raise ConfigError(
+                    f"{name} is {list(parameter.shape)}; the weights have "
+                    f"{list(weights[name].shape)}."
+                )
         first, *others = (np.array(weights[name][...], np.float32) for name in found)
         for name, other in zip(found[1:], others, strict=True):
             if not np.array_equal(first, other, equal_nan=True):
-                raise ConfigError(f"{found[0]} and {name} are one parameter of the model; their weights differ. Leave one of them out.")
+                raise ConfigError(
+                    f"{found[0]} and {name} are one parameter of the model; their weights "
+                    "differ. Leave one of them out."
+                )
         parameter.copy_(torch.from_numpy(first))

@@ -4,7 +4,9 @@ import torch
 from torch.nn import functional
 
 CHUNK = 1 << 24
-"""The most logits that exist in float32 at a time: 64 MiB, and as much again for their softmax and for the gradients of both."""
+"""The most logits that exist in float32 at a time: 64 MiB, and as much again for their softmax and
+for the gradients of both.
+"""
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

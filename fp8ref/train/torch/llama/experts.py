@@ -1,7 +1,7 @@
 """Experts in place of an MLP in PyTorch (spec M-8): router, grouped linears, weighted sum.
 
-``fp8ref.torch.experts.layer`` multiplies; a layer's ``balance`` is what the load-balancing loss needs
-of its last forward pass.
+``fp8ref.torch.experts.layer`` multiplies; a layer's ``balance`` is what the load-balancing loss
+needs of its last forward pass.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from fp8ref.torch.quantize.scaling import Quantized
 
 
 class Balance(NamedTuple):
-    """Of a layer's forward pass: rows, float32 [E], those that each expert took; probabilities, float32
-    [E], summed over tokens."""
+    """Of a layer's forward pass: rows, float32 [E], those that each expert took; probabilities,
+    float32 [E], summed over tokens."""
 
     rows: torch.Tensor
     probabilities: torch.Tensor
@@ -37,7 +37,9 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [T, hidden] -> (experts int64 [T, k], weights [T, k], probabilities [T, E])."""
-        logits = functional.linear(x.float(), self.weight.float())  # [T, hidden] x [E, hidden] -> [T, E]
+        logits = functional.linear(
+            x.float(), self.weight.float()
+        )  # [T, hidden] x [E, hidden] -> [T, E]
         probabilities = torch.softmax(logits, dim=-1)
         # stable: of equal probabilities the first expert's counts as larger
         values, experts = torch.sort(probabilities, dim=-1, descending=True, stable=True)
@@ -58,17 +60,27 @@ class Projections(nn.Module):
         self.down_proj = GroupedLinear(experts, inner, hidden)
 
     def forward(
-        self, rows: torch.Tensor, ends: torch.Tensor, codes: Quantized | None = None, slot: expert_codes.Slot | None = None
+        self,
+        rows: torch.Tensor,
+        ends: torch.Tensor,
+        codes: Quantized | None = None,
+        slot: expert_codes.Slot | None = None,
     ) -> torch.Tensor:
-        """rows [M, hidden] of groups that end at ends; in FP8 codes, where rows only stand for them. slot: that of the result's gradient."""
-        gate, up = (of(rows, ends, input_codes=codes).float() for of in (self.gate_proj, self.up_proj))
+        """rows [M, hidden] of groups that end at ends; in FP8 codes, where rows only stand for
+        them. slot: that of the result's gradient.
+        """
+        gate, up = (
+            of(rows, ends, input_codes=codes).float() for of in (self.gate_proj, self.up_proj)
+        )
         return self.down_proj((functional.silu(gate) * up).to(rows.dtype), ends, grad_codes=slot)
 
 
 class MixtureMLP(nn.Module):
-    """The weighted sum of a token's experts, and a shared MLP's output if there is one: [B, T, hidden] of x's shape.
+    """The weighted sum of a token's experts, and a shared MLP's output if there is one: [B, T,
+    hidden] of x's shape.
 
-    group   of ranks that have different experts, to which rows are sent (X-13); None: this rank has all.
+    group   of ranks that have different experts, to which rows are sent (X-13); None: this rank has
+            all.
     in_codes
             whether rows and gradients of results are sent in FP8 where that changes no bit (X-14).
     """
@@ -88,13 +100,23 @@ class MixtureMLP(nn.Module):
         """x [B, T, hidden] after its experts."""
         tokens = x.reshape(-1, x.shape[-1])
         experts, weights, probabilities = self.gate(tokens)
-        chosen, order = torch.sort(experts.reshape(-1), stable=True)  # X-11: in a group by token, then by choice
-        ends = torch.searchsorted(chosen, torch.arange(self.count, device=x.device), right=True, out_int32=True)
-        self.balance = Balance(torch.diff(ends, prepend=ends.new_zeros(1)).float(), probabilities.sum(0))
+        chosen, order = torch.sort(
+            experts.reshape(-1), stable=True
+        )  # X-11: in a group by token, then by choice
+        ends = torch.searchsorted(
+            chosen, torch.arange(self.count, device=x.device), right=True, out_int32=True
+        )
+        self.balance = Balance(
+            torch.diff(ends, prepend=ends.new_zeros(1)).float(), probabilities.sum(0)
+        )
         # Copies in float32, so that a token's gradients are summed in it; a permutation sums none.
-        copies = tokens.float()[:, None].expand(-1, weights.shape[1], -1).reshape(-1, x.shape[-1])  # [T k, hidden]
+        copies = (
+            tokens.float()[:, None].expand(-1, weights.shape[1], -1).reshape(-1, x.shape[-1])
+        )  # [T k, hidden]
         rows = self._of_groups(copies.to(x.dtype)[order], ends)
-        back = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=x.device))
+        back = torch.empty_like(order).index_copy(
+            0, order, torch.arange(len(order), device=x.device)
+        )
         of_choices = rows[back].view(*weights.shape, -1).float()  # [T, k, hidden]
         y = (weights[..., None] * of_choices).sum(1)
         if self.shared_expert is not None:
@@ -108,7 +130,11 @@ class MixtureMLP(nn.Module):
         of, codes, slot = self.experts, None, None
         if self.in_codes:
             moved, codes = expert_codes.dispatch(rows, ends, self.group, (of.gate_proj, of.up_proj))
-            slot = expert_codes.Slot() if expert_codes.cast_of([of.down_proj], "grad_output") and torch.is_grad_enabled() else None
+            slot = (
+                expert_codes.Slot()
+                if expert_codes.cast_of([of.down_proj], "grad_output") and torch.is_grad_enabled()
+                else None
+            )
         else:
             moved = expert_parallel.dispatch(rows, ends, self.group)
         y = of(moved.rows, moved.ends, codes, slot)
@@ -117,12 +143,14 @@ class MixtureMLP(nn.Module):
         return expert_codes.combine(y, moved, ends, self.group, of.down_proj, slot)
 
 
-def balancing_loss(found: Sequence[Balance], chosen: int, ranks: ProcessGroup | None = None) -> torch.Tensor:
-    """E times the sum over experts of their share of the tokens times their mean probability, each over
-    all layers together; float32 (). chosen: a token's experts (M-8).
+def balancing_loss(
+    found: Sequence[Balance], chosen: int, ranks: ProcessGroup | None = None
+) -> torch.Tensor:
+    """E times the sum over experts of their share of the tokens times their mean probability, each
+    over all layers together; float32 (). chosen: a token's experts (M-8).
 
-    ranks   share a batch evenly: shares are of all their tokens, probabilities of this rank's, so that the loss
-            is the mean over ranks, as its gradients are.
+    ranks   share a batch evenly: shares are of all their tokens, probabilities of this rank's, so
+            that the loss is the mean over ranks, as its gradients are.
     """
     rows, probabilities = (torch.stack(of_layers).sum(0) for of_layers in zip(*found, strict=True))
     tokens, total = rows.sum() / chosen, rows  # of all layers

@@ -45,7 +45,8 @@ class Embedding(nn.Module):
     """Rows of the float32 table, then rounded: [B, T] -> [B, T, hidden] (spec M-2).
 
     widens  whether a narrower table has float32 gradients.
-    wide    the table of a pass, where it is widened before the pass; None: the pass widens it itself.
+    wide    the table of a pass, where it is widened before the pass; None: the pass widens it
+            itself.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -57,18 +58,24 @@ class Embedding(nn.Module):
     def forward(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[B, T] -> [B, T, hidden] of dtype."""
         table = self.wide if self.wide is not None else self.table()
-        return functional.embedding(tokens, table).to(dtype)  # [B, T] -> [B, T, hidden]; the gradient sums in float32
+        return functional.embedding(tokens, table).to(
+            dtype
+        )  # [B, T] -> [B, T, hidden]; the gradient sums in float32
 
     def table(self) -> torch.Tensor:
         """The table in float32."""
         if not self.widens:
             return self.weight.float()
-        self.weight.grad_dtype = torch.float32  # FSDP2 has gathered another parameter than the shard
+        self.weight.grad_dtype = (
+            torch.float32
+        )  # FSDP2 has gathered another parameter than the shard
         return _Widened.apply(self.weight)
 
 
 class _Widened(torch.autograd.Function):
-    """A table in float32, whose gradient stays float32: ``float`` would round it to the table's dtype."""
+    """A table in float32, whose gradient stays float32: ``float`` would round it to the table's
+    dtype.
+    """
 
     @staticmethod
     def forward(ctx, table: torch.Tensor) -> torch.Tensor:
@@ -80,8 +87,8 @@ class _Widened(torch.autograd.Function):
 
 
 def widen_before_passes(model: "Llama") -> None:
-    """Widen the embedding table before each pass, outside the graph of a model that is compiled whole: a graph gives
-    each of its inputs a gradient of the input's dtype."""
+    """Widen the embedding table before each pass, outside the graph of a model that is compiled
+    whole: a graph gives each of its inputs a gradient of the input's dtype."""
     embedding = model.model.embed_tokens
 
     def before(*_: object) -> None:
@@ -102,7 +109,8 @@ class Attention(nn.Module):
     amax_group  name of the process group whose ranks share the batch, tokens and heads.
     casts       of single operands, in place of the whole variant's (E-9).
     by_kernel   computed by FlashAttention-3's kernel, and not by tiles (spec A-20).
-    context     name of the process group whose ranks have the parts of the tokens (spec A-24); None: each has all.
+    context     name of the process group whose ranks have the parts of the tokens (spec A-24);
+                None: each has all.
     softcap     of scores (spec A-22); None: none.
     sinks       [H], the logits of the heads' sinks (spec A-23); None: none.
     states      of delayed scaling, by role; empty: scales come from the tensors themselves.
@@ -118,7 +126,13 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        hidden, width, kv = config.hidden_size, *(n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        hidden, width, kv = (
+            config.hidden_size,
+            *(
+                n * config.head_dim
+                for n in (config.num_attention_heads, config.num_key_value_heads)
+            ),
+        )
         self.q_proj = nn.Linear(hidden, width, bias=False)
         self.k_proj = nn.Linear(hidden, kv, bias=False)
         self.v_proj = nn.Linear(hidden, kv, bias=False)
@@ -126,7 +140,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(config, config.head_dim) if config.qk_norm else None
         self.softcap = config.attention_softcap
-        self.sinks = nn.Parameter(torch.empty(config.num_attention_heads)) if config.attention_sinks else None
+        self.sinks = (
+            nn.Parameter(torch.empty(config.num_attention_heads))
+            if config.attention_sinks
+            else None
+        )
         self.states = nn.ModuleDict()
 
     def attend_by(
@@ -141,15 +159,20 @@ class Attention(nn.Module):
     ) -> None:
         """Attend by a variant from now on; delays: by delayed scales."""
         self.by_kernel = by_kernel
-        self.variant, self.arithmetic, self.amax_group, self.context = variant, arithmetic, amax_group, context
+        self.variant, self.arithmetic, self.amax_group, self.context = (
+            variant,
+            arithmetic,
+            amax_group,
+            context,
+        )
         if delays and variant is not None:
             self.states = attention_delayed.states(variant, self.q_proj.weight.device, amax_group)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Attention of x [B, T, hidden], of its shape; cos and sin are rotary tables [T, D]."""
         outputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        # [B, T, H D] -> [B, H, T, D]; H is computed, since a -1 has no one value where T is 0, and dynamo does not
-        # trace Tensor.unflatten under torch.set_default_device
+        # [B, T, H D] -> [B, H, T, D]; H is computed, since a -1 has no one value where T is 0, and
+        # dynamo does not trace Tensor.unflatten under torch.set_default_device
         shapes = [(*y.shape[:2], y.shape[-1] // self.head_dim, self.head_dim) for y in outputs]
         q, k, v = (y.view(shape).transpose(1, 2) for y, shape in zip(outputs, shapes, strict=True))
         if self.q_norm is not None and self.k_norm is not None:
@@ -160,11 +183,22 @@ class Attention(nn.Module):
         elif self.variant is None:
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         elif self.by_kernel:
-            y = attention_kernel.apply(q, k, v, variant=self.variant, mask=_CAUSAL, arithmetic=self.arithmetic)
+            y = attention_kernel.apply(
+                q, k, v, variant=self.variant, mask=_CAUSAL, arithmetic=self.arithmetic
+            )
         else:
-            how: dict = {"variant": self.variant, "mask": _CAUSAL, "arithmetic": self.arithmetic, "amax_group": self.amax_group}
+            how: dict = {
+                "variant": self.variant,
+                "mask": _CAUSAL,
+                "arithmetic": self.arithmetic,
+                "amax_group": self.amax_group,
+            }
             how |= {"context": self.context, "softcap": self.softcap, "sinks": self.sinks}
-            y = attention_delayed.apply(q, k, v, states=self.states, **how) if self.states else attention.apply(q, k, v, **how)
+            y = (
+                attention_delayed.apply(q, k, v, states=self.states, **how)
+                if self.states
+                else attention.apply(q, k, v, **how)
+            )
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
 
@@ -223,7 +257,8 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """Logits: tokens [B, T] int -> [B, T, vocab_size], of the compute dtype.
 
-    part      (r, n): the tokens are the r-th of n equal parts of each sequence, whose others are on other ranks (spec A-24).
+    part      (r, n): the tokens are the r-th of n equal parts of each sequence, whose others are on
+              other ranks (spec A-24).
     Order:    spec M-3, rounded to the compute dtype at each of its sites.
     The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first
     (spec M-2).
@@ -250,7 +285,9 @@ class Llama(nn.Module):
         self.register_forward_pre_hook(_make_tables)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, vocab_size] of tokens [B, T], which must be valid (``llama.check_tokens``)."""
+        """Logits [B, T, vocab_size] of tokens [B, T], which must be valid
+        (``llama.check_tokens``).
+        """
         dtype = self.model.norm.weight.dtype
         cos, sin = self.rotary[:, self.part[0] * tokens.shape[1] :][:, : tokens.shape[1]]
         h = self.model.embed_tokens(tokens, dtype)
@@ -262,14 +299,20 @@ class Llama(nn.Module):
         return functional.linear(h, self.model.embed_tokens.weight.to(dtype))
 
     def balancing_loss(self, ranks: ProcessGroup | None = None) -> torch.Tensor:
-        """The load-balancing loss of the last forward pass (M-8), float32 (); of a model with experts. ranks: those
-        that share the batch."""
-        found = [module.balance for module in self.modules() if isinstance(module, MixtureMLP) and module.balance is not None]
+        """The load-balancing loss of the last forward pass (M-8), float32 (); of a model with
+        experts. ranks: those that share the batch."""
+        found = [
+            module.balance
+            for module in self.modules()
+            if isinstance(module, MixtureMLP) and module.balance is not None
+        ]
         return experts.balancing_loss(found, self.config.num_experts_per_tok, ranks)
 
 
 def llama_of(config: Config, mesh: DeviceMesh | None, context: ProcessGroup | None) -> Llama:
-    """The model, with the config's attention; ranks of a mesh share the amaxes of its tensors (A-2)."""
+    """The model, with the config's attention; ranks of a mesh share the amaxes of its tensors
+    (A-2).
+    """
     model = Llama(config.model)
     if context is not None:
         model.part = context.rank(), context.size()

@@ -14,15 +14,24 @@ def integers(k):
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [(BFLOAT16, ml_dtypes.bfloat16), (FLOAT16, np.float16)])
-@pytest.mark.parametrize(("every", "promotion", "split_k"), [(1, None, 1), (16, None, 1), (16, 64, 1), (32, 32, 1), (8, None, 3)])
+@pytest.mark.parametrize(
+    ("every", "promotion", "split_k"),
+    [(1, None, 1), (16, None, 1), (16, 64, 1), (32, 32, 1), (8, None, 3)],
+)
 def test_against_a_loop(fmt, dtype, every, promotion, split_k):
     products = integers(384)
     total = np.zeros((3, 4), np.float32)
     for part in np.split(products, split_k, axis=-1):
-        for chain in np.split(part, range(promotion, part.shape[-1], promotion), axis=-1) if promotion else [part]:
+        for chain in (
+            np.split(part, range(promotion, part.shape[-1], promotion), axis=-1)
+            if promotion
+            else [part]
+        ):
             acc = np.zeros((3, 4), dtype)
             for k in range(0, chain.shape[-1], every):
-                acc = (acc.astype(np.float32) + chain[..., k : k + every].sum(-1).astype(np.float32)).astype(dtype)
+                acc = (
+                    acc.astype(np.float32) + chain[..., k : k + every].sum(-1).astype(np.float32)
+                ).astype(dtype)
             total = total + acc.astype(np.float32)
     found = Narrow(fmt=fmt, every=every, promotion=promotion, split_k=split_k).sums(products, 384)
     assert np.array_equal(found, total)
@@ -58,6 +67,10 @@ def test_zeros_at_the_end_of_k_change_no_sum():
 def test_a_planted_accumulator_is_among_the_first_that_fit(planted):
     products = integers(1024)
     found = cast.round_to(planted.sums(products, 1024).astype(np.float32), FLOAT32)
-    fits = next(fits for tried in candidates(1024) if (fits := fitting(products, found, 1024, 1.0, FLOAT32, tried)))
+    fits = next(
+        fits
+        for tried in candidates(1024)
+        if (fits := fitting(products, found, 1024, 1.0, FLOAT32, tried))
+    )
     assert planted in fits
     assert all(np.array_equal(one.sums(products, 1024), found) for one in fits)

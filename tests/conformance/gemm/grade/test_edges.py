@@ -54,7 +54,9 @@ def raises(a, b):
 def test_a_wrong_edge_is_named(function, said):  # B-14
     grade = grade_gemm(function)
     assert grade.verdict == "wrong"
-    assert [cause.name.startswith(start) for cause, start in zip(grade.causes, said, strict=True)] == [True] * len(said)
+    assert [
+        cause.name.startswith(start) for cause, start in zip(grade.causes, said, strict=True)
+    ] == [True] * len(said)
 
 
 def test_what_was_asked_and_refused_at_edges_is_said():  # B-14
@@ -71,7 +73,9 @@ def test_shapes_that_are_asked_for_are_all():
 
 
 def of_blocks(a, b, size):
-    """Block after block of K, of which the last may be shorter; by float32, which has all sums here."""
+    """Block after block of K, of which the last may be shorter; by float32, which has all sums
+    here.
+    """
     total = np.zeros((len(a.codes), len(b.codes)), np.float32)
     for i in range(a.scale_inv.shape[1]):
         x, y = (cast.decode(q.codes[:, i * size : (i + 1) * size], q.fmt) for q in (a, b))
@@ -92,7 +96,9 @@ def last_block_by_the_scale_before(a, b):
 def without_the_last_block(a, b):
     """Whole blocks alone, as a loop to K // 128."""
     size, k = 128, a.codes.shape[1] // 128 * 128
-    whole = (q._replace(codes=q.codes[:, :k], scale_inv=q.scale_inv[:, : k // size]) for q in (a, b))
+    whole = (
+        q._replace(codes=q.codes[:, :k], scale_inv=q.scale_inv[:, : k // size]) for q in (a, b)
+    )
     return of_blocks(*whole, size)
 
 
@@ -111,7 +117,12 @@ def test_the_last_block_of_k_may_be_shorter(monkeypatch):  # FBGEMM#6159
 
 def test_a_plan_does_not_excuse_wrong_products():  # B-14, G-6
     def nan_is_zero(a, b):
-        return correct(*(q._replace(codes=np.where(q.codes & 0x7F == 0x7F, 0, q.codes).astype(np.uint8)) for q in (a, b)))
+        return correct(
+            *(
+                q._replace(codes=np.where(q.codes & 0x7F == 0x7F, 0, q.codes).astype(np.uint8))
+                for q in (a, b)
+            )
+        )
 
     grade = grade_gemm(nan_is_zero, accumulate="exact", shapes=[(32, 32, 2)])
     assert grade.equal == grade.compared

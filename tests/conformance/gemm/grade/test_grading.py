@@ -19,7 +19,9 @@ def test_a_planted_gemm(name):  # B-1, B-14
     planted = PLANTED[name]
     grade = grade_gemm(planted.function, name=name, **planted.options)
     assert grade.verdict == planted.verdict, grade.message
-    assert [planted.cause in cause.name for cause in grade.causes] == [True] * bool(planted.cause), grade.message
+    assert [planted.cause in cause.name for cause in grade.causes] == [True] * bool(
+        planted.cause
+    ), grade.message
     assert grade.ok == (planted.verdict == "right")
 
 
@@ -46,7 +48,9 @@ def test_a_gemm_of_torch_is_right_for_a_longer_k(library):
 
 
 def test_torchs_matmul_in_bfloat16_rounds_after_each_scale():
-    """Scales of torch's matrices in bfloat16: three roundings, the worst of which leaves B-1's bound."""
+    """Scales of torch's matrices in bfloat16: three roundings, the worst of which leaves B-1's
+    bound.
+    """
     pytest.importorskip("torch")
 
     def function(a, b, scale_a, scale_b):
@@ -61,9 +65,14 @@ def test_torchs_matmul_in_bfloat16_rounds_after_each_scale():
 
 def test_a_plan_in_the_place_of_the_bound():
     """hopper_fast is outside of B-1's bound of the exact sum, and is required by name."""
-    plain = ScaledGemm(name="fast", function=lambda a, b: gemm.matmul(a, b, accumulate="hopper_fast"))
+    plain = ScaledGemm(
+        name="fast", function=lambda a, b: gemm.matmul(a, b, accumulate="hopper_fast")
+    )
     assert require_gemm(plain, accumulate="hopper_fast", shapes=[(32, 32, 512)]).equal == 32 * 32
-    with pytest.raises(AssertionError, match=r"fast is not 'hopper_slow': \d+ of 1,024 random results have its bits"):
+    with pytest.raises(
+        AssertionError,
+        match=r"fast is not 'hopper_slow': \d+ of 1,024 random results have its bits",
+    ):
         require_gemm(plain, accumulate="hopper_slow", shapes=[(32, 32, 512)])
 
 
@@ -75,7 +84,10 @@ def test_an_error_says_the_cause_once_with_the_first_result():
     assert message.startswith("mine is wrong: ")
     assert message.count("the last 32 of K dropped") == 1
     assert "got 0, expected 1 (G-2)" in message
-    assert "asked: [96, 96] K = 96, [64, 80] K = 1056, [128, 128] K = 4096, [272, 272] K = 96; e4m3fn x e4m3fn to float32" in message
+    assert (
+        "asked: [96, 96] K = 96, [64, 80] K = 1056, [128, 128] K = 4096, [272, 272] K = 96; "
+        "e4m3fn x e4m3fn to float32" in message
+    )
     assert "not asked: " in message
 
 
@@ -112,9 +124,18 @@ def test_other_formats(formats):
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize(("a", "b"), [("blockwise_1x128", "blockwise_128x128"), ("mx_1x32", "mx_1x32"), ("rowwise", "tensorwise")])
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [("blockwise_1x128", "blockwise_128x128"), ("mx_1x32", "mx_1x32"), ("rowwise", "tensorwise")],
+)
 def test_other_granularities(a, b):
-    grade = grade_gemm(lambda a, b: gemm.matmul(a, b), name="sim", granularity=a, granularity_b=b, shapes=[(64, 160, 384)])
+    grade = grade_gemm(
+        lambda a, b: gemm.matmul(a, b),
+        name="sim",
+        granularity=a,
+        granularity_b=b,
+        shapes=[(64, 160, 384)],
+    )
     assert grade.verdict == "right", grade.message
     assert grade.worst.bounds == 0
     assert grade.granularities == (a, b)
@@ -132,7 +153,12 @@ def test_other_granularities(a, b):
 )
 def test_rows_that_share_scales_may_end_in_part_of_a_block(a, b):
     """272 rows are two blocks of 128 and one of 16, under one block along K."""
-    grade = grade_gemm(lambda a, b: gemm.matmul(a, b, accumulate="exact"), granularity=a, granularity_b=b, shapes=[(272, 272, 128)])
+    grade = grade_gemm(
+        lambda a, b: gemm.matmul(a, b, accumulate="exact"),
+        granularity=a,
+        granularity_b=b,
+        shapes=[(272, 272, 128)],
+    )
     assert (grade.verdict, grade.plan) == ("right", "exact"), grade.message
 
 
@@ -151,10 +177,15 @@ def test_a_planted_gemm_of_a_very_long_k(name):
     planted = PLANTED[name]
     grade = grade_gemm(planted.function, name=name, **planted.options, shapes=[(128, 128, 131072)])
     assert grade.verdict == planted.verdict, grade.message
-    assert [planted.cause in cause.name for cause in grade.causes] == [True] * bool(planted.cause), grade.message
+    assert [planted.cause in cause.name for cause in grade.causes] == [True] * bool(
+        planted.cause
+    ), grade.message
 
 
-@pytest.mark.parametrize(("granularity", "k"), [("tensorwise", 5000), ("rowwise", 8192), ("mx_1x32", 4128), ("blockwise_128x128", 131072)])
+@pytest.mark.parametrize(
+    ("granularity", "k"),
+    [("tensorwise", 5000), ("rowwise", 8192), ("mx_1x32", 4128), ("blockwise_128x128", 131072)],
+)
 def test_few_products_among_zeros_have_the_same_sums(granularity, k):
     scaled = ScaledGemm(name="sim", function=gemm.matmul, granularity=granularity)
     few = stimuli.random(scaled, (8, 8, stimuli.LONG), (E4M3FN, E5M2), BFLOAT16, 0)
@@ -163,7 +194,9 @@ def test_few_products_among_zeros_have_the_same_sums(granularity, k):
     assert long.a.codes[:, 0].any()
     assert long.a.codes[:, -1].any()
     assert (long.a.codes != 0).sum() == (few.a.codes != 0).sum()
-    np.testing.assert_array_equal(gemm.matmul(long.a, long.b).view(np.uint32), gemm.matmul(few.a, few.b).view(np.uint32))
+    np.testing.assert_array_equal(
+        gemm.matmul(long.a, long.b).view(np.uint32), gemm.matmul(few.a, few.b).view(np.uint32)
+    )
 
 
 def test_a_gemm_that_refuses_zeros_in_a_long_k_alone():
@@ -178,11 +211,15 @@ def test_a_gemm_that_refuses_zeros_in_a_long_k_alone():
     grade = grade_gemm(function, shapes=[(16, 16, 16384)])
     assert grade.ok
     assert grade.worst.count == 16 * 16
-    assert any("random operands in 4096 of K" in one and "a block of zeros" in one for one in grade.unasked)
+    assert any(
+        "random operands in 4096 of K" in one and "a block of zeros" in one for one in grade.unasked
+    )
 
 
 def test_an_accumulator_is_looked_for_where_results_differ():
-    """A tile lacks one index, which no sum of 8 bits shows: the rest of the result has the bits of any accumulator that is wide enough."""
+    """A tile lacks one index, which no sum of 8 bits shows: the rest of the result has the bits of
+    any accumulator that is wide enough.
+    """
 
     def function(a, b):
         x, y = values(a).copy(), values(b)
@@ -197,7 +234,9 @@ def test_an_accumulator_is_looked_for_where_results_differ():
 
 def test_one_shape_leaves_two_names_of_a_part_of_k():
     grade = grade_gemm(without(lambda k: slice(k // 4 * 3, k)), shapes=[(32, 32, 512)])
-    assert [cause.name for cause in grade.causes] == ["the last 128 of K dropped, or part 3 of 0 to 3 equal parts of K dropped"]
+    assert [cause.name for cause in grade.causes] == [
+        "the last 128 of K dropped, or part 3 of 0 to 3 equal parts of K dropped"
+    ]
 
 
 def test_the_result_as_json(tmp_path):

@@ -37,7 +37,11 @@ def test_the_matrix_of_another_group():
         return [correct(x, b[max(g - 1, 0)] if g > 1 else b[g]) for g, x in enumerate(a)]
 
     grade = grade_grouped(function)
-    assert {g: one.verdict for g, one in grade.grades.items()} == {0: "right", 2: "wrong", 3: "wrong"}
+    assert {g: one.verdict for g, one in grade.grades.items()} == {
+        0: "right",
+        2: "wrong",
+        3: "wrong",
+    }
     assert grade.exit_code == 1
     with pytest.raises(AssertionError, match="groups of 32, 0, 48, 32 rows, is wrong\ngroup 2 of"):
         require_grouped(function)
@@ -57,5 +61,7 @@ def test_the_end_of_k_of_the_last_group():
 
 @pytest.mark.parametrize("sizes", [[0, 0], [4, -1]])
 def test_sizes_that_no_group_has(sizes):
-    with pytest.raises(ValueError, match="groups have sizes of 0 or more rows, and one has rows; got"):
+    with pytest.raises(
+        ValueError, match="groups have sizes of 0 or more rows, and one has rows; got"
+    ):
         grade_grouped(grouped, sizes=sizes)

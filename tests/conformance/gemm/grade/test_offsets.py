@@ -31,17 +31,26 @@ def output(a, b, scale_a, scale_b, offs, *, weights=None, tail=0.0):
     out = np.full((len(a), b.shape[1]), tail, np.float32)
     for e, rows in spans(offs):
         of = e if weights is None else weights[e]
-        out[rows] = a[rows].astype(np.float32) @ b[of].astype(np.float32).T * scale_a[rows] * scale_b[of].T
+        out[rows] = (
+            a[rows].astype(np.float32) @ b[of].astype(np.float32).T * scale_a[rows] * scale_b[of].T
+        )
     return out
 
 
-def grad_weight(a, b, scale_a, scale_b, offs, *, rows_of=lambda rows, last: rows, scales=None, empty=0.0):
+def grad_weight(
+    a, b, scale_a, scale_b, offs, *, rows_of=lambda rows, last: rows, scales=None, empty=0.0
+):
     """[E, N, K], by float32."""
     out = np.full((len(offs), a.shape[1], b.shape[1]), empty, np.float32)
     for e, rows in spans(offs):
         if rows.start < rows.stop:
             taken, of = rows_of(rows, int(offs[-1])), e if scales is None else scales[e]
-            out[e] = a[taken].astype(np.float32).T @ b[taken].astype(np.float32) * scale_a[of][:, None] * scale_b[of]
+            out[e] = (
+                a[taken].astype(np.float32).T
+                @ b[taken].astype(np.float32)
+                * scale_a[of][:, None]
+                * scale_b[of]
+            )
     return out
 
 
@@ -57,7 +66,11 @@ def output_of_whole_tiles(a, b, scale_a, scale_b, offs):
 @pytest.mark.parametrize(("which", "function"), [("output", output), ("grad_weight", grad_weight)])
 def test_right(which, function, dtype):
     grade = require_offsets(lambda *given: function(*given).astype(dtype), which=which, name="mine")
-    assert grade.message == f"mine, {which} of groups of 59, 0, 16, 29 rows, and 16 of no group, and of 2 further questions, is right"
+    assert (
+        grade.message
+        == f"mine, {which} of groups of 59, 0, 16, 29 rows, and 16 of no group, and of 2 "
+        "further questions, is right"
+    )
     assert json.loads(json.dumps(grade.to_dict()))["faults"] == []
     assert grade.exit_code == 0
 
@@ -125,7 +138,11 @@ def empty_ends(*given):
         (first_128_of_k, "output", "group 2: has other numbers (X-2)"),
         (zeros_of_one_tile, "output", "rows of no group are NaN, not zeros (X-5)"),
         (always_a_rest, "output", "group 3: "),
-        (empty_ends, "grad_weight", "group 0: has no rows, and its grad_weight is 5, not zeros (X-4)"),
+        (
+            empty_ends,
+            "grad_weight",
+            "group 0: has no rows, and its grad_weight is 5, not zeros (X-4)",
+        ),
     ],
 )
 def test_what_few_short_groups_do_not_show(function, which, said):
@@ -134,17 +151,30 @@ def test_what_few_short_groups_do_not_show(function, which, said):
 
 
 def up(size):
-    return lambda rows, last: slice(rows.start, min(rows.start - (rows.start - rows.stop) // size * size, last))
+    return lambda rows, last: slice(
+        rows.start, min(rows.start - (rows.start - rows.stop) // size * size, last)
+    )
 
 
 PLANTED = {
     "the matrix of another group": (
         "output",
         lambda *g: output(*g, weights=[0, 1, 1, 2]),
-        ["group 2: is multiplied by the weight of group 1 (X-1)", "group 3: is multiplied by the weight of group 2 (X-1)"],
+        [
+            "group 2: is multiplied by the weight of group 1 (X-1)",
+            "group 3: is multiplied by the weight of group 2 (X-1)",
+        ],
     ),
-    "memory": ("output", lambda *g: output(*g, tail=np.nan), ["rows of no group are NaN, not zeros (X-5)"]),
-    "a minus": ("output", lambda *g: output(*g, tail=-0.0), ["rows of no group are -0, not zeros (X-5)"]),
+    "memory": (
+        "output",
+        lambda *g: output(*g, tail=np.nan),
+        ["rows of no group are NaN, not zeros (X-5)"],
+    ),
+    "a minus": (
+        "output",
+        lambda *g: output(*g, tail=-0.0),
+        ["rows of no group are -0, not zeros (X-5)"],
+    ),
     "an empty group": (
         "grad_weight",
         lambda *g: grad_weight(*g, empty=7),
@@ -160,12 +190,22 @@ PLANTED = {
     ),
     "rows that are dropped": (
         "grad_weight",
-        lambda *g: grad_weight(*g, rows_of=lambda rows, last: slice(rows.start, rows.start + (rows.stop - rows.start) // 32 * 32)),
+        lambda *g: grad_weight(
+            *g,
+            rows_of=lambda rows, last: slice(
+                rows.start, rows.start + (rows.stop - rows.start) // 32 * 32
+            ),
+        ),
         [f"group {e}: drops its rows after a multiple of 32 (X-2)" for e in (0, 2, 3)],
     ),
     "rows after a multiple of 16": (  # torchtitan#2262
         "grad_weight",
-        lambda *g: grad_weight(*g, rows_of=lambda rows, last: slice(rows.start, rows.start + (rows.stop - rows.start) // 16 * 16)),
+        lambda *g: grad_weight(
+            *g,
+            rows_of=lambda rows, last: slice(
+                rows.start, rows.start + (rows.stop - rows.start) // 16 * 16
+            ),
+        ),
         [f"group {e}: drops its rows after a multiple of 16 (X-2)" for e in (0, 3)],
     ),
     "outputs after a multiple of 16": (
@@ -217,7 +257,10 @@ def test_a_kernel_that_refuses_groups_which_are_not_aligned_is_asked_aligned_one
 
     grade = require_offsets(aligned, name="mine")
     assert (grade.ok, grade.sizes) == (True, (48, 0, 16, 32))
-    assert "not asked: groups of 59, 0, 16, 29 rows, and 16 of no group, for which it raised (mine raised ValueError" in grade.message
+    assert (
+        "not asked: groups of 59, 0, 16, 29 rows, and 16 of no group, for which it raised (mine "
+        "raised ValueError" in grade.message
+    )
     with pytest.raises(RefusedError, match="multiples of 16"):
         grade_offsets(aligned, sizes=(59, 0, 16, 29))
 
@@ -230,7 +273,10 @@ def test_the_question_that_a_kernel_refuses_is_named():
 
     grade = require_offsets(with_rows_of_no_group, name="mine")
     assert (grade.sizes, grade.others, grade.to_dict()["others"]) == (SIZES, 1, 1)
-    assert "not asked: groups of 59, 0, 16, 29 rows, and 0 of no group, for which it raised" in grade.message
+    assert (
+        "not asked: groups of 59, 0, 16, 29 rows, and 0 of no group, for which it raised"
+        in grade.message
+    )
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -250,7 +296,9 @@ def test_torchs_grouped_mm_is_found_to_leave_rows():  # X-5
     """torch 2.13 on a CPU, on dequantized operands: right, but for rows of no group."""
 
     def function(a, b, scale_a, scale_b, offs):
-        return torch._grouped_mm(torch_values(a, scale_a.nan_to_num()), torch_values(b, scale_b).mT, offs=offs)
+        return torch._grouped_mm(
+            torch_values(a, scale_a.nan_to_num()), torch_values(b, scale_b).mT, offs=offs
+        )
 
     grade = grade_offsets(function, framework="torch")
     (fault,) = {(fault.group, fault.clause) for fault in grade.faults}
@@ -279,9 +327,12 @@ def test_fp8refs_in_jax():  # X-5
     def function(a, b, scale_a, scale_b, offs):
         groups = jax_operands.groups_of(jnp.diff(offs, prepend=0), len(a))
         first, second = (
-            Quantized(codes=q, scale=s, scale_inv=s, fmt=E4M3FN, granularity="rowwise", axis=-1) for q, s in ((a, scale_a), (b, scale_b))
+            Quantized(codes=q, scale=s, scale_inv=s, fmt=E4M3FN, granularity="rowwise", axis=-1)
+            for q, s in ((a, scale_a), (b, scale_b))
         )
-        return jax_operands.rows_by_weights(first, second, SPEC, groups, jnp.bfloat16, scope="layer/output")
+        return jax_operands.rows_by_weights(
+            first, second, SPEC, groups, jnp.bfloat16, scope="layer/output"
+        )
 
     require_offsets(function, framework="jax")
 
@@ -294,7 +345,11 @@ def test_fp8refs_in_jax():  # X-5
         ({"sizes": [0, 0]}, ValueError, "groups have sizes of 0 or more rows"),
         ({"rest": -1}, ValueError, "groups have sizes of 0 or more rows"),
         ({"function": lambda *_: 1 / 0}, RefusedError, "mine raised ZeroDivisionError"),
-        ({"function": lambda *_: np.zeros(3, np.float32)}, ProbeError, r"mine gives \[120, 48\]; got shape \[3\]"),
+        (
+            {"function": lambda *_: np.zeros(3, np.float32)},
+            ProbeError,
+            r"mine gives \[120, 48\]; got shape \[3\]",
+        ),
         ({"function": lambda *_: None}, ProbeError, "mine gives one array"),
     ],
 )

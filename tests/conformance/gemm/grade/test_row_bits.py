@@ -20,7 +20,9 @@ def splits_k_of_few_rows(a, b):  # TransformerEngine#2986
 
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 def test_a_gemm_that_splits_k_by_the_number_of_rows_is_named(granularity, monkeypatch):
-    """Every result is within its bound, so that it is right: but a token's bits depend on its batch."""
+    """Every result is within its bound, so that it is right: but a token's bits depend on its
+    batch.
+    """
     monkeypatch.setattr(grading, "SHAPES", ((64, 64, 2048),))
     grade = grade_gemm(splits_k_of_few_rows, granularity=granularity)
     assert (grade.verdict, grade.rows.alike) == ("right", False)

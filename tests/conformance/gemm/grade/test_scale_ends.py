@@ -104,7 +104,9 @@ def test_what_the_gemm_refuses_is_not_asked():
 
 
 def test_ends_of_each_granularity():
-    """e8m0 has 2^-127 to 2^127, e4m3fn 2^-9 to 2^8 of the powers asked, float32 no subnormal one."""
+    """e8m0 has 2^-127 to 2^127, e4m3fn 2^-9 to 2^8 of the powers asked, float32 no subnormal
+    one.
+    """
 
     def exponents(granularity):
         found = [end.value for end in scale_ends.ends(granularity, granularity)]
@@ -128,13 +130,18 @@ def test_operands_have_scales_of_the_granularitys_format(granularity, fmt):
     q = operand(codes, E4M3FN, granularity, drawn)
     assert (cast.round_to(q.scale_inv, fmt) == q.scale_inv).all()
     assert (hardware_scales(granularity, q.scale_inv) == q.scale_inv).all()
-    assert (np.abs(q.scale_inv - 1 / drawn) <= (fmt == E4M3FN or 4) / drawn / 8).all()  # the nearest
+    assert (
+        np.abs(q.scale_inv - 1 / drawn) <= (fmt == E4M3FN or 4) / drawn / 8
+    ).all()  # the nearest
     assert len(np.unique(q.scale_inv)) > 2
 
 
 def through_e8m0(a, b):
     """A right MX GEMM: what the hardware reads of scales is a byte."""
-    read = (q._replace(scale_inv=cast.decode(cast.encode(q.scale_inv, E8M0FNU), E8M0FNU)) for q in (a, b))
+    read = (
+        q._replace(scale_inv=cast.decode(cast.encode(q.scale_inv, E8M0FNU), E8M0FNU))
+        for q in (a, b)
+    )
     return gemm.matmul(*read)
 
 
@@ -151,7 +158,12 @@ def test_a_gemm_of_codes_of_four_bits(granularity):
     assert grade_gemm(exact, **how).verdict == "right"
 
     def without_subnormals(a, b):
-        return exact(*(q._replace(codes=np.where(q.codes & 7 == 1, 0, q.codes).astype(np.uint8)) for q in (a, b)))
+        return exact(
+            *(
+                q._replace(codes=np.where(q.codes & 7 == 1, 0, q.codes).astype(np.uint8))
+                for q in (a, b)
+            )
+        )
 
     grade = grade_gemm(without_subnormals, **how)
     assert grade.verdict == "wrong"

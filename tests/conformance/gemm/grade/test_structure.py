@@ -26,13 +26,19 @@ def test_indices_in_words(numbers, k, expected):
 
 
 def test_an_equal_part_of_k():
-    assert structure.part_of("dropped", np.arange(384, 512), 512) == "part 3 of 0 to 3 equal parts of K dropped"
+    assert (
+        structure.part_of("dropped", np.arange(384, 512), 512)
+        == "part 3 of 0 to 3 equal parts of K dropped"
+    )
     assert structure.part_of("dropped", np.arange(400, 512), 512) == ""
     assert structure.part_of("dropped", np.arange(512), 512) == ""
 
 
 def test_ranges():
-    assert structure.ranges(np.array([0, 1, 2, 5, 8, 9, 20, 30])) == "0 to 2, 5, 8 to 9, 20 and 1 more ranges"
+    assert (
+        structure.ranges(np.array([0, 1, 2, 5, 8, 9, 20, 30]))
+        == "0 to 2, 5, 8 to 9, 20 and 1 more ranges"
+    )
 
 
 def test_a_tile():
@@ -44,7 +50,9 @@ def test_a_tile():
     assert tile.place == (slice(16, 32), slice(32, 48))
 
 
-@pytest.mark.parametrize("places", [[(0, 0), (63, 63)], [(r, c) for r in range(64) for c in range(64)]])
+@pytest.mark.parametrize(
+    "places", [[(0, 0), (63, 63)], [(r, c) for r in range(64) for c in range(64)]]
+)
 def test_what_is_no_tile(places):
     differ = np.zeros((64, 64), bool)
     for at in places:

@@ -28,14 +28,21 @@ def simulated(x, *, policy="te_nvfp4", granularity="nvfp4_1x16", axis=-1, packed
         (torchao_nvfp4_one_level, "torchao_nvfp4_one_level", "nvfp4_1x16"),
         (transformer_engine, "te_nvfp4", "nvfp4_1x16"),
         (lambda x: transformer_engine(x, 16), "te_nvfp4", "nvfp4_16x16"),
-        *((torchao_mx(mode), f"mx_{mode}", "mx_1x32") for mode in ("floor", "ceil", "even", "rceil")),
+        *(
+            (torchao_mx(mode), f"mx_{mode}", "mx_1x32")
+            for mode in ("floor", "ceil", "even", "rceil")
+        ),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_libraries_are_identified(function, policy, granularity):  # S-22, S-14
     outcome = identify_quantizer(function, E2M1FN, framework="torch", expect=policy)
     assert (outcome.ok, outcome.identified, outcome.named) == (True, True, True), outcome.message
-    assert (outcome.found["policy"], outcome.found["granularity"], outcome.found["axis"]) == (policy, granularity, -1)
+    assert (outcome.found["policy"], outcome.found["granularity"], outcome.found["axis"]) == (
+        policy,
+        granularity,
+        -1,
+    )
     assert outcome.found["rounding"] == "nearest_even"
     assert outcome.found["packing"] == "low first"
     assert None not in outcome.found["scales"].values()
@@ -47,7 +54,9 @@ def swapped(x):
 
 def without_tensor(x):  # the scale of the tensor is left out of the element's
     q = scaling.quantize(x, E2M1FN, granularity="nvfp4_1x16", policy="te_nvfp4")
-    by = scaling.Scales((1 / np.maximum(q.scale_inv, np.float32(2**-9))).astype(np.float32), q.scale_inv)
+    by = scaling.Scales(
+        (1 / np.maximum(q.scale_inv, np.float32(2**-9))).astype(np.float32), q.scale_inv
+    )
     return scaling.quantize_with(x, by, E2M1FN, granularity="nvfp4_1x16").codes
 
 
@@ -67,7 +76,12 @@ def one_block(x):
         (swapped, True, False, "high first"),
         (without_tensor, False, False, "the nearest is"),
         (one_block, False, False, "the nearest is te_nvfp4 in nvfp4_1x16, axis -1"),
-        (lambda x: {**simulated(x), "scale_inv": simulated(x)["scale_inv"] * np.float32(2)}, False, False, "the nearest is te_nvfp4"),
+        (
+            lambda x: {**simulated(x), "scale_inv": simulated(x)["scale_inv"] * np.float32(2)},
+            False,
+            False,
+            "the nearest is te_nvfp4",
+        ),
     ],
     ids=["axis", "bytes", "zero", "away", "swapped", "without tensor", "one block", "wrong scales"],
 )
@@ -80,13 +94,19 @@ def test_planted_quantizers_are_named(function, identified, named, words):  # S-
 
 def test_stochastic_rounding_is_told_from_a_biased_one():  # C-2
     seeds = iter(range(10_000))
-    fair = identify_quantizer(lambda x: simulated(x, rounding="stochastic", seed=next(seeds)), E2M1FN, framework="numpy")
+    fair = identify_quantizer(
+        lambda x: simulated(x, rounding="stochastic", seed=next(seeds)), E2M1FN, framework="numpy"
+    )
     assert (fair.ok, fair.found["rounding"]) == (True, "stochastic"), fair.message
     rng = np.random.default_rng(0)
 
     def biased(x):  # one code in sixteen is rounded toward zero
         codes = simulated(x, rounding="stochastic", seed=next(seeds), packed=False)["codes"]
-        return np.where(rng.random(x.shape) < 1 / 16, simulated(x, rounding="toward_zero", packed=False)["codes"], codes)
+        return np.where(
+            rng.random(x.shape) < 1 / 16,
+            simulated(x, rounding="toward_zero", packed=False)["codes"],
+            codes,
+        )
 
     outcome = identify_quantizer(biased, E2M1FN, framework="numpy")
     assert not outcome.identified
@@ -98,25 +118,43 @@ def test_an_expected_policy_shows_where_it_differs():  # S-22
     assert not outcome.ok
     assert "of te_nvfp4 in nvfp4_1x16" in str(outcome.differences[0])
     assert identify_quantizer(
-        lambda x: transformer_engine(x, 16), E2M1FN, framework="torch", expect="te_nvfp4", granularity="nvfp4_16x16"
+        lambda x: transformer_engine(x, 16),
+        E2M1FN,
+        framework="torch",
+        expect="te_nvfp4",
+        granularity="nvfp4_16x16",
     ).ok
-    wrong = identify_quantizer(lambda x: transformer_engine(x, 16), E2M1FN, framework="torch", expect="te_nvfp4", granularity="nvfp4_1x16")
+    wrong = identify_quantizer(
+        lambda x: transformer_engine(x, 16),
+        E2M1FN,
+        framework="torch",
+        expect="te_nvfp4",
+        granularity="nvfp4_1x16",
+    )
     assert not wrong.ok
     high = identify_quantizer(swapped, E2M1FN, framework="numpy", expect="te_nvfp4")
     assert "in its high half" in str(high.differences[0])
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="an expected granularity or axis needs an expected policy"):
+    with pytest.raises(
+        ValueError, match="an expected granularity or axis needs an expected policy"
+    ):
         identify_quantizer(simulated, E2M1FN, granularity="mx_1x32")
     with pytest.raises(ValueError, match="policy 'torchao' is not of e2m1fn blocks"):
         identify_quantizer(simulated, E2M1FN, framework="numpy", expect="torchao")
-    with pytest.raises(ConformanceError, match=r"gives uint8 \[3\]; a quantizer to e2m1fn gives codes"):
+    with pytest.raises(
+        ConformanceError, match=r"gives uint8 \[3\]; a quantizer to e2m1fn gives codes"
+    ):
         identify_quantizer(lambda x: np.zeros(3, np.uint8), E2M1FN, framework="numpy")
     with pytest.raises(ConformanceError, match="gives a code 16; codes of e2m1fn are at most 15"):
         identify_quantizer(lambda x: np.full(x.shape, 16, np.uint8), E2M1FN, framework="numpy")
     values = identify_quantizer(
-        lambda x: scaling.dequantize(scaling.quantize(x, E2M1FN, granularity="mx_1x32", policy="mx_floor")), E2M1FN, framework="numpy"
+        lambda x: scaling.dequantize(
+            scaling.quantize(x, E2M1FN, granularity="mx_1x32", policy="mx_floor")
+        ),
+        E2M1FN,
+        framework="numpy",
     )
     assert values.ok
     assert values.found["policy"] == "mx_floor"

@@ -15,13 +15,17 @@ MASK = Mask(causal=True)
 
 def given():
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=(1, heads, 150, 32)), jnp.bfloat16) for heads in (4, 2, 2, 4)]
+    return [
+        jnp.asarray(rng.normal(size=(1, heads, 150, 32)), jnp.bfloat16) for heads in (4, 2, 2, 4)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fa4", "cudnn", "mxfp8"])
 def test_gradients_are_the_simulators(name):  # A-25
-    """Sums are the library's, and so are exponentials: a rounding to bfloat16 in a hundred falls the other way."""
+    """Sums are the library's, and so are exponentials: a rounding to bfloat16 in a hundred falls
+    the other way.
+    """
     variant, (q, k, v, do) = differentiated(name, "bf16"), given()
 
     @jax.jit
@@ -39,12 +43,17 @@ def test_gradients_are_the_simulators(name):  # A-25
 
 def test_the_backward_pass_keeps_sixteen_bits_an_element():
     variant, (q, k, v, _) = differentiated("fa3", "bf16"), given()
-    _, vjp = jax.eval_shape(lambda *x: jax.vjp(lambda *y: attention.apply(*y, variant=variant, mask=MASK), *x), q, k, v)
+    _, vjp = jax.eval_shape(
+        lambda *x: jax.vjp(lambda *y: attention.apply(*y, variant=variant, mask=MASK), *x), q, k, v
+    )
     kept = [x for x in jax.tree.leaves(vjp) if x.ndim == 4]
     assert [x.dtype for x in kept] == [jnp.bfloat16] * 4  # q, k, v and o
 
 
 def test_the_way_out_is_named():
     q, k, v, _ = given()
-    with pytest.raises(ValueError, match=r"variant 'fa3' has no backward pass.*attention.differentiated\(variant, 'bf16'\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"variant 'fa3' has no backward pass.*attention.differentiated\(variant, 'bf16'\)",
+    ):
         jax.grad(lambda q: attention.apply(q, k, v, variant="fa3").astype(jnp.float32).sum())(q)

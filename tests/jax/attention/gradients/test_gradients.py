@@ -25,13 +25,23 @@ def test_gradients_in_e5m2():  # A-15, step 1 and 7: a product has one operand o
     result = sim.forward(q, k, v, **how)
     wanted = sim_gradients.backward(do, q, k, v, result, **how)
     run = jax.jit(
-        lambda do, *given: attention.backward(do, *given, attention.forward(*given, arithmetic="stated", **how), arithmetic="stated", **how)
+        lambda do, *given: attention.backward(
+            do,
+            *given,
+            attention.forward(*given, arithmetic="stated", **how),
+            arithmetic="stated",
+            **how,
+        )
     )
     found = run(do, q, k, v)
-    np.testing.assert_array_equal(np.asarray(found.tensors["do"].codes).view(np.uint8), wanted.tensors["do"].codes)
+    np.testing.assert_array_equal(
+        np.asarray(found.tensors["do"].codes).view(np.uint8), wanted.tensors["do"].codes
+    )
     assert found.tensors["do"].codes.dtype == jnp.float8_e5m2
     assert found.scale_ds.scale == wanted.scale_ds.scale
-    for mine, other in zip(found[:3], wanted[:3], strict=True):  # as in tests/parity: one in a thousand may be a neighbor
+    for mine, other in zip(
+        found[:3], wanted[:3], strict=True
+    ):  # as in tests/parity: one in a thousand may be a neighbor
         assert (np.asarray(mine) != other).mean() < 2e-3
 
 
@@ -40,7 +50,9 @@ def test_a_late_scale_clips():  # A-15, step 7
     q, k, v, do = (jnp.asarray(x) for x in cases.integers(b=1, h=2, heads=1))
     result = attention.forward(q, k, v, variant="cudnn")
     current = attention.backward(do, q, k, v, result, variant="cudnn")
-    late = attention.backward(do, q, k, v, result, variant="cudnn", scales={"ds": current.scale_ds.scale * 8})
+    late = attention.backward(
+        do, q, k, v, result, variant="cudnn", scales={"ds": current.scale_ds.scale * 8}
+    )
     assert current.saturated == 0
     assert late.saturated > 0
     assert late.amaxes["ds"] == current.amaxes["ds"]

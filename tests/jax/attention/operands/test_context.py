@@ -30,17 +30,26 @@ def gradients(**how):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "mask", "arithmetic"),
-    [("cudnn", Mask(causal=True), "stated"), ("cudnn", Mask(causal=True, window=(50, None)), "fast"), ("bf16", Mask(causal=True), "fast")],
+    [
+        ("cudnn", Mask(causal=True), "stated"),
+        ("cudnn", Mask(causal=True, window=(50, None)), "fast"),
+        ("bf16", Mask(causal=True), "fast"),
+    ],
 )
 def test_a_mesh_has_the_rows_of_one_device(variant, mask, arithmetic):  # A-21
-    """Rows of queries are computed alike. A gradient of a key is a sum of two parts in place of one: after two roundings, to 8 bits and to
-    bfloat16, it is the same number, or next to it where a rounding falls either way."""
+    """Rows of queries are computed alike. A gradient of a key is a sum of two parts in place of
+    one: after two roundings, to 8 bits and to bfloat16, it is the same number, or next to it where
+    a rounding falls either way."""
     how = {"variant": variant, "mask": mask, "arithmetic": arithmetic}
-    mesh = jax.make_mesh((2, 2), ("data", "context"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "context"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
+    )
     cut = gradients(**how, over=("data", "context"), tokens="context")
     parallel = jax.jit(jax.shard_map(cut, mesh=mesh, in_specs=(CUT,) * 4, out_specs=(CUT,) * 4))
     one = jax.jit(gradients(**how))
-    found, right = (jax.tree.map(lambda x: np.asarray(x, np.float32), run(*given())) for run in (parallel, one))
+    found, right = (
+        jax.tree.map(lambda x: np.asarray(x, np.float32), run(*given())) for run in (parallel, one)
+    )
     for name, mine, other in zip(("o", "dq"), found[:2], right[:2], strict=True):
         equal = (mine == other).mean()
         assert equal == 1 if arithmetic == "stated" else equal > 0.99, name
@@ -55,8 +64,14 @@ def test_a_mesh_has_the_rows_of_one_device(variant, mask, arithmetic):  # A-21
 
 
 REFUSED = [
-    ({"variant": "mxfp8", "over": ("context",)}, r"one scale for a tensor, or none. Use 'cudnn' or 'bf16'"),
-    ({"variant": "bf16", "over": ()}, r"tokens one of them; got tokens='context', over=\(\). Add it"),
+    (
+        {"variant": "mxfp8", "over": ("context",)},
+        r"one scale for a tensor, or none. Use 'cudnn' or 'bf16'",
+    ),
+    (
+        {"variant": "bf16", "over": ()},
+        r"tokens one of them; got tokens='context', over=\(\). Add it",
+    ),
 ]
 
 
@@ -69,4 +84,6 @@ def test_what_cannot_be_cut_is_refused(how, said):  # A-21
         return attention.apply(q, k, v, tokens="context", **how)
 
     with pytest.raises(ValueError, match=said):
-        jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec), *given()[:3])
+        jax.eval_shape(
+            jax.shard_map(run, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec), *given()[:3]
+        )

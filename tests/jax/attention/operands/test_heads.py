@@ -9,12 +9,20 @@ from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
 from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.sim.attention.operands import heads as sim
 
-CASES = [("tensor", "te_current"), ("head", "te_current"), ("rows_128", "te_current"), ("mx_1x32", "mx_rceil"), ("tensor", "torchao_pow2")]
+CASES = [
+    ("tensor", "te_current"),
+    ("head", "te_current"),
+    ("rows_128", "te_current"),
+    ("mx_1x32", "mx_rceil"),
+    ("tensor", "torchao_pow2"),
+]
 
 
 def tensor(t=150, seed=0):
     rng = np.random.default_rng(seed)
-    return (rng.standard_normal((2, 4, t, 64)) * np.exp(rng.standard_normal((2, 4, t, 1)))).astype(np.float32)
+    return (rng.standard_normal((2, 4, t, 64)) * np.exp(rng.standard_normal((2, 4, t, 1)))).astype(
+        np.float32
+    )
 
 
 def same(found, wanted):
@@ -30,7 +38,10 @@ def same(found, wanted):
 def test_bits(granularity, policy, along_tokens, fmt):
     x = tensor()
     how = {"heads": 2, "along_tokens": along_tokens}
-    same(jax.jit(lambda x: head_scaling.quantize(x, fmt, granularity, policy, **how))(x), sim.quantize(x, fmt, granularity, policy, **how))
+    same(
+        jax.jit(lambda x: head_scaling.quantize(x, fmt, granularity, policy, **how))(x),
+        sim.quantize(x, fmt, granularity, policy, **how),
+    )
 
 
 @pytest.mark.parametrize("size", [0, 1e-45, 1.2e-38, 1e-36, 1e-30, 1, 3e38])
@@ -57,8 +68,13 @@ def test_special_amaxes():  # S-9
 def test_given_scales():
     x, scale = tensor(), np.full((2, 2, 1, 1), 77, np.float32)
     how = {"heads": 2, "scale": scale}
-    same(head_scaling.quantize(x, E4M3FN, "head", "te_current", **how), sim.quantize(x, E4M3FN, "head", "te_current", **how))
-    with pytest.raises(ValueError, match=r"of the shape of its groups, \(2, 2, 1, 1\); got float32 \(\)"):
+    same(
+        head_scaling.quantize(x, E4M3FN, "head", "te_current", **how),
+        sim.quantize(x, E4M3FN, "head", "te_current", **how),
+    )
+    with pytest.raises(
+        ValueError, match=r"of the shape of its groups, \(2, 2, 1, 1\); got float32 \(\)"
+    ):
         head_scaling.quantize(x, E4M3FN, "head", "te_current", heads=2, scale=jnp.float32(1))
     with pytest.raises(ValueError, match="a given scale is float32"):
         head_scaling.quantize(x, E4M3FN, "tensor", "te_current", heads=2, scale=1.0)
@@ -69,7 +85,8 @@ def test_high_precision():  # A-2
     found = jax.jit(lambda x: head_scaling.quantize(x, BFLOAT16, None, "te_current", heads=2))(x)
     assert found.codes.dtype == jnp.bfloat16
     np.testing.assert_array_equal(
-        np.asarray(found.codes.astype(jnp.float32)), sim.quantize(x, BFLOAT16, None, "te_current", heads=2).values
+        np.asarray(found.codes.astype(jnp.float32)),
+        sim.quantize(x, BFLOAT16, None, "te_current", heads=2).values,
     )
     assert head_scaling.to_hp(jnp.float32(3.4e38), BFLOAT16) < jnp.inf
     assert head_scaling.to_hp(x, FLOAT32).dtype == jnp.float32

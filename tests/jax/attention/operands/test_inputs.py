@@ -14,7 +14,11 @@ from fp8ref.spec.attention.variants import FULL, VARIANTS
 @pytest.mark.parametrize("mask", cases.MASKS)
 @pytest.mark.parametrize(("tq", "tk"), [(70, 150), (150, 70), (1, 9)])
 def test_keys_that_are_seen(mask, tq, tk):
-    for mine, other in zip(inputs.visible(tq, tk, cases.MASKS[mask]), sim.visible(tq, tk, cases.MASKS[mask]), strict=True):
+    for mine, other in zip(
+        inputs.visible(tq, tk, cases.MASKS[mask]),
+        sim.visible(tq, tk, cases.MASKS[mask]),
+        strict=True,
+    ):
         keys = np.arange(tk)
         np.testing.assert_array_equal(keys < mine[:, None], keys < other[:, None])
 
@@ -44,12 +48,17 @@ def test_documents():  # A-3
     _, given = inputs.prepare(x, x, x, "fa3", FULL, None, np.zeros((2, 4), np.int64), 0, "fast", ())
     assert [ids.dtype for ids in given.documents] == [jnp.int32] * 2
     far = np.full((2, 4), 1 << 32)  # cut to 32 bits, it would be document 0
-    with pytest.raises(ValueError, match=r"documents have numbers below 2\^31, since JAX has 32 bits here; got 4294967296"):
+    with pytest.raises(
+        ValueError,
+        match=r"documents have numbers below 2\^31, since JAX has 32 bits here; got 4294967296",
+    ):
         inputs.prepare(x, x, x, "fa3", FULL, None, (np.zeros((2, 4), int), far), 0, "fast", ())
     _, given = inputs.prepare(x, x, x, "fa3", FULL, None, -far, 0, "fast", ())
     assert [ids.max() for ids in given.documents] == [-2, -1]  # padding
     with jax.enable_x64(True):
         _, given = inputs.prepare(x, x, x, "fa3", FULL, None, far, 0, "fast", ())
     assert np.asarray(given.documents[1]).min() == 1 << 32
-    with pytest.raises(ValueError, match=r"documents are integers, .* got \[\('float32', \(2, 4\)\)"):
+    with pytest.raises(
+        ValueError, match=r"documents are integers, .* got \[\('float32', \(2, 4\)\)"
+    ):
         inputs.prepare(x, x, x, "fa3", FULL, None, np.zeros((2, 4), np.float32), 0, "fast", ())

@@ -1,4 +1,6 @@
-"""Scores, P and dS that JAX's attention keeps if asked (spec A-4, A-8, A-15), next to the simulator's."""
+"""Scores, P and dS that JAX's attention keeps if asked (spec A-4, A-8, A-15), next to the
+simulator's.
+"""
 
 import numpy as np
 import pytest
@@ -26,12 +28,19 @@ def test_of_integers_all_matrices_are_the_simulators():
     mine = attention.backward(do, q, k, v, found, keep=True, arithmetic="stated", **how).matrices
     assert set(mine) == set(of_sim) == {"p_codes", "ds", "ds_codes"}
     np.testing.assert_array_equal(mine["p_codes"], of_sim["p_codes"])
-    # dP is a sum of products of up to 9 bits over 32 features: its float32 sum is exact, and so is dS but for two roundings a side.
-    np.testing.assert_allclose(mine["ds"], of_sim["ds"], rtol=2**-20, atol=2**-20 * np.abs(of_sim["ds"]).max())
+    # dP is a sum of products of up to 9 bits over 32 features: its float32 sum is exact, and so is
+    # dS but for two roundings a side.
+    np.testing.assert_allclose(
+        mine["ds"], of_sim["ds"], rtol=2**-20, atol=2**-20 * np.abs(of_sim["ds"]).max()
+    )
 
 
 def test_what_a_variant_has_is_kept():
     assert attention_kept.of_gradients(VARIANTS["mxfp8"]) == ["p_codes", "ds"]
     assert attention_kept.of_gradients(VARIANTS["bf16"]) == ["ds"]
-    with pytest.raises(ValueError, match=r"keep_s keeps scores in float32; variant 'exact' has real numbers"):
-        attention.forward(*integers(b=1, h=1, heads=1, tq=4, tk=4, d=16)[:3], variant="exact", keep_s=True)
+    with pytest.raises(
+        ValueError, match=r"keep_s keeps scores in float32; variant 'exact' has real numbers"
+    ):
+        attention.forward(
+            *integers(b=1, h=1, heads=1, tq=4, tk=4, d=16)[:3], variant="exact", keep_s=True
+        )

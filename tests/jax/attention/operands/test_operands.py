@@ -49,9 +49,22 @@ def test_pairs_are_those_that_see_each_other(name, mask):  # A-6
 def test_clipped_numbers_are_counted_as_the_simulator_does(fmt):  # A-8
     unit = 2.0 ** (np.floor(np.log2(fmt.max)) - fmt.mantissa_bits)
     middle = F(fmt.max + unit / 2)
-    x = F([0, 1, fmt.max, np.nextafter(middle, F(0)), middle, np.nextafter(middle, F(np.inf)), 2 * fmt.max])
+    x = F(
+        [
+            0,
+            1,
+            fmt.max,
+            np.nextafter(middle, F(0)),
+            middle,
+            np.nextafter(middle, F(np.inf)),
+            2 * fmt.max,
+        ]
+    )
     for n in range(len(x)):
-        assert operands.clipped(jnp.asarray(x[n]), fmt) == sim.round_probabilities(x[n : n + 1], F(1), fmt)[1]
+        assert (
+            operands.clipped(jnp.asarray(x[n]), fmt)
+            == sim.round_probabilities(x[n : n + 1], F(1), fmt)[1]
+        )
 
 
 def test_a_cast_is_not_left_out():  # A-8: a CPU's dot begins by widening the codes
@@ -61,13 +74,20 @@ def test_a_cast_is_not_left_out():  # A-8: a CPU's dot begins by widening the co
         variant = VARIANTS[name]
         b = eye.astype(jnp.bfloat16) if name == "mxfp8" else eye
         found = jax.jit(
-            lambda p, b, variant=variant: jax.lax.dot_general(operands.narrow(p, variant), b, (((3,), (2,)), ((0, 1), (0, 1))))
+            lambda p, b, variant=variant: jax.lax.dot_general(
+                operands.narrow(p, variant), b, (((3,), (2,)), ((0, 1), (0, 1)))
+            )
         )(p, b)
-        np.testing.assert_array_equal(np.asarray(found.astype(jnp.float32)), sim.round_probabilities(p, F(1), E4M3FN)[0])
+        np.testing.assert_array_equal(
+            np.asarray(found.astype(jnp.float32)), sim.round_probabilities(p, F(1), E4M3FN)[0]
+        )
 
 
 def test_products_of_codes_stay_in_fp8():
-    """Under plans of registers by fast accumulation; others by slow. Operands of MX blocks and bfloat16 are bfloat16."""
+    """Under plans of registers by fast accumulation; others by slow.
+
+    Operands of MX blocks and bfloat16 are bfloat16.
+    """
     q, k, v = (jnp.ones((1, 2, 128, 64), jnp.bfloat16) for _ in range(3))
     for name, dtype, precision in (
         ("fa3", "f8E4M3FN", "DEFAULT"),
@@ -93,5 +113,7 @@ def test_nothing_is_promoted():
     """Programs may forbid that JAX broadcasts ranks or promotes dtypes by itself."""
     q = jnp.ones((1, 2, 64, 32), jnp.bfloat16)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        grad = jax.eval_shape(jax.grad(lambda q: attention.apply(q, q, q, variant="cudnn").sum()), q)
+        grad = jax.eval_shape(
+            jax.grad(lambda q: attention.apply(q, q, q, variant="cudnn").sum()), q
+        )
     assert grad.shape == q.shape

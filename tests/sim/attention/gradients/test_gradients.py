@@ -1,4 +1,6 @@
-"""Attention, backward: real gradients against finite differences, cuDNN's against its graph's formulas (spec A-14, A-15)."""
+"""Attention, backward: real gradients against finite differences, cuDNN's against its graph's
+formulas (spec A-14, A-15).
+"""
 
 import dataclasses
 
@@ -19,7 +21,10 @@ MASKS = [Mask(), Mask(causal=True), Mask(causal=True, window=(7, None))]
 
 def inputs(h=4, heads=2, tq=9, tk=21, d=64, *, seed=0):
     rng = np.random.default_rng(seed)
-    return tuple(rng.normal(size=(1, n, t, d)).astype(F) for n, t in ((h, tq), (heads, tk), (heads, tk), (h, tq)))
+    return tuple(
+        rng.normal(size=(1, n, t, d)).astype(F)
+        for n, t in ((h, tq), (heads, tk), (heads, tk), (h, tq))
+    )
 
 
 def visible(tq: int, tk: int, mask: Mask) -> np.ndarray:
@@ -41,11 +46,17 @@ def loss(q, k, v, do, seen, scale) -> float:
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_exact_gradients_are_those_of_finite_differences(mask):  # A-14
-    """Central differences with h = 2^-12: their error is h^2 / 6 of a third derivative of size 1, beside 2^-52 / h."""
+    """Central differences with h = 2^-12: their error is h^2 / 6 of a third derivative of size 1,
+    beside 2^-52 / h.
+    """
     q, k, v, do = inputs()
     result = attention.forward(q, k, v, variant="exact", mask=mask)
     found = backward(do, q, k, v, result, variant="exact", mask=mask)
-    seen, scale, wide = visible(9, 21, mask), float(F(1 / 8)), [x.astype(np.float64) for x in (q, k, v)]
+    seen, scale, wide = (
+        visible(9, 21, mask),
+        float(F(1 / 8)),
+        [x.astype(np.float64) for x in (q, k, v)],
+    )
     rng, h = np.random.default_rng(1), 2.0**-12
     for n, gradient in enumerate((found.dq, found.dk, found.dv)):
         for _ in range(12):
@@ -55,7 +66,9 @@ def test_exact_gradients_are_those_of_finite_differences(mask):  # A-14
                 moved = [x.copy() for x in wide]
                 moved[n][at] += sign * h
                 sides.append(loss(*moved, do.astype(np.float64), seen, scale))
-            assert gradient[at] == pytest.approx((sides[0] - sides[1]) / (2 * h), abs=1e-6, rel=1e-6)
+            assert gradient[at] == pytest.approx(
+                (sides[0] - sides[1]) / (2 * h), abs=1e-6, rel=1e-6
+            )
 
 
 def e4m3(x) -> np.ndarray:
@@ -68,7 +81,9 @@ def quantized(x):
 
 
 def exact(a, b) -> np.ndarray:
-    """Exact sums of products of e4m3 numbers, which float64 holds, rounded once: a [M, K], b [K, N]."""
+    """Exact sums of products of e4m3 numbers, which float64 holds, rounded once: a [M, K], b [K,
+    N].
+    """
     return (a.astype(np.float64) @ b.astype(np.float64)).astype(F)
 
 
@@ -78,8 +93,13 @@ def test_cudnn_has_its_graphs_formulas(mask):  # A-15
     q, k, v, do = inputs(tq=6, tk=17)
     forward = attention.forward(q, k, v, variant="cudnn", mask=mask)
     found = backward(do, q, k, v, forward, variant="cudnn", mask=mask)
-    (q8, of_q, _), (k8, of_k, _), (v8, of_v, _), (do8, of_do, _) = (quantized(x) for x in (q, k, v, do))
-    o8, of_o = cast.decode(forward.tensors["o"].codes, VARIANTS["cudnn"].fmt), forward.tensors["o"].scale_inv
+    (q8, of_q, _), (k8, of_k, _), (v8, of_v, _), (do8, of_do, _) = (
+        quantized(x) for x in (q, k, v, do)
+    )
+    o8, of_o = (
+        cast.decode(forward.tensors["o"].codes, VARIANTS["cudnn"].fmt),
+        forward.tensors["o"].scale_inv,
+    )
     scale, s_scale, seen = F(1 / 8), F(448), visible(6, 17, mask)
     p, ds = {}, np.zeros((4, 6, 17), F)
     dv = np.zeros((2, 17, 64), F)
@@ -108,7 +128,9 @@ def test_cudnn_has_its_graphs_formulas(mask):  # A-15
 
 
 def test_bfloat16_has_the_same_steps_without_scales():  # A-15
-    q, k, v, do = (cast.round_to(x, VARIANTS["bf16"].fmt) for x in inputs(h=1, heads=1, tq=4, tk=11))
+    q, k, v, do = (
+        cast.round_to(x, VARIANTS["bf16"].fmt) for x in inputs(h=1, heads=1, tq=4, tk=11)
+    )
     forward = attention.forward(q, k, v, variant="bf16")
     found = backward(do, q, k, v, forward, variant="bf16")
     factor, narrow = F(F(float(F(1 / 8)) * np.log2(np.e)) * F(1)), np.vectorize(source.bfloat16)
@@ -118,8 +140,16 @@ def test_bfloat16_has_the_same_steps_without_scales():  # A-15
 
     bias = -(forward.lse[0, 0] * F(np.log2(np.e)))
     s = ordered(q[0, 0], k[0, 0].T)
-    p = np.array([[source.exponential(source.fma(x, factor, b), "2") for x in row] for row, b in zip(s, bias, strict=True)], F)
-    d = np.array([source.in_order(x, y, 0) for x, y in zip(do[0, 0], forward.o[0, 0], strict=True)], F)
+    p = np.array(
+        [
+            [source.exponential(source.fma(x, factor, b), "2") for x in row]
+            for row, b in zip(s, bias, strict=True)
+        ],
+        F,
+    )
+    d = np.array(
+        [source.in_order(x, y, 0) for x, y in zip(do[0, 0], forward.o[0, 0], strict=True)], F
+    )
     ds = narrow((ordered(do[0, 0], v[0, 0].T) - d[:, None]) * p * F(1 / 8))
     np.testing.assert_array_equal(found.dv[0, 0], narrow(ordered(narrow(p).T, do[0, 0])))
     np.testing.assert_array_equal(found.dq[0, 0], narrow(ordered(ds, k[0, 0])))
@@ -133,20 +163,31 @@ def test_bfloat16_has_the_same_steps_without_scales():  # A-15
         VARIANTS["cudnn"],
         VARIANTS["mxfp8"],
         dataclasses.replace(VARIANTS["cudnn"], name="cudnn with e5m2 gradients", gradient_fmt=E5M2),
-        dataclasses.replace(VARIANTS["cudnn"], name="cudnn by heads on Hopper", granularity="head", plan="hopper_slow"),
+        dataclasses.replace(
+            VARIANTS["cudnn"],
+            name="cudnn by heads on Hopper",
+            granularity="head",
+            plan="hopper_slow",
+        ),
     ],
     ids=lambda v: v.name,
 )
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_gradients_are_near_real_ones(variant, mask):
-    """P, dS and five tensors are rounded, to 2^-4 (e4m3), 2^-3 (e5m2) or 2^-9 of a number at most; the errors of a sum's terms are
-    independent, so that a fifth of the norm is far from a rounding and near to a wrong factor."""
+    """P, dS and five tensors are rounded, to 2^-4 (e4m3), 2^-3 (e5m2) or 2^-9 of a number at most;
+    the errors of a sum's terms are independent, so that a fifth of the norm is far from a rounding
+    and near to a wrong factor."""
     q, k, v, do = inputs(tq=40, tk=70)
     exact_ones, found = (
-        backward(do, q, k, v, attention.forward(q, k, v, variant=n, mask=mask), variant=n, mask=mask) for n in ("exact", variant)
+        backward(
+            do, q, k, v, attention.forward(q, k, v, variant=n, mask=mask), variant=n, mask=mask
+        )
+        for n in ("exact", variant)
     )
     for mine, right in zip(found[:3], exact_ones[:3], strict=True):
-        assert np.linalg.norm(mine - right) < (0.01 if variant.name == "bf16" else 0.2) * np.linalg.norm(right)
+        assert np.linalg.norm(mine - right) < (
+            0.01 if variant.name == "bf16" else 0.2
+        ) * np.linalg.norm(right)
     assert found.saturated == 0
 
 
@@ -165,13 +206,25 @@ def test_delayed_scales_are_taken():  # A-12, A-15
     q, k, v, do = inputs()
     result = attention.forward(q, k, v, variant="cudnn")
     current = backward(do, q, k, v, result, variant="cudnn")
-    given = {role: current.tensors[role].scale for role in ("do", "dq", "dk", "dv")} | {"ds": current.scale_ds.scale, "s": F(448)}
+    given = {role: current.tensors[role].scale for role in ("do", "dq", "dk", "dv")} | {
+        "ds": current.scale_ds.scale,
+        "s": F(448),
+    }
     again = backward(do, q, k, v, result, variant="cudnn", scales=given)
     for mine, other in zip(again[:3], current[:3], strict=True):
         np.testing.assert_array_equal(mine, other)
     late = backward(do, q, k, v, result, variant="cudnn", scales=given | {"ds": given["ds"] * F(8)})
     assert late.saturated > 0
-    early = backward(do, q, k, v, result, variant="cudnn", scales=given | {"ds": given["ds"] / F(4096)}, keep=True)
+    early = backward(
+        do,
+        q,
+        k,
+        v,
+        result,
+        variant="cudnn",
+        scales=given | {"ds": given["ds"] / F(4096)},
+        keep=True,
+    )
     ds, codes = early.matrices["ds"], early.matrices["ds_codes"]
     assert early.lost == ((codes & 0x7F == 0) & (ds != 0)).sum() > current.lost
     assert late.amaxes["ds"] == current.amaxes["ds"]
@@ -186,7 +239,9 @@ def test_what_is_refused():
         backward(do[:, :, :3], q, k, v, result, variant="cudnn")
     with pytest.raises(ValueError, match="what forward gave"):
         backward(do, q, k, v, None, variant="cudnn")
-    with pytest.raises(ValueError, match="by the same variant, 'bf16'; got another's, with tensors of q, k, v, o"):
+    with pytest.raises(
+        ValueError, match="by the same variant, 'bf16'; got another's, with tensors of q, k, v, o"
+    ):
         backward(do, q, k, v, result, variant="bf16")
     with pytest.raises(ValueError, match="got 'o'"):
         backward(do, q, k, v, result, variant="cudnn", scales={"o": F(1)})
@@ -198,15 +253,30 @@ def test_what_is_refused():
         dataclasses.replace(VARIANTS["mxfp8"], plan="hopper_fast")
 
 
-def test_states_of_all_roles_over_steps():  # A-12, H-1, H-3: the scale of a step comes from the amaxes before it
+# A-12, H-1, H-3: the scale of a step comes from the amaxes before it
+def test_states_of_all_roles_over_steps():
     roles = ("q", "k", "v", "s", "o", "do", "ds", "dq", "dk", "dv")
-    config, fmt, before = delayed.DELAYED["delayed"], VARIANTS["cudnn"].fmt, dict.fromkeys(roles, F(0))
+    config, fmt, before = (
+        delayed.DELAYED["delayed"],
+        VARIANTS["cudnn"].fmt,
+        dict.fromkeys(roles, F(0)),
+    )
     states = dict.fromkeys(roles, delayed.init(config))
     for step in range(3):
         q, k, v, do = (x * F(2.0**step) for x in inputs(seed=step))
         scales = {role: delayed.scales(states[role], config, fmt).scale for role in roles}
-        forward = attention.forward(q, k, v, variant="cudnn", scales={role: scales[role] for role in roles[:5]})
-        found = backward(do, q, k, v, forward, variant="cudnn", scales={role: scales[role] for role in (*roles[5:], "s")})
+        forward = attention.forward(
+            q, k, v, variant="cudnn", scales={role: scales[role] for role in roles[:5]}
+        )
+        found = backward(
+            do,
+            q,
+            k,
+            v,
+            forward,
+            variant="cudnn",
+            scales={role: scales[role] for role in (*roles[5:], "s")},
+        )
         amaxes = forward.amaxes | found.amaxes
         if step == 0:
             assert all(scale == 1 for scale in scales.values())
@@ -216,7 +286,12 @@ def test_states_of_all_roles_over_steps():  # A-12, H-1, H-3: the scale of a ste
             assert forward.saturated == 0  # s has the amax 1 in every step
         assert forward.tensors["q"].scale == scales["q"]
         assert found.scale_ds.scale == scales["ds"]
-        states = {role: delayed.update(states[role], delayed.observe(amaxes[role]), config=config, fmt=fmt) for role in roles}
+        states = {
+            role: delayed.update(
+                states[role], delayed.observe(amaxes[role]), config=config, fmt=fmt
+            )
+            for role in roles
+        }
         before = {role: F(max(amaxes[role], before[role])) for role in roles}
 
 

@@ -13,7 +13,9 @@ F = np.float32
 
 
 def quantized(x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """(e4m3 numbers, scales 2^n spread over x) of blocks of 32 along an axis of a matrix: amax / 448 rounded up."""
+    """(e4m3 numbers, scales 2^n spread over x) of blocks of 32 along an axis of a matrix: amax /
+    448 rounded up.
+    """
     x = x.T if axis == 0 else x
     wide = np.pad(x, ((0, 0), (0, -x.shape[1] % 32)))
     blocks = wide.reshape(len(x), -1, 32)
@@ -25,7 +27,9 @@ def quantized(x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def summed(a, of_a, b, of_b) -> np.ndarray:
-    """a [M, K] times b [K, N], blocks of 32 of K: exact sums in float64, rounded, times both scales, added in order."""
+    """a [M, K] times b [K, N], blocks of 32 of K: exact sums in float64, rounded, times both
+    scales, added in order.
+    """
     found = np.zeros((len(a), b.shape[1]), F)
     for k in range(0, a.shape[1], 32):
         part = slice(k, k + 32)
@@ -36,15 +40,28 @@ def summed(a, of_a, b, of_b) -> np.ndarray:
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=True)], ids=str)
 def test_the_reference(mask):  # A-16
-    """mxfp8_ref.py of cudnn-frontend 3929da2, compute_ref_backward, with P from the log-sum-exp, as in its graph."""
+    """mxfp8_ref.py of cudnn-frontend 3929da2, compute_ref_backward, with P from the log-sum-exp, as
+    in its graph.
+    """
     rng = np.random.default_rng(0)
     tq, tk = 37, 45
-    q, k, v, do = (rng.normal(size=(1, h, t, 64)).astype(ml_dtypes.bfloat16).astype(F) for h, t in ((2, tq), (1, tk), (1, tk), (2, tq)))
+    q, k, v, do = (
+        rng.normal(size=(1, h, t, 64)).astype(ml_dtypes.bfloat16).astype(F)
+        for h, t in ((2, tq), (1, tk), (1, tk), (2, tq))
+    )
     forward = attention.forward(q, k, v, variant="mxfp8", mask=mask)
     found = backward(do, q, k, v, forward, variant="mxfp8", mask=mask)
-    seen = np.arange(tk) <= np.arange(tq)[:, None] + tk - tq if mask.causal else np.ones((tq, tk), bool)
+    seen = (
+        np.arange(tk) <= np.arange(tq)[:, None] + tk - tq
+        if mask.causal
+        else np.ones((tq, tk), bool)
+    )
     dk, dv, largest = np.zeros((tk, 64), F), np.zeros((tk, 64), F), 0.0
-    (k8, of_k), (kt, of_kt), (v8, of_v) = quantized(k[0, 0], 1), quantized(k[0, 0], 0), quantized(v[0, 0], 0)
+    (k8, of_k), (kt, of_kt), (v8, of_v) = (
+        quantized(k[0, 0], 1),
+        quantized(k[0, 0], 0),
+        quantized(v[0, 0], 0),
+    )
     for j in range(2):
         (q8, of_q), (qt, of_qt) = quantized(q[0, j], 1), quantized(q[0, j], 0)
         (do8, of_do), (dot, of_dot) = quantized(do[0, j], 1), quantized(do[0, j], 0)

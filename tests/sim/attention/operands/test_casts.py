@@ -1,4 +1,6 @@
-"""Attention with single casts: without any it is real attention, and each cast changes what it should (spec E-9)."""
+"""Attention with single casts: without any it is real attention, and each cast changes what it
+should (spec E-9).
+"""
 
 import numpy as np
 import pytest
@@ -23,11 +25,17 @@ def test_without_a_cast_it_is_real_attention():
     none = attention_casts.of("cudnn", (), LAYER)
     how = {"variant": "exact", "mask": Mask(causal=True)}
     forward = attention.forward(q, k, v, **how)
-    # Both are in float64 and rounded once to float32 at the end, the exact one; 24 eps of float64 are far below half an ulp.
-    np.testing.assert_allclose(casts_of_attention.forward(q, k, v, none).o, forward.o, rtol=2**-23, atol=2**-30)
+    # Both are in float64 and rounded once to float32 at the end, the exact one; 24 eps of float64
+    # are far below half an ulp.
+    np.testing.assert_allclose(
+        casts_of_attention.forward(q, k, v, none).o, forward.o, rtol=2**-23, atol=2**-30
+    )
     exact = attention_gradients.backward(do, q, k, v, forward, **how)
-    # dS is rounded to float32 before its products: 2^-24 of each of 24 terms of at most 2^4 times 2^2.
-    for mine, real in zip(casts_of_attention.backward(do, q, k, v, none), (exact.dq, exact.dk, exact.dv), strict=True):
+    # dS is rounded to float32 before its products: 2^-24 of each of 24 terms of at most 2^4 times
+    # 2^2.
+    for mine, real in zip(
+        casts_of_attention.backward(do, q, k, v, none), (exact.dq, exact.dk, exact.dv), strict=True
+    ):
         np.testing.assert_allclose(mine, real, rtol=2**-23, atol=24 * 2**-24 * 2**6)
 
 
@@ -47,6 +55,11 @@ def test_a_cast_changes_what_is_made_of_its_operand_alone(role, changes):
     none, one = (attention_casts.of("cudnn", roles, LAYER) for roles in ((), (role,)))
     found = []
     for casts in (none, one):
-        grads = dict(zip(("dq", "dk", "dv"), casts_of_attention.backward(do, q, k, v, casts), strict=True))
+        grads = dict(
+            zip(("dq", "dk", "dv"), casts_of_attention.backward(do, q, k, v, casts), strict=True)
+        )
         found.append({"o": casts_of_attention.forward(q, k, v, casts).o} | grads)
-    assert " ".join(name for name in found[0] if not np.array_equal(found[0][name], found[1][name])) == changes
+    assert (
+        " ".join(name for name in found[0] if not np.array_equal(found[0][name], found[1][name]))
+        == changes
+    )

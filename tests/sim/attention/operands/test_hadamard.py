@@ -16,10 +16,14 @@ def matrix(n: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n", [1, 2, 64, 256])
-def test_integers_are_rotated_exactly(n):  # A-13: sums of integers need no rounding, so that only the last product has one
+def test_integers_are_rotated_exactly(
+    n,
+):  # A-13: sums of integers need no rounding, so that only the last product has one
     signs, x = hadamard.signs(n, 3), np.random.default_rng(0).integers(-8, 9, (5, n))
     sums = (x * signs) @ matrix(n)
-    np.testing.assert_array_equal(hadamard.rotate(x.astype(F), signs), sums.astype(F) * F(1 / np.sqrt(n)))
+    np.testing.assert_array_equal(
+        hadamard.rotate(x.astype(F), signs), sums.astype(F) * F(1 / np.sqrt(n))
+    )
 
 
 def test_products_stay_and_outliers_spread():
@@ -28,8 +32,13 @@ def test_products_stay_and_outliers_spread():
     q[:, 5] *= 40
     signs = hadamard.signs(128, 0)
     rq, rk = hadamard.rotate(q, signs), hadamard.rotate(k, signs)
-    # Eight roundings of each element, relative to its row's norm: 2 x 8 x 2^-24 of the norms' product, with the products' own sums.
-    np.testing.assert_allclose(rq @ rk.T, q @ k.T, atol=32 * 2.0**-24 * np.linalg.norm(q, axis=1).max() * np.linalg.norm(k, axis=1).max())
+    # Eight roundings of each element, relative to its row's norm: 2 x 8 x 2^-24 of the norms'
+    # product, with the products' own sums.
+    np.testing.assert_allclose(
+        rq @ rk.T,
+        q @ k.T,
+        atol=32 * 2.0**-24 * np.linalg.norm(q, axis=1).max() * np.linalg.norm(k, axis=1).max(),
+    )
     assert abs(rq).max() < abs(q).max() / 3
 
 
@@ -42,10 +51,14 @@ def test_signs_are_the_seeds():
 def test_the_result_is_rounded_to_the_format():
     x = np.random.default_rng(2).normal(size=(3, 32)).astype(F)
     signs = hadamard.signs(32, 0)
-    np.testing.assert_array_equal(hadamard.rotate(x, signs, BFLOAT16), cast.round_to(hadamard.rotate(x, signs), BFLOAT16))
+    np.testing.assert_array_equal(
+        hadamard.rotate(x, signs, BFLOAT16), cast.round_to(hadamard.rotate(x, signs), BFLOAT16)
+    )
 
 
-@pytest.mark.parametrize(("size", "seed", "said"), [(96, 0, "power of two"), (64, -1, "seed"), (64, 1 << 64, "seed")])
+@pytest.mark.parametrize(
+    ("size", "seed", "said"), [(96, 0, "power of two"), (64, -1, "seed"), (64, 1 << 64, "seed")]
+)
 def test_what_is_refused(size, seed, said):
     with pytest.raises(ValueError, match=said):
         hadamard.signs(size, seed)

@@ -12,7 +12,8 @@ F = np.float32
 
 def tensor(shape=(2, 4, 200, 64), seed=0) -> np.ndarray:
     return (
-        np.random.default_rng(seed).normal(size=shape) * np.exp(np.random.default_rng(seed + 1).normal(size=(*shape[:2], 1, 1)))
+        np.random.default_rng(seed).normal(size=shape)
+        * np.exp(np.random.default_rng(seed + 1).normal(size=(*shape[:2], 1, 1)))
     ).astype(F)
 
 
@@ -25,8 +26,20 @@ def groups(granularity: str, along_tokens: bool):
     if granularity == "rows_128":
         return [(b, h, slice(t, t + 128)) for b in range(2) for h in range(4) for t in (0, 128)]
     if along_tokens:
-        return [(b, h, slice(t, t + 32), d) for b in range(2) for h in range(4) for t in range(0, 200, 32) for d in range(64)]
-    return [(b, h, t, slice(d, d + 32)) for b in range(2) for h in range(4) for t in range(200) for d in (0, 32)]
+        return [
+            (b, h, slice(t, t + 32), d)
+            for b in range(2)
+            for h in range(4)
+            for t in range(0, 200, 32)
+            for d in range(64)
+        ]
+    return [
+        (b, h, t, slice(d, d + 32))
+        for b in range(2)
+        for h in range(4)
+        for t in range(200)
+        for d in (0, 32)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +54,9 @@ def groups(granularity: str, along_tokens: bool):
 )
 def test_a_group_is_quantized_as_a_tensor(granularity, policy, along_tokens):
     x = tensor()
-    found = head_scaling.quantize(x, E4M3FN, granularity, policy, heads=2, along_tokens=along_tokens)
+    found = head_scaling.quantize(
+        x, E4M3FN, granularity, policy, heads=2, along_tokens=along_tokens
+    )
     for n, group in enumerate(groups(granularity, along_tokens)[:600]):
         alone = scaling.quantize(x[group], E4M3FN, policy=policy)
         np.testing.assert_array_equal(found.codes[group], alone.codes)
@@ -66,7 +81,9 @@ def test_a_given_scale_is_taken():  # H-1: of earlier steps
     assert found.values.max() == 448  # clipped
 
 
-@pytest.mark.parametrize(("scale", "said"), [(np.ones(2, F), "shape"), (F(0), "positive"), (F(np.inf), "finite")])
+@pytest.mark.parametrize(
+    ("scale", "said"), [(np.ones(2, F), "shape"), (F(0), "positive"), (F(np.inf), "finite")]
+)
 def test_given_scales_that_are_refused(scale, said):
     with pytest.raises(ValueError, match=said):
         head_scaling.quantize(tensor(), E4M3FN, "tensor", "te_delayed", heads=2, scale=scale)

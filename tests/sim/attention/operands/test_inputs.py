@@ -12,7 +12,9 @@ F = np.float32
 
 def inputs(b=1, h=4, heads=2, tq=70, tk=150, d=64):
     rng = np.random.default_rng(0)
-    return tuple(rng.normal(size=(b, n, t, d)).astype(F) for n, t in ((h, tq), (heads, tk), (heads, tk)))
+    return tuple(
+        rng.normal(size=(b, n, t, d)).astype(F) for n, t in ((h, tq), (heads, tk), (heads, tk))
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ F = np.float32
 
 def inputs(b=1, h=4, heads=2, tq=70, tk=150, d=64):
     rng = np.random.default_rng(0)
-    return tuple(rng.normal(size=(b, n, t, d)).astype(F) for n, t in ((h, tq), (heads, tk), (heads, tk)))
+    return tuple(
+        rng.normal(size=(b, n, t, d)).astype(F) for n, t in ((h, tq), (heads, tk), (heads, tk))
+    )
 
 
 def test_grouped_queries_are_repeated_keys():  # A-2: of one tensor, so that scales are the same
@@ -29,7 +31,9 @@ def test_grouped_queries_are_repeated_keys():  # A-2: of one tensor, so that sca
 
 @pytest.mark.parametrize("name", ["fa3", "cudnn", "mxfp8", "fa3_paper"])
 def test_scores_of_tiles_are_products_of_dequantized_rows(name):  # A-2, A-4, A-6
-    """Exact products, but for a tensor core's 13 bits: 2 steps of 33 terms below 2^-13 of the largest product."""
+    """Exact products, but for a tensor core's 13 bits: 2 steps of 33 terms below 2^-13 of the
+    largest product.
+    """
     q, k, v = inputs(tq=9, tk=300)
     problem = prepare(q, k, v, name, Mask(), None, None)
     tensors = quantize(problem, {}, 0)
@@ -40,9 +44,16 @@ def test_scores_of_tiles_are_products_of_dequantized_rows(name):  # A-2, A-4, A-
         factors, factor = parts.factors(0, 3, 0, begin)
         s = s * factor if problem.variant.scores == "raw" else s * np.prod(factors)
         scale = 1 / 8 * (np.log2(np.e) if problem.variant.base == "2" else 1)
-        rows = {role: deq(tensors[role], head, x, name) for role, head, x in (("q", 3, problem.q), ("k", 1, problem.k))}
+        rows = {
+            role: deq(tensors[role], head, x, name)
+            for role, head, x in (("q", 3, problem.q), ("k", 1, problem.k))
+        }
         expected = rows["q"] @ rows["k"][begin:end].T * scale
-        np.testing.assert_allclose(s, expected, atol=66 * 2.0**-13 * np.abs(rows["q"]).max() * np.abs(rows["k"]).max() * scale)
+        np.testing.assert_allclose(
+            s,
+            expected,
+            atol=66 * 2.0**-13 * np.abs(rows["q"]).max() * np.abs(rows["k"]).max() * scale,
+        )
         values, _ = parts.values(0, 3, begin, end)
         np.testing.assert_array_equal(values[: end - begin], tensors["v"].values[0, 1, begin:end])
         assert not values[end - begin :].any() or end < 300
@@ -65,6 +76,10 @@ def test_scores_are_the_plans_sums(plan):  # A-4, G-12: hopper_slow promotes wit
 
 def deq(t, head: int, x: np.ndarray, name: str) -> np.ndarray:
     """The rows of a head, in float64."""
-    granularity = {"fa3": "head", "cudnn": "tensor", "mxfp8": "mx_1x32", "fa3_paper": "rows_128"}[name]
-    inverse = np.broadcast_to(attention.head_scaling.spread(t.scale_inv, x.shape, granularity), x.shape)
+    granularity = {"fa3": "head", "cudnn": "tensor", "mxfp8": "mx_1x32", "fa3_paper": "rows_128"}[
+        name
+    ]
+    inverse = np.broadcast_to(
+        attention.head_scaling.spread(t.scale_inv, x.shape, granularity), x.shape
+    )
     return (t.values * inverse)[0, head].astype(np.float64)

@@ -26,14 +26,20 @@ def bits(values):
 
 
 def values(rng, shape, fmt, zeros=0.1):
-    """Any finite numbers of the format, many of them zeros of either sign; some rows all positive, where sums grow."""
+    """Any finite numbers of the format, many of them zeros of either sign; some rows all positive,
+    where sums grow.
+    """
     drawn = cast.decode(rng.integers(0, 256, shape, dtype=np.uint8), fmt)
-    drawn = np.where(np.isfinite(drawn) & (rng.random(shape) >= zeros), drawn, np.copysign(np.float32(0), drawn))
+    drawn = np.where(
+        np.isfinite(drawn) & (rng.random(shape) >= zeros), drawn, np.copysign(np.float32(0), drawn)
+    )
     return np.where(rng.random((shape[0], 1)) < 0.5, drawn, np.abs(drawn))
 
 
 def units():
-    """Units of every width, at and next to the numbers at which the kernel changes its arithmetic."""
+    """Units of every width, at and next to the numbers at which the kernel changes its
+    arithmetic.
+    """
     return st.builds(
         TensorCore,
         name=st.just("any"),
@@ -56,31 +62,52 @@ def units():
     zeros=st.sampled_from([0.1, 0.9]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_chains_are_the_plain_ones(unit, shape, promotion, split_k, split_order, split_tile, pair, zeros, seed):  # G-10, G-11, G-12
+def test_chains_are_the_plain_ones(
+    unit, shape, promotion, split_k, split_order, split_tile, pair, zeros, seed
+):  # G-10, G-11, G-12
     m, n, steps = shape
     rng = np.random.default_rng(seed)
-    a, b = (values(rng, (rows, 32 * steps), fmt, zeros) for rows, fmt in zip((m, n), pair, strict=True))
-    plan = Accumulation(name="any", unit=unit, promotion=promotion, split_k=split_k, split_order=split_order, split_tile=split_tile)
-    np.testing.assert_array_equal(bits(accumulate.chains(a, b, *pair, plan)), bits(accumulate.chains_plain(a, b, *pair, plan)))
+    a, b = (
+        values(rng, (rows, 32 * steps), fmt, zeros) for rows, fmt in zip((m, n), pair, strict=True)
+    )
+    plan = Accumulation(
+        name="any",
+        unit=unit,
+        promotion=promotion,
+        split_k=split_k,
+        split_order=split_order,
+        split_tile=split_tile,
+    )
+    np.testing.assert_array_equal(
+        bits(accumulate.chains(a, b, *pair, plan)), bits(accumulate.chains_plain(a, b, *pair, plan))
+    )
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 32), (2, 255, 64), (1, 256, 32), (3, 257, 96), (2, 700, 160)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 1, 32), (2, 255, 64), (1, 256, 32), (3, 257, 96), (2, 700, 160)]
+)
 @pytest.mark.parametrize("plan", ACCUMULATIONS)
 def test_chains_of_several_tiles_of_columns(plan, m, n, k, rng):
     a, b = values(rng, (m, k), E5M2), values(rng, (n, k), E4M3FN)
     plan = ACCUMULATIONS[plan]
     np.testing.assert_array_equal(
-        bits(accumulate.chains(a, b, E5M2, E4M3FN, plan)), bits(accumulate.chains_plain(a, b, E5M2, E4M3FN, plan))
+        bits(accumulate.chains(a, b, E5M2, E4M3FN, plan)),
+        bits(accumulate.chains_plain(a, b, E5M2, E4M3FN, plan)),
     )
 
 
 def test_chains_of_the_largest_sums(rng):
-    """Maxima only: the sums that come nearest to the limits of the kernel's integers, in every unit."""
+    """Maxima only: the sums that come nearest to the limits of the kernel's integers, in every
+    unit.
+    """
     for pair, unit in product(PAIRS, UNITS.values()):
         a, b = (np.full((2, 4096), fmt.max, np.float32) for fmt in pair)
         b[1] = -b[1]
         plan = Accumulation(name="own", unit=unit)
-        np.testing.assert_array_equal(bits(accumulate.chains(a, b, *pair, plan)), bits(accumulate.chains_plain(a, b, *pair, plan)))
+        np.testing.assert_array_equal(
+            bits(accumulate.chains(a, b, *pair, plan)),
+            bits(accumulate.chains_plain(a, b, *pair, plan)),
+        )
 
 
 def test_chains_of_the_smallest_sums():
@@ -89,10 +116,15 @@ def test_chains_of_the_smallest_sums():
         a, b = (np.full((1, 96), fmt.smallest_subnormal, np.float32) for fmt in pair)
         b[0, ::3] *= -2
         plan = Accumulation(name="own", unit=unit, promotion=32)
-        np.testing.assert_array_equal(bits(accumulate.chains(a, b, *pair, plan)), bits(accumulate.chains_plain(a, b, *pair, plan)))
+        np.testing.assert_array_equal(
+            bits(accumulate.chains(a, b, *pair, plan)),
+            bits(accumulate.chains_plain(a, b, *pair, plan)),
+        )
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(2, 3, 0), (0, 3, 64), (3, 0, 64), (0, 0, 64), (0, 3, 0)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(2, 3, 0), (0, 3, 64), (3, 0, 64), (0, 0, 64), (0, 3, 0)]
+)
 @pytest.mark.parametrize("plan", ACCUMULATIONS)
 def test_chains_of_nothing_are_zeros_of_their_shape(plan, m, n, k, monkeypatch):  # G-12
     monkeypatch.setenv("FP8REF_COMPILE", "always")
@@ -116,14 +148,19 @@ def test_the_number_of_threads_changes_nothing(plan, threads, rng):
     a, b = values(rng, (5, 288), E4M3FN), values(rng, (333, 288), E4M3FN)
     with parallel.using(threads):
         chains = accumulate.chains(a, b, E4M3FN, E4M3FN, ACCUMULATIONS[plan])
-    np.testing.assert_array_equal(bits(chains), bits(accumulate.chains_plain(a, b, E4M3FN, E4M3FN, ACCUMULATIONS[plan])))
+    np.testing.assert_array_equal(
+        bits(chains), bits(accumulate.chains_plain(a, b, E4M3FN, E4M3FN, ACCUMULATIONS[plan]))
+    )
 
 
 def test_operands_are_read_in_any_memory_order_and_not_changed(rng):
     a, b = values(rng, (6, 64), E4M3FN), values(rng, (7, 64), E4M3FN)
     plan = ACCUMULATIONS["hopper_fast"]
     expected = accumulate.chains(a, b, E4M3FN, E4M3FN, plan)
-    for x, y in ((np.asfortranarray(a), np.asfortranarray(b)), (np.repeat(a, 2, 1)[:, ::2], np.repeat(b, 2, 0)[::2])):
+    for x, y in (
+        (np.asfortranarray(a), np.asfortranarray(b)),
+        (np.repeat(a, 2, 1)[:, ::2], np.repeat(b, 2, 0)[::2]),
+    ):
         np.testing.assert_array_equal(accumulate.chains(x, y, E4M3FN, E4M3FN, plan), expected)
         np.testing.assert_array_equal(x, a)
         np.testing.assert_array_equal(y, b)
@@ -135,18 +172,25 @@ def test_the_rounding_mode_is_to_nearest_afterwards(plan, rng):
     with parallel.using(1):  # in this thread
         accumulate.chains(a, b, E4M3FN, E4M3FN, ACCUMULATIONS[plan])
     one = np.float32(1)
-    assert one + np.float32(0.75 * 2.0**-23) == np.nextafter(one, np.float32(2))  # to nearest: toward zero it would be 1
+    assert one + np.float32(0.75 * 2.0**-23) == np.nextafter(
+        one, np.float32(2)
+    )  # to nearest: toward zero it would be 1
     assert one - np.float32(0.75 * 2.0**-25) == one  # toward zero it would be the number below
 
 
 def test_the_kernel_is_compiled_once_and_cached_on_disk():
-    """A fresh import finds what another compiled. A kernel with another one in its closure would never be found."""
+    """A fresh import finds what another compiled.
+
+    A kernel with another one in its closure would never be found.
+    """
     ones, ends = cast.encode(np.ones((3, 32)), E4M3FN), np.full(1, 3, np.uint8)
     for _ in range(2):
         out = np.zeros((3, 3), np.float32)
         fresh = importlib.util.module_from_spec(kernels.__spec__)
         kernels.__spec__.loader.exec_module(fresh)
-        fresh.columns(fresh.pack(ones, E4M3FN, 32, 13, 13), fresh.tiles(ones), E4M3FN, ends, out, 0, 3)
+        fresh.columns(
+            fresh.pack(ones, E4M3FN, 32, 13, 13), fresh.tiles(ones), E4M3FN, ends, out, 0, 3
+        )
         np.testing.assert_array_equal(out, 32)
     assert sum(fresh.chains.stats.cache_hits.values()) == 1
     assert not fresh.chains.stats.cache_misses

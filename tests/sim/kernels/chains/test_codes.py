@@ -17,11 +17,20 @@ def decode_64(typing_context, codes, magnitudes, exponents, sizes):
     """|v| of every fourth of 64 codes, float32 [16], and the exponents of all, uint8 [64]."""
 
     def generate(context, builder, signature, arguments):
-        at = [context.make_array(t)(context, builder, value).data for t, value in zip(signature.args, arguments, strict=True)]
+        at = [
+            context.make_array(t)(context, builder, value).data
+            for t, value in zip(signature.args, arguments, strict=True)
+        ]
         of = Codes(builder, False, at[3])
         four = of.load(builder.bitcast(at[0], I32.as_pointer()), 0, ir.VectorType(I32, 16))
-        builder.store(of.magnitudes(four), builder.bitcast(at[1], ir.VectorType(F32, 16).as_pointer()), align=4)
-        builder.store(of.exponents(four), builder.bitcast(at[2], ir.VectorType(I8, 64).as_pointer()), align=1)
+        builder.store(
+            of.magnitudes(four),
+            builder.bitcast(at[1], ir.VectorType(F32, 16).as_pointer()),
+            align=4,
+        )
+        builder.store(
+            of.exponents(four), builder.bitcast(at[2], ir.VectorType(I8, 64).as_pointer()), align=1
+        )
         return context.get_dummy_value()
 
     return types.void(codes, magnitudes, exponents, sizes), generate
@@ -36,7 +45,11 @@ def decoded(codes, magnitudes, exponents, sizes):
 def test_words_of_four_codes(fmt):  # G-10: subnormals count as emin
     codes = np.arange(256, dtype=np.uint8)
     finite = np.isfinite(cast.decode(codes, fmt))
-    sizes = np.array(Sizes(*[0] * len(Sizes._fields))._replace(mantissa_bits=fmt.mantissa_bits, bias=fmt.bias, zero=200, of_one=127))
+    sizes = np.array(
+        Sizes(*[0] * len(Sizes._fields))._replace(
+            mantissa_bits=fmt.mantissa_bits, bias=fmt.bias, zero=200, of_one=127
+        )
+    )
     for some in np.where(finite, codes, 0).astype(np.uint8).reshape(4, 64):
         for first in range(4):
             rolled = np.roll(some, -first)
@@ -44,4 +57,7 @@ def test_words_of_four_codes(fmt):  # G-10: subnormals count as emin
             decoded(rolled, magnitudes, exponents, sizes)
             values = np.abs(cast.decode(rolled, fmt))
             np.testing.assert_array_equal(magnitudes, values[::4])
-            np.testing.assert_array_equal(exponents, np.where(values == 0, 200, np.maximum(np.frexp(values)[1] - 1, fmt.emin) + 127))
+            np.testing.assert_array_equal(
+                exponents,
+                np.where(values == 0, 200, np.maximum(np.frexp(values)[1] - 1, fmt.emin) + 127),
+            )

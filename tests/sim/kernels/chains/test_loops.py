@@ -1,4 +1,6 @@
-"""The loops of chains take every tile, block of steps and block of rows once, and leave their room as they found it."""
+"""The loops of chains take every tile, block of steps and block of rows once, and leave their room
+as they found it.
+"""
 
 import numpy as np
 import pytest

@@ -18,7 +18,10 @@ def written(write):
     @intrinsic
     def loop(typing_context, out, acc, sizes, first, row, rows, flag):
         def generate(context, builder, signature, arguments):
-            at = [context.make_array(t)(context, builder, value).data for t, value in zip(signature.args[:3], arguments[:3], strict=True)]
+            at = [
+                context.make_array(t)(context, builder, value).data
+                for t, value in zip(signature.args[:3], arguments[:3], strict=True)
+            ]
             first, row, rows, flag = arguments[3:]
             write(Results(builder, *at, first), row, rows, flag)
             return context.get_dummy_value()
@@ -40,9 +43,14 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("first", [0, FIRST])
-@pytest.mark.parametrize(("name", "part"), [("take", False), ("give", False), ("end", False), ("end", True)])
+@pytest.mark.parametrize(
+    ("name", "part"), [("take", False), ("give", False), ("end", False), ("end", True)]
+)
 def test_some_rows_of_a_tile(name, part, first, rng):  # G-12
-    out, acc = rng.standard_normal((M, N)).astype(np.float32), rng.standard_normal((2, M, LANES)).astype(np.float32)
+    out, acc = (
+        rng.standard_normal((M, N)).astype(np.float32),
+        rng.standard_normal((2, M, LANES)).astype(np.float32),
+    )
     result, sums = out.copy(), acc.copy()
     rows, columns = slice(ROW, ROW + ROWS), slice(first, min(first + LANES, N))
     lanes = slice(0, columns.stop - first)

@@ -14,12 +14,22 @@ def greatest_of(typing_context, values, least, out):
     """out = max(values, least) of 16 float32 numbers, in the type of out."""
 
     def generate(context, builder, signature, arguments):
-        source, target = (context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in (0, 2))
+        source, target = (
+            context.make_array(signature.args[i])(context, builder, arguments[i]).data
+            for i in (0, 2)
+        )
         vectors = Vectors(builder, out.dtype == types.float64)
         given = vectors.load(source, 0, ir.VectorType(F32, 16))
-        for i, found in enumerate(vectors.numbers(vectors.call("maxnum", given, vectors.splat(arguments[1], 16)))):
+        for i, found in enumerate(
+            vectors.numbers(vectors.call("maxnum", given, vectors.splat(arguments[1], 16)))
+        ):
             builder.store(
-                found, builder.bitcast(builder.gep(target, [ir.Constant(ir.IntType(64), 8 * i)]), found.type.as_pointer()), align=4
+                found,
+                builder.bitcast(
+                    builder.gep(target, [ir.Constant(ir.IntType(64), 8 * i)]),
+                    found.type.as_pointer(),
+                ),
+                align=4,
             )
         return context.get_dummy_value()
 

@@ -11,7 +11,13 @@ from fp8ref.torch.attention.operands import operands as operands
 from fp8ref.torch.attention.operands.inputs import Shape, Spec
 from fp8ref.torch.attention.output import Documents
 
-MASKS = [Mask(), Mask(causal=True), Mask(window=(30, 5)), Mask(causal=True, window=(200, None)), Mask(causal=True, alignment="start")]
+MASKS = [
+    Mask(),
+    Mask(causal=True),
+    Mask(window=(30, 5)),
+    Mask(causal=True, window=(200, None)),
+    Mask(causal=True, alignment="start"),
+]
 
 
 def layout(mask, name="cudnn", tq=150, tk=300, step=1):
@@ -29,7 +35,9 @@ def test_what_is_hidden_is_what_is_not_seen(mask, step):  # A-3
     made, spec, shape = layout(mask, step=step)
     none = Documents(None, None)
     for tile in operands.tiles(spec, shape, step):
-        seen = operands.seen(tile._replace(inside=False), spec, shape, none, made.q.device)[0, 0, :, 0]
+        seen = operands.seen(tile._replace(inside=False), spec, shape, none, made.q.device)[
+            0, 0, :, 0
+        ]
         found = torch.ones_like(seen)
         for rows, hidden in made.hidden(tile, none):
             at = slice(rows.start // shape.group, rows.stop // shape.group)
@@ -50,14 +58,20 @@ def test_parts_are_all_sequences_and_heads(monkeypatch):
 def test_memory_is_used_again():
     made, spec, shape = layout(Mask())
     first, second = (made.scratch(0, slice(0, 2), tile) for tile in operands.tiles(spec, shape)[:2])
-    assert first.data_ptr() == second.data_ptr() != made.scratch(1, slice(0, 2), operands.tiles(spec, shape)[0]).data_ptr()
+    assert (
+        first.data_ptr()
+        == second.data_ptr()
+        != made.scratch(1, slice(0, 2), operands.tiles(spec, shape)[0]).data_ptr()
+    )
 
 
 @pytest.mark.parametrize("name", ["fa3", "cudnn", "mxfp8", "fa3_paper"])
 def test_operands_of_a_cpu_are_dequantized(name):  # A-18, item 3
     made, spec, shape = layout(Mask(), name)
     tensor = made.tensors["q"]
-    of_elements = head_scaling.spread(tensor.scale_inv, tuple(tensor.codes.shape), VARIANTS[name].granularity)
+    of_elements = head_scaling.spread(
+        tensor.scale_inv, tuple(tensor.codes.shape), VARIANTS[name].granularity
+    )
     q = tensor.codes.float() * of_elements * operands.score_scale(spec, shape)
     assert not made.codes
     torch.testing.assert_close(made.by_head(made.q), q, rtol=2.0**-22, atol=0)

@@ -1,4 +1,7 @@
-"""The forward pass in the fast form (spec A-18). Its values are in parity/test_attention_fast.py."""
+"""The forward pass in the fast form (spec A-18).
+
+Its values are in parity/test_attention_fast.py.
+"""
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ def inputs(tq=70, tk=300):
 
 @pytest.mark.parametrize("name", ["fa3", "cudnn", "mxfp8", "bf16"])
 def test_parts_of_a_tile_change_no_bit(name, monkeypatch):
-    """Sequences and heads that are computed one at a time, in memory that is used again, or all at once."""
+    """Sequences and heads that are computed one at a time, in memory that is used again, or all at
+    once.
+    """
     tensors, how = inputs(), {"variant": name, "mask": Mask(window=(100, 3))}
     whole = attention.forward(*tensors, **how)
     monkeypatch.setattr(attention_fast_operands, "CHUNK", 1)
@@ -26,7 +31,9 @@ def test_parts_of_a_tile_change_no_bit(name, monkeypatch):
 
 
 def test_inputs_are_not_written():
-    """float32 numbers of bfloat16 and float32 tensors are multiplied in place: not those of the caller."""
+    """float32 numbers of bfloat16 and float32 tensors are multiplied in place: not those of the
+    caller.
+    """
     for name in VARIANTS:
         for dtype in (torch.float32, torch.bfloat16):
             tensors = [x.to(dtype) for x in inputs()]

@@ -16,7 +16,9 @@ MASK = Mask(causal=True)
 
 def given():
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, heads, 150, 32, generator=generator).bfloat16() for heads in (4, 2, 2, 4)]
+    return [
+        torch.randn(1, heads, 150, 32, generator=generator).bfloat16() for heads in (4, 2, 2, 4)
+    ]
 
 
 def gradients(variant, arithmetic, multiply=None) -> list[np.ndarray]:
@@ -36,7 +38,9 @@ def right_of(variant) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", ["fa4", "cudnn", "mxfp8"])
 def test_stated_gradients_are_the_simulators(name):  # A-25
-    """Sums in bfloat16 are the library's, of one order each; the forward pass's bits are the simulator's but for ties."""
+    """Sums in bfloat16 are the library's, of one order each; the forward pass's bits are the
+    simulator's but for ties.
+    """
     variant = differentiated(name, "bf16")
     for mine, right in zip(gradients(variant, "stated"), right_of(variant), strict=True):
         assert (mine == right).mean() > 0.99
@@ -44,22 +48,32 @@ def test_stated_gradients_are_the_simulators(name):  # A-25
 
 
 def test_under_simulated_hardware_fa3_has_the_simulators_gradients():  # A-25, B-12
-    """Its forward pass has the simulator's bits then; the backward pass is in bfloat16, which the hardware does not multiply."""
+    """Its forward pass has the simulator's bits then; the backward pass is in bfloat16, which the
+    hardware does not multiply.
+    """
     variant = differentiated("fa3_promoted", "bf16")
-    for mine, right in zip(gradients(variant, "stated", HARDWARE["hopper_fast"]), right_of(variant), strict=True):
+    for mine, right in zip(
+        gradients(variant, "stated", HARDWARE["hopper_fast"]), right_of(variant), strict=True
+    ):
         assert (mine == right).mean() > 0.99
         assert np.linalg.norm(mine - right) < 2**-11 * np.linalg.norm(right)
 
 
 def test_sinks_and_a_softcap_are_differentiated_in_bfloat16_too():  # A-22, A-23, A-25
-    """As close as without them: orders of sums differ, and roundings to bfloat16, at most 2^-9 of an element, where they decide a tie."""
+    """As close as without them: orders of sums differ, and roundings to bfloat16, at most 2^-9 of
+    an element, where they decide a tie.
+    """
     variant, (q, k, v, do) = differentiated("fa4", "bf16"), given()
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
-    attention.apply(*leaves[:3], variant=variant, mask=MASK, arithmetic="stated", softcap=4.0, sinks=leaves[3]).backward(do)
+    attention.apply(
+        *leaves[:3], variant=variant, mask=MASK, arithmetic="stated", softcap=4.0, sinks=leaves[3]
+    ).backward(do)
     arrays = [x.float().numpy() for x in (q, k, v, do)]
     how = {"variant": variant, "mask": MASK, "softcap": 4.0, "sinks": sinks.numpy()}
-    right = attention_gradients.backward(arrays[3], *arrays[:3], simulator.forward(*arrays[:3], **how), **how)
+    right = attention_gradients.backward(
+        arrays[3], *arrays[:3], simulator.forward(*arrays[:3], **how), **how
+    )
     for leaf, other in zip(leaves, (right.dq, right.dk, right.dv, right.dsinks), strict=True):
         assert np.linalg.norm(leaf.grad.float().numpy() - other) < 2**-11 * np.linalg.norm(other)
 
@@ -86,6 +100,8 @@ def test_sixteen_bits_an_element_are_kept():  # q, k, v themselves, not copies
 def test_the_way_out_is_named():
     q, k, v, _ = given()
     with pytest.raises(
-        ValueError, match=r"variant 'fa3' has no backward pass.*or attention.differentiated|attention.differentiated\(variant, 'bf16'\)"
+        ValueError,
+        match=r"variant 'fa3' has no backward pass.*or "
+        r"attention.differentiated|attention.differentiated\(variant, 'bf16'\)",
     ):
         attention.apply(q.requires_grad_(), k, v, variant="fa3")

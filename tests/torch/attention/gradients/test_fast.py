@@ -1,4 +1,7 @@
-"""The backward pass in the fast form (spec A-18). Its values are in parity/test_attention_fast.py."""
+"""The backward pass in the fast form (spec A-18).
+
+Its values are in parity/test_attention_fast.py.
+"""
 
 import pytest
 import torch

@@ -13,7 +13,9 @@ from fp8ref.torch.attention.operands.operands import Tile
 
 
 def test_sums_of_rows_are_in_order(rng):  # A-15, step 2
-    a, b = (torch.from_numpy(rng.normal(size=(50, 64)).astype(np.float32)).bfloat16() for _ in range(2))
+    a, b = (
+        torch.from_numpy(rng.normal(size=(50, 64)).astype(np.float32)).bfloat16() for _ in range(2)
+    )
     right = simulated_sums(a.float().numpy(), b.float().numpy())
     np.testing.assert_array_equal(attention_gradients.sums_of_rows(a, b, 64).numpy(), right)
     assert (right != (a.float() * b.float()).sum(-1).numpy()).any()
@@ -50,15 +52,22 @@ class Gemms(TorchDispatchMode):
 
 def gemms(scales=None, arithmetic="stated"):
     leaves = [torch.empty(2, h, 300, 64, device="meta").requires_grad_() for h in (4, 2, 2)]
-    o = attention.apply(*leaves, variant=VARIANTS["cudnn"], mask=Mask(causal=True), scales=scales, arithmetic=arithmetic)
+    o = attention.apply(
+        *leaves,
+        variant=VARIANTS["cudnn"],
+        mask=Mask(causal=True),
+        scales=scales,
+        arithmetic=arithmetic,
+    )
     with Gemms() as seen:
         o.backward(torch.empty_like(o))
     return seen.found
 
 
 def test_a_given_scale_of_ds_saves_a_pass_over_the_tiles():  # A-15, step 7
-    """Of each of three tiles: s, dp and dq for each of 4 heads of keys, dk and dv for each of 8 query heads; without the scale s and dp
-    twice. In the fast form dk and dv are summed over query heads by 4 GEMMs."""
+    """Of each of three tiles: s, dp and dq for each of 4 heads of keys, dk and dv for each of 8
+    query heads; without the scale s and dp twice. In the fast form dk and dv are summed over query
+    heads by 4 GEMMs."""
     assert gemms({"ds": torch.ones((), device="meta")}) == 3 * (3 * 4 + 2 * 8)
     assert gemms() == 3 * (5 * 4 + 2 * 8)
     assert gemms({"ds": torch.ones((), device="meta")}, "fast") == 3 * (3 * 4 + 2 * 4)

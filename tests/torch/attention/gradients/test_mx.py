@@ -1,4 +1,7 @@
-"""Parts of the backward pass with MX blocks (spec A-16). The whole is in parity/test_attention_torch.py."""
+"""Parts of the backward pass with MX blocks (spec A-16).
+
+The whole is in parity/test_attention_torch.py.
+"""
 
 import numpy as np
 import torch

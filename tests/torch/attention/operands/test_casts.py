@@ -18,15 +18,18 @@ def tensors():
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
-@pytest.mark.parametrize("roles", [(), *((role,) for role in attention_casts.ROLES), attention_casts.ROLES], ids=" ".join)
+@pytest.mark.parametrize(
+    "roles", [(), *((role,) for role in attention_casts.ROLES), attention_casts.ROLES], ids=" ".join
+)
 def test_output_and_gradients_are_the_simulators(roles):
     q, k, v, do = tensors()
     casts = attention_casts.of("cudnn", roles, LAYER)
     o, grads = _passed(q, k, v, do, casts)
     expected = sim.forward(q, k, v, casts).o, *sim.backward(do, q, k, v, casts)
     for mine, his in zip((o, *grads), expected, strict=True):
-        # A sum of 24 or 16 float32 terms has an error of at most 24 2^-24 of the sum of magnitudes, here below 2^6; three of
-        # them follow each other. Of p and ds an element beside a tie may have the next code, which changes a few rows.
+        # A sum of 24 or 16 float32 terms has an error of at most 24 2^-24 of the sum of magnitudes,
+        # here below 2^6; three of them follow each other. Of p and ds an element beside a tie may
+        # have the next code, which changes a few rows.
         far = np.abs(mine - his) > 3 * 24 * 2**-24 * 2**6
         assert far.mean() <= (0.02 if set(roles) & {"p", "ds"} else 0)
 
@@ -34,7 +37,9 @@ def test_output_and_gradients_are_the_simulators(roles):
 def _passed(q, k, v, do, casts):
     leaves = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
     o = attention_casts_of_torch.apply(*leaves, casts)
-    return o.detach().numpy(), [g.numpy() for g in torch.autograd.grad(o, leaves, torch.from_numpy(do))]
+    return o.detach().numpy(), [
+        g.numpy() for g in torch.autograd.grad(o, leaves, torch.from_numpy(do))
+    ]
 
 
 @pytest.mark.parametrize("roles", [(), attention_casts.ROLES], ids=" ".join)
@@ -56,7 +61,12 @@ class _Precisions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket is torch.ops.aten.bmm:
-            self.found.append([backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)])
+            self.found.append(
+                [
+                    backend.matmul.fp32_precision
+                    for backend in (torch.backends.cuda, torch.backends.mkldnn)
+                ]
+            )
         return func(*args, **(kwargs or {}))
 
 

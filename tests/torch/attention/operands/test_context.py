@@ -10,7 +10,12 @@ from fp8ref.torch.attention import attention
 from tests import ranks
 
 CAUSAL, WINDOW = Mask(causal=True), Mask(causal=True, window=(50, None))
-CASES = [("cudnn", CAUSAL, "stated"), ("cudnn", WINDOW, "fast"), ("cudnn", Mask(), "fast"), ("bf16", CAUSAL, "stated")]
+CASES = [
+    ("cudnn", CAUSAL, "stated"),
+    ("cudnn", WINDOW, "fast"),
+    ("cudnn", Mask(), "fast"),
+    ("bf16", CAUSAL, "stated"),
+]
 TOKENS = 192  # of both ranks: neither's part is a whole number of tiles of 128
 
 
@@ -28,7 +33,11 @@ def gradients(q, k, v, do, run) -> list[np.ndarray]:
 
 def of_rank() -> list[list[np.ndarray]]:
     """o, dq, dk and dv of this rank's tokens, of every case."""
-    group, rank, size = distributed.group.WORLD.group_name, distributed.get_rank(), distributed.get_world_size()
+    group, rank, size = (
+        distributed.group.WORLD.group_name,
+        distributed.get_rank(),
+        distributed.get_world_size(),
+    )
     own = [x.chunk(size, dim=2)[rank].contiguous() for x in given()]
     found = []
     for variant, mask, arithmetic in CASES:
@@ -39,8 +48,9 @@ def of_rank() -> list[list[np.ndarray]]:
 
 @pytest.mark.slow
 def test_two_ranks_have_the_rows_of_one_process():  # A-21
-    """Rows of queries are computed alike. A gradient of a key is a sum of two parts in place of one: after two roundings, to 8 bits and to
-    bfloat16, it is the same number, or next to it where a rounding falls either way."""
+    """Rows of queries are computed alike. A gradient of a key is a sum of two parts in place of
+    one: after two roundings, to 8 bits and to bfloat16, it is the same number, or next to it where
+    a rounding falls either way."""
     parts = ranks.run(2, of_rank)
     for i, (variant, mask, arithmetic) in enumerate(CASES):
         how = {"variant": variant, "mask": mask, "arithmetic": arithmetic}
@@ -52,16 +62,23 @@ def test_two_ranks_have_the_rows_of_one_process():  # A-21
         for mine, other in zip(found[2:], right[2:], strict=True):
             assert (mine == other).mean() > 0.98, how
             unit = 2.0**-3 if variant == "cudnn" else 2.0**-7
-            np.testing.assert_allclose(mine, other, rtol=1.01 * unit, atol=2**-9 * np.abs(other).max())
+            np.testing.assert_allclose(
+                mine, other, rtol=1.01 * unit, atol=2**-9 * np.abs(other).max()
+            )
 
 
 def test_what_cannot_be_cut_is_refused():  # A-21
     q, k, v, _ = given()
-    with pytest.raises(ValueError, match=r"variant 'mxfp8' has scales of mx_1x32. Use 'cudnn' or 'bf16'"):
+    with pytest.raises(
+        ValueError, match=r"variant 'mxfp8' has scales of mx_1x32. Use 'cudnn' or 'bf16'"
+    ):
         attention.apply(q, k, v, context="0", variant="mxfp8")
     with pytest.raises(ValueError, match=r"variant 'exact' has scales of real numbers"):
         attention.apply(q, k, v, context="0", variant="exact")
-    with pytest.raises(ValueError, match=r"cuts queries and keys alike, without documents; got 192 queries and 100 keys"):
+    with pytest.raises(
+        ValueError,
+        match=r"cuts queries and keys alike, without documents; got 192 queries and 100 keys",
+    ):
         attention.apply(q, k[:, :, :100], v[:, :, :100], context="0", variant="cudnn")
     documents = torch.zeros(1, TOKENS, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"192 keys on a rank, and documents"):

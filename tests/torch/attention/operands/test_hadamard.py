@@ -14,10 +14,15 @@ def test_signs_and_rotation(n, seed, rng):
     signs = hadamard.signs(n, seed, torch.device("cpu"))
     np.testing.assert_array_equal(signs.numpy(), sim.signs(n, seed))
     x = rng.normal(size=(3, 5, n)).astype(np.float32)
-    np.testing.assert_array_equal(hadamard.rotate(torch.from_numpy(x), signs).numpy(), sim.rotate(x, sim.signs(n, seed)))
+    np.testing.assert_array_equal(
+        hadamard.rotate(torch.from_numpy(x), signs).numpy(), sim.rotate(x, sim.signs(n, seed))
+    )
 
 
-@pytest.mark.parametrize(("n", "seed", "message"), [(96, 0, "power of two"), (0, 0, "power of two"), (8, 2**64, "seed"), (8, True, "seed")])
+@pytest.mark.parametrize(
+    ("n", "seed", "message"),
+    [(96, 0, "power of two"), (0, 0, "power of two"), (8, 2**64, "seed"), (8, True, "seed")],
+)
 def test_other_sizes_and_seeds_are_refused(n, seed, message):
     with pytest.raises(ValueError, match=message):
         hadamard.signs(n, seed, torch.device("cpu"))

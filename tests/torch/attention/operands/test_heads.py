@@ -10,30 +10,61 @@ from fp8ref.sim.quantize import cast as sim_cast
 from fp8ref.sim.quantize.scales import scales_from_amax
 from fp8ref.torch.attention.operands import heads as head_scaling
 
-GROUPS = [("tensor", "te_current"), ("tensor", "torchao"), ("head", "te_current"), ("rows_128", "te_current"), ("mx_1x32", "mx_rceil")]
+GROUPS = [
+    ("tensor", "te_current"),
+    ("tensor", "torchao"),
+    ("head", "te_current"),
+    ("rows_128", "te_current"),
+    ("mx_1x32", "mx_rceil"),
+]
 
 
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 @pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize(("granularity", "policy"), GROUPS)
 def test_codes_and_scales(granularity, policy, along_tokens, fmt, rng):
-    x = (rng.normal(size=(2, 4, 150, 64)) * 2.0 ** rng.integers(-20, 20, (2, 4, 150, 64))).astype(np.float32)
+    x = (rng.normal(size=(2, 4, 150, 64)) * 2.0 ** rng.integers(-20, 20, (2, 4, 150, 64))).astype(
+        np.float32
+    )
     x[0, 1] = 0
     right = sim.quantize(x, fmt, granularity, policy, heads=2, along_tokens=along_tokens)
     amax = head_scaling.amax(torch.from_numpy(x), granularity, heads=2, along_tokens=along_tokens)
-    found = head_scaling.quantize(torch.from_numpy(x), fmt, granularity, policy, amax_of_groups=amax, along_tokens=along_tokens)
+    found = head_scaling.quantize(
+        torch.from_numpy(x),
+        fmt,
+        granularity,
+        policy,
+        amax_of_groups=amax,
+        along_tokens=along_tokens,
+    )
     np.testing.assert_array_equal(found.codes.view(torch.uint8).numpy(), right.codes)
     for name in ("amax", "scale", "scale_inv"):
-        np.testing.assert_array_equal(getattr(found, name).numpy(), getattr(right, name), err_msg=name)
+        np.testing.assert_array_equal(
+            getattr(found, name).numpy(), getattr(right, name), err_msg=name
+        )
     if granularity == "mx_1x32":
-        values = right.values * sim.spread(right.scale_inv, x.shape, granularity, along_tokens=along_tokens)
-        np.testing.assert_array_equal(head_scaling.dequantize(found, along_tokens=along_tokens).numpy(), values)
+        values = right.values * sim.spread(
+            right.scale_inv, x.shape, granularity, along_tokens=along_tokens
+        )
+        np.testing.assert_array_equal(
+            head_scaling.dequantize(found, along_tokens=along_tokens).numpy(), values
+        )
 
 
-def test_current_scales_of_all_kinds_of_amaxes(rng):  # S-9: quotients rounded once, and never above float32's range
-    amax = np.concatenate([np.abs(rng.normal(size=4000)) * 2.0 ** rng.integers(-140, 120, 4000), [0, 2.0**-149, 448, 3e38]])
+def test_current_scales_of_all_kinds_of_amaxes(
+    rng,
+):  # S-9: quotients rounded once, and never above float32's range
+    amax = np.concatenate(
+        [
+            np.abs(rng.normal(size=4000)) * 2.0 ** rng.integers(-140, 120, 4000),
+            [0, 2.0**-149, 448, 3e38],
+        ]
+    )
     amax = amax.astype(np.float32)
-    right, found = scales_from_amax(amax, E4M3FN, "te_current"), head_scaling.scales_of(torch.from_numpy(amax), E4M3FN, "te_current")
+    right, found = (
+        scales_from_amax(amax, E4M3FN, "te_current"),
+        head_scaling.scales_of(torch.from_numpy(amax), E4M3FN, "te_current"),
+    )
     np.testing.assert_array_equal(found.scale.numpy(), right.scale)
     np.testing.assert_array_equal(found.scale_inv.numpy(), right.scale_inv)
 
@@ -46,7 +77,10 @@ def test_a_scale_of_nothing_finite_makes_nan():
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 def test_what_leaves_the_range(fmt):  # A-8, against a rounding that does not saturate
     middle = fmt.max + 2.0 ** (np.floor(np.log2(fmt.max)) - fmt.mantissa_bits - 1)
-    x = np.array([0, fmt.max, np.nextafter(np.float32(middle), np.float32(0)), middle, middle * 1.001, 1e30], np.float32)
+    x = np.array(
+        [0, fmt.max, np.nextafter(np.float32(middle), np.float32(0)), middle, middle * 1.001, 1e30],
+        np.float32,
+    )
     right = ~np.isfinite(sim_cast.decode(sim_cast.encode(x, fmt, saturate=False), fmt))
     assert head_scaling.above_range(torch.from_numpy(x), fmt).tolist() == right.tolist()
     assert right.any()

@@ -1,4 +1,7 @@
-"""The constants of a pass, and the shapes of scales (spec A-2, A-12). What is refused is in test_attention.py."""
+"""The constants of a pass, and the shapes of scales (spec A-2, A-12).
+
+What is refused is in test_attention.py.
+"""
 
 import numpy as np
 import pytest
@@ -20,10 +23,15 @@ def test_the_softmax_scale_is_a_float32():
 
 @pytest.mark.parametrize("name", ["fa3", "cudnn", "fa3_paper"])
 def test_scales_have_the_shapes_of_the_simulators(name, rng):
-    q, k, v = (rng.normal(size=(2, h, t, 64)).astype(np.float32) for h, t in ((4, 150), (2, 300), (2, 300)))
+    q, k, v = (
+        rng.normal(size=(2, h, t, 64)).astype(np.float32) for h, t in ((4, 150), (2, 300), (2, 300))
+    )
     tensors = sim.forward(q, k, v, variant=name).tensors
     for role, x in tensors.items():
-        assert attention_inputs.scale_shape(VARIANTS[name], role, Shape(2, 4, 2, 150, 300, 64)) == x.scale.shape
+        assert (
+            attention_inputs.scale_shape(VARIANTS[name], role, Shape(2, 4, 2, 150, 300, 64))
+            == x.scale.shape
+        )
 
 
 def test_documents_of_both_or_of_each():

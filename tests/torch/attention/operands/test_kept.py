@@ -1,4 +1,6 @@
-"""Scores, P and dS that PyTorch's attention keeps if asked (spec A-4, A-8, A-15), next to the simulator's."""
+"""Scores, P and dS that PyTorch's attention keeps if asked (spec A-4, A-8, A-15), next to the
+simulator's.
+"""
 
 import numpy as np
 import pytest
@@ -30,15 +32,22 @@ def test_of_integers_all_matrices_are_the_simulators(arithmetic):
     if arithmetic == "stated":
         np.testing.assert_array_equal(found.p_codes.numpy(), right.p_codes)
         np.testing.assert_array_equal(mine["p_codes"].numpy(), of_sim["p_codes"])
-    # dP is a sum of products of up to 9 bits over 32 features: its float32 sum is exact. Exponentials are two units off, log-sum-exps one of 8.
-    np.testing.assert_allclose(mine["ds"].numpy(), of_sim["ds"], rtol=2**-18, atol=2**-18 * np.abs(of_sim["ds"]).max())
+    # dP is a sum of products of up to 9 bits over 32 features: its float32 sum is exact.
+    # Exponentials are two units off, log-sum-exps one of 8.
+    np.testing.assert_allclose(
+        mine["ds"].numpy(), of_sim["ds"], rtol=2**-18, atol=2**-18 * np.abs(of_sim["ds"]).max()
+    )
 
 
 def test_what_a_variant_has_not_is_refused():
     q, k, v, do = map(torch.from_numpy, integers(b=1, h=1, heads=1, tq=4, tk=4, d=32))
     result = attention.forward(q, k, v, variant="mxfp8")
-    assert list(attention.backward(do, q, k, v, result, variant="mxfp8", keep=["ds"]).matrices) == ["ds"]
-    with pytest.raises(ValueError, match=r"a backward pass of variant 'mxfp8' keeps p_codes, ds; got 'ds_codes'"):
+    assert list(attention.backward(do, q, k, v, result, variant="mxfp8", keep=["ds"]).matrices) == [
+        "ds"
+    ]
+    with pytest.raises(
+        ValueError, match=r"a backward pass of variant 'mxfp8' keeps p_codes, ds; got 'ds_codes'"
+    ):
         attention.backward(do, q, k, v, result, variant="mxfp8", keep=["ds_codes"])
 
 

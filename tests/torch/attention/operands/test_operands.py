@@ -26,7 +26,9 @@ MASKS = [
 @pytest.mark.parametrize("lengths", [(70, 300), (300, 70), (128, 128), (1, 500), (257, 513)])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_tiles_have_all_that_is_seen(mask, lengths, step):
-    """Every pair of a query and a key that it sees is in one tile, in its place of the order; a pair that it does not see in none."""
+    """Every pair of a query and a key that it sees is in one tile, in its place of the order; a
+    pair that it does not see in none.
+    """
     tq, tk = lengths
     low, high = sim.visible(tq, tk, mask)
     keys = np.arange(tk)
@@ -39,18 +41,29 @@ def test_tiles_have_all_that_is_seen(mask, lengths, step):
         begins = [tile.begin for tile in tiles]
         assert begins == sorted(begins, reverse=name == "fa3")
         for tile in tiles:
-            assert tile.begin % length == tile.width % operands.STEP == tile.first % step == tile.last % step == 0
+            assert (
+                tile.begin % length
+                == tile.width % operands.STEP
+                == tile.first % step
+                == tile.last % step
+                == 0
+            )
             seen = operands.seen(tile, spec, shape, (None, None), torch.device("cpu"))
             assert (seen is None) == tile.inside
             area = np.ones((1, 1)) if seen is None else seen[0, 0, :, 0].numpy()
-            found[tile.rows, tile.keys] += np.broadcast_to(area, (tile.last - tile.first, tile.width)).astype(int)
+            found[tile.rows, tile.keys] += np.broadcast_to(
+                area, (tile.last - tile.first, tile.width)
+            ).astype(int)
         np.testing.assert_array_equal(found[:tq, :tk], expected)
         assert not found[tq:].any()
         assert not found[:, tk:].any()
 
 
 def test_what_no_row_sees_is_left_out():
-    spec, shape = Spec(variant=VARIANTS["cudnn"], mask=Mask(window=(10, 0))), Shape(1, 1, 1, 100, 1000, 64)
+    spec, shape = (
+        Spec(variant=VARIANTS["cudnn"], mask=Mask(window=(10, 0))),
+        Shape(1, 1, 1, 100, 1000, 64),
+    )
     assert [(tile.begin, tile.first, tile.last) for tile in operands.tiles(spec, shape)] == [
         (768, 0, 6),
         (896, 0, 100),
@@ -77,7 +90,9 @@ def test_layouts_come_back():
     assert torch.equal(operands.along_tokens(k)[:, :, :12, :7], k.transpose(2, 3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
 def test_products(dtype):
     made = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-8, 8, (2, 3, n, 32), generator=made).double().to(dtype) for n in (5, 16))
@@ -89,7 +104,9 @@ def test_products(dtype):
 @pytest.mark.parametrize(("plan", "fast"), [("hopper_fast", True), ("blackwell", False)])
 def test_the_plan_chooses_the_accumulation(plan, fast, monkeypatch):  # G-7
     asked, original = [], torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: asked.append(k["use_fast_accum"]) or original(*a, **k))
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda *a, **k: asked.append(k["use_fast_accum"]) or original(*a, **k)
+    )
     x = torch.ones(1, 1, 16, 16).to(torch.float8_e4m3fn)
     operands.products(x, x, dataclasses.replace(VARIANTS["fa3"], plan=plan))
     assert asked == [fast]

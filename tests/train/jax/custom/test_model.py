@@ -20,7 +20,10 @@ def test_parameters_and_linears_are_named_by_their_paths():
 
 
 def test_the_seed_makes_the_weights():
-    first, again, other = (np.asarray(custom_model.build(of("Plain"), 256, seed=seed).up.kernel[...]) for seed in (1, 1, 2))
+    first, again, other = (
+        np.asarray(custom_model.build(of("Plain"), 256, seed=seed).up.kernel[...])
+        for seed in (1, 1, 2)
+    )
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
 

@@ -8,13 +8,20 @@ from fp8ref.train.jax.custom import model as custom_model
 from fp8ref.train.jax.custom import probe as custom_probe
 
 
-@pytest.mark.parametrize(("name", "heads"), [("Plain", ("head",)), ("HeadFirst", ("head",)), ("Headless", ()), ("Constant", ("head",))])
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [("Plain", ("head",)), ("HeadFirst", ("head",)), ("Headless", ()), ("Constant", ("head",))],
+)
 def test_the_head_is_what_makes_the_logits(name, heads):  # T-10
     assert custom_model.shapes(of(name), 256, 8).heads == heads
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("Counting", "changes count in its forward pass"), ("Failing", r"fails on tokens \[1, 8\], int32: TypeError")]
+    ("name", "message"),
+    [
+        ("Counting", "changes count in its forward pass"),
+        ("Failing", r"fails on tokens \[1, 8\], int32: TypeError"),
+    ],
 )
 def test_what_a_step_has_no_place_for_is_refused(name, message):  # T-10
     with pytest.raises(ConfigError, match=message):

@@ -18,7 +18,9 @@ TOKENS = np.random.default_rng(0).integers(0, 256, (4, 17), np.int32)
 
 
 def of(name: str = "Plain", **sections) -> Config:
-    return Config(architecture=own_configurations.nnx(name), data=DataConfig(sequence_length=16, batch_size=4)).replace(**sections)
+    return Config(
+        architecture=own_configurations.nnx(name), data=DataConfig(sequence_length=16, batch_size=4)
+    ).replace(**sections)
 
 
 def made(config: Config) -> CustomStep:
@@ -36,13 +38,19 @@ def test_gradients_are_jax_s_through_the_rounded_weights():  # T-10
         logits = nnx.merge(graph, rounded)(tokens[:, :-1]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    expected, grads = jax.jit(jax.value_and_grad(loss), compiler_options=EVERY_ROUNDING)(params, TOKENS)
+    expected, grads = jax.jit(jax.value_and_grad(loss), compiler_options=EVERY_ROUNDING)(
+        params, TOKENS
+    )
     state = step.begin(None)
-    found, mine = jax.jit(step.gradients, compiler_options=EVERY_ROUNDING)(state.params, state.fp8, TOKENS[None])
-    # Losses are float32 means of 64 logsumexps of 256 terms, in another order: 2^-24 a sum or function, at most 16 in a row.
+    found, mine = jax.jit(step.gradients, compiler_options=EVERY_ROUNDING)(
+        state.params, state.fp8, TOKENS[None]
+    )
+    # Losses are float32 means of 64 logsumexps of 256 terms, in another order: 2^-24 a sum or
+    # function, at most 16 in a row.
     np.testing.assert_allclose(found, expected, rtol=2**-20)
-    # Gradients of logits are rounded to bfloat16: an ulp of 2^-8 where sums that differ as above round differently, and it goes
-    # through three linears. Both are compared with the largest gradient of a parameter.
+    # Gradients of logits are rounded to bfloat16: an ulp of 2^-8 where sums that differ as above
+    # round differently, and it goes through three linears. Both are compared with the largest
+    # gradient of a parameter.
     for name, value in custom_model.parameters(grads).items():
         np.testing.assert_allclose(mine[name], value, atol=3 * 2**-8 * float(jnp.abs(value).max()))
 
@@ -63,22 +71,35 @@ def test_a_step_keeps_no_initial_parameters():
     """Those of a further recipe would be 4 bytes a parameter that nothing reads."""
     step = made(of(numerics={"recipe": "delayed"}))
     shapes = {shape for shape in of().shapes.parameters.values() if len(shape) == 2}
-    assert not [leaf.shape for leaf in jax.tree.leaves(vars(step)) if isinstance(leaf, jax.Array) and leaf.shape in shapes]
+    assert not [
+        leaf.shape
+        for leaf in jax.tree.leaves(vars(step))
+        if isinstance(leaf, jax.Array) and leaf.shape in shapes
+    ]
     assert step.states(step.fp8).keys() == {"up", "down"}
 
 
 def test_microbatches_are_one_pass_in_the_program():  # T-7
     step = made(of(numerics={"recipe": "delayed"}))
-    shapes = jax.eval_shape(lambda: step.begin({name: np.zeros(shape) for name, shape in of().shapes.parameters.items()}))
+    shapes = jax.eval_shape(
+        lambda: step.begin(
+            {name: np.zeros(shape) for name, shape in of().shapes.parameters.items()}
+        )
+    )
     arguments = shapes.params, shapes.fp8
-    programs = [str(jax.make_jaxpr(step.gradients)(*arguments, np.zeros((parts, 1, 17), np.int32))) for parts in (2, 4)]
+    programs = [
+        str(jax.make_jaxpr(step.gradients)(*arguments, np.zeros((parts, 1, 17), np.int32)))
+        for parts in (2, 4)
+    ]
     assert len({program.count("dot_general[") for program in programs}) == 1
     assert programs[0].count("dot_general[") > 0
 
 
 def test_weights_replace_the_model_s_own():
     step = made(of())
-    given = {name: np.full(shape, 0.25, np.float32) for name, shape in of().shapes.parameters.items()}
+    given = {
+        name: np.full(shape, 0.25, np.float32) for name, shape in of().shapes.parameters.items()
+    }
     assert float(step.begin(given).params["up.kernel"][0, 0]) == 0.25
     with pytest.raises(ConfigError, match=r"up\.bias does not"):
         step.begin(given | {"up.bias": np.zeros(3, np.float32)})
@@ -95,4 +116,7 @@ def test_states_of_delayed_scaling_are_restored_by_the_names_of_linears():
     again = step.restored(state, tensors)
     for mine, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    assert any(not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again.fp8), jax.tree.leaves(state.fp8), strict=True))
+    assert any(
+        not np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(again.fp8), jax.tree.leaves(state.fp8), strict=True)
+    )

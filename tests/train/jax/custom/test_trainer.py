@@ -48,24 +48,39 @@ def test_a_resumed_trainer_goes_on_with_the_same_bits(of, recipe, tmp_path):  # 
 
 @pytest.mark.slow
 def test_a_run_is_recorded_whole(of, tmp_path):
-    config = of(statistics={"every": 2}, numerics={"recipe": "delayed"}, optimizer={"kind": "adamw_states", "layout": "te"})
+    config = of(
+        statistics={"every": 2},
+        numerics={"recipe": "delayed"},
+        optimizer={"kind": "adamw_states", "layout": "te"},
+    )
     lines = loop.train(config, "jax", tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert len(manifest["model"].pop("sha256")) == 64
-    assert manifest["model"] == {"class": "own_nnx_models.Plain", "parameters": 256 * 32 * 2 + 2 * 32 * 64 + 64}
-    assert {gemm["gemm"] for gemm in manifest["proof"]["gemms"] if gemm["fp8"]} == {
-        f"{layer}/{gemm}" for layer in ("up", "down") for gemm in ("output", "grad_input", "grad_weight")
+    assert manifest["model"] == {
+        "class": "own_nnx_models.Plain",
+        "parameters": 256 * 32 * 2 + 2 * 32 * 64 + 64,
     }
-    first, second = (json.loads(line) for line in (tmp_path / "run" / "statistics.jsonl").read_text().splitlines())
+    assert {gemm["gemm"] for gemm in manifest["proof"]["gemms"] if gemm["fp8"]} == {
+        f"{layer}/{gemm}"
+        for layer in ("up", "down")
+        for gemm in ("output", "grad_input", "grad_weight")
+    }
+    first, second = (
+        json.loads(line)
+        for line in (tmp_path / "run" / "statistics.jsonl").read_text().splitlines()
+    )
     assert len(first["statistics"]) == 12
     assert second["states"][""]["count"] == manifest["model"]["parameters"]
     weight = second["statistics"]["up/output/weight"]
-    # float32 weights of variance 1 / 32, rounded to bfloat16; scales of delayed scaling are powers of two below 448 / amax.
+    # float32 weights of variance 1 / 32, rounded to bfloat16; scales of delayed scaling are powers
+    # of two below 448 / amax.
     assert 0.3 < weight["amax"] < 1
     assert weight["scale_min"] == weight["scale_max"]
     assert weight["amax"] * weight["scale_max"] <= 448
-    assert 24 < weight["sqnr"] < 36  # e4m3 has 4 bits of precision: 6.02 * 4 + 7.3 dB of a uniform error, less where subnormal
+    assert (
+        24 < weight["sqnr"] < 36
+    )  # e4m3 has 4 bits of precision: 6.02 * 4 + 7.3 dB of a uniform error, less where subnormal
 
 
 def test_a_step_that_is_not_finite_changes_nothing(of):  # T-4
@@ -116,7 +131,10 @@ def test_a_schedule_switches_and_its_states_outlive_a_phase(of, tmp_path):  # T-
 
 
 def test_rules_change_single_casts(of):
-    rules = (Rule(layers=("up",), roles=("grad_output",), recipe="bf16"), Rule(layers=("down",), gemms=("output",), format="e5m2"))
+    rules = (
+        Rule(layers=("up",), roles=("grad_output",), recipe="bf16"),
+        Rule(layers=("down",), gemms=("output",), format="e5m2"),
+    )
     trainer = Trainer(of(numerics={"recipe": "tensorwise", "rules": rules}))
     proof = trainer.prove(TOKENS[0])
     assert proof["missing"] == []
@@ -132,10 +150,14 @@ def test_rules_change_single_casts(of):  # R-8
 def test_a_state_is_adopted_under_another_layout(of):  # E-8
     first, second = (
         Trainer(of(numerics={"recipe": "delayed"})),
-        Trainer(of(numerics={"recipe": "delayed"}, optimizer={"kind": "adamw_states", "layout": "te"})),
+        Trainer(
+            of(numerics={"recipe": "delayed"}, optimizer={"kind": "adamw_states", "layout": "te"})
+        ),
     )
     first.step(TOKENS[0])
-    source = Source(weights=first.weights(), moments=first.moments(), delayed=first.fp8_states(), step=1)
+    source = Source(
+        weights=first.weights(), moments=first.moments(), delayed=first.fp8_states(), step=1
+    )
     second.adopt(state_conversion.converted(source, second.config, "jax"), 1)
     for name, value in first.weights().items():
         np.testing.assert_array_equal(value, second.weights()[name])

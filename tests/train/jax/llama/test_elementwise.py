@@ -6,16 +6,23 @@ from fp8ref.train.jax.llama import elementwise
 
 
 def test_the_models_roundings_hold_where_xla_drops_conversions():  # M-3
-    """XLA removes a conversion to bfloat16 and back between fused operations, unless it is told to keep it; never reduce_precision."""
+    """XLA removes a conversion to bfloat16 and back between fused operations, unless it is told to
+    keep it; never reduce_precision.
+    """
     x = jnp.linspace(1, 2, 64, dtype=jnp.float32)
     kept = jax.jit(
-        lambda x: elementwise.rounded(x, jnp.bfloat16).astype(jnp.float32), compiler_options={"xla_allow_excess_precision": True}
+        lambda x: elementwise.rounded(x, jnp.bfloat16).astype(jnp.float32),
+        compiler_options={"xla_allow_excess_precision": True},
     )(x)
-    np.testing.assert_array_equal(np.asarray(kept), np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32)))
+    np.testing.assert_array_equal(
+        np.asarray(kept), np.asarray(x.astype(jnp.bfloat16).astype(jnp.float32))
+    )
 
 
 def test_each_is_rounded_once(rng):  # M-3
-    """Within half a unit of bfloat16 of float64's, and what float32 adds: below 2^-16 of each term."""
+    """Within half a unit of bfloat16 of float64's, and what float32 adds: below 2^-16 of each
+    term.
+    """
     x, y = (jnp.asarray(rng.normal(0, 1, (2, 3, 4, 8)), jnp.bfloat16) for _ in range(2))
     wide, other = (np.asarray(v, np.float64) for v in (x, y))
     angle = rng.uniform(0, 6, (3, 8)).astype(np.float32)
@@ -24,7 +31,11 @@ def test_each_is_rounded_once(rng):  # M-3
     for found, exact, terms in (
         (elementwise.add(x, y), wide + other, np.abs(wide) + np.abs(other)),
         (elementwise.swiglu(x, y), wide / (1 + np.exp(-wide)) * other, 0),
-        (elementwise.normed(x, y[0, 0, 0], 1e-5), wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * other[0, 0, 0], 0),
+        (
+            elementwise.normed(x, y[0, 0, 0], 1e-5),
+            wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * other[0, 0, 0],
+            0,
+        ),
         (
             elementwise.rotate(x, jnp.asarray(cos), jnp.asarray(sin)),
             wide * cos[:, None] + half * sin[:, None],

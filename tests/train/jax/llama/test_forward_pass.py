@@ -11,12 +11,17 @@ from fp8ref.train.jax.trainer import Trainer
 
 
 def test_chunks_of_queries_attend_as_all_do(rng, monkeypatch):  # B-11
-    """Of 7 queries in chunks of 3, so that the last is padded: each query's sums are of the same terms, in float32."""
+    """Of 7 queries in chunks of 3, so that the last is padded: each query's sums are of the same
+    terms, in float32.
+    """
     monkeypatch.setattr(forward_pass, "QUERIES", 3)
     q, k, v = (jnp.asarray(rng.normal(0, 1, (2, 7, heads, 4)), jnp.float32) for heads in (4, 2, 2))
     whole, chunked = (Pass(attention=how).attended(q, k, v, "layer") for how in ("xla", "chunked"))
-    # scores of 4 products, 7 exponentials, their sum and 7 products more, of weights whose sum is 1: gamma(30) of the largest value
-    np.testing.assert_allclose(chunked, whole, rtol=0, atol=30 * 2.0**-24 * float(jnp.abs(v).max()) * 2)
+    # scores of 4 products, 7 exponentials, their sum and 7 products more, of weights whose sum is
+    # 1: gamma(30) of the largest value
+    np.testing.assert_allclose(
+        chunked, whole, rtol=0, atol=30 * 2.0**-24 * float(jnp.abs(v).max()) * 2
+    )
 
 
 def test_what_a_layer_has_is_found_by_its_name():
@@ -27,8 +32,12 @@ def test_what_a_layer_has_is_found_by_its_name():
 
 
 def test_experts_that_fsdp_cuts_are_gathered_again_in_the_backward_pass():
-    """Eight experts of 128 x 128, three projections, gathered in bfloat16 in each pass; nothing is multiplied again: a loop for each product."""
-    config = configs.load("tiny-moe").replace(model={"num_hidden_layers": 1}, parallel={"fsdp": 2}, numerics={"recipe": "rowwise"})
+    """Eight experts of 128 x 128, three projections, gathered in bfloat16 in each pass; nothing is
+    multiplied again: a loop for each product.
+    """
+    config = configs.load("tiny-moe").replace(
+        model={"num_hidden_layers": 1}, parallel={"fsdp": 2}, numerics={"recipe": "rowwise"}
+    )
     config = config.replace(data={"batch_size": 4, "sequence_length": 32, "microbatches": 1})
     text = Trainer(config).lowered(np.zeros((4, 33), np.int32)).as_text()
     gathered = re.findall(r"stablehlo\.all_gather.*?-> tensor<([\dx]+)xbf16>", text, re.DOTALL)
@@ -38,13 +47,20 @@ def test_experts_that_fsdp_cuts_are_gathered_again_in_the_backward_pass():
 
 @pytest.mark.slow
 def test_chunked_attention_is_xlas(small, monkeypatch):  # B-11
-    """Chunks of 5 queries of 16, so that the last is padded; a query's own sums are in one order."""
+    """Chunks of 5 queries of 16, so that the last is padded; a query's own sums are in one
+    order.
+    """
     monkeypatch.setattr(forward_pass, "QUERIES", 5)
-    (one, losses, _), (other, found, _) = trained(small), trained(small.replace(parallel={"attention": "chunked"}))
+    (one, losses, _), (other, found, _) = (
+        trained(small),
+        trained(small.replace(parallel={"attention": "chunked"})),
+    )
     # gradients of keys are summed over chunks in float32, and rounded to bfloat16 once more
     np.testing.assert_allclose(found, losses, rtol=2.0**-8)
     for name, value in one.weights().items():
-        assert np.linalg.norm(other.weights()[name] - value) <= 2.0**-6 * np.linalg.norm(value), name
+        assert np.linalg.norm(other.weights()[name] - value) <= 2.0**-6 * np.linalg.norm(value), (
+            name
+        )
 
 
 def trained(config, steps=2):

@@ -9,7 +9,12 @@ from fp8ref.train.torch.custom import model as custom_model
 
 def test_parameters_that_are_shared_are_counted_once():
     found = custom_model.shapes(of("Tied"), 256, 8)
-    assert found.parameters == {"embed.weight": (256, 32), "up.weight": (64, 32), "up.bias": (64,), "down.weight": (32, 64)}
+    assert found.parameters == {
+        "embed.weight": (256, 32),
+        "up.weight": (64, 32),
+        "up.bias": (64,),
+        "down.weight": (32, 64),
+    }
     assert found.linears == {"up": (64, 32), "down": (32, 64), "head": (256, 32)}
     assert found.heads == ("head",)
     assert found.kind == "own_torch_models.Tied"
@@ -54,4 +59,6 @@ def test_a_configuration_is_checked(tmp_path):
     with pytest.raises(ConfigError, match="is no configuration of transformers"):
         custom_model.build(transformers(tmp_path, model_type="no such"), 256, seed=0)
     with pytest.raises(ConfigError, match="is no configuration of transformers"):
-        custom_model.build(ArchitectureConfig(kind="transformers", source=str(tmp_path / "absent")), 256, seed=0)
+        custom_model.build(
+            ArchitectureConfig(kind="transformers", source=str(tmp_path / "absent")), 256, seed=0
+        )

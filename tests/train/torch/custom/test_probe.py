@@ -14,7 +14,9 @@ def probed(keys) -> None:
     custom_probe.check(custom_model.build(keys, 256, seed=0), "mine", 256, 8)
 
 
-@pytest.mark.parametrize(("name", "heads"), [("Tied", ("head",)), ("HeadFirst", ("head",)), ("Headless", ())])
+@pytest.mark.parametrize(
+    ("name", "heads"), [("Tied", ("head",)), ("HeadFirst", ("head",)), ("Headless", ())]
+)
 def test_the_head_is_what_makes_the_logits(name, heads):  # T-10
     assert custom_model.shapes(of(name), 256, 8).heads == heads
 
@@ -23,7 +25,11 @@ def test_the_head_is_what_makes_the_logits(name, heads):  # T-10
 def test_what_a_pass_changes_is_refused(name):  # T-10
     model = custom_model.build(of(name), 256, seed=0)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(ConfigError, match=f"mine changes {'embed.weight' if name == 'Renorming' else 'average'} in its forward pass"):
+    with pytest.raises(
+        ConfigError,
+        match=f"mine changes {'embed.weight' if name == 'Renorming' else 'average'} in its "
+        "forward pass",
+    ):
         custom_probe.check(model, "mine", 256, 8)
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
@@ -43,11 +49,17 @@ class OwnNoise(torch.nn.Module):
 
     def __init__(self, drawn: float) -> None:
         super().__init__()
-        self.embed, self.drawn, self.generator = torch.nn.Embedding(256, 256), drawn, torch.Generator().manual_seed(0)
+        self.embed, self.drawn, self.generator = (
+            torch.nn.Embedding(256, 256),
+            drawn,
+            torch.Generator().manual_seed(0),
+        )
 
     def forward(self, tokens):
         out = self.embed(tokens)
-        noise = torch.randn(out.shape, generator=self.generator, dtype=out.dtype) if self.drawn else 0
+        noise = (
+            torch.randn(out.shape, generator=self.generator, dtype=out.dtype) if self.drawn else 0
+        )
         return out + self.drawn * noise
 
 
@@ -61,14 +73,22 @@ def test_random_numbers_of_a_models_own_generator_are_refused():  # T-10
 
 
 def test_jitter_of_a_router_is_refused(tmp_path):  # T-10
-    keys = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+    keys = {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    }
     probed(transformers(tmp_path, **keys))
     with pytest.raises(ConfigError, match="mine draws random numbers"):
         probed(transformers(tmp_path, **keys, router_jitter_noise=0.3))
 
 
 def test_a_float32_buffer_among_activations_is_explained():
-    with pytest.raises(ConfigError, match=r"mine fails on tokens \[1, 8\]: RuntimeError: .*dtype.*by \.to\(x\.dtype\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"mine fails on tokens \[1, 8\]: RuntimeError: .*dtype.*by \.to\(x\.dtype\)",
+    ):
         probed(of("Widening"))
 
 

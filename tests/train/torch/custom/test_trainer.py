@@ -33,7 +33,9 @@ def test_a_step_is_autograd_s_through_the_rounded_weights_and_adamw_s(config):
     trainer = Trainer(config)
     model = custom_model.build(config.architecture, 256, seed=0)
     keys, params = config.optimizer, dict(model.named_parameters())
-    groups = [{"params": [p], "weight_decay": keys.weight_decay * (p.ndim > 1)} for p in params.values()]
+    groups = [
+        {"params": [p], "weight_decay": keys.weight_decay * (p.ndim > 1)} for p in params.values()
+    ]
     adamw = torch.optim.AdamW(groups, betas=(keys.beta1, keys.beta2), eps=keys.eps, foreach=True)
     for i, batch in enumerate(TOKENS[:2]):
         tokens = torch.from_numpy(batch)
@@ -42,7 +44,12 @@ def test_a_step_is_autograd_s_through_the_rounded_weights_and_adamw_s(config):
         loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).mean()
         adamw.zero_grad()
         loss.backward()
-        norm = torch.stack([p.grad.double().square().sum() for p in params.values()]).sum().sqrt().float()
+        norm = (
+            torch.stack([p.grad.double().square().sum() for p in params.values()])
+            .sum()
+            .sqrt()
+            .float()
+        )
         for p in params.values():
             p.grad *= torch.clamp(keys.max_norm / norm, max=1.0)
         for group in adamw.param_groups:
@@ -72,7 +79,9 @@ def test_a_resumed_trainer_goes_on_with_the_same_bits(config, recipe, tmp_path):
 @pytest.mark.parametrize("kind", ["adamw", "adamw_fused", "adamw_states", "adamw_fp8"])
 @torch.compiler.set_stance("force_eager")  # torchao's optimizers compile their step
 def test_a_parameter_that_no_pass_used_has_the_gradient_zero(config, kind, tmp_path):  # T-1, K-2
-    """A linear is called in steps 2 and 4 alone: a checkpoint after step 1 or 3 continues with the same bits."""
+    """A linear is called in steps 2 and 4 alone: a checkpoint after step 1 or 3 continues with the
+    same bits.
+    """
     config = Config(**{**vars(config), "architecture": of("Sometimes")})
     config = config.replace(optimizer={"kind": kind}, numerics={"recipe": "bf16"})
     batches = TOKENS.copy()
@@ -85,27 +94,43 @@ def test_a_parameter_that_no_pass_used_has_the_gradient_zero(config, kind, tmp_p
         assert whole.step(batch) == resumed.step(batch)
         for name, value in whole.weights().items():
             np.testing.assert_array_equal(value, resumed.weights()[name])
-        if step == 0:  # the moments are 0, so the weight decays alone, in the library's order of roundings
-            decayed = begin * (1 - config.optimizer.learning_rate_at(0, config.run.steps) * config.optimizer.weight_decay)
-            np.testing.assert_allclose(whole.weights()["spare.weight"], decayed, rtol=3 * 2.0**-24, atol=0)
+        if (
+            step == 0
+        ):  # the moments are 0, so the weight decays alone, in the library's order of roundings
+            decayed = begin * (
+                1
+                - config.optimizer.learning_rate_at(0, config.run.steps)
+                * config.optimizer.weight_decay
+            )
+            np.testing.assert_allclose(
+                whole.weights()["spare.weight"], decayed, rtol=3 * 2.0**-24, atol=0
+            )
     assert {int(state["step"]) for state in whole._optimizer.state.values()} == {len(batches)}
 
 
 def test_a_run_of_transformers_is_recorded_whole(config, tmp_path):
     folder = tmp_path / "qwen3"
     folder.mkdir()
-    config = config.replace(statistics={"every": 2}, numerics={"recipe": "tensorwise", "schedule": ((0, "tensorwise"), (2, "bf16"))})
+    config = config.replace(
+        statistics={"every": 2},
+        numerics={"recipe": "tensorwise", "schedule": ((0, "tensorwise"), (2, "bf16"))},
+    )
     config = Config(**{**vars(config), "architecture": transformers(folder)})
     lines = loop.train(config, "torch", tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert all(np.isfinite(line["loss"]) for line in lines)
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["model"]["class"].endswith("Qwen3ForCausalLM")
-    assert manifest["model"]["parameters"] == sum(np.prod(shape) for shape in config.shapes.parameters.values())
+    assert manifest["model"]["parameters"] == sum(
+        np.prod(shape) for shape in config.shapes.parameters.values()
+    )
     proved = {gemm["gemm"] for gemm in manifest["proof"]["gemms"] if gemm["fp8"]}
     assert len(proved) == 3 * 7
     assert manifest["proof"]["missing"] == []
-    statistics = [json.loads(line) for line in (tmp_path / "run" / "statistics.jsonl").read_text().splitlines()]
+    statistics = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "statistics.jsonl").read_text().splitlines()
+    ]
     assert len(statistics[0]["statistics"]) == 6 * 7
 
 
@@ -116,7 +141,9 @@ def test_a_linear_that_is_not_called_is_missing_from_the_proof(config):
 
 
 def test_statistics_leave_out_a_linear_that_is_not_called(config):  # Q-8
-    config = Config(**{**vars(config), "architecture": of("Uncalling")}).replace(run={"allow_fallback": True})
+    config = Config(**{**vars(config), "architecture": of("Uncalling")}).replace(
+        run={"allow_fallback": True}
+    )
     trainer = Trainer(config)
     assert trainer.prove(TOKENS[0])["missing"]
     _, found, _ = trainer.measured_step(TOKENS[0])
@@ -125,13 +152,21 @@ def test_statistics_leave_out_a_linear_that_is_not_called(config):  # Q-8
 
 def test_weights_of_a_directory_are_compared_with_the_model(config):
     weights = custom_model.build(config.architecture, 256, seed=5).state_dict()
-    given = {name: value.numpy() for name, value in weights.items()}  # tied ones under both names, as transformers writes them
+    given = {
+        name: value.numpy() for name, value in weights.items()
+    }  # tied ones under both names, as transformers writes them
     trainer = Trainer(config, copy.deepcopy(given))
     np.testing.assert_array_equal(trainer.weights()["up.weight"], given["up.weight"])
     for name in ("embed.weight", "head.weight"):
         one = {other: value for other, value in given.items() if other != name}
-        np.testing.assert_array_equal(Trainer(config, one).weights()["embed.weight"], given["embed.weight"])
-    with pytest.raises(ConfigError, match=r"embed\.weight and head\.weight are one parameter of the model; their weights differ"):
+        np.testing.assert_array_equal(
+            Trainer(config, one).weights()["embed.weight"], given["embed.weight"]
+        )
+    with pytest.raises(
+        ConfigError,
+        match=r"embed\.weight and head\.weight are one parameter of the model; their weights "
+        r"differ",
+    ):
         Trainer(config, given | {"head.weight": given["head.weight"] + 1})
     with pytest.raises(ConfigError, match=r"missing \['up\.weight'\]"):
         Trainer(config, {name: value for name, value in given.items() if name != "up.weight"})
@@ -147,7 +182,10 @@ def test_other_logits_are_refused(config):
 @pytest.mark.parametrize("name", ["Frozen", "Detached"])
 def test_logits_without_a_gradient_are_refused(config, name):  # T-10
     made = Trainer(Config(**{**vars(config), "architecture": of(name)}))
-    with pytest.raises(ConfigError, match=rf"'own_torch_models:{name}' have no gradient\. Give a parameter requires_grad=True"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"'own_torch_models:{name}' have no gradient\. Give a parameter requires_grad=True",
+    ):
         made.step(TOKENS[0])
 
 
@@ -165,12 +203,18 @@ def test_simulated_hardware_multiplies_a_user_s_linears(config):
 
 
 def test_an_export_is_of_the_configuration_that_was_trained(config, tmp_path):  # K-7, T-10
-    config = Config(**{**vars(config), "architecture": transformers(tmp_path, torch_dtype="bfloat16")}).replace(run={"steps": 1})
+    config = Config(
+        **{**vars(config), "architecture": transformers(tmp_path, torch_dtype="bfloat16")}
+    ).replace(run={"steps": 1})
     loop.train(config, "torch", tmp_path / "run")
     transformers(tmp_path, hidden_size=64, rms_norm_eps=0.5)
     export.export(tmp_path / "run", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (written["hidden_size"], written.get("rms_norm_eps"), written["dtype"]) == (32, None, "float32")
+    assert (written["hidden_size"], written.get("rms_norm_eps"), written["dtype"]) == (
+        32,
+        None,
+        "float32",
+    )
     assert "torch_dtype" not in written
     stored = export.stored(tmp_path / "out")
     assert stored["model.norm.weight"].shape == (32,)

@@ -28,7 +28,9 @@ def whole(logits, targets):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, ROWS, N, 4 * N])
 def test_losses_and_gradients_are_those_of_all_rows_at_once(rows, dtype, monkeypatch):  # M-5
-    """Also with a last part that is shorter, with rows of infinities and NaNs, and under a gradient of its own for each token."""
+    """Also with a last part that is shorter, with rows of infinities and NaNs, and under a gradient
+    of its own for each token.
+    """
     monkeypatch.setattr(module, "CHUNK", rows * V)
     logits, targets = drawn(dtype)
     with torch.no_grad():
@@ -37,7 +39,9 @@ def test_losses_and_gradients_are_those_of_all_rows_at_once(rows, dtype, monkeyp
     expected, found = whole(logits, targets), cross_entropy(logits, targets)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
-    of_expected, of_found = (torch.autograd.grad(losses, logits, weights)[0] for losses in (expected, found))
+    of_expected, of_found = (
+        torch.autograd.grad(losses, logits, weights)[0] for losses in (expected, found)
+    )
     assert of_found.dtype == dtype
     assert torch.equal(of_found.isnan(), of_expected.isnan())
     assert torch.equal(of_found.nan_to_num(), of_expected.nan_to_num())
@@ -62,17 +66,25 @@ def peak(loss, logits, targets):
 
 
 def test_float32_logits_are_never_whole(monkeypatch):
-    """Beside the bfloat16 gradient: a part's float32 logits, their softmax and the gradients of both, and vectors of the tokens."""
+    """Beside the bfloat16 gradient: a part's float32 logits, their softmax and the gradients of
+    both, and vectors of the tokens.
+    """
     monkeypatch.setattr(module, "CHUNK", ROWS * V)
     vectors = 6 * 8 * N
-    assert 2 * N * V <= peak(cross_entropy, *drawn()) <= 2 * N * V + activations.WIDE_LOGIT * ROWS * V + vectors
+    assert (
+        2 * N * V
+        <= peak(cross_entropy, *drawn())
+        <= 2 * N * V + activations.WIDE_LOGIT * ROWS * V + vectors
+    )
     assert peak(whole, *drawn()) >= 8 * N * V
 
 
 def test_a_step_of_the_trainer_widens_a_part_at_a_time(monkeypatch):
     config = sizes.config()
     monkeypatch.setattr(module, "CHUNK", ROWS * config.model.vocab_size)
-    tokens = np.random.default_rng(0).integers(0, 256, (config.data.batch_size, config.data.sequence_length + 1))
+    tokens = np.random.default_rng(0).integers(
+        0, 256, (config.data.batch_size, config.data.sequence_length + 1)
+    )
     trainer, rows = Trainer(config), set()
     assert config.data.batch_size * config.data.sequence_length > ROWS
 

@@ -5,7 +5,13 @@ import torch
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train.torch.llama import experts
 
-SIZES = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts": 4,
+}
 
 
 def _mixture(**keys):
@@ -42,7 +48,14 @@ def test_each_token_is_the_weighted_sum_of_its_experts():  # M-8
             row = x.reshape(-1, 32)[token]
             expected = torch.zeros(32)
             for e, weight in zip(those, of_those, strict=True):
-                gate, up, down = (p.weight[e] for p in (mixture.experts.gate_proj, mixture.experts.up_proj, mixture.experts.down_proj))
+                gate, up, down = (
+                    p.weight[e]
+                    for p in (
+                        mixture.experts.gate_proj,
+                        mixture.experts.up_proj,
+                        mixture.experts.down_proj,
+                    )
+                )
                 expected += weight * (down @ (torch.nn.functional.silu(gate @ row) * (up @ row)))
             torch.testing.assert_close(y.reshape(-1, 32)[token], expected)
 
