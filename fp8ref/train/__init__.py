@@ -11,10 +11,10 @@ The files of one training step, in order; docs/concepts/step-in-code.md goes on 
                         trainer.py has it
     {jax,torch}/trainer.py  one model in training: step, evaluate, save, load, measure
     {jax,torch}/step.py     forward, backward and update (spec T)
-    {jax,torch}/llama.py    the model (spec M)
+    {jax,torch}/llama/llama.py  the model (spec M)
 
-A user's model (``architecture``) is built by {jax,torch}/custom_model.py, and trained by
-custom_trainer.py beside it.
+A user's model (``architecture``) is built by {jax,torch}/custom/model.py, and trained by
+trainer.py beside it.
 
 Paths without fp8ref/ are below this folder. The model's linears are
 ``fp8ref.jax.linear.apply_with_stats``, and, in PyTorch, what ``step.Step`` puts in place of

@@ -1,6 +1,6 @@
 """What a config trains: the trainer's own Llama, or a model of the user's (spec T-10).
 
-A user's model is built by its framework, ``{jax,torch}/custom_model.py``. This module says what all
+A user's model is built by its framework, ``{jax,torch}/custom/model.py``. This module says what all
 of the trainer needs to know of it: the names and shapes of its parameters and linears.
 """
 
@@ -130,7 +130,7 @@ def shapes(config: Sections) -> Shapes:
 def _custom(keys: ArchitectureConfig, vocab_size: int, length: int, sha256: str | None) -> Shapes:
     """sha256: of the source, so that another content of it is another model."""
     try:
-        library = importlib.import_module(f"fp8ref.train.{BACKEND[keys.kind]}.custom_model")
+        library = importlib.import_module(f"fp8ref.train.{BACKEND[keys.kind]}.custom.model")
     except ImportError as error:
         raise ConfigError(
             f"architecture.kind {keys.kind!r} needs {error.name}. Install the extra of its backend."

@@ -12,7 +12,7 @@ from fp8ref.train import loop
 from fp8ref.train.run import trainer
 
 
-@pytest.mark.parametrize("kind", ["trainer", "custom_trainer"])
+@pytest.mark.parametrize("kind", ["trainer", "custom.trainer"])
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 def test_a_trainer_takes_what_the_loop_gives(backend, kind):
     own = importlib.import_module(f"fp8ref.train.{backend}.{kind}").Trainer
