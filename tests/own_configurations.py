@@ -2,11 +2,11 @@
 
 import json
 
-from fp8ref.train.config import architecture
+from fp8ref.train.config import user_model
 from fp8ref.train.config.sections import ArchitectureConfig
 
 for _module in ("own_torch_models", "own_nnx_models"):
-    architecture.trust(_module)
+    user_model.trust(_module)
 
 QWEN3 = {
     "model_type": "qwen3",

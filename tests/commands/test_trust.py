@@ -11,7 +11,7 @@ import made_runs
 import pytest
 
 from fp8ref import cli
-from fp8ref.train.config import architecture
+from fp8ref.train.config import architecture, user_model
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import ArchitectureConfig
 
@@ -26,7 +26,7 @@ def foreign(tmp_path, monkeypatch, small):
         "own_torch_models import Tied\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(architecture, "_TRUSTED", {"stranger_model"})
+    monkeypatch.setattr(user_model, "_TRUSTED", {"stranger_model"})
     monkeypatch.setenv("COLUMNS", "400")
     run = tmp_path / "run"
     keys = ArchitectureConfig(kind="torch", source="stranger_model:Tied")
@@ -44,7 +44,7 @@ def forget(folder, monkeypatch):
     sys.modules.pop("stranger_model", None)
     architecture._custom.cache_clear()
     (folder / "ran").unlink(missing_ok=True)
-    monkeypatch.setattr(architecture, "_TRUSTED", set())
+    monkeypatch.setattr(user_model, "_TRUSTED", set())
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_ablate_imports_with_trust(foreign, monkeypatch, capsys):
         "run/config.toml: importing architecture.source 'stranger_model:Tied'"
         in capsys.readouterr().err
     )
-    assert {"stranger_model"} == architecture._TRUSTED
+    assert {"stranger_model"} == user_model._TRUSTED
 
 
 def test_the_working_directory_holds_no_modules(tmp_path):

@@ -29,8 +29,8 @@ from fp8ref.shared.errors import ConfigError
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.study import recording
 from fp8ref.train import tensors
-from fp8ref.train.config import architecture, hardware
 from fp8ref.train.config import config as configs
+from fp8ref.train.config import hardware, user_model
 from fp8ref.train.config.sections import ArchitectureConfig
 from fp8ref.train.data import documents, shards, sidecar, tokenizers
 from fp8ref.train.experiments import ablation_start, variants
@@ -319,7 +319,7 @@ def of_architecture(folder, small):
     path = folder / "config.json"
     path.write_text(json.dumps(described(LlamaConfig()) | {"auto_map": {"a": ["b"]}}))
     keys = ArchitectureConfig(kind="transformers", source=str(path))
-    return path, lambda: architecture.without_code(architecture.configuration(keys))
+    return path, lambda: user_model.without_code(user_model.configuration(keys))
 
 
 def of_weights(name):

@@ -9,8 +9,6 @@ import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +17,7 @@ from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.spec.llama import LlamaConfig
+from fp8ref.train.config import user_model
 from fp8ref.train.config.sections import (
     ArchitectureConfig,
     DataConfig,
@@ -27,32 +26,10 @@ from fp8ref.train.config.sections import (
     ParallelConfig,
     RunConfig,
 )
-
-_NAMES_CODE = (
-    "auto_map",
-    "attn_implementation",
-    "experts_implementation",
-    "custom_pipelines",
-    "trust_remote_code",
-)
-"""Keys of config.json that name code, next to private ones, such as _attn_implementation."""
+from fp8ref.train.config.user_model import Shapes
 
 BACKEND = {"transformers": "torch", "torch": "torch", "nnx": "jax"}
 """{kind of a user's model: the backend that trains it}."""
-
-
-_TRUSTED: set[str] = set()
-"""The modules that ``imported`` may import; by the name of the module, whose code runs on import.
-"""
-
-
-def trust(source: str) -> None:
-    """Let this process import the module of an import path ``package.module:name``, and call what
-    it names.
-
-    A config or a run directory may come from a stranger, so nothing is imported before.
-    """
-    _TRUSTED.add(source.partition(":")[0])
 
 
 class Sections(Protocol):
@@ -92,23 +69,6 @@ class Sections(Protocol):
     def run(self) -> RunConfig:
         """Length, seed and initial weights."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shapes:
-    """A model's parameters and linears.
-
-    kind        the class that was built, for the manifest.
-    parameters  {name: shape}, each once, where modules share it.
-    linears     {path: (N, K)} of what a recipe may convert, in the model's order.
-    heads       the linears that stay in high precision unless fp8_fqns names them: those of the
-                logits.
-    """
-
-    kind: str
-    parameters: Mapping[str, tuple[int, ...]]
-    linears: Mapping[str, tuple[int, int]]
-    heads: tuple[str, ...]
 
 
 def shapes(config: Sections) -> Shapes:
@@ -151,12 +111,15 @@ def described(config: Sections) -> dict[str, Any]:
         return {}
     if keys.kind == "transformers":
         try:
-            held = files.read_bytes(config_file(keys))
+            held = files.read_bytes(user_model.config_file(keys))
         except (OSError, ValueError) as error:
-            raise ConfigError(_no_configuration(keys, error)) from error
-        return {"sha256": hashlib.sha256(held).hexdigest(), "config": configuration(keys)}
+            raise ConfigError(user_model.no_configuration(keys, error)) from error
+        return {
+            "sha256": hashlib.sha256(held).hexdigest(),
+            "config": user_model.configuration(keys),
+        }
     source = keys.source or ""
-    made = imported(source)
+    made = user_model.imported(source)
     modules = [
         source.partition(":")[0],
         *([made.__module__] if inspect.isroutine(made) or inspect.isclass(made) else []),
@@ -164,30 +127,6 @@ def described(config: Sections) -> dict[str, Any]:
     paths = dict.fromkeys(getattr(sys.modules.get(name), "__file__", None) for name in modules)
     held = b"\0".join(Path(path).read_bytes() for path in paths if path and Path(path).is_file())
     return {"sha256": hashlib.sha256(held).hexdigest()} if held else {}
-
-
-def config_file(keys: ArchitectureConfig) -> Path:
-    """config.json of kind 'transformers'."""
-    path = Path(keys.source or "")
-    return path / "config.json" if path.is_dir() else path
-
-
-def configuration(keys: ArchitectureConfig) -> dict[str, Any]:
-    """The content of config.json of kind 'transformers'.
-
-    Raises:   ConfigError: it cannot be read, or is no JSON object.
-    """
-    try:
-        return files.read_object(config_file(keys))
-    except (OSError, ValueError) as error:
-        raise ConfigError(_no_configuration(keys, error)) from error
-
-
-def _no_configuration(keys: ArchitectureConfig, error: Exception) -> str:
-    return (
-        f"architecture.source {keys.source!r} is no configuration of transformers ({error}). "
-        "Name a directory with config.json, or the file."
-    )
 
 
 def faults(config: Sections) -> list[str]:
@@ -254,44 +193,3 @@ def require_llama(config: Sections, who: str) -> None:
             f"{who} takes the trainer's own Llama, whose layers it knows; got architecture.kind "
             f"{config.architecture.kind!r}. Leave out architecture.*."
         )
-
-
-def imported(source: str):
-    """What an import path ``package.module:name`` names.
-
-    Raises:   ConfigError: a module that ``trust`` was not called for; no such module or name.
-    """
-    module, _, name = source.partition(":")
-    if module not in _TRUSTED:
-        raise ConfigError(
-            f"architecture.source {source!r} is code, which would be imported and called. Read "
-            "it, then add --trust; in Python, call "
-            f"fp8ref.train.config.architecture.trust({source!r})."
-        )
-    try:
-        found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # whatever a user's code raises
-        raise ConfigError(
-            f"architecture.source {source!r} cannot be imported ({type(error).__name__}: "
-            f"{error}). Name module:function, of a module on PYTHONPATH."
-        ) from error
-    return found
-
-
-def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of transformers without the keys by which transformers downloads or imports
-    code: kernels, modules of a hub.
-    """
-
-    def kept(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {
-                key: kept(one)
-                for key, one in value.items()
-                if not (key.startswith("_") or key in _NAMES_CODE)
-            }
-        return [kept(one) for one in value] if isinstance(value, list) else value
-
-    return kept(config)

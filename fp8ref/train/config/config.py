@@ -31,7 +31,7 @@ from fp8ref.spec.attention import variants as attention
 from fp8ref.spec.attention.variants import Variant
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train.config import architecture as architectures
-from fp8ref.train.config import checks
+from fp8ref.train.config import checks, user_model
 from fp8ref.train.config import schedule as schedules
 from fp8ref.train.config.schedule import Phase, Schedule
 from fp8ref.train.config.sections import (
@@ -181,7 +181,7 @@ class Config:
         )
 
     @property
-    def shapes(self) -> architectures.Shapes:
+    def shapes(self) -> user_model.Shapes:
         """The names and shapes of the model's parameters and linears; a user's model is built for
         them once.
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from fp8ref.recipe import RECIPES, trained_recipes
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError, NonFiniteError
-from fp8ref.train.config import architecture
 from fp8ref.train.config import config as configs
+from fp8ref.train.config import user_model
 from fp8ref.train.config.config import Config
 from fp8ref.train.run import log, run_dir
 
@@ -198,7 +198,7 @@ def _train(config: str, backend: str, out: str) -> str:
 
     made = configs.from_dict(json.loads(config))
     if made.architecture.source:
-        architecture.trust(made.architecture.source)  # the parent has imported it, to plan the run
+        user_model.trust(made.architecture.source)  # the parent has imported it, to plan the run
     try:
         lines = loop.train(made, backend, Path(out), resume=True)
     except NonFiniteError as error:

@@ -19,7 +19,7 @@ from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.spec.llama import LlamaConfig
-from fp8ref.train.config import architecture
+from fp8ref.train.config import architecture, user_model
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
 from fp8ref.train.models import hugging_face
@@ -301,7 +301,7 @@ def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]])
 def _hugging_face(config: Config) -> dict[str, Any]:
     """The content of config.json."""
     if config.architecture.kind == "transformers":
-        safe = architecture.without_code(architecture.configuration(config.architecture))
+        safe = user_model.without_code(user_model.configuration(config.architecture))
         return {
             key: value for key, value in safe.items() if key not in ("dtype", "torch_dtype")
         } | {"dtype": "float32"}

@@ -8,7 +8,7 @@ import pytest
 from fp8ref.recipe import RECIPES
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train import loop
-from fp8ref.train.config import architecture
+from fp8ref.train.config import architecture, user_model
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import ArchitectureConfig
@@ -118,9 +118,9 @@ def test_who_knows_the_layers_of_the_trainer_s_own_alone_says_so():
 
 @pytest.mark.parametrize("source", ["absent_module:Model", "own_torch_models:Absent"])
 def test_what_cannot_be_imported_is_named(source, monkeypatch):
-    monkeypatch.setattr(architecture, "_TRUSTED", {source.partition(":")[0]})
+    monkeypatch.setattr(user_model, "_TRUSTED", {source.partition(":")[0]})
     with pytest.raises(ConfigError, match=f"architecture.source '{source}' cannot be imported"):
-        architecture.imported(source)
+        user_model.imported(source)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def foreign(tmp_path, monkeypatch):
         "own_torch_models import Tied\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(architecture, "_TRUSTED", set())
+    monkeypatch.setattr(user_model, "_TRUSTED", set())
     yield {"kind": "torch", "source": "foreign_model:Tied"}, tmp_path / "ran"
     sys.modules.pop("foreign_model", None)
 
@@ -148,7 +148,7 @@ def test_nothing_is_imported_before_it_is_trusted(foreign):  # T-10
         ):
             use()
     assert not ran.exists()
-    architecture.trust("foreign_model:Tied")
+    user_model.trust("foreign_model:Tied")
     assert custom(keys).shapes.kind == "own_torch_models.Tied"
     assert ran.exists()
 
@@ -156,11 +156,11 @@ def test_nothing_is_imported_before_it_is_trusted(foreign):  # T-10
 def test_a_module_that_raises_is_named(tmp_path, monkeypatch):
     (tmp_path / "raising_model.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    architecture.trust("raising_model:Made")
+    user_model.trust("raising_model:Made")
     with pytest.raises(
         ConfigError, match=r"cannot be imported \(ZeroDivisionError: division by zero\)"
     ):
-        architecture.imported("raising_model:Made")
+        user_model.imported("raising_model:Made")
 
 
 def test_keys_that_name_code_leave_a_config_json():  # K-7, T-10
@@ -182,7 +182,7 @@ def test_keys_that_name_code_leave_a_config_json():  # K-7, T-10
         "text_config": {"head_dim": 16},
         "parts": [{}],
     }
-    assert architecture.without_code(given) == kept
+    assert user_model.without_code(given) == kept
 
 
 def test_a_kernel_of_a_hub_is_not_asked_for(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from made_runs import begin, contents, finished
 
 from fp8ref.shared.errors import ConfigError
-from fp8ref.train.config import architecture as architectures
+from fp8ref.train.config import user_model
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import ArchitectureConfig
 from fp8ref.train.run import log, run_dir
@@ -360,7 +360,7 @@ def test_another_content_of_the_architecture_s_source_is_refused(
         edited = tmp_path / "edited_model.py"
         edited.write_text("from own_torch_models import Tied as Made\n")
         architecture = ArchitectureConfig(kind="torch", source="edited_model:Made")
-        architectures.trust("edited_model:Made")
+        user_model.trust("edited_model:Made")
     else:
         architecture, edited = own_configurations.transformers(tmp_path), tmp_path / "config.json"
     config = Config(architecture=architecture, data=small.data, run=small.run)

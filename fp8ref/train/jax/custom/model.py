@@ -9,9 +9,9 @@ from flax import nnx
 
 from fp8ref.jax import flax as fj
 from fp8ref.shared.errors import ConfigError
-from fp8ref.train.config import architecture
-from fp8ref.train.config.architecture import Shapes
+from fp8ref.train.config import user_model
 from fp8ref.train.config.sections import ArchitectureConfig
+from fp8ref.train.config.user_model import Shapes
 from fp8ref.train.jax.custom import probe
 
 
@@ -23,7 +23,7 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nnx.Module
               numbers or batch statistics, which have no place in a step.
     """
     try:
-        made = architecture.imported(keys.source or "")(vocab_size=vocab_size, rngs=nnx.Rngs(seed))
+        made = user_model.imported(keys.source or "")(vocab_size=vocab_size, rngs=nnx.Rngs(seed))
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's code raises

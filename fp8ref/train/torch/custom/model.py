@@ -11,9 +11,9 @@ from torch.nn.parameter import is_lazy
 import fp8ref.torch  # noqa: F401  # before transformers, which loads torchao: its warnings are hidden there
 from fp8ref.shared.errors import ConfigError
 from fp8ref.torch.experts import layer as grouped_linear
-from fp8ref.train.config import architecture
-from fp8ref.train.config.architecture import Shapes
+from fp8ref.train.config import user_model
 from fp8ref.train.config.sections import ArchitectureConfig
+from fp8ref.train.config.user_model import Shapes
 from fp8ref.train.torch.custom import probe
 
 
@@ -35,7 +35,7 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nn.Module:
             made = (
                 _transformers(keys)
                 if keys.kind == "transformers"
-                else architecture.imported(keys.source or "")(vocab_size=vocab_size)
+                else user_model.imported(keys.source or "")(vocab_size=vocab_size)
             )
         except ConfigError:
             raise
@@ -92,7 +92,7 @@ def _transformers(keys: ArchitectureConfig) -> nn.Module:
             "architecture.kind 'transformers' needs transformers. Install it with: pip install "
             "transformers"
         ) from error
-    given = architecture.without_code(architecture.configuration(keys))
+    given = user_model.without_code(user_model.configuration(keys))
     try:
         config = transformers.AutoConfig.for_model(**given)
     except Exception as error:  # whatever a class of transformers says of its own keys
