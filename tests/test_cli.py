@@ -5,11 +5,11 @@ import subprocess
 import sys
 import time
 
-import made_runs
 import numpy as np
 import pytest
 import tomli_w
-from fakes import FakeTrainer
+from helpers.training import made_runs
+from helpers.training.fakes import FakeTrainer
 
 import fp8ref
 from fp8ref import cli

@@ -100,16 +100,19 @@ def test_its_outputs_name_no_directory_of_the_machine_that_executed_it(path):
 def said(path: Path) -> list[list[str]]:
     """What each cell's outputs are: pictures by their kind, text without its numbers, which hang on
     the machine's own text and on its sums' order, and without its line ends, which hang on how wide
-    those numbers are. Nothing of cells about the machine's own CPU, tagged ``this-cpu``."""
+    those numbers are. Nothing of cells about the machine's own CPU, tagged ``this-cpu``. Of cells
+    whose rows are in the order of such numbers, tagged ``ranked``, the words without their order.
+    """
     found = []
     for cell in code_cells(path):
         if "this-cpu" in cell.metadata.get("tags", ()):
             continue
         texts = [re.sub(r"[-+]?\d[\d,.]*", "#", text(output)) for output in cell.outputs]
         kinds = [",".join(sorted(output.get("data", {}))) for output in cell.outputs]
-        found.append(
-            [f"{kind} {' '.join(t.split())}" for kind, t in zip(kinds, texts, strict=True)]
-        )
+        words = [t.split() for t in texts]
+        if "ranked" in cell.metadata.get("tags", ()):
+            words = [sorted(each) for each in words]
+        found.append([" ".join([kind, *each]) for kind, each in zip(kinds, words, strict=True)])
     return found
 
 

@@ -117,7 +117,7 @@ on a machine of two processors that others used too, and those that the processo
 STATES = """\
 ## Optimizer states
 
-A step of AdamW of one float32 matrix of 4096 x 4096 by optax and by `fp8ref.jax.states.states.step`, weights and states donated. Bytes a parameter are
+A step of AdamW of one float32 matrix of 4096 x 4096 by optax and by `fp8ref.jax.states.step`, weights and states donated. Bytes a parameter are
 what kernels read and write; those that must move are the weight twice, its gradient, and both moments twice. A scale of a whole tensor
 needs the exact amax first: what makes it must be read once more. Layouts with a master of their own have it in the weight's place: no
 parameter is kept. Where both moments share scales by blocks of exact amaxes, the step is one Pallas kernel: XLA's own would read twice what a

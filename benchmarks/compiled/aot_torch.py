@@ -120,7 +120,7 @@ a last column was generated without Triton."""
 STATES = """\
 ## Optimizer states
 
-A step of `fp8ref.torch.states.states.AdamW(compiled=True)` of a float32 matrix of 4096 x 4096, by the layout of its moments. Bytes a parameter are what
+A step of `fp8ref.torch.states.AdamW(compiled=True)` of a float32 matrix of 4096 x 4096, by the layout of its moments. Bytes a parameter are what
 kernels read and write; those that must move are the weight twice, its gradient, and both moments twice. A scale of a whole tensor needs the
 exact amax first: the gradient and such moments must be read once more.
 

@@ -26,7 +26,7 @@ from torch.distributed import _functional_collectives  # noqa: F401  defines the
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from ranks import run
+from helpers.processes.ranks import run
 
 from fp8ref.crosscheck import bounds
 from fp8ref.recipe import by_name

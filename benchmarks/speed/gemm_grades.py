@@ -30,7 +30,7 @@ def main() -> None:
     if known.quantizers:
         quantizers()
         return
-    from graded_gemms import PLANTED
+    from helpers.gemm.graded_gemms import PLANTED
 
     unknown = [name for name in known.names if name not in PLANTED]
     if unknown:
@@ -47,8 +47,8 @@ def main() -> None:
 
 def quantizers() -> None:
     """The times of quantizers."""
-    import fp4_libraries
-    import planted_quantizers as planted
+    from helpers.quantize import fp4_libraries
+    from helpers.quantize import planted_quantizers as planted
 
     table = Table("quantizer", "seconds", "verdict")
     given = [

@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 
-import made_runs
 import pytest
+from helpers.training import made_runs
 
 from fp8ref import cli
 from fp8ref.train.config import architecture, user_model
@@ -23,7 +23,7 @@ def foreign(tmp_path, monkeypatch, small):
     """
     (tmp_path / "stranger_model.py").write_text(
         f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\nfrom "
-        "own_torch_models import Tied\n"
+        "helpers.models.own_torch_models import Tied\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(user_model, "_TRUSTED", {"stranger_model"})
@@ -156,7 +156,7 @@ def test_what_is_imported_is_said_before(foreign, monkeypatch, capsys, arguments
     """
     monkeypatch.chdir(foreign)
     (foreign / "stranger_model.py").write_text(
-        "import sys\nprint('the module runs', file=sys.stderr)\nfrom own_torch_models import "
+        "import sys\nprint('the module runs', file=sys.stderr)\nfrom helpers.models.own_torch_models import "
         "Absent\n"
     )
     assert cli.main(arguments) == 2

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from fp4_libraries import torchao_mx, torchao_nvfp4, torchao_nvfp4_one_level
+from helpers.quantize.fp4_libraries import torchao_mx, torchao_nvfp4, torchao_nvfp4_one_level
 
 from fp8ref.conformance.require import require_cast, require_quantized, require_scales
 from fp8ref.formats import E2M1FN

@@ -1,9 +1,9 @@
 import threading
 
 import pytest
-import rank_jobs
-import ranks as of_test_files
 import torch
+from helpers.processes import rank_jobs
+from helpers.processes import ranks as of_test_files
 from torch import distributed
 
 from fp8ref.crosscheck import process_group

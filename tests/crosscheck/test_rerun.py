@@ -3,8 +3,8 @@ import re
 
 import numpy as np
 import pytest
-import ranks
 import torch
+from helpers.processes import ranks
 from torch import distributed
 from torchao.float8 import float8_utils
 

@@ -3,8 +3,8 @@ import json
 
 import numpy as np
 import pytest
-import rank_jobs
 import tomli_w
+from helpers.processes import rank_jobs
 
 from fp8ref import cli
 from fp8ref.crosscheck import fsdp_run, process_group, sharded_torch

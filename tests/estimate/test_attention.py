@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-import sizes
 import torch
+from helpers.models import sizes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8ref.estimate import attention, memory, report, roofline, traffic

@@ -2,7 +2,7 @@ import io
 import re
 
 import pytest
-import sizes
+from helpers.models import sizes
 from rich.console import Console
 
 from fp8ref.estimate import dry_run, memory

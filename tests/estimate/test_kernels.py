@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-import sizes
+from helpers.models import sizes
 
 from fp8ref.estimate import kernels, linear_place, roofline
 from fp8ref.estimate.kernels import Kernel

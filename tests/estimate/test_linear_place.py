@@ -1,9 +1,9 @@
-"""Where a linear is, by hand from the sizes in tests/sizes.py: 2 layers, 8 sequences of 32 tokens,
+"""Where a linear is, by hand from the sizes in tests/helpers/models/sizes.py: 2 layers, 8 sequences of 32 tokens,
 256 words.
 """
 
 import pytest
-import sizes
+from helpers.models import sizes
 
 from fp8ref.estimate import linear_place
 

@@ -1,14 +1,14 @@
-"""Counted by hand from the sizes in tests/sizes.py."""
+"""Counted by hand from the sizes in tests/helpers/models/sizes.py."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-import sizes
 import torch
-from live_bytes import LiveBytes
-from ranks import run
+from helpers.models import sizes
+from helpers.processes.live_bytes import LiveBytes
+from helpers.processes.ranks import run
 
 from fp8ref.estimate import activations, memory
 from fp8ref.spec.llama import LlamaConfig

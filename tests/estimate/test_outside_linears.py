@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-import sizes
+from helpers.models import sizes
 
 from fp8ref.estimate import linear_place, outside_linears, roofline
 from fp8ref.estimate.gpu_rates import PUBLISHED

@@ -2,7 +2,7 @@ import dataclasses
 import math
 
 import pytest
-import sizes
+from helpers.models import sizes
 
 from fp8ref.estimate import report, roofline
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED

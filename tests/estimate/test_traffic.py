@@ -1,9 +1,9 @@
-"""Counted by hand from the sizes in tests/sizes.py."""
+"""Counted by hand from the sizes in tests/helpers/models/sizes.py."""
 
 import dataclasses
 
 import pytest
-import sizes
+from helpers.models import sizes
 
 from fp8ref.estimate import traffic
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from histories import CONFIGS, ROLES, margin, recipe_of
+from helpers.training.histories import CONFIGS, ROLES, margin, recipe_of
 
 from fp8ref.formats import BFLOAT16, FLOAT32
 from fp8ref.jax import delayed

@@ -4,6 +4,7 @@ meshes.
 
 import numpy as np
 import pytest
+from helpers.processes import rank_jobs, ranks
 
 from fp8ref.crosscheck import one_device
 from fp8ref.crosscheck.attention import attention
@@ -16,7 +17,6 @@ from fp8ref.spec.attention.variants import GRADIENT_ROLES, ROLES, VARIANTS
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 from fp8ref.train.run import train_state
-from tests import rank_jobs, ranks
 
 LAYER = "model.layers.0.self_attn"
 ALL = (*ROLES, *GRADIENT_ROLES)

@@ -2,11 +2,11 @@
 
 import math
 
-import attention_cases as cases
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers.attention import attention_cases as cases
 
 from fp8ref.jax.attention import attention as fj
 from fp8ref.sim.attention import attention as sim

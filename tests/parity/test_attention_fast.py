@@ -4,11 +4,11 @@ its bound (spec A-18).
 JAX's is held to the same bound in test_attention_jax.py, where ``fast`` is one of two forms.
 """
 
-import attention_cases as cases
 import jax
 import numpy as np
 import pytest
 import torch
+from helpers.attention import attention_cases as cases
 
 from fp8ref.jax.attention import attention as jax_attention
 from fp8ref.sim.attention import attention as sim

@@ -4,10 +4,10 @@ sums are exact, else bounds.
 
 import functools
 
-import attention_cases as cases
 import jax
 import numpy as np
 import pytest
+from helpers.attention import attention_cases as cases
 
 from fp8ref.jax.attention import attention
 from fp8ref.sim.attention import attention as sim

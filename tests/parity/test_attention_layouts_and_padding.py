@@ -1,11 +1,11 @@
 """Tokens before heads, and padding, in the simulator and both backends (spec A-3)."""
 
-import attention_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from helpers.attention import attention_cases as cases
 
 from fp8ref.jax.attention import attention as fj
 from fp8ref.sim.attention import attention as sim

@@ -2,11 +2,11 @@
 in the fast one (spec A-22, A-23).
 """
 
-import attention_cases as cases
 import jax
 import numpy as np
 import pytest
 import torch
+from helpers.attention import attention_cases as cases
 
 from fp8ref.jax.attention import attention as jax_attention
 from fp8ref.jax.attention import sinks as attention_sinks

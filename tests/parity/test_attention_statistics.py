@@ -7,8 +7,7 @@ import math
 import jax
 import numpy as np
 import pytest
-import rank_jobs
-import ranks
+from helpers.processes import rank_jobs, ranks
 
 from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.jax.attention import attention as attention_jax

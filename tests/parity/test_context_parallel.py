@@ -4,6 +4,7 @@ import io
 
 import numpy as np
 import pytest
+from helpers.processes import ranks
 from rich.console import Console
 
 from fp8ref.crosscheck.operands import observe
@@ -14,7 +15,6 @@ from fp8ref.train import loop
 from fp8ref.train.config import device_shapes
 from fp8ref.train.data import loader
 from fp8ref.train.torch.trainer import Trainer
-from tests import ranks
 
 LAYER = "model.layers.0.self_attn"
 

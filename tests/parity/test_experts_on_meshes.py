@@ -7,7 +7,7 @@ import io
 
 import numpy as np
 import pytest
-from ranks import run
+from helpers.processes.ranks import run
 from rich.console import Console
 
 from fp8ref.estimate import dry_run

@@ -5,11 +5,11 @@ Q-14).
 import json
 from pathlib import Path
 
-import gradient_cases as cases
 import jax
 import numpy as np
 import pytest
-from ranks import run
+from helpers.processes.ranks import run
+from helpers.training import gradient_cases as cases
 
 from fp8ref.formats import BFLOAT16
 from fp8ref.shared.errors import ConfigError

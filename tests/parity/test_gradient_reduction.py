@@ -2,10 +2,10 @@
 (spec P-21, P-25).
 """
 
-import gradient_cases as cases
 import numpy as np
 import pytest
-from ranks import run
+from helpers.processes.ranks import run
+from helpers.training import gradient_cases as cases
 from torch import distributed
 
 from fp8ref.formats import BFLOAT16

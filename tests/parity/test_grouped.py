@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from grouped_cases import (
+from helpers.gemm.grouped_cases import (
     DYNAMIC,
     EVERY,
     GEMMS,

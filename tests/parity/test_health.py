@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from given_gradients import configured, fed
+from helpers.training.given_gradients import configured, fed
 
 from fp8ref.sim.states import health as simulated
 from fp8ref.sim.states import states as sim

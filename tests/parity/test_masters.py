@@ -2,13 +2,13 @@
 and weights in FP8 (O-16).
 """
 
-import given_gradients
 import jax
 import numpy as np
 import pytest
-from given_gradients import BACKENDS, fed
+from helpers.states.state_layouts import differing
+from helpers.training import given_gradients
+from helpers.training.given_gradients import BACKENDS, fed
 from safetensors.numpy import load_file
-from state_layouts import differing
 
 from fp8ref.estimate import memory
 from fp8ref.shared.errors import ConfigError

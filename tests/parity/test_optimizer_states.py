@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from given_gradients import BACKENDS, configured, fed
-from state_layouts import differing
+from helpers.states.state_layouts import differing
+from helpers.training.given_gradients import BACKENDS, configured, fed
 
 from fp8ref.estimate import memory
 from fp8ref.shared.errors import ConfigError

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers.processes import ranks
 
 from fp8ref.crosscheck import one_device
 from fp8ref.shared.errors import ConfigError
@@ -9,7 +10,6 @@ from fp8ref.spec import llama
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 from fp8ref.train.models import export, hugging_face
-from tests import ranks
 
 KEYS = {"attention_softcap": 3.0, "attention_sinks": True}
 SINKS = "model.layers.0.self_attn.sinks"

@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from fakes import FakeTrainer
+from helpers.training.fakes import FakeTrainer
 from rich.console import Console
 
 from fp8ref.shared import console as consoles

@@ -14,11 +14,11 @@ import tracemalloc
 import zipfile
 from pathlib import Path
 
-import made_runs
 import numpy as np
 import pytest
 import tomli_w
-from fakes import FakeTrainer
+from helpers.training import made_runs
+from helpers.training.fakes import FakeTrainer
 from safetensors.numpy import save_file
 
 from fp8ref.conformance.gemm import recording as gemm_recording

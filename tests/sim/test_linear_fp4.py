@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from fp4_libraries import transformer_engine
+from helpers.quantize.fp4_libraries import transformer_engine
 
 from fp8ref.formats import BFLOAT16, E2M1FN, E4M3FN
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe

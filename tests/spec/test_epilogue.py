@@ -5,9 +5,9 @@ differ.
 import dataclasses
 from fractions import Fraction
 
-import exact
 import numpy as np
 import pytest
+from helpers.gemm import exact
 
 from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT16, FLOAT32
 from fp8ref.sim.gemm import gemm

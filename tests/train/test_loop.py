@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes import FakeTrainer
-from made_runs import begin
+from helpers.training.fakes import FakeTrainer
+from helpers.training.made_runs import begin
 
 from fp8ref.shared.errors import ConfigError, LostRunError, NonFiniteError, StoppedError
 from fp8ref.train import loop

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 
 import numpy as np
-import planted_attention
 import pytest
+from helpers.attention import planted_attention
 
 from fp8ref.conformance.attention import decisions, probe
 from fp8ref.sim.attention import attention

@@ -9,8 +9,8 @@ import math
 import re
 
 import numpy as np
-import planted_attention
 import pytest
+from helpers.attention import planted_attention
 
 from fp8ref.conformance.attention import identify_attention, require_attention
 from fp8ref.sim.attention import attention

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import planted_casts as planted
 import pytest
 import torch
+from helpers.quantize import planted_casts as planted
 
 from fp8ref.conformance import exhaustive, identify_cast
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, DoubleRounding

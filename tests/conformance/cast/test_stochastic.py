@@ -6,8 +6,8 @@ import json
 
 import ml_dtypes
 import numpy as np
-import planted_casts as planted
 import pytest
+from helpers.quantize import planted_casts as planted
 
 from fp8ref.conformance import identify_cast
 from fp8ref.conformance.kit.subject import ConformanceError

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from planted_gemms import planted_gemm
+from helpers.gemm.planted_gemms import planted_gemm
 
 from fp8ref.conformance.gemm import identify_gemm
 from fp8ref.conformance.gemm.epilogues import candidates

@@ -5,9 +5,9 @@ simulator's is said to be none of its.
 import dataclasses
 from itertools import product
 
-import mma_integers
 import numpy as np
 import pytest
+from helpers.gemm import mma_integers
 
 from fp8ref.conformance.gemm import instruction
 from fp8ref.formats import E4M3FN, E5M2

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from planted_gemms import check_planted, plan, planted_gemm
+from helpers.gemm.planted_gemms import check_planted, plan, planted_gemm
 
 from fp8ref.conformance.gemm import identify_gemm, plans
 from fp8ref.formats import BFLOAT16

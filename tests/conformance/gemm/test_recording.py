@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from planted_gemms import planted_gemm
+from helpers.gemm.planted_gemms import planted_gemm
 
 from fp8ref.conformance.gemm import identify_gemm, instruction, recording
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from planted_gemms import planted_gemm
+from helpers.gemm.planted_gemms import planted_gemm
 
 from fp8ref.conformance.gemm import identify_gemm
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError, ScaledGemm, operand, rows_of

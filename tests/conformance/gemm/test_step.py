@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from planted_gemms import HOPPER, check_planted, plan, planted_gemm
+from helpers.gemm.planted_gemms import HOPPER, check_planted, plan, planted_gemm
 
 from fp8ref.conformance.gemm import identify_gemm
 from fp8ref.formats import E4M3FN, E5M2

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import planted_casts
-import planted_quantizers
 import pytest
 import torch
+from helpers.quantize import planted_casts, planted_quantizers
 
 from fp8ref.conformance.kit import subject as subjects
 from fp8ref.conformance.kit.subject import RefusedError

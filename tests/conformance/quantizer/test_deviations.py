@@ -4,8 +4,8 @@ after them.
 
 import ml_dtypes
 import numpy as np
-import planted_quantizers as planted
 import pytest
+from helpers.quantize import planted_quantizers as planted
 
 from fp8ref.conformance import identify_quantizer
 from fp8ref.conformance.inputs import quantizer_inputs

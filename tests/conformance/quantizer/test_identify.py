@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import planted_quantizers as planted
 import pytest
 import torch
 from flax.linen import fp8_ops
+from helpers.quantize import planted_quantizers as planted
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig

@@ -4,10 +4,10 @@ place or stride.
 
 import jax.numpy as jnp
 import numpy as np
-import planted_kernels as planted
-import planted_quantizers
 import pytest
 import torch
+from helpers.quantize import planted_kernels as planted
+from helpers.quantize import planted_quantizers
 
 from fp8ref.conformance import identify_quantizer
 from fp8ref.conformance.kit import subject

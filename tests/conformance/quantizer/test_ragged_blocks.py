@@ -1,8 +1,8 @@
 """Quantizers that are right in whole blocks, and wrong in a ragged last one."""
 
 import numpy as np
-import planted_quantizers as planted
 import pytest
+from helpers.quantize import planted_quantizers as planted
 
 from fp8ref.conformance import identify_quantizer
 from fp8ref.conformance.quantizer import ragged_blocks

@@ -1,8 +1,8 @@
 """Vectors of attention, for programs in any language (spec A)."""
 
 import numpy as np
-import planted_attention
 import pytest
+from helpers.attention import planted_attention
 
 from fp8ref.conformance.vectors import attention as asked
 from fp8ref.conformance.vectors.operations import generate, judge

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-import sizes
+from helpers.models import sizes
 
 from fp8ref.estimate.collectives import collectives
 from fp8ref.spec.llama import LlamaConfig

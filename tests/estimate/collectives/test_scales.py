@@ -1,10 +1,10 @@
-"""Amaxes and scales that devices share, by hand from the sizes in tests/sizes.py;
+"""Amaxes and scales that devices share, by hand from the sizes in tests/helpers/models/sizes.py;
 ``test_collectives`` compares compiled programs.
 """
 
 import collections
 
-import sizes
+from helpers.models import sizes
 
 from fp8ref.estimate.collectives import scales as scale_collectives
 

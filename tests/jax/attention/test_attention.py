@@ -5,11 +5,11 @@ its bits.
 import dataclasses
 import functools
 
-import attention_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.attention import attention_cases as cases
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 

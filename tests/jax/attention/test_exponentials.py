@@ -4,10 +4,10 @@ A-5, A-7, A-11, A-22).
 
 from fractions import Fraction
 
-import exact
 import jax
 import numpy as np
 import pytest
+from helpers.gemm import exact
 
 from fp8ref.jax.attention import exponentials as elementary
 from fp8ref.sim.attention import exponentials as sim

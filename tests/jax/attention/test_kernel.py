@@ -145,7 +145,7 @@ def test_the_call_has_the_operands_and_scales_of_the_variant(monkeypatch):  # A-
 REFUSED = [
     (
         {"platform": "cpu"},
-        r"needs an NVIDIA GPU; this program is for cpu. Use fp8ref.jax.attention.attention",
+        r"needs an NVIDIA GPU; this program is for cpu. Use fp8ref.jax.attention",
     ),
     ({"variant": "mxfp8"}, r"the variant 'cudnn'; got 'mxfp8'"),
     (
@@ -290,13 +290,13 @@ def test_several_devices_are_refused():  # A-20
     mapped = jax.shard_map(layer, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     with pytest.raises(
         ValueError,
-        match=r"not inside shard_map; got q along data. Use fp8ref.jax.attention.attention with "
+        match=r"not inside shard_map; got q along data. Use fp8ref.jax.attention with "
         r"over=\('data',\)",
     ):
         jax.jit(mapped)(q, k, v)
     apart = jax.device_put(k, NamedSharding(mesh, P("data")))
     with pytest.raises(
-        ValueError, match=r"of one device's part; got k on 2. Use fp8ref.jax.attention.attention"
+        ValueError, match=r"of one device's part; got k on 2. Use fp8ref.jax.attention"
     ):
         layer(q, apart, v)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"got q on 2"):
@@ -325,7 +325,7 @@ def test_a_mesh_of_a_jits_inputs_alone_is_refused_where_it_is_lowered(monkeypatc
     traced = jax.jit(layer).trace(q, k, v, other)  # shows no mesh of q, k and v
     with pytest.raises(
         ValueError,
-        match=r"of one device's part; got the program on 2. Use fp8ref.jax.attention.attention",
+        match=r"of one device's part; got the program on 2. Use fp8ref.jax.attention",
     ):
         traced.lower()
     alone = jax.ShapeDtypeStruct(other.shape, other.dtype)

@@ -3,12 +3,12 @@
 """
 
 import numpy as np
+from helpers.attention.attention_cases import integers
 
 from fp8ref.jax.attention import attention
 from fp8ref.jax.attention import output as attention_forward
 from fp8ref.jax.attention.operands import inputs as attention_inputs
 from fp8ref.spec.attention.variants import FULL
-from tests.attention_cases import integers
 
 
 def test_it_keeps_and_observes_what_is_asked_alone():

@@ -4,9 +4,9 @@ simulator's.
 
 import functools
 
-import attention_cases as cases
 import jax
 import numpy as np
+from helpers.attention import attention_cases as cases
 
 from fp8ref.jax.attention import real as real
 from fp8ref.jax.attention.operands import inputs as inputs

@@ -2,11 +2,11 @@
 P-24).
 """
 
-import gradient_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.training import gradient_cases as cases
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 

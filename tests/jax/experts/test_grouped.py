@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_cases import SIZES, TENSORS_OF_ALL, integers, simulated, tensors
+from helpers.gemm.grouped_cases import SIZES, TENSORS_OF_ALL, integers, simulated, tensors
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training import train_state
-from state_layouts import ALL, MASTERED
+from helpers.states.state_layouts import ALL, MASTERED
 
 from fp8ref.jax.states import states
 

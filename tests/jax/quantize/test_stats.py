@@ -1,8 +1,8 @@
 import jax
 import jax.numpy as jnp
-import measured
 import numpy as np
 import pytest
+from helpers.training import measured
 
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.jax.linear import linear

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.states.state_layouts import ALL, SHAPES, gradients_of, idle_and_stalling, start
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from state_layouts import ALL, SHAPES, gradients_of, idle_and_stalling, start
 
 from fp8ref.jax.states import health, states
 from fp8ref.sim.states import health as simulated

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.states.state_layouts import ALL, MASTERED, differing
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from state_layouts import ALL, MASTERED, differing
 
 from fp8ref.jax.states import kernel as adamw_kernel
 from fp8ref.jax.states import moments, states

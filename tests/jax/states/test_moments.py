@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_states import HYPER, compiled, of_parameter, trained
-from state_layouts import differing
+from helpers.states.jax_states import HYPER, compiled, of_parameter, trained
+from helpers.states.state_layouts import differing
 
 from fp8ref.jax.states import moments, states
 from fp8ref.sim.quantize import cast as sim_cast

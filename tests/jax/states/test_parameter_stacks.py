@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.states.jax_states import of_parameter
+from helpers.states.state_layouts import ALL, MASTERED, differing, gradients
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_states import of_parameter
-from state_layouts import ALL, MASTERED, differing, gradients
 
 from fp8ref.jax.linear import linear
 from fp8ref.jax.quantize import scaling

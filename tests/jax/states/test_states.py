@@ -10,10 +10,27 @@ import numpy as np
 import optax
 import pytest
 from flax.training import train_state
+from helpers.states.jax_states import (
+    HYPER,
+    compiled,
+    count,
+    of_parameter,
+    seeded,
+    simulated,
+    trained,
+)
+from helpers.states.state_layouts import (
+    ALL,
+    MASTERED,
+    NEAREST,
+    SHAPES,
+    STOCHASTIC,
+    differing,
+    gradients_of,
+    start,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_states import HYPER, compiled, count, of_parameter, seeded, simulated, trained
-from state_layouts import ALL, MASTERED, NEAREST, SHAPES, STOCHASTIC, differing, gradients_of, start
 
 from fp8ref.jax.quantize import scaling
 from fp8ref.jax.states import states

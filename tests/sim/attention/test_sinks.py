@@ -2,9 +2,9 @@
 finite differences (spec A-23).
 """
 
-import attention_sources as source
 import numpy as np
 import pytest
+from helpers.attention import attention_sources as source
 
 from fp8ref.sim.attention import attention
 from fp8ref.sim.attention import sinks as attention_sinks

@@ -2,9 +2,9 @@
 differences (spec A-22).
 """
 
-import attention_sources as source
 import numpy as np
 import pytest
+from helpers.attention import attention_sources as source
 
 from fp8ref.sim.attention import attention
 from fp8ref.sim.attention.gradients.gradients import backward

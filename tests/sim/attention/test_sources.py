@@ -1,9 +1,9 @@
 """Every variant against its source's formulas, one number at a time (spec A-2 to A-11)."""
 
-import attention_sources as source
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.attention import attention_sources as source
 
 from fp8ref.sim.attention import attention
 from fp8ref.sim.attention.operands import hadamard

@@ -1,6 +1,6 @@
-import exact
 import numpy as np
 import pytest
+from helpers.gemm import exact
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
 from fp8ref.sim.distributed import sharded_gemm, sharding

@@ -4,9 +4,9 @@ import dataclasses
 import warnings
 from itertools import product
 
-import mma_integers
 import numpy as np
 import pytest
+from helpers.gemm import mma_integers
 
 from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2
 from fp8ref.sim.gemm import accumulate, gemm

@@ -3,9 +3,9 @@
 from fractions import Fraction
 from itertools import product
 
-import exact as rationals
 import numpy as np
 import pytest
+from helpers.gemm import exact as rationals
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 

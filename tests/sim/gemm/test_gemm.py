@@ -1,9 +1,9 @@
 import warnings
 from itertools import product
 
-import exact
 import numpy as np
 import pytest
+from helpers.gemm import exact
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E8M0FNU, FLOAT16, FLOAT32, FP8_FORMATS
 from fp8ref.sim import threads

@@ -2,10 +2,9 @@
 
 from fractions import Fraction
 
-import exact
-import mma_integers
 import numpy as np
 import pytest
+from helpers.gemm import exact, mma_integers
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
 from fp8ref.sim.gemm import gemm

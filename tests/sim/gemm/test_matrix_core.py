@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from exact_steps import (
+from helpers.gemm.exact_steps import (
     accumulators,
     cut,
     drawn,

@@ -4,10 +4,10 @@ import warnings
 from itertools import product
 from pathlib import Path
 
-import mma_integers
 import numpy as np
 import pytest
-from mma_integers import ADA, BLACKWELL, HOPPER
+from helpers.gemm import mma_integers
+from helpers.gemm.mma_integers import ADA, BLACKWELL, HOPPER
 
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.sim.gemm import gemm, tensor_core

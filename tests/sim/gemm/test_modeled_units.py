@@ -6,7 +6,16 @@ from itertools import product
 
 import numpy as np
 import pytest
-from exact_steps import accumulators, cut, drawn, exponent, fractions, nearest, rounded, toward_zero
+from helpers.gemm.exact_steps import (
+    accumulators,
+    cut,
+    drawn,
+    exponent,
+    fractions,
+    nearest,
+    rounded,
+    toward_zero,
+)
 
 from fp8ref.formats import E4M3FN, E5M2, FLOAT16
 from fp8ref.sim.gemm import gemm, matrix_core, tensor_core

@@ -3,9 +3,9 @@
 import dataclasses
 from itertools import product
 
-import mma_integers
 import numpy as np
 import pytest
+from helpers.gemm import mma_integers
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16
 from fp8ref.sim.gemm import gemm, tensor_core

@@ -1,11 +1,11 @@
 import dataclasses
 from fractions import Fraction
 
-import exact
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from helpers.gemm import exact
 
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.policy import POLICIES

@@ -1,10 +1,10 @@
 import math
 from fractions import Fraction
 
-import exact
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.gemm import exact
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays

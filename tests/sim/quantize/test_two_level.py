@@ -5,7 +5,12 @@ transcribed.
 import numpy as np
 import pytest
 import torch
-from fp4_libraries import torchao_mx, torchao_nvfp4, torchao_nvfp4_one_level, transformer_engine
+from helpers.quantize.fp4_libraries import (
+    torchao_mx,
+    torchao_nvfp4,
+    torchao_nvfp4_one_level,
+    transformer_engine,
+)
 
 from fp8ref.formats import BFLOAT16, E2M1FN, E4M3FN
 from fp8ref.policy import FP4_POLICIES, ScalePolicy, TwoLevel

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from state_layouts import ALL, BLOCKS, gradients, idle_and_stalling
+from helpers.states.state_layouts import ALL, BLOCKS, gradients, idle_and_stalling
 
 from fp8ref.sim.states import health, moments, states
 from fp8ref.spec.states import layouts as data

@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+from helpers.states.sim_states import F32, SEED, assert_same, bits, run, scalars
+from helpers.states.state_layouts import ALL, TENSOR, changed, gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_states import F32, SEED, assert_same, bits, run, scalars
-from state_layouts import ALL, TENSOR, changed, gradients
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.sim.states import health, moments, states

@@ -7,10 +7,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from helpers.states.sim_states import (
+    F32,
+    HYPER,
+    LAYOUT,
+    SEED,
+    assert_same,
+    bits,
+    run,
+    scalars,
+    under,
+)
+from helpers.states.state_layouts import ALL, BLOCKS, MASTERED, gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_states import F32, HYPER, LAYOUT, SEED, assert_same, bits, run, scalars, under
-from state_layouts import ALL, BLOCKS, MASTERED, gradients
 
 from fp8ref.formats import BFLOAT16, FLOAT32
 from fp8ref.sim import delayed

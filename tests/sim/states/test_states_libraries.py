@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from sim_states import under
+from helpers.states.sim_states import under
 from torchao.optim import AdamWFp8
 
 from fp8ref.sim.states import moments, states

@@ -8,9 +8,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from compiled import said
-from ranks import run
-from syncs import Ops, Syncs
+from helpers.processes.compiled import said
+from helpers.processes.ranks import run
+from helpers.processes.syncs import Ops, Syncs
 from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from ranks import run
+from helpers.processes.ranks import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional

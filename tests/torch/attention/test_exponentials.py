@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from exact import fractions, rn32
+from helpers.gemm.exact import fractions, rn32
 
 from fp8ref.sim.attention import exponentials as sim
 from fp8ref.spec.attention.variants import ARITHMETIC

@@ -78,7 +78,7 @@ def test_given_scales_replace_those_of_the_tensors(monkeypatch):  # A-12
 
 
 REFUSED = [
-    ({}, r"needs a Hopper GPU; the tensors are on the CPU. Use fp8ref.torch.attention.attention"),
+    ({}, r"needs a Hopper GPU; the tensors are on the CPU. Use fp8ref.torch.attention"),
     ({"variant": "cudnn"}, r"FlashAttention-3 computes fa3 or fa3_promoted; got variant 'cudnn'"),
     ({"mask": Mask(causal=True, alignment="start")}, r"masks that are aligned to the end"),
     ({"scales": {"o": torch.ones(())}}, r"takes scales for q, k, v; got 'o'"),

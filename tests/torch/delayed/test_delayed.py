@@ -4,7 +4,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from histories import CONFIGS, ROLES, recipe_of
+from helpers.training.histories import CONFIGS, ROLES, recipe_of
 from torch import nn
 from torch.distributed import checkpoint
 

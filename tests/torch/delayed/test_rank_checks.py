@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from ranks import run
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from ranks import run
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -42,7 +42,7 @@ def test_a_forgotten_update_is_warned_of_then_refused(compiled):  # H-12
     step(model, optimizer, x, forward=forward)
     with pytest.warns(
         UserWarning,
-        match=r"Call fp8ref.torch.delayed.delayed.update\(model\) after each optimizer.step\(\); "
+        match=r"Call fp8ref.torch.delayed.update\(model\) after each optimizer.step\(\); "
         r"after 10 steps",
     ):
         (step(model, optimizer, x, forward=forward) if compiled else model(x))
@@ -207,7 +207,7 @@ def test_a_forgotten_update_of_frozen_linears_is_noticed():  # H-12
     )
     optimizer = torch.optim.SGD(adapter.parameters(), lr=1e-3)
     step(nn.Sequential(adapter, model), optimizer, x)
-    with pytest.warns(UserWarning, match="Call fp8ref.torch.delayed.delayed.update"):
+    with pytest.warns(UserWarning, match="Call fp8ref.torch.delayed.update"):
         model(adapter(x))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from compiled import matrix, said
-from ranks import run
+from helpers.processes.compiled import matrix, said
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 

@@ -8,8 +8,8 @@ import math
 
 import pytest
 import torch
-from ranks import run
-from sharded_models import RANKS, batch, plain, sharded
+from helpers.models.sharded_models import RANKS, batch, plain, sharded
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

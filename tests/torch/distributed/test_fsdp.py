@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from ranks import run
-from sharded_models import POW2, RANKS, batch, equal, plain, sharded, trained
+from helpers.models.sharded_models import POW2, RANKS, batch, equal, plain, sharded, trained
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh

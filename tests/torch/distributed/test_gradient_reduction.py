@@ -4,12 +4,12 @@ P-25).
 
 import functools
 
-import gradient_cases as cases
 import numpy as np
 import pytest
 import torch
-from ranks import run
-from sharded_models import batch, plain, sharded
+from helpers.models.sharded_models import batch, plain, sharded
+from helpers.processes.ranks import run
+from helpers.training import gradient_cases as cases
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

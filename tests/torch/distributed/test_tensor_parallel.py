@@ -3,8 +3,7 @@ import itertools
 
 import pytest
 import torch
-from ranks import run
-from tensor_models import (
+from helpers.models.tensor_models import (
     CONFIG,
     build,
     exact,
@@ -14,6 +13,7 @@ from tensor_models import (
     some_tokens,
     whole,
 )
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

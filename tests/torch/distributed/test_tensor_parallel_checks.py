@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 import torch
-from ranks import run
-from tensor_models import CONFIG, build, mesh, some_tokens
+from helpers.models.tensor_models import CONFIG, build, mesh, some_tokens
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -4,8 +4,7 @@ where torchao's mean it.
 
 import pytest
 import torch
-from ranks import run
-from tensor_models import (
+from helpers.models.tensor_models import (
     Watch,
     build,
     exact,
@@ -15,6 +14,7 @@ from tensor_models import (
     some_gradient,
     some_tokens,
 )
+from helpers.processes.ranks import run
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ranks import run
-from tensor_models import GATHER, Watch, build, mesh, some_tokens
+from helpers.models.tensor_models import GATHER, Watch, build, mesh, some_tokens
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 from torchao.float8.float8_training_tensor import (

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from grouped_cases import OFFS, integers
+from helpers.gemm.grouped_cases import OFFS, integers
 
 from fp8ref.formats import E4M3FN
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe

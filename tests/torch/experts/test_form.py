@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from experts_mixture import mixture
+from helpers.models.experts_mixture import mixture
 from torch import distributed
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh

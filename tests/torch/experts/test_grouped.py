@@ -3,8 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from grouped_cases import GEMMS, OFFS, integers, name_of, operands, parts, simulated, tensors
-from grouped_kernel import ScaledGroupedMm
+from helpers.gemm.grouped_cases import (
+    GEMMS,
+    OFFS,
+    integers,
+    name_of,
+    operands,
+    parts,
+    simulated,
+    tensors,
+)
+from helpers.gemm.grouped_kernel import ScaledGroupedMm
 
 from fp8ref.conformance.gemm import bound
 from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT16, FLOAT32

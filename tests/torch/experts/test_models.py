@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from ranks import run
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -3,7 +3,7 @@ them.
 """
 
 import torch
-from ranks import run
+from helpers.processes.ranks import run
 from torch import distributed
 
 from fp8ref.recipe import RECIPES

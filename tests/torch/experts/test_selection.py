@@ -4,7 +4,7 @@ changes (spec X-11, X-16).
 
 import pytest
 import torch
-from experts_mixture import mixture
+from helpers.models.experts_mixture import mixture
 from torch import distributed, nn
 
 from fp8ref.recipe import RECIPES

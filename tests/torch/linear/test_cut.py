@@ -5,8 +5,8 @@ simulator's mesh.
 import numpy as np
 import pytest
 import torch
-from ranks import run
-from tensor_models import whole
+from helpers.models.tensor_models import whole
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

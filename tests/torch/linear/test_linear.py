@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from linears import run
+from helpers.models.linears import run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

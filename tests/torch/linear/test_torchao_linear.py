@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 import torch
-from linears import run
+from helpers.models.linears import run
 from torch import nn
 from torchao.float8 import Float8LinearConfig, float8_linear, float8_ops
 

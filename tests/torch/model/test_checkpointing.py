@@ -6,8 +6,8 @@ import functools
 
 import pytest
 import torch
-from live_bytes import LiveBytes
-from ranks import run
+from helpers.processes.live_bytes import LiveBytes
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional

@@ -10,8 +10,8 @@ import re
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from compiled import SCRIPT, matrix, said
-from ranks import run
+from helpers.processes.compiled import SCRIPT, matrix, said
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard

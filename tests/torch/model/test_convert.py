@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from linears import model, run
+from helpers.models.linears import model, run
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training

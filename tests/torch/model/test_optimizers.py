@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from linears import model
+from helpers.models.linears import model
 from torch import nn
 from torchao.optim import AdamWFp8
 from torchao.optim.subclass_fp8 import OptimStateFp8

@@ -1,11 +1,11 @@
 import collections
 import functools
 
-import microbatches
 import numpy as np
 import pytest
 import torch
-from ranks import run
+from helpers.processes.ranks import run
+from helpers.training import microbatches
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh

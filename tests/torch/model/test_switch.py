@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import run
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh

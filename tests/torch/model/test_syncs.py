@@ -4,11 +4,11 @@ nothing that it does not need.
 
 import numpy as np
 import pytest
-import sizes
 import torch
-from ranks import run
-from sharded_models import batch, sharded
-from syncs import Ops, Syncs
+from helpers.models import sizes
+from helpers.models.sharded_models import batch, sharded
+from helpers.processes.ranks import run
+from helpers.processes.syncs import Ops, Syncs
 from torch import nn
 
 from fp8ref.torch.delayed import delayed

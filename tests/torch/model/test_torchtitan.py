@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from ranks import run
+from helpers.processes.ranks import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 

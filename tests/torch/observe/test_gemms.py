@@ -1,6 +1,6 @@
 import pytest
 import torch
-from linears import model, run
+from helpers.models.linears import model, run
 from torch import nn
 
 from fp8ref.recipe import OPERANDS, RECIPES

@@ -1,9 +1,8 @@
-import measured
 import numpy as np
 import pytest
-import rank_jobs
-import ranks
 import torch
+from helpers.processes import rank_jobs, ranks
+from helpers.training import measured
 
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec

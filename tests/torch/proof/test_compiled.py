@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from proofs import DISTINCT, expected, fp8, name_of, square, step
+from helpers.models.proofs import DISTINCT, expected, fp8, name_of, square, step
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from grouped_kernel import ScaledGroupedMm
-from linears import run
-from proofs import DISTINCT, WEIGHT_ONLY, expected, fp8, name_of, square, step
+from helpers.gemm.grouped_kernel import ScaledGroupedMm
+from helpers.models.linears import run
+from helpers.models.proofs import DISTINCT, WEIGHT_ONLY, expected, fp8, name_of, square, step
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from proofs import square, step
+from helpers.models.proofs import square, step
 from torch import nn
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from ranks import run
+from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -5,9 +5,9 @@ import io
 
 import pytest
 import torch
-from ranks import run
-from sharded_models import RANKS, batch, sharded
-from state_layouts import MASTERED, differing
+from helpers.models.sharded_models import RANKS, batch, sharded
+from helpers.processes.ranks import run
+from helpers.states.state_layouts import MASTERED, differing
 from torch import nn
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 

@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from ranks import run
-from state_layouts import ALL, NEAREST, SHAPES, gradients_of, idle_and_stalling, start
+from helpers.processes.ranks import run
+from helpers.states.state_layouts import (
+    ALL,
+    NEAREST,
+    SHAPES,
+    gradients_of,
+    idle_and_stalling,
+    start,
+)
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -116,7 +123,7 @@ def test_wrong_use_is_refused():
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
     with (
-        pytest.raises(ValueError, match=r"health is of fp8ref.torch.states.states.AdamW; got SGD"),
+        pytest.raises(ValueError, match=r"health is of fp8ref.torch.states.AdamW; got SGD"),
         health.measuring(torch.optim.SGD([p])),
     ):
         pass

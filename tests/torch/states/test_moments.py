@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from state_layouts import NEAREST
-from torch_states import trained
+from helpers.states.state_layouts import NEAREST
+from helpers.states.torch_states import trained
 
 from fp8ref.torch.states import moments
 

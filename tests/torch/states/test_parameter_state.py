@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from state_layouts import MASTERED, STOCHASTIC
+from helpers.states.state_layouts import MASTERED, STOCHASTIC
 from torch import distributed
 from torch.distributed.tensor import (
     DTensor,

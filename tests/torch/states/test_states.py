@@ -10,19 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import run
-from state_layouts import EXTRA, MASTERED, NEAREST, SHAPES, STOCHASTIC, differing
-from torch import distributed, nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
-from torch_states import (
+from helpers.processes.ranks import run
+from helpers.states.state_layouts import EXTRA, MASTERED, NEAREST, SHAPES, STOCHASTIC, differing
+from helpers.states.torch_states import (
     EVERY,
     HYPER,
     SEED,
@@ -33,6 +23,16 @@ from torch_states import (
     start,
     trained,
 )
+from torch import distributed, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from fp8ref.sim.states import states as sim
 from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from state_layouts import ALL, MASTERED
+from helpers.states.state_layouts import ALL, MASTERED
 
 from fp8ref.spec.states import layouts as states
 from fp8ref.torch.states import moments

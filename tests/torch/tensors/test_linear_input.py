@@ -1,7 +1,7 @@
 import pytest
 import torch
-from linears import run
-from ranks import run as run_ranks
+from helpers.models.linears import run
+from helpers.processes.ranks import run as run_ranks
 from torch import distributed, nn
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad

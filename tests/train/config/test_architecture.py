@@ -2,8 +2,8 @@ import dataclasses
 import json
 import sys
 
-import own_configurations
 import pytest
+from helpers.models import own_configurations
 
 from fp8ref.recipe import RECIPES
 from fp8ref.shared.errors import ConfigError
@@ -13,8 +13,8 @@ from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import ArchitectureConfig
 
-TORCH = {"kind": "torch", "source": "own_torch_models:Tied"}
-NNX = {"kind": "nnx", "source": "own_nnx_models:Plain"}
+TORCH = {"kind": "torch", "source": "helpers.models.own_torch_models:Tied"}
+NNX = {"kind": "nnx", "source": "helpers.models.own_nnx_models:Plain"}
 
 
 def custom(kind: dict, **sections) -> Config:
@@ -116,7 +116,9 @@ def test_who_knows_the_layers_of_the_trainer_s_own_alone_says_so():
         architecture.require_llama(custom(TORCH), "a replay")
 
 
-@pytest.mark.parametrize("source", ["absent_module:Model", "own_torch_models:Absent"])
+@pytest.mark.parametrize(
+    "source", ["absent_module:Model", "helpers.models.own_torch_models:Absent"]
+)
 def test_what_cannot_be_imported_is_named(source, monkeypatch):
     monkeypatch.setattr(user_model, "_TRUSTED", {source.partition(":")[0]})
     with pytest.raises(ConfigError, match=f"architecture.source '{source}' cannot be imported"):
@@ -128,7 +130,7 @@ def foreign(tmp_path, monkeypatch):
     """Sections of a config whose module leaves a file behind when it is imported, and that file."""
     (tmp_path / "foreign_model.py").write_text(
         f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\nfrom "
-        "own_torch_models import Tied\n"
+        "helpers.models.own_torch_models import Tied\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(user_model, "_TRUSTED", set())
@@ -149,7 +151,7 @@ def test_nothing_is_imported_before_it_is_trusted(foreign):  # T-10
             use()
     assert not ran.exists()
     user_model.trust("foreign_model:Tied")
-    assert custom(keys).shapes.kind == "own_torch_models.Tied"
+    assert custom(keys).shapes.kind == "helpers.models.own_torch_models.Tied"
     assert ran.exists()
 
 

@@ -322,7 +322,7 @@ def test_an_unknown_option_names_the_nearest_key(option, nearest):
 def test_collectives_in_the_graph_are_the_librarys_and_the_error_names_them(options):  # P-18
     with pytest.raises(
         configs.ConfigError,
-        match=r"got 'traced'.*Use 'model'.*or fp8ref\.torch\.compiled_fsdp\.shard",
+        match=r"got 'traced'.*Use 'model'.*or fp8ref\.torch\.distributed\.compiled_fsdp\.shard",
     ):
         override(Config(), *options) if options else configs.from_dict(
             {"parallel": {"compile": "traced"}}

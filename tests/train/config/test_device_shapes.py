@@ -1,6 +1,6 @@
 import jax
 import pytest
-import sizes
+from helpers.models import sizes
 
 from fp8ref.recipe import RECIPES
 from fp8ref.selection.rules import Rule

@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from fakes import FakeTrainer
+from helpers.training.fakes import FakeTrainer
 
 from fp8ref.crosscheck import rerun
 from fp8ref.shared.errors import ConfigError, NonFiniteError

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizing import write_words
+from helpers.models.tokenizing import write_words
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec.llama import LlamaConfig

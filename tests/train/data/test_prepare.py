@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from tokenizing import install_tiktoken, write_words
+from helpers.models.tokenizing import install_tiktoken, write_words
 
 from fp8ref import cli
 from fp8ref.shared import console

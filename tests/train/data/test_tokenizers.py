@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from tokenizing import install_tiktoken, write_words
+from helpers.models.tokenizing import install_tiktoken, write_words
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config.config import DataConfig

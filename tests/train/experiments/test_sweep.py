@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-import made_runs
 import pytest
+from helpers.training import made_runs
 
 from fp8ref.shared.errors import ConfigError, NonFiniteError
 from fp8ref.train import loop

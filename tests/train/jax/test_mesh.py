@@ -3,9 +3,9 @@ refused.
 """
 
 import jax
-import microbatches
 import numpy as np
 import pytest
+from helpers.training import microbatches
 
 from fp8ref.jax import proof
 from fp8ref.jax.gemm import gemm

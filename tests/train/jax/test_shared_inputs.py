@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sizes
+from helpers.models import sizes
 
 from fp8ref.recipe import RECIPES
 from fp8ref.shared.errors import ConfigError

@@ -1,11 +1,11 @@
 import math
 
-import adamw
 import jax
 import jax.numpy as jnp
-import microbatches
 import numpy as np
 import pytest
+from helpers.states import adamw
+from helpers.training import microbatches
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.sim.distributed import gradient_reduction

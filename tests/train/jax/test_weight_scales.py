@@ -3,7 +3,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sizes
+from helpers.models import sizes
 
 from fp8ref import recipe
 from fp8ref.jax.quantize import scales, scaling

@@ -2,10 +2,10 @@ import json
 import re
 import shutil
 
-import made_runs
 import numpy as np
 import pytest
-from made_runs import falling
+from helpers.training import made_runs
+from helpers.training.made_runs import falling
 from rich.console import Console
 
 from fp8ref.shared.errors import ConfigError

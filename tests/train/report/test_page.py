@@ -8,10 +8,10 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 
-import made_runs
 import numpy as np
 import pytest
-from made_runs import falling
+from helpers.training import made_runs
+from helpers.training.made_runs import falling
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.report import page, runs, verdict

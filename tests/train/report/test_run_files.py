@@ -1,7 +1,7 @@
 import json
 
-import made_runs
 import pytest
+from helpers.training import made_runs
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.report import run_files

@@ -1,9 +1,9 @@
 import dataclasses
 import os
 
-import made_runs
 import numpy as np
 import pytest
+from helpers.training import made_runs
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config import config as configs

@@ -1,4 +1,4 @@
-import made_runs
+from helpers.training import made_runs
 
 from fp8ref.train.report import settings
 

@@ -1,7 +1,7 @@
-import made_runs
 import numpy as np
 import pytest
-from made_runs import falling
+from helpers.training import made_runs
+from helpers.training.made_runs import falling
 
 from fp8ref.train.report import compare, page, verdict
 from fp8ref.train.report import gap as gaps

@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from fakes import FakeTrainer
+from helpers.training.fakes import FakeTrainer
 
 from fp8ref.shared.errors import ConfigError, NonFiniteError
 from fp8ref.train import loop

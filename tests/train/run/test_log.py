@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from made_runs import DATA, begin, finished
+from helpers.training.made_runs import DATA, begin, finished
 
 import fp8ref
 from fp8ref.shared.errors import ConfigError

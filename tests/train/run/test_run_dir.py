@@ -3,9 +3,9 @@ import json
 import os
 import shutil
 
-import own_configurations
 import pytest
-from made_runs import begin, contents, finished
+from helpers.models import own_configurations
+from helpers.training.made_runs import begin, contents, finished
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config import user_model
@@ -358,7 +358,7 @@ def test_another_content_of_the_architecture_s_source_is_refused(
     if kind == "torch":
         monkeypatch.syspath_prepend(tmp_path)
         edited = tmp_path / "edited_model.py"
-        edited.write_text("from own_torch_models import Tied as Made\n")
+        edited.write_text("from helpers.models.own_torch_models import Tied as Made\n")
         architecture = ArchitectureConfig(kind="torch", source="edited_model:Made")
         user_model.trust("edited_model:Made")
     else:

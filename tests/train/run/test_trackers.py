@@ -5,7 +5,7 @@ import types
 
 import numpy as np
 import pytest
-from fakes import FakeTrainer
+from helpers.training.fakes import FakeTrainer
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train import loop

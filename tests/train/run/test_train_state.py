@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import numpy as np
-import own_configurations
 import pytest
-import sizes
+from helpers.models import own_configurations, sizes
 from safetensors import safe_open
 
 from fp8ref.estimate import memory

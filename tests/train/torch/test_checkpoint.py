@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import run
+from helpers.processes.ranks import run
 from safetensors import safe_open
 
 from fp8ref.shared.errors import ConfigError

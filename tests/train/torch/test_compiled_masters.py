@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch._inductor.config as inductor_config
-from ranks import run
-from state_layouts import differing
+from helpers.processes.ranks import run
+from helpers.states.state_layouts import differing
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.train.data import loader

@@ -4,7 +4,7 @@ import signal
 import threading
 
 import pytest
-from started import ENDLESS, SHARDED, Forked
+from helpers.processes.started import ENDLESS, SHARDED, Forked
 from torch import distributed
 
 from fp8ref import cli

@@ -1,10 +1,10 @@
 """The optimizers of a config, on one process and on two."""
 
-import adamw
 import numpy as np
 import pytest
-import ranks
 import torch
+from helpers.processes import ranks
+from helpers.states import adamw
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from fp8ref.shared.errors import ConfigError

@@ -8,7 +8,15 @@ import sys
 
 import pytest
 import torch
-from started import DEADLINE, ENDLESS, SHARDED, Forked, command, free_port, variables
+from helpers.processes.started import (
+    DEADLINE,
+    ENDLESS,
+    SHARDED,
+    Forked,
+    command,
+    free_port,
+    variables,
+)
 
 from fp8ref import cli
 from fp8ref.shared.errors import ConfigError

@@ -1,8 +1,8 @@
-import adamw
-import microbatches
 import numpy as np
 import pytest
 import torch
+from helpers.states import adamw
+from helpers.training import microbatches
 
 from fp8ref.torch.delayed import delayed
 from fp8ref.train.torch.step import Step

@@ -1,4 +1,4 @@
-from ranks import run
+from helpers.processes.ranks import run
 
 from fp8ref.train.data import loader
 from fp8ref.train.torch.trainer import Trainer

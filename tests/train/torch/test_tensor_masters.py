@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from ranks import run
-from state_layouts import differing
+from helpers.processes.ranks import run
+from helpers.states.state_layouts import differing
 
 from fp8ref.sim.states import states as sim
 from fp8ref.train.data import loader

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import run
+from helpers.processes.ranks import run
 
 import fp8ref.configs
 from fp8ref.recipe import trained_recipes

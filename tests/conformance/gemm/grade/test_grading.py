@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from graded_gemms import PLANTED, correct, narrow, to_bfloat16, values, without
+from helpers.gemm.graded_gemms import PLANTED, correct, narrow, to_bfloat16, values, without
 
 from fp8ref.conformance.gemm import ScaledGemm, grade_gemm, named, require_gemm
 from fp8ref.conformance.gemm.grade import stimuli

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from graded_gemms import correct, values
+from helpers.gemm.graded_gemms import correct, values
 
 from fp8ref.conformance.gemm import grade_grouped, require_grouped
 

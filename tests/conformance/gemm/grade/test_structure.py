@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from graded_gemms import correct
+from helpers.gemm.graded_gemms import correct
 
 from fp8ref.conformance.gemm import grade_gemm
 from fp8ref.conformance.gemm.grade import structure

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from fp4_libraries import torchao_mx, torchao_nvfp4, torchao_nvfp4_one_level, transformer_engine
+from helpers.quantize.fp4_libraries import (
+    torchao_mx,
+    torchao_nvfp4,
+    torchao_nvfp4_one_level,
+    transformer_engine,
+)
 
 from fp8ref.conformance import identify_quantizer
 from fp8ref.conformance.kit.subject import ConformanceError

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-import attention_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.attention import attention_cases as cases
 
 from fp8ref.formats import BFLOAT16, E5M2
 from fp8ref.jax.attention import attention

@@ -1,10 +1,10 @@
 """Masks of attention are the simulator's; test_attention has what is refused (spec A-3, A-4)."""
 
-import attention_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.attention import attention_cases as cases
 
 from fp8ref.jax.attention.operands import inputs as inputs
 from fp8ref.sim.attention.operands import inputs as sim

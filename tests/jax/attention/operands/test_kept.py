@@ -4,13 +4,13 @@ simulator's.
 
 import numpy as np
 import pytest
+from helpers.attention.attention_cases import SCALE, integers
 
 from fp8ref.jax.attention import attention
 from fp8ref.jax.attention.operands import kept as attention_kept
 from fp8ref.sim.attention import attention as simulator
 from fp8ref.sim.attention.gradients import gradients as attention_gradients
 from fp8ref.spec.attention.variants import VARIANTS, Mask
-from tests.attention_cases import SCALE, integers
 
 MASK = Mask(causal=True, window=(40, None))
 

@@ -4,9 +4,9 @@ formulas (spec A-14, A-15).
 
 import dataclasses
 
-import attention_sources as source
 import numpy as np
 import pytest
+from helpers.attention import attention_sources as source
 
 from fp8ref.formats import E5M2
 from fp8ref.sim import delayed, threads

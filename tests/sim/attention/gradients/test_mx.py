@@ -1,9 +1,9 @@
 """The MX backward pass against the formulas of cuDNN's reference (spec A-16)."""
 
-import attention_sources as source
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.attention import attention_sources as source
 
 from fp8ref.sim.attention import attention
 from fp8ref.sim.attention.gradients.gradients import backward

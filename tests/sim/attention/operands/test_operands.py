@@ -79,7 +79,5 @@ def deq(t, head: int, x: np.ndarray, name: str) -> np.ndarray:
     granularity = {"fa3": "head", "cudnn": "tensor", "mxfp8": "mx_1x32", "fa3_paper": "rows_128"}[
         name
     ]
-    inverse = np.broadcast_to(
-        attention.head_scaling.spread(t.scale_inv, x.shape, granularity), x.shape
-    )
+    inverse = np.broadcast_to(attention.heads.spread(t.scale_inv, x.shape, granularity), x.shape)
     return (t.values * inverse)[0, head].astype(np.float64)

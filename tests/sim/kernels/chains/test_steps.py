@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from exact_steps import cut, exponent, fractions, rounded, toward_zero
+from helpers.gemm.exact_steps import cut, exponent, fractions, rounded, toward_zero
 from numba import njit
 
 from fp8ref.formats import E4M3FN, E5M2, FLOAT32

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from helpers.processes import ranks
 from torch import distributed
 
 from fp8ref.spec.attention.variants import Mask
 from fp8ref.torch.attention import attention
-from tests import ranks
 
 CAUSAL, WINDOW = Mask(causal=True), Mask(causal=True, window=(50, None))
 CASES = [

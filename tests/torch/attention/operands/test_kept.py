@@ -5,6 +5,7 @@ simulator's.
 import numpy as np
 import pytest
 import torch
+from helpers.attention.attention_cases import SCALE, integers
 
 from fp8ref.sim.attention import attention as simulator
 from fp8ref.sim.attention.gradients import gradients as attention_gradients
@@ -12,7 +13,6 @@ from fp8ref.spec.attention.variants import Mask
 from fp8ref.torch.attention import attention
 from fp8ref.torch.attention.operands.inputs import Shape
 from fp8ref.torch.attention.operands.kept import Kept
-from tests.attention_cases import SCALE, integers
 
 MASK = Mask(causal=True, window=(40, None))
 

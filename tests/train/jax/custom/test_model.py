@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from own_configurations import nnx as of
+from helpers.models.own_configurations import nnx as of
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.jax.custom import model as custom_model
@@ -16,7 +16,7 @@ def test_parameters_and_linears_are_named_by_their_paths():
         "up.kernel": (32, 64),
     }
     assert found.linears == {"up": (64, 32), "down": (32, 64), "head": (256, 32)}
-    assert (found.heads, found.kind) == (("head",), "own_nnx_models.Plain")
+    assert (found.heads, found.kind) == (("head",), "helpers.models.own_nnx_models.Plain")
 
 
 def test_the_seed_makes_the_weights():
@@ -33,7 +33,7 @@ def test_the_seed_makes_the_weights():
     [
         (of("Dropping"), r"has drop\.rngs\..* of type Rng"),
         (of("Grouped"), r"has a GroupedLinear \(experts\)"),
-        (of("nothing", "own_torch_models"), "cannot be made: TypeError"),
+        (of("nothing", "helpers.models.own_torch_models"), "cannot be made: TypeError"),
         (of("Absent"), "cannot be imported"),
     ],
 )

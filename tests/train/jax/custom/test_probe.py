@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from own_configurations import nnx as of
+from helpers.models.own_configurations import nnx as of
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.jax.custom import model as custom_model

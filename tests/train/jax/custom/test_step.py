@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import own_configurations
 import pytest
 from flax import nnx
+from helpers.models import own_configurations
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config.config import Config

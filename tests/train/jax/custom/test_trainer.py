@@ -1,8 +1,8 @@
 import json
 
 import numpy as np
-import own_configurations
 import pytest
+from helpers.models import own_configurations
 
 from fp8ref.selection.rules import Rule
 from fp8ref.shared.errors import ConfigError
@@ -58,7 +58,7 @@ def test_a_run_is_recorded_whole(of, tmp_path):
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert len(manifest["model"].pop("sha256")) == 64
     assert manifest["model"] == {
-        "class": "own_nnx_models.Plain",
+        "class": "helpers.models.own_nnx_models.Plain",
         "parameters": 256 * 32 * 2 + 2 * 32 * 64 + 64,
     }
     assert {gemm["gemm"] for gemm in manifest["proof"]["gemms"] if gemm["fp8"]} == {

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from own_configurations import of, transformers
+from helpers.models.own_configurations import of, transformers
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config.sections import ArchitectureConfig
@@ -17,7 +17,7 @@ def test_parameters_that_are_shared_are_counted_once():
     }
     assert found.linears == {"up": (64, 32), "down": (32, 64), "head": (256, 32)}
     assert found.heads == ("head",)
-    assert found.kind == "own_torch_models.Tied"
+    assert found.kind == "helpers.models.own_torch_models.Tied"
 
 
 def test_the_seed_makes_the_weights_and_torch_s_own_generator_stays():

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from own_configurations import of, transformers
+from helpers.models.own_configurations import of, transformers
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.torch.custom import model as custom_model

@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from own_configurations import of, transformers
+from helpers.models.own_configurations import of, transformers
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train import loop
@@ -184,13 +184,15 @@ def test_logits_without_a_gradient_are_refused(config, name):  # T-10
     made = Trainer(Config(**{**vars(config), "architecture": of(name)}))
     with pytest.raises(
         ConfigError,
-        match=rf"'own_torch_models:{name}' have no gradient\. Give a parameter requires_grad=True",
+        match=rf"'helpers.models.own_torch_models:{name}' have no gradient\. Give a parameter requires_grad=True",
     ):
         made.step(TOKENS[0])
 
 
 def test_a_trainer_probes_its_model(config):
-    with pytest.raises(ConfigError, match="'own_torch_models:Averaging' changes average"):
+    with pytest.raises(
+        ConfigError, match=r"'helpers\.models\.own_torch_models:Averaging' changes average"
+    ):
         Trainer(Config(**{**vars(config), "architecture": of("Averaging")}))
 
 

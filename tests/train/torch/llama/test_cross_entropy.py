@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-import sizes
 import torch
-from live_bytes import LiveBytes
+from helpers.models import sizes
+from helpers.processes.live_bytes import LiveBytes
 from torch.nn import functional
 
 from fp8ref.estimate import activations

@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tensor_models import loaded
+from helpers.models.tensor_models import loaded
 
 from fp8ref.selection import linears as linear_selection
 from fp8ref.sim import llama as sim

@@ -27,7 +27,7 @@ WAITS = {
 COPIES = {"tensor", "as_tensor", "from_numpy", "new_tensor"}
 """Functions that make tensors of numbers on the host."""
 
-PACKAGE = Path(__file__).parents[1] / "fp8ref"
+PACKAGE = Path(__file__).parents[3] / "fp8ref"
 
 
 class Syncs(TorchFunctionMode):

@@ -1,8 +1,8 @@
 """Steps of the simulator's AdamW, for its tests of states and of moments."""
 
 import numpy as np
+from helpers.states.state_layouts import ALL
 from hypothesis import strategies as st
-from state_layouts import ALL
 
 from fp8ref.sim.states import states
 from fp8ref.spec.states import layouts as data

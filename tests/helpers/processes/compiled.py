@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch._dynamo.exc import TorchDynamoException
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "compiled" / "compile_matrix.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "compiled" / "compile_matrix.py"
 _spec = importlib.util.spec_from_file_location("compile_matrix", SCRIPT)
 matrix = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(matrix)

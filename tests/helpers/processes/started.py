@@ -10,7 +10,7 @@ import time
 
 import tomli_w
 import torch
-from ranks import call, named
+from helpers.processes.ranks import call, named
 
 from fp8ref import cli
 from fp8ref.crosscheck.process_group import CONTEXT

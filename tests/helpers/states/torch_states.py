@@ -1,9 +1,9 @@
 """Steps of PyTorch's AdamW against the simulator's, for its tests of states and of moments."""
 
 import numpy as np
-import state_layouts
 import torch
-from state_layouts import ALL, MASTERED, SHAPES, differing
+from helpers.states import state_layouts
+from helpers.states.state_layouts import ALL, MASTERED, SHAPES, differing
 from torch import nn
 from torch.distributed.tensor import DTensor
 

@@ -5,7 +5,7 @@ import json
 from fp8ref.train.config import user_model
 from fp8ref.train.config.sections import ArchitectureConfig
 
-for _module in ("own_torch_models", "own_nnx_models"):
+for _module in ("helpers.models.own_torch_models", "helpers.models.own_nnx_models"):
     user_model.trust(_module)
 
 QWEN3 = {
@@ -22,10 +22,10 @@ QWEN3 = {
 
 
 def of(name: str) -> ArchitectureConfig:
-    return ArchitectureConfig(kind="torch", source=f"own_torch_models:{name}")
+    return ArchitectureConfig(kind="torch", source=f"helpers.models.own_torch_models:{name}")
 
 
-def nnx(name: str, module: str = "own_nnx_models") -> ArchitectureConfig:
+def nnx(name: str, module: str = "helpers.models.own_nnx_models") -> ArchitectureConfig:
     return ArchitectureConfig(kind="nnx", source=f"{module}:{name}")
 
 

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
-from state_layouts import SHAPES, differing, gradients_of, start
+from helpers.states.state_layouts import SHAPES, differing, gradients_of, start
 
 from fp8ref.jax.states import states
 from fp8ref.sim.states import states as sim
