@@ -101,7 +101,8 @@ def said(path: Path) -> list[list[str]]:
     """What each cell's outputs are: pictures by their kind, text without its numbers, which hang on
     the machine's own text and on its sums' order, and without its line ends, which hang on how wide
     those numbers are. Nothing of cells about the machine's own CPU, tagged ``this-cpu``. Of cells
-    whose rows are in the order of such numbers, tagged ``ranked``, the words without their order.
+    whose rows are in the order of such numbers, tagged ``ranked``, the words without their order,
+    and without the name of the layer that is worst.
     """
     found = []
     for cell in code_cells(path):
@@ -111,7 +112,7 @@ def said(path: Path) -> list[list[str]]:
         kinds = [",".join(sorted(output.get("data", {}))) for output in cell.outputs]
         words = [t.split() for t in texts]
         if "ranked" in cell.metadata.get("tags", ()):
-            words = [sorted(each) for each in words]
+            words = [sorted(re.sub(r"(?<=worst )\S+", "#", t).split()) for t in texts]
         found.append([" ".join([kind, *each]) for kind, each in zip(kinds, words, strict=True)])
     return found
 
