@@ -1,7 +1,7 @@
 """Predictions of fp8ref.estimate next to what others measured on H100s: python
 benchmarks/published/estimate_published.py
 
-Nothing here is fitted. Every row is predicted from the ceilings of fp8ref/run/plan/ceilings.py;
+Nothing here is fitted. Every row is predicted from the ceilings of fp8ref/estimate/gpu_rates.py;
 those of Meta's H100s, of 500 W and slower memory, from rates that were published of that card, and
 from the usual shares of its peaks next to them, to show what hangs on the rates.
 """

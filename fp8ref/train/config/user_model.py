@@ -87,7 +87,7 @@ def imported(source: str):
         raise ConfigError(
             f"architecture.source {source!r} is code, which would be imported and called. Read "
             "it, then add --trust; in Python, call "
-            f"fp8ref.train.config.architecture.trust({source!r})."
+            f"fp8ref.train.config.user_model.trust({source!r})."
         )
     try:
         found = importlib.import_module(module)
