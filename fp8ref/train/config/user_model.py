@@ -71,6 +71,7 @@ def configuration(keys: ArchitectureConfig) -> dict[str, Any]:
 
 
 def no_configuration(keys: ArchitectureConfig, error: Exception) -> str:
+    """The message for a config.json of kind 'transformers' that cannot be read."""
     return (
         f"architecture.source {keys.source!r} is no configuration of transformers ({error}). "
         "Name a directory with config.json, or the file."
