@@ -70,47 +70,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     supervised = arguments is None and not supervision.is_child()
     words = sys.argv[1:] if arguments is None else list(arguments)
-    known, options = _parser().parse_known_args(words)
-    if arguments is None and known.timeout is None:
+    namespace, options = _parser().parse_known_args(words)
+    if arguments is None and namespace.timeout is None:
         # of multiprocessing and compilers, which would find modules of any name in the working
         # directory
         os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         code = (
-            supervision.in_child(known.timeout)
-            if supervised and known.timeout is not None
-            else _run(known, options)
+            supervision.in_child(namespace.timeout)
+            if supervised and namespace.timeout is not None
+            else _run(namespace, options)
         )
         sys.stdout.flush()
     except KeyboardInterrupt as error:
         with contextlib.suppress(
             BrokenPipeError
         ):  # whoever reads it may have ended of the same Ctrl-C
-            said = (
+            text = (
                 f"fp8ref: {error}" if str(error) else "interrupted; files written so far are kept"
             )
-            print(console.one_line(said), file=sys.stderr, flush=True)
+            print(console.one_line(text), file=sys.stderr, flush=True)
         code = INTERRUPTED
     except BrokenPipeError:  # whoever read what this prints, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = PIPE
     except Exception as error:
         failed = _code_of(error)
-        if failed is None and known.leave is None:
+        if failed is None and namespace.leave is None:
             raise
         if failed is None:
             traceback.print_exc()
             code = DEFECT
         else:
             remedy = extras.remedy(error) if isinstance(error, ImportError) else None
-            said = _with_names_of_one_line(remedy or str(error), words)
+            text = _with_names_of_one_line(remedy or str(error), words)
             # all lines but the first are indented: a name of several from a file begins none as
             # fp8ref does
-            lines = [*f"fp8ref: {said}".split("\n"), *specification.addresses(said)]
+            lines = [*f"fp8ref: {text}".split("\n"), *specification.addresses(text)]
             print(console.printable("\n  ".join(map(_shortened, lines))), file=sys.stderr)
             code = failed
-    if known.leave:
-        known.leave(code)
+    if namespace.leave:
+        namespace.leave(code)
     return code
 
 
@@ -127,14 +127,14 @@ def _shortened(line: str) -> str:
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
 
 
-def _run(known: argparse.Namespace, options: list[str]) -> int:
+def _run(arguments: argparse.Namespace, options: list[str]) -> int:
     """The exit code of a command; what a function raises that is no Exception is no verdict."""
     try:
-        return known.run(known, options)
+        return arguments.run(arguments, options)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if known.timeout is None or isinstance(error, Exception):
+        if arguments.timeout is None or isinstance(error, Exception):
             raise
         raise ValueError(
             f"the function raised {type(error).__name__}({error}), and there is no verdict. Let "

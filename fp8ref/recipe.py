@@ -273,20 +273,20 @@ def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScali
     """How each role that recipe scales by its past is cast; one state serves both of its GEMMs
     (spec L-6): ValueError where they cast it in two ways.
     """
-    found: dict[Role, tuple[Format, DelayedScaling]] = {}
+    casts: dict[Role, tuple[Format, DelayedScaling]] = {}
     recipe = by_name(recipe)
     for which, gemm in recipe.gemms.items():
         for role, spec in zip(OPERANDS[which], (gemm.a, gemm.b), strict=True):
             if (
                 spec is not None
                 and spec.delayed is not None
-                and found.setdefault(role, (spec.fmt, spec.delayed)) != (spec.fmt, spec.delayed)
+                and casts.setdefault(role, (spec.fmt, spec.delayed)) != (spec.fmt, spec.delayed)
             ):
                 raise ValueError(
                     f"recipe {recipe.name!r} scales {role} with one state, so {role} has one "
                     "cast; got two."
                 )
-    return found
+    return casts
 
 
 def casts_weight_once(recipe: Recipe) -> bool:
@@ -329,20 +329,20 @@ def check_trained(recipe: str | Recipe, what: str = "recipe") -> Recipe:
     Raises:   ValueError: an unknown name, or a recipe under simulation alone, naming what to use
               instead.
     """
-    found = RECIPES.get(recipe) if isinstance(recipe, str) else recipe
-    if found is None:
+    resolved = RECIPES.get(recipe) if isinstance(recipe, str) else recipe
+    if resolved is None:
         raise ValueError(f"{what} is one of {', '.join(trained_recipes())}; got {recipe!r}.")
-    if found.simulated:
+    if resolved.simulated:
         raise ValueError(
-            f"{what} {found.name!r} is for the simulator alone, under simulation (R-9): no "
+            f"{what} {resolved.name!r} is for the simulator alone, under simulation (R-9): no "
             "backend computes it. Use fp8ref.sim.linear to study it, or one that trains: "
             f"{', '.join(trained_recipes())}."
         )
-    return found
+    return resolved
 
 
 def check_gemms(
-    recipe: Recipe, taken: tuple[str, ...], implemented: Callable[[ScalePolicy], object]
+    recipe: Recipe, supported: tuple[str, ...], implemented: Callable[[ScalePolicy], object]
 ) -> None:
     """Hold each FP8 GEMM of a recipe to what a backend has: epilogues of those names, and policies
     that ``implemented`` does not refuse.
@@ -355,7 +355,7 @@ def check_gemms(
         if spec.a is None or spec.b is None:
             continue
         try:
-            epilogue.check_pair(spec.epilogue, taken, spec.a.granularity, spec.b.granularity)
+            epilogue.check_pair(spec.epilogue, supported, spec.a.granularity, spec.b.granularity)
             for cast in (spec.a, spec.b):
                 if cast.delayed is None:
                     implemented(cast.policy)

@@ -22,12 +22,14 @@ def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -
     x, codes = np.asarray(x), np.asarray(codes)
     right = cast.encode(x, fmt)
     differ = cast.canonical_nans(codes, fmt) != right
-    expected, found = (_finite(cast.decode(c, fmt)) for c in (right, codes))
+    expected, decoded = (_finite(cast.decode(c, fmt)) for c in (right, codes))
     ax.plot(x, expected, color=style.BLUE, linewidth=4, alpha=0.35, label="rounded to nearest even")
-    ax.plot(x, found, color=style.VERMILLION, linewidth=1.2, linestyle=style.DASHES[1], label=label)
+    ax.plot(
+        x, decoded, color=style.VERMILLION, linewidth=1.2, linestyle=style.DASHES[1], label=label
+    )
     ax.plot(
         x[differ],
-        found[differ],
+        decoded[differ],
         "o",
         color=style.VERMILLION,
         markersize=3.5,

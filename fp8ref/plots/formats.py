@@ -242,15 +242,15 @@ def code_map(ax: Axes, fmt: Format) -> Axes:
     return style.plain_map(ax)
 
 
-def cast_curve(ax: Axes, x, fmt: Format, *, label: str, color: str, **how) -> Axes:
+def cast_curve(ax: Axes, x, fmt: Format, *, label: str, color: str, **options) -> Axes:
     """The result of a cast over its input x, ascending: a staircase. Raises as
     ``sim.cast.round_to``.
 
-    how       ``rounding``, ``saturate`` and ``seed``, as ``sim.cast.encode`` takes them; saturating
+    options   ``rounding``, ``saturate`` and ``seed``, as ``sim.cast.encode`` takes them; saturating
               by default. Infinities and NaNs are not drawn, and so show as a gap.
     """
     x = np.asarray(x)
-    y = cast.round_to(x, fmt, **({"saturate": True} | how)).astype(np.float64)
+    y = cast.round_to(x, fmt, **({"saturate": True} | options)).astype(np.float64)
     ax.plot(x, np.where(np.isfinite(y), y, np.nan), color=color, linewidth=1.6, label=label)
     ax.set(xlabel="before the cast", ylabel=f"after, in {fmt.name}")
     style.legend(ax)

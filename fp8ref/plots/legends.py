@@ -28,8 +28,13 @@ def below(
     count = min(columns, len(entries))
     longest = most = max(map(_width, entries))
     while True:
-        how = {"loc": "outside lower center", "ncols": count, "frameon": False, "fontsize": size}
-        legend = figure.legend(list(entries.values()), ["-"] * len(entries), **how)
+        options = {
+            "loc": "outside lower center",
+            "ncols": count,
+            "frameon": False,
+            "fontsize": size,
+        }
+        legend = figure.legend(list(entries.values()), ["-"] * len(entries), **options)
         for text, name in zip(legend.get_texts(), entries, strict=True):
             text.set_parse_math(False)
             text.set_text(wrapped(name, most))
@@ -37,7 +42,7 @@ def below(
             warnings.filterwarnings(
                 "ignore", message="Glyph .* missing from font"
             )  # a run may be named in any script
-            found = legend.get_window_extent()
+            extent = legend.get_window_extent()
         # A font that lacks a glyph draws a box, which may be narrower than the glyph of the page's
         # font: one em, at most.
         foreign = [
@@ -46,20 +51,20 @@ def below(
             if not name.isascii()
             for line in wrapped(name, most).split("\n")
         ]
-        taken = max(
-            found.width, count * (4 + max(foreign, default=0) / 2) * size * figure.dpi / 72
+        width = max(
+            extent.width, count * (4 + max(foreign, default=0) / 2) * size * figure.dpi / 72
         )  # 4 em: line and padding
-        if taken <= room or (count == 1 and most == 1):
+        if width <= room or (count == 1 and most == 1):
             break
         legend.remove()
         if count > 1:
             count -= 1
         else:
             most = max(
-                1, min(most - 1, int(longest * room / taken) if most == longest else most - 1)
+                1, min(most - 1, int(longest * room / width) if most == longest else most - 1)
             )
     figure.set_size_inches(
-        figure.get_figwidth(), figure.get_figheight() + found.height / figure.dpi
+        figure.get_figwidth(), figure.get_figheight() + extent.height / figure.dpi
     )
 
 

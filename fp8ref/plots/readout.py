@@ -70,11 +70,11 @@ def of(figure: Figure) -> str:
     null is no finite number.
     """
     return json.dumps(
-        [_of_axes(ax, figure) for ax in figure.axes], separators=(",", ":"), ensure_ascii=False
+        [_axes_entry(ax, figure) for ax in figure.axes], separators=(",", ":"), ensure_ascii=False
     )
 
 
-def _of_axes(ax: Axes, figure: Figure) -> dict | None:
+def _axes_entry(ax: Axes, figure: Figure) -> dict | None:
     lines = [
         line for line in ax.lines if line in _NOTES or not str(line.get_label()).startswith("_")
     ]
@@ -107,13 +107,13 @@ def _of_axes(ax: Axes, figure: Figure) -> dict | None:
 
 def _series(line: Line2D) -> dict:
     note = _NOTES.get(line, {"name": str(line.get_label())})
-    found = {
+    series = {
         "name": note["name"],
         "color": colors.to_hex(line.get_color()),
         "x": _numbers(line.get_xdata()),
         "y": _numbers(line.get_ydata()),
     }
-    return found | {
+    return series | {
         key: _numbers(note[key]) for key in ("low", "high") if note.get(key) is not None
     }
 

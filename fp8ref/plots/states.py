@@ -80,16 +80,19 @@ def update_ratios(
 
 
 def health_lines(
-    ax: Axes, runs: Mapping[str, Sequence[Health]], what: str, *, first: int = 1
+    ax: Axes, runs: Mapping[str, Sequence[Health]], field: str, *, first: int = 1
 ) -> Axes:
     """A figure or a count of health over steps, in percent: one line for each name. A count is
     divided by the elements.
 
-    what      a field of Health, such as ``stalled_v`` or ``update_error``.
+    field     a field of Health, such as ``stalled_v`` or ``update_error``.
     first     the number of the first step.
     """
-    for (name, found), look in zip(runs.items(), style.layers(len(runs)), strict=True):
-        values = [getattr(one, what) / (one.count if what in COUNTS else 1) for one in found]
+    for (name, measurements), look in zip(runs.items(), style.layers(len(runs)), strict=True):
+        values = [
+            getattr(health, field) / (health.count if field in COUNTS else 1)
+            for health in measurements
+        ]
         every = max(len(values) // 6, len(runs))
         ax.plot(
             np.arange(first, first + len(values)),
@@ -98,6 +101,6 @@ def health_lines(
             label=name,
             **look,
         )
-    ax.set(xlabel="optimizer step", ylabel=f"{what}, %")
+    ax.set(xlabel="optimizer step", ylabel=f"{field}, %")
     style.legend(ax)
     return style.plain(ax)

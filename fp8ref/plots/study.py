@@ -63,7 +63,7 @@ def _map(
     values: np.ndarray,
     rows: Sequence[str],
     columns: Sequence[str],
-    what: str,
+    label: str,
     cmap: str,
     low: float | None,
     high: float | None,
@@ -77,14 +77,14 @@ def _map(
         vmin=low,
         vmax=high,
     )
-    readout.cells(image, rows, columns, what=what)
+    readout.cells(image, rows, columns, what=label)
     every = -(-len(rows) // most)
     ax.set_yticks(range(0, len(rows), every), rows[::every])
     ax.set_xticks(range(len(columns)), columns, rotation=30, ha="right", rotation_mode="anchor")
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
     if ax.figure is not None:
-        ax.figure.colorbar(image, ax=ax, label=what)
+        ax.figure.colorbar(image, ax=ax, label=label)
     return style.plain_map(ax)
 
 

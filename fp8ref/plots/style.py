@@ -50,10 +50,10 @@ def figure(
 
     Save it with ``figure.savefig``, or take ``png`` of it.
     """
-    made = Figure(
+    new_figure = Figure(
         figsize=(width * columns, height * rows), layout="constrained", facecolor="white", dpi=120
     )
-    return made, np.atleast_1d(made.subplots(rows, columns)).ravel().tolist()
+    return new_figure, np.atleast_1d(new_figure.subplots(rows, columns)).ravel().tolist()
 
 
 def png(figure: Figure) -> bytes:
@@ -96,12 +96,14 @@ def layers(count: int) -> Sequence[dict]:
     Each line is narrower than the line below it, and its markers are smaller and of another shape,
     so that equal curves all show.
     """
-    made = []
+    styles = []
     for i, look in enumerate(looks(count)):
         rest = 1 - i / max(count - 1, 1)  # from 1 to 0
         size = {"linewidth": 1.1 + 1.1 * rest, "markersize": 4 + 5 * rest}
-        made.append(look | size | {"marker": MARKERS[i % len(MARKERS)], "markerfacecolor": "white"})
-    return made
+        styles.append(
+            look | size | {"marker": MARKERS[i % len(MARKERS)], "markerfacecolor": "white"}
+        )
+    return styles
 
 
 def power(exponent: float) -> str:
@@ -119,8 +121,8 @@ def label_powers(axis, lowest: int, highest: int, *, ticks: int = 9) -> None:
     axis.set_ticks(places, labels=[power(float(place)) for place in places])
 
 
-def legend(ax: Axes, **how: Any) -> None:
-    """A legend on white, so that neither grid nor shading shows through; how: matplotlib's own
+def legend(ax: Axes, **options: Any) -> None:
+    """A legend on white, so that neither grid nor shading shows through; options: matplotlib's own
     keywords."""
     ax.legend(
         **{
@@ -130,7 +132,7 @@ def legend(ax: Axes, **how: Any) -> None:
             "framealpha": 0.9,
             "borderpad": 0.2,
         }
-        | how
+        | options
     )
 
 

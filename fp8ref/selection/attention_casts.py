@@ -56,12 +56,12 @@ def of(variant: str, operands: Iterable[str], layer: str) -> Casts:
     """The casts of one layer, of operands such as "p", of every layer, or "layers.0/q", of those
     that a pattern names (R-3).
     """
-    found = set()
+    roles = set()
     for operand in operands:
         pattern, slash, role = operand.rpartition("/")
         if not slash or matches(pattern, layer):
-            found.add(role)
-    return Casts(attention.by_name(variant), frozenset(found))  # type: ignore[arg-type]  # checked there
+            roles.add(role)
+    return Casts(attention.by_name(variant), frozenset(roles))  # type: ignore[arg-type]  # checked there
 
 
 def fmt(role: str, casts: Casts) -> Format:

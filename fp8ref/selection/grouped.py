@@ -83,7 +83,7 @@ GROUPED_RECIPES = {
 """
 
 
-def of_linears(recipe: Recipe) -> GroupedRecipe:
+def grouped_recipe(recipe: Recipe) -> GroupedRecipe:
     """The grouped recipe that goes with a recipe of linears: torchao's for experts with its
     ``rowwise``.
     """

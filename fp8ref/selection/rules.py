@@ -69,7 +69,7 @@ class Rule:
                 "a rule of numerics.rules names linears in layers; got none. Name some, such as "
                 "'layers.0'."
             )
-        for key, given, known in (
+        for key, values, choices in (
             ("gemms", self.gemms, GEMMS),
             ("roles", self.roles, ROLES),
             ("recipe", [self.recipe], trained_recipes()),
@@ -82,11 +82,11 @@ class Rule:
                 [name for name, of in EPILOGUES.items() if of.bias is None],
             ),
         ):
-            for word in given:
-                if word is not None and word not in known:
+            for word in values:
+                if word is not None and word not in choices:
                     raise ValueError(
-                        f"{key} of a rule is of {', '.join(known)}; got "
-                        f"{word!r}.{_nearest(word, known)}"
+                        f"{key} of a rule is of {', '.join(choices)}; got "
+                        f"{word!r}.{_nearest(word, choices)}"
                     )
         parts = [
             key for key in ("format", "granularity", "policy") if getattr(self, key) is not None
@@ -137,7 +137,7 @@ def apply(rules: Sequence[Rule], decisions: Sequence[Decision]) -> list[Decision
     Raises:   ValueError: a pattern that names no linear, with the nearest names; a rule that
               changes nothing; operands that no GEMM takes together; dims that a cast does not take.
     """
-    made, names = list(decisions), [d.path for d in decisions]
+    current, names = list(decisions), [d.path for d in decisions]
     for number, rule in enumerate(rules, 1):
         for pattern in rule.layers:
             if not any(matches(pattern, name) for name in names):
@@ -154,16 +154,16 @@ def apply(rules: Sequence[Rule], decisions: Sequence[Decision]) -> list[Decision
                 )
         after = [
             _under(rule, number, d) if any(matches(p, d.path) for p in rule.layers) else d
-            for d in made
+            for d in current
         ]
-        if after == made:
+        if after == current:
             raise ValueError(
                 f"rule {number} of numerics.rules changes nothing: its linears have these casts "
                 "or epilogues already, or none that a format, granularity, policy or epilogue "
                 "could change. Leave it out, or name a recipe."
             )
-        made = after
-    return made
+        current = after
+    return current
 
 
 def casts_of(recipe: Recipe) -> dict[tuple[Gemm, Role], CastSpec | None]:
@@ -184,10 +184,10 @@ def with_casts(
     """A recipe of these casts. Where a GEMM has the casts of base, or of a recipe of ``like``, it
     is that GEMM, with its accumulation and epilogue; else it accumulates as base does, or fast for
     output and slow for gradients, and scales, then rounds."""
-    made = {}
+    gemms = {}
     for gemm, roles in OPERANDS.items():
         a, b = (casts[gemm, role] for role in roles)
-        known = next(
+        existing = next(
             (r.gemms[gemm] for r in (base, *like) if (r.gemms[gemm].a, r.gemms[gemm].b) == (a, b)),
             None,
         )
@@ -196,8 +196,8 @@ def with_casts(
             if a and b
             else None
         )
-        made[gemm] = known or GemmSpec(a=a, b=b, accumulate=sums)
-    recipe = Recipe(name=name, **made)
+        gemms[gemm] = existing or GemmSpec(a=a, b=b, accumulate=sums)
+    recipe = Recipe(name=name, **gemms)
     recipes.delayed_casts(recipe)  # refuses two casts of one state
     return recipe
 
@@ -231,23 +231,23 @@ def _under(rule: Rule, number: int, decision: Decision) -> Decision:
         (gemm, role): rule.cast(cast, gemm, role) if rule.covers(gemm, role) else cast
         for (gemm, role), cast in before.items()
     }
-    given = {
+    epilogues = {
         gemm: rule.epilogue
         for gemm, spec in decision.recipe.gemms.items()
         if rule.epilogue and spec.fp8 and gemm in rule.gemms
     }
     if after == before and all(
-        decision.recipe.gemms[gemm].epilogue == epilogue for gemm, epilogue in given.items()
+        decision.recipe.gemms[gemm].epilogue == epilogue for gemm, epilogue in epilogues.items()
     ):
         return decision
     base = decision.recipe.name.split(" with ")[0]
     like = [RECIPES[rule.recipe]] if rule.recipe else []
     recipe = with_casts(decision.recipe, after, f"{base} with rules", like)
-    made: dict = {
+    gemms: dict = {
         gemm: dataclasses.replace(recipe.gemms[gemm], epilogue=epilogue)
-        for gemm, epilogue in given.items()
+        for gemm, epilogue in epilogues.items()
     }
-    recipe = dataclasses.replace(recipe, **made)
+    recipe = dataclasses.replace(recipe, **gemms)
     if recipe.fp8:
         check_shape(decision.path, decision.shape, recipe)
     reason = (
@@ -258,6 +258,6 @@ def _under(rule: Rule, number: int, decision: Decision) -> Decision:
     )
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
+def _nearest(word: str, choices: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.5)
     return f" Did you mean {', '.join(map(repr, near))}?" if near else ""

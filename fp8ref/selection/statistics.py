@@ -75,8 +75,8 @@ def merged(
     return {
         operand.name: (
             _counted if isinstance(operand, AttentionOperand) and operand.counted else _recorded
-        )(of_one)
-        for operand, of_one in zip(operands, parts, strict=True)
+        )(part)
+        for operand, part in zip(operands, parts, strict=True)
     }
 
 

@@ -30,11 +30,11 @@ def address(clause: str) -> str:
     True
     """
     letter, anchor = clause[0].lower(), clause.lower()
-    found = site()
+    url = site()
     return (
         f"docs/spec/{letter}.md#{anchor}"
-        if found is None
-        else f"{found.rstrip('/')}/spec/{letter}.html#{anchor}"
+        if url is None
+        else f"{url.rstrip('/')}/spec/{letter}.html#{anchor}"
     )
 
 

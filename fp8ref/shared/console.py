@@ -83,18 +83,20 @@ def console() -> "Console":
 
     ImportError without rich, naming the extra.
     """
-    made = _rich()
-    return made if made.is_terminal else _rich(width=120)
+    rich_console = _rich()
+    return rich_console if rich_console.is_terminal else _rich(width=120)
 
 
 def table(*columns: str, title: str | None = None) -> "Table":
     """An empty table of rich's. Columns whose name begins with > are right-aligned, for numbers."""
     from rich.table import Table
 
-    made = Table(title=title)
+    rich_table = Table(title=title)
     for name in columns:
-        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
-    return made
+        rich_table.add_column(
+            name.removeprefix(">"), justify="right" if name.startswith(">") else "left"
+        )
+    return rich_table
 
 
 def say(text: str) -> None:
@@ -158,15 +160,15 @@ def waiting(title: str) -> Iterator[None]:
     done, terminal = threading.Event(), sys.stderr.isatty()
 
     def tell() -> None:
-        begin, said, pause = time.monotonic(), False, PATIENCE if terminal else SECONDS
+        begin, shown, pause = time.monotonic(), False, PATIENCE if terminal else SECONDS
         while not done.wait(pause):
             if _bars:
                 continue
             text = f"{one_line(title)}: {time.monotonic() - begin:.0f} s"
             sys.stderr.write(f"\r{text}\x1b[K" if terminal else f"{text}\n")
             sys.stderr.flush()
-            said, pause = True, 1.0 if terminal else SECONDS
-        if said and terminal:
+            shown, pause = True, 1.0 if terminal else SECONDS
+        if shown and terminal:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 
@@ -210,13 +212,13 @@ def _shown(title: str) -> Iterator[None]:
 
 def _lines(title: str, total: int | None, done: int) -> Callable[..., None]:
     """A function that advances a count, and says it at most once in ``SECONDS``."""
-    said = time.monotonic()
+    last_time = time.monotonic()
 
     def advance(note: str = "", by: int = 1) -> None:
-        nonlocal done, said
+        nonlocal done, last_time
         done += by
-        if time.monotonic() - said >= SECONDS:
-            said = time.monotonic()
+        if time.monotonic() - last_time >= SECONDS:
+            last_time = time.monotonic()
             say(
                 f"{title}: "
                 f"{done:,}{'' if total is None else f' of {total:,}'}{f', {note}' if note else ''}"
@@ -232,9 +234,9 @@ def _rich(**options) -> "Console":
     extras.require("conformance", "the console output of fp8ref", "rich")
     from rich.console import Console
 
-    made = Console(markup=False, emoji=False, **options)
-    made.push_render_hook(_Escaping())  # type: ignore[arg-type]  # a RenderHook in all but its base, for which rich would be imported
-    return made
+    rich_console = Console(markup=False, emoji=False, **options)
+    rich_console.push_render_hook(_Escaping())  # type: ignore[arg-type]  # a RenderHook in all but its base, for which rich would be imported
+    return rich_console
 
 
 class _Escaping:
@@ -243,10 +245,10 @@ class _Escaping:
     def process_renderables(self, renderables: list) -> list:
         from rich.table import Table
 
-        for one in renderables:
-            if isinstance(one, Table):
-                _keep_rows(one)
-        return [_Escaped(one) for one in renderables]
+        for renderable in renderables:
+            if isinstance(renderable, Table):
+                _keep_rows(renderable)
+        return [_Escaped(renderable) for renderable in renderables]
 
 
 def _keep_rows(table: "Table") -> None:

@@ -47,14 +47,14 @@ def extra_of(package: str) -> str | None:
         lines = importlib.metadata.requires("fp8ref") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    wanted = _normalized(package)
-    found = set()
+    normalized = _normalized(package)
+    extras = set()
     for line in lines:
         name = re.match(r"[A-Za-z0-9._-]+", line)
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
-        if name and extra and _normalized(name[0]) == wanted:
-            found.add(extra[1])
-    return next((extra for extra in ORDER if extra in found), min(found, default=None))
+        if name and extra and _normalized(name[0]) == normalized:
+            extras.add(extra[1])
+    return next((extra for extra in ORDER if extra in extras), min(extras, default=None))
 
 
 def _normalized(name: str) -> str:

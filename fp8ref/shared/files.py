@@ -323,10 +323,14 @@ def _brackets(text: str | bytes) -> int:
 def _check_depth(value: Any) -> None:
     level: Iterable[Any] = [value]
     for _ in range(DEPTH + 1):
-        level = [one for one in level if isinstance(one, dict | list)]
+        level = [container for container in level if isinstance(container, dict | list)]
         if not level:
             return
-        level = [x for one in level for x in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            x
+            for container in level
+            for x in (container.values() if isinstance(container, dict) else container)
+        ]
     raise ValueError(_too_deep())
 
 

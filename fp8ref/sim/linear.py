@@ -200,9 +200,9 @@ def _check_seed(recipe: Recipe, gemms: tuple[Gemm, ...], seed: int | None) -> No
         for cast_spec in (recipe.gemms[g].a, recipe.gemms[g].b)
     )
     if needed != (seed is not None):
-        what = "rounds stochastically in" if needed else "rounds nothing stochastically in"
+        phrase = "rounds stochastically in" if needed else "rounds nothing stochastically in"
         raise ValueError(
-            f"recipe {recipe.name!r} {what} {' and '.join(gemms)} (S-24); got seed={seed}. "
+            f"recipe {recipe.name!r} {phrase} {' and '.join(gemms)} (S-24); got seed={seed}. "
             f"{'Give a seed' if needed else 'Leave it out'}."
         )
 
@@ -230,7 +230,7 @@ def multiply(
     """The product of what ``quantize_operands`` gives, [M, K] x [N, K] -> [M, N], by the recipe's
     accumulation and epilogue (L-6, G-8). Raises as ``gemm.matmul``."""
     spec = recipe.gemms[which]
-    how = _rule(which, spec, accumulate)
+    accumulation = _rule(which, spec, accumulate)
     if not isinstance(a, Quantized) or not isinstance(b, Quantized):
         return gemm.matmul_hp(a, b, out_dtype=out_dtype)
     if a.granularity in _WHOLE_LINES and b.granularity in _WHOLE_LINES:
@@ -243,7 +243,7 @@ def multiply(
     out = gemm.matmul(
         a,
         b,
-        accumulate=how,
+        accumulate=accumulation,
         epilogue=spec.epilogue,
         out_dtype=BFLOAT16 if spec.rowwise else out_dtype,
     )
@@ -278,22 +278,22 @@ def _quantize(
     """An operand by its cast: dynamically, or by the scales of its role."""
     if spec.rotation is not None:
         x = hadamard.rotate_blocks(x, spec.rotation)
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "granularity": spec.granularity,
         "policy": spec.policy,
         "axis": -1,
         "rounding": spec.rounding,
     }
-    how["seed"] = seed if spec.rounding == "stochastic" else None
+    options["seed"] = seed if spec.rounding == "stochastic" else None
     if spec.delayed is None and role not in (scales or ()):
-        return scaling.quantize(x, spec.fmt, ragged=ragged, **how)
+        return scaling.quantize(x, spec.fmt, ragged=ragged, **options)
     if scales is None or role not in scales:
         raise ValueError(
             f"delayed scaling takes the scales of {role} from its state; got "
             f"{'none' if scales is None else ', '.join(scales)}. Pass scales={{role: "
             "delayed.scales(state, config, fmt)}."
         )
-    return scaling.quantize_with(x, scales[role], spec.fmt, **how)
+    return scaling.quantize_with(x, scales[role], spec.fmt, **options)
 
 
 def _dequantized(q: Quantized, like: np.ndarray) -> np.ndarray:

@@ -70,18 +70,18 @@ class Rounding:
         """x rounded to bfloat16, the compute dtype."""
         return cast.round_to(x, BFLOAT16, **self._mode()).astype(np.float64)
 
-    def codes(self, x: np.ndarray, spec: CastSpec, found: Scales) -> np.ndarray:
+    def codes(self, x: np.ndarray, spec: CastSpec, scales: Scales) -> np.ndarray:
         """uint8, x scaled along its last axis and cast."""
         x = x.astype(np.float32)
-        scale, scale_inv = (scaling.spread(part, x.shape, spec.granularity, -1) for part in found)
+        scale, scale_inv = (scaling.spread(part, x.shape, spec.granularity, -1) for part in scales)
         scaled = x * scale if policies.by_name(spec.policy).stored == "scale" else x / scale_inv
         return cast.encode(np.clip(scaled, -spec.fmt.max, spec.fmt.max), spec.fmt, **self._mode())
 
 
-def values(codes: np.ndarray, spec: CastSpec, found: Scales) -> np.ndarray:
+def values(codes: np.ndarray, spec: CastSpec, scales: Scales) -> np.ndarray:
     """decode(codes) * scale_inv, in float64: the values that the GEMM multiplies."""
     return cast.decode(codes, spec.fmt).astype(np.float64) * scaling.spread(
-        found.scale_inv, codes.shape, spec.granularity, -1
+        scales.scale_inv, codes.shape, spec.granularity, -1
     )
 
 
@@ -158,15 +158,15 @@ def forward(
         spec = recipes[name].output if name in recipes else None
         factors = []
         operands = {"input": x.reshape(-1, x.shape[-1]), "weight": weight}
-        for role, how in (("input", spec.a), ("weight", spec.b)) if spec else ():
-            if how is None:
+        for role, cast_spec in (("input", spec.a), ("weight", spec.b)) if spec else ():
+            if cast_spec is None:
                 continue
-            found = scales_of(operands[role], how, (states or {}).get(f"{name}/{role}"))
-            for part, scale in found._asdict().items():
+            scales = scales_of(operands[role], cast_spec, (states or {}).get(f"{name}/{role}"))
+            for part, scale in scales._asdict().items():
                 report(name, f"{role} {part}", np.asarray(scale), fmt=FLOAT32)
-            codes = rounding.codes(operands[role], how, found)
-            factors.append(Factor(codes, found.scale_inv, how.fmt, how.granularity))
-            operands[role] = values(codes, how, found)
+            codes = rounding.codes(operands[role], cast_spec, scales)
+            factors.append(Factor(codes, scales.scale_inv, cast_spec.fmt, cast_spec.granularity))
+            operands[role] = values(codes, cast_spec, scales)
         operands["input"] = operands["input"].reshape(x.shape)
         if multiply is None or spec is None or spec.accumulate is None:
             product = operands["input"] @ operands["weight"].T
@@ -195,28 +195,30 @@ def forward(
         if config.qk_norm:
             q, k = norm(f"{name}.q_norm", q), norm(f"{name}.k_norm", k)
 
-        def rotated(what: str, t: np.ndarray) -> np.ndarray:
+        def rotated(operand: str, t: np.ndarray) -> np.ndarray:
             half = _rotate_half(t)
             return report(
                 name,
-                f"rotated {what}",
+                f"rotated {operand}",
                 rounding(t * cos + half * sin),
-                parts={what: t, f"rotate_half({what})": half},
+                parts={operand: t, f"rotate_half({operand})": half},
             )
 
         q, k = rotated("query", q), rotated("key", k)
         variant = None if attention is None else hardware.attending(by_name(attention), multiply)  # type: ignore[arg-type]
-        given = (
+        role_scales = (
             {role: states[f"{name}/{role}"].stored for role in ROLES if f"{name}/{role}" in states}
             if states
             else {}
         )
         sinks = w[llama.sinks_of(name)] if config.attention_sinks else None
-        how = {
+        options = {
             "softcap": config.attention_softcap,
             "sinks": None if sinks is None else sinks.astype(np.float32),
         }
-        o = _attention(q, k, v, rounding, functools.partial(report, name), variant, given, how)
+        o = _attention(
+            q, k, v, rounding, functools.partial(report, name), variant, role_scales, options
+        )
         return linear(f"{name}.o_proj", o.swapaxes(1, 2).reshape(*x.shape[:-1], -1))
 
     def mlp(name: str, x: np.ndarray, expert: int | None = None) -> np.ndarray:
@@ -245,7 +247,7 @@ def forward(
             factors={"input": tokens, "weight": weight},
             fmt=FLOAT32,
         )
-        chosen, of_chosen = route(
+        chosen, expert_weights = route(
             logits, config.num_experts_per_tok, normalizes=config.norm_topk_prob
         )
         out = np.zeros((*chosen.shape, x.shape[-1]))
@@ -253,7 +255,7 @@ def forward(
             token, choice = np.nonzero(chosen == e)
             if len(token):
                 out[token, choice] = mlp(f"{name}{llama.EXPERTS}", tokens[token], e)
-        y = (of_chosen[..., None] * out).sum(1)
+        y = (expert_weights[..., None] * out).sum(1)
         if config.shared_expert_intermediate_size:
             y = y + mlp(f"{name}{llama.SHARED}", tokens)
         return report(name, "sum of experts", rounding(y)).reshape(x.shape)
@@ -267,9 +269,9 @@ def forward(
         )
 
     rows = w[llama.EMBEDDING][tokens]
-    of_token = {"token": tokens[..., None], "float32 master": rows}
+    embedding_parts = {"token": tokens[..., None], "float32 master": rows}
     h = report(
-        llama.EMBEDDING.removesuffix(".weight"), "output", rounding(rows), parts=of_token
+        llama.EMBEDDING.removesuffix(".weight"), "output", rounding(rows), parts=embedding_parts
     )  # [B, T, hidden]
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
@@ -298,8 +300,10 @@ def route(logits: np.ndarray, count: int, *, normalizes: bool) -> tuple[np.ndarr
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     chosen = np.argsort(-p, axis=-1, kind="stable")[:, :count]
-    of_chosen = np.take_along_axis(p, chosen, -1)
-    return chosen, of_chosen / of_chosen.sum(-1, keepdims=True) if normalizes else of_chosen
+    expert_weights = np.take_along_axis(p, chosen, -1)
+    return chosen, expert_weights / expert_weights.sum(
+        -1, keepdims=True
+    ) if normalizes else expert_weights
 
 
 def loss(logits: np.ndarray, targets: np.ndarray) -> float:
@@ -351,10 +355,10 @@ def _attention(
     report: Callable,
     variant: str | Variant | None = None,
     scales: Mapping[str, np.ndarray] | None = None,
-    how: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
     """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as q.
-    how: softcap and sinks of a variant (A-28).
+    options: softcap and sinks of a variant (A-28).
     """
     if variant is not None:
         # A variant takes finite numbers alone, and has finite scores; of others nothing is known.
@@ -367,11 +371,11 @@ def _attention(
         finite = all(np.isfinite(x).all() for x in (q, k, v)) and bool(
             (2 * sizes < _TOO_LARGE).all()
         )
-        given = (x.astype(np.float32) for x in (q, k, v))
+        operands = (x.astype(np.float32) for x in (q, k, v))
         more: dict = {"variant": variant, "mask": Mask(causal=True), "scales": scales} | dict(
-            how or {}
+            options or {}
         )
-        o = variants.forward(*given, **more).o if finite else np.full(q.shape, np.nan)
+        o = variants.forward(*operands, **more).o if finite else np.full(q.shape, np.nan)
         out = rounding(o.astype(np.float64))
         report("attention output", out)
         return out

@@ -81,16 +81,16 @@ def by_name(epilogue: "str | Epilogue") -> Epilogue:
     return registry.lookup("epilogue is an Epilogue or", EPILOGUES, epilogue, Epilogue)
 
 
-def check_pair(epilogue: str, taken: tuple[str, ...], a: str, b: str) -> int | None:
+def check_pair(epilogue: str, supported: tuple[str, ...], a: str, b: str) -> int | None:
     """``granularity.block_of`` of granularities a and b, if a backend that has the epilogues named
-    in ``taken`` can run the pair.
+    in ``supported`` can run the pair.
 
-    Raises:   ValueError: an epilogue not among ``taken``, or one that block scales cannot have;
+    Raises:   ValueError: an epilogue not among ``supported``, or one that block scales cannot have;
               granularities that do not go together.
     """
-    if epilogue not in taken:
+    if epilogue not in supported:
         raise ValueError(
-            f"epilogue is one of {', '.join(taken)}; got {epilogue!r}. Use one of these, or "
+            f"epilogue is one of {', '.join(supported)}; got {epilogue!r}. Use one of these, or "
             f"fp8ref.sim for {epilogue!r}."
         )
     block = block_of(a, b)

@@ -63,14 +63,14 @@ def check_policy(policy: str | ScalePolicy) -> ScalePolicy:
     no factor can follow."""
     policy = policies.by_name(policy)
     if policy.stored != "scale" or policy.makes_scale_inv:
-        known = ", ".join(
+        names = ", ".join(
             name
             for name, p in policies.POLICIES.items()
             if p.stored == "scale" and not p.makes_scale_inv
         )
         raise ValueError(
             "a shared scale of gradients is multiplied by factors, so its policy is one of "
-            f"{known}; got {policy.name!r}."
+            f"{names}; got {policy.name!r}."
         )
     return policy
 
@@ -120,7 +120,7 @@ def columns(factors: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """What metrics.jsonl has of the factors of all weights (Q-14)."""
     if not factors:
         return {}
-    mu, saturated = ([one[key] for one in factors.values()] for key in ("mu", "saturated"))
+    mu, saturated = ([entry[key] for entry in factors.values()] for key in ("mu", "saturated"))
     return {
         "gradient_mu_min": min(mu),
         "gradient_mu_max": max(mu),

@@ -161,13 +161,13 @@ class LlamaConfig:
             "router_aux_loss_coef",
             "shared_expert_intermediate_size",
         )
-        if given := [
+        if set_keys := [
             key
             for key in unused
             if getattr(self, key) != type(self).__dataclass_fields__[key].default
         ]:
             raise ValueError(
-                f"model.{given[0]} is of a model with experts; got {getattr(self, given[0])} "
+                f"model.{set_keys[0]} is of a model with experts; got {getattr(self, set_keys[0])} "
                 "with model.num_experts 0. Leave it out, or set num_experts."
             )
 
@@ -307,8 +307,8 @@ class InitialWeight:
         *rows, columns = (
             index if isinstance(index, tuple) and len(index) == len(self.shape) else (index, ...)
         )
-        of_rows = np.arange(math.prod(self.shape[:-1])).reshape(self.shape[:-1])[tuple(rows)]
-        places, width = of_rows.ravel(), len(np.arange(self.shape[-1])[columns])
+        row_indices = np.arange(math.prod(self.shape[:-1])).reshape(self.shape[:-1])[tuple(rows)]
+        places, width = row_indices.ravel(), len(np.arange(self.shape[-1])[columns])
         piece = np.empty((len(places), width), np.float32)
         # NumPy draws outside the interpreter's lock
         parts = max(1, piece.shape[0] * self.shape[-1] // 2**22)
@@ -321,7 +321,7 @@ class InitialWeight:
                     [columns] * parts,
                 )
             )
-        return piece.reshape(*of_rows.shape, width)
+        return piece.reshape(*row_indices.shape, width)
 
     def _draw(self, out: np.ndarray, places: np.ndarray, columns) -> None:
         bits = np.random.Philox(key=self.seed)
@@ -399,8 +399,8 @@ def check_tokens(tokens: np.ndarray, config: LlamaConfig) -> None:
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"tokens are integers [B, T]; got {tokens.dtype} {list(tokens.shape)}.")
     if tokens.size == 0 or tokens.min() < 0 or tokens.max() >= config.vocab_size:
-        found = f"{tokens.min()} to {tokens.max()}" if tokens.size else "none"
+        span = f"{tokens.min()} to {tokens.max()}" if tokens.size else "none"
         raise ValueError(
-            f"a batch has tokens, all in [0, {config.vocab_size}); got {found}. Check "
+            f"a batch has tokens, all in [0, {config.vocab_size}); got {span}. Check "
             "model.vocab_size and the data."
         )

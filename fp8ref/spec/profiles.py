@@ -1,7 +1,7 @@
 """Profiles as data: what one library, in one range of versions, does, in the names of the
 specification.
 
-docs/spec/profiles.md states them with their differences. ``of_policy`` says which libraries a
+docs/spec/profiles.md states them with their differences. ``policy_profiles`` says which libraries a
 policy is of.
 """
 
@@ -344,10 +344,10 @@ def by_name(profile: "str | Profile") -> Profile:
     return registry.lookup("profile is a Profile or", PROFILES, profile, Profile)
 
 
-def of_policy(policy: str, bits: int = 8) -> list[str]:
+def policy_profiles(policy: str, bits: int = 8) -> list[str]:
     """The names of the profiles that have a policy for formats of so many bits; empty if none has.
 
-    >>> of_policy("te_mxfp8_2.13"), of_policy("mx_floor", 4)
+    >>> policy_profiles("te_mxfp8_2.13"), policy_profiles("mx_floor", 4)
     (['te-mxfp8-2.13'], ['torchao-mxfp4'])
     """
     return [

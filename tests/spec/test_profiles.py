@@ -31,8 +31,8 @@ def test_every_name_is_one_of_the_specification():
 
 
 def test_every_policy_is_of_a_profile():  # S-9, S-14, S-17, S-20
-    assert {name for name in POLICIES if not profiles.of_policy(name)} == OWN
-    assert all(profiles.of_policy(name, 4) for name in FP4_POLICIES)  # S-22
+    assert {name for name in POLICIES if not profiles.policy_profiles(name)} == OWN
+    assert all(profiles.policy_profiles(name, 4) for name in FP4_POLICIES)  # S-22
 
 
 def test_the_page_lists_each_profile_with_its_policies():

@@ -46,7 +46,7 @@ def result_dict(
         "policy": matched.names[0] if matched.agreements else None,
         "same_policies": matched.names[1:],
         "profiles": list(
-            dict.fromkeys(p for name in matched.names for p in profiles.of_policy(name))
+            dict.fromkeys(p for name in matched.names for p in profiles.policy_profiles(name))
         )
         if matched.agreements
         else [],

@@ -209,7 +209,7 @@ def _of_layer(decision: linear_selection.Decision, layer) -> linear_selection.De
         return _without_hook(decision)
     if not isinstance(layer, GroupedLinear):
         return decision
-    recipe = grouped.of_linears(decision.recipe).recipe if decision.fp8 else decision.recipe
+    recipe = grouped.grouped_recipe(decision.recipe).recipe if decision.fp8 else decision.recipe
     return dataclasses.replace(decision, experts=layer.experts, recipe=recipe)
 
 

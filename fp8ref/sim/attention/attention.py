@@ -113,7 +113,7 @@ def forward(
     q, k, v = attention.heads_first(layout, *map(cast.array, (q, k, v)))
     problem = inputs.prepare(q, k, v, variant, mask, scale, documents, softcap, sinks)
     variant = problem.variant
-    given = inputs.check_scales(scales, variant, attention.ROLES)
+    role_scales = inputs.check_scales(scales, variant, attention.ROLES)
     if keep_p and (variant.real or variant.fmt.bits != 8):
         raise ValueError(
             f"keep_p keeps codes of FP8 probabilities; variant {variant.name!r} has none. Leave "
@@ -129,15 +129,15 @@ def forward(
             f"a seed makes the signs of a rotation; variant {variant.name!r} has none, got "
             f"seed={seed!r}. Leave it out."
         )
-    result = _real(problem) if variant.real else _run(problem, given, seed, keep_p, keep_s)
+    result = _real(problem) if variant.real else _run(problem, role_scales, seed, keep_p, keep_s)
     return result._replace(o=attention.in_layout(layout, result.o))
 
 
-def _run(problem: Problem, given: dict, seed: int, keep_p: bool, keep_s: bool) -> Result:
+def _run(problem: Problem, role_scales: dict, seed: int, keep_p: bool, keep_s: bool) -> Result:
     """The pass of a variant that is not real."""
     variant = problem.variant
-    tensors = operands.quantize(problem, given, seed)
-    p_scale, p_scale_inv = operands.probability_scale(variant, given)
+    tensors = operands.quantize(problem, role_scales, seed)
+    p_scale, p_scale_inv = operands.probability_scale(variant, role_scales)
     b, h, tq, d = problem.q.shape
     tk = problem.k.shape[2]
     out, lse = np.zeros((b, h, tq, d), np.float32), np.empty((b, h, tq), np.float32)
@@ -171,7 +171,11 @@ def _run(problem: Problem, given: dict, seed: int, keep_p: bool, keep_s: bool) -
         "o": np.abs(out).max()[()],
     }
     o = heads.quantize(
-        out, variant.out, *output_scaling(variant), heads=problem.k.shape[1], scale=given.get("o")
+        out,
+        variant.out,
+        *output_scaling(variant),
+        heads=problem.k.shape[1],
+        scale=role_scales.get("o"),
     )
     if variant.out.bits == 8:
         tensors["o"] = o
@@ -213,7 +217,7 @@ def _rows(
     state = softmax.start(count)
     o = Product(count, parts.v.shape[3], variant, p_scale_inv)
     largest, clipped, zeros = np.float32(0), 0, 0
-    factor, of_v = np.float32(1), np.ones((), np.float32)
+    factor, inverse_v = np.float32(1), np.ones((), np.float32)
     for place, (begin, end) in enumerate(parts.tiles):
         s_seen = parts.seen(i, rows, begin, end)
         if not (np.maximum(s_seen.low, 0) < s_seen.high).any():
@@ -222,23 +226,23 @@ def _rows(
         factors, factor = parts.factors(i, j, rows.start, begin)
         p, c = softmax.step(s, state, s_seen, variant, factors, factor)
         largest = max(largest, p.max())
-        values, of_tile, lost = round_probabilities(p, p_scale, variant.fmt)
-        clipped += of_tile
+        values, tile_clipped, lost = round_probabilities(p, p_scale, variant.fmt)
+        clipped += tile_clipped
         zeros += lost
         if kept is not None:
             kept[:, begin:end] = cast.encode(values[:, : end - begin], variant.fmt)
         o.rescale(c, place)
-        v, of_v = parts.values(i, j, begin, end)
-        o.add(values, v, of_v, parts.codes_of_values(i, j, begin, end))
-    total, maximum, of_keys = softmax.total(state, variant.sum_order), state.maximum, o.end()
+        v, inverse_v = parts.values(i, j, begin, end)
+        o.add(values, v, inverse_v, parts.codes_of_values(i, j, begin, end))
+    total, maximum, value_sums = softmax.total(state, variant.sum_order), state.maximum, o.end()
     if parts.problem.sinks is not None:
         factor = parts.factors(i, j, rows.start, 0)[1]
-        of_keys, total, maximum = attention_sinks.add(
-            of_keys, total, maximum, parts.problem.sinks[j], variant, factor
+        value_sums, total, maximum = attention_sinks.add(
+            value_sums, total, maximum, parts.problem.sinks[j], variant, factor
         )
-    at_end = np.float32(of_v if variant.out_scales == "end" and variant.granularity else 1)
+    at_end = np.float32(inverse_v if variant.out_scales == "end" and variant.granularity else 1)
     return (
-        _finish(of_keys, total, at_end, variant),
+        _finish(value_sums, total, at_end, variant),
         log_sum(maximum, total, factor, variant),
         largest,
         clipped,
@@ -248,14 +252,14 @@ def _rows(
 
 def _scores(parts: Parts, i: int, j: int, rows: slice) -> np.ndarray:
     """Scores of some rows of one head, with all factors."""
-    found = np.empty((rows.stop - rows.start, parts.problem.k.shape[2]), np.float32)
+    scores = np.empty((rows.stop - rows.start, parts.problem.k.shape[2]), np.float32)
     for begin, end in parts.tiles:
         s = parts.scores(i, j, rows, begin, end)[:, : end - begin]
         factors, factor = parts.factors(i, j, rows.start, begin)
-        for one in (factor,) if parts.variant.scores == "raw" else factors:
-            s = s * one
-        found[:, begin:end] = s
-    return np.where(inputs.allowed(parts.problem, i)[rows], found, np.float32(-np.inf))
+        for multiplier in (factor,) if parts.variant.scores == "raw" else factors:
+            s = s * multiplier
+        scores[:, begin:end] = s
+    return np.where(inputs.allowed(parts.problem, i)[rows], scores, np.float32(-np.inf))
 
 
 def round_probabilities(
@@ -299,12 +303,14 @@ def log_sum(
     maximum, total = np.where(empty, np.float32(0), maximum), np.where(empty, np.float32(1), total)
     if variant.lse == "fused":
         logarithm = exponentials.log(total * np.float32(2.0**-variant.offset))
-        found = multiply_add(maximum, np.broadcast_to(factor * _LN2, maximum.shape), logarithm)
+        log_sums = multiply_add(maximum, np.broadcast_to(factor * _LN2, maximum.shape), logarithm)
     elif variant.base == "2":
-        found = (maximum * factor + (exponentials.log2(total) - np.float32(variant.offset))) * _LN2
+        log_sums = (
+            maximum * factor + (exponentials.log2(total) - np.float32(variant.offset))
+        ) * _LN2
     else:
-        found = maximum + exponentials.log(total)
-    return np.where(empty, np.float32(-np.inf), found)
+        log_sums = maximum + exponentials.log(total)
+    return np.where(empty, np.float32(-np.inf), log_sums)
 
 
 def _real(problem: Problem) -> Result:

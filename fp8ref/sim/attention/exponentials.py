@@ -82,13 +82,13 @@ def _compiled(x, two: bool) -> np.ndarray:
     return out.reshape(x.shape)
 
 
-def _sure(x, of_float64: Callable, exactly: Callable) -> np.ndarray:
+def _sure(x, float64_function: Callable, exactly: Callable) -> np.ndarray:
     """The float64 function rounded, where its error of at most 2^-50 cannot matter; else the exact
     one.
     """
     x = np.asarray(x, np.float32)
     with np.errstate(divide="ignore"):
-        near = np.asarray(of_float64(x.astype(np.float64)))
+        near = np.asarray(float64_function(x.astype(np.float64)))
     with np.errstate(invalid="ignore"):
         below, above = (
             (near * (1 - 2.0**-50)).astype(np.float32),

@@ -66,10 +66,10 @@ class Product:
         return self.total
 
     def _promote(self, scale_inv=None) -> None:
-        found = self.chain
+        chain_sums = self.chain
         if self.variant.out_scales == "tile":
-            found = self._of_p(found * scale_inv)
-        self.total = self.total + found
+            chain_sums = self._with_p_scale(chain_sums * scale_inv)
+        self.total = self.total + chain_sums
         self.chain = np.zeros_like(self.chain)
 
     def _scaled_sum(self, p: np.ndarray, v: np.ndarray, scale_inv: np.ndarray) -> np.ndarray:
@@ -77,19 +77,25 @@ class Product:
         tile.
         """
         if self.variant.granularity != "mx_1x32":
-            found = sums.exact_sum(p, v.T)
-            return self._of_p(found * scale_inv) if self.variant.out_scales == "tile" else found
-        found = np.zeros((len(p), v.shape[1]), np.float32)
+            tile_sums = sums.exact_sum(p, v.T)
+            return (
+                self._with_p_scale(tile_sums * scale_inv)
+                if self.variant.out_scales == "tile"
+                else tile_sums
+            )
+        tile_sums = np.zeros((len(p), v.shape[1]), np.float32)
         for block, scale in enumerate(scale_inv):  # [D]
             part = slice(block * MX, (block + 1) * MX)
-            found = found + self._of_p(sums.exact_sum(p[:, part], v[part].T) * scale)
-        return found
+            tile_sums = tile_sums + self._with_p_scale(
+                sums.exact_sum(p[:, part], v[part].T) * scale
+            )
+        return tile_sums
 
-    def _of_p(self, found: np.ndarray) -> np.ndarray:
-        """found times the scale_inv of probabilities, where the variant has a scale of its own for
+    def _with_p_scale(self, tile_sums: np.ndarray) -> np.ndarray:
+        """Sums times the scale_inv of probabilities, where the variant has a scale of its own for
         them.
         """
-        return found if self.p_scale_inv == 1 else found * self.p_scale_inv
+        return tile_sums if self.p_scale_inv == 1 else tile_sums * self.p_scale_inv
 
 
 def accumulate(

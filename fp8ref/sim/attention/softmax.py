@@ -99,8 +99,8 @@ def step_plain(
     )
     threshold, offset = np.float32(variant.threshold), np.float32(variant.offset)
     if not raw:
-        for one in factors:
-            s = s * one
+        for multiplier in factors:
+            s = s * multiplier
     s = np.where(visible, s, _NONE)
     old, largest = rows.maximum.copy(), s.max(axis=1)
     with np.errstate(invalid="ignore"):  # of two infinities: compared as False below
@@ -144,10 +144,10 @@ def _add(p: np.ndarray, c: np.ndarray, sums: np.ndarray, order: SumOrder) -> Non
             (lanes[1] + lanes[3]) + (lanes[5] + lanes[7])
         )
     else:
-        of_tile = np.zeros(len(p), np.float32)
+        tile_sums = np.zeros(len(p), np.float32)
         for column in p.T:
-            of_tile = of_tile + column
-        sums[:, 0] = sums[:, 0] * c + of_tile
+            tile_sums = tile_sums + column
+        sums[:, 0] = sums[:, 0] * c + tile_sums
 
 
 def _finite(maximum: np.ndarray) -> np.ndarray:

@@ -195,7 +195,7 @@ def ring(
     if sorted(order) != list(range(n)):
         raise ValueError(f"a ring visits each of {n} ranks once; got order {order}.")
     flat = np.stack([np.reshape(c, -1) for c in codes])
-    found, size = np.empty(flat.shape[1], np.uint8), max(1, -(-flat.shape[1] // n))
+    sum_codes, size = np.empty(flat.shape[1], np.uint8), max(1, -(-flat.shape[1] // n))
     for i, begin in enumerate(range(0, flat.shape[1], size)):
         piece = slice(begin, begin + size)
         visits = [order[(start + i + step) % n] for step in range(n)]
@@ -206,8 +206,8 @@ def ring(
             # float16.
             with np.errstate(invalid="ignore"):  # Inf - Inf of e5m2, which ``share`` never makes
                 acc = cast.encode(cast.decode(acc, fmt) + cast.decode(flat[rank, piece], fmt), fmt)
-        found[piece] = acc
-    return found.reshape(np.shape(codes[0]))
+        sum_codes[piece] = acc
+    return sum_codes.reshape(np.shape(codes[0]))
 
 
 def ring_bound(codes: Sequence[np.ndarray], fmt: Format = E4M3FN) -> np.ndarray:

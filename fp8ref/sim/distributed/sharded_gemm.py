@@ -90,8 +90,8 @@ def _sum(parts: list[np.ndarray]) -> np.ndarray:
 
 def _unit(side: Sequence[Quantized], codes: np.ndarray) -> Quantized:
     """Codes under scale 1: their GEMM is the raw accumulator."""
-    one = np.ones((), np.float32)
-    return Quantized(codes, one, one, side[0].fmt, "tensorwise", -1)
+    unit_scale = np.ones((), np.float32)
+    return Quantized(codes, unit_scale, unit_scale, side[0].fmt, "tensorwise", -1)
 
 
 def _check(

@@ -166,8 +166,8 @@ def gather(shards: Mapping[Device, Quantized], layout: Layout) -> Quantized:
     Source:   spec P-6.
     """
     check_replicas(shards, layout)
-    one = next(iter(shards.values()))
-    shape = granularities.scale_shape(one.granularity, layout.shape, one.axis)
+    shard = next(iter(shards.values()))
+    shape = granularities.scale_shape(shard.granularity, layout.shape, shard.axis)
     codes, scale, scale_inv = (
         np.empty(layout.shape, np.uint8),
         np.empty(shape, np.float32),
@@ -179,7 +179,7 @@ def gather(shards: Mapping[Device, Quantized], layout: Layout) -> Quantized:
         codes[layout.index(device)] = q.codes
         groups = _groups(layout, device, q.granularity, q.axis)
         scale[groups], scale_inv[groups] = q.scale, q.scale_inv
-    return Quantized(codes, scale[()], scale_inv[()], one.fmt, one.granularity, one.axis)
+    return Quantized(codes, scale[()], scale_inv[()], shard.fmt, shard.granularity, shard.axis)
 
 
 def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:

@@ -110,21 +110,21 @@ def quantize_operands(
     recipe = grouped.by_name(recipe)
     ends = ends_of(offs, len(next(v for role, v in tensors.items() if role != "weight")))
     shared = _shared_scales(which, tensors, ends, recipe) | dict(scales or {})
-    found: list[tuple[Operand, Operand] | None] = []
+    operand_pairs: list[tuple[Operand, Operand] | None] = []
     for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if begin == end:
-            found.append(None)
+            operand_pairs.append(None)
             continue
         own: dict[Role, np.ndarray] = {
             role: v[e] if role == "weight" else v[begin:end] for role, v in tensors.items()
         }
-        given = {
-            role: _of_group(s, role, which, begin, end, e)
+        group_scales = {
+            role: _group_scales(s, role, which, begin, end, e)
             for role, s in shared.items()
             if role in own
         }
-        found.append(linear.quantize_operands(which, own, recipe.recipe, given))
-    return found
+        operand_pairs.append(linear.quantize_operands(which, own, recipe.recipe, group_scales))
+    return operand_pairs
 
 
 def observe(role: Role, x, offs) -> Observation:
@@ -145,13 +145,13 @@ def observe(role: Role, x, offs) -> Observation:
 def ends_of(offs, rows: int) -> list[int]:
     """The end of each group as integers; ValueError unless offs are integers [E], ascending, within
     [0, rows] (X-1)."""
-    found = np.asarray(offs)
-    if found.ndim != 1 or not (np.issubdtype(found.dtype, np.integer) or found.size == 0):
+    offsets = np.asarray(offs)
+    if offsets.ndim != 1 or not (np.issubdtype(offsets.dtype, np.integer) or offsets.size == 0):
         raise ValueError(
-            f"offs are integers [E], the end of each group; got {found.dtype} {found.shape}. "
+            f"offs are integers [E], the end of each group; got {offsets.dtype} {offsets.shape}. "
             "Use numpy.cumsum of the groups' sizes."
         )
-    ends = [int(end) for end in found]
+    ends = [int(end) for end in offsets]
     if any(a > b for a, b in zip([0, *ends], [*ends, rows], strict=True)):
         raise ValueError(
             f"offs ascend from 0 to at most M={rows}; got {ends}. Use numpy.cumsum of the "
@@ -211,7 +211,7 @@ def _scales_of_all(x: np.ndarray, spec: CastSpec, axis: int) -> Scales:
     return Scales(q.scale, q.scale_inv)
 
 
-def _of_group(scales: Scales, role: Role, which: Gemm, begin: int, end: int, e: int) -> Scales:
+def _group_scales(scales: Scales, role: Role, which: Gemm, begin: int, end: int, e: int) -> Scales:
     """One group's part of scales that all share, with the reduced axis last."""
 
     def part(scale: np.ndarray) -> np.ndarray:

@@ -119,10 +119,10 @@ def _by_chains(
     """A plan, each of whose chains this function computes."""
     zero = np.zeros((len(a), len(b)), np.float32)
     total = zero
-    for of_part in parts(a.shape[1], plan):
-        left, right = a[:, of_part], b[:, of_part]
+    for indices in parts(a.shape[1], plan):
+        left, right = a[:, indices], b[:, indices]
         part = zero
-        for begin, end in _chains(len(of_part), plan):
+        for begin, end in _chains(len(indices), plan):
             part = part + chain(
                 left[:, begin:end], right[:, begin:end], zero, fmt_a, fmt_b, plan.unit
             )
@@ -186,18 +186,18 @@ def _chains_compiled(
         b
     ):  # the columns are the kernel's lanes; a step tells its factors apart by nothing
         return _chains_compiled(b, a, fmt_b, fmt_a, plan).T  # [N, M] -> [M, N]
-    of_parts = [part for part in parts(k, plan) if len(part)]
+    part_indices = [part for part in parts(k, plan) if len(part)]
     ends = np.zeros(
         k // unit.fused_width, np.uint8
     )  # for each step: does a chain end after it, does a part
     start = 0
-    for part in of_parts:
+    for part in part_indices:
         for _, end in _chains(len(part), plan):
             ends[(start + end) // unit.fused_width - 1] = CHAIN_END
         start += len(part)
         ends[start // unit.fused_width - 1] |= SPLIT_END
     if plan.split_order == "interleaved":
-        order = np.concatenate(of_parts)
+        order = np.concatenate(part_indices)
         a, b = a[:, order], b[:, order]
     rows = chain_kernels.pack(a, fmt_a, unit.fused_width, unit.fraction_bits, unit.output_bits)
     out, b = np.zeros((len(a), len(b)), np.float32), chain_kernels.tiles(b)

@@ -62,13 +62,15 @@ def matmul(
         raise ValueError(
             f"a [M, K] and b [N, K] have one K; got {a.codes.shape} and {b.codes.shape}."
         )
-    of_a, of_b = (_of_rows(q, unit.fused_width) for q in (a, b))  # [M, K / 32], [N, K / 32]
+    a_scales, b_scales = (
+        _row_scales(q, unit.fused_width) for q in (a, b)
+    )  # [M, K / 32], [N, K / 32]
     if missing := -a.codes.shape[1] % unit.fused_width:  # zeros fill a last block
         a, b = (q._replace(codes=np.pad(q.codes, ((0, 0), (0, missing)))) for q in (a, b))
-    nan = np.isnan(of_a).any(axis=1)[:, None] | np.isnan(of_b).any(axis=1)[None, :]
+    nan = np.isnan(a_scales).any(axis=1)[:, None] | np.isnan(b_scales).any(axis=1)[None, :]
     exponents = [
         np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1
-        for scale in (of_a, of_b)
+        for scale in (a_scales, b_scales)
     ]
     values = [cast.decode(q.codes, q.fmt) for q in (a, b)]
     left, right = (accumulate.finite_part(v) for v in values)
@@ -79,6 +81,6 @@ def matmul(
         return cast.round_to(acc, out_dtype)
 
 
-def _of_rows(q: Quantized, block: int) -> np.ndarray:
+def _row_scales(q: Quantized, block: int) -> np.ndarray:
     """The scale_inv of each row and block of K, float32 [M, K / block]."""
     return scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)[:, ::block]

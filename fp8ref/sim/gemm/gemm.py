@@ -106,8 +106,8 @@ def _exponents_of_scales(
                 "such as 'blackwell_mx'."
             )
         return None, np.zeros(shape, bool)
-    given = [np.asarray(scale) for scale in (scale_inv_a, scale_inv_b)]
-    for scale, n in zip(given, shape, strict=True):
+    scales = [np.asarray(scale) for scale in (scale_inv_a, scale_inv_b)]
+    for scale, n in zip(scales, shape, strict=True):
         if (
             scale.dtype != np.float32
             or scale.shape != (n, 1)
@@ -117,12 +117,12 @@ def _exponents_of_scales(
                 f"unit {unit.name!r} takes a scale_inv of each row, float32 [M, 1] and [N, 1], "
                 f"powers of two or NaN; got {scale.dtype} {scale.shape}."
             )
-    nan = np.isnan(given[0]) | np.isnan(given[1]).T
-    of_a, of_b = (
+    nan = np.isnan(scales[0]) | np.isnan(scales[1]).T
+    a_exponents, b_exponents = (
         np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1
-        for scale in given
+        for scale in scales
     )
-    return (of_a + of_b.T)[..., None], nan
+    return (a_exponents + b_exponents.T)[..., None], nan
 
 
 def matmul(
@@ -255,33 +255,33 @@ _TURNED: dict[str, epilogues.Scale] = {"product": "product", "each": "b_first", 
 
 
 def _finish_float32(
-    acc: np.ndarray, of_rows: np.ndarray, of_columns: np.ndarray, epilogue: Epilogue
+    acc: np.ndarray, row_scales: np.ndarray, column_scales: np.ndarray, epilogue: Epilogue
 ) -> np.ndarray:
     """``finish_plain``, rows after rows: a float32 needs no rounding."""
     out = np.empty(acc.shape, np.float32)
 
     def rows(begin: int, end: int) -> None:
-        part, own = slice(begin, end), of_rows[begin:end] if of_rows.ndim else of_rows
+        part, own = slice(begin, end), row_scales[begin:end] if row_scales.ndim else row_scales
         with np.errstate(
             invalid="ignore", over="ignore", under="ignore"
         ):  # each thread has its own error state
-            np.multiply(*_factors(acc[part], own, of_columns, epilogue), out=out[part])
+            np.multiply(*_factors(acc[part], own, column_scales, epilogue), out=out[part])
 
     threads.run(rows, len(acc), grain=max(1, (1 << 17) // max(1, acc.shape[1])))
     return out
 
 
 def _finish_bfloat16(
-    kernel: Callable, acc: np.ndarray, of_rows: np.ndarray, of_columns: np.ndarray
+    kernel: Callable, acc: np.ndarray, row_scales: np.ndarray, column_scales: np.ndarray
 ) -> np.ndarray:
     """``finish`` by a compiled kernel."""
     m, n = acc.shape
     scales = (
         np.ascontiguousarray(np.broadcast_to(s, shape).ravel())
-        for s, shape in ((of_rows, (m, 1)), (of_columns, (1, n)))
+        for s, shape in ((row_scales, (m, 1)), (column_scales, (1, n)))
     )
-    given, out = (np.ascontiguousarray(acc), *scales), np.empty((m, n), np.float32)
-    threads.run(lambda begin, end: kernel(*given, out, begin, end), m, grain=1 << 8)
+    operands, out = (np.ascontiguousarray(acc), *scales), np.empty((m, n), np.float32)
+    threads.run(lambda begin, end: kernel(*operands, out, begin, end), m, grain=1 << 8)
     return out
 
 
@@ -307,12 +307,12 @@ def canonical(values: np.ndarray) -> np.ndarray:
 
 
 def _accumulate(
-    a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, how: str | Accumulation
+    a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: str | Accumulation
 ) -> np.ndarray:
     """The sum over K of codes a [M, K] and b [N, K] of the formats: float32 [M, N]."""
-    if not isinstance(how, Accumulation):
+    if not isinstance(plan, Accumulation):
         values = cast.decode(a, fmt_a), cast.decode(b, fmt_b)
-        if how == "f32":
+        if plan == "f32":
             return sums.f32(*values)
         return sums.with_specials(sums.exact_sum(*map(sums.finite_part, values)), *values)
     tensor_core.check_pair(fmt_a, fmt_b)
@@ -322,11 +322,11 @@ def _accumulate(
             "with zeros: without split-K they change no bit (G-12)."
         )
     finite = _finite_codes(a, fmt_a), _finite_codes(b, fmt_b)
-    whole = sums.chains_of_codes(*finite, fmt_a, fmt_b, how)
+    whole = sums.chains_of_codes(*finite, fmt_a, fmt_b, plan)
     if finite[0] is a and finite[1] is b:
         # A compiled unit's sums of finite terms are finite; other units may overflow to infinity,
         # and infinities may meet.
-        return whole if how.unit.compiled else canonical(whole)
+        return whole if plan.unit.compiled else canonical(whole)
     return canonical(sums.with_specials(whole, cast.decode(a, fmt_a), cast.decode(b, fmt_b)))
 
 
@@ -368,7 +368,7 @@ def _add_bias(
     )
 
 
-def _by_blocks(a: Quantized, b: Quantized, block: int, how, epilogue: Epilogue) -> np.ndarray:
+def _by_blocks(a: Quantized, b: Quantized, block: int, plan, epilogue: Epilogue) -> np.ndarray:
     """Each block of K accumulated by itself, scaled, and added in float32, ascending from +0
     (G-13).
 
@@ -384,13 +384,13 @@ def _by_blocks(a: Quantized, b: Quantized, block: int, how, epilogue: Epilogue) 
     total = np.zeros((len(a.codes), len(b.codes)), np.float32)
     for i in range(left.shape[1]):
         part = slice(i * block, (i + 1) * block)
-        acc = _accumulate(a.codes[:, part], b.codes[:, part], a.fmt, b.fmt, how)
+        acc = _accumulate(a.codes[:, part], b.codes[:, part], a.fmt, b.fmt, plan)
         x, y = _factors(
             acc, left[:, i, None], right[None, :, i], epilogue
         )  # [M, N], [M, 1] and [1, N]
         total = sums.multiply_add(x, y, total) if epilogue.scale == "product" else total + x * y
-    of_tensors = [q.tensor_scale_inv for q in (a, b) if q.tensor_scale_inv is not None]
-    return total * np.prod(of_tensors, dtype=np.float32) if of_tensors else total
+    tensor_scales = [q.tensor_scale_inv for q in (a, b) if q.tensor_scale_inv is not None]
+    return total * np.prod(tensor_scales, dtype=np.float32) if tensor_scales else total
 
 
 def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) -> int | None:

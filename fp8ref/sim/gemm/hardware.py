@@ -91,14 +91,14 @@ class Hardware:
 
     def to_dict(self) -> dict[str, Any]:
         """Plans and epilogue as data, for a run's manifest."""
-        of_epilogue = None if self.epilogue is None else dataclasses.asdict(self.epilogue)
-        of_unit = {} if self.unit is None else {"unit": dataclasses.asdict(self.unit)}
+        epilogue_fields = None if self.epilogue is None else dataclasses.asdict(self.epilogue)
+        unit_fields = {} if self.unit is None else {"unit": dataclasses.asdict(self.unit)}
         return {
             "name": self.name,
             "fast": _as_data(self.fast),
             "slow": _as_data(self.slow),
-            "scale_then_round": of_epilogue,
-            **of_unit,
+            "scale_then_round": epilogue_fields,
+            **unit_fields,
         }
 
 
@@ -181,8 +181,8 @@ def _is_scale_then_round(epilogue: Epilogue) -> bool:
 
 def _as_data(plan: str | Accumulation) -> Any:
     """A plan as JSON can hold it: its name if it is exact or f32, else its fields."""
-    found = sums.by_name(plan)
-    return found if isinstance(found, str) else dataclasses.asdict(found)
+    accumulation = sums.by_name(plan)
+    return accumulation if isinstance(accumulation, str) else dataclasses.asdict(accumulation)
 
 
 def _quantized(factor: Factor) -> Quantized:

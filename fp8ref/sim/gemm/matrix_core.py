@@ -99,8 +99,8 @@ def mfma(
         raise ValueError(
             f"the accumulator c is float32; got {c.dtype}. Convert it with .astype(np.float32)."
         )
-    left, right, given = (accumulate.finite_part(v).astype(np.float64) for v in (a, b, c))
-    acc = chain(left, right, given, fmt_a, fmt_b, unit)
+    left, right, accumulator = (accumulate.finite_part(v).astype(np.float64) for v in (a, b, c))
+    acc = chain(left, right, accumulator, fmt_a, fmt_b, unit)
     return accumulate.with_specials(acc.astype(np.float32), a, b, c)
 
 
@@ -148,11 +148,11 @@ def step_plain(
     36.
     """
     products = a[:, None, :] * b[None, :, :]  # [M, 1, 16] x [1, N, 16] -> [M, N, 16]
-    of_a, of_b = exponents(a, fmt_a.emin, _LEAST), exponents(b, fmt_b.emin, _LEAST)
-    of_products = of_a[:, None, :] + of_b[None, :, :]
+    a_exponents, b_exponents = exponents(a, fmt_a.emin, _LEAST), exponents(b, fmt_b.emin, _LEAST)
+    product_exponents = a_exponents[:, None, :] + b_exponents[None, :, :]
     sums, tops = [], []
     for half in (slice(0, None, 2), slice(1, None, 2)):
-        top = of_products[..., half].max(axis=-1)
+        top = product_exponents[..., half].max(axis=-1)
         scale = unit.fraction_bits - top
         sums.append(
             np.ldexp(np.trunc(np.ldexp(products[..., half], scale[..., None])).sum(axis=-1), -scale)
@@ -162,9 +162,9 @@ def step_plain(
     total = _floored(sums[0], both, unit.fraction_bits) + _floored(
         sums[1], both, unit.fraction_bits
     )
-    of_c = exponents(c, -126, _LEAST)
-    top = np.maximum(both, of_c)
-    added = np.where(of_c >= top - unit.reach, _floored(c, top, unit.accumulator_bits), 0)
+    c_exponents = exponents(c, -126, _LEAST)
+    top = np.maximum(both, c_exponents)
+    added = np.where(c_exponents >= top - unit.reach, _floored(c, top, unit.accumulator_bits), 0)
     with np.errstate(over="ignore"):
         result = (_floored(total, top, unit.sum_bits) + added).astype(np.float32)
     return result.astype(np.float64) + 0.0  # -0 becomes +0

@@ -236,14 +236,14 @@ def step_plain(
     products = (
         a[..., :, None, :] * b[..., None, :, :]
     )  # [..., M, 1, w] x [..., 1, N, w] -> [..., M, N, w]
-    of_products = _of_products(a, b, products, fmt_a, fmt_b, unit)
+    product_exponents = _product_exponents(a, b, products, fmt_a, fmt_b, unit)
     if scales is not None:
-        products, of_products = (
+        products, product_exponents = (
             np.ldexp(products, scales[..., None]),
-            of_products + scales[..., None],
+            product_exponents + scales[..., None],
         )
-    of_c = exponents(c, unit.accumulator.emin, _LEAST if unit.zeros == "least" else _NONE)
-    largest = np.maximum(of_products.max(axis=-1), of_c)
+    c_exponents = exponents(c, unit.accumulator.emin, _LEAST if unit.zeros == "least" else _NONE)
+    largest = np.maximum(product_exponents.max(axis=-1), c_exponents)
     largest = np.where(largest < _UNBOUNDED, 0, largest)  # nothing but zeros
     # In units of 2^(E - fraction_bits), cutting a term off is rounding it to an integer.
     scale = unit.fraction_bits - largest
@@ -271,7 +271,7 @@ def chain_plain(
     acc = c.astype(np.float64)
     for i, k in enumerate(range(0, a.shape[-1], unit.fused_width)):
         part = slice(k, k + unit.fused_width)
-        of_step = None if scales is None else scales[..., i]
+        step_scales = None if scales is None else scales[..., i]
         acc = step_plain(
             a[..., part].astype(np.float64),
             b[..., part].astype(np.float64),
@@ -279,7 +279,7 @@ def chain_plain(
             fmt_a,
             fmt_b,
             unit,
-            of_step,
+            step_scales,
         )
     return acc.astype(np.float32)
 
@@ -311,18 +311,18 @@ def chain(
     if unit.subnormals == "flushed":
         a, b = _flushed(a, fmt_a), _flushed(b, fmt_b)
     zeros = np.zeros((m, steps), np.int64), np.zeros((n, steps), np.int64)
-    of_a, of_b = (np.asarray(scale, np.int64) for scale in scales or zeros)
-    left = np.ascontiguousarray(a, np.float64), _of_kernel(a, fmt_a, unit)
+    a_scales, b_scales = (np.asarray(scale, np.int64) for scale in scales or zeros)
+    left = np.ascontiguousarray(a, np.float64), _kernel_exponents(a, fmt_a, unit)
     right = (
         np.ascontiguousarray(b.T, np.float64),
-        np.ascontiguousarray(_of_kernel(b, fmt_b, unit).T),
+        np.ascontiguousarray(_kernel_exponents(b, fmt_b, unit).T),
     )
     acc = np.array(c, np.float64, order="C")
     scaled, numbers = (
-        (np.ascontiguousarray(of_a), np.ascontiguousarray(of_b.T)),
+        (np.ascontiguousarray(a_scales), np.ascontiguousarray(b_scales.T)),
         (unit.fused_width, unit.fraction_bits, unit.output_bits),
     )
-    of_c = (
+    acc_limits = (
         unit.accumulator.emin,
         _LEAST if unit.zeros == "least" else _NONE,
         2.0 ** (unit.accumulator.bias + 1),
@@ -330,7 +330,7 @@ def chain(
     nearest = unit.output_rounding == "nearest_even"
     threads.run(
         lambda begin, end: modeled.chain(
-            *left, *right, *scaled, acc, begin, end, steps, *numbers, nearest, *of_c
+            *left, *right, *scaled, acc, begin, end, steps, *numbers, nearest, *acc_limits
         ),
         m,
     )
@@ -343,7 +343,7 @@ def exponents(values: np.ndarray, emin: int, zero: int = _NONE) -> np.ndarray:
     return np.where(values == 0, zero, np.maximum(np.frexp(values)[1] - 1, emin)).astype(np.int32)
 
 
-def _of_products(
+def _product_exponents(
     a: np.ndarray,
     b: np.ndarray,
     products: np.ndarray,
@@ -356,11 +356,12 @@ def _of_products(
     if unit.exponents == "products":
         return exponents(products, _UNBOUNDED)
     return (
-        _of_factors(a, fmt_a, unit)[..., :, None, :] + _of_factors(b, fmt_b, unit)[..., None, :, :]
+        _factor_exponents(a, fmt_a, unit)[..., :, None, :]
+        + _factor_exponents(b, fmt_b, unit)[..., None, :, :]
     )
 
 
-def _of_factors(values: np.ndarray, fmt: Format, unit: TensorCore) -> np.ndarray:
+def _factor_exponents(values: np.ndarray, fmt: Format, unit: TensorCore) -> np.ndarray:
     """The exponent of each factor, under the unit's rules for subnormals and zeros."""
     emin = fmt.emin if unit.exponents == "coded" else _UNBOUNDED
     return exponents(
@@ -368,9 +369,9 @@ def _of_factors(values: np.ndarray, fmt: Format, unit: TensorCore) -> np.ndarray
     )
 
 
-def _of_kernel(values: np.ndarray, fmt: Format, unit: TensorCore) -> np.ndarray:
+def _kernel_exponents(values: np.ndarray, fmt: Format, unit: TensorCore) -> np.ndarray:
     """The same as the compiled kernel takes them."""
-    return np.maximum(_of_factors(values, fmt, unit), modeled.NO_EXPONENT).astype(np.int16)
+    return np.maximum(_factor_exponents(values, fmt, unit), modeled.NO_EXPONENT).astype(np.int16)
 
 
 def _flushed(values: np.ndarray, fmt: Format) -> np.ndarray:

@@ -151,9 +151,9 @@ def step(
         begin = min(max(low[i], 0), keys)
         end = max(begin, min(high[i], keys))
         if not raw:
-            for one in factors:
+            for multiplier in factors:
                 for j in range(keys):
-                    row[j] *= one
+                    row[j] *= multiplier
         if documents:
             for j in range(keys):
                 row[j] = row[j] if q_documents[i] == k_documents[j] else f32(-np.inf)

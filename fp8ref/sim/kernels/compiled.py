@@ -116,5 +116,5 @@ class _Files(IndexDataCacheFile):
         return self._index_name.removesuffix(".nbi")
 
     def _name(self, key) -> str:
-        of_key = hashlib.sha256(repr((self._version, key)).encode()).hexdigest()
-        return f"{self._base}.{self._source_stamp[:12]}.{of_key[:32]}.nbc"
+        key_hash = hashlib.sha256(repr((self._version, key)).encode()).hexdigest()
+        return f"{self._base}.{self._source_stamp[:12]}.{key_hash[:32]}.nbc"

@@ -43,8 +43,9 @@ def _rounded(value):
 
 @functools.cache
 def finisher(order: str, round_first: bool) -> Callable:
-    """finish(acc, of_rows, of_columns, out, begin, end): the epilogue to bfloat16, without a bias,
-    of the rows begin to end of acc float32 [M, N]; of_rows [M] and of_columns [N], scale_inv.
+    """finish(acc, row_scales, column_scales, out, begin, end): the epilogue to bfloat16, without a
+    bias, of the rows begin to end of acc float32 [M, N]; row_scales [M] and column_scales [N],
+    scale_inv.
 
     order        acc times the "product" of both scales; or times that of "rows" first, then the
                  other; or of "columns" first.
@@ -53,11 +54,11 @@ def finisher(order: str, round_first: bool) -> Callable:
     product, rows = order == "product", order == "rows"
 
     @compiled
-    def finish(acc, of_rows, of_columns, out, begin, end):
+    def finish(acc, row_scales, column_scales, out, begin, end):
         for i in range(begin, end):
-            scale = of_rows[i]
+            scale = row_scales[i]
             for j in range(out.shape[1]):
-                value, other = _rounded(acc[i, j]) if round_first else acc[i, j], of_columns[j]
+                value, other = _rounded(acc[i, j]) if round_first else acc[i, j], column_scales[j]
                 if product:
                     value *= f32(scale * other)
                 elif rows:

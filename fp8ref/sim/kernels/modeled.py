@@ -37,9 +37,9 @@ def _exponent(value, emin, zero):
 @compiled
 def chain(
     a,
-    of_a,
+    a_exponents,
     b,
-    of_b,
+    b_exponents,
     scales_a,
     scales_b,
     acc,
@@ -56,7 +56,8 @@ def chain(
 ):
     """acc [M, N] becomes the chain from it, for the rows begin to end.
 
-    a, of_a      float64 [M, K] and int16 exponents, from NO_EXPONENT to 127; b, of_b [K, N].
+    a, a_exponents
+                 float64 [M, K] and int16 exponents, from NO_EXPONENT to 127; b, b_exponents [K, N].
     scales_a     int64 [M, steps], exponents of scales; scales_b [steps, N].
     nearest      the result is rounded to nearest even, else cut off toward zero.
     emin, zero   of the accumulator; beyond: results from it on are infinite.
@@ -68,9 +69,9 @@ def chain(
             for j in range(n):
                 largest[j] = i16(2 * NO_EXPONENT)
             for k in range(s * width, (s + 1) * width):
-                e = of_a[i, k]
+                e = a_exponents[i, k]
                 for j in range(n):
-                    largest[j] = max(largest[j], i16(e + of_b[k, j]))
+                    largest[j] = max(largest[j], i16(e + b_exponents[k, j]))
             for j in range(n):
                 scale = scales_a[i, s] + scales_b[s, j]
                 e = max(i64(largest[j]) + scale, _exponent(acc[i, j], emin, zero))
@@ -99,9 +100,9 @@ def chain(
 @compiled
 def matrix_core_chain(
     a,
-    of_a,
+    a_exponents,
     b,
-    of_b,
+    b_exponents,
     acc,
     begin,
     end,
@@ -128,9 +129,9 @@ def matrix_core_chain(
                     top[j] = i16(2 * NO_EXPONENT)
                     total[j] = 0.0
                 for k in range(s * group + half, (s + 1) * group, 2):
-                    e = of_a[i, k]
+                    e = a_exponents[i, k]
                     for j in range(n):
-                        top[j] = max(top[j], i16(e + of_b[k, j]))
+                        top[j] = max(top[j], i16(e + b_exponents[k, j]))
                 for j in range(n):
                     factor[j] = _power(i64(fraction_bits) - i64(top[j]))
                 for k in range(s * group + half, (s + 1) * group, 2):
@@ -143,12 +144,12 @@ def matrix_core_chain(
                 first = np.floor(sums[0, j] * _power(i64(tops[0, j]) - both))
                 last = np.floor(sums[1, j] * _power(i64(tops[1, j]) - both))
                 value = (first + last) * _power(both - i64(fraction_bits))
-                of_c = _exponent(c, -126, -126)
-                top_of_all = max(both, of_c)
+                c_exponent = _exponent(c, -126, -126)
+                top_of_all = max(both, c_exponent)
                 added = np.floor(c * _power(i64(accumulator_bits) - top_of_all)) * _power(
                     top_of_all - i64(accumulator_bits)
                 )
-                added = added if of_c >= top_of_all - i64(reach) else 0.0
+                added = added if c_exponent >= top_of_all - i64(reach) else 0.0
                 kept = np.floor(value * _power(i64(sum_bits) - top_of_all)) * _power(
                     top_of_all - i64(sum_bits)
                 )

@@ -424,10 +424,10 @@ def check_shape(shape: object) -> None:
     if not isinstance(shape, tuple | list) or not all(
         isinstance(n, int | np.integer) and n >= 0 for n in shape
     ):
-        said = f"an array of shape {shape.shape}" if isinstance(shape, np.ndarray) else repr(shape)
+        text = f"an array of shape {shape.shape}" if isinstance(shape, np.ndarray) else repr(shape)
         raise ValueError(
             "a shape is a tuple of integers that are not negative, such as () or (4, 128); got "
-            f"{said}."
+            f"{text}."
         )
 
 

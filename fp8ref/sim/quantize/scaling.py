@@ -120,8 +120,8 @@ def quantize(
     policy = policies.by_name(policy)
     check_target(fmt)
     x = _in_compute_dtype(tensor(x), policy)
-    of_blocks = amax(x, granularity, axis=axis, ragged=ragged)
-    given: dict[str, Any] = {
+    block_amaxes = amax(x, granularity, axis=axis, ragged=ragged)
+    options: dict[str, Any] = {
         "granularity": granularity,
         "policy": policy,
         "axis": axis,
@@ -129,13 +129,13 @@ def quantize(
         "seed": seed,
     }
     if policy.two_level is None:
-        return quantize_with(x, scales_from_amax(of_blocks, fmt, policy), fmt, **given)
-    found = two_level.scales_from_amaxes(of_blocks, amax(x), fmt, policy)
-    q = quantize_with(x, Scales(found.scale, found.scale_inv), fmt, **given)
+        return quantize_with(x, scales_from_amax(block_amaxes, fmt, policy), fmt, **options)
+    scales = two_level.scales_from_amaxes(block_amaxes, amax(x), fmt, policy)
+    q = quantize_with(x, Scales(scales.scale, scales.scale_inv), fmt, **options)
     return (
         q
         if policy.two_level.tensor == "none"
-        else q._replace(tensor_scale_inv=found.tensor_scale_inv)
+        else q._replace(tensor_scale_inv=scales.tensor_scale_inv)
     )
 
 
@@ -167,8 +167,8 @@ def quantize_with(
             "scales are a pair Scales(scale, scale_inv), as scales_from_amax gives; got "
             f"{type(scales).__name__}."
         )
-    for name, given in scales._asdict().items():
-        magnitudes(given, name)
+    for name, scale in scales._asdict().items():
+        magnitudes(scale, name)
     shape = granularities.scale_shape(granularity, value.shape, axis, ragged=True)
     if np.shape(scales.scale) != shape or np.shape(scales.scale_inv) != shape:
         raise ValueError(
@@ -275,10 +275,10 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
             "signs instead."
         )
     if q.tensor_scale_inv is not None:
-        one = magnitudes(q.tensor_scale_inv, "tensor_scale_inv")
-        if one.shape != ():
+        scale = magnitudes(q.tensor_scale_inv, "tensor_scale_inv")
+        if scale.shape != ():
             raise ValueError(
-                f"a tensor has one tensor_scale_inv, of shape (); got {one.shape} in {name}."
+                f"a tensor has one tensor_scale_inv, of shape (); got {scale.shape} in {name}."
             )
     nan = np.isnan(q.scale_inv)
     if nan.any() and q.fmt.has_nan:

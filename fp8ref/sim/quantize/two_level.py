@@ -63,22 +63,22 @@ def scales_from_amaxes(
         raise ValueError(
             f"a tensor has one amax, of shape (); got {tensor.shape}. Use scaling.amax(x)."
         )
-    one, top = np.float32(1), np.float32(fmt.max)
+    unit, top = np.float32(1), np.float32(fmt.max)
     with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
         if rule.tensor == "encode":
             bounded = np.minimum(np.float32(rule.block_fmt.max * fmt.max) / tensor, _LARGEST)
-            encode = np.where((tensor == 0) | (bounded == 0), one, bounded)
-            block = _block_scale(amax * (encode * (one / top)), rule)
-            inverse = np.asarray(one / encode)
-            scale = np.minimum(one / (block * inverse), _LARGEST)
+            encode = np.where((tensor == 0) | (bounded == 0), unit, bounded)
+            block = _block_scale(amax * (encode * (unit / top)), rule)
+            inverse = np.asarray(unit / encode)
+            scale = np.minimum(unit / (block * inverse), _LARGEST)
         else:
             inverse = np.asarray(
                 tensor / np.float32(rule.block_fmt.max * fmt.max)
                 if rule.tensor == "decode"
-                else one
+                else unit
             )
             block = _block_scale(amax / top / inverse, rule)
-            scale = one / inverse / block
+            scale = unit / inverse / block
     return TwoLevelScales(np.asarray(scale)[()], block, inverse.astype(np.float32)[()])
 
 

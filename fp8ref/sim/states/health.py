@@ -33,8 +33,8 @@ def measure(
     Specials: figures of a state that holds NaN are NaN where they are not counts.
     Raises:   ValueError: states of another layout, or not one step apart.
     """
-    found = numbers(g, before, after, b1=b1, b2=b2, eps=eps, layout=layout)
-    return health.of(found, states.by_name(layout).bytes_per_parameter(after.m.codes.size))
+    measurement = numbers(g, before, after, b1=b1, b2=b2, eps=eps, layout=layout)
+    return health.of(measurement, states.by_name(layout).bytes_per_parameter(after.m.codes.size))
 
 
 def numbers(
@@ -43,7 +43,7 @@ def numbers(
     """The measurement float64 [health.FIELDS] that ``measure`` makes its figures of. Raises as
     ``measure``."""
     size = after.m.codes.size
-    given, layout = layout, states.by_name(layout).of(size)
+    named_layout, layout = layout, states.by_name(layout).of(size)
     if after.step != before.step + 1:
         raise ValueError(
             f"health is of one step; got states after {before.step} and {after.step} steps."
@@ -51,21 +51,21 @@ def numbers(
     at = states.scalars(after.step, learning_rate=0.0, b1=b1, b2=b2, eps=eps, weight_decay=0.0)
     both = (layout.m, layout.v)
     (old_m, old_v), stored = (
-        tuple(x.reshape(-1) for x in sim.decode(state, given)) for state in (before, after)
+        tuple(x.reshape(-1) for x in sim.decode(state, named_layout)) for state in (before, after)
     )
     with np.errstate(all="ignore"):
         new = moments.averages(
             sim.in_range(cast.exact(g).astype(np.float32).reshape(-1)), old_m, old_v, at, layout
         )
         idle = moments.averages(np.zeros(size, np.float32), stored[0], stored[1], at, layout)
-        wanted, found = (
+        new_ratios, stored_ratios = (
             moments.ratio(pair[0], pair[1], at).astype(np.float64) for pair in (new, stored)
         )
         roots, stored_roots = (np.sqrt(pair[1].astype(np.float64)) for pair in (new, stored))
         counts = (
             size,
             ((stored[1] == 0) & (stored[0] != 0)).sum(),
-            (np.abs(wanted) > at.bound).sum() if layout.bounded else 0,
+            (np.abs(new_ratios) > at.bound).sum() if layout.bounded else 0,
             *(
                 _clipped(x, kept, moment).sum()
                 for x, kept, moment in zip(new, (after.m, after.v), both, strict=True)
@@ -78,9 +78,9 @@ def numbers(
         sums = (
             roots.sum(),
             (stored_roots - roots).sum(),
-            (wanted**2).sum(),
-            ((found - wanted) ** 2).sum(),
-            np.abs(found).max(),
+            (new_ratios**2).sum(),
+            ((stored_ratios - new_ratios) ** 2).sum(),
+            np.abs(stored_ratios).max(),
         )
         return np.array([*counts, *sums], np.float64)
 

@@ -165,8 +165,8 @@ def store(
 def change(ratio: np.ndarray | np.float32, p: np.ndarray, at: Scalars) -> np.ndarray:
     """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound
     (O-15)."""
-    found = np.float32(at.learning_rate) * (ratio + np.float32(at.weight_decay) * p)
-    return np.where(np.abs(found) < np.float32(states.STEP_MIN), np.float32(0), found)
+    changes = np.float32(at.learning_rate) * (ratio + np.float32(at.weight_decay) * p)
+    return np.where(np.abs(changes) < np.float32(states.STEP_MIN), np.float32(0), changes)
 
 
 def _predicted(
@@ -275,7 +275,7 @@ def _group_max(
 ) -> np.ndarray:
     """float32 () or [blocks]: the largest magnitude of each group, a NaN over all (O-7); of each
     piece first, then of the pieces, as ranks do it."""
-    found = np.full(moment.groups(size), np.float32(0 if magnitudes else -np.inf))
+    maxima = np.full(moment.groups(size), np.float32(0 if magnitudes else -np.inf))
     for start, x in pieces:
         value = np.abs(x) if magnitudes else x
         group = (
@@ -283,14 +283,14 @@ def _group_max(
             if moment.block is None
             else np.arange(start, start + x.size) // moment.block
         )
-        np.maximum.at(found, group, value)  # propagates NaN
-    return found[0] if moment.block is None else found
+        np.maximum.at(maxima, group, value)  # propagates NaN
+    return maxima[0] if moment.block is None else maxima
 
 
-def spread(of_groups, start: int, count: int, moment: Moment) -> np.ndarray:
+def spread(group_values, start: int, count: int, moment: Moment) -> np.ndarray:
     """The values of the groups of the elements start, start + 1, ..."""
     return (
-        of_groups
+        group_values
         if moment.block is None
-        else of_groups[np.arange(start, start + count) // moment.block]
+        else group_values[np.arange(start, start + count) // moment.block]
     )

@@ -96,14 +96,16 @@ def master(p, layout: str | Layout) -> MomentState:
     of = dataclasses.replace(layout.master, amax="exact", rounding="nearest_even")
     with np.errstate(all="ignore"):
         flat = np.ascontiguousarray(p).reshape(-1)
-        made = moments.store(
+        master_state = moments.store(
             [(0, flat, flat)], moments.zeros(p.shape, of), of, 2, p.shape, _NO_STEP, None, layout
         )
         if layout.master.amax == "predicted":
-            made = made._replace(
-                amax=np.abs(moments.read(made, of, made.codes.reshape(-1), 0, layout)).max()
+            master_state = master_state._replace(
+                amax=np.abs(
+                    moments.read(master_state, of, master_state.codes.reshape(-1), 0, layout)
+                ).max()
             )
-    return made
+    return master_state
 
 
 def weight(stored: MomentState, layout: str | Layout) -> np.ndarray:
@@ -220,7 +222,7 @@ def step(
         ):
             stream = 2 * tensor + which % 2
             key = (
-                _key(seed, state.step + 1, stream, of_master=which == 2)
+                _key(seed, state.step + 1, stream, for_master=which == 2)
                 if moment.rounding == "stochastic"
                 else None
             )
@@ -261,10 +263,10 @@ def _read_both(
     return m, v
 
 
-def _key(seed: int, step: int, stream: int, *, of_master: bool = False) -> int:
+def _key(seed: int, step: int, stream: int, *, for_master: bool = False) -> int:
     """The seed of one moment of one tensor at one step (O-8), or of its master (O-15)."""
     words = [int(word) for word in philox.words(np.array([step], np.uint64), stream, seed)[0]]
-    low, high = words[2:] if of_master else words[:2]
+    low, high = words[2:] if for_master else words[:2]
     return low | high << 32
 
 

@@ -24,16 +24,18 @@ def roles(variant: Variant) -> dict[str, Format]:
     """
     if variant.fmt.bits != 8 or variant.granularity != "tensor":
         return {}
-    found = dict.fromkeys(("q", "k", "v"), variant.fmt)
+    formats = dict.fromkeys(("q", "k", "v"), variant.fmt)
     if variant.p_scale == "state":
-        found["s"] = variant.fmt
+        formats["s"] = variant.fmt
     if variant.out.bits == 8:
-        found["o"] = variant.out
+        formats["o"] = variant.out
     if variant.backward == "cast":
-        of_gradients = variant.gradient_fmt or variant.fmt
-        found |= {"do": of_gradients} | ({"ds": of_gradients} if variant.p_scale == "state" else {})
-        found |= dict.fromkeys(("dq", "dk", "dv"), variant.out) if variant.out.bits == 8 else {}
-    return found
+        gradient_fmt = variant.gradient_fmt or variant.fmt
+        formats |= {"do": gradient_fmt} | (
+            {"ds": gradient_fmt} if variant.p_scale == "state" else {}
+        )
+        formats |= dict.fromkeys(("dq", "dk", "dv"), variant.out) if variant.out.bits == 8 else {}
+    return formats
 
 
 def casts(
@@ -43,11 +45,11 @@ def casts(
 
     Raises:   ValueError: a variant without such roles.
     """
-    found = roles(variant)
-    if not found:
+    formats = roles(variant)
+    if not formats:
         raise ValueError(
             f"delayed scaling keeps one scale of a tensor; variant {variant.name!r} has scales "
             f"of {variant.granularity or 'no tensor'}. Use 'cudnn', or scales of the tensors "
             "themselves."
         )
-    return {role: (fmt, config) for role, fmt in found.items()}
+    return {role: (fmt, config) for role, fmt in formats.items()}

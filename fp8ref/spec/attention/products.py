@@ -89,9 +89,9 @@ class AttentionOperand(NamedTuple):
 
 def formats(product: Product, variant: Variant) -> tuple[Format, Format]:
     """The formats of both operands of a product."""
-    of_gradients = variant.gradient_fmt or variant.fmt
+    gradient_fmt = variant.gradient_fmt or variant.fmt
     first, second = (
-        of_gradients if role in ("do", "ds") else variant.fmt for role in OPERANDS[product]
+        gradient_fmt if role in ("do", "ds") else variant.fmt for role in OPERANDS[product]
     )
     return first, second
 

@@ -170,8 +170,8 @@ def by_name(variant: "str | Variant") -> Variant:
 
 def differentiated(variant: "str | Variant", backward: Backward) -> Variant:
     """The variant with the gradients of a backward pass: its own, or ``bf16``'s (A-25)."""
-    known = by_name(variant)
-    return known if backward == "own" else dataclasses.replace(known, backward=backward)
+    resolved = by_name(variant)
+    return resolved if backward == "own" else dataclasses.replace(resolved, backward=backward)
 
 
 def heads_first(layout: Layout, q: Any, k: Any, v: Any, *others: Any) -> tuple:
@@ -200,14 +200,14 @@ def in_layout(layout: Layout, x: Any) -> Any:
 
 def _fits(shapes: Sequence[tuple[int, ...]], heads: int) -> bool:
     """Whether q, k and v may have heads on this axis."""
-    of_q, of_k, of_v = shapes
-    if not len(of_q) == len(of_k) == len(of_v) == 4 or 0 in of_k:
+    q_shape, k_shape, v_shape = shapes
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4 or 0 in k_shape:
         return False
     return (
-        of_k == of_v
-        and of_k[0] == of_q[0]
-        and of_k[3] == of_q[3]
-        and of_q[heads] % of_k[heads] == 0
+        k_shape == v_shape
+        and k_shape[0] == q_shape[0]
+        and k_shape[3] == q_shape[3]
+        and q_shape[heads] % k_shape[heads] == 0
     )
 
 
@@ -231,11 +231,11 @@ def check_result(variant: Variant, tensors: Mapping[str, Any]) -> None:
     """
     if variant.backward != "cast":
         return
-    wanted = {"q", "k", "v"} | ({"o"} if variant.out.bits == 8 else set())
+    expected = {"q", "k", "v"} | ({"o"} if variant.out.bits == 8 else set())
     codes = (
         tensors["q"].codes if "q" in tensors else None
     )  # None, or in their own dtype, in high precision
-    if set(tensors) != wanted or (codes is not None and codes.dtype.itemsize == 1) != (
+    if set(tensors) != expected or (codes is not None and codes.dtype.itemsize == 1) != (
         variant.fmt.bits == 8
     ):
         roles = ", ".join(sorted(tensors, key="qkvo".find)) or "no role"

@@ -81,16 +81,18 @@ def total(parts: np.ndarray) -> np.ndarray:
 def of(numbers: np.ndarray, bytes_per_parameter: float) -> Health:
     """The figures of a measurement float64 [FIELDS]. Without signal, or without v, the figure that
     would be divided by it is 0."""
-    found = dict(zip(FIELDS, numbers.tolist(), strict=True))
+    figures = dict(zip(FIELDS, numbers.tolist(), strict=True))
     with np.errstate(all="ignore"):
         error = (
-            float(np.sqrt(np.float64(found["noise"]) / found["signal"])) if found["signal"] else 0.0
+            float(np.sqrt(np.float64(figures["noise"]) / figures["signal"]))
+            if figures["signal"]
+            else 0.0
         )
     return Health(
-        **{name: int(found[name]) for name in COUNTS},
-        root_bias=found["excess"] / found["roots"] if found["roots"] else 0.0,
+        **{name: int(figures[name]) for name in COUNTS},
+        root_bias=figures["excess"] / figures["roots"] if figures["roots"] else 0.0,
         update_error=error,
-        largest_ratio=found["largest_ratio"],
+        largest_ratio=figures["largest_ratio"],
         bytes_per_parameter=bytes_per_parameter,
     )
 
@@ -102,12 +104,12 @@ def recorded(names: Sequence[str], numbers: np.ndarray, layout: Layout) -> dict[
     Specials: a figure that is infinite or NaN is None, as JSON has neither.
     """
     sizes = [int(count) for count in numbers[:, 0]]
-    found = {
-        name: _json(of(one, layout.bytes_per_parameter(size)))
-        for name, one, size in zip(names, numbers, sizes, strict=True)
+    records = {
+        name: _json(of(row, layout.bytes_per_parameter(size)))
+        for name, row, size in zip(names, numbers, sizes, strict=True)
     }
     stored = sum(size * layout.bytes_per_parameter(size) for size in sizes)
-    return {"": _json(of(total(numbers), stored / sum(sizes))), **found}
+    return {"": _json(of(total(numbers), stored / sum(sizes))), **records}
 
 
 def columns(states: Mapping[str, dict]) -> dict[str, float]:

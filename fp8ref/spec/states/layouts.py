@@ -82,7 +82,7 @@ def scalars(
         raise ValueError(f"learning_rate is in [0, 1024]; got {learning_rate!r}.")
     table = corrections(b1, b2)
     inverse1, inverse2, bound = table[min(step, len(table)) - 1]
-    given = (
+    values = (
         b1,
         1.0 - b1,
         b2,
@@ -94,33 +94,33 @@ def scalars(
         eps,
         weight_decay,
     )
-    return Scalars(*(float32(value) for value in given))
+    return Scalars(*(float32(value) for value in values))
 
 
 @functools.lru_cache(maxsize=16)
 def corrections(b1: float, b2: float) -> tuple[tuple[float, float, float], ...]:
     """(1 / (1 - b1^t), 1 / sqrt(1 - b2^t), bound) of the steps from 1 on, rounded to float32; later
     steps have the last entry, where all powers are below 2^-30 (O-3)."""
-    found = []
+    rows = []
     ratio = b1 * b1 / b2
     converges = ratio <= CONVERGING
     power1 = power2 = power_r = 1.0
     while max(power1, power2, power_r if converges else 0.0) >= 2.0**-30:
         power1, power2, power_r = power1 * b1, power2 * b2, power_r * ratio
-        of_v = math.sqrt(1.0 - power2)
+        root_v = math.sqrt(1.0 - power2)
         bound = math.inf
         if converges:
-            of_ratio = math.sqrt((1.0 - power_r) / (1.0 - ratio))
+            root_ratio = math.sqrt((1.0 - power_r) / (1.0 - ratio))
             bound = (
                 (1.0 - b1)
-                * of_ratio
+                * root_ratio
                 / math.sqrt(1.0 - b2)
-                * of_v
+                * root_v
                 / (1.0 - power1)
                 * (1.0 + 2.0**-7)
             )
-        found.append((float32(1.0 / (1.0 - power1)), float32(1.0 / of_v), float32(bound)))
-    return tuple(found)
+        rows.append((float32(1.0 / (1.0 - power1)), float32(1.0 / root_v), float32(bound)))
+    return tuple(rows)
 
 
 def float32(value: float) -> float:

@@ -25,11 +25,11 @@ def by_name(layout: str) -> Layout:
     Raises:   ValueError: an unknown layout, or a part that the layout has not narrower than
               float32.
     """
-    name, slash, given = layout.partition("/")
+    name, slash, suffix = layout.partition("/")
     whole = layouts.by_name(name)
     if not slash:
         return whole
-    parts = () if given == NONE else tuple(given.split("+"))
+    parts = () if suffix == NONE else tuple(suffix.split("+"))
     if any(part not in narrow(whole) for part in parts) or len(set(parts)) < len(parts):
         raise ValueError(
             f"of layout {name!r} the narrow parts are {', '.join(narrow(whole)) or NONE}; got "

@@ -74,11 +74,11 @@ def differences(layout: Layout, saved: str) -> list[str]:
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:
     """{dotted key: value}."""
-    found: dict[str, Any] = {}
+    flat_fields: dict[str, Any] = {}
     for key, value in fields.items():
-        found |= (
+        flat_fields |= (
             {f"{key}.{field}": x for field, x in value.items()}
             if isinstance(value, dict)
             else {key: value}
         )
-    return found
+    return flat_fields

@@ -148,4 +148,4 @@ def recipe_of(recipe: Recipe) -> Recipe:
     """The recipe of each group that goes with a recipe of linears (X-8); one in high precision is
     bf16.
     """
-    return recipes.of_linears(recipe).recipe if recipe.fp8 else RECIPES["bf16"]
+    return recipes.grouped_recipe(recipe).recipe if recipe.fp8 else RECIPES["bf16"]

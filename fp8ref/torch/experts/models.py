@@ -370,7 +370,7 @@ def by_name(recipe: str | Recipe) -> GroupedRecipe:
     """The grouped recipe that goes with a recipe of linears: torchao's for experts with its
     ``rowwise``.
     """
-    return recipes.by_name(recipe) if isinstance(recipe, str) else recipes.of_linears(recipe)
+    return recipes.by_name(recipe) if isinstance(recipe, str) else recipes.grouped_recipe(recipe)
 
 
 def _bound(

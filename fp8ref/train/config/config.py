@@ -212,7 +212,7 @@ class Config:
         if experts is None:
             return decision
         return dataclasses.replace(
-            decision, experts=experts, recipe=grouped.of_linears(decision.recipe).recipe
+            decision, experts=experts, recipe=grouped.grouped_recipe(decision.recipe).recipe
         )
 
     def program_linears(self) -> dict[str, Recipe]:

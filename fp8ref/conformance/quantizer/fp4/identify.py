@@ -196,7 +196,7 @@ def identify_fp4(
             "rounding": rounding,
             "packing": packing,
             "scales": scales,
-            "profiles": profiles.of_policy(found.policy, fmt.bits) if is_known else [],
+            "profiles": profiles.policy_profiles(found.policy, fmt.bits) if is_known else [],
         },
         summary=(
             f"{found.policy} to {fmt} in {found.granularity}, axis {found.axis}, {rounding}, "

@@ -120,7 +120,7 @@ def backward(
         )
     data.check_result(variant, result.tensors)
     do = inputs.gradient(do, problem)
-    given = inputs.check_scales(scales, variant, ("s", *variant.roles[len(data.ROLES) :]))
+    role_scales = inputs.check_scales(scales, variant, ("s", *variant.roles[len(data.ROLES) :]))
     if (
         keep
         and variant.backward != "exact"
@@ -132,14 +132,14 @@ def backward(
             f"keep keeps codes of P and dS; variant {variant.name!r} has no such codes. Leave "
             "it out."
         )
-    found = _of_variant(problem, do, result, given, keep)
-    return found._replace(
-        **{role: data.in_layout(layout, getattr(found, role)) for role in ("dq", "dk", "dv")}
+    gradients = _variant_gradients(problem, do, result, role_scales, keep)
+    return gradients._replace(
+        **{role: data.in_layout(layout, getattr(gradients, role)) for role in ("dq", "dk", "dv")}
     )
 
 
-def _of_variant(
-    problem: Problem, do: np.ndarray, result: Result, given: dict, keep: bool
+def _variant_gradients(
+    problem: Problem, do: np.ndarray, result: Result, role_scales: dict, keep: bool
 ) -> Gradients:
     """The gradients by the variant's backward pass."""
     variant = problem.variant
@@ -151,7 +151,7 @@ def _of_variant(
     return (
         _cast_mx(problem, do, result)
         if variant.granularity == "mx_1x32"
-        else _cast(problem, do, result, given, keep=keep)
+        else _cast(problem, do, result, role_scales, keep=keep)
     )
 
 
@@ -164,16 +164,16 @@ def _real(problem: Problem, do: np.ndarray) -> Gradients:
     """Real arithmetic in float64, rounded once (A-14)."""
     dq = np.zeros(problem.q.shape, np.float64)
     b, h = problem.q.shape[:2]
-    largest, of_sinks = np.zeros((b, h)), np.zeros((b, h))
-    of_k, of_v = by_head(problem.k, h, np.float64), by_head(problem.v, h, np.float64)
+    largest, sink_terms = np.zeros((b, h)), np.zeros((b, h))
+    dk_heads, dv_heads = by_head(problem.k, h, np.float64), by_head(problem.v, h, np.float64)
 
-    def of_head(i: int, j: int, g: int) -> None:
+    def differentiate_head(i: int, j: int, g: int) -> None:
         p, lse = attention.real_probabilities(problem, i, j)
-        q, k, v, of_o = (
+        q, k, v, do_head = (
             x.astype(np.float64)
             for x in (problem.q[i, j], problem.k[i, g], problem.v[i, g], do[i, j])
         )
-        dp = of_o @ v.T
+        dp = do_head @ v.T
         d = (p * dp).sum(axis=1, keepdims=True)
         ds = p * (dp - d) * np.float64(problem.scale)
         if problem.softcap is not None:
@@ -181,50 +181,55 @@ def _real(problem: Problem, do: np.ndarray) -> Gradients:
                 1 - (attention.real_scores(problem, i, j) / np.float64(problem.softcap)) ** 2
             )
         if problem.sinks is not None:
-            of_sinks[i, j] = (np.exp(np.float64(problem.sinks[j]) - lse) * d[:, 0]).sum()
+            sink_terms[i, j] = (np.exp(np.float64(problem.sinks[j]) - lse) * d[:, 0]).sum()
         largest[i, j] = np.abs(ds).max()
         dq[i, j] = ds @ k
-        of_k[i, j] = ds.T @ q
-        of_v[i, j] = p.T @ of_o
+        dk_heads[i, j] = ds.T @ q
+        dv_heads[i, j] = p.T @ do_head
 
-    threads.each(of_head, heads_of(problem))
-    dk, dv = over_heads(of_k, problem), over_heads(of_v, problem)
-    found: dict[str, Any] = {
+    threads.each(differentiate_head, heads_of(problem))
+    dk, dv = over_heads(dk_heads, problem), over_heads(dv_heads, problem)
+    gradients: dict[str, Any] = {
         "dq": dq.astype(np.float32),
         "dk": dk.astype(np.float32),
         "dv": dv.astype(np.float32),
     }
     amaxes = {"do": np.abs(do).max()[()], "ds": np.float32(largest.max())} | {
-        role: np.abs(x).max()[()] for role, x in found.items()
+        role: np.abs(x).max()[()] for role, x in gradients.items()
     }
-    one = np.ones((), np.float32)
-    dsinks = None if problem.sinks is None else (-of_sinks.sum(0)).astype(np.float32)
+    unit = np.ones((), np.float32)
+    dsinks = None if problem.sinks is None else (-sink_terms.sum(0)).astype(np.float32)
     return Gradients(
-        **found, tensors={}, amaxes=amaxes, saturated=0, scale_ds=Scales(one, one), dsinks=dsinks
+        **gradients,
+        tensors={},
+        amaxes=amaxes,
+        saturated=0,
+        scale_ds=Scales(unit, unit),
+        dsinks=dsinks,
     )
 
 
 def _cast(
-    problem: Problem, do: np.ndarray, result: Result, given: dict, *, keep: bool = False
+    problem: Problem, do: np.ndarray, result: Result, role_scales: dict, *, keep: bool = False
 ) -> Gradients:
     """The steps of A-15."""
     variant, plan = problem.variant, sums.by_name(problem.variant.plan)
-    low, one = variant.fmt.bits == 8, np.ones((), np.float32)
-    fmt, of_gradients = variant.fmt, variant.gradient_fmt or variant.fmt
+    low, unit = variant.fmt.bits == 8, np.ones((), np.float32)
+    fmt, gradient_fmt = variant.fmt, variant.gradient_fmt or variant.fmt
     tensors = dict(result.tensors)
     do8 = heads.quantize(
         do,
-        of_gradients,
+        gradient_fmt,
         variant.granularity,
         variant.policy,
         heads=problem.k.shape[1],
-        scale=given.get("do"),
+        scale=role_scales.get("do"),
     )
     parts = Parts(problem, tensors)
-    o = tensors["o"] if low and variant.out.bits == 8 else Heads(result.o, None, one, one, one)
+    o = tensors["o"] if low and variant.out.bits == 8 else Heads(result.o, None, unit, unit, unit)
     p_scale, inverse_p = (
-        operands.probability_scale(variant, given)
-        if "s" in given
+        operands.probability_scale(variant, role_scales)
+        if "s" in role_scales
         else (result.scale_p, result.scale_inv_p)
     )
     b, h, tq = problem.q.shape[:3]
@@ -232,52 +237,58 @@ def _cast(
         np.zeros((b, h, tq, problem.k.shape[2]), np.float32),
         np.zeros(problem.q.shape, np.float32),
     )
-    clipped, of_rows = np.zeros((b, h), np.int64), np.zeros((b, h, tq), np.float32)
+    clipped, row_sums = np.zeros((b, h), np.int64), np.zeros((b, h, tq), np.float32)
     p_codes = np.zeros(ds.shape if keep else (), np.uint8)
     dk_of_heads, dv_of_heads = by_head(problem.k, h), by_head(problem.v, h)
 
     def first(i: int, j: int, g: int) -> None:
-        of_do, values_do = _inverse(do8, i, g), do8.values[i, j]
-        of_v = parts.inverse_v[i, g, 0, 0]
-        of_rows[i, j] = d = sums_of_rows(values_do, o.values[i, j]) * of_do * o.scale_inv
+        inverse_do, values_do = _inverse(do8, i, g), do8.values[i, j]
+        inverse_v = parts.inverse_v[i, g, 0, 0]
+        row_sums[i, j] = d = sums_of_rows(values_do, o.values[i, j]) * inverse_do * o.scale_inv
         p, slope = _probabilities(parts, i, j, result.lse[i, j])
         p8, clipped[i, j], _ = attention.round_probabilities(p, p_scale, fmt)
         if keep:
             p_codes[i, j] = cast.encode(p8, fmt)
-        dv_of_heads[i, j] = product(p8.T, values_do.T, fmt, of_gradients, plan) * inverse_p * of_do
-        dp = product(values_do, tensors["v"].values[i, g], of_gradients, fmt, plan) * of_do * of_v
+        dv_of_heads[i, j] = (
+            product(p8.T, values_do.T, fmt, gradient_fmt, plan) * inverse_p * inverse_do
+        )
+        dp = (
+            product(values_do, tensors["v"].values[i, g], gradient_fmt, fmt, plan)
+            * inverse_do
+            * inverse_v
+        )
         ds[i, j] = (dp - d[:, None]) * p * slope * problem.scale
 
     threads.each(first, heads_of(problem))
-    ds8, scale_ds, of_ds = _cast_ds(ds, of_gradients, variant, given)
+    ds8, scale_ds, clipped_ds = _cast_ds(ds, gradient_fmt, variant, role_scales)
 
     def second(i: int, j: int, g: int) -> None:
-        of_q, of_k = parts.inverse_q[i, j, 0, 0], parts.inverse_k[i, g, 0, 0]
+        inverse_q, inverse_k = parts.inverse_q[i, j, 0, 0], parts.inverse_k[i, g, 0, 0]
         dq[i, j] = (
-            product(ds8[i, j], tensors["k"].values[i, g].T, of_gradients, fmt, plan)
+            product(ds8[i, j], tensors["k"].values[i, g].T, gradient_fmt, fmt, plan)
             * scale_ds.scale_inv
-            * of_k
+            * inverse_k
         )
         dk_of_heads[i, j] = (
-            product(ds8[i, j].T, tensors["q"].values[i, j].T, of_gradients, fmt, plan)
+            product(ds8[i, j].T, tensors["q"].values[i, j].T, gradient_fmt, fmt, plan)
             * scale_ds.scale_inv
-            * of_q
+            * inverse_q
         )
 
     threads.each(second, heads_of(problem))
     dk, dv = over_heads(dk_of_heads, problem), over_heads(dv_of_heads, problem)
-    saturated = int(clipped.sum()) + of_ds
+    saturated = int(clipped.sum()) + clipped_ds
     raw = {"dq": dq, "dk": dk, "dv": dv}
-    found = _rounded(raw, do8, np.abs(ds).max()[()], saturated, scale_ds, problem, given)
+    gradients = _rounded(raw, do8, np.abs(ds).max()[()], saturated, scale_ds, problem, role_scales)
     matrices: dict = (
-        {"p_codes": p_codes, "ds": ds, "ds_codes": cast.encode(ds8, of_gradients)} if keep else {}
+        {"p_codes": p_codes, "ds": ds, "ds_codes": cast.encode(ds8, gradient_fmt)} if keep else {}
     )
-    zeros = attention.count_lost(ds, ds8, of_gradients)
-    return found._replace(
+    zeros = attention.count_lost(ds, ds8, gradient_fmt)
+    return gradients._replace(
         matrices=matrices,
-        dsinks=_of_sinks(problem, of_rows, result.lse),
+        dsinks=_sink_gradients(problem, row_sums, result.lse),
         lost=zeros,
-        saturated_ds=of_ds,
+        saturated_ds=clipped_ds,
     )
 
 
@@ -286,24 +297,30 @@ def _cast_mx(problem: Problem, do: np.ndarray, result: Result) -> Gradients:
     raw, copies = mx.gradients(
         problem, Parts(problem, dict(result.tensors)), do, result.o, result.lse
     )
-    one = np.ones((), np.float32)
-    found = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
+    unit = np.ones((), np.float32)
+    raw_gradients = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
     gradients = _rounded(
-        found, copies.do_features, raw.largest, raw.clipped, Scales(one, one), problem, {}
+        raw_gradients, copies.do_features, raw.largest, raw.clipped, Scales(unit, unit), problem, {}
     )
-    return gradients._replace(dsinks=_of_sinks(problem, raw.d, result.lse), lost=raw.lost)
+    return gradients._replace(dsinks=_sink_gradients(problem, raw.d, result.lse), lost=raw.lost)
 
 
-def _of_sinks(problem: Problem, d: np.ndarray, lse: np.ndarray) -> np.ndarray | None:
+def _sink_gradients(problem: Problem, d: np.ndarray, lse: np.ndarray) -> np.ndarray | None:
     return None if problem.sinks is None else attention_sinks.gradient(d, lse, problem.sinks)
 
 
 def _rounded(
-    raw: dict, do: Heads, largest, saturated: int, scale_ds: Scales, problem: Problem, given: dict
+    raw: dict,
+    do: Heads,
+    largest,
+    saturated: int,
+    scale_ds: Scales,
+    problem: Problem,
+    role_scales: dict,
 ) -> Gradients:
     """The gradients in the output's format, with their amaxes."""
     variant = problem.variant
-    amaxes, found, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
+    amaxes, gradients, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
     for role, x in raw.items():
         amaxes[role] = np.abs(x).max()[()]
         rounded = heads.quantize(
@@ -311,12 +328,14 @@ def _rounded(
             variant.out,
             *attention.output_scaling(variant),
             heads=problem.k.shape[1],
-            scale=given.get(role),
+            scale=role_scales.get(role),
         )
-        found[role] = rounded.values * rounded.scale_inv
+        gradients[role] = rounded.values * rounded.scale_inv
         if rounded.codes is not None:
             coded[role] = rounded
-    return Gradients(**found, tensors=coded, amaxes=amaxes, saturated=saturated, scale_ds=scale_ds)
+    return Gradients(
+        **gradients, tensors=coded, amaxes=amaxes, saturated=saturated, scale_ds=scale_ds
+    )
 
 
 def _inverse(x: Heads, i: int, g: int) -> np.float32:
@@ -339,21 +358,21 @@ def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.nd
         bias = np.broadcast_to(-(lse * _LOG2E)[:, None], s.shape)
         x, exponential = multiply_add(s, np.broadcast_to(factor, s.shape), bias), exponentials.exp2
     else:
-        for one in factors:
-            s = s * one
+        for multiplier in factors:
+            s = s * multiplier
         x, exponential = s - lse[:, None], exponentials.exp
     return exponential(np.where(seen, x, np.float32(-np.inf))), slope
 
 
 def _cast_ds(
-    ds: np.ndarray, fmt: Format, variant: Variant, given: dict
+    ds: np.ndarray, fmt: Format, variant: Variant, role_scales: dict
 ) -> tuple[np.ndarray, Scales, int]:
     """(values of dS as cast, its scales, how many were clipped)."""
-    one = np.ones((), np.float32)
+    unit = np.ones((), np.float32)
     if fmt.bits != 8:
-        return cast.round_to(ds, fmt), Scales(one, one), 0
-    if "ds" in given:
-        scale = heads.given_scale(given["ds"], ())
+        return cast.round_to(ds, fmt), Scales(unit, unit), 0
+    if "ds" in role_scales:
+        scale = heads.given_scale(role_scales["ds"], ())
         scales = Scales(scale, scale_inv_from_scale(scale))
     else:
         scales = scales_from_amax(np.abs(ds).max()[()], fmt, variant.policy)

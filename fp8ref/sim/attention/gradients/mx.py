@@ -67,19 +67,19 @@ def gradients(
     )
     v, tensor = parts.tensors["v"], copies.do_features
     v = v.values * head_scaling.spread(v.scale_inv, problem.v.shape, "mx_1x32", along_tokens=True)
-    of_do = tensor.values * head_scaling.spread(tensor.scale_inv, do.shape, "mx_1x32")
+    do_values = tensor.values * head_scaling.spread(tensor.scale_inv, do.shape, "mx_1x32")
     (b, h), dq = do.shape[:2], np.zeros(problem.q.shape, np.float32)
     dk, dv = by_head(problem.k, h), by_head(problem.v, h)
-    largest, of_rows = np.zeros((b, h), np.float32), np.zeros(do.shape[:3], np.float32)
+    largest, row_sums = np.zeros((b, h), np.float32), np.zeros(do.shape[:3], np.float32)
     clipped, zeros = np.zeros((b, h), np.int64), np.zeros((b, h), np.int64)
 
-    def of_head(i: int, j: int, g: int) -> None:
-        of_rows[i, j] = d = sums_of_rows(cast.round_to(do[i, j], variant.out), o[i, j])
-        p, of_cap = _probabilities(parts, i, j, lse[i, j])
+    def differentiate_head(i: int, j: int, g: int) -> None:
+        row_sums[i, j] = d = sums_of_rows(cast.round_to(do[i, j], variant.out), o[i, j])
+        p, cap_slope = _probabilities(parts, i, j, lse[i, j])
         p8, clipped[i, j], _ = attention.round_probabilities(p, P_SCALE, variant.fmt)
         ones = np.full((p.shape[1], -(-p.shape[0] // MX)), np.float32(1) / P_SCALE)
         dv[i, j] = blocks(p8.T, ones, copies.do.values[i, j].T, copies.do.scale_inv[i, j].T)
-        ds = (sums.f32(of_do[i, j], v[i, g]) - d[:, None]) * p * of_cap * problem.scale
+        ds = (sums.f32(do_values[i, j], v[i, g]) - d[:, None]) * p * cap_slope * problem.scale
         largest[i, j] = np.abs(ds).max()
         along_keys, along_queries = _both(ds, fmt, policy)
         zeros[i, j] = attention.count_lost(ds, along_keys.values[0, 0], fmt)
@@ -92,9 +92,11 @@ def gradients(
         queries = along_queries.values[0, 0].T, along_queries.scale_inv[0, 0].T
         dk[i, j] = blocks(*queries, copies.q.values[i, j].T, copies.q.scale_inv[i, j].T)
 
-    threads.each(of_head, heads_of(problem))
-    of_keys = over_heads(dk, problem), over_heads(dv, problem)
-    return Raw(dq, *of_keys, largest.max(), int(clipped.sum()), of_rows, int(zeros.sum())), copies
+    threads.each(differentiate_head, heads_of(problem))
+    key_gradients = over_heads(dk, problem), over_heads(dv, problem)
+    return Raw(
+        dq, *key_gradients, largest.max(), int(clipped.sum()), row_sums, int(zeros.sum())
+    ), copies
 
 
 def heads_of(problem: Problem) -> list[tuple[int, int, int]]:
@@ -119,14 +121,17 @@ def over_heads(x: np.ndarray, problem: Problem) -> np.ndarray:
     return total
 
 
-def blocks(a: np.ndarray, of_a: np.ndarray, b: np.ndarray, of_b: np.ndarray) -> np.ndarray:
+def blocks(a: np.ndarray, a_scales: np.ndarray, b: np.ndarray, b_scales: np.ndarray) -> np.ndarray:
     """Exact sums of blocks of 32 along K, each times both scales, added ascending from +0 (G-13): a
-    [M, K], b [N, K], of_a [M, ceil(K / 32)] and of_b [N, ceil(K / 32)]; float32 [M, N]."""
-    found = np.zeros((len(a), len(b)), np.float32)
-    for n in range(of_a.shape[1]):
+    [M, K], b [N, K], a_scales [M, ceil(K / 32)] and b_scales [N, ceil(K / 32)]; float32 [M, N]."""
+    totals = np.zeros((len(a), len(b)), np.float32)
+    for n in range(a_scales.shape[1]):
         part = slice(n * MX, (n + 1) * MX)
-        found = found + (sums.exact_sum(a[:, part], b[:, part]) * of_a[:, n, None]) * of_b[:, n]
-    return found
+        totals = (
+            totals
+            + (sums.exact_sum(a[:, part], b[:, part]) * a_scales[:, n, None]) * b_scales[:, n]
+        )
+    return totals
 
 
 def sums_of_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -149,8 +154,8 @@ def _both(ds: np.ndarray, fmt: Format, policy: str) -> tuple[Heads, Heads]:
 
 def slope(s: np.ndarray, parts: Parts) -> np.ndarray:
     """What a softcap multiplies dS by, of its hyperbolic tangents s (A-22); 1 without one."""
-    one = np.float32(1)
-    return np.asarray(one) if parts.cap is None else one - s * s
+    unit = np.float32(1)
+    return np.asarray(unit) if parts.cap is None else unit - s * s
 
 
 def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -158,8 +163,8 @@ def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.nd
     problem = parts.problem
     tq, tk = problem.q.shape[2], problem.k.shape[2]
     s = parts.scores(i, j, slice(0, tq), 0, tk)[:, :tk]
-    of_cap, (factors, _) = slope(s, parts), parts.factors(i, j, 0, 0)
+    cap_slope, (factors, _) = slope(s, parts), parts.factors(i, j, 0, 0)
     lse = np.where(lse == -np.inf, np.float32(0), lse)  # such a row sees no key
     return exponentials.exp(
         np.where(inputs.allowed(problem, i), s * factors[0] - lse[:, None], np.float32(-np.inf))
-    ), of_cap
+    ), cap_slope

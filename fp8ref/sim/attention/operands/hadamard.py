@@ -50,7 +50,7 @@ def rotate_blocks(x, rotation: Rotation) -> np.ndarray:
     return rotate(blocks, np.array(rotation.signs, np.float32), BFLOAT16).reshape(x.shape)
 
 
-def rotate(x, of_signs: np.ndarray, fmt: Format = FLOAT32) -> np.ndarray:
+def rotate(x, feature_signs: np.ndarray, fmt: Format = FLOAT32) -> np.ndarray:
     """x D H / sqrt(n) along the last axis, rounded to fmt.
 
     Shapes:   x float32, float16 or bfloat16 [..., n], n a power of two; float32 of that shape.
@@ -61,12 +61,12 @@ def rotate(x, of_signs: np.ndarray, fmt: Format = FLOAT32) -> np.ndarray:
     """
     value = cast.array(x).astype(np.float32)
     n = value.shape[-1]
-    if of_signs.shape != (n,):
+    if feature_signs.shape != (n,):
         raise ValueError(
-            f"a rotation has a sign for each feature; got signs {of_signs.shape} for {n} "
+            f"a rotation has a sign for each feature; got signs {feature_signs.shape} for {n} "
             f"features. Use signs({n}, seed)."
         )
-    value = value * of_signs
+    value = value * feature_signs
     h = 1
     while h < n:
         pairs = value.reshape(*value.shape[:-1], n // (2 * h), 2, h)

@@ -101,19 +101,19 @@ def quantize(
     Raises:   ValueError: a given scale of another shape, or not positive and finite; as amax.
     """
     if granularity is None:
-        one = np.ones((), np.float32)
-        return Heads(cast.round_to(x, fmt), None, np.abs(x).max()[()], one, one)
-    found = amax(x, granularity, heads=heads, along_tokens=along_tokens)
+        unit = np.ones((), np.float32)
+        return Heads(cast.round_to(x, fmt), None, np.abs(x).max()[()], unit, unit)
+    amaxes = amax(x, granularity, heads=heads, along_tokens=along_tokens)
     if scale is None:
-        scales = scales_from_amax(found, fmt, policies.by_name(policy))
+        scales = scales_from_amax(amaxes, fmt, policies.by_name(policy))
         multiplier, inverse = scales.scale, scales.scale_inv
     else:
-        multiplier = given_scale(scale, np.shape(found))
+        multiplier = given_scale(scale, np.shape(amaxes))
         inverse = scale_inv_from_scale(multiplier)
     with np.errstate(over="ignore"):  # a given scale may clip
         scaled = x * spread(multiplier, x.shape, granularity, along_tokens=along_tokens)
     codes = cast.encode(scaled, fmt)
-    return Heads(cast.decode(codes, fmt), codes, found, multiplier, inverse)
+    return Heads(cast.decode(codes, fmt), codes, amaxes, multiplier, inverse)
 
 
 def given_scale(scale, shape: tuple[int, ...]) -> np.ndarray:

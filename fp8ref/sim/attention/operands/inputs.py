@@ -53,19 +53,19 @@ def prepare(
     if not isinstance(mask, Mask):
         raise ValueError(f"mask is a Mask of fp8ref.spec.attention.variants; got {mask!r}.")
     tensors = {name: _shaped(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
-    (b, h, tq, d), of_k, of_v = (x.shape for x in tensors.values())
-    attention.check_shapes((b, h, tq, d), of_k, of_v)
+    (b, h, tq, d), k_shape, v_shape = (x.shape for x in tensors.values())
+    attention.check_shapes((b, h, tq, d), k_shape, v_shape)
     variant.tile(d, mask)
     if variant.rotated:
         hadamard.signs(d, 0)
-    tk = of_k[2]
+    tk = k_shape[2]
     low, high = visible(tq, tk, mask)
     factor = np.float32(1 / math.sqrt(d) if scale is None else scale)
     if not (np.isfinite(factor) and factor > 0):
         raise ValueError(f"the softmax scale is positive and finite; got {scale!r}.")
-    of_documents = _documents(documents, b, tq, tk)
+    document_pair = _documents(documents, b, tq, tk)
     for name, x in tensors.items():
-        tensors[name] = _finite(name, _without_padding(x, of_documents[name != "q"]))
+        tensors[name] = _finite(name, _without_padding(x, document_pair[name != "q"]))
     more: dict = {"softcap": _softcap(softcap, factor), "sinks": _sinks(sinks, h)}
     return Problem(
         variant,
@@ -76,7 +76,7 @@ def prepare(
         mask,
         low,
         high,
-        *of_documents,
+        *document_pair,
         **more,
     )
 
@@ -132,19 +132,19 @@ def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
 
 def check_scales(scales, variant: Variant, roles: tuple[str, ...]) -> dict:
     """Given scales by role. ValueError for roles that the variant has no scale for."""
-    given = dict(scales or {})
-    known = (
+    role_scales = dict(scales or {})
+    role_names = (
         []
         if variant.granularity in (None, "mx_1x32")
         else [role for role in roles if _has_scale(variant, role)]
     )
-    for role in given:
-        if role not in known:
+    for role in role_scales:
+        if role not in role_names:
             raise ValueError(
-                f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; "
+                f"variant {variant.name!r} takes scales for {', '.join(role_names) or 'no role'}; "
                 f"got {role!r}. Leave it out."
             )
-    return given
+    return role_scales
 
 
 def _has_scale(variant: Variant, role: str) -> bool:
@@ -206,15 +206,15 @@ def _documents(documents, b: int, tq: int, tk: int) -> tuple[np.ndarray, np.ndar
     if documents is None:
         return np.zeros((b, tq), np.int64), np.zeros((b, tk), np.int64)
     pair = documents if isinstance(documents, tuple) else (documents, documents)
-    found = tuple(np.asarray(ids) for ids in pair)
+    arrays = tuple(np.asarray(ids) for ids in pair)
     if (
-        len(found) != 2
-        or any(ids.dtype.kind not in "iu" for ids in found)
-        or [x.shape for x in found] != [(b, tq), (b, tk)]
+        len(arrays) != 2
+        or any(ids.dtype.kind not in "iu" for ids in arrays)
+        or [x.shape for x in arrays] != [(b, tq), (b, tk)]
     ):
         raise ValueError(
             f"documents are integers, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got "
-            f"{[(x.dtype.name, x.shape) for x in found]}."
+            f"{[(x.dtype.name, x.shape) for x in arrays]}."
         )
-    of_q, of_k = (ids.astype(np.int64) for ids in found)
-    return np.where(of_q < 0, -2, of_q), np.where(of_k < 0, -1, of_k)
+    q_documents, k_documents = (ids.astype(np.int64) for ids in arrays)
+    return np.where(q_documents < 0, -2, q_documents), np.where(k_documents < 0, -1, k_documents)

@@ -25,29 +25,29 @@ from fp8ref.spec.attention.variants import Variant
 _LOG2E = np.float64(math.log2(math.e))
 
 
-def quantize(problem: Problem, given: dict, seed: int) -> dict[str, Heads]:
+def quantize(problem: Problem, role_scales: dict, seed: int) -> dict[str, Heads]:
     """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
     variant, heads = problem.variant, problem.k.shape[1]
-    found = {}
+    tensors = {}
     for role, x in (("q", problem.q), ("k", problem.k), ("v", problem.v)):
         if variant.rotated and role != "v":
             x = hadamard.rotate(x, hadamard.signs(x.shape[-1], seed))
-        found[role] = head_scaling.quantize(
+        tensors[role] = head_scaling.quantize(
             x,
             variant.fmt,
             variant.granularity,
             variant.policy,
             heads=heads,
             along_tokens=role == "v",
-            scale=given.get(role),
+            scale=role_scales.get(role),
         )
-    return found
+    return tensors
 
 
-def probability_scale(variant: Variant, given: dict) -> tuple[np.float32, np.float32]:
+def probability_scale(variant: Variant, role_scales: dict) -> tuple[np.float32, np.float32]:
     """(scale, scale_inv) of the probabilities (A-8)."""
-    if "s" in given:
-        scale = np.float32(head_scaling.given_scale(given["s"], ()))
+    if "s" in role_scales:
+        scale = np.float32(head_scaling.given_scale(role_scales["s"], ()))
     elif variant.p_scale == "state":
         scale = np.float32(scales_from_amax(np.float32(1), variant.fmt, variant.policy).scale)
     else:
@@ -107,7 +107,7 @@ class Parts:
                 head_scaling.spread(tensors["v"].scale_inv, shape_k, first), (*shape_k[:3], 1)
             )
         self.cap = None if problem.softcap is None else self._under_base(problem.softcap)
-        self.of_scale = (
+        self.score_scale = (
             self._under_base(problem.scale)
             if problem.softcap is None
             else problem.scale / problem.softcap
@@ -123,8 +123,8 @@ class Parts:
         if self.cap is None:
             return s
         factors, factor = self._factors(i, j, rows.start, begin)
-        for one in (factor,) if self.variant.scores == "raw" else factors:
-            s = s * one
+        for multiplier in (factor,) if self.variant.scores == "raw" else factors:
+            s = s * multiplier
         return exponentials.tanh(s)
 
     def _sums(self, i: int, j: int, rows: slice, begin: int, end: int) -> np.ndarray:
@@ -159,20 +159,23 @@ class Parts:
         return self.rows[key]
 
     def _mx_scores(self, a, b, i, j, rows, g, begin, end) -> np.ndarray:
-        found = np.zeros((len(a), len(b)), np.float32)
-        of_q, of_k = (
+        scores = np.zeros((len(a), len(b)), np.float32)
+        q_scales, k_scales = (
             self.tensors["q"].scale_inv[i, j, rows],
             np.zeros((len(b), b.shape[1] // MX), np.float32),
         )
-        of_k[: end - begin] = self.tensors["k"].scale_inv[i, g, begin:end]
-        for n in range(of_q.shape[1]):
+        k_scales[: end - begin] = self.tensors["k"].scale_inv[i, g, begin:end]
+        for n in range(q_scales.shape[1]):
             part = slice(n * MX, (n + 1) * MX)
-            found = (
-                found
-                + (product(a[:, part], b[:, part], self.variant.fmt, self.plan) * of_q[:, n, None])
-                * of_k[:, n]
+            scores = (
+                scores
+                + (
+                    product(a[:, part], b[:, part], self.variant.fmt, self.plan)
+                    * q_scales[:, n, None]
+                )
+                * k_scales[:, n]
             )
-        return found
+        return scores
 
     def factors(self, i: int, j: int, row: int, key: int) -> tuple[np.ndarray, np.float32]:
         """(factors of scaled scores, the factor of raw ones) for a block of rows and a tile (A-4,
@@ -188,14 +191,19 @@ class Parts:
 
     def _factors(self, i: int, j: int, row: int, key: int) -> tuple[np.ndarray, np.float32]:
         if self.variant.granularity == "mx_1x32":
-            return np.array([self.of_scale], np.float32), np.float32(1)
-        of_q, of_k = (
+            return np.array([self.score_scale], np.float32), np.float32(1)
+        inverse_q, inverse_k = (
             self.inverse_q[i, j, row, 0],
             self.inverse_k[i, j // self.problem.group, key, 0],
         )
         if self.variant.scores == "raw":
-            return np.empty(0, np.float32), np.float32(self.of_scale * (of_q * of_k))
-        values = {"scale": self.of_scale, "q": of_q, "k": of_k, "qk": of_q * of_k}
+            return np.empty(0, np.float32), np.float32(self.score_scale * (inverse_q * inverse_k))
+        values = {
+            "scale": self.score_scale,
+            "q": inverse_q,
+            "k": inverse_k,
+            "qk": inverse_q * inverse_k,
+        }
         return np.array([values[name] for name in self.variant.factors], np.float32), np.float32(1)
 
     def values(self, i: int, j: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:

@@ -66,13 +66,13 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
         zero,
         0,
     )
-    flat, given = (
+    flat, size_array = (
         (a.reshape(-1), numbers.reshape(-1), exponents.reshape(-1)),
         np.array(sizes, np.int64),
     )
     if a.size:
         threads.run(
-            lambda i, j: decoded(*(x[16 * i : 16 * j] for x in flat), bits[i:j], given),
+            lambda i, j: decoded(*(x[16 * i : 16 * j] for x in flat), bits[i:j], size_array),
             bits.size,
             grain=1 << 13,
         )
@@ -115,10 +115,13 @@ def columns(
     """
     (_, m, width), n, kind = a.numbers.shape, out.shape[1], a.numbers.dtype
     most = max(1, min(STEPS * f32().itemsize // kind.itemsize, len(ends)))
-    of_b, parts = aligned(most * width * LANES, u8), aligned(most * PARTS * width * LANES, kind)
+    b_exponents, parts = (
+        aligned(most * width * LANES, u8),
+        aligned(most * PARTS * width * LANES, kind),
+    )
     acc = aligned(2 * m * LANES, f32)
     acc[:] = 0
-    zero, of_one = zero_and_bias(kind == np.float64)
+    zero, one_byte = zero_and_bias(kind == np.float64)
     sizes = Sizes(
         begin,
         end,
@@ -129,13 +132,13 @@ def columns(
         *a.unit,
         fmt.mantissa_bits,
         fmt.bias,
-        of_one + zero,
-        of_one,
+        one_byte + zero,
+        one_byte,
     )
     chains(
         *(x.reshape(-1) for x in (a.numbers, a.exponents, a.signs, b)),
         ends,
-        of_b,
+        b_exponents,
         parts,
         acc,
         out.reshape(-1),
@@ -158,7 +161,7 @@ def decoded(codes, numbers, exponents, signs, sizes):
 
 
 @compiled
-def chains(a, of_a, signs, b, ends, of_b, parts, acc, out, sizes):
+def chains(a, a_exponents, signs, b, ends, b_exponents, parts, acc, out, sizes):
     """``take_chains``."""
     prefer_small_code()
-    take_chains(a, of_a, signs, b, ends, of_b, parts, acc, out, sizes)
+    take_chains(a, a_exponents, signs, b, ends, b_exponents, parts, acc, out, sizes)

@@ -83,12 +83,12 @@ def go_on(acc: np.ndarray, a: Rows, b: np.ndarray, fmt: Format) -> None:
 def apart(acc, smallest, largest):
     """Whether any accumulator is from ``largest`` on, or below ``smallest`` and not 0."""
     prefer_wide_vectors()
-    first, last, found = u32(as_bits(smallest) - u32(1)), as_bits(largest), u32(0)
+    first, last, outside = u32(as_bits(smallest) - u32(1)), as_bits(largest), u32(0)
     for i in range(acc.size):
         magnitude = u32(as_bits(acc[i]) & u32(0x7FFFFFFF))
         # As integers, which have lanes; 0 - 1 is the largest.
-        found |= u32(u32(u32(magnitude - u32(1)) < first) | u32(magnitude >= last))
-    return found > u32(0)
+        outside |= u32(u32(u32(magnitude - u32(1)) < first) | u32(magnitude >= last))
+    return outside > u32(0)
 
 
 @compiled
@@ -99,7 +99,7 @@ def lay_out_rows(values, emin, zero, numbers, exponents, signs):
     steps, m, width = numbers.shape
     for s in range(steps):
         for i in range(m):
-            row, of_row, out = (
+            row, row_exponents, out = (
                 values[i, s * width : (s + 1) * width],
                 exponents[s, i],
                 numbers[s, i],
@@ -109,7 +109,7 @@ def lay_out_rows(values, emin, zero, numbers, exponents, signs):
                 bits = as_bits(row[k])
                 out[k] = abs(row[k])
                 exponent = max(i32(i32(u32(bits & u32(0x7FFFFFFF)) >> u32(23)) - i32(127)), emin)
-                of_row[k] = u32(
+                row_exponents[k] = u32(
                     u32(u8(exponent if u32(bits & u32(0x7FFFFFFF)) > u32(0) else zero))
                     * u32(0x01010101)
                 )

@@ -13,20 +13,20 @@ class Codes(Vectors):
 
     def __init__(self, builder: ir.IRBuilder, double: bool, sizes) -> None:
         super().__init__(builder, double)
-        names = ("mantissa_bits", "bias", "zero", "of_one")
-        self.mantissa_bits, self.bias, self.zero, self.of_one = (
+        names = ("mantissa_bits", "bias", "zero", "one_byte")
+        self.mantissa_bits, self.bias, self.zero, self.one_byte = (
             builder.trunc(self.size(sizes, name), I32) for name in names
         )
 
     def exponents(self, four):
-        """Bytes: max(floor(log2|v|), emin) of each code in words of four, plus ``of_one``; ``zero``
-        of a zero.
+        """Bytes: max(floor(log2|v|), emin) of each code in words of four, plus ``one_byte``;
+        ``zero`` of a zero.
         """
         b, bytes_ = self.b, ir.VectorType(I8, 4 * four.type.count)
-        of_field, of_zero, mask = (
+        field_offset, zero_exponent, mask = (
             self.splat(b.trunc(v, I8), bytes_.count)
             for v in (
-                b.sub(self.of_one, self.bias),
+                b.sub(self.one_byte, self.bias),
                 self.zero,
                 b.lshr(ir.Constant(I32, 0x7F), self.mantissa_bits),
             )
@@ -35,9 +35,9 @@ class Codes(Vectors):
         fields = b.and_(
             b.bitcast(b.lshr(four, self.splat(self.mantissa_bits, four.type.count)), bytes_), mask
         )
-        exponents = b.add(self.call("umax", fields, self.constant(bytes_, 1)), of_field)
+        exponents = b.add(self.call("umax", fields, self.constant(bytes_, 1)), field_offset)
         return b.select(
-            b.icmp_unsigned("==", magnitudes, self.constant(bytes_, 0)), of_zero, exponents
+            b.icmp_unsigned("==", magnitudes, self.constant(bytes_, 0)), zero_exponent, exponents
         )
 
     def magnitudes(self, code):

@@ -26,19 +26,23 @@ ROWS = 256
 
 
 @intrinsic
-def take_chains(typing_context, a, of_a, signs, b, ends, of_b, parts, acc, out, sizes):
+def take_chains(
+    typing_context, a, a_exponents, signs, b, ends, b_exponents, parts, acc, out, sizes
+):
     """Columns of out [M, N] become the chains of a and b, or these are added to them: flat arrays.
 
-    a, of_a, signs  [steps, M, width] and [steps, M], as ``rows.decode`` fills them.
+    a, a_exponents, signs
+                    [steps, M, width] and [steps, M], as ``rows.decode`` fills them.
     b               uint32 [tiles, steps, width / 4, LANES], as ``tiles.lay_out`` takes it.
     ends            uint8 [steps], at least one: what follows each step.
-    of_b, parts     room for the exponents and parts of a block of steps of a tile of b.
+    b_exponents, parts
+                    room for the exponents and parts of a block of steps of a tile of b.
     acc             float32 [2, M, LANES], zeros; zeros afterwards, but for the accumulators of
                     chains that end with RESULT.
     sizes           ``Sizes``.
     """
-    given = (a, of_a, signs, b, ends, of_b, parts, acc, out, sizes)
-    signature = types.void(*given)
+    argument_types = (a, a_exponents, signs, b, ends, b_exponents, parts, acc, out, sizes)
+    signature = types.void(*argument_types)
 
     def generate(context, builder, signature, arguments):
         pointers = (
@@ -54,7 +58,9 @@ def take_chains(typing_context, a, of_a, signs, b, ends, of_b, parts, acc, out, 
 class _Chains(Vectors):
     """Writes ``take_chains``."""
 
-    def write(self, a, of_a, signs, words, ends, of_b, parts, acc, out, sizes) -> None:
+    def write(
+        self, a, a_exponents, signs, words, ends, b_exponents, parts, acc, out, sizes
+    ) -> None:
         b, zero = self.b, ir.Constant(I64, 0)
         steps, most, m = (self.size(sizes, name) for name in ("steps", "most", "m"))
         last = b.load(b.gep(ends, [b.sub(steps, ir.Constant(I64, 1))]))
@@ -68,7 +74,13 @@ class _Chains(Vectors):
                 count = self._at_most(most, b.sub(steps, start))
                 with cgutils.for_range(b, count) as loop:
                     Tile(b, self.double, sizes).write(
-                        words, of_b, parts, sizes, first, b.add(start, loop.index), loop.index
+                        words,
+                        b_exponents,
+                        parts,
+                        sizes,
+                        first,
+                        b.add(start, loop.index),
+                        loop.index,
                     )
                 with cgutils.for_range_slice(b, zero, m, ir.Constant(I64, ROWS), intp=I64) as (
                     row,
@@ -78,19 +90,29 @@ class _Chains(Vectors):
                     self._rounding(TOWARD_ZERO)
                     with cgutils.for_range(b, count) as loop:
                         step = b.add(start, loop.index)
-                        of_step = b.add(b.mul(step, m), row)
+                        step_row = b.add(b.mul(step, m), row)
                         Step(b, self.double).write(
-                            a, of_a, signs, parts, of_b, acc, sizes, of_step, loop.index, row, rows
+                            a,
+                            a_exponents,
+                            signs,
+                            parts,
+                            b_exponents,
+                            acc,
+                            sizes,
+                            step_row,
+                            loop.index,
+                            row,
+                            rows,
                         )
                         self._end(results, b.load(b.gep(ends, [step])), row, rows)
                     self._rounding(TO_NEAREST)
 
-    def _end(self, results: Results, what, row, rows) -> None:
+    def _end(self, results: Results, step_end, row, rows) -> None:
         """What follows a step."""
         b, nothing = self.b, ir.Constant(I8, 0)
-        with b.if_then(b.icmp_unsigned("!=", what, nothing), likely=False):
+        with b.if_then(b.icmp_unsigned("!=", step_end, nothing), likely=False):
             self._rounding(TO_NEAREST)
-            with b.if_else(b.icmp_unsigned("==", what, ir.Constant(I8, RESULT))) as (
+            with b.if_else(b.icmp_unsigned("==", step_end, ir.Constant(I8, RESULT))) as (
                 then,
                 otherwise,
             ):
@@ -100,7 +122,9 @@ class _Chains(Vectors):
                     results.end(
                         row,
                         rows,
-                        b.icmp_unsigned("!=", b.and_(what, ir.Constant(I8, SPLIT_END)), nothing),
+                        b.icmp_unsigned(
+                            "!=", b.and_(step_end, ir.Constant(I8, SPLIT_END)), nothing
+                        ),
                     )
             self._rounding(TOWARD_ZERO)
 

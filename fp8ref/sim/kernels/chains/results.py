@@ -29,13 +29,13 @@ class Results(Vectors):
 
     def take(self, row, rows) -> None:
         """Accumulators become the result, and 0 beside it."""
-        for of_out, of_acc, _, mask in self._vectors(row, rows):
-            self.b.store(self._loaded(of_out, mask), of_acc, align=4)
+        for out_pointer, acc_pointer, _, mask in self._vectors(row, rows):
+            self.b.store(self._loaded(out_pointer, mask), acc_pointer, align=4)
 
     def give(self, row, rows) -> None:
         """The result becomes the accumulators."""
-        for of_out, of_acc, _, mask in self._vectors(row, rows):
-            self._stored(self.b.load(of_acc, align=4), of_out, mask)
+        for out_pointer, acc_pointer, _, mask in self._vectors(row, rows):
+            self._stored(self.b.load(acc_pointer, align=4), out_pointer, mask)
 
     def end(self, row, rows, part) -> None:
         """Accumulators are added to the sums of parts, and cleared.
@@ -44,31 +44,31 @@ class Results(Vectors):
         """
         b, zero = self.b, self.constant(self.vector, 0.0)
         ends = self.splat(part, 16)
-        for of_out, of_acc, of_sum, mask in self._vectors(row, rows):
+        for out_pointer, acc_pointer, sum_pointer, mask in self._vectors(row, rows):
             total, mask = (
-                b.fadd(b.load(of_sum, align=4), b.load(of_acc, align=4)),
+                b.fadd(b.load(sum_pointer, align=4), b.load(acc_pointer, align=4)),
                 b.and_(mask, ends),
             )
-            self._stored(b.fadd(self._loaded(of_out, mask), total), of_out, mask)
-            b.store(b.select(ends, zero, total), of_sum, align=4)
-            b.store(zero, of_acc, align=4)
+            self._stored(b.fadd(self._loaded(out_pointer, mask), total), out_pointer, mask)
+            b.store(b.select(ends, zero, total), sum_pointer, align=4)
+            b.store(zero, acc_pointer, align=4)
 
     def _vectors(self, first_row, rows):
         """For each 16 columns of a row: where they are in out, in the accumulators, in the sums,
         and which of them out has.
         """
         b, pointer = self.b, self.vector.as_pointer()
-        of_sums = b.mul(self.m, ir.Constant(I64, LANES))
+        sums_offset = b.mul(self.m, ir.Constant(I64, LANES))
         with cgutils.for_range(b, rows) as loop:
             row = b.add(first_row, loop.index)
-            of_row = b.add(b.mul(row, self.n), self.first)
+            row_offset = b.add(b.mul(row, self.n), self.first)
             for v, mask in enumerate(self.masks):
                 at = b.add(b.mul(row, ir.Constant(I64, LANES)), ir.Constant(I64, 16 * v))
-                of_out = b.gep(self.out, [b.add(of_row, ir.Constant(I64, 16 * v))])
-                of_acc, of_sum = (
-                    b.bitcast(b.gep(self.acc, [i]), pointer) for i in (at, b.add(at, of_sums))
+                out_pointer = b.gep(self.out, [b.add(row_offset, ir.Constant(I64, 16 * v))])
+                acc_pointer, sum_pointer = (
+                    b.bitcast(b.gep(self.acc, [i]), pointer) for i in (at, b.add(at, sums_offset))
                 )
-                yield b.bitcast(of_out, pointer), of_acc, of_sum, mask
+                yield b.bitcast(out_pointer, pointer), acc_pointer, sum_pointer, mask
 
     def _loaded(self, pointer, mask):
         """16 numbers, 0 where there are none."""

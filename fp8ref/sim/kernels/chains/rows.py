@@ -42,10 +42,12 @@ class _Rows(Codes):
         with cgutils.for_range(b, count) as loop:
             at = b.mul(loop.index, ir.Constant(I64, 16))
             some = self.load(b.gep(codes, [at]), 0, bytes_)
-            of_some = b.zext(self.exponents(b.bitcast(some, ir.VectorType(I32, 4))), lanes)
+            exponent_words = b.zext(self.exponents(b.bitcast(some, ir.VectorType(I32, 4))), lanes)
             for places in (8, 16):
-                of_some = b.or_(of_some, b.shl(of_some, self.constant(lanes, places)))
-            b.store(of_some, b.bitcast(b.gep(exponents, [at]), lanes.as_pointer()), align=4)
+                exponent_words = b.or_(
+                    exponent_words, b.shl(exponent_words, self.constant(lanes, places))
+                )
+            b.store(exponent_words, b.bitcast(b.gep(exponents, [at]), lanes.as_pointer()), align=4)
             negative = b.bitcast(b.icmp_signed("<", some, self.constant(bytes_, 0)), I16)
             b.store(negative, b.gep(signs, [loop.index]), align=2)
             for h, x in enumerate(self.numbers(self.magnitudes(b.zext(some, lanes)))):

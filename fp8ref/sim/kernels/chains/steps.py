@@ -62,7 +62,20 @@ def write_rounding(builder: ir.IRBuilder, mode) -> None:
 
 
 @intrinsic
-def step(typing_context, a, of_a, signs, parts, of_b, acc, sizes, first, of_parts, of_acc, rows):
+def step(
+    typing_context,
+    a,
+    a_exponents,
+    signs,
+    parts,
+    b_exponents,
+    acc,
+    sizes,
+    first,
+    parts_step,
+    acc_row,
+    rows,
+):
     """Some rows of acc [M, LANES] become the results of a step. The rounding mode is TOWARD_ZERO;
     arrays are flat and contiguous.
 
@@ -70,14 +83,17 @@ def step(typing_context, a, of_a, signs, parts, of_b, acc, sizes, first, of_part
               width]; parts [any steps, LANES / lanes, width, 3, lanes], lanes that of ``Vectors``:
               b's magnitudes, its negative numbers, and its positive ones times -1, other numbers
               being 0.
-    of_a      uint32 [any rows, width], four times the byte of an exponent; of_b uint8 [any steps,
-              width, LANES], with the bias.
+    a_exponents
+              uint32 [any rows, width], four times the byte of an exponent; b_exponents uint8 [any
+              steps, width, LANES], with the bias.
     signs     uint32 [any rows]: bit k is the sign of a's number k.
     sizes     ``Sizes``.
-    first     the first row of a, of ``rows``; of_parts, the step of parts and of_b; of_acc, the
-              first row of acc.
+    first     the first row of a, of ``rows``; parts_step, the step of parts and b_exponents;
+              acc_row, the first row of acc.
     """
-    signature = types.void(a, of_a, signs, parts, of_b, acc, sizes, *[types.int64] * 4)
+    signature = types.void(
+        a, a_exponents, signs, parts, b_exponents, acc, sizes, *[types.int64] * 4
+    )
 
     def generate(context, builder, signature, arguments):
         arrays = [
@@ -101,7 +117,20 @@ class Step(Vectors):
             2 if LANES == 64 else 1
         )  # rows at a time, as many as keep their sums in registers
 
-    def write(self, a, of_a, signs, parts, of_b, acc, sizes, first, of_parts, of_acc, rows) -> None:
+    def write(
+        self,
+        a,
+        a_exponents,
+        signs,
+        parts,
+        b_exponents,
+        acc,
+        sizes,
+        first,
+        parts_step,
+        acc_row,
+        rows,
+    ) -> None:
         """``step``, of pointers."""
         b = self.b
         width = self.size(sizes, "width")
@@ -118,20 +147,20 @@ class Step(Vectors):
         mask = self.splat(
             b.shl(ir.Constant(self.bits, -1), self.widened(b.sub(fraction, output_bits))), self.n
         )
-        numbers = b.mul(b.mul(of_parts, width), ir.Constant(I64, LANES))  # of b before the step
+        numbers = b.mul(b.mul(parts_step, width), ir.Constant(I64, LANES))  # of b before the step
         parts = b.gep(parts, [b.mul(numbers, ir.Constant(I64, PARTS))])
-        of_b = b.gep(b.bitcast(of_b, I8.as_pointer()), [numbers])
-        acc = b.gep(acc, [b.mul(of_acc, ir.Constant(I64, LANES))])
+        b_exponents = b.gep(b.bitcast(b_exponents, I8.as_pointer()), [numbers])
+        acc = b.gep(acc, [b.mul(acc_row, ir.Constant(I64, LANES))])
         with cgutils.for_range_slice(
             b, *(ir.Constant(I64, n) for n in (0, LANES, self.lanes)), intp=I64
         ) as (lane, _):
-            of_lanes = b.gep(parts, [b.mul(b.mul(lane, width), ir.Constant(I64, PARTS))])
+            lane_parts = b.gep(parts, [b.mul(b.mul(lane, width), ir.Constant(I64, PARTS))])
             self._columns(
                 a,
-                of_a,
+                a_exponents,
                 signs,
-                of_lanes,
-                b.gep(of_b, [lane]),
+                lane_parts,
+                b.gep(b_exponents, [lane]),
                 b.gep(acc, [lane]),
                 width,
                 places,
@@ -140,7 +169,9 @@ class Step(Vectors):
                 rows,
             )
 
-    def _columns(self, a, of_a, signs, parts, of_b, acc, width, places, mask, first, rows) -> None:
+    def _columns(
+        self, a, a_exponents, signs, parts, b_exponents, acc, width, places, mask, first, rows
+    ) -> None:
         """Some columns: of each row the largest exponent is found beside the sums of the rows
         before it.
         """
@@ -154,14 +185,14 @@ class Step(Vectors):
             return [b.add(first, b.select(b.icmp_signed("<", i, last), i, last)) for i in some]
 
         def exponents(some: list) -> list:
-            return [b.gep(of_a, [b.mul(row, width)]) for row in some]
+            return [b.gep(a_exponents, [b.mul(row, width)]) for row in some]
 
         ahead = self.registers(
             [ir.Constant(ir.VectorType(I8, self.lanes), [0] * self.lanes)] * self.together
         )
         begin = exponents(rows_from(ir.Constant(I64, 0)))
         with cgutils.for_range(b, width) as loop:
-            self._largest(ahead, begin, of_b, loop.index)
+            self._largest(ahead, begin, b_exponents, loop.index)
         with cgutils.for_range_slice(
             b, ir.Constant(I64, 0), rows, ir.Constant(I64, self.together), intp=I64
         ) as (index, _):
@@ -180,21 +211,23 @@ class Step(Vectors):
                 rows_from(index),
                 rows_from(b.add(index, ir.Constant(I64, self.together))),
             )
-            of_rows = [(b.gep(a, [b.mul(row, width)]), b.load(b.gep(signs, [row]))) for row in some]
-            self._add(of_rows, parts, width, sums, (ahead, exponents(following), of_b))
+            row_operands = [
+                (b.gep(a, [b.mul(row, width)]), b.load(b.gep(signs, [row]))) for row in some
+            ]
+            self._add(row_operands, parts, width, sums, (ahead, exponents(following), b_exponents))
             for line, (magnitudes, negatives) in zip(lines, sums, strict=True):
                 for v, pair in enumerate(zip(magnitudes, negatives, strict=True)):
                     self._store(
                         *map(b.load, pair), mask, b.gep(line, [ir.Constant(I64, v * self.n)])
                     )
 
-    def _largest(self, registers: list, of_a: list, of_b, k) -> None:
+    def _largest(self, registers: list, a_exponents: list, b_exponents, k) -> None:
         """Include the product k of each lane in the largest exponents, a byte each, of each row."""
         b, bytes_ = self.b, ir.VectorType(I8, self.lanes)
-        columns = self.load(b.gep(of_b, [b.mul(k, ir.Constant(I64, LANES))]), 0, bytes_)
-        for register, row in zip(registers, of_a, strict=True):
-            of_row = b.bitcast(self.splat(b.load(b.gep(row, [k])), self.lanes // 4), bytes_)
-            b.store(self.call("umax", b.load(register), b.add(columns, of_row)), register)
+        columns = self.load(b.gep(b_exponents, [b.mul(k, ir.Constant(I64, LANES))]), 0, bytes_)
+        for register, row in zip(registers, a_exponents, strict=True):
+            row_exponents = b.bitcast(self.splat(b.load(b.gep(row, [k])), self.lanes // 4), bytes_)
+            b.store(self.call("umax", b.load(register), b.add(columns, row_exponents)), register)
 
     def _fields(self, register) -> list:
         """The exponent field of the largest product of each lane: vectors of 16 int32, as the bits
@@ -220,10 +253,10 @@ class Step(Vectors):
         """
         b, lanes = self.b, ir.VectorType(I32, 16)
         magnitudes, negatives = [], []
-        for v, of_products in enumerate(fields):
+        for v, product_fields in enumerate(fields):
             value = self.load(line, 16 * v, ir.VectorType(F32, 16))
-            of_acc = b.and_(b.bitcast(value, lanes), self.constant(lanes, 0x7F800000))
-            for x, field in self._in_kind(value, self.call("smax", of_products, of_acc)):
+            acc_fields = b.and_(b.bitcast(value, lanes), self.constant(lanes, 0x7F800000))
+            for x, field in self._in_kind(value, self.call("smax", product_fields, acc_fields)):
                 big = b.bitcast(b.add(field, places), x.type)
                 magnitudes.append(b.fadd(big, self.call("fabs", x)))
                 negatives.append(b.fsub(self.call("minnum", x, self.constant(x.type, 0.0)), big))
@@ -236,32 +269,36 @@ class Step(Vectors):
         if not self.double:
             return [(value, field)]
         b, wide, halves = self.b, ir.VectorType(I64, 8), []
-        for x, of_half in zip(self.numbers(value), self.halves(field), strict=True):
-            bits = b.shl(b.zext(of_half, wide), self.constant(wide, 52 - 23))
+        for x, half_fields in zip(self.numbers(value), self.halves(field), strict=True):
+            bits = b.shl(b.zext(half_fields, wide), self.constant(wide, 52 - 23))
             halves.append((x, b.add(bits, self.constant(wide, (1023 - 127) << 52))))
         return halves
 
-    def _add(self, of_rows: list, parts, width, sums: list, following: tuple) -> None:
-        """Add all products to both sums of each row, (magnitudes, signs) of which are ``of_rows``.
-        For a negative number of a other numbers of b give negative products.
+    def _add(self, row_operands: list, parts, width, sums: list, following: tuple) -> None:
+        """Add all products to both sums of each row, (magnitudes, signs) of which are
+        ``row_operands``. For a negative number of a other numbers of b give negative products.
 
         ``following`` are arguments of ``_largest`` for the next rows: their exponents are found
         beside these sums, which alone would wait for each other.
         """
         b, kind = self.b, ir.VectorType(self.real, self.n)
-        left = self.registers([signs for _, signs in of_rows])
+        left = self.registers([signs for _, signs in row_operands])
         with cgutils.for_range(b, width) as loop:
-            of_k = b.gep(parts, [b.mul(loop.index, ir.Constant(I64, PARTS * self.lanes))])
+            k_parts = b.gep(parts, [b.mul(loop.index, ir.Constant(I64, PARTS * self.lanes))])
             some = []
-            for (row, _), bits, of_row in zip(of_rows, left, sums, strict=True):
+            for (row, _), bits, row_sums in zip(row_operands, left, sums, strict=True):
                 negative = b.zext(b.and_(b.load(bits), ir.Constant(I32, 1)), I64)
                 b.store(b.lshr(b.load(bits), ir.Constant(I32, 1)), bits)
                 factor = self.splat(b.load(b.gep(row, [loop.index])), self.n)
                 some.append(
-                    (factor, b.gep(of_k, [b.mul(negative, ir.Constant(I64, self.lanes))]), *of_row)
+                    (
+                        factor,
+                        b.gep(k_parts, [b.mul(negative, ir.Constant(I64, self.lanes))]),
+                        *row_sums,
+                    )
                 )
             for v in range(self.lanes // self.n):
-                magnitude = self.load(of_k, v * self.n, kind)
+                magnitude = self.load(k_parts, v * self.n, kind)
                 for factor, swapped, magnitudes, negatives in some:
                     b.store(
                         self.call("fma", factor, magnitude, b.load(magnitudes[v])), magnitudes[v]

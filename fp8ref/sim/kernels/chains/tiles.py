@@ -44,16 +44,18 @@ class Tile(Codes):
         b = self.b
         width = self.size(sizes, "width")
         lines = b.udiv(width, ir.Constant(I64, 4))  # of a step, LANES words each
-        of_step = b.mul(lines, ir.Constant(I64, LANES))
+        step_size = b.mul(lines, ir.Constant(I64, LANES))
         # Tiles before this one have steps * lines words for each of their columns.
-        before = b.add(b.mul(b.mul(self.size(sizes, "steps"), lines), first), b.mul(step, of_step))
+        before = b.add(
+            b.mul(b.mul(self.size(sizes, "steps"), lines), first), b.mul(step, step_size)
+        )
         words = b.gep(words, [before])
-        of_step = b.mul(of_step, ir.Constant(I64, 4))
+        step_size = b.mul(step_size, ir.Constant(I64, 4))
         exponents, parts = (
-            b.gep(x, [b.mul(b.mul(which, of_step), ir.Constant(I64, n))])
+            b.gep(x, [b.mul(b.mul(which, step_size), ir.Constant(I64, n))])
             for x, n in ((exponents, 1), (parts, PARTS))
         )
-        with cgutils.for_range(b, b.udiv(of_step, ir.Constant(I64, 64))) as loop:
+        with cgutils.for_range(b, b.udiv(step_size, ir.Constant(I64, 64))) as loop:
             at = b.mul(loop.index, ir.Constant(I64, 16))
             four = self.load(b.gep(words, [at]), 0, ir.VectorType(I32, 16))
             bytes_ = self.exponents(four)
@@ -65,12 +67,12 @@ class Tile(Codes):
             )
             for i in range(4):
                 k = b.mul(b.add(line, ir.Constant(I64, i)), ir.Constant(I64, LANES))
-                of_k = b.shuffle_vector(
+                k_exponents = b.shuffle_vector(
                     bytes_, bytes_, ir.Constant(ir.VectorType(I32, 16), list(range(i, 64, 4)))
                 )
                 b.store(
-                    of_k,
-                    b.bitcast(b.gep(exponents, [b.add(k, lane)]), of_k.type.as_pointer()),
+                    k_exponents,
+                    b.bitcast(b.gep(exponents, [b.add(k, lane)]), k_exponents.type.as_pointer()),
                     align=1,
                 )
             numbers = b.mul(
@@ -78,20 +80,21 @@ class Tile(Codes):
                 b.mul(width, ir.Constant(I64, PARTS * self.lanes)),
             )
             numbers = b.gep(parts, [b.add(numbers, b.urem(lane, ir.Constant(I64, self.lanes)))])
-            with cgutils.for_range(b, ir.Constant(I64, 4)) as of_four:
+            with cgutils.for_range(b, ir.Constant(I64, 4)) as number_loop:
                 code = b.lshr(
-                    four, self.splat(b.trunc(b.mul(of_four.index, ir.Constant(I64, 8)), I32), 16)
+                    four,
+                    self.splat(b.trunc(b.mul(number_loop.index, ir.Constant(I64, 8)), I32), 16),
                 )
-                of_k = b.gep(
+                k_parts = b.gep(
                     numbers,
-                    [b.mul(b.add(line, of_four.index), ir.Constant(I64, PARTS * self.lanes))],
+                    [b.mul(b.add(line, number_loop.index), ir.Constant(I64, PARTS * self.lanes))],
                 )
                 for part, values in enumerate(self._parts(code)):
                     for h, x in enumerate(values):
                         b.store(
                             x,
                             b.bitcast(
-                                b.gep(of_k, [ir.Constant(I64, part * self.lanes + 8 * h)]),
+                                b.gep(k_parts, [ir.Constant(I64, part * self.lanes + 8 * h)]),
                                 x.type.as_pointer(),
                             ),
                             align=4,

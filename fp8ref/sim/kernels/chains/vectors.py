@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
     mantissa_bits: int  # of the format that is decoded
     bias: int
     zero: int  # the bytes of a zero and of 2^0 among its exponents
-    of_one: int
+    one_byte: int
 
 
 class Vectors:
@@ -58,10 +58,10 @@ class Vectors:
 
     def registers(self, values: list) -> list:
         """Variables with these values, which LLVM keeps in registers."""
-        made = [cgutils.alloca_once(self.b, value.type) for value in values]
-        for register, value in zip(made, values, strict=True):
+        registers = [cgutils.alloca_once(self.b, value.type) for value in values]
+        for register, value in zip(registers, values, strict=True):
             self.b.store(value, register)
-        return made
+        return registers
 
     def widened(self, value):
         """An int32 as long as a number of the sums."""
@@ -69,10 +69,10 @@ class Vectors:
 
     def splat(self, value, n: int):
         """A vector of n times the value."""
-        one = self.b.insert_element(
+        element = self.b.insert_element(
             ir.Constant(ir.VectorType(value.type, n), ir.Undefined), value, ir.Constant(I32, 0)
         )
-        return self.b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, n), [0] * n))
+        return self.b.shuffle_vector(element, element, ir.Constant(ir.VectorType(I32, n), [0] * n))
 
     def constant(self, kind: ir.VectorType, value):
         """A vector of this type, of one value."""
@@ -104,7 +104,7 @@ class Vectors:
         chosen = (
             ir.Constant(ir.VectorType(I32, 8), list(range(begin, begin + 8))) for begin in (0, 8)
         )
-        return [self.b.shuffle_vector(value, value, of_half) for of_half in chosen]
+        return [self.b.shuffle_vector(value, value, half_lanes) for half_lanes in chosen]
 
     def numbers(self, value) -> list:
         """16 float32 numbers in the type of the sums: one vector, or two of float64."""

@@ -47,7 +47,7 @@ def test_words_of_four_codes(fmt):  # G-10: subnormals count as emin
     finite = np.isfinite(cast.decode(codes, fmt))
     sizes = np.array(
         Sizes(*[0] * len(Sizes._fields))._replace(
-            mantissa_bits=fmt.mantissa_bits, bias=fmt.bias, zero=200, of_one=127
+            mantissa_bits=fmt.mantissa_bits, bias=fmt.bias, zero=200, one_byte=127
         )
     )
     for some in np.where(finite, codes, 0).astype(np.uint8).reshape(4, 64):

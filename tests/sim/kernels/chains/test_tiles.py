@@ -33,7 +33,7 @@ def test_every_code_in_either_tile_and_step(fmt, dtype, rng):  # G-10: subnormal
         mantissa_bits=fmt.mantissa_bits,
         bias=fmt.bias,
         zero=200,
-        of_one=127,
+        one_byte=127,
     )
     for tile, step, which in product(range(2), range(STEPS), range(STEPS)):
         words = np.zeros((2, STEPS, WIDTH // 4, LANES), np.uint32)
