@@ -56,6 +56,7 @@ SECTIONS = {
         "step": ("Shapes", "Order", "Specials", "Raises"),
     },
     "sim/attention/attention.py": {"forward": ALL},
+    "sim/attention/plain.py": {"attention_plain": ("Shapes", "Order", "Specials", "Source")},
     "sim/attention/gradients/gradients.py": {"backward": ALL},
     "sim/attention/operands/heads.py": {"quantize": ("Shapes", "Order", "Raises")},
     "sim/attention/operands/hadamard.py": {"rotate": ("Shapes", "Order", "Raises")},

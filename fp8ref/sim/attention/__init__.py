@@ -10,5 +10,6 @@ gradients   the backward pass: in FP8, of MX blocks, in bfloat16
 
 from fp8ref.sim.attention.attention import Result, forward
 from fp8ref.sim.attention.gradients.gradients import Gradients, backward
+from fp8ref.sim.attention.plain import attention_plain
 
-__all__ = ["Gradients", "Result", "backward", "forward"]
+__all__ = ["Gradients", "Result", "attention_plain", "backward", "forward"]
