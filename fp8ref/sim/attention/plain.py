@@ -13,8 +13,8 @@ from fp8ref.sim.gemm.accumulate import exact_sum
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scales import scale_inv_from_scale, scales_from_amax
 
-POLICY = "te_current"
-TILE = 128  # keys
+_POLICY = "te_current"
+_TILE = 128  # keys
 
 
 def attention_plain(
@@ -30,14 +30,14 @@ def attention_plain(
     """
     scale = np.float32(1 / math.sqrt(q.shape[1]))
     (q, q_inv), (k, k_inv), (v, v_inv) = map(_quantized, (q, k, v))
-    p_scale = scales_from_amax(np.float32(1), E4M3FN, POLICY).scale  # no probability exceeds 1
+    p_scale = scales_from_amax(np.float32(1), E4M3FN, _POLICY).scale  # no probability exceeds 1
     p_inv = scale_inv_from_scale(np.asarray(p_scale))
 
     o = np.zeros((len(q), v.shape[1]), np.float32)
     maximum = np.full(len(q), -np.inf, np.float32)
     total = np.zeros(len(q), np.float32)
-    for begin in range(0, len(k), TILE):
-        tile = slice(begin, begin + TILE)
+    for begin in range(0, len(k), _TILE):
+        tile = slice(begin, begin + _TILE)
         s = exact_sum(q, k[tile]) * scale * q_inv * k_inv  # [Tq, D] x [tile, D] -> [Tq, tile]
         s = np.where(visible[:, tile], s, np.float32(-np.inf))
         new = np.maximum(maximum, s.max(axis=1))
@@ -55,7 +55,7 @@ def attention_plain(
 
 def _quantized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(values in e4m3, scale_inv) of a tensor with one scale."""
-    quantized = scaling.quantize(x, E4M3FN, granularity="tensorwise", policy=POLICY)
+    quantized = scaling.quantize(x, E4M3FN, granularity="tensorwise", policy=_POLICY)
     return cast.decode(quantized.codes, E4M3FN), quantized.scale_inv
 
 
