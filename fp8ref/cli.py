@@ -83,9 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         sys.stdout.flush()
     except KeyboardInterrupt as error:
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # whoever reads it may have ended of the same Ctrl-C
+        # whoever reads it may have ended of the same Ctrl-C
+        with contextlib.suppress(BrokenPipeError):
             text = (
                 f"fp8ref: {error}" if str(error) else "interrupted; files written so far are kept"
             )

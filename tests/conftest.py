@@ -107,9 +107,8 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
-    items.sort(
-        key=lambda item: item.get_closest_marker("slow") is None
-    )  # long ones first: at the end a worker would wait for them
+    # long ones first: at the end a worker would wait for them
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_collection():

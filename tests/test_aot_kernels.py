@@ -43,12 +43,10 @@ def x():
 @pytest.mark.parametrize(
     "kernel", [aot_kernels.rows_and_maxima, aot_kernels.both], ids=lambda kernel: kernel.__name__
 )
-def test_codes_and_scales_are_those_of_the_library_and_of_the_simulator(
-    kernel, x, monkeypatch
-):  # S-4, S-5
-    monkeypatch.setattr(
-        aot_kernels, "HELD", 4 * 96
-    )  # 4 rows at a time, so that a program of the first kernel loops
+# S-4, S-5
+def test_codes_and_scales_are_those_of_the_library_and_of_the_simulator(kernel, x, monkeypatch):
+    # 4 rows at a time, so that a program of the first kernel loops
+    monkeypatch.setattr(aot_kernels, "HELD", 4 * 96)
     given = jnp.asarray(x, jnp.bfloat16)
     found = jax.jit(lambda v: kernel(v, interpret=True))(given)
     for axis, q in zip((-1, 0), found, strict=True):
@@ -92,9 +90,8 @@ def test_a_program_holds_a_power_of_two_of_rows_in_its_registers():
     [aot_kernels.gelu, aot_kernels.gelu_gradient, aot_kernels.rounded],
     ids=lambda of: of.__name__,
 )
-def test_kernels_that_hold_gelu_make_the_codes_and_scales_of_its_result(
-    of, axis, x, monkeypatch
-):  # S-4, S-5, G-4, G-14
+# S-4, S-5, G-4, G-14
+def test_kernels_that_hold_gelu_make_the_codes_and_scales_of_its_result(of, axis, x, monkeypatch):
     monkeypatch.setattr(aot_kernels, "HELD", 4 * 96)
     rows, columns = (
         jnp.exp2(jnp.asarray(np.random.default_rng(n).integers(-30, 10, n), jnp.float32))

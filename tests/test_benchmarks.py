@@ -305,9 +305,8 @@ def test_the_page_shows_the_losses_of_attention():
         assert attention_losses.table(kept["runs"]).row_count == len(loop.BACKENDS) * len(
             attention_losses.VARIANTS
         )
-        assert all(
-            abs(gap[0]) < 0.004 for gap in attention_losses.gaps(kept["runs"]).values()
-        )  # as the page says
+        # as the page says
+        assert all(abs(gap[0]) < 0.004 for gap in attention_losses.gaps(kept["runs"]).values())
 
 
 def test_the_page_shows_the_losses_under_delayed_scales():
@@ -415,10 +414,11 @@ def test_recorded_gradients_are_held_in_the_first_steps_only():
 
 
 def _first_steps():
+    # of fewer tokens gradients are larger, and not all lost
     sizes = {
         "batch_size": 4,
         "sequence_length": 128,
-    }  # of fewer tokens gradients are larger, and not all lost
+    }
     return configs.load("tiny").replace(
         numerics={"recipe": "bf16"},
         run={"steps": 4, "eval_every": 4, "eval_batches": 1},

@@ -147,9 +147,8 @@ def test_a_real_backend_trains_and_resume_changes_no_byte(config, run):
     before = contents(config.parent / "here")
     lines = log.read_metrics(config.parent / "here")
     assert [line["step"] for line in lines] == list(range(6))
-    assert lines[0]["loss"] == pytest.approx(
-        np.log(256), abs=0.2
-    )  # a fresh model is close to uniform over bytes
+    # a fresh model is close to uniform over bytes
+    assert lines[0]["loss"] == pytest.approx(np.log(256), abs=0.2)
     assert lines[-1]["loss"] < lines[0]["loss"]
     code, out, _ = run(*arguments, "--resume")
     assert (code, out) == (0, "here is finished; nothing to do\n")
@@ -491,9 +490,8 @@ def test_sigterm_saves_and_exits_with_5(config, fake, run):  # K-8
 
 
 def test_ctrl_c_saves_and_exits_with_130(config, fake, run):  # K-8
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background jobs ignore it
+    # a shell's background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     command = ("train", config, "--backend", "jax", "--run.out", "here", "--checkpoint.every", "0")
     fake({3: lambda: os.kill(os.getpid(), signal.SIGINT)})
     code, out, err = run(*command)

@@ -81,9 +81,8 @@ def test_programs_print_what_the_page_says(page, capsys, tmp_path, monkeypatch):
     if page.stem == "equinox":
         pytest.importorskip("equinox")  # of the test extra alone
     for program, printed in programs(page):
-        exec(
-            compile(program, f"<{page.name}>", "exec"), names
-        )  # no file: hypothesis would read its source there
+        # no file: hypothesis would read its source there
+        exec(compile(program, f"<{page.name}>", "exec"), names)
         run_parametrized(names)
         assert capsys.readouterr().out == printed, program
 
@@ -213,9 +212,8 @@ def test_the_files_and_names_of_a_step_are_there():
         assert set(re.findall(r"`([^`]+)`", names)) <= defined(
             ast.parse((ROOT / "fp8ref" / path).read_text(encoding="utf-8"))
         ), path
-    for name, path in re.findall(
-        r"`([\w.]+)` of\s`([\w/]+\.py)`", text
-    ):  # of files that need not be opened
+    # of files that need not be opened
+    for name, path in re.findall(r"`([\w.]+)` of\s`([\w/]+\.py)`", text):
         there = defined(ast.parse((ROOT / "fp8ref" / path).read_text(encoding="utf-8")))
         assert any(f".{one}".endswith(f".{name}") for one in there), (name, path)
     methods = {
@@ -226,11 +224,12 @@ def test_the_files_and_names_of_a_step_are_there():
         assert names - {"Llama.forward"} <= defined(
             ast.parse((ROOT / "fp8ref" / path).read_text(encoding="utf-8"))
         ), path
+    # torchao's
     others = (
         set(re.findall(r"`([\w/]+\.py)`", text))
         - {path for _, path, _ in rows}
         - {"float8_linear.py"}
-    )  # torchao's
+    )
     assert [path for path in others if not (ROOT / "fp8ref" / path).exists()] == []
 
 

@@ -13,11 +13,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp8ref"
+# of which users call the next alone
 INNER = {
     PACKAGE / "commands",
     PACKAGE / "crosscheck" / "divergence",
     PACKAGE / "conformance",
-}  # of which users call the next alone
+}
 CALLED = {
     PACKAGE / "conformance" / f"{name}.py" for name in ("strategies", "parameters", "require")
 }

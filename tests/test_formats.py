@@ -52,9 +52,10 @@ def value_of(code: int, fmt: Format) -> float:
     ],
     ids=str,
 )
+# F-1
 def test_derived_numbers_are_those_of_the_specifications(
     fmt, largest, smallest_normal, smallest_subnormal, nan, inf
-):  # F-1
+):
     assert (fmt.max, fmt.smallest_normal, fmt.smallest_subnormal) == (
         largest,
         smallest_normal,

@@ -102,11 +102,12 @@ def test_a_ratio_is_the_median_of_neighbors():
         Rounds(seconds={"bf16": [1, 2, 3], "fp8": [0.5, 0.5, 2]}, errors={"x": "e"}), "bf16"
     )
     assert (slow["seconds"], slow["speedup"]) == (2, 1)
+    # of 2, 4 and 1.5
     assert (fast["seconds"], fast["speedup"], fast["speedup_quartiles"]) == (
         0.5,
         2,
         [1.75, 3],
-    )  # of 2, 4 and 1.5
+    )
 
 
 @pytest.mark.parametrize(("bytes_", "sets"), [(1, 8), (100e6, 3), (1e9, 2)])
@@ -362,9 +363,8 @@ def test_sections_run_while_there_is_time_and_failures_are_told(tmp_path, capsys
     assert command.execute(Bench(-1), asked, again, ["a"]) == 1
     assert "no time was left for a:y: run again" in capsys.readouterr().out
     sections["a:y"] = sections["b"]
-    assert (
-        command.execute(Bench(100), asked, again, None) == results.LEFT
-    )  # b is still to be measured
+    # b is still to be measured
+    assert command.execute(Bench(100), asked, again, None) == results.LEFT
     assert command.execute(Bench(5000), asked, again, None) == 0
     assert list(json.loads((tmp_path / "r.json").read_text())["sections"]) == ["a:x", "a:y", "b"]
 

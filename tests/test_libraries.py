@@ -104,9 +104,8 @@ def test_what_is_transcribed_is_told_from_what_is_run(libraries, kind):
     for row, function in zip(rows(kind), libraries.functions(kind), strict=False):
         known = "transcribed: " if function.transcribed else "run: "
         assert row[2].startswith(known)
-        if (
-            function.transcribed
-        ):  # repository, file, and eight digits of a commit or a package on PyPI
+        # repository, file, and eight digits of a commit or a package on PyPI
+        if function.transcribed:
             assert re.search(
                 r"^transcribed: (\S+/\S+ \S+ [0-9a-f]{8}|\S+ [0-9.]+ \(PyPI\) \S+)$", row[2]
             ), row[2]

@@ -69,6 +69,7 @@ FIGURES = {
     "update_ratios": lambda ax: plots.update_ratios(ax, {"te": X, "coat": X / 2}, bound=1.2),
     "worst_error": lambda ax: plots.worst_error(ax, [E4M3FN, E5M2]),
 }
+# rows and columns are the reader's
 MAPS = {
     "code_difference",
     "cost_map",
@@ -77,7 +78,7 @@ MAPS = {
     "magnitude_map",
     "number_table",
     "sqnr_map",
-}  # rows and columns are the reader's
+}
 every_figure = pytest.mark.parametrize("name", FIGURES)
 
 

@@ -350,6 +350,5 @@ def test_casts_that_saturate_or_have_other_scales_move_by_themselves():  # P-6
     ):
         assert not other.pairs
     pairs = {name for name, recipe in RECIPES.items() if recipe.pairs_gradients}
-    assert pairs == {
-        "rowwise"
-    }  # rowwise_with_gw_hp has one cast; the others have no lines, or no powers of two
+    # rowwise_with_gw_hp has one cast; the others have no lines, or no powers of two
+    assert pairs == {"rowwise"}

@@ -136,6 +136,7 @@ rows in loops. Rows are those that are multiplied by a weight in each of the thr
 |---|---|---|---|"""
 EXPERT = {"experts": 128, "rows": 32768, "inputs": 2048, "outputs": 1536}
 RAGGED = "`lax.ragged_dot`, bfloat16"
+# others, a byte
 BYTES = {
     "f64": 8,
     "f32": 4,
@@ -145,7 +146,7 @@ BYTES = {
     "f16": 2,
     "s16": 2,
     "u16": 2,
-}  # others, a byte
+}
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 FSDP, CUBE = {"fsdp": 8}, {**AXES, "sequence": True}
 NARROW = {"reduce_dtype": "bfloat16"}
@@ -386,10 +387,11 @@ def large(
     lowered = Trainer(config, devices=_h200s(devices, target)).lowered(
         np.zeros((devices, 8193), np.int32)
     )
+    # of this process and of ptxas, which XLA starts
     began, worked = (
         time.perf_counter(),
         sum(os.times()[:4]),
-    )  # of this process and of ptxas, which XLA starts
+    )
     memory = lowered.compile().memory_analysis()
     return {
         "model": model,
@@ -521,9 +523,8 @@ def must_move(name: str, *, by_xla: bool = False) -> float | None:
         if by_xla:  # GELU's kernel writes its tanh, which the gradient's reads
             of |= {"gelu": 2 + 2 + 2, "gelu's gradient": 2 + 2 + 2 + 2}
     else:
-        amax = (
-            0 if name == "delayed" and not by_xla else 1
-        )  # another reading; a delayed scale's amax is taken by the cast
+        # another reading; a delayed scale's amax is taken by the cast
+        amax = 0 if name == "delayed" and not by_xla else 1
         of = {
             "up": 4 * amax + 4 + 1,
             "down": 4 * amax + 4 + 2,
@@ -590,9 +591,8 @@ def of_states(layout: str, target: str) -> dict:
         if layout == "optax":
             updates, state = optimizer.update(g, state, p)
             return optax.apply_updates(p, updates), state
-        weights = (
-            states.weights(state, layout, g.dtype) if p is None else p
-        )  # a master's, where it is used
+        # a master's, where it is used
+        weights = states.weights(state, layout, g.dtype) if p is None else p
         new, state = states.step(weights, g, state, learning_rate=1e-3, layout=layout)
         return None if p is None else new, state
 
@@ -661,18 +661,16 @@ def collectives(text: str) -> dict[str, float]:
         of_results[one.name] = one.types
         if _collective(one):
             kind = one.kind.removesuffix("-start")
-            given, made = (
-                collections.Counter() for _ in range(2)
-            )  # XLA combines collectives, of several dtypes too
+            # XLA combines collectives, of several dtypes too
+            given, made = (collections.Counter() for _ in range(2))
             for dtype, shape in (
                 typed for name in one.operands for typed in of_results.get(name, ())
             ):
                 given[dtype] += _bytes((dtype, shape))
             for dtype, shape in one.types:
                 made[dtype] += _bytes((dtype, shape))
-            if (
-                one.kind.endswith("-start") and kind != "all-reduce"
-            ):  # its type holds the operands too
+            # its type holds the operands too
+            if one.kind.endswith("-start") and kind != "all-reduce":
                 made -= given
             for dtype in given | made:
                 bytes_[f"{kind} {dtype}"] += max(given[dtype], made[dtype])
@@ -737,9 +735,10 @@ def markdown(found: dict) -> str:
             ]
     lines += ["", MODELS]
     for row in found["models"]:
+        # recorded before it was counted
         worked = (
             f"{row['compile_processor_seconds']:.0f}" if "compile_processor_seconds" in row else "-"
-        )  # recorded before it was counted
+        )
         measured = (
             f"{row['state_gib']:.1f} | {row['most_gib']:.1f} | {row['compile_seconds']:.0f} | "
             f"{worked} |"
@@ -875,11 +874,12 @@ def main() -> None:
         found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         for part in arguments.parts:
             count, of_part = cases[part]
+            # new cases are last
             rows = (
                 dict(zip(map(str, of_part), found.get(part, []), strict=False))
                 if arguments.cases
                 else {}
-            )  # new cases are last
+            )
             for case in of_part:
                 if str(case) not in rows or all(word in str(case) for word in arguments.cases):
                     rows[str(case)] = count(*case, target)

@@ -70,9 +70,8 @@ def of_step(recipe: str, mesh: dict, target: str, tools: SimpleNamespace) -> dic
     moved = []
     for one, read in (kernel for kernel in tools.kernels(text) if not tools.collective(kernel[0])):
         arrays, count = [*one.types, *read], rounds.get(one.computation)
-        if (
-            count is not None
-        ):  # a round takes and writes one of the blocks, weights or sums that a loop's arrays hold
+        # a round takes and writes one of the blocks, weights or sums that a loop's arrays hold
+        if count is not None:
             arrays = [(dtype, shape[1:] if len(shape) == 3 else shape) for dtype, shape in arrays]
         moved.append((count or 1) * sum(map(tools.bytes, arrays)))
     return {

@@ -72,9 +72,8 @@ def compiled(case: str, target: str) -> str:
         from tokamax import config
         from tokamax._src.ops.ragged_dot.pallas_triton import PallasTritonRaggedDot
 
-        flags.FLAGS(
-            [__file__]
-        )  # else tokamax parses this script's arguments when it first reads a flag
+        # else tokamax parses this script's arguments when it first reads a flag
+        flags.FLAGS([__file__])
 
         def function(x, of_x, w, of_w, sizes):
             with config.cross_compile(True):

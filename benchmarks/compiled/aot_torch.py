@@ -237,9 +237,8 @@ def generate(
 
         usual, GraphLowering._compile_to_module = GraphLowering._compile_to_module, to_module
         try:
-            with V.set_choices_handler(
-                choices()
-            ):  # of this thread: a backward pass compiles in another one
+            # of this thread: a backward pass compiles in another one
+            with V.set_choices_handler(choices()):
                 made = compile_fx.compile_fx_inner(module, example_inputs, **keys)
         finally:
             GraphLowering._compile_to_module = usual
@@ -293,9 +292,8 @@ def kernel(node: BaseSchedulerNode) -> Kernel:
         )
     written = ""
     if kind == "gemm":
-        first, *_ = getattr(node.node, "outputs", None) or [
-            node.node
-        ]  # of an operator of one's own, its first result
+        # of an operator of one's own, its first result
+        first, *_ = getattr(node.node, "outputs", None) or [node.node]
         written = str(first.get_dtype()).removeprefix("torch.")
     return Kernel(name, kind, node.get_read_write_buffers_sizes(), written)
 

@@ -123,11 +123,12 @@ class _Pass(torch._inductor.custom_graph_pass.CustomGraphPass):
 @contextlib.contextmanager
 def eager_gathers():
     """Bytes that this rank puts into gathers of FSDP2, as a list of one number."""
+    # torch 2.13's, earlier ones'
     name = (
         "all_gather_single"
         if hasattr(distributed, "all_gather_single")
         else "all_gather_into_tensor"
-    )  # torch 2.13's, earlier ones'
+    )
     theirs, found = getattr(distributed, name), [0]
 
     def gather(*args, **kwargs):
@@ -215,9 +216,8 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 def cells(backend: str, asked: list[tuple[str, str, str]]) -> list[dict]:
     """On each rank: what became of every cell (recipe, how, gather)."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", category=DeprecationWarning
-        )  # within torch, as it imports its backends
+        # within torch, as it imports its backends
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
         eager = {
             key: trained(*built(key[0], "none", key[1]))
             for key in dict.fromkeys((recipe, gather) for recipe, _, gather in asked)

@@ -89,9 +89,8 @@ class Kernels(TorchDispatchMode):
             and not self.copying
         ):
             self.names.append(name)
-            given = {
-                key: x for key, x in (kwargs or {}).items() if key != "out"
-            }  # which is the result
+            # which is the result
+            given = {key: x for key, x in (kwargs or {}).items() if key != "out"}
             self.bytes += sum(
                 x.nbytes for x in tree_leaves((args, given, out)) if isinstance(x, torch.Tensor)
             )

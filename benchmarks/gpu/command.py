@@ -92,9 +92,8 @@ def execute(known: Bench, suite: Suite, kept: Results, chosen: Sequence[str] | N
     wanted = [
         name for name in suite.sections if chosen is None or name in chosen or group(name) in chosen
     ]
-    again = [
-        name for name in wanted if kept.tried(name) and not kept.finished(name)
-    ]  # after those that were never tried
+    # after those that were never tried
+    again = [name for name in wanted if kept.tried(name) and not kept.finished(name)]
     todo = [name for name in wanted if not kept.tried(name)] + again
     left = [name for name in todo if not _run(known, suite, kept, name)]
     report.conclude(kept.data, suite.targets, suite.of_floor, suite.how)

@@ -23,9 +23,8 @@ ROOT = Path(__file__).parents[2]
 SEEDS = 3
 BACKENDS = ("torch", "jax")
 GRACE = 90  # seconds that a run which began in time may take beyond the budget
-FIRST = tuple(
-    name for name, r in RECIPES.items() if r.fp8 and not r.in_blocks
-)  # those with kernels of FP8 in both backends
+# those with kernels of FP8 in both backends
+FIRST = tuple(name for name, r in RECIPES.items() if r.fp8 and not r.in_blocks)
 
 
 def asked(*, dry: bool) -> Iterator[tuple[str, list[str]]]:

@@ -116,9 +116,8 @@ def main() -> int:
         return 2
     begin = time.monotonic()
     questions = list(asked(DRY_SHAPES if known.dry else SHAPES, dry=known.dry))
-    todo = sorted(
-        (q for q in questions if not kept.finished(q[0])), key=lambda q: kept.tried(q[0])
-    )  # what failed comes last
+    # what failed comes last
+    todo = sorted((q for q in questions if not kept.finished(q[0])), key=lambda q: kept.tried(q[0]))
 
     def ask(question: tuple[str, list[str], str]) -> tuple[str, dict] | None:
         left = known.budget - (time.monotonic() - begin)
@@ -174,9 +173,8 @@ def run(
         )
     except subprocess.TimeoutExpired:
         return broken(name, f"did not end within {seconds:.0f} s")
-    if (
-        ended.returncode not in (0, 1) or not path.exists()
-    ):  # 1: no plan has all of the bits; or it crashed, and wrote nothing
+    # 1: no plan has all of the bits; or it crashed, and wrote nothing
+    if ended.returncode not in (0, 1) or not path.exists():
         lines = ended.stderr.strip().splitlines()
         return broken(name, lines[-1] if lines else f"exit code {ended.returncode}")
     read = json.loads(path.read_text())

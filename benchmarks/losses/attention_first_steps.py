@@ -72,9 +72,8 @@ def run(config: Config, arm: str, seed: int) -> dict:
     for step in range(chosen.run.steps):
         with _holding(step) if arm.endswith("held") else contextlib.nullcontext():
             if step < SHOWN:
-                gradients = trainer.gradients(
-                    batches.step(step)
-                )  # in a pass of its own, which changes no state
+                # in a pass of its own, which changes no state
+                gradients = trainer.gradients(batches.step(step))
                 for name, of in norms.items():
                     of.append(
                         _norm(

@@ -89,9 +89,8 @@ def root_of_v(seed: int) -> float:
     minus by its root (sqrt_e4m3).
     """
     rng = np.random.default_rng(seed)
-    size = np.exp(
-        2 * rng.standard_normal((128, 256))
-    )  # gradients of elements that differ by orders of magnitude
+    # gradients of elements that differ by orders of magnitude
+    size = np.exp(2 * rng.standard_normal((128, 256)))
     found = []
     for layout in ("torchao", "sqrt_e4m3"):
         p, state, noise = (

@@ -17,9 +17,8 @@ import statistics
 import time
 from pathlib import Path
 
-os.environ |= dict.fromkeys(
-    ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1"
-)  # read when numpy is imported
+# read when numpy is imported
+os.environ |= dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")
 
 import numpy as np
 from rich.console import Console

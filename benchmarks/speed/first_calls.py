@@ -59,11 +59,12 @@ def main() -> None:
     for _ in range(ROUNDS):
         for name, call in CALLS.items():
             with tempfile.TemporaryDirectory() as folder:
+                # the second of them finds the kernels of the first
                 for i, compiled in (
                     (0, ""),
                     (2, "always"),
                     (1, "always"),
-                ):  # the second of them finds the kernels of the first
+                ):
                     imported, taken = seconds(call, folder, compiled)
                     rows[name][i].append(taken)
                     imports.append(imported)

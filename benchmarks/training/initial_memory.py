@@ -89,9 +89,8 @@ def check(config: Config, made: dict, rank: int) -> tuple[int, int]:
     compared = differ = 0
     for name in list(made):
         shard, whole = made.pop(name), weights[name][...]
-        rows = -(
-            -len(whole) // config.parallel.devices
-        )  # FSDP2 cuts as torch.chunk does; JAX cuts evenly, but no vector
+        # FSDP2 cuts as torch.chunk does; JAX cuts evenly, but no vector
+        rows = -(-len(whole) // config.parallel.devices)
         mine = whole if shard.shape == whole.shape else whole[rank * rows : (rank + 1) * rows]
         assert shard.shape == mine.shape, (name, shard.shape, mine.shape)
         compared, differ = (

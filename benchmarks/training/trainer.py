@@ -100,9 +100,8 @@ def saving(backend: str, quick: bool) -> dict:
     )
     trainer = loop.trainer(backend, config)
     tokens = np.random.default_rng(0).integers(0, 256, (2, 129))
-    state = [
-        value for _ in range(3) for value in trainer.weights().values()
-    ]  # weights and two moments
+    # weights and two moments
+    state = [value for _ in range(3) for value in trainer.weights().values()]
     timed(lambda: trainer.step(tokens))
     saves, copies, alone, beside = [], [], [], []
     with tempfile.TemporaryDirectory() as folder:

@@ -144,10 +144,11 @@ def _conform(known: argparse.Namespace) -> int:
                 "--kind attention."
             )
     expects_cast = _expects_cast(known.expect)
+    # what somebody's function prints is no part of the answer
     with (
         contextlib.redirect_stdout(sys.stderr),
         console.waiting("conform"),
-    ):  # what somebody's function prints is no part of the answer
+    ):
         function = library_gemms.load(known.subject)
         kind = known.kind or subjects.kind_of(
             known.subject, function, framework=known.framework, device=known.device

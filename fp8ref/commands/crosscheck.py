@@ -130,9 +130,8 @@ def _crosscheck_replay(known: argparse.Namespace, options: list[str]) -> int:
         "--steps": known.steps,
         "--sharded": known.sharded,
     }
-    unused = options or [
-        name for name, value in given.items() if value is not None
-    ]  # an option's value would pass for CONFIG
+    # an option's value would pass for CONFIG
+    unused = options or [name for name, value in given.items() if value is not None]
     if unused:
         raise ConfigError(
             "--replay takes config and backend from the step that failed; got "
@@ -178,9 +177,8 @@ def _sharded_jax(known: argparse.Namespace, config):
     import jax
 
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update(
-            "jax_num_cpu_devices", known.sharded
-        )  # a CPU is as many devices as it is told before it is asked
+        # a CPU is as many devices as it is told before it is asked
+        jax.config.update("jax_num_cpu_devices", known.sharded)
     from fp8ref.crosscheck import sharded_jax
 
     return sharded_jax.crosscheck(config, known.sharded)

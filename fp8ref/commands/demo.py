@@ -89,9 +89,8 @@ def demo(config: "Config", out: Path) -> bool:
     reports = {recipe: crosscheck(_config(config, "jax", recipe)) for recipe in RECIPES[1:]}
     for recipe, report in reports.items():
         report.write(out / f"crosscheck-{recipe}.json")
-    entropy = loader.open_batches(config).description.get(
-        "validation_unigram_entropy"
-    )  # of shards nobody counts it
+    # of shards nobody counts it
+    entropy = loader.open_batches(config).description.get("validation_unigram_entropy")
 
     (group,) = verdicts.groups(read_all(made))
     judged = {_key(arm.runs[0]): verdicts.verdict(arm, group) for arm in verdicts.judged(group)}
@@ -171,9 +170,8 @@ def demo(config: "Config", out: Path) -> bool:
 
 def _config(config: "Config", backend: str, recipe: str) -> "Config":
     every = 1 if (backend, recipe) == OBSERVED else config.statistics.every
-    plan = (
-        {"accumulate": None} if recipe == "bf16" else {}
-    )  # bf16 has no FP8 GEMM to run under simulated hardware
+    # bf16 has no FP8 GEMM to run under simulated hardware
+    plan = {"accumulate": None} if recipe == "bf16" else {}
     return config.replace(numerics={"recipe": recipe} | plan, statistics={"every": every})
 
 

@@ -125,9 +125,8 @@ def _attention(known: argparse.Namespace) -> int | None:
     from fp8ref.conformance.attention import probe, subjects
     from fp8ref.conformance.gemm import library_gemms
 
-    with contextlib.redirect_stdout(
-        sys.stderr
-    ):  # what somebody's function prints is no part of the answer
+    # what somebody's function prints is no part of the answer
+    with contextlib.redirect_stdout(sys.stderr):
         function = library_gemms.load(known.subject)
         if not subjects.is_attention(function):
             return None

@@ -67,9 +67,8 @@ def config(known: argparse.Namespace, options: list[str]):
     prog = known.parser.prog
     if known.help:
         print(known.parser.format_help())
-        configs.override(
-            configs.Config(), ["--help"], prog=f"{prog} CONFIG"
-        )  # prints, and exits with 0
+        # prints, and exits with 0
+        configs.override(configs.Config(), ["--help"], prog=f"{prog} CONFIG")
     if known.config is None:
         raise ConfigError(
             f"{prog} needs a CONFIG: a TOML file, or one of {', '.join(shipped.NAMES)}. See "

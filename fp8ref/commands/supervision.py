@@ -21,9 +21,8 @@ VARIABLE = "FP8REF_VERDICT"
 writes to.
 """
 
-_pipe, _parent = map(
-    int, os.environ.pop(VARIABLE, "-1 -1").split()
-)  # not for processes that the function starts
+# not for processes that the function starts
+_pipe, _parent = map(int, os.environ.pop(VARIABLE, "-1 -1").split())
 if _parent >= 0:
     parent_process.follow(_parent, -os.getpgrp())
 

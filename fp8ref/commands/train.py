@@ -100,9 +100,8 @@ def _processes(known: argparse.Namespace, config):
         from fp8ref.train.jax.processes import join
 
         return join()
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # before torch is loaded; its warning of a lost process is a page of C++ frames
+    # before torch is loaded; its warning of a lost process is a page of C++ frames
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from fp8ref.train.torch import processes
 
     known.leave = processes.leave

@@ -119,9 +119,10 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, config: llama.LlamaCo
     """
     dim, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
     cos, sin = (t.astype(np.float64) for t in llama.rotary_tables(config, q.shape[1]))
+    # [B, H, T, D]
     q, k, v = (
         np.asarray(x, np.float64).reshape(*x.shape[:2], -1, dim).swapaxes(1, 2) for x in (q, k, v)
-    )  # [B, H, T, D]
+    )
     k, v = (np.repeat(x, groups, axis=1) for x in (k, v))
 
     def rotated(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -146,17 +147,17 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, config: llama.LlamaCo
         "magnitude": p @ np.abs(v),
         "spread": np.broadcast_to(3 * U * scores, v.shape),
     }
+    # [B, T, H * D]
     return Attention(
         **{name: x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for name, x in found.items()}
-    )  # [B, T, H * D]
+    )
 
 
 def _exponentials(
     q: np.ndarray, k: np.ndarray, causal: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    scores = np.where(
-        causal, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf
-    )  # [B, H, T, T]
+    # [B, H, T, T]
+    scores = np.where(causal, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return weights, weights.sum(-1, keepdims=True)
 

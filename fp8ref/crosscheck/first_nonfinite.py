@@ -105,9 +105,8 @@ def _overflow(site: Site) -> str:
 def _of_product(site: Site, index: tuple[int, ...]) -> str:
     (first, a), (second, b) = site.factors.items()
     row, column = a[index[:-1]], b[(*(index[:-2] if b.ndim == len(index) else ()), index[-1])]
-    terms = (
-        row.astype(np.float64) * column
-    )  # in float64 the sum does not overflow: its size shows the cause
+    # in float64 the sum does not overflow: its size shows the cause
+    terms = row.astype(np.float64) * column
     for name, line in ((first, row), (second, column)):
         if not np.isfinite(line).all():
             [k] = first_index(line) or (0,)

@@ -171,9 +171,8 @@ class Rerun:
             which, role, tensor, groups, self._recipe, over=self._layout.sharing_groups
         )
         assert not isinstance(q, jax.Array)
-        whole = frozenset(
-            self._layout.axes
-        )  # also what copies of it have: each device reports its own
+        # also what copies of it have: each device reports its own
+        whole = frozenset(self._layout.axes)
         found = (tensor, lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale)
         return tuple(attention_inputs.as_varying(v, whole)[None] for v in found), (
             grouped_reports.of_rows(q),

@@ -103,9 +103,8 @@ def crosscheck(
             of_linears, of_attention = initial_states(recipes), attention.first_states(config)
             for step in range(steps + 1):
                 states = dict(of_linears) | of_attention
-                if (
-                    step in (0, steps) or states
-                ):  # a state depends on the amaxes of every step before it
+                # a state depends on the amaxes of every step before it
+                if step in (0, steps) or states:
                     observations, passes = check_operands(
                         report,
                         trainer,

@@ -91,10 +91,11 @@ def rerun(path: Path) -> "RerunReport":
     used |= {f"{layer}/{role}" for layer, casts in config.attention_casts.items() for role in casts}
     states = {name: delayed.DelayedState(*parts) for name, parts in kept.items() if name in used}
     report = Report()
+    # infinities are expected
     with (
         console.bar(f"replay {config.numerics.recipe}", 4) as advance,
         np.errstate(all="ignore"),
-    ):  # infinities are expected
+    ):
         first, finite = simulated(report, tokens, trainer.weights(), config, recipes, states)
         advance("the simulator's forward pass")
         variant = config.attention_variant

@@ -104,9 +104,8 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
         for sizes, sequence in _factors(devices)
         if not (sequence and last == "expert")
     ]
-    meshes = list(
-        itertools.product(cut, THROUGH[:1] if last == "expert" else THROUGH)
-    )  # plain jit moves no rows
+    # plain jit moves no rows
+    meshes = list(itertools.product(cut, THROUGH[:1] if last == "expert" else THROUGH))
     with console.bar(
         f"crosscheck {config.numerics.recipe} on {devices} devices", len(meshes)
     ) as advance:
@@ -162,18 +161,16 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
             proof = many.prove(tokens)  # type: ignore[attr-defined]
             mine = many.first_input(tokens[:, :-1])  # type: ignore[attr-defined]
             check = report.check(f"model/first_input/value/jax {name}", bound=1.0)
-            compare_values(
-                check, mine, first, 2.0**-149, names=(f"jax {name}", "one device")
-            )  # bit for bit: no two float32 differ by less
+            # bit for bit: no two float32 differ by less
+            compare_values(check, mine, first, 2.0**-149, names=(f"jax {name}", "one device"))
             check = report.check(f"model/proof/value/jax {name}", bound=1.0)
             planned = sum(
                 spec.fp8
                 for recipe in (*recipes.values(), *grouped.values())
                 for spec in recipe.gemms.values()
             )
-            dots = {
-                dot["gemm"] for dot in proof["gemms"] if dot["fp8"]
-            }  # checkpointing runs some of them twice
+            # checkpointing runs some of them twice
+            dots = {dot["gemm"] for dot in proof["gemms"] if dot["fp8"]}
             compare_values(check, len(dots), planned, 0.5, names=("FP8 dots", "planned"))
             for line in proof["missing"]:
                 check.fail(line)

@@ -211,9 +211,8 @@ def _gemms(config: Config, backend: str) -> Table:
     groups: dict[tuple, list[str]] = {}
     flops, in_fp8 = 0, 0
     for d in roofline.with_tied(config):
-        own = (d.experts or 1) // (
-            config.parallel.expert if d.experts else 1
-        )  # experts of a device
+        # experts of a device
+        own = (d.experts or 1) // (config.parallel.expert if d.experts else 1)
         for g in roofline.gemm_shapes(d, config, backend):
             groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).extend(
                 [roofline.short_name(g.linear)] * own
@@ -273,9 +272,8 @@ def _break_even(config: Config, backend: str) -> Table:
     )
     columns = [roofline.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
     lost = [roofline.losing(config, backend, ceilings) for ceilings in PUBLISHED.values()]
-    rows: dict[
-        tuple, list[float | None]
-    ] = {}  # the last of equal linears, as fp8ref estimate has it
+    # the last of equal linears, as fp8ref estimate has it
+    rows: dict[tuple, list[float | None]] = {}
     for (decision, _), *ledgers in zip(
         columns[0], *([one for _, one in column] for column in columns), strict=True
     ):

@@ -89,9 +89,8 @@ def seconds(
         return max(found, count * traffic / ceilings.bandwidth, ceilings.launch)
     each = alone(m, n, k, rate, traffic, ceilings)
     if how == "a GEMM for each block of rows":
-        moved = (
-            2 * bytes_[0] * n * k if which != "grad_weight" else 3 * 4 * m * n
-        )  # a weight's slice; a sum in float32
+        # a weight's slice; a sum in float32
+        moved = 2 * bytes_[0] * n * k if which != "grad_weight" else 3 * 4 * m * n
         each += AROUND * ceilings.launch + moved / ceilings.bandwidth
     return count * each
 

@@ -209,9 +209,8 @@ def _of_role(
     for which, cast, axis in served:
         transposed = axis == 0
         if gathered is not None and transposed:
-            made.append(
-                Kernel("layout", 2 * gathered)
-            )  # gathered codes are row-major, and this GEMM needs them column-major
+            # gathered codes are row-major, and this GEMM needs them column-major
+            made.append(Kernel("layout", 2 * gathered))
         if granularity.by_name(cast.granularity).reduced is not None:
             made.append(Kernel("cast", 3 * n))
         elif how == "eager":
@@ -270,9 +269,8 @@ def _xla(
     # A norm whose amax is needed before its cast is computed again.
     again = source == "norm" and whole
     read = of_norm if again else 4 if source == "masters" and not copied else 2
-    joined = (
-        bool(rows) and linear in llama.COLUMN[:3]
-    )  # XLA multiplies q, k and v's input by one array, of their codes under scales of rows
+    # XLA multiplies q, k and v's input by one array, of their codes under scales of rows
+    joined = bool(rows) and linear in llama.COLUMN[:3]
     scattered = pieces and linear in {"input": llama.ROW, "grad_output": llama.COLUMN}.get(role, ())
     with_maker = source == "elementwise" and not (pieces and role == "grad_output")
     made = [Kernel("scale", 0) for _ in range(bool(whole) + len(rows))]
@@ -321,9 +319,8 @@ def _xla(
     if source == "attention" and role == "input" and scattered and rows:
         made.append(Kernel("layout", 2 * n))  # from the order of tokens to that of pieces
     if role == "grad_output" and linear == "q_proj" and len(rows) == 2 and not pieces:
-        made.append(
-            Kernel("cast", 2 * n)
-        )  # the kernel that casts gradients of k and v into the joined array also copies q's codes
+        # the kernel that casts gradients of k and v into the joined array also copies q's codes
+        made.append(Kernel("cast", 2 * n))
     if gathered is not None:
         # rows of a weight are gathered in order, tokens of several sequences are not; joined
         # weights are laid out

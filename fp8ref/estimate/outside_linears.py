@@ -235,17 +235,15 @@ def _heads(config: Config, recipe: Recipe) -> tuple[float, float]:
         n * model.head_dim / tensor for n in (model.num_attention_heads, model.num_key_value_heads)
     )
     # queries rotated; keys rotated by two kernels, between them in float32; values
-    read = (
-        2 * (a + 2 * kv) if joins_heads(config, recipe) else 0
-    )  # all three, by each of the four kernels and again by keys' in the backward pass
+    # all three, by each of the four kernels and again by keys' in the backward pass
+    read = 2 * (a + 2 * kv) if joins_heads(config, recipe) else 0
     forward = 4 * read + (2 if read else 4) * a + (12 if read else 18) * kv
     backward = 18 * a + 6 * kv + (read + 6 * kv if read else 8 * kv)
     if not recipe.output.fp8:
         forward += 4 * a  # attention's output, in the order of tokens: else its cast writes that
     if not recipe.grad_weight.fp8:
-        backward += 4 * kv + (
-            4 * (a + 2 * kv) if read else 0
-        )  # gradients of values; of all three, joined
+        # gradients of values; of all three, joined
+        backward += 4 * kv + (4 * (a + 2 * kv) if read else 0)
     return forward, backward
 
 

@@ -213,9 +213,8 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
             decision.experts,
             kind in lost,
         )
-    fused = (
-        backend == "jax" or config.parallel.compile != "none" or bool(config.model.num_experts)
-    )  # experts run eagerly alone
+    # experts run eagerly alone
+    fused = backend == "jax" or config.parallel.compile != "none" or bool(config.model.num_experts)
     named = any(
         d.reason.startswith("named by fp8_fqns") and filtering.kind(d) in lost
         for d in config.decisions()

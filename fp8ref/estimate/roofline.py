@@ -228,9 +228,8 @@ def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: C
             # every wave takes a tile's time on all processors, even if only one of them has a tile
             waves = math.ceil(tiles * pieces / processors)
             busy = waves * processors * 2 * height * width * k / pieces / rate
-            summed = (
-                8 * pieces * m * n / ceilings.bandwidth if pieces > 1 else 0.0
-            )  # float32, written and read
+            # float32, written and read
+            summed = 8 * pieces * m * n / ceilings.bandwidth if pieces > 1 else 0.0
             found = min(found, max(busy, traffic) + summed)
     return max(found, ceilings.launch)
 

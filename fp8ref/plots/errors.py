@@ -58,9 +58,8 @@ def share_by_exponent(
         for weights in (None, differ[counted].astype(np.float64))
     )
     share = 100 * np.divide(wrong, total, out=np.zeros(total.size), where=total > 0)
-    ax.bar(
-        np.arange(lowest, highest + 1) + 0.5, share, width=0.85, color=color, label=label
-    )  # exponent e is from 2^e to 2^(e + 1)
+    # exponent e is from 2^e to 2^(e + 1)
+    ax.bar(np.arange(lowest, highest + 1) + 0.5, share, width=0.85, color=color, label=label)
     style.label_powers(ax.xaxis, lowest, highest + 1)
     ax.yaxis.set_major_formatter("{x:g} %")
     ax.set(xlabel="magnitude", ylabel="% of inputs that differ")
@@ -172,9 +171,8 @@ def error_histogram(ax: Axes, errors: Mapping[str, np.ndarray], *, bins: int = 6
     ax.axvline(0, ymax=0.75, color=style.MUTED, linewidth=0.8)
     ax.set(xlabel="error, %", ylabel="% of outputs")
     ax.set_ylim(0, 1.35 * ax.get_ylim()[1])
-    ax.set_yticks(
-        [tick for tick in ax.get_yticks() if 0 <= tick <= 100]
-    )  # room above for the legend
+    # room above for the legend
+    ax.set_yticks([tick for tick in ax.get_yticks() if 0 <= tick <= 100])
     style.legend(ax, loc="upper left")
     return style.plain(ax)
 

@@ -39,9 +39,8 @@ def below(
             text.set_parse_math(False)
             text.set_text(wrapped(name, most))
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Glyph .* missing from font"
-            )  # a run may be named in any script
+            # a run may be named in any script
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
             extent = legend.get_window_extent()
         # A font that lacks a glyph draws a box, which may be narrower than the glyph of the page's
         # font: one em, at most.
@@ -51,9 +50,10 @@ def below(
             if not name.isascii()
             for line in wrapped(name, most).split("\n")
         ]
+        # 4 em: line and padding
         width = max(
             extent.width, count * (4 + max(foreign, default=0) / 2) * size * figure.dpi / 72
-        )  # 4 em: line and padding
+        )
         if width <= room or (count == 1 and most == 1):
             break
         legend.remove()

@@ -149,19 +149,21 @@ def exponent_histogram(
                      float64.
     """
     fmt = q.fmt
+    # half the smallest number: from there down all becomes zero
     top, bottom = (
         int(np.floor(np.log2(fmt.max))),
         fmt.emin - fmt.mantissa_bits - 1,
-    )  # half the smallest number: from there down all becomes zero
+    )
     lowest, highest = (
         bottom - 4 if lowest is None else lowest,
         top + 2 if highest is None else highest,
     )
     counts = stats.exponents(x, q, lowest=lowest, highest=highest).scaled
     places = np.arange(lowest - 1, highest + 2)
+    # exponent e is from 2^e to 2^(e + 1)
     ax.bar(
         places + 0.5, 100 * counts / max(np.asarray(x).size, 1), width=0.85, color=color, zorder=2
-    )  # exponent e is from 2^e to 2^(e + 1)
+    )
     left, right = lowest - 1.2, highest + 2.2
     ax.axvspan(
         bottom, fmt.emin, color=style.ORANGE, alpha=0.25, linewidth=0, zorder=0, label="subnormal"

@@ -133,9 +133,8 @@ def select(
 
 def check_shape(name: str, shape: tuple[int, int], recipe: Recipe) -> None:
     """ValueError unless [N, K] are multiples of what a recipe's casts take (L-5, S-6)."""
-    multiples = [
-        _multiple(recipe, which) for which in ("grad_input", "output")
-    ]  # which reduce N and K
+    # which reduce N and K
+    multiples = [_multiple(recipe, which) for which in ("grad_input", "output")]
     if any(length % multiple for length, multiple in zip(shape, multiples, strict=True)):
         raise ValueError(
             f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); "
@@ -173,9 +172,8 @@ def _decide(
     filtered = [p for p in filter_fqns if matches(p, name)]
     if filtered and not named:
         return kept(f"named by filter_fqns {filtered[0]!r}")
-    multiples = [
-        _multiple(recipe, which) for which in ("grad_input", "output")
-    ]  # which reduce N and K
+    # which reduce N and K
+    multiples = [_multiple(recipe, which) for which in ("grad_input", "output")]
     if any(length % multiple for length, multiple in zip(shape, multiples, strict=True)):
         reason = (
             f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); "

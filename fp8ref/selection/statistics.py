@@ -84,9 +84,8 @@ def _recorded(parts: np.ndarray) -> dict:
     held = parts[parts[:, 0] > 0]
     assert len(held), "every planned operand is somewhere"
     total: Mapping[str, float] = dict(zip(FIELDS, held.sum(axis=0).tolist(), strict=True))
-    largest: Mapping[str, float] = dict(
-        zip(FIELDS, held.max(axis=0).tolist(), strict=True)
-    )  # NaN if any is
+    # NaN if any is
+    largest: Mapping[str, float] = dict(zip(FIELDS, held.max(axis=0).tolist(), strict=True))
     smallest: Mapping[str, float] = dict(zip(FIELDS, held.min(axis=0).tolist(), strict=True))
     count = total["count"]
     return {

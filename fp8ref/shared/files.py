@@ -94,9 +94,8 @@ def open_regular(path: Path) -> io.BufferedReader:
               never begin.
     """
     mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(
-        mode
-    ):  # open would wait for the writer of a pipe, and refuses a directory
+    # open would wait for the writer of a pipe, and refuses a directory
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise ValueError(
             "it is no regular file, but a pipe or a device; write its content to a file"
         )
@@ -217,9 +216,10 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             }
     except Exception as error:
         # a damaged archive raises zlib.error, NotImplementedError, RuntimeError, EOFError and more
+        # that of a seek
         if isinstance(error, ValueError) or (
             isinstance(error, OSError) and error.errno != errno.EINVAL
-        ):  # that of a seek
+        ):
             raise
         raise ValueError(
             f"it is no intact archive of arrays ({error or type(error).__name__})"

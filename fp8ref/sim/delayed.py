@@ -150,9 +150,8 @@ def update(
     stored, history = np.zeros_like(state.stored), np.zeros_like(state.amax_history)
     for use in reversed(observations):
         after = _advance(state, use, config, fmt)
-        with np.errstate(
-            over="ignore", invalid="ignore"
-        ):  # a sum of amaxes may leave float32's range, as in the library
+        # a sum of amaxes may leave float32's range, as in the library
+        with np.errstate(over="ignore", invalid="ignore"):
             stored = stored + np.where(use.seen, after.stored, np.float32(0))
             history = history + np.where(use.seen[..., None], after.amax_history, np.float32(0))
     used = merge(unused, *observations).seen

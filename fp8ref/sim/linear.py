@@ -33,10 +33,11 @@ Accumulate = str | Accumulation | Mapping[Gemm, str | Accumulation]
 Operand = np.ndarray | Quantized
 """An operand of a GEMM: in high precision, or quantized."""
 
+# granularities whose scales do not change when K is padded with zeros
 _WHOLE_LINES = (
     "tensorwise",
     "rowwise",
-)  # granularities whose scales do not change when K is padded with zeros
+)
 
 
 def forward(
@@ -72,9 +73,8 @@ def forward(
     x, w = check_operands(x, w, recipe, scales)
     _check_seed(recipe, ("output",), seed)
     tensors: dict[Role, np.ndarray] = {"input": _lines(x), "weight": w}
-    y = _gemm(
-        "output", tensors, recipe, accumulate, out_dtype, scales, seed
-    )  # [M, K] x [N, K] -> [M, N]
+    # [M, K] x [N, K] -> [M, N]
+    y = _gemm("output", tensors, recipe, accumulate, out_dtype, scales, seed)
     return y.reshape(*x.shape[:-1], len(w))
 
 
@@ -112,12 +112,10 @@ def backward(
         )
     _check_seed(recipe, ("grad_input", "grad_weight"), seed)
     tensors: dict[Role, np.ndarray] = {"input": _lines(x), "weight": w, "grad_output": _lines(g)}
-    grad_input = _gemm(
-        "grad_input", tensors, recipe, accumulate, out_dtype, scales, seed
-    )  # [M, N] x [K, N] -> [M, K]
-    grad_weight = _gemm(
-        "grad_weight", tensors, recipe, accumulate, out_dtype, scales, seed
-    )  # [N, M] x [K, M] -> [N, K]
+    # [M, N] x [K, N] -> [M, K]
+    grad_input = _gemm("grad_input", tensors, recipe, accumulate, out_dtype, scales, seed)
+    # [N, M] x [K, M] -> [N, K]
+    grad_weight = _gemm("grad_weight", tensors, recipe, accumulate, out_dtype, scales, seed)
     return grad_input.reshape(x.shape), grad_weight
 
 
@@ -175,10 +173,11 @@ def quantize_operands(
     own = None if seed is None else seed_of(seed, which)
     ragged = which == "grad_weight"  # the last block of rows may be shorter (L-5)
     spec, roles, axes = recipe.gemms[which], OPERANDS[which], recipes.REDUCED_AXES[which]
+    # reduced axis last
     a, b = (
         tensors[role] if axis == 1 else tensors[role].T
         for role, axis in zip(roles, axes, strict=True)
-    )  # reduced axis last
+    )
     if spec.a is None or spec.b is None:
         a, b = (
             v
@@ -261,9 +260,8 @@ def _rule(which: Gemm, spec: GemmSpec, accumulate: Accumulate) -> str | Accumula
             )
         accumulate = accumulate[which]
     if accumulate == "hopper":
-        return (
-            f"hopper_{spec.accumulate}" if spec.fp8 else "exact"
-        )  # in high precision there is nothing to choose
+        # in high precision there is nothing to choose
+        return f"hopper_{spec.accumulate}" if spec.fp8 else "exact"
     return sums.by_name(accumulate)
 
 

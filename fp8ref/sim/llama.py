@@ -270,9 +270,10 @@ def forward(
 
     rows = w[llama.EMBEDDING][tokens]
     embedding_parts = {"token": tokens[..., None], "float32 master": rows}
+    # [B, T, hidden]
     h = report(
         llama.EMBEDDING.removesuffix(".weight"), "output", rounding(rows), parts=embedding_parts
-    )  # [B, T, hidden]
+    )
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         h = residual(

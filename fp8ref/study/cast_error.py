@@ -280,18 +280,16 @@ def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, float]:
     """The numbers of a Row: of the kept rows, by scales of the whole tensor."""
     x, kind = operand.kept, spec.granularity
     short = -x.shape[axis] % (granularity.by_name(kind).reduced or 1)
-    x = np.pad(
-        x, [(0, short * (d == axis)) for d in range(2)]
-    )  # zeros, in a last block that is shorter: no other scale (L-5)
+    # zeros, in a last block that is shorter: no other scale (L-5)
+    x = np.pad(x, [(0, short * (d == axis)) for d in range(2)])
     if kind == "tensorwise":
         amax = operand.amax.reshape(scaling.amax(x, kind, axis=axis).shape)
     elif kind == "rowwise" and axis == 0:
         amax = operand.columns.reshape(scaling.amax(x, kind, axis=axis).shape)
     else:  # of rows, which are whole, or of blocks, which are too
         amax = scaling.amax(x, kind, axis=axis)
-    if (
-        spec.policy.compute != FLOAT32
-    ):  # the policy sees tensors in this dtype, and rounding keeps their order (S-13)
+    # the policy sees tensors in this dtype, and rounding keeps their order (S-13)
+    if spec.policy.compute != FLOAT32:
         amax = cast.round_to(amax, spec.policy.compute).astype(np.float32)
     scales = scales_from_amax(amax, spec.fmt, spec.policy)
     q = scaling.quantize_with(x, scales, spec.fmt, granularity=kind, policy=spec.policy, axis=axis)

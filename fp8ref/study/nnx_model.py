@@ -134,20 +134,19 @@ def _einsum(inner: Callable, keep: Callable, subscripts: str, x, w, **more):
     """The same of an einsum."""
     product = functools.partial(inner, subscripts, **more)
     left, out = subscripts.replace(" ", "").split("->")
-    dots = "".join(
-        map(chr, range(x.ndim - len(left.split(",")[0].replace("...", ""))))
-    )  # a letter for each dim of ...
+    # a letter for each dim of ...
+    dots = "".join(map(chr, range(x.ndim - len(left.split(",")[0].replace("...", "")))))
     (a, b), out = (term.replace("...", dots) for term in left.split(",")), out.replace("...", dots)
     contracted = [letter for letter in a if letter in b]
+    # not a linear
     if (
         not contracted
         or len(set(a + b)) != len(a + b) - len(contracted)
         or set(out) != set(a + b) - set(contracted)
-    ):  # not a linear
+    ):
         return product(x, w)
-    order = tuple(
-        out.index(letter) for letter in a + b if letter not in contracted
-    )  # rows, then the dims of N
+    # rows, then the dims of N
+    order = tuple(out.index(letter) for letter in a + b if letter not in contracted)
     of_x, of_w = (tuple(term.index(letter) for letter in contracted) for term in (a, b))
     return _reporting(product, keep, x, w, of_x, of_w, order)
 
@@ -179,9 +178,8 @@ def _reporting(
 
     def backward(saved, grad):
         gradient = (grad if order is None else grad.transpose(order)).reshape(-1, n)
-        jax.debug.callback(
-            keep, input=_rows(saved[0], of_x), grad_output=gradient
-        )  # the input says of which call it is
+        # the input says of which call it is
+        jax.debug.callback(keep, input=_rows(saved[0], of_x), grad_output=gradient)
         return jax.vjp(product, *saved)[1](grad)
 
     reporting.defvjp(forward, backward)

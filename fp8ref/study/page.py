@@ -83,11 +83,12 @@ def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup
             )
         maps = {role: judged.sqnr(role, "low") for role in ROLES}
         numbers = np.concatenate([values[np.isfinite(values)] for values in maps.values()])
+        # a few good ones hide no bad ones
         low, high = (
             (float(numbers.min()), float(np.quantile(numbers, 0.95)))
             if numbers.size
             else (0.0, 1.0)
-        )  # a few good ones hide no bad ones
+        )
         for role, values in maps.items():
             if np.isfinite(values).any():
                 figure, (ax,) = style.figure(

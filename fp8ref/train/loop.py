@@ -107,9 +107,8 @@ def train(
             else (None, 0, [])
         )
         path, start, measured = processes.gather(resumed)[0]
-        if (
-            start == config.run.steps
-        ):  # it was killed between its last checkpoint and the final manifest
+        # it was killed between its last checkpoint and the final manifest
+        if start == config.run.steps:
             on_first(lambda: log.finish(out))
             return None
         profiling.begin()
@@ -287,9 +286,8 @@ class _Training:
                 memory=memory,
             )
         except BaseException as error:
-            if not isinstance(
-                error, LostProcessError
-            ):  # without all processes the checkpoint cannot be completed
+            # without all processes the checkpoint cannot be completed
+            if not isinstance(error, LostProcessError):
                 with contextlib.suppress(OSError):
                     self.checkpoints.finish()
             status = {KeyboardInterrupt: "interrupted", StoppedError: "stopped"}.get(
@@ -424,9 +422,8 @@ class _Training:
         phase = self.phases.waits(step)
         if phase is None:
             return
-        found = self.processes.gather(measured(phase, statistics, states))[
-            0
-        ]  # the first process decides for all
+        # the first process decides for all
+        found = self.processes.gather(measured(phase, statistics, states))[0]
         if found is not None and self.phases.measure(step, found[0]) and self.processes.first:
             has = (
                 f"an SQNR of {found[0]:.2f} dB, below"

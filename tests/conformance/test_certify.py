@@ -70,9 +70,8 @@ def test_tasks_cover_the_inputs(exhaustive):
     ):
         named = [t for t in tasks if (t.kind, t.fmt) == (kind, fmt)]
         parts = [t for t in named if not t.special]
-        assert len(named) - len(parts) == (
-            not exhaustive
-        )  # which the exhaustive inputs hold, each counted once
+        # which the exhaustive inputs hold, each counted once
+        assert len(named) - len(parts) == (not exhaustive)
         assert (parts[0].begin, parts[-1].end) == (0, size)
         assert all(a.end == b.begin for a, b in pairwise(parts))
         assert {t.stride for t in parts} == {1 if exhaustive else certificates.STRIDE}

@@ -94,9 +94,8 @@ def test_casts_that_do_not_saturate_overflow_above_max_already(fmt, numbers):  #
         cast.canonical_nans(hip(x, fmt, clip=False), fmt),
         cast.encode(x, fmt, saturate=False),
     )
-    half = fmt.smallest_subnormal * 2.0 ** (
-        (fmt.max_code >> fmt.mantissa_bits) - 2
-    )  # of the spacing at max
+    # of the spacing at max
+    half = fmt.smallest_subnormal * 2.0 ** ((fmt.max_code >> fmt.mantissa_bits) - 2)
     above = (np.abs(x) > fmt.max) & (
         (np.abs(x) < fmt.max + half) | ((np.abs(x) == fmt.max + half) & (fmt.max_code % 2 == 0))
     )

@@ -85,9 +85,8 @@ def test_flaxs_quantizer(fmt):  # S-12, S-13
     @steady
     @given(strategies.tensors("float32", fmt=fmt, policy="flax", shape=(2, 3)))
     def agrees(x):
-        x = np.where(
-            np.abs(x) < 2.0**-90, np.float32(0), x
-        )  # XLA on a CPU flushes subnormals, scales included
+        # XLA on a CPU flushes subnormals, scales included
+        x = np.where(np.abs(x) < 2.0**-90, np.float32(0), x)
         value = strategies.as_jax(x)
         scale_inv = fp8_ops.compute_scale(
             jnp.max(jnp.abs(value)), jnp.float32(1), jnp.float32(fmt.max)

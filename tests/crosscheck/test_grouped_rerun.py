@@ -61,9 +61,8 @@ def checked(small, tensors, recipe, parallel):
     ],
     ids=str,
 )
-def test_experts_on_a_mesh_have_one_devices_operands(
-    recipe, parallel, small, tensors, monkeypatch
-):  # X-3, X-13, X-15
+# X-3, X-13, X-15
+def test_experts_on_a_mesh_have_one_devices_operands(recipe, parallel, small, tensors, monkeypatch):
     """Some devices have no rows of an expert, and one expert has none at all; what fills buffers is
     NaN.
     """
@@ -82,9 +81,8 @@ def test_experts_on_a_mesh_have_one_devices_operands(
     total = sum(n for mine in counts for (which, _), n in mine.items() if which == "output")
     assert total == sum(SIZES)
     if parallel is EXPERTS_AND_FSDP and recipe == "tensorwise":
-        monkeypatch.setattr(
-            Layout, "sharing_groups", ()
-        )  # a fault: each device scales its own rows
+        # a fault: each device scales its own rows
+        monkeypatch.setattr(Layout, "sharing_groups", ())
         report, _ = checked(small, tensors, recipe, parallel)
         assert {f"{LAYER}/input/scale/jax", f"{LAYER}/grad_output/scale/jax"} <= {
             check.name for check in report.failures

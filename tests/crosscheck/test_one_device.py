@@ -215,9 +215,8 @@ def test_initial_weights_of_each_backend_are_held_to_the_configs(small):  # M-6
     )
 
 
-def test_logits_and_losses_are_held_to_the_simulated_and_to_each_other(
-    small, monkeypatch
-):  # B-2, B-3
+# B-2, B-3
+def test_logits_and_losses_are_held_to_the_simulated_and_to_each_other(small, monkeypatch):
     logits, bound = np.zeros((1, 4, 8)), np.full((1, 4, 1), 0.5)
     monkeypatch.setattr(bounds, "forward", lambda *args, **kwargs: (logits, 2.0, bound, 0.125))
 
@@ -308,9 +307,8 @@ def jax_rounds_to_odd(monkeypatch):
         nearest = value.astype(dtype)
         codes = jax_linear.jax.lax.bitcast_convert_type(nearest, jnp.uint8)
         back = nearest.astype(jnp.float32)
-        step = jnp.where(
-            jnp.abs(back) > jnp.abs(value), -1, 1
-        )  # the neighbor on the other side of the value
+        # the neighbor on the other side of the value
+        step = jnp.where(jnp.abs(back) > jnp.abs(value), -1, 1)
         odd = jnp.where(
             (back != value) & (codes % 2 == 0) & (codes & 0x7F != 0), codes + step, codes
         )
@@ -460,9 +458,8 @@ def test_a_wrong_model_breaks_the_logits_bound(plant, recipe, small, monkeypatch
 
 
 @pytest.mark.slow
-def test_wrong_gradients_break_their_bound(
-    small, monkeypatch
-):  # B-5: the mean square is taken for a constant in one backend
+# B-5: the mean square is taken for a constant in one backend
+def test_wrong_gradients_break_their_bound(small, monkeypatch):
     def forward(self, x):
         wide = x.float()
         mean_square = wide.square().mean(-1, keepdim=True).detach()

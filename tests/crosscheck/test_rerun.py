@@ -23,9 +23,10 @@ TOKEN = 7  # the one whose embedding does not cancel
 TOKENS = np.random.default_rng(0).integers(8, 256, (4, 17))
 TOKENS[1, 5] = TOKENS[1, 9] = TOKENS[3, 2] = TOKEN
 AT = (1, 5)
+# jax compiles for seconds
 BACKENDS = pytest.mark.parametrize(
     "backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"]
-)  # jax compiles for seconds
+)
 BOTH = pytest.mark.parametrize("backend", ["jax", "torch"])
 LAYER = "model.layers.0"
 
@@ -185,9 +186,8 @@ def test_a_step_under_a_plan_is_rerun_under_it(backend, small, tmp_path, monkeyp
     assert found.reproduced
     assert found.faithful
     gemms = sum(d.fp8 for d in config.decisions())
-    assert asked[: 2 * gemms] == [("hopper", "fast")] * (
-        2 * gemms
-    )  # the simulator's forward pass and the backend's; then its backward pass
+    # the simulator's forward pass and the backend's; then its backward pass
+    assert asked[: 2 * gemms] == [("hopper", "fast")] * (2 * gemms)
     assert set(asked) == {("hopper", "fast"), ("hopper", "slow")}
 
 
@@ -330,11 +330,12 @@ def test_a_stale_scale_saturates_and_nothing_is_located(backend, small, tmp_path
 
     def stale(trainer):
         trainer.step(TOKENS)
+        # both read one input (H-9)
         for name, role in (
             ("gate_proj", "input"),
             ("up_proj", "input"),
             ("up_proj", "grad_output"),
-        ):  # both read one input (H-9)
+        ):
             set_scale(trainer, f"{LAYER}.mlp.{name}", role, 2.0**40)
 
     found = rerun(kept(config, backend, None, tmp_path, change=stale))

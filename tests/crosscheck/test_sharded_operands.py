@@ -125,9 +125,8 @@ def test_a_wrong_code_or_scale_of_any_rank_is_seen(which, role, rank, config, re
 def test_operands_after_training_are_held_to_the_trained_weights(config, recipes, runs):
     for run in runs:
         run.weights[f"{LAYER}.weight"] = run.weights[f"{LAYER}.weight"] * np.float32(2)
-    assert failures(config, recipes, runs) == {
-        "weight/scale/torch"
-    }  # codes of twice the weights are equal
+    # codes of twice the weights are equal
+    assert failures(config, recipes, runs) == {"weight/scale/torch"}
 
 
 @pytest.mark.parametrize("rank", range(RANKS))

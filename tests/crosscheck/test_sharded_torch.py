@@ -39,9 +39,8 @@ def failed(report):
 
 
 @pytest.mark.slow
-def test_two_ranks_hold_to_the_simulator_and_to_one_process(
-    small, tmp_path, capsys
-):  # P-4, P-6, P-11, P-13
+# P-4, P-6, P-11, P-13
+def test_two_ranks_hold_to_the_simulator_and_to_one_process(small, tmp_path, capsys):
     """By the command; every mesh and scope."""
     config, result = tmp_path / "config.toml", tmp_path / "check.json"
     config.write_text(tomli_w.dumps(configs.to_dict(small)))
@@ -74,9 +73,8 @@ def test_two_ranks_hold_to_the_simulator_and_to_one_process(
             for how in ("fp8 each", "compute", "native"):
                 assert checks[f"model/losses/value/{name} {how}"]["equal"] == 2 * STEPS
                 assert checks[f"{UP}/weights/value/{name} {how}"]["equal"] == 2 * 96 * 64
-        assert (
-            checks[f"model/losses/value/torch {mesh} local fp8"]["equal"] == 2 * STEPS
-        )  # against one process
+        # against one process
+        assert checks[f"model/losses/value/torch {mesh} local fp8"]["equal"] == 2 * STEPS
         assert checks[f"{Q}/input/codes/torch {mesh} global one process"]["equal"] > 0
     assert checks["model/bytes saved/value/torch 1x2 local fp8"]["equal"] == 2
     assert not any(check["bound"] for check in checks.values())
@@ -89,13 +87,11 @@ def test_scales_of_rows_are_each_ranks_own(local, one_mesh):  # P-5
     )
     assert report.ok
     assert not unfit
-    assert not any(
-        "fp8" in name or "bytes" in name for name in report.checks
-    )  # weights scaled by rows are gathered as they are
+    # weights scaled by rows are gathered as they are
+    assert not any("fp8" in name or "bytes" in name for name in report.checks)
     assert report.checks["model/losses/value/torch 1x2 local compute"].equal == 2
-    assert (
-        report.checks[f"{Q}/input/scale/torch 1x2 local"].equal == 2 * 2 * 16
-    )  # before and after the step
+    # before and after the step
+    assert report.checks[f"{Q}/input/scale/torch 1x2 local"].equal == 2 * 2 * 16
 
 
 def test_scales_of_rows_under_scope_global(small, one_mesh, monkeypatch):  # P-5
@@ -231,9 +227,8 @@ def cut(monkeypatch, small, recipe, *mesh, **sizes):
     return config if not sizes else config.replace(data={"sequence_length": 128})
 
 
-def test_ranks_that_share_linears_hold_to_the_simulator(
-    small, monkeypatch
-):  # P-4, P-5, P-14, P-15, H-4
+# P-4, P-5, P-14, P-15, H-4
+def test_ranks_that_share_linears_hold_to_the_simulator(small, monkeypatch):
     report, unfit = sharded_torch.crosscheck(
         cut(monkeypatch, small, "delayed", 1, 1, 2, True), 2, steps=STEPS
     )
@@ -241,14 +236,12 @@ def test_ranks_that_share_linears_hold_to_the_simulator(
     assert report.ok, failed(report)
     assert set(unfit) == {f"{name} against one process"}
     for role, size in (("input", 2 * 16 * 64), ("weight", 48 * 64), ("grad_output", 2 * 16 * 48)):
-        assert (
-            report.checks[f"{UP}/{role}/codes/{name}"].equal == 2 * 2 * 2 * size
-        )  # ranks, passes, GEMMs
+        # ranks, passes, GEMMs
+        assert report.checks[f"{UP}/{role}/codes/{name}"].equal == 2 * 2 * 2 * size
         assert report.checks[f"{UP}/{role} history/value/{name}"].equal == STEPS * 2 * (2 + 16)
     assert report.checks[f"{Q}/input/codes/{name} one process"].equal == 2 * 2 * 2 * 16 * 64
-    assert (
-        report.checks[f"model/losses/value/{name} alone"].equal == STEPS
-    )  # the second rank's are the first's
+    # the second rank's are the first's
+    assert report.checks[f"model/losses/value/{name} alone"].equal == STEPS
 
 
 @pytest.mark.slow
@@ -262,9 +255,8 @@ def test_ranks_that_share_linears_hold_to_the_simulator(
         ("mxfp8", (2, 1, 2)),
     ],
 )
-def test_linears_and_batches_cut_by_four_ranks(
-    small, monkeypatch, recipe, mesh
-):  # P-4, P-5, P-11, P-14
+# P-4, P-5, P-11, P-14
+def test_linears_and_batches_cut_by_four_ranks(small, monkeypatch, recipe, mesh):
     sizes = (
         {"hidden_size": 256, "intermediate_size": 256} if recipe in ("blockwise", "mxfp8") else {}
     )
@@ -338,9 +330,8 @@ EXPERTS = {
         pytest.param("rowwise", 4, None, marks=pytest.mark.slow),
     ],
 )
-def test_experts_on_ranks_hold_to_the_simulator(
-    recipe, n, expert, small, monkeypatch
-):  # X-3, X-13, X-15
+# X-3, X-13, X-15
+def test_experts_on_ranks_hold_to_the_simulator(recipe, n, expert, small, monkeypatch):
     """One mesh of fsdp x expert, or every mesh."""
     if expert:
         monkeypatch.setattr(
@@ -367,12 +358,10 @@ def test_experts_on_ranks_hold_to_the_simulator(
         assert report.checks[f"{layer}/{what}/torch one process"].equal > 0
     for which in ("output", "grad_input", "grad_weight"):
         assert report.checks[f"{layer}/{which}/value/{name}"].compared > 0
-    assert report.checks[f"model/losses/value/{name} compute"].equal == n - (
-        recipe == "rowwise"
-    )  # without FP8 gathers it is the first
-    assert (
-        report.checks[f"{layer}/weights/value/{name} compute rows"].equal == n * 4 * 16 * 32
-    )  # X-14
+    # without FP8 gathers it is the first
+    assert report.checks[f"model/losses/value/{name} compute"].equal == n - (recipe == "rowwise")
+    # X-14
+    assert report.checks[f"{layer}/weights/value/{name} compute rows"].equal == n * 4 * 16 * 32
     if expert is None:
         meshes = {
             check.split("/torch ")[1].split()[0] for check in report.checks if "/torch " in check

@@ -22,11 +22,12 @@ H100 = PUBLISHED["h100"]
 
 
 def config(variant: str, length: int = 1088, **parallel):
+    # 4 heads of 32
     return sizes.config("bf16", **parallel).replace(
         model={"hidden_size": 128},
         data={"sequence_length": length, "batch_size": 2},
         numerics={"attention": variant},
-    )  # 4 heads of 32
+    )
 
 
 def dots(jaxpr, times: int = 1) -> int:
@@ -101,9 +102,8 @@ def test_seconds_by_hand():
     assert attention.seconds(one, data.by_name("cudnn"), "jax", rates) == pytest.approx(
         sum(products) + moved / 1e12
     )
-    launched = dataclasses.replace(
-        rates, launch=1e-4
-    )  # PyTorch launches one for each sequence and head of keys
+    # PyTorch launches one for each sequence and head of keys
+    launched = dataclasses.replace(rates, launch=1e-4)
     apart = attention.seconds(one, data.by_name("cudnn"), "torch", launched) - moved / 1e12
     assert apart == pytest.approx(9 * 2 * 2 * 1e-4)
 

@@ -126,17 +126,16 @@ def test_rows_are_sent_to_their_experts_and_back():  # X-13
 def test_grouped_gemms_multiply_codes_on_an_h200(row):
     e4m3, e5m2 = "bf16" if row["recipe"] == "bf16" else "f8e4m3fn", "f8e5m2"
     gradients = e5m2 if row["recipe"] in ("tensorwise", "delayed") else e4m3
+    # XLA takes grad_weight's operands in the other order
     pairs = (
         (e4m3, e4m3),
         (gradients, e4m3),
         (e4m3, gradients),
-    )  # XLA takes grad_weight's operands in the other order
-    expected = collections.Counter(
-        f"{a} x {b} -> f32" for a, b in pairs for _ in range(3)
-    )  # of three projections
-    if (
-        "checkpointing" in row["mesh"]
-    ):  # outputs again, down's too: the weights of a token's experts want it
+    )
+    # of three projections
+    expected = collections.Counter(f"{a} x {b} -> f32" for a, b in pairs for _ in range(3))
+    # outputs again, down's too: the weights of a token's experts want it
+    if "checkpointing" in row["mesh"]:
         expected[f"{e4m3} x {e4m3} -> f32"] += 3
     assert row["taken"]["grouped"] == expected
     assert not row["lost"]

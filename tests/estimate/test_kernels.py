@@ -60,17 +60,19 @@ def test_a_recipe_that_keeps_grad_weight():
     ("recipe", "alone", "masters"),
     [
         ("tensorwise", {"amax": 2, "cast": 4}, {"amax": 4, "cast": 6}),  # of float32 masters
+        # the bfloat16 copy has the other amax
         (
             "rowwise",
             {"amax": 4, "cast": 4},
             {"amax": 2, "cast": 4},
-        ),  # the bfloat16 copy has the other amax
+        ),
         ("delayed", {"amax": 2, "cast": 4}, {"cast": 6}),  # the update has the amax
+        # quantized and back for each GEMM
         (
             "mxfp8",
             {"amax": 4, "cast": 8},
             {"amax": 4, "cast": 8},
-        ),  # quantized and back for each GEMM
+        ),
     ],
 )
 def test_bytes_that_xlas_kernels_move(recipe, alone, masters):
@@ -84,10 +86,11 @@ def test_what_xla_fuses_depends_on_the_linears_place():
     """
     assert moved("tensorwise", "xla", "input", linear="down_proj") == {"cast": 4}
     assert moved("tensorwise", "xla", "input", linear="q_proj") == {"amax": 4, "cast": 6}
+    # of a small table
     assert moved("tensorwise", "xla", "input", linear="q_proj", of_norm=1) == {
         "amax": 1,
         "cast": 3,
-    }  # of a small table
+    }
     assert moved("tensorwise", "xla", "input", linear="o_proj") == {
         "amax": 2,
         "cast": 3,
@@ -236,9 +239,8 @@ def test_results_scaled_afterwards():
         Kernel("rescale", 4),
         Kernel("rescale", 8),
     ]
-    assert kernels.rescale(row, "output", 1, "xla") == [
-        Kernel("rescale", 4)
-    ]  # of a bfloat16 result: scales are powers of two (G-22)
+    # of a bfloat16 result: scales are powers of two (G-22)
+    assert kernels.rescale(row, "output", 1, "xla") == [Kernel("rescale", 4)]
     assert kernels.rescale(row, "output", 1, "xla", "up_proj") == [Kernel("rescale", 4)]
     assert (
         kernels.rescale(row, "output", 1, "xla", "q_proj")

@@ -219,9 +219,10 @@ def test_a_step_is_its_parts_of_a_batch():
         )
     )
     assert "sums of gradients over parts" not in whole.rest
+    # every parameter
     assert parts.rest["sums of gradients over parts"] == pytest.approx(
         12 * 2 * 106816 / H100.bandwidth
-    )  # every parameter
+    )
     assert parts.rest["attention"] == pytest.approx(whole.rest["attention"])
 
 

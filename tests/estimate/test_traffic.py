@@ -37,10 +37,11 @@ def test_a_mesh_in_jax():
             2 * 4 * (2 * table + layers) / 2,
         ),
         "gradients, summed over data": (2 * 2 * 3 / 4 * 320, 4 * 2 * 2 * 3 / 4 * 320),
+        # pieces of the table and of lm_head
         "gradients, summed over data and tensor": (
             2 * table,
             4 * 2 * table,
-        ),  # pieces of the table and of lm_head
+        ),
         # of q, k, v together and of gate and up, both passes; a grad_input of both; a byte of
         # codes, and bfloat16
         "inputs, gathered over tensor": (2 * 2 * 4 * 2048, 2 * 2 * 4 * 2048),
@@ -51,9 +52,8 @@ def test_a_mesh_in_jax():
 
 
 def test_a_mesh_in_pytorch():
-    found = flows(
-        sizes.config("rowwise", **sizes.MESH), "torch"
-    )  # 128 tokens a device: 4096 elements; scales of rows gather in bf16
+    # 128 tokens a device: 4096 elements; scales of rows gather in bf16
+    found = flows(sizes.config("rowwise", **sizes.MESH), "torch")
     layers, table = sizes.LAYER, sizes.TABLE
     assert found == {
         "weights, gathered over fsdp": (

@@ -265,9 +265,8 @@ def test_one_value_that_is_not_finite_keeps_the_state(bad):  # H-5
     x[1, 2, 3] = bad
     seen = observed(one, x=x)
     assert seen["input"].tolist() == [0, 1, 1]
-    assert seen["grad_output"][1] == np.isnan(
-        bad
-    )  # an infinity is cast to max, and the output is finite (S-5); a NaN goes through
+    # an infinity is cast to max, and the output is finite (S-5); a NaN goes through
+    assert seen["grad_output"][1] == np.isnan(bad)
     state = delayed.update(
         delayed.init("delayed"), {r: jnp.asarray(v) for r, v in seen.items()}, recipe="delayed"
     )

@@ -68,9 +68,8 @@ def test_states_follow_the_simulators_from_step_to_step(backend, config):  # A-1
             scale = one.arrays["p/scale" if role == "s" else f"{role}/scale"]
             assert scale == before[name][0], role
         value = np.abs(backward.arrays["ds/value"]).max()
-        assert after[f"{LAYER}/ds"][1][0] == pytest.approx(
-            value, rel=2**-18
-        )  # sums of another program of XLA's
+        # sums of another program of XLA's
+        assert after[f"{LAYER}/ds"][1][0] == pytest.approx(value, rel=2**-18)
 
 
 @BACKENDS
@@ -122,9 +121,8 @@ def test_devices_of_a_mesh_share_states_in_jax(parallel, config):  # H-4, P-2
         == {f"model.layers.{i}.self_attn/{role}" for i in range(2) for role in ALL}
     )
     for name, (scale, history, count) in mine.items():
-        np.testing.assert_allclose(
-            other[name][1][:2], history[:2], rtol=2**-3, err_msg=name
-        )  # an amax after roundings to 8 bits
+        # an amax after roundings to 8 bits
+        np.testing.assert_allclose(other[name][1][:2], history[:2], rtol=2**-3, err_msg=name)
         assert (other[name][2] == count).all()
         assert np.asarray(other[name][0]).shape == np.asarray(scale).shape
 
@@ -151,9 +149,10 @@ def test_ranks_share_states_in_pytorch(keys, config):  # H-4, P-2
     twice = 2 if "fsdp" in keys else 1
     for role in (*ROLES, "do"):
         history = states_of(one)[f"{LAYER}/{role}"][1][:2] * (twice if role == "do" else 1)
+        # an amax after roundings to 8 bits
         np.testing.assert_allclose(
             mine[f"{LAYER}/{role}"][1][:2], history, rtol=2**-3, err_msg=role
-        )  # an amax after roundings to 8 bits
+        )
 
 
 @pytest.mark.slow

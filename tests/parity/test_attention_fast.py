@@ -71,9 +71,8 @@ def test_outputs_are_within_the_bound(name, mask, operand):  # A-18, A-2 to A-12
     bound = cases.bound(
         q=q, k=k, v=v, tensors=wanted.tensors, scale=None, exponential_error=H, **how
     )
-    differing = np.full(
-        bound.weights.shape, 2.0**-4
-    )  # in bfloat16 codes of P are not kept: any may be a neighbor, 2^-7 of it
+    # in bfloat16 codes of P are not kept: any may be a neighbor, 2^-7 of it
+    differing = np.full(bound.weights.shape, 2.0**-4)
     if low:
         differing = found.p_codes.numpy() != wanted.p_codes
         assert differing.sum() <= bound.differing()

@@ -34,9 +34,8 @@ def config(small):
 @pytest.mark.parametrize("variant", ["cudnn", "mxfp8", "bf16"])
 def test_logits_are_mostly_the_simulators_and_no_other_variants(backend, variant, config):
     config = config.replace(numerics={"attention": variant})
-    weights = {
-        name: 4 * w for name, w in llama.initial_weights(config.model, seed=0).items()
-    }  # so that probabilities differ
+    # so that probabilities differ
+    weights = {name: 4 * w for name, w in llama.initial_weights(config.model, seed=0).items()}
     tokens = loader.open_batches(config).step(0)[:, :-1]
     found = loop.trainer(backend, config, weights).logits(tokens)
 
@@ -89,9 +88,8 @@ def test_each_variant_trains_with_a_backward_pass_in_bf16(backend, variant, conf
     assert sorted(in_fp8) == ["scores", "values"]
     mine, right = trainer.gradients(tokens), exact.gradients(tokens)
     name = "model.layers.0.self_attn.v_proj.weight"
-    assert np.linalg.norm(mine[name] - right[name]) < 2**-4 * np.linalg.norm(
-        right[name]
-    )  # P is off by FP8's log-sum-exp, below 2^-4
+    # P is off by FP8's log-sum-exp, below 2^-4
+    assert np.linalg.norm(mine[name] - right[name]) < 2**-4 * np.linalg.norm(right[name])
     losses = [trainer.step(tokens)["loss"] for _ in range(4)]
     assert losses[-1] < losses[0] - 0.02
 
@@ -101,12 +99,13 @@ def test_fa3_trains(backend, config):  # A-25
     config = config.replace(numerics={"attention": "fa3", "attention_backward": "bf16"})
     trainer, tokens = loop.trainer(backend, config), loader.open_batches(config).step(0)
     found = trainer.statistics(tokens)
+    # dO and dS are not in FP8
     assert {name.partition("self_attn/")[2] for name in found} == {
         "scores/q",
         "scores/k",
         "values/v",
         "values/p",
-    }  # dO and dS are not in FP8
+    }
     losses = [trainer.step(tokens)["loss"] for _ in range(4)]
     assert losses[-1] < losses[0] - 0.02
 
@@ -425,9 +424,8 @@ def test_the_stated_arithmetic_is_a_choice_by_name(backend, config, monkeypatch)
     ]
     assert set(asked[: len(asked) // 2]) == {"fast"}
     assert set(asked[len(asked) // 2 :]) == {"stated"}
-    assert found[0] == pytest.approx(
-        found[1], rel=2**-10
-    )  # a code in a thousand is a neighbor, averaged over tokens
+    # a code in a thousand is a neighbor, averaged over tokens
+    assert found[0] == pytest.approx(found[1], rel=2**-10)
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])

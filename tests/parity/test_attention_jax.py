@@ -125,9 +125,8 @@ def test_numbers_within_bounds(name, arithmetic, with_documents):  # A-5, A-8 to
         + cases.gamma(400)
         + 2.0**-22 * np.abs(wanted.lse, where=seen, out=np.zeros_like(wanted.lse))
     ).all()
-    if (
-        "o" in wanted.tensors
-    ):  # its scale may be a neighbor's: values are compared, rounded to 3 bits
+    # its scale may be a neighbor's: values are compared, rounded to 3 bits
+    if "o" in wanted.tensors:
         assert found.amaxes["o"] == pytest.approx(wanted.amaxes["o"], rel=2.0**-8)
     error = np.abs(np.asarray(found.o, np.float64) - wanted.o)
     smallest = float(found.tensors["o"].scale_inv) * 2.0**-9 if "o" in wanted.tensors else 0

@@ -199,9 +199,8 @@ def test_codes_that_a_device_takes_are_asked_for(config, monkeypatch):  # A-18
 
 
 @pytest.mark.parametrize("arithmetic", ["fast", "stated"])
-def test_attention_by_another_function_stops_a_torch_run(
-    arithmetic, config, monkeypatch, tmp_path
-):  # B-15
+# B-15
+def test_attention_by_another_function_stops_a_torch_run(arithmetic, config, monkeypatch, tmp_path):
     monkeypatch.setattr(
         attention_torch,
         "apply",

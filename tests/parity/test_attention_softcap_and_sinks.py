@@ -149,9 +149,8 @@ def test_fast_outputs_are_within_the_bound(name, backend):  # A-18, A-22, A-23
     smallest = float(wanted.tensors["o"].scale_inv) * 2.0**-9 if "o" in wanted.tensors else 0
     allowed = bound.output(wanted.o, differing, VARIANTS[name].out.mantissa_bits) + smallest
     assert (error <= allowed).all()
-    assert (
-        np.median(allowed[:, :3]) < np.median(np.abs(wanted.o[:, :3])) / 4
-    )  # the last head is all its sink's
+    # the last head is all its sink's
+    assert np.median(allowed[:, :3]) < np.median(np.abs(wanted.o[:, :3])) / 4
 
 
 @pytest.mark.grid(1)

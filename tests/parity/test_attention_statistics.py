@@ -54,9 +54,8 @@ def check(one: dict, x: np.ndarray, operand, variant) -> None:
         head_scaling.spread(s, x.shape, variant.granularity, along_tokens=along)
         for s in (tensor.scale, tensor.scale_inv)
     )
-    scale, scale_inv = (
-        np.broadcast_to(s, x.shape)[..., None] for s in spread
-    )  # a scale for each element: blocks may be short
+    # a scale for each element: blocks may be short
+    scale, scale_inv = (np.broadcast_to(s, x.shape)[..., None] for s in spread)
     q = Quantized(tensor.codes[..., None], scale, scale_inv, operand.fmt, "rowwise", -1)
     expected = stats.statistics(x[..., None], q)
     exact = {
@@ -113,9 +112,8 @@ def check_counts(p: dict, ds: dict, tensors: dict[str, np.ndarray], variant) -> 
         lost = one["lost"]
         assert lost < count
         assert (one["underflow_rate"], one["overflow_rate"]) == (lost / count, saturated / count)
-        assert one["amax"] == pytest.approx(
-            float(amax), rel=2.0**-16
-        )  # E of A-18 is below 2^-17: scores below 16, one tile
+        # E of A-18 is below 2^-17: scores below 16, one tile
+        assert one["amax"] == pytest.approx(float(amax), rel=2.0**-16)
         assert set(one) == {"amax", "count", "saturated", "lost", "underflow_rate", "overflow_rate"}
 
 
@@ -250,16 +248,14 @@ def test_a_scan_or_a_mesh_records_what_one_device_does(parallel, config):  # Q-1
             }, name
         assert found.get("count") == one[name].get("count")
         if "sqnr" in found:
-            assert found["sqnr"] == pytest.approx(
-                one[name]["sqnr"], rel=2.0**-8
-            )  # of do: the gradient sums otherwise, in bfloat16
+            # of do: the gradient sums otherwise, in bfloat16
+            assert found["sqnr"] == pytest.approx(one[name]["sqnr"], rel=2.0**-8)
         assert found["amax"] == pytest.approx(one[name]["amax"], rel=2.0**-6)
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_measuring_changes_no_bit_and_the_record_is_reported(
-    backend, config, tmp_path
-):
+#
+def test_measuring_changes_no_bit_and_the_record_is_reported(backend, config, tmp_path):
     config = config.replace(
         run={"steps": 3}, parallel={"checkpointing": "full"} if backend == "torch" else {}
     )

@@ -120,9 +120,8 @@ def test_integers_give_the_simulators_probabilities(name, mask):  # A-2 to A-8, 
         ("cudnn", 1, "exact"),
     ],
 )
-def test_under_simulated_hardware_all_bits_are_the_simulators(
-    name, promotion, plan, mask
-):  # A-4 to A-11, B-12
+# A-4 to A-11, B-12
+def test_under_simulated_hardware_all_bits_are_the_simulators(name, promotion, plan, mask):
     """A GEMM begins at +0: the simulator's promotion after each tile."""
     variant = dataclasses.replace(VARIANTS[name], promotion=promotion)
     arrays = inputs(seed=2)

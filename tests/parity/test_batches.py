@@ -174,9 +174,8 @@ def test_the_simulators_own_blocks_are_of_one_matrix(granularity, tensors):  # S
         alone = sim_scaling.quantize(one, fmt, granularity=granularity, policy=policy)
         np.testing.assert_array_equal(whole.codes[i], alone.codes)
         np.testing.assert_array_equal(whole.scale_inv[i], alone.scale_inv)
-    assert (
-        np.abs(cast.decode(whole.codes, fmt)).min(axis=(1, 2)).max() == 0
-    )  # zeros among the integers
+    # zeros among the integers
+    assert np.abs(cast.decode(whole.codes, fmt)).min(axis=(1, 2)).max() == 0
 
 
 def nnx_general(x, w):

@@ -68,9 +68,8 @@ def compare(found: dict, right: dict, *, cut: bool = False, apart: float = 2**-6
     assert found["missing"] == right["missing"] == []
     assert found["statistics"].keys() == right["statistics"].keys()
     for name, one in right["statistics"].items():
-        if (
-            LAYER in name and name.split("/")[-1] in "qkv" and not cut
-        ):  # amaxes and scales of whole tensors
+        # amaxes and scales of whole tensors
+        if LAYER in name and name.split("/")[-1] in "qkv" and not cut:
             for key in ("amax", "scale_min", "scale_max", "saturation_rate"):
                 assert found["statistics"][name][key] == one[key], name
     assert found["losses"] == pytest.approx(right["losses"], rel=2**-10)
@@ -173,9 +172,8 @@ def test_parts_of_the_tokens_share_delayed_states(backend, config):  # A-19, A-2
     history, right = (
         np.asarray(states[f"{LAYER}/do"][1])[0] for states in (found["states"], one["states"])
     )
-    assert history == pytest.approx(
-        twice * right, rel=2**-6
-    )  # of a loss whose gradients are rounded to bfloat16
+    # of a loss whose gradients are rounded to bfloat16
+    assert history == pytest.approx(twice * right, rel=2**-6)
 
 
 def of_operands(config, tokens) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -189,9 +187,10 @@ def of_operands(config, tokens) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.slow
+# A-21: codes and scales, bit for bit
 def test_a_rank_has_its_part_of_q_k_and_v_under_the_scales_of_all(
     config,
-):  # A-21: codes and scales, bit for bit
+):
     """Values before the cast and their scales: A-2 makes codes of both."""
     tokens = loader.open_batches(config).step(0)
     whole = of_operands(config, tokens)

@@ -163,9 +163,8 @@ def tensors():
 @pytest.mark.parametrize(("granularity", "axis"), GROUPS)
 @pytest.mark.parametrize("kind", tensors())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_codes_and_scales(
-    device, ue8m0, policy, granularity, axis, kind, dtype
-):  # S-5, S-6, S-14, S-17
+# S-5, S-6, S-14, S-17
+def test_codes_and_scales(device, ue8m0, policy, granularity, axis, kind, dtype):
     x = tensors()[kind]
     x = torch.from_numpy(x[:, :130] if axis == 0 else x[:130]).to(dtype)
     codes, sf = deepgemm(x, granularity, axis, device, ue8m0)

@@ -22,9 +22,8 @@ from fp8ref.train import loop
 from fp8ref.train.config.config import Config, DataConfig, OptimizerConfig, RunConfig, from_dict
 
 RANKS, STEPS = 2, 5
-AUTO = AutoScale(
-    window=2, threshold=1e-3
-)  # mu reaches 1.41 after a step, whose largest elements saturate
+# mu reaches 1.41 after a step, whose largest elements saturate
+AUTO = AutoScale(window=2, threshold=1e-3)
 MODEL = LlamaConfig(
     hidden_size=32,
     intermediate_size=48,
@@ -33,10 +32,11 @@ MODEL = LlamaConfig(
     num_key_value_heads=1,
 )
 LINEARS = llama.linear_shapes(MODEL)
+# under local scope a device alone has the same operands
 FP8 = {
     "reduce_dtype": "float8_e4m3fn",
     "amax_scope": "local",
-}  # under local scope a device alone has the same operands
+}
 MU = {"reduce_mu": "automatic", "mu_window": AUTO.window, "mu_threshold": AUTO.threshold}
 
 
@@ -277,10 +277,11 @@ def test_a_run_records_its_factors(tmp_path):  # Q-14
         of_each = record["gradients"].values()
         assert line["gradient_mu_max"] == max(one["mu"] for one in of_each)
         assert line["gradient_saturated"] == sum(one["saturated"] for one in of_each)
+    # grown once
     assert records[0]["gradients"]["lm_head"] == {
         "mu": float(np.float32(2**0.5)),
         "saturated": 0,
-    }  # grown once
+    }
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,11 @@ CONFIG = Config(
 )
 TOKENS = np.random.default_rng(0).integers(0, 256, (2 * RANKS, 17))
 LINEARS = [f"{name}.weight" for name in llama.linear_shapes(CONFIG.model)]
+# under local scope a device alone has the same operands
 FP8 = {
     "reduce_dtype": "float8_e4m3fn",
     "amax_scope": "local",
-}  # under local scope a device alone has the same operands
+}
 
 
 def alone(backend):
@@ -76,9 +77,8 @@ def test_torch_exchanges_what_the_simulator_does():  # P-25
         ("jax", {"tensor": 2}, "of which there is one device. Leave it out"),
     ],
 )
-def test_gradients_that_a_backend_cannot_exchange_in_fp8_are_refused(
-    backend, parallel, message
-):  # P-25
+# P-25
+def test_gradients_that_a_backend_cannot_exchange_in_fp8_are_refused(backend, parallel, message):
     config = CONFIG.replace(parallel=parallel | FP8)
     with pytest.raises(ConfigError, match=message):
         loop.trainer(backend, config)

@@ -45,9 +45,8 @@ from fp8ref.torch.experts import operands as torch_operands
 from fp8ref.torch.gemm import hardware as torch_hardware
 
 every = pytest.mark.parametrize("recipe", EVERY, ids=name_of)
-INTEGERS = [
-    r for r in [*EVERY, "bf16"] if not str(r).startswith("blockwise")
-]  # of blocks in float32, sums on dequantized operands round
+# of blocks in float32, sums on dequantized operands round
+INTEGERS = [r for r in [*EVERY, "bf16"] if not str(r).startswith("blockwise")]
 
 
 def jax_results(x, w, g, recipe, dtype=jnp.bfloat16):
@@ -299,9 +298,8 @@ def test_one_operand_alone_is_cast_dequantized_and_multiplied(backend, name, rng
         "grad_weight": dataclasses.replace(base.grad_weight, a=None, accumulate=None),
     }
     recipe = Recipe(name=f"{name} of one operand", **gemms)
-    narrow = [
-        v.astype(jnp.bfloat16) for v in (x, w, g)
-    ]  # the dtype that dequantized operands are rounded to
+    # the dtype that dequantized operands are rounded to
+    narrow = [v.astype(jnp.bfloat16) for v in (x, w, g)]
     expected, sizes = simulated(*narrow, recipe), simulated(*map(np.abs, narrow), recipe)
     found = {"torch": torch_results, "jax": jax_results}[backend](x, w, g, recipe)
     for which in GEMMS:

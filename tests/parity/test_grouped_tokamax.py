@@ -110,9 +110,8 @@ def test_qwixs_ragged_dot_leaves_a_nan_of_no_group(triton):  # X-5
     ("columns", "multiplied"),
     [(1, ["float8_e4m3fn", "float8_e4m3fn"]), (48, ["float32", "float32"])],
 )
-def test_codes_reach_tokamaxs_product_under_one_scale_a_weight_alone(
-    triton, columns, multiplied
-):  # X-17
+# X-17
+def test_codes_reach_tokamaxs_product_under_one_scale_a_weight_alone(triton, columns, multiplied):
     """A scale for each column of a weight: both operands are dequantized in the kernel.
 
     Either way the sums of integers are exact.

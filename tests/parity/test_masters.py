@@ -21,9 +21,10 @@ from fp8ref.train.data import loader
 from fp8ref.train.models import export
 from fp8ref.train.run import coverage, train_state
 
+# what XLA compiles takes its time
 COMPILED = pytest.mark.parametrize(
     "backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)]
-)  # what XLA compiles takes its time
+)
 EVERY = [
     pytest.param(name, marks=[] if name == "sqrt_e4m3_f16" else pytest.mark.slow)
     for name in WITH_MASTERS
@@ -108,9 +109,10 @@ def test_equal_gradients_give_the_simulators_masters(backend, layout, small):  #
         pytest.param("rowwise", True, 2, marks=pytest.mark.slow),
     ],
 )
+# O-14, O-16, M-2, T-7
 def test_passes_have_the_bits_of_float32_masters_of_equal_numbers(
     backend, recipe, tied, microbatches, small
-):  # O-14, O-16, M-2, T-7
+):
     """Also where linears take codes that the optimizer made, and their operands are measured."""
     config = configured(
         small,

@@ -26,9 +26,8 @@ EVERY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for
 @pytest.mark.grid(1)
 @BACKENDS
 @pytest.mark.parametrize("layout", EVERY)
-def test_equal_gradients_give_the_simulators_weights_and_moments(
-    backend, layout, small
-):  # O-2 to O-10, T-6
+# O-2 to O-10, T-6
+def test_equal_gradients_give_the_simulators_weights_and_moments(backend, layout, small):
     config = configured(small, layout)
     trainer = loop.trainer(backend, config)
     tokens = loader.open_batches(config).step(0)

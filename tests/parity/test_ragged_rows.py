@@ -153,9 +153,8 @@ def test_an_example_of_vmap_has_the_blocks_of_a_loop(recipe):  # L-10
     # autodiff adds the examples' gradients, each of bfloat16, in an order of its own: sums of
     # integers are exact until they are rounded
     total = jnp.asarray(sum(one[2].astype(np.float64) for one in loop), jnp.bfloat16)
-    bound = 2**-7 * sum(
-        np.abs(one[2]) for one in loop
-    )  # three roundings of partial sums, 2^-9 of each
+    # three roundings of partial sums, 2^-9 of each
+    bound = 2**-7 * sum(np.abs(one[2]) for one in loop)
     assert (np.abs(grad_w - np.asarray(total, np.float32)) <= bound).all()
 
 

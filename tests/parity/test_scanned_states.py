@@ -17,6 +17,7 @@ MODEL = {
     "num_hidden_layers": 2,
 }
 NARROW = "sqrt_e4m3_f16"
+# every way to make a scale, and both masters
 SCALED = (
     "sqrt_e4m3",
     "torchao",
@@ -24,7 +25,7 @@ SCALED = (
     "coat",
     "msamp_o2",
     NARROW,
-)  # every way to make a scale, and both masters
+)
 
 
 def configured(small, layout: str, recipe: str = "tensorwise", **parallel):

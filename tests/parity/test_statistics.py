@@ -28,6 +28,5 @@ def test_a_batch_in_parts_is_recorded_as_its_parts_are(backend, small):  # T-7, 
         )
         assert found["non_finite"] == 0
         for rate in ("underflow_rate", "saturation_rate", "overflow_rate"):
-            assert found[rate] == np.mean(
-                [p[rate] for p in pair]
-            )  # of sizes that are powers of two, so exact
+            # of sizes that are powers of two, so exact
+            assert found[rate] == np.mean([p[rate] for p in pair])

@@ -57,9 +57,8 @@ def test_moments_are_adams_of_the_clipped_gradient(backend, small, tokens):  # T
 
 def test_a_loss_that_is_not_finite_changes_nothing(backend, small, tokens):  # T-4
     weights = llama.initial_weights(small.model, seed=0)
-    weights["model.norm.weight"] = np.full_like(
-        weights["model.norm.weight"], 3e38
-    )  # finite, and overflows the logits
+    # finite, and overflows the logits
+    weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], 3e38)
     trainer = loop.trainer(backend, small.replace(numerics={"recipe": "bf16"}), weights)
     before = trainer.weights()
     assert not all(map(np.isfinite, trainer.step(tokens).values()))
@@ -102,6 +101,5 @@ def test_a_gpu_counts_its_memory_and_a_cpu_does_not(backend, small, tokens):
     trainer.step(tokens)
     masters = sum(value.nbytes for value in trainer.weights().values())
     peak = trainer.peak_memory()
-    assert (
-        peak is None if trainer.device.startswith("cpu") else peak > 3 * masters
-    )  # and two moments
+    # and two moments
+    assert peak is None if trainer.device.startswith("cpu") else peak > 3 * masters

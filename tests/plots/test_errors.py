@@ -43,9 +43,8 @@ def test_another_nan_code_is_no_other_code_and_a_gap(ax):
 def test_a_share_is_of_the_inputs_of_each_power_of_two(ax):
     x = [0.0, 1.0, -1.5, 4.0, 5.0, 6.0, 7.0, np.inf, np.nan]
     plots.share_by_exponent(ax, x, [True, True, False, True, False, False, False, True, True])
-    np.testing.assert_array_equal(
-        [bar.get_height() for bar in ax.patches], [50, 0, 25]
-    )  # from 1, from 2, of which there is none, and from 4
+    # from 1, from 2, of which there is none, and from 4
+    np.testing.assert_array_equal([bar.get_height() for bar in ax.patches], [50, 0, 25])
     np.testing.assert_allclose(
         [bar.get_x() + bar.get_width() / 2 for bar in ax.patches], [0.5, 1.5, 2.5], rtol=1e-14
     )
@@ -117,9 +116,8 @@ def test_an_error_histogram_shares_out_all_outputs_over_common_bins(ax):
     )
     fast, slow = (patch.get_data() for patch in ax.patches[1::2])  # each has an area and an outline
     np.testing.assert_allclose(fast.edges, [0, 1, 2, 3], atol=1e-15)
-    np.testing.assert_array_equal(
-        fast.values, [0, 25, 75]
-    )  # 0.02 is the lower edge of the last bin
+    # 0.02 is the lower edge of the last bin
+    np.testing.assert_array_equal(fast.values, [0, 25, 75])
     np.testing.assert_array_equal(slow.values, [100, 0, 0])
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [
         "fast: mean 2 %",

@@ -76,18 +76,16 @@ def test_a_relative_error_is_0_on_numbers_and_largest_at_a_middle(ax):
     plots.relative_error(ax, [E4M3FN], lowest=0, highest=1, points=2)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [0, 0])
     plots.relative_error(ax, [E4M3FN], lowest=0, highest=1, points=20001)
-    np.testing.assert_allclose(
-        ax.lines[1].get_ydata().max(), 100 / 17, rtol=1e-3
-    )  # half a gap of 1/8 next to 1 + 1/16
+    # half a gap of 1/8 next to 1 + 1/16
+    np.testing.assert_allclose(ax.lines[1].get_ydata().max(), 100 / 17, rtol=1e-3)
 
 
 def test_the_worst_error_is_all_below_half_the_smallest_and_u_over_1_plus_u_in_the_normal_range(ax):
     plots.worst_error(ax, [E4M3FN], points=4096)
     worst, edges, _ = ax.patches[0].get_data()
     assert worst[edges[:-1] == -11] == 100
-    np.testing.assert_allclose(
-        worst[(edges[:-1] >= -6) & (edges[:-1] < 8)], 100 / 17, rtol=2e-3
-    )  # points are 2^-13 of a power apart at least
+    # points are 2^-13 of a power apart at least
+    np.testing.assert_allclose(worst[(edges[:-1] >= -6) & (edges[:-1] < 8)], 100 / 17, rtol=2e-3)
     assert np.all(worst[edges[:-1] >= 9] > 12)
 
 

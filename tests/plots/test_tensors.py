@@ -67,9 +67,8 @@ def test_a_magnitude_map_shows_exponents_and_leaves_zeros_white(ax):
     shown = ax.images[0].get_array()
     np.testing.assert_array_equal(shown[0], [2, 1])
     assert shown.mask.tolist() == [[False, False], [True, False]]
-    assert (
-        shown[1, 1] == -5
-    )  # all below the eight powers that are told apart, -5 to 2, is shown as the lowest of them
+    # all below the eight powers that are told apart, -5 to 2, is shown as the lowest of them
+    assert shown[1, 1] == -5
 
 
 @pytest.mark.parametrize("x", [[[0.0, -0.0]], [[np.nan, 0.0]], [[np.inf, np.nan]]], ids=str)
@@ -97,9 +96,8 @@ def test_an_error_map_has_the_relative_errors_of_cells(ax):
 
 
 def test_an_error_map_takes_the_root_of_the_mean_square_of_a_cell(ax):
-    x = np.array(
-        [[1.0, 2.0**-12], [0.0, 1.0]], np.float32
-    )  # of three that are not zero one is lost
+    # of three that are not zero one is lost
+    x = np.array([[1.0, 2.0**-12], [0.0, 1.0]], np.float32)
     plots.error_map(ax, x, unscaled(x), cell=2)
     np.testing.assert_allclose(ax.images[0].get_array(), [[100 / np.sqrt(3)]], rtol=1e-12)
 

@@ -50,10 +50,11 @@ def test_relative_error_of_a_normal_value(rounding, drawn):
     roundings as inverse_bound (C-1, C-2).
     """
     fmt, x = drawn
+    # both exact: 24 + 5 bits
     scaled, limit = (
         error(x, fmt, rounding) * inverse_bound(fmt, rounding),
         np.abs(x.astype(np.float64)),
-    )  # both exact: 24 + 5 bits
+    )
     assert (scaled <= limit).all() if rounding.startswith("nearest") else (scaled < limit).all()
 
 

@@ -89,9 +89,8 @@ def test_how_many_gaussian_blocks_clip(fmt, rng):
     assert round(100 * p, 1) == {E4M3FN: 13.4, E5M2: 9.5}[fmt]
     n = 1 << 14
     found = overflows(rng.standard_normal((n, 32)).astype(F32), fmt, "mx_floor").mean()
-    assert abs(found - p) < 6 * math.sqrt(
-        p * (1 - p) / n
-    )  # a binomial share: six standard deviations
+    # a binomial share: six standard deviations
+    assert abs(found - p) < 6 * math.sqrt(p * (1 - p) / n)
 
 
 @for_all(50, x=tensors((8, 32), low=-98, high=124), fmt=st.sampled_from(list(TIES)))

@@ -40,9 +40,8 @@ def test_a_product_passes_max_by_an_ulp_at_most(amax, fmt):
     top = F32(fmt.max)
     assert (np.nextafter(top, F32(0)) <= product).all()
     assert (product <= np.nextafter(top, F32(np.inf))).all()
-    np.testing.assert_array_equal(
-        cast.encode(product, fmt, saturate=False), fmt.max_code
-    )  # even unclipped
+    # even unclipped
+    np.testing.assert_array_equal(cast.encode(product, fmt, saturate=False), fmt.max_code)
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,8 @@ def test_a_changed_scale_rounds_again():
     """
     numbers = cast.decode(np.arange(0x38, 0x40, dtype=np.uint8), E4M3FN)
     np.testing.assert_array_equal(by(1, numbers), numbers)
-    changed = numbers[
-        np.abs(by(1.5, numbers) - numbers) > 2.0**-10
-    ]  # more than roundings of float32
+    # more than roundings of float32
+    changed = numbers[np.abs(by(1.5, numbers) - numbers) > 2.0**-10]
     assert changed[0] == 1.125
     assert by(1.5, 1.125) == F32(1.75) * (F32(1) / F32(1.5))
 

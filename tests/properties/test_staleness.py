@@ -147,9 +147,8 @@ def test_steps_without_a_use_and_zeros_do_not_age_what_is_kept():
         float(F32(0.448))
     ] * 2 + [448]
     assert (scales_of([1000] + [0] * 5, config, E4M3FN)[1:] == F32(0.448)).all()
-    te = config_of(
-        "te_delayed", 2
-    )  # which skips a zero: it does not even push the outlier out (H-7)
+    # which skips a zero: it does not even push the outlier out (H-7)
+    te = config_of("te_delayed", 2)
     assert scales_of([1000, 0, 0, 1, 1], config, E4M3FN)[-1] == 448
     assert scales_of([1000, 0, 0, 1, 1], te, E4M3FN)[-1] == F32(0.448)
 

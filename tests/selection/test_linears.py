@@ -65,9 +65,8 @@ def test_a_star_in_place_of_a_component_matches(name):  # R-3
         ("*", "lm_head", True),
     ],
 )
-def test_matches_whole_components_or_shell_patterns_for_all_of_the_name(
-    pattern, name, expected
-):
+#
+def test_matches_whole_components_or_shell_patterns_for_all_of_the_name(pattern, name, expected):
     assert linear_selection.matches(pattern, name) == expected
 
 
@@ -101,9 +100,8 @@ def test_either_dim_keeps_a_linear_in_high_precision(shape):  # L-5
 
 
 @pytest.mark.parametrize(("name", "multiple"), [("blockwise", 128), ("mxfp8", 32)])
-def test_a_dim_that_a_recipes_blocks_do_not_divide_keeps_a_linear_in_high_precision(
-    name, multiple
-):  # S-6
+# S-6
+def test_a_dim_that_a_recipes_blocks_do_not_divide_keeps_a_linear_in_high_precision(name, multiple):
     shapes = {
         "fits": (multiple, 3 * multiple),
         "n": (multiple + 16, multiple),

@@ -79,10 +79,11 @@ def test_the_bar_goes_to_standard_error(monkeypatch):
 
 
 def test_the_bar_is_silent_where_there_is_no_terminal(monkeypatch, capfd):
+    # with these rich takes anything for a terminal
     for variable in (
         "FORCE_COLOR",
         "TTY_COMPATIBLE",
-    ):  # with these rich takes anything for a terminal
+    ):
         monkeypatch.delenv(variable, raising=False)
     with consoles.bar("jax", 2) as advance:
         advance("loss 5.000")

@@ -62,9 +62,8 @@ def replay(amaxes, *, length=16, most_recent=False, interval=1, margin=0, limit=
     st.integers(1, 4),
     st.integers(0, 2),
 )
-def test_any_trace_equals_a_plain_replay(
-    amaxes, length, most_recent, interval, margin
-):  # H-1 to H-6
+# H-1 to H-6
+def test_any_trace_equals_a_plain_replay(amaxes, length, most_recent, interval, margin):
     policy = dataclasses.replace(POLICIES["te_delayed"], margin=margin)
     algorithm = "most_recent" if most_recent else "max"
     config = DelayedScaling(

@@ -114,9 +114,8 @@ def by_hand(which, x, w, g, casts, accumulate, out_dtype, quantize=scaling.quant
 @pytest.mark.parametrize("out_dtype", [BFLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize("accumulate", ["exact", "f32", "hopper", "ada"])
 @pytest.mark.parametrize("recipe", DYNAMIC)
-def test_every_gemm_of_every_recipe_by_hand(
-    recipe, accumulate, out_dtype, operands
-):  # L-1 to L-4, L-6, R-1
+# L-1 to L-4, L-6, R-1
+def test_every_gemm_of_every_recipe_by_hand(recipe, accumulate, out_dtype, operands):
     x, w, g = operands
     got = results(x, w, g, recipe, accumulate=accumulate, out_dtype=out_dtype)
     shapes = {"output": g.shape, "grad_input": x.shape, "grad_weight": w.shape}
@@ -176,9 +175,8 @@ def test_a_block_that_does_not_divide_n_is_refused(rng):  # S-6
 @pytest.mark.parametrize("accumulate", ["exact", "f32", "hopper"])
 @pytest.mark.parametrize("m", [1, 31, 96, 130])
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_a_last_block_of_rows_may_be_shorter(
-    recipe, m, accumulate, rng
-):  # L-5, G-13; ms-swift#9723
+# L-5, G-13; ms-swift#9723
+def test_a_last_block_of_rows_may_be_shorter(recipe, m, accumulate, rng):
     """Zeros that fill it change no bit of either gradient; its scale is that of its rows."""
     x, w, g = tensors(rng, m + 2, 128, 128)
     x, g = (v.reshape(-1, 128)[:m] for v in (x, g))
@@ -234,9 +232,8 @@ def test_delayed_scaling_by_hand(operands):  # L-6, R-1, H-1
             states[role] = delayed.update(
                 states[role], delayed.observe(scaling.amax(now[role])), config=config, fmt=fmt
             )
-            largest = max(
-                float(np.abs(now[role]).max()), fmt.max / sizes[role] if step else 0
-            )  # of the history
+            # of the history
+            largest = max(float(np.abs(now[role]).max()), fmt.max / sizes[role] if step else 0)
             sizes[role] = float(np.float32(np.float32(fmt.max) / np.float32(largest)))
 
 
@@ -341,9 +338,8 @@ def test_any_memory_order_dtype_and_read_only_tensors(rng):  # L-1
     np.testing.assert_array_equal(
         linear.forward(x[0, :1], w, "rowwise", accumulate="hopper"), one[None]
     )
-    half = [
-        cast.round_to(v, E5M2).astype(np.float16) for v in (x, w)
-    ]  # values that both dtypes hold
+    # values that both dtypes hold
+    half = [cast.round_to(v, E5M2).astype(np.float16) for v in (x, w)]
     np.testing.assert_array_equal(
         linear.forward(*half, "tensorwise"),
         linear.forward(*(v.astype(np.float32) for v in half), "tensorwise"),

@@ -168,9 +168,8 @@ def test_by_hand(acc, sa, sb, name, out, bias, expected):  # G-4, G-5, G-14, G-1
 def test_by_rationals(name, out, rng):  # G-4, G-5, G-14, G-15
     for _ in range(60):
         acc = int(rng.integers(-1000, 1000))
-        sa, sb = np.exp(rng.uniform(-2, 2, 2)).astype(
-            np.float32
-        )  # products stay below float16's max
+        # products stay below float16's max
+        sa, sb = np.exp(rng.uniform(-2, 2, 2)).astype(np.float32)
         bias = None
         if EPILOGUES[name].bias:
             bias = float(
@@ -203,9 +202,8 @@ def test_an_epilogue_of_ones_own():
     mine = Epilogue(name="mine", scale="product", bias="before_round")
     assert gemm_of(1.5, 1 + ULP, 1 - ULP / 2, name=mine, bias=0.0) == np.float32(1.5)
     twice = Epilogue(name="twice", scale="each", round_first=True, bias="after_round")
-    assert gemm_of(257, 1.5, 1, name=twice, out="bfloat16", bias=1.0) == np.float32(
-        384
-    )  # 256 * 1.5 + 1 is a tie
+    # 256 * 1.5 + 1 is a tie
+    assert gemm_of(257, 1.5, 1, name=twice, out="bfloat16", bias=1.0) == np.float32(384)
 
 
 def test_by_name_finds_names_and_returns_epilogues_themselves():

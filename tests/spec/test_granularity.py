@@ -36,9 +36,8 @@ def scale_shape_by_numpy(name: str, shape: tuple[int, ...], axis: int) -> tuple[
     block = BLOCKS[name]
     x = np.maximum.reduceat(x, range(0, shape[axis], block), axis=axis)
     if name in SQUARES:
-        for other in sorted(set(range(x.ndim)) - {axis % x.ndim})[
-            -1:
-        ]:  # those before it are batch dims
+        # those before it are batch dims
+        for other in sorted(set(range(x.ndim)) - {axis % x.ndim})[-1:]:
             x = np.maximum.reduceat(x, range(0, shape[other], block), axis=other)
     return x.shape
 

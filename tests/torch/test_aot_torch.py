@@ -119,12 +119,10 @@ def test_a_small_block_multiplies_as_torchao_does_and_all_may_be_cuda_graphs(): 
     rows = answer(BLOCKS, json.dumps(SIZES))
     for row in rows:
         assert row["cuda_graph_refused"] == [None, None], row
-        assert (
-            row["kernels"] == row["launches"]
-        )  # all that are no GEMM and no attention are Triton's, one launch each
-        assert (sum(row["mutated"]) > 0) == (
-            row["recipe"] == "delayed"
-        )  # observations: buffers, whose addresses stay
+        # all that are no GEMM and no attention are Triton's, one launch each
+        assert row["kernels"] == row["launches"]
+        # observations: buffers, whose addresses stay
+        assert (sum(row["mutated"]) > 0) == (row["recipe"] == "delayed")
         product = "mm" if row["recipe"] == "bf16" else "_scaled_mm"
         assert row["gemms"][f"{product} bfloat16"] >= 14
     assert_beside_torchao(rows_of(rows))
@@ -182,6 +180,5 @@ def test_an_optimizer_step_moves_what_it_must():
     numbers = 4 * len(Scalars._fields)
     assert found["sqrt_e4m3"] == [[LAYOUTS["sqrt_e4m3"].step_bytes(size) * size + numbers]]
     (amaxes,), (rest,) = found["te"]
-    assert LAYOUTS["te"].step_bytes(size) * size == pytest.approx(
-        amaxes + rest, rel=2e-3
-    )  # and partial amaxes, scales
+    # and partial amaxes, scales
+    assert LAYOUTS["te"].step_bytes(size) * size == pytest.approx(amaxes + rest, rel=2e-3)

@@ -140,9 +140,8 @@ def test_every_tensor_that_is_made_has_a_dtype_and_a_device():
                 continue
             text = ast.unparse(call)
             keys = {key.arg for key in call.keywords}
-            takes_it = (
-                name in ("torch.tensor", "torch.as_tensor") or "numel()" in text
-            )  # of integers, or of a tensor
+            # of integers, or of a tensor
+            takes_it = name in ("torch.tensor", "torch.as_tensor") or "numel()" in text
             if not keys >= ({"device"} if takes_it else {"device", "dtype"}):
                 bare.append(f"{file.name}:{call.lineno} {text}")
     assert bare == []

@@ -144,9 +144,8 @@ def test_time_and_throughput_are_measured(tmp_path, small, fake):
     lines = loop.train(small, "jax", tmp_path / "run")
     seconds = [line["seconds"] for line in lines]
     assert seconds == sorted(seconds)
-    assert all(
-        line["tokens_per_second"] > 4 * 16 / seconds[-1] for line in lines
-    )  # 4 sequences of 16 tokens in less than the whole run
+    # 4 sequences of 16 tokens in less than the whole run
+    assert all(line["tokens_per_second"] > 4 * 16 / seconds[-1] for line in lines)
 
 
 def test_a_finished_run_says_so(tmp_path, small, fake):
@@ -180,9 +179,8 @@ def test_the_error_names_the_weights_that_are_not_finite(tmp_path, small, fake):
         loop.train(small, "jax", tmp_path / "run")
 
 
-def test_a_failed_step_is_saved_when_the_checkpoint_before_it_is_complete(
-    tmp_path, small, fake
-):  # K-6
+# K-6
+def test_a_failed_step_is_saved_when_the_checkpoint_before_it_is_complete(tmp_path, small, fake):
     trainer, written, save = fake({3: {"loss": np.nan}}), [], FakeTrainer.save
 
     def slowly(directory):
@@ -198,9 +196,8 @@ def test_a_failed_step_is_saved_when_the_checkpoint_before_it_is_complete(
     assert written == ["step-00000003", "step-00000003"]  # the second is of failures/
 
 
-def test_a_backend_keeps_its_weights_when_the_gradient_is_not_finite(
-    tmp_path, small, monkeypatch
-):  # T-4
+# T-4
+def test_a_backend_keeps_its_weights_when_the_gradient_is_not_finite(tmp_path, small, monkeypatch):
     trainer = loop.trainer("jax", small.replace(model={"initializer_range": 1e30}))
     monkeypatch.setattr(loop, "trainer", lambda *_: trainer)
     before = trainer.weights()
@@ -243,9 +240,8 @@ def test_a_full_disk_does_not_hide_what_happened(tmp_path, small, fake, monkeypa
 
 @pytest.mark.parametrize("how", ["removed", "moved", "replaced", "metrics removed"])
 @pytest.mark.parametrize("saved", ["by every", "at the end", "by sigterm"])
-def test_a_run_whose_directory_is_lost_stops_at_its_next_save(
-    tmp_path, small, fake, how, saved
-):  # K-10
+# K-10
+def test_a_run_whose_directory_is_lost_stops_at_its_next_save(tmp_path, small, fake, how, saved):
     """And writes nothing: neither a directory anew, nor into that of another run."""
     out, other = tmp_path / "run", tmp_path / "other"
     fake()
@@ -280,9 +276,8 @@ def test_a_run_whose_directory_is_lost_stops_at_its_next_save(
         assert contents(out) == theirs
 
 
-def test_a_checkpoint_that_is_written_while_the_directory_is_lost_is_not_completed(
-    tmp_path, small
-):  # K-10
+# K-10
+def test_a_checkpoint_that_is_written_while_the_directory_is_lost_is_not_completed(tmp_path, small):
     run = begin(tmp_path / "run", small)
     writer = checkpoint.Checkpoints(
         tmp_path / "run", {}, keep_last=2, processes=Alone(), check=run.check
@@ -290,9 +285,8 @@ def test_a_checkpoint_that_is_written_while_the_directory_is_lost_is_not_complet
     gate = threading.Event()
     writer.save(SimpleNamespace(save=lambda _: gate.wait), 1)
     shutil.move(tmp_path / "run", tmp_path / "moved")
-    (tmp_path / "run" / "checkpoints" / "step-00000001.unfinished").mkdir(
-        parents=True
-    )  # as a backend that writes would
+    # as a backend that writes would
+    (tmp_path / "run" / "checkpoints" / "step-00000001.unfinished").mkdir(parents=True)
     gate.set()
     with pytest.raises(LostRunError, match="was removed, moved or replaced"):
         writer.finish()
@@ -338,9 +332,8 @@ def test_overwriting_replaces_a_run(tmp_path, small, fake):
     longer = small.replace(run={"steps": 8})
     assert len(loop.train(longer, "jax", tmp_path / "run", overwrite=True)) == 8
     assert len(log.read_metrics(tmp_path / "run")) == 8
-    assert (
-        tmp_path / "run" / "note.txt"
-    ).read_text() == "old"  # only a run's own files are replaced
+    # only a run's own files are replaced
+    assert (tmp_path / "run" / "note.txt").read_text() == "old"
 
 
 @pytest.mark.parametrize(
@@ -495,9 +488,10 @@ def test_another_runs_checkpoint_is_refused(tmp_path, small, fake, key, value, s
         ("jax", "delayed", (1, 4), None),  # whose gradients are of the mean over all tokens
     ],
 )
+# K-2
 def test_histories_of_another_number_of_ranks_are_told_of(
     tmp_path, small, fake, capsys, backend, recipe, ranks, said
-):  # K-2
+):
     for count, failing in zip(ranks, ({3: RuntimeError("lost")}, {}), strict=True):
         fake(failing).backend = backend
         config = small.replace(
@@ -577,9 +571,10 @@ def recorded(path):
         (4, "bf16", [0, 4]),
     ],
 )
+# Q-10
 def test_the_first_and_the_last_step_are_recorded_by_default(
     tmp_path, small, monkeypatch, every, recipe, steps
-):  # Q-10
+):
     config = small.replace(statistics={"every": every}, numerics={"recipe": recipe})
     monkeypatch.setattr(loop, "trainer", lambda *_: FakeTrainer(config))
     loop.train(config, "jax", tmp_path / "run")
@@ -618,9 +613,10 @@ def test_what_cannot_be_recorded_by_default_trains_all_the_same(
 
 
 @pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
+# Q-8, Q-10
 def test_a_default_run_has_numbers_of_its_operands_and_the_bits_of_one_without(
     tmp_path, small, backend
-):  # Q-8, Q-10
+):
     config = small.replace(numerics={"recipe": "rowwise"}, run={"steps": 3})
     plain, measured = (
         loop.train(config.replace(statistics={"every": every}), backend, tmp_path / str(every))

@@ -23,9 +23,8 @@ def e4m3_gradients(monkeypatch):
     from fp8ref.torch.quantize import scales
 
     def plant(name: str, factor: float) -> str:
-        policy = dataclasses.replace(
-            POLICIES["torchao_mask"], name=name
-        )  # torchao has no such powers of two, so fp8ref's own layer runs it
+        # torchao has no such powers of two, so fp8ref's own layer runs it
+        policy = dataclasses.replace(POLICIES["torchao_mask"], name=name)
         forward, backward = CastSpec(fmt=E4M3FN), CastSpec(fmt=E4M3FN, policy=policy)
         slow = {"accumulate": "slow"}
         planted = Recipe(

@@ -8,13 +8,14 @@ from pathlib import Path
 
 KEPT = Path(__file__).parents[2] / "results"
 LEFT = 3  # the exit code of a script that leaves something for another run
+# of an environment: what a table's figures have in common
 SAME = (
     "dry",
     "device",
     "driver",
     "versions",
     "flags",
-)  # of an environment: what a table's figures have in common
+)
 
 
 class RefusedError(ValueError):

@@ -102,9 +102,8 @@ def products(bench: Bench, shape: tuple[int, int, int]) -> dict[str, timing.Call
 
 def product(bench: Bench, shape: tuple[int, int, int], which: Gemm, spec: GemmSpec) -> timing.Call:
     m, n, k = ledger.dims(which, *shape)
-    if (
-        spec.a is None or spec.b is None
-    ):  # what is reduced is a tensor's first axis in part of the GEMMs
+    # what is reduced is a tensor's first axis in part of the GEMMs
+    if spec.a is None or spec.b is None:
         first, second = REDUCED_AXES[which]
         count = timing.sets(2 * (m * k + n * k + m * n))
         pairs = [

@@ -25,10 +25,11 @@ VARIANTS = (
     "fp8ref delayed",
     "fp8ref rowwise_with_gw_hp",
 )
+# a plane of a profile, and how its lines that hold kernels begin
 ON_DEVICE, STREAM = (
     "/device:GPU:0",
     "Stream",
-)  # a plane of a profile, and how its lines that hold kernels begin
+)
 ON_HOST, POOL = "/host:CPU", "tf_"  # of a dry run: XLA's threads
 
 

@@ -32,9 +32,8 @@ ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 class FlaxPass(Pass):
     """By linears as nn.Dense has them: weights are [K, N]."""
 
-    given: Mapping[str, Mapping] = field(
-        default_factory=dict
-    )  # of each linear, by its name without dots
+    # of each linear, by its name without dots
+    given: Mapping[str, Mapping] = field(default_factory=dict)
 
     def linear(self, x: jax.Array, w: jax.Array, recipe, name: str) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])

@@ -79,9 +79,8 @@ class Inputs:
             x.grad = model[0].weight.grad = None
             return made
 
-        for i in range(
-            2 if any(delayed.states(model)) else 0
-        ):  # scales of what they will see, or gradients would round to zeros
+        # scales of what they will see, or gradients would round to zeros
+        for i in range(2 if any(delayed.states(model)) else 0):
             forward_backward(i)
             delayed.update(model)
         return forward_backward
@@ -114,9 +113,8 @@ def products(bench: Bench, shape: tuple[int, int, int]) -> dict[str, timing.Call
 def product(bench: Bench, shape: tuple[int, int, int], which: Gemm, spec: GemmSpec) -> timing.Call:
     m, n, k = ledger.dims(which, *shape)
     count = timing.sets(2 * (m * k + n * k + m * n))
-    if (
-        spec.a is None or spec.b is None
-    ):  # as nn.Linear has them: what is reduced is a tensor's first axis in part of the GEMMs
+    # as nn.Linear has them: what is reduced is a tensor's first axis in part of the GEMMs
+    if spec.a is None or spec.b is None:
         first, second = REDUCED_AXES[which]
         pairs = [
             (

@@ -16,11 +16,12 @@ KEYS = {  # of fp8ref estimate, and of a benchmark's ``ceilings``
     "launch": "launch_in_graph_seconds",
 }
 
+# cards of these names that have other clocks and memory than the SXM ones
 OTHERS = {
     "pcie",
     "nvl",
     "mig",
-}  # cards of these names that have other clocks and memory than the SXM ones
+}
 
 
 def ceilings(data: dict) -> dict | None:

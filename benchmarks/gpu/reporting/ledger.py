@@ -70,9 +70,8 @@ def kernels(
     for which, spec in recipe.gemms.items():
         if spec.epilogue == "unit_round_scale_round":
             rows, columns, _ = dims(which, *shape)
-            made += passes.rescale(
-                recipe, which, rows * columns, "inductor"
-            )  # XLA's, too: what was measured ends in bfloat16
+            # XLA's, too: what was measured ends in bfloat16
+            made += passes.rescale(recipe, which, rows * columns, "inductor")
     return made
 
 

@@ -163,9 +163,8 @@ def _cases(
         "heads",
         [case(f"{h} query heads, {kv} heads of keys", heads=(b, h, kv)) for b, h, kv in heads],
     )
-    whole = variant.tiles in [
-        one.tiles for one in VARIANTS.values()
-    ]  # measured tiles are those of no mask and 64 features
+    # measured tiles are those of no mask and 64 features
+    whole = variant.tiles in [one.tiles for one in VARIANTS.values()]
     if whole:
         yield "features", [case("128 features", features=128)]
         yield from _masks(asked, case, alignment)

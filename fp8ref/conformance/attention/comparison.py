@@ -105,10 +105,11 @@ def plain_cases(tokens: int) -> list[Case]:
     q_ties, k_ties, v_ties = (
         np.pad(x, ((0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0))) for x in ties[:3]
     )
+    # of the keys behind the seven none has a probability
     q_ties[..., 0], k_ties[:, :, 7:, 0] = (
         scores.FAR,
         -scores.FAR,
-    )  # of the keys behind the seven none has a probability
+    )
     wide = Case("wide scores, outliers in v", Question(q, k, v))
     return [
         Case("ordinary", ordinary),

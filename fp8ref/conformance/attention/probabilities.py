@@ -224,9 +224,8 @@ def denominator(asked: Attention, fmt: Format, scale: float) -> Finding:
         k = np.append(np.full(15, -b), 0.0)
         v = np.ones((1, 16, scores.FEATURES))
         if fmt.bits != 8:
-            v = (
-                v + np.arange(scores.FEATURES) / scores.FEATURES
-            )  # several significands: bfloat16 outputs show a part of a unit on average
+            # several significands: bfloat16 outputs show a part of a unit on average
+            v = v + np.arange(scores.FEATURES) / scores.FEATURES
         o = asked.ask(scores.question(np.full((1, 1), a), k[None], v)).o[0, 0, 0]
         got = float(o.sum() / v[0, 0].sum()) - 1
         wanted = 15 * by / (1 + 15 * p)

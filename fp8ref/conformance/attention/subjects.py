@@ -194,9 +194,8 @@ class Attention:
         return self._read(found, question)
 
     def _masked(self, mask: Mask, keys: int) -> dict[str, Any]:
-        if not self._apart(
-            mask
-        ):  # a name of its own goes first: under ``mask`` others may want an array
+        # a name of its own goes first: under ``mask`` others may want an array
+        if not self._apart(mask):
             return {"mask": mask}
         found: dict[str, Any] = {}
         causal, window = self._name(CAUSAL), self._name(WINDOWS)

@@ -85,9 +85,8 @@ def _refined(asked: Attention, ranks: np.ndarray) -> Tiling:
     # the largest score is in the tile that comes later: in the first one if tiles descend, else in
     # the second
     at = 0 if descending else after * BLOCK + 4
-    alike = (
-        _before(asked, np.array([at]), keys)[0] == descending
-    )  # whether a key is of the second tile
+    # whether a key is of the second tile
+    alike = _before(asked, np.array([at]), keys)[0] == descending
     length = int(keys[alike][0]) if alike.any() else int(keys[-1]) + 1
     order = "descending" if descending else "ascending"
     blocks, ends = ("from", "on ") if descending else ("before", "")
@@ -116,9 +115,8 @@ def _before(asked: Attention, largest: np.ndarray, keys: np.ndarray) -> np.ndarr
     v[:, keys, np.arange(len(keys))] += scores.LARGE
     v[np.arange(count), largest + 1] -= scores.LARGE
     found = asked.ask(scores.question(np.full((count, 1), a), k, v)).o[:, 0, 0, : len(keys)]
-    part = scores.LARGE * 2.0 ** -scores.power_of(
-        (a, b)
-    )  # of one key; the largest score's own probability is all of the sum
+    # of one key; the largest score's own probability is all of the sum
+    part = scores.LARGE * 2.0 ** -scores.power_of((a, b))
     return np.abs(found) > SEEN * part
 
 

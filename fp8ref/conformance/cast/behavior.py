@@ -81,9 +81,8 @@ class KnownCast:
     name: str
     overflow: Literal["max", "special"]
     nan: Literal["emitted", "signed", "quiet"]
-    saturates_only: tuple[
-        str, ...
-    ] = ()  # formats in which overflow gives max, though overflow is ``special``
+    # formats in which overflow gives max, though overflow is ``special``
+    saturates_only: tuple[str, ...] = ()
 
     def behavior(self, fmt: Format) -> Behavior:
         """The behavior of this cast in one format."""
@@ -106,9 +105,8 @@ class KnownCast:
 KNOWN_CASTS = {
     k.name: k
     for k in (
-        KnownCast(
-            name="saturating", overflow="max", nan="emitted"
-        ),  # the specification's default, C-3
+        # the specification's default, C-3
+        KnownCast(name="saturating", overflow="max", nan="emitted"),
         KnownCast(name="non_saturating", overflow="special", nan="emitted"),  # C-4
         KnownCast(name="torch", overflow="special", nan="signed", saturates_only=("e4m3fn",)),
         KnownCast(name="torch_2.11", overflow="special", nan="signed"),

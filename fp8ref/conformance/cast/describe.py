@@ -139,9 +139,8 @@ def differences_from(
         if (differs & normal).any():  # then another rounding is why small numbers become zero
             flushed = np.zeros_like(flushed)
         expected = behavior.encode(a.x, fmt, wanted, source=a.source).astype(np.int64)
-        zeros = (a.x == 0) | (
-            zero & (expected & ~fmt.sign_bit == 0)
-        )  # where they differ, by the sign alone
+        # where they differ, by the sign alone
+        zeros = (a.x == 0) | (zero & (expected & ~fmt.sign_bit == 0))
         # As disjoint as can be, so that one fault gives one counterexample.
         kinds = {
             "rounding": (

@@ -268,9 +268,8 @@ def check_all_inputs(
 
 def _check_no_reuse(subject: Subject, a: Responses) -> None:
     """ConformanceError where a later call overwrites the output of an earlier one."""
-    some = a.x[
-        :: a.x.size // 64
-    ]  # a.x is sorted by its bits: these have all exponents and both signs
+    # a.x is sorted by its bits: these have all exponents and both signs
+    some = a.x[:: a.x.size // 64]
     subjects.check_no_reuse(subject, some, some[::-1], a.source, _arrays)
 
 

@@ -61,9 +61,8 @@ def check_strides(
     subject: Subject, a: Responses, found: Behavior
 ) -> tuple[Finding, list[Counterexample]]:
     """Compare arrays that are not contiguous in memory with the behavior found."""
-    at = (
-        np.arange(33 * 65).reshape(33, 65) * 7 % a.x.size
-    )  # a step of 7: next to each other are unrelated numbers
+    # a step of 7: next to each other are unrelated numbers
+    at = np.arange(33 * 65).reshape(33, 65) * 7 % a.x.size
     taken, refused, wrong = [], [], list[Counterexample]()
     for view in VIEWS if subject.framework != "jax" else ():
         x = a.x[at]

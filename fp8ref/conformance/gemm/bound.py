@@ -64,10 +64,11 @@ def bound(
     # n float32 roundings in any order err by gamma(n) of the sum of magnitudes. Then both results
     # round to the output dtype: values d apart end at most d + 1 ulp apart, or d + 3 where the sum
     # is rounded before it is scaled (G-5).
+    # [M, K] x [N, K]
     magnitudes = (
         np.abs(scaling.dequantize(a)).astype(np.float64)
         @ np.abs(scaling.dequantize(b)).astype(np.float64).T
-    )  # [M, K] x [N, K]
+    )
     roundings = 3 if by_name(epilogue).round_first else 1
     largest = np.maximum(np.abs(found), np.abs(simulated)).astype(np.float64)
     return gamma(a.codes.shape[1] + ROUNDINGS) * magnitudes + roundings * ulp(largest, out_dtype)

@@ -35,6 +35,7 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
     codes = _integers(bench, rng)
     rows, columns = bench.sampled
     results, operands, given = [], [], FLOAT32
+    # the last two leave the range of float16, not of bfloat16
     for exponent in (
         0,
         0,
@@ -42,7 +43,7 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
         0,
         20,
         -40,
-    ):  # the last two leave the range of float16, not of bfloat16
+    ):
         a, b = _operands(
             bench.gemm, codes, (bench.fmt_a, bench.fmt_b), rng, 2.0 ** (-exponent // 2)
         )

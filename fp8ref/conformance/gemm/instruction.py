@@ -369,10 +369,11 @@ def _groups(
         [0x7F800001, 0xFF800001, 0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32
     ).view(np.float32)
     a, b, _ = _made([(t, 0.0) for t in ({}, {0: (one_a, one_b)}) for _ in payloads])
+    # as bits: a Python float would not keep them
     yield (
         "NaN accumulators",
         (a, b, np.tile(payloads, 2)),
-    )  # as bits: a Python float would not keep them
+    )
 
 
 def _specials(

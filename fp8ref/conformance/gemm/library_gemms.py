@@ -179,8 +179,7 @@ def load(name: str) -> Callable:
             f"{name} cannot be imported from {here} ({type(error).__name__}: {error}). Name "
             "module:function."
         ) from error
-    if not callable(found) and not (
-        hasattr(found, "init") and hasattr(found, "update")
-    ):  # optax's transformations
+    # optax's transformations
+    if not callable(found) and not (hasattr(found, "init") and hasattr(found, "update")):
         raise ValueError(f"{name} is a {type(found).__name__}; a function is needed.")
     return found

@@ -105,9 +105,8 @@ def extremes(
         ("large results", int(np.frexp(bench.out.max)[1])),
     ):
         typical = int(np.frexp(np.median(np.abs(drawn.found[np.isfinite(drawn.found)])) or 1.0)[1])
-        factor = 2.0 ** (
-            -(exponent - typical) / 2
-        )  # scale multiplies into FP8: results are divided by both
+        # scale multiplies into FP8: results are divided by both
+        factor = 2.0 ** (-(exponent - typical) / 2)
         a, b, results = epilogues.under_scales(
             bench, [drawn.a, drawn.b], np.random.default_rng(seed), factor
         )

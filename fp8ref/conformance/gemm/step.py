@@ -179,10 +179,11 @@ def _narrowed(
 
 def _predicted(bench: Bench, a: np.ndarray, b: np.ndarray, unit: TensorCore) -> np.ndarray:
     """A unit's results [Q] of stimuli in codes [Q, K] whose terms are in the last 32 of K."""
+    # [Q, 1, 32]
     left, right = (
         cast.decode(codes[:, None, -K_STEP:], fmt)
         for codes, fmt in ((a, bench.fmt_a), (b, bench.fmt_b))
-    )  # [Q, 1, 32]
+    )
     zero = np.zeros((len(a), 1, 1), np.float32)
     return bench.rounded(
         tensor_core.chain_plain(left, right, zero, bench.fmt_a, bench.fmt_b, unit)[:, 0, 0]

@@ -197,9 +197,8 @@ def _multiply(
 ) -> np.ndarray:
     library = load()
     cut_a, cut_b, cut_c = tiles(a, b, np.asarray(c, np.float32))
-    d = np.full(cut_c.shape, 0x7FC0DEAD, np.uint32).view(
-        np.float32
-    )  # a NaN that no sum gives: unwritten results show
+    # a NaN that no sum gives: unwritten results show
+    d = np.full(cut_c.shape, 0x7FC0DEAD, np.uint32).view(np.float32)
     pointers = (x.ctypes.data_as(ctypes.c_void_p) for x in (cut_a, cut_b, cut_c, d))
     _check(
         library, library.fp8ref_wgmma(PAIRS.index((fmt_a, fmt_b)), *pointers, len(cut_c), *layout)

@@ -106,9 +106,8 @@ def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
         + np.array([-2, -1, 0, 1, 2, 17])
     ).astype(np.int32)
     powers = np.ldexp(1.0, np.arange(-37, 110, 8)).astype(np.float32)
-    below = np.concatenate(
-        [np.nextafter(powers, np.float32(0)), np.float32(0.999) * powers]
-    )  # 0.999 is 1 in bfloat16
+    # 0.999 is 1 in bfloat16
+    below = np.concatenate([np.nextafter(powers, np.float32(0)), np.float32(0.999) * powers])
     random = np.abs(rng.standard_normal(64)) * 10.0 ** rng.integers(-6, 7, 64)
     ordinary = [
         2.0 ** np.arange(-30, 61, 5),
@@ -173,9 +172,8 @@ def disputed(largest: np.ndarray, fmt: Format, dtype: str) -> np.ndarray:
     order = np.random.default_rng(0).random(x.shape) - np.any(
         [c != codes[0] for c in codes], axis=0
     )
-    if (
-        dtype == "float16"
-    ):  # few are exact: groups of 32 have room for a third, which shall tell all ways apart
+    # few are exact: groups of 32 have room for a third, which shall tell all ways apart
+    if dtype == "float16":
         order -= _covering(np.stack(codes))
     return np.take_along_axis(x, np.argsort(order, axis=1)[:, :_DISPUTED], axis=1)
 
@@ -294,9 +292,8 @@ def tensor(largest: np.ndarray, beside: np.ndarray, group: np.ndarray, dtype: st
         values = finite * parts
     flat[order] = np.where((place == 0) & ~np.isfinite(base), base, values)
     turn, odd = np.divmod(place - _PARTS.size + 4, 2)
-    turn = np.where(
-        place < _PARTS.size + 4, place - _PARTS.size, turn
-    )  # groups of 16 have four of them
+    # groups of 16 have four of them
+    turn = np.where(place < _PARTS.size + 4, place - _PARTS.size, turn)
     at = (
         (turn >= 0)
         & (turn < beside.shape[1])

@@ -15,9 +15,8 @@ from fp8ref.formats import Format
 _F32 = np.float32
 _AMAXES = st.sampled_from([1.0, 2.0, 3.0, 0.0, 448.0, 2.0**-149, 3e38, math.inf, math.nan])
 
-_FEW = st.sampled_from(
-    [1.0, 2.0, math.nan, math.inf]
-)  # few, so that most triples of them are drawn
+# few, so that most triples of them are drawn
+_FEW = st.sampled_from([1.0, 2.0, math.nan, math.inf])
 
 
 def _merged(function: Any, a: Any, b: Any) -> np.float32:

@@ -53,9 +53,8 @@ class Check:
         equal, distance = np.atleast_1d(equal), np.atleast_1d(distance)
         self.compared += equal.size
         self.equal += int(equal.sum())
-        self.worst = max(
-            self.worst, min(float(distance.max(initial=0)), sys.float_info.max)
-        )  # JSON has no infinity
+        # JSON has no infinity
+        self.worst = max(self.worst, min(float(distance.max(initial=0)), sys.float_info.max))
         broken = ~equal & ((distance > self.bound) | (self.bound == 0))
         if broken.any() and not self.detail:
             index = tuple(int(i) for i in np.argwhere(broken)[0])

@@ -113,9 +113,8 @@ def table(findings: Sequence[Finding], **options: Any) -> "Table":
 
     made = Table("", "found", "by", **options)
     for finding in findings:
-        made.add_row(
-            *(Text(cell) for cell in (finding.what, finding.text, finding.evidence))
-        )  # Text: not parsed as markup
+        # Text: not parsed as markup
+        made.add_row(*(Text(cell) for cell in (finding.what, finding.text, finding.evidence)))
     return made
 
 
@@ -244,9 +243,8 @@ class Outcome(Result):
         """Print the findings, then ``unlike`` if no name was expected, then the message."""
         from rich.text import Text
 
-        title = Text(
-            f"{self.name}: a {self.kind} of {self.framework} arrays, {self.fmt}"
-        )  # Text: brackets in a name are not parsed as markup
+        # Text: brackets in a name are not parsed as markup
+        title = Text(f"{self.name}: a {self.kind} of {self.framework} arrays, {self.fmt}")
         console.print(table(self.findings, title=title, title_justify="left"))
         for witness in self.unlike if self.expected is None else ():
             console.out(f"unlike: {witness}", highlight=False)

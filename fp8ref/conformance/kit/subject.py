@@ -216,9 +216,8 @@ def kind_of(
         subject = wrap(name, function, framework=framework, device=device, shape=SHAPE)
     except RefusedError as error:
         try:
-            wrap(
-                name, function, framework=framework, device=device, shape=(16,)
-            )  # one that takes vectors alone, or nothing
+            # one that takes vectors alone, or nothing
+            wrap(name, function, framework=framework, device=device, shape=(16,))
         except RefusedError as other:
             raise RefusedError(f"{error}\n{other}") from other
         return "cast"

@@ -169,9 +169,8 @@ def every_cast() -> Iterator[Function]:
     otherwise.
     """
     for fmt in FP8_FORMATS.values():
-        yield from (
-            f for name, f in casts(fmt).items() if " " not in name
-        )  # a device stands behind a blank
+        # a device stands behind a blank
+        yield from (f for name, f in casts(fmt).items() if " " not in name)
     for fmt in (E4M3FN, E5M2):
         saturated, quantize = (
             on_torch("cpu")(torchao_cast(fmt)),

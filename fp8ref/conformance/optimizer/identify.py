@@ -179,9 +179,8 @@ def _identified(
             for update in forms.updates(decays=_decays(found), count=updates[0].count)
         ]
         form, exact = _best_update(found, layout, every)
-        for other in (
-            () if exact else _of_equal_moments(layout, masters)
-        ):  # neither bound nor master is in the moments
+        # neither bound nor master is in the moments
+        for other in () if exact else _of_equal_moments(layout, masters):
             of_other, explained = _best_update(found, other, every)
             if explained:
                 return other, of_other, True
@@ -249,9 +248,8 @@ def _first_step(found: Search, *, count: int = 1) -> tuple[str, list[Form], list
         plain = dataclasses.replace(
             LAYOUTS["float32"], master=master, bounded=master.amax == "predicted"
         )
-        both = dict.fromkeys(
-            (plain, dataclasses.replace(plain, bounded=True))
-        )  # a bound clips ratios whose bias is not corrected
+        # a bound clips ratios whose bias is not corrected
+        both = dict.fromkeys((plain, dataclasses.replace(plain, bounded=True)))
         of_it = (
             f
             for f in every

@@ -68,9 +68,8 @@ class Candidate:
             scales = self.deviation.scales(
                 scales_from_amax(amax, scale_fmt, policy), amax, scale_fmt, policy
             )
-        if (
-            self.flushes and self.policy.e8m0 is None
-        ):  # an e8m0 scale is no float, and so never flushed
+        # an e8m0 scale is no float, and so never flushed
+        if self.flushes and self.policy.e8m0 is None:
             scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
         return scales
 

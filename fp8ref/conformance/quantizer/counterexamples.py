@@ -45,9 +45,8 @@ def smallest_for_policy(
 
     None if no tensor made of that element differs.
     """
-    signs = (
-        (abs(largest), largest) if largest < 0 else (largest,)
-    )  # negative only if positive shows nothing
+    # negative only if positive shows nothing
+    signs = (abs(largest), largest) if largest < 0 else (largest,)
     # The smallest shape first, then zeros before other numbers next to the largest.
     for shape in SHAPES:
         for beside, largest in itertools.product((False, True), signs):

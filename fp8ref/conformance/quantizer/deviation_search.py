@@ -318,9 +318,8 @@ class Search:
         if low is None or high is None or not low < high:
             return []
         limit, words = shortest(low, np.nextafter(high, 0))
-        if (
-            high > 1.001 * low
-        ):  # of powers of two: several maxes have these scales, and one is a power of two
+        # of powers of two: several maxes have these scales, and one is a power of two
+        if high > 1.001 * low:
             limit = 2.0 ** np.floor(np.log2(high))
             words = f"{limit:g}"
         return [deviations.another_max(limit, self.fmt, words)] if low <= limit < high else []

@@ -283,9 +283,8 @@ def check_dtype(
     finding = Finding(
         what=f"from {dtype}", value=None, words="something else", evidence=str(wrong[0])
     )
-    stated = (
-        dtype == "bfloat16" or candidate.policy.stored == "scale"
-    )  # S-13 leaves quotients in float16 open
+    # S-13 leaves quotients in float16 open
+    stated = dtype == "bfloat16" or candidate.policy.stored == "scale"
     return None, finding, wrong if stated else []
 
 
@@ -358,12 +357,16 @@ def _other_counts(
     wrong = ((name, output.scales[name].shape) for name in scale_layout.kinds)
     return [
         Counterexample(
-            input=str(tensor), bits=(), dtype=output.dtype, got=f"{name or 'scales'} {list(shape)}",
-            expected=f"{count} scales, one of each block, the last one too", clause="S-6, S-16",
+            input=str(tensor),
+            bits=(),
+            dtype=output.dtype,
+            got=f"{name or 'scales'} {list(shape)}",
+            expected=f"{count} scales, one of each block, the last one too",
+            clause="S-6, S-16",
         )
         for name, shape in wrong
         if np.prod(shape, dtype=np.int64) != count and shape != tensor.x.shape
-    ][:1]  # fmt: skip
+    ][:1]
 
 
 def _as_without(

@@ -50,9 +50,8 @@ class Collective:
         """Every rank's value, or what was raised."""
         given = [[FRAMEWORKS[self.framework](x) for x in rank] for rank in arrays(case, self.axis)]
         before = [written(x) for rank in given for x in rank]
-        shards = [
-            x for rank in given for x in rank
-        ]  # held here: somebody's code may empty the lists
+        # held here: somebody's code may empty the lists
+        shards = [x for rank in given for x in rank]
         try:
             found = self.function(given if self.microbatches else [rank[0] for rank in given])
             if isinstance(found, dict | str):

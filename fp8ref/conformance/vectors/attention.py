@@ -303,14 +303,12 @@ def _bits(pattern: str, role: str, shape: tuple[int, ...], seed: int) -> np.ndar
             | np.where(integers > 0, sign, 0)
         )
     found = ordinary
-    if (
-        pattern == "one large score" and role == "k"
-    ):  # of the first query and the key of the seed's number
+    # of the first query and the key of the seed's number
+    if pattern == "one large score" and role == "k":
         found = ordinary.copy()
         found[:, :, seed // 3 % shape[2]] += np.uint16(3 << 7)
-    if (
-        pattern == "opposite values" and role == "v"
-    ):  # the second half of the keys negates the first
+    # the second half of the keys negates the first
+    if pattern == "opposite values" and role == "v":
         half = shape[2] // 2
         found = ordinary.copy()
         found[:, :, half : 2 * half] = found[:, :, :half] ^ np.uint16(0x8000)

@@ -247,9 +247,8 @@ def exact(
         float(np.float32(1 / np.sqrt(q.shape[-1]))),
     )
     wide_k, wide_v = (np.repeat(x, group, axis=1) for x in (k, v))
-    sizes = (
-        scale * np.abs(q) @ np.abs(wide_k).swapaxes(-1, -2)
-    )  # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
+    # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
+    sizes = scale * np.abs(q) @ np.abs(wide_k).swapaxes(-1, -2)
     # A capped score differs by no more than its argument times the cap does, by the error of tanh,
     # and by the roundings of t and of t cap.
     of_scores = gamma(features + 8) * sizes + (0 if cap is None else cap * (TANH + 4 * U))
@@ -258,9 +257,8 @@ def exact(
         return Exact(products if cap is None else cap * np.tanh(products / cap), of_scores)
     s = np.asarray(forward.arrays["s/value"], np.float64)
     keys, length = s.shape[-1], variant.tile(features, MASK)
-    maxima = np.maximum.accumulate(
-        [s[..., n : n + length].max(-1) for n in range(0, keys, length)]
-    )  # of each tile, and those before
+    # of each tile, and those before
+    maxima = np.maximum.accumulate([s[..., n : n + length].max(-1) for n in range(0, keys, length)])
     top = maxima[-1][..., None]
     # E of A-18 without the distance of scores, which are equal here: a tile rounds its exponents
     # and c. h is 2 units in the last place, 2 x 2^-23.
@@ -278,9 +276,8 @@ def exact(
         # addition: l and O are Tk additions each, and a product a tile.
         d = sinks[:, None, None] - top  # [B, H, Tq, 1]
         e = e + 6 * U * (np.clip(d, 0, FAR) + LARGEST) + 2.0**-22
-        left = (
-            d > FAR - 1
-        )  # where a form may leave nothing of the keys: all of what they have is in the bound then
+        # where a form may leave nothing of the keys: all of what they have is in the bound then
+        left = d > FAR - 1
         shifted = np.maximum(d, 0)
         top, sums = top + shifted, sums * np.exp(-shifted) + np.exp(d - shifted)
     if what == "o":

@@ -146,9 +146,8 @@ def _probabilities(
         x = s[..., tile] - np.where(maximum == -np.inf, 0, maximum)[..., None] + variant.offset
         p[..., tile] = np.exp2(x) if variant.base == "2" else np.exp(x)
     q, k = (_magnitudes(role, one, variant) for role in ("q", "k"))
-    sizes = q @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(
-        -1, -2
-    )  # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
+    # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
+    sizes = q @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(-1, -2)
     of_rows = np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0) / np.sqrt(
         features
     )

@@ -64,9 +64,8 @@ def explain(
             f"no clause explains it: the scale of {a.role} is a state's or a constant (A-8, "
             "H-1): a fault",
         )
-    of_codes = variant.fmt.bits == 8 and (
-        a.phase == "forward" or variant.backward == "cast"
-    )  # multiplied by the hardware
+    # multiplied by the hardware
+    of_codes = variant.fmt.bits == 8 and (a.phase == "forward" or variant.backward == "cast")
     if (
         of_codes
         and forms == ["stated", "stated"]

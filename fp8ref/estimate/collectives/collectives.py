@@ -131,9 +131,8 @@ def _of_part(config: Config, backend: str) -> Iterator[Collective]:
         # PyTorch's root keeps one gathered table.
         shape = llama.parameter_shapes(config.model)[llama.EMBEDDING]
         yield from _of_parameter("lm_head.weight", shape, None, config, backend)
-        if (
-            config.parallel.through == "jit"
-        ):  # as compiled: the partitioner gathers it twice in the forward pass
+        # as compiled: the partitioner gathers it twice in the forward pass
+        if config.parallel.through == "jit":
             yield Collective(
                 "weights, gathered over fsdp",
                 "all-gather",
@@ -179,9 +178,8 @@ def _squares(config: Config) -> int:
 
     shapes = llama.parameter_shapes(config.model)
     if keys.scan:
-        shapes = {
-            llama.stack_of(name): shape for name, shape in shapes.items()
-        }  # the mesh cuts a stack as it cuts a layer's own
+        # the mesh cuts a stack as it cuts a layer's own
+        shapes = {llama.stack_of(name): shape for name, shape in shapes.items()}
     which = [cut(name, shape) for name, shape in sorted(shapes.items())]
     joined = which.index(False) if False in which else len(which)
     return sum(which) - max(0, joined - 1)
@@ -207,9 +205,8 @@ def _of_parameter(
     shards = keys.shards
     if len(shape) == 3:  # of experts a device has its own
         whole, shards = whole // keys.expert, keys.fsdp
-    if not (
-        (len(shape) > 1 and not llama.is_router(name)) or backend == "torch"
-    ):  # JAX replicates norms and routers
+    # JAX replicates norms and routers
+    if not ((len(shape) > 1 and not llama.is_router(name)) or backend == "torch"):
         parts = keys.sharing * (keys.tensor if keys.sequence else 1)
         yield Collective("gradients, summed over data", "all-reduce", "float32", parts, whole)
         return
@@ -221,17 +218,14 @@ def _of_parameter(
     if recipe is not None and in_fp8(recipe, config, backend):
         casts = (recipe.output.b, recipe.grad_input.b, recipe.output.b)
         dtypes = [cast.fmt.name for cast in casts if cast is not None]
-    once = table or (
-        keys.loss == "chunked" and linear == "lm_head"
-    )  # the whole weight waits for the backward pass, which comes next
+    # the whole weight waits for the backward pass, which comes next
+    once = table or (keys.loss == "chunked" and linear == "lm_head")
     times = 1 if once else 3 if runs_output_again(linear, config, backend) else 2
-    for dtype in (*dtypes, dtypes[0])[
-        :times
-    ]:  # of a weight that the backward pass takes in high precision, its codes twice
+    # of a weight that the backward pass takes in high precision, its codes twice
+    for dtype in (*dtypes, dtypes[0])[:times]:
         yield Collective("weights, gathered over fsdp", "all-gather", dtype, shards, whole)
-    if (
-        keys.reduce_dtype == "float8_e4m3fn" and len(shape) == 2 and not table
-    ):  # of linears' weights, all else in float32 (P-25)
+    # of linears' weights, all else in float32 (P-25)
+    if keys.reduce_dtype == "float8_e4m3fn" and len(shape) == 2 and not table:
         yield from _exchanged(linear, whole, piece, config, backend)
         return
     # JAX reduces the table's gradient in the table's own dtype.
@@ -243,9 +237,8 @@ def _of_parameter(
     yield Collective("gradients, reduced over fsdp", "reduce-scatter", wide, shards, whole)
     if linear == "lm_head" and config.model.tie_word_embeddings and wide == "float32":
         return  # XLA adds it to the table's gradient, before it sums both over the same devices
-    if (
-        backend == "jax" and keys.sequence and (table or linear == "lm_head")
-    ):  # a device has other tokens along tensor
+    # a device has other tokens along tensor
+    if backend == "jax" and keys.sequence and (table or linear == "lm_head"):
         yield Collective(
             "gradients, summed over data and tensor",
             "all-reduce",
@@ -377,9 +370,8 @@ def _grad_outputs(
     yield Collective(purpose, "all-gather", for_input, keys.tensor, whole)
     if backend == "torch" or recipe.serves_both("grad_output"):
         return
-    if (
-        recipe.pairs_gradients and keys.through == "shard_map"
-    ):  # a bit an element beside the other's codes (P-6)
+    # a bit an element beside the other's codes (P-6)
+    if recipe.pairs_gradients and keys.through == "shard_map":
         yield Collective(purpose, "all-gather", "uint8", keys.tensor, whole / 8, beside=True)
     else:
         yield Collective(purpose, "all-gather", for_weight, keys.tensor, whole, beside=True)

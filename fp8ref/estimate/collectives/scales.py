@@ -94,11 +94,12 @@ def _of_linear(
                 continue
             seen.add(key)
             times = 1 + (again and which == "output" and cast.delayed is None)
+            # one state for all (H-4)
             scope = (
                 config
                 if cast.delayed is None
                 else config.replace(parallel={"amax_scope": "global"})
-            )  # one state for all (H-4)
+            )
             devices = tuple(_count(axes, role, scope) for axes in cut)
             if whole:
                 yield Shared(math.prod(devices), times)
@@ -113,9 +114,8 @@ def _of_linear(
                     yield dataclasses.replace(amaxes, dtype="uint32")
             if axis == 1:
                 gathered = _gathered(role, last, config)
-                pair = (
-                    role == "grad_output" and decision.recipe.pairs_gradients and not jit
-                )  # also what undoes each scale
+                # also what undoes each scale
+                pair = role == "grad_output" and decision.recipe.pairs_gradients and not jit
                 yield Shared(
                     gathered, times * gathered * sizes[0] * (1 + pair), "all-gather", "float32"
                 )

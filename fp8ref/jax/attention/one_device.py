@@ -25,9 +25,8 @@ batching.defvectorized(_checked)
 
 
 def _lower(context, x, *, message: str):
-    devices = getattr(
-        context.module_context.axis_context, "num_devices", 1
-    )  # a context of manual axes has none
+    # a context of manual axes has none
+    devices = getattr(context.module_context.axis_context, "num_devices", 1)
     if devices > 1:
         raise ValueError(message.format(devices=devices))
     return [x]

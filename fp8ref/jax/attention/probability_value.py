@@ -24,9 +24,8 @@ def add(
               RN32(o c); the sum.
     """
     with parts.use.scope("values"):
-        found = parts.dot(
-            p, parts.tile(parts.v, tile), ((4,), (2,))
-        )  # [rows, L] x [L, D] -> [rows, D]
+        # [rows, L] x [L, D] -> [rows, D]
+        found = parts.dot(p, parts.tile(parts.v, tile), ((4,), (2,)))
     how = parts.use.arithmetic
     if parts.variant.out_scales == "tile":
         if parts.variant.granularity != "mx_1x32":  # whose operand v has its scales

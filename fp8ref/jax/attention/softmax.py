@@ -181,9 +181,8 @@ def _added(p: jax.Array, c: jax.Array, sums: jax.Array, order: SumOrder) -> jax.
         return before + ascending_sum(p)[..., None]
     p = lax.optimization_barrier(p)  # else XLA computes each column where it is added
     if order == "quad":
-        pairs = p.reshape(
-            *p.shape[:-1], -1, 4, 2
-        )  # lane n has columns 2 n and 2 n + 1 of each eight
+        # lane n has columns 2 n and 2 n + 1 of each eight
+        pairs = p.reshape(*p.shape[:-1], -1, 4, 2)
         lanes = before
         for j in range(pairs.shape[-3]):
             lanes = (lanes + pairs[..., j, :, 0]) + pairs[..., j, :, 1]

@@ -296,9 +296,8 @@ def _of_dot_general(
         y = lax.dot_general(
             x, w, numbers, preferred_element_type=jnp.float32, out_sharding=out_sharding
         )
-        shardings.append(
-            jax.typeof(y).sharding
-        )  # eval_shape's result has none where some axes are Auto
+        # eval_shape's result has none where some axes are Auto
+        shardings.append(jax.typeof(y).sharding)
         return y
 
     try:

@@ -239,9 +239,8 @@ def _forward(
         "input": groups.only(x) if codes is None else codes,
         "weight": w,
     }
-    y, measured = _gemm(
-        "output", tensors, groups, state_scales, use
-    )  # [M, K] x [E, K, N] -> [M, N]
+    # [M, K] x [E, K, N] -> [M, N]
+    y, measured = _gemm("output", tensors, groups, state_scales, use)
     tap = None if tap is None else tap + stats.rows(measured)
     slot = _slot(y, len(w), use) if use.slot else None
     return (y, _observed(seen, tensors, seen, groups, use), tap, slot), derivatives.saved(
@@ -273,12 +272,10 @@ def _backward(use: Use, residuals, cotangents):
     tensors["grad_output"] = (
         groups.only(g) if slot is None else Codes(slot.codes, slot.scale, slot.scale_inv)
     )
-    grad_input, of_first = _gemm(
-        "grad_input", tensors, groups, state_scales, use
-    )  # [M, N] x [E, K, N] -> [M, K]
-    grad_weight, of_second = _gemm(
-        "grad_weight", tensors, groups, state_scales, use
-    )  # [M, N] x [M, K] -> [E, K, N]
+    # [M, N] x [E, K, N] -> [M, K]
+    grad_input, of_first = _gemm("grad_input", tensors, groups, state_scales, use)
+    # [M, N] x [M, K] -> [E, K, N]
+    grad_weight, of_second = _gemm("grad_weight", tensors, groups, state_scales, use)
     of_seen = _observed(later, {"grad_output": tensors["grad_output"]}, seen, groups, use)
     if slot is not None and "grad_output" in seen:
         of_seen["grad_output"] = delayed.over_batch(

@@ -143,9 +143,8 @@ def quantize_rows(
     segment, count = (
         (groups.group, len(groups.sizes)) if kind.reduced is None else _blocks(groups, kind.reduced)
     )
-    rows = (
-        scaling.amax(x, "rowwise") if spec.granularity == "tensorwise" else x
-    )  # [M, 1], or every column for itself
+    # [M, 1], or every column for itself
+    rows = scaling.amax(x, "rowwise") if spec.granularity == "tensorwise" else x
     largest = jax.ops.segment_max(cast.magnitude_bits(rows), segment, num_segments=count)
     largest = jnp.maximum(largest, 0)  # no row: 0
     if over and kind.reduced is None:  # as bits, of which no maximum drops a NaN (P-9)
@@ -313,9 +312,10 @@ def _rows_by_weights(
         rows, e = of
         dims = ((1,), (1 if turned else 0,)), ((), ())
         with jax.named_scope(scope):
+            # [R, C] x [C, D]
             return None, lax.dot_general(
                 rows, w[e], dims, precision=precision, preferred_element_type=jnp.float32
-            )  # [R, C] x [C, D]
+            )
 
     out = lax.scan(step, None, (blocks.of(x), blocks.group))[1]
     return jnp.take(out.reshape(-1, out.shape[-1]), blocks.to, axis=0, mode="fill", fill_value=0)
@@ -333,12 +333,12 @@ def _rows_by_rows(
     def step(total: jax.Array, of: tuple[jax.Array, jax.Array, jax.Array]):
         rows_g, rows_x, e = of
         dims = ((0,), (0,)), ((), ())
-        with jax.named_scope(
-            f"{scope}/turned"
-        ):  # the dot has its operands in the other order than L-2
+        # the dot has its operands in the other order than L-2
+        with jax.named_scope(f"{scope}/turned"):
+            # [K, R] x [R, N]
             part = lax.dot_general(
                 rows_x, rows_g, dims, precision=precision, preferred_element_type=jnp.float32
-            )  # [K, R] x [R, N]
+            )
         return total.at[e].add(part), None
 
     begin = attention_inputs.like(

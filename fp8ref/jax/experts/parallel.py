@@ -97,17 +97,15 @@ def plan(group_sizes: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.A
     own = experts // devices
     sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(sizes)
-    expert = (ends <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(
-        axis=1, dtype=jnp.int32
-    )  # E for a row of none
+    # E for a row of none
+    expert = (ends <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(axis=1, dtype=jnp.int32)
     device = expert // own
     begin = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])[jnp.minimum(device, devices - 1) * own]
     places = jnp.where(
         device < devices, device * rows + jnp.arange(rows, dtype=jnp.int32) - begin, devices * rows
     )
-    received = lax.all_to_all(
-        sizes.reshape(devices, own), axis, split_axis=0, concat_axis=0
-    )  # [D, E / D], of each sender
+    # [D, E / D], of each sender
+    received = lax.all_to_all(sizes.reshape(devices, own), axis, split_axis=0, concat_axis=0)
     of_sender = (
         jnp.cumsum(received, axis=1)[:, None, :] <= jnp.arange(rows, dtype=jnp.int32)[None, :, None]
     )

@@ -21,10 +21,11 @@ from fp8ref.jax.quantize import scaling
 from fp8ref.jax.transforms import derivatives
 from fp8ref.recipe import Recipe
 
+# linen's collections; a state is read, observations are threaded
 STATE, SEEN = (
     "fp8_state",
     "fp8_seen",
-)  # linen's collections; a state is read, observations are threaded
+)
 
 
 @dataclass

@@ -169,9 +169,8 @@ def _convert_nnx(
         _check_free(decision.path, taken, getattr(layer, "precision", None))
         _check_dtype(decision.path, layer)
     of_hooks = _hook_options([decision.path for decision, _ in chosen], given)
-    made = [
-        _hook(decision, layer, of_hooks[decision.path]) for decision, layer in chosen
-    ]  # refuses what a hook does not take
+    # refuses what a hook does not take
+    made = [_hook(decision, layer, of_hooks[decision.path]) for decision, layer in chosen]
     notice = unset_scales.Model()
     for (_, layer), hook in zip(chosen, made, strict=True):
         setattr(layer, _attribute(layer), nnx.data(hook))

@@ -187,9 +187,8 @@ def hooks(model: nnx.Module) -> dict[str, Hook]:
     """
     found: dict[str, Hook] = {}
     owners: dict[int, str] = {}
-    for path, node in nnx.iter_graph(
-        model, graph=True
-    ):  # every node once, so that a shared layer owns its hook once
+    # every node once, so that a shared layer owns its hook once
+    for path, node in nnx.iter_graph(model, graph=True):
         if not isinstance(node, nnx.Module):
             continue
         for key, hook in vars(node).items():

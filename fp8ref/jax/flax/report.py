@@ -219,9 +219,8 @@ class _Traced:
         self.layers: collections.Counter[str] = collections.Counter()
         self.others: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
         for eqn, scope, times in _products(jaxpr, "", 1):
-            parts = scope.split(
-                "/"
-            )  # linen's end in its layer, such as "vmap(up)", or in the subscripts of its einsum
+            # linen's end in its layer, such as "vmap(up)", or in the subscripts of its einsum
+            parts = scope.split("/")
             at = next((i for i, part in enumerate(parts) if part == "output"), 0)
             of_linen = re.sub(
                 r"\w+\(([^()]*)\)", r"\1", "/".join(parts[:-1] if "->" in parts[-1] else parts)

@@ -330,9 +330,8 @@ def _of_linen(loss_fn: Callable, model: Model, args: tuple, has_aux: bool):
             path: layer.replace(model=prefix)
             for path, layer in linen_states(models[prefix]).items()
         }
-        observed = {
-            path: seen[prefix + _key(path)] for path in states
-        }  # without a state empty: apply returns it if it is mutable
+        # without a state empty: apply returns it if it is mutable
+        observed = {path: seen[prefix + _key(path)] for path in states}
         of_states = {STATE: collection(states, "state")} if states else {}
         return {**models[prefix], **of_states, "params": params, SEEN: collection(observed, "seen")}
 

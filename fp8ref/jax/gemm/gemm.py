@@ -191,9 +191,8 @@ def _multiplied(
 
     def scaled_after_rounding(a: Quantized, b: Quantized) -> jax.Array:
         if dequantized and out_dtype != jnp.float16:
-            one = lax.optimization_barrier((jnp.float32(1), a.scale_inv, b.scale_inv))[
-                0
-            ]  # by its scales, one of its own
+            # by its scales, one of its own
+            one = lax.optimization_barrier((jnp.float32(1), a.scale_inv, b.scale_inv))[0]
             rounded = by_cublaslt(a, b, (one, one))
         else:
             rounded = _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, None, out_dtype)
@@ -266,10 +265,11 @@ def _scaled(
 ) -> jax.Array:
     """The epilogue: accumulators [M, N] times the scales of the rows of a and of b, rounded to
     out_dtype."""
+    # [.., M, 1], [.., 1, N]
     scale_a, scale_b = (
         _rows(a.scale_inv, axes[0]),
         jnp.swapaxes(_rows(b.scale_inv, axes[1]), -1, -2),
-    )  # [.., M, 1], [.., 1, N]
+    )
     scale_a = collective.own_rows(scale_a) if collective else scale_a
     if turned:
         scale_a, scale_b = jnp.swapaxes(scale_a, -1, -2), jnp.swapaxes(scale_b, -1, -2)

@@ -239,17 +239,15 @@ def _forward(
         "input": use.recipe.output.a,
         "weight": use.recipe.output.b,
     }
-    with jax.named_scope(
-        f"{use.name}/output"
-    ):  # ``proof`` reads layer and GEMM of a dot from this scope
+    # ``proof`` reads layer and GEMM of a dot from this scope
+    with jax.named_scope(f"{use.name}/output"):
         quantized = {
             role: operands.quantize(tensors[role], role, cast, use.axis("output", role), known, use)
             for role, cast in casts.items()
             if cast
         }
-        y, measured, _ = three_gemms.run(
-            "output", tensors, quantized, known, use
-        )  # [M, K] x [N, K] -> [M, N]
+        # [M, K] x [N, K] -> [M, N]
+        y, measured, _ = three_gemms.run("output", tensors, quantized, known, use)
     # Residuals: a tensorwise operand serves the backward pass as codes, a byte an element. Every
     # other one is quantized again from its tensor, along another axis (L-3), so the tensor is
     # saved.
@@ -260,9 +258,8 @@ def _forward(
         if role not in codes or use.observer
     }
     residuals = derivatives.saved((saved, codes, known, seen, mu))
-    after = (
-        () if tap is None else tap + stats.rows(measured)
-    )  # no None: jax 0.12's vmap takes it for an array
+    # no None: jax 0.12's vmap takes it for an array
+    after = () if tap is None else tap + stats.rows(measured)
     return (operands.unflattened(y, x, use), _observed(seen, tensors, seen, use), after), residuals
 
 
@@ -307,13 +304,15 @@ def _backward(use: Use, residuals, cotangents):
                 (rows, all_rows),
                 (columns, all_columns),
             )
+        # [M, N] x [N, K] -> [M, K]
         grad_input, of_first, _ = three_gemms.run(
             "grad_input", tensors, quantized, known, use, whole=of_rows
-        )  # [M, N] x [N, K] -> [M, K]
+        )
     with jax.named_scope(f"{use.name}/grad_weight"):
+        # [M, N] x [M, K] -> [N, K]
         grad_weight, of_second, saturated = three_gemms.run(
             "grad_weight", tensors, quantized, known, use, mu, whole=of_columns
-        )  # [M, N] x [M, K] -> [N, K]
+        )
     grad_input = operands.unflattened(grad_input, g, use)
     tap = None if isinstance(tap, tuple) else tap + stats.rows(of_first | of_second)
     of_seen = _observed(later, {"grad_output": observed}, seen, use)

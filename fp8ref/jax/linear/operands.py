@@ -262,9 +262,8 @@ def _check_whole_blocks(x: jax.Array, role: Role, granularity: str, axis: int, u
         use.placement.at_rest(role),
         granularities.blocks(granularity, x.shape, axis, ragged=ragged),
     )
-    run = x.shape[0] // (
-        use.outer if use.placement.gathered(role) and role != "weight" else 1
-    )  # of rows that follow each other
+    # of rows that follow each other
+    run = x.shape[0] // (use.outer if use.placement.gathered(role) and role != "weight" else 1)
     for what, length, size, axes in zip(
         ("rows", "columns"), (run, x.shape[1]), sizes, cutting, strict=True
     ):

@@ -69,9 +69,8 @@ def run(
         "powers_of_two": spec.powers_of_two,
         "out_dtype": rounded,
     }
-    how |= {
-        "dequantized": use.turned and which == "output"
-    }  # of a weight [K, N], codes in another order serve this GEMM
+    # of a weight [K, N], codes in another order serve this GEMM
+    how |= {"dequantized": use.turned and which == "output"}
     summed = collective if mu is None else None
     out = gemm.matmul(
         qa, qb, **how, collective=summed, in_steps=in_steps, turned=turned, multiply=use.multiply

@@ -30,9 +30,8 @@ def missing_products(
         for product in products(variant):
             here = [dot for dot in dots if (dot.layer, dot.which) == (layer, product)]
             wanted = _wanted(product, variant)
-            if (
-                wanted and variant.backward == "bf16"
-            ):  # whose backward pass makes scores again, of no codes
+            # whose backward pass makes scores again, of no codes
+            if wanted and variant.backward == "bf16":
                 here = [dot for dot in here if dot.fp8]
             wanted = wanted and wanted + (f", under {plan}" if plan else "")
             promise = f"{layer}/{product}: planned {wanted or 'a dot of dequantized operands'}"

@@ -19,9 +19,8 @@ MOVES = ("reshape", "transpose", "bitcast", "copy")
 Typed = tuple[str, tuple[int, ...]]
 """The dtype and shape of an array."""
 
-_SIMULATED = re.compile(
-    r'"(?P<path>[^"]*/simulated:(?P<how>[^/()"]+:(?:fast|slow))/[^"]*)"'
-)  # a scope of ``hardware.matmul``
+# a scope of ``hardware.matmul``
+_SIMULATED = re.compile(r'"(?P<path>[^"]*/simulated:(?P<how>[^/()"]+:(?:fast|slow))/[^"]*)"')
 _GEMM = re.compile(r"(?:^|[/(])(?P<layer>[^/()]+)/(?P<which>output|grad_input|grad_weight)[/)]")
 _PRODUCT = re.compile(r"(?:^|[/(])(?P<layer>[^/()]+)/attention:(?P<which>\w+)[/)]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")

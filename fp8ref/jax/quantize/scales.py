@@ -214,9 +214,8 @@ def _steps(fmt: Format, policy: ScalePolicy) -> np.ndarray:
     binade = np.arange(256) << 23
     first = _rounded_field(binade, fmt, policy)
     # By bisection over the 23 mantissa bits.
-    last = np.zeros(
-        256, np.int64
-    )  # the last mantissa of that value, found a bit at a time; infinity has but one
+    # the last mantissa of that value, found a bit at a time; infinity has but one
+    last = np.zeros(256, np.int64)
     for bit in 2 ** np.arange(22, -1, -1):
         last[:255] += bit * (
             _rounded_field((binade + last + bit)[:255], fmt, policy) == first[:255]

@@ -87,9 +87,8 @@ def amax(
     """
     cast.check_array(x)
     axes = axis if isinstance(axis, tuple) else (axis,)
-    sizes = [
-        granularities.blocks(granularity, x.shape, each, ragged=ragged) for each in axes
-    ]  # refuses empty tensors and absent axes
+    # refuses empty tensors and absent axes
+    sizes = [granularities.blocks(granularity, x.shape, each, ragged=ragged) for each in axes]
     bits = cast.bits(x)
     if granularity == "tensorwise":
         bits = _largest(bits, x.dtype)
@@ -305,9 +304,8 @@ def _of_floats(
 
 
 def _largest_of_blocks(bits: jax.Array, dtype, sizes: tuple[int, ...]) -> jax.Array:
-    bits = jnp.pad(
-        bits, [(0, -n % size) for n, size in zip(bits.shape, sizes, strict=True)]
-    )  # zeros fill the last block
+    # zeros fill the last block
+    bits = jnp.pad(bits, [(0, -n % size) for n, size in zip(bits.shape, sizes, strict=True)])
     bits = bits.reshape(
         [part for n, size in zip(bits.shape, sizes, strict=True) for part in (n // size, size)]
     )

@@ -50,9 +50,8 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     value, decoded = cast.to_f32(x), cast.decode(q.codes, q.fmt)
     finite = jnp.isfinite(value)
     kept = jnp.where(finite, value, 0.0)
-    of_groups = scaling.amax(
-        x, q.granularity, axis=q.axis, ragged=True
-    )  # which the quantizer may have taken too: XLA then computes it once
+    # which the quantizer may have taken too: XLA then computes it once
+    of_groups = scaling.amax(x, q.granularity, axis=q.axis, ragged=True)
     amax = scaling.amax(of_groups)
     field, unit = _unit(amax)
     error = jnp.where(
@@ -72,9 +71,8 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     counts = {
         "count": jnp.int32(x.size),
         "non_finite": non_finite,
-        "underflows": _number(
-            (cast.magnitude_bits(x) != 0) & (decoded == 0)
-        ),  # by bits: XLA on a CPU takes subnormals for zero
+        # by bits: XLA on a CPU takes subnormals for zero
+        "underflows": _number((cast.magnitude_bits(x) != 0) & (decoded == 0)),
         "saturated": _number(jnp.abs(decoded) == q.fmt.max),
         "overflows": overflows,
     }
@@ -83,9 +81,8 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
         for name in COUNTS
         for limb in (counts[name] >> 16, counts[name] & 0xFFFF)
     ]
-    poisoned = jnp.where(
-        jnp.isnan(q.scale).any(), jnp.nan, 0.0
-    )  # XLA's extrema on a CPU may drop NaNs
+    # XLA's extrema on a CPU may drop NaNs
+    poisoned = jnp.where(jnp.isnan(q.scale).any(), jnp.nan, 0.0)
     return jnp.stack(
         [
             *limbs,

@@ -245,9 +245,8 @@ def expanded(x, center, exponent, scale_inv, moment: Moment):
 
 def _power(x, exponent):
     square = product(x, x)
-    low = jnp.where(
-        exponent == 1, x, division.sqrt(x)
-    )  # jnp.select would write the index of each element to memory
+    # jnp.select would write the index of each element to memory
+    low = jnp.where(exponent == 1, x, division.sqrt(x))
     return jnp.where(exponent == 4, product(square, square), jnp.where(exponent == 2, square, low))
 
 
@@ -330,9 +329,8 @@ def above(x, limit: float, stored: MomentState, moment: Moment):
 def _group_max(x, moment: Moment, empty: float = 0.0):
     """() or [blocks]: the maximum of each group of the flattened tensor; empty fills a last block,
     and is 0 of magnitudes. Those are compared by bits, as in ``largest``."""
-    if (
-        division.inside_kernel() and empty == 0
-    ):  # [blocks, block], of magnitudes: by bits, NaN is the largest
+    # [blocks, block], of magnitudes: by bits, NaN is the largest
+    if division.inside_kernel() and empty == 0:
         return lax.bitcast_convert_type(
             jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1), jnp.float32
         )
@@ -352,9 +350,8 @@ def largest(x) -> jax.Array:
 def _max_of_groups(x, moment: Moment, empty: float):
     if moment.block is None:
         return jnp.max(x)
-    if (
-        x.ndim and x.shape[-1] % moment.block == 0
-    ):  # a cut along other axes then needs no collective
+    # a cut along other axes then needs no collective
+    if x.ndim and x.shape[-1] % moment.block == 0:
         return array_types.whole(
             jnp.max(x.reshape(*x.shape[:-1], -1, moment.block), axis=-1)
         ).reshape(-1)

@@ -65,9 +65,8 @@ def check_decisions(state: AdamWState, layout: Layout) -> None:
         )
     if isinstance(held, jax.core.Tracer) or not isinstance(held, jax.Array | np.ndarray):
         return
-    own = (
-        held if isinstance(held, np.ndarray) else held.addressable_data(0)
-    )  # whole on every device
+    # whole on every device
+    own = held if isinstance(held, np.ndarray) else held.addressable_data(0)
     layout_decisions.check(layout, np.asarray(own).tobytes().decode("ascii", "replace"))
 
 

@@ -353,9 +353,8 @@ def _of_each(
         raise ValueError(
             f"a schedule gives a number or an array of shape (); got one of shape {rate.shape}."
         )
-    rate = jnp.where(
-        (rate >= 0) & (rate <= 1024) & adamw_state.is_of(state, layout), rate, jnp.nan
-    )  # too late to refuse it
+    # too late to refuse it
+    rate = jnp.where((rate >= 0) & (rate <= 1024) & adamw_state.is_of(state, layout), rate, jnp.nan)
     given = (b1, 1 - b1, b2, 1 - b2, *at_step, rate, eps, weight_decay)
     at = Scalars(*(jnp.asarray(x, jnp.float32) for x in given))
     decays, stacks = (

@@ -69,9 +69,8 @@ def _exact_tanh(v: float) -> decimal.Decimal:
     if abs(v) < 2.0**-20:  # two terms of the series: the next is below 2^-80 of the first
         x = decimal.Decimal(v)
         return _CONTEXT.subtract(x, _CONTEXT.divide(_CONTEXT.power(x, 3), 3))
-    square = _CONTEXT.exp(
-        _CONTEXT.multiply(decimal.Decimal(max(-40.0, min(v, 40.0))), 2)
-    )  # beyond 40 it is 1 in any rounding
+    # beyond 40 it is 1 in any rounding
+    square = _CONTEXT.exp(_CONTEXT.multiply(decimal.Decimal(max(-40.0, min(v, 40.0))), 2))
     return _CONTEXT.divide(_CONTEXT.subtract(square, 1), _CONTEXT.add(square, 1))
 
 

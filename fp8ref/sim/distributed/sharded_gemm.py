@@ -56,9 +56,8 @@ def matmul(
         _check_scales("b", [qb for _, qb in ranks])
         # One scale for all ranks, so that it can be applied after the sum.
         sa, sb = ranks[0][0].scale_inv, ranks[0][1].scale_inv
-    with np.errstate(
-        invalid="ignore", over="ignore"
-    ):  # Inf - Inf, Inf * 0 and overflow are results here
+    # Inf - Inf, Inf * 0 and overflow are results here
+    with np.errstate(invalid="ignore", over="ignore"):
         if reduce == "exact":
             # All ranks' codes side by side along K are one device's operand.
             whole = [

@@ -201,9 +201,8 @@ def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
     sizes = _group_sizes(layout, granularity, axis)
     where = {name: i for i, names in layout.splits.items() for name in names}
     names = layout.mesh.names
-    apart = tuple(
-        name for name in names if name in where and sizes[where[name]] is not None
-    )  # of different groups
+    # of different groups
+    apart = tuple(name for name in names if name in where and sizes[where[name]] is not None)
     held = [device for device in layout.mesh.devices if shards[device].codes.size]
     # along each axis, which names the one that a scope left out; then all of a group, where empty
     # pieces are between

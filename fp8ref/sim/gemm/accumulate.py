@@ -182,14 +182,12 @@ def _chains_compiled(
     unit, k = plan.unit, a.shape[1]
     if len(a) * len(b) * k == 0:
         return np.zeros((len(a), len(b)), np.float32)
-    if len(a) > len(
-        b
-    ):  # the columns are the kernel's lanes; a step tells its factors apart by nothing
+    # the columns are the kernel's lanes; a step tells its factors apart by nothing
+    if len(a) > len(b):
         return _chains_compiled(b, a, fmt_b, fmt_a, plan).T  # [N, M] -> [M, N]
     part_indices = [part for part in parts(k, plan) if len(part)]
-    ends = np.zeros(
-        k // unit.fused_width, np.uint8
-    )  # for each step: does a chain end after it, does a part
+    # for each step: does a chain end after it, does a part
+    ends = np.zeros(k // unit.fused_width, np.uint8)
     start = 0
     for part in part_indices:
         for _, end in _chains(len(part), plan):
@@ -331,9 +329,8 @@ def with_specials(
         return finite
     c = np.zeros(finite.shape, np.float32) if c is None else c
 
-    def count(
-        left: np.ndarray, right: np.ndarray
-    ) -> np.ndarray:  # how many k have both: [M, K] x [N, K] -> [M, N], exact
+    # how many k have both: [M, K] x [N, K] -> [M, N], exact
+    def count(left: np.ndarray, right: np.ndarray) -> np.ndarray:
         return left.astype(np.float32) @ right.astype(np.float32).T
 
     inf_a, inf_b = np.isinf(a), np.isinf(b)

@@ -62,9 +62,8 @@ def matmul(
         raise ValueError(
             f"a [M, K] and b [N, K] have one K; got {a.codes.shape} and {b.codes.shape}."
         )
-    a_scales, b_scales = (
-        _row_scales(q, unit.fused_width) for q in (a, b)
-    )  # [M, K / 32], [N, K / 32]
+    # [M, K / 32], [N, K / 32]
+    a_scales, b_scales = (_row_scales(q, unit.fused_width) for q in (a, b))
     if missing := -a.codes.shape[1] % unit.fused_width:  # zeros fill a last block
         a, b = (q._replace(codes=np.pad(q.codes, ((0, 0), (0, missing)))) for q in (a, b))
     nan = np.isnan(a_scales).any(axis=1)[:, None] | np.isnan(b_scales).any(axis=1)[None, :]

@@ -156,9 +156,8 @@ def matmul(
     epilogue, accumulate = epilogues.by_name(epilogue), sums.by_name(accumulate)
     block = _check(a, b, epilogue, out_dtype)
     bias = _check_bias(bias, epilogue, out_dtype, len(b.codes))
-    with np.errstate(
-        invalid="ignore", over="ignore", under="ignore"
-    ):  # Inf * 0 and overflow are results here
+    # Inf * 0 and overflow are results here
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         if block is None:
             acc = _accumulate(a.codes, b.codes, a.fmt, b.fmt, accumulate)
             out = finish(
@@ -195,9 +194,10 @@ def finish(
         )
         if worth(kernel, acc.size, ELEMENTS):
             if turned:
+                # [N, M] -> [M, N]
                 return _finish_bfloat16(
                     kernel, acc.T, np.transpose(scale_inv_b), np.transpose(scale_inv_a)
-                ).T  # [N, M] -> [M, N]
+                ).T
             return _finish_bfloat16(kernel, acc, scale_inv_a, scale_inv_b)
     # Of two NaNs NumPy keeps one or the other, as its loop is cut: then one thread takes all.
     if (
@@ -262,9 +262,8 @@ def _finish_float32(
 
     def rows(begin: int, end: int) -> None:
         part, own = slice(begin, end), row_scales[begin:end] if row_scales.ndim else row_scales
-        with np.errstate(
-            invalid="ignore", over="ignore", under="ignore"
-        ):  # each thread has its own error state
+        # each thread has its own error state
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
             np.multiply(*_factors(acc[part], own, column_scales, epilogue), out=out[part])
 
     threads.run(rows, len(acc), grain=max(1, (1 << 17) // max(1, acc.shape[1])))
@@ -375,19 +374,19 @@ def _by_blocks(a: Quantized, b: Quantized, block: int, plan, epilogue: Epilogue)
     Under ``each`` and ``b_first`` the scaled block is rounded, then added; under ``product`` both
     in one rounding, as a fused multiply-add.
     """
+    # [M, K / block]
     left, right = (
         scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)[:, ::block]
         for q in (a, b)
-    )  # [M, K / block]
+    )
     if missing := -a.codes.shape[1] % block:  # zeros fill a last block: they change no bit
         a, b = (q._replace(codes=np.pad(q.codes, ((0, 0), (0, missing)))) for q in (a, b))
     total = np.zeros((len(a.codes), len(b.codes)), np.float32)
     for i in range(left.shape[1]):
         part = slice(i * block, (i + 1) * block)
         acc = _accumulate(a.codes[:, part], b.codes[:, part], a.fmt, b.fmt, plan)
-        x, y = _factors(
-            acc, left[:, i, None], right[None, :, i], epilogue
-        )  # [M, N], [M, 1] and [1, N]
+        # [M, N], [M, 1] and [1, N]
+        x, y = _factors(acc, left[:, i, None], right[None, :, i], epilogue)
         total = sums.multiply_add(x, y, total) if epilogue.scale == "product" else total + x * y
     tensor_scales = [q.tensor_scale_inv for q in (a, b) if q.tensor_scale_inv is not None]
     return total * np.prod(tensor_scales, dtype=np.float32) if tensor_scales else total

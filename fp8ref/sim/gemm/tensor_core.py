@@ -233,9 +233,8 @@ def step_plain(
     """
     if unit.subnormals == "flushed":
         a, b = _flushed(a, fmt_a), _flushed(b, fmt_b)
-    products = (
-        a[..., :, None, :] * b[..., None, :, :]
-    )  # [..., M, 1, w] x [..., 1, N, w] -> [..., M, N, w]
+    # [..., M, 1, w] x [..., 1, N, w] -> [..., M, N, w]
+    products = a[..., :, None, :] * b[..., None, :, :]
     product_exponents = _product_exponents(a, b, products, fmt_a, fmt_b, unit)
     if scales is not None:
         products, product_exponents = (

@@ -99,9 +99,8 @@ def fetch_ahead(typing_context, array, begin, size):
                 line = builder.bitcast(
                     builder.gep(first, [ir.Constant(i64, numbers)]), i8.as_pointer()
                 )
-                builder.call(
-                    ask, [line, *(ir.Constant(i32, v) for v in (0, 3, 1))]
-                )  # to read; to keep in all caches; data
+                # to read; to keep in all caches; data
+                builder.call(ask, [line, *(ir.Constant(i32, v) for v in (0, 3, 1))])
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64), generate

@@ -35,9 +35,8 @@ class Layout(NamedTuple):
     mantissa_bits: np.uint32
     spacing: np.uint32  # 23 - mantissa_bits
     emin: np.uint32  # the exponent field of float32 at the smallest normal number
-    limit: (
-        np.uint32
-    )  # float32 bits to which magnitudes are lowered first: max, or a number that still overflows
+    # float32 bits to which magnitudes are lowered first: max, or a number that still overflows
+    limit: np.uint32
     max_code: np.uint32
     overflow_code: np.uint32
     nan_code: np.uint32
@@ -126,9 +125,8 @@ def by_shift(bits, to):
     bits that fall off."""
     u = min(u32(bits & u32(0x7FFFFFFF)), to.limit)
     sig = u32(u32(u & u32(0x7FFFFF)) | u32(0x800000)) if u > u32(0) else u32(0)
-    e = max(
-        shift_right(u, u32(23)), u32(to.emin - u32(8))
-    )  # below that every shift is past sig's first bit
+    # below that every shift is past sig's first bit
+    e = max(shift_right(u, u32(23)), u32(to.emin - u32(8)))
     top = max(e, to.emin)
     # Below emin the spacing stays, so the shift grows as the exponent falls.
     shift = u32(u32(top + to.spacing) - e)
@@ -213,9 +211,8 @@ class Stochastic:
             ],
             np.uint64,
         )
-        blocks = min(
-            BLOCKS, (bits.size + 2 * philox.BLOCK - 2) // philox.BLOCK
-        )  # which so many elements touch at most
+        # which so many elements touch at most
+        blocks = min(BLOCKS, (bits.size + 2 * philox.BLOCK - 2) // philox.BLOCK)
         random, late, done = np.empty(blocks * (philox.BLOCK // 4), np.uint64), [], 0
         halves = random.view(np.uint16)
         places = np.empty(halves.size, np.int64)

@@ -50,9 +50,8 @@ ELEMENTS, PRODUCTS = 1 << 18, 1 << 22
 that are summed. Either takes less than 0.1 s; compiling, or loading the first kernel, takes longer.
 """
 
-_done: "weakref.WeakKeyDictionary[Any, int]" = (
-    weakref.WeakKeyDictionary()
-)  # by kernel: the work that its plain twin did in this process
+# by kernel: the work that its plain twin did in this process
+_done: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
 def worth(kernel: Any, work: int, budget: int) -> bool:

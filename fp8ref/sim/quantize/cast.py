@@ -174,9 +174,8 @@ def decode(codes, fmt: Format) -> np.ndarray:
             f"codes of {fmt} are one a byte, at most 15; got {codes.max()}. Unpack pairs with "
             "packing.unpack."
         )
-    return np.take(
-        _table(fmt), codes, mode="wrap"
-    )  # no code is out of range, and this is the fastest mode
+    # no code is out of range, and this is the fastest mode
+    return np.take(_table(fmt), codes, mode="wrap")
 
 
 def canonical_nans(codes: np.ndarray, fmt: Format) -> np.ndarray:

@@ -32,9 +32,8 @@ def grid_of(granularity: str, shape: tuple[int, ...], axis: int) -> Grid:
         columns = next((c for c in (4096, 512, 64) if size % c == 0), shape[-1] if shape else 1)
         return Grid(size // columns, columns, np.zeros(size // columns, np.int64), columns, (1, 1))
     group = np.zeros((), np.int64)
-    for n, block in zip(
-        shape[:-1], sizes[:-1], strict=True
-    ):  # C order: the last of these axes varies fastest
+    # C order: the last of these axes varies fastest
+    for n, block in zip(shape[:-1], sizes[:-1], strict=True):
         group = group[..., None] * -(-n // block) + np.arange(n) // block
     counts = [-(-n // block) for n, block in zip(shape, sizes, strict=True)]
     scales = (int(np.prod(counts[:-1], dtype=np.int64)), counts[-1])

@@ -115,9 +115,8 @@ def scale_inv_from_scale(scale) -> np.ndarray:
         raise ValueError(
             f"scales are float32; got {scale.dtype}. Convert them with .astype(np.float32)."
         )
-    with np.errstate(
-        divide="ignore", over="ignore"
-    ):  # of zero, and of a subnormal scale below 2^-128
+    # of zero, and of a subnormal scale below 2^-128
+    with np.errstate(divide="ignore", over="ignore"):
         return np.float32(1) / scale.astype(np.float32)
 
 
@@ -151,9 +150,8 @@ def round_to_power_of_two(scale: np.ndarray, *, by_log2: bool) -> np.ndarray:
             # ulp too large
             return np.exp2(k.astype(np.float64)).astype(np.float32)
     bits = scale.view(np.uint32) & np.uint32(0xFF800000)
-    return np.where(
-        np.isnan(scale), scale, bits.view(np.float32)
-    )  # a NaN's mantissa is what makes it one
+    # a NaN's mantissa is what makes it one
+    return np.where(np.isnan(scale), scale, bits.view(np.float32))
 
 
 def _ratio(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:

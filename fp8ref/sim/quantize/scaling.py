@@ -80,9 +80,8 @@ def amax_plain(
     if granularity == "tensorwise":
         return value.max()[()]
     missing = [-n % size for n, size in zip(value.shape, sizes, strict=True)]
-    value = np.pad(
-        value, [(0, n) for n in missing]
-    )  # a last block that is shorter is filled with zeros (S-6)
+    # a last block that is shorter is filled with zeros (S-6)
+    value = np.pad(value, [(0, n) for n in missing])
     # [n, m] -> [n / bn, bn, m / bm, bm], reduced over the blocks' own axes
     split = [k for n, size in zip(value.shape, sizes, strict=True) for k in (n // size, size)]
     return value.reshape(split).max(axis=tuple(range(1, len(split), 2)))
@@ -214,9 +213,8 @@ def quantize_plain(
 ) -> Quantized:
     """The definition of ``quantize_with``, in NumPy alone; fmt and scales are not checked."""
     policy = policies.by_name(policy)
-    with np.errstate(
-        divide="ignore", over="ignore", invalid="ignore"
-    ):  # 0 / 0, Inf * 0; the clip takes an overflow
+    # 0 / 0, Inf * 0; the clip takes an overflow
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         value = _in_compute_dtype(tensor(x), policy).astype(np.float32)
         if policy.stored == "scale":
             scaled = value * spread(scales.scale, value.shape, granularity, axis)

@@ -232,9 +232,8 @@ def check_result(variant: Variant, tensors: Mapping[str, Any]) -> None:
     if variant.backward != "cast":
         return
     expected = {"q", "k", "v"} | ({"o"} if variant.out.bits == 8 else set())
-    codes = (
-        tensors["q"].codes if "q" in tensors else None
-    )  # None, or in their own dtype, in high precision
+    # None, or in their own dtype, in high precision
+    codes = tensors["q"].codes if "q" in tensors else None
     if set(tensors) != expected or (codes is not None and codes.dtype.itemsize == 1) != (
         variant.fmt.bits == 8
     ):

@@ -58,9 +58,8 @@ def apply(
     kept: dict[str, RoleState] = {
         role: state for role, state in states.items() if isinstance(state, RoleState)
     }
-    if (
-        delayed.calibrating()
-    ):  # by amaxes of its own, so that those of scores and outputs are not of casts by unset scales
+    # by amaxes of its own, so that those of scores and outputs are not of casts by unset scales
+    if delayed.calibrating():
         for role in data.ROLES:
             kept[role].used = True
         return attention.apply(

@@ -126,9 +126,8 @@ class FP8Gather:
     @property
     def counted(self) -> int:
         """The sharded weight's own count of the operations that changed it."""
-        return (
-            0 if self.master.is_inference() else self.master._version
-        )  # inference tensors count nothing
+        # inference tensors count nothing
+        return 0 if self.master.is_inference() else self.master._version
 
     @property
     def fresh(self) -> bool:

@@ -304,9 +304,8 @@ def _of_values(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups) ->
         return groups.only(torch._grouped_mm(a, b.mT if which == "output" else b, offs=groups.ends))
     to, ends, total = padded_rows(groups, len(a), ALIGNMENT)
     of_a, of_b = (_laid(x, to, total) for x in (a, b))
-    return _of_groups_with_rows(
-        torch._grouped_mm(of_a.t().contiguous(), of_b, offs=ends), groups
-    )  # [N, M] @ [M, K]
+    # [N, M] @ [M, K]
+    return _of_groups_with_rows(torch._grouped_mm(of_a.t().contiguous(), of_b, offs=ends), groups)
 
 
 def _of_groups_with_rows(out: torch.Tensor, groups: Groups) -> torch.Tensor:

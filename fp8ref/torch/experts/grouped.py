@@ -122,9 +122,8 @@ def apply(
     arguments.check_tensors(x, w, offs, recipe, name)
     by_role = arguments.states_of(states, recipe, name)
     rows = len(x)
-    if (
-        not rows and len(w) and (shared is not None or apart)
-    ):  # a row of no group, as other ranks wait
+    # a row of no group, as other ranks wait
+    if not rows and len(w) and (shared is not None or apart):
         x = torch.cat([x, x.new_zeros(1, x.shape[1])])
     given = None if input_codes is None else _filled(input_codes, len(x))
     if not len(x) or not len(w):
@@ -191,9 +190,10 @@ def merge_(seen: torch.Tensor, x: torch.Tensor, groups: Groups, apart: bool = Fa
     """Merge the observation of a tensor, with zeros in rows of no group, into seen, unless no group
     has rows (X-9), and no other rank may have some."""
     found = delayed.observe(x)
+    # as delayed.merge_
     torch._foreach_copy_(
         [seen], [torch.maximum(seen, found if apart else found * (groups.ends[-1] > 0))]
-    )  # as delayed.merge_
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -219,16 +219,16 @@ def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
             *scales: torch.Tensor | None,
         ):
             ctx.save_for_backward(x, w, offs, codes, scale, scale_inv, *scales)
+            # attributes: other uses may write seen before the backward pass
             ctx.seen, ctx.ranks = (
                 seen,
                 ranks,
-            )  # attributes: other uses may write seen before the backward pass
+            )
             groups = operands.groups_of(offs, len(x))
             rows = _codes(codes, scale, scale_inv, recipe) or groups.only(x)
             tensors: dict[Role, torch.Tensor | Quantized] = {"input": rows, "weight": w}
-            return _gemm(
-                "output", tensors, groups, recipe, scales, ranks.shared, x.dtype
-            )  # [M, K] x [E, N, K] -> [M, N]
+            # [M, K] x [E, N, K] -> [M, N]
+            return _gemm("output", tensors, groups, recipe, scales, ranks.shared, x.dtype)
 
         @staticmethod
         @linear_input.without_autocast
@@ -261,17 +261,15 @@ def _backward(
     grad_input = grad_weight = None
     if ctx.needs_input_grad[0]:
         tensors: dict[Role, torch.Tensor | Quantized] = {"grad_output": g, "weight": w}
-        grad_input = _gemm(
-            "grad_input", tensors, groups, recipe, scales, shared, x.dtype
-        )  # [M, N] x [E, N, K] -> [M, K]
+        # [M, N] x [E, N, K] -> [M, K]
+        grad_input = _gemm("grad_input", tensors, groups, recipe, scales, shared, x.dtype)
     if ctx.needs_input_grad[1]:
         tensors = {
             "grad_output": g,
             "input": _codes(codes, scale, scale_inv, recipe) or groups.only(x),
         }
-        grad_weight = _gemm(
-            "grad_weight", tensors, groups, recipe, scales, shared, x.dtype
-        )  # [M, N] x [M, K] -> [E, N, K]
+        # [M, N] x [M, K] -> [E, N, K]
+        grad_weight = _gemm("grad_weight", tensors, groups, recipe, scales, shared, x.dtype)
     return grad_input, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
 
 

@@ -122,9 +122,8 @@ class GroupedLinear(nn.Module):
         self.recipe = self._bound.recipe
 
     def __getstate__(self) -> dict:
-        return {
-            key: value for key, value in vars(self).items() if key != "_bound"
-        }  # whose class pickle cannot find
+        # whose class pickle cannot find
+        return {key: value for key, value in vars(self).items() if key != "_bound"}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)

@@ -140,11 +140,12 @@ def check_shared(
         for name, m in chosen.items()
         if kind_of(m) is ByMethod
     ]
+    # other grouped linears share those of groups
     for d in (
         *whole,
         *decisions,
         *(d for d in in_groups if d.recipe.delayed),
-    ):  # other grouped linears share those of groups
+    ):
         if any(
             cast and not cast.delayed
             for (_, role), cast in casts_of(d.recipe).items()

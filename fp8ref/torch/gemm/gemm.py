@@ -161,9 +161,8 @@ def _padded(codes: torch.Tensor, multiple: int = 16) -> torch.Tensor:
     k = codes.shape[1]
     if k % multiple == 0:
         return codes
-    return functional.pad(codes.view(torch.uint8), (0, -k % multiple)).view(
-        codes.dtype
-    )  # code 0 is zero
+    # code 0 is zero
+    return functional.pad(codes.view(torch.uint8), (0, -k % multiple)).view(codes.dtype)
 
 
 def _scales(a: Quantized, b: Quantized) -> tuple[torch.Tensor, torch.Tensor]:

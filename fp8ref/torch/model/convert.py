@@ -184,9 +184,8 @@ def convert(
         # not rounded, and casts become NaN (pytorch#150859).
         torch._inductor.config.emulate_precision_casts = True
     if devices != {"cpu"}:
-        importlib.import_module(
-            "fp8ref.torch.gemm.fusion"
-        ).install()  # here: inductor's scheduler takes seconds to import
+        # here: inductor's scheduler takes seconds to import
+        importlib.import_module("fp8ref.torch.gemm.fusion").install()
     # Run for its side effect: torchao patches inductor's code for FP8 stores
     # (triton-lang/triton#11111).
     convert_to_float8_training(nn.Identity())

@@ -197,9 +197,8 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
     found: list = [None] * mesh.size(0)
     distributed.all_gather_object(found, mine, group=mesh.get_group("data"))
     apart = [name for name in mine if any(theirs[name] != mine[name] for theirs in found)]
-    for dim in range(
-        1, mesh.ndim
-    ):  # all ranks raise, or none: one that raised alone would leave others waiting
+    # all ranks raise, or none: one that raised alone would leave others waiting
+    for dim in range(1, mesh.ndim):
         every: list = [None] * mesh.size(dim)
         distributed.all_gather_object(every, apart, group=mesh.get_group(dim))
         apart = [name for names in every for name in names]

@@ -197,16 +197,14 @@ class _Products(TorchDispatchMode):
 
 def _multiplications(func, args: tuple, kwargs: Mapping, out) -> int:
     """M N K of a product; 0 of any other operator."""
-    if (
-        func in grouped_gemm.OPERATORS
-    ):  # of a forward pass: (which, a [M, K], ...), or a kernel's, (a [M, K], ...)
+    # of a forward pass: (which, a [M, K], ...), or a kernel's, (a [M, K], ...)
+    if func in grouped_gemm.OPERATORS:
         a = args[1] if isinstance(args[0], str) else args[0]
         return out.numel() * a.shape[1]
     if func is block_gemm.OPERATOR or func is hardware.OPERATOR:
         return out.numel() * args[0].shape[1]
-    if (
-        func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    ):  # torch's registry lacks it
+    # torch's registry lacks it
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         q, k, v = args[:3]  # [B, H, T, D], [B, H', S, D], [B, H', S, Dv]
         return math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3])
     if func._schema.name in GROUPED:  # [T, K] x [E, K, N]
@@ -266,9 +264,8 @@ def _rows(model: nn.Module, counted: _Products | None) -> list[Row]:
         if not linear and max(len(_without_ones(shape)) for shape in shapes.values()) < 2:
             vectors.append(sum(sizes.values()))
             continue
-        taken = isinstance(
-            module, nn.Linear | Experts | GroupedLinear
-        )  # a switch may have undone it
+        # a switch may have undone it
+        taken = isinstance(module, nn.Linear | Experts | GroupedLinear)
         rows[name] = _row(
             name, module, shapes, sizes, reasons.get(name) if taken else None, counted
         )

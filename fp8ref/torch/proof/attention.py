@@ -44,9 +44,8 @@ def missing_products(
     lines = []
     for wanted in _planned(layers, variant, plan):
         found = here.get(wanted.name, set())
-        if (
-            codes and variant.backward == "bf16"
-        ):  # whose backward pass makes scores again, of no codes
+        # whose backward pass makes scores again, of no codes
+        if codes and variant.backward == "bf16":
             found = {one for one in found if one.fp8}
         others = sorted(str(one) for one in found - {wanted}) if codes else []
         promise = (

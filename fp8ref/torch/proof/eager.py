@@ -177,9 +177,8 @@ class _Tracer(TorchDispatchMode):
         if self._inside:
             return self._inside[-1], "output"
         node = torch._C._current_autograd_node()
-        if (
-            node is not None and torch.is_grad_enabled()
-        ):  # checkpointed, it runs again in whatever node comes first
+        # checkpointed, it runs again in whatever node comes first
+        if node is not None and torch.is_grad_enabled():
             return None, "output"
         place = _memory(node).get(_LAYER_KEY) if node is not None else None
         if not place or not place["order"]:

@@ -119,9 +119,8 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
     for name, p in plain.items():
         states.keep_master(optimizer, p)
         made = of_master(optimizer, p, specs[name])
-        config = getattr(
-            linears[name], "linear_mm_config", None
-        )  # torchao's multiplication asks the tensor for it
+        # torchao's multiplication asks the tensor for it
+        config = getattr(linears[name], "linear_mm_config", None)
         fp8 = Float8TrainingTensor(
             made.codes, made.scale.clone(), p.dtype, config, GemmInputRole.WEIGHT
         )

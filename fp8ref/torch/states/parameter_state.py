@@ -109,9 +109,8 @@ def place(p: Tensor) -> tuple[int, tuple[distributed.ProcessGroup, ...]]:
 
 def check(p: Tensor, layout: Layout) -> None:
     """ValueError for a parameter that a layout does not take."""
-    if getattr(
-        p, "_fsdp_flattened", False
-    ):  # torch marks FSDP1's flat parameter and all that it replaces
+    # torch marks FSDP1's flat parameter and all that it replaces
+    if getattr(p, "_fsdp_flattened", False):
         raise ValueError(
             "a scale is that of a whole tensor (O-11), which FullyShardedDataParallel cuts into "
             f"flat pieces of several; got {tuple(p.shape)} of one. Shard the model with "
@@ -170,9 +169,8 @@ def _by_rows(p: DTensor, i: int) -> bool:
 def check_step(p: Tensor, state: dict[str, Any], layout: Layout) -> None:
     """ValueError for a parameter, its state or its gradient that a step does not take: a model may
     be cast or cut after its optimizer is built."""
-    if not isinstance(
-        p, Float8TrainingTensor
-    ):  # a copy has the master's bits, in the dtype that the model computes in
+    # a copy has the master's bits, in the dtype that the model computes in
+    if not isinstance(p, Float8TrainingTensor):
         check(p, layout)
     check_cut(p, layout)
     if state and state["m_codes"].shape != p.shape:

@@ -119,15 +119,15 @@ class AdamW(torch.optim.Optimizer):
         """
         of_hooks: dict[str, Any] = {}
 
-        def check(
-            _, given: dict[str, Any]
-        ) -> None:  # the last hook: what the user's gave is loaded
+        # the last hook: what the user's gave is loaded
+        def check(_, given: dict[str, Any]) -> None:
             self._check_loaded(given)
             of_hooks.update(given)
 
+        # the first hook: torch has cast every tensor to its parameter's dtype
         def restore(
             _,
-        ) -> None:  # the first hook: torch has cast every tensor to its parameter's dtype
+        ) -> None:
             for index, p in zip(_indices(of_hooks["param_groups"]), _parameters(self), strict=True):
                 for key, value in of_hooks["state"].get(index, {}).items():
                     self.state[p][key] = (
@@ -161,9 +161,8 @@ class AdamW(torch.optim.Optimizer):
             )
         for group in groups:
             parameter_groups.check(group, self.layout)
-        for index, p in zip(
-            _indices(groups), _parameters(self), strict=False
-        ):  # torch refuses another number of parameters
+        # torch refuses another number of parameters
+        for index, p in zip(_indices(groups), _parameters(self), strict=False):
             parameter_state.check_saved(self._layout(p), p, state_dict["state"].get(index, {}))
 
     @torch.no_grad()

@@ -67,9 +67,8 @@ class Update:
                 return []
             found = self.begin(work)
         if found is None and work.p.is_cuda and amaxes_first(work.layout):
-            found = self.begin(
-                work
-            )  # otherwise new moments wait in memory, in float32, for the amax of all of them
+            # otherwise new moments wait in memory, in float32, for the amax of all of them
+            found = self.begin(work)
         each = [self._finish_piece(piece, found) for piece in pieces]
         amaxes = []
         for old, moment, *news in zip(work.kept, work.layout.kept, *each, strict=True):
@@ -266,9 +265,8 @@ def in_range(g: Tensor) -> Tensor:
     kept = moments.not_below(states.GRADIENT_MIN, g)
     if moments.eager_on_cpu(g) and g.numel():
         low, high = g.aminmax()
-        if (
-            low >= -states.GRADIENT_MAX and high <= states.GRADIENT_MAX
-        ):  # the comparison of all elements takes longer
+        # the comparison of all elements takes longer
+        if low >= -states.GRADIENT_MAX and high <= states.GRADIENT_MAX:
             return kept
     return torch.where(g.abs() <= states.GRADIENT_MAX, kept, torch.nan)
 

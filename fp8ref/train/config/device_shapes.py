@@ -176,11 +176,12 @@ def check(config: Config, backend: str) -> None:
     for one in map(config.under, config.recipes):
         decisions: list[Decision] = []
         try:
+            # one layer stands for all
             decisions = [
                 d
                 for d in one.decisions()
                 if d.path.startswith("model.layers.0.") or d.path == "lm_head"
-            ]  # one layer stands for all
+            ]
         except ValueError as error:
             faults.append(str(error))
         faults += (_jax if backend == "jax" else _torch)(one, decisions)

@@ -67,9 +67,8 @@ class _Writer:
     def abandon(self) -> None:
         """Close the open file after an error, even if the disk is full."""
         if self._file is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # buffered tokens are lost; the folder is removed anyway
+            # buffered tokens are lost; the folder is removed anyway
+            with contextlib.suppress(OSError):
                 self._file.close()
 
     def _name(self) -> str:
@@ -147,9 +146,8 @@ def hidden_folder(out: Path) -> Iterator[Path]:
         tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as made,
         Path(made, LOCK).open("xb") as lock,
     ):
-        with contextlib.suppress(
-            OSError
-        ):  # on a file system without locks, leftovers are never removed
+        # on a file system without locks, leftovers are never removed
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield Path(made)
 

@@ -96,9 +96,8 @@ def open_shards(
             opened.append(_open(name, path, records.of(path), token_dtype, vocab_size, mapped))
         except OSError as error:
             raise sources.unreadable(path, error) from error
-        if (
-            len(opened[-1]) <= length and not opened[-1].recorded
-        ):  # recorded shards may be short: the last one of a split holds the rest
+        # recorded shards may be short: the last one of a split holds the rest
+        if len(opened[-1]) <= length and not opened[-1].recorded:
             raise ConfigError(
                 f"{path} holds {len(opened[-1])} tokens, and a window is data.sequence_length + "
                 f"1 = {length + 1}; windows do not cross files (D-4). Leave the file out, join "

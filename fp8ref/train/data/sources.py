@@ -83,9 +83,8 @@ def is_validation(name: str) -> bool:
 
 def unreadable(path: Path, error: Exception) -> ConfigError:
     """The ConfigError for a file that cannot be read."""
-    why = " ".join(
-        str(getattr(error, "strerror", None) or error).split()
-    )  # Arrow's has several lines
+    # Arrow's has several lines
+    why = " ".join(str(getattr(error, "strerror", None) or error).split())
     return ConfigError(f"{path} cannot be read ({why}). Repair it, or leave it out of data.source.")
 
 

@@ -387,9 +387,8 @@ def _row(
     confidence: float,
 ) -> Row:
     sign = 1 if base == "bf16" else -1
-    differences = sign * (
-        np.array(losses, np.float64) - np.array(baseline, np.float64)
-    )  # NaN of None
+    # NaN of None
+    differences = sign * (np.array(losses, np.float64) - np.array(baseline, np.float64))
     gap = (
         gaps.matched(differences, confidence=confidence) if np.isfinite(differences).all() else None
     )

@@ -192,9 +192,8 @@ def of_weights(
         }
     }
     config = Config().replace(**sections)
-    if (
-        found.get("model_type") in hugging_face.KINDS
-    ):  # else transformers' model would be taken, and say less of damaged weights
+    # else transformers' model would be taken, and say less of damaged weights
+    if found.get("model_type") in hugging_face.KINDS:
         try:
             export.stored(path)
         except ConfigError as error:

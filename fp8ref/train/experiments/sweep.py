@@ -72,9 +72,8 @@ def plan(
     for seed in range(seeds):
         for backend in backends:
             for recipe in recipes:
-                kept = (
-                    {} if RECIPES[recipe].fp8 else {"accumulate": None}
-                )  # bf16 has no FP8 GEMM to run under simulated hardware
+                # bf16 has no FP8 GEMM to run under simulated hardware
+                kept = {} if RECIPES[recipe].fp8 else {"accumulate": None}
                 one = config.replace(
                     numerics={"recipe": recipe, **kept},
                     run={"seed": config.run.seed + seed, "out": None},

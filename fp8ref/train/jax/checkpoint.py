@@ -130,9 +130,8 @@ def weights(
             f"{directory / '_METADATA'} is not orbax's ({error}). Put the file back."
         ) from error
     base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory.absolute()}/"}}
-    context = tensorstore.Context(
-        {"cache_pool": {"total_bytes_limit": INDEX_BYTES}}
-    )  # caches the database's index, which all tensors share
+    # caches the database's index, which all tensors share
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": INDEX_BYTES}})
 
     def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
         spec = {

@@ -351,9 +351,8 @@ class Layout:
         if not self.mapped:
             return of_devices
         placement = self.placement(linear)
-        of_experts = (
-            self._apart if role == "weight" else self._batch
-        )  # whose weights are measured once they are gathered
+        # whose weights are measured once they are gathered
+        of_experts = self._apart if role == "weight" else self._batch
         cutting = (
             set(of_experts)
             if placement is None

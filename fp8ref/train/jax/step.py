@@ -419,9 +419,8 @@ class Step:
         """
         of_weights = named(self._specs)
 
-        def of(
-            name: str, one: Quantized | Scales
-        ) -> Quantized | Scales:  # specs in place of arrays
+        # specs in place of arrays
+        def of(name: str, one: Quantized | Scales) -> Quantized | Scales:
             whole = {"scale": P(), "scale_inv": P()}
             if isinstance(one, Scales):
                 return Scales(**whole)  # type: ignore[arg-type]

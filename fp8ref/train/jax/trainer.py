@@ -259,9 +259,8 @@ class Trainer:
         if self._layout.mesh is not None:
             raise ConfigError("operands can be observed on one device only. Set parallel.* to 1.")
         keys = self.config.parallel
-        if (
-            keys.scan or keys.checkpointing != "none"
-        ):  # layers by their own names, and no GEMM twice: the same operands (T-8)
+        # layers by their own names, and no GEMM twice: the same operands (T-8)
+        if keys.scan or keys.checkpointing != "none":
             plain = self.config.replace(parallel={"scan": False, "checkpointing": "none"})
             apart = Trainer(plain, self.weights(), multiply=self._multiply)
             apart._state = apart._step.restored(apart._state, self._step.tensors(self._state))
@@ -330,9 +329,8 @@ class Trainer:
             # A tensor that two GEMMs use with the same codes is measured once, in the first of
             # them.
             row = rows[operand.gemm, operand.role]
-            if not of_layer[
-                :, :, row, 0
-            ].any():  # nothing counted: an earlier GEMM of the layer uses the same codes
+            # nothing counted: an earlier GEMM of the layer uses the same codes
+            if not of_layer[:, :, row, 0].any():
                 row = next(i for i, (_, role) in enumerate(stats.ROWS) if role == operand.role)
             parts.append(
                 np.concatenate(

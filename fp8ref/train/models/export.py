@@ -122,9 +122,8 @@ def _export(
     try:
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.make_empty(unfinished)
-        if given := found.manifest.get("model", {}).get(
-            "config"
-        ):  # the source may have changed since, or be gone
+        # the source may have changed since, or be gone
+        if given := found.manifest.get("model", {}).get("config"):
             (unfinished / "config.json").write_text(json.dumps(given), encoding="utf-8")
             config = config.replace(architecture={"source": str(unfinished)})
         weights = _read(found.state, library.weights(found.state, config.shapes.parameters))

@@ -119,9 +119,8 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
             )
             marked = {"marker": "o", "markersize": 3} if len(curve) <= 40 else {}
             _line(ax, np.array(list(curve))[width - 1 :], values, run.name, look | marked)
-        if key == "grad_norm" and any(
-            any(curve.values()) for _, _, curve in present
-        ):  # a log has no zero
+        # a log has no zero
+        if key == "grad_norm" and any(any(curve.values()) for _, _, curve in present):
             ax.set_yscale("log")
             ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             ax.yaxis.set_major_formatter("{x:g}")

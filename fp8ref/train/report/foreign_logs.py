@@ -276,10 +276,11 @@ def _record(step: Any, loss: Any, where: str) -> tuple[int, float]:
               record's.
     """
     try:
+        # a text as float() takes it, but for its digits of other scripts and underscores
         for one in (
             step,
             loss,
-        ):  # a text as float() takes it, but for its digits of other scripts and underscores
+        ):
             if (
                 isinstance(one, bool)
                 or not isinstance(one, str | int | float)
@@ -289,9 +290,8 @@ def _record(step: Any, loss: Any, where: str) -> tuple[int, float]:
         number, value = float(step), float(loss)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{where}; both are numbers. Repair the row.") from error
-    if not (
-        0 <= number < 2**53 and number == int(number)
-    ):  # from 2^53 on a float may be another number's
+    # from 2^53 on a float may be another number's
+    if not (0 <= number < 2**53 and number == int(number)):
         raise ConfigError(
             f"{where}; a step is a whole number from 0 to 2^53 - 1. Repair the row, or name "
             "another column."

@@ -92,9 +92,8 @@ def window(steps: int) -> int:
 def running_mean(losses: np.ndarray, width: int) -> np.ndarray:
     """Means of ``width`` consecutive values on the last axis: [..., S] -> [..., S - width + 1]."""
     losses = np.asarray(losses, np.float64)
-    center = losses.mean(
-        axis=-1, keepdims=True
-    )  # keeps the sums small, and those of a constant exactly 0
+    # keeps the sums small, and those of a constant exactly 0
+    center = losses.mean(axis=-1, keepdims=True)
     sums = np.cumsum(losses - center, axis=-1)
     sums = np.concatenate([np.zeros_like(center), sums], axis=-1)
     return (sums[..., width:] - sums[..., :-width]) / width + center
@@ -149,9 +148,8 @@ def one_pair(difference: np.ndarray, width: int, *, confidence: float = CONFIDEN
     difference = np.asarray(difference, np.float64)
     size = width // BATCHES
     short = running_mean(difference, size)  # [S - size + 1]
-    batches = np.lib.stride_tricks.sliding_window_view(short, width - size + 1)[
-        :, ::size
-    ]  # [S - width + 1, 5]
+    # [S - width + 1, 5]
+    batches = np.lib.stride_tricks.sliding_window_view(short, width - size + 1)[:, ::size]
     phi = correlation(difference[len(difference) // 2 :])
     error = widening(phi, size) * batches.std(axis=1, ddof=1) / math.sqrt(BATCHES)
     found = _about(batches.mean(axis=1), error, BATCHES - 1, confidence, "steps", BATCHES)
@@ -172,9 +170,8 @@ def correlation(difference: np.ndarray) -> float:
     rest = difference - difference.mean()
     rest = rest - x * (x @ rest) / (x @ x)
     total = float(rest @ rest)
-    if (
-        total <= n * (1e-12 * float(np.abs(difference).max())) ** 2
-    ):  # what rounding alone leaves of a difference of losses
+    # what rounding alone leaves of a difference of losses
+    if total <= n * (1e-12 * float(np.abs(difference).max())) ** 2:
         return 0.0
     phi = float(rest[1:] @ rest[:-1]) / total
     return float(np.clip(phi + (1 + 3 * phi) / n, 0.0, MOST_PHI))
@@ -190,9 +187,8 @@ def widening(phi: float, size: int) -> float:
     ratio. phi is below 1.
     """
     lags = np.arange(1, size)
-    own = size + 2 * float(
-        ((size - lags) * phi**lags).sum()
-    )  # size^2 times the variance of a batch mean
+    # size^2 times the variance of a batch mean
+    own = size + 2 * float(((size - lags) * phi**lags).sum())
     first = phi * ((1 - phi**size) / (1 - phi)) ** 2  # size^2 times the covariance of neighbors
     inflation = 1 + 2 * sum(
         (1 - j / BATCHES) * first / own * phi ** (size * (j - 1)) for j in range(1, BATCHES)

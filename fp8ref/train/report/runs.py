@@ -152,9 +152,8 @@ def read(path: Path) -> Run:
 
     Raises:   ConfigError: there is no run; a file is damaged; no step was taken yet.
     """
-    name = console.one_line(
-        str(path).encode(errors="replace").decode()
-    )  # bytes that are not UTF-8 cannot be printed
+    # bytes that are not UTF-8 cannot be printed
+    name = console.one_line(str(path).encode(errors="replace").decode())
     manifest = run_files.manifest(path)
     if manifest["status"] == "running" and run_dir.killed(path):
         manifest |= {"status": "interrupted"}

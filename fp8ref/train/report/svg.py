@@ -164,9 +164,8 @@ def png(figure: Figure) -> bytes:
 
 def _save(figure: Figure, target, **keys) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Glyph .* missing from font"
-        )  # a run may be named in any script
+        # a run may be named in any script
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(target, **keys)
 
 

@@ -256,9 +256,8 @@ def between(
     pairs = [(run, other) for run in mine for other in others if run.seeds == other.seeds]
     if any(isinstance(run, Log) for run in (*mine, *others)):
         pairs = list(zip(mine, others, strict=True))
-    if (
-        len(pairs) == 1 and len(mine) + len(others) > 2
-    ):  # E-2: seeds that differ tell more than the steps of a pair
+    # E-2: seeds that differ tell more than the steps of a pair
+    if len(pairs) == 1 and len(mine) + len(others) > 2:
         pairs = []
     if not pairs and len(mine) + len(others) < 3:
         reason = (

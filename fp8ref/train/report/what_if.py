@@ -141,10 +141,11 @@ def replay(
                 "plan; they are of different runs."
             )
         found = [line["statistics"].get(name, {}).get("amax") for line in lines]
+        # a tensor has the same amax in each GEMM that uses it
         amaxes.setdefault(
             f"{layer}/{role}/{fmt.name}",
             np.array([math.nan if a is None else a for a in found], np.float32),
-        )  # a tensor has the same amax in each GEMM that uses it
+        )
     outcomes: dict[str, Outcome] = {}
     for fmt in FP8_FORMATS.values():
         names = [name for name in amaxes if name.rpartition("/")[2] == fmt.name]

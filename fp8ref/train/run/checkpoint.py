@@ -32,11 +32,12 @@ FOLDER, PREFIX = "checkpoints", "step-"
 REMEDY = "Those before it are intact; make room, and continue with --resume."
 """The end of each error about a checkpoint that could not be written."""
 
+# behind a name: none of those is ever read
 UNFINISHED, REMOVED, DAMAGED = (
     ".unfinished",
     ".removed",
     ".damaged",
-)  # behind a name: none of those is ever read
+)
 
 
 class OtherFormatError(ConfigError):
@@ -165,9 +166,8 @@ class Checkpoints:
             # the manifest before the rename, and older checkpoints go only after the new one
             # stands.
             write_manifest(unfinished, self._about | about)
-            remove(
-                final
-            )  # a run that was resumed from an earlier checkpoint may reach this step again
+            # a run that was resumed from an earlier checkpoint may reach this step again
+            remove(final)
             os.replace(unfinished, final)
             sync(self._folder)
             for old in saved(self._folder.parent)[self._keep_last :]:
@@ -223,9 +223,8 @@ def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Chec
         except OtherFormatError:
             raise
         except (ConfigError, FileNotFoundError) as error:
-            if (
-                not path.exists()
-            ):  # the run still trains, and has removed it after writing newer ones
+            # the run still trains, and has removed it after writing newer ones
+            if not path.exists():
                 return latest(out, say, aside=aside)
             if not isinstance(error, ConfigError):
                 raise
@@ -344,9 +343,8 @@ def _digest(content: dict[str, Any]) -> str:
 def _files(path: Path) -> dict[str, int]:
     """{name: bytes} of all files except the manifest."""
     there = (p for p in sorted(path.rglob("*")) if not p.is_dir())
-    found = {
-        p.relative_to(path).as_posix(): p.stat().st_size if p.is_file() else -1 for p in there
-    }  # -1: a pipe
+    # -1: a pipe
+    found = {p.relative_to(path).as_posix(): p.stat().st_size if p.is_file() else -1 for p in there}
     found.pop("manifest.json", None)
     return found
 

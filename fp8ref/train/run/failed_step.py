@@ -159,9 +159,8 @@ def read(path: Path) -> Failure:
         tokens=_tokens(folder / "batch.npy"),
         config=config,
         backend=manifest["backend"],
-        recipe=manifest.get(
-            "recipe", config.numerics.recipe
-        ),  # of a step that failed before there were schedules
+        # of a step that failed before there were schedules
+        recipe=manifest.get("recipe", config.numerics.recipe),
         metrics=manifest["metrics"],
     )
 

@@ -219,9 +219,8 @@ def create(
             for recipe, one in alone.items()
         }
         manifest["schedule"] = {"ran": ran or [], "recipes": each}
-    _replace(
-        out / "manifest.json", _json(manifest | {"status": "running"})
-    )  # first: it marks the directory as a run
+    # first: it marks the directory as a run
+    _replace(out / "manifest.json", _json(manifest | {"status": "running"}))
     if overwrite:
         for folder in (checkpoint.FOLDER, failed_step.FOLDER):
             checkpoint.remove(out / folder)

@@ -69,9 +69,8 @@ def deferring_ctrl_c() -> Iterator[Callable[[], bool]]:
     def handler(*_) -> None:
         came.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with contextlib.suppress(
-            OSError
-        ):  # whoever reads standard error may have ended of the same Ctrl-C
+        # whoever reads standard error may have ended of the same Ctrl-C
+        with contextlib.suppress(OSError):
             os.write(2, SAID)  # not print: the signal may have come in the middle of one
 
     signal.signal(signal.SIGINT, handler)

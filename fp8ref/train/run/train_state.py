@@ -77,9 +77,8 @@ class PerParameter:
         if stored is not None:
             return stored.stored_bytes(size) - (size - elements) * stored.fmt.bits // 8
         if self.moment and optimizer.kind == "adamw_fp8" and moments_in_fp8(elements):
-            return (
-                elements + 4 * elements // FP8_BLOCK
-            )  # a code for each element, and a float32 scale for each block
+            # a code for each element, and a float32 scale for each block
+            return elements + 4 * elements // FP8_BLOCK
         return 4 * elements
 
     def stored(self, optimizer: OptimizerConfig, elements: int) -> Moment | None:

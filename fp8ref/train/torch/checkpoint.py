@@ -130,9 +130,8 @@ def weights(
     Raises:   ConfigError: the saved weights have other names or shapes, or parts of one are
               missing.
     """
-    parts: dict[
-        str, dict[tuple[int, ...], safe_open]
-    ] = {}  # {tensor: {offsets of a part: its file}}
+    # {tensor: {offsets of a part: its file}}
+    parts: dict[str, dict[tuple[int, ...], safe_open]] = {}
     with contextlib.ExitStack() as stack:
         for path in sorted(directory.glob("*.safetensors")):
             file = stack.enter_context(safe_open(path, framework="np"))

@@ -170,9 +170,8 @@ def leave(code: int) -> NoReturn:
     A normal exit of the interpreter may abort in gloo's threads.
     """
     if code == 0 and distributed.is_initialized():
-        with contextlib.suppress(
-            RuntimeError
-        ):  # another process is gone; this one is done either way
+        # another process is gone; this one is done either way
+        with contextlib.suppress(RuntimeError):
             distributed.barrier()  # no process may end while another still communicates with it
             distributed.destroy_process_group()
     sys.stdout.flush()

@@ -35,9 +35,8 @@ def prove(
     plan = multiply.name if multiply else None
     missing = proof.missing(traced, planned, plan)
     if isinstance(step.model, FSDPModule) and keys.gather == "fp8":
-        of_linears = [
-            d for d in decisions if d.fp8 and d.experts is None
-        ]  # experts' weights are gathered in the compute dtype
+        # experts' weights are gathered in the compute dtype
+        of_linears = [d for d in decisions if d.fp8 and d.experts is None]
         missing += proof.missing_gathers(
             step.model, [d.path for d in of_linears if d.recipe.serves_both("weight")]
         )

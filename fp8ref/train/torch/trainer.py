@@ -338,9 +338,8 @@ class Trainer:
                     attention_stats.measuring(layers, variant, of_attention, found)
                 )
             losses = self._step.backward(tokens)
-        operands = [
-            operand for operand in operands if operand.name in found
-        ]  # not of linears without a call, under run.allow_fallback
+        # not of linears without a call, under run.allow_fallback
+        operands = [operand for operand in operands if operand.name in found]
         if not operands:
             return losses, {}
         parts = stats.of_ranks(stats.stacked(operands, found)).cpu().numpy()

@@ -63,9 +63,8 @@ def test_decisions_of_named_variants(name):  # A-1 to A-11, A-17
     ],
     ids=lambda value: value.name if hasattr(value, "lse") else str(value)[:24],
 )
-def test_one_decision_changed_is_the_one_that_departs(
-    what, base, changes, value
-):
+#
+def test_one_decision_changed_is_the_one_that_departs(what, base, changes, value):
     found = probed(dataclasses.replace(base, name="changed", **changes))
     assert found[what].value == value
     allowed = (

@@ -44,9 +44,8 @@ def test_roundings_by_the_table_of_numbers(fmt, rounding):  # C-2, C-8
     points = points[points <= fmt.max]
     x = np.concatenate([points, -points])
     magnitude, negative = np.abs(x), np.signbit(x)
-    below = (
-        np.searchsorted(numbers, magnitude, side="right") - 1
-    )  # codes count the numbers from zero
+    # codes count the numbers from zero
+    below = np.searchsorted(numbers, magnitude, side="right") - 1
     inexact, tie, above_tie = (
         magnitude != numbers[below],
         magnitude == ties[below],

@@ -39,15 +39,12 @@ def test_tiles_are_the_whole(pair, rng):
 def test_integers_tell_a_kernel_that_works():
     assert wgmma.right_on_integers(tile_by_tile)
     for wrong in (
-        lambda a, b, c, fmt_a, fmt_b: tile_by_tile(
-            a, b, np.zeros_like(c), fmt_a, fmt_b
-        ),  # C is not added
-        lambda a, b, c, fmt_a, fmt_b: tile_by_tile(
-            a, np.roll(b, 16, axis=1), c, fmt_a, fmt_b
-        ),  # halves of K the other way round
-        lambda a, b, c, fmt_a, fmt_b: tile_by_tile(
-            a, b, c, fmt_b, fmt_a
-        ),  # formats the other way round
+        # C is not added
+        lambda a, b, c, fmt_a, fmt_b: tile_by_tile(a, b, np.zeros_like(c), fmt_a, fmt_b),
+        # halves of K the other way round
+        lambda a, b, c, fmt_a, fmt_b: tile_by_tile(a, np.roll(b, 16, axis=1), c, fmt_a, fmt_b),
+        # formats the other way round
+        lambda a, b, c, fmt_a, fmt_b: tile_by_tile(a, b, c, fmt_b, fmt_a),
     ):
         assert not wgmma.right_on_integers(wrong)
 

@@ -16,9 +16,8 @@ from fp8ref.formats import E8M0FNU, FP8_FORMATS
 from fp8ref.policy import POLICIES
 from fp8ref.sim.quantize import cast
 
-FORMULA = {
-    f"S-{n}" for n in (3, 4, 9, 14, 15, 17, 20)
-}  # the clauses that state the formula of some policy
+# the clauses that state the formula of some policy
+FORMULA = {f"S-{n}" for n in (3, 4, 9, 14, 15, 17, 20)}
 
 
 def kind(x: float, spacing: Fraction, fmt, numbers: list[Fraction], ties: list[Fraction]) -> str:
@@ -53,9 +52,8 @@ def test_kinds_of_casts(fmt, source):
     question, of = Cast(format=fmt.name, source=source, count=300), dtypes.by_name(source)
     values = cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt).astype(np.float64)
     numbers = [Fraction(v) for v in values if v > 0]
-    below = (
-        Fraction(0) if fmt.signed else numbers[0] / 2
-    )  # half of e8m0's smallest number is a tie to nothing
+    # half of e8m0's smallest number is a tie to nothing
+    below = Fraction(0) if fmt.signed else numbers[0] / 2
     ties = [(a + b) / 2 for a, b in zip([below, *numbers], numbers, strict=False)]
     bits = question.inputs()[:: 1 if fmt.signed else 7]
     x, found = dtypes.values(bits, of), question.kinds(bits)

@@ -16,19 +16,19 @@ MAX = F32(448)
 EXAMPLES = 25
 
 BREAK = {
-    "torchao_pow2": {
-        "power_of_two_equivariance"
-    },  # RN32(log2) is coarser for larger exponents (S-4)
+    # RN32(log2) is coarser for larger exponents (S-4)
+    "torchao_pow2": {"power_of_two_equivariance"},
     "mx_rceil": {"power_of_two_equivariance"},
     "msamp": {"power_of_two_equivariance", "finite"},
     "flax": {"finite"},  # 448 / amax overflows (S-9)
     "flax_bf16": {"finite"},
     "mx_floor": {"within_max"},  # floor of the exponent: up to 1.75 times 2^8 (S-14)
+    # an eps of 1e-4; scale_inv first (S-17)
     "deepgemm": {
         "power_of_two_equivariance",
         "range_used",
         "reciprocal",
-    },  # an eps of 1e-4; scale_inv first (S-17)
+    },
     "deepgemm_cpu": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepgemm_ue8m0": {"power_of_two_equivariance", "range_used"},
     # S-20:
@@ -39,11 +39,12 @@ BREAK = {
     "torchao_adamw_fp8": {"reciprocal"},  # scale_inv first
     "deepseek_v3": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepseek_v3_2024": {"finite", "reciprocal"},  # no eps
+    # an eps of 1e-10, above 2^-39
     "vllm": {
         "power_of_two_equivariance",
         "range_used",
         "reciprocal",
-    },  # an eps of 1e-10, above 2^-39
+    },
     "sglang": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepseek_v3_ue8m0": {"power_of_two_equivariance", "range_used"},
     "qwix": {"reciprocal"},

@@ -74,9 +74,8 @@ def test_forms_differ_in_bits_alone():  # O-6
     assert len(others) > 100
     for form in others:
         found = forms.update(form, p, m, v, 1, given, np.inf)
-        inside = (
-            1e-3 * 1e-8 / (2 * 2.0**-14) if form.eps == "inside" else 0
-        )  # eps next to the smallest v, at t = 1
+        # eps next to the smallest v, at t = 1
+        inside = 1e-3 * 1e-8 / (2 * 2.0**-14) if form.eps == "inside" else 0
         np.testing.assert_allclose(
             found,
             plain,

@@ -80,9 +80,8 @@ def planted(layout, *, newer: bool = False, uncorrected: bool = False, guarded: 
         flat = flat - F32(learning_rate) * (ratio + F32(weight_decay) * flat)
         kept = store((m, v))
         if not guarded and not m.any():
-            kept = [
-                one._replace(codes=np.full_like(one.codes, 0x7F)) for one in kept
-            ]  # 0 * infinity
+            # 0 * infinity
+            kept = [one._replace(codes=np.full_like(one.codes, 0x7F)) for one in kept]
         return flat.reshape(p.shape), (t + 1, *kept)
 
     return step
@@ -407,10 +406,11 @@ def test_a_layout_without_its_bound_and_another_b2():
     free = dataclasses.replace(LAYOUTS["sqrt_e5m2"], bounded=False)
     numbers = Numbers(b2=0.999, weight_decay=0.0)
     found = identify_optimizer(simulated(free), numbers=numbers)
+    # the first where no ratio is beyond the bound of b2
     assert found.layout in (
         "sqrt_e5m2",
         "sqrt_e5m2 without a bound",
-    )  # the first where no ratio is beyond the bound of b2
+    )
     assert found.exact
     wrong = identify_optimizer(simulated("float32"), numbers=Numbers(b2=0.999))
     assert wrong.ok

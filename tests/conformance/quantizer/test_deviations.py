@@ -182,9 +182,8 @@ SOLVED = {
     "its eps is 1.5e-05, not 1e-12": of_amax(floored(1.5e-5)),
     "its eps is 0.5, not 1e-12": of_amax(floored(0.5)),
     "its eps is 0, not 1e-12": of_amax(floored(0)),
-    "its eps is 0.003, not 1e-12": lambda x: planted.blocks(x, floored(3e-3))[
-        0
-    ],  # without scales: it is asked for
+    # without scales: it is asked for
+    "its eps is 0.003, not 1e-12": lambda x: planted.blocks(x, floored(3e-3))[0],
     "its eps, 3e-07, is added to the amax, not the least amax": of_amax(
         lambda amax: np.float32(448) / (amax + np.float32(3e-7))
     ),

@@ -397,9 +397,8 @@ def test_a_stale_amax_is_said_and_what_cannot_be_told():
     found = identify_quantizer(planted.stale(), E4M3FN)
     assert found.identified
     assert "its amax is stale, from 1 earlier call" in found.summary
-    assert {"te_current", "te_delayed"} <= set(
-        found.found["same_policies"]
-    )  # at ordinary amaxes they are one
+    # at ordinary amaxes they are one
+    assert {"te_current", "te_delayed"} <= set(found.found["same_policies"])
     assert any(
         "one call cannot show" in finding.evidence
         for finding in found.findings

@@ -42,9 +42,8 @@ def test_codes_of_a_quotient_are_another_policys():  # S-9
     assert "policy flax, but its eps is 1e-12, not 0" in found.message
     (difference,) = found.differences
     assert difference.got.startswith("code 0x3C (1.5), ")
-    assert (
-        difference.expected == "code 0x3D (1.625), scale 70368739983360 by torchao"
-    )  # the scale that it gives too
+    # the scale that it gives too
+    assert difference.expected == "code 0x3D (1.625), scale 70368739983360 by torchao"
 
 
 @pytest.mark.grid(2)

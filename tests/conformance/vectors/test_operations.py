@@ -222,9 +222,8 @@ def test_the_scales_of_torchao_agree():  # S-3
     assert verdict.ok
     assert judged("scale", settings | {"policy": "torchao_pow2"}, lambda t: answer(t, True)).ok
     verdict = judged("scale", settings | {"policy": "torchao_mask"}, lambda t: answer(t, True))
-    assert (
-        "next to max times a power of two" in verdict.differ
-    )  # S-4: exp2_log2 and mask differ there alone
+    # S-4: exp2_log2 and mask differ there alone
+    assert "next to max times a power of two" in verdict.differ
     assert set(verdict.differ) <= {"next to max times a power of two", "infinite", "below eps"}
 
 
@@ -244,12 +243,13 @@ def test_an_inverse_and_an_e8m0_code_are_answers_too():  # S-14
     verdict = judged("scale", settings, of("mx_floor", "e8m0"), made="e8m0")
     assert not verdict.ok
     assert "S-14" in verdict.first[0]["rule"]
+    # e4m3fn's
     assert judged(
         "scale",
         {"format": "e5m2", "policy": "flax", "count": 50},
         of("flax", "scale_inv"),
         made="scale_inv",
-    ).differ  # e4m3fn's
+    ).differ
     with pytest.raises(ValueError, match="e8m0 needs a policy with e8m0 scales"):
         judged("scale", {"format": "e5m2", "policy": "flax"}, of("flax", "scale"), made="e8m0")
 

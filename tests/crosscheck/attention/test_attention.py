@@ -55,9 +55,8 @@ def passes(variant="cudnn", arithmetic="fast", size=1.0, tokens=150, **capped):
 @pytest.mark.parametrize("arithmetic", ["fast", "stated"])
 @pytest.mark.parametrize("size", [1.0, 4.0])
 @pytest.mark.parametrize("variant", ["cudnn", "mxfp8"])
-def test_codes_are_the_simulators_and_all_else_lies_within_its_bound(
-    variant, size, arithmetic
-):
+#
+def test_codes_are_the_simulators_and_all_else_lies_within_its_bound(variant, size, arithmetic):
     forward, backward = passes(variant, arithmetic, size)
     report = Report()
     assert attention.check_codes(report, (forward, backward), VARIANTS[variant]) == 4

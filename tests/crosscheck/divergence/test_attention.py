@@ -128,9 +128,8 @@ FAULTS = {
 
 @pytest.mark.grid(3)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_located_and_named(
-    fault, config, planted
-):  # B-10
+# B-10
+def test_a_planted_fault_is_located_and_named(fault, config, planted):
     (owner, name, replacement), place = FAULTS[fault]
     planted(owner, name, replacement)
     first = live.of_backends(config, "torch", "torch", steps=1).first
@@ -164,9 +163,10 @@ def sides(*configs) -> list[live.Side]:
 
 
 @pytest.mark.parametrize("accumulate", [None, "hopper"])
+# A-18, G-7, G-19
 def test_the_order_of_a_sum_is_the_librarys_but_under_simulated_hardware(
     accumulate, config, monkeypatch
-):  # A-18, G-7, G-19
+):
     config = config.replace(numerics={"attention_arithmetic": "stated", "accumulate": accumulate})
     a, b = sides(config, config)
     run, original = b.trainer._step.backward, attention_forward.scores

@@ -89,9 +89,8 @@ def test_roundings_of_one_result_are_neighbors_or_no_clause_explains_them(layer)
         found = explain(v, v, far, context())
         assert found.clauses == ()
         assert f"these are {worst} numbers of {unit} apart" in found.text
-        hidden = explain(
-            v, v, far, context(unobserved=["a", "b", "c", "d"])
-        )  # what is between may be anything
+        # what is between may be anything
+        hidden = explain(v, v, far, context(unobserved=["a", "b", "c", "d"]))
         assert hidden.clauses == ("M-3", "G-9")
         assert "not observed (a, b, c and 1 more)" in hidden.text
 

@@ -61,9 +61,8 @@ def test_equal_runs_do_not_diverge(trained, capsys):
     found = of_runs(a, trained("b"))
     assert found.ok
     assert (found.steps, found.settings, found.notes) == (4, {}, [])
-    assert found.compared == 2 * 4 + 2 * 3 * parameters_of(
-        a
-    )  # both metrics of four steps, and the states after two and four
+    # both metrics of four steps, and the states after two and four
+    assert found.compared == 2 * 4 + 2 * 3 * parameters_of(a)
     found.print()
     assert "4 steps are equal, bit for bit" in capsys.readouterr().out
 
@@ -138,9 +137,10 @@ def test_equal_runs_do_not_diverge(trained, capsys):
     ],
     ids=lambda v: v if isinstance(v, str) else None,
 )
+# B-10
 def test_a_difference_of_configs_is_named_and_the_place_found(
     sections, key, step, place, clauses, trained, capsys
-):  # B-10
+):
     found = of_runs(trained("a"), trained("b", **sections))
     assert key in found.settings
     first = found.first

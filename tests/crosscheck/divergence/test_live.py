@@ -101,9 +101,8 @@ def test_a_weight_changed_by_one_ulp_is_located(small, planted):  # T-1, B-10
 
 def test_a_scale_of_another_policy_is_located(small, planted):  # S-3
     def larger(original):
-        return lambda *args, **kwargs: (
-            original(*args, **kwargs) * 0.75
-        )  # by a power of two it would leave no trace
+        # by a power of two it would leave no trace
+        return lambda *args, **kwargs: original(*args, **kwargs) * 0.75
 
     planted(
         lambda trainer: in_layer(
@@ -135,9 +134,8 @@ def test_an_operand_cast_by_truncation_is_located(small, planted):  # C-2
             above = q.float().abs() > x.float().abs()
             if not truncations:
                 truncations.append((x.detach().float().numpy(), above.numpy()))
-            return (q.view(torch.uint8) - above.to(torch.uint8)).view(
-                dtype
-            )  # towards zero: one code less in magnitude
+            # towards zero: one code less in magnitude
+            return (q.view(torch.uint8) - above.to(torch.uint8)).view(dtype)
 
         return truncated
 
@@ -173,13 +171,13 @@ def test_an_operand_cast_by_truncation_is_located(small, planted):  # C-2
 @pytest.mark.parametrize(
     ("plan", "steps", "clauses"), [(None, 1, ("G-7", "B-1")), (None, 64, ()), ("hopper", 1, ())]
 )
+# B-1, B-12
 def test_sums_within_the_bound_beyond_it_and_other_than_their_plans(
     plan, steps, clauses, small, planted
-):  # B-1, B-12
+):
     def summing(original):
-        return lambda *args, **kwargs: bump(
-            original(*args, **kwargs), (16, 0), steps
-        )  # where one step reaches the loss
+        # where one step reaches the loss
+        return lambda *args, **kwargs: bump(original(*args, **kwargs), (16, 0), steps)
 
     planted(
         lambda trainer: in_layer(
@@ -212,9 +210,8 @@ def test_a_gradient_is_located_before_what_it_reaches(small, planted):  # B-5
     def fault(trainer):
         def on_output(module, args, out):
             if out.requires_grad and trainer._count == 1:
-                out.register_hook(
-                    lambda g: bump(g, (2, 3, 4), 256)
-                )  # twice as large: a code of e5m2 is wider than a bfloat16
+                # twice as large: a code of e5m2 is wider than a bfloat16
+                out.register_hook(lambda g: bump(g, (2, 3, 4), 256))
 
         trainer.model.get_submodule(f"{BLOCK}.mlp.gate_proj").register_forward_hook(on_output)
 

@@ -16,6 +16,7 @@ from fp8ref.train.config.config import Config
 
 COMPILED = json.loads((Path(__file__).parents[3] / "benchmarks/results/aot.json").read_text())
 ROWS = [row for row in COMPILED["rows"] if row["collectives_mib"]]
+# as XLA names them
 DTYPES = {
     "float32": "f32",
     "bfloat16": "bf16",
@@ -24,7 +25,7 @@ DTYPES = {
     "uint8": "u8",
     "e4m3fn": "f8e4m3fn",
     "e5m2": "f8e5m2",
-}  # as XLA names them
+}
 
 
 def compiled(row: dict) -> Config:

@@ -26,9 +26,8 @@ def test_one_amax_of_each_tensor():  # P-2
     up.
     """
     assert shared(**MESH) == {(2, False): LAYERS * (7 + 7 + 4)}
-    assert shared(**MESH, checkpointing="full") == {
-        (2, False): LAYERS * (7 + 7 + 4 + 3)
-    }  # all but down_proj runs again
+    # all but down_proj runs again
+    assert shared(**MESH, checkpointing="full") == {(2, False): LAYERS * (7 + 7 + 4 + 3)}
     assert shared(**MESH, checkpointing="full", precompute_scales=False) == {
         (2, False): LAYERS * (7 + 7 + 4 + 6 + 3)
     }
@@ -76,9 +75,8 @@ def test_scales_of_gathered_tokens():  # P-6
 
 def test_what_delayed_scaling_observes_is_shared_likewise():  # H-4
     assert shared("delayed", **MESH) == shared(**MESH)
-    assert shared("delayed", **MESH, checkpointing="full") == shared(
-        **MESH
-    )  # what a pass observes again nothing wants
+    # what a pass observes again nothing wants
+    assert shared("delayed", **MESH, checkpointing="full") == shared(**MESH)
 
 
 def test_plain_jit_shares_no_amax_of_an_input():

@@ -157,9 +157,8 @@ def bound(
     # below 2 * sizes + 16, in base 2 by 1.5 more.
     tiles = -(-k.shape[2] // variant.tile(q.shape[3], mask))
     roundings = 2 * (1 + tiles) * 2.0**-23 * 1.5 * (2 * sizes + 16)
-    capped = (
-        0 if softcap is None else 2 * softcap * (exponential_error + 2.0**-22)
-    )  # A-18's term of a softcap
+    # A-18's term of a softcap
+    capped = 0 if softcap is None else 2 * softcap * (exponential_error + 2.0**-22)
     return Bound(
         2 * gamma(q.shape[3] + 8) * sizes + roundings + (1 + tiles) * exponential_error + capped,
         weights,

@@ -57,9 +57,8 @@ def exponential(x, base: str) -> np.float32:
 
 def tanh(x) -> np.float32:
     context, power = decimal.Context(prec=90), decimal.Decimal(float(max(min(x, 40), -40)))
-    square = context.exp(
-        context.multiply(power, 2)
-    )  # 90 digits: 45 are lost where x is the least of float32
+    # 90 digits: 45 are lost where x is the least of float32
+    square = context.exp(context.multiply(power, 2))
     return to_float32(Fraction(context.divide(context.subtract(square, 1), context.add(square, 1))))
 
 
@@ -142,9 +141,8 @@ def flash_attention(
     outs, lses, largest = [], [], 0.0
     factor = F(F(float(F(scale)) * math.log2(math.e)) * F(dq * dk))
     before = None
-    if (
-        softcap is not None
-    ):  # softcap_val and softmax_scale_log2 of mainloop_fwd_sm90_tma_gmma_ws.hpp
+    # softcap_val and softmax_scale_log2 of mainloop_fwd_sm90_tma_gmma_ws.hpp
+    if softcap is not None:
         before, factor = (
             F(F(F(scale) / F(softcap)) * F(dq * dk)),
             F(float(F(softcap)) * math.log2(math.e)),

@@ -89,9 +89,8 @@ def pack(value: int, bits: int = 23, rounding: str = "toward_zero") -> int:
     value = quantum * rounded[rounding](value, quantum)
     e = exponent(value, -126)
     significand = abs(value) * (1 << 23 + 126) // (ONE << e + 126)
-    magnitude = (
-        INF if e > 127 else (e + 126 << 23) + significand
-    )  # a normal number's hidden bit adds one to the exponent field
+    # a normal number's hidden bit adds one to the exponent field
+    magnitude = INF if e > 127 else (e + 126 << 23) + significand
     return (SIGN if value < 0 else 0) + magnitude
 
 

@@ -81,9 +81,8 @@ def passed_exactly(model):
     x = signs(32, 64, seed=5).requires_grad_()
     y = model(x)
     y.backward(signs(32, 32, seed=6))
-    return [
-        t.clone() for t in (y.detach(), x.grad, *(whole(p.grad) for p in model.parameters()))
-    ]  # a clone waits for what is reduced
+    # a clone waits for what is reduced
+    return [t.clone() for t in (y.detach(), x.grad, *(whole(p.grad) for p in model.parameters()))]
 
 
 class Watch(TorchDispatchMode):

@@ -80,11 +80,12 @@ def halved(gather):
 def apart(trainer):
     """Every rank keeps amax histories of its own rows alone (H-4)."""
     for _, state in delayed.states(trainer.model):
+        # or the first update would refuse it (H-12)
         state.group, state.checked, state.compared = (
             None,
             True,
             True,
-        )  # or the first update would refuse it (H-12)
+        )
 
 
 def same_rows(trainer):

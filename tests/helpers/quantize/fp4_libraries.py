@@ -49,9 +49,8 @@ def transformer_engine(x, rows=1):
     top, largest = torch.tensor(6.0), torch.tensor(TOP)
     amax = x.abs().max()
     encode = torch.minimum(torch.tensor(448.0) * top / amax, largest)
-    encode = torch.where(
-        (encode == 0) | (amax == 0), torch.tensor(1.0), encode
-    )  # of a zero amax in core_nvfp4.cuh
+    # of a zero amax in core_nvfp4.cuh
+    encode = torch.where((encode == 0) | (amax == 0), torch.tensor(1.0), encode)
     decode = torch.div(1.0, encode)
     scale = (
         torch.minimum(blocks * (encode * torch.reciprocal(top)), largest)

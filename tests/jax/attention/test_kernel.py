@@ -59,11 +59,12 @@ def stand_in(q8, k8, v8, kernel, parameters):
     tile = {"variant": "cudnn", "mask": kernel.use.mask, "scale": kernel.use.scale}
     names = {"dO": "do", "dP": "ds", "dQ": "dq", "dK": "dk", "dV": "dv"}
     of = {key: x.reshape(()) for key, x in parameters.items()}
+    # what the tiles do not take: an inverse within a unit in the last place
     for key in (
         "s",
         "o",
         "dP",
-    ):  # what the tiles do not take: an inverse within a unit in the last place
+    ):
         np.testing.assert_allclose(
             of[f"descale_{key}"] * of[f"scale_{key}"], 1, rtol=2.0**-22, err_msg=key
         )

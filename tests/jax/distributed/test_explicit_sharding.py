@@ -429,9 +429,10 @@ def test_out_sharding_is_for_explicit_axes():
         ("bthk,hkd->btd", P("data"), P("data"), None, {"grad_weight"}),
     ],
 )
+# P-9, P-20
 def test_gemms_whose_reduced_dim_is_cut_are_summed_over_devices(
     subscripts, of_x, of_w, out, summed, operands, monkeypatch
-):  # P-9, P-20
+):
     """Of these, weights' gradients as accumulators: the others' GEMMs may write results, which are
     summed (Placement.reduce_outputs).
     """

@@ -131,9 +131,8 @@ CASES = [
         ),
     ],
 )
-def test_results_equal_one_devices_on_integers(
-    shape, style, recipe, through, operands
-):  # P-4, P-6, P-7, P-9
+# P-4, P-6, P-7, P-9
+def test_results_equal_one_devices_on_integers(shape, style, recipe, through, operands):
     x, w, g = operands
     found = on_devices(
         shape, placement_of(style, **ACCUMULATORS), recipe, through=through, x=x, w=w, g=g
@@ -347,9 +346,8 @@ def test_devices_round_their_parts_and_sum_them(recipe, style, parts, operands):
         ranks = [
             [q._replace(codes=codes) for codes in np.split(q.codes, n, axis=1)] for q in (a, b)
         ]
-        groups = (
-            2 if (which, parts) == ("grad_weight", "result") else 1
-        )  # the sum over fsdp is rounded before that over data
+        # the sum over fsdp is rounded before that over data
+        groups = 2 if (which, parts) == ("grad_weight", "result") else 1
         sums = [
             sharded_gemm.matmul(
                 *(side[i : i + n // groups] for side in ranks), reduce="rounded", out_dtype=BFLOAT16
@@ -442,18 +440,18 @@ def test_sums_over_devices_move_the_dtype_that_is_asked_for(parts, dtype, operan
         if c.kind == "reduce_scatter"
     ]
     assert [c.dtype for c in moved] == [dtype] * 2  # of y over tensor, of grad_weight over fsdp
+    # of grad_weight: a half along fsdp, and within it the half of K that tensor cuts
     rows, columns = (
         N // 2,
         K // 2,
-    )  # of grad_weight: a half along fsdp, and within it the half of K that tensor cuts
+    )
     summed = [
         c
         for c in proof.collectives(proof.read(mapped.lower(x, w, g)))
         if c.kind == "all_reduce" and len(c.shape) == 2
     ]
-    assert [(c.dtype, c.shape) for c in summed] == [
-        (dtype, (rows, columns))
-    ]  # over data, after the scatter
+    # over data, after the scatter
+    assert [(c.dtype, c.shape) for c in summed] == [(dtype, (rows, columns))]
 
 
 def test_under_jit_codes_are_gathered_and_other_axes_cut_them_still():  # P-6
@@ -518,9 +516,8 @@ def test_one_gather_of_a_gradient_serves_both_gemms(recipe, bytes_, operands):  
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_local_scope_is_what_each_piece_of_the_batch_gives_alone(recipe, operands):  # P-2, P-8
     x, w, g = operands
-    x = (
-        x * jnp.exp2(jnp.arange(B, dtype=jnp.float32) % 5).astype(x.dtype)[:, None, None]
-    )  # pieces with scales of their own
+    # pieces with scales of their own
+    x = x * jnp.exp2(jnp.arange(B, dtype=jnp.float32) % 5).astype(x.dtype)[:, None, None]
     found = on_devices(
         (4, 2, 1), placement_of("column", scope="local"), recipe, through="shard_map", x=x, w=w, g=g
     )
@@ -534,9 +531,8 @@ def test_local_scope_is_what_each_piece_of_the_batch_gives_alone(recipe, operand
         found, [*expected, np.asarray(jnp.asarray(total, jnp.bfloat16), np.float32)], strict=True
     ):
         np.testing.assert_array_equal(np.asarray(mine, np.float32), one)
-    x = x * jnp.asarray(
-        np.random.default_rng(4).standard_normal(x.shape), x.dtype
-    )  # which FP8 rounds by the scale
+    # which FP8 rounds by the scale
+    x = x * jnp.asarray(np.random.default_rng(4).standard_normal(x.shape), x.dtype)
     local, everyone = (
         on_devices(
             (4, 2, 1),

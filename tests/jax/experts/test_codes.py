@@ -16,9 +16,8 @@ from fp8ref.jax.experts import parallel as expert_parallel
 from fp8ref.selection import grouped as recipes
 
 DEVICES, EXPERTS, ROWS, K, N = 2, 4, 24, 32, 16
-SIZES = np.array(
-    [[9, 0, 5, 10], [0, 0, 12, 4]]
-)  # the second device has 8 rows of no group; nobody has rows of expert 1
+# the second device has 8 rows of no group; nobody has rows of expert 1
+SIZES = np.array([[9, 0, 5, 10], [0, 0, 12, 4]])
 
 
 @pytest.fixture

@@ -162,9 +162,8 @@ def test_experts_cut_by_a_mesh(recipe, rng):  # X-3, X-7
         y, vjp = jax.vjp(cut, x, w)
         return y, *vjp(g)
 
-    device = in_one_program(
-        recipe
-    )  # one of the four by itself: rows, experts, gradients and sizes of its own
+    # one of the four by itself: rows, experts, gradients and sizes of its own
+    device = in_one_program(recipe)
     parts = [(d, e, slice(24 * (2 * d + e), 24 * (2 * d + e + 1))) for d in (0, 1) for e in (0, 1)]
     alone = {
         (d, e): device(x[rows], w[2 * e : 2 * e + 2], g[rows], sizes[d, 2 * e : 2 * e + 2])

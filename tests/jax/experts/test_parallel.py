@@ -17,9 +17,8 @@ from fp8ref.jax.quantize import scaling
 from fp8ref.recipe import RECIPES
 
 DEVICES, EXPERTS, ROWS, K, N = 2, 4, 24, 32, 16
-SIZES = np.array(
-    [[9, 0, 5, 10], [3, 0, 12, 4]]
-)  # of a device's rows; 5 of the second's are in no group
+# of a device's rows; 5 of the second's are in no group
+SIZES = np.array([[9, 0, 5, 10], [3, 0, 12, 4]])
 
 
 @pytest.fixture
@@ -113,9 +112,8 @@ def test_devices_with_rows_of_the_same_groups_share_their_scales(spec, axis, mes
 @pytest.mark.parametrize(
     "granularity", ["rowwise", pytest.param("mx_1x32", marks=pytest.mark.slow)]
 )
-def test_moving_codes_gives_the_bits_of_moving_the_tensor_and_casting(
-    granularity, mesh, rng
-):
+#
+def test_moving_codes_gives_the_bits_of_moving_the_tensor_and_casting(granularity, mesh, rng):
     spec = RECIPES["mxfp8"].output.a if granularity == "mx_1x32" else RECIPES["rowwise"].output.a
     x = jnp.asarray(rng.standard_normal((DEVICES * ROWS, K)), jnp.bfloat16)
 

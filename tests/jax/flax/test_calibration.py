@@ -100,9 +100,8 @@ def test_a_cached_trace_is_of_its_own_mode(transformed):
         got, wanted = (
             m.down.dot_general.state.get_value()["input"].amax_history[0] for m in (one, expected)
         )
-        np.testing.assert_array_max_ulp(
-            got, wanted, 2
-        )  # XLA fuses what it compiles, so that sums differ in order
+        # XLA fuses what it compiles, so that sums differ in order
+        np.testing.assert_array_max_ulp(got, wanted, 2)
 
 
 def test_hooks_without_states_multiply_in_high_precision():

@@ -292,9 +292,8 @@ def test_a_recurrent_linen_model_shares_its_cells_state():
 
     _, _, after = jax.jit(fj.flax.value_and_grad(loss, update=True))(variables, x)
     states = jax.tree.leaves(after[STATE], is_leaf=lambda value: hasattr(value, "roles"))
-    assert [int(role.step) for layer in states for role in layer.roles.values()] == [
-        1
-    ] * 18  # six linears, three roles each
+    # six linears, three roles each
+    assert [int(role.step) for layer in states for role in layer.roles.values()] == [1] * 18
 
 
 def shared():

@@ -202,7 +202,6 @@ def test_training_tracks_bfloat16(recipe):
             losses[name].append(float(value))
     ours, bf16 = np.array(losses[recipe]), np.array(losses["bf16"])
     assert bf16[-1] < 0.01 * bf16[0]
-    assert (
-        np.abs(ours - bf16) <= floor + 2 * np.sqrt(floor * bf16)
-    ).all()  # (a + b)^2 - a^2, a and b the roots of both losses
+    # (a + b)^2 - a^2, a and b the roots of both losses
+    assert (np.abs(ours - bf16) <= floor + 2 * np.sqrt(floor * bf16)).all()
     assert (ours != bf16).any()

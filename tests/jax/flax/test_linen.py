@@ -663,9 +663,8 @@ def test_attention_runs_in_fp8_with_hooks_for_its_einsums():
     (expected, _), none = run()
     assert (fp8, none) == (6, 0)
     assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
-    np.testing.assert_allclose(
-        value, expected, rtol=2.0**-3
-    )  # elements of e4m3 err by 2^-4 of themselves at most
+    # elements of e4m3 err by 2^-4 of themselves at most
+    np.testing.assert_allclose(value, expected, rtol=2.0**-3)
     assert value != expected
 
 

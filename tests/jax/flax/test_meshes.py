@@ -73,9 +73,8 @@ def test_a_linen_models_sequence_and_weights_are_gathered_in_fp8(recipe):  # P-6
     one = fj.flax.convert(LinenMLP(), recipe, inputs=(X,))
     model = fj.flax.convert(LinenMLP(), recipe, inputs=(X,), placement=PLACES)
     variables = round_weights(one.init(jax.random.key(0), X))
-    same(
-        model.init(jax.random.key(0), X), one.init(jax.random.key(0), X)
-    )  # init may run on one device
+    # init may run on one device
+    same(model.init(jax.random.key(0), X), one.init(jax.random.key(0), X))
 
     def grads(model):
         return jax.jit(
@@ -128,10 +127,11 @@ def test_an_nnx_model_inside_shard_map(placement):  # P-6, P-9
     grads = jax.jit(jax.grad(lambda s, x: mapped(s, x).astype(jnp.float32).sum(), (0, 1)))
     cut = jax.tree.map(lambda v, spec: put(v, *spec), params, specs), put(X, *of_x)
     same(grads(*cut), one(params, X))
+    # codes of two sets in one, and a bit an element
     assert gathered(grads.lower(*cut)) == {
         "up": {"f8"},
         "down": {"f8", "ui"},
-    }  # codes of two sets in one, and a bit an element
+    }
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,12 @@ def saved_by_scan(recipe, mesh=None):
     )
     body = scan.params["jaxpr"]
     of_step = getattr(body, "jaxpr", body).outvars
+    # the others are carried
     stacked = [
         out
         for out, one in zip(scan.outvars, of_step, strict=True)
         if out.aval.shape != one.aval.shape
-    ]  # the others are carried
+    ]
     return collections.Counter((v.aval.shape, v.aval.dtype.name) for v in stacked)
 
 
@@ -208,9 +209,8 @@ def test_tensorwise_linears_save_a_byte_for_each_reader():
     """
     found, shape = saved_by_scan("tensorwise"), (3, B, T, D)
     assert found[shape, "float8_e4m3fn"] == 4
-    assert (
-        found[shape, "bfloat16"] == saved_by_scan(None)[shape, "bfloat16"] - 2
-    )  # x, and o's input
+    # x, and o's input
+    assert found[shape, "bfloat16"] == saved_by_scan(None)[shape, "bfloat16"] - 2
 
 
 class Attention(nnx.Module):

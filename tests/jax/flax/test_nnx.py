@@ -218,9 +218,8 @@ def test_microbatches_merge_and_an_optimizer_never_meets_the_state():
     before = nnx.to_pure_dict(nnx.state(model, fj.flax.Fp8State))
     optimizer.update(model, grads)
     same(nnx.to_pure_dict(nnx.state(model, fj.flax.Fp8State)), before)
-    assert (
-        len(jax.tree.leaves(nnx.state(optimizer, nnx.OptState))) == 2 + 2 * 3
-    )  # counts, and two moments for each of three kernels
+    # counts, and two moments for each of three kernels
+    assert len(jax.tree.leaves(nnx.state(optimizer, nnx.OptState))) == 2 + 2 * 3
 
 
 def test_an_empty_batch_leaves_states_as_they_are():  # L-9
@@ -302,9 +301,8 @@ LINEAR = {"rngs": nnx.Rngs(0), "dot_general": fj.flax.nnx_dot_general("rowwise",
             "every layer has its own hook",
         ),
         (
-            lambda: fj.flax.update(
-                Unrolled(), nnx.state(Unrolled(), nnx.Param)
-            ),  # a gradient of nnx.grad's has this type
+            # a gradient of nnx.grad's has this type
+            lambda: fj.flax.update(Unrolled(), nnx.state(Unrolled(), nnx.Param)),
             "observations of fj.flax.value_and_grad.*got State.*plain grad",
         ),
         (

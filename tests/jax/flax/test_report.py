@@ -94,9 +94,8 @@ def test_shares():
     assert sum(row.parameters for row in found.rows) == parameters
     assert found.parameters == (2 * D * D + 16 * D) / parameters
     fp8 = TOKENS * D * D + TOKENS * D * 16
-    others = (
-        TOKENS * D * (D * 3 + F + 48 + 24) + 2 * TOKENS * TOKENS * D
-    )  # conv, experts, head, odd; attention's two
+    # conv, experts, head, odd; attention's two
+    others = TOKENS * D * (D * 3 + F + 48 + 24) + 2 * TOKENS * TOKENS * D
     assert found.multiplications == fp8 / (fp8 + others)
     assert fj.flax.report(model).multiplications is None
     assert fj.flax.report(Model(nnx.Rngs(0))).parameters == 0

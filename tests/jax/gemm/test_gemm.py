@@ -23,9 +23,8 @@ from fp8ref.spec.granularity import GRANULARITIES
 )
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("epilogue", ["scale_then_round", "unit_round_scale_round"])
-def test_matmul_is_within_its_bound_of_the_exact_result(
-    formats, granularity, epilogue, rng
-):  # B-1, G-4, G-5
+# B-1, G-4, G-5
+def test_matmul_is_within_its_bound_of_the_exact_result(formats, granularity, epilogue, rng):
     x, y = (rng.standard_normal((n, 96)).astype(np.float32) for n in (48, 32))
     a, b = (
         scaling.quantize(jnp.asarray(v), f, granularity=granularity)
@@ -93,9 +92,10 @@ ON_A_GPU = [
     ("granularity", "epilogue", "dtype", "powers", "multiplied", "written"), ON_A_GPU
 )
 @pytest.mark.parametrize("in_steps", [False, True])
+# G-22
 def test_on_a_gpu_the_gemm_writes_the_output_dtype(
     granularity, epilogue, dtype, powers, multiplied, written, in_steps
-):  # G-22
+):
     a, b = (scaling.quantize(jnp.ones((32, 64)), E4M3FN, granularity=granularity) for _ in range(2))
     how = {
         "epilogue": epilogue,
@@ -128,9 +128,10 @@ def test_on_a_gpu_the_gemm_writes_the_output_dtype(
         ("rowwise", "float16", "f8E4M3FN", 0),
     ],
 )
+# G-22
 def test_on_a_gpu_nothing_joins_a_gemm_that_is_written_as_dequantized(
     granularity, dtype, multiplied, guarded
-):  # G-22
+):
     """XLA's epilogues are patterns that begin with the dot: a rounding that changes nothing stands
     between.
     """
@@ -165,9 +166,10 @@ def test_on_a_gpu_nothing_joins_a_gemm_that_is_written_as_dequantized(
 @pytest.mark.parametrize(
     ("granularity", "epilogue", "dtype", "powers"), [case[:4] for case in ON_A_GPU]
 )
+# G-22
 def test_what_runs_on_a_gpu_gives_the_same_bits_where_sums_are_exact(
     granularity, epilogue, dtype, powers, dequantized, rng, monkeypatch
-):  # G-22
+):
     """Integers of up to 8 bits have exact sums, in bfloat16 too: so scales that are powers of two
     leave nothing to the order.
     """
@@ -206,9 +208,8 @@ def test_a_result_that_is_rounded_before_its_scale_is_rounded_twice_where_it_is_
 @pytest.mark.parametrize(("accumulate", "precision"), [("fast", "DEFAULT"), ("slow", "HIGHEST")])
 def test_the_dot_takes_float8_operands_and_names_its_accumulation(accumulate, precision):  # G-7
     a, b = (scaling.quantize(jnp.ones((32, 32)), f) for f in (E5M2, E4M3FN))
-    with jax.default_matmul_precision(
-        "float32" if accumulate == "fast" else "bfloat16"
-    ):  # must not matter
+    # must not matter
+    with jax.default_matmul_precision("float32" if accumulate == "fast" else "bfloat16"):
         hlo = jax.jit(lambda a, b: gemm.matmul(a, b, accumulate=accumulate)).lower(a, b).as_text()
     [dot] = [line for line in hlo.splitlines() if "dot_general" in line]
     assert "f8E5M2>, tensor<32x32xf8E4M3FN>) -> tensor<32x32xf32>" in dot
@@ -248,9 +249,8 @@ def test_operands_whose_scales_go_together_are_the_simulators(granularities, rng
         return
     out = gemm.matmul(*operands, accumulate="slow", out_dtype=jnp.bfloat16)
     magnitudes = [np.abs(sim_scaling.dequantize(q).astype(np.float64)) for q in simulated]
-    bound = 2**-7 * np.abs(expected) + 2 * gamma(256) * (
-        magnitudes[0] @ magnitudes[1].T
-    )  # both rounded once; float32 sums in any order
+    # both rounded once; float32 sums in any order
+    bound = 2**-7 * np.abs(expected) + 2 * gamma(256) * (magnitudes[0] @ magnitudes[1].T)
     assert (np.abs(np.asarray(out.astype(jnp.float32)) - expected) <= bound).all()
 
 

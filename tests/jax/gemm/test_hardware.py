@@ -151,9 +151,8 @@ def test_the_proof_names_simulated_gemms_and_misses_none(rng, recipe):
     assert len(proof.missing(program, planned, plan="ada")) == 3
     native = grads(None)
     assert len(proof.missing(native, planned, plan="hopper")) == 3
-    assert len(proof.missing(program, planned)) == (
-        0 if recipe in ("blockwise", "mxfp8") else 3
-    )  # which are not asked for, simulated or not
+    # which are not asked for, simulated or not
+    assert len(proof.missing(program, planned)) == (0 if recipe in ("blockwise", "mxfp8") else 3)
 
 
 @pytest.mark.parametrize(

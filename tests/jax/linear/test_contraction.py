@@ -19,11 +19,12 @@ CASES = [
     ("bceg,gef->fbec", (2, 16, 3, 64), (64, 3, 32)),
     ("...qhd,...khd->...hqk", (2, 16, 3, 64), (2, 32, 3, 64)),  # Flax's attention
     ("...hqk,...khd->...qhd", (2, 3, 16, 32), (2, 32, 3, 16)),
+    # an ellipsis of fewer dims is their last ones
     (
         "...d,b...df->...bf",
         (2, 16, 64),
         (3, 16, 64, 32),
-    ),  # an ellipsis of fewer dims is their last ones
+    ),
 ]
 
 
@@ -173,9 +174,8 @@ def test_unequal_dims():
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize(("subscripts", "turned"), [("btd,df->btf", False), ("btd,fd->btf", True)])
-def test_simulated_hardware_multiplies_as_in_the_linear(
-    subscripts, turned, recipe, rng
-):  # G-19, B-12
+# G-19, B-12
+def test_simulated_hardware_multiplies_as_in_the_linear(subscripts, turned, recipe, rng):
     x, w = (
         jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
         for shape in ((2, 64, 256), (256, 128))
@@ -214,9 +214,10 @@ def test_simulated_hardware_multiplies_no_batches(rng):  # G-19
 @pytest.mark.parametrize(
     ("subscripts", "shape", "dequantized"), [("td,df->tf", (64, 32), 1), ("td,fd->tf", (32, 64), 0)]
 )
+# G-22
 def test_on_a_gpu_the_output_gemm_of_a_weight_as_flax_keeps_it_is_written_as_dequantized(
     subscripts, shape, dequantized
-):  # G-22
+):
     x, w = jax.ShapeDtypeStruct((16, 64), jnp.bfloat16), jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
     def loss(x, w):

@@ -141,9 +141,8 @@ def test_block_scales_equal_the_simulator_on_integers(recipe, rng):  # G-16
     np.testing.assert_array_equal(grad_weight, expected[1])
 
 
-def test_operands_fused_with_their_producer_are_rounded_all_the_same(
-    rng, monkeypatch
-):  # FP8 codes of bfloat16, not of float32
+# FP8 codes of bfloat16, not of float32
+def test_operands_fused_with_their_producer_are_rounded_all_the_same(rng, monkeypatch):
     """XLA may hand a fused cast the float32 product that a bfloat16 one is rounded from; without
     the guard the output shows it.
     """

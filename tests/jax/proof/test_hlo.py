@@ -113,9 +113,8 @@ def test_merged_dots_are_not_lost():
             ],
         ),
         (
-            CUBLASLT.replace("4096,6144", "4096,5120").replace(
-                "6144,4096", "5120,4096"
-            ),  # one of the small ones is not in it
+            # one of the small ones is not in it
+            CUBLASLT.replace("4096,6144", "4096,5120").replace("6144,4096", "5120,4096"),
             [
                 f"model.layers.0.self_attn.{n}_proj/output: f8e4m3fn x f8e4m3fn, fast, is "
                 "compiled to no kernel of its name"

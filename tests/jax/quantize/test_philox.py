@@ -36,9 +36,8 @@ def test_a_key_is_of_a_seed_a_step_and_a_stream():  # O-8, O-15
 @pytest.mark.parametrize("seed", SEEDS)
 def test_codes_are_the_simulators(fmt, seed):
     rng = np.random.default_rng(1)
-    wide = np.exp2(rng.uniform(-40, 20, 20_000)) * rng.choice(
-        [-1, 1], 20_000
-    )  # subnormals, zeros and saturation of either format
+    # subnormals, zeros and saturation of either format
+    wide = np.exp2(rng.uniform(-40, 20, 20_000)) * rng.choice([-1, 1], 20_000)
     x = np.concatenate(
         [np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-126, fmt.max, -fmt.max]), wide]
     ).astype(np.float32)
@@ -57,9 +56,10 @@ def test_the_lower_32_bits_decide_where_the_upper_16_do_not():
         np.floor(x / spacing % 1 * 2**16) + sim.uniform48(0, x.size, 21) // 2.0**32 == 2**16 - 1
     )
     expected = cast.encode(x, E4M3FN, rounding="stochastic", seed=21)
+    # it goes both ways
     assert (
         0 < (spacing * np.floor(x / spacing) != cast.decode(expected, E4M3FN))[is_open].mean() < 1
-    )  # it goes both ways
+    )
     np.testing.assert_array_equal(
         jax.jit(lambda x: philox.codes(x, E4M3FN, halves(21)))(x), expected
     )

@@ -67,9 +67,8 @@ def test_quantize_equals_the_simulator(case, policy, granularity, axis):  # S-1,
 def test_blocks_equal_the_simulator(case, granularity, policy, axis):  # S-6, S-14
     """[150, 384] and its transpose: a last block of 22 along the other axis."""
     x = np.resize(quantizer_inputs.samples()[case], (384, 150) if axis == 0 else (150, 384))
-    x = np.where(
-        np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x
-    )  # as XLA on a CPU takes subnormals (S-12)
+    # as XLA on a CPU takes subnormals (S-12)
+    x = np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)
     q = jax.jit(
         functools.partial(
             scaling.quantize, fmt=E4M3FN, granularity=granularity, policy=policy, axis=axis
@@ -167,9 +166,8 @@ def test_all_ways_to_an_amax_find_the_same(rng, dtype, axis):  # S-2
             np.asarray(scaling._of_absolutes(bits, axis, True, dtype)),
             np.asarray(jnp.asarray(jnp.inf, dtype)).view(bits.dtype),
         )
-        np.testing.assert_array_equal(
-            absolutes > infinite, expected > infinite
-        )  # a CPU's NaN has other bits, compiled for an H200 the same
+        # a CPU's NaN has other bits, compiled for an H200 the same
+        np.testing.assert_array_equal(absolutes > infinite, expected > infinite)
         np.testing.assert_array_equal(
             absolutes[expected <= infinite], expected[expected <= infinite]
         )

@@ -111,9 +111,8 @@ def test_a_trainers_statistics_are_of_the_operands_that_its_gemms_had(small, rec
         if recipe == "blockwise"
         else {"intermediate_size": 64}
     )
-    length = (
-        {"sequence_length": 32} if recipe == "blockwise" else {}
-    )  # 128 tokens: whole blocks along M
+    # 128 tokens: whole blocks along M
+    length = {"sequence_length": 32} if recipe == "blockwise" else {}
     wide = small.replace(numerics={"recipe": recipe}, model=sizes, data=length)
     trainer, tokens = Trainer(wide), loader.open_batches(wide).step(0)
     trainer.step(tokens)
@@ -166,9 +165,8 @@ def test_on_a_mesh_every_part_is_counted_once(small, recipe, mesh):  # Q-10
     for name in one:
         exact = name.endswith("weight") or ("q_proj" in name and name.endswith("output/input"))
         if exact and mesh.get("amax_scope") != "local":
-            assert many[name].pop("sqnr") == pytest.approx(
-                one[name].pop("sqnr"), abs=1e-3
-            )  # 2 * 64 u in dB, and sums in another order
+            # 2 * 64 u in dB, and sums in another order
+            assert many[name].pop("sqnr") == pytest.approx(one[name].pop("sqnr"), abs=1e-3)
             assert many[name] == one[name], name
         else:
             # as many elements: a copy counted twice or not at all would leave rates alone, and

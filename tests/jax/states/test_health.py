@@ -100,9 +100,10 @@ def test_states_of_another_layout_are_refused():  # O-12
         ValueError, match=r"layout 'coat' has m.scaling = 'divide', saved 'multiply'"
     ):
         health.measure(p, before, after, layout="coat")
+    # under jit texts are not known
     with pytest.raises(
         ValueError, match="tree of the parameters for each of codes, scale_inv, exponent, center"
-    ):  # under jit texts are not known
+    ):
         jax.jit(lambda before, after: health.measure(p, before, after, layout="coat"))(
             before, after
         )

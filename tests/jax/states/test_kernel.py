@@ -91,9 +91,8 @@ def test_its_bits_are_the_simulators(name, cut):  # O-2 to O-11
         assert count(p, both, wanted, state) == 0
     if cut is not None:
         text = step.lower(p, put(g), both, at, jnp.float32(1), jnp.bool_(True)).compile().as_text()
-        assert (
-            "f32[16,512]" not in text.partition("ENTRY")[2]
-        )  # each device has its own piece alone
+        # each device has its own piece alone
+        assert "f32[16,512]" not in text.partition("ENTRY")[2]
 
 
 @pytest.mark.slow
@@ -126,9 +125,8 @@ def test_masters_have_the_simulators_bits(cut):  # O-14, O-15
         )
         p, *stored = step(put(w), put(g), stored, at, jnp.float32(1), jnp.bool_(True))
         wanted, state = sim.step(wanted, g, state, layout=layout, **HYPER)
-        assert (
-            differing(p, np.asarray(sim.weight(wanted, layout), np.float32)) == 0 or t == 2
-        )  # NaN of either sign
+        # NaN of either sign
+        assert differing(p, np.asarray(sim.weight(wanted, layout), np.float32)) == 0 or t == 2
         for one, other in zip(stored, (state.m, state.v, wanted), strict=True):
             assert (
                 sum(differing(x, y) for x, y in zip(one, other, strict=True) if y is not None) == 0

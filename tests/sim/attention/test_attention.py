@@ -94,9 +94,8 @@ def test_variants_are_near_real_arithmetic(name, mask):
 @pytest.mark.parametrize(
     "name", ["fa3", "fa4 with promotion 2", "fa4", "cudnn", "mxfp8", "fa3_paper", "bf16"]
 )
-def test_rows_and_threads_do_not_affect_each_other(
-    name, monkeypatch
-):  # tiles that a block of rows skips change no bit
+# tiles that a block of rows skips change no bit
+def test_rows_and_threads_do_not_affect_each_other(name, monkeypatch):
     q, k, v = inputs(tq=140, tk=300, h=2)
     mask = Mask(causal=True)
     variant = (
@@ -196,9 +195,8 @@ def test_a_threshold_of_4_saturates_probabilities(fmt_fault):  # A-7, A-8
     if fmt_fault:
         assert found.amaxes["s"] == pytest.approx(256 * 2**3.9, rel=0.02)
         assert found.saturated == 1
-        assert found.o[0, 0, 0, 0] == pytest.approx(
-            448 / 256 / (2**3.9 + 255), rel=0.02
-        )  # a ninth of the true weight
+        # a ninth of the true weight
+        assert found.o[0, 0, 0, 0] == pytest.approx(448 / 256 / (2**3.9 + 255), rel=0.02)
     else:
         assert found.amaxes["s"] == 256
         assert found.saturated == 0

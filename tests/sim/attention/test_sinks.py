@@ -31,9 +31,8 @@ def of_head(x):
 
 @pytest.mark.parametrize("name", ["fa3", "fa4"])
 @pytest.mark.parametrize("sink", [1.5, -3.0, 12.25])
-def test_flash_attention_with_a_sink(
-    name, sink
-):  # exp2(sink log2e - row_max scale + offset) joins the sum
+# exp2(sink log2e - row_max scale + offset) joins the sum
+def test_flash_attention_with_a_sink(name, sink):
     q, k, v, _ = inputs(1, 1, tq=3, tk=181, seed=1)
     q[0, 0, 1] *= 20  # a row whose maximum is far above the sink
     documents = np.array([[0, 0, 5]]), np.zeros((1, 181), int)  # the last row sees no key
@@ -135,9 +134,10 @@ def test_exact_gradients_are_those_of_finite_differences():  # A-14, A-23
 
 
 @pytest.mark.parametrize("name", ["bf16", "cudnn", "mxfp8"])
+# as without sinks (test_attention_gradients)
 def test_cast_gradients_are_near_real_ones(
     name,
-):  # as without sinks (test_attention_gradients)
+):
     q, k, v, do = inputs(tq=40, tk=70)
     how = {"mask": Mask(causal=True), "sinks": SINKS, "softcap": 4.0}
     real, found = (

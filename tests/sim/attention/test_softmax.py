@@ -47,9 +47,8 @@ def test_compiled_is_plain(variant):
         found = online_softmax.step(s.copy(), mine, seen, variant, factors, factor)
         expected = online_softmax.step_plain(s.copy(), plain, seen, variant, factors, factor)
         for x, y in zip((*found, *mine), (*expected, *plain), strict=True):
-            np.testing.assert_array_equal(
-                x, y
-            )  # a maximum of zero has either sign, which changes nothing
+            # a maximum of zero has either sign, which changes nothing
+            np.testing.assert_array_equal(x, y)
     assert mine.maximum[2] == -np.inf  # it has seen no key
     assert online_softmax.total(mine, variant.sum_order)[2] == 0
     assert (online_softmax.total(mine, variant.sum_order)[[0, 1]] > 0).all()

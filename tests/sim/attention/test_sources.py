@@ -10,14 +10,16 @@ from fp8ref.sim.attention.operands import hadamard
 from fp8ref.spec.attention.variants import VARIANTS, Mask
 
 F = np.float32
+# the columns of v are independent of each other: some are enough
 QUERIES, COLUMNS = (
     2,
     (0, 1, 37, 62),
-)  # the columns of v are independent of each other: some are enough
+)
+# of two queries, and of at most 300 keys
 DOCUMENTS = (
     np.array([[1, 9]]),
     np.repeat([0, 1, 2], 100)[None],
-)  # of two queries, and of at most 300 keys
+)
 MASKS = {
     "full": (Mask(), lambda i, j, t: True),
     "causal": (Mask(causal=True), lambda i, j, t: j <= i + t - QUERIES),
@@ -26,10 +28,11 @@ MASKS = {
         lambda i, j, t: i + t - QUERIES - 100 <= j <= i + t - QUERIES,
     ),
     "from the start": (Mask(causal=True, alignment="start"), lambda i, j, t: j <= i),
+    # the second query sees no key
     "documents": (
         Mask(),
         lambda i, j, t: DOCUMENTS[0][0, i] == DOCUMENTS[1][0, j],
-    ),  # the second query sees no key
+    ),
 }
 CASES = [(64, "full"), (64, "from the start"), (64, "documents"), (128, "causal"), (256, "window")]
 
@@ -70,9 +73,8 @@ def check(found, j: int, o: np.ndarray, lse: np.ndarray) -> None:
 @pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("name", "d", "mask"),
-    [
-        (name, *case) for name in ("fa3", "fa4") for case in CASES
-    ]  # the others differ from these in one decision or two
+    # the others differ from these in one decision or two
+    [(name, *case) for name in ("fa3", "fa4") for case in CASES]
     + [
         (name, *case)
         for name in ("fa3_promoted", "fa4_threshold4", "bf16")
@@ -91,11 +93,12 @@ def test_flash_attention(name, d, mask):  # A-5 to A-11
     keys = tile + 21
     q, k, v = inputs(d, keys)
     found = run(name, q, k, v, mask)
+    # q's heads share a scale: one head of keys uses them
     (dk, of_k), (dv, of_v), (dq, of_q) = (
         of_head(k),
         of_head(v),
         of_head(q),
-    )  # q's heads share a scale: one head of keys uses them
+    )
     more = {"unit": source.HOPPER, "order": "quad"}
     if name.startswith("fa4"):
         more = {
@@ -129,9 +132,8 @@ def test_flash_attention(name, d, mask):  # A-5 to A-11
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize(("d", "mask"), CASES)
-def test_cudnn(
-    d, mask
-):  # the factors attn_scale, descale_q, descale_k; o in e4m3
+# the factors attn_scale, descale_q, descale_k; o in e4m3
+def test_cudnn(d, mask):
     keys = 149
     q, k, v = inputs(d, keys)
     found = run("cudnn", q, k, v, mask)
@@ -215,9 +217,8 @@ def test_mxfp8(d, mask):  # A-2, A-4, A-9: blocks of 32 along the contracted axi
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize(("d", "mask"), CASES)
-def test_the_paper_of_flash_attention_3(
-    d, mask
-):  # scales of 128 rows, q and k rotated
+# scales of 128 rows, q and k rotated
+def test_the_paper_of_flash_attention_3(d, mask):
     keys = 149
     q, k, v = inputs(d, keys)
     found = run("fa3_paper", q, k, v, mask, seed=5)

@@ -76,9 +76,8 @@ def test_sums_of_e4m3_are_exact_in_any_order_up_to_73_ranks():  # P-21
     exact = np.sum([cast.decode(c, E4M3FN).astype(np.float64) for c in shared.codes], axis=0)
     assert np.array_equal(gradient_reduction.add(shared), exact)
     assert np.array_equal(gradient_reduction.add(shared._replace(codes=shared.codes[::-1])), exact)
-    largest = [np.uint8([E4M3FN.max_code])] * 73 + [
-        np.uint8([1])
-    ]  # 73 x 448 + 2^-9: the most that 24 bits hold
+    # 73 x 448 + 2^-9: the most that 24 bits hold
+    largest = [np.uint8([E4M3FN.max_code])] * 73 + [np.uint8([1])]
     assert gradient_reduction.add(shared._replace(codes=largest[:73]))[0] == 73 * 448
     assert (
         gradient_reduction.add(shared._replace(codes=[*largest[:72], largest[-1]]))[0]
@@ -114,13 +113,11 @@ def test_zeros_and_amaxes_below_every_floor_stay_finite(policy):  # P-21
 
 def test_what_saturates_and_what_is_counted():  # P-21, P-22
     grads = [np.float32([1, 0.5, 0.25]), np.float32([-1, 0.5, 0.25])]
-    assert (
-        gradient_reduction.reduce(grads, mu=2.0).saturated == 2
-    )  # both of magnitude 1; 0.5 becomes 448
+    # both of magnitude 1; 0.5 becomes 448
+    assert gradient_reduction.reduce(grads, mu=2.0).saturated == 2
     assert gradient_reduction.reduce(grads, mu=2.0).value.tolist() == [0, 0.5, 0.25]
-    assert (
-        gradient_reduction.reduce(grads, mu=1.03).saturated == 0
-    )  # 461 is nearer to 448 than to the number that would follow it
+    # 461 is nearer to 448 than to the number that would follow it
+    assert gradient_reduction.reduce(grads, mu=1.03).saturated == 0
     assert gradient_reduction.reduce(grads, mu=1.04).saturated == 2
     assert gradient_reduction.reduce(grads, result="codes").saturated == 0
     assert (
@@ -203,9 +200,8 @@ def test_a_hop_through_float16_as_nccl_adds_gives_the_same_code(fmt):  # P-23
     pairs = [x.reshape(-1) for x in np.meshgrid(every, every)]
     a, b = (cast.decode(x, fmt) for x in pairs)
     with np.errstate(over="ignore", invalid="ignore"):
-        half = (a.astype(np.float16) + b.astype(np.float16)).astype(
-            np.float32
-        )  # __hadd(__half(x), __half(y))
+        # __hadd(__half(x), __half(y))
+        half = (a.astype(np.float16) + b.astype(np.float16)).astype(np.float32)
     assert np.array_equal(
         cast.canonical_nans(cast.encode(half, fmt), fmt),
         cast.canonical_nans(gradient_reduction.ring(pairs, fmt), fmt),

@@ -21,9 +21,8 @@ def unsplit(shards, layout):
 @given(st.integers(1, 40), st.integers(1, 9))
 def test_ceil_is_the_rule_of_torch_chunk(n, parts):  # P-1
     layout = Layout(mesh=Mesh(axes={"data": parts}), shape=(n,), splits={0: ("data",)})
-    chunks = [
-        len(chunk) for chunk in torch.chunk(torch.zeros(n), parts)
-    ]  # chunk leaves empty pieces out; a device always has one
+    # chunk leaves empty pieces out; a device always has one
+    chunks = [len(chunk) for chunk in torch.chunk(torch.zeros(n), parts)]
     assert list(layout.pieces(0)) == chunks + [0] * (parts - len(chunks))
 
 

@@ -36,10 +36,11 @@ def layouts(mesh, shape):
     if len(names) == 2:
         splits += [{0: names[:1], 1: names[1:]}, {0: names[1:], 1: names[:1]}]
     result = [Layout(mesh=mesh, shape=shape, splits=s) for s in splits]
+    # whole blocks for three devices, one of them with none
     if mesh.axes == {"data": 3} and shape == (
         1024,
         1024,
-    ):  # whole blocks for three devices, one of them with none
+    ):
         result += [
             Layout(mesh=mesh, shape=shape, splits={i: names}, sizes={i: (640, 0, 384)})
             for i in (0, 1)
@@ -376,10 +377,11 @@ def quantized(layout, **options):
             r"sizes \(150, 150\)",
         ),
         (lambda: quantized(ROWS, scope="global", granularity="row"), "tensorwise"),
+        # S-7
         (
             lambda: quantized(Layout(mesh=GRID, shape=(0, 4)), scope="global"),
             "at least one element",
-        ),  # S-7
+        ),
         (
             lambda: sharding.amax(
                 {(0, 0): np.ones(4, np.float32)}, Layout(mesh=GRID, shape=(4,)), scope="local"

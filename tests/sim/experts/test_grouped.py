@@ -113,9 +113,8 @@ def by_loop(x, w, g, offs, name, accumulate, out_dtype):
     ids=str,
 )
 @pytest.mark.parametrize("recipe", TABLE)
-def test_a_grouped_gemm_is_a_gemm_for_each_group(
-    recipe, accumulate, out_dtype, rng
-):
+#
+def test_a_grouped_gemm_is_a_gemm_for_each_group(recipe, accumulate, out_dtype, rng):
     x, w, g = tensors(rng)
     got = results(x, w, g, OFFS, recipe, accumulate=accumulate, out_dtype=out_dtype)
     for which, expected in by_loop(x, w, g, OFFS, recipe, accumulate, out_dtype).items():

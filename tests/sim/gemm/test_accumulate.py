@@ -127,9 +127,8 @@ def test_the_plans_differ(rng):
     ]
     assert len({results[name] for name in apart}) == len(apart)
     assert results["promotion beyond K"] == results["hopper_fast"]
-    assert (
-        results["split 10"] == results["hopper_slow"]
-    )  # a chain for every tile; the tenth part is empty
+    # a chain for every tile; the tenth part is empty
+    assert results["split 10"] == results["hopper_slow"]
 
 
 @pytest.mark.parametrize("accumulation", ["exact", "f32", *ACCUMULATIONS])

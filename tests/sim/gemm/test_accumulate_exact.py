@@ -33,9 +33,8 @@ halfway = st.builds(
 def rounded(value: Fraction) -> np.float32:
     if abs(value) >= LIMIT:
         return np.float32(np.inf if value > 0 else -np.inf)
-    return np.copysign(
-        rationals.rn32(value), np.float32(1 if value >= 0 else -1)
-    )  # what underflows keeps its sign
+    # what underflows keeps its sign
+    return np.copysign(rationals.rn32(value), np.float32(1 if value >= 0 else -1))
 
 
 def exact_dot(x, y) -> np.float32:

@@ -58,9 +58,8 @@ def test_exact_resolves_ties_that_float64_cannot():
     """e5m2 products span 2^-32 to 2^32: the last one decides a tie 60 bits away, and a float64 sum
     loses it.
     """
-    a = quantized(
-        [[0x7B, 0x7B, 0x3C, 0x01], [0x7B, 0x7B, 0x3C, 0x81]], E5M2
-    )  # 57344, 57344, 1, +-2^-16
+    # 57344, 57344, 1, +-2^-16
+    a = quantized([[0x7B, 0x7B, 0x3C, 0x01], [0x7B, 0x7B, 0x3C, 0x81]], E5M2)
     b = quantized([[0x7B, 0x64, 0x58, 0x01]], E5M2)  # 57344, 1024, 128, 2^-16
     values = [cast.decode(q.codes, E5M2).astype(np.float64) for q in (a, b)]
     total = 57344 * 57344 + 57344 * 1024 + 128
@@ -142,9 +141,8 @@ def test_epilogues(out_dtype, rng):  # G-4, G-5
         ((E5M2, E4M3FN), "ada", 1, False),
     ],
 )
-def test_a_call_of_cublaslt_as_mmaemu_has_it(
-    pair, profile, splits, use_fast_accum, rng
-):  # G-12, G-14
+# G-12, G-14
+def test_a_call_of_cublaslt_as_mmaemu_has_it(pair, profile, splits, use_fast_accum, rng):
     """Its e5m2 x e5m2 is refused at this level: see test_accumulate.py."""
     import mmaemu
     import torch

@@ -263,9 +263,8 @@ def test_a_zero_factor_takes_no_part():
     zeros = np.array([[0.0]], np.float32), np.array([[-0.0]], np.float32)
     for c in zeros:
         assert gemm.mma(a[None], b[None], c, fmt_a=E4M3FN, fmt_b=E4M3FN) == np.float32(1 + TINY)
-        assert (
-            bits(gemm.mma(a[None], codes([0])[None] | 0x80, c, fmt_a=E4M3FN, fmt_b=E4M3FN)) == 0
-        )  # +0
+        # +0
+        assert bits(gemm.mma(a[None], codes([0])[None] | 0x80, c, fmt_a=E4M3FN, fmt_b=E4M3FN)) == 0
     counted = HOPPER._replace(zeros_count=True)
     assert mma_integers.chain(a.tolist(), b.tolist(), 0, ("e4m3fn", "e4m3fn"), counted) == bits(1)
 

@@ -107,9 +107,8 @@ def both(rng, name, pair, units):
         for rows, fmt in zip((theirs.m, theirs.n), pair, strict=True)
     )
     c = accumulator(rng, (theirs.m, theirs.n), theirs.c_type == torch.float16)
-    if (
-        pair[1] is E4M3FN and rng.random() < 0.5
-    ):  # the second half of b repeats the first: halves of a that cancel meet it
+    # the second half of b repeats the first: halves of a that cancel meet it
+    if pair[1] is E4M3FN and rng.random() < 0.5:
         b[:, theirs.k // 2 :] = b[:, : theirs.k // 2]
     given = [
         torch.from_numpy(a).view(theirs.a_type),
@@ -178,9 +177,8 @@ def test_only_zeros_next_to_a_tiny_accumulator_differ(name, rng):  # G-10, G-11
             None, :, :
         ]
         of_steps = zero.reshape(*zero.shape[:2], -1, unit.fused_width).all(axis=-1).any(axis=-1)
-        assert not (
-            other & ~(of_steps & (c != 0) & (np.abs(c) < 2.0**-111))
-        ).any()  # -126 and 15, e5m2's largest exponent
+        # -126 and 15, e5m2's largest exponent
+        assert not (other & ~(of_steps & (c != 0) & (np.abs(c) < 2.0**-111))).any()
         differing, found = differing + int(other.sum()), found + other.size
     print(f"{name}: {differing} of {found} results differ")
     assert differing  # the operands do ask the question

@@ -113,9 +113,8 @@ def test_what_no_recording_confirms_says_so():
         "blackwell",
     }
     assert "published" not in UNITS["blackwell"].evidence
-    assert (
-        "recorded in tests/evidence" in UNITS["hopper"].evidence
-    )  # tests/evidence computes them again
+    # tests/evidence computes them again
+    assert "recorded in tests/evidence" in UNITS["hopper"].evidence
     for said in ("Recordings of an H100", "evidence"):
         assert said in gemm.mma.__doc__
 

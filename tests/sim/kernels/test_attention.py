@@ -23,9 +23,8 @@ def test_a_fused_multiply_add_is_rounded_once():
     rng = np.random.default_rng(0)
     differs = 0
     for a, b, c in (rng.normal(size=(300, 3)) * 2.0 ** rng.integers(-12, 3, (300, 1))).astype(F):
-        c = F(
-            -F(a * b) * (1 + c * F(2.0**-20))
-        )  # what is left of the product is what a rounding of it would lose
+        # what is left of the product is what a rounding of it would lose
+        c = F(-F(a * b) * (1 + c * F(2.0**-20)))
         exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
         # A float64 holds it: the sum cancels all but 48 bits of the product.
         assert fused(a, b, c) == F(float(exact))

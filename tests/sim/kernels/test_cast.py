@@ -65,11 +65,12 @@ def test_the_second_draw_of_stochastic_rounding(fmt):  # C-2: about one element 
     fraction = np.floor(x / spacing % 1 * 2**16)
     undecided = fraction + philox.uniform48(0, x.size, 21) // 2.0**32 == 2**16 - 1
     assert undecided.sum() > 5
+    # it goes both ways
     assert (
         0
         < (np.float32(spacing) * np.floor(x / spacing) != cast.decode(codes, fmt))[undecided].mean()
         < 1
-    )  # it goes both ways
+    )
 
 
 def test_random_numbers_follow_the_flat_index():  # C-2

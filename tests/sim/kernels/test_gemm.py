@@ -87,9 +87,10 @@ def test_kernels_are_compiled_once_and_cached_on_disk():
     assert not fresh.in_order.stats.cache_misses
 
 
+# the last two are ties
 SPECIAL = np.array(
     [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3.4e38, 1.00390625, 1.01171875], np.float32
-)  # the last two are ties
+)
 
 
 @pytest.mark.parametrize("turned", [False, True])

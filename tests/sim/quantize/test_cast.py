@@ -182,12 +182,12 @@ def test_stochastic_rounding_is_a_carry_of_the_fraction_and_the_random_number():
 
 
 @pytest.mark.parametrize("exponent", [0, -3, -12, -20, -33])
+# C-2: 48 bits, so also far below the spacing
 def test_stochastic_rounding_of_tiny_numbers_is_unbiased(
     exponent,
-):  # C-2: 48 bits, so also far below the spacing
-    x = np.full(
-        1 << 22, 1.375 * 2.0 ** (exponent - 9), np.float32
-    )  # in units of e4m3fn's smallest number: 1.375 * 2^exponent
+):
+    # in units of e4m3fn's smallest number: 1.375 * 2^exponent
+    x = np.full(1 << 22, 1.375 * 2.0 ** (exponent - 9), np.float32)
     mean = (
         cast.decode(cast.encode(x, E4M3FN, rounding="stochastic", seed=3), E4M3FN).mean(
             dtype=np.float64
@@ -458,9 +458,10 @@ def test_round_to_a_format_of_ones_own(dtype):
         )
     no_infinity = dataclasses.replace(TF32, name="tf32fn", specials="fn", exponent_bits=5, bias=15)
     far = np.array([60000, np.inf, np.nan], dtype)
+    # C-4
     np.testing.assert_array_equal(
         cast.round_to(far, no_infinity), np.float32([60000, np.nan, np.nan])
-    )  # C-4
+    )
     np.testing.assert_array_equal(
         cast.round_to(far, no_infinity, saturate=True), np.float32([60000, no_infinity.max, np.nan])
     )

@@ -17,9 +17,8 @@ from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.sim.quantize import cast, scaling
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
-AMAX_BF16 = (
-    np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-)  # 0 to Inf, one NaN
+# 0 to Inf, one NaN
+AMAX_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
 formats = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 
 
@@ -67,9 +66,8 @@ def te_scale(amax, limit, *, eps=0.0, power_of_two=False):
 @formats
 @pytest.mark.parametrize("eps", [0.0, 2.0**-40])
 @pytest.mark.parametrize(("name", "power_of_two"), [("te_current", False), ("te_block", True)])
-def test_te_current_and_te_block_equal_their_source(
-    fmt, name, power_of_two, eps, amaxes
-):  # S-9, S-10
+# S-9, S-10
+def test_te_current_and_te_block_equal_their_source(fmt, name, power_of_two, eps, amaxes):
     policy = ScalePolicy(**{**vars(POLICIES[name]), "eps": eps})
     expected = te_scale(torch.from_numpy(amaxes), fmt.max, eps=eps, power_of_two=power_of_two)
     assert_same_bits(scaling.scale_from_amax(amaxes, fmt, policy), expected)
@@ -380,9 +378,8 @@ def test_torchaos_rceil_rounds_down_a_few_ulps_above_a_power_of_two():  # S-14
         scaling.scales_from_amax(near, E4M3FN, p).scale_inv for p in ("mx_rceil", "te_mxfp8")
     )
     assert set((te / torchao).ravel()) == {1, 2}
-    sizes = np.where(
-        k < 0, -k - 1, k
-    )  # the integer's magnitude, but for the half spacing below a power of two
+    # the integer's magnitude, but for the half spacing below a power of two
+    sizes = np.where(k < 0, -k - 1, k)
     expected = np.select(
         [sizes >= 64, sizes >= 32, sizes >= 16, sizes >= 8, sizes >= 4], [39, 20, 9, 4, 2]
     )

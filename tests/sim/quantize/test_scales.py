@@ -11,9 +11,8 @@ from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.policy import POLICIES
 from fp8ref.sim.quantize import scales
 
-AMAX_BF16 = (
-    np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-)  # 0 to Inf, one NaN
+# 0 to Inf, one NaN
+AMAX_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
 TORCH = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 formats = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 
@@ -59,9 +58,10 @@ def test_special_amax():  # S-3
         scales.scale_from_amax(amax, E4M3FN, "torchao_pow2"),
         np.float32([2.0**48] * 3 + [0, np.nan]),
     )
+    # S-1
     np.testing.assert_array_equal(
         scales.scale_inv_from_scale(np.float32([0, np.nan, 2])), np.float32([np.inf, np.nan, 0.5])
-    )  # S-1
+    )
 
 
 def test_mask_is_the_largest_power_of_two_not_above_the_scale(rng):  # S-4

@@ -111,13 +111,11 @@ def test_half_an_ulp_where_nothing_saturates(rng):  # Q-2
             s = stats.statistics(x, scaling.quantize(x, fmt, granularity=granularity))
             assert 0.499 < s.max_ulp <= 0.5
             assert s.overflows == 0 < s.saturated
-    assert (
-        of([448 + 32 * 7], 1).max_ulp == 7 * 32 / 64
-    )  # 672 saturates to 448; next to it, at 2^9, numbers would be 64 apart
+    # 672 saturates to 448; next to it, at 2^9, numbers would be 64 apart
+    assert of([448 + 32 * 7], 1).max_ulp == 7 * 32 / 64
     assert of([17.0], 1).max_ulp == 0.5  # a tie
-    wrong = by_scale([0], 1)._replace(
-        codes=np.uint8([0x38])
-    )  # 1 for 0, where numbers are 2^-9 apart
+    # 1 for 0, where numbers are 2^-9 apart
+    wrong = by_scale([0], 1)._replace(codes=np.uint8([0x38]))
     assert stats.statistics(np.zeros(1, np.float32), wrong).max_ulp == 512
 
 
@@ -128,9 +126,8 @@ def test_sqnr_of_a_uniform_binade():
     x = (1 + (np.arange(4096) + 0.5) / 4096).astype(np.float32)
     s = of(x, 1)
     noise, signal = (1 - 2.0**-18) / 768, 7 / 3 - 2.0**-24 / 12
-    assert s.noise / 4096 == pytest.approx(
-        noise, rel=1e-12
-    )  # 4,096 float64 additions of numbers of one sign: at most 2^-41
+    # 4,096 float64 additions of numbers of one sign: at most 2^-41
+    assert s.noise / 4096 == pytest.approx(noise, rel=1e-12)
     assert s.signal / 4096 == pytest.approx(signal, rel=1e-12)
     assert s.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-10)
     assert round(float(s.sqnr), 1) == 32.5
@@ -142,17 +139,17 @@ def test_sqnr_cases():  # Q-1
     assert of([0, -0.0], 1).sqnr == np.inf
     assert of([2.0**-20], 1).sqnr == 0  # lost altogether: noise is signal
     zeros = by_scale([0, 0], 1)
+    # noise alone
     assert (
         stats.statistics(np.zeros(2, np.float32), zeros._replace(codes=np.uint8([0x38, 0]))).sqnr
         == -np.inf
-    )  # noise alone
+    )
     overflowed = by_scale([1.0, 1.0], 1, E5M2)._replace(codes=np.uint8([0x7C, 0x3C]))
     assert stats.statistics(np.ones(2, np.float32), overflowed).sqnr == -np.inf
     assert np.isnan(of([np.nan, np.inf], 1).sqnr)  # nothing finite
     with_nan = np.float32([1, np.nan])
-    lost = stats.statistics(
-        with_nan, scaling.quantize(with_nan, E4M3FN)
-    )  # the scale is NaN, and 1 is lost
+    # the scale is NaN, and 1 is lost
+    lost = stats.statistics(with_nan, scaling.quantize(with_nan, E4M3FN))
     assert np.isnan(lost.sqnr)
     assert (lost.non_finite, lost.non_finite_codes) == (1, 2)
 
@@ -228,9 +225,8 @@ def test_each_group_is_a_tensor_of_its_own(granularity, axis, rng):  # Q-6
             axis=-1,
         )
         alone = stats.statistics(x[mine], part)
-        for key, value in vars(
-            alone
-        ).items():  # sums of at most 2^15 float64 numbers, in two orders; `error` cancels
+        # sums of at most 2^15 float64 numbers, in two orders; `error` cancels
+        for key, value in vars(alone).items():
             scale = float(alone.magnitude) if key == "error" else 0
             np.testing.assert_allclose(
                 getattr(each, key).ravel()[i], value, rtol=1e-11, atol=1e-11 * scale, err_msg=key
@@ -285,9 +281,8 @@ def test_every_element_has_one_bin_or_none(x, fmt):  # Q-5
     h, decoded = stats.exponents(x, q), cast.decode(q.codes, fmt)
     assert h.scaled.sum() == ((x != 0) & ~np.isnan(x)).sum()
     assert h.codes.sum() == ((decoded != 0) & ~np.isnan(decoded)).sum()
-    assert (
-        h.codes[0] == h.codes[1] == h.codes[-1] == 0
-    )  # codes are no smaller than the smallest subnormal, and here finite
+    # codes are no smaller than the smallest subnormal, and here finite
+    assert h.codes[0] == h.codes[1] == h.codes[-1] == 0
 
 
 def test_error_of_an_output():
@@ -350,9 +345,10 @@ def test_truncation_is_a_negative_magnitude_bias(rng):
     assert abs(nearest.magnitude_bias) < 1e-3 > abs(truncated.bias)
 
 
+# B-1, of which a float32 result has no further rounding
 def test_error_of_a_gemm_is_within_its_bound(
     rng,
-):  # B-1, of which a float32 result has no further rounding
+):
     x, w = (
         scaling.quantize(rng.standard_normal((n, 512)).astype(np.float32), E4M3FN) for n in (16, 24)
     )
@@ -414,11 +410,12 @@ def slab_measure(x, q):
         np.maximum,
         np.broadcast_to(scaling.spread(q.scale, x.shape, q.granularity, q.axis), x.shape),
     )
+    # integers: the order of the sum does not matter
     yield (
         "sum",
         np.add,
         np.round(x * 8).astype(np.float64),
-    )  # integers: the order of the sum does not matter
+    )
 
 
 @pytest.mark.parametrize("slab", [1, 200, 300, 1 << 20])

@@ -148,9 +148,10 @@ def test_a_gemm_scales_each_block_and_last_the_tensors(policy, rng):  # G-13, S-
     total = np.zeros((5, 7), np.float32)
     for i in range(4):
         part = slice(16 * i, 16 * i + 16)
+        # exact: below 2^24 quarters
         acc = (
             cast.decode(a.codes[:, part], E2M1FN) @ cast.decode(b.codes[:, part], E2M1FN).T
-        ).astype(np.float32)  # exact: below 2^24 quarters
+        ).astype(np.float32)
         total = total + acc * a.scale_inv[:, i : i + 1] * b.scale_inv[:, i : i + 1].T
     expected = (
         total if a.tensor_scale_inv is None else total * (a.tensor_scale_inv * b.tensor_scale_inv)

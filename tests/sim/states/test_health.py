@@ -27,13 +27,14 @@ def test_health_counts():  # O-12
     plain = Layout(name="plain", m=BLOCKS, v=BLOCKS)
     state, before = run(g, plain)
     found = health.measure(g[0], before, state, layout=plain)
+    # both moments are lost
     assert (found.count, found.v_lost, found.bounded, found.clipped_m, found.clipped_v) == (
         128,
         0,
         0,
         0,
         0,
-    )  # both moments are lost
+    )
     g[0, 1:] = 1
     state, before = run(g, plain)
     found = health.measure(g[0], before, state, layout=plain)
@@ -123,9 +124,8 @@ def test_bounded_and_stalled_have_one_reading(case):  # O-6, O-12
     assert {key: getattr(found, key) for key in counts} == counts
     at = data.scalars(2, learning_rate=0.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
     m, v = moments.averages(states.in_range(g[-1]), *states.decode(before, layout), at, layout)
-    if (
-        case == "stalled"
-    ):  # the scale of O-7, of which the kept one is the reciprocal, has two codes more
+    # the scale of O-7, of which the kept one is the reciprocal, has two codes more
+    if case == "stalled":
         scale, inverse = moments.scales(np.abs(m).max(), layout.m)
         assert inverse == state.m.scale_inv[0]
         codes = state.m.codes

@@ -569,9 +569,8 @@ def test_states_of_a_changed_layout_of_the_same_name_are_refused():  # O-17
     ):
         with pytest.raises(ValueError, match=said):
             refused()
-    states.step(
-        w, g, state, learning_rate=1e-3, layout=dataclasses.replace(changed, name="mine")
-    )  # a name decides nothing
+    # a name decides nothing
+    states.step(w, g, state, learning_rate=1e-3, layout=dataclasses.replace(changed, name="mine"))
     with pytest.raises(
         ValueError, match=r"holds the decisions of its layout as text .* got 'sqrt_e4m3'\. Use init"
     ):

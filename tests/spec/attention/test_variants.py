@@ -31,9 +31,8 @@ def test_variants_are_known_by_name_and_cite_a_source(name):  # A-1
         ("fa3_paper", 256),
     ],
 )
-def test_the_largest_probability(
-    name, largest
-):  # within the format's range, times its scale, unless the variant is at fault
+# within the format's range, times its scale, unless the variant is at fault
+def test_the_largest_probability(name, largest):
     assert VARIANTS[name].largest_probability == largest
     scale = {"cudnn": 448.0, "mxfp8": 16.0}.get(name, 1.0)
     assert (largest * scale <= E4M3FN.max) == (name != "fa4_threshold4")

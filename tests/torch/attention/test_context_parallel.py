@@ -259,9 +259,8 @@ def refused():
         context_parallel(
             mesh(mesh_dim_names=("data", "cp"))["cp"], buffers=[tokens], buffer_seq_dims=[1]
         ),
-        pytest.raises(
-            NotImplementedError, match="flash_attention_for_cpu"
-        ),  # torch's own: nothing runs without its ring
+        # torch's own: nothing runs without its ring
+        pytest.raises(NotImplementedError, match="flash_attention_for_cpu"),
     ):
         built("tensorwise", None)(tokens)
     return len(found)

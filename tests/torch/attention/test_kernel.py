@@ -133,9 +133,8 @@ def test_gradients_are_of_its_own_output_and_log_sum_exp(mask, monkeypatch):  # 
         lambda device: lambda *x, **how: (lambda o, lse: (o, lse + 1))(*flash_attn_func(*x, **how)),
     )
     attention_kernel.apply(*changed, variant=variant, mask=mask, scale=0.11).backward(do)
-    assert (changed[2].grad.float() * 2.718 - found[0][2]).norm() < 2**-6 * found[0][
-        2
-    ].norm()  # P is of the kernel's log-sum-exp
+    # P is of the kernel's log-sum-exp
+    assert (changed[2].grad.float() * 2.718 - found[0][2]).norm() < 2**-6 * found[0][2].norm()
 
 
 def test_gradients_in_fp8_are_refused(monkeypatch):

@@ -99,6 +99,5 @@ def test_every_planned_operand_is_measured_and_shared_codes_once(variant, monkey
     assert list(found) == sorted(found, key=list(found).index)
     assert set(found) == {operand.name for operand in operands}
     assert found["layer/values/p"][0].tolist()[0] == 2 * 40 * 40
-    assert len(calls) == (
-        7 if variant == "mxfp8" else 4
-    )  # MX has other blocks of q, k and do along the tokens
+    # MX has other blocks of q, k and do along the tokens
+    assert len(calls) == (7 if variant == "mxfp8" else 4)

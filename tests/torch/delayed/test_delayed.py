@@ -302,9 +302,8 @@ def test_calibration_runs_linears_without_states_in_high_precision(recipe):
     )
     assert isinstance(model[0], Float8Linear) == (recipe != "mxfp8")
     delayed.calibrate(model, [x])
-    assert (
-        model[2].states["input"].amax_history[0] == plain[:2](x).abs().max()
-    )  # the same product, bit for bit
+    # the same product, bit for bit
+    assert model[2].states["input"].amax_history[0] == plain[:2](x).abs().max()
 
 
 def test_calibration_runs_grouped_linears_without_states_in_high_precision():

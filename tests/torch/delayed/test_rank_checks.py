@@ -86,9 +86,8 @@ def sampled():
         delayed_ranks._gradients.clear()
         p = nn.Parameter(DTensor.from_local(torch.zeros(4, 8), mesh, [placement]))
         p.grad = DTensor.from_local(local, mesh, [placement])
-        delayed_ranks.sample(
-            linear, p, states
-        )  # runs in a hook of an optimizer's step: no error, no collective
+        # runs in a hook of an optimizer's step: no error, no collective
+        delayed_ranks.sample(linear, p, states)
         found[str(placement)] = (
             delayed_ranks._gradients[linear].tolist()
             if linear in delayed_ranks._gradients
@@ -127,9 +126,8 @@ def no_change():
             for p in model.parameters():
                 p.register_hook(lambda grad: distributed.nn.functional.all_reduce(grad))
         found[case] = ""
-        for index in range(
-            1 if case == "copies" else STEPS
-        ):  # a rank that is refused leaves the others alone in collectives
+        # a rank that is refused leaves the others alone in collectives
+        for index in range(1 if case == "copies" else STEPS):
             scale = 0.0 if index == 0 and case.endswith("at first") else 1.0
             (scale * model(rows()).square().mean()).backward()
             optimizer.step()

@@ -140,9 +140,8 @@ class PlainSGD(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=2.0**-10)
 
 
-inductor_warns = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script_method:DeprecationWarning"
-)  # dynamo imports it
+# dynamo imports it
+inductor_warns = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 
 
 @inductor_warns
@@ -150,9 +149,8 @@ inductor_warns = pytest.mark.filterwarnings(
     ("optimizer_of", "whole"),
     [(torch.optim.SGD, False), (torch.optim.AdamW, False), (PlainSGD, False), (PlainSGD, True)],
 )
-def test_a_forgotten_update_after_a_compiled_step_is_noticed(
-    optimizer_of, whole, monkeypatch
-):  # H-12
+# H-12
+def test_a_forgotten_update_after_a_compiled_step_is_noticed(optimizer_of, whole, monkeypatch):
     """And the step stays one graph, as it is without delayed scaling."""
     monkeypatch.setattr(delayed_checks, "_untraced", False)
     torch._dynamo.reset()
@@ -179,9 +177,8 @@ def test_a_forgotten_update_after_a_compiled_step_is_noticed(
             for _ in range(delayed_checks.MOST):
                 compiled()
                 model(x).sum().backward()
-    optimizer = torch.optim.SGD(
-        model.parameters()
-    )  # each step is counted once, of an optimizer that is not compiled too
+    # each step is counted once, of an optimizer that is not compiled too
+    optimizer = torch.optim.SGD(model.parameters())
     delayed.update(model)
     model(x).sum().backward()
     optimizer.step()

@@ -202,9 +202,8 @@ def test_scales_are_of_the_weights_as_they_are_whoever_wrote_them(ranks):
     for rank in ranks(scales_after_writes):
         found, expected = zip(*rank, strict=True)
         assert torch.equal(torch.stack(found), torch.stack(expected))
-        assert (
-            len(set(torch.stack(found).tolist())) == 4
-        )  # loading what was there gives back the first
+        # loading what was there gives back the first
+        assert len(set(torch.stack(found).tolist())) == 4
 
 
 def test_gathers_outside_of_a_pass_have_scales_of_the_weights_as_they_are(ranks):  # P-11

@@ -92,9 +92,8 @@ def interrupted():
     found = []
     for how in ({}, {"recipe": "delayed", "group": True}):
         model = sharded(**how)
-        parameters = list(
-            model.parameters()
-        )  # after an interrupt they are whole ones, until the next pass begins
+        # after an interrupt they are whole ones, until the next pass begins
+        parameters = list(model.parameters())
 
         def interrupt(*args):
             raise KeyboardInterrupt

@@ -192,9 +192,8 @@ def test_the_parts_of_an_fp8_linear_are_multiples_of_16(style, shape):
             r"each",
         ):
             tensor_parallel_checks.check_linear("0", model, style, ranks)
-        tensor_parallel_checks.check_linear(
-            "0", nn.Sequential(nn.Linear(*shape)), style, ranks
-        )  # in high precision it may be anything
+        # in high precision it may be anything
+        tensor_parallel_checks.check_linear("0", nn.Sequential(nn.Linear(*shape)), style, ranks)
 
 
 class Heads(nn.Module):

@@ -94,20 +94,19 @@ def test_under_sequence_parallelism_what_is_gathered_is_a_byte_an_element():  # 
     n = 2 * 8 * 64  # a rank's part of [B, T, hidden]
     codes, hp = (torch.uint8, n), (torch.bfloat16, n)  # uint8 on gloo
     for forward, backward in run(2, gathered, "tensorwise", ()):
-        assert forward == [codes, codes] * 2 + [
-            hp
-        ]  # of q, k and v together, of gate and up; the last norm's
-        assert backward == [codes, codes] * 2 + [
-            hp
-        ]  # of grad_output of down and o; the embedding's
+        # of q, k and v together, of gate and up; the last norm's
+        assert forward == [codes, codes] * 2 + [hp]
+        # of grad_output of down and o; the embedding's
+        assert backward == [codes, codes] * 2 + [hp]
     for forward, backward in run(2, gathered, "tensorwise", ("k_proj", "layers.1.mlp")):
+        # k takes hp, so q and v cast what all three gathered
         assert forward == [
             hp,
             codes,
             hp,
             hp,
             hp,
-        ]  # k takes hp, so q and v cast what all three gathered
+        ]
         assert backward == [hp, codes, codes, codes, hp]
     for forward, backward in run(2, gathered, "rowwise", ()):
         assert forward == [hp] * 5

@@ -57,10 +57,11 @@ class FakeDeepGEMM:
             total = torch.zeros(128, n)
             for i in range(k // 128):
                 part = slice(i * 128, (i + 1) * 128)
+                # exact
                 acc = (
                     codes_a[first : first + 128].float()[:, part].double()
                     @ codes_b[e].float()[:, part].double().t()
-                )  # exact
+                )
                 scale = sfa[first : first + 128, i, None] * sfb[e, :, i].repeat_interleave(128)
                 total = (acc.float().double() * scale.double() + total.double()).float()
             d[first : first + 128] = total

@@ -101,9 +101,8 @@ def test_gradients_in_e5m2_are_multiplied_group_by_group(kernel, rng):  # X-10
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "blockwise_ue8m0"])
-def test_blocks_of_powers_of_two_are_exact_in_bfloat16(
-    recipe, monkeypatch, rng
-):  # X-4, X-5, X-7, X-10, B-1
+# X-4, X-5, X-7, X-10, B-1
+def test_blocks_of_powers_of_two_are_exact_in_bfloat16(recipe, monkeypatch, rng):
     """torch._grouped_mm, of which a CPU has a form too, in the place of a GEMM for each group."""
     x, w, g = tensors(rng)
     expected, groups = simulated(x, w, g, recipe), operands(x, w, g, recipe)

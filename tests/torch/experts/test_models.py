@@ -80,9 +80,8 @@ def test_a_mixture_of_transformers_is_converted_and_trains(name, recipe, caplog)
     )
     assert of_experts.in_fp8 == of_experts.parameters
     inner = 64
-    assert (
-        of_experts.multiplications == IDS.numel() * 2 * 3 * 32 * inner
-    )  # gate, up and down of two experts a token
+    # gate, up and down of two experts a token
+    assert of_experts.multiplications == IDS.numel() * 2 * 3 * 32 * inner
     assert (router.recipe, router.reason) == (None, "a router: it stays in high precision (X-11)")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -97,9 +96,8 @@ def test_a_mixture_of_transformers_is_converted_and_trains(name, recipe, caplog)
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 1
     states = dict(delayed.states(model))
-    assert len(states) == (
-        2 * (4 + 2) * 3 if recipe == "delayed" else 0
-    )  # layers; linears and weights of experts; roles
+    # layers; linears and weights of experts; roles
+    assert len(states) == (2 * (4 + 2) * 3 if recipe == "delayed" else 0)
     assert all(int(state.step) == 6 for state in states.values())
 
 
@@ -325,16 +323,14 @@ def test_torchtitans_experts(name, monkeypatch):  # X-11
     assert [type(m).__name__ for m in model.values()][1] == type(plain).__name__
     report = {row.path: row for row in ft.report(model).rows}
     assert report["experts"].recipe == "rowwise"
-    assert (report["router"].recipe is None) == (
-        name == "w1"
-    )  # a linear with an output for each expert, of such a name
+    # a linear with an output for each expert, of such a name
+    assert (report["router"].recipe is None) == (name == "w1")
     assert report["shared"].recipe == "rowwise"
     sizes = [5, 0, 20, 3] + [0] * (model["experts"].num_experts - 4)
     x, more = torch.randn(32, 32), (torch.zeros(()),) if name == "dispatching" else ()
     x[28:] = torch.nan
-    counts = torch.tensor(
-        sizes, dtype=torch.float32 if name == "w1" else torch.int64
-    )  # torch.histc counts in floats
+    # torch.histc counts in floats
+    counts = torch.tensor(sizes, dtype=torch.float32 if name == "w1" else torch.int64)
     given = x.clone().requires_grad_()
     out = model["experts"](given, counts, *more)
     out.sum().backward()
@@ -521,9 +517,8 @@ def test_what_is_refused():
     model.model.layers[1].mlp.experts.to(torch.float64)
     with pytest.raises(ValueError, match=r"has a gate_up_proj of torch.float64"):
         ft.convert(model, "rowwise", filter_fqns=["lm_head"], experts=True)
-    assert not any(
-        isinstance(m, (experts.Experts, *FP8_LINEARS)) for m in model.modules()
-    )  # nothing was changed
+    # nothing was changed
+    assert not any(isinstance(m, (experts.Experts, *FP8_LINEARS)) for m in model.modules())
 
 
 def test_grouped_recipes_by_a_linears():

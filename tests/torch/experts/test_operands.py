@@ -8,9 +8,8 @@ from fp8ref.recipe import RECIPES, CastSpec
 from fp8ref.torch.experts import operands as grouped_operands
 from fp8ref.torch.quantize import cast, scaling
 
-ENDS = torch.tensor(
-    [20, 20, 23, 55], dtype=torch.int32
-)  # sizes 20, 0, 3 and 32; 5 rows are in no group
+# sizes 20, 0, 3 and 32; 5 rows are in no group
+ENDS = torch.tensor([20, 20, 23, 55], dtype=torch.int32)
 ROWS = 60
 SPECS = {
     "tensorwise": CastSpec(fmt=E4M3FN),

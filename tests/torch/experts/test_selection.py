@@ -131,9 +131,8 @@ def test_ranks_share_amaxes_of_experts_under_delayed_scaling(group):  # P-2, X-9
     rule = Rule(layers=("first",), roles=("weight",), recipe="tensorwise")
     model = convert.convert(mixture(), "delayed", experts=True, amax_group=group, rules=(rule,))
     assert isinstance(model.first, Experts)
-    every = Rule(
-        layers=("first", "second"), recipe="delayed"
-    )  # and so a dynamic recipe for the linears alone
+    # and so a dynamic recipe for the linears alone
+    every = Rule(layers=("first", "second"), recipe="delayed")
     model = convert.convert(mixture(), "tensorwise", experts=True, amax_group=group, rules=(every,))
     assert {one.recipe.delayed for one in model.first.grouped_recipes.values()} == {True}
     assert (
@@ -185,9 +184,10 @@ def test_a_router_beside_projections_stays_in_high_precision():  # X-11
     assert isinstance(
         convert.convert(Projections(), "rowwise", fp8_fqns=["router"]).router, FP8_LINEARS
     )
+    # no experts in FP8
     assert isinstance(
         convert.convert(Projections(), "rowwise", filter_fqns=["up"]).router, FP8_LINEARS
-    )  # no experts in FP8
+    )
 
 
 def test_patterns_of_experts_alone_are_not_left_to_linears():

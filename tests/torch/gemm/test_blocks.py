@@ -31,11 +31,12 @@ FORMATS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOA
 GEMMS = tuple(RECIPES["blockwise"].gemms)
 UNEVEN = {"input": (384, 384), "weight": (128, 384), "grad_output": (384, 128)}  # halves of tiles
 EVEN = {"input": (256, 256), "weight": (256, 256), "grad_output": (256, 256)}  # no room to make
+# one block of K, whose stride nobody asks for
 ONE = {
     "input": (128, 128),
     "weight": (256, 128),
     "grad_output": (128, 256),
-}  # one block of K, whose stride nobody asks for
+}
 RAGGED = {"input": (200, 256), "weight": (144, 256)}  # M and N that no block divides
 CASES = [(which, shapes) for shapes in (UNEVEN, EVEN, ONE) for which in GEMMS] + [
     ("output", RAGGED)
@@ -107,9 +108,8 @@ def fake(squares):
         for i in range(k // 128):
             part = slice(i * 128, (i + 1) * 128)
             scale_b = b_s[i].repeat_interleave(128)[:n] if squares else b_s[i, :n]
-            total += (
-                (a[:, part].double() @ b[part].double()).float() * a_s[:m, i, None] * scale_b
-            )  # [M, 128] @ [128, N], exact
+            # [M, 128] @ [128, N], exact
+            total += (a[:, part].double() @ b[part].double()).float() * a_s[:m, i, None] * scale_b
         return total.to(out_dtype)
 
     return run
@@ -151,10 +151,11 @@ class FakeDeepGEMM:
         (m, k), n = codes_a.shape, len(codes_b)
         recipe = recipe or (1, 128, 128)
         assert {codes_a.dtype, codes_b.dtype} == {torch.float8_e4m3fn}
+        # K-major; a's and b's rows without gaps
         assert (codes_a.stride(), codes_b.stride()) == (
             (k, 1),
             (k, 1),
-        )  # K-major; a's and b's rows without gaps
+        )
         assert (codes_b.shape[1], tuple(d.shape), d.stride(-1)) == (k, (m, n), 1)
         assert {sfa.dtype, sfb.dtype} == {torch.float32}
         assert tuple(sfa.shape) == (m, -(-k // 128))
@@ -195,9 +196,10 @@ def deepgemm(faked, monkeypatch):
 @pytest.mark.grid(5)
 @pytest.mark.parametrize(("which", "shapes"), CASES)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+# G-13, G-17
 def test_deepgemm_is_handed_our_codes_and_scales_in_its_layouts(
     which, shapes, out_dtype, deepgemm, rng
-):  # G-13, G-17
+):
     """Bit for bit, of numbers that need every rounding."""
     a, sa, b, sb = operands(
         which, shapes, lambda shape, *_: rng.standard_normal(shape).astype(np.float32)
@@ -275,9 +277,8 @@ def test_a_step_by_deepgemm_is_named_in_the_proof_and_the_report(deepgemm):  # B
         ("__version__ = '1.0'", "deep_gemm 1.0 has no fp8_gemm_nt"),
     ],
 )
-def test_a_deepgemm_that_cannot_be_used_is_spoken_of(
-    source, logged, tmp_path, monkeypatch, caplog
-):  # G-17
+# G-17
+def test_a_deepgemm_that_cannot_be_used_is_spoken_of(source, logged, tmp_path, monkeypatch, caplog):
     if source is not None:
         (tmp_path / "deep_gemm.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -293,9 +294,10 @@ def test_a_deepgemm_that_cannot_be_used_is_spoken_of(
 @pytest.mark.grid(5)
 @pytest.mark.parametrize(("which", "shapes"), CASES)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+# G-13, G-17
 def test_the_kernels_are_handed_our_codes_and_scales_in_their_layouts(
     which, shapes, out_dtype, faked, rng
-):  # G-13, G-17
+):
     """Bit for bit, of numbers that need every rounding."""
     a, sa, b, sb = operands(
         which, shapes, lambda shape, *_: rng.standard_normal(shape).astype(np.float32)
@@ -527,9 +529,8 @@ for op in re.findall(r"wgmma[.]mma_async\\S+|(?:mul|fma|add)[.](?:rn[.])?f32|cvt
 @pytest.mark.parametrize(
     ("fusion", "scaled"), [("1", {"mul.f32", "fma.rn.f32"}), ("0", {"mul.rn.f32", "add.rn.f32"})]
 )
-def test_for_hopper_torchaos_kernels_compile_to_fp8_tensor_core_instructions(
-    fusion, scaled
-):  # G-17
+# G-17
+def test_for_hopper_torchaos_kernels_compile_to_fp8_tensor_core_instructions(fusion, scaled):
     """A chain of four instructions of K = 32 for a block, no promotion within it, and results
     rounded to nearest even.
     """

@@ -23,9 +23,8 @@ from fp8ref.torch.quantize import scaling
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("epilogue", ["scale_then_round", "unit_round_scale_round"])
 @pytest.mark.parametrize("k", [96, 90])
-def test_matmul_is_within_its_bound_of_the_exact_result(
-    formats, granularity, epilogue, k, rng
-):  # B-1, G-4, G-5
+# B-1, G-4, G-5
+def test_matmul_is_within_its_bound_of_the_exact_result(formats, granularity, epilogue, k, rng):
     x, y = (rng.standard_normal((n, k)).astype(np.float32) for n in (48, 32))
     a, b = (
         scaling.quantize(torch.from_numpy(v), f, granularity=granularity)
@@ -67,17 +66,15 @@ def test_operands_in_blocks_are_dequantized(granularities, policy, rng):  # G-16
     if policy == "mx_rceil":
         np.testing.assert_array_equal(out, sim_gemm.matmul(sa, sb, accumulate="exact"))
     dequantized = [sim_scaling.dequantize(q).astype(np.float64) for q in (sa, sb)]
-    bound = gamma(256) * (
-        np.abs(dequantized[0]) @ np.abs(dequantized[1]).T
-    )  # any order of float32 sums
+    # any order of float32 sums
+    bound = gamma(256) * (np.abs(dequantized[0]) @ np.abs(dequantized[1]).T)
     assert (np.abs(out.numpy() - dequantized[0] @ dequantized[1].T) <= bound).all()
 
 
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
 def test_each_operand_is_contracted_along_its_own_axis(granularity, rng):  # G-1
-    x, y = (
-        torch.from_numpy(rng.standard_normal((32, n)).astype(np.float32)) for n in (16, 48)
-    )  # [K, M], [K, N]
+    # [K, M], [K, N]
+    x, y = (torch.from_numpy(rng.standard_normal((32, n)).astype(np.float32)) for n in (16, 48))
     a, b = (scaling.quantize(v, E4M3FN, granularity=granularity, axis=0) for v in (x, y))
     c, d = (
         scaling.quantize(v.t().contiguous(), E4M3FN, granularity=granularity, axis=1)
@@ -131,9 +128,8 @@ def test_operands_whose_scales_go_together_are_the_simulators(granularities, rng
         return
     out = gemm.matmul(*operands, accumulate="slow", out_dtype=torch.bfloat16)
     magnitudes = [np.abs(sim_scaling.dequantize(q).astype(np.float64)) for q in simulated]
-    bound = 2**-7 * np.abs(expected) + 2 * gamma(256) * (
-        magnitudes[0] @ magnitudes[1].T
-    )  # both rounded once; float32 sums in any order
+    # both rounded once; float32 sums in any order
+    bound = 2**-7 * np.abs(expected) + 2 * gamma(256) * (magnitudes[0] @ magnitudes[1].T)
     assert (np.abs(out.float().numpy() - expected) <= bound).all()
 
 

@@ -161,9 +161,8 @@ def simulated(hp, layer, role, spec, axis, state):
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("name", TRIED)
-def test_codes_scales_and_sums_are_those_of_the_simulators_mesh(
-    ranks, name
-):  # P-4, P-5, P-14, P-16
+# P-4, P-5, P-14, P-16
+def test_codes_scales_and_sums_are_those_of_the_simulators_mesh(ranks, name):
     recipe = TRIED[name]
     recipes = dict.fromkeys(PLAN, recipe)
     states = initial_states(recipes)

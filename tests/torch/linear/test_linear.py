@@ -272,9 +272,8 @@ def test_errors():
 @pytest.mark.grid(2)
 @pytest.mark.parametrize(("recipe", "block"), [("blockwise", 128), ("mxfp8", 32)])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_last_block_of_rows_may_be_shorter(
-    recipe, block, compiled
-):  # L-5; ms-swift#9723, NeMo-RL#1551
+# L-5; ms-swift#9723, NeMo-RL#1551
+def test_a_last_block_of_rows_may_be_shorter(recipe, block, compiled):
     """Any number of tokens, as of the last batch of an epoch: gradients are those of tokens that
     zeros fill to whole blocks."""
     model = convert.convert(nn.ModuleDict({"up": nn.Linear(128, 128, bias=False)}), recipe)["up"]

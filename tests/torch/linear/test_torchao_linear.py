@@ -142,9 +142,8 @@ def test_what_torchao_cannot_express_is_refused_by_name(recipe, message):
 
 @recipes
 @pytest.mark.parametrize("compiled", [False, True])
-def test_rows_are_padded_for_kernels_that_take_multiples_of_16(
-    recipe, compiled, monkeypatch
-):  # L-5
+# L-5
+def test_rows_are_padded_for_kernels_that_take_multiples_of_16(recipe, compiled, monkeypatch):
     """As if this CPU were a GPU; of integers, so that every order of a sum gives the same bits."""
     torch.manual_seed(0)
     x, g = (torch.randint(-3, 4, (17, size)).bfloat16() for size in (64, 32))
@@ -165,9 +164,10 @@ def test_rows_are_padded_for_kernels_that_take_multiples_of_16(
         g,
     )
     assert all(torch.equal(a, b) for a, b in zip(plain, padded, strict=True))
+    # of grad_weight alone
     assert set(shapes) == (
         set() if recipe == "rowwise_with_gw_hp" else {((32, 17), 1), ((17, 64), 0)}
-    )  # of grad_weight alone
+    )
 
 
 def test_rows_that_need_no_padding_are_not_copied(monkeypatch):  # L-5

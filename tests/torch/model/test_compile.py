@@ -43,10 +43,11 @@ pytestmark = pytest.mark.filterwarnings(
 # blocks are two pairs of graphs, for the first one's input needs no gradient, and the last linear
 # is in none.
 GRAPHS = {"block": (4, 2 + 3), "model": (2, 8), "traced": (2, 8)}
+# of weights and biases, in a rank's shards
 ELEMENTS = (
     (2 * 64 * 64 + 32 * 64) // 2,
     (2 * 64 + 32) // 2,
-)  # of weights and biases, in a rank's shards
+)
 
 
 def expected(recipe, how, gather):
@@ -56,9 +57,8 @@ def expected(recipe, how, gather):
         if how == "traced"
         else {"all_gather": 0, "reduce_scatter": 0}
     )
-    amaxes = int(
-        (recipe, how, gather) == ("tensorwise", "traced", "fp8")
-    )  # one all-reduce of those of all weights
+    # one all-reduce of those of all weights
+    amaxes = int((recipe, how, gather) == ("tensorwise", "traced", "fp8"))
     # FSDP2 gathers for the backward pass too; a weight is a byte an element in FP8.
     gathered = (ELEMENTS[0] * (1 if gather == "fp8" else 2) + ELEMENTS[1] * 2) * (
         1 if how == "traced" else 2
@@ -246,9 +246,8 @@ def compiled_and_eager(config, recipe):
         ),
     ],
 )
-def test_the_trainers_ranks_compile_whole_models_or_blocks_and_change_no_bit(
-    small, recipe
-):  # P-12, P-19
+# P-12, P-19
+def test_the_trainers_ranks_compile_whole_models_or_blocks_and_change_no_bit(small, recipe):
     for found in run(2, compiled_and_eager, small, recipe):
         expected_loss, eager, _ = found["none"]
         for how in ("block", "model"):

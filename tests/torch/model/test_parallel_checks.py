@@ -95,9 +95,10 @@ def refusals():
     )
     tied[2].weight = tied[0].weight
     shard = functools.partial(parallelize, tied, "tensorwise", mesh=mesh("fsdp"))
+    # accelerate#4171, ezpz#237
     refused(
         "tied, one kept", lambda: shard(filter_fqns=("2",), blocks=[tied[1]], keep_dtype=[tied[0]])
-    )  # accelerate#4171, ezpz#237
+    )
     refused("tied, one a block", lambda: shard(filter_fqns=("2",), blocks=[tied[2]]))
     refused("tied, FP8", shard)
     refused("inner last", lambda: shard(filter_fqns=("2",), blocks=[tied[1], tied[1][0]]))
@@ -217,9 +218,8 @@ def refused():
         ("batch", "batch_size is divisible by data x fsdp = 3 processes; got 8"),
     ],
 )
-def test_what_is_done_in_another_order_or_does_not_fit_is_refused_by_name(
-    refused, case, message
-):  # P-12
+# P-12
+def test_what_is_done_in_another_order_or_does_not_fit_is_refused_by_name(refused, case, message):
     for rank in refused:
         assert re.search(message, rank[case])
 

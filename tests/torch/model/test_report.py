@@ -148,9 +148,8 @@ def test_shares():
     assert sum(row.parameters for row in found.rows) == parameters
     assert found.parameters == (2 * D * D + 16 * D) / parameters
     fp8 = TOKENS * D * D + TOKENS * D * 16
-    others = (
-        TOKENS * D * (D * 3 + EXPERTS * F + F + 48 + 24) + 2 * TOKENS * TOKENS * D
-    )  # conv, experts, old, head, odd; attention's two
+    # conv, experts, old, head, odd; attention's two
+    others = TOKENS * D * (D * 3 + EXPERTS * F + F + 48 + 24) + 2 * TOKENS * TOKENS * D
     assert found.multiplications == fp8 / (fp8 + others)
     assert ft.report(model).multiplications is None
     assert ft.report(Model()).parameters == 0
@@ -197,9 +196,8 @@ def test_reasons_stay_with_copies_and_go_with_fp8():
         assert found["0.head"] == "named by filter_fqns 'head'"
         assert found["1"] == "not converted"
     parts = ft.convert(Model(), "rowwise", filter_fqns=["head", "attend"])
-    ft.convert(
-        parts.attend, "rowwise"
-    )  # as a part of its own: it is replaced, and not in the model
+    # as a part of its own: it is replaced, and not in the model
+    ft.convert(parts.attend, "rowwise")
     vars(parts)["_modules"]["attend"] = ft.convert(parts.attend, "delayed")
     assert of(ft.report(parts).rows, "attend").recipe == "delayed"
     plain = ft.deconvert(model)
@@ -405,9 +403,8 @@ def test_experts_of_transformers_are_named_with_their_shares(name, recipe, devic
     for row in found.experts:
         assert row.recipe is None
         assert row.parameters == number * 3 * hidden * inner
-        assert (
-            row.multiplications == TOKENS * chosen * 3 * hidden * inner
-        )  # gate and up, and down, of the experts that a token is given
+        # gate and up, and down, of the experts that a token is given
+        assert row.multiplications == TOKENS * chosen * 3 * hidden * inner
     fp8 = TOKENS * 4 * hidden * heads  # q, k, v and o: as many key heads as query heads
     router, scores = TOKENS * hidden * number, 2 * heads * TOKENS * TOKENS
     everything = (

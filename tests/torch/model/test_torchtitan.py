@@ -72,9 +72,8 @@ def trained(recipe, *, compiled, gather):
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(
-                True
-            )  # torchtitan divides by 1, for which gloo has no sum
+            # torchtitan divides by 1, for which gloo has no sum
+            module.set_force_sum_reduction_for_comms(True)
     if gather:
         fsdp.gather_in_fp8(model, dtype=torch.bfloat16)
     model.to_empty(device="cpu")

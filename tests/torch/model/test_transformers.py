@@ -99,9 +99,10 @@ def assert_loads_cleanly(path, weights, expected_logits):
 @pytest.mark.grid(2)
 @recipes
 @heads
+#
 def test_a_llama_trains_and_its_weights_load_into_an_unconverted_one(
     recipe, tied, head, tmp_path, warned
-):
+):
     model = llama(recipe, tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     assert convert.convert(model, recipe, filter_fqns=() if head else ("lm_head",)) is model
@@ -163,9 +164,8 @@ def test_gradient_checkpointing_changes_no_bit(recipe, reentrant):  # H-4
         model = llama(recipe)
         if checkpointed:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", FutureWarning
-                )  # transformers 5.23 prefers another name, which 5.0 does not have
+                # transformers 5.23 prefers another name, which 5.0 does not have
+                warnings.simplefilter("ignore", FutureWarning)
                 model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         convert.convert(model, recipe, filter_fqns=["lm_head"])
         losses = train(model, 2)

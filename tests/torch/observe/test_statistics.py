@@ -205,9 +205,8 @@ def assembled(parts, dim):
         pytest.param("rowwise_with_gw_hp", {"checkpointing": "full"}, marks=pytest.mark.slow),
     ],
 )
-def test_under_tensor_parallelism_they_are_of_whole_operands(
-    small, recipe, keys
-):  # Q-8 to Q-10, P-14
+# Q-8 to Q-10, P-14
+def test_under_tensor_parallelism_they_are_of_whole_operands(small, recipe, keys):
     """The simulator's, of ranks' operands put together, which are what their codes were cast from;
     of the weights one process's.
     """
@@ -240,10 +239,11 @@ def test_under_tensor_parallelism_they_are_of_whole_operands(
         np.testing.assert_array_equal(
             cast.codes.view(torch.uint8).numpy(), codes, err_msg=operand.name
         )
+        # others differ as GEMMs round (P-16)
         if (
             operand.role == "weight"
             or operand.name == "model.layers.0.self_attn.q_proj/output/input"
-        ):  # others differ as GEMMs round (P-16)
+        ):
             # float64 sums in another order
             assert one[operand.name].pop("sqnr") == pytest.approx(
                 expected[operand.name].pop("sqnr"), abs=1e-9

@@ -89,9 +89,8 @@ def test_only_the_forward_products_are_planned_under_a_backward_pass_in_bf16(): 
         forward
     )
     assert manifest_of_products(trace(), ["layer"], variant, codes=True)["backward"] == "bf16"
-    again = trace(
-        leave_out=PRODUCTS[1:], a="bf16", b="bf16", accumulate=None
-    ).products  # scores, in the backward pass
+    # scores, in the backward pass
+    again = trace(leave_out=PRODUCTS[1:], a="bf16", b="bf16", accumulate=None).products
     both = trace(leave_out=PRODUCTS[2:])
     both.products += again
     assert missing_products(both, ["layer"], variant, codes=True) == []

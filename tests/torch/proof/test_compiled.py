@@ -62,10 +62,11 @@ def test_passes_that_were_there_run_first_and_remain():
             passes = [getattr(inductor_config, name) for name in PASSES]
             for run in passes:
                 run(torch.fx.Graph())
+            # inductor then leaves its caches alone
             assert [run.uuid() for run in passes] == [
                 None,
                 None,
-            ]  # inductor then leaves its caches alone
+            ]
         assert ran == [(name, 0) for name in PASSES]
         assert trace.gemms == []
         assert {name: getattr(inductor_config, name) for name in PASSES} == earlier

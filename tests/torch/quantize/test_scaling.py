@@ -141,10 +141,11 @@ INF, NAN = math.inf, math.nan
 AMAXES = [
     ((1.0, 3.0, 2.0), 3.0),
     ((0.0, 0.0, 0.0), 0.0),
+    # the least and the largest of float32
     (
         (448.0, 2.0**-149, 3.4028234663852886e38),
         3.4028234663852886e38,
-    ),  # the least and the largest of float32
+    ),
     ((INF, 1.0, 2.0), INF),
     ((1.0, 2.0, INF), INF),
     ((NAN, 1.0, 2.0), NAN),

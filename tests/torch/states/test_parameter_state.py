@@ -90,9 +90,8 @@ def test_experts_that_ranks_of_a_batch_cut_again_are_rows(rank):  # O-11, X-12
         drawn = dataclasses.replace(own, m=dataclasses.replace(own.m, rounding="stochastic"))
         parameter_state.check_cut(experts, by_name("sqrt_e4m3"))
         fsdp, expert = divmod(rank, 2)
-        assert parameter_state.place(experts)[0] == 4 * (
-            4 * expert + 2 * fsdp
-        )  # its first row, of experts and then of fsdp
+        # its first row, of experts and then of fsdp
+        assert parameter_state.place(experts)[0] == 4 * (4 * expert + 2 * fsdp)
         parameter_state.check_cut(cut(Replicate(), Shard(0)), by_name("sqrt_e4m3"))
         for other in (
             (_StridedShard(0, split_factor=4), Shard(0)),
@@ -102,10 +101,11 @@ def test_experts_that_ranks_of_a_batch_cut_again_are_rows(rank):  # O-11, X-12
             with pytest.raises(ValueError, match="cut by rows"):
                 parameter_state.check_cut(cut(*other), by_name("sqrt_e4m3"))
             parameter_state.check_cut(cut(*other), by_name("sqrt_e5m2"))  # of one scale a tensor
+            # O-8: random numbers by the flat index
             for layout in (
                 drawn,
                 MASTERED["stochastic_half"],
-            ):  # O-8: random numbers by the flat index
+            ):
                 with pytest.raises(
                     ValueError,
                     match="rounds by the index of an element, so a parameter is cut by rows",

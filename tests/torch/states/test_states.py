@@ -546,10 +546,11 @@ def test_a_group_that_is_refused_is_not_added():  # O-2
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        # it was rounded to, from then on
         (
             lambda model: model.bfloat16(),
             r"takes float32 parameters .* got torch.bfloat16 \(4,\)",
-        ),  # it was rounded to, from then on
+        ),
         (lambda model: model.double(), r"takes float32 parameters .* got torch.float64 \(4,\)"),
         (
             lambda model: setattr(model.bias, "data", torch.ones(2)),
@@ -650,9 +651,8 @@ def train_a_norm(kind: str) -> tuple[list[float], list[float], str]:
         for norm, optimizer, tokens in zip(norms, optimizers, (mine, x), strict=True):
             optimizer.zero_grad()
             (norm(tokens) ** 3).sum().backward()
-            if (
-                norm is norms[1]
-            ):  # one rank's sum has another order: the terms are those of the ranks
+            # one rank's sum has another order: the terms are those of the ranks
+            if norm is norms[1]:
                 for p, q in zip(norm.parameters(), norms[0].parameters(), strict=True):
                     p.grad.copy_(q.grad.full_tensor())
             optimizer.step()

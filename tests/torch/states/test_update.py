@@ -57,9 +57,8 @@ def test_extremes_of_parts_make_the_update_of_the_whole(name):  # O-11
     found = [torch.maximum(*of_both) for of_both in zip(*begun, strict=True)]
     updates = Update(compiled=False)
     amaxes = [updates.update(one, found) for one in parts]
-    for mine, others in zip(
-        *amaxes, strict=True
-    ):  # of stored moments, which a predicted scale reads
+    # of stored moments, which a predicted scale reads
+    for mine, others in zip(*amaxes, strict=True):
         together = torch.maximum(mine, others)
         mine.copy_(together)
         others.copy_(together)

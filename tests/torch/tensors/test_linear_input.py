@@ -149,9 +149,8 @@ def test_errors_name_the_module(recipe, x, message):
 @recipes
 @pytest.mark.parametrize("shape", [(0, 128), (2, 0, 128)])
 @pytest.mark.parametrize("under_autocast", [False, True])
-def test_no_tokens_give_no_outputs_and_zeros_as_gradients(
-    recipe, shape, under_autocast
-):  # L-9; ao#1200, torchtitan#1166
+# L-9; ao#1200, torchtitan#1166
+def test_no_tokens_give_no_outputs_and_zeros_as_gradients(recipe, shape, under_autocast):
     torch._dynamo.reset()
     model = converted(recipe)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -61,9 +61,8 @@ def test_the_trainer_s_own_model_is_known_without_a_framework():
         (NNX, {"run": {"init_from": "weights"}}, r"got run\.init_from"),
     ],
 )
-def test_what_a_model_of_the_user_s_does_not_take_is_refused_by_name(
-    kind, sections, message
-):  # T-10
+# T-10
+def test_what_a_model_of_the_user_s_does_not_take_is_refused_by_name(kind, sections, message):
     with pytest.raises(ValueError, match=f"architecture.kind '{kind['kind']}' .*{message}"):
         custom(kind, **sections)
 

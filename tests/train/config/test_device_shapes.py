@@ -270,9 +270,8 @@ def test_what_a_backend_cannot_train_is_refused_by_name(backend, sections, said)
         ("jax", "tensorwise", False),
     ],
 )
-def test_on_a_gpu_tensor_parallelism_reduces_multiples_of_16_tokens(
-    backend, recipe, refused
-):  # L-5
+# L-5
+def test_on_a_gpu_tensor_parallelism_reduces_multiples_of_16_tokens(backend, recipe, refused):
     for length, tensor in ((32, 2), (31, 1), (31, 2)):
         config = sizes.config(recipe, parts=2, tensor=tensor).replace(
             data={"sequence_length": length, "batch_size": 6}

@@ -174,11 +174,12 @@ def test_a_learning_rate_begins_where_it_first_is_lower(small):  # T-9, T-3
     rates = [config.optimizer.learning_rate_at(step, 200) for step in range(200)]
     first = next(step for step in range(config.optimizer.warmup_steps, 200) if rates[step] < 3e-4)
     assert config.starts == (0, first, 190)
+    # the worked example
     assert (first, round(rates[139], 9), round(rates[140], 9)) == (
         140,
         0.00030037,
         0.000294371,
-    )  # the worked example
+    )
     assert rates[0] < 3e-4  # in warm-up, where it rises
     phases = config.scheduled()
     assert [phases.recipe(step) for step in (0, first - 1, first, 189, 190, 199)] == [
@@ -233,10 +234,11 @@ def test_a_measured_phase_is_compared_while_the_one_before_it_runs(small):  # T-
     assert found.waits(9) is None
     assert found.ran(19) == [[0, "tensorwise"], [2, "rowwise"], [5, "delayed"], [9, "bf16"]]
     assert config.scheduled(found.measured).ran(8) == found.ran(8)
+    # a step is reached without the phases between
     assert config.scheduled().ran(19) == [
         [0, "tensorwise"],
         [9, "bf16"],
-    ]  # a step is reached without the phases between
+    ]
 
 
 @pytest.mark.parametrize(
@@ -303,11 +305,12 @@ def fake(monkeypatch):
     return install
 
 
+# the fake's SQNR is 28, 26, 24 ...
 MEASURED = (
     (0, "tensorwise"),
     ("sqnr < 27", "rowwise"),
     (4, "bf16"),
-)  # the fake's SQNR is 28, 26, 24 ...
+)
 
 
 def test_a_run_records_where_its_phases_began(tmp_path, small, fake, capsys):  # T-9
@@ -328,9 +331,8 @@ def test_a_run_records_where_its_phases_began(tmp_path, small, fake, capsys):  #
     assert "step 2: recipe rowwise\nstep 4: recipe bf16\n" in said
 
 
-def test_a_run_begins_a_phase_by_the_error_of_its_updates(
-    tmp_path, small, fake, capsys
-):  # T-9, O-12
+# T-9, O-12
+def test_a_run_begins_a_phase_by_the_error_of_its_updates(tmp_path, small, fake, capsys):
     narrow = {
         "optimizer": {"kind": "adamw_states", "layout": "sqrt_e4m3"},
         "statistics": {"every": 2},
@@ -346,9 +348,8 @@ def test_a_run_begins_a_phase_by_the_error_of_its_updates(
         {"": {**figures, "update_error": 0.02 * trainer.count}},
     )
     loop.train(config, "jax", tmp_path / "run")
-    assert (
-        trainer.recipes == ["bf16"] * 3 + ["tensorwise"] * 3
-    )  # errors of 0.02 in step 0 and 0.06 in step 2
+    # errors of 0.02 in step 0 and 0.06 in step 2
+    assert trainer.recipes == ["bf16"] * 3 + ["tensorwise"] * 3
     assert log.read_manifest(tmp_path / "run")["schedule"]["ran"] == [
         [0, "bf16"],
         [3, "tensorwise"],
@@ -440,9 +441,8 @@ def test_the_first_process_decides_for_all(small, fake, tmp_path):  # T-9
     "optimizer", [{}, {"kind": "adamw_states", "layout": "sqrt_e4m3_f16"}], ids=["adamw", "masters"]
 )
 @pytest.mark.parametrize("backend", loop.BACKENDS)
-def test_a_schedule_is_its_recipes_one_after_the_other(
-    backend, optimizer, small, tmp_path
-):  # T-9, O-16
+# T-9, O-16
+def test_a_schedule_is_its_recipes_one_after_the_other(backend, optimizer, small, tmp_path):
     """The losses are those of one run for each recipe, chained by checkpoints; each recipe is
     compiled once.
     """
@@ -480,9 +480,8 @@ def test_a_schedule_is_its_recipes_one_after_the_other(
     "optimizer", [{}, {"kind": "adamw_states", "layout": "sqrt_e4m3_f16"}], ids=["adamw", "masters"]
 )
 @pytest.mark.parametrize("backend", loop.BACKENDS)
-def test_a_resumed_schedule_has_the_bits_of_an_unbroken_one(
-    backend, optimizer, small, tmp_path
-):  # T-9, K-2
+# T-9, K-2
+def test_a_resumed_schedule_has_the_bits_of_an_unbroken_one(backend, optimizer, small, tmp_path):
     """Before, at and after a switch; histories wait while another recipe runs, and go on after
     it.
     """
@@ -509,9 +508,8 @@ def test_a_resumed_schedule_has_the_bits_of_an_unbroken_one(
     assert len(states[2]) == 3 * 7
     for name, (scale, history, count) in states[2].items():
         for before, waited in zip((scale, history, count), states[4][name], strict=True):
-            np.testing.assert_array_equal(
-                before, waited, err_msg=name
-            )  # two steps in another recipe
+            # two steps in another recipe
+            np.testing.assert_array_equal(before, waited, err_msg=name)
         assert (count, states[6][name][2]) == (2, 4)
         assert states[6][name][1][2] == history[0]  # two amaxes further: the histories went on
 

@@ -235,9 +235,8 @@ def test_the_built_in_corpus_is_the_standard_library_less_tests_and_packages(): 
         batches.description["sha256"]
         == hashlib.sha256(texts["train"] + b"\0" + texts["validation"]).hexdigest()
     )
-    assert (
-        2.5 < batches.description["validation_unigram_entropy"] < 4
-    )  # English and code lie near 3 nats, uniform bytes at 5.5
+    # English and code lie near 3 nats, uniform bytes at 5.5
+    assert 2.5 < batches.description["validation_unigram_entropy"] < 4
 
 
 def test_validation_does_not_depend_on_the_seed(two_files):  # D-2

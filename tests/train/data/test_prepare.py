@@ -89,9 +89,8 @@ def test_shards_and_what_is_said_of_them(tmp_path, source):  # D-7
         said["max_id"],
         said["dtype"],
     ) == (words, 6, 5, 5, "uint16")
-    assert (
-        opened(tmp_path / "out").step(0).max() <= 5
-    )  # the short shards at the ends hold fewer windows, and are no error
+    # the short shards at the ends hold fewer windows, and are no error
+    assert opened(tmp_path / "out").step(0).max() <= 5
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source.jsonl", "tokenizer.json"]
 
 
@@ -310,9 +309,8 @@ def test_sigterm_ends_it_and_leaves_nothing(tmp_path, source):  # D-7
     assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
 
 
-def test_a_kill_leaves_nothing_that_passes_for_complete_and_the_next_removes_it(
-    tmp_path, source
-):  # D-7
+# D-7
+def test_a_kill_leaves_nothing_that_passes_for_complete_and_the_next_removes_it(tmp_path, source):
     ended_by(signal.SIGKILL, source, tmp_path / "out")
     left = [path for path in tmp_path.rglob("*") if path.suffix == ".bin"]
     assert left  # it was killed in the middle of its work
@@ -399,10 +397,11 @@ def test_the_bar_counts_the_source_s_bytes(tmp_path, source, monkeypatch):
 
 
 def test_the_command(tmp_path, source, capfd, monkeypatch):
+    # with these rich takes anything for a terminal
     for variable in (
         "FORCE_COLOR",
         "TTY_COMPATIBLE",
-    ):  # with these rich takes anything for a terminal
+    ):
         monkeypatch.delenv(variable, raising=False)
     out = tmp_path / "out"
     arguments = [

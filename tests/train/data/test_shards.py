@@ -73,9 +73,8 @@ def test_each_format_is_read_and_no_window_crosses_files(folder):  # D-4
 
 
 def test_what_a_file_has_over_is_left_out(tmp_path):  # D-4
-    np.arange(4 * LENGTH).astype("<u2").tofile(
-        tmp_path / "a.bin"
-    )  # three windows, and seven tokens
+    # three windows, and seven tokens
+    np.arange(4 * LENGTH).astype("<u2").tofile(tmp_path / "a.bin")
     assert windows_of(opened(tmp_path, fraction=0.34).train, 2) == set(
         cut(np.arange(4 * LENGTH))[:2]
     )
@@ -229,9 +228,10 @@ def test_the_stated_type_is_not_doubted(tmp_path):
 
 
 @pytest.mark.parametrize("at", [0, 99, 170])
+# D-4
 def test_a_token_beyond_the_vocabulary_is_found_before_training_with_its_place(
     tmp_path, monkeypatch, at
-):  # D-4
+):
     monkeypatch.setattr(shards, "SCANNED", 64)
     write_bin(tmp_path / "a.bin", "<u2", 200)
     write_bin(tmp_path / "b.bin", "<u2", 200)
@@ -418,9 +418,8 @@ def change(folder, **keys):
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
 
-def test_a_sidecar_states_type_and_largest_token_so_that_nothing_is_read(
-    prepared, monkeypatch
-):  # D-7
+# D-7
+def test_a_sidecar_states_type_and_largest_token_so_that_nothing_is_read(prepared, monkeypatch):
     monkeypatch.setattr(shards.Shard, "read", lambda *_: pytest.fail("was read"))
     assert opened(prepared).description["tokens"] == 200
     assert opened(prepared / "train-00000.bin").description["tokens"] == 200
@@ -430,9 +429,10 @@ def test_a_sidecar_states_type_and_largest_token_so_that_nothing_is_read(
     ("whole", "said"),
     [(800, "its SHA-256 is [0-9a-f]{64}"), (799, "its SHA-256 of samples is [0-9a-f]{64}")],
 )
+# D-4
 def test_a_shard_that_changed_after_its_sidecar_was_written_is_refused(
     prepared, monkeypatch, whole, said
-):  # D-4
+):
     monkeypatch.setattr(shards, "WHOLE", whole)
     before = opened(prepared).description["sha256"]
     path = prepared / "train-00000.bin"

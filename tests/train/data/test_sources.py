@@ -67,9 +67,8 @@ def test_a_directory_that_may_not_be_read_is_named(tree, monkeypatch, name):
         find(root)
 
 
-def test_folders_of_the_standard_library_that_are_left_out_are_not_read_at_all(
-    tree, monkeypatch
-):  # D-1
+# D-1
+def test_folders_of_the_standard_library_that_are_left_out_are_not_read_at_all(tree, monkeypatch):
     """site-packages may hold sixty times as many files."""
     root = tree(
         "a.py",

@@ -173,9 +173,8 @@ def test_operands_are_ranked_with_their_statistics_and_resumed(run, tmp_path):
     assert (found.steps, found.samples, len(found.rows)) == (0, 3, 4)
     assert Fake.made == 2 + 4
     lines = (run / "ablation" / variants.LOSSES).read_text().splitlines(keepends=True)
-    (run / "ablation" / variants.LOSSES).write_text(
-        "".join(lines[:-1]) + lines[-1][:5]
-    )  # killed while it wrote the last
+    # killed while it wrote the last
+    (run / "ablation" / variants.LOSSES).write_text("".join(lines[:-1]) + lines[-1][:5])
     assert ablate.ablate(run, batches=3).to_dict() == found.to_dict()
     assert Fake.made == 2 + 4 + 1
     with pytest.raises(
@@ -189,9 +188,8 @@ def test_operands_are_ranked_with_their_statistics_and_resumed(run, tmp_path):
 
 def test_losses_are_of_their_casts_and_weights(run, tmp_path, two):
     of_attention = ablate.ablate(run, layers=["self_attn"], roles=["weight"], batches=2)
-    of_mlps = ablate.ablate(
-        run, layers=["mlp"], roles=["weight"], batches=2
-    )  # groups of the same names, in the same directory
+    # groups of the same names, in the same directory
+    of_mlps = ablate.ablate(run, layers=["mlp"], roles=["weight"], batches=2)
     assert [row.operand.name for row in of_attention.rows] == [
         row.operand.name for row in of_mlps.rows
     ]
@@ -247,9 +245,10 @@ def test_operands_of_attention_and_states_are_switched_one_by_one(run):  # E-9, 
         "model/states/v",
     ]
     assert sorted(row.operand.name for row in found.rows) == sorted(names)
+    #
     assert {row.operand.name: row.saturation for row in found.rows if row.saturation} == {
         "layers.1/attention/p": 0.75
-    }
+    }
     seen = [
         (config.numerics.attention_operands, config.optimizer.layout) for config in Fake.configs
     ]
@@ -296,11 +295,12 @@ def test_all_else_is_in_high_precision_or_as_the_run_has_it(run, attention):  # 
     )
     how = {"by": "model", "gemms": ["output"], "batches": 2}
     ablate.ablate(start, out=run / "bf16", **how)
+    # that reads the checkpoint
     seen = [
         (one.attention_variant, one.optimizer.layout)
         for one in Fake.configs
         if one is not start.own
-    ]  # that reads the checkpoint
+    ]
     assert seen == [(None, "te/none")] * (1 + 1 + 2)  # the baseline, statistics and two operands
     Fake.configs.clear()
     ablate.ablate(start, out=run / "fp8", base="fp8", **how)
@@ -484,11 +484,12 @@ def test_a_planted_cast_of_a_transformer_layer_is_rank_1_at_the_run_s_peak_rate(
     config = two.replace(
         data={"batch_size": 16, "sequence_length": 64},
         numerics={"recipe": "tensorwise", "rules": IN_A_LAYER},
+        # at the checkpoint the rate is 0: nothing would show
         optimizer={
             "learning_rate": 1e-2,
             "min_learning_rate": 0.0,
             "warmup_steps": 1,
-        },  # at the checkpoint the rate is 0: nothing would show
+        },
         run={"steps": 10, "eval_every": 10},
     )
     loop.train(config, backend, tmp_path / "run")

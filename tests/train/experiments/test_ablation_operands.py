@@ -26,12 +26,13 @@ def names(config, by="layer", layers=(), gemms=KINDS, roles=ROLES):
 
 
 def test_operands_are_what_the_config_casts(studied):
+    # grad_weight is in high precision
     of_layer = [
         "output/input",
         "output/weight",
         "grad_input/grad_output",
         "grad_input/weight",
-    ]  # grad_weight is in high precision
+    ]
     linears = [f"layers.{i}/{operand}" for i in (0, 1) for operand in of_layer]
     attention = [
         f"layers.{i}/attention/{role}" for i in (0, 1) for role in ("q", "k", "v", "p", "do", "ds")
@@ -60,9 +61,8 @@ def test_casts_are_left_out_one_by_one(studied):
         assert set(variants.cast_operands(variants.without(studied, others))) == operand.casts
 
 
-def test_a_path_is_left_out_alone(
-    studied, monkeypatch
-):  # "proj" and "0" would name attn.proj and 1.0 too
+# "proj" and "0" would name attn.proj and 1.0 too
+def test_a_path_is_left_out_alone(studied, monkeypatch):
     of = Decision(path="", shape=(64, 64), recipe=RECIPES["tensorwise"], reason="")
     linears = [
         dataclasses.replace(of, path=path) for path in ("proj", "attn.proj", "0", "1.0", "[ab]")

@@ -75,9 +75,8 @@ def test_another_model_of_transformers_is_taken_in_pytorch_alone(two, text, tmp_
         ablate.ablate(start, attention="cudnn", batches=2, out=tmp_path / "out")
 
 
-def test_codes_of_a_checkpoint_are_not_read_as_another_layout_s(
-    small, tmp_path
-):  # te has v in e4m3, sqrt_e5m2 its root in e5m2
+# te has v in e4m3, sqrt_e5m2 its root in e5m2
+def test_codes_of_a_checkpoint_are_not_read_as_another_layout_s(small, tmp_path):
     own = small.replace(
         optimizer={"kind": "adamw_states", "layout": "te"}, run={"steps": 1, "eval_every": 1}
     )
@@ -101,9 +100,8 @@ def test_delayed_scales_begin_beside_attention_s_own(small, tmp_path):
     )
     start = ablation_start.of_run(tmp_path / "run", "delayed")
     trainer = loop.trainer("torch", start.config)
-    start.into(
-        trainer, start.config
-    )  # the linears' states are of a batch, and attention's are the checkpoint's
+    # the linears' states are of a batch, and attention's are the checkpoint's
+    start.into(trainer, start.config)
     states, kept = trainer.fp8_states(), start.source.delayed
     assert len(kept) == 10
     assert set(kept) < set(states)

@@ -109,9 +109,8 @@ def test_states_of_delayed_scaling_are_no_parameters_and_change_once_a_step():
 
 
 @pytest.mark.slow
-def test_the_manifest_keeps_the_proof_and_a_fallback_stops_the_run(
-    tmp_path, text, monkeypatch
-):  # B-7
+# B-7
+def test_the_manifest_keeps_the_proof_and_a_fallback_stops_the_run(tmp_path, text, monkeypatch):
     config = CONFIG.replace(
         data={"source": str(text), "sequence_length": 16},
         numerics={"recipe": "tensorwise"},
@@ -239,9 +238,8 @@ def test_cudnn_attention_gives_the_loss_of_xlas(parallel):
         ({"fsdp": 8}, {"model": {"intermediate_size": 100}}, "gate_proj: shards are equal .*N=100"),
     ],
 )
-def test_what_the_mesh_does_not_cut_into_equal_pieces_is_refused_by_name(
-    parallel, more, message
-):  # P-1
+# P-1
+def test_what_the_mesh_does_not_cut_into_equal_pieces_is_refused_by_name(parallel, more, message):
     with pytest.raises(ConfigError, match=message):
         trainer("tensorwise", parallel, **more)
 

@@ -247,9 +247,8 @@ def test_a_checkpoint_is_read_with_and_without_a_scan(deep, tmp_path, meshes):  
         for name, of in one.fp8_states().items()
         for a, b in zip(of, other.fp8_states()[name], strict=True)
     )
-    assert other.step(tokens[0])["loss"] == pytest.approx(
-        one.step(tokens[0])["loss"], rel=2.0**-8
-    )  # other sums over devices
+    # other sums over devices
+    assert other.step(tokens[0])["loss"] == pytest.approx(one.step(tokens[0])["loss"], rel=2.0**-8)
 
 
 def test_a_scan_over_layers_of_different_recipes_is_refused(deep):
@@ -321,9 +320,8 @@ def test_each_shard_of_the_initial_weights_is_read_once(small, monkeypatch):  # 
     shapes = llama_data.parameter_shapes(small.model)
     for place, (name, shape) in enumerate(shapes.items()):
         if len(shape) == 2:
-            shards = (
-                2 if name in ("model.embed_tokens.weight", "lm_head.weight") else 4
-            )  # not cut by tensor, and cut
+            # not cut by tensor, and cut
+            shards = 2 if name in ("model.embed_tokens.weight", "lm_head.weight") else 4
             assert [x.size for x in read[place]] == [math.prod(shape) // shards] * shards, name
     found = trainer.weights()
     for name, value in llama_data.initial_weights(small.model, seed=small.run.seed).items():

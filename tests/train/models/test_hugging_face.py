@@ -235,9 +235,8 @@ def test_a_missing_key_is_what_transformers_takes(name):
         (None, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
     ],
 )
-def test_what_config_json_does_not_say_is_not_taken_for_equal(
-    tmp_path, left_out, more, said
-):  # K-7
+# K-7
+def test_what_config_json_does_not_say_is_not_taken_for_equal(tmp_path, left_out, more, said):
     keys = hugging_face.described(EXPERTS) | more
     keys.pop(left_out, None)
     (tmp_path / "config.json").write_text(json.dumps(keys))

@@ -83,9 +83,8 @@ def test_by_steps_alone_a_gap_that_changes_sign_cannot_be_told(seeds, other):  #
 @pytest.mark.parametrize(
     ("above", "result"), [(0.1, "worse"), (-0.1, "better"), (0.0, "equivalent")]
 )
-def test_more_seeds_are_matched_whichever_side_they_are_of(
-    seeds, tmp_path, small, above, result
-):  # E-3, E-6
+# E-3, E-6
+def test_more_seeds_are_matched_whichever_side_they_are_of(seeds, tmp_path, small, above, result):
     offsets = (0.0, 0.05, -0.05)
     b = [
         made_runs.make(

@@ -553,9 +553,8 @@ def browsed(path, folder):
 def test_the_script_runs(seeds, fp8, write, tmp_path):
     write([seeds[0], fp8(statistics=statistics())])
     shown = browsed(tmp_path / "out" / "report.html", tmp_path)
-    assert shown.tags.count("button") == 3 * shown.tags.count(
-        "svg"
-    )  # made after every figure's values were read
+    # made after every figure's values were read
+    assert shown.tags.count("button") == 3 * shown.tags.count("svg")
 
 
 def test_an_unfinished_run_shows_its_status_and_a_torn_line_is_left_out(
@@ -575,9 +574,8 @@ def test_an_unfinished_run_shows_its_status_and_a_torn_line_is_left_out(
     assert "over the last 5 of 40 steps" in shown.text
 
 
-def test_a_run_that_another_of_its_seeds_replaces_is_named(
-    seeds, fp8, tmp_path, small, write
-):  # E-1
+# E-1
+def test_a_run_that_another_of_its_seeds_replaces_is_named(seeds, fp8, tmp_path, small, write):
     short = made_runs.make(
         tmp_path / "a-short", small, falling(20), recipe="tensorwise", seed=0, status="interrupted"
     )

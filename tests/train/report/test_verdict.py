@@ -82,9 +82,8 @@ def test_the_interval_of_one_pair_is_of_its_steps(seeds, fp8):  # E-5
 
 
 @pytest.mark.parametrize(("above", "kind"), [(0.1, "worse"), (-0.1, "better"), (0.0, "equivalent")])
-def test_report_and_compare_say_the_same_of_one_pair(
-    seeds, tmp_path, small, above, kind
-):  # E-4, E-6
+# E-4, E-6
+def test_report_and_compare_say_the_same_of_one_pair(seeds, tmp_path, small, above, kind):
     """And both say that it is no verdict on the recipe."""
     noise = above + np.random.default_rng(0).normal(0, 1e-3, 60)
     losses = np.array([seeds[0].losses[step] for step in range(60)]) + noise
@@ -214,9 +213,8 @@ def test_unfinished_runs_are_left_out_where_others_are_finished(seeds, fp8, tmp_
     assert found.said.endswith("short is not finished, but interrupted.")
 
 
-def test_a_finished_run_counts_before_an_unfinished_one_of_its_seeds(
-    seeds, fp8, tmp_path, small
-):  # E-1
+# E-1
+def test_a_finished_run_counts_before_an_unfinished_one_of_its_seeds(seeds, fp8, tmp_path, small):
     short = made_runs.make(
         tmp_path / "a-short",
         small,
@@ -231,9 +229,8 @@ def test_a_finished_run_counts_before_an_unfinished_one_of_its_seeds(
     assert judged([*seeds, short, *runs]).said == judged([*seeds, *runs]).said
 
 
-def test_a_run_that_diverged_counts_before_a_finished_one_that_follows(
-    seeds, fp8, tmp_path, small
-):  # E-4
+# E-4
+def test_a_run_that_diverged_counts_before_a_finished_one_that_follows(seeds, fp8, tmp_path, small):
     error = {"error": "NonFiniteError: step 20"}
     ended = made_runs.make(
         tmp_path / "a", small, falling(20), recipe="tensorwise", seed=0, status="failed", more=error

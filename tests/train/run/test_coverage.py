@@ -50,9 +50,8 @@ def test_attention_by_a_variant_in_fp8_is_counted():
     )
     assert found["attention"] == "cudnn"
     model, length = config.model, config.data.sequence_length
-    attended = (
-        2 * length * model.hidden_size * model.num_hidden_layers
-    )  # both products, for a token
+    # both products, for a token
+    attended = 2 * length * model.hidden_size * model.num_hidden_layers
     linears = sum(d.shape[0] * d.shape[1] for d in config.decisions())
     np.testing.assert_allclose(
         found["multiplications"] - without["multiplications"],

@@ -104,9 +104,8 @@ def test_a_run_keeps_the_step_that_it_did_not_take(tmp_path, small, monkeypatch)
         loop.train(config, "jax", tmp_path / "run")
     found = failed_step.read(tmp_path / "run" / "failures" / "step-00000002")
     assert found.metrics["grad_norm"] == "inf"
-    assert (
-        json.loads((found.state / "count.json").read_text()) == 3
-    )  # the fake counts it; a backend does not
+    # the fake counts it; a backend does not
+    assert json.loads((found.state / "count.json").read_text()) == 3
     assert [p.name for p in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
         "step-00000001",
         "step-00000002",

@@ -209,9 +209,10 @@ DAMAGED = [
 
 @pytest.mark.grid(5)
 @pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
+# K-10
 def test_damaged_lines_stay_out_of_a_run_that_resumes_and_are_kept_aside(
     tmp_path, small, capsys, line
-):  # K-10
+):
     out = tmp_path / "run"
     run = begin(out, small)
     for step in range(3):
@@ -290,10 +291,11 @@ def test_a_full_disk_is_named_with_the_metrics(tmp_path, small):
     run = begin(tmp_path / "run", small)
     run._metrics.close()
     run._metrics = Path("/dev/full").open("a")  # noqa: SIM115  (the run closes it)
+    # what could not be written is tried again
     for write in (
         lambda: run.step({"step": 0}),
         run.close,
-    ):  # what could not be written is tried again
+    ):
         with pytest.raises(OSError, match=r"run/metrics\.jsonl " + SAID):
             write()
 

@@ -237,9 +237,10 @@ def checkpointed(out, config) -> None:
 
 
 @pytest.mark.parametrize("damage", [None, "", '{"backend": "jax", "sta', "[]", "null"])
+# K-10
 def test_a_run_whose_manifest_is_damaged_goes_on_from_its_checkpoints(
     tmp_path, small, capsys, damage
-):  # K-10
+):
     checkpointed(tmp_path / "run", small)
     manifest = tmp_path / "run" / "manifest.json"
     manifest.unlink() if damage is None else manifest.write_text(damage)
@@ -352,9 +353,10 @@ def test_paths_of_a_mixture_and_of_sets_may_move_but_not_weights_and_names(tmp_p
 
 
 @pytest.mark.parametrize("kind", ["transformers", "torch"])
+# T-10
 def test_another_content_of_the_architecture_s_source_is_refused(
     tmp_path, small, kind, monkeypatch
-):  # T-10
+):
     if kind == "torch":
         monkeypatch.syspath_prepend(tmp_path)
         edited = tmp_path / "edited_model.py"

@@ -120,11 +120,12 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 @pytest.mark.parametrize(
     ("backend", "own", "optimizer"),
     [
+        # which decides on the device whether it skips a step
         (
             "torch",
             False,
             {"kind": "adamw_fused"},
-        ),  # which decides on the device whether it skips a step
+        ),
         ("torch", False, STATES),
         ("torch", True, {}),
         pytest.param("jax", False, STATES, marks=pytest.mark.slow),
@@ -132,9 +133,8 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     ],
     ids=str,
 )
-def test_the_how_to_keeps_another_tensor(
-    backend, own, optimizer, small, tmp_path, averaged
-):  # K-2, T-4
+# K-2, T-4
+def test_the_how_to_keeps_another_tensor(backend, own, optimizer, small, tmp_path, averaged):
     """In three files, for the trainer's own models and for those of users: it is sized, saved,
     loaded, and a skipped step leaves it.
     """

@@ -177,9 +177,8 @@ def test_only_tensors_are_written(tmp_path):  # K-5
         for name in names
         if name.startswith(f"{key}.")
     } == {*parameters}
-    assert (
-        sum(name.startswith("fp8.") for name in names) == 14 * 3 * 3
-    )  # linears, roles, and of each scale, history and step
+    # linears, roles, and of each scale, history and step
+    assert sum(name.startswith("fp8.") for name in names) == 14 * 3 * 3
 
 
 class Evil:

@@ -28,9 +28,8 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
     ),
-    pytest.mark.filterwarnings(
-        "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
-    ),  # inductor's own, once imported
+    # inductor's own, once imported
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
 
@@ -86,9 +85,8 @@ def compared(config, tokens, backend="aot_eager"):
         ("block", "tensorwise", "msamp_o2", False),
     ],
 )
-def test_graphs_have_the_bits_of_eager_passes(
-    compile, recipe, layout, tied, small, monkeypatch
-):  # O-14, O-16, M-2, T-7
+# O-14, O-16, M-2, T-7
+def test_graphs_have_the_bits_of_eager_passes(compile, recipe, layout, tied, small, monkeypatch):
     """Of the whole model too: gradients of the table are float32, and parameters with gradients are
     traced again.
     """
@@ -97,9 +95,8 @@ def test_graphs_have_the_bits_of_eager_passes(
     unlike, wide, in_fp8 = compared(config, loader.open_batches(config).step(0))
     assert unlike == []
     assert wide > 0
-    assert in_fp8 == (
-        7 if recipe == "tensorwise" else 0
-    )  # the linears of a layer; lm_head stays in bfloat16 (R-2)
+    # the linears of a layer; lm_head stays in bfloat16 (R-2)
+    assert in_fp8 == (7 if recipe == "tensorwise" else 0)
 
 
 def of_wide_masters(config, tokens):

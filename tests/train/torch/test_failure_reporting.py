@@ -113,9 +113,8 @@ def test_sigterm_to_one_process_saves_on_all_after_the_same_step(tmp_path, endle
 
 @pytest.fixture
 def store(signals, monkeypatch):
-    monkeypatch.setattr(
-        failure_reporting, "SECONDS", 60.0
-    )  # at most: who hears all that there is to hear asks no longer
+    # at most: who hears all that there is to hear asks no longer
+    monkeypatch.setattr(failure_reporting, "SECONDS", 60.0)
     monkeypatch.setattr(failure_reporting, "LINGER", 0.0)
     return distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
@@ -157,9 +156,8 @@ def test_what_another_waited_for_counts(store):
 
 
 def test_all_that_are_silent_are_named(store, monkeypatch):
-    monkeypatch.setattr(
-        failure_reporting, "SECONDS", 1.0
-    )  # two that are silent may both still speak
+    # two that are silent may both still speak
+    monkeypatch.setattr(failure_reporting, "SECONDS", 1.0)
     stores = of(store, 4)
     stores[2]._post(waited=True)
     assert (

@@ -109,9 +109,10 @@ def test_four_processes_end_well(tmp_path, config):
         assert started.codes(0, 1, 2, 3) == [0, 0, 0, 0], started.outputs()
 
 
+# T-4
 def test_a_loss_that_is_not_finite_in_one_process_stops_all_before_the_optimizer_does(
     tmp_path, endless
-):  # T-4
+):
     with Forked(2, tmp_path, endless, {1: loses}) as started:
         assert started.codes(0, 1) == [cli.NON_FINITE] * 2
         assert all("fp8ref: step 2: loss inf" in said for said in started.outputs())

@@ -37,9 +37,8 @@ def compared(config, tokens):
     narrow.step(tokens)
     keys, after = config.optimizer, narrow.weights()
     for name, g in mine.items():
-        master = sim.master(
-            before[name], "msamp_o2"
-        )  # a power of two and the same amax: the same codes
+        # a power of two and the same amax: the same codes
+        master = sim.master(before[name], "msamp_o2")
         given = {
             "b1": keys.beta1,
             "b2": keys.beta2,

@@ -69,10 +69,11 @@ def product(
     with np.errstate(all="ignore"):
         of_scales = (stimulus.a.scale_inv, stimulus.b.scale_inv) if scales is None else scales
         operands = (stimulus.a, stimulus.b)
+        # no blocks
         if all(
             s.ndim == 0 or s.shape == (len(q.codes), 1)
             for s, q in zip(of_scales, operands, strict=True)
-        ):  # no blocks
+        ):
             result = a @ b.T * of_scales[0] * of_scales[1].T
         else:
             left, right = (
@@ -129,9 +130,8 @@ def _of_operands() -> Iterator[Fault]:
     def reshaped(which: int) -> Callable[[Stimulus], np.ndarray]:
         def gives(s: Stimulus) -> np.ndarray:
             given = list(values(s))
-            given[which] = (
-                given[which].reshape(given[which].shape[::-1]).T
-            )  # memory of [rows, K] read as [K, rows]
+            # memory of [rows, K] read as [K, rows]
+            given[which] = given[which].reshape(given[which].shape[::-1]).T
             return product(s, given[0], given[1])
 
         return gives

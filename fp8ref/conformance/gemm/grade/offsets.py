@@ -156,11 +156,12 @@ class Operands:
         rows = self.rows(e) if rows is None else rows
         scaled = e if scaled is None else scaled
         if self.which == "grad_weight":
+            # [N, M_e] x [M_e, K]
             return (
                 (self.a[rows].T @ self.b[rows])
                 * self.scale_a[scaled][:, None]
                 * self.scale_b[scaled]
-            )  # [N, M_e] x [M_e, K]
+            )
         return (
             self.a[rows]
             @ self.b[e if weight is None else weight].T

@@ -199,9 +199,8 @@ def pairs(
             values = np.zeros((count, k), np.float32)
             if fmt.bits == 8:
                 values[:, 0] = rng.integers(8, 16, count)
-                values[:, 1] = (
-                    rng.integers(8, 16, count) / 64 * (terms > 1)
-                )  # 2^-12 of the first product
+                # 2^-12 of the first product
+                values[:, 1] = rng.integers(8, 16, count) / 64 * (terms > 1)
             else:
                 values[:, 0] = rng.choice([3, 4, 6], count)
                 values[:, 1] = rng.choice([0.5, 1, 1.5], count) * (terms > 1)

@@ -101,9 +101,8 @@ def backward(
             else softmax.again(s, of_block, seen, factor, use.arithmetic)
         )
         with parts.use.scope("grad_probabilities"):
-            dp = parts.dot(
-                parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,))
-            )  # [rows, D] x [L, D]
+            # [rows, D] x [L, D]
+            dp = parts.dot(parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,)))
         if use.fast:
             ds = (dp * of_dp - parts.block(d, block)[..., None]) * p * jnp.float32(use.scale)
             return p, ds if slope is None else ds * slope

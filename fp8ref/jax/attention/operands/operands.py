@@ -195,9 +195,8 @@ class Parts:
                 role: self.of_heads(t.scale_inv) for role, t in tensors.items() if role != "o"
             }
         elif self.variant.granularity == "rows_128":
-            self.inverse = {
-                role: tensors[role].scale_inv[..., None] for role in ("k", "v")
-            }  # [B, N, tiles, 1, 1]
+            # [B, N, tiles, 1, 1]
+            self.inverse = {role: tensors[role].scale_inv[..., None] for role in ("k", "v")}
             self.inverse["q"] = self.by_group(
                 head_scaling.spread(tensors["q"].scale_inv, self.shape_q, "rows_128")
             )

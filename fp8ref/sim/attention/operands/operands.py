@@ -77,9 +77,8 @@ class Parts:
         self.k = np.pad(tensors["k"].values, ((0, 0), (0, 0), tokens, features))
         self.v = np.pad(tensors["v"].values, ((0, 0), (0, 0), tokens, (0, 0)))
         self.codes: dict[str, np.ndarray] = {}
-        if isinstance(
-            self.plan, Accumulation
-        ):  # whose chains take codes: of k, and of v with the keys last
+        # whose chains take codes: of k, and of v with the keys last
+        if isinstance(self.plan, Accumulation):
             lanes = (0, tokens[1] + LANES)
             self.codes["k"] = np.pad(
                 np.asarray(tensors["k"].codes), ((0, 0), (0, 0), lanes, features)
@@ -139,9 +138,8 @@ class Parts:
             and _is_one_chain(self.plan, a.shape[1])
         ):
             s = np.zeros((len(a), len(b)), np.float32)
-            codes = self.codes["k"][
-                i, g, begin : begin + -(-len(b) // LANES) * LANES
-            ]  # those after the tile's are left out
+            # those after the tile's are left out
+            codes = self.codes["k"][i, g, begin : begin + -(-len(b) // LANES) * LANES]
             chains_from.go_on(s, self._packed(i, j, rows, self.plan.unit), codes, self.variant.fmt)
             return s
         return product(a, b, self.variant.fmt, self.plan)

@@ -62,9 +62,8 @@ def go_on(acc: np.ndarray, a: Rows, b: np.ndarray, fmt: Format) -> None:
         others = (magnitudes >= LARGEST) | ((magnitudes < smallest) & (magnitudes > 0))
         # Exact, as sums of ones: how many products a result has.
         left = (a.numbers != 0).swapaxes(0, 1).reshape(m, -1).astype(f32)
-        has_product = (
-            left @ ((b[:n] & u8(0x7F)) != 0).T.astype(f32) > 0
-        )  # [M, K] x [N, K] -> [M, N]
+        # [M, K] x [N, K] -> [M, N]
+        has_product = left @ ((b[:n] & u8(0x7F)) != 0).T.astype(f32) > 0
         mask = u32((0xFFFFFFFF << (23 - min(fraction_bits, output_bits))) & 0xFFFFFFFF)
         # Subnormal numbers have the exponent -126: they are cut off at a multiple of its unit, as
         # the bits are.

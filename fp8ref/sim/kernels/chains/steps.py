@@ -113,9 +113,8 @@ class Step(Vectors):
 
     def __init__(self, builder: ir.IRBuilder, double: bool) -> None:
         super().__init__(builder, double)
-        self.together = (
-            2 if LANES == 64 else 1
-        )  # rows at a time, as many as keep their sums in registers
+        # rows at a time, as many as keep their sums in registers
+        self.together = 2 if LANES == 64 else 1
 
     def write(
         self,

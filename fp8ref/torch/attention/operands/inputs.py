@@ -62,9 +62,8 @@ class Spec:
                 f"arithmetic is one of {', '.join(ARITHMETIC)}; got {self.arithmetic!r}."
             )
         for name, value in (("softmax scale", self.scale), ("softcap", self.softcap)):
-            if value is not None and not isinstance(
-                value, Real
-            ):  # a tensor's gradient would be lost
+            # a tensor's gradient would be lost
+            if value is not None and not isinstance(value, Real):
                 raise ValueError(
                     f"the {name} is a number; got {type(value).__name__}. Pass a float; "
                     "multiply q by a scale that is learned."

@@ -52,10 +52,11 @@ class CustomStep:
             fj.convert(model, keys.recipe, **how, multiply=multiply)
         self._graph, params, self.fp8, self._rest = nnx.split(model, nnx.Param, fj.Fp8State, ...)
         self._tree = jax.tree.structure(params)
+        # not the arrays
         self._shapes = {
             name: jax.ShapeDtypeStruct(value.shape, value.dtype)
             for name, value in _named(params).items()
-        }  # not the arrays
+        }
         self.optimizer = Optimizer(config.optimizer, layout, LayerStacks(0, layout), self._shapes)
 
     def begin(self, weights: Mapping[str, llama.Weight] | None) -> State:

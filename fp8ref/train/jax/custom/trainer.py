@@ -79,9 +79,8 @@ class Trainer:
         self._fp8: dict[str, Any] = {}
         self.switch(config.numerics.recipe)
         self._state = self._step.begin(weights)
-        for recipe in config.recipes[
-            1:
-        ]:  # now: a recipe that the model refuses would end the run in its middle
+        # now: a recipe that the model refuses would end the run in its middle
+        for recipe in config.recipes[1:]:
             self._programs[recipe] = self._of_step(recipe)
             self._fp8[recipe] = self._programs[recipe].step.fp8
         self._observer: Callable

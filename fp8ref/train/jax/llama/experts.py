@@ -29,13 +29,13 @@ def route(
               probabilities [T, E].
     """
     numbers = ((1,), (1,)), ((), ())
+    # [T, E]
     logits = lax.dot_general(
         x, weight, numbers, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )  # [T, E]
+    )
     probabilities = jax.nn.softmax(logits, axis=-1)
-    values, experts = lax.top_k(
-        probabilities, chosen
-    )  # of equal probabilities the first expert's counts as larger
+    # of equal probabilities the first expert's counts as larger
+    values, experts = lax.top_k(probabilities, chosen)
     if normalizes:
         values = values / values.sum(-1, keepdims=True)
     return experts, values, probabilities

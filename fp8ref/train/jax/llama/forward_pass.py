@@ -194,9 +194,8 @@ class Pass:
             )
             return y, seen, tap, slot
 
-        if (
-            layout and layout.gathers_experts
-        ):  # gathered again in the backward pass, as fsdp does; nothing there wants the result
+        # gathered again in the backward pass, as fsdp does; nothing there wants the result
+        if layout and layout.gathers_experts:
             product = jax.checkpoint(product)
         y, seen, tap, slot = product(
             rows, w, self.state.get(name), self.seen.get(name), self.taps.get(name), codes

@@ -65,9 +65,8 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array, dtype, run: Pass) -> jax.Array:
         table = run.layout.whole(self.weight[...], dtype) if run.layout else self.weight[...]
-        return rounded(
-            table[tokens], dtype
-        )  # [B, T] -> [B, T, hidden]; the gradient sums in the table's dtype
+        # [B, T] -> [B, T, hidden]; the gradient sums in the table's dtype
+        return rounded(table[tokens], dtype)
 
 
 class Attention(nnx.Module):
@@ -90,9 +89,8 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, run: Pass) -> jax.Array:
         q, k, v = (p(x, run) for p in (self.q_proj, self.k_proj, self.v_proj))
         batch, length, _ = q.shape
-        q, k, v = (
-            value.reshape(batch, length, -1, self.head_dim) for value in (q, k, v)
-        )  # [B, T, H, D]
+        # [B, T, H, D]
+        q, k, v = (value.reshape(batch, length, -1, self.head_dim) for value in (q, k, v))
         if self.normalizes:
             q, k = self.q_norm(q), self.k_norm(k)
         sinks = self.sinks[...] if self.has_sinks else None

@@ -50,9 +50,8 @@ def check(model: nn.Module, name: str, vocab_size: int, length: int) -> None:
             same = [np.array_equal(a, b) for a, b in zip(drawable, of_numpy, strict=True)]
             same += [torch.equal(a, b) for a, b in zip(before, _generators(device), strict=True)]
             drawn = private.drawn or not all(same) or random.getstate() != python
-            now = dict(
-                model.named_buffers()
-            )  # with those that the pass made, such as tables of positions
+            # with those that the pass made, such as tables of positions
+            now = dict(model.named_buffers())
             changed = [
                 key
                 for key, value in buffers.items()

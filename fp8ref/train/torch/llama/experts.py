@@ -37,9 +37,8 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [T, hidden] -> (experts int64 [T, k], weights [T, k], probabilities [T, E])."""
-        logits = functional.linear(
-            x.float(), self.weight.float()
-        )  # [T, hidden] x [E, hidden] -> [T, E]
+        # [T, hidden] x [E, hidden] -> [T, E]
+        logits = functional.linear(x.float(), self.weight.float())
         probabilities = torch.softmax(logits, dim=-1)
         # stable: of equal probabilities the first expert's counts as larger
         values, experts = torch.sort(probabilities, dim=-1, descending=True, stable=True)
@@ -100,9 +99,8 @@ class MixtureMLP(nn.Module):
         """x [B, T, hidden] after its experts."""
         tokens = x.reshape(-1, x.shape[-1])
         experts, weights, probabilities = self.gate(tokens)
-        chosen, order = torch.sort(
-            experts.reshape(-1), stable=True
-        )  # X-11: in a group by token, then by choice
+        # X-11: in a group by token, then by choice
+        chosen, order = torch.sort(experts.reshape(-1), stable=True)
         ends = torch.searchsorted(
             chosen, torch.arange(self.count, device=x.device), right=True, out_int32=True
         )
@@ -110,9 +108,8 @@ class MixtureMLP(nn.Module):
             torch.diff(ends, prepend=ends.new_zeros(1)).float(), probabilities.sum(0)
         )
         # Copies in float32, so that a token's gradients are summed in it; a permutation sums none.
-        copies = (
-            tokens.float()[:, None].expand(-1, weights.shape[1], -1).reshape(-1, x.shape[-1])
-        )  # [T k, hidden]
+        # [T k, hidden]
+        copies = tokens.float()[:, None].expand(-1, weights.shape[1], -1).reshape(-1, x.shape[-1])
         rows = self._of_groups(copies.to(x.dtype)[order], ends)
         back = torch.empty_like(order).index_copy(
             0, order, torch.arange(len(order), device=x.device)

@@ -58,17 +58,15 @@ class Embedding(nn.Module):
     def forward(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[B, T] -> [B, T, hidden] of dtype."""
         table = self.wide if self.wide is not None else self.table()
-        return functional.embedding(tokens, table).to(
-            dtype
-        )  # [B, T] -> [B, T, hidden]; the gradient sums in float32
+        # [B, T] -> [B, T, hidden]; the gradient sums in float32
+        return functional.embedding(tokens, table).to(dtype)
 
     def table(self) -> torch.Tensor:
         """The table in float32."""
         if not self.widens:
             return self.weight.float()
-        self.weight.grad_dtype = (
-            torch.float32
-        )  # FSDP2 has gathered another parameter than the shard
+        # FSDP2 has gathered another parameter than the shard
+        self.weight.grad_dtype = torch.float32
         return _Widened.apply(self.weight)
 
 

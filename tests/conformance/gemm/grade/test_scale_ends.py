@@ -130,9 +130,8 @@ def test_operands_have_scales_of_the_granularitys_format(granularity, fmt):
     q = operand(codes, E4M3FN, granularity, drawn)
     assert (cast.round_to(q.scale_inv, fmt) == q.scale_inv).all()
     assert (hardware_scales(granularity, q.scale_inv) == q.scale_inv).all()
-    assert (
-        np.abs(q.scale_inv - 1 / drawn) <= (fmt == E4M3FN or 4) / drawn / 8
-    ).all()  # the nearest
+    # the nearest
+    assert (np.abs(q.scale_inv - 1 / drawn) <= (fmt == E4M3FN or 4) / drawn / 8).all()
     assert len(np.unique(q.scale_inv)) > 2
 
 

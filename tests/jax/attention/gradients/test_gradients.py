@@ -39,9 +39,8 @@ def test_gradients_in_e5m2():  # A-15, step 1 and 7: a product has one operand o
     )
     assert found.tensors["do"].codes.dtype == jnp.float8_e5m2
     assert found.scale_ds.scale == wanted.scale_ds.scale
-    for mine, other in zip(
-        found[:3], wanted[:3], strict=True
-    ):  # as in tests/parity: one in a thousand may be a neighbor
+    # as in tests/parity: one in a thousand may be a neighbor
+    for mine, other in zip(found[:3], wanted[:3], strict=True):
         assert (np.asarray(mine) != other).mean() < 2e-3
 
 

@@ -62,9 +62,10 @@ def units():
     zeros=st.sampled_from([0.1, 0.9]),
     seed=st.integers(0, 2**32 - 1),
 )
+# G-10, G-11, G-12
 def test_chains_are_the_plain_ones(
     unit, shape, promotion, split_k, split_order, split_tile, pair, zeros, seed
-):  # G-10, G-11, G-12
+):
     m, n, steps = shape
     rng = np.random.default_rng(seed)
     a, b = (
@@ -172,9 +173,8 @@ def test_the_rounding_mode_is_to_nearest_afterwards(plan, rng):
     with parallel.using(1):  # in this thread
         accumulate.chains(a, b, E4M3FN, E4M3FN, ACCUMULATIONS[plan])
     one = np.float32(1)
-    assert one + np.float32(0.75 * 2.0**-23) == np.nextafter(
-        one, np.float32(2)
-    )  # to nearest: toward zero it would be 1
+    # to nearest: toward zero it would be 1
+    assert one + np.float32(0.75 * 2.0**-23) == np.nextafter(one, np.float32(2))
     assert one - np.float32(0.75 * 2.0**-25) == one  # toward zero it would be the number below
 
 

@@ -187,7 +187,6 @@ def test_the_rounding_mode_is_to_nearest_afterwards(unit, rng):
             UNITS[unit],
         )
     one = F(1)
-    assert one + F(0.75 * 2.0**-23) == np.nextafter(
-        one, F(2)
-    )  # to nearest: toward zero it would be 1
+    # to nearest: toward zero it would be 1
+    assert one + F(0.75 * 2.0**-23) == np.nextafter(one, F(2))
     assert one - F(0.75 * 2.0**-25) == one  # toward zero it would be the number below

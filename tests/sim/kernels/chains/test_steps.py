@@ -64,9 +64,8 @@ def test_some_rows_take_a_step_of_fractions(width, fraction_bits, output_bits, d
             np.zeros((2, width, LANES), np.uint8),
         )
         lanes = LANES * 4 // parts.itemsize  # of float64 half as many are summed at a time
-        of_step = np.stack(
-            [np.abs(right), np.minimum(right, 0), -np.maximum(right, 0)], axis=1
-        )  # [width, PARTS, LANES]
+        # [width, PARTS, LANES]
+        of_step = np.stack([np.abs(right), np.minimum(right, 0), -np.maximum(right, 0)], axis=1)
         parts[1] = (
             of_step.reshape(width, PARTS, -1, lanes).transpose(2, 0, 1, 3).reshape(of_step.shape)
         )

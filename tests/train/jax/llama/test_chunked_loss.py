@@ -79,9 +79,10 @@ def test_losses_and_gradients_are_those_of_float64(given, words):  # P-29, M-5
             error.T @ np.abs(rows) + (M + 4) * U * (np.abs(exact_logits).T @ np.abs(rows)),
         ),
     ):
+        # second-order terms: below a hundredth
         assert np.all(
             np.abs(np.asarray(mine, np.float64).reshape(theirs.shape) - theirs) <= 1.01 * worst
-        )  # second-order terms: below a hundredth
+        )
 
 
 def test_exact_logits_in_bfloat16_give_the_loss_of_all_of_them(rng):

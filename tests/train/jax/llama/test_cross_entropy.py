@@ -11,9 +11,8 @@ from fp8ref.train.jax.llama.cross_entropy import cross_entropy
 
 def test_cross_entropy_is_the_specifications_and_its_gradient_optaxs(rng):  # M-5
     example = np.asarray(cross_entropy(jnp.asarray([0.0, 1.0, 2.0, -1.0]), jnp.asarray(1)))
-    assert (
-        abs(int(example.view(np.uint32)) - 0x3FB85823) <= 1
-    )  # the sum of four exponentials, in any order
+    # the sum of four exponentials, in any order
+    assert abs(int(example.view(np.uint32)) - 0x3FB85823) <= 1
     logits, targets = (
         jnp.asarray(rng.normal(0, 5, (4, 7, 33)), jnp.bfloat16),
         jnp.asarray(rng.integers(0, 33, (4, 7))),

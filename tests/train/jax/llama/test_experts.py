@@ -70,7 +70,6 @@ def test_the_balancing_loss_is_torchs(rng):  # M-8
     apart = experts.balancing_loss(
         [experts.Balance(*map(jnp.asarray, pair)) for pair in zip(rows, p, strict=True)], 2
     )
-    stacked = experts.balancing_loss(
-        [experts.Balance(jnp.asarray(rows), jnp.asarray(p))], 2
-    )  # of layers under a scan
+    # of layers under a scan
+    stacked = experts.balancing_loss([experts.Balance(jnp.asarray(rows), jnp.asarray(p))], 2)
     np.testing.assert_allclose([apart, stacked], expected.item(), rtol=16 * 2**-24)

@@ -33,9 +33,8 @@ def build(config, seed=0):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_in_float32_the_model_is_the_simulators_without_rounding(
-    tied, rng, monkeypatch
-):  # M-1, M-3
+# M-1, M-3
+def test_in_float32_the_model_is_the_simulators_without_rounding(tied, rng, monkeypatch):
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
     model, weights, recipes = build(config)
     tokens = rng.integers(0, 256, (2, 9))

@@ -94,9 +94,8 @@ def test_a_parameter_that_no_pass_used_has_the_gradient_zero(config, kind, tmp_p
         assert whole.step(batch) == resumed.step(batch)
         for name, value in whole.weights().items():
             np.testing.assert_array_equal(value, resumed.weights()[name])
-        if (
-            step == 0
-        ):  # the moments are 0, so the weight decays alone, in the library's order of roundings
+        # the moments are 0, so the weight decays alone, in the library's order of roundings
+        if step == 0:
             decayed = begin * (
                 1
                 - config.optimizer.learning_rate_at(0, config.run.steps)
@@ -152,9 +151,8 @@ def test_statistics_leave_out_a_linear_that_is_not_called(config):  # Q-8
 
 def test_weights_of_a_directory_are_compared_with_the_model(config):
     weights = custom_model.build(config.architecture, 256, seed=5).state_dict()
-    given = {
-        name: value.numpy() for name, value in weights.items()
-    }  # tied ones under both names, as transformers writes them
+    # tied ones under both names, as transformers writes them
+    given = {name: value.numpy() for name, value in weights.items()}
     trainer = Trainer(config, copy.deepcopy(given))
     np.testing.assert_array_equal(trainer.weights()["up.weight"], given["up.weight"])
     for name in ("embed.weight", "head.weight"):

@@ -20,9 +20,8 @@ CONFIG = llama.LlamaConfig(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_in_float32_the_model_is_the_simulators_without_rounding(
-    tied, rng, monkeypatch
-):  # M-1, M-3
+# M-1, M-3
+def test_in_float32_the_model_is_the_simulators_without_rounding(tied, rng, monkeypatch):
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
     weights = {
         k: v * (4 if v.ndim == 2 else 1) for k, v in llama.initial_weights(config, seed=0).items()
