@@ -215,7 +215,7 @@ def _gemm(known: argparse.Namespace) -> int:
             found = dataclasses.replace(found, grade=grade_gemm(subject, shapes=[shape], **how))
     code = conclude(found, known.json)
     if known.record:
-        console.show(f"recorded {recording.of_gemm(found, known.record)}")
+        console.show(f"recorded {recording.record_gemm(found, known.record)}")
     return code
 
 
@@ -253,7 +253,9 @@ def _wgmma(known: argparse.Namespace) -> int:
             )
         found[-1].print()
         if known.record:
-            console.show(f"recorded {recording.of_instruction(found[-1], multiply, known.record)}")
+            console.show(
+                f"recorded {recording.record_instruction(found[-1], multiply, known.record)}"
+            )
     pairings = instruction.Pairings(found)
     if known.json:
         pairings.write(known.json)

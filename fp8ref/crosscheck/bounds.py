@@ -61,7 +61,7 @@ def gemm(
     Specials: NaN or Inf where an operand is.
     """
     rounded = bound.bound(a, b, found, simulated, out_dtype=BFLOAT16, epilogue=spec.epilogue)
-    return rounded if unit is None else rounded + 2 * bound.of_tensor_core(a, b, unit)
+    return rounded if unit is None else rounded + 2 * bound.tensor_core_bound(a, b, unit)
 
 
 def summed_gemm(

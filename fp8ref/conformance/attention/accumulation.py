@@ -31,7 +31,7 @@ WIDEST = 26
 """Fraction bits that are tried."""
 
 
-def chains(asked: Attention, tiling: Tiling) -> Finding:
+def chains(attention: Attention, tiling: Tiling) -> Finding:
     """After how many tiles a chain of P v begins anew.
 
     A small product is in the first tile. Each column of v has a large number and its opposite in
@@ -49,7 +49,7 @@ def chains(asked: Attention, tiling: Tiling) -> Finding:
     v[0, places[0][0]] = SMALLEST
     for column, (_, end) in enumerate(places):
         v[0, end - 2 : end, column] = LARGEST, -LARGEST
-    kept = asked.ask(scores.question(np.full((1, 1), a), k, v)).o[0, 0, 0, :TILES] != 0
+    kept = attention.ask(scores.question(np.full((1, 1), a), k, v)).o[0, 0, 0, :TILES] != 0
     evidence = (
         f"{TILES} tiles of {tiling.length} keys: a small product of the first is kept next to "
         f"{_which(kept)}"
@@ -89,7 +89,7 @@ def _which(kept: np.ndarray) -> str:
     )
 
 
-def of_values(asked: Attention) -> Finding:
+def value_bits(attention: Attention) -> Finding:
     """The fraction bits of the sums of P v: 3 keys of a step, of which two are opposite."""
     a, b = scores.pair(LOW)
     kept = np.ones(WIDEST + 1, bool)
@@ -108,12 +108,14 @@ def of_values(asked: Attention) -> Finding:
         k[0, 2] = -b if low else 0
         k[0, 3] = -scores.FAR  # its probability is 0; its value makes the scale of v 1
         v[0, 3, FEATURES - 1] = LARGEST
-        found = asked.ask(scores.question(np.full((1, 1), a), k, v)).o[0, 0, 0, bits[inside]] != 0
-        kept[bits[inside]] &= found
+        nonzero = (
+            attention.ask(scores.question(np.full((1, 1), a), k, v)).o[0, 0, 0, bits[inside]] != 0
+        )
+        kept[bits[inside]] &= nonzero
     return _bits("sums of P v", kept, "2^8 - 2^8 + a power of two, in one step")
 
 
-def of_scores(asked: Attention) -> Finding:
+def score_bits(attention: Attention) -> Finding:
     """The same of the sums of q k: keys whose score is such a sum, or 0, and whose values are
     opposite.
     """
@@ -133,18 +135,18 @@ def of_scores(asked: Attention) -> Finding:
         )
         k[0, 0, 0, :5] = np.array([2.0**8, -(2.0**8), y, 0, LARGEST]) * factor
         v[0, 0, :, 0] = 1, -1
-        kept[bits] = asked.ask(Question(q, k, v)).o[0, 0, 0, 0] != 0
+        kept[bits] = attention.ask(Question(q, k, v)).o[0, 0, 0, 0] != 0
     return _bits("sums of q k", kept, "2^16 - 2^16 + a power of two")
 
 
-def _bits(what: str, kept: np.ndarray, how: str) -> Finding:
+def _bits(what: str, kept: np.ndarray, sums: str) -> Finding:
     if kept.all():
         return Finding(
-            what=what, value="all", words="keep all", evidence=f"{how} down to 2^-{WIDEST} of it"
+            what=what, value="all", words="keep all", evidence=f"{sums} down to 2^-{WIDEST} of it"
         )
     last = int(np.flatnonzero(~kept)[0]) - 1
     units = [unit.name for unit in tensor_core.UNITS.values() if unit.fraction_bits == last]
     words = f"{last} fraction bits{', as ' if units else ''}{' and '.join(units)}"
     return Finding(
-        what=what, value=last, words=words, evidence=f"{how}: kept down to 2^-{last} of it"
+        what=what, value=last, words=words, evidence=f"{sums}: kept down to 2^-{last} of it"
     )

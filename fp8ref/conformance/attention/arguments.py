@@ -74,16 +74,21 @@ class Argument:
         exponentials; None if all do.
         """
         return next(
-            (one for one in self.agreements if not (one.exact if exact else self._near(one))), None
+            (
+                agreement
+                for agreement in self.agreements
+                if not (agreement.exact if exact else self._near(agreement))
+            ),
+            None,
         )
 
-    def _near(self, one: Agreement) -> bool:
-        return one.alike or ("softcap" in self.name and one.error <= CAPPED)
+    def _near(self, agreement: Agreement) -> bool:
+        return agreement.alike or ("softcap" in self.name and agreement.error <= CAPPED)
 
     def first(self, exact: bool) -> Counterexample | None:
         """The first output that differs."""
-        one = self.differing(exact)
-        return None if one is None else one.first
+        agreement = self.differing(exact)
+        return None if agreement is None else agreement.first
 
     def to_dict(self, exact: bool) -> dict[str, Any]:
         """What --json writes."""
@@ -97,26 +102,32 @@ class Argument:
 
 
 def compare(
-    asked: Attention, variant: Variant, tokens: int, alignment: Alignment, *, exact: bool
+    attention: Attention, variant: Variant, tokens: int, alignment: Alignment, *, exact: bool
 ) -> list[Argument]:
     """Every argument that the function has, compared with the variant; ``tokens`` are whole tiles.
 
     Cases of unequal lengths, shared heads or a causal mask are left out of other arguments once
     these alone differ.
     """
-    made: list[Argument] = []
-    for name, cases in _cases(asked, variant, tokens, alignment):
-        wrong = {one.name for one in made if one.differing(exact)}
+    arguments: list[Argument] = []
+    for name, cases in _cases(attention, variant, tokens, alignment):
+        wrong = {argument.name for argument in arguments if argument.differing(exact)}
         kept = [case for case in cases if not wrong & _also(case.question)] or cases[:1]
-        made.append(_argument(asked, variant, name, kept))
-    right = {one.name for one in made if one.agreements and not one.differing(exact)}
+        arguments.append(_argument(attention, variant, name, kept))
+    right = {
+        argument.name
+        for argument in arguments
+        if argument.agreements and not argument.differing(exact)
+    }
     for a, b in itertools.combinations(
         [name for name in _PAIRED if name in right or (name == ONE and "lengths" in right)], 2
     ):
         if not {a, b} <= _LENGTHS:
-            pair = _argument(asked, variant, f"{a} with {b}", [_pair({a, b}, tokens, alignment)])
-            made += [pair] if pair.differing(exact) else []
-    return [one for one in made if one.agreements or one.refused]
+            pair = _argument(
+                attention, variant, f"{a} with {b}", [_pair({a, b}, tokens, alignment)]
+            )
+            arguments += [pair] if pair.differing(exact) else []
+    return [argument for argument in arguments if argument.agreements or argument.refused]
 
 
 def _also(question: Question) -> set[str]:
@@ -126,11 +137,11 @@ def _also(question: Question) -> set[str]:
     return {name for name, needed in needs.items() if needed}
 
 
-def _argument(asked: Attention, variant: Variant, name: str, cases: list[Case]) -> Argument:
+def _argument(attention: Attention, variant: Variant, name: str, cases: list[Case]) -> Argument:
     agreements, refused = [], ""
     for case in cases:
         try:
-            agreement = Asked(asked, [case]).agreement(variant)
+            agreement = Asked(attention, [case]).agreement(variant)
         except RefusedError as error:
             refused = str(error)
         else:
@@ -139,7 +150,7 @@ def _argument(asked: Attention, variant: Variant, name: str, cases: list[Case]) 
 
 
 def _cases(
-    asked: Attention, variant: Variant, tokens: int, alignment: Alignment
+    attention: Attention, variant: Variant, tokens: int, alignment: Alignment
 ) -> Iterator[tuple[str, list[Case]]]:
     """(argument, its cases)."""
     rng = np.random.default_rng(1)
@@ -167,8 +178,8 @@ def _cases(
     whole = variant.tiles in [one.tiles for one in VARIANTS.values()]
     if whole:
         yield "features", [case("128 features", features=128)]
-        yield from _masks(asked, case, alignment)
-    if asked.takes_documents:
+        yield from _masks(attention, case, alignment)
+    if attention.takes_documents:
         yield (
             "documents",
             [
@@ -179,33 +190,33 @@ def _cases(
                     mask=mask,
                 )
                 for masked, mask in (("no mask", FULL), ("causal", _causal(alignment)))
-                if asked.takes(mask)
+                if attention.takes(mask)
             ],
         )
         yield (
             "padding",
             [
                 _padding(
-                    asked,
-                    case(f"documents of -1, {said} in their memory", heads=(2, 2, 2)),
+                    attention,
+                    case(f"documents of -1, {filling} in their memory", heads=(2, 2, 2)),
                     tokens,
                     fill,
                 )
-                for said, fill in (
+                for filling, fill in (
                     ("numbers", 3.0),
-                    *([("NaN", math.nan)] if not asked.takes_codes else []),
+                    *([("NaN", math.nan)] if not attention.takes_codes else []),
                 )
             ],
         )
-    if asked.takes_scale:
+    if attention.takes_scale:
         yield "scale", [case("softmax scale 0.3", scale=0.3)]
-    if asked.takes_softcap:
+    if attention.takes_softcap:
         capped = case(f"softcap {CAP:g}", softcap=CAP)
         yield (
             "softcap",
             [capped._replace(question=capped.question._replace(q=4 * capped.question.q))],
         )
-    if asked.takes_sinks:
+    if attention.takes_sinks:
         yield (
             "sinks",
             [
@@ -219,11 +230,11 @@ def _cases(
         )
 
 
-def _masks(asked: Attention, case, alignment: Alignment) -> Iterator[tuple[str, list[Case]]]:
+def _masks(attention: Attention, case, alignment: Alignment) -> Iterator[tuple[str, list[Case]]]:
     """The cases of masks: square, more keys, and more queries than keys."""
-    ends: tuple[Alignment, ...] = ("end", "start") if asked.takes_alignment else (alignment,)
+    ends: tuple[Alignment, ...] = ("end", "start") if attention.takes_alignment else (alignment,)
     shapes: tuple[dict, ...] = ({}, {"tq": 40, "tk": 200}, {"tq": 90, "tk": 60})
-    if asked.takes(_causal(alignment)):
+    if attention.takes(_causal(alignment)):
         tiles = (*shapes, {"tq": 150, "tk": 200})  # queries of more than a tile
         yield (
             "causal mask",
@@ -239,16 +250,20 @@ def _masks(asked: Attention, case, alignment: Alignment) -> Iterator[tuple[str, 
         Mask(causal=True, window=(64, 0)),
         Mask(window=(0, 3)),
     ]
-    taken = [
-        dataclasses.replace(one, alignment=end)
-        for one in windows
+    masks = [
+        dataclasses.replace(mask, alignment=end)
+        for mask in windows
         for end in ends
-        if asked.takes(one)
+        if attention.takes(mask)
     ]
-    if taken:
+    if masks:
         yield (
             "window",
-            [case(f"window {one.window}", **shape, mask=one) for shape in shapes for one in taken],
+            [
+                case(f"window {mask.window}", **shape, mask=mask)
+                for shape in shapes
+                for mask in masks
+            ],
         )
 
 
@@ -292,7 +307,7 @@ def _causal(alignment: Alignment) -> Mask:
     return Mask(causal=True, alignment=alignment)
 
 
-def _padding(asked: Attention, case: Case, tokens: int, fill: float) -> Case:
+def _padding(attention: Attention, case: Case, tokens: int, fill: float) -> Case:
     """The case with padding behind the tokens, and in the middle of the second sequence."""
     ids = np.zeros((2, tokens), np.int64)
     ids[:, tokens - 40 :], ids[1, 50:60] = -1, -1

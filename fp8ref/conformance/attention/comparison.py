@@ -132,13 +132,16 @@ def cases(
     q *= 2.0 ** rng.integers(-2, 3, (*q.shape[:3], 1)).astype(np.float32)
     k[:, :, 0] *= 4  # a key that draws weight
     v = np.where(rng.random(v.shape) < 0.002, 30 * v, v).astype(np.float32)
-    made = [Case("ordinary", ordinary), Case("wide scores, outliers in v", Question(q, k, v, mask))]
+    cases = [
+        Case("ordinary", ordinary),
+        Case("wide scores, outliers in v", Question(q, k, v, mask)),
+    ]
     q, k, v = random_operands(rng, (1, 2, 2), 300, 300, features)
-    made.append(Case("square", Question(2 * q, k, v, mask)))
-    made.append(Case("ties of bfloat16", _ties(mask, features)))
+    cases.append(Case("square", Question(2 * q, k, v, mask)))
+    cases.append(Case("ties of bfloat16", _ties(mask, features)))
     if softcap is None and not sinks:
-        return made
-    return [case._replace(question=_with(case.question, softcap, sinks, rng)) for case in made]
+        return cases
+    return [case._replace(question=_with(case.question, softcap, sinks, rng)) for case in cases]
 
 
 def _with(
@@ -186,15 +189,16 @@ class Asked:
         """How the answers to the first cases, or to all, agree with a variant; None if it does not
         take such inputs.
         """
-        found = Agreement(variant=variant, compared=0, equal=0, near=0, error=0.0)
+        agreement = Agreement(variant=variant, compared=0, equal=0, near=0, error=0.0)
         squares = np.zeros(2)
         for case, answer in self.answers[:cases]:
             result = simulated(self.asked, case.question, variant)
             if result is None:
                 return None
-            found = _added(found, case, answer, result, variant, squares)
+            agreement = _added(agreement, case, answer, result, variant, squares)
         return dataclasses.replace(
-            found, error=math.sqrt(squares[0] / squares[1]) if squares[1] else float(squares[0] > 0)
+            agreement,
+            error=math.sqrt(squares[0] / squares[1]) if squares[1] else float(squares[0] > 0),
         )
 
 
@@ -221,30 +225,30 @@ def simulated(asked: Attention, question: Question, variant: Variant) -> attenti
 
 
 def _added(
-    found: Agreement,
+    agreement: Agreement,
     case: Case,
     answer: Answer,
     result: attention.Result,
     variant: Variant,
     squares: np.ndarray,
 ) -> Agreement:
-    wanted = (
+    expected = (
         result.tensors["o"].values
         if answer.dtype.startswith("float8_") and "o" in result.tensors
         else result.o
     )
-    pairs = [("o", answer.o, wanted)] + (
+    pairs = [("o", answer.o, expected)] + (
         [("lse", answer.lse, result.lse)] if answer.lse is not None else []
     )
-    first = found.first
+    first = agreement.first
     for what, got, right in pairs:
         equal = (got == right) | (np.isnan(got) & np.isnan(right))
         near = equal | close(got, right)
-        found = dataclasses.replace(
-            found,
-            compared=found.compared + equal.size,
-            equal=found.equal + int(equal.sum()),
-            near=found.near + int(near.sum()),
+        agreement = dataclasses.replace(
+            agreement,
+            compared=agreement.compared + equal.size,
+            equal=agreement.equal + int(equal.sum()),
+            near=agreement.near + int(near.sum()),
         )
         if what == "o":
             difference = np.nan_to_num(got.astype(np.float64) - right, nan=np.inf)
@@ -260,10 +264,10 @@ def _added(
                 expected=f"{_shown(right[index])} of variant {variant.name!r}",
                 clause="A-10" if what == "o" else "A-11",
             )
-    return dataclasses.replace(found, first=first)
+    return dataclasses.replace(agreement, first=first)
 
 
-def close(found: np.ndarray, right: np.ndarray) -> np.ndarray:
+def close(outputs: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Where outputs [B, H, Tq, D], or log-sum-exps [B, H, Tq], differ by at most LAST."""
     largest = (
         np.abs(right).max(axis=-1, keepdims=True)
@@ -271,7 +275,7 @@ def close(found: np.ndarray, right: np.ndarray) -> np.ndarray:
         else np.maximum(np.abs(right), 1)
     )
     with np.errstate(invalid="ignore"):
-        return np.abs(found - right) <= LAST * largest
+        return np.abs(outputs - right) <= LAST * largest
 
 
 def _shown(value: np.float32) -> str:

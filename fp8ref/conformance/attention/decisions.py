@@ -96,7 +96,7 @@ class Probed(Result):
         """The same without faults of an argument, which are of no variant."""
         wanted = expected(variant)
         return [
-            _said(finding, str(wanted[finding.what]))
+            _departure_words(finding, str(wanted[finding.what]))
             for finding in self.findings
             if not self._agrees(finding, wanted, variant)
         ]
@@ -116,16 +116,16 @@ class Probed(Result):
     @property
     def message(self) -> str:
         """In one line, whether a fault was found."""
-        said = "; ".join(f"{fault.what}: {fault.text}" for fault in self.faults)
+        faults = "; ".join(f"{fault.what}: {fault.text}" for fault in self.faults)
         return (
-            f"{self.asked.name} has faults: {said}"
-            if said
+            f"{self.asked.name} has faults: {faults}"
+            if faults
             else f"{self.asked.name}: no fault of masks, heads or the range of P was found"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
-        found = [
+        findings = [
             finding.to_dict()
             | {"text": finding.text, "witness": finding.witness and finding.witness.to_dict()}
             for finding in self.findings
@@ -135,7 +135,7 @@ class Probed(Result):
             "name": self.asked.name,
             "kind": "attention",
             "framework": self.asked.subject.framework,
-            "findings": found,
+            "findings": findings,
         }
 
     def render_findings(self, console: "Console") -> None:
@@ -174,42 +174,42 @@ def probe(
               not repeat itself.
     Source:   spec A-17.
     """
-    return of_subject(
+    return probe_subject(
         subjects.wrap(
             function, name=name, framework=framework, device=device, layout=layout, fmt=fmt
         )
     )
 
 
-def of_subject(asked: Attention) -> Probed:
+def probe_subject(attention: Attention) -> Probed:
     """``probe`` of a wrapped function."""
-    of_descales = descales.findings(asked)
-    if any(finding.value is None for finding in of_descales):
-        return _without_descales(asked, of_descales)
-    of_operands = operands.operands(asked)
-    tiling = tiles.tiling(asked)
-    threshold = probabilities.threshold(asked, tiling)
-    largest = probabilities.largest(asked, of_operands.fmt)
+    descale_findings = descales.findings(attention)
+    if any(finding.value is None for finding in descale_findings):
+        return _without_descales(attention, descale_findings)
+    probed_operands = operands.operands(attention)
+    tiling = tiles.tiling(attention)
+    threshold = probabilities.threshold(attention, tiling)
+    largest = probabilities.largest(attention, probed_operands.fmt)
     scale = largest.low * 1.1 if largest else 1.0
     if largest and largest.finding.value:
         scale = float(largest.finding.value)
     findings = [
-        *of_descales,
-        *visibility.findings(asked),
-        *logits.findings(asked),
-        *of_operands.findings,
+        *descale_findings,
+        *visibility.findings(attention),
+        *logits.findings(attention),
+        *probed_operands.findings,
         tiling.finding,
-        *(found.finding for found in (threshold, largest) if found is not None),
-        probabilities.saturation(asked, tiling, threshold),
-        probabilities.denominator(asked, of_operands.fmt, scale),
-        *([accumulation.of_scores(asked)] if of_operands.exact else []),
-        accumulation.of_values(asked),
-        accumulation.chains(asked, tiling),
-        *operands.output(asked),
+        *(measured.finding for measured in (threshold, largest) if measured is not None),
+        probabilities.saturation(attention, tiling, threshold),
+        probabilities.denominator(attention, probed_operands.fmt, scale),
+        *([accumulation.score_bits(attention)] if probed_operands.exact else []),
+        accumulation.value_bits(attention),
+        accumulation.chains(attention, tiling),
+        *operands.output(attention),
     ]
     return Probed(
-        asked=asked,
-        operands=of_operands,
+        asked=attention,
+        operands=probed_operands,
         tiling=tiling,
         threshold=threshold,
         largest=largest,
@@ -217,7 +217,7 @@ def of_subject(asked: Attention) -> Probed:
     )
 
 
-def _without_descales(asked: Attention, of_descales: list[Finding]) -> Probed:
+def _without_descales(attention: Attention, descale_findings: list[Finding]) -> Probed:
     """What is found of a function with a wrong descale: no other question can be asked, since their
     numbers need scales.
     """
@@ -226,14 +226,14 @@ def _without_descales(asked: Attention, of_descales: list[Finding]) -> Probed:
         None,
         Finding(what="tiles", value=None, words="not asked: needs right descales", evidence=""),
     )
-    asked = dataclasses.replace(asked, ones=True)
+    attention = dataclasses.replace(attention, ones=True)
     return Probed(
-        asked=asked,
-        operands=Operands(asked.fmt, False, []),
+        asked=attention,
+        operands=Operands(attention.fmt, False, []),
         tiling=tiling,
         threshold=None,
         largest=None,
-        findings=[*of_descales, tiling.finding],
+        findings=[*descale_findings, tiling.finding],
     )
 
 
@@ -269,5 +269,5 @@ def expected(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _said(finding: Finding, wanted: str) -> str:
-    return f"{finding.what}: {finding.text}, in the variant {wanted}; {finding.evidence}"
+def _departure_words(finding: Finding, expected: str) -> str:
+    return f"{finding.what}: {finding.text}, in the variant {expected}; {finding.evidence}"

@@ -22,62 +22,65 @@ SCORES, OUTPUTS, KEPT = "doubles the scores", "doubles the outputs", "changes no
 _HALVED = "halves the scores"
 
 
-def findings(asked: Attention) -> list[Finding]:
+def findings(attention: Attention) -> list[Finding]:
     """A finding for each descale of a function that has them."""
-    if asked.descale_names is None:
+    if attention.descale_names is None:
         return []
     rng = np.random.default_rng(2)
     q, k, v = (
-        cast.round_to(x, asked.fmt)
+        cast.round_to(x, attention.fmt)
         for x in random_operands(rng, (HEADS, HEADS, HEADS), TOKENS, TOKENS, 64)
     )
     question = Question(q, k, v)
-    alone = dataclasses.replace(asked, ones=True)
+    alone = dataclasses.replace(attention, ones=True)
     base = alone.ask(question).o
     return [
         _finding(alone, question, base, role, name)
-        for role, name in zip("qkv", asked.descale_names, strict=True)
+        for role, name in zip("qkv", attention.descale_names, strict=True)
     ]
 
 
 def _finding(
-    asked: Attention, question: Question, base: np.ndarray, role: str, name: str
+    attention: Attention, question: Question, base: np.ndarray, role: str, name: str
 ) -> Finding:
-    wanted = OUTPUTS if role == "v" else SCORES
+    expected_effect = OUTPUTS if role == "v" else SCORES
     effects = {}
     for entry in np.ndindex(HEADS, HEADS):
         ones = np.ones((HEADS, HEADS), np.float32)
         ones[entry] = 2
-        o = asked.ask(question._replace(descales={role: ones})).o
+        o = attention.ask(question._replace(descales={role: ones})).o
         effects[entry] = {
             head: _effect(question, head, base[head], o[head]) for head in np.ndindex(HEADS, HEADS)
         }
-    evidence = f"each of {len(effects)} entries doubled, codes of {asked.fmt}"
+    evidence = f"each of {len(effects)} entries doubled, codes of {attention.fmt}"
     if all(
-        effect == (wanted if head == entry else KEPT)
+        effect == (expected_effect if head == entry else KEPT)
         for entry, of in effects.items()
         for head, effect in of.items()
     ):
-        return Finding(what=name, value=wanted, evidence=evidence)
+        return Finding(what=name, value=expected_effect, evidence=evidence)
     kinds = {effect for of in effects.values() for effect in of.values()} - {KEPT}
     own = {of[entry] for entry, of in effects.items()}
     if not kinds:
         words = "ignored"
-    elif kinds == {wanted}:
+    elif kinds == {expected_effect}:
         words = "of another sequence or head"
     elif own == kinds and len(kinds) == 1:
         words = kinds.pop()
     else:
         words = "no factor of its head"
     entry, head = next(
-        (e, h) for e, of in effects.items() for h in of if of[h] != (wanted if h == e else KEPT)
+        (e, h)
+        for e, of in effects.items()
+        for h in of
+        if of[h] != (expected_effect if h == e else KEPT)
     )
     witness = Counterexample(
         input=f"{name}{list(entry)} doubled: sequence {head[0]}, head {head[1]}",
         bits=(),
         dtype="float32",
         got=effects[entry][head],
-        expected=wanted if head == entry else KEPT,
+        expected=expected_effect if head == entry else KEPT,
         clause="A-2",
     )
     return Finding(what=name, value=None, words=words, evidence=str(witness), witness=witness)

@@ -58,7 +58,9 @@ class AttentionOutcome(Result):
     @property
     def wrong_arguments(self) -> list[str]:
         """The arguments that are not the variant's."""
-        names = [one.name for one in self.arguments if one.differing(self.agreement.exact)]
+        names = [
+            argument.name for argument in self.arguments if argument.differing(self.agreement.exact)
+        ]
         names += [
             FINDINGS.get(fault.what, fault.what)
             for fault in self.probed.faults
@@ -93,7 +95,7 @@ class AttentionOutcome(Result):
         ):
             return "\n".join([f"{name} {self._but_arguments()}", *self._shown_arguments()])
         but = "roundings" if self.agreement.variant.real else "exponentials"
-        how = (
+        match = (
             ""
             if self.variant is None
             else f"{self.variant!r}, {'bit for bit' if self.agreement.exact else f'but for {but}'}"
@@ -105,11 +107,11 @@ class AttentionOutcome(Result):
         faults = [f"  at fault: {fault.what}: {fault.text}" for fault in self.probed.faults]
         if self.variant == of.variant.name:
             return "\n".join(
-                [f"{name} is {how}: {count}", *([f"  {of.first}"] if of.first else []), *faults]
+                [f"{name} is {match}: {count}", *([f"  {of.first}"] if of.first else []), *faults]
             )
-        other = f"{name} is {how}: {count}" if how else f"{name} is no variant"
+        other = f"{name} is {match}: {count}" if match else f"{name} is no variant"
         if self.expected:
-            other = f"{name} is not {self.expected!r}{f', but {how}: {count}' if how else ''}"
+            other = f"{name} is not {self.expected!r}{f', but {match}: {count}' if match else ''}"
         nearest = "" if self.expected else "the nearest, "
         far = (
             f"{of.equal:,} of {of.compared:,} outputs are those of "
@@ -122,7 +124,12 @@ class AttentionOutcome(Result):
             else []
         )
         return "\n".join(
-            [f"{other}; {far}", *(f"  {one}" for one in self.departures), *first, *wrong]
+            [
+                f"{other}; {far}",
+                *(f"  {departure}" for departure in self.departures),
+                *first,
+                *wrong,
+            ]
         )
 
     def _but_arguments(self) -> str:
@@ -160,7 +167,9 @@ class AttentionOutcome(Result):
             "nearest_equal": of.equal,
             "error": min(of.error, sys.float_info.max),  # JSON has no infinity
             "departures": list(self.departures),
-            "arguments": {one.name: one.to_dict(self.agreement.exact) for one in self.arguments},
+            "arguments": {
+                argument.name: argument.to_dict(self.agreement.exact) for argument in self.arguments
+            },
             "wrong_arguments": self.wrong_arguments,
             "first": of.first and of.first.to_dict(),
             "faults": [fault.to_dict() for fault in self.probed.faults],
@@ -198,29 +207,31 @@ def identify_attention(
         )
     if expect is not None and expect not in VARIANTS:
         raise ValueError(f"expect is one of {', '.join(VARIANTS)}; got {expect!r}.")
-    asked = subjects.wrap(
+    attention = subjects.wrap(
         function, name=name, framework=framework, device=device, layout=layout, fmt=fmt
     )
-    probed = decisions.of_subject(asked)
+    probed = decisions.probe_subject(attention)
     tokens = _whole_tiles(probed)
     answers = Asked(probed.asked, comparison.plain_cases(tokens))
     best = _ranked(answers, probed)[0]
     nearest = answers.agreement(best.variant) or best
-    found = nearest if nearest.alike and not probed.decisions_apart(best.variant) else None
-    if found is None or not found.exact:
-        found = _varied(best.variant, probed, answers) or found
+    agreement = nearest if nearest.alike and not probed.decisions_apart(best.variant) else None
+    if agreement is None or not agreement.exact:
+        agreement = _varied(best.variant, probed, answers) or agreement
     reference = answers.agreement(VARIANTS[expect]) or nearest if expect else nearest
-    name = None if found is None else found.variant.name
+    name = None if agreement is None else agreement.variant.name
     departures = () if name == reference.variant.name else probed.departures(reference.variant)
     checked = (
         []
-        if found is None
-        else arguments.compare(probed.asked, found.variant, tokens, alignment, exact=found.exact)
+        if agreement is None
+        else arguments.compare(
+            probed.asked, agreement.variant, tokens, alignment, exact=agreement.exact
+        )
     )
     return AttentionOutcome(
         probed=probed,
         variant=name,
-        agreement=found or nearest,
+        agreement=agreement or nearest,
         reference=reference,
         departures=tuple(departures),
         expected=expect,
@@ -264,38 +275,38 @@ def require_attention(
     variant = data.by_name(variant)
     if exponentials not in ("exact", "hardware"):
         raise ValueError(f"exponentials are 'exact' or 'hardware'; got {exponentials!r}.")
-    asked = subjects.wrap(
+    attention = subjects.wrap(
         function,
         framework=framework,
         device=device,
         layout=layout,
         fmt=variant.fmt if variant.fmt.bits == 8 else E4M3FN,
     )
-    for given, taken, names in (
-        (softcap is not None, asked.takes_softcap, subjects.SOFTCAPS),
-        (sinks, asked.takes_sinks, subjects.SINKS),
+    for requested, accepted, names in (
+        (softcap is not None, attention.takes_softcap, subjects.SOFTCAPS),
+        (sinks, attention.takes_sinks, subjects.SINKS),
     ):
-        if given and not taken:
+        if requested and not accepted:
             raise ValueError(
-                f"{asked.name} has no argument for {names[0]}; name one {' or '.join(names)}, "
+                f"{attention.name} has no argument for {names[0]}; name one {' or '.join(names)}, "
                 "or leave it out here."
             )
-    found = Asked(
-        asked, comparison.cases(mask, features=features, softcap=softcap, sinks=sinks)
+    agreement = Asked(
+        attention, comparison.cases(mask, features=features, softcap=softcap, sinks=sinks)
     ).agreement(variant)
-    if found is None:
+    if agreement is None:
         raise ValueError(
-            f"{asked.name} takes codes with scales of heads, which {variant.name!r} has not. "
+            f"{attention.name} takes codes with scales of heads, which {variant.name!r} has not. "
             "Use another variant."
         )
-    if found.exact or (exponentials == "hardware" and found.alike):
+    if agreement.exact or (exponentials == "hardware" and agreement.alike):
         return
-    probed = decisions.of_subject(asked)
+    probed = decisions.probe_subject(attention)
     lines = [
-        f"{asked.name} is not {variant.name!r}: {found.compared - found.equal:,} of "
-        f"{found.compared:,} outputs differ, by {found.error:.2g} of the outputs",
-        *([f"  {found.first}"] if found.first else []),
-        *(f"  {one}" for one in probed.departures(variant)),
+        f"{attention.name} is not {variant.name!r}: {agreement.compared - agreement.equal:,} of "
+        f"{agreement.compared:,} outputs differ, by {agreement.error:.2g} of the outputs",
+        *([f"  {agreement.first}"] if agreement.first else []),
+        *(f"  {departure}" for departure in probed.departures(variant)),
     ]
     raise AssertionError("\n".join(lines))
 
@@ -304,13 +315,23 @@ def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
     """The named variants, the likeliest first: by outputs that are near, then by decisions, then by
     error.
     """
-    found = [
-        one
+    agreements = [
+        agreement
         for variant in VARIANTS.values()
-        if (one := answers.agreement(variant, cases=1)) is not None
+        if (agreement := answers.agreement(variant, cases=1)) is not None
     ]
-    departing = {one.variant.name: len(probed.decisions_apart(one.variant)) for one in found}
-    return sorted(found, key=lambda one: (not one.alike, departing[one.variant.name], one.error))
+    departing = {
+        agreement.variant.name: len(probed.decisions_apart(agreement.variant))
+        for agreement in agreements
+    }
+    return sorted(
+        agreements,
+        key=lambda agreement: (
+            not agreement.alike,
+            departing[agreement.variant.name],
+            agreement.error,
+        ),
+    )
 
 
 def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:
@@ -321,26 +342,26 @@ def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:
         measured = _measured(base, probed)
     except ValueError:  # decisions that no variant has together
         return None
-    found = answers.agreement(_named(measured, base)) if measured != base else None
-    found = found if found is not None and found.alike else None
-    if base.real or (found is not None and found.exact):
-        return found
+    agreement = answers.agreement(_named(measured, base)) if measured != base else None
+    agreement = agreement if agreement is not None and agreement.alike else None
+    if base.real or (agreement is not None and agreement.exact):
+        return agreement
     for values in itertools.product(*UNSEEN.values()):
         try:
-            one = _named(
+            variant = _named(
                 dataclasses.replace(measured, **dict(zip(UNSEEN, values, strict=True))), base
             )
         except ValueError:
             continue
-        first = answers.agreement(one, cases=1)
+        first = answers.agreement(variant, cases=1)
         if (
             first is not None
             and first.exact
-            and (whole := answers.agreement(one)) is not None
+            and (whole := answers.agreement(variant)) is not None
             and whole.exact
         ):
             return whole
-    return found
+    return agreement
 
 
 def _measured(base: Variant, probed: Probed) -> Variant:
@@ -390,15 +411,15 @@ def _measured(base: Variant, probed: Probed) -> Variant:
 
 def _named(variant: Variant, base: Variant) -> Variant:
     """The variation, called by the fields that are not its base's."""
-    keys = [one.name for one in dataclasses.fields(Variant) if one.name != "name"]
-    said = [
+    keys = [field.name for field in dataclasses.fields(Variant) if field.name != "name"]
+    changes = [
         f"{key}={_value(variant, key)}"
         for key in keys
         if getattr(variant, key) != getattr(base, key)
     ]
     return (
-        dataclasses.replace(variant, name=f"{base.name} with {', '.join(said)}")
-        if said
+        dataclasses.replace(variant, name=f"{base.name} with {', '.join(changes)}")
+        if changes
         else variant
     )
 

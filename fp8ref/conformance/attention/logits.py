@@ -44,16 +44,19 @@ _LARGEST = FAR * FAR * SCALE
 _KEYS = [m * 2.0**e for e in range(-6, 8) for m in (1, 1.25, 1.5, 1.75)]
 
 
-def findings(asked: Attention) -> list[Finding]:
+def findings(attention: Attention) -> list[Finding]:
     """A finding for a softcap and one for sinks; and one for each of both arguments that the
     function takes.
     """
-    cap, low, high = _softcap(asked)
-    made = [cap, _of_sinks_within(asked, low, high) if low <= high < math.inf else of_sinks(asked)]
-    if asked.takes_softcap:
-        made.append(_softcap_argument(asked))
-    elif cap.value != "none" and (hidden := _hidden(asked, None)) is not None:
-        made.append(
+    cap, low, high = _softcap(attention)
+    findings = [
+        cap,
+        _own_sinks_within(attention, low, high) if low <= high < math.inf else own_sinks(attention),
+    ]
+    if attention.takes_softcap:
+        findings.append(_softcap_argument(attention))
+    elif cap.value != "none" and (hidden := _hidden(attention, None)) is not None:
+        findings.append(
             Finding(
                 what="mask and softcap",
                 value=None,
@@ -62,21 +65,21 @@ def findings(asked: Attention) -> list[Finding]:
                 witness=hidden,
             )
         )
-    if asked.takes_sinks:
-        made.append(_sinks_argument(asked))
-    return made
+    if attention.takes_sinks:
+        findings.append(_sinks_argument(attention))
+    return findings
 
 
-def softcap(asked: Attention) -> Finding:
+def softcap(attention: Attention) -> Finding:
     """The softcap of a function that is given none: a number, with the caps that explain the
     outputs; only these, without a number; or ``none``.
     """
-    return _softcap(asked)[0]
+    return _softcap(attention)[0]
 
 
-def _softcap(asked: Attention) -> tuple[Finding, float, float]:
+def _softcap(attention: Attention) -> tuple[Finding, float, float]:
     """(the finding, the least and the largest cap that explain the outputs)."""
-    low, high, evidence, witness = _caps(asked, None)
+    low, high, evidence, witness = _caps(attention, None)
     if high == math.inf:
         return Finding(what="softcap", value="none", evidence=evidence), low, high
     if not low <= high:
@@ -96,14 +99,16 @@ def _softcap(asked: Attention) -> tuple[Finding, float, float]:
     )
 
 
-def _caps(asked: Attention, given: float | None) -> tuple[float, float, str, Counterexample | None]:
+def _caps(
+    attention: Attention, softcap: float | None
+) -> tuple[float, float, str, Counterexample | None]:
     """(the least and the largest cap that explain the outputs, evidence, the first output that
     shows a cap); infinity: there is none.
 
     Two keys, of which one has the largest score. A cap brings the other near it: their distance is
     a function of the cap that grows with it.
     """
-    weights, others = _of_two_keys(asked, given)
+    weights, others = _second_weights(attention, softcap)
     if not (weights != 0).any():
         return (
             math.inf,
@@ -140,14 +145,14 @@ def _caps(asked: Attention, given: float | None) -> tuple[float, float, str, Cou
     )
 
 
-def _of_two_keys(asked: Attention, given: float | None) -> tuple[np.ndarray, list[float]]:
+def _second_weights(attention: Attention, softcap: float | None) -> tuple[np.ndarray, list[float]]:
     """(the weight of a second key, of both keys' weights; its scores); the first has the largest
     score.
     """
     k = np.array([[FAR, key] for key in _KEYS])
     v = np.zeros((len(k), 2, 2))
     v[:, 0, 0] = v[:, 1, 1] = LARGE
-    o = asked.ask(scores.question(np.full((len(k), 1), FAR), k, v, softcap=given)).o[:, 0, 0]
+    o = attention.ask(scores.question(np.full((len(k), 1), FAR), k, v, softcap=softcap)).o[:, 0, 0]
     with np.errstate(invalid="ignore"):
         return o[:, 1] / (o[:, 0] + o[:, 1]), [FAR * key * SCALE for key in _KEYS]
 
@@ -166,12 +171,12 @@ def _cap(x: float, distance: float) -> float:
     return high
 
 
-def _softcap_argument(asked: Attention) -> Finding:
+def _softcap_argument(attention: Attention) -> Finding:
     """Whether the argument caps scores as A-22 does."""
     what = "softcap argument"
     try:
-        low, high, evidence, witness = _caps(asked, CAP)
-        hidden = _hidden(asked, CAP)
+        low, high, evidence, witness = _caps(attention, CAP)
+        hidden = _hidden(attention, CAP)
     except RefusedError as error:
         return Finding(what=what, value=None, words=visibility.REFUSED, evidence=str(error))
     if low <= CAP <= high and hidden is None:
@@ -195,7 +200,7 @@ def _softcap_argument(asked: Attention) -> Finding:
             evidence=str(hidden),
             witness=hidden,
         )
-    weights, others = _of_two_keys(asked, CAP)
+    weights, others = _second_weights(attention, CAP)
     words = next(
         (name for name, of in wrong.items() if _explains(of, weights, others)),
         "another function of the scores",
@@ -221,17 +226,17 @@ def _explains(of: Callable[[float], float], weights: np.ndarray, others: list[fl
     return True
 
 
-def _hidden(asked: Attention, given: float | None) -> Counterexample | None:
+def _hidden(attention: Attention, softcap: float | None) -> Counterexample | None:
     """A hidden key with weight where all scores are far below zero, so that those of a mask before
     the cap are no lower; None without.
     """
     mask, queries, keys = Mask(causal=True), 8, FEATURES
-    if not asked.takes(mask):
+    if not attention.takes(mask):
         return None
     q, k, v = (np.zeros((1, 1, n, FEATURES), np.float32) for n in (queries, keys, keys))
     q[..., 0], k[..., 0] = FAR, -FAR
     v[0, 0, np.arange(keys), np.arange(keys)] = 256
-    seen = asked.ask(Question(q, k, v, mask, softcap=given)).o[0, 0] != 0
+    seen = attention.ask(Question(q, k, v, mask, softcap=softcap)).o[0, 0] != 0
     aligned = [
         visibility.expected(Mask(causal=True, alignment=end), queries, keys)
         for end in ("end", "start")
@@ -249,21 +254,21 @@ def _hidden(asked: Attention, given: float | None) -> Counterexample | None:
     )
 
 
-def of_sinks(asked: Attention, cap: float | None = None) -> Finding:
+def own_sinks(attention: Attention, cap: float | None = None) -> Finding:
     """The sink of a function that is given none: a number, or ``none``.
 
     One key, whose score goes up until it has weight; what is left of its value is the sink's.
 
     cap       of the function's own scores.
     """
-    made: list[float] = []
+    parts: list[float] = []
     tried = [sign * 2.0**e for sign in (1, -1) for e in range(-6, 9)]
-    witness, found = None, None
+    witness, estimates = None, None
     for _ in range(4):
-        x = [FAR * SCALE * (sum(made) + one) for one in tried]
+        x = [FAR * SCALE * (sum(parts) + one) for one in tried]
         x = x if cap is None else [cap * math.tanh(one / cap) for one in x]
-        weights = _of_one_key(asked, made, tried)
-        if not made and (np.abs(weights - 1) < 1 - math.exp(-ROUNDED)).all():
+        weights = _single_weights(attention, parts, tried)
+        if not parts and (np.abs(weights - 1) < 1 - math.exp(-ROUNDED)).all():
             evidence = f"one key has all of the weight, of scores from {min(x):g} to {max(x):g}"
             return Finding(what="sinks", value="none", evidence=evidence)
         if witness is None:
@@ -276,7 +281,7 @@ def of_sinks(asked: Attention, cap: float | None = None) -> Finding:
                 expected="its value",
                 clause="A-23",
             )
-        found = [
+        estimates = [
             one + math.log((1 - w) / w)
             for one, w in zip(x, weights, strict=True)
             if 0.02 < w < 0.98
@@ -285,23 +290,23 @@ def of_sinks(asked: Attention, cap: float | None = None) -> Finding:
             [one for one, w in zip(tried, weights, strict=True) if (w < 0.5) == low]
             for low in (True, False)
         )
-        if found or not below or not above or max(below) >= min(above):
+        if estimates or not below or not above or max(below) >= min(above):
             break
-        made.append(max(below))
+        parts.append(max(below))
         width = min(above) - max(below)
         tried = [
             m / 8 * 2.0**e for e in range(-9, 9) for m in range(8, 16) if m / 8 * 2.0**e < width
         ]
-    value = round(float(np.median(found)), 1) if found else None
-    words = f"about {value}" if found else "a row's weights do not add up to 1"
+    value = round(float(np.median(estimates)), 1) if estimates else None
+    words = f"about {value}" if estimates else "a row's weights do not add up to 1"
     return Finding(what="sinks", value=value, words=words, evidence=str(witness), witness=witness)
 
 
-def _of_sinks_within(asked: Attention, low: float, high: float) -> Finding:
-    """``of_sinks`` under a cap from low to high: a number where both say the same, else the sinks
+def _own_sinks_within(attention: Attention, low: float, high: float) -> Finding:
+    """``own_sinks`` under a cap from low to high: a number where both say the same, else the sinks
     between.
     """
-    least, most = (of_sinks(asked, max(one, 1e-3)) for one in (low, high))
+    least, most = (own_sinks(attention, max(one, 1e-3)) for one in (low, high))
     if least.value == most.value:
         return least
     if least.value is None or most.value is None:
@@ -312,37 +317,39 @@ def _of_sinks_within(asked: Attention, low: float, high: float) -> Finding:
     )
 
 
-def _of_one_key(asked: Attention, made: list[float], tried: list[float]) -> np.ndarray:
-    """The weight of a single key, whose feature of each number of ``made`` has it, and another one
+def _single_weights(attention: Attention, parts: list[float], tried: list[float]) -> np.ndarray:
+    """The weight of a single key, whose feature of each number of ``parts`` has it, and another one
     that of ``tried``.
     """
     rows = [*tried, FAR]  # the last one's scale rounds no other
     q, k, v = np.zeros((3, len(rows), 1, 1, FEATURES), np.float32)
-    q[..., : len(made) + 1], k[..., : len(made)], k[:, 0, 0, len(made)], v[..., 0] = (
+    q[..., : len(parts) + 1], k[..., : len(parts)], k[:, 0, 0, len(parts)], v[..., 0] = (
         FAR,
-        made,
+        parts,
         rows,
         LARGE,
     )
     # of several numbers in a row none is rounded under a scale of its own; q has no such feature
-    if made:
+    if parts:
         k[..., FEATURES - 1] = FAR
-    return asked.ask(Question(q, k, v)).o[:-1, 0, 0, 0] / LARGE
+    return attention.ask(Question(q, k, v)).o[:-1, 0, 0, 0] / LARGE
 
 
-def _sinks_argument(asked: Attention) -> Finding:
+def _sinks_argument(attention: Attention) -> Finding:
     """Whether the argument's sinks join the sum as A-23 has it."""
     what, heads = "sinks argument", len(SINKS)
     q, k, v = np.zeros((3, 1, heads, 1, FEATURES), np.float32)
     v[..., 0] = LARGE
     question = Question(q, k, v, FULL)
     try:
-        answer = asked.ask(question._replace(sinks=np.array(SINKS, np.float32)))
-        above = asked.ask(question._replace(sinks=np.full(heads, ABOVE, np.float32))).o[0, :, 0, 0]
+        answer = attention.ask(question._replace(sinks=np.array(SINKS, np.float32)))
+        above = attention.ask(question._replace(sinks=np.full(heads, ABOVE, np.float32))).o[
+            0, :, 0, 0
+        ]
     except RefusedError as error:
         return Finding(what=what, value=None, words=visibility.REFUSED, evidence=str(error))
     weights = answer.o[0, :, 0, 0] / LARGE
-    known = {
+    explanations = {
         "joins the sum": [1 / (1 + math.exp(a)) for a in SINKS],
         "ignored": [1.0] * heads,
         "of another head": [1 / (1 + math.exp(a)) for a in SINKS[::-1]],
@@ -350,22 +357,23 @@ def _sinks_argument(asked: Attention) -> Finding:
         "a power of two": [1 / (1 + 2.0**a) for a in SINKS],
     }
     words = next(
-        (name for name, wanted in known.items() if _near(weights, wanted)), "weights of no sink"
+        (name for name, expected in explanations.items() if _near(weights, expected)),
+        "weights of no sink",
     )
-    got, wanted = (
+    got, expected = (
         ", ".join(f"{w:.4g}" for w in weights),
-        ", ".join(f"{w:.4g}" for w in known["joins the sum"]),
+        ", ".join(f"{w:.4g}" for w in explanations["joins the sum"]),
     )
     shown = f"sinks {', '.join(f'{a:g}' for a in SINKS)}, one key of score 0"
     if words == "joins the sum" and not np.isfinite(above).all():
-        words, shown, got, wanted = (
+        words, shown, got, expected = (
             "overflows",
             f"sinks {ABOVE:g}, one key of score 0",
             f"{above[~np.isfinite(above)][0]}",
             "0",
         )
     elif words == "joins the sum" and above.any():
-        words, shown, got, wanted = (
+        words, shown, got, expected = (
             "bounded",
             f"sinks {ABOVE:g}, one key of score 0",
             f"{above[above != 0][0]:.4g}",
@@ -375,20 +383,20 @@ def _sinks_argument(asked: Attention) -> Finding:
         logs = [float(x) for x in answer.lse[0, :, 0]]
         right = [math.log1p(math.exp(a)) for a in SINKS]
         if max(abs(x - y) for x, y in zip(logs, right, strict=True)) > 2.0**-10:
-            words, got, wanted = (
+            words, got, expected = (
                 "not in the log-sum-exp",
                 *(", ".join(f"{x:.4g}" for x in one) for one in (logs, right)),
             )
     if words == "joins the sum":
         return Finding(what=what, value=words, evidence=f"{shown}: {got} of its value")
     witness = Counterexample(
-        input=shown, bits=(), dtype="float32", got=got, expected=wanted, clause="A-23"
+        input=shown, bits=(), dtype="float32", got=got, expected=expected, clause="A-23"
     )
     return Finding(what=what, value=None, words=words, evidence=str(witness), witness=witness)
 
 
-def _near(weights: np.ndarray, wanted: list[float]) -> bool:
-    return bool((np.abs(np.log(np.maximum(weights, 1e-9) / wanted)) < ROUNDED / 2).all())
+def _near(weights: np.ndarray, expected: list[float]) -> bool:
+    return bool((np.abs(np.log(np.maximum(weights, 1e-9) / expected)) < ROUNDED / 2).all())
 
 
 def roundest(low: float, high: float) -> float | None:
@@ -402,9 +410,9 @@ def roundest(low: float, high: float) -> float | None:
     short |= {2.0**e for e in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)}
     longer = {float(f"{digits}e{e}") for e in tens for digits in range(10, 100)}
     for candidates in (short, longer):
-        found = [one for one in candidates if low <= one <= high]
-        if found:
-            return found[0] if len(found) == 1 else None
+        numbers = [number for number in candidates if low <= number <= high]
+        if numbers:
+            return numbers[0] if len(numbers) == 1 else None
     return None
 
 

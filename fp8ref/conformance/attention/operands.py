@@ -48,17 +48,17 @@ class Operands(NamedTuple):
     findings: list[Finding]
 
 
-def operands(asked: Attention) -> Operands:
+def operands(attention: Attention) -> Operands:
     """The format, the rotation, and what shares a scale."""
-    fmt, of_format = _format(asked)
-    exact, of_scores = _rotation(asked)
-    made = [of_format, of_scores]
-    if fmt.bits == 8 and not asked.takes_codes:
-        made += [_granularity(asked, role) for role in (("k", "v") if exact else ("v",))]
-    return Operands(fmt, exact, made)
+    fmt, format_finding = _format(attention)
+    exact, score_finding = _rotation(attention)
+    findings = [format_finding, score_finding]
+    if fmt.bits == 8 and not attention.takes_codes:
+        findings += [_granularity(attention, role) for role in (("k", "v") if exact else ("v",))]
+    return Operands(fmt, exact, findings)
 
 
-def _format(asked: Attention) -> tuple[Format, Finding]:
+def _format(attention: Attention) -> tuple[Format, Finding]:
     """The format of v: two keys of equal probabilities, whose values are 1 + 2^-m and -1. Their sum
     is 0 if the first was rounded to 1, in an output of any format."""
     bits = np.arange(1, 11)
@@ -66,18 +66,21 @@ def _format(asked: Attention) -> tuple[Format, Finding]:
     v[0, 0, 0, bits], v[0, 0, 1, bits] = 1 + 2.0**-bits, -1
     v[0, 0, :, 0] = 1.75, -1.75
     zeros = np.zeros((1, 1, 2, FEATURES), np.float32)
-    found = asked.ask(Question(zeros[:, :, :1], zeros, v)).o[0, 0, 0, bits]
+    outputs = attention.ask(Question(zeros[:, :, :1], zeros, v)).o[0, 0, 0, bits]
     kept = (
-        int((found != 0).sum())
-        if (np.flatnonzero(found) == np.arange((found != 0).sum())).all()
+        int((outputs != 0).sum())
+        if (np.flatnonzero(outputs) == np.arange((outputs != 0).sum())).all()
         else -1
     )
     # beyond the format's last bit 1 + 2^-m is a tie, or below one, and rounded to the even 1
-    fmt = next((one for one in FORMATS if min(one.mantissa_bits, len(bits)) == kept), None)
+    fmt = next(
+        (candidate for candidate in FORMATS if min(candidate.mantissa_bits, len(bits)) == kept),
+        None,
+    )
     evidence = (
         f"1 + 2^-m less 1 is no zero for m up to {kept}"
         if kept >= 0
-        else f"1 + 2^-m less 1: {', '.join(f'{x:.3g}' for x in found)}"
+        else f"1 + 2^-m less 1: {', '.join(f'{x:.3g}' for x in outputs)}"
     )
     if fmt is None:
         return FLOAT32, Finding(what="format", value=None, evidence=evidence)
@@ -85,7 +88,7 @@ def _format(asked: Attention) -> tuple[Format, Finding]:
     return fmt, Finding(what="format", value=fmt.name, words=words, evidence=f"v: {evidence}")
 
 
-def _rotation(asked: Attention) -> tuple[bool, Finding]:
+def _rotation(attention: Attention) -> tuple[bool, Finding]:
     """Whether two keys have equal scores, 1 x 1.25 and 1.25 x 1, all numbers of e4m3 under a scale
     of 1.75's. A rotation makes other numbers of them, whose roundings differ."""
     q, k, v = (np.zeros((1, 1, n, FEATURES), np.float32) for n in (1, 3, 3))
@@ -94,13 +97,17 @@ def _rotation(asked: Attention) -> tuple[bool, Finding]:
     k[0, 0, 0, 0], k[0, 0, 1, 1], k[0, 0, 2, 3] = 1.25 * 2.0**5, 2.0**5, 1.75 * 2.0**5
     k[0, 0, 2, 0] = -1.75 * 2.0**5
     v[0, 0, :2, 0] = 1, -1
-    found = float(asked.ask(Question(q, k, v)).o[0, 0, 0, 0])
-    evidence = f"two keys of equal scores and opposite values: {found:.3g}"
-    words = "as they are" if found == 0 else "rotated, or rounded to a format without 1.25 of 1.75"
-    return found == 0, Finding(what="q and k", value=found == 0, words=words, evidence=evidence)
+    difference = float(attention.ask(Question(q, k, v)).o[0, 0, 0, 0])
+    evidence = f"two keys of equal scores and opposite values: {difference:.3g}"
+    words = (
+        "as they are" if difference == 0 else "rotated, or rounded to a format without 1.25 of 1.75"
+    )
+    return difference == 0, Finding(
+        what="q and k", value=difference == 0, words=words, evidence=evidence
+    )
 
 
-def _granularity(asked: Attention, role: str) -> Finding:
+def _granularity(attention: Attention, role: str) -> Finding:
     """Which numbers share a scale with a small one: it is 0 next to a giant elsewhere.
 
     The giant of v is the value of a key without probability. That of k is in a feature that q does
@@ -115,14 +122,14 @@ def _granularity(asked: Attention, role: str) -> Finding:
             if other_key:
                 q[..., 0], k[giant[:3]][0] = FAR, -FAR
             v[0, 0, _TOKEN, _FEATURE], v[giant] = SMALL, GIANT
-            found = asked.ask(Question(q, k, v)).o[0, 0, 0, _FEATURE]
+            output = attention.ask(Question(q, k, v)).o[0, 0, 0, _FEATURE]
         else:
             q[..., _FEATURE] = 2.0**10  # times SMALL / 8, a score of 16
             k[0, 0, _TOKEN, _FEATURE] = SMALL
             k[sequence, head, _TOKEN + tokens, _FEATURE + (-1 if other_key else features)] = GIANT
             v[0, 0, _TOKEN, 0], v[0, 0, _TOKEN + 10, 0] = 1, -1
-            found = asked.ask(Question(q, k, v)).o[0, 0, 0, 0]
-        if found == 0:
+            output = attention.ask(Question(q, k, v)).o[0, 0, 0, 0]
+        if output == 0:
             shares.append(place)
     shared = tuple(shares)
     value = "mx_1x32" if shared == MX_OF[role] else SHARED.get(shared)
@@ -131,34 +138,34 @@ def _granularity(asked: Attention, role: str) -> Finding:
     return Finding(what=f"scales of {role}", value=value, words=words, evidence=evidence)
 
 
-def output(asked: Attention) -> list[Finding]:
+def output(attention: Attention) -> list[Finding]:
     """The format of o, and what the second output is."""
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((1, 1, 64, FEATURES)).astype(np.float32) for _ in range(3))
-    answer = asked.ask(Question(q, k, v))
-    made = [_out(answer.o, answer.dtype)]
+    answer = attention.ask(Question(q, k, v))
+    findings = [_out(answer.o, answer.dtype)]
     if answer.lse is not None:
         zeros = np.zeros((1, 1, 5, FEATURES), np.float32)
-        log = asked.ask(Question(zeros[:, :, :1], zeros, zeros)).lse
+        log = attention.ask(Question(zeros[:, :, :1], zeros, zeros)).lse
         assert log is not None
-        found = float(log[0, 0, 0])
+        log_sum_exp = float(log[0, 0, 0])
         value = next(
             (
                 name
-                for name, wanted in (("natural", math.log(5)), ("base 2", math.log(5) * LOG2E))
-                if abs(found - wanted) < 1e-4
+                for name, expected in (("natural", math.log(5)), ("base 2", math.log(5) * LOG2E))
+                if abs(log_sum_exp - expected) < 1e-4
             ),
             None,
         )
-        made.append(
+        findings.append(
             Finding(
                 what="log-sum-exp",
                 value=value,
                 words="" if value else "neither natural nor base 2",
-                evidence=f"5 scores of 0 give {found:.6g}; ln 5 = {math.log(5):.6g}",
+                evidence=f"5 scores of 0 give {log_sum_exp:.6g}; ln 5 = {math.log(5):.6g}",
             )
         )
-    return made
+    return findings
 
 
 def _out(o: np.ndarray, dtype: str) -> Finding:

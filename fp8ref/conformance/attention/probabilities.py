@@ -39,7 +39,7 @@ class Between(NamedTuple):
         return self.low <= value <= self.high
 
 
-def threshold(asked: Attention, tiling: Tiling) -> Between | None:
+def threshold(attention: Attention, tiling: Tiling) -> Between | None:
     """By how many powers of two a tile's maximum may pass the row's before it is rescaled; None
     without tiles.
 
@@ -49,22 +49,22 @@ def threshold(asked: Attention, tiling: Tiling) -> Between | None:
     """
     if tiling.length is None:
         return None
-    found = [one for one in scores.powers(*THRESHOLDS) if scores.between(scores.power_of(one))]
-    q, k = scores.with_largest(found)
+    pairs = [pair for pair in scores.powers(*THRESHOLDS) if scores.between(scores.power_of(pair))]
+    q, k = scores.with_largest(pairs)
     keys = 2 * tiling.length
     (first, _), (second, _) = tiling.place(keys)
-    of_k, v = np.zeros((len(q), keys)), np.zeros((len(q), keys, 1))
-    of_k[:, second] = k
+    k_features, v = np.zeros((len(q), keys)), np.zeros((len(q), keys, 1))
+    k_features[:, second] = k
     v[:-1, first, 0], v[:-1, second + 1, 0] = scores.LARGE, -scores.LARGE
-    o = asked.ask(scores.question(q[:, None], of_k, v)).o[:-1, 0, 0, 0]
-    powers = np.array([scores.power_of(one) for one in found])
+    o = attention.ask(scores.question(q[:, None], k_features, v)).o[:-1, 0, 0, 0]
+    powers = np.array([scores.power_of(pair) for pair in pairs])
     part = scores.LARGE * 2.0**-powers / (1 + (keys - 1) * 2.0**-powers)
     rescaled = np.abs(o) > SEEN * part
     stays = powers[~rescaled]
     if not stays.size:
         evidence = (
             f"a score {powers[0]:.3g} powers of two above the maximum rescales, and all of "
-            f"{len(found)} up to {powers[-1]:.3g} do"
+            f"{len(pairs)} up to {powers[-1]:.3g} do"
         )
         return Between(0.0, powers[0], Finding(what="threshold", value=0.0, evidence=evidence))
     high = float(powers[rescaled].min(initial=np.inf))
@@ -104,7 +104,7 @@ def _nice(low: float, high: float) -> tuple[float | None, str]:
     return None, ""
 
 
-def largest(asked: Attention, fmt: Format) -> Between | None:
+def largest(attention: Attention, fmt: Format) -> Between | None:
     """What probabilities of 1 are multiplied by before they are cast to ``fmt``: its smallest
     number is half of that times the smallest probability that is not cast to 0. None if none is
     cast to 0.
@@ -115,12 +115,12 @@ def largest(asked: Attention, fmt: Format) -> Between | None:
     if fmt.bits != 8:
         return None
     tiny = math.log2(fmt.smallest_subnormal) - 1  # and at the tie itself the even code, 0
-    found = scores.powers(-tiny - 2, -tiny + 10)
-    q, k = scores.with_largest(found)
-    of_k, v = np.stack([k, 0 * k], axis=1), np.zeros((len(q), 2, 1))
+    pairs = scores.powers(-tiny - 2, -tiny + 10)
+    q, k = scores.with_largest(pairs)
+    k_features, v = np.stack([k, 0 * k], axis=1), np.zeros((len(q), 2, 1))
     v[:-1, 1, 0] = scores.LARGE
-    o = asked.ask(scores.question(q[:, None], of_k, v)).o[:-1, 0, 0, 0]
-    powers = np.array([scores.power_of(one) for one in found])
+    o = attention.ask(scores.question(q[:, None], k_features, v)).o[:-1, 0, 0, 0]
+    powers = np.array([scores.power_of(pair) for pair in pairs])
     kept, lost = powers[o != 0], powers[o == 0]
     if not lost.size or not kept.size or kept.max() > lost.min():
         return None
@@ -128,8 +128,8 @@ def largest(asked: Attention, fmt: Format) -> Between | None:
     evidence = (
         f"a probability of 2^-{kept.max():.4g} is not cast to 0, one of 2^-{lost.min():.4g} is"
     )
-    known = [2.0**n for n in range(-4, 18)] + [fmt.max * 2.0**-n for n in range(9)]
-    named = [value for value in known if low < value <= high * (1 + 2.0**-20)]
+    candidates = [2.0**n for n in range(-4, 18)] + [fmt.max * 2.0**-n for n in range(9)]
+    named = [value for value in candidates if low < value <= high * (1 + 2.0**-20)]
     words = "" if named else f"{low:.4g} to {high:.4g}"
     return Between(
         low,
@@ -140,12 +140,12 @@ def largest(asked: Attention, fmt: Format) -> Between | None:
     )
 
 
-def saturation(asked: Attention, tiling: Tiling, threshold: Between | None) -> Finding:
+def saturation(attention: Attention, tiling: Tiling, threshold: Between | None) -> Finding:
     """What becomes of probabilities above max of the format, if there are any: the output of the
     key with the largest score, against real arithmetic, under the largest lag that does not
     rescale; without tiles at the first and the last key."""
     alone = scores.question(np.zeros((1, 1)), np.zeros((1, 1)), np.full((1, 1, 1), scores.LARGE))
-    got = float(asked.ask(alone).o[0, 0, 0, 0]) / scores.LARGE
+    got = float(attention.ask(alone).o[0, 0, 0, 0]) / scores.LARGE
     if not got >= CLIPPED:
         return _clipped(got, 1.0, "one key")
     if tiling.length is None:
@@ -167,7 +167,7 @@ def saturation(asked: Attention, tiling: Tiling, threshold: Between | None) -> F
         k, v = np.zeros((1, keys)), np.zeros((1, keys, 1))
         k[0, place], v[0, place, 0] = chosen[1], scores.LARGE
         got = (
-            float(asked.ask(scores.question(np.full((1, 1), chosen[0]), k, v)).o[0, 0, 0, 0])
+            float(attention.ask(scores.question(np.full((1, 1), chosen[0]), k, v)).o[0, 0, 0, 0])
             / scores.LARGE
         )
         what = (
@@ -195,7 +195,7 @@ def _clipped(got: float, real: float, what: str) -> Finding:
     return Finding(what="range of P", value=False, words="left, and clipped", evidence=evidence)
 
 
-def denominator(asked: Attention, fmt: Format, scale: float) -> Finding:
+def denominator(attention: Attention, fmt: Format, scale: float) -> Finding:
     """Whether the sum adds probabilities before they are cast to ``fmt`` times ``scale``, or after.
 
     All values are equal. If the sum adds what was cast, the output is that value. Else it is off by
@@ -210,11 +210,11 @@ def denominator(asked: Attention, fmt: Format, scale: float) -> Finding:
             evidence=f"operands in {fmt}",
         )
     rows = []
-    for found in scores.powers(0.05, 3):
-        p = 2.0 ** -scores.power_of(found)
+    for pair in scores.powers(0.05, 3):
+        p = 2.0 ** -scores.power_of(pair)
         unit = 2.0 ** (math.floor(math.log2(p * scale)) - fmt.mantissa_bits)
         by = np.round(p * scale / unit) * unit / scale - p
-        rows.append((abs(by) / p, by, found, p))
+        rows.append((abs(by) / p, by, pair, p))
     # the least is the half of a unit, the tie itself would depend on the exponential: 0.45 of it at
     # most
     most = 2.0 ** -(fmt.mantissa_bits + 1) * 0.9
@@ -226,13 +226,13 @@ def denominator(asked: Attention, fmt: Format, scale: float) -> Finding:
         if fmt.bits != 8:
             # several significands: bfloat16 outputs show a part of a unit on average
             v = v + np.arange(scores.FEATURES) / scores.FEATURES
-        o = asked.ask(scores.question(np.full((1, 1), a), k[None], v)).o[0, 0, 0]
+        o = attention.ask(scores.question(np.full((1, 1), a), k[None], v)).o[0, 0, 0]
         got = float(o.sum() / v[0, 0].sum()) - 1
-        wanted = 15 * by / (1 + 15 * p)
+        expected = 15 * by / (1 + 15 * p)
         top, total, explained = (
             max(top, abs(got)),
-            total + wanted * wanted,
-            explained + got * wanted,
+            total + expected * expected,
+            explained + got * expected,
         )
     part = explained / total
     evidence = (

@@ -31,26 +31,26 @@ LARGE = 2.0**12
 
 def pair(power: float) -> tuple[float, float]:
     """(q, k), whose mantissas e4m3 has, with the score nearest to power ln 2, which is above 0."""
-    wanted = power * math.log(2) / SCALE
-    return min(_pairs(wanted), key=lambda found: abs(found[0] * found[1] - wanted))
+    score = power * math.log(2) / SCALE
+    return min(_pairs(score), key=lambda candidate: abs(candidate[0] * candidate[1] - score))
 
 
-def power_of(found: tuple[float, float]) -> float:
+def power_of(pair: tuple[float, float]) -> float:
     """The score of such a pair, in powers of two."""
-    return found[0] * found[1] * SCALE * LOG2E
+    return pair[0] * pair[1] * SCALE * LOG2E
 
 
 def powers(low: float, high: float) -> list[tuple[float, float]]:
     """All pairs whose score is from low to high powers of two, ascending, one of each score."""
-    wanted = [scale * math.log(2) / SCALE for scale in (low, high)]
-    exponents = range(math.floor(math.log2(wanted[0])) - 2, math.ceil(math.log2(wanted[1])) + 1)
-    found = {
+    ends = [scale * math.log(2) / SCALE for scale in (low, high)]
+    exponents = range(math.floor(math.log2(ends[0])) - 2, math.ceil(math.log2(ends[1])) + 1)
+    pairs = {
         x * y * 2.0**e: (x * 2.0**e, y)
         for e in exponents
         for x, y in itertools.product(_MANTISSAS, repeat=2)
-        if wanted[0] <= x * y * 2.0**e <= wanted[1]
+        if ends[0] <= x * y * 2.0**e <= ends[1]
     }
-    return [found[score] for score in sorted(found)]
+    return [pairs[score] for score in sorted(pairs)]
 
 
 def between(power: float) -> bool:
@@ -64,18 +64,18 @@ def question(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options) -> Question
     """A question of the first feature of q [B, Tq] and of k [B, Tk], and of v [B, Tk, columns],
     with one head.
     """
-    of_q, of_k = (np.zeros((*x.shape, FEATURES), np.float32) for x in (q, k))
-    of_q[..., 0], of_k[..., 0] = q, k
-    of_v = np.zeros((*v.shape[:2], FEATURES), np.float32)
-    of_v[..., : v.shape[2]] = v
-    return Question(of_q[:, None], of_k[:, None], of_v[:, None], **options)
+    q_features, k_features = (np.zeros((*x.shape, FEATURES), np.float32) for x in (q, k))
+    q_features[..., 0], k_features[..., 0] = q, k
+    v_features = np.zeros((*v.shape[:2], FEATURES), np.float32)
+    v_features[..., : v.shape[2]] = v
+    return Question(q_features[:, None], k_features[:, None], v_features[:, None], **options)
 
 
-def with_largest(found: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+def with_largest(pairs: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
     """q [n + 1] and k [n + 1] of pairs: the last one's are 1.75 2^n, so that one scale for all
     rounds no other.
     """
-    q, k = (np.array(x) for x in zip(*found, strict=True))
+    q, k = (np.array(x) for x in zip(*pairs, strict=True))
     largest = [
         1.75
         * 2.0
@@ -88,8 +88,8 @@ def with_largest(found: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarr
     return np.append(q, largest[0]), np.append(k, largest[1])
 
 
-def _pairs(wanted: float) -> list[tuple[float, float]]:
-    exponent = math.floor(math.log2(wanted))
+def _pairs(score: float) -> list[tuple[float, float]]:
+    exponent = math.floor(math.log2(score))
     return [
         (x * 2.0**e, y)
         for e in (exponent - 1, exponent)

@@ -177,11 +177,11 @@ class Attention:
             named[name] = question.scale
         if question.sinks is not None and (name := self._name(SINKS)):
             named[name] = self.subject.make_array(question.sinks, "float32")
-        given, descales = self._operands(question)
-        before = [arrays.written(x) for x in given]
+        tensors, descales = self._operands(question)
+        before = [arrays.written(x) for x in tensors]
         try:
             with np.errstate(all="ignore"):
-                found = self.subject.function(*given, **named, **descales)
+                output = self.subject.function(*tensors, **named, **descales)
         except (Exception, SystemExit) as error:  # a function under test may raise anything
             text = " ".join(str(error).split())[:300].rstrip(".")
             raise RefusedError(
@@ -189,22 +189,22 @@ class Attention:
                 f"{self.dtype} {question}: {text}. Call it on such an input alone to find the "
                 "cause."
             ) from error
-        if [arrays.written(x) for x in given] != before:
+        if [arrays.written(x) for x in tensors] != before:
             raise ConformanceError(f"{self.name} changed its input. Let it work on a copy.")
-        return self._read(found, question)
+        return self._read(output, question)
 
     def _masked(self, mask: Mask, keys: int) -> dict[str, Any]:
         # a name of its own goes first: under ``mask`` others may want an array
         if not self._apart(mask):
             return {"mask": mask}
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         causal, window = self._name(CAUSAL), self._name(WINDOWS)
         if mask.causal and causal:
-            found[causal] = True
+            options[causal] = True
         if mask.window is not None and window:
             opened = {"window": None, "window_size": -1, "local_window_size": keys}[window]
-            found[window] = tuple(opened if side is None else side for side in mask.window)
-        return found
+            options[window] = tuple(opened if side is None else side for side in mask.window)
+        return options
 
     def _operands(self, question: Question) -> tuple[list[Any], dict[str, Any]]:
         """(q, k, v as arrays of the framework, the scales of codes by name)."""
@@ -212,7 +212,7 @@ class Attention:
         names = self.descale_names
         if names is None:
             return [self.subject.make_array(self._turned(x), self.dtype) for x in tensors], {}
-        given, descales = [], {}
+        codes, descales = [], {}
         for role, name, x in zip("qkv", names, tensors, strict=True):
             shape = x.shape[0], question.k.shape[1]
             one = np.ones((*shape, 1, 1), np.float32) if self.ones else None
@@ -220,10 +220,10 @@ class Attention:
                 x, self.fmt, "head", "te_current", heads=shape[1], scale=one
             )
             assert heads.codes is not None
-            given.append(self._codes(self._turned(heads.codes)))
+            codes.append(self._codes(self._turned(heads.codes)))
             inverse = (question.descales or {}).get(role, heads.scale_inv.reshape(shape))
             descales[name] = self.subject.make_array(inverse, "float32")
-        return given, descales
+        return codes, descales
 
     def _codes(self, codes: np.ndarray) -> Any:
         if self.subject.framework == "torch":
@@ -234,21 +234,21 @@ class Attention:
             )
         import ml_dtypes
 
-        made = codes.view(getattr(ml_dtypes, f"float8_{self.fmt}"))
-        return made if self.subject.framework == "numpy" else arrays.as_jax(made)
+        array = codes.view(getattr(ml_dtypes, f"float8_{self.fmt}"))
+        return array if self.subject.framework == "numpy" else arrays.as_jax(array)
 
     def _turned(self, x: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(x.transpose(0, 2, 1, 3)) if self.layout == "BTHD" else x
 
-    def _read(self, found: Any, question: Question) -> Answer:
-        o, lse = _parts(found)
-        made = subjects.read_array(o)
-        if made is None:
+    def _read(self, output: Any, question: Question) -> Answer:
+        o, lse = _parts(output)
+        tensor = subjects.read_array(o)
+        if tensor is None:
             raise ConformanceError(
-                f"{self.name} returned a {type(found).__name__}; o, (o, lse), or an object with "
+                f"{self.name} returned a {type(output).__name__}; o, (o, lse), or an object with "
                 "o is needed."
             )
-        values, dtype = made
+        values, dtype = tensor
         if dtype.startswith("float8_"):
             values = cast.decode(values, FP8_FORMATS[dtype.removeprefix("float8_")])
         values = values.astype(np.float32)
@@ -268,19 +268,19 @@ class Attention:
         return Answer(values, dtype, shown)
 
 
-def _parts(found: Any) -> tuple[Any, Any]:
+def _parts(output: Any) -> tuple[Any, Any]:
     """(o, lse or None) of what a function returned."""
-    if isinstance(found, Mapping):
-        parts = dict(found)
-    elif hasattr(found, "dtype"):
-        return found, None
+    if isinstance(output, Mapping):
+        parts = dict(output)
+    elif hasattr(output, "dtype"):
+        return output, None
     else:
-        parts = {name: getattr(found, name) for name in (*OUTPUTS, *LOGS) if hasattr(found, name)}
+        parts = {name: getattr(output, name) for name in (*OUTPUTS, *LOGS) if hasattr(output, name)}
     named = [
         next((parts[name] for name in names if name in parts), None) for names in (OUTPUTS, LOGS)
     ]
-    if named[0] is None and isinstance(found, tuple | list) and found:
-        return found[0], found[1] if len(found) > 1 else None
+    if named[0] is None and isinstance(output, tuple | list) and output:
+        return output[0], output[1] if len(output) > 1 else None
     return named[0], named[1]
 
 
@@ -306,7 +306,7 @@ def wrap(
     )
     names = names_of(function)
     if any(all(one in names for one in group) for group in DESCALES):
-        found = _of_codes(name, function, framework, device, layout, names, fmt)
+        attention = _codes_attention(name, function, framework, device, layout, names, fmt)
     else:
         tensors = (1, 16, 1, 64) if layout == "BTHD" else (1, 1, 16, 64)
         alone = subjects.wrap(
@@ -316,17 +316,17 @@ def wrap(
             device=device,
             shape=tensors,
         )
-        found = Attention(
+        attention = Attention(
             subject=dataclasses.replace(alone, function=function),
             dtype=subjects.first_dtype(alone, tensors),
             layout=layout,
             names=names,
         )
-    _check_repeats(found)
-    return found
+    _check_repeats(attention)
+    return attention
 
 
-def _of_codes(
+def _codes_attention(
     name: str,
     function: Callable,
     framework: str | None,
@@ -342,27 +342,27 @@ def _of_codes(
         if framework
         else [f for f in subjects.FRAMEWORKS if f == "numpy" or f in sys.modules]
     ):
-        found = Attention(
+        attention = Attention(
             subject=Subject(name=name, function=function, framework=one, device=device),
             layout=layout,
             names=names,
             fmt=fmt,
         )
         try:
-            found.ask(small_question())
+            attention.ask(small_question())
         except RefusedError as error:
             refused.append(str(error))
         else:
-            return found
+            return attention
     raise RefusedError("\n".join(refused))
 
 
-def _check_repeats(found: Attention) -> None:
+def _check_repeats(attention: Attention) -> None:
     question = small_question()
-    first, second = (found.ask(question).o for _ in range(2))
+    first, second = (attention.ask(question).o for _ in range(2))
     if first.tobytes() != second.tobytes():
         raise ConformanceError(
-            f"{found.name} does not repeat itself for {question}. Turn off random state, such "
+            f"{attention.name} does not repeat itself for {question}. Turn off random state, such "
             "as a seed from the clock."
         )
 
@@ -377,7 +377,7 @@ def small_question() -> Question:
 def is_attention(function: Callable[..., Any]) -> bool:
     """Whether the first three arguments are called as q, k and v are."""
     return len(names := names_of(function)) >= 3 and all(
-        name in known for name, known in zip(names, _FIRST, strict=False)
+        name in allowed for name, allowed in zip(names, _FIRST, strict=False)
     )
 
 

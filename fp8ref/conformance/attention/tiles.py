@@ -41,25 +41,25 @@ class Tiling(NamedTuple):
     def place(self, keys: int) -> list[tuple[int, int]]:
         """(begin, end) of tiles in their order; all keys in one if tiles cannot be told apart."""
         length = self.length or keys
-        found = [(n, min(n + length, keys)) for n in range(0, keys, length)]
-        return found[::-1] if self.descending else found
+        places = [(n, min(n + length, keys)) for n in range(0, keys, length)]
+        return places[::-1] if self.descending else places
 
 
-def tiling(asked: Attention) -> Tiling:
+def tiling(attention: Attention) -> Tiling:
     """The order and the length of tiles without a mask, of at most 512 keys."""
-    before = _before(asked, np.arange(BLOCKS) * BLOCK, np.arange(BLOCKS) * BLOCK + 2)
+    before = _before(attention, np.arange(BLOCKS) * BLOCK, np.arange(BLOCKS) * BLOCK + 2)
     if before.any():
         ranks = before.sum(axis=1)  # how many blocks come before each
         steps = np.diff(ranks)
         if np.array_equal(before, ranks[None, :] < ranks[:, None]) and (
             (steps >= 0).all() or (steps <= 0).all()
         ):
-            return _refined(asked, ranks)
-        said = "; ".join(
+            return _refined(attention, ranks)
+        runs = "; ".join(
             f"before block {n}: {_runs(np.flatnonzero(before[n]))}"
             for n in (0, BLOCKS // 2, BLOCKS - 1)
         )
-        evidence = f"blocks of {BLOCK} keys that were cast before a larger score came, {said}"
+        evidence = f"blocks of {BLOCK} keys that were cast before a larger score came, {runs}"
         return Tiling(
             None,
             None,
@@ -77,7 +77,7 @@ def tiling(asked: Attention) -> Tiling:
     return Tiling(None, None, Finding(what="tiles", value=None, words=words, evidence=evidence))
 
 
-def _refined(asked: Attention, ranks: np.ndarray) -> Tiling:
+def _refined(attention: Attention, ranks: np.ndarray) -> Tiling:
     """The length to a key, of the two blocks between which the first tile of keys ends."""
     descending = bool(ranks[0] > ranks[-1])
     after = int(np.flatnonzero(ranks != ranks[0])[0])  # the first block of the second tile
@@ -86,7 +86,7 @@ def _refined(asked: Attention, ranks: np.ndarray) -> Tiling:
     # the second
     at = 0 if descending else after * BLOCK + 4
     # whether a key is of the second tile
-    alike = _before(asked, np.array([at]), keys)[0] == descending
+    alike = _before(attention, np.array([at]), keys)[0] == descending
     length = int(keys[alike][0]) if alike.any() else int(keys[-1]) + 1
     order = "descending" if descending else "ascending"
     blocks, ends = ("from", "on ") if descending else ("before", "")
@@ -103,21 +103,21 @@ def _refined(asked: Attention, ranks: np.ndarray) -> Tiling:
     )
 
 
-def _before(asked: Attention, largest: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def _before(attention: Attention, largest: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Whether each key, a column, comes in an earlier tile than each largest one, a row."""
     tokens, count = BLOCKS * BLOCK, len(largest)
     a, b = min(
-        (one for one in scores.powers(POWER, POWER + 2) if scores.between(scores.power_of(one))),
+        (pair for pair in scores.powers(POWER, POWER + 2) if scores.between(scores.power_of(pair))),
         key=scores.power_of,
     )
     k, v = np.zeros((count, tokens)), np.zeros((count, tokens, len(keys)))
     k[np.arange(count), largest] = b
     v[:, keys, np.arange(len(keys))] += scores.LARGE
     v[np.arange(count), largest + 1] -= scores.LARGE
-    found = asked.ask(scores.question(np.full((count, 1), a), k, v)).o[:, 0, 0, : len(keys)]
+    outputs = attention.ask(scores.question(np.full((count, 1), a), k, v)).o[:, 0, 0, : len(keys)]
     # of one key; the largest score's own probability is all of the sum
     part = scores.LARGE * 2.0 ** -scores.power_of((a, b))
-    return np.abs(found) > SEEN * part
+    return np.abs(outputs) > SEEN * part
 
 
 def _runs(blocks: np.ndarray) -> str:

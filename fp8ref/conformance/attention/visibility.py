@@ -33,19 +33,19 @@ REFUSED = "not taken"
 """Of a finding whose inputs the function refuses."""
 
 
-def findings(asked: Attention) -> list[Finding]:
+def findings(attention: Attention) -> list[Finding]:
     """A finding for each kind of mask that the function takes, for documents, and for heads."""
-    made = []
+    findings = []
     for what, cases in itertools.groupby(CASES, key=lambda case: _kind(case[0])):
-        taken = [case for case in cases if asked.takes(case[0])]
-        if taken:
-            made.append(_of_masks(asked, what, taken))
-    if asked.takes_documents:
-        made.append(_of_documents(asked))
-    return [*made, _of_heads(asked)]
+        accepted = [case for case in cases if attention.takes(case[0])]
+        if accepted:
+            findings.append(_mask_finding(attention, what, accepted))
+    if attention.takes_documents:
+        findings.append(_documents_finding(attention))
+    return [*findings, _heads_finding(attention)]
 
 
-def seen(asked: Attention, mask: Mask, queries: int, keys: int, documents=None) -> np.ndarray:
+def seen(attention: Attention, mask: Mask, queries: int, keys: int, documents=None) -> np.ndarray:
     """Which keys each query sees, bool [Tq, Tk]; NaN counts as seen.
 
     One call, a sequence for each 64 keys.
@@ -58,9 +58,9 @@ def seen(asked: Attention, mask: Mask, queries: int, keys: int, documents=None) 
         np.zeros((parts, 1, keys, FEATURES), np.float32),
     )
     if documents is not None:
-        documents = tuple(np.repeat(one[None], parts, axis=0) for one in documents)
-    found = asked.ask(Question(q, k, v, mask, documents)).o[:, 0]
-    return (found != 0).transpose(1, 0, 2).reshape(queries, -1)[:, :keys]
+        documents = tuple(np.repeat(ids[None], parts, axis=0) for ids in documents)
+    outputs = attention.ask(Question(q, k, v, mask, documents)).o[:, 0]
+    return (outputs != 0).transpose(1, 0, 2).reshape(queries, -1)[:, :keys]
 
 
 def expected(mask: Mask, queries: int, keys: int) -> np.ndarray:
@@ -70,50 +70,54 @@ def expected(mask: Mask, queries: int, keys: int) -> np.ndarray:
     return (every >= low[:, None]) & (every < high[:, None])
 
 
-def _of_masks(asked: Attention, what: str, cases: list[tuple[Mask, int, int]]) -> Finding:
+def _mask_finding(attention: Attention, what: str, cases: list[tuple[Mask, int, int]]) -> Finding:
     """Whether all cases are those of A-3, under either alignment; else the first query and key that
     are not.
     """
-    found, cases, refused = _answered(asked, cases)
-    if not found:
+    seen_keys, cases, refused = _answered(attention, cases)
+    if not seen_keys:
         return Finding(what=what, value=None, words=REFUSED, evidence=refused)
     rows = sum(case[1] for case in cases)
     for alignment in ("end", "start") if cases[0][0] != FULL else ("end",):
         aligned = [dataclasses.replace(mask, alignment=alignment) for mask, _, _ in cases]
         if all(
-            np.array_equal(one, expected(mask, tq, tk))
-            for one, mask, (_, tq, tk) in zip(found, aligned, cases, strict=True)
+            np.array_equal(visible, expected(mask, tq, tk))
+            for visible, mask, (_, tq, tk) in zip(seen_keys, aligned, cases, strict=True)
         ):
-            said = "all keys" if cases[0][0] == FULL else f"aligned to the {alignment}"
+            words = "all keys" if cases[0][0] == FULL else f"aligned to the {alignment}"
             return Finding(
                 what=what,
-                value=said,
+                value=words,
                 evidence=f"the keys that {rows} queries see, {len(cases)} "
                 f"shape{'s' * (len(cases) > 1)}",
             )
-    for one, (mask, tq, tk) in zip(found, cases, strict=True):
+    for visible, (mask, tq, tk) in zip(seen_keys, cases, strict=True):
         wanted = expected(mask, tq, tk)
         if mask == FULL or not np.array_equal(
-            one, expected(dataclasses.replace(mask, alignment="start"), tq, tk)
+            visible, expected(dataclasses.replace(mask, alignment="start"), tq, tk)
         ):
-            if np.array_equal(one, wanted):
+            if np.array_equal(visible, wanted):
                 continue
-            i, j = (int(x) for x in np.argwhere(one != wanted)[0])
-            missing = _missing(one, wanted)
-            said = next(
-                (name for name, other in _neighbors(mask, tq, tk) if np.array_equal(one, other)),
+            i, j = (int(x) for x in np.argwhere(visible != wanted)[0])
+            missing = _missing(visible, wanted)
+            words = next(
+                (
+                    name
+                    for name, other in _neighbors(mask, tq, tk)
+                    if np.array_equal(visible, other)
+                ),
                 missing,
             )
             witness = Counterexample(
                 input=f"{_named(mask)}, {tq} queries, {tk} keys, all scores 0: query {i}, key {j}",
                 bits=(),
                 dtype="float32",
-                got="seen" if one[i, j] else "not seen",
-                expected="not seen" if one[i, j] else "seen",
+                got="seen" if visible[i, j] else "not seen",
+                expected="not seen" if visible[i, j] else "seen",
                 clause="A-3",
             )
             return Finding(
-                what=what, value=None, words=said, evidence=str(witness), witness=witness
+                what=what, value=None, words=words, evidence=str(witness), witness=witness
             )
     return Finding(
         what=what,
@@ -124,27 +128,27 @@ def _of_masks(asked: Attention, what: str, cases: list[tuple[Mask, int, int]]) -
 
 
 def _answered(
-    asked: Attention, cases: list[tuple[Mask, int, int]]
+    attention: Attention, cases: list[tuple[Mask, int, int]]
 ) -> tuple[list[np.ndarray], list[tuple[Mask, int, int]], str]:
     """What is seen in each case, the cases that the function does not refuse, and why it refuses
     others.
     """
-    found, taken, why = [], [], ""
+    seen_keys, answered, why = [], [], ""
     for case in cases:
         try:
-            found.append(seen(asked, *case))
-            taken.append(case)
+            seen_keys.append(seen(attention, *case))
+            answered.append(case)
         except RefusedError as error:
             why = str(error)
-    return found, taken, why
+    return seen_keys, answered, why
 
 
-def _missing(found: np.ndarray, wanted: np.ndarray) -> str:
-    if (rows := (found & ~wanted).any(axis=1) & ~wanted.any(axis=1)).any() and np.array_equal(
-        found[~rows], wanted[~rows]
+def _missing(visible: np.ndarray, expected: np.ndarray) -> str:
+    if (rows := (visible & ~expected).any(axis=1) & ~expected.any(axis=1)).any() and np.array_equal(
+        visible[~rows], expected[~rows]
     ):
         return "a query without keys has an output that is not 0"
-    lost, more = (wanted & ~found).any(axis=0), (found & ~wanted).any(axis=0)
+    lost, more = (expected & ~visible).any(axis=0), (visible & ~expected).any(axis=0)
     if lost.any() and not more.any():
         keys = np.flatnonzero(lost)
         return f"keys {keys[0]} to {keys[-1]} are missing, {len(keys)} of {len(lost)}"
@@ -169,31 +173,34 @@ def _neighbors(mask: Mask, tq: int, tk: int) -> Iterator[tuple[str, np.ndarray]]
                     if high is None
                     else min(high, mask.window[1])
                 )
-            found = np.ones((tq, tk), bool)
-            found &= True if high is None else key <= p + high + right
-            found &= True if low is None else key >= p - low - left
+            visible = np.ones((tq, tk), bool)
+            visible &= True if high is None else key <= p + high + right
+            visible &= True if low is None else key >= p - low - left
             edges = [
                 f"{side} edge {by:+d}" for side, by in (("left", left), ("right", right)) if by
             ]
-            yield f"off by one: {', '.join(edges) or 'no edge'}, aligned to the {alignment}", found
+            yield (
+                f"off by one: {', '.join(edges) or 'no edge'}, aligned to the {alignment}",
+                visible,
+            )
 
 
-def _of_documents(asked: Attention) -> Finding:
+def _documents_finding(attention: Attention) -> Finding:
     """Documents of unequal lengths, some behind tile ends."""
     ids = np.repeat([0, 1, 2, 3], [50, 3, 130, 17])
-    found = seen(asked, FULL, len(ids), len(ids), documents=(ids, ids))
-    wanted = ids[:, None] == ids
-    if np.array_equal(found, wanted):
+    visible = seen(attention, FULL, len(ids), len(ids), documents=(ids, ids))
+    expected = ids[:, None] == ids
+    if np.array_equal(visible, expected):
         return Finding(
             what="documents", value="their own", evidence=f"the keys that {len(ids)} queries see"
         )
-    i, j = (int(x) for x in np.argwhere(found != wanted)[0])
+    i, j = (int(x) for x in np.argwhere(visible != expected)[0])
     witness = Counterexample(
         input=f"documents {ids[i]} and {ids[j]}: query {i}, key {j}",
         bits=(),
         dtype="float32",
-        got="seen" if found[i, j] else "not seen",
-        expected="not seen" if found[i, j] else "seen",
+        got="seen" if visible[i, j] else "not seen",
+        expected="not seen" if visible[i, j] else "seen",
         clause="A-3",
     )
     return Finding(
@@ -201,7 +208,7 @@ def _of_documents(asked: Attention) -> Finding:
     )
 
 
-def _of_heads(asked: Attention) -> Finding:
+def _heads_finding(attention: Attention) -> Finding:
     """The heads of k and v that 6 query heads use of 3: a key's score is 0 in the head of its
     number, and far below in others; v of a head is in a column of its own."""
     heads, kv = 6, 3
@@ -217,26 +224,26 @@ def _of_heads(asked: Attention) -> Finding:
         v[0, g, np.arange(kv), np.arange(kv)] = 256
         v[0, g, :kv, kv + g] = 256
     try:
-        found = asked.ask(Question(q, k, v)).o[0, :, 0]
+        outputs = attention.ask(Question(q, k, v)).o[0, :, 0]
     except RefusedError as error:
         return Finding(what="heads", value=None, words=REFUSED, evidence=str(error))
-    of_k, of_v = (found[:, part] != 0 for part in (slice(0, kv), slice(kv, 2 * kv)))
-    wanted = np.arange(kv) == (np.arange(heads) * kv // heads)[:, None]
-    if np.array_equal(of_k, wanted) and np.array_equal(of_v, wanted):
+    k_heads, v_heads = (outputs[:, part] != 0 for part in (slice(0, kv), slice(kv, 2 * kv)))
+    expected = np.arange(kv) == (np.arange(heads) * kv // heads)[:, None]
+    if np.array_equal(k_heads, expected) and np.array_equal(v_heads, expected):
         return Finding(
             what="heads",
             value="consecutive",
             evidence=f"the heads of k and v that {heads} query heads use of {kv}",
         )
     modulo = np.arange(kv) == (np.arange(heads) % kv)[:, None]
-    said = (
+    words = (
         "query head j uses head j mod Hkv"
-        if np.array_equal(of_k, modulo) and np.array_equal(of_v, modulo)
+        if np.array_equal(k_heads, modulo) and np.array_equal(v_heads, modulo)
         else "another head"
     )
-    which, one = ("k", of_k) if not np.array_equal(of_k, wanted) else ("v", of_v)
-    j = int(np.flatnonzero((one != wanted).any(axis=1))[0])
-    got = ", ".join(map(str, np.flatnonzero(one[j]))) or "none"
+    which, used = ("k", k_heads) if not np.array_equal(k_heads, expected) else ("v", v_heads)
+    j = int(np.flatnonzero((used != expected).any(axis=1))[0])
+    got = ", ".join(map(str, np.flatnonzero(used[j]))) or "none"
     witness = Counterexample(
         input=f"{heads} query heads, {kv} heads of keys: query head {j}",
         bits=(),
@@ -245,7 +252,7 @@ def _of_heads(asked: Attention) -> Finding:
         expected=f"head {j * kv // heads}",
         clause="A",
     )
-    return Finding(what="heads", value=None, words=said, evidence=str(witness), witness=witness)
+    return Finding(what="heads", value=None, words=words, evidence=str(witness), witness=witness)
 
 
 def _kind(mask: Mask) -> str:
@@ -253,8 +260,8 @@ def _kind(mask: Mask) -> str:
 
 
 def _named(mask: Mask) -> str:
-    said = [
+    words = [
         *(["causal"] if mask.causal else []),
         *([f"window {mask.window}"] if mask.window is not None else []),
     ]
-    return " and ".join(said) or "no mask"
+    return " and ".join(words) or "no mask"

@@ -30,7 +30,7 @@ class Asked:
 
     def scales(self, sequences: list[Sequence]) -> list[np.ndarray]:
         """The specified scales of sequences."""
-        return reference.expected(sequences, self.rule, self.fmt, made=self.made, shows=self.shows)
+        return reference.expected(sequences, self.rule, self.fmt, value=self.made, shows=self.shows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class Departure:
             else "before the first step",
             "observed": f"in step {steps}, once its tensor is observed",
         }[self.when]
-        said = named(self.sequence) or "none"
-        return f"{moment}: {said}: got {self.got}, expected {self.expected} ({self.clause})"
+        operations = named(self.sequence) or "none"
+        return f"{moment}: {operations}: got {self.got}, expected {self.expected} ({self.clause})"
 
 
 def difference(
@@ -112,9 +112,10 @@ def _shrunk(
         for tried in _batches(sequence):
             better = next(
                 (
-                    (one, of, found)
-                    for one, of in zip(tried, asked.scales(tried), strict=True)
-                    if (found := difference(subject, one, of)) is not None and found[1] == met[1]
+                    (simpler, of, mismatch)
+                    for simpler, of in zip(tried, asked.scales(tried), strict=True)
+                    if (mismatch := difference(subject, simpler, of)) is not None
+                    and mismatch[1] == met[1]
                 ),
                 None,
             )

@@ -125,12 +125,12 @@ def identify_delayed(
 
     Raises:   ValueError: a class without the methods; an unknown word.
     """
-    return of_subject(
-        subject_of(implementation, takes=takes, framework=framework), fmt, made=made, shows=shows
+    return identify_subject(
+        subject_of(implementation, takes=takes, framework=framework), fmt, value=made, shows=shows
     )
 
 
-def of_subject(subject: Subject, fmt: Format, *, made: str, shows: str) -> DelayedOutcome:
+def identify_subject(subject: Subject, fmt: Format, *, value: str, shows: str) -> DelayedOutcome:
     """The outcome of a subject."""
 
     def nothing(*evidence: str) -> DelayedOutcome:
@@ -138,7 +138,7 @@ def of_subject(subject: Subject, fmt: Format, *, made: str, shows: str) -> Delay
             name=subject.name, rule=None, names=(), fields={}, others={}, evidence=evidence
         )
 
-    if raised := [one.raised for one in subject.run(((2.0,), (8.0,))) if one.raised]:
+    if raised := [reading.raised for reading in subject.run(((2.0,), (8.0,))) if reading.raised]:
         return nothing(f"it raises {raised[0]}")
     if shared := unnamed.remembers(subject):
         return nothing(shared)
@@ -149,14 +149,14 @@ def of_subject(subject: Subject, fmt: Format, *, made: str, shows: str) -> Delay
         return nothing(
             f"a large amax still shows after {REMEMBERED[-1]:,} steps, or no amax ever does"
         )
-    ask: dict[str, Any] = {"fmt": fmt, "made": made, "shows": shows}
+    ask: dict[str, Any] = {"fmt": fmt, "made": value, "shows": shows}
     rules = [
         rule
-        for rule in _ordinary(subject, fmt, made, shows, interval, steps)
+        for rule in _ordinary(subject, fmt, value, shows, interval, steps)
         if _explains(subject, Asked(rule=rule, **ask), "ordinary")
     ]
     if not rules:
-        return nothing(*unnamed.reductions(subject, fmt, made), "no rule explains ordinary amaxes")
+        return nothing(*unnamed.reductions(subject, fmt, value), "no rule explains ordinary amaxes")
     evidence = []
     for difficulty, decided in _DECIDE.items():
         tried = [
@@ -178,11 +178,13 @@ def of_subject(subject: Subject, fmt: Format, *, made: str, shows: str) -> Delay
             rules = kept
         else:
             nearest = next((rule for rule in rules if _name(rule)), rules[0])
-            found = departure(
+            mismatch = departure(
                 subject, Asked(rule=nearest, **ask), difficulty, fixed(difficulty, _length(nearest))
             )
             again = "run again, they follow one: it does not repeat itself"
-            evidence.append(f"no rule explains {DIFFICULTIES[difficulty].words}: {found or again}")
+            evidence.append(
+                f"no rule explains {DIFFICULTIES[difficulty].words}: {mismatch or again}"
+            )
     chosen = next((rule for rule in rules if _name(rule)), rules[0])
     names = tuple(dict.fromkeys(name for rule in rules if (name := _name(rule))))
     others = {
@@ -234,14 +236,14 @@ def _length(rule: DelayedScaling) -> int:
 
 
 def _ordinary(
-    subject: Subject, fmt: Format, made: str, shows: str, interval: int, steps: int
+    subject: Subject, fmt: Format, value: str, shows: str, interval: int, steps: int
 ) -> list[DelayedScaling]:
     """Rules that may explain ordinary amaxes, with other decisions as fp8ref's own."""
     scale = subject.run(((1.0,), (1.0,), (1.0,)))[-1].scale
-    gain = (scale if made == "scale" else 1 / scale) if scale > 0 else 1.0
+    gain = (scale if value == "scale" else 1 / scale) if scale > 0 else 1.0
     # whole binades below max; a power of two may add up to one, and a reciprocal an ulp
     margin = math.floor(math.log2(fmt.max / gain) + 1e-6) if 0 < gain < math.inf else 0
-    found: list[DelayedScaling] = []
+    rules: list[DelayedScaling] = []
     for timing, policy in itertools.product(
         ("update", "use") if interval == 1 else ("update",), _policies(margin)
     ):
@@ -256,11 +258,11 @@ def _ordinary(
                 "timing": timing,
                 "policy": policy,
             }
-            found += [
+            rules += [
                 dataclasses.replace(DELAYED["delayed"], **(kind | {"amax_compute": compute}))
                 for compute in computes
             ]
-    return found
+    return rules
 
 
 def _policies(margin: int) -> list[ScalePolicy]:
@@ -287,7 +289,7 @@ def _policies(margin: int) -> list[ScalePolicy]:
 
 def _variations(policy: ScalePolicy, difficulty: str) -> list[ScalePolicy]:
     """The policy with other decisions about amaxes of a difficulty, named after what differs."""
-    free, found = _POLICY.get(difficulty, {}), []
+    free, policies = _POLICY.get(difficulty, {}), []
     for values in [] if policy.makes_scale_inv else itertools.product(*free.values()):
         changed = {
             key: value
@@ -296,8 +298,10 @@ def _variations(policy: ScalePolicy, difficulty: str) -> list[ScalePolicy]:
         }
         if changed:
             with_ = ", ".join(f"{key} {value}" for key, value in changed.items())
-            found.append(dataclasses.replace(policy, name=f"{policy.name} with {with_}", **changed))
-    return found
+            policies.append(
+                dataclasses.replace(policy, name=f"{policy.name} with {with_}", **changed)
+            )
+    return policies
 
 
 def _remembered(subject: Subject) -> int | None:
@@ -305,7 +309,7 @@ def _remembered(subject: Subject) -> int | None:
     tried."""
     for count in REMEMBERED:
         sequence: Sequence = ((64.0,), *((1.0,),) * count)
-        scales = [one.scale for one in subject.run(sequence)]
+        scales = [reading.scale for reading in subject.run(sequence)]
         same = len(list(itertools.takewhile(lambda scale: scale == scales[-1], reversed(scales))))  # noqa: B023
         if 2 < same < len(scales) - 1:
             return len(scales) - same - 1
@@ -314,7 +318,7 @@ def _remembered(subject: Subject) -> int | None:
 
 def _interval(subject: Subject) -> int:
     """The commonest number of steps between two changes of the scale, while amaxes rise."""
-    scales = [one.scale for one in subject.run(tuple((2.0**i,) for i in range(-30, 31)))]
+    scales = [reading.scale for reading in subject.run(tuple((2.0**i,) for i in range(-30, 31)))]
     changes = [i for i in range(1, len(scales)) if scales[i] != scales[i - 1]]
     gaps = collections.Counter(b - a for a, b in itertools.pairwise(changes[1:]))
     return gaps.most_common(1)[0][0] if gaps else 1
@@ -323,11 +327,11 @@ def _interval(subject: Subject) -> int:
 def _changes_at_once(subject: Subject) -> str:
     """A sentence if a step's own amax changes its scale; else ""."""
     shown = subject.run(((2.0,), (8.0,), (1.0,)))
-    for i, one in enumerate(shown):
-        if one.observed is not None and one.observed != one.scale:
+    for i, reading in enumerate(shown):
+        if reading.observed is not None and reading.observed != reading.scale:
             return (
-                f"the scale of step {i + 1} changes from {show(one.scale)} to "
-                f"{show(one.observed)} when its own tensor is observed (H-1)"
+                f"the scale of step {i + 1} changes from {show(reading.scale)} to "
+                f"{show(reading.observed)} when its own tensor is observed (H-1)"
             )
     return ""
 
@@ -336,20 +340,20 @@ def _name(rule: DelayedScaling) -> str:
     """The name in DELAYED of a rule with these decisions, whatever the length, margin and
     interval.
     """
-    for name, known in DELAYED.items():
+    for name, named in DELAYED.items():
         policy = (
-            known.policy
-            if known.policy.makes_scale_inv
-            else dataclasses.replace(known.policy, margin=rule.policy.margin)
+            named.policy
+            if named.policy.makes_scale_inv
+            else dataclasses.replace(named.policy, margin=rule.policy.margin)
         )
         free = {
             "history_length": rule.history_length,
             "interval": rule.interval,
             "amax_compute": rule.amax_compute,
         }
-        if known.timing == "use" and rule.interval > 1:
+        if named.timing == "use" and rule.interval > 1:
             continue
-        alike = dataclasses.replace(known, name=rule.name, policy=policy, **free)  # type: ignore[arg-type]
+        alike = dataclasses.replace(named, name=rule.name, policy=policy, **free)  # type: ignore[arg-type]
         if alike == rule:
             return name
     return ""

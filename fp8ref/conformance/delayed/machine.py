@@ -51,15 +51,17 @@ class DelayedMachine(stateful.RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        made = type(self).__dict__.get("implementation", type(self).implementation)
-        if made is None:
+        implementation = type(self).__dict__.get("implementation", type(self).implementation)
+        if implementation is None:
             raise ValueError(
                 f"{type(self).__name__} tests an implementation; got None. Set the class "
                 "attribute implementation."
             )
         self.asked = asked_of(self.rule, self.fmt, self.made, self.shows)
         self.subject = subject_of(
-            getattr(made, "__func__", made), takes=self.takes, framework=self.framework
+            getattr(implementation, "__func__", implementation),
+            takes=self.takes,
+            framework=self.framework,
         )
         self.held = Held(self.subject)
         self.done: tuple[Operation, ...] = ()
@@ -118,7 +120,7 @@ class DelayedMachine(stateful.RuleBasedStateMachine):
             self.state,
             self.asked.rule,
             self.asked.fmt,
-            made=self.asked.made,
+            value=self.asked.made,
             shows=self.asked.shows,
         )[0]
         assert same(got, expected), (

@@ -21,7 +21,7 @@ def expected(
     rule: DelayedScaling,
     fmt: Format,
     *,
-    made: str = "scale",
+    value: str = "scale",
     shows: str = "next",
 ) -> list[np.ndarray]:
     """The scales of every sequence: one before each operation, and one after the last.
@@ -29,7 +29,7 @@ def expected(
     Shapes:   of a sequence of n operations float32 [n + 1].
     """
     state = delayed.init(rule, (len(sequences),))
-    saved, rows = state, [shown(state, rule, fmt, made=made, shows=shows)]
+    saved, rows = state, [shown(state, rule, fmt, value=value, shows=shows)]
     for i in range(max(map(len, sequences))):
         at = [sequence[i] if i < len(sequence) else "end" for sequence in sequences]
         steps = [operation if isinstance(operation, tuple) else () for operation in at]
@@ -47,20 +47,20 @@ def expected(
         state = _where(stepped, after, state)
         state = _where(of["load"], saved, state)
         state = _where(of["reset"], delayed.init(rule, state.stored.shape), state)
-        rows.append(shown(state, rule, fmt, made=made, shows=shows))
-    found = np.stack(rows, axis=1)
-    return [row[: len(sequence) + 1] for row, sequence in zip(found, sequences, strict=True)]
+        rows.append(shown(state, rule, fmt, value=value, shows=shows))
+    scales = np.stack(rows, axis=1)
+    return [row[: len(sequence) + 1] for row, sequence in zip(scales, sequences, strict=True)]
 
 
 def shown(
-    state: DelayedState, rule: DelayedScaling, fmt: Format, *, made: str, shows: str
+    state: DelayedState, rule: DelayedScaling, fmt: Format, *, value: str, shows: str
 ) -> np.ndarray:
-    """What a state shows: ``made`` scale or scale_inv, of the coming step or as stored. Float32 of
+    """What a state shows: ``value`` scale or scale_inv, of the coming step or as stored. Float32 of
     the state's shape."""
     if shows == "stored":
-        return state.stored if made == rule.policy.stored else scale_inv_from_scale(state.stored)
+        return state.stored if value == rule.policy.stored else scale_inv_from_scale(state.stored)
     scales = delayed.scales(state, rule, fmt)
-    return np.asarray(scales.scale if made == "scale" else scales.scale_inv)
+    return np.asarray(scales.scale if value == "scale" else scales.scale_inv)
 
 
 def _observations(steps: list[tuple[float, ...]]) -> list[delayed.Observation]:
@@ -71,7 +71,7 @@ def _observations(steps: list[tuple[float, ...]]) -> list[delayed.Observation]:
     seen = np.zeros(amax.shape, bool)
     for i, step in enumerate(steps):
         amax[: len(step), i], seen[: len(step), i] = step, True
-    return [delayed.observe(of_use, seen=flags) for of_use, flags in zip(amax, seen, strict=True)]
+    return [delayed.observe(amaxes, seen=flags) for amaxes, flags in zip(amax, seen, strict=True)]
 
 
 def _where(condition: np.ndarray, a: DelayedState, b: DelayedState) -> DelayedState:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8ref.conformance.delayed import sequences
 from fp8ref.conformance.delayed.comparison import Asked, Departure, departure
-from fp8ref.conformance.delayed.identify import of_subject
+from fp8ref.conformance.delayed.identify import identify_subject
 from fp8ref.conformance.delayed.reference import SHOWS
 from fp8ref.conformance.delayed.sequences import DIFFICULTIES, drawn, fixed, rule_history
 from fp8ref.conformance.delayed.subject import Subject, subject_of
@@ -49,14 +49,14 @@ def require_delayed(
     """
     subject = subject_of(implementation, takes=takes, framework=framework)
     asked = asked_of(rule, fmt, made, shows)
-    found = departures(subject, asked, without=without, examples=examples)
-    if not found:
+    deviations = departures(subject, asked, without=without, examples=examples)
+    if not deviations:
         return
     lines = [
         f"{subject.name} is not delayed scaling {asked.rule.name!r}:",
-        *(f"  {one}" for one in found),
+        *(f"  {deviation}" for deviation in deviations),
     ]
-    identified = of_subject(subject, fmt, made=made, shows=shows)
+    identified = identify_subject(subject, fmt, value=made, shows=shows)
     differ = [
         f"{key} {value}, not {_of(asked.rule, key)}"
         for key, value in identified.fields.items()
@@ -64,17 +64,17 @@ def require_delayed(
     ]
     if differ:
         lines.append(f"  It follows a rule with {'; '.join(differ)}.")
-    lines += [f"  {said}." for said in identified.evidence]
+    lines += [f"  {sentence}." for sentence in identified.evidence]
     raise AssertionError("\n".join(lines))
 
 
-def asked_of(rule: str | DelayedScaling, fmt: Format, made: str, shows: str) -> Asked:
+def asked_of(rule: str | DelayedScaling, fmt: Format, value: str, shows: str) -> Asked:
     """The question; ValueError for an unknown rule or word."""
-    if made not in ("scale", "scale_inv"):
-        raise ValueError(f"made is 'scale' or 'scale_inv'; got {made!r}.")
+    if value not in ("scale", "scale_inv"):
+        raise ValueError(f"made is 'scale' or 'scale_inv'; got {value!r}.")
     if shows not in SHOWS:
         raise ValueError(f"shows is one of {', '.join(SHOWS)}; got {shows!r}.")
-    return Asked(rule=by_name(rule), fmt=fmt, made=made, shows=shows)
+    return Asked(rule=by_name(rule), fmt=fmt, made=value, shows=shows)
 
 
 def departures(
@@ -95,7 +95,7 @@ def departures(
     # Ordinary sequences first and alone: they may be much longer than all others.
     if one := departure(subject, asked, "ordinary", fixed("ordinary", history)):
         return [one]
-    given = {
+    cases = {
         difficulty: [
             *(fixed(difficulty, short) if difficulty != "ordinary" else []),
             *drawn(difficulty, short, examples),
@@ -103,14 +103,14 @@ def departures(
         for difficulty in DIFFICULTIES
         if difficulty not in (*without, *subject.lacks)
     }
-    specified = iter(asked.scales([sequence for of in given.values() for sequence in of]))
-    found = []
-    for difficulty, of in given.items():
+    specified = iter(asked.scales([sequence for of in cases.values() for sequence in of]))
+    departures = []
+    for difficulty, of in cases.items():
         one = departure(subject, asked, difficulty, of, [next(specified) for _ in of])
-        found += [one] if one else []
+        departures += [one] if one else []
         if one and difficulty == "ordinary":
             break
-    return found
+    return departures
 
 
 def _of(rule: DelayedScaling, key: str) -> Any:

@@ -81,7 +81,7 @@ def fixed(difficulty: str, history: int) -> list[Sequence]:
     forget = ((1.0,),) * (history + 1)
     if difficulty == "ordinary":
         rising = tuple((2.0**i,) for i in range(9))
-        made: list[Sequence] = [
+        sequences: list[Sequence] = [
             ((2.0,),),
             ((2.0,), (8.0,)),
             ((8.0,), (2.0,)),
@@ -89,8 +89,8 @@ def fixed(difficulty: str, history: int) -> list[Sequence]:
             rising,
             rising[::-1],
         ]
-        made += [(((1.0,),) * n + ((64.0,), *forget)) for n in (0, 1, 2)]
-        return made
+        sequences += [(((1.0,),) * n + ((64.0,), *forget)) for n in (0, 1, 2)]
+        return sequences
     if difficulty == "load":
         return [
             ((2.0,), "save", "load", (8.0,)),
@@ -99,13 +99,13 @@ def fixed(difficulty: str, history: int) -> list[Sequence]:
             ((2.0,), "save", (64.0,), (1.0,), "load", *forget),
         ]
     special: list[Sequence] = [(operation,) for operation in DIFFICULTIES[difficulty].operations]
-    made = [*special, *(((2.0,), *one) for one in special)]
-    made += [((2.0,), (8.0,), *one, (4.0,)) for one in special]
-    made += [((2.0,), *one, *one, (4.0,), *forget) for one in special[:1]]
+    sequences = [*special, *(((2.0,), *one) for one in special)]
+    sequences += [((2.0,), (8.0,), *one, (4.0,)) for one in special]
+    sequences += [((2.0,), *one, *one, (4.0,), *forget) for one in special[:1]]
     # as many as push a large amax out of the history, if each counts as a step
-    made += [((64.0,), *(one * (history - 1)), (1.0,), (1.0,)) for one in special[:1]]
-    made += [((64.0,), *one, *((1.0,),) * (history - 1), (1.0,)) for one in special[:1]]
-    return made + [((2.0,), *(one * (history + 1)), (4.0,), (4.0,)) for one in special[:1]]
+    sequences += [((64.0,), *(one * (history - 1)), (1.0,), (1.0,)) for one in special[:1]]
+    sequences += [((64.0,), *one, *((1.0,),) * (history - 1), (1.0,)) for one in special[:1]]
+    return sequences + [((2.0,), *(one * (history + 1)), (4.0,), (4.0,)) for one in special[:1]]
 
 
 @functools.lru_cache(maxsize=64)
@@ -119,7 +119,7 @@ def drawn(difficulty: str, history: int, examples: int) -> list[Sequence]:
     if operations := DIFFICULTIES[difficulty].operations:
         parts += 2 * [st.sampled_from(operations).map(lambda operation: (operation,))]
     whole = st.lists(st.one_of(parts), min_size=1, max_size=8).map(
-        lambda made: tuple(operation for part in made for operation in part)
+        lambda pieces: tuple(operation for part in pieces for operation in part)
     )
     # a load before any save would have nothing to load
     return [

@@ -47,7 +47,7 @@ def of_step(init: Callable[[], Any], step: Callable[..., tuple[Any, Any]]) -> Fu
     )
 
 
-def of_class(make: Callable[[], Any]) -> Functions:
+def class_functions(make: Callable[[], Any]) -> Functions:
     """Functions of a class, or of any function that makes an object with methods ``observe(amax)``
     and ``update()``, and ``scale``, an attribute or a method.
 
@@ -56,27 +56,27 @@ def of_class(make: Callable[[], Any]) -> Functions:
 
     Raises:   ValueError: a method is missing.
     """
-    one = make()
-    if absent := [name for name in ("observe", "update", "scale") if not hasattr(one, name)]:
+    example = make()
+    if absent := [name for name in ("observe", "update", "scale") if not hasattr(example, name)]:
         raise ValueError(
             "a delayed scaling state has observe(amax), update() and scale; "
-            f"{type(one).__name__} has no {' and no '.join(absent)}. Give "
+            f"{type(example).__name__} has no {' and no '.join(absent)}. Give "
             "conformance.delayed.Functions with functions under these names."
         )
-    save, load = ("save", "load") if hasattr(one, "save") else ("state_dict", "load_state_dict")
+    save, load = ("save", "load") if hasattr(example, "save") else ("state_dict", "load_state_dict")
 
     def loaded(saved: Any) -> Any:
         new = make()
         getattr(new, load)(saved)
         return new
 
-    saves = hasattr(one, save) and hasattr(one, load)
+    saves = hasattr(example, save) and hasattr(example, load)
     return Functions(
         init=make,
         observe=lambda state, amax: _then(state, state.observe(amax)),
         update=lambda state: _then(state, state.update()),
         scale=lambda state: state.scale() if callable(state.scale) else state.scale,
-        reset=(lambda state: _then(state, state.reset())) if hasattr(one, "reset") else None,
+        reset=(lambda state: _then(state, state.reset())) if hasattr(example, "reset") else None,
         save=(lambda state: getattr(state, save)()) if saves else None,
         load=loaded if saves else None,
     )
@@ -111,22 +111,22 @@ class Subject:
     def run(self, sequence: Sequence) -> "list[Shown]":
         """What it shows before each operation, and after the last; it ends at the first that
         raises."""
-        found: list[Shown] = []
+        shown: list[Shown] = []
         try:
             held = Held(self)
-            found.append(Shown(scale=held.scale()))
+            shown.append(Shown(scale=held.scale()))
             for operation in sequence:
                 observed = held.do(operation)
-                found[-1] = dataclasses.replace(found[-1], observed=observed)
-                found.append(Shown(scale=held.scale()))
+                shown[-1] = dataclasses.replace(shown[-1], observed=observed)
+                shown.append(Shown(scale=held.scale()))
         except (
             Exception,
             SystemExit,
         ) as error:  # anything that somebody's code raises is its answer
-            found.append(Shown(raised=f"{type(error).__name__}: {error}".rstrip(".: ")))
-        return found
+            shown.append(Shown(raised=f"{type(error).__name__}: {error}".rstrip(".: ")))
+        return shown
 
-    def given(self, amax: float) -> Any:
+    def observation(self, amax: float) -> Any:
         """An amax, or a tensor of that amax, in the framework."""
         x: Any = np.float32(amax)
         if self.takes == "tensor":
@@ -168,10 +168,12 @@ class Held:
         elif isinstance(operation, str):
             raise ValueError(f"an operation is a step, save, load or reset; got {operation!r}.")
         elif of.observe is None:
-            self.state = of.update(self.state, *(self.subject.given(amax) for amax in operation))
+            self.state = of.update(
+                self.state, *(self.subject.observation(amax) for amax in operation)
+            )
         else:
             for amax in operation:
-                self.state = of.observe(self.state, self.subject.given(amax))
+                self.state = of.observe(self.state, self.subject.observation(amax))
             observed = self.scale() if operation else None
             self.state = of.update(self.state)
             return observed
@@ -203,7 +205,7 @@ def subject_of(implementation: Any, *, takes: str = "amax", framework: str = "nu
             "makes one."
         )
     functions = (
-        implementation if isinstance(implementation, Functions) else of_class(implementation)
+        implementation if isinstance(implementation, Functions) else class_functions(implementation)
     )
     name = getattr(implementation, "__name__", "the implementation")
     return Subject(functions=functions, name=name, takes=takes, framework=framework)

@@ -33,12 +33,12 @@ def remembers(subject: Subject) -> str:
     )
 
 
-def reductions(subject: Subject, fmt: Format, made: str) -> list[str]:
+def reductions(subject: Subject, fmt: Format, value: str) -> list[str]:
     """What else than the largest or the newest amax of a history its scale is made of, or how else
     its scale is rounded, if it is known."""
 
     def factor(amax: float) -> float:
-        return fmt.max / amax if made == "scale" else amax / fmt.max
+        return fmt.max / amax if value == "scale" else amax / fmt.max
 
     def near(a: float, b: float) -> bool:
         return math.isclose(a, b, rel_tol=1e-6)  # float32 roundings: 2^-23 each
@@ -62,17 +62,17 @@ def reductions(subject: Subject, fmt: Format, made: str) -> list[str]:
         if near(scales[3], factor(reduce(amaxes))):
             return [f"its scale is that of the {name} of the amaxes, not of the largest"]
     rising = (3.0, 5.0, 7.3)
-    found = [one.scale for one in subject.run(tuple((amax,) for amax in rising))][1:]
-    wanted = [factor(float(np.float32(amax))) for amax in rising]
-    as_float32 = np.asarray(wanted, np.float32)
-    if found == wanted and found != as_float32.tolist():
+    rising_scales = [one.scale for one in subject.run(tuple((amax,) for amax in rising))][1:]
+    expected = [factor(float(np.float32(amax))) for amax in rising]
+    as_float32 = np.asarray(expected, np.float32)
+    if rising_scales == expected and rising_scales != as_float32.tolist():
         return ["its scale is not rounded to float32"]
-    if found == cast.round_to(as_float32, BFLOAT16).tolist():
+    if rising_scales == cast.round_to(as_float32, BFLOAT16).tolist():
         return ["its scale is rounded to bfloat16"]
-    ratios = [a / b for a, b in zip(found, wanted, strict=False)]
+    ratios = [a / b for a, b in zip(rising_scales, expected, strict=False)]
     if len(ratios) == len(rising) and near(min(ratios), max(ratios)) and not near(ratios[0], 1):
         return [
-            f"its {made} is {ratios[0]:.6g} times that of the largest amax to {fmt}, max "
+            f"its {value} is {ratios[0]:.6g} times that of the largest amax to {fmt}, max "
             f"{fmt.max:g}"
         ]
     return []

@@ -42,12 +42,17 @@ def wrap(
         return function
     name = name or subject.name_of(function)
     count, bias = _arguments(function)
-    how = {"name": name, "granularity": granularity, "granularity_b": granularity_b, "bias": bias}
+    options = {
+        "name": name,
+        "granularity": granularity,
+        "granularity_b": granularity_b,
+        "bias": bias,
+    }
     if count == 2:
         return ScaledGemm(
             function=_with_bias(function) if bias else function,
             about={"numpy": version("numpy")},
-            **how,  # type: ignore[arg-type]
+            **options,  # type: ignore[arg-type]
         )
     if count != 4:
         raise ValueError(
@@ -62,21 +67,21 @@ def wrap(
         if framework
         else [one for one in subject.FRAMEWORKS if one == "numpy" or one in sys.modules]
     ):
-        found = ScaledGemm(
-            function=_of_arrays(function, tried, device, bias),
+        scaled = ScaledGemm(
+            function=_array_gemm(function, tried, device, bias),
             about={tried: version(tried), "device": device},
-            **how,  # type: ignore[arg-type]
+            **options,  # type: ignore[arg-type]
         )
         a, b = (
             operand(cast.encode(np.ones((128, 128), np.float32), fmt), fmt, one)
-            for fmt, one in zip(formats, found.granularities, strict=True)
+            for fmt, one in zip(formats, scaled.granularities, strict=True)
         )
         try:
-            found.multiply(a, b)
+            scaled.multiply(a, b)
         except RefusedError as error:
             refused.append(str(error))
         else:
-            return found
+            return scaled
     raise RefusedError("\n".join(refused))
 
 
@@ -104,45 +109,45 @@ def _with_bias(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def _of_arrays(
+def _array_gemm(
     function: Callable[..., Any], framework: str, device: str, takes_bias: bool
 ) -> Callable[..., Any]:
-    made = subject.Subject(name="", function=function, framework=framework, device=device)
+    tested = subject.Subject(name="", function=function, framework=framework, device=device)
 
     def multiply(a: Quantized, b: Quantized, bias: np.ndarray | None = None) -> Any:
-        given = [native_array(made, q.codes, q.fmt) for q in (a, b)] + [
-            made.make_array(q.scale_inv, "float32") for q in (a, b)
+        operands = [native_array(tested, q.codes, q.fmt) for q in (a, b)] + [
+            tested.make_array(q.scale_inv, "float32") for q in (a, b)
         ]
         added = (
             {
-                "bias": made.make_array(
+                "bias": tested.make_array(
                     np.zeros(len(b.codes), np.float32) if bias is None else bias, "float32"
                 )
             }
             if takes_bias
             else {}
         )
-        before = [arrays.written(x) for x in (*given, *added.values())]
-        found = function(*given, **added)
-        if [arrays.written(x) for x in (*given, *added.values())] != before:
+        before = [arrays.written(x) for x in (*operands, *added.values())]
+        output = function(*operands, **added)
+        if [arrays.written(x) for x in (*operands, *added.values())] != before:
             raise ProbeError("changed its operands. Let it work on copies.")
-        return found
+        return output
 
     return multiply
 
 
-def native_array(made: subject.Subject, codes: np.ndarray, fmt: Format) -> Any:
+def native_array(tested: subject.Subject, codes: np.ndarray, fmt: Format) -> Any:
     """Codes as an array of the framework's own dtype, of their shape.
 
     PyTorch's float4_e2m1fn_x2 holds two codes of 4 bits, so that its last axis is half as long.
     """
-    if made.framework == "torch":
+    if tested.framework == "torch":
         import torch
 
         if fmt.bits == 4:
-            return arrays.as_torch(packing.pack(codes), made.device).view(torch.float4_e2m1fn_x2)
-        return arrays.as_torch(codes, made.device).view(getattr(torch, f"float8_{fmt}"))
+            return arrays.as_torch(packing.pack(codes), tested.device).view(torch.float4_e2m1fn_x2)
+        return arrays.as_torch(codes, tested.device).view(getattr(torch, f"float8_{fmt}"))
     import ml_dtypes
 
     array = codes.view(getattr(ml_dtypes, f"float{fmt.bits}_{fmt}"))
-    return array if made.framework == "numpy" else arrays.as_jax(array)
+    return array if tested.framework == "numpy" else arrays.as_jax(array)

@@ -50,15 +50,15 @@ def ulp(largest: np.ndarray, fmt: Format) -> np.ndarray:
 def bound(
     a: Quantized,
     b: Quantized,
-    found: np.ndarray,
+    results: np.ndarray,
     simulated: np.ndarray,
     *,
     out_dtype: Format,
     epilogue: str | Epilogue,
 ) -> np.ndarray:
-    """Bound on |found - simulated| of a GEMM's outputs, elementwise, in float64 (B-1).
+    """Bound on |results - simulated| of a GEMM's outputs, elementwise, in float64 (B-1).
 
-    Shapes:   a [M, K]; b [N, K]; found, simulated and the bound [M, N].
+    Shapes:   a [M, K]; b [N, K]; results, simulated and the bound [M, N].
     Specials: NaN or Inf where an operand is.
     """
     # n float32 roundings in any order err by gamma(n) of the sum of magnitudes. Then both results
@@ -70,11 +70,11 @@ def bound(
         @ np.abs(scaling.dequantize(b)).astype(np.float64).T
     )
     roundings = 3 if by_name(epilogue).round_first else 1
-    largest = np.maximum(np.abs(found), np.abs(simulated)).astype(np.float64)
+    largest = np.maximum(np.abs(results), np.abs(simulated)).astype(np.float64)
     return gamma(a.codes.shape[1] + ROUNDINGS) * magnitudes + roundings * ulp(largest, out_dtype)
 
 
-def of_tensor_core(a: Quantized, b: Quantized, unit: TensorCore) -> np.ndarray:
+def tensor_core_bound(a: Quantized, b: Quantized, unit: TensorCore) -> np.ndarray:
     """Bound on what one tensor core's steps lose of a GEMM's scaled sum, elementwise [M, N], in
     float64 (B-1).
 
@@ -135,7 +135,7 @@ def exact(a: Quantized, b: Quantized) -> np.ndarray:
 def distance(
     a: Quantized,
     b: Quantized,
-    found: np.ndarray,
+    results: np.ndarray,
     simulated: np.ndarray,
     *,
     out_dtype: Format,
@@ -147,14 +147,14 @@ def distance(
     Specials:  equal infinities, and NaN on both sides, are at distance 0; one side alone at
                infinity.
     """
-    alike = (found == simulated) | (np.isnan(found) & np.isnan(simulated))
+    alike = (results == simulated) | (np.isnan(results) & np.isnan(simulated))
     with np.errstate(invalid="ignore", over="ignore"):
-        within = bound(a, b, found, simulated, out_dtype=out_dtype, epilogue=epilogue)
-        bounds = np.abs(found.astype(np.float64) - simulated) / within
+        within = bound(a, b, results, simulated, out_dtype=out_dtype, epilogue=epilogue)
+        bounds = np.abs(results.astype(np.float64) - simulated) / within
         true = exact(a, b)
-        ulps = np.abs(found - true) / ulp(np.maximum(np.abs(found), np.abs(true)), out_dtype)
-    lost = ~np.isfinite(found) & ~alike
+        ulps = np.abs(results - true) / ulp(np.maximum(np.abs(results), np.abs(true)), out_dtype)
+    lost = ~np.isfinite(results) & ~alike
     return Distance(
-        np.where(alike & ~np.isfinite(found), 0, np.where(lost, np.inf, ulps)),
+        np.where(alike & ~np.isfinite(results), 0, np.where(lost, np.inf, ulps)),
         np.where(alike, 0, np.where(lost, np.inf, bounds)),
     )

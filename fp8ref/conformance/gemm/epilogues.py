@@ -34,7 +34,7 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
     rng = np.random.default_rng(seed)
     codes = _integers(bench, rng)
     rows, columns = bench.sampled
-    results, operands, given = [], [], FLOAT32
+    results, operands, dtype = [], [], FLOAT32
     # the last two leave the range of float16, not of bfloat16
     for exponent in (
         0,
@@ -47,8 +47,8 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
         a, b = _operands(
             bench.gemm, codes, (bench.fmt_a, bench.fmt_b), rng, 2.0 ** (-exponent // 2)
         )
-        found, given = bench.gemm.multiply(a, b)
-        results.append(found[np.ix_(rows, columns)])
+        outputs, dtype = bench.gemm.multiply(a, b)
+        results.append(outputs[np.ix_(rows, columns)])
         operands.append((rows_of(a, rows), rows_of(b, columns)))
     values = np.stack(results)
     out = next(
@@ -60,7 +60,7 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
         FLOAT32,
     )
     evidence = (
-        f"{values.size} sums of integers under random scales, given as {given}, are all "
+        f"{values.size} sums of integers under random scales, given as {dtype}, are all "
         f"numbers of {out}, such as {values.flat[0]:.9g}"
     )
     findings = [Finding(what="out_dtype", value=out.name, evidence=evidence)]
@@ -71,10 +71,10 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
         sums = gemm.matmul(
             operand(a.codes, a.fmt, "tensorwise"), operand(b.codes, b.fmt, "tensorwise")
         )
-        for how in ROUNDINGS:
-            expected = cast.round_to(sums * a.scale_inv * b.scale_inv.T, out, rounding=how)
-            wrong[how] += int((expected != result).sum())
-    best = min(ROUNDINGS, key=lambda how: wrong[how])
+        for mode in ROUNDINGS:
+            expected = cast.round_to(sums * a.scale_inv * b.scale_inv.T, out, rounding=mode)
+            wrong[mode] += int((expected != result).sum())
+    best = min(ROUNDINGS, key=lambda mode: wrong[mode])
     evidence = (
         f"{wrong[best]} of the same results are rounded differently; the order of scales is "
         "not known yet"
@@ -98,9 +98,9 @@ def epilogue(
         and e.rounding == bench.rounding
         and not (e.round_first and bench.out == FLOAT32)
     ]
-    fits, found = _fitting(bench, accumulate, plain, rng)
+    fits, finding = _fitting(bench, accumulate, plain, rng)
     if not bench.gemm.bias or not fits:
-        return fits, [found]
+        return fits, [finding]
     alike = {(e.scale, e.round_first, e.rounding) for e in fits}
     biased = [e for e in candidates() if e.bias and (e.scale, e.round_first, e.rounding) in alike]
     with_bias, more = _fitting(bench, accumulate, biased, rng)
@@ -113,7 +113,7 @@ def epilogue(
             for f in with_bias
         )
     ]
-    return both or fits, [found, dataclasses.replace(more, what="epilogue with bias")]
+    return both or fits, [finding, dataclasses.replace(more, what="epilogue with bias")]
 
 
 def candidates() -> Iterator[Epilogue]:
@@ -148,18 +148,18 @@ def under_scales(
     """
     a, b = _operands(bench.gemm, drawn, (bench.fmt_a, bench.fmt_b), rng, factor)
     rows, columns = bench.sampled
-    found = np.ascontiguousarray(bench.gemm.multiply(a, b)[0][np.ix_(rows, columns)])
-    return rows_of(a, rows), rows_of(b, columns), found
+    results = np.ascontiguousarray(bench.gemm.multiply(a, b)[0][np.ix_(rows, columns)])
+    return rows_of(a, rows), rows_of(b, columns), results
 
 
 def _integers(bench: Bench, rng: np.random.Generator) -> list[np.ndarray]:
     """Codes of a and b: small integers in the first 32 of K, zeros elsewhere."""
-    made = []
+    operand_codes = []
     for rows, fmt in ((bench.m, bench.fmt_a), (bench.n, bench.fmt_b)):
         codes = np.zeros((rows, bench.k), np.uint8)
         codes[:, :K_STEP] = cast.encode(rng.integers(1, 16, (rows, K_STEP)).astype(np.float32), fmt)
-        made.append(codes)
-    return made
+        operand_codes.append(codes)
+    return operand_codes
 
 
 def _fitting(
@@ -185,7 +185,7 @@ def _fitting(
             if tried[0].bias
             else None
         )
-        found = bench.gemm.multiply(a, b, bias)[0][np.ix_(rows, columns)]
+        results = bench.gemm.multiply(a, b, bias)[0][np.ix_(rows, columns)]
         scales = rows_of(a, rows).scale_inv, rows_of(b, columns).scale_inv.T
         for e in tried:
             expected = gemm.finish(
@@ -195,8 +195,8 @@ def _fitting(
                 out_dtype=bench.out,
                 bias=None if bias is None else bias[columns],
             )
-            wrong[e] += int((expected != found).sum())
-        compared += found.size
+            wrong[e] += int((expected != results).sum())
+        compared += results.size
     fits = [e for e in tried if not wrong[e]]
     nearest = min((e for e in tried if wrong[e]), key=lambda e: wrong[e], default=None)
     evidence = f"{compared} results under random scales"

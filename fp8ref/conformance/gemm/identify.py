@@ -93,18 +93,18 @@ class Identified(Result):
     def plan(self) -> dict[str, Any]:
         """The plan as JSON. If no plan fits, keys that are not known are null."""
         if self.accumulate is not None:
-            of_sums = plan_to_dict(self.accumulate)
+            accumulation = plan_to_dict(self.accumulate)
         else:
-            known = {
+            values = {
                 f.what: f.value
                 for f in self.findings
                 if not (f.what == "fused_width" and isinstance(f.value, str))
             }
-            of_sums = (
-                {"accumulate": None} | {key: known.get(key) for key in UNIT} | dict.fromkeys(PLAN)
+            accumulation = (
+                {"accumulate": None} | {key: values.get(key) for key in UNIT} | dict.fromkeys(PLAN)
             )
         return {
-            **of_sums,
+            **accumulation,
             "epilogue": self.epilogue and self.epilogue.name,
             "out_dtype": self.bench.out.name,
         }
@@ -198,16 +198,16 @@ def identify(
             "a probe takes tensorwise or rowwise scales, of both operands; got "
             f"{', '.join(scaled.granularities)}. Use grade_gemm."
         )
-    bench, of_out = epilogues.rounding(
+    bench, out_findings = epilogues.rounding(
         Bench(gemm=scaled, m=m, n=n, k=k, fmt_a=formats[0], fmt_b=formats[1]), seed
     )
     drawn = draw_sample(bench, seed)
     plans, findings = _accumulation(bench, drawn)
-    fitting, of_epilogue = epilogues.epilogue(bench, plans[0] if plans else None, seed)
+    fitting, epilogue_findings = epilogues.epilogue(bench, plans[0] if plans else None, seed)
     pairs, compared, equal = _confirmed(bench, plans, fitting, seed)
     ends: list[Finding] = []
     if pairs:
-        plans, fitting = (list(dict.fromkeys(of_pair)) for of_pair in zip(*pairs, strict=True))
+        plans, fitting = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
         tried = {
             epilogue: specials.extremes(bench, plans[0], epilogue, seed) for epilogue in fitting
         }
@@ -216,11 +216,11 @@ def identify(
         ] or fitting
         ends = tried[fitting[0]]
     if fitting:
-        of_epilogue[0] = dataclasses.replace(
-            of_epilogue[0], value=fitting[0].name, others=tuple(e.name for e in fitting[1:])
+        epilogue_findings[0] = dataclasses.replace(
+            epilogue_findings[0], value=fitting[0].name, others=tuple(e.name for e in fitting[1:])
         )
     findings = _settled(findings, plans)
-    findings += [*of_epilogue, *of_out, *specials.specials(bench), *ends]
+    findings += [*epilogue_findings, *out_findings, *specials.specials(bench), *ends]
     epilogue = fitting[0] if fitting else None
     return Identified(
         bench=bench,
@@ -235,13 +235,13 @@ def identify(
 
 def _settled(findings: Sequence[Finding], plans: Sequence[str | Accumulation]) -> list[Finding]:
     """The findings, with those about the order of sums taken from the plans that were confirmed."""
-    made = [plan for plan in plans if isinstance(plan, Accumulation)]
-    if not made:
+    accumulations = [plan for plan in plans if isinstance(plan, Accumulation)]
+    if not accumulations:
         return list(findings)
     evidence = next(finding.evidence for finding in findings if finding.what == "promotion")
     return [
         *(finding for finding in findings if finding.what not in FIELDS),
-        *findings_of(made, evidence),
+        *findings_of(accumulations, evidence),
     ]
 
 
@@ -262,11 +262,11 @@ def _accumulation(
             width,
             Finding(what="order", value=fits[0] if fits else None, evidence=evidence),
         ]
-    units, found = step.units(bench, width.value)
-    found = [width, *found]
+    units, findings = step.units(bench, width.value)
+    findings = [width, *findings]
     if not units:
-        return [], found
-    plans, of_order = fitting_plans(bench, units, drawn)
+        return [], findings
+    plans, order_findings = fitting_plans(bench, units, drawn)
     if plans:
         # units that one step does not distinguish may differ in random sums
         alike = [
@@ -275,8 +275,8 @@ def _accumulation(
             if unit == plans[0].unit or drawn.fits(bench, dataclasses.replace(plans[0], unit=unit))
         ]
         alike.sort(key=lambda unit: unit != plans[0].unit)
-        found = [step.settled(finding, alike) for finding in found]
-    return plans, found + of_order
+        findings = [step.settled(finding, alike) for finding in findings]
+    return plans, findings + order_findings
 
 
 def _confirmed(
@@ -295,7 +295,7 @@ def _confirmed(
         max(2, min(epilogues.MOST_ROUNDS, epilogues.ENOUGH // (len(rows) * len(columns))))
     ):
         rng = np.random.default_rng([seed, i])
-        a, b, found = epilogues.under_scales(bench, draw_codes(bench, rng), rng)
+        a, b, results = epilogues.under_scales(bench, draw_codes(bench, rng), rng)
         plain = [operand(q.codes, q.fmt, "tensorwise") for q in (a, b)]
         most = max(equal.values())
         for plan in plans:
@@ -308,8 +308,8 @@ def _confirmed(
                     acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out
                 )
                 equal[plan, epilogue] += int(
-                    (found.view(np.uint32) == expected.view(np.uint32)).sum()
+                    (results.view(np.uint32) == expected.view(np.uint32)).sum()
                 )
-        compared += found.size
+        compared += results.size
     most = max(equal.values())
     return [pair for pair in pairs if equal[pair] == most], compared, most

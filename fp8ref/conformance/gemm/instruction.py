@@ -96,14 +96,14 @@ class Instruction(Result):
             markup=False,
         )
         bits = f"{self.equal:,} of {self.compared:,} results have the simulator's bits"
-        said = (
+        verdict = (
             f"identified: {bits}"
             if self.ok
             else f"NOT confirmed: {bits}"
             if self.units
             else "no unit of the simulator gives these answers"
         )
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
+        console.print(verdict, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,16 @@ class Pairings(Result):
     @property
     def ok(self) -> bool:
         """True if it is identified in every pair."""
-        return all(one.ok for one in self.found)
+        return all(instruction.ok for instruction in self.found)
 
     def to_dict(self) -> dict[str, Any]:
         """As --json writes it."""
-        return {"ok": self.ok, "pairings": [one.to_dict() for one in self.found]}
+        return {"ok": self.ok, "pairings": [instruction.to_dict() for instruction in self.found]}
 
     def render(self, console: "Console") -> None:
         """Print every pair."""
-        for one in self.found:
-            one.render(console)
+        for instruction in self.found:
+            instruction.render(console)
 
 
 def as_scaled_gemm(multiply: Multiply, name: str) -> ScaledGemm:
@@ -159,8 +159,10 @@ def identify(
         gemm=as_scaled_gemm(multiply, name), m=SIDE, n=SIDE, k=K_STEP, fmt_a=fmt_a, fmt_b=fmt_b
     )
     width = step.width(bench)
-    units, found = step.units(bench, width.value) if isinstance(width.value, int) else ([], [])
-    findings = [width, *found]
+    units, step_findings = (
+        step.units(bench, width.value) if isinstance(width.value, int) else ([], [])
+    )
+    findings = [width, *step_findings]
     groups, compared, equal = [], 0, 0
     for group, (a, b, c) in _groups(fmt_a, fmt_b):
         groups.append(
@@ -170,13 +172,13 @@ def identify(
         )
     if units:
         zeros = next(group for group in groups if group.group == ZERO_PRODUCTS)
-        units, of_zeros = _of_zero_factors(units, zeros, fmt_a, fmt_b)
-        findings = [of_zeros if finding.what == "zeros" else finding for finding in findings]
+        units, zeros_finding = _zero_factor_units(units, zeros, fmt_a, fmt_b)
+        findings = [zeros_finding if finding.what == "zeros" else finding for finding in findings]
         for of in groups:
             expected = _expected(of, units[0], fmt_a, fmt_b)
             same = expected.view(np.uint32) == of.d.view(np.uint32)
             compared, equal = compared + same.size, equal + int(same.sum())
-            findings.append(_of_group(of.group, of.c, of.d, expected, same))
+            findings.append(_group_finding(of.group, of.c, of.d, expected, same))
     for i in range(-(-count // SIDE**2) if units else 0):
         same = _random(multiply, fmt_a, fmt_b, units[0], seed + i)
         compared, equal = compared + same.size, equal + int(same.sum())
@@ -203,7 +205,7 @@ def _expected(of: InstructionGroup, unit: TensorCore, fmt_a: Format, fmt_b: Form
     )
 
 
-def _of_zero_factors(
+def _zero_factor_units(
     units: list[TensorCore], of: InstructionGroup, fmt_a: Format, fmt_b: Format
 ) -> tuple[list[TensorCore], Finding]:
     """The units with the rule for zero factors that the group shows, and the finding (G-11).
@@ -231,11 +233,11 @@ def _of_zero_factors(
         f"{', '.join(f'{n} of {of.d.size} as {rule!r}' for rule, n in right.items())}"
     )
     fits = [rule for rule, n in right.items() if n == of.d.size]
-    found = fits[0] if fits else None
-    if found == "least":  # only where exponents are coded (G-18)
+    zeros = fits[0] if fits else None
+    if zeros == "least":  # only where exponents are coded (G-18)
         coded = [unit for unit in units if (unit.exponents, unit.zeros) == ("coded", "excluded")]
         units = [dataclasses.replace(unit, zeros="least") for unit in coded]
-    return units, Finding(what="zeros", value=found, evidence=evidence, others=tuple(fits[1:]))
+    return units, Finding(what="zeros", value=zeros, evidence=evidence, others=tuple(fits[1:]))
 
 
 def random_operands(
@@ -259,14 +261,14 @@ def random_operands(
         np.float32
     )
     bits = rng.integers(0, 1 << 32, c.shape, dtype=np.uint32)
-    of_any_bits = np.where(bits >> 23 & 0xFF == 0xFF, bits & np.uint32(0xBFFFFFFF), bits).view(
+    any_bits = np.where(bits >> 23 & 0xFF == 0xFF, bits & np.uint32(0xBFFFFFFF), bits).view(
         np.float32
     )
     return (
         codes[0],
         codes[1],
         np.choose(
-            rng.integers(0, 8, c.shape), [c, c, c, c, c, of_any_bits, of_any_bits, np.zeros_like(c)]
+            rng.integers(0, 8, c.shape), [c, c, c, c, c, any_bits, any_bits, np.zeros_like(c)]
         ),
     )
 
@@ -283,18 +285,18 @@ def _diagonal(
     multiply: Multiply, a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format
 ) -> np.ndarray:
     """Results, float32 [Q], of row i of a, row i of b and c[i] for each i."""
-    found = []
+    diagonals = []
     for i in range(0, len(a), SIDE):
         part = slice(i, i + SIDE)
-        found.append(
+        diagonals.append(
             np.diagonal(
                 multiply(a[part], b[part], np.diag(c[part]).astype(np.float32), fmt_a, fmt_b)
             )
         )
-    return np.concatenate(found)
+    return np.concatenate(diagonals)
 
 
-def _of_group(
+def _group_finding(
     group: str, c: np.ndarray, d: np.ndarray, expected: np.ndarray, same: np.ndarray
 ) -> Finding:
     if same.all():
@@ -323,21 +325,21 @@ def _groups(
         for sign in (1, -1)
     ]
     finite = [x for x in scaled if abs(x) < 2.0**TOP_FLOAT]
-    yield "accumulators alone", _made([({}, c) for c in finite])
+    yield "accumulators alone", _operands([({}, c) for c in finite])
     zeros = [
         {0: (0, fmt_b.max_code)},
         {31: (fmt_a.max_code, 0)},
         dict.fromkeys(range(K_STEP), (128, one_b)),
     ]
-    yield ZERO_PRODUCTS, _made([(terms, c) for terms in zeros for c in finite])
+    yield ZERO_PRODUCTS, _operands([(terms, c) for terms in zeros for c in finite])
     near = [sign * m * 2.0**e for e in range(-20, 22) for m in odd for sign in (1, -1)]
-    yield "accumulators and 1 x 1", _made([({0: (one_a, one_b)}, c) for c in near])
+    yield "accumulators and 1 x 1", _operands([({0: (one_a, one_b)}, c) for c in near])
     large = {0: (fmt_a.max_code, fmt_b.max_code)}
     opposite = {0: (fmt_a.max_code | 0x80, fmt_b.max_code)}
     top = float(np.uint32(FULL).view(np.float32))
     yield (
         "accumulators near overflow",
-        _made(
+        _operands(
             [
                 (t, s * c)
                 for t in (large, opposite, {})
@@ -354,10 +356,10 @@ def _groups(
         {0: (one_a | 0x80, one_b)},
         {0: (one_a, one_b), 1: (one_a | 0x80, one_b)},
     ]
-    yield "signs of zero", _made([(t, c) for t in zero_terms for c in signs])
+    yield "signs of zero", _operands([(t, c) for t in zero_terms for c in signs])
     yield (
         "NaN and infinities",
-        _made(
+        _operands(
             [
                 (t, c)
                 for t in _specials(fmt_a, fmt_b, one_a, one_b)
@@ -368,7 +370,7 @@ def _groups(
     payloads = np.array(
         [0x7F800001, 0xFF800001, 0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32
     ).view(np.float32)
-    a, b, _ = _made([(t, 0.0) for t in ({}, {0: (one_a, one_b)}) for _ in payloads])
+    a, b, _ = _operands([(t, 0.0) for t in ({}, {0: (one_a, one_b)}) for _ in payloads])
     # as bits: a Python float would not keep them
     yield (
         "NaN accumulators",
@@ -399,7 +401,7 @@ def _specials(
     return terms
 
 
-def _made(
+def _operands(
     stimuli: Sequence[tuple[dict[int, tuple[int, int]], float]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     a, b = (np.zeros((len(stimuli), K_STEP), np.uint8) for _ in range(2))

@@ -171,15 +171,15 @@ def load(name: str) -> Callable:
     if here not in sys.path:
         sys.path.insert(0, here)  # stays there, for imports inside the function
     try:
-        found: Any = importlib.import_module(module)
+        loaded: Any = importlib.import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            loaded = getattr(loaded, part)
     except (Exception, SystemExit) as error:  # a custom module may raise anything
         raise ValueError(
             f"{name} cannot be imported from {here} ({type(error).__name__}: {error}). Name "
             "module:function."
         ) from error
     # optax's transformations
-    if not callable(found) and not (hasattr(found, "init") and hasattr(found, "update")):
-        raise ValueError(f"{name} is a {type(found).__name__}; a function is needed.")
-    return found
+    if not callable(loaded) and not (hasattr(loaded, "init") and hasattr(loaded, "update")):
+        raise ValueError(f"{name} is a {type(loaded).__name__}; a function is needed.")
+    return loaded

@@ -141,14 +141,14 @@ def fitting_plans(
     Returns:  the plans, the simplest first, and its ``accumulator``, ``promotion``, ``split_k``,
               ``split_order`` and ``split_tile`` as findings.
     """
-    found = places(bench, units[0])
-    if isinstance(found, str):
-        return [], [Finding(what="promotion", value=None, evidence=found)]
-    evidence = f"steps before it in its chain, for every 32 of K: {_short(found)}"
+    measured = places(bench, units[0])
+    if isinstance(measured, str):
+        return [], [Finding(what="promotion", value=None, evidence=measured)]
+    evidence = f"steps before it in its chain, for every 32 of K: {_short(measured)}"
     alike = [
         plan
         for plan in candidates(units[0], bench.k)
-        if np.array_equal(expected_places(plan, bench.k), found)
+        if np.array_equal(expected_places(plan, bench.k), measured)
     ]
     plans: list[Accumulation] = []
     for unit in units:
@@ -177,7 +177,7 @@ def findings_of(plans: Sequence[Accumulation], evidence: str) -> list[Finding]:
         if aligned
         else "0 in every step, whose results are added in float32"
     )
-    found = [
+    findings = [
         Finding(
             what="promotion", value=simplest.promotion or "none", evidence=evidence, others=others
         ),
@@ -190,8 +190,10 @@ def findings_of(plans: Sequence[Accumulation], evidence: str) -> list[Finding]:
     )
     for name in names:
         values = list(dict.fromkeys(getattr(plan, name) for plan in plans))
-        found.append(Finding(what=name, value=values[0], evidence=SAME, others=tuple(values[1:])))
-    return found
+        findings.append(
+            Finding(what=name, value=values[0], evidence=SAME, others=tuple(values[1:]))
+        )
+    return findings
 
 
 def candidates(unit: TensorCore, k: int) -> Iterator[Accumulation]:
@@ -212,13 +214,13 @@ def candidates(unit: TensorCore, k: int) -> Iterator[Accumulation]:
 
 def expected_places(plan: Accumulation, k: int) -> np.ndarray:
     """What ``places`` measures of a GEMM with this plan."""
-    found = np.zeros(k // K_STEP, np.int64)
+    counts = np.zeros(k // K_STEP, np.int64)
     for part in accumulate.parts(k, plan):
         steps = part[::K_STEP] // K_STEP
-        found[steps] = np.arange(len(steps)) % (
+        counts[steps] = np.arange(len(steps)) % (
             plan.promotion // K_STEP if plan.promotion else max(len(steps), 1)
         )
-    return found
+    return counts
 
 
 def _named(plan: Accumulation) -> str:
@@ -280,10 +282,10 @@ def epilogue(plan: Mapping[str, Any]) -> Epilogue:
 
     Raises:   ValueError: an epilogue that no probe names.
     """
-    known = {e.name: e for e in epilogues.candidates()}
-    if str(plan.get("epilogue")) not in known:
+    named = {e.name: e for e in epilogues.candidates()}
+    if str(plan.get("epilogue")) not in named:
         raise ValueError(
             "a plan's epilogue is one that a probe names, such as "
-            f"{', '.join(list(known)[:3])}; got {plan.get('epilogue')!r}. Probe again."
+            f"{', '.join(list(named)[:3])}; got {plan.get('epilogue')!r}. Probe again."
         )
-    return known[plan["epilogue"]]
+    return named[plan["epilogue"]]

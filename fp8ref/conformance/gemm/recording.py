@@ -61,15 +61,15 @@ class Recordings(Result):
     @property
     def ok(self) -> bool:
         """True if none is damaged and all have their recorded bits."""
-        return not self.damaged and all(one.ok for one in self.verified)
+        return not self.damaged and all(recording.ok for recording in self.verified)
 
     def to_dict(self) -> dict[str, Any]:
         """As --json writes it."""
-        found = [
-            {"path": str(one.path), "compared": one.compared, "equal": one.equal}
-            for one in self.verified
+        recordings = [
+            {"path": str(recording.path), "compared": recording.compared, "equal": recording.equal}
+            for recording in self.verified
         ]
-        return {"ok": self.ok, "recordings": found, "damaged": list(self.damaged)}
+        return {"ok": self.ok, "recordings": recordings, "damaged": list(self.damaged)}
 
     def render(self, console: "Console") -> None:
         """Print a line for each that was verified."""
@@ -92,13 +92,13 @@ def verify_all(paths: Iterable[Path]) -> Recordings:
     return Recordings(verified, damaged)
 
 
-def of_gemm(found: Identified, folder: Path, *, seed: int = 1) -> Path:
+def record_gemm(identified: Identified, folder: Path, *, seed: int = 1) -> Path:
     """Record some rows and columns of a GEMM.
 
     Its operands are those that identified it, under new random scales.
     """
-    bench, rng = found.bench, np.random.default_rng(seed)
-    a, b, out = epilogues.under_scales(bench, [found.drawn.a, found.drawn.b], rng)
+    bench, rng = identified.bench, np.random.default_rng(seed)
+    a, b, out = epilogues.under_scales(bench, [identified.drawn.a, identified.drawn.b], rng)
     rows, columns = (np.sort(rng.permutation(count)[:ROWS]) for count in out.shape)
     a, b = rows_of(a, rows), rows_of(b, columns)
     sampled = {"rows": bench.sampled[0][rows], "columns": bench.sampled[1][columns]}
@@ -120,20 +120,20 @@ def of_gemm(found: Identified, folder: Path, *, seed: int = 1) -> Path:
         bench.fmt_a.name,
         bench.fmt_b.name,
     ]
-    return _write(folder, "-".join(words), {"kind": "gemm", **found.to_dict()}, arrays)
+    return _write(folder, "-".join(words), {"kind": "gemm", **identified.to_dict()}, arrays)
 
 
-def of_instruction(
-    found: Instruction, multiply: Multiply, folder: Path, *, count: int = 4000, seed: int = 1
+def record_instruction(
+    identified: Instruction, multiply: Multiply, folder: Path, *, count: int = 4000, seed: int = 1
 ) -> Path:
     """Record the groups of instructions that were run, and ``count`` random ones."""
     arrays = {
-        key: np.concatenate([getattr(group, key) for group in found.groups])
+        key: np.concatenate([getattr(group, key) for group in identified.groups])
         for key in ("a", "b", "c", "d")
     }
     for i in range(-(-count // SIDE)):
-        a, b, c = random_operands(found.fmt_a, found.fmt_b, seed + i)
-        d = np.diagonal(multiply(a, b, c, found.fmt_a, found.fmt_b))
+        a, b, c = random_operands(identified.fmt_a, identified.fmt_b, seed + i)
+        d = np.diagonal(multiply(a, b, c, identified.fmt_a, identified.fmt_b))
         arrays = {
             key: np.concatenate([arrays[key], value])
             for key, value in (("a", a), ("b", b), ("c", np.diagonal(c)), ("d", d))
@@ -141,8 +141,8 @@ def of_instruction(
     arrays |= {key: arrays[key].view(np.uint32) for key in ("c", "d")}
     return _write(
         folder,
-        f"{found.name}-{found.fmt_a}-{found.fmt_b}",
-        {"kind": "instruction", **found.to_dict()},
+        f"{identified.name}-{identified.fmt_a}-{identified.fmt_b}",
+        {"kind": "instruction", **identified.to_dict()},
         arrays,
     )
 

@@ -77,7 +77,7 @@ class ScaledGemm:
     def _once(
         self, a: Quantized, b: Quantized, with_bias: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, Format]:
-        given = [
+        copies = [
             np.copy(part) for part in (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
         ]
         try:
@@ -89,15 +89,15 @@ class ScaledGemm:
             Exception,
             SystemExit,
         ) as error:  # a custom function, or reading its result, may raise anything
-            said = f": {error}" if str(error) else ""
+            text = f": {error}" if str(error) else ""
             raise RefusedError(
-                f"{self.name} raised {type(error).__name__} for {_of(a, b)}{said}. Call it on "
+                f"{self.name} raised {type(error).__name__} for {_of(a, b)}{text}. Call it on "
                 "such operands alone to find the cause."
             ) from error
         now = (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
         if not all(
             np.array_equal(before, after, equal_nan=True)
-            for before, after in zip(given, now, strict=True)
+            for before, after in zip(copies, now, strict=True)
         ):
             raise ProbeError(
                 f"{self.name} changed its operands, {_of(a, b)}. Let it work on copies."
@@ -155,23 +155,23 @@ def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:
     return q._replace(codes=q.codes[rows], scale=scale, scale_inv=scale_inv)
 
 
-def read_array(found: Any) -> tuple[np.ndarray, Format]:
+def read_array(array: Any) -> tuple[np.ndarray, Format]:
     """A framework's array as a float32 copy, which no later call writes to, and its dtype."""
-    if hasattr(found, "detach"):  # PyTorch's tensors
-        dtype, found = (
-            str(found.dtype).removeprefix("torch."),
-            found.detach().float().cpu().resolve_conj().resolve_neg().numpy(),
+    if hasattr(array, "detach"):  # PyTorch's tensors
+        dtype, array = (
+            str(array.dtype).removeprefix("torch."),
+            array.detach().float().cpu().resolve_conj().resolve_neg().numpy(),
         )
-    elif hasattr(found, "dtype"):
-        dtype, found = np.dtype(found.dtype).name, np.asarray(found)
+    elif hasattr(array, "dtype"):
+        dtype, array = np.dtype(array.dtype).name, np.asarray(array)
     else:
         raise ProbeError(
-            f"gives one array [M, N] of NumPy, PyTorch or JAX; got {type(found).__name__}. "
+            f"gives one array [M, N] of NumPy, PyTorch or JAX; got {type(array).__name__}. "
             "Return the array alone."
         )
     if dtype not in OUT_DTYPES:
         raise ProbeError(f"gives {', '.join(OUT_DTYPES)}; got {dtype}. Convert what it returns.")
-    return np.array(found, np.float32, order="C", ndmin=0, copy=True), OUT_DTYPES[dtype]
+    return np.array(array, np.float32, order="C", ndmin=0, copy=True), OUT_DTYPES[dtype]
 
 
 def _of(a: Quantized, b: Quantized) -> str:

@@ -57,7 +57,7 @@ def specials(bench: Bench) -> list[Finding]:
             a[row, k], b[row, k] = x, y
     results = bench.run_codes(a, b)
     got = {name: _read(x) for name, x in zip(stimuli, results, strict=True)}
-    found = []
+    findings = []
     for what, expected in (
         ("nan", {"nan"}),
         ("infinities", {"inf", "-inf", "nan"}),
@@ -71,25 +71,25 @@ def specials(bench: Bench) -> list[Finding]:
         if not names:
             continue
         wrong = {n: got[n] for n in names if got[n] != stimuli[n][1]}
-        said = (
+        words = (
             "as IEEE 754"
             if not wrong
             else ", ".join(f"{n} is {value}" for n, value in wrong.items())
         )
-        found.append(
-            Finding(what=what, value=said, evidence=", ".join(f"{n} is {got[n]}" for n in names))
+        findings.append(
+            Finding(what=what, value=words, evidence=", ".join(f"{n} is {got[n]}" for n in names))
         )
     bits = {int(x.view(np.uint32)) for x in results if np.isnan(x)}
     if bits:
         listed = ", ".join(f"{b:08x}" for b in sorted(bits))
-        found.append(
+        findings.append(
             Finding(
                 what="nan_bits",
                 value=listed,
                 evidence=f"bits of the NaNs above, widened to float32; tensor cores give {NAN:08x}",
             )
         )
-    return found
+    return findings
 
 
 def extremes(
@@ -99,7 +99,7 @@ def extremes(
 
     Random operands are run under scales that move their results there.
     """
-    drawn, found = plans.draw_sample(bench, seed), []
+    drawn, findings = plans.draw_sample(bench, seed), []
     for what, exponent in (
         ("small results", bench.out.emin - 6),
         ("large results", int(np.frexp(bench.out.max)[1])),
@@ -123,12 +123,14 @@ def extremes(
         )
         if len(wrong):
             at = tuple(int(i) for i in wrong[0])
-            said = (
+            words = (
                 f"{len(wrong)} differ from the simulator, such as {results[at]:.9g} instead of "
                 f"{expected[at]:.9g}"
             )
-        found.append(Finding(what=what, value=said if len(wrong) else ALIKE[1], evidence=evidence))
-    return found
+        findings.append(
+            Finding(what=what, value=words if len(wrong) else ALIKE[1], evidence=evidence)
+        )
+    return findings
 
 
 def _infinities(

@@ -59,8 +59,8 @@ def width(bench: Bench) -> Finding:
     }
     # one by one, all between 0 and j are lost, and j itself is not one of the 30
     expected |= {SEQUENTIAL: [K_STEP - (j + 1) for j in pairs], WIDE: [K_STEP - 2 for _ in pairs]}
-    found = [w for w, counts in expected.items() if np.array_equal(kept, counts)]
-    return Finding(what="fused_width", value=found[0] if found else None, evidence=evidence)
+    widths = [w for w, counts in expected.items() if np.array_equal(kept, counts)]
+    return Finding(what="fused_width", value=widths[0] if widths else None, evidence=evidence)
 
 
 def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Finding]]:
@@ -72,9 +72,9 @@ def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Findin
         name="probed", fused_width=fused_width, fraction_bits=13, output_bits=23, evidence="probed"
     )
     fitting = [
-        dataclasses.replace(plain, fraction_bits=bits, rounding=how)
+        dataclasses.replace(plain, fraction_bits=bits, rounding=mode)
         for bits in range(25, 0, -1)
-        for how in ROUNDINGS
+        for mode in ROUNDINGS
     ]
     fitting, terms = _narrowed(
         bench, fitting, _terms(bench), {"fraction_bits": "", "rounding": "1.5"}
@@ -92,7 +92,7 @@ def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Findin
         for unit, (of, zeros), subnormals in itertools.product(fitting, kinds, ("kept", "flushed"))
     ]
     stimuli = _about_exponents(bench, fitting[0].fraction_bits)
-    fitting, of_terms = _narrowed(
+    fitting, exponent_findings = _narrowed(
         bench, fitting, stimuli, {"exponents": "same", "zeros": "zero", "subnormals": "smallest"}
     )
     likeliest = [
@@ -102,8 +102,8 @@ def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Findin
         if bits <= 23
     ]
     fitting = [
-        dataclasses.replace(unit, output_bits=bits, output_rounding=how)
-        for unit, how, bits in itertools.product(fitting, ROUNDINGS, likeliest)
+        dataclasses.replace(unit, output_bits=bits, output_rounding=mode)
+        for unit, mode, bits in itertools.product(fitting, ROUNDINGS, likeliest)
     ]
     fitting, results = _narrowed(
         bench,
@@ -111,9 +111,9 @@ def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Findin
         _results(bench, fitting[0]) if fitting else {},
         {"output_bits": "", "output_rounding": " - "},
     )
-    agreeing = _of_random_steps(bench, fitting)
-    findings = [settled(finding, agreeing) for finding in (*terms, *of_terms, *results)]
-    said = (
+    agreeing = _random_step_units(bench, fitting)
+    findings = [settled(finding, agreeing) for finding in (*terms, *exponent_findings, *results)]
+    evidence = (
         f"{len(agreeing)} of the {len(fitting)} units that are left have the bits of steps "
         "over random codes of all kinds"
     )
@@ -122,7 +122,7 @@ def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Findin
         Finding(
             what="random steps",
             value="as the simulator has them" if agreeing else None,
-            evidence=said,
+            evidence=evidence,
         ),
     ]
 
@@ -190,7 +190,7 @@ def _predicted(bench: Bench, a: np.ndarray, b: np.ndarray, unit: TensorCore) -> 
     )
 
 
-def _of_random_steps(bench: Bench, candidates: Sequence[TensorCore]) -> list[TensorCore]:
+def _random_step_units(bench: Bench, candidates: Sequence[TensorCore]) -> list[TensorCore]:
     """The candidates that predict the bits of steps over random codes of all kinds."""
     rng = np.random.default_rng(0)
     rows, columns = min(bench.m, SIDE), min(bench.n, SIDE)
@@ -205,18 +205,18 @@ def _of_random_steps(bench: Bench, candidates: Sequence[TensorCore]) -> list[Ten
         operand(drawn, fmt, bench.gemm.granularity)
         for drawn, fmt in zip(codes, (bench.fmt_a, bench.fmt_b), strict=True)
     )
-    found = bench.gemm.multiply(left, right)[0][:rows, :columns]
+    results = bench.gemm.multiply(left, right)[0][:rows, :columns]
     a, b = (
         cast.decode(codes[0][:rows, -K_STEP:], bench.fmt_a),
         cast.decode(codes[1][:columns, -K_STEP:], bench.fmt_b),
     )
-    zero = np.zeros(found.shape, np.float32)
+    zero = np.zeros(results.shape, np.float32)
     return [
         unit
         for unit in candidates
         if np.array_equal(
             bench.rounded(tensor_core.chain_plain(a, b, zero, bench.fmt_a, bench.fmt_b, unit)),
-            found,
+            results,
         )
     ]
 

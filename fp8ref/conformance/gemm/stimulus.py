@@ -71,8 +71,8 @@ class Bench:
             min(_emax(self.fmt_a), exponent - self.fmt_b.emin),
         )
         assert least <= most, exponent
-        of_a = min(max(exponent // 2, least), most)
-        return sign * 2.0**of_a, 2.0 ** (exponent - of_a)
+        exponent_a = min(max(exponent // 2, least), most)
+        return sign * 2.0**exponent_a, 2.0 ** (exponent - exponent_a)
 
     @property
     def largest(self) -> tuple[float, float]:
@@ -123,9 +123,9 @@ class Bench:
             operand(np.ascontiguousarray(codes[index]), fmt, self.gemm.granularity)
             for codes, index, fmt in ((a, rows, self.fmt_a), (b, columns, self.fmt_b))
         )
-        found, _ = self.gemm.multiply(left, right)
-        results = found[np.arange(count), np.arange(count)]
-        same = (found.view(np.uint32) == results.view(np.uint32)[rows][:, None]) | (
+        outputs, _ = self.gemm.multiply(left, right)
+        results = outputs[np.arange(count), np.arange(count)]
+        same = (outputs.view(np.uint32) == results.view(np.uint32)[rows][:, None]) | (
             rows[:, None] != columns[None, :]
         )
         if not same.all():
@@ -133,7 +133,7 @@ class Bench:
             raise VariesError(
                 f"{self.gemm.name} sums in different ways within one result [{self.m}, "
                 f"{self.n}], K = {self.k}: equal operands gave {results[rows[i]]:.9g} at "
-                f"{[int(rows[i])] * 2} and {found[i, j]:.9g} at {[i, j]}. Probe a smaller M and "
+                f"{[int(rows[i])] * 2} and {outputs[i, j]:.9g} at {[i, j]}. Probe a smaller M and "
                 "N, of one tile."
             )
         return results

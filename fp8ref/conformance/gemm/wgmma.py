@@ -62,13 +62,13 @@ def nvcc() -> str:
         Path("/usr/local/cuda/bin"),
         *packages,
     ]
-    found = shutil.which("nvcc", path=os.pathsep.join(map(str, places)))
-    if not found:
+    path = shutil.which("nvcc", path=os.pathsep.join(map(str, places)))
+    if not path:
         raise ProbeError(
             "wgmma needs nvcc, which was not found. Set CUDA_HOME, or install nvcc with: pip "
             "install 'fp8ref[cuda]'"
         )
-    return found
+    return path
 
 
 def build(folder: Path) -> Path:
@@ -101,9 +101,9 @@ def build(folder: Path) -> Path:
 def load() -> ctypes.CDLL:
     """Compile and load the library, once a process."""
     with tempfile.TemporaryDirectory() as folder:
-        made = ctypes.CDLL(str(build(Path(folder))))
-    made.fp8ref_error.restype = ctypes.c_char_p
-    return made
+        library = ctypes.CDLL(str(build(Path(folder))))
+    library.fp8ref_error.restype = ctypes.c_char_p
+    return library
 
 
 def device() -> dict[str, str]:
@@ -151,14 +151,14 @@ def right_on_integers(multiply: Multiply) -> bool:
     for fmt_a, fmt_b in PAIRS:
         a, b = rng.integers(-4, 5, (2 * TILE_M, K)), rng.integers(-4, 5, (3 * TILE_N, K))
         c = rng.integers(-100, 101, (len(a), len(b)))
-        found = multiply(
+        sums = multiply(
             cast.encode(a.astype(np.float32), fmt_a),
             cast.encode(b.astype(np.float32), fmt_b),
             c.astype(np.float32),
             fmt_a,
             fmt_b,
         )
-        if not np.array_equal(found, a @ b.T + c):
+        if not np.array_equal(sums, a @ b.T + c):
             return False
     return True
 

@@ -85,7 +85,9 @@ def inputs() -> Inputs:
     return Inputs(weights=weights, gradients=gradients)
 
 
-def hidden(name: str, optimizer: Any, kind: str, given: Numbers, layout: Layout) -> dict[str, str]:
+def hidden(
+    name: str, optimizer: Any, kind: str, settings: Numbers, layout: Layout
+) -> dict[str, str]:
     """{gradient: what becomes of it} of each that does not make NaN of its weight, or, of NaN, of
     the weights that share its scales. Libraries store an infinite moment in other ways than clause
     O (O-13): of infinities the first step is asked.
@@ -93,34 +95,36 @@ def hidden(name: str, optimizer: Any, kind: str, given: Numbers, layout: Layout)
     Raises:   RefusedError, ConformanceError: as ``subjects.run``.
     """
     asked = inputs()
-    made = subjects.run(name, optimizer, kind, asked, given)
+    snapshots = subjects.run(name, optimizer, kind, asked, settings)
 
     def is_hidden(gradient: str, steps: int) -> bool:
-        pairs = zip(made[:steps], _lost(asked, layout, gradient), strict=False)
+        pairs = zip(snapshots[:steps], _lost(asked, layout, gradient), strict=False)
         return any(
             not np.array_equal(np.isnan(after[gradient].weight), wanted) for after, wanted in pairs
         )
 
-    found = {
-        one: _name_of(made, one, asked)
+    outcomes = {
+        one: _name_of(snapshots, one, asked)
         for one in DAMAGED
         if is_hidden(one, 2 if one == "NaN" else 1)
     }
-    if found:
-        return found
-    found = {one: _name_of(made, one, asked) for one in (*PLACES, *SHAPES) if is_hidden(one, 2)}
-    if any(not np.isnan(after[WEIGHT].weight[AT]) for after in made):
-        found[WEIGHT] = "replaced by a number"
+    if outcomes:
+        return outcomes
+    outcomes = {
+        one: _name_of(snapshots, one, asked) for one in (*PLACES, *SHAPES) if is_hidden(one, 2)
+    }
+    if any(not np.isnan(after[WEIGHT].weight[AT]) for after in snapshots):
+        outcomes[WEIGHT] = "replaced by a number"
     # Without stored moments the first change of a weight is that of its own gradient alone.
     large, small = (
-        np.delete(made[0][one].weight.reshape(-1), np.ravel_multi_index(AT, SHAPE))
+        np.delete(snapshots[0][one].weight.reshape(-1), np.ravel_multi_index(AT, SHAPE))
         for one in (LARGE, SMALL)
     )
     if not np.array_equal(large, small):
-        found[LARGE] = (
+        outcomes[LARGE] = (
             f"one changes {int((large != small).sum())} other weights, as clipping a norm does"
         )
-    return found
+    return outcomes
 
 
 def findings(damage: dict[str, str], layout: Layout | None) -> list[Finding]:
@@ -153,13 +157,16 @@ def _lost(asked: Inputs, layout: Layout, gradient: str) -> list[np.ndarray]:
     return lost
 
 
-def _name_of(made: list[dict[str, Snapshot]], gradient: str, asked: Inputs) -> str:
+def _name_of(snapshots: list[dict[str, Snapshot]], gradient: str, asked: Inputs) -> str:
     """What an optimizer makes of a gradient in place of NaN, as far as weights show it."""
-    after = [one[gradient].weight for one in made]
+    after = [snapshot[gradient].weight for snapshot in snapshots]
     numbers = [
         n
         for n in REPLACED
-        if all(np.array_equal(one[n].weight, w) for one, w in zip(made, after, strict=True))
+        if all(
+            np.array_equal(snapshot[n].weight, w)
+            for snapshot, w in zip(snapshots, after, strict=True)
+        )
     ]
     if numbers:
         return f"replaced by {' or '.join(numbers)}"

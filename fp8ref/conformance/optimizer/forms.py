@@ -148,25 +148,31 @@ class Numbers:
 
 
 def update(
-    form: Form, p: np.ndarray, m: np.ndarray, v: np.ndarray, step: int, given: Numbers, bound: float
+    form: Form,
+    p: np.ndarray,
+    m: np.ndarray,
+    v: np.ndarray,
+    step: int,
+    settings: Numbers,
+    bound: float,
 ) -> np.ndarray:
     """The new weight of new moments; bound is that of a bounded layout, else infinite."""
-    c1, c2 = (_lacking(b, step - 1 + form.count, form.numbers) for b in (given.b1, given.b2))
-    lr, decay = F32(given.learning_rate), F32(given.weight_decay)
+    c1, c2 = (_lacking(b, step - 1 + form.count, form.numbers) for b in (settings.b1, settings.b2))
+    lr, decay = F32(settings.learning_rate), F32(settings.weight_decay)
     rate = lr
     with np.errstate(all="ignore"):
-        denominator = _denominator(form, v, c2, F32(given.eps))
+        denominator = _denominator(form, v, c2, F32(settings.eps))
         numerator = m
         if form.bias_m == "product":
             numerator = m * F32(F32(1) / c1 if form.numbers == "float32" else 1 / c1)
         elif form.bias_m == "quotient":
             numerator = m / F32(c1)
         elif form.bias_m == "rate":
-            rate = F32(lr / c1) if form.numbers == "float32" else F32(given.learning_rate / c1)
+            rate = F32(lr / c1) if form.numbers == "float32" else F32(settings.learning_rate / c1)
         if form.decay == "factor":
-            p = p * F32(1 - given.learning_rate * given.weight_decay)
+            p = p * F32(1 - settings.learning_rate * settings.weight_decay)
         elif form.decay == "subtracted":
-            p = p - (F32(given.learning_rate) * decay) * p
+            p = p - (F32(settings.learning_rate) * decay) * p
         if form.change == "numerator":
             new = p - (
                 (rate * numerator) / denominator
@@ -177,7 +183,7 @@ def update(
             ratio = ratio + decay * p if form.decay == "added" else ratio
             new = fma(-rate, ratio, p) if form.change == "fused" else p - rate * ratio
         return (
-            new * F32(1 - given.learning_rate * given.weight_decay)
+            new * F32(1 - settings.learning_rate * settings.weight_decay)
             if form.decay == "after"
             else new
         )
@@ -193,13 +199,15 @@ def _denominator(form: Form, v: np.ndarray, c2, eps: np.float32) -> np.ndarray:
             else v * F32(F32(1) / c2 if form.numbers == "float32" else 1 / c2)
         )
     v = v if inside is None else v + inside
-    found = root(v)
+    denominator = root(v)
     if form.bias_v == "product":
-        of_v = np.sqrt(c2)
-        found = found * F32(F32(1) / of_v if form.numbers == "float32" else 1 / of_v)
+        correction = np.sqrt(c2)
+        denominator = denominator * F32(
+            F32(1) / correction if form.numbers == "float32" else 1 / correction
+        )
     elif form.bias_v == "quotient":
-        found = found / F32(np.sqrt(c2))
-    return found if inside is not None else found + eps
+        denominator = denominator / F32(np.sqrt(c2))
+    return denominator if inside is not None else denominator + eps
 
 
 def _lacking(beta: float, step: int, numbers: str) -> Any:
@@ -234,9 +242,9 @@ def with_averages(form: Form, m: str, v: str) -> Form:
     return replace(form, m=m, v=v)
 
 
-def bound_of(layout: states.Layout, step: int, given: Numbers) -> float:
+def bound_of(layout: states.Layout, step: int, settings: Numbers) -> float:
     """The bound of O-6 at a step, infinite of a layout without."""
     if not layout.bounded:
         return np.inf
-    table = states.corrections(given.b1, given.b2)
+    table = states.corrections(settings.b1, settings.b2)
     return table[min(step, len(table)) - 1][2]

@@ -52,47 +52,53 @@ def identify_optimizer(
     """
     if expect is not None and expect not in NAMED:
         raise ValueError(f"expect is one of {', '.join(NAMED)}; got {expect!r}.")
-    given = numbers or Numbers()
+    settings = numbers or Numbers()
     name = name or subjects_of_arrays.name_of(optimizer)
-    kind, found = _asked(optimizer, name, kind, given, steps)
-    fit, updates, masters = _first_step(found)
-    searched, coupled = found, False
+    kind, form_search = _asked(optimizer, name, kind, settings, steps)
+    fit, updates, masters = _first_step(form_search)
+    searched, coupled = form_search, False
     if fit == "far":
-        searched, coupled, fit, updates, masters = _with_decay_in_gradients(found)
+        searched, coupled, fit, updates, masters = _with_decay_in_gradients(form_search)
     if fit == "far":
-        ahead = _first_step(found, count=2)
+        ahead = _first_step(form_search, count=2)
         fit, updates, masters = ahead if ahead[0] == "exact" else (fit, updates, masters)
-    layout, form, exact = _identified(searched, updates, masters, known=fit != "far")
-    nearest, of_nearest = (
+    layout, form, exact = _identified(searched, updates, masters, has_form=fit != "far")
+    nearest, nearest_form = (
         (layout, form)
         if layout is not None
-        else _nearest(searched, form, masters, known=fit != "far")
+        else _nearest(searched, form, masters, has_form=fit != "far")
     )
     if coupled:
-        form, of_nearest = (dataclasses.replace(one, decay="coupled") for one in (form, of_nearest))
-    wanted = NAMED[expect] if expect else nearest
+        form, nearest_form = (
+            dataclasses.replace(order, decay="coupled") for order in (form, nearest_form)
+        )
+    target = NAMED[expect] if expect else nearest
     sound = form if form.sound else Form()
-    same = wanted == nearest and of_nearest.sound
-    compared = of_nearest if same else forms.with_averages(sound, wanted.average, wanted.average)
-    first = None if exact and wanted == layout and form.sound else found.departure(wanted, compared)
-    hidden = {} if layout is None else damage.hidden(name, optimizer, kind, given, layout)
-    said = "".join(f". {kind} gradients: {words}" for kind, words in hidden.items())
+    same = target == nearest and nearest_form.sound
+    compared = nearest_form if same else forms.with_averages(sound, target.average, target.average)
+    first = (
+        None
+        if exact and target == layout and form.sound
+        else form_search.departure(target, compared)
+    )
+    hidden = {} if layout is None else damage.hidden(name, optimizer, kind, settings, layout)
+    damage_words = "".join(f". {kind} gradients: {words}" for kind, words in hidden.items())
     return OptimizerOutcome(
         name=name,
         kind=kind,
         layout=None if layout is None else layout.name,
-        form=of_nearest,
+        form=nearest_form,
         known=fit != "far",
         exact=exact,
-        shown=found.shown,
+        shown=form_search.shown,
         findings=[
-            *findings(searched, layout, of_nearest, exact, known=fit != "far"),
+            *findings(searched, layout, nearest_form, exact, has_form=fit != "far"),
             *damage.findings(hidden, layout),
         ],
-        summary=summary(layout, of_nearest, exact, nearest, known=fit != "far") + said,
+        summary=summary(layout, nearest_form, exact, nearest, has_form=fit != "far") + damage_words,
         damage=hidden,
         expected=expect,
-        departure=None if first is None else counterexample(first, wanted),
+        departure=None if first is None else counterexample(first, target),
     )
 
 
@@ -110,29 +116,31 @@ def require_optimizer(
     Raises:    as ``identify_optimizer``.
     Source:    spec O-2 to O-10, O-14, O-15.
     """
-    layout, given = states.by_name(layout), numbers or Numbers()
+    layout, settings = states.by_name(layout), numbers or Numbers()
     name = subjects_of_arrays.name_of(optimizer)
-    kind, found = _asked(optimizer, name, kind, given, steps)
-    first = found.departure(layout, Form(m=layout.average, v=layout.average))
+    kind, form_search = _asked(optimizer, name, kind, settings, steps)
+    first = form_search.departure(layout, Form(m=layout.average, v=layout.average))
     if first is not None:
         raise AssertionError(
             f"{name} departs from layout {layout.name!r}: {counterexample(first, layout)}; "
             f"{first.differing} of {first.of} differ"
         )
-    hidden = damage.hidden(name, optimizer, kind, given, layout)
+    hidden = damage.hidden(name, optimizer, kind, settings, layout)
     if hidden:
-        said = "; ".join(f"{gradients} gradients: {words}" for gradients, words in hidden.items())
-        raise AssertionError(f"{name} departs from layout {layout.name!r}: {said} (O-2)")
+        damage_words = "; ".join(
+            f"{gradients} gradients: {words}" for gradients, words in hidden.items()
+        )
+        raise AssertionError(f"{name} departs from layout {layout.name!r}: {damage_words} (O-2)")
 
 
 def _asked(
-    optimizer: Any, name: str, kind: str | None, given: Numbers, steps: int = subjects.STEPS
+    optimizer: Any, name: str, kind: str | None, settings: Numbers, steps: int = subjects.STEPS
 ) -> tuple[str, Search]:
     if kind is not None and kind not in subjects.KINDS:
         raise ValueError(f"kind is one of {', '.join(subjects.KINDS)}; got {kind!r}.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is an integer of at least 1; got {steps!r}.")
-    states.scalars(steps, **dataclasses.asdict(given))  # refuses numbers outside their ranges
+    states.scalars(steps, **dataclasses.asdict(settings))  # refuses numbers outside their ranges
     kind = kind or subjects.kind_of(optimizer)
     if kind is None:
         raise ValueError(
@@ -142,14 +150,16 @@ def _asked(
         )
     _add_roots(kind)
     asked = subjects.inputs(steps)
-    made = subjects.run(name, optimizer, kind, asked, given)
-    again = subjects.run(name, optimizer, kind, asked, given)
-    if any(made[-1][t].weight.tobytes() != again[-1][t].weight.tobytes() for t in asked.weights):
+    snapshots = subjects.run(name, optimizer, kind, asked, settings)
+    again = subjects.run(name, optimizer, kind, asked, settings)
+    if any(
+        snapshots[-1][t].weight.tobytes() != again[-1][t].weight.tobytes() for t in asked.weights
+    ):
         raise ConformanceError(
             f"{name} does not repeat itself from the same start. Turn off random state, such as "
             "stochastic rounding."
         )
-    return kind, Search(asked, made, given)
+    return kind, Search(asked, snapshots, settings)
 
 
 def _add_roots(kind: str) -> None:
@@ -163,29 +173,29 @@ def _add_roots(kind: str) -> None:
 
 
 def _identified(
-    found: Search, updates: list[Form], masters: list[Moment], *, known: bool
+    form_search: Search, updates: list[Form], masters: list[Moment], *, has_form: bool
 ) -> tuple[Layout | None, Form, bool]:
     """The layout, the form, and whether they explain every bit; updates and masters are those of
     the first step.
     """
-    if found.shown:
-        layout, m, v = _by_states(found, masters)
+    if form_search.shown:
+        layout, m, v = _by_states(form_search, masters)
         if layout is None:
             return None, forms.with_averages(updates[0], "products", "products"), False
-        if not known:
+        if not has_form:
             return layout, forms.with_averages(updates[0], m, v), False
         every = [
             forms.with_averages(update, m, v)
-            for update in forms.updates(decays=_decays(found), count=updates[0].count)
+            for update in forms.updates(decays=_decays(form_search), count=updates[0].count)
         ]
-        form, exact = _best_update(found, layout, every)
+        form, exact = _best_update(form_search, layout, every)
         # neither bound nor master is in the moments
-        for other in () if exact else _of_equal_moments(layout, masters):
-            of_other, explained = _best_update(found, other, every)
+        for other in () if exact else _equal_moment_layouts(layout, masters):
+            other_form, explained = _best_update(form_search, other, every)
             if explained:
-                return other, of_other, True
+                return other, other_form, True
         return layout, form, exact
-    if not known:
+    if not has_form:
         return None, updates[0], False
     named = search.named(masters)
     # A narrow master hides many forms of the first step: the layouts' own averages are tried before
@@ -193,55 +203,57 @@ def _identified(
     for layout, averages in [(x, [(x.average, x.average)]) for x in named] + [
         (x, list(forms.averages())) for x in named
     ]:
-        for form in _by_weights(found, layout, updates, averages):
+        for form in _by_weights(form_search, layout, updates, averages):
             return layout, form, True
     for base in named:
         own = (base.average, base.average)
         for layout in search.variations(base):
-            for form in _by_weights(found, layout, updates, [own]):
+            for form in _by_weights(form_search, layout, updates, [own]):
                 return layout, form, True
     return None, updates[0], False
 
 
-def _of_equal_moments(layout: Layout, masters: list[Moment]) -> list[Layout]:
+def _equal_moment_layouts(layout: Layout, masters: list[Moment]) -> list[Layout]:
     """The layouts with the same moments, and without the bound or with another of these masters."""
-    found = [
+    layouts = [
         other
         for master in masters
         if master != layout.master and (other := search.with_master(layout, master)) is not None
     ]
     if layout.bounded and layout.master.amax != "predicted":
-        found.append(
+        layouts.append(
             dataclasses.replace(layout, bounded=False, name=f"{layout.name} without a bound")
         )
-    return found
+    return layouts
 
 
-def _decays(found: Search) -> bool:
-    return found.given.weight_decay > 0
+def _decays(form_search: Search) -> bool:
+    return form_search.given.weight_decay > 0
 
 
-def _with_decay_in_gradients(found: Search) -> tuple[Search, bool, str, list[Form], list[Moment]]:
+def _with_decay_in_gradients(
+    form_search: Search,
+) -> tuple[Search, bool, str, list[Form], list[Moment]]:
     """The search whose gradients have the decay in them, True, and its ``_first_step``, if that
     explains it; else the search as it was, and clause O's form."""
-    for fused in (False, True) if _decays(found) else ():
-        other = found.coupled(fused=fused)
+    for fused in (False, True) if _decays(form_search) else ():
+        other = form_search.coupled(fused=fused)
         fit, fitting, masters = _first_step(other)
         if fit == "exact":
             return other, True, fit, fitting, masters
-    return found, False, "far", [Form()], [Moment()]
+    return form_search, False, "far", [Form()], [Moment()]
 
 
-def _first_step(found: Search, *, count: int = 1) -> tuple[str, list[Form], list[Moment]]:
+def _first_step(form_search: Search, *, count: int = 1) -> tuple[str, list[Form], list[Moment]]:
     """The forms of the update that explain the first step of the probe, in which no layout has a
     part but by its master, "exact", and these masters; else the nearest form, "near" or "far", and
     the master of least precision that could hold the weights."""
     every = [
         forms.with_averages(u, "products", v)
         for v in ("products", "products, (a g) g")
-        for u in forms.updates(decays=_decays(found), count=count)
+        for u in forms.updates(decays=_decays(form_search), count=count)
     ]
-    possible = found.masters()
+    possible = form_search.masters()
     fit: dict[Form, None] = {}
     masters = []
     for master in possible:
@@ -250,14 +262,17 @@ def _first_step(found: Search, *, count: int = 1) -> tuple[str, list[Form], list
         )
         # a bound clips ratios whose bias is not corrected
         both = dict.fromkeys((plain, dataclasses.replace(plain, bounded=True)))
-        of_it = (
+        fitting = (
             f
             for f in every
-            if any(found.weight_departure(of, f, tensors=(PROBE,), steps=1) is None for of in both)
+            if any(
+                form_search.weight_departure(of, f, tensors=(PROBE,), steps=1) is None
+                for of in both
+            )
         )
         # A float16 weight has not the last places of forms: hundreds explain it, and the first is
         # taken.
-        forms_of_it = list(of_it) if master == Moment() else list(itertools.islice(of_it, 1))
+        forms_of_it = list(fitting) if master == Moment() else list(itertools.islice(fitting, 1))
         if forms_of_it:
             masters.append(master)
             fit |= dict.fromkeys(
@@ -269,22 +284,24 @@ def _first_step(found: Search, *, count: int = 1) -> tuple[str, list[Form], list
         return "exact", list(fit), masters
     nearest_master = possible[1] if len(possible) > 1 else possible[0]
     layout = dataclasses.replace(LAYOUTS["float32"], master=nearest_master)
-    theirs = found.made[0][PROBE].weight.reshape(-1).astype(np.float64)
+    theirs = form_search.made[0][PROBE].weight.reshape(-1).astype(np.float64)
 
     def far(form: Form) -> float:
         return float(
-            np.nan_to_num(np.abs(found.weights(layout, form, PROBE, 1) - theirs).sum(), nan=np.inf)
+            np.nan_to_num(
+                np.abs(form_search.weights(layout, form, PROBE, 1) - theirs).sum(), nan=np.inf
+            )
         )
 
     nearest = min(every, key=far)
-    before = found.asked.weights[PROBE].reshape(-1).astype(np.float64)
-    change = np.abs(found.weights(LAYOUTS["float32"], nearest, PROBE, 1) - before).sum()
+    before = form_search.asked.weights[PROBE].reshape(-1).astype(np.float64)
+    change = np.abs(form_search.weights(LAYOUTS["float32"], nearest, PROBE, 1) - before).sum()
     # Other roundings, as of moments to bfloat16 before they are used, change a step by at most 2^-8
     # of it
     return "near" if far(nearest) <= change / 64 else "far", [nearest], [nearest_master]
 
 
-def _by_states(found: Search, masters: list[Moment]) -> tuple[Layout | None, str, str]:
+def _by_states(form_search: Search, masters: list[Moment]) -> tuple[Layout | None, str, str]:
     """The first layout whose codes and scales are theirs at each step, and the averages of both
     moments.
     """
@@ -294,7 +311,7 @@ def _by_states(found: Search, masters: list[Moment]) -> tuple[Layout | None, str
             (
                 order
                 for order in _orders(layout)[which]
-                if found.state_departure(which, layout, order) is None
+                if form_search.state_departure(which, layout, order) is None
             ),
             None,
         )
@@ -307,68 +324,68 @@ def _by_states(found: Search, masters: list[Moment]) -> tuple[Layout | None, str
     return None, "products", "products"
 
 
-def _best_update(found: Search, layout: Layout, updates: Iterable[Form]) -> tuple[Form, bool]:
+def _best_update(form_search: Search, layout: Layout, updates: Iterable[Form]) -> tuple[Form, bool]:
     """The first form that explains every weight, and True; else the nearest, and False."""
     every = list(updates)
     for form in every:
         if (
-            found.weight_departure(layout, form, tensors=(PROBE,)) is None
-            and found.weight_departure(layout, form) is None
+            form_search.weight_departure(layout, form, tensors=(PROBE,)) is None
+            and form_search.weight_departure(layout, form) is None
         ):
             return form, True
-    return min(every, key=lambda form: found.far(layout, form)), False
+    return min(every, key=lambda form: form_search.far(layout, form)), False
 
 
 def _by_weights(
-    found: Search, layout: Layout, updates: list[Form], averages: Iterable[tuple[str, str]]
+    form_search: Search, layout: Layout, updates: list[Form], averages: Iterable[tuple[str, str]]
 ) -> Iterable[Form]:
     """The forms that explain every weight under a layout."""
     for m, v in averages:
         for update in updates:
             form = forms.with_averages(update, m, v)
             if (
-                found.weight_departure(layout, form, tensors=(PROBE,)) is None
-                and found.weight_departure(layout, form) is None
+                form_search.weight_departure(layout, form, tensors=(PROBE,)) is None
+                and form_search.weight_departure(layout, form) is None
             ):
                 yield form
 
 
 def _nearest(
-    found: Search, form: Form, masters: list[Moment], *, known: bool
+    form_search: Search, form: Form, masters: list[Moment], *, has_form: bool
 ) -> tuple[Layout, Form]:
     """The named layout from which it departs last, by the states that are shown, or else by
     weights; and the form that it is compared in."""
 
     def late(first: Departure | None) -> tuple[int, float]:
         return (
-            (len(found.made) + 1, 0.0)
+            (len(form_search.made) + 1, 0.0)
             if first is None
             else (first.step, -first.differing / first.of)
         )
 
-    if not known:
+    if not has_form:
         return LAYOUTS["float32"], form
-    if not found.shown:
+    if not form_search.shown:
         pairs = [
             (layout, forms.with_averages(form, layout.average, layout.average))
             for layout in search.named(masters)
         ]
-        return max(pairs, key=lambda one: late(found.weight_departure(*one)))
+        return max(pairs, key=lambda one: late(form_search.weight_departure(*one)))
     best = []
     for layout in search.named(masters):
         ranked = [
-            {order: late(found.state_departure(i, layout, order)) for order in orders}
+            {order: late(form_search.state_departure(i, layout, order)) for order in orders}
             for i, orders in enumerate(_orders(layout))
         ]
-        m, v = (max(of_each, key=of_each.__getitem__) for of_each in ranked)
+        m, v = (max(lateness, key=lateness.__getitem__) for lateness in ranked)
         ends = sorted((ranked[0][m], ranked[1][v]))
         best.append((ends, layout, m, v))
     _, layout, m, v = max(best, key=lambda one: one[0])
     every = (
         forms.with_averages(update, m, v)
-        for update in forms.updates(decays=_decays(found), count=form.count)
+        for update in forms.updates(decays=_decays(form_search), count=form.count)
     )
-    return layout, _best_update(found, layout, every)[0]
+    return layout, _best_update(form_search, layout, every)[0]
 
 
 def _orders(layout: Layout) -> tuple[list[str], list[str]]:

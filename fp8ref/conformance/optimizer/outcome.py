@@ -120,7 +120,7 @@ class OptimizerOutcome(Result):
         console.out(self.message, highlight=False)
 
 
-def counterexample(first: Departure, wanted: Layout) -> Counterexample:
+def counterexample(first: Departure, layout: Layout) -> Counterexample:
     """The first difference from a layout, and the clause that it is of."""
     clause = (
         "O-15"
@@ -146,26 +146,28 @@ def counterexample(first: Departure, wanted: Layout) -> Counterexample:
         bits=(),
         dtype="float32",
         got=said(first.got),
-        expected=f"{said(first.expected)} of layout {wanted.name!r}",
+        expected=f"{said(first.expected)} of layout {layout.name!r}",
         clause=clause,
     )
 
 
 def findings(
-    found: Search, layout: Layout | None, form: Form, exact: bool, *, known: bool
+    search: Search, layout: Layout | None, form: Form, exact: bool, *, has_form: bool
 ) -> list[Finding]:
     """What is compared, and each decision that the form found has, with its evidence."""
-    steps, elements = len(found.made), sum(w.size for w in found.asked.weights.values())
+    steps, elements = len(search.made), sum(w.size for w in search.asked.weights.values())
     shown = (
         "codes and scales"
-        if any(one.m and one.m.scale_inv is not None for one in found.made[0].values())
+        if any(
+            snapshot.m and snapshot.m.scale_inv is not None for snapshot in search.made[0].values()
+        )
         else "numbers"
     )
     compared = (
-        f"weights{' and ' + shown + ' of both moments' if found.shown else ''} of {elements:,} "
+        f"weights{' and ' + shown + ' of both moments' if search.shown else ''} of {elements:,} "
         f"elements, {steps} steps"
     )
-    made = [
+    findings = [
         Finding(
             what="layout",
             value=None if layout is None else layout.name,
@@ -173,7 +175,7 @@ def findings(
             words="" if layout else "none that has a name",
         )
     ]
-    count, most = (0, 0.0) if exact or layout is None else found.far(layout, form)
+    count, most = (0, 0.0) if exact or layout is None else search.far(layout, form)
     words = (
         "every bit"
         if exact
@@ -181,7 +183,7 @@ def findings(
         if layout is None
         else f"not every bit: the nearest form differs by {most:.3g} ulps at most"
     )
-    total = steps * found.asked.weights[PROBE].size
+    total = steps * search.asked.weights[PROBE].size
     evidence = (
         compared
         if exact
@@ -189,9 +191,9 @@ def findings(
         if layout
         else "no form of a named layout"
     )
-    made.append(Finding(what="weights", value=exact, words=words, evidence=evidence))
+    findings.append(Finding(what="weights", value=exact, words=words, evidence=evidence))
     plain = Form(m=layout.average, v=layout.average) if layout else Form()
-    for key, title in FIELDS.items() if known else ():
+    for key, title in FIELDS.items() if has_form else ():
         value = getattr(form, key)
         as_clause = (
             "as clause O" if value == getattr(plain, key) else f"clause O: {getattr(plain, key)}"
@@ -199,7 +201,7 @@ def findings(
         formula = (
             forms.AVERAGES.get(value) or forms.SQUARES.get(value) if key in ("m", "v") else None
         )
-        made.append(
+        findings.append(
             Finding(
                 what=title,
                 value=value,
@@ -207,14 +209,16 @@ def findings(
                 evidence=as_clause,
             )
         )
-    return made
+    return findings
 
 
-def summary(layout: Layout | None, form: Form, exact: bool, nearest: Layout, *, known: bool) -> str:
+def summary(
+    layout: Layout | None, form: Form, exact: bool, nearest: Layout, *, has_form: bool
+) -> str:
     """One sentence: the layout, how certain it is, and which steps are others than those of clause
     O.
     """
-    if not known:
+    if not has_form:
         of = (
             "no layout explains it"
             if layout is None
@@ -230,9 +234,9 @@ def summary(layout: Layout | None, form: Form, exact: bool, nearest: Layout, *, 
         for key, title in FIELDS.items()
         if getattr(form, key) != getattr(plain, key)
     ]
-    how = "the order of clause O" if not others else f"another form: {', '.join(others)}"
+    order = "the order of clause O" if not others else f"another form: {', '.join(others)}"
     if layout is None:
-        return f"no layout explains every bit; the nearest is {nearest.name!r}, in {how}"
+        return f"no layout explains every bit; the nearest is {nearest.name!r}, in {order}"
     certain = (
         "bit for bit" if exact else "its states bit for bit, its weights by no known form exactly"
     )
@@ -251,4 +255,4 @@ def summary(layout: Layout | None, form: Form, exact: bool, nearest: Layout, *, 
         if form.count != 1
         else faulty
     )
-    return f"layout {layout.name!r}, {certain}, in {how}{faulty}"
+    return f"layout {layout.name!r}, {certain}, in {order}{faulty}"

@@ -45,11 +45,15 @@ class Departure(NamedTuple):
 class Search:
     """What layouts and forms would make of the inputs, computed as it is asked for."""
 
-    def __init__(self, asked: Inputs, made: list[dict[str, Snapshot]], given: Numbers) -> None:
-        self.asked, self.made, self.given = asked, made, given
+    def __init__(
+        self, asked: Inputs, snapshots: list[dict[str, Snapshot]], settings: Numbers
+    ) -> None:
+        self.asked, self.made, self.given = asked, snapshots, settings
         self._chains: dict[tuple, list[tuple[np.ndarray, MomentState]]] = {}
         self.shown = all(
-            one.m is not None and one.v is not None for step in made for one in step.values()
+            snapshot.m is not None and snapshot.v is not None
+            for step in snapshots
+            for snapshot in step.values()
         )
 
     def chain(
@@ -59,24 +63,24 @@ class Search:
         p = self.asked.weights[tensor]
         own = layout.of(p.size)
         moment = (own.m, own.v)[which]
-        found = self._chains.setdefault((which, moment, average, own.average, tensor), [])
+        chain = self._chains.setdefault((which, moment, average, own.average, tensor), [])
         keys = {
             key: getattr(self.given, key)
             for key in ("b1", "b2", "eps", "weight_decay", "learning_rate")
         }
         with np.errstate(all="ignore"):
-            while len(found) < steps:
-                step = len(found) + 1
+            while len(chain) < steps:
+                step = len(chain) + 1
                 at = states.scalars(step, **keys)
                 g = sim.in_range(self.asked.gradients[step - 1][tensor].reshape(-1))
-                old = found[-1][1] if found else moments.zeros(p.shape, moment)
+                old = chain[-1][1] if chain else moments.zeros(p.shape, moment)
                 x = moments.read(old, moment, old.codes.reshape(-1), 0, own)
                 b, a = ((at.b1, at.a1), (at.b2, at.a2))[which]
                 new = moments.not_tiny(forms.average(average, x, g, b, a, square=which == 1), own)
-                found.append(
+                chain.append(
                     (new, moments.store([(0, g, new)], old, moment, which, p.shape, at, None, own))
                 )
-        return found[:steps]
+        return chain[:steps]
 
     def coupled(self, *, fused: bool) -> "Search":
         """A search in which the decay is part of the gradient, g + decay p, rounded once or twice,
@@ -84,11 +88,11 @@ class Search:
         """
         decay = np.float32(self.given.weight_decay)
 
-        def of_step(step: int) -> dict[str, np.ndarray]:
+        def coupled_gradients(step: int) -> dict[str, np.ndarray]:
             before = (
                 self.asked.weights
                 if step == 0
-                else {name: one.weight for name, one in self.made[step - 1].items()}
+                else {name: snapshot.weight for name, snapshot in self.made[step - 1].items()}
             )
             gradients = self.asked.gradients[step]
             return {
@@ -98,26 +102,31 @@ class Search:
 
         with np.errstate(all="ignore"):
             asked = dataclasses.replace(
-                self.asked, gradients=[of_step(step) for step in range(len(self.made))]
+                self.asked, gradients=[coupled_gradients(step) for step in range(len(self.made))]
             )
         return Search(asked, self.made, dataclasses.replace(self.given, weight_decay=0.0))
 
     def state_departure(self, which: int, layout: Layout, average: str) -> Departure | None:
         """Where codes or scales of m (0) or v (1) first differ."""
         for step in range(1, len(self.made) + 1):
-            for tensor, one in self.made[step - 1].items():
-                theirs = (one.m, one.v)[which]
+            for tensor, snapshot in self.made[step - 1].items():
+                theirs = (snapshot.m, snapshot.v)[which]
                 assert theirs is not None
                 mine = self.chain(which, layout, average, tensor, step)[-1][1]
                 name = "mv"[which]
                 if (
-                    found := _differs(
-                        mine.codes, theirs.codes, f"codes of {name}", step, tensor, one.weight.shape
+                    departure := _differs(
+                        mine.codes,
+                        theirs.codes,
+                        f"codes of {name}",
+                        step,
+                        tensor,
+                        snapshot.weight.shape,
                     )
                 ) is not None:
-                    return found
+                    return departure
                 if theirs.scale_inv is not None and mine.scale_inv is not None:
-                    found = _differs(
+                    departure = _differs(
                         mine.scale_inv,
                         theirs.scale_inv,
                         f"scale_inv of {name}",
@@ -125,8 +134,8 @@ class Search:
                         tensor,
                         mine.scale_inv.shape,
                     )
-                    if found is not None:
-                        return found
+                    if departure is not None:
+                        return departure
         return None
 
     def weights(self, layout: Layout, form: Form, tensor: str, step: int) -> np.ndarray:
@@ -190,9 +199,9 @@ class Search:
         """Float32's, and those of named layouts that could hold every weight after the first
         step.
         """
-        after = np.concatenate([one.weight.reshape(-1) for one in self.made[0].values()]).view(
-            np.uint32
-        )
+        after = np.concatenate(
+            [snapshot.weight.reshape(-1) for snapshot in self.made[0].values()]
+        ).view(np.uint32)
         narrow = dict.fromkeys(layout.master for layout in WITH_MASTERS.values())
         return [
             Moment(),
@@ -210,7 +219,7 @@ class Search:
         for step in range(1, (steps or len(self.made)) + 1):
             for tensor in tensors or self.asked.weights:
                 theirs = self.made[step - 1][tensor]
-                found = _differs(
+                departure = _differs(
                     self.weights(layout, form, tensor, step),
                     theirs.weight,
                     "weight",
@@ -219,13 +228,13 @@ class Search:
                     theirs.weight.shape,
                 )
                 if (
-                    found is None
+                    departure is None
                     and layout.keeps_master
                     and theirs.master is not None
                     and theirs.master.scale_inv is not None
                 ):
                     scale = self.master(layout, form, tensor, step).scale_inv
-                    found = (
+                    departure = (
                         None
                         if scale is None
                         else _differs(
@@ -237,20 +246,22 @@ class Search:
                             (),
                         )
                     )
-                if found is not None:
-                    return found
+                if departure is not None:
+                    return departure
         return None
 
     def departure(self, layout: Layout, form: Form) -> Departure | None:
         """The first difference from a layout and a form, of weights or of states."""
-        found = [self.weight_departure(layout, form)]
+        departures = [self.weight_departure(layout, form)]
         if self.shown:
-            found += [
+            departures += [
                 self.state_departure(i, layout, average)
                 for i, average in enumerate((form.m, form.v))
             ]
         return min(
-            (one for one in found if one is not None), key=lambda one: one.step, default=None
+            (departure for departure in departures if departure is not None),
+            key=lambda departure: departure.step,
+            default=None,
         )
 
     def far(self, layout: Layout, form: Form) -> tuple[int, float]:
@@ -302,13 +313,13 @@ def named(masters: Sequence[Moment]) -> list[Layout]:
     """The layouts whose master is one of these: those that have a name, then those of LAYOUTS with
     such a master.
     """
-    found = [layout for layout in (LAYOUTS | WITH_MASTERS).values() if layout.master in masters]
-    written = {layout_decisions.written(layout) for layout in found}
+    layouts = [layout for layout in (LAYOUTS | WITH_MASTERS).values() if layout.master in masters]
+    written = {layout_decisions.written(layout) for layout in layouts}
     for layout, master in itertools.product(LAYOUTS.values(), masters):
         other = with_master(layout, master)
         if other is not None and layout_decisions.written(other) not in written:
-            found.append(other)
-    return found
+            layouts.append(other)
+    return layouts
 
 
 def with_master(layout: Layout, master: Moment) -> Layout | None:

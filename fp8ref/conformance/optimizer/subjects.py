@@ -93,23 +93,27 @@ def inputs(steps: int = STEPS) -> Inputs:
     return Inputs(weights=weights, gradients=gradients)
 
 
-def kind_of(found: Any) -> str | None:
+def kind_of(optimizer: Any) -> str | None:
     """Which of KINDS an object is; None for any other."""
-    if hasattr(found, "init") and hasattr(found, "update"):
+    if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
         return "optax"
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+    if (
+        torch is not None
+        and isinstance(optimizer, type)
+        and issubclass(optimizer, torch.optim.Optimizer)
+    ):
         return "torch"
-    required = [one for one in _parameters(found) if one not in NUMBERS]
+    required = [parameter for parameter in _parameters(optimizer) if parameter not in NUMBERS]
     if required and required[0] == "params":
         return "torch"
-    if "learning_rate" in _names(found) and "state" not in _names(found):
+    if "learning_rate" in _names(optimizer) and "state" not in _names(optimizer):
         return "optax"
     return "function" if len(required) == 3 else None
 
 
 def run(
-    name: str, found: Any, kind: str, asked: Inputs, given: Numbers
+    name: str, optimizer: Any, kind: str, asked: Inputs, settings: Numbers
 ) -> list[dict[str, Snapshot]]:
     """The snapshots of all tensors after each step.
 
@@ -118,7 +122,7 @@ def run(
     try:
         with np.errstate(all="ignore"):
             return {"torch": _torch, "optax": _optax, "function": _function}[kind](
-                found, asked, given
+                optimizer, asked, settings
             )
     except ConformanceError as error:
         raise type(error)(f"{name} {error}") from error
@@ -130,17 +134,17 @@ def run(
         ) from error
 
 
-def _torch(found: Any, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot]]:
+def _torch(factory: Any, asked: Inputs, settings: Numbers) -> list[dict[str, Snapshot]]:
     import torch
 
     params = {name: torch.nn.Parameter(torch.tensor(w)) for name, w in asked.weights.items()}
     numbers = {
-        "lr": given.learning_rate,
-        "betas": (given.b1, given.b2),
-        "eps": given.eps,
-        "weight_decay": given.weight_decay,
+        "lr": settings.learning_rate,
+        "betas": (settings.b1, settings.b2),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
     }
-    optimizer = found(list(params.values()), **_taken(found, numbers))
+    optimizer = factory(list(params.values()), **_accepted(factory, numbers))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConformanceError(
             f"returned a {type(optimizer).__name__}; a torch.optim.Optimizer is needed."
@@ -159,23 +163,23 @@ def _torch(found: Any, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot
     return snapshots
 
 
-def _optax(found: Any, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot]]:
+def _optax(optimizer: Any, asked: Inputs, settings: Numbers) -> list[dict[str, Snapshot]]:
     import jax.numpy as jnp
     import optax
 
-    if not hasattr(found, "update"):
-        numbers = {name: getattr(given, name) for name in NUMBERS}
-        found = found(**_taken(found, numbers))
+    if not hasattr(optimizer, "update"):
+        numbers = {name: getattr(settings, name) for name in NUMBERS}
+        optimizer = optimizer(**_accepted(optimizer, numbers))
     params = {name: jnp.asarray(w) for name, w in asked.weights.items()}
-    state, snapshots = found.init(params), []
+    state, snapshots = optimizer.init(params), []
     for g in asked.gradients:
         # operation by operation: under jit XLA fuses products and sums, in an order of its own
-        changes, state = found.update(
+        changes, state = optimizer.update(
             {name: jnp.asarray(x) for name, x in g.items()}, state, params
         )
         params = optax.apply_updates(params, changes)
         kept = _kept(state)
-        read = {name: tuple(_moment(_of_parameter(of, name)) for of in kept) for name in params}
+        read = {name: tuple(_moment(_parameter_state(of, name)) for of in kept) for name in params}
         snapshots.append(
             {
                 name: _trained(Snapshot(_weight(p, asked.weights[name]), *read[name]))
@@ -185,7 +189,7 @@ def _optax(found: Any, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot
     return snapshots
 
 
-def _of_parameter(kept: Any, name: str) -> Any:
+def _parameter_state(kept: Any, name: str) -> Any:
     """What a state keeps of a parameter: of fp8ref's a tree for each field."""
     if isinstance(getattr(kept, "codes", None), Mapping):
         return {
@@ -195,41 +199,41 @@ def _of_parameter(kept: Any, name: str) -> Any:
     return kept[name]
 
 
-def _trained(one: Snapshot) -> Snapshot:
+def _trained(snapshot: Snapshot) -> Snapshot:
     """With the weight of a master that the state shows: the sum that optax gives may miss it by a
     rounding (O-14).
     """
-    if one.master is None:
-        return one
-    scale = np.float32(1) if one.master.scale_inv is None else one.master.scale_inv
-    return one._replace(weight=_weight(one.master.codes * scale, one.weight))
+    if snapshot.master is None:
+        return snapshot
+    scale = np.float32(1) if snapshot.master.scale_inv is None else snapshot.master.scale_inv
+    return snapshot._replace(weight=_weight(snapshot.master.codes * scale, snapshot.weight))
 
 
-def _function(found: Callable, asked: Inputs, given: Numbers) -> list[dict[str, Snapshot]]:
-    numbers = {name: getattr(given, name) for name in NUMBERS}
-    numbers = _taken(found, numbers)
+def _function(step: Callable, asked: Inputs, settings: Numbers) -> list[dict[str, Snapshot]]:
+    numbers = {name: getattr(settings, name) for name in NUMBERS}
+    numbers = _accepted(step, numbers)
     params, states, snapshots = dict(asked.weights), dict.fromkeys(asked.weights), []
     for g in asked.gradients:
-        made = {}
+        snapshot = {}
         for name in asked.weights:
-            result = found(params[name].copy(), g[name].copy(), states[name], **numbers)
+            result = step(params[name].copy(), g[name].copy(), states[name], **numbers)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise ConformanceError(
                     f"returned a {type(result).__name__}; step(p, g, state) returns (p, state)."
                 )
             params[name], states[name] = _weight(result[0], asked.weights[name]), result[1]
-            made[name] = Snapshot(params[name], *_moments(states[name]))
-        snapshots.append(made)
+            snapshot[name] = Snapshot(params[name], *_moments(states[name]))
+        snapshots.append(snapshot)
     return snapshots
 
 
-def _weight(found: Any, like: np.ndarray) -> np.ndarray:
-    made = arrays.as_numpy(found)
-    if made.dtype != np.float32 or made.shape != like.shape:
+def _weight(value: Any, like: np.ndarray) -> np.ndarray:
+    new = arrays.as_numpy(value)
+    if new.dtype != np.float32 or new.shape != like.shape:
         raise ConformanceError(
-            f"made a weight {made.dtype} {made.shape}; it is float32 {like.shape}, as it was given."
+            f"made a weight {new.dtype} {new.shape}; it is float32 {like.shape}, as it was given."
         )
-    return made
+    return new
 
 
 def _moments(state: Any) -> tuple[Moment | None, ...]:
@@ -254,21 +258,21 @@ def _kept(state: Any) -> tuple[Any, ...]:
     """
     for first, second in NAMES[2:]:
         if hasattr(state, first) and hasattr(state, second):
-            found = (getattr(state, first), getattr(state, second), getattr(state, "master", None))
-            return found if found[2] is not None else found[:2]
+            trees = (getattr(state, first), getattr(state, second), getattr(state, "master", None))
+            return trees if trees[2] is not None else trees[:2]
     if isinstance(state, tuple | list):
         return next((kept for part in state if (kept := _kept(part))), ())
     return ()
 
 
-def _moment(found: Any) -> Moment | None:
+def _moment(moment: Any) -> Moment | None:
     """A moment: an array, or codes with their scales, under the names of fp8ref or torchao."""
-    codes = _field(found, "codes")
-    scale = _field(found, "scale_inv")
-    if scale is None and codes is not None and not isinstance(found, Mapping):
-        scale = _field(found, "scale")  # torchao's, by which codes are multiplied
+    codes = _field(moment, "codes")
+    scale = _field(moment, "scale_inv")
+    if scale is None and codes is not None and not isinstance(moment, Mapping):
+        scale = _field(moment, "scale")  # torchao's, by which codes are multiplied
     try:
-        values = arrays.as_numpy(found if codes is None else codes)
+        values = arrays.as_numpy(moment if codes is None else codes)
         inverse = None if scale is None else arrays.as_numpy(scale).astype(np.float32)
     except Exception:  # no array: the state does not show it
         return None
@@ -283,17 +287,17 @@ def _field(of: Any, name: str) -> Any:
     return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
 
 
-def _names(found: Any) -> list[str]:
+def _names(function: Any) -> list[str]:
     try:
-        return list(inspect.signature(found).parameters)
+        return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # a builtin without a signature
         return []
 
 
-def _parameters(found: Any) -> list[str]:
+def _parameters(function: Any) -> list[str]:
     """The arguments without a default."""
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
     return [
@@ -303,10 +307,10 @@ def _parameters(found: Any) -> list[str]:
     ]
 
 
-def _taken(found: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted(function: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers that a callable takes by name."""
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return {}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

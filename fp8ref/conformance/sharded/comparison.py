@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8ref.conformance.kit.arrays import as_jax, as_numpy, as_torch, written
 from fp8ref.conformance.kit.finding import bits_of, show
-from fp8ref.conformance.sharded.inputs import DIFFICULTIES, Case, arrays, named, of_kind, whole
+from fp8ref.conformance.sharded.inputs import DIFFICULTIES, Case, arrays, named, valid_for, whole
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import scaling
@@ -48,18 +48,18 @@ class Collective:
 
     def values(self, case: Case) -> list[float] | str:
         """Every rank's value, or what was raised."""
-        given = [[FRAMEWORKS[self.framework](x) for x in rank] for rank in arrays(case, self.axis)]
-        before = [written(x) for rank in given for x in rank]
+        ranks = [[FRAMEWORKS[self.framework](x) for x in rank] for rank in arrays(case, self.axis)]
+        before = [written(x) for rank in ranks for x in rank]
         # held here: somebody's code may empty the lists
-        shards = [x for rank in given for x in rank]
+        shards = [x for rank in ranks for x in rank]
         try:
-            found = self.function(given if self.microbatches else [rank[0] for rank in given])
-            if isinstance(found, dict | str):
+            output = self.function(ranks if self.microbatches else [rank[0] for rank in ranks])
+            if isinstance(output, dict | str):
                 return (
-                    f"it gives a {type(found).__name__}, not one number for each rank in their "
+                    f"it gives a {type(output).__name__}, not one number for each rank in their "
                     "order"
                 )
-            values = [as_numpy(value).reshape(-1) for value in found]
+            values = [as_numpy(value).reshape(-1) for value in output]
             if len(values) != len(case) or any(value.size != 1 for value in values):
                 return (
                     f"it gives shapes {[value.shape for value in values]} for {len(case)} "
@@ -110,7 +110,11 @@ def departure(collective: Collective, difficulty: str, cases: Sequence[Case]) ->
         return None
     while (
         simpler := next(
-            (one for one in _simpler(case) if of_kind(one, difficulty) and wrong(collective, one)),
+            (
+                one
+                for one in _simpler(case)
+                if valid_for(one, difficulty) and wrong(collective, one)
+            ),
             None,
         )
     ) is not None:
@@ -119,8 +123,8 @@ def departure(collective: Collective, difficulty: str, cases: Sequence[Case]) ->
     got = values if isinstance(values, str) else " and ".join(map(show, values))
     if not wrong(collective, case) or values == [expected] * len(case):
         got += ": not the same in every call"
-    elif said := remembers(collective):
-        got += f"; {said}"
+    elif words := remembers(collective):
+        got += f"; {words}"
     bits = "" if np.isnan(expected) else f" ({bits_of(expected, 'float32')})"
     return Departure(
         difficulty=difficulty,

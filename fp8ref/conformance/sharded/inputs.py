@@ -67,8 +67,8 @@ DIFFICULTIES = {
 def arrays(case: Case, axis: int) -> list[list[np.ndarray]]:
     """The microbatches of each rank, float32: [rows, columns], or transposed for axis 1."""
     columns = next(len(row) for rank in case for batch in rank for row in batch)
-    made = [[np.array(batch, np.float32).reshape(-1, columns) for batch in rank] for rank in case]
-    return made if axis == 0 else [[np.ascontiguousarray(x.T) for x in rank] for rank in made]
+    ranks = [[np.array(batch, np.float32).reshape(-1, columns) for batch in rank] for rank in case]
+    return ranks if axis == 0 else [[np.ascontiguousarray(x.T) for x in rank] for rank in ranks]
 
 
 def whole(case: Case) -> np.ndarray:
@@ -81,7 +81,7 @@ def usable(case: Case) -> bool:
     return bool(case) and all(case) and any(row for rank in case for batch in rank for row in batch)
 
 
-def of_kind(case: Case, difficulty: str) -> bool:
+def valid_for(case: Case, difficulty: str) -> bool:
     """Whether a case is usable, and has no difficulty of shapes but this one."""
     if not usable(case):
         return False

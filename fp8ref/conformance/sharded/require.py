@@ -56,12 +56,15 @@ def require_sharded(
         microbatches=microbatches,
         framework=framework,
     )
-    found = departures(kind, without=without, examples=examples)
-    if found:
+    deviations = departures(kind, without=without, examples=examples)
+    if deviations:
         name = getattr(collective, "__name__", "the collective")
         raise AssertionError(
             "\n".join(
-                [f"{name} is not the {made} of the whole tensor:", *(f"  {one}" for one in found)]
+                [
+                    f"{name} is not the {made} of the whole tensor:",
+                    *(f"  {one}" for one in deviations),
+                ]
             )
         )
 
@@ -85,13 +88,13 @@ def departures(
             raise ValueError(
                 f"{key} is one of {', '.join(map(str, allowed))}; got {getattr(collective, key)!r}."
             )
-    found = []
+    departures = []
     for difficulty in DIFFICULTIES:
         if difficulty in without or (difficulty == "microbatches" and not collective.microbatches):
             continue
         cases = [*fixed(difficulty), *drawn(difficulty, examples)]
         if (one := departure(collective, difficulty, cases)) is not None:
-            found.append(one)
+            departures.append(one)
             if difficulty == "ordinary":
                 break
-    return found
+    return departures

@@ -16,7 +16,7 @@ def recorded(tmp_path_factory):
     found = identify_gemm(
         planted_gemm("hopper_slow", out=BFLOAT16, granularity="rowwise"), shape=(64, 48, 512)
     )
-    return recording.of_gemm(found, tmp_path_factory.mktemp("recorded"))
+    return recording.record_gemm(found, tmp_path_factory.mktemp("recorded"))
 
 
 def simulated(a, b, c, fmt_a, fmt_b):
@@ -35,13 +35,13 @@ def test_a_gemm(recorded):
 @pytest.mark.parametrize("name", ["f32", "exact"])
 def test_sums_that_are_no_tensor_cores(name, tmp_path):
     found = identify_gemm(planted_gemm(name), shape=(16, 16, 64))
-    assert recording.verify(recording.of_gemm(found, tmp_path)).ok
+    assert recording.verify(recording.record_gemm(found, tmp_path)).ok
 
 
 @pytest.mark.parametrize("pair", [(E4M3FN, E4M3FN), (E5M2, E4M3FN)], ids=lambda p: f"{p[0]}-{p[1]}")
 def test_an_instruction(pair, tmp_path):
     found = instruction.identify(simulated, *pair, name="wgmma", about={"device": "none"}, count=0)
-    path = recording.of_instruction(found, simulated, tmp_path, count=300)
+    path = recording.record_instruction(found, simulated, tmp_path, count=300)
     verified = recording.verify(path)
     assert verified.ok
     assert verified.compared >= 300 + sum(len(group.d) for group in found.groups)

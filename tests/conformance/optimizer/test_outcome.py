@@ -43,13 +43,13 @@ def test_an_outcome_is_ok_if_all_is_explained_by_the_layout_that_it_should_have(
 
 def test_a_summary_says_which_steps_are_others():
     assert (
-        summary(TE, Form(), True, TE, known=True)
+        summary(TE, Form(), True, TE, has_form=True)
         == "layout 'te', bit for bit, in the order of clause O"
     )
     assert "another form: decay is coupled. It is Adam" in summary(
-        TE, Form(decay="coupled"), True, TE, known=True
+        TE, Form(decay="coupled"), True, TE, has_form=True
     )
-    assert "the nearest is 'te'" in summary(None, Form(), False, TE, known=True)
+    assert "the nearest is 'te'" in summary(None, Form(), False, TE, has_form=True)
     assert "its states are those of layout 'te', its weights are not" in summary(
-        TE, Form(), False, TE, known=False
+        TE, Form(), False, TE, has_form=False
     )

@@ -63,17 +63,17 @@ class Narrow:
     narrow_sum: bool = False
 
     def __str__(self) -> str:
-        how = "" if self.rounding == "nearest_even" else ", cut off toward zero"
+        cut = "" if self.rounding == "nearest_even" else ", cut off toward zero"
         if self.every is None:
-            said = f"sums of parts rounded to {self.fmt}{how}"
+            words = f"sums of parts rounded to {self.fmt}{cut}"
         elif self.every == self.promotion:
-            said = f"sums of every {self.every} of K rounded to {self.fmt}{how}, added in float32"
+            words = f"sums of every {self.every} of K rounded to {self.fmt}{cut}, added in float32"
         else:
-            said = f"a {self.fmt} accumulator, rounded every {self.every} of K{how}"
-            said += f", promoted to float32 every {self.promotion} of K" if self.promotion else ""
+            words = f"a {self.fmt} accumulator, rounded every {self.every} of K{cut}"
+            words += f", promoted to float32 every {self.promotion} of K" if self.promotion else ""
         if self.split_k > 1:
-            said += f", in {self.split_k} parts of K (split-K)"
-        return said + (f" and added in {self.fmt}" if self.narrow_sum else "")
+            words += f", in {self.split_k} parts of K (split-K)"
+        return words + (f" and added in {self.fmt}" if self.narrow_sum else "")
 
     def sums(self, products: np.ndarray, k: int) -> np.ndarray:
         """The sums of products [..., L] over all of K, of which those from L on are 0: integers in
@@ -113,10 +113,10 @@ def candidates(k: int) -> Iterator[list[Narrow]]:
     """The accumulators that are tried for a length of K: a list for each format and rounding, the
     simplest first."""
     for rounding, fmt in itertools.product(("nearest_even", "toward_zero"), FORMATS):
-        yield list(_of_format(fmt, rounding, k))
+        yield list(_format_candidates(fmt, rounding, k))
 
 
-def _of_format(fmt: Format, rounding: str, k: int) -> Iterator[Narrow]:
+def _format_candidates(fmt: Format, rounding: str, k: int) -> Iterator[Narrow]:
     every = [n for n in EVERY if n < k]
     for n in every:
         yield Narrow(fmt=fmt, every=n, rounding=rounding)
@@ -134,7 +134,7 @@ def _of_format(fmt: Format, rounding: str, k: int) -> Iterator[Narrow]:
 
 def fitting(
     products: np.ndarray,
-    found: np.ndarray,
+    results: np.ndarray,
     k: int,
     scale: float,
     out: Format,
@@ -142,18 +142,18 @@ def fitting(
 ) -> list[Narrow]:
     """Those of the accumulators that give the results bit for bit.
 
-    Shapes:   products [R, C, L], integers, the first L of k; found [R, C] of the output dtype;
+    Shapes:   products [R, C, L], integers, the first L of k; results [R, C] of the output dtype;
               scale: what sums are multiplied by, a power of two.
     """
     corner = (slice(0, 2), slice(0, 2))
     with np.errstate(all="ignore"):
         for where in (corner, (slice(None), slice(None))):
-            some, wanted = products[where], found[where]
+            some, expected = products[where], results[where]
             tried = [
-                one
-                for one in tried
+                narrow
+                for narrow in tried
                 if np.array_equal(
-                    cast.round_to((one.sums(some, k) * scale).astype(np.float32), out), wanted
+                    cast.round_to((narrow.sums(some, k) * scale).astype(np.float32), out), expected
                 )
             ]
     return list(tried)

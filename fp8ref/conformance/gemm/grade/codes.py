@@ -41,43 +41,47 @@ RANGE = "products outside of float16's range are lost"
 """
 
 
-def judge(asked: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | None:
+def judge(samples: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | None:
     """The cause if products of codes are wrong: two readings that give all of them, RANGE, or what
     is seen.
     """
     kinds = [
         [(name.format(who), table) for name, table in readings(fmt)]
-        for who, fmt in zip("ab", (asked[0][0].a.fmt, asked[0][0].b.fmt), strict=True)
+        for who, fmt in zip("ab", (samples[0][0].a.fmt, samples[0][0].b.fmt), strict=True)
     ]
     right = kinds[0][0][1], kinds[1][0][1]
     wrong = [
-        (s, found, given)
-        for s, found in asked
-        if (given := _products(s, *right, out), not np.array_equal(given, found, equal_nan=True))[1]
+        (s, results, expected)
+        for s, results in samples
+        if (
+            expected := _products(s, *right, out),
+            not np.array_equal(expected, results, equal_nan=True),
+        )[1]
     ]
     if not wrong:
         return None
-    stimulus, found, given = wrong[0]
-    differ = (found != given) & ~(np.isnan(found) & np.isnan(given))
+    stimulus, results, expected = wrong[0]
+    differ = (results != expected) & ~(np.isnan(results) & np.isnan(expected))
     count = sum(int(((f != g) & ~(np.isnan(f) & np.isnan(g))).sum()) for _, f, g in wrong)
-    evidence = f"{count} of {sum(f.size for _, f in asked)} products of two codes differ"
+    evidence = f"{count} of {sum(f.size for _, f in samples)} products of two codes differ"
     name = "products of codes"
     pairs = sorted(
         ((a, b) for a in kinds[0] for b in kinds[1]),
         key=lambda pair: bool(pair[0][0]) + bool(pair[1][0]),
     )
-    for (of_a, table_a), (of_b, table_b) in pairs:
+    for (name_a, table_a), (name_b, table_b) in pairs:
         if all(
-            np.array_equal(_products(s, table_a, table_b, out), f, equal_nan=True) for s, f in asked
+            np.array_equal(_products(s, table_a, table_b, out), f, equal_nan=True)
+            for s, f in samples
         ):
             name, evidence = (
-                ", and ".join(part for part in (of_a, of_b) if part),
+                ", and ".join(part for part in (name_a, name_b) if part),
                 f"all products have the bits of it; {evidence}",
             )
             break
     else:
         name = RANGE if all(_out_of_range(f, g) for _, f, g in wrong) else _seen(stimulus, differ)
-    return Cause(name, evidence, "wrong", first_of(stimulus, found, given, differ, "G-6"))
+    return Cause(name, evidence, "wrong", first_of(stimulus, results, expected, differ, "G-6"))
 
 
 def _products(s: Stimulus, table_a: np.ndarray, table_b: np.ndarray, out: Format) -> np.ndarray:
@@ -87,10 +91,10 @@ def _products(s: Stimulus, table_a: np.ndarray, table_b: np.ndarray, out: Format
         ) + np.float32(0)
 
 
-def _out_of_range(found: np.ndarray, given: np.ndarray) -> bool:
+def _out_of_range(results: np.ndarray, expected: np.ndarray) -> bool:
     """Whether results are wrong only where float16 has no normal number."""
-    differ = (found != given) & ~(np.isnan(found) & np.isnan(given))
-    size = np.abs(given[differ])
+    differ = (results != expected) & ~(np.isnan(results) & np.isnan(expected))
+    size = np.abs(expected[differ])
     return bool(
         (np.isfinite(size) & ((size > FLOAT16.max) | (size < FLOAT16.smallest_normal))).all()
     )

@@ -30,31 +30,33 @@ def shapes(m: int, n: int, k: int, *, block: int | None) -> dict[str, tuple[int,
     block    the length along K that shares a scale, which then ends in half a block; None: all of
              K.
     """
-    of_k = (k + block // 2,) if block else (k + 16, k + 5)
-    return {"M = 1": (1, n, k), "N = 1": (m, 1, k)} | {f"K = {size}": (m, n, size) for size in of_k}
+    lengths = (k + block // 2,) if block else (k + 16, k + 5)
+    return {"M = 1": (1, n, k), "N = 1": (m, 1, k)} | {
+        f"K = {size}": (m, n, size) for size in lengths
+    }
 
 
 def examine(
     scaled: ScaledGemm,
     run: Callable[[Stimulus], tuple[np.ndarray, Format]],
     formats: tuple[Format, Format],
-    given: dict[str, tuple[int, int, int]],
+    shapes: dict[str, tuple[int, int, int]],
 ) -> Edges:
     """Sums of integers at each edge, which every accumulator of 8 bits has exactly."""
-    found = Edges([], [], [])
-    for words, shape in given.items():
+    edges = Edges([], [], [])
+    for words, shape in shapes.items():
         stimulus = stimuli.integers(scaled, shape, formats)
         try:
             results, out = run(stimuli.cut(stimulus, shape[2]))
         except RefusedError:
-            found.refused.append(words)
+            edges.refused.append(words)
             continue
         except ProbeError as error:
-            found.causes.append(Cause(f"at {words}: no valid result", str(error), "wrong"))
+            edges.causes.append(Cause(f"at {words}: no valid result", str(error), "wrong"))
             continue
-        found.asked.append(words)
-        found.causes.extend(
-            one._replace(name=f"at {words}: {one.name}")
-            for one in structure.of_integers(stimulus, results, out, None)[0]
+        edges.asked.append(words)
+        edges.causes.extend(
+            cause._replace(name=f"at {words}: {cause.name}")
+            for cause in structure.integer_causes(stimulus, results, out, None)[0]
         )
-    return found
+    return edges

@@ -67,17 +67,17 @@ def product(
     N].
     """
     with np.errstate(all="ignore"):
-        of_scales = (stimulus.a.scale_inv, stimulus.b.scale_inv) if scales is None else scales
+        inverses = (stimulus.a.scale_inv, stimulus.b.scale_inv) if scales is None else scales
         operands = (stimulus.a, stimulus.b)
         # no blocks
         if all(
             s.ndim == 0 or s.shape == (len(q.codes), 1)
-            for s, q in zip(of_scales, operands, strict=True)
+            for s, q in zip(inverses, operands, strict=True)
         ):
-            result = a @ b.T * of_scales[0] * of_scales[1].T
+            result = a @ b.T * inverses[0] * inverses[1].T
         else:
             left, right = (
-                x * spread(q, s) for x, q, s in zip((a, b), operands, of_scales, strict=True)
+                x * spread(q, s) for x, q, s in zip((a, b), operands, inverses, strict=True)
             )
             result = left @ right.T
         return (result if stimulus.bias is None else result + stimulus.bias) + np.float32(0)
@@ -90,9 +90,9 @@ def expected(stimulus: Stimulus) -> np.ndarray:
 
 def all_faults() -> Iterator[Fault]:
     """Every fault that is tried, the likeliest first."""
-    yield from _of_scales()
-    yield from _of_operands()
-    yield from _of_bias()
+    yield from _scale_faults()
+    yield from _operand_faults()
+    yield from _bias_faults()
     yield from (_dropped(n, last) for n in DROPPED for last in (True, False))
     yield Fault("zeros", lambda s: np.zeros(s.shape[:2], np.float32))
     yield Fault("the result with the other sign", lambda s: -expected(s))
@@ -101,7 +101,7 @@ def all_faults() -> Iterator[Fault]:
     yield Fault("a result that is twice as large", lambda s: 2 * expected(s))
 
 
-def _of_scales() -> Iterator[Fault]:
+def _scale_faults() -> Iterator[Fault]:
     yield Fault("scales swapped: that of b for rows, that of a for columns", _swapped)
     for name in list(SCALES)[1:]:
         yield _scaled(name, "")
@@ -126,13 +126,13 @@ def _swapped(s: Stimulus) -> np.ndarray | None:
     return product(s, *values(s), (s.b.scale_inv, s.a.scale_inv))
 
 
-def _of_operands() -> Iterator[Fault]:
+def _operand_faults() -> Iterator[Fault]:
     def reshaped(which: int) -> Callable[[Stimulus], np.ndarray]:
         def gives(s: Stimulus) -> np.ndarray:
-            given = list(values(s))
+            operands = list(values(s))
             # memory of [rows, K] read as [K, rows]
-            given[which] = given[which].reshape(given[which].shape[::-1]).T
-            return product(s, given[0], given[1])
+            operands[which] = operands[which].reshape(operands[which].shape[::-1]).T
+            return product(s, operands[0], operands[1])
 
         return gives
 
@@ -164,18 +164,18 @@ def _of_operands() -> Iterator[Fault]:
 def _read_as(which: int, fmt) -> Callable[[Stimulus], np.ndarray | None]:
     def gives(s: Stimulus) -> np.ndarray | None:
         q = (s.a, s.b)[which]
-        given = list(values(s))
-        given[which] = cast.decode(q.codes, fmt)
-        return None if fmt == q.fmt else product(s, given[0], given[1])
+        operands = list(values(s))
+        operands[which] = cast.decode(q.codes, fmt)
+        return None if fmt == q.fmt else product(s, operands[0], operands[1])
 
     return gives
 
 
 def _rolled(which: int, step: int) -> Callable[[Stimulus], np.ndarray]:
     def gives(s: Stimulus) -> np.ndarray:
-        given = list(values(s))
-        given[which] = np.roll(given[which], step, axis=0)
-        return product(s, given[0], given[1])
+        operands = list(values(s))
+        operands[which] = np.roll(operands[which], step, axis=0)
+        return product(s, operands[0], operands[1])
 
     return gives
 
@@ -191,7 +191,7 @@ def _dropped(n: int, last: bool) -> Fault:
     return Fault(f"the {'last' if last else 'first'} {n} of K dropped", gives)
 
 
-def _of_bias() -> Iterator[Fault]:
+def _bias_faults() -> Iterator[Fault]:
     def of(
         added: Callable[[Stimulus, np.ndarray], np.ndarray],
     ) -> Callable[[Stimulus], np.ndarray | None]:

@@ -139,19 +139,19 @@ def grade_gemm(
         accumulate=named or "exact",
         seed=seed,
     )
-    causes, taken, refused, unasked = _structures(asked, shapes)
+    causes, dtypes, refused, unasked = _structures(asked, shapes)
     ends = edges.examine(scaled, asked.run, formats, {} if causes else at_edges)
     causes += ends.causes
     if not causes:
-        of_scales, refusals = scale_ends.examine(asked, asked.short(taken))
-        causes += of_scales
+        scale_causes, refusals = scale_ends.examine(asked, asked.short(dtypes))
+        causes += scale_causes
         unasked += refusals
     unasked += [f"{', '.join(ends.refused)}, for which it raised"] if ends.refused else []
     wrong = bool(causes)
-    of_range = [cause for cause in causes if cause.name == codes.RANGE]
+    range_causes = [cause for cause in causes if cause.name == codes.RANGE]
     measured, equal, compared = {}, 0, 0
     samples = []
-    for shape, out in taken.items():
+    for shape, out in dtypes.items():
         one, more, same, count = _measured(asked, shape, out, named, unasked)
         measured[shape], equal, compared = one, equal + same, compared + count
         samples += more
@@ -162,17 +162,21 @@ def grade_gemm(
     )
     if not rows.asked:
         unasked.append("whether a row's bits depend on the number of rows")
-    out = next(iter(taken.values()))
+    out = next(iter(dtypes.values()))
     severe = any(one.bounds > 1 for one in measured.values())
     plan, epilogue_name = None, None
-    if wrong and not of_range:
+    if wrong and not range_causes:
         unasked.append("accumulators and roundings of a wrong GEMM")
     else:
-        found = imprecision.examine(
-            asked, samples, out, short=asked.short(taken), severe=severe or wrong
+        examined = imprecision.examine(
+            asked, samples, out, short=asked.short(dtypes), severe=severe or wrong
         )
-        causes, plan, epilogue_name = found.causes or of_range, found.plan, found.epilogue
-        unasked += found.unasked
+        causes, plan, epilogue_name = (
+            examined.causes or range_causes,
+            examined.plan,
+            examined.epilogue,
+        )
+        unasked += examined.unasked
         wrong = wrong or any(cause.severity == "wrong" for cause in causes)
     lost = any(not np.isfinite(one.bounds) for one in measured.values())
     verdict = "wrong" if wrong or lost else "imprecise" if severe else "right"
@@ -220,32 +224,32 @@ def _structures(
     asked).
     """
     causes: list[Cause] = []
-    taken: dict[Shape, Format] = {}
+    dtypes: dict[Shape, Format] = {}
     refused: dict[Shape, str] = {}
     unasked: list[str] = []
     tile: Tile | None = None
     for shape in shapes:
         stimulus = stimuli.integers(asked.scaled, shape, asked.formats)
         try:
-            found, out = asked.run(stimulus, repeat=True)
+            results, out = asked.run(stimulus, repeat=True)
         except RefusedError as error:
             refused[shape] = str(error).partition("\n")[0]
             continue
-        taken[shape] = out
-        more, tile = _structure(asked, shape, stimulus, found, out, unasked, tile)
+        dtypes[shape] = out
+        more, tile = _structure(asked, shape, stimulus, results, out, unasked, tile)
         causes += more
-    if not taken:
+    if not dtypes:
         raise RefusedError("\n".join(refused.values()))
     if not causes:
-        causes += _of_short(asked, asked.short(taken), next(iter(taken.values())))
-    return _merged(causes, len({k for _, _, k in taken})), taken, refused, unasked
+        causes += _short_causes(asked, asked.short(dtypes), next(iter(dtypes.values())))
+    return _merged(causes, len({k for _, _, k in dtypes})), dtypes, refused, unasked
 
 
-def _of_short(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
+def _short_causes(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
     """The causes that one shape shows as well as any: the bias, and what codes are taken for."""
     if asked.scaled.bias:
         stimulus = stimuli.integers(asked.scaled, shape, asked.formats, bias=True)
-        causes = structure.of_integers(stimulus, asked.run(stimulus)[0], out, None)[0]
+        causes = structure.integer_causes(stimulus, asked.run(stimulus)[0], out, None)[0]
         if causes:
             return causes
     cause = codes.judge(
@@ -258,14 +262,14 @@ def _structure(
     asked: Asked,
     shape: Shape,
     stimulus: Stimulus,
-    found: np.ndarray,
+    results: np.ndarray,
     out: Format,
     unasked: list[str],
-    known: Tile | None,
+    earlier: Tile | None,
 ) -> tuple[list[Cause], Tile | None]:
     """The causes for one shape, and the tile that is wrong.
 
-    known   the tile of an earlier shape.
+    earlier   the tile of an earlier shape.
     """
     m, n, k = shape
     calls = -(-k // (m * n))
@@ -276,34 +280,36 @@ def _structure(
         )
     if calls > MOST_CALLS:
         unasked.append(f"indices of K from {MOST_CALLS * m * n} on, of K = {k}")
-    causes, tile = structure.of_integers(stimulus, found, out, None, known)
+    causes, tile = structure.integer_causes(stimulus, results, out, None, earlier)
     named = bool(causes) and causes[0].exact
     seen: dict[str, tuple[list[np.ndarray], Any]] = {}
     factors = np.ones(k, np.float32)
-    for _, (places, one) in zip(
+    for _, (places, product) in zip(
         range(MOST_CALLS), stimuli.single(asked.scaled, shape, asked.formats), strict=False
     ):
-        alone = asked.run(one)[0]
-        for how, numbers, first in structure.indices(places, one, alone, tile if named else None):
-            seen.setdefault(how, ([], first))[0].append(numbers)
-        given = places >= 0
-        factors[places[given]] = alone[given]
+        alone = asked.run(product)[0]
+        for kind, numbers, first in structure.indices(
+            places, product, alone, tile if named else None
+        ):
+            seen.setdefault(kind, ([], first))[0].append(numbers)
+        present = places >= 0
+        factors[places[present]] = alone[present]
     if not seen:
-        return causes, tile or known
-    explained = not structure.of_integers(stimulus, found, out, factors)[0]
+        return causes, tile or earlier
+    explained = not structure.integer_causes(stimulus, results, out, factors)[0]
     if not explained and tile is None and named:
-        return causes, known  # a fault with a name, which shows in single products too
+        return causes, earlier  # a fault with a name, which shows in single products too
     if explained or tile is None:
         causes, tile = [], None  # the indices say all that is known
-    for how, (parts, first) in seen.items():
+    for kind, (parts, first) in seen.items():
         numbers = np.concatenate(parts)
         evidence = (
             f"K = {k}: each index of K was asked "
             f"alone{', and sums of integers have the bits of it' if explained else ''}"
         )
-        words, part = structure.in_words(how, numbers, k), structure.part_of(how, numbers, k)
+        words, part = structure.in_words(kind, numbers, k), structure.part_of(kind, numbers, k)
         causes.append(Cause(words, evidence, "wrong", first, part))
-    return causes, tile or known
+    return causes, tile or earlier
 
 
 def _merged(causes: list[Cause], lengths: int) -> list[Cause]:
@@ -316,7 +322,7 @@ def _merged(causes: list[Cause], lengths: int) -> list[Cause]:
         part: len({cause.name for cause in causes if cause.part == part})
         for part in {cause.part for cause in causes}
     }
-    found: dict[str, tuple[Cause, int]] = {}
+    merged: dict[str, tuple[Cause, int]] = {}
     for cause in causes:
         name = cause.name
         if cause.part:
@@ -327,11 +333,11 @@ def _merged(causes: list[Cause], lengths: int) -> list[Cause]:
                 if lengths == 1
                 else name
             )
-        first, count = found.get(name, (cause._replace(name=name), 0))
-        found[name] = first, count + 1
+        first, count = merged.get(name, (cause._replace(name=name), 0))
+        merged[name] = first, count + 1
     return [
         first._replace(evidence=f"{first.evidence}; in {count} shapes") if count > 1 else first
-        for first, count in found.values()
+        for first, count in merged.values()
     ]
 
 
@@ -343,14 +349,14 @@ def _measured(
     """
     m, n, k = shape
     dense = stimuli.random(asked.scaled, shape, asked.formats, out, asked.seed)
-    given = [(dense, dense)]
+    pairs = [(dense, dense)]
     if k > stimuli.LONG:
         few = stimuli.random(asked.scaled, (m, n, stimuli.LONG), asked.formats, out, asked.seed)
-        given.append((stimuli.thinned(few, k), few))
+        pairs.append((stimuli.thinned(few, k), few))
     errors, samples, equal, compared = [], [], 0, 0
-    for stimulus, same in given:
+    for stimulus, same in pairs:
         try:
-            found, _ = asked.run(stimulus, repeat=True)
+            results, _ = asked.run(stimulus, repeat=True)
         except RefusedError as error:
             if stimulus is dense:
                 raise
@@ -359,16 +365,16 @@ def _measured(
             )
             continue
         simulated = gemm.matmul(same.a, same.b, epilogue=asked.epilogue, out_dtype=out)
-        errors.append(_errors(stimulus, same, found, simulated, out, asked.epilogue))
-        samples.append((stimulus, found))
+        errors.append(_errors(stimulus, same, results, simulated, out, asked.epilogue))
+        samples.append((stimulus, results))
         if named is not None:
-            wanted = simulated
+            expected = simulated
             if named != "exact":
-                wanted = gemm.matmul(
+                expected = gemm.matmul(
                     stimulus.a, stimulus.b, accumulate=named, epilogue=asked.epilogue, out_dtype=out
                 )
-            equal += int((wanted.view(np.uint32) == found.view(np.uint32)).sum())
-            compared += found.size
+            equal += int((expected.view(np.uint32) == results.view(np.uint32)).sum())
+            compared += results.size
     worst = max(errors, key=lambda one: (one.bounds, one.ulps))
     largest = {
         key: max(getattr(one, key) for one in errors) for key in ("ulps", "median_ulps", "error")
@@ -384,7 +390,7 @@ def _measured(
 def _errors(
     stimulus: Stimulus,
     same: Stimulus,
-    found: np.ndarray,
+    results: np.ndarray,
     simulated: np.ndarray,
     out: Format,
     epilogue: Epilogue,
@@ -392,18 +398,18 @@ def _errors(
     """The errors of random results; same: the operands without their zeros, whose sums are
     theirs.
     """
-    far = bound.distance(same.a, same.b, found, simulated, out_dtype=out, epilogue=epilogue)
+    far = bound.distance(same.a, same.b, results, simulated, out_dtype=out, epilogue=epilogue)
     exact = bound.exact(same.a, same.b)
     with np.errstate(all="ignore"):
-        finite = np.isfinite(found)
+        finite = np.isfinite(results)
         error = (
-            float(np.sqrt(np.mean((found[finite] - exact[finite]) ** 2) / np.mean(exact**2)))
+            float(np.sqrt(np.mean((results[finite] - exact[finite]) ** 2) / np.mean(exact**2)))
             if finite.any()
             else np.inf
         )
-    at = np.unravel_index(int(np.argmax(far.bounds)), found.shape)
+    at = np.unravel_index(int(np.argmax(far.bounds)), results.shape)
     worst = (
-        structure.counterexample(stimulus, at, found[at], simulated[at], "B-1")  # type: ignore[arg-type]
+        structure.counterexample(stimulus, at, results[at], simulated[at], "B-1")  # type: ignore[arg-type]
         if far.bounds[at]
         else None
     )
@@ -412,7 +418,7 @@ def _errors(
         median_ulps=float(np.median(far.ulps)),
         bounds=float(far.bounds[at]),
         error=error,
-        count=found.size,
+        count=results.size,
         worst=worst,
     )
 

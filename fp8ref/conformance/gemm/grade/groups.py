@@ -113,7 +113,7 @@ def grade_grouped(
         if size:
             alone = ScaledGemm(
                 name=f"group {g} of {name}",
-                function=_of_group(function, g, sizes, both),
+                function=_group_gemm(function, g, sizes, both),
                 granularity=granularity,
                 granularity_b=granularity_b,
             )
@@ -135,7 +135,7 @@ def require_grouped(function: Grouped, **options: Any) -> GroupedGrade:
     return grade
 
 
-def _of_group(
+def _group_gemm(
     function: Grouped, g: int, sizes: Sequence[int], granularities: tuple[str, str]
 ) -> Callable[[Quantized, Quantized], Any]:
     """One group as a GEMM; the others multiply random numbers."""
@@ -146,10 +146,12 @@ def _of_group(
         left = [_filled(rng, size, k, a.fmt, granularities[0]) for size in sizes]
         right = [_filled(rng, len(b.codes), k, b.fmt, granularities[1]) for _ in sizes]
         left[g], right[g] = a, b
-        found = function(left, right)
-        if len(found) != len(sizes):
-            raise RefusedError(f"gives a result for each of {len(sizes)} groups; got {len(found)}.")
-        return found[g]
+        results = function(left, right)
+        if len(results) != len(sizes):
+            raise RefusedError(
+                f"gives a result for each of {len(sizes)} groups; got {len(results)}."
+            )
+        return results[g]
 
     return multiply
 
@@ -159,8 +161,8 @@ def _filled(
 ) -> Quantized:
     """Random positive numbers near 1; no rows of a group that has none."""
     codes = rng.integers(0x30, 0x40, (max(rows, 1), k)).astype(np.uint8)
-    made = operand(codes, fmt, granularity, 0.25)
+    quantized = operand(codes, fmt, granularity, 0.25)
     if rows:
-        return made
-    scale, scale_inv = (x[:0] if x.ndim else x for x in (made.scale, made.scale_inv))
-    return made._replace(codes=codes[:0], scale=scale, scale_inv=scale_inv)
+        return quantized
+    scale, scale_inv = (x[:0] if x.ndim else x for x in (quantized.scale, quantized.scale_inv))
+    return quantized._replace(codes=codes[:0], scale=scale, scale_inv=scale_inv)

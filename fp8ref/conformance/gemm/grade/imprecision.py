@@ -90,9 +90,9 @@ def _paths(
     tried = roundings.fitting(list(roundings.paths(out)), alone, out)
     two = [(s, asked.run(s)[0]) for s in stimuli.pairs(asked.scaled, shape, asked.formats, out)]
     narrowed = roundings.fitting([path for path in tried if path.dequantized is None], two, out)
-    found = narrowed or tried
-    if not found or not found[0].odd or any(not path.odd for path in found):
-        return found, []
+    paths = narrowed or tried
+    if not paths or not paths[0].odd or any(not path.odd for path in paths):
+        return paths, []
     plain = next(roundings.paths(out))
     for stimulus, results in (*alone, *two):
         expected = plain.gives(stimulus, out)
@@ -103,8 +103,8 @@ def _paths(
                 f"sums of one and two products have the bits of it; {int(differ.sum())} of "
                 f"{differ.size} are other outputs than one rounding gives"
             )
-            return found, [Cause(found[0].odd, evidence, "wrong" if lost else severity, first)]
-    return found, []
+            return paths, [Cause(paths[0].odd, evidence, "wrong" if lost else severity, first)]
+    return paths, []
 
 
 def _bias(
@@ -114,26 +114,29 @@ def _bias(
     if not asked.scaled.bias:
         return []
     # of a path without an epilogue, such as dequantized operands, the nearest one
-    known = [path for path in tried if path.epilogue is not None] or [Path(), Path(scale="product")]
+    candidates = [path for path in tried if path.epilogue is not None] or [
+        Path(),
+        Path(scale="product"),
+    ]
     results = []
     for i, stimulus in enumerate(stimuli.pairs(asked.scaled, shape, asked.formats, out)):
         bias = np.random.default_rng(i).standard_normal(shape[1]) * float(
-            np.abs(known[0].gives(stimulus, out)).mean()
+            np.abs(candidates[0].gives(stimulus, out)).mean()
         )
-        given = stimulus._replace(bias=cast.round_to(bias, out))
-        results.append((given, asked.run(given)[0]))
-    path, how, wrong = roundings.with_bias(known, results, out)
-    compared = sum(found.size for _, found in results)
+        biased = stimulus._replace(bias=cast.round_to(bias, out))
+        results.append((biased, asked.run(biased)[0]))
+    path, kind, wrong = roundings.with_bias(candidates, results, out)
+    compared = sum(outputs.size for _, outputs in results)
     severe = wrong > FEW * compared
-    if how != "after_round" and not severe:
+    if kind != "after_round" and not severe:
         return []
-    stimulus, found = results[0]
+    stimulus, outputs = results[0]
     right = roundings.biased(path, "before_round", stimulus, out)
-    differ = found != right
-    first = first_of(stimulus, found, right, differ, "G-15") if differ.any() else None
+    differ = outputs != right
+    first = first_of(stimulus, outputs, right, differ, "G-15") if differ.any() else None
     if severe:
         evidence = (
-            f"{wrong} of {compared} sums of two products are not those of {how}, the nearest order"
+            f"{wrong} of {compared} sums of two products are not those of {kind}, the nearest order"
         )
         return [
             Cause(
@@ -160,7 +163,7 @@ def _plan(
 ) -> tuple[str | None, Epilogue | None]:
     """The plan and the epilogue that have the bits of random results of every shape."""
     for accumulate, epilogue in itertools.product(_plans(severe), tried):
-        if all(_has_bits(s, found, accumulate, epilogue, out) for s, found in samples):
+        if all(_has_bits(s, results, accumulate, epilogue, out) for s, results in samples):
             return accumulate if isinstance(accumulate, str) else accumulate.name, epilogue
     return None, None
 
@@ -173,14 +176,16 @@ def _plans(severe: bool) -> Iterator[str | Accumulation]:
     for name, promotion, count in itertools.product(
         ("hopper", "ada"), (None, 32, 64, 128, 256, 512), (1, 2, 4, 8)
     ):
-        said = f"{name} with promotion {promotion}" if promotion else f"{name} without promotion"
-        said += f" and {count} parts of K" if count > 1 else ""
-        yield Accumulation(name=said, unit=UNITS[name], promotion=promotion, split_k=count)
+        plan_name = (
+            f"{name} with promotion {promotion}" if promotion else f"{name} without promotion"
+        )
+        plan_name += f" and {count} parts of K" if count > 1 else ""
+        yield Accumulation(name=plan_name, unit=UNITS[name], promotion=promotion, split_k=count)
 
 
 def _has_bits(
     stimulus: Stimulus,
-    found: np.ndarray,
+    results: np.ndarray,
     accumulate: str | Accumulation,
     epilogue: Epilogue,
     out: Format,
@@ -188,10 +193,10 @@ def _has_bits(
     for side in (4, ROWS):
         a, b = (rows_of(q, np.arange(min(side, len(q.codes)))) for q in (stimulus.a, stimulus.b))
         try:
-            given = gemm.matmul(a, b, accumulate=accumulate, epilogue=epilogue, out_dtype=out)
+            simulated = gemm.matmul(a, b, accumulate=accumulate, epilogue=epilogue, out_dtype=out)
         except ValueError:  # a plan that does not take this K or these formats
             return False
-        if not np.array_equal(given, found[:side, :side], equal_nan=True):
+        if not np.array_equal(simulated, results[:side, :side], equal_nan=True):
             return False
     return True
 
@@ -203,9 +208,9 @@ def _accumulator(asked: Any, shape: tuple[int, int, int], out: Format) -> list[C
     for length in dict.fromkeys((min(SHORT, k), k)):
         stimulus = stimuli.wide(asked.scaled, shape, asked.formats, length=length)
         ran.append((length, stimulus, asked.run(stimulus, repeat=True)[0]))
-    _, stimulus, found = ran[-1]
+    _, stimulus, outputs = ran[-1]
     expected = cast.round_to(faults.expected(stimulus), out)
-    differ = (found != expected) & ~(np.isnan(found) & np.isnan(expected))
+    differ = (outputs != expected) & ~(np.isnan(outputs) & np.isnan(expected))
     if not differ.any():
         return []
     # Rows and columns with a result that differs: of others every accumulator that is wide enough
@@ -216,7 +221,7 @@ def _accumulator(asked: Any, shape: tuple[int, int, int], out: Format) -> list[C
     for length, one, results in ran:
         a, b = (x[at, :length] for x, at in zip(faults.values(one), (rows, columns), strict=True))
         stages.append((accumulators.products_of(a, b), results[np.ix_(rows, columns)]))
-    first = first_of(stimulus, found, expected, differ)
+    first = first_of(stimulus, outputs, expected, differ)
     count = (
         f"{int(differ.sum())} of {differ.size} sums of integers below 2^24 differ, which "
         "float32 adds exactly in any order"
@@ -237,7 +242,7 @@ def _accumulator(asked: Any, shape: tuple[int, int, int], out: Format) -> list[C
             ]
     return [
         Cause(
-            f"an accumulator narrower than float32, of about {_bits(found, expected)} bits",
+            f"an accumulator narrower than float32, of about {_bits(outputs, expected)} bits",
             count,
             "imprecise",
             first,
@@ -245,9 +250,9 @@ def _accumulator(asked: Any, shape: tuple[int, int, int], out: Format) -> list[C
     ]
 
 
-def _bits(found: np.ndarray, expected: np.ndarray) -> int:
+def _bits(results: np.ndarray, expected: np.ndarray) -> int:
     """The bits of a rounding whose error is as large."""
-    finite = np.isfinite(found) & (expected != 0)
-    relative = np.abs(found[finite] / expected[finite] - 1)
+    finite = np.isfinite(results) & (expected != 0)
+    relative = np.abs(results[finite] / expected[finite] - 1)
     typical = float(np.median(relative[relative > 0])) if (relative > 0).any() else 1.0
     return max(int(np.round(-np.log2(typical))) - 1, 1)

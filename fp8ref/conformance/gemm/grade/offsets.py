@@ -89,16 +89,16 @@ class OffsetsGrade(Result):
     @property
     def message(self) -> str:
         """The faults, one a line."""
-        asked = f"{self.which} of {_rows_of(self.sizes, self.rest)}"
+        question = f"{self.which} of {_rows_of(self.sizes, self.rest)}"
         unasked = [f"not asked: {self.refused}"] if self.refused else []
-        asked += (
+        question += (
             f", and of {self.others} further question{'s' * (self.others > 1)}"
             if self.others and self.ok
             else ""
         )
         return "\n".join(
             [
-                f"{self.name}, {asked}, is {'right' if self.ok else 'wrong'}",
+                f"{self.name}, {question}, is {'right' if self.ok else 'wrong'}",
                 *map(str, self.faults),
                 *unasked,
             ]
@@ -207,16 +207,16 @@ def grade_offsets(
             f"{list(SIZES if sizes is None else sizes)} and {rest} of no group."
         )
     name = name or subject.name_of(function)
-    made = subject.Subject(name=name, function=function, framework=framework, device=device)
+    tested = subject.Subject(name=name, function=function, framework=framework, device=device)
     first, refused = (SIZES if sizes is None else tuple(sizes), rest, n, k), ""
     try:
-        faults = _asked(made, which, first, fmt)
+        faults = _asked(tested, which, first, fmt)
     except RefusedError as error:
         if sizes is not None:
             raise
         refused = _refusal(first, error)
         first = (ALIGNED_SIZES, rest, n, k)
-        faults = _asked(made, which, first, fmt)
+        faults = _asked(tested, which, first, fmt)
     further = []
     if sizes is None and not faults:
         aligned = 16 if refused else 1
@@ -226,7 +226,7 @@ def grade_offsets(
             (first[0], 0, n, k),
         ):
             try:
-                faults = _asked(made, which, question, fmt)
+                faults = _asked(tested, which, question, fmt)
             except RefusedError as error:
                 refused = refused or _refusal(question, error)
                 continue
@@ -257,16 +257,16 @@ def _refusal(question: Question, error: RefusedError) -> str:
 
 
 def _asked(
-    made: subject.Subject, which: Which, question: Question, fmt: Format
+    tested: subject.Subject, which: Which, question: Question, fmt: Format
 ) -> dict[Fault, None]:
     """The faults, once each, in the answers to one question."""
     sizes, rest, n, k = question
-    given = _operands(which, sizes, rest, n, k)
-    shape = (len(sizes), n, k) if which == "grad_weight" else (len(given.a), n)
+    operands = _operands(which, sizes, rest, n, k)
+    shape = (len(sizes), n, k) if which == "grad_weight" else (len(operands.a), n)
     faults: dict[Fault, None] = {}
     for _ in range(TIMES):
-        out, dtype = _called(made, given, fmt, shape)
-        faults.update(dict.fromkeys(_faults(given, out, dtype)))
+        out, dtype = _called(tested, operands, fmt, shape)
+        faults.update(dict.fromkeys(_faults(operands, out, dtype)))
     return faults
 
 
@@ -300,7 +300,7 @@ def _operands(which: Which, sizes: Sequence[int], rest: int, n: int, k: int) -> 
 
     ends = np.cumsum(sizes).astype(np.int32)
     if which == "grad_weight":
-        found = Operands(
+        operands = Operands(
             which=which,
             a=integers((m, n), 3),
             b=integers((m, k), 2),
@@ -308,9 +308,9 @@ def _operands(which: Which, sizes: Sequence[int], rest: int, n: int, k: int) -> 
             scale_b=powers(e, k),
             ends=ends,
         )
-        found.b[ends[-1] :] = np.nan
+        operands.b[ends[-1] :] = np.nan
     else:
-        found = Operands(
+        operands = Operands(
             which=which,
             a=integers((m, k), 3),
             b=integers((e, n, k), 2),
@@ -318,52 +318,54 @@ def _operands(which: Which, sizes: Sequence[int], rest: int, n: int, k: int) -> 
             scale_b=powers(e, n, 1),
             ends=ends,
         )
-        found.scale_a[ends[-1] :] = np.nan
-    found.a[ends[-1] :] = np.nan
-    return found
+        operands.scale_a[ends[-1] :] = np.nan
+    operands.a[ends[-1] :] = np.nan
+    return operands
 
 
 def _called(
-    made: subject.Subject, given: Operands, fmt: Format, shape: tuple[int, ...]
+    tested: subject.Subject, operands: Operands, fmt: Format, shape: tuple[int, ...]
 ) -> tuple[np.ndarray, Format]:
     """The function's result and its dtype, in memory that held NaN where the framework reuses
     it.
     """
     codes = [
-        native_array(made, cast.encode(x.astype(np.float32), fmt), fmt) for x in (given.a, given.b)
+        native_array(tested, cast.encode(x.astype(np.float32), fmt), fmt)
+        for x in (operands.a, operands.b)
     ]
     scales = [
-        made.make_array(x.astype(np.float32), "float32") for x in (given.scale_a, given.scale_b)
+        tested.make_array(x.astype(np.float32), "float32")
+        for x in (operands.scale_a, operands.scale_b)
     ]
-    offs = made.make_array(given.ends, "int32")
+    offs = tested.make_array(operands.ends, "int32")
     held = [
-        made.make_array(np.full(shape, np.nan, np.float32), dtype)
+        tested.make_array(np.full(shape, np.nan, np.float32), dtype)
         for dtype in OUT_DTYPES
         for _ in range(3)
     ]
     del held
     try:
         with np.errstate(all="ignore"):
-            found, dtype = read_array(made.function(*codes, *scales, offs))
+            output, dtype = read_array(tested.function(*codes, *scales, offs))
     except ProbeError as error:
-        raise ProbeError(f"{made.name} {error}") from error
+        raise ProbeError(f"{tested.name} {error}") from error
     except (Exception, SystemExit) as error:
         raise RefusedError(
-            f"{made.name} raised {type(error).__name__}: {error}. Call it on such operands "
+            f"{tested.name} raised {type(error).__name__}: {error}. Call it on such operands "
             "alone to find the cause."
         ) from error
-    if found.shape != shape:
-        raise ProbeError(f"{made.name} gives {list(shape)}; got shape {list(found.shape)}.")
-    return found, dtype
+    if output.shape != shape:
+        raise ProbeError(f"{tested.name} gives {list(shape)}; got shape {list(output.shape)}.")
+    return output, dtype
 
 
-def _faults(given: Operands, out: np.ndarray, dtype: Format) -> Iterator[Fault]:
+def _faults(operands: Operands, out: np.ndarray, dtype: Format) -> Iterator[Fault]:
     """What is not as the clauses say."""
-    for e in range(len(given.ends)):
-        rows = given.rows(e)
-        if given.which == "output" and rows.start == rows.stop:
+    for e in range(len(operands.ends)):
+        rows = operands.rows(e)
+        if operands.which == "output" and rows.start == rows.stop:
             continue
-        part = out[e] if given.which == "grad_weight" else out[rows]
+        part = out[e] if operands.which == "grad_weight" else out[rows]
         if rows.start == rows.stop:
             if _bits(part).any():
                 yield Fault(
@@ -371,40 +373,40 @@ def _faults(given: Operands, out: np.ndarray, dtype: Format) -> Iterator[Fault]:
                     what=f"has no rows, and its grad_weight is {_shown(part)}, not zeros",
                     clause="X-4",
                 )
-        elif (what := _wrong(given, e, part, dtype)) is not None:
+        elif (what := _wrong(operands, e, part, dtype)) is not None:
             yield Fault(group=e, what=what[0], clause=what[1])
-    tail = out[given.ends[-1] :]
-    if given.which == "output" and _bits(tail).any():
+    tail = out[operands.ends[-1] :]
+    if operands.which == "output" and _bits(tail).any():
         yield Fault(
             group=None, what=f"rows of no group are {_shown(tail)}, not zeros", clause="X-5"
         )
 
 
-def _wrong(given: Operands, e: int, part: np.ndarray, dtype: Format) -> tuple[str, str] | None:
+def _wrong(operands: Operands, e: int, part: np.ndarray, dtype: Format) -> tuple[str, str] | None:
     """What became of a group's result, and the clause; None if it is right."""
 
     def equals(expected: np.ndarray) -> bool:
         return np.array_equal(part, cast.round_to(expected.astype(np.float32), dtype))
 
-    if equals(given.result(e)):
+    if equals(operands.result(e)):
         return None
     if np.isnan(part).any():
         return "holds NaN: rows of no group are read", "X-5"
-    if given.which == "output" and not part.any():
+    if operands.which == "output" and not part.any():
         return "is all zeros", "X-1"
-    others = [j for j in range(len(given.ends)) if j != e]
+    others = [j for j in range(len(operands.ends)) if j != e]
     for j in others:
-        if given.which == "output" and equals(given.result(e, weight=j, scaled=j)):
+        if operands.which == "output" and equals(operands.result(e, weight=j, scaled=j)):
             return f"is multiplied by the weight of group {j}", "X-1"
-        if given.which == "output" and equals(given.result(e, weight=j)):
+        if operands.which == "output" and equals(operands.result(e, weight=j)):
             return f"is multiplied by the codes of the weight of group {j}", "X-1"
-        if equals(given.result(e, scaled=j)):
+        if equals(operands.result(e, scaled=j)):
             return f"is scaled as group {j}", "X-3"
-    for what, rows in _other_rows(given, e) if given.which == "grad_weight" else ():
-        if equals(given.result(e, rows=rows)):
+    for what, rows in _other_rows(operands, e) if operands.which == "grad_weight" else ():
+        if equals(operands.result(e, rows=rows)):
             return what, "X-2"
-    right = cast.round_to(given.result(e).astype(np.float32), dtype)
-    for size in ROUNDED if given.which == "output" else ():
+    right = cast.round_to(operands.result(e).astype(np.float32), dtype)
+    for size in ROUNDED if operands.which == "output" else ():
         whole = len(part) // size * size
         if (
             whole < len(part)
@@ -415,9 +417,9 @@ def _wrong(given: Operands, e: int, part: np.ndarray, dtype: Format) -> tuple[st
     return "has other numbers", "X-2"
 
 
-def _other_rows(given: Operands, e: int) -> Iterator[tuple[str, slice]]:
+def _other_rows(operands: Operands, e: int) -> Iterator[tuple[str, slice]]:
     """Rows that a group of rows may be taken for."""
-    rows, last = given.rows(e), int(given.ends[-1])
+    rows, last = operands.rows(e), int(operands.ends[-1])
     yield "sums the rows of all groups", slice(0, last)
     yield "sums the rows from the first group on", slice(0, rows.stop)
     for size in ROUNDED:

@@ -52,7 +52,7 @@ class Path:
         if self.dequantized is not None or self.via is not None or self.each_time:
             return None
         fields = (self.scale, self.round_first, None, self.rounding)
-        known = next(
+        named = next(
             (
                 e
                 for e in EPILOGUES.values()
@@ -65,7 +65,7 @@ class Path:
             *["round_first"] * self.round_first,
             *[self.rounding] * (self.rounding != "nearest_even"),
         ]
-        return known or Epilogue(
+        return named or Epilogue(
             name=", ".join(words),
             scale=self.scale,
             round_first=self.round_first,
@@ -75,26 +75,26 @@ class Path:
     @property
     def odd(self) -> str:
         """What it does that one rounding of the scaled sum does not, in words; '' if nothing."""
-        said = []
+        oddities = []
         if self.dequantized not in (None, FLOAT32):
-            said.append(
+            oddities.append(
                 f"operands are dequantized and rounded to {self.dequantized} before they are "
                 "multiplied"
             )
         if self.each_time:
-            said.append(
+            oddities.append(
                 "double rounding: the sum and each product with a scale are rounded to the "
                 "output dtype"
             )
         if self.round_first:
-            said.append(
+            oddities.append(
                 "double rounding: the sum is rounded to the output dtype before it is scaled (G-5)"
             )
         if self.via is not None:
-            said.append(f"double rounding: the output is rounded to {self.via} first")
+            oddities.append(f"double rounding: the output is rounded to {self.via} first")
         if self.rounding != "nearest_even":
-            said.append("outputs are rounded toward zero")
-        return "; ".join(said)
+            oddities.append("outputs are rounded toward zero")
+        return "; ".join(oddities)
 
     @property
     def name(self) -> str:
@@ -106,7 +106,7 @@ class Path:
     def gives(self, s: Stimulus, out: Format) -> np.ndarray:
         """The outputs of sums of one or two products in the first block of K: float32 [M, N]."""
         a, b = (x[:, :2] for x in faults.values(s))
-        scale_a, scale_b = (_of_first_block(q) for q in (s.a, s.b))
+        scale_a, scale_b = (_first_block_scales(q) for q in (s.a, s.b))
         with np.errstate(all="ignore"):
             if self.dequantized is not None:
                 a, b = (
@@ -158,11 +158,11 @@ def fitting(
     tried: Sequence[Path], stimuli: Sequence[tuple[Stimulus, np.ndarray]], out: Format
 ) -> list[Path]:
     """The paths that give all results."""
-    for stimulus, found in stimuli:
+    for stimulus, results in stimuli:
         tried = [
             path
             for path in tried
-            if np.array_equal(path.gives(stimulus, out), found, equal_nan=True)
+            if np.array_equal(path.gives(stimulus, out), results, equal_nan=True)
         ]
     return list(tried)
 
@@ -173,7 +173,9 @@ def with_bias(
     """The path, and the way to add a bias after it, that give the most results of stimuli with a
     bias; and how many they do not give."""
     wrong = {
-        (path, bias): sum(int((biased(path, bias, s, out) != found).sum()) for s, found in stimuli)
+        (path, bias): sum(
+            int((biased(path, bias, s, out) != results).sum()) for s, results in stimuli
+        )
         for path in tried
         for bias in BIASES
     }
@@ -187,12 +189,12 @@ def biased(path: Path, bias: epilogues.Bias, s: Stimulus, out: Format) -> np.nda
         name="", scale=path.scale, round_first=path.round_first, bias=bias, rounding=path.rounding
     )
     a, b = (x[:, :2] for x in faults.values(s))
-    scales = _of_first_block(s.a), _of_first_block(s.b).T
+    scales = _first_block_scales(s.a), _first_block_scales(s.b).T
     return gemm.finish_plain(
         accumulate.f32(a, b), *scales, epilogue=epilogue, out_dtype=out, bias=s.bias
     )
 
 
-def _of_first_block(q) -> np.ndarray:
+def _first_block_scales(q) -> np.ndarray:
     """scale_inv of the first block of K: () or [rows, 1]."""
     return faults.spread(q, q.scale_inv)[:, :1] if q.scale_inv.ndim else q.scale_inv

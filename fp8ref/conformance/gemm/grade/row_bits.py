@@ -35,28 +35,28 @@ NOT_ASKED = RowBits(())
 """Of a GEMM that takes no other number of rows, or is wrong."""
 
 
-def compare(asked: Any, stimulus: Stimulus, found: np.ndarray) -> RowBits:
+def compare(asked: Any, stimulus: Stimulus, output: np.ndarray) -> RowBits:
     """Multiply the first rows by themselves, and compare their bits with those among all rows.
 
-    stimulus, found   random operands and the GEMM's results of them, [M, N].
+    stimulus, output   random operands and the GEMM's results of them, [M, N].
     """
     counts: list[int] = []
-    if stimulus.a.scale.ndim and len(stimulus.a.scale) < len(found):
+    if stimulus.a.scale.ndim and len(stimulus.a.scale) < len(output):
         return NOT_ASKED  # rows share scales of blocks
-    for count in (n for n in ROWS if n < len(found)):
+    for count in (n for n in ROWS if n < len(output)):
         part = stimulus._replace(a=rows_of(stimulus.a, np.arange(count)))
         try:
             alone = asked.run(part)[0]
         except ProbeError:
             continue
         counts.append(count)
-        differ = alone.view(np.uint32) != found[:count].view(np.uint32)
+        differ = alone.view(np.uint32) != output[:count].view(np.uint32)
         if differ.any():
             i, j = np.argwhere(differ)[0]
-            said = (
+            words = (
                 f"a row's bits depend on the number of rows (K = {stimulus.shape[2]}): "
                 f"{int(differ.sum())} of {differ.size} results at M = {count} are others at "
-                f"M = {len(found)}, first out[{i}, {j}], {alone[i, j]:.9g} and {found[i, j]:.9g}"
+                f"M = {len(output)}, first out[{i}, {j}], {alone[i, j]:.9g} and {output[i, j]:.9g}"
             )
-            return RowBits(tuple(counts), said)
+            return RowBits(tuple(counts), words)
     return RowBits(tuple(counts))

@@ -68,7 +68,7 @@ def examine(asked: Any, shape: tuple[int, int, int]) -> tuple[list[Cause], list[
 
 def _judge(asked: Any, shape: tuple[int, int, int], which: int, who: str, end: End) -> Cause | None:
     """The cause if results under this scale are not exact: all are one power of two, or NaN."""
-    made = []
+    operands = []
     for i, (rows, fmt, granularity) in enumerate(
         zip(shape[:2], asked.formats, asked.scaled.granularities, strict=True)
     ):
@@ -77,21 +77,27 @@ def _judge(asked: Any, shape: tuple[int, int, int], which: int, who: str, end: E
         q = operand(cast.encode(values, fmt), fmt, granularity)
         scale_inv = np.full_like(q.scale_inv, end.value if i == which else end.opposite)
         with np.errstate(all="ignore"):
-            made.append(
+            operands.append(
                 q._replace(scale=np.asarray(np.float32(1) / scale_inv), scale_inv=scale_inv)
             )
-    stimulus = Stimulus(f"one product under scale_inv {end} of {who}", made[0], made[1])
-    found, out = asked.run(stimulus)
+    stimulus = Stimulus(f"one product under scale_inv {end} of {who}", operands[0], operands[1])
+    results, out = asked.run(stimulus)
     value = end.product * float(end.value) * float(end.opposite)
-    expected = np.full(found.shape, cast.round_to(np.float64(value), out))
-    differ = (found != expected) & ~(np.isnan(found) & np.isnan(expected))
+    expected = np.full(results.shape, cast.round_to(np.float64(value), out))
+    differ = (results != expected) & ~(np.isnan(results) & np.isnan(expected))
     if not differ.any():
         return None
-    got = found[differ]
-    known = {"is read as 0": got == 0, "gives NaN": np.isnan(got), "gives infinity": np.isinf(got)}
-    what = next((words for words, at in known.items() if at.all()), "is read as another number")
+    got = results[differ]
+    readings = {
+        "is read as 0": got == 0,
+        "gives NaN": np.isnan(got),
+        "gives infinity": np.isinf(got),
+    }
+    reading = next(
+        (words for words, at in readings.items() if at.all()), "is read as another number"
+    )
     if np.isnan(end.value):
-        what = "is ignored" if np.isfinite(got).all() else what
-    name = f"scale_inv {end} of {who} {what}"
+        reading = "is ignored" if np.isfinite(got).all() else reading
+    name = f"scale_inv {end} of {who} {reading}"
     evidence = f"{int(differ.sum())} of {differ.size} results under it differ"
-    return Cause(name, evidence, "wrong", first_of(stimulus, found, expected, differ, "G-4"))
+    return Cause(name, evidence, "wrong", first_of(stimulus, results, expected, differ, "G-4"))

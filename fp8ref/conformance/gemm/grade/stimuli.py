@@ -86,22 +86,24 @@ def integers(
         row[_places(rng, k, count)] = rng.choice([-3, -2, -1, 1, 2, 3], count)
     b[:, :k] = rng.choice(np.array([-2, -1, 1, 2], np.float32), (n, k))
     scales = [
-        _powers(rng, one, x.shape, centre)
-        for one, x, centre in zip(
+        _powers(rng, granularity, x.shape, centre)
+        for granularity, x, centre in zip(
             scaled.granularities, (a, b), (0 if bias else 1, 0 if bias else -5), strict=True
         )
     ]
-    made = [
-        operand(cast.encode(x, fmt), fmt, one, 1 / scale)
-        for x, fmt, one, scale in zip((a, b), formats, scaled.granularities, scales, strict=True)
+    operands = [
+        operand(cast.encode(x, fmt), fmt, granularity, 1 / scale)
+        for x, fmt, granularity, scale in zip(
+            (a, b), formats, scaled.granularities, scales, strict=True
+        )
     ]
     added = rng.integers(-63, 64, n).astype(np.float32) if bias else None
     if bias:  # scale_inv 8 and 1/2: a bias that is added before one of them or both shows
-        made = [
+        operands = [
             operand(q.codes, q.fmt, q.granularity, scale)
-            for q, scale in zip(made, (0.125, 2.0), strict=True)
+            for q, scale in zip(operands, (0.125, 2.0), strict=True)
         ]
-    return Stimulus("integers", made[0], made[1], added)
+    return Stimulus("integers", operands[0], operands[1], added)
 
 
 def cut(stimulus: Stimulus, k: int) -> Stimulus:
@@ -129,11 +131,11 @@ def _powers(
     The last block along K, which may be cut, has another one than the block before it: the larger,
     in both operands, so that their products do not make up for each other.
     """
-    of_scales = scale_shape(granularity, shape, -1)
-    if not of_scales:
+    counts = scale_shape(granularity, shape, -1)
+    if not counts:
         return np.asarray(2.0**centre, np.float32)
-    by_row, along_k = rng.integers(-3, 4, (of_scales[0], 1)), rng.integers(0, 2, (1, of_scales[1]))
-    along_k[0, -2:] = (0, 1) if of_scales[1] > 1 else 0
+    by_row, along_k = rng.integers(-3, 4, (counts[0], 1)), rng.integers(0, 2, (1, counts[1]))
+    along_k[0, -2:] = (0, 1) if counts[1] > 1 else 0
     return (2.0 ** (centre + by_row + along_k)).astype(np.float32)
 
 
@@ -148,17 +150,17 @@ def single(
     """
     m, n, k = shape
     for begin in range(0, k, m * n):
-        asked = np.arange(begin, begin + m * n).reshape(m, n)
-        asked[asked >= k] = -1
+        indices = np.arange(begin, begin + m * n).reshape(m, n)
+        indices[indices >= k] = -1
         a, b = np.zeros((m, k), np.float32), np.zeros((n, k), np.float32)
         where = np.arange(begin, min(begin + m * n, k))
         a[(where - begin) // n, where] = 1
         b[(where - begin) % n, where] = 1
-        made = [
-            operand(cast.encode(x, fmt), fmt, one)
-            for x, fmt, one in zip((a, b), formats, scaled.granularities, strict=True)
+        operands = [
+            operand(cast.encode(x, fmt), fmt, granularity)
+            for x, fmt, granularity in zip((a, b), formats, scaled.granularities, strict=True)
         ]
-        yield asked, Stimulus("single products", made[0], made[1])
+        yield indices, Stimulus("single products", operands[0], operands[1])
 
 
 def codes(
@@ -168,15 +170,15 @@ def codes(
     m, n, k = shape
     for first_a in range(0, 1 << formats[0].bits, m):
         for first_b in range(0, 1 << formats[1].bits, n):
-            made = []
-            for count, first, fmt, one in (
+            operands = []
+            for count, first, fmt, granularity in (
                 (m, first_a, formats[0], scaled.granularities[0]),
                 (n, first_b, formats[1], scaled.granularities[1]),
             ):
                 drawn = np.zeros((count, k), np.uint8)
                 drawn[:, 0] = (first + np.arange(count)) % (1 << fmt.bits)
-                made.append(operand(drawn, fmt, one))
-            yield Stimulus("all codes", made[0], made[1])
+                operands.append(operand(drawn, fmt, granularity))
+            yield Stimulus("all codes", operands[0], operands[1])
 
 
 def pairs(
@@ -194,8 +196,8 @@ def pairs(
     m, n, k = shape
     for seed, exponent in enumerate((0, 0, 0, 0) if out == FLOAT16 else (0, 0, 20, -40)):
         rng = np.random.default_rng([seed, terms])
-        made = []
-        for count, fmt, one in zip((m, n), formats, scaled.granularities, strict=True):
+        operands = []
+        for count, fmt, granularity in zip((m, n), formats, scaled.granularities, strict=True):
             values = np.zeros((count, k), np.float32)
             if fmt.bits == 8:
                 values[:, 0] = rng.integers(8, 16, count)
@@ -205,13 +207,13 @@ def pairs(
                 values[:, 0] = rng.choice([3, 4, 6], count)
                 values[:, 1] = rng.choice([0.5, 1, 1.5], count) * (terms > 1)
             scales = 2.0 ** (
-                rng.uniform(-1, 1, (scale_shape(one, values.shape, -1))) - exponent / 2
+                rng.uniform(-1, 1, (scale_shape(granularity, values.shape, -1))) - exponent / 2
             )
-            made.append(operand(cast.encode(values, fmt), fmt, one, scales))
+            operands.append(operand(cast.encode(values, fmt), fmt, granularity, scales))
         yield Stimulus(
             f"{'single products' if terms == 1 else 'sums of two products'} under random scales",
-            made[0],
-            made[1],
+            operands[0],
+            operands[1],
         )
 
 
@@ -227,16 +229,16 @@ def wide(
     most = 15 if 100 * k < 1 << 24 else 3
     assert 9 * k < 1 << 24, k
     rng = np.random.default_rng([m, n, k, 1])
-    made = []
+    operands = []
     scale = 2.0 ** max(int(100 * k).bit_length() - 15, 0)
-    for count, fmt, one, factor in zip(
+    for count, fmt, granularity, factor in zip(
         (m, n), formats, scaled.granularities, (scale, 1.0), strict=True
     ):
         values = np.zeros((count, k), np.float32)
         values[:, :length] = rng.integers(1, most + 1, (count, length))
         values[1::2, :length] *= rng.choice(np.array([-1, 1], np.float32), (count // 2, length))
-        made.append(operand(cast.encode(values, fmt), fmt, one, factor))
-    return Stimulus("integers of many bits", made[0], made[1])
+        operands.append(operand(cast.encode(values, fmt), fmt, granularity, factor))
+    return Stimulus("integers of many bits", operands[0], operands[1])
 
 
 def random(
@@ -251,16 +253,16 @@ def random(
     rng = np.random.default_rng([seed, m, n, k])
     bench = Bench(gemm=scaled, m=m, n=n, k=-(-k // 32) * 32, fmt_a=formats[0], fmt_b=formats[1])
     drawn = [np.ascontiguousarray(x[:, :k]) for x in plans.draw_codes(bench, rng)]
-    made = []
-    for one, fmt, x in zip(scaled.granularities, formats, drawn, strict=True):
+    operands = []
+    for granularity, fmt, x in zip(scaled.granularities, formats, drawn, strict=True):
         # values reach 2^7, and sums 2^14 K: float16 holds those of operands that are smaller by the
         # root of K each
         scales = 2.0 ** (
-            rng.uniform(-1, 1, scale_shape(one, x.shape, -1))
+            rng.uniform(-1, 1, scale_shape(granularity, x.shape, -1))
             + (k.bit_length() / 2 + 1) * (out == FLOAT16)
         )
-        made.append(operand(x, fmt, one, scales))
-    return Stimulus("random operands", made[0], made[1])
+        operands.append(operand(x, fmt, granularity, scales))
+    return Stimulus("random operands", operands[0], operands[1])
 
 
 def thinned(few: Stimulus, k: int) -> Stimulus:
@@ -271,7 +273,7 @@ def thinned(few: Stimulus, k: int) -> Stimulus:
     """
     blocks = np.linspace(0, k // BLOCK - 2, LONG // BLOCK - 1).astype(np.int64) * BLOCK
     where = (np.append(blocks, k - BLOCK)[:, None] + np.arange(BLOCK)).reshape(-1)
-    made = []
+    operands = []
     for q in (few.a, few.b):
         codes = np.zeros((len(q.codes), k), np.uint8)
         codes[:, where] = q.codes
@@ -280,5 +282,5 @@ def thinned(few: Stimulus, k: int) -> Stimulus:
             size = LONG // scales.shape[1]
             scales = np.ones(scale_shape(q.granularity, codes.shape, -1), np.float32)
             scales[:, where[::size] // size] = q.scale
-        made.append(operand(codes, q.fmt, q.granularity, scales))
-    return Stimulus(f"random operands in {LONG} of K", made[0], made[1])
+        operands.append(operand(codes, q.fmt, q.granularity, scales))
+    return Stimulus(f"random operands in {LONG} of K", operands[0], operands[1])

@@ -82,53 +82,53 @@ def counterexample(
 
 def first_of(
     stimulus: Stimulus,
-    found: np.ndarray,
+    results: np.ndarray,
     expected: np.ndarray,
     where: np.ndarray,
     clause: str = "G-2",
 ) -> Counterexample:
     """The first result at which ``where`` [M, N] is true."""
     at = tuple(np.argwhere(where)[0])
-    return counterexample(stimulus, at, found[at], expected[at], clause)
+    return counterexample(stimulus, at, results[at], expected[at], clause)
 
 
 def indices(
-    asked: np.ndarray, stimulus: Stimulus, found: np.ndarray, skipped: Tile | None
+    places: np.ndarray, stimulus: Stimulus, results: np.ndarray, skipped: Tile | None
 ) -> list[tuple[str, np.ndarray, Counterexample]]:
-    """Indices of K whose product is not added once: (how, the indices, the first result); of
+    """Indices of K whose product is not added once: (kind, the indices, the first result); of
     results without a product that are not 0, their flat indices.
 
-    asked    the index of K whose product alone a result has, [M, N]; -1 of none.
+    places   the index of K whose product alone a result has, [M, N]; -1 of none.
     skipped  a tile that is wrong in a way of its own.
     """
-    given, empty = asked >= 0, asked < 0
-    added = found[empty][:1]
-    if added.size and added[0] and np.array_equal(found, (given + added).astype(np.float32)):
+    present, empty = places >= 0, places < 0
+    added = results[empty][:1]
+    if added.size and added[0] and np.array_equal(results, (present + added).astype(np.float32)):
         return [
             (
                 f"{show(added[0])}{EVERY}",
                 np.flatnonzero(empty),
-                first_of(stimulus, found, given.astype(np.float32), empty),
+                first_of(stimulus, results, present.astype(np.float32), empty),
             )
         ]
     if skipped is not None:
-        given = given.copy()
-        given[skipped.place] = False
+        present = present.copy()
+        present[skipped.place] = False
         empty = empty.copy()
         empty[skipped.place] = False
     kinds = {
-        "dropped": given & (found == 0),
-        "added twice": given & (found == 2),
-        "added with another factor": given & (found != 1) & (found != 0) & (found != 2),
-        NO_PRODUCT: empty & (found != 0),
+        "dropped": present & (results == 0),
+        "added twice": present & (results == 2),
+        "added with another factor": present & (results != 1) & (results != 0) & (results != 2),
+        NO_PRODUCT: empty & (results != 0),
     }
     numbers = {
-        how: np.flatnonzero(at) if how == NO_PRODUCT else np.sort(asked[at])
-        for how, at in kinds.items()
+        kind: np.flatnonzero(at) if kind == NO_PRODUCT else np.sort(places[at])
+        for kind, at in kinds.items()
     }
     return [
-        (how, numbers[how], first_of(stimulus, found, given.astype(np.float32), at))
-        for how, at in kinds.items()
+        (kind, numbers[kind], first_of(stimulus, results, present.astype(np.float32), at))
+        for kind, at in kinds.items()
         if at.any()
     ]
 
@@ -136,136 +136,140 @@ def indices(
 def ranges(numbers: np.ndarray) -> str:
     """Numbers in words: 0 to 31, 64 to 95; of many ranges the first four."""
     cuts = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
-    said = [f"{part[0]}" if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in cuts]
-    return ", ".join(said[:4]) + (f" and {len(said) - 4} more ranges" if len(said) > 4 else "")
+    parts = [f"{part[0]}" if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in cuts]
+    return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more ranges" if len(parts) > 4 else "")
 
 
-def in_words(how: str, numbers: np.ndarray, k: int) -> str:
+def in_words(kind: str, numbers: np.ndarray, k: int) -> str:
     """Indices of K that are not added once, such as: the last 32 of K dropped."""
     count = len(numbers)
-    if how == NO_PRODUCT or how.endswith(EVERY):
-        return how
+    if kind == NO_PRODUCT or kind.endswith(EVERY):
+        return kind
     if numbers[-1] - numbers[0] + 1 == count:
         if count == k:
-            return f"all of K {how}"
+            return f"all of K {kind}"
         ends = {
-            k - 1 - numbers[-1]: f"the last {count} of K {how}",
-            numbers[0]: f"the first {count} of K {how}",
+            k - 1 - numbers[-1]: f"the last {count} of K {kind}",
+            numbers[0]: f"the first {count} of K {kind}",
         }
-        return ends.get(0, f"{count} of K, {ranges(numbers)}, {how}")
+        return ends.get(0, f"{count} of K, {ranges(numbers)}, {kind}")
     steps = np.diff(numbers)
     if (steps == steps[0]).all():
         return (
-            f"every index {numbers[0] % steps[0]} modulo {steps[0]} of K {how}, from "
+            f"every index {numbers[0] % steps[0]} modulo {steps[0]} of K {kind}, from "
             f"{numbers[0]} to {numbers[-1]}"
         )
-    return f"{count} of K {how}: {ranges(numbers)}"
+    return f"{count} of K {kind}: {ranges(numbers)}"
 
 
-def part_of(how: str, numbers: np.ndarray, k: int) -> str:
+def part_of(kind: str, numbers: np.ndarray, k: int) -> str:
     """The equal part of K that the indices are, such as: the last of 4 equal parts of K dropped;
     else ''.
     """
     count = len(numbers)
-    if how == NO_PRODUCT or how.endswith(EVERY):
+    if kind == NO_PRODUCT or kind.endswith(EVERY):
         return ""
     whole = numbers[-1] - numbers[0] + 1 == count and k % count == 0 and numbers[0] % count == 0
     if not whole or not 1 < k // count <= PARTS:
         return ""
-    return f"part {numbers[0] // count} of 0 to {k // count - 1} equal parts of K {how}"
+    return f"part {numbers[0] // count} of 0 to {k // count - 1} equal parts of K {kind}"
 
 
-def tile_of(differ: np.ndarray, known: Tile | None = None) -> Tile | None:
+def tile_of(differ: np.ndarray, earlier: Tile | None = None) -> Tile | None:
     """The rectangle that holds all differences, if it is not the whole result and many of it
     differ.
 
-    known   the tile that is wrong in another shape: it is the one if it holds all differences.
+    earlier   the tile that is wrong in another shape: it is the one if it holds all differences.
     """
     rows, columns = np.flatnonzero(differ.any(axis=1)), np.flatnonzero(differ.any(axis=0))
     tile = Tile((int(rows[0]), int(rows[-1]) + 1), (int(columns[0]), int(columns[-1]) + 1))
-    if known is not None and differ[known.place].sum() == differ.sum():
-        return known
+    if earlier is not None and differ[earlier.place].sum() == differ.sum():
+        return earlier
     inside = differ[tile.place]
     return tile if inside.size < differ.size and inside.mean() >= WHOLE else None
 
 
-def of_integers(
+def integer_causes(
     stimulus: Stimulus,
-    found: np.ndarray,
+    results: np.ndarray,
     out: Format,
     factors: np.ndarray | None,
-    known: Tile | None = None,
+    earlier: Tile | None = None,
 ) -> tuple[list[Cause], Tile | None]:
     """The causes of wrong sums of integers, and the tile that is wrong.
 
     factors  of each index of K, which the GEMM is known to have: if they explain all bits, there is
              no other cause.
-    known    the tile that is wrong in another shape.
+    earlier  the tile that is wrong in another shape.
     """
     expected = faults.expected(stimulus)
-    differ = found != expected
+    differ = results != expected
     if not differ.any():
         return [], None
     if factors is not None:
         a, b = faults.values(stimulus)
-        if _alike(found, faults.product(stimulus, a * factors, b), out):
+        if _alike(results, faults.product(stimulus, a * factors, b), out):
             return [], None
-    tile = tile_of(differ, known)
+    tile = tile_of(differ, earlier)
     count = (
         f"{int(differ.sum())} of {differ.size} sums of integers differ, which every "
         "accumulator of 8 bits has exactly"
     )
-    first = first_of(stimulus, found, expected, differ)
-    of_tile: Cause | None = None
+    first = first_of(stimulus, results, expected, differ)
+    tile_cause: Cause | None = None
     for fault in faults.all_faults():
-        given = fault.gives(stimulus)
-        if given is None or np.array_equal(given, expected):
+        faulty = fault.gives(stimulus)
+        if faulty is None or np.array_equal(faulty, expected):
             continue
-        if _alike(found, given, out):
-            evidence = f"all {found.size} results have the bits of it; {count}"
+        if _alike(results, faulty, out):
+            evidence = f"all {results.size} results have the bits of it; {count}"
             return [Cause(fault.name, evidence, "wrong", first, exact=True)], None
         if (
             tile is None
-            or of_tile is not None
-            or np.array_equal(given[tile.place], expected[tile.place])
+            or tile_cause is not None
+            or np.array_equal(faulty[tile.place], expected[tile.place])
         ):
             continue
-        if _alike(found[tile.place], given[tile.place], out):
+        if _alike(results[tile.place], faulty[tile.place], out):
             evidence = (
-                f"its {found[tile.place].size} results have the bits of it, and all others are "
+                f"its {results[tile.place].size} results have the bits of it, and all others are "
                 f"right; {count}"
             )
-            of_tile = Cause(
+            tile_cause = Cause(
                 f"a wrong tile, {tile}: {fault.name}", evidence, "wrong", first, exact=True
             )
-    return [of_tile or Cause(_unnamed(found, expected, differ, tile), count, "wrong", first)], tile
+    return [
+        tile_cause or Cause(_unnamed(results, expected, differ, tile), count, "wrong", first)
+    ], tile
 
 
-def _alike(found: np.ndarray, given: np.ndarray, out: Format) -> bool:
+def _alike(results: np.ndarray, faulty: np.ndarray, out: Format) -> bool:
     """Whether results are a fault's, rounded to the output dtype."""
     with np.errstate(all="ignore"):
         return np.array_equal(
-            cast.round_to(np.ascontiguousarray(given, np.float32), out), found, equal_nan=True
+            cast.round_to(np.ascontiguousarray(faulty, np.float32), out), results, equal_nan=True
         )
 
 
-def _unnamed(found: np.ndarray, expected: np.ndarray, differ: np.ndarray, tile: Tile | None) -> str:
+def _unnamed(
+    results: np.ndarray, expected: np.ndarray, differ: np.ndarray, tile: Tile | None
+) -> str:
     """What is seen of a fault that has no name."""
     where = np.s_[:, :] if tile is None else tile.place
-    some = (expected[where] != 0) & np.isfinite(found[where])
-    ratios = np.unique(found[where][some] / expected[where][some])
+    some = (expected[where] != 0) & np.isfinite(results[where])
+    ratios = np.unique(results[where][some] / expected[where][some])
     if len(ratios) == 1:
-        said = f"results {ratios[0]:g} times as large as they are"
-    elif np.isnan(found[where]).all():
-        said = "NaN"
+        words = f"results {ratios[0]:g} times as large as they are"
+    elif np.isnan(results[where]).all():
+        words = "NaN"
     else:
-        said = "no fault that has a name"
+        words = "no fault that has a name"
     if tile is not None:
-        return f"a wrong tile, {tile}: {said}"
+        return f"a wrong tile, {tile}: {words}"
     rows, columns = differ.any(axis=1), differ.any(axis=0)
     if len(ratios) != 1 and (rows.mean() <= 0.5 or columns.mean() <= 0.5):
-        said = (
+        words = (
             f"wrong in rows {ranges(np.flatnonzero(rows))}, columns "
             f"{ranges(np.flatnonzero(columns))}"
         )
-    return said
+    return words

@@ -100,13 +100,13 @@ class Grade(Result):
         if self.expected is None:
             return self.verdict == "right"
         return self.equal == self.compared and not any(
-            one.severity == "wrong" and one.name != codes.RANGE for one in self.causes
+            cause.severity == "wrong" and cause.name != codes.RANGE for cause in self.causes
         )
 
     @property
     def worst(self) -> Measured:
         """The shape with the largest distance."""
-        return max(self.measured.values(), key=lambda one: (one.bounds, one.ulps))
+        return max(self.measured.values(), key=lambda errors: (errors.bounds, errors.ulps))
 
     @property
     def message(self) -> str:
@@ -156,7 +156,8 @@ class Grade(Result):
             "about": dict(self.about),
             "verdict": self.verdict,
             "measured": [
-                {"shape": list(shape), **one.to_dict()} for shape, one in self.measured.items()
+                {"shape": list(shape), **errors.to_dict()}
+                for shape, errors in self.measured.items()
             ],
             "causes": [
                 {
@@ -188,9 +189,11 @@ class Grade(Result):
         """Print the errors of each shape, then the message."""
         rows = [
             Finding(
-                what=f"[{m}, {n}], K = {k}", value=str(one), evidence=f"{one.count} random results"
+                what=f"[{m}, {n}], K = {k}",
+                value=str(errors),
+                evidence=f"{errors.count} random results",
             )
-            for (m, n, k), one in self.measured.items()
+            for (m, n, k), errors in self.measured.items()
         ]
         console.print(table(rows))
         console.out(self.message, highlight=False)
