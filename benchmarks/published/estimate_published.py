@@ -66,7 +66,7 @@ def linear(
 ):
     """bfloat16's time by FP8's of a linear of M tokens, K features in and N out."""
     sizes = [size for size in roofline.sizes_of(m, n, k) if size[0] in gemms]
-    return roofline.of_sizes(RECIPES[recipe], sizes, how, ceilings).ratio
+    return roofline.gemms_ledger(RECIPES[recipe], sizes, how, ceilings).ratio
 
 
 def rows(meta: Ceilings = META) -> list[Row]:
@@ -136,7 +136,7 @@ def _llama(meta: Ceilings) -> list[Row]:
     """
     made = []
     for recipe, tokens in LLAMA.items():
-        predicted = roofline.of_step(_llama_config(recipe), "torch", meta).ratio
+        predicted = roofline.predict_step(_llama_config(recipe), "torch", meta).ratio
         made.append(
             Row("a step of Llama 3 8B, 8 x H100", recipe, tokens / LLAMA_BF16, predicted, TORCHAO)
         )
@@ -195,7 +195,7 @@ def main() -> None:
         "\nnanochat's linear, of all three products: "
         + ", ".join(f"{recipe} {ratio:.2f} predicted" for recipe, ratio in whole.items())
     )
-    made = roofline.of_step(_llama_config("tensorwise"), "torch", META)
+    made = roofline.predict_step(_llama_config("tensorwise"), "torch", META)
     seconds = made.bf16 + sum(made.rest.values())
     print(
         f"Llama 3 8B in bfloat16: {8192 / seconds:,.0f} tokens a second and GPU predicted, "

@@ -27,8 +27,8 @@ def add(commands) -> None:
     )
 
 
-def _certify(known: argparse.Namespace) -> int:
-    check_json(known.json)
+def _certify(arguments: argparse.Namespace) -> int:
+    check_json(arguments.json)
     from fp8ref.conformance.certify import certify
 
-    return conclude(certify(exhaustive=known.exhaustive), known.json)
+    return conclude(certify(exhaustive=arguments.exhaustive), arguments.json)

@@ -110,127 +110,130 @@ def add(commands) -> None:
     conform.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
 
 
-def _conform(known: argparse.Namespace) -> int:
-    check_json(known.json)
+def _conform(arguments: argparse.Namespace) -> int:
+    check_json(arguments.json)
     from fp8ref import formats
     from fp8ref.conformance.gemm import library_gemms
     from fp8ref.conformance.kit import subject as subjects
 
-    if known.format not in formats.QUANTIZED_FORMATS:
+    if arguments.format not in formats.QUANTIZED_FORMATS:
         raise ValueError(
-            f"--format is one of {', '.join(formats.QUANTIZED_FORMATS)}; got {known.format}."
+            f"--format is one of {', '.join(formats.QUANTIZED_FORMATS)}; got {arguments.format}."
         )
     kinds = (*subjects.KINDS, "optimizer", "attention")
-    if known.kind not in (None, *kinds):
-        raise ValueError(f"--kind is one of {', '.join(kinds)}; got {known.kind}.")
-    if known.axis not in (None, -1, 0):
+    if arguments.kind not in (None, *kinds):
+        raise ValueError(f"--kind is one of {', '.join(kinds)}; got {arguments.kind}.")
+    if arguments.axis not in (None, -1, 0):
         raise ValueError(
-            f"--axis is -1, the last axis of x [M, K], or 0, the first; got {known.axis}."
+            f"--axis is -1, the last axis of x [M, K], or 0, the first; got {arguments.axis}."
         )
     with contextlib.redirect_stdout(sys.stderr), console.waiting("conform"):
-        outcome = _attention(known) or _optimizer(known)
+        outcome = _attention(arguments) or _optimizer(arguments)
     if outcome is not None:
-        return conclude(outcome, known.json)
-    for option, value in (("--numbers", known.numbers or None), ("--steps", known.steps)):
+        return conclude(outcome, arguments.json)
+    for option, value in (("--numbers", arguments.numbers or None), ("--steps", arguments.steps)):
         if value is not None:
             raise ValueError(
-                f"{option} is of an optimizer; {known.subject} is none. Leave it out, or name "
+                f"{option} is of an optimizer; {arguments.subject} is none. Leave it out, or name "
                 "--kind optimizer."
             )
-    for option, value in (("--layout", known.layout), ("--alignment", known.alignment)):
+    for option, value in (("--layout", arguments.layout), ("--alignment", arguments.alignment)):
         if value is not None:
             raise ValueError(
-                f"{option} is of attention; {known.subject} is none. Leave it out, or name "
+                f"{option} is of attention; {arguments.subject} is none. Leave it out, or name "
                 "--kind attention."
             )
-    expects_cast = _expects_cast(known.expect)
+    expects_cast = _expects_cast(arguments.expect)
     # what somebody's function prints is no part of the answer
     with (
         contextlib.redirect_stdout(sys.stderr),
         console.waiting("conform"),
     ):
-        function = library_gemms.load(known.subject)
-        kind = known.kind or subjects.kind_of(
-            known.subject, function, framework=known.framework, device=known.device
+        function = library_gemms.load(arguments.subject)
+        kind = arguments.kind or subjects.kind_of(
+            arguments.subject, function, framework=arguments.framework, device=arguments.device
         )
         if kind != "gemm":
-            expect = None if expects_cast != (kind == "cast") else known.expect
+            expect = None if expects_cast != (kind == "cast") else arguments.expect
             outcome = _identify(
-                known, function, kind, formats.QUANTIZED_FORMATS[known.format], expect
+                arguments, function, kind, formats.QUANTIZED_FORMATS[arguments.format], expect
             )
     if kind == "gemm":
-        return _probe(known)
-    if known.expect and outcome.expected is None:
-        outcome = _another_kind(outcome, known.expect)
-    return conclude(outcome, known.json)
+        return _probe(arguments)
+    if arguments.expect and outcome.expected is None:
+        outcome = _another_kind(outcome, arguments.expect)
+    return conclude(outcome, arguments.json)
 
 
-def _attention(known: argparse.Namespace):
+def _attention(arguments: argparse.Namespace):
     """The outcome of an attention function; None if the subject is none."""
     from fp8ref import formats
     from fp8ref.conformance.attention import identify_attention, subjects
     from fp8ref.conformance.attention.arguments import Alignment
     from fp8ref.conformance.gemm import library_gemms
 
-    if known.kind not in (None, "attention"):
+    if arguments.kind not in (None, "attention"):
         return None
-    found = library_gemms.load(known.subject)
-    if known.kind is None and not subjects.is_attention(found):
+    function = library_gemms.load(arguments.subject)
+    if arguments.kind is None and not subjects.is_attention(function):
         return None
-    given = {
-        "--granularity": known.granularity,
-        "--axis": known.axis,
-        "--exhaustive": known.exhaustive or None,
+    options = {
+        "--granularity": arguments.granularity,
+        "--axis": arguments.axis,
+        "--exhaustive": arguments.exhaustive or None,
     }
-    given |= {"--numbers": known.numbers or None, "--steps": known.steps}
-    if unused := [name for name, value in given.items() if value is not None]:
+    options |= {"--numbers": arguments.numbers or None, "--steps": arguments.steps}
+    if unused := [name for name, value in options.items() if value is not None]:
         raise ValueError(
-            f"{', '.join(unused)}: {known.subject} is attention, of which the variant says all "
+            f"{', '.join(unused)}: {arguments.subject} is attention, of which the variant says all "
             "of it. Leave it out."
         )
-    if known.format not in formats.FP8_FORMATS:
+    if arguments.format not in formats.FP8_FORMATS:
         raise ValueError(
-            f"--format of attention is one of {', '.join(formats.FP8_FORMATS)}; got {known.format}."
+            f"--format of attention is one of {', '.join(formats.FP8_FORMATS)}; got "
+            f"{arguments.format}."
         )
     where = {
-        "name": known.subject,
-        "framework": known.framework,
-        "device": known.device,
-        "layout": known.layout or subjects.LAYOUTS[0],
+        "name": arguments.subject,
+        "framework": arguments.framework,
+        "device": arguments.device,
+        "layout": arguments.layout or subjects.LAYOUTS[0],
     }
-    fmt = formats.FP8_FORMATS[known.format]
-    alignment: Alignment = known.alignment or "end"
-    return identify_attention(found, expect=known.expect, fmt=fmt, alignment=alignment, **where)
+    fmt = formats.FP8_FORMATS[arguments.format]
+    alignment: Alignment = arguments.alignment or "end"
+    return identify_attention(
+        function, expect=arguments.expect, fmt=fmt, alignment=alignment, **where
+    )
 
 
-def _optimizer(known: argparse.Namespace):
+def _optimizer(arguments: argparse.Namespace):
     """The outcome of an optimizer; None if the subject is none."""
     from fp8ref.conformance import identify_optimizer
     from fp8ref.conformance.gemm import library_gemms
     from fp8ref.conformance.optimizer import forms, subjects
 
-    if known.kind not in (None, "optimizer"):
+    if arguments.kind not in (None, "optimizer"):
         return None
-    found = library_gemms.load(known.subject)
-    if known.kind is None and subjects.kind_of(found) is None:
+    optimizer = library_gemms.load(arguments.subject)
+    if arguments.kind is None and subjects.kind_of(optimizer) is None:
         return None
-    given = {
-        "--granularity": known.granularity,
-        "--axis": known.axis,
-        "--framework": known.framework,
-        "--exhaustive": known.exhaustive or None,
+    options = {
+        "--granularity": arguments.granularity,
+        "--axis": arguments.axis,
+        "--framework": arguments.framework,
+        "--exhaustive": arguments.exhaustive or None,
     }
-    given |= {
-        "--format": None if known.format == "e4m3fn" else known.format,
-        "--device": None if known.device == "cpu" else known.device,
+    options |= {
+        "--format": None if arguments.format == "e4m3fn" else arguments.format,
+        "--device": None if arguments.device == "cpu" else arguments.device,
     }
-    if unused := [name for name, value in given.items() if value is not None]:
+    if unused := [name for name, value in options.items() if value is not None]:
         raise ValueError(
-            f"{', '.join(unused)}: {known.subject} is an optimizer, of which the layout says "
+            f"{', '.join(unused)}: {arguments.subject} is an optimizer, of which the layout says "
             "all of it. Leave it out."
         )
     numbers = {}
-    for text in known.numbers:
+    for text in arguments.numbers:
         key, _, value = text.partition("=")
         try:
             if key not in subjects.NUMBERS:
@@ -241,11 +244,11 @@ def _optimizer(known: argparse.Namespace):
                 f"--numbers are KEY=VALUE, with a key of {', '.join(subjects.NUMBERS)}; got "
                 f"{text!r}."
             ) from None
-    steps = subjects.STEPS if known.steps is None else known.steps
+    steps = subjects.STEPS if arguments.steps is None else arguments.steps
     return identify_optimizer(
-        found,
-        name=known.subject,
-        expect=known.expect,
+        optimizer,
+        name=arguments.subject,
+        expect=arguments.expect,
         numbers=forms.Numbers(**numbers),
         steps=steps,
     )
@@ -272,36 +275,36 @@ def _expects_cast(name: str | None) -> bool | None:
     return None if name is None else name in casts
 
 
-def _identify(known: argparse.Namespace, function, kind: str, fmt, expect: str | None):
+def _identify(arguments: argparse.Namespace, function, kind: str, fmt, expect: str | None):
     from fp8ref import conformance
 
     where = {
-        "name": known.subject,
+        "name": arguments.subject,
         "expect": expect,
-        "framework": known.framework,
-        "device": known.device,
+        "framework": arguments.framework,
+        "device": arguments.device,
     }
     if kind == "cast":
-        given = [
-            f"--{name}" for name in ("granularity", "axis") if getattr(known, name) is not None
+        options = [
+            f"--{name}" for name in ("granularity", "axis") if getattr(arguments, name) is not None
         ]
-        if given:
+        if options:
             raise ValueError(
-                f"{', '.join(given)}: {known.subject} is a cast, which has no scales. Leave it "
-                "out, or name --kind quantizer."
+                f"{', '.join(options)}: {arguments.subject} is a cast, which has no scales. Leave "
+                "it out, or name --kind quantizer."
             )
-        return conformance.identify_cast(function, fmt, exhaustive=known.exhaustive, **where)
-    if known.exhaustive:
+        return conformance.identify_cast(function, fmt, exhaustive=arguments.exhaustive, **where)
+    if arguments.exhaustive:
         raise ValueError(
-            f"--exhaustive tests all inputs of a cast; {known.subject} is a quantizer. Leave it "
-            "out, or name --kind cast."
+            f"--exhaustive tests all inputs of a cast; {arguments.subject} is a quantizer. Leave "
+            "it out, or name --kind cast."
         )
-    if expect is None and (known.granularity is not None or known.axis is not None):
+    if expect is None and (arguments.granularity is not None or arguments.axis is not None):
         raise ValueError(
             "--granularity and --axis need an expected policy. Name one, such as --expect torchao."
         )
     return conformance.identify_quantizer(
-        function, fmt, granularity=known.granularity, axis=known.axis, **where
+        function, fmt, granularity=arguments.granularity, axis=arguments.axis, **where
     )
 
 
@@ -309,12 +312,12 @@ def _another_kind(outcome, expect: str):
     """The outcome if --expect named a policy for a cast, or a cast for a quantizer."""
     from fp8ref.conformance.kit.finding import Counterexample
 
-    wanted = (
+    expected_behavior = (
         "a policy: codes that depend on the amax of a tensor"
         if outcome.kind == "cast"
         else "a cast: codes that depend on each number alone"
     )
-    given = (
+    behavior = (
         "codes that depend on each number alone, and no scale"
         if outcome.kind == "cast"
         else "codes that depend on other elements too"
@@ -324,39 +327,39 @@ def _another_kind(outcome, expect: str):
         input="x [256, 384]",
         bits=(),
         dtype="float32",
-        got=given,
-        expected=f"{expect!r}, {wanted}",
+        got=behavior,
+        expected=f"{expect!r}, {expected_behavior}",
         clause=clause,
     )
     return dataclasses.replace(outcome, expected=expect, differences=[witness])
 
 
-def _probe(known: argparse.Namespace) -> int:
-    given = {
-        "--expect": known.expect,
-        "--axis": known.axis,
-        "--framework": known.framework,
-        "--exhaustive": known.exhaustive or None,
+def _probe(arguments: argparse.Namespace) -> int:
+    options = {
+        "--expect": arguments.expect,
+        "--axis": arguments.axis,
+        "--framework": arguments.framework,
+        "--exhaustive": arguments.exhaustive or None,
     }
-    given["--device"] = None if known.device == "cpu" else known.device
-    unused = [name for name, value in given.items() if value is not None]
+    options["--device"] = None if arguments.device == "cpu" else arguments.device
+    unused = [name for name, value in options.items() if value is not None]
     if unused:
         raise ValueError(
-            f"{', '.join(unused)}: {known.subject} is a GEMM, which 'fp8ref probe "
-            f"{known.subject}' identifies. Leave it out, or name --kind cast or quantizer."
+            f"{', '.join(unused)}: {arguments.subject} is a GEMM, which 'fp8ref probe "
+            f"{arguments.subject}' identifies. Leave it out, or name --kind cast or quantizer."
         )
     try:
-        return probe.of_function(
-            known.subject,
-            formats=(known.format, known.format),
-            granularity=known.granularity,
-            json=known.json,
+        return probe.probe_function(
+            arguments.subject,
+            formats=(arguments.format, arguments.format),
+            granularity=arguments.granularity,
+            json=arguments.json,
         )
     except ValueError as error:
-        if known.kind:
+        if arguments.kind:
             raise
         raise ValueError(
-            f"{error}\n{known.subject} has two arguments without defaults, so it was called as "
+            f"{error}\n{arguments.subject} has two arguments without defaults, so it was called as "
             "a GEMM, with operands a and b. A cast or quantizer takes one, x: give the others "
             "defaults."
         ) from error

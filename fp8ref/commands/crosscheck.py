@@ -11,7 +11,7 @@ from fp8ref.shared import console
 
 def add(commands) -> None:
     """Add ``fp8ref crosscheck``."""
-    check = shared.of_config(
+    check = shared.config_command(
         commands,
         "crosscheck",
         _crosscheck,
@@ -49,43 +49,47 @@ def add(commands) -> None:
     check.add_argument("--json", type=Path, metavar="FILE", help="write all comparisons to FILE")
 
 
-def _crosscheck(known: argparse.Namespace, options: list[str]) -> int:
-    if known.first_divergence is not None and not known.help:
-        return _crosscheck_first(known, options)
-    if known.replay is not None and not known.help:
-        return _crosscheck_replay(known, options)
-    config = shared.config(known, options)
+def _crosscheck(arguments: argparse.Namespace, options: list[str]) -> int:
+    if arguments.first_divergence is not None and not arguments.help:
+        return _crosscheck_first(arguments, options)
+    if arguments.replay is not None and not arguments.help:
+        return _crosscheck_replay(arguments, options)
+    config = shared.config(arguments, options)
     from fp8ref.crosscheck import one_device
     from fp8ref.shared.errors import ConfigError
     from fp8ref.train.loop import BACKENDS
 
     check_whole(config)
-    check_json(known.json, known.config)
-    if known.sharded is not None:
-        return _crosscheck_sharded(known, config)
-    steps = one_device.STEPS if known.steps is None else known.steps
+    check_json(arguments.json, arguments.config)
+    if arguments.sharded is not None:
+        return _crosscheck_sharded(arguments, config)
+    steps = one_device.STEPS if arguments.steps is None else arguments.steps
     if not 0 <= steps <= config.run.steps:
         raise ConfigError(
             f"--steps must be between 0 and run.steps = {config.run.steps}; got {steps}."
         )
     report = one_device.crosscheck(
-        config, backends=(known.backend,) if known.backend else BACKENDS, steps=steps
+        config, backends=(arguments.backend,) if arguments.backend else BACKENDS, steps=steps
     )
-    return conclude(report, known.json)
+    return conclude(report, arguments.json)
 
 
-def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
+def _crosscheck_first(arguments: argparse.Namespace, options: list[str]) -> int:
     from fp8ref.shared.errors import ConfigError
     from fp8ref.train.loop import BACKENDS
 
-    others = {"--backend": known.backend, "--sharded": known.sharded, "--replay": known.replay}
+    others = {
+        "--backend": arguments.backend,
+        "--sharded": arguments.sharded,
+        "--replay": arguments.replay,
+    }
     if unused := [name for name, value in others.items() if value is not None]:
         raise ConfigError(
             f"--first-divergence compares A with B; got {', '.join(unused)} too, which is "
             "another cross-check. Leave one out."
         )
-    a, b = known.first_divergence
-    check_json(known.json)
+    a, b = arguments.first_divergence
+    check_json(arguments.json)
     backends = [name for name in (a, b) if name in BACKENDS]
     if len(backends) == 1:
         raise ConfigError(
@@ -95,21 +99,21 @@ def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
             f"./{backends[0]}."
         )
     if backends:
-        if known.config is None:
+        if arguments.config is None:
             raise ConfigError(
                 f"--first-divergence of two backends trains a CONFIG in both; got {a} and {b} "
                 f"without one. Name it first: fp8ref crosscheck tiny --first-divergence {a} {b}."
             )
-        config = shared.config(known, options)
+        config = shared.config(arguments, options)
         from fp8ref.crosscheck import one_device
         from fp8ref.crosscheck.divergence import live
 
-        found = live.of_backends(
-            config, a, b, steps=one_device.STEPS if known.steps is None else known.steps
+        report = live.compare_backends(
+            config, a, b, steps=one_device.STEPS if arguments.steps is None else arguments.steps
         )
     else:
-        given = {"CONFIG": known.config, "--steps": known.steps}
-        if unused := options or [name for name, value in given.items() if value is not None]:
+        settings = {"CONFIG": arguments.config, "--steps": arguments.steps}
+        if unused := options or [name for name, value in settings.items() if value is not None]:
             raise ConfigError(
                 "--first-divergence of two runs takes config and steps from them; got "
                 f"{', '.join(unused)} too. Leave it out, or name two backends: fp8ref "
@@ -117,34 +121,34 @@ def _crosscheck_first(known: argparse.Namespace, options: list[str]) -> int:
             )
         from fp8ref.crosscheck.divergence import from_runs
 
-        found = from_runs.of_runs(Path(a), Path(b))
-    return conclude(found, known.json)
+        report = from_runs.compare_runs(Path(a), Path(b))
+    return conclude(report, arguments.json)
 
 
-def _crosscheck_replay(known: argparse.Namespace, options: list[str]) -> int:
+def _crosscheck_replay(arguments: argparse.Namespace, options: list[str]) -> int:
     from fp8ref.shared.errors import ConfigError
 
-    given = {
-        "CONFIG": known.config,
-        "--backend": known.backend,
-        "--steps": known.steps,
-        "--sharded": known.sharded,
+    settings = {
+        "CONFIG": arguments.config,
+        "--backend": arguments.backend,
+        "--steps": arguments.steps,
+        "--sharded": arguments.sharded,
     }
     # an option's value would pass for CONFIG
-    unused = options or [name for name, value in given.items() if value is not None]
+    unused = options or [name for name, value in settings.items() if value is not None]
     if unused:
         raise ConfigError(
             "--replay takes config and backend from the step that failed; got "
             f"{', '.join(unused)} too. Leave it out."
         )
-    check_json(known.json)
+    check_json(arguments.json)
     from fp8ref.crosscheck.rerun import rerun
 
-    found = rerun(known.replay)
-    return conclude(found, known.json)
+    report = rerun(arguments.replay)
+    return conclude(report, arguments.json)
 
 
-def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
+def _crosscheck_sharded(arguments: argparse.Namespace, config) -> int:
     from fp8ref.shared.errors import ConfigError
 
     if config.numerics.simulates:
@@ -152,33 +156,33 @@ def _crosscheck_sharded(known: argparse.Namespace, config) -> int:
             "--sharded checks the frameworks' own GEMMs on meshes; got numerics.accumulate "
             f"{config.numerics.accumulate!r}. Leave one of them out."
         )
-    if known.backend is None or known.sharded < 2:
+    if arguments.backend is None or arguments.sharded < 2:
         raise ConfigError("--sharded takes 2 or more devices or ranks, and --backend jax or torch.")
-    if known.backend == "torch":
+    if arguments.backend == "torch":
         from fp8ref.crosscheck import sharded_torch
 
-        steps = sharded_torch.STEPS if known.steps is None else known.steps
-        report, unfit = sharded_torch.crosscheck(config, known.sharded, steps=steps)
+        steps = sharded_torch.STEPS if arguments.steps is None else arguments.steps
+        report, unfit = sharded_torch.crosscheck(config, arguments.sharded, steps=steps)
     else:
-        report, unfit = _sharded_jax(known, config)
+        report, unfit = _sharded_jax(arguments, config)
     report.print()
     for name, why in unfit.items():
         console.show(f"left out {name}: {why}")
-    if known.json:
-        report.write(known.json)
+    if arguments.json:
+        report.write(arguments.json)
     return 0 if report.ok else FAILED
 
 
-def _sharded_jax(known: argparse.Namespace, config):
+def _sharded_jax(arguments: argparse.Namespace, config):
     from fp8ref.shared.errors import ConfigError
 
-    if known.steps is not None:
+    if arguments.steps is not None:
         raise ConfigError("--sharded with --backend jax takes no --steps: it replays step 0.")
     import jax
 
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # a CPU is as many devices as it is told before it is asked
-        jax.config.update("jax_num_cpu_devices", known.sharded)
+        jax.config.update("jax_num_cpu_devices", arguments.sharded)
     from fp8ref.crosscheck import sharded_jax
 
-    return sharded_jax.crosscheck(config, known.sharded)
+    return sharded_jax.crosscheck(config, arguments.sharded)

@@ -14,8 +14,8 @@ def add(commands) -> None:
     data = commands.add_parser(
         "data", help="Prepare training data.", description="Prepare training data."
     )
-    of_data = data.add_subparsers(required=True, metavar="COMMAND")
-    prepare = shared.plain(of_data, "prepare", _prepare, "Tokenize text into token shards.")
+    subcommands = data.add_subparsers(required=True, metavar="COMMAND")
+    prepare = shared.plain(subcommands, "prepare", _prepare, "Tokenize text into token shards.")
     # the defaults are those of the config's keys (DataConfig), which are not imported for --help
     # alone
     key: Any = {"default": argparse.SUPPRESS}
@@ -59,32 +59,37 @@ def add(commands) -> None:
     )
 
 
-def _prepare(known: argparse.Namespace) -> int:
+def _prepare(arguments: argparse.Namespace) -> int:
     from fp8ref.train.config.sections import DataConfig
     from fp8ref.train.data.prepare import prepare
     from fp8ref.train.run import signals
 
     names = ("source", "tokenizer", "end_of_document", "text_column", "validation_fraction")
-    data = DataConfig(**{name: getattr(known, name) for name in names if hasattr(known, name)})
+    data = DataConfig(
+        **{name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    )
     options = {
-        name: getattr(known, name) for name in ("shard_tokens", "hf_split") if hasattr(known, name)
+        name: getattr(arguments, name)
+        for name in ("shard_tokens", "hf_split")
+        if hasattr(arguments, name)
     }
     try:
         with signals.exiting_on_sigterm():
-            made = prepare(data, known.out, **options)
+            sidecar = prepare(data, arguments.out, **options)
     except KeyboardInterrupt:
-        console.say(f"interrupted; {known.out} was not written")
+        console.say(f"interrupted; {arguments.out} was not written")
         return INTERRUPTED
     except SystemExit:
-        console.say(f"stopped by SIGTERM; {known.out} was not written")
+        console.say(f"stopped by SIGTERM; {arguments.out} was not written")
         return signals.TERMINATED
     tokens = {
-        split: sum(f.tokens for name, f in made.files.items() if name.startswith(split))
+        split: sum(f.tokens for name, f in sidecar.files.items() if name.startswith(split))
         for split in ("train", "val")
     }
     console.show(
-        f"{known.out}: {tokens['train']:,} tokens for training, {tokens['val']:,} for "
-        f"validation, {made.dtype}, in {len(made.files)} files",
-        f"train from them with --data.source {known.out} --model.vocab_size {made.vocab_size}",
+        f"{arguments.out}: {tokens['train']:,} tokens for training, {tokens['val']:,} for "
+        f"validation, {sidecar.dtype}, in {len(sidecar.files)} files",
+        f"train from them with --data.source {arguments.out} "
+        f"--model.vocab_size {sidecar.vocab_size}",
     )
     return 0

@@ -33,14 +33,14 @@ SEEDS = 3
 
 def add(commands) -> None:
     """Add ``fp8ref demo``."""
-    made = shared.of_config(
+    command = shared.config_command(
         commands,
         "demo",
         _demo,
         "Train with both backends in bf16 and FP8, cross-check them, print a table, and plot "
         "the losses.",
     )
-    made.add_argument(
+    command.add_argument(
         "--out",
         type=Path,
         default=Path("demo"),
@@ -48,11 +48,11 @@ def add(commands) -> None:
     )
 
 
-def _demo(known: argparse.Namespace, options: list[str]) -> int:
-    known.config = known.config or Path("tiny")
-    config = shared.config(known, options)
+def _demo(arguments: argparse.Namespace, options: list[str]) -> int:
+    arguments.config = arguments.config or Path("tiny")
+    config = shared.config(arguments, options)
     check_whole(config)
-    return 0 if demo(config, known.out) else FAILED
+    return 0 if demo(config, arguments.out) else FAILED
 
 
 def demo(config: "Config", out: Path) -> bool:
@@ -80,11 +80,11 @@ def demo(config: "Config", out: Path) -> bool:
         for backend in loop.BACKENDS
         for recipe in RECIPES
     }
-    made = [out / f"{backend}-{recipe}" for backend, recipe in runs]
+    directories = [out / f"{backend}-{recipe}" for backend, recipe in runs]
     for backend, i, recipe in itertools.product(loop.BACKENDS, range(1, SEEDS), RECIPES):
         keys = {"run": {"seed": config.run.seed + i}, "data": {"seed": config.data.seed + i}}
-        made.append(out / f"{backend}-{recipe}-seed{config.run.seed + i}")
-        _train(_config(config, backend, recipe).replace(**keys), backend, made[-1])
+        directories.append(out / f"{backend}-{recipe}-seed{config.run.seed + i}")
+        _train(_config(config, backend, recipe).replace(**keys), backend, directories[-1])
     final = {key: lines[-1]["val_loss"] for key, lines in runs.items()}
     reports = {recipe: crosscheck(_config(config, "jax", recipe)) for recipe in RECIPES[1:]}
     for recipe, report in reports.items():
@@ -92,7 +92,7 @@ def demo(config: "Config", out: Path) -> bool:
     # of shards nobody counts it
     entropy = loader.open_batches(config).description.get("validation_unigram_entropy")
 
-    (group,) = verdicts.groups(read_all(made))
+    (group,) = verdicts.groups(read_all(directories))
     judged = {_key(arm.runs[0]): verdicts.verdict(arm, group) for arm in verdicts.judged(group)}
     table = Table(
         "backend",
@@ -162,7 +162,7 @@ def demo(config: "Config", out: Path) -> bool:
     tensors.write(out / tensors.FILE, tensors.of_run(out / "-".join(OBSERVED), _kept(config)))
     console.print(
         f"wrote {out / 'loss.png'}, {out / tensors.FILE}, {out}/crosscheck-*.json and "
-        f"{len(made)} runs in {out}/",
+        f"{len(directories)} runs in {out}/",
         soft_wrap=True,
     )
     return all(report.ok for report in reports.values())

@@ -10,39 +10,39 @@ from fp8ref.shared import console
 
 def add(commands) -> None:
     """Add ``fp8ref estimate``."""
-    made = shared.of_config(
+    command = shared.config_command(
         commands,
         "estimate",
         _estimate,
         "Predict the speed-up of FP8 on a GPU, for each linear and for a step, and the linears "
         "to keep in bf16.",
     )
-    made.add_argument("--gpu", help="h100 or h200 (required)")
-    made.add_argument(
+    command.add_argument("--gpu", help="h100 or h200 (required)")
+    command.add_argument(
         "--backend",
         choices=("jax", "torch"),
         default="torch",
         help="the framework whose kernels to assume (default torch)",
     )
-    made.add_argument(
+    command.add_argument(
         "--ceilings",
         type=Path,
         metavar="FILE",
         help="JSON file of measured GPU rates (default: published rates)",
     )
-    made.add_argument(
+    command.add_argument(
         "--json", type=Path, metavar="FILE", help="write all times, in seconds, to FILE"
     )
 
 
-def _estimate(known: argparse.Namespace, options: list[str]) -> int:
-    config = shared.config(known, options)
-    check_json(known.json, known.config, known.ceilings)
+def _estimate(arguments: argparse.Namespace, options: list[str]) -> int:
+    config = shared.config(arguments, options)
+    check_json(arguments.json, arguments.config, arguments.ceilings)
     from fp8ref.estimate import gpu_rates, report
     from fp8ref.shared.errors import ConfigError
     from fp8ref.train.config import architecture
 
-    if known.gpu is None:
+    if arguments.gpu is None:
         raise ConfigError("fp8ref estimate needs --gpu h100 or --gpu h200.")
     architecture.require_llama(config, "an estimate")
     if config.numerics.simulates:
@@ -51,5 +51,7 @@ def _estimate(known: argparse.Namespace, options: list[str]) -> int:
             f"{config.numerics.accumulate!r}, which is simulated on a CPU. Leave it out."
         )
     with console.waiting("estimate"):
-        found = report.of(config, known.backend, gpu_rates.of(known.gpu, known.ceilings))
-    return conclude(found, known.json)
+        forecast = report.of(
+            config, arguments.backend, gpu_rates.of(arguments.gpu, arguments.ceilings)
+        )
+    return conclude(forecast, arguments.json)

@@ -92,74 +92,76 @@ def add(commands) -> None:
     )
 
 
-def _probe(known: argparse.Namespace) -> int:
-    check_json(known.json)
-    if known.seed < 0:
-        raise ValueError(f"--seed is at least 0; got {known.seed}.")
-    if known.replay:
-        return _replay(known)
-    if known.subject is None:
+def _probe(arguments: argparse.Namespace) -> int:
+    check_json(arguments.json)
+    if arguments.seed < 0:
+        raise ValueError(f"--seed is at least 0; got {arguments.seed}.")
+    if arguments.replay:
+        return _replay(arguments)
+    if arguments.subject is None:
         raise ValueError("a probe needs a SUBJECT, or --replay FILE. See fp8ref probe --help.")
-    if (code := _attention(known)) is not None:
+    if (code := _attention(arguments)) is not None:
         return code
-    if given := [name for name in ("layout", "framework") if getattr(known, name) is not None]:
+    if names := [name for name in ("layout", "framework") if getattr(arguments, name) is not None]:
         raise ValueError(
-            f"--{given[0]} is of attention, a function of q, k and v; {known.subject} is none. "
+            f"--{names[0]} is of attention, a function of q, k and v; {arguments.subject} is none. "
             "Leave it out."
         )
-    if known.record:
-        _check_folder(known.record)
+    if arguments.record:
+        _check_folder(arguments.record)
     try:
-        return _wgmma(known) if known.subject == "wgmma" else _gemm(known)
+        return _wgmma(arguments) if arguments.subject == "wgmma" else _gemm(arguments)
     except MemoryError as error:
         raise ValueError(
-            f"a probe of --shape {' '.join(map(str, known.shape or SHAPE))} does not fit into "
+            f"a probe of --shape {' '.join(map(str, arguments.shape or SHAPE))} does not fit into "
             "memory. Probe a smaller one."
         ) from error
 
 
-def _attention(known: argparse.Namespace) -> int | None:
+def _attention(arguments: argparse.Namespace) -> int | None:
     """The exit code of a function of q, k and v; None of any other subject."""
-    if ":" not in known.subject:
+    if ":" not in arguments.subject:
         return None
     from fp8ref.conformance.attention import probe, subjects
     from fp8ref.conformance.gemm import library_gemms
 
     # what somebody's function prints is no part of the answer
     with contextlib.redirect_stdout(sys.stderr):
-        function = library_gemms.load(known.subject)
+        function = library_gemms.load(arguments.subject)
         if not subjects.is_attention(function):
             return None
-        given = {
-            f"--{name}": getattr(known, name)
+        options = {
+            f"--{name}": getattr(arguments, name)
             for name in ("shape", "formats", "out_dtype", "granularity", "record")
         }
         if (
-            unused := [name.replace("_", "-") for name, value in given.items() if value is not None]
-            + ["--fast-accum"] * known.fast_accum
+            unused := [
+                name.replace("_", "-") for name, value in options.items() if value is not None
+            ]
+            + ["--fast-accum"] * arguments.fast_accum
         ):
             raise ValueError(
-                f"{', '.join(unused)}: {known.subject} is attention, whose inputs the probe "
+                f"{', '.join(unused)}: {arguments.subject} is attention, whose inputs the probe "
                 "chooses. Leave it out."
             )
         with console.waiting("probe"):
-            found = probe(
+            probed = probe(
                 function,
-                name=known.subject,
-                framework=known.framework,
-                layout=known.layout or subjects.LAYOUTS[0],
+                name=arguments.subject,
+                framework=arguments.framework,
+                layout=arguments.layout or subjects.LAYOUTS[0],
             )
-    return conclude(found, known.json)
+    return conclude(probed, arguments.json)
 
 
-def of_function(
+def probe_function(
     name: str, *, formats: tuple[str, str], granularity: str | None, json: Path | None
 ) -> int:
     """Probe module:function with the default options."""
-    given = {"fast_accum": False, "out_dtype": None, "shape": None, "seed": 0, "record": None}
+    defaults = {"fast_accum": False, "out_dtype": None, "shape": None, "seed": 0, "record": None}
     return _gemm(
         argparse.Namespace(
-            subject=name, formats=formats, granularity=granularity, json=json, **given
+            subject=name, formats=formats, granularity=granularity, json=json, **defaults
         )
     )
 
@@ -180,67 +182,69 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _gemm(known: argparse.Namespace) -> int:
+def _gemm(arguments: argparse.Namespace) -> int:
     from fp8ref import formats
     from fp8ref.conformance.gemm import grade_gemm, identify, library_gemms, recording
     from fp8ref.conformance.gemm.stimulus import VariesError
 
-    names = known.formats or FORMATS
+    names = arguments.formats or FORMATS
     unknown = [name for name in names if name not in formats.FP8_FORMATS]
     if unknown:
         raise ValueError(
             f"--formats takes two of {', '.join(formats.FP8_FORMATS)}; got {', '.join(unknown)}."
         )
     subject = library_gemms.named(
-        known.subject,
-        fast=known.fast_accum,
-        out_dtype=known.out_dtype,
-        granularity=known.granularity,
+        arguments.subject,
+        fast=arguments.fast_accum,
+        out_dtype=arguments.out_dtype,
+        granularity=arguments.granularity,
     )
     fmt_a, fmt_b = (formats.FP8_FORMATS[name] for name in names)
-    shape = tuple(known.shape or SHAPE)
-    how = {"formats": (fmt_a, fmt_b), "seed": known.seed}
+    shape = tuple(arguments.shape or SHAPE)
+    options = {"formats": (fmt_a, fmt_b), "seed": arguments.seed}
     try:
         with console.waiting("probe"):
-            found = identify.identify(subject, shape=shape, **how)
+            identified = identify.identify(subject, shape=shape, **options)
     except VariesError as error:  # of a wrong tile the grade says more
-        if known.record:
+        if arguments.record:
             raise
         print(console.printable(str(error)), file=sys.stderr)
         with console.waiting("grade"):
-            grade = grade_gemm(subject, shapes=[shape], **how)
-        return conclude(grade, known.json)
-    if not found.ok:
+            grade = grade_gemm(subject, shapes=[shape], **options)
+        return conclude(grade, arguments.json)
+    if not identified.ok:
         with console.waiting("grade"):
-            found = dataclasses.replace(found, grade=grade_gemm(subject, shapes=[shape], **how))
-    code = conclude(found, known.json)
-    if known.record:
-        console.show(f"recorded {recording.record_gemm(found, known.record)}")
+            identified = dataclasses.replace(
+                identified, grade=grade_gemm(subject, shapes=[shape], **options)
+            )
+    code = conclude(identified, arguments.json)
+    if arguments.record:
+        console.show(f"recorded {recording.record_gemm(identified, arguments.record)}")
     return code
 
 
-def _wgmma(known: argparse.Namespace) -> int:
+def _wgmma(arguments: argparse.Namespace) -> int:
     from fp8ref.conformance.gemm import instruction, recording, wgmma
 
-    given = {
-        "--shape": known.shape,
-        "--formats": known.formats,
-        "--out-dtype": known.out_dtype,
-        "--granularity": known.granularity,
+    options = {
+        "--shape": arguments.shape,
+        "--formats": arguments.formats,
+        "--out-dtype": arguments.out_dtype,
+        "--granularity": arguments.granularity,
     }
-    unused = [name for name, value in given.items() if value is not None] + [
+    unused = [name for name, value in options.items() if value is not None] + [
         "--fast-accum"
-    ] * known.fast_accum
+    ] * arguments.fast_accum
     if unused:
         raise ValueError(
             f"{', '.join(unused)}: wgmma is one instruction, m64n8k32, probed in every pairing "
             "of formats. Leave it out."
         )
     multiply, about = wgmma.instruction(), wgmma.device()
-    found = []
+    instructions = []
     for fmt_a, fmt_b in wgmma.PAIRS:
         with console.waiting(f"probe {fmt_a.name} x {fmt_b.name}"):
-            found.append(
+            instructions.append(
                 instruction.identify(
                     multiply,
                     fmt_a,
@@ -248,24 +252,23 @@ def _wgmma(known: argparse.Namespace) -> int:
                     name="wgmma",
                     about=about,
                     count=INSTRUCTIONS,
-                    seed=known.seed,
+                    seed=arguments.seed,
                 )
             )
-        found[-1].print()
-        if known.record:
-            console.show(
-                f"recorded {recording.record_instruction(found[-1], multiply, known.record)}"
-            )
-    pairings = instruction.Pairings(found)
-    if known.json:
-        pairings.write(known.json)
+        instructions[-1].print()
+        if arguments.record:
+            recorded = recording.record_instruction(instructions[-1], multiply, arguments.record)
+            console.show(f"recorded {recorded}")
+    pairings = instruction.Pairings(instructions)
+    if arguments.json:
+        pairings.write(arguments.json)
     return pairings.exit_code
 
 
-def _replay(known: argparse.Namespace) -> int:
+def _replay(arguments: argparse.Namespace) -> int:
     from fp8ref.conformance.gemm import recording
 
-    given = (
+    names = (
         "subject",
         "shape",
         "formats",
@@ -276,15 +279,15 @@ def _replay(known: argparse.Namespace) -> int:
         "layout",
         "framework",
     )
-    unused = [name.replace("_", "-") for name in given if getattr(known, name)]
+    unused = [name.replace("_", "-") for name in names if getattr(arguments, name)]
     if unused:
         raise ValueError(
             f"--replay takes all settings from the recordings; got {', '.join(unused)} too. "
             "Leave it out."
         )
     with console.waiting("verify recordings"):
-        found = recording.verify_all(known.replay)
-    code = conclude(found, known.json)
-    if found.damaged:
-        raise ValueError("\n".join(found.damaged))
+        recordings = recording.verify_all(arguments.replay)
+    code = conclude(recordings, arguments.json)
+    if recordings.damaged:
+        raise ValueError("\n".join(recordings.damaged))
     return code

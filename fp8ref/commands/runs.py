@@ -78,8 +78,8 @@ def add(commands) -> None:
         help="the column or tag of the losses in a log (default: loss, train/loss, ...)",
     )
     compare.add_argument("--json", type=Path, metavar="FILE", help="write the comparison to FILE")
-    for one in (report, compare):
-        shared.add_judging(one)
+    for command in (report, compare):
+        shared.add_judging(command)
     replay = shared.plain(
         commands,
         "replay",
@@ -108,49 +108,55 @@ def add(commands) -> None:
     )
 
 
-def _export(known: argparse.Namespace) -> int:
+def _export(arguments: argparse.Namespace) -> int:
     from fp8ref.train.models.export import export
 
     with console.waiting("export"):
-        step = export(known.run_directory, known.out, tokenizer=known.tokenizer, say=console.say)
-    console.show(f"{known.out}: the weights after {step} steps")
+        step = export(
+            arguments.run_directory, arguments.out, tokenizer=arguments.tokenizer, say=console.say
+        )
+    console.show(f"{arguments.out}: the weights after {step} steps")
     return 0
 
 
-def _report(known: argparse.Namespace) -> int:
+def _report(arguments: argparse.Namespace) -> int:
     from fp8ref.train.report import page, runs
 
     with console.waiting("report"):
-        said = page.write(
-            runs.read_all(known.runs),
-            known.out,
-            confidence=shared.confidence(known),
-            margin=shared.margin(known),
+        summary = page.write(
+            runs.read_all(arguments.runs),
+            arguments.out,
+            confidence=shared.confidence(arguments),
+            margin=shared.margin(arguments),
         )
-    console.show(*said.split("\n"))
+    console.show(*summary.split("\n"))
     return 0
 
 
-def _compare(known: argparse.Namespace) -> int:
-    check_json(known.json)
+def _compare(arguments: argparse.Namespace) -> int:
+    check_json(arguments.json)
     from fp8ref.train.report import compare
 
     with console.waiting("compare"):
         a, b, *more = (
-            compare.read(path, loss=known.loss) for path in (known.a, known.b, *known.seeds)
+            compare.read(path, loss=arguments.loss)
+            for path in (arguments.a, arguments.b, *arguments.seeds)
         )
-        found = compare.compare(
-            a, b, more, confidence=shared.confidence(known), margin=shared.margin(known)
+        comparison = compare.compare(
+            a, b, more, confidence=shared.confidence(arguments), margin=shared.margin(arguments)
         )
-    return conclude(found, known.json)
+    return conclude(comparison, arguments.json)
 
 
-def _replay(known: argparse.Namespace) -> int:
-    check_json(known.json)
+def _replay(arguments: argparse.Namespace) -> int:
+    check_json(arguments.json)
     from fp8ref.train.report.what_if import replay
 
     with console.waiting("replay"):
-        found = replay(
-            known.run_directory, known.policy, history=known.history, margin=known.margin
+        replayed = replay(
+            arguments.run_directory,
+            arguments.policy,
+            history=arguments.history,
+            margin=arguments.margin,
         )
-    return conclude(found, known.json)
+    return conclude(replayed, arguments.json)

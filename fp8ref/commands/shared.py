@@ -15,7 +15,7 @@ Run = Callable[[argparse.Namespace], int]
 """A command's function: parsed arguments -> exit code."""
 
 
-def of_config(
+def config_command(
     commands, name: str, run: Callable[[argparse.Namespace, list[str]], int], help: str
 ) -> argparse.ArgumentParser:
     """Add a command that takes a CONFIG and options for its keys, which ``config`` applies.
@@ -23,39 +23,41 @@ def of_config(
     argparse reads the command's own options and tyro those of the config, so that --help prints
     both.
     """
-    made = commands.add_parser(
+    parser = commands.add_parser(
         name, help=help, description=help, allow_abbrev=False, add_help=False
     )
-    made.add_argument(
+    parser.add_argument(
         "config",
         metavar="CONFIG",
         type=Path,
         nargs="?",
         help="a TOML file, or the name of a packaged one, such as tiny",
     )
-    made.add_argument(
+    parser.add_argument(
         "-h", "--help", action="store_true", help="show this message and all keys of CONFIG"
     )
-    made.set_defaults(run=run, parser=made)
-    return made
+    parser.set_defaults(run=run, parser=parser)
+    return parser
 
 
 def plain(
     commands, name: str, run: Run, help: str, description: str | None = None
 ) -> argparse.ArgumentParser:
     """Add a command whose options are all declared to argparse."""
-    made = commands.add_parser(name, help=help, description=description or help, allow_abbrev=False)
+    parser = commands.add_parser(
+        name, help=help, description=description or help, allow_abbrev=False
+    )
 
-    def strict(known: argparse.Namespace, options: list[str]) -> int:
+    def strict(arguments: argparse.Namespace, options: list[str]) -> int:
         if options:
-            made.error(console.one_line(f"unrecognized arguments: {' '.join(options)}"))
-        return run(known)
+            parser.error(console.one_line(f"unrecognized arguments: {' '.join(options)}"))
+        return run(arguments)
 
-    made.set_defaults(run=strict, parser=made)
-    return made
+    parser.set_defaults(run=strict, parser=parser)
+    return parser
 
 
-def config(known: argparse.Namespace, options: list[str]):
+def config(arguments: argparse.Namespace, options: list[str]):
     """The config file with the remaining options applied.
 
     With --help it prints all options, and exits.
@@ -64,22 +66,24 @@ def config(known: argparse.Namespace, options: list[str]):
     from fp8ref.shared.errors import ConfigError
     from fp8ref.train.config import config as configs
 
-    prog = known.parser.prog
-    if known.help:
-        print(known.parser.format_help())
+    prog = arguments.parser.prog
+    if arguments.help:
+        print(arguments.parser.format_help())
         # prints, and exits with 0
         configs.override(configs.Config(), ["--help"], prog=f"{prog} CONFIG")
-    if known.config is None:
+    if arguments.config is None:
         raise ConfigError(
             f"{prog} needs a CONFIG: a TOML file, or one of {', '.join(shipped.NAMES)}. See "
             f"{prog} --help."
         )
-    if options and not shipped.find(known.config).exists():
+    if options and not shipped.find(arguments.config).exists():
         raise ConfigError(
-            f"{known.config}: no such file. {prog} takes CONFIG first, then the options of its "
+            f"{arguments.config}: no such file. {prog} takes CONFIG first, then the options of its "
             f"keys, such as {prog} tiny --run.steps 20."
         )
-    return configs.override(configs.load(known.config), options, prog=f"{prog} {known.config}")
+    return configs.override(
+        configs.load(arguments.config), options, prog=f"{prog} {arguments.config}"
+    )
 
 
 def add_trust(command: argparse.ArgumentParser) -> None:
@@ -92,7 +96,7 @@ def add_trust(command: argparse.ArgumentParser) -> None:
 
 
 def trust_source(
-    known: argparse.Namespace, path: Path, config, options: Sequence[str] = ()
+    arguments: argparse.Namespace, path: Path, config, options: Sequence[str] = ()
 ) -> None:
     """Let the module of architecture.source be imported, and say so, if --trust or an option of the
     command line names it.
@@ -105,7 +109,7 @@ def trust_source(
     if keys.kind not in ("torch", "nnx") or not keys.source:
         return
     named = any(option.partition("=")[0] == "--architecture.source" for option in options)
-    if known.trust or (named and not getattr(known, "dry_run", False)):
+    if arguments.trust or (named and not getattr(arguments, "dry_run", False)):
         console.say(
             f"{path}: importing architecture.source {keys.source!r}, whose code runs in this "
             "process"
@@ -126,26 +130,26 @@ def add_judging(command: argparse.ArgumentParser) -> None:
     )
 
 
-def confidence(known: argparse.Namespace) -> float:
+def confidence(arguments: argparse.Namespace) -> float:
     """--confidence; ValueError unless it is between 0.5 and 1."""
-    if not 0.5 < known.confidence < 1:
-        raise ValueError(f"--confidence must be between 0.5 and 1; got {known.confidence}.")
-    return known.confidence
+    if not 0.5 < arguments.confidence < 1:
+        raise ValueError(f"--confidence must be between 0.5 and 1; got {arguments.confidence}.")
+    return arguments.confidence
 
 
-def margin(known: argparse.Namespace) -> float | None:
+def margin(arguments: argparse.Namespace) -> float | None:
     """--margin; ValueError unless it is positive and finite."""
-    if known.margin is not None and not 0 < known.margin < math.inf:
-        raise ValueError(f"--margin is a number of nats above 0; got {known.margin}.")
-    return known.margin
+    if arguments.margin is not None and not 0 < arguments.margin < math.inf:
+        raise ValueError(f"--margin is a number of nats above 0; got {arguments.margin}.")
+    return arguments.margin
 
 
-def conclude(found: Result, json: Path | None) -> int:
+def conclude(report: Result, json: Path | None) -> int:
     """Print a result, write it to --json where that was given, and return its exit code."""
-    found.print()
+    report.print()
     if json:
-        found.write(json)
-    return found.exit_code
+        report.write(json)
+    return report.exit_code
 
 
 def check_json(path: Path | None, *read: Path | None) -> None:

@@ -92,7 +92,7 @@ def in_child(timeout: float) -> int:
         for end in (reader, parent, held):
             os.close(end)
     code = child.returncode
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    cause = f"signal {-code}" if code < 0 else f"exit code {code}"
     raise ValueError(
-        f"the function ended the process ({how}), and there is no verdict. Let it return."
+        f"the function ended the process ({cause}), and there is no verdict. Let it return."
     )

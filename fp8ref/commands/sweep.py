@@ -9,7 +9,7 @@ from fp8ref.shared import console
 
 def add(commands) -> None:
     """Add ``fp8ref sweep``."""
-    sweep = shared.of_config(
+    sweep = shared.config_command(
         commands,
         "sweep",
         _sweep,
@@ -52,38 +52,42 @@ def add(commands) -> None:
     shared.add_judging(sweep)
 
 
-def _sweep(known: argparse.Namespace, options: list[str]) -> int:
-    confidence, margin = shared.confidence(known), shared.margin(known)
-    config = shared.config(known, options)
+def _sweep(arguments: argparse.Namespace, options: list[str]) -> int:
+    confidence, margin = shared.confidence(arguments), shared.margin(arguments)
+    config = shared.config(arguments, options)
     from fp8ref.shared.errors import ConfigError
     from fp8ref.train.experiments import sweep
     from fp8ref.train.loop import BACKENDS
 
-    backends = _names(known.backend)
+    backends = _names(arguments.backend)
     if (
         not backends
         or [name for name in backends if name not in BACKENDS]
         or len(set(backends)) < len(backends)
     ):
         raise ConfigError(
-            f"--backend takes names of {', '.join(BACKENDS)}, each once; got {known.backend!r}."
+            f"--backend takes names of {', '.join(BACKENDS)}, each once; got {arguments.backend!r}."
         )
     if config.run.out is not None:
         raise ConfigError(
             f"the runs of a sweep are in directories of --out; got run.out {config.run.out!r}. "
             "Leave it out."
         )
-    if known.jobs < 1:
-        raise ConfigError(f"--jobs is at least 1; got {known.jobs}.")
-    if known.out.exists() and not known.out.is_dir():
-        raise ConfigError(f"--out names a directory; {known.out} is a file. Name another.")
-    shared.trust_source(known, known.config, config, options)
-    planned = sweep.plan(config, backends, _names(known.recipes), seeds=known.seeds, out=known.out)
-    sweep.train(planned, jobs=known.jobs)
-    said = sweep.report(planned, known.out / "report.html", confidence=confidence, margin=margin)
-    console.show(*said.split("\n"))
+    if arguments.jobs < 1:
+        raise ConfigError(f"--jobs is at least 1; got {arguments.jobs}.")
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise ConfigError(f"--out names a directory; {arguments.out} is a file. Name another.")
+    shared.trust_source(arguments, arguments.config, config, options)
+    planned = sweep.plan(
+        config, backends, _names(arguments.recipes), seeds=arguments.seeds, out=arguments.out
+    )
+    sweep.train(planned, jobs=arguments.jobs)
+    summary = sweep.report(
+        planned, arguments.out / "report.html", confidence=confidence, margin=margin
+    )
+    console.show(*summary.split("\n"))
     return 0
 
 
-def _names(given: str) -> list[str]:
-    return [name.strip() for name in given.split(",") if name.strip()]
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

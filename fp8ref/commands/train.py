@@ -11,7 +11,9 @@ from fp8ref.shared import console
 
 def add(commands) -> None:
     """Add ``fp8ref train``."""
-    train = shared.of_config(commands, "train", _train, "Train a model and write a run directory.")
+    train = shared.config_command(
+        commands, "train", _train, "Train a model and write a run directory."
+    )
     train.add_argument(
         "--backend", choices=("jax", "torch"), help="the framework to train with (required)"
     )
@@ -30,41 +32,43 @@ def add(commands) -> None:
     )
 
 
-def _train(known: argparse.Namespace, options: list[str]) -> int:
+def _train(arguments: argparse.Namespace, options: list[str]) -> int:
     from fp8ref.train.run import signals
 
     with signals.deferring_sigterm():  # before a framework takes its seconds to load
-        return _trained(known, options)
+        return _trained(arguments, options)
 
 
-def _trained(known: argparse.Namespace, options: list[str]) -> int:
-    config = shared.config(known, options)
+def _trained(arguments: argparse.Namespace, options: list[str]) -> int:
+    config = shared.config(arguments, options)
     from fp8ref.shared.errors import ConfigError
 
-    if known.backend is None:
+    if arguments.backend is None:
         raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
-    shared.trust_source(known, known.config, config, options)
-    if known.dry_run:
-        if given := [key for key in ("resume", "overwrite", "distributed") if getattr(known, key)]:
+    shared.trust_source(arguments, arguments.config, config, options)
+    if arguments.dry_run:
+        if flags := [
+            key for key in ("resume", "overwrite", "distributed") if getattr(arguments, key)
+        ]:
             raise ConfigError(
-                f"--dry-run reads a config alone, in one process; got --{given[0]} too. Leave "
+                f"--dry-run reads a config alone, in one process; got --{flags[0]} too. Leave "
                 "it out."
             )
         from fp8ref.estimate import dry_run
 
-        dry_run.show(config, known.backend, console.console())
+        dry_run.show(config, arguments.backend, console.console())
         return 0
     from fp8ref.train import loop
 
-    out = Path(config.run.out) if config.run.out else _default(known, config)
-    processes = _processes(known, config) if known.distributed else None
+    out = Path(config.run.out) if config.run.out else _default(arguments, config)
+    processes = _processes(arguments, config) if arguments.distributed else None
     with processes.naming_lost_processes() if processes else contextlib.nullcontext():
         lines = loop.train(
             config,
-            known.backend,
+            arguments.backend,
             out,
-            resume=known.resume,
-            overwrite=known.overwrite,
+            resume=arguments.resume,
+            overwrite=arguments.overwrite,
             processes=processes,
         )
     if processes and not processes.first:
@@ -79,24 +83,24 @@ def _trained(known: argparse.Namespace, options: list[str]) -> int:
     return 0
 
 
-def _default(known: argparse.Namespace, config) -> Path:
+def _default(arguments: argparse.Namespace, config) -> Path:
     """The default directory: runs/<config>-<backend>-<recipe>[-<simulated hardware>], with all
     recipes of a schedule.
     """
     from fp8ref.train.config import hardware
 
-    multiply = hardware.of(config, known.backend)
+    multiply = hardware.of(config, arguments.backend)
     parts = [
-        known.config.stem,
-        known.backend,
+        arguments.config.stem,
+        arguments.backend,
         "-to-".join(config.recipes),
         *([multiply.name] if multiply else []),
     ]
     return Path("runs") / "-".join(parts)
 
 
-def _processes(known: argparse.Namespace, config):
-    if known.backend == "jax":
+def _processes(arguments: argparse.Namespace, config):
+    if arguments.backend == "jax":
         from fp8ref.train.jax.processes import join
 
         return join()
@@ -104,5 +108,5 @@ def _processes(known: argparse.Namespace, config):
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from fp8ref.train.torch import processes
 
-    known.leave = processes.leave
+    arguments.leave = processes.leave
     return processes.join(config.parallel.timeout_s)

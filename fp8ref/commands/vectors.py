@@ -150,11 +150,11 @@ def add(commands) -> None:
             f"Judge {WHAT[operation]} by vectors with answers, from standard input. "
             "Exits with 1 if an answer differs, or a vector is missing, unasked or repeated.",
         )
-        for made in (maker, judge):
-            made.set_defaults(operation=operation)
+        for command in (maker, judge):
+            command.set_defaults(operation=operation)
             for option, kind, about in ASKED[operation]:
-                needed = made is maker and option in ("--format", "--variant")
-                made.add_argument(
+                needed = command is maker and option in ("--format", "--variant")
+                command.add_argument(
                     option,
                     type=kind,
                     metavar=option.removeprefix("--").upper().replace("-", "_"),
@@ -191,42 +191,48 @@ def _long(description: str) -> dict:
     }
 
 
-def _gen(known: argparse.Namespace) -> int:
+def _gen(arguments: argparse.Namespace) -> int:
     from fp8ref.conformance.vectors.operations import generate
 
     with contextlib.nullcontext() if sys.stdout.isatty() else console.waiting("vectors gen"):
-        sys.stdout.writelines(f"{line}\n" for line in generate(known.operation, _settings(known)))
+        sys.stdout.writelines(
+            f"{line}\n" for line in generate(arguments.operation, _settings(arguments))
+        )
     return 0
 
 
-def _verify(known: argparse.Namespace) -> int:
-    check_json(known.json)
+def _verify(arguments: argparse.Namespace) -> int:
+    check_json(arguments.json)
     rules = {
-        option.removeprefix("--"): getattr(known, option.removeprefix("--"))
-        for option, _ in RULES[known.operation]
+        option.removeprefix("--"): getattr(arguments, option.removeprefix("--"))
+        for option, _ in RULES[arguments.operation]
     }
     rules = {name: value for name, value in rules.items() if value is not None}
-    if known.operation == "cast":
-        rules["saturate"] = not known.no_saturate
-    if known.operation == "gemm":
-        rules["bound"] = known.bound
+    if arguments.operation == "cast":
+        rules["saturate"] = not arguments.no_saturate
+    if arguments.operation == "gemm":
+        rules["bound"] = arguments.bound
     from fp8ref.conformance.vectors.operations import judge
 
     with console.waiting("vectors verify"):
         verdict = judge(
-            known.operation,
+            arguments.operation,
             files.short_lines(sys.stdin.buffer),
-            settings=_settings(known),
+            settings=_settings(arguments),
             rules=rules,
-            some=known.some,
+            some=arguments.some,
         )
-    if known.json:
-        verdict.write(known.json)
+    if arguments.json:
+        verdict.write(arguments.json)
     console.show(*verdict.text().split("\n"))  # plain text: vectors need no console
     return verdict.exit_code
 
 
-def _settings(known: argparse.Namespace) -> dict:
+def _settings(arguments: argparse.Namespace) -> dict:
     """The settings that were given."""
-    names = [option.removeprefix("--").replace("-", "_") for option, _, _ in ASKED[known.operation]]
-    return {name: getattr(known, name) for name in names if getattr(known, name) is not None}
+    names = [
+        option.removeprefix("--").replace("-", "_") for option, _, _ in ASKED[arguments.operation]
+    ]
+    return {
+        name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None
+    }

@@ -48,43 +48,43 @@ def gemm(
     a: scaling.Quantized,
     b: scaling.Quantized,
     spec: GemmSpec,
-    found: np.ndarray,
+    output: np.ndarray,
     simulated: np.ndarray,
     *,
     unit: TensorCore | None = None,
 ) -> np.ndarray:
-    """Bound on |found - simulated| of a GEMM's bfloat16 outputs, elementwise, in float64 (B-1).
+    """Bound on |output - simulated| of a GEMM's bfloat16 outputs, elementwise, in float64 (B-1).
 
     unit      of tensor cores that multiplied, and under whose plan the output was simulated (B-16):
               each side errs by what its steps lose.
-    Shapes:   a [M, K]; b [N, K]; found, simulated and the bound [M, N].
+    Shapes:   a [M, K]; b [N, K]; output, simulated and the bound [M, N].
     Specials: NaN or Inf where an operand is.
     """
-    rounded = bound.bound(a, b, found, simulated, out_dtype=BFLOAT16, epilogue=spec.epilogue)
+    rounded = bound.bound(a, b, output, simulated, out_dtype=BFLOAT16, epilogue=spec.epilogue)
     return rounded if unit is None else rounded + 2 * bound.tensor_core_bound(a, b, unit)
 
 
 def summed_gemm(
     parts: Sequence[tuple[scaling.Quantized, scaling.Quantized, np.ndarray]],
     spec: GemmSpec,
-    found: np.ndarray,
+    output: np.ndarray,
     *,
     wide: bool,
     unit: TensorCore | None = None,
 ) -> np.ndarray:
-    """Bound on |found - simulated| of a GEMM whose parts are rounded to bfloat16, summed over
+    """Bound on |output - simulated| of a GEMM whose parts are rounded to bfloat16, summed over
     devices, and rounded again (P-8).
 
     wide      sums are float32, not bfloat16.
-    Shapes:   a part's a [M, K_r], b [N, K_r] and simulated output [M, N]; found and the bound [M,
+    Shapes:   a part's a [M, K_r], b [N, K_r] and simulated output [M, N]; output and the bound [M,
               N].
     """
-    of_parts = sum(gemm(a, b, spec, out, out, unit=unit) for a, b, out in parts)
-    size = sum(np.abs(out).astype(np.float64) for *_, out in parts) + of_parts
+    parts_bound = sum(gemm(a, b, spec, out, out, unit=unit) for a, b, out in parts)
+    size = sum(np.abs(out).astype(np.float64) for *_, out in parts) + parts_bound
     # n parts take n - 1 additions. Each rounds a partial sum, of at most ``size``, by u of it; so
-    # do the simulator's. Both results are then rounded to bfloat16, by U of about found.
+    # do the simulator's. Both results are then rounded to bfloat16, by U of about output.
     u = 2.0**-24 if wide else U
-    return of_parts + 2 * u * (len(parts) - 1) * size + 2 * U * (np.abs(found) + of_parts)
+    return parts_bound + 2 * u * (len(parts) - 1) * size + 2 * U * (np.abs(output) + parts_bound)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, config: llama.LlamaCo
     scores = np.where(causal, size_q @ size_k.swapaxes(-1, -2), 0).max(-1, keepdims=True) / np.sqrt(
         dim
     )
-    found = {
+    fields = {
         "exact": p @ v,
         "before": _rounded(_rounded(weights / total) @ v),
         "after": _rounded(_rounded(weights) @ v / total),
@@ -149,7 +149,7 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, config: llama.LlamaCo
     }
     # [B, T, H * D]
     return Attention(
-        **{name: x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for name, x in found.items()}
+        **{name: x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for name, x in fields.items()}
     )
 
 
@@ -192,11 +192,11 @@ def forward(
     # samples what roundings do instead: two backends, which mostly round alike, differ at most as
     # much as two independent samples do. Pairs of samples give sigma.
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    how: dict = {"multiply": multiply, "attention": attention, "states": states}
-    nearest = model.forward(inputs, weights, config, recipes, **how)
+    options: dict = {"multiply": multiply, "attention": attention, "states": states}
+    nearest = model.forward(inputs, weights, config, recipes, **options)
     losses, squares, previous = [], [], nearest
     for seed in range(SAMPLES):
-        sample = model.forward(inputs, weights, config, recipes, seed=seed, **how)
+        sample = model.forward(inputs, weights, config, recipes, seed=seed, **options)
         losses.append(model.loss(sample, targets))
         if seed % 2:
             squares.append(((sample - previous) ** 2).mean(-1, keepdims=True))

@@ -40,13 +40,13 @@ def capability(backend: str) -> tuple[int, int] | None:
         )
     import jax
 
-    found = (
+    version = (
         getattr(jax.devices()[0], "compute_capability", None)
         if jax.default_backend() == "gpu"
         else None
     )
     try:
-        major, minor = map(int, str(found).split("."))
+        major, minor = map(int, str(version).split("."))
     except ValueError:  # another vendor's name for it, or none
         return None
     return major, minor
@@ -59,10 +59,10 @@ def plan(backend: str, spec: GemmSpec) -> Accumulation | None:
         cast is not None and granularity_of(cast.granularity).reduced for cast in (spec.a, spec.b)
     ):
         return None
-    known = PLANS.get(capability(backend) or (0, 0))
-    found = accumulate.by_name(known[spec.accumulate]) if known else None
-    assert found is None or isinstance(found, Accumulation)
-    return found
+    plans = PLANS.get(capability(backend) or (0, 0))
+    accumulation = accumulate.by_name(plans[spec.accumulate]) if plans else None
+    assert accumulation is None or isinstance(accumulation, Accumulation)
+    return accumulation
 
 
 def simulated(backend: str, a: Quantized, b: Quantized, spec: GemmSpec) -> np.ndarray:
@@ -84,11 +84,11 @@ def bound(
     a: Quantized,
     b: Quantized,
     spec: GemmSpec,
-    found: np.ndarray,
+    output: np.ndarray,
     expected: np.ndarray,
 ) -> np.ndarray:
-    """Bound on |found - expected| of outputs on that device, elementwise [M, N], float64."""
-    return bounds.gemm(a, b, spec, found, expected, unit=unit(backend, spec))
+    """Bound on |output - expected| of outputs on that device, elementwise [M, N], float64."""
+    return bounds.gemm(a, b, spec, output, expected, unit=unit(backend, spec))
 
 
 def unit(backend: str, spec: GemmSpec) -> TensorCore | None:

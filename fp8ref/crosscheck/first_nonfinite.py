@@ -1,6 +1,6 @@
 """The first non-finite value of a step, and what caused it (spec K-9).
 
-``check_site`` looks at one value: a ``Site`` with the parts it was made of. ``of_gemms`` and
+``check_site`` looks at one value: a ``Site`` with the parts it was made of. ``gemm_sites`` and
 ``in_backend`` list a backend's values in the order of its pass, each with its cause if its parts do
 not show it.
 """
@@ -66,7 +66,7 @@ def check_site(site: Site, check: Check, *, by: str, why: str = "") -> NonFinite
     if index is None:
         return None
     value = float(site.value[index])
-    found = NonFinite(
+    nonfinite = NonFinite(
         layer=site.module,
         role=site.role,
         element=index,
@@ -77,15 +77,15 @@ def check_site(site: Site, check: Check, *, by: str, why: str = "") -> NonFinite
     check.detail = (
         check.detail
         or f"{check.name}: {finite.size - int(finite.sum())} of {finite.size} are not finite, "
-        f"first {found}; {found.why}"
+        f"first {nonfinite}; {nonfinite.why}"
     )
-    return found
+    return nonfinite
 
 
 def cause(site: Site, index: tuple[int, ...]) -> str:
     """Why a value is not finite: an overflow of finite parts, or a part that is not finite."""
     if site.factors:
-        return _of_product(site, index)
+        return _product_cause(site, index)
     parts = {
         name: float(np.broadcast_to(part, site.value.shape)[index])
         for name, part in site.parts.items()
@@ -102,7 +102,7 @@ def _overflow(site: Site) -> str:
     return f"beyond the largest {site.fmt}, {site.fmt.max:.4g}"
 
 
-def _of_product(site: Site, index: tuple[int, ...]) -> str:
+def _product_cause(site: Site, index: tuple[int, ...]) -> str:
     (first, a), (second, b) = site.factors.items()
     row, column = a[index[:-1]], b[(*(index[:-2] if b.ndim == len(index) else ()), index[-1])]
     # in float64 the sum does not overflow: its size shows the cause
@@ -118,7 +118,7 @@ def _of_product(site: Site, index: tuple[int, ...]) -> str:
     )
 
 
-def of_gemms(
+def gemm_sites(
     observations: Sequence[Observation], recipes: Mapping[str, Recipe], batch: tuple[int, ...]
 ) -> Iterator[tuple[Site, str]]:
     """Operands, scales and outputs of FP8 GEMMs as sites, each with its cause.
@@ -158,7 +158,9 @@ _MADE_OF = {
 """What a value of attention is made of, if all before it is finite."""
 
 
-def of_attention(passes: Iterable[AttentionPass], variant: Variant) -> Iterator[tuple[Site, str]]:
+def attention_sites(
+    passes: Iterable[AttentionPass], variant: Variant
+) -> Iterator[tuple[Site, str]]:
     """What passes of attention made as sites, in order, each with its cause; codes as numbers."""
     for one in passes:
         for what, part, value in one.parts():
@@ -209,7 +211,7 @@ def in_backend(
     finite = all(map(math.isfinite, metrics.values()))
     gradients = {} if finite else trainer.gradients(tokens)
     for module in backward(config.model):
-        yield from of_gemms(
+        yield from gemm_sites(
             [o for o in observations if o.layer == module and o.gemm != "output"],
             recipes,
             tokens.shape,
@@ -226,7 +228,7 @@ def in_backend(
         if (variant := config.attention_variant) is not None and module.endswith(
             "self_attn.o_proj"
         ):
-            yield from of_attention(
+            yield from attention_sites(
                 (one for one in backwards if f"{one.layer}.o_proj" == module), variant
             )
     if finite:
@@ -243,28 +245,28 @@ def in_backend(
 
 def _factors(o: Observation, recipe: Recipe, batch: tuple[int, ...]) -> dict[str, np.ndarray]:
     """The dequantized operands with the reduced axis last, as ``Site.factors`` takes them."""
-    found: dict[str, np.ndarray] = {}
+    factors: dict[str, np.ndarray] = {}
     spec = recipe.gemms[o.gemm]
-    for role, (hp, codes, scale), how, axis in zip(
+    for role, (hp, codes, scale), cast_spec, axis in zip(
         OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True
     ):
         del hp
-        assert how is not None
+        assert cast_spec is not None
         scale = np.asarray(scale, np.float32)
         q = scaling.Quantized(
             np.asarray(codes),
             scale,
             scaling.scale_inv_from_scale(scale),
-            how.fmt,
-            how.granularity,
+            cast_spec.fmt,
+            cast_spec.granularity,
             axis,
         )
         value = scaling.dequantize(q)
-        found[role] = value if axis == 1 else value.T
+        factors[role] = value if axis == 1 else value.T
     if o.gemm != "grad_weight":  # its rows are features, not tokens
         first = OPERANDS[o.gemm][0]
-        found[first] = whole(found[first], first, batch)
-    return found
+        factors[first] = whole(factors[first], first, batch)
+    return factors
 
 
 def _before(linear: str, linears: Container[str]) -> str:

@@ -67,12 +67,12 @@ class Operands:
         if (layer, role) in self.hp:
             return scaling.amax(self.hp[layer, role])
         which: Gemm = "output" if role == "input" else "grad_input"
-        found = [
+        amaxes = [
             scaling.amax(a[0])
             for (name, gemm, _), (a, *_) in self.experts.items()
             if (name, gemm) == (layer, which)
         ]
-        return np.asarray(np.max(found, initial=np.float32(0)))
+        return np.asarray(np.max(amaxes, initial=np.float32(0)))
 
 
 @dataclass(kw_only=True)
@@ -149,11 +149,13 @@ class Replicated(Trainer):
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """Take one optimizer step, as Trainer does, from the batch's rows rank by rank."""
-        losses, found = [], []
+        losses, gradients = [], []
         for rows in np.split(tokens, self._ranks[0] * self._ranks[1]):
             losses.append(self._step.backward(rows))  # delayed scaling merges the amaxes of all
-            found.append([p.grad for p in self._params.values()])
-        for (name, p), parts in zip(self._params.items(), zip(*found, strict=True), strict=True):
+            gradients.append([p.grad for p in self._params.values()])
+        for (name, p), parts in zip(
+            self._params.items(), zip(*gradients, strict=True), strict=True
+        ):
             p.grad = self._average(name, parts)
         return self._updated(torch.stack(losses))
 
@@ -215,17 +217,17 @@ def _amaxes(trainer: Trainer, operands: Operands) -> dict[str, np.ndarray]:
     Of this rank's rows, and of whole weights in the compute dtype.
     """
     weights = trainer.weights()
-    found = {}
+    amaxes = {}
     for decision in trainer.decisions:
         for role in delayed_casts(decision.recipe) if decision.fp8 else ():
-            name, of_weight = decision.path, role == "weight"
+            name, is_weight = decision.path, role == "weight"
             largest = (
                 scaling.amax(cast.round_to(weights[f"{name}.weight"], BFLOAT16))
-                if of_weight
+                if is_weight
                 else operands.amax(name, role)
             )
-            found[f"{name}/{role}"] = largest
-    return found
+            amaxes[f"{name}/{role}"] = largest
+    return amaxes
 
 
 def _name(state: str) -> str:

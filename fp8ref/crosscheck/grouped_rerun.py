@@ -1,7 +1,7 @@
 """Rerun experts' linears of one device's pass on a mesh of JAX devices, for ``sharded_jax`` (spec
 X-13, X-15).
 
-    tensors = of_experts(observations, weights)        # of one device: rows by expert
+    tensors = expert_tensors(observations, weights)    # of one device: rows by expert
     gemms, grad_weight = rerun(tensors, ...)           # of each device of the mesh
 
 Each expert's rows are dealt to the devices in uneven runs, some of them empty, and move to the
@@ -41,14 +41,14 @@ class Experts(NamedTuple):
     weight: np.ndarray
 
 
-def of_experts(observations: Sequence[Observation], weight: np.ndarray) -> Experts:
+def expert_tensors(observations: Sequence[Observation], weight: np.ndarray) -> Experts:
     """The tensors of a layer, from the GEMMs of its experts on one device. weight: [E, N, K],
     rounded to bfloat16.
 
     An observation does not say whose it is: its weight does.
     """
     count, n, k = weight.shape
-    found = Experts(
+    experts = Experts(
         [np.zeros((0, k), np.float32)] * count, [np.zeros((0, n), np.float32)] * count, weight
     )
     for observed in observations:
@@ -56,12 +56,12 @@ def of_experts(observations: Sequence[Observation], weight: np.ndarray) -> Exper
             continue
         e = next(
             e
-            for e, one in enumerate(weight)
-            if np.array_equal(one, np.asarray(observed.b[0], np.float32))
+            for e, expert_weight in enumerate(weight)
+            if np.array_equal(expert_weight, np.asarray(observed.b[0], np.float32))
         )
-        rows = found.input if observed.gemm == "output" else found.grad_output
+        rows = experts.input if observed.gemm == "output" else experts.grad_output
         rows[e] = np.asarray(observed.a[0], np.float32)
-    return found
+    return experts
 
 
 def dealt(rows: Sequence[int], devices: int) -> np.ndarray:
@@ -85,12 +85,12 @@ class Rerun:
             P(layout.axes),
             layout.parameter("model.layers.0.mlp.experts.up_proj.weight", (1, 1, 1)),
         )
-        of_device = {
+        operand_cuts = {
             which: ((cut,) * 3, (cut,) * 3)
             for which, spec in self._recipe.recipe.gemms.items()
             if spec.fp8
         }
-        out = of_device, {"output": cut, "grad_input": cut}, cut, self._weight
+        out = operand_cuts, {"output": cut, "grad_input": cut}, cut, self._weight
         self._run = jax.jit(
             jax.shard_map(
                 self._on_device,
@@ -107,32 +107,36 @@ class Rerun:
         grad_weight [E, N, K], summed over devices. rows: of a device's buffer."""
         sizes = dealt([len(x) for x in tensors.input], self._devices)
         x, g = (
-            self._buffers(of_role, sizes, rows) for of_role in (tensors.input, tensors.grad_output)
+            self._buffers(expert_rows, sizes, rows)
+            for expert_rows in (tensors.input, tensors.grad_output)
         )
         cut = NamedSharding(self._mesh, P(self._layout.axes))
-        given = (jax.device_put(jnp.asarray(v, jnp.bfloat16), cut) for v in (x, g))
+        inputs = (jax.device_put(jnp.asarray(v, jnp.bfloat16), cut) for v in (x, g))
         w = jax.device_put(
             jnp.asarray(tensors.weight, jnp.bfloat16), NamedSharding(self._mesh, self._weight)
         )
         operands, results, ends, grad_weight = jax.tree.map(
-            np.asarray, self._run(*given, jax.device_put(sizes, cut), w)
+            np.asarray, self._run(*inputs, jax.device_put(sizes, cut), w)
         )
         return [
-            self._of_device(d, operands, results, ends) for d in range(self._devices)
+            self._device_gemms(d, operands, results, ends) for d in range(self._devices)
         ], np.asarray(grad_weight, np.float32)
 
     def _buffers(
-        self, of_experts: Sequence[np.ndarray], sizes: np.ndarray, rows: int
+        self, expert_rows: Sequence[np.ndarray], sizes: np.ndarray, rows: int
     ) -> np.ndarray:
         """[devices * rows, C]: each device's rows, by expert; then NaN."""
-        found = np.full((self._devices, rows, of_experts[0].shape[1]), np.nan, np.float32)
+        buffers = np.full((self._devices, rows, expert_rows[0].shape[1]), np.nan, np.float32)
         begin = np.cumsum(sizes, axis=0) - sizes  # of each device's run among an expert's rows
         for d, own in enumerate(sizes):
             runs = np.concatenate(
-                [x[begin[d, e] :][:n] for e, (x, n) in enumerate(zip(of_experts, own, strict=True))]
+                [
+                    x[begin[d, e] :][:n]
+                    for e, (x, n) in enumerate(zip(expert_rows, own, strict=True))
+                ]
             )
-            found[d, : len(runs)] = runs
-        return found.reshape(-1, found.shape[-1])
+            buffers[d, : len(runs)] = runs
+        return buffers.reshape(-1, buffers.shape[-1])
 
     def _on_device(self, x: jax.Array, g: jax.Array, sizes: jax.Array, w: jax.Array):
         """On one device: the operands of each GEMM, the results of two, the ends of its groups, and
@@ -151,11 +155,11 @@ class Rerun:
         operands = {}
         for which, spec in self._recipe.recipe.gemms.items():
             if spec.fp8:
-                made = [
+                quantized = [
                     self._quantized(which, role, tensors[role], groups) for role in OPERANDS[which]
                 ]
-                operands[which] = tuple(arrays for arrays, _ in made)
-                self._about[which] = tuple(about for _, about in made)
+                operands[which] = tuple(arrays for arrays, _ in quantized)
+                self._about[which] = tuple(about for _, about in quantized)
         return (
             operands,
             {"output": y[None], "grad_input": grad_input[None]},
@@ -173,30 +177,30 @@ class Rerun:
         assert not isinstance(q, jax.Array)
         # also what copies of it have: each device reports its own
         whole = frozenset(self._layout.axes)
-        found = (tensor, lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale)
-        return tuple(attention_inputs.as_varying(v, whole)[None] for v in found), (
+        arrays = (tensor, lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale)
+        return tuple(attention_inputs.as_varying(v, whole)[None] for v in arrays), (
             grouped_reports.of_rows(q),
             q.granularity,
             q.axis,
         )
 
-    def _of_device(
+    def _device_gemms(
         self, d: int, operands: Mapping, results: Mapping, ends: np.ndarray
     ) -> dict[tuple[Gemm, int], ExpertGemm]:
-        found = {}
+        gemms = {}
         for which, pair in operands.items():
-            a, b = (tuple(np.asarray(v[d]) for v in one) for one in pair)
+            a, b = (tuple(np.asarray(v[d]) for v in operand) for operand in pair)
             out = (
                 np.zeros((len(ends[d]), 1, 1))
                 if which == "grad_weight"
                 else np.asarray(results[which][d])
             )
-            for e, parts, of_group in grouped_reports.of_groups(
+            for e, parts, group_out in grouped_reports.of_groups(
                 which, self._about[which], ends[d], a, b, out
             ):
                 hp = [(np.asarray(x, np.float32), codes, scale) for x, codes, scale in parts]
-                found[which, e] = (
+                gemms[which, e] = (
                     *hp,
-                    None if which == "grad_weight" else np.asarray(of_group, np.float32),
+                    None if which == "grad_weight" else np.asarray(group_out, np.float32),
                 )
-        return found  # type: ignore[return-value]
+        return gemms  # type: ignore[return-value]

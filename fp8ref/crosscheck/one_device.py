@@ -100,9 +100,9 @@ def crosscheck(
         check_weights(report, trainers, weights)
         curves: dict[str, list[dict[str, float]]] = {name: [] for name in backends}
         for name, trainer in trainers.items():
-            of_linears, of_attention = initial_states(recipes), attention.first_states(config)
+            linear_states, attended = initial_states(recipes), attention.first_states(config)
             for step in range(steps + 1):
-                states = dict(of_linears) | of_attention
+                states = dict(linear_states) | attended
                 # a state depends on the amaxes of every step before it
                 if step in (0, steps) or states:
                     observations, passes = check_operands(
@@ -115,7 +115,7 @@ def crosscheck(
                         multiply,
                         config.attention_variant,
                     )
-                    of_linears = states_after(of_linears, recipes, amaxes(observations))
+                    linear_states = states_after(linear_states, recipes, amaxes(observations))
                 if step in (0, steps):
                     attention_counts.check(
                         report, passes, config.attention_variant, attention.delayed_scales(states)
@@ -123,11 +123,11 @@ def crosscheck(
                     advance(f"{name}: operands after {step} steps")
                 if step < steps:
                     curves[name].append(trainer.step(batches.step(step)))
-                    if of_attention:
-                        trained, before = trainer.fp8_states(), of_attention
-                        of_attention = attention.states_after(before, config, passes, trained)
+                    if attended:
+                        trained, before = trainer.fp8_states(), attended
+                        attended = attention.states_after(before, config, passes, trained)
                         attention_states.check(
-                            report, name, config, passes, before, of_attention, trained
+                            report, name, config, passes, before, attended, trained
                         )
                     advance(f"{name}: training")
         if len(backends) > 1 and steps:
@@ -150,12 +150,12 @@ def check_synthetic(report: Report, name: str, quantizers: dict[str, Quantizer])
     """
     for fmt in FP8_FORMATS.values():
         values = cast_inputs.edges(fmt)
-        found = {"sim": cast.encode(values, fmt)} | {
+        codes = {"sim": cast.encode(values, fmt)} | {
             who: q.encode(values, fmt) for who, q in quantizers.items()
         }
         for backend in quantizers:
             compare_codes(
-                report.check(f"synthetic.cast/{fmt}/codes/{backend}"), found, backend, fmt, values
+                report.check(f"synthetic.cast/{fmt}/codes/{backend}"), codes, backend, fmt, values
             )
     gemms = [g for each in (*SHARED_RECIPES, name) for g in RECIPES[each].gemms.values()]
     specs = {
@@ -220,14 +220,16 @@ def check_forward(
             who: (trainer.logits(tokens[:, :-1]), trainer.evaluate(tokens))
             for who, trainer in trainers.items()
         }
-    found = {"sim": (logits, loss)} | backends
-    names = list(found)
+    outputs = {"sim": (logits, loss)} | backends
+    names = list(outputs)
     for i, mine in enumerate(names):
         for other in names[:i]:
             pair = mine if other == "sim" else f"{other}-{mine}"
-            for j, (what, bound) in enumerate((("logits", logits_bound), ("loss", loss_bound))):
-                check = report.check(f"{what}/{name}/value/{pair}", bound=1.0)
-                compare_values(check, found[mine][j], found[other][j], bound, names=(mine, other))
+            for j, (kind, bound) in enumerate((("logits", logits_bound), ("loss", loss_bound))):
+                check = report.check(f"{kind}/{name}/value/{pair}", bound=1.0)
+                compare_values(
+                    check, outputs[mine][j], outputs[other][j], bound, names=(mine, other)
+                )
 
 
 def check_gradients(
@@ -240,18 +242,18 @@ def check_gradients(
     advance: Callable[[], None],
 ) -> None:
     """Check every parameter's gradient, backend against backend, within rounding noise (B-5)."""
-    found = {name: trainer.gradients(tokens) for name, trainer in trainers.items()}
-    base = _base(found)
+    gradients = {name: trainer.gradients(tokens) for name, trainer in trainers.items()}
+    base = _base(gradients)
     replicates = []
     for seed in range(bounds.REPLICATES):
         replicates.append(
             loop.trainer(base, config, bounds.rerounded(weights, seed=seed)).gradients(tokens)
         )
         advance()
-    for parameter, gradient in found[base].items():
+    for parameter, gradient in gradients[base].items():
         bound = bounds.gradient(gradient, [r[parameter] for r in replicates])
-        for other in found.keys() - {base}:
-            distance = np.linalg.norm(found[other][parameter] - gradient)
+        for other in gradients.keys() - {base}:
+            distance = np.linalg.norm(gradients[other][parameter] - gradient)
             check = report.check(
                 f"{parameter.removesuffix('.weight')}/gradient/value/{other}-{base}", bound=1.0
             )
@@ -275,18 +277,20 @@ def check_curves(
         runs.append([replicate.step(batches.step(step)) for step in range(len(curves[base]))])
         advance()
     for metric in ("loss", "grad_norm"):
-        found = {name: np.array([line[metric] for line in lines]) for name, lines in curves.items()}
+        series = {
+            name: np.array([line[metric] for line in lines]) for name, lines in curves.items()
+        }
         bound = bounds.curve(
-            found[base], np.array([[line[metric] for line in lines] for lines in runs])
+            series[base], np.array([[line[metric] for line in lines] for lines in runs])
         )
-        for name in found.keys() - {base}:
+        for name in series.keys() - {base}:
             check = report.check(f"{metric}/curve/value/{name}-{base}", bound=1.0)
-            compare_values(check, found[name], found[base], bound, names=(name, base))
+            compare_values(check, series[name], series[base], bound, names=(name, base))
 
 
-def _base(found: dict) -> str:
+def _base(by_backend: dict) -> str:
     """The backend whose replicates set the bounds.
 
     Torch if it takes part, as it compiles nothing.
     """
-    return "torch" if "torch" in found else next(iter(found))
+    return "torch" if "torch" in by_backend else next(iter(by_backend))

@@ -97,18 +97,18 @@ def in_pass_order(observations: Sequence[Observation], config: Config) -> list[O
 
 def backward(config: llama.LlamaConfig) -> list[str]:
     """Modules with parameters, in the order in which the backward pass reaches them."""
-    found = [llama.EMBEDDING.removesuffix(".weight")]
+    modules = [llama.EMBEDDING.removesuffix(".weight")]
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        found += [f"{layer}.input_layernorm", *(f"{layer}.self_attn.{p}_proj" for p in "qkv")]
-        found += [f"{layer}.self_attn.{p}_norm" for p in "qk" if config.qk_norm] + [
+        modules += [f"{layer}.input_layernorm", *(f"{layer}.self_attn.{p}_proj" for p in "qkv")]
+        modules += [f"{layer}.self_attn.{p}_norm" for p in "qk" if config.qk_norm] + [
             f"{layer}.self_attn.o_proj"
         ]
         router = [f"{layer}.mlp{llama.ROUTER}"] if config.num_experts else []
         mlps = [name for name in llama.linear_shapes(config) if name.startswith(f"{layer}.mlp.")]
-        found += [f"{layer}.post_attention_layernorm", *router, *mlps]
-    found += ["model.norm"] if config.tie_word_embeddings else ["model.norm", "lm_head"]
-    return found[::-1]
+        modules += [f"{layer}.post_attention_layernorm", *router, *mlps]
+    modules += ["model.norm"] if config.tie_word_embeddings else ["model.norm", "lm_head"]
+    return modules[::-1]
 
 
 def whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
@@ -185,11 +185,11 @@ def check_operands(
 
 def amaxes(observations: Sequence[Observation]) -> dict[str, list[np.ndarray]]:
     """The amax of every operand of these GEMMs, by "<layer>/<role>"."""
-    found: dict[str, list[np.ndarray]] = {}
+    operand_amaxes: dict[str, list[np.ndarray]] = {}
     for o in observations:
         for role, (hp, _, _) in zip(OPERANDS[o.gemm], (o.a, o.b), strict=True):
-            found.setdefault(f"{o.layer}/{role}", []).append(scaling.amax(hp))
-    return found
+            operand_amaxes.setdefault(f"{o.layer}/{role}", []).append(scaling.amax(hp))
+    return operand_amaxes
 
 
 def compare_quantized(
@@ -227,15 +227,15 @@ def compare_quantized(
         quantizers = {
             backend: quantizer for backend, quantizer in quantizers.items() if backend in live
         }
-    found = {"sim": (simulated.codes, simulated.scale)}
+    quantized = {"sim": (simulated.codes, simulated.scale)}
     for backend, quantizer in quantizers.items():
-        found[backend] = (
+        quantized[backend] = (
             live[backend]
             if backend in live
             else quantizer.quantize(hp, spec, axis=axis, dtype="bfloat16")
         )
     for backend in quantizers:
-        codes, scales = ({who: pair[i] for who, pair in found.items()} for i in (0, 1))
+        codes, scales = ({who: pair[i] for who, pair in quantized.items()} for i in (0, 1))
         compare_codes(report.check(f"{prefix}/codes/{backend}"), codes, backend, spec.fmt, hp)
         compare_scales(report.check(f"{prefix}/scale/{backend}"), scales, backend)
     return simulated
@@ -256,18 +256,25 @@ def _check_gemm(
 ) -> None:
     layer, backend, spec = observed.layer, observed.backend, recipe.gemms[observed.gemm]
     operands = []
-    for role, operand, how, axis in zip(
+    for role, operand, cast_spec, axis in zip(
         OPERANDS[observed.gemm],
         (observed.a, observed.b),
         (spec.a, spec.b),
         REDUCED_AXES[observed.gemm],
         strict=True,
     ):
-        assert how is not None
+        assert cast_spec is not None
         hp, codes, scale = operand
-        state = states[f"{layer}/{role}"] if how.delayed else None
+        state = states[f"{layer}/{role}"] if cast_spec.delayed else None
         q = compare_quantized(
-            report, f"{layer}/{role}", hp, how, axis, {backend: (codes, scale)}, quantizers, state
+            report,
+            f"{layer}/{role}",
+            hp,
+            cast_spec,
+            axis,
+            {backend: (codes, scale)},
+            quantizers,
+            state,
         )
         operands.append(q if axis == 1 else transposed(q))
     a, b = operands
@@ -313,20 +320,20 @@ def states_after(
 
     One for every use or rank.
     """
-    found = {}
+    new_states = {}
     for name, (fmt, config) in _delayed_casts(recipes).items():
-        found[name] = delayed.update(
+        new_states[name] = delayed.update(
             states[name], *map(delayed.observe, amaxes[name]), config=config, fmt=fmt
         )
-    return found
+    return new_states
 
 
 def _delayed_casts(recipes: Mapping[str, Recipe]) -> dict[str, tuple[Format, DelayedScaling]]:
     """Format and configuration of every role under delayed scaling, by "<layer>/<role>"."""
     return {
-        f"{layer}/{role}": how
+        f"{layer}/{role}": delayed_cast
         for layer, r in recipes.items()
-        for role, how in delayed_casts(r).items()
+        for role, delayed_cast in delayed_casts(r).items()
     }
 
 

@@ -66,12 +66,12 @@ def run(
 
 
 def _results(pipes: list[connection.Connection], patience_s: float | None) -> list:
-    found: dict[connection.Connection, object] = {}
-    while len(found) < len(pipes):
-        ready = connection.wait([p for p in pipes if p not in found], patience_s)
+    values: dict[connection.Connection, object] = {}
+    while len(values) < len(pipes):
+        ready = connection.wait([p for p in pipes if p not in values], patience_s)
         if not ready:
             raise RankError(
-                f"ranks {[rank for rank, p in enumerate(pipes) if p not in found]}: no result "
+                f"ranks {[rank for rank, p in enumerate(pipes) if p not in values]}: no result "
                 f"within {patience_s} s"
             )
         for pipe in ready:
@@ -84,8 +84,8 @@ def _results(pipes: list[connection.Connection], patience_s: float | None) -> li
                 raise (ConfigError if kind == "refused" else RankError)(
                     f"rank {pipes.index(pipe)}: {value}"
                 )
-            found[pipe] = value
-    return [found[p] for p in pipes]
+            values[pipe] = value
+    return [values[p] for p in pipes]
 
 
 def _rank(

@@ -19,10 +19,10 @@ from fp8ref.crosscheck.attention import attention
 from fp8ref.crosscheck.attention.attention import AttentionPass
 from fp8ref.crosscheck.first_nonfinite import (
     NonFinite,
+    attention_sites,
     check_site,
+    gemm_sites,
     in_backend,
-    of_attention,
-    of_gemms,
 )
 from fp8ref.crosscheck.operands import (
     Observation,
@@ -119,14 +119,14 @@ def rerun(path: Path) -> "RerunReport":
                 sites, in_backend(trainer, tokens, config, recipes, observations, metrics, passes)
             )
         for site, why in sites:
-            found = check_site(
+            nonfinite = check_site(
                 site,
                 report.check(f"{site.module}/{site.role}/finite/{failed.backend}"),
                 by=failed.backend,
                 why=why,
             )
-            if found:
-                first = found
+            if nonfinite:
+                first = nonfinite
                 break
         advance("its gradients")
     return RerunReport(
@@ -151,14 +151,14 @@ def _forward_sites(
             for o in observations
             if o.gemm == "output" and o.layer == name and (name, "output") in finite
         ]
-        yield from of_gemms(here, recipes, tokens.shape)
+        yield from gemm_sites(here, recipes, tokens.shape)
         layer, _, last = name.rpartition(".")
         if (
             last == "v_proj"
             and config.attention_variant is not None
             and (layer, "rotated key") in finite
         ):
-            yield from of_attention(
+            yield from attention_sites(
                 (one for one in passes if (one.layer, one.phase) == (layer, "forward")),
                 config.attention_variant,
             )
@@ -237,13 +237,20 @@ def check_codes(
     who = quantizers({o.backend for o in observations})
     for o in observations:
         spec = recipes[o.layer].gemms[o.gemm]
-        for role, (hp, codes, scale), how, axis in zip(
+        for role, (hp, codes, scale), cast_spec, axis in zip(
             OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True
         ):
-            assert how is not None
-            state = states[f"{o.layer}/{role}"] if how.delayed else None
+            assert cast_spec is not None
+            state = states[f"{o.layer}/{role}"] if cast_spec.delayed else None
             compare_quantized(
-                report, f"{o.layer}/{role}", hp, how, axis, {o.backend: (codes, scale)}, who, state
+                report,
+                f"{o.layer}/{role}",
+                hp,
+                cast_spec,
+                axis,
+                {o.backend: (codes, scale)},
+                who,
+                state,
             )
             count += 1
     return count

@@ -69,35 +69,35 @@ def check(
         for which, spec in recipe.gemms.items():
             ran = {
                 i
-                for i, found in enumerate(devices)
-                if any((layer, which, e) in found for e in range(own))
+                for i, gemms in enumerate(devices)
+                if any((layer, which, e) in gemms for e in range(own))
             }
             if bool(ran) != spec.fp8:
-                said = (
+                problem = (
                     "was planned in FP8 and did not run"
                     if spec.fp8
                     else "ran in FP8 and was not planned"
                 )
                 report.check(f"{layer}/{which}/value/{backend}", bound=1.0).fail(
-                    f"the GEMM {said} on any device"
+                    f"the GEMM {problem} on any device"
                 )
             if not spec.fp8:
                 continue
             for e in range(own * apart):
                 holders = devices[e // own :: apart]
-                found = [
+                gemms = [
                     mine[layer, which, e % own]
                     for mine in holders
                     if (layer, which, e % own) in mine
                 ]
-                if found:
+                if gemms:
                     parts = _check_expert(
                         report,
                         backend,
                         layer,
                         which,
                         spec,
-                        found,
+                        gemms,
                         weights[layer][e],
                         scope=scope,
                         states=states,
@@ -120,7 +120,7 @@ def _check_expert(
     layer: str,
     which: Gemm,
     spec: GemmSpec,
-    found: Sequence[ExpertGemm],
+    gemms: Sequence[ExpertGemm],
     weight: np.ndarray,
     *,
     scope: str,
@@ -130,15 +130,15 @@ def _check_expert(
     result of each.
     """
     operands = []
-    of_devices = zip(*((a, b) for a, b, _ in found), strict=True)
-    for role, how, axis, given in zip(
-        OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], of_devices, strict=True
+    role_operands = zip(*((a, b) for a, b, _ in gemms), strict=True)
+    for role, cast_spec, axis, casts in zip(
+        OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], role_operands, strict=True
     ):
-        assert how is not None
-        shards = [weight for _ in given] if role == "weight" else [hp for hp, *_ in given]
-        state = states[f"{layer}/{role}"] if how.delayed else None
-        expected = list(quantized(shards, how, axis, role, scope=scope, state=state))
-        for q, shard, (hp, codes, scale) in zip(expected, shards, given, strict=True):
+        assert cast_spec is not None
+        shards = [weight for _ in casts] if role == "weight" else [hp for hp, *_ in casts]
+        state = states[f"{layer}/{role}"] if cast_spec.delayed else None
+        expected = list(quantized(shards, cast_spec, axis, role, scope=scope, state=state))
+        for q, shard, (hp, codes, scale) in zip(expected, shards, casts, strict=True):
             if role == "weight":
                 compare_bits(
                     report.check(f"{layer}/weights/value/{backend}"),
@@ -160,7 +160,7 @@ def _check_expert(
             )
         operands.append([q if q.axis == 1 else transposed(q) for q in expected])
     parts = []
-    for a, b, (*_, out) in zip(*operands, found, strict=True):
+    for a, b, (*_, out) in zip(*operands, gemms, strict=True):
         simulated = device_gemm.simulated(backend, a, b, spec)
         parts.append((a, b, simulated))
         if out is not None:
@@ -213,7 +213,7 @@ def _check_sum(
 
 def quantized(
     shards: Sequence[np.ndarray],
-    how: CastSpec,
+    spec: CastSpec,
     axis: int,
     role: Role,
     *,
@@ -227,21 +227,22 @@ def quantized(
               S-6.
     Order:    where blocks cut the rows, and under scope local, each device quantizes its own (X-3).
     """
-    options: dict = {"granularity": how.granularity, "policy": how.policy, "axis": axis}
+    options: dict = {"granularity": spec.granularity, "policy": spec.policy, "axis": axis}
     if state is not None:
-        assert how.delayed is not None
-        scales = delayed.scales(state, how.delayed, how.fmt)
-        yield from (scaling.quantize_with(shard, scales, how.fmt, **options) for shard in shards)
+        assert spec.delayed is not None
+        scales = delayed.scales(state, spec.delayed, spec.fmt)
+        yield from (scaling.quantize_with(shard, scales, spec.fmt, **options) for shard in shards)
         return
-    kind = by_name(how.granularity)
-    of_rows = kind.reduced if axis == 0 else kind.other
-    if role == "weight" or scope == "local" or (axis == 0 and of_rows is not None):
-        yield from (scaling.quantize(shard, how.fmt, **options) for shard in shards)
+    kind = by_name(spec.granularity)
+    row_block = kind.reduced if axis == 0 else kind.other
+    if role == "weight" or scope == "local" or (axis == 0 and row_block is not None):
+        yield from (scaling.quantize(shard, spec.fmt, **options) for shard in shards)
         return
-    whole, begin = scaling.quantize(np.concatenate(shards), how.fmt, **options), 0
+    whole, begin = scaling.quantize(np.concatenate(shards), spec.fmt, **options), 0
     for shard in shards:
         rows = slice(begin, begin := begin + len(shard))
         scale, scale_inv = (
-            s if of_rows is None or s.ndim == 0 else s[rows] for s in (whole.scale, whole.scale_inv)
+            s if row_block is None or s.ndim == 0 else s[rows]
+            for s in (whole.scale, whole.scale_inv)
         )
         yield whole._replace(codes=whole.codes[rows], scale=scale, scale_inv=scale_inv)

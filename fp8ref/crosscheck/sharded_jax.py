@@ -69,10 +69,10 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
     Raises:   ConfigError: a recipe without FP8 or that only JAX runs, gradients in FP8, too few
               devices, no mesh that fits.
     """
-    taken = [name for name, recipe in RECIPES.items() if recipe.fp8 and recipe.shared]
-    if config.numerics.recipe not in taken:
+    supported = [name for name, recipe in RECIPES.items() if recipe.fp8 and recipe.shared]
+    if config.numerics.recipe not in supported:
         raise ConfigError(
-            f"--sharded takes recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Set "
+            f"--sharded takes recipes {', '.join(supported)}; got {config.numerics.recipe!r}. Set "
             "--recipe to one of these."
         )
     if config.parallel.reduce_dtype == "float8_e4m3fn":
@@ -130,14 +130,14 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
                 placement = layout.placement(layer)
                 assert placement is not None
                 assert layout.mesh is not None
-                found = rerun_linear(
+                gemms = rerun_linear(
                     tensors[layer],
                     recipe=recipe,
                     placement=placement,
                     mesh=layout.mesh,
                     through=through,
                 )
-                for which, (a, b, out) in found.items():
+                for which, (a, b, out) in gemms.items():
                     own, _ = simulated.expected[layer][which]
                     _compare(report, f"jax {name}", layer, which, tensors[layer], own, (a, b))
                     # Under plain jit XLA sums accumulators, unless a GPU's GEMMs write results
@@ -211,26 +211,26 @@ def _check_experts(
     """Rerun the experts of every layer on a mesh, and compare them (X-3, X-13)."""
     reruns = {recipe: Rerun(layout, recipe) for recipe in set(recipes.values())}
     devices: list[dict] = [{} for _ in range(layout.config.devices)]
-    sums, weights = {}, {layer: of_layer.weight for layer, of_layer in tensors.items()}
+    sums, weights = {}, {layer: layer_experts.weight for layer, layer_experts in tensors.items()}
     for layer, recipe in recipes.items():
-        found, sums[layer] = reruns[recipe](tensors[layer], rows)
-        for mine, of_layer in zip(devices, found, strict=True):
-            mine |= {(layer, *key): one for key, one in of_layer.items()}
+        device_gemms, sums[layer] = reruns[recipe](tensors[layer], rows)
+        for mine, layer_experts in zip(devices, device_gemms, strict=True):
+            mine |= {(layer, *key): one for key, one in layer_experts.items()}
     keys = layout.config
-    how: dict = {
+    options: dict = {
         "apart": keys.expert,
         "scope": keys.amax_scope,
         "states": {},
         "wide": keys.reduce_dtype == "float32",
     }
-    sharded_experts.check(report, backend, recipes, devices, weights, sums=sums, **how)
+    sharded_experts.check(report, backend, recipes, devices, weights, sums=sums, **options)
 
 
 def _buffer(experts: dict[str, Experts], devices: int) -> int:
     """The rows of a device's buffer that holds any layer's, as they are dealt; a multiple of 16."""
     counts = [
-        int(grouped_rerun.dealt([len(x) for x in one.input], devices).sum(1).max())
-        for one in experts.values()
+        int(grouped_rerun.dealt([len(x) for x in layer_experts.input], devices).sum(1).max())
+        for layer_experts in experts.values()
     ]
     return -(-(max(counts, default=0) + 1) // 16) * 16
 
@@ -241,21 +241,21 @@ def _tensors(
     """The high-precision input, weight and grad_output of every FP8 linear on one device; and those
     of experts.
     """
-    found: dict[str, dict[Role, np.ndarray]] = {}
-    of_groups: dict[str, list[Observation]] = {layer: [] for layer in experts}
+    tensors: dict[str, dict[Role, np.ndarray]] = {}
+    grouped: dict[str, list[Observation]] = {layer: [] for layer in experts}
 
     def observer(layer: str, which: Gemm, a, b, out) -> None:
         if layer in experts:
-            of_groups[layer].append(Observation("jax", layer, which, a, b, out))
+            grouped[layer].append(Observation("jax", layer, which, a, b, out))
             return
         for role, (hp, _, _) in zip(OPERANDS[which], (a, b), strict=True):
-            found.setdefault(layer, {})[role] = np.asarray(hp, np.float32)
+            tensors.setdefault(layer, {})[role] = np.asarray(hp, np.float32)
 
     trainer.observe(tokens, observer)
     masters = trainer.weights() if experts else {}
     rounded = {layer: cast.round_to(masters[f"{layer}.weight"], BFLOAT16) for layer in experts}
-    return found, {
-        layer: grouped_rerun.of_experts(of_groups[layer], rounded[layer]) for layer in experts
+    return tensors, {
+        layer: grouped_rerun.expert_tensors(grouped[layer], rounded[layer]) for layer in experts
     }
 
 
@@ -335,7 +335,10 @@ class _Simulated:
         if (layer, which, n) not in self._parts:
             _, (a, b) = self.expected[layer][which]
             slices = zip(*(np.split(q.codes, n, axis=1) for q in (a, b)), strict=True)
-            operands = [(a._replace(codes=of_a), b._replace(codes=of_b)) for of_a, of_b in slices]
+            operands = [
+                (a._replace(codes=codes_a), b._replace(codes=codes_b))
+                for codes_a, codes_b in slices
+            ]
             self._parts[layer, which, n] = [
                 (qa, qb, device_gemm.simulated("jax", qa, qb, spec)) for qa, qb in operands
             ]
@@ -433,17 +436,16 @@ def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> 
         )
         return dict(zip(recipe.gemms, (y, *vjp(g)), strict=True)), {
             which: tuple(
-                quantized(tensors[role], role, cast, use.axis(which, role))
-                for role, cast in of_gemm
+                quantized(tensors[role], role, cast, use.axis(which, role)) for role, cast in casts
             )
-            for which, of_gemm in fp8.items()
+            for which, casts in fp8.items()
         }
 
     def quantized(x: jax.Array, role: Role, cast: CastSpec, axis: int):
         q = operands.quantize(x, role, cast, axis, {}, use)
         return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
 
-    def of_scale(role: Role, cast: CastSpec, axis: int) -> P:
+    def scale_spec(role: Role, cast: CastSpec, axis: int) -> P:
         rows, columns = placement.at_rest(role)
         # A rowwise scale is cut as the dimension that is not reduced; a tensorwise one is on every
         # device.
@@ -463,14 +465,14 @@ def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> 
             recipe.gemms, (at_rest["grad_output"], at_rest["input"], at_rest["weight"]), strict=True
         )
     )
-    of_operands = {
+    operand_specs = {
         which: tuple(
-            (at_rest[role], of_scale(role, cast, use.axis(which, role))) for role, cast in of_gemm
+            (at_rest[role], scale_spec(role, cast, use.axis(which, role))) for role, cast in casts
         )
-        for which, of_gemm in fp8.items()
+        for which, casts in fp8.items()
     }
     return jax.jit(
         jax.shard_map(
-            run, mesh=mesh, in_specs=tuple(at_rest.values()), out_specs=(results, of_operands)
+            run, mesh=mesh, in_specs=tuple(at_rest.values()), out_specs=(results, operand_specs)
         )
     )

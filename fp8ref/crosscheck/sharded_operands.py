@@ -50,18 +50,18 @@ def check_ranks(
              dynamic.
     """
     for when, masters in ((0, _initial(config)), (-1, runs[0].weights)):
-        of_ranks = [run.operands[when] for run in runs]
+        rank_operands = [run.operands[when] for run in runs]
         _check_operands(
-            report, backend, config, recipes, of_ranks, masters, states[when] if states else {}
+            report, backend, config, recipes, rank_operands, masters, states[when] if states else {}
         )
 
 
 def check_pass(
-    report: Report, backend: str, config: Config, recipes: Mapping[str, Recipe], found: Operands
+    report: Report, backend: str, config: Config, recipes: Mapping[str, Recipe], observed: Operands
 ) -> None:
     """Compare the operands of one process's first pass."""
     _check_operands(
-        report, backend, config, recipes, [found], _initial(config), initial_states(recipes)
+        report, backend, config, recipes, [observed], _initial(config), initial_states(recipes)
     )
 
 
@@ -74,7 +74,7 @@ def _check_operands(
     backend: str,
     config: Config,
     recipes: Mapping[str, Recipe],
-    of_ranks: Sequence[Operands],
+    rank_operands: Sequence[Operands],
     masters: Mapping[str, np.ndarray],
     states: States,
 ) -> None:
@@ -84,12 +84,12 @@ def _check_operands(
         config.parallel,
         {layer: r for layer, r in recipes.items() if weights[layer].ndim > 2},
     )
-    found = [mine.experts for mine in of_ranks]
+    expert_gemms = [mine.experts for mine in rank_operands]
     sharded_experts.check(
         report,
         backend,
         experts,
-        found,
+        expert_gemms,
         weights,
         apart=keys.expert,
         scope=keys.amax_scope,
@@ -97,28 +97,30 @@ def _check_operands(
     )
     for layer, r in recipes.items():
         for which, spec in r.gemms.items() if layer not in experts else ():
-            _check_ran(report, backend, layer, which, spec.fp8, of_ranks)
-            for role, how, axis in zip(
+            _check_ran(report, backend, layer, which, spec.fp8, rank_operands)
+            for role, cast_spec, axis in zip(
                 OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
             ):
-                if how is None or any((layer, which, role) not in mine.fp8 for mine in of_ranks):
+                if cast_spec is None or any(
+                    (layer, which, role) not in mine.fp8 for mine in rank_operands
+                ):
                     continue
                 cut = _layout(
                     config,
                     role,
                     layer,
                     weights[layer].shape if role == "weight" else None,
-                    of_ranks,
+                    rank_operands,
                 )
                 shards = (
                     list(split(weights[layer], cut).values())
                     if role == "weight"
-                    else [mine.hp[layer, role] for mine in of_ranks]
+                    else [mine.hp[layer, role] for mine in rank_operands]
                 )
-                state = states[f"{layer}/{role}"] if how.delayed else None
-                expected = _simulated(shards, cut, how, axis, config, state=state)
+                state = states[f"{layer}/{role}"] if cast_spec.delayed else None
+                expected = _simulated(shards, cut, cast_spec, axis, config, state=state)
                 for rank, q in enumerate(expected):
-                    codes, scale = of_ranks[rank].fp8[layer, which, role]
+                    codes, scale = rank_operands[rank].fp8[layer, which, role]
                     _compare(report, layer, role, backend, q, codes, scale, shards[rank])
 
 
@@ -146,7 +148,7 @@ def check_first_layer(
                 names=names,
             )
             per = len(codes) // len(scale) if scale.ndim else 1  # rows that share a scale
-            of_rows = (
+            row_scales = (
                 scale
                 if own.shape == scale.shape
                 else scale[first // per : (first + len(mine)) // per]
@@ -154,7 +156,7 @@ def check_first_layer(
             compare_bits(
                 report.check(f"{layer}/{role}/scale/{backend} one process"),
                 own,
-                of_rows,
+                row_scales,
                 names=names,
             )
 
@@ -165,9 +167,9 @@ def _check_ran(
     layer: str,
     which: Gemm,
     planned: bool,
-    of_ranks: Sequence[Operands],
+    rank_operands: Sequence[Operands],
 ) -> None:
-    for rank, mine in enumerate(of_ranks):
+    for rank, mine in enumerate(rank_operands):
         if planned != ((layer, which, OPERANDS[which][0]) in mine.fp8):
             problem = (
                 "was planned in FP8 and did not run"
@@ -184,7 +186,7 @@ def _layout(
     role: Role,
     layer: str,
     shape: tuple[int, ...] | None,
-    of_ranks: Sequence[Operands],
+    rank_operands: Sequence[Operands],
 ) -> Layout:
     """How ranks cut an operand [rows, columns] (P-10); shape: of a weight."""
     keys, last = config.parallel, layer.rpartition(".")[2]
@@ -202,7 +204,7 @@ def _layout(
     if axis is not None:
         splits[axis] = ("tensor",)
     if shape is None:
-        part = of_ranks[0].hp[layer, role].shape
+        part = rank_operands[0].hp[layer, role].shape
         shape = (part[0] * keys.batch_parts, part[1] * (keys.tensor if axis == 1 else 1))
     return Layout(mesh=mesh, shape=shape, splits=splits)
 
@@ -210,23 +212,23 @@ def _layout(
 def _simulated(
     shards: Sequence[np.ndarray],
     layout: Layout,
-    how: CastSpec,
+    spec: CastSpec,
     axis: int,
     config: Config,
     *,
     state: delayed.DelayedState | None,
 ) -> list[Quantized]:
     """The simulator's operand on every rank, whose piece of a layout is its shard."""
-    options = {"granularity": how.granularity, "policy": how.policy, "axis": axis}
+    options = {"granularity": spec.granularity, "policy": spec.policy, "axis": axis}
     if state is not None:
-        assert how.delayed is not None
-        scales = delayed.scales(state, how.delayed, how.fmt)
-        return [scaling.quantize_with(shard, scales, how.fmt, **options) for shard in shards]  # type: ignore[arg-type]
+        assert spec.delayed is not None
+        scales = delayed.scales(state, spec.delayed, spec.fmt)
+        return [scaling.quantize_with(shard, scales, spec.fmt, **options) for shard in shards]  # type: ignore[arg-type]
     by_device = dict(zip(layout.mesh.devices, shards, strict=True))
     # Ranks that share a linear share its amaxes under either scope (P-14).
     scope = "global" if config.parallel.amax_scope == "global" else ("tensor",)
-    found = sharding.quantize(by_device, layout, how.fmt, scope=scope, **options)  # type: ignore[arg-type]
-    return [found[device] for device in layout.mesh.devices]
+    pieces = sharding.quantize(by_device, layout, spec.fmt, scope=scope, **options)  # type: ignore[arg-type]
+    return [pieces[device] for device in layout.mesh.devices]
 
 
 def _compare(

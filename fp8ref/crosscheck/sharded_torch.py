@@ -66,12 +66,12 @@ def crosscheck(
     tried, unfit = [], {}
     for mesh in _meshes_of_experts(n) if config.model.num_experts else _meshes(n):
         for scope in scopes if mesh.tensor == 1 else (chosen,):
-            of_mesh = mesh.of(config, scope)
-            if refused := of_mesh.parallel.unreduced("torch"):
+            mesh_config = mesh.of(config, scope)
+            if refused := mesh_config.parallel.unreduced("torch"):
                 unfit[mesh.name(scope)] = refused[0]
                 continue
             try:
-                device_shapes.check(of_mesh, "torch")
+                device_shapes.check(mesh_config, "torch")
                 tried.append((mesh, scope))
             except ConfigError as error:
                 if mesh.tensor == 1 and not config.model.num_experts:
@@ -136,8 +136,8 @@ class _Check:
         ]
         config = mesh.of(self.config, scope)
         variants = dict(_variants(mesh, fp8=bool(gathered_in_fp8)))
-        found = self._run(self.n, fsdp_run.train, config, variants, self.tokens, self.prepare)
-        watched = [runs[next(iter(variants))] for runs in found]
+        rank_runs = self._run(self.n, fsdp_run.train, config, variants, self.tokens, self.prepare)
+        watched = [runs[next(iter(variants))] for runs in rank_runs]
         states = self._states(name, watched)
         check_ranks(self.report, name, config, self.recipes, watched, states)
         one = self._one_process(mesh) if not self.config.model.num_experts else self._one_pass()
@@ -150,14 +150,17 @@ class _Check:
         key: tuple = (scope, *self._sum_order(mesh)) if whole else (scope, mesh)
         if exact and mesh.data <= 2 and mesh.tensor == 1:
             self._first[key] = "one process", one
-        for rank, runs in enumerate(found):
+        for rank, runs in enumerate(rank_runs):
             for variant, run in runs.items():
                 against, expected = self._first.setdefault(key, (f"{name} {variant}", run))
                 if run is not expected:
                     self._compare(f"{name} {variant}", f"rank {rank}", run, against, expected)
         if gathered_in_fp8 and config.parallel.shards > 1:
             self._bytes(
-                name, config, gathered_in_fp8, [(runs["fp8"], runs["compute"]) for runs in found]
+                name,
+                config,
+                gathered_in_fp8,
+                [(runs["fp8"], runs["compute"]) for runs in rank_runs],
             )
 
     def _run(self, n: int, *what) -> list:
@@ -214,13 +217,13 @@ class _Check:
 
         Returns:  the simulator's states before every step and after the last.
         """
-        found = [initial_states(self.recipes)]
-        if not found[0]:
+        states = [initial_states(self.recipes)]
+        if not states[0]:
             return []
         for step in range(len(self.tokens) - 1):
-            amaxes = {name: [run.amaxes[step][name] for run in runs] for name in found[0]}
-            found.append(states_after(found[-1], self.recipes, amaxes))
-            for name, s in found[-1].items():
+            amaxes = {name: [run.amaxes[step][name] for run in runs] for name in states[0]}
+            states.append(states_after(states[-1], self.recipes, amaxes))
+            for name, s in states[-1].items():
                 expected = np.concatenate([[s.stored], [s.step], s.amax_history]).astype(np.float32)
                 for rank, run in enumerate(runs):
                     check = self.report.check(f"{name} history/value/{backend}")
@@ -230,7 +233,7 @@ class _Check:
                         expected,
                         names=(f"{backend}, rank {rank}", "sim"),
                     )
-        return found
+        return states
 
     def _bytes(
         self, name: str, config: Config, layers: list[str], runs: list[tuple[Run, Run]]
@@ -281,15 +284,15 @@ class _Mesh:
 
 def _meshes(n: int) -> list[_Mesh]:
     """Every mesh of n ranks, those without tensor parallelism first."""
-    found = []
+    meshes = []
     for tensor in (t for t in range(1, n + 1) if n % t == 0):
         shared = n // tensor
         for fsdp in (f for f in range(shared, 0, -1) if shared % f == 0):
-            found += [
+            meshes += [
                 _Mesh(shared // fsdp, fsdp, tensor, sequence)
                 for sequence in ((False, True) if tensor > 1 else (False,))
             ]
-    return found
+    return meshes
 
 
 def _meshes_of_experts(n: int) -> list[_Mesh]:
@@ -327,10 +330,10 @@ def _variants(mesh: _Mesh, *, fp8: bool) -> Iterator[tuple[str, dict]]:
 
 def _check(config: Config, n: int, steps: int) -> None:
     keys = config.parallel
-    taken = [name for name, recipe in trained_recipes().items() if recipe.fp8]
-    if config.numerics.recipe not in taken:
+    supported = [name for name, recipe in trained_recipes().items() if recipe.fp8]
+    if config.numerics.recipe not in supported:
         raise ConfigError(
-            f"--sharded takes recipes {', '.join(taken)}; got {config.numerics.recipe!r}. Set "
+            f"--sharded takes recipes {', '.join(supported)}; got {config.numerics.recipe!r}. Set "
             "--recipe to one of these."
         )
     if foreign := keys.foreign("torch"):

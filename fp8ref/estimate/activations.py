@@ -32,23 +32,25 @@ def kept(config: Config, backend: str) -> tuple[int, str]:
     # the last norm's input and what it gives, in bf16; eagerly what it computes with in float32,
     # too
     last = (4 if backend == "jax" or keys.compile != "none" else 10) * h
-    of_norm = f"{last / h:.0f} H"
+    norm_formula = f"{last / h:.0f} H"
     if keys.checkpointing == "none":
         whole, formula = _layer(config, backend)
         return int(
             count * (layers * whole + last)
-        ), f"tokens x (layers x {formula} + {of_norm}) bytes"
+        ), f"tokens x (layers x {formula} + {norm_formula}) bytes"
     if keys.checkpointing == "full":
-        return int(count * (layers * 2 * h + last)), f"tokens x (layers x 2 H + {of_norm}) bytes"
+        return int(
+            count * (layers * 2 * h + last)
+        ), f"tokens x (layers x 2 H + {norm_formula}) bytes"
     # the layer's input, and the results of seven products and of attention
     a, kv, f, _ = _features(config, backend)
     each = 2 * (h + 2 * a + 2 * kv + 2 * f + (1 + max(model.num_experts_per_tok, 1)) * h)
     return int(
         count * (layers * each + last)
-    ), f"tokens x (layers x 2 (3 H + 2 A + 2 KV + 2 F) + {of_norm}) bytes"
+    ), f"tokens x (layers x 2 (3 H + 2 A + 2 KV + 2 F) + {norm_formula}) bytes"
 
 
-def of_layer(config: Config, backend: str) -> tuple[int, str]:
+def layer_activations(config: Config, backend: str) -> tuple[int, str]:
     """(bytes, formula) of all activations of one layer."""
     whole, formula = _layer(config, backend)
     return int(tokens(config) * whole), f"tokens x {formula} bytes"
@@ -88,8 +90,8 @@ def _layer(config: Config, backend: str) -> tuple[float, str]:
     if model.num_experts:
         # copies of a token for its experts in bf16, and what they give: in bf16 by XLA, widened by
         # autograd
-        of_copy = 4 if backend == "jax" else 6
-        layer, formula = layer + of_copy * copies * h, f"{formula} + {of_copy} k H"
+        copy_bytes = 4 if backend == "jax" else 6
+        layer, formula = layer + copy_bytes * copies * h, f"{formula} + {copy_bytes} k H"
     return layer, formula
 
 

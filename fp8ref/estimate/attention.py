@@ -86,9 +86,9 @@ def tile_bytes(config: Config, variant: Variant, backend: str) -> tuple[int, str
         1 if variant.fmt.bits == 8 and variant.granularity != "mx_1x32" else 2,
     )
     each = 4 * wide + 2 * codes
-    of_heads = _heads(config) // config.data.microbatches
+    heads = _heads(config) // config.data.microbatches
     return (
-        each * rows * keys * of_heads,
+        each * rows * keys * heads,
         f"{each} bytes each, of {rows:,} queries and {keys:,} keys at a time: scores, P, dP and "
         "dS, casts of two",
     )
@@ -137,9 +137,9 @@ def seconds(config: Config, variant: Variant, backend: str, ceilings: Ceilings) 
     config.require_tiles("an estimate of attention's seconds")
     low = variant.fmt.bits == 8 and variant.granularity != "mx_1x32"
     if variant.real or (variant.granularity == "mx_1x32" and backend == "torch"):
-        what = "float64" if variant.real else "float32"
+        dtype = "float64" if variant.real else "float32"
         raise ConfigError(
-            f"numerics.attention {variant.name!r} multiplies in {what} in {backend}, of which "
+            f"numerics.attention {variant.name!r} multiplies in {dtype} in {backend}, of which "
             "no rate is known. Name another."
         )
     rate = ceilings.fp8 if low else ceilings.bf16
@@ -150,7 +150,7 @@ def seconds(config: Config, variant: Variant, backend: str, ceilings: Ceilings) 
         if low and backend == "torch"
         else 1
     )
-    found = 0.0
+    total = 0.0
     for one in passes(variant, config.parallel.checkpointing, config.numerics.attention_scaling):
         for rows, keys in _pairs(config, variant, backend):
             multiplied = one.products * 2 * rows * keys * width * heads / rate
@@ -158,10 +158,10 @@ def seconds(config: Config, variant: Variant, backend: str, ceilings: Ceilings) 
                 one.scores * rows * keys
                 + (16 * one.sums + one.products * codes) * max(rows, keys) * width
             )
-            found += (
+            total += (
                 max(multiplied, one.products * each * ceilings.launch) + moved / ceilings.bandwidth
             )
-    return found
+    return total
 
 
 def _pairs(config: Config, variant: Variant, backend: str) -> list[tuple[int, int]]:

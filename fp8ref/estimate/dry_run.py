@@ -25,15 +25,15 @@ def show(config: Config, backend: str, console: Console) -> None:
         _show_custom(config, backend, console)
         return
     device_shapes.check(config, backend)
-    for made in (_sizes, _memory):
-        _print(made(config, backend), console)
+    for make_table in (_sizes, _memory):
+        _print(make_table(config, backend), console)
     for recipe in config.recipes:
         if config.numerics.schedule:
             console.print(
                 Text(f"Recipe {recipe!r}, one of the schedule", style="bold"), "", sep="\n"
             )
-        for made in (_linears, _gemms, _traffic, _break_even):
-            _print(made(config.under(recipe), backend), console)
+        for make_table in (_linears, _gemms, _traffic, _break_even):
+            _print(make_table(config.under(recipe), backend), console)
 
 
 def _show_custom(config: Config, backend: str, console: Console) -> None:
@@ -131,8 +131,8 @@ def _sizes(config: Config, backend: str) -> Table:
 def _memory(config: Config, backend: str) -> Table:
     table = consoles.table("what", ">GiB", "in", "how", title="Memory of a device, estimated")
     lines = memory.lines(config, backend)
-    for what, line in lines.items():
-        table.add_row(what, _gib(line.size), _span(line.at), line.formula)
+    for name, line in lines.items():
+        table.add_row(name, _gib(line.size), _span(line.at), line.formula)
     moment, size = memory.most(lines)
     fits = ", ".join(
         f"{'fits' if size <= gpu.memory else 'DOES NOT FIT'} {gpu.name} ({_gib(gpu.memory)})"
@@ -219,10 +219,16 @@ def _gemms(config: Config, backend: str) -> Table:
             )
             flops += 2 * g.m * g.n * g.k * own
             in_fp8 += 2 * g.m * g.n * g.k * g.fp8 * own
-    for (which, m, n, k, how), names in groups.items():
+    for (which, m, n, k, runs_in), names in groups.items():
         times = len(names) * config.data.microbatches
         table.add_row(
-            which, f"{m:,}", f"{n:,}", f"{k:,}", f"{times:,}", ", ".join(dict.fromkeys(names)), how
+            which,
+            f"{m:,}",
+            f"{n:,}",
+            f"{k:,}",
+            f"{times:,}",
+            ", ".join(dict.fromkeys(names)),
+            runs_in,
         )
     again = (
         "; what checkpointing runs again is not counted"
@@ -275,16 +281,18 @@ def _break_even(config: Config, backend: str) -> Table:
     # the last of equal linears, as fp8ref estimate has it
     rows: dict[tuple, list[float | None]] = {}
     for (decision, _), *ledgers in zip(
-        columns[0], *([one for _, one in column] for column in columns), strict=True
+        columns[0], *([ledger for _, ledger in column] for column in columns), strict=True
     ):
         rows[filtering.kind(decision), decision.shape, decision.experts] = [
-            one.ratio for one in ledgers
+            ledger.ratio for ledger in ledgers
         ]
     for (kind, *_), ratios in rows.items():
         cells = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         slower = [name for name, kinds in zip(names, lost, strict=True) if kind in kinds]
-        said = f"SLOWER in FP8 on {' and '.join(slower)}: name it in filter_fqns" if slower else ""
-        table.add_row(roofline.short_name(kind[0]), *cells, said)
+        advice = (
+            f"SLOWER in FP8 on {' and '.join(slower)}: name it in filter_fqns" if slower else ""
+        )
+        table.add_row(roofline.short_name(kind[0]), *cells, advice)
     eager = (
         ""
         if kernels.fusion(config, backend) != "eager"

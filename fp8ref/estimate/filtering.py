@@ -24,7 +24,7 @@ def kind(decision: Decision) -> Kind:
     ), decision.recipe
 
 
-def slower(found: Sequence[tuple[Decision, Ledger]], backend: str) -> list[set[Kind]]:
+def slower(ledgers: Sequence[tuple[Decision, Ledger]], backend: str) -> list[set[Kind]]:
     """The kinds of linears that take longer in FP8, by the last of each, in sets that are left out
     together.
 
@@ -32,8 +32,8 @@ def slower(found: Sequence[tuple[Decision, Ledger]], backend: str) -> list[set[K
     them. So the others are judged by their own costs, and the first together with those that gain.
     """
     groups: dict[tuple, dict[Kind, tuple[bool, Ledger]]] = {}
-    for decision, one in found:
-        if one.parts:
+    for decision, ledger in ledgers:
+        if ledger.parts:
             path, recipe = kind(decision)
             parent, _, name = path.rpartition(".")
             first = (
@@ -41,14 +41,16 @@ def slower(found: Sequence[tuple[Decision, Ledger]], backend: str) -> list[set[K
                 if backend == "jax" and decision.experts is None
                 else name
             )
-            groups.setdefault((parent, first, recipe), {})[path, recipe] = (name == first, one)
+            groups.setdefault((parent, first, recipe), {})[path, recipe] = (name == first, ledger)
     lost: list[set[Kind]] = []
     for members in groups.values():
         alone = {
-            which for which, (first, one) in members.items() if not first and one.bf16 < one.seconds
+            which
+            for which, (first, ledger) in members.items()
+            if not first and ledger.bf16 < ledger.seconds
         }
-        rest = [one for which, (_, one) in members.items() if which not in alone]
-        together = sum(one.bf16 for one in rest) < sum(one.seconds for one in rest)
+        rest = [ledger for which, (_, ledger) in members.items() if which not in alone]
+        together = sum(ledger.bf16 for ledger in rest) < sum(ledger.seconds for ledger in rest)
         lost += [set(members)] if together else [{which} for which in alone]
     return lost
 
@@ -67,21 +69,23 @@ def worthwhile(groups: Sequence[set[Kind]], seconds: Callable[[set[Kind]], float
     return kept
 
 
-def patterns(lost: set[Kind], found: Sequence[tuple[Decision, Ledger]]) -> list[str]:
+def patterns(lost: set[Kind], ledgers: Sequence[tuple[Decision, Ledger]]) -> list[str]:
     """What to add to filter_fqns: names of linears, with what is above them where a linear of that
     name gains by FP8.
     """
-    in_fp8 = {kind(decision)[0] for decision, one in found if one.parts}
+    in_fp8 = {kind(decision)[0] for decision, ledger in ledgers if ledger.parts}
     paths = list(
         dict.fromkeys(
-            kind(decision)[0] for decision, one in found if one.parts and kind(decision) in lost
+            kind(decision)[0]
+            for decision, ledger in ledgers
+            if ledger.parts and kind(decision) in lost
         )
     )
-    made = []
+    short_names = []
     for path in paths:
         parts = path.split(".")
         names = [".".join(parts[i:]) for i in reversed(range(len(parts)))]
-        made.append(
+        short_names.append(
             next(
                 (
                     name
@@ -91,20 +95,20 @@ def patterns(lost: set[Kind], found: Sequence[tuple[Decision, Ledger]]) -> list[
                 path,
             )
         )
-    return list(dict.fromkeys(made))
+    return list(dict.fromkeys(short_names))
 
 
-def without(config: Config, lost: set[Kind], found: Sequence[tuple[Decision, Ledger]]) -> Config:
+def without(config: Config, lost: set[Kind], ledgers: Sequence[tuple[Decision, Ledger]]) -> Config:
     """The config with these kinds in high precision."""
     if not lost:
         return config
-    keys, names = config.numerics, patterns(lost, found)
+    keys, names = config.numerics, patterns(lost, ledgers)
     paths = [
         decision.path
-        for decision, one in found
-        if one.parts and any(matches(name, decision.path) for name in names)
+        for decision, ledger in ledgers
+        if ledger.parts and any(matches(name, decision.path) for name in names)
     ]
-    if len(paths) == sum(bool(one.parts) for _, one in found):
+    if len(paths) == sum(bool(ledger.parts) for _, ledger in ledgers):
         return in_bf16(config)
     if keys.rules:  # which would change what is filtered
         return config.replace(

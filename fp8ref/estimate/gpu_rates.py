@@ -187,7 +187,7 @@ def of(gpu: str, file: Path | None = None) -> Ceilings:
     if file is None:
         return PUBLISHED[gpu]
     try:
-        made = _FILE.validate_json(files.read_bytes(file), strict=True)
+        rates = _FILE.validate_json(files.read_bytes(file), strict=True)
     except pydantic.ValidationError as error:
         wrong = "; ".join(
             f"{'.'.join(map(str, e['loc'])) or 'all'}: {e['msg'].rstrip('.')}"
@@ -200,12 +200,12 @@ def of(gpu: str, file: Path | None = None) -> Ceilings:
         raise ConfigError(
             f"{file}: cannot be read ({error}). --ceilings takes a JSON file of measured rates."
         ) from error
-    if made.gpu != NAMES[gpu]:
+    if rates.gpu != NAMES[gpu]:
         raise ConfigError(
-            f"{file}: holds rates of {made.gpu}, but --gpu is {gpu} ({NAMES[gpu]}). Name the "
+            f"{file}: holds rates of {rates.gpu}, but --gpu is {gpu} ({NAMES[gpu]}). Name the "
             "GPU that was measured."
         )
-    return made
+    return rates
 
 
 _KEYS = [field.name for field in dataclasses.fields(Measured)]

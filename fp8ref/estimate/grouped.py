@@ -58,7 +58,7 @@ def seconds(
     which: Gemm,
     size: tuple[int, int, int],
     experts: int,
-    how: By,
+    method: By,
     rate: float,
     bytes_: tuple[int, int],
     ceilings: Ceilings,
@@ -71,7 +71,7 @@ def seconds(
     alone    the time of one GEMM, ``roofline.gemm_seconds``; tiles: as there.
     """
     m, n, k = size
-    if how == "a GEMM for each block of rows":
+    if method == "a GEMM for each block of rows":
         rows = (k if which == "grad_weight" else m) * experts
         block = block_rows(rows, experts)
         count = rows // block + experts
@@ -79,40 +79,42 @@ def seconds(
     else:
         count = experts
     traffic = bytes_[0] * k * (m + n) + bytes_[1] * m * n
-    if how == "one kernel":
-        found = math.inf
+    if method == "one kernel":
+        fastest = math.inf
         for height, width in tiles:
             waves = math.ceil(
                 count * math.ceil(m / height) * math.ceil(n / width) / ceilings.sheet.processors
             )
-            found = min(found, waves * ceilings.sheet.processors * 2 * height * width * k / rate)
-        return max(found, count * traffic / ceilings.bandwidth, ceilings.launch)
+            fastest = min(
+                fastest, waves * ceilings.sheet.processors * 2 * height * width * k / rate
+            )
+        return max(fastest, count * traffic / ceilings.bandwidth, ceilings.launch)
     each = alone(m, n, k, rate, traffic, ceilings)
-    if how == "a GEMM for each block of rows":
+    if method == "a GEMM for each block of rows":
         # a weight's slice; a sum in float32
         moved = 2 * bytes_[0] * n * k if which != "grad_weight" else 3 * 4 * m * n
         each += AROUND * ceilings.launch + moved / ceilings.bandwidth
     return count * each
 
 
-def launches(which: Gemm, size: tuple[int, int, int], experts: int, how: By) -> int:
+def launches(which: Gemm, size: tuple[int, int, int], experts: int, method: By) -> int:
     """The kernels of such a grouped GEMM."""
-    if how == "one kernel":
+    if method == "one kernel":
         return 1
-    if how == "a GEMM for each expert":
+    if method == "a GEMM for each expert":
         return experts
     rows = (size[2] if which == "grad_weight" else size[0]) * experts
     return (rows // block_rows(rows, experts) + experts) * (1 + AROUND)
 
 
 def around(
-    which: Gemm, size: tuple[int, int, int], experts: int, how: By, fusion: Fusion, bytes_: int
+    which: Gemm, size: tuple[int, int, int], experts: int, method: By, fusion: Fusion, bytes_: int
 ) -> list[Kernel]:
     """The kernels that lay rows out for a grouped GEMM, and its result afterwards: in JAX blocks of
     rows, which are padded to twice the rows at most; results in float32, scaled."""
-    if how != "a GEMM for each block of rows":
+    if method != "a GEMM for each block of rows":
         return []
     m, n, k = size
     blocks = {"grad_weight": k * (m + n)}.get(which, m * k) * experts
-    made = [Kernel("layout", 3 * bytes_ * blocks)]
-    return [*made, Kernel("rescale", (4 + 2) * m * n * experts)] if fusion == "xla" else made
+    layouts = [Kernel("layout", 3 * bytes_ * blocks)]
+    return [*layouts, Kernel("rescale", (4 + 2) * m * n * experts)] if fusion == "xla" else layouts

@@ -90,16 +90,16 @@ def multiplies_fp8(spec: GemmSpec, backend: str) -> bool:
     )
 
 
-def of_linear(
+def linear_kernels(
     recipe: Recipe,
     sizes: Mapping[Role, float],
-    how: Fusion,
+    fusion: Fusion,
     *,
     gemms: Sequence[Gemm] = GEMMS,
     roles: Collection[Role] = ROLES,
     linear: str = "",
     gathered: Mapping[Role, float] = MappingProxyType({}),
-    of_norm: float = 4,
+    norm_bytes: float = 4,
     pieces: bool = False,
 ) -> list[Kernel]:
     """The kernels of one linear for one microbatch.
@@ -111,16 +111,16 @@ def of_linear(
     linear    its name in a Llama, such as up_proj: XLA fuses kernels with those around them.
               Without a name it is a linear by itself, whose tensors are there in bfloat16.
     gathered  elements by role of what a GEMM multiplies, where codes are gathered from parts.
-    of_norm   bytes an element of what XLA computes a norm's result from again: the residual in
+    norm_bytes   bytes an element of what XLA computes a norm's result from again: the residual in
               float32, or what is added up to it.
     pieces    whether each of several sequences is cut over tensor. Then the rows of an operand
               whose products are scattered are put in order of pieces for that GEMM, and in their
               own order for grad_weight, by a kernel each; and gathered gradients of o and down are
               written in order of pieces, by kernels that take no amax.
     """
-    backend = "jax" if how == "xla" else "torch"
-    wanted: dict[Role, list[_Served]] = {}
-    made: list[Kernel] = []
+    backend = "jax" if fusion == "xla" else "torch"
+    role_casts: dict[Role, list[_Served]] = {}
+    kernels: list[Kernel] = []
     for which in gemms:
         spec = recipe.gemms[which]
         for role, cast, axis in zip(
@@ -129,21 +129,26 @@ def of_linear(
             if cast is None or role not in roles:
                 continue
             if multiplies_fp8(spec, backend):
-                wanted.setdefault(role, []).append((which, cast, axis))
+                role_casts.setdefault(role, []).append((which, cast, axis))
             else:
-                made += _dequantized(sizes[role], how)
-    for role, served in wanted.items():
+                kernels += _dequantized(sizes[role], fusion)
+    for role, served in role_casts.items():
         whole = gathered.get(role)
-        if how == "xla" and role == "grad_output" and whole is not None and recipe.pairs_gradients:
-            made += _paired(sizes[role], whole)
-        elif how == "xla":
-            made += _xla(role, served, sizes[role], linear, whole, of_norm, pieces)
+        if (
+            fusion == "xla"
+            and role == "grad_output"
+            and whole is not None
+            and recipe.pairs_gradients
+        ):
+            kernels += _paired(sizes[role], whole)
+        elif fusion == "xla":
+            kernels += _xla(role, served, sizes[role], linear, whole, norm_bytes, pieces)
         else:
-            made += _of_role(role, served, sizes[role], how, whole)
-    return made
+            kernels += _role_kernels(role, served, sizes[role], fusion, whole)
+    return kernels
 
 
-def copies_weight(recipe: Recipe, how: Fusion, linear: str, *, gathered: bool = False) -> bool:
+def copies_weight(recipe: Recipe, fusion: Fusion, linear: str, *, gathered: bool = False) -> bool:
     """Whether a linear's weight is written in bfloat16.
 
     XLA quantizes from float32 what it can. gathered: of pieces.
@@ -153,20 +158,20 @@ def copies_weight(recipe: Recipe, how: Fusion, linear: str, *, gathered: bool = 
         for spec in (recipe.output, recipe.grad_input)
         if spec.b is not None and multiplies_fp8(spec, "jax")
     }
-    return how != "xla" or not specs or _copies(specs, linear, gathered=gathered)
+    return fusion != "xla" or not specs or _copies(specs, linear, gathered=gathered)
 
 
-def scaled_after(spec: GemmSpec, how: Fusion) -> bool:
+def scaled_after(spec: GemmSpec, fusion: Fusion) -> bool:
     """Whether a GEMM's result is scaled by another kernel (spec G-8, G-22): under rowwise scales
     by XLA, under its slow accumulation by torchao."""
-    return spec.epilogue == "unit_round_scale_round" or (how == "xla" and spec.rowwise)
+    return spec.epilogue == "unit_round_scale_round" or (fusion == "xla" and spec.rowwise)
 
 
 def rescale(
     recipe: Recipe,
     which: Gemm,
     outputs: float,
-    how: Fusion,
+    fusion: Fusion,
     linear: str = "",
     *,
     sent: bool = False,
@@ -175,9 +180,9 @@ def rescale(
     for outputs that SwiGLU multiplies, which the backward pass uses too, and for what is sent to
     other devices as it is."""
     spec = recipe.gemms[which]
-    if not scaled_after(spec, how):
+    if not scaled_after(spec, fusion):
         return []
-    if how == "xla":
+    if fusion == "xla":
         fused = (
             linear in (*llama.COLUMN, *llama.ROW)
             and not (linear in SWIGLU and which == "output")
@@ -185,57 +190,57 @@ def rescale(
         )
         # gradients of q, k and v are one array, which q's kernel reads, and one of k and v
         times = 2 if which == "grad_weight" and linear in llama.COLUMN[:3] else 1
-        return [] if fused else [Kernel("rescale", (times * writes(spec, how) + 2) * outputs)]
+        return [] if fused else [Kernel("rescale", (times * writes(spec, fusion) + 2) * outputs)]
     # eager writes the product of both scales in float32 first
     return (
         [Kernel("rescale", 4 * outputs)]
-        if how == "inductor"
+        if fusion == "inductor"
         else [Kernel("rescale", 4 * outputs), Kernel("rescale", 8 * outputs)]
     )
 
 
-def writes(spec: GemmSpec, how: Fusion) -> int:
+def writes(spec: GemmSpec, fusion: Fusion) -> int:
     """Bytes of each result that a GEMM itself writes: bfloat16, or the float32 that XLA scales
     after it (spec G-22)."""
     rounds = spec.powers_of_two or spec.epilogue == "unit_round_scale_round" or not spec.rowwise
-    return 2 if how != "xla" or rounds else 4
+    return 2 if fusion != "xla" or rounds else 4
 
 
-def _of_role(
-    role: Role, served: list[_Served], n: float, how: Fusion, gathered: float | None
+def _role_kernels(
+    role: Role, served: list[_Served], n: float, fusion: Fusion, gathered: float | None
 ) -> list[Kernel]:
-    made: list[Kernel] = []
+    kernels: list[Kernel] = []
     whole = [one for one in served if one[1].granularity == "tensorwise"]
     for which, cast, axis in served:
         transposed = axis == 0
         if gathered is not None and transposed:
             # gathered codes are row-major, and this GEMM needs them column-major
-            made.append(Kernel("layout", 2 * gathered))
+            kernels.append(Kernel("layout", 2 * gathered))
         if granularity.by_name(cast.granularity).reduced is not None:
-            made.append(Kernel("cast", 3 * n))
-        elif how == "eager":
-            made += [
+            kernels.append(Kernel("cast", 3 * n))
+        elif fusion == "eager":
+            kernels += [
                 *_eager_amax(n),
                 *_eager_cast(n),
                 *([Kernel("layout", 2 * n)] if transposed and gathered is None else []),
             ]
         elif cast.granularity == "rowwise":
-            made += _rowwise(
+            kernels += _rowwise(
                 role, n, transposed=transposed and gathered is None, after=which != served[0][0]
             )
-    if how == "eager" or not whole:
-        return made
+    if fusion == "eager" or not whole:
+        return kernels
     # Tensorwise, not eager: one amax (none under delayed scaling, which scales by its history), one
     # scale, and casts that write the codes in each memory order that a GEMM needs.
     delayed = whole[0][1].delayed is not None
-    made += [Kernel("scale", 0)] if delayed else [Kernel("amax", 2 * n), Kernel("scale", 0)]
+    kernels += [Kernel("scale", 0)] if delayed else [Kernel("amax", 2 * n), Kernel("scale", 0)]
     if gathered is not None:
-        made.append(Kernel("cast", 3 * n))
+        kernels.append(Kernel("cast", 3 * n))
     elif role == "weight":
-        made += [Kernel("cast", 3 * n) for _ in whole]
+        kernels += [Kernel("cast", 3 * n) for _ in whole]
     else:
-        made.append(Kernel("cast", (2 + len(whole)) * n))
-    return made
+        kernels.append(Kernel("cast", (2 + len(whole)) * n))
+    return kernels
 
 
 def _rowwise(role: Role, n: float, *, transposed: bool, after: bool) -> list[Kernel]:
@@ -253,7 +258,7 @@ def _xla(
     n: float,
     linear: str,
     gathered: float | None,
-    of_norm: float,
+    norm_bytes: float,
     pieces: bool,
 ) -> list[Kernel]:
     """Kernels that XLA compiles, but those that also make the tensor: bfloat16 weights from masters
@@ -268,14 +273,14 @@ def _xla(
     )
     # A norm whose amax is needed before its cast is computed again.
     again = source == "norm" and whole
-    read = of_norm if again else 4 if source == "masters" and not copied else 2
+    read = norm_bytes if again else 4 if source == "masters" and not copied else 2
     # XLA multiplies q, k and v's input by one array, of their codes under scales of rows
     joined = bool(rows) and linear in llama.COLUMN[:3]
     scattered = pieces and linear in {"input": llama.ROW, "grad_output": llama.COLUMN}.get(role, ())
     with_maker = source == "elementwise" and not (pieces and role == "grad_output")
-    made = [Kernel("scale", 0) for _ in range(bool(whole) + len(rows))]
+    kernels = [Kernel("scale", 0) for _ in range(bool(whole) + len(rows))]
     if whole and not rows and not with_maker and not (delayed and source in ("masters", "norm")):
-        made.append(Kernel("amax", read * n))
+        kernels.append(Kernel("amax", read * n))
     for *_, axis in rows:
         along = axis == 1
         # taken by what makes the tensor; where each order has a kernel of its own, and none turns
@@ -296,7 +301,7 @@ def _xla(
                 and not pieces
                 else 0
             )
-            made.append(Kernel("amax", (read + turned) * n))
+            kernels.append(Kernel("amax", (read + turned) * n))
     orders = 1 if gathered is not None and not rows else len(served)
     apart = (
         source == "attention"
@@ -305,31 +310,31 @@ def _xla(
         or (gathered is not None and rows and not (whole and copied))
     )
     if orders == 2 and scattered and whole:
-        made += _in_pieces(n, read, linear, heads=source == "attention")
+        kernels += _in_pieces(n, read, linear, heads=source == "attention")
     elif (
         orders == 2 and apart
     ):  # heads are transposed; weights of one input are joined; each order is gathered
         turns = source == "attention" and not rows and linear != "v_proj"
-        made += [
+        kernels += [
             Kernel("cast", (read + 1) * n),
             Kernel("layout", 2 * n) if turns else Kernel("cast", (read + 1) * n),
         ]
     else:
-        made.append(Kernel("cast", (read + orders) * n))
+        kernels.append(Kernel("cast", (read + orders) * n))
     if source == "attention" and role == "input" and scattered and rows:
-        made.append(Kernel("layout", 2 * n))  # from the order of tokens to that of pieces
+        kernels.append(Kernel("layout", 2 * n))  # from the order of tokens to that of pieces
     if role == "grad_output" and linear == "q_proj" and len(rows) == 2 and not pieces:
         # the kernel that casts gradients of k and v into the joined array also copies q's codes
-        made.append(Kernel("cast", 2 * n))
+        kernels.append(Kernel("cast", 2 * n))
     if gathered is not None:
         # rows of a weight are gathered in order, tokens of several sequences are not; joined
         # weights are laid out
-        made += [
+        kernels += [
             Kernel("layout", 2 * gathered)
             for *_, axis in served
             if axis == 0 or role != "weight" or joined
         ]
-    return made
+    return kernels
 
 
 def _paired(n: float, gathered: float) -> list[Kernel]:
@@ -366,9 +371,9 @@ def _copies(granularities: Collection[str], linear: str, *, gathered: bool) -> b
     )
 
 
-def _dequantized(n: float, how: Fusion) -> list[Kernel]:
+def _dequantized(n: float, fusion: Fusion) -> list[Kernel]:
     """Quantize, and dequantize to bfloat16: no FP8 GEMM exists."""
-    if how == "eager":
+    if fusion == "eager":
         return [
             *_eager_amax(n),
             *_eager_cast(n),
@@ -377,7 +382,9 @@ def _dequantized(n: float, how: Fusion) -> list[Kernel]:
             Kernel("cast", 6 * n),
         ]
     return (
-        [Kernel("amax", 2 * n), Kernel("cast", 4 * n)] if how == "xla" else [Kernel("cast", 4 * n)]
+        [Kernel("amax", 2 * n), Kernel("cast", 4 * n)]
+        if fusion == "xla"
+        else [Kernel("cast", 4 * n)]
     )
 
 

@@ -47,7 +47,7 @@ def of(
         "parts": parts,
         "roles": [role for role in ROLES if role != "input" or not shares],
         "sent": sent,
-        "of_norm": _of_norm(decision.path, config),
+        "norm_bytes": _norm_bytes(decision.path, config),
         "pieces": keys.sequence
         and keys.tensor > 1
         and tokens(config) > config.data.sequence_length
@@ -55,7 +55,7 @@ def of(
     }
 
 
-def _of_norm(linear: str, config: Config) -> float:
+def _norm_bytes(linear: str, config: Config) -> float:
     """Bytes an element of what XLA computes a norm's result from again. Until the first sum is in
     memory, that is rows of the embedding, of which no more are read than there are, and the
     bfloat16 outputs that are added to them: o's; and where the table was gathered in bfloat16,

@@ -52,16 +52,17 @@ def largest(config: Config, backend: str) -> str:
     return max(config.recipes, key=lambda recipe: most(lines(config, backend, recipe))[1])
 
 
-def at_moments(found: Mapping[str, Line]) -> dict[Moment, int]:
+def at_moments(memory_lines: Mapping[str, Line]) -> dict[Moment, int]:
     """Bytes that are in use at each moment."""
     return {
-        moment: sum(line.size for line in found.values() if moment in line.at) for moment in MOMENTS
+        moment: sum(line.size for line in memory_lines.values() if moment in line.at)
+        for moment in MOMENTS
     }
 
 
-def most(found: Mapping[str, Line]) -> tuple[Moment, int]:
+def most(memory_lines: Mapping[str, Line]) -> tuple[Moment, int]:
     """(the moment that needs the most, its bytes); the first of equal ones."""
-    return max(at_moments(found).items(), key=lambda item: item[1])
+    return max(at_moments(memory_lines).items(), key=lambda item: item[1])
 
 
 def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, Line]:
@@ -86,8 +87,11 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
     scores = _scores(config, backend)
     if config.parallel.context > 1:
         scores["keys and values of all parts"] = Line(*attention.gathered_bytes(config), LAYERS)
-    kept, of_layer = activations.kept(config, backend), activations.of_layer(config, backend)
-    found = {
+    kept, layer_activations = (
+        activations.kept(config, backend),
+        activations.layer_activations(config, backend),
+    )
+    memory_lines = {
         masters: state.pop(masters),
         **_gradients(config, backend, sizes),
         **state,
@@ -95,17 +99,17 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
         **_weights(config, backend, kept_in_fp8),
         "activations, kept": Line(*kept, MOMENTS[:2]),
         "activations of a layer": Line(
-            *of_layer, LAYERS if config.parallel.checkpointing != "none" else LAYERS[1:]
+            *layer_activations, LAYERS if config.parallel.checkpointing != "none" else LAYERS[1:]
         ),
         **scores,
         "logits": Line(*activations.logits(config, backend), MOMENTS[:1]),
     }
     if backend == "torch" and config.optimizer.kind == "adamw":
-        of_update = FOREACH * sum(piece for piece, _ in sizes.values())
-        found["update of all parameters"] = Line(
-            of_update, f"{FOREACH} bytes a parameter; none under adamw_fused", MOMENTS[4:]
+        update_bytes = FOREACH * sum(piece for piece, _ in sizes.values())
+        memory_lines["update of all parameters"] = Line(
+            update_bytes, f"{FOREACH} bytes a parameter; none under adamw_fused", MOMENTS[4:]
         )
-    return found
+    return memory_lines
 
 
 def _scores(config: Config, backend: str) -> dict[str, Line]:
@@ -132,16 +136,19 @@ def _state(config: Config, sizes: Mapping[str, tuple[int, int]]) -> tuple[dict[s
     masters = next(
         one.label for one in train_state.PER_PARAMETER if one.name == train_state.MASTERS
     )
-    layout, of_masters = config.optimizer.moment_layout, "4 bytes a parameter of the device's piece"
+    layout, masters_formula = (
+        config.optimizer.moment_layout,
+        "4 bytes a parameter of the device's piece",
+    )
     if layout is not None and layout.keeps_master:
-        own, of_masters = (
+        own, masters_formula = (
             kept.pop(masters),
             f"layout {layout.name}: {layout.master.fmt.bits // 8} bytes a parameter of the "
             "device's piece (O-14)",
         )
         masters = f"weights, {layout.master.fmt.name} masters"
         kept[masters] = own
-    formulas = {masters: of_masters, "AdamW's moments": _moments_formula(config)}
+    formulas = {masters: masters_formula, "AdamW's moments": _moments_formula(config)}
     return {
         label: Line(size, formulas.get(label, "4 bytes a parameter"))
         for label, size in kept.items()
@@ -153,13 +160,13 @@ def _gradients(
 ) -> dict[str, Line]:
     """Gradients of the device's pieces. Each layer's are there after its backward pass, those of
     the tables and the last norm at its end; a scan has room for all layers' from its beginning."""
-    of_layers = sum(piece for name, (piece, _) in sizes.items() if ".layers." in name)
-    others = sum(piece for piece, _ in sizes.values()) - of_layers
+    layer_elements = sum(piece for name, (piece, _) in sizes.items() if ".layers." in name)
+    others = sum(piece for piece, _ in sizes.values()) - layer_elements
     parts = config.data.microbatches > 1
     if backend == "jax":
-        found = {
+        memory_lines = {
             "gradients of layers": Line(
-                2 * of_layers,
+                2 * layer_elements,
                 "2 bytes a parameter, bf16",
                 MOMENTS[1:] if config.parallel.scan else AFTER,
             ),
@@ -168,31 +175,31 @@ def _gradients(
             ),
         }
         if parts:
-            found["gradients, sum over parts"] = Line(
+            memory_lines["gradients, sum over parts"] = Line(
                 sum_bytes(config, sizes), _sum_formula(config)
             )
-        return found
+        return memory_lines
     # Without FSDP2 autograd widens the gradients of bf16 copies last, all of them.
     widened = not sharded(config, backend) and not config.optimizer.keeps_masters
     wide, last = "4 bytes a parameter, float32", MOMENTS[3:] if widened else MOMENTS[4:]
-    found = {
+    memory_lines = {
         "gradients of layers": Line(
-            4 * of_layers, wide, MOMENTS if parts else last if widened else AFTER
+            4 * layer_elements, wide, MOMENTS if parts else last if widened else AFTER
         ),
         "gradients of other weights": Line(4 * others, wide, MOMENTS if parts else last),
     }
     if widened:
-        found["gradients of bf16 copies"] = Line(
-            2 * (of_layers + others), "2 bytes a parameter, until all are there", MOMENTS[2:3]
+        memory_lines["gradients of bf16 copies"] = Line(
+            2 * (layer_elements + others), "2 bytes a parameter, until all are there", MOMENTS[2:3]
         )
-    return found
+    return memory_lines
 
 
 def _sum_formula(config: Config) -> str:
-    of_sum = {"float32": 4, "bfloat16": 2}.get(config.parallel.accumulate_dtype)
-    if of_sum is None:
+    element_bytes = {"float32": 4, "bfloat16": 2}.get(config.parallel.accumulate_dtype)
+    if element_bytes is None:
         return "1 byte of a linear's weight, in FP8, 4 of others"
-    return f"{of_sum} bytes a parameter, in {config.parallel.accumulate_dtype}"
+    return f"{element_bytes} bytes a parameter, in {config.parallel.accumulate_dtype}"
 
 
 def sum_bytes(config: Config, sizes: Mapping[str, tuple[int, int]]) -> int:
@@ -239,9 +246,9 @@ def _moments_formula(config: Config) -> str:
 
 def _states(config: Config, backend: str) -> int:
     """The saved states of delayed scaling, and an observation for each role."""
-    found = train_state.fp8_states(config, backend)
-    roles = sum(name.endswith(".amax_history") for name in found)
-    return sum(tensor.nbytes for tensor in found.values()) + OBSERVATION * roles
+    tensors = train_state.fp8_states(config, backend)
+    roles = sum(name.endswith(".amax_history") for name in tensors)
+    return sum(tensor.nbytes for tensor in tensors.values()) + OBSERVATION * roles
 
 
 def _weights(config: Config, backend: str, kept: Collection[str]) -> dict[str, Line]:
@@ -249,65 +256,67 @@ def _weights(config: Config, backend: str, kept: Collection[str]) -> dict[str, L
     linears whose weights are kept in FP8.
     """
     masters_apart = config.optimizer.keeps_masters
-    found: dict[str, Line] = {}
+    memory_lines: dict[str, Line] = {}
     if backend == "jax" or masters_apart or not sharded(config, backend):
         # copies of masters are made in each step
-        found["weights in use"] = Line(
+        memory_lines["weights in use"] = Line(
             *_own(config, backend, kept), MOMENTS if masters_apart else BACKWARD
         )
     table = config.model.vocab_size * config.model.hidden_size
     if not sharded(config, backend):
         if backend == "jax":
-            found["gradient of the last linear"] = Line(
+            memory_lines["gradient of the last linear"] = Line(
                 2 * table, "2 bytes an element: bf16", MOMENTS[:1]
             )
-        return found
+        return memory_lines
     layer, codes, weight = _largest_layer(config, backend)
     if config.parallel.compile == "model":
         blocks = config.model.num_hidden_layers
-        found["weights, gathered"] = Line(blocks * codes + 4 * table, "the whole model", BACKWARD)
-        of_all = 6 * (blocks * layer + 2 * table)
-        found["gradients, whole"] = Line(
-            of_all, "6 bytes a parameter: bf16, and float32 to be summed", MOMENTS[2:4]
+        memory_lines["weights, gathered"] = Line(
+            blocks * codes + 4 * table, "the whole model", BACKWARD
         )
-        return found
+        all_bytes = 6 * (blocks * layer + 2 * table)
+        memory_lines["gradients, whole"] = Line(
+            all_bytes, "6 bytes a parameter: bf16, and float32 to be summed", MOMENTS[2:4]
+        )
+        return memory_lines
     at_once = weight if backend == "jax" and not config.parallel.scan else layer
-    what = "weight" if at_once == weight else "layer"
+    largest_part = "weight" if at_once == weight else "layer"
     # FSDP2 frees a layer before it reduces its gradients, and has gathered the next one.
     gathers = LAYERS if backend == "jax" else LAYERS[:1]
-    found["weights of a layer, gathered"] = Line(
+    memory_lines["weights of a layer, gathered"] = Line(
         codes, "1 byte an element where FP8 is gathered, else 2", gathers
     )
-    found["gradients, whole"] = Line(
+    memory_lines["gradients, whole"] = Line(
         6 * at_once,
-        f"6 bytes an element of the largest {what}: bf16, and float32 to be summed",
+        f"6 bytes an element of the largest {largest_part}: bf16, and float32 to be summed",
         LAYERS,
     )
     if backend == "jax":
         # the weight in another order, or its gradient
         chunked = config.parallel.loss == "chunked"
-        found["last linear, gathered"] = Line(
+        memory_lines["last linear, gathered"] = Line(
             (2 if chunked else 4) * table,
             "2 bytes an element, of the weight and its gradient",
             MOMENTS[:1],
         )
-        found["gradients of the tables"] = Line(
+        memory_lines["gradients of the tables"] = Line(
             8 * table,
             "4 bytes an element of the embedding and the last linear, float32",
             MOMENTS[3:4],
         )
     else:
-        found["last linear, gathered"] = Line(
+        memory_lines["last linear, gathered"] = Line(
             4 * table, "2 bytes an element, of the weight and its gradient", MOMENTS[:3]
         )
-        of_table = 2 if masters_apart else 4
-        found["embedding table, gathered"] = Line(
-            of_table * table, f"{of_table} bytes an element", BACKWARD
+        element_bytes = 2 if masters_apart else 4
+        memory_lines["embedding table, gathered"] = Line(
+            element_bytes * table, f"{element_bytes} bytes an element", BACKWARD
         )
-        found["gradient of the embedding table"] = Line(
+        memory_lines["gradient of the embedding table"] = Line(
             8 * table, "8 bytes an element: float32, and again to be summed", MOMENTS[3:4]
         )
-    return found
+    return memory_lines
 
 
 def _largest_layer(config: Config, backend: str) -> tuple[int, int, int]:
@@ -337,7 +346,7 @@ def _own(config: Config, backend: str, kept: Collection[str]) -> tuple[int, str]
         name: math.prod(at_rest(name, shape, config, backend)) for name, shape in shapes.items()
     }
     if not config.optimizer.keeps_masters:
-        of_pieces = (
+        pieces_text = (
             "of the pieces" if sharded(config, backend) else "of all but the embedding table"
         )
         size = 2 * sum(size for name, size in pieces.items() if name != llama.EMBEDDING)
@@ -352,7 +361,7 @@ def _own(config: Config, backend: str, kept: Collection[str]) -> tuple[int, str]
                 size,
                 "codes of weights in FP8, and bf16 copies of others but the embedding table",
             )
-        return size, f"bf16 copies {of_pieces}"
+        return size, f"bf16 copies {pieces_text}"
     # FSDP2 gathers from shards that stay bf16
     beside = 2 if backend == "torch" and sharded(config, backend) else 0
     size = sum(

@@ -34,8 +34,8 @@ read; the sorted row in bfloat16; the result, its sorted form and its weighted s
 
 def seconds(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
     """{what: seconds} of an optimizer step of a device, all microbatches included."""
-    found = {what: size / ceilings.bandwidth for what, size in moved(config, backend).items()}
-    found["attention"] += config.model.num_hidden_layers * _products_of_attention(
+    times = {purpose: size / ceilings.bandwidth for purpose, size in moved(config, backend).items()}
+    times["attention"] += config.model.num_hidden_layers * _products_of_attention(
         config, backend, ceilings
     )
     if config.model.num_experts:
@@ -48,8 +48,8 @@ def seconds(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float
             * model.hidden_size
             * model.num_experts
         )
-        found["routers' products"] = model.num_hidden_layers * products / (ROUTER * ceilings.bf16)
-    return found
+        times["routers' products"] = model.num_hidden_layers * products / (ROUTER * ceilings.bf16)
+    return times
 
 
 def moved(config: Config, backend: str) -> dict[str, float]:
@@ -60,19 +60,21 @@ def moved(config: Config, backend: str) -> dict[str, float]:
     count, layers = tokens(config) * parts, model.num_hidden_layers
     held = piece_sizes(config, backend)
     recipes = {f"{d.path}.weight": d.recipe for d in config.decisions()}
-    how = kernels.fusion(config, backend)
+    fusion = kernels.fusion(config, backend)
     copied = sum(
         piece
         for name, (piece, _) in held.items()
         if name not in recipes
         or EXPERTS in name
-        or kernels.copies_weight(recipes[name], how, name.split(".")[-2], gathered=keys.shards > 1)
+        or kernels.copies_weight(
+            recipes[name], fusion, name.split(".")[-2], gathered=keys.shards > 1
+        )
     )
     master = 2 if config.optimizer.keeps_masters else 4
     own = count // (keys.tensor if keys.sequence and backend == "jax" else 1)
     logits = own * model.vocab_size
     firsts = [d.recipe for d in config.decisions() if d.path.endswith("q_proj")]  # of each layer
-    found = {
+    bytes_moved = {
         "attention": layers * _scores(config, backend),
         "norms, rotations, SwiGLU, sums": count
         * sum(_elementwise(config, backend, recipe) for recipe in firsts),
@@ -92,23 +94,25 @@ def moved(config: Config, backend: str) -> dict[str, float]:
     if backend == "jax" and (
         joined := parts * sum(_joined_weights(config, recipe) for recipe in firsts)
     ):
-        found["weights of q, k and v, joined"] = joined
+        bytes_moved["weights of q, k and v, joined"] = joined
     if keys.loss == "chunked":  # each part's float32 gradient is added to the sum
-        found["embedding and loss"] += 12 * -(-model.vocab_size // WORDS) * own * model.hidden_size
+        bytes_moved["embedding and loss"] += (
+            12 * -(-model.vocab_size // WORDS) * own * model.hidden_size
+        )
     if backend == "jax" and keys.tensor > 1 and keys.reduce == "rounded":
-        found["grad_inputs, added before their sum"] = count * sum(
+        bytes_moved["grad_inputs, added before their sum"] = count * sum(
             _added(config, recipe) for recipe in firsts
         )
     if arranged := parts * _arranged(config, backend):
-        found["pieces of sequences, put in order"] = arranged
+        bytes_moved["pieces of sequences, put in order"] = arranged
     if parts > 1:
-        found["sums of gradients over parts"] = parts * (
+        bytes_moved["sums of gradients over parts"] = parts * (
             4 * sum(piece for piece, _ in held.values()) + 2 * sum_bytes(config, held)
         )
     rounded = keys.reduce == "rounded" and keys.through == "shard_map"
     if backend == "jax" and rounded and keys.reduce_dtype == "float32" and keys.sharing > 1:
         # GEMMs write bfloat16, which a kernel of its own widens before devices sum it (P-9)
-        found["gradients in float32, for their sums"] = (
+        bytes_moved["gradients in float32, for their sums"] = (
             parts
             * (2 + 4)
             * sum(
@@ -116,7 +120,7 @@ def moved(config: Config, backend: str) -> dict[str, float]:
                 for name, (piece, whole) in held.items()
             )
         )
-    return found
+    return bytes_moved
 
 
 def _gradient(name: str, config: Config, backend: str) -> int:
@@ -141,30 +145,32 @@ def _arranged(config: Config, backend: str) -> float:
     ):
         return 0
     again = keys.checkpointing == "full"
-    heads, of_keys = (
+    heads, key_features = (
         n * model.head_dim / keys.tensor
         for n in (model.num_attention_heads, model.num_key_value_heads)
     )
-    of_mlp = model.intermediate_size / keys.tensor
+    mlp_features = model.intermediate_size / keys.tensor
     scattered = {
         "q_proj": heads,
-        "k_proj": of_keys,
-        "v_proj": of_keys,
-        "gate_proj": of_mlp,
-        "up_proj": of_mlp,
+        "k_proj": key_features,
+        "v_proj": key_features,
+        "gate_proj": mlp_features,
+        "up_proj": mlp_features,
         "o_proj": heads,
     }
     elements = 0.0
     for decision in config.decisions():
         last, gemms = decision.path.split(".")[-1], decision.recipe.gemms
-        of_output, of_input, of_weight = (1 if gemms[which].fp8 else 2 for which in kernels.GEMMS)
+        output_bytes, input_bytes, weight_bytes = (
+            1 if gemms[which].fp8 else 2 for which in kernels.GEMMS
+        )
         if last in ("q_proj", "gate_proj"):
             elements += model.hidden_size * (
-                2 * (1 + again) * (of_output == 2) + 2 * (of_weight == 2)
+                2 * (1 + again) * (output_bytes == 2) + 2 * (weight_bytes == 2)
             )
         if last in ("o_proj", "down_proj"):
-            elements += model.hidden_size * 2 * (2 in (of_input, of_weight))
-        wide = of_output if last == "o_proj" else of_input
+            elements += model.hidden_size * 2 * (2 in (input_bytes, weight_bytes))
+        wide = output_bytes if last == "o_proj" else input_bytes
         elements += scattered.get(last, 0) * (
             2 * (1 + again * (last == "o_proj")) if wide == 2 else 0
         )

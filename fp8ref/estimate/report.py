@@ -67,18 +67,20 @@ class Forecast(Result):
             "filter",
         )
         for row in self.rows:
-            one = row.ledger
+            ledger = row.ledger
             cells = [
-                _us(sum(one.parts[part] for part in parts)) if one.parts else "-"
+                _us(sum(ledger.parts[part] for part in parts)) if ledger.parts else "-"
                 for parts in COLUMNS.values()
             ]
-            cells += ["-", "-"] if one.ratio is None else [_us(one.floor), f"{one.ratio:.2f}"]
+            cells += (
+                ["-", "-"] if ledger.ratio is None else [_us(ledger.floor), f"{ledger.ratio:.2f}"]
+            )
             shape = f"{row.experts} x " * bool(row.experts) + f"{row.shape[0]} x {row.shape[1]}"
             table.add_row(
                 row.linear,
                 shape,
                 str(row.count),
-                _us(one.bf16),
+                _us(ledger.bf16),
                 *cells,
                 "FILTER" if row.loses else "",
             )
@@ -129,20 +131,20 @@ class Forecast(Result):
             )
         if not lost:
             none = all((row.ledger.ratio or 1) >= 1 for row in self.rows)
-            said = (
+            text = (
                 "No linear is slower in FP8."
                 if none
                 else "With fewer linears in FP8 the step is no faster."
             )
             if not self.fused:
-                said += " Casts are not fused: set parallel.compile to block."
-            return said + tail
+                text += " Casts are not fused: set parallel.compile to block."
+            return text + tail
         if not any(row.ledger.parts and not row.loses for row in self.rows):
             return f"SLOWER in FP8: every linear. Use recipe bf16.{tail}"
-        said = f"SLOWER in FP8: add {', '.join(lost)} to numerics.filter_fqns"
+        text = f"SLOWER in FP8: add {', '.join(lost)} to numerics.filter_fqns"
         if self.named:
-            said += ", and remove the patterns that name them from numerics.fp8_fqns"
-        return f"{said}.{tail}"
+            text += ", and remove the patterns that name them from numerics.fp8_fqns"
+        return f"{text}.{tail}"
 
     def _steps(self) -> Table:
         table, rest = (
@@ -153,8 +155,8 @@ class Forecast(Result):
         table.add_row("linears", *map(_ms, linear))
         before = self.step.rest_bf16
         after = self.step.rest_filtered
-        for what in dict.fromkeys((*rest, *after)):
-            table.add_row(what, *(_ms(one.get(what, 0.0)) for one in (before, rest, after)))
+        for name in dict.fromkeys((*rest, *after)):
+            table.add_row(name, *(_ms(times.get(name, 0.0)) for times in (before, rest, after)))
         each = before, rest, after
         table.add_row(
             "all",
@@ -172,13 +174,13 @@ class Forecast(Result):
         return table
 
     def _caption(self) -> str:
-        of_experts = (
+        active_text = (
             f"{self.parameters:,} parameters, of which {self.active:,} take a token. "
             if self.active < self.parameters
             else ""
         )
         return (
-            f"{of_experts}If linears took no time, the step's speed-up would be "
+            f"{active_text}If linears took no time, the step's speed-up would be "
             f"{self.step.limit:.2f}. Collectives and the host are left out: they mostly bring "
             f"speed-ups nearer to 1. {self.ceilings.caption}."
         )
@@ -199,17 +201,17 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
         )
     device_shapes.check(config, backend)
     device_shapes.check_on_gpu(config, backend)
-    found = roofline.linears(config, backend, ceilings)
+    ledgers = roofline.linears(config, backend, ceilings)
     lost = roofline.losing(config, backend, ceilings)
     rows: dict[tuple, Row] = {}
-    for decision, one in found:
+    for decision, ledger in ledgers:
         key = (kind := filtering.kind(decision), decision.shape, decision.experts)
         count = rows[key].count + 1 if key in rows else 1
         rows[key] = Row(
             roofline.short_name(decision.path),
             decision.shape,
             count,
-            one,
+            ledger,
             decision.experts,
             kind in lost,
         )
@@ -224,10 +226,10 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
         config.numerics.recipe,
         ceilings,
         list(rows.values()),
-        roofline.of_step(config, backend, ceilings, lost),
+        roofline.predict_step(config, backend, ceilings, lost),
         fused,
         named,
-        filtering.patterns(lost, found),
+        filtering.patterns(lost, ledgers),
         device_shapes.kinds(config)["all"],
         device_shapes.active(config),
     )

@@ -38,17 +38,17 @@ Size = tuple[Gemm, int, int, int]
 """A GEMM's name, M, N and K: [M, K] x [N, K] -> [M, N]."""
 
 
-def of_step(
+def predict_step(
     config: Config, backend: str, ceilings: Ceilings, lost: set[Kind] | None = None
 ) -> Step:
     """Predict one optimizer step of a device, all microbatches included. lost: what is filtered;
     None: ``losing``.
     """
     lost = losing(config, backend, ceilings) if lost is None else lost
-    step = _of_step(config, backend, ceilings)
+    step = _unfiltered_step(config, backend, ceilings)
     if not lost:
         return step
-    after = _of_step(
+    after = _unfiltered_step(
         filtering.without(config, lost, linears(config, backend, ceilings)), backend, ceilings
     )
     return dataclasses.replace(step, filtered=after.configured, after=after.rest)
@@ -56,16 +56,16 @@ def of_step(
 
 def losing(config: Config, backend: str, ceilings: Ceilings) -> set[Kind]:
     """The kinds of linears without which in FP8 a step is faster."""
-    found = linears(config, backend, ceilings)
+    ledgers = linears(config, backend, ceilings)
 
     def seconds(lost: set[Kind]) -> float:
-        step = _of_step(filtering.without(config, lost, found), backend, ceilings)
+        step = _unfiltered_step(filtering.without(config, lost, ledgers), backend, ceilings)
         return step.configured + sum(step.rest.values())
 
-    return filtering.worthwhile(filtering.slower(found, backend), seconds)
+    return filtering.worthwhile(filtering.slower(ledgers, backend), seconds)
 
 
-def _of_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
+def _unfiltered_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
     """The step, in which nothing is filtered."""
     parts, again = config.data.microbatches, config.parallel.checkpointing == "full"
     bf16 = configured = saved = 0.0
@@ -83,8 +83,8 @@ def _of_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
         ) or (config.parallel.loss == "chunked" and decision.path == "lm_head"):
             spent.append(first)
         bf16, configured = (
-            bf16 + sum(one.bf16 for one in spent),
-            configured + sum(one.seconds for one in spent),
+            bf16 + sum(ledger.bf16 for ledger in spent),
+            configured + sum(ledger.seconds for ledger in spent),
         )
         if decision.path in scaled:  # a step takes the amax of its weight once
             saved += (parts * len(spent) - 1) * _weight_amax(decision, config, ceilings)
@@ -104,7 +104,7 @@ def _weight_amax(decision: Decision, config: Config, ceilings: Ceilings) -> floa
         for s in gemm_shapes(decision, config, "jax")
         if s.which == "output"
     ]
-    made = quantizing(
+    extra_kernels = quantizing(
         decision.recipe,
         sizes,
         "xla",
@@ -112,7 +112,7 @@ def _weight_amax(decision: Decision, config: Config, ceilings: Ceilings) -> floa
     )
     return sum(
         max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
-        for kernel in made
+        for kernel in extra_kernels
         if kernel.part == "amax"
     )
 
@@ -136,8 +136,8 @@ def linears(
 
     The cost of equal linears in equal places is computed once.
     """
-    made: dict[tuple, Ledger] = {}
-    found = []
+    cache: dict[tuple, Ledger] = {}
+    ledgers = []
     decisions = with_tied(config)
     recipes = {decision.path: decision.recipe for decision in decisions}
     for decision in decisions:
@@ -150,10 +150,12 @@ def linears(
             decision.experts,
             str(place),
         )
-        if key not in made:
-            made[key] = of_decision(decision, config, backend, ceilings, gemms=gemms, place=place)
-        found.append((decision, made[key]))
-    return found
+        if key not in cache:
+            cache[key] = linear_ledger(
+                decision, config, backend, ceilings, gemms=gemms, place=place
+            )
+        ledgers.append((decision, cache[key]))
+    return ledgers
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: C
     traffic.
     """
     processors = ceilings.sheet.processors
-    traffic, found = bytes_ / ceilings.bandwidth, math.inf
+    traffic, fastest = bytes_ / ceilings.bandwidth, math.inf
     for height, width in TILES:
         tiles = math.ceil(m / height) * math.ceil(n / width)
         for pieces in PIECES:
@@ -230,12 +232,12 @@ def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: C
             busy = waves * processors * 2 * height * width * k / pieces / rate
             # float32, written and read
             summed = 8 * pieces * m * n / ceilings.bandwidth if pieces > 1 else 0.0
-            found = min(found, max(busy, traffic) + summed)
-    return max(found, ceilings.launch)
+            fastest = min(fastest, max(busy, traffic) + summed)
+    return max(fastest, ceilings.launch)
 
 
-def of_sizes(
-    recipe: Recipe, sizes: Sequence[Size], how: Fusion, ceilings: Ceilings, **quantized
+def gemms_ledger(
+    recipe: Recipe, sizes: Sequence[Size], fusion: Fusion, ceilings: Ceilings, **quantized
 ) -> Ledger:
     """Cost of the GEMMs in ``sizes``; quantized: keywords of ``quantizing``."""
     bf16 = sum(
@@ -244,13 +246,13 @@ def of_sizes(
     )
     if not any(recipe.gemms[which].fp8 for which, *_ in sizes):
         return Ledger(bf16, {}, len(sizes), len(sizes) * ceilings.launch)
-    backend = "jax" if how == "xla" else "torch"
-    multiplied, made = 0.0, quantizing(recipe, sizes, how, **quantized)
+    backend = "jax" if fusion == "xla" else "torch"
+    multiplied, extra_kernels = 0.0, quantizing(recipe, sizes, fusion, **quantized)
     for which, m, n, k in sizes:
         spec = recipe.gemms[which]
         fp8, unscaled = (
             multiplies_fp8(spec, backend),
-            kernels.scaled_after(spec, how) or not spec.rowwise,
+            kernels.scaled_after(spec, fusion) or not spec.rowwise,
         )
         # a GEMM whose scales are applied afterwards runs at the plain FP8 rate
         rate = ceilings.bf16 if not fp8 else ceilings.fp8 if unscaled else ceilings.fp8_rowwise
@@ -259,58 +261,58 @@ def of_sizes(
             n,
             k,
             rate,
-            (1 if fp8 else 2) * k * (m + n) + kernels.writes(spec, how) * m * n,
+            (1 if fp8 else 2) * k * (m + n) + kernels.writes(spec, fusion) * m * n,
             ceilings,
         )
     parts = {"gemm": multiplied} | dict.fromkeys(
         ("amax", "scale", "cast", "layout", "rescale"), 0.0
     )
-    for kernel in made:
+    for kernel in extra_kernels:
         parts[kernel.part] += max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
-    count = len(sizes) + len(made)
+    count = len(sizes) + len(extra_kernels)
     return Ledger(bf16, parts, count, count * ceilings.launch)
 
 
 def quantizing(
     recipe: Recipe,
     sizes: Sequence[Size],
-    how: Fusion,
+    fusion: Fusion,
     *,
     linear: str = "",
     roles: Collection[Role] = ROLES,
     parts: Mapping[Role, int] = MappingProxyType({}),
     sent: Collection[Gemm] = (),
-    of_norm: float = 4,
+    norm_bytes: float = 4,
     pieces: bool = False,
 ) -> list[Kernel]:
     """The kernels beside the GEMMs in ``sizes``.
 
-    linear, roles  as in ``kernels.of_linear``.
+    linear, roles  as in ``kernels.linear_kernels``.
     parts          devices by role that quantize a part each, whose codes are then all-gathered.
     sent           GEMMs whose results are sums' parts in bfloat16, sent to other devices.
-    of_norm, pieces
-                   as in ``kernels.of_linear``.
+    norm_bytes, pieces
+                   as in ``kernels.linear_kernels``.
     """
     elements = _elements(sizes)
-    made = [
+    rescales = [
         kernel
         for which, m, n, _ in sizes
-        for kernel in kernels.rescale(recipe, which, m * n, how, linear, sent=which in sent)
+        for kernel in kernels.rescale(recipe, which, m * n, fusion, linear, sent=which in sent)
     ]
-    return made + kernels.of_linear(
+    return rescales + kernels.linear_kernels(
         recipe,
         {role: size / parts.get(role, 1) for role, size in elements.items()},
-        how,
+        fusion,
         gemms=[which for which, *_ in sizes],
         roles=roles,
         linear=linear,
         gathered={role: elements[role] for role in parts},
-        of_norm=of_norm,
+        norm_bytes=norm_bytes,
         pieces=pieces,
     )
 
 
-def of_decision(
+def linear_ledger(
     decision: Decision,
     config: Config,
     backend: str,
@@ -325,45 +327,49 @@ def of_decision(
     sizes: list[Size] = [
         (s.which, s.m, s.n, s.k) for s in gemm_shapes(decision, config, backend) if s.which in gemms
     ]
-    how = kernels.fusion(config, backend)
+    fusion = kernels.fusion(config, backend)
     if decision.experts is not None:
-        return of_groups(
-            decision.recipe, sizes, decision.experts // config.parallel.expert, how, ceilings
+        return grouped_ledger(
+            decision.recipe, sizes, decision.experts // config.parallel.expert, fusion, ceilings
         )
-    return of_sizes(
+    return gemms_ledger(
         decision.recipe,
         sizes,
-        how,
+        fusion,
         ceilings,
         **(linear_place.of(decision, config, backend) if place is None else place),
     )
 
 
-def of_groups(
-    recipe: Recipe, sizes: Sequence[Size], experts: int, how: Fusion, ceilings: Ceilings
+def grouped_ledger(
+    recipe: Recipe, sizes: Sequence[Size], experts: int, fusion: Fusion, ceilings: Ceilings
 ) -> Ledger:
     """Cost of grouped GEMMs, each of ``experts`` GEMMs of a size."""
-    backend = "jax" if how == "xla" else "torch"
+    backend = "jax" if fusion == "xla" else "torch"
     wide = 4 if backend == "jax" else 2  # JAX's loop writes accumulators
     bf16, multiplied, count, plain = 0.0, 0.0, 0, 0
-    made = (
-        quantizing(recipe, [(which, m, n, k) for which, m, n, k in sizes], how)
+    extra_kernels = (
+        quantizing(recipe, [(which, m, n, k) for which, m, n, k in sizes], fusion)
         if any(recipe.gemms[which].fp8 for which, *_ in sizes)
         else []
     )
-    made = [
-        Kernel(kernel.part, kernel.bytes * experts) for kernel in made if kernel.part != "rescale"
+    extra_kernels = [
+        Kernel(kernel.part, kernel.bytes * experts)
+        for kernel in extra_kernels
+        if kernel.part != "rescale"
     ]
     for which, m, n, k in sizes:
         spec, size = recipe.gemms[which], (m, n, k)
-        of_bf16 = grouped.by(RECIPES["bf16"].gemms[which], backend)
-        laid = sum(kernel.bytes for kernel in grouped.around(which, size, experts, of_bf16, how, 2))
+        plain_by = grouped.by(RECIPES["bf16"].gemms[which], backend)
+        laid = sum(
+            kernel.bytes for kernel in grouped.around(which, size, experts, plain_by, fusion, 2)
+        )
         bf16 += (
             grouped.seconds(
                 which,
                 size,
                 experts,
-                of_bf16,
+                plain_by,
                 ceilings.bf16,
                 (2, wide),
                 ceilings,
@@ -372,7 +378,7 @@ def of_groups(
             )
             + laid / ceilings.bandwidth
         )
-        plain += grouped.launches(which, size, experts, of_bf16)
+        plain += grouped.launches(which, size, experts, plain_by)
         by, fp8 = grouped.by(spec, backend), grouped.in_fp8(spec, backend)
         rate = (
             ceilings.bf16
@@ -385,15 +391,15 @@ def of_groups(
             which, size, experts, by, rate, (1 if fp8 else 2, wide), ceilings, gemm_seconds, TILES
         )
         count += grouped.launches(which, size, experts, by)
-        made += grouped.around(which, size, experts, by, how, 1 if fp8 else 2)
+        extra_kernels += grouped.around(which, size, experts, by, fusion, 1 if fp8 else 2)
     if not any(recipe.gemms[which].fp8 for which, *_ in sizes):
         return Ledger(bf16, {}, plain, plain * ceilings.launch)
     parts = {"gemm": multiplied} | dict.fromkeys(
         ("amax", "scale", "cast", "layout", "rescale"), 0.0
     )
-    for kernel in made:
+    for kernel in extra_kernels:
         parts[kernel.part] += max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
-    count += len(made)
+    count += len(extra_kernels)
     return Ledger(bf16, parts, count, count * ceilings.launch)
 
 

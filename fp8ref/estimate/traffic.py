@@ -23,9 +23,9 @@ class Flow:
 
 def flows(config: Config, backend: str) -> dict[str, Flow]:
     """{purpose: what a device receives for it in one optimizer step}."""
-    found: dict[str, Flow] = {}
-    for one, times in collectives.of_step(config, backend):
-        flow = found.setdefault(one.purpose, Flow())
-        flow.elements += times * one.received * (not one.beside)
-        flow.bytes += times * one.received * SIZES[one.dtype]
-    return found
+    by_purpose: dict[str, Flow] = {}
+    for collective, times in collectives.step_collectives(config, backend):
+        flow = by_purpose.setdefault(collective.purpose, Flow())
+        flow.elements += times * collective.received * (not collective.beside)
+        flow.bytes += times * collective.received * SIZES[collective.dtype]
+    return by_purpose

@@ -72,12 +72,12 @@ class JudgedAttention(Result):
 
     def gradients(self, variant: str) -> str:
         """The median error of a variant's gradients, in words."""
-        found = [
+        errors = [
             row.gradients
             for row in self.rows
             if row.variant == variant and row.gradients is not None
         ]
-        return f"{float(np.median(found)):.3%}" if found else "-"
+        return f"{float(np.median(errors)):.3%}" if errors else "-"
 
     def errors(self) -> tuple[list[str], list[str], np.ndarray]:
         """(layers, variants, error of the output [layers, variants]); NaN where a variant was left
@@ -87,10 +87,10 @@ class JudgedAttention(Result):
             list(dict.fromkeys(getattr(row, key) for row in self.rows))
             for key in ("layer", "variant")
         )
-        found = np.full((len(layers), len(names)), np.nan)
+        error_map = np.full((len(layers), len(names)), np.nan)
         for row in self.rows:
-            found[layers.index(row.layer), names.index(row.variant)] = row.error
-        return layers, names, found
+            error_map[layers.index(row.layer), names.index(row.variant)] = row.error
+        return layers, names, error_map
 
     def to_dict(self) -> dict:
         """Rows and refusals."""
@@ -134,41 +134,42 @@ def judge(recording: Recording, variants: Sequence[str] | None = None) -> Judged
     )
     with console.library_bar("judge attention", len(recording.attention)) as advance:
         for one in recording.attention.values():
-            how: dict = {"mask": Mask(causal=one.causal), "scale": one.scale}
-            real = _passed(one, "exact", how)
+            options: dict = {"mask": Mask(causal=one.causal), "scale": one.scale}
+            real = _passed(one, "exact", options)
             for name in names:
                 try:
-                    found = _passed(one, name, how)
+                    tensors = _passed(one, name, options)
                 except ValueError as error:
                     left_out[f"{one.layer}, {name}"] = str(error)
                     continue
                 errors = {
-                    key: distance(found[key], real[key])
+                    key: distance(tensors[key], real[key])
                     for key in ("error", "gradients")
-                    if found[key] and real[key]
+                    if tensors[key] and real[key]
                 }
                 rows.append(AttentionRow(layer=one.layer, variant=name, **errors))
             advance(one.layer)
     return JudgedAttention(rows=tuple(rows), refused=left_out)
 
 
-def distance(found: Sequence[np.ndarray], real: Sequence[np.ndarray]) -> float:
+def distance(tensors: Sequence[np.ndarray], real: Sequence[np.ndarray]) -> float:
     """||x' - x|| / ||x|| of several tensors together; 0 where x is."""
     size = math.hypot(*(float(np.linalg.norm(x)) for x in real))
     return (
-        math.hypot(*(float(np.linalg.norm(a - b)) for a, b in zip(found, real, strict=True))) / size
+        math.hypot(*(float(np.linalg.norm(a - b)) for a, b in zip(tensors, real, strict=True)))
+        / size
         if size
         else 0.0
     )
 
 
-def _passed(one: Attended, variant: str, how: dict) -> dict[str, list[np.ndarray]]:
+def _passed(one: Attended, variant: str, options: dict) -> dict[str, list[np.ndarray]]:
     """The output, and the gradients where they can be had, float64."""
-    result = attention.forward(one.q, one.k, one.v, variant=variant, **how)
-    found: dict[str, list[np.ndarray]] = {"error": [result.o.astype(np.float64)], "gradients": []}
+    result = attention.forward(one.q, one.k, one.v, variant=variant, **options)
+    tensors: dict[str, list[np.ndarray]] = {"error": [result.o.astype(np.float64)], "gradients": []}
     if one.do is not None and by_name(variant).backward is not None:
         grads = attention_gradients.backward(
-            one.do, one.q, one.k, one.v, result, variant=variant, **how
+            one.do, one.q, one.k, one.v, result, variant=variant, **options
         )
-        found["gradients"] = [x.astype(np.float64) for x in (grads.dq, grads.dk, grads.dv)]
-    return found
+        tensors["gradients"] = [x.astype(np.float64) for x in (grads.dq, grads.dk, grads.dv)]
+    return tensors

@@ -98,7 +98,7 @@ class Judged(Result):
     def sqnr(self, role: Role, of: Literal["sqnr", "median", "low"] = "sqnr") -> np.ndarray:
         """dB, float64 [layers, recipes]: that number of a Row, of a role's two GEMMs the lower; NaN
         where neither casts it, -inf where it is not a number."""
-        found = np.full((len(self.layers), len(self.recipes)), np.nan)
+        decibels = np.full((len(self.layers), len(self.recipes)), np.nan)
         layers, recipes = (
             {name: i for i, name in enumerate(names)} for names in (self.layers, self.recipes)
         )
@@ -106,8 +106,8 @@ class Judged(Result):
             if row.role == role:
                 at = layers[row.layer], recipes[row.recipe]
                 number = getattr(row, of)
-                found[at] = np.fmin(found[at], -math.inf if math.isnan(number) else number)
-        return found
+                decibels[at] = np.fmin(decibels[at], -math.inf if math.isnan(number) else number)
+        return decibels
 
     def worst(self, count: int = 10, recipe: str | None = None) -> list[Row]:
         """The worst operands by any measure, of one recipe or all: in turn the lowest SQNR, the
@@ -127,7 +127,10 @@ class Judged(Result):
             sorted((row for row in once if row.clipped), key=lambda row: -row.clipped),
         ]
         in_turn = [
-            row for of_rank in itertools.zip_longest(*orders) for row in of_rank if row is not None
+            row
+            for rank_rows in itertools.zip_longest(*orders)
+            for row in rank_rows
+            if row is not None
         ]
         return list(dict.fromkeys(in_turn))[:count]
 
@@ -143,7 +146,7 @@ class Judged(Result):
         """For each recipe and role, in order, the median over operands and the worst of each
         number.
         """
-        found = []
+        summaries = []
         for recipe, role in itertools.product(self.recipes, ROLES):
             rows = [row for row in self.rows if (row.recipe, row.role) == (recipe, role)]
             if rows:
@@ -154,7 +157,7 @@ class Judged(Result):
                     f"{low.layer}/{low.gemm}",
                     min(row.low for row in rows),
                 )
-                found.append(
+                summaries.append(
                     Summary(
                         recipe,
                         role,
@@ -163,7 +166,7 @@ class Judged(Result):
                         max(row.clipped for row in rows),
                     )
                 )
-        return found
+        return summaries
 
     def to_dict(self) -> dict:
         """Rows as lists under their columns; None where a number is not finite."""
@@ -186,9 +189,20 @@ class Judged(Result):
             "lost at most",
             "clipped at most",
         )
-        for one in self.by_role():
-            decibels = f"{one.median:.1f}", f"{one.lowest:.1f}", one.at, f"{one.low:.1f}"
-            table.add_row(one.recipe, one.role, *decibels, f"{one.lost:.3%}", f"{one.clipped:.3%}")
+        for summary in self.by_role():
+            decibels = (
+                f"{summary.median:.1f}",
+                f"{summary.lowest:.1f}",
+                summary.at,
+                f"{summary.low:.1f}",
+            )
+            table.add_row(
+                summary.recipe,
+                summary.role,
+                *decibels,
+                f"{summary.lost:.3%}",
+                f"{summary.clipped:.3%}",
+            )
         console.print(table)
         if self.absent:
             console.print(f"not recorded: {', '.join(self.absent)}", markup=False, soft_wrap=True)
@@ -230,12 +244,12 @@ def judge(
             raise ValueError(
                 f"a study judges casts to FP8; recipe {plain[0]!r} has none. Leave it out."
             )
-        casts = {recipe.name: _of_recipe(recipe) for recipe in chosen}
+        casts = {recipe.name: _recipe_casts(recipe) for recipe in chosen}
     rows, absent, once = [], {}, {}  # type: ignore[var-annotated]
     with console.library_bar("judge", len(recording.layers)) as advance:
         for layer in recording.layers:
             for name, (gemm, role), (spec, axis) in (
-                (name, *one) for name, of_gemms in casts.items() for one in of_gemms.items()
+                (name, *one) for name, gemm_casts in casts.items() for one in gemm_casts.items()
             ):
                 operand = recording.operands.get(f"{layer}/{role}")
                 if operand is None:
@@ -256,15 +270,15 @@ def judge(
     return Judged(rows=tuple(rows), absent=tuple(absent))
 
 
-def _of_recipe(recipe: Recipe) -> dict[tuple[Gemm, Role], tuple[CastSpec, int]]:
+def _recipe_casts(recipe: Recipe) -> dict[tuple[Gemm, Role], tuple[CastSpec, int]]:
     """{(GEMM, role): (cast, the axis that the GEMM reduces)} of a recipe's operands in FP8."""
     return {
-        (gemm, role): (of_role, axis)
+        (gemm, role): (cast_spec, axis)
         for gemm, spec in recipe.gemms.items()
-        for role, of_role, axis in zip(
+        for role, cast_spec, axis in zip(
             OPERANDS[gemm], (spec.a, spec.b), REDUCED_AXES[gemm], strict=True
         )
-        if of_role is not None
+        if cast_spec is not None
     }
 
 
@@ -293,16 +307,19 @@ def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, float]:
         amax = cast.round_to(amax, spec.policy.compute).astype(np.float32)
     scales = scales_from_amax(amax, spec.fmt, spec.policy)
     q = scaling.quantize_with(x, scales, spec.fmt, granularity=kind, policy=spec.policy, axis=axis)
-    found = stats.statistics(x, q)
+    statistics = stats.statistics(x, q)
     count = operand.kept.size
-    median, low = _of_rows(
+    median, low = _row_sqnr(
         operand.kept, scaling.dequantize(q)[: operand.kept.shape[0], : operand.kept.shape[1]]
     )
-    shares = {"lost": float(found.underflows) / count, "clipped": float(found.overflows) / count}
-    return {"sqnr": float(found.sqnr), "median": median, "low": low, **shares}
+    shares = {
+        "lost": float(statistics.underflows) / count,
+        "clipped": float(statistics.overflows) / count,
+    }
+    return {"sqnr": float(statistics.sqnr), "median": median, "low": low, **shares}
 
 
-def _of_rows(x: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:
+def _row_sqnr(x: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:
     """The median and the 5th percentile of each row's SQNR in dB, of its finite elements (Q-1); the
     lower of two neighbors."""
     finite = np.isfinite(x)

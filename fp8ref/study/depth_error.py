@@ -71,8 +71,9 @@ class Depth(Result):
         if not self.outcomes:
             return "No recipe ran."
         numbers = [
-            f"{name} (KL {one.divergence:.2e} nats, same top entry in {one.agreement:.1%} of rows)"
-            for name, one in self.outcomes.items()
+            f"{name} (KL {outcome.divergence:.2e} nats, same top entry in "
+            f"{outcome.agreement:.1%} of rows)"
+            for name, outcome in self.outcomes.items()
         ]
         if len(numbers) == 1:
             return f"One recipe ran: {numbers[0]}."
@@ -83,15 +84,15 @@ class Depth(Result):
 
     def to_dict(self) -> dict:
         """Outcomes and refusals; None where a number is not finite."""
-        made = {
-            name: {"inputs": {k: _finite(v) for k, v in one.inputs.items()}}
+        outcomes = {
+            name: {"inputs": {k: _finite(v) for k, v in outcome.inputs.items()}}
             | {
-                key: _finite(getattr(one, key))
+                key: _finite(getattr(outcome, key))
                 for key in ("in_fp8", "output", "divergence", "agreement")
             }
-            for name, one in self.outcomes.items()
+            for name, outcome in self.outcomes.items()
         }
-        return {"outcomes": made, "refused": self.refused}
+        return {"outcomes": outcomes, "refused": self.refused}
 
     def render(self, console: "Console") -> None:
         """A row for each recipe, with the layer whose input is worst."""
@@ -106,14 +107,14 @@ class Depth(Result):
             "error of the result",
             "worst input of a linear",
         )
-        for name, one in self.outcomes.items():
-            layer, worst = max(one.inputs.items(), key=lambda item: item[1], default=("-", 0.0))
+        for name, outcome in self.outcomes.items():
+            layer, worst = max(outcome.inputs.items(), key=lambda item: item[1], default=("-", 0.0))
             table.add_row(
                 name,
-                f"{one.in_fp8} of {len(one.inputs)}",
-                f"{one.divergence:.2e}",
-                f"{one.agreement:.2%}",
-                f"{one.output:.3%}",
+                f"{outcome.in_fp8} of {len(outcome.inputs)}",
+                f"{outcome.divergence:.2e}",
+                f"{outcome.agreement:.2%}",
+                f"{outcome.output:.3%}",
                 f"{layer} {worst:.3%}",
             )
         console.print(table)
@@ -179,10 +180,12 @@ def compare(
     )
 
 
-def _rank(one: Outcome) -> tuple[float, ...]:
+def _rank(outcome: Outcome) -> tuple[float, ...]:
     """By KL, then by agreement, then by the error of the result; what is not a number counts as
     infinite."""
-    return tuple(np.nan_to_num([one.divergence, -one.agreement, one.output], nan=np.inf))
+    return tuple(
+        np.nan_to_num([outcome.divergence, -outcome.agreement, outcome.output], nan=np.inf)
+    )
 
 
 def _outcome(first: Seen, seen: Seen) -> Outcome:

@@ -47,7 +47,7 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
         if isinstance(layer, nnx.Module)
     ]
     inner, kept, number = jax.nn.dot_product_attention, _Kept(recording), next(_NUMBERS)
-    taken: set[str] = set()  # while traced: callbacks come later
+    traced_layers: set[str] = set()  # while traced: callbacks come later
 
     @functools.wraps(inner)
     def attending(query, key, value, *args, **more):
@@ -65,14 +65,14 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
         if not isinstance(scale, int | float | None):
             others["scale"] = scale
         if query.ndim != 4 or query.shape[1] != key.shape[1] or others or bias is not None:
-            if layer not in taken:  # the first call decides
+            if layer not in traced_layers:  # the first call decides
                 recording.refused[layer] = TAKEN
             return out
-        taken.add(layer)
-        n, of_keys = recordings.heads_of(query.shape[2], key.shape[2], heads)
+        traced_layers.add(layer)
+        n, key_heads = recordings.heads_of(query.shape[2], key.shape[2], heads)
         few = [
             x[:1, :tokens, :h].swapaxes(1, 2).astype(jnp.float32)
-            for x, h in ((query, n), (key, of_keys), (value, of_keys))
+            for x, h in ((query, n), (key, key_heads), (value, key_heads))
         ]
         seen = (
             None
@@ -127,19 +127,21 @@ class _Kept:
 
     def call(self, layer: str, causal: bool, scale: float | None, q, k, v, mask) -> None:
         """Keep a layer's first call."""
-        found = self._recording
-        if layer in found.attention or layer in found.refused:
+        recording = self._recording
+        if layer in recording.attention or layer in recording.refused:
             return
         if mask is not None:
             lower = np.tril(np.ones(mask.shape[-2:], bool))
-            of_all = [bool(np.array_equal(one, lower)) for one in np.asarray(mask, bool)]
-            if not (all(of_all) or np.asarray(mask).all()):
-                found.refused[layer] = TAKEN
+            causal_masks = [
+                bool(np.array_equal(head_mask, lower)) for head_mask in np.asarray(mask, bool)
+            ]
+            if not (all(causal_masks) or np.asarray(mask).all()):
+                recording.refused[layer] = TAKEN
                 return
-            causal |= all(of_all)
+            causal |= all(causal_masks)
         own = None if scale is None or math.isclose(scale, q.shape[-1] ** -0.5) else float(scale)
         q, k, v = (np.array(x, np.float32) for x in (q, k, v))
-        found.attention[layer] = Attended(layer=layer, q=q, k=k, v=v, causal=causal, scale=own)
+        recording.attention[layer] = Attended(layer=layer, q=q, k=k, v=v, causal=causal, scale=own)
         for waiting in self._waiting.pop(layer, []):
             self.gradient(layer, *waiting)
 

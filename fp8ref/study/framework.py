@@ -16,10 +16,10 @@ def of(model) -> ModuleType:
         ("torch", "nn.Module", "torch_model"),
         ("flax.nnx", "Module", "nnx_model"),
     ):
-        found: object = sys.modules.get(package)
+        attribute: object = sys.modules.get(package)
         for part in kind.split("."):
-            found = getattr(found, part, None)
-        if isinstance(found, type) and isinstance(model, found):
+            attribute = getattr(attribute, part, None)
+        if isinstance(attribute, type) and isinstance(model, attribute):
             return importlib.import_module(f"fp8ref.study.{name}")
     raise ValueError(
         f"a study takes a torch.nn.Module or a flax.nnx.Module; got {type(model).__name__}. "

@@ -124,10 +124,10 @@ def _dot_general(
         preferred_element_type=preferred_element_type,
         **more,
     )
-    (of_x, of_w), (batch, _) = dimension_numbers
+    (x_dims, w_dims), (batch, _) = dimension_numbers
     if batch:  # not a linear
         return product(x, w)
-    return _reporting(product, keep, x, w, tuple(of_x), tuple(of_w))
+    return _reporting(product, keep, x, w, tuple(x_dims), tuple(w_dims))
 
 
 def _einsum(inner: Callable, keep: Callable, subscripts: str, x, w, **more):
@@ -147,8 +147,8 @@ def _einsum(inner: Callable, keep: Callable, subscripts: str, x, w, **more):
         return product(x, w)
     # rows, then the dims of N
     order = tuple(out.index(letter) for letter in a + b if letter not in contracted)
-    of_x, of_w = (tuple(term.index(letter) for letter in contracted) for term in (a, b))
-    return _reporting(product, keep, x, w, of_x, of_w, order)
+    x_dims, w_dims = (tuple(term.index(letter) for letter in contracted) for term in (a, b))
+    return _reporting(product, keep, x, w, x_dims, w_dims, order)
 
 
 def _reporting(
@@ -156,18 +156,18 @@ def _reporting(
     keep: Callable,
     x,
     w,
-    of_x: tuple[int, ...],
-    of_w: tuple[int, ...],
+    x_dims: tuple[int, ...],
+    w_dims: tuple[int, ...],
     order: tuple[int, ...] | None = None,
 ):
     """product(x, w), whose operands and gradient are handed to ``keep`` as rows.
 
-    of_x, of_w: the contracted dims. order: of the result's dims, those of x first; None: as they
-    are.
+    x_dims, w_dims: the contracted dims. order: of the result's dims, those of x first; None: as
+    they are.
     """
     if not x.size:
         return product(x, w)
-    n = w.size // math.prod(w.shape[d] for d in of_w)
+    n = w.size // math.prod(w.shape[d] for d in w_dims)
 
     @jax.custom_vjp
     def reporting(x, w):
@@ -179,11 +179,11 @@ def _reporting(
     def backward(saved, grad):
         gradient = (grad if order is None else grad.transpose(order)).reshape(-1, n)
         # the input says of which call it is
-        jax.debug.callback(keep, input=_rows(saved[0], of_x), grad_output=gradient)
+        jax.debug.callback(keep, input=_rows(saved[0], x_dims), grad_output=gradient)
         return jax.vjp(product, *saved)[1](grad)
 
     reporting.defvjp(forward, backward)
-    jax.debug.callback(keep, input=_rows(x, of_x), weight=_rows(w, of_w))
+    jax.debug.callback(keep, input=_rows(x, x_dims), weight=_rows(w, w_dims))
     return reporting(x, w)
 
 
@@ -195,14 +195,16 @@ def _rows(x, contracted: tuple[int, ...]):
 
 def _keep(recording: Recording, name: str, rows: int, **operands: jax.Array) -> None:
     """Record operands of a layer by role; of calls with another input than the first nothing."""
-    made = {
+    kept_operands = {
         f"{name}/{role}": _operand(np.asarray(x).astype(np.float32), rows)
         for role, x in operands.items()
     }
     first = recording.operands.get(f"{name}/input")
-    if first is None or np.array_equal(made[f"{name}/input"].kept, first.kept, equal_nan=True):
+    if first is None or np.array_equal(
+        kept_operands[f"{name}/input"].kept, first.kept, equal_nan=True
+    ):
         recording.operands |= {
-            key: operand for key, operand in made.items() if key not in recording.operands
+            key: operand for key, operand in kept_operands.items() if key not in recording.operands
         }
 
 

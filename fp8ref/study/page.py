@@ -43,14 +43,14 @@ def write(
             attention=attention,
             states=states,
             columns=COLUMNS,
-            figures=_figures(judged, depth) | _of_attention(attention),
+            figures=_figures(judged, depth) | _attention_figures(attention),
             worst=[(recipe, judged.worst(3, recipe)) for recipe in judged.recipes],
         ),
         encoding="utf-8",
     )
 
 
-def _of_attention(attention: JudgedAttention | None) -> dict[str, markupsafe.Markup]:
+def _attention_figures(attention: JudgedAttention | None) -> dict[str, markupsafe.Markup]:
     """{title: <svg>}: the map of errors of attention's output."""
     if attention is None or not attention.rows:
         return {}
@@ -66,7 +66,7 @@ def _of_attention(attention: JudgedAttention | None) -> dict[str, markupsafe.Mar
 
 def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup]:
     """{title: <svg>}: error through depth, then the maps of all roles on one scale."""
-    made = {}
+    drawings = {}
     with matplotlib.rc_context(svg.STYLE):
         if depth is not None and depth.outcomes:
             figure, (ax,) = style.figure(width=5)
@@ -78,7 +78,7 @@ def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup
                 layers=max((list(one.inputs) for one in depth.outcomes.values()), key=len),
             )
             ax.grid(color=svg.LINE)
-            made["Error of the input of each linear"] = svg.inline(
+            drawings["Error of the input of each linear"] = svg.inline(
                 figure, "depth", "Error of each linear's input, by recipe"
             )
         maps = {role: judged.sqnr(role, "low") for role in ROLES}
@@ -105,5 +105,5 @@ def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup
                 title = (
                     f"SQNR of {role}, 5th percentile of {'rows' if role == 'weight' else 'tokens'}"
                 )
-                made[title] = svg.inline(figure, role, f"{title}, by layer and recipe")
-    return made
+                drawings[title] = svg.inline(figure, role, f"{title}, by layer and recipe")
+    return drawings

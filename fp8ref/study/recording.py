@@ -210,17 +210,17 @@ def chosen(names: Iterable[str], layers: str, rows: int) -> list[str]:
             f"rows is a multiple of {BLOCK}, which no block of scales crosses; got {rows}."
         )
     names = list(names)
-    found = [name for name in names if fnmatch.fnmatchcase(name, layers)]
+    matches = [name for name in names if fnmatch.fnmatchcase(name, layers)]
     if not names:
         raise ValueError(
             "a study records linears of PyTorch or Flax NNX; got a model without linears. "
             "Layers of linen, as in nnx.bridge.ToNNX, are not seen."
         )
-    if not found:
+    if not matches:
         raise ValueError(
             f"layers matches the name of a linear of the model; got {layers!r} for {_some(names)}."
         )
-    return found
+    return matches
 
 
 def _some(names: Sequence[str]) -> str:
@@ -295,10 +295,10 @@ def inputs(recording: Recording) -> dict[str, Operand]:
     }
 
 
-def listed(names: Any, what: str) -> None:
+def listed(names: Any, label: str) -> None:
     """ValueError for one name in the place of several: its letters are none."""
     if isinstance(names, str):
-        raise ValueError(f"{what} are a list of names; got {names!r}. Write [{names!r}].")
+        raise ValueError(f"{label} are a list of names; got {names!r}. Write [{names!r}].")
 
 
 def check(recording: Any) -> None:

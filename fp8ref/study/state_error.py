@@ -124,8 +124,8 @@ def judge_states(
     now: dict[tuple[str, str], states.State] = {}
     last: dict[tuple[str, str], np.ndarray] = {}
     steps, first = 0, {}  # type: ignore[var-annotated]
-    for of_step in console.counted("judge states", gradients):
-        whole = {name: _array(name, g) for name, g in of_step.items()}
+    for step_gradients in console.counted("judge states", gradients):
+        whole = {name: _array(name, g) for name, g in step_gradients.items()}
         arrays = {
             name: g.astype(np.float32).reshape(-1)[: _kept(g.size, most)]
             for name, g in whole.items()
@@ -160,32 +160,34 @@ def judge_states(
             "none."
         )
     return JudgedStates(
-        steps=steps, layouts={name: _of_layout(layout, last) for name, layout in chosen.items()}
+        steps=steps, layouts={name: _layout_health(layout, last) for name, layout in chosen.items()}
     )
 
 
-def _of_layout(layout: Layout, last: Mapping[tuple[str, str], np.ndarray]) -> dict[str, Health]:
+def _layout_health(layout: Layout, last: Mapping[tuple[str, str], np.ndarray]) -> dict[str, Health]:
     mine = {name: numbers for (of, name), numbers in last.items() if of == layout.name}
     sizes = {name: int(numbers[0]) for name, numbers in mine.items()}
-    taken = {name: layout.bytes_per_parameter(size) for name, size in sizes.items()}
+    parameter_bytes = {name: layout.bytes_per_parameter(size) for name, size in sizes.items()}
     whole = healths.of(
         healths.total(np.stack(list(mine.values()))),
-        sum(taken[n] * sizes[n] for n in mine) / sum(sizes.values()),
+        sum(parameter_bytes[n] * sizes[n] for n in mine) / sum(sizes.values()),
     )
-    return {"": whole} | {name: healths.of(numbers, taken[name]) for name, numbers in mine.items()}
+    return {"": whole} | {
+        name: healths.of(numbers, parameter_bytes[name]) for name, numbers in mine.items()
+    }
 
 
 def _array(name: str, gradient: Any) -> np.ndarray:
     """A gradient as NumPy's array; ValueError unless it is of floats."""
     if hasattr(gradient, "detach"):  # PyTorch's, whose bfloat16 NumPy does not know
         gradient = gradient.detach().float().cpu().numpy()
-    made = np.asarray(gradient)
-    if made.dtype.kind in "biucOSU":
+    array = np.asarray(gradient)
+    if array.dtype.kind in "biucOSU":
         raise ValueError(
-            f"gradients are of floats; got {made.dtype} for {name!r}. Give those of parameters "
+            f"gradients are of floats; got {array.dtype} for {name!r}. Give those of parameters "
             "alone."
         )
-    return made
+    return array
 
 
 def _kept(size: int, most: int) -> int:

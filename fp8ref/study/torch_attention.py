@@ -52,8 +52,8 @@ class _Watching(TorchFunctionMode):
         scale=None,
         enable_gqa=False,
     ) -> None:
-        layer, found = (self._within or [""])[-1] or "the model", self._recording
-        if layer in found.refused:
+        layer, recording = (self._within or [""])[-1] or "the model", self._recording
+        if layer in recording.refused:
             return
         causal = is_causal or _lower(attn_mask)
         if (
@@ -62,15 +62,15 @@ class _Watching(TorchFunctionMode):
             or dropout_p
             or not (causal or attn_mask is None)
         ):
-            if layer not in found.attention:  # the first call decides
-                found.refused[layer] = TAKEN
+            if layer not in recording.attention:  # the first call decides
+                recording.refused[layer] = TAKEN
             return
-        n, of_keys = recordings.heads_of(query.shape[1], key.shape[1], self._heads)
+        n, key_heads = recordings.heads_of(query.shape[1], key.shape[1], self._heads)
         q, k, v = (
             _numpy(x[:1, :h, : self._tokens])
-            for x, h in ((query, n), (key, of_keys), (value, of_keys))
+            for x, h in ((query, n), (key, key_heads), (value, key_heads))
         )
-        first = found.attention.get(layer)
+        first = recording.attention.get(layer)
         if first is not None and (
             first.do is not None or not np.array_equal(first.q, q, equal_nan=True)
         ):
@@ -78,7 +78,7 @@ class _Watching(TorchFunctionMode):
             # gradients
             return
         own = None if scale is None or math.isclose(scale, q.shape[-1] ** -0.5) else scale
-        found.attention[layer] = Attended(layer=layer, q=q, k=k, v=v, causal=causal, scale=own)
+        recording.attention[layer] = Attended(layer=layer, q=q, k=k, v=v, causal=causal, scale=own)
         if out.requires_grad:
             out.register_hook(lambda grad: self._keep_grad(layer, grad[:1, :n, : self._tokens]))
 

@@ -106,7 +106,7 @@ def test_an_expert_is_known_by_its_weight(tensors):
             None,
         )
     )
-    found = grouped_rerun.of_experts(made, weight)
+    found = grouped_rerun.expert_tensors(made, weight)
     for e, size in enumerate(SIZES):
         assert len(found.input[e]) == len(found.grad_output[e]) == size
         np.testing.assert_array_equal(found.input[e], tensors.input[e])

@@ -110,7 +110,7 @@ def test_seconds_by_hand():
 
 def test_a_step_in_bfloat16_has_the_frameworks_own_attention():
     plain, by_variant = (
-        roofline.of_step(config(variant), "jax", H100) for variant in (None, "cudnn")
+        roofline.predict_step(config(variant), "jax", H100) for variant in (None, "cudnn")
     )
     assert by_variant.rest_bf16 == plain.rest
     assert by_variant.rest["attention"] != plain.rest["attention"]

@@ -23,7 +23,9 @@ QUANTIZED = [
 
 def moved(recipe, how, role, **keys):
     """Bytes an element of role by part, and kernels, of a linear whose other operands are empty."""
-    alone = kernels.of_linear(RECIPES[recipe], dict.fromkeys(ROLES, 0) | {role: 1}, how, **keys)
+    alone = kernels.linear_kernels(
+        RECIPES[recipe], dict.fromkeys(ROLES, 0) | {role: 1}, how, **keys
+    )
     found: dict[str, float] = {}
     for kernel in alone:
         found[kernel.part] = found.get(kernel.part, 0) + kernel.bytes
@@ -87,7 +89,7 @@ def test_what_xla_fuses_depends_on_the_linears_place():
     assert moved("tensorwise", "xla", "input", linear="down_proj") == {"cast": 4}
     assert moved("tensorwise", "xla", "input", linear="q_proj") == {"amax": 4, "cast": 6}
     # of a small table
-    assert moved("tensorwise", "xla", "input", linear="q_proj", of_norm=1) == {
+    assert moved("tensorwise", "xla", "input", linear="q_proj", norm_bytes=1) == {
         "amax": 1,
         "cast": 3,
     }
@@ -123,7 +125,7 @@ def test_blocks_have_kernels_in_torch_alone():
 
 def test_what_another_linear_has_cast_is_not_cast_again():
     whole, without = (
-        kernels.of_linear(RECIPES["tensorwise"], dict.fromkeys(ROLES, 1), "xla", roles=roles)
+        kernels.linear_kernels(RECIPES["tensorwise"], dict.fromkeys(ROLES, 1), "xla", roles=roles)
         for roles in (ROLES, ROLES[1:])
     )
     assert whole[-len(without) :] == without

@@ -29,12 +29,12 @@ def place(path, recipe="tensorwise", sequences=8, **parallel):
     ],
 )
 def test_what_a_norm_is_computed_from(path, one, gathered):
-    assert place(path, sequences=32)["of_norm"] == one
-    assert place(path, sequences=32, fsdp=2)["of_norm"] == gathered
+    assert place(path, sequences=32)["norm_bytes"] == one
+    assert place(path, sequences=32, fsdp=2)["norm_bytes"] == gathered
 
 
 def test_no_more_rows_of_a_table_are_read_than_there_are_tokens():
-    assert place("0.self_attn.q_proj", sequences=2)["of_norm"] == 4
+    assert place("0.self_attn.q_proj", sequences=2)["norm_bytes"] == 4
 
 
 def test_linears_that_share_an_input():

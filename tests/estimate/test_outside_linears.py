@@ -98,7 +98,7 @@ def test_pieces_of_several_sequences_are_put_in_order():
 def test_the_rest_by_hand():
     """256 tokens in sequences of 32, 2 layers; H = A = 64, KV 32, F 128; a vocabulary of 256."""
     config = sizes.config(compile="block")
-    rest = roofline.of_step(config, "torch", H100).rest
+    rest = roofline.predict_step(config, "torch", H100).rest
     assert rest["attention"] == pytest.approx(2 * 7 * 256 * 32 * 64 / H100.attention)
     forward, backward = 18 * 64 + 4 * 64 + 4 * 32 + 6 * 128, 38 * 64 + 4 * 64 + 4 * 32 + 10 * 128
     moved = {
@@ -107,9 +107,9 @@ def test_the_rest_by_hand():
         "AdamW": (22 + 16) * 106816,
     }
     assert {what: rest[what] * H100.bandwidth for what in moved} == pytest.approx(moved)
-    jax = roofline.of_step(sizes.config(), "jax", H100).rest
+    jax = roofline.predict_step(sizes.config(), "jax", H100).rest
     assert (
-        roofline.of_step(sizes.config(attention="cudnn"), "jax", H100).rest["attention"]
+        roofline.predict_step(sizes.config(attention="cudnn"), "jax", H100).rest["attention"]
         == rest["attention"]
     )
     assert jax["attention"] == pytest.approx(
@@ -130,8 +130,8 @@ def test_a_loss_in_parts_adds_gradients_and_multiplies_once_more():  # P-29
     ]
     assert of_loss[1] - of_loss[0] == 12 * 3 * 256 * 64
     (head,) = [d for d in whole.decisions() if d.path == "lm_head"]
-    again = roofline.of_decision(head, whole, "jax", H100, gemms=("output",)).seconds
-    assert roofline.of_step(parts, "jax", H100).configured - roofline.of_step(
+    again = roofline.linear_ledger(head, whole, "jax", H100, gemms=("output",)).seconds
+    assert roofline.predict_step(parts, "jax", H100).configured - roofline.predict_step(
         whole, "jax", H100
     ).configured == pytest.approx(again)
 
@@ -206,7 +206,7 @@ def test_grad_inputs_of_one_input_are_added_before_their_sum():
 def test_moments_in_fp8_move_less():
     """Adam's moments are half of the rest's bytes, in float32."""
     plain, fp8 = (
-        roofline.of_step(sizes.config(optimizer=kind), "torch", H100).rest["AdamW"]
+        roofline.predict_step(sizes.config(optimizer=kind), "torch", H100).rest["AdamW"]
         for kind in ("adamw", "adamw_fp8")
     )
     assert fp8 < 0.8 * plain

@@ -19,7 +19,7 @@ ROUND = dataclasses.replace(
 
 
 def made(recipe="tensorwise", m=8192, n=4096, k=4096, how="inductor", **keys):
-    return roofline.of_sizes(RECIPES[recipe], roofline.sizes_of(m, n, k), how, ROUND, **keys)
+    return roofline.gemms_ledger(RECIPES[recipe], roofline.sizes_of(m, n, k), how, ROUND, **keys)
 
 
 def test_a_gemm_that_fills_every_processor_takes_its_flops():
@@ -54,7 +54,7 @@ def test_a_gemm_takes_no_less_than_its_bytes_nor_a_launch():
 def test_a_gemm_of_few_rows_takes_the_bytes_of_its_codes():
     """Operands of one byte an element, a result of two, at 1e12 bytes a second."""
     m, n, k = 16, 8192, 8192
-    one = roofline.of_sizes(RECIPES["tensorwise"], [("output", m, n, k)], "inductor", ROUND)
+    one = roofline.gemms_ledger(RECIPES["tensorwise"], [("output", m, n, k)], "inductor", ROUND)
     assert one.parts["gemm"] == pytest.approx((k * (m + n) + 2 * m * n) / 1e12)
     assert one.bf16 == pytest.approx(2 * (k * (m + n) + m * n) / 1e12)
 
@@ -117,14 +117,14 @@ def test_each_device_casts_its_own_rows_of_a_weight_that_is_gathered_in_fp8():
     config = sizes.config(fsdp=2, compile="block")
     decision = next(d for d in config.decisions() if d.path.endswith("0.mlp.up_proj"))
     slow = dataclasses.replace(ROUND, bandwidth=H100.sheet.bandwidth / 100, launch=1e-8)
-    one = roofline.of_decision(decision, config, "torch", slow)
+    one = roofline.linear_ledger(decision, config, "torch", slow)
     tokens, weight, outputs = 128 * 64, 128 * 64, 128 * 128
     assert one.parts["amax"] == pytest.approx(2 * (tokens + weight / 2 + outputs) / slow.bandwidth)
     assert one.parts["cast"] == pytest.approx(
         (4 * tokens + 3 * weight / 2 + 4 * outputs) / slow.bandwidth
     )
     assert one.parts["layout"] == pytest.approx(2 * weight / slow.bandwidth)
-    alone = roofline.of_decision(
+    alone = roofline.linear_ledger(
         decision, sizes.config(fsdp=2, compile="block", gather="compute"), "torch", slow
     )
     assert alone.parts["layout"] == 0
@@ -137,7 +137,7 @@ def test_a_forward_pass_alone():
     config = sizes.config(compile="block")
     decision = config.decisions()[0]
     whole, forward = (
-        roofline.of_decision(decision, config, "torch", H100, gemms=g)
+        roofline.linear_ledger(decision, config, "torch", H100, gemms=g)
         for g in (("output", "grad_input", "grad_weight"), ("output",))
     )
     assert forward.kernels < whole.kernels
@@ -207,7 +207,7 @@ def test_linears_are_those_of_the_plan():
 
 def test_a_step_is_its_parts_of_a_batch():
     whole, parts = (
-        roofline.of_step(sizes.config(parts=n, **COMPILED), "torch", H100) for n in (1, 2)
+        roofline.predict_step(sizes.config(parts=n, **COMPILED), "torch", H100) for n in (1, 2)
     )
     once = sum(one.bf16 for _, one in roofline.linears(sizes.config(**COMPILED), "torch", H100))
     assert whole.bf16 == pytest.approx(once)
@@ -233,7 +233,7 @@ def test_ratios_are_limited_by_the_rest():
 
 def test_what_loses_is_filtered():
     """Every linear of 64 features loses: filtered, a step takes what bfloat16 does."""
-    made = roofline.of_step(sizes.config(**COMPILED), "torch", H100)
+    made = roofline.predict_step(sizes.config(**COMPILED), "torch", H100)
     assert made.ratio < 1
     assert made.filtered == pytest.approx(made.bf16)
     assert made.filtered_ratio == pytest.approx(1)
@@ -241,7 +241,7 @@ def test_what_loses_is_filtered():
 
 def test_checkpointing_runs_a_layers_forward_pass_again():
     none, selective, full = (
-        roofline.of_step(sizes.config(checkpointing=what, **COMPILED), "torch", H100)
+        roofline.predict_step(sizes.config(checkpointing=what, **COMPILED), "torch", H100)
         for what in ("none", "selective", "full")
     )
     assert none.bf16 == selective.bf16 < full.bf16
@@ -254,7 +254,7 @@ def test_checkpointing_runs_a_layers_forward_pass_again():
 def test_checkpointing_runs_a_layer_again_by_its_own_recipe():
     """A step with layer 0 in bfloat16 takes as long as one with layer 1."""
     either = [
-        roofline.of_step(
+        roofline.predict_step(
             configs.load("llama-8b").replace(
                 numerics={"filter_fqns": ("lm_head", layer)}, parallel=FULL
             ),
@@ -274,7 +274,7 @@ def test_amaxes_of_weights_are_taken_once_a_step():  # P-9
         parallel={**FULL, "scan": True, "compile": "none"}, data={"microbatches": 2}
     )
     apart, first = (
-        roofline.of_step(config.replace(parallel={"precompute_scales": on}), "jax", H100)
+        roofline.predict_step(config.replace(parallel={"precompute_scales": on}), "jax", H100)
         for on in (False, True)
     )
     saved = [
@@ -300,7 +300,7 @@ def test_rules_make_several_recipes_of_one_name():
             for rule, name in zip(rules, names, strict=True)
         )
         config = sizes.config(**COMPILED).replace(numerics={"rules": made})
-        either.append(roofline.of_step(config, "torch", H100).configured)
+        either.append(roofline.predict_step(config, "torch", H100).configured)
         assert len(report.of(config, "torch", H100).rows) == 7 + 7 + 1
     assert either[0] == pytest.approx(either[1], rel=1e-12)
 
@@ -314,7 +314,7 @@ def test_equal_linears_in_other_places_have_costs_of_their_own(filtered):
         model={"num_hidden_layers": 3}, numerics={"filter_fqns": filtered}
     )
     for decision, one in roofline.linears(config, "jax", H100):
-        assert one == roofline.of_decision(decision, config, "jax", H100), decision.path
+        assert one == roofline.linear_ledger(decision, config, "jax", H100), decision.path
 
 
 def test_faster_memory_helps_casts():
@@ -324,11 +324,11 @@ def test_faster_memory_helps_casts():
     )
     config = config.replace(data={"sequence_length": 8192})
     assert (
-        roofline.of_step(config, "torch", H100).configured
-        > roofline.of_step(config, "torch", PUBLISHED["h200"]).configured
+        roofline.predict_step(config, "torch", H100).configured
+        > roofline.predict_step(config, "torch", PUBLISHED["h200"]).configured
     )
     faster = dataclasses.replace(H100, bandwidth=H100.sheet.bandwidth)
     assert (
-        roofline.of_step(config, "torch", faster).configured
-        < roofline.of_step(config, "torch", H100).configured
+        roofline.predict_step(config, "torch", faster).configured
+        < roofline.predict_step(config, "torch", H100).configured
     )

@@ -64,7 +64,7 @@ def kernels(
     roles   those that it casts itself.
     """
     m, n, k = shape
-    made = passes.of_linear(
+    made = passes.linear_kernels(
         recipe, {"input": m * k, "weight": n * k, "grad_output": m * n}, how, roles=roles
     )
     for which, spec in recipe.gemms.items():

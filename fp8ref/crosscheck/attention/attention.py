@@ -65,14 +65,14 @@ class AttentionPass:
     @property
     def capped(self) -> dict[str, Any]:
         """Arguments softcap and sinks of the simulator, where this forward pass had any (A-28)."""
-        found = {
+        arrays = {
             name: self.arrays[f"{name}/value"]
             for name in ("softcap", "sinks")
             if f"{name}/value" in self.arrays
         }
         return {
             name: float(x) if name == "softcap" else np.asarray(x, np.float32)
-            for name, x in found.items()
+            for name, x in arrays.items()
         }
 
     def parts(self) -> Iterator[tuple[str, str, np.ndarray]]:
@@ -84,12 +84,12 @@ class AttentionPass:
 
 
 def recorder(
-    backend: str, found: list[AttentionPass]
+    backend: str, passes: list[AttentionPass]
 ) -> Callable[[str, Phase, Mapping[str, np.ndarray]], None]:
-    """An observer of a trainer that appends to found."""
+    """An observer of a trainer that appends to passes."""
 
     def record(layer: str, phase: Phase, arrays: Mapping[str, np.ndarray]) -> None:
-        found.append(
+        passes.append(
             AttentionPass(backend, layer, phase, {key: np.asarray(x) for key, x in arrays.items()})
         )
 
@@ -113,10 +113,10 @@ def simulated(
     """
     arrays = one.arrays
     heads = arrays["k/value" if one.phase == "forward" else "dk/value"].shape[1]
-    how: dict = {"heads": heads, "along_tokens": what == "v", "scale": scale}
+    options: dict = {"heads": heads, "along_tokens": what == "v", "scale": scale}
     x = np.asarray(arrays[f"{what}/value"], np.float32)
     return head_scaling.quantize(
-        x, format_of(what, variant), variant.granularity, variant.policy, **how
+        x, format_of(what, variant), variant.granularity, variant.policy, **options
     )
 
 
@@ -152,12 +152,12 @@ def check_codes(
                 format_of(what, variant),
                 value,
             )
-            found = {
+            side_scales = {
                 "sim": right.scale,
                 one.backend: np.asarray(one.arrays[f"{what}/scale"], np.float32),
             }
             compare_scales(
-                report.check(f"{one.layer}/{what}/scale/{one.backend}"), found, one.backend
+                report.check(f"{one.layer}/{what}/scale/{one.backend}"), side_scales, one.backend
             )
             count += 1
     return count
@@ -168,9 +168,9 @@ def first_states(config: Config) -> dict[str, delayed.DelayedState]:
     without any.
     """
     return {
-        f"{layer}/{role}": delayed.init(how)
+        f"{layer}/{role}": delayed.init(delayed_config)
         for layer, casts in config.attention_casts.items()
-        for role, (_, how) in casts.items()
+        for role, (_, delayed_config) in casts.items()
     }
 
 
@@ -185,9 +185,9 @@ def states_after(
     trained   a trainer's ``fp8_states`` after the step: the amaxes of all roles but q, k, v and do
               are sums, and are taken from it. Without, the states of q, k, v and do alone.
     """
-    found = {}
+    new_states = {}
     for layer, casts in config.attention_casts.items():
-        for role, (fmt, how) in casts.items():
+        for role, (fmt, delayed_config) in casts.items():
             name = f"{layer}/{role}"
             if role in QUANTIZED:
                 shown = [
@@ -200,8 +200,8 @@ def states_after(
                 continue
             else:
                 seen = [delayed.observe(np.asarray(trained[name][1], np.float32)[0])]
-            found[name] = delayed.update(states[name], *seen, config=how, fmt=fmt)
-    return found
+            new_states[name] = delayed.update(states[name], *seen, config=delayed_config, fmt=fmt)
+    return new_states
 
 
 def delayed_scales(states: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -251,10 +251,10 @@ def exact(
     sizes = scale * np.abs(q) @ np.abs(wide_k).swapaxes(-1, -2)
     # A capped score differs by no more than its argument times the cap does, by the error of tanh,
     # and by the roundings of t and of t cap (A-18).
-    of_scores = gamma(features + 8) * sizes + (0 if cap is None else cap * (TANH + 4 * U))
+    scores_error = gamma(features + 8) * sizes + (0 if cap is None else cap * (TANH + 4 * U))
     if what == "s":
         products = scale * (q @ wide_k.swapaxes(-1, -2))
-        return Exact(products if cap is None else cap * np.tanh(products / cap), of_scores)
+        return Exact(products if cap is None else cap * np.tanh(products / cap), scores_error)
     s = np.asarray(forward.arrays["s/value"], np.float64)
     keys, length = s.shape[-1], variant.tile(features, MASK)
     # of each tile, and those before
@@ -301,28 +301,28 @@ def exact(
     do, arrays = _values("do", backward, variant), backward.arrays
     if what == "ds":
         o = _values("o", forward, variant)
-        weights, dp, of_dp = (
+        weights, dp, dp_sizes = (
             np.exp(s - top) / sums,
             do @ wide_v.swapaxes(-1, -2),
             np.abs(do) @ np.abs(wide_v).swapaxes(-1, -2),
         )
-        rows, of_rows = (do * o).sum(-1, keepdims=True), np.abs(do * o).sum(-1, keepdims=True)
-        of_p = 2 * e + gamma(3 * keys + 8) + 4 * U * np.abs(top + np.log(sums))
-        found, of_slope = weights * (dp - rows) * scale, 0.0
+        rows, row_sizes = (do * o).sum(-1, keepdims=True), np.abs(do * o).sum(-1, keepdims=True)
+        p_error = 2 * e + gamma(3 * keys + 8) + 4 * U * np.abs(top + np.log(sums))
+        values, slope_error = weights * (dp - rows) * scale, 0.0
         if cap is not None:
             # The backward pass takes t again: it and the forward pass's differ by twice the error
             # of t, as P by that of scores. What is shown is t cap, rounded. So t t differs by 2 (2
-            # of_scores / cap + u), and two roundings follow, of numbers of at most 1.
-            of_p = of_p + 2 * of_scores
-            of_slope = (4 * of_scores / cap + 4 * U) * np.abs(found)
-            found = found * (1 - np.square(np.where(np.isfinite(s), s, 0) / cap))
-        sizes = scale * (of_dp + of_rows)
+            # scores_error / cap + u), and two roundings follow, of numbers of at most 1.
+            p_error = p_error + 2 * scores_error
+            slope_error = (4 * scores_error / cap + 4 * U) * np.abs(values)
+            values = values * (1 - np.square(np.where(np.isfinite(s), s, 0) / cap))
+        sizes = scale * (dp_sizes + row_sizes)
         # A probability below float32's normal numbers may be flushed to zero, and so may the
         # products with it.
         return Exact(
-            found,
-            of_p * np.abs(found)
-            + of_slope
+            values,
+            p_error * np.abs(values)
+            + slope_error
             + 2 * gamma(features + 8) * weights * sizes
             + 2.0**-125 * (sizes + 1),
         )
@@ -331,17 +331,17 @@ def exact(
     a, b = {"dv": (p.swapaxes(-1, -2), do), "dk": (ds.swapaxes(-1, -2), q), "dq": (ds, wide_k)}[
         what
     ]
-    found, size = a @ b, np.abs(a) @ np.abs(b)
+    values, size = a @ b, np.abs(a) @ np.abs(b)
     if what != "dq":
-        found, size = (_over_heads(x, group) for x in (found, size))
-    return Exact(found, gamma(a.shape[-1] * group + 8) * size + _unit(backward, what, variant))
+        values, size = (_over_heads(x, group) for x in (values, size))
+    return Exact(values, gamma(a.shape[-1] * group + 8) * size + _unit(backward, what, variant))
 
 
-def distance(found: np.ndarray, right: Exact) -> float:
+def distance(array: np.ndarray, right: Exact) -> float:
     """The largest distance of an array from the exact result, in units of the bound; scores of keys
     that are not seen, -infinity, are left out."""
-    found = np.asarray(found, np.float64)
-    apart = np.abs(np.where(found == -np.inf, right.value, found) - right.value)
+    array = np.asarray(array, np.float64)
+    apart = np.abs(np.where(array == -np.inf, right.value, array) - right.value)
     return float(np.max(apart / np.maximum(right.bound, 1e-300)))
 
 

@@ -52,7 +52,7 @@ def check(
             [one for one in passes if (one.layer, one.phase) == (layer, phase)]
             for phase in ("forward", "backward")
         )
-        given = {
+        stored = {
             role: scales[f"{layer}/{role}"]
             for role in variant.roles
             if scales and f"{layer}/{role}" in scales
@@ -62,7 +62,7 @@ def check(
                 np.isfinite(one.arrays[f"{role}/value"]).all() for role in ("q", "k", "v")
             ):
                 continue
-            result = _forward(one, variant, given)
+            result = _forward(one, variant, stored)
             _compare(
                 report,
                 one,
@@ -77,12 +77,12 @@ def check(
                 and variant.backward == "cast"
                 and variant.granularity != "mx_1x32"
             ):
-                compared += _check_ds(report, one, backwards[0], result, variant, given)
+                compared += _check_ds(report, one, backwards[0], result, variant, stored)
     return compared
 
 
-def _forward(one: AttentionPass, variant: Variant, given: Mapping[str, np.ndarray]) -> Result:
-    scales = {role: x for role, x in given.items() if role in ROLES}
+def _forward(one: AttentionPass, variant: Variant, stored: Mapping[str, np.ndarray]) -> Result:
+    scales = {role: x for role, x in stored.items() if role in ROLES}
     return simulator.forward(
         *_tensors(one, "q", "k", "v"),
         variant=variant,
@@ -99,14 +99,14 @@ def _check_ds(
     backward: AttentionPass,
     result: Result,
     variant: Variant,
-    given: Mapping[str, np.ndarray],
+    stored: Mapping[str, np.ndarray],
 ) -> int:
     (do,) = _tensors(backward, "do")
     if "ds/counts" not in backward.arrays or not np.isfinite(do).all():
         return 0
-    scales = {role: x for role, x in given.items() if role in ("s", *GRADIENT_ROLES)}
+    scales = {role: x for role, x in stored.items() if role in ("s", *GRADIENT_ROLES)}
     q, k, v = _tensors(forward, "q", "k", "v")
-    found = attention_gradients.backward(
+    gradients = attention_gradients.backward(
         do, q, k, v, result, variant=variant, mask=MASK, scales=scales, keep=True, **forward.capped
     )
     exact = attention.exact("ds", forward, backward, variant)
@@ -114,14 +114,14 @@ def _check_ds(
     values, bound = np.abs(exact.value), exact.bound
     # A scale of its own amax moves by as much as the largest element may.
     largest = values.max() or 1.0
-    bound = bound + values * (0 if "ds" in given else bound.max() / largest)
-    fmt, scale = attention.format_of("ds", variant), float(found.scale_ds.scale)
+    bound = bound + values * (0 if "ds" in stored else bound.max() / largest)
+    fmt, scale = attention.format_of("ds", variant), float(gradients.scale_ds.scale)
     _compare(
         report,
         backward,
         "ds",
-        found.amaxes["ds"],
-        (found.saturated_ds, found.lost),
+        gradients.amaxes["ds"],
+        (gradients.saturated_ds, gradients.lost),
         values,
         bound,
         fmt,
@@ -148,24 +148,24 @@ def _probabilities(
     q, k = (_magnitudes(role, one, variant) for role in ("q", "k"))
     # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
     sizes = q @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(-1, -2)
-    of_rows = np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0) / np.sqrt(
+    row_sizes = np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0) / np.sqrt(
         features
     )
-    # E of A-18, term by term. A is of_rows: a score is at most A, so s - m is within 2 A, and an
+    # E of A-18, term by term. A is row_sizes: a score is at most A, so s - m is within 2 A, and an
     # offset or a threshold adds at most 16. A softcap only lowers scores.
-    exponents = 2 * of_rows + LARGEST
+    exponents = 2 * row_sizes + LARGEST
     # h, for each tile's exponentials of x and of c: the largest of A-18's is XLA's in base 2, 2^-23
     # (2 + |x| / 2). x is 1.5 times the exponent at most, as log2 e < 1.5.
     h = 2.0**-23 * (2 + 1.5 * exponents / 2)
     # Both forms round an exponent twice: 4 u, and 1.5 times that in base 2.
-    of_tiles = (1 + len(tiles)) * (6 * U * exponents + h)
+    tiles_error = (1 + len(tiles)) * (6 * U * exponents + h)
     # The scores of both forms: D products and at most four factors each, A-18's gamma(D + 8) A,
     # twice with the maximum's; under a softcap cap tanh, with h of a hyperbolic tangent, a rounding
     # of it and one of its product with cap, and two of room: h + 4 u in each form.
-    of_scores = 2 * gamma(features + 8) * of_rows + 2 * one.capped.get("softcap", 0) * (
+    scores_error = 2 * gamma(features + 8) * row_sizes + 2 * one.capped.get("softcap", 0) * (
         TANH + 4 * U
     )
-    e = of_scores + of_tiles
+    e = scores_error + tiles_error
     # An exponent differs by at most E from that of real arithmetic, and the backend's from the
     # simulator's by 2 E.
     return p, np.expm1(2 * e) * p, variant.fmt, float(one.arrays["p/scale"])
@@ -187,7 +187,7 @@ def _compare(
     """
     names = one.backend, "sim"
     seen = np.broadcast_to(np.tri(*values.shape[-2:]) > 0, values.shape)  # MASK is causal
-    found = dict(zip(COUNTS, np.asarray(one.arrays[f"{what}/counts"]).tolist(), strict=True))
+    counts = dict(zip(COUNTS, np.asarray(one.arrays[f"{what}/counts"]).tolist(), strict=True))
 
     def add(kind: str, value, reference, by) -> None:
         compare_values(
@@ -199,7 +199,7 @@ def _compare(
         )
 
     add("amax", np.asarray(one.arrays[f"{what}/amax"]), amax, bound.max())
-    add("count", found["count"], int(seen.sum()), 0)
+    add("count", counts["count"], int(seen.sum()), 0)
     # Zero is the code of what is at most half of the smallest number, and a cast clips what is
     # above the middle of max and the number behind it (C-4).
     smallest = 2.0 ** (fmt.emin - fmt.mantissa_bits)
@@ -210,7 +210,7 @@ def _compare(
     ):
         near = np.abs(values * scale - threshold) <= bound * scale + 2 * U * threshold
         near |= (kind == "lost") & (np.abs(values - TINY) <= bound)
-        add(kind, found[kind], mine, int((near & seen).sum()))
+        add(kind, counts[kind], mine, int((near & seen).sum()))
 
 
 def _tensors(one: AttentionPass, *roles: str) -> tuple[np.ndarray, ...]:

@@ -61,16 +61,18 @@ def check(
                     continue
                 largest = int((np.asarray(one.arrays[f"{shown}/codes"]) & 0x7F).max())
                 expected = int(cast.encode(np.atleast_1d(np.float32(amax * scale)), fmt)[0])
-                apart, said = (
+                apart, message = (
                     abs(largest - expected),
                     f"code {expected} of the amax, {largest} of the tensor",
                 )
-                of_amax = report.check(
+                amax_check = report.check(
                     f"{name}/amax/{backend}", bound=1.0 if backend == "jax" else 0.0
                 )
-                of_amax.add(np.array([apart == 0]), np.array([apart]), lambda _, said=said: said)
+                amax_check.add(
+                    np.array([apart == 0]), np.array([apart]), lambda _, message=message: message
+                )
 
 
 def _bits(report: Report, name: str, backend: str, mine, right) -> None:
-    found, expected = (np.asarray(x, np.float32) for x in (mine, right))
-    compare_bits(report.check(name), found, expected, names=(backend, "sim"))
+    observed, expected = (np.asarray(x, np.float32) for x in (mine, right))
+    compare_bits(report.check(name), observed, expected, names=(backend, "sim"))

@@ -55,9 +55,9 @@ def explain(
     assert numerics[0].attention is not None
     variant = differentiated(numerics[0].attention, numerics[0].attention_backward)
     if a.part == "value" and what in ("q", "k", "v", "do"):
-        return _of_input(what)
+        return _input_reason(what)
     if what in attention.QUANTIZED:
-        return _of_cast(a, b, what, names, variant, states)
+        return _cast_reason(a, b, what, names, variant, states)
     if a.part == "scale" and (what == "p" or f"{a.layer}/{what}" in states):
         return Reason(
             (),
@@ -65,14 +65,14 @@ def explain(
             "H-1): a fault",
         )
     # multiplied by the hardware
-    of_codes = variant.fmt.bits == 8 and (a.phase == "forward" or variant.backward == "cast")
+    uses_codes = variant.fmt.bits == 8 and (a.phase == "forward" or variant.backward == "cast")
     if (
-        of_codes
+        uses_codes
         and forms == ["stated", "stated"]
         and None not in multiply
         and multiply[0] == multiply[1]
     ):
-        return _of_bits(a, b, what, names, variant, multiply[0], states)
+        return _bits_reason(a, b, what, names, variant, multiply[0], states)
     form = " and ".join(dict.fromkeys(forms))
     if what == "p":
         near = attention.neighbors(np.asarray(a.value), np.asarray(b.value))
@@ -98,8 +98,8 @@ def explain(
             f"it is made of the amax of {a.role}, whose elements are sums in the library's order",
         )
     pairs = [_pair(one.passes) for one in (a, b)]
-    found = [attention.exact(what, *pair, variant) for pair in pairs]
-    if found[0] is None or found[1] is None:
+    exact_results = [attention.exact(what, *pair, variant) for pair in pairs]
+    if exact_results[0] is None or exact_results[1] is None:
         return Reason(
             ("A-18",),
             f"all before it is equal; {a.role} of variant {variant.name!r} has no bound here: "
@@ -107,7 +107,7 @@ def explain(
         )
     distances = [
         attention.distance(np.asarray(v.value), right)
-        for v, right in zip((a, b), found, strict=True)
+        for v, right in zip((a, b), exact_results, strict=True)
         if right is not None
     ]
     shown = " and ".join(f"{name} at {u:.2g}" for name, u in zip(names, distances, strict=True))
@@ -125,7 +125,7 @@ def explain(
     )
 
 
-def _of_input(what: str) -> Reason:
+def _input_reason(what: str) -> Reason:
     if what == "do":
         return Reason(
             (),
@@ -143,17 +143,17 @@ def _of_input(what: str) -> Reason:
     )
 
 
-def _of_cast(
+def _cast_reason(
     a: Value, b: Value, what: str, names: tuple[str, str], variant: Variant, states: States
 ) -> Reason:
     wrong, state = [], states.get(f"{a.layer}/{what}")
     for name, v in zip(names, (a, b), strict=True):
         one = v.passes[-1]
         right = attention.simulated(what, one, variant, None if state is None else state.stored)
-        of_sim = np.asarray(right.scale if a.part == "scale" else right.codes)
-        of_backend = np.asarray(v.value)
-        off = int((of_sim != of_backend.reshape(of_sim.shape)).sum())
-        wrong += [f"{name}'s ({off} of {of_sim.size})"] if off else []
+        sim_array = np.asarray(right.scale if a.part == "scale" else right.codes)
+        backend_array = np.asarray(v.value)
+        off = int((sim_array != backend_array.reshape(sim_array.shape)).sum())
+        wrong += [f"{name}'s ({off} of {sim_array.size})"] if off else []
     clauses, of = (
         ("A-2, S-2, S-9", "values are")
         if a.part == "scale"
@@ -166,7 +166,7 @@ def _of_cast(
     )
 
 
-def _of_bits(
+def _bits_reason(
     a: Value,
     b: Value,
     what: str,
@@ -197,63 +197,63 @@ def _simulated(v: Value, what: str, variant: Variant, states: States) -> np.ndar
         for name, state in states.items()
         if name.startswith(f"{v.layer}/")
     }
-    of_forward = {role: scale for role, scale in scales.items() if role in ROLES}
-    of_backward = {role: scale for role, scale in scales.items() if role in GRADIENT_ROLES}
-    q, k, of_v = (
+    forward_scales = {role: scale for role, scale in scales.items() if role in ROLES}
+    backward_scales = {role: scale for role, scale in scales.items() if role in GRADIENT_ROLES}
+    q, k, v_values = (
         np.asarray(forward.arrays[f"{role}/value"], np.float32) for role in ("q", "k", "v")
     )
     result = simulator.forward(
         q,
         k,
-        of_v,
+        v_values,
         variant=variant,
         mask=MASK,
         keep_p=True,
         keep_s=True,
-        scales=of_forward,
+        scales=forward_scales,
         **forward.capped,
     )
     if v.phase == "forward":
         assert result.scores is not None
         assert result.p_codes is not None
         o = result.tensors.get("o")
-        made: dict[str, Any] = {
+        arrays: dict[str, Any] = {
             "s/value": result.scores,
             "p/scale": result.scale_p,
             "p/codes": result.p_codes,
             "o/value": _short(result.o),
         }
-        made |= {} if o is None else {"o/scale": o.scale, "o/codes": o.codes}
-        return np.asarray(made[f"{what}/{v.part}"])
+        arrays |= {} if o is None else {"o/scale": o.scale, "o/codes": o.codes}
+        return np.asarray(arrays[f"{what}/{v.part}"])
     assert backward is not None
     do = np.asarray(backward.arrays["do/value"], np.float32)
-    found = attention_gradients.backward(
+    gradients = attention_gradients.backward(
         do,
         q,
         k,
-        of_v,
+        v_values,
         result,
         variant=variant,
         mask=MASK,
         keep=True,
-        scales=of_backward,
+        scales=backward_scales,
         **forward.capped,
     )
-    matrices = found.matrices
-    made = {
+    matrices = gradients.matrices
+    arrays = {
         "p/codes": matrices["p_codes"],
         "ds/value": matrices["ds"],
-        "ds/scale": found.scale_ds.scale,
+        "ds/scale": gradients.scale_ds.scale,
         "ds/codes": matrices["ds_codes"],
     }
     for role in ("dq", "dk", "dv"):
-        made[f"{role}/value"] = getattr(found, role)
-        if role in found.tensors:
-            made |= {
-                f"{role}/scale": found.tensors[role].scale,
-                f"{role}/codes": found.tensors[role].codes,
+        arrays[f"{role}/value"] = getattr(gradients, role)
+        if role in gradients.tensors:
+            arrays |= {
+                f"{role}/scale": gradients.tensors[role].scale,
+                f"{role}/codes": gradients.tensors[role].codes,
             }
-    return np.asarray(made[f"{what}/{v.part}"])
+    return np.asarray(arrays[f"{what}/{v.part}"])
 
 
 def _short(o: np.ndarray) -> np.ndarray:

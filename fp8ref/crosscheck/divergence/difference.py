@@ -96,8 +96,8 @@ def _largest(x: np.ndarray, y: np.ndarray, fmt: Format | None) -> float | None:
         np.asarray(v if fmt is None else cast.decode(v, fmt), np.float64) for v in (x, y)
     )
     with np.errstate(invalid="ignore"):
-        found = np.where(left == right, 0.0, np.abs(left - right)).max(initial=0.0)
-    return float(found) if np.isfinite(found) else None
+        distance = np.where(left == right, 0.0, np.abs(left - right)).max(initial=0.0)
+    return float(distance) if np.isfinite(distance) else None
 
 
 def _is_bfloat16(x: np.ndarray) -> bool:

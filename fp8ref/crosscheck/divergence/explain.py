@@ -2,9 +2,9 @@
 
 The reason is a clause of docs/spec that leaves the value to the library, or that none does:
 then it is a fault. Scales, codes, GEMM results and attention are computed again by the simulator
-(``of_cast``, ``of_sum``, ``of_attention``). Where it defines the bits, a backend that differs from
-it is at fault; where a clause leaves the order of a sum to the library, both results are held to
-that clause's bound. Every other kind of value has its reason in ``REASONS``.
+(``cast_reason``, ``sum_reason``, ``attention_reason``). Where it defines the bits, a backend that
+differs from it is at fault; where a clause leaves the order of a sum to the library, both results
+are held to that clause's bound. Every other kind of value has its reason in ``REASONS``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -141,14 +141,14 @@ def explain(a: Value, b: Value, d: Difference, context: Context) -> Reason:
     if a.phase in ("state before", "optimizer", "batch", "loss"):
         return REASONS[_kind(a)]
     if a.gemm is not None:
-        return _of_gemm(a, b, d, context)
+        return _gemm_reason(a, b, d, context)
     if a.passes:
         assert context.numerics is not None
         return attention.explain(
             a, b, context.names, context.numerics, context.multiply, context.states
         )
     if a.role == "weight's gradient":
-        return _of_parameter(a, context)
+        return _parameter_reason(a, context)
     return REASONS[a.role]
 
 
@@ -160,7 +160,7 @@ def _kind(v: Value) -> str:
     return {"mean": "loss", "exp_avg": "moment", "exp_avg_sq": "moment"}.get(v.role, v.role)
 
 
-def _of_parameter(v: Value, context: Context) -> Reason:
+def _parameter_reason(v: Value, context: Context) -> Reason:
     if v.layer == "model.embed_tokens":
         return REASONS["gradient of the table"]
     if v.layer not in context.recipes[0]:  # a norm's
@@ -169,27 +169,27 @@ def _of_parameter(v: Value, context: Context) -> Reason:
     return REASONS["parameter" if fp8 else "gradient of high precision"]
 
 
-def _of_gemm(a: Value, b: Value, d: Difference, context: Context) -> Reason:
+def _gemm_reason(a: Value, b: Value, d: Difference, context: Context) -> Reason:
     # The order is that of the values: an operand's tensor, scale and codes come before the result.
     if a.cast != b.cast:
         return REASONS["recipe"]
     if a.part != "value":
-        return of_cast(a, b, context)
+        return cast_reason(a, b, context)
     if a.role == a.gemm:
-        return of_sum(a, b, context)
+        return sum_reason(a, b, context)
     if a.role == "weight":
         return REASONS["weight"]
     if a.role == "grad_output":
         return REASONS["backward"]
     module, site = site_before(a.layer)
     return (
-        of_attention(a, b, module, context)
+        attention_reason(a, b, module, context)
         if site == "attention output"
-        else _of_rounding(d, context)
+        else _rounding_reason(d, context)
     )
 
 
-def _of_rounding(d: Difference, context: Context) -> Reason:
+def _rounding_reason(d: Difference, context: Context) -> Reason:
     """Why a norm's output, or silu(gate) * up, differs: one float32 result, rounded once (M-3).
 
     Two float32 evaluations of up to 2^14 terms differ by less than 2^-9 of the result (gamma(n),
@@ -221,7 +221,7 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def of_attention(a: Value, b: Value, module: str, context: Context) -> Reason:
+def attention_reason(a: Value, b: Value, module: str, context: Context) -> Reason:
     """Why attention's output differs.
 
     Equal queries, keys and values give outputs within B-11, if they are observed.
@@ -260,7 +260,7 @@ def of_attention(a: Value, b: Value, module: str, context: Context) -> Reason:
     )
 
 
-def of_cast(a: Value, b: Value, context: Context) -> Reason:
+def cast_reason(a: Value, b: Value, context: Context) -> Reason:
     """Why a scale or codes of equal tensors differ.
 
     Their bits are defined, and a backend without them is at fault.
@@ -341,7 +341,7 @@ def _used(v: Value, at: int, context: Context) -> scaling.Quantized:
     )
 
 
-def of_sum(a: Value, b: Value, context: Context) -> Reason:
+def sum_reason(a: Value, b: Value, context: Context) -> Reason:
     """Why results of equal operands differ: the order of the sum, or else a fault.
 
     It is the order if each backend sums as stated.

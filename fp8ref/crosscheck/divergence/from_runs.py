@@ -75,35 +75,35 @@ class Recorded:
     not_reproduced: dict[str, str] = field(default_factory=dict)
 
 
-def of_runs(a: Path, b: Path) -> DivergenceReport:
+def compare_runs(a: Path, b: Path) -> DivergenceReport:
     """The first divergence of the runs in two directories.
 
     Raises:   ConfigError: no runs, or damaged ones; models of other shapes; several devices; data
               that changed since.
     """
-    found = runs.read_all([a, b])
-    given = [
+    pair = runs.read_all([a, b])
+    run_configs = [
         configs.from_dict(run.manifest["config"], source=f"{run.path / 'manifest.json'}")
-        for run in found
+        for run in pair
     ]
-    _check_shapes(found, given)
+    _check_shapes(pair, run_configs)
     settings = {
         k: v
-        for k, v in configs.differences(found[0].settings, found[1].settings).items()
+        for k, v in configs.differences(pair[0].settings, pair[1].settings).items()
         if not k.startswith(INERT)
     }
-    report, names = Report(), (found[0].name, found[1].name)
-    records = Recorded(*_compare_metrics(found[0], found[1], report))
-    sides = [_side(run, config) for run, config in zip(found, given, strict=True)]
-    _compare_checkpoints(found, sides, records, report)
+    report, names = Report(), (pair[0].name, pair[1].name)
+    records = Recorded(*_compare_metrics(pair[0], pair[1], report))
+    sides = [_side(run, config) for run, config in zip(pair, run_configs, strict=True)]
+    _compare_checkpoints(pair, sides, records, report)
     first, stop = None, records.steps
     if records.metric_differs or records.checkpoint_differs:
         stop = min(
             records.metric_differs[0] + 1 if records.metric_differs else records.steps,
             records.checkpoint_differs.done if records.checkpoint_differs else records.steps,
         )
-        first = _continue_both(found, sides, records, report, max(stop, records.start))
-    versions = configs.differences(found[0].versions, found[1].versions) if first else {}
+        first = _continue_both(pair, sides, records, report, max(stop, records.start))
+    versions = configs.differences(pair[0].versions, pair[1].versions) if first else {}
     return DivergenceReport(
         names=names,
         settings=settings,
@@ -112,19 +112,19 @@ def of_runs(a: Path, b: Path) -> DivergenceReport:
         steps=(first.step + 1 - records.start) if first else records.steps,
         first=first,
         report=report,
-        recorded=_summary(found, records),
-        notes=[*records.not_reproduced.values(), *live.parts_of(*given)],
+        recorded=_summary(pair, records),
+        notes=[*records.not_reproduced.values(), *live.parts_of(*run_configs)],
     )
 
 
-def _check_shapes(found: Sequence[Run], given: Sequence[Config]) -> None:
-    for run, config in zip(found, given, strict=True):
+def _check_shapes(pair: Sequence[Run], run_configs: Sequence[Config]) -> None:
+    for run, config in zip(pair, run_configs, strict=True):
         live.check_alone(config, run.name)
-    if llama.parameter_shapes(given[0].model) != llama.parameter_shapes(given[1].model):
-        x, y = ({"model": run.settings["model"]} for run in found)
+    if llama.parameter_shapes(run_configs[0].model) != llama.parameter_shapes(run_configs[1].model):
+        x, y = ({"model": run.settings["model"]} for run in pair)
         differ = configs.differences(x, y)
         listed = "; ".join(
-            f"{key} is {mine!r} in {found[0].name} and {theirs!r} in {found[1].name}"
+            f"{key} is {mine!r} in {pair[0].name} and {theirs!r} in {pair[1].name}"
             for key, (mine, theirs) in differ.items()
         )
         raise ConfigError(
@@ -145,16 +145,18 @@ def _side(run: Run, config: Config) -> Side:
             f"{run.name} was trained on different data: its sha256 was {before} and is {now}. "
             "Put the data back."
         )
-    given = export.read(Path(config.run.init_from), config.model) if config.run.init_from else None
-    trainer = loop.trainer(run.manifest["backend"], config, given)
+    weights = (
+        export.read(Path(config.run.init_from), config.model) if config.run.init_from else None
+    )
+    trainer = loop.trainer(run.manifest["backend"], config, weights)
     return Side(name=run.name, config=config, trainer=trainer, batches=batches)
 
 
 def _continue_both(
-    found: Sequence[Run], sides: list[Side], records: Recorded, report: Report, stop: int
+    pair: Sequence[Run], sides: list[Side], records: Recorded, report: Report, stop: int
 ) -> Divergence:
     """Continue both up to step ``stop``; the first divergence, or what only the records show."""
-    for i, run in enumerate(found):
+    for i, run in enumerate(pair):
         if records.start:
             sides[i].trainer.load(
                 run.path / checkpoint.FOLDER / f"{checkpoint.PREFIX}{records.start:08d}" / "state",
@@ -164,7 +166,7 @@ def _continue_both(
             sides[i] = _side(run, sides[i].config)
 
     def compare_with_record(step: int, mine: Metrics, theirs: Metrics) -> None:
-        for run, metrics in zip(found, (mine, theirs), strict=True):
+        for run, metrics in zip(pair, (mine, theirs), strict=True):
             for key in KEYS:
                 before = run.curve(key).get(step)
                 if (
@@ -189,10 +191,10 @@ def _continue_both(
             advance=advance,
             after=compare_with_record,
         )
-    return first or _only_recorded(found, sides, records)
+    return first or _only_recorded(pair, sides, records)
 
 
-def _only_recorded(found: Sequence[Run], sides: Sequence[Side], records: Recorded) -> Divergence:
+def _only_recorded(pair: Sequence[Run], sides: Sequence[Side], records: Recorded) -> Divergence:
     """The divergence of records whose runs do not diverge when they are continued here.
 
     One of the configs no longer gives its run.
@@ -206,13 +208,13 @@ def _only_recorded(found: Sequence[Run], sides: Sequence[Side], records: Recorde
         or records.metric_differs[0] < records.checkpoint_differs.done
     ):
         step, key = records.metric_differs
-        x, y = (_recorded_value(key, run.curve(key).get(step, math.nan)) for run in found)
+        x, y = (_recorded_value(key, run.curve(key).get(step, math.nan)) for run in pair)
         apart = difference(x, y, Report().check(key))
         assert apart is not None
         return located(step, x, apart, Reason((), text))
     assert records.checkpoint_differs is not None
-    for run, side, saved in zip(found, sides, records.checkpoint_differs.states, strict=True):
-        now = step_values.of_state(side.trainer, side.config, "state before")
+    for run, side, saved in zip(pair, sides, records.checkpoint_differs.states, strict=True):
+        now = step_values.state_values(side.trainer, side.config, "state before")
         if off := live.first_of(saved, now, run.name, "now", Report()):
             v, d = off
             records.not_reproduced.setdefault(
@@ -240,10 +242,10 @@ def _compare_metrics(a: Run, b: Run, report: Report) -> tuple[int, tuple[int, st
     steps = [int(s) for s in runs.common_steps([a, b])]
     for step in steps:
         for key in KEYS:
-            found = [run.curve(key).get(step) for run in (a, b)]
-            if None in found:  # the log line lacks this metric
+            values = [run.curve(key).get(step) for run in (a, b)]
+            if None in values:  # the log line lacks this metric
                 continue
-            x, y = (_recorded_value(key, value) for value in found)
+            x, y = (_recorded_value(key, value) for value in values)
             if difference(x, y, report.check(f"{key}/recorded/value/{b.name}-{a.name}", bound=0.0)):
                 return len(steps), (step, key)
     ends = [max(run.losses, default=-1) + 1 for run in (a, b)]
@@ -257,7 +259,7 @@ def _compare_metrics(a: Run, b: Run, report: Report) -> tuple[int, tuple[int, st
 
 
 def _compare_checkpoints(
-    found: Sequence[Run], sides: Sequence[Side], records: Recorded, report: Report
+    pair: Sequence[Run], sides: Sequence[Side], records: Recorded, report: Report
 ) -> None:
     """Compare the states that both runs saved after the same steps, up to the first that differ.
 
@@ -268,13 +270,13 @@ def _compare_checkpoints(
         set.intersection(
             *(
                 {int(p.name.removeprefix(checkpoint.PREFIX)) for p in checkpoint.saved(run.path)}
-                for run in found
+                for run in pair
             )
         )
     )
     for done in common:
         states = []
-        for run, (trainer, config) in zip(found, initial, strict=True):
+        for run, (trainer, config) in zip(pair, initial, strict=True):
             path = run.path / checkpoint.FOLDER / f"{checkpoint.PREFIX}{done:08d}"
             try:
                 checkpoint.verify(path)
@@ -282,7 +284,7 @@ def _compare_checkpoints(
                 console.say(f"{error} This checkpoint is skipped.")
                 break
             trainer.load(path / "state", done)
-            states.append(step_values.of_state(trainer, config, "state before"))
+            states.append(step_values.state_values(trainer, config, "state before"))
         if len(states) < 2:
             continue
         if first := live.first_of(states[0], states[1], sides[0].name, sides[1].name, report):
@@ -296,20 +298,20 @@ def _recorded_value(key: str, value: float | None) -> Value:
     return Value(phase="loss", layer=key, role="recorded", value=np.asarray(value, np.float64))
 
 
-def _summary(found: Sequence[Run], records: Recorded) -> str:
+def _summary(pair: Sequence[Run], records: Recorded) -> str:
     """The first differences of the records, as text."""
     if records.metric_differs:
         step, key = records.metric_differs
-        values = [run.curve(key).get(step) for run in found]
-        said = f"recorded: the first difference is {key} of step {step}, " + " and ".join(
+        values = [run.curve(key).get(step) for run in pair]
+        text = f"recorded: the first difference is {key} of step {step}, " + " and ".join(
             "none" if v is None else repr(v) for v in values
         )
     else:
-        said = f"recorded: {' and '.join(KEYS)} of {records.steps} steps are equal"
+        text = f"recorded: {' and '.join(KEYS)} of {records.steps} steps are equal"
     if records.checkpoint_differs:
         v, d = records.checkpoint_differs.first
-        said += (
+        text += (
             f"; states after {records.checkpoint_differs.done} steps differ first in "
             f"{v.layer}, {v.role}, element {list(d.element or ())}"
         )
-    return said + (f"; states after {records.start} steps are equal" if records.start else "")
+    return text + (f"; states after {records.start} steps are equal" if records.start else "")

@@ -48,7 +48,7 @@ class Side:
     batches: Batches
 
 
-def of_backends(
+def compare_backends(
     config: Config, a: str, b: str, *, steps: int = one_device.STEPS
 ) -> DivergenceReport:
     """Train a config in two backends, or twice in one, from its initial weights.
@@ -130,23 +130,25 @@ def find_divergence(
 
     after   is called with the metrics of every step that both took.
     """
-    before = [step_values.of_state(side.trainer, side.config, "state before") for side in (a, b)]
-    if found := first_of(before[0], before[1], a.name, b.name, report):
-        return located(start, found[0], found[1], _reason_of_start(found[0], start))
+    before = [
+        step_values.state_values(side.trainer, side.config, "state before") for side in (a, b)
+    ]
+    if first := first_of(before[0], before[1], a.name, b.name, report):
+        return located(start, first[0], first[1], _reason_of_start(first[0], start))
     with tempfile.TemporaryDirectory(prefix="fp8ref-") as folder:
         places = [Path(folder) / name for name in "ab"]
         for place, side in zip(places, (a, b), strict=True):
             side.trainer.save(place)()
         for step in range(start, stop):
             tokens = [side.batches.step(step) for side in (a, b)]
-            batch = [[step_values.of_batch(t)] for t in tokens]
-            if found := first_of(batch[0], batch[1], a.name, b.name, report):
-                return located(step, *found, REASONS["tokens"])
+            batch = [[step_values.batch_value(t)] for t in tokens]
+            if first := first_of(batch[0], batch[1], a.name, b.name, report):
+                return located(step, *first, REASONS["tokens"])
             metrics = [side.trainer.step(t) for side, t in zip((a, b), tokens, strict=True)]
             after(step, metrics[0], metrics[1])
             # Cheap every step: what it leaves. Only the step that differs is looked at value by
             # value, by taking it again, since its operands are gone once the weights have changed.
-            if found := first_of(
+            if first := first_of(
                 _results(a, metrics[0]), _results(b, metrics[1]), a.name, b.name, report
             ):
                 for place, side in zip(places, (a, b), strict=True):
@@ -154,7 +156,7 @@ def find_divergence(
                     for again in range(start, step):
                         side.trainer.step(side.batches.step(again))
                 return _first_in_step(a, b, tokens[0], step, report) or located(
-                    step, *found, _unstable(found[0])
+                    step, *first, _unstable(first[0])
                 )
             advance(f"step {step}")
     return None
@@ -164,7 +166,7 @@ def _results(side: Side, metrics: Metrics) -> Iterator[Value]:
     """What a step leaves: its loss and gradient norm, weights, moments and states of scaling."""
     for key, role in (("loss", "mean"), ("grad_norm", "norm")):
         yield Value(phase="loss", layer=key, role=role, value=np.asarray(metrics[key], np.float64))
-    yield from step_values.of_state(side.trainer, side.config, "optimizer")
+    yield from step_values.state_values(side.trainer, side.config, "optimizer")
 
 
 def _first_in_step(
@@ -175,18 +177,18 @@ def _first_in_step(
     recipes = [{d.path: d.recipe for d in side.config.decisions()} for side in (a, b)]
     states = {name: delayed.DelayedState(*parts) for name, parts in a.trainer.fp8_states().items()}
     sequences: list[list[Value]] = []
-    for side, of_linears in zip((a, b), recipes, strict=True):
+    for side, linear_recipes in zip((a, b), recipes, strict=True):
         shown = step_values.look(side.trainer, tokens, side.config, operands=operands)
         metrics = side.trainer.step(tokens)  # last: it changes the weights
         rate = side.config.optimizer.learning_rate_at(step, side.config.run.steps)
         sequences.append(
-            [*step_values.of_step(shown, metrics, tokens, side.config, of_linears, rate)]
+            [*step_values.ordered_values(shown, metrics, tokens, side.config, linear_recipes, rate)]
         )
-        sequences[-1] += step_values.of_state(side.trainer, side.config, "optimizer")
-    found = first_of(sequences[0], sequences[1], a.name, b.name, report)
-    if found is None:
+        sequences[-1] += step_values.state_values(side.trainer, side.config, "optimizer")
+    first = first_of(sequences[0], sequences[1], a.name, b.name, report)
+    if first is None:
         return None
-    v, d = found
+    v, d = first
     unobserved = (
         []
         if v.phase != "forward"
@@ -232,8 +234,8 @@ def first_of(
     ours, others = list(mine), list(theirs)
     keys = [{v.key for v in values} for values in (ours, others)]
     ours, others = (
-        [v for v in values if v.gemm or v.passes or v.key in there]
-        for values, there in ((ours, keys[1]), (others, keys[0]))
+        [v for v in values if v.gemm or v.passes or v.key in other_keys]
+        for values, other_keys in ((ours, keys[1]), (others, keys[0]))
     )
     suffix = f"{b}-{a}"
     for v, w in itertools.zip_longest(ours, others):
@@ -246,8 +248,8 @@ def first_of(
             return lone, Difference(
                 element=None, a=in_a, b=in_b, differ=lone.value.size, of=lone.value.size
             )
-        if found := difference(v, w, report.check(f"{v.name}/{suffix}")):
-            return v, found
+        if first_difference := difference(v, w, report.check(f"{v.name}/{suffix}")):
+            return v, first_difference
     return None
 
 

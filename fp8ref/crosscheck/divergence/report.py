@@ -50,12 +50,12 @@ class Divergence:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields for JSON, with those of the difference and of the reason among them."""
-        found = asdict(self)
-        found |= found.pop("difference") | {
+        fields = asdict(self)
+        fields |= fields.pop("difference") | {
             "clauses": list(self.reason.clauses),
-            "why": found.pop("reason")["text"],
+            "why": fields.pop("reason")["text"],
         }
-        return found
+        return fields
 
     def __str__(self) -> str:
         at = (
@@ -122,13 +122,13 @@ class DivergenceReport(Result):
             console.print(one_line(text), markup=False, highlight=False, soft_wrap=True)
 
         a, b = self.names
-        for what, differ in (
+        for label, differ in (
             ("configs differ in", self.settings),
             ("versions differ in", self.versions),
         ):
             for key, values in differ.items():
                 say(
-                    f"{what} {key}: "
+                    f"{label} {key}: "
                     f"{' and '.join('unset' if v is None else json.dumps(v) for v in values)}"
                 )
         if self.recorded:

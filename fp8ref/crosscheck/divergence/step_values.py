@@ -95,8 +95,8 @@ def look(trainer: loop.Trainer, tokens: np.ndarray, config: Config, *, operands:
     )
 
 
-def of_step(
-    found: Pass,
+def ordered_values(
+    observed: Pass,
     metrics: Mapping[str, float],
     tokens: np.ndarray,
     config: Config,
@@ -108,30 +108,30 @@ def of_step(
     """
     # The order is B-10's: each value is computed from values before it. The first that differs has
     # equal inputs, so that its own operation is what differs.
-    outputs = {o.layer: o for o in found.gemms if o.gemm == "output"}
+    outputs = {o.layer: o for o in observed.gemms if o.gemm == "output"}
     for name in llama.linear_shapes(config.model):
         if name in outputs:
-            yield from _of_gemm(outputs[name], "forward", recipes, tokens.shape)
+            yield from _gemm_values(outputs[name], "forward", recipes, tokens.shape)
         if name.endswith("self_attn.v_proj"):
-            yield from _of_attention(found, name.rpartition(".")[0], "forward", config)
-    if found.logits is not None:
-        yield Value(phase="forward", layer="lm_head", role="logits", value=found.logits)
+            yield from _attention_values(observed, name.rpartition(".")[0], "forward", config)
+    if observed.logits is not None:
+        yield Value(phase="forward", layer="lm_head", role="logits", value=observed.logits)
     yield Value(
         phase="loss", layer="loss", role="mean", value=np.asarray(metrics["loss"], np.float64)
     )
     for module in backward(config.model):
-        for o in found.gemms:
+        for o in observed.gemms:
             if o.layer == module and o.gemm != "output":
-                yield from _of_gemm(o, "backward", recipes, tokens.shape)
-        if f"{module}.weight" in found.gradients:
+                yield from _gemm_values(o, "backward", recipes, tokens.shape)
+        if f"{module}.weight" in observed.gradients:
             yield Value(
                 phase="backward",
                 layer=module,
                 role="weight's gradient",
-                value=found.gradients[f"{module}.weight"],
+                value=observed.gradients[f"{module}.weight"],
             )
         if module.endswith("self_attn.o_proj"):
-            yield from _of_attention(found, module.rpartition(".")[0], "backward", config)
+            yield from _attention_values(observed, module.rpartition(".")[0], "backward", config)
     yield Value(
         phase="backward",
         layer="gradient",
@@ -146,31 +146,31 @@ def of_step(
     )
 
 
-def of_state(trainer: loop.Trainer, config: Config, phase: Phase) -> list[Value]:
+def state_values(trainer: loop.Trainer, config: Config, phase: Phase) -> list[Value]:
     """The state that training changes: master weights, moments and states of delayed scaling.
 
     After a step moments come first, as the masters are computed from them. Parameters are in the
     order of ``llama.parameter_shapes`` in both backends.
     """
-    found = {"master weight": trainer.weights(), **trainer.moments()}
+    tensors = {"master weight": trainer.weights(), **trainer.moments()}
     if phase == "optimizer":
-        found = dict(sorted(found.items(), key=lambda item: item[0] == "master weight"))
+        tensors = dict(sorted(tensors.items(), key=lambda item: item[0] == "master weight"))
     values = [
-        Value(phase=phase, layer=name.removesuffix(".weight"), role=role, value=of_role[name])
-        for role, of_role in found.items()
+        Value(phase=phase, layer=name.removesuffix(".weight"), role=role, value=arrays[name])
+        for role, arrays in tensors.items()
         for name in llama.parameter_shapes(config.model)
     ]
     states = trainer.fp8_states()
     attended = [
         f"{layer}/{role}" for layer, casts in config.attention_casts.items() for role in casts
     ]
-    of_linears = [
+    linear_names = [
         f"{layer}/{role}"
         for layer in llama.linear_shapes(config.model)
         for role in ROLES
         if f"{layer}/{role}" in states
     ]
-    for name in of_linears + attended:
+    for name in linear_names + attended:
         (stored, history, _), (layer, _, role) = states[name], name.rpartition("/")
         values.append(
             Value(phase=phase, layer=layer, role=f"{role} amax history", value=np.asarray(history))
@@ -181,7 +181,7 @@ def of_state(trainer: loop.Trainer, config: Config, phase: Phase) -> list[Value]
     return values
 
 
-def of_batch(tokens: np.ndarray) -> Value:
+def batch_value(tokens: np.ndarray) -> Value:
     """The batch's tokens."""
     return Value(phase="batch", layer="batch", role="tokens", value=np.asarray(tokens, np.int32))
 
@@ -213,10 +213,10 @@ def unobserved(layer: str, config: Config) -> list[str]:
     return [name for name in names[:until] if name not in recipes or not recipes[name].output.fp8]
 
 
-def _of_attention(
-    found: Pass, layer: str, phase: AttentionPhase, config: Config
+def _attention_values(
+    observed: Pass, layer: str, phase: AttentionPhase, config: Config
 ) -> Iterator[Value]:
-    passes = [one for one in found.attention if one.layer == layer]
+    passes = [one for one in observed.attention if one.layer == layer]
     variant = config.attention_variant
     for one in passes:
         if one.phase != phase or variant is None:
@@ -236,7 +236,7 @@ def _of_attention(
             )
 
 
-def _of_gemm(
+def _gemm_values(
     o: Observation, phase: Phase, recipes: Mapping[str, Recipe], batch: tuple[int, ...]
 ) -> Iterator[Value]:
     spec = recipes[o.layer].gemms[o.gemm]

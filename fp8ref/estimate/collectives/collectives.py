@@ -73,39 +73,39 @@ class Collective:
         return (1 + (self.kind == "all-reduce")) * (self.devices - 1) / self.devices * self.elements
 
 
-def of_step(config: Config, backend: str) -> list[tuple[Collective, int]]:
+def step_collectives(config: Config, backend: str) -> list[tuple[Collective, int]]:
     """Collectives of an optimizer step, each with how often it runs: in every microbatch, or
     once.
     """
     parts = config.data.microbatches
-    made = [(one, parts) for one in _of_part(config, backend)]
+    collectives = [(one, parts) for one in _part_collectives(config, backend)]
     if backend == "jax":
-        made += [
+        collectives += [
             (dataclasses.replace(_scales(shared), purpose="amaxes of weights, shared"), 1)
-            for shared in scales.of_step(config)
+            for shared in scales.step_amaxes(config)
         ]
         loss, norm, devices = (
             "loss, averaged",
             "norm of the gradients, summed",
             config.parallel.devices,
         )
-        made += [
+        collectives += [
             (
                 Collective(
                     loss,
                     "all-reduce",
                     "float32",
-                    config.parallel.sharing * _of_tokens(config),
+                    config.parallel.sharing * _token_parts(config),
                     1,
                     beside=True,
                 ),
                 parts,
             )
         ]
-        made += [
+        collectives += [
             (Collective(norm, "all-reduce", "float32", devices, _squares(config), beside=True), 1)
         ]
-        made += [
+        collectives += [
             (
                 Collective(
                     "balance of experts, summed",
@@ -118,19 +118,19 @@ def of_step(config: Config, backend: str) -> list[tuple[Collective, int]]:
                 parts,
             )
         ]
-    return [(one, times) for one, times in made if one.devices > 1 and one.elements]
+    return [(one, times) for one, times in collectives if one.devices > 1 and one.elements]
 
 
-def _of_part(config: Config, backend: str) -> Iterator[Collective]:
+def _part_collectives(config: Config, backend: str) -> Iterator[Collective]:
     """Those of one microbatch."""
     recipes = {f"{d.path}.weight": d.recipe for d in config.decisions() if d.experts is None}
     for name, shape in llama.parameter_shapes(config.model).items():
-        yield from _of_parameter(name, shape, recipes.get(name), config, backend)
+        yield from _parameter_collectives(name, shape, recipes.get(name), config, backend)
     if config.model.tie_word_embeddings and backend == "jax":
         # The last linear gathers the rounded table again, and its gradient is scattered by itself.
         # PyTorch's root keeps one gathered table.
         shape = llama.parameter_shapes(config.model)[llama.EMBEDDING]
-        yield from _of_parameter("lm_head.weight", shape, None, config, backend)
+        yield from _parameter_collectives("lm_head.weight", shape, None, config, backend)
         # as compiled: the partitioner gathers it twice in the forward pass
         if config.parallel.through == "jit":
             yield Collective(
@@ -148,7 +148,7 @@ def _of_part(config: Config, backend: str) -> Iterator[Collective]:
     if keys.expert > 1:
         yield from _rows(config, backend)
     if backend == "jax" and keys.devices > 1:
-        yield from map(_scales, scales.of_part(config))
+        yield from map(_scales, scales.part_amaxes(config))
 
 
 def _scales(shared: Shared) -> Collective:
@@ -158,7 +158,7 @@ def _scales(shared: Shared) -> Collective:
     )
 
 
-def _of_tokens(config: Config) -> int:
+def _token_parts(config: Config) -> int:
     """The pieces of a sequence on which JAX computes the loss by itself."""
     keys = config.parallel
     return keys.context * (keys.tensor if keys.sequence else 1)
@@ -192,7 +192,7 @@ def _balance(config: Config) -> int:
     return 2 * config.model.num_experts
 
 
-def _of_parameter(
+def _parameter_collectives(
     name: str, shape: tuple[int, ...], recipe: Recipe | None, config: Config, backend: str
 ) -> Iterator[Collective]:
     """A parameter's gathers, and the sums of its gradient. recipe: of the linear whose weight it

@@ -52,12 +52,12 @@ def moving(projections: dict[str, Decision], config: Config) -> Moving:
 
 def layers(config: Config) -> Iterator[dict[str, Decision]]:
     """Of each layer with experts {projection: its decision}."""
-    found: dict[str, dict[str, Decision]] = {}
+    decisions: dict[str, dict[str, Decision]] = {}
     for decision in config.decisions():
         if decision.experts is not None:
             layer, _, last = decision.path.rpartition(".")
-            found.setdefault(layer, {})[last] = decision
-    yield from found.values()
+            decisions.setdefault(layer, {})[last] = decision
+    yield from decisions.values()
 
 
 def amaxes(config: Config) -> Iterator[tuple[int, float]]:

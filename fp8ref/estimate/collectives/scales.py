@@ -7,7 +7,7 @@ share its amaxes too. Under plain jit they do not, and the partitioner reduces a
 an input or a weight twice, as int32 and as uint32, and scatters those of a grad_output, whose
 scales it then gathers. Where checkpointing runs a forward pass again, it shares again what it casts
 by, but not what it observes, which nothing wants. Amaxes of weights that a step takes first (P-9)
-are shared once (``of_step``). Experts' amaxes are those of ``experts``.
+are shared once (``step_amaxes``). Experts' amaxes are those of ``experts``.
 """
 
 import dataclasses
@@ -42,13 +42,13 @@ class Shared:
     dtype: Literal["int32", "uint32", "float32"] = "int32"
 
 
-def of_part(config: Config) -> Iterator[Shared]:
+def part_amaxes(config: Config) -> Iterator[Shared]:
     """Those of one microbatch on a mesh."""
     seen: set[tuple] = set()
     first = scaled_first(config)
     for decision in config.decisions():
         if decision.experts is None:
-            yield from _of_linear(
+            yield from _linear_amaxes(
                 decision,
                 config,
                 seen,
@@ -57,7 +57,7 @@ def of_part(config: Config) -> Iterator[Shared]:
     yield from (Shared(devices, count) for devices, count in experts.amaxes(config))
 
 
-def of_step(config: Config) -> Iterator[Shared]:
+def step_amaxes(config: Config) -> Iterator[Shared]:
     """Those of a step, however many microbatches it has: amaxes of weights, all in one.
 
     Under plain jit each over its own devices.
@@ -76,7 +76,7 @@ def of_step(config: Config) -> Iterator[Shared]:
         yield Shared(max(devices), len(first))
 
 
-def _of_linear(
+def _linear_amaxes(
     decision: Decision, config: Config, seen: set[tuple], roles: Sequence[Role]
 ) -> Iterator[Shared]:
     layer, _, last = decision.path.rpartition(".")
@@ -154,8 +154,8 @@ def _cut(role: Role, last: str, config: Config) -> tuple[tuple[str, ...], tuple[
         return ("fsdp", "context", "expert", *(["tensor"] if last in llama.COLUMN else [])), (
             "tensor",
         ) if last in llama.ROW else ()
-    of_linear = last in llama.COLUMN + llama.ROW
-    rows = (*batch, "tensor") if keys.sequence and (in_rows or not of_linear) else batch
+    parallel_linear = last in llama.COLUMN + llama.ROW
+    rows = (*batch, "tensor") if keys.sequence and (in_rows or not parallel_linear) else batch
     features = {"input": last in llama.ROW, "grad_output": last in llama.COLUMN}[role]
     return rows, ("tensor",) if features else ()
 

@@ -132,7 +132,7 @@ FAULTS = {
 def test_a_planted_fault_is_located_and_named(fault, config, planted):
     (owner, name, replacement), place = FAULTS[fault]
     planted(owner, name, replacement)
-    first = live.of_backends(config, "torch", "torch", steps=1).first
+    first = live.compare_backends(config, "torch", "torch", steps=1).first
     assert (first.step, first.layer) == (0, LAYER)
     assert (first.phase, first.role, first.part) == place
     assert first.reason.clauses == ()
@@ -209,7 +209,7 @@ def test_a_kernel_is_refused(by_kernel):  # A-20
         match=r"takes attention by tiles; got parallel.attention 'kernel', which shows nothing. "
         r"Set it to tiles",
     ):
-        live.of_backends(by_kernel, "torch", "torch", steps=1)
+        live.compare_backends(by_kernel, "torch", "torch", steps=1)
 
 
 def test_another_variant_is_named(config):

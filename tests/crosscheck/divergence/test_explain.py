@@ -10,7 +10,13 @@ import pytest
 
 from fp8ref.crosscheck import bounds
 from fp8ref.crosscheck.divergence.difference import Difference
-from fp8ref.crosscheck.divergence.explain import REASONS, Context, explain, of_attention, of_sum
+from fp8ref.crosscheck.divergence.explain import (
+    REASONS,
+    Context,
+    attention_reason,
+    explain,
+    sum_reason,
+)
 from fp8ref.crosscheck.divergence.step_values import Value
 from fp8ref.crosscheck.operands import Observation
 from fp8ref.formats import BFLOAT16
@@ -144,7 +150,7 @@ def test_attention_is_held_to_its_bound(fault):  # B-11
         )
         for out in (simulated.before, fault * simulated.after)
     )
-    found = of_attention(a, b, "model.layers.0.self_attn", of_one_linear(outputs=outputs))
+    found = attention_reason(a, b, "model.layers.0.self_attn", of_one_linear(outputs=outputs))
     same = int((simulated.before == simulated.after).sum())
     if fault == 1:
         assert found.clauses == ("M-3", "B-11")
@@ -211,7 +217,7 @@ def sums(which: str, plans: tuple[str | None, str | None]) -> tuple[list[Value],
 def test_sums_under_two_plans_are_two_sums(which, plans, named):  # G-20
     (a, b), given = sums(which, plans)
     assert (a.value != b.value).any()
-    found = of_sum(a, b, given)
+    found = sum_reason(a, b, given)
     assert found.clauses == ("G-20",)
     assert named in found.text
 
@@ -221,7 +227,7 @@ def test_sums_under_two_plans_are_two_sums(which, plans, named):  # G-20
 def test_a_sum_that_is_not_its_plans_is_a_fault_whatever_the_other_is(which, plans):  # B-12
     (a, b), given = sums(which, plans)
     b.value.view(np.uint32)[3, 5] += 1 << 16  # one bfloat16 further: within B-1
-    found = of_sum(a, b, given)
+    found = sum_reason(a, b, given)
     assert found.clauses == ()
     assert (
         f"1 of {b.value.size} results of b are not its plan's bit for bit (B-12): a fault of "
@@ -234,7 +240,7 @@ def test_one_plan_under_two_names_is_one():  # B-12, G-20
     (a, b), given = sums("output", ("hopper", "hopper_fast"))
     np.testing.assert_array_equal(a.value, b.value)
     a.value[0, 0] *= -1
-    found = of_sum(a, b, given)
+    found = sum_reason(a, b, given)
     assert found.clauses == ()
     assert f"1 of {a.value.size} results of a are" in found.text
 
@@ -243,6 +249,6 @@ def test_one_plan_under_two_names_is_one():  # B-12, G-20
 def test_a_library_is_held_to_the_bound_beside_a_plan_too(plans):  # B-1
     (a, b), given = sums("output", plans)
     a.value[0, 0] *= 2
-    found = of_sum(a, b, given)
+    found = sum_reason(a, b, given)
     assert found.clauses == ()
     assert "B-1's bound is exceeded" in found.text

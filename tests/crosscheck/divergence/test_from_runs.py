@@ -8,7 +8,7 @@ import torch
 from torchao.float8 import float8_utils
 
 from fp8ref import cli
-from fp8ref.crosscheck.divergence.from_runs import of_runs
+from fp8ref.crosscheck.divergence.from_runs import compare_runs
 from fp8ref.shared.errors import ConfigError, NonFiniteError
 from fp8ref.spec import llama
 from fp8ref.train import loop
@@ -58,7 +58,7 @@ def changed(run, step: int, config) -> None:
 
 def test_equal_runs_do_not_diverge(trained, capsys):
     a = trained("a")
-    found = of_runs(a, trained("b"))
+    found = compare_runs(a, trained("b"))
     assert found.ok
     assert (found.steps, found.settings, found.notes) == (4, {}, [])
     # both metrics of four steps, and the states after two and four
@@ -141,7 +141,7 @@ def test_equal_runs_do_not_diverge(trained, capsys):
 def test_a_difference_of_configs_is_named_and_the_place_found(
     sections, key, step, place, clauses, trained, capsys
 ):
-    found = of_runs(trained("a"), trained("b", **sections))
+    found = compare_runs(trained("a"), trained("b", **sections))
     assert key in found.settings
     first = found.first
     assert (first.phase, first.layer, first.role, first.part) == place
@@ -165,7 +165,7 @@ def test_an_edited_checkpoint_is_named_with_the_run_that_it_is_of(trained, tmp_p
     manifest = json.loads((b / "manifest.json").read_text())
     (b / "manifest.json").write_text(json.dumps(manifest | {"status": "interrupted"}))
     loop.train(config, "torch", b, resume=True)
-    found = of_runs(a, b)
+    found = compare_runs(a, b)
     first = found.first
     assert (first.step, first.phase, first.layer, first.role) == (
         2,
@@ -213,7 +213,7 @@ def test_runs_go_on_from_the_last_checkpoint_that_both_have(trained, small, monk
         return (original if len(made) % 2 else other)(*args)
 
     monkeypatch.setattr(loop, "trainer", second)
-    found = of_runs(a, b)
+    found = compare_runs(a, b)
     assert found.start == 2
     assert (found.first.step, found.first.layer, found.first.role) == (
         2,
@@ -224,7 +224,7 @@ def test_runs_go_on_from_the_last_checkpoint_that_both_have(trained, small, monk
     assert found.notes == []
     assert "the first difference is loss of step 3" in found.recorded
     monkeypatch.setattr(loop, "trainer", original)  # and it is gone
-    found = of_runs(a, b)
+    found = compare_runs(a, b)
     assert (found.first.step, found.first.layer, found.first.role) == (3, "loss", "recorded")
     assert f"{b} is not reproduced: its loss of step 3 was" in found.notes[0]
     assert len(found.notes) == 1
@@ -238,7 +238,7 @@ def test_a_run_by_other_code_is_named(trained, monkeypatch):
             float8_utils, "amax_to_scale", lambda *args, **kwargs: original(*args, **kwargs) * 0.75
         )
         b = trained("b")
-    found = of_runs(a, b)
+    found = compare_runs(a, b)
     assert (found.first.step, found.first.layer, found.first.role) == (0, "loss", "recorded")
     assert found.first.reason.clauses == ()
     [note] = found.notes
@@ -249,7 +249,7 @@ def test_a_run_that_ended_parts_from_one_that_went_on(trained, small, tmp_path):
     a = trained("a")
     with pytest.raises(NonFiniteError):
         trained("b", optimizer={"learning_rate": 1e30, "warmup_steps": 0})
-    found = of_runs(a, tmp_path / "b")
+    found = compare_runs(a, tmp_path / "b")
     assert {"optimizer.learning_rate", "optimizer.warmup_steps"} == found.settings.keys()
     assert (found.first.step, found.first.role) == (0, "learning rate")
     assert "the first difference is loss of step 1, " in found.recorded
@@ -258,7 +258,7 @@ def test_a_run_that_ended_parts_from_one_that_went_on(trained, small, tmp_path):
 
 @pytest.mark.slow
 def test_runs_of_two_backends_part_where_both_are_live(trained):
-    found = of_runs(trained("a", backend="jax"), trained("b"))
+    found = compare_runs(trained("a", backend="jax"), trained("b"))
     assert found.settings["backend"] == ("jax", "torch")
     assert (found.first.step, found.first.phase) == (0, "forward")
     assert found.first.reason.clauses
@@ -271,7 +271,7 @@ def test_what_cannot_be_compared_is_refused_by_name(trained, small, tmp_path, ca
     with pytest.raises(
         ConfigError, match=r"models of one shape.*model.hidden_size is 32 in .*a and 64 in .*b"
     ):
-        of_runs(a, b)
+        compare_runs(a, b)
     shutil.rmtree(b)
     shutil.copytree(a, b)
     for name, options, said in (
@@ -321,6 +321,6 @@ def test_a_damaged_checkpoint_is_passed_over(trained, tmp_path):  # K-3
     shutil.copytree(a, b)
     file = next((b / checkpoint.FOLDER / "step-00000002" / "state").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    found = of_runs(a, b)
+    found = compare_runs(a, b)
     assert found.ok
     assert found.compared == 2 * 4 + 3 * parameters_of(a)  # the state after four steps alone

@@ -55,7 +55,7 @@ def bump(x: torch.Tensor, at: tuple[int, ...], steps: int = 1) -> torch.Tensor:
 
 
 def test_two_trainings_of_one_backend_do_not_diverge(small, capsys):
-    found = live.of_backends(small, "torch", "torch", steps=3)
+    found = live.compare_backends(small, "torch", "torch", steps=3)
     assert found.ok
     assert found.names == ("torch (first)", "torch (second)")
     # three states of everything, the first step's next to it, and the batches
@@ -83,7 +83,7 @@ def test_a_weight_changed_by_one_ulp_is_located(small, planted):  # T-1, B-10
         trainer.step = step
 
     planted(fault)
-    first = live.of_backends(small, "torch", "torch", steps=5).first
+    first = live.compare_backends(small, "torch", "torch", steps=5).first
     assert (first.step, first.phase, first.layer, first.role) == (
         2,
         "optimizer",
@@ -109,7 +109,7 @@ def test_a_scale_of_another_policy_is_located(small, planted):  # S-3
             trainer, f"{BLOCK}.mlp.up_proj", float8_utils, "amax_to_scale", larger
         )
     )
-    first = live.of_backends(small, "torch", "torch", steps=2).first
+    first = live.compare_backends(small, "torch", "torch", steps=2).first
     assert (first.step, first.phase, first.layer, first.role, first.part) == (
         0,
         "forward",
@@ -148,7 +148,7 @@ def test_an_operand_cast_by_truncation_is_located(small, planted):  # C-2
             truncating,
         )
     )
-    first = live.of_backends(small, "torch", "torch", steps=2).first
+    first = live.compare_backends(small, "torch", "torch", steps=2).first
     assert (first.step, first.layer, first.role, first.part) == (
         0,
         f"{BLOCK}.mlp.down_proj",
@@ -185,7 +185,7 @@ def test_sums_within_the_bound_beyond_it_and_other_than_their_plans(
         )
     )
     config = small.replace(numerics={"recipe": "delayed", "accumulate": plan})
-    first = live.of_backends(config, "torch", "torch", steps=2).first
+    first = live.compare_backends(config, "torch", "torch", steps=2).first
     assert (first.step, first.layer, first.role, first.part) == (
         0,
         f"{BLOCK}.self_attn.v_proj",
@@ -216,7 +216,7 @@ def test_a_gradient_is_located_before_what_it_reaches(small, planted):  # B-5
         trainer.model.get_submodule(f"{BLOCK}.mlp.gate_proj").register_forward_hook(on_output)
 
     planted(fault)
-    first = live.of_backends(small, "torch", "torch", steps=3).first
+    first = live.compare_backends(small, "torch", "torch", steps=3).first
     assert (first.step, first.phase, first.layer, first.role) == (
         1,
         "backward",
@@ -235,7 +235,7 @@ def test_a_norm_is_named_instead_of_the_linears_that_it_enters(small, planted): 
         trainer.model.get_submodule(f"{BLOCK}.post_attention_layernorm").register_forward_hook(hook)
 
     planted(fault)
-    first = live.of_backends(small, "torch", "torch", steps=1).first
+    first = live.compare_backends(small, "torch", "torch", steps=1).first
     assert (first.layer, first.role, first.difference.element) == (
         f"{BLOCK}.post_attention_layernorm",
         "output",
@@ -260,7 +260,7 @@ def test_what_does_not_happen_twice_is_said_to_be_unstable(small, planted):
         trainer.step = step
 
     planted(fault)
-    first = live.of_backends(small, "torch", "torch", steps=3).first
+    first = live.compare_backends(small, "torch", "torch", steps=3).first
     assert (first.step, first.layer, first.role) == (1, "lm_head", "master weight")
     assert "one of them is not deterministic" in first.reason.text
 
@@ -271,20 +271,24 @@ def test_with_parts_of_a_batch_operands_are_left_out(small, planted):  # T-7
         trainer.model.get_submodule(f"{BLOCK}.post_attention_layernorm").register_forward_hook(hook)
 
     planted(fault)
-    found = live.of_backends(small.replace(data={"microbatches": 2}), "torch", "torch", steps=1)
+    found = live.compare_backends(
+        small.replace(data={"microbatches": 2}), "torch", "torch", steps=1
+    )
     assert (found.first.phase, found.first.layer) == ("loss", "loss")
     assert "operands of GEMMs, attention and logits are not observed" in found.notes[0]
 
 
 @pytest.mark.slow
 def test_two_trainings_in_jax_do_not_diverge(small):
-    assert live.of_backends(small, "jax", "jax", steps=2).ok
+    assert live.compare_backends(small, "jax", "jax", steps=2).ok
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "bf16"])
 def test_jax_and_torch_part_at_a_site_that_a_clause_explains(recipe, small):  # M-3, G-9
-    found = live.of_backends(small.replace(numerics={"recipe": recipe}), "jax", "torch", steps=2)
+    found = live.compare_backends(
+        small.replace(numerics={"recipe": recipe}), "jax", "torch", steps=2
+    )
     first = found.first
     assert first.step == 0
     assert first.phase == "forward"
@@ -402,4 +406,4 @@ def test_the_command_trains_two_backends_and_writes_what_it_found(
 
 def test_several_devices_are_refused(small):
     with pytest.raises(ConfigError, match=r"the config has parallel\.\* for 2"):
-        live.of_backends(small.replace(parallel={"data": 2}), "jax", "torch")
+        live.compare_backends(small.replace(parallel={"data": 2}), "jax", "torch")

@@ -43,7 +43,7 @@ def compiled(row: dict) -> Config:
 def moved(config: Config) -> dict[str, float]:
     """{kind and dtype, as recorded: MiB}"""
     made: collections.Counter = collections.Counter()
-    for one, times in collectives.of_step(config, "jax"):
+    for one, times in collectives.step_collectives(config, "jax"):
         made[f"{one.kind} {DTYPES[one.dtype]}"] += times * one.bytes / 2**20
     return dict(made)
 
@@ -109,7 +109,7 @@ def test_squares_of_parameters_that_follow_on_each_other_are_added_first():
         config = sizes.config(fsdp=2).replace(model=model)
         return [
             one.elements
-            for one, _ in collectives.of_step(config, "jax")
+            for one, _ in collectives.step_collectives(config, "jax")
             if one.purpose.startswith("norm")
         ]
 
@@ -126,7 +126,7 @@ def test_scanned_layers_have_one_square_of_each_parameter():
     config = sizes.config(fsdp=2, scan=True)
     assert [
         one.elements
-        for one, _ in collectives.of_step(config, "jax")
+        for one, _ in collectives.step_collectives(config, "jax")
         if one.purpose.startswith("norm")
     ] == [1 + 7]
 
@@ -140,7 +140,7 @@ def test_a_tied_last_linear_gathers_and_scatters_by_itself():
     def of(backend="jax", **keys):
         config = sizes.config("bf16", data=2, fsdp=2, **keys)
         found: collections.Counter = collections.Counter()
-        for one, times in collectives.of_step(
+        for one, times in collectives.step_collectives(
             config.replace(model={"tie_word_embeddings": True}), backend
         ):
             found[one.kind, one.dtype] += times * one.elements
@@ -158,7 +158,9 @@ def test_a_tied_last_linear_gathers_and_scatters_by_itself():
 
 
 def test_a_step_shares_norms_and_amaxes_of_weights_once():
-    one, two = (collectives.of_step(sizes.config(fsdp=2, parts=parts), "jax") for parts in (1, 2))
+    one, two = (
+        collectives.step_collectives(sizes.config(fsdp=2, parts=parts), "jax") for parts in (1, 2)
+    )
     assert [c.purpose for c, _ in one] == [c.purpose for c, _ in two]
     once = {"norm of the gradients, summed", "amaxes of weights, shared"}
     assert {c.purpose for c, times in two if times == 1} == once
@@ -168,7 +170,7 @@ def test_a_step_shares_norms_and_amaxes_of_weights_once():
 def test_pytorchs_few_bytes_are_not_counted():
     purposes = {
         one.purpose
-        for one, _ in collectives.of_step(sizes.config("rowwise", **sizes.MESH), "torch")
+        for one, _ in collectives.step_collectives(sizes.config("rowwise", **sizes.MESH), "torch")
     }
     assert purposes
     assert all(

@@ -15,7 +15,7 @@ def shared(recipe="tensorwise", **parallel):
     """{(devices, whether they are scales that are gathered): numbers}"""
     found: collections.Counter = collections.Counter()
     config = sizes.config(recipe, **parallel)
-    for one in (*scale_collectives.of_part(config), *scale_collectives.of_step(config)):
+    for one in (*scale_collectives.part_amaxes(config), *scale_collectives.step_amaxes(config)):
         if one.devices > 1 and one.elements:
             found[one.devices, one.kind == "all-gather"] += one.elements
     return found
@@ -36,17 +36,17 @@ def test_one_amax_of_each_tensor():  # P-2
 
 def test_amaxes_of_weights_are_shared_once_a_step():  # P-9
     """Over all devices that cut any weight."""
-    (together,) = scale_collectives.of_step(sizes.config(**sizes.MESH))
+    (together,) = scale_collectives.step_amaxes(sizes.config(**sizes.MESH))
     assert (together.devices, together.elements) == (4, LAYERS * 7)
     assert [
-        one.devices for one in scale_collectives.of_step(sizes.config(**MESH, through="jit"))
+        one.devices for one in scale_collectives.step_amaxes(sizes.config(**MESH, through="jit"))
     ] == [2] * LAYERS * 7
     for recipe, keys in (
         ("rowwise", {}),
         ("delayed", {}),
         ("tensorwise", {"precompute_scales": False}),
     ):
-        assert list(scale_collectives.of_step(sizes.config(recipe, **MESH, **keys))) == []
+        assert list(scale_collectives.step_amaxes(sizes.config(recipe, **MESH, **keys))) == []
 
 
 def test_amaxes_of_local_scope_are_weights():  # P-4
