@@ -144,14 +144,16 @@ def describe_scale(function: Function, count: int) -> list[str]:
     for policy, of in POLICIES.items():
         if of.margin == 0 and of.name != "flax_bf16" and (made != "e8m0" or of.e8m0 is not None):
             wrong[policy] = ~scales_asked.same(
-                found, scales_asked.expected(amax, fmt, policy, made), made
+                found, scales_asked.expected_bits(amax, fmt, policy, made), made
             )
     nearest = min(wrong, key=lambda policy: int(wrong[policy].sum()))
     alike = [policy for policy in wrong if np.array_equal(wrong[policy], wrong[nearest])]
-    kind = np.array(kinds.AMAXES)[kinds.of_amaxes(amax, fmt, nearest)]
+    kind = np.array(kinds.AMAXES)[kinds.amax_kinds(amax, fmt, nearest)]
     those = Counter(kind[wrong[nearest]].tolist())
     met = "; ".join(f"{name} {n:,}" for name, n in those.items())
-    default = scales_asked.expected(amax, fmt, DEFAULT, "scale_inv" if made != "scale" else "scale")
+    default = scales_asked.expected_bits(
+        amax, fmt, DEFAULT, "scale_inv" if made != "scale" else "scale"
+    )
     other = ~scales_asked.same(*_in_float32(found, made, default))
     return [
         f"`{row(function)}`",
@@ -204,10 +206,10 @@ def _simplest_scale(
     i = explain.simplest(amax, differ)
     of = made if made != "e8m0" or POLICIES[policy].e8m0 is not None else "scale_inv"
     got = int(found[i]) if of == made else int(_in_float32(found[i : i + 1], made, found)[0][0])
-    expected = int(scales_asked.expected(amax[i : i + 1], fmt, policy, of)[0])
+    expected = int(scales_asked.expected_bits(amax[i : i + 1], fmt, policy, of)[0])
     return (
-        f"amax {_bits(amax[i])} ({explain.decimal(amax[i])}): {scales_asked.shown(got, of)} "
-        f"for {scales_asked.shown(expected, of)}"
+        f"amax {_bits(amax[i])} ({explain.decimal(amax[i])}): {scales_asked.scale_text(got, of)} "
+        f"for {scales_asked.scale_text(expected, of)}"
     )
 
 

@@ -88,7 +88,7 @@ class Certificate(Result):
         classes: dict[tuple, dict] = {}
         for (fmt, kind), tally in self.tallies.items():
             for (subject, where, ours, theirs), count in sorted(tally.differ.items()):
-                of_class = classes.setdefault(
+                row = classes.setdefault(
                     (fmt, kind, subject, where),
                     {
                         "format": fmt,
@@ -99,10 +99,10 @@ class Certificate(Result):
                     }
                     | {"differ": 0, "specified": [], "found": []},
                 )
-                of_class["differ"] += count
+                row["differ"] += count
                 for key, code in (("specified", ours), ("found", theirs)):
-                    if code not in of_class[key]:
-                        of_class[key].append(code)
+                    if code not in row[key]:
+                        row[key].append(code)
         return list(classes.values())
 
     @property
@@ -133,9 +133,9 @@ class Certificate(Result):
             title="inputs in range, and all inputs of fp8ref's own",
         )
         for check in report.checks.values():
-            what, subject = check.name.rsplit("/", 1)
+            name, subject = check.name.rsplit("/", 1)
             table.add_row(
-                what,
+                name,
                 subject,
                 f"{check.compared:,}",
                 f"{check.equal:,}",

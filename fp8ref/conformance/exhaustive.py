@@ -159,13 +159,13 @@ def _examine_casts(bits: np.ndarray, fmt: Format) -> Tally:
     kind = np.empty(bits.size, np.uint8)
     counts = _classify(bits, specified[False], fmt.max_code, kind)
     for library, function in libraries.casts(fmt).items():
-        found, expected = function.run(x), specified[function.saturates]
+        library_codes, expected = function.run(x), specified[function.saturates]
         tally.compared.update(
             {(library, CAST_RANGES[k]): int(n) for k, n in enumerate(counts) if n}
         )
-        if np.array_equal(found, expected):
+        if np.array_equal(library_codes, expected):
             continue
-        for k, code, other, count, index in _run_lengths(kind, expected, found).tolist():
+        for k, code, other, count, index in _run_lengths(kind, expected, library_codes).tolist():
             codes = f"0x{code:02X}", f"0x{other:02X}"
             tally.differ[library, CAST_RANGES[k], *codes] += count
             tally.first.setdefault((library, CAST_RANGES[k]), _example(bits[index], *codes))
@@ -178,15 +178,15 @@ def _classify(bits, unsaturated, max_code, kind):
     counts = np.zeros(4, np.int64)
     for i in range(bits.size):
         magnitude = bits[i] & np.uint32(0x7FFFFFFF)
-        of_special = 2 if magnitude == 0x7F800000 else 3 if magnitude > 0x7F800000 else 1
+        special_range = 2 if magnitude == 0x7F800000 else 3 if magnitude > 0x7F800000 else 1
         # unsaturated, what rounds above max becomes Inf or NaN, whose codes are above max_code
-        kind[i] = of_special if (unsaturated[i] & 0x7F) > max_code else 0
+        kind[i] = special_range if (unsaturated[i] & 0x7F) > max_code else 0
         counts[kind[i]] += 1
     return counts
 
 
 @compiled
-def _run_lengths(kind, expected, found):
+def _run_lengths(kind, expected, codes):
     """Runs of neighbors that differ in one way: rows of (kind, expected code, found code, how
     many, index of the first).
 
@@ -195,17 +195,17 @@ def _run_lengths(kind, expected, found):
     runs = np.empty((kind.size, 5), np.int64)
     n = 0
     for i in range(kind.size):
-        if expected[i] != found[i]:
+        if expected[i] != codes[i]:
             if (
                 n
                 and runs[n - 1, 0] == kind[i]
                 and runs[n - 1, 1] == expected[i]
-                and runs[n - 1, 2] == found[i]
+                and runs[n - 1, 2] == codes[i]
             ):
                 runs[n - 1, 3] += 1
             else:
                 row = runs[n]
-                row[0], row[1], row[2], row[3], row[4] = kind[i], expected[i], found[i], 1, i
+                row[0], row[1], row[2], row[3], row[4] = kind[i], expected[i], codes[i], 1, i
                 n += 1
     return runs[:n]
 
@@ -214,24 +214,24 @@ def _examine_scales(bits: np.ndarray, fmt: Format, policy: str) -> Tally:
     amax, tally = bits.view(np.float32), Tally()
     expected = scales.scale_from_amax(amax, fmt, policy)
     for library, function in libraries.scales(fmt, policy).items():
-        found = function.run(amax)
+        library_scales = function.run(amax)
         tally.compared[library, "scale"] = amax.size
-        if np.array_equal(found.view(np.uint32), expected.view(np.uint32)):
+        if np.array_equal(library_scales.view(np.uint32), expected.view(np.uint32)):
             continue
-        differ = (found.view(np.uint32) != expected.view(np.uint32)) & ~(
-            np.isnan(found) & np.isnan(expected)
+        differ = (library_scales.view(np.uint32) != expected.view(np.uint32)) & ~(
+            np.isnan(library_scales) & np.isnan(expected)
         )
         if differ.any():
             index = int(np.argmax(differ))
             tally.differ[library, "scale", "", ""] = int(differ.sum())
             tally.first[library, "scale"] = _example(
-                bits[index], repr(expected[index]), repr(found[index])
+                bits[index], repr(expected[index]), repr(library_scales[index])
             )
     return tally
 
 
-def _example(bits, specified: str, found: str) -> str:
+def _example(bits, specified: str, got: str) -> str:
     return (
-        f"specified {specified}, found {found}; input {np.uint32(bits).view(np.float32):.9g} "
+        f"specified {specified}, found {got}; input {np.uint32(bits).view(np.float32):.9g} "
         f"(float32 bits 0x{int(bits):08X})"
     )

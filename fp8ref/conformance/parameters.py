@@ -48,14 +48,16 @@ def casts(
     rules = Rules(rounding=rounding, saturate=saturate)
     question = Cast(format=fmt.name, source=source, count=count, seed=seed)
     bits = question.inputs()
-    of_kinds, x = question.kinds(bits), _array(bits, source)
+    kind_indices, x = question.kinds(bits), _array(bits, source)
     codes = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
     return [
         pytest.param(
-            x[of_kinds == i], codes[of_kinds == i], id=f"{fmt}-{source}-{kind.replace(' ', '_')}"
+            x[kind_indices == i],
+            codes[kind_indices == i],
+            id=f"{fmt}-{source}-{kind.replace(' ', '_')}",
         )
         for i, kind in enumerate(kinds.CASTS)
-        if (of_kinds == i).any()
+        if (kind_indices == i).any()
     ]
 
 
@@ -75,17 +77,17 @@ def scales(
     formats.check(fmt)
     question = scales_asked.Scale(format=fmt.name, policy=policy, count=count, seed=seed)
     bits = question.inputs()
-    of_kinds, amax = question.kinds(bits), bits.astype(np.uint32).view(np.float32)
-    expected = scales_asked.expected(amax, fmt, policy, made)
+    kind_indices, amax = question.kinds(bits), bits.astype(np.uint32).view(np.float32)
+    expected = scales_asked.expected_bits(amax, fmt, policy, made)
     expected = expected if made == "e8m0" else expected.view(np.float32)
     return [
         pytest.param(
-            amax[of_kinds == i],
-            expected[of_kinds == i],
+            amax[kind_indices == i],
+            expected[kind_indices == i],
             id=f"{fmt}-{policy}-{kind.replace(' ', '_')}",
         )
         for i, kind in enumerate(kinds.AMAXES)
-        if (of_kinds == i).any()
+        if (kind_indices == i).any()
     ]
 
 
@@ -121,12 +123,14 @@ def quantizers(
         count=count,
         seed=seed,
     )
-    made = []
+    parameters = []
     for i, (kind, bits) in enumerate(question.tensors()):
         x = _array(bits, source)
         q = scaling.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
-        made.append(pytest.param(x, q, id=f"{fmt}-{granularity}-{kind.replace(' ', '_')}-{i}"))
-    return made
+        parameters.append(
+            pytest.param(x, q, id=f"{fmt}-{granularity}-{kind.replace(' ', '_')}-{i}")
+        )
+    return parameters
 
 
 def _array(bits: np.ndarray, source: str) -> np.ndarray:

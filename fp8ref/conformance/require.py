@@ -31,26 +31,26 @@ def require_cast(
     Source:   spec C-1 to C-7.
     """
     rules = Rules(rounding=rounding, saturate=saturate)
-    x, found = as_numpy(x), _codes(found_codes, as_numpy(x).shape, fmt)
+    x, codes = as_numpy(x), _codes(found_codes, as_numpy(x).shape, fmt)
     # few elements by the definition, which compiles nothing: tests of many examples have deadlines
     encode = cast.encode_plain if x.size <= 1 << 16 else cast.encode
     expected = encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
-    differ = (cast.canonical_nans(found, fmt) != expected) & explain.has_code(x, fmt)
+    differ = (cast.canonical_nans(codes, fmt) != expected) & explain.has_code(x, fmt)
     if not differ.any():
         return
-    how = {"rounding": rules.rounding, "saturate": rules.saturate}
+    options = {"rounding": rules.rounding, "saturate": rules.saturate}
     i = explain.simplest(x, differ)
     value = x.reshape(-1)[i : i + 1]
-    kind = kinds.CASTS[int(kinds.of_casts(value, dtypes.by_name(x.dtype.name), fmt)[0])]
+    kind = kinds.CASTS[int(kinds.cast_kinds(value, dtypes.by_name(x.dtype.name), fmt)[0])]
     raise AssertionError(
         _message(
             f"{int(differ.sum())} of {x.size} codes of {fmt} differ; the simplest:",
             input=f"{x.dtype.name} {explain.decimal(value[0])}, bits "
             f"{_bits(value)}{_at(i, x.shape)} ({kind})",
             expected=explain.code(int(expected.reshape(-1)[i]), fmt),
-            got=explain.code(int(found.reshape(-1)[i]), fmt),
-            rule=explain.cast_rule(kind, fmt, **how),  # type: ignore[arg-type]
-            note=explain.cast_note(x, found, fmt, **how),  # type: ignore[arg-type]
+            got=explain.code(int(codes.reshape(-1)[i]), fmt),
+            rule=explain.cast_rule(kind, fmt, **options),  # type: ignore[arg-type]
+            note=explain.cast_note(x, codes, fmt, **options),  # type: ignore[arg-type]
         )
     )
 
@@ -70,20 +70,20 @@ def require_scales(
     """
     amax = as_numpy(amax)
     bits = _scales(found, made, amax.shape)
-    expected = scale.expected(amax.reshape(-1), fmt, policy, made)
+    expected = scale.expected_bits(amax.reshape(-1), fmt, policy, made)
     differ = ~scale.same(bits, expected, made)
     if not differ.any():
         return
     i = explain.simplest(amax, differ)
     value = amax.reshape(-1)[i : i + 1]
-    kind = kinds.AMAXES[int(kinds.of_amaxes(value, fmt, policy)[0])]
+    kind = kinds.AMAXES[int(kinds.amax_kinds(value, fmt, policy)[0])]
     raise AssertionError(
         _message(
             f"{int(differ.sum())} of {amax.size} scales to {fmt} differ; the simplest:",
             input=f"amax {explain.decimal(value[0])}, bits {_bits(value)}{_at(i, amax.shape)} "
             f"({kind})",
-            expected=scale.shown(expected[i], made),
-            got=scale.shown(bits[i], made),
+            expected=scale.scale_text(expected[i], made),
+            got=scale.scale_text(bits[i], made),
             rule=explain.scale_rule(kind, policy),
         )
     )
@@ -117,19 +117,26 @@ def require_quantized(
     Source:   spec S-5, S-6, S-13, S-14, S-22.
     """
     x = as_numpy(x)
-    given = {"scale": scale, "scale_inv": scale_inv, "e8m0": e8m0}
-    if all(value is None for value in given.values()):
+    scales = {"scale": scale, "scale_inv": scale_inv, "e8m0": e8m0}
+    if all(value is None for value in scales.values()):
         raise ValueError("quantized codes need scales; got none. Give scale, scale_inv or e8m0.")
     _require_tensor_scale(x, tensor_scale_inv, fmt, policy)
     codes, shape = (
         _codes(found_codes, x.shape, fmt),
         granularities.scale_shape(granularity, x.shape, axis),
     )
-    how = {"policy": policy, "granularity": granularity, "axis": axis}
-    for made, value in given.items():
+    options = {"policy": policy, "granularity": granularity, "axis": axis}
+    for scale_kind, value in scales.items():
         if value is None:
             continue
-        why = quantize.difference(x, codes, _scales(value, made, shape), fmt, made=made, **how)  # type: ignore[arg-type]
+        why = quantize.difference(
+            x,
+            codes,
+            _scales(value, scale_kind, shape),
+            fmt,
+            scale_kind=scale_kind,
+            **options,  # type: ignore[arg-type]
+        )
         if why is not None:
             raise AssertionError(
                 _message(
@@ -140,20 +147,20 @@ def require_quantized(
             )
 
 
-def _require_tensor_scale(x: np.ndarray, found, fmt: Format, policy: str) -> None:
+def _require_tensor_scale(x: np.ndarray, tensor_scale_inv, fmt: Format, policy: str) -> None:
     """AssertionError unless found is the scale_inv of the tensor; ValueError unless it goes with
     the policy (S-22).
     """
     rule = policies.by_name(policy).two_level
-    if (rule is not None and rule.tensor != "none") != (found is not None):
-        need = "needs" if found is None else "has no"
+    if (rule is not None and rule.tensor != "none") != (tensor_scale_inv is not None):
+        need = "needs" if tensor_scale_inv is None else "has no"
         raise ValueError(
             f"policy {policy!r} {need} tensor_scale_inv (S-22). "
-            f"{'Give it' if found is None else 'Leave it out'}."
+            f"{'Give it' if tensor_scale_inv is None else 'Leave it out'}."
         )
-    if found is None:
+    if tensor_scale_inv is None:
         return
-    got = as_numpy(found)
+    got = as_numpy(tensor_scale_inv)
     if got.dtype != np.float32 or got.size != 1:
         raise ValueError(f"tensor_scale_inv is one float32 number; got {got.dtype} {got.shape}.")
     if why := quantize.tensor_difference(x, got.reshape(-1).view(np.uint32)[0], fmt, policy):
@@ -166,15 +173,15 @@ def _require_tensor_scale(x: np.ndarray, found, fmt: Format, policy: str) -> Non
         )
 
 
-def _codes(found, shape: tuple[int, ...], fmt: Format) -> np.ndarray:
-    found, dtype = named(found)
-    if found.dtype != np.uint8 or found.shape != shape:
+def _codes(codes, shape: tuple[int, ...], fmt: Format) -> np.ndarray:
+    codes, dtype = named(codes)
+    if codes.dtype != np.uint8 or codes.shape != shape:
         raise ValueError(
-            f"codes are uint8 or an FP8 dtype, of the input's shape {shape}; got {found.dtype} "
-            f"{found.shape}."
+            f"codes are uint8 or an FP8 dtype, of the input's shape {shape}; got {codes.dtype} "
+            f"{codes.shape}."
         )
     _check_dtype(dtype, fmt.name)
-    return found
+    return codes
 
 
 def _check_dtype(dtype: str, fmt: str) -> None:
@@ -186,19 +193,23 @@ def _check_dtype(dtype: str, fmt: str) -> None:
         )
 
 
-def _scales(found, made: str, shape: tuple[int, ...]) -> np.ndarray:
+def _scales(scales, scale_kind: str, shape: tuple[int, ...]) -> np.ndarray:
     """The bits of found scales, flat."""
-    found, given = named(found)
+    scales, scale_dtype = named(scales)
     size = int(np.prod(shape))
-    dtype = np.uint8 if made == "e8m0" else np.float32
-    if found.dtype != dtype or found.size != size:
+    dtype = np.uint8 if scale_kind == "e8m0" else np.float32
+    if scales.dtype != dtype or scales.size != size:
         raise ValueError(
-            f"{made} is {np.dtype(dtype)} with {size} elements, shape {shape}; got "
-            f"{found.dtype} {found.shape}."
+            f"{scale_kind} is {np.dtype(dtype)} with {size} elements, shape {shape}; got "
+            f"{scales.dtype} {scales.shape}."
         )
-    if made == "e8m0":
-        _check_dtype(given, E8M0FNU.name)
-    return np.ascontiguousarray(found).reshape(-1).view(np.uint8 if made == "e8m0" else np.uint32)
+    if scale_kind == "e8m0":
+        _check_dtype(scale_dtype, E8M0FNU.name)
+    return (
+        np.ascontiguousarray(scales)
+        .reshape(-1)
+        .view(np.uint8 if scale_kind == "e8m0" else np.uint32)
+    )
 
 
 def _bits(value: np.ndarray) -> str:

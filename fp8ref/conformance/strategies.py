@@ -219,7 +219,7 @@ def examples(strategy: st.SearchStrategy[_T], most: int) -> list[_T]:
     """
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ValueError(f"examples is an integer of at least 1; got {most!r}.")
-    found: list[_T] = []
+    drawn_examples: list[_T] = []
 
     @hypothesis.settings(
         max_examples=most,
@@ -231,10 +231,10 @@ def examples(strategy: st.SearchStrategy[_T], most: int) -> list[_T]:
     )
     @hypothesis.given(strategy)
     def collect(example: _T) -> None:
-        found.append(example)
+        drawn_examples.append(example)
 
     collect()
-    return found
+    return drawn_examples
 
 
 def _unscaled(points: np.ndarray, amax: float, fmt: Format, policy: str) -> np.ndarray:
@@ -246,15 +246,15 @@ def _unscaled(points: np.ndarray, amax: float, fmt: Format, policy: str) -> np.n
 
 
 @st.composite
-def shards(draw, dtype: str = "float32", *, most: int = 4, **how) -> list[np.ndarray]:
+def shards(draw, dtype: str = "float32", *, most: int = 4, **options) -> list[np.ndarray]:
     """A tensor's rows cut into up to ``most`` ragged shards, of which some may be empty.
 
-    how       keywords of ``tensors``, one of which the shards are if concatenated.
+    options   keywords of ``tensors``, one of which the shards are if concatenated.
     Raises:   ValueError: most below 1; as ``tensors``.
     """
     if most < 1:
         raise ValueError(f"a tensor is cut into at least one shard; got most={most!r}.")
-    x = draw(tensors(dtype, **how))
+    x = draw(tensors(dtype, **options))
     cuts = draw(st.lists(st.integers(0, len(x)), max_size=most - 1))
     return np.split(x, sorted(cuts))
 

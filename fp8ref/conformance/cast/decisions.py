@@ -28,7 +28,7 @@ def rounding(a: Responses, b: Behavior) -> Finding:
         & (magnitude >= fmt.smallest_normal)
         & (magnitude <= fmt.max)
     )
-    found = [
+    matches = [
         r for r in ROUNDINGS if not a.mismatches(dataclasses.replace(b, rounding=r), relevant).any()
     ]
     # Only one rounding explains all of these inputs. None may, if the function is no cast.
@@ -38,7 +38,7 @@ def rounding(a: Responses, b: Behavior) -> Finding:
         shown = a.counterexample(simplest(a.x, differs), b, "C-2")
         return Finding(
             what="rounding",
-            value=found[0] if found else None,
+            value=matches[0] if matches else None,
             evidence=f"{about}: {shown}",
             witness=shown,
         )
@@ -50,7 +50,7 @@ def subnormals(a: Responses, b: Behavior) -> Finding:
     relevant = (
         a.among(cast_inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
     )
-    found = [
+    matches = [
         s
         for s in ("kept", "flushed", "flushed_before")
         if not a.mismatches(dataclasses.replace(b, subnormals=s), relevant).any()
@@ -59,7 +59,10 @@ def subnormals(a: Responses, b: Behavior) -> Finding:
     if differs.any():
         shown = a.counterexample(simplest(a.x, differs), b, "F-1")
         return Finding(
-            what="subnormals", value=found[0] if found else None, evidence=str(shown), witness=shown
+            what="subnormals",
+            value=matches[0] if matches else None,
+            evidence=str(shown),
+            witness=shown,
         )
     return Finding(
         what="subnormals",
@@ -109,7 +112,7 @@ def infinities(a: Responses, b: Behavior) -> Finding:
     return _beyond("infinities", a, int(np.flatnonzero(np.isposinf(a.x))[0]), b)
 
 
-def _beyond(what: str, a: Responses, at: int, b: Behavior) -> Finding:
+def _beyond(name: str, a: Responses, at: int, b: Behavior) -> Finding:
     """Whether the input at this index gives max, Inf or NaN."""
     code = int(a.codes[at])
     kinds = {a.fmt.max_code: "max", a.fmt.inf_code: "inf"}
@@ -122,7 +125,7 @@ def _beyond(what: str, a: Responses, at: int, b: Behavior) -> Finding:
     shown, bits = number_text(a.x, at, a.source)
     wrong = None if value == "max" else a.counterexample(at, b, "C-3")
     return Finding(
-        what=what,
+        what=name,
         value=value,
         evidence=f"{shown} ({bits}) gives {output_text(a.output, at, a.fmt)}",
         witness=wrong,
@@ -165,14 +168,14 @@ def nans(a: Responses, b: Behavior) -> tuple[Finding, tuple[int, int] | None]:
 
 
 def double_rounding(
-    a: Responses, b: Behavior, known: DoubleRounding | None = None
+    a: Responses, b: Behavior, extra_candidate: DoubleRounding | None = None
 ) -> tuple[Finding, DoubleRounding | None]:
     """The intermediate format of a double rounding, from inputs just next to numbers and ties.
 
-    known: the intermediate format already found for another dtype, tried too.
+    extra_candidate: the intermediate format already found for another dtype, tried too.
     """
     relevant = np.isfinite(a.x)
-    candidates: list[DoubleRounding | None] = [None, known] if known else [None]
+    candidates: list[DoubleRounding | None] = [None, extra_candidate] if extra_candidate else [None]
     narrower = [d for d in WIDE if d != a.source and (d != "float32" or a.source == "float64")]
     candidates += [
         DoubleRounding(dtype=d, rounding=r)
@@ -184,17 +187,19 @@ def double_rounding(
         c: int(a.mismatches(with_double_rounding(b, a.source, c), relevant).sum())
         for c in candidates
     }
-    found = min(misses, key=lambda c: misses[c])  # of equals the first, which is no double rounding
-    what = "double_rounding" if a.source == "float32" else f"double_rounding of {a.source}"
-    if found is None:
+    through = min(
+        misses, key=lambda c: misses[c]
+    )  # of equals the first, which is no double rounding
+    name = "double_rounding" if a.source == "float32" else f"double_rounding of {a.source}"
+    if through is None:
         return Finding(
-            what=what,
+            what=name,
             value=None,
             words="none",
             evidence=f"{int(relevant.sum()):,} inputs, those next to ties among them",
         ), None
     shown = a.counterexample(simplest(a.x, a.mismatches(b, relevant)), b, "C-1")
-    return Finding(what=what, value=str(found), evidence=str(shown), witness=shown), found
+    return Finding(what=name, value=str(through), evidence=str(shown), witness=shown), through
 
 
 def with_double_rounding(b: Behavior, source: str, through: DoubleRounding | None) -> Behavior:
@@ -208,9 +213,9 @@ def decide_all(a: Responses, found_fmt: Format) -> tuple[list[Finding], Behavior
     # The order matters. The rounding shows at normal numbers, where no other decision plays a part.
     # Each of the others is read off inputs that the decisions before it explain.
     b = KNOWN_CASTS["saturating"].behavior(found_fmt)
-    how = rounding(a, b)
-    if how.value:
-        b = dataclasses.replace(b, rounding=how.value)
+    rounding_finding = rounding(a, b)
+    if rounding_finding.value:
+        b = dataclasses.replace(b, rounding=rounding_finding.value)
     small = subnormals(a, b)
     zero = negative_zero(a, b)
     if zero.value not in (None, b.negative_zero):
@@ -224,4 +229,4 @@ def decide_all(a: Responses, found_fmt: Format) -> tuple[list[Finding], Behavior
     )
     double, through = double_rounding(a, b)
     b = with_double_rounding(b, a.source, through)
-    return [how, over, infinite, nan, small, zero, double], b
+    return [rounding_finding, over, infinite, nan, small, zero, double], b

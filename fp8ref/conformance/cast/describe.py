@@ -16,7 +16,7 @@ from fp8ref.sim.quantize.cast import decode
 
 
 def result_dict(
-    found: Behavior,
+    cast_behavior: Behavior,
     findings: list[Finding],
     found_fmt: Format,
     a: Responses,
@@ -38,12 +38,12 @@ def result_dict(
         "nan_code": by["nan_code"],
         "nan_code_of_negative": None
         if a.output.values_only or by["nan_code"] is None
-        else found.nan[1],
+        else cast_behavior.nan[1],
         "subnormals": by["subnormals"],
         "negative_zero": by["negative_zero"],
-        "double_rounding": _dtype(found.double_rounding.get(a.source)),
+        "double_rounding": _dtype(cast_behavior.double_rounding.get(a.source)),
         "double_roundings": {
-            s: _dtype(found.double_rounding.get(s))
+            s: _dtype(cast_behavior.double_rounding.get(s))
             for s in subjects.DTYPES
             if _was_asked(s, a.source, by, findings)
         },
@@ -63,7 +63,7 @@ def _dtype(through: DoubleRounding | None) -> str | None:
 
 
 def summary(
-    found: Behavior,
+    cast_behavior: Behavior,
     found_fmt: Format,
     fmt: Format,
     names: list[str],
@@ -82,34 +82,39 @@ def summary(
         return f"{of} that gives other codes in arrays of other shapes"
     if not complete:
         return f"{of} that matches no known name: see the differences"
-    how = f"rounds {found.rounding}, overflow gives {found.overflow}, infinities {found.infinite}"
-    how += (
-        f", subnormals are {found.subnormals.replace('_', ' ')}"
-        if found.subnormals != "kept"
+    decision_text = (
+        f"rounds {cast_behavior.rounding}, overflow gives {cast_behavior.overflow}, "
+        f"infinities {cast_behavior.infinite}"
+    )
+    decision_text += (
+        f", subnormals are {cast_behavior.subnormals.replace('_', ' ')}"
+        if cast_behavior.subnormals != "kept"
         else ""
     )
-    how += (
-        ", -0 becomes 0" if found.negative_zero != "kept" and found_fmt.specials != "fnuz" else ""
+    decision_text += (
+        ", -0 becomes 0"
+        if cast_behavior.negative_zero != "kept" and found_fmt.specials != "fnuz"
+        else ""
     )
-    if not np.isnan(decoded := decode(np.array(found.nan, np.uint8), found_fmt)).all():
-        how += f", NaN becomes {decoded[0]:g}"
-    how += "".join(
+    if not np.isnan(decoded := decode(np.array(cast_behavior.nan, np.uint8), found_fmt)).all():
+        decision_text += f", NaN becomes {decoded[0]:g}"
+    decision_text += "".join(
         f", {source} is rounded to {through} first"
-        for source, through in found.double_rounding.items()
+        for source, through in cast_behavior.double_rounding.items()
     )
     if names:
-        return f"{of.rstrip(',')}, equal to {' and '.join(names)}: {how}"
+        return f"{of.rstrip(',')}, equal to {' and '.join(names)}: {decision_text}"
     if names_but_for_nan:
         return (
             f"{of.rstrip(',')}, equal to {' and '.join(names_but_for_nan)} except for NaN "
-            f"codes: {how}"
+            f"codes: {decision_text}"
         )
-    return f"{of} that {how}"
+    return f"{of} that {decision_text}"
 
 
 def differences_from(
     responses: dict[str, Responses],
-    wanted: Behavior,
+    expected_behavior: Behavior,
     fmt: Format,
     found_fmt: Format,
     findings: list[Finding],
@@ -120,11 +125,11 @@ def differences_from(
     """
     if found_fmt is not fmt:
         return [f.witness for f in findings if f.what == "format" and f.witness]
-    found: dict[str, Counterexample] = {}
+    counterexamples: dict[str, Counterexample] = {}
     for a in responses.values():
         if a.source == "float64":  # the known casts leave it open (C-8)
             continue
-        differs, magnitude = a.mismatches(wanted, canonical=True), np.abs(a.x)
+        differs, magnitude = a.mismatches(expected_behavior, canonical=True), np.abs(a.x)
         coarse = a.among(cast_inputs.coarse(fmt))
         over = magnitude > (fmt.max + cast_inputs.with_next(fmt)[-1]) / 2
         zero = (a.codes & ~fmt.sign_bit) == 0
@@ -134,11 +139,11 @@ def differences_from(
             & (magnitude > fmt.smallest_subnormal / 2)
             & (magnitude < fmt.smallest_normal)
         )
-        beyond = "C-3" if wanted.overflow == "max" else "C-4"
+        beyond = "C-3" if expected_behavior.overflow == "max" else "C-4"
         normal = coarse & ~over & (magnitude >= fmt.smallest_normal)
         if (differs & normal).any():  # then another rounding is why small numbers become zero
             flushed = np.zeros_like(flushed)
-        expected = behavior.encode(a.x, fmt, wanted, source=a.source).astype(np.int64)
+        expected = behavior.encode(a.x, fmt, expected_behavior, source=a.source).astype(np.int64)
         # where they differ, by the sign alone
         zeros = (a.x == 0) | (zero & (expected & ~fmt.sign_bit == 0))
         # As disjoint as can be, so that one fault gives one counterexample.
@@ -161,6 +166,8 @@ def differences_from(
             ~explained if not (differs & coarse).any() else np.zeros_like(explained),
         )
         for kind, (clause, among) in kinds.items():
-            if kind not in found and (differs & among).any():
-                found[kind] = a.counterexample(simplest(a.x, differs & among), wanted, clause)
-    return list(found.values())
+            if kind not in counterexamples and (differs & among).any():
+                counterexamples[kind] = a.counterexample(
+                    simplest(a.x, differs & among), expected_behavior, clause
+                )
+    return list(counterexamples.values())

@@ -14,7 +14,7 @@ from fp8ref.conformance.kit.subject import Subject
 from fp8ref.formats import Format
 
 
-def check(subject: Subject, source: str, fmt: Format, found: Behavior) -> list[Counterexample]:
+def check(subject: Subject, source: str, fmt: Format, behavior: Behavior) -> list[Counterexample]:
     """The simplest number of bfloat16 or float16 whose code is not the one of the behavior; none of
     another dtype.
 
@@ -33,9 +33,9 @@ def check(subject: Subject, source: str, fmt: Format, found: Behavior) -> list[C
         else (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     )
     responses = Responses(x=x, source=source, output=output, fmt=fmt, codes=output.codes(fmt))
-    differs = responses.mismatches(found, canonical=True)
+    differs = responses.mismatches(behavior, canonical=True)
     return (
-        [responses.counterexample(simplest(x, differs), found, "by the behavior found")]
+        [responses.counterexample(simplest(x, differs), behavior, "by the behavior found")]
         if differs.any()
         else []
     )

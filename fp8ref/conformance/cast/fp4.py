@@ -67,8 +67,8 @@ def identify_fp4_cast(
     x = np.concatenate([x, np.zeros(x.size % 2, np.float32)])
     number = ~np.isnan(x)
     got, packing = _codes(subject, x, source, fmt)
-    found = {mode: cast.encode_plain(x, fmt, rounding=mode) for mode in _REPEATING}
-    wrong = {mode: (got != codes) & number for mode, codes in found.items()}
+    codes_by_mode = {mode: cast.encode_plain(x, fmt, rounding=mode) for mode in _REPEATING}
+    wrong = {mode: (got != codes) & number for mode, codes in codes_by_mode.items()}
     nearest = min(wrong, key=lambda mode: int(wrong[mode].sum()))
     repeats = np.array_equal(got, _codes(subject, x, source, fmt)[0])
     unlike = []
@@ -76,13 +76,13 @@ def identify_fp4_cast(
         unlike = _unlike_stochastic(subject, x[number], source, fmt)
     elif wrong[nearest].any():
         i = int(np.argmax(wrong[nearest]))
-        unlike = [_counterexample(x, got, found[nearest], i, source, fmt, "C-2")]
+        unlike = [_counterexample(x, got, codes_by_mode[nearest], i, source, fmt, "C-2")]
     rounding: str = nearest if repeats else "stochastic"
     pair = tuple(
         int(v)
         for v in _codes(subject, np.array([np.nan, -np.nan] * 8, np.float32), source, fmt)[0][:2]
     )
-    known = (
+    names = (
         [n for n, codes in NAN_CODES.items() if codes == pair]
         if rounding in ("nearest_even", "stochastic") and not unlike
         else []
@@ -101,7 +101,7 @@ def identify_fp4_cast(
         ),
     ]
     differences = list(unlike)
-    if expect is not None and not unlike and expect not in known:
+    if expect is not None and not unlike and expect not in names:
         same = rounding in ("nearest_even", "stochastic")
         differences = [
             Counterexample(
@@ -120,16 +120,16 @@ def identify_fp4_cast(
         framework=subject.framework,
         findings=findings,
         identified=not unlike,
-        named=bool(known),
+        named=bool(names),
         found={
             "format": None if unlike else fmt.name,
             "rounding": rounding,
             "packing": packing,
             "nan_code": pair[0],
-            "is": known,
+            "is": names,
         },
         summary=f"a cast to {fmt}, {rounding}, NaN to code {pair[0]}"
-        + (f": {known[0]}" if known else "")
+        + (f": {names[0]}" if names else "")
         if not unlike
         else f"no known cast to {fmt}; the nearest rounds {rounding}",
         unlike=unlike,
@@ -141,14 +141,14 @@ def identify_fp4_cast(
 
 def _codes(subject: Subject, x: np.ndarray, source: str, fmt: Format) -> tuple[np.ndarray, str]:
     """(codes uint8 [n], how they are packed) for x."""
-    made = subjects.read_array(subject.ask(x, source))
-    if made is None or made[0].shape not in (x.shape, (x.size // 2,)):
-        given = "no array" if made is None else f"{made[1]} {list(made[0].shape)}"
+    output = subjects.read_array(subject.ask(x, source))
+    if output is None or output[0].shape not in (x.shape, (x.size // 2,)):
+        description = "no array" if output is None else f"{output[1]} {list(output[0].shape)}"
         raise ConformanceError(
-            f"{subject.name} gives {given}; a cast to {fmt} of [{x.size}] gives uint8 "
+            f"{subject.name} gives {description}; a cast to {fmt} of [{x.size}] gives uint8 "
             f"[{x.size}], pairs [{x.size // 2}], or values."
         )
-    array, dtype = made
+    array, dtype = output
     if dtype in FLOATS:
         codes = cast.encode_plain(array.astype(np.float32), fmt)
         if not np.array_equal(cast.decode(codes, fmt), array):
@@ -189,17 +189,17 @@ def _unlike_stochastic(
         cast.decode(codes, fmt).astype(np.float64)
         for codes in (toward_zero, toward_zero + np.uint8(1))
     )
-    asked = (lower + fractions * (upper - lower)).astype(np.float32)  # no dtype here rounds them
-    times = np.array([256] * 9 + [32] * (len(asked) - 9))
-    given = np.concatenate([np.repeat(asked, times), x])
-    given = np.concatenate([given, np.zeros(given.size % 2, np.float32)])
-    low = cast.encode_plain(given, fmt, rounding="toward_zero")
-    high = low + (cast.decode(low, fmt) != given).astype(np.uint8) * (low % 8 < _LARGEST)
-    ends, away = np.cumsum(times), np.zeros(len(asked))
+    numbers = (lower + fractions * (upper - lower)).astype(np.float32)  # no dtype here rounds them
+    times = np.array([256] * 9 + [32] * (len(numbers) - 9))
+    inputs = np.concatenate([np.repeat(numbers, times), x])
+    inputs = np.concatenate([inputs, np.zeros(inputs.size % 2, np.float32)])
+    low = cast.encode_plain(inputs, fmt, rounding="toward_zero")
+    high = low + (cast.decode(low, fmt) != inputs).astype(np.uint8) * (low % 8 < _LARGEST)
+    ends, away = np.cumsum(times), np.zeros(len(numbers))
     for _ in range(CALLS):
-        codes = _codes(subject, given, source, fmt)[0]
+        codes = _codes(subject, inputs, source, fmt)[0]
         if (other := (codes != low) & (codes != high)).any():
-            return [_counterexample(given, codes, low, int(np.argmax(other)), source, fmt, "C-2")]
+            return [_counterexample(inputs, codes, low, int(np.argmax(other)), source, fmt, "C-2")]
         away += np.add.reduceat(codes[: ends[-1]] == high[: ends[-1]], ends - times, dtype=np.int64)
     n = CALLS * times
     off = np.abs(away - n * fractions) > 6 * np.sqrt(n * fractions * (1 - fractions))
@@ -207,7 +207,7 @@ def _unlike_stochastic(
         return []
     i = int(np.argmax(off))
     value, rates = (
-        float(asked[i]),
+        float(numbers[i]),
         [
             f"{show(float(upper[i]))} in {rate:.3g} of the calls"
             for rate in (away[i] / n[i], fractions[i])

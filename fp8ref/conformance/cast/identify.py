@@ -75,7 +75,7 @@ def identify_cast(
             function, fmt, name=name, expect=expect, framework=framework, device=device
         )
     check_format(fmt)
-    wanted = None if expect is None else behavior.by_name(expect)
+    expected = None if expect is None else behavior.by_name(expect)
     name = name or subjects.name_of(function)
     subject = subjects.wrap(name, function, framework=framework, device=device, shape=(16,))
     source = subjects.first_dtype(subject)
@@ -98,25 +98,25 @@ def identify_cast(
                 "equal inputs. Leave --exhaustive out."
             )
         return stochastic.identify(subject, first, position, fmt, findings, expect)
-    more, found = decisions.decide_all(first, found_fmt)
+    more, cast_behavior = decisions.decide_all(first, found_fmt)
     findings += more
-    others, more_findings, found = _other_dtypes(subject, source, found, found_fmt)
+    others, more_findings, cast_behavior = _other_dtypes(subject, source, cast_behavior, found_fmt)
     findings += more_findings
     responses = {source: first} | others
     # NaN codes count as equal (C-5) in the other dtypes, where libraries emit other codes: XLA 0x7F
     # from float16 and 0x7E from float32. So they do where the code depends on the payload.
     by_payload = next(f for f in more if f.what == "nan_code").value is None
     wrong = {
-        a: a.mismatches(found, canonical=by_payload or a.source != source)
+        a: a.mismatches(cast_behavior, canonical=by_payload or a.source != source)
         for a in responses.values()
     }
     unexplained = [
-        a.counterexample(simplest(a.x, differs), found, "by the behavior found")
+        a.counterexample(simplest(a.x, differs), cast_behavior, "by the behavior found")
         for a, differs in wrong.items()
         if differs.any()
     ]
     for a in [a for a, differs in wrong.items() if not differs.any()]:
-        unexplained += every_16_bit.check(subject, a.source, found_fmt, found)
+        unexplained += every_16_bit.check(subject, a.source, found_fmt, cast_behavior)
     total, right = (
         sum(a.x.size for a in wrong),
         sum(int((~differs).sum()) for differs in wrong.values()),
@@ -132,29 +132,32 @@ def identify_cast(
         )
     )
     if exhaustive:
-        finding, simplest_unexplained = check_all_inputs(subject, found_fmt, found)
+        finding, simplest_unexplained = check_all_inputs(subject, found_fmt, cast_behavior)
         findings.append(finding)
         unexplained += simplest_unexplained
     untaken = [s for s in ("bfloat16", "float16") if s != source and s not in responses]
     names = [
         k
-        for k, known in KNOWN_CASTS.items()
-        if not first.mismatches(known.behavior(found_fmt)).any()
+        for k, known_cast in KNOWN_CASTS.items()
+        if not first.mismatches(known_cast.behavior(found_fmt)).any()
     ]
     names_but_for_nan = [
         k
-        for k, known in KNOWN_CASTS.items()
-        if not first.mismatches(known.behavior(found_fmt), canonical=True).any()
+        for k, known_cast in KNOWN_CASTS.items()
+        if not first.mismatches(known_cast.behavior(found_fmt), canonical=True).any()
     ]
-    complete = None not in (found.rounding, found.overflow, found.infinite) and not unexplained
+    complete = (
+        None not in (cast_behavior.rounding, cast_behavior.overflow, cast_behavior.infinite)
+        and not unexplained
+    )
     more_findings, elsewhere = _other_layouts(
-        subject, source, [a for a, differs in wrong.items() if not differs.any()], found
+        subject, source, [a for a, differs in wrong.items() if not differs.any()], cast_behavior
     )
     findings += more_findings
     unexplained += elsewhere
     differences = (
-        describe.differences_from(responses, wanted.behavior(fmt), fmt, found_fmt, findings)
-        if wanted
+        describe.differences_from(responses, expected.behavior(fmt), fmt, found_fmt, findings)
+        if expected
         else []
     )
     return Outcome(
@@ -163,7 +166,7 @@ def identify_cast(
         fmt=fmt,
         framework=subject.framework,
         found=describe.result_dict(
-            found,
+            cast_behavior,
             findings,
             found_fmt,
             first,
@@ -174,7 +177,7 @@ def identify_cast(
         identified=complete and not elsewhere,
         named=bool(names_but_for_nan),
         summary=describe.summary(
-            found, found_fmt, fmt, names, names_but_for_nan, complete, not elsewhere
+            cast_behavior, found_fmt, fmt, names, names_but_for_nan, complete, not elsewhere
         )
         + ("" if complete or found_fmt is fmt else _scaled(subject, fmt, source))
         + (f"; it does not accept {' or '.join(untaken)}" if untaken else ""),
@@ -186,7 +189,7 @@ def identify_cast(
 
 
 def _other_dtypes(
-    subject: Subject, source: str, found: Behavior, found_fmt: Format
+    subject: Subject, source: str, cast_behavior: Behavior, found_fmt: Format
 ) -> tuple[dict[str, Responses], list[Finding], Behavior]:
     """The responses in each other dtype that it takes, and the behavior with double roundings."""
     responses, findings = dict[str, Responses](), list[Finding]()
@@ -209,15 +212,15 @@ def _other_dtypes(
             continue
         responses[other] = _deterministic(subject, other, found_fmt)
         finding, through = decisions.double_rounding(
-            responses[other], found, found.double_rounding.get(source)
+            responses[other], cast_behavior, cast_behavior.double_rounding.get(source)
         )
         findings.append(finding)
-        found = decisions.with_double_rounding(found, other, through)
-    return responses, findings, found
+        cast_behavior = decisions.with_double_rounding(cast_behavior, other, through)
+    return responses, findings, cast_behavior
 
 
 def _other_layouts(
-    subject: Subject, source: str, explained: list[Responses], found: Behavior
+    subject: Subject, source: str, explained: list[Responses], cast_behavior: Behavior
 ) -> tuple[list[Finding], list[Counterexample]]:
     """Check other shapes and strides in each dtype that is explained, except float64."""
     findings, wrong = list[Finding](), list[Counterexample]()
@@ -226,7 +229,7 @@ def _other_layouts(
             continue
         _check_no_reuse(subject, a)
         for check in (layout_invariance.check_shapes, layout_invariance.check_strides):
-            finding, counterexamples = check(subject, a, found)
+            finding, counterexamples = check(subject, a, cast_behavior)
             findings.append(
                 finding
                 if a.source == source
@@ -237,7 +240,7 @@ def _other_layouts(
 
 
 def check_all_inputs(
-    subject: Subject, fmt: Format, found: Behavior, *, inputs: int | None = None
+    subject: Subject, fmt: Format, cast_behavior: Behavior, *, inputs: int | None = None
 ) -> tuple[Finding, list[Counterexample]]:
     """Compare all float32 inputs, or the first so many bits, with the behavior found.
 
@@ -251,9 +254,11 @@ def check_all_inputs(
             x=x, source="float32", output=output, fmt=fmt, codes=codes.astype(np.int64)
         )
         # Nearly always all are equal: one comparison then, without those of NaNs and infinities.
-        same = np.array_equal(codes, behavior.encode(x, fmt, found))
-        differs = np.zeros(x.shape, bool) if same else responses.mismatches(found)
-        return differs, lambda at: responses.counterexample(at, found, "by the behavior found")
+        same = np.array_equal(codes, behavior.encode(x, fmt, cast_behavior))
+        differs = np.zeros(x.shape, bool) if same else responses.mismatches(cast_behavior)
+        return differs, lambda at: responses.counterexample(
+            at, cast_behavior, "by the behavior found"
+        )
 
     wrong, example = all_inputs.simplest_difference(differing, inputs=inputs)
     total = all_inputs.INPUTS if inputs is None else inputs
@@ -273,9 +278,9 @@ def _check_no_reuse(subject: Subject, a: Responses) -> None:
     subjects.check_no_reuse(subject, some, some[::-1], a.source, _arrays)
 
 
-def _arrays(found: Any) -> list[np.ndarray]:
-    made = subjects.read_array(found)
-    return [made[0]] if made else []
+def _arrays(raw_output: Any) -> list[np.ndarray]:
+    named_array = subjects.read_array(raw_output)
+    return [named_array[0]] if named_array else []
 
 
 def check_format(fmt: Format) -> None:

@@ -29,10 +29,10 @@ One has more than a million elements.
 
 
 def check_shapes(
-    subject: Subject, a: Responses, found: Behavior
+    subject: Subject, a: Responses, cast_behavior: Behavior
 ) -> tuple[Finding, list[Counterexample]]:
     """Compare arrays of other shapes with the behavior found. A shape that raises is no fault."""
-    taken, refused, wrong = [], [], list[Counterexample]()
+    accepted, refused, wrong = [], [], list[Counterexample]()
     for shape in SHAPES:
         # at maps each element to the input in a.x whose code is known.
         at = np.arange(int(np.prod(shape))) % a.x.size
@@ -41,15 +41,17 @@ def check_shapes(
         except RefusedError:
             refused.append(shape)
             continue
-        taken.append(shape)
-        wrong = wrong or _counterexample(a, at.reshape(shape), output, found)
-    evidence = f"{_listed(taken)}: the same codes" + (
+        accepted.append(shape)
+        wrong = wrong or _counterexample(a, at.reshape(shape), output, cast_behavior)
+    evidence = f"{_listed(accepted)}: the same codes" + (
         f"; it raises for {_listed(refused)}" if refused else ""
     )
     evidence = str(wrong[0]) if wrong else evidence
     unasked = [f"shapes {_listed(refused)}, for which it raises"] if refused else []
     unasked += (
-        [f"more than {max(int(np.prod(shape)) for shape in taken):,} elements"] if taken else []
+        [f"more than {max(int(np.prod(shape)) for shape in accepted):,} elements"]
+        if accepted
+        else []
     )
     text = "not all alike" if wrong else "all alike"
     return Finding(
@@ -58,12 +60,12 @@ def check_shapes(
 
 
 def check_strides(
-    subject: Subject, a: Responses, found: Behavior
+    subject: Subject, a: Responses, cast_behavior: Behavior
 ) -> tuple[Finding, list[Counterexample]]:
     """Compare arrays that are not contiguous in memory with the behavior found."""
     # a step of 7: next to each other are unrelated numbers
     at = np.arange(33 * 65).reshape(33, 65) * 7 % a.x.size
-    taken, refused, wrong = [], [], list[Counterexample]()
+    accepted, refused, wrong = [], [], list[Counterexample]()
     for view in VIEWS if subject.framework != "jax" else ():
         x = a.x[at]
         try:
@@ -71,16 +73,20 @@ def check_strides(
         except RefusedError:
             refused.append(view)
             continue
-        taken.append(view)
-        wrong = wrong or _counterexample(a, at, output, found, f", {view} in memory")
-    return strides_finding(taken, refused, wrong), wrong
+        accepted.append(view)
+        wrong = wrong or _counterexample(a, at, output, cast_behavior, f", {view} in memory")
+    return strides_finding(accepted, refused, wrong), wrong
 
 
 def _counterexample(
-    a: Responses, at: np.ndarray, output: outputs.Output, found: Behavior, how: str = ""
+    a: Responses,
+    at: np.ndarray,
+    output: outputs.Output,
+    cast_behavior: Behavior,
+    layout_text: str = "",
 ) -> list[Counterexample]:
     """The first element with another code than the behavior found gives; all NaN codes are one."""
-    expected = behavior.encode(a.x, a.fmt, found, source=a.source).astype(np.int64)[at]
+    expected = behavior.encode(a.x, a.fmt, cast_behavior, source=a.source).astype(np.int64)[at]
     differs = a.canonical(output.codes(a.fmt)) != a.canonical(expected)
     if not differs.any():
         return []
@@ -88,7 +94,7 @@ def _counterexample(
     value = a.x[at[index]]
     return [
         Counterexample(
-            input=f"x{[int(i) for i in index]} = {show(value)} of x {list(at.shape)}{how}",
+            input=f"x{[int(i) for i in index]} = {show(value)} of x {list(at.shape)}{layout_text}",
             bits=(bits_of(value, a.source),),
             dtype=a.source,
             got=outputs.output_text(output, int(np.argmax(differs)), a.fmt),

@@ -110,27 +110,27 @@ def ask(subject: Subject, x: np.ndarray, source: str) -> Output:
     Raises:   ConformanceError: as Subject.ask, naming a smallest part of x that raises; or as read.
     """
     try:
-        found = subject.ask(x, source)
+        raw_output = subject.ask(x, source)
     except RefusedError:
         part = _smallest_refused(subject, x, source)
         subject.ask(part, source)  # its message names that part
         raise
-    return read(subject, found, x, source)
+    return read(subject, raw_output, x, source)
 
 
-def read(subject: Subject, found: Any, x: np.ndarray, source: str) -> Output:
+def read(subject: Subject, raw_output: Any, x: np.ndarray, source: str) -> Output:
     """What a cast returned for x, as an Output.
 
     Raises:   ConformanceError: not one array of x's shape that holds codes or values.
     """
     of = f"for {subjects.describe(x, source, subject.framework)}"
-    made = subjects.read_array(found)
-    if made is None:
+    named_array = subjects.read_array(raw_output)
+    if named_array is None:
         raise ConformanceError(
-            f"{subject.name} gives a {type(found).__name__} {of}; a cast gives one array of "
+            f"{subject.name} gives a {type(raw_output).__name__} {of}; a cast gives one array of "
             "codes or values. Name --kind quantizer if it is one."
         )
-    array, dtype = made
+    array, dtype = named_array
     if array.shape != x.shape:
         raise ConformanceError(
             f"{subject.name} gives shape {list(array.shape)} {of}; a cast keeps the shape. "
@@ -168,15 +168,15 @@ def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format 
     """
     scores = {}
     for found_fmt in sorted(output.candidate_formats, key=lambda f: f is not fmt):
-        known = np.isin(np.abs(x), cast_inputs.with_next(found_fmt)[:-1])
+        is_number = np.isin(np.abs(x), cast_inputs.with_next(found_fmt)[:-1])
         codes = output.codes(found_fmt)
         expected = cast.encode_plain(x, found_fmt).astype(np.int64)
         right = codes == expected
         if output.values_only:  # then numbers that this format lacks must change
-            right = np.where(known, right, output.array != x)
-            known = np.ones_like(known)
+            right = np.where(is_number, right, output.array != x)
+            is_number = np.ones_like(is_number)
         # Compare fractions, as formats have different counts of numbers.
-        scores[found_fmt.name] = (int(right[known].sum()), int(known.sum()))
+        scores[found_fmt.name] = (int(right[is_number].sum()), int(is_number.sum()))
     best = max(scores, key=lambda name: scores[name][0] / scores[name][1])
     right, of = scores[best]
     return (

@@ -160,9 +160,9 @@ def ask_repeatedly(
     subject: Subject, x: np.ndarray, times: int, source: str, fmt: Format
 ) -> Responses:
     """The responses [n * times] to one array that holds each of x [n] so many times in a row."""
-    asked = np.repeat(x, times)
-    output = outputs.ask(subject, asked, source)
-    return Responses(x=asked, source=source, output=output, fmt=fmt, codes=output.codes(fmt))
+    repeated = np.repeat(x, times)
+    output = outputs.ask(subject, repeated, source)
+    return Responses(x=repeated, source=source, output=output, fmt=fmt, codes=output.codes(fmt))
 
 
 def code_or_value(code: int, a: Responses) -> str:
@@ -203,32 +203,32 @@ def identify(
         subject, _inputs_without_chance(a.fmt, a.source), REPEATS_OF_SPECIALS, a.source, a.fmt
     )
     truncated = _truncated(without_chance)
-    decided, found = _decide(truncated)
+    decided, cast_behavior = _decide(truncated)
     # These inputs must be explained: those without chance, those of the rates, and a.x.
     unexplained = _neither_neighbor(
-        subject, (without_chance, rates.responses, fine.responses, a), found
+        subject, (without_chance, rates.responses, fine.responses, a), cast_behavior
     )
-    how = _rounding(rates, fine, differs_again)
-    findings = [*findings, how, *decided]
+    rounding = _rounding(rates, fine, differs_again)
+    findings = [*findings, rounding, *decided]
     names, names_but_for_nan, nearest = _behaviors(truncated)
     unexplained = unexplained or nearest
     names, names_but_for_nan = ([], []) if unexplained else (names, names_but_for_nan)
-    of_chance = {
+    chance_entries = {
         "behavior_but_for_rounding": names,
         "behavior_but_for_rounding_and_nan_codes": names_but_for_nan,
         "repeats_itself": not differs_again,
     }
-    result = describe.result_dict(found, findings, a.fmt, truncated, [], [])
+    result = describe.result_dict(cast_behavior, findings, a.fmt, truncated, [], [])
     return Outcome(
         name=subject.name,
         kind="cast",
         fmt=fmt,
         framework=subject.framework,
         findings=findings,
-        identified=how.witness is None and not unexplained,
-        found={k: v for k, v in result.items() if k not in NOT_ASKED} | of_chance,
+        identified=rounding.witness is None and not unexplained,
+        found={k: v for k, v in result.items() if k not in NOT_ASKED} | chance_entries,
         summary=_summary(rates, fine, fmt, decided, names, names_but_for_nan),
-        unlike=[*([how.witness] if how.witness else []), *unexplained],
+        unlike=[*([rounding.witness] if rounding.witness else []), *unexplained],
         expected=expect,
         differences=_differences(rates, truncated, expect, fmt, findings) if expect else [],
         limits=[
@@ -287,28 +287,28 @@ def _behaviors(truncated: Responses) -> tuple[list[str], list[str], list[Counter
 
     If there are none, the simplest input on which the nearest known cast differs.
     """
-    known = {
+    behaviors = {
         k: dataclasses.replace(b.behavior(truncated.fmt), rounding="toward_zero")
         for k, b in KNOWN_CASTS.items()
     }
-    names = [k for k, b in known.items() if not truncated.mismatches(b).any()]
-    differs = {k: truncated.mismatches(b, canonical=True) for k, b in known.items()}
-    nearest = min(known, key=lambda k: int(differs[k].sum()))
+    names = [k for k, b in behaviors.items() if not truncated.mismatches(b).any()]
+    differs = {k: truncated.mismatches(b, canonical=True) for k, b in behaviors.items()}
+    nearest = min(behaviors, key=lambda k: int(differs[k].sum()))
     if differs[nearest].any():
         return (
             [],
             [],
             [
                 truncated.counterexample(
-                    simplest(truncated.x, differs[nearest]), known[nearest], f"by {nearest}"
+                    simplest(truncated.x, differs[nearest]), behaviors[nearest], f"by {nearest}"
                 )
             ],
         )
-    return names, [k for k in known if not differs[k].any()], []
+    return names, [k for k in behaviors if not differs[k].any()], []
 
 
 def _neither_neighbor(
-    subject: Subject, responses: tuple[Responses, ...], found: Behavior
+    subject: Subject, responses: tuple[Responses, ...], cast_behavior: Behavior
 ) -> list[Counterexample]:
     """The simplest input whose code is neither of its neighbors.
 
@@ -318,8 +318,8 @@ def _neither_neighbor(
     """
     shown = []
     for a in responses:
-        wrong = a.mismatches(found) & a.mismatches(
-            dataclasses.replace(found, rounding="away_from_zero")
+        wrong = a.mismatches(cast_behavior) & a.mismatches(
+            dataclasses.replace(cast_behavior, rounding="away_from_zero")
         )
         magnitude = np.abs(a.x)
         # A zero of the wrong sign is a fault, but still a rounding.
@@ -334,7 +334,9 @@ def _neither_neighbor(
                 f"gave {outputs.output_text(a.output, at, a.fmt)}, which is not a neighbor",
             )
         if wrong.any():
-            shown.append(a.counterexample(simplest(a.x, wrong), found, "by the behavior found"))
+            shown.append(
+                a.counterexample(simplest(a.x, wrong), cast_behavior, "by the behavior found")
+            )
     return shown[:1]
 
 
@@ -391,7 +393,7 @@ def _summary(
     found_fmt = f"{of}" + (
         f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else ""
     )
-    how = (
+    probability = (
         f"but not by the distance (C-2) at {wrong} of the"
         if wrong
         else "with the probability of C-2 at the"
@@ -401,12 +403,12 @@ def _summary(
         if names_but_for_nan
         else "no known cast"
     )
-    what = ", ".join(
+    decision_text = ", ".join(
         f"{f.what.replace('_', ' ')} {f.text or f.value or 'unknown'}" for f in decided
     )
     return (
-        f"a cast to {found_fmt} that rounds at random, {how} {rates.x.size + fine.x.size} "
-        f"fractions tested, and is otherwise {rest}: {what}"
+        f"a cast to {found_fmt} that rounds at random, {probability} {rates.x.size + fine.x.size} "
+        f"fractions tested, and is otherwise {rest}: {decision_text}"
     )
 
 
@@ -457,10 +459,10 @@ def _no_chance(
 
 
 def _error(
-    subject: Subject, a: Responses, at: int, what: str, how: str = "does not repeat itself"
+    subject: Subject, a: Responses, at: int, evidence: str, fault: str = "does not repeat itself"
 ) -> ConformanceError:
     return ConformanceError(
-        f"{subject.name} {how}, and does not round stochastically: {a.source} "
-        f"{show(a.x[at])} ({bits_of(a.x[at], a.source)}) {what}. Make its result depend on its "
+        f"{subject.name} {fault}, and does not round stochastically: {a.source} "
+        f"{show(a.x[at])} ({bits_of(a.x[at], a.source)}) {evidence}. Make its result depend on its "
         "input alone."
     )

@@ -49,8 +49,8 @@ def with_next(fmt: Format) -> np.ndarray:
 
 def all_numbers() -> np.ndarray:
     """The finite numbers of all CAST_FORMATS, both signs; float64."""
-    found = np.unique(np.concatenate([non_negative(fmt) for fmt in CAST_FORMATS.values()]))
-    return np.concatenate([found, -found[1:]])
+    magnitudes = np.unique(np.concatenate([non_negative(fmt) for fmt in CAST_FORMATS.values()]))
+    return np.concatenate([magnitudes, -magnitudes[1:]])
 
 
 def _midpoints(ascending: np.ndarray) -> np.ndarray:
@@ -120,14 +120,14 @@ def identifying(fmt: Format, source: str, *, limit: float = np.inf) -> np.ndarra
 
     limit     keeps finite magnitudes up to it, and no NaN; without one, NaNs are included.
     """
-    found = np.concatenate(
+    inputs = np.concatenate(
         [coarse(fmt), fine(fmt, source), special(fmt), all_numbers(), _random_values()]
     )
     with np.errstate(over="ignore"):
-        found = dtypes.rounded(found, source)
+        inputs = dtypes.rounded(inputs, source)
     if limit < np.inf:
-        return _distinct(found[np.abs(found) <= limit])
-    return np.concatenate([_distinct(found), nans(source)])
+        return _distinct(inputs[np.abs(inputs) <= limit])
+    return np.concatenate([_distinct(inputs), nans(source)])
 
 
 def coarse(fmt: Format) -> np.ndarray:
@@ -137,8 +137,10 @@ def coarse(fmt: Format) -> np.ndarray:
     leaves them as they are.
     """
     n = with_next(fmt)
-    found = np.concatenate([n, *(n[:-1] + (n[1:] - n[:-1]) * part for part in (0.25, 0.5, 0.75))])
-    return np.concatenate([found, -found])
+    magnitudes = np.concatenate(
+        [n, *(n[:-1] + (n[1:] - n[:-1]) * part for part in (0.25, 0.5, 0.75))]
+    )
+    return np.concatenate([magnitudes, -magnitudes])
 
 
 def fine(fmt: Format, source: str) -> np.ndarray:
@@ -148,10 +150,10 @@ def fine(fmt: Format, source: str) -> np.ndarray:
     n = with_next(fmt)
     at = np.concatenate([n[1:], _midpoints(n)])
     near = np.array([side * 2.0**-k for k in _NEAR[source] for side in (-1, 1)])
-    found = (at[:, None] + np.ldexp(near, np.frexp(at)[1][:, None] - 1)).ravel()
+    nearby_numbers = (at[:, None] + np.ldexp(near, np.frexp(at)[1][:, None] - 1)).ravel()
     kind = dtypes.by_name(source)
     neighbors = dtypes.values(dtypes.around(at, kind), kind).astype(np.float64)
-    return np.concatenate([found, -found, neighbors])
+    return np.concatenate([nearby_numbers, -nearby_numbers, neighbors])
 
 
 def special(fmt: Format) -> np.ndarray:

@@ -114,8 +114,8 @@ def around(x: np.ndarray, source: Source) -> np.ndarray:
     uint64.
     """
     middle = bits(x, source)
-    found = np.concatenate([middle, middle - (middle > 0), middle + np.uint64(1)])
-    return np.concatenate([found, found | np.uint64(source.sign)])
+    magnitude_bits = np.concatenate([middle, middle - (middle > 0), middle + np.uint64(1)])
+    return np.concatenate([magnitude_bits, magnitude_bits | np.uint64(source.sign)])
 
 
 def random(seed: int, count: int) -> np.ndarray:

@@ -36,7 +36,7 @@ def tensors(source: str) -> dict[str, np.ndarray]:
     edge = np.concatenate(
         [edge, np.nextafter(edge, np.float32(99)), np.nextafter(edge, np.float32(0))]
     )
-    edges = rng.uniform(-1, 1, SHAPE) * _of_squares(
+    edges = rng.uniform(-1, 1, SHAPE) * _square_blocks(
         rng.choice(edge, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK))
     )
     edges[::_BLOCK, ::_BLOCK] = rng.choice(edge, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK))
@@ -45,13 +45,13 @@ def tensors(source: str) -> dict[str, np.ndarray]:
         * np.exp2(rng.uniform(-4, 4, (SHAPE[0], 1)))
         * np.exp2(rng.uniform(-4, 4, (1, SHAPE[1])))
     )
-    wide = rng.standard_normal(SHAPE) * _of_squares(
+    wide = rng.standard_normal(SHAPE) * _square_blocks(
         np.exp2(rng.integers(-24, 8, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK)).astype(float))
     )
     wide[5, 7] = 2.0**16
     wide[32:48, 32:64] = 0
     small = spread * 2.0**-100
-    found = {
+    tensors_by_kind = {
         "ties": tie,
         "edges": edges,
         "spread": spread,
@@ -59,9 +59,11 @@ def tensors(source: str) -> dict[str, np.ndarray]:
         "small": small,
         "zeros": np.zeros(SHAPE),
     }
-    return {kind: dtypes.rounded(x.astype(np.float32), source) for kind, x in found.items()}
+    return {
+        kind: dtypes.rounded(x.astype(np.float32), source) for kind, x in tensors_by_kind.items()
+    }
 
 
-def _of_squares(values: np.ndarray) -> np.ndarray:
+def _square_blocks(values: np.ndarray) -> np.ndarray:
     """Each value over a square of _BLOCK."""
     return np.repeat(np.repeat(values, _BLOCK, axis=0), _BLOCK, axis=1)

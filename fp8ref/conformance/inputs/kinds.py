@@ -69,7 +69,7 @@ NONZERO_RANGES = AMAX_RANGES[:4]
 """Those kinds that are finite amaxes above zero."""
 
 
-def of_casts(x: np.ndarray, source: dtypes.Source, fmt: Format) -> np.ndarray:
+def cast_kinds(x: np.ndarray, source: dtypes.Source, fmt: Format) -> np.ndarray:
     """Indices of CASTS: what decides the cast of each value of a source's dtype."""
     value = cast.exact(x)
     finite = np.isfinite(value)
@@ -97,7 +97,7 @@ def of_casts(x: np.ndarray, source: dtypes.Source, fmt: Format) -> np.ndarray:
     return np.select(cases, range(len(cases)), len(cases))
 
 
-def of_amaxes(amax: np.ndarray, fmt: Format, policy: str | ScalePolicy) -> np.ndarray:
+def amax_kinds(amax: np.ndarray, fmt: Format, policy: str | ScalePolicy) -> np.ndarray:
     """Indices of AMAXES: what decides the scale of each float32 amax under a policy."""
     policy = policies.by_name(policy)
     value = cast.exact(amax)

@@ -65,14 +65,14 @@ def vector_bits(fmt: Format, policy: str, *, seed: int, count: int) -> np.ndarra
     near = raw[:half] & np.uint64(0x007FFFFF) | (
         np.uint64(107) + (raw[:half] >> np.uint64(23)) % np.uint64(40)
     ) << np.uint64(23)
-    found = [
+    bit_arrays = [
         dtypes.specials(source),
         dtypes.around(np.concatenate(points), source),
         beyond.ravel(),
         near,
         raw[half:],
     ]
-    return dtypes.distinct([bits & np.uint64(0x7FFFFFFF) for bits in found])
+    return dtypes.distinct([bits & np.uint64(0x7FFFFFFF) for bits in bit_arrays])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,10 +190,10 @@ def _covering(codes: np.ndarray) -> np.ndarray:
     for early in range(_DISPUTED, 1, -1):
         gain = (apart & together[..., None]).sum(0)
         at = gain.argmax(1)
-        found = gain[every, at] > 0
-        if not found.any():
+        gained = gain[every, at] > 0
+        if not gained.any():
             break
-        rank[every[found], at[found]] = early
+        rank[every[gained], at[gained]] = early
         together &= ~apart[:, every, at]
     return rank
 

@@ -49,9 +49,9 @@ def _steps(amaxes: list[float]) -> Sequence:
     return tuple((amax,) for amax in amaxes)
 
 
-def _differ(state: History, one: Sequence, other: Sequence) -> str:
-    a, b = state.scale(one), state.scale(other)
-    return "" if a == b else f"after {named(one)}: {text(a)}; after {named(other)}: {text(b)}"
+def _differ(state: History, sequence: Sequence, other: Sequence) -> str:
+    a, b = state.scale(sequence), state.scale(other)
+    return "" if a == b else f"after {named(sequence)}: {text(a)}; after {named(other)}: {text(b)}"
 
 
 def _window(state: History, inputs: Drawn) -> list[float]:

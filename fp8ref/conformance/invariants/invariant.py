@@ -41,11 +41,11 @@ def stated(clause: str, invariants: dict[str, tuple[str, Any, Any]]) -> tuple[In
     """The invariants of a clause, from {name: (words, inputs, check)}; inputs may be a strategy for
     every format, too."""
 
-    def of_any(inputs: Any) -> Callable[[Format], Any]:
+    def by_format(inputs: Any) -> Callable[[Format], Any]:
         return inputs if callable(inputs) else lambda fmt: inputs
 
     return tuple(
-        Invariant(name=name, words=words, clause=clause, inputs=of_any(inputs), check=check)
+        Invariant(name=name, words=words, clause=clause, inputs=by_format(inputs), check=check)
         for name, (words, inputs, check) in invariants.items()
     )
 
@@ -69,12 +69,12 @@ def broken(
             f"without names invariants, of {', '.join(one.name for one in listed)}; got "
             f"{', '.join(unknown)}."
         )
-    found = {
+    counterexamples = {
         one.name: _counterexample(implementation, one, fmt, examples)
         for one in listed
         if one.name not in without
     }
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in counterexamples.items() if text}
 
 
 def require_invariants(
@@ -87,11 +87,13 @@ def require_invariants(
 ) -> None:
     """Require that an implementation keeps every invariant, else raise an AssertionError that names
     those it breaks. Raises also as ``broken``."""
-    found = broken(implementation, invariants, fmt, without=without, examples=examples)
-    if found:
+    counterexamples = broken(implementation, invariants, fmt, without=without, examples=examples)
+    if counterexamples:
         name = getattr(implementation, "__name__", "the implementation")
         raise AssertionError(
-            "\n".join([f"{name} breaks:", *(f"  {key}: {text}" for key, text in found.items())])
+            "\n".join(
+                [f"{name} breaks:", *(f"  {key}: {text}" for key, text in counterexamples.items())]
+            )
         )
 
 
@@ -113,11 +115,11 @@ def _counterexample(implementation: Any, invariant: Invariant, fmt: Format, exam
         nonlocal last
         try:
             with np.errstate(all="ignore"):
-                said = invariant.check(implementation, fmt, inputs)
+                failure = invariant.check(implementation, fmt, inputs)
         except Exception as error:  # anything that somebody's code raises is its answer
-            said = f"it raises {type(error).__name__}: {error}".splitlines()[0]
-        if said:
-            last = f"{said} ({invariant.clause})"
+            failure = f"it raises {type(error).__name__}: {error}".splitlines()[0]
+        if failure:
+            last = f"{failure} ({invariant.clause})"
             raise _BrokenError
 
     try:
@@ -153,7 +155,7 @@ def tensors(shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray]:
     element = st.one_of(st.just(0.0), st.integers(-(1 << 12), 1 << 12).map(lambda n: n / (1 << 12)))
     elements = st.lists(element, min_size=rows * columns, max_size=rows * columns)
 
-    def made(drawn: tuple[list[float], float, list[int]]) -> np.ndarray:
+    def tensor(drawn: tuple[list[float], float, list[int]]) -> np.ndarray:
         x = np.array(drawn[0], np.float32).reshape(shape) * np.float32(drawn[1])
         for row, place in enumerate(drawn[2]):
             x[row, place] = np.float32(drawn[1]) * np.float32(-1 if row % 2 else 1)
@@ -163,7 +165,7 @@ def tensors(shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray]:
         elements,
         significands(-30, 30),
         st.lists(st.integers(0, columns - 1), min_size=rows, max_size=rows),
-    ).map(made)
+    ).map(tensor)
 
 
 def text(x: Any) -> str:

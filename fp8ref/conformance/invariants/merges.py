@@ -43,47 +43,47 @@ def _associative(function: Any, fmt: Format, inputs: tuple[float, float, float])
 
 def _commutative(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
     a, b = inputs
-    one, other = _merged(function, a, b), _merged(function, b, a)
+    first, other = _merged(function, a, b), _merged(function, b, a)
     return (
         ""
-        if _same(one, other)
-        else f"{text(a)} and {text(b)} merge to {text(one)}, the other way round to {text(other)}"
+        if _same(first, other)
+        else f"{text(a)} and {text(b)} merge to {text(first)}, the other way round to {text(other)}"
     )
 
 
 def _idempotent(function: Any, fmt: Format, inputs: float) -> str:
-    found = _merged(function, inputs, inputs)
+    merged = _merged(function, inputs, inputs)
     return (
         ""
-        if _same(found, _F32(inputs))
-        else f"{text(inputs)} and {text(inputs)} merge to {text(found)}"
+        if _same(merged, _F32(inputs))
+        else f"{text(inputs)} and {text(inputs)} merge to {text(merged)}"
     )
 
 
 def _identity(function: Any, fmt: Format, inputs: float) -> str:
-    found = _merged(function, inputs, 0.0)
+    merged = _merged(function, inputs, 0.0)
     return (
         ""
-        if np.isnan(inputs) or _same(found, _F32(inputs))
-        else f"{text(inputs)} and 0 merge to {text(found)}"
+        if np.isnan(inputs) or _same(merged, _F32(inputs))
+        else f"{text(inputs)} and 0 merge to {text(merged)}"
     )
 
 
 def _nan(function: Any, fmt: Format, inputs: float) -> str:
     for a, b in ((math.nan, inputs), (inputs, math.nan)):
-        if not np.isnan(found := _merged(function, a, b)):
-            return f"{text(a)} and {text(b)} merge to {text(found)}"
+        if not np.isnan(merged := _merged(function, a, b)):
+            return f"{text(a)} and {text(b)} merge to {text(merged)}"
     return ""
 
 
 def _largest(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
     if any(map(math.isnan, inputs)):
         return ""
-    found = _merged(function, *inputs)
+    merged = _merged(function, *inputs)
     return (
         ""
-        if found == _F32(max(inputs))
-        else f"{text(inputs[0])} and {text(inputs[1])} merge to {text(found)}"
+        if merged == _F32(max(inputs))
+        else f"{text(inputs[0])} and {text(inputs[1])} merge to {text(merged)}"
     )
 
 

@@ -78,14 +78,14 @@ def _odd(function: Any, fmt: Format, x: np.ndarray) -> str:
 
 def _monotone(function: Any, fmt: Format, x: np.ndarray) -> str:
     values = cast.decode(_parts(function, x)[0], fmt)
-    for row, of_row in zip(x, values, strict=True):
+    for row, row_values in zip(x, values, strict=True):
         order = np.argsort(row, kind="stable")
-        falls = np.flatnonzero(np.diff(of_row[order]) < 0)
+        falls = np.flatnonzero(np.diff(row_values[order]) < 0)
         if falls.size:
             a, b = order[falls[0]], order[falls[0] + 1]
             return (
-                f"in row {text(row)}, {text(row[a])} becomes {text(of_row[a])}, and "
-                f"{text(row[b])} becomes {text(of_row[b])}"
+                f"in row {text(row)}, {text(row[a])} becomes {text(row_values[a])}, and "
+                f"{text(row[b])} becomes {text(row_values[b])}"
             )
     return ""
 

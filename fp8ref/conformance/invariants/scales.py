@@ -28,8 +28,8 @@ def _array(values: Iterable[float]) -> np.ndarray:
 
 def _scale(function: Any, amax: np.ndarray) -> np.ndarray:
     """The scales of amaxes; ValueError unless there is one for each."""
-    found = function(amax)
-    scale = as_numpy(found[0] if isinstance(found, tuple) else found)
+    output = function(amax)
+    scale = as_numpy(output[0] if isinstance(output, tuple) else output)
     if scale.size != amax.size:
         raise ValueError(f"it gives {scale.size} scales for {amax.size} amaxes")
     return scale.reshape(-1)
@@ -41,12 +41,12 @@ def _equivariant(function: Any, fmt: Format, inputs: tuple[float, int, int]) -> 
     # two
     near = fmt.max / 2.0 ** np.floor(np.log2(fmt.max)) * (1 + np.arange(-8, 9) * 2.0**-23)
     amax = np.ldexp(_array([significand, *near]), e)
-    one, other = _scale(function, amax), _scale(function, np.ldexp(amax, k))
-    differ = np.flatnonzero(other != np.ldexp(one, -k))
+    scales, other = _scale(function, amax), _scale(function, np.ldexp(amax, k))
+    differ = np.flatnonzero(other != np.ldexp(scales, -k))
     if not differ.size:
         return ""
     i = differ[0]
-    return f"amax {text(amax[i])} has scale {text(one[i])}, and 2^{k} times it {text(other[i])}"
+    return f"amax {text(amax[i])} has scale {text(scales[i])}, and 2^{k} times it {text(other[i])}"
 
 
 def _monotone(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
@@ -91,10 +91,10 @@ def _finite(function: Any, fmt: Format, inputs: float) -> str:
 def _reciprocal(function: Any, fmt: Format, inputs: float) -> str:
     amax = _array([inputs])
     _scale(function, amax)
-    found = function(amax)
-    if not isinstance(found, tuple):
+    output = function(amax)
+    if not isinstance(output, tuple):
         return ""
-    scale, scale_inv = (as_numpy(part).reshape(-1)[0] for part in found[:2])
+    scale, scale_inv = (as_numpy(part).reshape(-1)[0] for part in output[:2])
     if scale_inv == _F32(1) / scale:
         return ""
     return (

@@ -29,18 +29,18 @@ def as_numpy(x: Any) -> np.ndarray:
 def named(x: Any) -> tuple[np.ndarray, str]:
     """``as_numpy`` of x, and the name of x's dtype, such as ``float8_e4m3fn`` or ``bfloat16``."""
     if hasattr(x, "detach"):
-        return _of_torch(x)
+        return _read_torch(x)
     if isinstance(x, np.ma.MaskedArray) and np.any(x.mask):
         raise ValueError(
             f"every element counts; got an array with {int(np.sum(x.mask))} masked ones. Use "
             "x.filled(...), or x.data for all of them."
         )
-    made = np.array(x)  # a copy, which no later call writes to
-    name = made.dtype.name
-    return made.view(np.uint8) if name.startswith(("float8_", "float4_")) else made, name
+    array = np.array(x)  # a copy, which no later call writes to
+    name = array.dtype.name
+    return array.view(np.uint8) if name.startswith(("float8_", "float4_")) else array, name
 
 
-def _of_torch(x: Any) -> tuple[np.ndarray, str]:
+def _read_torch(x: Any) -> tuple[np.ndarray, str]:
     import torch
 
     name = str(x.dtype).removeprefix("torch.")

@@ -116,9 +116,9 @@ class Report(Result):
 
         table = Table("what", "backend", "compared", "equal", "worst", "bound", "")
         for row in self.table():
-            what, backend = row.name.rsplit("/", 1)
+            name, backend = row.name.rsplit("/", 1)
             table.add_row(
-                what,
+                name,
                 backend,
                 f"{row.compared:,}",
                 f"{row.equal:,}",
@@ -135,12 +135,14 @@ class Report(Result):
 
 
 def compare_codes(
-    check: Check, found: dict[str, np.ndarray], backend: str, fmt: Format, hp: np.ndarray
+    check: Check, codes_by_backend: dict[str, np.ndarray], backend: str, fmt: Format, hp: np.ndarray
 ) -> None:
     """Compare codes of a backend with those of "sim". A difference is described by all codes found
     and the input's bits; worst: in codes.
     """
-    canonical = {who: cast.canonical_nans(np.asarray(codes), fmt) for who, codes in found.items()}
+    canonical = {
+        who: cast.canonical_nans(np.asarray(codes), fmt) for who, codes in codes_by_backend.items()
+    }
     sim, mine = canonical["sim"], canonical[backend]
     if sim.shape != mine.shape:
         return check.fail(f"codes of shape {sim.shape} in sim, {mine.shape} in {backend}")
@@ -156,11 +158,11 @@ def compare_codes(
     check.add(sim == mine, distance, describe)
 
 
-def compare_scales(check: Check, found: dict[str, np.ndarray], backend: str) -> None:
+def compare_scales(check: Check, scales: dict[str, np.ndarray], backend: str) -> None:
     """Compare scales of a backend with those of "sim" bit for bit, all NaNs equal; worst: in
     ulps.
     """
-    compare_bits(check, found[backend], found["sim"], names=(backend, "sim"), what="scales")
+    compare_bits(check, scales[backend], scales["sim"], names=(backend, "sim"), quantity="scales")
 
 
 def compare_bits(
@@ -169,12 +171,12 @@ def compare_bits(
     reference: np.ndarray,
     *,
     names: tuple[str, str],
-    what: str = "values",
+    quantity: str = "values",
 ) -> None:
     """Compare float32 values with a reference bit for bit, all NaNs equal; worst: in ulps."""
     if reference.shape != value.shape:
         return check.fail(
-            f"{what} of shape {reference.shape} in {names[1]}, {value.shape} in {names[0]}"
+            f"{quantity} of shape {reference.shape} in {names[1]}, {value.shape} in {names[0]}"
         )
     expected, mine = (np.atleast_1d(np.asarray(v, np.float32)) for v in (reference, value))
     equal = (expected.view(np.int32) == mine.view(np.int32)) | (np.isnan(expected) & np.isnan(mine))

@@ -62,7 +62,7 @@ def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
 
 
 def cast_guess(
-    x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool
+    x: np.ndarray, codes: np.ndarray, fmt: Format, *, rounding: str, saturate: bool
 ) -> list[str]:
     """Other rules that give exactly the codes found for x, by name, the likeliest first."""
     named = "nearest_even" if rounding == "stochastic" else rounding
@@ -93,11 +93,11 @@ def cast_guess(
         others["negating"] = expected ^ np.uint8(fmt.sign_bit)
     others["NaN"] = np.full_like(expected, fmt.nan_code)
     others["zero"] = np.zeros_like(expected)
-    found = cast.canonical_nans(found, fmt)
+    codes = cast.canonical_nans(codes, fmt)
     return [
         name
-        for name, codes in others.items()
-        if np.array_equal(cast.canonical_nans(codes.astype(np.uint8), fmt), found)
+        for name, other_codes in others.items()
+        if np.array_equal(cast.canonical_nans(other_codes.astype(np.uint8), fmt), codes)
     ]
 
 
@@ -109,17 +109,17 @@ def has_code(x: np.ndarray, fmt: Format) -> np.ndarray:
 
 
 def cast_note(
-    x: np.ndarray, found: np.ndarray, fmt: Format, *, rounding: str, saturate: bool
+    x: np.ndarray, codes: np.ndarray, fmt: Format, *, rounding: str, saturate: bool
 ) -> str:
     """A sentence: which other rule gives all codes found, or all the wrong ones; '' if none
     does.
     """
     named = "nearest_even" if rounding == "stochastic" else rounding
-    x, found = np.atleast_1d(x), np.atleast_1d(found)
+    x, codes = np.atleast_1d(x), np.atleast_1d(codes)
     expected = cast.encode(x, fmt, rounding=named, saturate=saturate)  # type: ignore[arg-type]
-    wrong = (cast.canonical_nans(found, fmt) != expected) & has_code(x, fmt)
+    wrong = (cast.canonical_nans(codes, fmt) != expected) & has_code(x, fmt)
     for which, what in ((slice(None), "All codes are"), (wrong, "All that differ are")):
-        if guess := cast_guess(x[which], found[which], fmt, rounding=rounding, saturate=saturate):
+        if guess := cast_guess(x[which], codes[which], fmt, rounding=rounding, saturate=saturate):
             return f"{what} what {' or '.join(guess)} gives."
     return ""
 
@@ -175,14 +175,14 @@ def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
     """
     policy = policies.by_name(policy)
     if policy.two_level is not None:
-        made = {
+        formula = {
             "encode": "RN32(amax * RN32(S * RN32(1/6))) in e4m3fn, "
             "S = RN32(2688 / the tensor's amax)",
             "decode": "RN32(RN32(amax / 6) / T) in e4m3fn, T = RN32(the tensor's amax / 2688)",
             "none": "RN32(amax / 6) in e4m3fn",
         }[policy.two_level.tensor]
         floor = f", at least {policy.two_level.smallest:g}" if policy.two_level.smallest else ""
-        return f"policy {policy.name}: scale_inv of a block = {made}{floor} ({policy.clause})"
+        return f"policy {policy.name}: scale_inv of a block = {formula}{floor} ({policy.clause})"
     if policy.e8m0 is not None:
         return f"policy {policy.name}: an e8m0 scale_inv, 2^k ({policy.clause})"
     if policy.makes_scale_inv:

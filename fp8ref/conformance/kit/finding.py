@@ -111,38 +111,40 @@ def table(findings: Sequence[Finding], **options: Any) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    made = Table("", "found", "by", **options)
+    rich_table = Table("", "found", "by", **options)
     for finding in findings:
         # Text: not parsed as markup
-        made.add_row(*(Text(cell) for cell in (finding.what, finding.text, finding.evidence)))
-    return made
+        rich_table.add_row(*(Text(cell) for cell in (finding.what, finding.text, finding.evidence)))
+    return rich_table
 
 
-def strides_finding(taken: list[str], refused: list[str], found: list[Counterexample]) -> Finding:
+def strides_finding(
+    accepted: list[str], refused: list[str], counterexamples: list[Counterexample]
+) -> Finding:
     """The finding on strides: the views taken, those that raise, and the first counterexample."""
     text = (
         "not all alike"
-        if found
+        if counterexamples
         else "all alike"
-        if taken
+        if accepted
         else "not taken"
         if refused
         else "not tested"
     )
     evidence = (
-        f"{', '.join(taken)}: as contiguous"
-        if taken
+        f"{', '.join(accepted)}: as contiguous"
+        if accepted
         else ""
         if refused
         else "jax arrays have no strides"
     )
-    evidence += f"{'; ' * bool(taken)}it raises for {', '.join(refused)}" if refused else ""
+    evidence += f"{'; ' * bool(accepted)}it raises for {', '.join(refused)}" if refused else ""
     unasked = (f"strides {', '.join(refused)}, for which it raises",) if refused else ()
     return Finding(
         what="strides",
-        value=not found,
+        value=not counterexamples,
         words=text,
-        evidence=str(found[0]) if found else evidence,
+        evidence=str(counterexamples[0]) if counterexamples else evidence,
         unasked=unasked,
     )
 
@@ -188,7 +190,7 @@ class Outcome(Result):
         """What was not asked, and what the verdict so does not cover, in words."""
         return list(
             dict.fromkeys(
-                [*(one for finding in self.findings for one in finding.unasked), *self.limits]
+                [*(part for finding in self.findings for part in finding.unasked), *self.limits]
             )
         )
 

@@ -76,28 +76,28 @@ class Subject:
 
         Raises:   RefusedError: it raises. ConformanceError: it changes its input.
         """
-        given = (
+        array = (
             self.make_array(x, dtype)
             if view == "contiguous"
             else VIEWS[view](lambda a: self.make_array(a, dtype), x)
         )
         # Compare bits, as NaN is not equal to itself.
-        before = arrays.written(given)
+        before = arrays.written(array)
         try:
             with np.errstate(all="ignore"):  # inputs include NaN and overflow
-                found = self.function(given)
+                output = self.function(array)
         except (Exception, SystemExit) as error:  # a function under test may raise anything
             raise RefusedError(
                 f"{self.name} raised {type(error).__name__} for "
                 f"{describe(x, dtype, self.framework)}: {_first_lines(error)}. Call it on this "
                 "input alone to find the cause."
             ) from error
-        if arrays.written(given) != before:
+        if arrays.written(array) != before:
             raise ConformanceError(
                 f"{self.name} changed its input, {describe(x, dtype, self.framework)}. Let it "
                 "work on a copy."
             )
-        return found
+        return output
 
     def make_array(self, x: np.ndarray, dtype: str) -> Any:
         """x as an array of this framework and of a dtype.
@@ -111,15 +111,15 @@ class Subject:
             if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
                 raise RefusedError("jax has no float64 here: set JAX_ENABLE_X64=1 to test it.")
         try:
-            given = x.astype(arrays.numpy_dtype(dtype))
+            array = x.astype(arrays.numpy_dtype(dtype))
         except ImportError as error:
             raise RefusedError(str(error)) from error
         if self.framework == "numpy":
-            return given
+            return array
         return (
-            arrays.as_torch(given, self.device)
+            arrays.as_torch(array, self.device)
             if self.framework == "torch"
-            else arrays.as_jax(given)
+            else arrays.as_jax(array)
         )
 
 
@@ -131,10 +131,10 @@ def check_no_reuse(
     read: Callable[[Any], list[np.ndarray]],
 ) -> None:
     """ConformanceError if a later call, with other numbers, overwrites an earlier output."""
-    found = subject.ask(x, dtype)
-    before = [part.copy() for part in read(found)]
+    output = subject.ask(x, dtype)
+    before = [part.copy() for part in read(output)]
     subject.ask(other, dtype)
-    if any(a.tobytes() != b.tobytes() for a, b in zip(before, read(found), strict=True)):
+    if any(a.tobytes() != b.tobytes() for a, b in zip(before, read(output), strict=True)):
         raise ConformanceError(
             f"{subject.name} overwrites its earlier output for "
             f"{describe(x, dtype, subject.framework)} when it is called again. Return a new "
@@ -178,20 +178,20 @@ def wrap(
         subject = Subject(name=name, function=function, framework=tried)
         for dtype in ("float32", "bfloat16"):
             try:
-                found = subject.ask(x, dtype)
+                output = subject.ask(x, dtype)
             except RefusedError as error:
                 refused.append(str(error))
             else:
-                return _in_framework_of_output(subject, found, x, dtype)
+                return _in_framework_of_output(subject, output, x, dtype)
     raise RefusedError("\n".join(dict.fromkeys(refused)))
 
 
-def _in_framework_of_output(subject: Subject, found: Any, x: np.ndarray, dtype: str) -> Subject:
+def _in_framework_of_output(subject: Subject, output: Any, x: np.ndarray, dtype: str) -> Subject:
     """The subject in the framework of its output, as JAX functions take NumPy arrays too."""
-    inside: list[Any] = list(getattr(found, "__dict__", {}).values())
-    if isinstance(found, tuple | list | dict):
-        inside = list(found.values() if isinstance(found, dict) else found)
-    modules = {type(part).__module__.partition(".")[0] for part in (found, *inside)}
+    inside: list[Any] = list(getattr(output, "__dict__", {}).values())
+    if isinstance(output, tuple | list | dict):
+        inside = list(output.values() if isinstance(output, dict) else output)
+    modules = {type(part).__module__.partition(".")[0] for part in (output, *inside)}
     for framework, module in (("torch", "torch"), ("jax", "jaxlib"), ("jax", "jax")):
         if module in modules and framework != subject.framework:
             other = dataclasses.replace(subject, framework=framework)
@@ -226,7 +226,7 @@ def kind_of(
     changed[0, 0] = 2.0**40  # an amax that changes every other code under a shared scale
     source = first_dtype(subject, SHAPE)
     try:
-        before, after = (read_array(subject.ask(asked, source)) for asked in (x, changed))
+        before, after = (read_array(subject.ask(tensor, source)) for tensor in (x, changed))
     except ConformanceError:  # such as an object whose parts alone are arrays
         return "quantizer"
     if before is None or after is None or before[0].shape != SHAPE or after[0].shape != SHAPE:
@@ -268,21 +268,21 @@ def first_dtype(subject: Subject, shape: tuple[int, ...] = (16,)) -> str:
     raise RefusedError("\n".join(refused))
 
 
-def read_array(found: Any) -> tuple[np.ndarray, str] | None:
+def read_array(output: Any) -> tuple[np.ndarray, str] | None:
     """An array of any framework as a NumPy array, and the name of its dtype; None if it is no
     array.
 
     float8 and e8m0 become uint8; bfloat16 and float16 become float32.
     """
-    if not hasattr(found, "dtype") or not hasattr(found, "shape"):
+    if not hasattr(output, "dtype") or not hasattr(output, "shape"):
         return None
     try:
-        made, name = arrays.named(found)
+        array, name = arrays.named(output)
     except Exception as error:  # lazy arrays may raise only here
         raise ConformanceError(
             f"its output cannot be read ({type(error).__name__}: {_first_lines(error)})."
         ) from error
-    return made.astype(np.float32) if name in ("bfloat16", "float16") else made, name
+    return array.astype(np.float32) if name in ("bfloat16", "float16") else array, name
 
 
 def describe(x: np.ndarray, dtype: str, framework: str = "numpy") -> str:

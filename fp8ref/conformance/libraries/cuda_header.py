@@ -44,15 +44,15 @@ def include_folders() -> list[Path]:
         Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home
     ]
     places = [*packages, *homes]
-    found = []
+    folders = []
     for needed in ("cuda_fp8.hpp", "nv/target"):
         folder = next((place for place in places if (place / needed).is_file()), None)
         if folder is None:
             raise NoHeaderError(
                 f"{needed} was not found. Install it with: pip install 'fp8ref[cuda]'"
             )
-        found.append(folder)
-    return list(dict.fromkeys(found))
+        folders.append(folder)
+    return list(dict.fromkeys(folders))
 
 
 def version() -> str:
@@ -61,15 +61,15 @@ def version() -> str:
     Raises:   NoHeaderError: as include_folders.
     """
     for folder in include_folders():
-        found = (
+        match = (
             re.search(
                 r"#define CUDA_VERSION (\d+)", (folder / "cuda.h").read_text(errors="replace")
             )
             if (folder / "cuda.h").is_file()
             else None
         )
-        if found:
-            return f"CUDA {int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"
+        if match:
+            return f"CUDA {int(match[1]) // 1000}.{int(match[1]) % 1000 // 10}"
     return "CUDA"
 
 
@@ -82,9 +82,7 @@ def available() -> bool:
 
 
 def _compiler() -> str | None:
-    return next(
-        (found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None
-    )
+    return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
 
 
 @functools.cache
@@ -146,10 +144,10 @@ def encode_bits(bits: np.ndarray, source: str, fmt: Format, *, saturate: bool) -
             "cuda_fp8.hpp casts float32, or uint16 bits of bfloat16 and float16, to e4m3fn and "
             f"e5m2; got {bits.dtype} as {source}, {fmt}."
         )
-    given, codes = np.ascontiguousarray(bits), np.empty(bits.shape, np.uint8)
+    inputs, codes = np.ascontiguousarray(bits), np.empty(bits.shape, np.uint8)
     load().fp8ref_cast(
-        *_pointers(given, codes),
-        ctypes.c_int64(given.size),
+        *_pointers(inputs, codes),
+        ctypes.c_int64(inputs.size),
         _SOURCES.index(source),
         _FORMATS.index(fmt),
         int(saturate),
@@ -163,15 +161,19 @@ def decode(codes: np.ndarray, fmt: Format) -> np.ndarray:
         raise ValueError(
             f"cuda_fp8.hpp decodes uint8 codes of e4m3fn and e5m2; got {codes.dtype}, {fmt}."
         )
-    given, values = np.ascontiguousarray(codes), np.empty(codes.shape, np.float16)
-    load().fp8ref_decode(*_pointers(given, values), ctypes.c_int64(given.size), _FORMATS.index(fmt))
+    inputs, values = np.ascontiguousarray(codes), np.empty(codes.shape, np.float16)
+    load().fp8ref_decode(
+        *_pointers(inputs, values), ctypes.c_int64(inputs.size), _FORMATS.index(fmt)
+    )
     return values
 
 
 def encode_e8m0(x: np.ndarray, *, up: bool, saturate: bool) -> np.ndarray:
     """The e8m0 codes of float32 numbers, rounded up or toward zero; uint8 of that shape."""
-    given, codes = np.ascontiguousarray(x, np.float32), np.empty(np.shape(x), np.uint8)
-    load().fp8ref_e8m0(*_pointers(given, codes), ctypes.c_int64(given.size), int(up), int(saturate))
+    inputs, codes = np.ascontiguousarray(x, np.float32), np.empty(np.shape(x), np.uint8)
+    load().fp8ref_e8m0(
+        *_pointers(inputs, codes), ctypes.c_int64(inputs.size), int(up), int(saturate)
+    )
     return codes
 
 

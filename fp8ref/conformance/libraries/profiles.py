@@ -84,22 +84,22 @@ def casts(fmt: Format) -> dict[str, Function]:
 
     Raises:   ImportError: none is installed.
     """
-    found = []
+    functions = []
     if _installed("ml_dtypes"):
-        found.append(
+        functions.append(
             Function(
                 library="ml_dtypes", fmt=fmt, call="`x.astype(dtype)`", run=ml_dtypes_cast(fmt)
             )
         )
     for suffix, run in _torch_devices():
-        found.append(
+        functions.append(
             Function(
                 library=f"torch{suffix}", fmt=fmt, call="`x.to(dtype)`", run=run(torch_cast(fmt))
             )
         )
         if _installed("torchao"):
             ours = run(fp8ref_torch_cast(fmt))
-            found.append(
+            functions.append(
                 Function(
                     library=f"fp8ref.torch{suffix}",
                     fmt=fmt,
@@ -109,7 +109,7 @@ def casts(fmt: Format) -> dict[str, Function]:
                 )
             )
     if _installed("jax"):
-        found.append(
+        functions.append(
             Function(
                 library=f"jax{_jax_device()}",
                 fmt=fmt,
@@ -119,7 +119,7 @@ def casts(fmt: Format) -> dict[str, Function]:
         )
     if _installed("jax", "flax", "optax"):
         call = "`cast.encode(x, fmt)`, jitted"
-        found.append(
+        functions.append(
             Function(
                 library=f"fp8ref.jax{_jax_device()}",
                 fmt=fmt,
@@ -128,7 +128,7 @@ def casts(fmt: Format) -> dict[str, Function]:
                 saturates=True,
             )
         )
-    return _by_library(found)
+    return _by_library(functions)
 
 
 @functools.lru_cache(maxsize=64)
@@ -138,13 +138,13 @@ def scales(fmt: Format, policy: str) -> dict[str, Function]:
 
     Raises:   ImportError: none is installed.
     """
-    found = []
+    functions = []
     for suffix, run in _torch_devices() if _installed("torchao") else ():
         if policy != "torchao_mask":  # torchao has no such rounding
             scale = run(torchao_scale(fmt, power_of_two=policy == "torchao_pow2"))
-            found.append(Function(library=f"torchao{suffix}", fmt=fmt, run=scale, made="scale"))
+            functions.append(Function(library=f"torchao{suffix}", fmt=fmt, run=scale, made="scale"))
         else:
-            found.append(
+            functions.append(
                 Function(
                     library=f"fp8ref.torch{suffix}",
                     fmt=fmt,
@@ -153,7 +153,7 @@ def scales(fmt: Format, policy: str) -> dict[str, Function]:
                 )
             )
     if _installed("jax", "flax", "optax"):
-        found.append(
+        functions.append(
             Function(
                 library=f"fp8ref.jax{_jax_device()}",
                 fmt=fmt,
@@ -161,7 +161,7 @@ def scales(fmt: Format, policy: str) -> dict[str, Function]:
                 made="scale",
             )
         )
-    return _by_library(found)
+    return _by_library(functions)
 
 
 def every_cast() -> Iterator[Function]:
@@ -276,15 +276,15 @@ def every_scale() -> Iterator[Function]:
             slow=True,
             source="block.py",
         )
-        for known in TRANSCRIPTIONS:
+        for transcription in TRANSCRIPTIONS:
             yield Function(
-                library=known.library,
-                variant=known.variant,
-                call=known.call,
+                library=transcription.library,
+                variant=transcription.variant,
+                call=transcription.call,
                 fmt=fmt,
-                run=known.of(fmt),
-                made=known.made,
-                source=known.source,
+                run=transcription.of(fmt),
+                made=transcription.made,
+                source=transcription.source,
                 transcribed=True,
             )
         for policy in (
@@ -324,10 +324,13 @@ def _torch_devices() -> list[tuple[str, Callable[[Callable], Run]]]:
         return []
     import torch
 
-    found = [("", on_torch("cpu"))]
+    devices = [("", on_torch("cpu"))]
     if torch.cuda.is_available():
-        found += [(" cuda", on_torch("cuda")), (" cuda compiled", on_torch("cuda", compiled=True))]
-    return found
+        devices += [
+            (" cuda", on_torch("cuda")),
+            (" cuda compiled", on_torch("cuda", compiled=True)),
+        ]
+    return devices
 
 
 def _jax_device() -> str:
@@ -340,10 +343,10 @@ def _installed(*modules: str) -> bool:
     return all(importlib.util.find_spec(m) is not None for m in modules)
 
 
-def _by_library(found: list[Function]) -> dict[str, Function]:
-    if not found:
+def _by_library(functions: list[Function]) -> dict[str, Function]:
+    if not functions:
         raise ImportError(
             "a certificate compares libraries with the simulator; none is installed. Install "
             "fp8ref[all]."
         )
-    return {function.library: function for function in found}
+    return {function.library: function for function in functions}

@@ -43,11 +43,11 @@ def _te_scale(fmt: Format, *, value_for_inf: float, masked: bool, eps: float = 0
 
     def scale(amax: np.ndarray) -> np.ndarray:
         amax = np.where(amax < _F32(eps), _F32(eps), amax)
-        found = _F32(fmt.max) / amax
-        found = np.where(np.isinf(found), _F32(value_for_inf), found)
+        scales = _F32(fmt.max) / amax
+        scales = np.where(np.isinf(scales), _F32(value_for_inf), scales)
         if masked:
-            found = (found.view(np.uint32) & np.uint32(0xFF800000)).view(_F32)
-        return np.where((amax == 0) | ~np.isfinite(amax), _F32(1), found)
+            scales = (scales.view(np.uint32) & np.uint32(0xFF800000)).view(_F32)
+        return np.where((amax == 0) | ~np.isfinite(amax), _F32(1), scales)
 
     return scale
 
@@ -61,9 +61,9 @@ def _te_e8m0(fmt: Format) -> Run:
         exponent, mantissa = bits >> 23 & np.uint32(0xFF), bits & np.uint32(0x7FFFFF)
         # A subnormal number up to 2^-127 keeps exponent 0.
         up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
-        found = (exponent + up).astype(np.int64)
+        codes = (exponent + up).astype(np.int64)
         return np.select(
-            [np.isnan(value), np.isinf(value), value == 0], [0xFF, 0xFE, 0], found
+            [np.isnan(value), np.isinf(value), value == 0], [0xFF, 0xFE, 0], codes
         ).astype(np.uint8)
 
     return code
@@ -148,9 +148,9 @@ def _msamp(fmt: Format) -> Run:
     def scale(amax: np.ndarray) -> np.ndarray:
         quotient = _F32(fmt.max) * (_F32(1) / amax)  # PyTorch's number / tensor
         exponent = np.floor(_log2(quotient))
-        found = np.exp2(np.abs(exponent).astype(np.float64)).astype(_F32)
-        found = np.where((amax > 0) & np.isfinite(amax), found, _F32(1))
-        return np.where(exponent < 0, _F32(1) / found, found)
+        powers = np.exp2(np.abs(exponent).astype(np.float64)).astype(_F32)
+        powers = np.where((amax > 0) & np.isfinite(amax), powers, _F32(1))
+        return np.where(exponent < 0, _F32(1) / powers, powers)
 
     return scale
 

@@ -48,17 +48,17 @@ class Candidate:
         granularity, axis = scale_layout.granularity, scale_layout.axis
         x = _flushed(x) if self.flushes else x
         # The amax is that of x in the policy's own dtype (S-13), the cast that of x itself.
-        given = (
+        rounded_x = (
             x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
         )
         with np.errstate(all="ignore"):
-            return self._of_amax(self.deviation.amax(given, granularity, axis=axis))
+            return self._amax_scales(self.deviation.amax(rounded_x, granularity, axis=axis))
 
     def scales_of_amax(self, amax: np.ndarray) -> Scales:
         """The scales of amaxes, float32 of any shape, that are returned."""
-        return self._returned(self._of_amax(amax))
+        return self._returned(self._amax_scales(amax))
 
-    def _of_amax(self, amax: np.ndarray) -> Scales:
+    def _amax_scales(self, amax: np.ndarray) -> Scales:
         policy, scale_fmt = (
             self.deviation.applied_to(self.policy),
             self.deviation.limited(self.scale_fmt),
@@ -153,10 +153,12 @@ def agreement(
         # A group agrees if none of its elements is wrong.
         codes.append(np.bincount(a.group.reshape(-1), weights=wrong.reshape(-1)) == 0)
         scales.append(equal_scales(a, q, scale_layout))
-        for found, expected in both_scales(a, q, scale_layout):
+        for returned, expected in both_scales(a, q, scale_layout):
             # The bits of positive float32 numbers, as integers, count these numbers.
             off.append(
-                np.abs(found.view(np.int32).astype(np.int64) - expected.view(np.int32))[a.ordinary]
+                np.abs(returned.view(np.int32).astype(np.int64) - expected.view(np.int32))[
+                    a.ordinary
+                ]
             )
     ulps = np.concatenate(off)
     return Agreement(
@@ -198,8 +200,8 @@ def equal_scales(
 ) -> np.ndarray:
     """For each group, whether all its scales are these; true without scales."""
     equal = np.ones(a.amax.size, bool)
-    for found, expected in both_scales(a, scales, scale_layout):
-        equal &= (found == expected) | (np.isnan(found) & np.isnan(expected))
+    for returned, expected in both_scales(a, scales, scale_layout):
+        equal &= (returned == expected) | (np.isnan(returned) & np.isnan(expected))
     return equal
 
 

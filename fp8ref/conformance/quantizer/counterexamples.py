@@ -87,11 +87,11 @@ def smallest_for_granularity(
         x = np.ones(shape, np.float32)
         x[0, -1] = 512
         try:
-            found, expected = quantizer.ask(x), candidate.quantize(x, scale_layout)
+            output, expected = quantizer.ask(x), candidate.quantize(x, scale_layout)
         except ValueError:  # one of them does not take this shape
             continue
         # Ones become other codes where they share the scale of 512.
-        differs = candidates.mismatches(found, expected, candidate)
+        differs = candidates.mismatches(output, expected, candidate)
         if differs.any():
             at = np.unravel_index(int(np.argmax(differs)), shape)
             where = f"element {[int(i) for i in at]}"
@@ -99,8 +99,8 @@ def smallest_for_granularity(
                 input=f"x {list(shape)} of ones, x[0, {shape[1] - 1}] = 512",
                 bits=(bits_of(1, quantizer.dtype), bits_of(512, quantizer.dtype)),
                 dtype=quantizer.dtype,
-                got=f"{_element_text(found, at, expected.fmt)} at {where}",
-                expected=f"{_code_text(expected.codes[at], expected.fmt, found)} as "
+                got=f"{_element_text(output, at, expected.fmt)} at {where}",
+                expected=f"{_code_text(expected.codes[at], expected.fmt, output)} as "
                 f"{scale_layout.granularity}, axis {scale_layout.axis}",
                 clause="S-6",
             )
@@ -128,19 +128,19 @@ def _first_difference(
     None if nothing differs, or one of them does not take x.
     """
     try:
-        found, expected = quantizer.ask(x), candidate.quantize(x, scale_layout)
+        output, expected = quantizer.ask(x), candidate.quantize(x, scale_layout)
     except ValueError:
         return None
     for name, kind in scale_layout.kinds.items():
         if kind != "amax":
             ours, theirs = (
                 np.reshape(getattr(expected, kind), -1)[0],
-                found.scales[name].reshape(-1)[0],
+                output.scales[name].reshape(-1)[0],
             )
             if ours != theirs and not (np.isnan(ours) and np.isnan(theirs)):
-                return found, expected, 0
-    differs = candidates.mismatches(found, expected, candidate)
-    return (found, expected, int(np.argmax(differs))) if differs.any() else None
+                return output, expected, 0
+    differs = candidates.mismatches(output, expected, candidate)
+    return (output, expected, int(np.argmax(differs))) if differs.any() else None
 
 
 def _simplest_value(
@@ -161,7 +161,7 @@ def _simplest_value(
 def _counterexample(
     x: np.ndarray,
     quantizer: Quantizer,
-    found: QuantizerOutput,
+    output: QuantizerOutput,
     expected: scaling.Quantized,
     at: int,
     candidate: Candidate,
@@ -171,12 +171,12 @@ def _counterexample(
     others = "" if at == 0 else f", and x{[int(i) for i in index]} = {show(x[index])}"
     alone = x.size > 1 and not np.any(x.reshape(-1)[1:])
     got, want = (
-        _element_text(found, index, expected.fmt),
-        _code_text(expected.codes[index], expected.fmt, found),
+        _element_text(output, index, expected.fmt),
+        _code_text(expected.codes[index], expected.fmt, output),
     )
     for name, kind in scale_layout.kinds.items():
         if kind != "amax":
-            got += f", {kind} {show(found.scales[name].flat[0])}"
+            got += f", {kind} {show(output.scales[name].flat[0])}"
             want += f", {kind} {show(np.reshape(getattr(expected, kind), -1)[0])}"
     return Counterexample(
         input=f"x {list(x.shape)} = {show(x.flat[0])}" + (", then zeros" if alone else others),
@@ -235,22 +235,22 @@ def simplest_by_kind(
     scales    where the scales are wrong, which an element alone shows: codes may need another
               beside it.
     """
-    found = []
+    amaxes = []
     for i, kind in enumerate(AMAX_RANGES):
         of = wrong & (kinds == i)
         if of.any():
-            found.append(
+            amaxes.append(
                 (
                     kind,
                     float(largest[simplest(largest, of & scales if (of & scales).any() else of)]),
                 )
             )
-    return found
+    return amaxes
 
 
 def unexpected_policy(
     quantizer: Quantizer,
-    wanted: ScalePolicy,
+    expected: ScalePolicy,
     fmt: Format,
     responses: Sequence[Response],
     scale_layout: ScaleLayout,
@@ -266,10 +266,10 @@ def unexpected_policy(
     """
     # XLA may flush subnormals to zeros (S-12).
     ways = (False, True) if quantizer.subject.framework == "jax" else (False,)
-    rows, of_rows = outputs.as_rows(responses, scale_layout)
+    rows, row_layout = outputs.as_rows(responses, scale_layout)
     agreements = [
         candidates.agreement(
-            Candidate(policy=wanted, scale_fmt=fmt, fmt=found_fmt, flushes=f), rows, of_rows
+            Candidate(policy=expected, scale_fmt=fmt, fmt=found_fmt, flushes=f), rows, row_layout
         )
         for f in ways
     ]
@@ -278,7 +278,7 @@ def unexpected_policy(
     right = agreed.both if right_cast else agreed.deciding
     if (right | ~matched.considered).all() and found_fmt is fmt:
         return []
-    found = for_policy(quantizer, matched, agreed, scale_layout)
+    counterexamples = for_policy(quantizer, matched, agreed, scale_layout)
     if found_fmt is not fmt:
         code = Counterexample(
             input="x of ones",
@@ -288,8 +288,8 @@ def unexpected_policy(
             expected=f"codes of {fmt}",
             clause="F-2",
         )
-        found.insert(0, code)
-    return found
+        counterexamples.insert(0, code)
+    return counterexamples
 
 
 def unexpected_granularity(
@@ -312,8 +312,8 @@ def unexpected_granularity(
         granularity=granularity or group.granularity,
         axis=-1 if axis is None else axis,
     )
-    found = smallest_for_granularity(quantizer, candidate, expected)
-    return [found] if found else []
+    counterexample = smallest_for_granularity(quantizer, candidate, expected)
+    return [counterexample] if counterexample else []
 
 
 def transposed_scales(output: QuantizerOutput, scale_layout: ScaleLayout) -> list[Counterexample]:
@@ -350,21 +350,21 @@ def for_policy(
     )
     wrong = matched.mismatches(agreed)
     unnamed = not matched.agreements and not matched.deviation
-    found: list[Counterexample] = []
+    counterexamples: list[Counterexample] = []
     for k, a in simplest_by_kind(kind, wrong, ~agreed.deciding, largest):
         # Shown already: the same policy and deviation explain these groups too. Without a
         # deviation, what is wrong at an ordinary amax is not told from what is wrong at other
         # finite ones.
-        if found and (
+        if counterexamples and (
             matched.explained[wrong & (kind == AMAX_RANGES.index(k))].all()
             or (unnamed and k in NONZERO_RANGES)
         ):
             continue
         shown = smallest_for_policy(quantizer, agreed.candidate, scale_layout, a, k)
-        found += [shown] if shown is not None and shown not in found else []
-    if not found and wrong.any():
-        found.append(_in_context(matched, agreed, scale_layout, quantizer.dtype))
-    return found
+        counterexamples += [shown] if shown is not None and shown not in counterexamples else []
+    if not counterexamples and wrong.any():
+        counterexamples.append(_in_context(matched, agreed, scale_layout, quantizer.dtype))
+    return counterexamples
 
 
 def _in_context(
@@ -382,7 +382,7 @@ def _in_context(
     inside = a.group == group
     differs = inside & candidates.mismatches(a.output, expected, agreed.candidate)
     at = np.unravel_index(int(np.argmax(differs if differs.any() else inside)), a.x.shape)
-    got, wanted = output_texts(
+    got, expected_text = output_texts(
         a.output,
         at,
         {n: outputs.per_group(a, n, scale_layout)[group] for n in scale_layout.kinds},
@@ -396,7 +396,7 @@ def _in_context(
         bits=(bits_of(a.x[at], dtype),),
         dtype=dtype,
         got=got,
-        expected=f"{wanted} by {agreed.candidate.words}",
+        expected=f"{expected_text} by {agreed.candidate.words}",
         clause="S-6",
     )
 
@@ -408,7 +408,7 @@ def misnamed_arrays(
 
     Policies that make scale_inv first, or that divide, may call a scale_inv ``scale``.
     """
-    found = []
+    counterexamples = []
     for name, kind in scale_layout.kinds.items():
         plain = name.strip("_").lower()
         wrong = (plain == "scale_inv" and kind != "scale_inv") or (
@@ -418,7 +418,7 @@ def misnamed_arrays(
             and not policy.makes_scale_inv
         )
         if wrong:
-            found.append(_of_name(name, f"a {kind}", f"a {plain}", "S-1"))
+            counterexamples.append(_misnamed(name, f"a {kind}", f"a {plain}", "S-1"))
     for name in responses[0].output.scales:
         largest, amax = (
             np.concatenate(v)
@@ -429,18 +429,18 @@ def misnamed_arrays(
         )
         if name.strip("_").lower() == "amax" and not np.array_equal(largest, amax, equal_nan=True):
             at = simplest(amax, ~((largest == amax) | (np.isnan(largest) & np.isnan(amax))))
-            found.append(
-                _of_name(
+            counterexamples.append(
+                _misnamed(
                     name,
                     show(largest[at]),
                     f"{show(amax[at])}, the largest magnitude of its group",
                     "S-2",
                 )
             )
-    return found
+    return counterexamples
 
 
-def _of_name(name: str, got: str, expected: str, clause: str) -> Counterexample:
+def _misnamed(name: str, got: str, expected: str, clause: str) -> Counterexample:
     return Counterexample(
         input=f"its output {name!r}",
         bits=(),

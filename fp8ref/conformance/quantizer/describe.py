@@ -80,7 +80,7 @@ def summary(
     matched: PolicyMatch,
     chosen: Candidate,
     group: FoundGranularity,
-    found: dict[str, Any],
+    fields: dict[str, Any],
     fmt: Format,
     memory: int,
     everywhere: bool,
@@ -91,47 +91,49 @@ def summary(
     everywhere  other shapes, dtypes and strides follow the policy too.
     """
     where = f"{group.granularity}" + ("" if group.axis is None else f", axis {group.axis}")
-    transposed = ", transposed" if any(f["transposed"] for f in found["scales"].values()) else ""
-    what = (
+    transposed = ", transposed" if any(f["transposed"] for f in fields["scales"].values()) else ""
+    title = (
         f"a quantizer to {chosen.fmt}, {where}, that returns "
-        f"{found['returns'] or 'no scale'}{transposed}"
+        f"{fields['returns'] or 'no scale'}{transposed}"
     )
     if not matched.agreements and not matched.deviation:
-        return f"{what}, by no known policy; nearest is {chosen.policy.name}"
+        return f"{title}, by no known policy; nearest is {chosen.policy.name}"
     names = " or ".join(matched.names) or f"{chosen.policy.name}, but {matched.deviation}"
     if matched.basis is None:
-        return f"{what}: policy {names}"
-    how = (
+        return f"{title}: policy {names}"
+    notes = (
         f", scales to {chosen.scale_fmt.max:g}, not {fmt.max:g}"
         if chosen.scale_fmt.max != fmt.max
         else ""
     )
-    how += ", subnormals are zeros" if chosen.flushes else ""
-    how += "" if found["rounding"] in ("nearest_even", None) else f", rounds {found['rounding']}"
-    how += f", rounds to {found['double_rounding']} first" if found["double_rounding"] else ""
-    how += (
-        f", subnormals are {found['subnormals'].replace('_', ' ')}"
-        if found["subnormals"] not in ("kept", None)
+    notes += ", subnormals are zeros" if chosen.flushes else ""
+    notes += (
+        "" if fields["rounding"] in ("nearest_even", None) else f", rounds {fields['rounding']}"
+    )
+    notes += f", rounds to {fields['double_rounding']} first" if fields["double_rounding"] else ""
+    notes += (
+        f", subnormals are {fields['subnormals'].replace('_', ' ')}"
+        if fields["subnormals"] not in ("kept", None)
         else ""
     )
-    how += (
+    notes += (
         f"; its amax is stale, from {memory} earlier call{'s' if memory > 1 else ''}; only "
         "ordinary amaxes were compared"
         if memory
         else ""
     )
-    how += (
+    notes += (
         ", -0 becomes 0"
-        if found["negative_zero"] not in ("kept", None) and chosen.fmt.specials != "fnuz"
+        if fields["negative_zero"] not in ("kept", None) and chosen.fmt.specials != "fnuz"
         else ""
     )
-    how += "" if everywhere else "; it gives other results for other tensors"
-    how += (
+    notes += "" if everywhere else "; it gives other results for other tensors"
+    notes += (
         ""
         if identified or not everywhere or matched.deviation
         else ", except for the differences below"
     )
-    return f"{what}: policy {names}{how}"
+    return f"{title}: policy {names}{notes}"
 
 
 def format_finding(output: QuantizerOutput, found_fmt: Format, fmt: Format) -> Finding:

@@ -137,8 +137,8 @@ class Search:
         if small:
             solved += [
                 *self._floors(candidate),
-                *deviations.of_code_0(candidate.policy),
-                *deviations.of_overflow(candidate.policy),
+                *deviations.code_0_deviations(candidate.policy),
+                *deviations.overflow_deviations(candidate.policy),
             ]
         if small or large:
             bounds = [*self._bounds(small, large), *deviations.FLUSHES]
@@ -188,14 +188,14 @@ class Search:
     def _bounds(self, small: bool, large: bool) -> list[Deviation]:
         """The scales of the least and of the greatest amax, as bounds of all."""
         ends = [(self._row("zero"), True)] * small + [(self._row("huge", last=True), False)] * large
-        found = []
+        bounds = []
         for at, is_small in ends:
             for kind, value in (self._returned(at) if at is not None else {}).items():
                 if np.isfinite(value):
-                    found.append(
+                    bounds.append(
                         deviations.bound(kind, value, least=(kind == "scale_inv") == is_small)
                     )
-        return found
+        return bounds
 
     def _floors(self, candidate: Candidate) -> list[Deviation]:
         """Another eps, as the least amax and as one that is added, by the least scale."""
@@ -260,20 +260,20 @@ class Search:
 
     def _factors(self, plain: Candidate, sample: Response) -> list[Deviation]:
         """A factor between the scales, exact where the policy's own is a power of two."""
-        found = []
+        factors = []
         own = plain.scales(sample.x, self.scale_layout)
         for name, kind in self.scale_layout.kinds.items():
             if kind == "amax":
                 continue
-            of_policy = np.reshape(getattr(own, kind), -1)
-            exact = np.frexp(of_policy)[0] == 0.5
-            ratios = np.unique(sample.output.scales[name].reshape(-1)[exact] / of_policy[exact])
+            policy_scales = np.reshape(getattr(own, kind), -1)
+            exact = np.frexp(policy_scales)[0] == 0.5
+            ratios = np.unique(sample.output.scales[name].reshape(-1)[exact] / policy_scales[exact])
             if ratios.size == 1 and np.isfinite(ratios[0]) and ratios[0] > 0 and ratios[0] != 1:
                 by = np.float32(ratios[0])
-                found.append(
+                factors.append(
                     deviations.factor(kind, float(by), shortest(_before(by), _after(by))[1])
                 )
-        return found
+        return factors
 
     def _is_near(self, plain: Candidate, sample: Response) -> bool:
         """Whether the scales of amaxes from 200 on are those of the policy within 2^-10, as with an
@@ -281,9 +281,9 @@ class Search:
         """
         return all(
             np.allclose(
-                found[sample.amax >= 200], expected[sample.amax >= 200], rtol=2.0**-10, atol=0
+                returned[sample.amax >= 200], expected[sample.amax >= 200], rtol=2.0**-10, atol=0
             )
-            for found, expected in candidates.both_scales(
+            for returned, expected in candidates.both_scales(
                 sample, plain.scales(sample.x, self.scale_layout), self.scale_layout
             )
         )

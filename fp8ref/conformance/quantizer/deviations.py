@@ -101,7 +101,7 @@ def _in(
     return lambda x: cast.round_to(x, fmt, rounding=rounding)
 
 
-def _of_scale(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Scales], Scales]:
+def _scale_change(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Scales], Scales]:
     def scales(own: Scales) -> Scales:
         scale = change(own.scale)
         return Scales(
@@ -112,7 +112,7 @@ def _of_scale(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Scales], 
     return scales
 
 
-def _of_scale_inv(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Scales], Scales]:
+def _scale_inv_change(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Scales], Scales]:
     def scales(own: Scales) -> Scales:
         scale_inv = change(own.scale_inv)
         return Scales(
@@ -133,16 +133,16 @@ def _changed(change: Callable[[Scales], Scales]) -> ChangeScales:
     return lambda scales, amax, fmt, policy: change(scales)
 
 
-def _of(kind: str, change: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
+def _scales_change(kind: str, change: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
     """A change of ``scale`` or of ``scale_inv``; the other becomes the reciprocal of what
     changed.
     """
-    return _changed((_of_scale if kind == "scale" else _of_scale_inv)(change))
+    return _changed((_scale_change if kind == "scale" else _scale_inv_change)(change))
 
 
 def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
     # log2 is rounded to float32, as that of libraries is.
-    return _of(
+    return _scales_change(
         "scale",
         lambda s: np.exp2(
             rounding(np.log2(s.astype(np.float64)).astype(np.float32)).astype(np.float64)
@@ -158,7 +158,7 @@ def factor(kind: str, by: float, words: str) -> Deviation:
     """A scale, or scale_inv, that is ``by`` times the policy's, by a product in float32."""
     return Deviation(
         text=f"its {kind} is {words} times that policy's",
-        scales=_of(kind, lambda s: s * np.float32(by)),
+        scales=_scales_change(kind, lambda s: s * np.float32(by)),
     )
 
 
@@ -193,7 +193,8 @@ def bound(kind: str, value: np.float32, *, least: bool) -> Deviation:
     """A scale, or scale_inv, that is at least or at most a number."""
     words = f"its {kind} is at {'least' if least else 'most'} {scale_words(value)}"
     return Deviation(
-        text=words, scales=_of(kind, lambda s: (np.maximum if least else np.minimum)(s, value))
+        text=words,
+        scales=_scales_change(kind, lambda s: (np.maximum if least else np.minimum)(s, value)),
     )
 
 
@@ -230,8 +231,8 @@ def _flush(s: np.ndarray) -> np.ndarray:
 
 
 FLUSHES = (
-    Deviation(text="its subnormal scales are 0", scales=_of("scale", _flush)),
-    Deviation(text="its subnormal scale_inv are 0", scales=_of("scale_inv", _flush)),
+    Deviation(text="its subnormal scales are 0", scales=_scales_change("scale", _flush)),
+    Deviation(text="its subnormal scale_inv are 0", scales=_scales_change("scale_inv", _flush)),
     Deviation(
         text="its subnormal scales and scale_inv are 0",
         scales=_changed(lambda s: Scales(*map(_flush, s))),
@@ -248,7 +249,7 @@ FLUSHES = (
 """Scales whose subnormals are zeros, where those of x are kept (S-12)."""
 
 
-def of_code_0(policy: ScalePolicy) -> list[Deviation]:
+def code_0_deviations(policy: ScalePolicy) -> list[Deviation]:
     """Other scales than the policy's beside a scale_inv of 2^-127, which is code 0 of e8m0
     (S-14).
     """
@@ -272,7 +273,7 @@ def of_code_0(policy: ScalePolicy) -> list[Deviation]:
     ]
 
 
-def of_overflow(policy: ScalePolicy) -> list[Deviation]:
+def overflow_deviations(policy: ScalePolicy) -> list[Deviation]:
     """A scale above float32's range that is infinite, under a policy with a largest scale (S-9)."""
     return (
         []
@@ -302,18 +303,23 @@ NAMED = (
     Deviation(text="its amax is rounded to float16", change_amax=_in(FLOAT16)),
     Deviation(
         text="its scale is cut to bfloat16, not rounded",
-        scales=_of("scale", _in(BFLOAT16, "toward_zero")),
+        scales=_scales_change("scale", _in(BFLOAT16, "toward_zero")),
     ),
-    Deviation(text="its scale is rounded to float16", scales=_of("scale", _in(FLOAT16))),
-    Deviation(text="its scale is rounded to bfloat16", scales=_of("scale", _in(BFLOAT16))),
-    Deviation(text="its scale_inv is rounded to bfloat16", scales=_of("scale_inv", _in(BFLOAT16))),
+    Deviation(text="its scale is rounded to float16", scales=_scales_change("scale", _in(FLOAT16))),
+    Deviation(
+        text="its scale is rounded to bfloat16", scales=_scales_change("scale", _in(BFLOAT16))
+    ),
+    Deviation(
+        text="its scale_inv is rounded to bfloat16",
+        scales=_scales_change("scale_inv", _in(BFLOAT16)),
+    ),
     Deviation(
         text=f"the scale that it returns is rounded to bfloat16, and {_UNROUNDED}",
-        returned=_of_scale(_in(BFLOAT16)),
+        returned=_scale_change(_in(BFLOAT16)),
     ),
     Deviation(
         text=f"the scale_inv that it returns is rounded to bfloat16, and {_UNROUNDED}",
-        returned=_of_scale_inv(_in(BFLOAT16)),
+        returned=_scale_inv_change(_in(BFLOAT16)),
     ),
     Deviation(
         text="its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone

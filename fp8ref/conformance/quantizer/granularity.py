@@ -93,7 +93,7 @@ def noise() -> np.ndarray:
     return (1 + np.random.default_rng(0).integers(0, 128, SHAPE) / 128).astype(np.float32)
 
 
-def _steady_output(quantizer: Quantizer, x: np.ndarray, what: str) -> QuantizerOutput:
+def _steady_output(quantizer: Quantizer, x: np.ndarray, tensor_name: str) -> QuantizerOutput:
     """The output on which repeated calls with x settle; ConformanceError if they do not."""
     for _ in range(_CALLS):
         quantizer.once(x)
@@ -103,7 +103,7 @@ def _steady_output(quantizer: Quantizer, x: np.ndarray, what: str) -> QuantizerO
     different = before.tensor != now.tensor
     at = np.unravel_index(int(np.argmax(different)), SHAPE) if different.any() else (0, 0)
     raise ConformanceError(
-        f"{quantizer.subject.name} does not repeat itself: after {_CALLS} calls with {what} "
+        f"{quantizer.subject.name} does not repeat itself: after {_CALLS} calls with {tensor_name} "
         f"{list(SHAPE)}, two more calls gave {before.tensor[at]} and {now.tensor[at]} for "
         f"x{[int(i) for i in at]} = {x[at]:g} (bits {bits_of(x[at], quantizer.dtype)}). Make "
         "its result depend on its input alone."

@@ -88,8 +88,8 @@ def identify_quantizer(
             device=device,
         )
     check_format(fmt)
-    wanted = None if expect is None else policy_data.by_name(expect)
-    if wanted is None and (granularity is not None or axis is not None):
+    expected = None if expect is None else policy_data.by_name(expect)
+    if expected is None and (granularity is not None or axis is not None):
         raise ValueError(
             "an expected granularity or axis needs an expected policy. Name one with --expect."
         )
@@ -113,17 +113,17 @@ def identify_quantizer(
         )
     at, along = group.granularity, -1 if group.axis is None else group.axis
     # One scale for a tensor takes a tensor for each amax: the smallest that the quantizer takes.
-    what = quantizer_inputs.identifying(found_fmt, quantizer.dtype)
+    amaxes = quantizer_inputs.identifying(found_fmt, quantizer.dtype)
     shape = (
         smallest_shape(quantizer, _TENSORWISE_SHAPES, lambda s: True)
         if at == "tensorwise"
         else SHAPE
     )
-    responses = outputs.ask(quantizer, what, shape, at, along)
+    responses = outputs.ask(quantizer, amaxes, shape, at, along)
     scale_layout = outputs.identify_returned(responses, at, along)
     considered = policy_match.considered(quantizer, responses, scale_layout)
     matched = policy_match.match_policies(
-        quantizer, responses, scale_layout, found_fmt, considered, wanted=wanted, shape=shape
+        quantizer, responses, scale_layout, found_fmt, considered, expected=expected, shape=shape
     )
     basis = matched.basis
     chosen = (basis or matched.nearest).candidate
@@ -155,13 +155,15 @@ def identify_quantizer(
             different = unexpected_rounding(
                 answers, chosen.fmt, float(answers.x.max()), chosen.policy.compute
             )
-        unexplained, asked = _unexplained(
+        unexplained, candidate = _unexplained(
             quantizer, matched, basis, scale_layout, cast_alone, different
         )
         if not unexplained:
             # Policies that agree so far may differ in other tensors.
-            others = [a.candidate for a in matched.agreements[1:]] if asked is chosen else []
-            more, beyond = _other_tensors(quantizer, [asked, *others], wanted, scale_layout, shape)
+            others = [a.candidate for a in matched.agreements[1:]] if candidate is chosen else []
+            more, beyond = _other_tensors(
+                quantizer, [candidate, *others], expected, scale_layout, shape
+            )
             findings += more
             limits += (
                 ["shapes, ragged blocks and strides of the dtypes after the first difference"]
@@ -176,10 +178,10 @@ def identify_quantizer(
     unlike = [*unlike, *misnamed, *beyond]
     # What was expected is compared separately: the function may be identified as something else.
     differences = []
-    if wanted is not None:
+    if expected is not None:
         differences = counterexamples.unexpected_policy(
             quantizer,
-            wanted,
+            expected,
             fmt,
             responses,
             scale_layout,
@@ -192,13 +194,13 @@ def identify_quantizer(
             group,
             granularity,
             axis,
-            Candidate(policy=wanted, scale_fmt=fmt, fmt=found_fmt),
+            Candidate(policy=expected, scale_fmt=fmt, fmt=found_fmt),
             scale_layout,
         )
         differences += counterexamples.transposed_scales(output, scale_layout)
         differences += [w for w in different if w not in differences]
         # A memory is a fault, except for te_delayed and flax, which keep a scale of earlier amaxes.
-        differences += [remembered.witness] if remembered.witness and not wanted.keeps else []
+        differences += [remembered.witness] if remembered.witness and not expected.keeps else []
         differences += [w for w in misnamed if w not in differences]
         differences += beyond if differences else []
     identified = bool(matched.agreements) and not unlike
@@ -207,7 +209,7 @@ def identify_quantizer(
         for f in findings
         if f.text == "not taken" and f.what.startswith("from ")
     ]
-    found = describe.result_dict(
+    fields = describe.result_dict(
         matched, chosen, group, scale_layout, rounding, quantizer, output, found_fmt, identified
     )
     return Outcome(
@@ -215,11 +217,11 @@ def identify_quantizer(
         kind="quantizer",
         fmt=fmt,
         framework=subject.framework,
-        found=found,
+        found=fields,
         findings=findings,
         identified=identified,
         summary=describe.summary(
-            matched, chosen, group, found, fmt, quantizer.memory, not beyond, identified
+            matched, chosen, group, fields, fmt, quantizer.memory, not beyond, identified
         )
         + (f"; it does not accept {' or '.join(untaken)}" if untaken else ""),
         named=bool(matched.agreements) and not different and chosen.scale_fmt.max == fmt.max,
@@ -230,7 +232,7 @@ def identify_quantizer(
     )
 
 
-def _of_scale_1(chosen: Candidate) -> float | None:
+def _scale_1_amax(chosen: Candidate) -> float | None:
     """The largest amax of scale 1: the max that is scaled to, less the margin; under
     ``exponents_up`` its power of two.
 
@@ -258,7 +260,7 @@ def identify_inner_cast(
 
     group    for each element, the index of its group, [M, K].
     """
-    fmt, largest = chosen.fmt, _of_scale_1(chosen)
+    fmt, largest = chosen.fmt, _scale_1_amax(chosen)
     if largest is None:
         return None
     limit = min(fmt.max, largest)
@@ -267,15 +269,15 @@ def identify_inner_cast(
     anchors = np.zeros(SHAPE, bool)
     anchors.reshape(-1)[np.unique(group.reshape(-1), return_index=True)[1]] = True
     room = int((~anchors).sum())
-    found = []
+    pieces = []
     for begin in range(0, x.size, room):
         some = x[begin : begin + room]
-        given = np.zeros(SHAPE, np.float32)
-        given[anchors] = largest
-        given[~anchors] = np.concatenate([some, np.zeros(room - some.size, np.float32)])
-        whole = quantizer.ask(rounded(given, quantizer.dtype))
-        found.append(whole.tensor[~anchors][: some.size])
-    output = Output(array=np.concatenate(found), dtype=whole.dtype)
+        tensor = np.zeros(SHAPE, np.float32)
+        tensor[anchors] = largest
+        tensor[~anchors] = np.concatenate([some, np.zeros(room - some.size, np.float32)])
+        whole = quantizer.ask(rounded(tensor, quantizer.dtype))
+        pieces.append(whole.tensor[~anchors][: some.size])
+    output = Output(array=np.concatenate(pieces), dtype=whole.dtype)
     a = Responses(x=x, source=quantizer.dtype, output=output, fmt=fmt, codes=output.codes(fmt))
     b = KNOWN_CASTS["saturating"].behavior(fmt)
     rounding = decisions.rounding(a, b)
@@ -297,12 +299,12 @@ def unexpected_rounding(
 
     A policy that computes in bfloat16 rounds to it before the cast (S-13).
     """
-    wanted = KNOWN_CASTS["saturating"].behavior(fmt)
+    expected_behavior = KNOWN_CASTS["saturating"].behavior(fmt)
     if compute is BFLOAT16:
-        wanted = decisions.with_double_rounding(
-            wanted, a.source, DoubleRounding(dtype=compute.name)
+        expected_behavior = decisions.with_double_rounding(
+            expected_behavior, a.source, DoubleRounding(dtype=compute.name)
         )
-    differs = a.mismatches(wanted, canonical=True)
+    differs = a.mismatches(expected_behavior, canonical=True)
     if not differs.any():
         return []
     # Numbers, quarter points and ties first: where they are wrong, the rounding or subnormals are.
@@ -315,7 +317,7 @@ def unexpected_rounding(
     at = simplest(a.x, among)
     if a.x[at] == 0:
         clause = "C-6"
-    shown = a.counterexample(at, wanted, f"S-5, {clause}")
+    shown = a.counterexample(at, expected_behavior, f"S-5, {clause}")
     return [dataclasses.replace(shown, input=f"{shown.input} next to {largest:g}, under scale 1")]
 
 
@@ -354,24 +356,24 @@ def _unexplained(
         # Its codes are wrong in a tensor of many groups, though its cast is right.
         return wrong, basis.candidate
     # Compare with the policy and this other rounding: what is left, the rounding does not explain.
-    asked = dataclasses.replace(basis.candidate, rounding=rounding, source=quantizer.dtype)
-    own = candidates.agreement(asked, *outputs.as_rows(matched.responses, scale_layout))
+    candidate = dataclasses.replace(basis.candidate, rounding=rounding, source=quantizer.dtype)
+    own = candidates.agreement(candidate, *outputs.as_rows(matched.responses, scale_layout))
     return counterexamples.for_policy(quantizer, matched, own, scale_layout) if matched.mismatches(
         own
-    ).any() else [], asked
+    ).any() else [], candidate
 
 
 def _other_tensors(
     quantizer: Quantizer,
-    asked: Sequence[Candidate],
-    wanted: ScalePolicy | None,
+    agreeing: Sequence[Candidate],
+    expected: ScalePolicy | None,
     scale_layout: ScaleLayout,
     shape: tuple[int, int],
 ) -> tuple[list[Finding], list[Counterexample]]:
     """Check other shapes, dtypes and strides with each candidate that agrees so far, the expected
     policy first.
     """
-    for candidate in sorted(asked, key=lambda c: c.policy != wanted):
+    for candidate in sorted(agreeing, key=lambda c: c.policy != expected):
         findings, beyond = layout_invariance.check(quantizer, candidate, scale_layout, shape)
         if not beyond:
             break

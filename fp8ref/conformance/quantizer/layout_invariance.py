@@ -66,29 +66,29 @@ def check(
 
     shape  of the tensors by which the policy of another dtype is checked.
     """
-    findings, found = list[Finding](), list[Counterexample]()
+    findings, counterexamples = list[Finding](), list[Counterexample]()
     by_dtype = {quantizer.dtype: candidate}
     for dtype in (quantizer.dtype, *(d for d in ("bfloat16", "float16") if d != quantizer.dtype)):
         other = replace(quantizer, dtype=dtype)
         if dtype != quantizer.dtype:
-            of, finding, wrong = check_dtype(
+            agreed, finding, wrong = check_dtype(
                 other, replace(candidate, source=dtype), scale_layout, shape
             )
-            findings, found = [*findings, finding], [*found, *wrong]
-            if of is None:
+            findings, counterexamples = [*findings, finding], [*counterexamples, *wrong]
+            if agreed is None:
                 continue
-            by_dtype[dtype] = of
+            by_dtype[dtype] = agreed
         subjects.check_no_reuse(other.subject, noise(), noise()[::-1], dtype, arrays_of)
         for check_one in (check_shapes, check_ragged_blocks, check_strides):
-            if not found:
-                more, found = check_one(
+            if not counterexamples:
+                more, counterexamples = check_one(
                     other, by_dtype[dtype], scale_layout, large=dtype == quantizer.dtype
                 )
                 findings += [
                     f if dtype == quantizer.dtype else replace(f, what=f"{f.what} of {dtype}")
                     for f in more
                 ]
-    return findings, found
+    return findings, counterexamples
 
 
 def check_shapes(
@@ -108,21 +108,23 @@ def check_shapes(
         else []
     )
     shapes = [shape[::-1] if scale_layout.axis == 0 else shape for shape in sizes]
-    taken, refused, found, lost = _compared(quantizer, candidate, scale_layout, shapes)
+    accepted, refused, counterexamples, lost = _compared(quantizer, candidate, scale_layout, shapes)
     evidence = (
-        f"{_listed(taken)}: the same policy, also with the largest element, a NaN or an "
+        f"{_listed(accepted)}: the same policy, also with the largest element, a NaN or an "
         "infinity of either sign last in its group or inside"
     )
     evidence += f"; it raises for {_listed(refused)}" if refused else ""
-    text = "not all alike" if found else "all alike"
+    text = "not all alike" if counterexamples else "all alike"
     unasked = [f"shapes {_listed(refused)}, for which it raises"] if refused else []
-    unasked += [f"more than {max(a * b for a, b in taken):,} elements"] if taken and large else []
+    unasked += (
+        [f"more than {max(a * b for a, b in accepted):,} elements"] if accepted and large else []
+    )
     findings = [
         Finding(
             what="shapes",
-            value=not found,
+            value=not counterexamples,
             words=text,
-            evidence=str(found[0]) if found else evidence,
+            evidence=str(counterexamples[0]) if counterexamples else evidence,
             unasked=tuple(unasked),
         )
     ]
@@ -132,7 +134,7 @@ def check_shapes(
         )
         for w in lost
     ]
-    return findings, found
+    return findings, counterexamples
 
 
 def check_ragged_blocks(
@@ -145,25 +147,27 @@ def check_ragged_blocks(
     shapes = ragged_blocks.shapes(scale_layout)
     if not shapes:
         return [], []
-    taken, refused, found, _ = _compared(quantizer, candidate, scale_layout, shapes)
-    evidence = f"{_listed(taken)}: as with zeros behind" if taken else ""
+    accepted, refused, counterexamples, _ = _compared(quantizer, candidate, scale_layout, shapes)
+    evidence = f"{_listed(accepted)}: as with zeros behind" if accepted else ""
     evidence += (
-        f"{'; ' * bool(taken)}it raises, or gives another shape, for {_listed(refused)}"
+        f"{'; ' * bool(accepted)}it raises, or gives another shape, for {_listed(refused)}"
         if refused
         else ""
     )
-    text = "not all alike" if found else "as with zeros behind" if taken else "not taken"
+    text = (
+        "not all alike" if counterexamples else "as with zeros behind" if accepted else "not taken"
+    )
     unasked = (f"ragged last blocks: it does not take {_listed(refused)}",) if refused else ()
-    evidence = str(found[0]) if found else evidence
+    evidence = str(counterexamples[0]) if counterexamples else evidence
     return [
         Finding(
             what="ragged blocks",
-            value=not found if taken else None,
+            value=not counterexamples if accepted else None,
             words=text,
             evidence=evidence,
             unasked=unasked,
         )
-    ], found
+    ], counterexamples
 
 
 def _compared(
@@ -177,7 +181,12 @@ def _compared(
     """The shapes taken, those refused, the first counterexample, and the first of a NaN that XLA's
     max loses.
     """
-    taken, refused, found, lost = [], [], list[Counterexample](), list[Counterexample]()
+    accepted, refused, counterexamples, lost = (
+        [],
+        [],
+        list[Counterexample](),
+        list[Counterexample](),
+    )
     for shape in shapes:
         try:
             for tensor in planted_tensors.tensors(shape, scale_layout, quantizer):
@@ -193,7 +202,7 @@ def _compared(
                 ):
                     lost = lost or unexplained
                 else:
-                    found = found or unexplained
+                    counterexamples = counterexamples or unexplained
         except RefusedError:
             refused.append(shape)
         except WrongShapeError:
@@ -201,8 +210,8 @@ def _compared(
                 raise
             refused.append(shape)
         else:
-            taken.append(shape)
-    return taken, refused, found, lost
+            accepted.append(shape)
+    return accepted, refused, counterexamples, lost
 
 
 def check_strides(
@@ -213,20 +222,20 @@ def check_strides(
         planted_tensors.random((128, 256), quantizer),
         *planted_tensors.tensors((128, 256), scale_layout, quantizer),
     ]
-    taken, refused, found = [], [], list[Counterexample]()
+    accepted, refused, counterexamples = [], [], list[Counterexample]()
     for view in VIEWS if quantizer.subject.framework != "jax" else ():
         try:
             outputs_of_view = [quantizer.ask(tensor.x, view=view) for tensor in tensors]
         except RefusedError:
             refused.append(view)
             continue
-        taken.append(view)
+        accepted.append(view)
         for tensor, output in zip(tensors, outputs_of_view, strict=True):
-            found = found or [
+            counterexamples = counterexamples or [
                 replace(w, input=f"{w.input}, {view} in memory")
                 for w in _counterexample(tensor, output, candidate, scale_layout, quantizer.dtype)
             ]
-    return [strides_finding(taken, refused, found)], found
+    return [strides_finding(accepted, refused, counterexamples)], counterexamples
 
 
 def check_dtype(
@@ -263,9 +272,9 @@ def check_dtype(
     same_decisions = [
         p for p in policy_data.POLICIES.values() if _decisions(p) == _decisions(candidate.policy)
     ]
-    rows, of_rows = outputs.as_rows(responses, scale_layout)
+    rows, row_layout = outputs.as_rows(responses, scale_layout)
     agreements = [
-        candidates.agreement(replace(candidate, policy=p), rows, of_rows)
+        candidates.agreement(replace(candidate, policy=p), rows, row_layout)
         for p in sorted(same_decisions, key=lambda p: p != candidate.policy)
     ]
     considered = policy_match.considered(quantizer, responses, scale_layout)

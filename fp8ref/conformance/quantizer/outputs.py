@@ -60,9 +60,9 @@ class QuantizerOutput:
     @property
     def tensor(self) -> np.ndarray:
         """The codes, or else the values."""
-        found = self.codes if self.codes is not None else self.values
-        assert found is not None
-        return found
+        elements = self.codes if self.codes is not None else self.values
+        assert elements is not None
+        return elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +88,9 @@ class Quantizer:
 
         Raises:   ConformanceError: as Subject.ask and read.
         """
-        found = self.subject.ask(x, self.dtype, view=view)
+        raw_output = self.subject.ask(x, self.dtype, view=view)
         try:
-            return read(found, x)
+            return read(raw_output, x)
         except Exception as error:  # lazy arrays, such as those of a GPU, may raise only here
             raise (WrongShapeError if isinstance(error, WrongShapeError) else ConformanceError)(
                 f"{self.subject.name} for "
@@ -98,30 +98,38 @@ class Quantizer:
             ) from error
 
 
-def arrays_of(found: Any) -> list[np.ndarray]:
+def arrays_of(raw_output: Any) -> list[np.ndarray]:
     """All arrays among the parts of what was returned."""
-    return [made[0] for part in parts_of(found).values() if (made := array_of(part)) is not None]
+    return [
+        named_array[0]
+        for part in parts_of(raw_output).values()
+        if (named_array := array_of(part)) is not None
+    ]
 
 
-def read(found: Any, x: np.ndarray) -> QuantizerOutput:
+def read(raw_output: Any, x: np.ndarray) -> QuantizerOutput:
     """What a quantizer returned for x, taken apart.
 
     Raises:   WrongShapeError: no part is an array of x's shape that holds codes or values.
     """
-    parts = parts_of(found)
-    arrays = {name: made for name, part in parts.items() if (made := array_of(part)) is not None}
+    parts = parts_of(raw_output)
+    arrays = {
+        name: named_array
+        for name, part in parts.items()
+        if (named_array := array_of(part)) is not None
+    }
     fitting = {name: dtype for name, (a, dtype) in arrays.items() if a.shape == x.shape}
     codes_first = [n for n, dtype in fitting.items() if _is_codes(n, dtype, len(arrays))] + [
         n for n, d in fitting.items() if d in FLOATS
     ]
     main = codes_first[0] if codes_first else None
     if main is None:
-        given = (
+        description = (
             ", ".join(f"{dtype} {list(a.shape)}" for a, dtype in arrays.values())
-            or type(found).__name__
+            or type(raw_output).__name__
         )
         raise WrongShapeError(
-            f"it gives {given}; a quantizer gives codes (uint8 or float8) or values of the "
+            f"it gives {description}; a quantizer gives codes (uint8 or float8) or values of the "
             f"shape {list(x.shape)}, alone or with scales. Return (codes, scale)."
         )
     tensor, dtype = arrays.pop(main)
@@ -139,26 +147,26 @@ def read(found: Any, x: np.ndarray) -> QuantizerOutput:
     )
 
 
-def parts_of(found: Any) -> dict[str, Any]:
+def parts_of(raw_output: Any) -> dict[str, Any]:
     """The parts by name: attributes, or items of a dict or sequence; else the whole."""
-    if isinstance(found, np.ndarray):  # its attribute ``data`` is a buffer, and no codes
-        return {"": found}
-    if isinstance(found, Mapping):
-        return {str(key): value for key, value in found.items()}
-    if hasattr(found, "_asdict"):
-        return dict(found._asdict())
-    if isinstance(found, tuple | list):
-        return {f"[{i}]": part for i, part in enumerate(found)}
+    if isinstance(raw_output, np.ndarray):  # its attribute ``data`` is a buffer, and no codes
+        return {"": raw_output}
+    if isinstance(raw_output, Mapping):
+        return {str(key): value for key, value in raw_output.items()}
+    if hasattr(raw_output, "_asdict"):
+        return dict(raw_output._asdict())
+    if isinstance(raw_output, tuple | list):
+        return {f"[{i}]": part for i, part in enumerate(raw_output)}
     codes, scales = (
-        [name for name in names if hasattr(found, name)] for names in (_CODES, _SCALES)
+        [name for name in names if hasattr(raw_output, name)] for names in (_CODES, _SCALES)
     )
     if codes and scales:
         return {
-            name: getattr(found, name)
+            name: getattr(raw_output, name)
             for name in (codes[0], *scales)
-            if not callable(getattr(found, name))
+            if not callable(getattr(raw_output, name))
         }
-    return {"": found}
+    return {"": raw_output}
 
 
 def array_of(part: Any) -> tuple[np.ndarray, str] | None:
@@ -218,8 +226,12 @@ class ScaleLayout:
 
     def is_transposed(self, shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
         """Whether this is the transposed shape of the scales of a tensor of shape ``of``."""
-        wanted = self.shape(of)
-        return len(wanted) == 2 and wanted[0] != wanted[1] and tuple(shape) == wanted[::-1]
+        expected_shape = self.shape(of)
+        return (
+            len(expected_shape) == 2
+            and expected_shape[0] != expected_shape[1]
+            and tuple(shape) == expected_shape[::-1]
+        )
 
     @property
     def scale(self) -> str | None:
@@ -254,17 +266,17 @@ class Response:
 
 
 def ask(
-    quantizer: Quantizer, what: Amaxes, shape: tuple[int, int], granularity: str, axis: int
+    quantizer: Quantizer, amaxes: Amaxes, shape: tuple[int, int], granularity: str, axis: int
 ) -> list[Response]:
     """The responses to all amaxes, one for each group of a tensor; groups left over are zeros."""
     group = quantizer_inputs.groups(shape, granularity, axis)
     count = int(group.max()) + 1
     responses = []
-    for begin in range(0, what.largest.size, count):
-        some, kinds = what.largest[begin : begin + count], what.kind[begin : begin + count]
+    for begin in range(0, amaxes.largest.size, count):
+        some, kinds = amaxes.largest[begin : begin + count], amaxes.kind[begin : begin + count]
         missing = count - some.size
         largest = np.concatenate([some, np.zeros(missing, np.float32)])
-        beside = np.pad(what.beside[begin : begin + count], ((0, missing), (0, 0)))
+        beside = np.pad(amaxes.beside[begin : begin + count], ((0, missing), (0, 0)))
         kind = np.concatenate([kinds, np.full(missing, AMAX_RANGES.index("zero"))])
         x = quantizer_inputs.tensor(largest, beside, group, quantizer.dtype)
         try:
@@ -280,11 +292,11 @@ def ask(
 
 def _refused(quantizer: Quantizer, x: np.ndarray, amax: np.ndarray, group: np.ndarray) -> float:
     """The first amax that makes it raise with zeros in all other groups; else the first amax."""
-    for i, one in enumerate(amax):
+    for i, value in enumerate(amax):
         try:
             quantizer.ask(np.where(group == i, x, np.float32(0)))
         except RefusedError:
-            return float(one)
+            return float(value)
     return float(amax[0])
 
 
@@ -295,7 +307,7 @@ def identify_returned(responses: Sequence[Response], granularity: str, axis: int
 
     Raises:   ConformanceError: an array does not have one number for each group.
     """
-    amax, found, scale_layout = (
+    amax, kinds, scale_layout = (
         np.concatenate([a.amax for a in responses]),
         {},
         ScaleLayout(granularity=granularity, axis=axis),
@@ -305,12 +317,12 @@ def identify_returned(responses: Sequence[Response], granularity: str, axis: int
         # Both amaxes are among those asked, and exact in every dtype.
         low, high = (float(values[np.argmax(amax == np.float32(v))]) for v in (1, 1024))
         if np.array_equal(values, amax, equal_nan=True) or name.strip("_").lower() == "amax":
-            found[name] = "amax"
+            kinds[name] = "amax"
         elif low > high:
-            found[name] = "scale"
+            kinds[name] = "scale"
         elif low < high:
-            found[name] = "scale_inv"
-    return replace(scale_layout, kinds=found)
+            kinds[name] = "scale_inv"
+    return replace(scale_layout, kinds=kinds)
 
 
 def per_group(a: Response, name: str, scale_layout: ScaleLayout) -> np.ndarray:

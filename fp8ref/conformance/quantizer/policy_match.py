@@ -66,18 +66,18 @@ def match_policies(
     found_fmt: Format,
     considered: np.ndarray,
     *,
-    wanted: ScalePolicy | None,
+    expected: ScalePolicy | None,
     shape: tuple[int, int],
 ) -> PolicyMatch:
     """The policies that agree with all responses that count, else the nearest one and how the
     quantizer departs from it.
 
-    wanted  of equal deviations, that from this policy is named.
-    shape   of a tensor with which the least eps is asked for, if no scale is returned.
+    expected  of equal deviations, that from this policy is named.
+    shape     of a tensor with which the least eps is asked for, if no scale is returned.
     """
     flushing = quantizer.subject.framework == "jax"
-    rows, of_rows = outputs.as_rows(responses, scale_layout)
-    tied, best = _named(rows, of_rows, found_fmt, considered, flushing=flushing)
+    rows, row_layout = outputs.as_rows(responses, scale_layout)
+    tied, best = _named(rows, row_layout, found_fmt, considered, flushing=flushing)
     as_named = PolicyMatch(
         agreements=tied,
         nearest=best,
@@ -91,26 +91,26 @@ def match_policies(
     if len(rows) == 1:
         search = Search(
             rows=outputs.some_rows(rows[0], np.arange(rows[0].amax.size), deviation_search.WIDTH),
-            scale_layout=of_rows,
+            scale_layout=row_layout,
             considered=considered,
             fmt=found_fmt,
             flushing=flushing,
             underflow=deviation_search.asked_for_underflow(quantizer, shape),
         )
-        partial = search.run(sorted(policy_data.POLICIES.values(), key=lambda p: p != wanted))
-        deviating = partial and candidates.agreement(partial.candidate, rows, of_rows)
+        partial = search.run(sorted(policy_data.POLICIES.values(), key=lambda p: p != expected))
+        deviating = partial and candidates.agreement(partial.candidate, rows, row_layout)
     # Codes that are wrong beside right scales: the cast decides them, unless a deviation explains
     # every one.
     if tied and (deviating is None or as_named.mismatches(deviating).any()):
         return as_named
     # Deviations must explain more than the best policy does as it is.
     if deviating is None or score(deviating, considered) <= score(best, considered):
-        nearest, text, explained = match_ratio(best, rows, of_rows)
+        nearest, text, explained = match_ratio(best, rows, row_layout)
         return dataclasses.replace(
             as_named, nearest=nearest, deviation=text, explained=explained | nearest.both
         )
     plain = candidates.agreement(
-        dataclasses.replace(deviating.candidate, deviation=NO_DEVIATION), rows, of_rows
+        dataclasses.replace(deviating.candidate, deviation=NO_DEVIATION), rows, row_layout
     )
     return PolicyMatch(
         agreements=[],
@@ -159,17 +159,17 @@ def _named(
             ]
             # A few elements of ordinary groups rule out most candidates cheaply.
             likely = [c for c in tried if candidates.agrees(c, sample, scale_layout)]
-            found = [candidates.agreement(c, rows, scale_layout) for c in likely]
-            agreed = [a for a in found if (a.deciding | ~considered).all()]
+            agreements = [candidates.agreement(c, rows, scale_layout) for c in likely]
+            agreed = [a for a in agreements if (a.deciding | ~considered).all()]
             if agreed:
                 top_score = max(score(a, considered) for a in agreed)
                 tied = [a for a in agreed if score(a, considered) == top_score]
                 return tied, tied[0]
             # The nearest policy is that of the first stage: most likely it is meant, and wrong.
             if best is None:
-                found = [candidates.agreement(c, rows, scale_layout) for c in tried]
+                agreements = [candidates.agreement(c, rows, scale_layout) for c in tried]
                 best = max(
-                    found,
+                    agreements,
                     key=lambda a: (
                         bool(a.codes[ordinary(rows)].all()),
                         -a.ulps,
@@ -229,15 +229,15 @@ def _ratios(
     name = scale_layout.scale
     if name is None:
         return np.zeros(0)
-    found = []
+    ratios = []
     for a in sample:
         expected = np.reshape(
             getattr(candidate.scales(a.x, scale_layout), scale_layout.kinds[name]), -1
         )
         with np.errstate(all="ignore"):
             ratio = outputs.per_group(a, name, scale_layout).astype(np.float64) / expected
-            found.append(ratio if scale_layout.kinds[name] == "scale" else 1 / ratio)
-    return np.concatenate(found)
+            ratios.append(ratio if scale_layout.kinds[name] == "scale" else 1 / ratio)
+    return np.concatenate(ratios)
 
 
 def considered(
@@ -272,16 +272,16 @@ def loses_nan(quantizer: Quantizer, x: np.ndarray, scale_layout: ScaleLayout) ->
     # Along the axes that a JAX quantizer reduces: whether XLA loses a NaN depends on them.
     block = by_name(scale_layout.granularity)
     if scale_layout.granularity == "tensorwise":
-        found = jnp.max(magnitudes)[None]
+        maxima = jnp.max(magnitudes)[None]
     elif block.reduced is None:
-        found = jnp.max(magnitudes, axis)
+        maxima = jnp.max(magnitudes, axis)
     else:  # the parts of lines in a block, for blocks of several lines too
         lines = magnitudes if axis == -1 else magnitudes.T
-        found = jnp.max(lines.reshape(len(lines), -1, block.reduced), -1)
+        maxima = jnp.max(lines.reshape(len(lines), -1, block.reduced), -1)
     nan = np.isnan(x)
-    wanted = nan.any() if scale_layout.granularity == "tensorwise" else nan.any(axis=axis)
-    lines_lost = ~np.isnan(np.asarray(found)).reshape(np.size(wanted), -1).any(axis=1)
-    return bool(np.any(lines_lost & np.reshape(wanted, -1)))
+    has_nan = nan.any() if scale_layout.granularity == "tensorwise" else nan.any(axis=axis)
+    lines_lost = ~np.isnan(np.asarray(maxima)).reshape(np.size(has_nan), -1).any(axis=1)
+    return bool(np.any(lines_lost & np.reshape(has_nan, -1)))
 
 
 def ordinary(responses: Sequence[Response]) -> np.ndarray:

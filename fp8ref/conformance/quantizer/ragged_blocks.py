@@ -24,7 +24,7 @@ def shapes(scale_layout: ScaleLayout) -> list[tuple[int, int]]:
     block = by_name(scale_layout.granularity).reduced
     if block is None:
         return []
-    found = [
+    row_shapes = [
         (1, 3),
         (3, block // 2 + 1),
         (4, block + 1),
@@ -33,7 +33,7 @@ def shapes(scale_layout: ScaleLayout) -> list[tuple[int, int]]:
         (5, 3 * block - 8),
         (2, 8192 + block // 2),
     ]
-    return [shape[::-1] if scale_layout.axis == 0 else shape for shape in found]
+    return [shape[::-1] if scale_layout.axis == 0 else shape for shape in row_shapes]
 
 
 def is_ragged(shape: tuple[int, ...], scale_layout: ScaleLayout) -> bool:

@@ -73,8 +73,8 @@ class Attention:
             raise ValueError(f"a shape is {AXES} with Hkv dividing H; got {self.shape}.")
         if VARIANTS[self.variant].granularity == "mx_1x32" and d % 32:
             raise ValueError(f"variant {self.variant!r} needs D divisible by 32; got {self.shape}.")
-        variants.by_name(self.variant).tile(d, self.of_mask)
-        cap, sinks = self.of_softcap, self.of_sinks
+        variants.by_name(self.variant).tile(d, self.parsed_mask)
+        cap, sinks = self.parsed_softcap, self.parsed_sinks
         if cap is not None and not 0 < cap < math.inf:
             raise ValueError(
                 f"a softcap is a positive number, or none; got {self.softcap!r}. Write it like 50."
@@ -91,7 +91,7 @@ class Attention:
         return quantize.dims(self.shape, AXES)
 
     @property
-    def of_mask(self) -> Mask:
+    def parsed_mask(self) -> Mask:
         """The mask itself. ValueError for a window that is none."""
         window = None
         if self.window != "none":
@@ -110,17 +110,17 @@ class Attention:
         )
 
     @property
-    def of_softcap(self) -> float | None:
+    def parsed_softcap(self) -> float | None:
         """The softcap; ValueError for text that is no number."""
-        found = _numbers(self.softcap, "a softcap")
-        if found is not None and len(found) != 1:
+        numbers = _numbers(self.softcap, "a softcap")
+        if numbers is not None and len(numbers) != 1:
             raise ValueError(
                 f"a softcap is one number, or none; got {self.softcap!r}. Write it like 50."
             )
-        return None if found is None else float(found[0])
+        return None if numbers is None else float(numbers[0])
 
     @property
-    def of_sinks(self) -> np.ndarray | None:
+    def parsed_sinks(self) -> np.ndarray | None:
         """The sinks, float32; ValueError for text that is no numbers."""
         return _numbers(self.sinks, "sinks")
 
@@ -148,7 +148,7 @@ class Attention:
 
     def line(self, bits: list[np.ndarray]) -> str:
         """The line of these tensors."""
-        return " ".join([self.shape, *(text.join(one, 16) for one in bits)])
+        return " ".join([self.shape, *(text.join(array, 16) for array in bits)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,13 +188,13 @@ def verify(
             pairs.append(("lse", _float32(vector, 5, shape_o[:3], "lse")))
         inputs = question.line(bits)
         kind = verdict.kind(inputs)
-        q, k, v = (dtypes.values(one, _BFLOAT16) for one in bits)
+        q, k, v = (dtypes.values(array, _BFLOAT16) for array in bits)
         with vector.named():
             result = _forward(question, q, k, v)
-        for what, found in pairs:
-            expected = result.o if what == "o" else result.lse
-            differ = ~((found == expected) | (np.isnan(found) & np.isnan(expected)))
-            if _fails(differ, found, expected, rules):
+        for name, values in pairs:
+            expected = result.o if name == "o" else result.lse
+            differ = ~((values == expected) | (np.isnan(values) & np.isnan(expected)))
+            if _fails(differ, values, expected, rules):
                 break
         else:
             verdict.add(vector.line, inputs, kind, differs=False)
@@ -203,23 +203,23 @@ def verify(
             i = int(np.argmax(differ.ravel()))
             count = f"{int(differ.sum())} of {differ.size} values differ"
             why = {
-                "vector": f"{kind}, {what}{quantize.at(i, differ.shape)}",
+                "vector": f"{kind}, {name}{quantize.at(i, differ.shape)}",
                 "expected": _shown(expected.ravel()[i]),
-                "got": _shown(found.ravel()[i]),
+                "got": _shown(values.ravel()[i]),
                 "rule": f"variant {question.variant} (A-1). {count}. "
                 f"{_guess(question, q, k, v, pairs[0][1])}".strip(),
             }
             verdict.show(vector.line, kind, why)
 
 
-def _fails(differ: np.ndarray, found: np.ndarray, expected: np.ndarray, rules: Rules) -> bool:
+def _fails(differ: np.ndarray, values: np.ndarray, expected: np.ndarray, rules: Rules) -> bool:
     if rules.exponentials == "exact" or not differ.any():
         return bool(differ.any())
-    far = differ & ~comparison.close(found, expected)
+    far = differ & ~comparison.close(values, expected)
     return int(far.sum()) > max(1, (1 - comparison.NEAR) * far.size)
 
 
-def _guess(question: Attention, q, k, v, found: np.ndarray) -> str:
+def _guess(question: Attention, q, k, v, outputs: np.ndarray) -> str:
     """A sentence: which other variant, or wrong use of a softcap or sinks, gives these outputs; ''
     if none does.
     """
@@ -228,9 +228,13 @@ def _guess(question: Attention, q, k, v, found: np.ndarray) -> str:
             other = _forward(question, q, k, v, variant=name).o
         except ValueError:  # features that it does not take
             continue
-        if name != question.variant and np.array_equal(found, other):
+        if name != question.variant and np.array_equal(outputs, other):
             return f"The answer is what variant {name} gives."
-    cap, sinks, scale = question.of_softcap, question.of_sinks, 1 / math.sqrt(question.dims[5])
+    cap, sinks, scale = (
+        question.parsed_softcap,
+        question.parsed_sinks,
+        1 / math.sqrt(question.dims[5]),
+    )
     wrong: dict[str, dict] = {}
     if cap is not None:
         wrong["no softcap"] = {"softcap": None}
@@ -239,19 +243,19 @@ def _guess(question: Attention, q, k, v, found: np.ndarray) -> str:
         wrong["no sinks"] = {"sinks": None}
         wrong["sinks times the softmax scale"] = {"sinks": sinks * np.float32(scale)}
         wrong["sinks of the heads in reverse"] = {"sinks": sinks[::-1]}
-    for said, changes in wrong.items():
-        if np.array_equal(found, _forward(question, q, k, v, **changes).o):
-            return f"The answer is what {said} gives."
+    for description, changes in wrong.items():
+        if np.array_equal(outputs, _forward(question, q, k, v, **changes).o):
+            return f"The answer is what {description} gives."
     return ""
 
 
 def _forward(question: Attention, q, k, v, **changes) -> attention.Result:
-    given: dict = {
+    options: dict = {
         "variant": question.variant,
-        "softcap": question.of_softcap,
-        "sinks": question.of_sinks,
+        "softcap": question.parsed_softcap,
+        "sinks": question.parsed_sinks,
     } | changes
-    return attention.forward(q, k, v, mask=question.of_mask, **given)
+    return attention.forward(q, k, v, mask=question.parsed_mask, **options)
 
 
 def _numbers(text: str, name: str) -> np.ndarray | None:
@@ -302,14 +306,14 @@ def _bits(pattern: str, role: str, shape: tuple[int, ...], seed: int) -> np.ndar
             else dtypes.bits(integers, _BFLOAT16).astype(np.uint16)
             | np.where(integers > 0, sign, 0)
         )
-    found = ordinary
+    bits = ordinary
     # of the first query and the key of the seed's number
     if pattern == "one large score" and role == "k":
-        found = ordinary.copy()
-        found[:, :, seed // 3 % shape[2]] += np.uint16(3 << 7)
+        bits = ordinary.copy()
+        bits[:, :, seed // 3 % shape[2]] += np.uint16(3 << 7)
     # the second half of the keys negates the first
     if pattern == "opposite values" and role == "v":
         half = shape[2] // 2
-        found = ordinary.copy()
-        found[:, :, half : 2 * half] = found[:, :, :half] ^ np.uint16(0x8000)
-    return found.astype(np.uint16)
+        bits = ordinary.copy()
+        bits[:, :, half : 2 * half] = bits[:, :, :half] ^ np.uint16(0x8000)
+    return bits.astype(np.uint16)

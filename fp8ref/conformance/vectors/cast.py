@@ -69,7 +69,7 @@ class Cast:
     def kinds(self, bits: np.ndarray) -> np.ndarray:
         """For each input, an index of kinds.CASTS."""
         source = dtypes.by_name(self.source)
-        return kinds.of_casts(dtypes.values(bits, source), source, self.fmt)
+        return kinds.cast_kinds(dtypes.values(bits, source), source, self.fmt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,39 +98,39 @@ def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict
     answered: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in text.batches(vectors):
         bits = np.array([v.number(0, source.bits, f"a {source.name}") for v in batch], np.uint64)
-        found = np.array([v.number(1, fmt.bits, f"a code of {fmt}") for v in batch], np.uint8)
+        codes = np.array([v.number(1, fmt.bits, f"a code of {fmt}") for v in batch], np.uint8)
         x = dtypes.values(bits, source)
         expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
-        differ = (cast.canonical_nans(found, fmt) != expected) & explain.has_code(x, fmt)
-        lines, of_kinds = question.lines(bits), question.kinds(bits)
-        answered.append((x, found))
+        differ = (cast.canonical_nans(codes, fmt) != expected) & explain.has_code(x, fmt)
+        lines, kind_indices = question.lines(bits), question.kinds(bits)
+        answered.append((x, codes))
         for i, vector in enumerate(batch):
-            kind = kinds.CASTS[of_kinds[i]]
+            kind = kinds.CASTS[kind_indices[i]]
             if verdict.add(vector.line, lines[i], kind, differs=differ[i]):
                 verdict.show(
-                    vector.line, kind, _why(question, rules, kind, lines[i], x[i], int(found[i]))
+                    vector.line, kind, _why(question, rules, kind, lines[i], x[i], int(codes[i]))
                 )
     if verdict.differ:  # only all answers together can tell which other rule was followed
-        x, found = (np.concatenate(parts) for parts in zip(*answered, strict=True))
-        note = explain.cast_note(x, found, fmt, rounding=rules.rounding, saturate=rules.saturate)
+        x, codes = (np.concatenate(parts) for parts in zip(*answered, strict=True))
+        note = explain.cast_note(x, codes, fmt, rounding=rules.rounding, saturate=rules.saturate)
         verdict.notes.extend([note] if note else [])
 
 
-def _why(question: Cast, rules: Rules, kind: str, line: str, x, found: int) -> dict[str, str]:
+def _why(question: Cast, rules: Rules, kind: str, line: str, x, code: int) -> dict[str, str]:
     fmt = question.fmt
     expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
     guess = explain.cast_guess(
         np.reshape(x, 1),
-        np.full(1, found, np.uint8),
+        np.full(1, code, np.uint8),
         fmt,
         rounding=rules.rounding,
         saturate=rules.saturate,
     )
-    given = f" The answer is what {' or '.join(guess)} gives." if guess else ""
+    sentence = f" The answer is what {' or '.join(guess)} gives." if guess else ""
     rule = explain.cast_rule(kind, fmt, rounding=rules.rounding, saturate=rules.saturate)
     return {
         "vector": f"{line}, {question.source} {explain.decimal(x)} ({kind})",
         "expected": explain.code(int(expected), fmt),
-        "got": explain.code(found, fmt),
-        "rule": f"{rule}.{given}",
+        "got": explain.code(code, fmt),
+        "rule": f"{rule}.{sentence}",
     }

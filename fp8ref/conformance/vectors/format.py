@@ -175,18 +175,18 @@ def _settings(number: int, text: str, operation: str) -> dict[str, str]:
             f"a header is '# fp8ref vectors {VERSION}: OPERATION KEY=VALUE ...'; got "
             f"{short(text)!r}. Copy the header of gen.",
         )
-    version, asked, settings = match.groups()
+    version, stated, settings = match.groups()
     if int(version) != VERSION:
         raise MalformedError(
             number,
             f"these are vectors of version {version}; this fp8ref judges version {VERSION}. Use "
             "the fp8ref that made them.",
         )
-    if asked != operation:
+    if stated != operation:
         raise MalformedError(
             number,
-            f"these are vectors of {asked!r}, not of {operation!r}. Use fp8ref vectors verify "
-            f"{asked}.",
+            f"these are vectors of {stated!r}, not of {operation!r}. Use fp8ref vectors verify "
+            f"{stated}.",
         )
     return dict(setting.split("=", 1) for setting in settings.split())
 

@@ -135,10 +135,10 @@ def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict
         m, n, k = vector.shape(0, FIELDS[0])
         a = _read(vector, 1, (m, k), question.format, question.granularity, "a")
         b = _read(vector, 3, (n, k), question.format_b, question.granularity, "b")
-        found_bits = vector.numbers(
+        value_bits = vector.numbers(
             5, out.bits, (m, n), f"the values, {out.name}, of M x N = {m} x {n}"
         )
-        found = dtypes.values(found_bits, out).astype(np.float32)
+        values = dtypes.values(value_bits, out).astype(np.float32)
         with vector.named():
             expected = gemm.matmul(
                 a,
@@ -147,9 +147,9 @@ def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict
                 epilogue=rules.epilogue,
                 out_dtype=FORMATS[question.out_dtype],
             )
-        differ = _differ(found, expected)
+        differ = _differ(values, expected)
         if rules.bound:
-            distance = _distance(a, b, found, expected, rules, out)
+            distance = _distance(a, b, values, expected, rules, out)
             worst = max(worst, float(distance.max()))
             differ &= ~(distance <= 1)
         inputs = question.line(a, b)
@@ -159,9 +159,9 @@ def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict
             why = {
                 "vector": f"{kind} operands, element{quantize.at(i, (m, n))}",
                 "expected": _shown(expected.ravel()[i], out),
-                "got": _shown(found.ravel()[i], out),
+                "got": _shown(values.ravel()[i], out),
                 "rule": f"{_rule(rules, question)}. {int(differ.sum())} of {differ.size} values "
-                f"differ. {_guess(a, b, found, rules, question)}".strip(),
+                f"differ. {_guess(a, b, values, rules, question)}".strip(),
             }
             if rules.bound:
                 why["rule"] = f"{distance.ravel()[i]:.3g} of the bound (B-1). {why['rule']}"
@@ -175,7 +175,7 @@ def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict
 def _distance(
     a: Quantized,
     b: Quantized,
-    found: np.ndarray,
+    values: np.ndarray,
     expected: np.ndarray,
     rules: Rules,
     out: dtypes.Source,
@@ -183,15 +183,15 @@ def _distance(
     """The distance in units of B-1's bound; infinite where one side alone is not finite."""
     with np.errstate(all="ignore"):
         within = bounds.bound(
-            a, b, found, expected, out_dtype=FORMATS[out.name], epilogue=rules.epilogue
+            a, b, values, expected, out_dtype=FORMATS[out.name], epilogue=rules.epilogue
         )
-        distance = np.abs(found.astype(np.float64) - expected) / within
-    distance = np.where(_differ(found, expected), distance, 0)
-    return np.where(np.isfinite(found) & np.isfinite(expected) | (distance == 0), distance, np.inf)
+        distance = np.abs(values.astype(np.float64) - expected) / within
+    distance = np.where(_differ(values, expected), distance, 0)
+    return np.where(np.isfinite(values) & np.isfinite(expected) | (distance == 0), distance, np.inf)
 
 
 def _rule(rules: Rules, question: Gemm) -> str:
-    how = {
+    sum_texts = {
         "exact": "the exact sum, rounded once to float32 (G-2)",
         "f32": "float32 sums in the order of K (G-3)",
     }
@@ -204,29 +204,35 @@ def _rule(rules: Rules, question: Gemm) -> str:
         ", block by block (G-13)" if granularities.by_name(question.granularity).reduced else ""
     )
     return (
-        f"{how.get(rules.accumulate, f'{rules.accumulate} (G-10, G-12)')}{blocks}, then "
+        f"{sum_texts.get(rules.accumulate, f'{rules.accumulate} (G-10, G-12)')}{blocks}, then "
         f"{rules.epilogue} ({clause})"
     )
 
 
-def _guess(a: Quantized, b: Quantized, found: np.ndarray, rules: Rules, question: Gemm) -> str:
+def _guess(a: Quantized, b: Quantized, values: np.ndarray, rules: Rules, question: Gemm) -> str:
     """A sentence: which other accumulation and epilogue give these values; '' if none do."""
-    for how in ACCUMULATE:
+    for accumulation in ACCUMULATE:
         for epilogue in EPILOGUES:
             try:
                 other = gemm.matmul(
-                    a, b, accumulate=how, epilogue=epilogue, out_dtype=FORMATS[question.out_dtype]
+                    a,
+                    b,
+                    accumulate=accumulation,
+                    epilogue=epilogue,
+                    out_dtype=FORMATS[question.out_dtype],
                 )
             except ValueError:  # an accumulation that does not take such operands
                 continue
-            if not _differ(found, other).any():
-                return f"The answer is what --accumulate {how} --epilogue {epilogue} gives."
+            if not _differ(values, other).any():
+                return (
+                    f"The answer is what --accumulate {accumulation} --epilogue {epilogue} gives."
+                )
     return ""
 
 
-def _differ(found: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _differ(values: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Where the bits of float32 values differ; all NaNs count as equal."""
-    return (found.view(np.uint32) != other.view(np.uint32)) & ~(np.isnan(found) & np.isnan(other))
+    return (values.view(np.uint32) != other.view(np.uint32)) & ~(np.isnan(values) & np.isnan(other))
 
 
 def _shown(value: np.float32, out: dtypes.Source) -> str:
@@ -240,8 +246,8 @@ def _read(
     with vector.named():
         scales_shape = granularities.scale_shape(granularity, shape, -1)
     codes = vector.numbers(field, 8, shape, f"the codes of {name} {list(shape)}")
-    of_scales = f"the numbers in scale_inv of {name}, {granularity}, shape {list(scales_shape)},"
-    scale_inv = vector.numbers(field + 1, 32, scales_shape, of_scales).view(np.float32)
+    description = f"the numbers in scale_inv of {name}, {granularity}, shape {list(scales_shape)},"
+    scale_inv = vector.numbers(field + 1, 32, scales_shape, description).view(np.float32)
     return Quantized(codes, scale_inv, scale_inv, FP8_FORMATS[fmt], granularity, -1)
 
 
@@ -284,11 +290,11 @@ def _operand(
         finite = np.isfinite(cast.decode(codes, fmt))
         codes = np.where(finite | (np.arange(shape[1]) == seed // 2 % shape[1]), codes, np.uint8(1))
     groups = granularities.scale_shape(granularity, shape, -1)
-    of_groups = dtypes.random(seed ^ 1 << 63, math.prod(groups)).reshape(groups)
+    group_bits = dtypes.random(seed ^ 1 << 63, math.prod(groups)).reshape(groups)
     # scale_inv between 2^-8 and 1, of random mantissas where the granularity's scales have any
-    field = np.uint64(119) + (of_groups >> np.uint64(61))
+    field = np.uint64(119) + (group_bits >> np.uint64(61))
     drawn = (
-        (field << np.uint64(23) | of_groups & np.uint64(0x7FFFFF))
+        (field << np.uint64(23) | group_bits & np.uint64(0x7FFFFF))
         .astype(np.uint32)
         .view(np.float32)
     )

@@ -69,7 +69,7 @@ def judge(
               vector. MalformedError: a line that is not a vector.
     """
     of = OPERATIONS[operation]
-    of_rules = of.rules(**rules)
+    parsed_rules = of.rules(**rules)
     stated, vectors = text.read(stream, operation, of.fields, of.answers)
     unsure = ""
     if stated is None:
@@ -94,12 +94,12 @@ def judge(
                     f"got {option}. Make them with fp8ref vectors gen {operation} {option}."
                 )
     start = len(_comments(operation, question)) + 1
-    asked = (
+    asked_vectors = (
         AskedVector(number, kind, line)
         for number, (kind, line) in enumerate(question.vectors(), start)
     )
-    verdict = Verdict(asked, some=some, unsure=unsure)
-    of.verify(question, of_rules, vectors, verdict)
+    verdict = Verdict(asked_vectors, some=some, unsure=unsure)
+    of.verify(question, parsed_rules, vectors, verdict)
     return verdict
 
 
@@ -124,7 +124,7 @@ def _options(settings: Mapping[str, Any]) -> str:
 def _typed(question: type, stated: Mapping[str, str]) -> dict[str, Any]:
     """A header's settings, in the types of the question's fields."""
     types = {field.name: field.type for field in dataclasses.fields(question)}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in stated.items():
         if name not in types:
             raise ValueError(
@@ -132,15 +132,15 @@ def _typed(question: type, stated: Mapping[str, str]) -> dict[str, Any]:
                 "made these vectors."
             )
         try:
-            found[name] = int(value) if types[name] in (int, "int") else value
+            settings[name] = int(value) if types[name] in (int, "int") else value
         except ValueError as error:
             raise ValueError(
                 f"{name} of a header is an integer; got {value!r}. Copy the header of gen."
             ) from error
     needed = dataclasses.fields(question)[0].name
-    if needed not in found:
+    if needed not in settings:
         raise ValueError(
             f"a header names a {needed}; this one does not. Use the one that fp8ref vectors gen "
             "writes."
         )
-    return found
+    return settings

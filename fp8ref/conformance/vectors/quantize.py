@@ -101,13 +101,13 @@ class Quantize:
 
 def dims(shape: str, axes: str = "") -> tuple[int, ...]:
     """A shape as an option gives it; ValueError if it is not one or has more than 2^24 elements."""
-    found = text.shape(shape, axes)
-    if math.prod(found) > 1 << 24:
+    sizes = text.shape(shape, axes)
+    if math.prod(sizes) > 1 << 24:
         raise ValueError(
             f"the sizes of a shape that gen makes multiply to 2^24 at most; got {shape}. Write "
             "more vectors instead."
         )
-    return found
+    return sizes
 
 
 def verify(
@@ -137,17 +137,17 @@ def verify(
         )
         if tensor:
             name, count = f"{name} then the tensor's,", (count[0] + 1,)
-        made, x = (
+        scale_bits, x = (
             vector.numbers(3, scale.MADE[rules.made], count, name),
             dtypes.values(bits, source),
         )
-        why = tensor_difference(x, made[-1], fmt, question.policy) if tensor else None
+        why = tensor_difference(x, scale_bits[-1], fmt, question.policy) if tensor else None
         why = why or difference(
             x,
             codes,
-            made[:-1] if tensor else made,
+            scale_bits[:-1] if tensor else scale_bits,
             fmt,
-            made=rules.made,
+            scale_kind=rules.made,
             policy=question.policy,
             granularity=question.granularity,
             axis=question.axis,
@@ -165,7 +165,7 @@ def difference(
     made_bits: np.ndarray,
     fmt: Format,
     *,
-    made: str,
+    scale_kind: str,
     policy: str,
     granularity: str,
     axis: int,
@@ -177,23 +177,24 @@ def difference(
 
     An element whose scaled value is NaN has no right code in a format without NaN (C-9).
 
-    Shapes:   x and codes alike; made_bits, of the scales, flat, as ``scale.expected`` returns them.
+    Shapes:   x and codes alike; made_bits, of the scales, flat, as
+              ``scale.expected_bits`` returns them.
     """
     q = _quantized(x, fmt, policy=policy, granularity=granularity, axis=axis)
-    specified = scale.made_of(
-        Scales(np.ravel(q.scale), np.ravel(q.scale_inv)), policy, made
+    specified = scale.stored_bits(
+        Scales(np.ravel(q.scale), np.ravel(q.scale_inv)), policy, scale_kind
     ).ravel()
-    wrong = ~scale.same(made_bits, specified, made)
+    wrong = ~scale.same(made_bits, specified, scale_kind)
     if wrong.any():
         amaxes = np.ravel(scaling.amax(x, granularity, axis=axis))
         group = explain.simplest(amaxes, wrong)
         amax = amaxes[group : group + 1]
-        kind = kinds.AMAXES[kinds.of_amaxes(amax, fmt, policy)[0]]
+        kind = kinds.AMAXES[kinds.amax_kinds(amax, fmt, policy)[0]]
         return {
-            "vector": f"{made}{at(group, np.shape(q.scale))}, of amax "
-            f"{scale.shown(amax.view(np.uint32)[0], 'scale')} ({kind})",
-            "expected": scale.shown(specified[group], made),
-            "got": scale.shown(made_bits[group], made),
+            "vector": f"{scale_kind}{at(group, np.shape(q.scale))}, of amax "
+            f"{scale.scale_text(amax.view(np.uint32)[0], 'scale')} ({kind})",
+            "expected": scale.scale_text(specified[group], scale_kind),
+            "got": scale.scale_text(made_bits[group], scale_kind),
             "rule": f"{explain.scale_rule(kind, policy)}. {int(wrong.sum())} of {specified.size} "
             "scales differ.",
         }
@@ -208,20 +209,20 @@ def difference(
     i = explain.simplest(x, differ)
     factor = np.broadcast_to(factors, x.shape).ravel()[i]
     value, scaled = np.ravel(x)[i].astype(np.float32), every.ravel()[i]
-    how = "RN32(x / scale_inv)" if divides else "RN32(x * scale)"
+    term = "RN32(x / scale_inv)" if divides else "RN32(x * scale)"
     return {
         "vector": f"element{at(i, x.shape)}, {explain.decimal(value)}, under "
         f"{'scale_inv' if divides else 'scale'} {explain.decimal(factor)}",
         "expected": explain.code(int(q.codes.ravel()[i]), fmt),
         "got": explain.code(int(codes.ravel()[i]), fmt),
-        "rule": f"{how} = {explain.decimal(scaled)}, clipped to {fmt.max:g}, cast to nearest even "
+        "rule": f"{term} = {explain.decimal(scaled)}, clipped to {fmt.max:g}, cast to nearest even "
         f"({'S-13' if divides else 'S-5'}). {int(differ.sum())} of {differ.size} codes "
         "differ.",
     }
 
 
 def tensor_difference(
-    x: np.ndarray, found: np.uint32, fmt: Format, policy: str
+    x: np.ndarray, bits: np.uint32, fmt: Format, policy: str
 ) -> dict[str, str] | None:
     """Describe how the bits of the tensor's scale_inv differ, of a policy that makes one (S-22);
     None where they agree.
@@ -230,12 +231,12 @@ def tensor_difference(
     expected = np.float32(
         two_level.scales_from_amaxes(amax, amax, fmt, policy).tensor_scale_inv
     ).view(np.uint32)
-    if scale.same(np.atleast_1d(found), np.atleast_1d(expected), "scale_inv")[0]:
+    if scale.same(np.atleast_1d(bits), np.atleast_1d(expected), "scale_inv")[0]:
         return None
     return {
         "vector": f"scale_inv of the tensor, of amax {explain.decimal(amax)}",
-        "expected": scale.shown(int(expected), "scale_inv"),
-        "got": scale.shown(int(found), "scale_inv"),
+        "expected": scale.scale_text(int(expected), "scale_inv"),
+        "got": scale.scale_text(int(bits), "scale_inv"),
         "rule": f"{explain.scale_rule('in range', policy)}. The scales of blocks follow from it.",
     }
 

@@ -71,7 +71,7 @@ class Scale:
 
     def kinds(self, bits: np.ndarray) -> np.ndarray:
         """For each amax, an index of kinds.AMAXES."""
-        return kinds.of_amaxes(bits.astype(np.uint32).view(np.float32), self.fmt, self.policy)
+        return kinds.amax_kinds(bits.astype(np.uint32).view(np.float32), self.fmt, self.policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,28 +83,28 @@ class Rules:
     made: str = "scale"
 
 
-def expected(amax: np.ndarray, fmt: Format, policy: str, made: str) -> np.ndarray:
+def expected_bits(amax: np.ndarray, fmt: Format, policy: str, scale_kind: str) -> np.ndarray:
     """The bits of a policy's scales of float32 amaxes [n], uint32, or uint8 for e8m0; a previous
     scale is 1 (S-11). Raises as ``check_made``.
     """
-    return made_of(scales.scales_from_amax(amax, fmt, policy), policy, made)
+    return stored_bits(scales.scales_from_amax(amax, fmt, policy), policy, scale_kind)
 
 
-def made_of(pair: scales.Scales, policy: str, made: str) -> np.ndarray:
+def stored_bits(pair: scales.Scales, policy: str, scale_kind: str) -> np.ndarray:
     """The bits of ``scale`` or ``scale_inv`` of a pair, uint32, or the e8m0 codes of scale_inv,
     uint8. Raises as ``check_made``.
     """
-    check_made(policy, made)
-    if made == "e8m0":
+    check_made(policy, scale_kind)
+    if scale_kind == "e8m0":
         return cast.encode(pair.scale_inv, E8M0FNU)
-    return np.atleast_1d(np.asarray(getattr(pair, made), np.float32)).view(np.uint32)
+    return np.atleast_1d(np.asarray(getattr(pair, scale_kind), np.float32)).view(np.uint32)
 
 
-def check_made(policy: str, made: str) -> None:
-    """Raise ValueError unless made is one of MADE and the policy has it."""
-    if made not in MADE:
-        raise ValueError(f"made is one of {', '.join(MADE)}; got {made!r}.")
-    if made == "e8m0" and policies.by_name(policy).e8m0 is None:
+def check_made(policy: str, scale_kind: str) -> None:
+    """Raise ValueError unless scale_kind is one of MADE and the policy has it."""
+    if scale_kind not in MADE:
+        raise ValueError(f"made is one of {', '.join(MADE)}; got {scale_kind!r}.")
+    if scale_kind == "e8m0" and policies.by_name(policy).e8m0 is None:
         names = ", ".join(p.name for p in POLICIES.values() if p.e8m0 is not None)
         raise ValueError(
             f"e8m0 needs a policy with e8m0 scales, {names}; got {policy!r}. Compare scale or "
@@ -112,17 +112,17 @@ def check_made(policy: str, made: str) -> None:
         )
 
 
-def same(found: np.ndarray, expected: np.ndarray, made: str) -> np.ndarray:
+def same(bits: np.ndarray, reference: np.ndarray, scale_kind: str) -> np.ndarray:
     """Where bits are equal, or both are NaN."""
-    equal = found == expected
-    if made == "e8m0":
+    equal = bits == reference
+    if scale_kind == "e8m0":
         return equal
-    return equal | (np.isnan(found.view(np.float32)) & np.isnan(expected.view(np.float32)))
+    return equal | (np.isnan(bits.view(np.float32)) & np.isnan(reference.view(np.float32)))
 
 
-def shown(bits: int, made: str) -> str:
+def scale_text(bits: int, scale_kind: str) -> str:
     """Bits and their value, in words."""
-    if made == "e8m0":
+    if scale_kind == "e8m0":
         return explain.code(bits, E8M0FNU)
     return f"{bits:08X} ({explain.decimal(np.uint32(bits).view(np.float32))})"
 
@@ -141,20 +141,22 @@ def verify(question: Scale, rules: Rules, vectors: Iterator[text.Vector], verdic
                 raise text.MalformedError(
                     vector.line, f"an amax is not negative; got {amax:08X}. Clear its sign."
                 )
-        found = np.array([v.number(1, width, f"a {rules.made}") for v in batch], f"uint{width}")
-        specified = expected(bits.view(np.float32), question.fmt, question.policy, rules.made)
-        differ, lines, of_kinds = (
-            ~same(found, specified, rules.made),
+        scale_bits = np.array(
+            [v.number(1, width, f"a {rules.made}") for v in batch], f"uint{width}"
+        )
+        specified = expected_bits(bits.view(np.float32), question.fmt, question.policy, rules.made)
+        differ, lines, kind_indices = (
+            ~same(scale_bits, specified, rules.made),
             text.hexadecimal(bits, 32),
             question.kinds(bits),
         )
         for i, vector in enumerate(batch):
-            kind = kinds.AMAXES[of_kinds[i]]
+            kind = kinds.AMAXES[kind_indices[i]]
             if verdict.add(vector.line, lines[i], kind, differs=differ[i]):
                 why = {
-                    "vector": f"amax {shown(bits[i], 'scale')} ({kind})",
-                    "expected": shown(specified[i], rules.made),
-                    "got": shown(found[i], rules.made),
+                    "vector": f"amax {scale_text(bits[i], 'scale')} ({kind})",
+                    "expected": scale_text(specified[i], rules.made),
+                    "got": scale_text(scale_bits[i], rules.made),
                     "rule": explain.scale_rule(kind, question.policy) + ".",
                 }
                 verdict.show(vector.line, kind, why)

@@ -52,7 +52,7 @@ class Verdict(Result):
     first     some wrong answers; notes: sentences about all of them.
     """
 
-    def __init__(self, asked: Iterable[AskedVector], *, some: bool = False, unsure: str = ""):
+    def __init__(self, vectors: Iterable[AskedVector], *, some: bool = False, unsure: str = ""):
         self.some, self.unsure = some, unsure
         self.compared: Counter[str] = Counter()
         self.differ: Counter[str] = Counter()
@@ -62,11 +62,11 @@ class Verdict(Result):
         self.notes: list[str] = []
         self._asked: dict[bytes, list[AskedVector]] = {}  # by the digest of their inputs
         self._came: Counter[bytes] = Counter()
-        for vector in asked:
+        for vector in vectors:
             self._asked.setdefault(_digest(vector.text), []).append(
                 vector._replace(text=short(vector.text))
             )
-        self.asked = Counter(vector.kind for vectors in self._asked.values() for vector in vectors)
+        self.asked = Counter(vector.kind for group in self._asked.values() for vector in group)
 
     def kind(self, inputs: str) -> str:
         """The kind of inputs, if they are of the set, else 'other'."""
@@ -119,7 +119,7 @@ class Verdict(Result):
             f"{d['rule']}"
             for d in self.first
         ]
-        came, wrong, asked = self.compared.total(), self.differ.total(), self.asked.total()
+        came, wrong, total = self.compared.total(), self.differ.total(), self.asked.total()
         if wrong > len(self.first):
             lines.append(f"... and {wrong - len(self.first):,} more")
         lines.extend(self.notes)
@@ -134,7 +134,7 @@ class Verdict(Result):
             lines.append(f"{kind:<{width}}" + "".join(f"  {n:>9,}" for n in numbers))
         lines.extend(self._incomplete())
         lines.append(
-            f"{answered.total():,} of {asked:,} vectors judged; {came - wrong:,} of {came:,} "
+            f"{answered.total():,} of {total:,} vectors judged; {came - wrong:,} of {came:,} "
             "answers agree"
         )
         return "\n".join(lines)

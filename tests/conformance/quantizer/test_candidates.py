@@ -190,7 +190,7 @@ def test_no_policy_passes_as_another(policy):  # S-16
     scale_layout = outputs_of.identify_returned(responses, "mx_1x32", -1)
     considered = policy_match.considered(asked, responses, scale_layout)
     matched = policy_match.match_policies(
-        asked, responses, scale_layout, E4M3FN, considered, wanted=None, shape=SHAPE
+        asked, responses, scale_layout, E4M3FN, considered, expected=None, shape=SHAPE
     )
     for other in POLICIES:
         found = counterexamples.unexpected_policy(

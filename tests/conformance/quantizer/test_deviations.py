@@ -165,7 +165,7 @@ def deviation(function, expect="torchao"):
         scale_layout,
         E4M3FN,
         considered,
-        wanted=POLICIES[expect],
+        expected=POLICIES[expect],
         shape=subject.SHAPE,
     )
     assert found.deviating is not None

@@ -51,7 +51,7 @@ def test_the_simulator_answers_its_own_vectors(name):  # A-1
     question = asked.Attention(variant=name, mask="causal", window="64,-1", shape=SHAPE, count=4)
     verdict = judged(
         {"variant": name, "mask": "causal", "window": "64,-1", "shape": SHAPE, "count": 4},
-        simulated(name, mask=question.of_mask),
+        simulated(name, mask=question.parsed_mask),
     )
     assert verdict.ok, verdict.text()
     assert dict(verdict.compared) == dict.fromkeys(asked.PATTERNS, 1)

@@ -90,8 +90,8 @@ def identify_fp4(
     Raises:    ValueError: an unknown name; ConformanceError: not a valid quantizer, as
                identify_quantizer.
     """
-    wanted = None if expect is None else by_name(expect).name
-    if wanted is None and (granularity is not None or axis is not None):
+    expected = None if expect is None else by_name(expect).name
+    if expected is None and (granularity is not None or axis is not None):
         raise ValueError(
             "an expected granularity or axis needs an expected policy. Name one with --expect."
         )
@@ -103,34 +103,36 @@ def identify_fp4(
     tensors = fp4_inputs.tensors(source)
     answers = {kind: outputs.ask(subject, x, source) for kind, x in tensors.items()}
     repeats = outputs.repeats(subject, tensors["spread"], answers["spread"], source)
-    found, agreeing, packing = _nearest(tensors, answers, fmt, stochastic=not repeats)
+    nearest, agreeing, packing = _nearest(tensors, answers, fmt, stochastic=not repeats)
     bias = (
         None
         if repeats
         else outputs.bias(
-            subject, tensors["spread"], found.quantize(tensors["spread"], fmt), source, packing
+            subject, tensors["spread"], nearest.quantize(tensors["spread"], fmt), source, packing
         )
     )
     matched = bool(agreeing) and (bias is None or bias.fair)
     scales = outputs.name_scales(
-        tensors["spread"], answers["spread"], found.quantize(tensors["spread"], fmt)
+        tensors["spread"], answers["spread"], nearest.quantize(tensors["spread"], fmt)
     )
     unlike = (
         []
         if matched
         else [
-            _counterexample(tensors, answers, found, fmt, source, packing, stochastic=not repeats)
+            _counterexample(tensors, answers, nearest, fmt, source, packing, stochastic=not repeats)
         ]
     )
     if matched:
         wrong = {
-            k: outputs.wrong_scale(x, answers[k], found.quantize(x, fmt), scales)
+            k: outputs.wrong_scale(x, answers[k], nearest.quantize(x, fmt), scales)
             for k, x in tensors.items()
         }
         unlike = [
-            _wrong_scale(n, k, scales[n], found, source) for k, n in wrong.items() if n is not None
+            _wrong_scale(n, k, scales[n], nearest, source)
+            for k, n in wrong.items()
+            if n is not None
         ][:1]
-    rounding = found.rounding if repeats else "stochastic"
+    rounding = nearest.rounding if repeats else "stochastic"
     others = tuple(str(dataclasses.replace(c, rounding=rounding)) for c in agreeing[1:])
     findings = [
         Finding(
@@ -138,11 +140,11 @@ def identify_fp4(
             value=packing,
             evidence=f"codes of {len(tensors)} tensors {list(fp4_inputs.SHAPE)}",
         ),
-        Finding(what="granularity", value=found.granularity, evidence=f"axis {found.axis}"),
+        Finding(what="granularity", value=nearest.granularity, evidence=f"axis {nearest.axis}"),
         Finding(
             what="policy",
-            value=found.policy if matched else None,
-            others=others if matched else (str(found),),
+            value=nearest.policy if matched else None,
+            others=others if matched else (str(nearest),),
             evidence=_count(tensors, agreeing),
         ),
         Finding(
@@ -154,7 +156,8 @@ def identify_fp4(
         ),
         Finding(
             what="scales",
-            value=", ".join(f"{n}: {what or 'unknown'}" for n, what in scales.items()) or "none",
+            value=", ".join(f"{n}: {scale_name or 'unknown'}" for n, scale_name in scales.items())
+            or "none",
             evidence="by their numbers",
         ),
         Finding(
@@ -169,7 +172,7 @@ def identify_fp4(
             expect,
             granularity,
             axis,
-            [found, *agreeing],
+            [nearest, *agreeing],
             tensors,
             answers,
             fmt,
@@ -177,7 +180,7 @@ def identify_fp4(
             packing,
             not repeats,
         )
-        if wanted
+        if expected
         else []
     )
     return Outcome(
@@ -190,19 +193,19 @@ def identify_fp4(
         expected=expect,
         found={
             "format": fmt.name if is_known else None,
-            "policy": found.policy if matched else None,
-            "granularity": found.granularity,
-            "axis": found.axis,
+            "policy": nearest.policy if matched else None,
+            "granularity": nearest.granularity,
+            "axis": nearest.axis,
             "rounding": rounding,
             "packing": packing,
             "scales": scales,
-            "profiles": profiles.policy_profiles(found.policy, fmt.bits) if is_known else [],
+            "profiles": profiles.policy_profiles(nearest.policy, fmt.bits) if is_known else [],
         },
         summary=(
-            f"{found.policy} to {fmt} in {found.granularity}, axis {found.axis}, {rounding}, "
+            f"{nearest.policy} to {fmt} in {nearest.granularity}, axis {nearest.axis}, {rounding}, "
             f"{packing}"
             if is_known
-            else f"no known quantizer to {fmt}; the nearest is {found}"
+            else f"no known quantizer to {fmt}; the nearest is {nearest}"
         ),
         named=is_known and (rounding in ("nearest_even", "stochastic")) and packing != "high first",
         unlike=unlike,
@@ -222,7 +225,7 @@ def _nearest(
     """
 
     def compared(some: Sequence[Candidate]) -> list[tuple[int, Candidate, str]]:
-        found = []
+        comparisons = []
         for candidate in some:
             expected = {kind: candidate.quantize(x, fmt) for kind, x in tensors.items()}
             for packing in answers["spread"].packings:
@@ -234,8 +237,10 @@ def _nearest(
                     )
                     for kind, q in expected.items()
                 )
-                found.append((wrong, candidate, packing))
-        return sorted(found, key=lambda one: one[0])  # stable: the usual ones first
+                comparisons.append((wrong, candidate, packing))
+        return sorted(
+            comparisons, key=lambda comparison: comparison[0]
+        )  # stable: the usual ones first
 
     if stochastic:
         ranked = compared([dataclasses.replace(c, rounding="toward_zero") for c in candidates()])
@@ -248,7 +253,7 @@ def _nearest(
                 + compared(
                     [dataclasses.replace(c, rounding=r) for r in ROUNDINGS[1:] for c in nearest]
                 ),
-                key=lambda one: one[0],
+                key=lambda comparison: comparison[0],
             )
     best = ranked[0]
     return (
@@ -281,11 +286,18 @@ def differs(
 
 
 def _counterexample(
-    tensors, answers, found: Candidate, fmt: Format, source: str, packing: str, *, stochastic: bool
+    tensors,
+    answers,
+    nearest: Candidate,
+    fmt: Format,
+    source: str,
+    packing: str,
+    *,
+    stochastic: bool,
 ) -> Counterexample:
     """The first element that contradicts the nearest candidate, in the simplest tensor."""
     for kind, x in tensors.items():
-        q = found.quantize(x, fmt)
+        q = nearest.quantize(x, fmt)
         wrong = differs(answers[kind], q, x, packing, stochastic=stochastic)
         if wrong.any():
             i, j = (int(v[0]) for v in np.nonzero(wrong))
@@ -295,7 +307,7 @@ def _counterexample(
                 if got is not None
                 else show(float(answers[kind].values[i, j]))
             )
-            wanted = (
+            expected_value = (
                 cast.decode(q.codes[i, j], fmt) if got is not None else scaling.dequantize(q)[i, j]
             )
             return Counterexample(
@@ -303,8 +315,8 @@ def _counterexample(
                 bits=(bits_of(float(x[i, j]), source),),
                 dtype=source,
                 got=shown,
-                expected=f"{show(float(wanted))} of {found}",
-                clause=by_name(found.policy).clause,
+                expected=f"{show(float(expected_value))} of {nearest}",
+                clause=by_name(nearest.policy).clause,
             )
     return Counterexample(
         input="the mean of many calls",
@@ -317,15 +329,15 @@ def _counterexample(
 
 
 def _wrong_scale(
-    name: str, kind: str, what: str | None, found: Candidate, source: str
+    name: str, kind: str, quantity: str | None, nearest: Candidate, source: str
 ) -> Counterexample:
     return Counterexample(
         input=f"a tensor of {kind}",
         bits=(),
         dtype=source,
-        got=f"an array {name} that is not its {what or 'scale, scale_inv or tensor_scale_inv'}",
-        expected=f"that of {found}",
-        clause=by_name(found.policy).clause,
+        got=f"an array {name} that is not its {quantity or 'scale, scale_inv or tensor_scale_inv'}",
+        expected=f"that of {nearest}",
+        clause=by_name(nearest.policy).clause,
     )
 
 

@@ -69,7 +69,9 @@ def ask(subject: Subject, x: np.ndarray, source: str) -> Output:
     """
     parts = outputs.parts_of(subject.ask(x, source))
     arrays = {
-        name: made for name, part in parts.items() if (made := outputs.array_of(part)) is not None
+        name: named_array
+        for name, part in parts.items()
+        if (named_array := outputs.array_of(part)) is not None
     }
     halves = (*x.shape[:-1], x.shape[-1] // 2)
     main = [
@@ -83,9 +85,11 @@ def ask(subject: Subject, x: np.ndarray, source: str) -> Output:
         if a.shape == halves and d in ("uint8", "float4_e2m1fn_x2")
     ]
     if not main:
-        given = ", ".join(f"{dtype} {list(a.shape)}" for a, dtype in arrays.values()) or "no array"
+        description = (
+            ", ".join(f"{dtype} {list(a.shape)}" for a, dtype in arrays.values()) or "no array"
+        )
         raise ConformanceError(
-            f"{subject.name} gives {given}; a quantizer to e2m1fn gives codes (uint8 "
+            f"{subject.name} gives {description}; a quantizer to e2m1fn gives codes (uint8 "
             f"{list(x.shape)}, or pairs {list(halves)}) or values of x's shape, alone or with "
             "scales. Return (codes, scale)."
         )
@@ -131,11 +135,11 @@ def codes_of_nan(subject: Subject, source: str) -> str:
     x = np.ones(fp4_inputs.SHAPE, np.float32)
     x[0, 0], x[0, 1] = np.nan, -np.float32(np.nan)
     try:
-        found = ask(subject, x, source)
+        output = ask(subject, x, source)
     except ConformanceError:
         return "refused"
-    got = found.codes(found.packings[0])
-    shown = found.values if got is None else got
+    got = output.codes(output.packings[0])
+    shown = output.values if got is None else got
     assert shown is not None
     return ", ".join(str(v) for v in shown[0, :2])
 
@@ -143,27 +147,27 @@ def codes_of_nan(subject: Subject, source: str) -> str:
 def known_scales(x: np.ndarray, q: Quantized) -> dict[str, np.ndarray]:
     """All that a quantizer may return as a scale, by name."""
     tensor = np.float32(1) if q.tensor_scale_inv is None else q.tensor_scale_inv
-    known: dict[str, Any] = {
+    scales: dict[str, Any] = {
         "scale": q.scale,
         "scale_inv": q.scale_inv,
         "amax": scaling.amax(x, q.granularity, axis=q.axis),
     }
     if q.tensor_scale_inv is not None:
-        known |= {
+        scales |= {
             "scale_inv * tensor_scale_inv": tensor * q.scale_inv,
             "tensor_scale_inv": tensor,
             "tensor_amax": scaling.amax(x),
         }
     with np.errstate(all="ignore"):
-        known |= {"tensor_scale": np.float32(1) / tensor} if q.tensor_scale_inv is not None else {}
-    return known
+        scales |= {"tensor_scale": np.float32(1) / tensor} if q.tensor_scale_inv is not None else {}
+    return scales
 
 
 def name_scales(x: np.ndarray, answer: Output, q: Quantized) -> dict[str, str | None]:
     """What each returned array is; None for one that is none of the scales."""
-    known = known_scales(x, q)
+    scales = known_scales(x, q)
     return {
-        name: next((k for k, v in known.items() if any(_same(a, v, q) for a in arrays)), None)
+        name: next((k for k, v in scales.items() if any(_same(a, v, q) for a in arrays)), None)
         for name, arrays in answer.scales.items()
     }
 
@@ -174,27 +178,27 @@ def wrong_scale(
     """The name of a returned array that is not what its name says for this tensor; None if all
     are.
     """
-    known = known_scales(x, q)
+    scales = known_scales(x, q)
     for name, arrays in answer.scales.items():
-        what = names[name]
-        if what is None or not any(_same(a, known[what], q) for a in arrays):
+        scale_name = names[name]
+        if scale_name is None or not any(_same(a, scales[scale_name], q) for a in arrays):
             return name
     return None
 
 
-def _same(found: np.ndarray, expected: np.ndarray, q: Quantized) -> bool:
+def _same(array: np.ndarray, expected: np.ndarray, q: Quantized) -> bool:
     """Whether both hold the same numbers: in any shape, or with each row of a square repeated."""
-    found, expected = np.asarray(found), np.asarray(expected)
-    if found.size == expected.size:
+    array, expected = np.asarray(array), np.asarray(expected)
+    if array.size == expected.size:
         return any(
-            np.array_equal(v.ravel(), expected.ravel(), equal_nan=True) for v in (found, found.T)
+            np.array_equal(v.ravel(), expected.ravel(), equal_nan=True) for v in (array, array.T)
         )
     rows = (
         np.repeat(expected, q.codes.shape[0] // max(1, expected.shape[0]), axis=0)
         if expected.ndim == 2
         else expected
     )
-    return found.size == rows.size and np.array_equal(found.ravel(), rows.ravel(), equal_nan=True)
+    return array.size == rows.size and np.array_equal(array.ravel(), rows.ravel(), equal_nan=True)
 
 
 @dataclass(frozen=True, kw_only=True)
