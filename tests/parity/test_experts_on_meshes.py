@@ -190,7 +190,9 @@ def switched(config):
     shared = []
     for recipe in ("rowwise", "tensorwise"):
         trainer.switch(recipe)
-        shared.append({linear.shared for linear in grouped_linear.found(trainer.model).values()})
+        shared.append(
+            {linear.shared for linear in grouped_linear.grouped_linears(trainer.model).values()}
+        )
     return shared, trainer.gradients(opened.step(0))
 
 

@@ -105,8 +105,8 @@ def apply(
     linear_input.check_transforms(
         "attention", q, k, v, otherwise="call torch's scaled_dot_product_attention"
     )
-    given, observed = scales or {}, seen or {}
-    roles = tuple(given), tuple(observed)
+    role_scales, observed = scales or {}, seen or {}
+    roles = tuple(role_scales), tuple(observed)
     function = attention_function.function(
         variant,
         values(variant),
@@ -118,8 +118,10 @@ def apply(
         roles,
         softcap,
     )
-    of_q, of_k = inputs.pair_of(documents)
-    o = function.apply(q, k, v, of_q, of_k, sinks, *given.values(), *observed.values())
+    q_documents, k_documents = inputs.pair_of(documents)
+    o = function.apply(
+        q, k, v, q_documents, k_documents, sinks, *role_scales.values(), *observed.values()
+    )
     return data.in_layout(layout, o)
 
 
@@ -127,7 +129,9 @@ def check_gradients(variant: str | Variant) -> None:
     """ValueError: a variant without a backward pass."""
     variant = data.by_name(variant)
     if variant.backward is None:
-        names = ", ".join(name for name, one in data.VARIANTS.items() if one.backward is not None)
+        names = ", ".join(
+            name for name, other in data.VARIANTS.items() if other.backward is not None
+        )
         raise ValueError(
             f"variant {variant.name!r} has no backward pass (A-1). Use one of {names}, "
             "attention.differentiated(variant, 'bf16') of fp8ref, or call under torch.no_grad()."
@@ -190,7 +194,7 @@ def forward(
     Source:   spec A-1 to A-13, A-22, A-23.
     """
     q, k, v = data.heads_first(layout, q, k, v)
-    spec, given, shape, at = _prepared(
+    spec, role_scales, shape, at = _prepared(
         q,
         k,
         v,
@@ -220,12 +224,14 @@ def forward(
     keep = ["p_codes"] * keep_p + ["scores"] * keep_s
     with _full_precision(q):
         if spec.variant.real:
-            found = _real(q, k, v, spec, shape, at, sinks)
+            result = _real(q, k, v, spec, shape, at, sinks)
         else:
-            tensors = operands.quantize(q, k, v, spec, given)
+            tensors = operands.quantize(q, k, v, spec, role_scales)
             run = output.run if spec.arithmetic == "fast" else attention_forward.run
-            found = run(tensors, spec, shape, at, given, report="all", keep=keep, sinks=sinks)
-        return found._replace(o=data.in_layout(layout, found.o))
+            result = run(
+                tensors, spec, shape, at, role_scales, report="all", keep=keep, sinks=sinks
+            )
+        return result._replace(o=data.in_layout(layout, result.o))
 
 
 @torch.no_grad()
@@ -272,7 +278,7 @@ def backward(
         else result
     )
     roles = ("s", *data.by_name(variant).roles[len(data.ROLES) :])
-    spec, given, shape, at = _prepared(
+    spec, role_scales, shape, at = _prepared(
         q, k, v, variant, mask, scale, documents, scales, 0, arithmetic, amax_group, roles, softcap
     )
     inputs.check_sinks(sinks, shape, q.device)
@@ -289,13 +295,13 @@ def backward(
     do = inputs.without_padding(do, at.q)
     with _full_precision(q):
         if spec.variant.real:
-            found = _real_gradients(do, q, k, v, spec, shape, at, sinks)
+            grads = _real_gradients(do, q, k, v, spec, shape, at, sinks)
         else:
-            found = _gradients(
-                do, (q, k, v), result, spec, shape, at, given, keep=keep, sinks=sinks
+            grads = _gradients(
+                do, (q, k, v), result, spec, shape, at, role_scales, keep=keep, sinks=sinks
             )
-    return found._replace(
-        **{role: data.in_layout(layout, getattr(found, role)) for role in ("dq", "dk", "dv")}
+    return grads._replace(
+        **{role: data.in_layout(layout, getattr(grads, role)) for role in ("dq", "dk", "dv")}
     )
 
 
@@ -314,7 +320,7 @@ def _gradients(
     spec: Spec,
     shape: Shape,
     at: Documents,
-    given: dict[str, Tensor],
+    role_scales: dict[str, Tensor],
     *,
     keep,
     sinks,
@@ -324,20 +330,20 @@ def _gradients(
     if spec.variant.backward == "bf16":
         return bf16.gradients(do, tensors, result.o, result.lse, spec, shape, at, **more)
     scale_p, scale_inv_p = (result.scale_p, result.scale_inv_p)
-    if "s" in given:
-        scale_p, scale_inv_p = operands.probability_scale(spec.variant, given, do.device)
+    if "s" in role_scales:
+        scale_p, scale_inv_p = operands.probability_scale(spec.variant, role_scales, do.device)
     low = spec.variant.out.bits == 8
-    o, of_o = (
+    o, o_scale_inv = (
         (result.tensors["o"].codes, result.tensors["o"].scale_inv)
         if low
         else (result.o.to(DTYPES[spec.variant.out.name]), None)
     )
-    saved = Saved(result.tensors, o, of_o, result.lse, scale_p, scale_inv_p)
+    saved = Saved(result.tensors, o, o_scale_inv, result.lse, scale_p, scale_inv_p)
     if spec.variant.granularity == "mx_1x32":
         q, k, _ = tensors
         return mx.gradients(do, q, k, saved, spec, shape, at, **more)
     gradients = (fast if spec.arithmetic == "fast" else attention_gradients).gradients
-    return gradients(do, saved, spec, shape, at, given, **more)
+    return gradients(do, saved, spec, shape, at, role_scales, **more)
 
 
 def _full_precision(x: Tensor):
@@ -353,12 +359,12 @@ def _prepared(
     q, k, v, variant, mask, scale, documents, scales, seed, arithmetic, amax_group, roles, softcap
 ):
     """The checked inputs of either pass."""
-    how = {"seed": seed, "arithmetic": arithmetic, "amax_group": amax_group, "softcap": softcap}
-    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, **how)
+    options = {"seed": seed, "arithmetic": arithmetic, "amax_group": amax_group, "softcap": softcap}
+    spec = Spec(variant=data.by_name(variant), mask=mask, scale=scale, **options)
     shape = inputs.check(q, k, v, spec)
-    given = inputs.check_scales(scales, spec.variant, roles, shape)
+    role_scales = inputs.check_scales(scales, spec.variant, roles, shape)
     at = attention_forward.padded_documents(*inputs.check_documents(documents, shape))
-    return spec, given, shape, at
+    return spec, role_scales, shape, at
 
 
 def _real(
@@ -376,11 +382,11 @@ def _real(
         operands.by_head(real.o, shape).float(),
         operands.by_head(real.lse[..., None], shape)[..., 0].float(),
     )
-    one = torch.ones((), device=q.device, dtype=torch.float32)
-    found = operands.share([x.detach().abs().amax().float() for x in (q, k, v, o)], spec)
-    amaxes = dict(zip(("q", "k", "v", "o"), found, strict=True)) | {"s": one}
+    unit = torch.ones((), device=q.device, dtype=torch.float32)
+    shared = operands.share([x.detach().abs().amax().float() for x in (q, k, v, o)], spec)
+    amaxes = dict(zip(("q", "k", "v", "o"), shared, strict=True)) | {"s": unit}
     return Result(
-        o, lse, {}, amaxes, torch.zeros((), dtype=torch.int64, device=q.device), None, one, one
+        o, lse, {}, amaxes, torch.zeros((), dtype=torch.int64, device=q.device), None, unit, unit
     )
 
 
@@ -398,7 +404,7 @@ def _real_gradients(
         do, q, k, v, spec, shape, documents, sinks
     )
     amaxes = operands.share([largest, *(x.abs().amax().float() for x in (do, dq, dk, dv))], spec)
-    one = torch.ones((), device=q.device, dtype=torch.float32)
+    unit = torch.ones((), device=q.device, dtype=torch.float32)
     by_role = dict(zip(("ds", "do", "dq", "dk", "dv"), amaxes, strict=True))
     return Gradients(
         dq,
@@ -407,6 +413,6 @@ def _real_gradients(
         {},
         by_role,
         torch.zeros((), dtype=torch.int64, device=q.device),
-        Scales(one, one),
+        Scales(unit, unit),
         dsinks=dsinks,
     )

@@ -33,19 +33,19 @@ def states(
     casts = attention_delayed.casts(data.by_name(variant), delayed.implemented(config))
     return delayed.RoleStates(
         {
-            role: RoleState(fmt, how, torch.device(device), group)
-            for role, (fmt, how) in casts.items()
+            role: RoleState(fmt, scaling, torch.device(device), group)
+            for role, (fmt, scaling) in casts.items()
         }
     )
 
 
 def apply(
-    q: Tensor, k: Tensor, v: Tensor, *, states: nn.ModuleDict, variant: str | Variant, **how
+    q: Tensor, k: Tensor, v: Tensor, *, states: nn.ModuleDict, variant: str | Variant, **options
 ) -> Tensor:
     """``attention.apply`` by the scales of these states, which observe in training a pass that is
     differentiated (A-19): gradients are enabled, and one of q, k and v requires its own.
 
-    how       other arguments of ``attention.apply``.
+    options   other arguments of ``attention.apply``.
     Raises:   ValueError: as ``attention.apply``; states of another variant.
     """
     roles = attention_delayed.roles(data.by_name(variant))
@@ -63,7 +63,7 @@ def apply(
         for role in data.ROLES:
             kept[role].used = True
         return attention.apply(
-            q, k, v, variant=variant, seen={role: kept[role].seen for role in data.ROLES}, **how
+            q, k, v, variant=variant, seen={role: kept[role].seen for role in data.ROLES}, **options
         )
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if not (differentiated and states.training):
@@ -72,11 +72,11 @@ def apply(
         else:
             unset_scales.check(states, "attention")
         scales = {role: kept[role].scale for role in data.ROLES}
-        return attention.apply(q, k, v, variant=variant, scales=scales, **how)
+        return attention.apply(q, k, v, variant=variant, scales=scales, **options)
     for state in kept.values():
         state.used = True
     scales, seen = (
         {role: state.scale for role, state in kept.items()},
         {role: state.seen for role, state in kept.items()},
     )
-    return attention.apply(q, k, v, variant=variant, scales=scales, seen=seen, **how)
+    return attention.apply(q, k, v, variant=variant, scales=scales, seen=seen, **options)

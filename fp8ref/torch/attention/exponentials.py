@@ -21,23 +21,25 @@ from torch import Tensor
 from fp8ref.spec.attention.variants import Arithmetic
 
 
-def exponential(x: Tensor, base: Literal["2", "e"], how: Arithmetic) -> Tensor:
+def exponential(x: Tensor, base: Literal["2", "e"], arithmetic: Arithmetic) -> Tensor:
     """base^x of float32 numbers; 0 of -infinity.
 
-    how       ``fast``, torch's float32 function, within 2 units in the last place (A-5);
+    arithmetic
+              ``fast``, torch's float32 function, within 2 units in the last place (A-5);
               ``stated``, in float64 and rounded.
     """
-    wide = x.double() if how == "stated" else x
+    wide = x.double() if arithmetic == "stated" else x
     return (wide.exp2() if base == "2" else wide.exp()).float()
 
 
-def tanh(x: Tensor, how: Arithmetic) -> Tensor:
+def tanh(x: Tensor, arithmetic: Arithmetic) -> Tensor:
     """The hyperbolic tangent of float32 numbers.
 
-    how       ``fast``, torch's float32 function, within 2 units in the last place; ``stated``, in
+    arithmetic
+              ``fast``, torch's float32 function, within 2 units in the last place; ``stated``, in
               float64 and rounded (A-22).
     """
-    return x.double().tanh().float() if how == "stated" else x.tanh()
+    return x.double().tanh().float() if arithmetic == "stated" else x.tanh()
 
 
 def log(x: Tensor, base: Literal["2", "e"]) -> Tensor:

@@ -61,8 +61,8 @@ def values(x: object) -> tuple:
 @torch._dynamo.assume_constant_result
 def function(
     variant: str | Variant,
-    of_variant: tuple,
-    of_mask: tuple,
+    variant_values: tuple,
+    mask_values: tuple,
     scale,
     seed: int,
     arithmetic,
@@ -74,27 +74,27 @@ def function(
 
     Raises:   ValueError: a Variant without its ``values``; no Mask; what ``Spec`` refuses.
     """
-    if values(variant) != of_variant:
+    if values(variant) != variant_values:
         raise ValueError(
-            f"a Variant is made outside of what is compiled; got {of_variant}, made inside. "
+            f"a Variant is made outside of what is compiled; got {variant_values}, made inside. "
             "Make it once, before."
         )
-    if not of_mask:
+    if not mask_values:
         raise ValueError(
             "mask is a Mask of fp8ref.spec.attention.variants, and no tensor. Use "
             "Mask(causal=True), a window, or documents, which separate the sequences of a row."
         )
-    causal, window, alignment = of_mask
+    causal, window, alignment = mask_values
     mask = Mask(causal=causal, window=window, alignment=alignment)
     amax_group, context = groups
-    how: dict = {
+    options: dict = {
         "scale": scale,
         "seed": seed,
         "arithmetic": arithmetic,
         "amax_group": amax_group or context,
         "context": context,
     }
-    spec = Spec(variant=data.by_name(variant), mask=mask, softcap=softcap, **how)
+    spec = Spec(variant=data.by_name(variant), mask=mask, softcap=softcap, **options)
     return _bind(spec, roles)
 
 
@@ -115,8 +115,8 @@ def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
             q: Tensor,
             k: Tensor,
             v: Tensor,
-            of_q: Tensor | None,
-            of_k: Tensor | None,
+            q_documents: Tensor | None,
+            k_documents: Tensor | None,
             sinks: Tensor | None,
             *more: Tensor,
         ) -> Tensor:
@@ -130,7 +130,7 @@ def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
                     q,
                     k,
                     v,
-                    (of_q, of_k),
+                    (q_documents, k_documents),
                     dict(zip(roles[0], scales, strict=True)),
                     sinks,
                 )
@@ -139,8 +139,8 @@ def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
         @linear_input.without_autocast
         def backward(ctx, do: Tensor):
             with observer.inside(ctx.layer):
-                *found, dsinks = _backward(ctx, spec, roles[0], do)
-                return (*found, None, None, dsinks, *(None for _ in ctx.needs_input_grad[6:]))
+                *gradients, dsinks = _backward(ctx, spec, roles[0], do)
+                return (*gradients, None, None, dsinks, *(None for _ in ctx.needs_input_grad[6:]))
 
     return AttentionFunction
 
@@ -157,7 +157,7 @@ def _forward(
 ) -> Tensor:
     variant = spec.variant
     shape = inputs.check(q, k, v, spec)
-    given = inputs.check_scales(scales, variant, variant.roles, shape)
+    role_scales = inputs.check_scales(scales, variant, variant.roles, shape)
     inputs.check_sinks(sinks, shape, q.device)
     inputs.check_seen(ctx.seen, variant, variant.roles, shape)
     pair = documents if documents[0] is not None and documents[1] is not None else None
@@ -181,7 +181,7 @@ def _forward(
             .float()
             .to(q.dtype)
         )
-    tensors = operands.quantize(q, k, v, spec, given, report=report)
+    tensors = operands.quantize(q, k, v, spec, role_scales, report=report)
     if ctx.layer is not None and variant.fmt.bits == 8 and not observer.again():
         for product, role, x in zip(
             ("scores", "scores", "values"),
@@ -198,16 +198,16 @@ def _forward(
         spec,
         shape,
         at,
-        given,
+        role_scales,
         report=report,
         keep=keep,
         sinks=sinks,
     )
     o = result.o.to(q.dtype)
-    found = None
+    p_counts = None
     if counts and result.lost is not None:
-        found = statistics.counts_of(spec, shape, at, result.saturated, result.lost)
-        observer.count(ctx.layer, "values", "p", result.amaxes["s"], found)
+        p_counts = statistics.counts_of(spec, shape, at, result.saturated, result.lost)
+        observer.count(ctx.layer, "values", "p", result.amaxes["s"], p_counts)
     if watched:
         shown = {
             "q/value": q,
@@ -221,8 +221,8 @@ def _forward(
             if spec.softcap is None
             else torch.tensor(spec.softcap, dtype=torch.float32, device="cpu"),
             "sinks/value": sinks,
-            "p/amax": None if found is None else result.amaxes["s"],
-            "p/counts": found,
+            "p/amax": None if p_counts is None else result.amaxes["s"],
+            "p/counts": p_counts,
         }
         observer.show(ctx.layer, "forward", shown, result.tensors)
     _observe(ctx.seen, result.amaxes)
@@ -244,7 +244,7 @@ def _forward(
     if variant.granularity == "mx_1x32":
         ctx.save_for_backward(sinks, *at, *scales.values(), *kept, result.lse, q, k, v)
     else:
-        of_tensors = (
+        codes_and_scales = (
             x for role in ("q", "k", "v") for x in (tensors[role].codes, tensors[role].scale_inv)
         )
         ctx.save_for_backward(
@@ -255,7 +255,7 @@ def _forward(
             result.lse,
             result.scale_p,
             result.scale_inv_p,
-            *of_tensors,
+            *codes_and_scales,
         )
     return o
 
@@ -277,21 +277,21 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
         q, k, v, *documents = saved
         at = Documents(*documents)
         do = inputs.without_padding(do, at.q)
-        *real, _, of_sinks = attention_real.backward(do, q, k, v, spec, shape, at, sinks)
-        return _of_dtypes(tuple(real), of_sinks, ctx.dtypes, sinks)
-    at, given = Documents(next(saved), next(saved)), {role: next(saved) for role in roles}
+        *real, _, dsinks = attention_real.backward(do, q, k, v, spec, shape, at, sinks)
+        return _cast_gradients(tuple(real), dsinks, ctx.dtypes, sinks)
+    at, role_scales = Documents(next(saved), next(saved)), {role: next(saved) for role in roles}
     do = inputs.without_padding(do, at.q)
     gradients, scale_p = _gradients(
-        do, saved, spec, shape, at, given, sinks, report=report, keep=keep
+        do, saved, spec, shape, at, role_scales, sinks, report=report, keep=keep
     )
-    found, of_ds = gradients[:3], None
+    qkv_grads, ds_counts = gradients[:3], None
     if counts and gradients.saturated_ds is not None and gradients.lost is not None:
-        of_ds = statistics.counts_of(spec, shape, at, gradients.saturated_ds, gradients.lost)
-        observer.count(ctx.layer, "grad_q", "ds", gradients.amaxes["ds"], of_ds)
+        ds_counts = statistics.counts_of(spec, shape, at, gradients.saturated_ds, gradients.lost)
+        observer.count(ctx.layer, "grad_q", "ds", gradients.amaxes["ds"], ds_counts)
     if keep:
         matrices, values = (
             gradients.matrices,
-            {f"{role}/value": x for role, x in zip(("dq", "dk", "dv"), found, strict=True)},
+            {f"{role}/value": x for role, x in zip(("dq", "dk", "dv"), qkv_grads, strict=True)},
         )
         shown = {
             "do/value": do,
@@ -299,8 +299,8 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
             "p/codes": matrices.get("p_codes"),
             "ds/value": matrices["ds"],
             "ds/codes": matrices.get("ds_codes"),
-            "ds/amax": None if of_ds is None else gradients.amaxes["ds"],
-            "ds/counts": of_ds,
+            "ds/amax": None if ds_counts is None else gradients.amaxes["ds"],
+            "ds/counts": ds_counts,
         }
         if "ds_codes" in matrices:
             shown["ds/scale"] = gradients.scale_ds.scale
@@ -315,7 +315,7 @@ def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tens
                 observer.report(ctx.layer, product, role, x, tensor)  # type: ignore[arg-type]
         else:
             observer.report(ctx.layer, "grad_v", "do", do, gradients.tensors["do"])
-    return _of_dtypes(found, gradients.dsinks, ctx.dtypes, sinks)
+    return _cast_gradients(qkv_grads, gradients.dsinks, ctx.dtypes, sinks)
 
 
 def _gradients(
@@ -324,7 +324,7 @@ def _gradients(
     spec: Spec,
     shape: Shape,
     at: Documents,
-    given: dict[str, Tensor],
+    role_scales: dict[str, Tensor],
     sinks: Tensor | None,
     *,
     report: Report,
@@ -335,41 +335,41 @@ def _gradients(
     saved     what ``_forward`` saved after sinks, documents and scales.
     """
     o, o_scale_inv, lse = next(saved), next(saved), next(saved)
-    one, how = (
+    unit, options = (
         torch.ones((), device=do.device, dtype=torch.float32),
         {"report": report, "keep": keep, "sinks": sinks},
     )
     if spec.variant.backward == "bf16":
         q, k, v = saved
-        return bf16.gradients(do, (q, k, v), o, lse, spec, shape, at, **how), one
+        return bf16.gradients(do, (q, k, v), o, lse, spec, shape, at, **options), unit
     if spec.variant.granularity == "mx_1x32":
         q, k, v = saved
-        kept = Saved(operands.quantize(q, k, v, spec, {}), o, None, lse, one, one)
-        of_p = torch.full((), mx.P_SCALE, dtype=torch.float32, device="cpu")
-        return mx.gradients(do, q, k, kept, spec, shape, at, **how), of_p
+        kept = Saved(operands.quantize(q, k, v, spec, {}), o, None, lse, unit, unit)
+        mx_scale_p = torch.full((), mx.P_SCALE, dtype=torch.float32, device="cpu")
+        return mx.gradients(do, q, k, kept, spec, shape, at, **options), mx_scale_p
     scale_p, scale_inv_p = next(saved), next(saved)
-    tensors = {role: Heads(next(saved), one, one, next(saved)) for role in ("q", "k", "v")}
+    tensors = {role: Heads(next(saved), unit, unit, next(saved)) for role in ("q", "k", "v")}
     kept = Saved(
         attention_context.gathered(tensors, spec), o, o_scale_inv, lse, scale_p, scale_inv_p
     )
-    given = {role: x for role, x in given.items() if role in data.GRADIENT_ROLES}
-    of_pass = fast if spec.arithmetic == "fast" else attention_gradients
-    return of_pass.gradients(do, kept, spec, shape, at, given, **how), scale_p
+    role_scales = {role: x for role, x in role_scales.items() if role in data.GRADIENT_ROLES}
+    pass_module = fast if spec.arithmetic == "fast" else attention_gradients
+    return pass_module.gradients(do, kept, spec, shape, at, role_scales, **options), scale_p
 
 
-def _of_dtypes(
-    found: tuple[Tensor, ...],
+def _cast_gradients(
+    grads: tuple[Tensor, ...],
     dsinks: Tensor | None,
     dtypes: tuple[torch.dtype, ...],
     sinks: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients in the dtypes of q, k and v, and that of sinks in theirs."""
-    of_sinks = None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
-    return *(x.to(dtype) for x, dtype in zip(found, dtypes, strict=True)), of_sinks
+    sinks_grad = None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
+    return *(x.to(dtype) for x, dtype in zip(grads, dtypes, strict=True)), sinks_grad
 
 
 def _observe(seen: dict[str, Tensor], amaxes: dict[str, Tensor]) -> None:
     """Merge the amaxes of a pass into the observations of its roles."""
-    for role, one in seen.items():
+    for role, observation in seen.items():
         if role in amaxes:
-            delayed.merge_(one, amaxes[role])
+            delayed.merge_(observation, amaxes[role])

@@ -56,19 +56,19 @@ def apply(
               require gradients.
     Source:   spec A-20, A-25.
     """
-    known = data.by_name(variant)
+    fa3_variant = data.by_name(variant)
     if (
-        known.backward != "bf16"
+        fa3_variant.backward != "bf16"
         and torch.is_grad_enabled()
         and (q.requires_grad or k.requires_grad or v.requires_grad)
     ):
         raise ValueError(
-            f"FlashAttention-3 has no backward pass in FP8; got variant {known.name!r} with "
-            f"backward {known.backward!r}. Give attention.differentiated(variant, 'bf16') of "
+            f"FlashAttention-3 has no backward pass in FP8; got variant {fa3_variant.name!r} with "
+            f"backward {fa3_variant.backward!r}. Give attention.differentiated(variant, 'bf16') of "
             "fp8ref, or call forward."
         )
     q, k, v = data.heads_first(layout, q, k, v)
-    function = _function(Spec(variant=known, mask=mask, scale=scale, arithmetic=arithmetic))
+    function = _function(Spec(variant=fa3_variant, mask=mask, scale=scale, arithmetic=arithmetic))
     return data.in_layout(layout, function.apply(q, k, v))
 
 
@@ -94,10 +94,10 @@ def _function(spec: Spec) -> type[torch.autograd.Function]:
                 )
             o, q, k, v, lse = ctx.saved_tensors
             with observer.inside(ctx.layer):
-                found = bf16.gradients(
+                gradients = bf16.gradients(
                     do, (q, k, v), o, lse, spec, ctx.shape, Documents(None, None), report="nothing"
                 )
-            return tuple(x.to(dtype) for x, dtype in zip(found[:3], ctx.dtypes, strict=True))
+            return tuple(x.to(dtype) for x, dtype in zip(gradients[:3], ctx.dtypes, strict=True))
 
     return KernelFunction
 
@@ -140,9 +140,9 @@ def forward(
             "FlashAttention-3 takes features in multiples of 16, and masks that are aligned to "
             f"the end; got {shape.features} and {mask}. {_INSTEAD}"
         )
-    given = inputs.check_scales(scales, variant, ("q", "k", "v"), shape)
+    role_scales = inputs.check_scales(scales, variant, ("q", "k", "v"), shape)
     run = library(q.device)
-    tensors = operands.quantize(q, k, v, spec, given, report="nothing")
+    tensors = operands.quantize(q, k, v, spec, role_scales, report="nothing")
     codes = (tensors[role].codes.transpose(1, 2) for role in ("q", "k", "v"))  # [B, T, heads, D]
     descales = {
         f"{role}_descale": tensors[role].scale_inv[:, :, 0, 0].contiguous()

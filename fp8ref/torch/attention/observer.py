@@ -169,8 +169,11 @@ def show(
     """
     if name is None or not _observing or (watcher := _observing[-1].watcher) is None:
         return
-    found = {key: x.detach() for key, x in tensors.items() if x is not None}
-    for what, one in quantized.items():
-        if one.codes.dtype.itemsize == 1:
-            found |= {f"{what}/scale": one.scale, f"{what}/codes": one.codes.view(torch.uint8)}
-    watcher(name, phase, found)
+    shown = {key: x.detach() for key, x in tensors.items() if x is not None}
+    for what, tensor in quantized.items():
+        if tensor.codes.dtype.itemsize == 1:
+            shown |= {
+                f"{what}/scale": tensor.scale,
+                f"{what}/codes": tensor.codes.view(torch.uint8),
+            }
+    watcher(name, phase, shown)

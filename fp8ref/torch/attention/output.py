@@ -92,7 +92,7 @@ def run(
     spec: Spec,
     shape: Shape,
     documents: Documents,
-    given: dict[str, Tensor],
+    role_scales: dict[str, Tensor],
     *,
     report: Report,
     keep: Collection[Matrix] = (),
@@ -106,11 +106,11 @@ def run(
     variant, device = spec.variant, tensors["q"].codes.device
     check_hardware(variant)
     q, k, v = _layouts(tensors, spec, shape)
-    scale_p, scale_inv_p = operands.probability_scale(variant, given, device)
+    scale_p, scale_inv_p = operands.probability_scale(variant, role_scales, device)
     if variant.granularity == "mx_1x32":
-        of_p, of_v = scale_inv_p, None  # P is dequantized, as v is
+        operand_scale, output_scale = scale_inv_p, None  # P is dequantized, as v is
     else:
-        of_p, of_v = None, scale_inv_p
+        operand_scale, output_scale = None, scale_inv_p
     rows = (shape.batch, shape.key_heads, shape.queries, shape.group)
     state = softmax.start(rows, variant.sum_order, device)
     o = torch.zeros(*rows, v.shape[2], device=device, dtype=torch.float32)
@@ -137,23 +137,25 @@ def run(
         if "scores" in kept:
             kept.put("scores", at, _visible(softmax.scaled(s, factors), visible))
         kept.put("p_codes", at, p8)
-        low = p8 if of_p is None else p8.float() * of_p
+        low = p8 if operand_scale is None else p8.float() * operand_scale
         with multiplying("values"):
-            found = operands.products(
+            tile_output = operands.products(
                 low.flatten(2, 3), v[:, :, :, tile.keys].contiguous(), variant
             ).view(*s.shape[:-1], -1)
-        if variant.out_scales == "tile" and of_v is not None:
-            found = times(found, operands.key_scale(tensors["v"].scale_inv, tile, variant))
-            found = found if variant.p_scale == 1 else times(found, of_v)
+        if variant.out_scales == "tile" and output_scale is not None:
+            tile_output = times(
+                tile_output, operands.key_scale(tensors["v"].scale_inv, tile, variant)
+            )
+            tile_output = tile_output if variant.p_scale == 1 else times(tile_output, output_scale)
         state.maximum[:, :, tile.rows] = new.maximum
         state.sums[:, :, tile.rows] = new.sums
-        o[:, :, tile.rows] = times(o[:, :, tile.rows], c[..., None]) + found
+        o[:, :, tile.rows] = times(o[:, :, tile.rows], c[..., None]) + tile_output
     total, maximum = softmax.total(state.sums, variant.sum_order), state.maximum
     factor = operands.raw_factor(tensors, spec, shape) if variant.scores == "raw" else 1.0
     if sinks is not None:
-        of_rows = attention_sinks.by_rows(sinks, shape)
+        row_sinks = attention_sinks.by_rows(sinks, shape)
         o, total, maximum = attention_sinks.add(
-            o, total, maximum, of_rows, factor if variant.scores == "raw" else None, spec
+            o, total, maximum, row_sinks, factor if variant.scores == "raw" else None, spec
         )
     at_end = (
         operands.key_scale(tensors["v"].scale_inv, operands.Tile(0, 0, 0, 0, 0, False), variant)
@@ -172,7 +174,7 @@ def run(
         (scale_p, scale_inv_p),
         spec,
         shape,
-        given,
+        role_scales,
         report=report,
     )._replace(lost=lost)
 
@@ -230,20 +232,20 @@ def log_sum(maximum: Tensor, total: Tensor, factor: Tensor | float, variant: Var
     """The log-sum-exp of rows (A-11)."""
     empty = total == 0
     maximum, total = torch.where(empty, 0.0, maximum), torch.where(empty, 1.0, total)
-    of_rows = factor[..., 0] if isinstance(factor, Tensor) and factor.ndim else factor
+    row_factor = factor[..., 0] if isinstance(factor, Tensor) and factor.ndim else factor
     if variant.lse == "fused":
         product = (
-            times(of_rows, _LN2)
-            if isinstance(of_rows, Tensor)
-            else float(np.float32(of_rows) * np.float32(_LN2))
+            times(row_factor, _LN2)
+            if isinstance(row_factor, Tensor)
+            else float(np.float32(row_factor) * np.float32(_LN2))
         )
-        found = multiply_add(maximum, product, log(total * 2.0**-variant.offset, "e"))
+        lse = multiply_add(maximum, product, log(total * 2.0**-variant.offset, "e"))
     elif variant.base == "2":
-        scaled = times(maximum, of_rows) if variant.scores == "raw" else maximum
-        found = times(scaled + (log(total, "2") - float(variant.offset)), _LN2)
+        scaled = times(maximum, row_factor) if variant.scores == "raw" else maximum
+        lse = times(scaled + (log(total, "2") - float(variant.offset)), _LN2)
     else:
-        found = maximum + log(total, "e")
-    return torch.where(empty, -torch.inf, found)
+        lse = maximum + log(total, "e")
+    return torch.where(empty, -torch.inf, lse)
 
 
 def output_scaling(variant: Variant) -> tuple:
@@ -274,8 +276,8 @@ def _finish(o: Tensor, total: Tensor, scale_inv: Tensor | None, variant: Variant
     if variant.finish == "divide":
         o = o if scale_inv is None else times(o, scale_inv)
         return divide(o, total.clamp(min=1.0)[..., None])
-    one = torch.ones_like(total)
-    inverse = torch.where(total == 0, 0.0, divide(one, torch.where(total == 0, one, total)))[
+    ones = torch.ones_like(total)
+    inverse = torch.where(total == 0, 0.0, divide(ones, torch.where(total == 0, ones, total)))[
         ..., None
     ]
     return o * (inverse if scale_inv is None else inverse * scale_inv)
@@ -291,7 +293,7 @@ def result(
     scales_p,
     spec: Spec,
     shape: Shape,
-    given,
+    role_scales,
     *,
     report: Report,
 ) -> Result:
@@ -299,15 +301,21 @@ def result(
     variant = spec.variant
     amaxes = {role: t.amax for role, t in tensors.items()}
     amaxes["s"], amaxes["o"] = largest, largest
-    if report != "nothing" or (variant.out.bits == 8 and "o" not in given):
+    if report != "nothing" or (variant.out.bits == 8 and "o" not in role_scales):
         amaxes["s"], amaxes["o"] = operands.share([largest, out.abs().amax()], spec)
     o = heads.quantize(
-        out, variant.out, *output_scaling(variant), amax_of_groups=amaxes["o"], scale=given.get("o")
+        out,
+        variant.out,
+        *output_scaling(variant),
+        amax_of_groups=amaxes["o"],
+        scale=role_scales.get("o"),
     )
     if variant.out.bits == 8:
         tensors = {**tensors, "o": o}
     values = (
         float_values.decode(o.codes).mul_(o.scale_inv) if variant.out.bits == 8 else o.codes.float()
     )
-    found = Result(values, lse, tensors, amaxes, saturated, kept.whole("p_codes", shape), *scales_p)
-    return found._replace(scores=kept.whole("scores", shape))
+    forward_result = Result(
+        values, lse, tensors, amaxes, saturated, kept.whole("p_codes", shape), *scales_p
+    )
+    return forward_result._replace(scores=kept.whole("scores", shape))

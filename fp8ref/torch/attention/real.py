@@ -46,11 +46,11 @@ def forward(
         new = torch.maximum(old, s.amax(-1))
         shift = torch.where(new == -torch.inf, 0.0, new)
         c, p = (old - shift).exp(), (s - shift[..., None]).exp()
-        found = operands.products(p.flatten(2, 3), v[:, :, :, tile.keys], spec.variant).view(
+        tile_output = operands.products(p.flatten(2, 3), v[:, :, :, tile.keys], spec.variant).view(
             *p.shape[:-1], -1
         )
         total[:, :, tile.rows] = total[:, :, tile.rows] * c + p.sum(-1)
-        o[:, :, tile.rows] = o[:, :, tile.rows] * c[..., None] + found
+        o[:, :, tile.rows] = o[:, :, tile.rows] * c[..., None] + tile_output
         m[:, :, tile.rows] = new
     if sinks is not None:
         a = attention_sinks.by_rows(sinks, shape).double()
@@ -91,8 +91,8 @@ def backward(
         lse = real.lse[:, :, tile.rows]
         s = _scores(q, k, tile, spec, shape, documents)
         p = (s - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp()
-        of_rows = do[:, :, tile.rows]
-        dp = operands.products(of_rows.flatten(2, 3), v[:, :, tile.keys], spec.variant).view(
+        do_tile = do[:, :, tile.rows]
+        dp = operands.products(do_tile.flatten(2, 3), v[:, :, tile.keys], spec.variant).view(
             p.shape
         )
         ds = p * (dp - d[:, :, tile.rows, :, None]) * spec.softmax_scale(shape.features)
@@ -102,9 +102,9 @@ def backward(
             )
         largest = torch.maximum(largest, ds.abs().amax())
         flat = ds.flatten(2, 3)
-        dq[:, :, tile.rows] += torch.matmul(flat, k[:, :, tile.keys]).view(of_rows.shape)
+        dq[:, :, tile.rows] += torch.matmul(flat, k[:, :, tile.keys]).view(do_tile.shape)
         dk[:, :, tile.keys] += torch.matmul(flat.transpose(2, 3), q[:, :, tile.rows].flatten(2, 3))
-        dv[:, :, tile.keys] += torch.matmul(p.flatten(2, 3).transpose(2, 3), of_rows.flatten(2, 3))
+        dv[:, :, tile.keys] += torch.matmul(p.flatten(2, 3).transpose(2, 3), do_tile.flatten(2, 3))
     keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
     dsinks = None
     if sinks is not None:

@@ -37,17 +37,17 @@ def add(
     """
     variant, two = spec.variant, spec.variant.base == "2"
     z = times(sinks, _LOG2E) if two else sinks
-    of_row = factor[..., 0] if isinstance(factor, Tensor) and factor.ndim else factor
-    ahead = z - (maximum if of_row is None else times(maximum, of_row))
+    row_factor = factor[..., 0] if isinstance(factor, Tensor) and factor.ndim else factor
+    ahead = z - (maximum if row_factor is None else times(maximum, row_factor))
     far = ahead > FAR
     p = exponential(
         torch.where(far, 0.0, ahead) + float(variant.offset), variant.base, spec.arithmetic
     )
     at = z
-    if isinstance(of_row, Tensor):
-        at = times(sinks, divide(torch.full_like(of_row, _LOG2E), of_row))
-    elif of_row is not None:
-        at = times(sinks, float(np.float32(_LOG2E) / np.float32(of_row)))
+    if isinstance(row_factor, Tensor):
+        at = times(sinks, divide(torch.full_like(row_factor, _LOG2E), row_factor))
+    elif row_factor is not None:
+        at = times(sinks, float(np.float32(_LOG2E) / np.float32(row_factor)))
     total = torch.where(far, 2.0**variant.offset, total + p)
     return torch.where(far[..., None], 0.0, o), total, torch.where(far, at, maximum)
 

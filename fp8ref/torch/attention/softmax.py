@@ -47,7 +47,7 @@ def step(
     seen: Tensor | None,
     variant: Variant,
     factors: list[Tensor | float],
-    how: Arithmetic,
+    arithmetic: Arithmetic,
 ):
     """(probabilities, factors of what came before, the new state).
 
@@ -58,9 +58,9 @@ def step(
     Order:    A-4, A-5, A-7, an operation at a time.
     """
     if variant.scores == "raw":
-        p, c, new = _raw(s, rows.maximum, seen, variant, factors[0], how)
+        p, c, new = _raw(s, rows.maximum, seen, variant, factors[0], arithmetic)
     else:
-        p, c, new = _scaled(s, rows.maximum, seen, variant, factors, how)
+        p, c, new = _scaled(s, rows.maximum, seen, variant, factors, arithmetic)
     if seen is not None:
         p = torch.where(seen, p, 0.0)
     return p, c, Rows(new, add(p, c, rows.sums, variant.sum_order))
@@ -72,22 +72,22 @@ def _raw(
     seen: Tensor | None,
     variant: Variant,
     factor: Tensor | float,
-    how: Arithmetic,
+    arithmetic: Arithmetic,
 ):
-    of_rows = factor[..., 0] if isinstance(factor, Tensor) and factor.ndim else factor
+    row_factor = factor[..., 0] if isinstance(factor, Tensor) and factor.ndim else factor
     new = torch.maximum(old, _masked(s, seen).amax(-1))
-    behind = times(old - finite(new), of_rows)
-    c = exponential(behind, "2", how)
+    behind = times(old - finite(new), row_factor)
+    c = exponential(behind, "2", arithmetic)
     if variant.threshold:
         stays = behind >= -variant.threshold
         new, c = torch.where(stays, old, new), torch.where(stays, 1.0, c)
     m, offset = finite(new), float(variant.offset)
     bias = (
-        -multiply_add(m, of_rows, -offset)
+        -multiply_add(m, row_factor, -offset)
         if variant.bias == "fused"
-        else offset - times(m, of_rows)
+        else offset - times(m, row_factor)
     )
-    return exponential(multiply_add(s, factor, bias[..., None]), "2", how), c, new
+    return exponential(multiply_add(s, factor, bias[..., None]), "2", arithmetic), c, new
 
 
 def _scaled(
@@ -96,18 +96,18 @@ def _scaled(
     seen: Tensor | None,
     variant: Variant,
     factors: list[Tensor | float],
-    how: Arithmetic,
+    arithmetic: Arithmetic,
 ):
     s = scaled(s, factors)
     largest = _masked(s, seen).amax(-1)
     above = (old == -torch.inf) | (largest - old > variant.threshold)
     new = torch.where(above, largest, old) if variant.threshold else torch.maximum(old, largest)
     behind = old - new  # NaN of two infinities, which the comparison leaves out
-    c = torch.where(behind < -variant.threshold, exponential(behind, variant.base, how), 1.0)
+    c = torch.where(behind < -variant.threshold, exponential(behind, variant.base, arithmetic), 1.0)
     c = torch.where(new.isnan(), new, c)
     x = s - finite(new)[..., None]
     return (
-        exponential(x + float(variant.offset) if variant.offset else x, variant.base, how),
+        exponential(x + float(variant.offset) if variant.offset else x, variant.base, arithmetic),
         c,
         new,
     )
@@ -115,8 +115,8 @@ def _scaled(
 
 def scaled(s: Tensor, factors: list[Tensor | float]) -> Tensor:
     """Scores times each factor, in order."""
-    for one in factors:
-        s = times(s, one)
+    for factor in factors:
+        s = times(s, factor)
     return s
 
 
@@ -128,10 +128,10 @@ def finite(maximum: Tensor) -> Tensor:
 def add(p: Tensor, c: Tensor, sums: Tensor, order: SumOrder) -> Tensor:
     """The sums times c, plus the probabilities of a tile, in order (A-7)."""
     if order == "tile":
-        of_tile = p[..., 0]
+        tile_sum = p[..., 0]
         for j in range(1, p.shape[-1]):
-            of_tile = of_tile + p[..., j]
-        return times(sums, c[..., None]) + of_tile[..., None]
+            tile_sum = tile_sum + p[..., j]
+        return times(sums, c[..., None]) + tile_sum[..., None]
     groups = p.unflatten(-1, (-1, 8))
     if order == "quad":
         lanes = times(sums, c[..., None])

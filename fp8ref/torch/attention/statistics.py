@@ -48,12 +48,12 @@ def measure(
     # Zeros fill the last block up. They are in no count but that of all elements, which is put
     # right.
     codes = functional.pad(tensor.codes.view(torch.uint8), widths).view(tensor.codes.dtype)
-    found = stats.measure(
+    fields = stats.measure(
         functional.pad(x, widths),
         Quantized(codes, tensor.scale, tensor.scale_inv, fmt, "mx_1x32", axis),
     )
-    found[COUNTS.index("count")] = x.numel()
-    return found
+    fields[COUNTS.index("count")] = x.numel()
+    return fields
 
 
 @contextmanager
@@ -61,16 +61,17 @@ def measuring(
     layers: Mapping[str, nn.Module],
     variant: Variant,
     planned: Sequence[AttentionOperand],
-    found: Parts,
+    parts: Parts,
 ) -> Iterator[None]:
-    """Measure planned operands of these modules' attention into found, in a context of one eager
+    """Measure planned operands of these modules' attention into parts, in a context of one eager
     forward and backward pass. A rank's part is its sequences and heads."""
 
     def observer(name, product, role, x, tensor) -> None:
         same = [
-            one
-            for one in planned
-            if one.layer == name and first_use(one.product, one.role, variant) == (product, role)
+            operand
+            for operand in planned
+            if operand.layer == name
+            and first_use(operand.product, operand.role, variant) == (product, role)
         ]
         if not same:
             return
@@ -78,16 +79,18 @@ def measuring(
             measured = measure(
                 x, tensor, same[0].fmt, variant, along_tokens=along_tokens(product, role)
             )
-        for one in same:
-            found.setdefault(one.name, []).append(measured)
+        for operand in same:
+            parts.setdefault(operand.name, []).append(measured)
 
     def counter(name, product, role, amax, counts) -> None:
         same = [
-            one for one in planned if (one.layer, one.product, one.role) == (name, product, role)
+            operand
+            for operand in planned
+            if (operand.layer, operand.product, operand.role) == (name, product, role)
         ]
-        for one in same:
+        for operand in same:
             with _disable_current_modes():
-                found.setdefault(one.name, []).append(counted(amax, counts))
+                parts.setdefault(operand.name, []).append(counted(amax, counts))
 
     with attention_observer.observe_attention(layers, observer, counter=counter):
         yield
@@ -98,15 +101,15 @@ def counted(amax: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """float64 [FIELDS] of P or dS, of which the amax and counts are recorded: the other fields are
     0.
     """
-    found = torch.zeros(len(FIELDS), dtype=torch.float64, device=amax.device)
+    fields = torch.zeros(len(FIELDS), dtype=torch.float64, device=amax.device)
     for name, value in (
         ("count", counts[0]),
         ("overflows", counts[1]),
         ("underflows", counts[2]),
         ("amax", amax),
     ):
-        found[FIELDS.index(name)] = value
-    return found
+        fields[FIELDS.index(name)] = value
+    return fields
 
 
 def counts_of(

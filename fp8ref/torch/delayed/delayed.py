@@ -93,11 +93,11 @@ def advance(
     # rounds twice. A zero amax keeps the scale (te_delayed).
     scale = (limit / used.double()).float().clamp(max=torch.finfo(torch.float32).max)
     scale = torch.where((state.step % config.interval == 0) & (used > 0), scale, state.scale)
-    taken = (was_seen > 0) & (non_finite == 0)
+    advances = (was_seen > 0) & (non_finite == 0)
     return DelayedState(
-        torch.where(taken, scale, state.scale),
-        torch.where(taken[..., None], history, state.amax_history),
-        torch.where(taken, state.step + 1, state.step),
+        torch.where(advances, scale, state.scale),
+        torch.where(advances[..., None], history, state.amax_history),
+        torch.where(advances, state.step + 1, state.step),
     )
 
 
@@ -388,10 +388,10 @@ def update(model: nn.Module) -> None:
         state.checked = True
 
 
-def _merge_ranks(found: Iterable[RoleState]) -> None:
+def _merge_ranks(role_states: Iterable[RoleState]) -> None:
     """Merge observations over ranks, by one all-reduce for each process group (H-4, P-2)."""
     by_group: dict[tuple[str, torch.device], list[RoleState]] = {}
-    for state in found:
+    for state in role_states:
         if state.group is not None:
             by_group.setdefault((state.group, state.scale.device), []).append(state)
     for (group, _), members in by_group.items():
@@ -402,27 +402,27 @@ def _merge_ranks(found: Iterable[RoleState]) -> None:
 @torch.no_grad()
 def forget(model: nn.Module) -> None:
     """Clear the observations since the last update."""
-    found = [state for _, state in states(model)]
-    for state in found:
+    role_states = [state for _, state in states(model)]
+    for state in role_states:
         state.missed, state.version, state.used, state.updated = 0, None, False, True
-    for seen in _by_device([state.seen for state in found]):
+    for seen in _by_device([state.seen for state in role_states]):
         torch._foreach_zero_(seen)
 
 
 @torch.no_grad()
-def forget_unless(model: nn.Module, taken: torch.Tensor) -> None:
+def forget_unless(model: nn.Module, flag: torch.Tensor) -> None:
     """Clear the observations since the last update unless a flag () on the device is true: the
     ``update`` after it then changes nothing, and the host has not waited."""
-    found = [state for _, state in states(model)]
-    for state in found:
+    role_states = [state for _, state in states(model)]
+    for state in role_states:
         state.used = False  # as the host does not know
-    for seen in _by_device([state.seen for state in found]):
-        torch._foreach_mul_(seen, taken.float())
+    for seen in _by_device([state.seen for state in role_states]):
+        torch._foreach_mul_(seen, flag.float())
 
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Tensors in lists of one device."""
-    found: dict[torch.device, list[torch.Tensor]] = {}
+    device_tensors: dict[torch.device, list[torch.Tensor]] = {}
     for x in tensors:
-        found.setdefault(x.device, []).append(x)
-    return found.values()
+        device_tensors.setdefault(x.device, []).append(x)
+    return device_tensors.values()

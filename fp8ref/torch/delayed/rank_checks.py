@@ -68,12 +68,12 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
     """
     names = {id(value): name for name, state in named for value in state.buffers()}
     for stage in _stages_that_ran():
-        if found := next(
+        if buffer_name := next(
             (names[id(value)] for value in stage.buffers() if id(value) in names), None
         ):
             raise ValueError(
                 "torch.distributed.pipelining learned the shapes of a stage by a pass on memory "
-                f"without values, before the first microbatch, and {found} observed it. Give "
+                f"without values, before the first microbatch, and {buffer_name} observed it. Give "
                 "PipelineStage input_args and output_args, whose requires_grad is that of "
                 "training, and convert the model anew."
             )
@@ -82,7 +82,7 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
         model.get_submodule(path) for name, _ in named if (path := _linear(name)) is not None
     ]
     # torch's replicate gives DistributedDataParallel the parameters alone
-    known = names.keys() | {id(getattr(linear, "weight", None)) for linear in linears}
+    value_ids = names.keys() | {id(getattr(linear, "weight", None)) for linear in linears}
     for wrapper in _wrappers(model):
         if isinstance(wrapper, DistributedDataParallel) and wrapper.broadcast_buffers:
             for buffer in wrapper.modules_buffers:
@@ -95,7 +95,7 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
                     )
         held = [*wrapper.parameters(), *wrapper.buffers()]
         copied = not isinstance(wrapper, DistributedDataParallel) or any(
-            id(value) in known for value in held
+            id(value) in value_ids for value in held
         )
         if copied and alone:
             raise _separate(alone)
@@ -150,8 +150,8 @@ def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> bool:
 
 def _linear(name: str) -> str | None:
     """The path of the linear whose state has this name; None for a state outside of a linear."""
-    head, found, _ = f".{name}".rpartition(".states.")
-    return head[1:] if found else None
+    head, separator, _ = f".{name}".rpartition(".states.")
+    return head[1:] if separator else None
 
 
 def several_ranks() -> bool:
@@ -178,10 +178,10 @@ def _wrappers(model: nn.Module) -> Iterable[nn.Module]:
             isinstance(module, FSDPModule) and _mesh_size(module) > 1
         ):
             yield module
-    for found in gc.get_objects():
+    for candidate in gc.get_objects():
         # isinstance would read __class__ of each, which a proxy computes
-        if issubclass(type(found), DistributedDataParallel):
-            yield found
+        if issubclass(type(candidate), DistributedDataParallel):
+            yield candidate
 
 
 def _stages_that_ran() -> Iterable[nn.Module]:
@@ -189,11 +189,11 @@ def _stages_that_ran() -> Iterable[nn.Module]:
     pipelining = sys.modules.get("torch.distributed.pipelining.stage")
     if pipelining is None:
         return
-    for found in gc.get_objects():
-        if issubclass(type(found), pipelining._PipelineStageBase) and found.has_backward:
-            mode = getattr(found, "_inference_mode", None)
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), pipelining._PipelineStageBase) and candidate.has_backward:
+            mode = getattr(candidate, "_inference_mode", None)
             if mode is not None and mode.name == "DYNAMIC":
-                yield found.submod
+                yield candidate.submod
 
 
 def _mesh_size(unit: FSDPModule) -> int:

@@ -41,7 +41,7 @@ class Notice:
     model = ""
 
     @classmethod
-    def of_new_model(cls) -> "Notice":
+    def new_model(cls) -> "Notice":
         """A notice of a model that nobody was warned of."""
         notice = cls()
         notice.model = next(_names)

@@ -143,23 +143,23 @@ class Sharded(nn.Module):
     @torch.no_grad()
     def _scales(self, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The scale, float32 (), of each FP8 weight: its delayed state's, or all-reduced (P-3)."""
-        found, alike = {}, {}  # type: ignore[var-annotated]
+        weight_scales, alike = {}, {}  # type: ignore[var-annotated]
         for name, weight in self._fp8.items():
             if weight.state is None:
                 alike.setdefault(weight.spec, []).append(name)
             else:
-                found[name] = weight.state.scale.clone()
+                weight_scales[name] = weight.state.scale.clone()
         for spec, names in alike.items():
             amax = scaling.merge_amax(
                 torch.stack([scaling.amax(shards[name].to(self.dtype)) for name in names]),
                 self.group,
             )
-            found.update(
+            weight_scales.update(
                 zip(
                     names, scales.scale_from_amax(amax, spec.fmt, spec.policy).unbind(), strict=True
                 )
             )
-        return found
+        return weight_scales
 
 
 class _Weight(NamedTuple):
@@ -179,7 +179,7 @@ def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[s
     names: dict[torch.Tensor, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
-    found = {}
+    weights = {}
     for name, linear in model.named_modules():
         if not isinstance(linear, Float8Linear | Linear) or not linear.recipe.serves_both("weight"):
             continue
@@ -190,10 +190,10 @@ def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[s
                 f"{shared[0]} and {shared[1]} are one parameter, and both would become FP8. "
                 f"Untie them, or keep {name} in high precision."
             )
-        found[shared[0]] = _Weight(
+        weights[shared[0]] = _Weight(
             linear, spec, _gather_fp8(group.group_name, group.size(), dtype, spec.fmt, config)
         )
-    return found
+    return weights
 
 
 @functools.lru_cache(maxsize=256)

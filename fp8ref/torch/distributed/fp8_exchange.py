@@ -60,7 +60,7 @@ def sums(
     ]
 
 
-def of_one(
+def sum_piece(
     padded: torch.Tensor,
     g: torch.Tensor,
     group: ProcessGroup,
@@ -133,7 +133,7 @@ def _in_order(parts: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def of_mean(scale_inv: torch.Tensor, group: ProcessGroup, mean: bool) -> torch.Tensor:
+def sum_factor(scale_inv: torch.Tensor, group: ProcessGroup, mean: bool) -> torch.Tensor:
     """What a sum of codes is multiplied by: scale_inv, for the mean divided by the ranks."""
     return scale_inv * float(gradient_reduction.share_of(group.size())) if mean else scale_inv
 

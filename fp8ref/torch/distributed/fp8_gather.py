@@ -203,7 +203,7 @@ def compute_scales(gathers: Sequence[FP8Gather]) -> None:
         # Rounding is monotonic: the amax of a shard rounded to dtype is the rounded amax of the
         # shard.
         scale = scales.scale_from_amax(amax.to(dtype).float(), spec.fmt, spec.policy)
-        for g, of_one in zip(members, scale.unbind(), strict=True):
-            g.scale = of_one
+        for g, weight_scale in zip(members, scale.unbind(), strict=True):
+            g.scale = weight_scale
     for g in gathers:
         g.made = g.cast() if g.keeps_codes else None

@@ -30,35 +30,38 @@ class Factors:
     """
 
     def __init__(self, model: nn.Module, auto: AutoScale = AUTO) -> None:
-        found = [
+        reduced_weights = [
             (reduction, param) for reduction in reductions(model) for param in reduction.weights()
         ]
-        if not found:
+        if not reduced_weights:
             raise ValueError(
                 "factors are of gradients that fully_shard units reduce in FP8; the model has "
                 "none. Call reduce_in_fp8 first."
             )
         names = {module: f"{name}.weight" for name, module in model.named_modules()}
-        device = found[0][1].sharded_param.device
+        device = reduced_weights[0][1].sharded_param.device
         if device.type == "meta":
             raise ValueError(
                 "factors lie on the device of the weights; got the meta device. Call "
                 "model.to_empty(device=...) before."
             )
-        self.auto, self.names = auto, [names[param._module_info.module] for _, param in found]
-        allowed = [auto.allowed(param.sharded_param.numel()) for _, param in found]
+        self.auto, self.names = (
+            auto,
+            [names[param._module_info.module] for _, param in reduced_weights],
+        )
+        allowed = [auto.allowed(param.sharded_param.numel()) for _, param in reduced_weights]
         self._allowed = torch.tensor(allowed, dtype=torch.int64, device=device)
-        self.mu = torch.ones(len(found), device=device, dtype=torch.float32)
+        self.mu = torch.ones(len(reduced_weights), device=device, dtype=torch.float32)
         self.saturated, self._counts = (
             torch.zeros_like(self._allowed),
             torch.zeros_like(self._allowed),
         )
         self._cut: dict[tuple[distributed.ProcessGroup, ...], list[int]] = {}
-        of_each: dict[FP8ReduceScatter, list[int]] = {}
-        for i, (reduction, param) in enumerate(found):
-            of_each.setdefault(reduction, []).append(i)
+        unit_indices: dict[FP8ReduceScatter, list[int]] = {}
+        for i, (reduction, param) in enumerate(reduced_weights):
+            unit_indices.setdefault(reduction, []).append(i)
             self._cut.setdefault(_groups(param.sharded_param), []).append(i)
-        for reduction, indices in of_each.items():
+        for reduction, indices in unit_indices.items():
             part = slice(indices[0], indices[-1] + 1)  # those of a unit follow each other
             reduction.factors = self.mu[part], self._counts[part]
 
@@ -70,11 +73,11 @@ class Factors:
         """
         counts = self._counts.clone()
         for groups, indices in self._cut.items():
-            one = counts if len(indices) == len(counts) else counts[indices]
+            cut_counts = counts if len(indices) == len(counts) else counts[indices]
             for group in groups:
-                distributed.all_reduce(one, group=group)
-            if one is not counts:
-                counts[indices] = one
+                distributed.all_reduce(cut_counts, group=group)
+            if cut_counts is not counts:
+                counts[indices] = cut_counts
         mu = torch.where(
             counts > self._allowed, self.mu * 0.5, self.mu * float(self.auto.growth)
         ).clamp(MU_MIN, MU_MAX)

@@ -73,11 +73,12 @@ def reduce_scatter(
     group = fp8_exchange.group_of(group)
     rows = -(-len(g) // group.size())
     padded = functional.pad(g, (*[0] * (2 * g.ndim - 1), rows * group.size() - len(g)))
-    total, _, scale_inv, saturated = fp8_exchange.of_one(
+    total, _, scale_inv, saturated = fp8_exchange.sum_piece(
         padded, g, group, fmt, policy, prescale, mu, result, count
     )
     return Reduced(
-        (total * fp8_exchange.of_mean(scale_inv, group, mean)).view(rows, *g.shape[1:]), saturated
+        (total * fp8_exchange.sum_factor(scale_inv, group, mean)).view(rows, *g.shape[1:]),
+        saturated,
     )
 
 
@@ -101,7 +102,7 @@ def all_reduce(
     """
     group = fp8_exchange.group_of(group)
     padded = functional.pad(g.reshape(-1), (0, -g.numel() % group.size()))
-    total, codes, scale_inv, saturated = fp8_exchange.of_one(
+    total, codes, scale_inv, saturated = fp8_exchange.sum_piece(
         padded, g, group, fmt, policy, prescale, mu, result, count
     )
     whole = (
@@ -110,7 +111,8 @@ def all_reduce(
         else cast.decode(fp8_exchange.gathered(codes, group), fmt)
     )
     return Reduced(
-        (whole * fp8_exchange.of_mean(scale_inv, group, mean))[: g.numel()].view(g.shape), saturated
+        (whole * fp8_exchange.sum_factor(scale_inv, group, mean))[: g.numel()].view(g.shape),
+        saturated,
     )
 
 
@@ -218,22 +220,24 @@ class FP8ReduceScatter:
 
     def weights(self) -> list:
         """FSDP2's records of the weights that are reduced in FP8, in the order of ``factors``."""
-        return [p for p in _params(self.unit) if p.sharded_param.requires_grad and _of_linear(p)]
+        return [
+            p for p in _params(self.unit) if p.sharded_param.requires_grad and _is_linear_weight(p)
+        ]
 
-    def _parameters(self, found: int) -> tuple[list[int], list[bool]]:
+    def _parameters(self, elements: int) -> tuple[list[int], list[bool]]:
         """Of each parameter that takes gradients, the elements of a shard, and whether it is a
         linear's weight. ValueError unless they add up to what FSDP2 reduces."""
         params = [p for p in _params(self.unit) if p.sharded_param.requires_grad]
         sizes = [math.prod(p.padded_sharded_param_size) for p in params]
-        if sum(sizes) != found:
+        if sum(sizes) != elements:
             names = ", ".join(p._param_fqn or p._module_info.param_name for p in params)
             raise ValueError(
                 "gradients in FP8 have a scale for each tensor, so every parameter of an FSDP2 "
                 f"unit that takes gradients has one; a shard of {names} has {sum(sizes)} "
-                f"elements, its gradients {found}. Use every parameter in the loss, or freeze "
+                f"elements, its gradients {elements}. Use every parameter in the loss, or freeze "
                 "it."
             )
-        return sizes, [_of_linear(p) for p in params]
+        return sizes, [_is_linear_weight(p) for p in params]
 
 
 def reduce_in_fp8(
@@ -256,7 +260,7 @@ def reduce_in_fp8(
     units = [
         m
         for m in model.modules()
-        if isinstance(m, FSDPModule) and any(_of_linear(p) for p in _params(m))
+        if isinstance(m, FSDPModule) and any(_is_linear_weight(p) for p in _params(m))
     ]
     if not units:
         raise ValueError(
@@ -265,8 +269,7 @@ def reduce_in_fp8(
         )
     for unit in units:
         if any(
-            of_unit._is_hsdp and of_unit._all_reduce_process_group.size() > 1
-            for of_unit in _groups(unit)
+            group._is_hsdp and group._all_reduce_process_group.size() > 1 for group in _groups(unit)
         ):
             raise ValueError(
                 "FSDP2 sums gradients over copies of a unit by an all-reduce of its own, which "
@@ -286,10 +289,10 @@ def reductions(model: nn.Module) -> list[FP8ReduceScatter]:
     """What ``reduce_in_fp8`` set on the units of a model, in the order of its modules."""
     units = (m for m in model.modules() if isinstance(m, FSDPModule))
     return [
-        found
+        reduction
         for unit in units
-        for one in _groups(unit)
-        if isinstance(found := one._reduce_scatter_comm, FP8ReduceScatter)
+        for group in _groups(unit)
+        if isinstance(reduction := group._reduce_scatter_comm, FP8ReduceScatter)
     ]
 
 
@@ -343,25 +346,27 @@ def divisor_of(unit: FSDPModule, group: ProcessGroup, op: ReduceOp) -> float:
         return 1
     if op == ReduceOp.AVG:
         return group.size()
-    (factor,) = {of_unit.gradient_divide_factor for of_unit in _groups(unit)}
+    (factor,) = {param_group.gradient_divide_factor for param_group in _groups(unit)}
     return factor
 
 
 def _params(unit: FSDPModule) -> list:
     """FSDP2's records of a unit's parameters, in the order in which it reduces them."""
-    return [p for of_unit in _groups(unit) for p in of_unit.fsdp_params]
+    return [p for group in _groups(unit) for p in group.fsdp_params]
 
 
 def _groups(unit: FSDPModule) -> list:
     """FSDP2's groups of a unit's parameters; torch before 2.13 has at most one."""
     state = unit._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None)
+    groups = getattr(state, "_fsdp_param_groups", None)
     return [
-        one for one in ([state._fsdp_param_group] if found is None else found) if one is not None
+        group
+        for group in ([state._fsdp_param_group] if groups is None else groups)
+        if group is not None
     ]
 
 
-def _of_linear(param) -> bool:
+def _is_linear_weight(param) -> bool:
     """Whether a parameter is the weight of one linear, which no other module shares."""
     info = param._module_info
     return (

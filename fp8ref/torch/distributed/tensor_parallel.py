@@ -106,10 +106,10 @@ def parallelize(
             f"own; got a {type(model).__name__}. Give plan={{pattern: 'colwise' or 'rowwise'}}."
         )
     if sequence and (plan is not None or own is None):
-        what = f"a {type(model).__name__}" + " with a plan" * (plan is not None)
+        source = f"a {type(model).__name__}" + " with a plan" * (plan is not None)
         raise ValueError(
             "sequence cuts the tokens of a model with a tensor_plan, such as the trainer's "
-            f"Llama; got {what}. Leave sequence or the plan out."
+            f"Llama; got {source}. Leave sequence or the plan out."
         )
     if plan is not None and not plan:
         raise ValueError(
@@ -189,7 +189,7 @@ def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     linears = [
         name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)
     ]
-    found: dict[str, Style] = {}
+    styles: dict[str, Style] = {}
     for pattern, style in plan.items():
         if style not in get_args(Style):
             raise ValueError(
@@ -203,12 +203,12 @@ def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
                 f"{linear_selection.listed(linears) or 'there are none'}. Use one of them."
             )
         for name in named:
-            if found.setdefault(name, style) != style:
+            if styles.setdefault(name, style) != style:
                 raise ValueError(
-                    f"a linear has one style; {name} has {found[name]} and, by {pattern!r}, "
+                    f"a linear has one style; {name} has {styles[name]} and, by {pattern!r}, "
                     f"{style}. Make the patterns disjoint."
                 )
-    return found
+    return styles
 
 
 def gathers_fp8(module: nn.Module) -> bool:

@@ -34,18 +34,18 @@ def mesh_size(mesh: DeviceMesh) -> int:
 def check_model(model: nn.Module, amax_group: ProcessGroup | None) -> None:
     """ValueError for a module that would lose something, or that DTensor cannot run."""
     for name, module in model.named_modules():
-        what = name or "the model"
+        label = name or "the model"
         if is_compiled(module):
-            raise ValueError(f"{what} is compiled. Parallelize a model first, then compile it.")
+            raise ValueError(f"{label} is compiled. Parallelize a model first, then compile it.")
         if isinstance(module, FSDPModule) or any(
             isinstance(p, DTensor) for p in module.parameters(recurse=False)
         ):
             raise ValueError(
-                f"{what} is sharded already. Parallelize a model once, and before fully_shard."
+                f"{label} is sharded already. Parallelize a model once, and before fully_shard."
             )
         if isinstance(module, Linear) and module.group is not None and amax_group is None:
             raise ValueError(
-                f"{what} shares amaxes with the ranks of its batch (convert's amax_group), "
+                f"{label} shares amaxes with the ranks of its batch (convert's amax_group), "
                 "which tensor-parallel ranks then share too. Give amax_group, the process group "
                 "of both together."
             )
@@ -56,7 +56,7 @@ def check_model(model: nn.Module, amax_group: ProcessGroup | None) -> None:
             and any(True for _ in module.parameters(recurse=False))
         ):
             raise ValueError(
-                f"{what} holds parameters next to modules, and would mix plain and distributed "
+                f"{label} holds parameters next to modules, and would mix plain and distributed "
                 "tensors. Move the parameters to a module."
             )
 
@@ -67,14 +67,14 @@ def check_asynchronous(model: nn.Module, mesh: DeviceMesh) -> None:
     if torch._inductor.config._micro_pipeline_tp and (
         own is not None or mesh.device_type != "cuda"
     ):
-        what = (
+        culprit = (
             f"a mesh of {mesh.device_type}"
             if own is None
             else f"{own or 'the model'}, fp8ref's own Linear, which casts between them"
         )
         raise ValueError(
             "asynchronous tensor parallelism (torch._inductor.config._micro_pipeline_tp) fuses "
-            f"gathers with GEMMs of GPUs; got {what}. Set it to False, or use a recipe and "
+            f"gathers with GEMMs of GPUs; got {culprit}. Set it to False, or use a recipe and "
             "scope of torchao's Float8Linear on GPUs."
         )
 

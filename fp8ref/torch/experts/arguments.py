@@ -55,13 +55,13 @@ def states_of(
     """The states by role; ValueError unless they are of the roles that the recipe scales by their
     past.
     """
-    given = dict((states or {}).items())
-    if set(given) != set(roles := delayed.casts(recipe.recipe)):
+    role_states = dict((states or {}).items())
+    if set(role_states) != set(roles := delayed.casts(recipe.recipe)):
         raise ValueError(
             f"{name}: recipe {recipe.name!r} takes states of {', '.join(roles) or 'no role'}; "
-            f"got {', '.join(given) or 'none'}. Give a delayed.RoleState for each."
+            f"got {', '.join(role_states) or 'none'}. Give a delayed.RoleState for each."
         )
-    return given  # type: ignore[return-value]
+    return role_states  # type: ignore[return-value]
 
 
 def check_kinds(x: object, w: object, offs: object, name: str) -> None:

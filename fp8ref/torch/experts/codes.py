@@ -44,12 +44,12 @@ def cast_of(linears: Sequence[GroupedLinear], role: Role) -> CastSpec | None:
         return None
     (cast,) = used
     grouped_amax = all(linear.recipe.amax == "group" for linear in linears)
-    one = (
+    movable = (
         cast is not None
         and cast.granularity == "tensorwise"
         and (cast.delayed is not None or grouped_amax)
     )
-    return cast if one else None
+    return cast if movable else None
 
 
 def dispatch(
@@ -77,11 +77,11 @@ def dispatch(
     for linear in linears:
         linear.observe_rows("input", rows, groups)
     q = _quantized(rows, "input", cast, groups, group, linears[0])
-    given, taken, order, own = parallel.plan(ends, group)
+    in_splits, out_splits, order, own = parallel.plan(ends, group)
     carrier, codes = _Sent.apply(
-        x, q.codes.view(torch.uint8)[: sum(given)], order, (taken, given, group)
+        x, q.codes.view(torch.uint8)[: sum(in_splits)], order, (out_splits, in_splits, group)
     )
-    moved = Moved(carrier, own, order, given, taken, len(x))
+    moved = Moved(carrier, own, order, in_splits, out_splits, len(x))
     return moved, _own(q, codes, group)
 
 
@@ -120,9 +120,9 @@ def combine(
 
     ends      as they were dispatched: of all E experts' rows on this rank.
     """
-    how = linear, (moved.taken, moved.given, group), moved.held, slot
+    exchange = linear, (moved.taken, moved.given, group), moved.held, slot
     state = linear.states["grad_output"].scale if "grad_output" in linear.states else None
-    return _Returned.apply(y, ends, moved.order, state, how)
+    return _Returned.apply(y, ends, moved.order, state, exchange)
 
 
 def _quantized(
@@ -163,20 +163,20 @@ class _Sent(torch.autograd.Function):
     """(what stands for the rows, codes) that arrive; the gradient of the first moves back."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, codes: torch.Tensor, order: torch.Tensor, how: tuple):
+    def forward(ctx, x: torch.Tensor, codes: torch.Tensor, order: torch.Tensor, exchange: tuple):
         ctx.save_for_backward(order)
-        ctx.how, ctx.held = how, len(x)
-        arrived = parallel.all_to_all(codes.contiguous(), *how)[order]
+        ctx.exchange, ctx.held = exchange, len(x)
+        arrived = parallel.all_to_all(codes.contiguous(), *exchange)[order]
         ctx.mark_non_differentiable(arrived)
         return _nothing(x, len(order)), arrived
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor, _: torch.Tensor):
-        (order,), (taken, given, group) = ctx.saved_tensors, ctx.how
+        (order,), (out_splits, in_splits, group) = ctx.saved_tensors, ctx.exchange
         back = torch.empty_like(grad, memory_format=torch.contiguous_format).index_copy_(
             0, order, grad
         )
-        own = parallel.all_to_all(back, given, taken, group)
+        own = parallel.all_to_all(back, in_splits, out_splits, group)
         return torch.cat([own, own.new_zeros(ctx.held - len(own), own.shape[1])]), None, None, None
 
 
@@ -190,25 +190,25 @@ class _Returned(torch.autograd.Function):
         ends: torch.Tensor,
         order: torch.Tensor,
         state: torch.Tensor | None,
-        how: tuple,
+        exchange: tuple,
     ) -> torch.Tensor:
         ctx.save_for_backward(ends, order, state)
-        _, (taken, given, group), held, _ = ctx.how = how
+        _, (out_splits, in_splits, group), held, _ = ctx.exchange = exchange
         back = torch.empty_like(y).index_copy_(0, order, y)
-        own = parallel.all_to_all(back, given, taken, group)
+        own = parallel.all_to_all(back, in_splits, out_splits, group)
         return torch.cat([own, own.new_zeros(held - len(own), own.shape[1])])
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        (ends, order, state), (linear, ranks, _, slot) = ctx.saved_tensors, ctx.how
-        taken, given, group = ranks
+        (ends, order, state), (linear, ranks, _, slot) = ctx.saved_tensors, ctx.exchange
+        out_splits, in_splits, group = ranks
         groups = operands.groups_of(ends, len(grad))
         rows = groups.only(grad)
         linear.observe_rows("grad_output", rows, groups)
         cast = linear.recipe.recipe.grad_input.a
         q = _quantized(rows, "grad_output", cast, groups, group, linear, state)
         codes = parallel.all_to_all(
-            q.codes.view(torch.uint8)[: sum(given)].contiguous(), taken, given, group
+            q.codes.view(torch.uint8)[: sum(in_splits)].contiguous(), out_splits, in_splits, group
         )[order]
         slot.q = _own(q, codes, group)
         return _nothing(grad, len(order)), None, None, None, None

@@ -72,8 +72,8 @@ def multiply(
     Layout:   rows where ``to`` says, with zeros between; int32 [total], of each row its group, or
               NO_GROUP.
     """
-    found = block_gemm.deep_gemm()
-    assert found is not None
+    library = block_gemm.deep_gemm()
+    assert library is not None
 
     def laid(x: torch.Tensor, fill: int = 0) -> torch.Tensor:
         return torch.full(
@@ -84,7 +84,7 @@ def multiply(
         laid(codes_a.view(torch.uint8)).view(codes_a.dtype),
         codes_a.new_empty(total, codes_b.shape[1], dtype=torch.bfloat16),
     )
-    found.m_grouped_fp8_gemm_nt_contiguous(
+    library.m_grouped_fp8_gemm_nt_contiguous(
         (codes, laid(scale_inv_a)),
         (codes_b, scale_inv_b),
         out,

@@ -58,8 +58,8 @@ def kernel(spec: GemmSpec, device: torch.device) -> Kernel:
 
 def kernels(recipe: Recipe, device: torch.device) -> str:
     """The kernels of a recipe's FP8 GEMMs, for reports."""
-    found = [kernel(spec, device) for spec in recipe.gemms.values() if spec.fp8]
-    return " and ".join(name for key, name in NAMES.items() if key in found)
+    keys = [kernel(spec, device) for spec in recipe.gemms.values() if spec.fp8]
+    return " and ".join(name for key, name in NAMES.items() if key in keys)
 
 
 def multiply(
@@ -75,13 +75,13 @@ def multiply(
         run = _rows_by_rows if which == "grad_weight" else _rows_by_weights
         return run(a, b, groups, spec.accumulate).to(out_dtype)
     if chosen == "grouped_mm":
-        return _of_values(which, exact_values(a, groups), exact_values(b, groups), groups).to(
+        return _bfloat16_gemm(which, exact_values(a, groups), exact_values(b, groups), groups).to(
             out_dtype
         )
     if chosen == "deep_gemm" and max(a.codes.numel(), b.codes.numel()) < block_gemm.OFFSETS:
         return deepgemm.rows_by_weights(a, b, groups).to(out_dtype)
     formats, lines = (f"{a.fmt.name} {b.fmt.name}", f"{a.granularity} {b.granularity}")
-    given = (
+    arguments = (
         a.codes,
         a.scale_inv,
         b.codes,
@@ -93,7 +93,7 @@ def multiply(
         spec.epilogue,
         out_dtype,
     )
-    return each_group(which, *given)
+    return each_group(which, *arguments)
 
 
 def multiply_hp(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -135,9 +135,9 @@ def each_group(
         )
     )
     host = ends.tolist()
-    for (e, begin, end, of_a), (*_, of_b) in zip(parts_of(a, host), parts_of(b, host), strict=True):
+    for (e, begin, end, q_a), (*_, q_b) in zip(parts_of(a, host), parts_of(b, host), strict=True):
         product = gemm.matmul(
-            of_a, of_b, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype
+            q_a, q_b, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype
         )
         if which == "grad_weight":  # [N, M_e] x [K, M_e]
             out[e] = product
@@ -235,10 +235,10 @@ def _empty(
 
 def _host_groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """(e, begin, end) of each group that has rows."""
-    found = ends.tolist()
+    host_ends = ends.tolist()
     return (
         (e, begin, end)
-        for e, (begin, end) in enumerate(zip([0, *found], found, strict=False))
+        for e, (begin, end) in enumerate(zip([0, *host_ends], host_ends, strict=False))
         if begin < end
     )
 
@@ -264,12 +264,15 @@ def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, accumulate: str
     if a.granularity == "tensorwise":
         e = groups.group.clamp(max=experts - 1)
         scale_a = scale_a.expand(len(a.codes)) if scale_a.ndim == 0 else scale_a[e]
-    of_experts = b.scale_inv if b.scale_inv.ndim == 0 else b.scale_inv.reshape(experts, -1)
-    of_a, of_b = scale_a.reshape(-1).contiguous(), of_experts.expand(experts, columns).contiguous()
+    expert_scales = b.scale_inv if b.scale_inv.ndim == 0 else b.scale_inv.reshape(experts, -1)
+    flat_a, flat_b = (
+        scale_a.reshape(-1).contiguous(),
+        expert_scales.expand(experts, columns).contiguous(),
+    )
     lines = f"{a.granularity} {b.granularity}"
     return groups.only(
         by_torch(
-            a.codes.contiguous(), of_a, codes.contiguous(), of_b, groups.ends, lines, accumulate
+            a.codes.contiguous(), flat_a, codes.contiguous(), flat_b, groups.ends, lines, accumulate
         )
     )
 
@@ -291,24 +294,26 @@ def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, accumulate: str) -
         codes_a.t().contiguous().view(a.codes.dtype),
         codes_b.t().contiguous().view(b.codes.dtype),
     )
-    of_a, of_b = scale_a.reshape(-1).contiguous(), scale_b.reshape(-1).contiguous()
+    flat_a, flat_b = scale_a.reshape(-1).contiguous(), scale_b.reshape(-1).contiguous()
     out = by_torch(
-        columns_a, of_a, columns_b, of_b, ends, f"{a.granularity} {b.granularity}", accumulate
+        columns_a, flat_a, columns_b, flat_b, ends, f"{a.granularity} {b.granularity}", accumulate
     )
-    return _of_groups_with_rows(out, groups)
+    return _zero_empty_groups(out, groups)
 
 
-def _of_values(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _bfloat16_gemm(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
     """One grouped GEMM of bfloat16 operands by torch's grouped kernel, in bfloat16."""
     if which != "grad_weight":
         return groups.only(torch._grouped_mm(a, b.mT if which == "output" else b, offs=groups.ends))
     to, ends, total = padded_rows(groups, len(a), ALIGNMENT)
-    of_a, of_b = (_laid(x, to, total) for x in (a, b))
+    padded_a, padded_b = (_laid(x, to, total) for x in (a, b))
     # [N, M] @ [M, K]
-    return _of_groups_with_rows(torch._grouped_mm(of_a.t().contiguous(), of_b, offs=ends), groups)
+    return _zero_empty_groups(
+        torch._grouped_mm(padded_a.t().contiguous(), padded_b, offs=ends), groups
+    )
 
 
-def _of_groups_with_rows(out: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _zero_empty_groups(out: torch.Tensor, groups: Groups) -> torch.Tensor:
     """grad_weight [E, N, K] with zeros of groups without rows (X-4)."""
     return torch.where(
         (groups.sizes > 0)[:, None, None], out, torch.zeros((), dtype=out.dtype, device=out.device)

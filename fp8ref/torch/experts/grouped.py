@@ -125,32 +125,34 @@ def apply(
     # a row of no group, as other ranks wait
     if not rows and len(w) and (shared is not None or apart):
         x = torch.cat([x, x.new_zeros(1, x.shape[1])])
-    given = None if input_codes is None else _filled(input_codes, len(x))
+    filled = None if input_codes is None else _filled(input_codes, len(x))
     if not len(x) or not len(w):
         # Zeros, and gradients that are zeros.
         return x.new_zeros(len(x), w.shape[1]) + (x[:0].sum() + w[:0].sum())
     offs = offs.to(torch.int32)
     calibrating = delayed.calibrating()
     observes = calibrating or (observe and torch.is_grad_enabled())
-    if calibrating and given is not None:
+    if calibrating and filled is not None:
         raise ValueError(
             f"calibrate reads rows in high precision; {name} gets them in FP8. Calibrate the "
             "model before experts move in FP8."
         )
     if observes and by_role:
         groups = operands.groups_of(offs, len(x))
-        of_forward: dict[Role, torch.Tensor] = {"weight": w}
-        if given is None:
-            of_forward["input"] = groups.only(x)
-        for role, tensor in of_forward.items():
+        forward_tensors: dict[Role, torch.Tensor] = {"weight": w}
+        if filled is None:
+            forward_tensors["input"] = groups.only(x)
+        for role, tensor in forward_tensors.items():
             if role in by_role:
                 merge_(by_role[role].seen, tensor, groups, apart)
     if calibrating:
         bound, by_role = bind("bf16"), {}
     seen = by_role["grad_output"].seen if observes and "grad_output" in by_role else None
-    of_states = (by_role[role].scale if role in by_role else None for role in ROLES)
-    codes = (None,) * 3 if given is None else (given.codes, given.scale, given.scale_inv)
-    y = bound.function.apply(x, w, offs, seen, Ranks(shared, apart, grad_codes), *codes, *of_states)
+    state_scales = (by_role[role].scale if role in by_role else None for role in ROLES)
+    codes = (None,) * 3 if filled is None else (filled.codes, filled.scale, filled.scale_inv)
+    y = bound.function.apply(
+        x, w, offs, seen, Ranks(shared, apart, grad_codes), *codes, *state_scales
+    )
     return y if len(y) == rows else y[:rows]  # else of FSDP2 units a view, of which it warns
 
 
@@ -172,16 +174,16 @@ def quantize_operand(
     """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E,
     N, K]; itself in high precision. scale is that of a delayed state; shared as in ``apply``."""
     spec, at = recipe.recipe.gemms[which], OPERANDS[which].index(role)
-    how = (spec.a, spec.b)[at]
-    if how is None:
+    cast_spec = (spec.a, spec.b)[at]
+    if cast_spec is None:
         return tensor
-    scale = scale if how.delayed else None
+    scale = scale if cast_spec.delayed else None
     if role == "weight":  # [E, N, K]: K is reduced by the output, N by grad_input
         return operands.quantize_weights(
-            tensor, how, -1 if which == "output" else -2, recipe.amax, scale
+            tensor, cast_spec, -1 if which == "output" else -2, recipe.amax, scale
         )
     return operands.quantize_rows(
-        tensor, how, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale, shared
+        tensor, cast_spec, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale, shared
     )
 
 
@@ -189,10 +191,10 @@ def quantize_operand(
 def merge_(seen: torch.Tensor, x: torch.Tensor, groups: Groups, apart: bool = False) -> None:
     """Merge the observation of a tensor, with zeros in rows of no group, into seen, unless no group
     has rows (X-9), and no other rank may have some."""
-    found = delayed.observe(x)
+    observation = delayed.observe(x)
     # as delayed.merge_
     torch._foreach_copy_(
-        [seen], [torch.maximum(seen, found if apart else found * (groups.ends[-1] > 0))]
+        [seen], [torch.maximum(seen, observation if apart else observation * (groups.ends[-1] > 0))]
     )
 
 
@@ -288,11 +290,11 @@ def _gemm(
     spec, roles = recipe.recipe.gemms[which], OPERANDS[which]
 
     def operand(role: Role) -> Quantized | torch.Tensor:
-        given = tensors[role]
-        if isinstance(given, Quantized):
-            return given._replace(axis=-2 if which == "grad_weight" else -1)
+        tensor = tensors[role]
+        if isinstance(tensor, Quantized):
+            return tensor._replace(axis=-2 if which == "grad_weight" else -1)
         return quantize_operand(
-            which, role, given, groups, recipe, scales[ROLES.index(role)], shared
+            which, role, tensor, groups, recipe, scales[ROLES.index(role)], shared
         )
 
     a, b = map(operand, roles)
@@ -318,11 +320,11 @@ def _codes(
     """input_codes of the tensors that autograd saved; None if there are none."""
     if codes is None:
         return None
-    how = recipe.recipe.output.a
-    assert how is not None
+    cast_spec = recipe.recipe.output.a
+    assert cast_spec is not None
     assert scale is not None
     assert scale_inv is not None
-    return Quantized(codes, scale, scale_inv, how.fmt, how.granularity, -1)
+    return Quantized(codes, scale, scale_inv, cast_spec.fmt, cast_spec.granularity, -1)
 
 
 def _filled(q: Quantized, rows: int) -> Quantized:

@@ -66,7 +66,7 @@ class GroupedLinear(nn.Module):
         delayed_checks.check_pass(self, self.states, rows, delayed.observes(self))
         cut = isinstance(self.weight, DTensor)
         weight = local_part(self.weight)
-        how: dict = {
+        options: dict = {
             "states": self.states,
             "observe": self.training,
             "shared": self.shared,
@@ -80,7 +80,7 @@ class GroupedLinear(nn.Module):
             recipe=self._bound,
             input_codes=input_codes,
             grad_codes=grad_codes,
-            **how,
+            **options,
         )
 
     def observe_rows(self, role: Role, rows: torch.Tensor, groups: Groups) -> None:
@@ -98,14 +98,14 @@ class GroupedLinear(nn.Module):
                   groups' rows.
         Raises:   ValueError: as ``arguments.check_recipe``.
         """
-        made = arguments.check_recipe(recipe)
-        casts = delayed.casts(made.recipe).items()
+        checked = arguments.check_recipe(recipe)
+        casts = delayed.casts(checked.recipe).items()
         device = self.weight.device
         self.states = delayed.RoleStates(
-            {role: delayed.RoleState(fmt, how, device, group) for role, (fmt, how) in casts}
+            {role: delayed.RoleState(fmt, config, device, group) for role, (fmt, config) in casts}
         ).train(self.training)
-        self.shared = group if made.recipe.fp8 and not made.recipe.delayed else None
-        self._take(made)
+        self.shared = group if checked.recipe.fp8 and not checked.recipe.delayed else None
+        self._take(checked)
         delayed_checks.watch(self)
 
     @property
@@ -136,7 +136,7 @@ class GroupedLinear(nn.Module):
         return f"experts={experts}, in_features={k}, out_features={n}, recipe={self.recipe.name}"
 
 
-def found(model: nn.Module) -> dict[str, GroupedLinear]:
+def grouped_linears(model: nn.Module) -> dict[str, GroupedLinear]:
     """The grouped linears of a model, by name."""
     return {
         name: module for name, module in model.named_modules() if isinstance(module, GroupedLinear)

@@ -81,16 +81,18 @@ class Experts(nn.Module):
     def recipes_in_fp8(self) -> str:
         """Of the recipes that multiply in FP8, for reports."""
         return ", ".join(
-            dict.fromkeys(one.name for one in self.grouped_recipes.values() if one.recipe.fp8)
+            dict.fromkeys(
+                recipe.name for recipe in self.grouped_recipes.values() if recipe.recipe.fp8
+            )
         )
 
     def kernels(self) -> str:
         """What multiplies in FP8, for reports."""
         device = next(self.parameters(recurse=False)).device
         used = (
-            gemm.kernels(one.recipe, device)
-            for one in self.grouped_recipes.values()
-            if one.recipe.fp8
+            gemm.kernels(recipe.recipe, device)
+            for recipe in self.grouped_recipes.values()
+            if recipe.recipe.fp8
         )
         return "; ".join(dict.fromkeys(used))
 
@@ -109,13 +111,13 @@ class Experts(nn.Module):
         one.
         """
         named = (
-            {key: one.name for key, one in self.grouped_recipes.items()}
+            {key: recipe.name for key, recipe in self.grouped_recipes.items()}
             if self.of_weights
             else {"recipe": self.recipe.name}
         )
-        said = super().extra_repr()
+        base_repr = super().extra_repr()
         return ", ".join(
-            [*([said] if said else []), *(f"{key}={name}" for key, name in named.items())]
+            [*([base_repr] if base_repr else []), *(f"{key}={name}" for key, name in named.items())]
         )
 
 
@@ -285,7 +287,7 @@ def is_transposed(module: nn.Module) -> bool:
     return getattr(module, "is_transposed", kind_of(module) is OfSortedRows)
 
 
-def found(model: nn.Module) -> dict[str, nn.Module]:
+def convertible_experts(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of experts that can be converted, by name."""
     return {name: module for name, module in model.named_modules() if kind_of(module) is not None}
 
@@ -315,12 +317,12 @@ def plan(
     }
     plans = {}
     for name, module in chosen.items():
-        of_weights = {
+        weight_recipes = {
             key: changed[f"{name}.{key}"]
             for key in weights_of(module)
             if f"{name}.{key}" in changed
         }
-        plans[name] = Plan(recipe, of_weights, _bound(recipe, of_weights))
+        plans[name] = Plan(recipe, weight_recipes, _bound(recipe, weight_recipes))
     return plans
 
 
@@ -332,26 +334,26 @@ def convert(
     group     name of the process group whose ranks share the states of delayed scaling.
     """
     for name, module in chosen.items():
-        recipe, of_weights, bound = plans[name]
+        recipe, weight_recipes, bound = plans[name]
         kind = kind_of(module)
         assert kind is not None
         device = next(module.parameters(recurse=False)).device
         casts = {
-            key: delayed.casts(of_weights.get(key, recipe).recipe) for key in weights_of(module)
+            key: delayed.casts(weight_recipes.get(key, recipe).recipe) for key in weights_of(module)
         }
         module.grouped_states = nn.ModuleDict(
             {
                 key: delayed.RoleStates(
                     {
-                        role: delayed.RoleState(fmt, how, device, group)
-                        for role, (fmt, how) in of_key.items()
+                        role: delayed.RoleState(fmt, config, device, group)
+                        for role, (fmt, config) in key_casts.items()
                     }
                 )
-                for key, of_key in casts.items()
-                if of_key
+                for key, key_casts in casts.items()
+                if key_casts
             }
         )
-        vars(module).update(recipe=recipe, fqn=name, of_weights=of_weights, _bound=bound)
+        vars(module).update(recipe=recipe, fqn=name, of_weights=weight_recipes, _bound=bound)
         module.grouped_states.train(module.training)
         module.__class__ = _made(kind, type(module))  # type: ignore[arg-type]
         delayed_checks.watch(module)  # type: ignore[arg-type]
@@ -374,10 +376,12 @@ def by_name(recipe: str | Recipe) -> GroupedRecipe:
 
 
 def _bound(
-    recipe: GroupedRecipe, of_weights: Mapping[str, GroupedRecipe]
+    recipe: GroupedRecipe, weight_recipes: Mapping[str, GroupedRecipe]
 ) -> dict[str, grouped.Bound]:
     """What ``grouped.apply`` takes, of weights that rules changed, and under "" of all others."""
-    return {"": grouped.bind(recipe)} | {key: grouped.bind(one) for key, one in of_weights.items()}
+    return {"": grouped.bind(recipe)} | {
+        key: grouped.bind(own) for key, own in weight_recipes.items()
+    }
 
 
 @functools.cache
@@ -388,5 +392,5 @@ def _made(kind: type[Experts], of: type[nn.Module]) -> type[nn.Module]:
 
 def _empty(kind: type[Experts], of: type[nn.Module]) -> nn.Module:
     """A module of a class that ``_made`` makes, for copies and pickles to fill."""
-    made = _made(kind, of)  # type: ignore[arg-type]
-    return made.__new__(made)
+    experts_class = _made(kind, of)  # type: ignore[arg-type]
+    return experts_class.__new__(experts_class)

@@ -8,7 +8,7 @@ Nothing here reads a tensor's values on the host. An operand is ``scaling.Quanti
                        the group before
     weights [E, N, K]  (), [E, 1, 1], [E, N, 1] or [E, 1, K], or a line for each block
 
-``of_group`` is one group's part, as a GEMM takes it.
+``group_part`` is one group's part, as a GEMM takes it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -183,16 +183,17 @@ def dequantized(q: Quantized, groups: Groups) -> torch.Tensor:
     return cast.decode(q.codes, q.fmt) * scale
 
 
-def of_group(q: Quantized, e: int, begin: int, end: int, first: int = 0) -> Quantized:
+def group_part(q: Quantized, e: int, begin: int, end: int, first: int = 0) -> Quantized:
     """Group e's part of rows, those from begin to end, or its weight; axis 0 or 1 is reduced.
 
     first     of rows that are reduced in blocks, the number of the group's first block. The last is
               filled with zeros (X-7).
     """
-    one = q.granularity == "tensorwise"
+    tensorwise = q.granularity == "tensorwise"
     if q.codes.ndim == 3:
         scale, scale_inv = (
-            s if s.ndim == 0 else s[e].reshape(()) if one else s[e] for s in (q.scale, q.scale_inv)
+            s if s.ndim == 0 else s[e].reshape(()) if tensorwise else s[e]
+            for s in (q.scale, q.scale_inv)
         )
         return Quantized(q.codes[e], scale, scale_inv, q.fmt, q.granularity, q.axis + 2)
     codes, size = q.codes[begin:end], by_name(q.granularity).reduced
@@ -207,19 +208,19 @@ def of_group(q: Quantized, e: int, begin: int, end: int, first: int = 0) -> Quan
         )
         lines = slice(first, first + count)
     scale, scale_inv = (
-        s if s.ndim == 0 else s[e] if one else s[lines] for s in (q.scale, q.scale_inv)
+        s if s.ndim == 0 else s[e] if tensorwise else s[lines] for s in (q.scale, q.scale_inv)
     )
     return Quantized(codes, scale, scale_inv, q.fmt, q.granularity, q.axis + 2)
 
 
 def parts_of(q: Quantized, ends: Sequence[int]) -> Iterator[tuple[int, int, int, Quantized]]:
-    """(e, begin, end, ``of_group``) of each group that has rows, by the groups' ends on the
+    """(e, begin, end, ``group_part``) of each group that has rows, by the groups' ends on the
     host.
     """
     size, first = by_name(q.granularity).reduced or 1, 0
     for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if begin < end:
-            yield e, begin, end, of_group(q, e, begin, end, first)
+            yield e, begin, end, group_part(q, e, begin, end, first)
             first += -(-(end - begin) // size)
 
 

@@ -51,9 +51,9 @@ def dispatch(x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup) -> Moved:
     Gradient: of rows; each comes back to the rank that sent it.
     Raises:   ValueError: E that the number of ranks does not divide.
     """
-    given, taken, order, own = plan(ends, group)
-    received = _AllToAll.apply(x[: sum(given)], taken, given, group)
-    return Moved(received[order], own, order, given, taken, len(x))
+    in_splits, out_splits, order, own = plan(ends, group)
+    received = _AllToAll.apply(x[: sum(in_splits)], out_splits, in_splits, group)
+    return Moved(received[order], own, order, in_splits, out_splits, len(x))
 
 
 def dispatch_quantized(
@@ -69,15 +69,15 @@ def dispatch_quantized(
             f"codes may move where each scale is of one row (X-12); got {q.granularity!r} along "
             f"axis {q.axis}. Move the tensor, and cast it then."
         )
-    given, taken, order, own = plan(ends, group)
-    count = sum(given)
+    in_splits, out_splits, order, own = plan(ends, group)
+    count = sum(in_splits)
     codes, scale, scale_inv = (
-        all_to_all(v[:count].contiguous(), taken, given, group)[order]
+        all_to_all(v[:count].contiguous(), out_splits, in_splits, group)[order]
         for v in (q.codes.view(torch.uint8), q.scale, q.scale_inv)
     )
     codes = codes.view(q.codes.dtype)
     return q._replace(codes=codes, scale=scale, scale_inv=scale_inv), Moved(
-        codes, own, order, given, taken, len(q.codes)
+        codes, own, order, in_splits, out_splits, len(q.codes)
     )
 
 
@@ -96,7 +96,7 @@ def check(model: nn.Module, mesh: DeviceMesh) -> None:
     """ValueError for a model that ``cut`` cannot cut: no grouped linear; a number of experts that
     the ranks do not divide.
     """
-    linears = layer.found(model)
+    linears = layer.grouped_linears(model)
     if not linears:
         raise ValueError(
             "expert parallelism cuts grouped linears, of which the model has none. Leave out "
@@ -119,7 +119,7 @@ def cut(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     Raises:   ValueError: as ``check``, before anything is changed.
     """
     check(model, mesh)
-    linears = layer.found(model)
+    linears = layer.grouped_linears(model)
     for linear in linears.values():
         own = len(linear.weight) // mesh.size()
         piece = linear.weight.detach()[mesh.get_local_rank() * own :][:own].clone()
@@ -135,22 +135,27 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: torch.Tensor, taken: list[int], given: list[int], group: ProcessGroup
+        ctx, x: torch.Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup
     ) -> torch.Tensor:
-        ctx.taken, ctx.given, ctx.group = taken, given, group
-        return all_to_all(x.contiguous(), taken, given, group)
+        ctx.out_splits, ctx.in_splits, ctx.group = out_splits, in_splits, group
+        return all_to_all(x.contiguous(), out_splits, in_splits, group)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return all_to_all(grad.contiguous(), ctx.given, ctx.taken, ctx.group), None, None, None
+        return (
+            all_to_all(grad.contiguous(), ctx.in_splits, ctx.out_splits, ctx.group),
+            None,
+            None,
+            None,
+        )
 
 
 def all_to_all(
-    x: torch.Tensor, taken: list[int], given: list[int], group: ProcessGroup
+    x: torch.Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup
 ) -> torch.Tensor:
-    """[sum(taken), C] of x [sum(given), C]."""
-    out = x.new_empty(sum(taken), *x.shape[1:])
-    distributed.all_to_all_single(out, x, taken, given, group=group)
+    """[sum(out_splits), C] of x [sum(in_splits), C]."""
+    out = x.new_empty(sum(out_splits), *x.shape[1:])
+    distributed.all_to_all_single(out, x, out_splits, in_splits, group=group)
     return out
 
 

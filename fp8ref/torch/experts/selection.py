@@ -20,7 +20,7 @@ from fp8ref.torch.experts.models import (
     OWN,
     ByMethod,
     by_name,
-    found,
+    convertible_experts,
     is_transposed,
     kind_of,
     weights_of,
@@ -36,27 +36,28 @@ def choose(
     linears   names of the model's.
     Raises:   ValueError: none is converted.
     """
-    known, matches = found(model), linear_selection.matches
-    filtered = {name for name in known for pattern in filter_fqns if matches(pattern, name)}
+    modules, matches = convertible_experts(model), linear_selection.matches
+    filtered = {name for name in modules for pattern in filter_fqns if matches(pattern, name)}
     reasons = {
         name: "named by filter_fqns" if name in filtered else left_out(m, by_name(recipe))
-        for name, m in known.items()
+        for name, m in modules.items()
     }
     if all(reasons.values()):
-        said = (
+        listing = (
             "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:4])
             or "the model has none that is known"
         )
         raise ValueError(
-            f"experts=True converts no experts ({said}). Leave it out, or call grouped.apply "
+            f"experts=True converts no experts ({listing}). Leave it out, or call grouped.apply "
             "with their weights."
         )
     others = [
         p
         for p in filter_fqns
-        if any(matches(p, name) for name in linears) or not any(matches(p, name) for name in known)
+        if any(matches(p, name) for name in linears)
+        or not any(matches(p, name) for name in modules)
     ]
-    return {name: m for name, m in known.items() if not reasons[name]}, others
+    return {name: m for name, m in modules.items() if not reasons[name]}, others
 
 
 def left_out(module: nn.Module, recipe: GroupedRecipe) -> str:
@@ -107,11 +108,11 @@ def planned(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe) -> list[Deci
     """A decision of each weight that is multiplied by itself, as rules take them; those of one
     method are none.
     """
-    found = []
+    decisions = []
     for name, module in chosen.items():
         for key, p in weights_of(module).items() if kind_of(module) is not ByMethod else ():
             n, k = p.shape[1:][::-1] if is_transposed(module) else p.shape[1:]
-            found.append(
+            decisions.append(
                 Decision(
                     path=f"{name}.{key}",
                     shape=(n, k),
@@ -120,7 +121,7 @@ def planned(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe) -> list[Deci
                     experts=len(p),
                 )
             )
-    return found
+    return decisions
 
 
 def check_shared(
@@ -164,7 +165,7 @@ def reasons(
     """Why modules of experts have the recipe that they have, by name, for reports: which rules
     changed weights, or did not reach them.
     """
-    by_path, said = {d.path: d.reason for d in decisions}, {}
+    by_path, module_reasons = {d.path: d.reason for d in decisions}, {}
     for name, module in chosen.items():
         paths = {key: f"{name}.{key}" for key in weights_of(module)}
         if kind_of(module) is ByMethod:
@@ -179,10 +180,12 @@ def reasons(
                 if near
                 else ""
             )
-            said[name] = f"converted; {more}" if near else "converted"
+            module_reasons[name] = f"converted; {more}" if near else "converted"
         else:
-            of_each = {key: by_path[path] for key, path in paths.items()}
-            changed = [f"{key}: {why}" for key, why in of_each.items() if why != "converted"]
-            one = set(of_each.values())
-            said[name] = one.pop() if len(one) == 1 else "; ".join(["converted", *changed])
-    return said
+            key_reasons = {key: by_path[path] for key, path in paths.items()}
+            changed = [f"{key}: {why}" for key, why in key_reasons.items() if why != "converted"]
+            distinct = set(key_reasons.values())
+            module_reasons[name] = (
+                distinct.pop() if len(distinct) == 1 else "; ".join(["converted", *changed])
+            )
+    return module_reasons

@@ -48,14 +48,14 @@ def products(
 def loop(a: Tensor, b: Tensor, factor: Tensor | None, fast: bool) -> Tensor:
     """A GEMM of FP8 codes for each of n."""
     accumulate = "fast" if fast else "slow"
-    one = torch.ones((), device=a.device, dtype=torch.float32)
-    factor = one if factor is None else factor
-    of_each = factor.unbind() if factor.ndim else [factor] * len(a)
-    found = [
-        gemm.matmul(_quantized(x, scale_inv), _quantized(y, one), accumulate=accumulate)
-        for x, y, scale_inv in zip(a.unbind(), b.unbind(), of_each, strict=True)
+    unit = torch.ones((), device=a.device, dtype=torch.float32)
+    factor = unit if factor is None else factor
+    factors = factor.unbind() if factor.ndim else [factor] * len(a)
+    outputs = [
+        gemm.matmul(_quantized(x, scale_inv), _quantized(y, unit), accumulate=accumulate)
+        for x, y, scale_inv in zip(a.unbind(), b.unbind(), factors, strict=True)
     ]
-    return torch.stack(found) if len(found) > 1 else found[0][None]
+    return torch.stack(outputs) if len(outputs) > 1 else outputs[0][None]
 
 
 @torch.library.custom_op("fp8ref::scaled_mms", mutates_args=())

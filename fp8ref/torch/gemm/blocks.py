@@ -89,7 +89,7 @@ def deep_gemm() -> ModuleType | None:
     if importlib.util.find_spec("deep_gemm") is None:
         return None
     try:
-        found = importlib.import_module("deep_gemm")
+        library = importlib.import_module("deep_gemm")
     except Exception as error:  # it asserts a CUDA toolkit, and loads a library
         _logger.warning(
             "deep_gemm is installed and cannot be imported (%s: %s): torchao's kernels multiply.",
@@ -97,13 +97,13 @@ def deep_gemm() -> ModuleType | None:
             error,
         )
         return None
-    if not hasattr(found, "fp8_gemm_nt"):
+    if not hasattr(library, "fp8_gemm_nt"):
         _logger.warning(
             "deep_gemm %s has no fp8_gemm_nt: torchao's kernels multiply.",
-            getattr(found, "__version__", ""),
+            getattr(library, "__version__", ""),
         )
         return None
-    return found
+    return library
 
 
 @functools.cache
@@ -155,15 +155,15 @@ def _by_torchao(
     column-major in blocks of 128x128 and row-major in those of 1x128, each with room for whole
     tiles.
     """
-    found = kernels()
-    assert found is not None
-    of_lines, of_squares = found
+    kernel_pair = kernels()
+    assert kernel_pair is not None
+    line_gemm, square_gemm = kernel_pair
     a_s = _roomy(scale_inv_a.t(), columns=TILE).t()  # [M + room, K/128], column-major
     if granularity_of_b(codes_b, scale_inv_b) == "blockwise_128x128":
         # [K/128, N/128 + room], column-major
-        run, b_s = of_squares, _roomy(scale_inv_b, rows=TILE // BLOCK).t()
+        run, b_s = square_gemm, _roomy(scale_inv_b, rows=TILE // BLOCK).t()
     else:
-        run, b_s = of_lines, _roomy(scale_inv_b.t(), columns=TILE)  # [K/128, N + room], row-major
+        run, b_s = line_gemm, _roomy(scale_inv_b.t(), columns=TILE)  # [K/128, N + room], row-major
     return run(a=codes_a, b=codes_b.t(), a_s=a_s, b_s=b_s, block_size=BLOCK, out_dtype=out_dtype)
 
 
@@ -181,13 +181,13 @@ def _by_deep_gemm(
               float32, which has to be there as c: the same tensor, of zeros. Results of squares in
               another dtype are of lines with the squares' scales.
     """
-    found = deep_gemm()
-    assert found is not None
+    library = deep_gemm()
+    assert library is not None
     m, n = len(codes_a), len(codes_b)
     squares = granularity_of_b(codes_b, scale_inv_b) == "blockwise_128x128"
     if squares and out_dtype == torch.bfloat16:
         out = codes_a.new_empty(m, n, dtype=out_dtype)
-        found.fp8_gemm_nt(
+        library.fp8_gemm_nt(
             (codes_a, scale_inv_a),
             (codes_b, scale_inv_b.contiguous()),
             out,
@@ -196,7 +196,7 @@ def _by_deep_gemm(
         return out
     lines = scale_inv_b.repeat_interleave(BLOCK, dim=0)[:n] if squares else scale_inv_b
     out = codes_a.new_zeros(m, n, dtype=torch.float32)
-    found.fp8_gemm_nt((codes_a, scale_inv_a), (codes_b, lines), out, c=out, recipe=(1, 1, BLOCK))
+    library.fp8_gemm_nt((codes_a, scale_inv_a), (codes_b, lines), out, c=out, recipe=(1, 1, BLOCK))
     return out.to(out_dtype)
 
 
@@ -235,6 +235,6 @@ def _roomy(scales: torch.Tensor, *, rows: int = 1, columns: int = 1) -> torch.Te
     # Not pad and contiguous: of a dim of length 1 they keep any stride, and the kernels need stride
     # 1.
     n, m = scales.shape
-    made = scales.new_zeros(n + -n % rows, m + -m % columns)
-    made[:n, :m] = scales
-    return made
+    padded = scales.new_zeros(n + -n % rows, m + -m % columns)
+    padded[:n, :m] = scales
+    return padded

@@ -75,12 +75,12 @@ def matmul(
     codes_a, codes_b = (_padded(_lines(q.codes, q.axis)).contiguous() for q in (a, b))
     scale_a, scale_b = _scales(a, b)
     unit = epilogue == "unit_round_scale_round"
-    given = (_unit(codes_a),) * 2 if unit else (scale_a, scale_b)
+    gemm_scales = (_unit(codes_a),) * 2 if unit else (scale_a, scale_b)
     out = torch._scaled_mm(  # [M, K] @ [K, N] -> [M, N]
         codes_a,
         codes_b.t(),
-        scale_a=given[0],
-        scale_b=given[1],
+        scale_a=gemm_scales[0],
+        scale_b=gemm_scales[1],
         out_dtype=out_dtype,
         use_fast_accum=accumulate == "fast",
     )
@@ -108,12 +108,12 @@ def kernel(recipe: Recipe, device: torch.device, shape: tuple[int, int]) -> str:
     specs = {which: spec for which, spec in recipe.gemms.items() if spec.a and spec.b}
     if not any(in_blocks(spec.a.granularity) for spec in specs.values() if spec.a):
         return SCALED_MM
-    found = []
+    keys = []
     for which, spec in specs.items():
         assert spec.a
         assert spec.b
         columns = shape[0] if which == "output" else shape[1]
-        found.append(
+        keys.append(
             blocks.takes(
                 spec.a.fmt,
                 spec.b.fmt,
@@ -123,7 +123,7 @@ def kernel(recipe: Recipe, device: torch.device, shape: tuple[int, int]) -> str:
                 columns=columns,
             )
         )
-    return " and ".join(name for key, name in blocks.NAMES.items() if key in found)
+    return " and ".join(name for key, name in blocks.NAMES.items() if key in keys)
 
 
 def in_blocks(granularity: str) -> bool:

@@ -59,7 +59,7 @@ def simulating(multiply: Multiply | None) -> Iterator[None]:
     if original is None or (
         original is not _addmm and tuple(inspect.signature(original).parameters) != PARAMETERS
     ):
-        found = (
+        problem = (
             "is not there"
             if original is None
             else f"takes {', '.join(inspect.signature(original).parameters)}"
@@ -67,7 +67,7 @@ def simulating(multiply: Multiply | None) -> Iterator[None]:
         raise ImportError(
             "simulated hardware replaces "
             f"torchao.float8.float8_ops.{REPLACED}({', '.join(PARAMETERS)}), as of torchao "
-            f"0.18; it {found}. Install torchao 0.18, or use accumulate 'native'."
+            f"0.18; it {problem}. Install torchao 0.18, or use accumulate 'native'."
         )
     _known[multiply.name] = multiply
     _active.append(multiply)

@@ -91,11 +91,11 @@ class Cut:
             else {"weight": Shard(1), "bias": Replicate()}
         )
         for key, p in list(linear.named_parameters(recurse=False)):
-            made = nn.Parameter(
+            cut = nn.Parameter(
                 distribute_tensor(p.detach(), self.mesh, [placements[key]]),
                 requires_grad=p.requires_grad,
             )
-            nn.Module.register_parameter(linear, key, made)  # an FP8 linear refuses parts of others
+            nn.Module.register_parameter(linear, key, cut)  # an FP8 linear refuses parts of others
         if linear.bias is not None and linear.bias.requires_grad:
             linear.bias.register_hook(lambda g: g.redistribute(placements=[placements["bias"]]))
 

@@ -101,18 +101,18 @@ class Linear(nn.Linear):
 
         ValueError as ``check_recipe``.
         """
-        made = cls(
+        converted = cls(
             linear.in_features, linear.out_features, recipe, bias=False, group=group, device="meta"
         )
-        made.weight, made.bias = linear.weight, linear.bias
-        for state in made.states.values():
+        converted.weight, converted.bias = linear.weight, linear.bias
+        for state in converted.states.values():
             state.to_empty(device=linear.weight.device)
-        return made.train(linear.training)
+        return converted.train(linear.training)
 
     @linear_input.weight_once
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """output [..., N] of input [..., K]. ValueError as in linear_input."""
-        x = linear_input.taken(input if self.cut is None else self.cut.enter(input), self)
+        x = linear_input.checked_input(input if self.cut is None else self.cut.enter(input), self)
         w = linear_input.weight(self, x)
         observes = x.numel() > 0 and delayed.observes(self)
         states = [self.state(role) for role in ROLES]
@@ -129,7 +129,7 @@ class Linear(nn.Linear):
         if delayed.calibrating():
             y = linear_input.calibrated(x, w, self.fqn)
         elif x.numel() == 0:
-            y = self._of_no_tokens(function, x, w, delayed_scales)
+            y = self._empty_output(function, x, w, delayed_scales)
         else:
             y = function.apply(x, w, seen, *delayed_scales)
         bias: torch.Tensor | None = self.bias
@@ -137,7 +137,7 @@ class Linear(nn.Linear):
             y, bias = self.cut.leave(y), None if bias is None else self.cut.bias(bias)
         return y if bias is None else y + bias.to(y.dtype)
 
-    def _of_no_tokens(
+    def _empty_output(
         self,
         function: type[torch.autograd.Function],
         x: torch.Tensor,

@@ -40,17 +40,17 @@ def check_no_optimizer(model: nn.Module) -> None:
     parameters = {id(p): name for name, p in model.named_parameters()}
     # Nothing links a parameter to its optimizer, so every live object is looked at. isinstance
     # would read __class__ of each, which a proxy computes; its type is enough.
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.optim.Optimizer):
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.optim.Optimizer):
             held = [
                 parameters[id(p)]
-                for group in found.param_groups
+                for group in candidate.param_groups
                 for p in group["params"]
                 if id(p) in parameters
             ]
             if held:
                 raise ValueError(
                     "an optimizer is built after a model is cut, because the cut replaces "
-                    f"parameters; a {type(found).__name__} already holds {held[0]}. Build it "
+                    f"parameters; a {type(candidate).__name__} already holds {held[0]}. Build it "
                     "afterwards."
                 )

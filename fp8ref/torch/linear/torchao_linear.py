@@ -41,7 +41,7 @@ class Float8Linear(float8_linear.Float8Linear):
     Padding:  on devices other than a CPU, whose kernels take multiples of 16, grad_weight reduces
               codes that torchao pads with zeros (pad_inner_dim), if M is no multiple (L-5).
     Specials: no tokens give no outputs, and gradients of zeros (L-9).
-    Raises:   ValueError: under torch.export; as ``linear_input.taken``.
+    Raises:   ValueError: under torch.export; as ``linear_input.checked_input``.
     """
 
     recipe: Recipe
@@ -58,7 +58,7 @@ class Float8Linear(float8_linear.Float8Linear):
             )
         config = self.config
         rowwise = config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
-        x = linear_input.taken(input, self)
+        x = linear_input.checked_input(input, self)
         if x.numel() == 0 or delayed.calibrating():
             w = self.weight.to(x.dtype)
             output = (
@@ -128,9 +128,9 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
               or rowwise.
     """
 
-    def refuse(what: str) -> ValueError:
+    def refuse(reason: str) -> ValueError:
         return ValueError(
-            f"torchao cannot run recipe {recipe.name!r}: {what}. Use a recipe of "
+            f"torchao cannot run recipe {recipe.name!r}: {reason}. Use a recipe of "
             "fp8ref.recipe.SHARED_RECIPES."
         )
 

@@ -135,14 +135,14 @@ def policy(keep: Iterable[Operation | Callable] = EVERY) -> Callable[..., Checkp
 
 
 def checkpointed(
-    forward: Callable, how: Checkpointing, keep: Iterable[Operation | Callable] = EVERY
+    forward: Callable, mode: Checkpointing, keep: Iterable[Operation | Callable] = EVERY
 ) -> Callable:
     """A block's forward under activation checkpointing. ValueError as ``check``."""
-    keep = check(how, keep)
-    if how == "none":
+    keep = check(mode, keep)
+    if mode == "none":
         return forward
     options: dict[str, Any] = {}
-    if how == "selective":
+    if mode == "selective":
         options["context_fn"] = functools.partial(
             create_selective_checkpoint_contexts, policy(keep)
         )
@@ -150,7 +150,7 @@ def checkpointed(
 
 
 def check(
-    how: Checkpointing, keep: Iterable[Operation | Callable]
+    mode: Checkpointing, keep: Iterable[Operation | Callable]
 ) -> tuple[Operation | Callable, ...]:
     """What is kept, if that is known; ValueError of another name, or if nothing would read it."""
     names = (keep,) if isinstance(keep, str) else tuple(keep)
@@ -160,9 +160,9 @@ def check(
             f"what checkpointing keeps is of {', '.join(EVERY)}, or an operator of torch; got "
             f"{unknown[0]!r}. Use one of them."
         )
-    if how != "selective" and names != EVERY:
+    if mode != "selective" and names != EVERY:
         raise ValueError(
-            f"selective checkpointing keeps what is named; got {how!r} and {names}. Use "
+            f"selective checkpointing keeps what is named; got {mode!r} and {names}. Use "
             "'selective', or name nothing."
         )
     return names  # type: ignore[return-value]

@@ -105,7 +105,7 @@ def convert(
         for name, m in model.named_modules(remove_duplicate=False)
         if isinstance(m, nn.Linear)
     }
-    grouped = grouped_linear.found(model)
+    grouped = grouped_linear.grouped_linears(model)
     shapes = {
         name: (m.out_features, m.in_features)
         if isinstance(m, nn.Linear)
@@ -128,34 +128,34 @@ def convert(
         getattr(m, "num_experts", None) for m in mixtures.values()
     }
     selected = routers.left_out(selected, sizes, fp8_fqns)
-    of_experts = experts_selection.planned(mixtures, experts_of.by_name(recipe))
-    ruled = linear_rules.apply(rules, [*selected, *of_experts])
-    decisions, of_experts = ruled[: len(selected)], ruled[len(selected) :]
+    expert_decisions = experts_selection.planned(mixtures, experts_of.by_name(recipe))
+    ruled = linear_rules.apply(rules, [*selected, *expert_decisions])
+    decisions, expert_decisions = ruled[: len(selected)], ruled[len(selected) :]
     in_groups = {
         d.path: grouped_arguments.check_recipe(d.recipe, d.path)
         for d in decisions
         if d.fp8 and d.path in grouped
     }
-    plans = experts_of.plan(mixtures, experts_of.by_name(recipe), of_experts)
+    plans = experts_of.plan(mixtures, experts_of.by_name(recipe), expert_decisions)
     if amax_group is not None:
         experts_selection.check_shared(
-            mixtures, recipe, of_experts, [d for d in decisions if d.path in in_groups]
+            mixtures, recipe, expert_decisions, [d for d in decisions if d.path in in_groups]
         )
     chosen = [d.path for d in decisions if d.fp8 and d.path not in grouped]
     if not chosen and not mixtures and not in_groups:
         reports.log(model, type(model).__name__, recipe)
         return model
-    of_linears = {d.path: d.recipe for d in decisions if d.path in chosen}
-    of_groups = [one.recipe for one in in_groups.values()]
+    linear_recipes = {d.path: d.recipe for d in decisions if d.path in chosen}
+    group_recipes = [one.recipe for one in in_groups.values()]
     used = {
-        *of_linears.values(),
-        *of_groups,
+        *linear_recipes.values(),
+        *group_recipes,
         *([recipe] if mixtures else []),
-        *(d.recipe for d in of_experts if d.fp8),
+        *(d.recipe for d in expert_decisions if d.fp8),
     }
-    of_reports = experts_selection.reasons(mixtures, of_experts, rules)
-    taken = {one for one in used if amax_group is None and torchao_linear.expresses(one)}
-    for one in used - taken:
+    expert_reasons = experts_selection.reasons(mixtures, expert_decisions, rules)
+    by_torchao = {one for one in used if amax_group is None and torchao_linear.expresses(one)}
+    for one in used - by_torchao:
         check_recipe(one)
     check_model(model, "Convert a model first, then {} it")
     for name in chosen:
@@ -179,7 +179,9 @@ def convert(
             # Linears that share an input cast it by a scale each. In one loop over a transposed
             # tile of bfloat16 inductor's code for 512 bits then stores wrong codes, NaN among them.
             torch._inductor.config.cpp.simdlen = 256
-    if any(spec.rowwise for one in taken for spec in one.gemms.values()) and devices != {"cpu"}:
+    if any(spec.rowwise for one in by_torchao for spec in one.gemms.values()) and devices != {
+        "cpu"
+    }:
         # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it has
         # not rounded, and casts become NaN (pytorch#150859).
         torch._inductor.config.emulate_precision_casts = True
@@ -194,27 +196,27 @@ def convert(
     paths = {linear: name for name, linear in linears.items()}
 
     def make(linear: nn.Linear) -> nn.Linear:
-        own = of_linears[paths[linear]]
+        own = linear_recipes[paths[linear]]
         # torchao changes the parts of a config: each linear has a fresh one
         return (
             Float8Linear.from_float(linear, config=torchao_linear.torchao_config(own))
-            if own in taken
+            if own in by_torchao
             else Linear.of(linear, own, group)
         )
 
     kind = type(model).__name__
     model = swap_linear_layers(model, make, module_filter_fn=lambda _, name: name in chosen)
     for name in chosen:
-        made = model.get_submodule(name)
-        assert isinstance(made, Float8Linear | Linear)
-        made.recipe, made.fqn = of_linears[name], name
-        _carry(linears[name], made)
-        made.__class__ = _with_methods(type(made), type(linears[name]))  # type: ignore[assignment, arg-type]
+        converted = model.get_submodule(name)
+        assert isinstance(converted, Float8Linear | Linear)
+        converted.recipe, converted.fqn = linear_recipes[name], name
+        _carry(linears[name], converted)
+        converted.__class__ = _with_methods(type(converted), type(linears[name]))  # type: ignore[assignment, arg-type]
     experts_of.convert(mixtures, plans, group)
     for name, own in in_groups.items():
         grouped[name].fqn = name
         grouped[name].convert(own, group=group)
-    notice = unset_scales.Notice.of_new_model()
+    notice = unset_scales.Notice.new_model()
     for name, state in delayed.states(model):
         state.notice, state.path = notice, name
     kept = vars(model).get(reports.REASONS, {})
@@ -222,7 +224,7 @@ def convert(
     why = {d.path: d.reason for d in decisions} | {
         key: reason for key, reason in kept.items() if key not in chosen
     }
-    vars(model)[reports.REASONS] = why | of_reports
+    vars(model)[reports.REASONS] = why | expert_reasons
     reports.log(model, kind, recipe)
     return model
 
@@ -269,22 +271,22 @@ def deconvert(model: nn.Module) -> nn.Module:
     if fp8 or mixtures:
         check_model(model, "Deconvert a model before you {} it, or save weights(model)")
     for name, linear in fp8.items():
-        what = name or "the model"
+        label = name or "the model"
         if lost := what_is_lost(linear, FP8_LINEARS):
-            raise ValueError(f"{what} {lost}. Undo that first.")
+            raise ValueError(f"{label} {lost}. Undo that first.")
         if unusual := unusual_parameter(linear):
-            raise ValueError(f"{what} {unusual}. Deconvert a model before you shard it.")
+            raise ValueError(f"{label} {unusual}. Deconvert a model before you shard it.")
     for module in model.modules():
         vars(module).pop(reports.REASONS, None)
     experts_of.deconvert(mixtures)
-    for grouped in grouped_linear.found(model).values():
+    for grouped in grouped_linear.grouped_linears(model).values():
         grouped.convert("bf16")
-    made = {linear: _plain(linear) for linear in fp8.values()}
+    plain_linears = {linear: _plain(linear) for linear in fp8.values()}
     for name, linear in fp8.items():
         if not name:
-            return made[linear]
+            return plain_linears[linear]
         parent, _, key = name.rpartition(".")
-        setattr(model.get_submodule(parent), key, made[linear])
+        setattr(model.get_submodule(parent), key, plain_linears[linear])
     return model
 
 
@@ -346,5 +348,5 @@ def _reduce(linear: nn.Linear) -> tuple:
 
 def _empty(fp8: type[nn.Linear], kind: type[nn.Linear]) -> nn.Linear:
     """A linear of a class that ``_with_methods`` makes, for copies and pickles to fill."""
-    made = _with_methods(fp8, kind)  # type: ignore[arg-type]
-    return made.__new__(made)
+    linear_class = _with_methods(fp8, kind)  # type: ignore[arg-type]
+    return linear_class.__new__(linear_class)

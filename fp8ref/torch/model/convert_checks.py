@@ -55,8 +55,8 @@ _OWN = {
 
 def added_attributes(linear: nn.Linear) -> dict[str, Any]:
     """The attributes that the user or a framework added to a linear, such as _is_hf_initialized."""
-    known = _COMMON | _OWN if isinstance(linear, FP8_LINEARS) else _COMMON
-    return {key: value for key, value in vars(linear).items() if key not in known}
+    own_names = _COMMON | _OWN if isinstance(linear, FP8_LINEARS) else _COMMON
+    return {key: value for key, value in vars(linear).items() if key not in own_names}
 
 
 def _changes(kind: type[nn.Linear]) -> list[str]:
@@ -84,19 +84,19 @@ def what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
     if parametrize.is_parametrized(linear):
         return f"has a parametrized {', '.join(linear.parametrizations)}, which would be lost"  # type: ignore[arg-type]
     # a class that ``convert`` made, of an FP8 linear and a subclass, may be undone
-    known = type(linear) in kinds or hasattr(type(linear), METHODS_OF)
-    if not known and (nn.Linear not in kinds or _changes(type(linear))):
+    replaceable = type(linear) in kinds or hasattr(type(linear), METHODS_OF)
+    if not replaceable and (nn.Linear not in kinds or _changes(type(linear))):
         return f"is a {kind}, and its forward would be lost"
-    given = added_attributes(linear)
-    base = next(one for one in (*FP8_LINEARS, nn.Linear) if isinstance(linear, one))
-    if replaced := [key for key in given if hasattr(base, key)]:
+    added = added_attributes(linear)
+    base = next(cls for cls in (*FP8_LINEARS, nn.Linear) if isinstance(linear, cls))
+    if replaced := [key for key in added if hasattr(base, key)]:
         return f"is a {kind} whose {replaced[0]} was replaced, which would be lost"
-    if bound := [key for key, value in given.items() if getattr(value, "__self__", None) is linear]:
+    if bound := [key for key, value in added.items() if getattr(value, "__self__", None) is linear]:
         return f"has a method of its own, {bound[0]}, which would stay bound to it"
-    if taken := [
-        key for key in given if key in _OWN or any(hasattr(other, key) for other in FP8_LINEARS)
+    if clashes := [
+        key for key in added if key in _OWN or any(hasattr(other, key) for other in FP8_LINEARS)
     ]:
-        return f"has an attribute {taken[0]}, which has another meaning in an FP8 linear"
+        return f"has an attribute {clashes[0]}, which has another meaning in an FP8 linear"
     if hooks := [key for key in _HOOKS if getattr(linear, key, None)]:
         return f"has {hooks[0].strip('_').replace('_', ' ')}, which would be dropped"
     held = {
@@ -123,37 +123,37 @@ def unusual_parameter(linear: nn.Linear) -> str:
 def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module | None) -> None:
     """ValueError unless a linear can become FP8: nothing of it is lost, and its parent calls it."""
     linear = linears[name]
-    what = name or "the model"
+    label = name or "the model"
     if isinstance(linear, FP8_LINEARS):
         raise ValueError(
-            f"{what} is already FP8; convert a model once. To change its recipe, deconvert it "
+            f"{label} is already FP8; convert a model once. To change its recipe, deconvert it "
             "first."
         )
     _check_called(name, parent)
     if isinstance(linear.weight, DTensor):
         raise ValueError(
-            f"{what} is sharded already (its weight is a DTensor). Convert a model first, then "
+            f"{label} is sharded already (its weight is a DTensor). Convert a model first, then "
             "parallelize it."
         )
-    if type(linear) is nn.Linear and (found := unusual_parameter(linear)):
+    if type(linear) is nn.Linear and (problem := unusual_parameter(linear)):
         raise ValueError(
-            f"{what} {found}, but convert takes an nn.Parameter. Convert before you shard, "
+            f"{label} {problem}, but convert takes an nn.Parameter. Convert before you shard, "
             "quantize or prune, or name it in filter_fqns."
         )
-    if found := what_is_lost(linear, (nn.Linear,)):
+    if problem := what_is_lost(linear, (nn.Linear,)):
         raise ValueError(
-            f"{what} {found}. Name it in filter_fqns, or change it after the conversion."
+            f"{label} {problem}. Name it in filter_fqns, or change it after the conversion."
         )
     others = [other for other, m in linears.items() if m is linear and other != name]
     if others:
         raise ValueError(
-            f"{what} is the same module as {others[0]}, and only one of them would be "
+            f"{label} is the same module as {others[0]}, and only one of them would be "
             "converted. Name both in filter_fqns."
         )
     weight = linear.weight
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"{what} has a weight of {weight.dtype}; FP8 is cast from float32, bfloat16 or "
+            f"{label} has a weight of {weight.dtype}; FP8 is cast from float32, bfloat16 or "
             "float16. Cast the model first."
         )
     device = device_of(weight)
@@ -163,7 +163,7 @@ def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module 
         and (capability := torch.cuda.get_device_capability(device)) < (8, 9)
     ):
         raise ValueError(
-            f"{what} lies on {torch.cuda.get_device_name(device)} of compute capability "
+            f"{label} lies on {torch.cuda.get_device_name(device)} of compute capability "
             f"{capability[0]}.{capability[1]}; FP8 GEMMs need 8.9 or later. Use recipe 'bf16'."
         )
 
@@ -214,8 +214,8 @@ def _runs_forward_of(base: type[nn.Module], module: nn.Module | None, key: str) 
         return True
     names = [_names(getattr(value, "__code__", None)) for value in own]
     return any(
-        {"super", base.__name__} & found and "forward" in found for found in names
-    ) and not any(key in found for found in names)
+        {"super", base.__name__} & code_names and "forward" in code_names for code_names in names
+    ) and not any(key in code_names for code_names in names)
 
 
 def _names(code: types.CodeType | None) -> set[str]:
@@ -223,5 +223,5 @@ def _names(code: types.CodeType | None) -> set[str]:
     if code is None:
         return set()
     return set(code.co_names).union(
-        *(_names(one) for one in code.co_consts if isinstance(one, types.CodeType))
+        *(_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
     )

@@ -293,8 +293,8 @@ def _parts(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
             f"{context[0]}. Flatten it and those of the batch into one: mesh._flatten('fsdp'), "
             "and run steps inside torch's context_parallel (P-26)."
         )
-    wanted = tuple(axis for axis in AXES if axis in names)
-    if not names or names != wanted or ({"data", "expert"} & set(names) and "fsdp" not in names):
+    ordered = tuple(axis for axis in AXES if axis in names)
+    if not names or names != ordered or ({"data", "expert"} & set(names) and "fsdp" not in names):
         raise ValueError(
             f"mesh has dims named {', '.join(AXES)}, in this order, data and expert only with "
             f"fsdp; got {names}. Name them in init_device_mesh."
@@ -342,7 +342,7 @@ def share_groups(model: nn.Module, mesh: DeviceMesh, amax_scope: Scope) -> None:
     experts (X-13): states of delayed scaling they share with all."""
     same = _same_experts(mesh)
     group = same.get_group() if same.ndim == 1 else same._flatten("same_experts").get_group()
-    for linear in grouped_linear.found(model).values():
+    for linear in grouped_linear.grouped_linears(model).values():
         if linear.shared is not None:
             linear.shared = group.group_name if same.size() > 1 else None
 

@@ -18,9 +18,9 @@ from fp8ref.torch.model.checkpointing import Checkpointing
 from fp8ref.torch.tensors.local_part import local_part
 
 
-def check_values(**given: tuple[object, Any]) -> None:
+def check_values(**options: tuple[object, Any]) -> None:
     """ValueError for an option whose value is not one of its Literal's."""
-    for name, (value, allowed) in given.items():
+    for name, (value, allowed) in options.items():
         if value not in get_args(allowed):
             raise ValueError(
                 f"{name} is one of {', '.join(get_args(allowed))}; got {value!r}. Use one of them."
@@ -71,13 +71,13 @@ def check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
                 continue
             name = f"{path}.{key}" if path else key
             if p.ndim == 0 or not p.is_contiguous():
-                what = (
+                defect = (
                     "has no dim to shard; give it the shape (1,)"
                     if p.ndim == 0
                     else "is not contiguous; make it so"
                 )
                 raise ValueError(
-                    f"fully_shard cuts parameters along their first dim, in place: {name} {what}."
+                    f"fully_shard cuts parameters along their first dim, in place: {name} {defect}."
                 )
             other, home = homes.setdefault(p, (name, unit))
             if home is not unit:  # accelerate#4171, ezpz#237
@@ -194,9 +194,9 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
         for name, p in model.named_parameters()
     }
     mine = {name: _digest(shard) for name, shard in shards.items() if not shard.is_meta}
-    found: list = [None] * mesh.size(0)
-    distributed.all_gather_object(found, mine, group=mesh.get_group("data"))
-    apart = [name for name in mine if any(theirs[name] != mine[name] for theirs in found)]
+    digests: list = [None] * mesh.size(0)
+    distributed.all_gather_object(digests, mine, group=mesh.get_group("data"))
+    apart = [name for name in mine if any(theirs[name] != mine[name] for theirs in digests)]
     # all ranks raise, or none: one that raised alone would leave others waiting
     for dim in range(1, mesh.ndim):
         every: list = [None] * mesh.size(dim)

@@ -81,7 +81,7 @@ class Report(fp8_report.Report):
             row
             for row in self.rows
             if row.recipe is None
-            and row.reason in (CONV1D, _of_torch(row.kind), _outside(row.shape))
+            and row.reason in (CONV1D, _torch_reason(row.kind), _outside(row.shape))
         ]
 
     @property
@@ -136,12 +136,12 @@ def check_shapes(model: nn.Module) -> None:
 
 def log(model: nn.Module, name: str, recipe: Recipe) -> None:
     """Log one line of a conversion: a warning where it left out what is no linear."""
-    made = report(model)
+    conversion = report(model)
     _logger.log(
-        logging.WARNING if recipe.fp8 and made.surprising else logging.INFO,
+        logging.WARNING if recipe.fp8 and conversion.surprising else logging.INFO,
         "convert: %s: %s",
         name,
-        made.summary(),
+        conversion.summary(),
     )
 
 
@@ -265,13 +265,13 @@ def _rows(model: nn.Module, counted: _Products | None) -> list[Row]:
             vectors.append(sum(sizes.values()))
             continue
         # a switch may have undone it
-        taken = isinstance(module, nn.Linear | Experts | GroupedLinear)
+        convertible = isinstance(module, nn.Linear | Experts | GroupedLinear)
         rows[name] = _row(
-            name, module, shapes, sizes, reasons.get(name) if taken else None, counted
+            name, module, shapes, sizes, reasons.get(name) if convertible else None, counted
         )
-    found = [rows[name] for name, _ in modules if name in rows]
+    listed = [rows[name] for name, _ in modules if name in rows]
     if vectors:
-        found.append(
+        listed.append(
             Row(
                 path="",
                 kind="vectors",
@@ -282,10 +282,10 @@ def _rows(model: nn.Module, counted: _Products | None) -> list[Row]:
             )
         )
     for (operator, shape, why), count in counted.others.items() if counted else ():
-        found.append(
+        listed.append(
             Row(path="", kind=operator, shape=shape, recipe=None, reason=why, multiplications=count)
         )
-    return found
+    return listed
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -366,11 +366,11 @@ def _why_not(module: nn.Module, shape: tuple[int, ...]) -> str:
     if isinstance(module, _ConvNd):
         return "convolutions stay in high precision"
     if isinstance(module, nn.RNNBase | nn.Bilinear | nn.MultiheadAttention):
-        return _of_torch(kind)
+        return _torch_reason(kind)
     return _outside(shape) if shape[0] != 1 else ADDED
 
 
-def _of_torch(kind: str) -> str:
+def _torch_reason(kind: str) -> str:
     return f"torch's {kind} multiplies by itself, in high precision"
 
 

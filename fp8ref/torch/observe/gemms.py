@@ -173,8 +173,8 @@ class _Reporter(TorchDispatchMode):
             if self._grouped_observer is not None:
                 self._grouped_observer(name, which, tensors, operands, groups, out)
                 return
-            for _, parts, of_out in of_groups(which, tensors, operands, groups, out):
-                self._observer(name, which, *parts, of_out)
+            for _, parts, group_out in group_gemms(which, tensors, operands, groups, out):
+                self._observer(name, which, *parts, group_out)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
@@ -183,7 +183,7 @@ class _Reporter(TorchDispatchMode):
         if func is torch.ops.aten.mm.default and isinstance(args[0], Float8TrainingTensor):
             roles = tuple(t._gemm_input_role.value for t in args)
             gemm = next(g for g, operands in OPERANDS.items() if operands == roles)
-            found = []
+            quantized = []
             # torchao multiplies input x weight.t() and grad_output.t() x input: transpose back to
             # the own layout
             for tensor, transposed in zip(
@@ -192,12 +192,12 @@ class _Reporter(TorchDispatchMode):
                 codes, scale = tensor._data.view(torch.uint8), tensor._scale
                 if transposed:
                     codes, scale = codes.t(), scale.t()
-                found.append((codes, scale, scale.reciprocal()))
-            self._report(gemm, roles, found, out)
+                quantized.append((codes, scale, scale.reciprocal()))
+            self._report(gemm, roles, quantized, out)
         return out
 
-    def _report(self, which, roles, found, out) -> None:
-        """Call the observer; found holds codes, scale and scale_inv of each role."""
+    def _report(self, which, roles, quantized, out) -> None:
+        """Call the observer; quantized holds codes, scale and scale_inv of each role."""
         # An output GEMM within a backward pass is a checkpointed block's, which has been reported
         # already.
         if which == "output" and torch._C._current_graph_task_id() != -1:
@@ -208,7 +208,7 @@ class _Reporter(TorchDispatchMode):
         a, b = (
             GemmOperand(self._like_codes(name, role, codes), codes, scale, inverse, axis - 2)
             for role, (codes, scale, inverse), axis in zip(
-                roles, found, REDUCED_AXES[which], strict=True
+                roles, quantized, REDUCED_AXES[which], strict=True
             )
         )
         self._observer(name, which, a, b, out)
@@ -227,27 +227,27 @@ class _Reporter(TorchDispatchMode):
         return hp.reshape(-1, hp.shape[-1])
 
 
-def of_groups(
+def group_gemms(
     which, tensors, operands, groups, out
 ) -> Iterator[tuple[int, list[GemmOperand], torch.Tensor]]:
     """(e, operands, result) of each group's GEMM, as those of a linear: of what an observer of
     groups is given, those that ``observe_gemms`` would report."""
     ends = groups.ends.tolist()
-    of_each = [{e: part for e, *_, part in grouped_operands.parts_of(q, ends)} for q in operands]
+    by_operand = [{e: part for e, *_, part in grouped_operands.parts_of(q, ends)} for q in operands]
     for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         rows = slice(begin, end)
         parts = []
         if begin == end and not all(q.scale.ndim == 0 for q in operands):
             continue
-        for tensor, q, of_groups in zip(tensors, operands, of_each, strict=True):
+        for tensor, q, group_parts in zip(tensors, operands, by_operand, strict=True):
             whole = tensor[e] if q.codes.ndim == 3 else tensor[rows]
-            part = of_groups.get(e)
+            part = group_parts.get(e)
             if part is None:  # no rows: one of zeros (X-6)
-                part = grouped_operands.of_group(q, e, begin, end)
+                part = grouped_operands.group_part(q, e, begin, end)
             codes = part.codes.view(torch.uint8)
             missing = max(len(codes), 1) - len(whole)
             whole = torch.nn.functional.pad(whole, (0, 0, 0, missing))
             codes = torch.nn.functional.pad(codes, (0, 0, 0, max(1 - len(codes), 0)))
             parts.append(GemmOperand(whole, codes, part.scale, part.scale_inv, q.axis))
-        of_out = out[e] if which == "grad_weight" else out[rows]
-        yield e, parts, of_out if len(of_out) else out.new_zeros(1, out.shape[-1])
+        group_out = out[e] if which == "grad_weight" else out[rows]
+        yield e, parts, group_out if len(group_out) else out.new_zeros(1, out.shape[-1])

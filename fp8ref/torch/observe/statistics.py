@@ -36,7 +36,7 @@ class Whole(NamedTuple):
 
 
 @torch.no_grad()
-def of_whole(x: torch.Tensor) -> Whole:
+def measure_whole(x: torch.Tensor) -> Whole:
     """The Whole of a tensor that is not empty; signal sums the squares of its finite elements."""
     value = cast.to_f32(x)
     finite = value.isfinite()
@@ -52,18 +52,20 @@ def of_whole(x: torch.Tensor) -> Whole:
 def measure(x: torch.Tensor, q: Quantized, whole: Whole | None = None) -> torch.Tensor:
     """float64 [FIELDS] of x and its quantized q; zeros if this rank holds no element of x.
 
-    whole     of_whole(x), if the caller has it already.
+    whole     measure_whole(x), if the caller has it already.
     Order:    errors e = RN32(decode(code) * scale_inv) - x in float32; squares and sums in float64
               (Q-9).
     """
     if not x.numel():
         return torch.zeros(len(FIELDS), dtype=torch.float64, device=x.device)
-    whole = of_whole(x) if whole is None else whole
+    whole = measure_whole(x) if whole is None else whole
     ends = torch.stack(q.scale.aminmax())  # NaN if any is
     # Finite tensors have a cheaper way. It is taken on a CPU only: on a GPU, to ask would be to
     # wait for the device.
     finite = x.device.type == "cpu" and not whole.non_finite and bool(ends.isfinite().all())
-    underflows, saturated, overflows, noise = (_of_finite if finite else _of_any)(x, q, whole)
+    underflows, saturated, overflows, noise = (_measure_finite if finite else _measure_any)(
+        x, q, whole
+    )
     counts = (
         torch.full((), x.numel(), device=x.device),
         whole.non_finite,
@@ -76,7 +78,7 @@ def measure(x: torch.Tensor, q: Quantized, whole: Whole | None = None) -> torch.
     )
 
 
-def _of_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
+def _measure_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
     """Underflows, saturated codes, overflows, and the sum of squared errors, of any x and q."""
     value, decoded = cast.to_f32(x), cast.decode(q.codes, q.fmt)
     finite = value.isfinite()
@@ -91,8 +93,8 @@ def _of_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, 
     )
 
 
-def _of_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
-    """As ``_of_any``, of a finite x and finite scales: no code is NaN, and zero's is zero."""
+def _measure_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
+    """As ``_measure_any``, of a finite x and finite scales: no code is NaN, and zero's is zero."""
     codes, value = q.codes.view(torch.uint8), cast.to_f32(x)
     magnitudes = codes & ~q.fmt.sign_bit
     underflows = whole.nonzero - magnitudes.count_nonzero()
@@ -122,17 +124,17 @@ def measure_groups(x: torch.Tensor, q: Quantized, ends: Sequence[int]) -> torch.
     quantized q.
     """
     if x.ndim == 3:
-        of_each = [measure(x[e], grouped_operands.of_group(q, e, 0, 0)) for e in range(len(x))]
+        measured = [measure(x[e], grouped_operands.group_part(q, e, 0, 0)) for e in range(len(x))]
     else:
-        of_each = []
+        measured = []
         for _, begin, end, part in grouped_operands.parts_of(q, ends):
             missing = len(part.codes) - (end - begin)  # zeros of a last block, which count nothing
             whole = measure(functional.pad(x[begin:end], (0, 0, 0, missing)), part)
             whole[FIELDS.index("count")] -= missing * x.shape[1]
-            of_each.append(whole)
-    if not of_each:
+            measured.append(whole)
+    if not measured:
         return torch.zeros(len(FIELDS), dtype=torch.float64, device=x.device)
-    parts = torch.stack(of_each)
+    parts = torch.stack(measured)
     sums = len(FIELDS) - 3
     return torch.cat(
         [
@@ -145,8 +147,8 @@ def measure_groups(x: torch.Tensor, q: Quantized, ends: Sequence[int]) -> torch.
 
 
 @contextmanager
-def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterator[None]:
-    """Measure planned operands into found, in a context of one eager forward and backward pass.
+def measuring(model: nn.Module, planned: list[Operand], parts: Parts) -> Iterator[None]:
+    """Measure planned operands into parts, in a context of one eager forward and backward pass.
 
     A rank's part is its rows of input and grad_output. Of a weight gathered in FP8 it is the rank's
     shard, else the whole weight. Under tensor parallelism it is what the rank has of each.
@@ -163,9 +165,9 @@ def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterato
     once: dict[tuple, torch.Tensor] = {}  # measured already: two GEMMs may take the same operand
     wholes: dict[tuple, Whole] = {}
 
-    def measured(operand: Operand, of_gemm: GemmOperand) -> torch.Tensor:
+    def measured(operand: Operand, captured: GemmOperand) -> torch.Tensor:
         gather = gathers.get(operand.layer) if operand.role == "weight" else None
-        spec, axis = operand.cast, of_gemm.axis
+        spec, axis = operand.cast, captured.axis
         key = (
             operand.layer,
             operand.role,
@@ -173,19 +175,19 @@ def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterato
             None if spec.granularity == "tensorwise" else axis,
         )
         if key not in once:
-            codes, x = of_gemm.codes.view(cast.DTYPES[spec.fmt.name]), of_gemm.hp
+            codes, x = captured.codes.view(cast.DTYPES[spec.fmt.name]), captured.hp
             # the GEMM had the gathered weight; this rank cast its own rows, by the same scale
             if gather is not None:
                 x = gather.shard.to(gather.dtype)
                 codes = (
-                    scaling.quantize_with(x, of_gemm.scale, spec.fmt).codes if x.numel() else codes
+                    scaling.quantize_with(x, captured.scale, spec.fmt).codes if x.numel() else codes
                 )
             if key[:2] not in wholes and x.numel():
-                wholes[key[:2]] = of_whole(x)
+                wholes[key[:2]] = measure_whole(x)
             once[key] = measure(
                 x,
                 Quantized(
-                    codes, of_gemm.scale, of_gemm.scale_inv, spec.fmt, spec.granularity, axis
+                    codes, captured.scale, captured.scale_inv, spec.fmt, spec.granularity, axis
                 ),
                 wholes.get(key[:2]),
             )
@@ -197,34 +199,34 @@ def measuring(model: nn.Module, planned: list[Operand], found: Parts) -> Iterato
                 for key in [key for key in kept if key[0] == name]:
                     del kept[key]
         with _disable_current_modes():
-            for role, of_gemm in zip(OPERANDS[gemm], (a, b), strict=True):
+            for role, captured in zip(OPERANDS[gemm], (a, b), strict=True):
                 for operand in by_gemm.get((name, gemm), ()):
                     if operand.role == role:
-                        found.setdefault(operand.name, []).append(measured(operand, of_gemm))
+                        parts.setdefault(operand.name, []).append(measured(operand, captured))
 
-    def of_groups(name: str, gemm, tensors, operands, groups, out: torch.Tensor) -> None:
+    def groups_observer(name: str, gemm, tensors, operands, groups, out: torch.Tensor) -> None:
         ends = groups.ends.tolist()
         for role, x, q in zip(OPERANDS[gemm], tensors, operands, strict=True):
             for operand in by_gemm.get((name, gemm), ()):
                 if operand.role == role:
-                    found.setdefault(operand.name, []).append(measure_groups(x, q, ends))
+                    parts.setdefault(operand.name, []).append(measure_groups(x, q, ends))
 
-    with gemms.observe_gemms(model, observer, of_groups):
+    with gemms.observe_gemms(model, observer, groups_observer):
         yield
 
 
-def of_ranks(parts: torch.Tensor) -> torch.Tensor:
+def gather_ranks(parts: torch.Tensor) -> torch.Tensor:
     """[operands, ranks, ...] of every rank's [operands, ...], by one all-gather."""
     if not distributed.is_initialized():
         return parts[:, None]
-    found = [torch.empty_like(parts) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(found, parts)
-    return torch.stack(found, dim=1)
+    gathered = [torch.empty_like(parts) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(gathered, parts)
+    return torch.stack(gathered, dim=1)
 
 
-def stacked(planned: Sequence[Operand | AttentionOperand], found: Parts) -> torch.Tensor:
+def stacked(planned: Sequence[Operand | AttentionOperand], parts: Parts) -> torch.Tensor:
     """float64 [operands, microbatches, FIELDS] in the order of the plan."""
-    return torch.stack([torch.stack(found[operand.name]) for operand in planned])
+    return torch.stack([torch.stack(parts[operand.name]) for operand in planned])
 
 
 def _squares(x: torch.Tensor) -> torch.Tensor:

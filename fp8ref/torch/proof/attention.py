@@ -39,20 +39,20 @@ def missing_products(
                 GEMMs.
     """
     here: dict[str, set[ProductRecord]] = {}
-    for one in trace.products:
-        here.setdefault(one.name, set()).add(one)
+    for record in trace.products:
+        here.setdefault(record.name, set()).add(record)
     lines = []
-    for wanted in _planned(layers, variant, plan):
-        found = here.get(wanted.name, set())
+    for planned in _planned(layers, variant, plan):
+        seen = here.get(planned.name, set())
         # whose backward pass makes scores again, of no codes (A-25)
         if codes and variant.backward == "bf16":
-            found = {one for one in found if one.fp8}
-        others = sorted(str(one) for one in found - {wanted}) if codes else []
+            seen = {record for record in seen if record.fp8}
+        others = sorted(str(record) for record in seen - {planned}) if codes else []
         promise = (
-            f"{wanted.name}: planned {wanted if codes else 'a product of dequantized operands'}"
+            f"{planned.name}: planned {planned if codes else 'a product of dequantized operands'}"
         )
         lines += [
-            f"{promise}; {have}" for have in (others if found else ["no product of it was seen"])
+            f"{promise}; {have}" for have in (others if seen else ["no product of it was seen"])
         ]
     return lines
 
@@ -67,10 +67,16 @@ def manifest_of_products(
         "variant": variant.name,
         "backward": variant.backward,
         "gemms": [
-            {"gemm": one.name, "a": one.a, "b": one.b, "accumulate": one.accumulate, "fp8": one.fp8}
-            | ({"plan": one.plan} if one.plan else {})
-            for one in dict.fromkeys(trace.products)
-            if one.layer in layers
+            {
+                "gemm": record.name,
+                "a": record.a,
+                "b": record.b,
+                "accumulate": record.accumulate,
+                "fp8": record.fp8,
+            }
+            | ({"plan": record.plan} if record.plan else {})
+            for record in dict.fromkeys(trace.products)
+            if record.layer in layers
         ],
         "on_dequantised_operands": [
             f"{layer}/{product}" for layer in layers for product in products(variant) if not codes
@@ -105,12 +111,12 @@ def _planned(
     if not layers:  # of attention in high precision none is planned
         return []
     accumulate = "fast" if variant.plan == "hopper_fast" else "slow"
-    of_variant = [
+    operand_types = [
         (product, [type_name(cast.DTYPES[fmt.name]) for fmt in formats(product, variant)])
         for product in products(variant)
     ]
     return [
         ProductRecord(layer, product, a, b, accumulate, plan)
         for layer in layers
-        for product, (a, b) in of_variant
+        for product, (a, b) in operand_types
     ]

@@ -177,7 +177,7 @@ class _Reader:
             if layer is not None and not _backward(node):
                 node.meta[_LABEL] = layer, "output"
                 weights.setdefault(layer, set()).update(self._roots(_operands(node)[1], layer))
-        made: dict[str, set[Gemm]] = {}
+        computed: dict[str, set[Gemm]] = {}
         for layer, node in gemms:
             if layer is not None and _backward(node):
                 roots = {
@@ -185,11 +185,11 @@ class _Reader:
                 }
                 which: Gemm = "grad_input" if roots & weights.get(layer, set()) else "grad_weight"
                 node.meta[_LABEL] = layer, which
-                made.setdefault(layer, set()).add(which)
-        for layer, there in made.items():
+                computed.setdefault(layer, set()).add(which)
+        for layer, gradients in computed.items():
             for which in ("grad_input", "grad_weight"):
                 # a backward pass without a product for a gradient does not compute it
-                (self._trace.wanted if which in there else self._trace.unwanted).update(
+                (self._trace.wanted if which in gradients else self._trace.unwanted).update(
                     f"{name}/{which}" for name in self._shared(layer)
                 )
 
@@ -200,7 +200,7 @@ class _Reader:
                 layer, which = node.meta[_LABEL]
                 a, b = (records.type_name(operand.meta["val"].dtype) for operand in _operands(node))
                 self._trace.gemms += [
-                    GemmRecord(name, which, a, b, *_how(node)) for name in self._shared(layer)
+                    GemmRecord(name, which, a, b, *_numerics(node)) for name in self._shared(layer)
                 ]
             elif node.target in PRODUCTS_AT and (product := node.meta.get("custom", {}).get(LABEL)):
                 first, second = (
@@ -209,7 +209,7 @@ class _Reader:
                 types = records.type_name(first), records.type_name(second)
                 for name in self._shared(self._layer(node, self._attention) or ""):
                     self._trace.products.append(
-                        records.of_product(
+                        records.product_record(
                             name, product, node.target, types, node.args, node.kwargs
                         )
                     )
@@ -261,21 +261,25 @@ def _operands(node: Node) -> list[Node]:
     return [_node(node.args[first]), _node(node.args[second])]
 
 
-def _how(node: Node) -> tuple[str | None, ...]:
+def _numerics(node: Node) -> tuple[str | None, ...]:
     """Accumulation and granularity of a product, and its simulated hardware if any."""
     if node.target is SIMULATED:
-        return records.of_simulated(node.args)
+        return records.simulated_numerics(node.args)
     if node.target is BLOCK_GEMM:
         codes_b, scale_b = (_node(node.args[i]).meta["val"] for i in (1, 3))
-        return records.of_blocks(codes_b, scale_b, str(node.args[5]))
-    return _scaled(node) if node.target is SCALED_MM else records.of_groups(node.target, node.args)
+        return records.block_numerics(codes_b, scale_b, str(node.args[5]))
+    return (
+        _scaled(node)
+        if node.target is SCALED_MM
+        else records.group_numerics(node.target, node.args)
+    )
 
 
 def _scaled(node: Node) -> tuple[str, str]:
     """Accumulation and granularity of a _scaled_mm."""
-    given = records.arguments(node.target, node.args, node.kwargs)
-    accumulate = "fast" if given.get("use_fast_accum") else "slow"
-    scales = _node(given["scale_a"]), _node(given["scale_b"])
+    arguments = records.arguments(node.target, node.args, node.kwargs)
+    accumulate = "fast" if arguments.get("use_fast_accum") else "slow"
+    scales = _node(arguments["scale_a"]), _node(arguments["scale_b"])
     if not all(scale.target is _aten.full.default and scale.args[1] == 1 for scale in scales):
         return accumulate, records.granularity(*(scale.meta["val"] for scale in scales))
     factors = [

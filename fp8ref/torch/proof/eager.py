@@ -99,13 +99,13 @@ class _Tracer(TorchDispatchMode):
                 value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)
             )
             needed = {"grad_input": x.requires_grad, "grad_weight": module.weight.requires_grad}
-            for which, wanted in needed.items():
-                (self._trace.wanted if wanted else self._trace.unwanted).add(f"{name}/{which}")
+            for which, is_needed in needed.items():
+                (self._trace.wanted if is_needed else self._trace.unwanted).add(f"{name}/{which}")
             # torchao multiplies for both gradients, and leaves to autograd which of them is dropped
             order = [
                 which
-                for which, wanted in needed.items()
-                if wanted or isinstance(module, Float8Linear)
+                for which, is_needed in needed.items()
+                if is_needed or isinstance(module, Float8Linear)
             ]
             for node in _between((x, module.weight, module.bias), output):
                 _memory(node)[_LAYER_KEY] = {"layer": name, "order": order}
@@ -130,7 +130,7 @@ class _Tracer(TorchDispatchMode):
             if attends is not None and func in records.PRODUCTS_AT:
                 a, b = (records.type_name(args[i].dtype) for i in records.PRODUCTS_AT[func])
                 self._trace.products.append(
-                    records.of_product(attends, product, func, (a, b), args, kwargs)
+                    records.product_record(attends, product, func, (a, b), args, kwargs)
                 )
         elif attends is not None and func._schema.name in records.KERNELS:
             self._trace.kernels.append(f"{attends}: {func._schema.name}")
@@ -150,18 +150,18 @@ class _Tracer(TorchDispatchMode):
         a, b = (records.type_name(args[i].dtype) for i in records.OPERANDS_AT[func])
         accumulate = granularity = plan = None
         if func is SCALED_MM:
-            given = records.arguments(func, args, kwargs)
-            scales = given["scale_a"], given["scale_b"]
-            accumulate = "fast" if given.get("use_fast_accum") else "slow"
+            arguments = records.arguments(func, args, kwargs)
+            scales = arguments["scale_a"], arguments["scale_b"]
+            accumulate = "fast" if arguments.get("use_fast_accum") else "slow"
             granularity = records.granularity(*scales)
             if all(scale in self._ones or gemm.is_kept_unit(scale) for scale in scales):
                 granularity, self._unscaled[out] = "unit", len(self._trace.gemms)
         elif func is BLOCK_GEMM:
-            accumulate, granularity = records.of_blocks(args[1], args[3], args[5])
+            accumulate, granularity = records.block_numerics(args[1], args[3], args[5])
         elif func is SIMULATED:
-            accumulate, granularity, plan = records.of_simulated(args)
+            accumulate, granularity, plan = records.simulated_numerics(args)
         else:
-            accumulate, granularity = records.of_groups(func, args)
+            accumulate, granularity = records.group_numerics(func, args)
         self._trace.gemms.append(
             GemmRecord(layer, announced or which, a, b, accumulate, granularity, plan)
         )

@@ -211,7 +211,7 @@ def granularity(*scales: torch.Tensor) -> str:
     return "rowwise" if any(scale.ndim > 1 for scale in scales) else "tensorwise"
 
 
-def of_product(
+def product_record(
     layer: str, product: Product, func: Any, types: tuple[str, str], args: tuple, kwargs: dict
 ) -> ProductRecord:
     """The record of a product of attention by an operator of PRODUCTS_AT."""
@@ -221,16 +221,16 @@ def of_product(
     elif func is SCALED_MMS:
         accumulate = "fast" if args[3] else "slow"
     elif func is SIMULATED:
-        accumulate, _, plan = of_simulated(args)
+        accumulate, _, plan = simulated_numerics(args)
     return ProductRecord(layer, product, *types, accumulate, plan)
 
 
-def of_blocks(codes_b: torch.Tensor, scale_b: torch.Tensor, by: str) -> tuple[str, str]:
+def block_numerics(codes_b: torch.Tensor, scale_b: torch.Tensor, by: str) -> tuple[str, str]:
     """Accumulation and granularity of a GEMM by kernels for scales of blocks (G-17)."""
     return BLOCKS[by], f"blockwise_1x128 x {block_gemm.granularity_of_b(codes_b, scale_b)}"
 
 
-def of_groups(func: Any, arguments: Sequence[Any]) -> tuple[str | None, str | None]:
+def group_numerics(func: Any, arguments: Sequence[Any]) -> tuple[str | None, str | None]:
     """Accumulation and granularity of the GEMMs of all groups, by an operator of ``experts.gemm``;
     (None, None) by another, or in high precision."""
     if func is GROUPED_DEEP_GEMM:
@@ -241,7 +241,7 @@ def of_groups(func: Any, arguments: Sequence[Any]) -> tuple[str | None, str | No
     return accumulate, hardware.granularity(*lines.split())
 
 
-def of_simulated(arguments: Sequence[Any]) -> tuple[str, str, str]:
+def simulated_numerics(arguments: Sequence[Any]) -> tuple[str, str, str]:
     """Accumulation, granularity and plan of a GEMM under simulated hardware."""
     granularity_a, granularity_b, accumulate, _, _, plan = arguments[4:]
     return accumulate, hardware.granularity(granularity_a, granularity_b), plan

@@ -26,37 +26,37 @@ def missing(
               own GEMMs.
     """
     here: dict[str, set[GemmRecord]] = {}
-    for found in trace.gemms:
-        here.setdefault(found.name, set()).add(found)
+    for record in trace.gemms:
+        here.setdefault(record.name, set()).add(record)
     lines, pruned = [], trace.pruned
-    for wanted, granularity in _fp8(planned, plan):
-        if wanted.name in pruned or (plan is None and gemm.in_blocks(granularity)):
+    for promised, granularity in _fp8(planned, plan):
+        if promised.name in pruned or (plan is None and gemm.in_blocks(granularity)):
             continue
-        others = sorted(str(found) for found in here.get(wanted.name, set()) - {wanted})
+        others = sorted(str(record) for record in here.get(promised.name, set()) - {promised})
         lines += [
-            f"{wanted.name}: planned {wanted}; {have}"
-            for have in (others if wanted.name in here else ["no GEMM of it was seen"])
+            f"{promised.name}: planned {promised}; {have}"
+            for have in (others if promised.name in here else ["no GEMM of it was seen"])
         ]
     return lines
 
 
 def missing_gathers(model: nn.Module, planned: Iterable[str]) -> list[str]:
     """A line for each planned weight that FSDP2 did not gather as FP8 codes."""
-    found = gathers(model)
+    dtypes = gathers(model)
     return [
         f"{layer}/weight: planned a gather of one byte an element; "
-        f"{found.get(layer, 'none of it was seen')}"
+        f"{dtypes.get(layer, 'none of it was seen')}"
         for layer in planned
-        if found.get(layer) != "u8"
+        if dtypes.get(layer) != "u8"
     ]
 
 
 def gathers(model: nn.Module) -> dict[str, str]:
     """The type in which FSDP2 last gathered each weight with an FP8 gather: u8 means codes."""
-    found = {name: getattr(linear, "fp8_gather", None) for name, linear in linears(model)}
+    fp8_gathers = {name: getattr(linear, "fp8_gather", None) for name, linear in linears(model)}
     return {
         name: type_name(g.moved)
-        for name, g in found.items()
+        for name, g in fp8_gathers.items()
         if isinstance(g, FP8Gather) and g.moved is not None
     }
 
@@ -92,17 +92,17 @@ def manifest(
             if g.plan is None
         ],
         "on_dequantised_operands": [
-            wanted.name
-            for wanted, granularity in fp8
-            if plan is None and gemm.in_blocks(granularity) and wanted.name not in by_kernel
+            record.name
+            for record, granularity in fp8
+            if plan is None and gemm.in_blocks(granularity) and record.name not in by_kernel
         ],
-        "pruned": [wanted.name for wanted, _ in fp8 if wanted.name in pruned],
+        "pruned": [record.name for record, _ in fp8 if record.name in pruned],
         "gathers": dict(collections.Counter((gathers or {}).values())),
         "missing": missing,
-    } | ({"simulated": [_of_simulated(g) for g in once if g.plan is not None]} if plan else {})
+    } | ({"simulated": [_simulated_entry(g) for g in once if g.plan is not None]} if plan else {})
 
 
-def _of_simulated(g: GemmRecord) -> dict:
+def _simulated_entry(g: GemmRecord) -> dict:
     return {
         "gemm": g.name,
         "a": g.a,

@@ -47,8 +47,8 @@ def high_bits(start: int, count: int, key: Key, device: torch.device) -> Tensor:
     counter = torch.arange(first * (BLOCK // 8), last * (BLOCK // 8), device=device)
     c0, c1, c2, c3 = (word.view(last - first, BLOCK // 8) for word in words(counter, 0, key))
     # [blocks, halves of a block, counters, 2 words, 2 half-words]
-    of_halves = torch.stack([torch.stack([c0, c1], -1), torch.stack([c2, c3], -1)], 1)
-    h = torch.stack([of_halves & 0xFFFF, of_halves >> 16], -1).view(-1)
+    halves = torch.stack([torch.stack([c0, c1], -1), torch.stack([c2, c3], -1)], 1)
+    h = torch.stack([halves & 0xFFFF, halves >> 16], -1).view(-1)
     return h[start - first * BLOCK :][:count].to(torch.int32)
 
 
@@ -84,11 +84,13 @@ def codes(x: Tensor, fmt: Format, key: Key, start: int) -> Tensor:
         up = high > 0xFFFF
         open_ = (high == 0xFFFF).nonzero().squeeze(1)
         up[open_] = _low_carries(rest[open_], shift[open_], open_ + start, key)
-    found = whole + up + ((exponent.clamp(min=fmt.emin) - fmt.emin) << fmt.mantissa_bits)
-    found = torch.where(
-        x.isnan(), fmt.nan_code, found.clamp(max=fmt.max_code) | ((bits >> 31) & fmt.sign_bit)
+    rounded_codes = whole + up + ((exponent.clamp(min=fmt.emin) - fmt.emin) << fmt.mantissa_bits)
+    rounded_codes = torch.where(
+        x.isnan(),
+        fmt.nan_code,
+        rounded_codes.clamp(max=fmt.max_code) | ((bits >> 31) & fmt.sign_bit),
     )
-    return found.to(torch.int32)
+    return rounded_codes.to(torch.int32)
 
 
 def _low_carries(rest: Tensor, shift: Tensor, index: Tensor, key: Key) -> Tensor:

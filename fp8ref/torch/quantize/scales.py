@@ -68,9 +68,9 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
     if policy.unscaled:
         return policy
     if not policy.in_backends:
-        known = ", ".join(name for name, p in policies.POLICIES.items() if p.in_backends)
+        names = ", ".join(name for name, p in policies.POLICIES.items() if p.in_backends)
         raise ValueError(
-            f"fp8ref.torch scales by {known}; got policy {policy.name!r}. Use one of these, or "
+            f"fp8ref.torch scales by {names}; got policy {policy.name!r}. Use one of these, or "
             f"fp8ref.sim for {policy.name!r}."
         )
     if policy.floored_quotient and policy.eps != EPS:
@@ -106,8 +106,8 @@ def _e8m0_scales(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Scales
         k = (log2.float() if policy.power_of_two == "exp2_log2" else log2).ceil()
     k = torch.where(nan, 0, k.clamp(-127, 127)).to(torch.int32)
     scale = torch.where(k == -127, policy.e8m0.scale_of_code_0, _two_to_the(-k))
-    of_nan = 0.0 if policy.e8m0.scale_of_nan == "zero" else math.nan
-    return Scales(torch.where(nan, of_nan, scale), torch.where(nan, math.nan, _two_to_the(k)))
+    nan_scale = 0.0 if policy.e8m0.scale_of_nan == "zero" else math.nan
+    return Scales(torch.where(nan, nan_scale, scale), torch.where(nan, math.nan, _two_to_the(k)))
 
 
 def _two_to_the(k: torch.Tensor) -> torch.Tensor:

@@ -63,9 +63,9 @@ class Copies:
     def _refresh_whole(self) -> None:
         """Make the codes of weights that are not sharded anew, from masters."""
         for p, spec in self.weights.values():
-            made = of_master(self._optimizer, p, spec)
-            p._data.copy_(made.codes)  # type: ignore[attr-defined]
-            p._scale.copy_(made.scale)  # type: ignore[attr-defined]
+            copied = quantized_copy(self._optimizer, p, spec)
+            p._data.copy_(copied.codes)  # type: ignore[attr-defined]
+            p._scale.copy_(copied.scale)  # type: ignore[attr-defined]
 
     @contextmanager
     def uncast(self) -> Iterator[None]:
@@ -118,11 +118,11 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
     weights = {}
     for name, p in plain.items():
         states.keep_master(optimizer, p)
-        made = of_master(optimizer, p, specs[name])
+        copied = quantized_copy(optimizer, p, specs[name])
         # torchao's multiplication asks the tensor for it
         config = getattr(linears[name], "linear_mm_config", None)
         fp8 = Float8TrainingTensor(
-            made.codes, made.scale.clone(), p.dtype, config, GemmInputRole.WEIGHT
+            copied.codes, copied.scale.clone(), p.dtype, config, GemmInputRole.WEIGHT
         )
         replacing = nn.Parameter(fp8, requires_grad=p.requires_grad)
         replacing.grad_dtype = p.grad_dtype
@@ -139,7 +139,7 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
 
 
 @torch.no_grad()
-def of_master(optimizer: states.AdamW, p: nn.Parameter, spec: CastSpec) -> scaling.Quantized:
+def quantized_copy(optimizer: states.AdamW, p: nn.Parameter, spec: CastSpec) -> scaling.Quantized:
     """The copy of a parameter's weight, from its master: by the amax that a predicted master keeps,
     which is that of the weight, or by a pass over the weight."""
     w = states.weight(optimizer, p)
@@ -156,7 +156,7 @@ def of_master(optimizer: states.AdamW, p: nn.Parameter, spec: CastSpec) -> scali
 def _replaced(optimizer: states.AdamW, p: nn.Parameter, by: nn.Parameter) -> nn.Parameter:
     """The parameter that the optimizer now trains in p's place, by p's states."""
     for group in optimizer.param_groups:
-        group["params"] = [by if one is p else one for one in group["params"]]
+        group["params"] = [by if param is p else param for param in group["params"]]
     optimizer.state[by] = optimizer.state.pop(p)
     return by
 
@@ -164,18 +164,20 @@ def _replaced(optimizer: states.AdamW, p: nn.Parameter, by: nn.Parameter) -> nn.
 def _take_scale(linear: nn.Module, saved: dict[str, Any], prefix: str, *_: object) -> None:
     """Load codes of another scale: torchao copies those of an equal one only. A weight in high
     precision is cast."""
-    found, mine = saved.get(f"{prefix}weight"), linear.weight
-    if not isinstance(mine, Float8TrainingTensor) or found is None:
+    saved_weight, mine = saved.get(f"{prefix}weight"), linear.weight
+    if not isinstance(mine, Float8TrainingTensor) or saved_weight is None:
         return
-    if not isinstance(found, Float8TrainingTensor):
+    if not isinstance(saved_weight, Float8TrainingTensor):
         spec = recipes.weight_copy(linear.recipe)  # type: ignore[arg-type]
-        made = scaling.quantize(found.to(mine.device, mine.dtype), spec.fmt, policy=spec.policy)
-        found = Float8TrainingTensor(
-            made.codes, made.scale, mine.dtype, mine._linear_mm_config, GemmInputRole.WEIGHT
+        copied = scaling.quantize(
+            saved_weight.to(mine.device, mine.dtype), spec.fmt, policy=spec.policy
         )
-        saved[f"{prefix}weight"] = found
+        saved_weight = Float8TrainingTensor(
+            copied.codes, copied.scale, mine.dtype, mine._linear_mm_config, GemmInputRole.WEIGHT
+        )
+        saved[f"{prefix}weight"] = saved_weight
     with torch.no_grad():
-        mine._scale.copy_(found._scale)
+        mine._scale.copy_(saved_weight._scale)
 
 
 def _cast(linear: Float8Linear | Linear) -> CastSpec | None:

@@ -1,10 +1,10 @@
 """What storing the moments of a step cost, measured on the device (spec O-12).
 
-    with health.measuring(optimizer) as found:
+    with health.measuring(optimizer) as measurements:
         optimizer.step()
-    numbers = health.of_ranks(found)
+    numbers = health.merge_ranks(measurements)
 
-A rank measures its own part of each parameter; ``of_ranks`` adds the parts.
+A rank measures its own part of each parameter; ``merge_ranks`` adds the parts.
 """
 
 from collections.abc import Iterator
@@ -44,14 +44,14 @@ def measuring(optimizer: states.AdamW) -> Iterator[Found]:
             f"health is of fp8ref.torch.states.AdamW; got {type(optimizer).__name__}. Use its "
             "states, or measure nothing."
         )
-    found: Found = {}
+    measurements: Found = {}
     before = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None:
                 now = states.stored(optimizer, p)
                 before[p] = now._replace(m=_copied(now.m), v=_copied(now.v))
-    yield found
+    yield measurements
     for p, old in before.items():
         new = states.stored(optimizer, p)
         if new.step != old.step + 1:
@@ -59,24 +59,24 @@ def measuring(optimizer: states.AdamW) -> Iterator[Found]:
                 f"health is of one step; the optimizer made {new.step - old.step}. Call step "
                 "once inside measuring."
             )
-        found[p] = _measure(optimizer, p, old, new)
+        measurements[p] = _measure(optimizer, p, old, new)
 
 
 def _copied(stored: MomentState) -> MomentState:
     return MomentState(*(None if x is None else x.clone() for x in stored))  # type: ignore[arg-type]
 
 
-def of_ranks(found: Found) -> Tensor:
+def merge_ranks(measurements: Found) -> Tensor:
     """float64 [parameters, FIELDS] of whole tensors, the same on every rank, by one all-gather.
 
     Raises:   ValueError: nothing was measured.
     """
-    if not found:
+    if not measurements:
         raise ValueError(
             "health is of parameters with a gradient; the step had none. Call backward before "
             "measuring."
         )
-    parts = torch.stack(list(found.values()))
+    parts = torch.stack(list(measurements.values()))
     if distributed.is_initialized():
         every = [torch.empty_like(parts) for _ in range(distributed.get_world_size())]
         distributed.all_gather(every, parts)
@@ -97,36 +97,36 @@ def _measure(optimizer: states.AdamW, p: Tensor, old: Stored, new: Stored) -> Te
 
     def read(stored: Stored) -> list[Tensor]:
         return [
-            moments.read(one, moment, layout, part)
-            for one, moment in zip(stored[:2], both, strict=True)
+            moments.read(state, moment, layout, part)
+            for state, moment in zip(stored[:2], both, strict=True)
         ]
 
     old_m, old_v = read(old)
     m, v = moments.averages(g, old_m, old_v, at, layout)
     stored_m, stored_v = read(new)
-    wanted, found = _ratio(m, v, at).double(), _ratio(stored_m, stored_v, at).double()
+    exact, actual = _ratio(m, v, at).double(), _ratio(stored_m, stored_v, at).double()
     root, stored_root = v.double().sqrt(), stored_v.double().sqrt()
     lost = ((stored_v == 0) & (stored_m != 0)).count_nonzero()
     none = torch.zeros((), dtype=torch.int64, device=g.device)
-    bounded = (wanted.abs() > at.bound).count_nonzero() if layout.bounded else none
+    bounded = (exact.abs() > at.bound).count_nonzero() if layout.bounded else none
     clipped = [
-        _clipped(x, one, moment, part, none)
-        for x, one, moment in zip((m, v), new[:2], both, strict=True)
+        _clipped(x, state, moment, part, none)
+        for x, state, moment in zip((m, v), new[:2], both, strict=True)
     ]
     idle = moments.averages(torch.zeros_like(g), stored_m, stored_v, at, layout)
     stalled = [
-        _stalled(x, one, moment, part, none)
-        for x, one, moment in zip(idle, new[:2], both, strict=True)
+        _stalled(x, state, moment, part, none)
+        for x, state, moment in zip(idle, new[:2], both, strict=True)
     ]
     sums = (
         root.sum(),
         (stored_root - root).sum(),
-        wanted.square().sum(),
-        (found - wanted).square().sum(),
+        exact.square().sum(),
+        (actual - exact).square().sum(),
     )
     counts = (none + g.numel(), lost, bounded, *clipped, *stalled)
     shared = torch.stack([x.double() for x in (*counts, *sums)]) / new.copies
-    return torch.cat([shared, found.abs().amax().reshape(1)])
+    return torch.cat([shared, actual.abs().amax().reshape(1)])
 
 
 def _ratio(m: Tensor, v: Tensor, at: Scalars) -> Tensor:

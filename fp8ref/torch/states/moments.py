@@ -128,16 +128,16 @@ def extremes(x: Tensor, g: Tensor, moment: Moment, part: Part, which: int) -> li
     if not reductions(moment, which):
         return []
     magnitude = x.abs()
-    found = [_group_max(magnitude, moment, part)]
+    maxima = [_group_max(magnitude, moment, part)]
     if moment.amax == "predicted":
-        found.append(_group_max(g.abs(), moment, part))
+        maxima.append(_group_max(g.abs(), moment, part))
     if moment.expansion:
-        found.append(
+        maxima.append(
             _group_max(
                 torch.where(magnitude == 0, -torch.inf, -magnitude), moment, part, empty=-torch.inf
             )
         )
-    return found
+    return maxima
 
 
 def reductions(moment: Moment, which: int) -> int:
@@ -151,7 +151,7 @@ def reductions(moment: Moment, which: int) -> int:
 
 def store(
     x: Tensor,
-    found: list[Tensor],
+    maxima: list[Tensor],
     old: MomentState,
     which: int,
     at: Scalars,
@@ -161,7 +161,7 @@ def store(
 ) -> MomentState:
     """The stored moment of x, m or v, or its root under ``root`` (O-7 to O-10), or the master.
 
-    found  of ``extremes``.
+    maxima  of ``extremes``.
     which  0 for m, 1 for v and 2 for the master.
     key    of stochastic rounding; None rounds to nearest.
     """
@@ -170,18 +170,18 @@ def store(
         return MomentState(_codes(x, x, moment, part, key))
     if which == 2 and moment.amax == "predicted":
         assert old.amax is not None
-        found = [old.amax + change(at.bound, old.amax, at)]
-    own = amax = found[0]
+        maxima = [old.amax + change(at.bound, old.amax, at)]
+    own = amax = maxima[0]
     if moment.amax == "previous":
         assert old.amax is not None
         amax = torch.where(old.amax == 0, own, old.amax)
     elif moment.amax == "predicted" and which < 2:
         assert old.amax is not None
         kept = old.amax * old.amax if moment.root else old.amax.clone()
-        amax = averages(found[1], kept, kept.clone(), at, layout)[which]
+        amax = averages(maxima[1], kept, kept.clone(), at, layout)[which]
         amax = sqrt(amax) if moment.root else amax
     if moment.expansion:
-        return _store_expanded(x, amax, -found[1], moment, part, key)
+        return _store_expanded(x, amax, -maxima[1], moment, part, key)
     scale, scale_inv = _scales(amax, moment)
     scaled = (
         _by_group(torch.div, x, scale_inv, moment, part)
@@ -283,14 +283,14 @@ def _root_of_power(y: Tensor, exponent: Tensor) -> Tensor:
 def _scales(amax: Tensor, moment: Moment) -> tuple[Tensor | None, Tensor]:
     """(scale, scale_inv) (O-7); scale is None under ``divide``."""
     amax = torch.maximum(amax, torch.full_like(amax, moment.floor))
-    one, top = torch.ones_like(amax), torch.full_like(amax, moment.fmt.max)
+    ones, top = torch.ones_like(amax), torch.full_like(amax, moment.fmt.max)
     if moment.scaling == "divide":
         return None, amax / top
-    scale = one / (amax / top) if moment.scaling == "reciprocal" else top / amax
+    scale = ones / (amax / top) if moment.scaling == "reciprocal" else top / amax
     if moment.scaling == "power_of_two":
         bits = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
         scale = torch.where(scale.isnan(), scale, bits)
-    return scale, one / scale
+    return scale, ones / scale
 
 
 def _codes(scaled: Tensor, x: Tensor, moment: Moment, part: Part, key: philox.Key | None) -> Tensor:
@@ -386,21 +386,21 @@ def _group_max(x: Tensor, moment: Moment, part: Part, empty: float = 0.0) -> Ten
 def _by_group(
     operation: Callable[[Tensor, Tensor], Tensor],
     x: Tensor,
-    of_groups: Tensor,
+    group_values: Tensor,
     moment: Moment,
     part: Part,
 ) -> Tensor:
     """operation(x, the value of its group) of each element."""
     block = moment.block
     if block is None and not part.cells:
-        return operation(x, of_groups)
+        return operation(x, group_values)
     if block is None:
         cells = torch.tensor(part.cells, device=x.device)
-        return operation(x.view(-1, CELL), of_groups.repeat_interleave(cells).unsqueeze(1)).view(
+        return operation(x.view(-1, CELL), group_values.repeat_interleave(cells).unsqueeze(1)).view(
             x.shape
         )
     first, last = part.start // block, -(-(part.start + x.numel()) // block)
-    each = of_groups[first:last].unsqueeze(1)
+    each = group_values[first:last].unsqueeze(1)
     if part.start % block == 0 and x.numel() % block == 0:
         return operation(x.view(last - first, block), each).view(x.shape)
     skip = part.start - first * block

@@ -36,9 +36,9 @@ def check(group: dict[str, Any], layout: Layout) -> None:
             "converted: build the optimizer with the layout that they were made with, and give "
             "a changed layout a name of its own."
         )
-    if given := [key for key in LACKING if group.get(key)]:
+    if options := [key for key in LACKING if group.get(key)]:
         raise ValueError(
-            f"fp8ref.torch.states has no {', '.join(given)}; a group of parameters sets it. "
+            f"fp8ref.torch.states has no {', '.join(options)}; a group of parameters sets it. "
             "Leave it out."
         )
     states.check_seed(group["seed"], layout)

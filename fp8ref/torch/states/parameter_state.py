@@ -22,7 +22,7 @@ from fp8ref.torch.tensors.local_part import check_alike, local_part
 
 def keeps_apart(layout: Layout) -> bool:
     """Whether masters are in the optimizer's state, beside the parameters."""
-    return layout.keeps_master and not of_parameter(layout)
+    return layout.keeps_master and not is_own_master(layout)
 
 
 def in_state(layout: Layout, p: Tensor) -> bool:
@@ -30,7 +30,7 @@ def in_state(layout: Layout, p: Tensor) -> bool:
     return keeps_apart(layout) or isinstance(p, Float8TrainingTensor)
 
 
-def of_parameter(layout: Layout) -> bool:
+def is_own_master(layout: Layout) -> bool:
     """Whether a parameter that is not float32 is its own master."""
     return layout.master.fmt == BFLOAT16
 
@@ -39,7 +39,7 @@ def dtypes(layout: Layout) -> tuple[torch.dtype, ...]:
     """The dtypes of parameters."""
     if not layout.keeps_master:
         return (torch.float32,)
-    return (torch.bfloat16,) if of_parameter(layout) else (torch.float32, torch.bfloat16)
+    return (torch.bfloat16,) if is_own_master(layout) else (torch.float32, torch.bfloat16)
 
 
 def master(p: Tensor, w: Tensor, layout: Layout) -> MomentState:
@@ -50,10 +50,12 @@ def master(p: Tensor, w: Tensor, layout: Layout) -> MomentState:
     part = Part(p.numel(), start)
     amax = moments.amax_of(x, moment, part)
     reduce_amaxes([(ranks, [amax])])
-    made = moments.master(x, amax, moment, part)
-    codes = torch.zeros_like(p, dtype=made.codes.dtype, memory_format=torch.contiguous_format)
-    local_part(codes).view(-1).copy_(made.codes)
-    return made._replace(codes=codes)
+    master_state = moments.master(x, amax, moment, part)
+    codes = torch.zeros_like(
+        p, dtype=master_state.codes.dtype, memory_format=torch.contiguous_format
+    )
+    local_part(codes).view(-1).copy_(master_state.codes)
+    return master_state._replace(codes=codes)
 
 
 def kept(state: dict[str, Tensor], flat: Tensor, layout: Layout) -> tuple[MomentState, ...]:
@@ -61,7 +63,7 @@ def kept(state: dict[str, Tensor], flat: Tensor, layout: Layout) -> tuple[Moment
     both = (moment_state(state, "m"), moment_state(state, "v"))
     if not layout.keeps_master:
         return both
-    return (*both, MomentState(flat) if of_parameter(layout) else moment_state(state, "master"))
+    return (*both, MomentState(flat) if is_own_master(layout) else moment_state(state, "master"))
 
 
 def keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key | None, ...]:
@@ -84,8 +86,8 @@ def moment_state(state: dict[str, Tensor], key: str) -> MomentState:
     """This rank's part of m, v or the master in a parameter's state, flat. key: "m", "v" or
     "master".
     """
-    found = [state.get(f"{key}_{field}") for field in MomentState._fields]
-    codes, *rest = (None if x is None else local_part(x) for x in found)
+    fields = [state.get(f"{key}_{field}") for field in MomentState._fields]
+    codes, *rest = (None if x is None else local_part(x) for x in fields)
     assert codes is not None
     return MomentState(codes.view(-1), *rest)
 
@@ -121,10 +123,10 @@ def check(p: Tensor, layout: Layout) -> None:
             f"a parameter is whole or cut on each rank; got {p.placements} of {tuple(p.shape)}, "
             "terms of a sum. Redistribute it to Replicate() or Shard()."
         )
-    if p.dtype not in (taken := dtypes(layout)) or p.numel() == 0:
+    if p.dtype not in (accepted := dtypes(layout)) or p.numel() == 0:
         raise ValueError(
             "fp8ref.torch.states takes "
-            f"{' or '.join(str(d).removeprefix('torch.') for d in taken)} parameters with at "
+            f"{' or '.join(str(d).removeprefix('torch.') for d in accepted)} parameters with at "
             f"least one element under layout {layout.name!r}; got {p.dtype} {tuple(p.shape)}. "
             "Cast the parameter, or use another layout."
         )
@@ -193,14 +195,14 @@ def check_step(p: Tensor, state: dict[str, Any], layout: Layout) -> None:
     check_alike(p.grad, p)
 
 
-def reduce_amaxes(found: list[tuple[tuple[distributed.ProcessGroup, ...], list[Tensor]]]) -> None:
+def reduce_amaxes(amaxes: list[tuple[tuple[distributed.ProcessGroup, ...], list[Tensor]]]) -> None:
     """Replace each tensor by its maximum over the ranks of its groups, in one all-reduce a
     group.
     """
-    of_groups: dict[tuple[distributed.ProcessGroup, ...], list[Tensor]] = {}
-    for groups, tensors in found:
-        of_groups.setdefault(groups, []).extend(tensors)
-    for groups, tensors in of_groups.items():
+    group_amaxes: dict[tuple[distributed.ProcessGroup, ...], list[Tensor]] = {}
+    for groups, tensors in amaxes:
+        group_amaxes.setdefault(groups, []).extend(tensors)
+    for groups, tensors in group_amaxes.items():
         if not tensors:
             continue
         flat = torch.cat([x.reshape(-1) for x in tensors])
@@ -221,7 +223,7 @@ def check_saved(layout: Layout, p: Tensor, saved: dict[str, Any]) -> None:
     if not saved:
         return
     like = torch.empty(p.shape, device="meta", dtype=torch.float32)
-    wanted = {"step": ((), torch.float32, False)}
+    expected = {"step": ((), torch.float32, False)}
     kept = [
         ("m", layout.m),
         ("v", layout.v),
@@ -230,21 +232,21 @@ def check_saved(layout: Layout, p: Tensor, saved: dict[str, Any]) -> None:
     for key, moment in kept:
         for field, x in moments.zeros(like, moment)._asdict().items():
             if x is not None:
-                wanted[f"{key}_{field}"] = (
+                expected[f"{key}_{field}"] = (
                     tuple(x.shape),
                     x.dtype,
                     field == "codes" and isinstance(p, DTensor),
                 )
-    found = {
+    actual = {
         key: (tuple(x.shape), x.dtype, isinstance(x, DTensor))
         for key, x in saved.items()
         if isinstance(x, Tensor)
     }
-    for key in [*wanted, *saved]:
-        if found.get(key) != wanted.get(key) or key not in wanted:
+    for key in [*expected, *saved]:
+        if actual.get(key) != expected.get(key) or key not in expected:
             raise ValueError(
                 f"a state of layout {layout.name!r} and shape {tuple(p.shape)} has {key} = "
-                f"{_described(wanted.get(key))}; got {_described(found.get(key))}. States of "
+                f"{_described(expected.get(key))}; got {_described(actual.get(key))}. States of "
                 "another layout, or of another tensor, are not converted: build the optimizer "
                 "and the model that they were made with."
             )

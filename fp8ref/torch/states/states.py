@@ -117,19 +117,19 @@ class AdamW(torch.optim.Optimizer):
         Raises:   ValueError: states of another layout or of other shapes, and numbers outside their
                   ranges, before anything is changed.
         """
-        of_hooks: dict[str, Any] = {}
+        loaded: dict[str, Any] = {}
 
         # the last hook: what the user's gave is loaded
-        def check(_, given: dict[str, Any]) -> None:
-            self._check_loaded(given)
-            of_hooks.update(given)
+        def check(_, final_dict: dict[str, Any]) -> None:
+            self._check_loaded(final_dict)
+            loaded.update(final_dict)
 
         # the first hook: torch has cast every tensor to its parameter's dtype
         def restore(
             _,
         ) -> None:
-            for index, p in zip(_indices(of_hooks["param_groups"]), _parameters(self), strict=True):
-                for key, value in of_hooks["state"].get(index, {}).items():
+            for index, p in zip(_indices(loaded["param_groups"]), _parameters(self), strict=True):
+                for key, value in loaded["state"].get(index, {}).items():
                     self.state[p][key] = (
                         value.clone() if key == "step" else value.to(p.device, copy=True)
                     )
@@ -152,11 +152,11 @@ class AdamW(torch.optim.Optimizer):
                 f"{' and no '.join(sorted(missing))}."
             )
         groups = state_dict["param_groups"]
-        found = {group.get("layout") for group in groups}
-        if found != {self.layout.name}:
+        layouts = {group.get("layout") for group in groups}
+        if layouts != {self.layout.name}:
             raise ValueError(
                 f"states of layout {self.layout.name!r} are loaded; got "
-                f"{sorted(map(str, found))}. States of another layout are not converted: build "
+                f"{sorted(map(str, layouts))}. States of another layout are not converted: build "
                 "the optimizer with the layout that they were made with."
             )
         for group in groups:
@@ -229,12 +229,12 @@ class AdamW(torch.optim.Optimizer):
                     self._updates.update(work)
         for works in small.values():
             self._updates.update_together(works)
-        found = [self._updates.begin(work) for work, _ in cut]
-        reduce_amaxes([(ranks, of_work) for (_, ranks), of_work in zip(cut, found, strict=True)])
+        amaxes = [self._updates.begin(work) for work, _ in cut]
+        reduce_amaxes([(ranks, maxima) for (_, ranks), maxima in zip(cut, amaxes, strict=True)])
         reduce_amaxes(
             [
-                (ranks, self._updates.update(work, of_work))
-                for (work, ranks), of_work in zip(cut, found, strict=True)
+                (ranks, self._updates.update(work, maxima))
+                for (work, ranks), maxima in zip(cut, amaxes, strict=True)
             ]
         )
         for p, flat in apart:

@@ -52,12 +52,15 @@ class Update:
     def begin(self, work: Work) -> list[Tensor]:
         """What parts of a tensor have to reduce by maximum over ranks before they store."""
         each = [self._begin_piece(piece) for piece in self._pieces(work)]
-        return [functools.reduce(torch.maximum, of_pieces) for of_pieces in zip(*each, strict=True)]
+        return [
+            functools.reduce(torch.maximum, piece_maxima)
+            for piece_maxima in zip(*each, strict=True)
+        ]
 
-    def update(self, work: Work, found: list[Tensor] | None = None) -> list[Tensor]:
+    def update(self, work: Work, maxima: list[Tensor] | None = None) -> list[Tensor]:
         """Update a weight and its state in place; the amaxes that other ranks complete."""
         pieces = list(self._pieces(work))
-        if found is None and len(pieces) > 1:
+        if maxima is None and len(pieces) > 1:
             if (
                 not any(moment.scaling and moment.block is None for moment in work.layout.kept)
                 and not work.layout.stochastic
@@ -65,11 +68,11 @@ class Update:
                 for piece in pieces:
                     self.update(_alone(piece))
                 return []
-            found = self.begin(work)
-        if found is None and work.p.is_cuda and amaxes_first(work.layout):
+            maxima = self.begin(work)
+        if maxima is None and work.p.is_cuda and amaxes_first(work.layout):
             # otherwise new moments wait in memory, in float32, for the amax of all of them
-            found = self.begin(work)
-        each = [self._finish_piece(piece, found) for piece in pieces]
+            maxima = self.begin(work)
+        each = [self._finish_piece(piece, maxima) for piece in pieces]
         amaxes = []
         for old, moment, *news in zip(work.kept, work.layout.kept, *each, strict=True):
             for field, mine, *values in zip(MomentState._fields[1:], old[1:], *news, strict=True):
@@ -106,15 +109,15 @@ class Update:
         def joined(
             tensors: list[Tensor], slots: list[int], fill: float, dtype: torch.dtype
         ) -> Tensor:
-            made = torch.full((sum(slots),), fill, dtype=dtype, device=tensors[0].device)
+            buffer = torch.full((sum(slots),), fill, dtype=dtype, device=tensors[0].device)
             inside.extend(
                 slot[: x.numel()].view(x.shape)
-                for slot, x in zip(made.split(slots), tensors, strict=True)
+                for slot, x in zip(buffer.split(slots), tensors, strict=True)
             )
             outside.extend(tensors)
-            return made
+            return buffer
 
-        def of_moment(which: int, moment: Moment) -> MomentState:
+        def join_moment(which: int, moment: Moment) -> MomentState:
             each = [work.kept[which] for work in works]
             slots = [1 if moment.block is None else n * (CELL // moment.block) for n in cells]
             fields: list[Tensor | None] = [
@@ -130,7 +133,7 @@ class Update:
             return MomentState(*fields)  # type: ignore[arg-type]
 
         layout, elements = works[0].layout, [n * CELL for n in cells]
-        kept = tuple(of_moment(which, moment) for which, moment in enumerate(layout.kept))
+        kept = tuple(join_moment(which, moment) for which, moment in enumerate(layout.kept))
         p = (
             kept[2].codes
             if is_master(works[0])
@@ -149,10 +152,10 @@ class Update:
             return begin_part(*piece[:-1])
         return _compiled(begin_part, piece.p.device.type)(*_on_device(piece)[:-1])
 
-    def _finish_piece(self, piece: Work, found: list[Tensor] | None) -> list[list[Tensor | None]]:
+    def _finish_piece(self, piece: Work, maxima: list[Tensor] | None) -> list[list[Tensor | None]]:
         if not self._compiles(piece):
-            return finish_part(*piece, found)
-        return _compiled(finish_part, piece.p.device.type)(*_on_device(piece), found)
+            return finish_part(*piece, maxima)
+        return _compiled(finish_part, piece.p.device.type)(*_on_device(piece), maxima)
 
     def _compiles(self, work: Work) -> bool:
         # Of other sizes inductor (torch 2.13, on a CPU) leaves out the last elements, after a loop
@@ -198,16 +201,16 @@ def begin_part(
 ) -> list[Tensor]:
     """What parts of a tensor have to reduce by maximum before they store (``moments.extremes``)."""
     g, new_m, new_v = _new_moments(g, kept, at, layout, part)
-    of_master = layout.keeps_master and moments.reductions(layout.master, 2)
-    root = moments.sqrt(new_v) if layout.v.root or of_master else new_v
-    found = moments.extremes(new_m, g, layout.m, part, 0)
-    found += moments.extremes(root if layout.v.root else new_v, g, layout.v, part, 1)
-    if of_master:
+    reduces_master = layout.keeps_master and moments.reductions(layout.master, 2)
+    root = moments.sqrt(new_v) if layout.v.root or reduces_master else new_v
+    maxima = moments.extremes(new_m, g, layout.m, part, 0)
+    maxima += moments.extremes(root if layout.v.root else new_v, g, layout.v, part, 1)
+    if reduces_master:
         p = moments.read(kept[2], layout.master, layout, part)
-        found += moments.extremes(
+        maxima += moments.extremes(
             p.sub_(_change(p, new_m, root, at, layout)), g, layout.master, part, 2
         )
-    return found
+    return maxima
 
 
 def finish_part(
@@ -218,9 +221,9 @@ def finish_part(
     layout: Layout,
     part: Part,
     keys,
-    found,
+    maxima,
 ):
-    """Change the weight and the codes; return what else is stored of what is kept. found is
+    """Change the weight and the codes; return what else is stored of what is kept. maxima is
     ``begin_part``'s, of all parts, or None."""
     g, new_m, new_v = _new_moments(g, kept, at, layout, part)
     root = moments.sqrt(new_v)
@@ -230,8 +233,8 @@ def finish_part(
     rest = []
     for which, (x, old, moment) in enumerate(zip(new, kept, layout.kept, strict=False)):
         count = moments.reductions(moment, which)
-        extremes = moments.extremes(x, g, moment, part, which) if found is None else found[:count]
-        found = None if found is None else found[count:]
+        extremes = moments.extremes(x, g, moment, part, which) if maxima is None else maxima[:count]
+        maxima = None if maxima is None else maxima[count:]
         codes, *others = moments.store(x, extremes, old, which, at, layout, part, keys[which])
         old.codes.copy_(codes)
         rest.append(others)
@@ -275,14 +278,14 @@ def _alone(piece: Work) -> Work:
     """A piece of whole blocks as a tensor by itself."""
     size, start = piece.p.numel(), piece.part.start
 
-    def of_groups(stored: MomentState, moment: Moment) -> MomentState:
+    def own_groups(stored: MomentState, moment: Moment) -> MomentState:
         if moment.block is None:
             return stored
         groups = slice(start // moment.block, -(-(start + size) // moment.block))
         return MomentState(stored.codes, *(None if x is None else x[groups] for x in stored[1:]))
 
     layout = piece.layout
-    return piece._replace(kept=tuple(map(of_groups, piece.kept, layout.kept)), part=Part(size))
+    return piece._replace(kept=tuple(map(own_groups, piece.kept, layout.kept)), part=Part(size))
 
 
 def _on_device(piece: Work) -> Work:

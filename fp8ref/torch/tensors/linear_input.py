@@ -43,7 +43,7 @@ class Named(Protocol):
     weight: torch.Tensor
 
 
-def taken(x: torch.Tensor, linear: Named) -> torch.Tensor:
+def checked_input(x: torch.Tensor, linear: Named) -> torch.Tensor:
     """Check the input x [..., K] of a linear, and cast it to the autocast dtype if there is one.
 
     Raises:   ValueError: another K; another device; x not float32, float16 or bfloat16; forward
@@ -56,7 +56,7 @@ def taken(x: torch.Tensor, linear: Named) -> torch.Tensor:
         )
     if not torch.compiler.is_compiling():
         check_transforms(_name(linear), x, linear.weight)
-    w = _of_rank(linear, x)
+    w = _rank_weight(linear, x)
     if x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(
             f"{_name(linear)} takes x [..., K] and w [N, K] with the same K; got "
@@ -89,26 +89,26 @@ def check_transforms(
         else []
     )
     if torch._C._are_functorch_transforms_active():
-        what = "a transform of torch.func (grad, vmap, jvp, jacrev, ...)"
+        transform = "a transform of torch.func (grad, vmap, jvp, jacrev, ...)"
     elif any(forward_ad.unpack_dual(t).tangent is not None for t in plain):
-        what = "forward mode"
+        transform = "forward mode"
     else:
         return
     raise ValueError(
         f"{name} has a backward pass of its own, which torch.autograd alone takes (L-8); got "
-        f"{what}. Use loss.backward() or torch.autograd.grad, also of "
+        f"{transform}. Use loss.backward() or torch.autograd.grad, also of "
         f"torch.func.functional_call, or {otherwise}."
     )
 
 
 def weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
-    """A linear's weight in the dtype of an input x that ``taken`` returned.
+    """A linear's weight in the dtype of an input x that ``checked_input`` returned.
 
     A weight gathered as codes is left as it is. Of a DTensor it is this rank's part.
 
     Raises:   ValueError: outside of autocast, another dtype than the input's.
     """
-    w = _of_rank(linear, x)
+    w = _rank_weight(linear, x)
     if w.dtype == x.dtype:
         return w
     if autocast_dtype(x) is None:
@@ -140,7 +140,7 @@ def calibrated(x: torch.Tensor, w: torch.Tensor, fqn: str) -> torch.Tensor:
     return in_high_precision(x, w)
 
 
-def _of_rank(linear: Named, x: torch.Tensor) -> torch.Tensor:
+def _rank_weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
     """The weight as it is multiplied: of a plain x by this rank's part of it."""
     w = linear.weight
     return w if isinstance(x, DTensor) else local_part(w)

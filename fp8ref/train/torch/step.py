@@ -186,7 +186,7 @@ class Step:
             return {}
         names = {id(p): name for name, p in self.params.items()}
         return recorded(
-            [names[id(p)] for p in measured], health.of_ranks(measured).cpu().numpy(), layout
+            [names[id(p)] for p in measured], health.merge_ranks(measured).cpu().numpy(), layout
         )
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:

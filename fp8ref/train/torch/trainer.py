@@ -26,7 +26,7 @@ from fp8ref.torch.attention import statistics as attention_stats
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.model.parallel import AXES
 from fp8ref.torch.observe import statistics as stats
-from fp8ref.torch.observe.gemms import observe_gemms, of_groups
+from fp8ref.torch.observe.gemms import group_gemms, observe_gemms
 from fp8ref.torch.proof.records import unwrapped
 from fp8ref.torch.states import health
 from fp8ref.train.config import device_shapes
@@ -270,7 +270,7 @@ class Trainer:
             observer(name, gemm, *arrays(a, b, out))
 
         def of_experts(name, gemm, *groups):
-            for e, (a, b), out in of_groups(gemm, *groups):
+            for e, (a, b), out in group_gemms(gemm, *groups):
                 experts(name, gemm, e, *arrays(a, b, out))  # type: ignore[misc]
 
         def shown(name, phase, tensors):
@@ -342,7 +342,7 @@ class Trainer:
         operands = [operand for operand in operands if operand.name in found]
         if not operands:
             return losses, {}
-        parts = stats.of_ranks(stats.stacked(operands, found)).cpu().numpy()
+        parts = stats.gather_ranks(stats.stacked(operands, found)).cpu().numpy()
         return losses, merged(
             operands,
             [

@@ -70,7 +70,7 @@ def test_an_experts_part_of_weights_is_what_it_would_be_alone():  # X-3
         spec = CastSpec(fmt=E4M3FN, granularity=granularity)
         q = grouped_operands.quantize_weights(w, spec, axis, "group")
         for e in range(3):
-            part = grouped_operands.of_group(q, e, 0, 0)
+            part = grouped_operands.group_part(q, e, 0, 0)
             alone = scaling.quantize(
                 w[e], spec.fmt, granularity=granularity, policy=spec.policy, axis=axis + 2
             )

@@ -80,8 +80,8 @@ def test_a_tensor_that_is_cast_along_both_axes_is_looked_at_once(small, monkeypa
         Trainer(small.replace(numerics={"recipe": "rowwise"}, model={"intermediate_size": 64})),
         [],
     )
-    honest = stats.of_whole
-    monkeypatch.setattr(stats, "of_whole", lambda x: looked.append(x.shape) or honest(x))
+    honest = stats.measure_whole
+    monkeypatch.setattr(stats, "measure_whole", lambda x: looked.append(x.shape) or honest(x))
     operands = statistics.planned(trainer.decisions)
     assert len(trainer.statistics(loader.open_batches(small).step(0))) == len(operands)
     assert len(looked) == len({(o.layer, o.role) for o in operands}) == len(operands) // 2

@@ -106,7 +106,7 @@ def test_grouped_gemms_of_a_graph_say_how_they_run(operator):  # X-10
         "f8e4m3fn",
     ]
     blocks = ("blocks, DeepGEMM", "blockwise_1x128 x blockwise_128x128")
-    assert compiled._how(node) == (
+    assert compiled._numerics(node) == (
         blocks if operator is records.GROUPED_DEEP_GEMM else ("slow", "rowwise")
     )
 

@@ -66,7 +66,7 @@ def test_counts_are_the_simulators(name):  # O-12
             p[key].grad = torch.tensor(g)
         with health.measuring(optimizer) as found:
             optimizer.step()
-        total += differing(health.of_ranks(found), list(p), wanted)
+        total += differing(health.merge_ranks(found), list(p), wanted)
     assert total == 0
 
 
@@ -79,7 +79,7 @@ def test_bounded_and_stalled_have_one_reading(case):  # O-6, O-12
         p.grad = torch.tensor(g)
         with health.measuring(optimizer) as found:
             optimizer.step()
-    (row,) = health.of_ranks(found)
+    (row,) = health.merge_ranks(found)
     assert {key: int(row[COUNTS.index(key)]) for key in counts} == counts
 
 
@@ -108,7 +108,7 @@ def on_ranks(names: list[str]) -> dict[str, int]:
                 )
             with health.measuring(optimizer) as found:
                 optimizer.step()
-            totals[name] += differing(health.of_ranks(found), list(p), wanted)
+            totals[name] += differing(health.merge_ranks(found), list(p), wanted)
     return totals
 
 
@@ -138,4 +138,4 @@ def test_wrong_use_is_refused():
     with pytest.raises(
         ValueError, match="health is of parameters with a gradient; the step had none"
     ):
-        health.of_ranks(found)
+        health.merge_ranks(found)

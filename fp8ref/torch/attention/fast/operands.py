@@ -55,7 +55,7 @@ class Layout:
         self.tensors, self.codes = tensors, takes_codes(tensors["q"].codes, spec.variant)
         self.scale = operands.score_scale(spec, shape)
         self.fast = self.variant.plan == "hopper_fast"
-        q = self.of_queries(tensors["q"])
+        q = self.query_rows(tensors["q"])
         self.q = q if self.codes else q.mul_(self.scale)
         self.k = operands.along_features(self.values(tensors["k"])).flatten(0, 1)
         self.v = operands.along_features(
@@ -70,12 +70,12 @@ class Layout:
         numbers = float_values.decode(x.codes)
         if self.variant.granularity is None:
             return numbers.clone() if numbers is x.codes else numbers
-        of_elements = heads.spread(
+        element_scales = heads.spread(
             x.scale_inv, tuple(numbers.shape), self.variant.granularity, along_tokens=along_tokens
         )
-        return numbers.mul_(of_elements)
+        return numbers.mul_(element_scales)
 
-    def of_queries(self, x: Heads) -> Tensor:
+    def query_rows(self, x: Heads) -> Tensor:
         """q or do, [B x Hkv, Tq x G, D]."""
         return self.rows(operands.grouped(self.values(x), self.shape, self.step))
 
@@ -116,7 +116,7 @@ class Layout:
             self._scratch[which] = torch.empty(elements, device=self.q.device, dtype=torch.float32)
         return self._scratch[which][:elements].view(size)
 
-    def of_heads(self, scale: Tensor) -> Tensor:
+    def head_scale(self, scale: Tensor) -> Tensor:
         """A scale of a tensor or of heads, () or [B x Hkv]."""
         return scale.flatten() if scale.ndim else scale
 
@@ -146,24 +146,26 @@ class Layout:
                 a, b, fast=self.fast, factor=self._factor(part), out=self.scratch(0, part, tile)
             )
         if self.codes and self.variant.granularity == "rows_128":
-            of_q = operands.query_scale(self.tensors["q"].scale_inv, tile, self.variant, self.shape)
-            of_k = operands.key_scale(self.tensors["k"].scale_inv, tile, self.variant)
-            s = s.mul_(self.rows(of_q * (of_k * self.scale))[part])
+            q_scale_inv = operands.query_scale(
+                self.tensors["q"].scale_inv, tile, self.variant, self.shape
+            )
+            k_scale_inv = operands.key_scale(self.tensors["k"].scale_inv, tile, self.variant)
+            s = s.mul_(self.rows(q_scale_inv * (k_scale_inv * self.scale))[part])
         elif self.codes and self.variant.granularity is None:
             s = s.mul_(self.scale)
         return s
 
     def _hide(self, s: Tensor, part: slice, seen: list[tuple[slice, Tensor]]) -> Tensor:
         for rows, hidden in seen:
-            of_rows = s[:, rows].unflatten(1, (-1, self.shape.group))
-            of_rows.masked_fill_(hidden if len(hidden) == 1 else hidden[part], -torch.inf)
+            row_scores = s[:, rows].unflatten(1, (-1, self.shape.group))
+            row_scores.masked_fill_(hidden if len(hidden) == 1 else hidden[part], -torch.inf)
         return s
 
     def _factor(self, part: slice) -> Tensor | None:
         """scale_inv of the GEMM of scores, of codes by tensors or heads."""
         if not self.codes or self.variant.granularity not in ("tensor", "head"):
             return None
-        factor = self.of_heads(
+        factor = self.head_scale(
             self.tensors["q"].scale_inv * self.tensors["k"].scale_inv * self.scale
         )
         return factor[part] if factor.ndim else factor
@@ -176,20 +178,20 @@ class Layout:
         if documents.q is not None:
             seen = operands.seen(tile, spec, shape, documents, device)
             assert seen is not None
-            of_heads = (~seen).expand(shape.batch, shape.key_heads, *seen.shape[2:]).flatten(0, 1)
-            return [(slice(0, (tile.last - tile.first) * shape.group), of_heads)]
-        found = []
+            head_mask = (~seen).expand(shape.batch, shape.key_heads, *seen.shape[2:]).flatten(0, 1)
+            return [(slice(0, (tile.last - tile.first) * shape.group), head_mask)]
+        masks = []
         for first, last in _partial(tile, spec, shape):
             part = tile._replace(first=first, last=last, inside=False)
             seen = operands.seen(part, spec, shape, documents, device)
             assert seen is not None
-            found.append(
+            masks.append(
                 (
                     slice((first - tile.first) * shape.group, (last - tile.first) * shape.group),
                     ~seen[:, 0],
                 )
             )
-        return found
+        return masks
 
     def narrow(self, x: Tensor, fmt, part: slice, tile: Tile, *, inside: bool = False) -> Tensor:
         """x, which is written, as a GEMM's operand: rounded to a format, saturated; codes, or their

@@ -35,7 +35,7 @@ def run(
     spec: Spec,
     shape: Shape,
     documents: Documents,
-    given: dict[str, Tensor],
+    role_scales: dict[str, Tensor],
     *,
     report: Report,
     keep: Collection[Matrix] = (),
@@ -48,7 +48,7 @@ def run(
     output.check_hardware(spec.variant)
     variant, layout = spec.variant, Layout(tensors, spec, shape)
     device, fmt, low = layout.q.device, variant.fmt, variant.fmt.bits == 8
-    scale_p, scale_inv_p = operands.probability_scale(variant, given, device)
+    scale_p, scale_inv_p = operands.probability_scale(variant, role_scales, device)
     n, rows, width = len(layout.q), layout.q.shape[1], layout.v.shape[-1]
     maximum, sums = (
         torch.full((n, rows), -torch.inf, device=device, dtype=torch.float32),
@@ -63,7 +63,7 @@ def run(
     kept = Kept(keep, (n, rows, layout.k.shape[1]), device)
     # GEMMs of codes take them along the tokens.
     v = layout.v.transpose(1, 2).contiguous() if layout.codes else layout.v.transpose(1, 2)
-    inside = _inside(variant, given)
+    inside = _inside(variant, role_scales)
     for tile in operands.tiles(spec, shape):
         at, hidden = layout.at(tile), layout.hidden(tile, documents)
         for part in layout.parts(tile):
@@ -88,33 +88,33 @@ def run(
             p = p.mul_(scale_p) if low and variant.p_scale != 1 else p
             if "p_codes" in kept:
                 kept.put("p_codes", (part, at, tile.keys), cast.to_fp8(p, fmt))
-            p8, of_v, of_o = (
+            p8, v_tile, o_tile = (
                 layout.narrow(p, fmt, part, tile, inside=inside),
                 v[part, :, tile.keys],
                 o[part, at].mul_(c[..., None]),
             )
             if not layout.codes:
                 with multiplying("values"):
-                    of_o.baddbmm_(p8, of_v.transpose(1, 2))
+                    o_tile.baddbmm_(p8, v_tile.transpose(1, 2))
                 continue
             with multiplying("values"):
-                found = batched_gemm.products(p8, of_v, fast=layout.fast)
+                tile_output = batched_gemm.products(p8, v_tile, fast=layout.fast)
             if layout.codes and variant.granularity == "rows_128":
-                found = (
-                    found
-                    * layout.of_heads(
+                tile_output = (
+                    tile_output
+                    * layout.head_scale(
                         operands.key_scale(tensors["v"].scale_inv, tile, variant)
                     ).view(n, 1, 1)[part]
                 )
-            of_o.add_(found)
+            o_tile.add_(tile_output)
     if sinks is not None:
-        of_rows = (
+        row_sinks = (
             attention_sinks.by_rows(sinks, shape)
             .expand(shape.batch, -1, shape.queries, -1)
             .flatten(2, 3)
             .flatten(0, 1)
         )
-        o, sums, maximum = attention_sinks.add(o, sums, maximum, of_rows, None, spec)
+        o, sums, maximum = attention_sinks.add(o, sums, maximum, row_sinks, None, spec)
     factor = _at_end(layout, scale_inv_p)
     inverse = _inverse(
         sums, factor.view(-1, 1) if isinstance(factor, Tensor) and factor.ndim else factor, variant
@@ -132,7 +132,7 @@ def run(
         (scale_p, scale_inv_p),
         spec,
         shape,
-        given,
+        role_scales,
         report=report,
     )._replace(lost=lost)
 
@@ -146,11 +146,11 @@ def _lost(p: Tensor, scale: Tensor, variant: Variant) -> Tensor | int:
     return output.count_lost(p, cast.to_fp8(p * scale, variant.fmt), variant.fmt)
 
 
-def _inside(variant: Variant, given: dict[str, Tensor]) -> bool:
+def _inside(variant: Variant, role_scales: dict[str, Tensor]) -> bool:
     """Whether no probability leaves the format's range, by A-8's bound with a unit of 2^-10 for
     roundings: the scale is the variant's own.
     """
-    if variant.fmt.bits != 8 or "s" in given:
+    if variant.fmt.bits != 8 or "s" in role_scales:
         return False
     # The scale of a state without one is max / 1, rounded down to a power of two or not at all.
     scale = variant.fmt.max if variant.p_scale == "state" else variant.p_scale
@@ -179,10 +179,10 @@ def _maximum(old: Tensor, largest: Tensor, variant: Variant) -> Tensor:
 def _at_end(layout: Layout, scale_inv_p: Tensor) -> Tensor | float:
     """What outputs are multiplied by: the scales of v and P that no operand has."""
     variant, factor = layout.variant, 1.0
-    of_p = scale_inv_p if variant.fmt.bits == 8 and variant.out_scales == "tile" else factor
+    p_factor = scale_inv_p if variant.fmt.bits == 8 and variant.out_scales == "tile" else factor
     if layout.codes and variant.granularity in ("tensor", "head"):
-        return layout.of_heads(layout.tensors["v"].scale_inv) * of_p
-    return of_p
+        return layout.head_scale(layout.tensors["v"].scale_inv) * p_factor
+    return p_factor
 
 
 def _inverse(sums: Tensor, factor: Tensor | float, variant: Variant) -> Tensor:
@@ -197,9 +197,9 @@ def _log_sum(maximum: Tensor, sums: Tensor, variant: Variant) -> Tensor:
     """The log-sum-exp of rows (A-11), in torch's float32."""
     empty = sums == 0
     maximum, sums = torch.where(empty, 0.0, maximum), torch.where(empty, 1.0, sums)
-    found = (
+    lse = (
         (maximum + (sums.log2() - float(variant.offset))) * math.log(2)
         if variant.base == "2"
         else maximum + sums.log()
     )
-    return torch.where(empty, -torch.inf, found)
+    return torch.where(empty, -torch.inf, lse)

@@ -45,10 +45,10 @@ def gradients(
     o, lse    of the forward pass.
     """
     wide = dataclasses.replace(spec, variant=VARIANTS["bf16"], seed=0)
-    one = torch.ones((), device=do.device, dtype=torch.float32)
-    of_inputs = context.gathered(operands.quantize(*tensors, wide, {}, report="nothing"), wide)
-    saved = Saved(of_inputs, rounded(o), None, lse, one, one)
-    of_pass = fast if spec.arithmetic == "fast" else attention_gradients
-    return of_pass.gradients(
+    unit = torch.ones((), device=do.device, dtype=torch.float32)
+    quantized = context.gathered(operands.quantize(*tensors, wide, {}, report="nothing"), wide)
+    saved = Saved(quantized, rounded(o), None, lse, unit, unit)
+    pass_module = fast if spec.arithmetic == "fast" else attention_gradients
+    return pass_module.gradients(
         do, saved, wide, shape, documents, {}, report=report, keep=keep, sinks=sinks
     )

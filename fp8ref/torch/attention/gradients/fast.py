@@ -42,7 +42,7 @@ def gradients(
     spec: Spec,
     shape: Shape,
     documents: Documents,
-    given: dict[str, Tensor],
+    role_scales: dict[str, Tensor],
     *,
     report: Report,
     keep: Collection[Matrix] = (),
@@ -52,38 +52,38 @@ def gradients(
 
     Order:    A-18.
     """
-    do8 = attention_gradients.quantized_do(do, spec, given, shape, report=report)
-    of_pass = Pass(do8, saved, spec, shape, documents, report=report, keep=keep)
+    do8 = attention_gradients.quantized_do(do, spec, role_scales, shape, report=report)
+    backward = Pass(do8, saved, spec, shape, documents, report=report, keep=keep)
     low = spec.variant.fmt.bits == 8
-    one = torch.ones((), device=do.device, dtype=torch.float32)
-    scales = Scales(one, one)
-    if "ds" in given:
-        scales = Scales(given["ds"], heads.inverse(given["ds"]))
+    unit = torch.ones((), device=do.device, dtype=torch.float32)
+    scales = Scales(unit, unit)
+    if "ds" in role_scales:
+        scales = Scales(role_scales["ds"], heads.inverse(role_scales["ds"]))
     elif low:
-        of_pass.walk(None)
-        (of_pass.largest,) = operands.share([of_pass.largest], spec)
-        scales = heads.scales_of(of_pass.largest, of_pass.fmt, spec.variant.policy)
-    of_pass.walk(scales)
-    if ("ds" in given or not low) and report != "nothing":
-        (of_pass.largest,) = operands.share([of_pass.largest], spec)
-    raw = attention_gradients.own_keys(of_pass.raw(scales), spec, shape)
-    found = attention_gradients.rounded(
+        backward.walk(None)
+        (backward.largest,) = operands.share([backward.largest], spec)
+        scales = heads.scales_of(backward.largest, backward.fmt, spec.variant.policy)
+    backward.walk(scales)
+    if ("ds" in role_scales or not low) and report != "nothing":
+        (backward.largest,) = operands.share([backward.largest], spec)
+    raw = attention_gradients.own_keys(backward.raw(scales), spec, shape)
+    grads = attention_gradients.rounded(
         raw,
         do8,
-        of_pass.largest,
-        of_pass.saturated + of_pass.saturated_ds,
+        backward.largest,
+        backward.saturated + backward.saturated_ds,
         scales,
         spec,
-        given,
+        role_scales,
         report=report,
     )
     dsinks = (
         None
         if sinks is None
-        else attention_sinks.gradient(of_pass.d_by_head(), saved.lse, sinks, spec)
+        else attention_sinks.gradient(backward.d_by_head(), saved.lse, sinks, spec)
     )
-    counts: dict = {"lost": of_pass.lost, "saturated_ds": of_pass.saturated_ds}
-    return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks, **counts)
+    counts: dict = {"lost": backward.lost, "saturated_ds": backward.saturated_ds}
+    return grads._replace(matrices=backward.kept.all(shape), dsinks=dsinks, **counts)
 
 
 class Pass:
@@ -116,7 +116,7 @@ class Pass:
         )
         step = operands.STEP
         self.layout = layout = Layout(saved.tensors, spec, shape, step)
-        self.do = layout.of_queries(do8)
+        self.do = layout.query_rows(do8)
         self.d = self._row_sums()
         self.lse = layout.rows(attention_gradients.rows_of(saved.lse, shape, step))
         if self.variant.base == "2":
@@ -150,16 +150,16 @@ class Pass:
         o = layout.rows(operands.grouped(saved.o, self.shape, operands.STEP)).float()
         d = (self.do.float() * o).sum(-1)
         if layout.codes and self.variant.granularity is not None:
-            d = d * self._of_rows(self.do8.scale_inv)
+            d = d * self._row_scale(self.do8.scale_inv)
         return d if saved.o_scale_inv is None else d * saved.o_scale_inv
 
     def d_by_head(self) -> Tensor:
         """D of rows [B, H, Tq]."""
         return self.layout.by_head(self.d[..., None])[..., 0]
 
-    def _of_rows(self, scale: Tensor) -> Tensor:
+    def _row_scale(self, scale: Tensor) -> Tensor:
         """A scale of a tensor or of heads, to be multiplied into [B x Hkv, rows]."""
-        scale = self.layout.of_heads(scale)
+        scale = self.layout.head_scale(scale)
         return scale[:, None] if scale.ndim else scale
 
     def walk(self, scales: Scales | None) -> None:
@@ -193,7 +193,7 @@ class Pass:
         """The gradient of probabilities [n, rows, keys]."""
         layout, factor = self.layout, None
         if layout.codes and self.variant.granularity is not None:
-            factor = layout.of_heads(self.do8.scale_inv * self.saved.tensors["v"].scale_inv)
+            factor = layout.head_scale(self.do8.scale_inv * self.saved.tensors["v"].scale_inv)
             factor = factor[part] if factor.ndim else factor
         a, b = self.do[part, layout.at(tile)], layout.v[part, tile.keys]
         with multiplying("grad_probabilities"):
@@ -230,8 +230,10 @@ class Pass:
             self.kept.put("ds_codes", (part, at, tile.keys), cast.to_fp8(ds, self.fmt))
         ds8 = layout.narrow(ds, self.fmt, part, tile)
         with multiplying("grad_q"):
-            of_q = batched_gemm.products(ds8, self.k_tokens[part, :, tile.keys], fast=layout.fast)
-        self.dq[part, at] += of_q
+            dq_tile = batched_gemm.products(
+                ds8, self.k_tokens[part, :, tile.keys], fast=layout.fast
+            )
+        self.dq[part, at] += dq_tile
         self.dk[part, tile.keys] += self._over_rows("grad_k", ds8, self.q_tokens, part, tile)
 
     def _over_rows(
@@ -248,22 +250,22 @@ class Pass:
     def raw(self, scales: Scales) -> Raw:
         """The gradients, times the scales that their operands do not have."""
         layout, tensors, variant = self.layout, self.saved.tensors, self.variant
-        of_q, of_k, of_v = scales.scale_inv, scales.scale_inv, self.saved.scale_inv_p
+        dq_factor, dk_factor, dv_factor = scales.scale_inv, scales.scale_inv, self.saved.scale_inv_p
         if not layout.codes:  # q has the scale of scores
-            of_k = of_k / layout.scale
+            dk_factor = dk_factor / layout.scale
         elif variant.granularity is not None:
-            of_q, of_k, of_v = (
-                own * layout.of_heads(x)
+            dq_factor, dk_factor, dv_factor = (
+                own * layout.head_scale(x)
                 for own, x in (
-                    (of_q, tensors["k"].scale_inv),
-                    (of_k, tensors["q"].scale_inv),
-                    (of_v, self.do8.scale_inv),
+                    (dq_factor, tensors["k"].scale_inv),
+                    (dk_factor, tensors["q"].scale_inv),
+                    (dv_factor, self.do8.scale_inv),
                 )
             )
         dq, dk, dv = (
             x.mul_(factor.view(-1, 1, 1) if factor.ndim else factor)
-            for x, factor in ((self.dq, of_q), (self.dk, of_k), (self.dv, of_v))
+            for x, factor in ((self.dq, dq_factor), (self.dk, dk_factor), (self.dv, dv_factor))
         )
-        of_keys = self.shape.batch, self.shape.key_heads, -1, dk.shape[-1]
+        key_shape = self.shape.batch, self.shape.key_heads, -1, dk.shape[-1]
         at = (slice(None), slice(None), slice(self.shape.keys), slice(self.shape.features))
-        return Raw(layout.by_head(dq), dk.view(of_keys)[at], dv.view(of_keys)[at])
+        return Raw(layout.by_head(dq), dk.view(key_shape)[at], dv.view(key_shape)[at])

@@ -106,7 +106,7 @@ class Pass:
         spec: Spec,
         shape: Shape,
         documents: Documents,
-        given: dict[str, Tensor],
+        role_scales: dict[str, Tensor],
         *,
         report: Report,
         keep: Collection[Matrix] = (),
@@ -118,9 +118,9 @@ class Pass:
             saved,
             report,
         )
-        self.variant, self.given = spec.variant, given
+        self.variant, self.role_scales = spec.variant, role_scales
         self.fmt = spec.variant.gradient_fmt or spec.variant.fmt
-        self.do = quantized_do(do, spec, given, shape, report=report)
+        self.do = quantized_do(do, spec, role_scales, shape, report=report)
         tensors = saved.tensors
         step = operands.STEP
         self.q, self.do_rows = (
@@ -145,17 +145,17 @@ class Pass:
         d = sums_of_rows(self.do_rows, o, self.shape.features)
         if self.variant.granularity is None:
             return d
-        d = times(d, self._of_queries(self.do)[..., 0])
+        d = times(d, self._query_scale(self.do)[..., 0])
         return d if self.saved.o_scale_inv is None else times(d, self.saved.o_scale_inv)
 
-    def _of_queries(self, x: Heads) -> Tensor:
+    def _query_scale(self, x: Heads) -> Tensor:
         return (
             x.scale_inv[..., None]
             if self.variant.granularity == "head"
             else x.scale_inv[(None,) * 5]
         )
 
-    def _of_keys(self, role: str) -> Tensor:
+    def _key_scale(self, role: str) -> Tensor:
         scale_inv = self.saved.tensors[role].scale_inv
         return scale_inv[..., None] if self.variant.granularity == "head" else scale_inv
 
@@ -163,8 +163,8 @@ class Pass:
         """x times each scale_inv in order; in high precision there are none."""
         if self.variant.granularity is None:
             return x
-        for one in scales:
-            x = times(x, one)
+        for scale in scales:
+            x = times(x, scale)
         return x
 
     def probabilities(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
@@ -184,13 +184,15 @@ class Pass:
 
     def ds(self, p: Tensor, slope: Tensor | None, tile: Tile) -> Tensor:
         """dS of a tile, before its scale."""
-        of_rows = self.do_rows[:, :, tile.rows]
+        do_tile = self.do_rows[:, :, tile.rows]
         with multiplying("grad_probabilities"):
             dp = operands.products(
-                of_rows.flatten(2, 3), self.v[:, :, tile.keys], self.variant
+                do_tile.flatten(2, 3), self.v[:, :, tile.keys], self.variant
             ).view(p.shape)
-        dp = self.scaled(dp, self._of_queries(self.do), self._of_keys("v"))
-        return of_scores(dp - self.d[:, :, tile.rows, :, None], p, slope, self.spec, self.shape)
+        dp = self.scaled(dp, self._query_scale(self.do), self._key_scale("v"))
+        return score_gradients(
+            dp - self.d[:, :, tile.rows, :, None], p, slope, self.spec, self.shape
+        )
 
     def run(self) -> tuple[Raw, Scales]:
         """All sums, and the scales of dS."""
@@ -202,16 +204,16 @@ class Pass:
             torch.zeros_like(dk),
             torch.zeros(*self.q.shape, device=self.k.device, dtype=torch.float32),
         )
-        one = torch.ones((), device=dk.device, dtype=torch.float32)
-        scales = Scales(one, one)
-        early = low and "ds" not in self.given
+        unit = torch.ones((), device=dk.device, dtype=torch.float32)
+        scales = Scales(unit, unit)
+        early = low and "ds" not in self.role_scales
         do_tokens, q_tokens, k_tokens = (
             tokens_of(self.do_rows),
             tokens_of(self.q),
             operands.along_tokens(self.saved.tensors["k"].codes),
         )
-        if "ds" in self.given:
-            scales = Scales(self.given["ds"], heads.inverse(self.given["ds"]))
+        if "ds" in self.role_scales:
+            scales = Scales(self.role_scales["ds"], heads.inverse(self.role_scales["ds"]))
         elif early:
             for tile in self.tiles:
                 p, slope = self.probabilities(tile)
@@ -230,23 +232,23 @@ class Pass:
             self.kept.put("ds", _at(tile), ds)
             self.kept.put("ds_codes", _at(tile), ds8)
             with multiplying("grad_q"):
-                found = operands.products(
+                dq_tile = operands.products(
                     ds8.flatten(2, 3), k_tokens[:, :, :, tile.keys].contiguous(), self.variant
                 )
-            dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds8.shape[:-1], -1)
-            of_q = self._of_queries(self.saved.tensors["q"])
+            dq[:, :, tile.rows] = dq[:, :, tile.rows] + dq_tile.view(*ds8.shape[:-1], -1)
+            q_scale_inv = self._query_scale(self.saved.tensors["q"])
             add_heads(
                 dk,
                 self.scaled(
                     products_of_heads("grad_k", ds8, q_tokens, tile, self.variant),
                     scales.scale_inv,
-                    of_q,
+                    q_scale_inv,
                 ),
                 tile,
             )
         if not early and self.report != "nothing":
             (self.largest,) = operands.share([self.largest], self.spec)
-        dq = self.scaled(dq, scales.scale_inv, self._of_keys("k"))
+        dq = self.scaled(dq, scales.scale_inv, self._key_scale("k"))
         keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
         return Raw(operands.by_head(dq, shape), dk[keys], dv[keys]), scales
 
@@ -257,8 +259,10 @@ class Pass:
             self.saturated = self.saturated + forward.count_clipped(
                 p, self.saved.scale_p, self.variant
             )
-        found = products_of_heads("grad_v", p8, do_tokens, tile, self.variant)
-        add_heads(dv, self.scaled(found, self.saved.scale_inv_p, self._of_queries(self.do)), tile)
+        dv_tile = products_of_heads("grad_v", p8, do_tokens, tile, self.variant)
+        add_heads(
+            dv, self.scaled(dv_tile, self.saved.scale_inv_p, self._query_scale(self.do)), tile
+        )
 
     def _cast_ds(self, ds: Tensor, scale: Tensor) -> Tensor:
         if self.fmt.bits != 8:
@@ -266,10 +270,10 @@ class Pass:
         scaled = ds * scale
         if self.report == "all":
             self.saturated_ds = self.saturated_ds + heads.above_range(scaled.abs(), self.fmt).sum()
-        found = cast.to_fp8(scaled, self.fmt)
+        codes = cast.to_fp8(scaled, self.fmt)
         if self.report == "all":
-            self.lost = self.lost + forward.count_lost(ds, found, self.fmt)
-        return found
+            self.lost = self.lost + forward.count_lost(ds, codes, self.fmt)
+        return codes
 
 
 def _at(tile: Tile) -> tuple:
@@ -282,7 +286,7 @@ def gradients(
     spec: Spec,
     shape: Shape,
     documents: Documents,
-    given: dict[str, Tensor],
+    role_scales: dict[str, Tensor],
     *,
     report: Report,
     keep: Collection[Matrix] = (),
@@ -292,18 +296,20 @@ def gradients(
 
     Order:    A-15; sums over keys are added tile by tile, in float32.
     """
-    of_pass = Pass(do, saved, spec, shape, documents, given, report=report, keep=keep)
-    raw, scales = of_pass.run()
+    backward = Pass(do, saved, spec, shape, documents, role_scales, report=report, keep=keep)
+    raw, scales = backward.run()
     raw = own_keys(raw, spec, shape)
-    saturated = of_pass.saturated + of_pass.saturated_ds
-    found = rounded(raw, of_pass.do, of_pass.largest, saturated, scales, spec, given, report=report)
+    saturated = backward.saturated + backward.saturated_ds
+    grads = rounded(
+        raw, backward.do, backward.largest, saturated, scales, spec, role_scales, report=report
+    )
     dsinks = (
         None
         if sinks is None
-        else attention_sinks.gradient(by_rows(of_pass.d, shape), saved.lse, sinks, spec)
+        else attention_sinks.gradient(by_rows(backward.d, shape), saved.lse, sinks, spec)
     )
-    counts: dict = {"lost": of_pass.lost, "saturated_ds": of_pass.saturated_ds}
-    return found._replace(matrices=of_pass.kept.all(shape), dsinks=dsinks, **counts)
+    counts: dict = {"lost": backward.lost, "saturated_ds": backward.saturated_ds}
+    return grads._replace(matrices=backward.kept.all(shape), dsinks=dsinks, **counts)
 
 
 def by_rows(d: Tensor, shape: Shape) -> Tensor:
@@ -324,8 +330,8 @@ def own_keys(raw: Raw, spec: Spec, shape: Shape) -> Raw:
         received = torch.empty_like(pieces)
         distributed.all_to_all_single(received, pieces, group=group)
         total = received[0]
-        for one in received[1:]:
-            total = total + one
+        for piece in received[1:]:
+            total = total + piece
         return total
 
     return Raw(raw.dq, summed(raw.dk), summed(raw.dv))
@@ -338,51 +344,60 @@ def rounded(
     saturated: Tensor,
     scales: Scales,
     spec: Spec,
-    given: dict[str, Tensor],
+    role_scales: dict[str, Tensor],
     *,
     report: Report,
 ) -> Gradients:
     """The gradients in the output's format, with their amaxes."""
     variant = spec.variant
     none = torch.zeros((), device=largest.device, dtype=torch.float32)
-    found: dict[str, Any] = {}
+    by_role: dict[str, Any] = {}
     amaxes, coded = {"do": do.amax, "ds": largest}, {"do": do}
     tensors = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
     low = variant.out.bits == 8
-    needed = report != "nothing" or (low and not given.keys() >= tensors.keys())
-    of_outputs = (
+    needed = report != "nothing" or (low and not role_scales.keys() >= tensors.keys())
+    output_amaxes = (
         operands.share([x.abs().amax() for x in tensors.values()], spec) if needed else [none] * 3
     )
-    for (role, x), amax in zip(tensors.items(), of_outputs, strict=True):
+    for (role, x), amax in zip(tensors.items(), output_amaxes, strict=True):
         amaxes[role] = amax
         scaling = forward.output_scaling(variant)
-        kept = heads.quantize(x, variant.out, *scaling, amax_of_groups=amax, scale=given.get(role))
-        found[role] = (
+        kept = heads.quantize(
+            x, variant.out, *scaling, amax_of_groups=amax, scale=role_scales.get(role)
+        )
+        by_role[role] = (
             float_values.decode(kept.codes).mul_(kept.scale_inv) if low else kept.codes.float()
         )
         if low:
             coded[role] = kept
-    return Gradients(**found, tensors=coded, amaxes=amaxes, saturated=saturated, scale_ds=scales)
+    return Gradients(**by_role, tensors=coded, amaxes=amaxes, saturated=saturated, scale_ds=scales)
 
 
 def quantized_do(
-    do: Tensor, spec: Spec, given: dict[str, Tensor], shape: Shape, *, report: Report
+    do: Tensor, spec: Spec, role_scales: dict[str, Tensor], shape: Shape, *, report: Report
 ) -> Heads:
     """do as q is quantized (A-15)."""
     variant = spec.variant
     fmt = variant.gradient_fmt or variant.fmt
-    if report == "nothing" and (variant.granularity is None or "do" in given):
+    if report == "nothing" and (variant.granularity is None or "do" in role_scales):
         amax = torch.zeros((), device=do.device, dtype=torch.float32)
     else:
         amax = heads.amax(do, variant.granularity, heads=shape.key_heads)
         if variant.granularity in ("tensor", None):
             (amax,) = operands.share([amax], spec)
     return heads.quantize(
-        do, fmt, variant.granularity, variant.policy, amax_of_groups=amax, scale=given.get("do")
+        do,
+        fmt,
+        variant.granularity,
+        variant.policy,
+        amax_of_groups=amax,
+        scale=role_scales.get("do"),
     )
 
 
-def of_scores(ds: Tensor, p: Tensor, slope: Tensor | None, spec: Spec, shape: Shape) -> Tensor:
+def score_gradients(
+    ds: Tensor, p: Tensor, slope: Tensor | None, spec: Spec, shape: Shape
+) -> Tensor:
     """dS of dP - D, in the order of A-15 and A-22."""
     ds = ds * p
     return (ds if slope is None else times(ds, slope)) * spec.softmax_scale(shape.features)
@@ -427,8 +442,8 @@ def sums_of_rows(a: Tensor, b: Tensor, features: int, arithmetic: Arithmetic = "
         return (a.float() * b.float()).sum(-1)
     each = (a.float() * b.float()).unbind(-1)  # products of two short numbers are exact
     total = each[0]
-    for one in each[1:features]:
-        total = total + one
+    for product in each[1:features]:
+        total = total + product
     return total
 
 
@@ -448,11 +463,11 @@ def products_of_heads(
         return operands.products(a, b, variant).unflatten(1, other.shape[1:3])
 
 
-def add_heads(total: Tensor, found: Tensor, tile: Tile) -> None:
-    """Add those of the query heads of a head of keys, ascending: found [B, Hkv, G, keys, D] to
+def add_heads(total: Tensor, head_sums: Tensor, tile: Tile) -> None:
+    """Add those of the query heads of a head of keys, ascending: head_sums [B, Hkv, G, keys, D] to
     total [B, Hkv, Tk, D].
     """
     part = total[:, :, tile.keys]
-    for one in found.unbind(2):
-        part = part + one
+    for head_sum in head_sums.unbind(2):
+        part = part + head_sum
     total[:, :, tile.keys] = part

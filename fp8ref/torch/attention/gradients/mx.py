@@ -20,10 +20,10 @@ from fp8ref.torch.attention.gradients.gradients import (
     add_heads,
     again,
     by_rows,
-    of_scores,
     products_of_heads,
     rounded,
     rows_of,
+    score_gradients,
     sums_of_rows,
     tokens_of,
 )
@@ -60,11 +60,11 @@ def gradients(
     """
     variant, device, tensors = spec.variant, do.device, saved.tensors
     fmt = variant.gradient_fmt or variant.fmt
-    of_tokens: tuple[tuple[Role, Tensor], ...] = (("q", q), ("k", k), ("do", do))
-    along = {role: along_tokens(x, role, variant, shape) for role, x in of_tokens}
+    token_operands: tuple[tuple[Role, Tensor], ...] = (("q", q), ("k", k), ("do", do))
+    along = {role: along_tokens(x, role, variant, shape) for role, x in token_operands}
     amax = heads.amax(do, "mx_1x32", heads=shape.key_heads)
     do_features = heads.quantize(do, fmt, "mx_1x32", variant.policy, amax_of_groups=amax)
-    of_do = operands.grouped(heads.dequantize(do_features), shape, MX)
+    do_rows = operands.grouped(heads.dequantize(do_features), shape, MX)
     do_tokens, q_tokens = (
         tokens_of(operands.grouped(_tokens(along[name]), shape, MX)) for name in ("do", "q")
     )
@@ -96,9 +96,9 @@ def gradients(
         p8 = cast.to_fp8(p * P_SCALE, variant.fmt)
         with multiplying("grad_probabilities"):
             dp = operands.products(
-                of_do[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant
+                do_rows[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant
             ).view(p.shape)
-        ds = of_scores(dp - d[:, :, tile.rows, :, None], p, slope, spec, shape)
+        ds = score_gradients(dp - d[:, :, tile.rows, :, None], p, slope, spec, shape)
         at = (slice(None), slice(None), tile.rows, slice(None), tile.keys)
         kept.put("p_codes", at, p8)
         kept.put("ds", at, ds)
@@ -113,8 +113,8 @@ def gradients(
         if report == "all":
             lost = lost + forward.count_lost(ds, low, fmt)
         with multiplying("grad_q"):
-            found = operands.products(low.flatten(2, 3), k_tokens[:, :, :, tile.keys], variant)
-        dq[:, :, tile.rows] = dq[:, :, tile.rows] + found.view(*ds.shape[:-1], -1)
+            dq_tile = operands.products(low.flatten(2, 3), k_tokens[:, :, :, tile.keys], variant)
+        dq[:, :, tile.rows] = dq[:, :, tile.rows] + dq_tile.view(*ds.shape[:-1], -1)
         add_heads(
             dk,
             products_of_heads("grad_k", _quantize(ds, 2, variant), q_tokens, tile, variant),
@@ -122,18 +122,18 @@ def gradients(
         )
     if report != "nothing":
         (largest,) = operands.share([largest], spec)
-    one = torch.ones((), device=device, dtype=torch.float32)
+    unit = torch.ones((), device=device, dtype=torch.float32)
     keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
     raw = Raw(operands.by_head(dq, shape), dk[keys], dv[keys])
-    of_pass = rounded(
-        raw, do_features, largest, saturated, Scales(one, one), spec, {}, report=report
+    grads = rounded(
+        raw, do_features, largest, saturated, Scales(unit, unit), spec, {}, report=report
     )
     dsinks = (
         None
         if sinks is None
         else attention_sinks.gradient(by_rows(d, shape), saved.lse, sinks, spec)
     )
-    return of_pass._replace(
+    return grads._replace(
         matrices=kept.all(shape), dsinks=dsinks, lost=lost, saturated_ds=torch.zeros_like(lost)
     )
 

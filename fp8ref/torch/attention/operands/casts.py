@@ -48,9 +48,9 @@ def _in_float32(pass_: Callable) -> Callable:
     """Wrap a forward or backward pass (ctx, tensor, ...): what it computes in float32 stays so."""
 
     @functools.wraps(pass_)
-    def run(*given):
+    def run(*arguments):
         with _precise():
-            return pass_(*given)
+            return pass_(*arguments)
 
     return linear_input.without_autocast(run)
 

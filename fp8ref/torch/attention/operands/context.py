@@ -62,6 +62,6 @@ def _all(codes: Tensor, spec: Spec) -> Tensor:
     """[B, Hkv, T / n, D] of each rank as [B, Hkv, T, D], as bytes."""
     group = spec.ranks
     own = codes.contiguous().view(torch.uint8)
-    found = [torch.empty_like(own) for _ in range(group.size())]
-    distributed.all_gather(found, own, group=group)
-    return torch.cat([x.view(codes.dtype) for x in found], dim=2)
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    distributed.all_gather(parts, own, group=group)
+    return torch.cat([x.view(codes.dtype) for x in parts], dim=2)

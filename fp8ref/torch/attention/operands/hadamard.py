@@ -28,15 +28,15 @@ def signs(size: int, seed: int, device: torch.device) -> Tensor:
     return 1.0 - 2.0 * (words & 1).float()
 
 
-def rotate(x: Tensor, of_signs: Tensor) -> Tensor:
+def rotate(x: Tensor, feature_signs: Tensor) -> Tensor:
     """x D H / sqrt(n) along the last axis.
 
-    Shapes:   x hp [..., n], n a power of two; of_signs [n]; float32 of x's shape.
+    Shapes:   x hp [..., n], n a power of two; feature_signs [n]; float32 of x's shape.
     Order:    x times its signs; for h = 1, 2, 4, ... below n: the elements i and i + h, i without
               bit h, become RN32(a + b) and RN32(a - b); then RN32(x * RN32(1 / sqrt(n))).
     """
     shape, n = x.shape, x.shape[-1]
-    value = x.float() * of_signs
+    value = x.float() * feature_signs
     h = 1
     while h < n:
         first, second = value.reshape(*shape[:-1], n // (2 * h), 2, h).unbind(-2)

@@ -139,8 +139,8 @@ def quantize(
     Raises:   ValueError: as ``scales_of``.
     """
     if granularity is None:
-        one = torch.ones((), device=x.device, dtype=torch.float32)
-        return Heads(rounded(x, fmt), amax_of_groups, one, one)
+        unit = torch.ones((), device=x.device, dtype=torch.float32)
+        return Heads(rounded(x, fmt), amax_of_groups, unit, unit)
     multiplier, scale_inv = (
         scales_of(amax_of_groups, fmt, policy) if scale is None else (scale, inverse(scale))
     )
@@ -160,11 +160,11 @@ def rounded(x: Tensor, fmt: Format) -> Tensor:
     inductor leaves out a cast to 16 bits that a cast back follows, but not one that ends in
     integers.
     """
-    found = x.to(DTYPES[fmt.name])
-    if found.dtype.itemsize != 2 or not torch.compiler.is_compiling():
-        return found
-    bits = found.view(torch.int16)
-    return ((bits & 0x7FFF) | (bits & ~0x7FFF)).view(found.dtype)
+    cast_x = x.to(DTYPES[fmt.name])
+    if cast_x.dtype.itemsize != 2 or not torch.compiler.is_compiling():
+        return cast_x
+    bits = cast_x.view(torch.int16)
+    return ((bits & 0x7FFF) | (bits & ~0x7FFF)).view(cast_x.dtype)
 
 
 def dequantize(x: Heads, *, along_tokens: bool = False) -> Tensor:

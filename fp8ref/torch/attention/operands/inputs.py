@@ -132,8 +132,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Shape:
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
-    (b, h, tq, d), of_k = q.shape, tuple(k.shape)
-    attention.check_shapes(tuple(q.shape), of_k, tuple(v.shape))
+    (b, h, tq, d), k_shape = q.shape, tuple(k.shape)
+    attention.check_shapes(tuple(q.shape), k_shape, tuple(v.shape))
     if not q.device == k.device == v.device:
         raise ValueError(
             f"q, k and v are on one device; got {q.device}, {k.device} and {v.device}. Move them."
@@ -142,7 +142,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Shape:
     _check_softcap(spec, d)
     if spec.variant.rotated:
         hadamard.check(d, spec.seed)
-    return Shape(b, h, of_k[1], tq, of_k[2], d)
+    return Shape(b, h, k_shape[1], tq, k_shape[2], d)
 
 
 def _check_softcap(spec: Spec, features: int) -> None:
@@ -222,10 +222,10 @@ def check_documents(
 
     ValueError for other shapes or dtypes.
     """
-    of_q, of_k = pair_of(documents)
-    if of_q is None or of_k is None:
+    q_documents, k_documents = pair_of(documents)
+    if q_documents is None or k_documents is None:
         return None, None
-    pair = of_q, of_k
+    pair = q_documents, k_documents
     expected = [(shape.batch, shape.queries), (shape.batch, shape.keys)]
     if (
         any(x.is_floating_point() or x.dtype == torch.bool for x in pair)
@@ -256,11 +256,11 @@ def check_scales(
 
     ValueError for roles that the variant has no scale for; another shape or dtype.
     """
-    given, known = dict(scales or {}), _with_scales(variant, roles)
-    for role, scale in given.items():
-        if role not in known:
+    role_scales, role_names = dict(scales or {}), _with_scales(variant, roles)
+    for role, scale in role_scales.items():
+        if role not in role_names:
             raise ValueError(
-                f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; "
+                f"variant {variant.name!r} takes scales for {', '.join(role_names) or 'no role'}; "
                 f"got {role!r}. Leave it out."
             )
         expected = scale_shape(variant, role, shape)
@@ -269,15 +269,15 @@ def check_scales(
             or scale.dtype != torch.float32
             or tuple(scale.shape) != expected
         ):
-            found = (
+            kind = (
                 f"{scale.dtype} {list(scale.shape)}"
                 if isinstance(scale, Tensor)
                 else type(scale).__name__
             )
             raise ValueError(
-                f"a given scale of {role} is float32 {list(expected)}, as its groups; got {found}."
+                f"a given scale of {role} is float32 {list(expected)}, as its groups; got {kind}."
             )
-    return given
+    return role_scales
 
 
 def check_seen(
@@ -286,13 +286,13 @@ def check_seen(
     """ValueError for observations of roles that have no scale, or several; another shape or
     dtype.
     """
-    known = [
+    role_names = [
         role for role in _with_scales(variant, roles) if scale_shape(variant, role, shape) == ()
     ]
     for role, x in seen.items():
-        if role not in known:
+        if role not in role_names:
             raise ValueError(
-                f"variant {variant.name!r} observes {', '.join(known) or 'no role'}; got "
+                f"variant {variant.name!r} observes {', '.join(role_names) or 'no role'}; got "
                 f"{role!r}. Leave it out."
             )
         if x.dtype != torch.float32 or tuple(x.shape) != (3,):
@@ -313,12 +313,12 @@ def kept_of(variant: Variant) -> list[str]:
 
 def check_kept(keep: Collection[str], variant: Variant) -> None:
     """ValueError for matrices that a backward pass of the variant does not have."""
-    known = kept_of(variant)
+    matrices = kept_of(variant)
     for name in keep:
-        if name not in known:
+        if name not in matrices:
             raise ValueError(
                 f"a backward pass of variant {variant.name!r} keeps "
-                f"{', '.join(known) or 'nothing'}; got {name!r}. Leave it out."
+                f"{', '.join(matrices) or 'nothing'}; got {name!r}. Leave it out."
             )
 
 

@@ -59,7 +59,7 @@ def tiles(spec: Spec, shape: Shape, step: int = 1) -> list[Tile]:
     left, right = spec.mask.window or (None, None)
     if spec.mask.causal:
         right = 0 if right is None else min(right, 0)
-    found = []
+    seen_tiles = []
     for begin in range(0, tk, length):
         end = min(begin + length, tk)
         # Row i sees keys from i + offset - left to i + offset + right.
@@ -73,8 +73,8 @@ def tiles(spec: Spec, shape: Shape, step: int = 1) -> list[Tile]:
         inside &= (right is None or first + offset + right >= end - 1) and (
             left is None or last - 1 + offset - left <= begin
         )
-        found.append(Tile(begin, end, width, first, last, inside))
-    return found[::-1] if spec.variant.descending else found
+        seen_tiles.append(Tile(begin, end, width, first, last, inside))
+    return seen_tiles[::-1] if spec.variant.descending else seen_tiles
 
 
 def seen(
@@ -87,25 +87,25 @@ def seen(
     """Which keys of a tile its rows see (A-3): bool, to broadcast against scores [B, Hkv, rows, G,
     keys]; None: all.
     """
-    of_q, of_k = documents
-    found = None
+    q_documents, k_documents = documents
+    visible = None
     if not tile.inside:
         offset = spec.offset(shape)
         keys = torch.arange(tile.begin, tile.begin + tile.width, device=device)
         rows = torch.arange(tile.first, tile.last, device=device)[:, None]
-        found = (keys < tile.end) & (rows < shape.queries)
+        visible = (keys < tile.end) & (rows < shape.queries)
         left, right = spec.mask.window or (None, None)
         if spec.mask.causal:
-            found = found & (keys <= rows + offset)
+            visible = visible & (keys <= rows + offset)
         if left is not None:
-            found = found & (keys >= rows + (offset - left))
+            visible = visible & (keys >= rows + (offset - left))
         if right is not None:
-            found = found & (keys <= rows + (offset + right))
-        found = found[None]
-    if of_q is not None and of_k is not None:
-        same = of_q[:, tile.rows, None] == of_k[:, None, tile.keys]
-        found = same if found is None else found & same
-    return None if found is None else found[:, None, :, None, :]
+            visible = visible & (keys <= rows + (offset + right))
+        visible = visible[None]
+    if q_documents is not None and k_documents is not None:
+        same = q_documents[:, tile.rows, None] == k_documents[:, None, tile.keys]
+        visible = same if visible is None else visible & same
+    return None if visible is None else visible[:, None, :, None, :]
 
 
 def share(amaxes: list[Tensor], spec: Spec) -> list[Tensor]:
@@ -128,7 +128,13 @@ def rotated(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
 
 
 def quantize(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, given: dict[str, Tensor], *, report: Report = "all"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: Spec,
+    role_scales: dict[str, Tensor],
+    *,
+    report: Report = "all",
 ) -> dict[str, Heads]:
     """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
     variant, heads = spec.variant, k.shape[1]
@@ -138,15 +144,15 @@ def quantize(
     needed = [
         role
         for role in tensors
-        if report != "nothing" or (variant.granularity is not None and role not in given)
+        if report != "nothing" or (variant.granularity is not None and role not in role_scales)
     ]
-    found = [
+    group_amaxes = [
         head_scaling.amax(tensors[role], variant.granularity, heads=heads, along_tokens=role == "v")
         for role in needed
     ]
-    if variant.granularity in ("tensor", None) and found:
-        found = share(found, spec)
-    amaxes |= dict(zip(needed, found, strict=True))
+    if variant.granularity in ("tensor", None) and group_amaxes:
+        group_amaxes = share(group_amaxes, spec)
+    amaxes |= dict(zip(needed, group_amaxes, strict=True))
     return {
         role: head_scaling.quantize(
             x,
@@ -155,18 +161,18 @@ def quantize(
             variant.policy,
             amax_of_groups=amaxes[role],
             along_tokens=role == "v",
-            scale=given.get(role),
+            scale=role_scales.get(role),
         )
         for role, x in tensors.items()
     }
 
 
 def probability_scale(
-    variant: Variant, given: dict[str, Tensor], device: torch.device
+    variant: Variant, role_scales: dict[str, Tensor], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """(scale, scale_inv) of the probabilities (A-8)."""
-    if "s" in given:
-        return given["s"], head_scaling.inverse(given["s"])
+    if "s" in role_scales:
+        return role_scales["s"], head_scaling.inverse(role_scales["s"])
     if variant.p_scale == "state":
         return head_scaling.scales_of(
             torch.ones((), device=device, dtype=torch.float32), variant.fmt, variant.policy
@@ -194,15 +200,15 @@ def score_factors(
         return [own_factor(tensors, spec, shape)]
     if variant.granularity == "mx_1x32":
         return [scale]
-    of_q, of_k = (
+    q_scale_inv, k_scale_inv = (
         query_scale(tensors["q"].scale_inv, tile, variant, shape),
         key_scale(tensors["k"].scale_inv, tile, variant),
     )
     values: dict[str, Tensor | float] = {
         "scale": scale,
-        "q": of_q,
-        "k": of_k,
-        "qk": times(of_q, of_k),
+        "q": q_scale_inv,
+        "k": k_scale_inv,
+        "qk": times(q_scale_inv, k_scale_inv),
     }
     return [values[name] for name in variant.factors]
 
@@ -215,8 +221,8 @@ def capped(
     """
     if spec.softcap is None:
         return s, factors
-    for one in factors:
-        s = times(s, one)
+    for factor in factors:
+        s = times(s, factor)
     return tanh(s, spec.arithmetic), [spec.cap]
 
 
@@ -246,10 +252,10 @@ def query_scale(scale: Tensor, tile: Tile, variant: Variant, shape: Shape) -> Te
     if variant.granularity == "head":
         return scale[..., None]
     if variant.granularity == "rows_128":
-        of_rows = scale.view(shape.batch, shape.key_heads, shape.group, -1).repeat_interleave(
+        row_scales = scale.view(shape.batch, shape.key_heads, shape.group, -1).repeat_interleave(
             ROWS, dim=3
         )
-        return of_rows[..., tile.rows].permute(0, 1, 3, 2)[..., None]
+        return row_scales[..., tile.rows].permute(0, 1, 3, 2)[..., None]
     return scale
 
 
@@ -300,11 +306,11 @@ def products(a: Tensor, b: Tensor, variant: Variant) -> Tensor:
               matrices. Numbers of higher precision: one batched GEMM, in float32, or float64.
     """
     if a.dtype in _FORMATS:
-        one = torch.ones((), device=a.device, dtype=torch.float32)
+        unit = torch.ones((), device=a.device, dtype=torch.float32)
         accumulate = "fast" if variant.plan == "hopper_fast" else "slow"
         pairs = zip(a.flatten(0, -3).unbind(), b.flatten(0, -3).unbind(), strict=True)
         out = [
-            gemm.matmul(_quantized(x, one), _quantized(y, one), accumulate=accumulate)
+            gemm.matmul(_quantized(x, unit), _quantized(y, unit), accumulate=accumulate)
             for x, y in pairs
         ]
         return (
@@ -313,13 +319,13 @@ def products(a: Tensor, b: Tensor, variant: Variant) -> Tensor:
             else out[0].view(*a.shape[:-1], b.shape[-2])
         )
     if a.dtype == torch.bfloat16 and a.is_cuda:
-        found = torch.bmm(
+        sums = torch.bmm(
             a.flatten(0, -3), b.flatten(0, -3).transpose(1, 2), out_dtype=torch.float32
         )
-        return found.view(*a.shape[:-1], b.shape[-2])
+        return sums.view(*a.shape[:-1], b.shape[-2])
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     return torch.matmul(a.to(wide), b.to(wide).transpose(-1, -2))
 
 
-def _quantized(codes: Tensor, one: Tensor) -> Quantized:
-    return Quantized(codes, one, one, _FORMATS[codes.dtype], "tensorwise", 1)
+def _quantized(codes: Tensor, unit: Tensor) -> Quantized:
+    return Quantized(codes, unit, unit, _FORMATS[codes.dtype], "tensorwise", 1)

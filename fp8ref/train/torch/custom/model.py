@@ -130,7 +130,7 @@ def _check(model: nn.Module, keys: ArchitectureConfig, vocab_size: int) -> None:
                 f"{name} has a batch norm ({path}), whose statistics are no parameters. Use "
                 "another norm."
             )
-    if grouped := list(grouped_linear.found(model)):
+    if grouped := list(grouped_linear.grouped_linears(model)):
         raise ConfigError(
             f"{name} has a GroupedLinear ({grouped[0]}), of which a config plans no recipe. Use "
             "an nn.Linear for each expert."
