@@ -179,7 +179,7 @@ class Rerun:
         whole = frozenset(self._layout.axes)
         arrays = (tensor, lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale)
         return tuple(attention_inputs.as_varying(v, whole)[None] for v in arrays), (
-            grouped_reports.of_rows(q),
+            grouped_reports.is_rows(q),
             q.granularity,
             q.axis,
         )
@@ -195,7 +195,7 @@ class Rerun:
                 if which == "grad_weight"
                 else np.asarray(results[which][d])
             )
-            for e, parts, group_out in grouped_reports.of_groups(
+            for e, parts, group_out in grouped_reports.group_gemms(
                 which, self._about[which], ends[d], a, b, out
             ):
                 hp = [(np.asarray(x, np.float32), codes, scale) for x, codes, scale in parts]

@@ -144,37 +144,37 @@ def merge(*observations: Seen) -> dict[Role, jax.Array]:
     return merged
 
 
-def merged(seen: Seen, amaxes: Mapping[Role, jax.Array], given: Seen) -> dict[Role, jax.Array]:
+def merged(seen: Seen, amaxes: Mapping[Role, jax.Array], own_seen: Seen) -> dict[Role, jax.Array]:
     """seen, merged with the observations of a pass's amaxes, of those roles that have one (H-4);
-    over a vmapped axis that ``given``, the layer's own seen, lacks, the largest (``over_batch``).
+    over a vmapped axis that ``own_seen``, the layer's seen, lacks, the largest (``over_batch``).
     """
-    found = {
+    updated = {
         role: larger(one, observe(amaxes[role])) if role in amaxes else one
         for role, one in seen.items()
     }
-    return {role: over_batch(one, given[role]) for role, one in found.items()}
+    return {role: over_batch(one, own_seen[role]) for role, one in updated.items()}
 
 
 @jax.custom_batching.custom_vmap
-def over_batch(observed: jax.Array, given: jax.Array) -> jax.Array:
-    """observed; under a vmap that maps observed but not ``given``, the layer's input, the maximum
-    over the mapped axis.
+def over_batch(observed: jax.Array, own_seen: jax.Array) -> jax.Array:
+    """observed; under a vmap that maps observed but not ``own_seen``, the layer's input, the
+    maximum over the mapped axis.
 
     So the examples of a batch merge as microbatches do, where vmap's own gradient by an operand
     without the axis is a sum.
     """
-    del given
+    del own_seen
     return observed
 
 
 @over_batch.def_vmap
-def _over_batch(axis_size: int, batched: list[bool], observed: jax.Array, given: jax.Array):
+def _over_batch(axis_size: int, batched: list[bool], observed: jax.Array, own_seen: jax.Array):
     del axis_size
-    of_observed, of_given = batched
-    merges = of_observed and not of_given
+    observed_batched, own_batched = batched
+    merges = observed_batched and not own_batched
     return over_batch(
-        _largest(observed, axis=0) if merges else observed, given
-    ), of_observed and of_given
+        _largest(observed, axis=0) if merges else observed, own_seen
+    ), observed_batched and own_batched
 
 
 def keeps_state(recipe: str | Recipe | Casts) -> bool:
@@ -215,7 +215,8 @@ def scales(state: State, recipe: str | Recipe) -> dict[Role, jax.Array]:
     the state's shape, without gradient."""
     casts = _casts(recipe)
     return {
-        role: lax.stop_gradient(_used(of_role, *casts[role])) for role, of_role in state.items()
+        role: lax.stop_gradient(_used(role_state, *casts[role]))
+        for role, role_state in state.items()
     }
 
 
@@ -256,9 +257,9 @@ def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: st
             f"{missing} is None. Start with delayed.init({recipe.name!r}) and "
             f"delayed.unseen({recipe.name!r})."
         )
-    for key, given in (("state", state), ("seen", seen)):
-        if not isinstance(given, Mapping) or set(given) != set(casts):
-            got = ", ".join(given) if isinstance(given, Mapping) else type(given).__name__
+    for key, roles in (("state", state), ("seen", seen)):
+        if not isinstance(roles, Mapping) or set(roles) != set(casts):
+            got = ", ".join(roles) if isinstance(roles, Mapping) else type(roles).__name__
             raise ValueError(
                 f"{name}: {key} of recipe {recipe.name!r} has the roles {', '.join(casts)}; got "
                 f"{got}. Make it by its recipe."
@@ -346,8 +347,8 @@ def _advance(
         else _scale_of(amax, past, state, fmt, config)
     )
     after = kind(config)(stored, pushed, state.step + 1)
-    taken = (was_seen > 0) & ((non_finite == 0) | (config.timing == "use"))
-    kept = _where(taken, after, state)
+    valid = (was_seen > 0) & ((non_finite == 0) | (config.timing == "use"))
+    kept = _where(valid, after, state)
     # A flag above 1 is a sum (see update). Under jit nothing can raise, so a NaN scale makes it
     # visible.
     summed = jnp.maximum(non_finite, was_seen) > 1

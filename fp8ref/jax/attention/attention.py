@@ -101,7 +101,7 @@ def apply(
               pass, forward mode, a second derivative, shard_map without check_vma; a name with '/',
               '(' or ')'.
     """
-    how: dict = {
+    options: dict = {
         "variant": variant,
         "mask": mask,
         "scale": scale,
@@ -109,7 +109,7 @@ def apply(
         "scales": scales,
         "seed": seed,
     }
-    how |= {
+    options |= {
         "arithmetic": arithmetic,
         "over": over,
         "name": name,
@@ -117,7 +117,7 @@ def apply(
         "tokens": tokens,
         "softcap": softcap,
     }
-    return apply_with_stats(q, k, v, **how, sinks=sinks, tap=None, layout=layout)[0]
+    return apply_with_stats(q, k, v, **options, sinks=sinks, tap=None, layout=layout)[0]
 
 
 def apply_with_stats(
@@ -154,7 +154,7 @@ def apply_with_stats(
               codes of several products are measured once, in the first. P and dS are counted.
     """
     q, k, v = data.heads_first(layout, q, k, v)
-    use, given = inputs.prepare(
+    use, qkv = inputs.prepare(
         q,
         k,
         v,
@@ -184,20 +184,20 @@ def apply_with_stats(
         use, layer=name, measures=measures, watcher=watcher, multiply=multiply
     )
     if multiply is not None:
-        _check_simulated(use, given)
+        _check_simulated(use, qkv)
     if tokens:
         use = dataclasses.replace(use, tokens=tokens)
-        context.check(use, given)
-    known = inputs.check_scales(scales, use.variant, use.variant.roles)
-    known = {role: lax.stop_gradient(jnp.asarray(x)) for role, x in known.items()}
+        context.check(use, qkv)
+    by_role = inputs.check_scales(scales, use.variant, use.variant.roles)
+    by_role = {role: lax.stop_gradient(jnp.asarray(x)) for role, x in by_role.items()}
     tensors = [
         None if x is None else derivatives.reverse_only(x, use.name, "attention")
-        for x in (*given[:3], given.sinks)
+        for x in (*qkv[:3], qkv.sinks)
     ]
     if seen is not None:
         inputs.check_seen(seen, use.variant)
     o, seen, tap = _attention(
-        *tensors, given.documents, known, None if seen is None else dict(seen), tap, use
+        *tensors, qkv.documents, by_role, None if seen is None else dict(seen), tap, use
     )
     return data.in_layout(layout, o), seen, tap
 
@@ -239,7 +239,7 @@ def forward(
     Source:   spec A-1 to A-13, A-22, A-23.
     """
     q, k, v = data.heads_first(layout, q, k, v)
-    use, given = inputs.prepare(
+    use, qkv = inputs.prepare(
         q,
         k,
         v,
@@ -253,7 +253,7 @@ def forward(
         softcap=softcap,
         sinks=sinks,
     )
-    known = inputs.check_scales(scales, use.variant, data.ROLES)
+    by_role = inputs.check_scales(scales, use.variant, data.ROLES)
     if keep_p and (use.variant.real or use.variant.fmt.bits != 8):
         raise ValueError(
             f"keep_p keeps codes of FP8 probabilities; variant {use.variant.name!r} has none. "
@@ -264,8 +264,8 @@ def forward(
             f"keep_s keeps scores in float32; variant {use.variant.name!r} has real numbers. "
             "Leave it out."
         )
-    found = output.run(given, known, use, keep_p=keep_p, keep_s=keep_s, observe=True)
-    return found._replace(o=data.in_layout(layout, found.o))
+    result = output.run(qkv, by_role, use, keep_p=keep_p, keep_s=keep_s, observe=True)
+    return result._replace(o=data.in_layout(layout, result.o))
 
 
 def backward(
@@ -308,23 +308,23 @@ def backward(
         if isinstance(result, Result)
         else result
     )
-    use, given = inputs.prepare(
+    use, qkv = inputs.prepare(
         q, k, v, variant, mask, scale, documents, 0, arithmetic, over, softcap=softcap, sinks=sinks
     )
     _check_differentiable(use)
-    if not isinstance(result, Result) or jnp.shape(result.o) != given.q.shape:
+    if not isinstance(result, Result) or jnp.shape(result.o) != qkv.q.shape:
         raise ValueError(
-            f"result is what forward gave for q {given.q.shape}; got {type(result).__name__}."
+            f"result is what forward gave for q {qkv.q.shape}; got {type(result).__name__}."
         )
     data.check_result(use.variant, result.tensors)
     do = inputs.checked("do", do)
-    if do.shape != given.q.shape:
-        raise ValueError(f"do has the shape of o, {given.q.shape}; got {do.shape}.")
-    do = do if given.documents is None else inputs.without_padding(do, given.documents[0])
-    known = inputs.check_scales(scales, use.variant, ("s", *use.variant.roles[len(data.ROLES) :]))
-    found = _backward(inputs.like(do, given.q), given, result, known, use, keep=keep)
-    return found._replace(
-        **{role: data.in_layout(layout, getattr(found, role)) for role in ("dq", "dk", "dv")}
+    if do.shape != qkv.q.shape:
+        raise ValueError(f"do has the shape of o, {qkv.q.shape}; got {do.shape}.")
+    do = do if qkv.documents is None else inputs.without_padding(do, qkv.documents[0])
+    by_role = inputs.check_scales(scales, use.variant, ("s", *use.variant.roles[len(data.ROLES) :]))
+    grads = _backward(inputs.like(do, qkv.q), qkv, result, by_role, use, keep=keep)
+    return grads._replace(
+        **{role: data.in_layout(layout, getattr(grads, role)) for role in ("dq", "dk", "dv")}
     )
 
 
@@ -341,27 +341,29 @@ def _attention(
     use: Use,
 ):
     """(o in q's dtype, seen, tap); differentiable by ``_saved`` and ``_gradients``."""
-    given = Inputs(q, k, v, documents, sinks)
-    result = _watched(given, _of_roles(scales, data.ROLES), use, observe=seen is not None)
+    qkv = Inputs(q, k, v, documents, sinks)
+    result = _watched(qkv, _select_roles(scales, data.ROLES), use, observe=seen is not None)
     return (
         result.o.astype(q.dtype),
         _merged(seen, result.amaxes, seen),
-        _measured(tap, given, result, use),
+        _measured(tap, qkv, result, use),
     )
 
 
-def _merged(seen: dict | None, amaxes: dict, given: dict | None) -> dict | None:
-    """Observations merged with the amaxes of a pass (H-4); over a vmapped axis that ``given``, the
-    layer's seen, lacks, the largest.
+def _merged(seen: dict | None, amaxes: dict, own_seen: dict | None) -> dict | None:
+    """Observations merged with the amaxes of a pass (H-4); over a vmapped axis that ``own_seen``,
+    the layer's seen, lacks, the largest.
     """
-    if seen is None or given is None:
+    if seen is None or own_seen is None:
         return None
-    return delayed.merged(seen, {role: amaxes[role] for role in seen if role in amaxes}, given)
+    return delayed.merged(seen, {role: amaxes[role] for role in seen if role in amaxes}, own_seen)
 
 
-def _measured(tap: jax.Array | None, given: Inputs, result: Result, use: Use) -> jax.Array | None:
+def _measured(tap: jax.Array | None, qkv: Inputs, result: Result, use: Use) -> jax.Array | None:
     """The tap with measurements of q, k and v."""
-    return None if tap is None else tap + statistics.rows(statistics.of_forward(given, result, use))
+    return (
+        None if tap is None else tap + statistics.rows(statistics.measure_forward(qkv, result, use))
+    )
 
 
 def _saved(
@@ -386,8 +388,8 @@ def _saved(
         )
     q, k, v = (derivatives.not_again(x, use.name, "attention") for x in (q, k, v))
     sinks = None if sinks is None else derivatives.not_again(sinks, use.name, "attention")
-    given = Inputs(q, k, v, documents, sinks)
-    result = _watched(given, _of_roles(scales, data.ROLES), use, observe=seen is not None)
+    qkv = Inputs(q, k, v, documents, sinks)
+    result = _watched(qkv, _select_roles(scales, data.ROLES), use, observe=seen is not None)
     o = result.o.astype(q.dtype)
     # An output in FP8 is among the tensors. In bfloat16 it is o itself, if q is.
     variant, kept = use.variant, result._replace(o=o)
@@ -404,7 +406,7 @@ def _saved(
         kept = kept._replace(tensors={"v": result.tensors["v"]})
     keeps = variant.real or variant.backward == "bf16" or variant.granularity == "mx_1x32"
     whole = (q, k, v) if keeps else None
-    out = o, _merged(seen, result.amaxes, seen), _measured(tap, given, result, use)
+    out = o, _merged(seen, result.amaxes, seen), _measured(tap, qkv, result, use)
     return out, derivatives.saved(
         (whole, documents, sinks, kept._replace(amaxes={}, counts=None), scales, seen)
     )
@@ -418,21 +420,23 @@ def _gradients(use: Use, saved, cotangents):
     # Where codes are all that is needed, they also tell the shapes.
     q, k, v = whole or (result.tensors[role].codes for role in ("q", "k", "v"))
     do = derivatives.not_again(do, use.name, "attention")
-    known = _of_roles(scales, ("s", *data.GRADIENT_ROLES))
-    given = Inputs(q, k, v, documents, sinks)
+    by_role = _select_roles(scales, ("s", *data.GRADIENT_ROLES))
+    qkv = Inputs(q, k, v, documents, sinks)
     do = do if documents is None else inputs.without_padding(do, documents[0])
-    found = _backward(do, given, result, known, use, keep=use.watcher is not None)
+    grads = _backward(do, qkv, result, by_role, use, keep=use.watcher is not None)
     if use.watcher is not None:
-        observer.show(use, "backward", observer.of_backward(do, found, _scale_of_p(result, use)))
+        observer.show(
+            use, "backward", observer.backward_arrays(do, grads, _scale_of_p(result, use))
+        )
     if tap is not None and use.variant.backward == "cast":
-        tap = tap + statistics.rows(statistics.of_backward(do, given, found, use))
-    dsinks = None if sinks is None or found.dsinks is None else found.dsinks.astype(sinks.dtype)
+        tap = tap + statistics.rows(statistics.measure_backward(do, qkv, grads, use))
+    dsinks = None if sinks is None or grads.dsinks is None else grads.dsinks.astype(sinks.dtype)
     return (
-        *(x.astype(do.dtype) for x in found[:3]),
+        *(x.astype(do.dtype) for x in grads[:3]),
         dsinks,
         None,
         jax.tree.map(jnp.zeros_like, scales),
-        _merged(later, found.amaxes, seen),
+        _merged(later, grads.amaxes, seen),
         tap,
     )
 
@@ -440,7 +444,7 @@ def _gradients(use: Use, saved, cotangents):
 derivatives.defvjp(_attention, _saved, _gradients)
 
 
-def _check_simulated(use: Use, given: Inputs) -> None:
+def _check_simulated(use: Use, qkv: Inputs) -> None:
     """ValueError where simulated hardware cannot multiply: MX blocks, numbers above 8 bits, devices
     other than CPUs.
     """
@@ -449,7 +453,7 @@ def _check_simulated(use: Use, given: Inputs) -> None:
             f"{use.name}: simulated hardware multiplies FP8 codes, and MX blocks are multiplied "
             "dequantized. Use variant 'cudnn', or leave multiply out."
         )
-    mesh = jax.typeof(given.q).sharding.mesh
+    mesh = jax.typeof(qkv.q).sharding.mesh
     hardware.check_devices(
         mesh.size or 1,
         mapped=bool(getattr(mesh, "manual_axes", ())),
@@ -468,46 +472,46 @@ def _scale_of_p(result: Result, use: Use) -> jax.Array:
     )
 
 
-def _of_roles(scales: dict, roles: tuple[str, ...]) -> dict:
+def _select_roles(scales: dict, roles: tuple[str, ...]) -> dict:
     return {role: x for role, x in scales.items() if role in roles}
 
 
 def _check_differentiable(use: Use) -> None:
     if use.variant.backward is None:
-        known = ", ".join(
+        names = ", ".join(
             name for name, variant in data.VARIANTS.items() if variant.backward is not None
         )
         raise ValueError(
-            f"variant {use.variant.name!r} has no backward pass (A-1). Use one of {known}, or "
+            f"variant {use.variant.name!r} has no backward pass (A-1). Use one of {names}, or "
             "attention.differentiated(variant, 'bf16') of fp8ref."
         )
 
 
-def _watched(given: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
+def _watched(qkv: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
     """The forward pass, shown to whoever watches; without the matrices that are shown alone."""
     observe |= use.measures
     if use.watcher is None:
-        return output.run(given, scales, use, observe=observe)
+        return output.run(qkv, scales, use, observe=observe)
     result = output.run(
-        given,
+        qkv,
         scales,
         use,
         keep_p=use.variant.fmt.bits == 8,
         keep_s=not use.variant.real,
         observe=observe,
     )
-    observer.show(use, "forward", observer.of_forward(given, result, use))
+    observer.show(use, "forward", observer.forward_arrays(qkv, result, use))
     return result._replace(p_codes=None, scores=None)
 
 
 @as_one_program("use", "keep", unnamed={"use": Use.unnamed})
 def _backward(
-    do: jax.Array, given: Inputs, result: Result, scales: dict, use: Use, *, keep: bool = False
+    do: jax.Array, qkv: Inputs, result: Result, scales: dict, use: Use, *, keep: bool = False
 ) -> Gradients:
     if use.variant.backward == "exact":
-        return real.backward(do, given, use)
+        return real.backward(do, qkv, use)
     if use.variant.backward == "bf16":
-        return gradients_bf16.backward(do, given, result, use, keep=keep)
+        return gradients_bf16.backward(do, qkv, result, use, keep=keep)
     if use.variant.granularity == "mx_1x32":
-        return gradients_mx.backward(do, given, result, use, keep=keep)
-    return gradients.backward(do, given, result, scales, use, keep=keep)
+        return gradients_mx.backward(do, qkv, result, use, keep=keep)
+    return gradients.backward(do, qkv, result, scales, use, keep=keep)

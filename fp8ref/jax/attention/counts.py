@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from fp8ref.selection.statistics import COUNTS
 
 
-def add(counts: jax.Array, found: list[jax.Array]) -> jax.Array:
+def add(counts: jax.Array, increments: list[jax.Array]) -> jax.Array:
     """counts [n, 2] with n numbers added, int32, each below 2^31 - 2^16."""
-    low = counts[:, 1] + jnp.stack(found)
+    low = counts[:, 1] + jnp.stack(increments)
     return jnp.stack([counts[:, 0] + (low >> 16), low & 0xFFFF], axis=1)
 
 
@@ -30,8 +30,8 @@ def measurement(
     Shapes:   amax float32 (); each count int32 [2].
     """
     none = jnp.zeros_like(count)
-    known = {"count": count, "overflows": saturated, "underflows": lost}
-    limbs = [known.get(name, none).astype(jnp.float32) for name in COUNTS]
+    counts_by_name = {"count": count, "overflows": saturated, "underflows": lost}
+    limbs = [counts_by_name.get(name, none).astype(jnp.float32) for name in COUNTS]
     zero, one = jnp.zeros_like(amax), jnp.ones_like(amax)
     # No sums of squares: a unit of 1, whose exponent field is 127; and scales that are not
     # recorded.

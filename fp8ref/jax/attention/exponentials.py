@@ -17,12 +17,12 @@ from fp8ref.jax.states import moments
 from fp8ref.spec.attention.variants import Arithmetic
 
 
-def times(a: ArrayLike, b: ArrayLike, how: Arithmetic) -> jax.Array:
+def times(a: ArrayLike, b: ArrayLike, arithmetic: Arithmetic) -> jax.Array:
     """a * b, float32: ``stated``, rounded before any sum; ``fast``, as XLA compiles it."""
-    return jnp.multiply(a, b) if how == "fast" else moments.product(a, b)
+    return jnp.multiply(a, b) if arithmetic == "fast" else moments.product(a, b)
 
 
-def exponential(x: jax.Array, base: str, how: Arithmetic) -> jax.Array:
+def exponential(x: jax.Array, base: str, arithmetic: Arithmetic) -> jax.Array:
     """2^x or e^x, float32 of any shape, of numbers below 128, or below 88.
 
     Specials: 0 of numbers below -200. XLA flushes results below 2^-126 to zero.
@@ -32,7 +32,7 @@ def exponential(x: jax.Array, base: str, how: Arithmetic) -> jax.Array:
               the library's and 2^-54 the argument's. It differs from the simulator's where a
               midpoint of float32 numbers lies that near: of numbers at random, in one case of 2^25.
     """
-    if how == "fast":
+    if arithmetic == "fast":
         return jnp.exp2(x) if base == "2" else jnp.exp(x)
     with jax.enable_x64(True):
         wide = lax.convert_element_type(jnp.maximum(x, np.float32(-200)), np.float64)
@@ -40,12 +40,12 @@ def exponential(x: jax.Array, base: str, how: Arithmetic) -> jax.Array:
             whole = lax.round(wide)
             power = lax.convert_element_type(whole, np.int64) + np.int64(1023)
             # The product with a power of two, made of its bits, is exact.
-            found = lax.exp((wide - whole) * np.float64(math.log(2))) * lax.bitcast_convert_type(
+            wide_exp = lax.exp((wide - whole) * np.float64(math.log(2))) * lax.bitcast_convert_type(
                 power << np.int64(52), np.float64
             )
         else:
-            found = lax.exp(wide)
-        rounded = lax.convert_element_type(found, np.float32)
+            wide_exp = lax.exp(wide)
+        rounded = lax.convert_element_type(wide_exp, np.float32)
     return jnp.where(x < -200, jnp.float32(0), _kept(rounded, x))
 
 
@@ -53,20 +53,20 @@ def logarithm(x: jax.Array, base: str) -> jax.Array:
     """RN32 of ln x or log2 x in float64, float32 of positive numbers of any shape; as rare an
     exception as that of ``exponential``."""
     with jax.enable_x64(True):
-        found = lax.log(lax.convert_element_type(x, np.float64))
+        wide_log = lax.log(lax.convert_element_type(x, np.float64))
         if base == "2":
-            found = found * np.float64(1 / math.log(2))
-        rounded = lax.convert_element_type(found, np.float32)
+            wide_log = wide_log * np.float64(1 / math.log(2))
+        rounded = lax.convert_element_type(wide_log, np.float32)
     return _kept(rounded, x)
 
 
-def tanh(x: jax.Array, how: Arithmetic) -> jax.Array:
+def tanh(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
     """The hyperbolic tangent of float32 numbers of any shape.
 
     fast      XLA's own, which errs by 8 units of 2^-23 at most.
     stated    RN32 in float64, as rare an exception as that of ``exponential``.
     """
-    if how == "fast":
+    if arithmetic == "fast":
         return jnp.tanh(x)
     with jax.enable_x64(True):
         rounded = lax.convert_element_type(
@@ -87,13 +87,13 @@ def fused(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> jax.Array:
     """
     shape = jnp.broadcast_shapes(*(jnp.shape(v) for v in (a, b, c)))
     with jax.enable_x64(True):
-        of_a, of_b, of_c = (
+        a64, b64, c64 = (
             jnp.broadcast_to(lax.convert_element_type(v, np.float64), shape) for v in (a, b, c)
         )
-        product = of_a * of_b
-        total = product + of_c
+        product = a64 * b64
+        total = product + c64
         rest = total - product
-        error = (product - (total - rest)) + (of_c - rest)
+        error = (product - (total - rest)) + (c64 - rest)
         bits = lax.bitcast_convert_type(total, np.int64)
         step = jnp.where((error > 0) == (total > 0), np.int64(1), np.int64(-1))
         odd = jnp.where((error == 0) | ((bits & np.int64(1)) == 1), bits, bits + step)

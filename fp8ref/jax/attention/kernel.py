@@ -88,10 +88,10 @@ def apply(
     """
     _check_alone(q, k, v)
     q, k, v = data.heads_first(layout, q, k, v)
-    use, given = inputs.prepare(q, k, v, variant, mask, scale, None, 0, "fast", ())
-    check(use.variant, mask, given.q.shape, given.k.shape, platform or jax.default_backend())
-    known = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
-    if missing := [role for role in ("s", "o", *data.GRADIENT_ROLES) if role not in known]:
+    use, qkv = inputs.prepare(q, k, v, variant, mask, scale, None, 0, "fast", ())
+    check(use.variant, mask, qkv.q.shape, qkv.k.shape, platform or jax.default_backend())
+    by_role = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
+    if missing := [role for role in ("s", "o", *data.GRADIENT_ROLES) if role not in by_role]:
         raise ValueError(
             f"cuDNN's kernel casts with scales that are given; {', '.join(missing)} have none. "
             "Use delayed scaling (fp8ref.spec.attention.delayed), or fp8ref.jax.attention, "
@@ -113,11 +113,11 @@ def apply(
             layer=name,
         )
     )
-    known = {role: lax.stop_gradient(jnp.asarray(x, jnp.float32)) for role, x in known.items()}
+    by_role = {role: lax.stop_gradient(jnp.asarray(x, jnp.float32)) for role, x in by_role.items()}
     if seen is not None:
         inputs.check_seen(seen, use.variant)
-    tensors = (derivatives.reverse_only(x, kernel.use.name, "attention") for x in given[:3])
-    o, seen = _attention(*tensors, known, None if seen is None else dict(seen), kernel)
+    tensors = (derivatives.reverse_only(x, kernel.use.name, "attention") for x in qkv[:3])
+    o, seen = _attention(*tensors, by_role, None if seen is None else dict(seen), kernel)
     return data.in_layout(layout, o), seen
 
 
@@ -206,24 +206,24 @@ def _saved(
 def _gradients(kernel: Kernel, saved, cotangents):
     (pullback, scales_, seen), (do, later) = saved, cotangents
     do = derivatives.not_again(do, kernel.use.name, "attention")
-    of_do = heads.quantize(
+    do_heads = heads.quantize(
         do, E4M3FN, "tensor", kernel.use.variant.policy, heads=1, scale=scales_["do"]
     )
     with kernel.scope("backward"):
-        *codes, amaxes = pullback(of_do.codes)
-    found = [
+        *codes, amaxes = pullback(do_heads.codes)
+    grads = [
         _values(x, scales_[role]).astype(do.dtype)
         for role, x in zip(("dq", "dk", "dv"), codes, strict=True)
     ]
     # cuDNN's scale_dP and amax_dP are those of dS (A-15).
     observed = {
-        "do": of_do.amax,
+        "do": do_heads.amax,
         "ds": amaxes["amax_dP"],
         "dq": amaxes["amax_dQ"],
         "dk": amaxes["amax_dK"],
         "dv": amaxes["amax_dV"],
     }
-    return *found, jax.tree.map(jnp.zeros_like, scales_), _merged(later, observed, seen)
+    return *grads, jax.tree.map(jnp.zeros_like, scales_), _merged(later, observed, seen)
 
 
 derivatives.defvjp(_attention, _saved, _gradients)
@@ -235,13 +235,13 @@ def _forward(
     """(o, observations, the pullback of codes of o)."""
     q = one_device.check(q, _SEVERAL.replace("{role}", "the program"))
     tensors = operands.quantize(Inputs(q, k, v, None), kernel.use, scales_)
-    given = _parameters(
+    parameters = _parameters(
         {role: scales.Scales(x.scale, x.scale_inv) for role, x in tensors.items()}, scales_
     )
 
     def call(q8, k8, v8, amaxes: dict):
-        found = dot_product_attention(q8, k8, v8, kernel, given | amaxes)
-        return found[0], found[1:]
+        outputs = dot_product_attention(q8, k8, v8, kernel, parameters | amaxes)
+        return outputs[0], outputs[1:]
 
     empty = {
         key: jnp.zeros((1, 1, 1, 1), jnp.float32)
@@ -262,7 +262,7 @@ def dot_product_attention(
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     mask = cudnn.MaskType.CAUSAL if kernel.use.mask.causal else cudnn.MaskType.NO_MASK
-    given: Any = parameters
+    fp8_parameters: Any = parameters
     return cudnn.dot_product_attention(
         q,
         k,
@@ -270,23 +270,23 @@ def dot_product_attention(
         scale=kernel.use.scale,
         mask_type=mask,
         qkv_layout="BNTH",
-        fp8_params=given,
+        fp8_params=fp8_parameters,
         use_fp8=True,
     )
 
 
-def _parameters(of_tensors: dict[str, scales.Scales], scales_: dict) -> dict[str, jax.Array]:
+def _parameters(tensor_scales: dict[str, scales.Scales], scales_: dict) -> dict[str, jax.Array]:
     """cuDNN's scales by its names, float32 [1, 1, 1, 1]: ``scale`` multiplies into FP8, ``descale``
     out of it.
     """
-    of = of_tensors | {
+    pairs = tensor_scales | {
         role: scales.with_inverse(scales_[role]) for role in ("s", "o", *data.GRADIENT_ROLES)
     }
     descaled = {"q": "q", "k": "k", "v": "v", "s": "s", "o": "o", "dO": "do", "dP": "ds"}
     scaled = {"s": "s", "o": "o", "dQ": "dq", "dK": "dk", "dV": "dv", "dP": "ds"}
-    found = {f"descale_{key}": of[role].scale_inv for key, role in descaled.items()}
-    found |= {f"scale_{key}": of[role].scale for key, role in scaled.items()}
-    return {key: x.reshape(1, 1, 1, 1) for key, x in found.items()}
+    parameters = {f"descale_{key}": pairs[role].scale_inv for key, role in descaled.items()}
+    parameters |= {f"scale_{key}": pairs[role].scale for key, role in scaled.items()}
+    return {key: x.reshape(1, 1, 1, 1) for key, x in parameters.items()}
 
 
 def _values(codes: jax.Array, scale: jax.Array) -> jax.Array:
@@ -294,13 +294,13 @@ def _values(codes: jax.Array, scale: jax.Array) -> jax.Array:
     return moments.product(cast.decode(codes, E4M3FN), scales.with_inverse(scale).scale_inv)
 
 
-def _merged(seen: dict | None, amaxes: dict, given: dict | None) -> dict | None:
-    if seen is None or given is None:
+def _merged(seen: dict | None, amaxes: dict, own_seen: dict | None) -> dict | None:
+    if seen is None or own_seen is None:
         return None
     roles = attention_delayed.roles(data.VARIANTS["cudnn"])
     assert set(seen) <= set(roles)
     return delayed.merged(
         seen,
         {role: jnp.max(amaxes[role]).astype(np.float32) for role in seen if role in amaxes},
-        given,
+        own_seen,
     )

@@ -45,30 +45,30 @@ def show(use: Use, phase: Phase, arrays: dict[str, jax.Array]) -> None:
     jax.debug.callback(functools.partial(use.watcher, use.layer, phase), arrays)
 
 
-def of_forward(given: Inputs, result, use: Use) -> dict[str, jax.Array]:
+def forward_arrays(qkv: Inputs, result, use: Use) -> dict[str, jax.Array]:
     """What a forward pass made, and of what softcap and sinks."""
-    found: dict = {
+    shown: dict = {
         f"{role}/value": x.astype(jnp.float32)
-        for role, x in zip(("q", "k", "v"), given[:3], strict=True)
+        for role, x in zip(("q", "k", "v"), qkv[:3], strict=True)
     }
-    found |= {
+    shown |= {
         "s/value": result.scores,
         "p/scale": result.scale_p,
         "p/codes": result.p_codes,
-        "o/value": result.o.astype(given.q.dtype).astype(jnp.float32),
+        "o/value": result.o.astype(qkv.q.dtype).astype(jnp.float32),
         "softcap/value": None if use.softcap is None else jnp.float32(use.softcap),
-        "sinks/value": None if given.sinks is None else given.sinks.astype(jnp.float32),
+        "sinks/value": None if qkv.sinks is None else qkv.sinks.astype(jnp.float32),
     }
     return (
-        _present(found)
+        _present(shown)
         | _quantized(result.tensors)
         | _counted("p", result.amaxes.get("s"), result.counts, (2, 0, 1))
     )
 
 
-def of_backward(do: jax.Array, found, scale_p: jax.Array) -> dict[str, jax.Array]:
+def backward_arrays(do: jax.Array, grads, scale_p: jax.Array) -> dict[str, jax.Array]:
     """What a backward pass made; scale_p: of its probabilities."""
-    matrices = found.matrices
+    matrices = grads.matrices
     shown = {
         "do/value": do.astype(jnp.float32),
         "p/scale": scale_p,
@@ -76,17 +76,17 @@ def of_backward(do: jax.Array, found, scale_p: jax.Array) -> dict[str, jax.Array
         "ds/value": matrices.get("ds"),
     }
     if "ds_codes" in matrices:
-        shown |= {"ds/codes": matrices["ds_codes"], "ds/scale": found.scale_ds.scale}
-    values = {"dq/value": found.dq, "dk/value": found.dk, "dv/value": found.dv}
+        shown |= {"ds/codes": matrices["ds_codes"], "ds/scale": grads.scale_ds.scale}
+    values = {"dq/value": grads.dq, "dk/value": grads.dk, "dv/value": grads.dv}
     return (
         _present(shown | values)
-        | _quantized(found.tensors)
-        | _counted("ds", found.amaxes.get("ds"), found.counts, (3, 1, 2))
+        | _quantized(grads.tensors)
+        | _counted("ds", grads.amaxes.get("ds"), grads.counts, (3, 1, 2))
     )
 
 
 def _counted(
-    what: str, amax: jax.Array | None, counts: jax.Array | None, at: tuple[int, ...]
+    role: str, amax: jax.Array | None, counts: jax.Array | None, at: tuple[int, ...]
 ) -> dict[str, jax.Array]:
     """The amax of P or dS, and how many elements it has, were clipped and lost; of a pass that
     counts.
@@ -94,7 +94,7 @@ def _counted(
     if counts is None:
         return {}
     assert amax is not None
-    return {f"{what}/amax": amax, f"{what}/counts": attention_counts.numbers(counts)[np.array(at)]}
+    return {f"{role}/amax": amax, f"{role}/counts": attention_counts.numbers(counts)[np.array(at)]}
 
 
 def _present(arrays: dict) -> dict[str, jax.Array]:
@@ -102,11 +102,11 @@ def _present(arrays: dict) -> dict[str, jax.Array]:
 
 
 def _quantized(tensors: dict[str, Heads]) -> dict[str, jax.Array]:
-    found: dict[str, jax.Array] = {}
+    shown: dict[str, jax.Array] = {}
     for role, x in tensors.items():
         if x.codes.dtype.itemsize == 1:
-            found |= {
+            shown |= {
                 f"{role}/scale": x.scale,
                 f"{role}/codes": lax.bitcast_convert_type(x.codes, jnp.uint8),
             }
-    return found
+    return shown

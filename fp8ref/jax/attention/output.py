@@ -62,7 +62,7 @@ class Result(NamedTuple):
 
 @as_one_program("use", "keep_p", "keep_s", "observe", unnamed={"use": Use.unnamed})
 def run(
-    given: Inputs,
+    inputs: Inputs,
     scales: dict,
     use: Use,
     *,
@@ -76,18 +76,18 @@ def run(
               them.
     """
     if use.variant.real:
-        o, lse = real.forward(given, use)
+        o, lse = real.forward(inputs, use)
         amaxes = {
             role: heads.amax(x, None, heads=1)
-            for role, x in (("q", given.q), ("k", given.k), ("v", given.v), ("o", o))
+            for role, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("o", o))
         }
         one = jnp.ones((), jnp.float32)
         return Result(o, lse, {}, amaxes | {"s": one}, jnp.int32(0), None, one, one)
     variant = use.variant
-    tensors = operands.quantize(given, use, scales)
+    tensors = operands.quantize(inputs, use, scales)
     p_scale, p_scale_inv = operands.probability_scale(variant, scales)
     whole = context.gathered(tensors, use)
-    parts = Parts(context.problem(given, whole, use), use, whole)
+    parts = Parts(context.problem(inputs, whole, use), use, whole)
     factor = parts.raw_factor() if variant.scores == "raw" else None
     order: data.SumOrder = "tile" if use.fast else variant.sum_order
     grid, (b, n, g, t, d) = parts.grid, parts.q.shape
@@ -119,21 +119,27 @@ def run(
         )
         cast = operands.narrow(scaled, variant)
         if observe:
-            found = [operands.clipped(scaled, variant.fmt), operands.lost(p, cast, variant.fmt)]
-            found += [parts.pairs(seen)] if use.measures else []
-            largest, counts = jnp.maximum(largest, jnp.max(p)), attention_counts.add(counts, found)
+            tile_counts = [
+                operands.clipped(scaled, variant.fmt),
+                operands.lost(p, cast, variant.fmt),
+            ]
+            tile_counts += [parts.pairs(seen)] if use.measures else []
+            largest, counts = (
+                jnp.maximum(largest, jnp.max(p)),
+                attention_counts.add(counts, tile_counts),
+            )
         if keep_p:
             matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(cast, variant))
-        of_block = probability_value.add(parts.block(o, block), c, cast, parts, tile, p_scale_inv)
+        o_block = probability_value.add(parts.block(o, block), c, cast, parts, tile, p_scale_inv)
         rows = jax.tree.map(lambda x, y: parts.put_block(x, y, block), rows, own)
-        return rows, parts.put_block(o, of_block, block), largest, counts, matrices
+        return rows, parts.put_block(o, o_block, block), largest, counts, matrices
 
     start = rows, parts.zeros(b, n, g, t, d), largest, counts, kept.start
     rows, o, largest, counts, matrices = operands.loop(body, start, grid)
     total, maximum = softmax.total(rows, order), rows.maximum
-    if given.sinks is not None:
+    if inputs.sinks is not None:
         o, total, maximum = sinks.add(
-            o, total, maximum, given.sinks, use, None if use.fast else factor
+            o, total, maximum, inputs.sinks, use, None if use.fast else factor
         )
     out = parts.ungrouped(probability_value.finish(o, total, parts))
     lse = (
@@ -142,16 +148,16 @@ def run(
         else softmax.log_sum(maximum, total, factor, variant)
     )
     rounded, amaxes = (
-        _rounded(out, given, scales, use),
+        _rounded(out, inputs, scales, use),
         {role: x.amax for role, x in tensors.items()},
     )
     if observe:
         amaxes |= {"s": lax.pmax(largest, use.over) if use.over else largest, "o": rounded.amax}
     if variant.out.bits == 8:
         tensors["o"] = rounded
-    found, totals = kept.whole(matrices), attention_counts.numbers(counts)
+    kept_matrices, totals = kept.whole(matrices), attention_counts.numbers(counts)
     totals = lax.psum(totals, use.over) if use.over and observe else totals
-    of_p = found.get("p_codes"), p_scale, p_scale_inv
+    p_fields = kept_matrices.get("p_codes"), p_scale, p_scale_inv
     own = counts if use.measures else None
     return Result(
         _values(rounded, variant),
@@ -159,8 +165,8 @@ def run(
         tensors,
         amaxes,
         totals[0],
-        *of_p,
-        found.get("scores"),
+        *p_fields,
+        kept_matrices.get("scores"),
         totals[1],
         own,
     )
@@ -171,9 +177,9 @@ def _scaled(s: jax.Array, factor: jax.Array | None) -> jax.Array:
     return s if factor is None else moments.product(s, factor)
 
 
-def _rounded(out: jax.Array, given: Inputs, scales: dict, use: Use) -> Heads:
-    how: dict = {"heads": given.k.shape[1], "scale": scales.get("o"), "over": use.over}
-    return heads.quantize(out, use.variant.out, *gradients.output_scaling(use.variant), **how)
+def _rounded(out: jax.Array, inputs: Inputs, scales: dict, use: Use) -> Heads:
+    options: dict = {"heads": inputs.k.shape[1], "scale": scales.get("o"), "over": use.over}
+    return heads.quantize(out, use.variant.out, *gradients.output_scaling(use.variant), **options)
 
 
 def _values(rounded: Heads, variant: Variant) -> jax.Array:

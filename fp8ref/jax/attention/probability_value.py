@@ -25,13 +25,13 @@ def add(
     """
     with parts.use.scope("values"):
         # [rows, L] x [L, D] -> [rows, D]
-        found = parts.dot(p, parts.tile(parts.v, tile), ((4,), (2,)))
-    how = parts.use.arithmetic
+        product = parts.dot(p, parts.tile(parts.v, tile), ((4,), (2,)))
+    arithmetic = parts.use.arithmetic
     if parts.variant.out_scales == "tile":
         if parts.variant.granularity != "mx_1x32":  # whose operand v has its scales
-            found = times(found, parts.scale_of_tile("v", tile), how)
-        found = times(found, p_scale_inv, how)
-    return times(o, c[..., None], how) + found
+            product = times(product, parts.scale_of_tile("v", tile), arithmetic)
+        product = times(product, p_scale_inv, arithmetic)
+    return times(o, c[..., None], arithmetic) + product
 
 
 def finish(o: jax.Array, total: jax.Array, parts: Parts) -> jax.Array:

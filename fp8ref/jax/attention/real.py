@@ -23,11 +23,11 @@ from fp8ref.jax.quantize.scales import Scales
 _NONE = np.float64(-np.inf)
 
 
-def forward(given: Inputs, use: Use) -> tuple[jax.Array, jax.Array]:
+def forward(inputs: Inputs, use: Use) -> tuple[jax.Array, jax.Array]:
     """(o [B, H, Tq, D], log-sum-exp [B, H, Tq]), float32."""
     with jax.enable_x64(True):
-        parts = _parts(given, use)
-        maximum, total, o = _with_sinks(*_sums(parts, with_values=True), given)
+        parts = _parts(inputs, use)
+        maximum, total, o = _with_sinks(*_sums(parts, with_values=True), inputs)
         o = o / jnp.where(total == 0, np.float64(1), total)[..., None]
         lse = jnp.where(
             total == 0, _NONE, maximum + lax.log(jnp.where(total == 0, np.float64(1), total))
@@ -35,13 +35,13 @@ def forward(given: Inputs, use: Use) -> tuple[jax.Array, jax.Array]:
         return _narrow(parts.ungrouped(o)), _narrow(parts.ungrouped(lse))
 
 
-def backward(do: jax.Array, given: Inputs, use: Use) -> Gradients:
+def backward(do: jax.Array, inputs: Inputs, use: Use) -> Gradients:
     """The gradients, of the steps of A-14: D first, then all else."""
     do32 = do.astype(jnp.float32)
     with jax.enable_x64(True):
-        parts = _parts(given, use)
+        parts = _parts(inputs, use)
         do = parts.by_group(_wide(do))
-        maximum, total, _ = _with_sinks(*_sums(parts, with_values=False), given)
+        maximum, total, _ = _with_sinks(*_sums(parts, with_values=False), inputs)
         inverse = jnp.where(
             total == 0, np.float64(0), 1 / jnp.where(total == 0, np.float64(1), total)
         )
@@ -68,12 +68,14 @@ def backward(do: jax.Array, given: Inputs, use: Use) -> Gradients:
                 parts.block(dq, block) + _dot(ds, parts.tile(parts.k, tile), ((4,), (2,))),
                 block,
             )
-            of_k = jnp.einsum(
+            dk_part = jnp.einsum(
                 "bngrl,bngrd->bnld", ds, parts.block(parts.q, block), precision="highest"
             )
-            of_v = jnp.einsum("bngrl,bngrd->bnld", p, parts.block(do, block), precision="highest")
-            dk = parts.put_tile(dk, parts.tile(dk, tile) + of_k, tile, axis=2)
-            dv = parts.put_tile(dv, parts.tile(dv, tile) + of_v, tile, axis=2)
+            dv_part = jnp.einsum(
+                "bngrl,bngrd->bnld", p, parts.block(do, block), precision="highest"
+            )
+            dk = parts.put_tile(dk, parts.tile(dk, tile) + dk_part, tile, axis=2)
+            dv = parts.put_tile(dv, parts.tile(dv, tile) + dv_part, tile, axis=2)
             return dq, dk, dv, jnp.maximum(largest, jnp.max(jnp.abs(ds)))
 
         zeros = [
@@ -82,22 +84,22 @@ def backward(do: jax.Array, given: Inputs, use: Use) -> Gradients:
         ]
         dq, dk, dv, largest = operands.loop(second, tuple(zeros), parts.grid)
         tk = parts.shape_k[2]
-        found: dict[str, Any] = {
+        grads: dict[str, Any] = {
             "dq": _narrow(parts.ungrouped(dq)),
             "dk": _narrow(dk[:, :, :tk]),
             "dv": _narrow(dv[:, :, :tk]),
         }
         largest = _narrow(largest)
         dsinks = None
-        if given.sinks is not None:
-            p = lax.exp(_wide(given.sinks).reshape(1, n, g, 1) - maximum) * inverse
+        if inputs.sinks is not None:
+            p = lax.exp(_wide(inputs.sinks).reshape(1, n, g, 1) - maximum) * inverse
             dsinks = -_narrow((p * d).sum(axis=(0, 3))).reshape(-1)
-    amaxes = {role: heads.amax(x, None, heads=1) for role, x in (("do", do32), *found.items())} | {
+    amaxes = {role: heads.amax(x, None, heads=1) for role, x in (("do", do32), *grads.items())} | {
         "ds": largest
     }
     one = jnp.ones((), jnp.float32)
     return Gradients(
-        **found,
+        **grads,
         tensors={},
         amaxes=amaxes,
         saturated=jnp.int32(0),
@@ -106,13 +108,13 @@ def backward(do: jax.Array, given: Inputs, use: Use) -> Gradients:
     )
 
 
-def _parts(given: Inputs, use: Use) -> Parts:
+def _parts(inputs: Inputs, use: Use) -> Parts:
     one = jnp.ones((), jnp.float32)
     tensors = {
         role: Heads(_wide(x), one, one, one)
-        for role, x in (("q", given.q), ("k", given.k), ("v", given.v))
+        for role, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))
     }
-    return Parts(given, use, tensors)
+    return Parts(inputs, use, tensors)
 
 
 def _sums(parts: Parts, *, with_values: bool) -> tuple[jax.Array, jax.Array, Any]:
@@ -127,8 +129,8 @@ def _sums(parts: Parts, *, with_values: bool) -> tuple[jax.Array, jax.Array, Any
         c, p = lax.exp(old - finite), lax.exp(s - finite[..., None])
         total = parts.put_block(total, parts.block(total, block) * c + p.sum(axis=-1), block)
         if with_values:
-            of_tile = _dot(p, parts.tile(parts.v, tile), ((4,), (2,)))
-            o = parts.put_block(o, parts.block(o, block) * c[..., None] + of_tile, block)
+            tile_product = _dot(p, parts.tile(parts.v, tile), ((4,), (2,)))
+            o = parts.put_block(o, parts.block(o, block) * c[..., None] + tile_product, block)
         return parts.put_block(maximum, new, block), total, o
 
     zeros = parts.zeros(b, n, g, t, dtype=np.float64)
@@ -155,12 +157,12 @@ def _slope(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array | np.fl
 
 
 def _with_sinks(
-    maximum: jax.Array, total: jax.Array, o, given: Inputs
+    maximum: jax.Array, total: jax.Array, o, inputs: Inputs
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Maxima, sums and o of rows after their sinks joined (A-23)."""
-    if given.sinks is None:
+    if inputs.sinks is None:
         return maximum, total, o
-    sinks = _wide(given.sinks).reshape(1, *maximum.shape[1:3], 1)
+    sinks = _wide(inputs.sinks).reshape(1, *maximum.shape[1:3], 1)
     new = jnp.maximum(maximum, sinks)
     c = lax.exp(maximum - new)
     return new, total * c + lax.exp(sinks - new), None if o is None else o * c[..., None]

@@ -35,18 +35,20 @@ def add(
     Shapes:   o float32 [B, N, G, T, D], sums and maxima [B, N, G, T], sinks [N x G].
     Order:    A-23.
     """
-    variant, how = use.variant, use.arithmetic
+    variant, arithmetic = use.variant, use.arithmetic
     sinks = sinks.astype(jnp.float32).reshape(1, *maximum.shape[1:3], 1)
     z = moments.product(sinks, _LOG2E) if variant.base == "2" else sinks
-    of_row = None if factor is None else factor[..., 0] if factor.ndim else factor
+    row_factor = None if factor is None else factor[..., 0] if factor.ndim else factor
     empty = maximum == -jnp.inf
     m = jnp.where(empty, jnp.float32(0), maximum)
-    ahead = jnp.where(empty, jnp.inf, z - (m if of_row is None else moments.product(m, of_row)))
+    ahead = jnp.where(
+        empty, jnp.inf, z - (m if row_factor is None else moments.product(m, row_factor))
+    )
     far = ahead > FAR
     p = exponentials.exponential(
-        jnp.where(far, jnp.float32(0), ahead) + np.float32(variant.offset), variant.base, how
+        jnp.where(far, jnp.float32(0), ahead) + np.float32(variant.offset), variant.base, arithmetic
     )
-    at = z if of_row is None else sinks * (_LOG2E / of_row)
+    at = z if row_factor is None else sinks * (_LOG2E / row_factor)
     total = jnp.where(far, np.float32(2.0**variant.offset), total + p)
     return jnp.where(far[..., None], jnp.float32(0), o), total, jnp.where(far, at, maximum)
 

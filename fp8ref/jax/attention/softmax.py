@@ -47,7 +47,7 @@ def step(
     seen: jax.Array,
     variant: Variant,
     factor: jax.Array | None,
-    how: Arithmetic,
+    arithmetic: Arithmetic,
 ) -> tuple[jax.Array, jax.Array, Rows]:
     """(probabilities, factors of what came before, the new rows).
 
@@ -64,20 +64,20 @@ def step(
     masked = jnp.where(seen, s, _NONE)
     old, largest = rows.maximum, jnp.max(masked, axis=-1)
     if factor is not None:
-        of_row = factor[..., 0] if factor.ndim else factor
+        row_factor = factor[..., 0] if factor.ndim else factor
         new = jnp.maximum(old, largest)
         # Of a row without keys before this tile: 0 in place of -infinity, and c is 0.
-        behind = moments.product(_finite(old) - _finite(new), of_row)
+        behind = moments.product(_finite(old) - _finite(new), row_factor)
         behind = jnp.where(old == _NONE, _NONE, behind)
-        c = exponentials.exponential(behind, base, how)
+        c = exponentials.exponential(behind, base, arithmetic)
         if threshold > 0:
             stays = behind >= -threshold
             new, c = jnp.where(stays, old, new), jnp.where(stays, jnp.float32(1), c)
         together = variant.bias == "fused"
         bias = (
-            -exponentials.fused(_finite(new), of_row, -offset)
+            -exponentials.fused(_finite(new), row_factor, -offset)
             if together
-            else offset - moments.product(_finite(new), of_row)
+            else offset - moments.product(_finite(new), row_factor)
         )
         exponent = exponentials.fused(jnp.where(seen, s, jnp.float32(0)), factor, bias[..., None])
     else:
@@ -85,11 +85,11 @@ def step(
         new = jnp.where((old == _NONE) | ((largest != _NONE) & (ahead > threshold)), largest, old)
         behind = jnp.where((old == _NONE) & (new != _NONE), _NONE, _finite(old) - _finite(new))
         c = jnp.where(
-            behind < -threshold, exponentials.exponential(behind, base, how), jnp.float32(1)
+            behind < -threshold, exponentials.exponential(behind, base, arithmetic), jnp.float32(1)
         )
         exponent = s - _finite(new)[..., None]
         exponent = exponent + offset if offset else exponent
-    p = jnp.where(seen, exponentials.exponential(exponent, base, how), jnp.float32(0))
+    p = jnp.where(seen, exponentials.exponential(exponent, base, arithmetic), jnp.float32(0))
     return p, c, Rows(new, _added(p, c, rows.sums, variant.sum_order))
 
 
@@ -124,16 +124,16 @@ def log_sum_fast(maximum: jax.Array, total: jax.Array, variant: Variant) -> jax.
         jnp.where(empty, jnp.float32(0), maximum),
         jnp.where(empty, jnp.float32(1), total),
     )
-    found = (
+    log_sums = (
         (maximum + (jnp.log2(total) - np.float32(variant.offset))) * _LN2
         if variant.base == "2"
         else maximum + jnp.log(total)
     )
-    return jnp.where(empty, _NONE, found)
+    return jnp.where(empty, _NONE, log_sums)
 
 
 def again(
-    s: jax.Array, lse: jax.Array, seen: jax.Array, factor: jax.Array | None, how: Arithmetic
+    s: jax.Array, lse: jax.Array, seen: jax.Array, factor: jax.Array | None, arithmetic: Arithmetic
 ) -> jax.Array:
     """Probabilities of scores once more, from the log-sum-exp (A-15, step 3): float32 of the shape
     of s.
@@ -148,7 +148,7 @@ def again(
         exponent, base = exponentials.fused(s, factor, -bias[..., None]), "2"
     return jnp.where(
         seen,
-        exponentials.exponential(jnp.where(seen, exponent, jnp.float32(0)), base, how),
+        exponentials.exponential(jnp.where(seen, exponent, jnp.float32(0)), base, arithmetic),
         jnp.float32(0),
     )
 
@@ -162,16 +162,16 @@ def log_sum(
         jnp.where(empty, jnp.float32(0), maximum),
         jnp.where(empty, jnp.float32(1), total),
     )
-    of_row = jnp.float32(1) if factor is None else factor[..., 0] if factor.ndim else factor
+    row_factor = jnp.float32(1) if factor is None else factor[..., 0] if factor.ndim else factor
     if variant.lse == "fused":
         logarithm = exponentials.logarithm(total * np.float32(2.0**-variant.offset), "e")
-        found = exponentials.fused(maximum, of_row * _LN2, logarithm)
+        log_sums = exponentials.fused(maximum, row_factor * _LN2, logarithm)
     elif variant.base == "2":
         logarithm = exponentials.logarithm(total, "2") - np.float32(variant.offset)
-        found = (moments.product(maximum, of_row) + logarithm) * _LN2
+        log_sums = (moments.product(maximum, row_factor) + logarithm) * _LN2
     else:
-        found = maximum + exponentials.logarithm(total, "e")
-    return jnp.where(empty, _NONE, found)
+        log_sums = maximum + exponentials.logarithm(total, "e")
+    return jnp.where(empty, _NONE, log_sums)
 
 
 def _added(p: jax.Array, c: jax.Array, sums: jax.Array, order: SumOrder) -> jax.Array:
@@ -188,9 +188,9 @@ def _added(p: jax.Array, c: jax.Array, sums: jax.Array, order: SumOrder) -> jax.
             lanes = (lanes + pairs[..., j, :, 0]) + pairs[..., j, :, 1]
         return lanes
     eights = p.reshape(*p.shape[:-1], -1, 8)
-    of_tile = eights[..., 0, :]
-    first = before[..., 0] + of_tile[..., 0]
-    lanes = jnp.concatenate([first[..., None], of_tile[..., 1:]], axis=-1)
+    tile_lanes = eights[..., 0, :]
+    first = before[..., 0] + tile_lanes[..., 0]
+    lanes = jnp.concatenate([first[..., None], tile_lanes[..., 1:]], axis=-1)
     for j in range(1, eights.shape[-2]):
         lanes = lanes + eights[..., j, :]
     lane = [lanes[..., n] for n in range(8)]

@@ -31,28 +31,28 @@ Measured = dict[tuple[Product, Role], jax.Array]
 """(product, role) -> measurement float32 [stats.LENGTH]."""
 
 
-def of_forward(given: Inputs, result, use: Use) -> Measured:
+def measure_forward(inputs: Inputs, result, use: Use) -> Measured:
     """Measurements of q, k and v, after a rotation if the variant has one; and the counts of P.
 
     result    what the forward pass gave, with counts.
     """
     tensors: Mapping[str, Heads] = result.tensors
-    found: Measured = {}
+    measured: Measured = {}
     first: tuple[tuple[Product, Role, jax.Array], ...] = (
-        ("scores", "q", given.q),
-        ("scores", "k", given.k),
-        ("values", "v", given.v),
+        ("scores", "q", inputs.q),
+        ("scores", "k", inputs.k),
+        ("values", "v", inputs.v),
     )
     for product, role, x in first:
         if use.variant.rotated and role != "v":
             x = operands.rotated(x, use)
-        found |= measure(x, tensors[role], product, role, use.variant)
+        measured |= measure(x, tensors[role], product, role, use.variant)
     saturated, lost, count = result.counts
-    found["values", "p"] = counts.measurement(result.amaxes["s"], count, saturated, lost)
-    return found
+    measured["values", "p"] = counts.measurement(result.amaxes["s"], count, saturated, lost)
+    return measured
 
 
-def of_backward(do: jax.Array, given: Inputs, gradients, use: Use) -> Measured:
+def measure_backward(do: jax.Array, inputs: Inputs, gradients, use: Use) -> Measured:
     """Measurements of what the backward pass quantizes: do; under MX also q, k and do with blocks
     along the tokens. And the counts of dS.
 
@@ -60,26 +60,26 @@ def of_backward(do: jax.Array, given: Inputs, gradients, use: Use) -> Measured:
                features.
     """
     _, saturated, lost, count = gradients.counts
-    of_ds: Measured = {
+    ds_measured: Measured = {
         ("grad_q", "ds"): counts.measurement(gradients.amaxes["ds"], count, saturated, lost)
     }
-    return _of_do(do, given, gradients.tensors["do"], use) | of_ds
+    return _measure_do(do, inputs, gradients.tensors["do"], use) | ds_measured
 
 
-def _of_do(do: jax.Array, given: Inputs, tensor: Heads, use: Use) -> Measured:
+def _measure_do(do: jax.Array, inputs: Inputs, tensor: Heads, use: Use) -> Measured:
     if use.variant.granularity != "mx_1x32":
         return measure(do, tensor, "grad_v", "do", use.variant)
-    found = measure(do, tensor, "grad_probabilities", "do", use.variant)
+    measured = measure(do, tensor, "grad_probabilities", "do", use.variant)
     again: tuple[tuple[Product, Role, jax.Array], ...] = (
         ("grad_v", "do", do),
-        ("grad_q", "k", given.k),
-        ("grad_k", "q", given.q),
+        ("grad_q", "k", inputs.k),
+        ("grad_k", "q", inputs.q),
     )
     for product, role, x in again:
-        found |= measure(
-            x, gradients_mx.along_tokens(x, role, given, use), product, role, use.variant
+        measured |= measure(
+            x, gradients_mx.along_tokens(x, role, inputs, use), product, role, use.variant
         )
-    return found
+    return measured
 
 
 def measure(
@@ -117,9 +117,11 @@ def measure(
         granularity="mx_1x32",
         axis=axis,
     )
-    found = stats.measure(jnp.pad(x, widths), q)
+    measurement = stats.measure(jnp.pad(x, widths), q)
     return {
-        (product, role): found.at[:2].set(jnp.array([x.size >> 16, x.size & 0xFFFF], jnp.float32))
+        (product, role): measurement.at[:2].set(
+            jnp.array([x.size >> 16, x.size & 0xFFFF], jnp.float32)
+        )
     }
 
 

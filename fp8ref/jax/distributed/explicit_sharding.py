@@ -61,21 +61,23 @@ def run(
     mesh = _mesh(x, w)
     if not mesh.explicit_axes:
         if out_sharding is not None:
-            _of_dot_general(x, w, numbers, out_sharding, name)  # which refuses Auto axes
+            _dot_general_sharding(x, w, numbers, out_sharding, name)  # which refuses Auto axes
         return body(x, w, constants, carried, None)
-    known, cut = None, _Dims(x, w, numbers)
+    layout, cut = None, _Dims(x, w, numbers)
     if placement and out_sharding is None and not mesh.manual_axes:
-        of_y = NamedSharding(mesh, PartitionSpec(*cut.of_result(placement)))
+        y_sharding = NamedSharding(mesh, PartitionSpec(*cut.result_axes(placement)))
     else:
-        of_y = _of_dot_general(x, w, numbers, out_sharding, name)
-    if of_y.mesh.empty:  # neither x nor w is on the mesh of jax.set_mesh, and the result is not
+        y_sharding = _dot_general_sharding(x, w, numbers, out_sharding, name)
+    if (
+        y_sharding.mesh.empty
+    ):  # neither x nor w is on the mesh of jax.set_mesh, and the result is not
         return body(x, w, constants, carried, None)
     if not mesh.manual_axes:  # inside shard_map over other axes collectives are ours
         if placement:
             _check(cut, placement, mesh, name)
-        known = cut.layout(of_y.spec, mesh, placement, turned)
+        layout = cut.layout(y_sharding.spec, mesh, placement, turned)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
-    return _on_auto_axes(_Region(body, known, mesh, of_y), x, w, constants, carried)
+    return _on_auto_axes(_Region(body, layout, mesh, y_sharding), x, w, constants, carried)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,15 +123,15 @@ def _on_auto_axes(
 
 def _forward(region: _Region, x: jax.Array, w: jax.Array, constants: Any, carried: Any) -> tuple:
     with region.axes():
-        of_x, of_w, constants_, carried_ = region.enter(x, w, constants, carried)
+        auto_x, auto_w, constants_, carried_ = region.enter(x, w, constants, carried)
         out, vjp = jax.vjp(
             lambda x, w, carried: region.body(x, w, constants_, carried, region.layout),
-            of_x,
-            of_w,
+            auto_x,
+            auto_w,
             carried_,
         )
     leaves, tree = jax.tree.flatten(vjp)
-    places = tuple("x" if leaf is of_x else "w" if leaf is of_w else "" for leaf in leaves)
+    places = tuple("x" if leaf is auto_x else "w" if leaf is auto_w else "" for leaf in leaves)
     saved = _Saved(
         given={place: v for place, v in (("x", x), ("w", w)) if place in places},
         others=[leaf for leaf, place in zip(leaves, places, strict=True) if not place],
@@ -142,15 +144,17 @@ def _forward(region: _Region, x: jax.Array, w: jax.Array, constants: Any, carrie
 
 def _backward(region: _Region, saved: "_Saved", cotangents: tuple) -> tuple:
     with region.axes():
-        given, (of_y, of_carried) = region.enter(saved.given, cotangents)
+        arrays, (grad_y, grad_carried) = region.enter(saved.given, cotangents)
         others = iter(saved.others)
         vjp = jax.tree.unflatten(
-            saved.tree, [given[place] if place else next(others) for place in saved.places]
+            saved.tree, [arrays[place] if place else next(others) for place in saved.places]
         )
-        *grads, carried = vjp((of_y, of_carried))
-    of_x, of_w = (jax.sharding.reshard(v, to) for v, to in zip(grads, saved.of_grads, strict=True))
+        *grads, carried = vjp((grad_y, grad_carried))
+    grad_x, grad_w = (
+        jax.sharding.reshard(v, to) for v, to in zip(grads, saved.of_grads, strict=True)
+    )
     whole = NamedSharding(region.mesh, PartitionSpec())
-    return of_x, of_w, None, jax.tree.map(lambda v: jax.sharding.reshard(v, whole), carried)
+    return grad_x, grad_w, None, jax.tree.map(lambda v: jax.sharding.reshard(v, whole), carried)
 
 
 derivatives.defvjp(_on_auto_axes, _forward, _backward)
@@ -201,13 +205,13 @@ class _Dims:
 
     def __init__(self, x: jax.Array, w: jax.Array, numbers: Numbers) -> None:
         (contract_x, contract_w), (batch_x, batch_w) = numbers
-        of_x, of_w = (_entries(jax.typeof(v).sharding.spec, v.ndim) for v in (x, w))
-        self.batch = [of_x[d] for d in batch_x]
-        self.m = [of_x[d] for d in range(x.ndim) if d not in (*contract_x, *batch_x)]
-        self.n = [of_w[d] for d in range(w.ndim) if d not in (*contract_w, *batch_w)]
-        self.k_of_x, self.k_of_w = [of_x[d] for d in contract_x], [of_w[d] for d in contract_w]
+        x_axes, w_axes = (_entries(jax.typeof(v).sharding.spec, v.ndim) for v in (x, w))
+        self.batch = [x_axes[d] for d in batch_x]
+        self.m = [x_axes[d] for d in range(x.ndim) if d not in (*contract_x, *batch_x)]
+        self.n = [w_axes[d] for d in range(w.ndim) if d not in (*contract_w, *batch_w)]
+        self.k_of_x, self.k_of_w = [x_axes[d] for d in contract_x], [w_axes[d] for d in contract_w]
 
-    def of_result(self, placement: Placement) -> list[Axes]:
+    def result_axes(self, placement: Placement) -> list[Axes]:
         """For each dim of the result, the mesh axes that cut it under a placement."""
         gathered, scattered = placement.gathered("input"), placement.gathered("grad_output")
         m = [_without(axes, gathered) for axes in self.m]
@@ -215,7 +219,7 @@ class _Dims:
         return [*self.batch, *m, *(_without(axes, placement.fsdp) for axes in self.n)]
 
     def layout(
-        self, of_y: PartitionSpec, mesh, placement: Placement | None, turned: bool
+        self, y_spec: PartitionSpec, mesh, placement: Placement | None, turned: bool
     ) -> Layout:
         """The layout of the operands, as types and placement say.
 
@@ -223,16 +227,25 @@ class _Dims:
         that it lacks, and so cannot cut the operand too.
         """
         b, m = len(self.batch), len(self.m)
-        entries = _entries(of_y, b + m + len(self.n))
+        entries = _entries(y_spec, b + m + len(self.n))
         y_rows, y_n = entries[b : b + m], entries[b + m :]
         gathered: dict[Role, Axes]
         if placement:
             gathered = {role: placement.gathered(role) for role in ROLES}
         else:
-            of_w = _both([*self.n, *self.k_of_w], entries[: b + m])
-            of_x = _both([*self.m, *self.k_of_x], [_without(_union(self.n), of_w), *y_n])
-            of_k = [_without(_union(self.k_of_x), of_x), _without(_union(self.k_of_w), of_w)]
-            gathered = {"input": of_x, "weight": of_w, "grad_output": _both([*y_rows, *y_n], of_k)}
+            w_gathered = _both([*self.n, *self.k_of_w], entries[: b + m])
+            x_gathered = _both(
+                [*self.m, *self.k_of_x], [_without(_union(self.n), w_gathered), *y_n]
+            )
+            k_axes = [
+                _without(_union(self.k_of_x), x_gathered),
+                _without(_union(self.k_of_w), w_gathered),
+            ]
+            gathered = {
+                "input": x_gathered,
+                "weight": w_gathered,
+                "grad_output": _both([*y_rows, *y_n], k_axes),
+            }
         batch = [_joined(self.batch)] if self.batch else []
 
         def cut(role: Role, rows: list[Axes], columns: list[Axes], *, flat: bool) -> Cut:
@@ -266,25 +279,25 @@ def _check(cut: _Dims, placement: Placement, mesh, name: str) -> None:
             f"{name}: placement names axes of the mesh, {', '.join(mesh.axis_names)}; got "
             f"{', '.join(unknown)}."
         )
-    (rows, columns), (of_n, of_k) = placement.at_rest("input"), placement.at_rest("weight")
-    said = {"x's M": rows, "x's K": columns, "w's N": of_n, "w's K": of_k}
-    for (what, expected), found in zip(
-        said.items(), (cut.m, cut.k_of_x, cut.n, cut.k_of_w), strict=True
+    (rows, columns), (n_axes, k_axes) = placement.at_rest("input"), placement.at_rest("weight")
+    placed_axes = {"x's M": rows, "x's K": columns, "w's N": n_axes, "w's K": k_axes}
+    for (dim, expected), entries in zip(
+        placed_axes.items(), (cut.m, cut.k_of_x, cut.n, cut.k_of_w), strict=True
     ):
-        wanted, got = (
+        planned, got = (
             {axis for axis in axes if axis in mesh.explicit_axes}
-            for axes in (expected, _union(found))
+            for axes in (expected, _union(entries))
         )
-        if wanted != got:
+        if planned != got:
             raise ValueError(
-                f"{name}: placement says that {what} is cut along "
-                f"{', '.join(sorted(wanted)) or 'no axis'}; its type says "
+                f"{name}: placement says that {dim} is cut along "
+                f"{', '.join(sorted(planned)) or 'no axis'}; its type says "
                 f"{', '.join(sorted(got)) or 'none'}. Reshard the array, or leave the placement "
                 "out: on Explicit axes types say it."
             )
 
 
-def _of_dot_general(
+def _dot_general_sharding(
     x: jax.Array, w: jax.Array, numbers: Numbers, out_sharding: Sharding | None, name: str
 ) -> NamedSharding:
     """The sharding of lax.dot_general's result for these types; what it raises, naming the
@@ -306,13 +319,13 @@ def _of_dot_general(
         # Types as lax.dot_general wants them; its errors know no layer.
         error.args = (f"{name}: {str(error).partition(' This error occurs at source')[0]}",)
         raise
-    (found,) = shardings
-    if found.spec.unreduced or found.spec.reduced:
+    (sharding,) = shardings
+    if sharding.spec.unreduced or sharding.spec.reduced:
         raise ValueError(
             f"{name}: a linear rounds its results after the sum over devices (P-7), so none is "
             f"unreduced; got out_sharding={out_sharding}. Leave out unreduced."
         )
-    return found
+    return sharding
 
 
 def _mesh(*arrays: jax.Array):

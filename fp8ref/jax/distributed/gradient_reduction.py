@@ -72,7 +72,7 @@ def reduce_scatter(
     codes = jnp.pad(codes, [(0, rows * n - g.shape[0]), *[(0, 0)] * (g.ndim - 1)])  # code 0 is zero
     total = _added(codes.reshape(n, rows, *g.shape[1:]), axes, fmt)
     total, _, more = _rounded(total, axes, fmt, result)
-    return Reduced(product(total, _of_mean(scale_inv, n, mean)), saturated + more)
+    return Reduced(product(total, _averaged(scale_inv, n, mean)), saturated + more)
 
 
 def all_reduce(
@@ -94,9 +94,13 @@ def all_reduce(
     n = lax.axis_size(axes)
     codes, scale_inv, saturated = _shared(g, axes, fmt, policy, prescale, mu)
     total = _added(_cut(codes.reshape(-1), n), axes, fmt)
-    total, of_sum, more = _rounded(total, axes, fmt, result)
-    whole = _gathered(total, axes) if of_sum is None else cast.decode(_gathered(of_sum, axes), fmt)
-    value = product(whole[: g.size].reshape(g.shape), _of_mean(scale_inv, n, mean))
+    total, sum_codes, more = _rounded(total, axes, fmt, result)
+    whole = (
+        _gathered(total, axes)
+        if sum_codes is None
+        else cast.decode(_gathered(sum_codes, axes), fmt)
+    )
+    value = product(whole[: g.size].reshape(g.shape), _averaged(scale_inv, n, mean))
     return Reduced(value, saturated + more)
 
 
@@ -240,7 +244,7 @@ def _counted(scaled: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
     return lax.psum(jnp.minimum(own, MOST_COUNTED // lax.axis_size(axes)), axes)
 
 
-def _of_mean(scale_inv: jax.Array, n: int, mean: bool) -> jax.Array:
+def _averaged(scale_inv: jax.Array, n: int, mean: bool) -> jax.Array:
     return scale_inv * gradient_reduction.share_of(n) if mean else scale_inv
 
 

@@ -143,9 +143,9 @@ def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> 
             )
         return "one"
     if unknown := [axis for axis in placement.axes if axis not in mesh.axis_names]:
-        known = ", ".join(mesh.axis_names) or "none, as its arguments are on one device"
+        names = ", ".join(mesh.axis_names) or "none, as its arguments are on one device"
         raise ValueError(
-            f"{name}: placement names axes of the mesh, {known}; got {', '.join(unknown)}."
+            f"{name}: placement names axes of the mesh, {names}; got {', '.join(unknown)}."
         )
     if not manual:
         if placement.scope == "local":
@@ -211,12 +211,12 @@ def check_shapes(
 
     tokens: the number of tokens of the global batch.
     """
-    for what, size, axes in _dims(tokens, shape, placement):
+    for dim, size, axes in _dims(tokens, shape, placement):
         parts = math.prod(mesh_shape[axis] for axis in axes)
         if size % parts:
             raise ValueError(
-                f"{name}: shards are equal (P-1), so {what} is divisible by its {parts} pieces "
-                f"along {', '.join(axes)}; got {what}={size}. Change the mesh, or pad the "
+                f"{name}: shards are equal (P-1), so {dim} is divisible by its {parts} pieces "
+                f"along {', '.join(axes)}; got {dim}={size}. Change the mesh, or pad the "
                 "layer."
             )
 
@@ -236,15 +236,15 @@ def _dims(
 def _check_variance(x: jax.Array, w: jax.Array, placement: Placement, name: str) -> None:
     roles: tuple[Role, Role] = ("input", "weight")
     expected = [{axis for dim in placement.at_rest(role) for axis in dim} for role in roles]
-    found = [set(varying(x)), set(varying(w))]
+    varied = [set(varying(x)), set(varying(w))]
     # Along an axis that both vary along and the placement does not name, there are as many linears
     # as devices.
-    apart = (found[0] & found[1]) - {axis for axes in expected for axis in axes}
-    for what, wanted, got in zip(("x", "w"), expected, found, strict=True):
-        if got - apart != wanted:
+    apart = (varied[0] & varied[1]) - {axis for axes in expected for axis in axes}
+    for operand, cut_axes, got in zip(("x", "w"), expected, varied, strict=True):
+        if got - apart != cut_axes:
             raise ValueError(
-                f"{name}: {what} varies along the mesh axes that placement says cut it, "
-                f"{_names(wanted)}; it varies along {_names(got)}. Make placement and "
+                f"{name}: {operand} varies along the mesh axes that placement says cut it, "
+                f"{_names(cut_axes)}; it varies along {_names(got)}. Make placement and "
                 "shard_map's in_specs agree, or mark a replicated value with lax.pcast(..., "
                 "to='varying')."
             )

@@ -76,8 +76,8 @@ def check_arrays(
     cut an array.
     """
     if unlike := [
-        f"{what}, {type(v).__name__}"
-        for what, v in {"x": x, "w": w, "group_sizes": group_sizes}.items()
+        f"{argument}, {type(v).__name__}"
+        for argument, v in {"x": x, "w": w, "group_sizes": group_sizes}.items()
         if not hasattr(v, "dtype")
     ]:
         raise ValueError(
@@ -99,10 +99,10 @@ def check_arrays(
             f"{name}: x and w are of one dtype, bfloat16, float16 or float32; got {x.dtype} and "
             f"{w.dtype}. Cast the weight first."
         )
-    for what, v in {"x": x, "w": w, "group_sizes": group_sizes}.items():
+    for argument, v in {"x": x, "w": w, "group_sizes": group_sizes}.items():
         if axes := explicit_sharding.cutting(v):
             raise ValueError(
-                f"{name}: a grouped linear reads no cuts from types; got {what} cut along the "
+                f"{name}: a grouped linear reads no cuts from types; got {argument} cut along the "
                 f"Explicit axes {', '.join(axes)}. Use jax.shard_map with over=..., a mesh of "
                 "Auto axes, or arrays that are whole: jax.sharding.reshard(x, jax.P())."
             )
@@ -117,13 +117,13 @@ def _check_sizes(group_sizes: jax.Array, rows: int, name: str) -> None:
     """ValueError for sizes that do not fit, where the host knows them: not of tracers, and not on a
     GPU, for which it would wait.
     """
-    known = isinstance(group_sizes, np.ndarray) or (
+    on_host = isinstance(group_sizes, np.ndarray) or (
         isinstance(group_sizes, jax.Array)
         and not isinstance(group_sizes, jax.core.Tracer)
         and all(device.platform == "cpu" for device in group_sizes.devices())
         and group_sizes.is_fully_addressable
     )
-    if not known or not len(group_sizes):
+    if not on_host or not len(group_sizes):
         return
     sizes = np.asarray(group_sizes).astype(np.int64)
     if sizes.min() < 0 or sizes.sum() > rows:

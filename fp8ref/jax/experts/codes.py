@@ -37,21 +37,21 @@ def cast_of(recipes: Sequence[GroupedRecipe], role: Role) -> CastSpec | None:
     move (X-14); else None: where GEMMs take other casts, or none, and where a scale is not of the
     whole of a group's rows, or a state's."""
     used = {
-        of_gemm
+        gemm_cast
         for recipe in recipes
         for which, spec in recipe.recipe.gemms.items()
-        for of, of_gemm in zip(OPERANDS[which], (spec.a, spec.b), strict=True)
+        for of, gemm_cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True)
         if of == role
     }
     if len(used) > 1:
         return None
-    (one,) = used
+    (shared_cast,) = used
     by_groups = all(recipe.amax == "group" for recipe in recipes)
     return (
-        one
-        if one is not None
-        and one.granularity == "tensorwise"
-        and (one.delayed is not None or by_groups)
+        shared_cast
+        if shared_cast is not None
+        and shared_cast.granularity == "tensorwise"
+        and (shared_cast.delayed is not None or by_groups)
         else None
     )
 
@@ -167,10 +167,10 @@ def _returned(
     group_sizes: jax.Array,
     moved: Moved,
     scale: jax.Array | None,
-    how: tuple,
+    settings: tuple,
 ) -> jax.Array:
     """Results back to the devices that sent rows; the gradient moves to the experts in the slot."""
-    return parallel.combine(y, moved, how[0])
+    return parallel.combine(y, moved, settings[0])
 
 
 def _returned_forward(
@@ -179,9 +179,9 @@ def _returned_forward(
     group_sizes: jax.Array,
     moved: Moved,
     scale: jax.Array | None,
-    how: tuple,
+    settings: tuple,
 ):
-    return _returned(y, slot, group_sizes, moved, scale, how), (
+    return _returned(y, slot, group_sizes, moved, scale, settings), (
         group_sizes,
         moved.order,
         moved.places,
@@ -189,8 +189,8 @@ def _returned_forward(
     )
 
 
-def _returned_backward(how: tuple, residuals, g: jax.Array):
-    (group_sizes, order, places, scale), (axis, spec, over) = residuals, how
+def _returned_backward(settings: tuple, residuals, g: jax.Array):
+    (group_sizes, order, places, scale), (axis, spec, over) = residuals, settings
     q = _quantized(g, group_sizes, axis, spec, scale, over)
     codes = parallel.sent(lax.bitcast_convert_type(q.codes, jnp.uint8), places, order, axis)
     seen = jnp.zeros(3, jnp.float32) if spec.delayed is None else observed(g, group_sizes)
@@ -200,12 +200,12 @@ def _returned_backward(how: tuple, residuals, g: jax.Array):
         *scales,
         seen,
     )  # type: ignore[call-arg]
-    of_moved = Moved(*(None for _ in Moved._fields))  # type: ignore[arg-type]
+    moved_grads = Moved(*(None for _ in Moved._fields))  # type: ignore[arg-type]
     return (
         _nothing(g, len(order)),
         own,
         None,
-        of_moved,
+        moved_grads,
         None if scale is None else jnp.zeros_like(scale),
     )
 

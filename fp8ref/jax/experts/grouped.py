@@ -163,18 +163,20 @@ def _applied(
         # lost.
         return jnp.zeros((len(x), w.shape[2]), x.dtype), jax.tree.map(jnp.copy, seen), tap, None
     x, w, group_sizes, axes = arguments.on_one_device(x, w, group_sizes, recipe, over, name)
-    how: dict = {
+    options: dict = {
         "observer": gemm_observer.current(),
         "measures": tap is not None,
         "over": over,
         "axes": axes,
         "slot": slot,
     }
-    use = Use(recipe=recipe, name=name, dtypes=(x.dtype, x.dtype, w.dtype), **how)
+    use = Use(recipe=recipe, name=name, dtypes=(x.dtype, x.dtype, w.dtype), **options)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
-    known = dict(delayed.scales(state or {}, recipe.recipe))
-    y, after, tap, found = _grouped(x, w, group_sizes, known, dict(seen or {}), tap, codes, use)
-    return y, None if seen is None else after, tap, found
+    state_scales = dict(delayed.scales(state or {}, recipe.recipe))
+    y, after, tap, grad_slot = _grouped(
+        x, w, group_sizes, state_scales, dict(seen or {}), tap, codes, use
+    )
+    return y, None if seen is None else after, tap, grad_slot
 
 
 def quantize_operand(
@@ -273,21 +275,21 @@ def _backward(use: Use, residuals, cotangents):
         groups.only(g) if slot is None else Codes(slot.codes, slot.scale, slot.scale_inv)
     )
     # [M, N] x [E, K, N] -> [M, K]
-    grad_input, of_first = _gemm("grad_input", tensors, groups, state_scales, use)
+    grad_input, first_measured = _gemm("grad_input", tensors, groups, state_scales, use)
     # [M, N] x [M, K] -> [E, K, N]
-    grad_weight, of_second = _gemm("grad_weight", tensors, groups, state_scales, use)
-    of_seen = _observed(later, {"grad_output": tensors["grad_output"]}, seen, groups, use)
+    grad_weight, second_measured = _gemm("grad_weight", tensors, groups, state_scales, use)
+    merged_seen = _observed(later, {"grad_output": tensors["grad_output"]}, seen, groups, use)
     if slot is not None and "grad_output" in seen:
-        of_seen["grad_output"] = delayed.over_batch(
-            delayed.larger(of_seen["grad_output"], slot.seen), seen["grad_output"]
+        merged_seen["grad_output"] = delayed.over_batch(
+            delayed.larger(merged_seen["grad_output"], slot.seen), seen["grad_output"]
         )
-    tap = None if tap is None else tap + stats.rows(of_first | of_second)
+    tap = None if tap is None else tap + stats.rows(first_measured | second_measured)
     return (
         grad_input,
         grad_weight,
         None,
         jax.tree.map(jnp.zeros_like, state_scales),
-        of_seen,
+        merged_seen,
         tap,
         None,
     )
@@ -313,19 +315,17 @@ def _gemm(
     out_dtype, (x_dtype, _, w_dtype) = gemm.output_dtype(spec, dtype), use.dtypes
     scope = f"{use.name}/{which}"
 
-    def operand(role: Role, of_gemm: CastSpec | None) -> Quantized | Segmented | jax.Array:
-        given = tensors[role]
-        if isinstance(given, Codes):
-            assert of_gemm is not None
-            return given.operand(of_gemm, -2 if which == "grad_weight" else -1, groups)
+    def operand(role: Role, cast: CastSpec | None) -> Quantized | Segmented | jax.Array:
+        tensor = tensors[role]
+        if isinstance(tensor, Codes):
+            assert cast is not None
+            return tensor.operand(cast, -2 if which == "grad_weight" else -1, groups)
         return quantize_operand(
-            which, role, given, groups, use.recipe, state_scales.get(role), use.over
+            which, role, tensor, groups, use.recipe, state_scales.get(role), use.over
         )
 
     with jax.named_scope(scope):
-        a, b = (
-            operand(role, of_gemm) for role, of_gemm in zip(roles, (spec.a, spec.b), strict=True)
-        )
+        a, b = (operand(role, cast) for role, cast in zip(roles, (spec.a, spec.b), strict=True))
         if isinstance(a, jax.Array) or isinstance(b, jax.Array):
             # An operand that is cast beside one that is not is dequantized, and rounded to its
             # tensor's dtype (L-4).
@@ -347,31 +347,31 @@ def _gemm(
         else:
             assert isinstance(b, Quantized)
             out = operands.rows_by_weights(a, b, spec, groups, out_dtype, scope=scope)
-    given = tuple(tensors[role] for role in roles)
-    assert not (use.observer or use.measures) or not any(isinstance(v, Codes) for v in given), (
+    sources = tuple(tensors[role] for role in roles)
+    assert not (use.observer or use.measures) or not any(isinstance(v, Codes) for v in sources), (
         "what observes sees rows"
     )
     if use.observer is not None:
-        reports.observe(use.observer, use.name, which, given, (a, b), groups, out)
+        reports.observe(use.observer, use.name, which, sources, (a, b), groups, out)
     measured: stats.Measured = {}
     if use.measures:
-        shown = zip(roles, given, (a, b), strict=True)
+        shown = zip(roles, sources, (a, b), strict=True)
         measured = {(which, role): reports.measure(x, q, groups) for role, x, q in shown}  # type: ignore[arg-type]
     return out.astype(dtype), measured
 
 
 def _observed(
-    seen: dict, tensors: Mapping[Role, jax.Array | Codes], given: dict, groups: Groups, use: Use
+    seen: dict, tensors: Mapping[Role, jax.Array | Codes], own_seen: dict, groups: Groups, use: Use
 ) -> dict:
     """seen, merged with the amaxes of those of its roles that are among tensors, on all devices,
     unless no group has rows (X-9). What is FP8 already was observed before."""
     if not seen:
         return {}
     used, merged = (lax.pmax(groups.ends[-1], use.axes) if use.axes else groups.ends[-1]) > 0, {}
-    for role, of_role in seen.items():
+    for role, role_seen in seen.items():
         tensor = tensors.get(role)
         if tensor is not None and not isinstance(tensor, Codes):
-            found = jnp.where(used, delayed.observe(tensor, over=use.axes), 0.0)
-            of_role = delayed.larger(of_role, found)
-        merged[role] = delayed.over_batch(of_role, given[role])
+            observation = jnp.where(used, delayed.observe(tensor, over=use.axes), 0.0)
+            role_seen = delayed.larger(role_seen, observation)
+        merged[role] = delayed.over_batch(role_seen, own_seen[role])
     return merged

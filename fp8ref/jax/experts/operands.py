@@ -67,7 +67,7 @@ class Segmented(NamedTuple):
     granularity: str
     axis: int
 
-    def of_rows(self, table: jax.Array) -> jax.Array:
+    def lines(self, table: jax.Array) -> jax.Array:
         """The line of each row: [M, C] or [M, 1]."""
         return jnp.take(table, self.segment, axis=0, mode="clip")
 
@@ -89,8 +89,8 @@ class Codes(NamedTuple):
             else lax.bitcast_convert_type(self.codes, native)
         )
         if self.scale.ndim == 0:
-            made: dict = {"fmt": spec.fmt, "granularity": spec.granularity, "axis": axis}
-            return Quantized(codes=codes, scale=self.scale, scale_inv=self.scale_inv, **made)
+            options: dict = {"fmt": spec.fmt, "granularity": spec.granularity, "axis": axis}
+            return Quantized(codes=codes, scale=self.scale, scale_inv=self.scale_inv, **options)
         return Segmented(
             codes, self.scale, self.scale_inv, groups.group, spec.fmt, spec.granularity, axis
         )
@@ -151,11 +151,9 @@ def quantize_rows(
         largest = lax.pmax(largest, over)
     largest = cast.from_magnitude_bits(largest, rows.dtype)
     table = scales.scales_from_amax(largest, spec.fmt, spec.policy)
-    made = Segmented(x, table.scale, table.scale_inv, segment, spec.fmt, spec.granularity, axis)
+    q = Segmented(x, table.scale, table.scale_inv, segment, spec.fmt, spec.granularity, axis)
     times = scales.times_e8m0 if spec.policy.e8m0 else operator.mul
-    return made._replace(
-        codes=cast.to_fp8(times(cast.to_f32(x), made.of_rows(table.scale)), spec.fmt)
-    )
+    return q._replace(codes=cast.to_fp8(times(cast.to_f32(x), q.lines(table.scale)), spec.fmt))
 
 
 def quantize_weights(
@@ -191,17 +189,17 @@ def rows_by_weights(
 
     if gemm.dequantizes(b.granularity):
         assert isinstance(a, Quantized)
-        of_rows, of_weights = (
+        row_values, weight_values = (
             v.astype(_exact(spec)) for v in (scaling.dequantize(a), jax.vmap(scaling.dequantize)(b))
         )
         out = _rows_by_weights(
-            of_rows, of_weights, groups, turned, lax.Precision.HIGHEST, scope
+            row_values, weight_values, groups, turned, lax.Precision.HIGHEST, scope
         ).astype(out_dtype)
     else:
         acc = _rows_by_weights(
             a.codes, b.codes, groups, turned, gemm.PRECISION[spec.accumulate], scope
         )
-        scale_a = a.of_rows(a.scale_inv) if isinstance(a, Segmented) else a.scale_inv
+        scale_a = a.lines(a.scale_inv) if isinstance(a, Segmented) else a.scale_inv
         out = gemm.finish(acc, scale_a, factor(b.scale_inv), spec.epilogue, out_dtype)
     return groups.only(out)
 
@@ -223,18 +221,20 @@ def rows_by_rows(
         and isinstance(b, Segmented)
         and len(a.scale_inv) != len(groups.sizes)
     ):
-        of_a, of_b = (
-            (cast.decode(q.codes, q.fmt) * q.of_rows(q.scale_inv)).astype(_exact(spec))
+        a_values, b_values = (
+            (cast.decode(q.codes, q.fmt) * q.lines(q.scale_inv)).astype(_exact(spec))
             for q in (a, b)
         )
-        out = _rows_by_rows(of_a, of_b, groups, lax.Precision.HIGHEST, scope).astype(out_dtype)
+        out = _rows_by_rows(a_values, b_values, groups, lax.Precision.HIGHEST, scope).astype(
+            out_dtype
+        )
     else:
         acc = _rows_by_rows(a.codes, b.codes, groups, gemm.PRECISION[spec.accumulate], scope)
         # [E, 1, N] and [E, K, 1]; of all groups [1, N] and [K, 1], or one
         out = gemm.finish(
             acc,
-            _of_lines(a.scale_inv),
-            jnp.swapaxes(_of_lines(b.scale_inv), -1, -2),
+            _line_scales(a.scale_inv),
+            jnp.swapaxes(_line_scales(b.scale_inv), -1, -2),
             spec.epilogue,
             out_dtype,
         )
@@ -244,7 +244,7 @@ def rows_by_rows(
 def dequantized(q: Quantized | Segmented) -> jax.Array:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape, of rows or weights."""
     if isinstance(q, Segmented):
-        return cast.decode(q.codes, q.fmt) * q.of_rows(q.scale_inv)
+        return cast.decode(q.codes, q.fmt) * q.lines(q.scale_inv)
     each = q.codes.ndim == 3 and q.scale_inv.ndim > 0 and q.scale_inv.shape[0] == len(q.codes)
     return (jax.vmap(scaling.dequantize) if each else scaling.dequantize)(q)
 
@@ -291,7 +291,7 @@ def _blocks(groups: Groups, size: int) -> tuple[jax.Array, int]:
     return jnp.where(groups.group < experts, segment, count), count
 
 
-def _of_lines(table: jax.Array) -> jax.Array:
+def _line_scales(table: jax.Array) -> jax.Array:
     """Scales [E, C], [E, 1] or [1, C] as [E, 1, C], [E, 1, 1] or [1, 1, C]; one scale as [1, 1]."""
     return table.reshape(1, 1) if table.ndim == 0 else table[:, None, :]
 

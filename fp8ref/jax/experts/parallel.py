@@ -106,10 +106,10 @@ def plan(group_sizes: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.A
     )
     # [D, E / D], of each sender
     received = lax.all_to_all(sizes.reshape(devices, own), axis, split_axis=0, concat_axis=0)
-    of_sender = (
+    ended = (
         jnp.cumsum(received, axis=1)[:, None, :] <= jnp.arange(rows, dtype=jnp.int32)[None, :, None]
     )
-    order = jnp.argsort(of_sender.sum(axis=2, dtype=jnp.int32).reshape(-1), stable=True)
+    order = jnp.argsort(ended.sum(axis=2, dtype=jnp.int32).reshape(-1), stable=True)
     return places, received.sum(axis=0), order
 
 

@@ -35,7 +35,7 @@ def observe(
 
     tensors   of both operands: rows [M, C], or weights [E, K, N], which are reported as [N, K].
     """
-    about = tuple((of_rows(q), q.granularity, q.axis) for q in operands)
+    about = tuple((is_rows(q), q.granularity, q.axis) for q in operands)
     arrays = [
         (x, lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale)
         for x, q in zip(tensors, operands, strict=True)
@@ -45,7 +45,7 @@ def observe(
     )
 
 
-def of_rows(q: Quantized | Segmented) -> bool:
+def is_rows(q: Quantized | Segmented) -> bool:
     """Whether an operand is rows of groups, not weights."""
     return q.codes.ndim == 2
 
@@ -53,12 +53,12 @@ def of_rows(q: Quantized | Segmented) -> bool:
 def measure(x: jax.Array, q: Quantized | Segmented, groups: Groups) -> jax.Array:
     """The measurement float32 [stats.LENGTH] of rows x [M, C] in groups, or of weights x [E, K, N],
     and their quantized form q."""
-    if not of_rows(q):
+    if not is_rows(q):
         assert isinstance(q, Quantized)
-        scale, scale_inv = (_of_weights(s, q) for s in (q.scale, q.scale_inv))
+        scale, scale_inv = (_weight_scales(s, q) for s in (q.scale, q.scale_inv))
         inside = jnp.ones((1, 1, 1), bool)
     elif isinstance(q, Segmented):
-        scale, scale_inv = (q.of_rows(s) for s in (q.scale, q.scale_inv))
+        scale, scale_inv = (q.lines(s) for s in (q.scale, q.scale_inv))
         inside = (groups.group < len(groups.sizes))[:, None]
     else:
         scale, scale_inv = (
@@ -71,13 +71,14 @@ def measure(x: jax.Array, q: Quantized | Segmented, groups: Groups) -> jax.Array
     )
 
 
-def _of_weights(scale: jax.Array, q: Quantized) -> jax.Array:
+def _weight_scales(scale: jax.Array, q: Quantized) -> jax.Array:
     """Scales of weights [E, K, N] spread to their elements."""
     if scale.ndim == 0:
         return jnp.broadcast_to(scale, q.codes.shape)
     return jax.vmap(
-        lambda one: jnp.broadcast_to(
-            scaling.spread(one, q.codes.shape[1:], q.granularity, q.axis), q.codes.shape[1:]
+        lambda expert_scale: jnp.broadcast_to(
+            scaling.spread(expert_scale, q.codes.shape[1:], q.granularity, q.axis),
+            q.codes.shape[1:],
         )
     )(scale)
 
@@ -93,11 +94,11 @@ def _report(
     out: np.ndarray,
 ) -> None:
     """On the host: call the observer for each group."""
-    for _, parts, of_group in of_groups(which, about, ends, a, b, out):
-        observer(name, which, *parts, of_group)
+    for _, parts, group_out in group_gemms(which, about, ends, a, b, out):
+        observer(name, which, *parts, group_out)
 
 
-def of_groups(
+def group_gemms(
     which: Gemm, about: tuple, ends, a: tuple, b: tuple, out
 ) -> Iterator[tuple[int, list[tuple], np.ndarray]]:
     """(e, operands, result) of each group's GEMM, as those of a linear.
@@ -118,22 +119,23 @@ def of_groups(
         if begin == end and not shared:
             continue
         parts = [
-            _part(v, how, which, e, begin, end, first) for v, how in zip((a, b), about, strict=True)
+            _part(v, layout, which, e, begin, end, first)
+            for v, layout in zip((a, b), about, strict=True)
         ]
         first += -(-(end - begin) // size)
-        of_group = out[e].T if which == "grad_weight" else out[begin:end]  # [E, K, N], or rows
-        yield e, parts, of_group if len(of_group) else np.zeros((1, out.shape[-1]), out.dtype)
+        group_out = out[e].T if which == "grad_weight" else out[begin:end]  # [E, K, N], or rows
+        yield e, parts, group_out if len(group_out) else np.zeros((1, out.shape[-1]), out.dtype)
 
 
 def _part(
-    arrays: tuple, how: tuple, which: Gemm, e: int, begin: int, end: int, first: int
+    arrays: tuple, layout: tuple, which: Gemm, e: int, begin: int, end: int, first: int
 ) -> tuple:
     """(hp, codes, scale) of one group, in a linear's own layout."""
-    (x, codes, scale), (rows, granularity, axis) = arrays, how
+    (x, codes, scale), (rows, granularity, axis) = arrays, layout
     one = granularity == "tensorwise"
     if not rows:
-        of_expert = scale if scale.ndim == 0 else scale[e].reshape(()) if one else scale[e].T
-        return x[e].T, codes[e].T, of_expert
+        expert_scale = scale if scale.ndim == 0 else scale[e].reshape(()) if one else scale[e].T
+        return x[e].T, codes[e].T, expert_scale
     x, codes, size = x[begin:end], codes[begin:end], by_name(granularity).reduced or 1
     count = -(-len(x) // size)
     if not len(x):  # one row of zeros (X-6)

@@ -68,12 +68,12 @@ def merge(*observed: Observed) -> Observed:
     """
     if not observed:
         raise ValueError("merge takes the observations of at least one value_and_grad; got none.")
-    for one in observed:
-        check(one)
-        same_layers(observed[0].layers, one.layers, "merge")
+    for microbatch in observed:
+        check(microbatch)
+        same_layers(observed[0].layers, microbatch.layers, "merge")
     return Observed(
         layers={
-            path: delayed.merge(*(one.layers[path] for one in observed))
+            path: delayed.merge(*(microbatch.layers[path] for microbatch in observed))
             for path in observed[0].layers
         }
     )
@@ -133,8 +133,8 @@ def by_gradient(y: jax.Array, seen: Any, path: str) -> jax.Array:
 
 
 def _delivered(path: str, seen: Any, g: jax.Array) -> tuple:
-    if found := observers():
-        found.delivered.add(path)
+    if active_observers := observers():
+        active_observers.delivered.add(path)
     return g, seen
 
 

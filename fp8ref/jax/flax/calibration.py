@@ -37,14 +37,12 @@ def calibrate(model: nnx.Module | Mapping, batches: Iterable, *, apply: Callable
     if not calls:
         raise ValueError("calibrate takes at least one batch of the model's inputs; got none.")
     if isinstance(model, nnx.Module):
-        return update(model, Observed(layers=_of_nnx(model, begun, calls)))
+        return update(model, Observed(layers=_nnx_seen(model, begun, calls)))
     if apply is None:
         raise ValueError(
             "calibrate runs a linen model by its apply; got none. Pass apply=net.apply."
         )
-    seen = collection(
-        {tuple(path.split(".")): of_layer for path, of_layer in begun.items()}, "seen"
-    )
+    seen = collection({tuple(path.split(".")): blank for path, blank in begun.items()}, "seen")
     with amax_observations.observing(), amax_observations.calibration(True):
         for args, kwargs in calls:
             seen = apply({**model, SEEN: seen}, *args, mutable=[SEEN], **kwargs)[1][SEEN]
@@ -54,7 +52,7 @@ def calibrate(model: nnx.Module | Mapping, batches: Iterable, *, apply: Callable
     return update(model, Observed(layers=layers))
 
 
-def _of_nnx(model: nnx.Module, begun: Mapping, calls: list[tuple[tuple, dict]]) -> dict:
+def _nnx_seen(model: nnx.Module, begun: Mapping, calls: list[tuple[tuple, dict]]) -> dict:
     """The observations of an NNX model's hooks, by path."""
     stateful = {path: hook for path, hook in hooks(model).items() if path in begun}
     try:

@@ -103,9 +103,9 @@ def convert(
     raise ValueError(f"convert takes a linen or an NNX module; got {type(model).__name__}.")
 
 
-def _hook_options(chosen: Sequence[str], given: Mapping) -> dict[str, dict]:
+def _hook_options(chosen: Sequence[str], hook_options: Mapping) -> dict[str, dict]:
     """For each layer in FP8, the options of its hook: simulated hardware, placement."""
-    placement = given["placement"]
+    placement = hook_options["placement"]
     if isinstance(placement, Mapping):
         for pattern in placement:
             if not any(linear_selection.matches(pattern, name) for name in chosen):
@@ -113,7 +113,7 @@ def _hook_options(chosen: Sequence[str], given: Mapping) -> dict[str, dict]:
                     "every pattern of placement names at least one linear in FP8 (R-3); "
                     f"{pattern!r} names none of: {linear_selection.listed(chosen)}."
                 )
-        found = {
+        placements = {
             name: next(
                 (
                     placed
@@ -125,19 +125,26 @@ def _hook_options(chosen: Sequence[str], given: Mapping) -> dict[str, dict]:
             for name in chosen
         }
     else:
-        found = {name: placement(name) if callable(placement) else placement for name in chosen}
-    for name, placed in found.items():
+        placements = {
+            name: placement(name) if callable(placement) else placement for name in chosen
+        }
+    for name, placed in placements.items():
         if not isinstance(placed, Placement | None):
             raise ValueError(
                 f"{name}: a placement is a sharding.Placement or None; got {type(placed).__name__}."
             )
     return {
-        name: {"multiply": given["multiply"], "placement": placed} for name, placed in found.items()
+        name: {"multiply": hook_options["multiply"], "placement": placed}
+        for name, placed in placements.items()
     }
 
 
 def _convert_nnx(
-    model: nnx.Module, recipe: Recipe, options: Mapping, given: Mapping, rules: Sequence[Rule]
+    model: nnx.Module,
+    recipe: Recipe,
+    options: Mapping,
+    hook_options: Mapping,
+    rules: Sequence[Rule],
 ) -> nnx.Module:
     """Put hooks into an NNX model's layers, after all of them were checked."""
     # Called for its check.
@@ -146,7 +153,7 @@ def _convert_nnx(
     selected = linear_selection.select(
         {name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options
     )
-    selected = [_of_layer(decision, layers[decision.path]) for decision in selected]
+    selected = [_refined(decision, layers[decision.path]) for decision in selected]
     selected = routers.left_out(
         selected, {d.experts for d in selected if d.fp8 and d.experts}, options["fp8_fqns"]
     )
@@ -161,23 +168,23 @@ def _convert_nnx(
             GroupedLinear: lax.ragged_dot,
         }
         hooks = [getattr(layer, _attribute(layer)), getattr(layer, "dot_general_cls", None)]
-        taken = [
+        hooks_in_use = [
             hook
             for hook in hooks
             if hook not in (next(v for k, v in free.items() if isinstance(layer, k)), None)
         ]
-        _check_free(decision.path, taken, getattr(layer, "precision", None))
+        _check_free(decision.path, hooks_in_use, getattr(layer, "precision", None))
         _check_dtype(decision.path, layer)
-    of_hooks = _hook_options([decision.path for decision, _ in chosen], given)
+    by_layer = _hook_options([decision.path for decision, _ in chosen], hook_options)
     # refuses what a hook does not take
-    made = [_hook(decision, layer, of_hooks[decision.path]) for decision, layer in chosen]
+    new_hooks = [_hook(decision, layer, by_layer[decision.path]) for decision, layer in chosen]
     notice = unset_scales.Model()
-    for (_, layer), hook in zip(chosen, made, strict=True):
+    for (_, layer), hook in zip(chosen, new_hooks, strict=True):
         setattr(layer, _attribute(layer), nnx.data(hook))
         unset_scales.models[hook] = notice
     decisions = {decision.path: decision for decision in plan}
     _log(
-        reports.of_nnx(
+        reports.nnx_report(
             model, None, {path: decision.shape for path, decision in decisions.items()}, decisions
         ),
         type(model).__name__,
@@ -201,7 +208,7 @@ def _hook(decision: linear_selection.Decision, layer, options: Mapping) -> nnx_h
     return hook
 
 
-def _of_layer(decision: linear_selection.Decision, layer) -> linear_selection.Decision:
+def _refined(decision: linear_selection.Decision, layer) -> linear_selection.Decision:
     """A decision with the number of its kernels and the recipe of grouped linears (X-8), if it is
     of experts; without FP8, if the layer's call does not use its hook."""
     if decision.fp8 and _ignores_hook(layer):
@@ -231,8 +238,8 @@ def _check_some(plan: Sequence[linear_selection.Decision]) -> None:
 def _ignores_hook(layer) -> bool:
     """True if the layer's class has a __call__ of its own that takes one input, as Flax's, and
     never runs the hook: it is traced. A call that cannot be traced so may run it."""
-    of_flax = next(kind for kind in type(layer).__mro__ if kind in _OF_FLAX)
-    if isinstance(layer, GroupedLinear) or type(layer).__call__ is of_flax.__call__:
+    flax_class = next(kind for kind in type(layer).__mro__ if kind in _OF_FLAX)
+    if isinstance(layer, GroupedLinear) or type(layer).__call__ is flax_class.__call__:
         return False
     graph, state = nnx.split(layer)
     ran: list[bool] = []
@@ -279,13 +286,13 @@ def _check_dtype(name: str, layer) -> None:
         )
 
 
-def _log(made: reports.Report, name: str) -> None:
+def _log(report: reports.Report, name: str) -> None:
     """One line: what a conversion did, a warning where it left out what is no linear."""
     _logger.log(
-        logging.WARNING if made.surprising else logging.INFO,
+        logging.WARNING if report.surprising else logging.INFO,
         "convert: %s: %s",
         name,
-        made.summary(),
+        report.summary(),
     )
 
 
@@ -304,7 +311,7 @@ def report(model, inputs: tuple | None = None) -> reports.Report:
             "report takes an NNX model, or without inputs a linen model that convert returned; "
             f"got {type(model).__name__}. Convert it first."
         )
-    return reports.of_nnx(
+    return reports.nnx_report(
         model, inputs, {name: _dims(name, layer) for name, layer in _linears(model).items()}
     )
 
@@ -380,21 +387,23 @@ def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int,
     """N and K of an einsum's kernel: the product of its output letters and of its contracted
     ones."""
     operands, _, out = subscripts.replace(" ", "").partition("->")
-    of_x, _, of_w = operands.partition(",")
-    if "." in of_w or len(of_w) != len(shape):
+    x_letters, _, w_letters = operands.partition(",")
+    if "." in w_letters or len(w_letters) != len(shape):
         raise ValueError(
             f"{name}: an einsum names every dim of its kernel, of shape {tuple(shape)}; got "
             f"{subscripts!r}. Write them out."
         )
-    sizes = dict(zip(of_w, shape, strict=True))
+    sizes = dict(zip(w_letters, shape, strict=True))
     return (
-        math.prod(size for letter, size in sizes.items() if letter in out and letter not in of_x),
+        math.prod(
+            size for letter, size in sizes.items() if letter in out and letter not in x_letters
+        ),
         math.prod(size for letter, size in sizes.items() if letter not in out),
     )
 
 
 def _convert_linen(
-    model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs, given: Mapping
+    model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs, hook_options: Mapping
 ) -> nn.Module:
     """A linen module with hooks in its linears.
 
@@ -448,9 +457,9 @@ def _convert_linen(
                 [hook for hook in (layer.dot_general, layer.dot_general_cls) if hook is not None],
                 layer.precision,
             )
-    of_hooks = _hook_options([decision.path for decision in plan if decision.fp8], given)
+    by_layer = _hook_options([decision.path for decision in plan if decision.fp8], hook_options)
     hooks = {
-        d.path: linen_hooks.linen_dot_general(d.recipe, **of_hooks[d.path]) if d.fp8 else None
+        d.path: linen_hooks.linen_dot_general(d.recipe, **by_layer[d.path]) if d.fp8 else None
         for d in plan
     }
     converted = _converted(model, hooks)
@@ -469,16 +478,16 @@ def _convert_linen(
         for decision in plan
     ]
     _check_some(plan)
-    of_layers = {decision.path: decision.recipe for decision in plan}
-    made = reports.of_linen(
+    layer_recipes = {decision.path: decision.recipe for decision in plan}
+    report = reports.linen_report(
         modules,
         variables.get("params", {}),
         {decision.path: decision for decision in plan},
-        of_layers,
+        layer_recipes,
         jaxpr.jaxpr,
     )
-    type(converted)._report = made
-    _log(made, type(model).__name__)
+    type(converted)._report = report
+    _log(report, type(model).__name__)
     return converted
 
 

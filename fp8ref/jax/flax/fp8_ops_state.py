@@ -72,7 +72,7 @@ def from_flax(variables: Mapping) -> dict:
         _renamed(path, _OPS): _layer_from_flax(".".join(path), entries)
         for path, entries in layers.items()
     }
-    rest = {name: of_name for name, of_name in variables.items() if name != COLLECTION}
+    rest = {name: tree for name, tree in variables.items() if name != COLLECTION}
     return {**rest, STATE: collection(states, "state")}
 
 
@@ -100,7 +100,7 @@ def to_flax(variables: Mapping) -> dict:
             own = (*_renamed(path, ops), _ROLES[role])
             entries[(*own[:-1], f"{own[-1]}_scale")] = state.stored[..., None]
             entries[(*own[:-1], f"{own[-1]}_amax_history")] = _reordered(state.amax_history)
-    rest = {name: of_name for name, of_name in variables.items() if name != STATE}
+    rest = {name: tree for name, tree in variables.items() if name != STATE}
     return {**rest, COLLECTION: traverse_util.unflatten_dict(entries)}
 
 

@@ -82,9 +82,9 @@ class RaggedDot(Hook):
         """
         self.of_groups = grouped_arguments.check_recipe(recipe, name)
         if multiply is not None or placement is not None:
-            what = "simulated hardware" if multiply is not None else "a placement"
+            option = "simulated hardware" if multiply is not None else "a placement"
             raise ValueError(
-                f"{name} has experts, whose grouped GEMMs take no hook with {what}. Name it in "
+                f"{name} has experts, whose grouped GEMMs take no hook with {option}. Name it in "
                 "filter_fqns, or leave that out."
             )
         super().__init__(self.of_groups.recipe, name, stack)

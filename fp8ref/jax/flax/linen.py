@@ -148,9 +148,11 @@ def linen_states(variables: Mapping) -> dict[tuple[str, ...], LayerState]:
     }
 
 
-def collection(of_paths: Mapping[tuple[str, ...], Any], name: str) -> dict:
+def collection(values_by_path: Mapping[tuple[str, ...], Any], name: str) -> dict:
     """A linen collection with one variable, of this name, for each hook."""
-    return traverse_util.unflatten_dict({(*path, name): value for path, value in of_paths.items()})
+    return traverse_util.unflatten_dict(
+        {(*path, name): value for path, value in values_by_path.items()}
+    )
 
 
 def _checked(recipe: str | Recipe, name: str) -> Recipe:
@@ -214,11 +216,11 @@ def _contract(
             observers.threaded.add(path)
         return y
     if hook.has_variable(SEEN, "seen") and observers:
-        given = hook.get_variable(SEEN, "seen")
-        _check_once(given, observers.given.setdefault(path, []), name)
+        passed = hook.get_variable(SEEN, "seen")
+        _check_once(passed, observers.given.setdefault(path, []), name)
         if not x.size:  # nothing is observed of no tokens, and so nothing lost
             observers.delivered.add(path)
-        return amax_observations.by_gradient(*use(state=state.roles, seen=given), path)
+        return amax_observations.by_gradient(*use(state=state.roles, seen=passed), path)
     remedy = (
         f"Name {SEEN!r} in variable_axes of nn.scan and nn.vmap, or in variable_carry of an "
         f"nn.scan that shares weights, with apply(..., mutable=[{SEEN!r}]). Give a loss of "
@@ -239,11 +241,11 @@ def _first_history(hook: nn.Module) -> Any:
     )
 
 
-def _check_once(given: delayed.Seen, before: list, name: str) -> None:
+def _check_once(seen: delayed.Seen, before: list, name: str) -> None:
     """ValueError, naming the layer, if it has taken these observations before: gradients by them
     would be summed.
     """
-    (first, *_) = jax.tree.leaves(given)
+    (first, *_) = jax.tree.leaves(seen)
     if any(first is other for other in before):
         raise ValueError(
             f"{name}: a layer that runs twice in a pass hands its observations from use to use; "

@@ -69,9 +69,9 @@ class Hook(nnx.Module):
         state = self.state.get_value()
         if stack := next(
             (
-                jax.numpy.shape(of_role.stored)
-                for of_role in state.values()
-                if jax.numpy.ndim(of_role.stored)
+                jax.numpy.shape(role_state.stored)
+                for role_state in state.values()
+                if jax.numpy.ndim(role_state.stored)
             ),
             (),
         ):
@@ -185,7 +185,7 @@ def hooks(model: nnx.Module) -> dict[str, Hook]:
 
     Raises:   ValueError: a hook that several layers share.
     """
-    found: dict[str, Hook] = {}
+    hooks_by_path: dict[str, Hook] = {}
     owners: dict[int, str] = {}
     # every node once, so that a shared layer owns its hook once
     for path, node in nnx.iter_graph(model, graph=True):
@@ -200,8 +200,8 @@ def hooks(model: nnx.Module) -> dict[str, Hook]:
                     f"every layer has its own hook; {owners[id(hook)]} and {own} share one "
                     "hook. Call nnx_dot_general or nnx_einsum for each."
                 )
-            owners[id(hook)], found[own] = own, hook
-    return found
+            owners[id(hook)], hooks_by_path[own] = own, hook
+    return hooks_by_path
 
 
 def layer_name(path: str, model: nnx.Module) -> str:

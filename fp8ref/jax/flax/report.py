@@ -64,7 +64,7 @@ class Report(fp8_report.Report):
         )
 
 
-def of_nnx(
+def nnx_report(
     model: nnx.Module,
     inputs: tuple | None,
     dims: Mapping[str, tuple[int, int]],
@@ -169,7 +169,7 @@ def _name(path: tuple, model: nnx.Module) -> str:
     return ".".join(map(str, path)) or type(model).__name__
 
 
-def of_linen(
+def linen_report(
     modules: Mapping[str, nn.Module],
     params: Mapping,
     decisions: Mapping[str, Decision],
@@ -193,7 +193,7 @@ def of_linen(
     vectors: list[Row] = []
     for name, shapes in by_module.items():
         decision = decisions.get(name)
-        of_hook = [recipes[name]] if name in recipes else []
+        hook_recipes = [recipes[name]] if name in recipes else []
         dims = decision.shape if decision else None
         row = _row(
             name,
@@ -201,7 +201,7 @@ def of_linen(
             shapes,
             _stack_at(name, stacks),
             dims,
-            of_hook,
+            hook_recipes,
             decision,
             traced,
         )
@@ -215,20 +215,20 @@ class _Traced:
 
     def __init__(self, jaxpr, linears: Iterable[str] = ()) -> None:
         """linears: names of those that linen's scopes show."""
-        of_scope = {f"/{name.replace('.', '/')}": name for name in linears}
+        scopes = {f"/{name.replace('.', '/')}": name for name in linears}
         self.layers: collections.Counter[str] = collections.Counter()
         self.others: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
         for eqn, scope, times in _products(jaxpr, "", 1):
             # linen's end in its layer, such as "vmap(up)", or in the subscripts of its einsum
             parts = scope.split("/")
             at = next((i for i, part in enumerate(parts) if part == "output"), 0)
-            of_linen = re.sub(
+            path = re.sub(
                 r"\w+\(([^()]*)\)", r"\1", "/".join(parts[:-1] if "->" in parts[-1] else parts)
             )
             name = (
                 parts[at - 1]
                 if at
-                else next((name for end, name in of_scope.items() if of_linen.endswith(end)), None)
+                else next((name for end, name in scopes.items() if path.endswith(end)), None)
             )
             if name:
                 self.layers[name] += times * _multiplications(eqn)
@@ -253,8 +253,8 @@ def _products(jaxpr, scope: str, times: int) -> Iterator[tuple]:
         if traced := getattr(eqn.params.get("_prim"), "traced", None):  # a custom_vjp of jax 0.12
             nested = [traced.jaxpr]
         repeated = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for one in nested:
-            yield from _products(getattr(one, "jaxpr", one), inner, repeated)
+        for program in nested:
+            yield from _products(getattr(program, "jaxpr", program), inner, repeated)
 
 
 def _multiplications(eqn) -> int:
@@ -298,10 +298,10 @@ def _stacks(
 ) -> dict[str, tuple[int, ...]]:
     """For each linear the leading dims of its kernel, which nnx.vmap or nn.scan gave it, from
     (path, layer, kernel's shape); none if no linear is in a stack."""
-    found = {
+    leading_dims = {
         name: shape[: max(0, len(shape) - kernel_ndim(layer))] for name, layer, shape in linears
     }
-    return found if any(found.values()) else {}
+    return leading_dims if any(leading_dims.values()) else {}
 
 
 def _stack_at(name: str, stacks: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

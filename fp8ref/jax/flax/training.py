@@ -54,7 +54,9 @@ def value_and_grad(
 
     def run(model: Model, *args, **kwargs):
         if _is_nnx(model):
-            value, grads, seen = _of_nnx(loss_fn, model, args, kwargs, has_aux, variables)
+            value, grads, seen = _nnx_value_and_grad(
+                loss_fn, model, args, kwargs, has_aux, variables
+            )
             if not update:
                 return value, grads, seen
             _advance(model, seen)
@@ -64,8 +66,10 @@ def value_and_grad(
                 f"wrt filters the variables of an NNX model; got wrt={wrt!r} for linen, whose "
                 "gradient is of variables['params']. Leave it out."
             )
-        value, grads, seen = _of_linen(functools.partial(loss_fn, **kwargs), model, args, has_aux)
-        return (value, grads, _of_variables(model, seen)) if update else (value, grads, seen)
+        value, grads, seen = _linen_value_and_grad(
+            functools.partial(loss_fn, **kwargs), model, args, has_aux
+        )
+        return (value, grads, _updated_variables(model, seen)) if update else (value, grads, seen)
 
     return run
 
@@ -146,8 +150,8 @@ def _states(model: Model) -> dict[str, LayerState]:
     models = _by_prefix(model, _is_model)
     return {
         prefix + _key(path): layer
-        for prefix, one in models.items()
-        for path, layer in linen_states(one).items()
+        for prefix, variables in models.items()
+        for path, layer in linen_states(variables).items()
     }
 
 
@@ -162,10 +166,10 @@ def update(model: Model, seen: Observed):
               observations that are missing.
     """
     amax_observations.check(seen)
-    return _advance(model, seen) if _is_nnx(model) else _of_variables(model, seen)
+    return _advance(model, seen) if _is_nnx(model) else _updated_variables(model, seen)
 
 
-def _of_variables(model: Model, seen: Observed):
+def _updated_variables(model: Model, seen: Observed):
     """``update`` of linen models' variables."""
     amax_observations.same_layers(_states(model), seen.layers, "update")
 
@@ -181,7 +185,8 @@ def _of_variables(model: Model, seen: Observed):
         return {**variables, STATE: collection(layers, "state")} if layers else dict(variables)
 
     return _like(
-        model, [after(prefix, one) for prefix, one in _by_prefix(model, _is_model).items()]
+        model,
+        [after(prefix, tree) for prefix, tree in _by_prefix(model, _is_model).items()],
     )
 
 
@@ -223,15 +228,17 @@ def unset_layers(model: Model) -> list[str]:
 
 def _advance(model: Model, seen: Observed) -> None:
     """``update`` of an NNX model."""
-    of_hooks = {path: hook for path, hook in hooks(model).items() if hook.state is not None}
-    amax_observations.same_layers(of_hooks, seen.layers, "update")
-    for path, hook in of_hooks.items():
+    stateful_hooks = {path: hook for path, hook in hooks(model).items() if hook.state is not None}
+    amax_observations.same_layers(stateful_hooks, seen.layers, "update")
+    for path, hook in stateful_hooks.items():
         hook.state.set_value(
             delayed.update(hook.state.get_value(), seen.layers[path], recipe=hook.recipe)
         )
 
 
-def _of_nnx(loss_fn: Callable, model: Model, args: tuple, kwargs: dict, has_aux: bool, wrt):
+def _nnx_value_and_grad(
+    loss_fn: Callable, model: Model, args: tuple, kwargs: dict, has_aux: bool, wrt
+):
     """(value, grads, seen) of NNX models.
 
     Each hook with a state gets a ``Seen`` variable for the call. Its forward value holds
@@ -266,7 +273,7 @@ def _of_nnx(loss_fn: Callable, model: Model, args: tuple, kwargs: dict, has_aux:
         prefix: nnx.split_state(state, Seen, ...)
         for prefix, state in _by_prefix(both, _is_state).items()
     }
-    of_path = {
+    later = {
         prefix + ".".join(map(str, path[:-1])): variable.get_value()
         for prefix, (backward, _) in split.items()
         for path, variable in nnx.to_flat_state(backward)
@@ -275,7 +282,7 @@ def _of_nnx(loss_fn: Callable, model: Model, args: tuple, kwargs: dict, has_aux:
     return (
         value,
         grads,
-        Observed(layers={path: delayed.merge(forward[path], of_path[path]) for path in forward}),
+        Observed(layers={path: delayed.merge(forward[path], later[path]) for path in forward}),
     )
 
 
@@ -316,12 +323,12 @@ def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
     return watched
 
 
-def _of_linen(loss_fn: Callable, model: Model, args: tuple, has_aux: bool):
-    """(value, grads, seen) of linen models; collection SEEN is an argument, as ``_of_nnx``'s Seen
-    variables are."""
+def _linen_value_and_grad(loss_fn: Callable, model: Model, args: tuple, has_aux: bool):
+    """(value, grads, seen) of linen models; collection SEEN is an argument, as
+    ``_nnx_value_and_grad``'s Seen variables are."""
     models, start = _by_prefix(model, _is_model), unseen(model).layers
 
-    def given(prefix: str, params, seen) -> dict:
+    def variables(prefix: str, params, seen) -> dict:
         """One model's variables in the loss.
 
         Its states say whose they are, for the keys of observations.
@@ -332,19 +339,24 @@ def _of_linen(loss_fn: Callable, model: Model, args: tuple, has_aux: bool):
         }
         # without a state empty: apply returns it if it is mutable
         observed = {path: seen[prefix + _key(path)] for path in states}
-        of_states = {STATE: collection(states, "state")} if states else {}
-        return {**models[prefix], **of_states, "params": params, SEEN: collection(observed, "seen")}
+        state_collection = {STATE: collection(states, "state")} if states else {}
+        return {
+            **models[prefix],
+            **state_collection,
+            "params": params,
+            SEEN: collection(observed, "seen"),
+        }
 
     def of(params, seen):
         loss, updated, aux = _parts(
-            loss_fn(_like(model, [given(key, params[key], seen) for key in models]), *args),
+            loss_fn(_like(model, [variables(key, params[key], seen) for key in models]), *args),
             has_aux,
             model,
         )
         if not has_aux and (
-            others := [name for one in updated.values() for name in one if name != SEEN]
+            others := [name for tree in updated.values() for name in tree if name != SEEN]
         ):
-            observed = any(SEEN in one for one in updated.values())
+            observed = any(SEEN in tree for tree in updated.values())
             raise ValueError(
                 f"collections {', '.join(others)} would be lost. Return them as aux, under "
                 f"has_aux=True: (loss, {'(updated, updated)' if observed else 'updated'})."
@@ -354,8 +366,8 @@ def _of_linen(loss_fn: Callable, model: Model, args: tuple, has_aux: bool):
     with amax_observations.observing() as observers:
         try:
             differentiated = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
-            of_params = {prefix: one["params"] for prefix, one in models.items()}
-            (loss, (forward, aux)), (grads, backward) = differentiated(of_params, dict(start))
+            all_params = {prefix: tree["params"] for prefix, tree in models.items()}
+            (loss, (forward, aux)), (grads, backward) = differentiated(all_params, dict(start))
         except ValueError as error:
             if "broadcasted variable has a data dependency" not in str(error):
                 raise
@@ -402,8 +414,8 @@ def _parts(out, has_aux: bool, model: Model) -> tuple:
     # Another mapping in a pair is the caller's own.
     pair = isinstance(aux, tuple) and len(aux) == 2
     if pair and any(
-        isinstance(one, Mapping) and SEEN in one
-        for one in jax.tree.leaves(aux[0], is_leaf=_is_model)
+        isinstance(leaf, Mapping) and SEEN in leaf
+        for leaf in jax.tree.leaves(aux[0], is_leaf=_is_model)
     ):
         return loss, _collections(aux[0], model), aux[1]
     return loss, {}, aux
@@ -411,15 +423,15 @@ def _parts(out, has_aux: bool, model: Model) -> tuple:
 
 def _collections(updated, model: Model) -> dict[str, Mapping]:
     """What apply returned for each linen model, by prefix; ValueError for anything else."""
-    of_models = _by_prefix(updated, _is_model)
-    if of_models.keys() == _by_prefix(model, _is_model).keys() and all(
-        isinstance(one, Mapping) for one in of_models.values()
+    models_returned = _by_prefix(updated, _is_model)
+    if models_returned.keys() == _by_prefix(model, _is_model).keys() and all(
+        isinstance(leaf, Mapping) for leaf in models_returned.values()
     ):
-        return of_models
+        return models_returned
     got = jax.tree.map(
-        lambda one: type(one).__name__,
+        lambda leaf: type(leaf).__name__,
         updated,
-        is_leaf=lambda one: one is None or _is_model(one),
+        is_leaf=lambda leaf: leaf is None or _is_model(leaf),
     )
     raise ValueError(
         f"{', '.join(unseen(model).layers) or 'value_and_grad'}: a linen loss_fn returns (loss, "
@@ -434,11 +446,11 @@ def _linen_seen(
     """The observations in the collections that a linen loss returned, by key of the hook;
     ValueError if those of a hook that changed them are missing."""
     seen: dict[str, dict] = {}
-    for prefix, of_model in updated.items():
-        for path, value in traverse_util.flatten_dict(of_model.get(SEEN, {})).items():
+    for prefix, variables in updated.items():
+        for path, value in traverse_util.flatten_dict(variables.get(SEEN, {})).items():
             seen.setdefault(prefix + _key(path[:-2]), {})[path[-1]] = value
     amax_observations.same_layers(
-        {path: one for path, one in expected.items() if path in threaded or path in seen},
+        {path: observed for path, observed in expected.items() if path in threaded or path in seen},
         seen,
         "value_and_grad",
     )
@@ -457,6 +469,6 @@ def _unseen(recipe, roles: Mapping) -> delayed.Seen:
     """Empty observations of the roles that have a state, of the state's shape."""
     return {
         role: blank
-        for role, of_role in roles.items()
-        for blank in [delayed.unseen(recipe, of_role.stored.shape)[role]]
+        for role, role_state in roles.items()
+        for blank in [delayed.unseen(recipe, role_state.stored.shape)[role]]
     }

@@ -173,12 +173,12 @@ def _multiplied(
         # XLA passes each scale on in float32: it drops the two conversions, as its option
         # xla_allow_excess_precision, on by default, lets it. ``proof`` looks for scales that it
         # rounded.
-        of_a, of_b = (
+        a_hp, b_hp = (
             q.codes.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)
             for q, scale in zip((a, b), scales, strict=True)
         )
         with jax.named_scope("dequantized"):  # ``proof`` takes this dot for an FP8 GEMM
-            out = _dot(of_a, of_b, axes, PRECISION[accumulate], turned, None, out_dtype)
+            out = _dot(a_hp, b_hp, axes, PRECISION[accumulate], turned, None, out_dtype)
         # Changes nothing, but is no part of what XLA makes a GEMM's epilogue of: it would add a
         # residual or a bias before the GEMM rounds, and cannot compile a GELU that is in a
         # checkpoint.

@@ -69,11 +69,11 @@ def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
             "pieces; under plain jit XLA would gather them all for one call. Set "
             "parallel.through to shard_map."
         )
-    given, needed = os.environ.get("NPROC", ""), THREADS * devices
-    if not given.isdigit() or int(given) < needed:
+    nproc, needed = os.environ.get("NPROC", ""), THREADS * devices
+    if not nproc.isdigit() or int(nproc) < needed:
         raise ValueError(
             f"{devices} devices of a CPU that call back to the host need {needed} threads in "
-            f"XLA's pool, or they deadlock; NPROC is {given or 'not set'}. Set NPROC={needed} "
+            f"XLA's pool, or they deadlock; NPROC is {nproc or 'not set'}. Set NPROC={needed} "
             "in the environment before jax starts."
         )
 
@@ -102,13 +102,13 @@ def matmul(
             else Factor(np.asarray(c).view(np.uint8).T, np.asarray(s).T, *kind)
             for c, s, axis, kind in zip(codes, scales, axes, kinds, strict=True)
         )
-        found = by(
+        product = by(
             *factors,
             accumulate=accumulate,  # type: ignore[arg-type]
             epilogue=epilogue,
             out_dtype=_FORMATS[out_dtype.name],
         )
-        return _narrowed(found, out_dtype)
+        return _narrowed(product, out_dtype)
 
     def on_host(codes: tuple, scales: tuple) -> np.ndarray:
         return thread.submit(multiplied, codes, scales).result()
@@ -137,11 +137,11 @@ def batched_matmul(a: jax.Array, b: jax.Array, *, by: Multiply, accumulate: str)
             [Factor(codes, one, fmt, "tensorwise") for codes, fmt in zip(pair, fmts, strict=True)]
             for pair in pairs
         )
-        found = [
+        products = [
             by(*pair, accumulate=accumulate, epilogue="scale_then_round", out_dtype=FLOAT32)  # type: ignore[arg-type]
             for pair in factors
         ]
-        return np.stack(found)
+        return np.stack(products)
 
     def on_host(a, b) -> np.ndarray:
         return thread.submit(multiplied, a, b).result()
@@ -165,6 +165,6 @@ def _narrowed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _thread() -> ThreadPoolExecutor:
     """One thread, started while a function is traced: a thread inherits its parent's flush-to-zero
     mode, and XLA's threads flush."""
-    made = ThreadPoolExecutor(1, thread_name_prefix="fp8ref-simulated")
-    made.submit(int).result()
-    return made
+    thread = ThreadPoolExecutor(1, thread_name_prefix="fp8ref-simulated")
+    thread.submit(int).result()
+    return thread

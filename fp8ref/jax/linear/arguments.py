@@ -48,7 +48,12 @@ def use(
     out_dtype = _check_arrays(x, w, out_dtype, name)
     delayed.check(state, seen, recipe, name)
     if stack := next(
-        (jnp.shape(one.stored) for one in (state or {}).values() if jnp.ndim(one.stored)), ()
+        (
+            jnp.shape(role_state.stored)
+            for role_state in (state or {}).values()
+            if jnp.ndim(role_state.stored)
+        ),
+        (),
     ):
         raise ValueError(
             f"{name}: one linear has one state; got those of a stack of {list(stack)}. Scan or "
@@ -104,10 +109,10 @@ def checked_weight(prepared: Quantized | Scales, w: jax.Array, use: Use) -> Quan
         spec = recipes.weight_copy(use.recipe)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    wanted = f"a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}, or its Scales"
+    expected = f"a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}, or its Scales"
     if not isinstance(prepared, (Quantized, Scales)):
         raise ValueError(
-            f"{name}: prepared is {wanted}; got {type(prepared).__name__}. Use states.copies, "
+            f"{name}: prepared is {expected}; got {type(prepared).__name__}. Use states.copies, "
             "or scales.scales_from_amax."
         )
     if isinstance(prepared, Quantized):
@@ -120,14 +125,14 @@ def checked_weight(prepared: Quantized | Scales, w: jax.Array, use: Use) -> Quan
         ):
             has = f"{prepared.fmt} {prepared.granularity} {codes.shape} in {codes.dtype}"
             raise ValueError(
-                f"{name}: prepared is {wanted}; got {has}. Use states.copies, or "
+                f"{name}: prepared is {expected}; got {has}. Use states.copies, or "
                 "scales.scales_from_amax."
             )
     pair = prepared.scale, prepared.scale_inv
-    found = [f"{v.dtype} {v.shape}" if hasattr(v, "dtype") else type(v).__name__ for v in pair]
-    if found != ["float32 ()"] * 2:
+    kinds = [f"{v.dtype} {v.shape}" if hasattr(v, "dtype") else type(v).__name__ for v in pair]
+    if kinds != ["float32 ()"] * 2:
         raise ValueError(
-            f"{name}: scales of a weight are float32 (); got {', '.join(found)}. Use "
+            f"{name}: scales of a weight are float32 (); got {', '.join(kinds)}. Use "
             "scales.scales_from_amax."
         )
     if own := {axis for v in pair for axis in sharding.varying(v)} & set(

@@ -64,7 +64,9 @@ def dot_general(
         [w.shape[d] for d in kept_w],
     ]
     pairs = ((contract_x, contract_w), (batch_x, batch_w))
-    if any([x.shape[d] for d in of_x] != [w.shape[d] for d in of_w] for of_x, of_w in pairs):
+    if any(
+        [x.shape[d] for d in x_dims] != [w.shape[d] for d in w_dims] for x_dims, w_dims in pairs
+    ):
         raise ValueError(
             f"{name}: contracted and batch dims have equal sizes; got {x.shape} and {w.shape} "
             f"with {dimension_numbers}."
@@ -80,7 +82,7 @@ def dot_general(
     # shard_map it is: devices gather and scatter the first dim.
     turned = [*batch_w, *contract_w, *kept_w] == list(range(w.ndim)) and not in_shard_map
 
-    def one(x, w, state, seen, layout):
+    def body(x, w, state, seen, layout):
         batch = [math.prod(sizes[0])] if batch_x else []
         rows = [math.prod(sizes[1])] if batch_x or not kept_x else sizes[1]
         k, n = math.prod(x.shape[d] for d in contract_x), math.prod(sizes[2])
@@ -89,18 +91,18 @@ def dot_general(
         a = x.transpose(*batch_x, *kept_x, *contract_x).reshape(*batch, *rows, k)
         b = w if turned else w.transpose(*batch_w, *kept_w, *contract_w)
         b = b.reshape(*batch, *((k, n) if turned else (n, k)))
-        how = {
+        options = {
             "out_dtype": preferred_element_type,
             "turned": turned,
             "multiply": multiply,
             "layout": layout,
         }
-        y, seen, _ = linear.contract(a, b, recipe, state, seen, placement, name, **how)
+        y, seen, _ = linear.contract(a, b, recipe, state, seen, placement, name, **options)
         # Inside shard_map a placement gathers the weight's first output dim, and gathers or
         # scatters rows.
-        of_m = sizes[1] if batch_x or not kept_x else y.shape[:-1]
-        of_n = [y.shape[-1] // math.prod(sizes[2][1:]), *sizes[2][1:]] if kept_w else []
-        return y.reshape(*sizes[0], *of_m, *of_n), seen
+        m_sizes = sizes[1] if batch_x or not kept_x else y.shape[:-1]
+        n_sizes = [y.shape[-1] // math.prod(sizes[2][1:]), *sizes[2][1:]] if kept_w else []
+        return y.reshape(*sizes[0], *m_sizes, *n_sizes), seen
 
     run = functools.partial(
         explicit_sharding.run,
@@ -109,7 +111,7 @@ def dot_general(
         turned=turned,
         name=name,
     )
-    return run(one, x, w, state, seen, pairs)
+    return run(body, x, w, state, seen, pairs)
 
 
 def einsum(
@@ -135,17 +137,17 @@ def einsum(
               one term, summed in one term alone, or without an output.
     """
     terms = _terms(subscripts, x.ndim, w.ndim, name)
-    of_x, of_w, out = terms
-    batch = [letter for letter in of_x if letter in of_w and letter in out]
-    contracted = [letter for letter in of_x if letter in of_w and letter not in out]
+    x_term, w_term, out = terms
+    batch = [letter for letter in x_term if letter in w_term and letter in out]
+    contracted = [letter for letter in x_term if letter in w_term and letter not in out]
     numbers = tuple(
-        tuple(tuple(term.index(letter) for letter in letters) for term in (of_x, of_w))
+        tuple(tuple(term.index(letter) for letter in letters) for term in (x_term, w_term))
         for letters in (contracted, batch)
     )
-    given = [
+    order = [
         *batch,
-        *(letter for letter in of_x if letter not in of_w),
-        *(letter for letter in of_w if letter not in of_x),
+        *(letter for letter in x_term if letter not in w_term),
+        *(letter for letter in w_term if letter not in x_term),
     ]
     y, seen = dot_general(
         x,
@@ -156,13 +158,13 @@ def einsum(
         seen=seen,
         placement=placement,
         out_sharding=explicit_sharding.permuted(
-            out_sharding, [out.index(letter) for letter in given]
+            out_sharding, [out.index(letter) for letter in order]
         ),
         name=name,
         preferred_element_type=preferred_element_type,
         multiply=multiply,
     )
-    return y.transpose([given.index(letter) for letter in out]), seen
+    return y.transpose([order.index(letter) for letter in out]), seen
 
 
 def _terms(subscripts: str, ndim_x: int, ndim_w: int, name: str) -> tuple[str, str, str]:
@@ -175,35 +177,35 @@ def _terms(subscripts: str, ndim_x: int, ndim_w: int, name: str) -> tuple[str, s
     left, arrow, out = subscripts.replace(" ", "").partition("->")
     if not arrow or left.count(",") != 1:
         raise ValueError(f"{requirement}. Write both operands and the output.")
-    of_x, of_w = left.split(",")
+    x_term, w_term = left.split(",")
     counts = [
         max(0, ndim - len(term.replace("...", ""))) if "..." in term else 0
-        for term, ndim in ((of_x, ndim_x), (of_w, ndim_w))
+        for term, ndim in ((x_term, ndim_x), (w_term, ndim_w))
     ]
     spelled = "".join(chr(i) for i in range(0x391, 0x391 + max(counts)))  # letters no one writes
-    of_x, of_w = (
+    x_term, w_term = (
         term.replace("...", spelled[len(spelled) - count :])
-        for term, count in zip((of_x, of_w), counts, strict=True)
+        for term, count in zip((x_term, w_term), counts, strict=True)
     )
     if spelled and "..." not in out:
         raise ValueError(
             f"{requirement}. The dims of an ellipsis are in the output too: write '...' there."
         )
     out = out.replace("...", spelled)
-    if len(of_x) != ndim_x or len(of_w) != ndim_w:
+    if len(x_term) != ndim_x or len(w_term) != ndim_w:
         raise ValueError(f"{requirement} for operands of {ndim_x} and {ndim_w} dims.")
-    for term in (of_x, of_w, out):
-        if len(set(term)) != len(term) or not set(term) <= set(of_x) | set(of_w):
+    for term in (x_term, w_term, out):
+        if len(set(term)) != len(term) or not set(term) <= set(x_term) | set(w_term):
             raise ValueError(
                 f"{requirement}. Each letter occurs once in a term, and each letter of the "
                 "output occurs in an operand."
             )
     if alone := [
         letter
-        for letter in (*of_x, *of_w)
-        if letter not in out and not (letter in of_x and letter in of_w)
+        for letter in (*x_term, *w_term)
+        if letter not in out and not (letter in x_term and letter in w_term)
     ]:
         raise ValueError(
             f"{requirement}, where {alone[0]!r} is summed in one operand alone. Sum it first."
         )
-    return of_x, of_w, out
+    return x_term, w_term, out

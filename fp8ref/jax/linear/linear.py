@@ -85,7 +85,7 @@ def apply(
               cannot run, a state or seen of another recipe, or none if the recipe needs them; and
               as ``sharding.mode``. On Explicit axes also what ``lax.dot_general`` raises.
     """
-    how: dict = {
+    options: dict = {
         "placement": placement,
         "out_sharding": out_sharding,
         "name": name,
@@ -93,7 +93,7 @@ def apply(
         "prepared": prepared,
         "mu": mu,
     }
-    y, seen, _ = apply_with_stats(x, w, recipe=recipe, state=state, seen=seen, tap=None, **how)
+    y, seen, _ = apply_with_stats(x, w, recipe=recipe, state=state, seen=seen, tap=None, **options)
     return y, seen
 
 
@@ -130,13 +130,13 @@ def apply_with_stats(
             f"{w.shape}."
         )
 
-    def one(x, w, constants, carried, layout):
+    def body(x, w, constants, carried, layout):
         (state, prepared), (seen, tap, mu), rows = (
             constants,
             carried,
             x.reshape(1, -1) if x.ndim == 1 else x,
         )
-        given: dict = {
+        options: dict = {
             "out_dtype": None,
             "tap": tap,
             "multiply": multiply,
@@ -144,18 +144,18 @@ def apply_with_stats(
             "prepared": prepared,
             "mu": mu,
         }
-        y, *carried = contract(rows, w, recipe, state, seen, placement, name, **given)
+        y, *carried = contract(rows, w, recipe, state, seen, placement, name, **options)
         return y.reshape(-1) if x.ndim == 1 else y, tuple(carried)
 
     numbers = ((x.ndim - 1,), (1,)), ((), ())
-    how = functools.partial(
+    run = functools.partial(
         explicit_sharding.run,
         placement=placement,
         out_sharding=out_sharding,
         turned=False,
         name=name,
     )
-    y, (seen, tap) = how(one, x, w, (state, prepared), (seen, tap, mu), numbers)
+    y, (seen, tap) = run(body, x, w, (state, prepared), (seen, tap, mu), numbers)
     return y, seen, tap
 
 
@@ -185,17 +185,24 @@ def contract(
     prepared  as in ``apply``.
     Raises:   as ``apply``; a name with '/', '(' or ')'.
     """
-    how: dict = {"out_dtype": out_dtype, "turned": turned, "layout": layout, "multiply": multiply}
-    use = arguments.use(x, w, recipe, state, seen, placement, name, **how, measures=tap is not None)
+    options: dict = {
+        "out_dtype": out_dtype,
+        "turned": turned,
+        "layout": layout,
+        "multiply": multiply,
+    }
+    use = arguments.use(
+        x, w, recipe, state, seen, placement, name, **options, measures=tap is not None
+    )
     if mu is not None:
         arguments.check_mu(mu, use)
     if 0 in x.shape[:-1]:
-        return _of_no_tokens(x, w, seen, tap, use)
+        return _empty_output(x, w, seen, tap, use)
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
-    known: dict = dict(delayed.scales(state or {}, use.recipe))
+    scales: dict = dict(delayed.scales(state or {}, use.recipe))
     if prepared is not None:
-        known["weight"] = arguments.checked_weight(prepared, w, use)
-    y, after, measured = _linear(x, w, known, dict(seen or {}), tap, mu, use)
+        scales["weight"] = arguments.checked_weight(prepared, w, use)
+    y, after, measured = _linear(x, w, scales, dict(seen or {}), tap, mu, use)
     return y, None if seen is None else after, None if tap is None else measured
 
 
@@ -203,20 +210,20 @@ def contract(
 def _linear(
     x: jax.Array,
     w: jax.Array,
-    known: Known,
+    scales: Known,
     seen: dict,
     tap: jax.Array | None,
     mu: jax.Array | None,
     use: Use,
 ):
     """(output, seen, tap) of one use; differentiable by ``_forward`` and ``_backward``."""
-    return _forward(x, w, known, seen, tap, mu, use, differentiated=False)[0]
+    return _forward(x, w, scales, seen, tap, mu, use, differentiated=False)[0]
 
 
 def _forward(
     x: jax.Array,
     w: jax.Array,
-    known: Known,
+    scales: Known,
     seen: dict,
     tap: jax.Array | None,
     mu: jax.Array | None,
@@ -242,12 +249,14 @@ def _forward(
     # ``proof`` reads layer and GEMM of a dot from this scope
     with jax.named_scope(f"{use.name}/output"):
         quantized = {
-            role: operands.quantize(tensors[role], role, cast, use.axis("output", role), known, use)
+            role: operands.quantize(
+                tensors[role], role, cast, use.axis("output", role), scales, use
+            )
             for role, cast in casts.items()
             if cast
         }
         # [M, K] x [N, K] -> [M, N]
-        y, measured, _ = three_gemms.run("output", tensors, quantized, known, use)
+        y, measured, _ = three_gemms.run("output", tensors, quantized, scales, use)
     # Residuals: a tensorwise operand serves the backward pass as codes, a byte an element. Every
     # other one is quantized again from its tensor, along another axis (L-3), so the tensor is
     # saved.
@@ -257,7 +266,7 @@ def _forward(
         for role, v in {"input": x, "weight": w}.items()
         if role not in codes or use.observer
     }
-    residuals = derivatives.saved((saved, codes, known, seen, mu))
+    residuals = derivatives.saved((saved, codes, scales, seen, mu))
     # no None: jax 0.12's vmap takes it for an array
     after = () if tap is None else tap + stats.rows(measured)
     return (operands.unflattened(y, x, use), _observed(seen, tensors, seen, use), after), residuals
@@ -270,7 +279,7 @@ def _backward(use: Use, residuals, cotangents):
     and what is returned adds grad_output's. The cotangent of tap carries measurements in the same
     way.
     """
-    (saved, codes, known, seen, mu), (g, later, tap) = residuals, cotangents
+    (saved, codes, scales, seen, mu), (g, later, tap) = residuals, cotangents
     g = derivatives.not_again(g, use.name)
     # Without a barrier XLA merges this gather with the equal one of the forward pass, and keeps the
     # whole tensor until then.
@@ -285,38 +294,45 @@ def _backward(use: Use, residuals, cotangents):
     quantized: dict[Role, Quantized] = dict(codes)
     first, second = use.recipe.grad_input.a, use.recipe.grad_weight.a
     # grad_output, its own piece and all of it, where one gather serves both GEMMs
-    of_rows: dict[Role, tuple[Quantized, Quantized]] = {}
-    of_columns: dict[Role, tuple[Quantized, Quantized]] = {}
+    row_codes: dict[Role, tuple[Quantized, Quantized]] = {}
+    column_codes: dict[Role, tuple[Quantized, Quantized]] = {}
     observed = g
     with jax.named_scope(f"{use.name}/grad_input"):
         if first is not None and first == second and first.granularity == "tensorwise":
             # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each
             # reduces.
-            quantized["grad_output"] = operands.quantize(g, "grad_output", first, -1, known, use)
+            quantized["grad_output"] = operands.quantize(g, "grad_output", first, -1, scales, use)
             if "grad_output" in seen and use.scales_own_results():
                 quantized["grad_output"], observed = _after_amax(quantized["grad_output"], g)
         elif first is not None and use.gathers_pair():
             rows, columns = (
-                operands.quantize(g, "grad_output", first, axis, known, use) for axis in (-1, -2)
+                operands.quantize(g, "grad_output", first, axis, scales, use) for axis in (-1, -2)
             )
             all_rows, all_columns = operands.gathered_pair(rows, columns, "grad_output", use)
-            of_rows["grad_output"], of_columns["grad_output"] = (
+            row_codes["grad_output"], column_codes["grad_output"] = (
                 (rows, all_rows),
                 (columns, all_columns),
             )
         # [M, N] x [N, K] -> [M, K]
-        grad_input, of_first, _ = three_gemms.run(
-            "grad_input", tensors, quantized, known, use, whole=of_rows
+        grad_input, first_rows, _ = three_gemms.run(
+            "grad_input", tensors, quantized, scales, use, whole=row_codes
         )
     with jax.named_scope(f"{use.name}/grad_weight"):
         # [M, N] x [M, K] -> [N, K]
-        grad_weight, of_second, saturated = three_gemms.run(
-            "grad_weight", tensors, quantized, known, use, mu, whole=of_columns
+        grad_weight, second_rows, saturated = three_gemms.run(
+            "grad_weight", tensors, quantized, scales, use, mu, whole=column_codes
         )
     grad_input = operands.unflattened(grad_input, g, use)
-    tap = None if isinstance(tap, tuple) else tap + stats.rows(of_first | of_second)
-    of_seen = _observed(later, {"grad_output": observed}, seen, use)
-    return grad_input, grad_weight, jax.tree.map(jnp.zeros_like, known), of_seen, tap, saturated
+    tap = None if isinstance(tap, tuple) else tap + stats.rows(first_rows | second_rows)
+    all_seen = _observed(later, {"grad_output": observed}, seen, use)
+    return (
+        grad_input,
+        grad_weight,
+        jax.tree.map(jnp.zeros_like, scales),
+        all_seen,
+        tap,
+        saturated,
+    )
 
 
 derivatives.defvjp(_linear, _forward, _backward)
@@ -329,20 +345,20 @@ def _after_amax(q: Quantized, x: jax.Array) -> tuple[Quantized, jax.Array]:
     return dataclasses.replace(q, scale_inv=scale_inv), amax
 
 
-def _observed(seen: dict, tensors: Mapping[Role, jax.Array], given: dict, use: Use) -> dict:
+def _observed(seen: dict, tensors: Mapping[Role, jax.Array], own_seen: dict, use: Use) -> dict:
     """seen, merged with the amaxes of those of its roles that are among tensors, or of their
-    amaxes; over a vmapped axis that ``given`` lacks, the largest."""
+    amaxes; over a vmapped axis that ``own_seen`` lacks, the largest."""
     merged = {}
-    for role, of_role in seen.items():
+    for role, role_seen in seen.items():
         if role in tensors:
-            of_role = delayed.larger(
-                of_role, delayed.observe(tensors[role], over=use.over(role, "tensorwise", -1))
+            role_seen = delayed.larger(
+                role_seen, delayed.observe(tensors[role], over=use.over(role, "tensorwise", -1))
             )
-        merged[role] = delayed.over_batch(of_role, given[role])
+        merged[role] = delayed.over_batch(role_seen, own_seen[role])
     return merged
 
 
-def _of_no_tokens(
+def _empty_output(
     x: jax.Array, w: jax.Array, seen: delayed.Seen | None, tap: jax.Array | None, use: Use
 ) -> tuple:
     """The empty output of no tokens (L-9), which depends on nothing. Nothing is observed: copies,

@@ -57,8 +57,8 @@ def report(
         (
             operands.flat(tensors[role], role, use),
             operands.flat(lax.bitcast_convert_type(q.codes, jnp.uint8), role, use),
-            taken.scale,
+            gathered.scale,
         )
-        for role, q, taken in zip(OPERANDS[which], own, used, strict=True)
+        for role, q, gathered in zip(OPERANDS[which], own, used, strict=True)
     ]
     jax.debug.callback(functools.partial(use.observer, use.name, which), *reported, out)

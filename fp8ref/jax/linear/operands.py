@@ -77,8 +77,8 @@ class Use:
     def scales_own_results(self) -> bool:
         """True if each device scales its own results of the backward GEMMs, not sums over devices
         (``parallel.reduce``): then their scales may be a device's own, too."""
-        found = [self.collective(which) for which in ("grad_input", "grad_weight")]
-        return all(one is None or one.parts != "accumulators" for one in found)
+        reductions = [self.collective(which) for which in ("grad_input", "grad_weight")]
+        return all(each is None or each.parts != "accumulators" for each in reductions)
 
     def axis(self, which: Gemm, role: Role) -> int:
         """The axis, -1 or -2, of a tensor along which a GEMM reduces it."""
@@ -119,7 +119,7 @@ class Use:
 
 
 def quantize(
-    x: jax.Array, role: Role, cast: CastSpec, axis: int, known: Known, use: Use
+    x: jax.Array, role: Role, cast: CastSpec, axis: int, role_scales: Known, use: Use
 ) -> Quantized:
     """Quantize a device's own piece: by the scale of the role's state if it has one, or by scales
     that are made already, else by the tensor's amax. A role whose codes are known is not quantized.
@@ -130,19 +130,24 @@ def quantize(
     Raises:   ValueError, naming layer, role and recipe: as ``scaling.quantize``; a block that the
               mesh cuts (P-5).
     """
-    of_role = known.get(role)
-    if isinstance(of_role, Quantized):
-        return dataclasses.replace(of_role, axis=axis)
+    own_scale = role_scales.get(role)
+    if isinstance(own_scale, Quantized):
+        return dataclasses.replace(own_scale, axis=axis)
     try:
-        if isinstance(of_role, scales.Scales):
+        if isinstance(own_scale, scales.Scales):
             return scaling.quantize(
-                x, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis, by=of_role
+                x,
+                cast.fmt,
+                granularity=cast.granularity,
+                policy=cast.policy,
+                axis=axis,
+                by=own_scale,
             )
-        if of_role is not None and cast.policy.stored == "scale_inv":
-            return scaling.quantize_divided(x, of_role, cast.fmt, axis=axis)
-        if of_role is not None:
+        if own_scale is not None and cast.policy.stored == "scale_inv":
+            return scaling.quantize_divided(x, own_scale, cast.fmt, axis=axis)
+        if own_scale is not None:
             return scaling.quantize_with(
-                x, of_role, cast.fmt, granularity=cast.granularity, axis=axis
+                x, own_scale, cast.fmt, granularity=cast.granularity, axis=axis
             )
         over = use.over(role, cast.granularity, axis)
         if gemm.dequantizes(cast.granularity):
@@ -192,10 +197,12 @@ def gathered_pair(
     """Both sets of codes of a tensor from all devices that cut it: the bits of ``gathered_codes``
     of each, moved together (``paired_codes``)."""
     codes, bits = (gathered(x, role, use) for x in paired_codes.merged(rows, columns))
-    of_rows = [gathered(v, role, use) for v in (rows.scale, rows.scale_inv)]
-    of_columns = [_scales_of_columns(v, use) for v in (columns.scale, columns.scale_inv)]
-    rows = dataclasses.replace(rows, scale=of_rows[0], scale_inv=of_rows[1], axis=-1)
-    columns = dataclasses.replace(columns, scale=of_columns[0], scale_inv=of_columns[1], axis=-2)
+    row_scales = [gathered(v, role, use) for v in (rows.scale, rows.scale_inv)]
+    column_scales = [_scales_of_columns(v, use) for v in (columns.scale, columns.scale_inv)]
+    rows = dataclasses.replace(rows, scale=row_scales[0], scale_inv=row_scales[1], axis=-1)
+    columns = dataclasses.replace(
+        columns, scale=column_scales[0], scale_inv=column_scales[1], axis=-2
+    )
     return paired_codes.parted(codes, bits, rows, columns)
 
 
@@ -264,12 +271,12 @@ def _check_whole_blocks(x: jax.Array, role: Role, granularity: str, axis: int, u
     )
     # of rows that follow each other
     run = x.shape[0] // (use.outer if use.placement.gathered(role) and role != "weight" else 1)
-    for what, length, size, axes in zip(
+    for dim, length, size, axes in zip(
         ("rows", "columns"), (run, x.shape[1]), sizes, cutting, strict=True
     ):
-        if axes and length % size and not (ragged and what == "rows"):
+        if axes and length % size and not (ragged and dim == "rows"):
             raise ValueError(
                 f"no layout cuts a block (P-5), so pieces along {', '.join(axes)} hold a "
-                f"multiple of {size} {what}; they hold {length}. Use fewer devices along it, or "
+                f"multiple of {size} {dim}; they hold {length}. Use fewer devices along it, or "
                 "recipe 'rowwise'."
             )

@@ -31,9 +31,11 @@ def merged(rows: Quantized, columns: Quantized) -> tuple[jax.Array, jax.Array]:
     scale are NaN.
     """
     by_rows, ratio = _finer(rows.scale, rows.scale_inv, columns.scale, columns.scale_inv)
-    of_rows, of_columns = (lax.bitcast_convert_type(q.codes, jnp.uint8) for q in (rows, columns))
+    row_codes, column_codes = (
+        lax.bitcast_convert_type(q.codes, jnp.uint8) for q in (rows, columns)
+    )
     finer, coarser = (
-        jnp.where(by_rows, *pair) for pair in ((of_rows, of_columns), (of_columns, of_rows))
+        jnp.where(by_rows, *pair) for pair in ((row_codes, column_codes), (column_codes, row_codes))
     )
     again = lax.bitcast_convert_type(
         _rounded(finer, ratio, rows).astype(rows.codes.dtype), jnp.uint8
@@ -56,11 +58,13 @@ def parted(
     # A tie lies in the middle between two codes: what is as far from it on the other side is exact.
     value = jnp.where(_unpacked(bits, codes.shape[-1]), 2 * value - near, value)
     coarser = lax.bitcast_convert_type(value.astype(codes.dtype), jnp.uint8)
-    found = ((finer, coarser), (coarser, finer))
-    of_rows, of_columns = (
-        lax.bitcast_convert_type(jnp.where(by_rows, *pair), codes.dtype) for pair in found
+    choices = ((finer, coarser), (coarser, finer))
+    row_codes, column_codes = (
+        lax.bitcast_convert_type(jnp.where(by_rows, *pair), codes.dtype) for pair in choices
     )
-    return dataclasses.replace(rows, codes=of_rows), dataclasses.replace(columns, codes=of_columns)
+    return dataclasses.replace(rows, codes=row_codes), dataclasses.replace(
+        columns, codes=column_codes
+    )
 
 
 def _finer(
@@ -69,14 +73,16 @@ def _finer(
     """Whether the scale of an element's row is the finer one, and the coarser scale in units of the
     finer one: a power of two at most 1.
     """
-    of_rows, of_columns = (
+    row_scales, column_scales = (
         jnp.where(jnp.isnan(scale), jnp.float32(-1), scale) for scale in (rows, columns)
     )
-    by_rows = of_rows >= of_columns
+    by_rows = row_scales >= column_scales
     # A ratio that float32 has not is of codes that become zeros.
     ratio = jnp.where(by_rows, columns * rows_inv, rows * columns_inv)
     coarser = jnp.where(by_rows, columns, rows)
-    return by_rows, jnp.where((of_rows == of_columns) & ~jnp.isnan(coarser), jnp.float32(1), ratio)
+    return by_rows, jnp.where(
+        (row_scales == column_scales) & ~jnp.isnan(coarser), jnp.float32(1), ratio
+    )
 
 
 def _rounded(finer: jax.Array, ratio: jax.Array, like: Quantized) -> jax.Array:
@@ -90,10 +96,10 @@ def _packed(bits: jax.Array) -> jax.Array:
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, length * BITS - bits.shape[-1])]).astype(
         jnp.uint8
     )
-    of_slices = [
+    slices = [
         lax.slice_in_dim(bits, i * length, (i + 1) * length, axis=-1) << i for i in range(BITS)
     ]
-    return sum(of_slices[1:], of_slices[0])
+    return sum(slices[1:], slices[0])
 
 
 def _unpacked(packed: jax.Array, length: int) -> jax.Array:

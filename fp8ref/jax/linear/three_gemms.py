@@ -22,7 +22,7 @@ def run(
     which: Gemm,
     tensors: Mapping[Role, jax.Array],
     quantized: Mapping[Role, Quantized],
-    known: Known,
+    role_scales: Known,
     use: Use,
     mu: jax.Array | None = None,
     whole: Mapping[Role, tuple[Quantized, Quantized]] | None = None,
@@ -42,7 +42,7 @@ def run(
     """
     spec, roles = use.recipe.gemms[which], OPERANDS[which]
     if spec.a is None or spec.b is None or spec.accumulate is None:
-        return _in_high_precision(which, tensors, quantized, known, use, mu)
+        return _in_high_precision(which, tensors, quantized, role_scales, use, mu)
     collective, in_steps = use.collective(which), use.summed_by_compiler(which)
     axis_a, axis_b = (use.axis(which, role) for role in roles)
     turned = use.turned and which == "grad_weight"  # a weight [K, N] has a gradient [K, N]
@@ -53,7 +53,7 @@ def run(
     own = [
         ready[role]
         if role in ready
-        else operands.quantize(tensors[role], role, cast, axis, known, use)
+        else operands.quantize(tensors[role], role, cast, axis, role_scales, use)
         for role, cast, axis in zip(roles, (spec.a, spec.b), (axis_a, axis_b), strict=True)
     ]
     # 2. What other devices hold is gathered in FP8.
@@ -63,17 +63,23 @@ def run(
     )
     # 3. Multiply: output [M, K] x [N, K], grad_input [M, N] x [N, K], grad_weight [M, N] x [M, K].
     rounded = gemm.output_dtype(spec, dtype)
-    how = {
+    options = {
         "accumulate": spec.accumulate,
         "epilogue": spec.epilogue,
         "powers_of_two": spec.powers_of_two,
         "out_dtype": rounded,
     }
     # of a weight [K, N], codes in another order serve this GEMM
-    how |= {"dequantized": use.turned and which == "output"}
+    options |= {"dequantized": use.turned and which == "output"}
     summed = collective if mu is None else None
     out = gemm.matmul(
-        qa, qb, **how, collective=summed, in_steps=in_steps, turned=turned, multiply=use.multiply
+        qa,
+        qb,
+        **options,
+        collective=summed,
+        in_steps=in_steps,
+        turned=turned,
+        multiply=use.multiply,
     )
     saturated = None
     if mu is not None:
@@ -115,7 +121,7 @@ def _in_high_precision(
     which: Gemm,
     tensors: Mapping[Role, jax.Array],
     quantized: Mapping[Role, Quantized],
-    known: Known,
+    role_scales: Known,
     use: Use,
     mu: jax.Array | None,
 ) -> tuple[jax.Array, stats.Measured, jax.Array | None]:
@@ -131,7 +137,7 @@ def _in_high_precision(
             continue
         ready = quantized.get(role)
         q = (
-            operands.quantize(tensors[role], role, cast, axis, known, use)
+            operands.quantize(tensors[role], role, cast, axis, role_scales, use)
             if ready is None
             else ready
         )

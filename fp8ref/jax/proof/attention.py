@@ -29,13 +29,13 @@ def missing_products(
     for layer in layers:
         for product in products(variant):
             here = [dot for dot in dots if (dot.layer, dot.which) == (layer, product)]
-            wanted = _wanted(product, variant)
+            planned = _wanted(product, variant)
             # whose backward pass makes scores again, of no codes (A-25)
-            if wanted and variant.backward == "bf16":
+            if planned and variant.backward == "bf16":
                 here = [dot for dot in here if dot.fp8]
-            wanted = wanted and wanted + (f", under {plan}" if plan else "")
-            promise = f"{layer}/{product}: planned {wanted or 'a dot of dequantized operands'}"
-            others = {_said(dot) for dot in here} - {wanted} if wanted else set()
+            planned = planned and planned + (f", under {plan}" if plan else "")
+            promise = f"{layer}/{product}: planned {planned or 'a dot of dequantized operands'}"
+            others = {_said(dot) for dot in here} - {planned} if planned else set()
             lines += [
                 f"{promise}; {have}" for have in (sorted(others) if here else ["found no such dot"])
             ]
@@ -47,7 +47,7 @@ def manifest_of_products(program: Program, layers: Sequence[str], variant: Varia
     dequantized operands.
     """
     here = [dot for dot in gemms(program) if dot.layer in layers and dot.which in products(variant)]
-    found = [
+    entries = [
         {
             "gemm": f"{dot.layer}/{dot.which}",
             "a": dot.a,
@@ -61,7 +61,7 @@ def manifest_of_products(program: Program, layers: Sequence[str], variant: Varia
     return {
         "variant": variant.name,
         "backward": variant.backward,
-        "gemms": [one for i, one in enumerate(found) if one not in found[:i]],
+        "gemms": [entry for i, entry in enumerate(entries) if entry not in entries[:i]],
         "on_dequantised_operands": [
             f"{layer}/{product}"
             for layer in layers
@@ -75,15 +75,16 @@ def kernel_calls(text: str) -> list[str]:
     """The passes of attention that a library's kernel runs in optimized HLO's text, as ``<layer>:
     <call>``, in order (A-20).
     """
-    found = []
-    for one in hlo.instructions(text):
+    calls = []
+    for instruction in hlo.instructions(text):
         call = next(
-            (call for call in CALLS.values() if f'custom_call_target="{call}"' in one.line), None
+            (call for call in CALLS.values() if f'custom_call_target="{call}"' in instruction.line),
+            None,
         )
-        scope = re.search(r"(?P<layer>[^/()]+)/attention:kernel_", one.path)
+        scope = re.search(r"(?P<layer>[^/()]+)/attention:kernel_", instruction.path)
         if call is not None:
-            found.append(f"{scope['layer'] if scope else 'no layer'}: {call}")
-    return found
+            calls.append(f"{scope['layer'] if scope else 'no layer'}: {call}")
+    return calls
 
 
 def missing_kernels(calls: Sequence[str], layers: Sequence[str]) -> list[str]:

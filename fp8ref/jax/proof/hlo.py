@@ -89,16 +89,16 @@ class Instruction:
 
 def within(path: str) -> list[str]:
     """The named scopes inside a GEMM's own; what is before it may be any module's name."""
-    found = _GEMM.search(path)
-    return re.split(r"[/()]", path[found.end() :]) if found else []
+    match = _GEMM.search(path)
+    return re.split(r"[/()]", path[match.end() :]) if match else []
 
 
 def place(path: str) -> tuple[str, str] | tuple[None, None]:
     """(layer, GEMM) in a path of named scopes, of attention (layer, product); (None, None) if there
     is none.
     """
-    found = _GEMM.search(path) or _PRODUCT.search(path)
-    return (found["layer"], found["which"]) if found else (None, None)
+    match = _GEMM.search(path) or _PRODUCT.search(path)
+    return (match["layer"], match["which"]) if match else (None, None)
 
 
 def from_stablehlo(module) -> Iterator[Operation]:
@@ -121,13 +121,13 @@ def from_stablehlo(module) -> Iterator[Operation]:
                     for v, (_, shape) in zip(op.operands, operands, strict=True)
                 )
             yield Operation(kind, operands, _typed(op.results[0].type), _path(op), precision)
-        elif kind == "custom_call" and (found := _SIMULATED.search(str(op.location))):
+        elif kind == "custom_call" and (match := _SIMULATED.search(str(op.location))):
             yield Operation(
                 "simulated",
                 tuple(_typed(v.type) for v in op.operands[:2]),
                 _typed(op.results[0].type),
-                found["path"],
-                found["how"],
+                match["path"],
+                match["how"],
                 "host",
             )
 
@@ -139,40 +139,49 @@ def from_text(text: str) -> Iterator[Operation]:
     dequantized codes as of ``from_stablehlo``.
     """
     types: dict[str, Typed] = {}
-    made: dict[str, Instruction] = {}
+    defs: dict[str, Instruction] = {}
     around, roots = kernels(text), {}
 
     def made_in_text(name: str) -> tuple[str, str, str]:
         return (
             types[name][0],
-            made[name].kind,
-            next((operand for operand in made[name].operands if operand in made), ""),
+            defs[name].kind,
+            next((operand for operand in defs[name].operands if operand in defs), ""),
         )
 
-    for one in instructions(text):
-        roots[one.computation] = one  # the last one of each
-        if one.types:
-            types[one.name], made[one.name] = one.types[0], one
-        kind = one.kind.replace("-", "_").removesuffix("_start")
+    for op in instructions(text):
+        roots[op.computation] = op  # the last one of each
+        if op.types:
+            types[op.name], defs[op.name] = op.types[0], op
+        kind = op.kind.replace("-", "_").removesuffix("_start")
         # A GPU's library call multiplies under its target's name.
-        target = _first(r'custom_call_target="([^"]*)"', one.line)
-        if one.kind == "dot" or target in MATMULS:
-            precision = _first(r'operand_precision(?:=\{|":\[)([^}\]]*)', one.line)
-            a, b = (types[name] for name in one.operands[:2])
-            if "dequantized" in within(one.path) and one.kind == "dot":
+        target = _first(r'custom_call_target="([^"]*)"', op.line)
+        if op.kind == "dot" or target in MATMULS:
+            precision = _first(r'operand_precision(?:=\{|":\[)([^}\]]*)', op.line)
+            a, b = (types[name] for name in op.operands[:2])
+            if "dequantized" in within(op.path) and op.kind == "dot":
                 a, b = (
-                    (_multiplied(name, made_in_text), types[name][1]) for name in one.operands[:2]
+                    (_multiplied(name, made_in_text), types[name][1]) for name in op.operands[:2]
                 )
             rounds = target.endswith("$f8") and any(
-                _rounded(name, made, roots) for name in one.operands[2:4]
+                _rounded(name, defs, roots) for name in op.operands[2:4]
             )
-            kernel = target or around.get(one.computation, "dot")
+            kernel = target or around.get(op.computation, "dot")
             yield Operation(
-                "dot_general", (a, b), one.types[0], one.path, precision, kernel, rounds
+                "dot_general",
+                (a, b),
+                op.types[0],
+                op.path,
+                precision,
+                kernel,
+                rounds,
             )
         elif kind in COLLECTIVES:
-            moved, path = len(one.operands), one.path if len(one.operands) == 1 else ""
-            for name, result in zip(one.operands, one.types[-moved:], strict=True):
+            moved, path = (
+                len(op.operands),
+                op.path if len(op.operands) == 1 else "",
+            )
+            for name, result in zip(op.operands, op.types[-moved:], strict=True):
                 yield Operation(kind, (types[name],), result, path, "")
 
 
@@ -180,17 +189,17 @@ def instructions(text: str) -> Iterator[Instruction]:
     """Every instruction of HLO's text, with the computation it is in."""
     computation = ""
     for line in text.splitlines():
-        if found := _INSTRUCTION.match(line):
+        if match := _INSTRUCTION.match(line):
             operands = tuple(
-                name.split()[-1].split("%")[-1] for name in found["operands"].split(", ") if name
+                name.split()[-1].split("%")[-1] for name in match["operands"].split(", ") if name
             )
             types = tuple(
                 (dtype, tuple(map(int, filter(None, dims.split(",")))))
-                for dtype, dims in _ARRAY.findall(found["type"])
+                for dtype, dims in _ARRAY.findall(match["type"])
             )
-            yield Instruction(computation, found["name"], found["kind"], types, operands, line)
-        elif found := _COMPUTATION.match(line):
-            computation = found["name"]
+            yield Instruction(computation, match["name"], match["kind"], types, operands, line)
+        elif match := _COMPUTATION.match(line):
+            computation = match["name"]
 
 
 def kernels(text: str) -> dict[str, str]:
@@ -213,22 +222,22 @@ def children(op) -> Iterator:
             yield from (inner.operation for inner in block.operations)
 
 
-def _multiplied(node, made: Callable) -> str:
+def _multiplied(node, producer: Callable) -> str:
     """The dtype of the codes that a dot's operand dequantizes, as codes times a scale; of any other
     operand, its own.
 
-    made(node) is (dtype, kind, first operand): of how a node was made. XLA may move reshapes and
-    transposes in between.
+    producer(node) is (dtype, kind, first operand): of how a node was made. XLA may move reshapes
+    and transposes in between.
     """
-    dtype, wanted = made(node)[0], ["multiply", "convert"]
-    while wanted:
-        _, kind, source = made(node)
-        if kind == wanted[0] and source:
-            del wanted[0]
+    dtype, kinds = producer(node)[0], ["multiply", "convert"]
+    while kinds:
+        _, kind, source = producer(node)
+        if kind == kinds[0] and source:
+            del kinds[0]
         elif kind not in MOVES or not source:
             return dtype
         node = source
-    codes = made(node)[0]
+    codes = producer(node)[0]
     return codes if codes.startswith("f8") else dtype
 
 
@@ -239,12 +248,12 @@ def _made(value) -> tuple[str, str, Any]:
     return _typed(value.type)[0], kind, op.operands[0] if kind and len(op.operands) else None
 
 
-def _rounded(name: str, made: dict[str, Instruction], roots: dict[str, Instruction]) -> bool:
+def _rounded(name: str, defs: dict[str, Instruction], roots: dict[str, Instruction]) -> bool:
     """True if a float32 scale is widened from bfloat16, by itself or at the end of a fusion."""
-    scale = made.get(name)
+    scale = defs.get(name)
     if scale and scale.kind == "fusion":
         scale = roots.get(_first(r"calls=%?([\w.\-]+)", scale.line))
-    source = made.get(scale.operands[0]) if scale and scale.kind == "convert" else None
+    source = defs.get(scale.operands[0]) if scale and scale.kind == "convert" else None
     return source is not None and source.types[0][0] == "bf16"
 
 
@@ -258,5 +267,5 @@ def _typed(kind) -> Typed:
 
 
 def _first(pattern: str, line: str) -> str:
-    found = re.search(pattern, line)
-    return found[1] if found else ""
+    match = re.search(pattern, line)
+    return match[1] if match else ""

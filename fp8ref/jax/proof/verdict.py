@@ -121,31 +121,31 @@ def read_compiled(compiled: jax.stages.Compiled | str) -> Program:
 
 def gemms(program: Program) -> list[Gemm]:
     """Every dot, and every GEMM under simulated hardware, in the program's order."""
-    found = []
+    dots = []
     for op in program.operations:
         if op.kind == "dot_general":
             (layer, which), (a, b) = op.place, (dtype for dtype, _ in op.operands)
             if op.turned:
                 a, b = b, a
             accumulate = "slow" if "HIGH" in op.precision.upper() else "fast"
-            found.append(
+            dots.append(
                 Gemm(layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel)
             )
         elif op.kind == "simulated":
             (layer, which), (a, b) = op.place, (dtype for dtype, _ in op.operands)
             plan, _, accumulate = op.precision.rpartition(":")
-            found.append(
+            dots.append(
                 Gemm(
                     layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel, plan
                 )
             )
-    return found
+    return dots
 
 
 def collectives(program: Program) -> list[Collective]:
     """Every collective, in the program's order."""
-    found = [(op.place, op) for op in program.operations if op.kind in COLLECTIVES]
-    return [Collective(layer, which, op.kind, *op.result) for (layer, which), op in found]
+    ops = [(op.place, op) for op in program.operations if op.kind in COLLECTIVES]
+    return [Collective(layer, which, op.kind, *op.result) for (layer, which), op in ops]
 
 
 def missing(
@@ -173,16 +173,16 @@ def missing(
                 or (plan is None and gemm.dequantizes(spec.a.granularity))
             ):
                 continue
-            wanted = _said(
+            expected = _said(
                 hlo_name(cast.DTYPES[spec.a.fmt.name]),
                 hlo_name(cast.DTYPES[spec.b.fmt.name]),
                 spec.accumulate,
                 plan,
             )
             here = [dot for dot in dots if (dot.layer, dot.which) == (layer, which)]
-            found = [_said(dot.a, dot.b, dot.accumulate, dot.plan) for dot in here]
-            others = [said for said in found if said != wanted]
-            promise = f"{layer}/{which}: planned {wanted}"
+            present = [_said(dot.a, dot.b, dot.accumulate, dot.plan) for dot in here]
+            others = [text for text in present if text != expected]
+            promise = f"{layer}/{which}: planned {expected}"
             lines += [f"{promise}; {have}" for have in (others if here else ["found no such dot"])]
             # Gathers: one in FP8 for each role that the placement gathers.
             placement = (placements or {}).get(layer)
@@ -237,12 +237,12 @@ def lost(compiled: Program, program: Program) -> list[str]:
     for dot in dots:
         own = [k for k in here if (k.layer, k.which) == (dot.layer, dot.which)]
         if (own or left[kind(dot)] > 0) and not any(k.fp8 and kind(k) == kind(dot) for k in own):
-            found = [f"{k.a} x {k.b}, {k.accumulate}, by {k.kernel}" for k in own] or [
+            kernels = [f"{k.a} x {k.b}, {k.accumulate}, by {k.kernel}" for k in own] or [
                 "no kernel of its name"
             ]
             lines.append(
                 f"{dot.layer}/{dot.which}: {dot.a} x {dot.b}, {dot.accumulate}, is compiled to "
-                f"{'; '.join(found)}"
+                f"{'; '.join(kernels)}"
             )
     lines += [
         f"{op.place[0]}/{op.place[1]}: XLA rounded its scales to bfloat16. Compile with "
@@ -305,7 +305,7 @@ def manifest(
             "gathers": gathers(program),
             "missing": missing,
         }
-        | ({"simulated": [_of_simulated(dot) for dot in simulated]} if plan else {})
+        | ({"simulated": [_simulated_entry(dot) for dot in simulated]} if plan else {})
         | (
             {"compiled": {"kernels": kernels(compiled), "gathers": gathers(compiled)}}
             if compiled
@@ -318,7 +318,7 @@ def _said(a: str, b: str, accumulate: str | None, plan: str | None) -> str:
     return f"{a} x {b}, {accumulate}" + (f", under {plan}" if plan else "")
 
 
-def _of_simulated(dot: Gemm) -> dict:
+def _simulated_entry(dot: Gemm) -> dict:
     return {
         "gemm": f"{dot.layer}/{dot.which}",
         "a": dot.a,
@@ -340,12 +340,12 @@ def _merged(
     other = {"grad_input": "grad_weight", "grad_weight": "grad_input"}.get(which)
     if other is None or placement is None or not placement.gathered("grad_output"):
         return 0
-    there = [m.dtype for m in moved if (m.layer, m.which, m.kind) == (layer, other, "all_gather")]
-    paired = recipes.by_name(recipe).pairs_gradients and any(map(_is_bits, there))
+    dtypes = [m.dtype for m in moved if (m.layer, m.which, m.kind) == (layer, other, "all_gather")]
+    paired = recipes.by_name(recipe).pairs_gradients and any(map(_is_bits, dtypes))
     if not paired and not recipes.by_name(recipe).serves_both("grad_output"):
         return 0
     needed = sum(bool(placement.gathered(role)) for role in OPERANDS[other])  # type: ignore[index]
-    return int(sum(dtype.startswith("f8") for dtype in there) >= needed)
+    return int(sum(dtype.startswith("f8") for dtype in dtypes) >= needed)
 
 
 def _is_bits(dtype: str) -> bool:

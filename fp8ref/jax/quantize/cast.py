@@ -95,10 +95,10 @@ def from_magnitude_bits(bits: jax.Array, dtype) -> jax.Array:
     return lax.bitcast_convert_type(bits, dtype).astype(jnp.float32)
 
 
-def check_array(x: object, what: str = "casts take arrays of float32, float16 or bfloat16") -> None:
+def check_array(x: object, rule: str = "casts take arrays of float32, float16 or bfloat16") -> None:
     """ValueError unless x has a dtype and a shape, as arrays of JAX and NumPy do."""
     if not (hasattr(x, "dtype") and hasattr(x, "shape")):
-        raise ValueError(f"{what}; got {type(x).__name__}. Convert with jnp.asarray.")
+        raise ValueError(f"{rule}; got {type(x).__name__}. Convert with jnp.asarray.")
 
 
 def checked(x: jax.Array) -> jax.Array:

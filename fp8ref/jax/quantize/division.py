@@ -69,8 +69,8 @@ def divide_in_float64(a: jax.Array, b: jax.Array) -> jax.Array:
     t * b has at most 49 bits, so that a differs from it, and the quotient from t, by 2^-49 or more.
     """
     with jax.enable_x64(True):
-        of_a, of_b = (lax.convert_element_type(x, np.float64) * np.float64(2) for x in (a, b))
-        quotient = lax.convert_element_type(of_a * (np.float64(1) / of_b), np.float32)
+        a64, b64 = (lax.convert_element_type(x, np.float64) * np.float64(2) for x in (a, b))
+        quotient = lax.convert_element_type(a64 * (np.float64(1) / b64), np.float32)
     return _kept(quotient, a)
 
 

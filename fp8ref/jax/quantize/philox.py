@@ -34,12 +34,12 @@ def words(counter, stream, key):
     return c0, c1, c2, c3
 
 
-def key_of(seed: int, step, stream: int, *, of_master: bool = False):
+def key_of(seed: int, step, stream: int, *, master: bool = False):
     """The seed of one moment of one tensor at one step (O-8), or of its master (O-15): its low and
     high half."""
     halves = (jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32))
-    found = words(jnp.asarray(step, jnp.uint32), stream, halves)
-    return found[2:] if of_master else found[:2]
+    key_words = words(jnp.asarray(step, jnp.uint32), stream, halves)
+    return key_words[2:] if master else key_words[:2]
 
 
 def codes(x, fmt: Format, key):
@@ -74,14 +74,16 @@ def codes(x, fmt: Format, key):
         jnp.uint32(0),
     )
     up = (high > 0xFFFF) | ((high == 0xFFFF) & (low > ~w))
-    found = (
+    magnitude_codes = (
         whole
         + up.astype(jnp.uint32)
         + ((jnp.maximum(exponent, fmt.emin) - fmt.emin).astype(jnp.uint32) << fmt.mantissa_bits)
     )
     sign = jnp.where(bits >> 31 == 1, jnp.uint32(fmt.sign_bit), jnp.uint32(0))
     return jnp.where(
-        jnp.isnan(x), jnp.uint32(fmt.nan_code), jnp.minimum(found, jnp.uint32(fmt.max_code)) | sign
+        jnp.isnan(x),
+        jnp.uint32(fmt.nan_code),
+        jnp.minimum(magnitude_codes, jnp.uint32(fmt.max_code)) | sign,
     )
 
 

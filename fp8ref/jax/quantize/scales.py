@@ -105,9 +105,9 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
     if policy.unscaled:
         return policy
     if not policy.in_backends:
-        known = ", ".join(name for name, p in policies.POLICIES.items() if p.in_backends)
+        names = ", ".join(name for name, p in policies.POLICIES.items() if p.in_backends)
         raise ValueError(
-            f"fp8ref.jax scales by {known}; got policy {policy.name!r}. Use one of these, or "
+            f"fp8ref.jax scales by {names}; got policy {policy.name!r}. Use one of these, or "
             f"fp8ref.sim for {policy.name!r}."
         )
     if policy.e8m0 is None and policy.eps < 1e-27:
@@ -181,8 +181,8 @@ def _e8m0_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
     scale = jnp.where(
         field == 0, jnp.float32(policy.e8m0.scale_of_code_0), _two_to_the(254 - field)
     )
-    of_nan = 0.0 if policy.e8m0.scale_of_nan == "zero" else jnp.nan
-    return Scales(jnp.where(nan, of_nan, scale), jnp.where(nan, jnp.nan, _two_to_the(field)))
+    nan_scale = 0.0 if policy.e8m0.scale_of_nan == "zero" else jnp.nan
+    return Scales(jnp.where(nan, nan_scale, scale), jnp.where(nan, jnp.nan, _two_to_the(field)))
 
 
 def _two_to_the(field: jax.Array) -> jax.Array:

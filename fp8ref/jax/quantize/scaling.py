@@ -255,14 +255,14 @@ def _largest(
     NVIDIA GPU, elsewhere by a float maximum, the only fast one of XLA on a CPU."""
     return lax.platform_dependent(
         bits,
-        cuda=functools.partial(_of_absolutes, axis=axis, keepdims=keepdims, dtype=dtype)
+        cuda=functools.partial(_absolute_max, axis=axis, keepdims=keepdims, dtype=dtype)
         if with_producer
-        else functools.partial(_of_integers, axis=axis, keepdims=keepdims),
-        default=functools.partial(_of_floats, axis=axis, keepdims=keepdims, dtype=dtype),
+        else functools.partial(_integer_max, axis=axis, keepdims=keepdims),
+        default=functools.partial(_float_max, axis=axis, keepdims=keepdims, dtype=dtype),
     )
 
 
-def _of_integers(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool) -> jax.Array:
+def _integer_max(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool) -> jax.Array:
     """XLA would write the magnitudes to memory where two reductions read them, one along memory and
     one across it. So the one across reads the bits: the largest signed integer is a positive
     number's, the largest unsigned one a negative number's, if there are such numbers."""
@@ -276,7 +276,7 @@ def _of_integers(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: 
     )
 
 
-def _of_absolutes(
+def _absolute_max(
     bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype
 ) -> jax.Array:
     """One reduction, which XLA takes into the kernel that makes a gradient; of masked bits, or in
@@ -286,7 +286,7 @@ def _of_absolutes(
     return jnp.max(lax.bitcast_convert_type(magnitudes, bits.dtype), axis=axis, keepdims=keepdims)
 
 
-def _of_floats(
+def _float_max(
     bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype
 ) -> jax.Array:
     """That maximum drops NaNs and flushes subnormals. So the bits are first mapped, in order, to
@@ -297,10 +297,10 @@ def _of_floats(
     half, least, sign = 1 << (size.bits - 2), 1 << jnp.finfo(dtype).nmant, size.bits - 1
     t = cast.without_sign(bits) - half
     ordered = (least + (t ^ (t >> sign))) | ((t >> sign) & size.min)
-    found = lax.bitcast_convert_type(
+    largest = lax.bitcast_convert_type(
         jnp.max(lax.bitcast_convert_type(ordered, dtype), axis=axis, keepdims=keepdims), bits.dtype
     )
-    return (((found & size.max) - least) ^ (found >> sign)) + half
+    return (((largest & size.max) - least) ^ (largest >> sign)) + half
 
 
 def _largest_of_blocks(bits: jax.Array, dtype, sizes: tuple[int, ...]) -> jax.Array:

@@ -51,8 +51,8 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     finite = jnp.isfinite(value)
     kept = jnp.where(finite, value, 0.0)
     # which the quantizer may have taken too: XLA then computes it once
-    of_groups = scaling.amax(x, q.granularity, axis=q.axis, ragged=True)
-    amax = scaling.amax(of_groups)
+    group_amaxes = scaling.amax(x, q.granularity, axis=q.axis, ragged=True)
+    amax = scaling.amax(group_amaxes)
     field, unit = _unit(amax)
     error = jnp.where(
         finite, decoded * scaling.spread(q.scale_inv, shape, q.granularity, q.axis) - kept, 0.0
@@ -66,7 +66,7 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
         return [_number(~jnp.isfinite(wide)), _number(scaled > bound if above else scaled >= bound)]
 
     # The amaxes say whether there is any of either, so that the branch seldom runs.
-    none = jnp.isfinite(amax) & (jnp.max(times(of_groups, q.scale)) < bound)
+    none = jnp.isfinite(amax) & (jnp.max(times(group_amaxes, q.scale)) < bound)
     non_finite, overflows = lax.cond(none, lambda: [jnp.zeros_like(amax, jnp.int32)] * 2, rare)
     counts = {
         "count": jnp.int32(x.size),

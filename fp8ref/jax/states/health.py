@@ -63,10 +63,10 @@ def measure(
         *(jnp.asarray(x, jnp.float32) for x in (b1, 1 - b1, b2, 1 - b2, *at_step, 0.0, eps, 0.0))
     )
 
-    def of_leaf(g, *stored: MomentState) -> Measured:
+    def measure_leaf(g, *stored: MomentState) -> Measured:
         own = layout.of(g.size)
-        for which, one in enumerate(stored):
-            check_moment(one, g.shape, own, which % 2)
+        for which, moment_state in enumerate(stored):
+            check_moment(moment_state, g.shape, own, which % 2)
         return _measure(g, stored[:2], stored[2:], at, own)
 
     structure: Any
@@ -79,7 +79,7 @@ def measure(
         for which, trees in enumerate((before.m, before.v, after.m, after.v))
     ]
     return structure.unflatten(
-        [of_leaf(g, *stored) for g, *stored in zip(leaves, *each, strict=True)]
+        [measure_leaf(g, *stored) for g, *stored in zip(leaves, *each, strict=True)]
     )
 
 
@@ -91,9 +91,10 @@ def numbers(measured) -> np.ndarray:
         np.concatenate([np.atleast_2d(x) for x in of]).astype(np.float64)
         for of in zip(*leaves, strict=True)
     )
-    roots, excess, signal, noise, of_signal, of_noise, largest = sums.T
+    roots, excess, signal, noise, signal_field, noise_field, largest = sums.T
     squares = [
-        x * np.exp2(2 * (field - 127)) for x, field in ((signal, of_signal), (noise, of_noise))
+        x * np.exp2(2 * (field - 127))
+        for x, field in ((signal, signal_field), (noise, noise_field))
     ]
     return np.concatenate([counts, np.stack([roots, excess, *squares, largest], axis=-1)], axis=-1)
 
@@ -112,11 +113,14 @@ def _measure(g, before, after, at: Scalars, layout: Layout) -> Measured:
     )
     new = moments.averages(g, old[0], old[1], at, layout)
     idle = moments.averages(jnp.zeros_like(g), stored[0], stored[1], at, layout)
-    wanted, found = moments.ratio(new[0], new[1], at), moments.ratio(stored[0], stored[1], at)
+    exact_ratio, stored_ratio = (
+        moments.ratio(new[0], new[1], at),
+        moments.ratio(stored[0], stored[1], at),
+    )
     root, stored_root = division.sqrt(new[1]), division.sqrt(stored[1])
     masks = (
         (stored[1] == 0) & (stored[0] != 0),
-        jnp.abs(wanted) > at.bound if layout.bounded else None,
+        jnp.abs(exact_ratio) > at.bound if layout.bounded else None,
         *(_clipped(x, kept, moment) for x, kept, moment in zip(new, after, both, strict=True)),
         *(_stalled(x, kept, moment) for x, kept, moment in zip(idle, after, both, strict=True)),
     )
@@ -125,16 +129,16 @@ def _measure(g, before, after, at: Scalars, layout: Layout) -> Measured:
         *(jnp.int32(0) if mask is None else jnp.sum(mask, dtype=jnp.int32) for mask in masks),
     ]
     assert len(counts) == len(COUNTS)
-    signal, of_signal = _squares(wanted)
-    noise, of_noise = _squares(found - wanted)
+    signal, signal_field = _squares(exact_ratio)
+    noise, noise_field = _squares(stored_ratio - exact_ratio)
     sums = (
         _sum(root),
         _sum(stored_root - root),
         signal,
         noise,
-        of_signal,
-        of_noise,
-        moments.largest(found),
+        signal_field,
+        noise_field,
+        moments.largest(stored_ratio),
     )
     return Measured(jnp.stack(counts), jnp.stack(sums))
 
@@ -150,8 +154,8 @@ def _stalled(x, stored: MomentState, moment: Moment):
         return None
     codes = moments.again(division.sqrt(x) if moment.root else x, stored, moment)
     if moment.fmt.bits == 8:
-        found, kept = (lax.bitcast_convert_type(x, jnp.uint8) for x in (codes, stored.codes))
-        return (kept & 0x7F != 0) & (found == kept)
+        new_bits, kept = (lax.bitcast_convert_type(x, jnp.uint8) for x in (codes, stored.codes))
+        return (kept & 0x7F != 0) & (new_bits == kept)
     return (stored.codes != 0) & (codes == stored.codes)
 
 

@@ -88,8 +88,8 @@ def step(
     both = structure.unflatten([x.reshape(old.shape) for x, old in zip(new, arrays, strict=False)])
     if master is None:
         return weight, *both
-    of_master = MomentState(weight, *map(moments.largest, new[len(arrays) :]))
-    return moments.read(of_master, layout.master, layout).astype(p.dtype), *both, of_master
+    new_master = MomentState(weight, *map(moments.largest, new[len(arrays) :]))
+    return moments.read(new_master, layout.master, layout).astype(p.dtype), *both, new_master
 
 
 @functools.lru_cache(maxsize=64)
@@ -151,7 +151,7 @@ def _call(scalars, g, weight, *stored, layout: Layout, interpret: bool):
         for x in (g, weight, *stored)
     ]
     like = [*flat[1:], *[jax.ShapeDtypeStruct((total,), jnp.float32)] * 2 * layout.keeps_master]
-    found = pl.pallas_call(
+    outputs = pl.pallas_call(
         functools.partial(_kernel, layout=layout),
         grid=(total // rows,),
         in_specs=[
@@ -166,7 +166,7 @@ def _call(scalars, g, weight, *stored, layout: Layout, interpret: bool):
         name="fp8ref_adamw",
     )(scalars, *flat)
     lead = (*weight.shape[:-1], weight.shape[-1] // block)
-    return tuple(x.reshape(weight.shape if x.size == weight.size else lead) for x in found)
+    return tuple(x.reshape(weight.shape if x.size == weight.size else lead) for x in outputs)
 
 
 def _kernel(scalars, g, weight, *refs, layout: Layout):
@@ -183,22 +183,22 @@ def _kernel(scalars, g, weight, *refs, layout: Layout):
         both = before[1 : 1 + count // 2], before[1 + count // 2 :]
         old = [_state(part, layout) for part in both]
         if layout.keeps_master:
-            of_master = [scalars[12], scalars[13]]
-            old.append(MomentState(before[0], *of_master))
-            before += [jnp.full(before[2].shape, x) for x in of_master]
+            master_scalars = [scalars[12], scalars[13]]
+            old.append(MomentState(before[0], *master_scalars))
+            before += [jnp.full(before[2].shape, x) for x in master_scalars]
         (_, *new), change = moments.new(
             before[0], g[...].astype(jnp.float32) * factor, old, at, layout
         )
-        made = []
+        after = []
         for i, (x, stored) in enumerate(zip(new, old, strict=True)):
-            found = moments.extremes(x, None, layout.kept[i], i)
-            made += jax.tree.leaves(moments.store(x, found, stored, i, at, layout, None))
+            maxima = moments.extremes(x, None, layout.kept[i], i)
+            after += jax.tree.leaves(moments.store(x, maxima, stored, i, at, layout, None))
         if layout.keeps_master:
-            *made, codes, scale_inv, amax = made
-            made = [codes, *made, jnp.full(amax.shape, scale_inv), amax]
+            *after, codes, scale_inv, amax = after
+            after = [codes, *after, jnp.full(amax.shape, scale_inv), amax]
         else:
-            made = [before[0] - change, *made]
-        for ref, x, kept in zip(outputs, made, before, strict=True):
+            after = [before[0] - change, *after]
+        for ref, x, kept in zip(outputs, after, before, strict=True):
             ref[...] = jnp.where(finite, x, kept)
 
 

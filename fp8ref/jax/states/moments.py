@@ -102,13 +102,13 @@ def new(p, g, stored: list[MomentState], at: Scalars, layout: Layout):
     m, v = averages(
         g, read(stored[0], layout.m, layout), read(stored[1], layout.v, layout), at, layout
     )
-    of_both = ratio(m, v, at)
+    step_ratio = ratio(m, v, at)
     if layout.bounded:
-        of_both = _clip(of_both, -at.bound, at.bound)
+        step_ratio = _clip(step_ratio, -at.bound, at.bound)
     if layout.keeps_master:
         p = read(stored[2], layout.master, layout)
-    taken = change(of_both, p, at)
-    return (g, m, v, p - taken) if layout.keeps_master else (g, m, v), taken
+    delta = change(step_ratio, p, at)
+    return (g, m, v, p - delta) if layout.keeps_master else (g, m, v), delta
 
 
 def in_range(g):
@@ -122,8 +122,8 @@ def change(ratio, p, at: Scalars):
     """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound
     (O-15).
     """
-    found = product(at.learning_rate, ratio + product(at.weight_decay, p))
-    return jnp.where(jnp.abs(found) < states.STEP_MIN, jnp.float32(0), found)
+    step = product(at.learning_rate, ratio + product(at.weight_decay, p))
+    return jnp.where(jnp.abs(step) < states.STEP_MIN, jnp.float32(0), step)
 
 
 def extremes(x, g, moment: Moment, which: int) -> list[jax.Array]:
@@ -135,12 +135,12 @@ def extremes(x, g, moment: Moment, which: int) -> list[jax.Array]:
     if moment.amax == "predicted":
         return [_group_max(jnp.abs(g), moment)]
     magnitude = jnp.abs(division.sqrt(x) if moment.root else x)
-    found = [_group_max(magnitude, moment)]
+    maxima = [_group_max(magnitude, moment)]
     if moment.expansion:
-        found.append(
+        maxima.append(
             _group_max(jnp.where(magnitude == 0, -jnp.inf, -magnitude), moment, empty=-np.inf)
         )
-    return found
+    return maxima
 
 
 def averages(g, m, v, at: Scalars, layout: Layout):
@@ -179,11 +179,11 @@ def read(stored: MomentState, moment: Moment, layout: Layout):
 
 
 def store(
-    x, found: list[jax.Array], old: MomentState, which: int, at: Scalars, layout: Layout, key
+    x, maxima: list[jax.Array], old: MomentState, which: int, at: Scalars, layout: Layout, key
 ) -> MomentState:
     """The stored moment of x (O-7 to O-10).
 
-    found  of ``extremes``.
+    maxima  of ``extremes``.
     which  0 for m, 1 for v and 2 for the master.
     key    of stochastic rounding; None rounds to nearest.
     """
@@ -193,8 +193,8 @@ def store(
     if moment.scaling is None:
         return MomentState(_codes(x, x, moment, key))
     if which == 2 and moment.amax == "predicted":
-        found = [old.amax + change(at.bound, old.amax, at)]
-    own = amax = found[0]
+        maxima = [old.amax + change(at.bound, old.amax, at)]
+    own = amax = maxima[0]
     if moment.amax == "previous":
         assert old.amax is not None
         amax = jnp.where(old.amax == 0, own, old.amax)
@@ -203,7 +203,7 @@ def store(
         amax = averages(own, kept, kept, at, layout)[which]
         amax = division.sqrt(amax) if moment.root else amax
     if moment.expansion:
-        return _store_expanded(x, amax, -found[1], moment, key)
+        return _store_expanded(x, amax, -maxima[1], moment, key)
     scale, scale_inv = _scales(amax, moment)
     divides = moment.scaling == "divide"
     scaled = (
@@ -361,17 +361,19 @@ def _max_of_groups(x, moment: Moment, empty: float):
     return jnp.max(padded.reshape(-1, moment.block), axis=-1)
 
 
-def _spread(of_groups, x, moment: Moment):
+def _spread(group_values, x, moment: Moment):
     """The values of the groups, for each element of x."""
     block, shape = moment.block, x.shape
     if block is None:
-        return of_groups
+        return group_values
     if shape and shape[-1] % block == 0:
         lead = (*shape[:-1], shape[-1] // block)
         return array_types.like(
-            jnp.broadcast_to(of_groups.reshape(*lead, 1), (*lead, block)).reshape(shape), x
+            jnp.broadcast_to(group_values.reshape(*lead, 1), (*lead, block)).reshape(shape), x
         )
-    return array_types.like(jnp.repeat(of_groups, block)[: int(np.prod(shape))].reshape(shape), x)
+    return array_types.like(
+        jnp.repeat(group_values, block)[: int(np.prod(shape))].reshape(shape), x
+    )
 
 
 def product(a, b):
@@ -400,10 +402,10 @@ def _not_below(x, least):
     )
 
 
-def _over(x, of_groups):
+def _over(x, group_values):
     """x / the values of the groups. A choice by x hides that they are few, as a barrier would, and
     writes nothing to memory: rewritten."""
-    return division.divide(x, jnp.where(jnp.isnan(x), 1.0, of_groups))
+    return division.divide(x, jnp.where(jnp.isnan(x), 1.0, group_values))
 
 
 def quotient(a, b):

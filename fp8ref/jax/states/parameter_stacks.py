@@ -12,20 +12,20 @@ import jax
 from jax.custom_batching import custom_vmap
 
 
-def flags(name: str, given: Any, params, *, default: bool) -> Any:
+def flags(name: str, mask: Any, params, *, default: bool) -> Any:
     """The boolean of each parameter, of a mask; default where none is given.
 
     Raises:   ValueError: a mask of another structure, under its name.
     """
-    if given is None or not jax.tree.leaves(params):
+    if mask is None or not jax.tree.leaves(params):
         return jax.tree.map(lambda _: default, params)
-    found = given(params) if callable(given) else given
+    mask_tree = mask(params) if callable(mask) else mask
     try:
-        return jax.tree.broadcast(found, params)
+        return jax.tree.broadcast(mask_tree, params)
     except ValueError as error:
         raise ValueError(
             f"{name} is a tree of booleans, of the parameters' structure or a prefix of it; got "
-            f"{jax.tree.structure(found)} for {jax.tree.structure(params)}. Make it of the "
+            f"{jax.tree.structure(mask_tree)} for {jax.tree.structure(params)}. Make it of the "
             "parameters, by jax.tree.map."
         ) from error
 
@@ -44,11 +44,11 @@ def batched_by(other: Callable) -> Callable[[Callable], Callable]:
         decorated = custom_vmap(f)
 
         @decorated.def_vmap
-        def rule(size: int, batched, *given):
-            found = jax.vmap(
+        def rule(size: int, batched, *arguments):
+            outputs = jax.vmap(
                 other, in_axes=jax.tree.map(lambda b: 0 if b else None, batched), axis_size=size
-            )(*given)
-            return found, jax.tree.map(lambda _: True, found)
+            )(*arguments)
+            return outputs, jax.tree.map(lambda _: True, outputs)
 
         return decorated
 

@@ -54,14 +54,14 @@ def is_of(state: AdamWState, layout: Layout) -> jax.Array:
 def check_decisions(state: AdamWState, layout: Layout) -> None:
     """ValueError for a state of other decisions, naming them. Of a tracer nothing is known."""
     held = state.decisions
-    found = (
+    kind = (
         None
         if held is None
         else (str(getattr(held, "dtype", type(held).__name__)), tuple(getattr(held, "shape", ())))
     )
-    if found != (wanted := ("uint8", (layout_decisions.BYTES,))):
+    if kind != (expected := ("uint8", (layout_decisions.BYTES,))):
         raise ValueError(
-            f"a state holds the decisions of its layout, {wanted} (O-17); got {found}. Use init."
+            f"a state holds the decisions of its layout, {expected} (O-17); got {kind}. Use init."
         )
     if isinstance(held, jax.core.Tracer) or not isinstance(held, jax.Array | np.ndarray):
         return
@@ -133,18 +133,18 @@ def by_parameter(
     Raises:   ValueError: a state of other fields than the layout's moment has, or of another
               structure.
     """
-    wanted = [field for field, has in fields(moment).items() if has]
-    if not isinstance(trees, MomentState) or wanted != [
+    names = [field for field, has in fields(moment).items() if has]
+    if not isinstance(trees, MomentState) or names != [
         field for field, tree in trees._asdict().items() if tree is not None
     ]:
         raise ValueError(
-            f"a state has a tree of the parameters for each of {', '.join(wanted)}, as "
+            f"a state has a tree of the parameters for each of {', '.join(names)}, as "
             f"state.m.codes; got {type(trees).__name__} of {jax.tree.structure(trees)}. A state "
             "of another layout, or of an fp8ref that kept a tuple for each parameter, is not "
             "converted: use init."
         )
     columns = {}
-    for field in wanted:
+    for field in names:
         try:
             columns[field] = structure.flatten_up_to(getattr(trees, field))
         except (ValueError, TypeError, KeyError) as error:
@@ -164,14 +164,14 @@ def check_moment(
     """ValueError unless a stored moment is one of this layout and shape; stacked: of each tensor of
     a stack.
     """
-    wanted = jax.eval_shape(
+    expected = jax.eval_shape(
         lambda: moments.zeros(jnp.zeros(shape, jnp.float32), layout, which, stacked=stacked)
     )
     described = [
         [None if a is None else (jnp.dtype(a.dtype).name, tuple(a.shape)) for a in s]
         if isinstance(s, MomentState)
         else s
-        for s in (stored, wanted)
+        for s in (stored, expected)
     ]
     if described[0] != described[1]:
         raise ValueError(
@@ -222,8 +222,8 @@ def check_leaf(p, g, stored: list, layout: Layout, is_stack: bool) -> None:
             f"a gradient has its parameter's shape, {p.shape}; got "
             f"{getattr(g, 'shape', type(g).__name__)}."
         )
-    for i, one in enumerate(stored):
-        check_moment(one, p.shape, layout, i, stacked=is_stack)
+    for i, moment_state in enumerate(stored):
+        check_moment(moment_state, p.shape, layout, i, stacked=is_stack)
 
 
 def _text(layout: Layout) -> np.ndarray:

@@ -115,7 +115,7 @@ def adamw(
             raise ValueError(
                 "AdamW's decay needs the parameters: call update(grads, state, params)."
             )
-        return _of_each(
+        return _step_leaves(
             _leaf,
             params,
             grads,
@@ -168,7 +168,7 @@ def step(
     adamw_state.check_numbers(learning_rate, b1, b2, eps, weight_decay, layout, seed)
     factor, finite = jnp.asarray(factor, jnp.float32), jnp.asarray(finite)
 
-    def of_leaf(
+    def step_leaf(
         p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple, is_stack: bool
     ):
         own = _layout_of(layout, p, is_stack)
@@ -185,7 +185,7 @@ def step(
                 lambda new, old: jnp.where(finite, new, old), (new, *after), (p, *stored)
             )
 
-        given = (p, g, stored, at, factor, finite)
+        args = (p, g, stored, at, factor, finite)
         # Pallas is slow to import
         from fp8ref.jax.states import kernel
 
@@ -196,15 +196,15 @@ def step(
             or (is_stack and own.keeps_master)
             or any(map(array_types.on_a_mesh, (p, g)))
         ):
-            return by_xla(*given)
+            return by_xla(*args)
         return parameter_stacks.batched_by(by_xla)(
-            lambda *given: lax.platform_dependent(
-                *given, cuda=functools.partial(kernel.step, layout=own), default=by_xla
+            lambda *args: lax.platform_dependent(
+                *args, cuda=functools.partial(kernel.step, layout=own), default=by_xla
             )
-        )(*given)
+        )(*args)
 
-    new, after = _of_each(
-        of_leaf,
+    new, after = _step_leaves(
+        step_leaf,
         params,
         grads,
         state,
@@ -231,14 +231,14 @@ def decode(
     adamw_state.check_decisions(state, layout)
 
     def read(i: int):
-        def of_leaf(stored: MomentState, s: bool):
-            own = _of_size(layout, stored.codes.shape, s)
+        def read_leaf(stored: MomentState, s: bool):
+            own = _sized_layout(layout, stored.codes.shape, s)
             adamw_state.check_moment(stored, stored.codes.shape, own, i, stacked=s)
             return parameter_stacks.each(lambda x: moments.read(x, (own.m, own.v)[i], own), s)(
                 stored
             )
 
-        return _of_stored(of_leaf, held[i], layout, i, stacked)
+        return _map_stored(read_leaf, held[i], layout, i, stacked)
 
     return read(0), read(1)
 
@@ -262,13 +262,13 @@ def weights(
     masters = adamw_state.trees(state, layout)[2]
     adamw_state.check_decisions(state, layout)
 
-    def of_leaf(stored: MomentState, s: bool):
+    def leaf_weights(stored: MomentState, s: bool):
         adamw_state.check_moment(stored, getattr(stored.codes, "shape", ()), layout, 2, stacked=s)
         return parameter_stacks.each(lambda x: moments.read(x, layout.master, layout), s)(
             stored
         ).astype(dtype)
 
-    return _of_stored(of_leaf, masters, layout, 2, stacked)
+    return _map_stored(leaf_weights, masters, layout, 2, stacked)
 
 
 def copies(
@@ -292,7 +292,7 @@ def copies(
     """
     layout, spec = states.by_name(layout), recipes.weight_copy(recipe)
 
-    def of_tensor(w, stored: MomentState) -> Quantized:
+    def copy_tensor(w, stored: MomentState) -> Quantized:
         if stored.amax is None:
             return scaling.quantize(w, spec.fmt, policy=spec.policy)
         # Rounding is monotone: the largest weight has the largest master.
@@ -302,8 +302,8 @@ def copies(
         )
 
     each = iter(jax.tree.leaves(weights(state, layout, dtype, stacked=stacked)))
-    return _of_stored(
-        lambda stored, s: parameter_stacks.each(of_tensor, s)(next(each), stored),
+    return _map_stored(
+        lambda stored, s: parameter_stacks.each(copy_tensor, s)(next(each), stored),
         state.master,
         layout,
         2,
@@ -311,24 +311,26 @@ def copies(
     )
 
 
-def _of_stored(f, trees: MomentState, layout: Layout, which: int, stacked) -> Any:
+def _map_stored(f, trees: MomentState, layout: Layout, which: int, stacked) -> Any:
     """The tree of f(what is stored of a parameter, whether it is a stack)."""
     structure: Any
     codes, structure = jax.tree.flatten(getattr(trees, "codes", None))
     stacks = structure.flatten_up_to(
         parameter_stacks.flags("stacked", stacked, structure.unflatten(codes), default=False)
     )
-    owns = [_of_size(layout, x.shape, s).kept[which] for x, s in zip(codes, stacks, strict=True)]
+    owns = [
+        _sized_layout(layout, x.shape, s).kept[which] for x, s in zip(codes, stacks, strict=True)
+    ]
     each = adamw_state.by_parameter(trees, structure, layout.kept[which], owns)
     return structure.unflatten([f(stored, s) for stored, s in zip(each, stacks, strict=True)])
 
 
-def _of_size(layout: Layout, shape: tuple[int, ...], is_stack: bool) -> Layout:
+def _sized_layout(layout: Layout, shape: tuple[int, ...], is_stack: bool) -> Layout:
     """The layout that a tensor has, or each of a stack."""
     return layout.of(math.prod(shape[1:] if is_stack else shape))
 
 
-def _of_each(
+def _step_leaves(
     leaf,
     params,
     grads,
@@ -355,8 +357,8 @@ def _of_each(
         )
     # too late to refuse it
     rate = jnp.where((rate >= 0) & (rate <= 1024) & adamw_state.is_of(state, layout), rate, jnp.nan)
-    given = (b1, 1 - b1, b2, 1 - b2, *at_step, rate, eps, weight_decay)
-    at = Scalars(*(jnp.asarray(x, jnp.float32) for x in given))
+    scalars = (b1, 1 - b1, b2, 1 - b2, *at_step, rate, eps, weight_decay)
+    at = Scalars(*(jnp.asarray(x, jnp.float32) for x in scalars))
     decays, stacks = (
         parameter_stacks.flags("mask", mask, params, default=True),
         parameter_stacks.flags("stacked", stacked, params, default=False),
@@ -364,14 +366,14 @@ def _of_each(
 
     structure: Any
     leaves, structure = jax.tree.flatten(params)
-    of_each = [structure.flatten_up_to(tree) for tree in (grads, decays, stacks)]
-    owns = [_layout_of(layout, p, s) for p, s in zip(leaves, of_each[2], strict=True)]
-    of_each += [
+    columns = [structure.flatten_up_to(tree) for tree in (grads, decays, stacks)]
+    owns = [_layout_of(layout, p, s) for p, s in zip(leaves, columns[2], strict=True)]
+    columns += [
         adamw_state.by_parameter(trees, structure, layout.kept[i], [own.kept[i] for own in owns])
         for i, trees in enumerate(held)
     ]
     new, number = [], 0
-    for p, g, d, is_stack, *stored in zip(leaves, *of_each, strict=True):
+    for p, g, d, is_stack, *stored in zip(leaves, *columns, strict=True):
         decayed = at._replace(weight_decay=jnp.where(d, at.weight_decay, 0))
         new.append(leaf(p, g, stored, decayed, layout, (seed, count, number), is_stack))
         number += p.shape[0] if is_stack else 1
@@ -379,7 +381,7 @@ def _of_each(
         return grads, state._replace(count=count)
     first, *kept = zip(*new, strict=True)
     trees = [
-        adamw_state.by_field(each, structure, moment, of_each[2])
+        adamw_state.by_field(each, structure, moment, columns[2])
         for each, moment in zip(kept, layout.kept, strict=True)
     ]
     return structure.unflatten(first), AdamWState(count, *trees)._replace(decisions=state.decisions)
@@ -414,7 +416,7 @@ def _tensor(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: 
         new, change = moments.new(p, g, stored, at, layout)
     seed, step, number = draw
     keys = [
-        philox.key_of(seed, step, 2 * number + i % 2, of_master=i == 2)
+        philox.key_of(seed, step, 2 * number + i % 2, master=i == 2)
         if moment.rounding == "stochastic"
         else None
         for i, moment in enumerate(layout.kept)
@@ -456,4 +458,4 @@ def _layout_of(layout: Layout, p, is_stack: bool) -> Layout:
             "fp8ref.jax rounds stochastically tensors of fewer than 2^32 elements; got "
             f"{p.shape} under layout {layout.name!r}. Use a layout that rounds to nearest."
         )
-    return _of_size(layout, p.shape, is_stack)
+    return _sized_layout(layout, p.shape, is_stack)

@@ -60,7 +60,7 @@ def test_a_groups_rows_are_cast_as_they_would_be_alone(granularity, axis, rng): 
                 scaling.spread(alone.scale, rows.shape, granularity, axis), rows.shape
             )
             np.testing.assert_array_equal(
-                jnp.broadcast_to(q.of_rows(q.scale)[begin:end], (end - begin, 64)),
+                jnp.broadcast_to(q.lines(q.scale)[begin:end], (end - begin, 64)),
                 scale[: end - begin],
             )
         else:

@@ -28,7 +28,7 @@ def test_words(seed, stream):
 def test_a_key_is_of_a_seed_a_step_and_a_stream():  # O-8, O-15
     words = sim.words(np.array([12], np.uint64), 5, SEEDS[3])[0].tolist()
     assert [int(word) for word in philox.key_of(SEEDS[3], 12, 5)] == words[:2]
-    assert [int(word) for word in philox.key_of(SEEDS[3], 12, 5, of_master=True)] == words[2:]
+    assert [int(word) for word in philox.key_of(SEEDS[3], 12, 5, master=True)] == words[2:]
 
 
 @pytest.mark.grid(2)

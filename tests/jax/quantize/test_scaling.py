@@ -158,12 +158,12 @@ def test_all_ways_to_an_amax_find_the_same(rng, dtype, axis):  # S-2
         anything & ~np.uint64(exponent),
     ):
         bits = jnp.asarray(bits.astype(f"u{dtype.dtype.itemsize}").view(f"i{dtype.dtype.itemsize}"))
-        found = scaling._of_integers(bits, axis, True)
-        np.testing.assert_array_equal(found, scaling._of_floats(bits, axis, True, dtype))
+        found = scaling._integer_max(bits, axis, True)
+        np.testing.assert_array_equal(found, scaling._float_max(bits, axis, True, dtype))
         expected = np.max(np.asarray(bits) & (sign - 1), axis=axis, keepdims=True)
         np.testing.assert_array_equal(found, expected)
         absolutes, infinite = (
-            np.asarray(scaling._of_absolutes(bits, axis, True, dtype)),
+            np.asarray(scaling._absolute_max(bits, axis, True, dtype)),
             np.asarray(jnp.asarray(jnp.inf, dtype)).view(bits.dtype),
         )
         # a CPU's NaN has other bits, compiled for an H200 the same

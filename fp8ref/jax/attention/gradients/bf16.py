@@ -18,7 +18,7 @@ from fp8ref.jax.attention.operands.inputs import Inputs, Use
 from fp8ref.spec.attention.variants import VARIANTS
 
 
-def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = False) -> Gradients:
+def backward(do: jax.Array, inputs: Inputs, result, use: Use, *, keep: bool = False) -> Gradients:
     """The gradients, of the steps of A-15 in bfloat16, and if asked for their matrices.
 
     result    what ``attention.forward`` gave; of it o and the log-sum-exp.
@@ -26,6 +26,6 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
     wide = dataclasses.replace(use, variant=VARIANTS["bf16"], seed=0, multiply=None, measures=False)
     one, o = jnp.ones((), jnp.float32), heads.to_hp(result.o, BFLOAT16)
     kept = result._replace(
-        tensors=operands.quantize(given, wide, {}), o=o, scale_p=one, scale_inv_p=one
+        tensors=operands.quantize(inputs, wide, {}), o=o, scale_p=one, scale_inv_p=one
     )
-    return gradients.backward(do, given, kept, {}, wide, keep=keep)
+    return gradients.backward(do, inputs, kept, {}, wide, keep=keep)

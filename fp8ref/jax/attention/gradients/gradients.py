@@ -19,7 +19,7 @@ from fp8ref.jax.attention.operands import context, heads
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.heads import Heads
 from fp8ref.jax.attention.operands.inputs import Inputs, Use
-from fp8ref.jax.attention.operands.kept import Kept, of_gradients
+from fp8ref.jax.attention.operands.kept import Kept, gradient_matrices
 from fp8ref.jax.attention.operands.operands import Parts
 from fp8ref.jax.quantize import scales
 from fp8ref.jax.quantize.scales import Scales
@@ -67,7 +67,7 @@ def output_scaling(variant: Variant) -> tuple:
 
 
 def backward(
-    do: jax.Array, given: Inputs, result, given_scales: dict, use: Use, *, keep: bool = False
+    do: jax.Array, inputs: Inputs, result, given_scales: dict, use: Use, *, keep: bool = False
 ) -> Gradients:
     """The gradients, of the steps of A-15, and if asked for their matrices.
 
@@ -75,39 +75,39 @@ def backward(
     """
     variant, low = use.variant, use.variant.fmt.bits == 8
     fmt = variant.gradient_fmt or variant.fmt
-    how: dict = {"heads": given.k.shape[1], "scale": given_scales.get("do"), "over": use.over}
-    do8 = heads.quantize(do, fmt, variant.granularity, variant.policy, **how)
+    options: dict = {"heads": inputs.k.shape[1], "scale": given_scales.get("do"), "over": use.over}
+    do8 = heads.quantize(do, fmt, variant.granularity, variant.policy, **options)
     tensors = context.gathered(result.tensors, use)
-    given = context.problem(given, tensors, use)
-    parts = Parts(given, use, tensors)
+    inputs = context.problem(inputs, tensors, use)
+    parts = Parts(inputs, use, tensors)
     p_scale, p_scale_inv = (result.scale_p, result.scale_inv_p)
     if "s" in given_scales:
         p_scale, p_scale_inv = operands.probability_scale(variant, given_scales)
     factor = parts.raw_factor() if variant.scores == "raw" else None
     values_do, lse = parts.by_group(do8.codes), parts.by_group(result.lse)
     lse = lse * np.float32(np.log2(np.e)) if use.fast and variant.base == "2" else lse
-    of_do = parts.of_heads(do8.scale_inv) if low else jnp.float32(1)
-    of_rows = _row_sums(do8, result, given, use)
-    d = parts.by_group(of_rows)
-    of_dp = of_do * parts.inverse["v"] if low else of_do
+    do_inverse = parts.head_scales(do8.scale_inv) if low else jnp.float32(1)
+    row_sums = _row_sums(do8, result, inputs, use)
+    d = parts.by_group(row_sums)
+    dp_inverse = do_inverse * parts.inverse["v"] if low else do_inverse
 
     def pair(block, tile):
         """P and dS of a block and a tile (steps 3, 5 and 6)."""
         seen = parts.seen(block, tile)
-        (s, slope), of_block = parts.scores_and_slope(block, tile), parts.block(lse, block)
+        (s, slope), block_lse = parts.scores_and_slope(block, tile), parts.block(lse, block)
         p = (
-            softmax.again_fast(s, of_block, seen, variant)
+            softmax.again_fast(s, block_lse, seen, variant)
             if use.fast
-            else softmax.again(s, of_block, seen, factor, use.arithmetic)
+            else softmax.again(s, block_lse, seen, factor, use.arithmetic)
         )
         with parts.use.scope("grad_probabilities"):
             # [rows, D] x [L, D]
             dp = parts.dot(parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,)))
         if use.fast:
-            ds = (dp * of_dp - parts.block(d, block)[..., None]) * p * jnp.float32(use.scale)
+            ds = (dp * dp_inverse - parts.block(d, block)[..., None]) * p * jnp.float32(use.scale)
             return p, ds if slope is None else ds * slope
         if low:
-            dp = moments.product(moments.product(dp, of_do), parts.inverse["v"])
+            dp = moments.product(moments.product(dp, do_inverse), parts.inverse["v"])
         ds = moments.product(dp - parts.block(d, block)[..., None], p)
         ds = ds if slope is None else moments.product(ds, slope)
         return p, moments.product(ds, jnp.float32(use.scale))
@@ -126,7 +126,7 @@ def backward(
         largest = share(operands.loop(first, parts.zeros(), parts.grid))
         scale_ds = heads.scales_from_amax(largest, fmt, heads.implemented(variant.policy))
 
-    kept = Kept(parts, of_gradients(variant) if keep else [])
+    kept = Kept(parts, gradient_matrices(variant) if keep else [])
 
     def second(carry, block, tile):
         dq, dk, dv, largest, counts, matrices = carry
@@ -150,16 +150,16 @@ def backward(
     if low:
         dq = moments.product(moments.product(dq, scale_ds[1]), parts.inverse["k"])
         dk = moments.product(moments.product(dk, scale_ds[1]), parts.inverse["q"])
-        dv = moments.product(moments.product(dv, p_scale_inv), of_do)
-    found = rounded((dq, dk, dv), do8, share(largest), counts, scale_ds, parts, given_scales)
-    return found._replace(
-        matrices=kept.whole(matrices), dsinks=of_sinks(of_rows, result, given, use)
+        dv = moments.product(moments.product(dv, p_scale_inv), do_inverse)
+    grads = rounded((dq, dk, dv), do8, share(largest), counts, scale_ds, parts, given_scales)
+    return grads._replace(
+        matrices=kept.whole(matrices), dsinks=sinks_gradient(row_sums, result, inputs, use)
     )
 
 
-def of_sinks(d: jax.Array, result, given: Inputs, use: Use) -> jax.Array | None:
+def sinks_gradient(d: jax.Array, result, inputs: Inputs, use: Use) -> jax.Array | None:
     """The gradient of sinks, of D of rows [B, H, Tq]; None without any."""
-    return None if given.sinks is None else sinks.gradient(d, result.lse, given.sinks, use)
+    return None if inputs.sinks is None else sinks.gradient(d, result.lse, inputs.sinks, use)
 
 
 def no_counts(parts: Parts) -> jax.Array:
@@ -169,8 +169,8 @@ def no_counts(parts: Parts) -> jax.Array:
 
 def counted(
     counts: jax.Array,
-    of_p: jax.Array,
-    of_ds: jax.Array,
+    p_clipped: jax.Array,
+    ds_clipped: jax.Array,
     lost: jax.Array,
     parts: Parts,
     block: jax.Array,
@@ -180,7 +180,7 @@ def counted(
     all that are seen.
     """
     pairs = [parts.pairs(parts.seen(block, tile))] if parts.use.measures else []
-    return attention_counts.add(counts, [of_p, of_ds, lost, *pairs])
+    return attention_counts.add(counts, [p_clipped, ds_clipped, lost, *pairs])
 
 
 def sums(parts: Parts) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -194,27 +194,27 @@ def sums(parts: Parts) -> tuple[jax.Array, jax.Array, jax.Array]:
 def added(
     totals: tuple[jax.Array, jax.Array, jax.Array],
     parts: Parts,
-    of_scores: tuple[jax.Array, jax.Array, jax.Array],
+    score_operands: tuple[jax.Array, jax.Array, jax.Array],
     others: tuple[jax.Array, jax.Array, jax.Array],
     block: jax.Array,
     tile: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk and dv with the products of a block and a tile added.
 
-    of_scores  operands [B, N, G, rows, keys]: P for dv, dS for dk, dS for dq.
+    score_operands  operands [B, N, G, rows, keys]: P for dv, dS for dk, dS for dq.
     others     do and q [B, N, G, rows, D], k [B, N, keys, D].
     """
-    (dq, dk, dv), (p, ds_rows, ds_keys), (do, q, k) = totals, of_scores, others
+    (dq, dk, dv), (p, ds_rows, ds_keys), (do, q, k) = totals, score_operands, others
     with parts.use.scope("grad_v"):
-        of_v = parts.dot(p, do, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
+        dv_part = parts.dot(p, do, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
     with parts.use.scope("grad_k"):
-        of_k = parts.dot(ds_rows, q, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
+        dk_part = parts.dot(ds_rows, q, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
     with parts.use.scope("grad_q"):
-        of_q = parts.dot(ds_keys, k, ((4,), (2,)))  # [rows, L] x [L, D] -> [rows, D]
-    dq = parts.put_block(dq, parts.block(dq, block) + of_q, block)
+        dq_part = parts.dot(ds_keys, k, ((4,), (2,)))  # [rows, L] x [L, D] -> [rows, D]
+    dq = parts.put_block(dq, parts.block(dq, block) + dq_part, block)
     dk, dv = (
         parts.put_tile(total, parts.tile(total, tile, 3) + part, tile)
-        for total, part in ((dk, of_k), (dv, of_v))
+        for total, part in ((dk, dk_part), (dv, dv_part))
     )
     return dq, dk, dv
 
@@ -227,27 +227,31 @@ def rounded(
     use, variant = parts.use, parts.variant
     dq, dk, dv = raw
     tk = parts.shape_k[2]
-    found = {"dq": parts.ungrouped(dq)} | {
+    raw_sums = {"dq": parts.ungrouped(dq)} | {
         name: context.own_keys(_over_heads(x)[:, :, :tk], use)
         for name, x in (("dk", dk), ("dv", dv))
     }
     amaxes, values, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
-    for role, x in found.items():
-        how: dict = {"heads": parts.shape_k[1], "scale": given_scales.get(role), "over": use.over}
-        of_role = heads.quantize(x, variant.out, *output_scaling(variant), **how)
-        amaxes[role] = of_role.amax
-        values[role] = moments.product(heads.values(of_role, variant.out), of_role.scale_inv)
+    for role, x in raw_sums.items():
+        options: dict = {
+            "heads": parts.shape_k[1],
+            "scale": given_scales.get(role),
+            "over": use.over,
+        }
+        quantized = heads.quantize(x, variant.out, *output_scaling(variant), **options)
+        amaxes[role] = quantized.amax
+        values[role] = moments.product(heads.values(quantized, variant.out), quantized.scale_inv)
         if variant.out.bits == 8:
-            coded[role] = of_role
+            coded[role] = quantized
     totals = attention_counts.numbers(counts)
-    of_p, of_ds, lost, *_ = lax.psum(totals, use.over) if use.over else totals
-    found_counts: dict = {
-        "saturated": of_p + of_ds,
-        "saturated_ds": of_ds,
+    p_clipped, ds_clipped, lost, *_ = lax.psum(totals, use.over) if use.over else totals
+    count_fields: dict = {
+        "saturated": p_clipped + ds_clipped,
+        "saturated_ds": ds_clipped,
         "lost": lost,
         "counts": counts if use.measures else None,
     }
-    return Gradients(**values, tensors=coded, amaxes=amaxes, scale_ds=scale_ds, **found_counts)
+    return Gradients(**values, tensors=coded, amaxes=amaxes, scale_ds=scale_ds, **count_fields)
 
 
 def _over_heads(x: jax.Array) -> jax.Array:
@@ -258,18 +262,19 @@ def _over_heads(x: jax.Array) -> jax.Array:
     return total
 
 
-def _row_sums(do: Heads, result, given: Inputs, use: Use) -> jax.Array:
+def _row_sums(do: Heads, result, inputs: Inputs, use: Use) -> jax.Array:
     """D of A-15: of the values of do and o, a feature at a time, times both scales, [B, H, Tq]."""
     variant = use.variant
     fmt = variant.gradient_fmt or variant.fmt
     values = heads.values(do, fmt)
     if variant.out.bits != 8:
-        o, of_o = result.o.astype(jnp.float32), jnp.float32(1)
+        o, o_inv = result.o.astype(jnp.float32), jnp.float32(1)
     else:
-        o, of_o = heads.values(result.tensors["o"], variant.out), result.tensors["o"].scale_inv
-    of_do = heads.spread(do.scale_inv, values.shape, variant.granularity)
+        o, o_inv = heads.values(result.tensors["o"], variant.out), result.tensors["o"].scale_inv
+    do_inv = heads.spread(do.scale_inv, values.shape, variant.granularity)
     products = times(values, o, use.arithmetic)
-    found = jnp.sum(products, axis=-1) if use.fast else ascending_sum(products)
+    totals = jnp.sum(products, axis=-1) if use.fast else ascending_sum(products)
     return moments.product(
-        moments.product(found, of_do if of_do.ndim == 0 else of_do[..., 0]), of_o
+        moments.product(totals, do_inv if do_inv.ndim == 0 else do_inv[..., 0]),
+        o_inv,
     )

@@ -17,7 +17,7 @@ from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.heads import MX, Heads
 from fp8ref.jax.attention.operands.inputs import Inputs, Use
-from fp8ref.jax.attention.operands.kept import Kept, of_gradients
+from fp8ref.jax.attention.operands.kept import Kept, gradient_matrices
 from fp8ref.jax.attention.operands.operands import Parts
 from fp8ref.jax.quantize import cast, scales
 from fp8ref.jax.quantize.scales import Scales
@@ -28,19 +28,19 @@ P_SCALE = np.float32(256)
 """What P is multiplied by before its cast."""
 
 
-def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = False) -> Gradients:
+def backward(do: jax.Array, inputs: Inputs, result, use: Use, *, keep: bool = False) -> Gradients:
     """The gradients, of the steps of A-16, and if asked for their matrices.
 
     result    what ``attention.forward`` gave; of its tensors, v.
     """
     variant = use.variant
-    fmt, heads = variant.gradient_fmt or variant.fmt, given.k.shape[1]
-    tensors = operands.quantize(given, use, {}) | {"v": result.tensors["v"]}
-    parts = Parts(given, use, tensors)
+    fmt, heads = variant.gradient_fmt or variant.fmt, inputs.k.shape[1]
+    tensors = operands.quantize(inputs, use, {}) | {"v": result.tensors["v"]}
+    parts = Parts(inputs, use, tensors)
 
     def copy(x: jax.Array, role: Role) -> jax.Array:
         return parts.operand(
-            along_tokens(x, role, given, use),
+            along_tokens(x, role, inputs, use),
             along_tokens=True,
             fmt=fmt if role == "do" else variant.fmt,
         )
@@ -49,24 +49,24 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
     do_features = parts.by_group(parts.operand(along_features, fmt=fmt))
     do_tokens, q_tokens, k_tokens = (
         parts.by_group(copy(do, "do")),
-        parts.by_group(copy(given.q, "q")),
-        parts.by_tiles(copy(given.k, "k")),
+        parts.by_group(copy(inputs.q, "q")),
+        parts.by_tiles(copy(inputs.k, "k")),
     )
-    of_do = head_scaling.to_hp(do, variant.out).astype(jnp.float32)
-    products = times(of_do, result.o.astype(jnp.float32), use.arithmetic)
-    of_rows = jnp.sum(products, axis=-1) if use.fast else ascending_sum(products)
-    d = parts.by_group(of_rows)
+    do_values = head_scaling.to_hp(do, variant.out).astype(jnp.float32)
+    products = times(do_values, result.o.astype(jnp.float32), use.arithmetic)
+    row_sums = jnp.sum(products, axis=-1) if use.fast else ascending_sum(products)
+    d = parts.by_group(row_sums)
     lse = parts.by_group(result.lse)
-    kept = Kept(parts, of_gradients(variant) if keep else [])
+    kept = Kept(parts, gradient_matrices(variant) if keep else [])
 
     def body(carry, block, tile):
         dq, dk, dv, largest, counts, matrices = carry
         seen = parts.seen(block, tile)
-        (s, slope), of_block = parts.scores_and_slope(block, tile), parts.block(lse, block)
+        (s, slope), block_lse = parts.scores_and_slope(block, tile), parts.block(lse, block)
         p = (
-            softmax.again_fast(s, of_block, seen, variant)
+            softmax.again_fast(s, block_lse, seen, variant)
             if use.fast
-            else softmax.again(s, of_block, seen, None, use.arithmetic)
+            else softmax.again(s, block_lse, seen, None, use.arithmetic)
         )
         scaled = times(p, P_SCALE, use.arithmetic)
         with use.scope("grad_probabilities"):
@@ -75,24 +75,24 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
         ds = ds if slope is None else times(ds, slope, use.arithmetic)
         ds = times(ds, jnp.float32(use.scale), use.arithmetic)
         largest = jnp.maximum(largest, jnp.max(jnp.abs(ds)))
-        of_queries, of_keys = blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
-        of_casts = (
+        ds_queries, ds_keys = blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
+        cast_counts = (
             operands.clipped(scaled, variant.fmt),
             jnp.int32(0),
-            operands.lost(ds, of_keys, fmt),
+            operands.lost(ds, ds_keys, fmt),
         )
-        counts = gradients.counted(counts, *of_casts, parts, block, tile)
+        counts = gradients.counted(counts, *cast_counts, parts, block, tile)
         p8 = operands.narrow(scaled, variant)
         matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(p8, variant))
         matrices = kept.put(matrices, "ds", block, tile, ds)
-        of_scores = p8, of_queries, of_keys
+        score_operands = p8, ds_queries, ds_keys
         others = (
             parts.block(do_tokens, block),
             parts.block(q_tokens, block),
             parts.tile(k_tokens, tile),
         )
         return (
-            *gradients.added((dq, dk, dv), parts, of_scores, others, block, tile),
+            *gradients.added((dq, dk, dv), parts, score_operands, others, block, tile),
             largest,
             counts,
             matrices,
@@ -102,18 +102,19 @@ def backward(do: jax.Array, given: Inputs, result, use: Use, *, keep: bool = Fal
     dq, dk, dv, largest, counts, matrices = operands.loop(body, carry, parts.grid)
     one = jnp.ones((), jnp.float32)
     raw = dq, dk, moments.product(dv, np.float32(1) / P_SCALE)
-    found = gradients.rounded(raw, along_features, largest, counts, Scales(one, one), parts, {})
-    return found._replace(
-        matrices=kept.whole(matrices), dsinks=gradients.of_sinks(of_rows, result, given, use)
+    grads = gradients.rounded(raw, along_features, largest, counts, Scales(one, one), parts, {})
+    return grads._replace(
+        matrices=kept.whole(matrices),
+        dsinks=gradients.sinks_gradient(row_sums, result, inputs, use),
     )
 
 
-def along_tokens(x: jax.Array, role: Role, given: Inputs, use: Use) -> Heads:
+def along_tokens(x: jax.Array, role: Role, inputs: Inputs, use: Use) -> Heads:
     """q, k or do as a product over tokens takes it: with blocks along them."""
     variant = use.variant
     fmt = (variant.gradient_fmt or variant.fmt) if role == "do" else variant.fmt
     return head_scaling.quantize(
-        x, fmt, "mx_1x32", variant.policy, along_tokens=True, heads=given.k.shape[1]
+        x, fmt, "mx_1x32", variant.policy, along_tokens=True, heads=inputs.k.shape[1]
     )
 
 
@@ -122,9 +123,11 @@ def blocks(ds: jax.Array, fmt, policy: str, axis: int) -> jax.Array:
     exactly.
     """
     split = ds.reshape(*ds.shape[:axis], ds.shape[axis] // MX, MX, *ds.shape[axis + 1 :])
-    of_policy = head_scaling.implemented(policy)
-    found = head_scaling.scales_from_amax(
-        jnp.max(jnp.abs(split), axis=axis + 1, keepdims=True), fmt, of_policy
+    scale_policy = head_scaling.implemented(policy)
+    block_scales = head_scaling.scales_from_amax(
+        jnp.max(jnp.abs(split), axis=axis + 1, keepdims=True), fmt, scale_policy
     )
-    codes = jax.lax.optimization_barrier(cast.to_fp8(scales.times_e8m0(split, found.scale), fmt))
-    return (cast.decode(codes, fmt) * found.scale_inv).astype(jnp.bfloat16).reshape(ds.shape)
+    codes = jax.lax.optimization_barrier(
+        cast.to_fp8(scales.times_e8m0(split, block_scales.scale), fmt)
+    )
+    return (cast.decode(codes, fmt) * block_scales.scale_inv).astype(jnp.bfloat16).reshape(ds.shape)

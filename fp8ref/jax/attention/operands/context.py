@@ -15,7 +15,7 @@ from fp8ref.jax.attention.operands.inputs import Inputs, Use
 from fp8ref.spec.attention.variants import Mask
 
 
-def check(use: Use, given: Inputs) -> None:
+def check(use: Use, inputs: Inputs) -> None:
     """ValueError for what cannot be cut along the tokens."""
     if use.variant.real or use.variant.granularity not in ("tensor", None):
         raise ValueError(
@@ -27,10 +27,10 @@ def check(use: Use, given: Inputs) -> None:
             f"{use.name}: over names all mesh axes that cut the tensors, and tokens one of "
             f"them; got tokens={use.tokens!r}, over={use.over}. Add it."
         )
-    if given.documents is not None or given.q.shape[2] != given.k.shape[2]:
+    if inputs.documents is not None or inputs.q.shape[2] != inputs.k.shape[2]:
         raise ValueError(
             f"{use.name}: context parallelism cuts queries and keys alike, without documents; "
-            f"got q {given.q.shape}, k {given.k.shape}."
+            f"got q {inputs.q.shape}, k {inputs.k.shape}."
         )
 
 
@@ -50,9 +50,9 @@ def gathered(tensors: dict[str, Heads], use: Use) -> dict[str, Heads]:
     return tensors | {role: whole(tensors[role]) for role in ("k", "v")}
 
 
-def problem(given: Inputs, tensors: dict[str, Heads], use: Use) -> Inputs:
+def problem(inputs: Inputs, tensors: dict[str, Heads], use: Use) -> Inputs:
     """The inputs with the shapes of all keys."""
-    return given._replace(k=tensors["k"].codes, v=tensors["v"].codes) if use.tokens else given
+    return inputs._replace(k=tensors["k"].codes, v=tensors["v"].codes) if use.tokens else inputs
 
 
 def visible(

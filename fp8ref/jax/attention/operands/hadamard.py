@@ -26,7 +26,7 @@ def signs(size: int, seed: int) -> jax.Array:
     return jnp.where((word & jnp.uint32(1)) == 1, jnp.float32(-1), jnp.float32(1))
 
 
-def rotate(x: jax.Array, of_signs: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, signs: jax.Array) -> jax.Array:
     """x D H / sqrt(n) along the last axis, float32.
 
     Shapes:   x float32, float16 or bfloat16 [..., n], n a power of two; signs [n].
@@ -35,12 +35,12 @@ def rotate(x: jax.Array, of_signs: jax.Array) -> jax.Array:
     Raises:   ValueError: another number of signs than features.
     """
     n = x.shape[-1]
-    if of_signs.shape != (n,):
+    if signs.shape != (n,):
         raise ValueError(
-            f"a rotation has a sign for each feature; got signs {of_signs.shape} for {n} "
+            f"a rotation has a sign for each feature; got signs {signs.shape} for {n} "
             f"features. Use signs({n}, seed)."
         )
-    value = cast.to_f32(x) * of_signs
+    value = cast.to_f32(x) * signs
     h = 1
     while h < n:
         pairs = value.reshape(*value.shape[:-1], n // (2 * h), 2, h)

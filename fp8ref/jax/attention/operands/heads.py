@@ -115,28 +115,28 @@ def quantize(
     Specials: an infinity or a NaN makes NaN of its group's codes, by the policy (S-3).
     Raises:   ValueError: a given scale of another shape or dtype; as amax.
     """
-    found = amax(x, granularity, heads=heads, along_tokens=along_tokens, over=over)
+    amaxes = amax(x, granularity, heads=heads, along_tokens=along_tokens, over=over)
     if granularity is None:
         one = jnp.ones((), jnp.float32)
-        return Heads(to_hp(x, fmt), found, one, one)
-    of_policy = implemented(policy)
+        return Heads(to_hp(x, fmt), amaxes, one, one)
+    scale_policy = implemented(policy)
     if scale is None:
-        multiplier, inverse = scales_from_amax(found, fmt, of_policy)
+        multiplier, inverse = scales_from_amax(amaxes, fmt, scale_policy)
     else:
-        multiplier, inverse = scales.with_inverse(given_scale(scale, found.shape))
-    times = scales.times_e8m0 if of_policy.e8m0 and scale is None else operator.mul
+        multiplier, inverse = scales.with_inverse(given_scale(scale, amaxes.shape))
+    times = scales.times_e8m0 if scale_policy.e8m0 and scale is None else operator.mul
     codes = cast.to_fp8(
         times(cast.to_f32(x), spread(multiplier, x.shape, granularity, along_tokens=along_tokens)),
         fmt,
     )
-    return Heads(codes, found, multiplier, inverse)
+    return Heads(codes, amaxes, multiplier, inverse)
 
 
 def implemented(policy: str) -> ScalePolicy:
     """The policy, if attention takes it here: ``te_current``, or one of ``scales.implemented``.
     ValueError for any other."""
-    found = policies.by_name(policy)
-    return found if found == _TE_CURRENT else scales.implemented(found)
+    rule = policies.by_name(policy)
+    return rule if rule == _TE_CURRENT else scales.implemented(rule)
 
 
 def scales_from_amax(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
@@ -160,11 +160,11 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scale
 
 def given_scale(scale, shape: tuple[int, ...]) -> jax.Array:
     """A scale of earlier steps. ValueError: another shape or dtype than float32."""
-    found = jnp.shape(scale), getattr(scale, "dtype", type(scale).__name__)
-    if found[0] != shape or found[1] != jnp.float32:
+    kind = jnp.shape(scale), getattr(scale, "dtype", type(scale).__name__)
+    if kind[0] != shape or kind[1] != jnp.float32:
         raise ValueError(
-            f"a given scale is float32 of the shape of its groups, {shape}; got {found[1]} "
-            f"{found[0]}."
+            f"a given scale is float32 of the shape of its groups, {shape}; got {kind[1]} "
+            f"{kind[0]}."
         )
     return lax.stop_gradient(jnp.asarray(scale))
 

@@ -124,8 +124,8 @@ def prepare(
     if not isinstance(mask, Mask):
         raise ValueError(f"mask is a Mask of fp8ref.spec.attention.variants; got {mask!r}.")
     tensors = checked("q", q), checked("k", k), checked("v", v)
-    (b, h, tq, d), of_k, of_v = (x.shape for x in tensors)
-    attention.check_shapes((b, h, tq, d), of_k, of_v)
+    (b, h, tq, d), k_shape, v_shape = (x.shape for x in tensors)
+    attention.check_shapes((b, h, tq, d), k_shape, v_shape)
     if len({x.dtype for x in tensors}) > 1:
         raise ValueError(
             "attention takes q, k and v of one dtype; got "
@@ -146,22 +146,22 @@ def prepare(
         raise ValueError(
             f"over is a tuple of mesh axes; got the string {over!r}. Write ({over!r},)."
         )
-    how: dict = {
+    options: dict = {
         "seed": seed,
         "arithmetic": arithmetic,
         "over": tuple(over),
         "softcap": _softcap(softcap, number),
     }
-    use = Use(variant=variant, mask=mask, scale=float(number), **how)
-    found = _documents(documents, b, tq, of_k[2])
-    if found is not None:
-        of_q, of_keys = found
+    use = Use(variant=variant, mask=mask, scale=float(number), **options)
+    document_ids = _documents(documents, b, tq, k_shape[2])
+    if document_ids is not None:
+        q_ids, k_ids = document_ids
         tensors = (
-            without_padding(tensors[0], of_q),
-            without_padding(tensors[1], of_keys),
-            without_padding(tensors[2], of_keys),
+            without_padding(tensors[0], q_ids),
+            without_padding(tensors[1], k_ids),
+            without_padding(tensors[2], k_ids),
         )
-    return use, _on_devices(Inputs(*tensors, found, _sinks(sinks, h)), use)
+    return use, _on_devices(Inputs(*tensors, document_ids, _sinks(sinks, h)), use)
 
 
 def without_padding(x: jax.Array, documents: jax.Array) -> jax.Array:
@@ -251,30 +251,30 @@ def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
 
 def check_scales(scales: Mapping | None, variant: Variant, roles: tuple[str, ...]) -> dict:
     """Given scales by role. ValueError for roles that the variant has no scale for."""
-    given = dict(scales or {})
-    known = (
+    checked_scales = dict(scales or {})
+    scaled = (
         []
         if variant.granularity in (None, "mx_1x32")
         else [role for role in roles if _has_scale(variant, role)]
     )
-    for role in given:
-        if role not in known:
+    for role in checked_scales:
+        if role not in scaled:
             raise ValueError(
-                f"variant {variant.name!r} takes scales for {', '.join(known) or 'no role'}; "
+                f"variant {variant.name!r} takes scales for {', '.join(scaled) or 'no role'}; "
                 f"got {role!r}. Leave it out."
             )
-    return given
+    return checked_scales
 
 
 def check_seen(seen: Mapping, variant: Variant) -> None:
     """ValueError for observations of other roles than those that have a state, or of another
     shape.
     """
-    known = attention_delayed.roles(variant)
+    observed_roles = attention_delayed.roles(variant)
     for role, x in seen.items():
-        if role not in known:
+        if role not in observed_roles:
             raise ValueError(
-                f"variant {variant.name!r} observes {', '.join(known) or 'no role'}; got "
+                f"variant {variant.name!r} observes {', '.join(observed_roles) or 'no role'}; got "
                 f"{role!r}. Leave it out."
             )
         if jnp.shape(x) != (3,):
@@ -320,8 +320,8 @@ def _documents(documents, b: int, tq: int, tk: int) -> tuple[jax.Array, jax.Arra
             f"documents are integers, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got "
             f"{list(zip(dtypes, shapes, strict=True))}."
         )
-    of_q, of_k = map(_numbers_of_documents, pair)
-    return jnp.where(of_q < 0, -2, of_q), jnp.where(of_k < 0, -1, of_k)
+    q_ids, k_ids = map(_numbers_of_documents, pair)
+    return jnp.where(q_ids < 0, -2, q_ids), jnp.where(k_ids < 0, -1, k_ids)
 
 
 def _numbers_of_documents(ids) -> jax.Array:
@@ -341,8 +341,8 @@ def _numbers_of_documents(ids) -> jax.Array:
         )
     if isinstance(ids, np.ndarray) and ids.dtype.kind == "i":
         ids = np.maximum(ids, -1)  # cut to 32 bits, -2^32 would be document 0
-    found = jnp.asarray(ids)
-    return found.astype(jnp.int64 if found.dtype.itemsize > 4 else jnp.int32)
+    numbers = jnp.asarray(ids)
+    return numbers.astype(jnp.int64 if numbers.dtype.itemsize > 4 else jnp.int32)
 
 
 def _on_devices(inputs: Inputs, use: Use) -> Inputs:
@@ -374,18 +374,18 @@ def _on_devices(inputs: Inputs, use: Use) -> Inputs:
                 f"one head; they vary along {', '.join(str(sorted(v)) for v in axes)}. Make "
                 "shard_map's in_specs agree."
             )
-        found = axes[0] | axes[1]
+        varying_axes = axes[0] | axes[1]
     else:
-        found = frozenset(manual)
-    if whole_scales(use.variant) and (apart := sorted(found - set(use.over))):
+        varying_axes = frozenset(manual)
+    if whole_scales(use.variant) and (apart := sorted(varying_axes - set(use.over))):
         raise ValueError(
             f"{use.name}: a scale of a whole tensor has the amax of all devices; q, k and v "
             f"vary along {', '.join(apart)}. Name the mesh axes that cut batch and heads: "
-            f"over={tuple(sorted(found))}."
+            f"over={tuple(sorted(varying_axes))}."
         )
     if not sharding.checks_variance(inputs.q):
         return inputs
-    return jax.tree.map(lambda x: as_varying(x, found), inputs)
+    return jax.tree.map(lambda x: as_varying(x, varying_axes), inputs)
 
 
 def whole_scales(variant: Variant) -> bool:

@@ -17,7 +17,7 @@ Scores have all their factors, under the variant's base; dS is before its cast.
 """
 
 
-def of_gradients(variant: Variant) -> list[Matrix]:
+def gradient_matrices(variant: Variant) -> list[Matrix]:
     """The matrices that a backward pass of a variant can keep: of MX blocks dS has no one code."""
     if variant.fmt.bits != 8:
         return ["ds"]
@@ -46,11 +46,11 @@ class Kept:
         """The matrices with one part of one replaced, if that is kept."""
         if name not in carried:
             return carried
-        found = lax.bitcast_convert_type(part, jnp.uint8) if name.endswith("codes") else part
+        values = lax.bitcast_convert_type(part, jnp.uint8) if name.endswith("codes") else part
         parts, x = self._parts, carried[name]
         return carried | {
             name: parts.put_block(
-                x, parts.put_tile(parts.block(x, block), found, tile, axis=4), block
+                x, parts.put_tile(parts.block(x, block), values, tile, axis=4), block
             )
         }
 

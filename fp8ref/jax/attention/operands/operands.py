@@ -74,13 +74,13 @@ def grid(use: Use, tq: int, tk: int, features: int) -> Grid:
         )
 
     # Which tiles a device's part of the queries sees is known when it runs.
-    found = [
+    seen_tiles = [
         (block, tile)
         for block in range(blocks)
         for tile in order
         if use.tokens or seen(block, tile)
     ]
-    pairs = np.array(found, np.int32).reshape(-1, 2)
+    pairs = np.array(seen_tiles, np.int32).reshape(-1, 2)
     return Grid(length, tiles, rows, blocks, low, high, (pairs[:, 0], pairs[:, 1]))
 
 
@@ -90,23 +90,23 @@ def loop(body: Callable, carry, grid: Grid):
     return lax.scan(lambda carry, pair: (body(carry, *pair), None), carry, pairs)[0]
 
 
-def quantize(given: Inputs, use: Use, scales_: dict) -> dict[str, Heads]:
+def quantize(inputs: Inputs, use: Use, scales_: dict) -> dict[str, Heads]:
     """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
-    variant, heads = use.variant, given.k.shape[1]
-    found = {}
-    for role, x in (("q", given.q), ("k", given.k), ("v", given.v)):
+    variant, heads = use.variant, inputs.k.shape[1]
+    tensors = {}
+    for role, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
         if variant.rotated and role != "v":
             x = rotated(x, use)
-        how: dict = {
+        options: dict = {
             "heads": heads,
             "along_tokens": role == "v",
             "scale": scales_.get(role),
             "over": use.over,
         }
-        found[role] = head_scaling.quantize(
-            x, variant.fmt, variant.granularity, variant.policy, **how
+        tensors[role] = head_scaling.quantize(
+            x, variant.fmt, variant.granularity, variant.policy, **options
         )
-    return found
+    return tensors
 
 
 def rotated(x: jax.Array, use: Use) -> jax.Array:
@@ -167,18 +167,18 @@ def lost(x: jax.Array, operand: jax.Array, fmt) -> jax.Array:
 class Parts:
     """Operands in whole blocks and tiles, and the scales that belong to them."""
 
-    def __init__(self, given: Inputs, use: Use, tensors: dict[str, Heads]) -> None:
+    def __init__(self, inputs: Inputs, use: Use, tensors: dict[str, Heads]) -> None:
         self.use, self.variant = use, use.variant
-        self.shape_q, self.shape_k = given.q.shape, given.k.shape
+        self.shape_q, self.shape_k = inputs.q.shape, inputs.k.shape
         self.group = self.shape_q[1] // self.shape_k[1]
         self.grid = grid(use, self.shape_q[2], self.shape_k[2], self.shape_q[3])
         self.tensors = tensors
         self.q = self.by_group(self.operand(tensors["q"]))  # [B, N, G, T, D]
         self.k = self.by_tiles(self.operand(tensors["k"]))  # [B, N, T, D]
         self.v = self.by_tiles(self.operand(tensors["v"], along_tokens=True))  # [B, N, T, D]
-        self.documents = given.documents
-        if given.documents is not None:
-            queries, keys = given.documents
+        self.documents = inputs.documents
+        if inputs.documents is not None:
+            queries, keys = inputs.documents
             self.documents = (
                 jnp.pad(
                     queries, ((0, 0), (0, self.grid.rows * self.grid.blocks - queries.shape[1]))
@@ -192,7 +192,7 @@ class Parts:
         self.inverse = {}
         if self.variant.granularity in ("tensor", "head"):  # [1 or B, 1 or N, 1, 1, 1]
             self.inverse = {
-                role: self.of_heads(t.scale_inv) for role, t in tensors.items() if role != "o"
+                role: self.head_scales(t.scale_inv) for role, t in tensors.items() if role != "o"
             }
         elif self.variant.granularity == "rows_128":
             # [B, N, tiles, 1, 1]
@@ -206,14 +206,14 @@ class Parts:
         because no FP8 dot takes scales that vary along K (G-16)."""
         if self.variant.granularity != "mx_1x32":
             return tensor.codes
-        of_elements = head_scaling.spread(
+        element_scales = head_scaling.spread(
             tensor.scale_inv, tensor.codes.shape, "mx_1x32", along_tokens=along_tokens
         )
-        return (cast.decode(tensor.codes, fmt or self.variant.fmt) * of_elements).astype(
+        return (cast.decode(tensor.codes, fmt or self.variant.fmt) * element_scales).astype(
             jnp.bfloat16
         )
 
-    def of_heads(self, scale: jax.Array) -> jax.Array:
+    def head_scales(self, scale: jax.Array) -> jax.Array:
         """Scales of tensors or heads, to be multiplied into [B, N, G, T, D]."""
         return scale.reshape(1, 1, 1, 1, 1) if scale.ndim == 0 else scale[..., None]
 
@@ -267,8 +267,11 @@ class Parts:
         inside = ((keys[None] >= low) & (keys[None] < high))[None, None, None]
         if self.documents is None:
             return inside
-        of_q, of_k = self.block(self.documents[0], block, 1), self.tile(self.documents[1], tile, 1)
-        return inside & (of_q[:, None, None, :, None] == of_k[:, None, None, None, :])
+        q_ids, k_ids = (
+            self.block(self.documents[0], block, 1),
+            self.tile(self.documents[1], tile, 1),
+        )
+        return inside & (q_ids[:, None, None, :, None] == k_ids[:, None, None, None, :])
 
     def pairs(self, seen: jax.Array) -> jax.Array:
         """How many scores of a block and a tile are of keys that are seen, int32."""
@@ -285,7 +288,7 @@ class Parts:
     ) -> tuple[jax.Array, jax.Array | None]:
         """``scores``, and what a softcap multiplies dS by; None without one."""
         s = self._sums(block, tile)
-        capped, raw, how = (
+        capped, raw, arithmetic = (
             self.use.softcap is not None,
             self.variant.scores == "raw",
             self.use.arithmetic,
@@ -297,9 +300,11 @@ class Parts:
                 s = moments.product(s, factor)
         if not capped:
             return s, None
-        t = exponentials.tanh(s, how)
-        slope = jnp.float32(1) - exponentials.times(t, t, how)
-        return (t if raw and not self.use.fast else exponentials.times(t, self.use.cap, how)), slope
+        t = exponentials.tanh(s, arithmetic)
+        slope = jnp.float32(1) - exponentials.times(t, t, arithmetic)
+        return (
+            t if raw and not self.use.fast else exponentials.times(t, self.use.cap, arithmetic)
+        ), slope
 
     def _sums(self, block: jax.Array, tile: jax.Array) -> jax.Array:
         with self.use.scope("scores"):
@@ -309,27 +314,27 @@ class Parts:
         """All factors of scores in one, under the variant's base (A-18)."""
         if self.variant.granularity in ("mx_1x32", None):
             return jnp.float32(self.use.factor)
-        of_q = (
+        q_inverse = (
             self.block(self.inverse["q"], block)
             if self.variant.granularity == "rows_128"
             else self.inverse["q"]
         )
-        return of_q * self.scale_of_tile("k", tile) * self.use.factor
+        return q_inverse * self.scale_of_tile("k", tile) * self.use.factor
 
     def factors(self, block: jax.Array, tile: jax.Array) -> list:
         """What multiplies scaled scores, in order."""
         if self.variant.granularity == "mx_1x32":
             return [self.use.factor]
-        of_q, of_k = self.inverse["q"], self.scale_of_tile("k", tile)
+        q_inverse, k_inverse = self.inverse["q"], self.scale_of_tile("k", tile)
         if self.variant.granularity == "rows_128":
-            of_q = self.block(of_q, block)
-        known: dict = {
+            q_inverse = self.block(q_inverse, block)
+        named_factors: dict = {
             "scale": self.use.factor,
-            "q": of_q,
-            "k": of_k,
-            "qk": moments.product(of_q, of_k),
+            "q": q_inverse,
+            "k": k_inverse,
+            "qk": moments.product(q_inverse, k_inverse),
         }
-        return [known[name] for name in self.variant.factors]
+        return [named_factors[name] for name in self.variant.factors]
 
     def scale_of_tile(self, role: str, tile: jax.Array) -> jax.Array:
         """scale_inv of k or v, to be multiplied into a tile's [B, N, G, rows, keys or D]."""
@@ -353,11 +358,11 @@ class Parts:
         fast = a.dtype.itemsize > 1 or self.variant.plan in FAST
         if self.use.multiply is not None:
             return self._simulated(a, b, axes, batch, "fast" if fast else "slow")
-        how = {
+        options = {
             "precision": gemm.PRECISION["fast" if fast else "slow"],
             "preferred_element_type": jnp.float32,
         }
-        return lax.dot_general(a, b, (axes, (leading, leading)), **how)
+        return lax.dot_general(a, b, (axes, (leading, leading)), **options)
 
     def _simulated(
         self, a: jax.Array, b: jax.Array, axes: tuple, batch: int, accumulate: str

@@ -36,8 +36,8 @@ def test_of_integers_all_matrices_are_the_simulators():
 
 
 def test_what_a_variant_has_is_kept():
-    assert attention_kept.of_gradients(VARIANTS["mxfp8"]) == ["p_codes", "ds"]
-    assert attention_kept.of_gradients(VARIANTS["bf16"]) == ["ds"]
+    assert attention_kept.gradient_matrices(VARIANTS["mxfp8"]) == ["p_codes", "ds"]
+    assert attention_kept.gradient_matrices(VARIANTS["bf16"]) == ["ds"]
     with pytest.raises(
         ValueError, match=r"keep_s keeps scores in float32; variant 'exact' has real numbers"
     ):
