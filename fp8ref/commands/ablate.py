@@ -141,7 +141,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
     if arguments.trust and not weights:
         shared.trust_source(arguments, run / "config.toml", configs.load(run / "config.toml"))
     ablation = ablate(
-        ablation_start.of_weights(run, arguments.backend or "torch", arguments.recipe, **weights)
+        ablation_start.weights_start(run, arguments.backend or "torch", arguments.recipe, **weights)
         if weights
         else run,
         out=arguments.out,

@@ -94,7 +94,7 @@ def train(
             return None
         batches = together(processes, lambda: loader.open_batches(config, first=processes.first))
         _check_alike(processes, config, batches)
-        found = on_first(
+        last = on_first(
             lambda: (
                 run_dir.last_checkpoint(out, config, backend, batches.description)
                 if resume
@@ -102,8 +102,8 @@ def train(
             )
         )
         resumed = (
-            (str(found.state), found.step, found.manifest.get("measured", []))
-            if found
+            (str(last.state), last.step, last.manifest.get("measured", []))
+            if last
             else (None, 0, [])
         )
         path, start, measured = processes.gather(resumed)[0]
@@ -123,17 +123,17 @@ def train(
         phases = config.scheduled(measured)
         for recipe in config.recipes:
             alone = config.under(recipe)
-            said = (
+            text = (
                 f"{recipe}: " * (config.numerics.schedule is not None)
                 + coverage.of(alone, alone.decisions())["summary"]
             )
-            on_first(functools.partial(console.say, said))
+            on_first(functools.partial(console.say, text))
         if (warmup := config.optimizer.warmup_steps) > config.run.steps:
-            said = (
+            text = (
                 f"optimizer.warmup_steps {warmup:,} is more than run.steps "
                 f"{config.run.steps:,}: the learning rate never reaches"
             )
-            on_first(functools.partial(console.say, f"{said} optimizer.learning_rate"))
+            on_first(functools.partial(console.say, f"{text} optimizer.learning_rate"))
         run = on_first(
             lambda: trackers.attach(
                 log.create(
@@ -165,9 +165,9 @@ def _proven(
 
     initial: start from run.init_from, if set.
     """
-    given = config.run.init_from if initial else None
+    path = config.run.init_from if initial else None
     try:
-        model = trainer(backend, config, export.weights_of(Path(given), config) if given else None)
+        model = trainer(backend, config, export.weights_of(Path(path), config) if path else None)
     except MemoryError as error:
         raise ConfigError(
             f"the model does not fit into memory: {error}. Lower the sizes of model.*; "
@@ -190,7 +190,7 @@ def _check_alike(processes: Processes, config: Config, batches: loader.Batches) 
 
     Their paths may differ, because the hashes are compared.
     """
-    told = processes.gather(
+    descriptions = processes.gather(
         {
             "config": configs.to_dict(
                 config.replace(data={"source": "stdlib", "mixture": None, "evaluation": None})
@@ -199,8 +199,8 @@ def _check_alike(processes: Processes, config: Config, batches: loader.Batches) 
             "evaluation": run_dir.evaluated(batches.description),
         }
     )
-    for index, other in enumerate(told):
-        for key, (theirs, first) in configs.differences(other, told[0]).items():
+    for index, other in enumerate(descriptions):
+        for key, (theirs, first) in configs.differences(other, descriptions[0]).items():
             raise ConfigError(
                 f"all processes have one config, one text and the same data.evaluation; {key} "
                 f"is {theirs!r} in process {index} and {first!r} in process 0."
@@ -238,7 +238,7 @@ class _Training:
             "data": batches.description,
         }
         about |= {"hardware": simulated} if (simulated := hardware.to_manifest(config)) else {}
-        about |= {"model": made} if (made := architecture.described(config)) else {}
+        about |= {"model": custom} if (custom := architecture.described(config)) else {}
         size = train_state.disk_bytes(config, model.backend)
         kept = config.checkpoint.keep_last
         self.checkpoints = Checkpoints(
@@ -313,15 +313,15 @@ class _Training:
         begun = time.perf_counter()
         if self.measures(step):
             with watch("measured step"):
-                metrics, found, states = self.measured(step, tokens)
+                metrics, statistics, states = self.measured(step, tokens)
             factors = self.model.gradient_factors() if config.parallel.auto_scale else {}
             more = {"states": states, "gradients": factors}
             self.run.statistics(
-                {"step": step, "statistics": found}
+                {"step": step, "statistics": statistics}
                 | {key: value for key, value in more.items() if value}
             )
             columns = health.columns(states) | gradient_reduction.columns(factors)
-            self.decide(step, found, states)
+            self.decide(step, statistics, states)
         else:
             with watch("step"):
                 metrics = self.model.step(tokens)
@@ -391,19 +391,19 @@ class _Training:
             f"val_loss_{name}": functools.partial(self.batches.of_set, name)
             for name in self.batches.evaluation
         }
-        found = {}
+        losses = {}
         for key, batch in sets.items():
-            found[key] = float(
+            losses[key] = float(
                 np.mean(
                     [self.model.evaluate(batch(i)) for i in range(self.config.run.eval_batches)]
                 )
             )
-            if not math.isfinite(found[key]):
+            if not math.isfinite(losses[key]):
                 raise NonFiniteError(
-                    f"after step {step}: validation loss {found[key]} ({key}). Lower "
+                    f"after step {step}: validation loss {losses[key]} ({key}). Lower "
                     "optimizer.learning_rate."
                 )
-        return found
+        return losses
 
     def switch(self, step: int) -> None:
         """Go over to the recipe of a step, where its phase has another (T-9)."""
@@ -423,14 +423,14 @@ class _Training:
         if phase is None:
             return
         # the first process decides for all
-        found = self.processes.gather(measured(phase, statistics, states))[0]
-        if found is not None and self.phases.measure(step, found[0]) and self.processes.first:
+        worst = self.processes.gather(measured(phase, statistics, states))[0]
+        if worst is not None and self.phases.measure(step, worst[0]) and self.processes.first:
             has = (
-                f"an SQNR of {found[0]:.2f} dB, below"
+                f"an SQNR of {worst[0]:.2f} dB, below"
                 if phase.sqnr is not None
-                else f"an error of {found[0]:.3g}, above"
+                else f"an error of {worst[0]:.3g}, above"
             )
-            console.say(f"step {step}: {found[1]} has {has} that of the next phase")
+            console.say(f"step {step}: {worst[1]} has {has} that of the next phase")
 
     def stop(self) -> Callable[[str], BaseException] | None:
         """The error that stops the run, given what was saved, if SIGTERM or Ctrl-C came to any

@@ -72,9 +72,9 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
         )
     recipe = config.scheduled(last.manifest.get("measured", [])).recipe(last.step)
     planned = [decision.path for decision in config.under(recipe).decisions() if decision.fp8]
-    if of_experts := [d.path for d in config.decisions() if d.experts and d.path in layers]:
+    if expert_layers := [d.path for d in config.decisions() if d.experts and d.path in layers]:
         raise ConfigError(
-            f"tensors are taken from linears with one weight; {of_experts[0]} has one for each "
+            f"tensors are taken from linears with one weight; {expert_layers[0]} has one for each "
             "expert. Name others."
         )
     if absent := [layer for layer in layers if layer not in planned]:
@@ -167,11 +167,11 @@ def _amaxes(lines: Sequence[dict]) -> dict[str, np.ndarray]:
 
     A tensor has one amax, whichever GEMM uses it.
     """
-    found: dict[str, np.ndarray] = {}
+    traces: dict[str, np.ndarray] = {}
     for row, line in enumerate(lines):
         for name, measured in line["statistics"].items():
             layer, _, role = name.rsplit("/", 2)
-            trace = found.setdefault(f"{layer}/{role}", np.full(len(lines), np.nan, np.float32))
+            trace = traces.setdefault(f"{layer}/{role}", np.full(len(lines), np.nan, np.float32))
             if measured["amax"] is not None:
                 trace[row] = measured["amax"]
-    return found
+    return traces

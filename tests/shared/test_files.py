@@ -336,7 +336,7 @@ def of_weights(name):
 
 def of_start(folder, small):
     path, _ = of_weights("config.json")(folder, small)
-    return path, lambda: ablation_start.of_weights(
+    return path, lambda: ablation_start.weights_start(
         folder, "jax", None, data="stdlib", sequence_length=16, batch_size=4
     )
 

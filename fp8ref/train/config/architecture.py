@@ -79,8 +79,8 @@ def shapes(config: Sections) -> Shapes:
     keys = config.architecture
     if keys.kind == "llama":
         head = () if config.model.tie_word_embeddings else ("lm_head",)
-        found = llama.parameter_shapes(config.model), llama.linear_shapes(config.model)
-        return Shapes(kind="llama", parameters=found[0], linears=found[1], heads=head)
+        pair = llama.parameter_shapes(config.model), llama.linear_shapes(config.model)
+        return Shapes(kind="llama", parameters=pair[0], linears=pair[1], heads=head)
     return _custom(
         keys, config.model.vocab_size, config.data.sequence_length, described(config).get("sha256")
     )
@@ -119,10 +119,10 @@ def described(config: Sections) -> dict[str, Any]:
             "config": user_model.configuration(keys),
         }
     source = keys.source or ""
-    made = user_model.imported(source)
+    factory = user_model.imported(source)
     modules = [
         source.partition(":")[0],
-        *([made.__module__] if inspect.isroutine(made) or inspect.isclass(made) else []),
+        *([factory.__module__] if inspect.isroutine(factory) or inspect.isclass(factory) else []),
     ]
     paths = dict.fromkeys(getattr(sys.modules.get(name), "__file__", None) for name in modules)
     held = b"\0".join(Path(path).read_bytes() for path in paths if path and Path(path).is_file())
@@ -139,7 +139,7 @@ def faults(config: Sections) -> list[str]:
     default = LlamaConfig(vocab_size=config.model.vocab_size)
     own = [key for key, value in vars(config.model).items() if value != getattr(default, key)]
     parallel, numerics, nnx = config.parallel, config.numerics, keys.kind == "nnx"
-    what = f"architecture.kind {keys.kind!r}"
+    kind = f"architecture.kind {keys.kind!r}"
     scheduled = dict.fromkeys(recipe for _, recipe in numerics.schedule or ())
     states = [name for name in scheduled if name in RECIPES and RECIPES[name].delayed]
     no_part, own_attention = "has layers that the trainer does not know", "has attention of its own"
@@ -174,7 +174,7 @@ def faults(config: Sections) -> list[str]:
             nnx and config.run.init_from is not None
         ),
     }
-    return [f"{what} {text}. Leave it out." for text, is_so in wrong.items() if is_so]
+    return [f"{kind} {text}. Leave it out." for text, is_so in wrong.items() if is_so]
 
 
 def check_backend(config: Sections, backend: str) -> None:

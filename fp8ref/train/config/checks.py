@@ -144,8 +144,8 @@ def _without_experts(config: Checked) -> list[str]:
             ]
         )
     return [
-        f"model.num_experts is for {what}. {remedy}"
-        for taken, what, remedy in (
+        f"model.num_experts is for {subject}. {remedy}"
+        for supported, subject, remedy in (
             (
                 keys.tensor == 1,
                 f"devices that share the batch; got parallel.tensor {keys.tensor}",
@@ -192,7 +192,7 @@ def _without_experts(config: Checked) -> list[str]:
                 "Name a layout of moments alone, such as sqrt_e4m3.",
             ),
         )
-        if not taken
+        if not supported
     ]
 
 
@@ -202,14 +202,14 @@ def uncut_sequences(config: Checked) -> list[str]:
     """
     keys, length = config.parallel, config.data.sequence_length
     parts = keys.context * (keys.tensor if keys.sequence else 1)
-    what = (
+    axes = (
         "parallel.context" + " x tensor, under parallel.sequence" * keys.sequence
         if keys.context > 1
         else "tensor"
     )
     under = "under parallel.sequence " * (keys.context == 1)
     return (
-        [f"{under}data.sequence_length is divisible by {what} = {parts}; got {length}."]
+        [f"{under}data.sequence_length is divisible by {axes} = {parts}; got {length}."]
         if length % parts
         else []
     )
@@ -239,19 +239,19 @@ def _check_softcap_and_sinks(config: Checked) -> None:
         for name in ("softcap", "sinks")
         if getattr(keys, f"attention_{name}")
     ]
-    what = " and ".join(names)
+    subject = " and ".join(names)
     require(
         config.numerics.attention is not None
         and config.numerics.attention_operands is None
         and parallel.attention != "kernel",
-        f"{what} are of attention by a whole variant, in tiles; got numerics.attention "
+        f"{subject} are of attention by a whole variant, in tiles; got numerics.attention "
         f"{config.numerics.attention!r}, attention_operands "
         f"{config.numerics.attention_operands} and parallel.attention {parallel.attention!r}. "
         "Name a variant, such as bf16, or leave them out.",
     )
     require(
         parallel.context == 1 and (parallel.tensor == 1 or not keys.attention_sinks),
-        f"{what} take devices that have whole sequences, and sinks all heads; got "
+        f"{subject} take devices that have whole sequences, and sinks all heads; got "
         f"parallel.context {parallel.context} and tensor {parallel.tensor}. Use data and fsdp.",
     )
 

@@ -201,10 +201,10 @@ class Config:
             fp8_fqns=self.numerics.fp8_fqns,
         )
         return linear_rules.apply(
-            self.numerics.rules or (), [self._of_experts(decision) for decision in chosen]
+            self.numerics.rules or (), [self._grouped_decision(decision) for decision in chosen]
         )
 
-    def _of_experts(self, decision: Decision) -> Decision:
+    def _grouped_decision(self, decision: Decision) -> Decision:
         """A decision with the number of its weights and the recipe of grouped linears (X-8), if it
         is of experts.
         """
@@ -221,17 +221,17 @@ class Config:
 
         Raises:   ConfigError: a scan over layers whose recipes differ.
         """
-        found: dict[str, Recipe] = {}
+        recipes: dict[str, Recipe] = {}
         for decision in self.decisions():
             name = llama.stack_of(decision.path) if self.parallel.scan else decision.path
-            if found.setdefault(name, decision.recipe) != decision.recipe:
+            if recipes.setdefault(name, decision.recipe) != decision.recipe:
                 raise ConfigError(
                     "parallel.scan compiles one layer for all, so a linear has the same recipe "
                     f"in each; {decision.path} has {decision.recipe.name!r}, and the same "
-                    f"linear of the first layer {found[name].name!r}. Change "
+                    f"linear of the first layer {recipes[name].name!r}. Change "
                     "numerics.filter_fqns and fp8_fqns, or set parallel.scan to false."
                 )
-        return found
+        return recipes
 
     def replace(self, **sections) -> "Config":
         """A copy with keys of sections replaced: ``config.replace(run={"steps": 3})``."""
@@ -325,10 +325,10 @@ def completed(keys: dict) -> dict:
 def differences(a, b, path: str = "") -> dict:
     """{dotted key: (value in a, value in b)} where two nested dicts differ."""
     if isinstance(a, dict) and isinstance(b, dict):
-        found: dict = {}
+        changes: dict = {}
         for key in {**a, **b}:
-            found |= differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
-        return found
+            changes |= differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+        return changes
     return {} if a == b else {path: (a, b)}
 
 
@@ -339,11 +339,11 @@ def override(config: Config, options: Sequence[str], *, prog: str) -> Config:
 
     Raises:   ConfigError: an unknown option, naming the nearest known one; a value of ``INSTEAD``.
     """
-    known = _known_keys()
+    keys = _known_keys()
     for option, following in zip(options, [*options[1:], ""], strict=False):
         key = option[2:].split("=")[0].replace("-", "_").replace(".no_", ".")
-        if option.startswith("--") and key not in (*known, "help", "recipe"):
-            raise ConfigError(f"unknown option {option.split('=')[0]!r}; {_nearest(key, known)}")
+        if option.startswith("--") and key not in (*keys, "help", "recipe"):
+            raise ConfigError(f"unknown option {option.split('=')[0]!r}; {_nearest(key, keys)}")
         if option.startswith("--") and key in TABLES:
             raise ConfigError(
                 f"{key} are tables of a config file, [[{key}]], and no option. Write them in "
@@ -366,18 +366,18 @@ def _explain(error) -> str:
     return f"{dotted}: {error['msg']}; got {error['input']!r}."
 
 
-def _nearest(key: str, known: list[str]) -> str:
+def _nearest(key: str, keys: list[str]) -> str:
     """The key that was probably meant: the nearest one, or one with a similar last part.
 
     If there is none, the known keys of its section.
     """
     section, _, last = key.rpartition(".")
-    candidates = [k for k in known if ("." in k) == bool(section)]
-    ends = {k.split(".")[-1]: k for k in known if "." in k}
+    candidates = [k for k in keys if ("." in k) == bool(section)]
+    ends = {k.split(".")[-1]: k for k in keys if "." in k}
     near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.7) or [
         ends[e] for e in difflib.get_close_matches(last, ends, n=1, cutoff=0.7)
     ]
-    siblings = [k for k in candidates if not section or k.startswith(f"{section}.")] or known
+    siblings = [k for k in candidates if not section or k.startswith(f"{section}.")] or keys
     return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(siblings)}."
 
 

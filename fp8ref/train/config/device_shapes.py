@@ -119,7 +119,7 @@ def scaled_first(config: Config) -> dict[str, Recipe]:
 
 def kinds(config: Config) -> dict[str, int]:
     """Number of parameters by kind, and in all."""
-    found = dict.fromkeys(
+    counts = dict.fromkeys(
         (
             "embedding",
             "attention",
@@ -131,8 +131,8 @@ def kinds(config: Config) -> dict[str, int]:
         0,
     )
     for name, shape in llama.parameter_shapes(config.model).items():
-        found[_kind(name, shape)] += math.prod(shape)
-    return found | {"all": sum(found.values())}
+        counts[_kind(name, shape)] += math.prod(shape)
+    return counts | {"all": sum(counts.values())}
 
 
 def _kind(name: str, shape: tuple[int, ...]) -> str:
@@ -152,13 +152,13 @@ def active(config: Config) -> int:
     """Number of parameters that take part in a token's forward pass: of experts those of its
     own.
     """
-    found, model = kinds(config), config.model
+    counts, model = kinds(config), config.model
     if not model.num_experts:
-        return found["all"]
+        return counts["all"]
     return (
-        found["all"]
-        - found["experts"]
-        + found["experts"] * model.num_experts_per_tok // model.num_experts
+        counts["all"]
+        - counts["experts"]
+        + counts["experts"] * model.num_experts_per_tok // model.num_experts
     )
 
 
@@ -173,18 +173,18 @@ def check(config: Config, backend: str) -> None:
         *config.parallel.unreduced(backend),
         *checks.unswitched(config, backend),
     ]
-    for one in map(config.under, config.recipes):
+    for recipe_config in map(config.under, config.recipes):
         decisions: list[Decision] = []
         try:
             # one layer stands for all
             decisions = [
                 d
-                for d in one.decisions()
+                for d in recipe_config.decisions()
                 if d.path.startswith("model.layers.0.") or d.path == "lm_head"
             ]
         except ValueError as error:
             faults.append(str(error))
-        faults += (_jax if backend == "jax" else _torch)(one, decisions)
+        faults += (_jax if backend == "jax" else _torch)(recipe_config, decisions)
     faults = list(dict.fromkeys(faults))
     if faults:
         raise ConfigError(
@@ -329,13 +329,13 @@ def _blocks(decision: Decision, config: Config) -> list[str]:
         ):
             continue
         sizes = granularity.blocks(spec.b.granularity, decision.shape, REDUCED_AXES[which][1])
-        for what, length, size, cut in zip(
+        for dimension, length, size, cut in zip(
             ("rows", "columns"), (n // keys.shards, k), sizes, cuts, strict=True
         ):
             if cut and length % size:
                 faults.append(
                     f"{decision.path}: no layout cuts a block (P-5), so its pieces hold a "
-                    f"multiple of {size} {what}; they hold {length}."
+                    f"multiple of {size} {dimension}; they hold {length}."
                 )
     return list(dict.fromkeys(faults))
 
@@ -355,10 +355,10 @@ def _torch_blocks(config: Config, decisions: list[Decision]) -> list[str]:
             used(d.path, d.shape, config)[style == "rowwise"],
         )
         if length % multiple:
-            what = "rows" if style == "colwise" else "columns"
+            dimension = "rows" if style == "colwise" else "columns"
             faults.append(
                 f"{d.path}: no rank boundary cuts a block (P-5), so each of parallel.tensor = "
-                f"{ranks} pieces holds a multiple of {multiple} {what} under recipe "
+                f"{ranks} pieces holds a multiple of {multiple} {dimension} under recipe "
                 f"{d.recipe.name!r}; it holds {length}. Lower parallel.tensor, or name it in "
                 "filter_fqns."
             )

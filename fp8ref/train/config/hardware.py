@@ -23,7 +23,7 @@ def of(config: Config, backend: str | None = None) -> "Hardware | None":
         return None
     name = config.numerics.accumulate
     assert name is not None
-    found = by_name(name)
+    simulated = by_name(name)
     decisions = [d for recipe in config.recipes for d in config.under(recipe).decisions()]
     specs = [spec for d in decisions for spec in d.recipe.gemms.values() if spec.fp8]
     if not specs and not config.attention_in_fp8:
@@ -37,7 +37,7 @@ def of(config: Config, backend: str | None = None) -> "Hardware | None":
             f"numerics.accumulate {name!r}: tensor cores multiply e4m3fn and e5m2; the recipe "
             f"has {', '.join(unknown)}."
         )
-    epilogue = found.epilogue
+    epilogue = simulated.epilogue
     if epilogue is not None and config.attention_in_fp8:
         raise ConfigError(
             f"numerics.accumulate {name!r}: its epilogue {epilogue.name!r} scales and rounds "
@@ -60,13 +60,13 @@ def of(config: Config, backend: str | None = None) -> "Hardware | None":
             f"(G-21), and this plan has an epilogue of its own, {epilogue.name!r}. Use one "
             "device, or a plan by name."
         )
-    return found
+    return simulated
 
 
 def to_manifest(config: Config) -> dict | None:
     """The accumulation plan as JSON for a run's manifest; None without simulated hardware."""
-    found = of(config)
-    return None if found is None else found.to_dict()
+    simulated = of(config)
+    return None if simulated is None else simulated.to_dict()
 
 
 def by_name(name: str) -> "Hardware":
@@ -82,9 +82,9 @@ def by_name(name: str) -> "Hardware":
     try:
         return hardware.by_name(name)
     except ValueError:
-        known = ", ".join(("native", *hardware.HARDWARE))
+        names = ", ".join(("native", *hardware.HARDWARE))
         raise ConfigError(
-            f"numerics.accumulate is one of {known}, or the .json of a plan that fp8ref probe "
+            f"numerics.accumulate is one of {names}, or the .json of a plan that fp8ref probe "
             f"wrote; got {name!r}."
         ) from None
 
@@ -94,10 +94,10 @@ def _probed(path: Path) -> "Hardware":
     from fp8ref.sim.gemm import hardware
 
     try:
-        said = files.read_object(path)
-        plan = said["plan"]
+        probe = files.read_object(path)
+        plan = probe["plan"]
         accumulate, epilogue = (
-            plans.accumulation(plan, evidence=f"a probe of {said['subject']}"),
+            plans.accumulation(plan, evidence=f"a probe of {probe['subject']}"),
             plans.epilogue(plan),
         )
         return hardware.probed(accumulate, epilogue)

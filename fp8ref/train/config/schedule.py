@@ -125,23 +125,23 @@ def _phase(begins: int | str, recipe: str) -> Phase:
     check_trained(recipe, "a recipe of numerics.schedule")
     if isinstance(begins, int) and not isinstance(begins, bool):
         return Phase(recipe=recipe, step=begins)
-    found = _CONDITION.fullmatch(str(begins))
+    match = _CONDITION.fullmatch(str(begins))
     try:
-        what, sign, threshold = (
-            (found[1], found[2], float(found[3])) if found else ("", "", math.nan)
+        quantity, sign, threshold = (
+            (match[1], match[2], float(match[3])) if match else ("", "", math.nan)
         )
     except ValueError:
-        what, sign, threshold = "", "", math.nan
-    if _CONDITIONS.get(what) != sign or not math.isfinite(threshold):
+        quantity, sign, threshold = "", "", math.nan
+    if _CONDITIONS.get(quantity) != sign or not math.isfinite(threshold):
         raise ValueError(
             "a phase of numerics.schedule begins at a step, at 'learning_rate < NUMBER', at "
             f"'sqnr < NUMBER' (in dB) or at 'update_error > NUMBER'; got {begins!r}."
         )
-    if what == "learning_rate":
+    if quantity == "learning_rate":
         return Phase(recipe=recipe, learning_rate=threshold)
     return (
         Phase(recipe=recipe, sqnr=threshold)
-        if what == "sqnr"
+        if quantity == "sqnr"
         else Phase(recipe=recipe, update_error=threshold)
     )
 
@@ -181,21 +181,21 @@ def starts(phases: Sequence[Phase], optimizer: Rates, steps: int) -> tuple[int |
     Raises:   ValueError: a learning rate that the run's never falls below, or begins below; phases
               that begin in another order.
     """
-    found = [
+    starts = [
         p.step if p.learning_rate is None else _first_below(p.learning_rate, optimizer, steps)
         for p in phases
     ]
-    known = [
-        (start, phase) for start, phase in zip(found, phases, strict=True) if start is not None
+    fixed_starts = [
+        (start, phase) for start, phase in zip(starts, phases, strict=True) if start is not None
     ]
-    for (before, first), (start, second) in itertools.pairwise(known):
+    for (before, first), (start, second) in itertools.pairwise(fixed_starts):
         if start <= before:
             raise ValueError(
                 f"phases of numerics.schedule begin one after the other; {second.recipe!r} "
                 f"would begin at step {start}, and {first.recipe!r}, before it, at step "
                 f"{before}. Change one of them."
             )
-    return tuple(found)
+    return tuple(starts)
 
 
 def _first_below(rate: float, optimizer: Rates, steps: int) -> int | None:
@@ -228,9 +228,9 @@ def is_measured(entries: Sequence[Sequence] | None) -> bool:
 def lowest_sqnr(statistics: Mapping[str, dict]) -> tuple[float, str] | None:
     """The smallest SQNR of a record (Q-8) in dB, and its operand; None if it has none. Attention,
     which no phase changes, is left out."""
-    of_linears = (item for item in statistics.items() if not is_attention(item[0]))
+    linears = (item for item in statistics.items() if not is_attention(item[0]))
     return min(
-        ((one["sqnr"], name) for name, one in of_linears if one["sqnr"] is not None), default=None
+        ((row["sqnr"], name) for name, row in linears if row["sqnr"] is not None), default=None
     )
 
 
@@ -261,7 +261,11 @@ class Schedule:
 
         ``Config.scheduled`` makes it.
         """
-        self._phases, self._starts, self.measured = phases, starts, [list(one) for one in measured]
+        self._phases, self._starts, self.measured = (
+            phases,
+            starts,
+            [list(entry) for entry in measured],
+        )
 
     def recipe(self, step: int) -> str:
         """The recipe of a step, counted from 0."""
@@ -291,11 +295,11 @@ class Schedule:
         begun = {start for start in self._starts if start is not None} | {
             start for start, _ in self.measured
         }
-        found: list[list] = []
+        changes: list[list] = []
         for start in sorted(start for start in begun if start <= step):
-            if not found or found[-1][1] != self.recipe(start):
-                found.append([start, self.recipe(start)])
-        return found
+            if not changes or changes[-1][1] != self.recipe(start):
+                changes.append([start, self.recipe(start)])
+        return changes
 
     def _index(self, step: int) -> int:
         """The last phase that has begun."""

@@ -91,15 +91,15 @@ def imported(source: str):
             f"fp8ref.train.config.user_model.trust({source!r})."
         )
     try:
-        found = importlib.import_module(module)
+        target = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except Exception as error:  # whatever a user's code raises
         raise ConfigError(
             f"architecture.source {source!r} cannot be imported ({type(error).__name__}: "
             f"{error}). Name module:function, of a module on PYTHONPATH."
         ) from error
-    return found
+    return target
 
 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,10 +110,10 @@ def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
     def kept(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {
-                key: kept(one)
-                for key, one in value.items()
+                key: kept(child)
+                for key, child in value.items()
                 if not (key.startswith("_") or key in _NAMES_CODE)
             }
-        return [kept(one) for one in value] if isinstance(value, list) else value
+        return [kept(child) for child in value] if isinstance(value, list) else value
 
     return kept(config)

@@ -64,12 +64,15 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
     evaluation, evaluation_described = _evaluation(config, first)
     apart = [_alone(config, source) for source, _ in data.mixture or ((data.source, 1.0),)]
     with _naming("data.source" if data.mixture is None else "data.mixture"):
-        opened = [_open(one, first) for one in apart]
+        opened = [_open(part, first) for part in apart]
     train: grain.MapDataset | Mixture
     validation: grain.MapDataset | Mixture
     if data.mixture is None:
-        ((of_train, of_validation, description),) = opened
-        train, validation = _shuffled(of_train, data.seed).repeat(), _shuffled(of_validation, 0)
+        ((train_windows, validation_windows, description),) = opened
+        train, validation = (
+            _shuffled(train_windows, data.seed).repeat(),
+            _shuffled(validation_windows, 0),
+        )
     else:
         weights = [weight for _, weight in data.mixture]
         train = mixture.train([split for split, _, _ in opened], weights, data.seed)
@@ -113,7 +116,7 @@ def _evaluation(config: Config, first: bool) -> tuple[dict[str, grain.MapDataset
     """data.evaluation: all windows of each set, in an order of its own that never changes; and what
     a manifest says.
     """
-    found, described = {}, {}
+    sets, described = {}, {}
     least = config.data.batch_size * config.run.eval_batches
     for name, source in config.data.evaluation or ():
         with _naming("data.evaluation"):
@@ -129,8 +132,8 @@ def _evaluation(config: Config, first: bool) -> tuple[dict[str, grain.MapDataset
                     config.data.sequence_length,
                 )
             )
-        found[name], described[name] = _shuffled(both, 0), {"source": source, **about}
-    return found, {"evaluation": described} if described else {}
+        sets[name], described[name] = _shuffled(both, 0), {"source": source, **about}
+    return sets, {"evaluation": described} if described else {}
 
 
 def _open(config: Config, first: bool) -> tuple[Windows, Windows, dict]:
@@ -154,12 +157,12 @@ def _open(config: Config, first: bool) -> tuple[Windows, Windows, dict]:
     return train, validation, description
 
 
-def _too_short(what: str, split: str, found: int, least: int, length: int) -> str:
-    return f"{what}: the {split} split holds {found} sequences of {length} tokens, and " + (
+def _too_short(subject: str, split: str, count: int, least: int, length: int) -> str:
+    return f"{subject}: the {split} split holds {count} sequences of {length} tokens, and " + (
         f"{least} are needed. Give more text, in more files (a file belongs to one split), "
         "lower data.batch_size, data.sequence_length or run.eval_batches, or change "
         "data.validation_fraction."
-        if found < least
+        if count < least
         else f"{windows.MOST} is the most that can be shuffled. Raise data.sequence_length, or "
         "name fewer files."
     )

@@ -118,7 +118,7 @@ def prepare(
             if out.exists():
                 os.rename(folder, out)
                 folder.mkdir()
-            made = _write(data, source, tokenizer, folder, shard_tokens)
+            description = _write(data, source, tokenizer, folder, shard_tokens)
             os.rename(folder, out)
             checkpoint.sync(out.parent)
     except OSError as error:
@@ -126,7 +126,7 @@ def prepare(
             f"--out {out} cannot be written ({error.strerror}); no file of it is kept. Free "
             "space, or name another."
         ) from error
-    return made
+    return description
 
 
 @contextlib.contextmanager
@@ -143,13 +143,13 @@ def hidden_folder(out: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old)
     with (
-        tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as made,
-        Path(made, LOCK).open("xb") as lock,
+        tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder,
+        Path(folder, LOCK).open("xb") as lock,
     ):
         # on a file system without locks, leftovers are never removed
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield Path(made)
+        yield Path(folder)
 
 
 def _write(
@@ -173,7 +173,7 @@ def _write(
             f"--source {data.source!r} holds no text for training. Give more, or lower "
             "--validation-fraction."
         )
-    made = Sidecar(
+    description = Sidecar(
         format="fp8ref shards 2",
         source=data.source,
         tokenizer=tokenizer.name,
@@ -183,6 +183,6 @@ def _write(
         max_id=max(train.max_id, validation.max_id),
         files={**train.files, **validation.files},
     )
-    checkpoint.sync(sidecar.write(folder, made))
+    checkpoint.sync(sidecar.write(folder, description))
     checkpoint.sync(folder)
-    return made
+    return description

@@ -270,9 +270,9 @@ def _llm_c(path: Path, size: int) -> str | None:
     with path.open("rb") as file:
         magic, version, tokens = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()
     dtype = LLM_C.get((magic, version))
-    if dtype and size != (said := LLM_C_BYTES + tokens * np.dtype(dtype).itemsize):
+    if dtype and size != (required := LLM_C_BYTES + tokens * np.dtype(dtype).itemsize):
         raise ConfigError(
-            f"{path} is {size} bytes; its llm.c header, with {tokens} tokens, requires {said}. "
+            f"{path} is {size} bytes; its llm.c header, with {tokens} tokens, requires {required}. "
             "Write it again, or copy all of it."
         )
     return dtype

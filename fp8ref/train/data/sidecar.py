@@ -69,7 +69,7 @@ def read(folder: Path) -> Sidecar | None:
     """
     path = folder / NAME
     try:
-        made = _ADAPTER.validate_json(files.read_bytes(path))
+        sidecar = _ADAPTER.validate_json(files.read_bytes(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -77,10 +77,10 @@ def read(folder: Path) -> Sidecar | None:
             f"{path} is not a sidecar of this fp8ref's data prepare ({_first(error)}). Write "
             "the shards again, or move it away."
         ) from error
-    for name in made.files:
+    for name in sidecar.files:
         if not (folder / name).is_file():
             raise ConfigError(f"{path} lists {name}, which is not there. Write the shards again.")
-    return made
+    return sidecar
 
 
 class Sidecars:
@@ -97,13 +97,13 @@ class Sidecars:
         folder = path.parent
         if folder not in self._read:
             self._read[folder] = read(folder)
-        made = self._read[folder]
-        if made is None or path.name not in made.files:
+        sidecar = self._read[folder]
+        if sidecar is None or path.name not in sidecar.files:
             return None
-        file = made.files[path.name]
+        file = sidecar.files[path.name]
         return Recorded(
             path=folder / NAME,
-            dtype=made.dtype,
+            dtype=sidecar.dtype,
             tokens=file.tokens,
             sha256=file.sha256,
             sample=file.sample,
@@ -112,9 +112,9 @@ class Sidecars:
     def read(self) -> list[tuple[Path, int]]:
         """(path, vocabulary size) of each sidecar read so far."""
         return [
-            (folder / NAME, max(made.vocab_size, made.max_id + 1))
-            for folder, made in self._read.items()
-            if made
+            (folder / NAME, max(sidecar.vocab_size, sidecar.max_id + 1))
+            for folder, sidecar in self._read.items()
+            if sidecar
         ]
 
 

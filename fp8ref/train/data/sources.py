@@ -105,17 +105,17 @@ def _find(source: str) -> Source:
     )
     if paths and all(_kind(path) in ("shards", "documents") for path in paths):
         common = Path(os.path.commonpath([path.parent for path in paths]))
-        return _of_one_kind(source, {path.relative_to(common).as_posix(): path for path in paths})
-    what = "matches no file" if glob.has_magic(source) else "is not a directory"
+        return _single_kind(source, {path.relative_to(common).as_posix(): path for path in paths})
+    problem = "matches no file" if glob.has_magic(source) else "is not a directory"
     if paths:
         other = next(path for path in paths if _kind(path) not in ("shards", "documents"))
-        what = (
-            f"{what} and matches {other.name}"
+        problem = (
+            f"{problem} and matches {other.name}"
             if glob.has_magic(source) and len(paths) > 1
-            else what
+            else problem
         )
     raise ConfigError(
-        f"data.source is 'stdlib' or a directory; got {source!r}, which {what}. A file or a "
+        f"data.source is 'stdlib' or a directory; got {source!r}, which {problem}. A file or a "
         "pattern may name token shards (.bin, .npy) or documents (.jsonl, .parquet), and "
         "hf:org/name a dataset of the Hugging Face hub."
     )
@@ -139,7 +139,7 @@ def _directory(source: str, root: Path) -> Source:
             "move the text to another directory."
         )
     if visible:
-        return _of_one_kind(source, visible)
+        return _single_kind(source, visible)
     if not any(path.stat().st_size for _, path in text):
         raise ConfigError(
             f"data.source {source!r} holds no .md, .py, .txt files with text in them, no token "
@@ -148,7 +148,7 @@ def _directory(source: str, root: Path) -> Source:
     return Source(kind="text", files=text)
 
 
-def _of_one_kind(source: str, files: dict[str, Path]) -> Source:
+def _single_kind(source: str, files: dict[str, Path]) -> Source:
     kinds = {str(_kind(path)): name for name, path in sorted(files.items(), reverse=True)}
     if len(kinds) > 1:
         held = " and ".join(f"{kind} ({name})" for kind, name in sorted(kinds.items()))
@@ -164,8 +164,8 @@ def _kind(path: Path) -> str | None:
 
 
 def _text(root: Path, suffixes: set[str], left_out: Set[str]) -> tuple[tuple[str, Path], ...]:
-    found = [path for path in _walk(root, left_out) if path.suffix in suffixes and path.is_file()]
-    return tuple(sorted((path.relative_to(root).as_posix(), path) for path in found))
+    paths = [path for path in _walk(root, left_out) if path.suffix in suffixes and path.is_file()]
+    return tuple(sorted((path.relative_to(root).as_posix(), path) for path in paths))
 
 
 def _walk(root: Path, left_out: Set[str] = frozenset()) -> Iterator[Path]:

@@ -95,7 +95,7 @@ class HuggingFace(_Base):
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """As ``Tokenizer.encode``; ConfigError for a document that it cannot encode."""
         try:
-            found = self.made.encode_batch(
+            encodings = self.made.encode_batch(
                 [text.decode() for text in texts], add_special_tokens=False
             )
         except Exception as error:  # the library raises Exception itself
@@ -103,7 +103,7 @@ class HuggingFace(_Base):
                 f"data.tokenizer {self.name!r} has no tokens for a document ({error}). Give it "
                 "a token for unknown text."
             ) from error
-        return [self._ended(encoding.ids) for encoding in found]
+        return [self._ended(encoding.ids) for encoding in encodings]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,17 +145,20 @@ def _bytes(end: str | None, kind: str) -> Bytes:
 def _tiktoken(name: str, end: str | None) -> Tiktoken:
     tiktoken = library("tiktoken", f"data.tokenizer {name!r}")
     try:
-        made = tiktoken.get_encoding(name.removeprefix(TIKTOKEN))
+        encoding = tiktoken.get_encoding(name.removeprefix(TIKTOKEN))
     except Exception as error:  # an unknown name, or any error of a download
-        known, why = ", ".join(tiktoken.list_encoding_names()), str(error).partition("\n")[0]
+        names, why = ", ".join(tiktoken.list_encoding_names()), str(error).partition("\n")[0]
         raise ConfigError(
             f"data.tokenizer {name!r}: tiktoken cannot give it ({type(error).__name__}: "
-            f"{why}). It knows {known}, and downloads each once. Without a network, set "
+            f"{why}). It knows {names}, and downloads each once. Without a network, set "
             "TIKTOKEN_CACHE_DIR to a directory with the download."
         ) from error
-    special = {token: made.encode_single_token(token) for token in made.special_tokens_set}
+    special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
     return Tiktoken(
-        name=name, vocab_size=made.n_vocab, end=_end(special, end, "<|endoftext|>", name), made=made
+        name=name,
+        vocab_size=encoding.n_vocab,
+        end=_end(special, end, "<|endoftext|>", name),
+        made=encoding,
     )
 
 
@@ -163,22 +166,22 @@ def _hugging_face(name: str, end: str | None) -> HuggingFace:
     made_by = library("tokenizers", f"data.tokenizer {name!r}")
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
-        made = made_by.Tokenizer.from_buffer(files.read_bytes(path))
+        tokenizer = made_by.Tokenizer.from_buffer(files.read_bytes(path))
     except Exception as error:  # the library raises Exception itself
         raise ConfigError(
             f"data.tokenizer {name!r} cannot be read as a tokenizer.json ({error}). Name such a "
             "file, a directory that holds one, or tiktoken:NAME."
         ) from error
-    made.encode_special_tokens = True
-    made.no_truncation()
-    made.no_padding()
-    vocabulary = made.get_vocab(with_added_tokens=True)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     own = _eos_token(path.with_name("tokenizer_config.json"))
     return HuggingFace(
         name=name,
         vocab_size=max(vocabulary.values(), default=-1) + 1,
         end=_end(vocabulary, end, own, name),
-        made=made,
+        made=tokenizer,
     )
 
 
@@ -197,14 +200,16 @@ def _eos_token(path: Path) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _end(ids: dict[str, int], wanted: str | None, own: str | None, name: str) -> int | None:
-    token = own if wanted is None else wanted
+def _end(ids: dict[str, int], chosen: str | None, own: str | None, name: str) -> int | None:
+    token = own if chosen is None else chosen
     if token == "":
         return None
     if token not in ids:
-        what = "names no token that ends a document" if token is None else f"has no token {token!r}"
+        problem = (
+            "names no token that ends a document" if token is None else f"has no token {token!r}"
+        )
         raise ConfigError(
-            f"data.tokenizer {name!r} {what}. Set data.end_of_document to one of its tokens, or "
+            f"data.tokenizer {name!r} {problem}. Set data.end_of_document to one of its tokens, or "
             "to '' for none."
         )
     return ids[token]

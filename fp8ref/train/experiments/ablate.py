@@ -143,23 +143,23 @@ class Ablation(Result):
                 style=style,
             )
         console.print(table)
-        what = (
+        scope = (
             f"after {self.steps} steps, over {self.samples} orders of data"
             if self.steps
             else f"over {self.samples} validation batches"
         )
         alone = "it alone is cast" if self.base == "bf16" else "it alone is not cast"
-        said = (
+        text = (
             f"{self.run}, step {self.step}, {self.backend}, {self.recipe}: an operand's cost "
             "is the loss with its cast minus that without, where "
         )
-        said += f"{alone}; {what}."
+        text += f"{alone}; {scope}."
         real = sum(row.real for row in self.rows)
-        said += (
+        text += (
             f" The intervals of {real} of {len(self.rows)} leave out 0. Loss with none "
             f"changed: {self.baseline:.4f}."
         )
-        console.print(consoles.one_line(said), markup=False, highlight=False, soft_wrap=True)
+        console.print(consoles.one_line(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def ablate(
@@ -182,7 +182,7 @@ def ablate(
 ) -> Ablation:
     """Measure each operand's cost from a run's last checkpoint.
 
-    run         a run's directory; or a Start, such as ``ablation_start.of_weights`` makes of
+    run         a run's directory; or a Start, such as ``ablation_start.weights_start`` makes of
                 Hugging Face's.
     out         where losses, the result and the heat map are written; losses there are not measured
                 again. None: RUN/ablation; of weights of Hugging Face's format <name>-ablation,
@@ -204,7 +204,7 @@ def ablate(
     Raises:     ConfigError: no run, no checkpoint, several devices; no operand left; ``out`` holds
                 another ablation.
     """
-    start = run if isinstance(run, Start) else ablation_start.of_run(run, recipe)
+    start = run if isinstance(run, Start) else ablation_start.run_start(run, recipe)
     if out is None:
         out = (
             Path(start.name) / "ablation"
@@ -223,13 +223,13 @@ def ablate(
         run={"steps": start.step + max(steps, 1), "eval_batches": batches},
     )
     operands = chosen(config, by, layers, gemms, roles)
-    for option, given, kind in (
+    for option, value, kind in (
         ("--attention", attention, "attention"),
         ("--states", states, "states"),
     ):
-        if given is not None and all(operand.gemm != kind for operand in operands):
+        if value is not None and all(operand.gemm != kind for operand in operands):
             raise ConfigError(
-                f"{option} {given} studies operands of {kind}, of which --gemms, --roles and "
+                f"{option} {value} studies operands of {kind}, of which --gemms, --roles and "
                 "--layers leave none. Leave it out, or name some."
             )
     if (steps and seeds < 2) or batches < 2:
@@ -254,8 +254,8 @@ def ablate(
     }
     kept = variants.keeping(out, about | {"sha256": start.batches.description["sha256"]})
 
-    def losses(one: Config) -> list[float | None]:
-        return variants.losses(one, start, steps=steps, seeds=seeds)
+    def losses(altered: Config) -> list[float | None]:
+        return variants.losses(altered, start, steps=steps, seeds=seeds)
 
     every = variants.cast_operands(config)
     none = variants.without(config, every) if base == "bf16" else config
@@ -281,7 +281,7 @@ def ablate(
         for operand in operands
     ]
     rows.sort(key=lambda row: math.inf if row.cost is None else row.cost, reverse=True)
-    found = Ablation(
+    ablation = Ablation(
         run=start.name,
         backend=start.backend,
         recipe=config.numerics.recipe,
@@ -293,9 +293,9 @@ def ablate(
         baseline=float(np.mean(baseline)),
         rows=tuple(rows),
     )
-    found.write(out / "ablation.json")
-    draw(found, out / "ablation.png")
-    return found
+    ablation.write(out / "ablation.json")
+    draw(ablation, out / "ablation.png")
+    return ablation
 
 
 def _studied(
@@ -320,13 +320,13 @@ def _studied(
             f"states are written by steps of training; got --states {states!r} without --steps. "
             "Add --steps 20."
         )
-    for option, given, kind in (
+    for option, value, kind in (
         ("--attention", attention, "attention"),
         ("--states", states, "states"),
     ):
-        if given is not None and kind not in gemms:
+        if value is not None and kind not in gemms:
             raise ConfigError(
-                f"{option} {given} studies operands of {kind}; got --gemms {','.join(gemms)}. "
+                f"{option} {value} studies operands of {kind}; got --gemms {','.join(gemms)}. "
                 f"Add {kind}, or leave it out."
             )
     variant, layout = config.attention_variant, config.optimizer.moment_layout
@@ -357,19 +357,19 @@ def _finite(baseline: list[float | None], name: str, rate: float | None) -> list
     return baseline
 
 
-def draw(found: Ablation, path: Path) -> None:
+def draw(ablation: Ablation, path: Path) -> None:
     """The heat map of costs: a row for each group, a column for each GEMM and role."""
     from fp8ref import plots
 
-    groups = list(dict.fromkeys(sorted(row.operand.group for row in found.rows)))
+    groups = list(dict.fromkeys(sorted(row.operand.group for row in ablation.rows)))
     columns = [
         (g, r)
         for g in KINDS
         for r in ROLES_OF[g]
-        if any((row.operand.gemm, row.operand.role) == (g, r) for row in found.rows)
+        if any((row.operand.gemm, row.operand.role) == (g, r) for row in ablation.rows)
     ]
     costs = np.full((len(groups), len(columns)), np.nan)
-    for row in found.rows:
+    for row in ablation.rows:
         costs[
             groups.index(row.operand.group), columns.index((row.operand.gemm, row.operand.role))
         ] = math.nan if row.cost is None else row.cost
@@ -408,11 +408,13 @@ def _row(
         for product in products
     ]
 
-    def worst(of_record: Callable, by: Callable) -> float | None:
-        return by((found for one in of if (found := of_record(one)) is not None), default=None)
+    def worst(field: Callable, by: Callable) -> float | None:
+        return by((value for record in of if (value := field(record)) is not None), default=None)
 
     shares = {
-        "underflow": worst(lambda one: one.get("underflow_rate"), max),
+        "underflow": worst(lambda record: record.get("underflow_rate"), max),
         "saturation": worst(stats.clipped, max),
     }
-    return Row(operand=operand, **numbers, sqnr=worst(lambda one: one.get("sqnr"), min), **shares)
+    return Row(
+        operand=operand, **numbers, sqnr=worst(lambda record: record.get("sqnr"), min), **shares
+    )

@@ -105,13 +105,13 @@ def chosen(
             *groups.get(("model", False), []),
             *([""] if any(gemm == "states" for _, gemm, _ in cast) else []),
         ]
-    found = []
+    operands = []
     for (group, _), inside in groups.items():
         for gemm in KINDS:
             for role in ROLES_OF[gemm]:
                 of = tuple(path for path in inside if (path, gemm, role) in cast)
                 if of and gemm in gemms and role in roles:
-                    found.append(
+                    operands.append(
                         Operand(
                             group=group,
                             gemm=gemm,
@@ -119,13 +119,13 @@ def chosen(
                             linears=tuple(path for path in of if path),
                         )
                     )
-    if not found:
+    if not operands:
         raise ConfigError(
             "no operand in FP8 is left. Those of gradients take --steps, those of attention "
             "--attention cudnn, and those of states --steps with --states te, unless the run "
             "has its own. Add these, or name other --layers, --gemms or --roles."
         )
-    return found
+    return operands
 
 
 def _group(path: str, by: By) -> str:

@@ -1,7 +1,7 @@
 """Where an ablation begins: the last checkpoint of a run, or a directory of Hugging Face's format
 (spec E-8).
 
-start = of_run(Path("runs/tiny-jax-bf16"), "tensorwise")
+start = run_start(Path("runs/tiny-jax-bf16"), "tensorwise")
 start.into(trainer, config)                    # whatever layouts and delayed scales config has
 """
 
@@ -62,7 +62,9 @@ class Start:
         and config.
         """
         if self.checkpoint is not None:
-            of = {name: one["sha256"] for name, one in self.checkpoint.manifest["files"].items()}
+            of = {
+                name: entry["sha256"] for name, entry in self.checkpoint.manifest["files"].items()
+            }
         else:
             assert self.weights is not None
             files = [self.weights / "config.json", *sorted(self.weights.glob("*.safetensors"))]
@@ -89,8 +91,8 @@ class Start:
             moments=trainer.moments(),
             delayed=trainer.fp8_states(),
             casts={
-                f"{path}/{role}": how
-                for (path, role), how in train_state.delayed_states(self.own).items()
+                f"{path}/{role}": cast
+                for (path, role), cast in train_state.delayed_states(self.own).items()
             },
             step=self.step,
             amaxes=self._amaxes,
@@ -106,11 +108,11 @@ class Start:
         )
         trainer = loop.trainer(self.backend, config)
         trainer.adopt(state_conversion.converted(self.source, config, self.backend), self.step)
-        found = {}
+        amaxes = {}
         for name, measured in trainer.statistics(self.batches.step(self.step)).items():
             linear, _, role = name.rsplit("/", 2)
-            found[f"{linear}/{role}"] = float(measured["amax"])
-        return found
+            amaxes[f"{linear}/{role}"] = float(measured["amax"])
+        return amaxes
 
 
 def with_plain_attention(config: Config) -> Config:
@@ -125,7 +127,7 @@ def with_plain_attention(config: Config) -> Config:
     )
 
 
-def of_run(run: Path, recipe: str | None) -> Start:
+def run_start(run: Path, recipe: str | None) -> Start:
     """The last checkpoint of a run, and its config in the recipe that is studied.
 
     Raises:   ConfigError: no run or checkpoint; several devices; a recipe without FP8.
@@ -157,7 +159,7 @@ def of_run(run: Path, recipe: str | None) -> Start:
     )
 
 
-def of_weights(
+def weights_start(
     path: Path,
     backend: str,
     recipe: str | None,
@@ -175,8 +177,8 @@ def of_weights(
               FP8.
     """
     try:
-        found = files.read_object(path / "config.json")
-        hugging_face.check_types(found)
+        settings = files.read_object(path / "config.json")
+        hugging_face.check_types(settings)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} is no run, and has no config.json ({error}). Name a run, or a directory of "
@@ -193,22 +195,22 @@ def of_weights(
     }
     config = Config().replace(**sections)
     # else transformers' model would be taken, and say less of damaged weights
-    if found.get("model_type") in hugging_face.KINDS:
+    if settings.get("model_type") in hugging_face.KINDS:
         try:
             export.stored(path)
         except ConfigError as error:
-            raise ConfigError(_of_weights(error)) from error
+            raise ConfigError(_weights_message(error)) from error
     try:
-        own = config.replace(model=vars(hugging_face.model_of(found)))
+        own = config.replace(model=vars(hugging_face.model_of(settings)))
         export.read(path, own.model)
     except (ValueError, ConfigError) as error:
         if backend != "torch":
             raise ConfigError(
                 f"JAX trains the trainer's own model alone, which {path} is not: "
-                f"{_of_weights(error)} Use --backend torch, which takes transformers' model."
+                f"{_weights_message(error)} Use --backend torch, which takes transformers' model."
             ) from error
         own = Config(
-            model=LlamaConfig(vocab_size=found.get("vocab_size", 256)),
+            model=LlamaConfig(vocab_size=settings.get("vocab_size", 256)),
             architecture=ArchitectureConfig(kind="transformers", source=str(path)),
         ).replace(**sections)
     studied = _studied(
@@ -224,7 +226,7 @@ def of_weights(
     )
 
 
-def _of_weights(error: Exception) -> str:
+def _weights_message(error: Exception) -> str:
     """A message of ``export``, without the key that no user of an ablation gave."""
     return str(error).removeprefix("run.init_from ")
 

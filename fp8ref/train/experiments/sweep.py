@@ -74,15 +74,15 @@ def plan(
             for recipe in recipes:
                 # bf16 has no FP8 GEMM to run under simulated hardware
                 kept = {} if RECIPES[recipe].fp8 else {"accumulate": None}
-                one = config.replace(
+                trial = config.replace(
                     numerics={"recipe": recipe, **kept},
                     run={"seed": config.run.seed + seed, "out": None},
                     data={"seed": config.data.seed + seed},
                 )
-                one.decisions()  # refuses a recipe that converts nothing before any run trains
+                trial.decisions()  # refuses a recipe that converts nothing before any run trains
                 runs.append(
                     Planned(
-                        config=one,
+                        config=trial,
                         backend=backend,
                         out=out / f"{backend}-{recipe}-seed{config.run.seed + seed}",
                     )
@@ -125,12 +125,12 @@ def train(planned: Sequence[Planned], *, jobs: int = 1) -> None:
         }
         try:
             for done in concurrent.futures.as_completed(waiting):
-                said = done.result()
+                summary = done.result()
                 advance(waiting[done].out.name)
-                console.say(f"{waiting[done].out}: {said}")
+                console.say(f"{waiting[done].out}: {summary}")
         except BaseException:
-            for one in waiting:
-                one.cancel()
+            for future in waiting:
+                future.cancel()
             raise
 
 
@@ -195,11 +195,13 @@ def _one(config: str, backend: str, out: str) -> str:
 def _train(config: str, backend: str, out: str) -> str:
     from fp8ref.train import loop
 
-    made = configs.from_dict(json.loads(config))
-    if made.architecture.source:
-        user_model.trust(made.architecture.source)  # the parent has imported it, to plan the run
+    run_config = configs.from_dict(json.loads(config))
+    if run_config.architecture.source:
+        user_model.trust(
+            run_config.architecture.source
+        )  # the parent has imported it, to plan the run
     try:
-        lines = loop.train(made, backend, Path(out), resume=True)
+        lines = loop.train(run_config, backend, Path(out), resume=True)
     except NonFiniteError as error:
         return str(error)
     return (

@@ -84,7 +84,7 @@ def cast_operands(config: Config) -> list[Cast]:
     """Everything that a config casts, of linears, and of attention and states under
     ``studying``.
     """
-    found: list[Cast] = [
+    operands: list[Cast] = [
         (d.path, *key)
         for d in config.decisions()
         for key, cast in linear_rules.casts_of(d.recipe).items()
@@ -93,15 +93,15 @@ def cast_operands(config: Config) -> list[Cast]:
     if config.numerics.attention_operands is not None:
         for layer in config.attention_layers:
             casts = config.attention_operands(layer)
-            found += [
+            operands += [
                 (layer, "attention", role)
                 for role in attention_casts.ROLES
                 if casts is not None and role in casts.roles
             ]
     layout = config.optimizer.moment_layout
     if layout is not None and "/" in layout.name:
-        found += [("", "states", part) for part in layout_parts.narrow(layout)]
-    return found
+        operands += [("", "states", part) for part in layout_parts.narrow(layout)]
+    return operands
 
 
 def without(config: Config, operands: Iterable[Cast]) -> Config:
@@ -127,7 +127,7 @@ def without(config: Config, operands: Iterable[Cast]) -> Config:
                 else []
             )
     keys: dict = {"numerics": {"rules": tuple(rules) or None}}
-    left = [one for one in cast_operands(config) if one not in operands]
+    left = [cast for cast in cast_operands(config) if cast not in operands]
     if config.numerics.attention_operands is not None:
         keys["numerics"]["attention_operands"] = tuple(
             f"{layer}/{role}" for layer, gemm, role in left if gemm == "attention"
@@ -140,13 +140,13 @@ def without(config: Config, operands: Iterable[Cast]) -> Config:
                 whole, tuple(part for _, gemm, part in left if gemm == "states")
             )
         }
-    made = config.replace(**keys)
-    if differ := set(cast_operands(made)) ^ set(left):
+    changed_config = config.replace(**keys)
+    if differ := set(cast_operands(changed_config)) ^ set(left):
         raise ConfigError(
             "an ablation leaves out what it names alone; a rule would change "
             f"{'/'.join(min(differ))} too. Rename that module."
         )
-    return made
+    return changed_config
 
 
 def _alone(path: str) -> str:
@@ -165,7 +165,7 @@ def losses(config: Config, start: Start, *, steps: int, seeds: int) -> list[floa
     """
     trainer = loop.trainer(start.backend, config)
     held_out = [start.batches.held_out(i) for i in range(config.run.eval_batches)]
-    found: list[float] = []
+    values: list[float] = []
     for seed in range(seeds if steps else 1):
         start.into(trainer, config)
         finite = True
@@ -177,8 +177,8 @@ def losses(config: Config, start: Start, *, steps: int, seeds: int) -> list[floa
                 )
             )
         losses = [trainer.evaluate(tokens) for tokens in held_out]
-        found += [float(np.mean(losses)) if finite else math.nan] if steps else losses
-    return [loss if math.isfinite(loss) else None for loss in found]
+        values += [float(np.mean(losses)) if finite else math.nan] if steps else losses
+    return [loss if math.isfinite(loss) else None for loss in values]
 
 
 def statistics(config: Config, start: Start) -> dict[str, dict]:
@@ -221,14 +221,14 @@ def keeping(out: Path, about: dict) -> Callable:
         raise ConfigError(
             f"--out {out} cannot be written ({error.strerror}). Name another directory."
         ) from error
-    known = {name: value for line in lines[1:] for name, value in line.items()}
+    saved = {name: value for line in lines[1:] for name, value in line.items()}
 
     def value(name: str, measure: Callable):
-        if name not in known:
-            known[name] = measure()
+        if name not in saved:
+            saved[name] = measure()
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({name: known[name]}) + "\n")
-        return known[name]
+                file.write(json.dumps({name: saved[name]}) + "\n")
+        return saved[name]
 
     return value
 

@@ -46,9 +46,9 @@ class Store:
             raise ConfigError(
                 f"{directory} cannot be read ({' '.join(str(error).split())}). Put its files back."
             ) from error
-        wanted = dict(like)
-        saved_mu, own_mu = tree.pop(train_state.MU, {}), wanted.pop(train_state.MU, {})
-        saved, mine = train_state.flat(tree), train_state.flat(wanted)
+        target = dict(like)
+        saved_mu, own_mu = tree.pop(train_state.MU, {}), target.pop(train_state.MU, {})
+        saved, mine = train_state.flat(tree), train_state.flat(target)
         for name in sorted(saved.keys() ^ mine.keys()):
             where = (
                 "is not in the checkpoint"
@@ -63,15 +63,15 @@ class Store:
                     "checkpoint. Load a state of the same model."
                 )
         if saved_mu:  # all are read, as scalars that every device holds, like the count
-            wanted[train_state.MU] = dict.fromkeys(
+            target[train_state.MU] = dict.fromkeys(
                 saved_mu,
                 jax.ShapeDtypeStruct((), np.float32, sharding=like[train_state.COUNT].sharding),
             )
         abstract = jax.tree.map(
-            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), wanted
+            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), target
         )
         try:
-            found = self._writer.restore(
+            restored = self._writer.restore(
                 directory.absolute(), args=orbax.args.StandardRestore(abstract)
             )
         except (OSError, jax.errors.JaxRuntimeError):  # nothing is known of the files
@@ -80,13 +80,13 @@ class Store:
             raise ConfigError(
                 f"{directory} cannot be read ({' '.join(str(error).split())}). Put its files back."
             ) from error
-        read = found.pop(train_state.MU, {})
+        read = restored.pop(train_state.MU, {})
         if own_mu:
-            found[train_state.MU] = {
+            restored[train_state.MU] = {
                 name: read[name] if name in read else jnp.ones(v.shape, v.dtype, device=v.sharding)
                 for name, v in own_mu.items()
             }
-        return found
+        return restored
 
 
 def filled(
@@ -97,10 +97,10 @@ def filled(
     """
 
     def of(name: str, value: jax.Array) -> jax.Array:
-        given = np.asarray(arrays[name])
-        given = given.view(value.dtype) if given.dtype == np.uint8 else given.astype(value.dtype)
-        assert given.shape == value.shape, (name, given.shape, value.shape)
-        return jax.device_put(given, value.sharding)
+        array = np.asarray(arrays[name])
+        array = array.view(value.dtype) if array.dtype == np.uint8 else array.astype(value.dtype)
+        assert array.shape == value.shape, (name, array.shape, value.shape)
+        return jax.device_put(array, value.sharding)
 
     return {
         key: filled(value, arrays, f"{prefix}{key}.")
@@ -120,10 +120,10 @@ def weights(
     Raises:   ConfigError: the saved weights have other names or shapes.
     """
     try:
-        found = files.read_object(directory / "_METADATA")
+        metadata = files.read_object(directory / "_METADATA")
         saved = {
-            tuple(of_one["key"] for of_one in value["key_metadata"])
-            for value in found["tree_metadata"].values()
+            tuple(entry["key"] for entry in value["key_metadata"])
+            for value in metadata["tree_metadata"].values()
         }
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -135,7 +135,7 @@ def weights(
 
     def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
         spec = {
-            "driver": "zarr3" if found.get("use_zarr3") else "zarr",
+            "driver": "zarr3" if metadata.get("use_zarr3") else "zarr",
             "kvstore": {**base, "path": f"{train_state.MASTERS}.{name}/"},
             "fill_missing_data_reads": False,
         }

@@ -39,12 +39,17 @@ class GradientSums:
         def zero(path, p):
             if name_of(path) not in self._narrow:
                 return jnp.zeros_like(p, self._dtype)
-            codes, one = (
+            codes, ones = (
                 jnp.zeros_like(p, jnp.float8_e4m3fn),
                 jnp.ones(p.shape[: "*" in name_of(path)], jnp.float32),
             )
             return Quantized(
-                codes=codes, scale=one, scale_inv=one, fmt=E4M3FN, granularity="tensorwise", axis=-1
+                codes=codes,
+                scale=ones,
+                scale_inv=ones,
+                fmt=E4M3FN,
+                granularity="tensorwise",
+                axis=-1,
             )
 
         return jax.tree_util.tree_map_with_path(zero, params)
@@ -54,10 +59,10 @@ class GradientSums:
 
         def added(path, total, g):
             if isinstance(total, Quantized):
-                one = functools.partial(
+                accumulate = functools.partial(
                     gradient_reduction.accumulate, over=self._axes.get(name_of(path), ())
                 )
-                return parameter_stacks.each(one, "*" in name_of(path))(total, g)
+                return parameter_stacks.each(accumulate, "*" in name_of(path))(total, g)
             return (total.astype(jnp.float32) + g).astype(self._dtype)
 
         return jax.tree_util.tree_map_with_path(added, sums, grads, is_leaf=_quantized)

@@ -60,10 +60,10 @@ class Layout:
             ("data",),
             ("expert",),
         )
-        found = (tuple(axis for axis in axes if sizes.get(axis, 1) > 1) for axes in cutting)
-        self._batch, self._fsdp, self._context, self._tensor, *of_experts = found
+        cut_axes = (tuple(axis for axis in axes if sizes.get(axis, 1) > 1) for axes in cutting)
+        self._batch, self._fsdp, self._context, self._tensor, *expert_axes = cut_axes
         # Of experts: what gathers their weights, what has the same ones, and what holds them apart.
-        self._gathering, self._copying, self._apart = of_experts
+        self._gathering, self._copying, self._apart = expert_axes
         if faults := config.parallel.unattended(config.model.head_dim):
             raise ConfigError(faults[0])
         if config.parallel.attention == "cudnn" and not self.on_gpu:
@@ -168,7 +168,7 @@ class Layout:
             Placement,
             fsdp=self._fsdp,
             scope=config.amax_scope,
-            reduce_grads=_of_gradients(config),
+            reduce_grads=_gradient_parts(config),
             reduce_outputs=_parts(config.reduce, config.tensor_reduce_dtype or "bfloat16"),
         )
         if last in llama.COLUMN:
@@ -342,26 +342,26 @@ class Layout:
             else tree
         )
 
-    def own_parts(self, of_devices: np.ndarray, linear: str, role: Role) -> np.ndarray:
+    def own_parts(self, values: np.ndarray, linear: str, role: Role) -> np.ndarray:
         """Of values [devices, ...], those of devices that together hold one copy of a linear's
         tensor.
 
         Without shard_map there is one value, for all devices.
         """
         if not self.mapped:
-            return of_devices
+            return values
         placement = self.placement(linear)
         # whose weights are measured once they are gathered
-        of_experts = self._apart if role == "weight" else self._batch
+        expert_axes = self._apart if role == "weight" else self._batch
         cutting = (
-            set(of_experts)
+            set(expert_axes)
             if placement is None
             else {axis for axes in placement.at_rest(role) for axis in axes}
         )
         sizes = [getattr(self.config, axis) for axis in self.axes]
-        found = of_devices.reshape(*sizes, *of_devices.shape[1:])
-        found = found[tuple(slice(None) if axis in cutting else slice(1) for axis in self.axes)]
-        return found.reshape(-1, *of_devices.shape[1:])
+        parts = values.reshape(*sizes, *values.shape[1:])
+        parts = parts[tuple(slice(None) if axis in cutting else slice(1) for axis in self.axes)]
+        return parts.reshape(-1, *values.shape[1:])
 
     def mean(self, values: jax.Array) -> jax.Array:
         """Mean over all devices' values [B, T], which have one shape.
@@ -407,7 +407,7 @@ def _parts(reduce: str, dtype: str) -> sharding.Parts:
     return "float32" if dtype == "float32" else "result"
 
 
-def _of_gradients(config: ParallelConfig) -> sharding.GradParts:
+def _gradient_parts(config: ParallelConfig) -> sharding.GradParts:
     """What linears sum over devices to make a weight's gradient."""
     return (
         config.reduce_dtype

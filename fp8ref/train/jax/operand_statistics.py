@@ -35,16 +35,16 @@ def measured(
         # show it.
         axes = [axis % 2, 1 - axis % 2] if codes.ndim == 2 else [axis % codes.ndim]
         fits = [
-            one
-            for one in (reversed(axes) if role == "weight" else axes)
-            if granularity.scale_shape(kind, codes.shape, one, ragged=True) == scale.shape
+            candidate
+            for candidate in (reversed(axes) if role == "weight" else axes)
+            if granularity.scale_shape(kind, codes.shape, candidate, ragged=True) == scale.shape
         ]
         of = scaling.Quantized(
             codes, scale.astype(np.float32), _inverse(scale), operand.cast.fmt, kind, fits[0]
         )
-        found = stats.statistics(hp, of)
+        counts = stats.statistics(hp, of)
         numbers = {
-            name: float(getattr(found, name))
+            name: float(getattr(counts, name))
             for name in (
                 "count",
                 "non_finite",

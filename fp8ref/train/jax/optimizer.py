@@ -76,21 +76,21 @@ class Optimizer:
             return params, jax.jit(
                 lambda params: self._begun(params)[1], out_shardings=self._on_mesh(state)
             )(params)
-        of_masters, *of_kept = (
+        master_specs, *kept_specs = (
             self._stacks.specs(named(tree, stored=True)) for tree in (masters, *state.kept.values())
         )
 
         def begun(name: str, weight: jax.Array) -> tuple[Any, OptimizerState]:
-            kept = dict(zip(state.kept, (of[name] for of in of_kept), strict=True))
+            kept = dict(zip(state.kept, (of[name] for of in kept_specs), strict=True))
             return jax.jit(
                 self._begun,
-                out_shardings=self._on_mesh((of_masters[name], state._replace(kept=kept))),
+                out_shardings=self._on_mesh((master_specs[name], state._replace(kept=kept))),
             )(weight)
 
         each = {name: begun(name, weight) for name, weight in weights}
         kept = {
             key: self._stacks.tree(
-                self._params, {name: one.kept[key] for name, (_, one) in each.items()}
+                self._params, {name: new_state.kept[key] for name, (_, new_state) in each.items()}
             )
             for key in state.kept
         }
@@ -107,9 +107,9 @@ class Optimizer:
         norm, factor = self._clipping(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         if self._moments:
-            how = {**self._adamw(), "learning_rate": lr, "factor": factor, "finite": finite}
+            keys = {**self._adamw(), "learning_rate": lr, "factor": factor, "finite": finite}
             masters, new = self._apart(
-                *states.step(self.weights(params), grads, self._adamw_state(params, state), **how)
+                *states.step(self.weights(params), grads, self._adamw_state(params, state), **keys)
             )
         else:
             before = optax.ScaleByAdamState(
@@ -136,11 +136,11 @@ class Optimizer:
             for x in (state, after)
         ]
         both = [self._adamw_state(None, x) for x in each]
-        found = health.measure(
+        measured = health.measure(
             g, *both, b1=keys.beta1, b2=keys.beta2, eps=keys.eps, layout=self._moments
         )
         return health.Measured(
-            *(jnp.stack(of_each) for of_each in zip(*(found[name] for name in g), strict=True))
+            *(jnp.stack(fields) for fields in zip(*(measured[name] for name in g), strict=True))
         )
 
     def moments(self, state) -> dict[str, dict[str, Any]]:
@@ -197,8 +197,8 @@ class Optimizer:
         """Masters and state of the structure of these, of arrays named as ``tensors`` names
         them.
         """
-        kept = {key: self._of_fields(like, tensors[key]) for key, like in state.kept.items()}
-        return self._of_fields(params, tensors[train_state.MASTERS]), state._replace(
+        kept = {key: self._from_fields(like, tensors[key]) for key, like in state.kept.items()}
+        return self._from_fields(params, tensors[train_state.MASTERS]), state._replace(
             count=tensors[train_state.COUNT], kept=kept
         )
 
@@ -213,9 +213,9 @@ class Optimizer:
 
         def of(tree):
             return jax.tree.map(
-                lambda one, spec: (
-                    jax.tree.map(lambda _: P(), one)._replace(codes=spec)
-                    if is_stored(one)
+                lambda leaf, spec: (
+                    jax.tree.map(lambda _: P(), leaf)._replace(codes=spec)
+                    if is_stored(leaf)
                     else spec
                 ),
                 tree,
@@ -273,7 +273,7 @@ class Optimizer:
         """
         assert self._moments is not None
         each, structure = jax.tree.flatten(tree, is_leaf=is_stored)
-        codes = jax.tree.unflatten(structure, [one.codes for one in each])
+        codes = jax.tree.unflatten(structure, [leaf.codes for leaf in each])
         stacks = jax.tree.leaves(_stacks(codes))
         return adamw_state.by_field(each, structure, self._moments.kept[which], stacks)
 
@@ -330,52 +330,52 @@ class Optimizer:
         """The arrays of a tree by parameter name, and by field where they are stored; FP8 codes as
         uint8.
         """
-        found: dict[str, jax.Array] = {}
-        for name, one in self._by_name(tree).items():
+        arrays: dict[str, jax.Array] = {}
+        for name, leaf in self._by_name(tree).items():
             fields = (
-                {f"{name}.{field}": x for field, x in one._asdict().items()}
-                if is_stored(one)
-                else {name: one}
+                {f"{name}.{field}": x for field, x in leaf._asdict().items()}
+                if is_stored(leaf)
+                else {name: leaf}
             )
-            found |= {key: x for key, x in fields.items() if x is not None}
+            arrays |= {key: x for key, x in fields.items() if x is not None}
         return {
             name: lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
-            for name, x in found.items()
+            for name, x in arrays.items()
         }
 
-    def _of_fields(self, like, found: Mapping[str, jax.Array]):
+    def _from_fields(self, like, arrays: Mapping[str, jax.Array]):
         """A tree of the structure of ``like``, of arrays that ``_fields`` names."""
 
-        def of(path, one):
-            if not is_stored(one):
-                return self._stacks.together(name_of(path), found)
-            fields = {field: x for field, x in one._asdict().items() if x is not None}
+        def of(path, leaf):
+            if not is_stored(leaf):
+                return self._stacks.together(name_of(path), arrays)
+            fields = {field: x for field, x in leaf._asdict().items() if x is not None}
             saved = {
-                field: self._stacks.together(name_of(path), _without(f".{field}", found))
+                field: self._stacks.together(name_of(path), _without(f".{field}", arrays))
                 for field in fields
             }
             if fields["codes"].dtype.itemsize == 1:
                 saved["codes"] = lax.bitcast_convert_type(saved["codes"], fields["codes"].dtype)
-            return one._replace(**saved)
+            return leaf._replace(**saved)
 
         return jax.tree_util.tree_map_with_path(of, like, is_leaf=is_stored)
 
 
-def new_if(taken: jax.Array, new, old):
+def new_if(condition: jax.Array, new, old):
     """The new tree, or the old one: selected by element, so that the decision stays on the
     device.
     """
-    return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
+    return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
 
 
 def _times(grads, factor: jax.Array):
     return jax.tree.map(lambda g: g * factor, grads)
 
 
-def _without(suffix: str, found: Mapping[str, Any]) -> dict[str, Any]:
+def _without(suffix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """What is found under names that end in a suffix, by the names without it."""
     return {
-        name.removesuffix(suffix): value for name, value in found.items() if name.endswith(suffix)
+        name.removesuffix(suffix): value for name, value in arrays.items() if name.endswith(suffix)
     }
 
 

@@ -50,13 +50,13 @@ def join() -> Processes:
     Raises:   ConfigError: only some of the variables are set; invalid values; no other process
               answers.
     """
-    given = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-    if given and len(given) < len(ENVIRONMENT):
-        missing = ", ".join(name for name in ENVIRONMENT if name not in given)
+    variables = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    if variables and len(variables) < len(ENVIRONMENT):
+        missing = ", ".join(name for name in ENVIRONMENT if name not in variables)
         raise ConfigError(
             f"processes find each other by all of {', '.join(ENVIRONMENT)}; not set: {missing}."
         )
-    address, count, index = (given.get(name) for name in ENVIRONMENT)
+    address, count, index = (variables.get(name) for name in ENVIRONMENT)
     try:
         jax.distributed.initialize(
             address,

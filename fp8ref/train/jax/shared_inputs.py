@@ -20,31 +20,31 @@ def first_readers(linears: Mapping[str, Recipe]) -> dict[str, str]:
     """{linear: the first linear that reads its input}, of those whose recipes are the same and keep
     a state of it.
     """
-    found = {}
+    readers = {}
     for name, recipe in linears.items():
         parent, _, last = name.rpartition(".")
         first = f"{parent}.{FIRST_READER.get(last, last)}"
         if first != name and linears.get(first) == recipe and "input" in delayed.unseen(recipe):
-            found[name] = first
-    return found
+            readers[name] = first
+    return readers
 
 
 def states(
-    found: Mapping[str, delayed.State], first: Mapping[str, str]
+    states: Mapping[str, delayed.State], first: Mapping[str, str]
 ) -> dict[str, delayed.State]:
     """States of a pass by linear, with that of an input which others read the first one's."""
     return {
-        name: {**of, "input": found[first[name]]["input"]} if name in first else of
-        for name, of in found.items()
+        name: {**of, "input": states[first[name]]["input"]} if name in first else of
+        for name, of in states.items()
     }
 
 
-def check(found: Mapping[str, delayed.State], first: Mapping[str, str]) -> None:
+def check(states: Mapping[str, delayed.State], first: Mapping[str, str]) -> None:
     """ConfigError unless the states of an input are equal, as those of every run are."""
     for name, other in first.items():
-        if name in found and other in found:
+        if name in states and other in states:
             pairs = zip(
-                *(jax.tree.leaves(found[one]["input"]) for one in (name, other)), strict=True
+                *(jax.tree.leaves(states[linear]["input"]) for linear in (name, other)), strict=True
             )
             if not all(
                 np.array_equal(np.asarray(mine), np.asarray(theirs)) for mine, theirs in pairs

@@ -169,8 +169,8 @@ class Step:
         )
         # States of a recipe that this step does not use stay as they are (T-9).
         fp8 = state.fp8 | {
-            name: delayed.update(state.fp8[name], found, recipe=self._keepers[name])
-            for name, found in seen.items()
+            name: delayed.update(state.fp8[name], amaxes, recipe=self._keepers[name])
+            for name, amaxes in seen.items()
         }
         mu = {name: self._tuned(name, factor, saturated[name]) for name, factor in state.mu.items()}
         return (
@@ -188,29 +188,29 @@ class Step:
 
     def tensors(self, state: State) -> dict[str, Any]:
         """The arrays of a state by the names of ``train_state``, nested."""
-        found = self.optimizer.tensors(state.params, state.optimizer)
+        tensors = self.optimizer.tensors(state.params, state.optimizer)
         if state.fp8:
-            found[train_state.FP8] = {
-                name: {role: one._asdict() for role, one in roles.items()}
+            tensors[train_state.FP8] = {
+                name: {role: entry._asdict() for role, entry in roles.items()}
                 for name, roles in self.stacks.apart(state.fp8).items()
             }
         if state.mu:
-            found[train_state.MU] = {
+            tensors[train_state.MU] = {
                 f"{name}.weight": factor.mu for name, factor in self.stacks.apart(state.mu).items()
             }
-        return found
+        return tensors
 
     def restored(self, state: State, tensors: dict[str, Any]) -> State:
         """A state of the structure of this one, of arrays named as ``tensors`` names them."""
         saved = tensors.get(train_state.FP8, {})
         fp8 = {
             name: {
-                role: type(one)(
+                role: type(entry)(
                     **self.stacks.together(
                         name, {n: v[role] for n, v in saved.items() if role in v}
                     )
                 )
-                for role, one in roles.items()
+                for role, entry in roles.items()
             }
             for name, roles in state.fp8.items()
         }
@@ -231,9 +231,9 @@ class Step:
         weights = self.optimizer.weights(params)
 
         def scales(weights):
-            found = named(weights)
+            arrays = named(weights)
             return weight_scales.of(
-                {name: found[f"{name}.weight"].astype(jnp.bfloat16) for name in self._scaled},
+                {name: arrays[f"{name}.weight"].astype(jnp.bfloat16) for name in self._scaled},
                 self._scaled,
             )
 
@@ -272,15 +272,15 @@ class Step:
 
         def accumulate(params, prepared, mu, fp8_state, parts):
             def add(before, tokens):
-                (loss, grads, seen, saturated), found = (
+                (loss, grads, seen, saturated), terms = (
                     before,
                     differentiate(params, prepared, mu, fp8_state, tokens),
                 )
                 return (
-                    loss + found[0],
-                    sums.add(grads, found[1]),
-                    {name: delayed.merge(seen[name], found[2][name]) for name in seen},
-                    {name: count + found[3][name] for name, count in saturated.items()},
+                    loss + terms[0],
+                    sums.add(grads, terms[1]),
+                    {name: delayed.merge(seen[name], terms[2][name]) for name in seen},
+                    {name: count + terms[3][name] for name, count in saturated.items()},
                 ), None
 
             # A scan keeps one microbatch's activations at a time, and compiles the passes once.
@@ -346,10 +346,12 @@ class Step:
                 taps, params, prepared, fp8_state, tokens
             )
             # taps collect as the observations do: forward as aux, backward as a gradient
-            found = self.stacks.apart({name: forward[name] + backward[name] for name in taps})
+            layer_statistics = self.stacks.apart(
+                {name: forward[name] + backward[name] for name in taps}
+            )
             measured = {"linears": self.measured_layers, "attention": self.measured_attention}
             return {
-                key: jnp.stack([found[layer] for layer in layers])[None]
+                key: jnp.stack([layer_statistics[layer] for layer in layers])[None]
                 for key, layers in measured.items()
                 if layers
             }
@@ -417,16 +419,16 @@ class Step:
         """PartitionSpecs of what is prepared of weights: codes lie on the mesh as their weight
         does, scales are whole (O-16).
         """
-        of_weights = named(self._specs)
+        specs = named(self._specs)
 
         # specs in place of arrays
-        def of(name: str, one: Quantized | Scales) -> Quantized | Scales:
+        def of(name: str, value: Quantized | Scales) -> Quantized | Scales:
             whole = {"scale": P(), "scale_inv": P()}
-            if isinstance(one, Scales):
+            if isinstance(value, Scales):
                 return Scales(**whole)  # type: ignore[arg-type]
-            return dataclasses.replace(one, codes=of_weights[f"{name}.weight"], **whole)  # type: ignore[arg-type]
+            return dataclasses.replace(value, codes=specs[f"{name}.weight"], **whole)  # type: ignore[arg-type]
 
-        return {name: of(name, one) for name, one in prepared.items()}
+        return {name: of(name, value) for name, value in prepared.items()}
 
     def _pass(
         self,

@@ -43,21 +43,25 @@ def prove(
             + "\n  ".join(missing)
             + "\nSet run.allow_fallback to train anyway."
         )
-    found = proof.manifest(program, planned, missing, compiled, plan)
+    report = proof.manifest(program, planned, missing, compiled, plan)
     # Under parallel.scan one GEMM of the program is every layer's.
     for key in ("gemms", "simulated", "on_dequantised_operands"):
-        if key in found:
-            found[key] = [of_layer(one, i) for one in found[key] for i in layers_of(one, layers)]
-    if variant is not None and by_kernel:
-        of_layers = [str(of_layer(one, i)) for one in kernels for i in layers_of(one, layers)]
-        found["attention"] = {"variant": variant.name, "gemms": [], "kernels": of_layers}
-    elif variant is not None and attended:
-        found["attention"] = proof.manifest_of_products(program, attended, variant)
-        for key in ("gemms", "on_dequantised_operands"):
-            found["attention"][key] = [
-                of_layer(one, i) for one in found["attention"][key] for i in layers_of(one, layers)
+        if key in report:
+            report[key] = [
+                layer_entry(gemm, i) for gemm in report[key] for i in layers_of(gemm, layers)
             ]
-    return found
+    if variant is not None and by_kernel:
+        names = [str(layer_entry(gemm, i)) for gemm in kernels for i in layers_of(gemm, layers)]
+        report["attention"] = {"variant": variant.name, "gemms": [], "kernels": names}
+    elif variant is not None and attended:
+        report["attention"] = proof.manifest_of_products(program, attended, variant)
+        for key in ("gemms", "on_dequantised_operands"):
+            report["attention"][key] = [
+                layer_entry(gemm, i)
+                for gemm in report["attention"][key]
+                for i in layers_of(gemm, layers)
+            ]
+    return report
 
 
 def layers_of(gemm: dict | str, layers: int) -> range:
@@ -68,7 +72,7 @@ def layers_of(gemm: dict | str, layers: int) -> range:
     return range(layers if "*" in name else 1)
 
 
-def of_layer(gemm: dict | str, i: int) -> dict | str:
+def layer_entry(gemm: dict | str, i: int) -> dict | str:
     """An entry of the proof under the name of layer i."""
     if isinstance(gemm, str):
         return gemm.replace("*", str(i))

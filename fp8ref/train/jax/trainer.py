@@ -99,7 +99,7 @@ class Trainer:
             else (jax.tree.map(self._layout.sharding, specs), None, None)
         )
         self._options = compiler_options(self._layout.devices[0].platform)
-        self._programs = {config.numerics.recipe: self._of_step(first)}
+        self._programs = {config.numerics.recipe: self._compile(first)}
         self.switch(config.numerics.recipe)
         self._observer: Callable
         self._watcher: Callable
@@ -119,7 +119,7 @@ class Trainer:
                 f"{', '.join(self.config.recipes)}; got {recipe!r}."
             )
         if recipe not in self._programs:
-            self._programs[recipe] = self._of_step(
+            self._programs[recipe] = self._compile(
                 Step(self.config, self._layout, self._multiply, recipe)
             )
         self.recipe = recipe
@@ -129,7 +129,7 @@ class Trainer:
         self._observed, self._watched, self._health = others
         self.decisions = self._step.decisions
 
-    def _of_step(self, step: Step) -> _Programs:
+    def _compile(self, step: Step) -> _Programs:
         compiled = functools.partial(jax.jit, compiler_options=self._options)
         return _Programs(
             step,
@@ -161,11 +161,11 @@ class Trainer:
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, vocab_size] from tokens [B, T]."""
-        return self._of_model(tokens, lambda model, tokens, run: model(tokens, run))
+        return self._run_model(tokens, lambda model, tokens, run: model(tokens, run))
 
     def first_input(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, hidden]: the input of the first layer's linears, after its norm."""
-        return self._of_model(tokens, lambda model, tokens, run: model.first_input(tokens, run))
+        return self._run_model(tokens, lambda model, tokens, run: model.first_input(tokens, run))
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
@@ -183,10 +183,10 @@ class Trainer:
 
         As the next step reads them.
         """
-        found = self._step.optimizer.moments(self._state.optimizer)
+        moments = self._step.optimizer.moments(self._state.optimizer)
         return {
-            key: {name: self._layout.fetch(value) for name, value in of_one.items()}
-            for key, of_one in found.items()
+            key: {name: self._layout.fetch(value) for name, value in values.items()}
+            for key, values in moments.items()
         }
 
     def save(self, directory: Path) -> Callable[[], None]:
@@ -204,8 +204,8 @@ class Trainer:
             lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding),
             self._step.tensors(self._state),
         )
-        found = self._store.load(directory, like)
-        self._state = self._step.restored(self._state, found)
+        tensors = self._store.load(directory, like)
+        self._state = self._step.restored(self._state, tensors)
         self._count = step
 
     def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
@@ -230,11 +230,11 @@ class Trainer:
         """mu of each linear's gradients, and the elements that the last step saturated (P-22); {}
         where mu is 1.
         """
-        found = self._step.stacks.apart(self._state.mu)
+        factors = self._step.stacks.apart(self._state.mu)
         # Above 2^24 a count is not exact.
         return {
             name: {"mu": float(factor.mu), "saturated": min(float(factor.saturated), 2.0**24)}
-            for name, factor in found.items()
+            for name, factor in factors.items()
         }
 
     def peak_memory(self) -> int | None:
@@ -282,42 +282,50 @@ class Trainer:
     def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
         """Quantization statistics of every FP8 operand of a batch (spec Q-8, Q-13), from a pass
         that updates nothing."""
-        operands, of_attention = (
+        operands, attention_operands = (
             planned(self.decisions),
             attention_products.planned(self.config.attention_in_fp8, self._variant),
         )
-        if not operands and not of_attention:
+        if not operands and not attention_operands:
             return {}
-        of_parts = [
+        microbatches = [
             jax.tree.map(
                 self._layout.fetch, self._measure(self._params, self._fp8_state, self._tokens(part))
             )
             for part in self.config.data.parts(tokens)
         ]
-        found = {key: stats.parts(np.stack([one[key] for one in of_parts])) for key in of_parts[0]}
-        parts = self._of_linears(operands, found["linears"]) if operands else []
+        measured = {
+            key: stats.parts(np.stack([microbatch[key] for microbatch in microbatches]))
+            for key in microbatches[0]
+        }
+        parts = self._linear_parts(operands, measured["linears"]) if operands else []
         return merged(
-            [*operands, *of_attention],
-            parts + (self._of_attention(of_attention, found["attention"]) if of_attention else []),
+            [*operands, *attention_operands],
+            parts
+            + (
+                self._attention_parts(attention_operands, measured["attention"])
+                if attention_operands
+                else []
+            ),
         )
 
-    def _of_attention(
-        self, operands: Sequence[AttentionOperand], found: np.ndarray
+    def _attention_parts(
+        self, operands: Sequence[AttentionOperand], values: np.ndarray
     ) -> list[np.ndarray]:
         """Parts of each operand, of float64 [microbatches, devices, layers, ROWS, fields]: every
         device has its own sequences and heads."""
         layers, rows = self._step.measured_attention, attention_products.RECORDED
         assert self._variant is not None
         first = [
-            rows.index(attention_products.first_use(one.product, one.role, self._variant))
-            for one in operands
+            rows.index(attention_products.first_use(operand.product, operand.role, self._variant))
+            for operand in operands
         ]
         return [
-            found[:, :, layers.index(one.layer), row].reshape(-1, found.shape[-1])
-            for one, row in zip(operands, first, strict=True)
+            values[:, :, layers.index(operand.layer), row].reshape(-1, values.shape[-1])
+            for operand, row in zip(operands, first, strict=True)
         ]
 
-    def _of_linears(self, operands: Sequence[Operand], found: np.ndarray) -> list[np.ndarray]:
+    def _linear_parts(self, operands: Sequence[Operand], measured: np.ndarray) -> list[np.ndarray]:
         """Parts of each operand, of float64 [microbatches, devices, layers, rows, fields]."""
         layers, rows = (
             self._step.measured_layers,
@@ -325,18 +333,18 @@ class Trainer:
         )
         parts = []
         for operand in operands:
-            of_layer = found[:, :, layers.index(operand.layer)]
+            layer_parts = measured[:, :, layers.index(operand.layer)]
             # A tensor that two GEMMs use with the same codes is measured once, in the first of
             # them.
             row = rows[operand.gemm, operand.role]
             # nothing counted: an earlier GEMM of the layer uses the same codes
-            if not of_layer[:, :, row, 0].any():
+            if not layer_parts[:, :, row, 0].any():
                 row = next(i for i, (_, role) in enumerate(stats.ROWS) if role == operand.role)
             parts.append(
                 np.concatenate(
                     [
                         self._layout.own_parts(p[:, row], operand.layer, operand.role)
-                        for p in of_layer
+                        for p in layer_parts
                     ]
                 )
             )
@@ -350,8 +358,8 @@ class Trainer:
 
         A step that also measures would round differently.
         """
-        found, states = self.statistics(tokens), self._states(tokens)
-        return self.step(tokens), found, states
+        statistics, states = self.statistics(tokens), self._states(tokens)
+        return self.step(tokens), statistics, states
 
     def _states(self, tokens: np.ndarray) -> dict[str, dict]:
         """The health of the states that a step on this batch would make; {} without a layout."""
@@ -396,7 +404,7 @@ class Trainer:
     def _fp8_state(self) -> dict:
         return self._state.fp8
 
-    def _of_model(
+    def _run_model(
         self, tokens: np.ndarray, f: Callable[[Llama, jax.Array, Pass], jax.Array]
     ) -> np.ndarray:
         """f(model, tokens [B, T], run) -> [B, T, ...], as float32 on the host."""

@@ -36,8 +36,8 @@ def of(weights: Mapping[str, jax.Array], linears: Mapping[str, Recipe]) -> dict[
     }
 
     def apart(name: str, begin: int, end: int) -> Scales:
-        of_cast = by_cast[casts[name].fmt, casts[name].policy]
-        return Scales(*(v[begin:end].reshape(amaxes[name].shape) for v in of_cast))
+        cast_scales = by_cast[casts[name].fmt, casts[name].policy]
+        return Scales(*(v[begin:end].reshape(amaxes[name].shape) for v in cast_scales))
 
     return {
         name: apart(name, begin, end)

@@ -71,37 +71,37 @@ def export(
             f"--out {out} is in the run's own directory {run}. Name another directory."
         )
     while True:
-        found = checkpoint.latest(run, say, aside=False)
-        if found is None:
+        newest_checkpoint = checkpoint.latest(run, say, aside=False)
+        if newest_checkpoint is None:
             log.read_manifest(run)  # raises if this is not a run at all
             raise ConfigError(
                 f"{run} has no checkpoint yet. Train it with checkpoint.every above 0, or to "
                 "its end."
             )
         try:
-            _export(found, out, tokenizer, say)
-            return found.step
+            _export(newest_checkpoint, out, tokenizer, say)
+            return newest_checkpoint.step
         except (OSError, ValueError):
-            if found.path.exists():
+            if newest_checkpoint.path.exists():
                 raise
             # the run still trains, and has removed it after writing newer ones: try those
 
 
 def _export(
-    found: Checkpoint, out: Path, tokenizer: Path | None, say: Callable[[str], None]
+    source: Checkpoint, out: Path, tokenizer: Path | None, say: Callable[[str], None]
 ) -> None:
-    config = configs.from_dict(found.manifest["config"], source=str(found.path / "manifest.json"))
+    config = configs.from_dict(source.manifest["config"], source=str(source.path / "manifest.json"))
     if config.architecture.kind in ("torch", "nnx"):
         raise ConfigError(
             "an export has the format of transformers, which a model of kind "
-            f"{config.architecture.kind!r} has not; read {found.state}."
+            f"{config.architecture.kind!r} has not; read {source.state}."
         )
     if tokenizer is None and (used := config.data.tokenizer) and Path(used).is_file():
         if _is_tokenizer(Path(used)):
             tokenizer = Path(used)
         else:
             say(
-                f"{found.path / 'manifest.json'} names {used}, which is no tokenizer.json; it "
+                f"{source.path / 'manifest.json'} names {used}, which is no tokenizer.json; it "
                 "is left out. --tokenizer copies any file"
             )
     beside = (
@@ -111,9 +111,9 @@ def _export(
         if tokenizer.is_file()
         else sorted(p for p in tokenizer.iterdir() if p.is_file())
     )
-    if (backend := found.manifest.get("backend")) not in architecture.BACKEND.values():
+    if (backend := source.manifest.get("backend")) not in architecture.BACKEND.values():
         raise ConfigError(
-            f"{found.path} is of backend {backend!r}; fp8ref writes jax and torch. Leave it out."
+            f"{source.path} is of backend {backend!r}; fp8ref writes jax and torch. Leave it out."
         )
     library = importlib.import_module(f"fp8ref.train.{backend}.checkpoint")
     if config.architecture.kind == "llama":
@@ -123,10 +123,10 @@ def _export(
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.make_empty(unfinished)
         # the source may have changed since, or be gone
-        if given := found.manifest.get("model", {}).get("config"):
-            (unfinished / "config.json").write_text(json.dumps(given), encoding="utf-8")
+        if model_config := source.manifest.get("model", {}).get("config"):
+            (unfinished / "config.json").write_text(json.dumps(model_config), encoding="utf-8")
             config = config.replace(architecture={"source": str(unfinished)})
-        weights = _read(found.state, library.weights(found.state, config.shapes.parameters))
+        weights = _read(source.state, library.weights(source.state, config.shapes.parameters))
         own = config.architecture.kind == "llama"
         _write(
             unfinished,
@@ -322,18 +322,18 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
     initializer_range and router_aux_loss_coef may differ: they drew the initial weights and train.
     """
     try:
-        found = files.read_object(path / "config.json")
-        hugging_face.check_types(found)
-        found.setdefault("rope_theta", (found.get("rope_parameters") or {}).get("rope_theta"))
-        if "num_local_experts" in found:  # as transformers 5 writes it
-            found.setdefault("num_experts", found["num_local_experts"])
+        settings = files.read_object(path / "config.json")
+        hugging_face.check_types(settings)
+        settings.setdefault("rope_theta", (settings.get("rope_parameters") or {}).get("rope_theta"))
+        if "num_local_experts" in settings:  # as transformers 5 writes it
+            settings.setdefault("num_experts", settings["num_local_experts"])
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"run.init_from {path}: config.json cannot be read ({error}). Name a directory that "
             "fp8ref export wrote."
         ) from error
-    asked: Mapping[str, Any] = hugging_face.described(model)
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    expected: Mapping[str, Any] = hugging_face.described(model)
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     scaled = rope.get("rope_type", "default") if isinstance(rope, dict) else rope
     if scaled != "default":
         raise ConfigError(
@@ -348,7 +348,7 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
             "moe_intermediate_size",
             "intermediate_size",
         )
-        if key in asked
+        if key in expected
     ]
     for key in (
         "model_type",
@@ -358,39 +358,39 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
         "num_attention_heads",
         "vocab_size",
     ):
-        if found.get(key) is None:
+        if settings.get(key) is None:
             raise ConfigError(
                 f"run.init_from {path}: its config.json has no {key}. Name a directory that "
                 "fp8ref export wrote."
             )
-    if found.get("use_sliding_window") or "sliding_attention" in list(
-        found.get("layer_types") or ()
+    if settings.get("use_sliding_window") or "sliding_attention" in list(
+        settings.get("layer_types") or ()
     ):
         raise ConfigError(
             f"run.init_from {path}: every layer attends to all that is before (M-3); its "
             "config.json has sliding windows, by use_sliding_window or layer_types. Name "
             "weights of a model without."
         )
-    absent = hugging_face.missing(asked["model_type"], found)
-    for key in asked.keys() - {"initializer_range", "router_aux_loss_coef"}:
-        has = found.get(key)
+    absent = hugging_face.missing(expected["model_type"], settings)
+    for key in expected.keys() - {"initializer_range", "router_aux_loss_coef"}:
+        has = settings.get(key)
         value = absent.get(key) if has is None else has
-        if value != asked[key]:
-            ours, said = (
+        if value != expected[key]:
+            ours, difference = (
                 OURS.get(key, key),
                 f"{key} {has!r}"
                 if has is not None
                 else f"no {key}, which is {value!r} in transformers",
             )
             raise ConfigError(
-                f"run.init_from {path}: its config.json has {said}; model.{ours} is "
-                f"{asked[key]!r}. Make them equal."
+                f"run.init_from {path}: its config.json has {difference}; model.{ours} is "
+                f"{expected[key]!r}. Make them equal."
             )
 
 
 def _stored(path: Path) -> dict[str, llama.Weight]:
     """The tensors of a file by name."""
-    found: dict[str, llama.Weight] = {}
+    weights: dict[str, llama.Weight] = {}
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118
             tensor = file.get_slice(name)
@@ -399,8 +399,8 @@ def _stored(path: Path) -> dict[str, llama.Weight]:
                     f"{path.name}: {name} is {tensor.get_dtype()}; weights are float32, float16 "
                     "or bfloat16"
                 )
-            found[name] = StoredWeight(path, name, tuple(tensor.get_shape()))
-    return found
+            weights[name] = StoredWeight(path, name, tuple(tensor.get_shape()))
+    return weights
 
 
 def _opened(path: Path) -> safe_open:

@@ -66,10 +66,12 @@ None: all)}.
 
 def kind(model: LlamaConfig) -> str:
     """The model_type; ConfigError for a model that none of ``KINDS`` is."""
-    if given := [name for name in ("attention_softcap", "attention_sinks") if getattr(model, name)]:
+    if options := [
+        name for name in ("attention_softcap", "attention_sinks") if getattr(model, name)
+    ]:
         raise ConfigError(
             f"{', '.join(KINDS.values())} of transformers have no place for "
-            f"model.{' and model.'.join(given)}. Use run.init_from and export without them; a "
+            f"model.{' and model.'.join(options)}. Use run.init_from and export without them; a "
             "checkpoint's state has the weights."
         )
     if not model.num_experts:
@@ -93,7 +95,7 @@ def kind(model: LlamaConfig) -> str:
 
 def described(model: LlamaConfig) -> dict[str, Any]:
     """The keys of config.json that say which model it is."""
-    known = (
+    names = (
         "vocab_size",
         "hidden_size",
         "num_hidden_layers",
@@ -103,9 +105,9 @@ def described(model: LlamaConfig) -> dict[str, Any]:
     )
     keys = {
         key: getattr(model, key)
-        for key in (*known, "rope_theta", "tie_word_embeddings", "initializer_range")
+        for key in (*names, "rope_theta", "tie_word_embeddings", "initializer_range")
     }
-    found = {
+    config = {
         "model_type": kind(model),
         **keys,
         "head_dim": model.head_dim,
@@ -114,16 +116,16 @@ def described(model: LlamaConfig) -> dict[str, Any]:
     }
     if not model.num_experts:
         return (
-            found
+            config
             | {"intermediate_size": model.intermediate_size}
             | ({} if model.qk_norm else {"mlp_bias": False})
         )
-    if found["model_type"] == GRANITE:
+    if config["model_type"] == GRANITE:
         sizes = {
             "intermediate_size": model.intermediate_size,
             "shared_intermediate_size": model.shared_expert_intermediate_size,
         }
-        of_experts = {
+        experts = {
             "num_local_experts": model.num_experts,
             "num_experts_per_tok": model.num_experts_per_tok,
         }
@@ -131,28 +133,28 @@ def described(model: LlamaConfig) -> dict[str, Any]:
             ("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
         )
         return (
-            found
+            config
             | sizes
-            | of_experts
+            | experts
             | factors
             | {
                 "attention_multiplier": model.head_dim**-0.5,
                 "router_aux_loss_coef": model.router_aux_loss_coef,
             }
         )
-    of_experts = {
+    experts = {
         key: getattr(model, key)
         for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
     }
     every_layer = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    return found | {"moe_intermediate_size": model.intermediate_size, **of_experts, **every_layer}
+    return config | {"moe_intermediate_size": model.intermediate_size, **experts, **every_layer}
 
 
-def check_types(found: Mapping[str, Any]) -> None:
+def check_types(settings: Mapping[str, Any]) -> None:
     """ValueError for a value of config.json whose type a model cannot have; other keys are
     compared, and not computed with.
     """
-    for key, value in found.items():
+    for key, value in settings.items():
         if key == "model_type" and not isinstance(value, str):
             raise ValueError(f"{key} is a text; got {value!r}")
         kind = {"layer_types": list, "rope_parameters": dict}.get(key)
@@ -167,13 +169,13 @@ def check_types(found: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} is a whole number from {least} to 2^31; got {value!r}")
 
 
-def missing(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:
+def missing(model_type: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of the keys of ``described``, what transformers takes where config.json has none, or null.
 
     Its sizes have no place here: without them a file says too little (``export``).
     """
-    heads = found.get("num_attention_heads")
-    from_heads = found["hidden_size"] // heads if heads else None
+    heads = settings.get("num_attention_heads")
+    from_heads = settings["hidden_size"] // heads if heads else None
     every = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
@@ -197,29 +199,29 @@ def missing(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:
             1.0,
         )
         return {**every, "num_key_value_heads": heads, "head_dim": from_heads, **sizes, **factors}
-    of_experts = {
+    experts = {
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-    return {**every, "num_key_value_heads": 4, "head_dim": from_heads, **of_experts}
+    return {**every, "num_key_value_heads": 4, "head_dim": from_heads, **experts}
 
 
-def model_of(found: Mapping[str, Any]) -> LlamaConfig:
+def model_of(settings: Mapping[str, Any]) -> LlamaConfig:
     """The trainer's model that a config.json describes; ``export.read`` compares all of it.
 
     Raises:   ValueError: a model_type that none of ``KINDS`` is; sizes that are missing, or that
               are no model's.
     """
-    model_type = found.get("model_type")
+    model_type = settings.get("model_type")
     if model_type not in KINDS:
         raise ValueError(
             f"the trainer's own model is of model_type {', '.join(KINDS)}; got {model_type!r}."
         )
     experts = ["num_experts", "num_experts_per_tok"] if model_type in ("qwen3_moe", GRANITE) else []
-    theta = found.get("rope_theta") or (found.get("rope_parameters") or {}).get("rope_theta")
-    given = {key: value for key, value in found.items() if value is not None} | (
+    theta = settings.get("rope_theta") or (settings.get("rope_parameters") or {}).get("rope_theta")
+    values = {key: value for key, value in settings.items() if value is not None} | (
         {"rope_theta": theta} if theta else {}
     )
     further = {"qwen3_moe": ["norm_topk_prob"], GRANITE: ["shared_expert_intermediate_size"]}
@@ -235,7 +237,7 @@ def model_of(found: Mapping[str, Any]) -> LlamaConfig:
     keys += ["tie_word_embeddings", *experts, *further.get(str(model_type), [])]
     inner = "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"
     try:
-        every = missing(str(model_type), given) | given
+        every = missing(str(model_type), values) | values
         if "num_local_experts" in every:  # as transformers 5 writes it
             every.setdefault("num_experts", every["num_local_experts"])
         if "shared_intermediate_size" in every:
@@ -287,7 +289,7 @@ def together(weights: Mapping[str, Weight]) -> dict[str, Weight]:
     Raises:   ValueError: an expert is missing, or has another shape; gate and up in one tensor of
               no two halves.
     """
-    found: dict[str, Weight] = {}
+    joined: dict[str, Weight] = {}
     experts: dict[str, dict[int, Weight]] = {}
     ours: dict[str, list[str]] = {}
     for end, (theirs, _) in _GRANITES.items():
@@ -301,7 +303,7 @@ def together(weights: Mapping[str, Weight]) -> dict[str, Weight]:
                     f"{list(value.shape)}. Save it whole."
                 )
             for i, end in enumerate(ours[theirs]):
-                found[name.removesuffix(theirs) + end] = (
+                joined[name.removesuffix(theirs) + end] = (
                     value if len(ours[theirs]) == 1 else HalfWeight(value, i * n, n)
                 )
         elif match := _OF_EXPERT.match(name):
@@ -309,15 +311,15 @@ def together(weights: Mapping[str, Weight]) -> dict[str, Weight]:
                 int(match["expert"])
             ] = value
         else:
-            found[name] = value
-    for name, of_each in experts.items():
-        if set(of_each) != set(range(len(of_each))) or len({w.shape for w in of_each.values()}) > 1:
+            joined[name] = value
+    for name, parts in experts.items():
+        if set(parts) != set(range(len(parts))) or len({w.shape for w in parts.values()}) > 1:
             raise ValueError(
-                f"{name} has experts 0 to {len(of_each) - 1} of one shape; found "
-                f"{sorted(of_each)[:8]} of {[w.shape for w in of_each.values()][:2]}"
+                f"{name} has experts 0 to {len(parts) - 1} of one shape; found "
+                f"{sorted(parts)[:8]} of {[w.shape for w in parts.values()][:2]}"
             )
-        found[name] = ExpertsWeight(tuple(of_each[e] for e in range(len(of_each))))
-    return found
+        joined[name] = ExpertsWeight(tuple(parts[e] for e in range(len(parts))))
+    return joined
 
 
 def _granites(name: str) -> tuple[str, int | None]:
@@ -347,10 +349,10 @@ class HalfWeight:
 
     def __getitem__(self, index) -> np.ndarray:
         """float32 values at slices of a step of 1; ... is the whole."""
-        given = index if isinstance(index, tuple) else (index,)
-        at = given.index(Ellipsis) if Ellipsis in given else len(given)
-        more = (slice(None),) * (len(self.shape) - len(given) + (Ellipsis in given))
-        slices = [*given[:at], *more, *given[at + 1 :]]
+        indices = index if isinstance(index, tuple) else (index,)
+        at = indices.index(Ellipsis) if Ellipsis in indices else len(indices)
+        more = (slice(None),) * (len(self.shape) - len(indices) + (Ellipsis in indices))
+        slices = [*indices[:at], *more, *indices[at + 1 :]]
         start, stop, _ = slices[-2].indices(self.n)
         slices[-2] = slice(self.first + start, self.first + max(start, stop))
         return self.of[tuple(slices)]
@@ -371,11 +373,11 @@ class ExpertsWeight:
 
     def __getitem__(self, index) -> np.ndarray:
         """float32 values at slices; ... is the whole."""
-        given = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in given:
-            at = given.index(Ellipsis)
-            given = given[:at] + (slice(None),) * (4 - len(given)) + given[at + 1 :]
-        experts, rows = given[0], given[1:]
+        indices = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in indices:
+            at = indices.index(Ellipsis)
+            indices = indices[:at] + (slice(None),) * (4 - len(indices)) + indices[at + 1 :]
+        experts, rows = indices[0], indices[1:]
         return np.stack(
-            [one[rows or ...] for one in np.array([*self.of_each, None], object)[:-1][experts]]
+            [w[rows or ...] for w in np.array([*self.of_each, None], object)[:-1][experts]]
         )

@@ -67,15 +67,15 @@ class Comparison(Result):
 
     def render(self, console: Console) -> None:
         """Print the differences in config and versions, and the verdict on the losses."""
-        for title, found in (("config", self.settings), ("versions", self.versions)):
+        for title, changes in (("config", self.settings), ("versions", self.versions)):
             if not self.known:
                 console.print(f"{title}: not known of a log")
                 continue
-            if not found:
+            if not changes:
                 console.print(f"{title}: no difference")
                 continue
             table = Table(title, self.a, self.b)
-            for key, values in found.items():
+            for key, values in changes.items():
                 table.add_row(
                     key, *("-" if value is None else json.dumps(value) for value in values)
                 )
@@ -110,7 +110,7 @@ def compare(
               ``more`` of neither config.
     """
     settings, versions = {}, {}
-    known = isinstance(a, Run) and isinstance(b, Run)
+    both_runs = isinstance(a, Run) and isinstance(b, Run)
     if isinstance(a, Run) and isinstance(b, Run):
         settings, versions = (
             configs.differences(a.settings, b.settings),
@@ -122,15 +122,21 @@ def compare(
                 f"losses are compared on one text; {key} is {settings[key][0]!r} in {a.name} "
                 f"and {settings[key][1]!r} in {b.name}."
             )
-    about = {"a": a.name, "b": b.name, "settings": settings, "versions": versions, "known": known}
+    about = {
+        "a": a.name,
+        "b": b.name,
+        "settings": settings,
+        "versions": versions,
+        "known": both_runs,
+    }
     nothing = {"difference": None, "low": None, "high": None, "margin": None, "pairs": 1}
     if _identical(a, b):
         steps = len(runs.common_steps([a, b]))
-        said = (
-            f"identical: {', '.join(METRICS) if known else 'loss'} of all {steps} steps, bit "
+        text = (
+            f"identical: {', '.join(METRICS) if both_runs else 'loss'} of all {steps} steps, bit "
             "for bit"
         )
-        said += f"; both ended with {_end(a)}" if a.diverged else ""
+        text += f"; both ended with {_end(a)}" if a.diverged else ""
         equal = {"difference": 0.0, "low": 0.0, "high": 0.0}
         return Comparison(
             **about,  # type: ignore[arg-type]
@@ -138,7 +144,7 @@ def compare(
             steps=steps,
             result="identical",
             by="bits",
-            said=said,
+            said=text,
         )
     mine, others = _sides(a, b, more)
     ended = [run for run in (*others, *mine) if run.diverged]
@@ -149,27 +155,27 @@ def compare(
             else "worse"
         )
         result = "better" if result == "worse" and ended[0] in others else result
-        said = f"{result}: " + "; ".join(f"{run.name} ended by {_end(run)}" for run in ended)
+        text = f"{result}: " + "; ".join(f"{run.name} ended by {_end(run)}" for run in ended)
         return Comparison(
             **about,  # type: ignore[arg-type]
             **nothing,  # type: ignore[arg-type]
             steps=len(runs.common_steps([a, b])),
             result=result,
             by="end",
-            said=said,
+            said=text,
         )
-    found = verdict.between(mine, others, confidence=confidence, margin=margin)
-    if found.compared is None:
-        raise ConfigError(f"{found.reason}.")
-    gap = found.compared.gap.last
+    judged = verdict.between(mine, others, confidence=confidence, margin=margin)
+    if judged.compared is None:
+        raise ConfigError(f"{judged.reason}.")
+    gap = judged.compared.gap.last
     numbers = {"difference": float(gap.mean), "low": float(gap.low), "high": float(gap.high)}
     rest = {
-        "margin": found.margin,
-        "pairs": len(found.compared.runs),
-        "steps": found.compared.count,
+        "margin": judged.margin,
+        "pairs": len(judged.compared.runs),
+        "steps": judged.compared.count,
     }
-    said = f"{found.kind}: the loss of {b.name} is {found.said.removeprefix(f'{found.kind}: ')}"
-    return Comparison(**about, **numbers, **rest, result=found.kind, by=gap.by, said=said)  # type: ignore[arg-type]
+    text = f"{judged.kind}: the loss of {b.name} is {judged.said.removeprefix(f'{judged.kind}: ')}"
+    return Comparison(**about, **numbers, **rest, result=judged.kind, by=gap.by, said=text)  # type: ignore[arg-type]
 
 
 def _identical(a: Run | Log, b: Run | Log) -> bool:
@@ -188,21 +194,24 @@ def _sides(a: Run | Log, b: Run | Log, more: Sequence[Run | Log]) -> tuple[list,
     """(runs of B's side, runs of A's), each with the first of every pair of seeds."""
     mine: list[Run | Log] = [b]
     others: list[Run | Log] = [a]
-    of_ours = [run for run in more if isinstance(run, Run)]
-    if not isinstance(a, Run) or not isinstance(b, Run) or len(of_ours) < len(more):
+    own_runs = [run for run in more if isinstance(run, Run)]
+    if not isinstance(a, Run) or not isinstance(b, Run) or len(own_runs) < len(more):
         if len(more) % 2:
             raise ConfigError(
                 f"--seeds takes logs in pairs, one like A and one like B; got {len(more)}. "
                 "Leave one out, or add its partner."
             )
         return [*mine, *more[1::2]], [*others, *more[::2]]
-    for run in of_ours:
-        near = [configs.differences(verdict.of_arm(first), verdict.of_arm(run)) for first in (a, b)]
+    for run in own_runs:
+        near = [
+            configs.differences(verdict.arm_settings(first), verdict.arm_settings(run))
+            for first in (a, b)
+        ]
         if all(near):
-            what = min(near, key=len)
+            nearest = min(near, key=len)
             raise ConfigError(
                 f"--seeds takes runs of A's config, or of B's, with other seeds; {run.name} "
-                f"differs from both, from the nearer in {next(iter(what))}. Leave it out."
+                f"differs from both, from the nearer in {next(iter(nearest))}. Leave it out."
             )
         (others if not near[0] else mine).append(run)
     return [

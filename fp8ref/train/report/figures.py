@@ -85,17 +85,17 @@ def gaps(
     looks = {id(run): look for run, look in _looks(group, seeds)}
     with _axes("optimizer step", "loss minus bf16's, nats") as (figure, ax):
         if margin:
-            longest = max((one.steps for one in compared), key=len)
+            longest = max((arm.steps for arm in compared), key=len)
             _band(
                 ax, longest, np.full(len(longest), -margin), np.full(len(longest), margin), svg.BAND
             )
         ax.axhline(0, color=svg.MUTED, linewidth=0.8)
-        for one in compared:
-            look = looks[id(one.runs[0])]
-            _band(ax, one.steps, one.gap.low, one.gap.high, look["color"])
-            name = one.runs[0].name + f", {len(one.runs)} seeds" * (len(one.runs) > 1)
-            _line(ax, one.steps, one.gap.mean, name, look, low=one.gap.low, high=one.gap.high)
-        widest = 1.25 * max(np.abs([one.gap.low, one.gap.high]).max() for one in compared)
+        for arm in compared:
+            look = looks[id(arm.runs[0])]
+            _band(ax, arm.steps, arm.gap.low, arm.gap.high, look["color"])
+            name = arm.runs[0].name + f", {len(arm.runs)} seeds" * (len(arm.runs) > 1)
+            _line(ax, arm.steps, arm.gap.mean, name, look, low=arm.gap.low, high=arm.gap.high)
+        widest = 1.25 * max(np.abs([arm.gap.low, arm.gap.high]).max() for arm in compared)
         seen = max(widest, 1.5 * margin if margin < 3 * widest else 0)
         if seen > 0:
             ax.set_ylim(-seen, seen)
@@ -134,9 +134,11 @@ def scale(group: Sequence[Sequence[dict]], measure: str) -> tuple[float, float] 
 
     Raises:   KeyError: an unknown measure.
     """
-    found = [values for statistics in group for _, values in _tables(statistics, measure).values()]
+    tables = [values for statistics in group for _, values in _tables(statistics, measure).values()]
     numbers = (
-        np.concatenate([values[np.isfinite(values)] for values in found]) if found else np.empty(0)
+        np.concatenate([values[np.isfinite(values)] for values in tables])
+        if tables
+        else np.empty(0)
     )
     return (
         (float(numbers.min()), float(numbers.max()))
@@ -175,8 +177,8 @@ def heat_map(
                 "vmax": high,
             }
             image = ax.imshow(np.ma.masked_invalid(values), **look)
-            of_ticks = {"labels": [short(layer) for layer in layers], "places": steps}
-            readout.cells(image, layers, [f"step {step}" for step in steps], what=title, **of_ticks)
+            ticks = {"labels": [short(layer) for layer in layers], "places": steps}
+            readout.cells(image, layers, [f"step {step}" for step in steps], what=title, **ticks)
             ax.set_title(role, fontsize=10, loc="left")
             every = -(-len(layers) // 24)
             ax.set_yticks(
@@ -213,11 +215,11 @@ def states(statistics: Sequence[dict]) -> Figure | None:
     with matplotlib.rc_context(svg.STYLE):
         figure = Figure(figsize=(4.8, 4.8), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True)
-        for ax, of_ax in (
+        for ax, ax_curves in (
             (upper, curves),
             (lower, {label: _percent(lines, key) for label, key in figures.items()}),
         ):
-            for label, values in of_ax.items():
+            for label, values in ax_curves.items():
                 i = len(entries)
                 color, dash = svg.RUNS[i % len(svg.RUNS)], DASHES[i // len(svg.RUNS) % len(DASHES)]
                 (entries[label],) = ax.plot(

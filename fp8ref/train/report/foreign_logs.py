@@ -169,7 +169,9 @@ def _printed(path: Path) -> Iterator[tuple[int, float]]:
             if len(line) > LONGEST:
                 continue
             plain = _COLOR.sub("", line)
-            if match := next((found for one in _CONSOLES if (found := one.search(plain))), None):
+            if match := next(
+                (record for pattern in _CONSOLES if (record := pattern.search(plain))), None
+            ):
                 if match.end() == len(plain):  # more digits may follow
                     _leave_out(path)
                     continue
@@ -216,7 +218,7 @@ def _check_names(names: Sequence[str], loss: str | None, where: str) -> None:
     lost.
     """
     for name in (_named(names, STEPS), _named(names, (loss,) if loss else LOSSES)):
-        count = sum(str(one).lower() == str(name).lower() for one in names)
+        count = sum(str(column).lower() == str(name).lower() for column in names)
         if name is not None and count > 1:
             raise ConfigError(
                 f"{where} has {name.lower()!r} {count} times. Rename one of them, or leave it out."
@@ -249,7 +251,7 @@ def _objects(path: Path, loss: str | None) -> Iterator[dict]:
 def _table(rows: Iterable[dict], path: Path, loss: str | None) -> Iterator[tuple[int, float]]:
     """The (step, loss) of each row that has both; rows of other metrics lack one."""
     seen: dict[str, None] = {}
-    found = False
+    has_rows = False
     for row in rows:
         seen.update(dict.fromkeys(str(key) for key in row))
         step, value = _named(row, STEPS), _named(row, (loss,) if loss else LOSSES)
@@ -260,8 +262,8 @@ def _table(rows: Iterable[dict], path: Path, loss: str | None) -> Iterator[tuple
             row[value],
             f"{path} has {step} = {row[step]!r} with {value} = {row[value]!r}",
         )
-        found = True
-    if seen and not found:
+        has_rows = True
+    if seen and not has_rows:
         raise ConfigError(
             f"{path} has no row with a step ({', '.join(STEPS)}) and a loss "
             f"({loss or ', '.join(LOSSES)}); its columns are {', '.join(seen)}. Name the loss "
@@ -277,14 +279,14 @@ def _record(step: Any, loss: Any, where: str) -> tuple[int, float]:
     """
     try:
         # a text as float() takes it, but for its digits of other scripts and underscores
-        for one in (
+        for field in (
             step,
             loss,
         ):
             if (
-                isinstance(one, bool)
-                or not isinstance(one, str | int | float)
-                or not re.fullmatch(_NUMBERS, str(one))
+                isinstance(field, bool)
+                or not isinstance(field, str | int | float)
+                or not re.fullmatch(_NUMBERS, str(field))
             ):
                 raise ValueError
         number, value = float(step), float(loss)
@@ -320,8 +322,8 @@ def _events(path: Path) -> Iterator[tuple[str, int, float]]:
         while head := file.read(12):  # length (8), its CRC (4); then the event, its CRC (4)
             if len(head) < 12:
                 return _leave_out(path)
-            length, of_length = struct.unpack("<QI", head)
-            if of_length != masked_crc32c(head[:8]):
+            length, length_checksum = struct.unpack("<QI", head)
+            if length_checksum != masked_crc32c(head[:8]):
                 raise ValueError(f"the record of {path.name} at byte {at:,} is damaged")
             if length > size - at - 16:
                 return _leave_out(path)

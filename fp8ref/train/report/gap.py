@@ -152,8 +152,8 @@ def one_pair(difference: np.ndarray, width: int, *, confidence: float = CONFIDEN
     batches = np.lib.stride_tricks.sliding_window_view(short, width - size + 1)[:, ::size]
     phi = correlation(difference[len(difference) // 2 :])
     error = widening(phi, size) * batches.std(axis=1, ddof=1) / math.sqrt(BATCHES)
-    found = _about(batches.mean(axis=1), error, BATCHES - 1, confidence, "steps", BATCHES)
-    return dataclasses.replace(found, phi=phi, widening=widening(phi, size))
+    gap = _about(batches.mean(axis=1), error, BATCHES - 1, confidence, "steps", BATCHES)
+    return dataclasses.replace(gap, phi=phi, widening=widening(phi, size))
 
 
 def correlation(difference: np.ndarray) -> float:

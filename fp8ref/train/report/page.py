@@ -46,7 +46,7 @@ class LinearCoverage:
 
 
 def write(
-    given: Sequence[Run],
+    runs: Sequence[Run],
     out: Path,
     *,
     confidence: float = gaps.CONFIDENCE,
@@ -67,16 +67,16 @@ def write(
             f"{out} exists and is not a report of fp8ref; it is left alone. Name another file "
             "with --out."
         )
-    found = verdicts.groups(given)
-    groups = [_group(index, group, confidence, margin) for index, group in enumerate(found)]
+    grouped = verdicts.groups(runs)
+    groups = [_group(index, group, confidence, margin) for index, group in enumerate(grouped)]
     for group in groups:
         group["unlike"] = ", ".join(
-            configs.differences(found[0][0].reference, group["runs"][0].reference)
+            configs.differences(grouped[0][0].reference, group["runs"][0].reference)
         )
     drawn: dict[str, Figure] = {
         name: figure for group in groups for name, figure, _ in group["figures"]
     }
-    page = _page(groups, given, confidence)
+    page = _page(groups, runs, confidence)
     try:
         for name, figure in drawn.items():
             _put(out.with_name(f"{out.stem}-{name}.png"), svg.png(figure))
@@ -86,15 +86,17 @@ def write(
             f"--out {out} cannot be written ({error.strerror}). Name a file in a directory that "
             "can be written."
         ) from error
-    said = [f"{arm.name}: {verdict.said}" for group in groups for arm, verdict in group["verdicts"]]
-    said += [
+    lines = [
+        f"{arm.name}: {verdict.said}" for group in groups for arm, verdict in group["verdicts"]
+    ]
+    lines += [
         f"{run.name} is left out: {counted.name} has its config and seeds"
         for group in groups
         for run, counted in group["others"]
     ]
     return "\n".join(
         [
-            *map(console.one_line, said),
+            *map(console.one_line, lines),
             f"wrote {out} and {len(drawn)} PNG{'s' * (len(drawn) != 1)} next to it",
         ]
     )
@@ -107,16 +109,16 @@ def _group(index: int, group: list[Run], confidence: float, margin: float | None
         for arm in verdicts.judged(group)
     ]
     compared = [(arm, verdict) for arm, verdict in judged if verdict.compared]
-    made: list[tuple[str, Figure | None, str]] = [
+    drawings: list[tuple[str, Figure | None, str]] = [
         ("loss", figures.losses(group, seeds), "Training loss, the mean of the last steps")
     ]
     if compared:
-        of_arms = [verdict.compared for _, verdict in compared if verdict.compared]
+        comparisons = [verdict.compared for _, verdict in compared if verdict.compared]
         widest = max(verdict.margin or 0.0 for _, verdict in compared)
-        made.append(
+        drawings.append(
             (
                 "gap",
-                figures.gaps(of_arms, group, seeds, margin=widest),
+                figures.gaps(comparisons, group, seeds, margin=widest),
                 "Gap to bf16, with its confidence interval",
             )
         )
@@ -126,7 +128,7 @@ def _group(index: int, group: list[Run], confidence: float, margin: float | None
     metrics = METRICS | {
         key: f"validation loss on {key.removeprefix(run_files.SET)}, nats" for key in sets
     }
-    made += [
+    drawings += [
         (key, figures.metric(group, seeds, key, label), label.capitalize())
         for key, label in metrics.items()
     ]
@@ -147,7 +149,7 @@ def _group(index: int, group: list[Run], confidence: float, margin: float | None
         ]
         names = [f"g{index}-{name}" for name, figure, _ in maps if figure is not None]
         statistics.append((run, names, _non_finite(run), worst_layers.worst(run.statistics)))
-        made += [
+        drawings += [
             (name, figure, f"{run.name}: {title}, by layer and step")
             for name, figure, title in maps
         ]
@@ -156,7 +158,7 @@ def _group(index: int, group: list[Run], confidence: float, margin: float | None
         for number, run in enumerate(group)
         if any(line.get("states") for line in run.statistics)
     ]
-    made += [
+    drawings += [
         (
             f"states{number}",
             figures.states(run.statistics),
@@ -172,7 +174,7 @@ def _group(index: int, group: list[Run], confidence: float, margin: float | None
         "compared": compared,
         "figures": [
             (f"g{index}-{name}", figure, title)
-            for name, figure, title in made
+            for name, figure, title in drawings
             if figure is not None
         ],
         "statistics": statistics,
@@ -181,9 +183,9 @@ def _group(index: int, group: list[Run], confidence: float, margin: float | None
     }
 
 
-def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
+def _page(groups: list[dict], runs: Sequence[Run], confidence: float) -> str:
     template = svg.template("fp8ref.train.report")
-    shown = [one for group in groups for one in group["figures"]]
+    shown = [entry for group in groups for entry in group["figures"]]
     drawn = {
         name: (svg.inline(figure, f"f{i}", title), title)
         for i, (name, figure, title) in enumerate(shown)
@@ -195,12 +197,12 @@ def _page(groups: list[dict], given: Sequence[Run], confidence: float) -> str:
         script=svg.script(),
         version=fp8ref.__version__,
         groups=groups,
-        runs=given,
+        runs=runs,
         drawn=drawn,
         confidence=confidence,
         gemms=fp8_coverage,
         shares=figures.STATES.values(),
-        differences=settings.differences(given),
+        differences=settings.differences(runs),
         decibels=_decibels,
         not_finite=-math.inf,
         flat=settings.flat,
@@ -240,8 +242,15 @@ def _states(run: Run) -> dict:
     """A row of the table of states: the last record, its parameters with the largest shares of lost
     v, and where they were recorded."""
     line = next(line for line in reversed(run.statistics) if line.get("states"))
-    whole, of_each = line["states"][""], {name: one for name, one in line["states"].items() if name}
-    lost = {name: one["v_lost"] / one["count"] for name, one in of_each.items() if one["v_lost"]}
+    whole, parameters = (
+        line["states"][""],
+        {name: state for name, state in line["states"].items() if name},
+    )
+    lost = {
+        name: state["v_lost"] / state["count"]
+        for name, state in parameters.items()
+        if state["v_lost"]
+    }
     return {
         "run": run,
         "step": line["step"],
@@ -265,12 +274,12 @@ def _non_finite(run: Run) -> list[tuple[str, int, int]]:
     """(operand, first step, number of elements) of every operand that ever had non-finite
     elements.
     """
-    found: dict[str, tuple[str, int, int]] = {}
+    operands: dict[str, tuple[str, int, int]] = {}
     for line in run.statistics:
         for key, values in line["statistics"].items():
             if values.get("non_finite"):
-                found.setdefault(key, (key, line["step"], values["non_finite"]))
-    return list(found.values())
+                operands.setdefault(key, (key, line["step"], values["non_finite"]))
+    return list(operands.values())
 
 
 def _is_report(path: Path) -> bool:
@@ -324,8 +333,8 @@ def _gemm(name: str, proof: dict | None) -> str:
             f"simulated: {simulated['a']} x {simulated['b']}, {simulated['accumulate']}, under "
             f"{simulated['plan']}"
         )
-    found = [gemm for gemm in proof["gemms"] if gemm["gemm"] == name]
-    fp8 = next((gemm for gemm in found if gemm["fp8"]), None)
+    gemms = [gemm for gemm in proof["gemms"] if gemm["gemm"] == name]
+    fp8 = next((gemm for gemm in gemms if gemm["fp8"]), None)
     if fp8:
         return f"FP8: {fp8['a']} x {fp8['b']}, {fp8['accumulate']}"
-    return f"high precision: {found[0]['a']} x {found[0]['b']}" if found else "not seen"
+    return f"high precision: {gemms[0]['a']} x {gemms[0]['b']}" if gemms else "not seen"

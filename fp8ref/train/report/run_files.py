@@ -63,7 +63,7 @@ Name = Annotated[str, AfterValidator(_name)]
 
 def _operand(name: str) -> str:
     layer, *rest = name.split("/", 1)
-    if not layer or rest[:1] not in [[known] for known in GEMM_OPERANDS]:
+    if not layer or rest[:1] not in [[operand] for operand in GEMM_OPERANDS]:
         raise ValueError(f"an operand is <layer>/ and one of {', '.join(GEMM_OPERANDS)}")
     return name
 
@@ -316,11 +316,14 @@ def manifest(run: Path) -> dict:
         raise ConfigError(
             f"{run} is not a directory. Name a run, as fp8ref train --run.out wrote it."
         )
-    found = log.read_manifest(run)
+    manifest = log.read_manifest(run)
     file_checks.check(
-        _MANIFEST, found, f"{run / 'manifest.json'}", f"{run} is not an intact run. Leave it out."
+        _MANIFEST,
+        manifest,
+        f"{run / 'manifest.json'}",
+        f"{run} is not an intact run. Leave it out.",
     )
-    return found
+    return manifest
 
 
 def metrics(run: Path) -> list[dict]:

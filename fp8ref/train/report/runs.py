@@ -50,10 +50,10 @@ class Run:
     @property
     def architecture(self) -> dict:
         """The section ``architecture``, and what a model of the user's was made of."""
-        made = self.manifest.get("model", {})
+        model = self.manifest.get("model", {})
         return {
             **self.config.get("architecture", {}),
-            **{key: value for key, value in made.items() if key != "config"},
+            **{key: value for key, value in model.items() if key != "config"},
         }
 
     def key(self, dotted: str) -> Any:
@@ -181,22 +181,24 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
     Raises as ``read``, and ConfigError if one is named twice, or none has a step.
     """
     named: dict[str, Path] = {}
-    found: list[Run] = []
+    runs: list[Run] = []
     for path in paths:
         inner = _runs_in(path)
-        for one in inner:
-            first = named.setdefault(os.path.realpath(one), one)
-            if first is not one:
-                raise ConfigError(f"every run is named once; got {one} and {first}. Leave one out.")
-            if one is not path and not _has_steps(one):
-                console.say(f"{one} has no step yet, and is left out")
+        for folder in inner:
+            first = named.setdefault(os.path.realpath(folder), folder)
+            if first is not folder:
+                raise ConfigError(
+                    f"every run is named once; got {folder} and {first}. Leave one out."
+                )
+            if folder is not path and not _has_steps(folder):
+                console.say(f"{folder} has no step yet, and is left out")
                 continue
-            found.append(read(one))
-    if not found:
+            runs.append(read(folder))
+    if not runs:
         raise ConfigError(
             f"no run in {', '.join(map(str, paths))} has a step yet. Train them first."
         )
-    return found
+    return runs
 
 
 def _has_steps(path: Path) -> bool:

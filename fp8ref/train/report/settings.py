@@ -38,11 +38,11 @@ def differences(runs: Sequence[Run]) -> Differences:
 
 def flat(settings: dict, path: str = "") -> list[tuple[str, str]]:
     """(dotted key, value) of a nested config, in its order."""
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for key, value in settings.items():
         dotted = f"{path}.{key}" if path else key
-        found += flat(value, dotted) if isinstance(value, dict) else [(dotted, _said(value))]
-    return found
+        pairs += flat(value, dotted) if isinstance(value, dict) else [(dotted, _said(value))]
+    return pairs
 
 
 def _at(settings: Any, dotted: str) -> str:

@@ -143,7 +143,7 @@ def inline(figure: Figure, name: str, label: str) -> markupsafe.Markup:
     used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', body))
     body = re.sub(
         r'\s*\bid="([^"]+)"',
-        lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "",
+        lambda match: f' id="{name}-{match[1]}"' if match[1] in used else "",
         body,
     )
     body = re.sub(r'(url\(|href=")#', rf"\g<1>#{name}-", body)

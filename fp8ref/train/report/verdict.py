@@ -130,34 +130,39 @@ class Verdict:
         )
 
 
-def groups(given: Sequence[Run]) -> list[list[Run]]:
+def groups(all_runs: Sequence[Run]) -> list[list[Run]]:
     """Group runs that are comparable (E-1), in the order given."""
-    found: list[list[Run]] = []
-    for run in given:
+    groups: list[list[Run]] = []
+    for run in all_runs:
         mine = next(
             (
                 group
-                for group in found
+                for group in groups
                 if not configs.differences(group[0].reference, run.reference)
             ),
             None,
         )
-        found.append([run]) if mine is None else mine.append(run)
-    return found
+        groups.append([run]) if mine is None else mine.append(run)
+    return groups
 
 
 def arms(group: Sequence[Run]) -> list[Arm]:
     """The arms of a group, in the order given."""
-    found: list[tuple[dict, dict[tuple[int, int], list[Run]]]] = []
+    partition: list[tuple[dict, dict[tuple[int, int], list[Run]]]] = []
     for run in group:
         mine = next(
-            (members for like, members in found if not configs.differences(like, of_arm(run))), None
+            (
+                members
+                for like, members in partition
+                if not configs.differences(like, arm_settings(run))
+            ),
+            None,
         )
         if mine is None:
-            found.append((of_arm(run), mine := {}))
+            partition.append((arm_settings(run), mine := {}))
         mine.setdefault(run.seeds, []).append(run)
-    made = []
-    for _, members in found:
+    arms = []
+    for _, members in partition:
         counted = {
             seeds: next((run for run in several if run.finished or run.diverged), several[0])
             for seeds, several in members.items()
@@ -168,8 +173,8 @@ def arms(group: Sequence[Run]) -> list[Arm]:
             for run in several
             if run is not counted[seeds]
         ]
-        made.append(Arm(runs=tuple(counted.values()), others=tuple(others)))
-    return made
+        arms.append(Arm(runs=tuple(counted.values()), others=tuple(others)))
+    return arms
 
 
 def baseline(arm: Arm, group: Sequence[Run]) -> Arm | None:
@@ -178,17 +183,17 @@ def baseline(arm: Arm, group: Sequence[Run]) -> Arm | None:
 
     A bf16 arm is judged by an earlier one; the first by none.
     """
-    found: list[Arm] = []
+    candidates: list[Arm] = []
     for other in arms(group):
         if other.runs[0] is arm.runs[0]:
             if arm.bf16:
                 break
         elif other.bf16:
-            found.append(other)
+            candidates.append(other)
     backend = arm.runs[0].manifest["backend"]
     return next(
-        (other for other in found if other.runs[0].manifest["backend"] == backend),
-        next(iter(found), None),
+        (other for other in candidates if other.runs[0].manifest["backend"] == backend),
+        next(iter(candidates), None),
     )
 
 
@@ -230,7 +235,7 @@ def verdict(
             reason=f"{reference.runs[0].name}, which it is judged by, ended by "
             f"{reference.runs[0].diverged}",
         )
-    found = between(arm.runs, others, confidence=confidence, margin=margin)
+    answer = between(arm.runs, others, confidence=confidence, margin=margin)
     backends = [side[0].manifest["backend"] for side in (arm.runs, others)]
     foreign = (
         f"; no bf16 run is of backend {backends[0]}, and those of {backends[1]} differ in more "
@@ -238,7 +243,7 @@ def verdict(
         if len(set(backends)) > 1
         else ""
     )
-    return dataclasses.replace(found, reason=found.reason + foreign * (not arm.bf16))
+    return dataclasses.replace(answer, reason=answer.reason + foreign * (not arm.bf16))
 
 
 def between(
@@ -304,18 +309,18 @@ def compare(
         return None
     losses, to = (np.stack([runs.at(run.losses, steps) for run in side]) for side in (mine, others))
     if matched and len(losses) == 1:
-        found = gaps.one_pair(losses[0] - to[0], width, confidence=confidence)
+        gap = gaps.one_pair(losses[0] - to[0], width, confidence=confidence)
     elif matched:
-        found = gaps.matched(gaps.running_mean(losses - to, width), confidence=confidence)
+        gap = gaps.matched(gaps.running_mean(losses - to, width), confidence=confidence)
     else:
-        found = gaps.unmatched(
+        gap = gaps.unmatched(
             gaps.running_mean(losses, width), gaps.running_mean(to, width), confidence=confidence
         )
     return Compared(
         runs=tuple(mine),
         to=tuple(others),
         steps=steps[width - 1 :],
-        gap=found,
+        gap=gap,
         level=float(to[:, -width:].mean()),
         count=len(steps),
         width=width,
@@ -325,35 +330,35 @@ def compare(
 def sentence(compared: Compared, kind: Kind, margin: float, confidence: float = CONFIDENCE) -> str:
     """The gap of the last steps, its interval, where it comes from, and what would settle it."""
     gap = compared.gap.last
-    n, said = (
+    n, text = (
         len(compared.runs),
         f"{gap.mean:+.4f} nats [{gap.low:+.4f}, {gap.high:+.4f}] from {compared.to[0].name}",
     )
-    said += f" over the last {compared.width} of {compared.count} steps"
+    text += f" over the last {compared.width} of {compared.count} steps"
     if gap.by == "seeds":
-        said += f", by {n} matched seeds"
+        text += f", by {n} matched seeds"
     elif gap.by == "unmatched":
-        said += (
+        text += (
             f", by {n} and {len(compared.to)} runs of different seeds, whose noise is in it: "
             "matched seeds tell more"
         )
     else:
-        said += ", by the steps of one pair; another seed may differ"
-    said += f"; margin {margin:.4f}"
+        text += ", by the steps of one pair; another seed may differ"
+    text += f"; margin {margin:.4f}"
     if gap.too_short:
-        said += f"; neighboring steps correlate by {gap.phi:.2f}, too much for so few"
+        text += f"; neighboring steps correlate by {gap.phi:.2f}, too much for so few"
     if kind != "cannot tell":
-        return said + ONE_PAIR * (gap.by == "steps")
+        return text + ONE_PAIR * (gap.by == "steps")
     if gap.by == "seeds":
         needed = gaps.seeds_needed(gap, margin, confidence=confidence)
         return (
-            f"{said}; at this spread {needed if needed else f'more than {gaps.MOST_SEEDS:,}'} "
+            f"{text}; at this spread {needed if needed else f'more than {gaps.MOST_SEEDS:,}'} "
             "matched seeds would settle it"
         )
     if gap.by == "unmatched":
-        return said
+        return text
     return (
-        f"{said}; about {gaps.steps_needed(gap, margin, compared.count):,} steps would settle "
+        f"{text}; about {gaps.steps_needed(gap, margin, compared.count):,} steps would settle "
         f"it for these two{ONE_PAIR}"
     )
 
@@ -366,16 +371,16 @@ def seeds_of(group: Sequence[Run]) -> Seeds:
             chosen.setdefault(run.seeds, run)
     members = tuple(chosen.values())
     steps = runs.common_steps(members) if members else np.array([], np.int64)
-    found = Seeds(runs=members, common=steps, width=gaps.window(len(steps)))
-    if len(members) < 2 or len(steps) < found.width:
-        return found
+    seeds = Seeds(runs=members, common=steps, width=gaps.window(len(steps)))
+    if len(members) < 2 or len(steps) < seeds.width:
+        return seeds
     curves = gaps.running_mean(
-        np.stack([runs.at(run.losses, steps) for run in members]), found.width
+        np.stack([runs.at(run.losses, steps) for run in members]), seeds.width
     )
-    return dataclasses.replace(found, band=(curves.min(axis=0), curves.max(axis=0)))
+    return dataclasses.replace(seeds, band=(curves.min(axis=0), curves.max(axis=0)))
 
 
-def of_arm(run: Run) -> dict:
+def arm_settings(run: Run) -> dict:
     """What the runs of an arm have in common: everything that changes bits, but the seeds."""
     settings = {key: value for key, value in run.settings.items() if key not in NO_BITS}
     return {

@@ -130,30 +130,34 @@ def replay(
             f"{run / 'manifest.json'}: {error} A replay takes runs of named recipes."
         ) from error
     amaxes: dict[str, np.ndarray] = {}
-    for name, of_gemm in {
+    for name, parts in {
         name: name.split("/") for line in lines for name in line["statistics"]
     }.items():
-        layer, gemm, role = of_gemm
+        layer, gemm, role = parts
         fmt = formats.get((layer, gemm, role))
         if fmt is None:
             raise ConfigError(
                 f"{run / 'statistics.jsonl'} has {name}, which {run / 'manifest.json'} does not "
                 "plan; they are of different runs."
             )
-        found = [line["statistics"].get(name, {}).get("amax") for line in lines]
+        readings = [line["statistics"].get(name, {}).get("amax") for line in lines]
         # a tensor has the same amax in each GEMM that uses it
         amaxes.setdefault(
             f"{layer}/{role}/{fmt.name}",
-            np.array([math.nan if a is None else a for a in found], np.float32),
+            np.array([math.nan if a is None else a for a in readings], np.float32),
         )
     outcomes: dict[str, Outcome] = {}
     for fmt in FP8_FORMATS.values():
         names = [name for name in amaxes if name.rpartition("/")[2] == fmt.name]
         if names:
-            of_steps = np.stack([amaxes[name] for name in names], axis=1)  # [steps, operands]
-            scales = _delayed(of_steps, config, fmt) if config else _dynamic(of_steps, scaling, fmt)
+            step_amaxes = np.stack([amaxes[name] for name in names], axis=1)  # [steps, operands]
+            scales = (
+                _delayed(step_amaxes, config, fmt)
+                if config
+                else _dynamic(step_amaxes, scaling, fmt)
+            )
             outcomes |= {
-                name: _outcome(of_steps[:, i], scales[:, i], fmt) for i, name in enumerate(names)
+                name: _outcome(step_amaxes[:, i], scales[:, i], fmt) for i, name in enumerate(names)
             }
     return Replay(
         run=str(run),
@@ -193,34 +197,34 @@ def _scaling(
 
 def _formats(manifest: dict) -> dict[tuple[str, str, str], Format]:
     """{(layer, gemm, role): format} of every FP8 operand that the run planned."""
-    found: dict[tuple[str, str, str], Format] = {}
+    formats: dict[tuple[str, str, str], Format] = {}
     for linear in manifest["linears"]:
         for gemm, spec in recipes.by_name(linear["recipe"]).gemms.items():
             for role, spec_of_role in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True):
                 if spec_of_role is not None:
-                    found[linear["path"], gemm, role] = spec_of_role.fmt
+                    formats[linear["path"], gemm, role] = spec_of_role.fmt
     numerics = manifest["config"].get("numerics", {})
     if numerics.get("attention") is not None:
         layers = [
             f"model.layers.{i}.self_attn"
             for i in range(manifest["config"]["model"]["num_hidden_layers"])
         ]
-        for one in attention_products.planned(layers, attention.by_name(numerics["attention"])):
-            found[one.layer, one.product, one.role] = one.fmt
-    return found
+        for operand in attention_products.planned(layers, attention.by_name(numerics["attention"])):
+            formats[operand.layer, operand.product, operand.role] = operand.fmt
+    return formats
 
 
 def _delayed(amaxes: np.ndarray, config: DelayedScaling, fmt: Format) -> np.ndarray:
     """Scales float32 [steps, operands] of delayed scaling, from scale 1 on (H-1, H-2)."""
     # A history longer than the run would keep empty entries, which change nothing.
     config = dataclasses.replace(config, history_length=min(config.history_length, len(amaxes) + 2))
-    state, found = delayed.init(config, amaxes.shape[1:]), []
+    state, scales = delayed.init(config, amaxes.shape[1:]), []
     for now in amaxes:
-        found.append(delayed.scales(state, config, fmt).scale)
+        scales.append(delayed.scales(state, config, fmt).scale)
         state = delayed.update(
             state, delayed.observe(now, non_finite=np.isnan(now)), config=config, fmt=fmt
         )
-    return np.stack(found)
+    return np.stack(scales)
 
 
 def _dynamic(amaxes: np.ndarray, policy: ScalePolicy, fmt: Format) -> np.ndarray:
@@ -231,10 +235,10 @@ def _dynamic(amaxes: np.ndarray, policy: ScalePolicy, fmt: Format) -> np.ndarray
     """
     if not policy.keeps:
         return scales_from_amax(amaxes, fmt, policy).scale
-    found = [np.ones(amaxes.shape[1:], np.float32)]
+    scales = [np.ones(amaxes.shape[1:], np.float32)]
     for now in amaxes:
-        found.append(np.asarray(scales_from_amax(now, fmt, policy, previous=found[-1]).scale))
-    return np.stack(found[1:])
+        scales.append(np.asarray(scales_from_amax(now, fmt, policy, previous=scales[-1]).scale))
+    return np.stack(scales[1:])
 
 
 def _outcome(amaxes: np.ndarray, scales: np.ndarray, fmt: Format) -> Outcome:

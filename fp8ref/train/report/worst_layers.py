@@ -36,11 +36,11 @@ def worst(statistics: Sequence[dict], count: int = COUNT) -> list[Worst]:
 
     statistics: lines of statistics.jsonl, by step.
     """
-    found: dict[str, Worst] = {}
+    worst_layers: dict[str, Worst] = {}
     for line in statistics:
         for key, values in line["statistics"].items():
             layer, gemm, role = key.rsplit("/", 2)
-            sqnr, before = _sqnr(values), found.get(layer)
+            sqnr, before = _sqnr(values), worst_layers.get(layer)
             lost, clipped = values.get("underflow_rate") or 0.0, stats.clipped(values) or 0.0
             here = Worst(
                 layer=layer,
@@ -56,13 +56,13 @@ def worst(statistics: Sequence[dict], count: int = COUNT) -> list[Worst]:
                 here = replace(
                     worse, lost=max(lost, before.lost), clipped=max(clipped, before.clipped)
                 )
-            found[layer] = here
+            worst_layers[layer] = here
     last = statistics[-1]["statistics"] if statistics else {}
-    chosen = sorted(found.values(), key=lambda one: one.sqnr)[:count]
-    own = [last.get(f"{one.layer}/{one.operand}") for one in chosen]
+    chosen = sorted(worst_layers.values(), key=lambda record: record.sqnr)[:count]
+    own = [last.get(f"{record.layer}/{record.operand}") for record in chosen]
     return [
-        replace(one, last=None if values is None else _sqnr(values))
-        for one, values in zip(chosen, own, strict=True)
+        replace(record, last=None if values is None else _sqnr(values))
+        for record, values in zip(chosen, own, strict=True)
     ]
 
 

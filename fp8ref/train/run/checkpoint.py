@@ -215,9 +215,9 @@ def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Chec
     the process that may write.
     Raises:   ConfigError: there are checkpoints, and none is intact.
     """
-    found = saved(out)
+    paths = saved(out)
     problems = []
-    for path in found:
+    for path in paths:
         try:
             return Checkpoint(path, verify(path))
         except OtherFormatError:
@@ -229,7 +229,7 @@ def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Chec
             if not isinstance(error, ConfigError):
                 raise
             problems.append(str(error))
-            if path != found[-1]:
+            if path != paths[-1]:
                 damaged = path.with_name(path.name + DAMAGED)
                 say(
                     f"{error} Trying the one before "
@@ -294,19 +294,19 @@ def verify(path: Path) -> files.Record:
     file_checks.check(
         _MANIFEST, manifest, f"checkpoint {path}: manifest.json", "It was not written by fp8ref."
     )
-    there, listed = _files(path), manifest["files"]
-    for name in sorted(there.keys() ^ listed.keys()):
+    sizes, listed = _files(path), manifest["files"]
+    for name in sorted(sizes.keys() ^ listed.keys()):
         raise ConfigError(
             f"checkpoint {path}: {name} "
             f"{'is missing' if name in listed else 'is not one of its files'}."
         )
-    for name, size in there.items():
+    for name, size in sizes.items():
         if size != listed[name]["bytes"]:
             raise ConfigError(
                 f"checkpoint {path}: {name} has {size:,} bytes; {listed[name]['bytes']:,} were "
                 "written."
             )
-    for name, digest in _digests(path, there).items():
+    for name, digest in _digests(path, sizes).items():
         if digest != listed[name]["sha256"]:
             raise ConfigError(
                 f"checkpoint {path}: {name} is damaged: its sha256 is not the one that was written."
@@ -342,11 +342,11 @@ def _digest(content: dict[str, Any]) -> str:
 
 def _files(path: Path) -> dict[str, int]:
     """{name: bytes} of all files except the manifest."""
-    there = (p for p in sorted(path.rglob("*")) if not p.is_dir())
+    paths = (p for p in sorted(path.rglob("*")) if not p.is_dir())
     # -1: a pipe
-    found = {p.relative_to(path).as_posix(): p.stat().st_size if p.is_file() else -1 for p in there}
-    found.pop("manifest.json", None)
-    return found
+    sizes = {p.relative_to(path).as_posix(): p.stat().st_size if p.is_file() else -1 for p in paths}
+    sizes.pop("manifest.json", None)
+    return sizes
 
 
 def _digests(path: Path, names: Mapping[str, int], *, sync: bool = False) -> dict[str, str]:

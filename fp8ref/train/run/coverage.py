@@ -27,8 +27,10 @@ def of(config: Config, decisions: Sequence[Decision]) -> dict:
     parameters = in_fp8 / sum(map(math.prod, config.shapes.parameters.values()))
     linears, times = model.tie_word_embeddings * model.vocab_size * model.hidden_size, 0
     for d in decisions:  # a token is multiplied by the weights of its own experts
-        of_token = math.prod(d.shape) * (1 if d.experts is None else model.num_experts_per_tok)
-        linears, times = linears + of_token, times + d.fp8 * of_token
+        token_products = math.prod(d.shape) * (
+            1 if d.experts is None else model.num_experts_per_tok
+        )
+        linears, times = linears + token_products, times + d.fp8 * token_products
     linears += model.num_experts * model.hidden_size * model.num_hidden_layers  # routers
     custom = config.architecture.kind != "llama"  # of what is no linear nothing is known
     attended = (
@@ -42,11 +44,11 @@ def of(config: Config, decisions: Sequence[Decision]) -> dict:
     variant = config.numerics.attention
     attends, backward = bool(config.attention_in_fp8), config.numerics.attention_backward
     multiplications = (times + attends * attended) / (linears + attended)
-    of_backward = f", backward in {backward}" * (backward != "own")
+    backward_note = f", backward in {backward}" * (backward != "own")
     recipes = ", ".join(dict.fromkeys(d.recipe.name for d in fp8))
     line = (
         f"{len(fp8)} of {len(decisions)} linears in FP8{f' ({recipes})' if fp8 else ''}, "
-        f"{f'and attention ({variant}{of_backward}), ' * attends}"
+        f"{f'and attention ({variant}{backward_note}), ' * attends}"
     )
     line += (
         f"{parameters:.1%} of the parameters and {multiplications:.1%} of the "
@@ -55,7 +57,7 @@ def of(config: Config, decisions: Sequence[Decision]) -> dict:
     left_out = [f"{d.path} ({d.reason})" for d in decisions if not d.fp8]
     more = [f"and {len(left_out) - SHOWN} more"] * (len(left_out) > SHOWN)
     line += f". Not in FP8: {'; '.join([*left_out[:SHOWN], *more])}." if fp8 and left_out else "."
-    found = {
+    report = {
         "linears": len(fp8),
         "parameters": parameters,
         "multiplications": multiplications,
@@ -66,7 +68,7 @@ def of(config: Config, decisions: Sequence[Decision]) -> dict:
     )
     layout = config.optimizer.moment_layout
     if layout is None:
-        return found
+        return report
     sizes = [math.prod(shape) for shape in config.shapes.parameters.values()]
     kept = sum(size * layout.bytes_per_parameter(size) for size in sizes) / sum(sizes)
     summary = f"{line} AdamW's moments in layout {layout.name}: {kept:.2f} bytes a parameter."
@@ -77,4 +79,4 @@ def of(config: Config, decisions: Sequence[Decision]) -> dict:
             summary.removesuffix(".") + f", and masters in {layout.master.fmt.name}: {stored:.2f}."
         )
         about |= {"master": layout.master.fmt.name, "bytes_per_master": stored}
-    return found | {"summary": summary, "states": about}
+    return report | {"summary": summary, "states": about}

@@ -135,7 +135,7 @@ def read(path: Path) -> Failure:
     """
     folder = path.parent if path.name == "manifest.json" else path
     if not (folder / "manifest.json").is_file() or _is_run(folder):
-        what = (
+        problem = (
             "does not exist"
             if not path.exists()
             else "is a file"
@@ -144,7 +144,7 @@ def read(path: Path) -> Failure:
             if _is_run(path)
             else "is not one"
         )
-        raise ConfigError(_no_failure(path, what))
+        raise ConfigError(_no_failure(path, problem))
     manifest = checkpoint.verify(folder)
     if "metrics" not in manifest:
         raise ConfigError(_no_failure(path, "is a checkpoint"))
@@ -183,18 +183,18 @@ def _is_run(folder: Path) -> bool:
     return (folder / "config.toml").is_file()
 
 
-def _no_failure(path: Path, what: str) -> str:
+def _no_failure(path: Path, problem: str) -> str:
     """The error message.
 
     What the path is instead of a failed step, and the failed steps that its run saved.
     """
-    said = (
+    message = (
         "a replay takes the directory of a step that failed, "
-        f"RUN/{FOLDER}/{checkpoint.PREFIX}...; {path} {what}."
+        f"RUN/{FOLDER}/{checkpoint.PREFIX}...; {path} {problem}."
     )
     run = next((folder for folder in (path, *path.parents) if _is_run(folder)), None)
     if run is None:
-        return said
+        return message
     steps = (
         p
         for p in (run / FOLDER).glob(f"{checkpoint.PREFIX}*")
@@ -202,7 +202,7 @@ def _no_failure(path: Path, what: str) -> str:
     )
     kept = ", ".join(map(str, sorted(steps)))
     return (
-        f"{said} {run} kept {kept}."
+        f"{message} {run} kept {kept}."
         if kept
-        else f"{said} {run} kept none: none of its steps failed."
+        else f"{message} {run} kept none: none of its steps failed."
     )

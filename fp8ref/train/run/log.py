@@ -200,7 +200,7 @@ def create(
         "versions": {"python": platform.python_version(), **_versions()},
         "config": configs.to_dict(config),
         "data": data,
-        **_of_recipe(config, decisions, (proofs or {}).get(config.numerics.recipe)),
+        **_described(config, decisions, (proofs or {}).get(config.numerics.recipe)),
         "starts": _starts(out, start),
     }
     if config.architecture.kind != "llama":
@@ -215,8 +215,8 @@ def create(
     if config.numerics.schedule is not None:
         alone = {recipe: config.under(recipe) for recipe in config.recipes}
         each = {
-            recipe: _of_recipe(one, one.decisions(), (proofs or {}).get(recipe))
-            for recipe, one in alone.items()
+            recipe: _described(part, part.decisions(), (proofs or {}).get(recipe))
+            for recipe, part in alone.items()
         }
         manifest["schedule"] = {"ran": ran or [], "recipes": each}
     # first: it marks the directory as a run
@@ -228,7 +228,7 @@ def create(
     return RunLog(out, manifest, start=start)
 
 
-def _of_recipe(config: Config, decisions: list[Decision], proof: dict | None) -> dict:
+def _described(config: Config, decisions: list[Decision], proof: dict | None) -> dict:
     """What a manifest says of a recipe: what was planned of each linear, and what the proof
     found.
     """
@@ -405,11 +405,11 @@ def _line(metrics: dict) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _replace(path: Path, text: str) -> None:

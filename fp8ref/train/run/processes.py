@@ -58,10 +58,10 @@ def together(processes: Processes, f: Callable[[], _T]) -> _T:
     except Exception as raised:
         error = raised
     # gathered even after an error: the other processes wait in the same collective
-    told = processes.gather(None if error is None else str(error))
+    errors = processes.gather(None if error is None else str(error))
     if error is not None:
         raise error
-    for index, other in enumerate(told):
+    for index, other in enumerate(errors):
         if other is not None:
             raise ConfigError(f"process {index}: {other}")
     return result  # type: ignore[return-value]

@@ -58,14 +58,16 @@ def memory(model: Counts, processes: Processes) -> dict[str, Any] | None:
     None if nothing counts it.
     """
     device = model.peak_memory()
-    found = _of_process() if device is None else device
-    told = [peak for peak in processes.gather(found) if peak is not None]
+    own_peak = _process_memory() if device is None else device
+    peaks = [peak for peak in processes.gather(own_peak) if peak is not None]
     return (
-        {"peak_bytes": max(told), "of": "process" if device is None else "device"} if told else None
+        {"peak_bytes": max(peaks), "of": "process" if device is None else "device"}
+        if peaks
+        else None
     )
 
 
-def _of_process() -> int | None:
+def _process_memory() -> int | None:
     try:
         counted = re.search(r"^VmHWM:\s*(\d+) kB$", (PROCESS / "status").read_text(), re.MULTILINE)
     except OSError:

@@ -174,8 +174,8 @@ def claim(
         return True
     mine = _described(config, backend)
     different = changed(mine, manifest)
-    taken = int(checkpoint.saved(out)[0].name.removeprefix(checkpoint.PREFIX)) if saved else 0
-    longer = "config.run.steps" in different and lengthens(config, manifest, taken)
+    trained = int(checkpoint.saved(out)[0].name.removeprefix(checkpoint.PREFIX)) if saved else 0
+    longer = "config.run.steps" in different and lengthens(config, manifest, trained)
     if longer:
         del different["config.run.steps"]
     if different:
@@ -232,60 +232,60 @@ def last_checkpoint(out: Path, config: Config, backend: str, data: Mapping) -> C
     Raises:   ConfigError: none is intact; it belongs to another run; the data changed; moments in
               FP8 of another mesh.
     """
-    found = checkpoint.latest(out, console.say)
-    if found is None:
+    last = checkpoint.latest(out, console.say)
+    if last is None:
         if (out / log.METRICS).exists():
             console.say(f"{out} has no checkpoint yet: it starts again from step 0.")
         return None
     mine = _described(config, backend)
-    for key, (here, there) in changed(mine, found.manifest).items():
-        if key == "config.run.steps" and lengthens(config, found.manifest, found.step):
+    for key, (here, there) in changed(mine, last.manifest).items():
+        if key == "config.run.steps" and lengthens(config, last.manifest, last.step):
             continue
         raise ConfigError(
-            f"{found.path} is from another run: its {key} is {there!r}; this run has {here!r}. "
+            f"{last.path} is from another run: its {key} is {there!r}; this run has {here!r}. "
             "Put the run's own checkpoints back."
         )
-    if found.step > config.run.steps:
+    if last.step > config.run.steps:
         raise ConfigError(
-            f"{found.path} is from another run: it holds step {found.step}, but run.steps is "
+            f"{last.path} is from another run: it holds step {last.step}, but run.steps is "
             f"{config.run.steps}. Remove it."
         )
-    before, now = found.manifest["data"]["sha256"], data["sha256"]
+    before, now = last.manifest["data"]["sha256"], data["sha256"]
     if before != now:
         raise ConfigError(
-            f"{found.path} was trained on different data: its sha256 was {before} and is "
+            f"{last.path} was trained on different data: its sha256 was {before} and is "
             f"{now}. Put the data back, or start another run from these weights: fp8ref "
             "export, then run.init_from."
         )
     for name, (after, held) in configs.differences(
-        evaluated(data), evaluated(found.manifest["data"])
+        evaluated(data), evaluated(last.manifest["data"])
     ).items():
         raise ConfigError(
-            f"{found.path} was validated on another set: the sha256 of data.evaluation {name!r} "
+            f"{last.path} was validated on another set: the sha256 of data.evaluation {name!r} "
             f"was {held} and is {after}. Put the set back, or start another run."
         )
     mesh = configs.differences(
-        found.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"]
+        last.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"]
     )
     for key in ("data", "fsdp", "expert", "tensor"):
         if config.optimizer.kind == "adamw_fp8" and key in mesh:
             raise ConfigError(
                 "each process quantizes its own piece of the FP8 moments in blocks (T-6): "
-                f"{found.path} has parallel.{key} {mesh[key][0]}; got {mesh[key][1]}. Resume on "
+                f"{last.path} has parallel.{key} {mesh[key][0]}; got {mesh[key][1]}. Resume on "
                 "the mesh that saved it."
             )
-    _say_if_gradients_grow(found, config, backend)
-    return found
+    _say_if_gradients_grow(last, config, backend)
+    return last
 
 
-def _say_if_gradients_grow(found: Checkpoint, config: Config, backend: str) -> None:
+def _say_if_gradients_grow(last: Checkpoint, config: Config, backend: str) -> None:
     """Say so where the ranks' grad_outputs become larger or smaller than delayed scaling has seen
     (K-2).
     """
     before, now = (
-        one.parallel.sharing
-        for one in (
-            configs.from_dict(found.manifest["config"], source=str(found.path / "manifest.json")),
+        run_config.parallel.sharing
+        for run_config in (
+            configs.from_dict(last.manifest["config"], source=str(last.path / "manifest.json")),
             config,
         )
     )
@@ -299,13 +299,13 @@ def _say_if_gradients_grow(found: Checkpoint, config: Config, backend: str) -> N
             else "loses small ones until old amaxes leave its histories"
         )
         console.say(
-            f"{found.path.name} is of {before} rank{'s' * (before > 1)} that shared the batch, "
+            f"{last.path.name} is of {before} rank{'s' * (before > 1)} that shared the batch, "
             f"and {now} read it: grad_outputs are {now / before:g} times as large as its "
             f"amaxes, so delayed scaling {effect} (K-2)."
         )
 
 
-def lengthens(config: Config, manifest: dict, taken: int) -> bool:
+def lengthens(config: Config, manifest: dict, trained: int) -> bool:
     """Whether a config has more steps than that of a manifest, and the steps that were taken have
     the same learning rates and recipes.
     """
@@ -318,7 +318,7 @@ def lengthens(config: Config, manifest: dict, taken: int) -> bool:
         and all(
             config.optimizer.learning_rate_at(step, config.run.steps)
             == before.optimizer.learning_rate_at(step, steps)
-            for step in range(taken)
+            for step in range(trained)
         )
         and all(isinstance(begin, int) for begin, _ in entries)
     )
@@ -353,12 +353,12 @@ def changed(mine: dict, theirs: dict) -> dict:
 
 def _described(config: Config, backend: str) -> dict:
     """What a manifest of this run would say, as far as ``changed`` compares it."""
-    made = architecture.described(config)
+    model = architecture.described(config)
     return {
         "backend": backend,
         "config": configs.to_dict(config),
         "hardware": hardware.to_manifest(config),
-        "model": made,
+        "model": model,
     }
 
 

@@ -59,28 +59,28 @@ def converted(source: Source, config: Config, backend: str) -> dict[str, np.ndar
               (O-7, O-8); a master likewise (O-14). A delayed state is the source's; of a tensor
               without one, a history full of its amax.
     """
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     layout = config.optimizer.moment_layout
-    for one in train_state.PER_PARAMETER:
-        of = source.moments.get(one.name, {}) if one.moment else source.weights
+    for kind in train_state.PER_PARAMETER:
+        of = source.moments.get(kind.name, {}) if kind.moment else source.weights
         for name, shape in config.shapes.parameters.items():
             value = np.asarray(of[name] if name in of else np.zeros(shape), np.float32)
-            if layout is None or one.stored(config.optimizer, math.prod(shape)) is None:
-                found[f"{one.name}.{name}"] = value
+            if layout is None or kind.stored(config.optimizer, math.prod(shape)) is None:
+                arrays[f"{kind.name}.{name}"] = value
                 continue
-            assert one.kept is not None
+            assert kind.kept is not None
             stored = (
                 sim_states.master(value, layout)
-                if one.kept == 2
-                else _stored(value, layout.of(value.size), one.kept)
+                if kind.kept == 2
+                else _stored(value, layout.of(value.size), kind.kept)
             )
-            found |= {
-                f"{one.name}.{name}.{key}": x
+            arrays |= {
+                f"{kind.name}.{name}.{key}": x
                 for key, x in stored._asdict().items()
                 if x is not None
             }
     if backend == "jax":
-        found[train_state.COUNT] = np.array(source.step, np.int32)
+        arrays[train_state.COUNT] = np.array(source.step, np.int32)
     states = _delayed(source, config)
     module, fields = (
         (".states", ("scale", "amax_history", "step"))
@@ -90,8 +90,8 @@ def converted(source: Source, config: Config, backend: str) -> dict[str, np.ndar
     for name, state in states.items():
         linear, _, role = name.rpartition("/")
         prefix = f"{train_state.FP8}.{linear}{module}.{role}"
-        found |= {f"{prefix}.{key}": np.asarray(x) for key, x in zip(fields, state, strict=True)}
-    return found
+        arrays |= {f"{prefix}.{key}": np.asarray(x) for key, x in zip(fields, state, strict=True)}
+    return arrays
 
 
 def _stored(x: np.ndarray, layout: Layout, which: int) -> sim_moments.MomentState:
@@ -112,26 +112,26 @@ def _stored(x: np.ndarray, layout: Layout, which: int) -> sim_moments.MomentStat
 
 def _delayed(source: Source, config: Config) -> dict[str, tuple[np.ndarray, ...]]:
     """Every delayed state of a config."""
-    wanted = {
-        f"{path}/{role}": how for (path, role), how in train_state.delayed_states(config).items()
+    casts = {
+        f"{path}/{role}": cast for (path, role), cast in train_state.delayed_states(config).items()
     }
-    given = {
+    states = {
         name: state
         for name, state in source.delayed.items()
-        if source.casts.get(name, wanted.get(name)) == wanted.get(name)
+        if source.casts.get(name, casts.get(name)) == casts.get(name)
     }
-    amaxes = source.amaxes() if wanted.keys() - given.keys() else {}
-    if absent := sorted(wanted.keys() - given.keys() - amaxes.keys()):
+    amaxes = source.amaxes() if casts.keys() - states.keys() else {}
+    if absent := sorted(casts.keys() - states.keys() - amaxes.keys()):
         raise ConfigError(
             "a delayed state goes on from the checkpoint's, or from an amax; got neither of "
             f"{absent[0]}. Use another recipe."
         )
-    return {name: given.get(name) or _full_of(amaxes[name], *how) for name, how in wanted.items()}
+    return {name: states.get(name) or _full_of(amaxes[name], *cast) for name, cast in casts.items()}
 
 
-def _full_of(amax: float, fmt: Format, how: DelayedScaling) -> tuple[np.ndarray, ...]:
+def _full_of(amax: float, fmt: Format, rule: DelayedScaling) -> tuple[np.ndarray, ...]:
     """A state whose history is full of one amax, after one update."""
     state = sim_delayed.update(
-        sim_delayed.init(how), sim_delayed.observe(np.float32(amax)), config=how, fmt=fmt
+        sim_delayed.init(rule), sim_delayed.observe(np.float32(amax)), config=rule, fmt=fmt
     )
     return state.stored, np.full_like(state.amax_history, np.float32(amax)), state.step

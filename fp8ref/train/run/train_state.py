@@ -127,22 +127,22 @@ def schema(config: Config, backend: str) -> dict[str, Tensor]:
     Under ``adamw_fp8`` each process stores codes and scales of its own pieces in place of a moment;
     ``logical`` gives the moment's name.
     """
-    found: dict[str, Tensor] = {}
-    for one in PER_PARAMETER:
+    tensors: dict[str, Tensor] = {}
+    for entry in PER_PARAMETER:
         for name, shape in config.shapes.parameters.items():
-            stored = one.stored(config.optimizer, math.prod(shape))
+            stored = entry.stored(config.optimizer, math.prod(shape))
             if stored is None:
-                found[f"{one.name}.{name}"] = Tensor(shape, "float32")
+                tensors[f"{entry.name}.{name}"] = Tensor(shape, "float32")
             else:
-                found |= {
-                    f"{one.name}.{name}.{field}": tensor
+                tensors |= {
+                    f"{entry.name}.{name}.{field}": tensor
                     for field, tensor in _fields(stored, shape).items()
                 }
     if backend == "jax":
-        found[COUNT] = Tensor((), "int32")
+        tensors[COUNT] = Tensor((), "int32")
     if config.parallel.auto_scale is not None:
-        found |= {f"{MU}.{name}.weight": Tensor((), "float32") for name in config.shapes.linears}
-    return found | fp8_states(config, backend)
+        tensors |= {f"{MU}.{name}.weight": Tensor((), "float32") for name in config.shapes.linears}
+    return tensors | fp8_states(config, backend)
 
 
 def check_master(name: str, dtype: np.dtype) -> None:
@@ -192,13 +192,13 @@ def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
     module, scale, count = (
         (".states", "scale", "int64") if backend == "torch" else ("", "stored", "int32")
     )
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for (path, role), (_, delayed) in delayed_states(config).items():
         prefix = f"{FP8}.{path}{module}.{role}"
-        found[f"{prefix}.{scale}"] = Tensor((), "float32")
-        found[f"{prefix}.amax_history"] = Tensor((delayed.history_length,), "float32")
-        found[f"{prefix}.step"] = Tensor((), count)
-    return found
+        tensors[f"{prefix}.{scale}"] = Tensor((), "float32")
+        tensors[f"{prefix}.amax_history"] = Tensor((delayed.history_length,), "float32")
+        tensors[f"{prefix}.step"] = Tensor((), count)
+    return tensors
 
 
 def delayed_states(config: Config) -> dict[tuple[str, str], tuple[Format, DelayedScaling]]:
@@ -208,9 +208,9 @@ def delayed_states(config: Config) -> dict[tuple[str, str], tuple[Format, Delaye
     decisions = (d for recipe in config.recipes for d in config.under(recipe).decisions())
     keepers: list[tuple[str, Mapping]] = [(d.path, delayed_casts(d.recipe)) for d in decisions]
     return {
-        (path, role): how
+        (path, role): cast
         for path, casts in keepers + list(config.attention_casts.items())
-        for role, how in casts.items()
+        for role, cast in casts.items()
     }
 
 
@@ -224,7 +224,7 @@ def interchangeable(a: Config, b: Config, backend: str) -> bool:
 
     def meant(config: Config) -> list:
         sizes = [math.prod(shape) for shape in config.shapes.parameters.values()]
-        kept = [one.stored(config.optimizer, size) for one in PER_PARAMETER for size in sizes]
+        kept = [entry.stored(config.optimizer, size) for entry in PER_PARAMETER for size in sizes]
         return [config.optimizer.kind == "adamw_fp8", kept, delayed_states(config)]
 
     return schema(a, backend) == schema(b, backend) and meant(a) == meant(b)
@@ -248,14 +248,14 @@ def moments_in_fp8(elements: int) -> bool:
 
 def flat(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Nested names joined by dots: {"model": {"norm.weight": x}} -> {"model.norm.weight": x}."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in tensors.items():
-        found |= (
+        flattened |= (
             {f"{name}.{rest}": x for rest, x in flat(value).items()}
             if isinstance(value, Mapping)
             else {name: value}
         )
-    return found
+    return flattened
 
 
 def logical(name: str) -> str:

@@ -79,7 +79,7 @@ class Store:
         reader = dcp.HuggingFaceStorageReader(str(directory))
         try:
             entries = reader.read_metadata().state_dict_metadata.items()
-            saved = {name: tuple(found.size) for name, found in entries}  # type: ignore[union-attr]
+            saved = {name: tuple(entry.size) for name, entry in entries}  # type: ignore[union-attr]
         except Exception as error:
             # dcp and safetensors raise all kinds of errors for headers that dcp did not write
             raise ConfigError(

@@ -95,7 +95,7 @@ class FailureStore:
         Ends at the first report with a cause, or when all but one process have reported. A thread
         polls the store: its own timeout does not act if the process that hosts it hangs.
         """
-        found: dict[int, dict] = {}
+        reports: dict[int, dict] = {}
         answered = threading.Event()
 
         def poll() -> None:
@@ -104,13 +104,13 @@ class FailureStore:
                     for rank in range(self._ranks):
                         if (
                             rank != self._rank
-                            and rank not in found
+                            and rank not in reports
                             and self._store.check([_key(rank)])
                         ):
-                            found[rank] = json.loads(self._store.get(_key(rank)))
+                            reports[rank] = json.loads(self._store.get(_key(rank)))
                     answered.set()
-                    if any("cause" in report for report in found.values()) or (
-                        len(found) >= self._ranks - 2 and turn >= TURNS
+                    if any("cause" in report for report in reports.values()) or (
+                        len(reports) >= self._ranks - 2 and turn >= TURNS
                     ):
                         return
                     time.sleep(0.02)
@@ -119,7 +119,7 @@ class FailureStore:
         polling.start()
         polling.join(SECONDS)
         return dict(
-            found
+            reports
         ), "answers" if answered.is_set() else "hangs" if polling.is_alive() else "fails"
 
 

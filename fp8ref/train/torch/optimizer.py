@@ -13,7 +13,7 @@ from fp8ref.torch.states import health, states
 from fp8ref.torch.tensors.local_part import local_part
 from fp8ref.train.config.sections import OptimizerConfig
 from fp8ref.train.run.train_state import FP8_BLOCK, MASTERS, MOMENTS, moments_in_fp8
-from fp8ref.train.torch.rank_parts import of_ranks
+from fp8ref.train.torch.rank_parts import gather_ranks
 
 
 def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -74,9 +74,9 @@ def step(
     if skips(optimizer):
         optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
     if measured is not None and isinstance(optimizer, states.AdamW):
-        with health.measuring(optimizer) as of_step:
+        with health.measuring(optimizer) as step_health:
             optimizer.step()
-        measured |= of_step
+        measured |= step_health
     else:
         optimizer.step()
 
@@ -223,8 +223,8 @@ def _zeros_in_fp8(p: nn.Parameter) -> torch.Tensor:
 
     piece = local_part(p)
     # on the local piece, as torchao's own first step does: blocks never cross ranks
-    made = OptimStateFp8.zeros(piece.shape, FP8_BLOCK, piece.device)
-    return _whole_of(made, p)
+    zeros = OptimStateFp8.zeros(piece.shape, FP8_BLOCK, piece.device)
+    return _whole_of(zeros, p)
 
 
 def _whole_of(piece: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
@@ -258,7 +258,7 @@ class GradientNorm:
         ).square()
         # ranks that hold the same piece, whose squares are counted once
         copies = self._on_device(squares.device, tuple(self._copies(g) for g in held))
-        return of_ranks((squares / copies).sum(), self._mesh).sum().sqrt().float()
+        return gather_ranks((squares / copies).sum(), self._mesh).sum().sqrt().float()
 
     def _on_device(self, device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
         """float64 of numbers that seldom change, copied to the device where they did."""
@@ -286,8 +286,8 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
     every load.
     Raises:   ValueError: a moment of another shape or format.
     """
-    for p, key, found in moments(optimizer):
-        piece, moment, expected = local_part(p), local_part(found), _takes_fp8(optimizer, p)
+    for p, key, state in moments(optimizer):
+        piece, moment, expected = local_part(p), local_part(state), _takes_fp8(optimizer, p)
         if moment.shape != piece.shape or in_fp8(moment) != expected:
             formats = {True: "FP8", False: "float32"}
             raise ValueError(

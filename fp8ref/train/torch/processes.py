@@ -67,9 +67,9 @@ class Processes:
 
     def gather(self, value: Any) -> list:
         """All processes' values, in their order: an all-gather of JSON."""
-        told: list = [None] * distributed.get_world_size()
-        distributed.all_gather_object(told, json.dumps(value))
-        return [json.loads(text) for text in told]
+        texts: list = [None] * distributed.get_world_size()
+        distributed.all_gather_object(texts, json.dumps(value))
+        return [json.loads(text) for text in texts]
 
 
 def join(timeout_s: int) -> Processes:

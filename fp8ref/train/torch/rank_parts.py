@@ -43,24 +43,24 @@ def own_tokens(length: int, context: ProcessGroup | None, behind: int = 0) -> sl
     return slice(context.rank() * part, (context.rank() + 1) * part + behind)
 
 
-def of_context(parts: torch.Tensor, context: ProcessGroup | None) -> torch.Tensor:
+def gather_context(parts: torch.Tensor, context: ProcessGroup | None) -> torch.Tensor:
     """The parts [B, T / n, ...] of all ranks that share sequences, as [B, T, ...]; as they are
     without such ranks.
     """
     if context is None:
         return parts
-    found = [torch.empty_like(parts) for _ in range(context.size())]
-    distributed.all_gather(found, parts.contiguous(), group=context)
-    return torch.cat(found, dim=1)
+    gathered = [torch.empty_like(parts) for _ in range(context.size())]
+    distributed.all_gather(gathered, parts.contiguous(), group=context)
+    return torch.cat(gathered, dim=1)
 
 
-def of_ranks(value: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+def gather_ranks(value: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     """All-gather a scalar: [ranks]."""
     if mesh is None:
         return value[None]
-    found = [torch.empty_like(value) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(found, value)
-    return torch.stack(found)
+    gathered = [torch.empty_like(value) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(gathered, value)
+    return torch.stack(gathered)
 
 
 @torch.no_grad()

@@ -149,10 +149,10 @@ class Step:
         """
         grads = optimizer.gradients(self.params.values())
         norm = self._norm(grads)
-        found = torch.stack([loss, norm.double()])
-        finite = found.isfinite().all()
+        metrics = torch.stack([loss, norm.double()])
+        finite = metrics.isfinite().all()
         skips = optimizer.skips(self.optimizer)
-        read = None if skips else found.tolist()
+        read = None if skips else metrics.tolist()
         if read is None or all(map(math.isfinite, read)):
             # on local shards: every rank scales its own by the same factor, without communication
             torch._foreach_mul_(
@@ -168,7 +168,7 @@ class Step:
             delayed.forget(self.model)
         if self.factors is not None:
             self.factors.update(finite)
-        return dict(zip(("loss", "grad_norm"), read or found.tolist(), strict=True))
+        return dict(zip(("loss", "grad_norm"), read or metrics.tolist(), strict=True))
 
     def forget(self) -> None:
         """Drop gradients and observations of a backward pass that no update follows."""
@@ -198,20 +198,20 @@ class Step:
         parameters = (
             {} if self._keeps_masters else {name: p.detach() for name, p in self.params.items()}
         )
-        found: dict[str, dict[str, torch.Tensor]] = {train_state.MASTERS: parameters}
+        tensors: dict[str, dict[str, torch.Tensor]] = {train_state.MASTERS: parameters}
         for p, key, parts in optimizer.tensors(self.optimizer):
-            found.setdefault(key, {}).update(
+            tensors.setdefault(key, {}).update(
                 {names[id(p)] + suffix: part for suffix, part in parts.items()}
             )
         roles = self.switch.states()
-        found[train_state.FP8] = {
+        tensors[train_state.FP8] = {
             f"{name}.{key}": getattr(state, key)
             for name, state in roles
             for key in delayed.DelayedState._fields
         }
         if self.factors is not None:
-            found[train_state.MU] = self.factors.tensors()
-        return found
+            tensors[train_state.MU] = self.factors.tensors()
+        return tensors
 
     def resume(self, step: int) -> None:
         """Continue from ``tensors`` that were read from a checkpoint of so many steps."""
@@ -306,7 +306,7 @@ class Step:
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
         """Mean over all ranks' losses [microbatches]: float64 (), on the device."""
-        return rank_parts.of_ranks(losses.double().mean(), self.mesh).mean()
+        return rank_parts.gather_ranks(losses.double().mean(), self.mesh).mean()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -321,12 +321,12 @@ class Step:
     def tokens(self, tokens: np.ndarray) -> torch.Tensor:
         """Tokens as int64 on this process's device; ValueError as ``llama.check_tokens``."""
         llama.check_tokens(tokens, self.config.model)
-        found = torch.from_numpy(np.asarray(tokens, np.int64))
+        host_tokens = torch.from_numpy(np.asarray(tokens, np.int64))
         # from pinned memory, so that the host does not wait for the device
         return (
-            found.pin_memory().to(self.device, non_blocking=True)
+            host_tokens.pin_memory().to(self.device, non_blocking=True)
             if self.device.type == "cuda"
-            else found.to(self.device)
+            else host_tokens.to(self.device)
         )
 
     def own(self, tokens: np.ndarray) -> np.ndarray:

@@ -36,9 +36,9 @@ def prove(
     missing = proof.missing(traced, planned, plan)
     if isinstance(step.model, FSDPModule) and keys.gather == "fp8":
         # experts' weights are gathered in the compute dtype
-        of_linears = [d for d in decisions if d.fp8 and d.experts is None]
+        gathered_linears = [d for d in decisions if d.fp8 and d.experts is None]
         missing += proof.missing_gathers(
-            step.model, [d.path for d in of_linears if d.recipe.serves_both("weight")]
+            step.model, [d.path for d in gathered_linears if d.recipe.serves_both("weight")]
         )
     with hardware.simulating(multiply):
         codes = variant is not None and proof.multiplies_codes(
@@ -56,10 +56,10 @@ def prove(
             + "\n  ".join(missing)
             + "\nSet run.allow_fallback to train anyway."
         )
-    found = proof.manifest(traced, planned, missing, proof.gathers(step.model), plan)
+    manifest = proof.manifest(traced, planned, missing, proof.gathers(step.model), plan)
     if variant is not None and by_kernel:
-        return found | {"attention": proof.manifest_of_kernels(traced, variant)}
-    return found | (
+        return manifest | {"attention": proof.manifest_of_kernels(traced, variant)}
+    return manifest | (
         {"attention": proof.manifest_of_products(traced, layers, variant, codes=codes)}
         if variant and layers
         else {}

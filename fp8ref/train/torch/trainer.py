@@ -151,7 +151,7 @@ class Trainer:
                 tokens[:, rank_parts.own_tokens(tokens.shape[1], self._step.context)]
             )
             return (
-                rank_parts.of_context(self._step.logits(own).float(), self._step.context)
+                rank_parts.gather_context(self._step.logits(own).float(), self._step.context)
                 .cpu()
                 .numpy()
             )
@@ -159,9 +159,9 @@ class Trainer:
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
         self._step.backward(tokens)
-        found = {name: _whole(p.grad) for name, p in self._params.items() if p.grad is not None}
+        gradients = {name: _whole(p.grad) for name, p in self._params.items() if p.grad is not None}
         self._step.forget()
-        return found
+        return gradients
 
     def weights(self) -> dict[str, np.ndarray]:
         """The masters by name, float32: what they are worth, where a layout stores them (O-14)."""
@@ -174,10 +174,10 @@ class Trainer:
         """
         optimizer.begin(self._optimizer)
         names = {id(p): name for name, p in self._params.items()}
-        found: dict[str, dict[str, np.ndarray]] = {key: {} for key in train_state.MOMENTS}
+        moments: dict[str, dict[str, np.ndarray]] = {key: {} for key in train_state.MOMENTS}
         for p, key, value in optimizer.values(self._optimizer):
-            found[key][names[id(p)]] = _whole(value)
-        return found
+            moments[key][names[id(p)]] = _whole(value)
+        return moments
 
     def save(self, directory: Path) -> Callable[[], None]:
         """Copy the state to host memory and begin to write it.
@@ -202,20 +202,20 @@ class Trainer:
         mine = train_state.flat(self._step.tensors())
         assert mine.keys() == arrays.keys(), sorted(mine.keys() ^ arrays.keys())
         for name, tensor in mine.items():
-            given = torch.from_numpy(np.array(arrays[name]))
-            tensor.copy_(given.view(tensor.dtype) if given.dtype == torch.uint8 else given)
+            value = torch.from_numpy(np.array(arrays[name]))
+            tensor.copy_(value.view(tensor.dtype) if value.dtype == torch.uint8 else value)
         self._step.resume(step)
         self._count = step
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
         """States of delayed scaling, (scale, amax_history, step) by "<linear>/<role>"."""
-        found = {}
+        states = {}
         for name, state in self._step.switch.states():
             linear, _, role = name.rpartition(".states.")
-            found[f"{linear}/{role}"] = tuple(
+            states[f"{linear}/{role}"] = tuple(
                 _copy(getattr(state, key)) for key in delayed.DelayedState._fields
             )
-        return found
+        return states
 
     def gradient_factors(self) -> dict[str, dict[str, float]]:
         """mu of each linear's gradients, and the elements that the last step saturated (P-22); {}
@@ -225,7 +225,7 @@ class Trainer:
         if factors is None:
             return {}
         # Above 2^24 a count has no float32 in JAX.
-        of_each = zip(
+        rows = zip(
             factors.names,
             factors.mu.tolist(),
             factors.saturated.clamp(max=1 << 24).tolist(),
@@ -233,7 +233,7 @@ class Trainer:
         )
         return {
             name.removesuffix(".weight"): {"mu": mu, "saturated": float(count)}
-            for name, mu, count in of_each
+            for name, mu, count in rows
         }
 
     def peak_memory(self) -> int | None:
@@ -269,20 +269,20 @@ class Trainer:
         def as_numpy(name, gemm, a, b, out):
             observer(name, gemm, *arrays(a, b, out))
 
-        def of_experts(name, gemm, *groups):
+        def report_experts(name, gemm, *groups):
             for e, (a, b), out in group_gemms(gemm, *groups):
                 experts(name, gemm, e, *arrays(a, b, out))  # type: ignore[misc]
 
         def shown(name, phase, tensors):
-            found = {
+            values = {
                 key: _copy(x if x.dtype == torch.uint8 else x.float()) for key, x in tensors.items()
             }
-            attention(name, phase, found)  # type: ignore[misc]
+            attention(name, phase, values)  # type: ignore[misc]
 
         with contextlib.ExitStack() as observing:
             observing.enter_context(self._step.casting_anew())
             observing.enter_context(
-                observe_gemms(self.model, as_numpy, None if experts is None else of_experts)
+                observe_gemms(self.model, as_numpy, None if experts is None else report_experts)
             )
             if attention is not None:
                 observing.enter_context(
@@ -295,9 +295,9 @@ class Trainer:
         """Quantization statistics of every FP8 operand of a batch (spec Q-8, Q-13), from an eager
         pass without update."""
         with torch.compiler.set_stance("force_eager"):
-            _, found = self._measured(tokens)
+            _, statistics = self._measured(tokens)
         self._step.forget()
-        return found
+        return statistics
 
     def measured_step(
         self, tokens: np.ndarray
@@ -309,45 +309,45 @@ class Trainer:
         """
         measured: health.Found | None = None if self.config.optimizer.moment_layout is None else {}
         if self.config.parallel.compile != "none":
-            found = self.statistics(tokens)
+            statistics = self.statistics(tokens)
             losses = self._step.backward(tokens)
         else:
-            losses, found = self._measured(tokens)
+            losses, statistics = self._measured(tokens)
         metrics = self._updated(losses, measured)
-        return metrics, found, self._step.health(measured or {})
+        return metrics, statistics, self._step.health(measured or {})
 
     def _measured(self, tokens: np.ndarray) -> tuple[torch.Tensor, dict[str, dict]]:
         """The losses of a step's backward passes, and the statistics of every FP8 operand over all
         ranks."""
-        of_linears, variant = planned(self.decisions), self.config.attention_variant
-        of_attention = attention_products.planned(self.config.attention_in_fp8, variant)
-        operands: list[Operand | AttentionOperand] = [*of_linears, *of_attention]
+        linears, variant = planned(self.decisions), self.config.attention_variant
+        products = attention_products.planned(self.config.attention_in_fp8, variant)
+        operands: list[Operand | AttentionOperand] = [*linears, *products]
         if not operands:
             return self._step.backward(tokens), {}
-        found: stats.Parts = {}
+        values: stats.Parts = {}
         with contextlib.ExitStack() as measuring:
             measuring.enter_context(self._step.casting_anew())
-            measuring.enter_context(stats.measuring(self.model, of_linears, found))
-            if variant is not None and of_attention:
+            measuring.enter_context(stats.measuring(self.model, linears, values))
+            if variant is not None and products:
                 layers = {
                     name: module
                     for name, module in self._attention()
                     if name in self.config.attention_in_fp8
                 }
                 measuring.enter_context(
-                    attention_stats.measuring(layers, variant, of_attention, found)
+                    attention_stats.measuring(layers, variant, products, values)
                 )
             losses = self._step.backward(tokens)
         # not of linears without a call, under run.allow_fallback
-        operands = [operand for operand in operands if operand.name in found]
+        operands = [operand for operand in operands if operand.name in values]
         if not operands:
             return losses, {}
-        parts = stats.gather_ranks(stats.stacked(operands, found)).cpu().numpy()
+        parts = stats.gather_ranks(stats.stacked(operands, values)).cpu().numpy()
         return losses, merged(
             operands,
             [
-                of_one[self._own_parts(operand)].reshape(-1, of_one.shape[-1])
-                for operand, of_one in zip(operands, parts, strict=True)
+                part[self._own_parts(operand)].reshape(-1, part.shape[-1])
+                for operand, part in zip(operands, parts, strict=True)
             ],
         )
 
@@ -365,7 +365,7 @@ class Trainer:
         keys = self.config.parallel
         if isinstance(operand, AttentionOperand):
             return np.arange(keys.devices)
-        of_experts = f"{llama.EXPERTS}." in operand.layer
+        is_expert = f"{llama.EXPERTS}." in operand.layer
         gathered = isinstance(self.model, FSDPModule) and hasattr(
             self.model.get_submodule(operand.layer), "fp8_gather"
         )
@@ -376,7 +376,7 @@ class Trainer:
         cut = {
             "data": operand.role != "weight",
             "fsdp": operand.role != "weight" or gathered,
-            "expert": operand.role != "weight" or gathered or of_experts,
+            "expert": operand.role != "weight" or gathered or is_expert,
             "tensor": style is not None and operand.role != whole,
         }
         ranks = np.arange(keys.devices).reshape(

@@ -73,7 +73,7 @@ def test_experts_are_studied_as_linears(small, tmp_path, backend):  # E-10
         for key in ("gate", "up", "down")
         for role in ("input", "weight")
     }
-    start = ablation_start.of_run(tmp_path / "run", None)
+    start = ablation_start.run_start(tmp_path / "run", None)
     high = loop.trainer(backend, config.replace(numerics={"recipe": "bf16"}))
     start.into(high, high.config)
     held_out = [start.batches.held_out(i) for i in range(2)]
@@ -195,7 +195,7 @@ def test_losses_are_of_their_casts_and_weights(run, tmp_path, two):
     ]
     assert of_mlps.rows[0].cost == pytest.approx(0.1 * 3 / 7 + 0.003)
     assert of_attention.rows[0].cost == pytest.approx(0.1 * 4 / 7 + 0.004)
-    start = ablation_start.of_run(run, None)
+    start = ablation_start.run_start(run, None)
     start.checkpoint.manifest["files"]["another"] = {"bytes": 1, "sha256": "0"}
     with pytest.raises(ConfigError, match="it differs in weights"):
         ablate.ablate(start, layers=["mlp"], roles=["weight"], batches=2, out=run / "ablation")
@@ -272,7 +272,7 @@ def test_operands_of_attention_and_states_are_switched_one_by_one(run):  # E-9, 
 
 def beginning(run, **sections):
     """A Start from the run as if its config had these keys."""
-    start = ablation_start.of_run(run, None)
+    start = ablation_start.run_start(run, None)
     return dataclasses.replace(
         start, own=start.own.replace(**sections), config=start.config.replace(**sections)
     )
@@ -367,7 +367,7 @@ def test_no_batch_of_validation_is_counted_twice(run):  # E-8
     """An index beyond the last gives the first ones again, of which an interval would be too
     narrow.
     """
-    batches = ablate.ablation_start.of_run(run, None).batches
+    batches = ablate.ablation_start.run_start(run, None).batches
     most = len(batches.validation) // batches.batch_size
     with pytest.raises(
         ConfigError, match=rf"--batches is at most the batches .* {most}; got {most + 1}\. Lower it"

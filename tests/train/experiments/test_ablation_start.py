@@ -29,7 +29,7 @@ def test_weights_of_hugging_faces_format_are_taken_in_place_of_a_run(two, text, 
     loop.train(one, "torch", tmp_path / "run")
     export.export(tmp_path / "run", tmp_path / "hf")
     how = {"data": str(text), "sequence_length": 16, "batch_size": 4}
-    start = ablation_start.of_weights(tmp_path / "hf", "torch", "delayed", **how)
+    start = ablation_start.weights_start(tmp_path / "hf", "torch", "delayed", **how)
     assert start.config.model == one.model
     found = ablate.ablate(start, out=tmp_path / "out", by="model", roles=["weight"], batches=2)
     same = ablate.ablate(
@@ -38,7 +38,7 @@ def test_weights_of_hugging_faces_format_are_taken_in_place_of_a_run(two, text, 
     assert found.step == 0
     other = tmp_path / "other"
     shutil.copytree(tmp_path / "hf", other)
-    assert ablation_start.of_weights(other, "torch", "delayed", **how).identity == start.identity
+    assert ablation_start.weights_start(other, "torch", "delayed", **how).identity == start.identity
     weights = next(other.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     assert (
@@ -54,7 +54,7 @@ def test_weights_of_hugging_faces_format_are_taken_in_place_of_a_run(two, text, 
         ("model/output/weight", same.rows[0].cost)
     ]
     with pytest.raises(ConfigError, match="no run, and has no config"):
-        ablation_start.of_weights(tmp_path / "run", "torch", None, **how)
+        ablation_start.weights_start(tmp_path / "run", "torch", None, **how)
 
 
 def test_another_model_of_transformers_is_taken_in_pytorch_alone(two, text, tmp_path):
@@ -68,8 +68,8 @@ def test_another_model_of_transformers_is_taken_in_pytorch_alone(two, text, tmp_
     (tmp_path / "config.json").write_text(json.dumps(described))
     how = {"data": str(text), "sequence_length": 16, "batch_size": 4}
     with pytest.raises(ConfigError, match="JAX trains the trainer"):
-        ablation_start.of_weights(tmp_path, "jax", None, **how)
-    start = ablation_start.of_weights(tmp_path, "torch", None, **how)
+        ablation_start.weights_start(tmp_path, "jax", None, **how)
+    start = ablation_start.weights_start(tmp_path, "torch", None, **how)
     assert start.config.architecture.kind == "transformers"
     with pytest.raises(ConfigError, match="--attention takes the trainer's own Llama"):
         ablate.ablate(start, attention="cudnn", batches=2, out=tmp_path / "out")
@@ -81,7 +81,7 @@ def test_codes_of_a_checkpoint_are_not_read_as_another_layout_s(small, tmp_path)
         optimizer={"kind": "adamw_states", "layout": "te"}, run={"steps": 1, "eval_every": 1}
     )
     loop.train(own, "torch", tmp_path / "run")
-    start = ablation_start.of_run(tmp_path / "run", None)
+    start = ablation_start.run_start(tmp_path / "run", None)
     config = variants.studying(start.config, attention=None, states="sqrt_e5m2")
     trainer = loop.trainer("torch", config)
     start.into(trainer, config)
@@ -98,7 +98,7 @@ def test_delayed_scales_begin_beside_attention_s_own(small, tmp_path):
     loop.train(
         small.replace(numerics=own, run={"steps": 1, "eval_every": 1}), "torch", tmp_path / "run"
     )
-    start = ablation_start.of_run(tmp_path / "run", "delayed")
+    start = ablation_start.run_start(tmp_path / "run", "delayed")
     trainer = loop.trainer("torch", start.config)
     # the linears' states are of a batch, and attention's are the checkpoint's
     start.into(trainer, start.config)
@@ -120,7 +120,7 @@ def test_torchao_s_moments_go_on_in_float32(small, tmp_path):
             "torch",
             tmp_path / "run",
         )
-    start = ablation_start.of_run(tmp_path / "run", None)
+    start = ablation_start.run_start(tmp_path / "run", None)
     assert start.config.optimizer.kind == "adamw"
     trainer = loop.trainer("torch", start.config)
     start.into(trainer, start.config)
@@ -136,7 +136,7 @@ def test_damaged_weights_of_a_llama_are_refused_in_each_backend(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"?")
     for backend in loop.BACKENDS:
         with pytest.raises(ConfigError, match="safetensors") as raised:
-            ablation_start.of_weights(
+            ablation_start.weights_start(
                 tmp_path, backend, None, data="stdlib", sequence_length=16, batch_size=4
             )
         assert not str(raised.value).startswith("run.init_from")

@@ -37,8 +37,8 @@ def test_each_part_has_the_token_after_it_for_the_loss():  # A-24
 def test_one_process_has_all():
     tokens, x = np.arange(6).reshape(2, 3), torch.arange(6.0)
     assert rank_parts.own(tokens, None, None, None) is tokens
-    assert rank_parts.of_context(x, None) is x
-    assert rank_parts.of_ranks(torch.tensor(3.0), None).tolist() == [3.0]
+    assert rank_parts.gather_context(x, None) is x
+    assert rank_parts.gather_ranks(torch.tensor(3.0), None).tolist() == [3.0]
     p = torch.nn.Parameter(torch.empty(2, 3))
     rank_parts.fill(p, tokens.astype(np.float32))
     assert p.tolist() == tokens.tolist()

@@ -25,9 +25,9 @@ class ArchitectureConfig:
     [B, T, V]."""
 
     def __post_init__(self) -> None:
-        given = self.source is not None
+        has_source = self.source is not None
         require(
-            given == (self.kind != "llama"),
+            has_source == (self.kind != "llama"),
             "architecture.source is of a model of yours, which architecture.kind names; got "
             f"kind {self.kind!r} and source {self.source!r}.",
         )

@@ -169,7 +169,7 @@ class NumericsConfig:
             32 if variant.granularity == "mx_1x32" else 1,
         )
         fits = head_dim % multiple == 0 and (variant.real or head_dim <= largest)
-        what = (
+        sizes = (
             f"a multiple of {multiple} up to {largest}"
             if multiple > 1
             else f"at most {largest} features"
@@ -178,7 +178,7 @@ class NumericsConfig:
             []
             if fits
             else [
-                f"numerics.attention {self.attention!r} takes heads of {what}; got {head_dim}. "
+                f"numerics.attention {self.attention!r} takes heads of {sizes}; got {head_dim}. "
                 "Leave it out."
             ]
         )
@@ -190,9 +190,9 @@ class NumericsConfig:
 
     def check_multiply(self, multiply: object) -> None:
         """ValueError unless ``multiply`` was given if, and only if, ``accumulate`` asks for it."""
-        given = "none" if multiply is None else getattr(multiply, "name", repr(multiply))
+        multiply_name = "none" if multiply is None else getattr(multiply, "name", repr(multiply))
         require(
             self.simulates == (multiply is not None),
             f"numerics.accumulate is {self.accumulate!r}, but the trainer was given multiply "
-            f"{given}. Make trainers with fp8ref.train.loop.trainer.",
+            f"{multiply_name}. Make trainers with fp8ref.train.loop.trainer.",
         )

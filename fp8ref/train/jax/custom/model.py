@@ -23,25 +23,25 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nnx.Module
               numbers or batch statistics, which have no place in a step.
     """
     try:
-        made = user_model.imported(keys.source or "")(vocab_size=vocab_size, rngs=nnx.Rngs(seed))
+        model = user_model.imported(keys.source or "")(vocab_size=vocab_size, rngs=nnx.Rngs(seed))
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's code raises
         raise ConfigError(
             f"architecture.source {keys.source!r} cannot be made: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(made, nnx.Module):
+    if not isinstance(model, nnx.Module):
         raise ConfigError(
-            f"architecture.source {keys.source!r} makes an nnx.Module; got {type(made).__name__}."
+            f"architecture.source {keys.source!r} makes an nnx.Module; got {type(model).__name__}."
         )
-    for path, layer in nnx.iter_graph(made, graph=True):
+    for path, layer in nnx.iter_graph(model, graph=True):
         if isinstance(layer, fj.GroupedLinear):
             raise ConfigError(
                 f"architecture.source {keys.source!r} has a GroupedLinear "
                 f"({'.'.join(map(str, path))}), of which a config plans no recipe. Use an "
                 "nnx.Linear for each expert."
             )
-    for path, variable in nnx.to_flat_state(nnx.state(made)):
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
         if isinstance(variable, nnx.RngState | nnx.BatchStat):
             raise ConfigError(
                 f"architecture.source {keys.source!r} has {'.'.join(map(str, path))} of type "
@@ -52,7 +52,7 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nnx.Module
             variable.get_value().dtype, jnp.floating
         ):
             variable.set_value(variable.get_value().astype(jnp.float32))
-    return made
+    return model
 
 
 def shapes(keys: ArchitectureConfig, vocab_size: int, length: int) -> Shapes:

@@ -30,8 +30,8 @@ def heads(
               checkpoint would not have.
     """
     for path, layer in list(nnx.iter_graph(model, graph=True)):
-        if (of_layer := ".".join(map(str, path))) in candidates:
-            layer.__class__ = _naming(type(layer), of_layer)
+        if (layer_name := ".".join(map(str, path))) in candidates:
+            layer.__class__ = _naming(type(layer), layer_name)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     inputs = (params, rest, jax.ShapeDtypeStruct((1, length), jnp.int32))
     names = [
@@ -62,8 +62,8 @@ def heads(
             f"{name} changes {', '.join(changed[:3])} in its forward pass, which a checkpoint "
             "would not have. Compute it anew in each pass, or leave it as it is."
         )
-    found, _ = _reached(jaxpr, [0], candidates)
-    return tuple(path for path in candidates if path in found)
+    reached, _ = _reached(jaxpr, [0], candidates)
+    return tuple(path for path in candidates if path in reached)
 
 
 def logits_of(out, tokens: jax.Array, vocab_size: int) -> jax.Array:
@@ -93,9 +93,9 @@ def _source(jaxpr: core.Jaxpr, var) -> core.Var | None:
     """The input of a program that a variable is, also where programs within hand it on; None if it
     is none.
     """
-    made = {out: (eqn, i) for eqn in jaxpr.eqns for i, out in enumerate(eqn.outvars)}
-    while not isinstance(var, core.Literal) and var in made:
-        eqn, i = made[var]
+    eqns = {out: (eqn, i) for eqn in jaxpr.eqns for i, out in enumerate(eqn.outvars)}
+    while not isinstance(var, core.Literal) and var in eqns:
+        eqn, i = eqns[var]
         inner = _inner(eqn)
         if inner is None or (source := _source(inner, inner.outvars[i])) is None:
             return None
@@ -106,9 +106,9 @@ def _source(jaxpr: core.Jaxpr, var) -> core.Var | None:
 def _inner(eqn) -> core.Jaxpr | None:
     """The program of an equation that takes what the equation does; None if there is none."""
     for value in eqn.params.values():
-        found = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
-        if isinstance(found, core.Jaxpr) and len(found.invars) == len(eqn.invars):
-            return found
+        program = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
+        if isinstance(program, core.Jaxpr) and len(program.invars) == len(eqn.invars):
+            return program
     return None
 
 
@@ -116,25 +116,25 @@ def _reached(
     jaxpr: core.Jaxpr, outputs: Iterable[int], candidates: Sequence[str]
 ) -> tuple[set[str], list[int]]:
     """(names, indexes of inputs) from which some outputs of a program come without a product."""
-    made = {var: (eqn, i) for eqn in jaxpr.eqns for i, var in enumerate(eqn.outvars)}
-    found: set[str] = set()
+    eqns = {var: (eqn, i) for eqn in jaxpr.eqns for i, var in enumerate(eqn.outvars)}
+    reached: set[str] = set()
     seen, todo = set(), [jaxpr.outvars[i] for i in outputs]
     while todo:
         var = todo.pop()
         if isinstance(var, core.Literal) or var in seen:
             continue
         seen.add(var)
-        if var not in made:
+        if var not in eqns:
             continue
-        eqn, i = made[var]
+        eqn, i = eqns[var]
         if eqn.primitive.name == "name" and eqn.params["name"] in candidates:
-            found.add(eqn.params["name"])
+            reached.add(eqn.params["name"])
         elif eqn.primitive.name in _PRODUCTS:
             continue
         elif inner := _inner(eqn):
             names, inputs = _reached(inner, [i], candidates)
-            found |= names
+            reached |= names
             todo += [eqn.invars[k] for k in inputs]
         else:
             todo += eqn.invars
-    return found, [k for k, var in enumerate(jaxpr.invars) if var in seen]
+    return reached, [k for k, var in enumerate(jaxpr.invars) if var in seen]

@@ -44,12 +44,12 @@ class CustomStep:
         self.linears = {d.path: d.recipe for d in self.decisions if d.fp8}
         if self.linears:
             keys = config.numerics
-            how: dict = {
+            options: dict = {
                 "filter_fqns": config.filter_fqns,
                 "fp8_fqns": keys.fp8_fqns,
                 "rules": keys.rules or (),
             }
-            fj.convert(model, keys.recipe, **how, multiply=multiply)
+            fj.convert(model, keys.recipe, **options, multiply=multiply)
         self._graph, params, self.fp8, self._rest = nnx.split(model, nnx.Param, fj.Fp8State, ...)
         self._tree = jax.tree.structure(params)
         # not the arrays
@@ -67,13 +67,15 @@ class CustomStep:
         if weights is None:
             params = _named(nnx.state(self._model(), nnx.Param))
         else:
-            mine, given = (
+            mine, weight_shapes = (
                 {name: tuple(value.shape) for name, value in of.items()}
                 for of in (self._shapes, weights)
             )
-            if mine != given:
+            if mine != weight_shapes:
                 wrong = sorted(
-                    name for name in mine.keys() | given.keys() if mine.get(name) != given.get(name)
+                    name
+                    for name in mine.keys() | weight_shapes.keys()
+                    if mine.get(name) != weight_shapes.get(name)
                 )
                 raise ConfigError(
                     f"weights have the names and shapes of the model's parameters; {wrong[0]} "
@@ -132,13 +134,13 @@ class CustomStep:
 
     def tensors(self, state: State) -> dict[str, Any]:
         """The arrays of a state by the names of ``train_state``, nested."""
-        found = self.optimizer.tensors(state.params, state.optimizer)
+        tensors = self.optimizer.tensors(state.params, state.optimizer)
         if states := self.states(state.fp8):
-            found[train_state.FP8] = {
-                name: {role: one._asdict() for role, one in roles.items()}
+            tensors[train_state.FP8] = {
+                name: {role: entry._asdict() for role, entry in roles.items()}
                 for name, roles in states.items()
             }
-        return found
+        return tensors
 
     def restored(self, state: State, tensors: dict[str, Any]) -> State:
         """A state of the structure of this one, of arrays named as ``tensors`` names them."""
@@ -147,7 +149,10 @@ class CustomStep:
             if hook.state is not None:
                 saved = tensors[train_state.FP8][hook.name]
                 hook.state.set_value(
-                    {role: type(one)(**saved[role]) for role, one in hook.state.get_value().items()}
+                    {
+                        role: type(entry)(**saved[role])
+                        for role, entry in hook.state.get_value().items()
+                    }
                 )
         return State(
             *self.optimizer.restored(state.params, state.optimizer, tensors),
@@ -180,20 +185,20 @@ class CustomStep:
         """
         rounded = self._rounded(params)
 
-        def of_part(part: jax.Array) -> tuple:
+        def part_gradients(part: jax.Array) -> tuple:
             loss, grads, seen = fj.value_and_grad(self._loss)(self._copy_of(rounded, fp8), part)
             return loss, {name: g.astype(jnp.float32) for name, g in _named(grads).items()}, seen
 
         def add(before: tuple, part: jax.Array) -> tuple[tuple, None]:
-            (loss, grads, seen), found = before, of_part(part)
+            (loss, grads, seen), terms = before, part_gradients(part)
             return (
-                loss + found[0],
-                jax.tree.map(jnp.add, grads, found[1]),
-                merge(seen, found[2]),
+                loss + terms[0],
+                jax.tree.map(jnp.add, grads, terms[1]),
+                merge(seen, terms[2]),
             ), None
 
         if len(parts) == 1:
-            return of_part(parts[0])
+            return part_gradients(parts[0])
         # A scan keeps one microbatch's activations at a time, and compiles the passes once. Sums
         # begin with -0, which leaves a zero's sign.
         zeros = {

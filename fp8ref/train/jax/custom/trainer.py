@@ -81,7 +81,7 @@ class Trainer:
         self._state = self._step.begin(weights)
         # now: a recipe that the model refuses would end the run in its middle
         for recipe in config.recipes[1:]:
-            self._programs[recipe] = self._of_step(recipe)
+            self._programs[recipe] = self._compile(recipe)
             self._fp8[recipe] = self._programs[recipe].step.fp8
         self._observer: Callable
         self._count, self._store, self.device = 0, Store(), self._layout.description
@@ -99,7 +99,7 @@ class Trainer:
                 f"{', '.join(self.config.recipes)}; got {recipe!r}."
             )
         if recipe not in self._programs:
-            self._programs[recipe] = self._of_step(recipe)
+            self._programs[recipe] = self._compile(recipe)
         elif recipe != self.recipe:
             self._fp8[self.recipe] = self._state.fp8
             self._state = self._state._replace(fp8=self._fp8.pop(recipe))
@@ -115,7 +115,7 @@ class Trainer:
         ) = self._programs[recipe]
         self.decisions = self._step.decisions
 
-    def _of_step(self, recipe: str) -> "_Programs":
+    def _compile(self, recipe: str) -> "_Programs":
         step = CustomStep(self.config.under(recipe), self._layout, self._multiply)
         compiled = functools.partial(
             jax.jit, compiler_options=compiler_options(self._layout.devices[0].platform)
@@ -156,8 +156,8 @@ class Trainer:
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
-        found = self._gradients(self._state.params, self._state.fp8, self._parts(tokens))[1]
-        return {name: np.asarray(value) for name, value in found.items()}
+        gradients = self._gradients(self._state.params, self._state.fp8, self._parts(tokens))[1]
+        return {name: np.asarray(value) for name, value in gradients.items()}
 
     def weights(self) -> dict[str, np.ndarray]:
         """The float32 masters by name."""
@@ -165,10 +165,10 @@ class Trainer:
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
         """Both of Adam's moments, float32: by which, then by parameter."""
-        found = self._step.optimizer.moments(self._state.optimizer)
+        moments = self._step.optimizer.moments(self._state.optimizer)
         return {
-            key: {name: np.asarray(value) for name, value in of_one.items()}
-            for key, of_one in found.items()
+            key: {name: np.asarray(value) for name, value in values.items()}
+            for key, values in moments.items()
         }
 
     def save(self, directory: Path) -> Callable[[], None]:
@@ -228,20 +228,20 @@ class Trainer:
         host.
         """
         operands = planned(self.decisions)
-        found: dict[str, list[np.ndarray]] = {operand.name: [] for operand in operands}
+        parts: dict[str, list[np.ndarray]] = {operand.name: [] for operand in operands}
         casts = {operand.name: operand for operand in operands}
 
         def measured(layer: str, gemm: Gemm, a, b) -> None:
             for name, numbers in operand_statistics.measured(casts, layer, gemm, a, b):
-                found[name].append(numbers)
+                parts[name].append(numbers)
 
         # The simulator needs subnormals, which XLA's threads flush. A thread has its parent's mode.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(int).result()
             if operands:
                 self.observe(tokens, lambda *gemm: thread.submit(measured, *gemm[:4]).result())
-        called = [operand for operand in operands if found[operand.name]]
-        return merged(called, [np.stack(found[operand.name]) for operand in called])
+        called = [operand for operand in operands if parts[operand.name]]
+        return merged(called, [np.stack(parts[operand.name]) for operand in called])
 
     def measured_step(
         self, tokens: np.ndarray
@@ -249,8 +249,8 @@ class Trainer:
         """``step`` and ``statistics`` of one batch, and the health of the states that the step
         makes (spec Q-12).
         """
-        found, states = self.statistics(tokens), self._states(tokens)
-        return self.step(tokens), found, states
+        statistics, states = self.statistics(tokens), self._states(tokens)
+        return self.step(tokens), statistics, states
 
     def prove(self, tokens: np.ndarray) -> dict:
         """The GEMMs of the step, for the manifest, read from its lowered program (spec B-7).
@@ -274,13 +274,13 @@ class Trainer:
         """The arrays of the state by the names of ``train_state``, nested, with those that another
         phase left.
         """
-        found = self._step.tensors(self._state)
+        tensors = self._step.tensors(self._state)
         if states := self._delayed():
-            found[train_state.FP8] = {
-                name: {role: one._asdict() for role, one in roles.items()}
+            tensors[train_state.FP8] = {
+                name: {role: entry._asdict() for role, entry in roles.items()}
                 for name, roles in states.items()
             }
-        return found
+        return tensors
 
     def _restore(self, tensors: dict[str, Any]) -> None:
         """Take a state of arrays named as ``_tensors`` names them."""
@@ -294,11 +294,11 @@ class Trainer:
         """The states of delayed scaling, which one recipe has at most (T-10), whether or not it is
         that of this phase.
         """
-        of_each = [
+        fp8_states = [
             (self._step, self._state.fp8),
             *((self._programs[recipe].step, fp8) for recipe, fp8 in self._fp8.items()),
         ]
-        return next((states for step, fp8 in of_each if (states := step.states(fp8))), {})
+        return next((states for step, fp8 in fp8_states if (states := step.states(fp8))), {})
 
     def _states(self, tokens: np.ndarray) -> dict[str, dict]:
         layout = self.config.optimizer.moment_layout

@@ -38,11 +38,11 @@ def losses(h: jax.Array, w: jax.Array, targets: jax.Array, words: int = WORDS) -
 
 
 def _losses(h: jax.Array, w: jax.Array, targets: jax.Array, words: int):
-    rows, wanted = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
-    wanted = jnp.where(wanted < 0, wanted + len(w), wanted)  # as an index of all logits counts
+    rows, ids = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
+    ids = jnp.where(ids < 0, ids + len(w), ids)  # as an index of all logits counts
 
     def add(carry, part):
-        largest, total, of_target = carry
+        largest, total, target = carry
         first, weight = part
         logits = _logits(rows, weight)  # [M, K] x [words, K] -> [M, words]
         wide = logits.astype(jnp.float32)
@@ -50,30 +50,30 @@ def _losses(h: jax.Array, w: jax.Array, targets: jax.Array, words: int):
         total = total * jnp.exp(largest - _finite(new)) + jnp.exp(wide - _finite(new)[:, None]).sum(
             -1
         )
-        of_target += jnp.where(_hot(wanted, first, weight), wide, 0).sum(-1)
-        return (new, total, of_target), None
+        target += jnp.where(_hot(ids, first, weight), wide, 0).sum(-1)
+        return (new, total, target), None
 
-    none = jnp.zeros(wanted.shape, jnp.float32)
+    none = jnp.zeros(ids.shape, jnp.float32)
     begin = tuple(_varying(value, h) for value in (jnp.full_like(none, -jnp.inf), none, none))
-    largest, total, of_target = _over_parts(add, begin, w, words)[0]
+    largest, total, target = _over_parts(add, begin, w, words)[0]
     normalizer = jnp.log(total) + _finite(largest)
-    of_target = jnp.where((wanted >= 0) & (wanted < len(w)), of_target, jnp.nan)  # no part held it
-    return (normalizer - of_target).reshape(targets.shape), (h, w, targets, normalizer)
+    target = jnp.where((ids >= 0) & (ids < len(w)), target, jnp.nan)  # no part held it
+    return (normalizer - target).reshape(targets.shape), (h, w, targets, normalizer)
 
 
 def _gradients(words: int, kept, g: jax.Array):
     h, w, targets, normalizer = kept
-    rows, wanted, of_loss = h.reshape(-1, h.shape[-1]), targets.reshape(-1), g.reshape(-1, 1)
+    rows, ids, dloss = h.reshape(-1, h.shape[-1]), targets.reshape(-1), g.reshape(-1, 1)
 
     def add(total, part):
         first, weight = part
         probabilities = jnp.exp(_logits(rows, weight).astype(jnp.float32) - normalizer[:, None])
-        of_logits = ((probabilities - _hot(wanted, first, weight)) * of_loss).astype(h.dtype)
-        total += gemm.matmul_hp(of_logits, weight, axes=(-1, -2), out_dtype=jnp.float32)
-        return total, gemm.matmul_hp(of_logits, rows, axes=(-2, -2), out_dtype=w.dtype)
+        dlogits = ((probabilities - _hot(ids, first, weight)) * dloss).astype(h.dtype)
+        total += gemm.matmul_hp(dlogits, weight, axes=(-1, -2), out_dtype=jnp.float32)
+        return total, gemm.matmul_hp(dlogits, rows, axes=(-2, -2), out_dtype=w.dtype)
 
-    of_rows, of_parts = _over_parts(add, _varying(jnp.zeros(rows.shape, jnp.float32), h), w, words)
-    return of_rows.astype(h.dtype).reshape(h.shape), jnp.concatenate(of_parts), None
+    drows, dw = _over_parts(add, _varying(jnp.zeros(rows.shape, jnp.float32), h), w, words)
+    return drows.astype(h.dtype).reshape(h.shape), jnp.concatenate(dw), None
 
 
 losses.defvjp(_losses, _gradients)
@@ -84,27 +84,27 @@ def _over_parts(add, begin, w: jax.Array, words: int):
     and once for words that are left.
     """
     count = len(w) // words
-    carry, found = begin, []
+    carry, outputs = begin, []
     if count:
         parts = (
             jnp.arange(count, dtype=jnp.int32) * words,
             w[: count * words].reshape(count, words, -1),
         )
         carry, results = lax.scan(add, carry, parts)
-        found = [] if results is None else [results.reshape(count * words, -1)]
+        outputs = [] if results is None else [results.reshape(count * words, -1)]
     if len(w) > count * words:
         carry, result = add(carry, (jnp.int32(count * words), w[count * words :]))
-        found += [] if result is None else [result]
-    return carry, found
+        outputs += [] if result is None else [result]
+    return carry, outputs
 
 
 def _logits(rows: jax.Array, weight: jax.Array) -> jax.Array:
     return gemm.matmul_hp(rows, weight, axes=(-1, -1), out_dtype=rows.dtype)
 
 
-def _hot(wanted: jax.Array, first: jax.Array, weight: jax.Array) -> jax.Array:
+def _hot(ids: jax.Array, first: jax.Array, weight: jax.Array) -> jax.Array:
     """Whether a word of this part is a token's target: bool [M, words]."""
-    return wanted[:, None] == first + jnp.arange(len(weight), dtype=wanted.dtype)
+    return ids[:, None] == first + jnp.arange(len(weight), dtype=ids.dtype)
 
 
 def _finite(largest: jax.Array) -> jax.Array:

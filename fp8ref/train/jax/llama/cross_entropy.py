@@ -21,9 +21,11 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array):
     largest = jnp.max(wide, axis=-1, keepdims=True)
     shifted = wide - jnp.where(jnp.isfinite(largest), largest, 0)
     log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
-    of_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0].astype(jnp.float32)
+    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0].astype(
+        jnp.float32
+    )
     normalizer = log_sum + jnp.where(jnp.isfinite(largest), largest, 0)[..., 0]
-    return normalizer - of_target, (logits, targets, normalizer)
+    return normalizer - target_logits, (logits, targets, normalizer)
 
 
 def _cross_entropy_gradient(kept, g: jax.Array):

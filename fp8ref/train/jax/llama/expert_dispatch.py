@@ -48,11 +48,11 @@ def dispatched(
     if spec is None:
         return expert_parallel.dispatch(rows, sizes, axis), None
     if spec.delayed is not None:
-        found = expert_codes.observed(rows, sizes)
+        observation = expert_codes.observed(rows, sizes)
         for name in of:
             run.seen[name] = {
                 **run.seen[name],
-                "input": delayed.larger(run.seen[name]["input"], found),
+                "input": delayed.larger(run.seen[name]["input"], observation),
             }
     scale = _scale(run, next(iter(of)), "input", spec, of)
     return expert_codes.dispatch(rows, sizes, axis, spec, scale=scale, over=layout.sharing_groups)

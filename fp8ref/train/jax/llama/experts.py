@@ -46,11 +46,11 @@ def mixture(
     experts: jax.Array,
     weights: jax.Array,
     count: int,
-    of_groups: Callable[[jax.Array, jax.Array], jax.Array],
+    run_groups: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """The weighted sum of a token's experts, float32 [T, hidden], and the rows of each, int32 [E].
 
-    of_groups   rows [T k, hidden] in groups of these sizes -> [T k, hidden]: all experts.
+    run_groups   rows [T k, hidden] in groups of these sizes -> [T k, hidden]: all experts.
     """
     tokens, chosen = experts.shape
     flat = experts.reshape(-1)
@@ -60,24 +60,24 @@ def mixture(
     copies = jnp.broadcast_to(x.astype(jnp.float32)[:, None], (tokens, chosen, x.shape[1])).reshape(
         tokens * chosen, -1
     )
-    rows = of_groups(copies.at[order].get(unique_indices=True).astype(x.dtype), sizes)
+    rows = run_groups(copies.at[order].get(unique_indices=True).astype(x.dtype), sizes)
     back = (
         jnp.zeros_like(order)
         .at[order]
         .set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
     )
-    of_choices = (
+    choice_outputs = (
         rows.at[back].get(unique_indices=True).reshape(tokens, chosen, -1).astype(jnp.float32)
     )
-    return (weights[..., None] * of_choices).sum(1), sizes
+    return (weights[..., None] * choice_outputs).sum(1), sizes
 
 
-def balancing_loss(found: Sequence[Balance], chosen: int) -> jax.Array:
+def balancing_loss(balances: Sequence[Balance], chosen: int) -> jax.Array:
     """E times the sum over experts of their share of the tokens times their mean probability, each
     over all layers together; float32 (). chosen: a token's experts (M-8)."""
     rows, probabilities = (
-        sum(v.reshape(-1, v.shape[-1]).sum(0) for v in of_layers)
-        for of_layers in zip(*found, strict=True)
+        sum(v.reshape(-1, v.shape[-1]).sum(0) for v in layer_values)
+        for layer_values in zip(*balances, strict=True)
     )
     tokens = rows.sum() / chosen  # of all layers
     return rows.shape[0] * (rows / tokens * (probabilities / tokens)).sum()

@@ -93,7 +93,7 @@ class Pass:
             ).swapaxes(1, 2)
         elif self.variant is not None and self.attention == "kernel":
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
-            scales = {role: one.stored for role, one in self.state[name].items()}
+            scales = {role: entry.stored for role, entry in self.state[name].items()}
             by: dict = {
                 "scales": scales,
                 "variant": self.variant,
@@ -107,25 +107,25 @@ class Pass:
         elif self.variant is not None:
             over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
-            how: dict = {
+            options: dict = {
                 "variant": self.variant,
                 "mask": Mask(causal=True),
                 "arithmetic": self.arithmetic,
                 "over": over,
                 "name": name,
             }
-            how |= {
+            options |= {
                 "tokens": self.layout.context if self.layout else "",
                 "softcap": softcap,
                 "sinks": sinks,
             }
-            how["multiply"] = self.multiply if self.variant.fmt.bits == 8 else None
+            options["multiply"] = self.multiply if self.variant.fmt.bits == 8 else None
             if (state := self.state.get(name)) is not None:
-                how |= {
-                    "scales": {role: one.stored for role, one in state.items()},
+                options |= {
+                    "scales": {role: entry.stored for role, entry in state.items()},
                     "seen": self.seen[name],
                 }
-            y, seen, tap = attention.apply_with_stats(*heads, **how, tap=self.taps.get(name))
+            y, seen, tap = attention.apply_with_stats(*heads, **options, tap=self.taps.get(name))
             if seen is not None:
                 self.seen[name] = seen
             if tap is not None:
@@ -186,11 +186,17 @@ class Pass:
 
         def product(rows, w, state, seen, tap, codes):
             w = (layout.expert_weights(w) if layout else w).swapaxes(-1, -2)
-            how: dict = {"recipe": recipe, "state": state, "seen": seen, "over": over, "name": name}
+            options: dict = {
+                "recipe": recipe,
+                "state": state,
+                "seen": seen,
+                "over": over,
+                "name": name,
+            }
             if codes is None and not grad_codes:
-                return *grouped.apply_with_stats(rows, w, sizes, **how, tap=tap), None
+                return *grouped.apply_with_stats(rows, w, sizes, **options, tap=tap), None
             y, seen, slot = grouped.apply_codes(
-                rows, w, sizes, **how, input_codes=codes, grad_codes=grad_codes
+                rows, w, sizes, **options, input_codes=codes, grad_codes=grad_codes
             )
             return y, seen, tap, slot
 

@@ -37,43 +37,43 @@ class LayerStacks:
         """{parameter name: leaf} of a tree of parameters, stacks taken apart."""
         return self.apart(named(tree))
 
-    def apart(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    def apart(self, stacked: Mapping[str, Any]) -> dict[str, Any]:
         """The same by the names of the layers: the i-th of a stack is layer i's."""
         apart: dict[str, Any] = {}
-        for name, value in found.items():
+        for name, value in stacked.items():
             if "*" in name:
                 leaves, tree = jax.tree.flatten(value)
-                of_layers = zip(*map(self._taken_apart, leaves), strict=True)
-                layers = zip(range(self._layers), of_layers, strict=True)
+                layer_leaves = zip(*map(self._taken_apart, leaves), strict=True)
+                layers = zip(range(self._layers), layer_leaves, strict=True)
                 apart |= {
-                    name.replace("*", str(i)): jax.tree.unflatten(tree, of_one)
-                    for i, of_one in layers
+                    name.replace("*", str(i)): jax.tree.unflatten(tree, layer)
+                    for i, layer in layers
                 }
             else:
                 apart[name] = value
         return apart
 
-    def specs(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    def specs(self, stacked: Mapping[str, Any]) -> dict[str, Any]:
         """PartitionSpecs, or trees of them, by the names of the layers: of a stack without its
         first dim.
         """
-        apart = {name: one for name, one in found.items() if "*" not in name}
-        for name in found.keys() - apart.keys():
-            of_one = jax.tree.map(lambda spec: P(*spec[1:]), found[name])
-            apart |= {name.replace("*", str(i)): of_one for i in range(self._layers)}
+        apart = {name: value for name, value in stacked.items() if "*" not in name}
+        for name in stacked.keys() - apart.keys():
+            layer_spec = jax.tree.map(lambda spec: P(*spec[1:]), stacked[name])
+            apart |= {name.replace("*", str(i)): layer_spec for i in range(self._layers)}
         return apart
 
-    def tree(self, like, found: Mapping[str, jax.Array]):
+    def tree(self, like, arrays: Mapping[str, jax.Array]):
         """The tree of parameters ``like``, of arrays by parameter name."""
         return jax.tree_util.tree_map_with_path(
-            lambda path, _: self.together(name_of(path), found), like
+            lambda path, _: self.together(name_of(path), arrays), like
         )
 
-    def together(self, name: str, found: Mapping[str, Any]):
+    def together(self, name: str, arrays: Mapping[str, Any]):
         """What is found by a name; by the name of a stack, the layers' together."""
         if "*" not in name:
-            return found[name]
-        parts = [found[name.replace("*", str(i))] for i in range(self._layers)]
+            return arrays[name]
+        parts = [arrays[name.replace("*", str(i))] for i in range(self._layers)]
 
         def stack(*of: jax.Array) -> jax.Array:
             spec = getattr(of[0].sharding, "spec", None)  # of an array on a mesh

@@ -194,14 +194,14 @@ class MixtureMLP(nnx.Module):
             chosen,
             weights,
             self.count,
-            lambda rows, sizes: self._of_groups(rows, sizes, run),
+            lambda rows, sizes: self._grouped(rows, sizes, run),
         )
         run.balance[self.name] = Balance(sizes.astype(jnp.float32), probabilities.sum(0))
         if self.shares:
             y = y + self.shared_expert(tokens, run).astype(jnp.float32)
         return rounded(y, x.dtype).reshape(x.shape)
 
-    def _of_groups(self, rows: jax.Array, sizes: jax.Array, run: Pass) -> jax.Array:
+    def _grouped(self, rows: jax.Array, sizes: jax.Array, run: Pass) -> jax.Array:
         """rows [M, hidden] of all experts, in groups -> [M, hidden]: on this device, or on those
         that have the experts (X-13).
         """
@@ -304,11 +304,11 @@ class Llama(nnx.Module):
         h = self.embedded(tokens, run)
         if self.model.stacked:
             graph, params = nnx.split(self.model.layers, nnx.Param)
-            one = _checkpointed(
+            block = _checkpointed(
                 functools.partial(_layer, graph, cos, sin, run), run.checkpointing, in_loop=True
             )
             h, (seen, taps, balance) = lax.scan(
-                lambda h, of_layer: one(h, *of_layer), h, (params, *run.of(STACK))
+                lambda h, slices: block(h, *slices), h, (params, *run.of(STACK))
             )
             run.seen |= seen
             run.taps |= taps
@@ -319,12 +319,12 @@ class Llama(nnx.Module):
                     h = layer(h, cos, sin, run)
                     continue
                 graph, params = nnx.split(layer, nnx.Param)
-                one = _checkpointed(
+                block = _checkpointed(
                     functools.partial(_layer, graph, cos, sin, run),
                     run.checkpointing,
                     in_loop=False,
                 )
-                h, (seen, taps, balance) = one(h, params, *run.of(f"model.layers.{i}"))
+                h, (seen, taps, balance) = block(h, params, *run.of(f"model.layers.{i}"))
                 run.seen |= seen
                 run.taps |= taps
                 run.balance |= balance
@@ -371,11 +371,15 @@ def _layer(
     return h, (own.seen, own.taps, own.balance)
 
 
-def _checkpointed(layer: Callable, how: str, *, in_loop: bool) -> Callable:
+def _checkpointed(layer: Callable, checkpointing: str, *, in_loop: bool) -> Callable:
     """A layer that keeps what ``Pass.checkpointing`` says, and computes the rest again in the
     backward pass."""
-    if how == "none":
+    if checkpointing == "none":
         return layer
-    policy = jax.checkpoint_policies.save_only_these_names(*KEPT) if how == "selective" else None
+    policy = (
+        jax.checkpoint_policies.save_only_these_names(*KEPT)
+        if checkpointing == "selective"
+        else None
+    )
     # A loop's passes are separate programs; elsewhere XLA would merge both computations into one.
     return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)

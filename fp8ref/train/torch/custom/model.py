@@ -32,7 +32,7 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            made = (
+            model = (
                 _transformers(keys)
                 if keys.kind == "transformers"
                 else user_model.imported(keys.source or "")(vocab_size=vocab_size)
@@ -44,13 +44,13 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nn.Module:
                 f"architecture.source {keys.source!r} cannot be made: {type(error).__name__}: "
                 f"{error}"
             ) from error
-    if not isinstance(made, nn.Module):
+    if not isinstance(model, nn.Module):
         raise ConfigError(
             f"architecture.source {keys.source!r} makes a torch.nn.Module; got "
-            f"{type(made).__name__}."
+            f"{type(model).__name__}."
         )
-    _check(made, keys, vocab_size)
-    return made.float().train()
+    _check(model, keys, vocab_size)
+    return model.float().train()
 
 
 def shapes(keys: ArchitectureConfig, vocab_size: int, length: int) -> Shapes:
@@ -92,9 +92,9 @@ def _transformers(keys: ArchitectureConfig) -> nn.Module:
             "architecture.kind 'transformers' needs transformers. Install it with: pip install "
             "transformers"
         ) from error
-    given = user_model.without_code(user_model.configuration(keys))
+    settings = user_model.without_code(user_model.configuration(keys))
     try:
-        config = transformers.AutoConfig.for_model(**given)
+        config = transformers.AutoConfig.for_model(**settings)
     except Exception as error:  # whatever a class of transformers says of its own keys
         raise ConfigError(
             f"architecture.source {keys.source!r} is no configuration of transformers "

@@ -40,14 +40,14 @@ def check(model: nn.Module, name: str, vocab_size: int, length: int) -> None:
     masters, held = dict(model.named_parameters()), dict(model.named_buffers())
     buffers = {key: value.clone() for key, value in held.items()}
     rounded, device = _rounded(model), next(iter(masters.values())).device
-    python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # what a model may draw from
+    python, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002  # what a model may draw from
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         before, private = _generators(device), _OwnGenerators()
         try:
             with private:
                 _logits(model, rounded, name, vocab_size, length)
             drawable = np.random.get_state()  # noqa: NPY002  # what a model may draw from
-            same = [np.array_equal(a, b) for a, b in zip(drawable, of_numpy, strict=True)]
+            same = [np.array_equal(a, b) for a, b in zip(drawable, numpy_state, strict=True)]
             same += [torch.equal(a, b) for a, b in zip(before, _generators(device), strict=True)]
             drawn = private.drawn or not all(same) or random.getstate() != python
             # with those that the pass made, such as tables of positions
@@ -65,7 +65,7 @@ def check(model: nn.Module, name: str, vocab_size: int, length: int) -> None:
         finally:
             private.restore()
             random.setstate(python)
-            np.random.set_state(of_numpy)  # noqa: NPY002  # what a model may draw from
+            np.random.set_state(numpy_state)  # noqa: NPY002  # what a model may draw from
             for key, value in buffers.items():
                 module, _, own = key.rpartition(".")
                 model.get_submodule(module)._buffers[own] = held[key]
@@ -92,26 +92,26 @@ def heads(
     The graph of a forward pass of tokens [1, length] says which.
     Raises:   ConfigError: the pass fails or gives other logits.
     """
-    made: dict = {}
+    paths: dict = {}
     with ExitStack() as hooks, torch.random.fork_rng(devices=[]), torch.enable_grad():
         for path in candidates:
             linear = model.get_submodule(path)
             hook = linear.register_forward_hook(
-                lambda module, inputs, out, path=path: made.update({out.grad_fn: path})
+                lambda module, inputs, out, path=path: paths.update({out.grad_fn: path})
             )
             hooks.callback(hook.remove)
         out = _logits(model, _rounded(model), name, vocab_size, length)
-    found, seen, nodes = [], set(), [out.grad_fn]
+    reached, seen, nodes = [], set(), [out.grad_fn]
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node in made:
-            found.append(made[node])
+        if node in paths:
+            reached.append(paths[node])
         elif not node.name().startswith(_PRODUCTS):
             nodes += [before for before, _ in node.next_functions]
-    return tuple(path for path in candidates if path in found)
+    return tuple(path for path in candidates if path in reached)
 
 
 def logits_of(out, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:

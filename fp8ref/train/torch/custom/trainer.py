@@ -167,28 +167,28 @@ def _set(model: nn.Module, weights: Mapping[str, llama.Weight]) -> None:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    given = {
+    named = {
         parameter: [name for name in tied if name in weights] for parameter, tied in names.items()
     }
-    missing = sorted(names[parameter][0] for parameter, found in given.items() if not found)
+    missing = sorted(names[parameter][0] for parameter, present in named.items() if not present)
     unknown = sorted(weights.keys() - {name for tied in names.values() for name in tied})
     if missing or unknown:
         raise ConfigError(
             f"weights are named as the model's parameters; missing {missing[:3]}, unknown "
             f"{unknown[:3]}."
         )
-    for parameter, found in given.items():
-        for name in found:
+    for parameter, present in named.items():
+        for name in present:
             if tuple(weights[name].shape) != tuple(parameter.shape):
                 raise ConfigError(
                     f"{name} is {list(parameter.shape)}; the weights have "
                     f"{list(weights[name].shape)}."
                 )
-        first, *others = (np.array(weights[name][...], np.float32) for name in found)
-        for name, other in zip(found[1:], others, strict=True):
+        first, *others = (np.array(weights[name][...], np.float32) for name in present)
+        for name, other in zip(present[1:], others, strict=True):
             if not np.array_equal(first, other, equal_nan=True):
                 raise ConfigError(
-                    f"{found[0]} and {name} are one parameter of the model; their weights "
+                    f"{present[0]} and {name} are one parameter of the model; their weights "
                     "differ. Leave one of them out."
                 )
         parameter.copy_(torch.from_numpy(first))

@@ -28,7 +28,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, targets)
         losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         for rows in _chunks(logits):
-            losses[rows] = _of_rows(logits[rows].float(), targets[rows])
+            losses[rows] = _row_losses(logits[rows].float(), targets[rows])
         return losses
 
     @staticmethod
@@ -39,12 +39,12 @@ class _CrossEntropy(torch.autograd.Function):
         for rows in _chunks(logits):
             wide = logits[rows].float().requires_grad_()
             with torch.enable_grad():
-                losses = _of_rows(wide, targets[rows])
+                losses = _row_losses(wide, targets[rows])
             grad_logits[rows] = torch.autograd.grad(losses, wide, grad_losses[rows])[0]
         return grad_logits, None
 
 
-def _of_rows(wide: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _row_losses(wide: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(wide, targets, reduction="none")
 
 

@@ -110,17 +110,17 @@ class MixtureMLP(nn.Module):
         # Copies in float32, so that a token's gradients are summed in it; a permutation sums none.
         # [T k, hidden]
         copies = tokens.float()[:, None].expand(-1, weights.shape[1], -1).reshape(-1, x.shape[-1])
-        rows = self._of_groups(copies.to(x.dtype)[order], ends)
+        rows = self._grouped(copies.to(x.dtype)[order], ends)
         back = torch.empty_like(order).index_copy(
             0, order, torch.arange(len(order), device=x.device)
         )
-        of_choices = rows[back].view(*weights.shape, -1).float()  # [T, k, hidden]
-        y = (weights[..., None] * of_choices).sum(1)
+        choice_outputs = rows[back].view(*weights.shape, -1).float()  # [T, k, hidden]
+        y = (weights[..., None] * choice_outputs).sum(1)
         if self.shared_expert is not None:
             y = y + self.shared_expert(tokens).float()
         return y.to(x.dtype).view(x.shape)
 
-    def _of_groups(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def _grouped(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """rows [M, hidden] of all experts, in groups that end at ends -> [M, hidden]."""
         if self.group is None:
             return self.experts(rows, ends)
@@ -141,7 +141,7 @@ class MixtureMLP(nn.Module):
 
 
 def balancing_loss(
-    found: Sequence[Balance], chosen: int, ranks: ProcessGroup | None = None
+    balances: Sequence[Balance], chosen: int, ranks: ProcessGroup | None = None
 ) -> torch.Tensor:
     """E times the sum over experts of their share of the tokens times their mean probability, each
     over all layers together; float32 (). chosen: a token's experts (M-8).
@@ -149,7 +149,9 @@ def balancing_loss(
     ranks   share a batch evenly: shares are of all their tokens, probabilities of this rank's, so
             that the loss is the mean over ranks, as its gradients are.
     """
-    rows, probabilities = (torch.stack(of_layers).sum(0) for of_layers in zip(*found, strict=True))
+    rows, probabilities = (
+        torch.stack(layer_values).sum(0) for layer_values in zip(*balances, strict=True)
+    )
     tokens, total = rows.sum() / chosen, rows  # of all layers
     if ranks is not None:
         total = rows.clone()

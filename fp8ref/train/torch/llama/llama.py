@@ -185,17 +185,17 @@ class Attention(nn.Module):
                 q, k, v, variant=self.variant, mask=_CAUSAL, arithmetic=self.arithmetic
             )
         else:
-            how: dict = {
+            options: dict = {
                 "variant": self.variant,
                 "mask": _CAUSAL,
                 "arithmetic": self.arithmetic,
                 "amax_group": self.amax_group,
             }
-            how |= {"context": self.context, "softcap": self.softcap, "sinks": self.sinks}
+            options |= {"context": self.context, "softcap": self.softcap, "sinks": self.sinks}
             y = (
-                attention_delayed.apply(q, k, v, states=self.states, **how)
+                attention_delayed.apply(q, k, v, states=self.states, **options)
                 if self.states
-                else attention.apply(q, k, v, **how)
+                else attention.apply(q, k, v, **options)
             )
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
@@ -299,12 +299,12 @@ class Llama(nn.Module):
     def balancing_loss(self, ranks: ProcessGroup | None = None) -> torch.Tensor:
         """The load-balancing loss of the last forward pass (M-8), float32 (); of a model with
         experts. ranks: those that share the batch."""
-        found = [
+        balances = [
             module.balance
             for module in self.modules()
             if isinstance(module, MixtureMLP) and module.balance is not None
         ]
-        return experts.balancing_loss(found, self.config.num_experts_per_tok, ranks)
+        return experts.balancing_loss(balances, self.config.num_experts_per_tok, ranks)
 
 
 def llama_of(config: Config, mesh: DeviceMesh | None, context: ProcessGroup | None) -> Llama:
@@ -320,9 +320,9 @@ def llama_of(config: Config, mesh: DeviceMesh | None, context: ProcessGroup | No
             keys, module.casts = config.numerics, config.attention_operands(layer)
             name = None if group is None else group.group_name
             parts = None if context is None else context.group_name
-            how: dict = {"delays": keys.attention_scaling == "delayed", "context": parts}
-            how["by_kernel"] = config.parallel.attention == "kernel"
-            module.attend_by(config.attention_variant, keys.attention_arithmetic, name, **how)
+            options: dict = {"delays": keys.attention_scaling == "delayed", "context": parts}
+            options["by_kernel"] = config.parallel.attention == "kernel"
+            module.attend_by(config.attention_variant, keys.attention_arithmetic, name, **options)
         elif isinstance(module, MixtureMLP) and mesh is not None and config.parallel.expert > 1:
             module.group = mesh.get_group("expert")
             module.in_codes = config.parallel.expert_dispatch == "fp8"
