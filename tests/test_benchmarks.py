@@ -280,11 +280,7 @@ def test_the_page_shows_the_losses_of_layouts():
     )
     assert {
         (r["seed"], f"{r['val_loss']:.2f}") for r in kept["runs"] if r["layout"] == "float32"
-    } == {
-        (0, "3.11"),
-        (1, "3.01"),
-        (2, "3.01"),
-    }
+    } == {(0, "3.11"), (1, "3.01"), (2, "3.01")}
 
 
 def test_the_page_shows_the_losses_of_attention():
@@ -415,10 +411,7 @@ def test_recorded_gradients_are_held_in_the_first_steps_only():
 
 def _first_steps():
     # of fewer tokens gradients are larger, and not all lost
-    sizes = {
-        "batch_size": 4,
-        "sequence_length": 128,
-    }
+    sizes = {"batch_size": 4, "sequence_length": 128}
     return configs.load("tiny").replace(
         numerics={"recipe": "bf16"},
         run={"steps": 4, "eval_every": 4, "eval_batches": 1},

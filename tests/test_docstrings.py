@@ -14,11 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp8ref"
 # of which users call the next alone
-INNER = {
-    PACKAGE / "commands",
-    PACKAGE / "crosscheck" / "divergence",
-    PACKAGE / "conformance",
-}
+INNER = {PACKAGE / "commands", PACKAGE / "crosscheck" / "divergence", PACKAGE / "conformance"}
 CALLED = {
     PACKAGE / "conformance" / f"{name}.py" for name in ("strategies", "parameters", "require")
 }

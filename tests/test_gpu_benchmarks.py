@@ -103,11 +103,7 @@ def test_a_ratio_is_the_median_of_neighbors():
     )
     assert (slow["seconds"], slow["speedup"]) == (2, 1)
     # of 2, 4 and 1.5
-    assert (fast["seconds"], fast["speedup"], fast["speedup_quartiles"]) == (
-        0.5,
-        2,
-        [1.75, 3],
-    )
+    assert (fast["seconds"], fast["speedup"], fast["speedup_quartiles"]) == (0.5, 2, [1.75, 3])
 
 
 @pytest.mark.parametrize(("bytes_", "sets"), [(1, 8), (100e6, 3), (1e9, 2)])

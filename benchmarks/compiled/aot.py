@@ -137,16 +137,7 @@ rows in loops. Rows are those that are multiplied by a weight in each of the thr
 EXPERT = {"experts": 128, "rows": 32768, "inputs": 2048, "outputs": 1536}
 RAGGED = "`lax.ragged_dot`, bfloat16"
 # others, a byte
-BYTES = {
-    "f64": 8,
-    "f32": 4,
-    "s32": 4,
-    "u32": 4,
-    "bf16": 2,
-    "f16": 2,
-    "s16": 2,
-    "u16": 2,
-}
+BYTES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 FSDP, CUBE = {"fsdp": 8}, {**AXES, "sequence": True}
 NARROW = {"reduce_dtype": "bfloat16"}
@@ -287,12 +278,7 @@ def quantizing(text: str) -> dict[str, dict[str, float]]:
             part = "layout" if given == {"f8"} else "cast"
         elif ("_largest" in one.path or not one.path or hlo.place(one.path)[1]) and {
             dtype for dtype, _ in one.types
-        } <= {
-            "s16",
-            "u16",
-            "s32",
-            "u32",
-        }:
+        } <= {"s16", "u16", "s32", "u32"}:
             part = "amax"
         elif (
             made == {"bf16"}
@@ -388,10 +374,7 @@ def large(
         np.zeros((devices, 8193), np.int32)
     )
     # of this process and of ptxas, which XLA starts
-    began, worked = (
-        time.perf_counter(),
-        sum(os.times()[:4]),
-    )
+    began, worked = (time.perf_counter(), sum(os.times()[:4]))
     memory = lowered.compile().memory_analysis()
     return {
         "model": model,

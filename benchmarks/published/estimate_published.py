@@ -34,10 +34,7 @@ TORCHAO = "github.com/pytorch/ao, torchao/float8/README.md"
 # rows take it that grad_input was not asked for.
 NANOCHAT = "github.com/karpathy/nanochat, dev/LOG.md, 2026-02-02"
 # tokens a second and GPU: TORCHAO
-LLAMA_BF16, LLAMA = (
-    6150,
-    {"tensorwise": 7689.5, "rowwise": 6768},
-)
+LLAMA_BF16, LLAMA = (6150, {"tensorwise": 7689.5, "rowwise": 6768})
 RESCALED = "github.com/pytorch/ao/pull/2185, 'tensorwise w/ rescale', fast accumulation"
 
 

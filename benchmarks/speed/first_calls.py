@@ -60,11 +60,7 @@ def main() -> None:
         for name, call in CALLS.items():
             with tempfile.TemporaryDirectory() as folder:
                 # the second of them finds the kernels of the first
-                for i, compiled in (
-                    (0, ""),
-                    (2, "always"),
-                    (1, "always"),
-                ):
+                for i, compiled in ((0, ""), (2, "always"), (1, "always")):
                     imported, taken = seconds(call, folder, compiled)
                     rows[name][i].append(taken)
                     imports.append(imported)

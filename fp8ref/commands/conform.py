@@ -145,10 +145,7 @@ def _conform(arguments: argparse.Namespace) -> int:
             )
     expects_cast = _expects_cast(arguments.expect)
     # what somebody's function prints is no part of the answer
-    with (
-        contextlib.redirect_stdout(sys.stderr),
-        console.waiting("conform"),
-    ):
+    with contextlib.redirect_stdout(sys.stderr), console.waiting("conform"):
         function = library_gemms.load(arguments.subject)
         kind = arguments.kind or subjects.kind_of(
             arguments.subject, function, framework=arguments.framework, device=arguments.device

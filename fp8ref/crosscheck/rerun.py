@@ -92,10 +92,7 @@ def rerun(path: Path) -> "RerunReport":
     states = {name: delayed.DelayedState(*parts) for name, parts in kept.items() if name in used}
     report = Report()
     # infinities are expected
-    with (
-        console.bar(f"replay {config.numerics.recipe}", 4) as advance,
-        np.errstate(all="ignore"),
-    ):
+    with console.bar(f"replay {config.numerics.recipe}", 4) as advance, np.errstate(all="ignore"):
         first, finite = simulated(report, tokens, trainer.weights(), config, recipes, states)
         advance("the simulator's forward pass")
         variant = config.attention_variant

@@ -150,10 +150,7 @@ def exponent_histogram(
     """
     fmt = q.fmt
     # half the smallest number: from there down all becomes zero
-    top, bottom = (
-        int(np.floor(np.log2(fmt.max))),
-        fmt.emin - fmt.mantissa_bits - 1,
-    )
+    top, bottom = (int(np.floor(np.log2(fmt.max))), fmt.emin - fmt.mantissa_bits - 1)
     lowest, highest = (
         bottom - 4 if lowest is None else lowest,
         top + 2 if highest is None else highest,

@@ -34,10 +34,7 @@ Operand = np.ndarray | Quantized
 """An operand of a GEMM: in high precision, or quantized."""
 
 # granularities whose scales do not change when K is padded with zeros
-_WHOLE_LINES = (
-    "tensorwise",
-    "rowwise",
-)
+_WHOLE_LINES = ("tensorwise", "rowwise")
 
 
 def forward(

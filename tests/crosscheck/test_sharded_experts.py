@@ -12,10 +12,7 @@ from fp8ref.sim.quantize import scaling
 
 LAYER, K, N, EXPERTS = "experts", 32, 16, 4
 # of a device along expert, then of one along data: those of its two experts
-ROWS = {
-    0: ((3, 0), (2, 4)),
-    1: ((0, 5), (0, 0)),
-}
+ROWS = {0: ((3, 0), (2, 4)), 1: ((0, 5), (0, 0))}
 LAST = {"apart": 2, "scope": "global", "states": {}}
 
 

@@ -127,11 +127,7 @@ def test_grouped_gemms_multiply_codes_on_an_h200(row):  # X-10
     e4m3, e5m2 = "bf16" if row["recipe"] == "bf16" else "f8e4m3fn", "f8e5m2"
     gradients = e5m2 if row["recipe"] in ("tensorwise", "delayed") else e4m3
     # XLA takes grad_weight's operands in the other order
-    pairs = (
-        (e4m3, e4m3),
-        (gradients, e4m3),
-        (e4m3, gradients),
-    )
+    pairs = ((e4m3, e4m3), (gradients, e4m3), (e4m3, gradients))
     # of three projections
     expected = collections.Counter(f"{a} x {b} -> f32" for a, b in pairs for _ in range(3))
     # outputs again, down's too: the weights of a token's experts want it

@@ -63,18 +63,10 @@ def test_a_recipe_that_keeps_grad_weight():
     [
         ("tensorwise", {"amax": 2, "cast": 4}, {"amax": 4, "cast": 6}),  # of float32 masters
         # the bfloat16 copy has the other amax
-        (
-            "rowwise",
-            {"amax": 4, "cast": 4},
-            {"amax": 2, "cast": 4},
-        ),
+        ("rowwise", {"amax": 4, "cast": 4}, {"amax": 2, "cast": 4}),
         ("delayed", {"amax": 2, "cast": 4}, {"cast": 6}),  # the update has the amax
         # quantized and back for each GEMM
-        (
-            "mxfp8",
-            {"amax": 4, "cast": 8},
-            {"amax": 4, "cast": 8},
-        ),
+        ("mxfp8", {"amax": 4, "cast": 8}, {"amax": 4, "cast": 8}),
     ],
 )
 def test_bytes_that_xlas_kernels_move(recipe, alone, masters):
@@ -102,12 +94,7 @@ def test_what_xla_fuses_depends_on_the_linears_place():
     assert [
         kernels.copies_weight(RECIPES[name], "xla", "up_proj")
         for name in ("bf16", "tensorwise", "rowwise", "delayed")
-    ] == [
-        True,
-        False,
-        True,
-        False,
-    ]
+    ] == [True, False, True, False]
 
 
 def test_blocks_have_kernels_in_torch_alone():

@@ -18,11 +18,7 @@ def place(path, recipe="tensorwise", sequences=8, **parallel):
     ("path", "one", "gathered"),
     [
         # 256 words of 1,024 tokens, in float32; of 512 in bfloat16
-        (
-            "0.self_attn.q_proj",
-            4 / 4,
-            2 / 2,
-        ),
+        ("0.self_attn.q_proj", 4 / 4, 2 / 2),
         ("0.mlp.gate_proj", 4 / 4 + 2, 2 / 2 + 2),  # and o's output
         ("1.self_attn.q_proj", 4, 2 / 2 + 2 + 2),  # and down's
         ("1.mlp.gate_proj", 4, 4),

@@ -38,10 +38,7 @@ def test_a_mesh_in_jax():
         ),
         "gradients, summed over data": (2 * 2 * 3 / 4 * 320, 4 * 2 * 2 * 3 / 4 * 320),
         # pieces of the table and of lm_head
-        "gradients, summed over data and tensor": (
-            2 * table,
-            4 * 2 * table,
-        ),
+        "gradients, summed over data and tensor": (2 * table, 4 * 2 * table),
         # of q, k, v together and of gate and up, both passes; a grad_input of both; a byte of
         # codes, and bfloat16
         "inputs, gathered over tensor": (2 * 2 * 4 * 2048, 2 * 2 * 4 * 2048),

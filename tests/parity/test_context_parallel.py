@@ -188,9 +188,7 @@ def of_operands(config, tokens) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 @pytest.mark.slow
 # A-21: codes and scales, bit for bit
-def test_a_rank_has_its_part_of_q_k_and_v_under_the_scales_of_all(
-    config,
-):
+def test_a_rank_has_its_part_of_q_k_and_v_under_the_scales_of_all(config):
     """Values before the cast and their scales: A-2 makes codes of both."""
     tokens = loader.open_batches(config).step(0)
     whole = of_operands(config, tokens)

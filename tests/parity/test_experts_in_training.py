@@ -289,10 +289,7 @@ def test_what_takes_no_experts_says_so_and_an_estimate_and_a_dry_run_count_them(
         live.check_alone(config, "the config")
     found = report.of(config, "torch", PUBLISHED["h100"])
     # and the shared one
-    assert {row.experts for row in found.rows if row.linear == "up_proj"} == {
-        4,
-        None,
-    }
+    assert {row.experts for row in found.rows if row.linear == "up_proj"} == {4, None}
     assert found.parameters - found.active == 6144 // 2  # two of four experts
     dry_run.show(config, "torch", Console(width=200))
     shown = " ".join(capsys.readouterr().out.split())
@@ -312,8 +309,5 @@ def test_an_ablation_casts_one_operand_of_experts_alone(mixture, tmp_path):  # E
     )
     operands = {(row.operand.gemm, row.operand.role): row for row in found.rows}
     # what forward passes have
-    assert operands.keys() == {
-        ("output", "input"),
-        ("output", "weight"),
-    }
+    assert operands.keys() == {("output", "input"), ("output", "weight")}
     assert all(row.cost != 0 for row in operands.values())

@@ -201,10 +201,7 @@ def test_experts_apart_share_no_amax_after_a_switch_either(mixture):  # X-3, T-9
     """Ranks with different experts: a scale of theirs would be of another's rows too."""
     of_orders = []
     # of either recipe once the model's, and once a twin's
-    for first, second in (
-        ("rowwise", "tensorwise"),
-        ("tensorwise", "rowwise"),
-    ):
+    for first, second in (("rowwise", "tensorwise"), ("tensorwise", "rowwise")):
         config = mixture(first, {"expert": 2, "gather": "compute"}).replace(
             numerics={"schedule": ((0, first), (2, second))}
         )

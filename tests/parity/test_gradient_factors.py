@@ -33,10 +33,7 @@ MODEL = LlamaConfig(
 )
 LINEARS = llama.linear_shapes(MODEL)
 # under local scope a device alone has the same operands
-FP8 = {
-    "reduce_dtype": "float8_e4m3fn",
-    "amax_scope": "local",
-}
+FP8 = {"reduce_dtype": "float8_e4m3fn", "amax_scope": "local"}
 MU = {"reduce_mu": "automatic", "mu_window": AUTO.window, "mu_threshold": AUTO.threshold}
 
 
@@ -278,10 +275,7 @@ def test_a_run_records_its_factors(tmp_path):  # Q-14
         assert line["gradient_mu_max"] == max(one["mu"] for one in of_each)
         assert line["gradient_saturated"] == sum(one["saturated"] for one in of_each)
     # grown once
-    assert records[0]["gradients"]["lm_head"] == {
-        "mu": float(np.float32(2**0.5)),
-        "saturated": 0,
-    }
+    assert records[0]["gradients"]["lm_head"] == {"mu": float(np.float32(2**0.5)), "saturated": 0}
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,7 @@ CONFIG = Config(
 TOKENS = np.random.default_rng(0).integers(0, 256, (2 * RANKS, 17))
 LINEARS = [f"{name}.weight" for name in llama.linear_shapes(CONFIG.model)]
 # under local scope a device alone has the same operands
-FP8 = {
-    "reduce_dtype": "float8_e4m3fn",
-    "amax_scope": "local",
-}
+FP8 = {"reduce_dtype": "float8_e4m3fn", "amax_scope": "local"}
 
 
 def alone(backend):

@@ -41,11 +41,7 @@ def test_equal_gradients_have_the_simulators_record(backend, small):  # O-12, Q-
         for key in (*health.COUNTS, "bytes_per_parameter"):
             assert found[name][key] == wanted[key], (name, key)
         # float32 sums over at most 256 rows and columns, in JAX
-        for key in (
-            "root_bias",
-            "update_error",
-            "largest_ratio",
-        ):
+        for key in ("root_bias", "update_error", "largest_ratio"):
             assert found[name][key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-5), (name, key)
         counted = {key: counted[key] + wanted[key] for key in counted}
     assert {key: found[""][key] for key in counted} == counted

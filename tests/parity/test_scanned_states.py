@@ -18,14 +18,7 @@ MODEL = {
 }
 NARROW = "sqrt_e4m3_f16"
 # every way to make a scale, and both masters
-SCALED = (
-    "sqrt_e4m3",
-    "torchao",
-    "te",
-    "coat",
-    "msamp_o2",
-    NARROW,
-)
+SCALED = ("sqrt_e4m3", "torchao", "te", "coat", "msamp_o2", NARROW)
 
 
 def configured(small, layout: str, recipe: str = "tensorwise", **parallel):

@@ -80,10 +80,7 @@ def test_the_bar_goes_to_standard_error(monkeypatch):
 
 def test_the_bar_is_silent_where_there_is_no_terminal(monkeypatch, capfd):
     # with these rich takes anything for a terminal
-    for variable in (
-        "FORCE_COLOR",
-        "TTY_COMPATIBLE",
-    ):
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(variable, raising=False)
     with consoles.bar("jax", 2) as advance:
         advance("loss 5.000")

@@ -63,9 +63,7 @@ def test_nvfp4_is_the_three_gemms_of_transformer_engine(operands):  # R-1, S-22,
 
 
 # S-22: what forward and backward multiply is one weight
-def test_a_square_of_a_weight_has_the_codes_of_its_transpose(
-    operands,
-):
+def test_a_square_of_a_weight_has_the_codes_of_its_transpose(operands):
     _, w, _ = operands
     a, b = nv(w, "nvfp4_16x16"), nv(np.ascontiguousarray(w.T), "nvfp4_16x16")
     np.testing.assert_array_equal(a.codes, b.codes.T)

@@ -140,10 +140,7 @@ def test_rotary_tables_follow_transformers():  # M-4
     length = 64
     theirs = LlamaRotaryEmbedding(
         transformers.LlamaConfig(
-            hidden_size=48,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            rope_theta=500000.0,
+            hidden_size=48, num_attention_heads=6, num_key_value_heads=2, rope_theta=500000.0
         )
     )
     cos, sin = theirs(torch.zeros(1), torch.arange(length)[None])

@@ -9,13 +9,7 @@ from pathlib import Path
 KEPT = Path(__file__).parents[2] / "results"
 LEFT = 3  # the exit code of a script that leaves something for another run
 # of an environment: what a table's figures have in common
-SAME = (
-    "dry",
-    "device",
-    "driver",
-    "versions",
-    "flags",
-)
+SAME = ("dry", "device", "driver", "versions", "flags")
 
 
 class RefusedError(ValueError):

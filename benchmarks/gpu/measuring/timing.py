@@ -18,16 +18,9 @@ FEWEST = (
     5  # rounds that are run however little time is left: fewer have no quartiles worth the name
 )
 # of the host's time for a row, by which the device starts late; at most so many seconds
-AHEAD, LONGEST_AHEAD = (
-    1.5,
-    0.2,
-)
+AHEAD, LONGEST_AHEAD = (1.5, 0.2)
 # bytes of inputs that are rotated, beyond any L2 there is; of how many sets
-SAMPLES, SMALLEST, LARGEST = (
-    300e6,
-    2,
-    8,
-)
+SAMPLES, SMALLEST, LARGEST = (300e6, 2, 8)
 
 Call = Callable[[int], object]  # takes the number of the call, by which it chooses its inputs
 

@@ -26,10 +26,7 @@ VARIANTS = (
     "fp8ref rowwise_with_gw_hp",
 )
 # a plane of a profile, and how its lines that hold kernels begin
-ON_DEVICE, STREAM = (
-    "/device:GPU:0",
-    "Stream",
-)
+ON_DEVICE, STREAM = ("/device:GPU:0", "Stream")
 ON_HOST, POOL = "/host:CPU", "tf_"  # of a dry run: XLA's threads
 
 

@@ -17,11 +17,7 @@ KEYS = {  # of fp8ref estimate, and of a benchmark's ``ceilings``
 }
 
 # cards of these names that have other clocks and memory than the SXM ones
-OTHERS = {
-    "pcie",
-    "nvl",
-    "mig",
-}
+OTHERS = {"pcie", "nvl", "mig"}
 
 
 def ceilings(data: dict) -> dict | None:

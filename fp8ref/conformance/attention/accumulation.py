@@ -94,10 +94,7 @@ def value_bits(attention: Attention) -> Finding:
     a, b = scores.pair(LOW)
     kept = np.ones(WIDEST + 1, bool)
     # whether the third key's probability is 2^-LOW, whose first bit is 2^-9
-    for low in (
-        False,
-        True,
-    ):
+    for low in (False, True):
         bits = np.arange(WIDEST + 1)
         small = 2.0 ** (8 - bits + (9 if low else 0))
         inside = (small >= SMALLEST) & (small <= 16) if low else small >= SMALLEST
@@ -127,12 +124,7 @@ def score_bits(attention: Attention) -> Finding:
         factor = 2.0 ** np.round(np.log2(20 / scores.SCALE / (x * y)))
         q, k, v = (np.zeros((1, 1, n, FEATURES), np.float32) for n in (1, 2, 2))
         # the last of each meets a 0, and makes the scale a power of two
-        q[0, 0, 0, :4] = (
-            2.0**8,
-            2.0**8,
-            x,
-            LARGEST,
-        )
+        q[0, 0, 0, :4] = (2.0**8, 2.0**8, x, LARGEST)
         k[0, 0, 0, :5] = np.array([2.0**8, -(2.0**8), y, 0, LARGEST]) * factor
         v[0, 0, :, 0] = 1, -1
         kept[bits] = attention.ask(Question(q, k, v)).o[0, 0, 0, 0] != 0

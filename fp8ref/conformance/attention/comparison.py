@@ -106,10 +106,7 @@ def plain_cases(tokens: int) -> list[Case]:
         np.pad(x, ((0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0))) for x in ties[:3]
     )
     # of the keys behind the seven none has a probability
-    q_ties[..., 0], k_ties[:, :, 7:, 0] = (
-        scores.FAR,
-        -scores.FAR,
-    )
+    q_ties[..., 0], k_ties[:, :, 7:, 0] = (scores.FAR, -scores.FAR)
     wide = Case("wide scores, outliers in v", Question(q, k, v))
     return [
         Case("ordinary", ordinary),

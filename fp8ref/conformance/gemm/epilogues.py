@@ -36,14 +36,7 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
     rows, columns = bench.sampled
     results, operands, dtype = [], [], FLOAT32
     # the last two leave the range of float16, not of bfloat16
-    for exponent in (
-        0,
-        0,
-        0,
-        0,
-        20,
-        -40,
-    ):
+    for exponent in (0, 0, 0, 0, 20, -40):
         a, b = _operands(
             bench.gemm, codes, (bench.fmt_a, bench.fmt_b), rng, 2.0 ** (-exponent // 2)
         )

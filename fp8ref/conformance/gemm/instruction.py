@@ -372,10 +372,7 @@ def _groups(
     ).view(np.float32)
     a, b, _ = _operands([(t, 0.0) for t in ({}, {0: (one_a, one_b)}) for _ in payloads])
     # as bits: a Python float would not keep them
-    yield (
-        "NaN accumulators",
-        (a, b, np.tile(payloads, 2)),
-    )
+    yield ("NaN accumulators", (a, b, np.tile(payloads, 2)))
 
 
 def _specials(

@@ -15,10 +15,7 @@ from fp8ref.sim.quantize import cast
 
 _F32 = np.float32
 # 2^-39 is above torchao's eps, 1e-12; scales of amaxes up to 2^100 are normal
-_LOW, _HIGH = (
-    -39,
-    100,
-)
+_LOW, _HIGH = (-39, 100)
 
 
 def _array(values: Iterable[float]) -> np.ndarray:
@@ -70,10 +67,7 @@ def _within_max(function: Any, fmt: Format, inputs: float) -> str:
 
 def _range_used(function: Any, fmt: Format, inputs: float) -> str:
     # after the drawn one the least, where an eps shows
-    for amax in (
-        _array([inputs]),
-        _array([2.0**_LOW]),
-    ):
+    for amax in (_array([inputs]), _array([2.0**_LOW])):
         product = amax * _scale(function, amax)
         # Half of max, since powers of two round a scale down by less than 2; and two float32
         # roundings of 2^-24.

@@ -93,10 +93,7 @@ def updates(*, decays: bool, count: int = 1) -> Iterator[Form]:
     )
     for decay, bias_m, bias_v, numbers, eps, change, root in itertools.product(*choices):
         # the rate of the ratio is not that of the decay
-        if (bias_m, decay) == (
-            "rate",
-            "added",
-        ) and change != "numerator":
+        if (bias_m, decay) == ("rate", "added") and change != "numerator":
             continue
         yield Form(
             decay=decay,

@@ -22,10 +22,7 @@ from fp8ref.jax.transforms import derivatives
 from fp8ref.recipe import Recipe
 
 # linen's collections; a state is read, observations are threaded
-STATE, SEEN = (
-    "fp8_state",
-    "fp8_seen",
-)
+STATE, SEEN = ("fp8_state", "fp8_seen")
 
 
 @dataclass

@@ -185,8 +185,7 @@ def _updated_variables(model: Model, seen: Observed):
         return {**variables, STATE: collection(layers, "state")} if layers else dict(variables)
 
     return _like(
-        model,
-        [after(prefix, tree) for prefix, tree in _by_prefix(model, _is_model).items()],
+        model, [after(prefix, tree) for prefix, tree in _by_prefix(model, _is_model).items()]
     )
 
 

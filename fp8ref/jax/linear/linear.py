@@ -325,14 +325,7 @@ def _backward(use: Use, residuals, cotangents):
     grad_input = operands.unflattened(grad_input, g, use)
     tap = None if isinstance(tap, tuple) else tap + stats.rows(first_rows | second_rows)
     all_seen = _observed(later, {"grad_output": observed}, seen, use)
-    return (
-        grad_input,
-        grad_weight,
-        jax.tree.map(jnp.zeros_like, scales),
-        all_seen,
-        tap,
-        saturated,
-    )
+    return (grad_input, grad_weight, jax.tree.map(jnp.zeros_like, scales), all_seen, tap, saturated)
 
 
 derivatives.defvjp(_linear, _forward, _backward)

@@ -167,20 +167,9 @@ def from_text(text: str) -> Iterator[Operation]:
                 _rounded(name, defs, roots) for name in op.operands[2:4]
             )
             kernel = target or around.get(op.computation, "dot")
-            yield Operation(
-                "dot_general",
-                (a, b),
-                op.types[0],
-                op.path,
-                precision,
-                kernel,
-                rounds,
-            )
+            yield Operation("dot_general", (a, b), op.types[0], op.path, precision, kernel, rounds)
         elif kind in COLLECTIVES:
-            moved, path = (
-                len(op.operands),
-                op.path if len(op.operands) == 1 else "",
-            )
+            moved, path = (len(op.operands), op.path if len(op.operands) == 1 else "")
             for name, result in zip(op.operands, op.types[-moved:], strict=True):
                 yield Operation(kind, (types[name],), result, path, "")
 

@@ -222,10 +222,7 @@ def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
         ):
             ctx.save_for_backward(x, w, offs, codes, scale, scale_inv, *scales)
             # attributes: other uses may write seen before the backward pass
-            ctx.seen, ctx.ranks = (
-                seen,
-                ranks,
-            )
+            ctx.seen, ctx.ranks = (seen, ranks)
             groups = operands.groups_of(offs, len(x))
             rows = _codes(codes, scale, scale_inv, recipe) or groups.only(x)
             tensors: dict[Role, torch.Tensor | Quantized] = {"input": rows, "weight": w}

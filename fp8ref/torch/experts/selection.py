@@ -142,11 +142,7 @@ def check_shared(
         if kind_of(m) is ByMethod
     ]
     # other grouped linears share those of groups
-    for d in (
-        *whole,
-        *decisions,
-        *(d for d in in_groups if d.recipe.delayed),
-    ):
+    for d in (*whole, *decisions, *(d for d in in_groups if d.recipe.delayed)):
         if any(
             cast and not cast.delayed
             for (_, role), cast in casts_of(d.recipe).items()

@@ -125,9 +125,7 @@ class AdamW(torch.optim.Optimizer):
             loaded.update(final_dict)
 
         # the first hook: torch has cast every tensor to its parameter's dtype
-        def restore(
-            _,
-        ) -> None:
+        def restore(_) -> None:
             for index, p in zip(_indices(loaded["param_groups"]), _parameters(self), strict=True):
                 for key, value in loaded["state"].get(index, {}).items():
                     self.state[p][key] = (

@@ -260,10 +260,7 @@ def _check_kernel(config: Checked) -> None:
     """ValueError for a config that no library's FP8 kernel trains."""
     keys, tiles = config.numerics, "Use parallel.attention 'tiles'."
     # which has gradients by attention_backward 'bf16' alone
-    by_flash = keys.attention in (
-        "fa3",
-        "fa3_promoted",
-    )
+    by_flash = keys.attention in ("fa3", "fa3_promoted")
     require(
         by_flash
         or (

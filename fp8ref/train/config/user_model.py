@@ -8,9 +8,7 @@ from typing import Any
 
 from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
-from fp8ref.train.config.sections import (
-    ArchitectureConfig,
-)
+from fp8ref.train.config.sections import ArchitectureConfig
 
 _NAMES_CODE = (
     "auto_map",

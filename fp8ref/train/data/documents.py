@@ -178,10 +178,7 @@ def _parquet(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
     arrow = library("pyarrow", f"reading {path.name}")
     try:
         # a pipe cannot be read from its end
-        with (
-            files.open_regular(path) as opened,
-            parquet.ParquetFile(opened) as file,
-        ):
+        with files.open_regular(path) as opened, parquet.ParquetFile(opened) as file:
             if column not in file.schema_arrow.names:
                 _text(dict.fromkeys(file.schema_arrow.names), column, str(path))
             number = 0

@@ -279,10 +279,7 @@ def _record(step: Any, loss: Any, where: str) -> tuple[int, float]:
     """
     try:
         # a text as float() takes it, but for its digits of other scripts and underscores
-        for field in (
-            step,
-            loss,
-        ):
+        for field in (step, loss):
             if (
                 isinstance(field, bool)
                 or not isinstance(field, str | int | float)

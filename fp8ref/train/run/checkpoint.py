@@ -33,11 +33,7 @@ REMEDY = "Those before it are intact; make room, and continue with --resume."
 """The end of each error about a checkpoint that could not be written."""
 
 # behind a name: none of those is ever read
-UNFINISHED, REMOVED, DAMAGED = (
-    ".unfinished",
-    ".removed",
-    ".damaged",
-)
+UNFINISHED, REMOVED, DAMAGED = (".unfinished", ".removed", ".damaged")
 
 
 class OtherFormatError(ConfigError):

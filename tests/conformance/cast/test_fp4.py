@@ -110,10 +110,7 @@ def test_stochastic_rounding_is_told_from_a_biased_one():  # C-2
     )
     assert not outcome.identified
     # of the number before 1
-    assert (outcome.unlike[0].got, outcome.unlike[0].clause) == (
-        "1.5",
-        "C-2",
-    )
+    assert (outcome.unlike[0].got, outcome.unlike[0].clause) == ("1.5", "C-2")
 
 
 def test_errors():

@@ -127,11 +127,7 @@ def test_of_bfloat16_alone():
 @pytest.mark.parametrize(
     ("name", "departs", "shown"),
     [
-        (
-            "coin",
-            40,
-            "0.00048828125, 4096 times (float32 0x3A000000): got 0x01 = 0.001953125 0.",
-        ),
+        ("coin", 40, "0.00048828125, 4096 times (float32 0x3A000000): got 0x01 = 0.001953125 0."),
         (
             "noise_in_bits",
             24,

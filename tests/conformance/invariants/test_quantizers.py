@@ -14,10 +14,7 @@ EXAMPLES = 12
 
 BREAK = {
     # elements and scale_inv are rounded to bfloat16 first (S-13)
-    ("flax_bf16", "tensorwise"): {
-        "error_bound",
-        "saturation",
-    },
+    ("flax_bf16", "tensorwise"): {"error_bound", "saturation"},
     ("deepgemm", "rowwise"): {"power_of_two_equivariance"},  # an eps of 1e-4 (S-17)
 }
 

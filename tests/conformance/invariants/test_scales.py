@@ -24,11 +24,7 @@ BREAK = {
     "flax_bf16": {"finite"},
     "mx_floor": {"within_max"},  # floor of the exponent: up to 1.75 times 2^8 (S-14)
     # an eps of 1e-4; scale_inv first (S-17)
-    "deepgemm": {
-        "power_of_two_equivariance",
-        "range_used",
-        "reciprocal",
-    },
+    "deepgemm": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepgemm_cpu": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepgemm_ue8m0": {"power_of_two_equivariance", "range_used"},
     # S-20:
@@ -40,11 +36,7 @@ BREAK = {
     "deepseek_v3": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepseek_v3_2024": {"finite", "reciprocal"},  # no eps
     # an eps of 1e-10, above 2^-39
-    "vllm": {
-        "power_of_two_equivariance",
-        "range_used",
-        "reciprocal",
-    },
+    "vllm": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "sglang": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepseek_v3_ue8m0": {"power_of_two_equivariance", "range_used"},
     "qwix": {"reciprocal"},
@@ -84,8 +76,7 @@ def of_flax(amax):
 
 
 @pytest.mark.parametrize(
-    ("library", "breaks"),
-    [(of_torchao, set()), (of_torchao_pow2, {"power_of_two_equivariance"})],
+    ("library", "breaks"), [(of_torchao, set()), (of_torchao_pow2, {"power_of_two_equivariance"})]
 )
 def test_libraries(library, breaks):  # S-18
     assert set(broken(library, SCALES, examples=EXAMPLES)) == breaks

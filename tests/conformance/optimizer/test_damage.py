@@ -54,10 +54,7 @@ def test_clause_o_hides_nothing(layout):  # O-2
 EVERY = dict.fromkeys(damage.DAMAGED, "replaced by 0")
 FAULTS = {
     # the largest float32 is out of range too
-    "nan_to_num": (
-        {"change": np.nan_to_num},
-        {"NaN": "replaced by 0"},
-    ),
+    "nan_to_num": ({"change": np.nan_to_num}, {"NaN": "replaced by 0"}),
     "zeros": ({"change": lambda g: np.where(np.isfinite(g), g, np.float32(0))}, EVERY),
     "no lower bound": (
         {"change": lambda g: np.where(g == -np.inf, np.float32(0), g)},

@@ -407,10 +407,7 @@ def test_a_layout_without_its_bound_and_another_b2():
     numbers = Numbers(b2=0.999, weight_decay=0.0)
     found = identify_optimizer(simulated(free), numbers=numbers)
     # the first where no ratio is beyond the bound of b2
-    assert found.layout in (
-        "sqrt_e5m2",
-        "sqrt_e5m2 without a bound",
-    )
+    assert found.layout in ("sqrt_e5m2", "sqrt_e5m2 without a bound")
     assert found.exact
     wrong = identify_optimizer(simulated("float32"), numbers=Numbers(b2=0.999))
     assert wrong.ok

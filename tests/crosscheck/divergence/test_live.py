@@ -368,11 +368,7 @@ def test_the_command_trains_two_backends_and_writes_what_it_found(
         written["first"]["layer"],
         written["first"]["element"],
         written["first"]["clauses"],
-    ) == (
-        f"{BLOCK}.input_layernorm",
-        [0, 1, 2],
-        ["M-3"],
-    )
+    ) == (f"{BLOCK}.input_layernorm", [0, 1, 2], ["M-3"])
     assert written["first"]["why"].startswith("its parts are equal")
     assert not all(check["ok"] for check in written["checks"])
 

@@ -81,11 +81,7 @@ def apart(trainer):
     """Every rank keeps amax histories of its own rows alone (H-4)."""
     for _, state in delayed.states(trainer.model):
         # or the first update would refuse it (H-12)
-        state.group, state.checked, state.compared = (
-            None,
-            True,
-            True,
-        )
+        state.group, state.checked, state.compared = (None, True, True)
 
 
 def same_rows(trainer):

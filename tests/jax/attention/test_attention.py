@@ -210,9 +210,7 @@ def test_amaxes_on_eight_devices_are_those_of_one(mesh):  # A-12
 
 
 # the gradient of a head of keys is that of the query heads of all devices
-def test_shared_keys_on_devices(
-    mesh,
-):
+def test_shared_keys_on_devices(mesh):
     q, k, v, do = (jnp.asarray(x) for x in cases.normal(2, 4, 1, 40, 40))
     how = {"variant": "bf16", "mask": CAUSAL}
     wanted = jax.jit(functools.partial(gradients, **how))(q, k, v, do)

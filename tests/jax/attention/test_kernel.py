@@ -60,11 +60,7 @@ def stand_in(q8, k8, v8, kernel, parameters):
     names = {"dO": "do", "dP": "ds", "dQ": "dq", "dK": "dk", "dV": "dv"}
     of = {key: x.reshape(()) for key, x in parameters.items()}
     # what the tiles do not take: an inverse within a unit in the last place
-    for key in (
-        "s",
-        "o",
-        "dP",
-    ):
+    for key in ("s", "o", "dP"):
         np.testing.assert_allclose(
             of[f"descale_{key}"] * of[f"scale_{key}"], 1, rtol=2.0**-22, err_msg=key
         )
@@ -325,8 +321,7 @@ def test_a_mesh_of_a_jits_inputs_alone_is_refused_where_it_is_lowered(monkeypatc
 
     traced = jax.jit(layer).trace(q, k, v, other)  # shows no mesh of q, k and v
     with pytest.raises(
-        ValueError,
-        match=r"of one device's part; got the program on 2. Use fp8ref.jax.attention",
+        ValueError, match=r"of one device's part; got the program on 2. Use fp8ref.jax.attention"
     ):
         traced.lower()
     alone = jax.ShapeDtypeStruct(other.shape, other.dtype)

@@ -441,10 +441,7 @@ def test_sums_over_devices_move_the_dtype_that_is_asked_for(parts, dtype, operan
     ]
     assert [c.dtype for c in moved] == [dtype] * 2  # of y over tensor, of grad_weight over fsdp
     # of grad_weight: a half along fsdp, and within it the half of K that tensor cuts
-    rows, columns = (
-        N // 2,
-        K // 2,
-    )
+    rows, columns = (N // 2, K // 2)
     summed = [
         c
         for c in proof.collectives(proof.read(mapped.lower(x, w, g)))

@@ -138,11 +138,7 @@ def test_what_is_refused_changes_nothing(recipe, how, said):  # R-5
 @pytest.mark.parametrize(
     ("options", "in_fp8"),
     # the last has no experts in FP8
-    [
-        ({}, False),
-        ({"fp8_fqns": ["router"]}, True),
-        ({"filter_fqns": ["up"]}, True),
-    ],
+    [({}, False), ({"fp8_fqns": ["router"]}, True), ({"filter_fqns": ["up"]}, True)],
 )
 def test_a_router_stays_in_high_precision(options, in_fp8):
     how_made = {"rngs": nnx.Rngs(0), "kernel_init": nnx.initializers.zeros}

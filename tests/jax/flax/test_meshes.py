@@ -128,10 +128,7 @@ def test_an_nnx_model_inside_shard_map(placement):  # P-6, P-9
     cut = jax.tree.map(lambda v, spec: put(v, *spec), params, specs), put(X, *of_x)
     same(grads(*cut), one(params, X))
     # codes of two sets in one, and a bit an element
-    assert gathered(grads.lower(*cut)) == {
-        "up": {"f8"},
-        "down": {"f8", "ui"},
-    }
+    assert gathered(grads.lower(*cut)) == {"up": {"f8"}, "down": {"f8", "ui"}}
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,7 @@ CASES = [
     ("...qhd,...khd->...hqk", (2, 16, 3, 64), (2, 32, 3, 64)),  # Flax's attention
     ("...hqk,...khd->...qhd", (2, 3, 16, 32), (2, 32, 3, 16)),
     # an ellipsis of fewer dims is their last ones
-    (
-        "...d,b...df->...bf",
-        (2, 16, 64),
-        (3, 16, 64, 32),
-    ),
+    ("...d,b...df->...bf", (2, 16, 64), (3, 16, 64, 32)),
 ]
 
 

@@ -23,11 +23,7 @@ def use(recipe="tensorwise", **more):
 @pytest.mark.parametrize("turned", [False, True])
 def test_operands_of_a_gemm_agree_on_the_length_they_are_reduced_along(turned):  # L-2
     # M, K, N = 3, 5, 7
-    shapes = {
-        "input": (3, 5),
-        "weight": (5, 7) if turned else (7, 5),
-        "grad_output": (3, 7),
-    }
+    shapes = {"input": (3, 5), "weight": (5, 7) if turned else (7, 5), "grad_output": (3, 7)}
     reduced = {
         which: {shapes[role][use(turned=turned).axis(which, role)] for role in roles}
         for which, roles in OPERANDS.items()

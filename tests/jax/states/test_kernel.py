@@ -158,13 +158,7 @@ def test_what_it_takes():
     layout = LAYOUTS["sqrt_e4m3"]
     assert [
         adamw_kernel.takes(shape, layout) for shape in ((), (128,), (100,), (128, 100), (2, 3, 256))
-    ] == [
-        False,
-        True,
-        False,
-        False,
-        True,
-    ]
+    ] == [False, True, False, False, True]
     assert not adamw_kernel.takes(
         (512,), dataclasses.replace(layout, v=dataclasses.replace(layout.v, block=256))
     )

@@ -53,9 +53,7 @@ def test_quotients_next_to_ties_are_quotients(name):  # O-7, O-10
 
 
 # the guard of O's one rounding an operation
-def test_a_product_and_a_sum_that_are_fused_are_seen(
-    monkeypatch,
-):
+def test_a_product_and_a_sum_that_are_fused_are_seen(monkeypatch):
     monkeypatch.setattr(moments, "product", lambda a, b: a * b)
     optimizer = states.adamw(1e-3, layout="float32", **HYPER)
     assert trained(compiled(optimizer), optimizer, LAYOUTS["float32"], 4) > 0

@@ -29,11 +29,7 @@ def test_a_chain_goes_on_from_any_accumulator(plan, fmt):  # A-9, G-10, G-11
     a, b = numbers(rng, (7, 96), fmt), numbers(rng, (96, 40), fmt)
     acc = (rng.normal(size=(7, 40)) * 2.0 ** rng.integers(-120, 100, (7, 40))).astype(F)
     # steps without a product: the accumulator is cut off by itself
-    a[3], b[:, 5], b[:32, 6] = (
-        0,
-        0,
-        0,
-    )
+    a[3], b[:, 5], b[:32, 6] = (0, 0, 0)
     acc[0, :4] = 0.0, -0.0, 2.0**-149, -(2.0**-140)
     acc[:, 5] = F(1.2345e-30) * F(2.0) ** np.arange(-7, 0)
     unit = ACCUMULATIONS[plan].unit

@@ -135,9 +135,7 @@ def test_exact_gradients_are_those_of_finite_differences():  # A-14, A-23
 
 @pytest.mark.parametrize("name", ["bf16", "cudnn", "mxfp8"])
 # as without sinks (test_attention_gradients)
-def test_cast_gradients_are_near_real_ones(
-    name,
-):
+def test_cast_gradients_are_near_real_ones(name):
     q, k, v, do = inputs(tq=40, tk=70)
     how = {"mask": Mask(causal=True), "sinks": SINKS, "softcap": 4.0}
     real, found = (

@@ -32,9 +32,7 @@ def of_head(x):
 
 @pytest.mark.parametrize("name", ["fa3", "fa4", "bf16"])
 # tanh before the mask, then one factor of the exponent
-def test_flash_attention_with_a_softcap(
-    name,
-):
+def test_flash_attention_with_a_softcap(name):
     q, k, v, _ = inputs(1, 1, tq=3, tk=181, seed=1)
     more = (
         {"unit": source.HOPPER, "order": "quad"}
@@ -133,9 +131,7 @@ def test_exact_gradients_are_those_of_finite_differences():  # A-14, A-22
 
 @pytest.mark.parametrize("name", ["bf16", "cudnn", "mxfp8"])
 # as without a cap (test_attention_gradients)
-def test_cast_gradients_are_near_real_ones(
-    name,
-):
+def test_cast_gradients_are_near_real_ones(name):
     q, k, v, do = inputs(tq=40, tk=70)
     # Without the slope dq is off by half of its norm.
     for mask in (Mask(), Mask(causal=True)):

@@ -11,15 +11,9 @@ from fp8ref.spec.attention.variants import VARIANTS, Mask
 
 F = np.float32
 # the columns of v are independent of each other: some are enough
-QUERIES, COLUMNS = (
-    2,
-    (0, 1, 37, 62),
-)
+QUERIES, COLUMNS = (2, (0, 1, 37, 62))
 # of two queries, and of at most 300 keys
-DOCUMENTS = (
-    np.array([[1, 9]]),
-    np.repeat([0, 1, 2], 100)[None],
-)
+DOCUMENTS = (np.array([[1, 9]]), np.repeat([0, 1, 2], 100)[None])
 MASKS = {
     "full": (Mask(), lambda i, j, t: True),
     "causal": (Mask(causal=True), lambda i, j, t: j <= i + t - QUERIES),
@@ -29,10 +23,7 @@ MASKS = {
     ),
     "from the start": (Mask(causal=True, alignment="start"), lambda i, j, t: j <= i),
     # the second query sees no key
-    "documents": (
-        Mask(),
-        lambda i, j, t: DOCUMENTS[0][0, i] == DOCUMENTS[1][0, j],
-    ),
+    "documents": (Mask(), lambda i, j, t: DOCUMENTS[0][0, i] == DOCUMENTS[1][0, j]),
 }
 CASES = [(64, "full"), (64, "from the start"), (64, "documents"), (128, "causal"), (256, "window")]
 
@@ -94,11 +85,7 @@ def test_flash_attention(name, d, mask):  # A-5 to A-11
     q, k, v = inputs(d, keys)
     found = run(name, q, k, v, mask)
     # q's heads share a scale: one head of keys uses them
-    (dk, of_k), (dv, of_v), (dq, of_q) = (
-        of_head(k),
-        of_head(v),
-        of_head(q),
-    )
+    (dk, of_k), (dv, of_v), (dq, of_q) = (of_head(k), of_head(v), of_head(q))
     more = {"unit": source.HOPPER, "order": "quad"}
     if name.startswith("fa4"):
         more = {

@@ -37,10 +37,7 @@ def layouts(mesh, shape):
         splits += [{0: names[:1], 1: names[1:]}, {0: names[1:], 1: names[:1]}]
     result = [Layout(mesh=mesh, shape=shape, splits=s) for s in splits]
     # whole blocks for three devices, one of them with none
-    if mesh.axes == {"data": 3} and shape == (
-        1024,
-        1024,
-    ):
+    if mesh.axes == {"data": 3} and shape == (1024, 1024):
         result += [
             Layout(mesh=mesh, shape=shape, splits={i: names}, sizes={i: (640, 0, 384)})
             for i in (0, 1)

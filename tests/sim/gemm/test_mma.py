@@ -289,11 +289,7 @@ def test_an_infinite_sum_stays_infinite():
     with np.errstate(over="ignore"):
         assert tensor_core._round_result(
             np.array([2.0**128, -(2.0**200), 2.0**128 - 2.0**100]), 13, "toward_zero"
-        ).astype(np.float32).tolist() == [
-            np.inf,
-            -np.inf,
-            float(from_bits(0x7F7FFC00)),
-        ]
+        ).astype(np.float32).tolist() == [np.inf, -np.inf, float(from_bits(0x7F7FFC00))]
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -183,9 +183,7 @@ def test_stochastic_rounding_is_a_carry_of_the_fraction_and_the_random_number():
 
 @pytest.mark.parametrize("exponent", [0, -3, -12, -20, -33])
 # C-2: 48 bits, so also far below the spacing
-def test_stochastic_rounding_of_tiny_numbers_is_unbiased(
-    exponent,
-):
+def test_stochastic_rounding_of_tiny_numbers_is_unbiased(exponent):
     # in units of e4m3fn's smallest number: 1.375 * 2^exponent
     x = np.full(1 << 22, 1.375 * 2.0 ** (exponent - 9), np.float32)
     mean = (

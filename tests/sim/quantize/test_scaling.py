@@ -72,12 +72,7 @@ INF, NAN = np.inf, np.nan
         ("te_current", [1, NAN, 3], 1, [0x38, 0x7F, 0x44]),
         ("te_current", [0, -0.0, 0], 1, [0, 0x80, 0]),
         # 2^-149 * FLT_MAX = 2^-21: not mapped to max
-        (
-            "te_current",
-            [2.0**-149, 0, 0],
-            np.finfo(np.float32).max,
-            [0, 0, 0],
-        ),
+        ("te_current", [2.0**-149, 0, 0], np.finfo(np.float32).max, [0, 0, 0]),
         ("te_block", [2.0**-149, 0, 0], 2.0**127, [0, 0, 0]),
         ("te_delayed", [0, NAN, 3], 1, [0, 0x7F, 0x44]),
         ("flax", [1, INF, 3], 1, [0x38, 0x7E, 0x44]),
@@ -155,10 +150,7 @@ def with_scales(scale):
     ("call", "message"),
     [
         # S-7
-        (
-            lambda: scaling.quantize(np.zeros((0, 4), np.float32), E4M3FN),
-            "at least one element",
-        ),
+        (lambda: scaling.quantize(np.zeros((0, 4), np.float32), E4M3FN), "at least one element"),
         (
             lambda: scaling.quantize(
                 np.ones((64, 200), np.float32), E4M3FN, granularity="blockwise_1x128"

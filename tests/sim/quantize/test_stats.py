@@ -346,9 +346,7 @@ def test_truncation_is_a_negative_magnitude_bias(rng):
 
 
 # B-1, of which a float32 result has no further rounding
-def test_error_of_a_gemm_is_within_its_bound(
-    rng,
-):
+def test_error_of_a_gemm_is_within_its_bound(rng):
     x, w = (
         scaling.quantize(rng.standard_normal((n, 512)).astype(np.float32), E4M3FN) for n in (16, 24)
     )
@@ -411,11 +409,7 @@ def slab_measure(x, q):
         np.broadcast_to(scaling.spread(q.scale, x.shape, q.granularity, q.axis), x.shape),
     )
     # integers: the order of the sum does not matter
-    yield (
-        "sum",
-        np.add,
-        np.round(x * 8).astype(np.float64),
-    )
+    yield ("sum", np.add, np.round(x * 8).astype(np.float64))
 
 
 @pytest.mark.parametrize("slab", [1, 200, 300, 1 << 20])

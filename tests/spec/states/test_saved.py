@@ -47,10 +47,7 @@ def test_fields_that_one_side_lacks():
     own = LAYOUTS["float32"]
     assert layout_decisions.differences(
         own, layout_decisions.written(own).replace('"smallest"', '"new"')
-    ) == [
-        "smallest = 0, saved None",
-        "new = None, saved 0",
-    ]
+    ) == ["smallest = 0, saved None", "new = None, saved 0"]
     with pytest.raises(ValueError, match="Expecting value"):
         layout_decisions.differences(own, "sqrt_e4m3")
 

@@ -100,13 +100,7 @@ def test_under_sequence_parallelism_what_is_gathered_is_a_byte_an_element():  # 
         assert backward == [codes, codes] * 2 + [hp]
     for forward, backward in run(2, gathered, "tensorwise", ("k_proj", "layers.1.mlp")):
         # k takes hp, so q and v cast what all three gathered
-        assert forward == [
-            hp,
-            codes,
-            hp,
-            hp,
-            hp,
-        ]
+        assert forward == [hp, codes, hp, hp, hp]
         assert backward == [hp, codes, codes, codes, hp]
     for forward, backward in run(2, gathered, "rowwise", ()):
         assert forward == [hp] * 5

@@ -14,10 +14,7 @@ from fp8ref.torch.experts.layer import GroupedLinear
 
 RANKS, EXPERTS, ROWS, K, N = 2, 4, 24, 32, 16
 # the second rank has 8 rows of no group; nobody has rows of expert 1
-SIZES = (
-    (9, 0, 5, 10),
-    (0, 0, 12, 4),
-)
+SIZES = ((9, 0, 5, 10), (0, 0, 12, 4))
 
 
 class Model(nn.Module):

@@ -360,12 +360,7 @@ REAL = {
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "vocab_size": 151936,
-} | {
-    "head_dim": 128,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
+} | {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 
 
 @pytest.mark.slow

@@ -32,11 +32,7 @@ GEMMS = tuple(RECIPES["blockwise"].gemms)
 UNEVEN = {"input": (384, 384), "weight": (128, 384), "grad_output": (384, 128)}  # halves of tiles
 EVEN = {"input": (256, 256), "weight": (256, 256), "grad_output": (256, 256)}  # no room to make
 # one block of K, whose stride nobody asks for
-ONE = {
-    "input": (128, 128),
-    "weight": (256, 128),
-    "grad_output": (128, 256),
-}
+ONE = {"input": (128, 128), "weight": (256, 128), "grad_output": (128, 256)}
 RAGGED = {"input": (200, 256), "weight": (144, 256)}  # M and N that no block divides
 CASES = [(which, shapes) for shapes in (UNEVEN, EVEN, ONE) for which in GEMMS] + [
     ("output", RAGGED)
@@ -152,10 +148,7 @@ class FakeDeepGEMM:
         recipe = recipe or (1, 128, 128)
         assert {codes_a.dtype, codes_b.dtype} == {torch.float8_e4m3fn}
         # K-major; a's and b's rows without gaps
-        assert (codes_a.stride(), codes_b.stride()) == (
-            (k, 1),
-            (k, 1),
-        )
+        assert (codes_a.stride(), codes_b.stride()) == ((k, 1), (k, 1))
         assert (codes_b.shape[1], tuple(d.shape), d.stride(-1)) == (k, (m, n), 1)
         assert {sfa.dtype, sfb.dtype} == {torch.float32}
         assert tuple(sfa.shape) == (m, -(-k // 128))

@@ -44,10 +44,7 @@ pytestmark = pytest.mark.filterwarnings(
 # is in none.
 GRAPHS = {"block": (4, 2 + 3), "model": (2, 8), "traced": (2, 8)}
 # of weights and biases, in a rank's shards
-ELEMENTS = (
-    (2 * 64 * 64 + 32 * 64) // 2,
-    (2 * 64 + 32) // 2,
-)
+ELEMENTS = ((2 * 64 * 64 + 32 * 64) // 2, (2 * 64 + 32) // 2)
 
 
 def expected(recipe, how, gather):

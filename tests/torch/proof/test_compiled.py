@@ -63,10 +63,7 @@ def test_passes_that_were_there_run_first_and_remain():
             for run in passes:
                 run(torch.fx.Graph())
             # inductor then leaves its caches alone
-            assert [run.uuid() for run in passes] == [
-                None,
-                None,
-            ]
+            assert [run.uuid() for run in passes] == [None, None]
         assert ran == [(name, 0) for name in PASSES]
         assert trace.gemms == []
         assert {name: getattr(inductor_config, name) for name in PASSES} == earlier

@@ -102,10 +102,7 @@ def test_experts_that_ranks_of_a_batch_cut_again_are_rows(rank):  # O-11, X-12
                 parameter_state.check_cut(cut(*other), by_name("sqrt_e4m3"))
             parameter_state.check_cut(cut(*other), by_name("sqrt_e5m2"))  # of one scale a tensor
             # O-8: random numbers by the flat index
-            for layout in (
-                drawn,
-                MASTERED["stochastic_half"],
-            ):
+            for layout in (drawn, MASTERED["stochastic_half"]):
                 with pytest.raises(
                     ValueError,
                     match="rounds by the index of an element, so a parameter is cut by rows",

@@ -547,10 +547,7 @@ def test_a_group_that_is_refused_is_not_added():  # O-2
     ("changed", "message"),
     [
         # it was rounded to, from then on
-        (
-            lambda model: model.bfloat16(),
-            r"takes float32 parameters .* got torch.bfloat16 \(4,\)",
-        ),
+        (lambda model: model.bfloat16(), r"takes float32 parameters .* got torch.bfloat16 \(4,\)"),
         (lambda model: model.double(), r"takes float32 parameters .* got torch.float64 \(4,\)"),
         (
             lambda model: setattr(model.bias, "data", torch.ones(2)),

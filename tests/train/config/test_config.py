@@ -190,10 +190,7 @@ def test_every_mistake_of_a_file_is_reported_at_once(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["rowwize", "", "BF16"])
 def test_an_unknown_recipe_names_the_known_ones(tmp_path, recipe):
-    with pytest.raises(
-        ConfigError,
-        match=f"{', '.join(trained_recipes())}; got '{recipe}'",
-    ):
+    with pytest.raises(ConfigError, match=f"{', '.join(trained_recipes())}; got '{recipe}'"):
         configs.load(write(tmp_path, f"[numerics]\nrecipe = '{recipe}'"))
 
 

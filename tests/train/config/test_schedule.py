@@ -175,11 +175,7 @@ def test_a_learning_rate_begins_where_it_first_is_lower(small):  # T-9, T-3
     first = next(step for step in range(config.optimizer.warmup_steps, 200) if rates[step] < 3e-4)
     assert config.starts == (0, first, 190)
     # the worked example
-    assert (first, round(rates[139], 9), round(rates[140], 9)) == (
-        140,
-        0.00030037,
-        0.000294371,
-    )
+    assert (first, round(rates[139], 9), round(rates[140], 9)) == (140, 0.00030037, 0.000294371)
     assert rates[0] < 3e-4  # in warm-up, where it rises
     phases = config.scheduled()
     assert [phases.recipe(step) for step in (0, first - 1, first, 189, 190, 199)] == [
@@ -235,10 +231,7 @@ def test_a_measured_phase_is_compared_while_the_one_before_it_runs(small):  # T-
     assert found.ran(19) == [[0, "tensorwise"], [2, "rowwise"], [5, "delayed"], [9, "bf16"]]
     assert config.scheduled(found.measured).ran(8) == found.ran(8)
     # a step is reached without the phases between
-    assert config.scheduled().ran(19) == [
-        [0, "tensorwise"],
-        [9, "bf16"],
-    ]
+    assert config.scheduled().ran(19) == [[0, "tensorwise"], [9, "bf16"]]
 
 
 @pytest.mark.parametrize(
@@ -306,11 +299,7 @@ def fake(monkeypatch):
 
 
 # the fake's SQNR is 28, 26, 24 ...
-MEASURED = (
-    (0, "tensorwise"),
-    ("sqnr < 27", "rowwise"),
-    (4, "bf16"),
-)
+MEASURED = ((0, "tensorwise"), ("sqnr < 27", "rowwise"), (4, "bf16"))
 
 
 def test_a_run_records_where_its_phases_began(tmp_path, small, fake, capsys):  # T-9
@@ -466,11 +455,7 @@ def test_a_schedule_is_its_recipes_one_after_the_other(backend, optimizer, small
     if backend == "jax":
         assert {
             recipe: programs.train._cache_size() for recipe, programs in trainer._programs.items()
-        } == {
-            "tensorwise": 1,
-            "rowwise": 1,
-            "bf16": 1,
-        }
+        } == {"tensorwise": 1, "rowwise": 1, "bf16": 1}
     with pytest.raises(ValueError, match="got 'delayed'"):
         trainer.switch("delayed")
 

@@ -398,10 +398,7 @@ def test_the_bar_counts_the_source_s_bytes(tmp_path, source, monkeypatch):
 
 def test_the_command(tmp_path, source, capfd, monkeypatch):
     # with these rich takes anything for a terminal
-    for variable in (
-        "FORCE_COLOR",
-        "TTY_COMPATIBLE",
-    ):
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(variable, raising=False)
     out = tmp_path / "out"
     arguments = [

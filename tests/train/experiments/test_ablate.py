@@ -240,10 +240,7 @@ def test_operands_of_attention_and_states_are_switched_one_by_one(run):  # E-9, 
     )
     names = [
         f"layers.{i}/attention/{role}" for i in (0, 1) for role in ("q", "k", "v", "p", "do", "ds")
-    ] + [
-        "model/states/m",
-        "model/states/v",
-    ]
+    ] + ["model/states/m", "model/states/v"]
     assert sorted(row.operand.name for row in found.rows) == sorted(names)
     #
     assert {row.operand.name: row.saturation for row in found.rows if row.saturation} == {
@@ -485,11 +482,7 @@ def test_a_planted_cast_of_a_transformer_layer_is_rank_1_at_the_run_s_peak_rate(
         data={"batch_size": 16, "sequence_length": 64},
         numerics={"recipe": "tensorwise", "rules": IN_A_LAYER},
         # at the checkpoint the rate is 0: nothing would show
-        optimizer={
-            "learning_rate": 1e-2,
-            "min_learning_rate": 0.0,
-            "warmup_steps": 1,
-        },
+        optimizer={"learning_rate": 1e-2, "min_learning_rate": 0.0, "warmup_steps": 1},
         run={"steps": 10, "eval_every": 10},
     )
     loop.train(config, backend, tmp_path / "run")

@@ -27,12 +27,7 @@ def names(config, by="layer", layers=(), gemms=KINDS, roles=ROLES):
 
 def test_operands_are_what_the_config_casts(studied):
     # grad_weight is in high precision
-    of_layer = [
-        "output/input",
-        "output/weight",
-        "grad_input/grad_output",
-        "grad_input/weight",
-    ]
+    of_layer = ["output/input", "output/weight", "grad_input/grad_output", "grad_input/weight"]
     linears = [f"layers.{i}/{operand}" for i in (0, 1) for operand in of_layer]
     attention = [
         f"layers.{i}/attention/{role}" for i in (0, 1) for role in ("q", "k", "v", "p", "do", "ds")

@@ -292,10 +292,7 @@ def test_a_full_disk_is_named_with_the_metrics(tmp_path, small):
     run._metrics.close()
     run._metrics = Path("/dev/full").open("a")  # noqa: SIM115  (the run closes it)
     # what could not be written is tried again
-    for write in (
-        lambda: run.step({"step": 0}),
-        run.close,
-    ):
+    for write in (lambda: run.step({"step": 0}), run.close):
         with pytest.raises(OSError, match=r"run/metrics\.jsonl " + SAID):
             write()
 

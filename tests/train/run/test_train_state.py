@@ -121,11 +121,7 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     ("backend", "own", "optimizer"),
     [
         # which decides on the device whether it skips a step
-        (
-            "torch",
-            False,
-            {"kind": "adamw_fused"},
-        ),
+        ("torch", False, {"kind": "adamw_fused"}),
         ("torch", False, STATES),
         ("torch", True, {}),
         pytest.param("jax", False, STATES, marks=pytest.mark.slow),

@@ -275,6 +275,5 @@ def _row_sums(do: Heads, result, inputs: Inputs, use: Use) -> jax.Array:
     products = times(values, o, use.arithmetic)
     totals = jnp.sum(products, axis=-1) if use.fast else ascending_sum(products)
     return moments.product(
-        moments.product(totals, do_inv if do_inv.ndim == 0 else do_inv[..., 0]),
-        o_inv,
+        moments.product(totals, do_inv if do_inv.ndim == 0 else do_inv[..., 0]), o_inv
     )

@@ -190,11 +190,7 @@ class MixtureMLP(nnx.Module):
             tokens, router, self.chosen, normalizes=self.normalizes
         )
         y, sizes = experts.mixture(
-            tokens,
-            chosen,
-            weights,
-            self.count,
-            lambda rows, sizes: self._grouped(rows, sizes, run),
+            tokens, chosen, weights, self.count, lambda rows, sizes: self._grouped(rows, sizes, run)
         )
         run.balance[self.name] = Balance(sizes.astype(jnp.float32), probabilities.sum(0))
         if self.shares:

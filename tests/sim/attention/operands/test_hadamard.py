@@ -17,9 +17,7 @@ def matrix(n: int) -> np.ndarray:
 
 @pytest.mark.parametrize("n", [1, 2, 64, 256])
 # sums of integers need no rounding, so that only the last product has one
-def test_integers_are_rotated_exactly(
-    n,
-):
+def test_integers_are_rotated_exactly(n):
     signs, x = hadamard.signs(n, 3), np.random.default_rng(0).integers(-8, 9, (5, n))
     sums = (x * signs) @ matrix(n)
     np.testing.assert_array_equal(

@@ -52,9 +52,7 @@ def test_codes_and_scales(granularity, policy, along_tokens, fmt, rng):
 
 
 # S-9: quotients rounded once, and never above float32's range
-def test_current_scales_of_all_kinds_of_amaxes(
-    rng,
-):
+def test_current_scales_of_all_kinds_of_amaxes(rng):
     amax = np.concatenate(
         [
             np.abs(rng.normal(size=4000)) * 2.0 ** rng.integers(-140, 120, 4000),
