@@ -4,25 +4,16 @@ import pytest
 from house import figures
 
 LIMITS = {
-    "functions over 60 lines": 99,
+    "functions over 60 lines": 98,
     "functions over 8 parameters": 70,
     "calls with ** of a local": 157,
     "imports by string": 5,
     "guards": 1206,
     "functions that cast outside quantize/": 35,
     "prefixes of three modules": 1,
-    "lines at 88 columns": 123_400,
+    "lines at 88 columns": 124_200,
 }
-NAMES = {
-    "found": 77,
-    "given": 22,
-    "made": 19,
-    "how": 14,
-    "known": 12,
-    "told": 1,
-    "taken": 4,
-    "of_": 73,
-}
+NAMES = {"found": 1, "given": 1, "made": 2, "how": 1, "known": 1, "told": 0, "taken": 1, "of_": 2}
 """Definitions in 10,000 lines."""
 
 
