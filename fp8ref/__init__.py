@@ -21,8 +21,8 @@ begin:
             identify_attention, strategies, parameters and require for tests of any library, vectors
             for any language.
     crosscheck
-            do our backends agree with the specification? one_device.crosscheck, sharded_jax,
-            sharded_torch, divergence, rerun.
+            do our backends agree with the specification? one_device.crosscheck, sharded.jax_mesh,
+            sharded.torch_ranks, divergence, rerun.
     train   config.load, loop.train, data, checkpoints, report: one training loop, a backend each in
             jax and torch.
     estimate

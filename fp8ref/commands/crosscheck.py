@@ -159,7 +159,7 @@ def _crosscheck_sharded(arguments: argparse.Namespace, config) -> int:
     if arguments.backend is None or arguments.sharded < 2:
         raise ConfigError("--sharded takes 2 or more devices or ranks, and --backend jax or torch.")
     if arguments.backend == "torch":
-        from fp8ref.crosscheck import sharded_torch
+        from fp8ref.crosscheck.sharded import torch_ranks as sharded_torch
 
         steps = sharded_torch.STEPS if arguments.steps is None else arguments.steps
         report, unfit = sharded_torch.crosscheck(config, arguments.sharded, steps=steps)
@@ -183,6 +183,6 @@ def _sharded_jax(arguments: argparse.Namespace, config):
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # a CPU is as many devices as it is told before it is asked
         jax.config.update("jax_num_cpu_devices", arguments.sharded)
-    from fp8ref.crosscheck import sharded_jax
+    from fp8ref.crosscheck.sharded import jax_mesh as sharded_jax
 
     return sharded_jax.crosscheck(config, arguments.sharded)

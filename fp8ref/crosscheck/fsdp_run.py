@@ -1,6 +1,6 @@
 """Train with FSDP2 on one rank and record operands and states; or train replicated, in one process.
 
-``sharded_torch`` compares these runs. All functions are called in processes that
+``sharded.torch_ranks`` compares these runs. All functions are called in processes that
 ``process_group.run`` starts, so that all compute with one thread.
 """
 
@@ -34,7 +34,7 @@ class Operands:
     fp8    (codes uint8, scale float32) by layer, GEMM and role.
     experts
            (a, b, out) of experts' GEMMs, by layer, GEMM and the expert's number on this rank: as
-           ``sharded_experts`` takes them.
+           ``sharded.experts`` takes them.
     """
 
     hp: dict[tuple[str, Role], np.ndarray] = field(default_factory=dict)

@@ -1,5 +1,4 @@
-"""Rerun experts' linears of one device's pass on a mesh of JAX devices, for ``sharded_jax`` (spec
-X-13, X-15).
+"""Rerun experts' linears of one device's pass on a mesh of JAX devices (spec X-13, X-15).
 
     tensors = expert_tensors(observations, weights)    # of one device: rows by expert
     gemms, grad_weight = rerun(tensors, ...)           # of each device of the mesh
@@ -20,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.crosscheck.operands import Observation
-from fp8ref.crosscheck.sharded_experts import ExpertGemm
+from fp8ref.crosscheck.sharded.experts import ExpertGemm
 from fp8ref.jax.attention.operands import inputs as attention_inputs
 from fp8ref.jax.experts import grouped
 from fp8ref.jax.experts import operands as grouped_operands

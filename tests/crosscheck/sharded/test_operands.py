@@ -9,7 +9,7 @@ import pytest
 
 from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck.fsdp_run import Operands, Run
-from fp8ref.crosscheck.sharded_operands import check_first_layer, check_pass, check_ranks
+from fp8ref.crosscheck.sharded.operands import check_first_layer, check_pass, check_ranks
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
 from fp8ref.sim.quantize import cast, scaling

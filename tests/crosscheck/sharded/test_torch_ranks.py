@@ -7,7 +7,8 @@ import tomli_w
 from helpers.processes import rank_jobs
 
 from fp8ref import cli
-from fp8ref.crosscheck import fsdp_run, process_group, sharded_torch
+from fp8ref.crosscheck import fsdp_run, process_group
+from fp8ref.crosscheck.sharded import torch_ranks as sharded_torch
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config import config as configs
 from fp8ref.train.data import loader

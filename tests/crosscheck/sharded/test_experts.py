@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from fp8ref.conformance.kit.compare import Report
-from fp8ref.crosscheck import sharded_experts
+from fp8ref.crosscheck.sharded import experts as sharded_experts
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
 from fp8ref.selection.grouped import GROUPED_RECIPES
 from fp8ref.sim.distributed import sharding

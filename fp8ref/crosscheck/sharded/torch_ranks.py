@@ -5,7 +5,7 @@ spec P-4, P-6, P-11, P-13, P-14, H-4.
 On every mesh data x fsdp x tensor of N gloo ranks, or data x fsdp x expert of a model with experts:
 
 - codes and scales of every FP8 operand on every rank, before and after training, are compared with
-  the simulator's sharded quantization (``sharded_operands``);
+  the simulator's sharded quantization (``sharded.operands``);
 - losses, weights and delayed states are compared with one process that trains without FSDP2,
   for every way of gathering weights; under tensor parallelism ranks and ways are compared with each
   other, because ranks round parts of outputs (P-16), and so are ranks with experts, whose loss and
@@ -22,7 +22,7 @@ from fp8ref.conformance.kit.compare import Report, compare_bits, compare_values
 from fp8ref.crosscheck import fsdp_run, process_group
 from fp8ref.crosscheck.fsdp_run import Run, Watcher
 from fp8ref.crosscheck.operands import States, initial_states, states_after
-from fp8ref.crosscheck.sharded_operands import check_first_layer, check_pass, check_ranks
+from fp8ref.crosscheck.sharded.operands import check_first_layer, check_pass, check_ranks
 from fp8ref.recipe import RECIPES, Recipe, trained_recipes
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError

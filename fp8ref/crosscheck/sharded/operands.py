@@ -1,7 +1,7 @@
 """Compare the operands of every rank with the simulator's sharded quantization (spec P-4 to P-6,
 P-14).
 
-``sharded_torch`` runs the ranks.
+``sharded.torch_ranks`` runs the ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from fp8ref.conformance.kit.compare import (
     compare_scales,
     compare_values,
 )
-from fp8ref.crosscheck import sharded_experts
 from fp8ref.crosscheck.fsdp_run import Operands, Run
 from fp8ref.crosscheck.operands import States, initial_states
+from fp8ref.crosscheck.sharded import experts as sharded_experts
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import CUT_AXES, OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 from fp8ref.sim import delayed

@@ -3,7 +3,7 @@
 
 Device d of an axis expert of D holds the experts from d E / D on. Along data and fsdp devices hold
 the same experts: their rows of an expert, in the order of the devices, are those of one device.
-``sharded_torch`` gets each device's GEMMs from ranks that train, ``sharded_jax`` from
+``sharded.torch_ranks`` gets each device's GEMMs from ranks that train, ``sharded.jax_mesh`` from
 ``grouped_rerun``.
 """
 

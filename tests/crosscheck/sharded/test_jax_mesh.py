@@ -11,7 +11,7 @@ import tomli_w
 from jax.sharding import AxisType
 
 from fp8ref import cli
-from fp8ref.crosscheck import sharded_jax
+from fp8ref.crosscheck.sharded import jax_mesh as sharded_jax
 from fp8ref.jax.distributed.sharding import Placement, Reduction
 from fp8ref.recipe import RECIPES
 from fp8ref.shared.errors import ConfigError

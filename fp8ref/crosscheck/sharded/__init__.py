@@ -1,0 +1,1 @@
+"""Training over several devices against the simulator: a JAX mesh, PyTorch ranks, experts."""
