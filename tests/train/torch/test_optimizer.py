@@ -42,7 +42,7 @@ def moments(trainer):
         yield (
             name,
             local_part(p),
-            [optimizer.local(state[key]) for key in ("exp_avg", "exp_avg_sq")],
+            [local_part(state[key]) for key in ("exp_avg", "exp_avg_sq")],
         )
 
 
