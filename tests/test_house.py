@@ -4,7 +4,7 @@ import pytest
 from house import figures
 
 LIMITS = {
-    "functions over 60 lines": 98,
+    "functions over 60 lines": 97,
     "functions over 8 parameters": 70,
     "calls with ** of a local": 157,
     "imports by string": 5,

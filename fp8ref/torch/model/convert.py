@@ -12,10 +12,9 @@ fp8ref's own.
 To resume training, save the whole model.state_dict(): it holds the states of delayed scaling too.
 """
 
-import dataclasses
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch._inductor.config
@@ -26,27 +25,21 @@ from torchao.float8.float8_linear_utils import swap_linear_layers
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
-from fp8ref.selection import linears as linear_selection
-from fp8ref.selection import routers
-from fp8ref.selection import rules as linear_rules
 from fp8ref.selection.rules import Rule
 from fp8ref.torch.delayed import delayed, unset_scales
-from fp8ref.torch.experts import arguments as grouped_arguments
 from fp8ref.torch.experts import layer as grouped_linear
-from fp8ref.torch.experts import models as experts_of
-from fp8ref.torch.experts import selection as experts_selection
+from fp8ref.torch.experts import models as experts_models
 from fp8ref.torch.gemm import gemm
 from fp8ref.torch.linear import torchao_linear
-from fp8ref.torch.linear.linear import Linear, check_recipe
+from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.linear.model_checks import check_model
 from fp8ref.torch.linear.torchao_linear import Float8Linear
 from fp8ref.torch.model import report as reports
+from fp8ref.torch.model.conversion_plan import ConversionPlan, Selection, plan_conversion
 from fp8ref.torch.model.convert_checks import (
     FP8_LINEARS,
     METHODS_OF,
     added_attributes,
-    check_linear,
-    device_of,
     unusual_parameter,
     what_is_lost,
 )
@@ -97,157 +90,88 @@ def convert(
               run; amax_group with dynamic scaling, in which experts scale by their own rank's
               amaxes.
     """
-    recipe = recipes.by_name(recipe)
+    resolved = recipes.by_name(recipe)
     _check_module(model)
     reports.check_shapes(model)
-    linears = {
-        name: m
-        for name, m in model.named_modules(remove_duplicate=False)
-        if isinstance(m, nn.Linear)
-    }
-    grouped = grouped_linear.grouped_linears(model)
-    shapes = {
-        name: (m.out_features, m.in_features)
-        if isinstance(m, nn.Linear)
-        else (m.weight.shape[1], m.weight.shape[2])
-        for name, m in model.named_modules(remove_duplicate=False)
-        if name in linears or name in grouped
-    }
-    mixtures: dict[str, nn.Module] = {}
-    if experts and recipe.fp8:
-        mixtures, filter_fqns = experts_selection.choose(model, recipe, filter_fqns, shapes)
-    selected = [
-        dataclasses.replace(
-            d, recipe=grouped_linear.recipe_of(d.recipe), experts=len(grouped[d.path].weight)
-        )
-        if d.path in grouped
-        else d
-        for d in _decisions(model, shapes, recipe, filter_fqns, fp8_fqns)
-    ]
-    sizes = {d.experts for d in selected if d.fp8 and d.experts} | {
-        getattr(m, "num_experts", None) for m in mixtures.values()
-    }
-    selected = routers.left_out(selected, sizes, fp8_fqns)
-    expert_decisions = experts_selection.planned(mixtures, experts_of.by_name(recipe))
-    ruled = linear_rules.apply(rules, [*selected, *expert_decisions])
-    decisions, expert_decisions = ruled[: len(selected)], ruled[len(selected) :]
-    in_groups = {
-        d.path: grouped_arguments.check_recipe(d.recipe, d.path)
-        for d in decisions
-        if d.fp8 and d.path in grouped
-    }
-    plans = experts_of.plan(mixtures, experts_of.by_name(recipe), expert_decisions)
-    if amax_group is not None:
-        experts_selection.check_shared(
-            mixtures, recipe, expert_decisions, [d for d in decisions if d.path in in_groups]
-        )
-    chosen = [d.path for d in decisions if d.fp8 and d.path not in grouped]
-    if not chosen and not mixtures and not in_groups:
-        reports.log(model, type(model).__name__, recipe)
-        return model
-    linear_recipes = {d.path: d.recipe for d in decisions if d.path in chosen}
-    group_recipes = [one.recipe for one in in_groups.values()]
-    used = {
-        *linear_recipes.values(),
-        *group_recipes,
-        *([recipe] if mixtures else []),
-        *(d.recipe for d in expert_decisions if d.fp8),
-    }
-    expert_reasons = experts_selection.reasons(mixtures, expert_decisions, rules)
-    by_torchao = {one for one in used if amax_group is None and torchao_linear.expresses(one)}
-    for one in used - by_torchao:
-        check_recipe(one)
-    check_model(model, "Convert a model first, then {} it")
-    for name in chosen:
-        check_linear(name, linears, model.get_submodule(name.rpartition(".")[0]) if name else None)
-    for name, module in mixtures.items():
-        experts_selection.check(name, module)
-    weights_of = [linears[name].weight for name in chosen] + [
-        grouped[name].weight for name in in_groups
-    ]
-    weights_of += [next(m.parameters(recurse=False)) for m in mixtures.values()]
-    devices = {device_of(weight).type for weight in weights_of}
+    selection = Selection(filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, rules=rules, experts=experts)
+    plan = plan_conversion(model, resolved, selection, shared=amax_group is not None)
+    kind = type(model).__name__
+    if not plan.is_empty:
+        plan.check(model)
+        _set_up_compilers(plan)
+        model = _converted(model, plan, None if amax_group is None else amax_group.group_name)
+        _keep_reasons(model, plan)
+    reports.log(model, kind, plan.recipe)
+    return model
+
+
+def _set_up_compilers(plan: ConversionPlan) -> None:
+    """What the process needs to run and compile the plan's recipes on their devices."""
+    devices = plan.devices
     if "cpu" in devices:
-        for one in used:
-            gemm.check_cpu(one)
         gemm.use_native_scaled_mm()
         if (
-            any(one.delayed for one in used)
+            any(recipe.delayed for recipe in plan.recipes)
             and torch._inductor.config.cpp.simdlen is None
             and torch.backends.cpu.get_cpu_capability() == "AVX512"
         ):
             # Linears that share an input cast it by a scale each. In one loop over a transposed
             # tile of bfloat16 inductor's code for 512 bits then stores wrong codes, NaN among them.
             torch._inductor.config.cpp.simdlen = 256
-    if any(spec.rowwise for one in by_torchao for spec in one.gemms.values()) and devices != {
-        "cpu"
-    }:
-        # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it has
-        # not rounded, and casts become NaN (pytorch#150859).
-        torch._inductor.config.emulate_precision_casts = True
     if devices != {"cpu"}:
+        if any(spec.rowwise for recipe in plan.by_torchao for spec in recipe.gemms.values()):
+            # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it
+            # has not rounded, and casts become NaN (pytorch#150859).
+            torch._inductor.config.emulate_precision_casts = True
         # here: inductor's scheduler takes seconds to import
         importlib.import_module("fp8ref.torch.gemm.fusion").install()
     # Run for its side effect: torchao patches inductor's code for FP8 stores
     # (triton-lang/triton#11111).
     convert_to_float8_training(nn.Identity())
-    group = None if amax_group is None else amax_group.group_name
 
-    paths = {linear: name for name, linear in linears.items()}
 
-    def make(linear: nn.Linear) -> nn.Linear:
-        own = linear_recipes[paths[linear]]
+def _converted(model: nn.Module, plan: ConversionPlan, group: str | None) -> nn.Module:
+    """The model with the plan's modules in FP8. group: name of the ranks that share amaxes."""
+    linear_recipes = plan.linear_recipes
+    names = {linear: name for name, linear in plan.linears.items()}
+
+    def in_fp8(linear: nn.Linear) -> nn.Linear:
+        recipe = linear_recipes[names[linear]]
+        if recipe not in plan.by_torchao:
+            return Linear.of(linear, recipe, group)
         # torchao changes the parts of a config: each linear has a fresh one
-        return (
-            Float8Linear.from_float(linear, config=torchao_linear.torchao_config(own))
-            if own in by_torchao
-            else Linear.of(linear, own, group)
-        )
+        return Float8Linear.from_float(linear, config=torchao_linear.torchao_config(recipe))
 
-    kind = type(model).__name__
-    model = swap_linear_layers(model, make, module_filter_fn=lambda _, name: name in chosen)
-    for name in chosen:
+    model = swap_linear_layers(
+        model, in_fp8, module_filter_fn=lambda _, name: name in linear_recipes
+    )
+    for name, recipe in linear_recipes.items():
         converted = model.get_submodule(name)
         assert isinstance(converted, Float8Linear | Linear)
-        converted.recipe, converted.fqn = linear_recipes[name], name
-        _carry(linears[name], converted)
-        converted.__class__ = _with_methods(type(converted), type(linears[name]))  # type: ignore[assignment, arg-type]
-    experts_of.convert(mixtures, plans, group)
-    for name, own in in_groups.items():
-        grouped[name].fqn = name
-        grouped[name].convert(own, group=group)
+        converted.recipe, converted.fqn = recipe, name
+        _carry(plan.linears[name], converted)
+        kind = type(plan.linears[name])
+        converted.__class__ = _with_methods(type(converted), kind)  # type: ignore[assignment, arg-type]
+    experts_models.convert(plan.mixtures, plan.expert_plans, group)
+    for name, grouped_recipe in plan.group_recipes.items():
+        plan.grouped[name].fqn = name
+        plan.grouped[name].convert(grouped_recipe, group=group)
     notice = unset_scales.Notice.new_model()
     for name, state in delayed.states(model):
         state.notice, state.path = notice, name
-    kept = vars(model).get(reports.REASONS, {})
-    # of a linear that was converted before, the reason of then
-    why = {d.path: d.reason for d in decisions} | {
-        key: reason for key, reason in kept.items() if key not in chosen
-    }
-    vars(model)[reports.REASONS] = why | expert_reasons
-    reports.log(model, kind, recipe)
     return model
 
 
-def _decisions(
-    model: nn.Module,
-    shapes: Mapping[str, tuple[int, int]],
-    recipe: Recipe,
-    filter_fqns: Sequence[str],
-    fp8_fqns: Sequence[str],
-) -> list[linear_selection.Decision]:
-    """``selection.linears.select``, whose error that nothing is converted also names what
-    multiplies outside linears."""
-    try:
-        return linear_selection.select(shapes, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns)
-    except ValueError as error:
-        others = reports.report(model).surprises
-        if not others or "converts no linear" not in str(error):
-            raise
-        names = "; ".join(f"{row.path} ({row.kind}: {row.reason})" for row in others[:2])
-        raise ValueError(
-            f"{error} Of {len(others)} other modules with matrices the first are {names}."
-        ) from None
+def _keep_reasons(model: nn.Module, plan: ConversionPlan) -> None:
+    """Keep with the model why its layers are in FP8 or not, for the report."""
+    # of a linear that was converted before, the reason of then
+    before = {
+        name: reason
+        for name, reason in vars(model).get(reports.REASONS, {}).items()
+        if name not in plan.linear_recipes
+    }
+    reasons = {d.path: d.reason for d in plan.decisions} | before | dict(plan.expert_reasons)
+    vars(model)[reports.REASONS] = reasons
 
 
 def deconvert(model: nn.Module) -> nn.Module:
@@ -267,7 +191,7 @@ def deconvert(model: nn.Module) -> nn.Module:
         for name, m in model.named_modules(remove_duplicate=False)
         if isinstance(m, FP8_LINEARS)
     }
-    mixtures = [m for m in model.modules() if isinstance(m, experts_of.Experts)]
+    mixtures = [m for m in model.modules() if isinstance(m, experts_models.Experts)]
     if fp8 or mixtures:
         check_model(model, "Deconvert a model before you {} it, or save weights(model)")
     for name, linear in fp8.items():
@@ -278,7 +202,7 @@ def deconvert(model: nn.Module) -> nn.Module:
             raise ValueError(f"{label} {unusual}. Deconvert a model before you shard it.")
     for module in model.modules():
         vars(module).pop(reports.REASONS, None)
-    experts_of.deconvert(mixtures)
+    experts_models.deconvert(mixtures)
     for grouped in grouped_linear.grouped_linears(model).values():
         grouped.convert("bf16")
     plain_linears = {linear: _plain(linear) for linear in fp8.values()}

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from fp8ref.torch.delayed import delayed
-from fp8ref.torch.model import convert
+from fp8ref.torch.model import convert, convert_checks
 
 ways = pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 
@@ -227,7 +227,7 @@ def test_a_gpu_without_fp8_is_named(capability, monkeypatch):
         model = nn.ModuleDict({"up": nn.Linear(32, 32, bias=False, device="meta")})
         model["up"].weight = nn.Parameter(torch.empty(32, 32, device="cuda"))
     if capability >= (8, 9):
-        convert.check_linear("up", dict(model.named_modules()), model)
+        convert_checks.check_linear("up", dict(model.named_modules()), model)
         return
     with pytest.raises(
         ValueError,

@@ -39,11 +39,7 @@ def moments(trainer):
     """(name, this rank's piece, this rank's first and second moment) of every parameter."""
     for name, p in trainer._params.items():
         state = trainer._optimizer.state[p]
-        yield (
-            name,
-            local_part(p),
-            [local_part(state[key]) for key in ("exp_avg", "exp_avg_sq")],
-        )
+        yield (name, local_part(p), [local_part(state[key]) for key in ("exp_avg", "exp_avg_sq")])
 
 
 def check_kinds(config):
