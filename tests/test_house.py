@@ -4,14 +4,14 @@ import pytest
 from house import figures
 
 LIMITS = {
-    "functions over 60 lines": 97,
+    "functions over 60 lines": 96,
     "functions over 8 parameters": 70,
     "calls with ** of a local": 157,
     "imports by string": 5,
     "guards": 1206,
     "functions that cast outside quantize/": 35,
     "prefixes of three modules": 0,
-    "lines at 88 columns": 124_200,
+    "lines at 88 columns": 124_300,
 }
 NAMES = {"found": 1, "given": 1, "made": 2, "how": 1, "known": 1, "told": 0, "taken": 1, "of_": 2}
 """Definitions in 10,000 lines."""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from fp8ref.shared import console
 from fp8ref.shared.result import Result
-from fp8ref.train.config import user_model
 
 ERROR, FAILED, DEFECT, NON_FINITE, LOST, STOPPED, INTERRUPTED, PIPE = 2, 1, 1, 3, 4, 5, 130, 141
 Run = Callable[[argparse.Namespace], int]
@@ -104,6 +103,7 @@ def trust_source(
     A config may be a stranger's wherever it is, so a file alone imports nothing. A dry run needs
     --trust.
     """
+    from fp8ref.train.config import user_model
 
     keys = config.architecture
     if keys.kind not in ("torch", "nnx") or not keys.source:
