@@ -27,10 +27,11 @@ from fp8ref.conformance.kit.compare import (
     compare_scales,
     compare_values,
 )
-from fp8ref.crosscheck import bounds, device_gemm, grouped_rerun
-from fp8ref.crosscheck.grouped_rerun import Experts, Rerun
+from fp8ref.crosscheck import bounds, device_gemm
 from fp8ref.crosscheck.operands import Observation, transposed
 from fp8ref.crosscheck.sharded import experts as sharded_experts
+from fp8ref.crosscheck.sharded import grouped_rerun
+from fp8ref.crosscheck.sharded.grouped_rerun import Experts, Rerun
 from fp8ref.formats import BFLOAT16
 from fp8ref.jax.distributed.sharding import Placement, Reduction
 from fp8ref.jax.linear import linear, operands

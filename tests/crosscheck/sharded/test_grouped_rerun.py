@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from fp8ref.conformance.kit.compare import Report
-from fp8ref.crosscheck import grouped_rerun
-from fp8ref.crosscheck.grouped_rerun import Experts, Rerun
 from fp8ref.crosscheck.operands import Observation
 from fp8ref.crosscheck.sharded import experts as sharded_experts
+from fp8ref.crosscheck.sharded import grouped_rerun
+from fp8ref.crosscheck.sharded.grouped_rerun import Experts, Rerun
 from fp8ref.selection.grouped import GROUPED_RECIPES
 from fp8ref.train.jax.mesh import Layout
 
