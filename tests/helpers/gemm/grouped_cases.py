@@ -108,9 +108,8 @@ def of_group(codes, table, q, role, which, e):
     else:
         codes, turned = codes[begin:end], True
         if block:
-            codes = np.pad(codes, ((0, -len(codes) % block), (0, 0)))
             first = sum(-(-n // block) for n in SIZES[:e])
-            table = table[first : first + len(codes) // block]
+            table = table[first : first + -(-len(codes) // block)]
         elif table.ndim:
             table = table[e if len(table) > 1 else 0][None]
     codes, table = (codes.T, table.T) if turned else (codes, table)
