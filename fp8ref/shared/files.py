@@ -215,8 +215,8 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
                 for info in archive.infolist()
             }
     except Exception as error:
-        # a damaged archive raises zlib.error, NotImplementedError, RuntimeError, EOFError and more
-        # that of a seek
+        # A damaged archive raises zlib.error, NotImplementedError, RuntimeError, EOFError and
+        # others; EINVAL is that of a seek to a place that it claims.
         if isinstance(error, ValueError) or (
             isinstance(error, OSError) and error.errno != errno.EINVAL
         ):

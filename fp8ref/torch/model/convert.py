@@ -13,7 +13,6 @@ To resume training, save the whole model.state_dict(): it holds the states of de
 """
 
 import functools
-import importlib
 from collections.abc import Sequence
 
 import torch
@@ -123,8 +122,9 @@ def _set_up_compilers(plan: ConversionPlan) -> None:
             # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it
             # has not rounded, and casts become NaN (pytorch#150859).
             torch._inductor.config.emulate_precision_casts = True
-        # here: inductor's scheduler takes seconds to import
-        importlib.import_module("fp8ref.torch.gemm.fusion").install()
+        from fp8ref.torch.gemm import fusion  # here: inductor's scheduler takes seconds to import
+
+        fusion.install()
     # Run for its side effect: torchao patches inductor's code for FP8 stores
     # (triton-lang/triton#11111).
     convert_to_float8_training(nn.Identity())
