@@ -122,7 +122,7 @@ def fates(x, q: Quantized) -> np.ndarray:
     x = np.asarray(x, np.float32)
     decoded = np.abs(cast.decode(q.codes, q.fmt))
     with np.errstate(invalid="ignore", over="ignore"):  # NaN, and products beyond float32
-        scaled = x * spread(q.scale, x.shape, q.granularity, q.axis)
+        scaled = x * spread(q.scale, x.shape, q.blocks)
     clipped = np.isfinite(decoded) & ~np.isfinite(cast.round_to(scaled, q.fmt))
     cases = [x == 0, ~np.isfinite(decoded), decoded == 0, clipped, decoded < q.fmt.smallest_normal]
     names = ["was zero", "not finite", "became zero", "clipped", "subnormal"]

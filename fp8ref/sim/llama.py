@@ -21,6 +21,7 @@ from fp8ref.sim.attention import attention as variants
 from fp8ref.sim.gemm import hardware
 from fp8ref.sim.quantize import cast, scales, scaling
 from fp8ref.sim.quantize.scales import Scales
+from fp8ref.spec import granularity as granularities
 from fp8ref.spec import llama
 from fp8ref.spec.attention.variants import ROLES, Mask, Variant, by_name
 from fp8ref.spec.hardware import Factor, Multiply
@@ -73,16 +74,17 @@ class Rounding:
     def codes(self, x: np.ndarray, spec: CastSpec, scales: Scales) -> np.ndarray:
         """uint8, x scaled along its last axis and cast."""
         x = x.astype(np.float32)
-        scale, scale_inv = (scaling.spread(part, x.shape, spec.granularity, -1) for part in scales)
+        blocks = granularities.lengths(spec.granularity, x.ndim, -1)
+        scale, scale_inv = (scaling.spread(part, x.shape, blocks) for part in scales)
         scaled = x * scale if policies.by_name(spec.policy).stored == "scale" else x / scale_inv
         return cast.encode(np.clip(scaled, -spec.fmt.max, spec.fmt.max), spec.fmt, **self._mode())
 
 
 def values(codes: np.ndarray, spec: CastSpec, scales: Scales) -> np.ndarray:
     """decode(codes) * scale_inv, in float64: the values that the GEMM multiplies."""
-    return cast.decode(codes, spec.fmt).astype(np.float64) * scaling.spread(
-        scales.scale_inv, codes.shape, spec.granularity, -1
-    )
+    blocks = granularities.lengths(spec.granularity, codes.ndim, -1)
+    scale_inv = scaling.spread(scales.scale_inv, codes.shape, blocks)
+    return cast.decode(codes, spec.fmt).astype(np.float64) * scale_inv
 
 
 def scales_of(x: np.ndarray, spec: CastSpec, state: delayed.DelayedState | None = None) -> Scales:

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from fp8ref.shared import registry
 
+Blocks = tuple[int | None, ...]
+"""The length of a block along each axis of a tensor; None: the whole axis. Whatever shares a scale
+is a block: ``(None, None)`` is a matrix, ``(1, 128)`` 128 elements of a row.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Granularity:
@@ -71,7 +76,25 @@ def normalize_axis(axis: int, ndim: int) -> int:
     return axis % ndim
 
 
-def lengths(name: str, ndim: int, axis: int) -> tuple[int | None, ...]:
+def block_sizes(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:
+    """The size of a whole block along each axis of a tensor of this shape."""
+    return tuple(n if size is None else size for n, size in zip(shape, blocks, strict=True))
+
+
+def block_counts(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:
+    """The shape of the scales of blocks, the last of which may be shorter along each axis: ``()``
+    where a block is the whole tensor.
+
+    >>> block_counts((2, 4, 300, 64), (1, 1, 128, None)), block_counts((2, 64), (None, None))
+    ((2, 4, 3, 1), ())
+    """
+    if all(size is None for size in blocks):
+        return ()
+    sizes = block_sizes(shape, blocks)
+    return tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))
+
+
+def lengths(name: str, ndim: int, axis: int) -> Blocks:
     """The length of a block along each axis of a tensor of ndim dims; None: the whole axis.
 
     >>> lengths("blockwise_128x128", 3, -1), lengths("blockwise_128x128", 3, 1)
@@ -108,7 +131,7 @@ def blocks(
             f"a scale needs at least one element; got x.shape={shape}. Drop empty tensors "
             "before quantizing."
         )
-    result = tuple(n if size is None else size for n, size in zip(shape, sizes, strict=True))
+    result = block_sizes(shape, sizes)
     if name == "tensorwise":
         return result
     axis = normalize_axis(axis, len(shape))

@@ -130,8 +130,8 @@ def test_two_axes_are_not_one():
 def test_planted_faults_are_caught(monkeypatch):
     """Codes of tensors that are 7 % too large."""
 
-    def larger(x, scale, fmt, granularity, axis):
-        return cast.encode(x * scaling.spread(scale, x.shape, granularity, axis) * F32(1.07), fmt)
+    def larger(x, scale, fmt, blocks):
+        return cast.encode(x * scaling.spread(scale, x.shape, blocks) * F32(1.07), fmt)
 
     monkeypatch.setattr(scaling, "_compiled_encode", larger)
     assert caught(test_codes_come_back, policy="torchao")

@@ -104,7 +104,7 @@ def _coded(q: Quantized) -> np.ndarray:
     """
     codes = cast.decode(q.codes, q.fmt).astype(np.float64)
     magnitudes = np.where(codes == 0, 0, np.maximum(np.abs(codes), 2.0**q.fmt.emin))
-    return magnitudes * scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
+    return magnitudes * scaling.spread(q.scale_inv, q.codes.shape, q.blocks)
 
 
 def exact(a: Quantized, b: Quantized) -> np.ndarray:
@@ -119,9 +119,7 @@ def exact(a: Quantized, b: Quantized) -> np.ndarray:
         total, tail = accumulate.exact_pair(*values)
         return (total + tail) * (np.float64(a.scale_inv) * np.float64(b.scale_inv).T)
     spread = [
-        scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)[:, ::block].astype(
-            np.float64
-        )
+        scaling.spread(q.scale_inv, q.codes.shape, q.blocks)[:, ::block].astype(np.float64)
         for q in (a, b)
     ]
     result = np.zeros((len(a.codes), len(b.codes)))

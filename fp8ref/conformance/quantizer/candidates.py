@@ -19,6 +19,7 @@ from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scales import Scales, scales_from_amax
+from fp8ref.spec.granularity import lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,8 @@ class Candidate:
         self, x: np.ndarray, scales: Scales, scale_layout: ScaleLayout, rounding: Behavior
     ) -> np.ndarray:
         by = scales.scale if self.policy.stored == "scale" else scales.scale_inv
-        by = scaling.spread(by, x.shape, scale_layout.granularity, scale_layout.axis)
+        blocks = lengths(scale_layout.granularity, x.ndim, scale_layout.axis)
+        by = scaling.spread(by, x.shape, blocks)
         with np.errstate(all="ignore"):
             scaled = x * by if self.policy.stored == "scale" else x / by
         return behavior.encode(
@@ -216,9 +218,7 @@ def mismatches(output: QuantizerOutput, q: scaling.Quantized, candidate: Candida
     assert output.values is not None
     decoded = cast.decode(q.codes, q.fmt)
     with np.errstate(all="ignore"):
-        spread = [
-            scaling.spread(s, q.codes.shape, q.granularity, q.axis) for s in (q.scale_inv, q.scale)
-        ]
+        spread = [scaling.spread(s, q.codes.shape, q.blocks) for s in (q.scale_inv, q.scale)]
         results = [decoded * spread[0], decoded / spread[1]]
     differs = []
     for expected in results:

@@ -71,9 +71,7 @@ def padded_output(output: QuantizerOutput, expected: scaling.Quantized) -> Quant
         output = replace(output, codes=codes)
     else:
         with np.errstate(all="ignore"):
-            spread = scaling.spread(
-                expected.scale_inv, expected.codes.shape, expected.granularity, expected.axis
-            )
+            spread = scaling.spread(expected.scale_inv, expected.codes.shape, expected.blocks)
             values = cast.decode(expected.codes, expected.fmt) * spread
         values[:rows, :columns] = output.values
         output = replace(output, values=values)

@@ -200,7 +200,7 @@ def difference(
         }
     # scales agree from here on, so that a wrong code comes from the multiplication or the cast
     divides = policies.by_name(policy).stored == "scale_inv"
-    factors = scaling.spread(q.scale_inv if divides else q.scale, x.shape, granularity, axis)
+    factors = scaling.spread(q.scale_inv if divides else q.scale, x.shape, q.blocks)
     with np.errstate(all="ignore"):
         every = x.astype(np.float32) / factors if divides else x.astype(np.float32) * factors
     differ = (cast.canonical_nans(codes, fmt) != q.codes) & explain.has_code(every, fmt)
@@ -251,10 +251,14 @@ def _quantized(
         return scaling.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
     compute = policies.by_name(policy).compute
     value = x if compute == FLOAT32 else cast.round_to(x, compute)
-    pair = scales_from_amax(scaling.amax_plain(value, granularity, axis=axis), fmt, policy)
-    return scaling.quantize_plain(
-        value, pair, fmt, granularity=granularity, policy=policy, axis=axis
+    blocks = granularities.lengths(granularity, x.ndim, axis)
+    amaxes = scaling.block_amax_plain(scaling.tensor(value), blocks)
+    shape = granularities.scale_shape(granularity, x.shape, axis)
+    scales = scales_from_amax(amaxes.reshape(shape)[()], fmt, policy)
+    codes = scaling.quantize_blocks_plain(
+        value, scales, fmt, blocks, policy=policies.by_name(policy)
     )
+    return scaling.Quantized(codes, scales.scale, scales.scale_inv, fmt, granularity, axis)
 
 
 def _has_tensor_scale(policy: str) -> bool:

@@ -82,4 +82,4 @@ def matmul(
 
 def _row_scales(q: Quantized, block: int) -> np.ndarray:
     """The scale_inv of each row and block of K, float32 [M, K / block]."""
-    return scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)[:, ::block]
+    return scaling.spread(q.scale_inv, q.codes.shape, q.blocks)[:, ::block]

@@ -375,10 +375,7 @@ def _by_blocks(a: Quantized, b: Quantized, block: int, plan, epilogue: Epilogue)
     in one rounding, as a fused multiply-add.
     """
     # [M, K / block]
-    left, right = (
-        scaling.spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)[:, ::block]
-        for q in (a, b)
-    )
+    left, right = (scaling.spread(q.scale_inv, q.codes.shape, q.blocks)[:, ::block] for q in (a, b))
     if missing := -a.codes.shape[1] % block:  # zeros fill a last block: they change no bit
         a, b = (q._replace(codes=np.pad(q.codes, ((0, 0), (0, missing)))) for q in (a, b))
     total = np.zeros((len(a.codes), len(b.codes)), np.float32)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.spec import granularity as granularities
+from fp8ref.spec.granularity import Blocks, block_sizes
 
 
 class Grid(NamedTuple):
@@ -20,14 +20,11 @@ class Grid(NamedTuple):
     scales: tuple[int, int]
 
 
-def grid_of(granularity: str, shape: tuple[int, ...], axis: int) -> Grid:
-    """The grid of a tensor of this shape; last blocks may be shorter.
-
-    Raises as ``granularity.blocks``.
-    """
-    sizes = granularities.blocks(granularity, shape, axis, ragged=True)
+def grid_of(shape: tuple[int, ...], blocks: Blocks) -> Grid:
+    """The grid of a tensor of this shape, whose last blocks may be shorter."""
+    sizes = block_sizes(shape, blocks)
     size = int(np.prod(shape, dtype=np.int64))
-    if granularity == "tensorwise":
+    if sizes == shape:
         # One scale, so that rows may be cut anywhere: long ones, for the kernel's lanes.
         columns = next((c for c in (4096, 512, 64) if size % c == 0), shape[-1] if shape else 1)
         return Grid(size // columns, columns, np.zeros(size // columns, np.int64), columns, (1, 1))

@@ -1,14 +1,17 @@
 """Quantize a tensor to 8 or 4 bits: amax, scale, codes; and dequantize it (spec S).
 
-Order of ``quantize``: amax of each group that shares a scale (S-2); the policy's scale, by
-``scales.py``; RN32(x * scale); clip to +-max; round to nearest even (S-5). ``dequantize``
-multiplies by scale_inv (S-8). ``amax_plain`` and ``quantize_plain`` are the definitions. Their
-compiled twins are in ``kernels.scaling``, and take any tensor and granularity as a matrix over a
-coarser grid of scales (``scale_grid``).
+Order of ``quantize``: amax of each block (S-2); the policy's scale, by ``scales.py``; RN32(x *
+scale); clip to +-max; round to nearest even (S-5). ``dequantize`` multiplies by scale_inv (S-8).
+
+What shares a scale is a block (``spec.granularity.Blocks``), and every cast of the simulator goes
+through ``block_amax``, ``spread`` and ``quantize_blocks``: granularities by name, heads of
+attention, moments, gradients. ``block_amax_plain`` and ``quantize_blocks_plain`` are the
+definitions. Their compiled twins are in ``kernels.scaling``, and take any tensor and blocks as a
+matrix over a coarser grid of scales (``scale_grid``).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from fp8ref.sim.quantize.scales import Scales, magnitudes, scales_from_amax
 from fp8ref.sim.quantize.scales import scale_from_amax as scale_from_amax
 from fp8ref.sim.quantize.scales import scale_inv_from_scale as scale_inv_from_scale
 from fp8ref.spec import granularity as granularities
+from fp8ref.spec.granularity import Blocks
 
 _PIECE = 1 << 18  # elements whose float32 bits are held at a time
 
@@ -50,6 +54,11 @@ class Quantized(NamedTuple):
     axis: int
     tensor_scale_inv: np.ndarray | None = None
 
+    @property
+    def blocks(self) -> Blocks:
+        """The elements that share a scale."""
+        return granularities.lengths(self.granularity, self.codes.ndim, self.axis)
+
 
 def amax(x, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False) -> np.ndarray:
     """The largest magnitude of every group that shares a scale (spec S-2).
@@ -64,27 +73,9 @@ def amax(x, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = F
     """
     x = tensor(x)
     granularities.blocks(granularity, x.shape, axis, ragged=ragged)
-    if not worth(_amax_kernel(x.shape, granularity, axis), x.size, ELEMENTS):
-        return amax_plain(x, granularity, axis=axis, ragged=ragged)
-    return _compiled_amax(x, granularity, axis)
-
-
-def amax_plain(
-    x, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False
-) -> np.ndarray:
-    """The definition of ``amax``, in NumPy alone. Raises as amax."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN is an input like others
-        value = np.abs(tensor(x).astype(np.float32))
-    value = np.where(np.isnan(value), np.float32(np.nan), value)
-    sizes = granularities.blocks(granularity, value.shape, axis, ragged=ragged)
-    if granularity == "tensorwise":
-        return value.max()[()]
-    missing = [-n % size for n, size in zip(value.shape, sizes, strict=True)]
-    # a last block that is shorter is filled with zeros (S-6)
-    value = np.pad(value, [(0, n) for n in missing])
-    # [n, m] -> [n / bn, bn, m / bm, bm], reduced over the blocks' own axes
-    split = [k for n, size in zip(value.shape, sizes, strict=True) for k in (n // size, size)]
-    return value.reshape(split).max(axis=tuple(range(1, len(split), 2)))
+    amaxes = block_amax(x, granularities.lengths(granularity, x.ndim, axis))
+    shape = granularities.scale_shape(granularity, x.shape, axis, ragged=True)
+    return amaxes.reshape(shape)[()]
 
 
 def quantize(
@@ -120,21 +111,18 @@ def quantize(
     check_target(fmt)
     x = _in_compute_dtype(tensor(x), policy)
     block_amaxes = amax(x, granularity, axis=axis, ragged=ragged)
-    options: dict[str, Any] = {
-        "granularity": granularity,
-        "policy": policy,
-        "axis": axis,
-        "rounding": rounding,
-        "seed": seed,
-    }
+    tensor_scale_inv = None
     if policy.two_level is None:
-        return quantize_with(x, scales_from_amax(block_amaxes, fmt, policy), fmt, **options)
-    scales = two_level.scales_from_amaxes(block_amaxes, amax(x), fmt, policy)
-    q = quantize_with(x, Scales(scales.scale, scales.scale_inv), fmt, **options)
-    return (
-        q
-        if policy.two_level.tensor == "none"
-        else q._replace(tensor_scale_inv=scales.tensor_scale_inv)
+        scales = scales_from_amax(block_amaxes, fmt, policy)
+    else:
+        levels = two_level.scales_from_amaxes(block_amaxes, amax(x), fmt, policy)
+        scales = Scales(levels.scale, levels.scale_inv)
+        if policy.two_level.tensor != "none":
+            tensor_scale_inv = levels.tensor_scale_inv
+    blocks = granularities.lengths(granularity, x.ndim, axis)
+    codes = quantize_blocks(x, scales, fmt, blocks, policy=policy, rounding=rounding, seed=seed)
+    return Quantized(
+        codes, scales.scale, scales.scale_inv, fmt, granularity, axis, tensor_scale_inv
     )
 
 
@@ -174,57 +162,100 @@ def quantize_with(
             f"{granularity} scales of x.shape={value.shape} have shape {shape}; got "
             f"{np.shape(scales.scale)}, {np.shape(scales.scale_inv)}."
         )
-    if (
-        policy.stored == "scale"
-        and rounding == "nearest_even"
-        and seed is None
-        and worth(_encoder(fmt, value.shape, granularity, axis), value.size, ELEMENTS)
-    ):
-        return Quantized(
-            _compiled_encode(value, scales.scale, fmt, granularity, axis),
-            scales.scale,
-            scales.scale_inv,
-            fmt,
-            granularity,
-            axis,
-        )
-    return quantize_plain(
-        value,
-        scales,
-        fmt,
-        granularity=granularity,
-        policy=policy,
-        axis=axis,
-        rounding=rounding,
-        seed=seed,
-    )
+    blocks = granularities.lengths(granularity, value.ndim, axis)
+    codes = quantize_blocks(value, scales, fmt, blocks, policy=policy, rounding=rounding, seed=seed)
+    return Quantized(codes, scales.scale, scales.scale_inv, fmt, granularity, axis)
 
 
-def quantize_plain(
-    x,
-    scales: Scales,
-    fmt: Format,
-    *,
-    granularity: str = "tensorwise",
-    policy: str | ScalePolicy = "torchao",
-    axis: int = -1,
-    rounding: Rounding = "nearest_even",
-    seed: int | None = None,
-) -> Quantized:
-    """The definition of ``quantize_with``, in NumPy alone; fmt and scales are not checked."""
-    policy = policies.by_name(policy)
+def block_amax(x: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """The largest magnitude of every block of x (spec S-2): float32 of ``block_counts``. The last
+    block along an axis may be shorter, as if x were padded with zeros (S-6). Specials as ``amax``.
+    """
+    if not worth(_amax_kernel(x.shape, blocks), x.size, ELEMENTS):
+        return block_amax_plain(x, blocks)
+    return _compiled_amax(x, blocks)
+
+
+def block_amax_plain(x: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """The definition of ``block_amax``, in NumPy alone."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN is an input like others
+        value = np.abs(x.astype(np.float32))
+    value = np.where(np.isnan(value), np.float32(np.nan), value)
+    sizes = granularities.block_sizes(value.shape, blocks)
+    # a last block that is shorter is filled with zeros
+    missing = [-n % size for n, size in zip(value.shape, sizes, strict=True)]
+    value = np.pad(value, [(0, n) for n in missing])
+    # [n, m] -> [n / bn, bn, m / bm, bm], reduced over the blocks' own axes
+    split = [k for n, size in zip(value.shape, sizes, strict=True) for k in (n // size, size)]
+    amaxes = value.reshape(split).max(axis=tuple(range(1, len(split), 2)))
+    return amaxes.reshape(granularities.block_counts(x.shape, blocks))[()]
+
+
+def spread(scale: np.ndarray, shape: tuple[int, ...], blocks: Blocks) -> np.ndarray:
+    """Scales repeated over their blocks, the last of which may be shorter, so that they broadcast
+    against a tensor of this shape."""
+    for axis, (n, size) in enumerate(zip(shape, blocks, strict=True)):
+        if size is not None and size > 1:
+            scale = np.repeat(scale, size, axis=axis)
+            scale = scale.take(range(n), axis=axis) if n % size else scale
+    return scale
+
+
+def scale_blocks(
+    x: np.ndarray, scales: Scales, blocks: Blocks, policy: ScalePolicy | None = None
+) -> np.ndarray:
+    """What a cast rounds: RN32(f32(x) * scale), or under a policy that stores scale_inv the
+    quotient by it in the policy's dtype (S-13); float32 of x's shape."""
     # 0 / 0, Inf * 0; the clip takes an overflow
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        value = _in_compute_dtype(tensor(x), policy).astype(np.float32)
-        if policy.stored == "scale":
-            scaled = value * spread(scales.scale, value.shape, granularity, axis)
-        else:
-            scale_inv = _in_compute_dtype(scales.scale_inv, policy)
-            scaled = _in_compute_dtype(
-                value / spread(scale_inv, value.shape, granularity, axis), policy
-            )
-    codes = cast.encode_plain(np.clip(scaled, -fmt.max, fmt.max), fmt, rounding=rounding, seed=seed)
-    return Quantized(codes, scales.scale, scales.scale_inv, fmt, granularity, axis)
+        if policy is None or policy.stored == "scale":
+            return x.astype(np.float32) * spread(scales.scale, x.shape, blocks)
+        scale_inv = spread(_in_compute_dtype(scales.scale_inv, policy), x.shape, blocks)
+        return _in_compute_dtype(x.astype(np.float32) / scale_inv, policy)
+
+
+def quantize_blocks(
+    x: np.ndarray,
+    scales: Scales,
+    fmt: Format,
+    blocks: Blocks,
+    *,
+    policy: ScalePolicy | None = None,
+    rounding: Rounding = "nearest_even",
+    seed: int | None = None,
+) -> np.ndarray:
+    """uint8 codes of x by a scale for each block: ``scale_blocks``; clip to +-fmt.max; round (spec
+    S-5). Every cast by a scale is this one.
+
+    policy    None: by products, in float32.
+    Shapes:   x float32, float16 or bfloat16, in the dtype of the policy; scales float32 of
+              ``block_counts``, not checked; codes of x's shape.
+    """
+    if (
+        (policy is None or policy.stored == "scale")
+        and rounding == "nearest_even"
+        and seed is None
+        and worth(_encoder(fmt, x.shape, blocks), x.size, ELEMENTS)
+    ):
+        return _compiled_encode(x, scales.scale, fmt, blocks)
+    scaled = scale_blocks(x, scales, blocks, policy)
+    return saturate(scaled, fmt, rounding=rounding, seed=seed)
+
+
+def quantize_blocks_plain(
+    x: np.ndarray, scales: Scales, fmt: Format, blocks: Blocks, *, policy: ScalePolicy | None = None
+) -> np.ndarray:
+    """The definition of ``quantize_blocks``, in NumPy alone."""
+    scaled = scale_blocks(x, scales, blocks, policy)
+    return cast.encode_plain(np.clip(scaled, -fmt.max, fmt.max), fmt)
+
+
+def saturate(
+    scaled: np.ndarray, fmt: Format, *, rounding: Rounding = "nearest_even", seed: int | None = None
+) -> np.ndarray:
+    """uint8 codes of numbers that are scaled already, or need no scale: clip to +-fmt.max; round
+    (S-5)."""
+    return cast.encode(np.clip(scaled, -fmt.max, fmt.max), fmt, rounding=rounding, seed=seed)
 
 
 def dequantize(q: Quantized) -> np.ndarray:
@@ -239,7 +270,7 @@ def dequantize(q: Quantized) -> np.ndarray:
     check_scales(q)
     with np.errstate(invalid="ignore", over="ignore"):  # 0 * Inf, under an infinite amax
         scale_inv = q.scale_inv if q.tensor_scale_inv is None else q.tensor_scale_inv * q.scale_inv
-        return cast.decode(q.codes, q.fmt) * spread(scale_inv, q.codes.shape, q.granularity, q.axis)
+        return cast.decode(q.codes, q.fmt) * spread(scale_inv, q.codes.shape, q.blocks)
 
 
 def check_scales(q: Quantized, name: str = "operand") -> None:
@@ -281,29 +312,12 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
     nan = np.isnan(q.scale_inv)
     if nan.any() and q.fmt.has_nan:
         values = cast.decode(q.codes, q.fmt)
-        if np.any(
-            spread(nan, q.codes.shape, q.granularity, q.axis) & ~np.isnan(values) & (values != 0)
-        ):
+        under_nan = spread(nan, q.codes.shape, q.blocks)
+        if np.any(under_nan & ~np.isnan(values) & (values != 0)):
             raise ValueError(
                 "a NaN scale applies only to codes that are NaN or zero (S-5, S-14); got "
                 f"other codes under a NaN scale in {name}. Find the source of the NaN."
             )
-
-
-def spread(scale: np.ndarray, shape: tuple[int, ...], granularity: str, axis: int) -> np.ndarray:
-    """Repeat scales over their blocks, of which the last may be shorter, so that they broadcast
-    against a tensor of this shape. Raises as ``granularity.blocks``."""
-    if granularity in ("tensorwise", "rowwise"):
-        return scale
-    for i, (n, size) in enumerate(
-        zip(shape, granularities.blocks(granularity, shape, axis, ragged=True), strict=True)
-    ):
-        scale = (
-            np.repeat(scale, size, axis=i).take(range(n), axis=i)
-            if n % size
-            else np.repeat(scale, size, axis=i)
-        )
-    return scale
 
 
 def tensor(x) -> np.ndarray:
@@ -334,18 +348,18 @@ def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:
     return x if policy.compute == FLOAT32 else cast.round_to(x, policy.compute)
 
 
-def _amax_kernel(shape: tuple[int, ...], granularity: str, axis: int) -> Callable:
-    return kernels.amax_of_columns if grid_of(granularity, shape, axis).width == 1 else kernels.amax
+def _amax_kernel(shape: tuple[int, ...], blocks: Blocks) -> Callable:
+    return kernels.amax_of_columns if grid_of(shape, blocks).width == 1 else kernels.amax
 
 
-def _encoder(fmt: Format, shape: tuple[int, ...], granularity: str, axis: int) -> Callable:
-    return kernels.encoder(fmt, grid_of(granularity, shape, axis).width == 1)
+def _encoder(fmt: Format, shape: tuple[int, ...], blocks: Blocks) -> Callable:
+    return kernels.encoder(fmt, grid_of(shape, blocks).width == 1)
 
 
-def _compiled_amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:
-    """``amax_plain`` by a kernel, for float32, float16 and bfloat16."""
-    g = grid_of(granularity, x.shape, axis)
-    kernel = _amax_kernel(x.shape, granularity, axis)
+def _compiled_amax(x: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """``block_amax_plain`` by a kernel, for float32, float16 and bfloat16."""
+    g = grid_of(x.shape, blocks)
+    kernel = _amax_kernel(x.shape, blocks)
     partial: list[np.ndarray] = []
 
     def rows(begin: int, end: int) -> None:
@@ -356,35 +370,25 @@ def _compiled_amax(x: np.ndarray, granularity: str, axis: int) -> np.ndarray:
     threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
     # Bits of magnitudes order as the magnitudes do, NaNs on top, so that integers give the right
     # maximum.
-    result = (
-        np.maximum.reduce(partial)
-        .view(np.float32)
-        .reshape(granularities.scale_shape(granularity, x.shape, axis, ragged=True))
-    )
-    return np.where(np.isnan(result), np.float32(np.nan), result)[()]
+    amaxes = np.maximum.reduce(partial).view(np.float32)
+    amaxes = amaxes.reshape(granularities.block_counts(x.shape, blocks))
+    return np.where(np.isnan(amaxes), np.float32(np.nan), amaxes)[()]
 
 
-def _compiled_encode(
-    x: np.ndarray, scale: np.ndarray, fmt: Format, granularity: str, axis: int
-) -> np.ndarray:
+def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, blocks: Blocks) -> np.ndarray:
     """uint8 codes of RN32(f32(x) * scale), saturated, rounded to nearest even; scale float32 of
-    ``scale_shape``, not checked."""
-    g = grid_of(granularity, x.shape, axis)
+    ``block_counts``, not checked."""
+    g = grid_of(x.shape, blocks)
     codes = np.empty(x.shape, np.uint8)
-    matrix, scales, kernel = (
-        codes.reshape(g.rows, g.columns),
-        np.ascontiguousarray(scale).reshape(g.scales),
-        _encoder(fmt, x.shape, granularity, axis),
-    )
+    matrix = codes.reshape(g.rows, g.columns)
+    scales = np.ascontiguousarray(scale).reshape(g.scales)
+    kernel = _encoder(fmt, x.shape, blocks)
 
     def rows(begin: int, end: int) -> None:
-        _in_pieces(
-            x,
-            g,
-            begin,
-            end,
-            lambda a, b, piece: kernel(piece, g.group[a:b], g.width, scales, matrix[a:b]),
-        )
+        def encode(a: int, b: int, piece: np.ndarray) -> None:
+            kernel(piece, g.group[a:b], g.width, scales, matrix[a:b])
+
+        _in_pieces(x, g, begin, end, encode)
 
     threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
     return codes

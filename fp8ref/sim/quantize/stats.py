@@ -140,7 +140,7 @@ def _measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[str, np.ufunc, np.nd
 
 def _scaled(x: np.ndarray, q: Quantized) -> np.ndarray:
     """The numbers that the cast rounded: RN32(x * scale), before the clip."""
-    return x * scaling.spread(q.scale, x.shape, q.granularity, q.axis)
+    return x * scaling.spread(q.scale, x.shape, q.blocks)
 
 
 def _spacing(scaled: np.ndarray, fmt: Format) -> np.ndarray:

@@ -184,8 +184,7 @@ def blocks(shift):
 
     def function(a, b):
         x, y = (
-            values(q)
-            * scaling.spread(np.roll(q.scale_inv, step, axis=1), q.codes.shape, q.granularity, -1)
+            values(q) * scaling.spread(np.roll(q.scale_inv, step, axis=1), q.codes.shape, q.blocks)
             for q, step in ((a, shift), (b, 0))
         )
         return x @ y.T

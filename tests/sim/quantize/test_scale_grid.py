@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from fp8ref.sim.quantize import scale_grid, scaling
-from fp8ref.spec.granularity import GRANULARITIES, scale_shape
+from fp8ref.spec.granularity import GRANULARITIES, lengths, scale_shape
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -13,13 +13,11 @@ def test_the_grid_names_each_elements_scale(granularity, shape):  # S-6
     """Scales numbered from 0, spread by the grid and by ``scaling.spread``, meet the same
     elements.
     """
-    g = scale_grid.grid_of(granularity, shape, -1)
+    blocks = lengths(granularity, len(shape), -1)
+    g = scale_grid.grid_of(shape, blocks)
     numbered = np.arange(np.prod(g.scales), dtype=np.float32)
     by_spread = np.broadcast_to(
-        scaling.spread(
-            numbered.reshape(scale_shape(granularity, shape, -1)), shape, granularity, -1
-        ),
-        shape,
+        scaling.spread(numbered.reshape(scale_shape(granularity, shape, -1)), shape, blocks), shape
     )
     columns = np.arange(g.columns) // g.width
     by_grid = numbered.reshape(g.scales)[g.group][:, columns]
@@ -28,4 +26,4 @@ def test_the_grid_names_each_elements_scale(granularity, shape):  # S-6
 
 
 def test_a_single_number_has_a_grid():
-    assert scale_grid.grid_of("tensorwise", (), -1)[:2] == (1, 1)
+    assert scale_grid.grid_of((), ())[:2] == (1, 1)

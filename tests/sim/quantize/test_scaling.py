@@ -42,7 +42,7 @@ def test_quantize_scales_each_group_by_its_own_amax(granularity, axis, rng):  # 
         np.float32
     )
     q = scaling.quantize(x, E4M3FN, granularity=granularity, axis=axis)
-    per_element = np.broadcast_to(scaling.spread(q.scale, x.shape, granularity, axis), x.shape)
+    per_element = np.broadcast_to(scaling.spread(q.scale, x.shape, q.blocks), x.shape)
     # in plain float32 and ml_dtypes: product, clip, cast
     expected = np.clip(x * per_element, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     np.testing.assert_array_equal(q.codes, expected)
@@ -107,7 +107,7 @@ def test_quantize_is_quantize_with_the_scales_of_the_amax(policy, granularity, r
     assert (
         error
         <= np.maximum(
-            np.abs(x) / 7.9, 2.0**-17 * 1.01 * scaling.spread(q.scale_inv, x.shape, granularity, -1)
+            np.abs(x) / 7.9, 2.0**-17 * 1.01 * scaling.spread(q.scale_inv, x.shape, q.blocks)
         )
     ).all()
 

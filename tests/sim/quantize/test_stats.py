@@ -214,7 +214,7 @@ def test_each_group_is_a_tensor_of_its_own(granularity, axis, rng):  # Q-6
     q = scaling.quantize(x, E4M3FN, granularity=granularity, axis=axis)
     each, hist = stats.statistics(x, q, per_group=True), stats.exponents(x, q, per_group=True)
     index = np.arange(q.scale.size).reshape(q.scale.shape)
-    owner = np.broadcast_to(scaling.spread(index, x.shape, granularity, axis), x.shape)
+    owner = np.broadcast_to(scaling.spread(index, x.shape, q.blocks), x.shape)
     for i in rng.choice(q.scale.size, min(8, q.scale.size), replace=False):
         mine = owner == i
         part = q._replace(
@@ -406,7 +406,7 @@ def slab_measure(x, q):
     yield (
         "scales",
         np.maximum,
-        np.broadcast_to(scaling.spread(q.scale, x.shape, q.granularity, q.axis), x.shape),
+        np.broadcast_to(scaling.spread(q.scale, x.shape, q.blocks), x.shape),
     )
     # integers: the order of the sum does not matter
     yield ("sum", np.add, np.round(x * 8).astype(np.float64))

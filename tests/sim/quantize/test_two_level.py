@@ -43,7 +43,7 @@ def assert_equal(x, q, pairs, scale_inv):
     """
     np.testing.assert_array_equal(q.scale_inv, scale_inv)
     with np.errstate(invalid="ignore", over="ignore"):
-        number = ~np.isnan(x * scaling.spread(q.scale, x.shape, q.granularity, q.axis))
+        number = ~np.isnan(x * scaling.spread(q.scale, x.shape, q.blocks))
     assert number.mean() > 0.5
     np.testing.assert_array_equal(q.codes[number], packing.unpack(pairs)[number])
     assert set(q.codes[~number]) <= {7}

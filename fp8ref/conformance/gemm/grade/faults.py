@@ -221,6 +221,5 @@ def _bias_faults() -> Iterator[Fault]:
 def spread(q: Quantized, scales: np.ndarray) -> np.ndarray:
     """Scales of any shape that q may have, an element each."""
     return np.broadcast_to(
-        scaling.spread(np.ascontiguousarray(scales), q.codes.shape, q.granularity, q.axis),
-        q.codes.shape,
+        scaling.spread(np.ascontiguousarray(scales), q.codes.shape, q.blocks), q.codes.shape
     )

@@ -270,7 +270,7 @@ def differs(
     agree (C-9).
     """
     with np.errstate(all="ignore"):
-        scaled = x * scaling.spread(q.scale, x.shape, q.granularity, q.axis)
+        scaled = x * scaling.spread(q.scale, x.shape, q.blocks)
     got = answer.codes(packing)
     if got is None:
         assert answer.values is not None

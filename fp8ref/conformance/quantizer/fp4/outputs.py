@@ -231,8 +231,7 @@ def bias(subject: Subject, x: np.ndarray, floor: Quantized, source: str, packing
     """
     with np.errstate(all="ignore"):
         scaled = np.minimum(
-            np.abs(x * scaling.spread(floor.scale, x.shape, floor.granularity, floor.axis)),
-            floor.fmt.max,
+            np.abs(x * scaling.spread(floor.scale, x.shape, floor.blocks)), floor.fmt.max
         ).astype(np.float64)
     lower = (floor.codes & 7).astype(np.int64)
     numbers = cast.decode(np.append(np.arange(8), 7).astype(np.uint8), floor.fmt).astype(np.float64)

@@ -26,7 +26,7 @@ def exact(a, b):
 
 
 def spread(q):
-    return scaling.spread(np.asarray(q.scale_inv, np.float64), q.codes.shape, q.granularity, q.axis)
+    return scaling.spread(np.asarray(q.scale_inv, np.float64), q.codes.shape, q.blocks)
 
 
 def reading(change):
