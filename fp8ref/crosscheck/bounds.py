@@ -3,8 +3,10 @@
 The bits of these values are not defined: they depend on the order of float32 sums.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,6 +46,17 @@ The degrees are not one fewer, because the mean is known: it is the unperturbed 
 """
 
 
+class Part(NamedTuple):
+    """The operands of a GEMM, all or those of one device, and the simulator's output of them.
+
+    Shapes:   a [M, K]; b [N, K]; out float32 [M, N], rounded to bfloat16.
+    """
+
+    a: scaling.Quantized
+    b: scaling.Quantized
+    out: np.ndarray
+
+
 def gemm(
     a: scaling.Quantized,
     b: scaling.Quantized,
@@ -65,7 +78,7 @@ def gemm(
 
 
 def summed_gemm(
-    parts: Sequence[tuple[scaling.Quantized, scaling.Quantized, np.ndarray]],
+    parts: Sequence[Part],
     spec: GemmSpec,
     output: np.ndarray,
     *,
@@ -76,8 +89,7 @@ def summed_gemm(
     devices, and rounded again (P-8).
 
     wide      sums are float32, not bfloat16.
-    Shapes:   a part's a [M, K_r], b [N, K_r] and simulated output [M, N]; output and the bound [M,
-              N].
+    Shapes:   output and the bound [M, N].
     """
     parts_bound = sum(gemm(a, b, spec, out, out, unit=unit) for a, b, out in parts)
     size = sum(np.abs(out).astype(np.float64) for *_, out in parts) + parts_bound
@@ -134,22 +146,23 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, config: llama.LlamaCo
 
     (exact_q, near_q, size_q), (exact_k, near_k, size_k) = rotated(q), rotated(k)
     causal = np.tril(np.ones((q.shape[2], q.shape[2]), bool))
-    p = _softmax(exact_q, exact_k, causal)
+    exact_weights, exact_total = _exponentials(exact_q, exact_k, causal)
+    p = exact_weights / exact_total
     weights, total = _exponentials(near_q, near_k, causal)
     # Each factor of a score errs by U; a third U is room for float32, U^2 and the exponential.
-    scores = np.where(causal, size_q @ size_k.swapaxes(-1, -2), 0).max(-1, keepdims=True) / np.sqrt(
-        dim
-    )
-    fields = {
-        "exact": p @ v,
-        "before": _rounded(_rounded(weights / total) @ v),
-        "after": _rounded(_rounded(weights) @ v / total),
-        "magnitude": p @ np.abs(v),
-        "spread": np.broadcast_to(3 * U * scores, v.shape),
-    }
-    # [B, T, H * D]
+    sizes = np.where(causal, size_q @ size_k.swapaxes(-1, -2), 0)
+    scores = sizes.max(-1, keepdims=True) / np.sqrt(dim)
+
+    def features(x: np.ndarray) -> np.ndarray:
+        """[B, H, T, D] -> [B, T, H * D]."""
+        return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
+
     return Attention(
-        **{name: x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for name, x in fields.items()}
+        exact=features(p @ v),
+        before=features(_rounded(_rounded(weights / total) @ v)),
+        after=features(_rounded(_rounded(weights) @ v / total)),
+        magnitude=features(p @ np.abs(v)),
+        spread=features(np.broadcast_to(3 * U * scores, v.shape)),
     )
 
 
@@ -160,11 +173,6 @@ def _exponentials(
     scores = np.where(causal, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return weights, weights.sum(-1, keepdims=True)
-
-
-def _softmax(q: np.ndarray, k: np.ndarray, causal: np.ndarray) -> np.ndarray:
-    weights, total = _exponentials(q, k, causal)
-    return weights / total
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
@@ -192,11 +200,20 @@ def forward(
     # samples what roundings do instead: two backends, which mostly round alike, differ at most as
     # much as two independent samples do. Pairs of samples give sigma.
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    options: dict = {"multiply": multiply, "attention": attention, "states": states}
-    nearest = model.forward(inputs, weights, config, recipes, **options)
+    simulate = functools.partial(
+        model.forward,
+        inputs,
+        weights,
+        config,
+        recipes,
+        multiply=multiply,
+        attention=attention,
+        states=states,
+    )
+    nearest = simulate()
     losses, squares, previous = [], [], nearest
     for seed in range(SAMPLES):
-        sample = model.forward(inputs, weights, config, recipes, seed=seed, **options)
+        sample = simulate(seed=seed)
         losses.append(model.loss(sample, targets))
         if seed % 2:
             squares.append(((sample - previous) ** 2).mean(-1, keepdims=True))
@@ -245,9 +262,8 @@ def gradient(base: np.ndarray, replicates: list[np.ndarray]) -> float:
 
     base, replicates   one backend's gradient, and that of its replicates.
     """
-    return GRADIENT_FACTOR * float(
-        np.sqrt(np.mean([np.square(r - base).sum() for r in replicates]))
-    )
+    squares = [np.square(r - base).sum() for r in replicates]
+    return GRADIENT_FACTOR * float(np.sqrt(np.mean(squares)))
 
 
 def curve(base: np.ndarray, replicates: np.ndarray) -> np.ndarray:

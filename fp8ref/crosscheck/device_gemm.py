@@ -6,17 +6,21 @@ steps lose.
 """
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
+from fp8ref.conformance.kit.compare import Check, compare_bits, compare_values
 from fp8ref.crosscheck import bounds
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import GemmSpec
 from fp8ref.sim.gemm import accumulate, gemm
 from fp8ref.sim.gemm.accumulate import Accumulation
 from fp8ref.sim.gemm.tensor_core import TensorCore
+from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec.granularity import by_name as granularity_of
+from fp8ref.spec.hardware import Factor, Multiply
 
 PLANS = {
     (8, 9): {"fast": "ada", "slow": "ada"},
@@ -29,22 +33,21 @@ PLANS = {
 
 @functools.cache
 def capability(backend: str) -> tuple[int, int] | None:
-    """The compute capability of the first NVIDIA GPU that a backend uses; None on anything else."""
+    """The compute capability of the first NVIDIA GPU that a backend uses; None on anything else.
+
+    backend   "jax" and "jax <mesh>" of this process; "torch" of it, "torch <mesh>" of gloo ranks.
+    """
     if backend == "torch":
         import torch
 
-        return (
-            torch.cuda.get_device_capability()
-            if torch.cuda.is_available() and torch.version.cuda
-            else None
-        )
+        has_gpu = torch.cuda.is_available() and torch.version.cuda
+        return torch.cuda.get_device_capability() if has_gpu else None
+    if backend.startswith("torch"):  # ranks compute on the CPU
+        return None
     import jax
 
-    version = (
-        getattr(jax.devices()[0], "compute_capability", None)
-        if jax.default_backend() == "gpu"
-        else None
-    )
+    device, on_gpu = jax.devices()[0], jax.default_backend() == "gpu"
+    version = getattr(device, "compute_capability", None) if on_gpu else None
     try:
         major, minor = map(int, str(version).split("."))
     except ValueError:  # another vendor's name for it, or none
@@ -72,23 +75,54 @@ def simulated(backend: str, a: Quantized, b: Quantized, spec: GemmSpec) -> np.nd
     With tensor cores the scales of two tensors are multiplied first, as cuBLASLt does (G-14).
     """
     of = plan(backend, spec)
-    by_tensor = {a.granularity, b.granularity} == {
-        "tensorwise"
-    } and spec.epilogue == "scale_then_round"
+    tensorwise = {a.granularity, b.granularity} == {"tensorwise"}
+    by_tensor = tensorwise and spec.epilogue == "scale_then_round"
     epilogue = "product_then_round" if of is not None and by_tensor else spec.epilogue
     return gemm.matmul(a, b, accumulate=of or "exact", epilogue=epilogue, out_dtype=BFLOAT16)
 
 
-def bound(
+def compare(
+    check: Check,
     backend: str,
-    a: Quantized,
-    b: Quantized,
+    parts: Sequence[bounds.Part],
     spec: GemmSpec,
-    output: np.ndarray,
-    expected: np.ndarray,
-) -> np.ndarray:
-    """Bound on |output - expected| of outputs on that device, elementwise [M, N], float64."""
-    return bounds.gemm(a, b, spec, output, expected, unit=unit(backend, spec))
+    out: np.ndarray,
+    *,
+    names: tuple[str, str],
+    wide: bool = False,
+) -> None:
+    """Compare a GEMM's output [M, N] with the simulator's within its bound; that of several devices
+    with the sum of their outputs, each rounded (P-8).
+
+    wide   devices' outputs are summed in float32, not bfloat16.
+    """
+    core = unit(backend, spec)
+    if len(parts) == 1:
+        ((a, b, expected),) = parts
+        limit = bounds.gemm(a, b, spec, out, expected, unit=core)
+    else:
+        total = np.sum([part.out for part in parts], axis=0, dtype=np.float32)
+        expected = cast.round_to(total, BFLOAT16)
+        limit = bounds.summed_gemm(parts, spec, out, wide=wide, unit=core)
+    compare_values(check, out, expected, limit, names=names)
+
+
+def compare_planned(
+    check: Check,
+    operands: tuple[Quantized, Quantized],
+    spec: GemmSpec,
+    out: np.ndarray,
+    multiply: Multiply,
+    *,
+    names: tuple[str, str],
+) -> None:
+    """Compare a GEMM's output with that under simulated hardware, bit for bit (B-12)."""
+    assert spec.accumulate is not None
+    factors = (Factor(q.codes, q.scale_inv, q.fmt, q.granularity) for q in operands)
+    planned = multiply(
+        *factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=BFLOAT16
+    )
+    compare_bits(check, out, planned, names=names)
 
 
 def unit(backend: str, spec: GemmSpec) -> TensorCore | None:

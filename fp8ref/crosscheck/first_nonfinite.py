@@ -5,20 +5,21 @@
 not show it.
 """
 
+import functools
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from fp8ref.conformance.kit.compare import Check
 from fp8ref.crosscheck.attention.attention import SYMBOLS, AttentionPass, format_of
-from fp8ref.crosscheck.operands import Observation, backward, whole
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
+from fp8ref.crosscheck.operands import Observation, backward, recipes_of, whole
+from fp8ref.recipe import OPERANDS, Gemm, GemmSpec, Recipe
 from fp8ref.sim.llama import Site
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.spec import llama
-from fp8ref.spec.attention.variants import Variant
+from fp8ref.spec.attention.products import Phase
 from fp8ref.train import loop
 from fp8ref.train.config.config import Config
 
@@ -118,32 +119,44 @@ def _product_cause(site: Site, index: tuple[int, ...]) -> str:
     )
 
 
-def gemm_sites(
-    observations: Sequence[Observation], recipes: Mapping[str, Recipe], batch: tuple[int, ...]
-) -> Iterator[tuple[Site, str]]:
-    """Operands, scales and outputs of FP8 GEMMs as sites, each with its cause.
+@dataclass(frozen=True)
+class Observed:
+    """What a trainer showed of a failed step.
+
+    tokens   [B, T + 1]; metrics: loss and grad_norm of the step.
+    """
+
+    tokens: np.ndarray
+    config: Config
+    gemms: Sequence[Observation]
+    passes: Sequence[AttentionPass]
+    metrics: Mapping[str, float]
+
+    @functools.cached_property
+    def recipes(self) -> dict[str, Recipe]:
+        """The recipe of every linear, by name."""
+        return recipes_of(self.config)
+
+
+def gemm_sites(observed: Observed, layer: str, gemms: Sequence[Gemm]) -> Iterator[tuple[Site, str]]:
+    """Operands, scales and outputs of a linear's FP8 GEMMs as sites, each with its cause.
 
     The cause is empty if the site's parts show it.
     """
-    for o in observations:
-        operands = dict(zip(OPERANDS[o.gemm], (o.a, o.b), strict=True))
-        for role, (hp, _, scale) in operands.items():
-            why = (
-                f"it comes from {_before(o.layer, recipes)}"
-                if role == "grad_output"
-                else _finite_in_sim(o.backend)
-            )
-            yield Site(module=o.layer, role=role, value=whole(hp, role, batch)), why
-            yield (
-                Site(module=o.layer, role=f"{role} scale", value=np.asarray(scale)),
-                "the tensor's values are finite",
-            )
+    batch = observed.tokens.shape
+    for o in (o for o in observed.gemms if o.layer == layer and o.gemm in gemms):
+        spec = observed.recipes[layer].gemms[o.gemm]
+        for operand, (hp, _, scale) in o.operands(spec):
+            role, why = operand.role, _finite_in_sim(o.backend)
+            if role == "grad_output":
+                why = f"it comes from {_before(layer, observed.recipes)}"
+            yield Site(module=layer, role=role, value=whole(hp, role, batch)), why
+            scale_site = Site(module=layer, role=f"{role} scale", value=np.asarray(scale))
+            yield scale_site, "the tensor's values are finite"
         out = np.asarray(o.out)
-        factors = {} if np.isfinite(out).all() else _factors(o, recipes[o.layer], batch)
-        yield (
-            Site(module=o.layer, role=o.gemm, value=whole(out, o.gemm, batch), factors=factors),
-            "",
-        )
+        factors = {} if np.isfinite(out).all() else _factors(o, spec, batch)
+        value = whole(out, o.gemm, batch)
+        yield Site(module=layer, role=o.gemm, value=value, factors=factors), ""
 
 
 _MADE_OF = {
@@ -158,26 +171,26 @@ _MADE_OF = {
 """What a value of attention is made of, if all before it is finite."""
 
 
-def attention_sites(
-    passes: Iterable[AttentionPass], variant: Variant
-) -> Iterator[tuple[Site, str]]:
-    """What passes of attention made as sites, in order, each with its cause; codes as numbers."""
-    for one in passes:
+def attention_sites(observed: Observed, layer: str, phase: Phase) -> Iterator[tuple[Site, str]]:
+    """What passes of a layer's attention made as sites, in order, each with its cause; codes as
+    numbers.
+    """
+    variant = observed.config.attention_variant
+    assert variant is not None
+    for one in (p for p in observed.passes if (p.layer, p.phase) == (layer, phase)):
         for what, part, value in one.parts():
             if part == "codes":
                 value = cast.decode(value, format_of(what, variant))
             if what == "s":  # a key that is not seen has the score -infinity
                 value = np.where(np.tril(np.ones(value.shape[-2:], bool)), value, 0)
-            why = _MADE_OF.get(
-                what,
-                f"it comes from {one.layer}.o_proj's grad_input"
-                if what == "do"
-                else _finite_in_sim(one.backend),
-            )
             if part == "scale":
                 why = "the tensor's values are finite"
+            elif what == "do":
+                why = f"it comes from {layer}.o_proj's grad_input"
+            else:
+                why = _MADE_OF.get(what, _finite_in_sim(one.backend))
             role = SYMBOLS.get(what, what) + ("" if part == "value" else f" {part}")
-            yield Site(module=one.layer, role=role, value=value), why
+            yield Site(module=layer, role=role, value=value), why
 
 
 def _finite_in_sim(backend: str) -> str:
@@ -185,54 +198,38 @@ def _finite_in_sim(backend: str) -> str:
     return f"the simulator's value is finite: {backend} sums in another order, or has a fault"
 
 
-def in_backend(
-    trainer: loop.Trainer,
-    tokens: np.ndarray,
-    config: Config,
-    recipes: Mapping[str, Recipe],
-    observations: Sequence[Observation],
-    metrics: Mapping[str, float],
-    passes: Sequence[AttentionPass] = (),
-) -> Iterator[tuple[Site, str]]:
+def in_backend(trainer: loop.Trainer, observed: Observed) -> Iterator[tuple[Site, str]]:
     """The values after the forward pass's FP8 GEMMs, in order.
 
     Logits and loss come first, then gradients from the last layer to the first, then their norm.
 
     Each comes with its cause if its parts do not show one. The simulator's forward pass is finite.
     """
-    why_sim_differs = _finite_in_sim(trainer.backend)
+    tokens, metrics, config = observed.tokens, observed.metrics, observed.config
     if not math.isfinite(metrics["loss"]):
-        yield (
-            Site(module="lm_head", role="output", value=trainer.logits(tokens[:, :-1])),
-            why_sim_differs,
-        )
-        yield Site(module="loss", role="mean", value=np.asarray(metrics["loss"])), why_sim_differs
-    backwards = [one for one in passes if one.phase == "backward"]
+        why = _finite_in_sim(trainer.backend)
+        logits = trainer.logits(tokens[:, :-1])
+        yield Site(module="lm_head", role="output", value=logits), why
+        yield Site(module="loss", role="mean", value=np.asarray(metrics["loss"])), why
     finite = all(map(math.isfinite, metrics.values()))
     gradients = {} if finite else trainer.gradients(tokens)
     for module in backward(config.model):
-        yield from gemm_sites(
-            [o for o in observations if o.layer == module and o.gemm != "output"],
-            recipes,
-            tokens.shape,
-        )
+        yield from gemm_sites(observed, module, ["grad_input", "grad_weight"])
         if not finite:
             why = (
                 f"a sum over {tokens[:, 1:].size} tokens; every FP8 operand and output before "
                 "it is finite"
             )
-            yield (
-                Site(module=module, role="weight's gradient", value=gradients[f"{module}.weight"]),
-                why,
-            )
-        if (variant := config.attention_variant) is not None and module.endswith(
-            "self_attn.o_proj"
-        ):
-            yield from attention_sites(
-                (one for one in backwards if f"{one.layer}.o_proj" == module), variant
-            )
-    if finite:
-        return
+            gradient = gradients[f"{module}.weight"]
+            yield Site(module=module, role="weight's gradient", value=gradient), why
+        if config.attention_variant is not None and module.endswith("self_attn.o_proj"):
+            yield from attention_sites(observed, module.removesuffix(".o_proj"), "backward")
+    if not finite:
+        yield _norm_site(gradients, metrics["grad_norm"])
+
+
+def _norm_site(gradients: Mapping[str, np.ndarray], norm: float) -> tuple[Site, str]:
+    """The norm of finite gradients, and the largest of them."""
     name, largest = max(gradients.items(), key=lambda item: float(np.abs(item[1]).max()))
     index = tuple(int(i) for i in np.unravel_index(np.abs(largest).argmax(), largest.shape))
     squares = math.fsum(float(np.square(g.astype(np.float64)).sum()) for g in gradients.values())
@@ -240,29 +237,15 @@ def in_backend(
         f"all gradients are finite; the sum of their squares is {squares:.4g}, the largest "
         f"{name} {list(index)}: {largest[index]:.9g}"
     )
-    yield Site(module="gradient", role="norm", value=np.asarray(metrics["grad_norm"])), why
+    return Site(module="gradient", role="norm", value=np.asarray(norm)), why
 
 
-def _factors(o: Observation, recipe: Recipe, batch: tuple[int, ...]) -> dict[str, np.ndarray]:
+def _factors(o: Observation, spec: GemmSpec, batch: tuple[int, ...]) -> dict[str, np.ndarray]:
     """The dequantized operands with the reduced axis last, as ``Site.factors`` takes them."""
     factors: dict[str, np.ndarray] = {}
-    spec = recipe.gemms[o.gemm]
-    for role, (hp, codes, scale), cast_spec, axis in zip(
-        OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True
-    ):
-        del hp
-        assert cast_spec is not None
-        scale = np.asarray(scale, np.float32)
-        q = scaling.Quantized(
-            np.asarray(codes),
-            scale,
-            scaling.scale_inv_from_scale(scale),
-            cast_spec.fmt,
-            cast_spec.granularity,
-            axis,
-        )
-        value = scaling.dequantize(q)
-        factors[role] = value if axis == 1 else value.T
+    for operand, used in zip(o.operands(spec), o.used(spec), strict=True):
+        role, value = operand[0].role, scaling.dequantize(used)
+        factors[role] = value if used.axis == 1 else value.T
     if o.gemm != "grad_weight":  # its rows are features, not tokens
         first = OPERANDS[o.gemm][0]
         factors[first] = whole(factors[first], first, batch)

@@ -12,8 +12,9 @@ scaling they are taken before every step: a state depends on all steps before it
 - initial weights, step-0 logits and losses, gradients, and the loss curves.
 """
 
+import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -24,15 +25,17 @@ from fp8ref.crosscheck.attention import attention
 from fp8ref.crosscheck.attention import counts as attention_counts
 from fp8ref.crosscheck.attention import states as attention_states
 from fp8ref.crosscheck.operands import (
+    OperandCast,
     Quantizer,
     amaxes,
     check_operands,
     compare_quantized,
     initial_states,
+    recipes_of,
     states_after,
 )
 from fp8ref.formats import FP8_FORMATS
-from fp8ref.recipe import RECIPES, SHARED_RECIPES, Recipe
+from fp8ref.recipe import RECIPES, SHARED_RECIPES
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError
 from fp8ref.sim.quantize import cast
@@ -41,6 +44,8 @@ from fp8ref.train import loop
 from fp8ref.train.config import hardware
 from fp8ref.train.config.config import Config
 from fp8ref.train.data import loader
+
+__all__ = ["STEPS", "crosscheck"]
 
 FORWARD_BATCH = 4
 """The most sequences in a simulated forward pass."""
@@ -66,80 +71,79 @@ def crosscheck(
             "to 1, or give --sharded N."
         )
     config.require_tiles("the cross-check")
-    multiply = hardware.of(config)
-    report = Report()
-    batches = loader.open_batches(config)
+    report, batches = Report(), loader.open_batches(config)
     weights = llama.initial_weights(config.model, seed=config.run.seed)
-    recipes = {d.path: d.recipe for d in config.decisions()}
-    replicates = bounds.REPLICATES if len(backends) > 1 else 0
+    both = len(backends) > 1
+    replicates = bounds.REPLICATES if both else 0
     work = 1 + 2 * bounds.SAMPLES + len(backends) * (steps + 2) + replicates * (1 + bool(steps))
     with console.bar(f"crosscheck {config.numerics.recipe}", work) as advance:
         quantizers = operands.quantizers(backends)
         check_synthetic(report, config.numerics.recipe, quantizers)
         advance("synthetic tensors")
-        for name, start in (
-            ("probe", bounds.probe_weights(weights, seed=config.run.seed)),
-            ("step0", weights),
-        ):
+        starts = {"probe": bounds.probe_weights(weights, seed=config.run.seed), "step0": weights}
+        for name, start in starts.items():
             trainers = {backend: loop.trainer(backend, config, start) for backend in backends}
             tokens = batches.step(0)[:FORWARD_BATCH]
-            check_forward(
-                report,
-                name,
-                trainers,
-                start,
-                tokens,
-                config,
-                recipes,
-                advance=lambda: advance("forward"),
-            )
-            if name == "probe" and len(backends) > 1:
-                check_gradients(
-                    report, trainers, start, tokens, config, advance=lambda: advance("gradients")
-                )
+            simulated = functools.partial(advance, "forward")
+            check_forward(report, name, trainers, start, tokens, config, advance=simulated)
+            if name == "probe" and both:
+                done = functools.partial(advance, "gradients")
+                check_gradients(report, trainers, start, tokens, config, advance=done)
         check_weights(report, trainers, weights)
-        curves: dict[str, list[dict[str, float]]] = {name: [] for name in backends}
-        for name, trainer in trainers.items():
-            linear_states, attended = initial_states(recipes), attention.first_states(config)
-            for step in range(steps + 1):
-                states = dict(linear_states) | attended
-                # a state depends on the amaxes of every step before it
-                if step in (0, steps) or states:
-                    observations, passes = check_operands(
-                        report,
-                        trainer,
-                        batches.step(step),
-                        recipes,
-                        quantizers,
-                        states,
-                        multiply,
-                        config.attention_variant,
-                    )
-                    linear_states = states_after(linear_states, recipes, amaxes(observations))
-                if step in (0, steps):
-                    attention_counts.check(
-                        report, passes, config.attention_variant, attention.delayed_scales(states)
-                    )
-                    advance(f"{name}: operands after {step} steps")
-                if step < steps:
-                    curves[name].append(trainer.step(batches.step(step)))
-                    if attended:
-                        trained, before = trainer.fp8_states(), attended
-                        attended = attention.states_after(before, config, passes, trained)
-                        attention_states.check(
-                            report, name, config, passes, before, attended, trained
-                        )
-                    advance(f"{name}: training")
-        if len(backends) > 1 and steps:
-            check_curves(
-                report,
-                curves,
-                weights,
-                batches,
-                config,
-                advance=lambda: advance("noise of rounding"),
-            )
+        curves = {
+            backend: _check_training(report, trainer, batches, config, quantizers, steps, advance)
+            for backend, trainer in trainers.items()
+        }
+        if both and steps:
+            done = functools.partial(advance, "noise of rounding")
+            check_curves(report, curves, weights, batches, config, advance=done)
     return report
+
+
+def _check_training(
+    report: Report,
+    trainer: loop.Trainer,
+    batches: loader.Batches,
+    config: Config,
+    quantizers: dict[str, Quantizer],
+    steps: int,
+    advance: Callable[[str], None],
+) -> list[dict[str, float]]:
+    """Train, and check operands, attention and its states before the first step and after the last;
+    under delayed scaling before every step. Returns the metrics of each step.
+    """
+    curve: list[dict[str, float]] = []
+    recipes, variant = recipes_of(config), config.attention_variant
+    linear_states, attended = initial_states(recipes), attention.first_states(config)
+    for step in range(steps + 1):
+        states, tokens = dict(linear_states) | attended, batches.step(step)
+        # a state depends on the amaxes of every step before it
+        if step in (0, steps) or states:
+            observations, passes = check_operands(
+                report,
+                trainer,
+                tokens,
+                recipes,
+                quantizers,
+                states,
+                multiply=hardware.of(config),
+                variant=variant,
+            )
+            linear_states = states_after(linear_states, recipes, amaxes(observations))
+        if step in (0, steps):
+            scales = attention.delayed_scales(states)
+            attention_counts.check(report, passes, variant, scales)
+            advance(f"{trainer.backend}: operands after {step} steps")
+        if step < steps:
+            curve.append(trainer.step(tokens))
+            if attended:
+                trained, before = trainer.fp8_states(), attended
+                attended = attention.states_after(before, config, passes, trained)
+                attention_states.check(
+                    report, trainer.backend, config, passes, before, attended, trained
+                )
+            advance(f"{trainer.backend}: training")
+    return curve
 
 
 def check_synthetic(report: Report, name: str, quantizers: dict[str, Quantizer]) -> None:
@@ -150,31 +154,23 @@ def check_synthetic(report: Report, name: str, quantizers: dict[str, Quantizer])
     """
     for fmt in FP8_FORMATS.values():
         values = cast_inputs.edges(fmt)
-        codes = {"sim": cast.encode(values, fmt)} | {
-            who: q.encode(values, fmt) for who, q in quantizers.items()
-        }
+        codes = {"sim": cast.encode(values, fmt)}
+        codes |= {who: q.encode(values, fmt) for who, q in quantizers.items()}
         for backend in quantizers:
-            compare_codes(
-                report.check(f"synthetic.cast/{fmt}/codes/{backend}"), codes, backend, fmt, values
-            )
-    gemms = [g for each in (*SHARED_RECIPES, name) for g in RECIPES[each].gemms.values()]
+            check = report.check(f"synthetic.cast/{fmt}/codes/{backend}")
+            compare_codes(check, codes, backend, fmt, values)
     specs = {
-        (c.fmt, c.granularity, c.policy): c
-        for g in gemms
-        for c in (g.a, g.b)
-        if c is not None and c.delayed is None
+        (spec.fmt, spec.granularity, spec.policy): spec
+        for each in (*SHARED_RECIPES, name)
+        for spec in RECIPES[each].casts
+        if spec.delayed is None
     }
     for case, values in quantizer_inputs.samples().items():
         for spec in specs.values():
             for axis in (0, 1) if spec.granularity == "rowwise" else (1,):
+                operand, prefix = OperandCast("input", spec, axis), f"synthetic.{case}"
                 compare_quantized(
-                    report,
-                    f"synthetic.{case}/{spec.granularity}",
-                    values,
-                    spec,
-                    axis,
-                    {},
-                    quantizers,
+                    report, f"{prefix}/{spec.granularity}", values, operand, quantizers
                 )
 
 
@@ -185,11 +181,8 @@ def check_weights(
     for backend, trainer in trainers.items():
         mine = trainer.weights()
         for name, value in weights.items():
-            compare_scales(
-                report.check(f"weights/initial/value/{backend}"),
-                {"sim": value, backend: mine[name]},
-                backend,
-            )
+            check = report.check(f"weights/initial/value/{backend}")
+            compare_scales(check, {"sim": value, backend: mine[name]}, backend)
 
 
 def check_forward(
@@ -199,7 +192,6 @@ def check_forward(
     weights: dict[str, np.ndarray],
     tokens: np.ndarray,
     config: Config,
-    recipes: dict[str, Recipe],
     *,
     advance: Callable[[], None],
 ) -> None:
@@ -208,7 +200,7 @@ def check_forward(
         tokens,
         weights,
         config.model,
-        recipes,
+        recipes_of(config),
         advance=advance,
         multiply=hardware.of(config),
         attention=config.numerics.attention,
@@ -245,18 +237,15 @@ def check_gradients(
     gradients = {name: trainer.gradients(tokens) for name, trainer in trainers.items()}
     base = _base(gradients)
     replicates = []
-    for seed in range(bounds.REPLICATES):
-        replicates.append(
-            loop.trainer(base, config, bounds.rerounded(weights, seed=seed)).gradients(tokens)
-        )
+    for replicate in _replicates(base, config, weights):
+        replicates.append(replicate.gradients(tokens))
         advance()
     for parameter, gradient in gradients[base].items():
         bound = bounds.gradient(gradient, [r[parameter] for r in replicates])
         for other in gradients.keys() - {base}:
             distance = np.linalg.norm(gradients[other][parameter] - gradient)
-            check = report.check(
-                f"{parameter.removesuffix('.weight')}/gradient/value/{other}-{base}", bound=1.0
-            )
+            name = f"{parameter.removesuffix('.weight')}/gradient/value/{other}-{base}"
+            check = report.check(name, bound=1.0)
             compare_values(check, distance, 0.0, bound, names=("norm of the difference", "none"))
 
 
@@ -272,25 +261,28 @@ def check_curves(
     """Check losses and gradient norms of every step, backend against backend (B-4)."""
     base = _base(curves)
     runs = []
-    for seed in range(bounds.REPLICATES):
-        replicate = loop.trainer(base, config, bounds.rerounded(weights, seed=seed))
+    for replicate in _replicates(base, config, weights):
         runs.append([replicate.step(batches.step(step)) for step in range(len(curves[base]))])
         advance()
     for metric in ("loss", "grad_norm"):
         series = {
             name: np.array([line[metric] for line in lines]) for name, lines in curves.items()
         }
-        bound = bounds.curve(
-            series[base], np.array([[line[metric] for line in lines] for lines in runs])
-        )
+        repeated = np.array([[line[metric] for line in lines] for lines in runs])
+        bound = bounds.curve(series[base], repeated)
         for name in series.keys() - {base}:
             check = report.check(f"{metric}/curve/value/{name}-{base}", bound=1.0)
             compare_values(check, series[name], series[base], bound, names=(name, base))
 
 
-def _base(by_backend: dict) -> str:
-    """The backend whose replicates set the bounds.
+def _replicates(
+    backend: str, config: Config, weights: dict[str, np.ndarray]
+) -> Iterator[loop.Trainer]:
+    """Trainers whose initial weights were rounded stochastically."""
+    for seed in range(bounds.REPLICATES):
+        yield loop.trainer(backend, config, bounds.rerounded(weights, seed=seed))
 
-    Torch if it takes part, as it compiles nothing.
-    """
+
+def _base(by_backend: dict) -> str:
+    """The backend whose replicates set the bounds: torch if there, as it compiles nothing."""
     return "torch" if "torch" in by_backend else next(iter(by_backend))

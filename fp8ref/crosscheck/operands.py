@@ -8,19 +8,13 @@ The simulator's states of delayed scaling follow the backend's from step to step
 (``initial_states``, ``states_after``).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fp8ref.conformance.kit.compare import (
-    Report,
-    compare_bits,
-    compare_codes,
-    compare_scales,
-    compare_values,
-)
+from fp8ref.conformance.kit.compare import Report, compare_codes, compare_scales
 from fp8ref.conformance.libraries.profiles import fp8ref_jax_cast, fp8ref_torch_cast, on_torch
 from fp8ref.crosscheck import device_gemm
 from fp8ref.crosscheck.attention.attention import (
@@ -29,14 +23,25 @@ from fp8ref.crosscheck.attention.attention import (
     delayed_scales,
     recorder,
 )
-from fp8ref.formats import BFLOAT16, FORMATS, Format
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, delayed_casts
+from fp8ref.crosscheck.backend_checks import BackendChecks
+from fp8ref.crosscheck.bounds import Part
+from fp8ref.formats import Format
+from fp8ref.recipe import (
+    OPERANDS,
+    REDUCED_AXES,
+    CastSpec,
+    Gemm,
+    GemmSpec,
+    Recipe,
+    Role,
+    delayed_casts,
+)
 from fp8ref.sim import delayed
-from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize import scaling
 from fp8ref.spec import llama
 from fp8ref.spec.attention.variants import Variant
 from fp8ref.spec.delayed import DelayedScaling
-from fp8ref.spec.hardware import Factor, Multiply
+from fp8ref.spec.hardware import Multiply
 from fp8ref.train import loop
 from fp8ref.train.config.config import Config
 
@@ -44,19 +49,80 @@ States = Mapping[str, delayed.DelayedState]
 """``<layer>/<role>`` -> state of delayed scaling."""
 
 
+def recipes_of(config: Config) -> dict[str, Recipe]:
+    """The recipe of every linear, by name."""
+    return {decision.path: decision.recipe for decision in config.decisions()}
+
+
+Operand = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""hp float32, codes uint8 and scale float32, in a linear's own layout (L-2)."""
+
+
+class OperandCast(NamedTuple):
+    """How a GEMM in FP8 quantizes one of its operands; axis: that it reduces."""
+
+    role: Role
+    spec: CastSpec
+    axis: int
+
+    def simulated(
+        self, hp: np.ndarray, state: delayed.DelayedState | None = None
+    ) -> scaling.Quantized:
+        """hp as the simulator quantizes it; state: of a role under delayed scaling."""
+        fmt, policy = self.spec.fmt, self.spec.policy
+        if state is None:
+            granularity = self.spec.granularity
+            return scaling.quantize(hp, fmt, granularity=granularity, policy=policy, axis=self.axis)
+        assert self.spec.delayed is not None
+        scales = delayed.scales(state, self.spec.delayed, fmt)
+        return scaling.quantize_with(hp, scales, fmt, policy=policy, axis=self.axis)
+
+    def state(self, layer: str, states: States) -> delayed.DelayedState | None:
+        """The state of this role in a layer; None if its scale is dynamic."""
+        return states[f"{layer}/{self.role}"] if self.spec.delayed else None
+
+
+def operand_casts(which: Gemm, spec: GemmSpec) -> list[OperandCast]:
+    """The casts of a GEMM's operands a and b; none of a GEMM in high precision."""
+    return [
+        OperandCast(role, cast_spec, axis)
+        for role, cast_spec, axis in zip(
+            OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
+        )
+        if cast_spec is not None
+    ]
+
+
+def as_factor(q: scaling.Quantized) -> scaling.Quantized:
+    """An operand as the [M, K] that a GEMM takes: transposed if its first axis is reduced."""
+    if q.axis == 1:
+        return q
+    return q._replace(codes=q.codes.T, scale=q.scale.T, scale_inv=q.scale_inv.T, axis=1)
+
+
 @dataclass(frozen=True)
 class Observation:
-    """One FP8 GEMM as a backend computed it.
-
-    Operands (hp, codes, scale) in their own layout, and its output.
-    """
+    """One FP8 GEMM as a backend computed it: its operands and its output."""
 
     backend: str
     layer: str
     gemm: Gemm
-    a: tuple[np.ndarray, np.ndarray, np.ndarray]
-    b: tuple[np.ndarray, np.ndarray, np.ndarray]
+    a: Operand
+    b: Operand
     out: np.ndarray
+
+    def operands(self, spec: GemmSpec) -> Iterator[tuple[OperandCast, Operand]]:
+        """Its operands, with how the recipe casts them."""
+        return zip(operand_casts(self.gemm, spec), (self.a, self.b), strict=True)
+
+    def used(self, spec: GemmSpec) -> Iterator[scaling.Quantized]:
+        """Its operands as the backend multiplied them, in their own layout."""
+        for cast, (_, codes, scale) in self.operands(spec):
+            scale = np.asarray(scale, np.float32)
+            scale_inv, kind = scaling.scale_inv_from_scale(scale), cast.spec
+            yield scaling.Quantized(
+                np.asarray(codes), scale, scale_inv, kind.fmt, kind.granularity, cast.axis
+            )
 
 
 def observe(
@@ -67,22 +133,19 @@ def observe(
     passes   gets the passes of attention by a variant too, whose memory is quadratic.
     """
     observations: list[Observation] = []
-    more = {} if passes is None else {"attention": recorder(trainer.backend, passes)}
-    trainer.observe(
-        tokens,
-        lambda layer, which, a, b, out: observations.append(
-            Observation(trainer.backend, layer, which, a, b, out)
-        ),
-        **more,
-    )
+
+    def record(layer: str, which: Gemm, a: Operand, b: Operand, out: np.ndarray) -> None:
+        observations.append(Observation(trainer.backend, layer, which, a, b, out))
+
+    if passes is None:
+        trainer.observe(tokens, record)
+    else:
+        trainer.observe(tokens, record, attention=recorder(trainer.backend, passes))
     return observations
 
 
 def in_pass_order(observations: Sequence[Observation], config: Config) -> list[Observation]:
-    """Sort observations as the forward pass and then the backward pass run.
-
-    Callbacks come in any order.
-    """
+    """Sort observations, which come in any order, as the forward and then the backward pass run."""
     place = {name: i for i, name in enumerate(llama.linear_shapes(config.model))}
     gemms = list(OPERANDS)
     return sorted(
@@ -121,16 +184,14 @@ def whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
 
 
 class Quantizer(Protocol):
-    """A quantizer and a cast, of NumPy arrays.
+    """A backend's quantizer and cast, of NumPy arrays."""
 
-    Shapes:   x float32 of any shape, of axis the reduced one; codes uint8 of its shape; scale
-              float32 of ``granularity.scale_shape``.
-    """
+    def quantize(self, x: np.ndarray, cast: OperandCast) -> tuple[np.ndarray, np.ndarray]:
+        """The codes and scale of x, first rounded to bfloat16, the model's high precision.
 
-    def quantize(
-        self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The codes and scale of x, first rounded to ``dtype``, the tensor's hp dtype."""
+        Shapes:   x float32 of any shape; codes uint8 of its shape; scale float32 of
+                  ``granularity.scale_shape``.
+        """
         ...
 
     def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
@@ -169,17 +230,13 @@ def check_operands(
         if spec.fp8
     }
     ran = {(o.layer, o.gemm) for o in observations}
+    checks = BackendChecks(report, trainer.backend)
     for layer, which in sorted(planned ^ ran):
-        problem = (
-            "was planned in FP8 and did not run"
-            if (layer, which) in planned
-            else "ran in FP8 and was not planned"
-        )
-        report.check(f"{layer}/{which}/value/{trainer.backend}", bound=1.0).fail(
-            f"the GEMM {problem}"
-        )
+        checks.misplanned(layer, which, (layer, which) in planned)
     for observation in (o for o in observations if (o.layer, o.gemm) in planned):
-        _check_gemm(report, observation, recipes[observation.layer], quantizers, states, multiply)
+        spec = recipes[observation.layer].gemms[observation.gemm]
+        pair = compare_operands(report, observation, spec, quantizers, states)
+        _check_output(checks, observation, spec, pair, multiply)
     return observations, passes
 
 
@@ -192,14 +249,40 @@ def amaxes(observations: Sequence[Observation]) -> dict[str, list[np.ndarray]]:
     return operand_amaxes
 
 
+def compare_operands(
+    report: Report,
+    observed: Observation,
+    spec: GemmSpec,
+    quantizers: Mapping[str, Quantizer],
+    states: States,
+) -> tuple[scaling.Quantized, scaling.Quantized]:
+    """Compare codes and scales of a GEMM's operands with the simulator's, bit for bit.
+
+    Returns:  the simulator's operands, as a GEMM takes them.
+    """
+    a, b = (
+        compare_quantized(
+            report,
+            f"{observed.layer}/{cast.role}",
+            hp,
+            cast,
+            quantizers,
+            live={observed.backend: (codes, scale)},
+            state=cast.state(observed.layer, states),
+        )
+        for cast, (hp, codes, scale) in observed.operands(spec)
+    )
+    return as_factor(a), as_factor(b)
+
+
 def compare_quantized(
     report: Report,
     prefix: str,
     hp: np.ndarray,
-    spec: CastSpec,
-    axis: int,
-    live: dict[str, tuple[np.ndarray, np.ndarray]],
-    quantizers: dict[str, Quantizer],
+    cast: OperandCast,
+    quantizers: Mapping[str, Quantizer],
+    *,
+    live: Mapping[str, tuple[np.ndarray, np.ndarray]] | None = None,
     state: delayed.DelayedState | None = None,
 ) -> scaling.Quantized:
     """Compare codes and scales of hp in every implementation.
@@ -210,99 +293,38 @@ def compare_quantized(
               compared.
     Returns:  the simulator's codes and scales.
     """
-    hp = np.asarray(hp, np.float32)
-    if state is None:
-        simulated = scaling.quantize(
-            hp, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
-        )
-    else:
-        assert spec.delayed is not None
-        simulated = scaling.quantize_with(
-            hp,
-            delayed.scales(state, spec.delayed, spec.fmt),
-            spec.fmt,
-            policy=spec.policy,
-            axis=axis,
-        )
-        quantizers = {
-            backend: quantizer for backend, quantizer in quantizers.items() if backend in live
-        }
+    hp, live = np.asarray(hp, np.float32), live or {}
+    simulated = cast.simulated(hp, state)
     quantized = {"sim": (simulated.codes, simulated.scale)}
     for backend, quantizer in quantizers.items():
-        quantized[backend] = (
-            live[backend]
-            if backend in live
-            else quantizer.quantize(hp, spec, axis=axis, dtype="bfloat16")
-        )
-    for backend in quantizers:
-        codes, scales = ({who: pair[i] for who, pair in quantized.items()} for i in (0, 1))
-        compare_codes(report.check(f"{prefix}/codes/{backend}"), codes, backend, spec.fmt, hp)
+        if backend in live:
+            quantized[backend] = live[backend]
+        elif state is None:
+            quantized[backend] = quantizer.quantize(hp, cast)
+    codes, scales = ({who: pair[i] for who, pair in quantized.items()} for i in (0, 1))
+    for backend in (who for who in quantizers if who in quantized):
+        check = report.check(f"{prefix}/codes/{backend}")
+        compare_codes(check, codes, backend, cast.spec.fmt, hp)
         compare_scales(report.check(f"{prefix}/scale/{backend}"), scales, backend)
     return simulated
 
 
-def transposed(q: scaling.Quantized) -> scaling.Quantized:
-    """An operand that is reduced along its first axis, as the [M, K] that a GEMM takes."""
-    return q._replace(codes=q.codes.T, scale=q.scale.T, scale_inv=q.scale_inv.T, axis=1)
-
-
-def _check_gemm(
-    report: Report,
+def _check_output(
+    checks: BackendChecks,
     observed: Observation,
-    recipe: Recipe,
-    quantizers: dict[str, Quantizer],
-    states: States,
+    spec: GemmSpec,
+    pair: tuple[scaling.Quantized, scaling.Quantized],
     multiply: Multiply | None,
 ) -> None:
-    layer, backend, spec = observed.layer, observed.backend, recipe.gemms[observed.gemm]
-    operands = []
-    for role, operand, cast_spec, axis in zip(
-        OPERANDS[observed.gemm],
-        (observed.a, observed.b),
-        (spec.a, spec.b),
-        REDUCED_AXES[observed.gemm],
-        strict=True,
-    ):
-        assert cast_spec is not None
-        hp, codes, scale = operand
-        state = states[f"{layer}/{role}"] if cast_spec.delayed else None
-        q = compare_quantized(
-            report,
-            f"{layer}/{role}",
-            hp,
-            cast_spec,
-            axis,
-            {backend: (codes, scale)},
-            quantizers,
-            state,
-        )
-        operands.append(q if axis == 1 else transposed(q))
-    a, b = operands
     # The simulator's operands are multiplied, not the backend's: a wrong code shows in the output
     # too.
-    out = np.asarray(observed.out, np.float32)
-    if multiply is not None:
-        assert spec.accumulate is not None
-        factors = (Factor(q.codes, q.scale_inv, q.fmt, q.granularity) for q in operands)
-        expected = multiply(
-            *factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=BFLOAT16
-        )
-        compare_bits(
-            report.check(f"{layer}/{observed.gemm}/value/{backend}"),
-            out,
-            expected,
-            names=(backend, "sim"),
-        )
+    name, out = f"{observed.layer}/{observed.gemm}", np.asarray(observed.out, np.float32)
+    if multiply is None:
+        expected = device_gemm.simulated(checks.backend, *pair, spec)
+        checks.output(name, [Part(*pair, expected)], spec, out)
         return
-    simulated = device_gemm.simulated(backend, a, b, spec)
-    check = report.check(f"{layer}/{observed.gemm}/value/{backend}", bound=1.0)
-    compare_values(
-        check,
-        out,
-        simulated,
-        device_gemm.bound(backend, a, b, spec, out, simulated),
-        names=(backend, "sim"),
-    )
+    check, names = checks.check(f"{name}/value"), (checks.backend, "sim")
+    device_gemm.compare_planned(check, pair, spec, out, multiply, names=names)
 
 
 def initial_states(recipes: Mapping[str, Recipe]) -> States:
@@ -338,44 +360,26 @@ def _delayed_casts(recipes: Mapping[str, Recipe]) -> dict[str, tuple[Format, Del
 
 
 def quantizers(names: Iterable[str]) -> dict[str, Quantizer]:
-    """Fresh quantizers of these names: "sim", "jax", "torch"."""
-    classes: dict[str, Callable[[], Quantizer]] = {
-        "sim": _SimQuantizer,
-        "jax": _JaxQuantizer,
-        "torch": _TorchQuantizer,
-    }
+    """Fresh quantizers of these backends."""
+    classes: dict[str, Callable[[], Quantizer]] = {"jax": _JaxQuantizer, "torch": _TorchQuantizer}
     return {name: classes[name]() for name in names}
 
 
-class _SimQuantizer:
-    def quantize(
-        self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str
-    ) -> tuple[np.ndarray, np.ndarray]:
-        x = cast.round_to(x, FORMATS[dtype])
-        q = scaling.quantize(
-            x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
-        )
-        return q.codes, q.scale
-
-    def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
-        return cast.encode(x, fmt)
-
-
 class _JaxQuantizer:
-    """Compiled, as in training: XLA's rewrites are part of what is compared. Each (spec, axis) is
-    compiled once a shape.
+    """Compiled, as in training: XLA's rewrites are part of what is compared. Each cast is compiled
+    once a shape.
     """
 
     def __init__(self) -> None:
-        self._compiled: dict[tuple, Callable] = {}
+        self._compiled: dict[OperandCast, Callable] = {}
 
-    def quantize(
-        self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def quantize(self, x: np.ndarray, cast: OperandCast) -> tuple[np.ndarray, np.ndarray]:
         import jax
         import jax.numpy as jnp
 
         from fp8ref.jax.quantize import scaling
+
+        _, spec, axis = cast
 
         def run(x):
             q = scaling.quantize(
@@ -383,8 +387,8 @@ class _JaxQuantizer:
             )
             return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
 
-        compiled = self._compiled.setdefault((spec, axis), jax.jit(run))
-        codes, scale = compiled(jnp.asarray(x, jnp.float32).astype(dtype))
+        compiled = self._compiled.setdefault(cast, jax.jit(run))
+        codes, scale = compiled(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16))
         return np.asarray(codes), np.asarray(scale)
 
     def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
@@ -394,14 +398,13 @@ class _JaxQuantizer:
 class _TorchQuantizer:
     """Eager, on the CPU."""
 
-    def quantize(
-        self, x: np.ndarray, spec: CastSpec, *, axis: int, dtype: str
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def quantize(self, x: np.ndarray, cast: OperandCast) -> tuple[np.ndarray, np.ndarray]:
         import torch
 
         from fp8ref.torch.quantize import scaling
 
-        value = torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(getattr(torch, dtype))
+        _, spec, axis = cast
+        value = torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(torch.bfloat16)
         q = scaling.quantize(
             value, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
         )

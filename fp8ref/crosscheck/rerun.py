@@ -19,6 +19,7 @@ from fp8ref.crosscheck.attention import attention
 from fp8ref.crosscheck.attention.attention import AttentionPass
 from fp8ref.crosscheck.first_nonfinite import (
     NonFinite,
+    Observed,
     attention_sites,
     check_site,
     gemm_sites,
@@ -27,13 +28,14 @@ from fp8ref.crosscheck.first_nonfinite import (
 from fp8ref.crosscheck.operands import (
     Observation,
     States,
-    compare_quantized,
+    compare_operands,
     in_pass_order,
     observe,
     quantizers,
+    recipes_of,
 )
 from fp8ref.formats import FLOAT32
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe, delayed_casts
+from fp8ref.recipe import Recipe, delayed_casts
 from fp8ref.shared import console
 from fp8ref.shared.console import one_line
 from fp8ref.shared.errors import ConfigError
@@ -60,105 +62,104 @@ def rerun(path: Path) -> "RerunReport":
               ImportError: its backend is not installed.
     """
     failed = failed_step.read(path)
-    if failed.config.parallel.devices > 1 and failed.config.optimizer.kind == "adamw_fp8":
-        raise ConfigError(
-            f"{path}: each process quantizes its own piece of the FP8 moments in blocks (T-6), "
-            f"so one process cannot replay a step of {failed.config.parallel.devices}. Train "
-            "with optimizer.kind 'adamw' to replay failed steps."
-        )
-    architecture.require_llama(failed.config, "a replay")
-    failed.config.require_tiles("a replay")
-    config = dataclasses.replace(failed.config, parallel=ParallelConfig()).replace(
-        data={"microbatches": 1}
-    )
+    config = _on_one_device(path, failed)
     tokens = failed.tokens
     console.say(
         f"replaying step {failed.metrics['step']} of {failed.backend} on one device: its global "
         f"batch of {tokens[:, 1:].size:,} tokens at once"
     )
-    # The saved state holds all weights, so zeros stand in for initial weights that would be drawn.
-    trainer = loop.trainer(
-        failed.backend,
-        config,
-        {k: np.zeros(s, np.float32) for k, s in llama.parameter_shapes(config.model).items()},
-    )
-    trainer.load(failed.state, int(failed.metrics["step"]))
-    trainer.switch(failed.recipe)
+    trainer = _restored(failed, config)
     config = config.under(failed.recipe)
-    recipes = {d.path: d.recipe for d in config.decisions()}
-    kept = trainer.fp8_states()  # of a schedule also those of other recipes, which wait
-    used = {f"{path}/{role}" for path, recipe in recipes.items() for role in delayed_casts(recipe)}
-    used |= {f"{layer}/{role}" for layer, casts in config.attention_casts.items() for role in casts}
-    states = {name: delayed.DelayedState(*parts) for name, parts in kept.items() if name in used}
+    states = _used_states(trainer, config)
     report = Report()
     # infinities are expected
     with console.bar(f"replay {config.numerics.recipe}", 4) as advance, np.errstate(all="ignore"):
-        first, finite = simulated(report, tokens, trainer.weights(), config, recipes, states)
+        first, finite = simulated(report, tokens, trainer.weights(), config, states)
         advance("the simulator's forward pass")
-        variant = config.attention_variant
         passes: list[AttentionPass] = []
-        observations = in_pass_order(
-            observe(trainer, tokens, None if variant is None else passes), config
-        )
-        operands = check_codes(report, observations, recipes, states) + attention.check_codes(
-            report, passes, variant, attention.delayed_scales(kept)
-        )
+        variant = config.attention_variant
+        watched = None if variant is None else passes
+        scales = attention.delayed_scales(trainer.fp8_states())
+        observations = in_pass_order(observe(trainer, tokens, watched), config)
+        count = check_codes(report, observations, recipes_of(config), states)
+        count += attention.check_codes(report, passes, variant, scales)
         advance("every FP8 GEMM and attention" if passes else "every FP8 GEMM")
         metrics = trainer.step(tokens)  # last: a finite step changes the weights
         advance("the step")
         # The simulator's forward pass is searched first, as it knows the parts of every value.
         # Where its values are finite, the backend's own GEMMs may still not be.
-        sites: Iterable[tuple[Site, str]] = _forward_sites(
-            observations, passes, finite, config, tokens
-        )
+        observed = Observed(tokens, config, observations, passes, metrics)
+        sites = _forward_sites(observed, finite)
         if first is None:
-            sites = itertools.chain(
-                sites, in_backend(trainer, tokens, config, recipes, observations, metrics, passes)
-            )
-        for site, why in sites:
-            nonfinite = check_site(
-                site,
-                report.check(f"{site.module}/{site.role}/finite/{failed.backend}"),
-                by=failed.backend,
-                why=why,
-            )
-            if nonfinite:
-                first = nonfinite
-                break
+            sites = itertools.chain(sites, in_backend(trainer, observed))
+        first = _first_in(report, sites, failed.backend) or first
         advance("its gradients")
     return RerunReport(
-        path=path, failed=failed, metrics=metrics, first=first, report=report, operands=operands
+        path=path, failed=failed, metrics=metrics, first=first, report=report, operands=count
     )
 
 
-def _forward_sites(
-    observations: Sequence[Observation],
-    passes: Sequence[AttentionPass],
-    finite: set[tuple[str, str]],
-    config: Config,
-    tokens: np.ndarray,
-) -> Iterator[tuple[Site, str]]:
+def _on_one_device(path: Path, failed: Failure) -> Config:
+    """The config of the failed step for one device and the whole batch at once.
+
+    Raises:   ConfigError: one device cannot repeat its step.
+    """
+    config = failed.config
+    if config.parallel.devices > 1 and config.optimizer.kind == "adamw_fp8":
+        raise ConfigError(
+            f"{path}: each process quantizes its own piece of the FP8 moments in blocks (T-6), "
+            f"so one process cannot replay a step of {config.parallel.devices}. Train "
+            "with optimizer.kind 'adamw' to replay failed steps."
+        )
+    architecture.require_llama(config, "a replay")
+    config.require_tiles("a replay")
+    return dataclasses.replace(config, parallel=ParallelConfig()).replace(data={"microbatches": 1})
+
+
+def _restored(failed: Failure, config: Config) -> loop.Trainer:
+    """A trainer in the state before the failed step, in its recipe."""
+    # The saved state holds all weights, so zeros stand in for initial weights that would be drawn.
+    shapes = llama.parameter_shapes(config.model)
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    trainer = loop.trainer(failed.backend, config, zeros)
+    trainer.load(failed.state, int(failed.metrics["step"]))
+    trainer.switch(failed.recipe)
+    return trainer
+
+
+def _used_states(trainer: loop.Trainer, config: Config) -> States:
+    """The states of delayed scaling that this recipe uses: a schedule keeps those of others too."""
+    casts = {path: delayed_casts(recipe) for path, recipe in recipes_of(config).items()}
+    used = {
+        f"{layer}/{role}"
+        for roles_by_layer in (casts, config.attention_casts)
+        for layer, roles in roles_by_layer.items()
+        for role in roles
+    }
+    kept = trainer.fp8_states()
+    return {name: delayed.DelayedState(*parts) for name, parts in kept.items() if name in used}
+
+
+def _first_in(report: Report, sites: Iterable[tuple[Site, str]], backend: str) -> NonFinite | None:
+    """The first non-finite value of a backend's sites; all before it are counted."""
+    for site, why in sites:
+        check = report.check(f"{site.module}/{site.role}/finite/{backend}")
+        if nonfinite := check_site(site, check, by=backend, why=why):
+            return nonfinite
+    return None
+
+
+def _forward_sites(observed: Observed, finite: set[tuple[str, str]]) -> Iterator[tuple[Site, str]]:
     """The backend's FP8 GEMMs and attention of the forward pass, in its order, whose inputs are
     finite in the simulator.
     """
-    recipes = {d.path: d.recipe for d in config.decisions()}
-    for name in llama.linear_shapes(config.model):
-        here = [
-            o
-            for o in observations
-            if o.gemm == "output" and o.layer == name and (name, "output") in finite
-        ]
-        yield from gemm_sites(here, recipes, tokens.shape)
+    variant = observed.config.attention_variant
+    for name in llama.linear_shapes(observed.config.model):
+        if (name, "output") in finite:
+            yield from gemm_sites(observed, name, ["output"])
         layer, _, last = name.rpartition(".")
-        if (
-            last == "v_proj"
-            and config.attention_variant is not None
-            and (layer, "rotated key") in finite
-        ):
-            yield from attention_sites(
-                (one for one in passes if (one.layer, one.phase) == (layer, "forward")),
-                config.attention_variant,
-            )
+        if last == "v_proj" and variant is not None and (layer, "rotated key") in finite:
+            yield from attention_sites(observed, layer, "forward")
 
 
 def simulated(
@@ -166,7 +167,6 @@ def simulated(
     tokens: np.ndarray,
     weights: Mapping[str, np.ndarray],
     config: Config,
-    recipes: Mapping[str, Recipe],
     states: States,
 ) -> tuple[NonFinite | None, set[tuple[str, str]]]:
     """Search the simulated forward pass, loss included.
@@ -179,9 +179,7 @@ def simulated(
     def record(site: Site) -> None:
         nonlocal first
         if first is None:
-            first = check_site(
-                site, report.check(f"{site.module}/{site.role}/finite/sim"), by="sim"
-            )
+            first = _first_in(report, [(site, "")], "sim")
         if first is None:
             finite.add((site.module, site.role))
 
@@ -189,7 +187,7 @@ def simulated(
         tokens[:, :-1],
         weights,
         config.model,
-        recipes,
+        recipes_of(config),
         states=states,
         watch=record,
         multiply=hardware.of(config),
@@ -198,25 +196,11 @@ def simulated(
     if first is None:
         losses = model.losses(logits, tokens[:, 1:])
         target = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
-        record(
-            Site(
-                module="loss",
-                role="of a token",
-                value=losses,
-                parts={"largest logit": logits.max(-1), "its target's": target},
-                fmt=FLOAT32,
-            )
-        )
-        total = model.in_range(losses.sum())
-        record(
-            Site(
-                module="loss",
-                role="mean",
-                value=np.asarray(total / losses.size),
-                parts={"sum over the batch": losses.sum()},
-                fmt=FLOAT32,
-            )
-        )
+        parts = {"largest logit": logits.max(-1), "its target's": target}
+        record(Site(module="loss", role="of a token", value=losses, parts=parts, fmt=FLOAT32))
+        mean = np.asarray(model.in_range(losses.sum()) / losses.size)
+        parts = {"sum over the batch": losses.sum()}
+        record(Site(module="loss", role="mean", value=mean, parts=parts, fmt=FLOAT32))
     return first, finite
 
 
@@ -230,27 +214,10 @@ def check_codes(
 
     Returns:  how many operands were compared.
     """
-    count = 0
     who = quantizers({o.backend for o in observations})
     for o in observations:
-        spec = recipes[o.layer].gemms[o.gemm]
-        for role, (hp, codes, scale), cast_spec, axis in zip(
-            OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), REDUCED_AXES[o.gemm], strict=True
-        ):
-            assert cast_spec is not None
-            state = states[f"{o.layer}/{role}"] if cast_spec.delayed else None
-            compare_quantized(
-                report,
-                f"{o.layer}/{role}",
-                hp,
-                cast_spec,
-                axis,
-                {o.backend: (codes, scale)},
-                who,
-                state,
-            )
-            count += 1
-    return count
+        compare_operands(report, o, recipes[o.layer].gemms[o.gemm], who, states)
+    return 2 * len(observations)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,17 +255,15 @@ class RerunReport(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """The report and the first non-finite value, as --json writes them."""
-        about: dict[str, Any] = {
+        return self.report.to_dict() | {
+            "ok": self.ok,
             "first": self.first and self.first.to_dict(),
             "reproduced": self.reproduced,
             "faithful": self.faithful,
-        }
-        about |= {
             "backend": self.failed.backend,
             "metrics": {k: str(v) for k, v in self.metrics.items()},
             "failed": dict(self.failed.metrics),
         }
-        return self.report.to_dict() | {"ok": self.ok} | about
 
     def render(self, console: "Console") -> None:
         """Print how the step failed, whether it failed again, and the first non-finite value."""
@@ -328,7 +293,8 @@ class RerunReport(Result):
                 "batch (parallel.amax_scope); here they cover the whole batch"
             )
         if self.first:
-            say(f"first not finite, by {self._who(self.first.found_by)}: {self.first}")
+            by = "the simulator" if self.first.found_by == "sim" else self.first.found_by
+            say(f"first not finite, by {by}: {self.first}")
             say(f"  {self.first.why}")
             if not self.reproduced:
                 say(f"{self.failed.backend}'s own loss and gradient are finite on one device.")
@@ -354,6 +320,3 @@ class RerunReport(Result):
                 f"codes or scales of {self.failed.backend} are not the simulator's, as above: a "
                 "fault of the implementation"
             )
-
-    def _who(self, by: str) -> str:
-        return "the simulator" if by == "sim" else by

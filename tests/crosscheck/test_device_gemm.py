@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from fp8ref.conformance.kit.compare import Check
 from fp8ref.crosscheck import bounds, device_gemm
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.recipe import RECIPES
@@ -38,8 +39,10 @@ def test_a_cpu_has_the_exact_result(operands, monkeypatch):  # B-1
     np.testing.assert_array_equal(
         simulated, gemm.matmul(a, b, epilogue=SPEC.epilogue, out_dtype=BFLOAT16)
     )
-    limit = device_gemm.bound("torch", a, b, SPEC, simulated, simulated)
-    np.testing.assert_array_equal(limit, bounds.gemm(a, b, SPEC, simulated, simulated))
+    check, out = Check(name="output", bound=1.0), 2 * simulated
+    device_gemm.compare(check, "torch", [bounds.Part(a, b, simulated)], SPEC, out, names=("", ""))
+    errors = np.abs(out - simulated) / bounds.gemm(a, b, SPEC, out, simulated)
+    assert check.worst == errors.max()
 
 
 def test_a_hopper_gpu_has_its_plans_bits(on_hopper, operands):  # B-16
@@ -88,10 +91,9 @@ def test_any_chain_of_a_unit_is_within_the_bound(unit, operands):  # B-16
 def test_a_wrong_scale_is_beyond_the_bound(on_hopper, operands):  # B-16
     a, b = (q._replace(codes=q.codes[:, :64]) for q in operands)
     simulated = device_gemm.simulated("torch", a, b, SPEC)
-    assert (
-        np.abs(2 * simulated - simulated)
-        > device_gemm.bound("torch", a, b, SPEC, 2 * simulated, simulated)
-    ).any()
+    check, parts = Check(name="output", bound=1.0), [bounds.Part(a, b, simulated)]
+    device_gemm.compare(check, "torch", parts, SPEC, 2 * simulated, names=("torch", "sim"))
+    assert not check.ok
 
 
 def test_both_frameworks_are_asked_for_their_gpu():

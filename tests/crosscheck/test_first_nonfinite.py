@@ -75,9 +75,9 @@ def test_attentions_backward_pass_is_searched_behind_a_finite_step(small):  # K-
     do[0, 1, 2, 3] = np.nan
     one = AttentionPass("torch", "model.layers.0.self_attn", "backward", {"do/value": do})
     trainer = types.SimpleNamespace(backend="torch")
-    sites = first_nonfinite.in_backend(
-        trainer, np.zeros((1, 17), int), config, {}, [], {"loss": 1.0, "grad_norm": 1.0}, [one]
-    )
+    metrics = {"loss": 1.0, "grad_norm": 1.0}
+    observed = first_nonfinite.Observed(np.zeros((1, 17), int), config, [], [one], metrics)
+    sites = first_nonfinite.in_backend(trainer, observed)
     [(site, why)] = sites
     found = first_nonfinite.check_site(site, Check(name="dO"), by="torch", why=why)
     assert (found.layer, found.role, found.element) == (

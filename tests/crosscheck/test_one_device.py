@@ -228,7 +228,7 @@ def test_logits_and_losses_are_held_to_the_simulated_and_to_each_other(small, mo
         }
         report = Report()
         tokens = np.zeros((1, 5), np.int64)
-        check_forward(report, "probe", trainers, {}, tokens, small, {}, advance=lambda: None)
+        check_forward(report, "probe", trainers, {}, tokens, small, advance=lambda: None)
         return failures(report)
 
     assert failed((0.9, 0.9), (0.0, 0.0)) == set()

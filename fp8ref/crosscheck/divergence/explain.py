@@ -12,24 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref.conformance.kit.compare import (
-    Check,
-    compare_bits,
-    compare_codes,
-    compare_scales,
-    compare_values,
-)
+from fp8ref.conformance.kit.compare import Check, compare_codes, compare_scales
 from fp8ref.crosscheck import bounds, device_gemm
 from fp8ref.crosscheck.divergence import attention
 from fp8ref.crosscheck.divergence.difference import Difference
 from fp8ref.crosscheck.divergence.report import Reason
 from fp8ref.crosscheck.divergence.step_values import Value, site_before
-from fp8ref.crosscheck.operands import States, transposed
-from fp8ref.formats import BFLOAT16
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, GemmSpec, Recipe
-from fp8ref.sim import delayed
+from fp8ref.crosscheck.operands import Operand, OperandCast, States, as_factor
+from fp8ref.recipe import GemmSpec, Recipe
 from fp8ref.sim.quantize import scaling
-from fp8ref.spec.hardware import Factor, Multiply
+from fp8ref.spec.hardware import Multiply
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train.config.sections import NumericsConfig
 
@@ -266,79 +258,38 @@ def cast_reason(a: Value, b: Value, context: Context) -> Reason:
     Their bits are defined, and a backend without them is at fault.
     """
     assert a.cast is not None
-    assert a.gemm is not None
-    at = OPERANDS[a.gemm].index(a.role)
-    simulated = _quantized(a, at, context)
+    cast, (hp, *_) = _operand(a, context)
+    q = cast.simulated(np.asarray(hp, np.float32), cast.state(a.layer, context.states))
     wrong = []
     for name, v in zip(context.names, (a, b), strict=True):
-        assert v.observation is not None
-        hp, codes, scale = (v.observation.a, v.observation.b)[at]
+        _, (hp, codes, scale) = _operand(v, context)
         check = Check(name=name)
         if a.part == "scale":
-            compare_scales(
-                check, {"sim": simulated.scale, name: np.asarray(scale, np.float32)}, name
-            )
+            compare_scales(check, {"sim": q.scale, name: np.asarray(scale, np.float32)}, name)
         else:
-            compare_codes(
-                check,
-                {"sim": simulated.codes, name: np.asarray(codes)},
-                name,
-                a.cast.fmt,
-                np.asarray(hp, np.float32),
-            )
-        wrong += (
-            [] if check.ok else [f"{name}'s ({check.compared - check.equal} of {check.compared})"]
-        )
-    clauses, of = (
-        _clauses(a.cast) if a.part == "scale" else (("C-1", "C-2", "S-5"), "tensor and scale")
-    )
-    text = (
-        f"its {of} are equal, and {', '.join(clauses)} define every bit of its {a.part}; "
-        f"different from the simulator's: {' and '.join(wrong)}"
-    )
-    return Reason((), f"no clause explains it: {text}: a fault")
-
-
-def _clauses(cast: CastSpec) -> tuple[tuple[str, ...], str]:
-    return (
-        (("H-1", "S-9"), "tensor and state")
-        if cast.delayed
-        else (("S-2", "S-9"), "tensor's values")
+            by_name = {"sim": q.codes, name: np.asarray(codes)}
+            compare_codes(check, by_name, name, a.cast.fmt, np.asarray(hp, np.float32))
+        if not check.ok:
+            wrong.append(f"{name}'s ({check.compared - check.equal} of {check.compared})")
+    if a.part != "scale":
+        clauses, of = "C-1, C-2, S-5", "tensor and scale"
+    elif a.cast.delayed:
+        clauses, of = "H-1, S-9", "tensor and state"
+    else:
+        clauses, of = "S-2, S-9", "tensor's values"
+    return Reason(
+        (),
+        f"no clause explains it: its {of} are equal, and {clauses} define every bit of its "
+        f"{a.part}; different from the simulator's: {' and '.join(wrong)}: a fault",
     )
 
 
-def _quantized(v: Value, at: int, context: Context) -> scaling.Quantized:
-    """An operand of a GEMM as the simulator quantizes it, in its tensor's layout."""
+def _operand(v: Value, context: Context) -> tuple[OperandCast, Operand]:
+    """The operand that a value is part of, and how A's recipe casts it."""
     assert v.observation is not None
-    o, role = v.observation, OPERANDS[v.observation.gemm][at]
+    o = v.observation
     spec = context.recipes[0][o.layer].gemms[o.gemm]
-    cast, axis = (spec.a, spec.b)[at], REDUCED_AXES[o.gemm][at]
-    assert cast is not None
-    hp = np.asarray((o.a, o.b)[at][0], np.float32)
-    if cast.delayed is None:
-        return scaling.quantize(
-            hp, cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis
-        )
-    scales = delayed.scales(context.states[f"{o.layer}/{role}"], cast.delayed, cast.fmt)
-    return scaling.quantize_with(hp, scales, cast.fmt, policy=cast.policy, axis=axis)
-
-
-def _used(v: Value, at: int, context: Context) -> scaling.Quantized:
-    """An operand of a GEMM as the backend multiplied it."""
-    assert v.observation is not None
-    spec = context.recipes[0][v.layer].gemms[v.observation.gemm]
-    cast, (_, codes, scale) = (spec.a, spec.b)[at], (v.observation.a, v.observation.b)[at]
-    assert cast is not None
-    scale = np.asarray(scale, np.float32)
-    inverse = scaling.scale_inv_from_scale(scale)
-    return scaling.Quantized(
-        np.asarray(codes),
-        scale,
-        inverse,
-        cast.fmt,
-        cast.granularity,
-        REDUCED_AXES[v.observation.gemm][at],
-    )
+    return next(pair for pair in o.operands(spec) if pair[0].role == v.role)
 
 
 def sum_reason(a: Value, b: Value, context: Context) -> Reason:
@@ -350,8 +301,8 @@ def sum_reason(a: Value, b: Value, context: Context) -> Reason:
     (B-12).
     """
     assert a.observation is not None
-    qa, qb = (q if q.axis == 1 else transposed(q) for q in (_used(a, at, context) for at in (0, 1)))
     specs = [recipes[a.layer].gemms[a.observation.gemm] for recipes in context.recipes]
+    qa, qb = map(as_factor, a.observation.used(specs[0]))
     if specs[0] != specs[1]:
         return Reason(
             ("G-4", "G-5", "G-7"),
@@ -359,7 +310,7 @@ def sum_reason(a: Value, b: Value, context: Context) -> Reason:
             "different ways",
         )
     checks = [
-        _check_sum(name, v, qa, qb, specs[0], multiply)
+        _check_sum(name, v, (qa, qb), specs[0], multiply)
         for name, v, multiply in zip(context.names, (a, b), context.multiply, strict=True)
     ]
     wrong = [check for check in checks if not check.ok]
@@ -395,37 +346,21 @@ def sum_reason(a: Value, b: Value, context: Context) -> Reason:
 def _check_sum(
     name: str,
     v: Value,
-    a: scaling.Quantized,
-    b: scaling.Quantized,
+    operands: tuple[scaling.Quantized, scaling.Quantized],
     spec: GemmSpec,
     multiply: Multiply | None,
 ) -> Check:
     """Check one backend's result against the bits of its plan, or within B-1's bound or B-16's."""
-    if multiply is not None:
-        assert spec.accumulate is not None
-        factors = (Factor(q.codes, q.scale_inv, q.fmt, q.granularity) for q in (a, b))
-        planned = multiply(
-            *factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=BFLOAT16
-        )
-        check = Check(name=name)
-        compare_bits(
-            check,
-            np.asarray(v.value, np.float32).reshape(planned.shape),
-            planned,
-            names=(name, "sim"),
-        )
-        return check
     assert v.observation is not None
-    backend = v.observation.backend
-    expected = device_gemm.simulated(backend, a, b, spec)
-    out, check = np.asarray(v.value).reshape(expected.shape), Check(name=name, bound=1.0)
-    compare_values(
-        check,
-        out,
-        expected,
-        device_gemm.bound(backend, a, b, spec, out, expected),
-        names=(name, "sim"),
-    )
+    a, b = operands
+    out, names = np.asarray(v.value, np.float32).reshape(len(a.codes), len(b.codes)), (name, "sim")
+    if multiply is not None:
+        check = Check(name=name)
+        device_gemm.compare_planned(check, operands, spec, out, multiply, names=names)
+        return check
+    backend, check = v.observation.backend, Check(name=name, bound=1.0)
+    parts = [bounds.Part(a, b, device_gemm.simulated(backend, a, b, spec))]
+    device_gemm.compare(check, backend, parts, spec, out, names=names)
     return check
 
 

@@ -58,11 +58,8 @@ class Divergence:
         return fields
 
     def __str__(self) -> str:
-        at = (
-            ""
-            if self.difference.element in (None, ())
-            else f", element {list(self.difference.element or ())}"
-        )
+        element = self.difference.element
+        at = f", element {list(element)}" if element else ""
         part = "" if self.part == "value" else f" {self.part}"
         of = f" (operand of GEMM {self.gemm})" if self.gemm else ""
         return f"step {self.step}, {self.phase}: {self.layer}, {self.role}{part}{of}{at}"
@@ -100,20 +97,18 @@ class DivergenceReport(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """The report and the divergence, as --json writes them."""
-        about: dict[str, Any] = {
+        return self.report.to_dict() | {
             "ok": self.ok,
             "names": list(self.names),
             "first": self.first and self.first.to_dict(),
-        }
-        about |= {
             "settings": self.settings,
             "versions": self.versions,
             "start": self.start,
             "steps": self.steps,
             "compared": self.compared,
+            "recorded": self.recorded,
+            "notes": list(self.notes),
         }
-        about |= {"recorded": self.recorded, "notes": list(self.notes)}
-        return self.report.to_dict() | about
 
     def render(self, console: "Console") -> None:
         """Print settings and versions that differ, then the first divergence."""
@@ -178,26 +173,26 @@ def located(step: int, v: Value, d: Difference, reason: Reason) -> Divergence:
 
 def _operands(v: Value, d: Difference) -> dict[str, str]:
     """The equal bits that the first differing element was computed from, if observed."""
-    if v.observation is None or v.gemm is None or d.element is None:
+    o = v.observation
+    if o is None or v.gemm is None or d.element is None:
         return {}
-    roles = dict(zip(OPERANDS[v.gemm], (v.observation.a, v.observation.b), strict=True))
     if v.role == v.gemm:
-        flat = np.shape(v.observation.out)
-        at = np.unravel_index(np.ravel_multi_index(d.element, np.shape(v.value)), flat)
-        lines = zip(roles.items(), at, REDUCED_AXES[v.gemm], strict=True)
-        return {
-            f"{role} {'row' if axis == 1 else 'column'} {int(i)}": (
-                f"scale {_scale(scale, int(i), axis)}, codes {_hex(codes, int(i), axis)}"
-            )
-            for (role, (_, codes, scale)), i, axis in lines
-        }
-    hp, _, scale = roles[v.role]
+        at = np.unravel_index(np.ravel_multi_index(d.element, np.shape(v.value)), np.shape(o.out))
+        shown = {}
+        for role, (_, codes, scale), i, axis in zip(
+            OPERANDS[v.gemm], (o.a, o.b), map(int, at), REDUCED_AXES[v.gemm], strict=True
+        ):
+            line = f"{role} {'row' if axis == 1 else 'column'} {i}"
+            bits = np.take(np.asarray(codes), i, axis=1 - axis).tobytes().hex(" ")
+            shown[line] = f"scale {_scale(scale, i, axis)}, codes {bits}"
+        return shown
+    roles: tuple[str, str] = OPERANDS[v.gemm]
+    hp, _, scale = (o.a, o.b)[roles.index(v.role)]
     hp = np.asarray(hp, np.float32)
     if v.part == "scale":
         return {f"{v.role} amax": f"{float(np.abs(hp).max()):.9g}"}
     if v.part == "codes":
-        value = hp.reshape(np.shape(v.value))[d.element]
-        shown = {f"{v.role}": f"{float(value):.9g} (0x{int(value.view(np.uint32)):08X})"}
+        shown = {v.role: _bits(hp.reshape(np.shape(v.value))[d.element])}
         if np.size(scale) == 1:
             shown["scale"] = _bits(np.asarray(scale, np.float32).reshape(-1)[0])
         return shown
@@ -217,28 +212,19 @@ def _bits(x: np.ndarray) -> str:
     return f"{float(x):.9g} (0x{int(np.float32(x).view(np.uint32)):08X})"
 
 
-def _hex(codes: np.ndarray, line: int, axis: int) -> str:
-    return np.take(np.asarray(codes), line, axis=1 - axis).tobytes().hex(" ")
-
-
 def _by(d: Difference) -> str:
     """The largest distance of two elements, as text."""
     if d.unit == "tokens" or d.worst is None:
         return ""
     largest = "" if d.largest is None else f" by {d.largest:.3g} at most,"
-    return (
-        f",{largest} {d.worst:,} {d.unit} number{'s' * (d.worst != 1)} apart"
-        if not d.unit.startswith("codes")
-        else f",{largest} {d.worst:,} {d.unit} apart"
-    )
+    numbers = "" if d.unit.startswith("codes") else f" number{'s' * (d.worst != 1)}"
+    return f",{largest} {d.worst:,} {d.unit}{numbers} apart"
 
 
 def _shortened(text: str) -> str:
     """The first codes of a line, and how many there are."""
     head, word, codes = text.partition("codes ")
     parts = codes.split(" ")
-    return (
-        text
-        if len(parts) <= SHOWN
-        else f"{head}{word}{' '.join(parts[:SHOWN])} ... ({len(parts)} codes)"
-    )
+    if len(parts) <= SHOWN:
+        return text
+    return f"{head}{word}{' '.join(parts[:SHOWN])} ... ({len(parts)} codes)"

@@ -11,24 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fp8ref.conformance.kit.compare import (
-    Report,
-    compare_bits,
-    compare_codes,
-    compare_scales,
-    compare_values,
-)
-from fp8ref.crosscheck import bounds, device_gemm
-from fp8ref.crosscheck.operands import States, transposed
-from fp8ref.formats import BFLOAT16
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, GemmSpec, Recipe, Role
+from fp8ref.conformance.kit.compare import Report
+from fp8ref.crosscheck import device_gemm
+from fp8ref.crosscheck.backend_checks import BackendChecks
+from fp8ref.crosscheck.bounds import Part
+from fp8ref.crosscheck.operands import Operand, OperandCast, States, as_factor, operand_casts
+from fp8ref.recipe import Gemm, GemmSpec, Recipe
 from fp8ref.sim import delayed
-from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec.granularity import by_name
-
-Operand = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""hp float32, codes uint8 and scale float32, in a linear's own layout (L-2)."""
+from fp8ref.train.config.sections import ParallelConfig
 
 ExpertGemm = tuple[Operand, Operand, np.ndarray | None]
 """One expert's GEMM on one device: its operands a and b, and its result, float32; None of one that
@@ -47,175 +39,78 @@ def check(
     devices: Sequence[ExpertGemms],
     weights: Mapping[str, np.ndarray],
     *,
-    apart: int,
-    scope: str,
+    parallel: ParallelConfig,
     states: States,
     sums: Mapping[str, np.ndarray] | None = None,
-    wide: bool = True,
 ) -> None:
     """Compare codes and scales of every expert's operands on every device, bit for bit, and results
     within B-1.
 
     recipes   of experts' linears, each group's.
-    devices   in the order of the mesh, whose last axis is expert, of ``apart`` devices.
+    devices   in the order of the mesh, whose last axis is expert.
     weights   float32 [E, N, K] holding bfloat16, by layer.
-    scope     of amaxes (P-2): global, over the devices with the same experts, or local.
+    parallel  of the mesh: its axis expert; the scope of amaxes (P-2), global, over the devices with
+              the same experts, or local; and the dtype in which sums are taken.
     states    of delayed scaling, by "<layer>/<role>".
     sums      grad_weight [E, N, K] by layer, of devices that give no result of their own, summed in
-              float32 (wide) or bfloat16.
+              ``reduce_dtype``.
     """
+    checks, wide = BackendChecks(report, backend), parallel.reduce_dtype == "float32"
     for layer, recipe in recipes.items():
-        own = len(weights[layer]) // apart
+        own = len(weights[layer]) // parallel.expert
         for which, spec in recipe.gemms.items():
-            ran = {
-                i
-                for i, gemms in enumerate(devices)
-                if any((layer, which, e) in gemms for e in range(own))
-            }
-            if bool(ran) != spec.fp8:
-                problem = (
-                    "was planned in FP8 and did not run"
-                    if spec.fp8
-                    else "ran in FP8 and was not planned"
-                )
-                report.check(f"{layer}/{which}/value/{backend}", bound=1.0).fail(
-                    f"the GEMM {problem} on any device"
-                )
-            if not spec.fp8:
-                continue
-            for e in range(own * apart):
-                holders = devices[e // own :: apart]
-                gemms = [
-                    mine[layer, which, e % own]
-                    for mine in holders
-                    if (layer, which, e % own) in mine
-                ]
-                if gemms:
-                    parts = _check_expert(
-                        report,
-                        backend,
-                        layer,
-                        which,
-                        spec,
-                        gemms,
-                        weights[layer][e],
-                        scope=scope,
-                        states=states,
-                    )
-                    if which == "grad_weight" and sums is not None:
-                        _check_sum(
-                            report,
-                            f"{layer}/{which}/value/{backend}",
-                            backend,
-                            spec,
-                            parts,
-                            sums[layer][e],
-                            wide=wide,
-                        )
+            ran = any((layer, which, e) in gemms for gemms in devices for e in range(own))
+            if ran != spec.fp8:
+                checks.misplanned(layer, which, spec.fp8, " on any device")
+            for e in range(len(weights[layer])) if spec.fp8 else ():
+                holders = devices[e // own :: parallel.expert]
+                key = layer, which, e % own
+                gemms = [mine[key] for mine in holders if key in mine]
+                if not gemms:
+                    continue
+                scope, weight = parallel.amax_scope, weights[layer][e]
+                parts = _check_expert(checks, layer, which, spec, gemms, weight, scope, states)
+                if which == "grad_weight" and sums is not None:
+                    # devices without rows add zeros
+                    checks.output(f"{layer}/{which}", parts, spec, sums[layer][e], wide=wide)
 
 
 def _check_expert(
-    report: Report,
-    backend: str,
+    checks: BackendChecks,
     layer: str,
     which: Gemm,
     spec: GemmSpec,
     gemms: Sequence[ExpertGemm],
     weight: np.ndarray,
-    *,
     scope: str,
     states: States,
-) -> list[tuple[Quantized, Quantized, np.ndarray]]:
+) -> list[Part]:
     """Compare one expert's GEMM on the devices that have rows of it; the simulator's operands and
     result of each.
     """
     operands = []
     role_operands = zip(*((a, b) for a, b, _ in gemms), strict=True)
-    for role, cast_spec, axis, casts in zip(
-        OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], role_operands, strict=True
-    ):
-        assert cast_spec is not None
-        shards = [weight for _ in casts] if role == "weight" else [hp for hp, *_ in casts]
-        state = states[f"{layer}/{role}"] if cast_spec.delayed else None
-        expected = list(quantized(shards, cast_spec, axis, role, scope=scope, state=state))
-        for q, shard, (hp, codes, scale) in zip(expected, shards, casts, strict=True):
-            if role == "weight":
-                compare_bits(
-                    report.check(f"{layer}/weights/value/{backend}"),
-                    hp,
-                    shard,
-                    names=(backend, "the master"),
-                )
-            compare_codes(
-                report.check(f"{layer}/{role}/codes/{backend}"),
-                {"sim": q.codes, backend: codes},
-                backend,
-                q.fmt,
-                shard,
-            )
-            compare_scales(
-                report.check(f"{layer}/{role}/scale/{backend}"),
-                {"sim": q.scale, backend: scale},
-                backend,
-            )
-        operands.append([q if q.axis == 1 else transposed(q) for q in expected])
+    for cast, used in zip(operand_casts(which, spec), role_operands, strict=True):
+        is_weight = cast.role == "weight"
+        shards = [weight if is_weight else hp for hp, *_ in used]
+        expected = list(quantized(shards, cast, scope=scope, state=cast.state(layer, states)))
+        for q, shard, (hp, codes, scale) in zip(expected, shards, used, strict=True):
+            if is_weight:
+                checks.bits(f"{layer}/weights/value", hp, shard, "the master")
+            checks.operand(f"{layer}/{cast.role}", q, codes, scale, shard)
+        operands.append([as_factor(q) for q in expected])
     parts = []
     for a, b, (*_, out) in zip(*operands, gemms, strict=True):
-        simulated = device_gemm.simulated(backend, a, b, spec)
-        parts.append((a, b, simulated))
+        part = Part(a, b, device_gemm.simulated(checks.backend, a, b, spec))
+        parts.append(part)
         if out is not None:
-            check = report.check(f"{layer}/{which}/value/{backend}", bound=1.0)
-            compare_values(
-                check,
-                out,
-                simulated,
-                device_gemm.bound(backend, a, b, spec, out, simulated),
-                names=(backend, "sim"),
-            )
+            checks.output(f"{layer}/{which}", [part], spec, out)
     return parts
-
-
-def _check_sum(
-    report: Report,
-    name: str,
-    backend: str,
-    spec: GemmSpec,
-    parts: Sequence[tuple[Quantized, Quantized, np.ndarray]],
-    out: np.ndarray,
-    *,
-    wide: bool,
-) -> None:
-    """Compare a sum over devices with the simulator's of the devices' results, each rounded (P-8);
-    devices without rows add zeros.
-    """
-    check, names = report.check(name, bound=1.0), (backend, "sim")
-    if len(parts) == 1:
-        ((a, b, simulated),) = parts
-        compare_values(
-            check,
-            out,
-            simulated,
-            device_gemm.bound(backend, a, b, spec, out, simulated),
-            names=names,
-        )
-        return
-    simulated = cast.round_to(
-        np.sum([part for *_, part in parts], axis=0, dtype=np.float32), BFLOAT16
-    )
-    compare_values(
-        check,
-        out,
-        simulated,
-        bounds.summed_gemm(parts, spec, out, wide=wide, unit=device_gemm.unit(backend, spec)),
-        names=names,
-    )
 
 
 def quantized(
     shards: Sequence[np.ndarray],
-    spec: CastSpec,
-    axis: int,
-    role: Role,
+    cast: OperandCast,
     *,
     scope: str,
     state: delayed.DelayedState | None = None,
@@ -227,18 +122,13 @@ def quantized(
               S-6.
     Order:    where blocks cut the rows, and under scope local, each device quantizes its own (X-3).
     """
-    options: dict = {"granularity": spec.granularity, "policy": spec.policy, "axis": axis}
-    if state is not None:
-        assert spec.delayed is not None
-        scales = delayed.scales(state, spec.delayed, spec.fmt)
-        yield from (scaling.quantize_with(shard, scales, spec.fmt, **options) for shard in shards)
+    kind = by_name(cast.spec.granularity)
+    row_block = kind.reduced if cast.axis == 0 else kind.other
+    rows_cut = cast.axis == 0 and row_block is not None
+    if state is not None or cast.role == "weight" or scope == "local" or rows_cut:
+        yield from (cast.simulated(shard, state) for shard in shards)
         return
-    kind = by_name(spec.granularity)
-    row_block = kind.reduced if axis == 0 else kind.other
-    if role == "weight" or scope == "local" or (axis == 0 and row_block is not None):
-        yield from (scaling.quantize(shard, spec.fmt, **options) for shard in shards)
-        return
-    whole, begin = scaling.quantize(np.concatenate(shards), spec.fmt, **options), 0
+    whole, begin = cast.simulated(np.concatenate(shards)), 0
     for shard in shards:
         rows = slice(begin, begin := begin + len(shard))
         scale, scale_inv = (

@@ -20,36 +20,23 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.conformance.kit.compare import (
-    Check,
-    Report,
-    compare_codes,
-    compare_scales,
-    compare_values,
-)
-from fp8ref.crosscheck import bounds, device_gemm
-from fp8ref.crosscheck.operands import Observation, transposed
+from fp8ref.conformance.kit.compare import Report
+from fp8ref.crosscheck import device_gemm
+from fp8ref.crosscheck.backend_checks import BackendChecks
+from fp8ref.crosscheck.bounds import Part
+from fp8ref.crosscheck.operands import Observation, OperandCast, as_factor, operand_casts
 from fp8ref.crosscheck.sharded import experts as sharded_experts
 from fp8ref.crosscheck.sharded import grouped_rerun
 from fp8ref.crosscheck.sharded.grouped_rerun import Experts, Rerun
 from fp8ref.formats import BFLOAT16
-from fp8ref.jax.distributed.sharding import Placement, Reduction
+from fp8ref.jax.distributed.sharding import Mode, Placement
 from fp8ref.jax.linear import linear, operands
 from fp8ref.jax.linear.operands import Use
-from fp8ref.recipe import (
-    OPERANDS,
-    RECIPES,
-    REDUCED_AXES,
-    ROLES,
-    CastSpec,
-    Gemm,
-    GemmSpec,
-    Recipe,
-    Role,
-)
+from fp8ref.recipe import OPERANDS, RECIPES, ROLES, Gemm, Recipe, Role
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError
-from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.train import loop
 from fp8ref.train.config.config import Config
 from fp8ref.train.data import loader
@@ -87,39 +74,23 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
             f"--sharded {devices} needs as many devices; jax has {jax.device_count()}."
         )
     report, unfit = Report(), {}
-    config = config.replace(
-        parallel={"data": 1, "fsdp": 1, "expert": 1, "tensor": 1, "sequence": False}
-    )
-    tokens = loader.open_batches(config).step(0)
-    one = loop.trainer("jax", config)
-    grouped = {d.path: d.recipe for d in one.decisions if d.fp8 and d.experts is not None}
-    tensors, experts = _tensors(one, tokens, grouped)
-    rows = _buffer(experts, devices)
-    first = one.first_input(tokens[:, :-1])  # type: ignore[attr-defined]
-    recipes = {d.path: d.recipe for d in one.decisions if d.fp8 and d.experts is None}
-    simulated = _Simulated(
-        {layer: _quantized(tensors[layer], recipes[layer]) for layer in recipes}, recipes
-    )
+    one = _OneDevice(config)
+    experts_rows = _buffer(one.experts, devices)
     last = "expert" if config.model.num_experts else "tensor"
+    # plain jit moves no rows (X-13), and no mesh with experts cuts sequences
+    ways = THROUGH[:1] if last == "expert" else THROUGH
     cut = [
         (sizes, sequence)
         for sizes, sequence in _factors(devices)
         if not (sequence and last == "expert")
     ]
-    # plain jit moves no rows (X-13)
-    meshes = list(itertools.product(cut, THROUGH[:1] if last == "expert" else THROUGH))
-    with console.bar(
-        f"crosscheck {config.numerics.recipe} on {devices} devices", len(meshes)
-    ) as advance:
-        for (sizes, sequence), through in meshes:
-            name = (
-                "x".join(map(str, sizes))
-                + " expert" * (last == "expert")
-                + " sequence" * sequence
-                + f" {through}"
-            )
+    title = f"crosscheck {config.numerics.recipe} on {devices} devices"
+    with console.bar(title, len(cut) * len(ways)) as advance:
+        for (sizes, sequence), through in itertools.product(cut, ways):
+            marks = " expert" * (last == "expert") + " sequence" * sequence
+            name = f"{'x'.join(map(str, sizes))}{marks} {through}"
             keys = dict(zip(("data", "fsdp", last), sizes, strict=True))
-            meshed = config.replace(
+            meshed = one.config.replace(
                 parallel={**keys, "sequence": sequence, "through": through},
                 run={"allow_fallback": True},
             )
@@ -128,54 +99,11 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
             except ConfigError as error:
                 unfit[name] = str(error)
                 continue
-            for layer, recipe in recipes.items():
-                placement = layout.placement(layer)
-                assert placement is not None
-                assert layout.mesh is not None
-                gemms = rerun_linear(
-                    tensors[layer],
-                    recipe=recipe,
-                    placement=placement,
-                    mesh=layout.mesh,
-                    through=through,
-                )
-                for which, (a, b, out) in gemms.items():
-                    own, _ = simulated.expected[layer][which]
-                    _compare(report, f"jax {name}", layer, which, tensors[layer], own, (a, b))
-                    # Under plain jit XLA sums accumulators, unless a GPU's GEMMs write results
-                    # (P-9).
-                    reduction = placement.reduction(which, 1)
-                    whole = reduction.parts == "accumulators" or (
-                        through == "jit" and not (layout.on_gpu and reduction.parts == "result")
-                    )
-                    n = (
-                        1
-                        if whole
-                        else math.prod(layout.mesh.shape[axis] for axis in reduction.axes)
-                    )
-                    check = report.check(f"{layer}/{which}/value/jax {name}", bound=1.0)
-                    simulated.compare(
-                        check, layer, which, out, (f"jax {name}", "sim"), reduction, n
-                    )
-            if grouped:
-                _check_experts(report, f"jax {name}", layout, grouped, experts, rows)
-            many = loop.trainer("jax", meshed)
-            proof = many.prove(tokens)  # type: ignore[attr-defined]
-            mine = many.first_input(tokens[:, :-1])  # type: ignore[attr-defined]
-            check = report.check(f"model/first_input/value/jax {name}", bound=1.0)
-            # bit for bit: no two float32 differ by less
-            compare_values(check, mine, first, 2.0**-149, names=(f"jax {name}", "one device"))
-            check = report.check(f"model/proof/value/jax {name}", bound=1.0)
-            planned = sum(
-                spec.fp8
-                for recipe in (*recipes.values(), *grouped.values())
-                for spec in recipe.gemms.values()
-            )
-            # checkpointing runs some of them twice
-            dots = {dot["gemm"] for dot in proof["gemms"] if dot["fp8"]}
-            compare_values(check, len(dots), planned, 0.5, names=("FP8 dots", "planned"))
-            for line in proof["missing"]:
-                check.fail(line)
+            checks = BackendChecks(report, f"jax {name}")
+            _check_linears(checks, one, layout)
+            if one.grouped:
+                _check_experts(checks, one, layout, experts_rows)
+            _check_model(checks, one, meshed)
             advance(name)
     if not report.checks:
         raise ConfigError(
@@ -183,6 +111,102 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
             + "; ".join(f"{name}: {why}" for name, why in unfit.items())
         )
     return report, unfit
+
+
+class _OneDevice:
+    """What one device has of step 0.
+
+    recipes, grouped     of linears, and of experts' linears, in FP8.
+    tensors, experts     their high-precision tensors, by layer.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config.replace(
+            parallel={"data": 1, "fsdp": 1, "expert": 1, "tensor": 1, "sequence": False}
+        )
+        self.tokens = loader.open_batches(self.config).step(0)
+        trainer = loop.trainer("jax", self.config)
+        fp8 = [decision for decision in trainer.decisions if decision.fp8]
+        self.recipes = {d.path: d.recipe for d in fp8 if d.experts is None}
+        self.grouped = {d.path: d.recipe for d in fp8 if d.experts is not None}
+        self.tensors, self.experts = _tensors(trainer, self.tokens, self.grouped)
+        self.first_input = trainer.first_input(self.tokens[:, :-1])  # type: ignore[attr-defined]
+        self._parts: dict[tuple[str, Gemm, int], list[Part]] = {}
+
+    @functools.cached_property
+    def simulated(self) -> dict[tuple[str, Gemm], tuple[Quantized, Quantized]]:
+        """The simulator's operands of every FP8 GEMM, in their own layout."""
+        quantized = {}
+        for layer, recipe in self.recipes.items():
+            for which, spec in recipe.gemms.items():
+                if spec.fp8:
+                    a, b = (
+                        cast.simulated(self.tensors[layer][cast.role])
+                        for cast in operand_casts(which, spec)
+                    )
+                    quantized[layer, which] = a, b
+        return quantized
+
+    def parts(self, layer: str, which: Gemm, n: int) -> list[Part]:
+        """The simulator's GEMM in n equal slices of the reduced axis, computed once."""
+        if (layer, which, n) not in self._parts:
+            spec = self.recipes[layer].gemms[which]
+            a, b = map(as_factor, self.simulated[layer, which])
+            slices = zip(*(np.split(q.codes, n, axis=1) for q in (a, b)), strict=True)
+            pairs = [(a._replace(codes=of_a), b._replace(codes=of_b)) for of_a, of_b in slices]
+            self._parts[layer, which, n] = [
+                Part(qa, qb, device_gemm.simulated("jax", qa, qb, spec)) for qa, qb in pairs
+            ]
+        return self._parts[layer, which, n]
+
+
+def _check_linears(checks: BackendChecks, one: _OneDevice, layout: Layout) -> None:
+    """Rerun every linear on a mesh; compare codes and scales, and outputs: with the sum of parts
+    (P-8), or of accumulators with one whole (P-7).
+    """
+    through = layout.config.through
+    for layer, recipe in one.recipes.items():
+        placement = layout.placement(layer)
+        assert placement is not None
+        assert layout.mesh is not None
+        gemms = rerun_linear(
+            one.tensors[layer],
+            recipe=recipe,
+            placement=placement,
+            mesh=layout.mesh,
+            through=through,
+        )
+        for which, (a, b, out) in gemms.items():
+            simulated = one.simulated[layer, which]
+            for role, q, operand in zip(OPERANDS[which], simulated, (a, b), strict=True):
+                checks.operand(f"{layer}/{role}", q, *operand, one.tensors[layer][role])
+            # Under plain jit XLA sums accumulators, unless a GPU's GEMMs write results (P-9).
+            reduction = placement.reduction(which, 1)
+            whole = reduction.parts == "accumulators" or (
+                through == "jit" and not (layout.on_gpu and reduction.parts == "result")
+            )
+            n = 1 if whole else math.prod(layout.mesh.shape[axis] for axis in reduction.axes)
+            parts, wide = one.parts(layer, which, n), reduction.parts == "float32"
+            checks.output(f"{layer}/{which}", parts, recipe.gemms[which], out, wide=wide)
+
+
+def _check_model(checks: BackendChecks, one: _OneDevice, meshed: Config) -> None:
+    """Compare the first layer's input on a mesh with one device's, and check the proof of the
+    compiled step.
+    """
+    trainer = loop.trainer("jax", meshed)
+    proof = trainer.prove(one.tokens)  # type: ignore[attr-defined]
+    mine = trainer.first_input(one.tokens[:, :-1])  # type: ignore[attr-defined]
+    # bit for bit: no two float32 differ by less
+    names = checks.backend, "one device"
+    checks.values("model/first_input/value", mine, one.first_input, 2.0**-149, names)
+    recipes = (*one.recipes.values(), *one.grouped.values())
+    planned = sum(spec.fp8 for recipe in recipes for spec in recipe.gemms.values())
+    # checkpointing runs some of them twice
+    dots = {dot["gemm"] for dot in proof["gemms"] if dot["fp8"]}
+    checks.values("model/proof/value", len(dots), planned, 0.5, ("FP8 dots", "planned"))
+    for line in proof["missing"]:
+        checks.check("model/proof/value").fail(line)
 
 
 def _factors(devices: int) -> list[tuple[tuple[int, int, int], bool]]:
@@ -202,30 +226,25 @@ def _factors(devices: int) -> list[tuple[tuple[int, int, int], bool]]:
     ]
 
 
-def _check_experts(
-    report: Report,
-    backend: str,
-    layout: Layout,
-    recipes: dict[str, Recipe],
-    tensors: dict[str, Experts],
-    rows: int,
-) -> None:
+def _check_experts(checks: BackendChecks, one: _OneDevice, layout: Layout, rows: int) -> None:
     """Rerun the experts of every layer on a mesh, and compare them (X-3, X-13)."""
-    reruns = {recipe: Rerun(layout, recipe) for recipe in set(recipes.values())}
+    reruns = {recipe: Rerun(layout, recipe) for recipe in set(one.grouped.values())}
     devices: list[dict] = [{} for _ in range(layout.config.devices)]
-    sums, weights = {}, {layer: layer_experts.weight for layer, layer_experts in tensors.items()}
-    for layer, recipe in recipes.items():
-        device_gemms, sums[layer] = reruns[recipe](tensors[layer], rows)
-        for mine, layer_experts in zip(devices, device_gemms, strict=True):
-            mine |= {(layer, *key): one for key, one in layer_experts.items()}
-    keys = layout.config
-    options: dict = {
-        "apart": keys.expert,
-        "scope": keys.amax_scope,
-        "states": {},
-        "wide": keys.reduce_dtype == "float32",
-    }
-    sharded_experts.check(report, backend, recipes, devices, weights, sums=sums, **options)
+    sums, weights = {}, {layer: tensors.weight for layer, tensors in one.experts.items()}
+    for layer, recipe in one.grouped.items():
+        device_gemms, sums[layer] = reruns[recipe](one.experts[layer], rows)
+        for mine, gemms in zip(devices, device_gemms, strict=True):
+            mine |= {(layer, *key): gemm for key, gemm in gemms.items()}
+    sharded_experts.check(
+        checks.report,
+        checks.backend,
+        one.grouped,
+        devices,
+        weights,
+        parallel=layout.config,
+        states={},
+        sums=sums,
+    )
 
 
 def _buffer(experts: dict[str, Experts], devices: int) -> int:
@@ -259,116 +278,6 @@ def _tensors(
     return tensors, {
         layer: grouped_rerun.expert_tensors(grouped[layer], rounded[layer]) for layer in experts
     }
-
-
-def _quantized(tensors: dict[Role, np.ndarray], recipe: Recipe) -> dict[Gemm, tuple]:
-    """For every FP8 GEMM: both operands quantized in their own layout, and the same as [M, K] and
-    [N, K]."""
-    result = {}
-    for which, spec in recipe.gemms.items():
-        if spec.a is None or spec.b is None:
-            continue
-        own = [
-            scaling.quantize(
-                tensors[role], cast.fmt, granularity=cast.granularity, policy=cast.policy, axis=axis
-            )
-            for role, cast, axis in zip(
-                OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
-            )
-        ]
-        a, b = (q if q.axis == 1 else transposed(q) for q in own)
-        result[which] = own, (a, b)
-    return result
-
-
-class _Simulated:
-    """The simulator's GEMMs, each computed once for every number of parts that meshes cut it
-    into.
-    """
-
-    def __init__(self, expected: dict[str, dict[Gemm, tuple]], recipes: dict[str, Recipe]) -> None:
-        self.expected, self._recipes = expected, recipes
-        self._parts: dict[tuple[str, Gemm, int], list] = {}
-
-    def compare(
-        self,
-        check: Check,
-        layer: str,
-        which: Gemm,
-        out: np.ndarray,
-        names: tuple[str, str],
-        reduction: Reduction,
-        n: int,
-    ) -> None:
-        """Compare an output with the sum of n parts (P-8); of accumulators, with one whole
-        (P-7).
-        """
-        spec = self._recipes[layer].gemms[which]
-        parts = self._parts_of(layer, which, spec, n)
-        if n == 1:
-            (a, b, simulated), *_ = parts
-            compare_values(
-                check,
-                out,
-                simulated,
-                device_gemm.bound("jax", a, b, spec, out, simulated),
-                names=names,
-            )
-            return
-        simulated = cast.round_to(
-            np.sum([part for *_, part in parts], axis=0, dtype=np.float32), BFLOAT16
-        )
-        compare_values(
-            check,
-            out,
-            simulated,
-            bounds.summed_gemm(
-                parts,
-                spec,
-                out,
-                wide=reduction.parts == "float32",
-                unit=device_gemm.unit("jax", spec),
-            ),
-            names=names,
-        )
-
-    def _parts_of(self, layer: str, which: Gemm, spec: GemmSpec, n: int) -> list:
-        """(a, b, output) of n equal slices of the reduced axis."""
-        if (layer, which, n) not in self._parts:
-            _, (a, b) = self.expected[layer][which]
-            slices = zip(*(np.split(q.codes, n, axis=1) for q in (a, b)), strict=True)
-            operands = [
-                (a._replace(codes=codes_a), b._replace(codes=codes_b))
-                for codes_a, codes_b in slices
-            ]
-            self._parts[layer, which, n] = [
-                (qa, qb, device_gemm.simulated("jax", qa, qb, spec)) for qa, qb in operands
-            ]
-        return self._parts[layer, which, n]
-
-
-def _compare(
-    report: Report,
-    backend: str,
-    layer: str,
-    which: Gemm,
-    tensors: dict[Role, np.ndarray],
-    own,
-    operands,
-) -> None:
-    """Compare codes and scales of both operands with the simulator's ``own``."""
-    for role, q, (codes, scale) in zip(OPERANDS[which], own, operands, strict=True):
-        name = f"{layer}/{role}"
-        compare_codes(
-            report.check(f"{name}/codes/{backend}"),
-            {"sim": q.codes, backend: codes},
-            backend,
-            q.fmt,
-            tensors[role],
-        )
-        compare_scales(
-            report.check(f"{name}/scale/{backend}"), {"sim": q.scale, backend: scale}, backend
-        )
 
 
 def rerun_linear(
@@ -413,68 +322,57 @@ def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> 
     """
     # In shard_map a device sees its own shard alone, and amaxes take explicit collectives. Under
     # jit XLA inserts them. Quantizing has to know which of the two it is in.
-    use = Use(
-        recipe=recipe,
-        name="rerun",
-        placement=placement,
-        mode="shard_map" if through == "shard_map" else "jit",
-    )
-    fp8 = {
+    mode: Mode = "shard_map" if through == "shard_map" else "jit"
+    use = Use(recipe=recipe, name="rerun", placement=placement, mode=mode)
+    casts = {
         which: [
-            (role, cast)
-            for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True)
-            if cast
+            OperandCast(cast.role, cast.spec, use.axis(which, cast.role))
+            for cast in operand_casts(which, spec)
         ]
         for which, spec in recipe.gemms.items()
         if spec.fp8
     }
 
     def run(x: jax.Array, w: jax.Array, g: jax.Array):
+        def forward(x, w):
+            return linear.apply(x, w, recipe=recipe, placement=placement, name="rerun")[0]
+
         tensors: dict[Role, jax.Array] = {"input": x, "weight": w, "grad_output": g}
-        y, vjp = jax.vjp(
-            lambda x, w: linear.apply(x, w, recipe=recipe, placement=placement, name="rerun")[0],
-            x,
-            w,
-        )
-        return dict(zip(recipe.gemms, (y, *vjp(g)), strict=True)), {
-            which: tuple(
-                quantized(tensors[role], role, cast, use.axis(which, role)) for role, cast in casts
-            )
-            for which, casts in fp8.items()
+        y, vjp = jax.vjp(forward, x, w)
+        outputs = dict(zip(recipe.gemms, (y, *vjp(g)), strict=True))
+        return outputs, {
+            which: tuple(_quantized(tensors[cast.role], cast, use) for cast in pair)
+            for which, pair in casts.items()
         }
-
-    def quantized(x: jax.Array, role: Role, cast: CastSpec, axis: int):
-        q = operands.quantize(x, role, cast, axis, {}, use)
-        return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
-
-    def scale_spec(role: Role, cast: CastSpec, axis: int) -> P:
-        rows, columns = placement.at_rest(role)
-        # A rowwise scale is cut as the dimension that is not reduced; a tensorwise one is on every
-        # device.
-        return (
-            P()
-            if cast.granularity == "tensorwise"
-            else P(rows, None)
-            if axis == -1
-            else P(None, columns)
-        )
 
     if through == "jit":
         return jax.jit(run)
     at_rest = {role: P(*placement.at_rest(role)) for role in ROLES}
-    results = dict(
-        zip(
-            recipe.gemms, (at_rest["grad_output"], at_rest["input"], at_rest["weight"]), strict=True
-        )
-    )
-    operand_specs = {
-        which: tuple(
-            (at_rest[role], scale_spec(role, cast, use.axis(which, role))) for role, cast in casts
-        )
-        for which, casts in fp8.items()
+    cut_as: dict[Gemm, Role] = {
+        "output": "grad_output",
+        "grad_input": "input",
+        "grad_weight": "weight",
     }
-    return jax.jit(
-        jax.shard_map(
-            run, mesh=mesh, in_specs=tuple(at_rest.values()), out_specs=(results, operand_specs)
-        )
-    )
+    operand_specs = {
+        which: tuple((at_rest[cast.role], _scale_cut(cast, placement)) for cast in pair)
+        for which, pair in casts.items()
+    }
+    results = {which: at_rest[role] for which, role in cut_as.items()}
+    in_specs, out_specs = tuple(at_rest.values()), (results, operand_specs)
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+def _quantized(x: jax.Array, cast: OperandCast, use: Use) -> tuple[jax.Array, jax.Array]:
+    """The codes, uint8, and the scale of an operand."""
+    q = operands.quantize(x, cast.role, cast.spec, cast.axis, {}, use)
+    return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
+
+
+def _scale_cut(cast: OperandCast, placement: Placement) -> P:
+    """How an operand's scale is cut: rowwise as the dimension that is not reduced; a tensorwise one
+    is on every device.
+    """
+    rows, columns = placement.at_rest(cast.role)
+    if cast.spec.granularity == "tensorwise":
+        return P()
+    return P(rows, None) if cast.axis == -1 else P(None, columns)

@@ -8,25 +8,21 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fp8ref.conformance.kit.compare import (
-    Report,
-    compare_bits,
-    compare_codes,
-    compare_scales,
-    compare_values,
-)
+from fp8ref.conformance.kit.compare import Report, compare_bits, compare_values
+from fp8ref.crosscheck.backend_checks import BackendChecks
 from fp8ref.crosscheck.fsdp_run import Operands, Run
-from fp8ref.crosscheck.operands import States, initial_states
+from fp8ref.crosscheck.operands import OperandCast, States, initial_states, operand_casts
 from fp8ref.crosscheck.sharded import experts as sharded_experts
 from fp8ref.formats import BFLOAT16
-from fp8ref.recipe import CUT_AXES, OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
+from fp8ref.recipe import CUT_AXES, OPERANDS, Gemm, GemmSpec, Recipe, Role, Style
 from fp8ref.sim import delayed
 from fp8ref.sim.distributed import sharding
 from fp8ref.sim.distributed.mesh import Layout, Mesh, split
-from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import llama
 from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import ParallelConfig
 
 FIRST = tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")
 """The linears with no FP8 in front of them: every scaling gives them the same input."""
@@ -51,9 +47,8 @@ def check_ranks(
     """
     for when, masters in ((0, _initial(config)), (-1, runs[0].weights)):
         rank_operands = [run.operands[when] for run in runs]
-        _check_operands(
-            report, backend, config, recipes, rank_operands, masters, states[when] if states else {}
-        )
+        now = states[when] if states else {}
+        _check_operands(report, backend, config, recipes, rank_operands, masters, now)
 
 
 def check_pass(
@@ -79,49 +74,47 @@ def _check_operands(
     states: States,
 ) -> None:
     """Compare what ranks have of one pass, under these masters and states."""
+    checks = BackendChecks(report, backend)
     weights = {layer: cast.round_to(masters[f"{layer}.weight"], BFLOAT16) for layer in recipes}
-    keys, experts = (
-        config.parallel,
-        {layer: r for layer, r in recipes.items() if weights[layer].ndim > 2},
-    )
+    experts = {layer: r for layer, r in recipes.items() if weights[layer].ndim > 2}
     expert_gemms = [mine.experts for mine in rank_operands]
     sharded_experts.check(
-        report,
-        backend,
-        experts,
-        expert_gemms,
-        weights,
-        apart=keys.expert,
-        scope=keys.amax_scope,
-        states=states,
+        report, backend, experts, expert_gemms, weights, parallel=config.parallel, states=states
     )
-    for layer, r in recipes.items():
-        for which, spec in r.gemms.items() if layer not in experts else ():
-            _check_ran(report, backend, layer, which, spec.fp8, rank_operands)
-            for role, cast_spec, axis in zip(
-                OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
-            ):
-                if cast_spec is None or any(
-                    (layer, which, role) not in mine.fp8 for mine in rank_operands
-                ):
-                    continue
-                cut = _layout(
-                    config,
-                    role,
-                    layer,
-                    weights[layer].shape if role == "weight" else None,
-                    rank_operands,
-                )
-                shards = (
-                    list(split(weights[layer], cut).values())
-                    if role == "weight"
-                    else [mine.hp[layer, role] for mine in rank_operands]
-                )
-                state = states[f"{layer}/{role}"] if cast_spec.delayed else None
-                expected = _simulated(shards, cut, cast_spec, axis, config, state=state)
-                for rank, q in enumerate(expected):
-                    codes, scale = rank_operands[rank].fp8[layer, which, role]
-                    _compare(report, layer, role, backend, q, codes, scale, shards[rank])
+    for layer, recipe in recipes.items():
+        for which, spec in recipe.gemms.items() if layer not in experts else ():
+            weight = weights[layer]
+            _check_gemm(checks, config, layer, which, spec, rank_operands, weight, states)
+
+
+def _check_gemm(
+    checks: BackendChecks,
+    config: Config,
+    layer: str,
+    which: Gemm,
+    spec: GemmSpec,
+    rank_operands: Sequence[Operands],
+    weight: np.ndarray,
+    states: States,
+) -> None:
+    for rank, mine in enumerate(rank_operands):
+        if spec.fp8 != ((layer, which, OPERANDS[which][0]) in mine.fp8):
+            checks.misplanned(layer, which, spec.fp8, f" on rank {rank}")
+    for operand in operand_casts(which, spec):
+        role, is_weight = operand.role, operand.role == "weight"
+        if any((layer, which, role) not in mine.fp8 for mine in rank_operands):
+            continue
+        shape = weight.shape if is_weight else rank_operands[0].hp[layer, role].shape
+        cut = _layout(config.parallel, role, layer, shape)
+        shards = (
+            list(split(weight, cut).values())
+            if is_weight
+            else [mine.hp[layer, role] for mine in rank_operands]
+        )
+        state = operand.state(layer, states)
+        expected = _simulated(shards, cut, operand, config.parallel.amax_scope, state)
+        for mine, q, shard in zip(rank_operands, expected, shards, strict=True):
+            checks.operand(f"{layer}/{role}", q, *mine.fp8[layer, which, role], shard)
 
 
 def check_first_layer(
@@ -140,115 +133,55 @@ def check_first_layer(
             mine, own = run.operands[0].fp8[layer, which, role]
             first = rank // tensor * len(mine)
             rows = slice(first, first + len(mine))
-            compare_values(
-                report.check(f"{layer}/{role}/codes/{backend} one process"),
-                mine,
-                codes[rows],
-                1.0,
-                names=names,
-            )
+            check = report.check(f"{layer}/{role}/codes/{backend} one process")
+            compare_values(check, mine, codes[rows], 1.0, names=names)
             per = len(codes) // len(scale) if scale.ndim else 1  # rows that share a scale
             row_scales = (
                 scale
                 if own.shape == scale.shape
                 else scale[first // per : (first + len(mine)) // per]
             )
-            compare_bits(
-                report.check(f"{layer}/{role}/scale/{backend} one process"),
-                own,
-                row_scales,
-                names=names,
-            )
+            check = report.check(f"{layer}/{role}/scale/{backend} one process")
+            compare_bits(check, own, row_scales, names=names)
 
 
-def _check_ran(
-    report: Report,
-    backend: str,
-    layer: str,
-    which: Gemm,
-    planned: bool,
-    rank_operands: Sequence[Operands],
-) -> None:
-    for rank, mine in enumerate(rank_operands):
-        if planned != ((layer, which, OPERANDS[which][0]) in mine.fp8):
-            problem = (
-                "was planned in FP8 and did not run"
-                if planned
-                else "ran in FP8 and was not planned"
-            )
-            report.check(f"{layer}/{which}/value/{backend}", bound=1.0).fail(
-                f"the GEMM {problem} on rank {rank}"
-            )
-
-
-def _layout(
-    config: Config,
-    role: Role,
-    layer: str,
-    shape: tuple[int, ...] | None,
-    rank_operands: Sequence[Operands],
-) -> Layout:
-    """How ranks cut an operand [rows, columns] (P-10); shape: of a weight."""
-    keys, last = config.parallel, layer.rpartition(".")[2]
-    mesh = Mesh(
-        axes={"data": keys.data, "fsdp": keys.fsdp, "expert": keys.expert, "tensor": keys.tensor}
+def _layout(keys: ParallelConfig, role: Role, layer: str, shape: tuple[int, ...]) -> Layout:
+    """How ranks cut an operand [rows, columns] (P-10); shape: of a weight, or of a rank's part."""
+    last = layer.rpartition(".")[2]
+    style: Style | None = (
+        "colwise" if last in llama.COLUMN else "rowwise" if last in llama.ROW else None
     )
-    splits: dict[int, tuple[str, ...]] = {} if role == "weight" else {0: ("data", "fsdp", "expert")}
-    axis = (
-        CUT_AXES["colwise"].get(role)
-        if last in llama.COLUMN
-        else CUT_AXES["rowwise"].get(role)
-        if last in llama.ROW
-        else None
-    )
+    axis = CUT_AXES[style].get(role) if style else None
+    splits: dict[int, tuple[str, ...]] = {}
+    if role != "weight":
+        splits[0] = ("data", "fsdp", "expert")
+        rows, columns = shape
+        shape = (rows * keys.batch_parts, columns * (keys.tensor if axis == 1 else 1))
     if axis is not None:
         splits[axis] = ("tensor",)
-    if shape is None:
-        part = rank_operands[0].hp[layer, role].shape
-        shape = (part[0] * keys.batch_parts, part[1] * (keys.tensor if axis == 1 else 1))
-    return Layout(mesh=mesh, shape=shape, splits=splits)
+    axes = {"data": keys.data, "fsdp": keys.fsdp, "expert": keys.expert, "tensor": keys.tensor}
+    return Layout(mesh=Mesh(axes=axes), shape=shape, splits=splits)
 
 
 def _simulated(
     shards: Sequence[np.ndarray],
     layout: Layout,
-    spec: CastSpec,
-    axis: int,
-    config: Config,
-    *,
+    operand: OperandCast,
+    amax_scope: str,
     state: delayed.DelayedState | None,
 ) -> list[Quantized]:
     """The simulator's operand on every rank, whose piece of a layout is its shard."""
-    options = {"granularity": spec.granularity, "policy": spec.policy, "axis": axis}
     if state is not None:
-        assert spec.delayed is not None
-        scales = delayed.scales(state, spec.delayed, spec.fmt)
-        return [scaling.quantize_with(shard, scales, spec.fmt, **options) for shard in shards]  # type: ignore[arg-type]
-    by_device = dict(zip(layout.mesh.devices, shards, strict=True))
-    # Ranks that share a linear share its amaxes under either scope (P-14).
-    scope = "global" if config.parallel.amax_scope == "global" else ("tensor",)
-    pieces = sharding.quantize(by_device, layout, spec.fmt, scope=scope, **options)  # type: ignore[arg-type]
+        return [operand.simulated(shard, state) for shard in shards]
+    spec, by_device = operand.spec, dict(zip(layout.mesh.devices, shards, strict=True))
+    pieces = sharding.quantize(
+        by_device,
+        layout,
+        spec.fmt,
+        granularity=spec.granularity,
+        policy=spec.policy,
+        axis=operand.axis,
+        # Ranks that share a linear share its amaxes under either scope (P-14).
+        scope="global" if amax_scope == "global" else ("tensor",),
+    )
     return [pieces[device] for device in layout.mesh.devices]
-
-
-def _compare(
-    report: Report,
-    layer: str,
-    role: Role,
-    backend: str,
-    q: Quantized,
-    codes: np.ndarray,
-    scale: np.ndarray,
-    hp,
-) -> None:
-    name = f"{layer}/{role}"
-    compare_codes(
-        report.check(f"{name}/codes/{backend}"),
-        {"sim": q.codes, backend: codes},
-        backend,
-        q.fmt,
-        hp,
-    )
-    compare_scales(
-        report.check(f"{name}/scale/{backend}"), {"sim": q.scale, backend: scale}, backend
-    )

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from fp8ref.conformance.kit.compare import Report
+from fp8ref.crosscheck.operands import OperandCast
 from fp8ref.crosscheck.sharded import experts as sharded_experts
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
 from fp8ref.selection.grouped import GROUPED_RECIPES
@@ -9,11 +10,12 @@ from fp8ref.sim.distributed import sharding
 from fp8ref.sim.distributed.mesh import Layout, Mesh
 from fp8ref.sim.gemm import gemm
 from fp8ref.sim.quantize import scaling
+from fp8ref.train.config.sections import ParallelConfig
 
 LAYER, K, N, EXPERTS = "experts", 32, 16, 4
 # of a device along expert, then of one along data: those of its two experts
 ROWS = {0: ((3, 0), (2, 4)), 1: ((0, 5), (0, 0))}
-LAST = {"apart": 2, "scope": "global", "states": {}}
+LAST = {"parallel": ParallelConfig(data=2, expert=2), "states": {}}
 
 
 @pytest.fixture
@@ -99,9 +101,8 @@ def test_devices_that_quantize_as_one_pass_and_no_other_does(name, normal):  # X
     assert report.ok, [check.detail for check in report.failures]
     assert report.checks[f"{LAYER}/grad_output/codes/jax 2x1x2"].equal > 0
     report = Report()
-    sharded_experts.check(
-        report, "jax 2x1x2", {LAYER: recipe}, devices, {LAYER: w}, **LAST | {"scope": "local"}
-    )
+    local = {"parallel": ParallelConfig(data=2, expert=2, amax_scope="local"), "states": {}}
+    sharded_experts.check(report, "jax 2x1x2", {LAYER: recipe}, devices, {LAYER: w}, **local)
     assert f"{LAYER}/input/scale/jax 2x1x2" in {check.name for check in report.failures}
 
 
@@ -169,7 +170,7 @@ def test_parts_are_those_of_the_simulators_sharded_quantization(name, axis, rng)
         dict(zip(mesh.devices, shards, strict=True)), layout, how.fmt, **options
     )
     rows = [shard for shard in shards if len(shard)]  # what has rows reports
-    found = sharded_experts.quantized(rows, how, axis, "input", scope="global")
+    found = sharded_experts.quantized(rows, OperandCast("input", how, axis), scope="global")
     for q, device in zip(
         found, [d for d, n in zip(mesh.devices, sizes, strict=True) if n], strict=True
     ):

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -43,9 +45,15 @@ def checked(small, tensors, recipe, parallel):
     recipe, report = GROUPED_RECIPES[recipe].recipe, Report()
     found, total = Rerun(layout, recipe)(tensors, 48)
     devices = [{(LAYER, *key): one for key, one in mine.items()} for mine in found]
-    how = {"apart": layout.config.expert, "scope": "global", "states": {}, "sums": {LAYER: total}}
     sharded_experts.check(
-        report, "jax", {LAYER: recipe}, devices, {LAYER: np.stack(tensors.weight)}, **how
+        report,
+        "jax",
+        {LAYER: recipe},
+        devices,
+        {LAYER: np.stack(tensors.weight)},
+        parallel=dataclasses.replace(layout.config, reduce_dtype="float32"),
+        states={},
+        sums={LAYER: total},
     )
     return report, found
 

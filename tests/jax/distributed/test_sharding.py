@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.crosscheck.operands import transposed
+from fp8ref.crosscheck.operands import as_factor
 from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.jax import delayed, proof
 from fp8ref.jax.distributed import sharding
@@ -338,7 +338,7 @@ def test_devices_round_their_parts_and_sum_them(recipe, style, parts, operands):
                 OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
             )
         )
-        a, b = (q if q.axis == 1 else transposed(q) for q in (a, b))
+        a, b = map(as_factor, (a, b))
         n = math.prod(
             dict(zip(("data", "fsdp", "tensor"), shape, strict=True))[axis]
             for axis in placement.reduction(which, 1).axes

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fp8ref.crosscheck import bounds
-from fp8ref.crosscheck.operands import initial_states, states_after, transposed
+from fp8ref.crosscheck.operands import as_factor, initial_states, states_after
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import CUT_AXES, OPERANDS, RECIPES, REDUCED_AXES, CastSpec, GemmSpec, Recipe
@@ -189,7 +189,7 @@ def test_codes_scales_and_sums_are_those_of_the_simulators_mesh(ranks, name):
                         np.testing.assert_array_equal(
                             f[i][2], q.scale, err_msg=f"{layer} {which} {role}"
                         )
-                    sides.append([q if axis == 1 else transposed(q) for q in expected])
+                    sides.append([as_factor(q) for q in expected])
                 for a, b, f in zip(*sides, found, strict=True):
                     out = gemm.matmul(a, b, epilogue=spec.epilogue, out_dtype=BFLOAT16)
                     assert (np.abs(f[2] - out) <= bounds.gemm(a, b, spec, f[2], out)).all(), (
