@@ -12,7 +12,7 @@ if all sums are exact. ``from_runs`` compares runs on disk.
 import dataclasses
 import itertools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from fp8ref.crosscheck.divergence.difference import Difference, difference
 from fp8ref.crosscheck.divergence.explain import REASONS, Context, explain
 from fp8ref.crosscheck.divergence.report import Divergence, DivergenceReport, Reason, located
 from fp8ref.crosscheck.divergence.step_values import Value
+from fp8ref.crosscheck.operands import recipes_of
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError
 from fp8ref.sim import delayed
@@ -92,9 +93,10 @@ def check_alone(config: Config, whose: str) -> None:
               sides may send elsewhere.
     """
     architecture.require_llama(config, f"--first-divergence of {whose}")
-    config.require_one_recipe(f"--first-divergence, of {whose},")
-    config.require_no_experts(f"--first-divergence, of {whose},")
-    config.require_tiles(f"--first-divergence, of {whose},")
+    what = f"--first-divergence, of {whose},"
+    config.require_one_recipe(what)
+    config.require_no_experts(what)
+    config.require_tiles(what)
     if config.parallel.devices > 1:
         raise ConfigError(
             f"--first-divergence trains on one device; {whose} has parallel.* for "
@@ -124,9 +126,7 @@ def find_divergence(
     advance: Callable[..., None] = lambda *_: None,
     after: Callable[[int, Metrics, Metrics], None] = lambda *_: None,
 ) -> Divergence | None:
-    """Train both from their state after ``start`` steps.
-
-    Return the first difference before step ``stop``.
+    """Train both from their state after ``start`` steps; the first difference before step ``stop``.
 
     after   is called with the metrics of every step that both took.
     """
@@ -134,7 +134,8 @@ def find_divergence(
         step_values.state_values(side.trainer, side.config, "state before") for side in (a, b)
     ]
     if first := first_of(before[0], before[1], a.name, b.name, report):
-        return located(start, first[0], first[1], _reason_of_start(first[0], start))
+        drawn = first[0].role == "master weight" and not start
+        return located(start, *first, REASONS["initial weights" if drawn else "state"])
     with tempfile.TemporaryDirectory(prefix="fp8ref-") as folder:
         places = [Path(folder) / name for name in "ab"]
         for place, side in zip(places, (a, b), strict=True):
@@ -148,9 +149,11 @@ def find_divergence(
             after(step, metrics[0], metrics[1])
             # Cheap every step: what it leaves. Only the step that differs is looked at value by
             # value, by taking it again, since its operands are gone once the weights have changed.
-            if first := first_of(
-                _results(a, metrics[0]), _results(b, metrics[1]), a.name, b.name, report
-            ):
+            mine, theirs = (
+                step_values.results(side.trainer, side.config, its)
+                for side, its in zip((a, b), metrics, strict=True)
+            )
+            if first := first_of(mine, theirs, a.name, b.name, report):
                 for place, side in zip(places, (a, b), strict=True):
                     side.trainer.load(place, start)
                     for again in range(start, step):
@@ -162,50 +165,38 @@ def find_divergence(
     return None
 
 
-def _results(side: Side, metrics: Metrics) -> Iterator[Value]:
-    """What a step leaves: its loss and gradient norm, weights, moments and states of scaling."""
-    for key, role in (("loss", "mean"), ("grad_norm", "norm")):
-        yield Value(phase="loss", layer=key, role=role, value=np.asarray(metrics[key], np.float64))
-    yield from step_values.state_values(side.trainer, side.config, "optimizer")
-
-
 def _first_in_step(
     a: Side, b: Side, tokens: np.ndarray, step: int, report: Report
 ) -> Divergence | None:
     """Take one step in both, compare all its values in order, and explain the first difference."""
     operands = not parts_of(a.config, b.config)
-    recipes = [{d.path: d.recipe for d in side.config.decisions()} for side in (a, b)]
+    recipes = [recipes_of(side.config) for side in (a, b)]
     states = {name: delayed.DelayedState(*parts) for name, parts in a.trainer.fp8_states().items()}
     sequences: list[list[Value]] = []
     for side, linear_recipes in zip((a, b), recipes, strict=True):
         shown = step_values.look(side.trainer, tokens, side.config, operands=operands)
         metrics = side.trainer.step(tokens)  # last: it changes the weights
         rate = side.config.optimizer.learning_rate_at(step, side.config.run.steps)
-        sequences.append(
-            [*step_values.ordered_values(shown, metrics, tokens, side.config, linear_recipes, rate)]
+        values = step_values.ordered_values(
+            shown, metrics, tokens, side.config, linear_recipes, rate
         )
-        sequences[-1] += step_values.state_values(side.trainer, side.config, "optimizer")
+        left = step_values.state_values(side.trainer, side.config, "optimizer")
+        sequences.append([*values, *left])
     first = first_of(sequences[0], sequences[1], a.name, b.name, report)
     if first is None:
         return None
     v, d = first
-    unobserved = (
-        []
-        if v.phase != "forward"
-        else sorted(
-            {name for side in (a, b) for name in step_values.unobserved(v.layer, side.config)}
-        )
-    )
-    outputs = {
-        w.layer: w.value for w in sequences[0] if w.phase == "forward" and w.role == "output"
-    }
+    unobserved: set[str] = set()
+    if v.phase == "forward":
+        unobserved.update(*(step_values.unobserved(v.layer, side.config) for side in (a, b)))
+    forward = [w for w in sequences[0] if w.phase == "forward"]
     context = Context(
         names=(a.name, b.name),
         recipes=(recipes[0], recipes[1]),
         states=states,
         model=a.config.model,
-        outputs=outputs,
-        unobserved=unobserved,
+        outputs={w.layer: w.value for w in forward if w.role == "output"},
+        unobserved=sorted(unobserved),
         multiply=(hardware.of(a.config), hardware.of(b.config)),
         numerics=(a.config.numerics, b.config.numerics),
     )
@@ -214,12 +205,8 @@ def _first_in_step(
         if v.passes:
             return located(step, v, d, REASONS["attention"])
         # only one backend has this GEMM: report the GEMM, not the operand that is its first value
-        return located(
-            step,
-            dataclasses.replace(v, role=v.gemm or v.role, observation=None),
-            d,
-            REASONS["absent"],
-        )
+        whole = dataclasses.replace(v, role=v.gemm or v.role, observation=None)
+        return located(step, whole, d, REASONS["absent"])
     return located(step, v, d, explain(v, other, d, context))
 
 
@@ -245,16 +232,11 @@ def first_of(
             has = lone.cast.fmt.name if lone.cast else "there"
             in_a, in_b = (has, "not there") if alone_in_a else ("not there", has)
             report.check(f"{lone.name}/{suffix}").fail(f"{a} {in_a}, {b} {in_b}")
-            return lone, Difference(
-                element=None, a=in_a, b=in_b, differ=lone.value.size, of=lone.value.size
-            )
+            size = lone.value.size
+            return lone, Difference(element=None, a=in_a, b=in_b, differ=size, of=size)
         if first_difference := difference(v, w, report.check(f"{v.name}/{suffix}")):
             return v, first_difference
     return None
-
-
-def _reason_of_start(v: Value, start: int) -> Reason:
-    return REASONS["initial weights" if v.role == "master weight" and not start else "state"]
 
 
 def _unstable(v: Value) -> Reason:

@@ -3,6 +3,7 @@
 spec B-10.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,9 +11,16 @@ from typing import Literal
 import numpy as np
 
 from fp8ref.crosscheck.attention.attention import SYMBOLS, AttentionPass, format_of
-from fp8ref.crosscheck.operands import Observation, backward, in_pass_order, observe, whole
+from fp8ref.crosscheck.operands import (
+    Observation,
+    backward,
+    in_pass_order,
+    observe,
+    recipes_of,
+    whole,
+)
 from fp8ref.formats import Format
-from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe
+from fp8ref.recipe import ROLES, CastSpec, Gemm, Recipe
 from fp8ref.spec import llama
 from fp8ref.spec.attention.products import Phase as AttentionPhase
 from fp8ref.train import loop
@@ -116,34 +124,31 @@ def ordered_values(
             yield from _attention_values(observed, name.rpartition(".")[0], "forward", config)
     if observed.logits is not None:
         yield Value(phase="forward", layer="lm_head", role="logits", value=observed.logits)
-    yield Value(
-        phase="loss", layer="loss", role="mean", value=np.asarray(metrics["loss"], np.float64)
-    )
+    yield _number("loss", "loss", "mean", metrics["loss"])
     for module in backward(config.model):
         for o in observed.gemms:
             if o.layer == module and o.gemm != "output":
                 yield from _gemm_values(o, "backward", recipes, tokens.shape)
         if f"{module}.weight" in observed.gradients:
-            yield Value(
-                phase="backward",
-                layer=module,
-                role="weight's gradient",
-                value=observed.gradients[f"{module}.weight"],
-            )
+            gradient = observed.gradients[f"{module}.weight"]
+            yield Value(phase="backward", layer=module, role="weight's gradient", value=gradient)
         if module.endswith("self_attn.o_proj"):
             yield from _attention_values(observed, module.rpartition(".")[0], "backward", config)
-    yield Value(
-        phase="backward",
-        layer="gradient",
-        role="norm",
-        value=np.asarray(metrics["grad_norm"], np.float64),
-    )
-    yield Value(
-        phase="optimizer",
-        layer="optimizer",
-        role="learning rate",
-        value=np.asarray(learning_rate, np.float64),
-    )
+    yield _number("backward", "gradient", "norm", metrics["grad_norm"])
+    yield _number("optimizer", "optimizer", "learning rate", learning_rate)
+
+
+def results(trainer: loop.Trainer, config: Config, metrics: Mapping[str, float]) -> list[Value]:
+    """What a step leaves: its loss and gradient norm, weights, moments and states of scaling."""
+    return [
+        _number("loss", "loss", "mean", metrics["loss"]),
+        _number("loss", "grad_norm", "norm", metrics["grad_norm"]),
+        *state_values(trainer, config, "optimizer"),
+    ]
+
+
+def _number(phase: Phase, layer: str, role: str, value: float) -> Value:
+    return Value(phase=phase, layer=layer, role=role, value=np.asarray(value, np.float64))
 
 
 def state_values(trainer: loop.Trainer, config: Config, phase: Phase) -> list[Value]:
@@ -161,23 +166,14 @@ def state_values(trainer: loop.Trainer, config: Config, phase: Phase) -> list[Va
         for name in llama.parameter_shapes(config.model)
     ]
     states = trainer.fp8_states()
-    attended = [
-        f"{layer}/{role}" for layer, casts in config.attention_casts.items() for role in casts
-    ]
-    linear_names = [
-        f"{layer}/{role}"
-        for layer in llama.linear_shapes(config.model)
-        for role in ROLES
-        if f"{layer}/{role}" in states
-    ]
-    for name in linear_names + attended:
-        (stored, history, _), (layer, _, role) = states[name], name.rpartition("/")
-        values.append(
-            Value(phase=phase, layer=layer, role=f"{role} amax history", value=np.asarray(history))
-        )
-        values.append(
-            Value(phase=phase, layer=layer, role=f"{role} stored scale", value=np.asarray(stored))
-        )
+    linears = [(layer, role) for layer in llama.linear_shapes(config.model) for role in ROLES]
+    attended = [(layer, role) for layer, casts in config.attention_casts.items() for role in casts]
+    kept = [(layer, role) for layer, role in linears if f"{layer}/{role}" in states]
+    for layer, role in kept + attended:
+        stored, history, _ = states[f"{layer}/{role}"]
+        for what, value in (("amax history", history), ("stored scale", stored)):
+            array = np.asarray(value)
+            values.append(Value(phase=phase, layer=layer, role=f"{role} {what}", value=array))
     return values
 
 
@@ -196,10 +192,8 @@ def site_before(linear: str) -> tuple[str, str]:
         return block, "silu(gate) * up"
     if name == "lm_head":
         return "model.norm", "output"
-    return (
-        f"{layer}.{'input' if block.endswith('self_attn') else 'post_attention'}_layernorm",
-        "output",
-    )
+    norm = "input_layernorm" if block.endswith("self_attn") else "post_attention_layernorm"
+    return f"{layer}.{norm}", "output"
 
 
 def unobserved(layer: str, config: Config) -> list[str]:
@@ -207,8 +201,7 @@ def unobserved(layer: str, config: Config) -> list[str]:
 
     No observer sees them.
     """
-    names = list(llama.linear_shapes(config.model))
-    recipes = {d.path: d.recipe for d in config.decisions()}
+    names, recipes = list(llama.linear_shapes(config.model)), recipes_of(config)
     until = names.index(layer) if layer in names else len(names)
     return [name for name in names[:until] if name not in recipes or not recipes[name].output.fp8]
 
@@ -223,41 +216,27 @@ def _attention_values(
             continue
         until = tuple(p for p in passes if p.phase == "forward" or phase == "backward")
         for what, part, value in one.parts():
-            fmt = format_of(what, variant) if part == "codes" else None
-            role = SYMBOLS.get(what, what)
             yield Value(
                 phase=phase,
                 layer=layer,
-                role=role,
+                role=SYMBOLS.get(what, what),
                 value=value,
                 part=part,  # type: ignore[arg-type]
                 passes=until,
-                codes_of=fmt,
+                codes_of=format_of(what, variant) if part == "codes" else None,
             )
 
 
 def _gemm_values(
     o: Observation, phase: Phase, recipes: Mapping[str, Recipe], batch: tuple[int, ...]
 ) -> Iterator[Value]:
-    spec = recipes[o.layer].gemms[o.gemm]
-    for role, (hp, codes, scale), cast in zip(
-        OPERANDS[o.gemm], (o.a, o.b), (spec.a, spec.b), strict=True
-    ):
-        parts: dict[Part, np.ndarray] = {
-            "value": whole(np.asarray(hp, np.float32), role, batch),
-            "scale": np.asarray(scale, np.float32),
-            "codes": whole(np.asarray(codes), role, batch),
-        }
-        for part, value in parts.items():
-            yield Value(
-                phase=phase,
-                layer=o.layer,
-                role=role,
-                value=value,
-                part=part,
-                gemm=o.gemm,
-                cast=cast,
-                observation=o,
-            )
     out = whole(np.asarray(o.out, np.float32), o.gemm, batch)
-    yield Value(phase=phase, layer=o.layer, role=o.gemm, value=out, gemm=o.gemm, observation=o)
+    result = Value(phase=phase, layer=o.layer, role=o.gemm, value=out, gemm=o.gemm, observation=o)
+    for cast, (hp, codes, scale) in o.operands(recipes[o.layer].gemms[o.gemm]):
+        operand = dataclasses.replace(result, role=cast.role, cast=cast.spec)
+        value = whole(np.asarray(hp, np.float32), cast.role, batch)
+        yield dataclasses.replace(operand, value=value)
+        yield dataclasses.replace(operand, part="scale", value=np.asarray(scale, np.float32))
+        codes = whole(np.asarray(codes), cast.role, batch)
+        yield dataclasses.replace(operand, part="codes", value=codes)
+    yield result

@@ -66,17 +66,10 @@ def crosscheck(
     tried, unfit = [], {}
     for mesh in _meshes_of_experts(n) if config.model.num_experts else _meshes(n):
         for scope in scopes if mesh.tensor == 1 else (chosen,):
-            mesh_config = mesh.of(config, scope)
-            if refused := mesh_config.parallel.unreduced("torch"):
-                unfit[mesh.name(scope)] = refused[0]
-                continue
-            try:
-                device_shapes.check(mesh_config, "torch")
+            if misfit := _misfit(mesh.of(config, scope)):
+                unfit[mesh.name(scope)] = misfit
+            else:
                 tried.append((mesh, scope))
-            except ConfigError as error:
-                if mesh.tensor == 1 and not config.model.num_experts:
-                    raise
-                unfit[mesh.name(scope)] = str(error)
     batches = loader.open_batches(config)
     tokens = [batches.step(step) for step in range(steps + 1)]
     check = _Check(config, n, recipes, tokens, prepare)
@@ -84,23 +77,38 @@ def crosscheck(
         for mesh, scope in tried:
             check.mesh(mesh, scope)
             name = mesh.name(scope)
-            if mesh.tensor > 1:
-                unfit[f"{name} against one process"] = (
-                    "ranks round their parts of outputs (P-16); runs are compared with each other"
-                )
-            elif config.model.num_experts:
-                unfit[f"{name} against one process"] = (
-                    "experts' gradients and the loss are of the tokens of all ranks; runs are "
-                    "compared with each other"
-                )
-            elif mesh.data > 2:
-                why = (
-                    f"gloo adds the gradients of {mesh.data} copies in an order of its own "
-                    "(P-13); runs are compared with each other"
-                )
-                unfit[f"{name} against one process"] = why
+            if why := _not_repeated(mesh, config):
+                only = f"{why}; runs are compared with each other"
+                unfit[f"{name} against one process"] = only
             advance(name)
     return check.report, unfit
+
+
+def _misfit(config: Config) -> str:
+    """Why a mesh that tries other axes than data and fsdp does not fit the model; "" if it does.
+
+    Raises:   ConfigError: a mesh of data and fsdp alone does not.
+    """
+    if refused := config.parallel.unreduced("torch"):
+        return refused[0]
+    try:
+        device_shapes.check(config, "torch")
+    except ConfigError as error:
+        if config.parallel.tensor == 1 and not config.model.num_experts:
+            raise
+        return str(error)
+    return ""
+
+
+def _not_repeated(mesh: "_Mesh", config: Config) -> str:
+    """Why one process does not repeat the runs of a mesh; "" if it does."""
+    if mesh.tensor > 1:
+        return "ranks round their parts of outputs (P-16)"
+    if config.model.num_experts:
+        return "experts' gradients and the loss are of the tokens of all ranks"
+    if mesh.data > 2:
+        return f"gloo adds the gradients of {mesh.data} copies in an order of its own (P-13)"
+    return ""
 
 
 class _Check:
@@ -114,13 +122,8 @@ class _Check:
         tokens: list[np.ndarray],
         prepare: Watcher | None,
     ) -> None:
-        self.config, self.n, self.recipes, self.tokens, self.prepare = (
-            config,
-            n,
-            recipes,
-            tokens,
-            prepare,
-        )
+        self.config, self.n, self.recipes = config, n, recipes
+        self.tokens, self.prepare = tokens, prepare
         self.report = Report()
         self._replicated: dict[tuple[int, int], Run] = {}
         self._first: dict[tuple, tuple[str, Run]] = {}
@@ -140,15 +143,14 @@ class _Check:
         watched = [runs[next(iter(variants))] for runs in rank_runs]
         states = self._states(name, watched)
         check_ranks(self.report, name, config, self.recipes, watched, states)
-        one = self._one_process(mesh) if not self.config.model.num_experts else self._one_pass()
+        one = self._one_pass() if model.num_experts else self._one_process(mesh)
         if scope == "global":
             check_first_layer(self.report, name, watched, one, tensor=mesh.tensor)
         # The one process takes each rank's rows in turn. Its dynamic scales are those of one rank's
         # rows, and so not those that global scope takes from the rows of all ranks.
-        exact = (scope == "local" or bool(states)) and not self.config.model.num_experts
-        whole = mesh.tensor == 1 and not self.config.model.num_experts
+        whole = mesh.tensor == 1 and not model.num_experts
         key: tuple = (scope, *self._sum_order(mesh)) if whole else (scope, mesh)
-        if exact and mesh.data <= 2 and mesh.tensor == 1:
+        if (scope == "local" or states) and not _not_repeated(mesh, self.config):
             self._first[key] = "one process", one
         for rank, runs in enumerate(rank_runs):
             for variant, run in runs.items():
@@ -156,12 +158,8 @@ class _Check:
                 if run is not expected:
                     self._compare(f"{name} {variant}", f"rank {rank}", run, against, expected)
         if gathered_in_fp8 and config.parallel.shards > 1:
-            self._bytes(
-                name,
-                config,
-                gathered_in_fp8,
-                [(runs["fp8"], runs["compute"]) for runs in rank_runs],
-            )
+            pairs = [(runs["fp8"], runs["compute"]) for runs in rank_runs]
+            self._bytes(name, config, gathered_in_fp8, pairs)
 
     def _run(self, n: int, *what) -> list:
         return process_group.run(n, *what, timeout_s=self.config.parallel.timeout_s)
@@ -199,18 +197,13 @@ class _Check:
             check = self.report.check(f"model/{metric}/value/{backend}")
             compare_values(check, run.metrics[:, i], expected.metrics[:, i], 1.0, names=names)
         for parameter, value in expected.weights.items():
-            check = self.report.check(
-                f"{parameter.removesuffix('.weight')}/weights/value/{backend}"
-            )
+            layer = parameter.removesuffix(".weight")
+            check = self.report.check(f"{layer}/weights/value/{backend}")
             compare_bits(check, run.weights[parameter], value, names=names)
         for mine, theirs in zip(run.states, expected.states, strict=True):
             for name, state in theirs.items():
-                compare_bits(
-                    self.report.check(f"{name} state/value/{backend}"),
-                    mine[name],
-                    state,
-                    names=names,
-                )
+                check = self.report.check(f"{name} state/value/{backend}")
+                compare_bits(check, mine[name], state, names=names)
 
     def _states(self, backend: str, runs: list[Run]) -> list[States]:
         """Compare every rank's delayed states with the simulator's of all ranks' amaxes (H-4).
@@ -225,37 +218,27 @@ class _Check:
             states.append(states_after(states[-1], self.recipes, amaxes))
             for name, s in states[-1].items():
                 expected = np.concatenate([[s.stored], [s.step], s.amax_history]).astype(np.float32)
+                check = self.report.check(f"{name} history/value/{backend}")
                 for rank, run in enumerate(runs):
-                    check = self.report.check(f"{name} history/value/{backend}")
-                    compare_bits(
-                        check,
-                        run.states[step][name],
-                        expected,
-                        names=(f"{backend}, rank {rank}", "sim"),
-                    )
+                    names = f"{backend}, rank {rank}", "sim"
+                    compare_bits(check, run.states[step][name], expected, names=names)
         return states
 
     def _bytes(
         self, name: str, config: Config, layers: list[str], runs: list[tuple[Run, Run]]
     ) -> None:
         """Check that gathering FP8 codes saves half of bfloat16's bytes in each of two passes."""
+        weights = {name: runs[0][0].weights[name] for name in (f"{p}.weight" for p in layers)}
         shapes = [
-            device_shapes.at_rest(
-                f"{layer}.weight", runs[0][0].weights[f"{layer}.weight"].shape, config, "torch"
-            )
-            for layer in layers
+            device_shapes.at_rest(name, weight.shape, config, "torch")
+            for name, weight in weights.items()
         ]
         # one byte less an element, in each of two passes; shards are padded to equal lengths
         codes = 2 * sum(rows * columns for rows, columns in shapes)
         check = self.report.check(f"model/bytes saved/value/{name} fp8")
+        names = "fewer bytes than in bfloat16", "bytes of FP8 codes"
         for fp8, compute in runs:
-            compare_values(
-                check,
-                compute.gathered - fp8.gathered,
-                codes,
-                1.0,
-                names=("fewer bytes than in bfloat16", "bytes of FP8 codes"),
-            )
+            compare_values(check, compute.gathered - fp8.gathered, codes, 1.0, names=names)
 
 
 @dataclass(frozen=True)
@@ -270,12 +253,10 @@ class _Mesh:
 
     def name(self, scope: str) -> str:
         """As backends are named in reports."""
-        sizes = (
-            f"{self.data}x{self.fsdp}"
-            + f"x{self.tensor}" * (self.tensor > 1)
-            + f"x{self.expert} expert" * (self.expert > 1)
-        )
-        return f"torch {sizes} {scope}" + " sequence" * self.sequence
+        tensor = f"x{self.tensor}" * (self.tensor > 1)
+        expert = f"x{self.expert} expert" * (self.expert > 1)
+        sequence = " sequence" * self.sequence
+        return f"torch {self.data}x{self.fsdp}{tensor}{expert} {scope}{sequence}"
 
     def of(self, config: Config, scope: str) -> Config:
         """The config of a run on this mesh."""
@@ -288,10 +269,8 @@ def _meshes(n: int) -> list[_Mesh]:
     for tensor in (t for t in range(1, n + 1) if n % t == 0):
         shared = n // tensor
         for fsdp in (f for f in range(shared, 0, -1) if shared % f == 0):
-            meshes += [
-                _Mesh(shared // fsdp, fsdp, tensor, sequence)
-                for sequence in ((False, True) if tensor > 1 else (False,))
-            ]
+            ways = (False, True) if tensor > 1 else (False,)
+            meshes += [_Mesh(shared // fsdp, fsdp, tensor, sequence) for sequence in ways]
     return meshes
 
 
@@ -312,20 +291,18 @@ def _variants(mesh: _Mesh, *, fp8: bool) -> Iterator[tuple[str, dict]]:
         yield "alone", {}
         return
     # An ordered reduction takes at most two copies (P-13); gloo adds more in an order of its own.
-    ordered = {
-        "gather": "compute",
-        "precompute_scales": True,
-        "reduction": "ordered" if mesh.data <= 2 else "native",
-    }
+    reduction = "ordered" if mesh.data <= 2 else "native"
+    compute = {"gather": "compute", "precompute_scales": True, "reduction": reduction}
+    in_fp8 = compute | {"gather": "fp8"}
     if fp8:
-        yield "fp8", {**ordered, "gather": "fp8"}
+        yield "fp8", in_fp8
         if mesh.tensor == 1:
-            yield "fp8 each", {**ordered, "gather": "fp8", "precompute_scales": False}
-    yield "compute", ordered
+            yield "fp8 each", in_fp8 | {"precompute_scales": False}
+    yield "compute", compute
     if mesh.expert > 1:  # rows in the compute dtype too (X-14)
-        yield "compute rows", ordered | {"expert_dispatch": "compute"}
+        yield "compute rows", compute | {"expert_dispatch": "compute"}
     if mesh.data * mesh.fsdp * mesh.expert == 2 and mesh.tensor == 1:
-        yield "native", {**ordered, "gather": "fp8", "reduction": "native"}
+        yield "native", in_fp8 | {"reduction": "native"}
 
 
 def _check(config: Config, n: int, steps: int) -> None:
@@ -364,10 +341,8 @@ def _check(config: Config, n: int, steps: int) -> None:
             f"--sharded N takes 2 ranks or more that share data.batch_size evenly; got {n} and "
             f"{config.data.batch_size}. Give --data.batch_size a multiple."
         )
-    rows, multiple = (
-        config.data.batch_size * config.data.sequence_length // n,
-        RECIPES[config.numerics.recipe].rows,
-    )
+    rows = config.data.batch_size * config.data.sequence_length // n
+    multiple = RECIPES[config.numerics.recipe].rows
     if rows % multiple:
         raise ConfigError(
             f"--sharded compares with one process, whose blocks of {multiple} tokens are those "
