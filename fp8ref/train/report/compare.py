@@ -2,6 +2,7 @@
 E-6).
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,8 @@ from fp8ref.train.report import gap as gaps
 from fp8ref.train.report.foreign_logs import Log
 from fp8ref.train.report.gap import By, Kind
 from fp8ref.train.report.runs import Run
+
+__all__ = ["Comparison", "compare", "read"]
 
 METRICS = ("loss", "grad_norm", "val_loss")
 """The metrics of which two identical runs have equal bits."""
@@ -48,11 +51,11 @@ class Comparison(Result):
     steps: int
     result: Kind | Literal["identical"]
     by: By | Literal["bits", "end"] | None
-    pairs: int
-    difference: float | None
-    low: float | None
-    high: float | None
-    margin: float | None
+    pairs: int = 1
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    margin: float | None = None
     said: str
     known: bool = True
 
@@ -76,9 +79,8 @@ class Comparison(Result):
                 continue
             table = Table(title, self.a, self.b)
             for key, values in changes.items():
-                table.add_row(
-                    key, *("-" if value is None else json.dumps(value) for value in values)
-                )
+                shown = ("-" if value is None else json.dumps(value) for value in values)
+                table.add_row(key, *shown)
             console.print(table, markup=False)
         console.print(one_line(self.said), markup=False, highlight=False, soft_wrap=True)
 
@@ -87,11 +89,9 @@ def read(path: Path, *, loss: str | None = None) -> Run | Log:
     """A run directory, or a log of another trainer, whose losses are in the column or tag
     ``loss``.
     """
-    return (
-        runs.read(path)
-        if (path / "manifest.json").exists() or not path.exists()
-        else foreign_logs.read(path, loss=loss)
-    )
+    if (path / "manifest.json").exists() or not path.exists():
+        return runs.read(path)
+    return foreign_logs.read(path, loss=loss)
 
 
 def compare(
@@ -109,73 +109,50 @@ def compare(
     Raises:   ConfigError: the losses are not comparable: another text; fewer than 5 common steps;
               ``more`` of neither config.
     """
-    settings, versions = {}, {}
-    both_runs = isinstance(a, Run) and isinstance(b, Run)
+    settings, versions, known = {}, {}, False
     if isinstance(a, Run) and isinstance(b, Run):
-        settings, versions = (
-            configs.differences(a.settings, b.settings),
-            configs.differences(a.versions, b.versions),
-        )
+        settings = configs.differences(a.settings, b.settings)
+        versions, known = configs.differences(a.versions, b.versions), True
     for key in ("data.sequence_length", "text"):
         if key in settings:
             raise ConfigError(
                 f"losses are compared on one text; {key} is {settings[key][0]!r} in {a.name} "
                 f"and {settings[key][1]!r} in {b.name}."
             )
-    about = {
-        "a": a.name,
-        "b": b.name,
-        "settings": settings,
-        "versions": versions,
-        "known": both_runs,
-    }
-    nothing = {"difference": None, "low": None, "high": None, "margin": None, "pairs": 1}
+    comparison = functools.partial(
+        Comparison, a=a.name, b=b.name, settings=settings, versions=versions, known=known
+    )
     if _identical(a, b):
-        steps = len(runs.common_steps([a, b]))
-        text = (
-            f"identical: {', '.join(METRICS) if both_runs else 'loss'} of all {steps} steps, bit "
-            "for bit"
-        )
-        text += f"; both ended with {_end(a)}" if a.diverged else ""
-        equal = {"difference": 0.0, "low": 0.0, "high": 0.0}
-        return Comparison(
-            **about,  # type: ignore[arg-type]
-            **(nothing | equal),  # type: ignore[arg-type]
-            steps=steps,
-            result="identical",
-            by="bits",
-            said=text,
+        steps, metrics = len(runs.common_steps([a, b])), ", ".join(METRICS) if known else "loss"
+        said = f"identical: {metrics} of all {steps} steps, bit for bit"
+        said += f"; both ended with {_end(a)}" if a.diverged else ""
+        return comparison(
+            steps=steps, result="identical", by="bits", difference=0.0, low=0.0, high=0.0, said=said
         )
     mine, others = _sides(a, b, more)
-    ended = [run for run in (*others, *mine) if run.diverged]
-    if ended:
-        result: Kind = (
-            "cannot tell"
-            if all(any(run.diverged for run in side) for side in (mine, others))
-            else "worse"
-        )
-        result = "better" if result == "worse" and ended[0] in others else result
-        text = f"{result}: " + "; ".join(f"{run.name} ended by {_end(run)}" for run in ended)
-        return Comparison(
-            **about,  # type: ignore[arg-type]
-            **nothing,  # type: ignore[arg-type]
-            steps=len(runs.common_steps([a, b])),
-            result=result,
-            by="end",
-            said=text,
-        )
+    if ended := [run for run in (*others, *mine) if run.diverged]:
+        result: Kind = "better" if ended[0] in others else "worse"
+        if all(any(run.diverged for run in side) for side in (mine, others)):
+            result = "cannot tell"
+        said = f"{result}: " + "; ".join(f"{run.name} ended by {_end(run)}" for run in ended)
+        steps = len(runs.common_steps([a, b]))
+        return comparison(steps=steps, result=result, by="end", said=said)
     judged = verdict.between(mine, others, confidence=confidence, margin=margin)
     if judged.compared is None:
         raise ConfigError(f"{judged.reason}.")
     gap = judged.compared.gap.last
-    numbers = {"difference": float(gap.mean), "low": float(gap.low), "high": float(gap.high)}
-    rest = {
-        "margin": judged.margin,
-        "pairs": len(judged.compared.runs),
-        "steps": judged.compared.count,
-    }
-    text = f"{judged.kind}: the loss of {b.name} is {judged.said.removeprefix(f'{judged.kind}: ')}"
-    return Comparison(**about, **numbers, **rest, result=judged.kind, by=gap.by, said=text)  # type: ignore[arg-type]
+    return comparison(
+        steps=judged.compared.count,
+        result=judged.kind,
+        by=gap.by,
+        pairs=len(judged.compared.runs),
+        difference=float(gap.mean),
+        low=float(gap.low),
+        high=float(gap.high),
+        margin=judged.margin,
+        said=f"{judged.kind}: the loss of {b.name} is "
+        f"{judged.said.removeprefix(f'{judged.kind}: ')}",
+    )
 
 
 def _identical(a: Run | Log, b: Run | Log) -> bool:
@@ -203,10 +180,8 @@ def _sides(a: Run | Log, b: Run | Log, more: Sequence[Run | Log]) -> tuple[list,
             )
         return [*mine, *more[1::2]], [*others, *more[::2]]
     for run in own_runs:
-        near = [
-            configs.differences(verdict.arm_settings(first), verdict.arm_settings(run))
-            for first in (a, b)
-        ]
+        own = verdict.arm_settings(run)
+        near = [configs.differences(verdict.arm_settings(first), own) for first in (a, b)]
         if all(near):
             nearest = min(near, key=len)
             raise ConfigError(

@@ -64,13 +64,8 @@ def losses(group: Sequence[Run], seeds: Seeds) -> Figure:
                 continue
             steps = np.array(list(run.losses))
             width = _width(seeds, len(steps))
-            _line(
-                ax,
-                steps[width - 1 :],
-                gap_intervals.running_mean(runs.at(run.losses, steps), width),
-                run.name,
-                look,
-            )
+            means = gap_intervals.running_mean(runs.at(run.losses, steps), width)
+            _line(ax, steps[width - 1 :], means, run.name, look)
     return figure
 
 
@@ -86,9 +81,8 @@ def gaps(
     with _axes("optimizer step", "loss minus bf16's, nats") as (figure, ax):
         if margin:
             longest = max((arm.steps for arm in compared), key=len)
-            _band(
-                ax, longest, np.full(len(longest), -margin), np.full(len(longest), margin), svg.BAND
-            )
+            bound = np.full(len(longest), margin)
+            _band(ax, longest, -bound, bound, svg.BAND)
         ax.axhline(0, color=svg.MUTED, linewidth=0.8)
         for arm in compared:
             look = looks[id(arm.runs[0])]
@@ -114,11 +108,10 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
         for run, look, curve in present:
             values = np.array(list(curve.values()))
             width = _width(seeds, len(curve)) if key == "tokens_per_second" else 1
-            values = (
-                _peaks(values) if key == "grad_norm" else gap_intervals.running_mean(values, width)
-            )
-            marked = {"marker": "o", "markersize": 3} if len(curve) <= 40 else {}
-            _line(ax, np.array(list(curve))[width - 1 :], values, run.name, look | marked)
+            means = gap_intervals.running_mean(values, width)
+            values = _peaks(values) if key == "grad_norm" else means
+            steps = np.array(list(curve))[width - 1 :]
+            _line(ax, steps, values, run.name, look | _markers(len(curve)))
         # a log has no zero
         if key == "grad_norm" and any(any(curve.values()) for _, _, curve in present):
             ax.set_yscale("log")
@@ -135,16 +128,10 @@ def scale(group: Sequence[Sequence[dict]], measure: str) -> tuple[float, float] 
     Raises:   KeyError: an unknown measure.
     """
     tables = [values for statistics in group for _, values in _tables(statistics, measure).values()]
-    numbers = (
-        np.concatenate([values[np.isfinite(values)] for values in tables])
-        if tables
-        else np.empty(0)
-    )
-    return (
-        (float(numbers.min()), float(numbers.max()))
-        if numbers.size and measure in ONE_SCALE
-        else None
-    )
+    numbers = np.concatenate([np.empty(0), *(values[np.isfinite(values)] for values in tables)])
+    if not numbers.size or measure not in ONE_SCALE:
+        return None
+    return float(numbers.min()), float(numbers.max())
 
 
 def heat_map(
@@ -164,29 +151,24 @@ def heat_map(
     steps = [line["step"] for line in statistics]
     rows = max(len(layers) for layers, _ in tables.values())
     with matplotlib.rc_context(svg.STYLE):
-        figure = Figure(
-            figsize=(4.8, 0.9 + len(tables) * min(3.2, 0.55 + 0.14 * rows)), layout="constrained"
-        )
+        height = 0.9 + len(tables) * min(3.2, 0.55 + 0.14 * rows)
+        figure = Figure(figsize=(4.8, height), layout="constrained")
         axes = np.atleast_1d(figure.subplots(len(tables), 1, sharex=True))
         for ax, (role, (layers, values)) in zip(axes, tables.items(), strict=True):
-            look: dict[str, Any] = {
-                "aspect": "auto",
-                "interpolation": "nearest",
-                "cmap": "cividis",
-                "vmin": low,
-                "vmax": high,
-            }
-            image = ax.imshow(np.ma.masked_invalid(values), **look)
-            ticks = {"labels": [short(layer) for layer in layers], "places": steps}
-            readout.cells(image, layers, [f"step {step}" for step in steps], what=title, **ticks)
+            image = ax.imshow(
+                np.ma.masked_invalid(values),
+                aspect="auto",
+                interpolation="nearest",
+                cmap="cividis",
+                vmin=low,
+                vmax=high,
+            )
+            labels, columns = [short(layer) for layer in layers], [f"step {step}" for step in steps]
+            readout.cells(image, layers, columns, what=title, labels=labels, places=steps)
             ax.set_title(role, fontsize=10, loc="left")
             every = -(-len(layers) // 24)
-            ax.set_yticks(
-                range(0, len(layers), every),
-                [short(layer) for layer in layers[::every]],
-                fontsize=7,
-                parse_math=False,
-            )
+            rows_named = range(0, len(layers), every)
+            ax.set_yticks(rows_named, labels[::every], fontsize=7, parse_math=False)
             shown = np.unique(np.linspace(0, len(steps) - 1, min(6, len(steps))).astype(int))
             ax.set_xticks(shown, [steps[i] for i in shown])
             if ends is None:
@@ -209,21 +191,23 @@ def states(statistics: Sequence[dict]) -> Figure | None:
         for key, label in STATES.items()
     }
     curves = {label: values for label, values in curves.items() if values.any()}
-    figures = {"update error": "update_error", "bias of sqrt(v)": "root_bias"}
-    marked = {"marker": "o", "markersize": 3} if len(lines) <= 40 else {}
+    figures = {
+        "update error": _percent(lines, "update_error"),
+        "bias of sqrt(v)": _percent(lines, "root_bias"),
+    }
     entries: dict[str, Any] = {}
     with matplotlib.rc_context(svg.STYLE):
         figure = Figure(figsize=(4.8, 4.8), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True)
-        for ax, ax_curves in (
-            (upper, curves),
-            (lower, {label: _percent(lines, key) for label, key in figures.items()}),
-        ):
+        for ax, ax_curves in ((upper, curves), (lower, figures)):
             for label, values in ax_curves.items():
-                i = len(entries)
-                color, dash = svg.RUNS[i % len(svg.RUNS)], DASHES[i // len(svg.RUNS) % len(DASHES)]
                 (entries[label],) = ax.plot(
-                    steps, values, color=color, linestyle=dash, linewidth=1.5, label=label, **marked
+                    steps,
+                    values,
+                    linewidth=1.5,
+                    label=label,
+                    **_distinct(len(entries)),
+                    **_markers(len(lines)),
                 )
             ax.spines[["top", "right"]].set_visible(False)
             ax.grid(axis="y", color=svg.LINE, linewidth=0.6)
@@ -263,27 +247,18 @@ def _table(
     statistics: Sequence[dict], role: str, measure: str, larger: bool
 ) -> tuple[list[str], np.ndarray]:
     """(layers with that role, values [layers, steps]), NaN where nothing was recorded."""
-    cells: dict[tuple[str, int], float] = {}
+    rows: dict[str, np.ndarray] = {}
+    worse = np.fmax if larger else np.fmin
     for column, line in enumerate(statistics):
         for key, values in line["statistics"].items():
             layer, _, of = key.rsplit("/", 2)
+            if of != role:
+                continue
+            row = rows.setdefault(layer, np.full(len(statistics), np.nan))
             value = values.get(measure)
-            if of == role and value is not None and not (measure == "amax" and value == 0):
-                worse = max if larger else min
-                cells[layer, column] = worse(cells.get((layer, column), value), value)
-    layers = list(
-        dict.fromkeys(
-            key.rsplit("/", 2)[0]
-            for line in statistics
-            for key in line["statistics"]
-            if key.endswith(f"/{role}")
-        )
-    )
-    rows = {layer: row for row, layer in enumerate(layers)}
-    table = np.full((len(layers), len(statistics)), np.nan)
-    for (layer, column), value in cells.items():
-        table[rows[layer], column] = value
-    return layers, table
+            if value is not None and not (measure == "amax" and value == 0):
+                row[column] = worse(row[column], value)
+    return list(rows), np.array(list(rows.values())).reshape(len(rows), len(statistics))
 
 
 def short(layer: str) -> str:
@@ -298,17 +273,19 @@ def _looks(group: Sequence[Run], seeds: Seeds) -> Iterator[tuple[Run, dict[str, 
         if any(run is member for member in seeds.runs):
             yield run, {"color": svg.SEED, "linewidth": 1.0, "zorder": 2}
             continue
-        turn, color = divmod(others, len(svg.RUNS))
-        yield (
-            run,
-            {
-                "color": svg.RUNS[color],
-                "linestyle": DASHES[turn % len(DASHES)],
-                "linewidth": 1.7,
-                "zorder": 3,
-            },
-        )
+        yield run, _distinct(others) | {"linewidth": 1.7, "zorder": 3}
         others += 1
+
+
+def _distinct(i: int) -> dict[str, Any]:
+    """The color and dashes of the i-th line: colors first."""
+    turn, color = divmod(i, len(svg.RUNS))
+    return {"color": svg.RUNS[color], "linestyle": DASHES[turn % len(DASHES)]}
+
+
+def _markers(count: int) -> dict[str, Any]:
+    """Markers of a line of few points."""
+    return {"marker": "o", "markersize": 3} if count <= 40 else {}
 
 
 def _width(seeds: Seeds, count: int) -> int:
@@ -340,7 +317,10 @@ def _band(ax: Axes, x, low, high, color: str) -> None:
 def _line(ax: Axes, x, y, name: str, look: dict[str, Any], *, low=None, high=None) -> None:
     some = _every(len(x))
     (line,) = ax.plot(x[some], y[some], **look)
-    readout.name(line, name, **({} if low is None else {"low": low[some], "high": high[some]}))
+    if low is None:
+        readout.name(line, name)
+    else:
+        readout.name(line, name, low=low[some], high=high[some])
 
 
 @contextmanager

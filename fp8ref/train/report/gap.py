@@ -108,14 +108,8 @@ def matched(differences: np.ndarray, *, confidence: float = CONFIDENCE) -> Gap:
     n = len(differences)
     if n < 2:
         raise ValueError(f"an interval over seeds takes at least 2 pairs; got {n}.")
-    return _about(
-        differences.mean(axis=0),
-        differences.std(axis=0, ddof=1) / math.sqrt(n),
-        n - 1,
-        confidence,
-        "seeds",
-        n,
-    )
+    error = differences.std(axis=0, ddof=1) / math.sqrt(n)
+    return _about(differences.mean(axis=0), error, n - 1, confidence, "seeds", n)
 
 
 def unmatched(mine: np.ndarray, others: np.ndarray, *, confidence: float = CONFIDENCE) -> Gap:
@@ -133,9 +127,8 @@ def unmatched(mine: np.ndarray, others: np.ndarray, *, confidence: float = CONFI
         )
     squares = sum(((side - side.mean(axis=0)) ** 2).sum(axis=0) for side in (mine, others))
     error = np.sqrt(squares / (n + m - 2) * (1 / n + 1 / m))
-    return _about(
-        mine.mean(axis=0) - others.mean(axis=0), error, n + m - 2, confidence, "unmatched", n + m
-    )
+    mean = mine.mean(axis=0) - others.mean(axis=0)
+    return _about(mean, error, n + m - 2, confidence, "unmatched", n + m)
 
 
 def one_pair(difference: np.ndarray, width: int, *, confidence: float = CONFIDENCE) -> Gap:
@@ -235,9 +228,7 @@ def steps_needed(gap: Gap, margin: float, steps: int) -> int:
 
 
 def _target(gap: Gap, margin: float) -> float:
-    """The half-width below which the interval at this mean is within the margin, or leaves out
-    0.
-    """
+    """The half-width below which the interval is within the margin, or leaves out 0."""
     return max(abs(float(gap.mean)), margin - abs(float(gap.mean)))
 
 

@@ -6,7 +6,7 @@ hover and zooms; the page reads without it. Its figures are also written as PNGs
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,9 @@ from fp8ref.train.report import figures, run_files, settings, svg, worst_layers
 from fp8ref.train.report import gap as gaps
 from fp8ref.train.report import verdict as verdicts
 from fp8ref.train.report.runs import Run
+from fp8ref.train.report.verdict import Arm, Seeds, Verdict
+
+__all__ = ["fp8_coverage", "write"]
 
 GENERATOR = '<meta name="generator" content="fp8ref report">'
 """The tag by which a file is recognized as a report, which may be overwritten."""
@@ -68,14 +71,11 @@ def write(
             "with --out."
         )
     grouped = verdicts.groups(runs)
-    groups = [_group(index, group, confidence, margin) for index, group in enumerate(grouped)]
-    for group in groups:
-        group["unlike"] = ", ".join(
-            configs.differences(grouped[0][0].reference, group["runs"][0].reference)
-        )
-    drawn: dict[str, Figure] = {
-        name: figure for group in groups for name, figure, _ in group["figures"]
-    }
+    groups = [
+        _group(index, group, grouped[0][0], confidence, margin)
+        for index, group in enumerate(grouped)
+    ]
+    drawn = {name: figure for group in groups for name, figure, _ in group.figures}
     page = _page(groups, runs, confidence)
     try:
         for name, figure in drawn.items():
@@ -86,106 +86,126 @@ def write(
             f"--out {out} cannot be written ({error.strerror}). Name a file in a directory that "
             "can be written."
         ) from error
-    lines = [
-        f"{arm.name}: {verdict.said}" for group in groups for arm, verdict in group["verdicts"]
-    ]
+    lines = [f"{arm.name}: {verdict.said}" for group in groups for arm, verdict in group.verdicts]
     lines += [
         f"{run.name} is left out: {counted.name} has its config and seeds"
         for group in groups
-        for run, counted in group["others"]
+        for run, counted in group.others
     ]
-    return "\n".join(
-        [
-            *map(console.one_line, lines),
-            f"wrote {out} and {len(drawn)} PNG{'s' * (len(drawn) != 1)} next to it",
-        ]
-    )
+    written = f"wrote {out} and {len(drawn)} PNG{'s' * (len(drawn) != 1)} next to it"
+    return "\n".join([*map(console.one_line, lines), written])
 
 
-def _group(index: int, group: list[Run], confidence: float, margin: float | None) -> dict:
-    seeds = verdicts.seeds_of(group)
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Runs that are compared with each other, as the page shows them.
+
+    verdicts    (arm, its verdict); compared: those with a gap.
+    others      (run, the one of its config and seeds that counts in its place).
+    figures     (name, figure, title).
+    statistics  (run, names of its maps, operands with elements that are not finite, worst layers).
+    states      (name of the figure, row of the table) of optimizer states.
+    """
+
+    runs: Sequence[Run]
+    seeds: Seeds
+    verdicts: list[tuple[Arm, Verdict]]
+    others: list[tuple[Run, Run]]
+    compared: list[tuple[Arm, Verdict]]
+    figures: list[tuple[str, Figure, str]]
+    statistics: list[tuple[Run, list[str], list[tuple[str, int, int]], list[worst_layers.Worst]]]
+    states: list[tuple[str, dict]]
+    speed: list[dict]
+    unlike: str
+
+
+def _group(
+    index: int, group: list[Run], first: Run, confidence: float, margin: float | None
+) -> Group:
+    """A group of runs; first: the first run of the page's first group."""
+    seeds, prefix = verdicts.seeds_of(group), f"g{index}-"
     judged = [
         (arm, verdicts.verdict(arm, group, confidence=confidence, margin=margin))
         for arm in verdicts.judged(group)
     ]
-    compared = [(arm, verdict) for arm, verdict in judged if verdict.compared]
-    drawings: list[tuple[str, Figure | None, str]] = [
-        ("loss", figures.losses(group, seeds), "Training loss, the mean of the last steps")
-    ]
-    if compared:
-        comparisons = [verdict.compared for _, verdict in compared if verdict.compared]
-        widest = max(verdict.margin or 0.0 for _, verdict in compared)
-        drawings.append(
-            (
-                "gap",
-                figures.gaps(comparisons, group, seeds, margin=widest),
-                "Gap to bf16, with its confidence interval",
-            )
-        )
-    sets = dict.fromkeys(
-        key for run in group for line in run.lines for key in line if key.startswith(run_files.SET)
-    )
-    metrics = METRICS | {
-        key: f"validation loss on {key.removeprefix(run_files.SET)}, nats" for key in sets
-    }
-    drawings += [
-        (key, figures.metric(group, seeds, key, label), label.capitalize())
-        for key, label in metrics.items()
-    ]
-    statistics = []
     recorded = [run for run in group if any(line["statistics"] for line in run.statistics)]
-    ends = {
-        measure: figures.scale([run.statistics for run in recorded], measure)
-        for measure in figures.MEASURES
-    }
-    for number, run in enumerate(recorded):
-        maps = [
-            (
-                f"stats{number}-{m}",
-                figures.heat_map(run.statistics, m, ends[m]),
-                figures.MEASURES[m][0],
-            )
-            for m in figures.MEASURES
-        ]
-        names = [f"g{index}-{name}" for name, figure, _ in maps if figure is not None]
-        statistics.append((run, names, _non_finite(run), worst_layers.worst(run.statistics)))
-        drawings += [
-            (name, figure, f"{run.name}: {title}, by layer and step")
-            for name, figure, title in maps
-        ]
+    maps = _maps(recorded)
     states = [
-        (number, run)
+        (f"states{number}", run)
         for number, run in enumerate(group)
         if any(line.get("states") for line in run.statistics)
     ]
+    drawings = [*_curves(group, seeds, [verdict for _, verdict in judged])]
+    drawings += [drawing for run_maps in maps for drawing in run_maps]
     drawings += [
-        (
-            f"states{number}",
-            figures.states(run.statistics),
-            f"{run.name}: health of optimizer states",
-        )
-        for number, run in states
+        (name, figures.states(run.statistics), f"{run.name}: health of optimizer states")
+        for name, run in states
     ]
-    return {
-        "runs": group,
-        "seeds": seeds,
-        "verdicts": judged,
-        "others": [pair for arm in verdicts.arms(group) for pair in arm.others],
-        "compared": compared,
-        "figures": [
-            (f"g{index}-{name}", figure, title)
-            for name, figure, title in drawings
-            if figure is not None
+    return Group(
+        runs=group,
+        seeds=seeds,
+        verdicts=judged,
+        others=[pair for arm in verdicts.arms(group) for pair in arm.others],
+        compared=[(arm, verdict) for arm, verdict in judged if verdict.compared],
+        figures=[(prefix + name, figure, title) for name, figure, title in drawings if figure],
+        statistics=[
+            (
+                run,
+                [prefix + name for name, figure, _ in run_maps if figure],
+                _non_finite(run),
+                worst_layers.worst(run.statistics),
+            )
+            for run, run_maps in zip(recorded, maps, strict=True)
         ],
-        "statistics": statistics,
-        "states": [(f"g{index}-states{number}", _states(run)) for number, run in states],
-        "speed": [_speed(run, group) for run in group],
+        states=[(prefix + name, _states(run)) for name, run in states],
+        speed=[_speed(run, group) for run in group],
+        unlike=", ".join(configs.differences(first.reference, group[0].reference)),
+    )
+
+
+Drawing = tuple[str, Figure | None, str]
+"""The name of a figure within its group, the figure if there is one, and its title."""
+
+
+def _curves(group: Sequence[Run], seeds: Seeds, judged: Sequence[Verdict]) -> Iterator[Drawing]:
+    """Losses, gaps and metrics by step."""
+    yield "loss", figures.losses(group, seeds), "Training loss, the mean of the last steps"
+    if compared := [verdict.compared for verdict in judged if verdict.compared]:
+        widest = max(verdict.margin or 0.0 for verdict in judged if verdict.compared)
+        gap = figures.gaps(compared, group, seeds, margin=widest)
+        yield "gap", gap, "Gap to bf16, with its confidence interval"
+    keys = dict.fromkeys(key for run in group for line in run.lines for key in line)
+    metrics = METRICS | {
+        key: f"validation loss on {key.removeprefix(run_files.SET)}, nats"
+        for key in keys
+        if key.startswith(run_files.SET)
     }
+    for key, label in metrics.items():
+        yield key, figures.metric(group, seeds, key, label), label.capitalize()
 
 
-def _page(groups: list[dict], runs: Sequence[Run], confidence: float) -> str:
+def _maps(recorded: Sequence[Run]) -> list[list[Drawing]]:
+    """The maps of each run's statistics, whose colors have one scale in a group."""
+    measures = [
+        (measure, title, figures.scale([run.statistics for run in recorded], measure))
+        for measure, (title, *_) in figures.MEASURES.items()
+    ]
+    return [
+        [
+            (
+                f"stats{number}-{measure}",
+                figures.heat_map(run.statistics, measure, ends),
+                f"{run.name}: {title}, by layer and step",
+            )
+            for measure, title, ends in measures
+        ]
+        for number, run in enumerate(recorded)
+    ]
+
+
+def _page(groups: list[Group], runs: Sequence[Run], confidence: float) -> str:
     template = svg.template("fp8ref.train.report")
-    shown = [entry for group in groups for entry in group["figures"]]
+    shown = [entry for group in groups for entry in group.figures]
     drawn = {
         name: (svg.inline(figure, f"f{i}", title), title)
         for i, (name, figure, title) in enumerate(shown)
@@ -219,22 +239,18 @@ def _speed(run: Run, group: Sequence[Run]) -> dict:
 
     ratio: to the group's first bf16 run of the same backend and device.
     """
-    like = [
-        r
-        for r in group
-        if r.bf16 and all(r.manifest[k] == run.manifest[k] for k in ("backend", "device"))
-    ]
+    same = [run.manifest[key] for key in ("backend", "device")]
+    like = [r for r in group if r.bf16 and [r.manifest["backend"], r.manifest["device"]] == same]
     mine, theirs = _median(run), _median(like[0]) if like else None
-    memory = run.manifest.get("memory") or {}
+    memory = run.manifest.get("memory")
+    peak = memory and f"{memory['peak_bytes'] / 2**30:,.2f} GiB of the {memory['of']}"
     return {
         "run": run,
         "steps": len(run.losses),
         "last": [next(reversed(run.curve(key).values()), None) for key in ("loss", "val_loss")],
         "median": mine,
         "ratio": mine / theirs if mine and theirs else None,
-        "peak": f"{memory['peak_bytes'] / 2**30:,.2f} GiB of the {memory['of']}"
-        if memory
-        else None,
+        "peak": peak,
     }
 
 
@@ -242,14 +258,11 @@ def _states(run: Run) -> dict:
     """A row of the table of states: the last record, its parameters with the largest shares of lost
     v, and where they were recorded."""
     line = next(line for line in reversed(run.statistics) if line.get("states"))
-    whole, parameters = (
-        line["states"][""],
-        {name: state for name, state in line["states"].items() if name},
-    )
+    whole = line["states"][""]
     lost = {
         name: state["v_lost"] / state["count"]
-        for name, state in parameters.items()
-        if state["v_lost"]
+        for name, state in line["states"].items()
+        if name and state["v_lost"]
     }
     return {
         "run": run,
@@ -326,13 +339,11 @@ def _gemm(name: str, proof: dict | None) -> str:
         return "dequantized: FP8 values, high-precision GEMM"
     if name in proof.get("pruned", []):
         return "not needed"
-    if simulated := next(
-        (gemm for gemm in proof.get("simulated", []) if gemm["gemm"] == name), None
-    ):
-        return (
-            f"simulated: {simulated['a']} x {simulated['b']}, {simulated['accumulate']}, under "
-            f"{simulated['plan']}"
-        )
+    for gemm in proof.get("simulated", []):
+        if gemm["gemm"] == name:
+            return (
+                f"simulated: {gemm['a']} x {gemm['b']}, {gemm['accumulate']}, under {gemm['plan']}"
+            )
     gemms = [gemm for gemm in proof["gemms"] if gemm["gemm"] == name]
     fp8 = next((gemm for gemm in gemms if gemm["fp8"]), None)
     if fp8:

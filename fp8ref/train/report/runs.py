@@ -51,10 +51,8 @@ class Run:
     def architecture(self) -> dict:
         """The section ``architecture``, and what a model of the user's was made of."""
         model = self.manifest.get("model", {})
-        return {
-            **self.config.get("architecture", {}),
-            **{key: value for key, value in model.items() if key != "config"},
-        }
+        made_of = {key: value for key, value in model.items() if key != "config"}
+        return self.config.get("architecture", {}) | made_of
 
     def key(self, dotted: str) -> Any:
         """The value of a config key, such as ``run.seed``."""
@@ -76,9 +74,8 @@ class Run:
     @property
     def bf16(self) -> bool:
         """Whether no linear runs in FP8, in any phase of a schedule."""
-        return not any(
-            linear["fp8"] for part in self.recipes.values() for linear in part["linears"]
-        )
+        parts = self.recipes.values()
+        return not any(linear["fp8"] for part in parts for linear in part["linears"])
 
     @property
     def recipes(self) -> dict[str, dict]:
@@ -90,11 +87,8 @@ class Run:
     def ran(self) -> list[tuple[int, str]]:
         """(first step, recipe) of each recipe that ran."""
         schedule = self.manifest.get("schedule")
-        return (
-            [(start, recipe) for start, recipe in schedule["ran"]]
-            if schedule
-            else [(0, self.key("numerics.recipe"))]
-        )
+        ran = schedule["ran"] if schedule else [(0, self.key("numerics.recipe"))]
+        return [(start, recipe) for start, recipe in ran]
 
     @property
     def finished(self) -> bool:
@@ -137,11 +131,8 @@ class Run:
     @property
     def reference(self) -> dict:
         """What this run shares with its bf16 reference runs (E-1)."""
-        return {
-            **{key: self.key(key) for key in SAME},
-            "architecture": self.architecture,
-            "text": self.text,
-        }
+        shared = {key: self.key(key) for key in SAME}
+        return shared | {"architecture": self.architecture, "text": self.text}
 
 
 def read(path: Path) -> Run:
@@ -202,9 +193,8 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
 
 
 def _has_steps(path: Path) -> bool:
-    return bool(run_files.metrics(path)) or str(
-        run_files.manifest(path).get("error", "")
-    ).startswith("NonFiniteError")
+    error = run_files.manifest(path).get("error", "")
+    return bool(run_files.metrics(path)) or str(error).startswith("NonFiniteError")
 
 
 def _runs_in(path: Path) -> list[Path]:
@@ -212,13 +202,13 @@ def _runs_in(path: Path) -> list[Path]:
     if not path.is_dir() or (path / "manifest.json").exists():
         return [path]
     inner = [
-        child
+        run
         for child in sorted(path.iterdir())
         if child.is_dir() and not child.is_symlink() and not child.name.startswith(".")
+        for run in _runs_in(child)
+        if (run / "manifest.json").exists()
     ]
-    return [
-        run for child in inner for run in _runs_in(child) if (run / "manifest.json").exists()
-    ] or [path]
+    return inner or [path]
 
 
 class Curve(Protocol):

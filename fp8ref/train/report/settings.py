@@ -25,14 +25,9 @@ def differences(runs: Sequence[Run]) -> Differences:
     baseline: the first bf16 run, or the first."""
     baseline = next((run for run in runs if run.bf16), runs[0])
     others = tuple(run for run in runs if run is not baseline)
-    of = {id(run): {**run.settings, "versions": run.versions} for run in runs}
-    keys = dict.fromkeys(
-        key for run in others for key in configs.differences(of[id(baseline)], of[id(run)])
-    )
-    rows = (
-        (key, _at(of[id(baseline)], key), tuple(_at(of[id(run)], key) for run in others))
-        for key in keys
-    )
+    mine, *theirs = ({**run.settings, "versions": run.versions} for run in (baseline, *others))
+    keys = dict.fromkeys(key for other in theirs for key in configs.differences(mine, other))
+    rows = ((key, _at(mine, key), tuple(_at(other, key) for other in theirs)) for key in keys)
     return Differences(baseline, others, tuple(rows))
 
 
@@ -52,10 +47,6 @@ def _at(settings: Any, dotted: str) -> str:
 
 
 def _said(value: Any) -> str:
-    return (
-        "-"
-        if value is None
-        else value
-        if isinstance(value, str)
-        else json.dumps(value, ensure_ascii=False)
-    )
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -60,10 +60,8 @@ def variables(dark: bool) -> str:
 
 def style() -> markupsafe.Markup:
     """The style sheet of a page: colors for light and dark screens, tables, figures."""
-    light, dark = (
-        f"{variables(dark=False)} --good: #00684c; --bad: #a83200;",
-        f"{variables(dark=True)} --good: #4fd1a5; --bad: #ff9468;",
-    )
+    light = f"{variables(dark=False)} --good: #00684c; --bad: #a83200;"
+    dark = f"{variables(dark=True)} --good: #4fd1a5; --bad: #ff9468;"
     rest = _file("style.css")
     return markupsafe.Markup(
         f":root {{ color-scheme: light dark; {light} }}\n@media (prefers-color-scheme: dark) {{ "
@@ -102,18 +100,13 @@ def template(package: str) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.from_string(
-        importlib.resources.files(package).joinpath("page.html").read_text(encoding="utf-8")
-    )
+    return environment.from_string(_file("page.html", package))
 
 
 def _shown(value: object) -> object:
     """A browser obeys directions of text as a terminal does."""
-    return (
-        console.one_line(value)
-        if isinstance(value, str) and not isinstance(value, markupsafe.Markup)
-        else value
-    )
+    is_text = isinstance(value, str) and not isinstance(value, markupsafe.Markup)
+    return console.one_line(str(value)) if is_text else value
 
 
 def inline(figure: Figure, name: str, label: str) -> markupsafe.Markup:
@@ -169,17 +162,10 @@ def _save(figure: Figure, target, **keys) -> None:
         figure.savefig(target, **keys)
 
 
-def _file(name: str) -> str:
-    return (
-        importlib.resources.files("fp8ref.train.report").joinpath(name).read_text(encoding="utf-8")
-    )
+def _file(name: str, package: str = "fp8ref.train.report") -> str:
+    return importlib.resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def _attribute(text: str) -> str:
-    return (
-        console.one_line(text)
-        .replace("&", "&amp;")
-        .replace("<", "&lt;")
-        .replace(">", "&gt;")
-        .replace('"', "&quot;")
-    )
+    text = console.one_line(text).replace("&", "&amp;").replace("<", "&lt;")
+    return text.replace(">", "&gt;").replace('"', "&quot;")

@@ -134,47 +134,41 @@ def groups(all_runs: Sequence[Run]) -> list[list[Run]]:
     """Group runs that are comparable (E-1), in the order given."""
     groups: list[list[Run]] = []
     for run in all_runs:
-        mine = next(
-            (
-                group
-                for group in groups
-                if not configs.differences(group[0].reference, run.reference)
-            ),
-            None,
-        )
-        groups.append([run]) if mine is None else mine.append(run)
+        for group in groups:
+            if not configs.differences(group[0].reference, run.reference):
+                group.append(run)
+                break
+        else:
+            groups.append([run])
     return groups
 
 
 def arms(group: Sequence[Run]) -> list[Arm]:
     """The arms of a group, in the order given."""
-    partition: list[tuple[dict, dict[tuple[int, int], list[Run]]]] = []
+    partition: list[list[Run]] = []
     for run in group:
-        mine = next(
-            (
-                members
-                for like, members in partition
-                if not configs.differences(like, arm_settings(run))
-            ),
-            None,
-        )
-        if mine is None:
-            partition.append((arm_settings(run), mine := {}))
-        mine.setdefault(run.seeds, []).append(run)
-    arms = []
-    for _, members in partition:
-        counted = {
-            seeds: next((run for run in several if run.finished or run.diverged), several[0])
-            for seeds, several in members.items()
-        }
-        others = [
-            (run, counted[seeds])
-            for seeds, several in members.items()
-            for run in several
-            if run is not counted[seeds]
-        ]
-        arms.append(Arm(runs=tuple(counted.values()), others=tuple(others)))
-    return arms
+        for members in partition:
+            if not configs.differences(arm_settings(members[0]), arm_settings(run)):
+                members.append(run)
+                break
+        else:
+            partition.append([run])
+    return [_arm(members) for members in partition]
+
+
+def _arm(members: Sequence[Run]) -> Arm:
+    counted: dict[tuple[int, int], Run] = {}
+    for run in members:
+        first = counted.setdefault(run.seeds, run)
+        if (run.finished or run.diverged) and not (first.finished or first.diverged):
+            counted[run.seeds] = run
+    others = [(run, one) for seeds, one in counted.items() for run in members]
+    return Arm(
+        runs=tuple(counted.values()),
+        others=tuple(
+            (run, one) for run, one in others if run.seeds == one.seeds and run is not one
+        ),
+    )
 
 
 def baseline(arm: Arm, group: Sequence[Run]) -> Arm | None:
@@ -191,10 +185,8 @@ def baseline(arm: Arm, group: Sequence[Run]) -> Arm | None:
         elif other.bf16:
             candidates.append(other)
     backend = arm.runs[0].manifest["backend"]
-    return next(
-        (other for other in candidates if other.runs[0].manifest["backend"] == backend),
-        next(iter(candidates), None),
-    )
+    like = [other for other in candidates if other.runs[0].manifest["backend"] == backend]
+    return next(iter(like + candidates), None)
 
 
 def judged(group: Sequence[Run]) -> list[Arm]:
@@ -220,30 +212,28 @@ def verdict(
         )
     reference = baseline(arm, group)
     if reference is None:
-        order = arm.runs[0].seeds
-        reason = (
+        weights, order = arm.runs[0].seeds
+        return _unknown(
             "there is no bf16 run with its text, model, optimizer, batch and number of steps. "
-            "Train one with --recipe bf16 "
-        )
-        return Verdict(
-            kind="cannot tell", reason=f"{reason}--run.seed {order[0]} --data.seed {order[1]}"
+            f"Train one with --recipe bf16 --run.seed {weights} --data.seed {order}"
         )
     others = [run for run in reference.runs if not run.diverged]
     if not others:
-        return Verdict(
-            kind="cannot tell",
-            reason=f"{reference.runs[0].name}, which it is judged by, ended by "
-            f"{reference.runs[0].diverged}",
-        )
+        first = reference.runs[0]
+        return _unknown(f"{first.name}, which it is judged by, ended by {first.diverged}")
     answer = between(arm.runs, others, confidence=confidence, margin=margin)
     backends = [side[0].manifest["backend"] for side in (arm.runs, others)]
+    if backends[0] == backends[1] or arm.bf16:
+        return answer
     foreign = (
         f"; no bf16 run is of backend {backends[0]}, and those of {backends[1]} differ in more "
         "than FP8"
-        if len(set(backends)) > 1
-        else ""
     )
-    return dataclasses.replace(answer, reason=answer.reason + foreign * (not arm.bf16))
+    return dataclasses.replace(answer, reason=answer.reason + foreign)
+
+
+def _unknown(reason: str) -> Verdict:
+    return Verdict(kind="cannot tell", reason=reason)
 
 
 def between(
@@ -265,29 +255,25 @@ def between(
     if len(pairs) == 1 and len(mine) + len(others) > 2:
         pairs = []
     if not pairs and len(mine) + len(others) < 3:
-        reason = (
+        return _unknown(
             f"{mine[0].name} has seeds {mine[0].seeds} and {others[0].name} {others[0].seeds}: "
-            "two runs of different seeds show no effect "
-        )
-        return Verdict(
-            kind="cannot tell", reason=reason + "of anything else. Train both with the same seeds"
+            "two runs of different seeds show no effect of anything else. Train both with the "
+            "same seeds"
         )
     sides = [list(side) for side in zip(*pairs, strict=True)] if pairs else [mine, others]
     compared = compare(*sides, matched=bool(pairs), confidence=confidence)
     if compared is None:
-        steps = runs.common_steps([*sides[0], *sides[1]])
-        reason = (
-            f"{', '.join(run.name for side in sides for run in side)} have {len(steps)} steps "
+        every = [*sides[0], *sides[1]]
+        return _unknown(
+            f"{', '.join(run.name for run in every)} have {len(runs.common_steps(every))} steps "
             f"in common, and {gaps.BATCHES} are needed"
         )
-        return Verdict(kind="cannot tell", reason=reason)
     margin = gaps.MARGIN * max(abs(compared.level), TINY) if margin is None else margin
     kind = gaps.decide(compared.gap.last, margin)
-    unfinished = [
-        run for side in sides for run in side if isinstance(run, Run) and not run.finished
-    ]
     short = "".join(
-        f"; {run.name} is not finished, but {run.manifest['status']}" for run in unfinished
+        f"; {run.name} is not finished, but {run.manifest['status']}"
+        for run in (*sides[0], *sides[1])
+        if isinstance(run, Run) and not run.finished
     )
     return Verdict(kind=kind, compared=compared, margin=margin, reason=short, confidence=confidence)
 
@@ -313,9 +299,8 @@ def compare(
     elif matched:
         gap = gaps.matched(gaps.running_mean(losses - to, width), confidence=confidence)
     else:
-        gap = gaps.unmatched(
-            gaps.running_mean(losses, width), gaps.running_mean(to, width), confidence=confidence
-        )
+        means = (gaps.running_mean(side, width) for side in (losses, to))
+        gap = gaps.unmatched(*means, confidence=confidence)
     return Compared(
         runs=tuple(mine),
         to=tuple(others),
@@ -329,12 +314,11 @@ def compare(
 
 def sentence(compared: Compared, kind: Kind, margin: float, confidence: float = CONFIDENCE) -> str:
     """The gap of the last steps, its interval, where it comes from, and what would settle it."""
-    gap = compared.gap.last
-    n, text = (
-        len(compared.runs),
-        f"{gap.mean:+.4f} nats [{gap.low:+.4f}, {gap.high:+.4f}] from {compared.to[0].name}",
+    gap, n = compared.gap.last, len(compared.runs)
+    text = (
+        f"{gap.mean:+.4f} nats [{gap.low:+.4f}, {gap.high:+.4f}] from {compared.to[0].name}"
+        f" over the last {compared.width} of {compared.count} steps"
     )
-    text += f" over the last {compared.width} of {compared.count} steps"
     if gap.by == "seeds":
         text += f", by {n} matched seeds"
     elif gap.by == "unmatched":
@@ -351,10 +335,8 @@ def sentence(compared: Compared, kind: Kind, margin: float, confidence: float = 
         return text + ONE_PAIR * (gap.by == "steps")
     if gap.by == "seeds":
         needed = gaps.seeds_needed(gap, margin, confidence=confidence)
-        return (
-            f"{text}; at this spread {needed if needed else f'more than {gaps.MOST_SEEDS:,}'} "
-            "matched seeds would settle it"
-        )
+        shown = needed if needed else f"more than {gaps.MOST_SEEDS:,}"
+        return f"{text}; at this spread {shown} matched seeds would settle it"
     if gap.by == "unmatched":
         return text
     return (
@@ -374,28 +356,22 @@ def seeds_of(group: Sequence[Run]) -> Seeds:
     seeds = Seeds(runs=members, common=steps, width=gaps.window(len(steps)))
     if len(members) < 2 or len(steps) < seeds.width:
         return seeds
-    curves = gaps.running_mean(
-        np.stack([runs.at(run.losses, steps) for run in members]), seeds.width
-    )
+    losses = np.stack([runs.at(run.losses, steps) for run in members])
+    curves = gaps.running_mean(losses, seeds.width)
     return dataclasses.replace(seeds, band=(curves.min(axis=0), curves.max(axis=0)))
 
 
 def arm_settings(run: Run) -> dict:
     """What the runs of an arm have in common: everything that changes bits, but the seeds."""
     settings = {key: value for key, value in run.settings.items() if key not in NO_BITS}
-    return {
-        **settings,
-        "data": {
-            key: value
-            for key, value in settings["data"].items()
-            if key not in ("seed", "source", "mixture", "evaluation")
-        },
-        "run": {
-            key: value
-            for key, value in settings["run"].items()
-            if key != "seed" and not key.startswith("eval_")
-        },
+    apart = ("seed", "source", "mixture", "evaluation")
+    data = {key: value for key, value in settings["data"].items() if key not in apart}
+    own = {
+        key: value
+        for key, value in settings["run"].items()
+        if key != "seed" and not key.startswith("eval_")
     }
+    return {**settings, "data": data, "run": own}
 
 
 def _kept(side: Sequence[Run | Log]) -> list[Run | Log]:

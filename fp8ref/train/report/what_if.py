@@ -109,56 +109,16 @@ def replay(
     """
     config, scaling = _scaling(policy, history, margin)
     manifest, lines = run_files.manifest(run), run_files.statistics(run)
-    if not any(line["statistics"] for line in lines):
-        raise ConfigError(
-            f"{run} has no statistics of FP8 operands. Train with --statistics.every 1, or any "
-            "number of steps, in an FP8 recipe."
-        )
-    if (every := manifest["config"].get("statistics", {}).get("every", 1)) is None:
-        raise ConfigError(
-            f"a replay takes amaxes of steps at one distance; {run} has statistics of its first "
-            "and last step alone. Train with --statistics.every 1, or any number of steps."
-        )
-    if manifest.get("schedule"):
-        raise ConfigError(
-            f"a replay takes runs of one recipe; {run} has numerics.schedule. Train without it."
-        )
-    try:
-        formats = _formats(manifest)
-    except ValueError as error:
-        raise ConfigError(
-            f"{run / 'manifest.json'}: {error} A replay takes runs of named recipes."
-        ) from error
-    amaxes: dict[str, np.ndarray] = {}
-    for name, parts in {
-        name: name.split("/") for line in lines for name in line["statistics"]
-    }.items():
-        layer, gemm, role = parts
-        fmt = formats.get((layer, gemm, role))
-        if fmt is None:
-            raise ConfigError(
-                f"{run / 'statistics.jsonl'} has {name}, which {run / 'manifest.json'} does not "
-                "plan; they are of different runs."
-            )
-        readings = [line["statistics"].get(name, {}).get("amax") for line in lines]
-        # a tensor has the same amax in each GEMM that uses it
-        amaxes.setdefault(
-            f"{layer}/{role}/{fmt.name}",
-            np.array([math.nan if a is None else a for a in readings], np.float32),
-        )
+    every = _steps_apart(run, manifest, lines)
+    amaxes = _amaxes(run, lines, _formats(run, manifest))
     outcomes: dict[str, Outcome] = {}
     for fmt in FP8_FORMATS.values():
         names = [name for name in amaxes if name.rpartition("/")[2] == fmt.name]
         if names:
-            step_amaxes = np.stack([amaxes[name] for name in names], axis=1)  # [steps, operands]
-            scales = (
-                _delayed(step_amaxes, config, fmt)
-                if config
-                else _dynamic(step_amaxes, scaling, fmt)
-            )
-            outcomes |= {
-                name: _outcome(step_amaxes[:, i], scales[:, i], fmt) for i, name in enumerate(names)
-            }
+            readings = np.stack([amaxes[name] for name in names], axis=1)  # [steps, operands]
+            scales = _delayed(readings, config, fmt) if config else _dynamic(readings, scaling, fmt)
+            for name, own_amaxes, own_scales in zip(names, readings.T, scales.T, strict=True):
+                outcomes[name] = _outcome(own_amaxes, own_scales, fmt)
     return Replay(
         run=str(run),
         policy=policy,
@@ -168,6 +128,51 @@ def replay(
         recorded=[line["step"] for line in lines],
         outcomes={name: outcomes[name] for name in amaxes},
     )
+
+
+def _steps_apart(run: Path, manifest: dict, lines: list[dict]) -> int:
+    """The steps between records.
+
+    Raises:   ConfigError: a run without statistics, or not at one distance, or not of one recipe.
+    """
+    if not any(line["statistics"] for line in lines):
+        raise ConfigError(
+            f"{run} has no statistics of FP8 operands. Train with --statistics.every 1, or any "
+            "number of steps, in an FP8 recipe."
+        )
+    every = manifest["config"].get("statistics", {}).get("every", 1)
+    if every is None:
+        raise ConfigError(
+            f"a replay takes amaxes of steps at one distance; {run} has statistics of its first "
+            "and last step alone. Train with --statistics.every 1, or any number of steps."
+        )
+    if manifest.get("schedule"):
+        raise ConfigError(
+            f"a replay takes runs of one recipe; {run} has numerics.schedule. Train without it."
+        )
+    return every
+
+
+def _amaxes(
+    run: Path, lines: list[dict], formats: dict[tuple[str, str, str], Format]
+) -> dict[str, np.ndarray]:
+    """The amax of every operand at every recorded step, float32 [steps], by
+    "<layer>/<role>/<format>"; NaN where it was not finite.
+    """
+    amaxes: dict[str, np.ndarray] = {}
+    for name in dict.fromkeys(name for line in lines for name in line["statistics"]):
+        layer, gemm, role = name.split("/")
+        fmt = formats.get((layer, gemm, role))
+        if fmt is None:
+            raise ConfigError(
+                f"{run / 'statistics.jsonl'} has {name}, which {run / 'manifest.json'} does not "
+                "plan; they are of different runs."
+            )
+        readings = [line["statistics"].get(name, {}).get("amax") for line in lines]
+        values = np.array([math.nan if a is None else a for a in readings], np.float32)
+        # a tensor has the same amax in each GEMM that uses it
+        amaxes.setdefault(f"{layer}/{role}/{fmt.name}", values)
+    return amaxes
 
 
 def _scaling(
@@ -187,30 +192,33 @@ def _scaling(
     try:
         policy = policy if margin is None else dataclasses.replace(policy, margin=margin)
         if config:
-            config = dataclasses.replace(
-                config, policy=policy, history_length=history or config.history_length
-            )
+            length = history or config.history_length
+            config = dataclasses.replace(config, policy=policy, history_length=length)
     except ValueError as error:
         raise ConfigError(f"--margin {margin} with --policy {name}: {error}") from error
     return config, policy
 
 
-def _formats(manifest: dict) -> dict[tuple[str, str, str], Format]:
+def _formats(run: Path, manifest: dict) -> dict[tuple[str, str, str], Format]:
     """{(layer, gemm, role): format} of every FP8 operand that the run planned."""
     formats: dict[tuple[str, str, str], Format] = {}
-    for linear in manifest["linears"]:
-        for gemm, spec in recipes.by_name(linear["recipe"]).gemms.items():
-            for role, spec_of_role in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True):
-                if spec_of_role is not None:
-                    formats[linear["path"], gemm, role] = spec_of_role.fmt
     numerics = manifest["config"].get("numerics", {})
-    if numerics.get("attention") is not None:
-        layers = [
-            f"model.layers.{i}.self_attn"
-            for i in range(manifest["config"]["model"]["num_hidden_layers"])
-        ]
-        for operand in attention_products.planned(layers, attention.by_name(numerics["attention"])):
-            formats[operand.layer, operand.product, operand.role] = operand.fmt
+    try:
+        for linear in manifest["linears"]:
+            for gemm, spec in recipes.by_name(linear["recipe"]).gemms.items():
+                for role, cast in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True):
+                    if cast is not None:
+                        formats[linear["path"], gemm, role] = cast.fmt
+        if numerics.get("attention") is not None:
+            count = manifest["config"]["model"]["num_hidden_layers"]
+            layers = [f"model.layers.{i}.self_attn" for i in range(count)]
+            variant = attention.by_name(numerics["attention"])
+            for operand in attention_products.planned(layers, variant):
+                formats[operand.layer, operand.product, operand.role] = operand.fmt
+    except ValueError as error:
+        raise ConfigError(
+            f"{run / 'manifest.json'}: {error} A replay takes runs of named recipes."
+        ) from error
     return formats
 
 
@@ -221,9 +229,8 @@ def _delayed(amaxes: np.ndarray, config: DelayedScaling, fmt: Format) -> np.ndar
     state, scales = delayed.init(config, amaxes.shape[1:]), []
     for now in amaxes:
         scales.append(delayed.scales(state, config, fmt).scale)
-        state = delayed.update(
-            state, delayed.observe(now, non_finite=np.isnan(now)), config=config, fmt=fmt
-        )
+        observed = delayed.observe(now, non_finite=np.isnan(now))
+        state = delayed.update(state, observed, config=config, fmt=fmt)
     return np.stack(scales)
 
 
