@@ -135,10 +135,8 @@ def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> bool:
     assert isinstance(weight, torch.Tensor)
     about = repr([path, *((name, state.fmt, state.config) for name, state in alone)])
     values = [weight.detach(), *([sampled[path]] if sampled else [])]
-    key = (
-        "fp8ref/delayed/"
-        + hashlib.sha256((about + "".join(map(_digest, values))).encode()).hexdigest()
-    )
+    compared = bytes(about + "".join(map(_digest, values)), "utf-8")
+    key = f"fp8ref/delayed/{hashlib.sha256(compared).hexdigest()}"
     scales = _digest(torch.stack([state.scale for _, state in alone]))
     first = _get_default_store().compare_set(key, "", scales)
     if (first.decode() if isinstance(first, bytes) else first) != scales:

@@ -40,10 +40,10 @@ def sums(
         factor = float(gradient_reduction.factor(prescale, group.size()))
         scale = shared_scale(amax, fmt, policy, factor if factors is None else factor * factors[0])
         inverses = list((scale.reciprocal() * float(gradient_reduction.share_of(divisor))).unbind())
-        scaled_up = [p.float() * s for p, s in zip(held, scale.unbind(), strict=True)]
+        scaled_up = [scaling.scale_blocks(p, s) for p, s in zip(held, scale.unbind(), strict=True)]
         if factors is not None:
             factors[1].add_(torch.stack([_saturated(p, fmt) for p in scaled_up]))
-        codes = [cast.to_fp8(p, fmt).view(torch.uint8) for p in scaled_up]
+        codes = [scaling.quantize_blocks(p, None, fmt).view(torch.uint8) for p in scaled_up]
     received = _exchanged(torch.cat([*codes, *(p.view(torch.uint8) for p in wide)], dim=1), group)
     split = received.split(
         [sum(c.shape[1] for c in codes), sum(4 * p.shape[1] for p in wide)], dim=1
@@ -81,12 +81,13 @@ def sum_piece(
         else float(pre * gradient_reduction.constant_mu(mu))
     )
     scale = shared_scale(scaling.merge_amax(scaling.amax(g), group.group_name), fmt, policy, factor)
-    scaled = cast.to_f32(padded).reshape(group.size(), -1) * scale
+    scaled = scaling.scale_blocks(cast.checked(padded).reshape(group.size(), -1), scale)
     saturated = _saturated(scaled, fmt) if count else None
-    total, codes = _added(_exchanged(cast.to_fp8(scaled, fmt).view(torch.uint8), group), fmt), None
+    pieces = scaling.quantize_blocks(scaled, None, fmt).view(torch.uint8)
+    total, codes = _added(_exchanged(pieces, group), fmt), None
     if result == "codes":
         saturated = None if saturated is None else saturated + _saturated(total, fmt)
-        codes = cast.to_fp8(total, fmt).view(torch.uint8)
+        codes = scaling.quantize_blocks(total, None, fmt).view(torch.uint8)
         total = cast.decode(codes, fmt)
     if saturated is not None:
         distributed.all_reduce(saturated, group=group)

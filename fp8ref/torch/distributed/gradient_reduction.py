@@ -167,7 +167,7 @@ def accumulate(
         amax if group is None else scaling.merge_amax(amax, group.group_name), fmt, policy, 1.0
     )
     return Quantized(
-        cast.to_fp8(value * scale, fmt), scale, scale.reciprocal(), fmt, "tensorwise", -1
+        scaling.quantize_blocks(value, scale, fmt), scale, scale.reciprocal(), fmt, "tensorwise", -1
     )
 
 

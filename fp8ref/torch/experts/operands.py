@@ -20,7 +20,7 @@ from torch.nn import functional
 from fp8ref.recipe import CastSpec
 from fp8ref.selection.grouped import Amax
 from fp8ref.spec import granularity as granularities
-from fp8ref.spec.granularity import by_name
+from fp8ref.spec.granularity import Blocks, by_name
 from fp8ref.torch.quantize import cast, scales, scaling
 from fp8ref.torch.quantize.scaling import Quantized
 
@@ -96,12 +96,11 @@ def quantize_rows(
     """
     kind = by_name(spec.granularity)
     if scale is not None:
-        return _by_state(x, spec, axis, scale)
+        return scaling.quantize_with(x, scale, spec.fmt, granularity=spec.granularity, axis=axis)
     if amax == "all" or (axis == -1 and spec.granularity != "tensorwise"):
-        q = scaling.quantize(
+        return scaling.quantize(
             x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
         )
-        return q._replace(axis=axis)
     segment, count = groups.group, len(groups.sizes)
     if kind.reduced is not None:
         segment, _, count = blocks_of(groups, kind.reduced)
@@ -116,7 +115,7 @@ def quantize_rows(
         for name in (shared,) if isinstance(shared, str) else shared or ():
             largest = scaling.merge_amax(largest, name)
     table = scales.scales_from_amax(largest, spec.fmt, spec.policy)
-    codes = scaling.scaled_codes(x, table.scale[segment], spec.fmt)
+    codes = scaling.quantize_blocks(x, table.scale[segment], spec.fmt)
     scale, scale_inv = (
         v[:count, 0] if spec.granularity == "tensorwise" else v[:count] for v in table
     )
@@ -128,26 +127,20 @@ def quantize_weights(
 ) -> Quantized:
     """Quantize w [E, N, K] along axis -1 or -2: each expert's by itself, or all by one scale."""
     if scale is not None:
-        return _by_state(w, spec, axis, scale)
+        return scaling.quantize_with(w, scale, spec.fmt, granularity=spec.granularity, axis=axis)
     if amax == "all":
-        q = scaling.quantize(
+        return scaling.quantize(
             w, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
         )
-        return q._replace(axis=axis)
-    shape = tuple(w.shape[1:])
-    sizes = (1, *granularities.blocks(spec.granularity, shape, axis))
-    magnitudes = w.detach().abs()
-    missing = [-n % size for n, size in zip(w.shape, sizes, strict=True)]
-    if any(missing):
-        magnitudes = functional.pad(magnitudes, [n for extra in missing[::-1] for n in (0, extra)])
-    parts = [
-        n
-        for length, size in zip(magnitudes.shape, sizes, strict=True)
-        for n in (length // size, size)
-    ]
-    largest = magnitudes.reshape(parts).amax(dim=(1, 3, 5))  # [E, N / bn, K / bk]
-    table = scales.scales_from_amax(largest.float(), spec.fmt, spec.policy)
-    codes = scaling.scaled_codes(w, _spread(table.scale, sizes, w.shape), spec.fmt)
+    # refuses blocks that do not divide the reduced axis
+    granularities.blocks(spec.granularity, tuple(w.shape[1:]), axis)
+    if spec.granularity == "tensorwise":
+        blocks: Blocks = (1, None, None)
+    else:
+        blocks = granularities.lengths(spec.granularity, w.ndim, axis)
+    largest = scaling.block_amax(w, blocks).float()  # [E, N / bn, K / bk]
+    table = scales.scales_from_amax(largest, spec.fmt, spec.policy)
+    codes = scaling.quantize_blocks(w, table.scale, spec.fmt, blocks)
     return Quantized(codes, *table, spec.fmt, spec.granularity, axis)
 
 
@@ -155,27 +148,21 @@ def exact_values(q: Quantized, groups: Groups) -> torch.Tensor:
     """Dequantized rows or weights in blocks of scales that are powers of two: bfloat16, which holds
     them exactly (S-14).
     """
-    shape, kind = q.codes.shape, by_name(q.granularity)
-    assert kind.reduced is not None
-    if q.codes.ndim == 3:
-        sizes = (1, *granularities.blocks(q.granularity, tuple(shape[1:]), q.axis))
-        scale = _spread(q.scale_inv, sizes, shape)
-    elif q.axis == -1:
-        scale = _spread(q.scale_inv, (1, kind.reduced), shape)
+    reduced = by_name(q.granularity).reduced
+    assert reduced is not None
+    if q.codes.ndim == 3 or q.axis == -1:
+        scale = scaling.spread(q.scale_inv, tuple(q.codes.shape), q.blocks)
     else:
-        segment, _, count = blocks_of(groups, kind.reduced)
+        segment, _, count = blocks_of(groups, reduced)
         scale = q.scale_inv[segment.clamp(max=count - 1)]
     return q.codes.to(torch.bfloat16) * scale.to(torch.bfloat16)
 
 
 def dequantized(q: Quantized, groups: Groups) -> torch.Tensor:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape, of rows or weights."""
-    shape, kind, scale = q.codes.shape, by_name(q.granularity), q.scale_inv
-    if q.codes.ndim == 3:
-        sizes = (1, *granularities.blocks(q.granularity, tuple(shape[1:]), q.axis))
-        scale = _spread(scale, sizes, shape) if scale.ndim else scale
-    elif scale.ndim and q.axis == -1 and kind.other is not None:
-        scale = _spread(scale, (1, kind.reduced or shape[1]), shape)
+    kind, scale = by_name(q.granularity), q.scale_inv
+    if q.codes.ndim == 3 or (q.axis == -1 and kind.other is not None):
+        scale = scaling.spread(scale, tuple(q.codes.shape), q.blocks)
     elif scale.ndim:
         line = groups.group if kind.reduced is None else blocks_of(groups, kind.reduced)[0]
         scale = scale[line.clamp(max=len(scale) - 1)]
@@ -222,17 +209,3 @@ def parts_of(q: Quantized, ends: Sequence[int]) -> Iterator[tuple[int, int, int,
         if begin < end:
             yield e, begin, end, group_part(q, e, begin, end, first)
             first += -(-(end - begin) // size)
-
-
-def _spread(scale: torch.Tensor, sizes: tuple[int, ...], shape: torch.Size) -> torch.Tensor:
-    """Scales repeated over their blocks, so that they broadcast to a shape."""
-    for dim, size in enumerate(sizes):
-        if 1 < size < shape[dim]:
-            scale = scale.repeat_interleave(size, dim=dim).narrow(dim, 0, shape[dim])
-    return scale
-
-
-def _by_state(x: torch.Tensor, spec: CastSpec, axis: int, scale: torch.Tensor) -> Quantized:
-    return scaling.quantize_with(
-        x, scale, spec.fmt, granularity=spec.granularity, axis=axis
-    )._replace(axis=axis)

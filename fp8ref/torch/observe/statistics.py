@@ -234,7 +234,7 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(scale: torch.Tensor, q: Quantized) -> torch.Tensor:
-    return scaling.spread(scale, tuple(q.codes.shape), q.granularity, q.axis)
+    return scaling.spread(scale, tuple(q.codes.shape), q.blocks)
 
 
 def _overflows(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:

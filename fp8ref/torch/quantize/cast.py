@@ -1,6 +1,6 @@
 """A bare cast to FP8, without a scale: torch's own conversion, to nearest even (spec C).
 
-``scaling`` casts scaled tensors, by torchao's conversion.
+``scaling`` casts scaled tensors, as torchao's conversion does.
 """
 
 import torch
@@ -75,7 +75,8 @@ def to_fp8(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
     Raises as encode.
     """
-    return to_f32(x).clamp(-fmt.max, fmt.max).to(native(fmt))
+    dtype = native(fmt)
+    return to_f32(x).clamp(-fmt.max, fmt.max).to(dtype)
 
 
 def to_f32(x: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,18 @@ _E4M3_OVER_HALF = 256.0  # the exponent biases of float16 and e4m3fn are 15 and 
 _EXPONENT = 0x7F800000  # of a float32
 
 
+def eager_on_cpu(x: Tensor) -> bool:
+    """Whether operations on x run one by one, on a CPU."""
+    return x.is_cpu and not torch.compiler.is_compiling()
+
+
 def decode(codes: Tensor) -> Tensor:
     """float32 numbers of codes, exactly; on a GPU, in compiled graphs and of other formats by
     torch's conversion.
 
     Specials: NaN codes are NaN; infinities and signs of zeros are kept.
     """
-    if codes.device.type != "cpu" or torch.compiler.is_compiling():
+    if not eager_on_cpu(codes):
         return codes.float()
     if codes.dtype == torch.float8_e5m2:  # the upper half of a float16
         return (codes.view(torch.uint8).to(torch.int16) << 8).view(torch.float16).float()
@@ -50,13 +55,8 @@ def round_(
     if not inside:
         x.clamp_(-fmt.max, fmt.max)
     bits = x.view(torch.int32)
-    exponent = (
-        bits & _EXPONENT
-        if scratch is None
-        else torch.bitwise_and(bits, _EXPONENT, out=scratch.view(torch.int32))
-    )
-    power, factor = (
-        exponent.view(torch.float32).clamp_(min=2.0**fmt.emin),
-        1.5 * 2.0 ** (23 - fmt.mantissa_bits),
-    )
+    out = None if scratch is None else scratch.view(torch.int32)
+    exponent = torch.bitwise_and(bits, _EXPONENT, out=out)
+    power = exponent.view(torch.float32).clamp_(min=2.0**fmt.emin)
+    factor = 1.5 * 2.0 ** (23 - fmt.mantissa_bits)
     return x.add_(power, alpha=factor).sub_(power, alpha=factor)  # the products are exact

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed._functional_collectives  # defines the operators of _c10d
 from torch.nn import functional
-from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.recipe import CUT_AXES, Role, Style
 from fp8ref.spec import granularity as granularities
+from fp8ref.spec.granularity import Blocks
 from fp8ref.torch.quantize import cast, scales
 from fp8ref.torch.quantize.scales import scale_from_amax
 
@@ -21,10 +21,14 @@ __all__ = [
     "Quantized",
     "all_reduce_max",
     "amax",
+    "block_amax",
+    "block_max",
     "dequantize",
     "merge_amax",
     "quantize",
+    "quantize_blocks",
     "quantize_with",
+    "scale_blocks",
     "scale_from_amax",
     "spread",
 ]
@@ -47,6 +51,73 @@ class Quantized(NamedTuple):
     fmt: Format
     granularity: str
     axis: int
+
+    @property
+    def blocks(self) -> Blocks:
+        """The block of elements that shares a scale."""
+        return _blocks(self.granularity, tuple(self.codes.shape), self.axis)
+
+
+def block_max(magnitudes: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """The largest of each block of magnitudes, in their dtype, as if zeros filled the last blocks.
+
+    Shapes:   the number of blocks along each axis; () where one block is the whole tensor.
+    """
+    whole = [i for i, size in enumerate(blocks) if size is None]
+    if len(whole) == len(blocks):
+        return magnitudes.amax()
+    if all(size in (None, 1) for size in blocks):
+        # From the front: Python's hash(-2) is hash(-1), and amaxes of one tensor along either dim
+        # then hide from the compiler that linears repeat them.
+        return magnitudes.amax(dim=whole, keepdim=True)
+    sizes = granularities.block_sizes(tuple(magnitudes.shape), blocks)
+    missing = [-n % size for n, size in zip(magnitudes.shape, sizes, strict=True)]
+    if any(missing):
+        # last dim first
+        magnitudes = functional.pad(magnitudes, [n for extra in missing[::-1] for n in (0, extra)])
+    parts = [
+        n
+        for length, size in zip(magnitudes.shape, sizes, strict=True)
+        for n in (length // size, size)
+    ]
+    return magnitudes.reshape(parts).amax(dim=tuple(range(1, len(parts), 2)))
+
+
+def block_amax(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """The largest magnitude of each block of x, in x's dtype, which holds every amax exactly.
+
+    Shapes and specials as ``block_max`` and ``amax``.
+    """
+    return block_max(x.detach().abs(), blocks)
+
+
+def spread(scale: torch.Tensor, shape: tuple[int, ...], blocks: Blocks) -> torch.Tensor:
+    """Scales repeated over their blocks, so that they broadcast to a tensor of this shape."""
+    if scale.ndim == 0:
+        return scale
+    for i, size in enumerate(blocks):
+        if size not in (None, 1):
+            scale = scale.repeat_interleave(size, dim=i).narrow(i, 0, shape[i])
+    return scale
+
+
+def scale_blocks(x: torch.Tensor, scale: torch.Tensor, blocks: Blocks = ()) -> torch.Tensor:
+    """RN32(f32(x) * scale), float32 of x's shape, by the scales of x's blocks.
+
+    blocks    (): the scale broadcasts to x as it is.
+    """
+    return x.detach().to(torch.float32) * spread(scale, tuple(x.shape), blocks)
+
+
+def quantize_blocks(
+    x: torch.Tensor, scale: torch.Tensor | None, fmt: Format, blocks: Blocks = ()
+) -> torch.Tensor:
+    """The codes of x, native float8: ``scale_blocks``, clip to +-fmt.max, round to nearest even.
+
+    scale     None: x is in the units of codes, as ``scale_blocks`` returns it.
+    Source:   spec S-5; torchao's hp_tensor_and_scale_to_float8.
+    """
+    return cast.to_fp8(x if scale is None else scale_blocks(x, scale, blocks), fmt)
 
 
 def amax(
@@ -71,26 +142,15 @@ def _largest(x: torch.Tensor, granularity: str, axis: int, ragged: bool) -> torc
     """As ``amax``, in x's dtype, which holds every amax exactly."""
     cast.checked(x)
     # refuses empty tensors and absent axes
-    sizes = granularities.blocks(granularity, tuple(x.shape), axis, ragged=ragged)
-    magnitudes = x.detach().abs()
-    if granularity == "tensorwise":
-        return magnitudes.amax()
-    if granularity == "rowwise":
-        # From the front: Python's hash(-2) is hash(-1), and amaxes of one tensor along either dim
-        # then hide from the compiler that linears repeat them.
-        return magnitudes.amax(dim=axis % x.ndim, keepdim=True)
-    if any(length % size for size, length in zip(sizes, x.shape, strict=True)):
-        # last dim first
-        padding = [
-            n
-            for size, length in zip(sizes[::-1], x.shape[::-1], strict=True)
-            for n in (0, -length % size)
-        ]
-        magnitudes = functional.pad(magnitudes, padding)
-    parts = [
-        n for size, length in zip(sizes, x.shape, strict=True) for n in (-(-length // size), size)
-    ]
-    return magnitudes.reshape(parts).amax(dim=tuple(range(1, len(parts), 2)))
+    granularities.blocks(granularity, tuple(x.shape), axis, ragged=ragged)
+    return block_amax(x, _blocks(granularity, tuple(x.shape), axis))
+
+
+def _blocks(granularity: str, shape: tuple[int, ...], axis: int) -> Blocks:
+    """The block of a granularity by name, of a tensor of this shape."""
+    blocks = granularities.lengths(granularity, len(shape), axis)
+    # the scale of a single row keeps its dim, that of a tensor has none
+    return shape if blocks == (None,) and granularity != "tensorwise" else blocks
 
 
 def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
@@ -241,9 +301,7 @@ def dequantize(q: Quantized) -> torch.Tensor:
         raise ValueError(
             f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize."
         )
-    return cast.decode(q.codes, q.fmt) * spread(
-        q.scale_inv, tuple(q.codes.shape), q.granularity, q.axis
-    )
+    return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, tuple(q.codes.shape), q.blocks)
 
 
 def _quantized(
@@ -254,23 +312,5 @@ def _quantized(
     granularity: str,
     axis: int,
 ) -> Quantized:
-    codes = scaled_codes(x, spread(scale, tuple(x.shape), granularity, axis), fmt)
+    codes = quantize_blocks(x, scale, fmt, _blocks(granularity, tuple(x.shape), axis))
     return Quantized(codes, scale, scale_inv, fmt, granularity, axis)
-
-
-def scaled_codes(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The codes of x times a scale that broadcasts to it: RN32(f32(x) * scale), clipped, rounded
-    (S-5).
-    """
-    return hp_tensor_and_scale_to_float8(x.detach(), scale, cast.native(fmt))._data
-
-
-def spread(
-    scale: torch.Tensor, shape: tuple[int, ...], granularity: str, axis: int
-) -> torch.Tensor:
-    """Scales expanded to a shape that broadcasts to the tensor's."""
-    if granularity in ("tensorwise", "rowwise"):
-        return scale
-    for i, size in enumerate(granularities.blocks(granularity, shape, axis, ragged=True)):
-        scale = scale.repeat_interleave(size, dim=i).narrow(i, 0, shape[i])
-    return scale

@@ -7,25 +7,20 @@ operations are slow, or round in another way; each is replaced by an equal one h
 
     sqrt              torch's is not rounded correctly; NumPy's is, and so is what inductor compiles
     number / tensor   is a product with a reciprocal; a tensor of the number is divided instead
-    comparisons, where, float8 to float32
-                      take 5 to 30 times as long as a product; arithmetic on codes replaces them
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT16, FLOAT32
 from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states.layouts import Layout, Moment, Scalars
-from fp8ref.torch.quantize import cast, philox
-
-DTYPES = {FLOAT16.name: torch.float16, BFLOAT16.name: torch.bfloat16, FLOAT32.name: torch.float32}
-"""{name of a format above 8 bits: torch's dtype}."""
+from fp8ref.torch.quantize import philox, scaling, storage
+from fp8ref.torch.quantize.float_values import eager_on_cpu
 
 CELL = 256
 """Elements of which small tensors that are updated together have whole multiples: all blocks divide
@@ -65,7 +60,7 @@ class Part(NamedTuple):
 
 def zeros(p: Tensor, moment: Moment) -> MomentState:
     """The stored moment of a parameter before the first step (O-4)."""
-    dtype = torch.uint8 if moment.fmt.bits == 8 else DTYPES[moment.fmt.name]
+    dtype = storage.dtype(moment.fmt)
     codes = torch.zeros_like(p, dtype=dtype, memory_format=torch.contiguous_format)
     if moment.scaling is None:
         return MomentState(codes)
@@ -80,7 +75,7 @@ def zeros(p: Tensor, moment: Moment) -> MomentState:
 
 def read(stored: MomentState, moment: Moment, layout: Layout, part: Part) -> Tensor:
     """The moment as a step reads it, in a new tensor (O-4)."""
-    x = _values(stored.codes, moment)
+    x = storage.values(stored.codes, moment.fmt)
     if stored.scale_inv is not None:
         x = _by_group(torch.mul, x, stored.scale_inv, moment, part)
     if stored.exponent is not None and stored.center is not None:
@@ -105,13 +100,11 @@ def master(x: Tensor, amax: Tensor, moment: Moment, part: Part) -> MomentState:
     scale, scale_inv = _scales(amax, moment)
     assert scale is not None  # a power of two
     codes = _codes(_by_group(torch.mul, x, scale, moment, part), x, moment, part, None)
+    if moment.amax == "exact":
+        return MomentState(codes, scale_inv)
     # Of the whole tensor's largest code, which another rank may have
-    top = (
-        None
-        if moment.amax == "exact"
-        else _values(_codes(amax * scale, amax, moment, part, None), moment) * scale_inv
-    )
-    return MomentState(codes, scale_inv, top)
+    largest = _codes(amax * scale, amax, moment, part, None)
+    return MomentState(codes, scale_inv, storage.values(largest, moment.fmt) * scale_inv)
 
 
 def change(ratio: Tensor | float, p: Tensor, at: Scalars) -> Tensor:
@@ -192,20 +185,8 @@ def store(
     if moment.amax != "predicted":
         return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
     # Rounding is monotone: the largest code has the largest product.
-    return MomentState(
-        codes,
-        scale_inv,
-        _group_max(_values(rounded(codes), moment).abs(), moment, part) * scale_inv,
-    )
-
-
-def rounded(codes: Tensor) -> Tensor:
-    """Codes that are read where they were made. The compiler would leave out a cast to float16 and
-    back, but not one that ends in integers."""
-    if codes.dtype != torch.float16 or not torch.compiler.is_compiling():
-        return codes
-    bits = codes.view(torch.int16)
-    return ((bits & 0x7FFF) | (bits & ~0x7FFF)).view(torch.float16)
+    magnitudes = storage.values(storage.rounded(codes), moment.fmt).abs()
+    return MomentState(codes, scale_inv, _group_max(magnitudes, moment, part) * scale_inv)
 
 
 def averages(g: Tensor, m: Tensor, v: Tensor, at: Scalars, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -224,7 +205,7 @@ def not_below(smallest: float, x: Tensor) -> Tensor:
     """x with +0 in place of magnitudes below a float32 number; NaN stays."""
     # hardshrink takes its bound to zero too, so that the bound is the number before this power of
     # two
-    return torch.nn.functional.hardshrink(x, smallest * (1 - 2.0**-24))
+    return functional.hardshrink(x, smallest * (1 - 2.0**-24))
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -232,11 +213,6 @@ def sqrt(x: Tensor) -> Tensor:
     if eager_on_cpu(x):
         return torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
     return x.sqrt() if x.is_cuda or torch.compiler.is_compiling() else x.double().sqrt().float()
-
-
-def eager_on_cpu(x: Tensor) -> bool:
-    """Whether operations on x run one by one, on a CPU."""
-    return x.is_cpu and not torch.compiler.is_compiling()
 
 
 def _store_expanded(
@@ -294,54 +270,8 @@ def _scales(amax: Tensor, moment: Moment) -> tuple[Tensor | None, Tensor]:
 
 
 def _codes(scaled: Tensor, x: Tensor, moment: Moment, part: Part, key: philox.Key | None) -> Tensor:
-    """O-8."""
-    fmt = moment.fmt
-    if fmt == FLOAT32:
-        return scaled
-    if key is not None:
-        codes = philox.codes(scaled, fmt, key, part.start)
-        if moment.keep:
-            codes = torch.where((x != 0) & (codes & ~fmt.sign_bit == 0), codes | 1, codes)
-        return (
-            codes.to(torch.uint8) if fmt.bits == 8 else codes.to(torch.int16).view(DTYPES[fmt.name])
-        )
-    if fmt.bits == 8:
-        if not eager_on_cpu(x):
-            codes = cast.encode(scaled, fmt)
-            return (
-                torch.where((x != 0) & (codes & 0x7F == 0), codes | 1, codes)
-                if moment.keep
-                else codes
-            )
-        codes = cast.to_fp8(scaled, fmt).view(torch.uint8)
-        magnitude = codes & 0x7F
-        if moment.keep:
-            codes += torch.maximum(magnitude, x.bool().view(torch.uint8)) - magnitude
-        # torch's NaN is 0x7F or 0xFF, and C-5's is 0x7F: 0x7F + 1 alone has the bit of the sign.
-        return codes.bitwise_and_(magnitude.add_(1).bitwise_and_(0x80).bitwise_not_())
-    if moment.keep:
-        # Asked before the cast, which the compiler leaves out where a cast back follows.
-        lost = (x != 0) & (scaled.abs() <= fmt.smallest_subnormal / 2)
-        scaled = torch.where(
-            lost, torch.copysign(torch.full_like(x, fmt.smallest_subnormal), x), scaled
-        )
-    return scaled.clamp(-fmt.max, fmt.max).to(DTYPES[fmt.name])
-
-
-def _values(codes: Tensor, moment: Moment) -> Tensor:
-    """The float32 numbers of codes, in a new tensor."""
-    if moment.fmt.bits != 8:
-        return codes.to(torch.float32, copy=True)
-    if not eager_on_cpu(codes):
-        return cast.decode(codes, moment.fmt)
-    # float16 has the exponents of e5m2, and one bit more than e4m3: the numbers of both are
-    # float16's, but for 2^8.
-    if moment.fmt != E4M3FN:
-        return (codes.to(torch.int16) << 8).view(torch.float16).float()
-    half = codes.view(torch.int8).to(torch.int16)
-    half.bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    nan = (half & 0x3F80).add_(0x80).bitwise_and_(0x4000)  # of the code 0x7F alone
-    return half.bitwise_or_(nan).view(torch.float16).float().mul_(256.0)
+    """The codes of x, which was scaled (O-8)."""
+    return storage.codes(scaled, moment.fmt, x if moment.keep else None, key, part.start)
 
 
 def again(x: Tensor, stored: MomentState, moment: Moment, part: Part) -> Tensor:
@@ -354,7 +284,7 @@ def again(x: Tensor, stored: MomentState, moment: Moment, part: Part) -> Tensor:
         x = _expanded(x, stored.center, stored.exponent, stored.scale_inv, moment, part)
     else:
         x = _by_group(torch.div, x, stored.scale_inv, moment, part)
-    return _codes(x, x, dataclasses.replace(moment, keep=False), part, None)
+    return storage.codes(x, moment.fmt, None, None, part.start)
 
 
 def above(x: Tensor, limit: float, stored: MomentState, moment: Moment, part: Part) -> Tensor:
@@ -372,15 +302,13 @@ def _group_max(x: Tensor, moment: Moment, part: Part, empty: float = 0.0) -> Ten
     if block is None:
         return x.amax() if x.numel() else x.new_full((), empty)
     if x.numel() == part.size and x.numel() % block == 0:
-        return x.view(-1, block).amax(1)
+        return scaling.block_max(x.view(-1), (block,))
     before, after = part.start % block, -(part.start + x.numel()) % block
-    here = (
-        torch.nn.functional.pad(x.reshape(-1), (before, after), value=empty).view(-1, block).amax(1)
-    )
+    whole = functional.pad(x.reshape(-1), (before, after), value=empty)
+    here = scaling.block_max(whole, (block,))
     first = part.start // block
-    return torch.nn.functional.pad(
-        here, (first, moment.groups(part.size) - first - here.numel()), value=empty
-    )
+    behind = moment.groups(part.size) - first - here.numel()
+    return functional.pad(here, (first, behind), value=empty)
 
 
 def _by_group(

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states.layouts import Layout, Moment, Scalars
-from fp8ref.torch.quantize import cast, philox
+from fp8ref.torch.quantize import cast, philox, storage
+from fp8ref.torch.quantize.float_values import eager_on_cpu
 from fp8ref.torch.states import moments
 from fp8ref.torch.states.moments import CELL, MomentState, Part
 
@@ -240,7 +241,7 @@ def finish_part(
         rest.append(others)
     if layout.keeps_master and p.dtype != kept[2].codes.dtype:
         p.copy_(
-            moments.read(MomentState(moments.rounded(codes), *rest[2]), layout.master, layout, part)
+            moments.read(MomentState(storage.rounded(codes), *rest[2]), layout.master, layout, part)
         )
     return rest
 
@@ -266,7 +267,7 @@ def _new_moments(g: Tensor, kept: tuple[MomentState, ...], at: Scalars, layout: 
 def in_range(g: Tensor) -> Tensor:
     """O-2."""
     kept = moments.not_below(states.GRADIENT_MIN, g)
-    if moments.eager_on_cpu(g) and g.numel():
+    if eager_on_cpu(g) and g.numel():
         low, high = g.aminmax()
         # the comparison of all elements takes longer
         if low >= -states.GRADIENT_MAX and high <= states.GRADIENT_MAX:

@@ -87,6 +87,6 @@ def test_exact_values_are_codes_times_scales():  # S-14, X-10
         found = grouped_operands.exact_values(q, groups).float()
         for _, begin, end, part in grouped_operands.parts_of(q, ENDS.tolist()):
             own = cast.decode(part.codes, spec.fmt) * scaling.spread(
-                part.scale_inv, tuple(part.codes.shape), "mx_1x32", part.axis
+                part.scale_inv, tuple(part.codes.shape), part.blocks
             )
             assert torch.equal(found[begin:end], own[: end - begin])
