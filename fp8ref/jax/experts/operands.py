@@ -12,7 +12,6 @@ an NVIDIA GPU (JAX 0.10.2), in which a NaN of one weight reaches all rows.
 """
 
 import functools
-import operator
 from typing import NamedTuple
 
 import jax
@@ -135,7 +134,7 @@ def quantize_rows(
     """
     kind = by_name(spec.granularity)
     if scale is not None:
-        return _by_state(x, spec, axis, scale)
+        return scaling.quantize_by_state(x, scale, spec, axis=axis)
     if amax == "all" or (axis == -1 and spec.granularity != "tensorwise"):
         return scaling.quantize(
             x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
@@ -152,8 +151,11 @@ def quantize_rows(
     largest = cast.from_magnitude_bits(largest, rows.dtype)
     table = scales.scales_from_amax(largest, spec.fmt, spec.policy)
     q = Segmented(x, table.scale, table.scale_inv, segment, spec.fmt, spec.granularity, axis)
-    times = scales.times_e8m0 if spec.policy.e8m0 else operator.mul
-    return q._replace(codes=cast.to_fp8(times(cast.to_f32(x), q.lines(table.scale)), spec.fmt))
+    # a line for each row: one scale, or one for each column
+    codes = scaling.quantize_blocks(
+        x, q.lines(table.scale), spec.fmt, (1, None), times=scales.times(spec.policy)
+    )
+    return q._replace(codes=codes)
 
 
 def quantize_weights(
@@ -162,7 +164,7 @@ def quantize_weights(
     """Quantize w [E, K, N] along axis -1 or -2: each expert's by itself, or all by one scale (X-3).
     Scales have the leading dim E, or are one."""
     if scale is not None:
-        return _by_state(w, spec, axis, scale)
+        return scaling.quantize_by_state(w, scale, spec, axis=axis)
     quantize = functools.partial(
         scaling.quantize, fmt=spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
     )
@@ -269,13 +271,6 @@ def _exact(spec: GemmSpec):
     """The dtype of dequantized blocks: bfloat16 holds codes times powers of two (S-14)."""
     assert spec.a is not None
     return jnp.bfloat16 if spec.a.granularity == "mx_1x32" else jnp.float32
-
-
-def _by_state(x: jax.Array, spec: CastSpec, axis: int, scale: jax.Array) -> Quantized:
-    """Quantized by the number that a delayed state holds."""
-    if spec.policy.stored == "scale_inv":
-        return scaling.quantize_divided(x, scale, spec.fmt, axis=axis)
-    return scaling.quantize_with(x, scale, spec.fmt, granularity=spec.granularity, axis=axis)
 
 
 def _blocks(groups: Groups, size: int) -> tuple[jax.Array, int]:

@@ -61,9 +61,7 @@ def measure(x: jax.Array, q: Quantized | Segmented, groups: Groups) -> jax.Array
         scale, scale_inv = (q.lines(s) for s in (q.scale, q.scale_inv))
         inside = (groups.group < len(groups.sizes))[:, None]
     else:
-        scale, scale_inv = (
-            scaling.spread(s, x.shape, q.granularity, q.axis) for s in (q.scale, q.scale_inv)
-        )
+        scale, scale_inv = (scaling.spread(s, x.shape, q.blocks) for s in (q.scale, q.scale_inv))
         inside = (groups.group < len(groups.sizes))[:, None]
     times = scales.times_e8m0 if q.granularity == "mx_1x32" else operator.mul
     return stats.measurement(
@@ -75,12 +73,9 @@ def _weight_scales(scale: jax.Array, q: Quantized) -> jax.Array:
     """Scales of weights [E, K, N] spread to their elements."""
     if scale.ndim == 0:
         return jnp.broadcast_to(scale, q.codes.shape)
-    return jax.vmap(
-        lambda expert_scale: jnp.broadcast_to(
-            scaling.spread(expert_scale, q.codes.shape[1:], q.granularity, q.axis),
-            q.codes.shape[1:],
-        )
-    )(scale)
+    shape = q.codes.shape[1:]
+    blocks = scaling.blocks(q.granularity, shape, q.axis)
+    return jax.vmap(lambda s: jnp.broadcast_to(scaling.spread(s, shape, blocks), shape))(scale)
 
 
 def _report(

@@ -143,12 +143,8 @@ def quantize(
                 axis=axis,
                 by=own_scale,
             )
-        if own_scale is not None and cast.policy.stored == "scale_inv":
-            return scaling.quantize_divided(x, own_scale, cast.fmt, axis=axis)
         if own_scale is not None:
-            return scaling.quantize_with(
-                x, own_scale, cast.fmt, granularity=cast.granularity, axis=axis
-            )
+            return scaling.quantize_by_state(x, own_scale, cast, axis=axis)
         over = use.over(role, cast.granularity, axis)
         if gemm.dequantizes(cast.granularity):
             x = flat(x, role, use)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref import formats
-from fp8ref.formats import Format
+from fp8ref.formats import FLOAT32, Format
+from fp8ref.jax.quantize import division, philox
 
 DTYPES = {
     "e4m3fn": jnp.float8_e4m3fn,
@@ -18,6 +19,9 @@ DTYPES = {
     "e5m2fnuz": jnp.float8_e5m2fnuz,
 }
 """{name of an FP8 format: JAX's dtype}."""
+
+STORED = {**DTYPES, "float16": jnp.float16, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
+"""{name of a format that optimizer states are stored in: JAX's dtype}."""
 
 
 def encode(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
@@ -60,6 +64,51 @@ def to_fp8(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
     if saturate:
         value = jnp.clip(value, -fmt.max, fmt.max)
     return value.astype(dtype)
+
+
+def to_stored(
+    x: jax.Array, fmt: Format, *, key=None, numbers: jax.Array | None = None
+) -> jax.Array:
+    """x float32 rounded to a format of ``STORED``, saturated, in its dtype (spec O-8).
+
+    key       of stochastic rounding (C-2), two words; None: to nearest even.
+    numbers   where one is not zero, the code is not zero either: the smallest of its sign.
+    """
+    dtype = STORED[fmt.name]
+    if fmt == FLOAT32:
+        return x
+    if key is not None:
+        codes = philox.codes(x, fmt, key)
+        if numbers is not None:
+            zero = codes & ~jnp.uint32(fmt.sign_bit) == 0
+            codes = jnp.where((numbers != 0) & zero, codes | jnp.uint32(1), codes)
+        unsigned = jnp.uint8 if fmt.bits == 8 else jnp.uint16
+        return lax.bitcast_convert_type(codes.astype(unsigned), dtype)
+    if fmt.bits == 8:
+        codes = encode(x, fmt)  # ends in integers: XLA leaves out no cast and its reverse
+        if numbers is not None:
+            codes = jnp.where((numbers != 0) & (codes & 0x7F == 0), codes | jnp.uint8(1), codes)
+        return lax.bitcast_convert_type(codes, dtype)
+    codes = clip(x, -fmt.max, fmt.max).astype(dtype)
+    if numbers is not None:
+        smallest = jnp.asarray(fmt.smallest_subnormal, dtype)
+        signed = jnp.where(jnp.signbit(numbers), -smallest, smallest)
+        codes = jnp.where((numbers != 0) & (codes == 0), signed, codes)
+    return division.barrier(codes)  # or XLA would leave out the cast and its reverse
+
+
+def from_stored(codes: jax.Array, fmt: Format) -> jax.Array:
+    """The values of ``to_stored``, float32."""
+    return decode(codes, fmt) if fmt.bits == 8 else codes.astype(jnp.float32)
+
+
+def clip(x, low, high):
+    """``jnp.clip``.
+
+    In kernels maxima and minima drop NaN: Pallas makes PTX's ``max.f32`` of them for a GPU.
+    """
+    clipped = jnp.clip(x, low, high)
+    return jnp.where(jnp.isnan(x), x, clipped) if division.inside_kernel() else clipped
 
 
 def to_f32(x: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ approximations. So is the amax, because XLA's float maximum on a CPU drops NaNs.
 
 import functools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -19,15 +20,24 @@ from fp8ref.formats import Format
 from fp8ref.jax.quantize import cast, scales
 from fp8ref.jax.quantize.scales import scale_from_amax
 from fp8ref.policy import ScalePolicy
+from fp8ref.recipe import CastSpec
 from fp8ref.spec import granularity as granularities
+
+Blocks = tuple[int | None, ...]
+"""The length of a block along each axis; None: the whole axis."""
 
 __all__ = [
     "Quantized",
     "amax",
+    "block_amax",
+    "blocks",
     "dequantize",
     "quantize",
+    "quantize_blocks",
+    "quantize_by_state",
     "quantize_divided",
     "quantize_with",
+    "scale_blocks",
     "scale_from_amax",
     "spread",
 ]
@@ -56,6 +66,77 @@ class Quantized:
     fmt: Format
     granularity: str
     axis: int | tuple[int, ...]
+
+    @property
+    def blocks(self) -> Blocks:
+        """The block of the elements that share a scale."""
+        return blocks(self.granularity, self.codes.shape, self.axis)
+
+
+def blocks(granularity: str, shape: tuple[int, ...], axis: int | tuple[int, ...]) -> Blocks:
+    """The block of a granularity by name, of a tensor of this shape that is reduced along axis.
+
+    Raises:   ValueError: several axes of anything but rowwise; as ``spec.granularity.lengths``.
+    """
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    if len(axes) > 1 and granularity not in ("tensorwise", "rowwise"):
+        raise ValueError(
+            f"blocks run along one reduced axis; got {granularity!r} and axis={axis}. Flatten "
+            "the tensor first."
+        )
+    each = [granularities.lengths(granularity, len(shape), one) for one in axes]
+    sizes = tuple(None if None in along else along[0] for along in zip(*each, strict=True))
+    # the scale of a single row keeps its dims, that of a tensor has none
+    return shape if granularity != "tensorwise" and set(sizes) == {None} else sizes
+
+
+def block_amax(
+    x: jax.Array, blocks: Blocks, *, over: tuple[str, ...] = (), with_producer: bool = False
+) -> jax.Array:
+    """The largest magnitude of each block of x, as if zeros filled the last ones.
+
+    Shapes:   x hp, any rank; float32 of the number of blocks along each axis, () where one block is
+              the tensor.
+    Order, devices, with_producer and specials as in ``amax``.
+    """
+    bits = cast.bits(x)
+    whole = tuple(i for i, size in enumerate(blocks) if size is None)
+    if len(whole) == len(blocks):
+        bits = _largest(bits, x.dtype)
+    elif all(size in (None, 1) for size in blocks):
+        bits = _largest(bits, x.dtype, axis=whole, keepdims=True, with_producer=with_producer)
+    else:
+        bits = _largest_of_blocks(bits, x.dtype, blocks)
+    if over:
+        bits = lax.pmax(bits.astype(jnp.int32), over).astype(bits.dtype)
+    return cast.from_magnitude_bits(bits, x.dtype)
+
+
+def spread(scale: jax.Array, shape: tuple[int, ...], blocks: Blocks) -> jax.Array:
+    """Repeat scales over their blocks, so that they broadcast against a tensor of this shape."""
+    if jnp.ndim(scale) == 0:
+        return scale
+    for i, size in enumerate(blocks):
+        if size not in (None, 1):
+            scale = lax.slice_in_dim(jnp.repeat(scale, size, axis=i), 0, shape[i], axis=i)
+    return scale
+
+
+def scale_blocks(
+    x: jax.Array, scale: jax.Array, blocks: Blocks, *, times: Callable = operator.mul
+) -> jax.Array:
+    """RN32(f32(x) * scale), float32 of x's shape, by the scales of x's blocks.
+
+    times     ``scales.times_e8m0`` under an e8m0 policy; or a division, of scale_inv.
+    """
+    return times(cast.to_f32(x), spread(scale, x.shape, blocks))
+
+
+def quantize_blocks(
+    x: jax.Array, scale: jax.Array, fmt: Format, blocks: Blocks, *, times: Callable = operator.mul
+) -> jax.Array:
+    """The codes of x, native float8: ``scale_blocks``, clip to +-fmt.max, round to nearest even."""
+    return cast.to_fp8(scale_blocks(x, scale, blocks, times=times), fmt)
 
 
 def amax(
@@ -86,24 +167,11 @@ def amax(
               reduced axis.
     """
     cast.check_array(x)
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    # refuses empty tensors and absent axes
-    sizes = [granularities.blocks(granularity, x.shape, each, ragged=ragged) for each in axes]
-    bits = cast.bits(x)
-    if granularity == "tensorwise":
-        bits = _largest(bits, x.dtype)
-    elif granularity == "rowwise":
-        bits = _largest(bits, x.dtype, axis=axes, keepdims=True, with_producer=with_producer)
-    elif len(axes) == 1:
-        bits = _largest_of_blocks(bits, x.dtype, sizes[0])
-    else:
-        raise ValueError(
-            f"blocks run along one reduced axis; got {granularity!r} and axis={axis}. Flatten "
-            "the tensor first."
-        )
-    if over:
-        bits = lax.pmax(bits.astype(jnp.int32), over).astype(bits.dtype)
-    return cast.from_magnitude_bits(bits, x.dtype)
+    for each in axis if isinstance(axis, tuple) else (axis,):
+        # refuses empty tensors, absent axes and blocks that do not divide
+        granularities.blocks(granularity, x.shape, each, ragged=ragged)
+    sizes = blocks(granularity, x.shape, axis)
+    return block_amax(x, sizes, over=over, with_producer=with_producer)
 
 
 def over_devices(amaxes: jax.Array, over: tuple[str, ...]) -> jax.Array:
@@ -156,15 +224,7 @@ def quantize(
         by = scales.scales_from_amax(
             amax(x, granularity, axis=axis, over=over, with_producer=with_producer), fmt, policy
         )
-    return _quantized(
-        x,
-        by.scale,
-        by.scale_inv,
-        fmt,
-        granularity,
-        axis,
-        times=scales.times_e8m0 if policy.e8m0 else operator.mul,
-    )
+    return _quantized(x, by.scale, by.scale_inv, fmt, granularity, axis, times=scales.times(policy))
 
 
 def quantize_with(
@@ -200,7 +260,7 @@ def quantize_divided(
     """
     cast.check_array(x)
     cast.check_array(scale_inv, "a scale_inv is an array of float32")
-    codes = cast.to_fp8(cast.to_f32(x) / jnp.broadcast_to(scale_inv, x.shape), fmt)
+    codes = quantize_blocks(x, scale_inv, fmt, (None,) * x.ndim, times=operator.truediv)
     return Quantized(
         codes=codes,
         scale=1 / scale_inv,
@@ -209,6 +269,14 @@ def quantize_divided(
         granularity="tensorwise",
         axis=axis,
     )
+
+
+def quantize_by_state(x: jax.Array, stored: jax.Array, spec: CastSpec, *, axis: int) -> Quantized:
+    """Quantize by the number that a delayed state holds (H-1): a scale (``quantize_with``), or a
+    scale_inv (``quantize_divided``), as the policy of its cast says."""
+    if spec.policy.stored == "scale_inv":
+        return quantize_divided(x, stored, spec.fmt, axis=axis)
+    return quantize_with(x, stored, spec.fmt, granularity=spec.granularity, axis=axis)
 
 
 def dequantize(q: Quantized) -> jax.Array:
@@ -222,7 +290,7 @@ def dequantize(q: Quantized) -> jax.Array:
         raise ValueError(
             f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize."
         )
-    return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, q.codes.shape, q.granularity, q.axis)
+    return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, q.codes.shape, q.blocks)
 
 
 def _quantized(
@@ -233,9 +301,9 @@ def _quantized(
     granularity: str,
     axis: int | tuple[int, ...],
     *,
-    times=operator.mul,
+    times: Callable = operator.mul,
 ) -> Quantized:
-    codes = cast.to_fp8(times(cast.to_f32(x), spread(scale, x.shape, granularity, axis)), fmt)
+    codes = quantize_blocks(x, scale, fmt, blocks(granularity, x.shape, axis), times=times)
     return Quantized(
         codes=codes, scale=scale, scale_inv=scale_inv, fmt=fmt, granularity=granularity, axis=axis
     )
@@ -303,22 +371,11 @@ def _float_max(
     return (((largest & size.max) - least) ^ (largest >> sign)) + half
 
 
-def _largest_of_blocks(bits: jax.Array, dtype, sizes: tuple[int, ...]) -> jax.Array:
+def _largest_of_blocks(bits: jax.Array, dtype, blocks: Blocks) -> jax.Array:
+    sizes = [n if size is None else size for n, size in zip(bits.shape, blocks, strict=True)]
     # zeros fill the last block
     bits = jnp.pad(bits, [(0, -n % size) for n, size in zip(bits.shape, sizes, strict=True)])
     bits = bits.reshape(
         [part for n, size in zip(bits.shape, sizes, strict=True) for part in (n // size, size)]
     )
     return _largest(bits, dtype, axis=tuple(range(1, bits.ndim, 2)))
-
-
-def spread(
-    scale: jax.Array, shape: tuple[int, ...], granularity: str, axis: int | tuple[int, ...]
-) -> jax.Array:
-    """Repeat scales over their blocks, so that they broadcast against a tensor of this shape."""
-    if granularity in ("tensorwise", "rowwise"):
-        return scale
-    assert isinstance(axis, int)
-    for i, size in enumerate(granularities.blocks(granularity, shape, axis, ragged=True)):
-        scale = lax.slice_in_dim(jnp.repeat(scale, size, axis=i), 0, shape[i], axis=i)
-    return scale

@@ -54,15 +54,13 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     group_amaxes = scaling.amax(x, q.granularity, axis=q.axis, ragged=True)
     amax = scaling.amax(group_amaxes)
     field, unit = _unit(amax)
-    error = jnp.where(
-        finite, decoded * scaling.spread(q.scale_inv, shape, q.granularity, q.axis) - kept, 0.0
-    )
+    error = jnp.where(finite, decoded * scaling.spread(q.scale_inv, shape, q.blocks) - kept, 0.0)
     times = scales.times_e8m0 if q.granularity == "mx_1x32" else operator.mul
     bound, above = _overflow_bound(q.fmt)
 
     def rare() -> list[jax.Array]:
         wide = cast.to_f32(x)  # again: what a branch takes from outside, XLA would write to memory
-        scaled = jnp.abs(times(wide, scaling.spread(q.scale, shape, q.granularity, q.axis)))
+        scaled = jnp.abs(times(wide, scaling.spread(q.scale, shape, q.blocks)))
         return [_number(~jnp.isfinite(wide)), _number(scaled > bound if above else scaled >= bound)]
 
     # The amaxes say whether there is any of either, so that the branch seldom runs.

@@ -21,14 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
-from fp8ref.jax.quantize import cast, division, philox
+from fp8ref.jax.quantize import cast, division
 from fp8ref.jax.transforms import array_types
 from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states.layouts import Layout, Moment
 
 _LARGEST = np.finfo(np.float32).max
-_DTYPES = {FLOAT16.name: jnp.float16, BFLOAT16.name: jnp.bfloat16, FLOAT32.name: jnp.float32}
 
 
 class MomentState(NamedTuple):
@@ -61,9 +59,8 @@ def zeros(p, layout: Layout, which: int, *, stacked: bool = False) -> MomentStat
     """The stored moment of a parameter before the first step, 0 for m and 1 for v (O-4); for 2, a
     master of zeros. Of a stack of tensors along the first dim, scales have that dim too."""
     moment = layout.kept[which]
-    dtype = cast.DTYPES[moment.fmt.name] if moment.fmt.bits == 8 else _DTYPES[moment.fmt.name]
     # zeros_like: a state is placed as its parameter is
-    codes = jnp.zeros_like(p, dtype=dtype)
+    codes = jnp.zeros_like(p, dtype=cast.STORED[moment.fmt.name])
     if moment.scaling is None:
         return MomentState(codes)
     lead = codes.shape[:1] if stacked else ()
@@ -87,12 +84,10 @@ def master(p, layout: Layout) -> MomentState:
         return MomentState(_codes(x, x, moment, None))
     scale, scale_inv = _scales(_group_max(jnp.abs(x), moment), moment)
     codes = _codes(product(x, scale), x, moment, None)
-    amax = (
-        None
-        if moment.amax == "exact"
-        else product(_group_max(jnp.abs(_values(codes, moment)), moment), scale_inv)
-    )
-    return MomentState(codes, scale_inv, amax)
+    if moment.amax == "exact":
+        return MomentState(codes, scale_inv)
+    largest_code = _group_max(jnp.abs(cast.from_stored(codes, moment.fmt)), moment)
+    return MomentState(codes, scale_inv, product(largest_code, scale_inv))
 
 
 def new(p, g, stored: list[MomentState], at: Scalars, layout: Layout):
@@ -104,7 +99,7 @@ def new(p, g, stored: list[MomentState], at: Scalars, layout: Layout):
     )
     step_ratio = ratio(m, v, at)
     if layout.bounded:
-        step_ratio = _clip(step_ratio, -at.bound, at.bound)
+        step_ratio = cast.clip(step_ratio, -at.bound, at.bound)
     if layout.keeps_master:
         p = read(stored[2], layout.master, layout)
     delta = change(step_ratio, p, at)
@@ -167,7 +162,7 @@ def not_tiny(x, layout: Layout):
 
 def read(stored: MomentState, moment: Moment, layout: Layout):
     """The moment as a step reads it, float32 (O-4)."""
-    x = _values(stored.codes, moment)
+    x = cast.from_stored(stored.codes, moment.fmt)
     if stored.scale_inv is not None:
         x = product(x, _spread(stored.scale_inv, x, moment))
     if stored.exponent is not None:
@@ -215,9 +210,8 @@ def store(
     if moment.amax != "predicted":
         return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
     # Rounding is monotone: the largest code has the largest product.
-    return MomentState(
-        codes, scale_inv, product(_group_max(jnp.abs(_values(codes, moment)), moment), scale_inv)
-    )
+    largest_code = _group_max(jnp.abs(cast.from_stored(codes, moment.fmt)), moment)
+    return MomentState(codes, scale_inv, product(largest_code, scale_inv))
 
 
 def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
@@ -240,7 +234,7 @@ def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
 def expanded(x, center, exponent, scale_inv, moment: Moment):
     """The numbers that are rounded to codes under an expansion (O-10)."""
     of, k, inverse = (_spread(a, x, moment) for a in (center, exponent, scale_inv))
-    return _over(_signed(_power(_clip(_over(jnp.abs(x), of), 0, _LARGEST), k), x), inverse)
+    return _over(_signed(_power(cast.clip(_over(jnp.abs(x), of), 0, _LARGEST), k), x), inverse)
 
 
 def _power(x, exponent):
@@ -280,34 +274,7 @@ def _scales(amax, moment: Moment):
 
 def _codes(scaled, x, moment: Moment, key):
     """O-8, in the format's dtype."""
-    fmt = moment.fmt
-    if fmt == FLOAT32:
-        return scaled
-    if key is not None:
-        codes = philox.codes(scaled, fmt, key)
-        if moment.keep:
-            codes = jnp.where(
-                (x != 0) & (codes & ~jnp.uint32(fmt.sign_bit) == 0), codes | jnp.uint32(1), codes
-            )
-        if fmt.bits == 8:
-            return lax.bitcast_convert_type(codes.astype(jnp.uint8), cast.DTYPES[fmt.name])
-        return lax.bitcast_convert_type(codes.astype(jnp.uint16), _DTYPES[fmt.name])
-    if fmt.bits == 8:
-        codes = cast.encode(scaled, fmt)  # ends in integers: shortened
-        if moment.keep:
-            codes = jnp.where((x != 0) & (codes & 0x7F == 0), codes | jnp.uint8(1), codes)
-        return lax.bitcast_convert_type(codes, cast.DTYPES[fmt.name])
-    codes = _clip(scaled, -fmt.max, fmt.max).astype(_DTYPES[fmt.name])
-    if moment.keep:
-        smallest = jnp.asarray(fmt.smallest_subnormal, codes.dtype)
-        codes = jnp.where(
-            (x != 0) & (codes == 0), jnp.where(jnp.signbit(x), -smallest, smallest), codes
-        )
-    return division.barrier(codes)  # shortened
-
-
-def _values(codes, moment: Moment):
-    return cast.decode(codes, moment.fmt) if moment.fmt.bits == 8 else codes.astype(jnp.float32)
+    return cast.to_stored(scaled, moment.fmt, key=key, numbers=x if moment.keep else None)
 
 
 def again(x, stored: MomentState, moment: Moment):
@@ -382,15 +349,6 @@ def product(a, b):
     if division.inside_kernel():
         return jnp.where(jnp.abs(a * b) <= _LARGEST, a * b, jnp.nan)
     return jnp.clip(a * b, -_LARGEST, _LARGEST)
-
-
-def _clip(x, low, high):
-    """``jnp.clip``.
-
-    In kernels maxima and minima drop NaN: Pallas makes PTX's ``max.f32`` of them for a GPU.
-    """
-    clipped = jnp.clip(x, low, high)
-    return jnp.where(jnp.isnan(x), x, clipped) if division.inside_kernel() else clipped
 
 
 def _not_below(x, least):

@@ -57,7 +57,7 @@ def test_a_groups_rows_are_cast_as_they_would_be_alone(granularity, axis, rng): 
         if isinstance(q, grouped_operands.Segmented):
             assert (q.granularity, q.axis) == (granularity, axis)
             scale = jnp.broadcast_to(
-                scaling.spread(alone.scale, rows.shape, granularity, axis), rows.shape
+                scaling.spread(alone.scale, rows.shape, alone.blocks), rows.shape
             )
             np.testing.assert_array_equal(
                 jnp.broadcast_to(q.lines(q.scale)[begin:end], (end - begin, 64)),
