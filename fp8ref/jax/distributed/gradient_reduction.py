@@ -176,11 +176,9 @@ def accumulate(
                 f"microbatches have gradients of one shape, {total.codes.shape}; got {g.shape}."
             )
         value = product(cast.decode(total.codes, fmt), total.scale_inv) + value
-    scale, scale_inv = _scales(scaling.amax(value, over=over), fmt, policy, 1.0)
-    codes = scaling.quantize_blocks(value, scale, fmt, (None,) * value.ndim)
-    return Quantized(
-        codes=codes, scale=scale, scale_inv=scale_inv, fmt=fmt, granularity="tensorwise", axis=-1
-    )
+    by = _scales(scaling.amax(value, over=over), fmt, policy, 1.0)
+    codes = scaling.quantize_blocks(value, by, fmt, (None,) * value.ndim)
+    return Quantized(codes=codes, **by._asdict(), fmt=fmt, granularity="tensorwise", axis=-1)
 
 
 def _scales(amax: jax.Array, fmt: Format, policy: str | ScalePolicy, factor) -> scales.Scales:
@@ -202,8 +200,13 @@ def _shared(
     names = (axes,) if isinstance(axes, str) else axes
     pre = gradient_reduction.factor(prescale, lax.axis_size(axes))
     factor = pre * (mu if isinstance(mu, jax.Array) else gradient_reduction.constant_mu(mu))
-    scale, scale_inv = _scales(scaling.amax(g, over=names), fmt, policy, factor)
-    return _cast(g, scale, fmt), scale_inv, _counted(g, scale, axes, fmt)
+    by = _scales(scaling.amax(g, over=names), fmt, policy, factor)
+    scaled = scaling.scale_blocks(g, by, (None,) * g.ndim)
+    return _codes(scaled, fmt), by.scale_inv, _counted(scaled, axes, fmt)
+
+
+def _codes(scaled: jax.Array, fmt: Format) -> jax.Array:
+    return lax.bitcast_convert_type(scaling.saturate(scaled, fmt), jnp.uint8)
 
 
 def _cut(codes: jax.Array, n: int) -> jax.Array:
@@ -232,20 +235,12 @@ def _rounded(
     gradient_reduction.check_result(result)
     if result == "float32":
         return total, None, 0
-    one = jnp.float32(1)
-    codes = _cast(total, one, fmt)
-    return cast.decode(codes, fmt), codes, _counted(total, one, axes, fmt)
+    codes = _codes(total, fmt)
+    return cast.decode(codes, fmt), codes, _counted(total, axes, fmt)
 
 
-def _cast(g: jax.Array, scale: jax.Array, fmt: Format) -> jax.Array:
-    """uint8 codes of a whole tensor by one scale."""
-    codes = scaling.quantize_blocks(g, scale, fmt, (None,) * g.ndim)
-    return lax.bitcast_convert_type(codes, jnp.uint8)
-
-
-def _counted(g: jax.Array, scale: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
-    """The elements of all devices that ``_cast`` saturates, int32 (). XLA scales them once."""
-    scaled = scaling.scale_blocks(g, scale, (None,) * g.ndim)
+def _counted(scaled: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
+    """The saturated elements of all devices, int32 ()."""
     own = jnp.sum(jnp.abs(scaled) > gradient_reduction.saturates_above(fmt), dtype=jnp.int32)
     return lax.psum(jnp.minimum(own, MOST_COUNTED // lax.axis_size(axes)), axes)
 

@@ -152,9 +152,8 @@ def quantize_rows(
     table = scales.scales_from_amax(largest, spec.fmt, spec.policy)
     q = Segmented(x, table.scale, table.scale_inv, segment, spec.fmt, spec.granularity, axis)
     # a line for each row: one scale, or one for each column
-    codes = scaling.quantize_blocks(
-        x, q.lines(table.scale), spec.fmt, (1, None), times=scales.times(spec.policy)
-    )
+    lines = scales.Scales(q.lines(table.scale), q.lines(table.scale_inv))
+    codes = scaling.quantize_blocks(x, lines, spec.fmt, (1, None), policy=spec.policy)
     return q._replace(codes=codes)
 
 

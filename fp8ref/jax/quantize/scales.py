@@ -8,8 +8,6 @@ exponent field (``_steps``).
 
 import functools
 import math
-import operator
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -93,11 +91,6 @@ def times_e8m0(x: jax.Array, scale: jax.Array) -> jax.Array:
     """RN32(x * scale); also for 2^-127, a subnormal scale that XLA on a CPU would flush to zero."""
     least = lax.bitcast_convert_type(scale, jnp.int32) == 1 << 22
     return (x * jnp.where(least, 2.0**-64, 1)) * jnp.where(least, 2.0**-63, scale)
-
-
-def times(policy: ScalePolicy) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """How a number meets a scale of this policy: ``times_e8m0``, or a product."""
-    return times_e8m0 if policy.e8m0 else operator.mul
 
 
 def implemented(policy: str | ScalePolicy) -> ScalePolicy:

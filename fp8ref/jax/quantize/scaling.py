@@ -9,22 +9,20 @@ approximations. So is the amax, because XLA's float maximum on a CPU drops NaNs.
 
 import functools
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8ref import policy as policies
 from fp8ref.formats import Format
 from fp8ref.jax.quantize import cast, scales
-from fp8ref.jax.quantize.scales import scale_from_amax
+from fp8ref.jax.quantize.scales import Scales, scale_from_amax
 from fp8ref.policy import ScalePolicy
 from fp8ref.recipe import CastSpec
 from fp8ref.spec import granularity as granularities
-
-Blocks = tuple[int | None, ...]
-"""The length of a block along each axis; None: the whole axis."""
+from fp8ref.spec.granularity import Blocks
 
 __all__ = [
     "Quantized",
@@ -37,6 +35,7 @@ __all__ = [
     "quantize_by_state",
     "quantize_divided",
     "quantize_with",
+    "saturate",
     "scale_blocks",
     "scale_from_amax",
     "spread",
@@ -79,13 +78,14 @@ def blocks(granularity: str, shape: tuple[int, ...], axis: int | tuple[int, ...]
     Raises:   ValueError: several axes of anything but rowwise; as ``spec.granularity.lengths``.
     """
     axes = axis if isinstance(axis, tuple) else (axis,)
-    if len(axes) > 1 and granularity not in ("tensorwise", "rowwise"):
+    if len(axes) == 1 or granularity in ("tensorwise", "rowwise"):
+        each = [granularities.lengths(granularity, len(shape), one) for one in axes]
+        sizes = tuple(None if None in along else along[0] for along in zip(*each, strict=True))
+    else:
         raise ValueError(
             f"blocks run along one reduced axis; got {granularity!r} and axis={axis}. Flatten "
             "the tensor first."
         )
-    each = [granularities.lengths(granularity, len(shape), one) for one in axes]
-    sizes = tuple(None if None in along else along[0] for along in zip(*each, strict=True))
     # the scale of a single row keeps its dims, that of a tensor has none
     return shape if granularity != "tensorwise" and set(sizes) == {None} else sizes
 
@@ -123,20 +123,28 @@ def spread(scale: jax.Array, shape: tuple[int, ...], blocks: Blocks) -> jax.Arra
 
 
 def scale_blocks(
-    x: jax.Array, scale: jax.Array, blocks: Blocks, *, times: Callable = operator.mul
+    x: jax.Array, by: Scales, blocks: Blocks, policy: ScalePolicy | None = None
 ) -> jax.Array:
-    """RN32(f32(x) * scale), float32 of x's shape, by the scales of x's blocks.
-
-    times     ``scales.times_e8m0`` under an e8m0 policy; or a division, of scale_inv.
-    """
-    return times(cast.to_f32(x), spread(scale, x.shape, blocks))
+    """What a cast rounds: RN32(f32(x) * scale), or under a policy that stores scale_inv the
+    quotient by it (S-13); float32 of x's shape."""
+    if policy and policy.stored == "scale_inv":
+        return cast.to_f32(x) / spread(by.scale_inv, x.shape, blocks)
+    times = scales.times_e8m0 if policy and policy.e8m0 else operator.mul
+    return times(cast.to_f32(x), spread(by.scale, x.shape, blocks))
 
 
 def quantize_blocks(
-    x: jax.Array, scale: jax.Array, fmt: Format, blocks: Blocks, *, times: Callable = operator.mul
+    x: jax.Array, by: Scales, fmt: Format, blocks: Blocks, *, policy: ScalePolicy | None = None
 ) -> jax.Array:
-    """The codes of x, native float8: ``scale_blocks``, clip to +-fmt.max, round to nearest even."""
-    return cast.to_fp8(scale_blocks(x, scale, blocks, times=times), fmt)
+    """The codes of x, native float8, by a scale for each block: ``scale_blocks``, ``saturate``
+    (S-5). policy None: by products."""
+    return saturate(scale_blocks(x, by, blocks, policy), fmt)
+
+
+def saturate(scaled: jax.Array, fmt: Format) -> jax.Array:
+    """The codes, native float8, of numbers that are scaled already, or need no scale: clip to
+    +-fmt.max; round to nearest even (S-5)."""
+    return cast.to_fp8(scaled, fmt)
 
 
 def amax(
@@ -178,11 +186,10 @@ def over_devices(amaxes: jax.Array, over: tuple[str, ...]) -> jax.Array:
     """Amaxes, float32 of any shape, of all devices along mesh axes, inside shard_map (P-2, P-9):
     one all-reduce; none of no axes.
     """
-    return (
-        cast.from_magnitude_bits(lax.pmax(cast.magnitude_bits(amaxes), over), jnp.float32)
-        if over
-        else amaxes
-    )
+    if not over:
+        return amaxes
+    bits = lax.pmax(cast.magnitude_bits(amaxes), over)
+    return cast.from_magnitude_bits(bits, jnp.float32)
 
 
 def quantize(
@@ -194,7 +201,7 @@ def quantize(
     axis: int | tuple[int, ...] = -1,
     over: tuple[str, ...] = (),
     with_producer: bool = False,
-    by: scales.Scales | None = None,
+    by: Scales | None = None,
 ) -> Quantized:
     """Scale x into fmt's range and round to nearest even, saturating.
 
@@ -221,10 +228,11 @@ def quantize(
             f"policy {policy.name!r}."
         )
     if by is None:
-        by = scales.scales_from_amax(
-            amax(x, granularity, axis=axis, over=over, with_producer=with_producer), fmt, policy
-        )
-    return _quantized(x, by.scale, by.scale_inv, fmt, granularity, axis, times=scales.times(policy))
+        largest = amax(x, granularity, axis=axis, over=over, with_producer=with_producer)
+        by = scales.scales_from_amax(largest, fmt, policy)
+    block = blocks(granularity, x.shape, axis)
+    codes = quantize_blocks(x, by, fmt, block, policy=policy)
+    return Quantized(codes=codes, **by._asdict(), fmt=fmt, granularity=granularity, axis=axis)
 
 
 def quantize_with(
@@ -244,8 +252,9 @@ def quantize_with(
         raise ValueError(
             f"{granularity} scales of x.shape={x.shape} have shape {shape}; got {scale.shape}."
         )
-    scale, scale_inv = scales.with_inverse(scale)
-    return _quantized(x, scale, scale_inv, fmt, granularity, axis)
+    by = scales.with_inverse(scale)
+    codes = quantize_blocks(x, by, fmt, blocks(granularity, x.shape, axis))
+    return Quantized(codes=codes, **by._asdict(), fmt=fmt, granularity=granularity, axis=axis)
 
 
 def quantize_divided(
@@ -260,15 +269,9 @@ def quantize_divided(
     """
     cast.check_array(x)
     cast.check_array(scale_inv, "a scale_inv is an array of float32")
-    codes = quantize_blocks(x, scale_inv, fmt, (None,) * x.ndim, times=operator.truediv)
-    return Quantized(
-        codes=codes,
-        scale=1 / scale_inv,
-        scale_inv=scale_inv,
-        fmt=fmt,
-        granularity="tensorwise",
-        axis=axis,
-    )
+    by = Scales(1 / scale_inv, scale_inv)
+    codes = quantize_blocks(x, by, fmt, (None,) * x.ndim, policy=policies.POLICIES["flax"])
+    return Quantized(codes=codes, **by._asdict(), fmt=fmt, granularity="tensorwise", axis=axis)
 
 
 def quantize_by_state(x: jax.Array, stored: jax.Array, spec: CastSpec, *, axis: int) -> Quantized:
@@ -293,25 +296,8 @@ def dequantize(q: Quantized) -> jax.Array:
     return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, q.codes.shape, q.blocks)
 
 
-def _quantized(
-    x: jax.Array,
-    scale: jax.Array,
-    scale_inv: jax.Array,
-    fmt: Format,
-    granularity: str,
-    axis: int | tuple[int, ...],
-    *,
-    times: Callable = operator.mul,
-) -> Quantized:
-    codes = quantize_blocks(x, scale, fmt, blocks(granularity, x.shape, axis), times=times)
-    return Quantized(
-        codes=codes, scale=scale, scale_inv=scale_inv, fmt=fmt, granularity=granularity, axis=axis
-    )
-
-
-@functools.partial(
-    jax.jit, static_argnames=("dtype", "axis", "keepdims", "with_producer")
-)  # traced once for all tensors of a shape
+# traced once for all tensors of a shape
+@functools.partial(jax.jit, static_argnames=("dtype", "axis", "keepdims", "with_producer"))
 def _largest(
     bits: jax.Array,
     dtype,
@@ -339,9 +325,8 @@ def _integer_max(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: 
     if bits.ndim - 1 in (each % bits.ndim for each in reduced):
         return largest(cast.without_sign(bits))
     unsigned = largest(lax.bitcast_convert_type(bits, f"u{bits.dtype}"))
-    return jnp.maximum(
-        largest(bits), cast.without_sign(lax.bitcast_convert_type(unsigned, bits.dtype))
-    )
+    negative = lax.bitcast_convert_type(unsigned, bits.dtype)
+    return jnp.maximum(largest(bits), cast.without_sign(negative))
 
 
 def _absolute_max(
@@ -365,17 +350,16 @@ def _float_max(
     half, least, sign = 1 << (size.bits - 2), 1 << jnp.finfo(dtype).nmant, size.bits - 1
     t = cast.without_sign(bits) - half
     ordered = (least + (t ^ (t >> sign))) | ((t >> sign) & size.min)
-    largest = lax.bitcast_convert_type(
-        jnp.max(lax.bitcast_convert_type(ordered, dtype), axis=axis, keepdims=keepdims), bits.dtype
-    )
+    numbers = lax.bitcast_convert_type(ordered, dtype)
+    largest = jnp.max(numbers, axis=axis, keepdims=keepdims)
+    largest = lax.bitcast_convert_type(largest, bits.dtype)
     return (((largest & size.max) - least) ^ (largest >> sign)) + half
 
 
 def _largest_of_blocks(bits: jax.Array, dtype, blocks: Blocks) -> jax.Array:
-    sizes = [n if size is None else size for n, size in zip(bits.shape, blocks, strict=True)]
+    sizes = granularities.block_sizes(bits.shape, blocks)
     # zeros fill the last block
     bits = jnp.pad(bits, [(0, -n % size) for n, size in zip(bits.shape, sizes, strict=True)])
-    bits = bits.reshape(
-        [part for n, size in zip(bits.shape, sizes, strict=True) for part in (n // size, size)]
-    )
+    split = [(n // size, size) for n, size in zip(bits.shape, sizes, strict=True)]
+    bits = bits.reshape([part for pair in split for part in pair])
     return _largest(bits, dtype, axis=tuple(range(1, bits.ndim, 2)))

@@ -74,24 +74,11 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
         "saturated": _number(jnp.abs(decoded) == q.fmt.max),
         "overflows": overflows,
     }
-    limbs = [
-        limb.astype(jnp.float32)
-        for name in COUNTS
-        for limb in (counts[name] >> 16, counts[name] & 0xFFFF)
-    ]
     # XLA's extrema on a CPU may drop NaNs
     poisoned = jnp.where(jnp.isnan(q.scale).any(), jnp.nan, 0.0)
-    return jnp.stack(
-        [
-            *limbs,
-            _squares(kept * unit),
-            _squares(error * unit),
-            field.astype(jnp.float32),
-            amax,
-            q.scale.min() + poisoned,
-            q.scale.max() + poisoned,
-        ]
-    )
+    extremes = [q.scale.min() + poisoned, q.scale.max() + poisoned]
+    sums = [_squares(v * unit) for v in (kept, error)]
+    return jnp.stack([*_limbs(counts), *sums, field.astype(jnp.float32), amax, *extremes])
 
 
 def measurement(
@@ -122,17 +109,11 @@ def measurement(
         "overflows": (scaled > bound if above else scaled >= bound) & inside,
     }
     counts = {name: _number(masks[name].reshape(-1, x.shape[-1])) for name in COUNTS}
-    limbs = [
-        limb.astype(jnp.float32)
-        for name in COUNTS
-        for limb in (counts[name] >> 16, counts[name] & 0xFFFF)
-    ]
-    extremes = jnp.where(inside, scale, jnp.inf).min(), jnp.where(inside, scale, -jnp.inf).max()
+    extremes = [jnp.where(inside, scale, jnp.inf).min(), jnp.where(inside, scale, -jnp.inf).max()]
     poisoned = jnp.where(jnp.isnan(jnp.where(inside, scale, 1.0)).any(), jnp.nan, 0.0)
     sums = (_squares(v.reshape(-1, x.shape[-1])) for v in (kept * unit, error * unit))
-    return jnp.stack(
-        [*limbs, *sums, field.astype(jnp.float32), amax, *(s + poisoned for s in extremes)]
-    )
+    extremes = [s + poisoned for s in extremes]
+    return jnp.stack([*_limbs(counts), *sums, field.astype(jnp.float32), amax, *extremes])
 
 
 def rows(measured: Measured) -> jax.Array:
@@ -145,16 +126,18 @@ def parts(measurements: np.ndarray) -> np.ndarray:
     """Decode measurements float32 [..., LENGTH] to float64 [...,
     fp8ref.selection.statistics.FIELDS].
     """
-    wide = measurements.astype(np.float64)
-    limbs, (signal, noise, field, *others) = (
-        wide[..., : 2 * len(COUNTS)],
-        np.moveaxis(wide[..., 2 * len(COUNTS) :], -1, 0),
-    )
+    limbs, rest = np.split(measurements.astype(np.float64), [2 * len(COUNTS)], axis=-1)
+    signal, noise, field, *others = np.moveaxis(rest, -1, 0)
     counts = limbs[..., 0::2] * 2**16 + limbs[..., 1::2]
     squared = np.exp2(2 * (field - 127))
-    return np.concatenate(
-        [counts, np.stack([signal * squared, noise * squared, *others], axis=-1)], axis=-1
-    )
+    sums = np.stack([signal * squared, noise * squared, *others], axis=-1)
+    return np.concatenate([counts, sums], axis=-1)
+
+
+def _limbs(counts: dict[str, jax.Array]) -> list[jax.Array]:
+    """Each of ``COUNTS`` as its upper and lower 16 bits, float32."""
+    halves = [half for name in COUNTS for half in (counts[name] >> 16, counts[name] & 0xFFFF)]
+    return [half.astype(jnp.float32) for half in halves]
 
 
 def _unit(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
