@@ -23,6 +23,7 @@ from fp8ref.sim.quantize import cast, scales, scaling
 from fp8ref.sim.quantize.scales import Scales
 from fp8ref.spec import granularity as granularities
 from fp8ref.spec import llama
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import ROLES, Mask, Variant, by_name
 from fp8ref.spec.hardware import Factor, Multiply
 
@@ -207,20 +208,20 @@ def forward(
             )
 
         q, k = rotated("query", q), rotated("key", k)
-        variant = None if attention is None else hardware.attending(by_name(attention), multiply)  # type: ignore[arg-type]
+        call = None
+        if attention is not None:
+            variant = hardware.attending(by_name(attention), multiply)  # type: ignore[arg-type]
+            cap = config.attention_softcap
+            call = Call(variant=variant, mask=Mask(causal=True), softcap=cap)
         role_scales = (
             {role: states[f"{name}/{role}"].stored for role in ROLES if f"{name}/{role}" in states}
             if states
             else {}
         )
         sinks = w[llama.sinks_of(name)] if config.attention_sinks else None
-        options = {
-            "softcap": config.attention_softcap,
-            "sinks": None if sinks is None else sinks.astype(np.float32),
-        }
-        o = _attention(
-            q, k, v, rounding, functools.partial(report, name), variant, role_scales, options
-        )
+        sinks = None if sinks is None else sinks.astype(np.float32)
+        attention_report = functools.partial(report, name)
+        o = _attention(q, k, v, rounding, attention_report, call, role_scales, sinks)
         return linear(f"{name}.o_proj", o.swapaxes(1, 2).reshape(*x.shape[:-1], -1))
 
     def mlp(name: str, x: np.ndarray, expert: int | None = None) -> np.ndarray:
@@ -356,14 +357,12 @@ def _attention(
     v: np.ndarray,
     rounding: Rounding,
     report: Callable,
-    variant: str | Variant | None = None,
+    call: Call | None = None,
     scales: Mapping[str, np.ndarray] | None = None,
-    options: Mapping[str, Any] | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as q.
-    options: softcap and sinks of a variant (A-28).
-    """
-    if variant is not None:
+    """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as q."""
+    if call is not None:
         # A variant takes finite numbers alone, and has finite scores; of others nothing is known.
         # Quantizing changes a score by less than a factor of 2 of the largest that its magnitudes
         # allow.
@@ -375,10 +374,11 @@ def _attention(
             (2 * sizes < _TOO_LARGE).all()
         )
         operands = (x.astype(np.float32) for x in (q, k, v))
-        more: dict = {"variant": variant, "mask": Mask(causal=True), "scales": scales} | dict(
-            options or {}
+        o = (
+            variants.forward(*operands, variant=call, scales=scales, sinks=sinks).o
+            if finite
+            else np.full(q.shape, np.nan)
         )
-        o = variants.forward(*operands, **more).o if finite else np.full(q.shape, np.nan)
         out = rounding(o.astype(np.float64))
         report("attention output", out)
         return out

@@ -13,6 +13,7 @@ from fp8ref.shared import console
 from fp8ref.shared.result import Result
 from fp8ref.sim.attention import attention
 from fp8ref.sim.attention.gradients import gradients as attention_gradients
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS, Mask, by_name
 from fp8ref.study import recording as recordings
 from fp8ref.study.recording import Attended, Recording
@@ -134,11 +135,10 @@ def judge(recording: Recording, variants: Sequence[str] | None = None) -> Judged
     )
     with console.library_bar("judge attention", len(recording.attention)) as advance:
         for one in recording.attention.values():
-            options: dict = {"mask": Mask(causal=one.causal), "scale": one.scale}
-            real = _passed(one, "exact", options)
+            real = _passed(one, "exact")
             for name in names:
                 try:
-                    tensors = _passed(one, name, options)
+                    tensors = _passed(one, name)
                 except ValueError as error:
                     left_out[f"{one.layer}, {name}"] = str(error)
                     continue
@@ -163,13 +163,12 @@ def distance(tensors: Sequence[np.ndarray], real: Sequence[np.ndarray]) -> float
     )
 
 
-def _passed(one: Attended, variant: str, options: dict) -> dict[str, list[np.ndarray]]:
+def _passed(one: Attended, variant: str) -> dict[str, list[np.ndarray]]:
     """The output, and the gradients where they can be had, float64."""
-    result = attention.forward(one.q, one.k, one.v, variant=variant, **options)
+    call = Call(variant=by_name(variant), mask=Mask(causal=one.causal), scale=one.scale)
+    result = attention.forward(one.q, one.k, one.v, variant=call)
     tensors: dict[str, list[np.ndarray]] = {"error": [result.o.astype(np.float64)], "gradients": []}
-    if one.do is not None and by_name(variant).backward is not None:
-        grads = attention_gradients.backward(
-            one.do, one.q, one.k, one.v, result, variant=variant, **options
-        )
+    if one.do is not None and call.variant.backward is not None:
+        grads = attention_gradients.backward(one.do, one.q, one.k, one.v, result, variant=call)
         tensors["gradients"] = [x.astype(np.float64) for x in (grads.dq, grads.dk, grads.dv)]
     return tensors

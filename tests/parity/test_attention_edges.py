@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.attention import attention_cases as cases
+from helpers.attention.attention_cases import call_options
 
 from fp8ref.jax.attention import attention as fj
 from fp8ref.sim.attention import attention as sim
@@ -43,7 +44,11 @@ def of_torch(arrays, **how):
     return ft.forward(*map(torch.tensor, arrays), arithmetic="stated", **how)
 
 
-ROOMS = {"sim": lambda arrays, **how: sim.forward(*arrays, **how), "jax": of_jax, "torch": of_torch}
+ROOMS = {
+    "sim": lambda arrays, **how: sim.forward(*arrays, **call_options(**how)),
+    "jax": of_jax,
+    "torch": of_torch,
+}
 
 
 def fused(a: np.float32, b: np.float32) -> np.float32:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.attention import attention_cases as cases
+from helpers.attention.attention_cases import backward_options, call_options
 
 from fp8ref.jax.attention import attention as jax_attention
 from fp8ref.sim.attention import attention as sim
@@ -65,7 +66,7 @@ def test_outputs_are_within_the_bound(name, mask, operand):  # A-18, A-2 to A-12
     q, k, v, _ = cases.normal()
     low, variant = VARIANTS[name].fmt.bits == 8, cases.native(name)
     how = {"variant": variant, "mask": cases.MASKS[mask], "documents": cases.documents()}
-    wanted = sim.forward(q, k, v, keep_p=low, **how)
+    wanted = sim.forward(q, k, v, **call_options(keep_p=low, **how))
     found = torch_forward(q, k, v, keep_p=low, **how)
     check_tensors(found, wanted, [role for role in wanted.tensors if role != "o"])
     bound = cases.bound(
@@ -108,8 +109,8 @@ def test_gradients_are_within_the_bound(name, operand):  # A-18, A-15, A-16
     of codes of its own. In bfloat16 shares are 512 E, and units 2^-7."""
     q, k, v, do = cases.normal()
     variant, how = cases.native(name), {"mask": cases.MASKS["causal"]}
-    result = sim.forward(q, k, v, variant=variant, **how)
-    wanted = sim_gradients.backward(do, q, k, v, result, variant=variant, **how)
+    result = sim.forward(q, k, v, **call_options(variant=variant, **how))
+    wanted = sim_gradients.backward(do, q, k, v, result, **backward_options(variant=variant, **how))
     mine = torch_forward(q, k, v, variant=variant, **how)
     found = attention.backward(
         *map(torch.from_numpy, (do, q, k, v)), mine, variant=variant, arithmetic="fast", **how

@@ -8,10 +8,12 @@ import jax
 import numpy as np
 import pytest
 from helpers.attention import attention_cases as cases
+from helpers.attention.attention_cases import backward_options, call_options
 
 from fp8ref.jax.attention import attention
 from fp8ref.sim.attention import attention as sim
 from fp8ref.sim.attention.gradients import gradients as sim_gradients
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS
 
 NAMES = [name for name in VARIANTS if name != "exact"]
@@ -63,10 +65,12 @@ def test_integers_have_the_simulators_bits(name, mask):  # A-2 to A-12
         q,
         k,
         v,
-        variant=cases.native(name),
-        mask=cases.MASKS[mask],
-        scale=cases.SCALE,
-        keep_p=VARIANTS[name].fmt.bits == 8,
+        variant=Call(
+            variant=cases.native(name),
+            mask=cases.MASKS[mask],
+            scale=cases.SCALE,
+            keep_p=VARIANTS[name].fmt.bits == 8,
+        ),
     )
     found = forward(name, mask, "stated")(q, k, v, cases.SCALE)
     same_tensors(found, wanted, wanted.tensors)
@@ -92,7 +96,7 @@ def test_numbers_within_bounds(name, arithmetic, with_documents):  # A-5, A-8 to
         "scale": None,
         "documents": given,
     }
-    wanted = sim.forward(q, k, v, keep_p=low, **how)
+    wanted = sim.forward(q, k, v, **call_options(keep_p=low, **how))
     found = forward(name, "causal", arithmetic, with_documents)(q, k, v, None)
     same_tensors(found, wanted, [role for role in wanted.tensors if role != "o"])
     # fast: test_elementary has 2 + |x| / 2 units of 2^-23, with |x| below 32 where P is no zero of
@@ -143,7 +147,7 @@ def test_real_arithmetic(mask):  # A-1, A-14
     """
     q, k, v, do = cases.normal()
     how = {"variant": "exact", "mask": cases.MASKS[mask], "documents": cases.documents()}
-    wanted = sim.forward(q, k, v, **how)
+    wanted = sim.forward(q, k, v, **call_options(**how))
     found = jax.jit(lambda q, k, v: attention.forward(q, k, v, **how))(q, k, v)
     np.testing.assert_array_equal(found.o, wanted.o)
     np.testing.assert_array_equal(found.lse, wanted.lse)
@@ -151,7 +155,9 @@ def test_real_arithmetic(mask):  # A-1, A-14
         do, q, k, v, found
     )
     for mine, other in zip(
-        gradients[:3], sim_gradients.backward(do, q, k, v, wanted, **how)[:3], strict=True
+        gradients[:3],
+        sim_gradients.backward(do, q, k, v, wanted, **backward_options(**how))[:3],
+        strict=True,
     ):
         # Sums of 150 float64 terms of a size of at most 64 err by 2^-40.
         np.testing.assert_allclose(mine, other, rtol=2.0**-23, atol=2.0**-40)
@@ -166,8 +172,10 @@ def test_gradients_of_integers(name, mask):  # A-15, A-16
     of e4m3 or bfloat16, so that one code in a thousand may differ by one."""
     q, k, v, do = cases.integers()
     how = {"mask": cases.MASKS[mask], "scale": cases.SCALE, "documents": cases.documents()}
-    result = sim.forward(q, k, v, variant=cases.native(name), **how)
-    wanted = sim_gradients.backward(do, q, k, v, result, variant=cases.native(name), **how)
+    result = sim.forward(q, k, v, **call_options(variant=cases.native(name), **how))
+    wanted = sim_gradients.backward(
+        do, q, k, v, result, **backward_options(variant=cases.native(name), **how)
+    )
 
     @jax.jit
     def run(do, q, k, v):
@@ -198,8 +206,10 @@ def test_gradients_of_numbers(name):  # A-15, A-16
     of codes of its own."""
     q, k, v, do = cases.normal()
     how = {"mask": cases.MASKS["causal"]}
-    result = sim.forward(q, k, v, variant=cases.native(name), **how)
-    wanted = sim_gradients.backward(do, q, k, v, result, variant=cases.native(name), **how)
+    result = sim.forward(q, k, v, **call_options(variant=cases.native(name), **how))
+    wanted = sim_gradients.backward(
+        do, q, k, v, result, **backward_options(variant=cases.native(name), **how)
+    )
     bound = cases.bound(
         cases.native(name),
         q,
@@ -241,9 +251,9 @@ def test_delayed_scales():  # A-12
     scales = {role: np.float32(x) for role, x in scales.items()}
     first = {role: scales[role] for role in ("q", "k", "v", "s", "o")}
     second = {role: scales[role] for role in ("s", "do", "ds", "dq", "dk", "dv")}
-    wanted = sim.forward(q, k, v, variant="cudnn", scale=cases.SCALE, scales=first)
+    wanted = sim.forward(q, k, v, variant=Call(variant="cudnn", scale=cases.SCALE), scales=first)
     gradients = sim_gradients.backward(
-        do, q, k, v, wanted, variant="cudnn", scale=cases.SCALE, scales=second
+        do, q, k, v, wanted, variant=Call(variant="cudnn", scale=cases.SCALE), scales=second
     )
 
     @jax.jit

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.attention import attention_cases as cases
+from helpers.attention.attention_cases import backward_options, call_options
 
 from fp8ref.jax.attention import attention as fj
 from fp8ref.sim.attention import attention as sim
@@ -21,8 +22,8 @@ ROLES = ("o", "dq", "dk", "dv")
 def of_sim(arrays, documents, *, layout="bhtd", sinks=None, **how):
     q, k, v, do = arrays
     more = how | {"documents": documents, "layout": layout, "sinks": sinks}
-    result = sim.forward(q, k, v, **more)
-    gradients = sim_gradients.backward(do, q, k, v, result, **more)
+    result = sim.forward(q, k, v, **call_options(**more))
+    gradients = sim_gradients.backward(do, q, k, v, result, **backward_options(**more))
     return (result.o, *gradients[:3]), gradients.dsinks
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.attention import attention_cases as cases
+from helpers.attention.attention_cases import backward_options, call_options
 
 from fp8ref.jax.attention import attention as jax_attention
 from fp8ref.jax.attention import sinks as attention_sinks
@@ -116,7 +117,7 @@ def test_stated_probabilities_are_the_simulators_bits(name, backend):  # A-22, A
         "sinks": SINKS,
     }
     right, found = (
-        sim.forward(q, k, v, keep_p=True, **how),
+        sim.forward(q, k, v, **call_options(keep_p=True, **how)),
         backend.forward(q, k, v, keep_p=True, arithmetic="stated", **how),
     )
     np.testing.assert_array_equal(np.asarray(found.p_codes), right.p_codes)
@@ -133,7 +134,7 @@ def test_fast_outputs_are_within_the_bound(name, backend):  # A-18, A-22, A-23
     q, k, v, _ = cases.normal(b=1)
     variant, low = cases.native(name), VARIANTS[name].fmt.bits == 8
     how = {"variant": variant, "mask": cases.MASKS["causal"], "softcap": CAP, "sinks": SINKS}
-    wanted = sim.forward(q, k, v, keep_p=low, **how)
+    wanted = sim.forward(q, k, v, **call_options(keep_p=low, **how))
     found = backend.forward(q, k, v, keep_p=low, arithmetic="fast", **how)
     bound = bound_of(variant, q, k, v, wanted.tensors)
     differing = np.full(bound.weights.shape, 2.0**-4)
@@ -167,8 +168,8 @@ def test_gradients_are_the_simulators(name, arithmetic, backend):  # A-14 to A-1
         "softcap": CAP,
         "sinks": NEARER,
     }
-    result = sim.forward(q, k, v, **how)
-    wanted = sim_gradients.backward(do, q, k, v, result, **how)
+    result = sim.forward(q, k, v, **call_options(**how))
+    wanted = sim_gradients.backward(do, q, k, v, result, **backward_options(**how))
     found = backend.backward(
         do,
         q,

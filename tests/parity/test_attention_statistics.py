@@ -7,6 +7,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from helpers.attention.attention_cases import backward_options, call_options
 from helpers.processes import rank_jobs, ranks
 
 from fp8ref.conformance.gemm.bound import gamma
@@ -80,9 +81,9 @@ def check_counts(p: dict, ds: dict, tensors: dict[str, np.ndarray], variant) -> 
     these few thousand none is that near."""
     q, k, v, do = (tensors[role] for role in ("q", "k", "v", "do"))
     how: dict = {"variant": variant, "mask": Mask(causal=True)}
-    result = attention.forward(q, k, v, **how, keep_s=True)
+    result = attention.forward(q, k, v, **call_options(keep_s=True, **how))
     gradients = attention_gradients.backward(
-        do, q, k, v, result, **how, keep=variant.granularity == "tensor"
+        do, q, k, v, result, **backward_options(keep_ds=variant.granularity == "tensor", **how)
     )
     near = 0
     if gradients.matrices:

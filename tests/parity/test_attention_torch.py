@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.attention.attention_cases import backward_options, call_options
 
 from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.formats import E5M2
@@ -55,13 +56,15 @@ def both(arrays, variant, **kwargs):
         **kwargs,
     )
     return sim.forward(
-        *arrays[:3], variant=variant, documents=documents, scales=given, **kwargs
+        *arrays[:3], **call_options(variant=variant, documents=documents, scales=given, **kwargs)
     ), found
 
 
 def both_gradients(arrays, results, variant, **kwargs):
     q, k, v, do = arrays
-    right = sim_gradients.backward(do, q, k, v, results[0], variant=variant, **kwargs)
+    right = sim_gradients.backward(
+        do, q, k, v, results[0], **backward_options(variant=variant, **kwargs)
+    )
     found = attention.backward(
         *map(torch.from_numpy, (do, q, k, v)),
         results[1],

@@ -14,8 +14,10 @@ from fp8ref.sim import llama as model
 from fp8ref.sim.attention import attention
 from fp8ref.sim.quantize import cast, scales, scaling
 from fp8ref.spec import llama
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import Mask
 
+CALL = Call(variant="cudnn", mask=Mask(causal=True))
 CONFIG = llama.LlamaConfig(
     hidden_size=32,
     intermediate_size=48,
@@ -231,9 +233,7 @@ def test_a_variant_attends():  # A-1
         return value
 
     given = [x.astype(np.float32) for x in (q, k, v)]
-    out = model._attention(
-        *(x.astype(np.float64) for x in given), model.Rounding(), report, "cudnn"
-    )
+    out = model._attention(*(x.astype(np.float64) for x in given), model.Rounding(), report, CALL)
     right = attention.forward(*given, variant="cudnn", mask=Mask(causal=True)).o
     np.testing.assert_array_equal(out, cast.round_to(right, BFLOAT16))
     assert list(seen) == ["attention output"]
@@ -242,5 +242,5 @@ def test_a_variant_attends():  # A-1
 def test_a_variant_of_numbers_that_are_not_finite_is_nan():
     x = np.full((1, 1, 2, 4), np.inf)
     assert np.isnan(
-        model._attention(x, x, x, model.Rounding(), lambda role, value, **_: value, "cudnn")
+        model._attention(x, x, x, model.Rounding(), lambda role, value, **_: value, CALL)
     ).all()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fp8ref.sim.attention import attention
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS, Mask
 from fp8ref.study import attention_error
 from fp8ref.study.recording import Attended, Recording
@@ -24,7 +25,7 @@ def test_errors_are_of_the_simulators_output():
     given = call(scale=0.5)
     outputs = {
         name: attention.forward(
-            given.q, given.k, given.v, variant=name, mask=Mask(causal=True), scale=0.5
+            given.q, given.k, given.v, variant=Call(variant=name, mask=Mask(causal=True), scale=0.5)
         ).o.astype(np.float64)
         for name in ("exact", "fa3", "bf16")
     }

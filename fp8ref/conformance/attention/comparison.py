@@ -19,6 +19,7 @@ from fp8ref.conformance.kit.subject import RefusedError
 from fp8ref.formats import BFLOAT16, FLOAT16
 from fp8ref.sim.attention import attention
 from fp8ref.sim.quantize import cast
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import FULL, Mask, Variant
 
 NEAR = 0.99
@@ -204,7 +205,7 @@ def simulated(asked: Attention, question: Question, variant: Variant) -> attenti
 
     Codes are quantized by heads before the call.
     """
-    more: dict = {"softcap": question.softcap, "sinks": question.sinks, "scale": question.scale}
+    scales = None
     if asked.takes_codes:
         if (
             variant.granularity not in ("tensor", "head")
@@ -215,9 +216,16 @@ def simulated(asked: Attention, question: Question, variant: Variant) -> attenti
         variant = dataclasses.replace(variant, granularity="head", policy="te_current")
         if asked.ones:
             shape = *question.k.shape[:2], 1, 1
-            more["scales"] = dict.fromkeys("qkv", np.ones(shape, np.float32))
+            scales = dict.fromkeys("qkv", np.ones(shape, np.float32))
+    call = Call(variant=variant, mask=question.mask, scale=question.scale, softcap=question.softcap)
     return attention.forward(
-        *question[:3], variant=variant, mask=question.mask, documents=question.documents, **more
+        question.q,
+        question.k,
+        question.v,
+        variant=call,
+        documents=question.documents,
+        scales=scales,
+        sinks=question.sinks,
     )
 
 

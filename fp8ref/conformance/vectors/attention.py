@@ -2,6 +2,7 @@
 log-sum-exp (spec A).
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import FLOAT32
 from fp8ref.sim.attention import attention
 from fp8ref.spec.attention import variants as variants
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS, Mask
 
 AXES = "B,H,Hkv,Tq,Tk,D"
@@ -250,12 +252,14 @@ def _guess(question: Attention, q, k, v, outputs: np.ndarray) -> str:
 
 
 def _forward(question: Attention, q, k, v, **changes) -> attention.Result:
-    options: dict = {
-        "variant": question.variant,
-        "softcap": question.parsed_softcap,
-        "sinks": question.parsed_sinks,
-    } | changes
-    return attention.forward(q, k, v, mask=question.parsed_mask, **options)
+    sinks = changes.pop("sinks", question.parsed_sinks)
+    call = Call(
+        variant=variants.by_name(question.variant),
+        mask=question.parsed_mask,
+        softcap=question.parsed_softcap,
+    )
+    call = dataclasses.replace(call, **changes)
+    return attention.forward(q, k, v, variant=call, sinks=sinks)
 
 
 def _numbers(text: str, name: str) -> np.ndarray | None:

@@ -63,17 +63,16 @@ class AttentionPass:
     arrays: Mapping[str, np.ndarray]
 
     @property
-    def capped(self) -> dict[str, Any]:
-        """Arguments softcap and sinks of the simulator, where this forward pass had any (A-28)."""
-        arrays = {
-            name: self.arrays[f"{name}/value"]
-            for name in ("softcap", "sinks")
-            if f"{name}/value" in self.arrays
-        }
-        return {
-            name: float(x) if name == "softcap" else np.asarray(x, np.float32)
-            for name, x in arrays.items()
-        }
+    def softcap(self) -> float | None:
+        """The softcap of this forward pass, if it had one (A-28)."""
+        cap = self.arrays.get("softcap/value")
+        return None if cap is None else float(cap)
+
+    @property
+    def sinks(self) -> np.ndarray | None:
+        """The sinks of this forward pass, float32 [H], if it had any (A-28)."""
+        sinks = self.arrays.get("sinks/value")
+        return None if sinks is None else np.asarray(sinks, np.float32)
 
     def parts(self) -> Iterator[tuple[str, str, np.ndarray]]:
         """(what, part, array) in the order in which they are made."""
@@ -239,7 +238,7 @@ def exact(
     )
     if variant.fmt.bits != 8 or variant.granularity is None or not ordered:
         return None
-    cap, sinks = forward.capped.get("softcap"), forward.capped.get("sinks")
+    cap, sinks = forward.softcap, forward.sinks
     q, k, v = (_values(role, forward, variant) for role in ("q", "k", "v"))
     group, features, scale = (
         q.shape[1] // k.shape[1],

@@ -22,6 +22,7 @@ from fp8ref.sim.attention.attention import Result
 from fp8ref.sim.attention.gradients import gradients as attention_gradients
 from fp8ref.sim.attention.operands import heads as head_scaling
 from fp8ref.sim.quantize import cast
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import GRADIENT_ROLES, ROLES, Variant
 
 COUNTS = ("count", "saturated", "lost")
@@ -83,14 +84,9 @@ def check(
 
 def _forward(one: AttentionPass, variant: Variant, stored: Mapping[str, np.ndarray]) -> Result:
     scales = {role: x for role, x in stored.items() if role in ROLES}
-    return simulator.forward(
-        *_tensors(one, "q", "k", "v"),
-        variant=variant,
-        mask=MASK,
-        scales=scales,
-        keep_s=True,
-        **one.capped,
-    )
+    call = Call(variant=variant, mask=MASK, softcap=one.softcap, keep_s=True)
+    q, k, v = _tensors(one, "q", "k", "v")
+    return simulator.forward(q, k, v, variant=call, scales=scales, sinks=one.sinks)
 
 
 def _check_ds(
@@ -106,9 +102,8 @@ def _check_ds(
         return 0
     scales = {role: x for role, x in stored.items() if role in ("s", *GRADIENT_ROLES)}
     q, k, v = _tensors(forward, "q", "k", "v")
-    gradients = attention_gradients.backward(
-        do, q, k, v, result, variant=variant, mask=MASK, scales=scales, keep=True, **forward.capped
-    )
+    call = Call(variant=variant, mask=MASK, softcap=forward.softcap, keep_ds=True)
+    gradients = attention_gradients.backward(do, q, k, v, result, variant=call, scales=scales)
     exact = attention.exact("ds", forward, backward, variant)
     assert exact is not None
     values, bound = np.abs(exact.value), exact.bound
@@ -162,9 +157,7 @@ def _probabilities(
     # The scores of both forms: D products and at most four factors each, A-18's gamma(D + 8) A,
     # twice with the maximum's; under a softcap cap tanh, with h of a hyperbolic tangent, a rounding
     # of it and one of its product with cap, and two of room: h + 4 u in each form.
-    scores_error = 2 * gamma(features + 8) * row_sizes + 2 * one.capped.get("softcap", 0) * (
-        TANH + 4 * U
-    )
+    scores_error = 2 * gamma(features + 8) * row_sizes + 2 * (one.softcap or 0) * (TANH + 4 * U)
     e = scores_error + tiles_error
     # An exponent differs by at most E from that of real arithmetic, and the backend's from the
     # simulator's by 2 E.

@@ -16,6 +16,7 @@ from fp8ref.sim.attention import attention as simulator
 from fp8ref.sim.attention.gradients import gradients as attention_gradients
 from fp8ref.sim.gemm import hardware
 from fp8ref.sim.quantize import cast
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import GRADIENT_ROLES, ROLES, Variant, differentiated
 from fp8ref.spec.hardware import Multiply
 from fp8ref.train.config.sections import NumericsConfig
@@ -202,16 +203,11 @@ def _simulated(v: Value, what: str, variant: Variant, states: States) -> np.ndar
     q, k, v_values = (
         np.asarray(forward.arrays[f"{role}/value"], np.float32) for role in ("q", "k", "v")
     )
+    call = Call(
+        variant=variant, mask=MASK, softcap=forward.softcap, keep_p=True, keep_s=True, keep_ds=True
+    )
     result = simulator.forward(
-        q,
-        k,
-        v_values,
-        variant=variant,
-        mask=MASK,
-        keep_p=True,
-        keep_s=True,
-        scales=forward_scales,
-        **forward.capped,
+        q, k, v_values, variant=call, scales=forward_scales, sinks=forward.sinks
     )
     if v.phase == "forward":
         assert result.scores is not None
@@ -228,16 +224,7 @@ def _simulated(v: Value, what: str, variant: Variant, states: States) -> np.ndar
     assert backward is not None
     do = np.asarray(backward.arrays["do/value"], np.float32)
     gradients = attention_gradients.backward(
-        do,
-        q,
-        k,
-        v_values,
-        result,
-        variant=variant,
-        mask=MASK,
-        keep=True,
-        scales=backward_scales,
-        **forward.capped,
+        do, q, k, v_values, result, variant=call, scales=backward_scales
     )
     matrices = gradients.matrices
     arrays = {

@@ -254,17 +254,8 @@ def forward(
         sinks=sinks,
     )
     by_role = inputs.check_scales(scales, use.variant, data.ROLES)
-    if keep_p and (use.variant.real or use.variant.fmt.bits != 8):
-        raise ValueError(
-            f"keep_p keeps codes of FP8 probabilities; variant {use.variant.name!r} has none. "
-            "Leave it out."
-        )
-    if keep_s and use.variant.real:
-        raise ValueError(
-            f"keep_s keeps scores in float32; variant {use.variant.name!r} has real numbers. "
-            "Leave it out."
-        )
-    result = output.run(qkv, by_role, use, keep_p=keep_p, keep_s=keep_s, observe=True)
+    use = dataclasses.replace(use, keep_p=keep_p, keep_s=keep_s)
+    result = output.run(qkv, by_role, use, observe=True)
     return result._replace(o=data.in_layout(layout, result.o))
 
 
@@ -495,9 +486,7 @@ def _watched(qkv: Inputs, scales: dict, use: Use, *, observe: bool) -> Result:
     result = output.run(
         qkv,
         scales,
-        use,
-        keep_p=use.variant.fmt.bits == 8,
-        keep_s=not use.variant.real,
+        dataclasses.replace(use, keep_p=use.variant.fmt.bits == 8, keep_s=not use.variant.real),
         observe=observe,
     )
     observer.show(use, "forward", observer.forward_arrays(qkv, result, use))

@@ -8,6 +8,7 @@ It takes the scales of everything that it casts, and returns amaxes: scales are 
 ``attention`` computes the same variant from tiles, whose sums are known.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,17 +103,7 @@ def apply(
             "attention's name has no '/', '(' or ')', which part the names of scopes; got "
             f"{name!r}. Write dots."
         )
-    kernel = Kernel(
-        Use(
-            variant=use.variant,
-            mask=mask,
-            scale=use.scale,
-            seed=0,
-            arithmetic="fast",
-            over=(),
-            layer=name,
-        )
-    )
+    kernel = Kernel(dataclasses.replace(use, layer=name))
     by_role = {role: lax.stop_gradient(jnp.asarray(x, jnp.float32)) for role, x in by_role.items()}
     if seen is not None:
         inputs.check_seen(seen, use.variant)
@@ -267,7 +258,7 @@ def dot_product_attention(
         q,
         k,
         v,
-        scale=kernel.use.scale,
+        scale=float(kernel.use.softmax_scale(q.shape[3])),
         mask_type=mask,
         qkv_layout="BNTH",
         fp8_params=fp8_parameters,

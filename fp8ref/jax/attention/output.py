@@ -60,16 +60,8 @@ class Result(NamedTuple):
     counts: jax.Array | None = None
 
 
-@as_one_program("use", "keep_p", "keep_s", "observe", unnamed={"use": Use.unnamed})
-def run(
-    inputs: Inputs,
-    scales: dict,
-    use: Use,
-    *,
-    keep_p: bool = False,
-    keep_s: bool = False,
-    observe: bool = False,
-) -> Result:
+@as_one_program("use", "observe", unnamed={"use": Use.unnamed})
+def run(inputs: Inputs, scales: dict, use: Use, *, observe: bool = False) -> Result:
     """One pass over all blocks and tiles.
 
     observe   also count clipped and lost probabilities, and take amaxes of what has no scale by
@@ -93,14 +85,14 @@ def run(
     grid, (b, n, g, t, d) = parts.grid, parts.q.shape
     rows = softmax.start(parts.zeros(b, n, g, t), order)
     largest, counts = parts.zeros(), parts.zeros(3 if use.measures else 2, 2, dtype=jnp.int32)
-    kept = Kept(parts, ["p_codes"] * keep_p + ["scores"] * keep_s)
+    kept = Kept(parts, ["p_codes"] * use.keep_p + ["scores"] * use.keep_s)
 
     def body(carry, block, tile):
         rows, o, largest, counts, matrices = carry
         own = jax.tree.map(lambda x: parts.block(x, block), rows)
         seen = parts.seen(block, tile)
         s = parts.scores(block, tile)
-        if keep_s:
+        if use.keep_s:
             matrices = kept.put(
                 matrices,
                 "scores",
@@ -128,7 +120,7 @@ def run(
                 jnp.maximum(largest, jnp.max(p)),
                 attention_counts.add(counts, tile_counts),
             )
-        if keep_p:
+        if use.keep_p:
             matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(cast, variant))
         o_block = probability_value.add(parts.block(o, block), c, cast, parts, tile, p_scale_inv)
         rows = jax.tree.map(lambda x, y: parts.put_block(x, y, block), rows, own)

@@ -45,7 +45,7 @@ def backward(do: jax.Array, inputs: Inputs, use: Use) -> Gradients:
         inverse = jnp.where(
             total == 0, np.float64(0), 1 / jnp.where(total == 0, np.float64(1), total)
         )
-        scale = np.float64(use.scale)
+        scale = np.float64(parts.scale)
 
         def pair(block, tile):
             p = _exponentials(parts, maximum, block, tile) * parts.block(inverse, block)[..., None]
@@ -140,19 +140,22 @@ def _sums(parts: Parts, *, with_values: bool) -> tuple[jax.Array, jax.Array, Any
 
 def _scores(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array:
     s = _dot(parts.block(parts.q, block), parts.tile(parts.k, tile), ((4,), (3,)))
-    s, cap = s * np.float64(parts.use.scale), parts.use.softcap
-    s = s if cap is None else lax.tanh(s / np.float64(cap)) * np.float64(cap)
+    s, cap = s * np.float64(parts.scale), _cap(parts)
+    s = s if cap is None else lax.tanh(s / cap) * cap
     return jnp.where(parts.seen(block, tile), s, _NONE)
+
+
+def _cap(parts: Parts) -> np.float64 | None:
+    cap = parts.use.softcap
+    return None if cap is None else np.float64(np.float32(cap))
 
 
 def _slope(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array | np.float64:
     """What a softcap multiplies dS by (A-22)."""
-    cap = parts.use.softcap
+    cap = _cap(parts)
     if cap is None:
         return np.float64(1)
-    s = jnp.where(parts.seen(block, tile), _scores(parts, block, tile), np.float64(0)) / np.float64(
-        cap
-    )
+    s = jnp.where(parts.seen(block, tile), _scores(parts, block, tile), np.float64(0)) / cap
     return np.float64(1) - s * s
 
 

@@ -27,7 +27,8 @@ from fp8ref.sim.gemm.accumulate import multiply_add
 from fp8ref.sim.kernels import attention as kernels
 from fp8ref.sim.quantize import cast
 from fp8ref.spec.attention import variants as attention
-from fp8ref.spec.attention.variants import FULL, Layout, Mask, Variant
+from fp8ref.spec.attention.call import Call
+from fp8ref.spec.attention.variants import Mask, Variant
 
 _LN2 = np.float32(math.log(2))
 
@@ -53,6 +54,7 @@ class Result(NamedTuple):
     scale_inv_p    what their codes are multiplied by.
     scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of
                    a key that is not seen; None unless asked for.
+    documents      of queries and of keys, and ``sinks``: what the backward pass needs of them.
     """
 
     o: np.ndarray
@@ -65,6 +67,8 @@ class Result(NamedTuple):
     scale_inv_p: np.float32
     scores: np.ndarray | None = None
     lost: int = 0
+    documents: tuple[np.ndarray, np.ndarray] | None = None
+    sinks: np.ndarray | None = None
 
 
 def forward(
@@ -72,34 +76,23 @@ def forward(
     k,
     v,
     *,
-    variant: str | Variant,
-    mask: Mask = FULL,
-    scale: float | None = None,
+    variant: str | Variant | Call,
+    mask: Mask | None = None,
     documents=None,
     scales=None,
-    seed: int = 0,
-    softcap: float | None = None,
     sinks=None,
-    keep_p=False,
-    keep_s=False,
-    layout: Layout = "bhtd",
 ) -> Result:
     """softmax(q k^T scale) v by a variant.
 
-    scale        of scores, rounded to float32; None: 1 / sqrt(D).
+    variant      a name or a Variant; or a Call, which also has the softmax scale, a softcap, the
+                 layout, and what is returned. Its arithmetic is the stated one here.
     documents    integers [B, T], or a pair of them for queries and keys: a query sees its own
                  document. A token whose document is negative is padding: it is not read, and its
                  output is 0.
     scales       {role: scale} of roles q, k, v, s, o, float32 of ``Heads``' shapes: delayed
                  scaling. The others come from the tensors themselves; that of s from the amax 1.
-    seed         of a rotated variant's signs.
-    softcap      scores become softcap tanh(score / softcap), before the mask; rounded to float32.
     sinks        [H], of a dtype of q's: a logit of each query head, which joins the sum of a row
                  and has no value.
-    keep_p       return the codes of the probabilities.
-    keep_s       return the scores.
-    layout       of q, k, v and o: ``bhtd``, or ``bthd``, tokens before heads. All else in the
-                 result has heads first.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], Hkv dividing H; float32, float16 or
               bfloat16. See ``Result``.
     Order:    the tiles' own (A-6); in a tile A-4 to A-9; at the end A-10 and A-11.
@@ -107,42 +100,30 @@ def forward(
     probability 0.
     Raises:   ValueError: an unknown variant; shapes, dtypes or documents that do not fit; NaN or
               infinities; scales for roles without one; features that the variant does not take; a
-              softcap that is not positive; sinks of another shape.
+              softcap that is not positive; sinks of another shape; a mask beside a Call.
     Source:   spec A-1 to A-13, A-22, A-23; next to each of VARIANTS.
     """
-    q, k, v = attention.heads_first(layout, *map(cast.array, (q, k, v)))
-    problem = inputs.prepare(q, k, v, variant, mask, scale, documents, softcap, sinks)
-    variant = problem.variant
-    role_scales = inputs.check_scales(scales, variant, attention.ROLES)
-    if keep_p and (variant.real or variant.fmt.bits != 8):
-        raise ValueError(
-            f"keep_p keeps codes of FP8 probabilities; variant {variant.name!r} has none. Leave "
-            "it out."
-        )
-    if keep_s and variant.real:
-        raise ValueError(
-            f"keep_s keeps scores in float32; variant {variant.name!r} has real numbers. Leave "
-            "it out."
-        )
-    if seed and not variant.rotated:
-        raise ValueError(
-            f"a seed makes the signs of a rotation; variant {variant.name!r} has none, got "
-            f"seed={seed!r}. Leave it out."
-        )
-    result = _real(problem) if variant.real else _run(problem, role_scales, seed, keep_p, keep_s)
-    return result._replace(o=attention.in_layout(layout, result.o))
+    call = Call.resolve(variant, mask)
+    problem = inputs.prepare(q, k, v, call, documents, sinks)
+    role_scales = inputs.check_scales(scales, call.variant, attention.ROLES)
+    result = _real(problem) if call.variant.real else _run(problem, role_scales)
+    return result._replace(
+        o=attention.in_layout(call.layout, result.o),
+        documents=(problem.q_documents, problem.k_documents),
+        sinks=problem.sinks,
+    )
 
 
-def _run(problem: Problem, role_scales: dict, seed: int, keep_p: bool, keep_s: bool) -> Result:
+def _run(problem: Problem, role_scales: dict) -> Result:
     """The pass of a variant that is not real."""
     variant = problem.variant
-    tensors = operands.quantize(problem, role_scales, seed)
+    tensors = operands.quantize(problem, role_scales)
     p_scale, p_scale_inv = operands.probability_scale(variant, role_scales)
     b, h, tq, d = problem.q.shape
     tk = problem.k.shape[2]
     out, lse = np.zeros((b, h, tq, d), np.float32), np.empty((b, h, tq), np.float32)
-    codes = np.zeros((b, h, tq, tk), np.uint8) if keep_p else None
-    kept_scores = np.full((b, h, tq, tk), -np.inf, np.float32) if keep_s else None
+    codes = np.zeros((b, h, tq, tk), np.uint8) if problem.call.keep_p else None
+    kept_scores = np.full((b, h, tq, tk), -np.inf, np.float32) if problem.call.keep_s else None
     block = ROWS if variant.granularity == "rows_128" else _ROWS
     jobs = [(i, j, r) for i in range(b) for j in range(h) for r in range(0, tq, block)]
     largest, clipped, lost = (
@@ -349,8 +330,7 @@ def real_scores(problem: Problem, i: int, j: int) -> np.ndarray:
     """Scores of one head in float64, before the mask: [Tq, Tk]."""
     q, k = problem.q[i, j].astype(np.float64), problem.k[i, j // problem.group].astype(np.float64)
     s = (q @ k.T) * np.float64(problem.scale)
-    return (
-        s
-        if problem.softcap is None
-        else np.tanh(s / np.float64(problem.softcap)) * np.float64(problem.softcap)
-    )
+    if problem.call.softcap is None:
+        return s
+    cap = np.float64(np.float32(problem.call.softcap))
+    return np.tanh(s / cap) * cap

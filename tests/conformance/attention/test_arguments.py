@@ -10,6 +10,7 @@ import pytest
 
 from fp8ref.conformance.attention import arguments, descales, identify_attention, subjects
 from fp8ref.sim.attention import attention
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS, Mask
 
 FA4 = VARIANTS["fa4"]
@@ -75,12 +76,9 @@ def attend(
         q,
         k,
         v,
-        variant="fa4",
-        mask=mask,
+        variant=Call(variant="fa4", mask=mask, softcap=softcap, scale=scale),
         documents=documents,
-        softcap=softcap,
         sinks=sinks,
-        scale=scale,
     )
 
 

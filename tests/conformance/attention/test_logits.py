@@ -17,6 +17,7 @@ from fp8ref.conformance.attention import (
     subjects,
 )
 from fp8ref.sim.attention import attention
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import Mask
 
 F32 = np.float32
@@ -134,7 +135,9 @@ def test_caps_beyond_the_limit_of_detection():  # A-27
     """
     for cap, value in ((3000.0, 3000.0), (4000.0, "none")):
         assert (
-            found(functools.partial(attention.forward, variant="fa3", softcap=cap))["softcap"].value
+            found(functools.partial(attention.forward, variant=Call(variant="fa3", softcap=cap)))[
+                "softcap"
+            ].value
             == value
         )
     assert found(planted(cap=6000.0))["softcap"].value == "none"
@@ -244,8 +247,7 @@ def test_the_nearest_variant_departs_by_them():  # A-17
             q,
             k,
             v,
-            variant="fa4",
-            softcap=None if softcap is None else softcap / 8,
+            variant=Call(variant="fa4", softcap=None if softcap is None else softcap / 8),
             sinks=np.full(q.shape[1], 2.0, F32),
         ).o
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers.attention import planted_attention
+from helpers.attention.attention_cases import call_options
 
 from fp8ref.conformance.vectors import attention as asked
 from fp8ref.conformance.vectors.operations import generate, judge
@@ -32,7 +33,7 @@ def written(x):
 
 def simulated(variant, **options):
     def answer(*fields):
-        found = attention.forward(*tensors(*fields), variant=variant, **options)
+        found = attention.forward(*tensors(*fields), **call_options(variant=variant, **options))
         return f"{written(found.o)} {written(found.lse)}"
 
     return answer

@@ -11,6 +11,7 @@ import numpy as np
 from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.sim.attention.operands import heads as head_scaling
 from fp8ref.sim.attention.operands import inputs as attention_inputs
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS, Mask, Variant
 
 F = np.float32
@@ -109,6 +110,20 @@ class Bound(NamedTuple):
         return 1.01 * (flipped + rounded) + 2.0**-bits * np.abs(found) + 1e-30
 
 
+def call_options(**options) -> dict:
+    """Options of a forward pass, those that are static in one Call."""
+    names = {field.name for field in dataclasses.fields(Call)}
+    static = {name: options.pop(name) for name in names & set(options)}
+    return {"variant": Call(**static), **options}
+
+
+def backward_options(**options) -> dict:
+    """Those of the backward pass: its result has the documents and the sinks."""
+    for name in ("documents", "sinks"):
+        options.pop(name, None)
+    return call_options(**options)
+
+
 def bound(
     variant: Variant,
     q,
@@ -127,7 +142,8 @@ def bound(
 
     exponential_error  of each exponential and hyperbolic tangent, relative.
     """
-    problem = attention_inputs.prepare(q, k, v, variant, mask, scale, documents, softcap, sinks)
+    call = Call(variant=variant, mask=mask, scale=scale, softcap=softcap)
+    problem = attention_inputs.prepare(q, k, v, call, documents, sinks)
     granularity = variant.granularity or "tensor"
     wide = {}
     for role, x in (("q", q), ("k", k), ("v", v)):

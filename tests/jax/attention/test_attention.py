@@ -285,7 +285,10 @@ REFUSED = {
     "arithmetic": ({"arithmetic": "exact"}, "arithmetic is one of fast, stated; got 'exact'"),
     "seed": ({"seed": 1}, "variant 'cudnn' has none, got seed=1"),
     "scale": ({"scale": 0.0}, "positive and finite"),
-    "array": ({"scale": jnp.float32(1)}, "got an array. Multiply q by it"),
+    "array": (
+        {"scale": jnp.float32(1)},
+        "softmax scale is a number; got ArrayImpl. Pass a float; multiply q",
+    ),
     "over": ({"over": "data"}, "Write \\('data',\\)"),
     "documents": ({"documents": jnp.zeros((1, 3), jnp.int32)}, r"\[1, 40\] for queries"),
     "role": (

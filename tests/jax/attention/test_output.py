@@ -2,6 +2,8 @@
 (spec A-12).
 """
 
+import dataclasses
+
 import numpy as np
 from helpers.attention.attention_cases import integers
 
@@ -17,7 +19,9 @@ def test_it_keeps_and_observes_what_is_asked_alone():
     plain = attention_forward.run(given, {}, use)
     assert (plain.p_codes, plain.scores) == (None, None)
     assert set(plain.amaxes) == {"q", "k", "v"}
-    asked = attention_forward.run(given, {}, use, keep_p=True, keep_s=True, observe=True)
+    asked = attention_forward.run(
+        given, {}, dataclasses.replace(use, keep_p=True, keep_s=True), observe=True
+    )
     assert set(asked.amaxes) == {"q", "k", "v", "s", "o"}
     assert asked.p_codes.shape == asked.scores.shape == (1, 1, 4, 4)
     np.testing.assert_array_equal(plain.o, asked.o)

@@ -7,11 +7,13 @@ import math
 
 import numpy as np
 import pytest
+from helpers.attention.attention_cases import call_options
 
 from fp8ref.formats import E4M3FN
 from fp8ref.sim import threads
 from fp8ref.sim.attention import attention
 from fp8ref.sim.quantize import cast
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS, Mask
 
 F = np.float32
@@ -105,10 +107,12 @@ def test_rows_and_threads_do_not_affect_each_other(name, monkeypatch):
     )
     kwargs = {"variant": variant, "mask": mask, "keep_p": name != "bf16"}
     if variant.granularity in ("tensor", "head"):  # the scale of all rows, for some of them
-        kwargs["scales"] = {"q": attention.forward(q, k, v, **kwargs).tensors["q"].scale}
-    whole = attention.forward(q, k, v, **kwargs)
+        kwargs["scales"] = {
+            "q": attention.forward(q, k, v, **call_options(**kwargs)).tensors["q"].scale
+        }
+    whole = attention.forward(q, k, v, **call_options(**kwargs))
     if name != "fa3_paper":  # whose blocks of q would begin elsewhere
-        part = attention.forward(q[:, :, -100:], k, v, **kwargs)
+        part = attention.forward(q[:, :, -100:], k, v, **call_options(**kwargs))
         np.testing.assert_array_equal(part.lse, whole.lse[:, :, -100:])
         if variant.out.bits != 8:  # whose scale is of all rows
             np.testing.assert_array_equal(part.o, whole.o[:, :, -100:])
@@ -117,7 +121,7 @@ def test_rows_and_threads_do_not_affect_each_other(name, monkeypatch):
     for count, rows in ((1, 64), (3, 128)):
         monkeypatch.setattr(attention, "_ROWS", rows)
         with threads.using(count):
-            again = attention.forward(q, k, v, **kwargs)
+            again = attention.forward(q, k, v, **call_options(**kwargs))
         np.testing.assert_array_equal(again.o, whole.o)
         np.testing.assert_array_equal(again.lse, whole.lse)
 
@@ -125,7 +129,7 @@ def test_rows_and_threads_do_not_affect_each_other(name, monkeypatch):
 # A-8: O is the codes' product with v, where one tile has all keys
 def test_codes_of_probabilities():
     q, k, v = inputs(tk=100)
-    found = attention.forward(q, k, v, variant="fa4", keep_p=True)
+    found = attention.forward(q, k, v, variant=Call(variant="fa4", keep_p=True))
     p, v8 = cast.decode(found.p_codes, E4M3FN), found.tensors["v"]
     sums = np.einsum(
         "bhqk,bhkd->bhqd", p.astype(np.float64), (v8.values * v8.scale_inv).repeat(2, axis=1)
@@ -149,7 +153,9 @@ def test_lost_probabilities_are_counted():  # A-12
     """One tile and D = 64: P times 448 is 0 in e4m3 up to 2^-10, unless it is below 2^-126."""
     q, k, v = inputs()
     k = k[:, :, :100] * F(8)
-    found = attention.forward(q, k, v[:, :, :100], variant="cudnn", keep_p=True, keep_s=True)
+    found = attention.forward(
+        q, k, v[:, :, :100], variant=Call(variant="cudnn", keep_p=True, keep_s=True)
+    )
     p = np.exp(found.scores.astype(np.float64) - found.scores.max(axis=-1, keepdims=True))
     lost = (p * 448 <= 2.0**-10) & (p >= 2.0**-126)
     assert 100 < found.lost == lost.sum() < p.size

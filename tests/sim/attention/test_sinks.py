@@ -5,6 +5,7 @@ finite differences (spec A-23).
 import numpy as np
 import pytest
 from helpers.attention import attention_sources as source
+from helpers.attention.attention_cases import backward_options, call_options
 
 from fp8ref.sim.attention import attention
 from fp8ref.sim.attention import sinks as attention_sinks
@@ -113,7 +114,9 @@ def test_exact_gradients_are_those_of_finite_differences():  # A-14, A-23
     """
     q, k, v, do = inputs()
     how = {"variant": "exact", "mask": Mask(causal=True), "sinks": SINKS}
-    found = backward(do, q, k, v, attention.forward(q, k, v, **how), **how)
+    found = backward(
+        do, q, k, v, attention.forward(q, k, v, **call_options(**how)), **backward_options(**how)
+    )
     seen = np.arange(21) <= np.arange(7)[:, None] + 14
     wide, rng, h = (
         [x.astype(np.float64) for x in (q, k, v, SINKS)],
@@ -139,7 +142,14 @@ def test_cast_gradients_are_near_real_ones(name):
     q, k, v, do = inputs(tq=40, tk=70)
     how = {"mask": Mask(causal=True), "sinks": SINKS, "softcap": 4.0}
     real, found = (
-        backward(do, q, k, v, attention.forward(q, k, v, variant=n, **how), variant=n, **how)
+        backward(
+            do,
+            q,
+            k,
+            v,
+            attention.forward(q, k, v, **call_options(variant=n, **how)),
+            **backward_options(variant=n, **how),
+        )
         for n in ("exact", name)
     )
     for mine, right in zip((*found[:3], found.dsinks), (*real[:3], real.dsinks), strict=True):

@@ -5,10 +5,12 @@ differences (spec A-22).
 import numpy as np
 import pytest
 from helpers.attention import attention_sources as source
+from helpers.attention.attention_cases import backward_options, call_options
 
 from fp8ref.sim.attention import attention
 from fp8ref.sim.attention.gradients.gradients import backward
 from fp8ref.sim.quantize import cast
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS, Mask
 
 F = np.float32
@@ -42,7 +44,9 @@ def test_flash_attention_with_a_softcap(name):
     if name == "bf16":
         more = {"unit": None, "order": "quad", "offset": 0, "narrow": source.bfloat16}
         q, k, v = (cast.round_to(x, VARIANTS["bf16"].fmt) for x in (q, k, v))
-    found = attention.forward(q, k, v, variant=name, mask=Mask(causal=True), softcap=CAP)
+    found = attention.forward(
+        q, k, v, variant=Call(variant=name, mask=Mask(causal=True), softcap=CAP)
+    )
     (dq, of_q), (dk, of_k), (dv, of_v) = (
         of_head(x) if name != "bf16" else (x, F(1)) for x in (q, k, v)
     )
@@ -67,7 +71,7 @@ def test_flash_attention_with_a_softcap(name):
 # A-22: the scale over the cap among the factors, tanh, then the cap
 def test_cudnn_with_a_softcap():
     q, k, v, _ = inputs(1, 1, tq=3, tk=150, seed=2)
-    found = attention.forward(q, k, v, variant="cudnn", softcap=CAP)
+    found = attention.forward(q, k, v, variant=Call(variant="cudnn", softcap=CAP))
     (dq, of_q), (dk, of_k), (dv, of_v) = (of_head(x) for x in (q, k, v))
 
     def values(p, start, n):
@@ -108,7 +112,9 @@ def test_exact_gradients_are_those_of_finite_differences():  # A-14, A-22
     """
     q, k, v, do = inputs()
     how = {"variant": "exact", "mask": Mask(causal=True), "softcap": CAP}
-    found = backward(do, q, k, v, attention.forward(q, k, v, **how), **how)
+    found = backward(
+        do, q, k, v, attention.forward(q, k, v, **call_options(**how)), **backward_options(**how)
+    )
     seen = np.arange(21) <= np.arange(7)[:, None] + 14
     wide, do, rng, h = (
         [x.astype(np.float64) for x in (q, k, v)],
@@ -137,7 +143,14 @@ def test_cast_gradients_are_near_real_ones(name):
     for mask in (Mask(), Mask(causal=True)):
         how = {"mask": mask, "softcap": CAP}
         real, found = (
-            backward(do, q, k, v, attention.forward(q, k, v, variant=n, **how), variant=n, **how)
+            backward(
+                do,
+                q,
+                k,
+                v,
+                attention.forward(q, k, v, **call_options(variant=n, **how)),
+                **backward_options(variant=n, **how),
+            )
             for n in ("exact", name)
         )
         for mine, right in zip(found[:3], real[:3], strict=True):
@@ -149,8 +162,8 @@ def test_cast_gradients_are_near_real_ones(name):
 # A-22, step by step, in bfloat16 of one head
 def test_the_gradient_of_scores_has_the_slope_of_tanh():
     q, k, v, do = (cast.round_to(x, VARIANTS["bf16"].fmt) for x in inputs(1, 1, tq=3, tk=9))
-    forward = attention.forward(q, k, v, variant="bf16", softcap=CAP)
-    found = backward(do, q, k, v, forward, variant="bf16", softcap=CAP)
+    forward = attention.forward(q, k, v, variant=Call(variant="bf16", softcap=CAP))
+    found = backward(do, q, k, v, forward, variant=Call(variant="bf16", softcap=CAP))
     argument, factor = F(F(1 / 8) / F(CAP)), F(float(F(CAP)) * np.log2(np.e))
 
     def ordered(a, b):
@@ -179,11 +192,11 @@ def test_a_large_cap_changes_little_and_a_small_one_levels_scores():  # A-22
     # tanh(x) = x - x^3 / 3: scores below 20 change by at most 20^3 / (3 cap^2), o by twice as much
     # of its largest.
     np.testing.assert_allclose(
-        attention.forward(q, k, v, variant="exact", softcap=1e4).o,
+        attention.forward(q, k, v, variant=Call(variant="exact", softcap=1e4)).o,
         plain.o,
         atol=2 * 20**3 / 3e8 * 4,
     )
-    level = attention.forward(q, k, v, variant="exact", softcap=1e-4)
+    level = attention.forward(q, k, v, variant=Call(variant="exact", softcap=1e-4))
     np.testing.assert_allclose(
         level.o[0, 0], np.broadcast_to(v[0, 0].mean(axis=0), (7, 64)), atol=2e-4 * 4
     )
@@ -193,8 +206,13 @@ def test_what_is_refused():
     q, k, v, do = inputs()
     for cap in (0.0, -1.0, float("nan"), float("inf"), 1e-60):
         with pytest.raises(ValueError, match="a softcap is positive, with normal float32 numbers"):
-            attention.forward(q, k, v, variant="fa3", softcap=cap)
+            attention.forward(q, k, v, variant=Call(variant="fa3", softcap=cap))
     with pytest.raises(ValueError, match="a softcap is positive"):
         backward(
-            do, q, k, v, attention.forward(q, k, v, variant="cudnn"), variant="cudnn", softcap=0.0
+            do,
+            q,
+            k,
+            v,
+            attention.forward(q, k, v, variant="cudnn"),
+            variant=Call(variant="cudnn", softcap=0.0),
         )

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.attention import attention_sources as source
+from helpers.attention.attention_cases import call_options
 
 from fp8ref.sim.attention import attention
 from fp8ref.sim.attention.operands import hadamard
@@ -52,7 +53,7 @@ def of_head(x: np.ndarray):
 def run(name: str, q, k, v, mask: str, **kwargs):
     documents = (DOCUMENTS[0], DOCUMENTS[1][:, : k.shape[2]]) if mask == "documents" else None
     return attention.forward(
-        q, k, v, variant=name, mask=MASKS[mask][0], documents=documents, **kwargs
+        q, k, v, **call_options(variant=name, mask=MASKS[mask][0], documents=documents, **kwargs)
     )
 
 

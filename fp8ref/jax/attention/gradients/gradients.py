@@ -104,13 +104,13 @@ def backward(
             # [rows, D] x [L, D]
             dp = parts.dot(parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,)))
         if use.fast:
-            ds = (dp * dp_inverse - parts.block(d, block)[..., None]) * p * jnp.float32(use.scale)
+            ds = (dp * dp_inverse - parts.block(d, block)[..., None]) * p * jnp.float32(parts.scale)
             return p, ds if slope is None else ds * slope
         if low:
             dp = moments.product(moments.product(dp, do_inverse), parts.inverse["v"])
         ds = moments.product(dp - parts.block(d, block)[..., None], p)
         ds = ds if slope is None else moments.product(ds, slope)
-        return p, moments.product(ds, jnp.float32(use.scale))
+        return p, moments.product(ds, jnp.float32(parts.scale))
 
     def first(largest, block, tile):
         return jnp.maximum(largest, jnp.max(jnp.abs(pair(block, tile)[1])))

@@ -5,7 +5,6 @@ devices (spec A-3, A-12, A-22, A-23).
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -19,18 +18,16 @@ from fp8ref.jax.attention.operands.heads import MX
 from fp8ref.jax.distributed import sharding
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention import variants as attention
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.products import Product
-from fp8ref.spec.attention.variants import ARITHMETIC, Arithmetic, Mask, Variant
+from fp8ref.spec.attention.variants import Arithmetic, Mask, Variant
 from fp8ref.spec.hardware import Multiply
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Use:
-    """One call of attention: all that is static about it. Hashable, so that custom_vjp passes it
-    by.
+class Use(Call):
+    """A call of attention, and what JAX adds to it.
 
-    scale        the softmax scale, a float32 number.
-    seed         of a rotated variant's signs.
     over         mesh axes, inside shard_map, along which amaxes of whole tensors are taken too.
     layer        whose attention this is, by which ``proof`` knows its products; "" if it was not
                  named.
@@ -38,21 +35,14 @@ class Use:
     watcher      told what both passes made (``observer``); None: nobody watches.
     multiply     simulated hardware for products of codes (G-19); None: XLA's dots.
     tokens       the mesh axis, inside shard_map, that cuts the tokens; "" if none does.
-    softcap      a float32 number; None: scores have no cap.
     """
 
-    variant: Variant
-    mask: Mask
-    scale: float
-    seed: int
-    arithmetic: Arithmetic
-    over: tuple[str, ...]
+    over: tuple[str, ...] = ()
     layer: str = ""
     measures: bool = False
     watcher: Callable | None = None
     multiply: Multiply | None = None
     tokens: str = ""
-    softcap: float | None = None
 
     @property
     def name(self) -> str:
@@ -71,26 +61,6 @@ class Use:
     def fast(self) -> bool:
         """Whether this is the fast form (A-18)."""
         return self.arithmetic == "fast"
-
-    @property
-    def factor(self) -> np.float32:
-        """The softmax scale, times log2(e) under base 2 (A-4); under a softcap, the scale over it
-        (A-22).
-        """
-        if self.softcap is not None:
-            return np.float32(self.scale) / np.float32(self.softcap)
-        return self._under_base(self.scale)
-
-    @property
-    def cap(self) -> np.float32:
-        """The softcap, times log2(e) under base 2 (A-22)."""
-        assert self.softcap is not None
-        return self._under_base(self.softcap)
-
-    def _under_base(self, scale: float) -> np.float32:
-        if self.variant.base == "2":
-            return np.float32(np.float64(scale) * np.float64(math.log2(math.e)))
-        return np.float32(scale)
 
 
 class Inputs(NamedTuple):
@@ -120,9 +90,6 @@ def prepare(
     sinks=None,
 ) -> tuple[Use, Inputs]:
     """Check the inputs of either pass. Raises ValueError as ``attention.forward``."""
-    variant = attention.by_name(variant)
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask is a Mask of fp8ref.spec.attention.variants; got {mask!r}.")
     tensors = checked("q", q), checked("k", k), checked("v", v)
     (b, h, tq, d), k_shape, v_shape = (x.shape for x in tensors)
     attention.check_shapes((b, h, tq, d), k_shape, v_shape)
@@ -131,28 +98,21 @@ def prepare(
             "attention takes q, k and v of one dtype; got "
             f"{', '.join(str(x.dtype) for x in tensors)}. Cast them first."
         )
-    _check_variant(variant, mask, d, seed)
-    if arithmetic not in ARITHMETIC:
-        raise ValueError(f"arithmetic is one of {', '.join(ARITHMETIC)}; got {arithmetic!r}.")
-    if isinstance(scale, jax.Array):
-        raise ValueError(
-            "the softmax scale is a number that is known while attention is traced; got an "
-            "array. Multiply q by it."
-        )
-    number = np.float32(1 / math.sqrt(d) if scale is None else scale)
-    if not (np.isfinite(number) and number > 0):
-        raise ValueError(f"the softmax scale is positive and finite; got {scale!r}.")
     if isinstance(over, str):
         raise ValueError(
             f"over is a tuple of mesh axes; got the string {over!r}. Write ({over!r},)."
         )
-    options: dict = {
-        "seed": seed,
-        "arithmetic": arithmetic,
-        "over": tuple(over),
-        "softcap": _softcap(softcap, number),
-    }
-    use = Use(variant=variant, mask=mask, scale=float(number), **options)
+    use = Use(
+        variant=attention.by_name(variant),
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        seed=seed,
+        arithmetic=arithmetic,
+        over=tuple(over),
+    )
+    use.check_features(d)
+    _check_variant(use.variant, d)
     document_ids = _documents(documents, b, tq, k_shape[2])
     if document_ids is not None:
         q_ids, k_ids = document_ids
@@ -171,30 +131,6 @@ def without_padding(x: jax.Array, documents: jax.Array) -> jax.Array:
     return jnp.where((documents < 0)[:, None, :, None], jnp.zeros((), x.dtype), x)
 
 
-def _softcap(softcap: float | None, scale: np.float32) -> float | None:
-    """The softcap, rounded to float32.
-
-    ValueError where a factor made of it is no normal float32 number: XLA flushes others to zero.
-    """
-    if softcap is None:
-        return None
-    if isinstance(softcap, jax.Array):
-        raise ValueError(
-            f"a softcap is a number that is known while attention is traced; got {softcap!r}. "
-            "Pass a float."
-        )
-    with np.errstate(all="ignore"):
-        cap = np.float32(softcap)
-        factors = scale / cap, np.float32(np.float64(cap) * np.float64(math.log2(math.e)))
-    if not all(np.isfinite(x) and x >= np.finfo(np.float32).tiny for x in factors):
-        raise ValueError(
-            "a softcap is positive, with normal float32 numbers scale / cap and cap log2(e) "
-            f"(A-22); got {softcap!r} with the softmax scale {float(scale)!r}. Use None for no "
-            "cap."
-        )
-    return float(cap)
-
-
 def _sinks(sinks, heads: int) -> jax.Array | None:
     if sinks is None:
         return None
@@ -207,9 +143,8 @@ def _sinks(sinks, heads: int) -> jax.Array | None:
     return jnp.asarray(sinks)
 
 
-def _check_variant(variant: Variant, mask: Mask, features: int, seed: int) -> None:
+def _check_variant(variant: Variant, features: int) -> None:
     """ValueError for a variant that this backend does not run, or not for so many features."""
-    variant.tile(features, mask)
     if variant.promotion not in (None, 1):
         raise ValueError(
             f"variant {variant.name!r}: here each tile's product with v is a GEMM, whose sum is "
@@ -226,13 +161,6 @@ def _check_variant(variant: Variant, mask: Mask, features: int, seed: int) -> No
         raise ValueError(
             f"a Hadamard rotation has a power of two as its size; got {features!r}. Pad the "
             "features with zeros."
-        )
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-        raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
-    if seed and not variant.rotated:
-        raise ValueError(
-            f"a seed makes the signs of a rotation; variant {variant.name!r} has none, got "
-            f"seed={seed!r}. Leave it out."
         )
 
 

@@ -171,6 +171,8 @@ class Parts:
         self.use, self.variant = use, use.variant
         self.shape_q, self.shape_k = inputs.q.shape, inputs.k.shape
         self.group = self.shape_q[1] // self.shape_k[1]
+        features = self.shape_q[3]
+        self.scale, self.factor = use.softmax_scale(features), use.score_factor(features)
         self.grid = grid(use, self.shape_q[2], self.shape_k[2], self.shape_q[3])
         self.tensors = tensors
         self.q = self.by_group(self.operand(tensors["q"]))  # [B, N, G, T, D]
@@ -313,23 +315,23 @@ class Parts:
     def whole_factor(self, block: jax.Array, tile: jax.Array) -> jax.Array:
         """All factors of scores in one, under the variant's base (A-18)."""
         if self.variant.granularity in ("mx_1x32", None):
-            return jnp.float32(self.use.factor)
+            return jnp.float32(self.factor)
         q_inverse = (
             self.block(self.inverse["q"], block)
             if self.variant.granularity == "rows_128"
             else self.inverse["q"]
         )
-        return q_inverse * self.scale_of_tile("k", tile) * self.use.factor
+        return q_inverse * self.scale_of_tile("k", tile) * self.factor
 
     def factors(self, block: jax.Array, tile: jax.Array) -> list:
         """What multiplies scaled scores, in order."""
         if self.variant.granularity == "mx_1x32":
-            return [self.use.factor]
+            return [self.factor]
         q_inverse, k_inverse = self.inverse["q"], self.scale_of_tile("k", tile)
         if self.variant.granularity == "rows_128":
             q_inverse = self.block(q_inverse, block)
         named_factors: dict = {
-            "scale": self.use.factor,
+            "scale": self.factor,
             "q": q_inverse,
             "k": k_inverse,
             "qk": moments.product(q_inverse, k_inverse),
@@ -348,8 +350,8 @@ class Parts:
 
     def _raw_factor(self) -> jax.Array:
         if self.variant.granularity is None:
-            return jnp.float32(self.use.factor)
-        return self.use.factor * moments.product(self.inverse["q"], self.inverse["k"])
+            return jnp.float32(self.factor)
+        return self.factor * moments.product(self.inverse["q"], self.inverse["k"])
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple, batch: int = 2) -> jax.Array:
         """A GEMM of codes, float32, of equal leading dims; accumulated as the library does (G-7).

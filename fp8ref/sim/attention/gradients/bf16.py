@@ -11,7 +11,6 @@ from fp8ref.sim.attention.attention import Result
 from fp8ref.sim.attention.operands import operands as operands
 from fp8ref.sim.attention.operands.inputs import Problem
 from fp8ref.sim.quantize import cast
-from fp8ref.spec.attention.variants import VARIANTS
 
 _ONE = np.float32(1)
 
@@ -19,9 +18,9 @@ _ONE = np.float32(1)
 def saved(problem: Problem, result: Result) -> tuple[Problem, Result]:
     """The problem for the variant ``bf16``, and what its pass takes of an FP8 forward pass: q, k, v
     and o rounded to bfloat16, and the log-sum-exp."""
-    wide = problem._replace(variant=VARIANTS["bf16"])
+    wide = problem._replace(call=problem.call.in_bf16())
     return wide, result._replace(
-        tensors=operands.quantize(wide, {}, 0),
+        tensors=operands.quantize(wide, {}),
         o=cast.round_to(result.o, BFLOAT16),
         scale_p=_ONE,
         scale_inv_p=_ONE,

@@ -33,7 +33,8 @@ from fp8ref.sim.gemm.tensor_core import K_STEP
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scales import Scales, scale_inv_from_scale, scales_from_amax
 from fp8ref.spec.attention import variants as data
-from fp8ref.spec.attention.variants import FULL, Layout, Mask, Variant
+from fp8ref.spec.attention.call import Call
+from fp8ref.spec.attention.variants import Mask, Variant
 
 _LOG2E = np.float32(math.log2(math.e))
 
@@ -75,23 +76,18 @@ def backward(
     v,
     result: Result,
     *,
-    variant: str | Variant,
-    mask: Mask = FULL,
-    scale: float | None = None,
-    documents=None,
+    variant: str | Variant | Call,
+    mask: Mask | None = None,
     scales=None,
-    softcap: float | None = None,
-    sinks=None,
-    keep: bool = False,
-    layout: Layout = "bhtd",
 ) -> Gradients:
     """The gradients of q, k and v, given that of o.
 
-    result       of ``attention.forward``, with the same other arguments.
+    result       of ``attention.forward``, with the same other arguments; it has the documents and
+                 the sinks.
+    variant      as in ``forward``; of a Call with ``keep_ds``, the matrices of an FP8 variant
+                 without MX blocks are returned.
     scales       {role: scale} of roles do, ds, dq, dk, dv, and s: delayed scaling. The others come
                  from the tensors themselves.
-    keep         return the matrices of an FP8 variant without MX blocks.
-    layout       of do, q, k, v, the result's o and the gradients: ``bhtd`` or ``bthd``.
     Shapes:   do [B, H, Tq, D], as o; q, k, v as in forward; see ``Gradients``.
     Order:    A-15, for MX A-16, in bfloat16 A-25, with A-22 and A-23; sums over the heads of a
               group ascending.
@@ -101,45 +97,46 @@ def backward(
     Source:   spec A-14 to A-16; NVIDIA/cudnn-frontend (commit 3929da2),
               include/cudnn_frontend/node/sdpa_fp8_bwd.h.
     """
-    q, k, v, do = data.heads_first(layout, *map(cast.array, (q, k, v, do)))
-    result = (
-        result._replace(o=data.in_layout(layout, result.o))
-        if isinstance(result, Result)
-        else result
-    )
-    problem = inputs.prepare(q, k, v, variant, mask, scale, documents, softcap, sinks)
-    variant = problem.variant
+    call = Call.resolve(variant, mask)
+    variant = call.variant
+    if not isinstance(result, Result):
+        raise ValueError(f"result is what forward gave; got {type(result).__name__}.")
+    result = result._replace(o=data.in_layout(call.layout, result.o))
+    problem = inputs.prepare(q, k, v, call, result.documents, result.sinks)
     if variant.backward is None:
         raise ValueError(
             f"variant {variant.name!r} has no backward pass (A-1). Use one of "
             f"{', '.join(with_gradients())}."
         )
-    if not isinstance(result, Result) or np.shape(result.o) != problem.q.shape:
+    if np.shape(result.o) != problem.q.shape:
         raise ValueError(
-            f"result is what forward gave for q {problem.q.shape}; got {type(result).__name__}."
+            f"result is what forward gave for q {problem.q.shape}; got o {np.shape(result.o)}."
         )
     data.check_result(variant, result.tensors)
-    do = inputs.gradient(do, problem)
+    do = inputs.gradient(data.in_layout(call.layout, cast.array(do)), problem)
     role_scales = inputs.check_scales(scales, variant, ("s", *variant.roles[len(data.ROLES) :]))
     if (
-        keep
+        call.keep_ds
         and variant.backward != "exact"
         and (
             variant.backward == "bf16" or variant.fmt.bits != 8 or variant.granularity == "mx_1x32"
         )
     ):
         raise ValueError(
-            f"keep keeps codes of P and dS; variant {variant.name!r} has no such codes. Leave "
+            f"keep_ds keeps codes of P and dS; variant {variant.name!r} has no such codes. Leave "
             "it out."
         )
-    gradients = _variant_gradients(problem, do, result, role_scales, keep)
+    gradients = _variant_gradients(problem, do, result, role_scales)
     return gradients._replace(
-        **{role: data.in_layout(layout, getattr(gradients, role)) for role in ("dq", "dk", "dv")}
+        **{
+            role: data.in_layout(call.layout, getattr(gradients, role))
+            for role in ("dq", "dk", "dv")
+        }
     )
 
 
 def _variant_gradients(
-    problem: Problem, do: np.ndarray, result: Result, role_scales: dict, keep: bool
+    problem: Problem, do: np.ndarray, result: Result, role_scales: dict
 ) -> Gradients:
     """The gradients by the variant's backward pass."""
     variant = problem.variant
@@ -151,7 +148,7 @@ def _variant_gradients(
     return (
         _cast_mx(problem, do, result)
         if variant.granularity == "mx_1x32"
-        else _cast(problem, do, result, role_scales, keep=keep)
+        else _cast(problem, do, result, role_scales)
     )
 
 
@@ -176,10 +173,9 @@ def _real(problem: Problem, do: np.ndarray) -> Gradients:
         dp = do_head @ v.T
         d = (p * dp).sum(axis=1, keepdims=True)
         ds = p * (dp - d) * np.float64(problem.scale)
-        if problem.softcap is not None:
-            ds = ds * (
-                1 - (attention.real_scores(problem, i, j) / np.float64(problem.softcap)) ** 2
-            )
+        if problem.call.softcap is not None:
+            cap = np.float64(np.float32(problem.call.softcap))
+            ds = ds * (1 - (attention.real_scores(problem, i, j) / cap) ** 2)
         if problem.sinks is not None:
             sink_terms[i, j] = (np.exp(np.float64(problem.sinks[j]) - lse) * d[:, 0]).sum()
         largest[i, j] = np.abs(ds).max()
@@ -209,10 +205,9 @@ def _real(problem: Problem, do: np.ndarray) -> Gradients:
     )
 
 
-def _cast(
-    problem: Problem, do: np.ndarray, result: Result, role_scales: dict, *, keep: bool = False
-) -> Gradients:
+def _cast(problem: Problem, do: np.ndarray, result: Result, role_scales: dict) -> Gradients:
     """The steps of A-15."""
+    keep = problem.call.keep_ds
     variant, plan = problem.variant, sums.by_name(problem.variant.plan)
     low, unit = variant.fmt.bits == 8, np.ones((), np.float32)
     fmt, gradient_fmt = variant.fmt, variant.gradient_fmt or variant.fmt

@@ -1,8 +1,7 @@
-"""The inputs of attention, checked: shapes, masks, documents, given scales, softcap and sinks (spec
-A-3, A-12, A-22, A-23).
+"""The inputs of attention, checked: shapes, documents, given scales and sinks (spec A-3, A-12,
+A-23).
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -10,26 +9,34 @@ import numpy as np
 from fp8ref.sim.attention.operands import hadamard
 from fp8ref.sim.quantize import cast
 from fp8ref.spec.attention import variants as attention
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import Mask, Variant
 
 
 class Problem(NamedTuple):
-    """Checked inputs of either pass: q [B, H, Tq, D], k and v [B, Hkv, Tk, D], float32; the softmax
-    scale, float32; the keys that each query sees, int64 low and high [Tq] and documents [B, Tq],
-    [B, Tk]; the softcap, float32, and sinks, float32 [H], or None."""
+    """Checked inputs of either pass: q [B, H, Tq, D], k and v [B, Hkv, Tk, D], float32; the keys
+    that each query sees, int64 low and high [Tq] and documents [B, Tq], [B, Tk]; sinks, float32
+    [H], or None."""
 
-    variant: Variant
+    call: Call
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    scale: np.float32
-    mask: Mask
     low: np.ndarray
     high: np.ndarray
     q_documents: np.ndarray
     k_documents: np.ndarray
-    softcap: np.float32 | None = None
-    sinks: np.ndarray | None = None
+    sinks: np.ndarray | None
+
+    @property
+    def variant(self) -> Variant:
+        """The decisions of the kernel."""
+        return self.call.variant
+
+    @property
+    def scale(self) -> np.float32:
+        """The softmax scale."""
+        return self.call.softmax_scale(self.q.shape[3])
 
     @property
     def group(self) -> int:
@@ -37,67 +44,23 @@ class Problem(NamedTuple):
         return self.q.shape[1] // self.k.shape[1]
 
 
-def prepare(
-    q,
-    k,
-    v,
-    variant: str | Variant,
-    mask: Mask,
-    scale: float | None,
-    documents,
-    softcap: float | None = None,
-    sinks=None,
-) -> Problem:
-    """Check the inputs of either pass. Raises ValueError as ``forward``."""
-    variant = attention.by_name(variant)
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask is a Mask of fp8ref.spec.attention.variants; got {mask!r}.")
+def prepare(q, k, v, call: Call, documents, sinks) -> Problem:
+    """Check the inputs of either pass, in the call's layout. Raises ValueError as ``forward``."""
+    q, k, v = attention.heads_first(call.layout, *map(cast.array, (q, k, v)))
     tensors = {name: _shaped(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     (b, h, tq, d), k_shape, v_shape = (x.shape for x in tensors.values())
     attention.check_shapes((b, h, tq, d), k_shape, v_shape)
-    variant.tile(d, mask)
-    if variant.rotated:
-        hadamard.signs(d, 0)
+    call.check_features(d)
+    if call.variant.rotated:
+        hadamard.signs(d, call.seed)
     tk = k_shape[2]
-    low, high = visible(tq, tk, mask)
-    factor = np.float32(1 / math.sqrt(d) if scale is None else scale)
-    if not (np.isfinite(factor) and factor > 0):
-        raise ValueError(f"the softmax scale is positive and finite; got {scale!r}.")
+    low, high = visible(tq, tk, call.mask)
     document_pair = _documents(documents, b, tq, tk)
-    for name, x in tensors.items():
-        tensors[name] = _finite(name, _without_padding(x, document_pair[name != "q"]))
-    more: dict = {"softcap": _softcap(softcap, factor), "sinks": _sinks(sinks, h)}
-    return Problem(
-        variant,
-        tensors["q"],
-        tensors["k"],
-        tensors["v"],
-        factor,
-        mask,
-        low,
-        high,
-        *document_pair,
-        **more,
+    q, k, v = (
+        _finite(name, _without_padding(x, document_pair[name != "q"]))
+        for name, x in tensors.items()
     )
-
-
-def _softcap(softcap: float | None, scale: np.float32) -> np.float32 | None:
-    """The softcap, rounded to float32.
-
-    ValueError where a factor made of it is no normal float32 number.
-    """
-    if softcap is None:
-        return None
-    with np.errstate(all="ignore"):
-        cap = np.float32(softcap)
-        factors = scale / cap, np.float32(float(cap) * math.log2(math.e))
-    if not all(np.isfinite(x) and x >= np.finfo(np.float32).tiny for x in factors):
-        raise ValueError(
-            "a softcap is positive, with normal float32 numbers scale / cap and cap log2(e) "
-            f"(A-22); got {softcap!r} with the softmax scale {float(scale)!r}. Use None for no "
-            "cap."
-        )
-    return cap
+    return Problem(call, q, k, v, low, high, *document_pair, _sinks(sinks, h))
 
 
 def _sinks(sinks, heads: int) -> np.ndarray | None:

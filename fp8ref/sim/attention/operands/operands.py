@@ -2,8 +2,6 @@
 A-2, A-4, A-6).
 """
 
-import math
-
 import numpy as np
 
 from fp8ref.formats import Format
@@ -22,16 +20,14 @@ from fp8ref.sim.kernels.chains.vectors import LANES
 from fp8ref.sim.quantize.scales import scale_inv_from_scale, scales_from_amax
 from fp8ref.spec.attention.variants import Variant
 
-_LOG2E = np.float64(math.log2(math.e))
 
-
-def quantize(problem: Problem, role_scales: dict, seed: int) -> dict[str, Heads]:
+def quantize(problem: Problem, role_scales: dict) -> dict[str, Heads]:
     """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
     variant, heads = problem.variant, problem.k.shape[1]
     tensors = {}
     for role, x in (("q", problem.q), ("k", problem.k), ("v", problem.v)):
         if variant.rotated and role != "v":
-            x = hadamard.rotate(x, hadamard.signs(x.shape[-1], seed))
+            x = hadamard.rotate(x, hadamard.signs(x.shape[-1], problem.call.seed))
         tensors[role] = head_scaling.quantize(
             x,
             variant.fmt,
@@ -63,7 +59,7 @@ class Parts:
     def __init__(self, problem: Problem, tensors: dict[str, Heads]) -> None:
         self.problem, self.tensors, self.variant = problem, tensors, problem.variant
         keys, features = problem.k.shape[2:]
-        self.length = self.variant.tile(features, problem.mask)
+        self.length = self.variant.tile(features, problem.call.mask)
         tiles = range(0, keys, self.length)
         self.tiles = [
             (n, min(n + self.length, keys))
@@ -105,15 +101,8 @@ class Parts:
             self.inverse_v = np.broadcast_to(
                 head_scaling.spread(tensors["v"].scale_inv, shape_k, first), (*shape_k[:3], 1)
             )
-        self.cap = None if problem.softcap is None else self._under_base(problem.softcap)
-        self.score_scale = (
-            self._under_base(problem.scale)
-            if problem.softcap is None
-            else problem.scale / problem.softcap
-        )
-
-    def _under_base(self, scale: np.float32) -> np.float32:
-        return np.float32(np.float64(scale) * _LOG2E) if self.variant.base == "2" else scale
+        self.cap = None if problem.call.softcap is None else problem.call.cap
+        self.score_scale = problem.call.score_factor(shape_q[3])
 
     def scores(self, i: int, j: int, rows: slice, begin: int, end: int) -> np.ndarray:
         """Scores before the factors of ``factors``, [rows, keys padded to a multiple of 32]: sums

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.attention import attention_cases as cases
+from helpers.attention.attention_cases import backward_options, call_options
 
 from fp8ref.formats import BFLOAT16, E5M2
 from fp8ref.jax.attention import attention
@@ -22,8 +23,8 @@ WIDE = dataclasses.replace(VARIANTS["cudnn"], gradient_fmt=E5M2, out=BFLOAT16)
 def test_gradients_in_e5m2():  # A-15, step 1 and 7: a product has one operand of each format
     q, k, v, do = cases.integers(b=1, h=2, heads=1)
     how = {"variant": WIDE, "mask": Mask(causal=True), "scale": cases.SCALE}
-    result = sim.forward(q, k, v, **how)
-    wanted = sim_gradients.backward(do, q, k, v, result, **how)
+    result = sim.forward(q, k, v, **call_options(**how))
+    wanted = sim_gradients.backward(do, q, k, v, result, **backward_options(**how))
     run = jax.jit(
         lambda do, *given: attention.backward(
             do,

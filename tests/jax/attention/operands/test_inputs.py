@@ -30,7 +30,7 @@ def test_factors_of_scores():  # A-4
         ("fa3", np.float32(np.float64(np.float32(1 / np.sqrt(80))) * np.log2(np.e))),
     ):
         use, _ = inputs.prepare(x, x, x, name, FULL, None, None, 0, "fast", ())
-        assert use.factor == wanted
+        assert use.score_factor(80) == wanted
     assert hash(use) == hash(inputs.prepare(x, x, x, "fa3", FULL, None, None, 0, "fast", ())[0])
 
 

@@ -4,7 +4,7 @@ simulator's.
 
 import numpy as np
 import pytest
-from helpers.attention.attention_cases import SCALE, integers
+from helpers.attention.attention_cases import SCALE, backward_options, call_options, integers
 
 from fp8ref.jax.attention import attention
 from fp8ref.jax.attention.operands import kept as attention_kept
@@ -19,12 +19,14 @@ MASK = Mask(causal=True, window=(40, None))
 def test_of_integers_all_matrices_are_the_simulators():
     q, k, v, do = integers(b=1, h=2, heads=1, tq=70, tk=150, d=32)
     how = {"variant": "cudnn", "mask": MASK, "scale": SCALE}
-    right = simulator.forward(q, k, v, keep_p=True, keep_s=True, **how)
+    right = simulator.forward(q, k, v, **call_options(keep_p=True, keep_s=True, **how))
     found = attention.forward(q, k, v, keep_p=True, keep_s=True, arithmetic="stated", **how)
     np.testing.assert_array_equal(found.scores, right.scores)
     np.testing.assert_array_equal(found.p_codes, right.p_codes)
     assert (np.isneginf(right.scores)).any()
-    of_sim = attention_gradients.backward(do, q, k, v, right, keep=True, **how).matrices
+    of_sim = attention_gradients.backward(
+        do, q, k, v, right, **backward_options(keep_ds=True, **how)
+    ).matrices
     mine = attention.backward(do, q, k, v, found, keep=True, arithmetic="stated", **how).matrices
     assert set(mine) == set(of_sim) == {"p_codes", "ds", "ds_codes"}
     np.testing.assert_array_equal(mine["p_codes"], of_sim["p_codes"])

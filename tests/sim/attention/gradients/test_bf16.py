@@ -9,6 +9,7 @@ from fp8ref.formats import BFLOAT16
 from fp8ref.sim.attention import attention
 from fp8ref.sim.attention.gradients import gradients as attention_gradients
 from fp8ref.sim.quantize import cast
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS, Mask, differentiated
 
 MASK = Mask(causal=True)
@@ -102,5 +103,7 @@ def test_what_it_does_not_take_is_refused():
         attention_gradients.backward(
             do, *inputs, result, variant=variant, scales={"ds": np.float32(1)}
         )
-    with pytest.raises(ValueError, match=r"keep keeps codes of P and dS"):
-        attention_gradients.backward(do, *inputs, result, variant=variant, keep=True)
+    with pytest.raises(ValueError, match=r"keep_ds keeps codes of P and dS"):
+        attention_gradients.backward(
+            do, *inputs, result, variant=Call(variant=variant, keep_ds=True)
+        )

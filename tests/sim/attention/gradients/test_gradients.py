@@ -13,6 +13,7 @@ from fp8ref.sim import delayed, threads
 from fp8ref.sim.attention import attention
 from fp8ref.sim.attention.gradients.gradients import backward
 from fp8ref.sim.quantize import cast
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS, Mask
 
 F = np.float32
@@ -196,7 +197,7 @@ def test_rows_without_keys_have_no_gradient():  # A-10, A-14, A-15
     documents = (np.array([[0] * 5 + [3] * 4]), np.zeros((1, 21), int))
     for variant in ("exact", "cudnn", "bf16"):
         result = attention.forward(q, k, v, variant=variant, documents=documents)
-        found = backward(do, q, k, v, result, variant=variant, documents=documents)
+        found = backward(do, q, k, v, result, variant=variant)
         assert not found.dq[:, :, 5:].any()
         assert found.dq[:, :, :5].any()
         assert np.isfinite(found.dk).all()
@@ -221,9 +222,8 @@ def test_delayed_scales_are_taken():  # A-12, A-15
         k,
         v,
         result,
-        variant="cudnn",
+        variant=Call(variant="cudnn", keep_ds=True),
         scales=given | {"ds": given["ds"] / F(4096)},
-        keep=True,
     )
     ds, codes = early.matrices["ds"], early.matrices["ds_codes"]
     assert early.lost == ((codes & 0x7F == 0) & (ds != 0)).sum() > current.lost
@@ -304,7 +304,7 @@ def test_threads_change_no_bit(variant):  # A-14 to A-16
     found = []
     for count in (1, 4):
         with threads.using(count):
-            found.append(backward(do, q, k, v, result, variant=variant, sinks=sinks))
+            found.append(backward(do, q, k, v, result, variant=variant))
     one, other = found
     for role in ("dq", "dk", "dv", "dsinks"):
         assert getattr(one, role).tobytes() == getattr(other, role).tobytes(), role

@@ -4,6 +4,7 @@ should (spec E-9).
 
 import numpy as np
 import pytest
+from helpers.attention.attention_cases import backward_options, call_options
 
 from fp8ref.selection import attention_casts
 from fp8ref.sim.attention import attention
@@ -24,13 +25,13 @@ def test_without_a_cast_it_is_real_attention():
     q, k, v, do = tensors()
     none = attention_casts.of("cudnn", (), LAYER)
     how = {"variant": "exact", "mask": Mask(causal=True)}
-    forward = attention.forward(q, k, v, **how)
+    forward = attention.forward(q, k, v, **call_options(**how))
     # Both are in float64 and rounded once to float32 at the end, the exact one; 24 eps of float64
     # are far below half an ulp.
     np.testing.assert_allclose(
         casts_of_attention.forward(q, k, v, none).o, forward.o, rtol=2**-23, atol=2**-30
     )
-    exact = attention_gradients.backward(do, q, k, v, forward, **how)
+    exact = attention_gradients.backward(do, q, k, v, forward, **backward_options(**how))
     # dS is rounded to float32 before its products: 2^-24 of each of 24 terms of at most 2^4 times
     # 2^2.
     for mine, real in zip(

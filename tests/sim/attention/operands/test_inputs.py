@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers.attention.attention_cases import call_options
 
 from fp8ref.sim.attention import attention
 from fp8ref.sim.attention.operands.inputs import visible
@@ -48,7 +49,7 @@ def test_what_is_refused():
         ({"documents": (np.zeros((1, 70)), np.zeros((1, 150)))}, "documents are integers"),
     ]:
         with pytest.raises(ValueError, match=said):
-            attention.forward(q, k, v, **({"variant": "fa3"} | given))
+            attention.forward(q, k, v, **call_options(**{"variant": "fa3"} | given))
     with pytest.raises(ValueError, match="finite tensors; got NaN or an infinity in k"):
         attention.forward(q, np.where(k > 2, np.inf, k).astype(F), v, variant="fa3")
     with pytest.raises(ValueError, match="with Hkv dividing H"):

@@ -10,7 +10,8 @@ from fp8ref.sim.attention import attention
 from fp8ref.sim.attention.operands.inputs import prepare
 from fp8ref.sim.attention.operands.operands import Parts, quantize
 from fp8ref.sim.gemm import accumulate
-from fp8ref.spec.attention.variants import VARIANTS, Mask
+from fp8ref.spec.attention.call import Call
+from fp8ref.spec.attention.variants import VARIANTS
 
 F = np.float32
 
@@ -35,8 +36,8 @@ def test_scores_of_tiles_are_products_of_dequantized_rows(name):  # A-2, A-4, A-
     largest product.
     """
     q, k, v = inputs(tq=9, tk=300)
-    problem = prepare(q, k, v, name, Mask(), None, None)
-    tensors = quantize(problem, {}, 0)
+    problem = prepare(q, k, v, Call(variant=name), None, None)
+    tensors = quantize(problem, {})
     parts = Parts(problem, tensors)
     assert sorted(key for tile in parts.tiles for key in range(*tile)) == list(range(300))
     for begin, end in parts.tiles:
@@ -62,8 +63,10 @@ def test_scores_of_tiles_are_products_of_dequantized_rows(name):  # A-2, A-4, A-
 @pytest.mark.parametrize("plan", ["hopper_fast", "hopper_slow", "blackwell"])
 def test_scores_are_the_plans_sums(plan):  # A-4, G-12: hopper_slow promotes within 256 features
     q, k, v = inputs(tq=9, tk=200, d=256)
-    problem = prepare(q, k, v, dataclasses.replace(VARIANTS["fa3"], plan=plan), Mask(), None, None)
-    tensors = quantize(problem, {}, 0)
+    problem = prepare(
+        q, k, v, Call(variant=dataclasses.replace(VARIANTS["fa3"], plan=plan)), None, None
+    )
+    tensors = quantize(problem, {})
     parts = Parts(problem, tensors)
     for begin, end in parts.tiles:
         for rows in (slice(0, 4), slice(4, 9)):

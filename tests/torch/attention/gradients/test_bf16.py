@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers.attention.attention_cases import backward_options, call_options
 
 from fp8ref.sim.attention import attention as simulator
 from fp8ref.sim.attention.gradients import gradients as attention_gradients
@@ -72,7 +73,10 @@ def test_sinks_and_a_softcap_are_differentiated_in_bfloat16_too():  # A-22, A-23
     arrays = [x.float().numpy() for x in (q, k, v, do)]
     how = {"variant": variant, "mask": MASK, "softcap": 4.0, "sinks": sinks.numpy()}
     right = attention_gradients.backward(
-        arrays[3], *arrays[:3], simulator.forward(*arrays[:3], **how), **how
+        arrays[3],
+        *arrays[:3],
+        simulator.forward(*arrays[:3], **call_options(**how)),
+        **backward_options(**how),
     )
     for leaf, other in zip(leaves, (right.dq, right.dk, right.dv, right.dsinks), strict=True):
         assert np.linalg.norm(leaf.grad.float().numpy() - other) < 2**-11 * np.linalg.norm(other)

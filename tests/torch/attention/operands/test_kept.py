@@ -5,7 +5,7 @@ simulator's.
 import numpy as np
 import pytest
 import torch
-from helpers.attention.attention_cases import SCALE, integers
+from helpers.attention.attention_cases import SCALE, backward_options, call_options, integers
 
 from fp8ref.sim.attention import attention as simulator
 from fp8ref.sim.attention.gradients import gradients as attention_gradients
@@ -22,11 +22,13 @@ def test_of_integers_all_matrices_are_the_simulators(arithmetic):
     arrays = integers(b=1, h=2, heads=1, tq=70, tk=150, d=32)
     q, k, v, do = map(torch.from_numpy, arrays)
     how = {"variant": "cudnn", "mask": MASK, "scale": SCALE}
-    right = simulator.forward(*arrays[:3], keep_p=True, keep_s=True, **how)
+    right = simulator.forward(*arrays[:3], **call_options(keep_p=True, keep_s=True, **how))
     found = attention.forward(q, k, v, keep_p=True, keep_s=True, arithmetic=arithmetic, **how)
     np.testing.assert_array_equal(found.scores.numpy(), right.scores)
     names = ["p_codes", "ds", "ds_codes"]
-    of_sim = attention_gradients.backward(arrays[3], *arrays[:3], right, keep=True, **how).matrices
+    of_sim = attention_gradients.backward(
+        arrays[3], *arrays[:3], right, **backward_options(keep_ds=True, **how)
+    ).matrices
     mine = attention.backward(do, q, k, v, found, keep=names, arithmetic=arithmetic, **how).matrices
     assert list(mine) == names
     if arithmetic == "stated":
