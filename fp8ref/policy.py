@@ -257,6 +257,11 @@ class ScalePolicy:
                 )
 
     @property
+    def divides_in(self) -> Format | None:
+        """The dtype in which a cast divides by scale_inv (S-13); None: it multiplies by scale."""
+        return self.compute if self.stored == "scale_inv" else None
+
+    @property
     def of_exponents(self) -> bool:
         """Whether scale_inv is made of the amax's exponent alone."""
         return self.ratio in ("exponents", "exponents_up", "exponents_even")

@@ -11,7 +11,6 @@ cast says so (S-23); accumulate; epilogue; round to out_dtype.
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -169,23 +168,20 @@ def quantize_operands(
     """
     own = None if seed is None else seed_of(seed, which)
     ragged = which == "grad_weight"  # the last block of rows may be shorter (L-5)
-    spec, roles, axes = recipe.gemms[which], OPERANDS[which], recipes.REDUCED_AXES[which]
-    # reduced axis last
-    a, b = (
-        tensors[role] if axis == 1 else tensors[role].T
-        for role, axis in zip(roles, axes, strict=True)
-    )
-    if spec.a is None or spec.b is None:
-        a, b = (
-            v
-            if cast_spec is None
-            else _dequantized(_quantize(v, cast_spec, role, scales, own, ragged), v)
-            for v, cast_spec, role in ((a, spec.a, roles[0]), (b, spec.b, roles[1]))
-        )
-        return a, b
-    return _quantize(a, spec.a, roles[0], scales, own, ragged), _quantize(
-        b, spec.b, roles[1], scales, own, ragged
-    )
+    spec = recipe.gemms[which]
+    both = spec.a is not None and spec.b is not None
+    operands: list[Operand] = []
+    for role, axis, cast_spec in zip(
+        OPERANDS[which], recipes.REDUCED_AXES[which], (spec.a, spec.b), strict=True
+    ):
+        x = tensors[role] if axis == 1 else tensors[role].T  # reduced axis last
+        if cast_spec is None:
+            operands.append(x)
+            continue
+        q = _quantize(x, cast_spec, role, scales, own, ragged)
+        # beside an operand in high precision: the codes' numbers, in the tensor's dtype (L-4)
+        operands.append(q if both else scaling.dequantize(q).astype(x.dtype))
+    return operands[0], operands[1]
 
 
 def _check_seed(recipe: Recipe, gemms: tuple[Gemm, ...], seed: int | None) -> None:
@@ -273,29 +269,32 @@ def _quantize(
     """An operand by its cast: dynamically, or by the scales of its role."""
     if spec.rotation is not None:
         x = hadamard.rotate_blocks(x, spec.rotation)
-    options: dict[str, Any] = {
-        "granularity": spec.granularity,
-        "policy": spec.policy,
-        "axis": -1,
-        "rounding": spec.rounding,
-    }
-    options["seed"] = seed if spec.rounding == "stochastic" else None
+    seed = seed if spec.rounding == "stochastic" else None
     if spec.delayed is None and role not in (scales or ()):
-        return scaling.quantize(x, spec.fmt, ragged=ragged, **options)
+        return scaling.quantize(
+            x,
+            spec.fmt,
+            granularity=spec.granularity,
+            policy=spec.policy,
+            rounding=spec.rounding,
+            seed=seed,
+            ragged=ragged,
+        )
     if scales is None or role not in scales:
         raise ValueError(
             f"delayed scaling takes the scales of {role} from its state; got "
             f"{'none' if scales is None else ', '.join(scales)}. Pass scales={{role: "
             "delayed.scales(state, config, fmt)}."
         )
-    return scaling.quantize_with(x, scales[role], spec.fmt, **options)
-
-
-def _dequantized(q: Quantized, like: np.ndarray) -> np.ndarray:
-    """The numbers of codes beside an operand in high precision, rounded to the tensor's dtype
-    (L-4).
-    """
-    return scaling.dequantize(q).astype(like.dtype)
+    return scaling.quantize_with(
+        x,
+        scales[role],
+        spec.fmt,
+        granularity=spec.granularity,
+        policy=spec.policy,
+        rounding=spec.rounding,
+        seed=seed,
+    )
 
 
 def check_operands(

@@ -61,24 +61,30 @@ class Rounding:
     def __init__(self, seed: int | None = None) -> None:
         self._seed = seed
         self._site = 0
+        self.rounding: cast.Rounding = "nearest_even" if seed is None else "stochastic"
 
-    def _mode(self) -> dict:
-        if self._seed is None:
-            return {"rounding": "nearest_even"}
-        self._site += 1  # every site draws afresh
-        return {"rounding": "stochastic", "seed": (self._seed << 32) + self._site}
+    def _next_seed(self) -> int | None:
+        """The seed of a site: every one draws afresh."""
+        self._site += 1
+        return None if self._seed is None else (self._seed << 32) + self._site
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """x rounded to bfloat16, the compute dtype."""
-        return cast.round_to(x, BFLOAT16, **self._mode()).astype(np.float64)
+        rounded = cast.round_to(x, BFLOAT16, rounding=self.rounding, seed=self._next_seed())
+        return rounded.astype(np.float64)
 
     def codes(self, x: np.ndarray, spec: CastSpec, scales: Scales) -> np.ndarray:
         """uint8, x scaled along its last axis and cast."""
-        x = x.astype(np.float32)
         blocks = granularities.lengths(spec.granularity, x.ndim, -1)
-        scale, scale_inv = (scaling.spread(part, x.shape, blocks) for part in scales)
-        scaled = x * scale if policies.by_name(spec.policy).stored == "scale" else x / scale_inv
-        return cast.encode(np.clip(scaled, -spec.fmt.max, spec.fmt.max), spec.fmt, **self._mode())
+        return scaling.quantize_blocks(
+            x.astype(np.float32),
+            scales,
+            spec.fmt,
+            blocks,
+            divides_in=policies.by_name(spec.policy).divides_in,
+            rounding=self.rounding,
+            seed=self._next_seed(),
+        )
 
 
 def values(codes: np.ndarray, spec: CastSpec, scales: Scales) -> np.ndarray:

@@ -255,9 +255,8 @@ def _quantized(
     amaxes = scaling.block_amax_plain(scaling.tensor(value), blocks)
     shape = granularities.scale_shape(granularity, x.shape, axis)
     scales = scales_from_amax(amaxes.reshape(shape)[()], fmt, policy)
-    codes = scaling.quantize_blocks_plain(
-        value, scales, fmt, blocks, policy=policies.by_name(policy)
-    )
+    divides_in = policies.by_name(policy).divides_in
+    codes = scaling.quantize_blocks_plain(value, scales, fmt, blocks, divides_in)
     return scaling.Quantized(codes, scales.scale, scales.scale_inv, fmt, granularity, axis)
 
 

@@ -105,10 +105,9 @@ def share(
     scales = shared_scales(np.max(amaxes), fmt, policy, prescale=prescale, ranks=len(grads), mu=mu)
     codes, saturated = [], 0
     for g in grads:
-        with np.errstate(over="ignore", invalid="ignore"):
-            scaled = np.asarray(g).astype(np.float32) * scales.scale
+        scaled = scaling.scale_blocks(np.asarray(g), scales, (None,) * np.ndim(g))
         saturated += int(np.sum(np.abs(scaled) > gradient_reduction.saturates_above(fmt)))
-        codes.append(cast.encode(np.clip(scaled, -fmt.max, fmt.max), fmt))
+        codes.append(scaling.saturate(scaled, fmt))
     return Shared(codes, scales.scale, scales.scale_inv, fmt, saturated)
 
 
@@ -151,7 +150,7 @@ def reduce(
     total, codes, saturated = add(shared), None, shared.saturated
     if result == "codes":
         saturated += int(np.sum(np.abs(total) > gradient_reduction.saturates_above(fmt)))
-        codes = cast.encode(np.clip(total, -fmt.max, fmt.max), fmt)
+        codes = scaling.saturate(total, fmt)
         total = cast.decode(codes, fmt)
     scale_inv = (
         shared.scale_inv * gradient_reduction.share_of(len(grads)) if mean else shared.scale_inv
@@ -205,7 +204,8 @@ def ring(
             # bits are at least twice those of FP8, and two (Figueroa, 1995). So are the 11 of
             # float16.
             with np.errstate(invalid="ignore"):  # Inf - Inf of e5m2, which ``share`` never makes
-                acc = cast.encode(cast.decode(acc, fmt) + cast.decode(flat[rank, piece], fmt), fmt)
+                hop = cast.decode(acc, fmt) + cast.decode(flat[rank, piece], fmt)
+            acc = scaling.saturate(hop, fmt)
         sum_codes[piece] = acc
     return sum_codes.reshape(np.shape(codes[0]))
 

@@ -162,7 +162,7 @@ def chains(
         return _by_chains(chain, a, b, fmt_a, fmt_b, plan)
     if not worth(chain_kernels.chains, len(a) * len(b) * a.shape[1], PRODUCTS):
         return chains_plain(a, b, fmt_a, fmt_b, plan)
-    return _chains_compiled(cast.encode(a, fmt_a), cast.encode(b, fmt_b), fmt_a, fmt_b, plan)
+    return _chains_compiled(cast.codes_of(a, fmt_a), cast.codes_of(b, fmt_b), fmt_a, fmt_b, plan)
 
 
 def chains_of_codes(

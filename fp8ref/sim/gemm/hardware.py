@@ -156,10 +156,9 @@ def probed(accumulate: str | Accumulation, epilogue: Epilogue) -> Hardware:
         slow=accumulate,
         epilogue=None if _is_scale_then_round(unbiased) else unbiased,
     )
-    content = repr((bare.to_dict()["fast"], bare.to_dict()["scale_then_round"]))
-    return dataclasses.replace(
-        bare, name=f"probed_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
-    )
+    decisions = repr((bare.to_dict()["fast"], bare.to_dict()["scale_then_round"]))
+    digest = hashlib.sha256(bytes(decisions, "utf-8")).hexdigest()
+    return dataclasses.replace(bare, name=f"probed_{digest[:12]}")
 
 
 def without_bias(epilogue: Epilogue) -> Epilogue:

@@ -178,6 +178,11 @@ def decode(codes, fmt: Format) -> np.ndarray:
     return np.take(_table(fmt), codes, mode="wrap")
 
 
+def codes_of(numbers: np.ndarray, fmt: Format) -> np.ndarray:
+    """The codes of numbers that fmt has: the inverse of ``decode``. Nothing is rounded."""
+    return encode(numbers, fmt)
+
+
 def canonical_nans(codes: np.ndarray, fmt: Format) -> np.ndarray:
     """codes with every NaN replaced by the one that encode emits (spec C-5); compare codes
     through this. Raises as decode."""
@@ -228,13 +233,15 @@ def round_to_plain(
     rounding: Rounding = "nearest_even",
     saturate: bool = False,
     seed: int | None = None,
+    start: int = 0,
 ) -> np.ndarray:
     """The definition of ``round_to`` for formats of more than 8 bits, in float64; fmt is not
-    checked."""
+    checked. start as ``encode_plain``."""
     _check_rounding(rounding, seed)
     value = exact(x)
     n, exponent = in_spacings(value, fmt)
-    rounded = np.ldexp(round_spacings(n, fmt, rounding, seed=seed), exponent - fmt.mantissa_bits)
+    n = round_spacings(n, fmt, rounding, seed=seed, start=start)
+    rounded = np.ldexp(n, exponent - fmt.mantissa_bits)
     overflow = fmt.max if saturate else np.nan if fmt.inf_code is None else np.inf
     rounded = np.where(
         rounded > fmt.max, fmt.max if rounding in ("toward_zero", "to_odd") else overflow, rounded

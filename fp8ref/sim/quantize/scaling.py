@@ -109,7 +109,7 @@ def quantize(
     """
     policy = policies.by_name(policy)
     check_target(fmt)
-    x = _in_compute_dtype(tensor(x), policy)
+    x = _round_float32(tensor(x), policy.compute)
     block_amaxes = amax(x, granularity, axis=axis, ragged=ragged)
     tensor_scale_inv = None
     if policy.two_level is None:
@@ -120,7 +120,9 @@ def quantize(
         if policy.two_level.tensor != "none":
             tensor_scale_inv = levels.tensor_scale_inv
     blocks = granularities.lengths(granularity, x.ndim, axis)
-    codes = quantize_blocks(x, scales, fmt, blocks, policy=policy, rounding=rounding, seed=seed)
+    codes = quantize_blocks(
+        x, scales, fmt, blocks, divides_in=policy.divides_in, rounding=rounding, seed=seed
+    )
     return Quantized(
         codes, scales.scale, scales.scale_inv, fmt, granularity, axis, tensor_scale_inv
     )
@@ -148,7 +150,7 @@ def quantize_with(
     """
     policy = policies.by_name(policy)
     check_target(fmt)
-    value = _in_compute_dtype(tensor(x), policy)
+    value = _round_float32(tensor(x), policy.compute)
     if not isinstance(scales, Scales):
         raise ValueError(
             "scales are a pair Scales(scale, scale_inv), as scales_from_amax gives; got "
@@ -163,7 +165,9 @@ def quantize_with(
             f"{np.shape(scales.scale)}, {np.shape(scales.scale_inv)}."
         )
     blocks = granularities.lengths(granularity, value.ndim, axis)
-    codes = quantize_blocks(value, scales, fmt, blocks, policy=policy, rounding=rounding, seed=seed)
+    codes = quantize_blocks(
+        value, scales, fmt, blocks, divides_in=policy.divides_in, rounding=rounding, seed=seed
+    )
     return Quantized(codes, scales.scale, scales.scale_inv, fmt, granularity, axis)
 
 
@@ -202,16 +206,17 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], blocks: Blocks) -> np.ndar
 
 
 def scale_blocks(
-    x: np.ndarray, scales: Scales, blocks: Blocks, policy: ScalePolicy | None = None
+    x: np.ndarray, scales: Scales, blocks: Blocks, divides_in: Format | None = None
 ) -> np.ndarray:
-    """What a cast rounds: RN32(f32(x) * scale), or under a policy that stores scale_inv the
-    quotient by it in the policy's dtype (S-13); float32 of x's shape."""
+    """What a cast rounds, float32 of x's shape: RN32(f32(x) * scale); or the quotient by scale_inv
+    in the dtype ``divides_in`` (S-13)."""
     # 0 / 0, Inf * 0; the clip takes an overflow
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        if policy is None or policy.stored == "scale":
-            return x.astype(np.float32) * spread(scales.scale, x.shape, blocks)
-        scale_inv = spread(_in_compute_dtype(scales.scale_inv, policy), x.shape, blocks)
-        return _in_compute_dtype(x.astype(np.float32) / scale_inv, policy)
+        value = x.astype(np.float32)
+        if divides_in is None:
+            return value * spread(scales.scale, x.shape, blocks)
+        scale_inv = _round_float32(scales.scale_inv, divides_in)
+        return _round_float32(value / spread(scale_inv, x.shape, blocks), divides_in)
 
 
 def quantize_blocks(
@@ -220,42 +225,55 @@ def quantize_blocks(
     fmt: Format,
     blocks: Blocks,
     *,
-    policy: ScalePolicy | None = None,
+    divides_in: Format | None = None,
     rounding: Rounding = "nearest_even",
     seed: int | None = None,
+    start: int = 0,
 ) -> np.ndarray:
-    """uint8 codes of x by a scale for each block: ``scale_blocks``; clip to +-fmt.max; round (spec
-    S-5). Every cast by a scale is this one.
+    """Cast x by a scale for each block: ``scale_blocks``, then ``saturate`` (spec S-5). Every cast
+    by a scale is this one.
 
-    policy    None: by products, in float32.
-    Shapes:   x float32, float16 or bfloat16, in the dtype of the policy; scales float32 of
-              ``block_counts``, not checked; codes of x's shape.
+    divides_in  the dtype in which x is divided by scale_inv (S-13); None: multiplied by scale.
+    start       the flat index of x's first element, for stochastic rounding.
+    Shapes:     x float32, float16 or bfloat16, rounded to divides_in; scales float32 of
+                ``block_counts``, not checked; codes as ``saturate``.
     """
     if (
-        (policy is None or policy.stored == "scale")
+        divides_in is None
         and rounding == "nearest_even"
         and seed is None
+        and fmt.bits <= 8
         and worth(_encoder(fmt, x.shape, blocks), x.size, ELEMENTS)
     ):
         return _compiled_encode(x, scales.scale, fmt, blocks)
-    scaled = scale_blocks(x, scales, blocks, policy)
-    return saturate(scaled, fmt, rounding=rounding, seed=seed)
+    scaled = scale_blocks(x, scales, blocks, divides_in)
+    return saturate(scaled, fmt, rounding=rounding, seed=seed, start=start)
 
 
 def quantize_blocks_plain(
-    x: np.ndarray, scales: Scales, fmt: Format, blocks: Blocks, *, policy: ScalePolicy | None = None
+    x: np.ndarray, scales: Scales, fmt: Format, blocks: Blocks, divides_in: Format | None = None
 ) -> np.ndarray:
-    """The definition of ``quantize_blocks``, in NumPy alone."""
-    scaled = scale_blocks(x, scales, blocks, policy)
+    """The definition of ``quantize_blocks`` to nearest even, in NumPy alone."""
+    scaled = scale_blocks(x, scales, blocks, divides_in)
     return cast.encode_plain(np.clip(scaled, -fmt.max, fmt.max), fmt)
 
 
 def saturate(
-    scaled: np.ndarray, fmt: Format, *, rounding: Rounding = "nearest_even", seed: int | None = None
+    scaled: np.ndarray,
+    fmt: Format,
+    *,
+    rounding: Rounding = "nearest_even",
+    seed: int | None = None,
+    start: int = 0,
 ) -> np.ndarray:
-    """uint8 codes of numbers that are scaled already, or need no scale: clip to +-fmt.max; round
-    (S-5)."""
-    return cast.encode(np.clip(scaled, -fmt.max, fmt.max), fmt, rounding=rounding, seed=seed)
+    """Cast numbers that are scaled already, or need no scale: clip to +-fmt.max; round (S-5). uint8
+    codes; of a format of more than 8 bits float32 numbers. start as ``quantize_blocks``."""
+    clipped = np.clip(scaled, -np.float32(fmt.max), np.float32(fmt.max))
+    if seed is None:
+        to_fmt = cast.encode if fmt.bits <= 8 else cast.round_to
+        return to_fmt(clipped, fmt, rounding=rounding)
+    to_fmt = cast.encode_plain if fmt.bits <= 8 else cast.round_to_plain
+    return to_fmt(clipped, fmt, rounding=rounding, seed=seed, start=start)
 
 
 def dequantize(q: Quantized) -> np.ndarray:
@@ -343,9 +361,9 @@ def check_target(fmt: Format) -> None:
         )
 
 
-def _in_compute_dtype(x: np.ndarray, policy: ScalePolicy) -> np.ndarray:
-    """x rounded to the dtype in which the policy divides (S-13); x itself where that is float32."""
-    return x if policy.compute == FLOAT32 else cast.round_to(x, policy.compute)
+def _round_float32(x: np.ndarray, fmt: Format) -> np.ndarray:
+    """x rounded to the dtype in which a policy divides; x itself where that is float32."""
+    return x if fmt == FLOAT32 else cast.round_to(x, fmt)
 
 
 def _amax_kernel(shape: tuple[int, ...], blocks: Blocks) -> Callable:

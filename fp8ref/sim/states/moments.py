@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8ref.formats import FLOAT32
-from fp8ref.sim.quantize import cast
-from fp8ref.sim.quantize.scales import round_to_power_of_two
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scales import Scales, round_to_power_of_two
 from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states.layouts import Layout, Moment, Scalars
 
@@ -144,13 +144,12 @@ def store(
     if moment.expansion:
         return _store_expanded(xs, amax, moment, shape, key)
     scale, scale_inv = scales(amax, moment)
+    divides_in = FLOAT32 if moment.scaling == "divide" else None
+    blocks = (None,) if moment.block is None else (1,)  # a piece may begin within a block
     codes = []
     for start, x in xs:
-        scaled = (
-            x / spread(scale_inv, start, x.size, moment)
-            if moment.scaling == "divide"
-            else x * spread(scale, start, x.size, moment)
-        )
+        scales_of_x = Scales(*(spread(s, start, x.size, moment) for s in (scale, scale_inv)))
+        scaled = scaling.scale_blocks(x, scales_of_x, blocks, divides_in)
         codes.append(_kept(round_codes(scaled, moment, start, key), x, moment))
     kept = own if moment.amax == "previous" else None
     if moment.amax == "predicted":
@@ -239,20 +238,10 @@ def _root_of_power(y: np.ndarray, exponent: np.ndarray) -> np.ndarray:
 def round_codes(scaled: np.ndarray, moment: Moment, start: int, key: int | None) -> np.ndarray:
     """uint8 codes, or float32 numbers of the format, saturated (O-8); start is the flat index of
     the first."""
-    fmt = moment.fmt
-    if fmt == FLOAT32:
+    if moment.fmt == FLOAT32:
         return scaled
-    if fmt.bits == 8:
-        if key is None:
-            return cast.encode(scaled, fmt)
-        return cast.encode_plain(scaled, fmt, rounding="stochastic", seed=key, start=start)
-    if key is None:
-        return cast.round_to(np.clip(scaled, -np.float32(fmt.max), np.float32(fmt.max)), fmt)
-    value = cast.exact(scaled)
-    n, exponent = cast.in_spacings(value, fmt)
-    n = cast.round_spacings(n, fmt, "stochastic", seed=key, start=start)
-    rounded = np.minimum(np.ldexp(n, exponent - fmt.mantissa_bits), fmt.max)
-    return np.where(np.isnan(value), np.nan, np.copysign(rounded, value)).astype(np.float32)
+    rounding: cast.Rounding = "nearest_even" if key is None else "stochastic"
+    return scaling.saturate(scaled, moment.fmt, rounding=rounding, seed=key, start=start)
 
 
 def _kept(codes: np.ndarray, x: np.ndarray, moment: Moment) -> np.ndarray:
