@@ -53,9 +53,9 @@ def of_jax(
 ) -> tuple[list[np.ndarray], list[float]]:
     def model(weights, x):
         for i, w in enumerate(weights):
-            x, _ = fj.linear.apply(
-                x, w, recipe=recipe, multiply=plan
-            )  # [BATCH, K] x [N, K] -> [BATCH, N]
+            with fj.hardware.simulating(plan):
+                # [BATCH, K] x [N, K] -> [BATCH, N]
+                x, _ = fj.linear.apply(x, w, recipe=recipe)
             x = jnp.where(x > 0, x, 0) if i < len(weights) - 1 else x
         return x
 

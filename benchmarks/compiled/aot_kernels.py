@@ -284,15 +284,19 @@ _linear.defvjp(_forward, _backward)
 
 def _matmul(which, a: Quantized, b: Quantized, dtype) -> jax.Array:
     spec = RECIPE.gemms[which]
-    how = {
-        "accumulate": spec.accumulate,
-        "epilogue": spec.epilogue,
-        "powers_of_two": spec.powers_of_two,
-        "out_dtype": jnp.bfloat16,
-    }
+    execution = gemm.Execution(
+        turned=which == "grad_weight",
+        powers_of_two=spec.powers_of_two,
+        dequantized=which == "output",
+    )
     with jax.named_scope(f"line/{which}"):
         return gemm.matmul(
-            a, b, **how, turned=which == "grad_weight", dequantized=which == "output"
+            a,
+            b,
+            accumulate=spec.accumulate,
+            epilogue=spec.epilogue,
+            out_dtype=jnp.bfloat16,
+            execution=execution,
         ).astype(dtype)
 
 

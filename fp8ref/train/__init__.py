@@ -17,7 +17,7 @@ A user's model (``architecture``) is built by {jax,torch}/custom/model.py, and t
 trainer.py beside it.
 
 Paths without fp8ref/ are below this folder. The model's linears are
-``fp8ref.jax.linear.apply_with_stats``, and, in PyTorch, what ``step.Step`` puts in place of
+``fp8ref.jax.linear.apply``, and, in PyTorch, what ``step.Step`` puts in place of
 nn.Linear by ``fp8ref.torch.model.parallel.parallelize``: torchao's Float8Linear, or
 ``fp8ref.torch.linear.Linear`` for ``delayed``, for recipes in blocks, and wherever several ranks
 share amaxes. ``fp8ref.recipe`` says which formats, granularities and accumulation a recipe has.

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from fp8ref.formats import E4M3FN
 from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.experts import grouped
+from fp8ref.jax.gemm import hardware as jax_hardware
 from fp8ref.jax.linear import linear
 from fp8ref.jax.quantize import scales as jax_scales
 from fp8ref.jax.quantize import scaling as jax_scaling
@@ -94,10 +95,8 @@ def test_simulated_hardware_agrees(recipe):  # G-19, G-13
         sim.forward(x, w, recipe, accumulate="hopper"),
         *sim.backward(g, x, w, recipe, accumulate="hopper"),
     )
-    same(
-        jax_results(lambda x, w: linear.apply(x, w, recipe=recipe, multiply=HOPPER)[0], x, w, g),
-        expected,
-    )
+    with jax_hardware.simulating(HOPPER):
+        same(jax_results(lambda x, w: linear.apply(x, w, recipe=recipe)[0], x, w, g), expected)
     with torch_hardware.simulating(HOPPER):
         same(torch_results(x, w, g, recipe), expected)
 

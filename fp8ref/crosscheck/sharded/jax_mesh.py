@@ -30,8 +30,8 @@ from fp8ref.crosscheck.sharded import grouped_rerun
 from fp8ref.crosscheck.sharded.grouped_rerun import Experts, Rerun
 from fp8ref.formats import BFLOAT16
 from fp8ref.jax.distributed.sharding import Mode, Placement
-from fp8ref.jax.linear import linear, operands
-from fp8ref.jax.linear.operands import Use
+from fp8ref.jax.linear import carried, linear, operands
+from fp8ref.jax.linear.carried import Layer
 from fp8ref.recipe import OPERANDS, RECIPES, ROLES, Gemm, Recipe, Role
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError
@@ -323,10 +323,10 @@ def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> 
     # In shard_map a device sees its own shard alone, and amaxes take explicit collectives. Under
     # jit XLA inserts them. Quantizing has to know which of the two it is in.
     mode: Mode = "shard_map" if through == "shard_map" else "jit"
-    use = Use(recipe=recipe, name="rerun", placement=placement, mode=mode)
+    layer = Layer(recipe=recipe, name="rerun", placement=placement, mode=mode)
     casts = {
         which: [
-            OperandCast(cast.role, cast.spec, use.axis(which, cast.role))
+            OperandCast(cast.role, cast.spec, layer.axis(which, cast.role))
             for cast in operand_casts(which, spec)
         ]
         for which, spec in recipe.gemms.items()
@@ -341,7 +341,7 @@ def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> 
         y, vjp = jax.vjp(forward, x, w)
         outputs = dict(zip(recipe.gemms, (y, *vjp(g)), strict=True))
         return outputs, {
-            which: tuple(_quantized(tensors[cast.role], cast, use) for cast in pair)
+            which: tuple(_quantized(tensors[cast.role], cast, layer) for cast in pair)
             for which, pair in casts.items()
         }
 
@@ -362,9 +362,9 @@ def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> 
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
-def _quantized(x: jax.Array, cast: OperandCast, use: Use) -> tuple[jax.Array, jax.Array]:
+def _quantized(x: jax.Array, cast: OperandCast, layer: Layer) -> tuple[jax.Array, jax.Array]:
     """The codes, uint8, and the scale of an operand."""
-    q = operands.quantize(x, cast.role, cast.spec, cast.axis, {}, use)
+    q = operands.quantize(carried.Operand(x), cast.role, cast.spec, cast.axis, layer)
     return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
 
 

@@ -5,6 +5,7 @@ There the types of arrays say how they are cut. ``run`` reads the layout of a li
 as under plain jit with a ``Placement``.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,15 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from fp8ref.jax.distributed.sharding import FREE, Axes, Cut, Layout, Placement, check_sums
+from fp8ref.jax.distributed.placement import Sharding
+from fp8ref.jax.distributed.sharding import FREE, Axes, Cut, Layout, Placement, check_under_jit
 from fp8ref.jax.transforms import derivatives
 from fp8ref.recipe import ROLES, Role
 
 Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """The dimension numbers of ``lax.dot_general``: (contracted dims, batch dims) of both operands."""
-
-Sharding = NamedSharding | PartitionSpec
-"""What an ``out_sharding`` is."""
 
 
 def run(
@@ -33,10 +32,7 @@ def run(
     constants: Any,
     carried: Any,
     numbers: Numbers,
-    *,
     placement: Placement | None,
-    out_sharding: Sharding | None,
-    turned: bool,
     name: str,
 ) -> tuple[jax.Array, Any]:
     """body(x, w, constants, carried, layout) -> (y, carried), where y has the shape of
@@ -44,20 +40,15 @@ def run(
 
     Without Explicit axes, and for arrays that are on no mesh, the layout is None. Otherwise body
     runs where all axes are Auto, y has the sharding that lax.dot_general gives its result, and what
-    is carried is whole on every device.
+    is carried is whole on every device. Body multiplies by w as it is if that is [..., K, N].
 
-    placement     says what types leave open: which sums cross devices, and what is gathered.
-    out_sharding  as of lax.dot_general.
-    turned        body multiplies by w as [K, N].
+    placement     says what types leave open: which sums cross devices, what is gathered, and the
+                  sharding of y, out_sharding as of lax.dot_general.
     Raises:       what lax.dot_general raises for these types, naming the layer; ValueError: a
                   placement of another type, of other axes than the types', or of scope local; an
                   unreduced type.
     """
-    if not isinstance(placement, Placement | None):
-        raise ValueError(
-            f"{name}: placement is a sharding.Placement or None; got "
-            f"{type(placement).__name__}. Give the sharding of the output as out_sharding."
-        )
+    placement, out_sharding = parts(placement, name)
     mesh = _mesh(x, w)
     if not mesh.explicit_axes:
         if out_sharding is not None:
@@ -75,9 +66,38 @@ def run(
     if not mesh.manual_axes:  # inside shard_map over other axes collectives are ours
         if placement:
             _check(cut, placement, mesh, name)
-        layout = cut.layout(y_sharding.spec, mesh, placement, turned)
+        layout = cut.layout(y_sharding.spec, mesh, placement, turned(numbers, w.ndim))
     x, w = (derivatives.reverse_only(v, name) for v in (x, w))
     return _on_auto_axes(_Region(body, layout, mesh, y_sharding), x, w, constants, carried)
+
+
+def parts(placement: Placement | None, name: str) -> tuple[Placement | None, Sharding | None]:
+    """A placement and its out_sharding; None in place of one that has nothing else, so that types
+    say the rest. ValueError, naming the layer, for anything else."""
+    if not isinstance(placement, Placement | None):
+        raise ValueError(
+            f"{name}: placement is a sharding.Placement or None; got "
+            f"{type(placement).__name__}. Give the sharding of the output as "
+            "Placement(out_sharding=...)."
+        )
+    if placement is None or placement.out_sharding is None:
+        return placement, None
+    out_sharding = placement.out_sharding
+    return None if placement == Placement(out_sharding=out_sharding) else placement, out_sharding
+
+
+def joined(placement: Placement | None, out_sharding: Sharding | None) -> Placement | None:
+    """A placement with this sharding of the output, if there is one."""
+    if out_sharding is None:
+        return placement
+    return dataclasses.replace(placement or Placement(), out_sharding=out_sharding)
+
+
+def turned(numbers: Numbers, w_ndim: int) -> bool:
+    """Whether a weight is [batch, K, N] already, as Flax keeps kernels."""
+    contracted, batch = numbers[0][1], numbers[1][1]
+    others = [d for d in range(w_ndim) if d not in (*contracted, *batch)]
+    return [*batch, *contracted, *others] == list(range(w_ndim))
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,12 +288,7 @@ class _Dims:
 def _check(cut: _Dims, placement: Placement, mesh, name: str) -> None:
     """ValueError, naming the layer, unless types cut M, N and K along the Explicit axes that
     placement says."""
-    check_sums(placement, name)
-    if placement.scope == "local":
-        raise ValueError(
-            f"{name}: scope 'local' needs visible devices, and plain jit shows none. Use "
-            "shard_map, or scope='global'."
-        )
+    check_under_jit(placement, name)
     if unknown := [axis for axis in placement.axes if axis not in mesh.axis_names]:
         raise ValueError(
             f"{name}: placement names axes of the mesh, {', '.join(mesh.axis_names)}; got "

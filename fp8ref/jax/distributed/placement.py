@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8ref.formats import E4M3FN
 from fp8ref.jax.distributed import gradient_reduction
@@ -18,6 +19,9 @@ from fp8ref.recipe import Gemm, Role
 
 Axes = tuple[str, ...]
 """Names of mesh axes."""
+
+Sharding = NamedSharding | PartitionSpec
+"""The sharding of an array, as lax.dot_general takes its ``out_sharding``."""
 
 Parts = Literal["accumulators", "float32", "result"]
 """What devices sum to complete a GEMM: raw float32 accumulators, which are scaled and rounded
@@ -52,6 +56,9 @@ class Placement:
               what is summed over k to make an output, and over n to make a grad_input. Under plain
               jit XLA sums accumulators, unless a field says ``result`` and the device is an NVIDIA
               GPU (P-9).
+    out_sharding
+              that of the output on Explicit axes, as of ``lax.dot_general``. Without it types and
+              the fields above say it; with it alone, types say those (P-20).
 
     Raises:   ValueError: an axis that cuts two of m, n and k; fsdp not among m; sequence of a
               linear that is cut along both of n and k, or neither; a string for a tuple; another
@@ -66,6 +73,7 @@ class Placement:
     scope: Literal["global", "local"] = "global"
     reduce_grads: GradParts = "float32"
     reduce_outputs: Parts = "result"
+    out_sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "fsdp"):

@@ -148,12 +148,7 @@ def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> 
             f"{name}: placement names axes of the mesh, {names}; got {', '.join(unknown)}."
         )
     if not manual:
-        if placement.scope == "local":
-            raise ValueError(
-                f"{name}: scope 'local' needs visible devices, and plain jit shows none. Use "
-                "shard_map, or scope='global'."
-            )
-        check_sums(placement, name)
+        check_under_jit(placement, name)
         return "jit"
     if outside := [axis for axis in placement.axes if axis not in manual]:
         raise ValueError(
@@ -171,10 +166,14 @@ def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> 
     return "shard_map"
 
 
-def check_sums(placement: Placement, name: str) -> None:
-    """ValueError, naming the layer, for gradients in FP8 under plain jit, where XLA inserts the
-    sum.
-    """
+def check_under_jit(placement: Placement, name: str) -> None:
+    """ValueError, naming the layer, for what plain jit lacks: scales of a device's own, and
+    gradients in FP8, as XLA inserts the sum."""
+    if placement.scope == "local":
+        raise ValueError(
+            f"{name}: scope 'local' needs visible devices, and plain jit shows none. Use "
+            "shard_map, or scope='global'."
+        )
     if placement.reduce_grads == "float8_e4m3fn":
         raise ValueError(
             f"{name}: under plain jit XLA inserts the sum of gradients, in no dtype of FP8; got "

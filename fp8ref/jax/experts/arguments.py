@@ -8,6 +8,7 @@ import numpy as np
 
 from fp8ref.jax.attention.operands import inputs as attention_inputs
 from fp8ref.jax.distributed import explicit_sharding, sharding
+from fp8ref.jax.gemm import hardware
 from fp8ref.jax.linear import linear
 from fp8ref.recipe import OPERANDS, Recipe
 from fp8ref.selection import grouped as recipes
@@ -22,6 +23,11 @@ def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedReci
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     linear.check_recipe(recipe.recipe, name)
+    if hardware.active() is not None:
+        raise ValueError(
+            f"{name}: simulated hardware multiplies matrices, and no groups of rows; got grouped "
+            "GEMMs inside hardware.simulating. Take this layer out of it."
+        )
     for which, spec in recipe.recipe.gemms.items():
         for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
             if (

@@ -3,8 +3,9 @@
 
     cast = expert_codes.cast_of([recipe], "input")            # None: rows move in their own dtype
     moved, codes = expert_codes.dispatch(x, sizes, "expert", cast)
-    y, _, slot = grouped.apply_codes(moved.rows, w, moved.sizes, recipe=recipe, input_codes=codes,
-    grad_codes=E5M2) y = expert_codes.combine(y, slot, moved, sizes, "expert", cast_of_grad)
+    rows = grouped.CodedRows(moved.rows, codes, grad_codes=True)
+    y, _, slot = grouped.apply_codes(rows, w, moved.sizes, recipe=recipe)
+    y = expert_codes.combine(y, slot, moved, sizes, "expert", cast_of_grad)
 
 One scale of all of an expert's rows serves both GEMMs that take them, so codes alone are enough.
 The sender casts: under dynamic scaling by the amaxes of each expert's rows on all devices. The

@@ -11,6 +11,7 @@ weights.
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,12 @@ from jax import lax
 
 from fp8ref.jax import delayed
 from fp8ref.jax.attention.operands import inputs as attention_inputs
-from fp8ref.jax.experts import arguments, reports
-from fp8ref.jax.experts import operands as operands
+from fp8ref.jax.experts import arguments, operands, reports
 from fp8ref.jax.experts.operands import Codes, Groups, Segmented, Slot
 from fp8ref.jax.gemm import gemm
+from fp8ref.jax.linear import carried
 from fp8ref.jax.linear import observer as gemm_observer
+from fp8ref.jax.linear.carried import Observations, Seen
 from fp8ref.jax.quantize import stats
 from fp8ref.jax.quantize.cast import DTYPES
 from fp8ref.jax.quantize.scaling import Quantized
@@ -32,7 +34,7 @@ from fp8ref.selection.grouped import GroupedRecipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
+class Layer:
     """One call: all that is static about it. dtypes are those of output, grad_input and
     grad_weight.
 
@@ -53,6 +55,20 @@ class Use:
     slot: bool = False
 
 
+class CodedRows(NamedTuple):
+    """Rows [M, K] that a cast before has made FP8 (X-14). ``codes`` makes and moves them.
+
+    x           the rows, or what only stands for them, in dtype and shape, where codes are there.
+    codes       x in FP8, observed before; None: x is cast here.
+    grad_codes  whether their gradient arrives in FP8, with its observation, as the cotangent of the
+                slot that ``apply_codes`` returns.
+    """
+
+    x: jax.Array
+    codes: Codes | None = None
+    grad_codes: bool = False
+
+
 def apply(
     x: jax.Array,
     w: jax.Array,
@@ -60,10 +76,10 @@ def apply(
     *,
     recipe: str | Recipe | GroupedRecipe,
     state: delayed.State | None = None,
-    seen: delayed.Seen | None = None,
+    seen: Seen | None = None,
     over: tuple[str, ...] = (),
     name: str = "grouped",
-) -> tuple[jax.Array, delayed.Seen | None]:
+) -> tuple[jax.Array, Seen | None]:
     """output [M, N] = each group's rows of x [M, K] x its weight of w [E, K, N], and gradients by
     the recipe's grouped GEMMs. Under ``linear.observing`` each group's GEMMs report as a linear's.
 
@@ -80,103 +96,60 @@ def apply(
     Order:    spec X-2, X-3, X-7; rows of no group are replaced by zeros first.
     Specials: a row of no group is not read; its output and gradient are +0. grad_weight of a group
               without rows is +0. A NaN of one group stays in it, unless a scale is shared (X-6).
-    Returns:  (output, seen), as ``linear.apply``: seen merged with what this use observes (X-9).
+    Returns:  (output, seen), as ``linear.apply``: seen merged with what this use observes (X-9);
+              each GEMM's operands are measured, of all groups together.
     Gradient: by x, w and seen; state is a constant, and group_sizes are integers.
     Raises:   ValueError, naming the layer: shapes or dtypes that do not fit; on a CPU, where they
               are not traced, group_sizes below 0 or of a sum above M; under FP8 K or N that is no
               multiple of 16; a recipe this backend cannot run, a state or seen of another recipe,
-              or none if the recipe needs them; inside shard_map amaxes of all groups.
+              or none if the recipe needs them; inside shard_map amaxes of all groups; simulated
+              hardware.
     """
-    y, seen, _ = apply_with_stats(
-        x, w, group_sizes, recipe=recipe, state=state, seen=seen, over=over, name=name, tap=None
+    rows = CodedRows(x)
+    y, seen, _ = apply_codes(
+        rows, w, group_sizes, recipe=recipe, state=state, seen=seen, over=over, name=name
     )
     return y, seen
 
 
-def apply_with_stats(
-    x: jax.Array,
-    w: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    recipe: str | Recipe | GroupedRecipe,
-    state: delayed.State | None = None,
-    seen: delayed.Seen | None = None,
-    over: tuple[str, ...] = (),
-    name: str = "grouped",
-    tap: jax.Array | None,
-) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None]:
-    """``apply``, and with a tap the statistics of its six operands, as ``linear.apply_with_stats``:
-    each GEMM's operands are measured, of all groups together. Raises as apply."""
-    y, seen, tap, _ = _applied(x, w, group_sizes, recipe, state, seen, over, name, tap=tap)
-    return y, seen, tap
-
-
 def apply_codes(
-    x: jax.Array,
+    rows: CodedRows,
     w: jax.Array,
     group_sizes: jax.Array,
     *,
     recipe: str | Recipe | GroupedRecipe,
     state: delayed.State | None = None,
-    seen: delayed.Seen | None = None,
+    seen: Seen | None = None,
     over: tuple[str, ...] = (),
     name: str = "grouped",
-    input_codes: Codes | None = None,
-    grad_codes: bool = False,
-) -> tuple[jax.Array, delayed.Seen | None, Slot | None]:
+) -> tuple[jax.Array, Seen | None, Slot | None]:
     """``apply`` to rows that a cast before has made FP8 (X-14): where one cast of them serves both
-    GEMMs, all GEMMs take its codes. ``codes`` makes and moves them. Observers and statistics see no
-    such rows.
-
-    input_codes
-              x in FP8; x only stands for it, in dtype and shape. Observed before.
-    grad_codes
-              whether the gradient arrives in FP8, with its observation, as the cotangent of the
-              slot that is returned last.
-    """
-    y, seen, _, slot = _applied(
-        x, w, group_sizes, recipe, state, seen, over, name, codes=input_codes, slot=grad_codes
-    )
-    return y, seen, slot
-
-
-def _applied(
-    x: jax.Array,
-    w: jax.Array,
-    group_sizes: jax.Array,
-    recipe: str | Recipe | GroupedRecipe,
-    state: delayed.State | None,
-    seen: delayed.Seen | None,
-    over: tuple[str, ...],
-    name: str,
-    *,
-    tap: jax.Array | None = None,
-    codes: Codes | None = None,
-    slot: bool = False,
-) -> tuple[jax.Array, delayed.Seen | None, jax.Array | None, Slot | None]:
-    """``apply_with_stats``, and the slot of ``apply_codes``."""
-    recipe = arguments.check_recipe(recipe, name)
+    GEMMs, all GEMMs take its codes. Observers and statistics see no such rows. The slot of
+    ``grad_codes`` is returned last."""
+    recipe, x = arguments.check_recipe(recipe, name), rows.x
+    amaxes, statistics, _ = carried.observations(seen)
     arguments.check_arrays(x, w, group_sizes, recipe, name)
-    delayed.check(state, seen, recipe.recipe, name)
+    delayed.check(state, amaxes, recipe.recipe, name)
     if not len(x) or not len(w):
         # The output depends on nothing. Copies, as what a layer gives back unchanged could seem
         # lost.
-        return jnp.zeros((len(x), w.shape[2]), x.dtype), jax.tree.map(jnp.copy, seen), tap, None
+        return jnp.zeros((len(x), w.shape[2]), x.dtype), jax.tree.map(jnp.copy, seen), None
     x, w, group_sizes, axes = arguments.on_one_device(x, w, group_sizes, recipe, over, name)
-    options: dict = {
-        "observer": gemm_observer.current(),
-        "measures": tap is not None,
-        "over": over,
-        "axes": axes,
-        "slot": slot,
-    }
-    use = Use(recipe=recipe, name=name, dtypes=(x.dtype, x.dtype, w.dtype), **options)
-    x, w = (derivatives.reverse_only(v, name) for v in (x, w))
-    state_scales = dict(delayed.scales(state or {}, recipe.recipe))
-    y, after, tap, grad_slot = _grouped(
-        x, w, group_sizes, state_scales, dict(seen or {}), tap, codes, use
+    layer = Layer(
+        recipe=recipe,
+        name=name,
+        dtypes=(x.dtype, x.dtype, w.dtype),
+        observer=gemm_observer.current(),
+        measures=statistics is not None,
+        over=over,
+        axes=axes,
+        slot=rows.grad_codes,
     )
-    return y, None if seen is None else after, tap, grad_slot
+    x, w = (derivatives.reverse_only(v, name) for v in (x, w))
+    scales = dict(delayed.scales(state or {}, recipe.recipe))
+    own_seen = Observations(dict(amaxes or {}), statistics)
+    y, merged, slot = _grouped(x, w, group_sizes, scales, own_seen, rows.codes, layer)
+    return y, carried.after(seen, *merged), slot
 
 
 def quantize_operand(
@@ -205,54 +178,54 @@ def quantize_operand(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _grouped(
     x: jax.Array,
     w: jax.Array,
     group_sizes: jax.Array,
-    state_scales: dict,
-    seen: dict,
-    tap: jax.Array | None,
+    scales: dict,
+    seen: Observations,
     codes: Codes | None,
-    use: Use,
+    layer: Layer,
 ):
-    """(output, seen, tap, slot) of one use; differentiable by ``_forward`` and ``_backward``."""
-    return _forward(x, w, group_sizes, state_scales, seen, tap, codes, use, differentiated=False)[0]
+    """(output, (amaxes, statistics), slot) of one use; differentiable by ``_forward`` and
+    ``_backward``."""
+    return _forward(x, w, group_sizes, scales, seen, codes, layer, differentiated=False)[0]
 
 
 def _forward(
     x: jax.Array,
     w: jax.Array,
     group_sizes: jax.Array,
-    state_scales: dict,
-    seen: dict,
-    tap: jax.Array | None,
+    scales: dict,
+    seen: Observations,
     codes: Codes | None,
-    use: Use,
+    layer: Layer,
     *,
     differentiated: bool = True,
 ):
-    """The output GEMM: ((output, seen, tap, slot), residuals for ``_backward``)."""
+    """The output GEMM: ((output, (amaxes, statistics), slot), residuals for ``_backward``)."""
     groups = operands.groups_of(group_sizes, len(x))
     saved = (x if codes is None else None), w  # what stands for rows would take their memory
     if differentiated:
-        x, w = (derivatives.not_again(v, use.name) for v in (x, w))
+        x, w = (derivatives.not_again(v, layer.name) for v in (x, w))
     tensors: dict[Role, jax.Array | Codes] = {
         "input": groups.only(x) if codes is None else codes,
         "weight": w,
     }
     # [M, K] x [E, K, N] -> [M, N]
-    y, measured = _gemm("output", tensors, groups, state_scales, use)
-    tap = None if tap is None else tap + stats.rows(measured)
-    slot = _slot(y, len(w), use) if use.slot else None
-    return (y, _observed(seen, tensors, seen, groups, use), tap, slot), derivatives.saved(
-        (saved, group_sizes, state_scales, seen, codes)
-    )
+    y, measured = _gemm("output", tensors, groups, scales, layer)
+    statistics = None if seen.statistics is None else seen.statistics + stats.rows(measured)
+    slot = _slot(y, len(w), layer) if layer.slot else None
+    own_amaxes = seen.amaxes or {}
+    amaxes = _observed(own_amaxes, tensors, own_amaxes, groups, layer)
+    residuals = saved, group_sizes, scales, own_amaxes, codes
+    return (y, (amaxes, statistics), slot), derivatives.saved(residuals)
 
 
-def _slot(y: jax.Array, experts: int, use: Use) -> Slot:
+def _slot(y: jax.Array, experts: int, layer: Layer) -> Slot:
     """Zeros of the shapes of grad_output in FP8."""
-    spec = use.recipe.recipe.grad_input.a
+    spec = layer.recipe.recipe.grad_input.a
     assert spec is not None
     table = jnp.zeros(() if spec.delayed else (experts, 1), jnp.float32)
     codes, table = (
@@ -261,12 +234,12 @@ def _slot(y: jax.Array, experts: int, use: Use) -> Slot:
     return Slot(codes, table, table, jnp.zeros(3, jnp.float32))  # an observation is of all devices
 
 
-def _backward(use: Use, residuals, cotangents):
-    """grad_input and grad_weight, in the order of ``_grouped``'s arguments; the cotangents of seen
-    and tap carry observations and measurements, as in ``linear``."""
-    ((x, w), group_sizes, state_scales, seen, codes), (g, later, tap, slot) = residuals, cotangents
+def _backward(layer: Layer, residuals, cotangents):
+    """grad_input and grad_weight, in the order of ``_grouped``'s arguments; the cotangent of seen
+    carries observations and measurements, as in ``linear``."""
+    ((x, w), group_sizes, scales, amaxes, codes), (g, later, slot) = residuals, cotangents
     groups = operands.groups_of(group_sizes, len(g))
-    g = derivatives.not_again(g, use.name)
+    g = derivatives.not_again(g, layer.name)
     tensors: dict[Role, jax.Array | Codes] = {
         "input": groups.only(x) if codes is None else codes,
         "weight": w,
@@ -275,24 +248,19 @@ def _backward(use: Use, residuals, cotangents):
         groups.only(g) if slot is None else Codes(slot.codes, slot.scale, slot.scale_inv)
     )
     # [M, N] x [E, K, N] -> [M, K]
-    grad_input, first_measured = _gemm("grad_input", tensors, groups, state_scales, use)
+    grad_input, measured = _gemm("grad_input", tensors, groups, scales, layer)
     # [M, N] x [M, K] -> [E, K, N]
-    grad_weight, second_measured = _gemm("grad_weight", tensors, groups, state_scales, use)
-    merged_seen = _observed(later, {"grad_output": tensors["grad_output"]}, seen, groups, use)
-    if slot is not None and "grad_output" in seen:
-        merged_seen["grad_output"] = delayed.over_batch(
-            delayed.larger(merged_seen["grad_output"], slot.seen), seen["grad_output"]
-        )
-    tap = None if tap is None else tap + stats.rows(first_measured | second_measured)
-    return (
-        grad_input,
-        grad_weight,
-        None,
-        jax.tree.map(jnp.zeros_like, state_scales),
-        merged_seen,
-        tap,
-        None,
-    )
+    grad_weight, more = _gemm("grad_weight", tensors, groups, scales, layer)
+    later_amaxes, statistics = later
+    grads: dict[Role, jax.Array | Codes] = {"grad_output": tensors["grad_output"]}
+    merged = _observed(later_amaxes, grads, amaxes, groups, layer)
+    if slot is not None and "grad_output" in amaxes:
+        largest = delayed.larger(merged["grad_output"], slot.seen)
+        merged["grad_output"] = delayed.over_batch(largest, amaxes["grad_output"])
+    if statistics is not None:
+        statistics = statistics + stats.rows(measured | more)
+    zeros = jax.tree.map(jnp.zeros_like, scales)
+    return grad_input, grad_weight, None, zeros, Observations(merged, statistics), None
 
 
 derivatives.defvjp(_grouped, _forward, _backward)
@@ -302,18 +270,15 @@ def _gemm(
     which: Gemm,
     tensors: Mapping[Role, jax.Array | Codes],
     groups: Groups,
-    state_scales: Mapping[Role, jax.Array],
-    use: Use,
+    scales: Mapping[Role, jax.Array],
+    layer: Layer,
 ) -> tuple[jax.Array, stats.Measured]:
     """One of the three grouped GEMMs: quantize what is not, multiply, round as G-8 says, cast to
     the result's dtype; and measurements of its operands."""
-    spec, roles, dtype = (
-        use.recipe.recipe.gemms[which],
-        OPERANDS[which],
-        use.dtypes[list(OPERANDS).index(which)],
-    )
-    out_dtype, (x_dtype, _, w_dtype) = gemm.output_dtype(spec, dtype), use.dtypes
-    scope = f"{use.name}/{which}"
+    spec, roles = layer.recipe.recipe.gemms[which], OPERANDS[which]
+    dtype = layer.dtypes[list(OPERANDS).index(which)]
+    out_dtype, (x_dtype, _, w_dtype) = gemm.output_dtype(spec, dtype), layer.dtypes
+    scope = f"{layer.name}/{which}"
 
     def operand(role: Role, cast: CastSpec | None) -> Quantized | Segmented | jax.Array:
         tensor = tensors[role]
@@ -321,7 +286,7 @@ def _gemm(
             assert cast is not None
             return tensor.operand(cast, -2 if which == "grad_weight" else -1, groups)
         return quantize_operand(
-            which, role, tensor, groups, use.recipe, state_scales.get(role), use.over
+            which, role, tensor, groups, layer.recipe, scales.get(role), layer.over
         )
 
     with jax.named_scope(scope):
@@ -348,30 +313,37 @@ def _gemm(
             assert isinstance(b, Quantized)
             out = operands.rows_by_weights(a, b, spec, groups, out_dtype, scope=scope)
     sources = tuple(tensors[role] for role in roles)
-    assert not (use.observer or use.measures) or not any(isinstance(v, Codes) for v in sources), (
-        "what observes sees rows"
-    )
-    if use.observer is not None:
-        reports.observe(use.observer, use.name, which, sources, (a, b), groups, out)
+    assert not (layer.observer or layer.measures) or not any(
+        isinstance(v, Codes) for v in sources
+    ), "what observes sees rows"
+    if layer.observer is not None:
+        reports.observe(layer.observer, layer.name, which, sources, (a, b), groups, out)
     measured: stats.Measured = {}
-    if use.measures:
+    if layer.measures:
         shown = zip(roles, sources, (a, b), strict=True)
         measured = {(which, role): reports.measure(x, q, groups) for role, x, q in shown}  # type: ignore[arg-type]
     return out.astype(dtype), measured
 
 
 def _observed(
-    seen: dict, tensors: Mapping[Role, jax.Array | Codes], own_seen: dict, groups: Groups, use: Use
+    seen: Mapping,
+    tensors: Mapping[Role, jax.Array | Codes],
+    own_seen: Mapping,
+    groups: Groups,
+    layer: Layer,
 ) -> dict:
     """seen, merged with the amaxes of those of its roles that are among tensors, on all devices,
     unless no group has rows (X-9). What is FP8 already was observed before."""
     if not seen:
         return {}
-    used, merged = (lax.pmax(groups.ends[-1], use.axes) if use.axes else groups.ends[-1]) > 0, {}
+    used, merged = (
+        (lax.pmax(groups.ends[-1], layer.axes) if layer.axes else groups.ends[-1]) > 0,
+        {},
+    )
     for role, role_seen in seen.items():
         tensor = tensors.get(role)
         if tensor is not None and not isinstance(tensor, Codes):
-            observation = jnp.where(used, delayed.observe(tensor, over=use.axes), 0.0)
+            observation = jnp.where(used, delayed.observe(tensor, over=layer.axes), 0.0)
             role_seen = delayed.larger(role_seen, observation)
         merged[role] = delayed.over_batch(role_seen, own_seen[role])
     return merged

@@ -91,9 +91,7 @@ class RaggedDot(Hook):
 
     def __call__(self, rows: jax.Array, kernel: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """rows [M, K] x kernel [E, K, N] -> [M, N]."""
-        return self._contract(
-            functools.partial(self._apply, rows, kernel, group_sizes), None, None, None
-        )
+        return self._contract(functools.partial(self._apply, rows, kernel, group_sizes), None, None)
 
     def _in_high_precision(self, use: Callable) -> jax.Array:
         assert isinstance(use, functools.partial)

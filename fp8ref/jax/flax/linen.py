@@ -10,10 +10,13 @@ import jax
 from flax import struct, traverse_util
 
 from fp8ref.jax import delayed
+from fp8ref.jax.distributed import explicit_sharding
 from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.flax import amax_observations, unset_scales
 from fp8ref.jax.flax.amax_observations import SEEN, STATE
+from fp8ref.jax.gemm import hardware
 from fp8ref.jax.linear import contraction, linear
+from fp8ref.jax.linear.contraction import Contraction
 from fp8ref.recipe import RECIPES, Recipe, Role
 from fp8ref.spec.hardware import Multiply
 
@@ -47,8 +50,9 @@ class Fp8DotGeneral(nn.Module):
         *,
         out_sharding=None,
     ) -> jax.Array:
-        use = functools.partial(contraction.dot_general, x, w, dimension_numbers)
-        return _contract(self, x, use, precision, out_sharding, preferred_element_type)
+        dims = Contraction(dimension_numbers, preferred_element_type)
+        use = functools.partial(contraction.dot_general, x, w, dims)
+        return _contract(self, x, use, precision, out_sharding)
 
 
 class Fp8Einsum(nn.Module):
@@ -62,8 +66,9 @@ class Fp8Einsum(nn.Module):
     def __call__(
         self, subscripts, x, w, precision=None, preferred_element_type=None, *, out_sharding=None
     ) -> jax.Array:
-        use = functools.partial(contraction.einsum, subscripts, x, w)
-        return _contract(self, x, use, precision, out_sharding, preferred_element_type)
+        dims = Contraction(subscripts, preferred_element_type)
+        use = functools.partial(contraction.einsum, dims, x, w)
+        return _contract(self, x, use, precision, out_sharding)
 
 
 def linen_dot_general(
@@ -78,8 +83,8 @@ def linen_dot_general(
               have the operands' dtype.
     Order:    Flax promotes x and the kernel to one dtype, which the recipe then sees; the bias is
               added to the rounded output.
-    multiply  simulated hardware in place of XLA's FP8 dots, as in ``linear.apply``; refuses layers
-              with batch dims.
+    multiply  simulated hardware in place of XLA's FP8 dots, as by ``hardware.simulating``; refuses
+              layers with batch dims.
     placement of the linear on a mesh, as in ``linear.apply``; N are the kernel's output dims.
     Raises:   ValueError, naming the layer: as ``linear.apply``; a precision, which is the recipe's;
               under delayed scaling, a collection 'fp8_state' that a transformation does not pass
@@ -163,29 +168,25 @@ def _checked(recipe: str | Recipe, name: str) -> Recipe:
     return checked
 
 
-def _contract(
-    hook: nn.Module, x: jax.Array, use: Callable, precision, out_sharding, preferred_element_type
-) -> jax.Array:
+def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_sharding) -> jax.Array:
     """Run ``use``, a contraction of x, with the hook's state, and thread its observations through
     collection SEEN."""
     recipe: Recipe = hook.recipe
-    name = (
-        ".".join(hook.path[:-1])
-        or type(hook.parent if isinstance(hook.parent, nn.Module) else hook).__name__
-    )
+    layer = hook.parent if isinstance(hook.parent, nn.Module) else hook
+    name = ".".join(hook.path[:-1]) or type(layer).__name__
     amax_observations.check_precision(name, recipe, precision)
-    use = functools.partial(
-        use,
-        recipe=recipe,
-        # init makes parameters, and may do so on one device.
-        placement=None
-        if hook.is_initializing() and jax.typeof(x).sharding.mesh.empty
-        else hook.placement,
-        out_sharding=out_sharding,
-        name=name,
-        preferred_element_type=preferred_element_type,
-        multiply=hook.multiply,
-    )
+    # init makes parameters, and may do so on one device.
+    on_one_device = hook.is_initializing() and jax.typeof(x).sharding.mesh.empty
+    placement = explicit_sharding.joined(None if on_one_device else hook.placement, out_sharding)
+    use = functools.partial(use, recipe=recipe, placement=placement, name=name)
+    with hardware.simulating(hook.multiply):
+        return _threaded(hook, x, use, recipe, name)
+
+
+def _threaded(
+    hook: nn.Module, x: jax.Array, use: functools.partial, recipe: Recipe, name: str
+) -> jax.Array:
+    """The hook's product, with its state, if it keeps one, and its observations."""
     if not delayed.keeps_state(recipe):
         return use(recipe=RECIPES["bf16"] if amax_observations.calibrating() else recipe)[0]
     if not hook.has_variable(STATE, "state") and not hook.is_mutable_collection(STATE):

@@ -8,9 +8,12 @@ import jax
 from flax import errors, nnx
 
 from fp8ref.jax import delayed
+from fp8ref.jax.distributed import explicit_sharding
 from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.flax import amax_observations, unset_scales
+from fp8ref.jax.gemm import hardware
 from fp8ref.jax.linear import contraction, linear
+from fp8ref.jax.linear.contraction import Contraction
 from fp8ref.recipe import RECIPES, Recipe
 from fp8ref.spec.hardware import Multiply
 
@@ -51,19 +54,15 @@ class Hook(nnx.Module):
         )
         self.seen = nnx.data(None)
 
-    def _contract(
-        self, use: Callable, precision, out_sharding, preferred_element_type
-    ) -> jax.Array:
+    def _contract(self, use: Callable, precision, out_sharding) -> jax.Array:
         amax_observations.check_precision(self.name, self.recipe, precision)
-        use = functools.partial(
-            use,
-            recipe=self.recipe,
-            placement=self.placement,
-            out_sharding=out_sharding,
-            name=self.name,
-            preferred_element_type=preferred_element_type,
-            multiply=self.multiply,
-        )
+        placement = explicit_sharding.joined(self.placement, out_sharding)
+        use = functools.partial(use, recipe=self.recipe, placement=placement, name=self.name)
+        with hardware.simulating(self.multiply):
+            return self._threaded(use)
+
+    def _threaded(self, use: functools.partial) -> jax.Array:
+        """The product, with the hook's state, if it keeps one, and its observations."""
         if self.state is None:
             return self._in_high_precision(use) if amax_observations.calibrating() else use()[0]
         state = self.state.get_value()
@@ -87,9 +86,8 @@ class Hook(nnx.Module):
                 "value_and_grad(loss_fn)((model, other), ...), and keep hooks as attributes of "
                 "their layers."
             )
-            y = use(state=state, seen=amax_observations.unobserved(self.recipe, self.name, remedy))[
-                0
-            ]
+            seen = amax_observations.unobserved(self.recipe, self.name, remedy)
+            y = use(state=state, seen=seen)[0]
             evaluated = unset_scales.notice(
                 state, self.name, lambda: unset_scales.models.get(self, Hook)
             )
@@ -129,8 +127,9 @@ class DotGeneral(Hook):
         *,
         out_sharding=None,
     ) -> jax.Array:
-        use = functools.partial(contraction.dot_general, x, w, dimension_numbers)
-        return self._contract(use, precision, out_sharding, preferred_element_type)
+        dims = Contraction(dimension_numbers, preferred_element_type)
+        use = functools.partial(contraction.dot_general, x, w, dims)
+        return self._contract(use, precision, out_sharding)
 
 
 class EinsumOp(Hook):
@@ -139,8 +138,9 @@ class EinsumOp(Hook):
     def __call__(
         self, subscripts, x, w, *, precision=None, preferred_element_type=None, out_sharding=None
     ) -> jax.Array:
-        use = functools.partial(contraction.einsum, subscripts, x, w)
-        return self._contract(use, precision, out_sharding, preferred_element_type)
+        dims = Contraction(subscripts, preferred_element_type)
+        use = functools.partial(contraction.einsum, dims, x, w)
+        return self._contract(use, precision, out_sharding)
 
 
 def nnx_dot_general(
@@ -157,10 +157,10 @@ def nnx_dot_general(
               have the operands' dtype, or the layer's preferred_element_type.
     Order:    Flax promotes x and the kernel to one dtype, which the recipe then sees; the bias is
               added to the rounded output.
-    multiply  simulated hardware in place of XLA's FP8 dots, as in ``linear.apply``; refuses layers
-              with batch dims.
+    multiply  simulated hardware in place of XLA's FP8 dots, as by ``hardware.simulating``; refuses
+              layers with batch dims.
     placement of the linear on a mesh, as in ``linear.apply``; N are the kernel's output dims. The
-              layer's own out_sharding is that of ``linear.apply``.
+              layer's own out_sharding is added to it.
     Raises:   ValueError, naming the layer (in ``value_and_grad`` by its path): as ``linear.apply``;
               a precision, which is the recipe's. ``value_and_grad``, ``update`` and ``convert``
               refuse one hook in several layers.

@@ -10,6 +10,9 @@ accumulators are summed, the epilogue too (G-19, G-21).
 
 import contextlib
 import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +37,36 @@ EPILOGUES = ("scale_then_round", "product_then_round", "unit_round_scale_round")
 """The epilogues that this backend implements."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a GEMM is executed: on what, in which layout, and what devices sum.
+
+    collective the sum over devices, where K is cut.
+    turned    the result is [..., N, M].
+    in_steps  also on a GPU a float32 dot, then the epilogue: where XLA cuts K over devices, it sums
+              raw accumulators (P-9).
+    multiply  simulated hardware, for matrices: it does everything (G-19), or only accumulates, if
+              devices sum accumulators (G-21).
+    powers_of_two
+              all scales are powers of two, so that a GPU's GEMM may round before them (G-22).
+    dequantized
+              on a GPU the operands of rows too are written as dequantized ones, by 1, where the
+              GEMM rounds: the same bits. XLA then transposes b's codes where it writes them, and
+              not the tensor that they are made of.
+    """
+
+    collective: Reduction | None = None
+    turned: bool = False
+    in_steps: bool = False
+    multiply: Multiply | None = None
+    powers_of_two: bool = False
+    dequantized: bool = False
+
+
+ONE_DEVICE = Execution()
+"""XLA's GEMM on one device."""
+
+
 def matmul(
     a: Quantized,
     b: Quantized,
@@ -41,15 +74,10 @@ def matmul(
     accumulate: str,
     epilogue: str = "scale_then_round",
     out_dtype=jnp.float32,
-    collective: Reduction | None = None,
-    turned: bool = False,
-    multiply: Multiply | None = None,
-    powers_of_two: bool = False,
-    in_steps: bool = False,
-    dequantized: bool = False,
+    execution: Execution = ONE_DEVICE,
 ) -> jax.Array:
     """Contract a and b along their reduced axes: [..., M, K] x [..., N, K] -> [..., M, N], or
-    ``turned`` [..., N, M].
+    turned [..., N, M].
 
     Shapes:   a.codes and b.codes of one rank, 2 or more, and equal leading dims; each is reduced
               along its ``axis``, one of its last two, so that [K, M] with axis 0 serves as [M, K].
@@ -60,16 +88,6 @@ def matmul(
               round (P-7). Operands in blocks are dequantized first (G-16). On an NVIDIA GPU, unless
               accumulators are summed or ``in_steps``: G-22.
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
-    multiply  simulated hardware, for matrices: it does everything (G-19), or only accumulates, if
-              devices sum accumulators (G-21).
-    powers_of_two
-              all scales are powers of two, so that a GPU's GEMM may round before them (G-22).
-    in_steps  also on a GPU a float32 dot, then the epilogue: where XLA cuts K over devices, it sums
-              raw accumulators (P-9).
-    dequantized
-              on a GPU the operands of rows too are written as dequantized ones, by 1, where the
-              GEMM rounds: the same bits. XLA then transposes b's codes where it writes them, and
-              not the tensor that they are made of.
     Raises:   ValueError: ranks or reduced lengths that differ, a reduced axis among the leading
               dims, unknown names; granularities that do not go together (``epilogue.check_pair``);
               blocks under unit_round_scale_round.
@@ -80,25 +98,19 @@ def matmul(
         raise ValueError(f"accumulate is one of {', '.join(PRECISION)}; got {accumulate!r}.")
     epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
     # Raw accumulators are summed over devices before the epilogue; results, after it.
-    early, late = (
-        (collective, None)
-        if collective and collective.parts == "accumulators"
-        else (None, collective)
-    )
+    early, late = None, execution.collective
+    if late and late.parts == "accumulators":
+        early, late = late, None
     a = _arranged(a, late)
-    if multiply is not None and early is None:
-        out = _simulated(multiply, a, b, accumulate, epilogue, out_dtype, turned)
-    elif early is None and not in_steps and not dequantizes(a.granularity):
-        out = _multiplied(
-            a, b, axes, accumulate, epilogue, out_dtype, turned, powers_of_two, dequantized
-        )
+    product = _Product(axes, accumulate, epilogue, out_dtype, execution)
+    if execution.multiply is not None and early is None:
+        out = product.simulated(a, b)
+    elif early is None and not execution.in_steps and not dequantizes(a.granularity):
+        out = product.multiplied(a, b)
     else:
-        acc = _total(_accumulated(a, b, axes, accumulate, epilogue, early, turned, multiply), early)
-        out = (
-            acc.astype(out_dtype)
-            if dequantizes(a.granularity)
-            else _scaled(acc, a, b, axes, epilogue, out_dtype, early, turned)
-        )
+        acc = _total(product.accumulated(a, b, early), early)
+        blocks = dequantizes(a.granularity)
+        out = acc.astype(out_dtype) if blocks else product.scaled(acc, a, b, early)
     return _total(out, late).astype(out_dtype)
 
 
@@ -108,27 +120,26 @@ def matmul_hp(
     *,
     axes: tuple[int, int],
     out_dtype,
-    collective: Reduction | None = None,
-    turned: bool = False,
-    in_steps: bool = False,
+    execution: Execution = ONE_DEVICE,
 ) -> jax.Array:
     """A GEMM in high precision: float32 accumulation in XLA's order, one rounding to out_dtype
     (spec G-9).
 
-    Shapes:   a and b as codes in matmul, reduced along axes, -1 or -2 each; collective, turned and
-              in_steps as there. On an NVIDIA GPU the GEMM itself writes out_dtype.
+    Shapes:   a and b as codes in matmul, reduced along axes, -1 or -2 each. On an NVIDIA GPU the
+              GEMM itself writes out_dtype, unless accumulators are summed or ``in_steps``.
     """
-    if in_steps or (collective and collective.parts == "accumulators"):
-        return _total(
-            _dot(a, b, axes, lax.Precision.DEFAULT, turned, collective), collective
-        ).astype(out_dtype)
+    collective, turned = execution.collective, execution.turned
+
+    def dot(a: jax.Array, b: jax.Array, dtype) -> jax.Array:
+        return _dot(a, b, axes, lax.Precision.DEFAULT, turned, collective, dtype)
+
+    if execution.in_steps or (collective and collective.parts == "accumulators"):
+        return _total(dot(a, b, jnp.float32), collective).astype(out_dtype)
     out = lax.platform_dependent(
         a,
         b,
-        cuda=lambda a, b: _dot(a, b, axes, lax.Precision.DEFAULT, turned, collective, out_dtype),
-        default=lambda a, b: _dot(a, b, axes, lax.Precision.DEFAULT, turned, collective).astype(
-            out_dtype
-        ),
+        cuda=functools.partial(dot, dtype=out_dtype),
+        default=lambda a, b: dot(a, b, jnp.float32).astype(out_dtype),
     )
     return _total(out, collective).astype(out_dtype)
 
@@ -144,32 +155,92 @@ def dequantizes(granularity: str) -> bool:
     return by_name(granularity).reduced is not None
 
 
-def _multiplied(
-    a: Quantized,
-    b: Quantized,
-    axes: tuple[int, int],
-    accumulate: str,
-    epilogue: str,
-    out_dtype,
-    turned: bool,
-    powers_of_two: bool,
-    dequantized: bool,
-) -> jax.Array:
-    """The GEMM of a device's operands and its epilogue, where no accumulators are summed over
-    devices.
+@dataclass(frozen=True)
+class _Product:
+    """One GEMM of FP8 operands, reduced along these axes, and its epilogue."""
 
-    On an NVIDIA GPU the GEMM writes out_dtype, and no kernel rescales a float32 result (G-22):
-    tensorwise operands are written as dequantized ones, a pattern in which XLA finds cuBLASLt's FP8
-    GEMM with both scales. Other scales follow a GEMM that rounds to out_dtype itself, where that is
-    what the epilogue says, or the same.
-    """
-    info = jnp.finfo(out_dtype)
+    axes: tuple[int, int]
+    accumulate: str
+    epilogue: str
+    out_dtype: Any
+    execution: Execution
 
-    def in_steps(a: Quantized, b: Quantized) -> jax.Array:
-        acc = _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, None)
-        return _scaled(acc, a, b, axes, epilogue, out_dtype, None, turned)
+    def multiplied(self, a: Quantized, b: Quantized) -> jax.Array:
+        """The GEMM and its epilogue, where no accumulators are summed over devices.
 
-    def by_cublaslt(a: Quantized, b: Quantized, scales: tuple[jax.Array, jax.Array]) -> jax.Array:
+        On an NVIDIA GPU the GEMM writes out_dtype, and no kernel rescales a float32 result (G-22):
+        tensorwise operands are written as dequantized ones, a pattern in which XLA finds cuBLASLt's
+        FP8 GEMM with both scales. Other scales follow a GEMM that rounds to out_dtype itself, where
+        that is what the epilogue says, or the same.
+        """
+        rounds_first = self.epilogue == "unit_round_scale_round"
+        by_tensor = {a.granularity, b.granularity} == {"tensorwise"}
+        if by_tensor and not rounds_first and self.out_dtype != jnp.float16:
+            on_gpu = self._scaled_by_cublaslt
+        elif rounds_first or (self.execution.powers_of_two and self.out_dtype == jnp.bfloat16):
+            on_gpu = self._scaled_after_rounding
+        else:
+            return self._in_steps(a, b)
+        return lax.platform_dependent(a, b, cuda=on_gpu, default=self._in_steps)
+
+    def accumulated(self, a: Quantized, b: Quantized, collective: Reduction | None) -> jax.Array:
+        """float32 [M, N] that devices sum: raw accumulators, scaled later; scaled sums if scales
+        vary along K."""
+        blocks = dequantizes(a.granularity)
+        if self.execution.multiply is None:
+            if blocks:
+                return self._dot(_values(a), _values(b), lax.Precision.HIGHEST, collective)
+            return self._dot(a.codes, b.codes, PRECISION[self.accumulate], collective)
+        a, by = _arranged(a, collective), dataclasses.replace(self, out_dtype=jnp.float32)
+        if blocks:
+            return by.simulated(a, b)
+        by = dataclasses.replace(by, epilogue="product_then_round")
+        return by.simulated(_unscaled(a), _unscaled(b))
+
+    def simulated(self, a: Quantized, b: Quantized) -> jax.Array:
+        """The GEMM by simulated hardware, [M, N], or [N, M] if turned."""
+        assert a.codes.ndim == 2, "simulated hardware multiplies matrices"
+        assert self.execution.multiply is not None
+        out = hardware.matmul(
+            a,
+            b,
+            by=self.execution.multiply,
+            accumulate=self.accumulate,
+            epilogue=self.epilogue,
+            out_dtype=self.out_dtype,
+        )
+        return out.T if self.execution.turned else out
+
+    def scaled(
+        self, acc: jax.Array, a: Quantized, b: Quantized, collective: Reduction | None = None
+    ) -> jax.Array:
+        """The epilogue: accumulators [M, N] times the scales of the rows of a and of b, rounded to
+        out_dtype."""
+        # [.., M, 1], [.., 1, N]
+        scale_a = _rows(a.scale_inv, self.axes[0])
+        scale_b = jnp.swapaxes(_rows(b.scale_inv, self.axes[1]), -1, -2)
+        scale_a = collective.own_rows(scale_a) if collective else scale_a
+        if self.execution.turned:
+            scale_a, scale_b = jnp.swapaxes(scale_a, -1, -2), jnp.swapaxes(scale_b, -1, -2)
+        return finish(acc, scale_a, scale_b, self.epilogue, self.out_dtype)
+
+    def _dot(
+        self,
+        a: jax.Array,
+        b: jax.Array,
+        precision: lax.Precision,
+        collective: Reduction | None = None,
+        out_dtype=jnp.float32,
+    ) -> jax.Array:
+        turned = self.execution.turned
+        return _dot(a, b, self.axes, precision, turned, collective, out_dtype)
+
+    def _in_steps(self, a: Quantized, b: Quantized) -> jax.Array:
+        return self.scaled(self._dot(a.codes, b.codes, PRECISION[self.accumulate]), a, b)
+
+    def _by_cublaslt(
+        self, a: Quantized, b: Quantized, scales: tuple[jax.Array, jax.Array]
+    ) -> jax.Array:
         # XLA passes each scale on in float32: it drops the two conversions, as its option
         # xla_allow_excess_precision, on by default, lets it. ``proof`` looks for scales that it
         # rounded.
@@ -177,103 +248,28 @@ def _multiplied(
             q.codes.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)
             for q, scale in zip((a, b), scales, strict=True)
         )
+        precision, info = PRECISION[self.accumulate], jnp.finfo(self.out_dtype)
         with jax.named_scope("dequantized"):  # ``proof`` takes this dot for an FP8 GEMM
-            out = _dot(a_hp, b_hp, axes, PRECISION[accumulate], turned, None, out_dtype)
+            out = self._dot(a_hp, b_hp, precision, out_dtype=self.out_dtype)
         # Changes nothing, but is no part of what XLA makes a GEMM's epilogue of: it would add a
         # residual or a bias before the GEMM rounds, and cannot compile a GELU that is in a
         # checkpoint.
         return lax.reduce_precision(out, info.nexp, info.nmant)
 
-    def scaled_by_cublaslt(a: Quantized, b: Quantized) -> jax.Array:
+    def _scaled_by_cublaslt(self, a: Quantized, b: Quantized) -> jax.Array:
         # Past a barrier of its own, no two dots share an operand: XLA would join their weights,
         # dequantized, and multiply in bfloat16.
-        return by_cublaslt(a, b, lax.optimization_barrier((a.scale_inv, b.scale_inv)))
+        return self._by_cublaslt(a, b, lax.optimization_barrier((a.scale_inv, b.scale_inv)))
 
-    def scaled_after_rounding(a: Quantized, b: Quantized) -> jax.Array:
-        if dequantized and out_dtype != jnp.float16:
+    def _scaled_after_rounding(self, a: Quantized, b: Quantized) -> jax.Array:
+        if self.execution.dequantized and self.out_dtype != jnp.float16:
             # by its scales, one of its own
             one = lax.optimization_barrier((jnp.float32(1), a.scale_inv, b.scale_inv))[0]
-            rounded = by_cublaslt(a, b, (one, one))
+            rounded = self._by_cublaslt(a, b, (one, one))
         else:
-            rounded = _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, None, out_dtype)
-        return _scaled(rounded.astype(jnp.float32), a, b, axes, epilogue, out_dtype, None, turned)
-
-    if (
-        {a.granularity, b.granularity} == {"tensorwise"}
-        and epilogue != "unit_round_scale_round"
-        and out_dtype != jnp.float16
-    ):
-        on_gpu = scaled_by_cublaslt
-    elif epilogue == "unit_round_scale_round" or (powers_of_two and out_dtype == jnp.bfloat16):
-        on_gpu = scaled_after_rounding
-    else:
-        return in_steps(a, b)
-    return lax.platform_dependent(a, b, cuda=on_gpu, default=in_steps)
-
-
-def _accumulated(
-    a: Quantized,
-    b: Quantized,
-    axes: tuple[int, int],
-    accumulate: str,
-    epilogue: str,
-    collective: Reduction | None,
-    turned: bool,
-    multiply: Multiply | None,
-) -> jax.Array:
-    """float32 [M, N] that devices sum: raw accumulators, scaled later; scaled sums if scales vary
-    along K."""
-    blocks = dequantizes(a.granularity)
-    if multiply is None:
-        if blocks:
-            return _dot(_values(a), _values(b), axes, lax.Precision.HIGHEST, turned, collective)
-        return _dot(a.codes, b.codes, axes, PRECISION[accumulate], turned, collective)
-    a = _arranged(a, collective)
-    if blocks:
-        return _simulated(multiply, a, b, accumulate, epilogue, jnp.float32, turned)
-    return _simulated(
-        multiply, _unscaled(a), _unscaled(b), accumulate, "product_then_round", jnp.float32, turned
-    )
-
-
-def _simulated(
-    by: Multiply,
-    a: Quantized,
-    b: Quantized,
-    accumulate: str,
-    epilogue: str,
-    out_dtype,
-    turned: bool,
-) -> jax.Array:
-    """The GEMM by simulated hardware, [M, N], or [N, M] if turned."""
-    assert a.codes.ndim == 2, "simulated hardware multiplies matrices"
-    out = hardware.matmul(
-        a, b, by=by, accumulate=accumulate, epilogue=epilogue, out_dtype=out_dtype
-    )
-    return out.T if turned else out
-
-
-def _scaled(
-    acc: jax.Array,
-    a: Quantized,
-    b: Quantized,
-    axes: tuple[int, int],
-    epilogue: str,
-    out_dtype,
-    collective: Reduction | None,
-    turned: bool,
-) -> jax.Array:
-    """The epilogue: accumulators [M, N] times the scales of the rows of a and of b, rounded to
-    out_dtype."""
-    # [.., M, 1], [.., 1, N]
-    scale_a, scale_b = (
-        _rows(a.scale_inv, axes[0]),
-        jnp.swapaxes(_rows(b.scale_inv, axes[1]), -1, -2),
-    )
-    scale_a = collective.own_rows(scale_a) if collective else scale_a
-    if turned:
-        scale_a, scale_b = jnp.swapaxes(scale_a, -1, -2), jnp.swapaxes(scale_b, -1, -2)
-    return finish(acc, scale_a, scale_b, epilogue, out_dtype)
+            precision = PRECISION[self.accumulate]
+            rounded = self._dot(a.codes, b.codes, precision, out_dtype=self.out_dtype)
+        return self.scaled(rounded.astype(jnp.float32), a, b)
 
 
 def finish(

@@ -1,10 +1,14 @@
 """Simulated hardware for JAX: FP8 GEMMs by a function on the host, in place of XLA's dots
 (spec G-19).
 
+    with hardware.simulating(sim_hardware.by_name("hopper")):  # fp8ref.sim.gemm.hardware
+        y, _ = linear.apply(x, w, recipe="tensorwise")
+
 ``matmul`` calls a ``fp8ref.spec.hardware.Multiply`` back from the compiled program, with codes and
 scales in host memory.
 """
 
+import contextlib
 import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -37,14 +41,31 @@ _CODES = {
 _FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
+_simulated = jax.make_user_context(default_value=None)
+
+
+def simulating(multiply: Multiply | None):
+    """In this context, multiply computes every FP8 GEMM of linears. None changes nothing.
+
+    Scope:    what is traced, or runs eagerly, in it: linears, contractions and Flax's hooks, in
+              both passes. jax.jit compiles a program for each multiply.
+    """
+    return contextlib.nullcontext() if multiply is None else _simulated(multiply)
+
+
+def active() -> Multiply | None:
+    """The function of the innermost context; None outside all contexts."""
+    return _simulated.value
+
+
 def check(x: jax.Array, w: jax.Array, mode: sharding.Mode, name: str) -> None:
     """ValueError, naming the layer, where simulated hardware cannot multiply these operands, or not
     on these devices."""
     if w.ndim > 2:
         raise ValueError(
             f"{name}: simulated hardware multiplies matrices, x [M, K] by w [N, K]; got a batch "
-            f"of them, {x.shape} and {w.shape}. Leave multiply out of this contraction, or "
-            "write it as linears."
+            f"of them, {x.shape} and {w.shape}. Take this contraction out of hardware.simulating, "
+            "or write it as linears."
         )
     try:
         devices = 1 if mode == "one" else jax.typeof(x).sharding.mesh.size

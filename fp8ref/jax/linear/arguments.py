@@ -1,7 +1,8 @@
 """The arguments of a linear: checked, by the name of the layer, and what is static of them
-collected in a ``Use`` (spec L, R-1).
+collected in a ``Layer`` (spec L, R-1).
 """
 
+import dataclasses
 import math
 import warnings
 
@@ -11,83 +12,77 @@ from jax import lax
 
 from fp8ref import recipe as recipes
 from fp8ref.jax import delayed
-from fp8ref.jax.distributed import sharding
+from fp8ref.jax.distributed import explicit_sharding, sharding
 from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.gemm import gemm, hardware
 from fp8ref.jax.linear import observer
-from fp8ref.jax.linear.operands import Use
+from fp8ref.jax.linear.carried import Layer
 from fp8ref.jax.quantize import cast, scales
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
-from fp8ref.recipe import Recipe
-from fp8ref.spec.hardware import Multiply
+from fp8ref.recipe import Recipe, Role
 
 
-def use(
+def layer(recipe: str | Recipe, name: str, placement: Placement | None) -> Layer:
+    """What is static of a linear before its tensors are there; whoever observes GEMMs or simulates
+    hardware is asked here."""
+    placement, _ = explicit_sharding.parts(placement, name)
+    return Layer(
+        recipe=check_recipe(recipe, name),
+        name=name,
+        placement=placement or Placement(),
+        placed=placement is not None,
+        observer=observer.current(),
+        multiply=hardware.active(),
+    )
+
+
+def resolved(
+    layer: Layer,
     x: jax.Array,
     w: jax.Array,
-    recipe: str | Recipe,
     state: delayed.State | None,
-    seen: delayed.Seen | None,
-    placement: Placement | None,
-    name: str,
-    *,
+    amaxes: delayed.Seen | None,
     out_dtype,
-    turned: bool,
-    layout: sharding.Layout | None,
-    multiply: Multiply | None,
-    measures: bool,
-) -> Use:
-    """What is static about one call of a linear, of the arguments of ``linear.contract``; whoever
-    observes GEMMs is asked here.
+) -> Layer:
+    """The layer, with what these arguments of ``linear.contract`` add to it.
 
     Warns:    once a layer, of dims that are not multiples of 16 (L-5).
     Raises:   ValueError, naming the layer, as ``linear.apply``; a name with '/', '(' or ')'.
     """
-    recipe = check_recipe(recipe, name)
+    recipe, name, placement = layer.recipe, layer.name, layer.placement
     out_dtype = _check_arrays(x, w, out_dtype, name)
-    delayed.check(state, seen, recipe, name)
-    if stack := next(
-        (
-            jnp.shape(role_state.stored)
-            for role_state in (state or {}).values()
-            if jnp.ndim(role_state.stored)
-        ),
-        (),
-    ):
+    delayed.check(state, amaxes, recipe, name)
+    stacks = [jnp.shape(role_state.stored) for role_state in (state or {}).values()]
+    if any(stacks):
         raise ValueError(
-            f"{name}: one linear has one state; got those of a stack of {list(stack)}. Scan or "
-            "vmap over states, seen and weights."
+            f"{name}: one linear has one state; got those of a stack of {list(max(stacks))}. "
+            "Scan or vmap over states, seen and weights."
         )
-    mode: sharding.Mode = "jit" if layout else sharding.mode(x, w, placement, name)
-    if delayed.keeps_state(recipe) and placement and placement.scope == "local":
+    layout, turned = layer.layout, layer.turned
+    mode: sharding.Mode = "jit"
+    if layout is None:
+        mode = sharding.mode(x, w, placement if layer.placed else None, name)
+    if delayed.keeps_state(recipe) and placement.scope == "local":
         raise ValueError(
             f"{name}: delayed scaling keeps one state for all devices, so its amaxes are "
             "global; got scope 'local'. Use 'global'."
         )
-    if multiply is not None:
+    if layer.multiply is not None:
         hardware.check(x, w, mode, name)
-    placement = placement or Placement()
     if mode == "jit" and layout is None:
-        layout = sharding.layout(
-            placement, {"input": x.ndim, "weight": w.ndim, "grad_output": x.ndim}, turned=turned
-        )
+        ndim: dict[Role, int] = {"input": x.ndim, "weight": w.ndim, "grad_output": x.ndim}
+        layout = sharding.layout(placement, ndim, turned=turned)
     n, k = sharding.gemm_dims(w, placement, layout, turned=turned)
     if recipe.fp8 and (n % 16 or k % 16):
         _warn_of_padding(name, n, k)
-    return Use(
-        recipe=recipe,
-        name=name,
-        placement=placement,
+    return dataclasses.replace(
+        layer,
         mode=mode,
         layout=layout,
         batched=w.ndim > 2,
-        turned=turned,
         outer=math.prod(x.shape[:-2]),
         dtypes=(out_dtype, x.dtype, w.dtype),
-        observer=observer.current(),
-        measures=measures,
-        multiply=multiply,
     )
 
 
@@ -101,12 +96,12 @@ def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
     return recipe
 
 
-def checked_weight(prepared: Quantized | Scales, w: jax.Array, use: Use) -> Quantized | Scales:
+def checked_weight(prepared: Quantized | Scales, w: jax.Array, layer: Layer) -> Quantized | Scales:
     """The FP8 copy of a weight, or its scales, as constants; ValueError, naming the layer, unless
     they are of the recipe's cast, and of the whole weight."""
-    name = use.name
+    name = layer.name
     try:
-        spec = recipes.weight_copy(use.recipe)
+        spec = recipes.weight_copy(layer.recipe)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     expected = f"a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}, or its Scales"
@@ -136,7 +131,7 @@ def checked_weight(prepared: Quantized | Scales, w: jax.Array, use: Use) -> Quan
             "scales.scales_from_amax."
         )
     if own := {axis for v in pair for axis in sharding.varying(v)} & set(
-        use.over("weight", "tensorwise", -1)
+        layer.over("weight", "tensorwise", -1)
     ):
         raise ValueError(
             f"{name}: scales are the whole weight's, the same on all devices; got scales that "
@@ -180,16 +175,16 @@ def _warn_of_padding(name: str, n: int, k: int) -> None:
     )
 
 
-def check_mu(mu: jax.Array, use: Use) -> None:
+def check_mu(mu: jax.Array, layer: Layer) -> None:
     """ValueError, naming the layer, unless gradients of the weight are exchanged in FP8, by this
     factor.
     """
-    placement = use.placement
-    if use.mode != "shard_map" or placement.reduce_grads != "float8_e4m3fn" or not placement.m:
+    placement = layer.placement
+    if layer.mode != "shard_map" or placement.reduce_grads != "float8_e4m3fn" or not placement.m:
         raise ValueError(
-            f"{use.name}: mu is of gradients that devices exchange in FP8 (P-22); got "
+            f"{layer.name}: mu is of gradients that devices exchange in FP8 (P-22); got "
             f"reduce_grads {placement.reduce_grads!r} over m={placement.m}. Set reduce_grads "
             "'float8_e4m3fn' and m, inside shard_map, or leave mu out."
         )
     if mu.shape != () or mu.dtype != jnp.float32:
-        raise ValueError(f"{use.name}: mu is float32 (); got {mu.dtype} {mu.shape}.")
+        raise ValueError(f"{layer.name}: mu is float32 (); got {mu.dtype} {mu.shape}.")

@@ -1,33 +1,44 @@
 """``dot_general`` and ``einsum`` of an input and a weight by a recipe, batch dims included: for
 layers that are not linears."""
 
-import functools
+import dataclasses
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from fp8ref.jax import delayed
 from fp8ref.jax.distributed import explicit_sharding
+from fp8ref.jax.distributed.explicit_sharding import Numbers
 from fp8ref.jax.distributed.sharding import Placement
-from fp8ref.jax.linear import linear
+from fp8ref.jax.linear import arguments, linear
+from fp8ref.jax.linear.carried import Seen
 from fp8ref.recipe import Recipe
-from fp8ref.spec.hardware import Multiply
+
+__all__ = ["Contraction", "dot_general", "einsum"]
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """What a contraction computes: ``dimension_numbers`` of lax.dot_general, or subscripts of
+    jnp.einsum, and the dtype of its result; None: the operands'."""
+
+    dims: Any
+    preferred_element_type: Any = None
 
 
 def dot_general(
     x: jax.Array,
     w: jax.Array,
-    dimension_numbers,
+    dimension_numbers: Numbers | Contraction,
     *,
     recipe: str | Recipe,
     state: delayed.State | None = None,
-    seen: delayed.Seen | None = None,
+    seen: Seen | None = None,
     placement: Placement | None = None,
-    out_sharding: explicit_sharding.Sharding | None = None,
     name: str = "dot_general",
-    preferred_element_type=None,
-    multiply: Multiply | None = None,
-) -> tuple[jax.Array, delayed.Seen | None]:
+) -> tuple[jax.Array, Seen | None]:
     """``lax.dot_general`` by a recipe: x is the input, w the weight, and the contracted dims are K.
 
     Shapes:   as lax.dot_general; output dims: batch, then x's other dims, then w's. Each element of
@@ -36,98 +47,49 @@ def dot_general(
               each its own (L-10).
     Order:    transposed to x [..., M, K] and w [N, K], or w [K, N] if it has that order; with batch
               dims to x [batch, M, K] and w [batch, N, K] or [batch, K, N]; then as apply.
-    placement, out_sharding
-              as in apply. M are x's other dims, N are w's. Of several, a mesh axis cuts the first.
-    multiply  as in apply, for contractions without batch dims.
+    placement as in apply. M are x's other dims, N are w's. Of several, a mesh axis cuts the first.
     Returns:  (output, seen), as apply, with the same gradients.
     Raises:   ValueError: as apply; sizes of contracted or batch dims that differ; dtypes that
-              differ without a preferred_element_type, which is the output's; batch dims under
-              multiply or inside shard_map.
+              differ without a preferred_element_type of a ``Contraction``, which is the output's;
+              batch dims under ``hardware.simulating`` or inside shard_map.
     """
-    (contract_x, contract_w), (batch_x, batch_w) = (
-        (tuple(map(int, dims)) for dims in pair) for pair in dimension_numbers
-    )
-    for of, dims in ((x, (*contract_x, *batch_x)), (w, (*contract_w, *batch_w))):
-        if len(set(dims)) != len(dims) or any(not 0 <= d < of.ndim for d in dims):
-            raise ValueError(
-                f"{name}: dimension_numbers name each dim once, counted from 0; got "
-                f"{dimension_numbers} for {x.shape} and {w.shape}."
-            )
-    kept_x, kept_w = (
-        [d for d in range(v.ndim) if d not in (*c, *b)]
-        for v, c, b in ((x, contract_x, batch_x), (w, contract_w, batch_w))
-    )
-    # The output's dims: batch, then x's other dims, then w's.
-    sizes = [
-        [x.shape[d] for d in batch_x],
-        [x.shape[d] for d in kept_x],
-        [w.shape[d] for d in kept_w],
-    ]
-    pairs = ((contract_x, contract_w), (batch_x, batch_w))
-    if any(
-        [x.shape[d] for d in x_dims] != [w.shape[d] for d in w_dims] for x_dims, w_dims in pairs
-    ):
-        raise ValueError(
-            f"{name}: contracted and batch dims have equal sizes; got {x.shape} and {w.shape} "
-            f"with {dimension_numbers}."
-        )
-    in_shard_map = placement is not None and bool(jax.typeof(x).sharding.mesh.manual_axes)
-    if in_shard_map and batch_x:
+    contraction = dimension_numbers
+    if not isinstance(contraction, Contraction):
+        contraction = Contraction(dimension_numbers)
+    layer = arguments.layer(recipe, name, placement)
+    dims = _dims(x, w, contraction.dims, name)
+    in_shard_map = layer.placed and bool(jax.typeof(x).sharding.mesh.manual_axes)
+    if in_shard_map and dims.batch_x:
         raise ValueError(
             f"{name}: inside shard_map a contraction has no batch dims, as a placement cuts "
-            f"only M, N and K; got {x.shape} and {w.shape} with {dimension_numbers}. Use "
+            f"only M, N and K; got {x.shape} and {w.shape} with {contraction.dims}. Use "
             "jax.vmap over them, or plain jit."
         )
     # A weight that is [batch, K, N] already, as Flax keeps kernels, is not transposed. Inside
     # shard_map it is: devices gather and scatter the first dim.
-    turned = [*batch_w, *contract_w, *kept_w] == list(range(w.ndim)) and not in_shard_map
+    turned = explicit_sharding.turned(dims.numbers, w.ndim) and not in_shard_map
 
     def body(x, w, state, seen, layout):
-        batch = [math.prod(sizes[0])] if batch_x else []
-        rows = [math.prod(sizes[1])] if batch_x or not kept_x else sizes[1]
-        k, n = math.prod(x.shape[d] for d in contract_x), math.prod(sizes[2])
-        # [batch, M, K], or [..., M, K] with all its leading dims: what reads the same x saves the
-        # same x for its backward pass, and a mesh that cuts several dims of it gathers none.
-        a = x.transpose(*batch_x, *kept_x, *contract_x).reshape(*batch, *rows, k)
-        b = w if turned else w.transpose(*batch_w, *kept_w, *contract_w)
-        b = b.reshape(*batch, *((k, n) if turned else (n, k)))
-        options = {
-            "out_dtype": preferred_element_type,
-            "turned": turned,
-            "multiply": multiply,
-            "layout": layout,
-        }
-        y, seen, _ = linear.contract(a, b, recipe, state, seen, placement, name, **options)
-        # Inside shard_map a placement gathers the weight's first output dim, and gathers or
-        # scatters rows.
-        m_sizes = sizes[1] if batch_x or not kept_x else y.shape[:-1]
-        n_sizes = [y.shape[-1] // math.prod(sizes[2][1:]), *sizes[2][1:]] if kept_w else []
-        return y.reshape(*sizes[0], *m_sizes, *n_sizes), seen
+        own = dataclasses.replace(layer, layout=layout, turned=turned)
+        a, b = dims.matrices(x, w, turned)
+        out_dtype = contraction.preferred_element_type
+        y, seen = linear.contract(a, b, own, state, seen, out_dtype=out_dtype)
+        return dims.unflattened(y, x, w), seen
 
-    run = functools.partial(
-        explicit_sharding.run,
-        placement=placement,
-        out_sharding=out_sharding,
-        turned=turned,
-        name=name,
-    )
-    return run(body, x, w, state, seen, pairs)
+    return explicit_sharding.run(body, x, w, state, seen, dims.numbers, placement, name)
 
 
 def einsum(
-    subscripts: str,
+    subscripts: str | Contraction,
     x: jax.Array,
     w: jax.Array,
     *,
     recipe: str | Recipe,
     state: delayed.State | None = None,
-    seen: delayed.Seen | None = None,
+    seen: Seen | None = None,
     placement: Placement | None = None,
-    out_sharding: explicit_sharding.Sharding | None = None,
     name: str = "einsum",
-    preferred_element_type=None,
-    multiply: Multiply | None = None,
-) -> tuple[jax.Array, delayed.Seen | None]:
+) -> tuple[jax.Array, Seen | None]:
     """``jnp.einsum`` of input x and weight w by a recipe. A letter in both is contracted, or a
     batch dim if the output has it.
 
@@ -136,35 +98,98 @@ def einsum(
     Raises:   ValueError: as dot_general; subscripts that are not one contraction: a letter twice in
               one term, summed in one term alone, or without an output.
     """
-    terms = _terms(subscripts, x.ndim, w.ndim, name)
-    x_term, w_term, out = terms
+    contraction = subscripts if isinstance(subscripts, Contraction) else Contraction(subscripts)
+    x_term, w_term, out = _terms(contraction.dims, x.ndim, w.ndim, name)
     batch = [letter for letter in x_term if letter in w_term and letter in out]
     contracted = [letter for letter in x_term if letter in w_term and letter not in out]
     numbers = tuple(
         tuple(tuple(term.index(letter) for letter in letters) for term in (x_term, w_term))
         for letters in (contracted, batch)
     )
-    order = [
-        *batch,
-        *(letter for letter in x_term if letter not in w_term),
-        *(letter for letter in w_term if letter not in x_term),
-    ]
+    x_alone = [letter for letter in x_term if letter not in w_term]
+    w_alone = [letter for letter in w_term if letter not in x_term]
+    order = [*batch, *x_alone, *w_alone]
+    if placement is not None and placement.out_sharding is not None:
+        axes = [out.index(letter) for letter in order]
+        out_sharding = explicit_sharding.permuted(placement.out_sharding, axes)
+        placement = dataclasses.replace(placement, out_sharding=out_sharding)
     y, seen = dot_general(
         x,
         w,
-        numbers,
+        dataclasses.replace(contraction, dims=numbers),
         recipe=recipe,
         state=state,
         seen=seen,
         placement=placement,
-        out_sharding=explicit_sharding.permuted(
-            out_sharding, [out.index(letter) for letter in order]
-        ),
         name=name,
-        preferred_element_type=preferred_element_type,
-        multiply=multiply,
     )
     return y.transpose([order.index(letter) for letter in out]), seen
+
+
+@dataclass(frozen=True)
+class _Dims:
+    """The dims of both operands that are contracted, of a batch, and others."""
+
+    contract_x: tuple[int, ...]
+    contract_w: tuple[int, ...]
+    batch_x: tuple[int, ...]
+    batch_w: tuple[int, ...]
+    other_x: tuple[int, ...]
+    other_w: tuple[int, ...]
+
+    @property
+    def numbers(self) -> Numbers:
+        """The dimension numbers of lax.dot_general."""
+        return (self.contract_x, self.contract_w), (self.batch_x, self.batch_w)
+
+    def matrices(self, x: jax.Array, w: jax.Array, turned: bool) -> tuple[jax.Array, jax.Array]:
+        """x [..., M, K] and w [N, K], or with batch dims [batch, M, K] and [batch, N, K]; turned,
+        w is [K, N].
+
+        x keeps all its leading dims: what reads the same x saves the same x for its backward pass,
+        and a mesh that cuts several dims of it gathers none.
+        """
+        x_sizes = [x.shape[d] for d in self.other_x]
+        batch = [math.prod(x.shape[d] for d in self.batch_x)] if self.batch_x else []
+        rows = [math.prod(x_sizes)] if self.batch_x or not x_sizes else x_sizes
+        k = math.prod(x.shape[d] for d in self.contract_x)
+        n = math.prod(w.shape[d] for d in self.other_w)
+        a = x.transpose(*self.batch_x, *self.other_x, *self.contract_x).reshape(*batch, *rows, k)
+        b = w if turned else w.transpose(*self.batch_w, *self.other_w, *self.contract_w)
+        return a, b.reshape(*batch, *((k, n) if turned else (n, k)))
+
+    def unflattened(self, y: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
+        """The product of ``matrices`` with dims: batch, then x's others, then w's."""
+        m_sizes, n_sizes = [x.shape[d] for d in self.other_x], [w.shape[d] for d in self.other_w]
+        # Inside shard_map a placement gathers the weight's first output dim, and gathers or
+        # scatters rows.
+        if m_sizes and not self.batch_x:
+            m_sizes = list(y.shape[:-1])
+        if n_sizes:
+            n_sizes[0] = y.shape[-1] // math.prod(n_sizes[1:])
+        return y.reshape(*(x.shape[d] for d in self.batch_x), *m_sizes, *n_sizes)
+
+
+def _dims(x: jax.Array, w: jax.Array, dimension_numbers, name: str) -> _Dims:
+    """The dims of operands by lax.dot_general's numbers; ValueError where these do not fit."""
+    (contract_x, contract_w), (batch_x, batch_w) = (
+        (tuple(map(int, dims)) for dims in pair) for pair in dimension_numbers
+    )
+    for operand, dims in ((x, (*contract_x, *batch_x)), (w, (*contract_w, *batch_w))):
+        if len(set(dims)) != len(dims) or any(not 0 <= d < operand.ndim for d in dims):
+            raise ValueError(
+                f"{name}: dimension_numbers name each dim once, counted from 0; got "
+                f"{dimension_numbers} for {x.shape} and {w.shape}."
+            )
+    sizes_x = [[x.shape[d] for d in dims] for dims in (contract_x, batch_x)]
+    if sizes_x != [[w.shape[d] for d in dims] for dims in (contract_w, batch_w)]:
+        raise ValueError(
+            f"{name}: contracted and batch dims have equal sizes; got {x.shape} and {w.shape} "
+            f"with {dimension_numbers}."
+        )
+    other_x = tuple(d for d in range(x.ndim) if d not in (*contract_x, *batch_x))
+    other_w = tuple(d for d in range(w.ndim) if d not in (*contract_w, *batch_w))
+    return _Dims(contract_x, contract_w, batch_x, batch_w, other_x, other_w)
 
 
 def _terms(subscripts: str, ndim_x: int, ndim_w: int, name: str) -> tuple[str, str, str]:

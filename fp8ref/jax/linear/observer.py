@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref.jax.linear import operands
-from fp8ref.jax.linear.operands import Use
+from fp8ref.jax.linear.carried import Layer, Operand
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import OPERANDS, Gemm, Role
 
@@ -34,31 +34,30 @@ def observing(observer: Callable):
 
 
 def current() -> Callable | None:
-    """The observer of the context in which a linear is traced, for its ``Use``."""
+    """The observer of the context in which a linear is traced, for its ``Layer``."""
     return _observer.get()
 
 
 def report(
     which: Gemm,
-    tensors: Mapping[Role, jax.Array],
+    roles: Mapping[Role, Operand],
     own: Sequence[Quantized],
-    used: Sequence[Quantized],
+    whole: Sequence[Quantized],
     out: jax.Array,
-    use: Use,
+    layer: Layer,
 ):
-    """Call the observer of ``use``, if it has one, when the program runs.
+    """Call the observer of the layer, if it has one, when the program runs.
 
-    own   both operands as this device quantized them: codes.
-    used  both as the GEMM took them, gathered: scales.
+    own    both operands as this device quantized them: codes.
+    whole  both as the GEMM took them, gathered: scales.
     """
-    if use.observer is None:
+    if layer.observer is None:
         return
-    reported = [
-        (
-            operands.flat(tensors[role], role, use),
-            operands.flat(lax.bitcast_convert_type(q.codes, jnp.uint8), role, use),
-            gathered.scale,
-        )
-        for role, q, gathered in zip(OPERANDS[which], own, used, strict=True)
-    ]
-    jax.debug.callback(functools.partial(use.observer, use.name, which), *reported, out)
+    reported = []
+    for role, q, gathered in zip(OPERANDS[which], own, whole, strict=True):
+        tensor = roles[role].tensor
+        assert tensor is not None, "a layer that is observed saves tensors"
+        codes = lax.bitcast_convert_type(q.codes, jnp.uint8)
+        flat = (operands.flat(v, role, layer) for v in (tensor, codes))
+        reported.append((*flat, gathered.scale))
+    jax.debug.callback(functools.partial(layer.observer, layer.name, which), *reported, out)

@@ -11,10 +11,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.jax import delayed, proof
+from fp8ref.jax.distributed.explicit_sharding import joined
 from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.gemm import gemm
 from fp8ref.jax.linear import contraction, linear
-from fp8ref.jax.linear.operands import Use
+from fp8ref.jax.linear.carried import Layer
 
 B, T, K, N = 8, 16, 128, 256
 BATCH = ("data", "fsdp")
@@ -101,6 +102,8 @@ def results(use, x, w, g):
 
 
 def dot(recipe="rowwise", **how):
+    if "out_sharding" in how:
+        how["placement"] = joined(how.pop("placement", None), how.pop("out_sharding"))
     return lambda x, w: contraction.dot_general(x, w, NUMBERS, recipe=recipe, name="fc", **how)[0]
 
 
@@ -191,9 +194,9 @@ def test_einsum_takes_out_sharding_in_the_order_of_its_output(operands):
     x, w = put(operands[0], "data", None, "tensor"), put(operands[1].reshape(K, 8, 32), "tensor")
     out = out_of(P("data", "tensor"))
     mine = jax.jit(
-        lambda x, w: contraction.einsum("btd,dhk->bhtk", x, w, recipe="rowwise", out_sharding=out)[
-            0
-        ]
+        lambda x, w: contraction.einsum(
+            "btd,dhk->bhtk", x, w, recipe="rowwise", placement=Placement(out_sharding=out)
+        )[0]
     )(x, w)
     theirs = jax.jit(lambda x, w: jnp.einsum("btd,dhk->bhtk", x, w, out_sharding=out))(x, w)
     assert jax.typeof(mine) == jax.typeof(theirs)
@@ -407,7 +410,11 @@ def test_out_sharding_is_for_explicit_axes():
     with pytest.raises(ValueError, match=r"^fc: .*Auto or Manual"):
         jax.jit(
             lambda x, w: linear.apply(
-                x, w, recipe="rowwise", out_sharding=NamedSharding(auto, P("data")), name="fc"
+                x,
+                w,
+                recipe="rowwise",
+                placement=Placement(out_sharding=NamedSharding(auto, P("data"))),
+                name="fc",
             )
         )(put(x, "data", mesh=auto), put(w, mesh=auto))
 
@@ -444,20 +451,21 @@ def test_gemms_whose_reduced_dim_is_cut_are_summed_over_devices(
     )
     found, matmul = [], gemm.matmul
     monkeypatch.setattr(
-        gemm, "matmul", lambda *args, **how: found.append(how["in_steps"]) or matmul(*args, **how)
+        gemm,
+        "matmul",
+        lambda *args, **how: found.append(how["execution"].in_steps) or matmul(*args, **how),
     )
-    cut, by_compiler = set(), Use.summed_by_compiler
+    cut, by_compiler = set(), Layer.summed_by_compiler
 
-    def asked(use, which):
-        cut.update({which} if use.layout.summed(which) else ())
-        return by_compiler(use, which)
+    def asked(layer, which):
+        cut.update({which} if layer.layout.summed(which) else ())
+        return by_compiler(layer, which)
 
-    monkeypatch.setattr(Use, "summed_by_compiler", asked)
+    monkeypatch.setattr(Layer, "summed_by_compiler", asked)
 
     def use(x, w):
-        return contraction.einsum(subscripts, x, w, recipe="tensorwise", out_sharding=out_of(out))[
-            0
-        ]
+        placement = joined(None, out_of(out))
+        return contraction.einsum(subscripts, x, w, recipe="tensorwise", placement=placement)[0]
 
     jax.jit(lambda x, w: jax.grad(lambda x, w: use(x, w).sum(), (0, 1))(x, w)).lower(
         put(x, *of_x), put(w, *of_w)

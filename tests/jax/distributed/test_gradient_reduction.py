@@ -151,7 +151,7 @@ def test_the_gradient_of_a_linear_by_mu_counts_what_its_cast_saturates(recipe): 
             w.astype(jnp.bfloat16),
             recipe=recipe,
             placement=placement,
-            mu=mu,
+            seen=linear.Observations(mu=mu),
         )
         return jax.lax.psum(jnp.sum(y.astype(jnp.float32) * jnp.arange(1, 33)), ("fsdp", "tensor"))
 
@@ -196,7 +196,12 @@ def test_the_gradient_of_a_linear_by_mu_counts_what_its_cast_saturates(recipe): 
 def test_a_mu_of_other_gradients_is_refused(placement, mu, message):  # P-22
     def f(x, w, mu):
         return linear.apply(
-            x, w, recipe="bf16", placement=Placement(**placement), mu=mu, name="layer"
+            x,
+            w,
+            recipe="bf16",
+            seen=linear.Observations(mu=mu),
+            placement=Placement(**placement),
+            name="layer",
         )[0]
 
     with pytest.raises(ValueError, match=message):
@@ -205,7 +210,11 @@ def test_a_mu_of_other_gradients_is_refused(placement, mu, message):  # P-22
         )
     with pytest.raises(ValueError, match=r"layer: mu is of gradients .* over m=\(\)"):
         linear.apply(
-            jnp.ones((4, 16)), jnp.ones((16, 16)), recipe="bf16", mu=jnp.float32(1), name="layer"
+            jnp.ones((4, 16)),
+            jnp.ones((16, 16)),
+            recipe="bf16",
+            seen=linear.Observations(mu=jnp.float32(1)),
+            name="layer",
         )
 
 

@@ -52,9 +52,8 @@ def program(mesh, recipe, in_codes):
             how["seen"] = seen | {
                 "input": delayed.larger(seen["input"], expert_codes.observed(x, sizes))
             }
-        y, after, slot = grouped.apply_codes(
-            moved.rows, w, moved.sizes, **how, input_codes=codes, grad_codes=True
-        )
+        rows = grouped.CodedRows(moved.rows, codes, grad_codes=True)
+        y, after, slot = grouped.apply_codes(rows, w, moved.sizes, **how)
         return expert_codes.combine(
             y, slot, moved, sizes, "expert", backward, scale=scales.get("grad_output")
         ), after or {}

@@ -617,10 +617,12 @@ def test_layers_take_simulated_hardware(recipe, rng):  # G-19
         if recipe == "delayed"
         else {}
     )
-    native, expected = (
-        np.asarray(linear.apply(x, kernel.T, recipe=recipe, multiply=m, **given)[0], np.float32)
-        for m in (None, HOPPER)
-    )
+    products = []
+    for multiply in (None, HOPPER):
+        with fj.hardware.simulating(multiply):
+            y, _ = linear.apply(x, kernel.T, recipe=recipe, **given)
+        products.append(np.asarray(y, np.float32))
+    native, expected = products
     assert (native != expected).any()
     for layer in (
         nn.Dense(

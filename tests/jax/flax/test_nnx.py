@@ -366,7 +366,8 @@ def test_layers_take_simulated_hardware(recipe, rng):  # G-19
             if recipe == "delayed"
             else {}
         )
-        return (linear.apply(x, kernel.T, recipe=recipe, multiply=multiply, **given)[0] ** 2).sum()
+        with fj.hardware.simulating(multiply):
+            return (linear.apply(x, kernel.T, recipe=recipe, **given)[0] ** 2).sum()
 
     native, expected = (
         np.asarray(jax.jit(jax.grad(lambda k, m=m: of_linear(k, m)))(kernel))

@@ -9,6 +9,7 @@ from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.crosscheck import bounds
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.jax.gemm import gemm
+from fp8ref.jax.gemm.gemm import Execution
 from fp8ref.jax.quantize import scaling
 from fp8ref.recipe import RECIPES
 from fp8ref.sim.gemm import gemm as sim_gemm
@@ -100,8 +101,7 @@ def test_on_a_gpu_the_gemm_writes_the_output_dtype(
     how = {
         "epilogue": epilogue,
         "out_dtype": jnp.dtype(dtype),
-        "powers_of_two": powers,
-        "in_steps": in_steps,
+        "execution": Execution(powers_of_two=powers, in_steps=in_steps),
     }
     traced = jax.jit(lambda a, b: gemm.matmul(a, b, accumulate="slow", **how)).trace(a, b)
     steps = "tensor<32x64xf8E4M3FN>, tensor<32x64xf8E4M3FN>) -> tensor<32x32xf32>"
@@ -138,7 +138,7 @@ def test_on_a_gpu_nothing_joins_a_gemm_that_is_written_as_dequantized(
     a, b = (scaling.quantize(jnp.ones((32, 64)), E4M3FN, granularity=granularity) for _ in range(2))
     how = {
         "epilogue": "unit_round_scale_round" if granularity == "rowwise" else "scale_then_round",
-        "dequantized": True,
+        "execution": Execution(dequantized=True),
     }
     traced = jax.jit(
         lambda a, b: gemm.matmul(a, b, accumulate="fast", out_dtype=jnp.dtype(dtype), **how) + 1
@@ -186,7 +186,8 @@ def test_what_runs_on_a_gpu_gives_the_same_bits_where_sums_are_exact(
     monkeypatch.setattr(
         gemm.lax, "platform_dependent", lambda *arrays, cuda, default: cuda(*arrays)
     )
-    on_gpu = gemm.matmul(a, b, **how, powers_of_two=powers, dequantized=dequantized)
+    execution = Execution(powers_of_two=powers, dequantized=dequantized)
+    on_gpu = gemm.matmul(a, b, **how, execution=execution)
     assert on_gpu.dtype == on_cpu.dtype == jnp.dtype(dtype)
     np.testing.assert_array_equal(
         np.asarray(on_gpu.astype(jnp.float32)), np.asarray(on_cpu.astype(jnp.float32))

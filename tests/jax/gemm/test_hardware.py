@@ -2,6 +2,7 @@
 they would hang.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32
 from fp8ref.jax import proof
 from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.gemm import gemm
-from fp8ref.jax.gemm import hardware as simulated
+from fp8ref.jax.gemm import hardware as jax_hardware
+from fp8ref.jax.gemm.gemm import Execution
 from fp8ref.jax.linear import linear
 from fp8ref.jax.quantize import scaling
 from fp8ref.recipe import RECIPES
@@ -29,12 +31,23 @@ from fp8ref.sim.quantize import scaling as sim_scaling
 from fp8ref.train import loop
 
 HOPPER = hardware.by_name("hopper")
+BY_HOPPER = Execution(multiply=HOPPER)
 FP8 = ("tensorwise", "rowwise", "blockwise", "mxfp8")  # whose GEMMs are all FP8
 
 
 def tensors(rng, m=160, n=128, k=256):
     x, w, g = (rng.standard_normal(shape).astype(np.float32) for shape in ((m, k), (n, k), (m, n)))
     return [jnp.asarray(v, jnp.bfloat16) for v in (x, w, g)]
+
+
+def simulated(multiply, f):
+    """f under simulated hardware."""
+
+    def run(*args):
+        with jax_hardware.simulating(multiply):
+            return f(*args)
+
+    return run
 
 
 # G-19, B-12
@@ -47,7 +60,9 @@ def test_outputs_and_gradients_are_the_simulators_bit_for_bit(rng, recipe, plan)
     @jax.jit
     def both(x, w, g):
         y, backward = jax.vjp(
-            lambda x, w: linear.apply(x, w, recipe=recipe, multiply=hardware.by_name(plan))[0], x, w
+            simulated(hardware.by_name(plan), lambda x, w: linear.apply(x, w, recipe=recipe)[0]),
+            x,
+            w,
         )
         return y, *backward(g)
 
@@ -63,7 +78,7 @@ def test_outputs_and_gradients_are_the_simulators_bit_for_bit(rng, recipe, plan)
 def test_the_plan_changes_bits_that_the_frameworks_own_gemm_has(rng):
     x, w, _ = tensors(rng)
     native, simulated_ = (
-        jax.jit(lambda x, w, m=m: linear.apply(x, w, recipe="tensorwise", multiply=m)[0])(x, w)
+        jax.jit(simulated(m, lambda x, w: linear.apply(x, w, recipe="tensorwise")[0]))(x, w)
         for m in (None, HOPPER)
     )
     assert (np.asarray(native, np.float32) != np.asarray(simulated_, np.float32)).any()
@@ -89,7 +104,7 @@ def test_an_output_that_is_subnormal_is_not_flushed(out_dtype):
     ]
     out = jax.jit(
         lambda: gemm.matmul(
-            *q, accumulate="fast", out_dtype=getattr(jnp, out_dtype), multiply=HOPPER
+            *q, accumulate="fast", out_dtype=getattr(jnp, out_dtype), execution=BY_HOPPER
         )
     )()
     assert set(np.asarray(out).astype(np.float64).ravel()) == {tiny}
@@ -110,11 +125,14 @@ def test_operands_reduced_along_either_axis(rng, axes):
         scaling.quantize(jnp.asarray(v if axis else v.T), fmt, granularity="rowwise", axis=axis)
         for v, fmt, axis in zip(values, (E5M2, E4M3FN), axes, strict=True)
     ]
-    out = gemm.matmul(*mine, accumulate="slow", out_dtype=jnp.bfloat16, multiply=HOPPER)
+    out = gemm.matmul(*mine, accumulate="slow", out_dtype=jnp.bfloat16, execution=BY_HOPPER)
     expected = sim_gemm.matmul(*sims, accumulate="hopper_slow", out_dtype=BFLOAT16)
     np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
     turned = gemm.matmul(
-        *mine, accumulate="slow", out_dtype=jnp.bfloat16, multiply=HOPPER, turned=True
+        *mine,
+        accumulate="slow",
+        out_dtype=jnp.bfloat16,
+        execution=dataclasses.replace(BY_HOPPER, turned=True),
     )
     np.testing.assert_array_equal(np.asarray(turned), np.asarray(out).T)
 
@@ -122,8 +140,9 @@ def test_operands_reduced_along_either_axis(rng, axes):
 def test_under_vmap_every_element_is_a_call(rng):
     x, w, _ = tensors(rng, m=32)
     both = jnp.stack([x, 2 * x])
-    found = jax.vmap(lambda x: linear.apply(x, w, recipe="rowwise", multiply=HOPPER)[0])(both)
-    each = [linear.apply(v, w, recipe="rowwise", multiply=HOPPER)[0] for v in both]
+    with jax_hardware.simulating(HOPPER):
+        found = jax.vmap(lambda x: linear.apply(x, w, recipe="rowwise")[0])(both)
+        each = [linear.apply(v, w, recipe="rowwise")[0] for v in both]
     np.testing.assert_array_equal(np.asarray(found), np.asarray(jnp.stack(each)))
 
 
@@ -134,10 +153,10 @@ def test_the_proof_names_simulated_gemms_and_misses_none(rng, recipe):
 
     def grads(multiply):
         def loss(x, w):
-            y, _ = linear.apply(x, w, recipe=recipe, name="fc", multiply=multiply)
+            y, _ = linear.apply(x, w, recipe=recipe, name="fc")
             return (y.astype(jnp.float32) ** 2).sum()
 
-        return proof.read(jax.jit(jax.grad(loss, (0, 1))).lower(x, w))
+        return proof.read(jax.jit(jax.grad(simulated(multiply, loss), (0, 1))).lower(x, w))
 
     program, planned = grads(HOPPER), {"fc": recipe}
     assert proof.missing(program, planned, plan="hopper") == []
@@ -170,30 +189,28 @@ def test_where_it_is_refused(monkeypatch, devices, mapped, platform, nproc, mess
     if nproc is not None:
         monkeypatch.setenv("NPROC", nproc)
     with pytest.raises(ValueError, match=message):
-        simulated.check_devices(devices, mapped=mapped, platform=platform)
+        jax_hardware.check_devices(devices, mapped=mapped, platform=platform)
 
 
 def test_one_device_and_a_mesh_with_threads_are_taken(monkeypatch):
     monkeypatch.setenv("NPROC", "32")
-    simulated.check_devices(1, mapped=False, platform="cpu")
-    simulated.check_devices(8, mapped=True, platform="cpu")
+    jax_hardware.check_devices(1, mapped=False, platform="cpu")
+    jax_hardware.check_devices(8, mapped=True, platform="cpu")
 
 
 def test_a_linear_on_a_mesh_is_refused_by_name(rng):
     x, w, _ = tensors(rng)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     x, w = (jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in ((x, P("data")), (w, P())))
-    with pytest.raises(
-        ValueError, match="up_proj: on a mesh, simulated hardware multiplies inside shard_map"
+    with (
+        jax_hardware.simulating(HOPPER),
+        pytest.raises(
+            ValueError, match="up_proj: on a mesh, simulated hardware multiplies inside shard_map"
+        ),
     ):
         jax.jit(
             lambda x, w: linear.apply(
-                x,
-                w,
-                recipe="tensorwise",
-                placement=Placement(m=("data",)),
-                name="up_proj",
-                multiply=HOPPER,
+                x, w, recipe="tensorwise", placement=Placement(m=("data",)), name="up_proj"
             )
         )(x, w)
 
@@ -250,7 +267,8 @@ def test_meshes_with_threads_train_as_one_device(recipe):
 
 def test_float32_outputs_keep_their_bits(rng):
     x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 64), (32, 64)))
-    found, _ = linear.apply(jnp.asarray(x), jnp.asarray(w), recipe="tensorwise", multiply=HOPPER)
+    with jax_hardware.simulating(HOPPER):
+        found, _ = linear.apply(jnp.asarray(x), jnp.asarray(w), recipe="tensorwise")
     np.testing.assert_array_equal(
         np.asarray(found),
         sim_linear.forward(x, w, "tensorwise", accumulate="hopper", out_dtype=FLOAT32),

@@ -124,17 +124,12 @@ def test_what_is_prepared_and_does_not_fit_is_refused_by_name():  # O-16, P-9
             linear.apply(x, w, **{"recipe": "tensorwise", "prepared": copy, "name": "fc", **given})
 
 
-def test_a_use_holds_what_is_static_of_a_call():
+def test_a_layer_holds_what_is_static_of_a_call():
     """Of 2 x 3 sequences of 5 tokens, by a weight [K, N] and an output in float32."""
     x, w = jnp.ones((2, 3, 5, 16), jnp.bfloat16), jnp.ones((16, 32), jnp.bfloat16)
-    how = {
-        "out_dtype": jnp.float32,
-        "turned": True,
-        "layout": None,
-        "multiply": None,
-        "measures": True,
-    }
-    found = linear_arguments.use(x, w, "rowwise", None, None, None, "fc", **how)
+    layer = linear_arguments.layer("rowwise", "fc", None)
+    layer = dataclasses.replace(layer, turned=True, measures=True)
+    found = linear_arguments.resolved(layer, x, w, None, None, jnp.float32)
     assert (found.outer, found.batched, found.turned, found.measures, found.mode) == (
         6,
         False,
@@ -145,7 +140,7 @@ def test_a_use_holds_what_is_static_of_a_call():
     assert found.dtypes == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
     assert found.placement == Placement()
     assert found.observer is None
-    assert hash(found) == hash(linear_arguments.use(x, w, "rowwise", None, None, None, "fc", **how))
+    assert hash(found) == hash(linear_arguments.resolved(layer, x, w, None, None, jnp.float32))
 
 
 def test_a_name_that_the_proof_could_not_read_back_is_refused():  # B-7
@@ -154,16 +149,10 @@ def test_a_name_that_the_proof_could_not_read_back_is_refused():  # B-7
 
 
 def test_an_output_dtype_of_integers_is_refused():
-    how = {
-        "out_dtype": jnp.int32,
-        "turned": False,
-        "layout": None,
-        "multiply": None,
-        "measures": False,
-    }
+    layer = linear_arguments.layer("tensorwise", "fc", None)
     with pytest.raises(
         ValueError, match="fc: x, w and the output are bfloat16, float16 or float32; got int32"
     ):
-        linear_arguments.use(
-            jnp.ones((4, 16)), jnp.ones((16, 16)), "tensorwise", None, None, None, "fc", **how
+        linear_arguments.resolved(
+            layer, jnp.ones((4, 16)), jnp.ones((16, 16)), None, None, jnp.int32
         )

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fp8ref.jax import delayed
+from fp8ref.jax.gemm import hardware as jax_hardware
 from fp8ref.jax.linear import contraction, linear
 from fp8ref.recipe import RECIPES
 from fp8ref.sim.gemm import hardware
@@ -90,9 +91,8 @@ def test_delayed_scaling_takes_and_gives_seen(rng):
 def test_a_preferred_type_is_the_outputs(rng):
     x, w = jnp.ones((16, 64), jnp.bfloat16), jnp.ones((64, 32), jnp.float32)
     numbers = (((1,), (0,)), ((), ()))
-    y, _ = contraction.dot_general(
-        x, w, numbers, recipe="tensorwise", preferred_element_type=jnp.float32
-    )
+    wide = contraction.Contraction(numbers, preferred_element_type=jnp.float32)
+    y, _ = contraction.dot_general(x, w, wide, recipe="tensorwise")
     assert y.dtype == jnp.float32
     with pytest.raises(
         ValueError,
@@ -181,30 +181,30 @@ def test_simulated_hardware_multiplies_as_in_the_linear(subscripts, turned, reci
     def results(f):
         return outputs_and_gradients(f, x, w, g)
 
-    def einsum(multiply):
+    def einsum():
         return results(
-            lambda x, w: contraction.einsum(
-                subscripts, x, w.T if turned else w, recipe=recipe, multiply=multiply
-            )[0]
+            lambda x, w: contraction.einsum(subscripts, x, w.T if turned else w, recipe=recipe)[0]
         )
 
-    mine = einsum(HOPPER)
-    linears = results(lambda x, w: linear.apply(x, w.T, recipe=recipe, multiply=HOPPER)[0])
+    with jax_hardware.simulating(HOPPER):
+        mine = einsum()
+        linears = results(lambda x, w: linear.apply(x, w.T, recipe=recipe)[0])
     for one, other in zip(mine, linears, strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
-    assert any((a != b).any() for a, b in zip(mine, einsum(None), strict=True))
+    assert any((a != b).any() for a, b in zip(mine, einsum(), strict=True))
 
 
 def test_simulated_hardware_multiplies_no_batches(rng):  # G-19
     x, w = jnp.ones((3, 16, 64), jnp.bfloat16), jnp.ones((3, 64, 32), jnp.bfloat16)
-    with pytest.raises(
-        ValueError,
-        match=r"^experts: simulated hardware multiplies matrices.*got a batch of them, \(3, 16, "
-        r"64\) and \(3, 64, 32\)",
+    with (
+        jax_hardware.simulating(HOPPER),
+        pytest.raises(
+            ValueError,
+            match=r"^experts: simulated hardware multiplies matrices.*got a batch of them, \(3, "
+            r"16, 64\) and \(3, 64, 32\)",
+        ),
     ):
-        contraction.einsum(
-            "ecd,edf->ecf", x, w, recipe="tensorwise", name="experts", multiply=HOPPER
-        )
+        contraction.einsum("ecd,edf->ecf", x, w, recipe="tensorwise", name="experts")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from fp8ref.jax.attention import kernel as attention_kernel
 from fp8ref.jax.attention.operands import casts as attention_casts
 from fp8ref.jax.experts import grouped
 from fp8ref.jax.experts.operands import Codes, Slot
+from fp8ref.jax.gemm import hardware
 from fp8ref.jax.linear import linear
+from fp8ref.jax.linear.carried import Observations, Seen, observations
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import Recipe
@@ -44,7 +46,7 @@ class Pass:
     state      delayed-scaling states by linear, which the pass reads.
     seen       amax observations by linear; each linear replaces its own.
     layout     places a linear on the mesh; None places none, as a layout of one device does.
-    taps       statistics accumulators by linear and by attention (``apply_with_stats``); each
+    taps       statistics accumulators by linear (``Observations``) and by attention; each
                replaces its own.
     attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention; "chunked":
                XLA's, of QUERIES queries at a time.
@@ -142,24 +144,28 @@ class Pass:
         """x [..., K] x w [N, K] -> [..., N], with the state, observations and placement of the
         linear ``name``."""
         placement = self.layout.placement(name) if self.layout else None
-        y, seen, tap = linear.apply_with_stats(
-            x,
-            w,
-            recipe=recipe,
-            state=self.state.get(name),
-            seen=self.seen.get(name),
-            placement=placement,
-            name=name,
-            tap=self.taps.get(name),
-            multiply=self.multiply,
-            prepared=self.prepared.get(name),
-            mu=self.mu.get(name),
-        )
-        if seen is not None:
-            self.seen[name] = seen
-        if tap is not None:
-            self.taps[name] = tap
+        observed = Observations(self.seen.get(name), self.taps.get(name), self.mu.get(name))
+        with hardware.simulating(self.multiply):
+            y, after = linear.apply(
+                x,
+                w,
+                recipe=recipe,
+                state=self.state.get(name),
+                seen=observed,
+                placement=placement,
+                name=name,
+                prepared=self.prepared.get(name),
+            )
+        self._observe(name, after)
         return checkpoint_name(y, "linear")
+
+    def _observe(self, name: str, seen: Seen | None) -> None:
+        """Replace what a linear carries by what it gave back."""
+        observed = observations(seen)
+        if observed.amaxes is not None:
+            self.seen[name] = observed.amaxes
+        if observed.statistics is not None:
+            self.taps[name] = observed.statistics
 
     def grouped(
         self, rows: jax.Array, w: jax.Array, sizes: jax.Array, recipe: str | Recipe, name: str
@@ -184,32 +190,19 @@ class Pass:
         layout = self.layout
         over = layout.sharing_groups if layout else ()
 
-        def product(rows, w, state, seen, tap, codes):
+        def product(rows, w, state, seen, codes):
             w = (layout.expert_weights(w) if layout else w).swapaxes(-1, -2)
-            options: dict = {
-                "recipe": recipe,
-                "state": state,
-                "seen": seen,
-                "over": over,
-                "name": name,
-            }
-            if codes is None and not grad_codes:
-                return *grouped.apply_with_stats(rows, w, sizes, **options, tap=tap), None
-            y, seen, slot = grouped.apply_codes(
-                rows, w, sizes, **options, input_codes=codes, grad_codes=grad_codes
+            coded = grouped.CodedRows(rows, codes, grad_codes)
+            return grouped.apply_codes(
+                coded, w, sizes, recipe=recipe, state=state, seen=seen, over=over, name=name
             )
-            return y, seen, tap, slot
 
         # gathered again in the backward pass, as fsdp does; nothing there wants the result
         if layout and layout.gathers_experts:
             product = jax.checkpoint(product)
-        y, seen, tap, slot = product(
-            rows, w, self.state.get(name), self.seen.get(name), self.taps.get(name), codes
-        )
-        if seen is not None:
-            self.seen[name] = seen
-        if tap is not None:
-            self.taps[name] = tap
+        observed = Observations(self.seen.get(name), self.taps.get(name))
+        y, after, slot = product(rows, w, self.state.get(name), observed, codes)
+        self._observe(name, after)
         return checkpoint_name(y, "linear"), slot
 
     def of(self, layer: str) -> tuple[dict, ...]:
