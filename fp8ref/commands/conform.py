@@ -257,11 +257,10 @@ def _expects_cast(name: str | None) -> bool | None:
     None without it.
     """
     from fp8ref import policy
-    from fp8ref.conformance.cast.behavior import KNOWN_CASTS
-    from fp8ref.conformance.cast.fp4 import NAN_CODES
+    from fp8ref.conformance.cast.behavior import KNOWN_CASTS, NANS_OF_4_BITS
 
     casts, policies = (
-        dict.fromkeys([*KNOWN_CASTS, *NAN_CODES]),
+        dict.fromkeys([*KNOWN_CASTS, *NANS_OF_4_BITS]),
         (*policy.POLICIES, *policy.FP4_POLICIES),
     )
     if name is not None and name not in casts and name not in policies:

@@ -120,11 +120,25 @@ Where two are the same in a format, a cast has both names. Since 2.12 torch satu
 """
 
 
-def by_name(name: str) -> KnownCast:
-    """The known cast of this name; ValueError lists the names."""
-    if name not in KNOWN_CASTS:
-        raise ValueError(f"a cast's behavior is one of {', '.join(KNOWN_CASTS)}; got {name!r}.")
-    return KNOWN_CASTS[name]
+NANS_OF_4_BITS = {"saturating": (7, 7), "ml_dtypes": (8, 0), "torchao_f4": (3, 11)}
+"""The codes of NaN and of -NaN in e2m1fn, which has no NaN, by the name of a cast: that of C-9 and
+PTX; ml_dtypes 0.6; torchao 0.18's f32_to_f4_unpacked. The three are one on numbers."""
+
+
+def known_casts(fmt: Format) -> dict[str, Behavior]:
+    """The behaviors in one format that have a name, the specification's first."""
+    if fmt.bits == 4:
+        return {name: Behavior(nan=nan) for name, nan in NANS_OF_4_BITS.items()}
+    return {name: known.behavior(fmt) for name, known in KNOWN_CASTS.items()}
+
+
+def by_name(name: str, fmt: Format) -> Behavior:
+    """The known cast of this name in one format; ValueError lists the names."""
+    known = known_casts(fmt)
+    if name not in known:
+        which = "a cast's behavior is" if fmt.bits == 8 else f"a cast to {fmt} is expected to be"
+        raise ValueError(f"{which} one of {', '.join(known)}; got {name!r}.")
+    return known[name]
 
 
 def encode(

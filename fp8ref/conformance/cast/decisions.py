@@ -12,8 +12,7 @@ from fp8ref.conformance.cast.behavior import KNOWN_CASTS, ROUNDINGS, WIDE, Behav
 from fp8ref.conformance.cast.outputs import Responses, number_text, output_text
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.kit.explain import simplest
-from fp8ref.conformance.kit.finding import Finding
-from fp8ref.formats import Format
+from fp8ref.conformance.kit.finding import Counterexample, Finding
 from fp8ref.sim.quantize import cast
 
 
@@ -43,6 +42,23 @@ def rounding(a: Responses, b: Behavior) -> Finding:
             witness=shown,
         )
     return Finding(what="rounding", value="nearest_even", evidence=f"{about}")
+
+
+def nearest_rounding(
+    a: Responses, number: np.ndarray
+) -> tuple[cast.Rounding, list[Counterexample]]:
+    """The rounding of C-2 that contradicts the fewest codes, and the first one that it does.
+
+    number  for each input, whether it counts: not a NaN, if the format has none (C-9).
+    """
+    specified: tuple[cast.Rounding, ...] = ("nearest_even", "nearest_away", "toward_zero", "to_odd")
+    b = KNOWN_CASTS["saturating"].behavior(a.fmt)
+    behaviors = {r: dataclasses.replace(b, rounding=r) for r in specified}
+    wrong = {r: a.mismatches(other, number) for r, other in behaviors.items()}
+    nearest = min(wrong, key=lambda r: int(wrong[r].sum()))
+    if not wrong[nearest].any():
+        return nearest, []
+    return nearest, [a.counterexample(int(np.argmax(wrong[nearest])), behaviors[nearest], "C-2")]
 
 
 def subnormals(a: Responses, b: Behavior) -> Finding:
@@ -208,11 +224,11 @@ def with_double_rounding(b: Behavior, source: str, through: DoubleRounding | Non
     return dataclasses.replace(b, double_rounding=kept | ({source: through} if through else {}))
 
 
-def decide_all(a: Responses, found_fmt: Format) -> tuple[list[Finding], Behavior]:
+def decide_all(a: Responses) -> tuple[list[Finding], Behavior]:
     """All decisions, each found under those before it, and the behavior that they make up."""
     # The order matters. The rounding shows at normal numbers, where no other decision plays a part.
     # Each of the others is read off inputs that the decisions before it explain.
-    b = KNOWN_CASTS["saturating"].behavior(found_fmt)
+    b = KNOWN_CASTS["saturating"].behavior(a.fmt)
     rounding_finding = rounding(a, b)
     if rounding_finding.value:
         b = dataclasses.replace(b, rounding=rounding_finding.value)

@@ -18,7 +18,6 @@ from fp8ref.sim.quantize.cast import decode
 def result_dict(
     cast_behavior: Behavior,
     findings: list[Finding],
-    found_fmt: Format,
     a: Responses,
     names: list[str],
     names_but_for_nan: list[str],
@@ -27,7 +26,7 @@ def result_dict(
     by = {f.what: f.value for f in findings}
     inf = int(a.codes[np.flatnonzero(np.isposinf(a.x))[0]])
     return {
-        "format": found_fmt.name,
+        "format": a.fmt.name,
         "behavior": names,
         "behavior_but_for_nan_codes": names_but_for_nan,
         "rounding": by["rounding"],
@@ -62,6 +61,26 @@ def _dtype(through: DoubleRounding | None) -> str | None:
     return None if through is None else str(through)
 
 
+def names(a: Responses) -> tuple[list[str], list[str]]:
+    """The known casts that give these codes, and those that do but for the codes of NaN."""
+    known = behavior.known_casts(a.fmt).items()
+    return (
+        [name for name, b in known if not a.mismatches(b).any()],
+        [name for name, b in known if not a.mismatches(b, canonical=True).any()],
+    )
+
+
+def _to(found_fmt: Format, fmt: Format) -> str:
+    return f"a cast to {found_fmt}" + (
+        f" (max {found_fmt.max:g}), not {fmt} (max {fmt.max:g})," if found_fmt is not fmt else ""
+    )
+
+
+def summary_of_one_shape(found_fmt: Format, fmt: Format) -> str:
+    """In one line, a cast that the behavior found explains in arrays of one shape alone."""
+    return f"{_to(found_fmt, fmt)} that gives other codes in arrays of other shapes"
+
+
 def summary(
     cast_behavior: Behavior,
     found_fmt: Format,
@@ -69,17 +88,9 @@ def summary(
     names: list[str],
     names_but_for_nan: list[str],
     complete: bool,
-    everywhere: bool,
 ) -> str:
-    """The cast in one line.
-
-    complete    every output is explained by the behavior found; everywhere: in other shapes too.
-    """
-    of = f"a cast to {found_fmt}" + (
-        f" (max {found_fmt.max:g}), not {fmt} (max {fmt.max:g})," if found_fmt is not fmt else ""
-    )
-    if complete and not everywhere:
-        return f"{of} that gives other codes in arrays of other shapes"
+    """The cast in one line; complete: every output is explained by the behavior found."""
+    of = _to(found_fmt, fmt)
     if not complete:
         return f"{of} that matches no known name: see the differences"
     decision_text = (
@@ -110,6 +121,20 @@ def summary(
             f"codes: {decision_text}"
         )
     return f"{of} that {decision_text}"
+
+
+def findings_of_four_bits(a: Responses, rounding: str, nans: tuple[int, int]) -> list[Finding]:
+    """The findings on a cast to e2m1fn, which has no code of NaN (C-9)."""
+    asked = f"{a.x.size} numbers of {a.fmt}, midpoints, neighbors and infinities"
+    return [
+        Finding(what="rounding", value=rounding, evidence=asked),
+        Finding(what="packing", value=a.output.packing, evidence="the shape of its output"),
+        Finding(
+            what="NaN",
+            value=f"{nans[0]}, {nans[1]}",
+            evidence="the codes of NaN and -NaN, where no code is NaN (C-9)",
+        ),
+    ]
 
 
 def differences_from(

@@ -17,15 +17,13 @@ from fp8ref.conformance.cast import (
     behavior,
     decisions,
     describe,
-    every_16_bit,
     layout_invariance,
     outputs,
     stochastic,
 )
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior
-from fp8ref.conformance.cast.fp4 import identify_fp4_cast
 from fp8ref.conformance.cast.outputs import Responses
-from fp8ref.conformance.inputs import cast_inputs
+from fp8ref.conformance.inputs import cast_inputs, dtypes
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.kit import subject as subjects
 from fp8ref.conformance.kit.explain import simplest
@@ -55,39 +53,41 @@ def identify_cast(
     """Identify a cast from its outputs for some twenty thousand inputs, or for all float32 inputs.
 
     function   array [n] -> array [n] of codes (uint8 or float8) or values. It takes float32 or
-               bfloat16; float16 and float64 are tried too.
-    expect     a name of ``behavior.KNOWN_CASTS`` that it must equal, all NaN codes being one (C-5);
-               of e2m1fn, a name of ``fp4.NAN_CODES``.
+               bfloat16; float16 and float64 are tried too. Codes of 4 bits may be pairs [n / 2]
+               (F-5).
+    expect     a name of ``behavior.known_casts(fmt)`` that it must equal, all NaN codes being one
+               (C-5) but in e2m1fn, which has no NaN (C-9).
     framework  whose arrays it is given; by default the first that it takes of numpy, torch, jax.
-    exhaustive compare all 2^32 float32 inputs with the behavior found.
+    exhaustive compare all 2^32 float32 inputs with the behavior found; of FP8.
 
     Raises:    ValueError: fmt neither FP8 nor e2m1fn, an unknown name; ConformanceError: not a
                valid cast: it raises, gives another shape or type, changes its input, or does not
                repeat itself.
     """
-    if isinstance(fmt, Format) and fmt.name in formats.FP4_FORMATS:
-        if exhaustive:
-            raise ValueError(
-                f"exhaustive is of casts to FP8; {fmt} is asked at every number, midpoint and "
-                "neighbor of these. Leave it out."
-            )
-        return identify_fp4_cast(
-            function, fmt, name=name, expect=expect, framework=framework, device=device
+    formats.check(fmt)
+    four_bits = fmt.name in formats.FP4_FORMATS
+    if four_bits and exhaustive:
+        raise ValueError(
+            f"exhaustive is of casts to FP8; {fmt} is asked at every number, midpoint and "
+            "neighbor of these. Leave it out."
         )
-    check_format(fmt)
-    expected = None if expect is None else behavior.by_name(expect)
+    if not four_bits:
+        check_format(fmt)
+    if expect is not None:
+        behavior.by_name(expect, fmt)
     name = name or subjects.name_of(function)
     subject = subjects.wrap(name, function, framework=framework, device=device, shape=(16,))
     source = subjects.first_dtype(subject)
+    if four_bits:
+        return _identify_four_bits(subject, fmt, source, expect)
     if exhaustive and source != "float32":
         raise ConformanceError(
             f"--exhaustive tests all float32 inputs; {name} takes no float32. Leave "
             "--exhaustive out."
         )
     found_fmt, format_finding = _format(subject, fmt, source)
-    findings = [format_finding]
     if found_fmt is None:
-        return _without_format(subject, fmt, source, findings, expect)
+        return _without_format(subject, fmt, source, format_finding, expect)
     first, position = _ask(subject, source, found_fmt)
     _check_no_reuse(subject, first)
     # A stochastic cast may repeat itself call by call: a fixed seed shows only within an array.
@@ -97,94 +97,158 @@ def identify_cast(
                 f"--exhaustive needs a deterministic cast; {name} gives different codes for "
                 "equal inputs. Leave --exhaustive out."
             )
-        return stochastic.identify(subject, first, position, fmt, findings, expect)
-    more, cast_behavior = decisions.decide_all(first, found_fmt)
-    findings += more
-    others, more_findings, cast_behavior = _other_dtypes(subject, source, cast_behavior, found_fmt)
-    findings += more_findings
+        return stochastic.identify(subject, first, position, fmt, [format_finding], expect)
+    return _identify_repeating(subject, first, fmt, format_finding, expect, exhaustive)
+
+
+def _identify_repeating(
+    subject: Subject,
+    first: Responses,
+    fmt: Format,
+    format_finding: Finding,
+    expect: str | None,
+    exhaustive: bool,
+) -> Outcome:
+    """Identify a cast that gives equal codes for equal inputs.
+
+    first  its responses to the inputs of the first dtype, in the format found.
+    """
+    found_fmt, source = first.fmt, first.source
+    decided, cast_behavior = decisions.decide_all(first)
+    others, of_dtypes, cast_behavior = _other_dtypes(subject, source, cast_behavior, found_fmt)
     responses = {source: first} | others
     # NaN codes count as equal (C-5) in the other dtypes, where libraries emit other codes: XLA 0x7F
     # from float16 and 0x7E from float32. So they do where the code depends on the payload.
-    by_payload = next(f for f in more if f.what == "nan_code").value is None
+    by_payload = next(f for f in decided if f.what == "nan_code").value is None
     wrong = {
-        a: a.mismatches(cast_behavior, canonical=by_payload or a.source != source)
-        for a in responses.values()
+        s: a.mismatches(cast_behavior, canonical=by_payload or s != source)
+        for s, a in responses.items()
     }
+    explained = [a for s, a in responses.items() if not wrong[s].any()]
     unexplained = [
-        a.counterexample(simplest(a.x, differs), cast_behavior, "by the behavior found")
-        for a, differs in wrong.items()
-        if differs.any()
+        a.counterexample(simplest(a.x, wrong[s]), cast_behavior, "by the behavior found")
+        for s, a in responses.items()
+        if wrong[s].any()
     ]
-    for a in [a for a, differs in wrong.items() if not differs.any()]:
-        unexplained += every_16_bit.check(subject, a.source, found_fmt, cast_behavior)
-    total, right = (
-        sum(a.x.size for a in wrong),
-        sum(int((~differs).sum()) for differs in wrong.values()),
-    )
-    findings.append(
-        Finding(
-            what="answers",
-            value=right,
-            evidence=f"of {total:,} are those of "
-            f"this{'' if exhaustive else '; --exhaustive asks all of float32'}",
-            words=f"{right:,}",
-            unasked=() if exhaustive else (f"all but {first.x.size:,} of the {source} inputs",),
-        )
-    )
+    for a in explained:
+        unexplained += layout_invariance.check_every_16_bit(subject, a, cast_behavior)
+    findings = [format_finding, *decided, *of_dtypes, _answers(first, wrong, exhaustive)]
     if exhaustive:
         finding, simplest_unexplained = check_all_inputs(subject, found_fmt, cast_behavior)
         findings.append(finding)
         unexplained += simplest_unexplained
-    untaken = [s for s in ("bfloat16", "float16") if s != source and s not in responses]
-    names = [
-        k
-        for k, known_cast in KNOWN_CASTS.items()
-        if not first.mismatches(known_cast.behavior(found_fmt)).any()
-    ]
-    names_but_for_nan = [
-        k
-        for k, known_cast in KNOWN_CASTS.items()
-        if not first.mismatches(known_cast.behavior(found_fmt), canonical=True).any()
-    ]
-    complete = (
-        None not in (cast_behavior.rounding, cast_behavior.overflow, cast_behavior.infinite)
-        and not unexplained
-    )
-    more_findings, elsewhere = _other_layouts(
-        subject, source, [a for a, differs in wrong.items() if not differs.any()], cast_behavior
-    )
-    findings += more_findings
+    names, names_but_for_nan = describe.names(first)
+    decisive = (cast_behavior.rounding, cast_behavior.overflow, cast_behavior.infinite)
+    complete = None not in decisive and not unexplained
+    summary = describe.summary(cast_behavior, found_fmt, fmt, names, names_but_for_nan, complete)
+    summary += "" if complete or found_fmt is fmt else _scaled(subject, fmt, source)
+    of_layouts, elsewhere = _other_layouts(subject, source, explained, cast_behavior)
+    findings += of_layouts
+    if complete and elsewhere:
+        summary = describe.summary_of_one_shape(found_fmt, fmt)
     unexplained += elsewhere
-    differences = (
-        describe.differences_from(responses, expected.behavior(fmt), fmt, found_fmt, findings)
-        if expected
-        else []
-    )
+    untaken = [s for s in ("bfloat16", "float16") if s not in responses]
     return Outcome(
-        name=name,
+        name=subject.name,
         kind="cast",
         fmt=fmt,
         framework=subject.framework,
         found=describe.result_dict(
             cast_behavior,
             findings,
-            found_fmt,
             first,
-            names if not unexplained else [],
-            names_but_for_nan if not unexplained else [],
+            [] if unexplained else names,
+            [] if unexplained else names_but_for_nan,
         ),
         findings=findings,
         identified=complete and not elsewhere,
         named=bool(names_but_for_nan),
-        summary=describe.summary(
-            cast_behavior, found_fmt, fmt, names, names_but_for_nan, complete, not elsewhere
-        )
-        + ("" if complete or found_fmt is fmt else _scaled(subject, fmt, source))
-        + (f"; it does not accept {' or '.join(untaken)}" if untaken else ""),
+        summary=summary + (f"; it does not accept {' or '.join(untaken)}" if untaken else ""),
         unlike=unexplained,
         expected=expect,
-        differences=differences,
+        differences=describe.differences_from(
+            responses, behavior.by_name(expect, fmt), fmt, found_fmt, findings
+        )
+        if expect
+        else [],
         limits=other_devices(subject.framework, subject.device),
+    )
+
+
+def _answers(first: Responses, wrong: dict[str, np.ndarray], exhaustive: bool) -> Finding:
+    """The finding on how many codes are those of the behavior found."""
+    total = sum(differs.size for differs in wrong.values())
+    right = total - sum(int(differs.sum()) for differs in wrong.values())
+    return Finding(
+        what="answers",
+        value=right,
+        evidence=f"of {total:,} are those of "
+        f"this{'' if exhaustive else '; --exhaustive asks all of float32'}",
+        words=f"{right:,}",
+        unasked=() if exhaustive else (f"all but {first.x.size:,} of the {first.source} inputs",),
+    )
+
+
+def _identify_four_bits(subject: Subject, fmt: Format, source: str, expect: str | None) -> Outcome:
+    """Identify a cast to e2m1fn, whose numbers are so few that all of them, their midpoints and
+    what is next to these are asked at once: its rounding, its codes of NaN, and how pairs of codes
+    are packed.
+    """
+    x = dtypes.rounded(cast_inputs.identifying(fmt, source), source)
+    x = np.concatenate([x, np.zeros(x.size % 2, np.float32)])
+    number = ~np.isnan(x)
+    output = outputs.ask_four_bits(subject, x, source, fmt)
+    a = Responses(x=x, source=source, output=output, fmt=fmt)
+    again = outputs.ask_four_bits(subject, x, source, fmt)
+    rounding, unlike = "stochastic", list[Counterexample]()
+    if np.array_equal(a.codes, again.codes(fmt)):
+        rounding, unlike = decisions.nearest_rounding(a, number)
+    else:
+        unlike = stochastic.unlike_four_bits(subject, x[number], source, fmt)
+    nans = np.array([np.nan, -np.nan] * 8, np.float32)
+    codes = outputs.ask_four_bits(subject, nans, source, fmt).codes(fmt)
+    pair = int(codes[0]), int(codes[1])
+    usual = rounding in ("nearest_even", "stochastic")
+    known = behavior.known_casts(fmt)
+    names = [n for n, b in known.items() if b.nan == pair and usual and not unlike]
+    differences = list(unlike)
+    if expect is not None and not unlike and expect not in names:
+        differences = [
+            Counterexample(
+                input="NaN" if usual else "a tie",
+                bits=(),
+                dtype=source,
+                got=f"codes {pair}" if usual else f"rounding {rounding}",
+                expected=f"codes {known[expect].nan}" if usual else "nearest_even",
+                clause="C-9" if usual else "C-2",
+            )
+        ]
+    return Outcome(
+        name=subject.name,
+        kind="cast",
+        fmt=fmt,
+        framework=subject.framework,
+        findings=describe.findings_of_four_bits(a, rounding, pair),
+        identified=not unlike,
+        named=bool(names),
+        found={
+            "format": None if unlike else fmt.name,
+            "rounding": rounding,
+            "packing": output.packing,
+            "nan_code": pair[0],
+            "is": names,
+        },
+        summary=f"no known cast to {fmt}; the nearest rounds {rounding}"
+        if unlike
+        else f"a cast to {fmt}, {rounding}, NaN to code {pair[0]}"
+        + (f": {names[0]}" if names else ""),
+        unlike=unlike,
+        expected=expect,
+        differences=differences if expect is not None else [],
+        limits=[
+            "other dtypes, shapes and strides",
+            *other_devices(subject.framework, subject.device),
+        ],
     )
 
 
@@ -250,9 +314,7 @@ def check_all_inputs(
     def differing(x: np.ndarray) -> tuple[np.ndarray, Callable[[int], Counterexample]]:
         output = outputs.ask(subject, x, "float32")
         codes = output.codes(fmt) if output.values_only else output.array
-        responses = Responses(
-            x=x, source="float32", output=output, fmt=fmt, codes=codes.astype(np.int64)
-        )
+        responses = Responses(x=x, source="float32", output=output, fmt=fmt)
         # Nearly always all are equal: one comparison then, without those of NaNs and infinities.
         same = np.array_equal(codes, behavior.encode(x, fmt, cast_behavior))
         differs = np.zeros(x.shape, bool) if same else responses.mismatches(cast_behavior)
@@ -345,9 +407,7 @@ def _ask(subject: Subject, source: str, found_fmt: Format) -> tuple[Responses, i
     """The responses to all chosen inputs, and the first index where a second call differs."""
     x = cast_inputs.identifying(found_fmt, source)
     output, position = outputs.ask_twice(subject, x, source)
-    return Responses(
-        x=x, source=source, output=output, fmt=found_fmt, codes=output.codes(found_fmt)
-    ), position
+    return Responses(x=x, source=source, output=output, fmt=found_fmt), position
 
 
 def _deterministic(subject: Subject, source: str, found_fmt: Format) -> Responses:
@@ -377,20 +437,19 @@ def _scaled(subject: Subject, fmt: Format, source: str) -> str:
 
 
 def _without_format(
-    subject: Subject, fmt: Format, source: str, findings: list[Finding], expect: str | None
+    subject: Subject, fmt: Format, source: str, finding: Finding, expect: str | None
 ) -> Outcome:
     """The outcome for a cast whose format is unknown."""
-    witness = findings[0].witness
+    witness = finding.witness
     return Outcome(
         name=subject.name,
         kind="cast",
         fmt=fmt,
         framework=subject.framework,
         found={"format": None},
-        findings=findings,
+        findings=[finding],
         identified=False,
-        summary="not a cast to a known format: "
-        f"{findings[0].evidence}{_scaled(subject, fmt, source)}",
+        summary=f"not a cast to a known format: {finding.evidence}{_scaled(subject, fmt, source)}",
         expected=expect,
         differences=[witness] if expect and witness else [],
     )

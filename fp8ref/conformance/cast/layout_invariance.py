@@ -1,4 +1,4 @@
-"""Check that a cast gives the same codes in arrays of other shapes and strides."""
+"""Check that a cast gives the same codes in other shapes and strides, and for 16-bit numbers."""
 
 from collections.abc import Iterable
 
@@ -7,6 +7,8 @@ import numpy as np
 from fp8ref.conformance.cast import behavior, outputs
 from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.cast.outputs import Responses
+from fp8ref.conformance.kit import arrays
+from fp8ref.conformance.kit.explain import simplest
 from fp8ref.conformance.kit.finding import Counterexample, Finding, bits_of, show, strides_finding
 from fp8ref.conformance.kit.subject import VIEWS, RefusedError, Subject
 
@@ -26,6 +28,32 @@ SHAPES: tuple[tuple[int, ...], ...] = (
 
 One has more than a million elements.
 """
+
+
+def check_every_16_bit(
+    subject: Subject, explained: Responses, cast_behavior: Behavior
+) -> list[Counterexample]:
+    """The simplest number of bfloat16 or float16, all NaN payloads among them, whose code is not
+    the one of the behavior; none of another dtype. All NaN codes count as equal (C-5).
+
+    Raises:   ConformanceError: as ``outputs.ask``.
+    """
+    source = explained.source
+    if source not in ("bfloat16", "float16"):
+        return []
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    # given by its bits: a conversion from float32 would make one NaN of all
+    output = outputs.ask(subject, bits.view(arrays.numpy_dtype(source)), source)
+    x = (
+        bits.view(np.float16)
+        if source == "float16"
+        else (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    )
+    a = Responses(x=x, source=source, output=output, fmt=explained.fmt)
+    differs = a.mismatches(cast_behavior, canonical=True)
+    if not differs.any():
+        return []
+    return [a.counterexample(simplest(x, differs), cast_behavior, "by the behavior found")]
 
 
 def check_shapes(

@@ -1,6 +1,7 @@
 """The outputs of a cast, read as codes of a format, whether they are codes or values."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from fp8ref.conformance.kit.finding import Counterexample, bits_of, show
 from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.packing import unpack
 
 NO_CODE = -1
 """What stands for a value that the format does not have."""
@@ -25,10 +27,14 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """The array that a cast returned: codes as uint8, or values; dtype is the original one."""
+    """The array that a cast returned: codes as uint8, or values; dtype is the original one.
+
+    packing  how it held codes of 4 bits, in words; the array then has the values of these.
+    """
 
     array: np.ndarray
     dtype: str
+    packing: str = "one a byte"
 
     @property
     def values_only(self) -> bool:
@@ -58,7 +64,11 @@ class Responses:
     source: str
     output: Output
     fmt: Format
-    codes: np.ndarray
+
+    @cached_property
+    def codes(self) -> np.ndarray:
+        """The codes in fmt, int64; NO_CODE where fmt does not have a value."""
+        return self.output.codes(self.fmt)
 
     def mismatches(
         self, b: Behavior, among: np.ndarray | None = None, *, canonical: bool = False
@@ -79,7 +89,7 @@ class Responses:
 
     def canonical(self, codes: np.ndarray) -> np.ndarray:
         """codes with every NaN code replaced by the one of C-5; NO_CODE stays."""
-        nan = np.isnan(cast.decode(np.arange(256, dtype=np.uint8), self.fmt))
+        nan = np.isnan(cast.decode(np.arange(1 << self.fmt.bits, dtype=np.uint8), self.fmt))
         return np.where((codes >= 0) & nan[codes], self.fmt.nan_code, codes)
 
     def among(self, values: np.ndarray) -> np.ndarray:
@@ -147,6 +157,44 @@ def read(subject: Subject, raw_output: Any, x: np.ndarray, source: str) -> Outpu
             "uint8."
         )
     return Output(array=array, dtype=dtype)
+
+
+def ask_four_bits(subject: Subject, x: np.ndarray, source: str, fmt: Format) -> Output:
+    """The output for x [n] of a cast to a format of 4 bits, as values of the format.
+
+    Codes are one a byte, or pairs (F-5): the first in the low half, or in the high half, whichever
+    agrees more with the specification's cast.
+
+    Raises:   ConformanceError: not [n] codes or values of the format, or [n / 2] pairs.
+    """
+    output = subjects.read_array(subject.ask(x, source))
+    if output is None or output[0].shape not in (x.shape, (x.size // 2,)):
+        description = "no array" if output is None else f"{output[1]} {list(output[0].shape)}"
+        raise ConformanceError(
+            f"{subject.name} gives {description}; a cast to {fmt} of [{x.size}] gives uint8 "
+            f"[{x.size}], pairs [{x.size // 2}], or values."
+        )
+    array, dtype = output
+    if dtype in FLOATS:
+        values = cast.decode(cast.encode_plain(array.astype(np.float32), fmt), fmt)
+        if not np.array_equal(values, array):
+            raise ConformanceError(
+                f"{subject.name} gives values that are none of {fmt}. Return codes, or values "
+                f"of {fmt}."
+            )
+        return Output(array=values, dtype=dtype, packing="values")
+    packing = "one a byte"
+    if array.shape != x.shape:
+        swapped = array << np.uint8(4) | array >> np.uint8(4)
+        expected = cast.encode_plain(x, fmt)
+        agree = [int((unpack(pairs) == expected).sum()) for pairs in (array, swapped)]
+        packing = "low first" if agree[0] >= agree[1] else "high first"
+        array = unpack(array if packing == "low first" else swapped)
+    elif array.max(initial=0) > 15:
+        raise ConformanceError(
+            f"{subject.name} gives a code {array.max()}; codes of {fmt} are at most 15."
+        )
+    return Output(array=cast.decode(array, fmt), dtype=dtype, packing=packing)
 
 
 def ask_twice(subject: Subject, x: np.ndarray, source: str) -> tuple[Output, int | None]:

@@ -27,6 +27,7 @@ from fp8ref.conformance.kit.finding import (
 )
 from fp8ref.conformance.kit.subject import ConformanceError, Subject
 from fp8ref.formats import Format
+from fp8ref.sim.quantize import cast
 
 REPEATS = 1 << 12
 """How often each number between two neighbors is cast."""
@@ -49,6 +50,12 @@ REPEATS_OF_SPECIALS = 1 << 6
 
 A quarter of the smallest number rounds to it every time in 4^-64 of the casts that follow C-2.
 """
+
+CALLS_OF_4_BITS = 256
+"""Calls of a cast to a format of 4 bits, of which its rates are taken."""
+
+_LARGEST_OF_4_BITS = 7
+"""The code of the largest number; that of its negative is 8 more."""
 
 NOT_ASKED = ("behavior_but_for_nan_codes", "double_rounding", "double_roundings")
 """The keys of a result that are left out for a cast that rounds stochastically."""
@@ -162,7 +169,7 @@ def ask_repeatedly(
     """The responses [n * times] to one array that holds each of x [n] so many times in a row."""
     repeated = np.repeat(x, times)
     output = outputs.ask(subject, repeated, source)
-    return Responses(x=repeated, source=source, output=output, fmt=fmt, codes=output.codes(fmt))
+    return Responses(x=repeated, source=source, output=output, fmt=fmt)
 
 
 def code_or_value(code: int, a: Responses) -> str:
@@ -218,7 +225,7 @@ def identify(
         "behavior_but_for_rounding_and_nan_codes": names_but_for_nan,
         "repeats_itself": not differs_again,
     }
-    result = describe.result_dict(cast_behavior, findings, a.fmt, truncated, [], [])
+    result = describe.result_dict(cast_behavior, findings, truncated, [], [])
     return Outcome(
         name=subject.name,
         kind="cast",
@@ -260,10 +267,7 @@ def _truncated(a: Responses) -> Responses:
     nearest = np.argmin((a.codes & 0x7F).reshape(-1, REPEATS_OF_SPECIALS), axis=1)
     at = np.arange(nearest.size) * REPEATS_OF_SPECIALS + nearest
     return dataclasses.replace(
-        a,
-        x=a.x[at],
-        codes=a.codes[at],
-        output=Output(array=a.output.array[at], dtype=a.output.dtype),
+        a, x=a.x[at], output=Output(array=a.output.array[at], dtype=a.output.dtype)
     )
 
 
@@ -288,22 +292,15 @@ def _behaviors(truncated: Responses) -> tuple[list[str], list[str], list[Counter
     If there are none, the simplest input on which the nearest known cast differs.
     """
     behaviors = {
-        k: dataclasses.replace(b.behavior(truncated.fmt), rounding="toward_zero")
-        for k, b in KNOWN_CASTS.items()
+        k: dataclasses.replace(b, rounding="toward_zero")
+        for k, b in behavior.known_casts(truncated.fmt).items()
     }
     names = [k for k, b in behaviors.items() if not truncated.mismatches(b).any()]
     differs = {k: truncated.mismatches(b, canonical=True) for k, b in behaviors.items()}
     nearest = min(behaviors, key=lambda k: int(differs[k].sum()))
     if differs[nearest].any():
-        return (
-            [],
-            [],
-            [
-                truncated.counterexample(
-                    simplest(truncated.x, differs[nearest]), behaviors[nearest], f"by {nearest}"
-                )
-            ],
-        )
+        at = simplest(truncated.x, differs[nearest])
+        return [], [], [truncated.counterexample(at, behaviors[nearest], f"by {nearest}")]
     return names, [k for k in behaviors if not differs[k].any()], []
 
 
@@ -466,3 +463,65 @@ def _error(
         f"{show(a.x[at])} ({bits_of(a.x[at], a.source)}) {evidence}. Make its result depend on its "
         "input alone."
     )
+
+
+def unlike_four_bits(
+    subject: Subject, x: np.ndarray, source: str, fmt: Format
+) -> list[Counterexample]:
+    """What shows that a cast to e2m1fn does not round stochastically: a number that becomes none of
+    the two beside it, else one that is not rounded away from zero as often as its fraction says,
+    to 6 standard deviations.
+
+    The fractions are nine from 0 to 0.5, and three between each two neighbors. 1/512 is one that 8
+    random bits do not tell from 0 or 1/256: 128 of the 2^16 choices, 11 a standard deviation.
+    """
+    fractions = np.concatenate(
+        [np.arange(1, 9) / 16, [1 / 512], np.tile([0.25, 0.5, 0.75], 2 * (_LARGEST_OF_4_BITS - 1))]
+    )
+    toward_zero = np.concatenate(
+        [
+            np.zeros(9, np.uint8),
+            np.repeat(np.r_[0 : _LARGEST_OF_4_BITS - 1, 8 : 8 + _LARGEST_OF_4_BITS - 1], 3),
+        ]
+    ).astype(np.uint8)
+    lower, upper = (
+        cast.decode(codes, fmt).astype(np.float64)
+        for codes in (toward_zero, toward_zero + np.uint8(1))
+    )
+    numbers = (lower + fractions * (upper - lower)).astype(np.float32)  # no dtype here rounds them
+    times = np.array([256] * 9 + [32] * (len(numbers) - 9))
+    inputs = np.concatenate([np.repeat(numbers, times), x])
+    inputs = np.concatenate([inputs, np.zeros(inputs.size % 2, np.float32)])
+    truncated = dataclasses.replace(KNOWN_CASTS["saturating"].behavior(fmt), rounding="toward_zero")
+    low = behavior.encode(inputs, fmt, truncated)
+    high = low + (cast.decode(low, fmt) != inputs).astype(np.uint8) * (low % 8 < _LARGEST_OF_4_BITS)
+    ends, away = np.cumsum(times), np.zeros(len(numbers))
+    for _ in range(CALLS_OF_4_BITS):
+        output = outputs.ask_four_bits(subject, inputs, source, fmt)
+        a = Responses(x=inputs, source=source, output=output, fmt=fmt)
+        codes = a.codes
+        if (other := (codes != low) & (codes != high)).any():
+            return [a.counterexample(int(np.argmax(other)), truncated, "C-2")]
+        away += np.add.reduceat(codes[: ends[-1]] == high[: ends[-1]], ends - times, dtype=np.int64)
+    n = CALLS_OF_4_BITS * times
+    off = np.abs(away - n * fractions) > 6 * np.sqrt(n * fractions * (1 - fractions))
+    if not off.any():
+        return []
+    i = int(np.argmax(off))
+    value, rates = (
+        float(numbers[i]),
+        [
+            f"{show(float(upper[i]))} in {rate:.3g} of the calls"
+            for rate in (away[i] / n[i], fractions[i])
+        ],
+    )
+    return [
+        Counterexample(
+            input=show(value),
+            bits=(bits_of(value, source),),
+            dtype=source,
+            got=rates[0],
+            expected=rates[1],
+            clause="C-2",
+        )
+    ]

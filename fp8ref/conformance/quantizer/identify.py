@@ -278,7 +278,7 @@ def identify_inner_cast(
         whole = quantizer.ask(rounded(tensor, quantizer.dtype))
         pieces.append(whole.tensor[~anchors][: some.size])
     output = Output(array=np.concatenate(pieces), dtype=whole.dtype)
-    a = Responses(x=x, source=quantizer.dtype, output=output, fmt=fmt, codes=output.codes(fmt))
+    a = Responses(x=x, source=quantizer.dtype, output=output, fmt=fmt)
     b = KNOWN_CASTS["saturating"].behavior(fmt)
     rounding = decisions.rounding(a, b)
     b = dataclasses.replace(b, rounding=rounding.value or "nearest_even")

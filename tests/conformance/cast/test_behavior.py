@@ -155,4 +155,4 @@ def test_an_unknown_name():
     with pytest.raises(
         ValueError, match=r"a cast's behavior is one of saturating, non_saturating, .*; got 'tf32'"
     ):
-        behavior.by_name("tf32")
+        behavior.by_name("tf32", E4M3FN)
