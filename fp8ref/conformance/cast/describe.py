@@ -15,20 +15,14 @@ from fp8ref.formats import Format
 from fp8ref.sim.quantize.cast import decode
 
 
-def result_dict(
-    cast_behavior: Behavior,
-    findings: list[Finding],
-    a: Responses,
-    names: list[str],
-    names_but_for_nan: list[str],
-) -> dict[str, Any]:
-    """``is`` of --json: names are the known casts that it equals."""
+def result_dict(cast_behavior: Behavior, findings: list[Finding], a: Responses) -> dict[str, Any]:
+    """``is`` of --json, without the known casts that it equals."""
     by = {f.what: f.value for f in findings}
     inf = int(a.codes[np.flatnonzero(np.isposinf(a.x))[0]])
     return {
         "format": a.fmt.name,
-        "behavior": names,
-        "behavior_but_for_nan_codes": names_but_for_nan,
+        "behavior": [],
+        "behavior_but_for_nan_codes": [],
         "rounding": by["rounding"],
         "saturates": None if by["overflow"] is None else by["overflow"] == "max",
         "overflow": by["overflow"],
@@ -70,27 +64,19 @@ def names(a: Responses) -> tuple[list[str], list[str]]:
     )
 
 
-def _to(found_fmt: Format, fmt: Format) -> str:
-    return f"a cast to {found_fmt}" + (
+def summary(
+    cast_behavior: Behavior, a: Responses, fmt: Format, *, complete: bool, everywhere: bool
+) -> str:
+    """The cast in one line.
+
+    complete    every output is explained by the behavior found; everywhere: in other shapes too.
+    """
+    found_fmt = a.fmt
+    of = f"a cast to {found_fmt}" + (
         f" (max {found_fmt.max:g}), not {fmt} (max {fmt.max:g})," if found_fmt is not fmt else ""
     )
-
-
-def summary_of_one_shape(found_fmt: Format, fmt: Format) -> str:
-    """In one line, a cast that the behavior found explains in arrays of one shape alone."""
-    return f"{_to(found_fmt, fmt)} that gives other codes in arrays of other shapes"
-
-
-def summary(
-    cast_behavior: Behavior,
-    found_fmt: Format,
-    fmt: Format,
-    names: list[str],
-    names_but_for_nan: list[str],
-    complete: bool,
-) -> str:
-    """The cast in one line; complete: every output is explained by the behavior found."""
-    of = _to(found_fmt, fmt)
+    if complete and not everywhere:
+        return f"{of} that gives other codes in arrays of other shapes"
     if not complete:
         return f"{of} that matches no known name: see the differences"
     decision_text = (
@@ -113,13 +99,12 @@ def summary(
         f", {source} is rounded to {through} first"
         for source, through in cast_behavior.double_rounding.items()
     )
-    if names:
-        return f"{of.rstrip(',')}, equal to {' and '.join(names)}: {decision_text}"
-    if names_but_for_nan:
-        return (
-            f"{of.rstrip(',')}, equal to {' and '.join(names_but_for_nan)} except for NaN "
-            f"codes: {decision_text}"
-        )
+    equal, but_for_nan = names(a)
+    if equal:
+        return f"{of.rstrip(',')}, equal to {' and '.join(equal)}: {decision_text}"
+    if but_for_nan:
+        alike = " and ".join(but_for_nan)
+        return f"{of.rstrip(',')}, equal to {alike} except for NaN codes: {decision_text}"
     return f"{of} that {decision_text}"
 
 
@@ -141,15 +126,14 @@ def differences_from(
     responses: dict[str, Responses],
     expected_behavior: Behavior,
     fmt: Format,
-    found_fmt: Format,
-    findings: list[Finding],
+    format_finding: Finding,
 ) -> list[Counterexample]:
     """The simplest input whose code is not the expected one, for each kind of input.
 
     Inputs that several decisions have a part in count for the first of them that is wrong.
     """
-    if found_fmt is not fmt:
-        return [f.witness for f in findings if f.what == "format" and f.witness]
+    if format_finding.witness:  # another format
+        return [format_finding.witness]
     counterexamples: dict[str, Counterexample] = {}
     for a in responses.values():
         if a.source == "float64":  # the known casts leave it open (C-8)

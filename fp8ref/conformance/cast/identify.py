@@ -7,6 +7,7 @@ explained.
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,67 @@ def identify_cast(
     return _identify_repeating(subject, first, fmt, format_finding, expect, exhaustive)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Explained:
+    """The behavior found of a cast, and the responses to inputs of each dtype, the first one first.
+
+    wrong  for each dtype, where a code is not that of the behavior.
+    """
+
+    behavior: Behavior
+    findings: list[Finding]
+    responses: dict[str, Responses]
+    wrong: dict[str, np.ndarray]
+
+    @property
+    def right(self) -> list[Responses]:
+        """The responses that it explains."""
+        return [a for source, a in self.responses.items() if not self.wrong[source].any()]
+
+    @property
+    def unlike(self) -> list[Counterexample]:
+        """The simplest input that it does not explain, of each dtype."""
+        return [
+            a.counterexample(
+                simplest(a.x, self.wrong[source]), self.behavior, "by the behavior found"
+            )
+            for source, a in self.responses.items()
+            if self.wrong[source].any()
+        ]
+
+    def answers(self, exhaustive: bool) -> Finding:
+        """The finding on how many codes it explains."""
+        total = sum(differs.size for differs in self.wrong.values())
+        right = total - sum(int(differs.sum()) for differs in self.wrong.values())
+        first = next(iter(self.responses.values()))
+        asked = f"{first.x.size:,} of the {first.source} inputs"
+        return Finding(
+            what="answers",
+            value=right,
+            evidence=f"of {total:,} are those of "
+            f"this{'' if exhaustive else '; --exhaustive asks all of float32'}",
+            words=f"{right:,}",
+            unasked=() if exhaustive else (f"all but {asked}",),
+        )
+
+
+def _explained(subject: Subject, first: Responses) -> _Explained:
+    """Decide the behavior by the inputs of the first dtype, then double roundings by the others."""
+    decided, cast_behavior = decisions.decide_all(first)
+    others, of_dtypes, cast_behavior = _other_dtypes(subject, first, cast_behavior)
+    responses = {first.source: first} | others
+    # NaN codes count as equal (C-5) in the other dtypes, where libraries emit other codes: XLA 0x7F
+    # from float16 and 0x7E from float32. So they do where the code depends on the payload.
+    by_payload = next(f for f in decided if f.what == "nan_code").value is None
+    wrong = {
+        s: a.mismatches(cast_behavior, canonical=by_payload or s != first.source)
+        for s, a in responses.items()
+    }
+    return _Explained(
+        behavior=cast_behavior, findings=[*decided, *of_dtypes], responses=responses, wrong=wrong
+    )
+
+
 def _identify_repeating(
     subject: Subject,
     first: Responses,
@@ -113,79 +175,45 @@ def _identify_repeating(
 
     first  its responses to the inputs of the first dtype, in the format found.
     """
-    found_fmt, source = first.fmt, first.source
-    decided, cast_behavior = decisions.decide_all(first)
-    others, of_dtypes, cast_behavior = _other_dtypes(subject, source, cast_behavior, found_fmt)
-    responses = {source: first} | others
-    # NaN codes count as equal (C-5) in the other dtypes, where libraries emit other codes: XLA 0x7F
-    # from float16 and 0x7E from float32. So they do where the code depends on the payload.
-    by_payload = next(f for f in decided if f.what == "nan_code").value is None
-    wrong = {
-        s: a.mismatches(cast_behavior, canonical=by_payload or s != source)
-        for s, a in responses.items()
-    }
-    explained = [a for s, a in responses.items() if not wrong[s].any()]
-    unexplained = [
-        a.counterexample(simplest(a.x, wrong[s]), cast_behavior, "by the behavior found")
-        for s, a in responses.items()
-        if wrong[s].any()
-    ]
-    for a in explained:
-        unexplained += layout_invariance.check_every_16_bit(subject, a, cast_behavior)
-    findings = [format_finding, *decided, *of_dtypes, _answers(first, wrong, exhaustive)]
+    found_fmt, explained = first.fmt, _explained(subject, first)
+    b, unlike = explained.behavior, explained.unlike
+    for a in explained.right:
+        unlike += layout_invariance.check_every_16_bit(subject, a, b)
+    findings = [format_finding, *explained.findings, explained.answers(exhaustive)]
     if exhaustive:
-        finding, simplest_unexplained = check_all_inputs(subject, found_fmt, cast_behavior)
+        finding, simplest_unexplained = check_all_inputs(subject, found_fmt, b)
         findings.append(finding)
-        unexplained += simplest_unexplained
-    names, names_but_for_nan = describe.names(first)
-    decisive = (cast_behavior.rounding, cast_behavior.overflow, cast_behavior.infinite)
-    complete = None not in decisive and not unexplained
-    summary = describe.summary(cast_behavior, found_fmt, fmt, names, names_but_for_nan, complete)
-    summary += "" if complete or found_fmt is fmt else _scaled(subject, fmt, source)
-    of_layouts, elsewhere = _other_layouts(subject, source, explained, cast_behavior)
+        unlike += simplest_unexplained
+    complete = None not in (b.rounding, b.overflow, b.infinite) and not unlike
+    of_layouts, elsewhere = _other_layouts(subject, first.source, explained.right, b)
     findings += of_layouts
-    if complete and elsewhere:
-        summary = describe.summary_of_one_shape(found_fmt, fmt)
-    unexplained += elsewhere
-    untaken = [s for s in ("bfloat16", "float16") if s not in responses]
+    unlike += elsewhere
+    names, names_but_for_nan = describe.names(first)
+    summary = describe.summary(b, first, fmt, complete=complete, everywhere=not elsewhere)
+    summary += "" if complete or found_fmt is fmt else _scaled(subject, fmt, first.source)
+    untaken = [s for s in ("bfloat16", "float16") if s not in explained.responses]
+    differences = list[Counterexample]()
+    if expect:
+        expected = behavior.by_name(expect, fmt)
+        differences = describe.differences_from(explained.responses, expected, fmt, format_finding)
     return Outcome(
         name=subject.name,
         kind="cast",
         fmt=fmt,
         framework=subject.framework,
-        found=describe.result_dict(
-            cast_behavior,
-            findings,
-            first,
-            [] if unexplained else names,
-            [] if unexplained else names_but_for_nan,
-        ),
+        found=describe.result_dict(b, findings, first)
+        | {
+            "behavior": [] if unlike else names,
+            "behavior_but_for_nan_codes": [] if unlike else names_but_for_nan,
+        },
         findings=findings,
         identified=complete and not elsewhere,
         named=bool(names_but_for_nan),
         summary=summary + (f"; it does not accept {' or '.join(untaken)}" if untaken else ""),
-        unlike=unexplained,
+        unlike=unlike,
         expected=expect,
-        differences=describe.differences_from(
-            responses, behavior.by_name(expect, fmt), fmt, found_fmt, findings
-        )
-        if expect
-        else [],
+        differences=differences,
         limits=other_devices(subject.framework, subject.device),
-    )
-
-
-def _answers(first: Responses, wrong: dict[str, np.ndarray], exhaustive: bool) -> Finding:
-    """The finding on how many codes are those of the behavior found."""
-    total = sum(differs.size for differs in wrong.values())
-    right = total - sum(int(differs.sum()) for differs in wrong.values())
-    return Finding(
-        what="answers",
-        value=right,
-        evidence=f"of {total:,} are those of "
-        f"this{'' if exhaustive else '; --exhaustive asks all of float32'}",
-        words=f"{right:,}",
-        unasked=() if exhaustive else (f"all but {first.x.size:,} of the {first.source} inputs",),
     )
 
 
@@ -223,6 +251,8 @@ def _identify_four_bits(subject: Subject, fmt: Format, source: str, expect: str 
                 clause="C-9" if usual else "C-2",
             )
         ]
+    summary = f"a cast to {fmt}, {rounding}, NaN to code {pair[0]}"
+    summary += f": {names[0]}" if names else ""
     return Outcome(
         name=subject.name,
         kind="cast",
@@ -238,10 +268,7 @@ def _identify_four_bits(subject: Subject, fmt: Format, source: str, expect: str 
             "nan_code": pair[0],
             "is": names,
         },
-        summary=f"no known cast to {fmt}; the nearest rounds {rounding}"
-        if unlike
-        else f"a cast to {fmt}, {rounding}, NaN to code {pair[0]}"
-        + (f": {names[0]}" if names else ""),
+        summary=f"no known cast to {fmt}; the nearest rounds {rounding}" if unlike else summary,
         unlike=unlike,
         expected=expect,
         differences=differences if expect is not None else [],
@@ -253,9 +280,10 @@ def _identify_four_bits(subject: Subject, fmt: Format, source: str, expect: str 
 
 
 def _other_dtypes(
-    subject: Subject, source: str, cast_behavior: Behavior, found_fmt: Format
+    subject: Subject, first: Responses, cast_behavior: Behavior
 ) -> tuple[dict[str, Responses], list[Finding], Behavior]:
     """The responses in each other dtype that it takes, and the behavior with double roundings."""
+    source, found_fmt = first.source, first.fmt
     responses, findings = dict[str, Responses](), list[Finding]()
     for other in subjects.DTYPES:
         if other == source:

@@ -225,7 +225,7 @@ def identify(
         "behavior_but_for_rounding_and_nan_codes": names_but_for_nan,
         "repeats_itself": not differs_again,
     }
-    result = describe.result_dict(cast_behavior, findings, truncated, [], [])
+    result = describe.result_dict(cast_behavior, findings, truncated)
     return Outcome(
         name=subject.name,
         kind="cast",
@@ -422,11 +422,7 @@ def _differences(
         return [
             rounds,
             *describe.differences_from(
-                {truncated.source: truncated},
-                KNOWN_CASTS[expect].behavior(fmt),
-                fmt,
-                truncated.fmt,
-                findings,
+                {truncated.source: truncated}, KNOWN_CASTS[expect].behavior(fmt), fmt, findings[0]
             ),
         ]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fp8ref import policy as policies
 from fp8ref.conformance.cast import behavior
 from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.inputs.dtypes import rounded
@@ -19,7 +20,37 @@ from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scales import Scales, scales_from_amax
-from fp8ref.spec.granularity import lengths
+from fp8ref.spec import granularity as granularities
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a quantizer is expected to be: a policy by name, and its granularity and axis if given;
+    nothing without a name.
+
+    Raises:    ValueError: an unknown name or axis, or a granularity or axis without a policy.
+    """
+
+    name: str | None
+    granularity: str | None = None
+    axis: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.granularity is not None:
+            granularities.by_name(self.granularity)
+        if self.axis not in (None, -1, 0):
+            raise ValueError(
+                f"axis is -1, the last axis of x [M, K], or 0, the first; got {self.axis!r}."
+            )
+        if self.policy is None and (self.granularity is not None or self.axis is not None):
+            raise ValueError(
+                "an expected granularity or axis needs an expected policy. Name one with --expect."
+            )
+
+    @property
+    def policy(self) -> ScalePolicy | None:
+        """The policy of the name."""
+        return None if self.name is None else policies.by_name(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +128,7 @@ class Candidate:
         self, x: np.ndarray, scales: Scales, scale_layout: ScaleLayout, rounding: Behavior
     ) -> np.ndarray:
         by = scales.scale if self.policy.stored == "scale" else scales.scale_inv
-        blocks = lengths(scale_layout.granularity, x.ndim, scale_layout.axis)
+        blocks = granularities.lengths(scale_layout.granularity, x.ndim, scale_layout.axis)
         by = scaling.spread(by, x.shape, blocks)
         with np.errstate(all="ignore"):
             scaled = x * by if self.policy.stored == "scale" else x / by

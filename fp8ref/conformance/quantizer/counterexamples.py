@@ -6,7 +6,7 @@ that still shows it.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -14,11 +14,11 @@ from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.inputs.kinds import AMAX_RANGES, NONZERO_RANGES
 from fp8ref.conformance.kit.explain import simplest
 from fp8ref.conformance.kit.finding import Counterexample, bits_of, show
-from fp8ref.conformance.quantizer import candidates, outputs, policy_match, shrinking
-from fp8ref.conformance.quantizer.candidates import Agreement, Candidate
+from fp8ref.conformance.quantizer import candidates, outputs, shrinking
+from fp8ref.conformance.quantizer.candidates import Agreement, Candidate, Expected
 from fp8ref.conformance.quantizer.granularity import FoundGranularity
-from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, Response, ScaleLayout
-from fp8ref.conformance.quantizer.policy_match import PolicyMatch
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, ScaleLayout
+from fp8ref.conformance.quantizer.policy_match import Answers, PolicyMatch
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import cast, scaling
@@ -249,36 +249,24 @@ def simplest_by_kind(
 
 
 def unexpected_policy(
-    quantizer: Quantizer,
-    expected: ScalePolicy,
-    fmt: Format,
-    responses: Sequence[Response],
-    scale_layout: ScaleLayout,
-    matched: PolicyMatch,
-    found_fmt: Format,
-    *,
-    right_cast: bool,
+    matched: PolicyMatch, expected: ScalePolicy, fmt: Format, *, right_cast: bool
 ) -> list[Counterexample]:
-    """Counterexamples to an expected policy: to its scales and its codes.
+    """Counterexamples to an expected policy to a format: to its scales and its codes.
 
     right_cast  False for a cast that is not that of S-5: then scales alone are compared, where
                 there are some.
     """
-    # XLA may flush subnormals to zeros (S-12).
-    ways = (False, True) if quantizer.subject.framework == "jax" else (False,)
-    rows, row_layout = outputs.as_rows(responses, scale_layout)
-    agreements = [
-        candidates.agreement(
-            Candidate(policy=expected, scale_fmt=fmt, fmt=found_fmt, flushes=f), rows, row_layout
-        )
-        for f in ways
-    ]
-    agreed = max(agreements, key=lambda a: policy_match.score(a, matched.considered))
+    answers, found_fmt = matched.answers, matched.answers.fmt
+    plain = Candidate(policy=expected, scale_fmt=fmt, fmt=found_fmt)
+    tried = [plain, dataclasses.replace(plain, flushes=True)] if answers.flushing else [plain]
+    agreed = max(
+        (candidates.agreement(candidate, *answers.rows) for candidate in tried), key=answers.score
+    )
     # The same scales are not enough: x * (1 / s) and x / s give other codes.
     right = agreed.both if right_cast else agreed.deciding
-    if (right | ~matched.considered).all() and found_fmt is fmt:
+    if (right | ~answers.considered).all() and found_fmt is fmt:
         return []
-    counterexamples = for_policy(quantizer, matched, agreed, scale_layout)
+    counterexamples = for_policy(matched, agreed)
     if found_fmt is not fmt:
         code = Counterexample(
             input="x of ones",
@@ -293,26 +281,24 @@ def unexpected_policy(
 
 
 def unexpected_granularity(
-    quantizer: Quantizer,
-    group: FoundGranularity,
-    granularity: str | None,
-    axis: int | None,
-    candidate: Candidate,
-    scale_layout: ScaleLayout,
+    matched: PolicyMatch, group: FoundGranularity, expected: Expected, fmt: Format
 ) -> list[Counterexample]:
     """A counterexample to an expected granularity and axis, if another was found."""
-    same = granularity in (None, group.granularity) and (
+    answers, axis = matched.answers, expected.axis
+    same = expected.granularity in (None, group.granularity) and (
         axis is None or group.axis is None or axis == group.axis
     )
     if same:
         return []
     assert group.granularity is not None
-    expected = dataclasses.replace(
-        scale_layout,
-        granularity=granularity or group.granularity,
+    assert expected.policy is not None
+    scale_layout = dataclasses.replace(
+        answers.scale_layout,
+        granularity=expected.granularity or group.granularity,
         axis=-1 if axis is None else axis,
     )
-    counterexample = smallest_for_granularity(quantizer, candidate, expected)
+    candidate = Candidate(policy=expected.policy, scale_fmt=fmt, fmt=answers.fmt)
+    counterexample = smallest_for_granularity(answers.quantizer, candidate, scale_layout)
     return [counterexample] if counterexample else []
 
 
@@ -337,16 +323,15 @@ def transposed_scales(output: QuantizerOutput, scale_layout: ScaleLayout) -> lis
     ]
 
 
-def for_policy(
-    quantizer: Quantizer, matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayout
-) -> list[Counterexample]:
+def for_policy(matched: PolicyMatch, agreed: Agreement) -> list[Counterexample]:
     """A counterexample for each kind of amax with a wrong group.
 
     Of kinds that the same deviation explains, only the first: one cause is shown once. So it is of
     finite amaxes above zero where no deviation is found.
     """
+    answers = matched.answers
     largest, kind = (
-        np.concatenate([getattr(a, key) for a in matched.responses]) for key in ("largest", "kind")
+        np.concatenate([getattr(a, key) for a in answers.responses]) for key in ("largest", "kind")
     )
     wrong = matched.mismatches(agreed)
     unnamed = not matched.agreements and not matched.deviation
@@ -360,20 +345,19 @@ def for_policy(
             or (unnamed and k in NONZERO_RANGES)
         ):
             continue
-        shown = smallest_for_policy(quantizer, agreed.candidate, scale_layout, a, k)
+        shown = smallest_for_policy(answers.quantizer, agreed.candidate, answers.scale_layout, a, k)
         counterexamples += [shown] if shown is not None and shown not in counterexamples else []
     if not counterexamples and wrong.any():
-        counterexamples.append(_in_context(matched, agreed, scale_layout, quantizer.dtype))
+        counterexamples.append(_in_context(matched, agreed))
     return counterexamples
 
 
-def _in_context(
-    matched: PolicyMatch, agreed: Agreement, scale_layout: ScaleLayout, dtype: str
-) -> Counterexample:
+def _in_context(matched: PolicyMatch, agreed: Agreement) -> Counterexample:
     """The first wrong group in the tensor that was asked, if no group shows the fault by itself."""
+    scale_layout, dtype = matched.answers.scale_layout, matched.answers.quantizer.dtype
     begin = 0
-    for a in matched.responses:
-        wrong = (~agreed.both & matched.considered)[begin : begin + a.amax.size]
+    for a in matched.answers.responses:
+        wrong = matched.mismatches(agreed)[begin : begin + a.amax.size]
         begin += a.amax.size
         if wrong.any():
             break
@@ -401,14 +385,13 @@ def _in_context(
     )
 
 
-def misnamed_arrays(
-    responses: Sequence[Response], scale_layout: ScaleLayout, policy: ScalePolicy
-) -> list[Counterexample]:
+def misnamed_arrays(answers: Answers, policy: ScalePolicy) -> list[Counterexample]:
     """Arrays named scale, scale_inv or amax that hold something else.
 
     Policies that make scale_inv first, or that divide, may call a scale_inv ``scale``.
     """
     counterexamples = []
+    responses, scale_layout = answers.responses, answers.scale_layout
     for name, kind in scale_layout.kinds.items():
         plain = name.strip("_").lower()
         wrong = (plain == "scale_inv" and kind != "scale_inv") or (

@@ -8,30 +8,27 @@ import numpy as np
 from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome, other_devices
 from fp8ref.conformance.kit.subject import SHAPE
-from fp8ref.conformance.quantizer import counterexamples, policy_match
-from fp8ref.conformance.quantizer.candidates import Candidate
+from fp8ref.conformance.quantizer import counterexamples
 from fp8ref.conformance.quantizer.granularity import FoundGranularity
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, ScaleLayout
-from fp8ref.conformance.quantizer.policy_match import PolicyMatch
+from fp8ref.conformance.quantizer.policy_match import Answers, PolicyMatch
 from fp8ref.formats import Format
 from fp8ref.spec import profiles
 
 
 def result_dict(
     matched: PolicyMatch,
-    chosen: Candidate,
     group: FoundGranularity,
-    scale_layout: ScaleLayout,
     rounding: Behavior | None,
-    quantizer: Quantizer,
     output: QuantizerOutput,
-    found_fmt: Format,
     identified: bool,
 ) -> dict[str, Any]:
     """``is`` of --json."""
+    chosen, scale_layout = matched.chosen, matched.answers.scale_layout
+    quantizer = matched.answers.quantizer
     through = rounding.double_rounding.get(quantizer.dtype) if rounding else None
     return {
-        "format": chosen.fmt.name if matched.agreements else found_fmt.name,
+        "format": (chosen if matched.agreements else matched.answers).fmt.name,
         "granularity": group.granularity,
         "axis": group.axis,
         "returns": " and ".join(dict.fromkeys(scale_layout.kinds.values())) or None,
@@ -61,14 +58,14 @@ def result_dict(
         "negative_zero": rounding and rounding.negative_zero,
         "saturates": True if identified else None,
         "inf_code": None,
-        "nan_code": _nan_code(matched, chosen),
+        "nan_code": _nan_code(matched.answers),
         "gives": output.dtype,
     }
 
 
-def _nan_code(matched: PolicyMatch, chosen: Candidate) -> int | None:
+def _nan_code(answers: Answers) -> int | None:
     """The code of NaN inputs, if it is one; None without codes."""
-    for a in matched.responses:
+    for a in answers.responses:
         at = np.isnan(a.x)
         if a.output.codes is not None and at.any():
             codes = set(a.output.codes[at].tolist())
@@ -78,11 +75,9 @@ def _nan_code(matched: PolicyMatch, chosen: Candidate) -> int | None:
 
 def summary(
     matched: PolicyMatch,
-    chosen: Candidate,
     group: FoundGranularity,
     fields: dict[str, Any],
     fmt: Format,
-    memory: int,
     everywhere: bool,
     identified: bool,
 ) -> str:
@@ -90,6 +85,7 @@ def summary(
 
     everywhere  other shapes, dtypes and strides follow the policy too.
     """
+    chosen, memory = matched.chosen, matched.answers.quantizer.memory
     where = f"{group.granularity}" + ("" if group.axis is None else f", axis {group.axis}")
     transposed = ", transposed" if any(f["transposed"] for f in fields["scales"].values()) else ""
     title = (
@@ -145,10 +141,9 @@ def format_finding(output: QuantizerOutput, found_fmt: Format, fmt: Format) -> F
     return Finding(what="format", value=found_fmt.name, words=text, evidence=evidence)
 
 
-def axis_finding(
-    quantizer: Quantizer, axis: int | None, chosen: Candidate, scale_layout: ScaleLayout
-) -> Finding:
+def axis_finding(matched: PolicyMatch, axis: int | None) -> Finding:
     """The finding on the axis that scales reduce, with a tensor on which axis -1 would differ."""
+    scale_layout = matched.answers.scale_layout
     if axis is None:
         return Finding(
             what="axis",
@@ -159,7 +154,7 @@ def axis_finding(
     if axis == -1:
         return Finding(what="axis", value=-1, evidence="scales are along the last axis")
     witness = counterexamples.smallest_for_granularity(
-        quantizer, chosen, dataclasses.replace(scale_layout, axis=-1)
+        matched.answers.quantizer, matched.chosen, dataclasses.replace(scale_layout, axis=-1)
     )
     return Finding(
         what="axis",
@@ -192,6 +187,16 @@ def returned_finding(scale_layout: ScaleLayout, output: QuantizerOutput) -> Find
     )
 
 
+def untaken(findings: list[Finding]) -> str:
+    """The end of a summary: the dtypes that it does not accept."""
+    refused = [
+        f.what.removeprefix("from ")
+        for f in findings
+        if f.text == "not taken" and f.what.startswith("from ")
+    ]
+    return f"; it does not accept {' or '.join(refused)}" if refused else ""
+
+
 def limits(quantizer: Quantizer) -> list[str]:
     """What no quantizer, or none like this one, is asked."""
     kept = (
@@ -208,9 +213,9 @@ def without_granularity(
     found_fmt: Format,
     findings: list[Finding],
     expect: str | None,
-    finding: Finding,
 ) -> Outcome:
-    """The outcome for a quantizer whose scales follow no granularity of S-6."""
+    """The outcome for a quantizer whose scales follow no granularity of S-6, the last finding."""
+    finding = findings[-1]
     witness = Counterexample(
         input=finding.evidence,
         bits=(),
@@ -244,17 +249,15 @@ def without_granularity(
     )
 
 
-def policy_finding(matched: PolicyMatch, quantizer: Quantizer) -> Finding:
+def policy_finding(matched: PolicyMatch) -> Finding:
     """The finding on the scale policy.
 
     Policies that inputs of bfloat16 do not tell apart are equal for every tensor of bfloat16
     (S-16).
     """
-    memory = quantizer.memory
-    count, of = (
-        policy_match.score(matched.nearest, matched.considered)[0],
-        int(matched.considered.sum()),
-    )
+    answers = matched.answers
+    quantizer, memory = answers.quantizer, answers.quantizer.memory
+    count, of = answers.score(matched.nearest)[0], int(answers.considered.sum())
     by = (
         "scales"
         if matched.nearest.scales is not None

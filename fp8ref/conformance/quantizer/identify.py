@@ -2,17 +2,18 @@
 
 In this order: memory and granularity, scale layout, policy, the cast under scale 1, and last
 whether all that holds for other shapes, dtypes and strides. Counterexamples are searched for at
-each step.
+each step. A quantizer to a format of 4 bits is asked with ``whole_tensors``.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from fp8ref import policy as policy_data
+from fp8ref import formats
 from fp8ref.conformance.cast import behavior, decisions
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior, DoubleRounding
 from fp8ref.conformance.cast.identify import check_format
@@ -31,20 +32,17 @@ from fp8ref.conformance.quantizer import (
     layout_invariance,
     outputs,
     policy_match,
+    whole_tensors,
 )
-from fp8ref.conformance.quantizer.candidates import Agreement, Candidate
-from fp8ref.conformance.quantizer.fp4.identify import identify_fp4
-from fp8ref.conformance.quantizer.granularity import identify_granularity, identify_memory
-from fp8ref.conformance.quantizer.outputs import (
-    Quantizer,
-    QuantizerOutput,
-    ScaleLayout,
-    smallest_shape,
+from fp8ref.conformance.quantizer.candidates import Candidate, Expected
+from fp8ref.conformance.quantizer.granularity import (
+    FoundGranularity,
+    identify_granularity,
+    identify_memory,
 )
-from fp8ref.conformance.quantizer.policy_match import PolicyMatch
-from fp8ref.formats import BFLOAT16, FP4_FORMATS, Format
-from fp8ref.policy import ScalePolicy
-from fp8ref.spec import granularity as granularities
+from fp8ref.conformance.quantizer.outputs import Quantizer, ScaleLayout, smallest_shape
+from fp8ref.conformance.quantizer.policy_match import Answers, PolicyMatch
+from fp8ref.formats import BFLOAT16, Format
 
 _TENSORWISE_SHAPES = ((1, 32), (16, 16), (16, 128), (128, 128), SHAPE)
 
@@ -63,37 +61,24 @@ def identify_quantizer(
     """Identify a quantizer: its granularity, scale policy, returned scales and rounding.
 
     function   x [M, K], float32 or bfloat16, -> codes (uint8 or float8) or values of that shape,
-               alone or in a tuple, a dict or an object next to a scale, a scale_inv or both.
+               alone or in a tuple, a dict or an object next to a scale, a scale_inv or both. Codes
+               of 4 bits are one a byte or two (F-5).
     expect     a policy's name that it must follow, with granularity and axis if they are given.
-
-    A fmt of 4 bits is identified by whole tensors (``fp4``).
 
     Raises:    ValueError: fmt neither an FP8 format nor e2m1fn, an unknown name; ConformanceError:
                not a valid quantizer: it raises, gives other shapes, changes its input, or does not
                repeat itself.
     """
-    if granularity is not None:
-        granularities.by_name(granularity)
-    if axis not in (None, -1, 0):
-        raise ValueError(f"axis is -1, the last axis of x [M, K], or 0, the first; got {axis!r}.")
-    if isinstance(fmt, Format) and fmt.name in FP4_FORMATS:
-        return identify_fp4(
-            function,
-            fmt,
-            name=name,
-            expect=expect,
-            granularity=granularity,
-            axis=axis,
-            framework=framework,
-            device=device,
-        )
-    check_format(fmt)
-    expected = None if expect is None else policy_data.by_name(expect)
-    if expected is None and (granularity is not None or axis is not None):
-        raise ValueError(
-            "an expected granularity or axis needs an expected policy. Name one with --expect."
-        )
+    expected = Expected(name=expect, granularity=granularity, axis=axis)
+    formats.check(fmt)
+    four_bits = fmt.name in formats.FP4_FORMATS
+    if not four_bits:
+        check_format(fmt)
     name = name or subjects.name_of(function)
+    if four_bits:
+        shape = whole_tensors.SHAPE
+        subject = subjects.wrap(name, function, framework=framework, device=device, shape=shape)
+        return whole_tensors.identify(subject, fmt, expected)
     try:
         subject = subjects.wrap(name, function, framework=framework, device=device, shape=SHAPE)
     except RefusedError as error:
@@ -102,133 +87,163 @@ def identify_quantizer(
             "(S-6)."
         ) from error
     quantizer = Quantizer(subject=subject, dtype=subjects.first_dtype(subject, SHAPE))
+    return _identify_by_amaxes(quantizer, fmt, expected)
+
+
+def _identify_by_amaxes(quantizer: Quantizer, fmt: Format, expected: Expected) -> Outcome:
+    """Identify a quantizer whose scales are functions of the amax of their group alone."""
     quantizer, remembered = identify_memory(quantizer)
     group = identify_granularity(quantizer)
     output = quantizer.ask(np.ones(SHAPE, np.float32))
-    found_fmt = _format_of(output, fmt)
+    # the format that the dtype of the output names, else the one asked for
+    found_fmt = CAST_FORMATS.get(output.dtype.removeprefix("float8_"), fmt)
     findings = [describe.format_finding(output, found_fmt, fmt), remembered, group.finding]
     if group.granularity is None:
-        return describe.without_granularity(
-            quantizer, fmt, found_fmt, findings, expect, group.finding
-        )
-    at, along = group.granularity, -1 if group.axis is None else group.axis
-    # One scale for a tensor takes a tensor for each amax: the smallest that the quantizer takes.
-    amaxes = quantizer_inputs.identifying(found_fmt, quantizer.dtype)
-    shape = (
-        smallest_shape(quantizer, _TENSORWISE_SHAPES, lambda s: True)
-        if at == "tensorwise"
-        else SHAPE
-    )
-    responses = outputs.ask(quantizer, amaxes, shape, at, along)
-    scale_layout = outputs.identify_returned(responses, at, along)
-    considered = policy_match.considered(quantizer, responses, scale_layout)
-    matched = policy_match.match_policies(
-        quantizer, responses, scale_layout, found_fmt, considered, expected=expected, shape=shape
-    )
-    basis = matched.basis
-    chosen = (basis or matched.nearest).candidate
+        return describe.without_granularity(quantizer, fmt, found_fmt, findings, expected.name)
+    answers = _answers(quantizer, group, found_fmt)
+    matched = policy_match.match_policies(answers, expected.policy)
     findings += [
-        describe.axis_finding(quantizer, group.axis, chosen, scale_layout),
-        describe.returned_finding(scale_layout, output),
-        describe.policy_finding(matched, quantizer),
+        describe.axis_finding(matched, group.axis),
+        describe.returned_finding(answers.scale_layout, output),
+        describe.policy_finding(matched),
     ]
-    unlike = (
-        []
-        if matched.agreements
-        else counterexamples.for_policy(quantizer, matched, matched.nearest, scale_layout)
-    )
-    misnamed = counterexamples.misnamed_arrays(responses, scale_layout, chosen.policy)
-    rounding: Behavior | None = None
-    different: list[Counterexample] = []
-    beyond: list[Counterexample] = []
-    limits = describe.limits(quantizer)
-    unexplained = [] if basis else unlike
-    if basis:
-        cast_alone = identify_inner_cast(
-            quantizer, chosen, quantizer_inputs.groups(SHAPE, at, along)
-        )
-        if cast_alone is None:
-            limits.append("the cast alone: with that deviation no amax has scale 1")
-        else:
-            more, rounding, answers = cast_alone
-            findings += more
-            different = unexpected_rounding(
-                answers, chosen.fmt, float(answers.x.max()), chosen.policy.compute
-            )
-        unexplained, candidate = _unexplained(
-            quantizer, matched, basis, scale_layout, cast_alone, different
-        )
-        if not unexplained:
-            # Policies that agree so far may differ in other tensors.
-            others = [a.candidate for a in matched.agreements[1:]] if candidate is chosen else []
-            more, beyond = _other_tensors(
-                quantizer, [candidate, *others], expected, scale_layout, shape
-            )
-            findings += more
-            limits += (
-                ["shapes, ragged blocks and strides of the dtypes after the first difference"]
-                if beyond
-                else []
-            )
-        unlike = [*unlike, *unexplained]
-    if unexplained:
-        limits.append(
-            "other shapes, ragged blocks, strides and dtypes: the first tensors are not explained"
-        )
-    unlike = [*unlike, *misnamed, *beyond]
+    unlike = [] if matched.agreements else counterexamples.for_policy(matched, matched.nearest)
+    misnamed = counterexamples.misnamed_arrays(answers, matched.chosen.policy)
+    checked = _check_basis(matched, expected, unlike)
+    findings += checked.findings
+    unlike = [*unlike, *checked.unexplained, *misnamed, *checked.beyond]
     # What was expected is compared separately: the function may be identified as something else.
     differences = []
-    if expected is not None:
+    if expected.policy is not None:
         differences = counterexamples.unexpected_policy(
-            quantizer,
-            expected,
-            fmt,
-            responses,
-            scale_layout,
-            matched,
-            found_fmt,
-            right_cast=not different,
+            matched, expected.policy, fmt, right_cast=not checked.different
         )
-        differences += counterexamples.unexpected_granularity(
-            quantizer,
-            group,
-            granularity,
-            axis,
-            Candidate(policy=expected, scale_fmt=fmt, fmt=found_fmt),
-            scale_layout,
-        )
-        differences += counterexamples.transposed_scales(output, scale_layout)
-        differences += [w for w in different if w not in differences]
+        differences += counterexamples.unexpected_granularity(matched, group, expected, fmt)
+        differences += counterexamples.transposed_scales(output, answers.scale_layout)
+        differences += [w for w in checked.different if w not in differences]
         # A memory is a fault, except for te_delayed and flax, which keep a scale of earlier amaxes.
-        differences += [remembered.witness] if remembered.witness and not expected.keeps else []
+        if remembered.witness and not expected.policy.keeps:
+            differences.append(remembered.witness)
         differences += [w for w in misnamed if w not in differences]
-        differences += beyond if differences else []
+        differences += checked.beyond if differences else []
     identified = bool(matched.agreements) and not unlike
-    untaken = [
-        f.what.removeprefix("from ")
-        for f in findings
-        if f.text == "not taken" and f.what.startswith("from ")
-    ]
-    fields = describe.result_dict(
-        matched, chosen, group, scale_layout, rounding, quantizer, output, found_fmt, identified
-    )
+    fields = describe.result_dict(matched, group, checked.rounding, output, identified)
     return Outcome(
-        name=name,
+        name=quantizer.subject.name,
         kind="quantizer",
         fmt=fmt,
-        framework=subject.framework,
+        framework=quantizer.subject.framework,
         found=fields,
         findings=findings,
         identified=identified,
-        summary=describe.summary(
-            matched, chosen, group, fields, fmt, quantizer.memory, not beyond, identified
-        )
-        + (f"; it does not accept {' or '.join(untaken)}" if untaken else ""),
-        named=bool(matched.agreements) and not different and chosen.scale_fmt.max == fmt.max,
+        summary=describe.summary(matched, group, fields, fmt, not checked.beyond, identified)
+        + describe.untaken(findings),
+        named=bool(matched.agreements)
+        and not checked.different
+        and matched.chosen.scale_fmt.max == fmt.max,
         unlike=unlike,
-        expected=expect,
+        expected=expected.name,
         differences=differences,
+        limits=[*describe.limits(quantizer), *checked.limits],
+    )
+
+
+def _answers(quantizer: Quantizer, group: FoundGranularity, found_fmt: Format) -> Answers:
+    """What the quantizer gives for amaxes that tell policies apart."""
+    assert group.granularity is not None
+    axis = -1 if group.axis is None else group.axis
+    # One scale for a tensor takes a tensor for each amax: the smallest that the quantizer takes.
+    amaxes = quantizer_inputs.identifying(found_fmt, quantizer.dtype)
+    shape = (
+        smallest_shape(quantizer, _TENSORWISE_SHAPES)
+        if group.granularity == "tensorwise"
+        else SHAPE
+    )
+    responses = outputs.ask(quantizer, amaxes, shape, group.granularity, axis)
+    scale_layout = outputs.identify_returned(responses, group.granularity, axis)
+    return Answers(
+        quantizer=quantizer,
+        responses=responses,
+        scale_layout=scale_layout,
+        fmt=found_fmt,
+        shape=shape,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _InnerCast:
+    """The cast that inputs under scale 1 show: its decisions, and its responses to these."""
+
+    findings: list[Finding]
+    rounding: Behavior
+    responses: Responses
+
+    @property
+    def explained(self) -> bool:
+        """Whether all codes are those of the behavior; NaN codes count as equal."""
+        a = self.responses
+        codes = behavior.encode(a.x, a.fmt, self.rounding, source=a.source).astype(np.int64)
+        return not np.any(a.canonical(a.codes) != a.canonical(codes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checked:
+    """What follows from the policy found, or from what was found instead of one.
+
+    rounding     of the cast alone; None where it could not be asked.
+    different    the simplest input that is not cast as in S-5.
+    unexplained  what the policy and the rounding do not explain together.
+    beyond       the first difference in other shapes, dtypes or strides.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)
+    rounding: Behavior | None = None
+    different: list[Counterexample] = field(default_factory=list)
+    unexplained: list[Counterexample] = field(default_factory=list)
+    beyond: list[Counterexample] = field(default_factory=list)
+
+
+def _check_basis(
+    matched: PolicyMatch, expected: Expected, unlike: list[Counterexample]
+) -> _Checked:
+    """Check the cast alone, then other tensors, with the policy that explains the scales.
+
+    unlike  counterexamples to the nearest policy, if none was found.
+    """
+    first_alone = (
+        "other shapes, ragged blocks, strides and dtypes: the first tensors are not explained"
+    )
+    answers = matched.answers
+    if matched.basis is None:
+        return _Checked(limits=[first_alone] if unlike else [])
+    chosen, findings, limits = matched.chosen, list[Finding](), list[str]()
+    inner, different = _inner_cast(answers, chosen), list[Counterexample]()
+    if inner is None:
+        limits.append("the cast alone: with that deviation no amax has scale 1")
+    else:
+        findings += inner.findings
+        different = _unexpected_rounding(inner.responses, chosen)
+    unexplained, candidate = _unexplained(matched, inner, different)
+    beyond = list[Counterexample]()
+    if unexplained:
+        limits.append(first_alone)
+    else:
+        # Policies that agree so far may differ in other tensors.
+        others = [a.candidate for a in matched.agreements[1:]] if candidate is chosen else []
+        more, beyond = _other_tensors(answers, [candidate, *others], expected)
+        findings += more
+        if beyond:
+            limits.append(
+                "shapes, ragged blocks and strides of the dtypes after the first difference"
+            )
+    return _Checked(
+        findings=findings,
         limits=limits,
+        rounding=None if inner is None else inner.rounding,
+        different=different,
+        unexplained=unexplained,
+        beyond=beyond,
     )
 
 
@@ -239,32 +254,26 @@ def _scale_1_amax(chosen: Candidate) -> float | None:
     None if a deviation, such as a factor, gives that amax and its negative another scale.
     """
     largest = chosen.deviation.limited(chosen.scale_fmt).max / 2.0**chosen.policy.margin
-    largest = (
-        2.0 ** math.floor(math.log2(largest)) if chosen.policy.ratio == "exponents_up" else largest
-    )
+    if chosen.policy.ratio == "exponents_up":
+        largest = 2.0 ** math.floor(math.log2(largest))
     if not chosen.deviation.parts:
         return largest
     x = np.array([[largest], [-largest]], np.float32)
-    return (
-        largest
-        if np.all(chosen.applied(x, ScaleLayout(granularity="rowwise", axis=-1)).scale == 1)
-        else None
-    )
+    scales = chosen.applied(x, ScaleLayout(granularity="rowwise", axis=-1))
+    return largest if np.all(scales.scale == 1) else None
 
 
-def identify_inner_cast(
-    quantizer: Quantizer, chosen: Candidate, group: np.ndarray
-) -> tuple[list[Finding], Behavior, Responses] | None:
+def _inner_cast(answers: Answers, chosen: Candidate) -> _InnerCast | None:
     """The decisions of the cast that inputs under scale 1 show, and its responses; None if no amax
     has scale 1.
-
-    group    for each element, the index of its group, [M, K].
     """
-    fmt, largest = chosen.fmt, _scale_1_amax(chosen)
+    fmt, largest, quantizer = chosen.fmt, _scale_1_amax(chosen), answers.quantizer
     if largest is None:
         return None
     limit = min(fmt.max, largest)
     x = cast_inputs.identifying(fmt, quantizer.dtype, limit=limit)
+    layout = answers.scale_layout
+    group = quantizer_inputs.groups(SHAPE, layout.granularity, layout.axis)
     # One element of each group, the anchor, is largest; the others hold the inputs.
     anchors = np.zeros(SHAPE, bool)
     anchors.reshape(-1)[np.unique(group.reshape(-1), return_index=True)[1]] = True
@@ -288,21 +297,24 @@ def identify_inner_cast(
     subnormals = decisions.subnormals(a, b)
     b = dataclasses.replace(b, subnormals=subnormals.value or "kept")
     double, through = decisions.double_rounding(a, b)
-    b = decisions.with_double_rounding(b, a.source, through)
-    return [rounding, subnormals, zero, dataclasses.replace(double, what="double_rounding")], b, a
+    double = dataclasses.replace(double, what="double_rounding")
+    return _InnerCast(
+        findings=[rounding, subnormals, zero, double],
+        rounding=decisions.with_double_rounding(b, a.source, through),
+        responses=a,
+    )
 
 
-def unexpected_rounding(
-    a: Responses, fmt: Format, largest: float, compute: Format
-) -> list[Counterexample]:
+def _unexpected_rounding(a: Responses, chosen: Candidate) -> list[Counterexample]:
     """The simplest input that is not cast as in S-5; as a list, empty if there is none.
 
     A policy that computes in bfloat16 rounds to it before the cast (S-13).
     """
+    fmt, largest = chosen.fmt, float(a.x.max())
     expected_behavior = KNOWN_CASTS["saturating"].behavior(fmt)
-    if compute is BFLOAT16:
+    if chosen.policy.compute is BFLOAT16:
         expected_behavior = decisions.with_double_rounding(
-            expected_behavior, a.source, DoubleRounding(dtype=compute.name)
+            expected_behavior, a.source, DoubleRounding(dtype=BFLOAT16.name)
         )
     differs = a.mismatches(expected_behavior, canonical=True)
     if not differs.any():
@@ -321,65 +333,43 @@ def unexpected_rounding(
     return [dataclasses.replace(shown, input=f"{shown.input} next to {largest:g}, under scale 1")]
 
 
-def explains(a: Responses, b: Behavior) -> bool:
-    """Whether all codes are those of behavior b; NaN codes count as equal."""
-    return not np.any(
-        a.canonical(a.codes)
-        != a.canonical(behavior.encode(a.x, a.fmt, b, source=a.source).astype(np.int64))
-    )
-
-
 def _unexplained(
-    quantizer: Quantizer,
-    matched: PolicyMatch,
-    basis: Agreement,
-    scale_layout: ScaleLayout,
-    cast_alone: tuple[list[Finding], Behavior, Responses] | None,
-    different: list[Counterexample],
+    matched: PolicyMatch, inner: _InnerCast | None, different: list[Counterexample]
 ) -> tuple[list[Counterexample], Candidate]:
     """Counterexamples that the policy found and the rounding found do not explain together, and the
     two together.
 
-    cast_alone  as of identify_inner_cast; different: where its rounding is not that of S-5.
+    different  where the rounding is not that of S-5.
     """
-    wrong = (
-        counterexamples.for_policy(quantizer, matched, basis, scale_layout)
-        if matched.mismatches(basis).any()
-        else []
-    )
-    if cast_alone is None:
+    basis = matched.basis
+    assert basis is not None
+    wrong = counterexamples.for_policy(matched, basis) if matched.mismatches(basis).any() else []
+    if inner is None:
         return wrong, basis.candidate
-    _, rounding, answers = cast_alone
-    if not explains(answers, rounding):
+    if not inner.explained:
         return wrong or different, basis.candidate
     if not different:
         # Its codes are wrong in a tensor of many groups, though its cast is right.
         return wrong, basis.candidate
     # Compare with the policy and this other rounding: what is left, the rounding does not explain.
-    candidate = dataclasses.replace(basis.candidate, rounding=rounding, source=quantizer.dtype)
-    own = candidates.agreement(candidate, *outputs.as_rows(matched.responses, scale_layout))
-    return counterexamples.for_policy(quantizer, matched, own, scale_layout) if matched.mismatches(
-        own
-    ).any() else [], candidate
+    candidate = dataclasses.replace(
+        basis.candidate, rounding=inner.rounding, source=matched.answers.quantizer.dtype
+    )
+    own = candidates.agreement(candidate, *matched.answers.rows)
+    left = counterexamples.for_policy(matched, own) if matched.mismatches(own).any() else []
+    return left, candidate
 
 
 def _other_tensors(
-    quantizer: Quantizer,
-    agreeing: Sequence[Candidate],
-    expected: ScalePolicy | None,
-    scale_layout: ScaleLayout,
-    shape: tuple[int, int],
+    answers: Answers, agreeing: Sequence[Candidate], expected: Expected
 ) -> tuple[list[Finding], list[Counterexample]]:
     """Check other shapes, dtypes and strides with each candidate that agrees so far, the expected
     policy first.
     """
-    for candidate in sorted(agreeing, key=lambda c: c.policy != expected):
-        findings, beyond = layout_invariance.check(quantizer, candidate, scale_layout, shape)
+    for candidate in sorted(agreeing, key=lambda c: c.policy != expected.policy):
+        findings, beyond = layout_invariance.check(
+            answers.quantizer, candidate, answers.scale_layout, answers.shape
+        )
         if not beyond:
             break
     return findings, beyond
-
-
-def _format_of(output: QuantizerOutput, fmt: Format) -> Format:
-    """The format that the dtype of the output names, else fmt."""
-    return CAST_FORMATS.get(output.dtype.removeprefix("float8_"), fmt)

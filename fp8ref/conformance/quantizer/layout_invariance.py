@@ -35,6 +35,7 @@ from fp8ref.conformance.quantizer.outputs import (
     arrays_of,
 )
 from fp8ref.conformance.quantizer.planted_tensors import PlantedTensor
+from fp8ref.conformance.quantizer.policy_match import Answers
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import scaling
 from fp8ref.spec.granularity import by_name
@@ -246,52 +247,42 @@ def check_dtype(
 
     None if the dtype is not taken, or no such policy agrees.
     """
-    dtype = quantizer.dtype
+    dtype, what = quantizer.dtype, f"from {quantizer.dtype}"
+    amaxes = quantizer_inputs.identifying(candidate.fmt, dtype)
+    at, along = scale_layout.granularity, scale_layout.axis
     try:
         quantizer.once(np.ones(shape, np.float32))
-        responses = outputs.ask(
-            quantizer,
-            quantizer_inputs.identifying(candidate.fmt, dtype),
-            shape,
-            scale_layout.granularity,
-            scale_layout.axis,
-        )
+        responses = outputs.ask(quantizer, amaxes, shape, at, along)
     except RefusedError as error:
-        unasked = (f"{dtype}, for which it raises",)
-        return (
-            None,
-            Finding(
-                what=f"from {dtype}",
-                value=None,
-                words="not taken",
-                evidence=str(error),
-                unasked=unasked,
-            ),
-            [],
+        refused = Finding(
+            what=what,
+            value=None,
+            words="not taken",
+            evidence=str(error),
+            unasked=(f"{dtype}, for which it raises",),
         )
+        return None, refused, []
+    answers = Answers(
+        quantizer=quantizer,
+        responses=responses,
+        scale_layout=scale_layout,
+        fmt=candidate.fmt,
+        shape=shape,
+    )
     same_decisions = [
         p for p in policy_data.POLICIES.values() if _decisions(p) == _decisions(candidate.policy)
     ]
-    rows, row_layout = outputs.as_rows(responses, scale_layout)
     agreements = [
-        candidates.agreement(replace(candidate, policy=p), rows, row_layout)
+        candidates.agreement(replace(candidate, policy=p), *answers.rows)
         for p in sorted(same_decisions, key=lambda p: p != candidate.policy)
     ]
-    considered = policy_match.considered(quantizer, responses, scale_layout)
-    agreed = next((a.candidate for a in agreements if (a.both | ~considered).all()), None)
+    agreed = next((a for a in agreements if (a.both | ~answers.considered).all()), None)
     if agreed:
-        evidence = f"{considered.sum()} groups match it"
-        return (
-            agreed,
-            Finding(what=f"from {dtype}", value=agreed.policy.name, evidence=evidence),
-            [],
-        )
-    wrong = _counterexample_among(
-        responses, agreements[0].both | ~considered, candidate, scale_layout, dtype
-    )
-    finding = Finding(
-        what=f"from {dtype}", value=None, words="something else", evidence=str(wrong[0])
-    )
+        evidence = f"{answers.considered.sum()} groups match it"
+        finding = Finding(what=what, value=agreed.candidate.policy.name, evidence=evidence)
+        return agreed.candidate, finding, []
+    wrong = _counterexample_among(answers, agreements[0].both | ~answers.considered, candidate)
+    finding = Finding(what=what, value=None, words="something else", evidence=str(wrong[0]))
     # S-13 leaves quotients in float16 open
     stated = dtype == "bfloat16" or candidate.policy.stored == "scale"
     return None, finding, wrong if stated else []
@@ -406,19 +397,21 @@ def _as_without(
 
 
 def _counterexample_among(
-    responses: list[Response],
-    right: np.ndarray,
-    candidate: Candidate,
-    scale_layout: ScaleLayout,
-    dtype: str,
+    answers: Answers, right: np.ndarray, candidate: Candidate
 ) -> list[Counterexample]:
     """The counterexample of the first response with a group that is not right."""
     begin = 0
-    for a in responses:
+    for a in answers.responses:
         wrong = ~right[begin : begin + a.amax.size]
         begin += a.amax.size
         if wrong.any():
-            return _counterexample(PlantedTensor(x=a.x), a.output, candidate, scale_layout, dtype)
+            return _counterexample(
+                PlantedTensor(x=a.x),
+                a.output,
+                candidate,
+                answers.scale_layout,
+                answers.quantizer.dtype,
+            )
     return []
 
 

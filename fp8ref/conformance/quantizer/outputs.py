@@ -5,7 +5,7 @@
 numbers by group follow the scales' C order.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from fp8ref.conformance.inputs.kinds import AMAX_RANGES
 from fp8ref.conformance.inputs.quantizer_inputs import Amaxes
 from fp8ref.conformance.kit import subject as subjects
 from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject
-from fp8ref.formats import E8M0FNU
+from fp8ref.formats import E4M3FN, E8M0FNU
 from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.packing import unpack
 from fp8ref.spec.granularity import scale_shape
 
 # The names that libraries give to the parts of a quantized tensor
@@ -37,6 +38,10 @@ _SCALES = (
 )
 
 
+PACKINGS = ("low first", "high first")
+"""How two codes of 4 bits share a byte: the first in its low half (F-5), or in its high half."""
+
+
 class WrongShapeError(ConformanceError):
     """No part of what was returned is an array of the shape of x."""
 
@@ -49,6 +54,9 @@ class QuantizerOutput:
     values  float32 of the tensor's shape, or None if codes were returned.
     dtype   of the array of the tensor's shape; place: its name, or its index.
     scales  by name or place; float32, e8m0 decoded.
+
+    Codes of 4 bits may be pairs [M, K / 2], and uint8 scales beside them e4m3fn too (S-22):
+    ``e4m3_scales``.
     """
 
     codes: np.ndarray | None
@@ -56,6 +64,7 @@ class QuantizerOutput:
     dtype: str
     place: str
     scales: Mapping[str, np.ndarray]
+    e4m3_scales: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def tensor(self) -> np.ndarray:
@@ -63,6 +72,23 @@ class QuantizerOutput:
         elements = self.codes if self.codes is not None else self.values
         assert elements is not None
         return elements
+
+    def packings(self, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """How codes of 4 bits of a tensor may be packed (F-5)."""
+        whole = self.codes is None or self.codes.shape[-1] == shape[-1]
+        return ("one a byte",) if whole else PACKINGS
+
+    def unpacked(self, packing: str) -> np.ndarray:
+        """Codes of 4 bits, one a byte; uint8 [M, K]."""
+        assert self.codes is not None
+        if packing == "one a byte":
+            return self.codes
+        swapped = self.codes << np.uint8(4) | self.codes >> np.uint8(4)
+        return unpack(self.codes if packing == "low first" else swapped)
+
+    def readings(self, name: str) -> list[np.ndarray]:
+        """The numbers that an array of scales may hold."""
+        return [s[name] for s in (self.scales, self.e4m3_scales) if name in s]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +126,13 @@ class Quantizer:
 
 def arrays_of(raw_output: Any) -> list[np.ndarray]:
     """All arrays among the parts of what was returned."""
-    return [
-        named_array[0]
-        for part in parts_of(raw_output).values()
-        if (named_array := array_of(part)) is not None
-    ]
+    return [array for array, _ in _named_arrays(raw_output).values()]
+
+
+def _named_arrays(raw_output: Any) -> dict[str, tuple[np.ndarray, str]]:
+    """The arrays among the parts of what was returned, by name or place, and their dtypes."""
+    parts = {name: array_of(part) for name, part in parts_of(raw_output).items()}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def read(raw_output: Any, x: np.ndarray) -> QuantizerOutput:
@@ -112,25 +140,17 @@ def read(raw_output: Any, x: np.ndarray) -> QuantizerOutput:
 
     Raises:   WrongShapeError: no part is an array of x's shape that holds codes or values.
     """
-    parts = parts_of(raw_output)
-    arrays = {
-        name: named_array
-        for name, part in parts.items()
-        if (named_array := array_of(part)) is not None
-    }
+    arrays = _named_arrays(raw_output)
     fitting = {name: dtype for name, (a, dtype) in arrays.items() if a.shape == x.shape}
     codes_first = [n for n, dtype in fitting.items() if _is_codes(n, dtype, len(arrays))] + [
         n for n, d in fitting.items() if d in FLOATS
     ]
     main = codes_first[0] if codes_first else None
     if main is None:
-        description = (
-            ", ".join(f"{dtype} {list(a.shape)}" for a, dtype in arrays.values())
-            or type(raw_output).__name__
-        )
         raise WrongShapeError(
-            f"it gives {description}; a quantizer gives codes (uint8 or float8) or values of the "
-            f"shape {list(x.shape)}, alone or with scales. Return (codes, scale)."
+            f"it gives {_shapes_text(arrays) or type(raw_output).__name__}; a quantizer gives "
+            f"codes (uint8 or float8) or values of the shape {list(x.shape)}, alone or with "
+            "scales. Return (codes, scale)."
         )
     tensor, dtype = arrays.pop(main)
     codes = tensor if dtype not in FLOATS else None
@@ -145,6 +165,51 @@ def read(raw_output: Any, x: np.ndarray) -> QuantizerOutput:
             if kind in FLOATS or kind in ("uint8", "float8_e8m0fnu")
         },
     )
+
+
+def ask_four_bits(subject: Subject, x: np.ndarray, source: str) -> QuantizerOutput:
+    """The output for x of a quantizer to e2m1fn.
+
+    Raises:   ConformanceError: as Subject.ask, and where no part of it is codes or values.
+    """
+    arrays = _named_arrays(subject.ask(x, source))
+    halves = (*x.shape[:-1], x.shape[-1] // 2)
+    shapes = {name: (a.shape, dtype) for name, (a, dtype) in arrays.items()}
+    whole = [(x.shape, dtype) for dtype in ("uint8", "float4_e2m1fn", *FLOATS)]
+    pairs = [(halves, dtype) for dtype in ("uint8", "float4_e2m1fn_x2")]
+    fitting = [name for kinds in (whole, pairs) for name in shapes if shapes[name] in kinds]
+    if not fitting:
+        raise ConformanceError(
+            f"{subject.name} gives {_shapes_text(arrays) or 'no array'}; a quantizer to e2m1fn "
+            f"gives codes (uint8 {list(x.shape)}, or pairs {list(halves)}) or values of x's "
+            "shape, alone or with scales. Return (codes, scale)."
+        )
+    tensor, dtype = arrays.pop(fitting[0])
+    values = dtype in FLOATS
+    if not values and tensor.shape == x.shape and tensor.max(initial=0) > 15:
+        raise ConformanceError(
+            f"{subject.name} gives a code {tensor.max()}; codes of e2m1fn are at most 15, one a "
+            "byte."
+        )
+    scales, e4m3_scales = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for name, (a, kind) in arrays.items():
+        if kind in ("uint8", "float8_e4m3fn"):
+            e4m3_scales[name] = cast.decode(a, E4M3FN)
+        is_scale = kind in FLOATS or kind in ("uint8", "float8_e8m0fnu")
+        # empty where no scale has this dtype
+        scales[name] = _scales(a, kind) if is_scale else np.zeros(0, np.float32)
+    return QuantizerOutput(
+        codes=None if values else tensor,
+        values=tensor.astype(np.float32) if values else None,
+        dtype=dtype,
+        place=fitting[0],
+        scales=scales,
+        e4m3_scales=e4m3_scales,
+    )
+
+
+def _shapes_text(arrays: Mapping[str, tuple[np.ndarray, str]]) -> str:
+    return ", ".join(f"{dtype} {list(a.shape)}" for a, dtype in arrays.values())
 
 
 def parts_of(raw_output: Any) -> dict[str, Any]:
@@ -193,19 +258,14 @@ def _scales(a: np.ndarray, dtype: str) -> np.ndarray:
     return cast.decode(a, E8M0FNU)
 
 
-def smallest_shape(
-    quantizer: Quantizer,
-    shapes: tuple[tuple[int, int], ...],
-    fits: Callable[[tuple[int, int]], bool],
-) -> tuple[int, int]:
-    """The first shape that fits and that the quantizer takes; the last is not tried, but taken."""
+def smallest_shape(quantizer: Quantizer, shapes: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    """The first shape that the quantizer takes; the last is not tried, but taken."""
     for shape in shapes[:-1]:
-        if fits(shape):
-            try:
-                quantizer.once(np.ones(shape, np.float32))
-            except ConformanceError:
-                continue
-            return shape
+        try:
+            quantizer.once(np.ones(shape, np.float32))
+        except ConformanceError:
+            continue
+        return shape
     return shapes[-1]
 
 

@@ -6,6 +6,7 @@ factor between the scales. If nothing agrees, the nearest policy is reported.
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -23,12 +24,55 @@ from fp8ref.spec.granularity import by_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What a quantizer gave for amaxes, one for each group, and how to read it.
+
+    fmt    of its codes; shape: of the tensors that hold the amaxes.
+    """
+
+    quantizer: Quantizer
+    responses: Sequence[Response]
+    scale_layout: ScaleLayout
+    fmt: Format
+    shape: tuple[int, int]
+
+    @cached_property
+    def rows(self) -> tuple[Sequence[Response], ScaleLayout]:
+        """The responses ``outputs.as_rows``."""
+        return outputs.as_rows(self.responses, self.scale_layout)
+
+    @cached_property
+    def considered(self) -> np.ndarray:
+        """For each group of all responses, whether it counts in the comparison with a policy.
+
+        A quantizer with a memory is compared at ordinary amaxes alone: what it keeps after other
+        amaxes, one call cannot tell. In JAX a NaN does not count if XLA's own max loses it (P-3).
+        """
+        if self.quantizer.memory:
+            return ordinary(self.responses)
+        counts = []
+        for a in self.responses:
+            nan = a.kind == AMAX_RANGES.index("NaN")
+            lost = nan.any() and loses_nan(self.quantizer, a.x, self.scale_layout)
+            counts.append(~nan if lost else np.ones_like(nan))
+        return np.concatenate(counts)
+
+    def score(self, a: Agreement) -> tuple[int, int]:
+        """How many groups agree in what decides the policy, and how many in scales and codes."""
+        return int((a.deciding & self.considered).sum()), int((a.both & self.considered).sum())
+
+    @property
+    def flushing(self) -> bool:
+        """Whether float32 subnormals may be zeros, as under XLA (S-12)."""
+        return self.quantizer.subject.framework == "jax"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyMatch:
     """The policies that explain a quantizer's scales, or its codes if it returns no scales.
 
     agreements those policies; empty if there is none.
     nearest    the first of them, else the policy that agrees most, as it is.
-    considered for each group, whether its response counts (the function ``considered``).
     deviation  how the quantizer departs from the nearest policy, in words; or "".
     explained  for each group, whether the nearest policy with that deviation gives the response.
                What it does not explain has another cause.
@@ -38,8 +82,7 @@ class PolicyMatch:
 
     agreements: Sequence[Agreement]
     nearest: Agreement
-    responses: Sequence[Response]
-    considered: np.ndarray
+    answers: Answers
     deviation: str = ""
     explained: np.ndarray
     deviating: Agreement | None = None
@@ -49,9 +92,14 @@ class PolicyMatch:
         """The agreement that explains what decides a policy, at all amaxes; None without one."""
         return self.nearest if self.agreements else self.deviating
 
+    @property
+    def chosen(self) -> Candidate:
+        """The candidate of the basis, else of the nearest policy."""
+        return (self.basis or self.nearest).candidate
+
     def mismatches(self, agreement: Agreement) -> np.ndarray:
         """For each group that counts, whether it disagrees."""
-        return ~agreement.both & self.considered
+        return ~agreement.both & self.answers.considered
 
     @property
     def names(self) -> list[str]:
@@ -59,83 +107,60 @@ class PolicyMatch:
         return list(dict.fromkeys(a.candidate.policy.name for a in self.agreements))
 
 
-def match_policies(
-    quantizer: Quantizer,
-    responses: Sequence[Response],
-    scale_layout: ScaleLayout,
-    found_fmt: Format,
-    considered: np.ndarray,
-    *,
-    expected: ScalePolicy | None,
-    shape: tuple[int, int],
-) -> PolicyMatch:
+def match_policies(answers: Answers, expected: ScalePolicy | None) -> PolicyMatch:
     """The policies that agree with all responses that count, else the nearest one and how the
-    quantizer departs from it.
-
-    expected  of equal deviations, that from this policy is named.
-    shape     of a tensor with which the least eps is asked for, if no scale is returned.
+    quantizer departs from it; of equal deviations, that from the expected policy.
     """
-    flushing = quantizer.subject.framework == "jax"
-    rows, row_layout = outputs.as_rows(responses, scale_layout)
-    tied, best = _named(rows, row_layout, found_fmt, considered, flushing=flushing)
-    as_named = PolicyMatch(
-        agreements=tied,
-        nearest=best,
-        responses=responses,
-        considered=considered,
-        explained=best.both,
-    )
+    tied, best = _named(answers)
+    as_named = PolicyMatch(agreements=tied, nearest=best, answers=answers, explained=best.both)
     if tied and not as_named.mismatches(best).any():
         return as_named
-    deviating: Agreement | None = None
-    if len(rows) == 1:
-        search = Search(
-            rows=outputs.some_rows(rows[0], np.arange(rows[0].amax.size), deviation_search.WIDTH),
-            scale_layout=row_layout,
-            considered=considered,
-            fmt=found_fmt,
-            flushing=flushing,
-            underflow=deviation_search.asked_for_underflow(quantizer, shape),
-        )
-        partial = search.run(sorted(policy_data.POLICIES.values(), key=lambda p: p != expected))
-        deviating = partial and candidates.agreement(partial.candidate, rows, row_layout)
+    deviating = _deviating(answers, expected)
     # Codes that are wrong beside right scales: the cast decides them, unless a deviation explains
     # every one.
     if tied and (deviating is None or as_named.mismatches(deviating).any()):
         return as_named
     # Deviations must explain more than the best policy does as it is.
-    if deviating is None or score(deviating, considered) <= score(best, considered):
-        nearest, text, explained = match_ratio(best, rows, row_layout)
+    if deviating is None or answers.score(deviating) <= answers.score(best):
+        nearest, text, explained = match_ratio(best, *answers.rows)
         return dataclasses.replace(
             as_named, nearest=nearest, deviation=text, explained=explained | nearest.both
         )
-    plain = candidates.agreement(
-        dataclasses.replace(deviating.candidate, deviation=NO_DEVIATION), rows, row_layout
-    )
+    plain = dataclasses.replace(deviating.candidate, deviation=NO_DEVIATION)
     return PolicyMatch(
         agreements=[],
-        nearest=plain,
-        responses=responses,
-        considered=considered,
+        nearest=candidates.agreement(plain, *answers.rows),
+        answers=answers,
         deviation=deviating.candidate.deviation.text,
         explained=deviating.both,
-        deviating=deviating if (deviating.deciding | ~considered).all() else None,
+        deviating=deviating if (deviating.deciding | ~answers.considered).all() else None,
     )
 
 
-def _named(
-    rows: Sequence[Response],
-    scale_layout: ScaleLayout,
-    found_fmt: Format,
-    considered: np.ndarray,
-    *,
-    flushing: bool,
-) -> tuple[list[Agreement], Agreement]:
+def _deviating(answers: Answers, expected: ScalePolicy | None) -> Agreement | None:
+    """The policy and the deviations that explain most; None where groups have several sizes."""
+    rows, row_layout = answers.rows
+    if len(rows) != 1:
+        return None
+    search = Search(
+        rows=outputs.some_rows(rows[0], np.arange(rows[0].amax.size), deviation_search.WIDTH),
+        scale_layout=row_layout,
+        considered=answers.considered,
+        fmt=answers.fmt,
+        flushing=answers.flushing,
+        underflow=deviation_search.asked_for_underflow(answers.quantizer, answers.shape),
+    )
+    partial = search.run(sorted(policy_data.POLICIES.values(), key=lambda p: p != expected))
+    return partial and candidates.agreement(partial.candidate, rows, row_layout)
+
+
+def _named(answers: Answers) -> tuple[list[Agreement], Agreement]:
     """The policies that agree best, and the first of them; or none, and the nearest one.
 
-    Scaling to the max of found_fmt is tried first, then to another format's max, then codes of
-    another format. In JAX subnormals may be zeros: tried together with policies that keep them.
+    Scaling to the max of the format found is tried first, then to another format's max, then codes
+    of another format. In JAX subnormals may be zeros: tried together with policies that keep them.
     """
+    (rows, row_layout), found_fmt = answers.rows, answers.fmt
     fixed = rows[0].output.dtype.startswith("float8")  # it names the format
     others = [f for f in CAST_FORMATS.values() if f is not found_fmt]
     sample = (
@@ -150,7 +175,7 @@ def _named(
         [] if fixed else [(f, f) for f in others],
     ):
         # Elsewhere than in JAX a policy that flushes is tried only after those that do not.
-        for ways in ((False, True),) if flushing else ((False,), (True,)):
+        for ways in ((False, True),) if answers.flushing else ((False,), (True,)):
             tried = [
                 Candidate(policy=policy, scale_fmt=scale_fmt, fmt=of, flushes=flushes)
                 for flushes in ways
@@ -158,31 +183,23 @@ def _named(
                 for scale_fmt, of in stage
             ]
             # A few elements of ordinary groups rule out most candidates cheaply.
-            likely = [c for c in tried if candidates.agrees(c, sample, scale_layout)]
-            agreements = [candidates.agreement(c, rows, scale_layout) for c in likely]
-            agreed = [a for a in agreements if (a.deciding | ~considered).all()]
+            likely = [c for c in tried if candidates.agrees(c, sample, row_layout)]
+            agreements = [candidates.agreement(c, rows, row_layout) for c in likely]
+            agreed = [a for a in agreements if (a.deciding | ~answers.considered).all()]
             if agreed:
-                top_score = max(score(a, considered) for a in agreed)
-                tied = [a for a in agreed if score(a, considered) == top_score]
+                top_score = max(answers.score(a) for a in agreed)
+                tied = [a for a in agreed if answers.score(a) == top_score]
                 return tied, tied[0]
             # The nearest policy is that of the first stage: most likely it is meant, and wrong.
             if best is None:
-                agreements = [candidates.agreement(c, rows, scale_layout) for c in tried]
+                agreements = [candidates.agreement(c, rows, row_layout) for c in tried]
+                of_ordinary = ordinary(rows)
                 best = max(
                     agreements,
-                    key=lambda a: (
-                        bool(a.codes[ordinary(rows)].all()),
-                        -a.ulps,
-                        score(a, considered),
-                    ),
+                    key=lambda a: (bool(a.codes[of_ordinary].all()), -a.ulps, answers.score(a)),
                 )
     assert best is not None
     return [], best
-
-
-def score(a: Agreement, considered: np.ndarray) -> tuple[int, int]:
-    """How many groups agree in what decides the policy, and how many in scales and codes."""
-    return int((a.deciding & considered).sum()), int((a.both & considered).sum())
 
 
 def match_ratio(
@@ -238,25 +255,6 @@ def _ratios(
             ratio = outputs.per_group(a, name, scale_layout).astype(np.float64) / expected
             ratios.append(ratio if scale_layout.kinds[name] == "scale" else 1 / ratio)
     return np.concatenate(ratios)
-
-
-def considered(
-    quantizer: Quantizer, responses: Sequence[Response], scale_layout: ScaleLayout
-) -> np.ndarray:
-    """For each group of all responses, whether it counts in the comparison with a policy.
-
-    A quantizer with a memory is compared at ordinary amaxes alone: what it keeps after other
-    amaxes, one call cannot tell. In JAX a NaN does not count if XLA's own max loses it (P-3).
-    """
-    if quantizer.memory:
-        return ordinary(responses)
-    counts = []
-    for a in responses:
-        nan = a.kind == AMAX_RANGES.index("NaN")
-        counts.append(
-            ~nan if nan.any() and loses_nan(quantizer, a.x, scale_layout) else np.ones_like(nan)
-        )
-    return np.concatenate(counts)
 
 
 def loses_nan(quantizer: Quantizer, x: np.ndarray, scale_layout: ScaleLayout) -> bool:

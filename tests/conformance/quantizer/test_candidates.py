@@ -188,21 +188,12 @@ def test_no_policy_passes_as_another(policy):  # S-16
         asked, quantizer_inputs.identifying(E4M3FN, "float32"), SHAPE, "mx_1x32", -1
     )
     scale_layout = outputs_of.identify_returned(responses, "mx_1x32", -1)
-    considered = policy_match.considered(asked, responses, scale_layout)
-    matched = policy_match.match_policies(
-        asked, responses, scale_layout, E4M3FN, considered, expected=None, shape=SHAPE
+    answers = policy_match.Answers(
+        quantizer=asked, responses=responses, scale_layout=scale_layout, fmt=E4M3FN, shape=SHAPE
     )
+    matched = policy_match.match_policies(answers, None)
     for other in POLICIES:
-        found = counterexamples.unexpected_policy(
-            asked,
-            POLICIES[other],
-            E4M3FN,
-            responses,
-            scale_layout,
-            matched,
-            E4M3FN,
-            right_cast=True,
-        )
+        found = counterexamples.unexpected_policy(matched, POLICIES[other], E4M3FN, right_cast=True)
         assert bool(found) == (
             policy != other and {policy, other} != {"te_current", "te_delayed"}
         ), other

@@ -158,16 +158,14 @@ def deviation(function, expect="torchao"):
     granularity = "mx_1x32" if expect.startswith("mx") else "blockwise_1x128"
     responses = outputs.ask(quantizer, asked, subject.SHAPE, granularity, -1)
     scale_layout = outputs.identify_returned(responses, granularity, -1)
-    considered = policy_match.considered(quantizer, responses, scale_layout)
-    found = policy_match.match_policies(
-        quantizer,
-        responses,
-        scale_layout,
-        E4M3FN,
-        considered,
-        expected=POLICIES[expect],
+    answers = policy_match.Answers(
+        quantizer=quantizer,
+        responses=responses,
+        scale_layout=scale_layout,
+        fmt=E4M3FN,
         shape=subject.SHAPE,
     )
+    found = policy_match.match_policies(answers, POLICIES[expect])
     assert found.deviating is not None
     assert not found.mismatches(found.deviating).any()
     return found.nearest.candidate.policy.name, found.deviation

@@ -1,1 +1,0 @@
-"""Quantizers of 4-bit formats."""
