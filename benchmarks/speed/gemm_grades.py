@@ -39,7 +39,7 @@ def main() -> None:
     shapes = {"shapes": [LONG]} if known.long else {}
     for name in known.names or PLANTED:
         begun = time.process_time()
-        grade = grade_gemm(PLANTED[name].function, name=name, **PLANTED[name].options, **shapes)
+        grade = grade_gemm(PLANTED[name].function, **PLANTED[name].options, **shapes)
         cause = grade.causes[0].name if grade.causes else ""
         table.add_row(name, f"{time.process_time() - begun:.2f}", grade.verdict, cause)
     Console().print(table)

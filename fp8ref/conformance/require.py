@@ -4,6 +4,8 @@ Arrays may be NumPy's, JAX's or PyTorch's; codes are uint8 or FP8 dtypes. All Na
 equal (C-5), and so do NaN scales.
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from fp8ref import policy as policies
@@ -38,19 +40,20 @@ def require_cast(
     differ = (cast.canonical_nans(codes, fmt) != expected) & explain.has_code(x, fmt)
     if not differ.any():
         return
-    options = {"rounding": rules.rounding, "saturate": rules.saturate}
     i = explain.simplest(x, differ)
     value = x.reshape(-1)[i : i + 1]
     kind = kinds.CASTS[int(kinds.cast_kinds(value, dtypes.by_name(x.dtype.name), fmt)[0])]
     raise AssertionError(
         _message(
             f"{int(differ.sum())} of {x.size} codes of {fmt} differ; the simplest:",
-            input=f"{x.dtype.name} {explain.decimal(value[0])}, bits "
-            f"{_bits(value)}{_at(i, x.shape)} ({kind})",
-            expected=explain.code(int(expected.reshape(-1)[i]), fmt),
-            got=explain.code(int(codes.reshape(-1)[i]), fmt),
-            rule=explain.cast_rule(kind, fmt, **options),  # type: ignore[arg-type]
-            note=explain.cast_note(x, codes, fmt, **options),  # type: ignore[arg-type]
+            {
+                "input": f"{x.dtype.name} {explain.decimal(value[0])}, bits "
+                f"{_bits(value)}{_at(i, x.shape)} ({kind})",
+                "expected": explain.code(int(expected.reshape(-1)[i]), fmt),
+                "got": explain.code(int(codes.reshape(-1)[i]), fmt),
+                "rule": explain.cast_rule(kind, fmt, rounding=rounding, saturate=saturate),
+            },
+            explain.cast_note(x, codes, fmt, rounding=rounding, saturate=saturate),
         )
     )
 
@@ -80,13 +83,27 @@ def require_scales(
     raise AssertionError(
         _message(
             f"{int(differ.sum())} of {amax.size} scales to {fmt} differ; the simplest:",
-            input=f"amax {explain.decimal(value[0])}, bits {_bits(value)}{_at(i, amax.shape)} "
-            f"({kind})",
-            expected=scale.scale_text(expected[i], made),
-            got=scale.scale_text(bits[i], made),
-            rule=explain.scale_rule(kind, policy),
+            {
+                "input": f"amax {explain.decimal(value[0])}, bits {_bits(value)}"
+                f"{_at(i, amax.shape)} ({kind})",
+                "expected": scale.scale_text(expected[i], made),
+                "got": scale.scale_text(bits[i], made),
+                "rule": explain.scale_rule(kind, policy),
+            },
         )
     )
+
+
+class Inverses(NamedTuple):
+    """What a quantizer may return in the place of a scale, or beside it.
+
+    scale_inv         float32; e8m0: its codes.
+    tensor_scale_inv  of a policy with a scale of the tensor (S-22).
+    """
+
+    scale_inv: Any = None
+    e8m0: Any = None
+    tensor_scale_inv: Any = None
 
 
 def require_quantized(
@@ -95,9 +112,7 @@ def require_quantized(
     fmt: Format,
     *,
     scale=None,
-    scale_inv=None,
-    e8m0=None,
-    tensor_scale_inv=None,
+    inverses: Inverses | None = None,
     granularity: str = "tensorwise",
     policy: str = "torchao",
     axis: int = -1,
@@ -105,9 +120,10 @@ def require_quantized(
     """Require that codes and scales are those of ``sim.scaling.quantize``, else raise an
     AssertionError.
 
-    Give at least one of scale, scale_inv and e8m0, the codes of scale_inv; of a policy with a scale
-    of the tensor, tensor_scale_inv too (S-22). All that are given are compared, scales before
-    codes. Codes of 4 bits are one a byte: ``packing.unpack`` makes them of pairs.
+    Give at least one of scale and, as ``inverses``, scale_inv and e8m0, the codes of scale_inv; of
+    a policy with a scale of the tensor, tensor_scale_inv too (S-22). All that are given are
+    compared, scales before codes. Codes of 4 bits are one a byte: ``packing.unpack`` makes them of
+    pairs.
 
     Shapes:   x float32, float16 or bfloat16, found_codes of its shape; scales in any shape with as
               many elements as ``scale_shape`` gives.
@@ -117,15 +133,15 @@ def require_quantized(
     Source:   spec S-5, S-6, S-13, S-14, S-22.
     """
     x = as_numpy(x)
-    scales = {"scale": scale, "scale_inv": scale_inv, "e8m0": e8m0}
+    inverses = inverses or Inverses()
+    scales = {"scale": scale, "scale_inv": inverses.scale_inv, "e8m0": inverses.e8m0}
     if all(value is None for value in scales.values()):
-        raise ValueError("quantized codes need scales; got none. Give scale, scale_inv or e8m0.")
-    _require_tensor_scale(x, tensor_scale_inv, fmt, policy)
-    codes, shape = (
-        _codes(found_codes, x.shape, fmt),
-        granularities.scale_shape(granularity, x.shape, axis),
-    )
-    options = {"policy": policy, "granularity": granularity, "axis": axis}
+        raise ValueError(
+            "quantized codes need scales; got none. Give scale, or inverses with scale_inv or e8m0."
+        )
+    _require_tensor_scale(x, inverses.tensor_scale_inv, fmt, policy)
+    codes = _codes(found_codes, x.shape, fmt)
+    shape = granularities.scale_shape(granularity, x.shape, axis)
     for scale_kind, value in scales.items():
         if value is None:
             continue
@@ -135,16 +151,12 @@ def require_quantized(
             _scales(value, scale_kind, shape),
             fmt,
             scale_kind=scale_kind,
-            **options,  # type: ignore[arg-type]
+            policy=policy,
+            granularity=granularity,
+            axis=axis,
         )
         if why is not None:
-            raise AssertionError(
-                _message(
-                    f"{granularity} {fmt} of shape {x.shape} differs:",
-                    input=why["vector"],
-                    **{k: why[k] for k in ("expected", "got", "rule")},
-                )
-            )
+            raise _differs(f"{granularity} {fmt} of shape {x.shape} differs:", why)
 
 
 def _require_tensor_scale(x: np.ndarray, tensor_scale_inv, fmt: Format, policy: str) -> None:
@@ -164,13 +176,12 @@ def _require_tensor_scale(x: np.ndarray, tensor_scale_inv, fmt: Format, policy: 
     if got.dtype != np.float32 or got.size != 1:
         raise ValueError(f"tensor_scale_inv is one float32 number; got {got.dtype} {got.shape}.")
     if why := quantize.tensor_difference(x, got.reshape(-1).view(np.uint32)[0], fmt, policy):
-        raise AssertionError(
-            _message(
-                f"tensor_scale_inv of {fmt} differs:",
-                input=why["vector"],
-                **{k: why[k] for k in ("expected", "got", "rule")},
-            )
-        )
+        raise _differs(f"tensor_scale_inv of {fmt} differs:", why)
+
+
+def _differs(title: str, why: dict[str, str]) -> AssertionError:
+    lines = {key: why[key] for key in ("expected", "got", "rule")}
+    return AssertionError(_message(title, {"input": why["vector"]} | lines))
 
 
 def _codes(codes, shape: tuple[int, ...], fmt: Format) -> np.ndarray:
@@ -221,11 +232,6 @@ def _at(i: int, shape: tuple[int, ...]) -> str:
     return f", at{quantize.at(i, shape)}" if shape else ""
 
 
-def _message(title: str, *, note: str = "", **lines: str) -> str:
-    return "\n".join(
-        [
-            title,
-            *(f"  {name:<8}  {line}" for name, line in lines.items()),
-            *([f"  {note}"] if note else []),
-        ]
-    )
+def _message(title: str, lines: dict[str, str], note: str = "") -> str:
+    listed = [f"  {name:<8}  {line}" for name, line in lines.items()]
+    return "\n".join([title, *listed, *([f"  {note}"] if note else [])])

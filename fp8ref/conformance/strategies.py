@@ -185,23 +185,29 @@ def tensors(
         shape,
     )
     place = tuple(draw(st.integers(0, n - 1)) for n in shape)
-    if pattern == "outliers":
-        x[place] = (x[place] or 1.0) * 2.0 ** draw(st.integers(4, 12 if dtype == "float16" else 60))
-    elif pattern == "zero groups":
-        along = draw(st.integers(0, len(shape) - 1))
-        lines = draw(hnp.arrays(np.bool_, shape[along]))
-        x[
-            np.broadcast_to(
-                lines.reshape([-1 if i == along else 1 for i in range(len(shape))]), shape
-            )
-        ] = 0
-    elif pattern in ("amax", "scaled points"):
+    if pattern in ("amax", "scaled points"):
         amax = draw(amaxes(fmt, policy, dtype=dtype, finite=True))
         if pattern == "scaled points":
             x = _unscaled(x, amax, fmt, policy)
         x = np.clip(x, -amax, amax)
         block = block or shape[axis]
         np.moveaxis(x, axis, -1)[..., place[axis] % block :: block] = amax
+    else:
+        _plant(draw, x, pattern, dtype, place)
+    return _as(x, dtype)
+
+
+def _plant(
+    draw: st.DrawFn, x: np.ndarray, pattern: str, dtype: str, place: tuple[int, ...]
+) -> None:
+    """Write to x, float64, what its pattern has that its elements have not."""
+    shape = x.shape
+    if pattern == "outliers":
+        x[place] = (x[place] or 1.0) * 2.0 ** draw(st.integers(4, 12 if dtype == "float16" else 60))
+    elif pattern == "zero groups":
+        along = draw(st.integers(0, len(shape) - 1))
+        lines = draw(hnp.arrays(np.bool_, shape[along]))
+        np.moveaxis(x, along, 0)[lines] = 0
     elif pattern == "specials":
         x[place] = draw(st.sampled_from([1.0, np.inf, np.nan]))
         # Counted from the end: hypothesis prefers the beginning, where a maximum that drops a NaN
@@ -209,7 +215,6 @@ def tensors(
         x[tuple(-1 - draw(st.integers(0, n - 1)) for n in shape)] = draw(
             st.sampled_from([np.inf, np.nan, -np.inf, np.nan, np.nan])
         )
-    return _as(x, dtype)
 
 
 def examples(strategy: st.SearchStrategy[_T], most: int) -> list[_T]:

@@ -69,7 +69,12 @@ def test_torchaos_mx(mode, policy):  # S-14
             strategies.as_torch(x), torch.float8_e4m3fn, 32, ScaleCalculationMode(mode)
         )
         require.require_quantized(
-            x, data, E4M3FN, e8m0=scale.view(torch.uint8), granularity="mx_1x32", policy=policy
+            x,
+            data,
+            E4M3FN,
+            inverses=require.Inverses(e8m0=scale.view(torch.uint8)),
+            granularity="mx_1x32",
+            policy=policy,
         )
 
     agrees()
@@ -92,7 +97,9 @@ def test_flaxs_quantizer(fmt):  # S-12, S-13
             jnp.max(jnp.abs(value)), jnp.float32(1), jnp.float32(fmt.max)
         )
         found = fp8_ops.quantize(value, dtype, scale_inv, jnp.float32)
-        require.require_quantized(x, found, fmt, scale_inv=scale_inv, policy="flax")
+        require.require_quantized(
+            x, found, fmt, inverses=require.Inverses(scale_inv=scale_inv), policy="flax"
+        )
 
     agrees()
 

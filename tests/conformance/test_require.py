@@ -152,7 +152,9 @@ def test_arrays_of_frameworks_are_taken():
             "scale is float32 with 1 elements",
         ),
         (
-            lambda x: require.require_quantized(x, np.uint8([1, 1]), E4M3FN, e8m0=np.uint8(1)),
+            lambda x: require.require_quantized(
+                x, np.uint8([1, 1]), E4M3FN, inverses=require.Inverses(e8m0=np.uint8(1))
+            ),
             "e8m0 needs a policy with e8m0 scales",
         ),
         (
@@ -193,7 +195,12 @@ def test_a_quantized_tensor_scales_first_then_codes():
     x = np.float32([[1.0, 0.5], [3.0, 0.25]])
     q = scaling.quantize(x, E4M3FN, granularity="rowwise")
     require.require_quantized(
-        x, q.codes, E4M3FN, scale=q.scale.reshape(-1), scale_inv=q.scale_inv, granularity="rowwise"
+        x,
+        q.codes,
+        E4M3FN,
+        scale=q.scale.reshape(-1),
+        inverses=require.Inverses(scale_inv=q.scale_inv),
+        granularity="rowwise",
     )
     message = said(
         lambda: require.require_quantized(
@@ -216,7 +223,9 @@ def test_a_quantized_tensor_scales_first_then_codes():
             x,
             codes,
             E4M3FN,
-            scale_inv=scaling.quantize(x, E4M3FN, policy="flax").scale_inv,
+            inverses=require.Inverses(
+                scale_inv=scaling.quantize(x, E4M3FN, policy="flax").scale_inv
+            ),
             policy="flax",
         )
     )

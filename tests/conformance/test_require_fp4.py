@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers.quantize.fp4_libraries import torchao_mx, torchao_nvfp4, torchao_nvfp4_one_level
 
-from fp8ref.conformance.require import require_cast, require_quantized, require_scales
+from fp8ref.conformance.require import Inverses, require_cast, require_quantized, require_scales
 from fp8ref.formats import E2M1FN
 from fp8ref.sim.quantize import cast, packing, scaling, two_level
 
@@ -43,12 +43,14 @@ def test_require_quantized_takes_libraries_and_shows_a_fault(rng):  # S-22, S-14
         two.scale.float(),
         two.per_tensor_scale,
     )
-    require_quantized(x, codes, E2M1FN, scale_inv=block, tensor_scale_inv=tensor, **how)
+    require_quantized(
+        x, codes, E2M1FN, inverses=Inverses(scale_inv=block, tensor_scale_inv=tensor), **how
+    )
     require_quantized(
         x,
         packing.unpack(one.qdata.numpy()),
         E2M1FN,
-        scale_inv=one.scale.float(),
+        inverses=Inverses(scale_inv=one.scale.float()),
         granularity="nvfp4_1x16",
         policy="torchao_nvfp4_one_level",
     )
@@ -56,28 +58,35 @@ def test_require_quantized_takes_libraries_and_shows_a_fault(rng):  # S-22, S-14
         x,
         packing.unpack(pairs.numpy()),
         E2M1FN,
-        e8m0=e8m0.view(torch.uint8),
+        inverses=Inverses(e8m0=e8m0.view(torch.uint8)),
         granularity="mx_1x32",
         policy="mx_rceil",
     )
     with pytest.raises(AssertionError, match="tensor_scale_inv of e2m1fn differs:") as error:
-        require_quantized(x, codes, E2M1FN, scale_inv=block, tensor_scale_inv=tensor * 2, **how)
+        require_quantized(
+            x, codes, E2M1FN, inverses=Inverses(scale_inv=block, tensor_scale_inv=tensor * 2), **how
+        )
     assert "T = RN32(the tensor's amax / 2688), at least 0.015625 (S-22)" in str(error.value)
     with pytest.raises(AssertionError, match="scale_inv of a block = RN32"):
-        require_quantized(x, codes, E2M1FN, scale_inv=block * 2, tensor_scale_inv=tensor, **how)
+        require_quantized(
+            x, codes, E2M1FN, inverses=Inverses(scale_inv=block * 2, tensor_scale_inv=tensor), **how
+        )
     with pytest.raises(AssertionError, match="cast to nearest even"):
         require_quantized(
-            x, codes ^ np.uint8(1), E2M1FN, scale_inv=block, tensor_scale_inv=tensor, **how
+            x,
+            codes ^ np.uint8(1),
+            E2M1FN,
+            inverses=Inverses(scale_inv=block, tensor_scale_inv=tensor),
+            **how,
         )
     with pytest.raises(ValueError, match="policy 'torchao_nvfp4' needs tensor_scale_inv"):
-        require_quantized(x, codes, E2M1FN, scale_inv=block, **how)
+        require_quantized(x, codes, E2M1FN, inverses=Inverses(scale_inv=block), **how)
     with pytest.raises(ValueError, match="policy 'mx_rceil' has no tensor_scale_inv"):
         require_quantized(
             x,
             codes,
             E2M1FN,
-            e8m0=e8m0.view(torch.uint8),
-            tensor_scale_inv=tensor,
+            inverses=Inverses(e8m0=e8m0.view(torch.uint8), tensor_scale_inv=tensor),
             granularity="mx_1x32",
             policy="mx_rceil",
         )

@@ -17,3 +17,4 @@ identify       which variant it is, or where the nearest departs
 from fp8ref.conformance.attention.decisions import probe as probe
 from fp8ref.conformance.attention.identify import identify_attention as identify_attention
 from fp8ref.conformance.attention.identify import require_attention as require_attention
+from fp8ref.conformance.attention.subjects import wrap as wrap

@@ -10,7 +10,7 @@ together.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -169,77 +169,64 @@ def _cases(
     ragged = tokens + 37
     lengths = [(ragged, ragged), (40, ragged), (ragged, 60), (1, ragged), (20, 4 * tokens + 5)]
     yield "lengths", [case(f"{tq} queries, {tk} keys", tq, tk) for tq, tk in lengths]
-    heads = [(3, 4, 2), (1, 3, 1)]
-    yield (
-        "heads",
-        [case(f"{h} query heads, {kv} heads of keys", heads=(b, h, kv)) for b, h, kv in heads],
-    )
+    shared = [(3, 4, 2), (1, 3, 1)]
+    words = "{1} query heads, {2} heads of keys"
+    yield "heads", [case(words.format(*heads), heads=heads) for heads in shared]
     # measured tiles are those of no mask and 64 features
     whole = variant.tiles in [one.tiles for one in VARIANTS.values()]
     if whole:
         yield "features", [case("128 features", features=128)]
         yield from _masks(attention, case, alignment)
     if attention.takes_documents:
-        yield (
-            "documents",
-            [
-                case(
-                    f"documents, {masked}",
-                    heads=(2, 2, 2),
-                    documents=_documents(tokens, rng),
-                    mask=mask,
-                )
-                for masked, mask in (("no mask", FULL), ("causal", _causal(alignment)))
-                if attention.takes(mask)
-            ],
-        )
-        yield (
-            "padding",
-            [
-                _padding(
-                    attention,
-                    case(f"documents of -1, {filling} in their memory", heads=(2, 2, 2)),
-                    tokens,
-                    fill,
-                )
-                for filling, fill in (
-                    ("numbers", 3.0),
-                    *([("NaN", math.nan)] if not attention.takes_codes else []),
-                )
-            ],
-        )
+        yield from _documents_cases(attention, case, alignment, tokens, rng)
     if attention.takes_scale:
         yield "scale", [case("softmax scale 0.3", scale=0.3)]
     if attention.takes_softcap:
         capped = case(f"softcap {CAP:g}", softcap=CAP)
-        yield (
-            "softcap",
-            [capped._replace(question=capped.question._replace(q=4 * capped.question.q))],
-        )
+        question = capped.question._replace(q=4 * capped.question.q)
+        yield "softcap", [capped._replace(question=question)]
     if attention.takes_sinks:
-        yield (
-            "sinks",
-            [
-                case(
-                    "sinks",
-                    heads=shared,
-                    sinks=(2 * rng.standard_normal(shared[1])).astype(np.float32),
-                )
-                for shared in ((1, 2, 2), (1, 4, 2))
-            ],
-        )
+        with_sinks = []
+        for heads in ((1, 2, 2), (1, 4, 2)):
+            sinks = (2 * rng.standard_normal(heads[1])).astype(np.float32)
+            with_sinks.append(case("sinks", heads=heads, sinks=sinks))
+        yield "sinks", with_sinks
 
 
-def _masks(attention: Attention, case, alignment: Alignment) -> Iterator[tuple[str, list[Case]]]:
+def _documents_cases(
+    attention: Attention,
+    case: Callable[..., Case],
+    alignment: Alignment,
+    tokens: int,
+    rng: np.random.Generator,
+) -> Iterator[tuple[str, list[Case]]]:
+    """The cases of documents, and of padding, whose document is -1."""
+    documents = []
+    for name, mask in (("no mask", FULL), ("causal", _causal(alignment))):
+        if attention.takes(mask):
+            ids = _documents(tokens, rng)
+            documents.append(case(f"documents, {name}", heads=(2, 2, 2), documents=ids, mask=mask))
+    yield "documents", documents
+    fills = [("numbers", 3.0)] + ([] if attention.takes_codes else [("NaN", math.nan)])
+    padded = []
+    for name, fill in fills:
+        plain = case(f"documents of -1, {name} in their memory", heads=(2, 2, 2))
+        padded.append(_padding(plain, tokens, fill))
+    yield "padding", padded
+
+
+def _masks(
+    attention: Attention, case: Callable[..., Case], alignment: Alignment
+) -> Iterator[tuple[str, list[Case]]]:
     """The cases of masks: square, more keys, and more queries than keys."""
     ends: tuple[Alignment, ...] = ("end", "start") if attention.takes_alignment else (alignment,)
-    shapes: tuple[dict, ...] = ({}, {"tq": 40, "tk": 200}, {"tq": 90, "tk": 60})
+    shapes: tuple[tuple[int, ...], ...] = ((), (40, 200), (90, 60))
     if attention.takes(_causal(alignment)):
-        tiles = (*shapes, {"tq": 150, "tk": 200})  # queries of more than a tile
+        tiles = (*shapes, (150, 200))  # queries of more than a tile
         yield (
             "causal mask",
             [
-                case(f"causal, aligned to the {end}", **shape, mask=_causal(end))
+                case(f"causal, aligned to the {end}", *shape, mask=_causal(end))
                 for shape in tiles
                 for end in ends
             ],
@@ -257,14 +244,8 @@ def _masks(attention: Attention, case, alignment: Alignment) -> Iterator[tuple[s
         if attention.takes(mask)
     ]
     if masks:
-        yield (
-            "window",
-            [
-                case(f"window {mask.window}", **shape, mask=mask)
-                for shape in shapes
-                for mask in masks
-            ],
-        )
+        pairs = itertools.product(shapes, masks)
+        yield "window", [case(f"window {mask.window}", *shape, mask=mask) for shape, mask in pairs]
 
 
 def _pair(names: set[str], tokens: int, alignment: Alignment) -> Case:
@@ -307,7 +288,7 @@ def _causal(alignment: Alignment) -> Mask:
     return Mask(causal=True, alignment=alignment)
 
 
-def _padding(attention: Attention, case: Case, tokens: int, fill: float) -> Case:
+def _padding(case: Case, tokens: int, fill: float) -> Case:
     """The case with padding behind the tokens, and in the middle of the second sequence."""
     ids = np.zeros((2, tokens), np.int64)
     ids[:, tokens - 40 :], ids[1, 50:60] = -1, -1

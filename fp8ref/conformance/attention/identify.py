@@ -13,6 +13,7 @@ from fp8ref.conformance.attention import arguments, comparison, decisions, subje
 from fp8ref.conformance.attention.arguments import FINDINGS, Alignment, Argument
 from fp8ref.conformance.attention.comparison import Agreement, Asked
 from fp8ref.conformance.attention.decisions import Probed
+from fp8ref.conformance.attention.subjects import Attention
 from fp8ref.formats import E4M3FN, FORMATS, Format
 from fp8ref.shared.result import Result
 from fp8ref.sim.gemm import accumulate
@@ -248,14 +249,11 @@ def _whole_tiles(probed: Probed) -> int:
 
 
 def require_attention(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | Attention,
     variant: str | Variant = "fa3",
     mask: Mask = FULL,
     *,
     exponentials: str = "exact",
-    framework: str | None = None,
-    device: str = "cpu",
-    layout: str = "BHTD",
     features: int = 64,
     softcap: float | None = None,
     sinks: bool = False,
@@ -263,6 +261,8 @@ def require_attention(
     """Require the outputs of a variant under a mask, and log-sum-exps if they are returned; else
     raise an AssertionError with the first difference and the decisions that depart.
 
+    function      of q, k and v; or ``wrap`` of it, which takes a framework, a device, a layout, and
+                  the fmt of its codes.
     exponentials  ``exact``: every bit; ``hardware``: exponentials of A-5's bound, which changes one
                   output in a hundred at most (``comparison.NEAR``).
     features      D of the inputs.
@@ -275,25 +275,11 @@ def require_attention(
     variant = data.by_name(variant)
     if exponentials not in ("exact", "hardware"):
         raise ValueError(f"exponentials are 'exact' or 'hardware'; got {exponentials!r}.")
-    attention = subjects.wrap(
-        function,
-        framework=framework,
-        device=device,
-        layout=layout,
-        fmt=variant.fmt if variant.fmt.bits == 8 else E4M3FN,
-    )
-    for requested, accepted, names in (
-        (softcap is not None, attention.takes_softcap, subjects.SOFTCAPS),
-        (sinks, attention.takes_sinks, subjects.SINKS),
-    ):
-        if requested and not accepted:
-            raise ValueError(
-                f"{attention.name} has no argument for {names[0]}; name one {' or '.join(names)}, "
-                "or leave it out here."
-            )
-    agreement = Asked(
-        attention, comparison.cases(mask, features=features, softcap=softcap, sinks=sinks)
-    ).agreement(variant)
+    fmt = variant.fmt if variant.fmt.bits == 8 else E4M3FN
+    attention = function if isinstance(function, Attention) else subjects.wrap(function, fmt=fmt)
+    _check_arguments(attention, softcap=softcap is not None, sinks=sinks)
+    cases = comparison.cases(mask, features=features, softcap=softcap, sinks=sinks)
+    agreement = Asked(attention, cases).agreement(variant)
     if agreement is None:
         raise ValueError(
             f"{attention.name} takes codes with scales of heads, which {variant.name!r} has not. "
@@ -309,6 +295,19 @@ def require_attention(
         *(f"  {departure}" for departure in probed.departures(variant)),
     ]
     raise AssertionError("\n".join(lines))
+
+
+def _check_arguments(attention: Attention, *, softcap: bool, sinks: bool) -> None:
+    """ValueError unless the function has the arguments that are asked for."""
+    for requested, accepted, names in (
+        (softcap, attention.takes_softcap, subjects.SOFTCAPS),
+        (sinks, attention.takes_sinks, subjects.SINKS),
+    ):
+        if requested and not accepted:
+            raise ValueError(
+                f"{attention.name} has no argument for {names[0]}; name one {' or '.join(names)}, "
+                "or leave it out here."
+            )
 
 
 def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
@@ -339,7 +338,7 @@ def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:
     were found in place of the variant's own, and then also other orders of the last bits, if every
     bit follows."""
     try:
-        measured = _measured(base, probed)
+        measured = dataclasses.replace(base, **_changes(base, probed))
     except ValueError:  # decisions that no variant has together
         return None
     agreement = answers.agreement(_named(measured, base)) if measured != base else None
@@ -364,8 +363,8 @@ def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:
     return agreement
 
 
-def _measured(base: Variant, probed: Probed) -> Variant:
-    """The variant with all decisions that were found. ValueError if they contradict each other."""
+def _changes(base: Variant, probed: Probed) -> dict[str, Any]:
+    """The fields of a variant whose values were found to be others."""
     changes: dict[str, Any] = {}
     length = probed.tiling.length
     if length is not None and length != base.tile(decisions.FEATURES, FULL):
@@ -394,19 +393,12 @@ def _measured(base: Variant, probed: Probed) -> Variant:
         changes |= {"plan": wide} if value == "all" else {"plan": plans[0]} if plans else {}
     if (value := departs("scales of v")) is not None:
         changes["granularity"] = value
-    if (
-        probed.threshold is not None
-        and not probed.threshold.agrees(wanted["threshold"])
-        and probed.threshold.finding.value is not None
-    ):
-        changes["threshold"] = probed.threshold.finding.value
-    if (
-        probed.largest is not None
-        and not probed.largest.agrees(wanted["largest P"])
-        and probed.largest.finding.value
-    ):
-        changes["p_scale"] = float(probed.largest.finding.value) / 2.0**base.offset
-    return dataclasses.replace(base, **changes)
+    threshold, largest = probed.threshold, probed.largest
+    if threshold is not None and not threshold.agrees(wanted["threshold"]):
+        changes |= {} if (value := threshold.finding.value) is None else {"threshold": value}
+    if largest is not None and not largest.agrees(wanted["largest P"]) and largest.finding.value:
+        changes["p_scale"] = float(largest.finding.value) / 2.0**base.offset
+    return changes
 
 
 def _named(variant: Variant, base: Variant) -> Variant:

@@ -166,6 +166,24 @@ class Attention:
         Raises:   RefusedError: it raises. ConformanceError: it changes its input, or returns
                   something else than it should.
         """
+        tensors, descales = self._operands(question)
+        before = [arrays.written(x) for x in tensors]
+        try:
+            with np.errstate(all="ignore"):
+                output = self.subject.function(*tensors, **(self._named(question) | descales))
+        except (Exception, SystemExit) as error:  # a function under test may raise anything
+            text = " ".join(str(error).split())[:300].rstrip(".")
+            raise RefusedError(
+                f"{self.name} raised {type(error).__name__} for {self.subject.framework} "
+                f"{self.dtype} {question}: {text}. Call it on such an input alone to find the "
+                "cause."
+            ) from error
+        if [arrays.written(x) for x in tensors] != before:
+            raise ConformanceError(f"{self.name} changed its input. Let it work on a copy.")
+        return self._read(output, question)
+
+    def _named(self, question: Question) -> dict[str, Any]:
+        """What a call needs beside q, k and v, under the function's own names."""
         named: dict[str, Any] = {}
         if question.mask != FULL:
             named |= self._masked(question.mask, question.k.shape[2])
@@ -177,21 +195,7 @@ class Attention:
             named[name] = question.scale
         if question.sinks is not None and (name := self._name(SINKS)):
             named[name] = self.subject.make_array(question.sinks, "float32")
-        tensors, descales = self._operands(question)
-        before = [arrays.written(x) for x in tensors]
-        try:
-            with np.errstate(all="ignore"):
-                output = self.subject.function(*tensors, **named, **descales)
-        except (Exception, SystemExit) as error:  # a function under test may raise anything
-            text = " ".join(str(error).split())[:300].rstrip(".")
-            raise RefusedError(
-                f"{self.name} raised {type(error).__name__} for {self.subject.framework} "
-                f"{self.dtype} {question}: {text}. Call it on such an input alone to find the "
-                "cause."
-            ) from error
-        if [arrays.written(x) for x in tensors] != before:
-            raise ConformanceError(f"{self.name} changed its input. Let it work on a copy.")
-        return self._read(output, question)
+        return named
 
     def _masked(self, mask: Mask, keys: int) -> dict[str, Any]:
         # a name of its own goes first: under ``mask`` others may want an array

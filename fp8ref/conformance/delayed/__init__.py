@@ -9,6 +9,7 @@ identify    ``identify_delayed``: which rule it follows
 machine     ``DelayedMachine``, hypothesis's state machine, to subclass
 """
 
+from fp8ref.conformance.delayed.comparison import Asked as Asked
 from fp8ref.conformance.delayed.identify import identify_delayed as identify_delayed
 from fp8ref.conformance.delayed.require import require_delayed as require_delayed
 from fp8ref.conformance.delayed.subject import Functions as Functions

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8ref.conformance.delayed import unnamed
-from fp8ref.conformance.delayed.comparison import Asked, departure
+from fp8ref.conformance.delayed.comparison import Asked, departure, same
 from fp8ref.conformance.delayed.sequences import DIFFICULTIES, LONGEST, Sequence, fixed
 from fp8ref.conformance.delayed.subject import Subject, subject_of
 from fp8ref.conformance.kit.finding import Finding, show, table
@@ -125,88 +125,100 @@ def identify_delayed(
 
     Raises:   ValueError: a class without the methods; an unknown word.
     """
-    return identify_subject(
-        subject_of(implementation, takes=takes, framework=framework), fmt, value=made, shows=shows
-    )
+    asked = Asked(rule=DELAYED["delayed"], fmt=fmt, made=made, shows=shows)
+    return identify_subject(subject_of(implementation, takes=takes, framework=framework), asked)
 
 
-def identify_subject(subject: Subject, fmt: Format, *, value: str, shows: str) -> DelayedOutcome:
-    """The outcome of a subject."""
-
-    def nothing(*evidence: str) -> DelayedOutcome:
-        return DelayedOutcome(
-            name=subject.name, rule=None, names=(), fields={}, others={}, evidence=evidence
-        )
-
-    if raised := [reading.raised for reading in subject.run(((2.0,), (8.0,))) if reading.raised]:
-        return nothing(f"it raises {raised[0]}")
-    if shared := unnamed.remembers(subject):
-        return nothing(shared)
-    if early := _changes_at_once(subject):
-        return nothing(early)
-    interval, steps = _interval(subject), _remembered(subject)
-    if steps is None:
-        return nothing(
-            f"a large amax still shows after {REMEMBERED[-1]:,} steps, or no amax ever does"
-        )
-    ask: dict[str, Any] = {"fmt": fmt, "made": value, "shows": shows}
-    rules = [
-        rule
-        for rule in _ordinary(subject, fmt, value, shows, interval, steps)
-        if _explains(subject, Asked(rule=rule, **ask), "ordinary")
-    ]
+def identify_subject(subject: Subject, asked: Asked) -> DelayedOutcome:
+    """The outcome of a subject whose scale is shown as it is asked for, whatever the rule asked."""
+    rules, reasons = _ordinary_rules(subject, asked)
     if not rules:
-        return nothing(*unnamed.reductions(subject, fmt, value), "no rule explains ordinary amaxes")
+        return DelayedOutcome(
+            name=subject.name, rule=None, names=(), fields={}, others={}, evidence=tuple(reasons)
+        )
     evidence = []
-    for difficulty, decided in _DECIDE.items():
-        tried = [
-            dataclasses.replace(rule, **dict(zip(decided, values, strict=True)))  # type: ignore[arg-type]
-            for rule in rules
-            for values in itertools.product(*decided.values())
-        ]
-        kept = [rule for rule in tried if _explains(subject, Asked(rule=rule, **ask), difficulty)]
-        if not kept:
-            tried = [
-                dataclasses.replace(rule, policy=policy)
-                for rule in tried
-                for policy in _variations(rule.policy, difficulty)
-            ]
-            kept = [
-                rule for rule in tried if _explains(subject, Asked(rule=rule, **ask), difficulty)
-            ]
+    for difficulty in _DECIDE:
+        kept = _explaining(subject, asked, rules, difficulty)
         if kept:
             rules = kept
-        else:
-            nearest = next((rule for rule in rules if _name(rule)), rules[0])
-            mismatch = departure(
-                subject, Asked(rule=nearest, **ask), difficulty, fixed(difficulty, _length(nearest))
-            )
-            again = "run again, they follow one: it does not repeat itself"
-            evidence.append(
-                f"no rule explains {DIFFICULTIES[difficulty].words}: {mismatch or again}"
-            )
-    chosen = next((rule for rule in rules if _name(rule)), rules[0])
+            continue
+        question = dataclasses.replace(asked, rule=_first_named(rules))
+        sequences = fixed(difficulty, _length(question.rule))
+        mismatch = departure(subject, question, difficulty, sequences)
+        again = "run again, they follow one: it does not repeat itself"
+        evidence.append(f"no rule explains {DIFFICULTIES[difficulty].words}: {mismatch or again}")
+    chosen = _first_named(rules)
     names = tuple(dict.fromkeys(name for rule in rules if (name := _name(rule))))
-    others = {
-        key: tuple(
-            dict.fromkeys(
-                _field(rule, key) for rule in rules if _field(rule, key) != _field(chosen, key)
-            )
-        )
-        for key in FIELDS
-    }
-    fields = {key: _field(chosen, key) for key in FIELDS}
-    rule = (
-        None if evidence else dataclasses.replace(chosen, name=names[0] if names else "identified")
-    )
+    others = {}
+    for key in FIELDS:
+        values = dict.fromkeys(field_of(rule, key) for rule in rules)
+        others[key] = tuple(value for value in values if value != field_of(chosen, key))
     return DelayedOutcome(
         name=subject.name,
-        rule=rule,
+        rule=None
+        if evidence
+        else dataclasses.replace(chosen, name=names[0] if names else "identified"),
         names=names,
-        fields=fields,
-        others={k: v for k, v in others.items() if v},
+        fields={key: field_of(chosen, key) for key in FIELDS},
+        others={key: values for key, values in others.items() if values},
         evidence=tuple(evidence),
     )
+
+
+def _first_named(rules: list[DelayedScaling]) -> DelayedScaling:
+    return next((rule for rule in rules if _name(rule)), rules[0])
+
+
+def _ordinary_rules(subject: Subject, asked: Asked) -> tuple[list[DelayedScaling], list[str]]:
+    """The rules that explain ordinary amaxes; or none, and why, in sentences."""
+    if raised := [reading.raised for reading in subject.run(((2.0,), (8.0,))) if reading.raised]:
+        return [], [f"it raises {raised[0]}"]
+    if shared := unnamed.remembers(subject):
+        return [], [shared]
+    if early := _changes_at_once(subject):
+        return [], [early]
+    interval, steps = _interval(subject), _remembered(subject)
+    if steps is None:
+        return [], [
+            f"a large amax still shows after {REMEMBERED[-1]:,} steps, or no amax ever does"
+        ]
+    rules = [
+        rule
+        for rule in _ordinary(subject, asked, interval, steps)
+        if _explains(subject, dataclasses.replace(asked, rule=rule), "ordinary")
+    ]
+    if rules:
+        return rules, []
+    reductions = unnamed.reductions(subject, asked.fmt, asked.made)
+    return [], [*reductions, "no rule explains ordinary amaxes"]
+
+
+def _explaining(
+    subject: Subject, asked: Asked, rules: list[DelayedScaling], difficulty: str
+) -> list[DelayedScaling]:
+    """The rules with any decisions about a difficulty that explain it; if there are none, those
+    with other policies too.
+    """
+    decided = _DECIDE[difficulty]
+    tried = [
+        dataclasses.replace(rule, **dict(zip(decided, values, strict=True)))  # type: ignore[arg-type]
+        for rule in rules
+        for values in itertools.product(*decided.values())
+    ]
+    others = (
+        dataclasses.replace(rule, policy=policy)
+        for rule in tried
+        for policy in _variations(rule.policy, difficulty)
+    )
+    for some in (tried, others):
+        kept = [
+            rule
+            for rule in some
+            if _explains(subject, dataclasses.replace(asked, rule=rule), difficulty)
+        ]
+        if kept:
+            return kept
+    return []
 
 
 def _explains(subject: Subject, asked: Asked, difficulty: str) -> bool:
@@ -217,17 +229,12 @@ def _explains(subject: Subject, asked: Asked, difficulty: str) -> bool:
     ):
         some = list(group)
         for sequence, scales in zip(some, asked.scales(some), strict=True):
-            shown = subject.run(sequence)
             if any(
-                one.raised or not _same(one.scale, scale)
-                for one, scale in zip(shown, scales, strict=False)
+                shown.raised or not same(shown.scale, scale)
+                for shown, scale in zip(subject.run(sequence), scales, strict=False)
             ):
                 return False
     return True
-
-
-def _same(got: float, expected: float) -> bool:
-    return got == float(expected) or (math.isnan(got) and math.isnan(expected))
 
 
 def _length(rule: DelayedScaling) -> int:
@@ -235,33 +242,30 @@ def _length(rule: DelayedScaling) -> int:
     return min(rule.history_length * rule.interval, LONGEST)
 
 
-def _ordinary(
-    subject: Subject, fmt: Format, value: str, shows: str, interval: int, steps: int
-) -> list[DelayedScaling]:
+def _ordinary(subject: Subject, asked: Asked, interval: int, steps: int) -> list[DelayedScaling]:
     """Rules that may explain ordinary amaxes, with other decisions as fp8ref's own."""
     scale = subject.run(((1.0,), (1.0,), (1.0,)))[-1].scale
-    gain = (scale if value == "scale" else 1 / scale) if scale > 0 else 1.0
+    gain = (scale if asked.made == "scale" else 1 / scale) if scale > 0 else 1.0
     # whole binades below max; a power of two may add up to one, and a reciprocal an ulp
-    margin = math.floor(math.log2(fmt.max / gain) + 1e-6) if 0 < gain < math.inf else 0
+    margin = math.floor(math.log2(asked.fmt.max / gain) + 1e-6) if 0 < gain < math.inf else 0
     rules: list[DelayedScaling] = []
     for timing, policy in itertools.product(
         ("update", "use") if interval == 1 else ("update",), _policies(margin)
     ):
         # what is stored under timing ``use`` is one step behind; under an interval the forgetting
         # shows later
-        late = int(timing == "use" and shows == "stored")
+        late = int(timing == "use" and asked.shows == "stored")
         for length in range(max(1, steps - late - interval + 1), steps - late + 1):
-            computes = ("max", "most_recent") if length == 1 else ("max",)
-            kind: dict[str, Any] = {
-                "history_length": length,
-                "interval": interval,
-                "timing": timing,
-                "policy": policy,
-            }
-            rules += [
-                dataclasses.replace(DELAYED["delayed"], **(kind | {"amax_compute": compute}))
-                for compute in computes
-            ]
+            rule = dataclasses.replace(
+                DELAYED["delayed"],
+                history_length=length,
+                interval=interval,
+                timing=timing,  # type: ignore[arg-type]
+                policy=policy,
+            )
+            rules.append(rule)
+            if length == 1:
+                rules.append(dataclasses.replace(rule, amax_compute="most_recent"))
     return rules
 
 
@@ -291,16 +295,15 @@ def _variations(policy: ScalePolicy, difficulty: str) -> list[ScalePolicy]:
     """The policy with other decisions about amaxes of a difficulty, named after what differs."""
     free, policies = _POLICY.get(difficulty, {}), []
     for values in [] if policy.makes_scale_inv else itertools.product(*free.values()):
-        changed = {
-            key: value
+        other = dataclasses.replace(policy, **dict(zip(free, values, strict=True)))
+        changed = [
+            f"{key} {value}"
             for key, value in zip(free, values, strict=True)
             if value != getattr(policy, key)
-        }
+        ]
         if changed:
-            with_ = ", ".join(f"{key} {value}" for key, value in changed.items())
-            policies.append(
-                dataclasses.replace(policy, name=f"{policy.name} with {with_}", **changed)
-            )
+            name = f"{policy.name} with {', '.join(changed)}"
+            policies.append(dataclasses.replace(other, name=name))
     return policies
 
 
@@ -310,9 +313,9 @@ def _remembered(subject: Subject) -> int | None:
     for count in REMEMBERED:
         sequence: Sequence = ((64.0,), *((1.0,),) * count)
         scales = [reading.scale for reading in subject.run(sequence)]
-        same = len(list(itertools.takewhile(lambda scale: scale == scales[-1], reversed(scales))))  # noqa: B023
-        if 2 < same < len(scales) - 1:
-            return len(scales) - same - 1
+        steady = len(list(itertools.takewhile(lambda scale: scale == scales[-1], reversed(scales))))  # noqa: B023
+        if 2 < steady < len(scales) - 1:
+            return len(scales) - steady - 1
     return None
 
 
@@ -346,21 +349,23 @@ def _name(rule: DelayedScaling) -> str:
             if named.policy.makes_scale_inv
             else dataclasses.replace(named.policy, margin=rule.policy.margin)
         )
-        free = {
-            "history_length": rule.history_length,
-            "interval": rule.interval,
-            "amax_compute": rule.amax_compute,
-        }
         if named.timing == "use" and rule.interval > 1:
             continue
-        alike = dataclasses.replace(named, name=rule.name, policy=policy, **free)  # type: ignore[arg-type]
+        alike = dataclasses.replace(
+            named,
+            name=rule.name,
+            policy=policy,
+            history_length=rule.history_length,
+            interval=rule.interval,
+            amax_compute=rule.amax_compute,
+        )
         if alike == rule:
             return name
     return ""
 
 
-def _field(rule: DelayedScaling, key: str) -> Any:
-    """A decision of a rule; policy is its name."""
+def field_of(rule: DelayedScaling, key: str) -> Any:
+    """A decision of a rule; of its policy ``policy``, its name, and ``margin``."""
     return {"policy": rule.policy.name, "margin": rule.policy.margin}.get(
         key, getattr(rule, key, None)
     )

@@ -4,13 +4,12 @@ steps that shows it does not.
 require_delayed(MyScaling, "delayed")       # a class with observe(amax), update() and scale
 """
 
-import dataclasses
 from collections.abc import Collection
 from typing import Any
 
 from fp8ref.conformance.delayed import sequences
 from fp8ref.conformance.delayed.comparison import Asked, Departure, departure
-from fp8ref.conformance.delayed.identify import identify_subject
+from fp8ref.conformance.delayed.identify import field_of, identify_subject
 from fp8ref.conformance.delayed.reference import SHOWS
 from fp8ref.conformance.delayed.sequences import DIFFICULTIES, drawn, fixed, rule_history
 from fp8ref.conformance.delayed.subject import Subject, subject_of
@@ -20,8 +19,7 @@ from fp8ref.spec.delayed import DelayedScaling, by_name
 
 def require_delayed(
     implementation: Any,
-    rule: str | DelayedScaling = "delayed",
-    fmt: Format = E4M3FN,
+    rule: str | DelayedScaling | Asked = "delayed",
     *,
     made: str = "scale",
     shows: str = "next",
@@ -34,7 +32,8 @@ def require_delayed(
     AssertionError (spec H-13).
 
     implementation  a class, a function that makes an object, or ``Functions``; see ``subject``.
-    rule      a name in ``fp8ref.spec.delayed.DELAYED``, or a DelayedScaling.
+    rule      a name in ``fp8ref.spec.delayed.DELAYED``, or a DelayedScaling, to e4m3fn; or
+              ``Asked``, which has a rule, another fmt, made and shows.
     made      what it shows: ``scale`` or ``scale_inv``.
     shows     ``next``: the scale of the coming step; ``stored``: what the state stores.
     takes     what observe takes: ``amax``, a float32 number, or ``tensor``, float32 [2, 3].
@@ -48,7 +47,12 @@ def require_delayed(
     Source:   spec H-1 to H-8, H-13.
     """
     subject = subject_of(implementation, takes=takes, framework=framework)
-    asked = asked_of(rule, fmt, made, shows)
+    if isinstance(rule, Asked) and (made, shows) != ("scale", "next"):
+        raise ValueError(
+            f"Asked has its own made and shows; got made={made!r} and shows={shows!r} beside it. "
+            "Set them in it."
+        )
+    asked = rule if isinstance(rule, Asked) else asked_of(rule, E4M3FN, made, shows)
     deviations = departures(subject, asked, without=without, examples=examples)
     if not deviations:
         return
@@ -56,11 +60,11 @@ def require_delayed(
         f"{subject.name} is not delayed scaling {asked.rule.name!r}:",
         *(f"  {deviation}" for deviation in deviations),
     ]
-    identified = identify_subject(subject, fmt, value=made, shows=shows)
+    identified = identify_subject(subject, asked)
     differ = [
-        f"{key} {value}, not {_of(asked.rule, key)}"
+        f"{key} {value}, not {field_of(asked.rule, key)}"
         for key, value in identified.fields.items()
-        if _of(asked.rule, key) not in (value, *identified.others.get(key, ()))
+        if field_of(asked.rule, key) not in (value, *identified.others.get(key, ()))
     ]
     if differ:
         lines.append(f"  It follows a rule with {'; '.join(differ)}.")
@@ -111,10 +115,3 @@ def departures(
         if one and difficulty == "ordinary":
             break
     return departures
-
-
-def _of(rule: DelayedScaling, key: str) -> Any:
-    """A field of a rule; of its policy ``policy`` (its name) and ``margin``."""
-    return {"policy": rule.policy.name, "margin": rule.policy.margin}.get(
-        key, dataclasses.asdict(rule).get(key)
-    )

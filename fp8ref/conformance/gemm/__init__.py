@@ -7,6 +7,7 @@ imprecise or wrong, and why; ``grade_offsets`` asks a grouped GEMM. ``recording`
 for bit; ``instruction`` identifies one tensor-core instruction.
 """
 
+from fp8ref.conformance.gemm.adapters import wrap as wrap
 from fp8ref.conformance.gemm.grade import Grade as Grade
 from fp8ref.conformance.gemm.grade import grade_gemm as grade_gemm
 from fp8ref.conformance.gemm.grade import grade_grouped as grade_grouped
@@ -29,4 +30,5 @@ __all__ = [
     "require_gemm",
     "require_grouped",
     "require_offsets",
+    "wrap",
 ]

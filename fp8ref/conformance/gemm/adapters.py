@@ -1,5 +1,6 @@
 """A function of framework arrays as a ``ScaledGemm``: codes and scales in, a matrix out."""
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable
@@ -42,18 +43,16 @@ def wrap(
         return function
     name = name or subject.name_of(function)
     count, bias = _arguments(function)
-    options = {
-        "name": name,
-        "granularity": granularity,
-        "granularity_b": granularity_b,
-        "bias": bias,
-    }
+    scaled = ScaledGemm(
+        name=name,
+        function=_with_bias(function) if bias and count == 2 else function,
+        granularity=granularity,
+        granularity_b=granularity_b,
+        bias=bias,
+        about={"numpy": version("numpy")},
+    )
     if count == 2:
-        return ScaledGemm(
-            function=_with_bias(function) if bias else function,
-            about={"numpy": version("numpy")},
-            **options,  # type: ignore[arg-type]
-        )
+        return scaled
     if count != 4:
         raise ValueError(
             "a GEMM takes (a, b) or (codes of a, codes of b, scale_inv of a, scale_inv of b); "
@@ -61,27 +60,31 @@ def wrap(
         )
     if framework not in (None, *subject.FRAMEWORKS):
         raise ValueError(f"framework is one of {', '.join(subject.FRAMEWORKS)}; got {framework!r}.")
+    imported = [one for one in subject.FRAMEWORKS if one == "numpy" or one in sys.modules]
+    return _in_framework(scaled, [framework] if framework else imported, device, formats)
+
+
+def _in_framework(
+    scaled: ScaledGemm, frameworks: list[str], device: str, formats: tuple[Format, Format]
+) -> ScaledGemm:
+    """The GEMM of arrays of the first framework that it takes; RefusedError if it takes none."""
+    a, b = (
+        operand(cast.encode(np.ones((128, 128), np.float32), fmt), fmt, granularity)
+        for fmt, granularity in zip(formats, scaled.granularities, strict=True)
+    )
     refused = []
-    for tried in (
-        (framework,)
-        if framework
-        else [one for one in subject.FRAMEWORKS if one == "numpy" or one in sys.modules]
-    ):
-        scaled = ScaledGemm(
-            function=_array_gemm(function, tried, device, bias),
-            about={tried: version(tried), "device": device},
-            **options,  # type: ignore[arg-type]
-        )
-        a, b = (
-            operand(cast.encode(np.ones((128, 128), np.float32), fmt), fmt, one)
-            for fmt, one in zip(formats, scaled.granularities, strict=True)
+    for framework in frameworks:
+        tried = dataclasses.replace(
+            scaled,
+            function=_array_gemm(scaled.function, framework, device, scaled.bias),
+            about={framework: version(framework), "device": device},
         )
         try:
-            scaled.multiply(a, b)
+            tried.multiply(a, b)
         except RefusedError as error:
             refused.append(str(error))
         else:
-            return scaled
+            return tried
     raise RefusedError("\n".join(refused))
 
 
@@ -115,21 +118,16 @@ def _array_gemm(
     tested = subject.Subject(name="", function=function, framework=framework, device=device)
 
     def multiply(a: Quantized, b: Quantized, bias: np.ndarray | None = None) -> Any:
-        operands = [native_array(tested, q.codes, q.fmt) for q in (a, b)] + [
-            tested.make_array(q.scale_inv, "float32") for q in (a, b)
-        ]
-        added = (
-            {
-                "bias": tested.make_array(
-                    np.zeros(len(b.codes), np.float32) if bias is None else bias, "float32"
-                )
-            }
-            if takes_bias
-            else {}
-        )
-        before = [arrays.written(x) for x in (*operands, *added.values())]
-        output = function(*operands, **added)
-        if [arrays.written(x) for x in (*operands, *added.values())] != before:
+        operands = [native_array(tested, q.codes, q.fmt) for q in (a, b)]
+        operands += [tested.make_array(q.scale_inv, "float32") for q in (a, b)]
+        call = function
+        if takes_bias:
+            added = np.zeros(len(b.codes), np.float32) if bias is None else bias
+            operands.append(tested.make_array(added, "float32"))
+            call = lambda *arrays: function(*arrays[:-1], bias=arrays[-1])  # noqa: E731
+        before = [arrays.written(x) for x in operands]
+        output = call(*operands)
+        if [arrays.written(x) for x in operands] != before:
             raise ProbeError("changed its operands. Let it work on copies.")
         return output
 

@@ -208,29 +208,31 @@ def identify(
     ends: list[Finding] = []
     if pairs:
         plans, fitting = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
-        tried = {
-            epilogue: specials.extremes(bench, plans[0], epilogue, seed) for epilogue in fitting
-        }
-        fitting = [
-            e for e in fitting if all(f.value in specials.ALIKE for f in tried[e])
-        ] or fitting
-        ends = tried[fitting[0]]
+        fitting, ends = _at_extremes(bench, plans[0], fitting, seed)
     if fitting:
         epilogue_findings[0] = dataclasses.replace(
             epilogue_findings[0], value=fitting[0].name, others=tuple(e.name for e in fitting[1:])
         )
     findings = _settled(findings, plans)
     findings += [*epilogue_findings, *out_findings, *specials.specials(bench), *ends]
-    epilogue = fitting[0] if fitting else None
     return Identified(
         bench=bench,
         findings=findings,
         drawn=drawn,
         plans=plans,
-        epilogue=epilogue,
+        epilogue=fitting[0] if fitting else None,
         compared=compared,
         equal=equal,
     )
+
+
+def _at_extremes(
+    bench: Bench, plan: str | Accumulation, fitting: list[Epilogue], seed: int
+) -> tuple[list[Epilogue], list[Finding]]:
+    """The epilogues that also fit extremes, else all; and the findings on the first one's."""
+    tried = {epilogue: specials.extremes(bench, plan, epilogue, seed) for epilogue in fitting}
+    alike = [e for e in fitting if all(f.value in specials.ALIKE for f in tried[e])] or fitting
+    return alike, tried[alike[0]]
 
 
 def _settled(findings: Sequence[Finding], plans: Sequence[str | Accumulation]) -> list[Finding]:

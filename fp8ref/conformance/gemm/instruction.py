@@ -337,17 +337,9 @@ def _groups(
     large = {0: (fmt_a.max_code, fmt_b.max_code)}
     opposite = {0: (fmt_a.max_code | 0x80, fmt_b.max_code)}
     top = float(np.uint32(FULL).view(np.float32))
-    yield (
-        "accumulators near overflow",
-        _operands(
-            [
-                (t, s * c)
-                for t in (large, opposite, {})
-                for c in (top, top / 2, 2.0**127)
-                for s in (1, -1)
-            ]
-        ),
-    )
+    most = [s * c for c in (top, top / 2, 2.0**127) for s in (1, -1)]
+    near_overflow = [(t, c) for t in (large, opposite, {}) for c in most]
+    yield "accumulators near overflow", _operands(near_overflow)
     signs = [0.0, -0.0, 1.0, -1.0]
     zero_terms = [
         {},
@@ -357,16 +349,9 @@ def _groups(
         {0: (one_a, one_b), 1: (one_a | 0x80, one_b)},
     ]
     yield "signs of zero", _operands([(t, c) for t in zero_terms for c in signs])
-    yield (
-        "NaN and infinities",
-        _operands(
-            [
-                (t, c)
-                for t in _specials(fmt_a, fmt_b, one_a, one_b)
-                for c in (0.0, 1.0, np.inf, -np.inf, np.nan)
-            ]
-        ),
-    )
+    special_terms = _specials(fmt_a, fmt_b, one_a, one_b)
+    special = [(t, c) for t in special_terms for c in (0.0, 1.0, np.inf, -np.inf, np.nan)]
+    yield "NaN and infinities", _operands(special)
     payloads = np.array(
         [0x7F800001, 0xFF800001, 0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32
     ).view(np.float32)

@@ -81,36 +81,8 @@ def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Findin
     )
     if not fitting:
         return [], terms
-    kinds = [
-        ("coded", "excluded"),
-        ("coded", "counted"),
-        ("factors", "excluded"),
-        ("products", "excluded"),
-    ]
-    fitting = [
-        dataclasses.replace(unit, exponents=of, zeros=zeros, subnormals=subnormals)  # type: ignore[arg-type]
-        for unit, (of, zeros), subnormals in itertools.product(fitting, kinds, ("kept", "flushed"))
-    ]
-    stimuli = _about_exponents(bench, fitting[0].fraction_bits)
-    fitting, exponent_findings = _narrowed(
-        bench, fitting, stimuli, {"exponents": "same", "zeros": "zero", "subnormals": "smallest"}
-    )
-    likeliest = [
-        bits
-        for unit in fitting[:1]
-        for bits in dict.fromkeys((unit.fraction_bits, *range(23, 0, -1)))
-        if bits <= 23
-    ]
-    fitting = [
-        dataclasses.replace(unit, output_bits=bits, output_rounding=mode)
-        for unit, mode, bits in itertools.product(fitting, ROUNDINGS, likeliest)
-    ]
-    fitting, results = _narrowed(
-        bench,
-        fitting,
-        _results(bench, fitting[0]) if fitting else {},
-        {"output_bits": "", "output_rounding": " - "},
-    )
+    fitting, exponent_findings = _by_exponents(bench, fitting)
+    fitting, results = _by_results(bench, fitting)
     agreeing = _random_step_units(bench, fitting)
     findings = [settled(finding, agreeing) for finding in (*terms, *exponent_findings, *results)]
     evidence = (
@@ -125,6 +97,42 @@ def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Findin
             evidence=evidence,
         ),
     ]
+
+
+def _by_exponents(
+    bench: Bench, fitting: Sequence[TensorCore]
+) -> tuple[list[TensorCore], list[Finding]]:
+    """The units with each rule of exponents, zeros and subnormals that predict the results."""
+    kinds = [
+        ("coded", "excluded"),
+        ("coded", "counted"),
+        ("factors", "excluded"),
+        ("products", "excluded"),
+    ]
+    tried = [
+        dataclasses.replace(unit, exponents=of, zeros=zeros, subnormals=subnormals)  # type: ignore[arg-type]
+        for unit, (of, zeros), subnormals in itertools.product(fitting, kinds, ("kept", "flushed"))
+    ]
+    fields = {"exponents": "same", "zeros": "zero", "subnormals": "smallest"}
+    return _narrowed(bench, tried, _about_exponents(bench, fitting[0].fraction_bits), fields)
+
+
+def _by_results(
+    bench: Bench, fitting: Sequence[TensorCore]
+) -> tuple[list[TensorCore], list[Finding]]:
+    """The units with each rounding of a step's result that predict the results."""
+    likeliest = [
+        bits
+        for unit in fitting[:1]
+        for bits in dict.fromkeys((unit.fraction_bits, *range(23, 0, -1)))
+        if bits <= 23
+    ]
+    tried = [
+        dataclasses.replace(unit, output_bits=bits, output_rounding=mode)
+        for unit, mode, bits in itertools.product(fitting, ROUNDINGS, likeliest)
+    ]
+    stimuli = _results(bench, tried[0]) if tried else {}
+    return _narrowed(bench, tried, stimuli, {"output_bits": "", "output_rounding": " - "})
 
 
 def settled(finding: Finding, fitting: Sequence[TensorCore]) -> Finding:

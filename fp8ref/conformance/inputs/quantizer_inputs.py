@@ -41,6 +41,19 @@ _PARTS = np.array(
 
 _DISPUTED = 32
 
+# Amaxes for which policies have rules of their own: eps, bounds, overflow, special cases.
+_SPECIAL = {
+    "tiny": (
+        *(2.0**-126, 1e-37, 1.25e-36, 1.3e-36, 1.32e-36, 1.6e-34, 2e-34),
+        *(1e-30, 1e-20, 1e-13, 0.99e-12, 1.01e-12),
+    ),
+    "huge": (float(np.finfo(np.float32).max), 2.0**127, 3e38, 1e37),
+    "subnormal": (2.0**-149, 1e-44, 1e-40, 2.0**-127),
+    "zero": (0.0, 0.0),
+    "infinite": (np.inf, np.inf),
+    "NaN": (np.nan, np.nan),
+}
+
 
 def vector_bits(fmt: Format, policy: str, *, seed: int, count: int) -> np.ndarray:
     """The float32 bits of a scale's test vectors, each once, uint64: edges with their neighbors,
@@ -116,42 +129,16 @@ def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
         random,
         _separating(fmt, dtype),
     ]
-    by_kind = {
-        "ordinary": np.concatenate(ordinary),
-        "tiny": [
-            2.0**-126,
-            1e-37,
-            1.25e-36,
-            1.3e-36,
-            1.32e-36,
-            1.6e-34,
-            2e-34,
-            1e-30,
-            1e-20,
-            1e-13,
-            0.99e-12,
-            1.01e-12,
-        ],
-        "huge": [np.finfo(np.float32).max, 2.0**127, 3e38, 1e37],
-        "subnormal": [2.0**-149, 1e-44, 1e-40, 2.0**-127],
-        "zero": [0.0, 0.0],
-        "infinite": [np.inf, np.inf],
-        "NaN": [np.nan, np.nan],
-    }
+    by_kind = {"ordinary": np.concatenate(ordinary), **_SPECIAL}
     largest, kind = [], []
     for i, name in enumerate(AMAX_RANGES):
         values = dtypes.rounded(np.asarray(by_kind[name], np.float32), dtype)
         # rounding may carry the largest to Inf, and in float16 the smallest to zero: they would be
         # of another range
-        values = values[np.isfinite(values) & (values != 0)] if name in NONZERO_RANGES else values
-        values = (
-            np.unique(values).astype(np.float32)
-            if name in NONZERO_RANGES
-            else values.astype(np.float32)
-        )
-        largest.append(
-            values * np.where(np.arange(values.size) % 2 == 0, np.float32(1), np.float32(-1))
-        )
+        if name in NONZERO_RANGES:
+            values = np.unique(values[np.isfinite(values) & (values != 0)])
+        signs = np.where(np.arange(values.size) % 2 == 0, np.float32(1), np.float32(-1))
+        largest.append(values.astype(np.float32) * signs)
         kind.append(np.full(values.size, i))
     every = np.concatenate(largest)
     return Amaxes(largest=every, kind=np.concatenate(kind), beside=disputed(every, fmt, dtype))

@@ -222,90 +222,98 @@ def every_cast() -> Iterator[Function]:
 def every_scale() -> Iterator[Function]:
     """Every scale of a library on a CPU."""
     for fmt in (E4M3FN, E5M2):
-        torchao = Function(
-            library="torchao",
-            fmt=fmt,
-            made="scale",
-            variant="amax_to_scale",
-            call="`amax_to_scale(amax, dtype)`",
-            run=on_torch("cpu")(torchao_scale(fmt)),
-            source="float8/float8_utils.py",
-        )
-        yield torchao
+        yield from _torchao_scales(fmt)
+        yield from _other_scales(fmt)
+
+
+def _torchao_scales(fmt: Format) -> Iterator[Function]:
+    torchao = Function(
+        library="torchao",
+        fmt=fmt,
+        made="scale",
+        variant="amax_to_scale",
+        call="`amax_to_scale(amax, dtype)`",
+        run=on_torch("cpu")(torchao_scale(fmt)),
+        source="float8/float8_utils.py",
+    )
+    yield torchao
+    yield replace(
+        torchao,
+        variant="amax_to_scale_pow2",
+        call="`amax_to_scale(amax, dtype, round_scales_to_power_of_2=True)`",
+        run=on_torch("cpu")(torchao_scale(fmt, power_of_two=True)),
+    )
+    for mode in ("floor", "rceil", "ceil", "even"):
+        call = f"`to_mx(x, dtype, 32, {mode.upper()})`"
         yield replace(
             torchao,
-            variant="amax_to_scale_pow2",
-            call="`amax_to_scale(amax, dtype, round_scales_to_power_of_2=True)`",
-            run=on_torch("cpu")(torchao_scale(fmt, power_of_two=True)),
-        )
-        for mode in ("floor", "rceil", "ceil", "even"):
-            call = f"`to_mx(x, dtype, 32, {mode.upper()})`"
-            yield replace(
-                torchao,
-                variant=f"mx_{mode}",
-                call=call,
-                run=on_torch("cpu")(torchao_mx_scale(fmt, mode)),
-                made="e8m0",
-                source="prototype/mx_formats/mx_tensor.py",
-            )
-        if fmt is E4M3FN:  # the format of AdamWFp8's moments
-            yield replace(
-                torchao,
-                variant="adamw_fp8",
-                call="`quantize_fp8(x, block)`",
-                run=on_torch("cpu")(torchao_adamw_scale),
-                made="scale_inv",
-                source="optim/subclass_fp8.py",
-            )
-        yield Function(
-            library="flax",
-            variant="compute_scale",
-            call="`fp8_ops.compute_scale(amax, 1, max)`",
-            fmt=fmt,
-            run=functools.partial(flax_scale, fmt=fmt),
-            made="scale_inv",
-            source="linen/fp8_ops.py",
-        )
-        yield Function(
-            library="gfloat",
-            variant="compute_scale_amax",
-            call="`compute_scale_amax(fi.emax, x)`",
-            fmt=fmt,
-            run=functools.partial(gfloat_scale, fmt=fmt),
+            variant=f"mx_{mode}",
+            call=call,
+            run=on_torch("cpu")(torchao_mx_scale(fmt, mode)),
             made="e8m0",
-            slow=True,
-            source="block.py",
+            source="prototype/mx_formats/mx_tensor.py",
         )
-        for transcription in TRANSCRIPTIONS:
-            yield Function(
-                library=transcription.library,
-                variant=transcription.variant,
-                call=transcription.call,
-                fmt=fmt,
-                run=transcription.of(fmt),
-                made=transcription.made,
-                source=transcription.source,
-                transcribed=True,
-            )
-        for policy in (
-            "torchao",
-            "torchao_pow2",
-            "torchao_mask",
-            "mx_floor",
-            "mx_rceil",
-            "te_mxfp8",
-            "te_mxfp8_2.13",
-        ):
-            ours = Function(
-                library="fp8ref.torch",
-                variant=policy,
-                call=f"`scaling.scale_from_amax(amax, fmt, {policy!r})`",
-                fmt=fmt,
-                run=on_torch("cpu")(fp8ref_torch_scale(fmt, policy)),
-                made="scale",
-            )
-            yield ours
-            yield replace(ours, library="fp8ref.jax", run=fp8ref_jax_scale(fmt, policy))
+    if fmt is E4M3FN:  # the format of AdamWFp8's moments
+        yield replace(
+            torchao,
+            variant="adamw_fp8",
+            call="`quantize_fp8(x, block)`",
+            run=on_torch("cpu")(torchao_adamw_scale),
+            made="scale_inv",
+            source="optim/subclass_fp8.py",
+        )
+
+
+def _other_scales(fmt: Format) -> Iterator[Function]:
+    yield Function(
+        library="flax",
+        variant="compute_scale",
+        call="`fp8_ops.compute_scale(amax, 1, max)`",
+        fmt=fmt,
+        run=functools.partial(flax_scale, fmt=fmt),
+        made="scale_inv",
+        source="linen/fp8_ops.py",
+    )
+    yield Function(
+        library="gfloat",
+        variant="compute_scale_amax",
+        call="`compute_scale_amax(fi.emax, x)`",
+        fmt=fmt,
+        run=functools.partial(gfloat_scale, fmt=fmt),
+        made="e8m0",
+        slow=True,
+        source="block.py",
+    )
+    for transcription in TRANSCRIPTIONS:
+        yield Function(
+            library=transcription.library,
+            variant=transcription.variant,
+            call=transcription.call,
+            fmt=fmt,
+            run=transcription.of(fmt),
+            made=transcription.made,
+            source=transcription.source,
+            transcribed=True,
+        )
+    for policy in (
+        "torchao",
+        "torchao_pow2",
+        "torchao_mask",
+        "mx_floor",
+        "mx_rceil",
+        "te_mxfp8",
+        "te_mxfp8_2.13",
+    ):
+        ours = Function(
+            library="fp8ref.torch",
+            variant=policy,
+            call=f"`scaling.scale_from_amax(amax, fmt, {policy!r})`",
+            fmt=fmt,
+            run=on_torch("cpu")(fp8ref_torch_scale(fmt, policy)),
+            made="scale",
+        )
+        yield ours
+        yield replace(ours, library="fp8ref.jax", run=fp8ref_jax_scale(fmt, policy))
 
 
 def one_thread() -> None:

@@ -5,7 +5,7 @@ departs (spec O).
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,16 @@ from fp8ref.conformance.optimizer.search import PROBE, Departure, Search
 from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states.layouts import LAYOUTS, Layout, Moment
 
-if TYPE_CHECKING:
-    pass
+
+class FirstStep(NamedTuple):
+    """The forms of the update that explain the first step of the probe, in which no layout has a
+    part but by its master, "exact", and these masters; else the nearest form, "near" or "far", and
+    the master of least precision that could hold the weights.
+    """
+
+    fit: str
+    updates: list[Form]
+    masters: list[Moment]
 
 
 def identify_optimizer(
@@ -55,51 +63,42 @@ def identify_optimizer(
     settings = numbers or Numbers()
     name = name or subjects_of_arrays.name_of(optimizer)
     kind, form_search = _asked(optimizer, name, kind, settings, steps)
-    fit, updates, masters = _first_step(form_search)
-    searched, coupled = form_search, False
-    if fit == "far":
-        searched, coupled, fit, updates, masters = _with_decay_in_gradients(form_search)
-    if fit == "far":
-        ahead = _first_step(form_search, count=2)
-        fit, updates, masters = ahead if ahead[0] == "exact" else (fit, updates, masters)
-    layout, form, exact = _identified(searched, updates, masters, has_form=fit != "far")
+    searched, coupled, first_step = _explaining_first_step(form_search)
+    layout, form, exact = _identified(searched, first_step)
     nearest, nearest_form = (
-        (layout, form)
-        if layout is not None
-        else _nearest(searched, form, masters, has_form=fit != "far")
+        (layout, form) if layout is not None else _nearest(searched, form, first_step)
     )
     if coupled:
-        form, nearest_form = (
-            dataclasses.replace(order, decay="coupled") for order in (form, nearest_form)
-        )
+        form, nearest_form = (dataclasses.replace(f, decay="coupled") for f in (form, nearest_form))
     target = NAMED[expect] if expect else nearest
-    sound = form if form.sound else Form()
-    same = target == nearest and nearest_form.sound
-    compared = nearest_form if same else forms.with_averages(sound, target.average, target.average)
-    first = (
-        None
-        if exact and target == layout and form.sound
-        else form_search.departure(target, compared)
-    )
+    first = None
+    if not (exact and target == layout and form.sound):
+        sound = nearest_form if target == nearest and nearest_form.sound else None
+        first = form_search.departure(target, sound or _with_own_averages(form, target))
     hidden = {} if layout is None else damage.hidden(name, optimizer, kind, settings, layout)
     damage_words = "".join(f". {kind} gradients: {words}" for kind, words in hidden.items())
+    has_form = first_step.fit != "far"
+    compared = findings(searched, layout, nearest_form, exact, has_form=has_form)
+    words = summary(layout, nearest_form, exact, nearest, has_form=has_form)
     return OptimizerOutcome(
         name=name,
         kind=kind,
         layout=None if layout is None else layout.name,
         form=nearest_form,
-        known=fit != "far",
+        known=has_form,
         exact=exact,
         shown=form_search.shown,
-        findings=[
-            *findings(searched, layout, nearest_form, exact, has_form=fit != "far"),
-            *damage.findings(hidden, layout),
-        ],
-        summary=summary(layout, nearest_form, exact, nearest, has_form=fit != "far") + damage_words,
+        findings=[*compared, *damage.findings(hidden, layout)],
+        summary=words + damage_words,
         damage=hidden,
         expected=expect,
         departure=None if first is None else counterexample(first, target),
     )
+
+
+def _with_own_averages(form: Form, layout: Layout) -> Form:
+    """The form, or clause O's if it is not sound, with a layout's averages."""
+    return forms.with_averages(form if form.sound else Form(), layout.average, layout.average)
 
 
 def require_optimizer(
@@ -172,17 +171,14 @@ def _add_roots(kind: str) -> None:
         )
 
 
-def _identified(
-    form_search: Search, updates: list[Form], masters: list[Moment], *, has_form: bool
-) -> tuple[Layout | None, Form, bool]:
-    """The layout, the form, and whether they explain every bit; updates and masters are those of
-    the first step.
-    """
+def _identified(form_search: Search, first_step: FirstStep) -> tuple[Layout | None, Form, bool]:
+    """The layout, the form, and whether they explain every bit."""
+    fit, updates, masters = first_step
     if form_search.shown:
         layout, m, v = _by_states(form_search, masters)
         if layout is None:
             return None, forms.with_averages(updates[0], "products", "products"), False
-        if not has_form:
+        if fit == "far":
             return layout, forms.with_averages(updates[0], m, v), False
         every = [
             forms.with_averages(update, m, v)
@@ -195,7 +191,7 @@ def _identified(
             if explained:
                 return other, other_form, True
         return layout, form, exact
-    if not has_form:
+    if fit == "far":
         return None, updates[0], False
     named = search.named(masters)
     # A narrow master hides many forms of the first step: the layouts' own averages are tried before
@@ -231,23 +227,26 @@ def _decays(form_search: Search) -> bool:
     return form_search.given.weight_decay > 0
 
 
-def _with_decay_in_gradients(
-    form_search: Search,
-) -> tuple[Search, bool, str, list[Form], list[Moment]]:
-    """The search whose gradients have the decay in them, True, and its ``_first_step``, if that
-    explains it; else the search as it was, and clause O's form."""
+def _explaining_first_step(form_search: Search) -> tuple[Search, bool, FirstStep]:
+    """The search and its first step; if no form explains it, the search whose gradients have the
+    decay in them, and True, or a count that is a step ahead; else clause O's form.
+    """
+    first_step = _first_step(form_search)
+    if first_step.fit != "far":
+        return form_search, False, first_step
     for fused in (False, True) if _decays(form_search) else ():
         other = form_search.coupled(fused=fused)
-        fit, fitting, masters = _first_step(other)
-        if fit == "exact":
-            return other, True, fit, fitting, masters
-    return form_search, False, "far", [Form()], [Moment()]
+        of_other = _first_step(other)
+        if of_other.fit == "exact":
+            return other, True, of_other
+    ahead = _first_step(form_search, count=2)
+    if ahead.fit == "exact":
+        return form_search, False, ahead
+    return form_search, False, FirstStep("far", [Form()], [Moment()])
 
 
-def _first_step(form_search: Search, *, count: int = 1) -> tuple[str, list[Form], list[Moment]]:
-    """The forms of the update that explain the first step of the probe, in which no layout has a
-    part but by its master, "exact", and these masters; else the nearest form, "near" or "far", and
-    the master of least precision that could hold the weights."""
+def _first_step(form_search: Search, *, count: int = 1) -> FirstStep:
+    """The first step, under forms that count steps from a number."""
     every = [
         forms.with_averages(u, "products", v)
         for v in ("products", "products, (a g) g")
@@ -281,7 +280,7 @@ def _first_step(form_search: Search, *, count: int = 1) -> tuple[str, list[Form]
         if forms_of_it and master == Moment():
             break
     if fit:
-        return "exact", list(fit), masters
+        return FirstStep("exact", list(fit), masters)
     nearest_master = possible[1] if len(possible) > 1 else possible[0]
     layout = dataclasses.replace(LAYOUTS["float32"], master=nearest_master)
     theirs = form_search.made[0][PROBE].weight.reshape(-1).astype(np.float64)
@@ -298,7 +297,8 @@ def _first_step(form_search: Search, *, count: int = 1) -> tuple[str, list[Form]
     change = np.abs(form_search.weights(LAYOUTS["float32"], nearest, PROBE, 1) - before).sum()
     # Other roundings, as of moments to bfloat16 before they are used, change a step by at most 2^-8
     # of it
-    return "near" if far(nearest) <= change / 64 else "far", [nearest], [nearest_master]
+    how_far = "near" if far(nearest) <= change / 64 else "far"
+    return FirstStep(how_far, [nearest], [nearest_master])
 
 
 def _by_states(form_search: Search, masters: list[Moment]) -> tuple[Layout | None, str, str]:
@@ -324,14 +324,19 @@ def _by_states(form_search: Search, masters: list[Moment]) -> tuple[Layout | Non
     return None, "products", "products"
 
 
+def _explains(form_search: Search, layout: Layout, form: Form) -> bool:
+    """Whether they give every weight; the probe's first, which rules out most."""
+    return (
+        form_search.weight_departure(layout, form, tensors=(PROBE,)) is None
+        and form_search.weight_departure(layout, form) is None
+    )
+
+
 def _best_update(form_search: Search, layout: Layout, updates: Iterable[Form]) -> tuple[Form, bool]:
     """The first form that explains every weight, and True; else the nearest, and False."""
     every = list(updates)
     for form in every:
-        if (
-            form_search.weight_departure(layout, form, tensors=(PROBE,)) is None
-            and form_search.weight_departure(layout, form) is None
-        ):
+        if _explains(form_search, layout, form):
             return form, True
     return min(every, key=lambda form: form_search.far(layout, form)), False
 
@@ -343,16 +348,11 @@ def _by_weights(
     for m, v in averages:
         for update in updates:
             form = forms.with_averages(update, m, v)
-            if (
-                form_search.weight_departure(layout, form, tensors=(PROBE,)) is None
-                and form_search.weight_departure(layout, form) is None
-            ):
+            if _explains(form_search, layout, form):
                 yield form
 
 
-def _nearest(
-    form_search: Search, form: Form, masters: list[Moment], *, has_form: bool
-) -> tuple[Layout, Form]:
+def _nearest(form_search: Search, form: Form, first_step: FirstStep) -> tuple[Layout, Form]:
     """The named layout from which it departs last, by the states that are shown, or else by
     weights; and the form that it is compared in."""
 
@@ -363,16 +363,16 @@ def _nearest(
             else (first.step, -first.differing / first.of)
         )
 
-    if not has_form:
+    if first_step.fit == "far":
         return LAYOUTS["float32"], form
+    named = search.named(first_step.masters)
     if not form_search.shown:
         pairs = [
-            (layout, forms.with_averages(form, layout.average, layout.average))
-            for layout in search.named(masters)
+            (layout, forms.with_averages(form, layout.average, layout.average)) for layout in named
         ]
         return max(pairs, key=lambda one: late(form_search.weight_departure(*one)))
     best = []
-    for layout in search.named(masters):
+    for layout in named:
         ranked = [
             {order: late(form_search.state_departure(i, layout, order)) for order in orders}
             for i, orders in enumerate(_orders(layout))

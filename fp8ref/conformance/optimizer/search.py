@@ -64,14 +64,10 @@ class Search:
         own = layout.of(p.size)
         moment = (own.m, own.v)[which]
         chain = self._chains.setdefault((which, moment, average, own.average, tensor), [])
-        keys = {
-            key: getattr(self.given, key)
-            for key in ("b1", "b2", "eps", "weight_decay", "learning_rate")
-        }
         with np.errstate(all="ignore"):
             while len(chain) < steps:
                 step = len(chain) + 1
-                at = states.scalars(step, **keys)
+                at = self._scalars(step)
                 g = sim.in_range(self.asked.gradients[step - 1][tensor].reshape(-1))
                 old = chain[-1][1] if chain else moments.zeros(p.shape, moment)
                 x = moments.read(old, moment, old.codes.reshape(-1), 0, own)
@@ -113,27 +109,13 @@ class Search:
                 theirs = (snapshot.m, snapshot.v)[which]
                 assert theirs is not None
                 mine = self.chain(which, layout, average, tensor, step)[-1][1]
-                name = "mv"[which]
-                if (
-                    departure := _differs(
-                        mine.codes,
-                        theirs.codes,
-                        f"codes of {name}",
-                        step,
-                        tensor,
-                        snapshot.weight.shape,
-                    )
-                ) is not None:
-                    return departure
+                pairs = [("codes", mine.codes, theirs.codes, snapshot.weight.shape)]
                 if theirs.scale_inv is not None and mine.scale_inv is not None:
-                    departure = _differs(
-                        mine.scale_inv,
-                        theirs.scale_inv,
-                        f"scale_inv of {name}",
-                        step,
-                        tensor,
-                        mine.scale_inv.shape,
-                    )
+                    scales = (mine.scale_inv, theirs.scale_inv)
+                    pairs.append(("scale_inv", *scales, mine.scale_inv.shape))
+                for what, own, other, shape in pairs:
+                    name = f"{what} of {'mv'[which]}"
+                    departure = _differs(own, other, name, step, tensor, shape)
                     if departure is not None:
                         return departure
         return None
@@ -142,13 +124,8 @@ class Search:
         """The weights of a step, from theirs of the step before, flat."""
         if not layout.keeps_master:
             return self._updated(layout, form, tensor, step, self._before(tensor, step))
-        return moments.read(
-            stored := self.master(layout, form, tensor, step),
-            layout.master,
-            stored.codes,
-            0,
-            layout,
-        )
+        stored = self.master(layout, form, tensor, step)
+        return moments.read(stored, layout.master, stored.codes, 0, layout)
 
     def master(self, layout: Layout, form: Form, tensor: str, step: int) -> MomentState:
         """What is stored of the weights of a step under a layout with masters, flat (O-15)."""
@@ -156,22 +133,14 @@ class Search:
         if step == 1:
             before = sim.weight(sim.master(before, layout), layout)
         new = self._updated(layout, form, tensor, step, before)
-        numbers = {
-            key: getattr(self.given, key)
-            for key in ("b1", "b2", "eps", "weight_decay", "learning_rate")
-        }
-        old = MomentState(before, amax=np.abs(before).max())
+        old, at = MomentState(before, amax=np.abs(before).max()), self._scalars(step)
         with np.errstate(all="ignore"):
             return moments.store(
-                [(0, new, new)],
-                old,
-                layout.master,
-                2,
-                new.shape,
-                states.scalars(step, **numbers),
-                None,
-                layout,
+                [(0, new, new)], old, layout.master, 2, new.shape, at, None, layout
             )
+
+    def _scalars(self, step: int) -> states.Scalars:
+        return states.scalars(step, **dataclasses.asdict(self.given))
 
     def _before(self, tensor: str, step: int) -> np.ndarray:
         return (
@@ -185,32 +154,18 @@ class Search:
             self.chain(i, layout, average, tensor, step)[-1][0]
             for i, average in enumerate((form.m, form.v))
         )
-        return forms.update(
-            form,
-            before,
-            m,
-            v,
-            step,
-            self.given,
-            forms.bound_of(layout, step - 1 + form.count, self.given),
-        )
+        bound = forms.bound_of(layout, step - 1 + form.count, self.given)
+        return forms.update(form, before, m, v, step, self.given, bound)
 
     def masters(self) -> list[Moment]:
         """Float32's, and those of named layouts that could hold every weight after the first
         step.
         """
-        after = np.concatenate(
-            [snapshot.weight.reshape(-1) for snapshot in self.made[0].values()]
-        ).view(np.uint32)
+        weights = [snapshot.weight.reshape(-1) for snapshot in self.made[0].values()]
+        after = np.concatenate(weights).view(np.uint32)
         narrow = dict.fromkeys(layout.master for layout in WITH_MASTERS.values())
-        return [
-            Moment(),
-            *(
-                moment
-                for moment in narrow
-                if not (after & (1 << 23 - moment.fmt.mantissa_bits) - 1).any()
-            ),
-        ]
+        lost = {moment: (1 << 23 - moment.fmt.mantissa_bits) - 1 for moment in narrow}
+        return [Moment(), *(moment for moment in narrow if not (after & lost[moment]).any())]
 
     def weight_departure(
         self, layout: Layout, form: Form, *, tensors: tuple[str, ...] = (), steps: int | None = None
@@ -219,33 +174,14 @@ class Search:
         for step in range(1, (steps or len(self.made)) + 1):
             for tensor in tensors or self.asked.weights:
                 theirs = self.made[step - 1][tensor]
-                departure = _differs(
-                    self.weights(layout, form, tensor, step),
-                    theirs.weight,
-                    "weight",
-                    step,
-                    tensor,
-                    theirs.weight.shape,
-                )
-                if (
-                    departure is None
-                    and layout.keeps_master
-                    and theirs.master is not None
-                    and theirs.master.scale_inv is not None
-                ):
+                mine, shape = self.weights(layout, form, tensor, step), theirs.weight.shape
+                departure = _differs(mine, theirs.weight, "weight", step, tensor, shape)
+                shown = theirs.master.scale_inv if layout.keeps_master and theirs.master else None
+                if departure is None and shown is not None:
                     scale = self.master(layout, form, tensor, step).scale_inv
-                    departure = (
-                        None
-                        if scale is None
-                        else _differs(
-                            scale,
-                            theirs.master.scale_inv,
-                            "scale_inv of the master",
-                            step,
-                            tensor,
-                            (),
-                        )
-                    )
+                    if scale is not None:
+                        what = "scale_inv of the master"
+                        departure = _differs(scale, shown, what, step, tensor, ())
                 if departure is not None:
                     return departure
         return None
@@ -268,10 +204,8 @@ class Search:
         """(how many weights of the probe differ, the largest difference in ulps) over all steps."""
         count, most = 0, 0.0
         for step in range(1, len(self.made) + 1):
-            theirs, mine = (
-                self.made[step - 1][PROBE].weight.reshape(-1),
-                self.weights(layout, form, PROBE, step),
-            )
+            theirs = self.made[step - 1][PROBE].weight.reshape(-1)
+            mine = self.weights(layout, form, PROBE, step)
             with np.errstate(all="ignore"):
                 error = np.abs(mine.astype(np.float64) - theirs) / np.spacing(np.abs(theirs))
             count += int((mine.view(np.uint32) != theirs.view(np.uint32)).sum())
@@ -295,14 +229,16 @@ def variations(layout: Layout) -> Iterator[Layout]:
                 changed = [key for key in of if getattr(getattr(layout, key), field) != value]
                 if len(changed) < len(of):
                     continue
+                name = f"{layout.name} with {field} {value} of {' and '.join(of)}"
                 try:
-                    new = {
-                        key: dataclasses.replace(getattr(layout, key), **{field: value})
-                        for key in of
-                    }
-                    ragged = layout.ragged or all(moment.block is None for moment in new.values())
-                    name = f"{layout.name} with {field} {value} of {' and '.join(of)}"
-                    yield dataclasses.replace(layout, **new, ragged=ragged, name=name)
+                    m, v = (
+                        dataclasses.replace(moment, **({field: value} if key in of else {}))
+                        for key, moment in (("m", layout.m), ("v", layout.v))
+                    )
+                    ragged = layout.ragged or all(
+                        moment.block is None for key, moment in (("m", m), ("v", v)) if key in of
+                    )
+                    yield dataclasses.replace(layout, m=m, v=v, ragged=ragged, name=name)
                 except ValueError:  # a contradiction, which no layout has
                     continue
     if layout.bounded and layout.master.amax != "predicted":
@@ -338,16 +274,8 @@ def _differs(
     mine, theirs = np.atleast_1d(mine).reshape(-1), np.atleast_1d(theirs).reshape(-1)
     if mine.dtype != theirs.dtype or mine.size != theirs.size:
         got, expected = (f"{x.size} of {x.dtype}" for x in (theirs, mine))
-        return Departure(
-            step,
-            tensor,
-            what,
-            (),
-            got,
-            expected,
-            max(mine.size, theirs.size),
-            max(mine.size, theirs.size),
-        )
+        size = max(mine.size, theirs.size)
+        return Departure(step, tensor, what, (), got, expected, size, size)
     word = f"u{mine.dtype.itemsize}"
     differ = mine.view(word) != theirs.view(word)
     if mine.dtype.kind == "f":  # no clause has a NaN's bits, or the sign of a stored zero

@@ -10,6 +10,7 @@ It is one of these, and is told apart by what it takes:
 Learning rate, betas, eps and decay are passed to those that take them by name.
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -211,12 +212,12 @@ def _trained(snapshot: Snapshot) -> Snapshot:
 
 def _function(step: Callable, asked: Inputs, settings: Numbers) -> list[dict[str, Snapshot]]:
     numbers = {name: getattr(settings, name) for name in NUMBERS}
-    numbers = _accepted(step, numbers)
+    step = functools.partial(step, **_accepted(step, numbers))
     params, states, snapshots = dict(asked.weights), dict.fromkeys(asked.weights), []
     for g in asked.gradients:
         snapshot = {}
         for name in asked.weights:
-            result = step(params[name].copy(), g[name].copy(), states[name], **numbers)
+            result = step(params[name].copy(), g[name].copy(), states[name])
             if not isinstance(result, tuple) or len(result) != 2:
                 raise ConformanceError(
                     f"returned a {type(result).__name__}; step(p, g, state) returns (p, state)."

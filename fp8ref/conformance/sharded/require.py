@@ -9,27 +9,26 @@ from typing import Any
 from fp8ref import policy as policies
 from fp8ref.conformance.sharded.comparison import FRAMEWORKS, Collective, Departure, departure
 from fp8ref.conformance.sharded.inputs import DIFFICULTIES, drawn, fixed
-from fp8ref.formats import E4M3FN, Format
+from fp8ref.formats import E4M3FN
 from fp8ref.policy import ScalePolicy
 
 
 def require_sharded(
-    collective: Callable[[list], Any],
+    collective: Callable[[list], Any] | Collective,
     policy: str | ScalePolicy = "torchao",
-    fmt: Format = E4M3FN,
     *,
     made: str = "amax",
     axis: int = 0,
     microbatches: bool = False,
-    framework: str = "numpy",
     without: Collection[str] = (),
     examples: int = 25,
 ) -> None:
     """Require that every rank gets the whole tensor's value, for any cut of any tensor, else raise
     an AssertionError (spec P-27).
 
-    collective    (shards) -> a value for each rank, in their order.
-    policy        makes the scale, where ``made`` is ``scale`` or ``scale_inv``.
+    collective    (shards) -> a value for each rank, in their order; or a ``Collective``, which has
+                  a fmt and a framework too, and its own policy, made, axis and microbatches.
+    policy        makes the scale to e4m3fn, where ``made`` is ``scale`` or ``scale_inv``.
     made          what it gives: ``amax``, ``scale`` or ``scale_inv``.
     axis          the axis that is cut, 0 or 1.
     microbatches  whether a rank's entry is a list of arrays, its microbatches, and no single array.
@@ -43,30 +42,30 @@ def require_sharded(
     Raises:   ValueError: an unknown policy or word, or a collective that is no function.
     Source:   spec P-2, P-3, P-27, H-4.
     """
-    if not callable(collective):
+    if isinstance(collective, Collective):
+        if (policy, made, axis, microbatches) != ("torchao", "amax", 0, False):
+            raise ValueError(
+                "a Collective has its own policy, made, axis and microbatches; got others beside "
+                "it. Set them in it."
+            )
+    elif not callable(collective):
         raise ValueError(
             f"a collective is a function of a list of shards; got {type(collective).__name__}."
         )
-    kind = Collective(
-        function=collective,
-        policy=policies.by_name(policy),
-        fmt=fmt,
-        made=made,
-        axis=axis,
-        microbatches=microbatches,
-        framework=framework,
-    )
-    deviations = departures(kind, without=without, examples=examples)
-    if deviations:
-        name = getattr(collective, "__name__", "the collective")
-        raise AssertionError(
-            "\n".join(
-                [
-                    f"{name} is not the {made} of the whole tensor:",
-                    *(f"  {one}" for one in deviations),
-                ]
-            )
+    else:
+        collective = Collective(
+            function=collective,
+            policy=policies.by_name(policy),
+            fmt=E4M3FN,
+            made=made,
+            axis=axis,
+            microbatches=microbatches,
         )
+    deviations = departures(collective, without=without, examples=examples)
+    if deviations:
+        name = getattr(collective.function, "__name__", "the collective")
+        title = f"{name} is not the {collective.made} of the whole tensor:"
+        raise AssertionError("\n".join([title, *(f"  {one}" for one in deviations)]))
 
 
 def departures(

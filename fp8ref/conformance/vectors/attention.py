@@ -3,9 +3,10 @@ log-sum-exp (spec A).
 """
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -225,28 +226,28 @@ def _guess(question: Attention, q, k, v, outputs: np.ndarray) -> str:
     """A sentence: which other variant, or wrong use of a softcap or sinks, gives these outputs; ''
     if none does.
     """
+    forward = functools.partial(_forward, question, q, k, v)
     for name in VARIANTS:
         try:
-            other = _forward(question, q, k, v, variant=name).o
+            other = forward(variant=name).o
         except ValueError:  # features that it does not take
             continue
         if name != question.variant and np.array_equal(outputs, other):
             return f"The answer is what variant {name} gives."
-    cap, sinks, scale = (
-        question.parsed_softcap,
-        question.parsed_sinks,
-        1 / math.sqrt(question.dims[5]),
-    )
-    wrong: dict[str, dict] = {}
+    cap, sinks = question.parsed_softcap, question.parsed_sinks
+    scale = 1 / math.sqrt(question.dims[5])
+    wrong: dict[str, Callable[[], attention.Result]] = {}
     if cap is not None:
-        wrong["no softcap"] = {"softcap": None}
-        wrong["a softcap before the softmax scale"] = {"softcap": cap * scale}
+        wrong["no softcap"] = functools.partial(forward, softcap=None)
+        early = functools.partial(forward, softcap=cap * scale)
+        wrong["a softcap before the softmax scale"] = early
     if sinks is not None:
-        wrong["no sinks"] = {"sinks": None}
-        wrong["sinks times the softmax scale"] = {"sinks": sinks * np.float32(scale)}
-        wrong["sinks of the heads in reverse"] = {"sinks": sinks[::-1]}
-    for description, changes in wrong.items():
-        if np.array_equal(outputs, _forward(question, q, k, v, **changes).o):
+        wrong["no sinks"] = functools.partial(forward, sinks=None)
+        scaled = functools.partial(forward, sinks=sinks * np.float32(scale))
+        wrong["sinks times the softmax scale"] = scaled
+        wrong["sinks of the heads in reverse"] = functools.partial(forward, sinks=sinks[::-1])
+    for description, simulated in wrong.items():
+        if np.array_equal(outputs, simulated().o):
             return f"The answer is what {description} gives."
     return ""
 

@@ -3,6 +3,7 @@ nothing else (spec P-27).
 """
 
 import concurrent.futures
+import dataclasses
 import datetime
 import functools
 
@@ -195,19 +196,22 @@ def of_torchao(monkeypatch, reduce):
     return sync
 
 
+def of_torch(sync):
+    return Collective(function=sync, policy=POLICIES["torchao"], fmt=E4M3FN, framework="torch")
+
+
 def test_torchao_refuses_empty_shards_and_loses_nothing_of_its_own(monkeypatch):  # P-3, P-27
     sync = of_torchao(monkeypatch, everywhere)
     assert names_of(sync, framework="torch") == {"empty": "P-2"}
-    assert "it raises RuntimeError: max()" in said(sync, framework="torch")
+    assert "it raises RuntimeError: max()" in said(of_torch(sync))
 
 
 def test_torchao_over_gloo_loses_nans(monkeypatch):  # P-3, P-27
     """A NaN is lost, by rank order, and nothing else departs."""
     sync = of_torchao(monkeypatch, gloo)
     assert names_of(sync, framework="torch") == {"empty": "P-2", "nan": "P-3"}
-    assert "rank 0 has [1]; rank 1 has [nan]: got 1 and 1, expected nan" in said(
-        sync, framework="torch"
-    )
+    words = "rank 0 has [1]; rank 1 has [nan]: got 1 and 1, expected nan"
+    assert words in said(of_torch(sync))
 
 
 def test_jax_over_eight_devices():  # P-3, P-27
@@ -230,12 +234,13 @@ def test_what_it_cannot_ask_is_refused():
     for how in (
         {"made": "codes"},
         {"axis": 2},
-        {"framework": "tensorflow"},
+        {"collective": dataclasses.replace(of_torch(right), framework="tensorflow")},
+        {"collective": of_torch(right), "axis": 1},
         {"without": ("ordinary",)},
         {"policy": "none"},
     ):
         with pytest.raises(ValueError, match=r"got"):
-            require_sharded(right, **how)
+            require_sharded(**({"collective": right} | how))
 
 
 def test_other_numbers_of_values_are_counterexamples():

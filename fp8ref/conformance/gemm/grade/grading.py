@@ -10,7 +10,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,23 +87,20 @@ def grade_gemm(
     formats: tuple[Format, Format] = (E4M3FN, E4M3FN),
     epilogue: str | Epilogue = "scale_then_round",
     accumulate: str | Accumulation | None = None,
-    name: str | None = None,
     framework: str | None = None,
-    device: str = "cpu",
     granularity: str = "tensorwise",
-    granularity_b: str = "",
     seed: int = 0,
 ) -> Grade:
     """Grade a GEMM: right, imprecise or wrong, by how much and why.
 
-    function     as ``adapters.wrap``: of (a, b), or of codes and scale_inv of both; or a
-                 ScaledGemm.
+    function     of (a, b), or of codes and scale_inv of both; or ``wrap`` of it, which takes a
+                 name, a device and another granularity of b too.
     shapes       M, N and K that it is asked with; by default three, and integers at M = 1, N = 1
                  and a ragged K.
     formats      of a [M, K] and b [N, K].
     epilogue     how it should scale and round: B-1 allows more under G-5.
     accumulate   a plan whose bits it should have, in the place of B-1's bound.
-    Others:      as ``adapters.wrap``; seed of the random operands.
+    Others:      as ``wrap``; seed of the random operands.
     Raises:      ValueError: no shape, or one below 1 or with K below 2; unknown names. ProbeError:
                  the GEMM is invalid, or raises for every shape.
     Source:      spec B-1, B-14.
@@ -113,15 +110,7 @@ def grade_gemm(
     >>> grade.verdict, grade.plan
     ('right', 'f32')
     """
-    scaled = adapters.wrap(
-        function,
-        name=name,
-        framework=framework,
-        device=device,
-        granularity=granularity,
-        granularity_b=granularity_b,
-        formats=formats,
-    )
+    scaled = adapters.wrap(function, framework=framework, granularity=granularity, formats=formats)
     block = by_name(scaled.granularity).reduced
     usual = SHAPES_OF_BLOCKS if block else SHAPES
     at_edges = edges.shapes(*usual[0], block=block) if shapes is None else {}
@@ -139,67 +128,93 @@ def grade_gemm(
         accumulate=named or "exact",
         seed=seed,
     )
+    return _graded(asked, shapes, at_edges, named)
+
+
+def _graded(
+    asked: Asked,
+    shapes: Sequence[Shape],
+    at_edges: dict[str, Shape],
+    named: str | Accumulation | None,
+) -> Grade:
+    """The grade. Structure, edges and scales decide what is wrong; random operands how far results
+    are off, and then why.
+
+    at_edges  ``edges.shapes``; named: the plan whose bits it should have.
+    """
+    scaled = asked.scaled
     causes, dtypes, refused, unasked = _structures(asked, shapes)
-    ends = edges.examine(scaled, asked.run, formats, {} if causes else at_edges)
+    ends = edges.examine(scaled, asked.run, asked.formats, {} if causes else at_edges)
     causes += ends.causes
     if not causes:
         scale_causes, refusals = scale_ends.examine(asked, asked.short(dtypes))
         causes += scale_causes
         unasked += refusals
     unasked += [f"{', '.join(ends.refused)}, for which it raised"] if ends.refused else []
-    wrong = bool(causes)
-    range_causes = [cause for cause in causes if cause.name == codes.RANGE]
-    measured, equal, compared = {}, 0, 0
-    samples = []
-    for shape, out in dtypes.items():
-        one, more, same, count = _measured(asked, shape, out, named, unasked)
-        measured[shape], equal, compared = one, equal + same, compared + count
-        samples += more
-    rows = (
-        row_bits.NOT_ASKED
-        if wrong
-        else row_bits.compare(asked, *max(samples, key=lambda one: one[0].shape[2]))
-    )
+    sampled = [_measured(asked, shape, out, named) for shape, out in dtypes.items()]
+    unasked += [words for one in sampled for words in one.unasked]
+    measured = {shape: one.measured for shape, one in zip(dtypes, sampled, strict=True)}
+    samples = [sample for one in sampled for sample in one.samples]
+    longest = max(samples, key=lambda sample: sample[0].shape[2])
+    rows = row_bits.NOT_ASKED if causes else row_bits.compare(asked, *longest)
     if not rows.asked:
         unasked.append("whether a row's bits depend on the number of rows")
-    out = next(iter(dtypes.values()))
-    severe = any(one.bounds > 1 for one in measured.values())
-    plan, epilogue_name = None, None
-    if wrong and not range_causes:
-        unasked.append("accumulators and roundings of a wrong GEMM")
-    else:
-        examined = imprecision.examine(
-            asked, samples, out, short=asked.short(dtypes), severe=severe or wrong
-        )
-        causes, plan, epilogue_name = (
-            examined.causes or range_causes,
-            examined.plan,
-            examined.epilogue,
-        )
-        unasked += examined.unasked
-        wrong = wrong or any(cause.severity == "wrong" for cause in causes)
-    lost = any(not np.isfinite(one.bounds) for one in measured.values())
-    verdict = "wrong" if wrong or lost else "imprecise" if severe else "right"
+    why = _why(asked, causes, dtypes, samples, measured)
     return Grade(
         name=scaled.name,
         granularities=scaled.granularities,
-        formats=formats,
-        out_dtype=out,
+        formats=asked.formats,
+        out_dtype=next(iter(dtypes.values())),
         bias=scaled.bias,
         about=scaled.about,
-        verdict=verdict,
+        verdict=_verdict(bool(causes), why, measured),
         measured=measured,
-        causes=causes,
+        causes=why.causes,
         rows=rows,
-        plan=plan,
-        epilogue=epilogue_name,
-        expected=None if named is None else named if isinstance(named, str) else named.name,
-        compared=compared,
-        equal=equal,
+        plan=why.plan,
+        epilogue=why.epilogue,
+        expected=named if named is None or isinstance(named, str) else named.name,
+        compared=sum(one.compared for one in sampled),
+        equal=sum(one.equal for one in sampled),
         edges=ends.asked,
         refused=refused,
-        unasked=[*unasked, *_never(scaled, refused)],
+        unasked=[*unasked, *why.unasked, *_never(scaled, refused)],
     )
+
+
+def _is_severe(measured: dict[Shape, Measured]) -> bool:
+    """Whether results are outside B-1's bound."""
+    return any(one.bounds > 1 for one in measured.values())
+
+
+def _why(
+    asked: Asked,
+    causes: list[Cause],
+    dtypes: dict[Shape, Format],
+    samples: list[tuple[Stimulus, np.ndarray]],
+    measured: dict[Shape, Measured],
+) -> imprecision.Found:
+    """Why results are imprecise; of a GEMM that is wrong, the causes alone. Products that leave the
+    range of a narrow accumulator are a cause that it may explain.
+    """
+    range_causes = [cause for cause in causes if cause.name == codes.RANGE]
+    if causes and not range_causes:
+        return imprecision.Found(causes, None, None, ["accumulators and roundings of a wrong GEMM"])
+    examined = imprecision.examine(
+        asked,
+        samples,
+        next(iter(dtypes.values())),
+        short=asked.short(dtypes),
+        severe=_is_severe(measured) or bool(causes),
+    )
+    return examined._replace(causes=examined.causes or range_causes)
+
+
+def _verdict(wrong: bool, why: imprecision.Found, measured: dict[Shape, Measured]) -> str:
+    lost = any(not np.isfinite(one.bounds) for one in measured.values())
+    if wrong or lost or any(cause.severity == "wrong" for cause in why.causes):
+        return "wrong"
+    return "imprecise" if _is_severe(measured) else "right"
 
 
 def require_gemm(function: Callable[..., Any] | ScaledGemm, **options: Any) -> Grade:
@@ -341,28 +356,37 @@ def _merged(causes: list[Cause], lengths: int) -> list[Cause]:
     ]
 
 
-def _measured(
-    asked: Asked, shape: Shape, out: Format, named: str | Accumulation | None, unasked: list[str]
-) -> tuple[Measured, list[tuple[Stimulus, np.ndarray]], int, int]:
-    """(errors, random operands with their results, how many have the expected plan's bits, of how
-    many).
+class _Sampled(NamedTuple):
+    """The errors of one shape; random operands with their results; how many have the expected
+    plan's bits, of how many; and what was not asked.
     """
+
+    measured: Measured
+    samples: list[tuple[Stimulus, np.ndarray]]
+    equal: int
+    compared: int
+    unasked: list[str]
+
+
+def _measured(
+    asked: Asked, shape: Shape, out: Format, named: str | Accumulation | None
+) -> _Sampled:
+    """Compare random operands of one shape; of a long K also few products among zeros."""
     m, n, k = shape
     dense = stimuli.random(asked.scaled, shape, asked.formats, out, asked.seed)
     pairs = [(dense, dense)]
     if k > stimuli.LONG:
         few = stimuli.random(asked.scaled, (m, n, stimuli.LONG), asked.formats, out, asked.seed)
         pairs.append((stimuli.thinned(few, k), few))
-    errors, samples, equal, compared = [], [], 0, 0
+    errors, samples, unasked, equal, compared = [], [], list[str](), 0, 0
     for stimulus, same in pairs:
         try:
             results, _ = asked.run(stimulus, repeat=True)
         except RefusedError as error:
             if stimulus is dense:
                 raise
-            unasked.append(
-                f"{stimulus}, for which it raised ({str(error).partition(chr(10))[0][:240]})"
-            )
+            first_line = str(error).partition("\n")[0][:240]
+            unasked.append(f"{stimulus}, for which it raised ({first_line})")
             continue
         simulated = gemm.matmul(same.a, same.b, epilogue=asked.epilogue, out_dtype=out)
         errors.append(_errors(stimulus, same, results, simulated, out, asked.epilogue))
@@ -375,16 +399,14 @@ def _measured(
                 )
             equal += int((expected.view(np.uint32) == results.view(np.uint32)).sum())
             compared += results.size
-    worst = max(errors, key=lambda one: (one.bounds, one.ulps))
-    largest = {
-        key: max(getattr(one, key) for one in errors) for key in ("ulps", "median_ulps", "error")
-    }
-    return (
-        dataclasses.replace(worst, **largest, count=sum(one.count for one in errors)),
-        samples,
-        equal,
-        compared,
+    measured = dataclasses.replace(
+        max(errors, key=lambda one: (one.bounds, one.ulps)),
+        ulps=max(one.ulps for one in errors),
+        median_ulps=max(one.median_ulps for one in errors),
+        error=max(one.error for one in errors),
+        count=sum(one.count for one in errors),
     )
+    return _Sampled(measured, samples, equal, compared, unasked)
 
 
 def _errors(

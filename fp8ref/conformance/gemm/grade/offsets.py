@@ -7,15 +7,16 @@ scales of NaN in rows of no group, and memory that held NaN before. Operands are
 under scales that are powers of two, so that every result has one value.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from fp8ref.conformance.gemm.adapters import native_array
 from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ProbeError, RefusedError, read_array
-from fp8ref.conformance.kit import subject
+from fp8ref.conformance.kit.subject import FRAMEWORKS, Subject, name_of
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.shared.result import Result
 from fp8ref.sim.quantize import cast
@@ -46,8 +47,14 @@ TIMES = 4
 ROUNDED = (16, 32, 64, 128)
 """To multiples of these a kernel may round a group's rows."""
 
-Question = tuple[tuple[int, ...], int, int, int]
-"""Rows of the groups, rows of no group, N and K."""
+
+class Question(NamedTuple):
+    """Rows of the groups, rows of no group, N and K."""
+
+    sizes: tuple[int, ...]
+    rest: int
+    n: int
+    k: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +178,7 @@ class Operands:
 
 
 def grade_offsets(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | Subject,
     *,
     which: Which = "output",
     sizes: Sequence[int] | None = None,
@@ -180,68 +187,89 @@ def grade_offsets(
     k: int = 64,
     fmt: Format = E4M3FN,
     framework: str = "numpy",
-    device: str = "cpu",
-    name: str | None = None,
 ) -> OffsetsGrade:
     """Call a grouped GEMM with groups that its offsets make hard, and name what is wrong.
 
     function   (codes of a, codes of b, scale_inv of a, scale_inv of b, offs) -> the result, in
                float32, bfloat16 or float16. Shapes of ``which`` "output": a [M, K], b [E, N, K],
                scales [M, 1] and [E, N, 1] -> [M, N]. "grad_weight": a [M, N], b [M, K], scales [E,
-               N] and [E, K] -> [E, N, K]. offs are int32 [E].
+               N] and [E, K] -> [E, N, K]. offs are int32 [E]. Or a ``kit.subject.Subject``, which
+               has a name, a framework and a device.
     sizes      rows of the groups; rest: rows of no group, after them. None: ``SIZES``, or
                ``ALIGNED_SIZES`` if the function raises for those; then ``MANY``, under 3 n and 3 k,
                and ``SIZES`` with no rows of no group.
-    framework  of the arrays: numpy (float8 of ml_dtypes), torch or jax; device: of torch's.
+    framework  of a function's arrays: numpy (float8 of ml_dtypes), torch or jax.
     Raises:    ValueError: another ``which`` or framework, no group with rows, a negative size.
                RefusedError: the function raises. ProbeError: it gives no such array.
     Source:    spec X-1 to X-6.
     """
     if which not in ("output", "grad_weight"):
         raise ValueError(f"which is 'output' or 'grad_weight'; got {which!r}.")
-    if framework not in subject.FRAMEWORKS:
-        raise ValueError(f"framework is one of {', '.join(subject.FRAMEWORKS)}; got {framework!r}.")
+    if framework not in FRAMEWORKS:
+        raise ValueError(f"framework is one of {', '.join(FRAMEWORKS)}; got {framework!r}.")
     if rest < 0 or (sizes is not None and (not any(sizes) or min(sizes) < 0)):
         raise ValueError(
             "groups have sizes of 0 or more rows, and one has rows; got "
             f"{list(SIZES if sizes is None else sizes)} and {rest} of no group."
         )
-    name = name or subject.name_of(function)
-    tested = subject.Subject(name=name, function=function, framework=framework, device=device)
-    first, refused = (SIZES if sizes is None else tuple(sizes), rest, n, k), ""
+    if not isinstance(function, Subject):
+        function = Subject(name=name_of(function), function=function, framework=framework)
+    ask = functools.partial(_asked, function, which, fmt=fmt)
+    if sizes is not None:
+        question = Question(tuple(sizes), rest, n, k)
+        return _grade(function.name, which, question, ask(question))
+    return _grade_usual(function.name, which, Question(SIZES, rest, n, k), ask)
+
+
+def _grade_usual(
+    name: str, which: Which, first: Question, ask: Callable[[Question], dict[Fault, None]]
+) -> OffsetsGrade:
+    """The grade by the usual groups, and then by many and by none without a group."""
+    refused = ""
     try:
-        faults = _asked(tested, which, first, fmt)
+        faults = ask(first)
     except RefusedError as error:
-        if sizes is not None:
-            raise
         refused = _refusal(first, error)
-        first = (ALIGNED_SIZES, rest, n, k)
-        faults = _asked(tested, which, first, fmt)
-    further = []
-    if sizes is None and not faults:
-        aligned = 16 if refused else 1
-        many = tuple(-(-size // aligned) * aligned for size in MANY)
-        for question in (
-            (many, max(rest, 150 // aligned * aligned), _LONGER * n, _LONGER * k),
-            (first[0], 0, n, k),
-        ):
-            try:
-                faults = _asked(tested, which, question, fmt)
-            except RefusedError as error:
-                refused = refused or _refusal(question, error)
-                continue
-            further.append(question)
-            if faults:
-                first = question
-                break
+        first = first._replace(sizes=ALIGNED_SIZES)
+        faults = ask(first)
+    if faults:
+        return _grade(name, which, first, faults, refused)
+    aligned = 16 if refused else 1
+    many = Question(
+        tuple(-(-size // aligned) * aligned for size in MANY),
+        max(first.rest, 150 // aligned * aligned),
+        _LONGER * first.n,
+        _LONGER * first.k,
+    )
+    others = 0
+    for question in (many, first._replace(rest=0)):
+        try:
+            faults = ask(question)
+        except RefusedError as error:
+            refused = refused or _refusal(question, error)
+            continue
+        others += 1
+        if faults:
+            return _grade(name, which, question, faults, refused, others)
+    return _grade(name, which, first, {}, refused, others)
+
+
+def _grade(
+    name: str,
+    which: Which,
+    question: Question,
+    faults: dict[Fault, None],
+    refused: str = "",
+    others: int = 0,
+) -> OffsetsGrade:
     return OffsetsGrade(
         name=name,
         which=which,
-        sizes=first[0],
-        rest=first[1],
+        sizes=question.sizes,
+        rest=question.rest,
         faults=tuple(faults),
         refused=refused,
-        others=len(further),
+        others=others,
     )
 
 
@@ -250,19 +278,17 @@ def _rows_of(sizes: Sequence[int], rest: int) -> str:
 
 
 def _refusal(question: Question, error: RefusedError) -> str:
-    return (
-        f"{_rows_of(question[0], question[1])}, for which it raised "
-        f"({str(error).partition(chr(10))[0]})"
-    )
+    first_line = str(error).partition("\n")[0]
+    return f"{_rows_of(question.sizes, question.rest)}, for which it raised ({first_line})"
 
 
-def _asked(
-    tested: subject.Subject, which: Which, question: Question, fmt: Format
-) -> dict[Fault, None]:
+def _asked(tested: Subject, which: Which, question: Question, fmt: Format) -> dict[Fault, None]:
     """The faults, once each, in the answers to one question."""
-    sizes, rest, n, k = question
-    operands = _operands(which, sizes, rest, n, k)
-    shape = (len(sizes), n, k) if which == "grad_weight" else (len(operands.a), n)
+    operands = _operands(which, question)
+    if which == "grad_weight":
+        shape: tuple[int, ...] = (len(question.sizes), question.n, question.k)
+    else:
+        shape = (len(operands.a), question.n)
     faults: dict[Fault, None] = {}
     for _ in range(TIMES):
         out, dtype = _called(tested, operands, fmt, shape)
@@ -283,12 +309,13 @@ def require_offsets(function: Callable[..., Any], **options: Any) -> OffsetsGrad
     return grade
 
 
-def _operands(which: Which, sizes: Sequence[int], rest: int, n: int, k: int) -> Operands:
+def _operands(which: Which, question: Question) -> Operands:
     """Integers of magnitude 3 and 2 at most, a quarter of them not zero, so that sums of 128 have
     at most 8 bits.
     """
     rng = np.random.default_rng(28)
-    m, e = sum(sizes) + rest, len(sizes)
+    n, k = question.n, question.k
+    m, e = sum(question.sizes) + question.rest, len(question.sizes)
 
     def integers(shape: tuple[int, ...], largest: int) -> np.ndarray:
         return rng.integers(-largest, largest + 1, shape) * (rng.random(shape) < 0.25).astype(
@@ -298,7 +325,7 @@ def _operands(which: Which, sizes: Sequence[int], rest: int, n: int, k: int) -> 
     def powers(*shape: int) -> np.ndarray:
         return 2.0 ** rng.integers(-3, 4, shape)
 
-    ends = np.cumsum(sizes).astype(np.int32)
+    ends = np.cumsum(question.sizes).astype(np.int32)
     if which == "grad_weight":
         operands = Operands(
             which=which,
@@ -324,7 +351,7 @@ def _operands(which: Which, sizes: Sequence[int], rest: int, n: int, k: int) -> 
 
 
 def _called(
-    tested: subject.Subject, operands: Operands, fmt: Format, shape: tuple[int, ...]
+    tested: Subject, operands: Operands, fmt: Format, shape: tuple[int, ...]
 ) -> tuple[np.ndarray, Format]:
     """The function's result and its dtype, in memory that held NaN where the framework reuses
     it.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.gemm.graded_gemms import PLANTED, correct, narrow, to_bfloat16, values, without
 
-from fp8ref.conformance.gemm import ScaledGemm, grade_gemm, named, require_gemm
+from fp8ref.conformance.gemm import ScaledGemm, grade_gemm, named, require_gemm, wrap
 from fp8ref.conformance.gemm.grade import stimuli
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.sim.gemm import gemm
@@ -17,7 +17,7 @@ from fp8ref.sim.gemm import gemm
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_gemm(name):  # B-1, B-14
     planted = PLANTED[name]
-    grade = grade_gemm(planted.function, name=name, **planted.options)
+    grade = grade_gemm(planted.function, **planted.options)
     assert grade.verdict == planted.verdict, grade.message
     assert [planted.cause in cause.name for cause in grade.causes] == [True] * bool(
         planted.cause
@@ -79,7 +79,7 @@ def test_a_plan_in_the_place_of_the_bound():
 @pytest.mark.slow
 def test_an_error_says_the_cause_once_with_the_first_result():
     with pytest.raises(AssertionError) as raised:
-        require_gemm(without(lambda k: slice(k - 32, k)), name="mine")
+        require_gemm(wrap(without(lambda k: slice(k - 32, k)), name="mine"))
     message = str(raised.value)
     assert message.startswith("mine is wrong: ")
     assert message.count("the last 32 of K dropped") == 1
@@ -130,10 +130,7 @@ def test_other_formats(formats):
 )
 def test_other_granularities(a, b):
     grade = grade_gemm(
-        lambda a, b: gemm.matmul(a, b),
-        name="sim",
-        granularity=a,
-        granularity_b=b,
+        wrap(lambda a, b: gemm.matmul(a, b), name="sim", granularity=a, granularity_b=b),
         shapes=[(64, 160, 384)],
     )
     assert grade.verdict == "right", grade.message
@@ -154,9 +151,7 @@ def test_other_granularities(a, b):
 def test_rows_that_share_scales_may_end_in_part_of_a_block(a, b):
     """272 rows are two blocks of 128 and one of 16, under one block along K."""
     grade = grade_gemm(
-        lambda a, b: gemm.matmul(a, b, accumulate="exact"),
-        granularity=a,
-        granularity_b=b,
+        wrap(lambda a, b: gemm.matmul(a, b, accumulate="exact"), granularity=a, granularity_b=b),
         shapes=[(272, 272, 128)],
     )
     assert (grade.verdict, grade.plan) == ("right", "exact"), grade.message
@@ -175,7 +170,7 @@ def test_a_long_k():
 def test_a_planted_gemm_of_a_very_long_k(name):
     """B-1's bound is wide there: few products among zeros show what it hides."""
     planted = PLANTED[name]
-    grade = grade_gemm(planted.function, name=name, **planted.options, shapes=[(128, 128, 131072)])
+    grade = grade_gemm(planted.function, **planted.options, shapes=[(128, 128, 131072)])
     assert grade.verdict == planted.verdict, grade.message
     assert [planted.cause in cause.name for cause in grade.causes] == [True] * bool(
         planted.cause
@@ -240,7 +235,7 @@ def test_one_shape_leaves_two_names_of_a_part_of_k():
 
 
 def test_the_result_as_json(tmp_path):
-    grade = grade_gemm(narrow(BFLOAT16, 64), shapes=[(32, 32, 512)], name="mine")
+    grade = grade_gemm(wrap(narrow(BFLOAT16, 64), name="mine"), shapes=[(32, 32, 512)])
     grade.write(tmp_path / "grade.json")
     read = json.loads((tmp_path / "grade.json").read_text())
     assert read["verdict"] == "imprecise"
@@ -251,7 +246,7 @@ def test_the_result_as_json(tmp_path):
 
 
 def test_the_table(capsys):
-    grade_gemm(to_bfloat16, shapes=[(32, 32, 512)], name="mine").print()
+    grade_gemm(wrap(to_bfloat16, name="mine"), shapes=[(32, 32, 512)]).print()
     printed = capsys.readouterr().out
     assert "[32, 32], K = 512" in printed
     assert "mine is right: " in printed

@@ -12,6 +12,7 @@ import torch
 from fp8ref.conformance.gemm import grade_offsets, require_offsets
 from fp8ref.conformance.gemm.grade.offsets import SIZES
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError
+from fp8ref.conformance.kit.subject import Subject
 from fp8ref.formats import E4M3FN
 from fp8ref.jax.experts import operands as jax_operands
 from fp8ref.jax.quantize.scaling import Quantized
@@ -65,7 +66,9 @@ def output_of_whole_tiles(a, b, scale_a, scale_b, offs):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(("which", "function"), [("output", output), ("grad_weight", grad_weight)])
 def test_right(which, function, dtype):
-    grade = require_offsets(lambda *given: function(*given).astype(dtype), which=which, name="mine")
+    grade = require_offsets(
+        Subject(name="mine", function=lambda *given: function(*given).astype(dtype)), which=which
+    )
     assert (
         grade.message
         == f"mine, {which} of groups of 59, 0, 16, 29 rows, and 16 of no group, and of 2 "
@@ -255,7 +258,7 @@ def test_a_kernel_that_refuses_groups_which_are_not_aligned_is_asked_aligned_one
             raise ValueError("groups are multiples of 16")
         return output(a, b, scale_a, scale_b, offs)
 
-    grade = require_offsets(aligned, name="mine")
+    grade = require_offsets(Subject(name="mine", function=aligned))
     assert (grade.ok, grade.sizes) == (True, (48, 0, 16, 32))
     assert (
         "not asked: groups of 59, 0, 16, 29 rows, and 16 of no group, for which it raised (mine "
@@ -271,7 +274,7 @@ def test_the_question_that_a_kernel_refuses_is_named():
             raise ValueError("no rows of no group")
         return output(a, b, scale_a, scale_b, offs)
 
-    grade = require_offsets(with_rows_of_no_group, name="mine")
+    grade = require_offsets(Subject(name="mine", function=with_rows_of_no_group))
     assert (grade.sizes, grade.others, grade.to_dict()["others"]) == (SIZES, 1, 1)
     assert (
         "not asked: groups of 59, 0, 16, 29 rows, and 0 of no group, for which it raised"
@@ -355,5 +358,6 @@ def test_fp8refs_in_jax():  # X-5
 )
 def test_what_is_refused(options, error, message):
     assert sum(SIZES) + 16 == 120
+    function = Subject(name="mine", function=options.get("function", output))
     with pytest.raises(error, match=message):
-        grade_offsets(**({"function": output, "name": "mine"} | options))
+        grade_offsets(**(options | {"function": function}))
