@@ -321,8 +321,6 @@ def _another_kind(outcome, expect: str):
     clause = "S-5" if outcome.kind == "cast" else "C-1"
     witness = Counterexample(
         input="x [256, 384]",
-        bits=(),
-        dtype="float32",
         got=behavior,
         expected=f"{expect!r}, {expected_behavior}",
         clause=clause,

@@ -38,9 +38,7 @@ def chains(attention: Attention, tiling: Tiling) -> Finding:
     one more tile.
     """
     if tiling.length is None:
-        return Finding(
-            what="promotion", value=None, words="cannot tell without tiles", evidence="as tiles"
-        )
+        return Finding("promotion", None, "as tiles", words="cannot tell without tiles")
     keys = TILES * tiling.length
     places = tiling.place(keys)
     a, b = scores.pair(LOW)
@@ -55,26 +53,14 @@ def chains(attention: Attention, tiling: Tiling) -> Finding:
         f"{_which(kept)}"
     )
     if kept.all():
-        return Finding(
-            what="promotion",
-            value="exact",
-            words="no sum loses 2^-26 of a product",
-            evidence=evidence,
-        )
+        return Finding("promotion", "exact", evidence, words="no sum loses 2^-26 of a product")
     first = int(np.flatnonzero(kept)[0]) if kept.any() else None
     if first is None:
-        return Finding(
-            what="promotion",
-            value="none",
-            words="none: one chain over all tiles",
-            evidence=evidence,
-        )
+        return Finding("promotion", "none", evidence, words="none: one chain over all tiles")
     if first and kept[first:].all():
         words = "each tile" if first == 1 else f"every {first} tiles"
-        return Finding(what="promotion", value=first, words=words, evidence=evidence)
-    return Finding(
-        what="promotion", value=None, words="not after a fixed number of tiles", evidence=evidence
-    )
+        return Finding("promotion", first, evidence, words=words)
+    return Finding("promotion", None, evidence, words="not after a fixed number of tiles")
 
 
 def _which(kept: np.ndarray) -> str:
@@ -133,12 +119,8 @@ def score_bits(attention: Attention) -> Finding:
 
 def _bits(what: str, kept: np.ndarray, sums: str) -> Finding:
     if kept.all():
-        return Finding(
-            what=what, value="all", words="keep all", evidence=f"{sums} down to 2^-{WIDEST} of it"
-        )
+        return Finding(what, "all", f"{sums} down to 2^-{WIDEST} of it", words="keep all")
     last = int(np.flatnonzero(~kept)[0]) - 1
     units = [unit.name for unit in tensor_core.UNITS.values() if unit.fraction_bits == last]
     words = f"{last} fraction bits{', as ' if units else ''}{' and '.join(units)}"
-    return Finding(
-        what=what, value=last, words=words, evidence=f"{sums}: kept down to 2^-{last} of it"
-    )
+    return Finding(what, last, f"{sums}: kept down to 2^-{last} of it", words=words)

@@ -263,8 +263,6 @@ def _added(
             first = Counterexample(
                 input=f"{what}{list(index)} of case {case.name!r}, {case.question}; "
                 f"{int((~equal).sum()):,} of {equal.size:,} differ",
-                bits=(),
-                dtype="float32",
                 got=_shown(got[index]),
                 expected=f"{_shown(right[index])} of variant {variant.name!r}",
                 clause="A-10" if what == "o" else "A-11",

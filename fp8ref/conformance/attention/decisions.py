@@ -221,11 +221,7 @@ def _without_descales(attention: Attention, descale_findings: list[Finding]) -> 
     """What is found of a function with a wrong descale: no other question can be asked, since their
     numbers need scales.
     """
-    tiling = Tiling(
-        None,
-        None,
-        Finding(what="tiles", value=None, words="not asked: needs right descales", evidence=""),
-    )
+    tiling = Tiling(None, None, Finding("tiles", None, "", words="not asked: needs right descales"))
     attention = dataclasses.replace(attention, ones=True)
     return Probed(
         asked=attention,

@@ -58,7 +58,7 @@ def _finding(
         for entry, of in effects.items()
         for head, effect in of.items()
     ):
-        return Finding(what=name, value=expected_effect, evidence=evidence)
+        return Finding(name, expected_effect, evidence)
     kinds = {effect for of in effects.values() for effect in of.values()} - {KEPT}
     own = {of[entry] for entry, of in effects.items()}
     if not kinds:
@@ -77,13 +77,11 @@ def _finding(
     )
     witness = Counterexample(
         input=f"{name}{list(entry)} doubled: sequence {head[0]}, head {head[1]}",
-        bits=(),
-        dtype="float32",
         got=effects[entry][head],
         expected=expected_effect if head == entry else KEPT,
         clause="A-2",
     )
-    return Finding(what=name, value=None, words=words, evidence=str(witness), witness=witness)
+    return Finding(name, None, str(witness), words=words, witness=witness)
 
 
 def _effect(

@@ -58,10 +58,10 @@ def findings(attention: Attention) -> list[Finding]:
     elif cap.value != "none" and (hidden := _hidden(attention, None)) is not None:
         findings.append(
             Finding(
-                what="mask and softcap",
-                value=None,
+                "mask and softcap",
+                None,
+                str(hidden),
                 words="the mask comes before the cap",
-                evidence=str(hidden),
                 witness=hidden,
             )
         )
@@ -81,22 +81,14 @@ def _softcap(attention: Attention) -> tuple[Finding, float, float]:
     """(the finding, the least and the largest cap that explain the outputs)."""
     low, high, evidence, witness = _caps(attention, None)
     if high == math.inf:
-        return Finding(what="softcap", value="none", evidence=evidence), low, high
+        return Finding("softcap", "none", evidence), low, high
     if not low <= high:
         words = "large scores are capped, by no hyperbolic tangent"
-        return (
-            Finding(what="softcap", value=None, words=words, evidence=evidence, witness=witness),
-            low,
-            high,
-        )
+        return (Finding("softcap", None, evidence, words=words, witness=witness), low, high)
     value, words = roundest(low, high), within(low, high)
     if value is not None:
         words = f"{value:g} ({words})"
-    return (
-        Finding(what="softcap", value=value, words=words, evidence=str(witness), witness=witness),
-        low,
-        high,
-    )
+    return (Finding("softcap", value, str(witness), words=words, witness=witness), low, high)
 
 
 def _caps(
@@ -131,8 +123,6 @@ def _caps(
     i = int(np.flatnonzero(weights)[0])
     witness = Counterexample(
         input=f"two keys of scores {_LARGEST:g} and {others[i]:g}",
-        bits=(),
-        dtype="float32",
         got=f"{weights[i]:.4g} of the second's value",
         expected="0",
         clause="A-22",
@@ -178,11 +168,9 @@ def _softcap_argument(attention: Attention) -> Finding:
         low, high, evidence, witness = _caps(attention, CAP)
         hidden = _hidden(attention, CAP)
     except RefusedError as error:
-        return Finding(what=what, value=None, words=visibility.REFUSED, evidence=str(error))
+        return Finding(what, None, str(error), words=visibility.REFUSED)
     if low <= CAP <= high and hidden is None:
-        return Finding(
-            what=what, value="after the scale, before the mask", evidence=f"{CAP:g}: {evidence}"
-        )
+        return Finding(what, "after the scale, before the mask", f"{CAP:g}: {evidence}")
     wrong: dict[str, Callable[[float], float]] = {
         "ignored": lambda x: x,
         "before the softmax scale": lambda x: CAP * SCALE * math.tanh(x / (CAP * SCALE)),
@@ -194,10 +182,10 @@ def _softcap_argument(attention: Attention) -> Finding:
     if low <= CAP <= high:
         assert hidden is not None
         return Finding(
-            what=what,
-            value=None,
+            what,
+            None,
+            str(hidden),
             words="after the mask: hidden keys have the score -cap",
-            evidence=str(hidden),
             witness=hidden,
         )
     weights, others = _second_weights(attention, CAP)
@@ -207,13 +195,11 @@ def _softcap_argument(attention: Attention) -> Finding:
     )
     shown = Counterexample(
         input=f"softcap {CAP:g}, {witness.input if witness else 'two keys'}",
-        bits=(),
-        dtype="float32",
         got=witness.got if witness else evidence,
         expected=f"the weights of a cap of {CAP:g}",
         clause="A-22",
     )
-    return Finding(what=what, value=None, words=words, evidence=str(shown), witness=shown)
+    return Finding(what, None, str(shown), words=words, witness=shown)
 
 
 def _explains(of: Callable[[float], float], weights: np.ndarray, others: list[float]) -> bool:
@@ -246,8 +232,6 @@ def _hidden(attention: Attention, softcap: float | None) -> Counterexample | Non
     i, j = (int(x) for x in np.argwhere(seen & ~aligned[0])[0])
     return Counterexample(
         input=f"causal, all scores {-_LARGEST:g} before the cap: query {i}, key {j}",
-        bits=(),
-        dtype="float32",
         got="seen",
         expected="not seen",
         clause="A-22",
@@ -270,13 +254,11 @@ def own_sinks(attention: Attention, cap: float | None = None) -> Finding:
         weights = _single_weights(attention, parts, tried)
         if not parts and (np.abs(weights - 1) < 1 - math.exp(-ROUNDED)).all():
             evidence = f"one key has all of the weight, of scores from {min(x):g} to {max(x):g}"
-            return Finding(what="sinks", value="none", evidence=evidence)
+            return Finding("sinks", "none", evidence)
         if witness is None:
             i = int(np.argmax(~(np.abs(weights - 1) < 1 - math.exp(-ROUNDED))))
             witness = Counterexample(
                 input=f"one key of score {x[i]:g}",
-                bits=(),
-                dtype="float32",
                 got=f"{weights[i]:.4g} of its value",
                 expected="its value",
                 clause="A-23",
@@ -299,7 +281,7 @@ def own_sinks(attention: Attention, cap: float | None = None) -> Finding:
         ]
     value = round(float(np.median(estimates)), 1) if estimates else None
     words = f"about {value}" if estimates else "a row's weights do not add up to 1"
-    return Finding(what="sinks", value=value, words=words, evidence=str(witness), witness=witness)
+    return Finding("sinks", value, str(witness), words=words, witness=witness)
 
 
 def _own_sinks_within(attention: Attention, low: float, high: float) -> Finding:
@@ -312,9 +294,7 @@ def _own_sinks_within(attention: Attention, low: float, high: float) -> Finding:
     if least.value is None or most.value is None:
         return least if least.value is None else most
     words = " to ".join(f"{one:g}" for one in sorted((least.value, most.value)))
-    return Finding(
-        what="sinks", value=None, words=words, evidence=least.evidence, witness=least.witness
-    )
+    return Finding("sinks", None, least.evidence, words=words, witness=least.witness)
 
 
 def _single_weights(attention: Attention, parts: list[float], tried: list[float]) -> np.ndarray:
@@ -347,7 +327,7 @@ def _sinks_argument(attention: Attention) -> Finding:
             0, :, 0, 0
         ]
     except RefusedError as error:
-        return Finding(what=what, value=None, words=visibility.REFUSED, evidence=str(error))
+        return Finding(what, None, str(error), words=visibility.REFUSED)
     weights = answer.o[0, :, 0, 0] / LARGE
     explanations = {
         "joins the sum": [1 / (1 + math.exp(a)) for a in SINKS],
@@ -388,11 +368,9 @@ def _sinks_argument(attention: Attention) -> Finding:
                 *(", ".join(f"{x:.4g}" for x in one) for one in (logs, right)),
             )
     if words == "joins the sum":
-        return Finding(what=what, value=words, evidence=f"{shown}: {got} of its value")
-    witness = Counterexample(
-        input=shown, bits=(), dtype="float32", got=got, expected=expected, clause="A-23"
-    )
-    return Finding(what=what, value=None, words=words, evidence=str(witness), witness=witness)
+        return Finding(what, words, f"{shown}: {got} of its value")
+    witness = Counterexample(input=shown, got=got, expected=expected, clause="A-23")
+    return Finding(what, None, str(witness), words=words, witness=witness)
 
 
 def _near(weights: np.ndarray, expected: list[float]) -> bool:

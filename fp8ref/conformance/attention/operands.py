@@ -83,9 +83,9 @@ def _format(attention: Attention) -> tuple[Format, Finding]:
         else f"1 + 2^-m less 1: {', '.join(f'{x:.3g}' for x in outputs)}"
     )
     if fmt is None:
-        return FLOAT32, Finding(what="format", value=None, evidence=evidence)
+        return FLOAT32, Finding("format", None, evidence)
     words = "wider than bfloat16" if fmt == FLOAT32 else ""
-    return fmt, Finding(what="format", value=fmt.name, words=words, evidence=f"v: {evidence}")
+    return fmt, Finding("format", fmt.name, f"v: {evidence}", words=words)
 
 
 def _rotation(attention: Attention) -> tuple[bool, Finding]:
@@ -102,9 +102,7 @@ def _rotation(attention: Attention) -> tuple[bool, Finding]:
     words = (
         "as they are" if difference == 0 else "rotated, or rounded to a format without 1.25 of 1.75"
     )
-    return difference == 0, Finding(
-        what="q and k", value=difference == 0, words=words, evidence=evidence
-    )
+    return difference == 0, Finding("q and k", difference == 0, evidence, words=words)
 
 
 def _granularity(attention: Attention, role: str) -> Finding:
@@ -135,7 +133,7 @@ def _granularity(attention: Attention, role: str) -> Finding:
     value = "mx_1x32" if shared == MX_OF[role] else SHARED.get(shared)
     evidence = f"{SMALL} is 0 next to {GIANT:.3g} in {', '.join(shared) or 'no other place'}"
     words = "" if value else f"shared with {', '.join(shared) or 'none of these places'}"
-    return Finding(what=f"scales of {role}", value=value, words=words, evidence=evidence)
+    return Finding(f"scales of {role}", value, evidence, words=words)
 
 
 def output(attention: Attention) -> list[Finding]:
@@ -159,10 +157,10 @@ def output(attention: Attention) -> list[Finding]:
         )
         findings.append(
             Finding(
-                what="log-sum-exp",
-                value=value,
+                "log-sum-exp",
+                value,
+                f"5 scores of 0 give {log_sum_exp:.6g}; ln 5 = {math.log(5):.6g}",
                 words="" if value else "neither natural nor base 2",
-                evidence=f"5 scores of 0 give {log_sum_exp:.6g}; ln 5 = {math.log(5):.6g}",
             )
         )
     return findings
@@ -170,16 +168,12 @@ def output(attention: Attention) -> list[Finding]:
 
 def _out(o: np.ndarray, dtype: str) -> Finding:
     if dtype.startswith("float8_"):
-        return Finding(
-            what="output", value=dtype.removeprefix("float8_"), evidence=f"dtype {dtype}"
-        )
+        return Finding("output", dtype.removeprefix("float8_"), f"dtype {dtype}")
     if dtype not in ("float32", "float64"):
-        return Finding(what="output", value=dtype, evidence=f"dtype {dtype}")
+        return Finding("output", dtype, f"dtype {dtype}")
     if np.array_equal(cast.round_to(o, BFLOAT16), o):
         return Finding(
-            what="output",
-            value="bfloat16",
-            evidence=f"dtype {dtype}, all {o.size:,} numbers are bfloat16's",
+            "output", "bfloat16", f"dtype {dtype}, all {o.size:,} numbers are bfloat16's"
         )
     magnitudes = np.unique(np.abs(o))
     for fmt in (E4M3FN, E5M2):
@@ -187,8 +181,8 @@ def _out(o: np.ndarray, dtype: str) -> Finding:
         # scale and scale_inv are rounded once each, and so is their product with a code
         if np.allclose(cast.round_to(codes, fmt), codes, rtol=2.0**-21, atol=0):
             return Finding(
-                what="output",
-                value=fmt.name,
-                evidence=f"dtype {dtype}, {len(magnitudes)} magnitudes, {fmt}'s under one scale",
+                "output",
+                fmt.name,
+                f"dtype {dtype}, {len(magnitudes)} magnitudes, {fmt}'s under one scale",
             )
-    return Finding(what="output", value="float32", evidence=f"dtype {dtype}")
+    return Finding("output", "float32", f"dtype {dtype}")

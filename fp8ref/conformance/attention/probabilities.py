@@ -66,16 +66,14 @@ def threshold(attention: Attention, tiling: Tiling) -> Between | None:
             f"a score {powers[0]:.3g} powers of two above the maximum rescales, and all of "
             f"{len(pairs)} up to {powers[-1]:.3g} do"
         )
-        return Between(0.0, powers[0], Finding(what="threshold", value=0.0, evidence=evidence))
+        return Between(0.0, powers[0], Finding("threshold", 0.0, evidence))
     high = float(powers[rescaled].min(initial=np.inf))
     if stays.max() > high:
         evidence = (
             f"{stays.max():.4g} powers of two above the maximum do not rescale, {high:.4g} do"
         )
         return Between(
-            math.nan,
-            math.nan,
-            Finding(what="threshold", value=None, words="not one number", evidence=evidence),
+            math.nan, math.nan, Finding("threshold", None, evidence, words="not one number")
         )
     low = float(stays.max())
     evidence = (
@@ -87,7 +85,7 @@ def threshold(attention: Attention, tiling: Tiling) -> Between | None:
         if nice is not None
         else f"{low:.3g} to {high:.3g} powers of two"
     )
-    return Between(low, high, Finding(what="threshold", value=nice, words=words, evidence=evidence))
+    return Between(low, high, Finding("threshold", nice, evidence, words=words))
 
 
 def _nice(low: float, high: float) -> tuple[float | None, str]:
@@ -134,9 +132,7 @@ def largest(attention: Attention, fmt: Format) -> Between | None:
     return Between(
         low,
         high * (1 + 2.0**-20),
-        Finding(
-            what="largest P", value=named[0] if named else None, words=words, evidence=evidence
-        ),
+        Finding("largest P", named[0] if named else None, evidence, words=words),
     )
 
 
@@ -158,9 +154,7 @@ def saturation(attention: Attention, tiling: Tiling, threshold: Between | None) 
         places = [tiling.place(keys)[1][0]]
     else:
         return Finding(
-            what="range of P",
-            value="kept",
-            evidence=f"one key gives {got:.4g} of its value; no maximum stays behind",
+            "range of P", "kept", f"one key gives {got:.4g} of its value; no maximum stays behind"
         )
     real = 1 / (1 + (keys - 1) * 2.0 ** -scores.power_of(chosen))
     for place in places:
@@ -177,22 +171,20 @@ def saturation(attention: Attention, tiling: Tiling, threshold: Between | None) 
         if not got >= CLIPPED * real:
             return _clipped(got, real, what)
     return Finding(
-        what="range of P",
-        value="kept",
-        evidence=f"{what}: {got:.4g} of its value, in real arithmetic {real:.4g}",
+        "range of P", "kept", f"{what}: {got:.4g} of its value, in real arithmetic {real:.4g}"
     )
 
 
 def _clipped(got: float, real: float, what: str) -> Finding:
     if math.isnan(got) or math.isinf(got):
         return Finding(
-            what="range of P",
-            value=False,
+            "range of P",
+            False,
+            f"{what}: {got}, in real arithmetic {real:.4g} (A-8)",
             words="left, without saturation",
-            evidence=f"{what}: {got}, in real arithmetic {real:.4g} (A-8)",
         )
     evidence = f"{what}: {got:.4g} of its value, in real arithmetic {real:.4g} (A-8)"
-    return Finding(what="range of P", value=False, words="left, and clipped", evidence=evidence)
+    return Finding("range of P", False, evidence, words="left, and clipped")
 
 
 def denominator(attention: Attention, fmt: Format, scale: float) -> Finding:
@@ -204,10 +196,10 @@ def denominator(attention: Attention, fmt: Format, scale: float) -> Finding:
     """
     if fmt.mantissa_bits > 7:
         return Finding(
-            what="denominator",
-            value=None,
+            "denominator",
+            None,
+            f"operands in {fmt}",
             words="cannot tell: probabilities are not rounded",
-            evidence=f"operands in {fmt}",
         )
     rows = []
     for pair in scores.powers(0.05, 3):
@@ -242,4 +234,4 @@ def denominator(attention: Attention, fmt: Format, scale: float) -> Finding:
     # 1 if unrounded, 0 if rounded; in bfloat16 outputs an average over 64 significands is within a
     # quarter
     value = "unrounded" if abs(part - 1) < 0.3 else "rounded" if abs(part) < 0.3 else None
-    return Finding(what="denominator", value=value, evidence=evidence)
+    return Finding("denominator", value, evidence)

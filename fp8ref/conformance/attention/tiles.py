@@ -61,20 +61,13 @@ def tiling(attention: Attention) -> Tiling:
         )
         evidence = f"blocks of {BLOCK} keys that were cast before a larger score came, {runs}"
         return Tiling(
-            None,
-            None,
-            Finding(
-                what="tiles",
-                value=None,
-                words="neither ascending nor descending",
-                evidence=evidence,
-            ),
+            None, None, Finding("tiles", None, evidence, words="neither ascending nor descending")
         )
     evidence = (
         f"a larger score in any of {BLOCKS * BLOCK:,} keys changes how all others are cast, or none"
     )
     words = "not seen: one for all keys, or probabilities are not rounded, or the maximum stays"
-    return Tiling(None, None, Finding(what="tiles", value=None, words=words, evidence=evidence))
+    return Tiling(None, None, Finding("tiles", None, evidence, words=words))
 
 
 def _refined(attention: Attention, ranks: np.ndarray) -> Tiling:
@@ -96,11 +89,7 @@ def _refined(attention: Attention, ranks: np.ndarray) -> Tiling:
         if alike.any() and not alike.all()
         else f"the first {after} blocks of {BLOCK} keys are cast alike"
     )
-    return Tiling(
-        length,
-        descending,
-        Finding(what="tiles", value=f"{length} keys, {order}", evidence=evidence),
-    )
+    return Tiling(length, descending, Finding("tiles", f"{length} keys, {order}", evidence))
 
 
 def _before(attention: Attention, largest: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -76,7 +76,7 @@ def _mask_finding(attention: Attention, what: str, cases: list[tuple[Mask, int, 
     """
     seen_keys, cases, refused = _answered(attention, cases)
     if not seen_keys:
-        return Finding(what=what, value=None, words=REFUSED, evidence=refused)
+        return Finding(what, None, refused, words=REFUSED)
     rows = sum(case[1] for case in cases)
     for alignment in ("end", "start") if cases[0][0] != FULL else ("end",):
         aligned = [dataclasses.replace(mask, alignment=alignment) for mask, _, _ in cases]
@@ -86,10 +86,9 @@ def _mask_finding(attention: Attention, what: str, cases: list[tuple[Mask, int, 
         ):
             words = "all keys" if cases[0][0] == FULL else f"aligned to the {alignment}"
             return Finding(
-                what=what,
-                value=words,
-                evidence=f"the keys that {rows} queries see, {len(cases)} "
-                f"shape{'s' * (len(cases) > 1)}",
+                what,
+                words,
+                f"the keys that {rows} queries see, {len(cases)} shape{'s' * (len(cases) > 1)}",
             )
     for visible, (mask, tq, tk) in zip(seen_keys, cases, strict=True):
         wanted = expected(mask, tq, tk)
@@ -110,21 +109,12 @@ def _mask_finding(attention: Attention, what: str, cases: list[tuple[Mask, int, 
             )
             witness = Counterexample(
                 input=f"{_named(mask)}, {tq} queries, {tk} keys, all scores 0: query {i}, key {j}",
-                bits=(),
-                dtype="float32",
                 got="seen" if visible[i, j] else "not seen",
                 expected="not seen" if visible[i, j] else "seen",
                 clause="A-3",
             )
-            return Finding(
-                what=what, value=None, words=words, evidence=str(witness), witness=witness
-            )
-    return Finding(
-        what=what,
-        value=None,
-        words="aligned to the start and to the end",
-        evidence=f"{len(cases)} shapes",
-    )
+            return Finding(what, None, str(witness), words=words, witness=witness)
+    return Finding(what, None, f"{len(cases)} shapes", words="aligned to the start and to the end")
 
 
 def _answered(
@@ -191,21 +181,15 @@ def _documents_finding(attention: Attention) -> Finding:
     visible = seen(attention, FULL, len(ids), len(ids), documents=(ids, ids))
     expected = ids[:, None] == ids
     if np.array_equal(visible, expected):
-        return Finding(
-            what="documents", value="their own", evidence=f"the keys that {len(ids)} queries see"
-        )
+        return Finding("documents", "their own", f"the keys that {len(ids)} queries see")
     i, j = (int(x) for x in np.argwhere(visible != expected)[0])
     witness = Counterexample(
         input=f"documents {ids[i]} and {ids[j]}: query {i}, key {j}",
-        bits=(),
-        dtype="float32",
         got="seen" if visible[i, j] else "not seen",
         expected="not seen" if visible[i, j] else "seen",
         clause="A-3",
     )
-    return Finding(
-        what="documents", value=None, words="not separated", evidence=str(witness), witness=witness
-    )
+    return Finding("documents", None, str(witness), words="not separated", witness=witness)
 
 
 def _heads_finding(attention: Attention) -> Finding:
@@ -226,14 +210,12 @@ def _heads_finding(attention: Attention) -> Finding:
     try:
         outputs = attention.ask(Question(q, k, v)).o[0, :, 0]
     except RefusedError as error:
-        return Finding(what="heads", value=None, words=REFUSED, evidence=str(error))
+        return Finding("heads", None, str(error), words=REFUSED)
     k_heads, v_heads = (outputs[:, part] != 0 for part in (slice(0, kv), slice(kv, 2 * kv)))
     expected = np.arange(kv) == (np.arange(heads) * kv // heads)[:, None]
     if np.array_equal(k_heads, expected) and np.array_equal(v_heads, expected):
         return Finding(
-            what="heads",
-            value="consecutive",
-            evidence=f"the heads of k and v that {heads} query heads use of {kv}",
+            "heads", "consecutive", f"the heads of k and v that {heads} query heads use of {kv}"
         )
     modulo = np.arange(kv) == (np.arange(heads) % kv)[:, None]
     words = (
@@ -246,13 +228,11 @@ def _heads_finding(attention: Attention) -> Finding:
     got = ", ".join(map(str, np.flatnonzero(used[j]))) or "none"
     witness = Counterexample(
         input=f"{heads} query heads, {kv} heads of keys: query head {j}",
-        bits=(),
-        dtype="float32",
         got=f"head {got} of {which}",
         expected=f"head {j * kv // heads}",
         clause="A",
     )
-    return Finding(what="heads", value=None, words=words, evidence=str(witness), witness=witness)
+    return Finding("heads", None, str(witness), words=words, witness=witness)
 
 
 def _kind(mask: Mask) -> str:

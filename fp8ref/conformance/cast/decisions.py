@@ -36,12 +36,9 @@ def rounding(a: Responses, b: Behavior) -> Finding:
     if differs.any():
         shown = a.counterexample(simplest(a.x, differs), b, "C-2")
         return Finding(
-            what="rounding",
-            value=matches[0] if matches else None,
-            evidence=f"{about}: {shown}",
-            witness=shown,
+            "rounding", matches[0] if matches else None, f"{about}: {shown}", witness=shown
         )
-    return Finding(what="rounding", value="nearest_even", evidence=f"{about}")
+    return Finding("rounding", "nearest_even", f"{about}")
 
 
 def nearest_rounding(
@@ -74,16 +71,9 @@ def subnormals(a: Responses, b: Behavior) -> Finding:
     differs = a.mismatches(b, relevant)
     if differs.any():
         shown = a.counterexample(simplest(a.x, differs), b, "F-1")
-        return Finding(
-            what="subnormals",
-            value=matches[0] if matches else None,
-            evidence=str(shown),
-            witness=shown,
-        )
+        return Finding("subnormals", matches[0] if matches else None, str(shown), witness=shown)
     return Finding(
-        what="subnormals",
-        value="kept",
-        evidence=f"{int(relevant.sum())} inputs below {a.fmt.smallest_normal:g}",
+        "subnormals", "kept", f"{int(relevant.sum())} inputs below {a.fmt.smallest_normal:g}"
     )
 
 
@@ -104,7 +94,7 @@ def negative_zero(a: Responses, b: Behavior) -> Finding:
         if value == ("lost" if a.fmt.specials == "fnuz" else "kept")
         else a.counterexample(at, b, "C-6")
     )
-    return Finding(what="negative_zero", value=value, evidence=evidence, witness=wrong)
+    return Finding("negative_zero", value, evidence, witness=wrong)
 
 
 def overflow(a: Responses, b: Behavior) -> Finding:
@@ -141,10 +131,7 @@ def _beyond(name: str, a: Responses, at: int, b: Behavior) -> Finding:
     shown, bits = number_text(a.x, at, a.source)
     wrong = None if value == "max" else a.counterexample(at, b, "C-3")
     return Finding(
-        what=name,
-        value=value,
-        evidence=f"{shown} ({bits}) gives {output_text(a.output, at, a.fmt)}",
-        witness=wrong,
+        name, value, f"{shown} ({bits}) gives {output_text(a.output, at, a.fmt)}", witness=wrong
     )
 
 
@@ -158,10 +145,7 @@ def nans(a: Responses, b: Behavior) -> tuple[Finding, tuple[int, int] | None]:
     if a.output.values_only and by_sign == [[a.fmt.nan_code]] * 2:
         code = a.fmt.nan_code
         return Finding(
-            what="nan_code",
-            value=None,
-            evidence="NaN stays NaN; values do not show its code",
-            words="NaN",
+            "nan_code", None, "NaN stays NaN; values do not show its code", words="NaN"
         ), (code, code)
     # Codes may differ by the payload: then no pair of codes describes them.
     shown = " and ".join(
@@ -169,7 +153,7 @@ def nans(a: Responses, b: Behavior) -> tuple[Finding, tuple[int, int] | None]:
     )
     evidence = f"{int(nan.sum())} NaNs, without and with the sign, give {shown}"
     if any(len(codes) != 1 for codes in by_sign):
-        return Finding(what="nan_code", value=None, evidence=evidence), None
+        return Finding("nan_code", None, evidence), None
     pair = by_sign[0][0], by_sign[1][0]
     differs = a.mismatches(b, nan)
     wrong = a.counterexample(int(np.argmax(differs)), b, "C-5") if differs.any() else None
@@ -178,9 +162,7 @@ def nans(a: Responses, b: Behavior) -> tuple[Finding, tuple[int, int] | None]:
         if pair[0] == pair[1]
         else f"0x{pair[0] & 255:02X}, of -NaN 0x{pair[1] & 255:02X}"
     )
-    return Finding(
-        what="nan_code", value=pair[0], evidence=evidence, words=word, witness=wrong
-    ), pair
+    return Finding("nan_code", pair[0], evidence, words=word, witness=wrong), pair
 
 
 def double_rounding(
@@ -209,13 +191,13 @@ def double_rounding(
     name = "double_rounding" if a.source == "float32" else f"double_rounding of {a.source}"
     if through is None:
         return Finding(
-            what=name,
-            value=None,
+            name,
+            None,
+            f"{int(relevant.sum()):,} inputs, those next to ties among them",
             words="none",
-            evidence=f"{int(relevant.sum()):,} inputs, those next to ties among them",
         ), None
     shown = a.counterexample(simplest(a.x, a.mismatches(b, relevant)), b, "C-1")
-    return Finding(what=name, value=str(through), evidence=str(shown), witness=shown), through
+    return Finding(name, str(through), str(shown), witness=shown), through
 
 
 def with_double_rounding(b: Behavior, source: str, through: DoubleRounding | None) -> Behavior:

@@ -112,12 +112,10 @@ def findings_of_four_bits(a: Responses, rounding: str, nans: tuple[int, int]) ->
     """The findings on a cast to e2m1fn, which has no code of NaN (C-9)."""
     asked = f"{a.x.size} numbers of {a.fmt}, midpoints, neighbors and infinities"
     return [
-        Finding(what="rounding", value=rounding, evidence=asked),
-        Finding(what="packing", value=a.output.packing, evidence="the shape of its output"),
+        Finding("rounding", rounding, asked),
+        Finding("packing", a.output.packing, "the shape of its output"),
         Finding(
-            what="NaN",
-            value=f"{nans[0]}, {nans[1]}",
-            evidence="the codes of NaN and -NaN, where no code is NaN (C-9)",
+            "NaN", f"{nans[0]}, {nans[1]}", "the codes of NaN and -NaN, where no code is NaN (C-9)"
         ),
     ]
 

@@ -137,9 +137,9 @@ class _Explained:
         first = next(iter(self.responses.values()))
         asked = f"{first.x.size:,} of the {first.source} inputs"
         return Finding(
-            what="answers",
-            value=right,
-            evidence=f"of {total:,} are those of "
+            "answers",
+            right,
+            f"of {total:,} are those of "
             f"this{'' if exhaustive else '; --exhaustive asks all of float32'}",
             words=f"{right:,}",
             unasked=() if exhaustive else (f"all but {asked}",),
@@ -244,7 +244,6 @@ def _identify_four_bits(subject: Subject, fmt: Format, source: str, expect: str 
         differences = [
             Counterexample(
                 input="NaN" if usual else "a tie",
-                bits=(),
                 dtype=source,
                 got=f"codes {pair}" if usual else f"rounding {rounding}",
                 expected=f"codes {known[expect].nan}" if usual else "nearest_even",
@@ -294,10 +293,10 @@ def _other_dtypes(
             unasked = (f"{other}, for which it raises",) if other != "float64" else ()
             findings.append(
                 Finding(
-                    what=f"double_rounding of {other}",
-                    value=None,
+                    f"double_rounding of {other}",
+                    None,
+                    str(error),
                     words="not tested",
-                    evidence=str(error),
                     unasked=unasked,
                 )
             )
@@ -353,10 +352,10 @@ def check_all_inputs(
     wrong, example = all_inputs.simplest_difference(differing, inputs=inputs)
     total = all_inputs.INPUTS if inputs is None else inputs
     finding = Finding(
-        what="all inputs",
-        value=total - wrong,
+        "all inputs",
+        total - wrong,
+        f"of {total:,} float32 inputs match the behavior found",
         words=f"{total - wrong:,}",
-        evidence=f"of {total:,} float32 inputs match the behavior found",
     )
     return finding, [example] if example else []
 
@@ -390,7 +389,7 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
             f"all {x.size} numbers of {len(cast_inputs.CAST_FORMATS)} formats come back "
             "unchanged: it rounds to none of them"
         )
-        return None, Finding(what="format", value=None, evidence=evidence)
+        return None, Finding("format", None, evidence)
     found_fmt, evidence = outputs.identify_format(output, x, fmt)
     if found_fmt is None and position is not None:
         raise ConformanceError(
@@ -423,11 +422,7 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
         else f"{found_fmt}, max {found_fmt.max:g}, not {fmt}"
     )
     return found_fmt, Finding(
-        what="format",
-        value=found_fmt and found_fmt.name,
-        words=text,
-        evidence=evidence,
-        witness=witness,
+        "format", found_fmt and found_fmt.name, evidence, words=text, witness=witness
     )
 
 

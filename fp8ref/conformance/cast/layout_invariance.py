@@ -82,9 +82,7 @@ def check_shapes(
         else []
     )
     text = "not all alike" if wrong else "all alike"
-    return Finding(
-        what="shapes", value=not wrong, words=text, evidence=evidence, unasked=tuple(unasked)
-    ), wrong
+    return Finding("shapes", not wrong, evidence, words=text, unasked=tuple(unasked)), wrong
 
 
 def check_strides(

@@ -370,9 +370,9 @@ def _rounding(rates: RoundingRates, fine: RoundingRates, differs_again: bool) ->
         at = simplest(rates.x, rates.depart)
         witness = rates.counterexample(at, f"{rates.fractions[at]:g} of the time")
     return Finding(
-        what="rounding",
-        value=None if witness else "stochastic",
-        evidence=evidence,
+        "rounding",
+        None if witness else "stochastic",
+        evidence,
         words="at random" if witness else "",
         witness=witness,
     )

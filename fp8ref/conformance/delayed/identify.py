@@ -105,7 +105,7 @@ class DelayedOutcome(Result):
     def render(self, console: "Console") -> None:
         """Print each decision, then the message."""
         rows = [
-            Finding(what=key, value=value, evidence="", others=self.others.get(key, ()))
+            Finding(key, value, "", others=self.others.get(key, ()))
             for key, value in self.fields.items()
         ]
         console.print(table(rows))

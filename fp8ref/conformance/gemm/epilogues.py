@@ -56,7 +56,7 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
         f"{values.size} sums of integers under random scales, given as {dtype}, are all "
         f"numbers of {out}, such as {values.flat[0]:.9g}"
     )
-    findings = [Finding(what="out_dtype", value=out.name, evidence=evidence)]
+    findings = [Finding("out_dtype", out.name, evidence)]
     if out == FLOAT32:
         return dataclasses.replace(bench, out=out), findings
     wrong = dict.fromkeys(ROUNDINGS, 0)
@@ -72,7 +72,7 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
         f"{wrong[best]} of the same results are rounded differently; the order of scales is "
         "not known yet"
     )
-    findings.append(Finding(what="out_rounding", value=best, evidence=evidence))
+    findings.append(Finding("out_rounding", best, evidence))
     return dataclasses.replace(bench, out=out, rounding=best), findings
 
 
@@ -198,12 +198,7 @@ def _fitting(
             "" if fits else ", the least of all"
         )
     names = [e.name for e in fits]
-    return fits, Finding(
-        what="epilogue",
-        value=names[0] if fits else None,
-        evidence=evidence,
-        others=tuple(names[1:]),
-    )
+    return fits, Finding("epilogue", names[0] if fits else None, evidence, others=tuple(names[1:]))
 
 
 def _operands(

@@ -260,10 +260,7 @@ def _accumulation(
             if name
             else "no order of the simulator groups products in this way"
         )
-        return fits, [
-            width,
-            Finding(what="order", value=fits[0] if fits else None, evidence=evidence),
-        ]
+        return fits, [width, Finding("order", fits[0] if fits else None, evidence)]
     units, findings = step.units(bench, width.value)
     findings = [width, *findings]
     if not units:

@@ -237,7 +237,7 @@ def _zero_factor_units(
     if zeros == "least":  # only where exponents are coded (G-18)
         coded = [unit for unit in units if (unit.exponents, unit.zeros) == ("coded", "excluded")]
         units = [dataclasses.replace(unit, zeros="least") for unit in coded]
-    return units, Finding(what="zeros", value=zeros, evidence=evidence, others=tuple(fits[1:]))
+    return units, Finding("zeros", zeros, evidence, others=tuple(fits[1:]))
 
 
 def random_operands(
@@ -300,16 +300,14 @@ def _group_finding(
     group: str, c: np.ndarray, d: np.ndarray, expected: np.ndarray, same: np.ndarray
 ) -> Finding:
     if same.all():
-        return Finding(
-            what=group, value="as the simulator has it", evidence=f"{same.size} instructions"
-        )
+        return Finding(group, "as the simulator has it", f"{same.size} instructions")
     i = int(np.flatnonzero(~same)[0])
     bits = (int(x.view(np.uint32)) for x in (c[i], d[i], expected[i]))
     evidence = (
         "{1} of {0} instructions differ; instruction {2}, with c = {3:08x}, gave {4:08x}; the "
         "simulator gives {5:08x}".format(same.size, int((~same).sum()), i, *bits)
     )
-    return Finding(what=group, value="not as the simulator has it", evidence=evidence)
+    return Finding(group, "not as the simulator has it", evidence)
 
 
 def _groups(

@@ -143,7 +143,7 @@ def fitting_plans(
     """
     measured = places(bench, units[0])
     if isinstance(measured, str):
-        return [], [Finding(what="promotion", value=None, evidence=measured)]
+        return [], [Finding("promotion", None, measured)]
     evidence = f"steps before it in its chain, for every 32 of K: {_short(measured)}"
     alike = [
         plan
@@ -161,7 +161,7 @@ def fitting_plans(
             break
     evidence += f"; of {len(alike)} plans with such chains {len(plans)} had the bits of random sums"
     if not plans:
-        return [], [Finding(what="promotion", value=None, evidence=evidence)]
+        return [], [Finding("promotion", None, evidence)]
     return plans, findings_of(plans, evidence)
 
 
@@ -178,10 +178,8 @@ def findings_of(plans: Sequence[Accumulation], evidence: str) -> list[Finding]:
         else "0 in every step, whose results are added in float32"
     )
     findings = [
-        Finding(
-            what="promotion", value=simplest.promotion or "none", evidence=evidence, others=others
-        ),
-        Finding(what="accumulator", value=accumulator, evidence=SAME),
+        Finding("promotion", simplest.promotion or "none", evidence, others=others),
+        Finding("accumulator", accumulator, SAME),
     ]
     names = (
         FIELDS[2:]
@@ -190,9 +188,7 @@ def findings_of(plans: Sequence[Accumulation], evidence: str) -> list[Finding]:
     )
     for name in names:
         values = list(dict.fromkeys(getattr(plan, name) for plan in plans))
-        findings.append(
-            Finding(what=name, value=values[0], evidence=SAME, others=tuple(values[1:]))
-        )
+        findings.append(Finding(name, values[0], SAME, others=tuple(values[1:])))
     return findings
 
 

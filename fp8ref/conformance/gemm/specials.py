@@ -76,17 +76,15 @@ def specials(bench: Bench) -> list[Finding]:
             if not wrong
             else ", ".join(f"{n} is {value}" for n, value in wrong.items())
         )
-        findings.append(
-            Finding(what=what, value=words, evidence=", ".join(f"{n} is {got[n]}" for n in names))
-        )
+        findings.append(Finding(what, words, ", ".join(f"{n} is {got[n]}" for n in names)))
     bits = {int(x.view(np.uint32)) for x in results if np.isnan(x)}
     if bits:
         listed = ", ".join(f"{b:08x}" for b in sorted(bits))
         findings.append(
             Finding(
-                what="nan_bits",
-                value=listed,
-                evidence=f"bits of the NaNs above, widened to float32; tensor cores give {NAN:08x}",
+                "nan_bits",
+                listed,
+                f"bits of the NaNs above, widened to float32; tensor cores give {NAN:08x}",
             )
         )
     return findings
@@ -127,9 +125,7 @@ def extremes(
                 f"{len(wrong)} differ from the simulator, such as {results[at]:.9g} instead of "
                 f"{expected[at]:.9g}"
             )
-        findings.append(
-            Finding(what=what, value=words if len(wrong) else ALIKE[1], evidence=evidence)
-        )
+        findings.append(Finding(what, words if len(wrong) else ALIKE[1], evidence))
     return findings
 
 

@@ -60,7 +60,7 @@ def width(bench: Bench) -> Finding:
     # one by one, all between 0 and j are lost, and j itself is not one of the 30
     expected |= {SEQUENTIAL: [K_STEP - (j + 1) for j in pairs], WIDE: [K_STEP - 2 for _ in pairs]}
     widths = [w for w, counts in expected.items() if np.array_equal(kept, counts)]
-    return Finding(what="fused_width", value=widths[0] if widths else None, evidence=evidence)
+    return Finding("fused_width", widths[0] if widths else None, evidence)
 
 
 def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Finding]]:
@@ -91,11 +91,7 @@ def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Findin
     )
     return agreeing, [
         *findings,
-        Finding(
-            what="random steps",
-            value="as the simulator has them" if agreeing else None,
-            evidence=evidence,
-        ),
+        Finding("random steps", "as the simulator has them" if agreeing else None, evidence),
     ]
 
 
@@ -157,7 +153,7 @@ def _narrowed(
     fields   by field, a word: stimuli with it in their names are the finding's evidence.
     """
     if not candidates:
-        return [], [Finding(what=field, value=None, evidence="") for field in fields]
+        return [], [Finding(field, None, "") for field in fields]
     start = bench.k - candidates[0].fused_width
     a, b = bench.codes(
         [{start + k: pair for k, pair in terms.items()} for terms in stimuli.values()]
@@ -176,10 +172,7 @@ def _narrowed(
         }
         findings.append(
             Finding(
-                what=field,
-                value=values[0] if values else None,
-                evidence=_evidence(shown),
-                others=tuple(values[1:]),
+                field, values[0] if values else None, _evidence(shown), others=tuple(values[1:])
             )
         )
     return fitting, findings

@@ -3,7 +3,7 @@ all.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,8 +29,8 @@ class Counterexample:
     """
 
     input: str
-    bits: tuple[str, ...]
-    dtype: str
+    bits: tuple[str, ...] = ()
+    dtype: str = "float32"
     got: str
     expected: str
     clause: str
@@ -66,7 +66,7 @@ def show(value: float) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One property of a function, its value, and the evidence.
 
@@ -82,6 +82,7 @@ class Finding:
     what: str
     value: Any
     evidence: str
+    _: KW_ONLY
     words: str = ""
     witness: Counterexample | None = None
     others: tuple = ()
@@ -141,10 +142,10 @@ def strides_finding(
     evidence += f"{'; ' * bool(accepted)}it raises for {', '.join(refused)}" if refused else ""
     unasked = (f"strides {', '.join(refused)}, for which it raises",) if refused else ()
     return Finding(
-        what="strides",
-        value=not counterexamples,
+        "strides",
+        not counterexamples,
+        str(counterexamples[0]) if counterexamples else evidence,
         words=text,
-        evidence=str(counterexamples[0]) if counterexamples else evidence,
         unasked=unasked,
     )
 

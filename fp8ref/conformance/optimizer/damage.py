@@ -139,11 +139,7 @@ def findings(damage: dict[str, str], layout: Layout | None) -> list[Finding]:
         f"{', '.join(DAMAGED)}, each alone in a tensor {SHAPE}; "
         f"{', '.join([*PLACES, *SHAPES, WEIGHT])}"
     )
-    return [
-        Finding(
-            what="gradients that are not finite", value=not damage, words=words, evidence=evidence
-        )
-    ]
+    return [Finding("gradients that are not finite", not damage, evidence, words=words)]
 
 
 def _lost(asked: Inputs, layout: Layout, gradient: str) -> list[np.ndarray]:

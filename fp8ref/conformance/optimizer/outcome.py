@@ -143,8 +143,6 @@ def counterexample(first: Departure, layout: Layout) -> Counterexample:
 
     return Counterexample(
         input=str(first),
-        bits=(),
-        dtype="float32",
         got=said(first.got),
         expected=f"{said(first.expected)} of layout {layout.name!r}",
         clause=clause,
@@ -169,9 +167,9 @@ def findings(
     )
     findings = [
         Finding(
-            what="layout",
-            value=None if layout is None else layout.name,
-            evidence=compared,
+            "layout",
+            None if layout is None else layout.name,
+            compared,
             words="" if layout else "none that has a name",
         )
     ]
@@ -191,7 +189,7 @@ def findings(
         if layout
         else "no form of a named layout"
     )
-    findings.append(Finding(what="weights", value=exact, words=words, evidence=evidence))
+    findings.append(Finding("weights", exact, evidence, words=words))
     plain = Form(m=layout.average, v=layout.average) if layout else Form()
     for key, title in FIELDS.items() if has_form else ():
         value = getattr(form, key)
@@ -202,12 +200,7 @@ def findings(
             forms.AVERAGES.get(value) or forms.SQUARES.get(value) if key in ("m", "v") else None
         )
         findings.append(
-            Finding(
-                what=title,
-                value=value,
-                words=f"{value}: {formula}" if formula else "",
-                evidence=as_clause,
-            )
+            Finding(title, value, as_clause, words=f"{value}: {formula}" if formula else "")
         )
     return findings
 

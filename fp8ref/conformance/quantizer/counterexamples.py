@@ -271,7 +271,6 @@ def unexpected_policy(
         code = Counterexample(
             input="x of ones",
             bits=("0x3F800000",),
-            dtype="float32",
             got=f"codes of {found_fmt}",
             expected=f"codes of {fmt}",
             clause="F-2",
@@ -313,7 +312,6 @@ def transposed_scales(output: QuantizerOutput, scale_layout: ScaleLayout) -> lis
     return [
         Counterexample(
             input=f"x {list(shape)}",
-            bits=(),
             dtype=output.dtype,
             got=f"scales {list(s)}",
             expected=f"{list(scale_layout.shape(shape))}, each scale at the place of its block",
@@ -424,11 +422,4 @@ def misnamed_arrays(answers: Answers, policy: ScalePolicy) -> list[Counterexampl
 
 
 def _misnamed(name: str, got: str, expected: str, clause: str) -> Counterexample:
-    return Counterexample(
-        input=f"its output {name!r}",
-        bits=(),
-        dtype="float32",
-        got=got,
-        expected=expected,
-        clause=clause,
-    )
+    return Counterexample(input=f"its output {name!r}", got=got, expected=expected, clause=clause)

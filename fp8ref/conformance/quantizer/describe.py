@@ -138,7 +138,7 @@ def format_finding(output: QuantizerOutput, found_fmt: Format, fmt: Format) -> F
     evidence = f"it gives {output.dtype}" + (
         "" if output.dtype.startswith("float8") else f", taken for {found_fmt}'s"
     )
-    return Finding(what="format", value=found_fmt.name, words=text, evidence=evidence)
+    return Finding("format", found_fmt.name, evidence, words=text)
 
 
 def axis_finding(matched: PolicyMatch, axis: int | None) -> Finding:
@@ -146,20 +146,20 @@ def axis_finding(matched: PolicyMatch, axis: int | None) -> Finding:
     scale_layout = matched.answers.scale_layout
     if axis is None:
         return Finding(
-            what="axis",
-            value=None,
+            "axis",
+            None,
+            f"{scale_layout.granularity} scales are the same along both",
             words="either",
-            evidence=f"{scale_layout.granularity} scales are the same along both",
         )
     if axis == -1:
-        return Finding(what="axis", value=-1, evidence="scales are along the last axis")
+        return Finding("axis", -1, "scales are along the last axis")
     witness = counterexamples.smallest_for_granularity(
         matched.answers.quantizer, matched.chosen, dataclasses.replace(scale_layout, axis=-1)
     )
     return Finding(
-        what="axis",
-        value=axis,
-        evidence=str(witness) if witness else "scales are along the first axis",
+        "axis",
+        axis,
+        str(witness) if witness else "scales are along the first axis",
         witness=witness,
     )
 
@@ -182,9 +182,7 @@ def returned_finding(scale_layout: ScaleLayout, output: QuantizerOutput) -> Find
     evidence = f"next to {codes}" + (
         "" if scale_layout.kinds else ", nothing that varies with the amax"
     )
-    return Finding(
-        what="returns", value=value, words=text or "neither scale nor scale_inv", evidence=evidence
-    )
+    return Finding("returns", value, evidence, words=text or "neither scale nor scale_inv")
 
 
 def untaken(findings: list[Finding]) -> str:
@@ -218,7 +216,6 @@ def without_granularity(
     finding = findings[-1]
     witness = Counterexample(
         input=finding.evidence,
-        bits=(),
         dtype=quantizer.dtype,
         got=finding.text,
         expected="a granularity of S-6",
@@ -284,11 +281,11 @@ def policy_finding(matched: PolicyMatch) -> Finding:
             if same and quantizer.dtype == "bfloat16" and not memory
             else ""
         )
-        return Finding(what="policy", value=matched.names[0], words=text + same, evidence=evidence)
+        return Finding("policy", matched.names[0], evidence, words=text + same)
     nearest = matched.nearest.candidate.policy.name
     text = (
         f"{nearest}, but {matched.deviation}"
         if matched.deviation
         else f"no known policy; nearest {nearest}"
     )
-    return Finding(what="policy", value=None, words=text, evidence=evidence)
+    return Finding("policy", None, evidence, words=text)

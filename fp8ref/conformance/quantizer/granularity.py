@@ -55,10 +55,7 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
         )
     if not count:
         return quantizer, Finding(
-            what="memory",
-            value=0,
-            words="none",
-            evidence="a call of ones gives the same after a call of 1024s",
+            "memory", 0, "a call of ones gives the same after a call of 1024s", words="none"
         )
     if count == _CALLS:
         raise ConformanceError(
@@ -79,10 +76,10 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
         "whether it takes the maximum of earlier amaxes, or what it keeps"
     )
     finding = Finding(
-        what="memory",
-        value=count,
+        "memory",
+        count,
+        evidence,
         words=f"stale: from {count} earlier call{'s' if count > 1 else ''}",
-        evidence=evidence,
         witness=witness,
     )
     return replace(quantizer, memory=count), finding
@@ -140,7 +137,7 @@ def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
                 return FoundGranularity(
                     granularity=name,
                     axis=None if free else axis,
-                    finding=Finding(what="granularity", value=name, evidence=evidence),
+                    finding=Finding("granularity", name, evidence),
                 )
     alone = different.sum() == 1
     text = (
@@ -149,9 +146,7 @@ def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
         else f"blocks of {len(rows)} x {len(columns)}" + ("" if whole else ", not all of them")
     )
     return FoundGranularity(
-        granularity=None,
-        axis=None,
-        finding=Finding(what="granularity", value=None, words=text, evidence=evidence),
+        granularity=None, axis=None, finding=Finding("granularity", None, evidence, words=text)
     )
 
 

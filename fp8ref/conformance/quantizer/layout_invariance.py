@@ -122,18 +122,15 @@ def check_shapes(
     )
     findings = [
         Finding(
-            what="shapes",
-            value=not counterexamples,
+            "shapes",
+            not counterexamples,
+            str(counterexamples[0]) if counterexamples else evidence,
             words=text,
-            evidence=str(counterexamples[0]) if counterexamples else evidence,
             unasked=tuple(unasked),
         )
     ]
     findings += [
-        Finding(
-            what="NaN inside", value=False, words="lost where XLA's max loses it", evidence=str(w)
-        )
-        for w in lost
+        Finding("NaN inside", False, str(w), words="lost where XLA's max loses it") for w in lost
     ]
     return findings, counterexamples
 
@@ -162,10 +159,10 @@ def check_ragged_blocks(
     evidence = str(counterexamples[0]) if counterexamples else evidence
     return [
         Finding(
-            what="ragged blocks",
-            value=not counterexamples if accepted else None,
+            "ragged blocks",
+            not counterexamples if accepted else None,
+            evidence,
             words=text,
-            evidence=evidence,
             unasked=unasked,
         )
     ], counterexamples
@@ -255,11 +252,7 @@ def check_dtype(
         responses = outputs.ask(quantizer, amaxes, shape, at, along)
     except RefusedError as error:
         refused = Finding(
-            what=what,
-            value=None,
-            words="not taken",
-            evidence=str(error),
-            unasked=(f"{dtype}, for which it raises",),
+            what, None, str(error), words="not taken", unasked=(f"{dtype}, for which it raises",)
         )
         return None, refused, []
     answers = Answers(
@@ -279,10 +272,10 @@ def check_dtype(
     agreed = next((a for a in agreements if (a.both | ~answers.considered).all()), None)
     if agreed:
         evidence = f"{answers.considered.sum()} groups match it"
-        finding = Finding(what=what, value=agreed.candidate.policy.name, evidence=evidence)
+        finding = Finding(what, agreed.candidate.policy.name, evidence)
         return agreed.candidate, finding, []
     wrong = _counterexample_among(answers, agreements[0].both | ~answers.considered, candidate)
-    finding = Finding(what=what, value=None, words="something else", evidence=str(wrong[0]))
+    finding = Finding(what, None, str(wrong[0]), words="something else")
     # S-13 leaves quotients in float16 open
     stated = dtype == "bfloat16" or candidate.policy.stored == "scale"
     return None, finding, wrong if stated else []
@@ -358,7 +351,6 @@ def _other_counts(
     return [
         Counterexample(
             input=str(tensor),
-            bits=(),
             dtype=output.dtype,
             got=f"{name or 'scales'} {list(shape)}",
             expected=f"{count} scales, one of each block, the last one too",

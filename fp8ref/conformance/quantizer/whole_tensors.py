@@ -175,7 +175,6 @@ class TensorAnswers:
         """``first_wrong``; or, if no element alone is wrong, that its mean is."""
         return self.first_wrong(candidate, packing) or Counterexample(
             input="the mean of many calls",
-            bits=(),
             dtype=self.source,
             got="a biased code",
             expected="an unbiased one",
@@ -271,34 +270,26 @@ def _findings(
     others = tuple(str(dataclasses.replace(c, rounding=rounding)) for c in match.agreeing[1:])
     size = sum(x.size for x in answers.tensors.values())
     return [
+        Finding("packing", match.packing, f"codes of {kinds} tensors {list(SHAPE)}"),
+        Finding("granularity", nearest.granularity, f"axis {nearest.axis}"),
         Finding(
-            what="packing", value=match.packing, evidence=f"codes of {kinds} tensors {list(SHAPE)}"
-        ),
-        Finding(what="granularity", value=nearest.granularity, evidence=f"axis {nearest.axis}"),
-        Finding(
-            what="policy",
-            value=nearest.policy if matched else None,
+            "policy",
+            nearest.policy if matched else None,
+            f"{'all' if match.agreeing else 'some'} of {size} codes of {kinds} tensors",
             others=others if matched else (str(nearest),),
-            evidence=f"{'all' if match.agreeing else 'some'} of {size} codes of {kinds} tensors",
         ),
         Finding(
-            what="rounding",
-            value=rounding,
-            evidence=bias.text
-            if bias
-            else "ties and their neighbors under scales that are powers of two",
+            "rounding",
+            rounding,
+            bias.text if bias else "ties and their neighbors under scales that are powers of two",
         ),
         Finding(
-            what="scales",
-            value=", ".join(f"{n}: {scale_name or 'unknown'}" for n, scale_name in scales.items())
+            "scales",
+            ", ".join(f"{n}: {scale_name or 'unknown'}" for n, scale_name in scales.items())
             or "none",
-            evidence="by their numbers",
+            "by their numbers",
         ),
-        Finding(
-            what="NaN",
-            value=_codes_of_nan(answers),
-            evidence="not compared: e2m1fn has no NaN (C-9)",
-        ),
+        Finding("NaN", _codes_of_nan(answers), "not compared: e2m1fn has no NaN (C-9)"),
     ]
 
 
@@ -315,7 +306,6 @@ def _wrong_scales(
                 return [
                     Counterexample(
                         input=f"a tensor of {kind}",
-                        bits=(),
                         dtype=answers.source,
                         got=f"an array {name} that is not its {what}",
                         expected=f"that of {nearest}",
@@ -345,7 +335,6 @@ def _differences(answers: TensorAnswers, match: Match, expected: Expected) -> li
         return [
             Counterexample(
                 input="any tensor",
-                bits=(),
                 dtype=answers.source,
                 got="the first code of a pair in its high half",
                 expected="in its low half",

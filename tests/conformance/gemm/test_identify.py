@@ -129,7 +129,7 @@ def test_confirming_may_leave_no_split():
     plans = [plan(promotion=128), plan(split_k=4)]
     both = findings_of(plans, "seen")
     assert {"split_order", "split_tile"} <= {f.what for f in both}
-    left = _settled([*both, Finding(what="nan", value="as IEEE 754", evidence="")], plans[:1])
+    left = _settled([*both, Finding("nan", "as IEEE 754", "")], plans[:1])
     assert [f.what for f in left] == ["nan", "promotion", "accumulator", "split_k"]
     assert (left[1].value, left[1].evidence, left[1].others) == (128, "seen", ())
 

@@ -72,8 +72,6 @@ def counterexample(
     """One result of a stimulus that differs."""
     return Counterexample(
         input=f"out{list(map(int, at))} of {stimulus}",
-        bits=(),
-        dtype="float32",
         got=show(got),
         expected=show(expected),
         clause=clause,

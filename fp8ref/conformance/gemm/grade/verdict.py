@@ -188,11 +188,7 @@ class Grade(Result):
     def render(self, console: "Console") -> None:
         """Print the errors of each shape, then the message."""
         rows = [
-            Finding(
-                what=f"[{m}, {n}], K = {k}",
-                value=str(errors),
-                evidence=f"{errors.count} random results",
-            )
+            Finding(f"[{m}, {n}], K = {k}", str(errors), f"{errors.count} random results")
             for (m, n, k), errors in self.measured.items()
         ]
         console.print(table(rows))
