@@ -58,21 +58,18 @@ def test_the_check_sees_a_cache_without_a_bound():
 
 
 def _attention(i: int):
-    from fp8ref.spec.attention.variants import FULL
+    from fp8ref.spec.attention.call import Call
     from fp8ref.torch.attention import function as attention_function
 
-    values = attention_function.values
-    return attention_function.function(
-        "bf16", values("bf16"), values(FULL), 0.1 + i / 1000, 0, "fast", (None, None), ((), ())
-    )
+    call = Call(variant="bf16", scale=0.1 + i / 1000)
+    return attention_function.function(call, attention_function.values(call), None, ((), ()))
 
 
 def _attention_kernel(i: int):
-    from fp8ref.spec.attention.variants import VARIANTS
+    from fp8ref.torch.attention import RankCall
     from fp8ref.torch.attention import kernel as attention_kernel
-    from fp8ref.torch.attention.operands.inputs import Spec
 
-    return attention_kernel._function(Spec(variant=VARIANTS["fa3"], scale=0.1 + i / 1000))
+    return attention_kernel._function(RankCall(variant="fa3", scale=0.1 + i / 1000))
 
 
 def _linear(i: int):

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8ref.jax.attention import attention as jax_attention
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import ARITHMETIC, VARIANTS, Mask
 from fp8ref.torch.attention import attention as torch_attention
 
@@ -44,9 +45,8 @@ def in_torch(
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def by(variant: str, arithmetic):
-        return lambda q, k, v: torch_attention.apply(
-            q, k, v, variant=variant, mask=MASK, arithmetic=arithmetic
-        )
+        call = Call(variant=variant, mask=MASK, arithmetic=arithmetic)
+        return lambda q, k, v: torch_attention.apply(q, k, v, variant=call)
 
     def forward(function):
         with torch.no_grad():

@@ -41,7 +41,7 @@ def of_torch(arrays, **how):
                     tuple(map(torch.tensor, given)) if key == "documents" else torch.tensor(given)
                 )
             )
-    return ft.forward(*map(torch.tensor, arrays), arithmetic="stated", **how)
+    return ft.forward(*map(torch.tensor, arrays), **call_options(arithmetic="stated", **how))
 
 
 ROOMS = {

@@ -27,9 +27,8 @@ H = 2.0**-22
 def torch_forward(q, k, v, **how):
     given = how.pop("documents", None)
     documents = given and tuple(map(torch.from_numpy, given))
-    return attention.forward(
-        *map(torch.from_numpy, (q, k, v)), documents=documents, arithmetic="fast", **how
-    )
+    options = call_options(documents=documents, arithmetic="fast", **how)
+    return attention.forward(*map(torch.from_numpy, (q, k, v)), **options)
 
 
 def check_tensors(found, wanted, roles):
@@ -113,7 +112,7 @@ def test_gradients_are_within_the_bound(name, operand):  # A-18, A-15, A-16
     wanted = sim_gradients.backward(do, q, k, v, result, **backward_options(variant=variant, **how))
     mine = torch_forward(q, k, v, variant=variant, **how)
     found = attention.backward(
-        *map(torch.from_numpy, (do, q, k, v)), mine, variant=variant, arithmetic="fast", **how
+        *map(torch.from_numpy, (do, q, k, v)), mine, **backward_options(variant=variant, **how)
     )
     if name != "bf16":
         check_tensors(found, wanted, ["do"])

@@ -11,6 +11,7 @@ from fp8ref.jax.attention import attention as attention_jax
 from fp8ref.shared.errors import ConfigError
 from fp8ref.sim import llama as simulated
 from fp8ref.spec import llama
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS, Mask
 from fp8ref.torch.attention import attention as attention_torch
 from fp8ref.torch.attention import kernel as attention_kernel
@@ -301,9 +302,8 @@ def flash_attention(
         for code, one in zip((q, k, v), descales, strict=True)
     ]
     scales = {role: 1 / one[:, :, None, None] for role, one in zip("qkv", descales, strict=True)}
-    result = attention_torch.forward(
-        *x, variant="fa3", mask=Mask(causal=True), scale=scale, scales=scales
-    )
+    call = Call(variant="fa3", mask=Mask(causal=True), scale=scale)
+    result = attention_torch.forward(*x, variant=call, scales=scales)
     return [result.o.bfloat16().transpose(1, 2).contiguous(), result.lse]
 
 

@@ -32,7 +32,8 @@ def of_torch(arrays, documents, *, layout="bhtd", sinks=None, **how):
     of_sinks = None if sinks is None else torch.tensor(sinks).requires_grad_()
     given = [x.requires_grad_() for x in given]
     ids = documents and tuple(map(torch.tensor, documents))
-    o = ft.apply(*given, documents=ids, layout=layout, sinks=of_sinks, **how)
+    options = call_options(documents=ids, layout=layout, sinks=of_sinks, **how)
+    o = ft.apply(*given, **options)
     o.backward(do)
     found = [x.detach().numpy() for x in (o, *(x.grad for x in given))]
     return found, None if of_sinks is None else of_sinks.grad.numpy()
@@ -139,8 +140,10 @@ def test_tokens_before_heads_without_autograd():
         results = []
         for given, layout in ((arrays, "bhtd"), (turned, "bthd")):
             q, k, v, do = map(make, given)
-            result = room.forward(q, k, v, variant="cudnn", layout=layout)
-            gradients = room.backward(do, q, k, v, result, variant="cudnn", layout=layout)
+            options = {"variant": "cudnn", "layout": layout}
+            options = call_options(**options) if room is ft else options
+            result = room.forward(q, k, v, **options)
+            gradients = room.backward(do, q, k, v, result, **options)
             assert result.o.shape == q.shape
             results.append(
                 [

@@ -13,8 +13,8 @@ from fp8ref.shared.errors import ConfigError
 from fp8ref.spec.attention.products import PRODUCTS
 from fp8ref.torch.attention import attention as attention_torch
 from fp8ref.torch.attention import observer as attention_observer
+from fp8ref.torch.attention import products
 from fp8ref.torch.attention.fast import operands as attention_fast_operands
-from fp8ref.torch.attention.operands import operands as attention_operands
 from fp8ref.torch.gemm import batched as batched_gemm
 from fp8ref.train import loop
 from fp8ref.train.data import loader
@@ -217,13 +217,13 @@ def test_attention_by_another_function_stops_a_torch_run(arithmetic, config, mon
 
 
 def test_one_wider_product_stops_a_torch_run(config, monkeypatch):  # B-15
-    products = attention_operands.products
+    matmul = products.matmul
 
     def widened(a, b, variant):
         wide = attention_observer.product() == "grad_q"
-        return products(*(x.float() if wide else x for x in (a, b)), variant)
+        return matmul(*(x.float() if wide else x for x in (a, b)), variant)
 
-    monkeypatch.setattr(attention_operands, "products", widened)
+    monkeypatch.setattr(products, "matmul", widened)
     config = config.replace(numerics={"attention_arithmetic": "stated"})
     with pytest.raises(
         ConfigError, match=rf"\n  {LAYER}/grad_q: planned f8e4m3fn x f8e4m3fn, slow; f32 x f32\n"

@@ -18,7 +18,6 @@ from fp8ref.sim.attention.gradients import gradients as sim_gradients
 from fp8ref.spec.attention.variants import VARIANTS, Mask
 from fp8ref.torch.attention import attention as torch_attention
 from fp8ref.torch.attention import sinks as torch_sinks
-from fp8ref.torch.attention.operands.inputs import Spec
 
 F = np.float32
 NAMES = [name for name in VARIANTS if name != "exact"]
@@ -34,19 +33,18 @@ H = 2.0**-20
 class Torch:
     @staticmethod
     def forward(*tensors, sinks, **how):
-        return torch_attention.forward(
-            *map(torch.from_numpy, tensors), sinks=torch.from_numpy(sinks), **how
-        )
+        options = call_options(sinks=torch.from_numpy(sinks), **how)
+        return torch_attention.forward(*map(torch.from_numpy, tensors), **options)
 
     @staticmethod
     def backward(do, q, k, v, result, *, sinks, **how):
         given = map(torch.from_numpy, (do, q, k, v))
-        return torch_attention.backward(*given, result, sinks=torch.from_numpy(sinks), **how)
+        return torch_attention.backward(*given, result, **backward_options(sinks=sinks, **how))
 
     @staticmethod
     def by_autodiff(q, k, v, do, sinks, **how):
         leaves = [torch.from_numpy(x).requires_grad_() for x in (q, k, v, sinks)]
-        o = torch_attention.apply(*leaves[:3], sinks=leaves[3], **how)
+        o = torch_attention.apply(*leaves[:3], **call_options(sinks=leaves[3], **how))
         return torch.autograd.grad(o, leaves, torch.from_numpy(do))
 
 
@@ -210,10 +208,8 @@ def of_sinks(d, lse, sinks):
     use = attention_inputs.Use(
         variant=VARIANTS["cudnn"], mask=Mask(), scale=0.125, seed=0, arithmetic="stated", over=()
     )
-    spec = Spec(variant=VARIANTS["cudnn"], arithmetic="stated")
-    return numbers(torch_sinks.gradient(*map(torch.from_numpy, (d, lse, sinks)), spec)), np.asarray(
-        attention_sinks.gradient(d, lse, sinks, use)
-    )
+    found = torch_sinks.gradient(*map(torch.from_numpy, (d, lse, sinks)), "stated")
+    return numbers(found), np.asarray(attention_sinks.gradient(d, lse, sinks, use))
 
 
 def test_stated_gradients_of_sinks_are_the_simulators_where_float64_holds_their_sums():

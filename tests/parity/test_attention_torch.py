@@ -17,6 +17,7 @@ from fp8ref.sim.attention.gradients import gradients as sim_gradients
 from fp8ref.sim.attention.operands import heads as head_scaling
 from fp8ref.sim.gemm import hardware
 from fp8ref.sim.quantize import cast
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS, Mask
 from fp8ref.torch.attention import attention
 from fp8ref.torch.gemm import hardware as simulated
@@ -47,14 +48,14 @@ def both(arrays, variant, **kwargs):
     """(the simulator's Result, PyTorch's)."""
     documents = kwargs.pop("documents", None)
     given = kwargs.pop("scales", None)
-    found = attention.forward(
-        *map(torch.from_numpy, arrays[:3]),
+    options = call_options(
         variant=variant,
         documents=None if documents is None else tuple(map(torch.from_numpy, documents)),
         scales=given and {role: torch.from_numpy(np.asarray(x)) for role, x in given.items()},
         arithmetic="stated",
         **kwargs,
     )
+    found = attention.forward(*map(torch.from_numpy, arrays[:3]), **options)
     return sim.forward(
         *arrays[:3], **call_options(variant=variant, documents=documents, scales=given, **kwargs)
     ), found
@@ -65,13 +66,8 @@ def both_gradients(arrays, results, variant, **kwargs):
     right = sim_gradients.backward(
         do, q, k, v, results[0], **backward_options(variant=variant, **kwargs)
     )
-    found = attention.backward(
-        *map(torch.from_numpy, (do, q, k, v)),
-        results[1],
-        variant=variant,
-        arithmetic="stated",
-        **kwargs,
-    )
+    options = backward_options(variant=variant, arithmetic="stated", **kwargs)
+    found = attention.backward(*map(torch.from_numpy, (do, q, k, v)), results[1], **options)
     return right, found
 
 
@@ -289,9 +285,9 @@ def test_given_scales_are_taken():  # A-2, A-8, A-10, A-12, A-15
             do, q, k, v, right, variant=variant, mask=CAUSAL, scales=of_gradients
         )
         tensors = {role: torch.tensor(x) for role, x in of_gradients.items()}
-        options = {"variant": variant, "mask": CAUSAL, "arithmetic": "stated"}
+        call = Call(variant=variant, mask=CAUSAL, arithmetic="stated")
         got = attention.backward(
-            *map(torch.from_numpy, (do, q, k, v)), found, scales=tensors, **options
+            *map(torch.from_numpy, (do, q, k, v)), found, variant=call, scales=tensors
         )
     check_operands(right, found, right.tensors)
     check_operands(wanted, got, ("do", "dk", "dv"))
@@ -300,7 +296,7 @@ def test_given_scales_are_taken():  # A-2, A-8, A-10, A-12, A-15
     leaves = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
     with simulated.simulating(hardware.by_name("exact")):
         everything = {role: torch.tensor(x) for role, x in (given | of_gradients).items()}
-        o = attention.apply(*leaves, scales=everything, **options)
+        o = attention.apply(*leaves, variant=call, scales=everything)
         o.backward(torch.from_numpy(do))
     np.testing.assert_array_equal(o.detach().numpy(), right.o)
     for leaf, role in zip(leaves, ("dq", "dk", "dv"), strict=True):

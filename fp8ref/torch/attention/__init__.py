@@ -13,6 +13,6 @@ observer, statistics
             what a run sees of its operands
 """
 
-from fp8ref.torch.attention.attention import apply, backward, forward
+from fp8ref.torch.attention.attention import RankCall, RoleScales, apply, backward, forward
 
-__all__ = ["apply", "backward", "forward"]
+__all__ = ["RankCall", "RoleScales", "apply", "backward", "forward"]

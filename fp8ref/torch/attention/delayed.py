@@ -1,9 +1,9 @@
 """Delayed scaling of attention (spec A-12, A-19): a state for each tensor that has one scale.
 
-states = attention_delayed.states("cudnn", device)              # an nn.ModuleDict, of a module of
-yours o = attention_delayed.apply(q, k, v, states=states, variant="cudnn")
+states = attention_delayed.states("cudnn", device)  # an nn.ModuleDict, of a module of yours
+o = attention_delayed.apply(q, k, v, states=states, variant="cudnn")
 ...
-delayed.update(model)                                           # rolls them with those of linears
+delayed.update(model)  # rolls them with those of linears
 """
 
 import torch
@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention import variants as data
-from fp8ref.spec.attention.variants import Variant
+from fp8ref.spec.attention.call import Call
+from fp8ref.spec.attention.variants import Mask, Variant
 from fp8ref.spec.delayed import DELAYED, DelayedScaling
 from fp8ref.torch.attention import attention
+from fp8ref.torch.attention.attention import RoleScales
+from fp8ref.torch.attention.operands.inputs import Pair
 from fp8ref.torch.delayed import delayed, unset_scales
 from fp8ref.torch.delayed.delayed import RoleState
 
@@ -40,43 +43,57 @@ def states(
 
 
 def apply(
-    q: Tensor, k: Tensor, v: Tensor, *, states: nn.ModuleDict, variant: str | Variant, **options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    states: nn.ModuleDict,
+    variant: str | Variant | Call,
+    mask: Mask | None = None,
+    documents: Pair = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``attention.apply`` by the scales of these states, which observe in training a pass that is
     differentiated (A-19): gradients are enabled, and one of q, k and v requires its own.
 
-    options   other arguments of ``attention.apply``.
     Raises:   ValueError: as ``attention.apply``; states of another variant.
     """
-    roles = attention_delayed.roles(data.by_name(variant))
+    resolved = variant.variant if isinstance(variant, Call) else data.by_name(variant)
+    roles = attention_delayed.roles(resolved)
     if set(states or {}) != set(roles):
         raise ValueError(
-            f"variant {data.by_name(variant).name!r} has states of "
-            f"{', '.join(roles) or 'no role'}; got {', '.join(states or ()) or 'none'}. Make "
-            "them by attention_delayed.states."
+            f"variant {resolved.name!r} has states of {', '.join(roles) or 'no role'}; got "
+            f"{', '.join(states or ()) or 'none'}. Make them by attention_delayed.states."
         )
-    kept: dict[str, RoleState] = {
-        role: state for role, state in states.items() if isinstance(state, RoleState)
-    }
-    # by amaxes of its own, so that those of scores and outputs are not of casts by unset scales
+    kept = {role: state for role, state in states.items() if isinstance(state, RoleState)}
+    return attention.apply(
+        q,
+        k,
+        v,
+        variant=variant,
+        mask=mask,
+        documents=documents,
+        scales=_role_scales(states, kept, any(x.requires_grad for x in (q, k, v))),
+        sinks=sinks,
+    )
+
+
+def _role_scales(
+    states: nn.ModuleDict, kept: dict[str, RoleState], differentiable: bool
+) -> RoleScales:
+    """The scales that a call takes, and the observations that it merges into."""
     if delayed.calibrating():
+        # by amaxes of its own, so that those of scores and outputs are not of casts by unset scales
         for role in data.ROLES:
             kept[role].used = True
-        return attention.apply(
-            q, k, v, variant=variant, seen={role: kept[role].seen for role in data.ROLES}, **options
-        )
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if not (differentiated and states.training):
+        return RoleScales({}, {role: kept[role].seen for role in data.ROLES})
+    if not (differentiable and torch.is_grad_enabled() and states.training):
         if torch.compiler.is_compiling():
             unset_scales.check_traced(states)
         else:
             unset_scales.check(states, "attention")
-        scales = {role: kept[role].scale for role in data.ROLES}
-        return attention.apply(q, k, v, variant=variant, scales=scales, **options)
+        return RoleScales({role: kept[role].scale for role in data.ROLES}, {})
     for state in kept.values():
         state.used = True
-    scales, seen = (
-        {role: state.scale for role, state in kept.items()},
-        {role: state.seen for role, state in kept.items()},
-    )
-    return attention.apply(q, k, v, variant=variant, scales=scales, seen=seen, **options)
+    scales = {role: state.scale for role, state in kept.items()}
+    return RoleScales(scales, {role: state.seen for role, state in kept.items()})

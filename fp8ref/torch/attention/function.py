@@ -1,4 +1,4 @@
-"""The differentiable function of attention, one for each set of constants (spec A).
+"""The differentiable function of attention, one for each call (spec A).
 
 ``attention.apply`` calls it. A compiled graph calls it with tensors only, and AOTAutograd traces
 into it.
@@ -6,28 +6,28 @@ into it.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from fp8ref.spec.attention import variants as data
+from fp8ref.spec.attention.call import Call
+from fp8ref.spec.attention.products import Product, Role
 from fp8ref.spec.attention.variants import Mask, Variant
-from fp8ref.torch.attention import observer, statistics
-from fp8ref.torch.attention import output as attention_forward
-from fp8ref.torch.attention import real as attention_real
-from fp8ref.torch.attention.fast import output
-from fp8ref.torch.attention.gradients import bf16, fast, mx
-from fp8ref.torch.attention.gradients import gradients as attention_gradients
-from fp8ref.torch.attention.gradients.gradients import Gradients, Saved
+from fp8ref.torch.attention import observer, output, real, statistics
+from fp8ref.torch.attention.fast import output as fast_output
+from fp8ref.torch.attention.gradients import mx
+from fp8ref.torch.attention.gradients.gradients import Gradients, gradients, in_bf16
+from fp8ref.torch.attention.gradients.parts import Saved
 from fp8ref.torch.attention.operands import context as attention_context
 from fp8ref.torch.attention.operands import inputs
 from fp8ref.torch.attention.operands import operands as operands
 from fp8ref.torch.attention.operands.heads import DTYPES, Heads
-from fp8ref.torch.attention.operands.inputs import Report, Shape, Spec
-from fp8ref.torch.attention.output import Documents
+from fp8ref.torch.attention.operands.problem import Documents, Problem, RankCall, Report
+from fp8ref.torch.attention.output import Result
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.model import checkpointing
+from fp8ref.torch.quantize.scales import Scales
 from fp8ref.torch.tensors import linear_input
 
 _PLAIN = tuple(
@@ -35,22 +35,24 @@ _PLAIN = tuple(
     for f in dataclasses.fields(Variant)
     if f.name not in ("tiles", "fmt", "out", "gradient_fmt", "source")
 )
+_CALL = tuple(f.name for f in dataclasses.fields(RankCall) if f.name not in ("variant", "mask"))
 
 Roles = tuple[tuple[str, ...], tuple[str, ...]]
 """The roles of given scales, and those of observations."""
 
-Groups = tuple[str | None, str | None]
-"""The names of ``Spec.amax_group`` and ``Spec.context``."""
-
 
 def values(x: object) -> tuple:
-    """The fields of a Mask or Variant, as numbers and strings.
+    """The fields of a Mask, Variant or Call, as numbers and strings.
 
     Of one that is made where dynamo traces, dynamo hands on another of the same class, without its
     values (torch 2.13). What it reads of the fields is right.
     """
     if isinstance(x, Mask):
         return x.causal, x.window, x.alignment
+    if isinstance(x, Call):
+        parts = getattr(x, "variant", None), getattr(x, "mask", None)
+        plain = [getattr(x, name, None) for name in _CALL]
+        return *values(parts[0]), *values(parts[1]), *plain
     if not isinstance(x, Variant):
         return ()
     numbers = [(tiles.features, tiles.full, tiles.causal, tiles.local) for tiles in x.tiles]
@@ -60,50 +62,44 @@ def values(x: object) -> tuple:
 
 @torch._dynamo.assume_constant_result
 def function(
-    variant: str | Variant,
-    variant_values: tuple,
-    mask_values: tuple,
-    scale,
-    seed: int,
-    arithmetic,
-    groups: Groups,
-    roles: Roles,
-    softcap=None,
+    variant: str | Variant | Call, variant_values: tuple, mask_values: tuple | None, roles: Roles
 ) -> type[torch.autograd.Function]:
-    """The differentiable function of some constants, which a compiler does not trace.
+    """The differentiable function of a call, which a compiler does not trace.
 
-    Raises:   ValueError: a Variant without its ``values``; no Mask; what ``Spec`` refuses.
+    mask_values   of a Mask beside the variant; None: there is none.
+    Raises:   ValueError: a Variant or Call without its ``values``; no Mask; what ``RankCall``
+              refuses; matrices to keep.
     """
     if values(variant) != variant_values:
         raise ValueError(
-            f"a Variant is made outside of what is compiled; got {variant_values}, made inside. "
-            "Make it once, before."
+            f"a {type(variant).__name__} is made outside of what is compiled; got "
+            f"{variant_values}, made inside. Make it once, before."
         )
-    if not mask_values:
-        raise ValueError(
-            "mask is a Mask of fp8ref.spec.attention.variants, and no tensor. Use "
-            "Mask(causal=True), a window, or documents, which separate the sequences of a row."
-        )
-    causal, window, alignment = mask_values
-    mask = Mask(causal=causal, window=window, alignment=alignment)
-    amax_group, context = groups
-    options: dict = {
-        "scale": scale,
-        "seed": seed,
-        "arithmetic": arithmetic,
-        "amax_group": amax_group or context,
-        "context": context,
-    }
-    spec = Spec(variant=data.by_name(variant), mask=mask, softcap=softcap, **options)
-    return _bind(spec, roles)
+    mask = None
+    if mask_values is not None:
+        if not mask_values:
+            raise ValueError(
+                "mask is a Mask of fp8ref.spec.attention.variants, and no tensor. Use "
+                "Mask(causal=True), a window, or documents, which separate the sequences of a row."
+            )
+        causal, window, alignment = mask_values
+        mask = Mask(causal=causal, window=window, alignment=alignment)
+    call = RankCall.resolve(variant, mask)
+    for name in ("keep_p", "keep_s", "keep_ds"):
+        if getattr(call, name):
+            raise ValueError(
+                f"apply returns o alone; got {name}=True. Leave it out, or call forward and "
+                "backward."
+            )
+    return _bind(call, roles)
 
 
 @functools.lru_cache(maxsize=256)  # a softmax scale, softcap or seed may be another in every call
-def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
+def _bind(call: RankCall, roles: Roles) -> type[torch.autograd.Function]:
     """q, k, v, documents of both, sinks or None, scales and observations of these roles -> o, as an
     autograd.Function.
 
-    A class for each spec: a compiled graph calls it with tensors only.
+    A class for each call: a compiled graph calls it with tensors only.
     """
 
     @torch._dynamo.allow_in_graph  # AOTAutograd traces into it
@@ -123,252 +119,230 @@ def _bind(spec: Spec, roles: Roles) -> type[torch.autograd.Function]:
             scales, seen = more[: len(roles[0])], more[len(roles[0]) :]
             # An attribute, not a saved tensor: other uses may write it before the backward pass.
             ctx.seen = dict(zip(roles[1], seen, strict=True))
+            pair = None
+            if q_documents is not None and k_documents is not None:
+                pair = q_documents, k_documents
             with checkpointing.within_attention():
-                return _forward(
-                    ctx,
-                    spec,
+                problem = inputs.problem(
                     q,
                     k,
                     v,
-                    (q_documents, k_documents),
-                    dict(zip(roles[0], scales, strict=True)),
-                    sinks,
+                    call,
+                    call.variant.roles,
+                    documents=pair,
+                    scales=dict(zip(roles[0], scales, strict=True)),
+                    sinks=sinks,
                 )
+                return _forward(ctx, problem, q, k, v)
 
         @staticmethod
         @linear_input.without_autocast
         def backward(ctx, do: Tensor):
+            if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
+                raise ValueError(
+                    "gradients of attention in FP8 are not differentiated again; got "
+                    "create_graph=True. Leave it out."
+                )
             with observer.inside(ctx.layer):
-                *gradients, dsinks = _backward(ctx, spec, roles[0], do)
-                return (*gradients, None, None, dsinks, *(None for _ in ctx.needs_input_grad[6:]))
+                *grads, dsinks = _backward(ctx, call, roles[0], do)
+                return (*grads, None, None, dsinks, *(None for _ in ctx.needs_input_grad[6:]))
 
     return AttentionFunction
 
 
-def _forward(
-    ctx,
-    spec: Spec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: tuple[Tensor | None, Tensor | None],
-    scales: dict,
-    sinks: Tensor | None,
-) -> Tensor:
-    variant = spec.variant
-    shape = inputs.check(q, k, v, spec)
-    role_scales = inputs.check_scales(scales, variant, variant.roles, shape)
-    inputs.check_sinks(sinks, shape, q.device)
-    inputs.check_seen(ctx.seen, variant, variant.roles, shape)
-    pair = documents if documents[0] is not None and documents[1] is not None else None
-    if spec.context is not None:
-        attention_context.check(spec, shape, documents=pair is not None)
-    at = attention_forward.padded_documents(*inputs.check_documents(pair, shape))  # type: ignore[arg-type]
-    q, k, v = (inputs.without_padding(x, ids) for x, ids in ((q, at.q), (k, at.k), (v, at.k)))
-    spec, shape = attention_context.problem(spec, shape)
-    ctx.shape, ctx.first, ctx.dtypes, ctx.layer = (
-        shape,
-        spec.first,
-        (q.dtype, k.dtype, v.dtype),
-        observer.layer(),
-    )
-    counts = variant.fmt.bits == 8 and observer.counts(ctx.layer) and not observer.again()
-    report: Report = "all" if counts else "amaxes" if ctx.seen else "nothing"
+def _forward(ctx, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    variant, call = problem.variant, problem.call
+    inputs.check_seen(ctx.seen, variant, variant.roles, problem.shape)
+    problem = attention_context.among_ranks(problem)
+    q, k, v = problem.without_padding(q, k, v)
+    ctx.shape, ctx.dtypes, ctx.layer = problem.shape, (q.dtype, k.dtype, v.dtype), observer.layer()
+    counts = problem.low and observer.counts(ctx.layer) and not observer.again()
+    report = _report(ctx, counts)
     if variant.real:
-        ctx.save_for_backward(sinks, q, k, v, *at)
-        return (
-            operands.by_head(attention_real.forward(q, k, v, spec, shape, at, sinks).o, shape)
-            .float()
-            .to(q.dtype)
-        )
-    tensors = operands.quantize(q, k, v, spec, role_scales, report=report)
-    if ctx.layer is not None and variant.fmt.bits == 8 and not observer.again():
-        for product, role, x in zip(
-            ("scores", "scores", "values"),
-            ("q", "k", "v"),
-            operands.rotated(q, k, v, spec),
-            strict=True,
-        ):
-            observer.report(ctx.layer, product, role, x, tensors[role])  # type: ignore[arg-type]
-    run = output.run if spec.arithmetic == "fast" else attention_forward.run
-    watched = observer.watched(ctx.layer) and not observer.again()
-    keep = ["scores"] * watched + ["p_codes"] * (watched and variant.fmt.bits == 8)
-    result = run(
-        attention_context.gathered(tensors, spec),
-        spec,
-        shape,
-        at,
-        role_scales,
-        report=report,
-        keep=keep,
-        sinks=sinks,
-    )
-    o = result.o.to(q.dtype)
-    p_counts = None
-    if counts and result.lost is not None:
-        p_counts = statistics.counts_of(spec, shape, at, result.saturated, result.lost)
-        observer.count(ctx.layer, "values", "p", result.amaxes["s"], p_counts)
-    if watched:
-        shown = {
-            "q/value": q,
-            "k/value": k,
-            "v/value": v,
-            "s/value": result.scores,
-            "p/scale": result.scale_p,
-            "p/codes": result.p_codes,
-            "o/value": o,
-            "softcap/value": None
-            if spec.softcap is None
-            else torch.tensor(spec.softcap, dtype=torch.float32, device="cpu"),
-            "sinks/value": sinks,
-            "p/amax": None if p_counts is None else result.amaxes["s"],
-            "p/counts": p_counts,
-        }
-        observer.show(ctx.layer, "forward", shown, result.tensors)
-    _observe(ctx.seen, result.amaxes)
-    if variant.backward is None:
-        return o
-    if variant.backward == "bf16":
-        o16, *tensors16 = map(bf16.rounded, (result.o, q, k, v))
-        ctx.save_for_backward(sinks, *at, *scales.values(), o16, None, result.lse, *tensors16)
-        return o
-    if variant.out.bits == 8:
-        kept: tuple[Tensor | None, ...] = (result.tensors["o"].codes, result.tensors["o"].scale_inv)
-    else:  # o itself, if it holds the output's numbers
-        kept = (
-            o
-            if q.dtype in (torch.float32, DTYPES[variant.out.name])
-            else result.o.to(DTYPES[variant.out.name]),
-            None,
-        )
-    if variant.granularity == "mx_1x32":
-        ctx.save_for_backward(sinks, *at, *scales.values(), *kept, result.lse, q, k, v)
+        result, tensors = real.result(q, k, v, problem, report=report), {}
     else:
-        codes_and_scales = (
-            x for role in ("q", "k", "v") for x in (tensors[role].codes, tensors[role].scale_inv)
-        )
-        ctx.save_for_backward(
-            sinks,
-            *at,
-            *scales.values(),
-            *kept,
-            result.lse,
-            result.scale_p,
-            result.scale_inv_p,
-            *codes_and_scales,
-        )
+        tensors = operands.quantize(q, k, v, problem, report=report)
+        _report_operands(ctx.layer, (q, k, v), tensors, problem)
+        watched = observer.watched(ctx.layer) and not observer.again()
+        keep = ["scores"] * watched + ["p_codes"] * (watched and problem.low)
+        gathered = attention_context.gathered(tensors, call)
+        run = fast_output.run if call.arithmetic == "fast" else output.run
+        result = run(gathered, problem, report=report, keep=keep)
+    o = result.o.to(q.dtype)
+    _show(ctx.layer, problem, result, {"q": q, "k": k, "v": v, "o": o}, counts=counts)
+    _observe(ctx.seen, result.amaxes)
+    _save(ctx, problem, result, tensors, (q, k, v), o)
     return o
 
 
-def _backward(ctx, spec: Spec, roles: tuple[str, ...], do: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v and of sinks, None without any."""
-    if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
-        raise ValueError(
-            "gradients of attention in FP8 are not differentiated again; got create_graph=True. "
-            "Leave it out."
-        )
-    (sinks, *rest), shape, variant = ctx.saved_tensors, ctx.shape, spec.variant
-    saved = iter(rest)
-    spec = spec if spec.context is None else dataclasses.replace(spec, first=ctx.first)
-    keep = inputs.kept_of(variant) if observer.watched(ctx.layer) else []
-    counts = variant.fmt.bits == 8 and variant.backward == "cast" and observer.counts(ctx.layer)
-    report: Report = "all" if counts else "amaxes" if ctx.seen else "nothing"
+def _report(ctx, counts: bool) -> Report:
+    return "all" if counts else "amaxes" if ctx.seen else "nothing"
+
+
+def _report_operands(
+    layer: str | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    tensors: dict[str, Heads],
+    problem: Problem,
+) -> None:
+    """Tell the observer of q, k and v."""
+    if layer is None or not problem.low or observer.again():
+        return
+    uses: tuple[tuple[Product, Role], ...] = (("scores", "q"), ("scores", "k"), ("values", "v"))
+    for (product, role), x in zip(uses, operands.rotated(*qkv, problem.call), strict=True):
+        observer.report(layer, product, role, x, tensors[role])
+
+
+def _show(
+    layer: str | None, problem: Problem, result: Result, shown: dict[str, Tensor], *, counts: bool
+) -> None:
+    """Tell the observer of counts, and whoever watches of all that the forward pass made."""
+    p_counts = None
+    if counts and result.lost is not None:
+        p_counts = statistics.counts_of(problem, result.saturated, result.lost)
+        observer.count(layer, "values", "p", result.amaxes["s"], p_counts)
+    if not observer.watched(layer) or observer.again():
+        return
+    softcap = problem.call.softcap
+    more = {
+        "s/value": result.scores,
+        "p/scale": result.scale_p,
+        "p/codes": result.p_codes,
+        "softcap/value": None
+        if softcap is None
+        else torch.tensor(softcap, dtype=torch.float32, device="cpu"),
+        "sinks/value": problem.sinks,
+        "p/amax": None if p_counts is None else result.amaxes["s"],
+        "p/counts": p_counts,
+    }
+    values = {f"{role}/value": x for role, x in shown.items()}
+    observer.show(layer, "forward", values | more, result.tensors)
+
+
+def _save(
+    ctx,
+    problem: Problem,
+    result: Result,
+    tensors: dict[str, Heads],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    o: Tensor,
+) -> None:
+    """Save what ``_load`` makes the problem of again, and what the backward pass takes."""
+    variant, out = problem.variant, problem.variant.out
+    given = problem.sinks, *problem.documents, *problem.scales.values()
     if variant.real:
-        q, k, v, *documents = saved
-        at = Documents(*documents)
-        do = inputs.without_padding(do, at.q)
-        *real, _, dsinks = attention_real.backward(do, q, k, v, spec, shape, at, sinks)
-        return _cast_gradients(tuple(real), dsinks, ctx.dtypes, sinks)
-    at, role_scales = Documents(next(saved), next(saved)), {role: next(saved) for role in roles}
-    do = inputs.without_padding(do, at.q)
-    gradients, scale_p = _gradients(
-        do, saved, spec, shape, at, role_scales, sinks, report=report, keep=keep
-    )
-    qkv_grads, ds_counts = gradients[:3], None
-    if counts and gradients.saturated_ds is not None and gradients.lost is not None:
-        ds_counts = statistics.counts_of(spec, shape, at, gradients.saturated_ds, gradients.lost)
-        observer.count(ctx.layer, "grad_q", "ds", gradients.amaxes["ds"], ds_counts)
-    if keep:
-        matrices, values = (
-            gradients.matrices,
-            {f"{role}/value": x for role, x in zip(("dq", "dk", "dv"), qkv_grads, strict=True)},
-        )
-        shown = {
-            "do/value": do,
-            "p/scale": scale_p,
-            "p/codes": matrices.get("p_codes"),
-            "ds/value": matrices["ds"],
-            "ds/codes": matrices.get("ds_codes"),
-            "ds/amax": None if ds_counts is None else gradients.amaxes["ds"],
-            "ds/counts": ds_counts,
-        }
-        if "ds_codes" in matrices:
-            shown["ds/scale"] = gradients.scale_ds.scale
-        observer.show(ctx.layer, "backward", shown | values, gradients.tensors)
-    _observe(ctx.seen, gradients.amaxes)
-    if ctx.layer is not None and variant.fmt.bits == 8 and variant.backward == "cast":
+        ctx.save_for_backward(*given, *qkv)
+    elif variant.backward == "bf16":
+        ctx.save_for_backward(*given, *map(in_bf16, (result.o, *qkv)), result.lse)
+    elif variant.backward is not None:
+        kept: tuple[Tensor, Tensor | None]
+        if out.bits == 8:
+            kept = result.tensors["o"].codes, result.tensors["o"].scale_inv
+        else:  # o itself, if it holds the output's numbers
+            holds = o.dtype in (torch.float32, DTYPES[out.name])
+            kept = (o if holds else result.o.to(DTYPES[out.name])), None
         if variant.granularity == "mx_1x32":
-            q, k, _ = rest[-3:]  # checkpointing unpacks saved tensors once
-            observer.report(ctx.layer, "grad_probabilities", "do", do, gradients.tensors["do"])
-            for product, role, x in (("grad_v", "do", do), ("grad_q", "k", k), ("grad_k", "q", q)):
-                tensor = mx.along_tokens(x, role, variant, shape)  # type: ignore[arg-type]
-                observer.report(ctx.layer, product, role, x, tensor)  # type: ignore[arg-type]
+            ctx.save_for_backward(*given, kept[0], *qkv, result.lse)
         else:
-            observer.report(ctx.layer, "grad_v", "do", do, gradients.tensors["do"])
-    return _cast_gradients(qkv_grads, gradients.dsinks, ctx.dtypes, sinks)
+            codes = (
+                x
+                for role in ("q", "k", "v")
+                for x in (tensors[role].codes, tensors[role].scale_inv)
+            )
+            scales = result.scale_p, result.scale_inv_p
+            ctx.save_for_backward(*given, *kept, result.lse, *scales, *codes)
 
 
-def _gradients(
-    do: Tensor,
-    saved: Iterator[Tensor],
-    spec: Spec,
-    shape: Shape,
-    at: Documents,
-    role_scales: dict[str, Tensor],
-    sinks: Tensor | None,
+def _load(ctx, call: RankCall, roles: tuple[str, ...]) -> tuple[Problem, Saved]:
+    # checkpointing unpacks saved tensors once
+    sinks, q_documents, k_documents, *rest = ctx.saved_tensors
+    scales, rest = dict(zip(roles, rest, strict=False)), rest[len(roles) :]
+    documents = Documents(q_documents, k_documents)
+    problem, variant = Problem(call, ctx.shape, documents, scales, sinks), call.variant
+    unit = torch.ones((), device=rest[0].device, dtype=torch.float32)
+    if variant.real:
+        q, k, v = rest
+        return problem, Saved.of_inputs((q, k, v), q, unit)
+    if variant.backward == "bf16":
+        o, q, k, v, lse = rest
+        return problem, Saved.of_inputs((q, k, v), o, lse)
+    if variant.granularity == "mx_1x32":
+        o, q, k, v, lse = rest
+        scale_p = torch.full((), mx.P_SCALE, dtype=torch.float32, device="cpu")
+        tensors = operands.quantize(q, k, v, problem)
+        return problem, Saved((q, k, v), o, None, lse, Scales(scale_p, unit), tensors)
+    o, o_scale_inv, lse, scale, scale_inv, *codes = rest
+    pairs = zip(("q", "k", "v"), codes[::2], codes[1::2], strict=True)
+    tensors = {role: Heads(x, unit, unit, inverse) for role, x, inverse in pairs}
+    tensors = attention_context.gathered(tensors, call)
+    return problem, Saved(None, o, o_scale_inv, lse, Scales(scale, scale_inv), tensors)
+
+
+def _backward(ctx, call: RankCall, roles: tuple[str, ...], do: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and of sinks, None without any, in their dtypes."""
+    problem, saved = _load(ctx, call, roles)
+    cast = problem.low and call.variant.backward == "cast"
+    keep = inputs.kept_of(call.variant) if observer.watched(ctx.layer) else []
+    counts = cast and observer.counts(ctx.layer)
+    (do,) = problem.without_padding(do)
+    grads = gradients(do, saved, problem, report=_report(ctx, counts), keep=keep)
+    _show_gradients(
+        ctx.layer, problem, grads, {"do/value": do, "p/scale": saved.scale_p.scale}, counts=counts
+    )
+    _observe(ctx.seen, grads.amaxes)
+    if ctx.layer is not None and cast:
+        _report_do(ctx.layer, do, saved, grads, problem)
+    qkv_grads = (x.to(dtype) for x, dtype in zip(grads[:3], ctx.dtypes, strict=True))
+    sinks, dsinks = problem.sinks, grads.dsinks
+    return *qkv_grads, None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
+
+
+def _show_gradients(
+    layer: str | None,
+    problem: Problem,
+    grads: Gradients,
+    shown: dict[str, Tensor | None],
     *,
-    report: Report,
-    keep,
-) -> tuple[Gradients, Tensor]:
-    """The gradients by the variant's backward pass, and the scale of its probabilities.
+    counts: bool,
+) -> None:
+    """Tell the observer of counts, and whoever watches of all that the backward pass made."""
+    ds_counts = None
+    if counts and grads.saturated_ds is not None and grads.lost is not None:
+        ds_counts = statistics.counts_of(problem, grads.saturated_ds, grads.lost)
+        observer.count(layer, "grad_q", "ds", grads.amaxes["ds"], ds_counts)
+    matrices = grads.matrices
+    if not matrices:
+        return
+    shown |= {
+        "p/codes": matrices.get("p_codes"),
+        "ds/value": matrices["ds"],
+        "ds/codes": matrices.get("ds_codes"),
+        "ds/scale": grads.scale_ds.scale if "ds_codes" in matrices else None,
+        "ds/amax": None if ds_counts is None else grads.amaxes["ds"],
+        "ds/counts": ds_counts,
+    }
+    shown |= {f"{role}/value": getattr(grads, role) for role in ("dq", "dk", "dv")}
+    observer.show(layer, "backward", shown, grads.tensors)
 
-    saved     what ``_forward`` saved after sinks, documents and scales.
-    """
-    o, o_scale_inv, lse = next(saved), next(saved), next(saved)
-    unit, options = (
-        torch.ones((), device=do.device, dtype=torch.float32),
-        {"report": report, "keep": keep, "sinks": sinks},
+
+def _report_do(layer: str, do: Tensor, saved: Saved, grads: Gradients, problem: Problem) -> None:
+    """Tell the observer of do, and under MX of what has other codes along the tokens."""
+    if problem.variant.granularity != "mx_1x32":
+        observer.report(layer, "grad_v", "do", do, grads.tensors["do"])
+        return
+    assert saved.inputs is not None
+    q, k, _ = saved.inputs
+    observer.report(layer, "grad_probabilities", "do", do, grads.tensors["do"])
+    uses: tuple[tuple[Product, Role, Tensor], ...] = (
+        ("grad_v", "do", do),
+        ("grad_q", "k", k),
+        ("grad_k", "q", q),
     )
-    if spec.variant.backward == "bf16":
-        q, k, v = saved
-        return bf16.gradients(do, (q, k, v), o, lse, spec, shape, at, **options), unit
-    if spec.variant.granularity == "mx_1x32":
-        q, k, v = saved
-        kept = Saved(operands.quantize(q, k, v, spec, {}), o, None, lse, unit, unit)
-        mx_scale_p = torch.full((), mx.P_SCALE, dtype=torch.float32, device="cpu")
-        return mx.gradients(do, q, k, kept, spec, shape, at, **options), mx_scale_p
-    scale_p, scale_inv_p = next(saved), next(saved)
-    tensors = {role: Heads(next(saved), unit, unit, next(saved)) for role in ("q", "k", "v")}
-    kept = Saved(
-        attention_context.gathered(tensors, spec), o, o_scale_inv, lse, scale_p, scale_inv_p
-    )
-    role_scales = {role: x for role, x in role_scales.items() if role in data.GRADIENT_ROLES}
-    pass_module = fast if spec.arithmetic == "fast" else attention_gradients
-    return pass_module.gradients(do, kept, spec, shape, at, role_scales, **options), scale_p
+    for product, role, x in uses:
+        observer.report(layer, product, role, x, mx.along_tokens(x, role, problem))
 
 
-def _cast_gradients(
-    grads: tuple[Tensor, ...],
-    dsinks: Tensor | None,
-    dtypes: tuple[torch.dtype, ...],
-    sinks: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """The gradients in the dtypes of q, k and v, and that of sinks in theirs."""
-    sinks_grad = None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
-    return *(x.to(dtype) for x, dtype in zip(grads, dtypes, strict=True)), sinks_grad
-
-
-def _observe(seen: dict[str, Tensor], amaxes: dict[str, Tensor]) -> None:
+def _observe(seen: Mapping[str, Tensor], amaxes: Mapping[str, Tensor]) -> None:
     """Merge the amaxes of a pass into the observations of its roles."""
     for role, observation in seen.items():
         if role in amaxes:

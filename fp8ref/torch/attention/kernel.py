@@ -10,6 +10,7 @@ computes the same variant from tiles. FlashAttention-4's interface (commit 02511
 of FP8 operands.
 """
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -19,13 +20,14 @@ from torch import Tensor
 
 from fp8ref.formats import E4M3FN
 from fp8ref.spec.attention import variants as data
-from fp8ref.spec.attention.variants import FULL, Arithmetic, Layout, Mask, Variant
+from fp8ref.spec.attention.call import Call
+from fp8ref.spec.attention.variants import Mask, Variant
 from fp8ref.torch.attention import observer
-from fp8ref.torch.attention.gradients import bf16
+from fp8ref.torch.attention.gradients.gradients import gradients, in_bf16
+from fp8ref.torch.attention.gradients.parts import Saved
 from fp8ref.torch.attention.operands import inputs
 from fp8ref.torch.attention.operands import operands as operands
-from fp8ref.torch.attention.operands.inputs import Spec
-from fp8ref.torch.attention.output import Documents
+from fp8ref.torch.attention.operands.problem import Problem, RankCall
 from fp8ref.torch.tensors import linear_input
 
 VARIANTS = ("fa3", "fa3_promoted")
@@ -35,28 +37,20 @@ _INSTEAD = "Use fp8ref.torch.attention, which computes it tile by tile."
 
 
 def apply(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    variant: str | Variant,
-    mask: Mask = FULL,
-    scale: float | None = None,
-    arithmetic: Arithmetic = "fast",
-    layout: Layout = "bhtd",
+    q: Tensor, k: Tensor, v: Tensor, *, variant: str | Variant | Call, mask: Mask | None = None
 ) -> Tensor:
     """softmax(q k^T scale) v by FlashAttention-3 in e4m3fn, differentiable once: its backward pass
     is A-25's, of the kernel's o and log-sum-exp.
 
-    variant       ``attention.differentiated("fa3", "bf16")`` of fp8ref, or of fa3_promoted.
-    arithmetic    of the backward pass (A-18).
-    layout        of q, k, v and o, as in ``forward``.
+    variant   ``attention.differentiated("fa3", "bf16")`` of fp8ref, or of fa3_promoted; or a Call
+              of one, whose arithmetic is that of the backward pass (A-18).
     Shapes:   as ``forward``; o of q's dtype.
     Raises:   as ``forward``; ValueError: a variant without that backward pass, for tensors that
               require gradients.
     Source:   spec A-20, A-25.
     """
-    fa3_variant = data.by_name(variant)
+    call = RankCall.resolve(variant, mask)
+    fa3_variant = call.variant
     if (
         fa3_variant.backward != "bf16"
         and torch.is_grad_enabled()
@@ -67,21 +61,21 @@ def apply(
             f"backward {fa3_variant.backward!r}. Give attention.differentiated(variant, 'bf16') of "
             "fp8ref, or call forward."
         )
-    q, k, v = data.heads_first(layout, q, k, v)
-    function = _function(Spec(variant=fa3_variant, mask=mask, scale=scale, arithmetic=arithmetic))
-    return data.in_layout(layout, function.apply(q, k, v))
+    q, k, v = data.heads_first(call.layout, q, k, v)
+    function = _function(dataclasses.replace(call, layout="bhtd"))
+    return data.in_layout(call.layout, function.apply(q, k, v))
 
 
 @functools.lru_cache(maxsize=256)
-def _function(spec: Spec) -> type[torch.autograd.Function]:
+def _function(call: RankCall) -> type[torch.autograd.Function]:
     class KernelFunction(torch.autograd.Function):
         @staticmethod
         @linear_input.without_autocast
         def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            ctx.shape, ctx.dtypes = inputs.check(q, k, v, spec), [x.dtype for x in (q, k, v)]
-            ctx.layer = observer.layer()
-            o, lse = forward(q, k, v, variant=spec.variant, mask=spec.mask, scale=spec.scale)
-            ctx.save_for_backward(*map(bf16.rounded, (o, q, k, v)), lse)
+            ctx.problem = Problem(call, inputs.check(q, k, v, call))
+            ctx.dtypes, ctx.layer = [x.dtype for x in (q, k, v)], observer.layer()
+            o, lse = forward(q, k, v, variant=call)
+            ctx.save_for_backward(*map(in_bf16, (o, q, k, v)), lse)
             return o
 
         @staticmethod
@@ -94,10 +88,9 @@ def _function(spec: Spec) -> type[torch.autograd.Function]:
                 )
             o, q, k, v, lse = ctx.saved_tensors
             with observer.inside(ctx.layer):
-                gradients = bf16.gradients(
-                    do, (q, k, v), o, lse, spec, ctx.shape, Documents(None, None), report="nothing"
-                )
-            return tuple(x.to(dtype) for x, dtype in zip(gradients[:3], ctx.dtypes, strict=True))
+                saved = Saved.of_inputs((q, k, v), o, lse)
+                grads = gradients(do, saved, ctx.problem, report="nothing")
+            return tuple(x.to(dtype) for x, dtype in zip(grads[:3], ctx.dtypes, strict=True))
 
     return KernelFunction
 
@@ -108,33 +101,39 @@ def forward(
     k: Tensor,
     v: Tensor,
     *,
-    variant: str | Variant = "fa3",
-    mask: Mask = FULL,
-    scale: float | None = None,
+    variant: str | Variant | Call = "fa3",
+    mask: Mask | None = None,
     scales: dict[str, Tensor] | None = None,
-    layout: Layout = "bhtd",
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T scale) v by FlashAttention-3 in e4m3fn: (o, log-sum-exp). Not differentiable.
 
+    variant   or a Call with its scale and layout: the kernel has no softcap here, keeps no matrices
+              and has no context.
     scales    {role: scale} of q, k and v, float32 [B, Hkv, 1, 1]; the others come from the tensors
               themselves.
-    layout    of q, k, v and o: ``bhtd``, or ``bthd``, tokens before heads.
     Shapes:   q [B, H, Tq, D], k and v [B, Hkv, Tk, D], 16 dividing D; o [B, H, Tq, D] of q's dtype,
               lse float32 [B, H, Tq].
     Order:    of q, k and v A-2; of all else the kernel's.
-    Raises:   ValueError: another variant; shapes or masks that the kernel does not take; tensors
-              elsewhere than on a Hopper GPU. ImportError: flash_attn_interface is not installed.
+    Raises:   ValueError: another variant; shapes, masks or options that the kernel does not take;
+              tensors elsewhere than on a Hopper GPU. ImportError: flash_attn_interface is not
+              installed.
     Source:   Dao-AILab/flash-attention, commit 01afd16, hopper/flash_attn_interface.py.
     """
-    variant = data.by_name(variant)
-    q, k, v = data.heads_first(layout, q, k, v)
+    call = RankCall.resolve(variant, mask)
+    mask, variant = call.mask, call.variant
+    q, k, v = data.heads_first(call.layout, q, k, v)
     if variant.name not in VARIANTS or variant.fmt != E4M3FN or variant.granularity != "head":
         raise ValueError(
             f"FlashAttention-3 computes {' or '.join(VARIANTS)}; got variant {variant.name!r}. "
             f"{_INSTEAD}"
         )
-    spec = Spec(variant=variant, mask=mask, scale=scale)
-    shape = inputs.check(q, k, v, spec)
+    for option in ("softcap", "keep_p", "keep_s", "keep_ds", "context"):
+        if getattr(call, option):
+            raise ValueError(
+                f"FlashAttention-3 is called without {option}; got {getattr(call, option)!r}. "
+                f"{_INSTEAD}"
+            )
+    shape = inputs.check(q, k, v, call)
     if shape.features % 16 or mask.alignment != "end":
         raise ValueError(
             "FlashAttention-3 takes features in multiples of 16, and masks that are aligned to "
@@ -142,23 +141,23 @@ def forward(
         )
     role_scales = inputs.check_scales(scales, variant, ("q", "k", "v"), shape)
     run = library(q.device)
-    tensors = operands.quantize(q, k, v, spec, role_scales, report="nothing")
-    codes = (tensors[role].codes.transpose(1, 2) for role in ("q", "k", "v"))  # [B, T, heads, D]
-    descales = {
-        f"{role}_descale": tensors[role].scale_inv[:, :, 0, 0].contiguous()
-        for role in ("q", "k", "v")
-    }
+    problem = Problem(call, shape, scales=role_scales)
+    tensors = operands.quantize(q, k, v, problem, report="nothing").values()
+    codes = (x.codes.transpose(1, 2) for x in tensors)  # [B, T, heads, D]
+    q_descale, k_descale, v_descale = (x.scale_inv[:, :, 0, 0].contiguous() for x in tensors)
     left, right = mask.window or (None, None)
     window = -1 if left is None else left, -1 if right is None else right
     o, lse, *_ = run(
         *codes,
-        softmax_scale=spec.softmax_scale(shape.features),
+        softmax_scale=problem.softmax_scale,
         causal=mask.causal,
         window_size=window,
         return_attn_probs=True,
-        **descales,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
-    return data.in_layout(layout, o.transpose(1, 2).to(q.dtype)), lse
+    return data.in_layout(call.layout, o.transpose(1, 2).to(q.dtype)), lse
 
 
 def library(device: torch.device) -> Callable:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fp8ref.torch.attention import sinks as attention_sinks
 from fp8ref.torch.attention.operands import operands as operands
-from fp8ref.torch.attention.operands.inputs import Shape, Spec
-from fp8ref.torch.attention.output import Documents
+from fp8ref.torch.attention.operands.problem import Problem, Report
+from fp8ref.torch.attention.output import Result
 
 
 class Real(NamedTuple):
@@ -23,32 +23,34 @@ class Real(NamedTuple):
     lse: Tensor
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: Spec,
-    shape: Shape,
-    documents: Documents,
-    sinks: Tensor | None = None,
-) -> Real:
+def result(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, report: Report) -> Result:
+    """What a forward pass of the variant ``exact`` gives."""
+    real, shape = forward(q, k, v, problem), problem.shape
+    o = operands.by_head(real.o, shape).float()
+    lse = operands.by_head(real.lse[..., None], shape)[..., 0].float()
+    unit = torch.ones((), device=q.device, dtype=torch.float32)
+    amaxes: dict[str, Tensor] = {}
+    if report != "nothing":
+        largest = [x.detach().abs().amax().float() for x in (q, k, v, o)]
+        shared = operands.share(largest, problem.call)
+        amaxes = dict(zip(("q", "k", "v", "o"), shared, strict=True)) | {"s": unit}
+    none = torch.zeros((), dtype=torch.int64, device=q.device)
+    return Result(o, lse, {}, amaxes, none, None, unit, unit)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Real:
     """softmax(q k^T scale) v in float64."""
-    q, k, v = (
-        operands.grouped(q.double(), shape),
-        operands.along_features(k.double()),
-        operands.along_tokens(v.double()),
-    )
-    rows = (shape.batch, shape.key_heads, shape.queries, shape.group)
-    m = torch.full(rows, -torch.inf, dtype=torch.float64, device=q.device)
-    total, o = torch.zeros_like(m), q.new_zeros(*rows, v.shape[2])
-    for tile in operands.tiles(spec, shape):
-        s, old = _scores(q, k, tile, spec, shape, documents), m[:, :, tile.rows]
+    shape, sinks = problem.shape, problem.sinks
+    q = operands.grouped(q.double(), shape)
+    k, v = operands.along_features(k.double()), operands.along_tokens(v.double())
+    m = torch.full(shape.rows, -torch.inf, dtype=torch.float64, device=q.device)
+    total, o = torch.zeros_like(m), q.new_zeros(*shape.rows, v.shape[2])
+    for tile in operands.tiles(problem):
+        s, old = _scores(q, k, tile, problem), m[:, :, tile.rows]
         new = torch.maximum(old, s.amax(-1))
         shift = torch.where(new == -torch.inf, 0.0, new)
         c, p = (old - shift).exp(), (s - shift[..., None]).exp()
-        tile_output = operands.products(p.flatten(2, 3), v[:, :, :, tile.keys], spec.variant).view(
-            *p.shape[:-1], -1
-        )
+        tile_output = _products(p, v[:, :, :, tile.keys])
         total[:, :, tile.rows] = total[:, :, tile.rows] * c + p.sum(-1)
         o[:, :, tile.rows] = o[:, :, tile.rows] * c[..., None] + tile_output
         m[:, :, tile.rows] = new
@@ -65,41 +67,28 @@ def forward(
 
 
 def backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: Spec,
-    shape: Shape,
-    documents: Documents,
-    sinks: Tensor | None = None,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk and dv, the largest |dS|, and the gradient of sinks or None: float32, each rounded
     once.
     """
-    real = forward(q, k, v, spec, shape, documents, sinks)
-    do = operands.grouped(do.double(), shape)
-    q, k, v = (
-        operands.grouped(q.double(), shape),
-        operands.along_features(k.double()),
-        operands.along_features(v.double()),
-    )
+    shape, sinks = problem.shape, problem.sinks
+    real = forward(q, k, v, problem)
+    do, q = (operands.grouped(x.double(), shape) for x in (do, q))
+    k, v = (operands.along_features(x.double()) for x in (k, v))
     d = (do * real.o).sum(-1)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     largest = torch.zeros((), dtype=torch.float64, device=q.device)
-    for tile in operands.tiles(spec, shape):
+    for tile in operands.tiles(problem):
         lse = real.lse[:, :, tile.rows]
-        s = _scores(q, k, tile, spec, shape, documents)
+        s = _scores(q, k, tile, problem)
         p = (s - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp()
         do_tile = do[:, :, tile.rows]
-        dp = operands.products(do_tile.flatten(2, 3), v[:, :, tile.keys], spec.variant).view(
-            p.shape
-        )
-        ds = p * (dp - d[:, :, tile.rows, :, None]) * spec.softmax_scale(shape.features)
-        if spec.softcap is not None:
-            ds = ds * (
-                1 - torch.where(s == -torch.inf, 0.0, s / float(np.float32(spec.softcap))) ** 2
-            )
+        dp = _products(do_tile, v[:, :, tile.keys])
+        ds = p * (dp - d[:, :, tile.rows, :, None]) * problem.softmax_scale
+        if problem.call.softcap is not None:
+            cap = float(np.float32(problem.call.softcap))
+            ds = ds * (1 - torch.where(s == -torch.inf, 0.0, s / cap) ** 2)
         largest = torch.maximum(largest, ds.abs().amax())
         flat = ds.flatten(2, 3)
         dq[:, :, tile.rows] += torch.matmul(flat, k[:, :, tile.keys]).view(do_tile.shape)
@@ -108,12 +97,8 @@ def backward(
     keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
     dsinks = None
     if sinks is not None:
-        dsinks = (
-            -((attention_sinks.by_rows(sinks, shape).double() - real.lse).exp() * d)
-            .sum((0, 2))
-            .flatten()
-            .float()
-        )
+        p = (attention_sinks.by_rows(sinks, shape).double() - real.lse).exp()
+        dsinks = -(p * d).sum((0, 2)).flatten().float()
     return (
         operands.by_head(dq, shape).float(),
         dk[keys].float(),
@@ -123,16 +108,17 @@ def backward(
     )
 
 
-def _scores(
-    q: Tensor, k: Tensor, tile: operands.Tile, spec: Spec, shape: Shape, documents: Documents
-) -> Tensor:
+def _scores(q: Tensor, k: Tensor, tile: operands.Tile, problem: Problem) -> Tensor:
     """Scores [B, Hkv, rows, G, keys]; -infinity of keys that are not seen."""
-    a = q[:, :, tile.rows]
-    s = operands.products(a.flatten(2, 3), k[:, :, tile.keys], spec.variant).view(
-        *a.shape[:-1], tile.width
-    )
-    s = s * spec.softmax_scale(shape.features)
-    if spec.softcap is not None:
-        s = (s / float(np.float32(spec.softcap))).tanh() * float(np.float32(spec.softcap))
-    visible = operands.seen(tile, spec, shape, documents, q.device)
+    s = _products(q[:, :, tile.rows], k[:, :, tile.keys]) * problem.softmax_scale
+    if problem.call.softcap is not None:
+        cap = float(np.float32(problem.call.softcap))
+        s = (s / cap).tanh() * cap
+    visible = operands.seen(tile, problem, q.device)
     return s if visible is None else torch.where(visible, s, -torch.inf)
+
+
+def _products(x: Tensor, other: Tensor) -> Tensor:
+    """x [B, Hkv, rows, G, K] and other [B, Hkv, N, K]: [B, Hkv, rows, G, N], in float64."""
+    sums = torch.matmul(x.flatten(2, 3), other.transpose(2, 3))
+    return sums.view(*x.shape[:-1], other.shape[2])

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp8ref.spec.attention.call import Call
+from fp8ref.spec.attention.variants import Arithmetic
 from fp8ref.torch.attention.exponentials import divide, exponential, times
-from fp8ref.torch.attention.operands.inputs import Shape, Spec
+from fp8ref.torch.attention.operands.problem import Shape
 
 FAR = 64.0
 """A sink that lies so far above a row's maximum, in units of the exponent, leaves nothing of its
@@ -25,7 +27,7 @@ def add(
     maximum: Tensor,
     sinks: Tensor,
     factor: Tensor | float | None,
-    spec: Spec,
+    call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(o, sums, maxima) of rows after their sinks joined, before the end (A-10).
 
@@ -35,14 +37,13 @@ def add(
     Shapes:   o [..., D], sums and maxima [...].
     Order:    A-23.
     """
-    variant, two = spec.variant, spec.variant.base == "2"
-    z = times(sinks, _LOG2E) if two else sinks
+    variant = call.variant
+    z = times(sinks, _LOG2E) if variant.base == "2" else sinks
     row_factor = factor[..., 0] if isinstance(factor, Tensor) and factor.ndim else factor
     ahead = z - (maximum if row_factor is None else times(maximum, row_factor))
     far = ahead > FAR
-    p = exponential(
-        torch.where(far, 0.0, ahead) + float(variant.offset), variant.base, spec.arithmetic
-    )
+    exponent = torch.where(far, 0.0, ahead) + float(variant.offset)
+    p = exponential(exponent, variant.base, call.arithmetic)
     at = z
     if isinstance(row_factor, Tensor):
         at = times(sinks, divide(torch.full_like(row_factor, _LOG2E), row_factor))
@@ -57,12 +58,12 @@ def by_rows(sinks: Tensor, shape: Shape) -> Tensor:
     return sinks.float().view(1, shape.key_heads, 1, shape.group)
 
 
-def gradient(d: Tensor, lse: Tensor, sinks: Tensor, spec: Spec) -> Tensor:
+def gradient(d: Tensor, lse: Tensor, sinks: Tensor, arithmetic: Arithmetic) -> Tensor:
     """The gradient of the sinks, float32 [H], of this rank's rows.
 
     Shapes:   d [B, H, Tq], the row sums D of A-15, and lse of its shape, float32; sinks [H].
     Order:    stated: A-23, with sums of float64 numbers in torch's order; fast: torch's own.
     """
-    p = exponential(sinks.float()[None, :, None] - lse, "e", spec.arithmetic)
+    p = exponential(sinks.float()[None, :, None] - lse, "e", arithmetic)
     products = times(p, d)
-    return -(products.double() if spec.arithmetic == "stated" else products).sum((0, 2)).float()
+    return -(products.double() if arithmetic == "stated" else products).sum((0, 2)).float()

@@ -16,8 +16,7 @@ from fp8ref.torch.attention import observer as attention_observer
 from fp8ref.torch.attention.operands import heads
 from fp8ref.torch.attention.operands import operands as operands
 from fp8ref.torch.attention.operands.heads import MX, Heads
-from fp8ref.torch.attention.operands.inputs import Shape, Spec
-from fp8ref.torch.attention.output import Documents
+from fp8ref.torch.attention.operands.problem import Problem
 from fp8ref.torch.observe import statistics as stats
 from fp8ref.torch.observe.statistics import Parts
 from fp8ref.torch.quantize.scaling import Quantized
@@ -112,21 +111,15 @@ def counted(amax: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return fields
 
 
-def counts_of(
-    spec: Spec, shape: Shape, documents: Documents, saturated: torch.Tensor, lost: torch.Tensor
-) -> torch.Tensor:
+def counts_of(problem: Problem, saturated: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
     """int64 [3]: how many scores are of keys that are seen (A-3), and how many elements a pass
     clipped and lost.
     """
-    device, total = saturated.device, torch.zeros((), dtype=torch.int64, device=saturated.device)
-    for tile in operands.tiles(spec, shape):
-        seen = operands.seen(tile, spec, shape, documents, device)
-        whole = shape.batch * (tile.last - tile.first) * tile.width
-        total = total + (whole if seen is None else seen.expand(shape.batch, *seen.shape[1:]).sum())
-    return torch.stack(
-        [
-            total * shape.heads,
-            torch.as_tensor(saturated, device=device),
-            torch.as_tensor(lost, device=device),
-        ]
-    ).long()
+    device, batch = saturated.device, problem.shape.batch
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tile in operands.tiles(problem):
+        seen = operands.seen(tile, problem, device)
+        whole = batch * (tile.last - tile.first) * tile.width
+        total = total + (whole if seen is None else seen.expand(batch, *seen.shape[1:]).sum())
+    counts = (total * problem.shape.heads, saturated, lost)
+    return torch.stack([torch.as_tensor(x, device=device) for x in counts]).long()

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from helpers.attention.attention_cases import call_options
 
 from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck.attention import attention
@@ -21,10 +22,11 @@ class Layer(torch.nn.Module):
 
     def __init__(self, variant, arithmetic, **capped):
         super().__init__()
-        self.how = {"variant": variant, "mask": attention.MASK, "arithmetic": arithmetic} | capped
+        how = {"variant": variant, "mask": attention.MASK, "arithmetic": arithmetic}
+        self.options = call_options(**how, **capped)
 
     def forward(self, q, k, v):
-        return attention_torch.apply(q, k, v, **self.how)
+        return attention_torch.apply(q, k, v, **self.options)
 
 
 def passes(variant="cudnn", arithmetic="fast", size=1.0, tokens=150, **capped):

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from helpers.attention.attention_cases import call_options
 
 from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck.attention import attention
@@ -19,10 +20,10 @@ class Layer(torch.nn.Module):
 
     def __init__(self, variant, **capped):
         super().__init__()
-        self.how = {"variant": variant, "mask": attention.MASK} | capped
+        self.options = call_options(variant=variant, mask=attention.MASK, **capped)
 
     def forward(self, q, k, v):
-        return attention_torch.apply(q, k, v, **self.how)
+        return attention_torch.apply(q, k, v, **self.options)
 
 
 def passes(variant, tokens=150, **capped):

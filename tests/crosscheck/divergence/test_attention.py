@@ -12,8 +12,9 @@ from fp8ref.torch.attention import output as attention_forward
 from fp8ref.torch.attention.fast import output as attention_fast
 from fp8ref.torch.attention.fast.operands import Layout
 from fp8ref.torch.attention.gradients import fast as attention_fast_gradients
-from fp8ref.torch.attention.gradients import gradients as attention_gradients
+from fp8ref.torch.attention.gradients import parts
 from fp8ref.torch.attention.operands import operands as attention_operands
+from fp8ref.torch.quantize.scales import Scales
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 
@@ -60,7 +61,7 @@ def of_tuple(at: int, factor: float):
         def changed(*args, **kwargs):
             found = list(original(*args, **kwargs))
             found[at] = found[at] * factor
-            return tuple(found)
+            return Scales(*found)
 
         return changed
 
@@ -108,7 +109,7 @@ FAULTS = {
     ),
     "denominator": ((attention_fast, "_inverse", larger), ("forward", "O", "value")),
     "dO": (
-        (attention_gradients, "quantized_do", lambda f: lambda *a, **k: next_code(f(*a, **k))),
+        (parts, "quantized_do", lambda f: lambda *a, **k: next_code(f(*a, **k))),
         ("backward", "dO", "codes"),
     ),
     "dS": (

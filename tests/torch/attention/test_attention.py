@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from helpers.attention.attention_cases import call_options
 from helpers.processes.compiled import said
 from helpers.processes.ranks import run
 from helpers.processes.syncs import Ops, Syncs
@@ -17,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8ref.formats import E4M3FN
 from fp8ref.sim.gemm import hardware as sim_hardware
 from fp8ref.spec import delayed as delayed_configs
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import ARITHMETIC, VARIANTS, Mask
-from fp8ref.torch.attention import attention
+from fp8ref.torch.attention import RankCall, RoleScales, attention
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.gemm import hardware
 
@@ -54,16 +56,16 @@ def inputs(
 def test_apply_is_forward_and_backward(name, dtype):
     documents = torch.zeros(1, 70, dtype=torch.int32), (torch.arange(150)[None] > 100).int()
     leaves = inputs(dtype=dtype, requires_grad=name in WITH_GRADIENTS)
-    options = {"variant": name, "mask": Mask(window=(50, 3)), "documents": documents, "scale": 0.3}
-    o = attention.apply(*leaves, **options)
-    result = attention.forward(*leaves, **options)
+    call = Call(variant=name, mask=Mask(window=(50, 3)), scale=0.3)
+    o = attention.apply(*leaves, variant=call, documents=documents)
+    result = attention.forward(*leaves, variant=call, documents=documents)
     assert o.dtype == dtype
     torch.testing.assert_close(o, result.o.to(dtype), rtol=0, atol=0)
     assert o.any()
     if name in WITH_GRADIENTS:
         do = torch.randn_like(o)
         o.backward(do)
-        found = attention.backward(do, *leaves, result, **options)
+        found = attention.backward(do, *leaves, result, variant=call)
         for leaf, one in zip(leaves, (found.dq, found.dk, found.dv), strict=True):
             torch.testing.assert_close(leaf.grad, one.to(dtype), rtol=0, atol=0)
             assert leaf.grad.any()
@@ -125,6 +127,10 @@ def test_autocast_changes_nothing():
 # ---- What is refused
 
 
+def called(function, *tensors, **options):
+    return function(*tensors, **call_options(**options))
+
+
 def test_what_is_refused():
     q, k, v = inputs()
     for message, change in {
@@ -156,8 +162,8 @@ def test_what_is_refused():
         },
     }.items():
         options = {"variant": "cudnn"} | change
-        assert message in said(attention.forward, q, k, v, **options), message
-        assert message in said(attention.apply, q, k, v, **options), message
+        for function in (attention.forward, attention.apply):
+            assert message in said(called, function, q, k, v, **options), message
     for message, tensors in {
         "q is [batch, heads, tokens, features]": (q[0], k, v),
         "none of them empty; got torch.float64": (q.double(), k, v),
@@ -175,13 +181,23 @@ def test_what_is_refused():
         attention.apply, *inputs(d=96), variant="fa3_paper"
     )
     assert "seed is an integer in [0, 2^64); got -1" in said(
-        attention.apply, q, k, v, variant="fa3_paper", seed=-1
+        called, attention.apply, q, k, v, variant="fa3_paper", seed=-1
     )
     assert "features divisible by 32; got 48" in said(
         attention.apply, *inputs(d=48), variant="mxfp8"
     )
     assert "variant 'bf16' has none" in said(
-        attention.forward, q, k, v, variant="bf16", keep_p=True
+        called, attention.forward, q, k, v, variant="bf16", keep_p=True
+    )
+    assert "mask is a Mask" in said(attention.apply, q, k, v, variant="cudnn", mask="causal")
+    assert "a Call has its mask" in said(
+        attention.apply, q, k, v, variant=Call(variant="cudnn"), mask=CAUSAL
+    )
+    assert "apply returns o alone; got keep_p=True" in said(
+        called, attention.apply, q, k, v, variant="cudnn", keep_p=True
+    )
+    assert "take all tokens of a sequence; got context='0'" in said(
+        attention.forward, q, k, v, variant=RankCall(variant="cudnn", context="0")
     )
     unknown = dataclasses.replace(VARIANTS["fa3"], policy="flax")
     assert "got policy 'flax'" in said(attention.apply, q, k, v, variant=unknown)
@@ -249,13 +265,12 @@ def test_simulated_hardware_has_no_mx_blocks():  # G-19
 
 
 def compiled_equals_eager(name, backend, tq=40, tk=150, **options):
+    call = Call(variant=name, mask=Mask(causal=True), **options)
     leaves = inputs(requires_grad=name in WITH_GRADIENTS, tq=tq, tk=tk)
     documents = torch.zeros(1, tq, dtype=torch.long), (torch.arange(tk)[None] > 100).long()
 
     def function(q, k, v, *documents):
-        return attention.apply(
-            q, k, v, variant=name, mask=Mask(causal=True), documents=documents, **options
-        )
+        return attention.apply(q, k, v, variant=call, documents=documents)
 
     torch._dynamo.reset()
     eager, compiled = (
@@ -347,7 +362,7 @@ def largest_of(name, length, mask, arithmetic):
         device="meta",
     )
     with Largest() as seen:
-        o = attention.apply(*leaves, variant=name, mask=mask, arithmetic=arithmetic)
+        o = attention.apply(*leaves, variant=Call(variant=name, mask=mask, arithmetic=arithmetic))
         if name in WITH_GRADIENTS:
             o.backward(torch.empty_like(o))
     return seen.found
@@ -441,11 +456,12 @@ def on_a_rank(name, along):
     whole = [*inputs(b=2), torch.randn(2, 4, 70, 64, generator=torch.Generator().manual_seed(5))]
     *leaves, do = (x.chunk(2, dim)[rank].clone() for x in whole)
     leaves = [x.requires_grad_() for x in leaves]
-    options = {"variant": name, "mask": CAUSAL, "amax_group": distributed.group.WORLD.group_name}
-    o = attention.apply(*leaves, **options)
+    group = distributed.group.WORLD.group_name
+    call = RankCall(variant=name, mask=CAUSAL, amax_group=group)
+    o = attention.apply(*leaves, variant=call)
     o.backward(do)
-    result = attention.forward(*leaves, **options)
-    found = attention.backward(do, *leaves, result, **options)
+    result = attention.forward(*leaves, variant=call)
+    found = attention.backward(do, *leaves, result, variant=call)
     amaxes = {role: x.numpy() for role, x in (result.amaxes | found.amaxes).items() if x.ndim == 0}
     return [x.detach().numpy() for x in (o, *(leaf.grad for leaf in leaves))], amaxes
 
@@ -507,7 +523,8 @@ class Delayed(nn.Module):
             {role: getattr(state, name) for role, state in self.states.items()}
             for name in ("scale", "seen")
         )
-        return attention.apply(q, k, v, variant="cudnn", mask=CAUSAL, scales=scales, seen=seen)
+        role_scales = RoleScales(scales, seen)
+        return attention.apply(q, k, v, variant="cudnn", mask=CAUSAL, scales=role_scales)
 
 
 def test_states_are_observed_and_updated():  # A-12, H-3 to H-5
@@ -563,11 +580,11 @@ def test_observations_of_other_roles_are_refused():
     q, k, v = inputs()
     seen = torch.zeros(3)
     assert "observes no role; got 'q'" in said(
-        attention.apply, q, k, v, variant="fa3", seen={"q": seen}
+        attention.apply, q, k, v, variant="fa3", scales=RoleScales({}, {"q": seen})
     )
     assert "observes q, k, v, s, o, do, ds, dq, dk, dv; got 'x'" in said(
-        attention.apply, q, k, v, variant="cudnn", seen={"x": seen}
+        attention.apply, q, k, v, variant="cudnn", scales=RoleScales({}, {"x": seen})
     )
     assert "float32 [3], a RoleState's seen; got torch.float32 [2]" in said(
-        attention.apply, q, k, v, variant="cudnn", seen={"q": seen[:2]}
+        attention.apply, q, k, v, variant="cudnn", scales=RoleScales({}, {"q": seen[:2]})
     )

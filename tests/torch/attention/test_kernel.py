@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import Mask, differentiated
 from fp8ref.torch.attention import attention
 from fp8ref.torch.attention import kernel as attention_kernel
@@ -52,7 +53,8 @@ def flash_attn_func(
         x, descale = x.transpose(1, 2).float(), descale[:, :, None, None]
         heads.append(x * descale.repeat_interleave(x.shape[1] // descale.shape[1], dim=1))
         scales[role] = 1 / descale
-    result = attention.forward(*heads, variant="fa3", mask=mask, scale=softmax_scale, scales=scales)
+    call = Call(variant="fa3", mask=mask, scale=softmax_scale)
+    result = attention.forward(*heads, variant=call, scales=scales)
     return result.o.bfloat16().transpose(1, 2), result.lse
 
 
@@ -60,8 +62,9 @@ def flash_attn_func(
 def test_the_call_has_codes_descales_and_the_mask(mask, monkeypatch):
     monkeypatch.setattr(attention_kernel, "library", lambda device: flash_attn_func)
     q, k, v = given()
-    o, lse = attention_kernel.forward(q, k, v, mask=mask, scale=0.11)
-    right = attention.forward(q, k, v, variant="fa3", mask=mask, scale=0.11)
+    call = Call(variant="fa3", mask=mask, scale=0.11)
+    o, lse = attention_kernel.forward(q, k, v, variant=call)
+    right = attention.forward(q, k, v, variant=call)
     # Codes are equal; the stand-in's scale_inv is 1 / (1 / scale_inv), two roundings to float32
     # away, which bfloat16 hides but for ties.
     assert (o == right.o.bfloat16()).float().mean() > 0.99
@@ -82,6 +85,7 @@ REFUSED = [
     ({"variant": "cudnn"}, r"FlashAttention-3 computes fa3 or fa3_promoted; got variant 'cudnn'"),
     ({"mask": Mask(causal=True, alignment="start")}, r"masks that are aligned to the end"),
     ({"scales": {"o": torch.ones(())}}, r"takes scales for q, k, v; got 'o'"),
+    ({"variant": Call(variant="fa3", softcap=9.0)}, r"is called without softcap; got 9.0"),
 ]
 
 
@@ -119,8 +123,8 @@ def test_gradients_are_of_its_own_output_and_log_sum_exp(mask, monkeypatch):  # 
     found = []
     for of_kernel in (True, False):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        how = {"variant": variant, "mask": mask, "scale": 0.11, "arithmetic": "stated"}
-        o = attention_kernel.apply(*leaves, **how) if of_kernel else attention.apply(*leaves, **how)
+        call = Call(variant=variant, mask=mask, scale=0.11, arithmetic="stated")
+        o = (attention_kernel if of_kernel else attention).apply(*leaves, variant=call)
         o.backward(do)
         found.append([leaf.grad.float() for leaf in leaves])
     for mine, right in zip(*found, strict=True):
@@ -132,7 +136,8 @@ def test_gradients_are_of_its_own_output_and_log_sum_exp(mask, monkeypatch):  # 
         "library",
         lambda device: lambda *x, **how: (lambda o, lse: (o, lse + 1))(*flash_attn_func(*x, **how)),
     )
-    attention_kernel.apply(*changed, variant=variant, mask=mask, scale=0.11).backward(do)
+    call = Call(variant=variant, mask=mask, scale=0.11)
+    attention_kernel.apply(*changed, variant=call).backward(do)
     # P is of the kernel's log-sum-exp
     assert (changed[2].grad.float() * 2.718 - found[0][2]).norm() < 2**-6 * found[0][2].norm()
 

@@ -12,6 +12,8 @@ from fp8ref.formats import E5M2
 from fp8ref.sim.attention import attention as sim
 from fp8ref.spec.attention.variants import VARIANTS
 from fp8ref.torch.attention import output as attention_forward
+from fp8ref.torch.attention.operands import heads
+from fp8ref.torch.attention.operands.kept import Tally
 
 F = np.float32
 E5M2_VARIANT = dataclasses.replace(VARIANTS["cudnn"], name="e5m2", fmt=E5M2)
@@ -26,11 +28,12 @@ def test_probabilities_are_cast_and_counted(variant, rng):  # A-8
     p = (2.0 ** rng.uniform(-20, 18, 5000)).astype(F)
     scale = F({"cudnn": 448, "e5m2": 57344, "mxfp8": 16}.get(variant.name, 1))
     values, lost, _ = sim.round_probabilities(p, scale, variant.fmt)
-    found = attention_forward.round_probabilities(torch.from_numpy(p), torch.tensor(scale), variant)
+    given = None if variant.p_scale == 1 else torch.tensor(scale)
+    found = heads.codes(torch.from_numpy(p), variant.fmt, given)
     np.testing.assert_array_equal(found.float().numpy(), values)
-    assert (
-        attention_forward.count_clipped(torch.from_numpy(p), torch.tensor(scale), variant) == lost
-    )
+    tally = Tally(variant.fmt, "all", torch.device("cpu"))
+    tally.count(torch.from_numpy(p), torch.tensor(scale))
+    assert tally.saturated == lost
     assert (lost > 0) == (variant.fmt.bits == 8)
 
 
@@ -48,13 +51,3 @@ def test_log_sums(name, rng):  # A-11
         )
         np.testing.assert_array_equal(found.numpy(), right)
     assert np.isneginf(right[:3]).all()
-
-
-def test_documents_are_padded_with_what_equals_none():
-    ids = torch.arange(5)[None]
-    found = attention_forward.padded_documents(ids, ids)
-    assert found.q.shape == (1, 32)
-    assert found.k.shape == (1, 16)
-    assert found.q[0, 5:].unique().tolist() == [-2]
-    assert found.k[0, 5:].unique().tolist() == [-1]
-    assert attention_forward.padded_documents(None, None) == (None, None)

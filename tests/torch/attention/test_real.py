@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fp8ref.spec.attention.variants import VARIANTS, Mask
+from fp8ref.spec.attention.variants import Mask
 from fp8ref.torch.attention import real as attention_real
 from fp8ref.torch.attention.operands import operands as operands
-from fp8ref.torch.attention.operands.inputs import Shape, Spec
-from fp8ref.torch.attention.output import Documents
+from fp8ref.torch.attention.operands.problem import Problem, RankCall, Shape
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -25,12 +24,11 @@ def test_it_is_torchs_attention_in_float64(causal):
     )
     do = torch.randn(q.shape, generator=made)
     gradients = torch.autograd.grad(right, wide, do.double())
-    spec = Spec(variant=VARIANTS["exact"], mask=Mask(causal=causal), scale=0.25)
+    call = RankCall(variant="exact", mask=Mask(causal=causal), scale=0.25)
+    problem = Problem(call, shape)
     with torch.no_grad():
-        found = attention_real.forward(q, k, v, spec, shape, Documents(None, None))
-        dq, dk, dv, largest, dsinks = attention_real.backward(
-            do, q, k, v, spec, shape, Documents(None, None)
-        )
+        found = attention_real.forward(q, k, v, problem)
+        dq, dk, dv, largest, dsinks = attention_real.backward(do, q, k, v, problem)
     torch.testing.assert_close(operands.by_head(found.o, shape), right, rtol=1e-12, atol=1e-13)
     for one, wanted in zip((dq, dk, dv), gradients, strict=True):
         torch.testing.assert_close(one, wanted.float(), rtol=2.0**-23, atol=2.0**-40)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from fp8ref.spec.attention.variants import VARIANTS
+from fp8ref.spec.attention.call import Call
 from fp8ref.torch.attention import attention
 from fp8ref.torch.attention import sinks as attention_sinks
-from fp8ref.torch.attention.operands.inputs import Spec
+
+CAPPED = Call(variant="cudnn", softcap=3.0)
 
 
 def test_a_sink_joins_the_sum_or_replaces_it():
@@ -20,12 +21,9 @@ def test_a_sink_joins_the_sum_or_replaces_it():  # A-23
         torch.full((3,), 512.0),
         torch.tensor([4.0, 4.0, -torch.inf]),
     )
-    spec, sinks = (
-        Spec(variant=VARIANTS["fa4"], arithmetic="stated"),
-        torch.tensor([6 / log2e, 100.0, 3.0]),
-    )
+    call, sinks = (Call(variant="fa4", arithmetic="stated"), torch.tensor([6 / log2e, 100.0, 3.0]))
     for factor in (2.0, torch.full((1,), 2.0)):
-        new, sums, maxima = attention_sinks.add(o, total, maximum, sinks, factor, spec)
+        new, sums, maxima = attention_sinks.add(o, total, maximum, sinks, factor, call)
         assert sums[0].item() == pytest.approx(512 + 2.0 ** (6 - 8 + 8), rel=2.0**-20)
         assert maxima[0] == 4
         for n, sink in ((1, 100), (2, 3)):
@@ -44,7 +42,7 @@ def tensors(dtype=torch.bfloat16):
 def test_a_sink_has_a_gradient_of_its_dtype_and_of_its_own_head():
     q, k, v = tensors()
     sinks = torch.tensor([0.5, -1, 2, 1], dtype=torch.bfloat16, requires_grad=True)
-    o = attention.apply(q, k, v, variant="cudnn", sinks=sinks, softcap=3.0)
+    o = attention.apply(q, k, v, variant=CAPPED, sinks=sinks)
     (of_first,) = torch.autograd.grad(o[:, 0].float().sum(), sinks, retain_graph=True)
     assert of_first.dtype == torch.bfloat16
     assert of_first[0] != 0
@@ -65,16 +63,16 @@ def test_sinks_alone_may_have_gradients():  # A-23
 def test_ranks_of_heads_have_the_sinks_of_their_heads():
     q, k, v = tensors()
     sinks = torch.tensor([0.5, -1, 2, 1])
-    how = {"variant": "fa3", "softcap": 2.0}  # whose scales are of heads
+    call = Call(variant="fa3", softcap=2.0)  # whose scales are of heads
     with torch.no_grad():
-        whole = attention.apply(q, k, v, sinks=sinks, **how)
+        whole = attention.apply(q, k, v, variant=call, sinks=sinks)
         parts = [
             attention.apply(
                 q[:, 2 * n : 2 * n + 2],
                 k[:, n : n + 1],
                 v[:, n : n + 1],
+                variant=call,
                 sinks=sinks[2 * n : 2 * n + 2],
-                **how,
             )
             for n in (0, 1)
         ]
@@ -90,7 +88,7 @@ def test_a_compiled_graph_has_sinks_and_their_gradients():  # A-18, A-23
     sinks = torch.tensor([0.5, -1, 2, 1], requires_grad=True)
 
     def loss(q, k, v, sinks):
-        return attention.apply(q, k, v, variant="cudnn", sinks=sinks, softcap=3.0).square().sum()
+        return attention.apply(q, k, v, variant=CAPPED, sinks=sinks).square().sum()
 
     right = torch.autograd.grad(loss(q, k, v, sinks), (q, k, v, sinks))
     found = torch.autograd.grad(

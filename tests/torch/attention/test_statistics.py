@@ -14,8 +14,8 @@ from fp8ref.spec.attention.variants import VARIANTS, Mask
 from fp8ref.torch.attention import attention
 from fp8ref.torch.attention import statistics as attention_stats
 from fp8ref.torch.attention.operands import heads as head_scaling
-from fp8ref.torch.attention.operands.inputs import Spec, check
-from fp8ref.torch.attention.output import padded_documents
+from fp8ref.torch.attention.operands.inputs import check
+from fp8ref.torch.attention.operands.problem import Problem, RankCall, padded_documents
 
 
 @pytest.mark.parametrize(
@@ -59,16 +59,15 @@ def test_elements_are_counted_once(granularity, policy):
 @pytest.mark.parametrize("documents", [False, True])
 def test_scores_of_keys_that_are_seen_are_counted(documents):
     q, k = torch.zeros(2, 4, 150, 32), torch.zeros(2, 2, 170, 32)
-    spec = Spec(variant=VARIANTS["cudnn"], mask=Mask(causal=True, window=(60, None)), scale=None)
+    call = RankCall(variant="cudnn", mask=Mask(causal=True, window=(60, None)))
     at = (
         [torch.arange(n).div(40, rounding_mode="floor").expand(2, n) for n in (150, 170)]
         if documents
         else [None, None]
     )
     none = torch.zeros((), dtype=torch.int64)
-    found = attention_stats.counts_of(
-        spec, check(q, k, k, spec), padded_documents(*at), none + 3, none
-    )
+    problem = Problem(call, check(q, k, k, call), padded_documents(*at))
+    found = attention_stats.counts_of(problem, none + 3, none)
     rows, keys = torch.arange(150)[:, None], torch.arange(170)
     seen = (keys <= rows + 20) & (keys >= rows + 20 - 60)
     if documents:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from fp8ref.recipe import RECIPES
+from fp8ref.spec.attention.call import Call
 from fp8ref.torch.attention import attention
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.experts import grouped
@@ -259,8 +260,10 @@ def test_tiles_of_attention_run_again(arithmetic):  # T-8, A-18
         for i in range(3)
     ]
 
+    call = Call(variant="cudnn", arithmetic=arithmetic)
+
     def forward(q, k, v):
-        return attention.apply(q, k, v, variant="cudnn", arithmetic=arithmetic)
+        return attention.apply(q, k, v, variant=call)
 
     def products(run) -> int:
         with Counts() as counts:

@@ -13,17 +13,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fp8ref.formats import Format
 from fp8ref.spec.attention.variants import Variant
 from fp8ref.torch.attention.observer import multiplying
 from fp8ref.torch.attention.operands import heads
 from fp8ref.torch.attention.operands import operands as operands
 from fp8ref.torch.attention.operands.heads import Heads
-from fp8ref.torch.attention.operands.inputs import Shape, Spec
 from fp8ref.torch.attention.operands.operands import Tile
-from fp8ref.torch.attention.output import Documents
+from fp8ref.torch.attention.operands.problem import Problem
 from fp8ref.torch.gemm import batched as batched_gemm
 from fp8ref.torch.gemm import hardware
-from fp8ref.torch.quantize import cast, float_values
+from fp8ref.torch.quantize import float_values
 
 CHUNK = 1 << 18
 """On a CPU, the scores that are computed at a time: of so many sequences and heads as a core's
@@ -50,17 +50,22 @@ class Layout:
               base.
     """
 
-    def __init__(self, tensors: dict[str, Heads], spec: Spec, shape: Shape, step: int = 1) -> None:
-        self.spec, self.variant, self.shape, self.step = spec, spec.variant, shape, step
-        self.tensors, self.codes = tensors, takes_codes(tensors["q"].codes, spec.variant)
-        self.scale = operands.score_scale(spec, shape)
+    def __init__(self, tensors: dict[str, Heads], problem: Problem, step: int = 1) -> None:
+        self.problem, self.variant, self.shape, self.step = (
+            problem,
+            problem.variant,
+            problem.shape,
+            step,
+        )
+        self.tensors, self.codes = tensors, takes_codes(tensors["q"].codes, self.variant)
+        self.scale = problem.score_scale
+        self.cap = None if problem.call.softcap is None else float(problem.call.cap)
         self.fast = self.variant.plan == "hopper_fast"
         q = self.query_rows(tensors["q"])
         self.q = q if self.codes else q.mul_(self.scale)
         self.k = operands.along_features(self.values(tensors["k"])).flatten(0, 1)
-        self.v = operands.along_features(
-            self.values(tensors["v"], along_tokens=self.variant.granularity == "mx_1x32")
-        ).flatten(0, 1)
+        v = self.values(tensors["v"], along_tokens=True)
+        self.v = operands.along_features(v).flatten(0, 1)
         self._scratch: dict[int, Tensor] = {}
 
     def values(self, x: Heads, *, along_tokens: bool = False) -> Tensor:
@@ -70,10 +75,10 @@ class Layout:
         numbers = float_values.decode(x.codes)
         if self.variant.granularity is None:
             return numbers.clone() if numbers is x.codes else numbers
-        element_scales = heads.spread(
+        scale_inv = heads.spread(
             x.scale_inv, tuple(numbers.shape), self.variant.granularity, along_tokens=along_tokens
         )
-        return numbers.mul_(element_scales)
+        return numbers.mul_(scale_inv)
 
     def query_rows(self, x: Heads) -> Tensor:
         """q or do, [B x Hkv, Tq x G, D]."""
@@ -93,6 +98,10 @@ class Layout:
     def at(self, tile: Tile) -> slice:
         """The rows of a tile."""
         return slice(tile.first * self.shape.group, tile.last * self.shape.group)
+
+    def place(self, part: slice, tile: Tile) -> tuple[slice, slice, slice]:
+        """A part of a tile in a matrix [B x Hkv, Tq x G, Tk]."""
+        return part, self.at(tile), tile.keys
 
     def parts(self, tile: Tile) -> Iterator[slice]:
         """The sequences and heads whose scores are computed at a time: all, but on a CPU."""
@@ -125,19 +134,18 @@ class Layout:
         seen.
         """
         s = self._products(part, tile)
-        return self._hide(
-            s if self.spec.softcap is None else s.tanh_().mul_(self.spec.cap), part, seen
-        )
+        s = s if self.cap is None else s.tanh_().mul_(self.cap)
+        return self._hide(s, part, seen)
 
     def scores_and_slope(
         self, part: slice, tile: Tile, seen: list[tuple[slice, Tensor]]
     ) -> tuple[Tensor, Tensor | None]:
         """``scores``, and what a softcap multiplies dS by; None without one."""
-        if self.spec.softcap is None:
+        if self.cap is None:
             return self.scores(part, tile, seen), None
         s = self._products(part, tile).tanh_()
         slope = 1.0 - s * s
-        return self._hide(s.mul_(self.spec.cap), part, seen), slope
+        return self._hide(s.mul_(self.cap), part, seen), slope
 
     def _products(self, part: slice, tile: Tile) -> Tensor:
         a, b = self.q[part, self.at(tile)], self.k[part, tile.keys]
@@ -146,9 +154,7 @@ class Layout:
                 a, b, fast=self.fast, factor=self._factor(part), out=self.scratch(0, part, tile)
             )
         if self.codes and self.variant.granularity == "rows_128":
-            q_scale_inv = operands.query_scale(
-                self.tensors["q"].scale_inv, tile, self.variant, self.shape
-            )
+            q_scale_inv = operands.query_scale(self.tensors["q"].scale_inv, tile, self.problem)
             k_scale_inv = operands.key_scale(self.tensors["k"].scale_inv, tile, self.variant)
             s = s.mul_(self.rows(q_scale_inv * (k_scale_inv * self.scale))[part])
         elif self.codes and self.variant.granularity is None:
@@ -170,60 +176,52 @@ class Layout:
         )
         return factor[part] if factor.ndim else factor
 
-    def hidden(self, tile: Tile, documents: Documents) -> list[tuple[slice, Tensor]]:
+    def hidden(self, tile: Tile) -> list[tuple[slice, Tensor]]:
         """Which keys of a tile which rows do not see: rows among those of the tile, and bool [1 or
         B x Hkv, queries, 1, keys].
         """
-        spec, shape, device = self.spec, self.shape, self.q.device
-        if documents.q is not None:
-            seen = operands.seen(tile, spec, shape, documents, device)
+        shape, group, device = self.shape, self.shape.group, self.q.device
+        if self.problem.documents.q is not None:
+            seen = operands.seen(tile, self.problem, device)
             assert seen is not None
             head_mask = (~seen).expand(shape.batch, shape.key_heads, *seen.shape[2:]).flatten(0, 1)
-            return [(slice(0, (tile.last - tile.first) * shape.group), head_mask)]
+            return [(slice(0, (tile.last - tile.first) * group), head_mask)]
         masks = []
-        for first, last in _partial(tile, spec, shape):
+        for first, last in _partial(tile, self.problem):
             part = tile._replace(first=first, last=last, inside=False)
-            seen = operands.seen(part, spec, shape, documents, device)
+            seen = operands.seen(part, self.problem, device)
             assert seen is not None
-            masks.append(
-                (
-                    slice((first - tile.first) * shape.group, (last - tile.first) * shape.group),
-                    ~seen[:, 0],
-                )
-            )
+            rows = slice((first - tile.first) * group, (last - tile.first) * group)
+            masks.append((rows, ~seen[:, 0]))
         return masks
 
-    def narrow(self, x: Tensor, fmt, part: slice, tile: Tile, *, inside: bool = False) -> Tensor:
+    def narrow(
+        self, x: Tensor, fmt: Format, part: slice, tile: Tile, *, inside: bool = False
+    ) -> Tensor:
         """x, which is written, as a GEMM's operand: rounded to a format, saturated; codes, or their
         numbers.
 
         inside    no number of x is above the format's range.
         """
+        if self.codes:
+            return heads.codes(x, fmt)
         if fmt.bits != 8:
-            short = heads.rounded(x, fmt)
-            return short if self.codes else x.copy_(short)
-        return (
-            cast.to_fp8(x, fmt)
-            if self.codes
-            else float_values.round_(x, fmt, self.scratch(2, part, tile), inside=inside)
-        )
+            return x.copy_(heads.rounded(x, fmt))
+        return float_values.round_(x, fmt, self.scratch(2, part, tile), inside=inside)
 
 
-def _partial(tile: Tile, spec: Spec, shape: Shape) -> list[tuple[int, int]]:
+def _partial(tile: Tile, problem: Problem) -> list[tuple[int, int]]:
     """The ranges of a tile's rows that do not see all of its keys."""
-    offset = spec.offset(shape)
-    left, right = spec.mask.window or (None, None)
-    if spec.mask.causal:
-        right = 0 if right is None else min(right, 0)
+    offset, (left, right) = problem.offset, problem.window
     if tile.width != tile.end - tile.begin:
         return [(tile.first, tile.last)]
-    # Row i sees keys from i + offset - left to i + offset + right.
     whole = tile.first if right is None else max(tile.first, tile.end - 1 - offset - right)
     behind = min(
-        tile.last, shape.queries, tile.last if left is None else tile.begin - offset + left + 1
+        tile.last,
+        problem.shape.queries,
+        tile.last if left is None else tile.begin - offset + left + 1,
     )
     if whole >= behind:
         return [(tile.first, tile.last)]
-    return [
-        (first, last) for first, last in ((tile.first, whole), (behind, tile.last)) if first < last
-    ]
+    ranges = (tile.first, whole), (behind, tile.last)
+    return [(first, last) for first, last in ranges if first < last]

@@ -17,147 +17,138 @@ import torch
 from torch import Tensor
 
 from fp8ref.spec.attention.variants import Variant
-from fp8ref.torch.attention import output
+from fp8ref.torch.attention import output, softmax
 from fp8ref.torch.attention import sinks as attention_sinks
 from fp8ref.torch.attention.fast.operands import Layout
 from fp8ref.torch.attention.observer import multiplying
+from fp8ref.torch.attention.operands import heads
 from fp8ref.torch.attention.operands import operands as operands
 from fp8ref.torch.attention.operands.heads import Heads
-from fp8ref.torch.attention.operands.inputs import Report, Shape, Spec
-from fp8ref.torch.attention.operands.kept import Kept, Matrix
-from fp8ref.torch.attention.output import Documents, Result
+from fp8ref.torch.attention.operands.kept import Kept, Matrix, Tally
+from fp8ref.torch.attention.operands.operands import Tile
+from fp8ref.torch.attention.operands.problem import Problem, Report
+from fp8ref.torch.attention.output import Result
 from fp8ref.torch.gemm import batched as batched_gemm
-from fp8ref.torch.quantize import cast
 
 
 def run(
-    tensors: dict[str, Heads],
-    spec: Spec,
-    shape: Shape,
-    documents: Documents,
-    role_scales: dict[str, Tensor],
-    *,
-    report: Report,
-    keep: Collection[Matrix] = (),
-    sinks: Tensor | None = None,
+    tensors: dict[str, Heads], problem: Problem, *, report: Report, keep: Collection[Matrix] = ()
 ) -> Result:
     """The pass, of quantized q, k and v.
 
     Order:    A-18.
     """
-    output.check_hardware(spec.variant)
-    variant, layout = spec.variant, Layout(tensors, spec, shape)
-    device, fmt, low = layout.q.device, variant.fmt, variant.fmt.bits == 8
-    scale_p, scale_inv_p = operands.probability_scale(variant, role_scales, device)
-    n, rows, width = len(layout.q), layout.q.shape[1], layout.v.shape[-1]
-    maximum, sums = (
-        torch.full((n, rows), -torch.inf, device=device, dtype=torch.float32),
-        torch.zeros(n, rows, device=device, dtype=torch.float32),
-    )
-    o = torch.zeros(n, rows, width, device=device, dtype=torch.float32)
-    largest, saturated = (
-        torch.zeros((), device=device, dtype=torch.float32),
-        torch.zeros((), dtype=torch.int64, device=device),
-    )
-    lost = torch.zeros_like(saturated)
-    kept = Kept(keep, (n, rows, layout.k.shape[1]), device)
-    # GEMMs of codes take them along the tokens.
-    v = layout.v.transpose(1, 2).contiguous() if layout.codes else layout.v.transpose(1, 2)
-    inside = _inside(variant, role_scales)
-    for tile in operands.tiles(spec, shape):
-        at, hidden = layout.at(tile), layout.hidden(tile, documents)
-        for part in layout.parts(tile):
-            s = layout.scores(part, tile, hidden)
-            kept.put("scores", (part, at, tile.keys), s)
-            old = maximum[part, at]
-            new = _maximum(old, s.amax(-1), variant)
-            # Without documents a tile's rows each see a key of it.
-            shift = new if documents.q is None else finite(new)
-            c = exponential_(old - shift, variant)
-            p = exponential_(
-                s.sub_((shift - float(variant.offset) if variant.offset else shift)[..., None]),
-                variant,
-            )
-            old.copy_(new)
-            sums[part, at].mul_(c).add_(p.sum(-1))
-            if report != "nothing":
-                largest = torch.maximum(largest, p.amax())
-            if report == "all":
-                saturated = saturated + output.count_clipped(p, scale_p, variant)
-                lost = lost + _lost(p, scale_p, variant)
-            p = p.mul_(scale_p) if low and variant.p_scale != 1 else p
-            if "p_codes" in kept:
-                kept.put("p_codes", (part, at, tile.keys), cast.to_fp8(p, fmt))
-            p8, v_tile, o_tile = (
-                layout.narrow(p, fmt, part, tile, inside=inside),
-                v[part, :, tile.keys],
-                o[part, at].mul_(c[..., None]),
-            )
+    output.check_hardware(problem.variant)
+    forward = _Pass(tensors, problem, report, keep)
+    forward.walk()
+    o, lse = forward.divided()
+    return output.result(o, lse, tensors, forward.tally, forward.kept, forward.scale_p, problem)
+
+
+class _Pass:
+    """The sums of a pass over tiles, o [B x Hkv, rows, D], and the maxima and sums of rows."""
+
+    def __init__(
+        self, tensors: dict[str, Heads], problem: Problem, report: Report, keep: Collection[Matrix]
+    ) -> None:
+        self.problem, self.variant = problem, problem.variant
+        self.layout = layout = Layout(tensors, problem)
+        device, (n, rows, _) = layout.q.device, layout.q.shape
+        self.scale_p = operands.probability_scale(problem, device)
+        self.maximum = torch.full((n, rows), -torch.inf, device=device, dtype=torch.float32)
+        self.sums = torch.zeros(n, rows, device=device, dtype=torch.float32)
+        self.o = torch.zeros(n, rows, layout.v.shape[-1], device=device, dtype=torch.float32)
+        self.tally = Tally(self.variant.fmt, report, device)
+        self.kept = Kept(keep, (n, rows, layout.k.shape[1]), device)
+        # GEMMs of codes take them along the tokens.
+        v = layout.v.transpose(1, 2)
+        self.v = v.contiguous() if layout.codes else v
+
+    def walk(self) -> None:
+        """Pass all tiles."""
+        inside = _inside(self.problem)
+        for tile in operands.tiles(self.problem):
+            hidden = self.layout.hidden(tile)
+            for part in self.layout.parts(tile):
+                s = self.layout.scores(part, tile, hidden)
+                self.kept.put("scores", self.layout.place(part, tile), s)
+                p, c = self._probabilities(s, part, tile)
+                if self.tally.report != "nothing":
+                    self.tally.enlarge(p.amax())
+                self.tally.count(p, self.scale_p.scale)
+                if self.problem.low and self.variant.p_scale != 1:
+                    p = p.mul_(self.scale_p.scale)
+                if "p_codes" in self.kept:
+                    p8 = heads.codes(p, self.variant.fmt)
+                    self.kept.put("p_codes", self.layout.place(part, tile), p8)
+                p8 = self.layout.narrow(p, self.variant.fmt, part, tile, inside=inside)
+                self._add_values(p8, c, part, tile)
+
+    def _probabilities(self, s: Tensor, part: slice, tile: Tile) -> tuple[Tensor, Tensor]:
+        """(P in the memory of s, the factor of what came before); maxima and sums are moved on."""
+        variant, at = self.variant, self.layout.at(tile)
+        old = self.maximum[part, at]
+        new = _maximum(old, s.amax(-1), variant)
+        # Without documents a tile's rows each see a key of it.
+        shift = new if self.problem.documents.q is None else softmax.finite(new)
+        c = exponential_(old - shift, variant)
+        exponent = shift - float(variant.offset) if variant.offset else shift
+        p = exponential_(s.sub_(exponent[..., None]), variant)
+        old.copy_(new)
+        self.sums[part, at].mul_(c).add_(p.sum(-1))
+        return p, c
+
+    def _add_values(self, p8: Tensor, c: Tensor, part: slice, tile: Tile) -> None:
+        layout, v = self.layout, self.v[part, :, tile.keys]
+        o = self.o[part, layout.at(tile)].mul_(c[..., None])
+        with multiplying("values"):
             if not layout.codes:
-                with multiplying("values"):
-                    o_tile.baddbmm_(p8, v_tile.transpose(1, 2))
-                continue
-            with multiplying("values"):
-                tile_output = batched_gemm.products(p8, v_tile, fast=layout.fast)
-            if layout.codes and variant.granularity == "rows_128":
-                tile_output = (
-                    tile_output
-                    * layout.head_scale(
-                        operands.key_scale(tensors["v"].scale_inv, tile, variant)
-                    ).view(n, 1, 1)[part]
-                )
-            o_tile.add_(tile_output)
-    if sinks is not None:
-        row_sinks = (
-            attention_sinks.by_rows(sinks, shape)
-            .expand(shape.batch, -1, shape.queries, -1)
-            .flatten(2, 3)
-            .flatten(0, 1)
-        )
-        o, sums, maximum = attention_sinks.add(o, sums, maximum, row_sinks, None, spec)
-    factor = _at_end(layout, scale_inv_p)
-    inverse = _inverse(
-        sums, factor.view(-1, 1) if isinstance(factor, Tensor) and factor.ndim else factor, variant
-    )
-    o = o.mul_(inverse[..., None])
-    out = layout.by_head(o)
-    lse = layout.by_head(_log_sum(maximum, sums, variant)[..., None])[..., 0]
-    return output.result(
-        out,
-        lse,
-        tensors,
-        largest,
-        saturated,
-        kept,
-        (scale_p, scale_inv_p),
-        spec,
-        shape,
-        role_scales,
-        report=report,
-    )._replace(lost=lost)
+                o.baddbmm_(p8, v.transpose(1, 2))
+                return
+            values = batched_gemm.products(p8, v, fast=layout.fast)
+        if self.variant.granularity == "rows_128":
+            scale_inv = operands.key_scale(layout.tensors["v"].scale_inv, tile, self.variant)
+            values = values * layout.head_scale(scale_inv).view(-1, 1, 1)[part]
+        o.add_(values)
+
+    def divided(self) -> tuple[Tensor, Tensor]:
+        """The output [B, H, Tq, D] and the log-sum-exp of rows [B, H, Tq] (A-10, A-11)."""
+        layout, problem, shape = self.layout, self.problem, self.problem.shape
+        o, sums, maximum = self.o, self.sums, self.maximum
+        if problem.sinks is not None:
+            row_sinks = attention_sinks.by_rows(problem.sinks, shape)
+            row_sinks = row_sinks.expand(shape.batch, -1, shape.queries, -1)
+            o, sums, maximum = attention_sinks.add(
+                o, sums, maximum, layout.rows(row_sinks), None, problem.call
+            )
+        factor = self._factor()
+        factor = factor.view(-1, 1) if isinstance(factor, Tensor) and factor.ndim else factor
+        o = o.mul_(_inverse(sums, factor, self.variant)[..., None])
+        o = layout.by_head(o)
+        lse = _log_sum(maximum, sums, self.variant)
+        return o, layout.by_head(lse[..., None])[..., 0]
+
+    def _factor(self) -> Tensor | float:
+        """What outputs are multiplied by: the scales of v and P that no operand has."""
+        variant, layout = self.variant, self.layout
+        tile_scales = self.problem.low and variant.out_scales == "tile"
+        p_factor = self.scale_p.scale_inv if tile_scales else 1.0
+        if layout.codes and variant.granularity in ("tensor", "head"):
+            return layout.head_scale(layout.tensors["v"].scale_inv) * p_factor
+        return p_factor
 
 
-def _lost(p: Tensor, scale: Tensor, variant: Variant) -> Tensor | int:
-    """How many probabilities the cast makes 0, whose scaled numbers are at most half of the least
-    one.
-    """
-    if variant.fmt.bits != 8:
-        return 0
-    return output.count_lost(p, cast.to_fp8(p * scale, variant.fmt), variant.fmt)
-
-
-def _inside(variant: Variant, role_scales: dict[str, Tensor]) -> bool:
+def _inside(problem: Problem) -> bool:
     """Whether no probability leaves the format's range, by A-8's bound with a unit of 2^-10 for
     roundings: the scale is the variant's own.
     """
-    if variant.fmt.bits != 8 or "s" in role_scales:
+    variant = problem.variant
+    if not problem.low or "s" in problem.scales:
         return False
     # The scale of a state without one is max / 1, rounded down to a power of two or not at all.
     scale = variant.fmt.max if variant.p_scale == "state" else variant.p_scale
-    return (
-        variant.largest_probability * scale * (1 + (variant.base == "2") * 2.0**-10)
-        <= variant.fmt.max
-    )
+    roundings = 1 + (variant.base == "2") * 2.0**-10
+    return variant.largest_probability * scale * roundings <= variant.fmt.max
 
 
 def exponential_(x: Tensor, variant: Variant) -> Tensor:
@@ -165,24 +156,10 @@ def exponential_(x: Tensor, variant: Variant) -> Tensor:
     return x.exp2_() if variant.base == "2" else x.exp_()
 
 
-def finite(maximum: Tensor) -> Tensor:
-    """The maximum, and 0 of a row that has seen no key."""
-    return torch.where(maximum == -torch.inf, 0.0, maximum)
-
-
 def _maximum(old: Tensor, largest: Tensor, variant: Variant) -> Tensor:
     """The rescale rule (A-7), of scores under the variant's base."""
     new = torch.maximum(old, largest)
     return torch.where(new - old <= variant.threshold, old, new) if variant.threshold else new
-
-
-def _at_end(layout: Layout, scale_inv_p: Tensor) -> Tensor | float:
-    """What outputs are multiplied by: the scales of v and P that no operand has."""
-    variant, factor = layout.variant, 1.0
-    p_factor = scale_inv_p if variant.fmt.bits == 8 and variant.out_scales == "tile" else factor
-    if layout.codes and variant.granularity in ("tensor", "head"):
-        return layout.head_scale(layout.tensors["v"].scale_inv) * p_factor
-    return p_factor
 
 
 def _inverse(sums: Tensor, factor: Tensor | float, variant: Variant) -> Tensor:

@@ -18,72 +18,39 @@ import torch
 from torch import Tensor
 
 from fp8ref.spec.attention.products import Product
-from fp8ref.torch.attention import output as forward
-from fp8ref.torch.attention import sinks as attention_sinks
 from fp8ref.torch.attention.fast.operands import Layout
 from fp8ref.torch.attention.fast.output import exponential_
-from fp8ref.torch.attention.gradients import gradients as attention_gradients
-from fp8ref.torch.attention.gradients.gradients import Gradients, Raw, Saved
+from fp8ref.torch.attention.gradients import parts
+from fp8ref.torch.attention.gradients.parts import Raw, Saved, Sums
 from fp8ref.torch.attention.observer import multiplying
 from fp8ref.torch.attention.operands import heads
 from fp8ref.torch.attention.operands import operands as operands
-from fp8ref.torch.attention.operands.inputs import Report, Shape, Spec
-from fp8ref.torch.attention.operands.kept import Kept, Matrix
+from fp8ref.torch.attention.operands.heads import Heads
+from fp8ref.torch.attention.operands.kept import Kept, Matrix, Tally
 from fp8ref.torch.attention.operands.operands import Tile
-from fp8ref.torch.attention.output import Documents
+from fp8ref.torch.attention.operands.problem import STEP, Problem, Report
 from fp8ref.torch.gemm import batched as batched_gemm
-from fp8ref.torch.quantize import cast
 from fp8ref.torch.quantize.scales import Scales
 
 
-def gradients(
-    do: Tensor,
-    saved: Saved,
-    spec: Spec,
-    shape: Shape,
-    documents: Documents,
-    role_scales: dict[str, Tensor],
-    *,
-    report: Report,
-    keep: Collection[Matrix] = (),
-    sinks: Tensor | None = None,
-) -> Gradients:
-    """The pass, of what a forward pass saved.
+def run(
+    do8: Heads, saved: Saved, problem: Problem, *, report: Report, keep: Collection[Matrix]
+) -> Sums:
+    """The pass, of what a forward pass saved and do as it is quantized.
 
     Order:    A-18.
     """
-    do8 = attention_gradients.quantized_do(do, spec, role_scales, shape, report=report)
-    backward = Pass(do8, saved, spec, shape, documents, report=report, keep=keep)
-    low = spec.variant.fmt.bits == 8
-    unit = torch.ones((), device=do.device, dtype=torch.float32)
+    backward = Pass(do8, saved, problem, report, keep)
+    unit = torch.ones((), device=do8.codes.device, dtype=torch.float32)
     scales = Scales(unit, unit)
-    if "ds" in role_scales:
-        scales = Scales(role_scales["ds"], heads.inverse(role_scales["ds"]))
-    elif low:
+    if "ds" in problem.scales:
+        scales = heads.given(problem.scales["ds"])
+    elif problem.low:
         backward.walk(None)
-        (backward.largest,) = operands.share([backward.largest], spec)
-        scales = heads.scales_of(backward.largest, backward.fmt, spec.variant.policy)
+        scales = parts.scale_of_ds(backward.tally_ds, problem)
     backward.walk(scales)
-    if ("ds" in role_scales or not low) and report != "nothing":
-        (backward.largest,) = operands.share([backward.largest], spec)
-    raw = attention_gradients.own_keys(backward.raw(scales), spec, shape)
-    grads = attention_gradients.rounded(
-        raw,
-        do8,
-        backward.largest,
-        backward.saturated + backward.saturated_ds,
-        scales,
-        spec,
-        role_scales,
-        report=report,
-    )
-    dsinks = (
-        None
-        if sinks is None
-        else attention_sinks.gradient(backward.d_by_head(), saved.lse, sinks, spec)
-    )
-    counts: dict = {"lost": backward.lost, "saturated_ds": backward.saturated_ds}
-    return grads._replace(matrices=backward.kept.all(shape), dsinks=dsinks, **counts)
+    raw, d = backward.raw(scales), backward.layout.by_head(backward.d[..., None])[..., 0]
+    return Sums(raw, d, backward.tally_p, backward.tally_ds, scales, backward.kept)
 
 
 class Pass:
@@ -92,70 +59,39 @@ class Pass:
     """
 
     def __init__(
-        self,
-        do8,
-        saved: Saved,
-        spec: Spec,
-        shape: Shape,
-        documents: Documents,
-        *,
-        report: Report,
-        keep: Collection[Matrix] = (),
+        self, do8: Heads, saved: Saved, problem: Problem, report: Report, keep: Collection[Matrix]
     ) -> None:
-        self.spec, self.shape, self.documents, self.saved, self.report = (
-            spec,
-            shape,
-            documents,
-            saved,
-            report,
-        )
-        self.variant, self.fmt, self.do8 = (
-            spec.variant,
-            spec.variant.gradient_fmt or spec.variant.fmt,
-            do8,
-        )
-        step = operands.STEP
-        self.layout = layout = Layout(saved.tensors, spec, shape, step)
+        self.do8, self.saved, self.problem, self.variant = do8, saved, problem, problem.variant
+        self.layout = layout = Layout(saved.tensors, problem, STEP)
         self.do = layout.query_rows(do8)
         self.d = self._row_sums()
-        self.lse = layout.rows(attention_gradients.rows_of(saved.lse, shape, step))
+        self.lse = layout.rows(parts.rows_of(saved.lse, problem.shape, STEP))
         if self.variant.base == "2":
             self.lse = self.lse * math.log2(math.e)
-        self.tiles = operands.tiles(spec, shape, step)
+        self.tiles = operands.tiles(problem, STEP)
         # GEMMs of codes take them along the axis of the sum.
         self.do_tokens, self.q_tokens, self.k_tokens = (
             x.transpose(1, 2).contiguous() if layout.codes else x.transpose(1, 2)
             for x in (self.do, layout.q, layout.k)
         )
         device = layout.q.device
-        self.dq = torch.zeros(layout.q.shape, device=device, dtype=torch.float32)
-        self.dk, self.dv = (
-            torch.zeros(layout.k.shape, device=device, dtype=torch.float32),
-            torch.zeros(layout.v.shape, device=device, dtype=torch.float32),
+        self.dq, self.dk, self.dv = (
+            torch.zeros(x.shape, device=device, dtype=torch.float32)
+            for x in (layout.q, layout.k, layout.v)
         )
-        self.largest, self.saturated = (
-            torch.zeros((), device=device, dtype=torch.float32),
-            torch.zeros((), dtype=torch.int64, device=device),
-        )
-        self.lost, self.saturated_ds = (
-            torch.zeros_like(self.saturated),
-            torch.zeros_like(self.saturated),
-        )
+        self.tally_p = Tally(self.variant.fmt, report, device)
+        self.tally_ds = Tally(problem.gradient_fmt, report, device)
         self._has_dv = False
         self.kept = Kept(keep, (*layout.q.shape[:-1], layout.k.shape[1]), device)
 
     def _row_sums(self) -> Tensor:
         """D of each row (A-15), of dequantized numbers."""
         layout, saved = self.layout, self.saved
-        o = layout.rows(operands.grouped(saved.o, self.shape, operands.STEP)).float()
+        o = layout.rows(operands.grouped(saved.o, self.problem.shape, STEP)).float()
         d = (self.do.float() * o).sum(-1)
         if layout.codes and self.variant.granularity is not None:
             d = d * self._row_scale(self.do8.scale_inv)
         return d if saved.o_scale_inv is None else d * saved.o_scale_inv
-
-    def d_by_head(self) -> Tensor:
-        """D of rows [B, H, Tq]."""
-        return self.layout.by_head(self.d[..., None])[..., 0]
 
     def _row_scale(self, scale: Tensor) -> Tensor:
         """A scale of a tensor or of heads, to be multiplied into [B x Hkv, rows]."""
@@ -166,27 +102,23 @@ class Pass:
         """Pass all tiles: without scales of dS for its amax and for dv, which is not computed again
         with them.
         """
-        layout, softmax_scale = self.layout, self.spec.softmax_scale(self.shape.features)
-        measures = scales is None or (self.report != "nothing" and not self._has_dv)
+        layout, softmax_scale = self.layout, self.problem.softmax_scale
+        measures = scales is None or (self.tally_ds.report != "nothing" and not self._has_dv)
         for tile in self.tiles:
-            at, hidden = layout.at(tile), layout.hidden(tile, self.documents)
+            at, hidden = layout.at(tile), layout.hidden(tile)
             for part in layout.parts(tile):
                 s, slope = layout.scores_and_slope(part, tile, hidden)
                 p = exponential_(s.sub_(self.lse[part, at, None]), self.variant)
-                ds = (
-                    self._grad_probabilities(part, tile)
-                    .sub_(self.d[part, at, None])
-                    .mul_(p)
-                    .mul_(softmax_scale)
-                )
+                ds = self._grad_probabilities(part, tile).sub_(self.d[part, at, None])
+                ds = ds.mul_(p).mul_(softmax_scale)
                 ds = ds if slope is None else ds.mul_(slope)
                 if measures:
                     low, high = torch.aminmax(ds)
-                    self.largest = torch.maximum(self.largest, torch.maximum(-low, high))
+                    self.tally_ds.enlarge(torch.maximum(-low, high))
                 if not self._has_dv:
                     self._add_dv(p, part, tile)
                 if scales is not None:
-                    self._add_others(ds, scales, part, tile)
+                    self._add_others(ds, scales.scale, part, tile)
         self._has_dv = True
 
     def _grad_probabilities(self, part: slice, tile: Tile) -> Tensor:
@@ -202,38 +134,32 @@ class Pass:
             )
 
     def _add_dv(self, p: Tensor, part: slice, tile: Tile) -> None:
-        if self.report == "all":
-            self.saturated = self.saturated + forward.count_clipped(
-                p, self.saved.scale_p, self.variant
-            )
-        if self.variant.fmt.bits == 8 and self.variant.p_scale != 1:
-            p = p.mul_(self.saved.scale_p)
+        fmt, scale, place = (
+            self.variant.fmt,
+            self.saved.scale_p.scale,
+            self.layout.place(part, tile),
+        )
+        self.tally_p.count(p, scale)
+        if self.problem.low and self.variant.p_scale != 1:
+            p = p.mul_(scale)
         if "p_codes" in self.kept:
-            self.kept.put(
-                "p_codes", (part, self.layout.at(tile), tile.keys), cast.to_fp8(p, self.variant.fmt)
-            )
-        p8 = self.layout.narrow(p, self.variant.fmt, part, tile)
+            self.kept.put("p_codes", place, heads.codes(p, fmt))
+        p8 = self.layout.narrow(p, fmt, part, tile)
         self.dv[part, tile.keys] += self._over_rows("grad_v", p8, self.do_tokens, part, tile)
 
-    def _add_others(self, ds: Tensor, scales: Scales, part: slice, tile: Tile) -> None:
-        layout, at = self.layout, self.layout.at(tile)
-        self.kept.put("ds", (part, at, tile.keys), ds)
-        if self.fmt.bits == 8:
-            if self.report == "all":
-                self.lost = self.lost + forward.count_lost(
-                    ds, cast.to_fp8(ds * scales.scale, self.fmt), self.fmt
-                )
-            ds = ds.mul_(scales.scale)
-            if self.report == "all":
-                self.saturated_ds = self.saturated_ds + heads.above_range(ds.abs(), self.fmt).sum()
+    def _add_others(self, ds: Tensor, scale: Tensor, part: slice, tile: Tile) -> None:
+        layout, fmt, place = self.layout, self.problem.gradient_fmt, self.layout.place(part, tile)
+        self.kept.put("ds", place, ds)
+        self.tally_ds.count(ds, scale)
+        if self.problem.low:
+            ds = ds.mul_(scale)
         if "ds_codes" in self.kept:
-            self.kept.put("ds_codes", (part, at, tile.keys), cast.to_fp8(ds, self.fmt))
-        ds8 = layout.narrow(ds, self.fmt, part, tile)
+            self.kept.put("ds_codes", place, heads.codes(ds, fmt))
+        ds8 = layout.narrow(ds, fmt, part, tile)
+        k_tokens = self.k_tokens[part, :, tile.keys]
         with multiplying("grad_q"):
-            dq_tile = batched_gemm.products(
-                ds8, self.k_tokens[part, :, tile.keys], fast=layout.fast
-            )
-        self.dq[part, at] += dq_tile
+            dq = batched_gemm.products(ds8, k_tokens, fast=layout.fast)
+        self.dq[part, layout.at(tile)] += dq
         self.dk[part, tile.keys] += self._over_rows("grad_k", ds8, self.q_tokens, part, tile)
 
     def _over_rows(
@@ -250,22 +176,19 @@ class Pass:
     def raw(self, scales: Scales) -> Raw:
         """The gradients, times the scales that their operands do not have."""
         layout, tensors, variant = self.layout, self.saved.tensors, self.variant
-        dq_factor, dk_factor, dv_factor = scales.scale_inv, scales.scale_inv, self.saved.scale_inv_p
+        dq_factor = dk_factor = scales.scale_inv
+        dv_factor = self.saved.scale_p.scale_inv
         if not layout.codes:  # q has the scale of scores
             dk_factor = dk_factor / layout.scale
         elif variant.granularity is not None:
-            dq_factor, dk_factor, dv_factor = (
-                own * layout.head_scale(x)
-                for own, x in (
-                    (dq_factor, tensors["k"].scale_inv),
-                    (dk_factor, tensors["q"].scale_inv),
-                    (dv_factor, self.do8.scale_inv),
-                )
-            )
+            dq_factor = dq_factor * layout.head_scale(tensors["k"].scale_inv)
+            dk_factor = dk_factor * layout.head_scale(tensors["q"].scale_inv)
+            dv_factor = dv_factor * layout.head_scale(self.do8.scale_inv)
         dq, dk, dv = (
             x.mul_(factor.view(-1, 1, 1) if factor.ndim else factor)
             for x, factor in ((self.dq, dq_factor), (self.dk, dk_factor), (self.dv, dv_factor))
         )
-        key_shape = self.shape.batch, self.shape.key_heads, -1, dk.shape[-1]
-        at = (slice(None), slice(None), slice(self.shape.keys), slice(self.shape.features))
-        return Raw(layout.by_head(dq), dk.view(key_shape)[at], dv.view(key_shape)[at])
+        shape = self.problem.shape
+        key_shape = shape.batch, shape.key_heads, -1, dk.shape[-1]
+        dk, dv = (x.view(key_shape)[:, :, : shape.keys, : shape.features] for x in (dk, dv))
+        return Raw(layout.by_head(dq), dk, dv)

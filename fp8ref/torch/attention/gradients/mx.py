@@ -9,152 +9,139 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from fp8ref.formats import Format
 from fp8ref.spec.attention.products import Role
-from fp8ref.spec.attention.variants import Variant
 from fp8ref.torch.attention import output as forward
-from fp8ref.torch.attention import sinks as attention_sinks
-from fp8ref.torch.attention.gradients.gradients import (
-    Gradients,
-    Raw,
-    Saved,
-    add_heads,
-    again,
-    by_rows,
-    products_of_heads,
-    rounded,
-    rows_of,
-    score_gradients,
-    sums_of_rows,
-    tokens_of,
-)
-from fp8ref.torch.attention.observer import multiplying
+from fp8ref.torch.attention import products
+from fp8ref.torch.attention.gradients import parts
+from fp8ref.torch.attention.gradients.parts import Saved, Sums
 from fp8ref.torch.attention.operands import heads
 from fp8ref.torch.attention.operands import operands as operands
 from fp8ref.torch.attention.operands.heads import MX, Heads, pad
-from fp8ref.torch.attention.operands.inputs import Report, Shape, Spec
-from fp8ref.torch.attention.operands.kept import Kept, Matrix
-from fp8ref.torch.attention.output import Documents
-from fp8ref.torch.quantize import cast
+from fp8ref.torch.attention.operands.kept import Kept, Matrix, Tally
+from fp8ref.torch.attention.operands.operands import Tile
+from fp8ref.torch.attention.operands.problem import Problem, Report
 from fp8ref.torch.quantize.scales import Scales
 
 P_SCALE = 256.0
 """What P is multiplied by before its cast."""
 
 
-def gradients(
+def run(
     do: Tensor,
-    q: Tensor,
-    k: Tensor,
+    do8: Heads,
     saved: Saved,
-    spec: Spec,
-    shape: Shape,
-    documents: Documents,
+    problem: Problem,
     *,
     report: Report,
-    keep: Collection[Matrix] = (),
-    sinks: Tensor | None = None,
-) -> Gradients:
-    """The pass, of what a forward pass saved, and its q and k in high precision.
+    keep: Collection[Matrix],
+) -> Sums:
+    """The pass, of what a forward pass saved, its q and k and do in high precision, and do as it is
+    quantized along the features.
 
     Order:    A-16; sums over keys are added tile by tile, in float32.
     """
-    variant, device, tensors = spec.variant, do.device, saved.tensors
-    fmt = variant.gradient_fmt or variant.fmt
-    token_operands: tuple[tuple[Role, Tensor], ...] = (("q", q), ("k", k), ("do", do))
-    along = {role: along_tokens(x, role, variant, shape) for role, x in token_operands}
-    amax = heads.amax(do, "mx_1x32", heads=shape.key_heads)
-    do_features = heads.quantize(do, fmt, "mx_1x32", variant.policy, amax_of_groups=amax)
-    do_rows = operands.grouped(heads.dequantize(do_features), shape, MX)
-    do_tokens, q_tokens = (
-        tokens_of(operands.grouped(_tokens(along[name]), shape, MX)) for name in ("do", "q")
-    )
-    k_tokens = operands.along_tokens(_tokens(along["k"]))
-    q8, k8 = (
-        operands.grouped(heads.dequantize(tensors["q"]), shape, MX),
-        operands.along_features(heads.dequantize(tensors["k"])),
-    )
-    v8 = operands.along_features(heads.dequantize(tensors["v"], along_tokens=True))
-    lse = rows_of(saved.lse, shape, MX)
-    short = heads.rounded(do, variant.out)
-    d = sums_of_rows(
-        operands.grouped(short, shape, MX),
-        operands.grouped(saved.o, shape, MX),
-        shape.features,
-        spec.arithmetic,
-    )
-    dq = torch.zeros(*q8.shape[:-1], k8.shape[-1], device=device, dtype=torch.float32)
-    dk, dv = torch.zeros_like(k8), torch.zeros_like(k8)
-    largest, saturated = (
-        torch.zeros((), device=device, dtype=torch.float32),
-        torch.zeros((), dtype=torch.int64, device=device),
-    )
-    lost = torch.zeros_like(saturated)
-    kept = Kept(keep, (*q8.shape[:-1], k8.shape[2]), device)
-    for tile in operands.tiles(spec, shape, MX):
-        s = forward.scores(q8, k8, tile, variant)
-        p, slope = again(s, lse[:, :, tile.rows], tile, tensors, spec, shape, documents)
-        p8 = cast.to_fp8(p * P_SCALE, variant.fmt)
-        with multiplying("grad_probabilities"):
-            dp = operands.products(
-                do_rows[:, :, tile.rows].flatten(2, 3), v8[:, :, tile.keys], variant
-            ).view(p.shape)
-        ds = score_gradients(dp - d[:, :, tile.rows, :, None], p, slope, spec, shape)
-        at = (slice(None), slice(None), tile.rows, slice(None), tile.keys)
-        kept.put("p_codes", at, p8)
-        kept.put("ds", at, ds)
-        if report != "nothing":
-            largest = torch.maximum(largest, ds.abs().amax())
-        if report == "all":
-            saturated = saturated + heads.above_range(p * P_SCALE, variant.fmt).sum()
-        add_heads(
-            dv, products_of_heads("grad_v", p8.float() / P_SCALE, do_tokens, tile, variant), tile
-        )
-        low = _quantize(ds, 4, variant)
-        if report == "all":
-            lost = lost + forward.count_lost(ds, low, fmt)
-        with multiplying("grad_q"):
-            dq_tile = operands.products(low.flatten(2, 3), k_tokens[:, :, :, tile.keys], variant)
-        dq[:, :, tile.rows] = dq[:, :, tile.rows] + dq_tile.view(*ds.shape[:-1], -1)
-        add_heads(
-            dk,
-            products_of_heads("grad_k", _quantize(ds, 2, variant), q_tokens, tile, variant),
-            tile,
-        )
-    if report != "nothing":
-        (largest,) = operands.share([largest], spec)
-    unit = torch.ones((), device=device, dtype=torch.float32)
-    keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
-    raw = Raw(operands.by_head(dq, shape), dk[keys], dv[keys])
-    grads = rounded(
-        raw, do_features, largest, saturated, Scales(unit, unit), spec, {}, report=report
-    )
-    dsinks = (
-        None
-        if sinks is None
-        else attention_sinks.gradient(by_rows(d, shape), saved.lse, sinks, spec)
-    )
-    return grads._replace(
-        matrices=kept.all(shape), dsinks=dsinks, lost=lost, saturated_ds=torch.zeros_like(lost)
-    )
+    backward = _Pass(do, do8, saved, problem, report, keep)
+    for tile in operands.tiles(problem, MX):
+        backward.add(tile)
+    unit = torch.ones((), device=do.device, dtype=torch.float32)
+    raw = parts.without_padding(backward.dq, backward.dk, backward.dv, problem.shape)
+    d = parts.by_rows(backward.d, problem.shape)
+    return Sums(raw, d, backward.tally_p, backward.tally_ds, Scales(unit, unit), backward.kept)
 
 
-def along_tokens(x: Tensor, role: Role, variant: Variant, shape: Shape) -> Heads:
+class _Pass:
+    """The sums dq [B, Hkv, Tq, G, D], dk and dv [B, Hkv, Tk, D], padded, and their dequantized
+    operands in the layouts of GEMMs.
+    """
+
+    def __init__(
+        self,
+        do: Tensor,
+        do8: Heads,
+        saved: Saved,
+        problem: Problem,
+        report: Report,
+        keep: Collection[Matrix],
+    ) -> None:
+        assert saved.inputs is not None
+        self.saved, self.problem, self.variant = saved, problem, problem.variant
+        shape, device, tensors = problem.shape, do.device, saved.tensors
+        q, k, _ = saved.inputs
+        q_along, k_along, do_along = (
+            heads.dequantize(x, along_tokens=True)
+            for x in (
+                along_tokens(q, "q", problem),
+                along_tokens(k, "k", problem),
+                along_tokens(do, "do", problem),
+            )
+        )
+        self.do = operands.grouped(heads.dequantize(do8), shape, MX)
+        self.do_tokens, self.q_tokens = (
+            parts.tokens_of(operands.grouped(x, shape, MX)) for x in (do_along, q_along)
+        )
+        self.k_tokens = operands.along_tokens(k_along)
+        self.q = operands.grouped(heads.dequantize(tensors["q"]), shape, MX)
+        self.k = operands.along_features(heads.dequantize(tensors["k"]))
+        self.v = operands.along_features(heads.dequantize(tensors["v"], along_tokens=True))
+        self.lse = parts.rows_of(saved.lse, shape, MX)
+        short, o = (
+            operands.grouped(x, shape, MX) for x in (heads.rounded(do, self.variant.out), saved.o)
+        )
+        self.d = parts.sums_of_rows(short, o, shape.features, problem.call.arithmetic)
+        self.dq = torch.zeros(*self.q.shape, device=device, dtype=torch.float32)
+        self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.k)
+        self.tally_p = Tally(self.variant.fmt, report, device)
+        self.tally_ds = Tally(problem.gradient_fmt, report, device)
+        self.kept = Kept(keep, (*self.q.shape[:-1], self.k.shape[2]), device)
+
+    def add(self, tile: Tile) -> None:
+        """Add a tile to all sums."""
+        variant, rows = self.variant, tile.rows
+        s = forward.scores(self.q, self.k, tile, variant)
+        p, slope = parts.again(s, self.lse[:, :, rows], tile, self.saved.tensors, self.problem)
+        p8 = heads.codes(p * P_SCALE, variant.fmt)
+        dp = products.rows(
+            "grad_probabilities", self.do[:, :, rows], self.v[:, :, tile.keys], variant
+        )
+        ds = dp - self.d[:, :, rows, :, None]
+        ds = parts.score_gradients(ds, p, slope, self.problem)
+        self.kept.put("p_codes", tile.place, p8)
+        self.kept.put("ds", tile.place, ds)
+        if self.tally_ds.report != "nothing":
+            self.tally_ds.enlarge(ds.abs().amax())
+        self.tally_p.count(p, P_SCALE)
+        p8 = p8.float() / P_SCALE
+        dv = products.heads("grad_v", p8, self.do_tokens, tile, variant)
+        parts.add_heads(self.dv, dv, tile)
+        ds8 = _dequantized(ds, 4, self.problem.gradient_fmt, variant.policy)
+        self.tally_ds.count_lost(ds, ds8)
+        k_tokens = self.k_tokens[:, :, :, tile.keys]
+        dq = products.rows("grad_q", ds8, k_tokens, variant)
+        self.dq[:, :, rows] = self.dq[:, :, rows] + dq
+        ds8 = _dequantized(ds, 2, self.problem.gradient_fmt, variant.policy)
+        dk = products.heads("grad_k", ds8, self.q_tokens, tile, variant)
+        parts.add_heads(self.dk, dk, tile)
+
+
+def along_tokens(x: Tensor, role: Role, problem: Problem) -> Heads:
     """q, k or do as a product over tokens takes it: with blocks along them."""
-    fmt = (variant.gradient_fmt or variant.fmt) if role == "do" else variant.fmt
-    amax = heads.amax(x, "mx_1x32", heads=shape.key_heads, along_tokens=True)
-    return heads.quantize(x, fmt, "mx_1x32", variant.policy, amax_of_groups=amax, along_tokens=True)
-
-
-def _tokens(x: Heads) -> Tensor:
-    return heads.dequantize(x, along_tokens=True)
-
-
-def _quantize(ds: Tensor, dim: int, variant: Variant) -> Tensor:
-    """dS [B, Hkv, rows, G, keys], quantized in blocks of 32 along a dim, and dequantized."""
-    size, fmt = ds.shape[dim], variant.gradient_fmt or variant.fmt
-    blocks = pad(ds, dim, MX).unflatten(dim, (-1, MX))
-    scale, scale_inv = heads.scales_of(
-        blocks.abs().amax(dim + 1, keepdim=True), fmt, variant.policy
+    fmt = problem.gradient_fmt if role == "do" else problem.variant.fmt
+    return heads.quantize(
+        x,
+        fmt,
+        "mx_1x32",
+        problem.variant.policy,
+        amax_of_groups=heads.amax(x, "mx_1x32", heads=0, along_tokens=True),
+        along_tokens=True,
     )
-    low = cast.to_fp8(blocks * scale, fmt).float() * scale_inv
+
+
+def _dequantized(ds: Tensor, dim: int, fmt: Format, policy: str) -> Tensor:
+    """dS [B, Hkv, rows, G, keys], quantized in blocks of 32 along a dim, and dequantized."""
+    size = ds.shape[dim]
+    blocks = pad(ds, dim, MX).unflatten(dim, (-1, MX))
+    amax = blocks.abs().amax(dim + 1, keepdim=True)
+    scale, scale_inv = heads.scales_of(amax, fmt, policy)
+    low = heads.codes(blocks, fmt, scale).float() * scale_inv
     return low.flatten(dim, dim + 1).narrow(dim, 0, size)

@@ -14,12 +14,17 @@ import torch
 from torch import Tensor, distributed
 
 from fp8ref.torch.attention.operands.heads import Heads
-from fp8ref.torch.attention.operands.inputs import Shape, Spec
+from fp8ref.torch.attention.operands.problem import Problem, RankCall
 
 
-def check(spec: Spec, shape: Shape, *, documents: bool) -> None:
-    """ValueError for what cannot be cut along the tokens."""
-    variant = spec.variant
+def among_ranks(problem: Problem) -> Problem:
+    """The problem of this rank's queries and all ranks' keys; as it is without ``call.context``.
+
+    Raises:   ValueError: what cannot be cut along the tokens.
+    """
+    variant, shape, documents = problem.variant, problem.shape, problem.documents.q is not None
+    if problem.call.context is None:
+        return problem
     if variant.real or variant.granularity not in ("tensor", None):
         raise ValueError(
             "context parallelism takes one scale for a tensor, or none; variant "
@@ -32,35 +37,25 @@ def check(spec: Spec, shape: Shape, *, documents: bool) -> None:
             f"{shape.queries} queries and {shape.keys} keys on a "
             f"rank{', and documents' * documents}."
         )
+    group = problem.call.ranks
+    first, keys = group.rank() * shape.queries, group.size() * shape.keys
+    return dataclasses.replace(problem, shape=dataclasses.replace(shape, keys=keys, first=first))
 
 
-def problem(spec: Spec, shape: Shape) -> tuple[Spec, Shape]:
-    """The spec of this rank's queries, and the shape of its problem: all ranks' keys.
-
-    As they are without ``spec.context``.
-    """
-    if spec.context is None:
-        return spec, shape
-    group = spec.ranks
-    placed = dataclasses.replace(spec, first=group.rank() * shape.queries)
-    return placed, dataclasses.replace(shape, keys=group.size() * shape.keys)
-
-
-def gathered(tensors: dict[str, Heads], spec: Spec) -> dict[str, Heads]:
+def gathered(tensors: dict[str, Heads], call: RankCall) -> dict[str, Heads]:
     """Quantized q, k and v with the codes of k and v of all ranks, along the tokens; as they are
-    without ``spec.context``.
+    without ``call.context``.
     """
-    if spec.context is None:
+    if call.context is None:
         return tensors
     return {
-        role: x if role == "q" else x._replace(codes=_all(x.codes, spec))
+        role: x if role == "q" else x._replace(codes=_all(x.codes, call.ranks))
         for role, x in tensors.items()
     }
 
 
-def _all(codes: Tensor, spec: Spec) -> Tensor:
+def _all(codes: Tensor, group: distributed.ProcessGroup) -> Tensor:
     """[B, Hkv, T / n, D] of each rank as [B, Hkv, T, D], as bytes."""
-    group = spec.ranks
     own = codes.contiguous().view(torch.uint8)
     parts = [torch.empty_like(own) for _ in range(group.size())]
     distributed.all_gather(parts, own, group=group)

@@ -103,15 +103,15 @@ def scales_of(amax: Tensor, fmt: Format, policy: str | ScalePolicy) -> Scales:
         wide = torch.full_like(amax, fmt.max).double() / amax.double()
         quotient = wide.clamp(max=torch.finfo(torch.float32).max).float()
         scale = torch.where((amax > 0) & amax.isfinite(), quotient, 1.0)
-        scale_inv = inverse(scale)
+        scale_inv = given(scale).scale_inv
     else:
         scale, scale_inv = scales_from_amax(amax, fmt, policy)
     return Scales(scale, torch.where(amax.isfinite(), scale_inv, torch.nan))
 
 
-def inverse(scale: Tensor) -> Tensor:
-    """RN32(1 / scale)."""
-    return scale.double().reciprocal().float()
+def given(scale: Tensor) -> Scales:
+    """A given scale, and RN32(1 / scale)."""
+    return Scales(scale, scale.double().reciprocal().float())
 
 
 def quantize(
@@ -142,7 +142,7 @@ def quantize(
         unit = torch.ones((), device=x.device, dtype=torch.float32)
         return Heads(rounded(x, fmt), amax_of_groups, unit, unit)
     multiplier, scale_inv = (
-        scales_of(amax_of_groups, fmt, policy) if scale is None else (scale, inverse(scale))
+        scales_of(amax_of_groups, fmt, policy) if scale is None else given(scale)
     )
     scaled = (
         x.detach()
@@ -152,6 +152,13 @@ def quantize(
     return Heads(
         scaled.clamp_(-fmt.max, fmt.max).to(cast.native(fmt)), amax_of_groups, multiplier, scale_inv
     )
+
+
+def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
+    """The codes of x times a scale that broadcasts to it; in high precision x rounded to fmt."""
+    if fmt.bits != 8:
+        return rounded(x, fmt)
+    return cast.to_fp8(x if scale is None else x * scale, fmt)
 
 
 def rounded(x: Tensor, fmt: Format) -> Tensor:

@@ -1,130 +1,50 @@
-"""The inputs of attention, checked: shapes, masks, documents and given scales (spec A-3, A-12).
+"""The inputs of attention, checked: shapes, documents, given scales and sinks (spec A-3, A-12).
 
 Whether numbers are finite and scales positive is not checked: it would make the host wait
 for the device.
 """
 
-import math
-from collections.abc import Collection
-from dataclasses import dataclass
-from numbers import Real
-from typing import Literal
+from collections.abc import Mapping
 
-import numpy as np
 import torch
-from torch import Tensor, distributed
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fp8ref.spec.attention import variants as attention
-from fp8ref.spec.attention.variants import ARITHMETIC, Arithmetic, Mask, Variant
+from fp8ref.spec.attention.variants import Variant
 from fp8ref.torch.attention.operands import hadamard
 from fp8ref.torch.attention.operands import heads as head_scaling
+from fp8ref.torch.attention.operands.problem import Problem, RankCall, Shape, padded_documents
 from fp8ref.torch.quantize import cast
 
-Report = Literal["nothing", "amaxes", "all"]
-"""What a pass finds beside its result: nothing but the amaxes that scales are made of; all amaxes;
-and how many elements casts clipped. Anything else is 0."""
+Pair = Tensor | tuple[Tensor, Tensor] | None
+"""Documents of queries and keys: one tensor for both, or two."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """The constants of a pass.
+def problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: RankCall,
+    roles: tuple[str, ...],
+    *,
+    documents: Pair = None,
+    scales: Mapping[str, Tensor] | None = None,
+    sinks: Tensor | None = None,
+) -> Problem:
+    """The problem of these inputs, all of them checked.
 
-    scale         of scores; None: 1 / sqrt(D).
-    seed          of a rotated variant's signs.
-    amax_group    name of the process group whose ranks have other sequences, heads or tokens of the
-                  same tensors.
-    first         the position of the first query among the keys, of a part of the queries; None: as
-                  the mask is aligned.
-    context       name of the process group whose ranks have the other parts of the queries, and
-                  share the gradients of keys.
-    softcap       of scores; None: they have none.
+    roles     those whose scales may be given.
+    Raises:   ValueError: as ``check``; documents, scales or sinks that do not fit.
     """
-
-    variant: Variant
-    mask: Mask = attention.FULL
-    scale: float | None = None
-    seed: int = 0
-    arithmetic: Arithmetic = "fast"
-    amax_group: str | None = None
-    first: int | None = None
-    context: str | None = None
-    softcap: float | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.mask, Mask):
-            raise ValueError(
-                f"mask is a Mask of fp8ref.spec.attention.variants; got {self.mask!r}."
-            )
-        if self.arithmetic not in ARITHMETIC:
-            raise ValueError(
-                f"arithmetic is one of {', '.join(ARITHMETIC)}; got {self.arithmetic!r}."
-            )
-        for name, value in (("softmax scale", self.scale), ("softcap", self.softcap)):
-            # a tensor's gradient would be lost
-            if value is not None and not isinstance(value, Real):
-                raise ValueError(
-                    f"the {name} is a number; got {type(value).__name__}. Pass a float; "
-                    "multiply q by a scale that is learned."
-                )
-        if self.scale is not None and not (
-            math.isfinite(self.scale) and np.float32(self.scale) > 0
-        ):
-            raise ValueError(f"the softmax scale is positive and finite; got {self.scale!r}.")
-        if self.variant.rotated:
-            hadamard.check(1, self.seed)
-        elif self.seed:
-            raise ValueError(
-                f"a seed makes the signs of a rotation; variant {self.variant.name!r} has none, "
-                f"got seed={self.seed!r}. Leave it out."
-            )
-
-    def offset(self, shape: "Shape") -> int:
-        """The position of query 0 among the keys (A-3)."""
-        if self.first is not None:
-            return self.first
-        return shape.keys - shape.queries if self.mask.alignment == "end" else 0
-
-    @property
-    def ranks(self) -> distributed.ProcessGroup:
-        """The process group of ``context``."""
-        assert self.context is not None
-        return _resolve_process_group(self.context)  # type: ignore[arg-type]  # a name is a string
-
-    def softmax_scale(self, features: int) -> float:
-        """The scale of scores, a float32 number."""
-        return float(np.float32(1 / math.sqrt(features) if self.scale is None else self.scale))
-
-    @property
-    def cap(self) -> float:
-        """The softcap under the variant's base, a float32 number (A-22)."""
-        assert self.softcap is not None
-        return self.under_base(float(np.float32(self.softcap)))
-
-    def under_base(self, scale: float) -> float:
-        """A float32 number, times log2(e) under base 2 (A-4)."""
-        return float(np.float32(scale * math.log2(math.e))) if self.variant.base == "2" else scale
+    shape = check(q, k, v, call)
+    role_scales = check_scales(scales, call.variant, roles, shape)
+    _check_sinks(sinks, shape, q.device)
+    pair = check_documents(documents, shape)
+    return Problem(call, shape, padded_documents(*pair), role_scales, sinks)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """B, H, Hkv, Tq, Tk, D of a problem."""
-
-    batch: int
-    heads: int
-    key_heads: int
-    queries: int
-    keys: int
-    features: int
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a head of keys."""
-        return self.heads // self.key_heads
-
-
-def check(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Shape:
+def check(q: Tensor, k: Tensor, v: Tensor, call: RankCall) -> Shape:
     """The shape of a problem.
 
     Raises:   ValueError: DTensors; dtypes, devices or shapes that do not fit; more features than
@@ -138,26 +58,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Shape:
         raise ValueError(
             f"q, k and v are on one device; got {q.device}, {k.device} and {v.device}. Move them."
         )
-    spec.variant.tile(d, spec.mask)
-    _check_softcap(spec, d)
-    if spec.variant.rotated:
-        hadamard.check(d, spec.seed)
+    call.check_features(d)
+    if call.variant.rotated:
+        hadamard.check(d, call.seed)
     return Shape(b, h, k_shape[1], tq, k_shape[2], d)
-
-
-def _check_softcap(spec: Spec, features: int) -> None:
-    if spec.softcap is None:
-        return
-    scale = spec.softmax_scale(features)
-    with np.errstate(all="ignore"):
-        cap = np.float32(spec.softcap)
-        factors = np.float32(scale) / cap, np.float32(float(cap) * math.log2(math.e))
-    if not all(np.isfinite(x) and x >= np.finfo(np.float32).tiny for x in factors):
-        raise ValueError(
-            "a softcap is positive, with normal float32 numbers scale / cap and cap log2(e) "
-            f"(A-22); got {spec.softcap!r} with the softmax scale {scale!r}. Use None for no "
-            "cap."
-        )
 
 
 def check_given(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
@@ -181,7 +85,7 @@ def check_tensor(name: str, x: Tensor) -> None:
         )
 
 
-def check_sinks(sinks: Tensor | None, shape: Shape, device: torch.device) -> None:
+def _check_sinks(sinks: Tensor | None, shape: Shape, device: torch.device) -> None:
     """ValueError for sinks of another shape, dtype or device."""
     if sinks is None:
         return
@@ -197,9 +101,7 @@ def check_sinks(sinks: Tensor | None, shape: Shape, device: torch.device) -> Non
         )
 
 
-def pair_of(
-    documents: Tensor | tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor | None, Tensor | None]:
+def pair_of(documents: Pair) -> tuple[Tensor | None, Tensor | None]:
     """(documents of queries, of keys) as they are given.
 
     ValueError for what is neither a tensor nor two.
@@ -215,9 +117,7 @@ def pair_of(
     return pair
 
 
-def check_documents(
-    documents: Tensor | tuple[Tensor, Tensor] | None, shape: Shape
-) -> tuple[Tensor | None, Tensor | None]:
+def check_documents(documents: Pair, shape: Shape) -> tuple[Tensor | None, Tensor | None]:
     """(documents of queries, of keys), integers [B, T]; None without any.
 
     ValueError for other shapes or dtypes.
@@ -238,19 +138,8 @@ def check_documents(
     return pair[0], pair[1]
 
 
-def without_padding(x: Tensor, documents: Tensor | None) -> Tensor:
-    """x [B, heads, T, D] with zeros for tokens of negative documents, whatever their memory holds
-    (A-3); padding behind T is left out.
-    """
-    return (
-        x
-        if documents is None
-        else x.masked_fill((documents[:, : x.shape[2]] < 0)[:, None, :, None], 0.0)
-    )
-
-
 def check_scales(
-    scales: dict[str, Tensor] | None, variant: Variant, roles: tuple[str, ...], shape: Shape
+    scales: Mapping[str, Tensor] | None, variant: Variant, roles: tuple[str, ...], shape: Shape
 ) -> dict[str, Tensor]:
     """Given scales by role.
 
@@ -309,17 +198,6 @@ def kept_of(variant: Variant) -> list[str]:
     if variant.fmt.bits != 8 or variant.backward == "bf16":
         return ["ds"]
     return ["p_codes", "ds"] if variant.granularity == "mx_1x32" else ["p_codes", "ds", "ds_codes"]
-
-
-def check_kept(keep: Collection[str], variant: Variant) -> None:
-    """ValueError for matrices that a backward pass of the variant does not have."""
-    matrices = kept_of(variant)
-    for name in keep:
-        if name not in matrices:
-            raise ValueError(
-                f"a backward pass of variant {variant.name!r} keeps "
-                f"{', '.join(matrices) or 'nothing'}; got {name!r}. Leave it out."
-            )
 
 
 def scale_shape(variant: Variant, role: str, shape: Shape) -> tuple[int, ...]:

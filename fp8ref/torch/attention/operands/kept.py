@@ -1,12 +1,15 @@
-"""The matrices of a pass of attention, [B, H, Tq, Tk], kept tile by tile for whoever asked: scores,
-codes of P, dS and its codes. Nothing else of attention is quadratic in the tokens."""
+"""What is recorded of P and dS while tiles pass by: amaxes and counts, and for whoever asked the
+matrices themselves. Nothing else of attention is quadratic in the tokens.
+"""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from fp8ref.torch.attention.operands.inputs import Shape
+from fp8ref.formats import Format
+from fp8ref.torch.attention.operands import heads
+from fp8ref.torch.attention.operands.problem import Report, Shape
 
 Matrix = str
 """A matrix: scores, p_codes, ds or ds_codes.
@@ -60,3 +63,38 @@ class Kept:
     def all(self, shape: Shape) -> dict[str, Tensor]:
         """All that is kept, by name."""
         return {name: x for name in self._found if (x := self.whole(name, shape)) is not None}
+
+
+class Tally:
+    """The amax of P or dS over the tiles of a pass, and what its cast to a format does (A-12).
+
+    largest     float32 (): the largest magnitude.
+    saturated   int64 (): elements that the cast clips.
+    lost        int64 (): elements of at least 2^-126 that the cast makes 0.
+    """
+
+    def __init__(self, fmt: Format, report: Report, device: torch.device) -> None:
+        self._fmt, self.report = fmt, report
+        self.largest = torch.zeros((), device=device, dtype=torch.float32)
+        self.saturated = torch.zeros((), dtype=torch.int64, device=device)
+        self.lost = torch.zeros_like(self.saturated)
+
+    def enlarge(self, amax: Tensor) -> None:
+        """Take the amax of a tile."""
+        self.largest = torch.maximum(self.largest, amax)
+
+    def count(self, x: Tensor, scale: Tensor | float) -> None:
+        """Count what the cast of x times a scale clips and loses, for the report ``all``."""
+        if self.report != "all" or self._fmt.bits != 8:
+            return
+        scaled = x * scale
+        self.saturated = self.saturated + heads.above_range(scaled.abs(), self._fmt).sum()
+        self.count_lost(x, heads.codes(scaled, self._fmt).view(torch.uint8) & 0x7F)
+
+    def count_lost(self, x: Tensor, magnitudes: Tensor) -> None:
+        """Count elements of x that a cast made 0, for the report ``all``; of magnitudes, or their
+        codes.
+        """
+        if self.report == "all":
+            zero = (magnitudes == 0) & (x.abs() >= torch.finfo(torch.float32).tiny)
+            self.lost = self.lost + zero.sum()

@@ -7,25 +7,17 @@ memory.
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.spec.attention.variants import Variant
 from fp8ref.torch.attention.exponentials import tanh, times
 from fp8ref.torch.attention.operands import hadamard
 from fp8ref.torch.attention.operands import heads as head_scaling
 from fp8ref.torch.attention.operands.heads import ROWS, Heads, pad
-from fp8ref.torch.attention.operands.inputs import Report, Shape, Spec
-from fp8ref.torch.gemm import gemm
-from fp8ref.torch.quantize import scaling
-from fp8ref.torch.quantize.scaling import Quantized
-
-STEP = 16
-"""What features, and the keys of a tile, are padded to a multiple of, which kernels need."""
-
-_FORMATS = {torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
+from fp8ref.torch.attention.operands.problem import STEP, Problem, RankCall, Report, Shape
+from fp8ref.torch.quantize import float_values, scaling
+from fp8ref.torch.quantize.scales import Scales
 
 
 class Tile(NamedTuple):
@@ -49,20 +41,22 @@ class Tile(NamedTuple):
         """The rows."""
         return slice(self.first, self.last)
 
+    @property
+    def place(self) -> tuple:
+        """The tile in a matrix [B, Hkv, Tq, G, Tk]."""
+        return slice(None), slice(None), self.rows, slice(None), self.keys
 
-def tiles(spec: Spec, shape: Shape, step: int = 1) -> list[Tile]:
+
+def tiles(problem: Problem, step: int = 1) -> list[Tile]:
     """The tiles in their order (A-6), those that no row sees left out; rows from and to multiples
     of ``step``.
     """
-    length, tq, tk = spec.variant.tile(shape.features, spec.mask), shape.queries, shape.keys
-    offset = spec.offset(shape)
-    left, right = spec.mask.window or (None, None)
-    if spec.mask.causal:
-        right = 0 if right is None else min(right, 0)
+    call, shape, offset = problem.call, problem.shape, problem.offset
+    length, tq, tk = call.variant.tile(shape.features, call.mask), shape.queries, shape.keys
+    left, right = problem.window
     seen_tiles = []
     for begin in range(0, tk, length):
         end = min(begin + length, tk)
-        # Row i sees keys from i + offset - left to i + offset + right.
         first = 0 if right is None else max(0, begin - offset - right)
         last = tq if left is None else min(tq, end - offset + left)
         if first >= last:
@@ -74,28 +68,22 @@ def tiles(spec: Spec, shape: Shape, step: int = 1) -> list[Tile]:
             left is None or last - 1 + offset - left <= begin
         )
         seen_tiles.append(Tile(begin, end, width, first, last, inside))
-    return seen_tiles[::-1] if spec.variant.descending else seen_tiles
+    return seen_tiles[::-1] if call.variant.descending else seen_tiles
 
 
-def seen(
-    tile: Tile,
-    spec: Spec,
-    shape: Shape,
-    documents: tuple[Tensor | None, Tensor | None],
-    device: torch.device,
-) -> Tensor | None:
+def seen(tile: Tile, problem: Problem, device: torch.device) -> Tensor | None:
     """Which keys of a tile its rows see (A-3): bool, to broadcast against scores [B, Hkv, rows, G,
     keys]; None: all.
     """
-    q_documents, k_documents = documents
+    q_documents, k_documents = problem.documents
     visible = None
     if not tile.inside:
-        offset = spec.offset(shape)
+        offset = problem.offset
         keys = torch.arange(tile.begin, tile.begin + tile.width, device=device)
         rows = torch.arange(tile.first, tile.last, device=device)[:, None]
-        visible = (keys < tile.end) & (rows < shape.queries)
-        left, right = spec.mask.window or (None, None)
-        if spec.mask.causal:
+        visible = (keys < tile.end) & (rows < problem.shape.queries)
+        left, right = problem.call.mask.window or (None, None)
+        if problem.call.mask.causal:
             visible = visible & (keys <= rows + offset)
         if left is not None:
             visible = visible & (keys >= rows + (offset - left))
@@ -108,50 +96,45 @@ def seen(
     return None if visible is None else visible[:, None, :, None, :]
 
 
-def share(amaxes: list[Tensor], spec: Spec) -> list[Tensor]:
+def share(amaxes: list[Tensor], call: RankCall) -> list[Tensor]:
     """Amaxes of whole tensors, the largest of all ranks, in one collective; as they are without a
     group.
     """
-    if spec.amax_group is None:
+    if call.sharing is None:
         return amaxes
-    return list(scaling.merge_amax(torch.stack(amaxes), spec.amax_group).unbind())
+    return list(scaling.merge_amax(torch.stack(amaxes), call.sharing).unbind())
 
 
-def rotated(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
+def rotated(q: Tensor, k: Tensor, v: Tensor, call: RankCall) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as they are quantized: q and k after the variant's rotation, if it has one
     (A-13).
     """
-    if not spec.variant.rotated:
+    if not call.variant.rotated:
         return q, k, v
-    signs = hadamard.signs(q.shape[-1], spec.seed, q.device)
+    signs = hadamard.signs(q.shape[-1], call.seed, q.device)
     return hadamard.rotate(q, signs), hadamard.rotate(k, signs), v
 
 
 def quantize(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: Spec,
-    role_scales: dict[str, Tensor],
-    *,
-    report: Report = "all",
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, report: Report = "all"
 ) -> dict[str, Heads]:
     """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
-    variant, heads = spec.variant, k.shape[1]
-    q, k, v = rotated(q, k, v, spec)
-    tensors = {"q": q, "k": k, "v": v}
+    variant, scales = problem.variant, problem.scales
+    tensors = dict(zip(("q", "k", "v"), rotated(q, k, v, problem.call), strict=True))
     amaxes = {role: torch.zeros((), device=q.device, dtype=torch.float32) for role in tensors}
     needed = [
         role
         for role in tensors
-        if report != "nothing" or (variant.granularity is not None and role not in role_scales)
+        if report != "nothing" or (variant.granularity is not None and role not in scales)
     ]
     group_amaxes = [
-        head_scaling.amax(tensors[role], variant.granularity, heads=heads, along_tokens=role == "v")
+        head_scaling.amax(
+            tensors[role], variant.granularity, heads=k.shape[1], along_tokens=role == "v"
+        )
         for role in needed
     ]
     if variant.granularity in ("tensor", None) and group_amaxes:
-        group_amaxes = share(group_amaxes, spec)
+        group_amaxes = share(group_amaxes, problem.call)
     amaxes |= dict(zip(needed, group_amaxes, strict=True))
     return {
         role: head_scaling.quantize(
@@ -161,51 +144,51 @@ def quantize(
             variant.policy,
             amax_of_groups=amaxes[role],
             along_tokens=role == "v",
-            scale=role_scales.get(role),
+            scale=scales.get(role),
         )
         for role, x in tensors.items()
     }
 
 
-def probability_scale(
-    variant: Variant, role_scales: dict[str, Tensor], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """(scale, scale_inv) of the probabilities (A-8)."""
-    if "s" in role_scales:
-        return role_scales["s"], head_scaling.inverse(role_scales["s"])
-    if variant.p_scale == "state":
-        return head_scaling.scales_of(
-            torch.ones((), device=device, dtype=torch.float32), variant.fmt, variant.policy
-        )
-    scale = torch.full((), variant.p_scale, device=device, dtype=torch.float32)
-    return scale, head_scaling.inverse(scale)
-
-
-def score_scale(spec: Spec, shape: Shape) -> float:
-    """The softmax scale under the variant's base, a float32 number (A-4); under a softcap, the
-    scale over it (A-22).
+def output(role: str, x: Tensor, amax: Tensor, problem: Problem) -> tuple[Tensor, Heads]:
+    """An output or a gradient in the variant's format: its numbers in float32, and what they are
+    quantized to, with one scale in FP8 and none in high precision (A-10).
     """
-    scale = spec.softmax_scale(shape.features)
-    if spec.softcap is not None:
-        return float(np.float32(scale) / np.float32(spec.softcap))
-    return spec.under_base(scale)
-
-
-def score_factors(
-    tensors: dict[str, Heads], tile: Tile, spec: Spec, shape: Shape
-) -> list[Tensor | float]:
-    """The factors of scaled scores, in order; or the one factor of raw scores (A-4, A-5)."""
-    variant, scale = spec.variant, score_scale(spec, shape)
-    if variant.scores == "raw":
-        return [own_factor(tensors, spec, shape)]
-    if variant.granularity == "mx_1x32":
-        return [scale]
-    q_scale_inv, k_scale_inv = (
-        query_scale(tensors["q"].scale_inv, tile, variant, shape),
-        key_scale(tensors["k"].scale_inv, tile, variant),
+    variant, low = problem.variant, problem.variant.out.bits == 8
+    policy = "te_current" if variant.granularity == "mx_1x32" else variant.policy
+    out = head_scaling.quantize(
+        x,
+        variant.out,
+        "tensor" if low else None,
+        policy,
+        amax_of_groups=amax,
+        scale=problem.scales.get(role),
     )
+    return (float_values.decode(out.codes).mul_(out.scale_inv) if low else out.codes.float()), out
+
+
+def probability_scale(problem: Problem, device: torch.device) -> Scales:
+    """What probabilities are multiplied by before their cast, and their codes after it (A-8)."""
+    variant = problem.variant
+    if "s" in problem.scales:
+        return head_scaling.given(problem.scales["s"])
+    if variant.p_scale == "state":
+        one = torch.ones((), device=device, dtype=torch.float32)
+        return head_scaling.scales_of(one, variant.fmt, variant.policy)
+    return head_scaling.given(torch.full((), variant.p_scale, device=device, dtype=torch.float32))
+
+
+def score_factors(tensors: dict[str, Heads], tile: Tile, problem: Problem) -> list[Tensor | float]:
+    """The factors of scaled scores, in order; or the one factor of raw scores (A-4, A-5)."""
+    variant = problem.variant
+    if variant.scores == "raw":
+        return [_own_factor(tensors, problem)]
+    if variant.granularity == "mx_1x32":
+        return [problem.score_scale]
+    q_scale_inv = query_scale(tensors["q"].scale_inv, tile, problem)
+    k_scale_inv = key_scale(tensors["k"].scale_inv, tile, variant)
     values: dict[str, Tensor | float] = {
-        "scale": scale,
+        "scale": problem.score_scale,
         "q": q_scale_inv,
         "k": k_scale_inv,
         "qk": times(q_scale_inv, k_scale_inv),
@@ -214,49 +197,44 @@ def score_factors(
 
 
 def capped(
-    s: Tensor, factors: list[Tensor | float], spec: Spec
+    s: Tensor, factors: list[Tensor | float], call: RankCall
 ) -> tuple[Tensor, list[Tensor | float]]:
     """(scores, what is still multiplied into them): under a softcap hyperbolic tangents and the cap
     (A-22), else as given.
     """
-    if spec.softcap is None:
+    if call.softcap is None:
         return s, factors
     for factor in factors:
         s = times(s, factor)
-    return tanh(s, spec.arithmetic), [spec.cap]
+    return tanh(s, call.arithmetic), [float(call.cap)]
 
 
-def slope(t: Tensor, spec: Spec) -> Tensor | None:
-    """What a softcap multiplies dS by, of the scores of ``capped``; None without one."""
-    return None if spec.softcap is None else 1.0 - times(t, t)
-
-
-def raw_factor(tensors: dict[str, Heads], spec: Spec, shape: Shape) -> Tensor | float:
+def raw_factor(tensors: dict[str, Heads], problem: Problem) -> Tensor | float:
     """The factor of raw scores in the exponent, to broadcast against them (A-5, A-22)."""
-    return own_factor(tensors, spec, shape) if spec.softcap is None else spec.cap
+    if problem.call.softcap is None:
+        return _own_factor(tensors, problem)
+    return float(problem.call.cap)
 
 
-def own_factor(tensors: dict[str, Heads], spec: Spec, shape: Shape) -> Tensor | float:
+def _own_factor(tensors: dict[str, Heads], problem: Problem) -> Tensor | float:
     """The factor of raw scores: in the exponent, or under a softcap before it."""
-    scale = score_scale(spec, shape)
-    if spec.variant.granularity is None:
-        return scale
-    factor = times(times(tensors["q"].scale_inv, tensors["k"].scale_inv), scale)
-    return factor[..., None] if spec.variant.granularity == "head" else factor
+    granularity = problem.variant.granularity
+    if granularity is None:
+        return problem.score_scale
+    factor = times(times(tensors["q"].scale_inv, tensors["k"].scale_inv), problem.score_scale)
+    return factor[..., None] if granularity == "head" else factor
 
 
-def query_scale(scale: Tensor, tile: Tile, variant: Variant, shape: Shape) -> Tensor:
+def query_scale(scale: Tensor, tile: Tile, problem: Problem) -> Tensor:
     """A scale of q or do, but of MX blocks, to broadcast against a tile's rows [B, Hkv, rows, G,
     1].
     """
-    if variant.granularity == "head":
-        return scale[..., None]
-    if variant.granularity == "rows_128":
-        row_scales = scale.view(shape.batch, shape.key_heads, shape.group, -1).repeat_interleave(
-            ROWS, dim=3
-        )
+    granularity, shape = problem.variant.granularity, problem.shape
+    if granularity == "rows_128":
+        blocks = scale.view(shape.batch, shape.key_heads, shape.group, -1)
+        row_scales = blocks.repeat_interleave(ROWS, dim=3)
         return row_scales[..., tile.rows].permute(0, 1, 3, 2)[..., None]
-    return scale
+    return scale[..., None] if granularity == "head" else scale
 
 
 def key_scale(scale: Tensor, tile: Tile, variant: Variant) -> Tensor:
@@ -296,36 +274,3 @@ def along_features(x: Tensor) -> Tensor:
 def along_tokens(x: Tensor) -> Tensor:
     """[..., D, T] of [..., T, D], padded: for GEMMs that sum over tokens."""
     return along_features(x).transpose(-1, -2).contiguous()
-
-
-def products(a: Tensor, b: Tensor, variant: Variant) -> Tensor:
-    """Sums of products over the last axis: a [..., M, K] and b [..., N, K], of leading dims [...];
-    float32 [..., M, N].
-
-    Order:    that of the library. FP8 codes: a GEMM for each of [...], as torch._scaled_mm takes
-              matrices. Numbers of higher precision: one batched GEMM, in float32, or float64.
-    """
-    if a.dtype in _FORMATS:
-        unit = torch.ones((), device=a.device, dtype=torch.float32)
-        accumulate = "fast" if variant.plan == "hopper_fast" else "slow"
-        pairs = zip(a.flatten(0, -3).unbind(), b.flatten(0, -3).unbind(), strict=True)
-        out = [
-            gemm.matmul(_quantized(x, unit), _quantized(y, unit), accumulate=accumulate)
-            for x, y in pairs
-        ]
-        return (
-            torch.stack(out).view(*a.shape[:-1], b.shape[-2])
-            if len(out) > 1
-            else out[0].view(*a.shape[:-1], b.shape[-2])
-        )
-    if a.dtype == torch.bfloat16 and a.is_cuda:
-        sums = torch.bmm(
-            a.flatten(0, -3), b.flatten(0, -3).transpose(1, 2), out_dtype=torch.float32
-        )
-        return sums.view(*a.shape[:-1], b.shape[-2])
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    return torch.matmul(a.to(wide), b.to(wide).transpose(-1, -2))
-
-
-def _quantized(codes: Tensor, unit: Tensor) -> Quantized:
-    return Quantized(codes, unit, unit, _FORMATS[codes.dtype], "tensorwise", 1)

@@ -1,5 +1,7 @@
 """The trainer's Llama as an ``nn.Module`` (spec M). Its module names are Hugging Face's."""
 
+import dataclasses
+
 import numpy as np
 import torch
 from torch import distributed, nn
@@ -9,9 +11,9 @@ from torch.nn import functional
 
 from fp8ref.selection.attention_casts import Casts
 from fp8ref.spec import llama
-from fp8ref.spec.attention.variants import Arithmetic, Mask, Variant
+from fp8ref.spec.attention.variants import Mask
 from fp8ref.spec.llama import LlamaConfig
-from fp8ref.torch.attention import attention
+from fp8ref.torch.attention import RankCall, attention
 from fp8ref.torch.attention import delayed as attention_delayed
 from fp8ref.torch.attention import kernel as attention_kernel
 from fp8ref.torch.attention.operands import casts as attention_casts
@@ -102,23 +104,17 @@ def widen_before_passes(model: "Llama") -> None:
 class Attention(nn.Module):
     """Causal rotary attention of [B, T, hidden], with grouped key and value heads (spec M-1).
 
-    variant     of ``fp8ref.spec.attention.variants``; None: torch's own attention.
-    arithmetic  of the variant.
-    amax_group  name of the process group whose ranks share the batch, tokens and heads.
+    call        by a variant; its amax_group's ranks share the batch, tokens and heads, those of its
+                context have the parts of the tokens (spec A-24); None: torch's own attention.
     casts       of single operands, in place of the whole variant's (E-9).
     by_kernel   computed by FlashAttention-3's kernel, and not by tiles (spec A-20).
-    context     name of the process group whose ranks have the parts of the tokens (spec A-24);
-                None: each has all.
     softcap     of scores (spec A-22); None: none.
     sinks       [H], the logits of the heads' sinks (spec A-23); None: none.
     states      of delayed scaling, by role; empty: scales come from the tensors themselves.
     """
 
-    variant: Variant | None = None
-    arithmetic: Arithmetic = "fast"
-    amax_group: str | None = None
+    call: RankCall | None = None
     casts: Casts | None = None
-    context: str | None = None
     by_kernel: bool = False
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -145,26 +141,12 @@ class Attention(nn.Module):
         )
         self.states = nn.ModuleDict()
 
-    def attend_by(
-        self,
-        variant: Variant | None,
-        arithmetic: Arithmetic,
-        amax_group: str | None,
-        *,
-        delays: bool,
-        context: str | None = None,
-        by_kernel: bool = False,
-    ) -> None:
-        """Attend by a variant from now on; delays: by delayed scales."""
-        self.by_kernel = by_kernel
-        self.variant, self.arithmetic, self.amax_group, self.context = (
-            variant,
-            arithmetic,
-            amax_group,
-            context,
-        )
-        if delays and variant is not None:
-            self.states = attention_delayed.states(variant, self.q_proj.weight.device, amax_group)
+    def attend_by(self, call: RankCall, *, delays: bool, by_kernel: bool) -> None:
+        """Attend by a call from now on, with the model's softcap; delays: by delayed scales."""
+        self.call, self.by_kernel = dataclasses.replace(call, softcap=self.softcap), by_kernel
+        if delays:
+            device = self.q_proj.weight.device
+            self.states = attention_delayed.states(call.variant, device, call.amax_group)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Attention of x [B, T, hidden], of its shape; cos and sin are rotary tables [T, D]."""
@@ -178,25 +160,16 @@ class Attention(nn.Module):
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         if self.casts is not None:
             y = attention_casts.apply(q, k, v, self.casts)
-        elif self.variant is None:
+        elif self.call is None:
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         elif self.by_kernel:
-            y = attention_kernel.apply(
-                q, k, v, variant=self.variant, mask=_CAUSAL, arithmetic=self.arithmetic
+            y = attention_kernel.apply(q, k, v, variant=self.call)
+        elif self.states:
+            y = attention_delayed.apply(
+                q, k, v, states=self.states, variant=self.call, sinks=self.sinks
             )
         else:
-            options: dict = {
-                "variant": self.variant,
-                "mask": _CAUSAL,
-                "arithmetic": self.arithmetic,
-                "amax_group": self.amax_group,
-            }
-            options |= {"context": self.context, "softcap": self.softcap, "sinks": self.sinks}
-            y = (
-                attention_delayed.apply(q, k, v, states=self.states, **options)
-                if self.states
-                else attention.apply(q, k, v, **options)
-            )
+            y = attention.apply(q, k, v, variant=self.call, sinks=self.sinks)
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
 
@@ -318,11 +291,19 @@ def llama_of(config: Config, mesh: DeviceMesh | None, context: ProcessGroup | No
     for layer, module in model.named_modules():
         if isinstance(module, Attention):
             keys, module.casts = config.numerics, config.attention_operands(layer)
-            name = None if group is None else group.group_name
-            parts = None if context is None else context.group_name
-            options: dict = {"delays": keys.attention_scaling == "delayed", "context": parts}
-            options["by_kernel"] = config.parallel.attention == "kernel"
-            module.attend_by(config.attention_variant, keys.attention_arithmetic, name, **options)
+            if config.attention_variant is not None:
+                call = RankCall(
+                    variant=config.attention_variant,
+                    mask=_CAUSAL,
+                    arithmetic=keys.attention_arithmetic,
+                    amax_group=None if group is None else group.group_name,
+                    context=None if context is None else context.group_name,
+                )
+                module.attend_by(
+                    call,
+                    delays=keys.attention_scaling == "delayed",
+                    by_kernel=config.parallel.attention == "kernel",
+                )
         elif isinstance(module, MixtureMLP) and mesh is not None and config.parallel.expert > 1:
             module.group = mesh.get_group("expert")
             module.in_codes = config.parallel.expert_dispatch == "fp8"

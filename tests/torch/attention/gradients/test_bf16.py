@@ -8,6 +8,7 @@ from helpers.attention.attention_cases import backward_options, call_options
 from fp8ref.sim.attention import attention as simulator
 from fp8ref.sim.attention.gradients import gradients as attention_gradients
 from fp8ref.sim.gemm.hardware import HARDWARE
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import Mask, differentiated
 from fp8ref.torch.attention import attention
 from fp8ref.torch.gemm import hardware
@@ -26,7 +27,9 @@ def gradients(variant, arithmetic, multiply=None) -> list[np.ndarray]:
     *inputs, do = given()
     leaves = [x.clone().requires_grad_() for x in inputs]
     with hardware.simulating(multiply):
-        o = attention.apply(*leaves, variant=variant, mask=MASK, arithmetic=arithmetic)
+        o = attention.apply(
+            *leaves, variant=Call(variant=variant, mask=MASK, arithmetic=arithmetic)
+        )
         o.backward(do)
     return [leaf.grad.float().numpy() for leaf in leaves]
 
@@ -67,9 +70,8 @@ def test_sinks_and_a_softcap_are_differentiated_in_bfloat16_too():  # A-22, A-23
     variant, (q, k, v, do) = differentiated("fa4", "bf16"), given()
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
-    attention.apply(
-        *leaves[:3], variant=variant, mask=MASK, arithmetic="stated", softcap=4.0, sinks=leaves[3]
-    ).backward(do)
+    call = Call(variant=variant, mask=MASK, arithmetic="stated", softcap=4.0)
+    attention.apply(*leaves[:3], variant=call, sinks=leaves[3]).backward(do)
     arrays = [x.float().numpy() for x in (q, k, v, do)]
     how = {"variant": variant, "mask": MASK, "softcap": 4.0, "sinks": sinks.numpy()}
     right = attention_gradients.backward(

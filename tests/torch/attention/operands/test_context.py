@@ -1,13 +1,16 @@
 """Attention of ranks that have parts of the tokens, next to one process (spec A-21)."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 from helpers.processes import ranks
 from torch import distributed
 
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import Mask
-from fp8ref.torch.attention import attention
+from fp8ref.torch.attention import RankCall, attention
 
 CAUSAL, WINDOW = Mask(causal=True), Mask(causal=True, window=(50, None))
 CASES = [
@@ -41,8 +44,9 @@ def of_rank() -> list[list[np.ndarray]]:
     own = [x.chunk(size, dim=2)[rank].contiguous() for x in given()]
     found = []
     for variant, mask, arithmetic in CASES:
-        how = {"variant": variant, "mask": mask, "arithmetic": arithmetic, "context": group}
-        found.append(gradients(*own, lambda q, k, v, how=how: attention.apply(q, k, v, **how)))
+        call = RankCall(variant=variant, mask=mask, arithmetic=arithmetic, context=group)
+        apply = functools.partial(attention.apply, variant=call)
+        found.append(gradients(*own, apply))
     return found
 
 
@@ -53,14 +57,14 @@ def test_two_ranks_have_the_rows_of_one_process():  # A-21
     a rounding falls either way."""
     parts = ranks.run(2, of_rank)
     for i, (variant, mask, arithmetic) in enumerate(CASES):
-        how = {"variant": variant, "mask": mask, "arithmetic": arithmetic}
-        right = gradients(*given(), lambda q, k, v, how=how: attention.apply(q, k, v, **how))
+        call = Call(variant=variant, mask=mask, arithmetic=arithmetic)
+        right = gradients(*given(), functools.partial(attention.apply, variant=call))
         found = [np.concatenate([part[i][j] for part in parts], axis=2) for j in range(4)]
         for name, mine, other in zip(("o", "dq"), found[:2], right[:2], strict=True):
             equal = (mine == other).mean()
-            assert equal == 1 if arithmetic == "stated" else equal > 0.99, (name, how)
+            assert equal == 1 if arithmetic == "stated" else equal > 0.99, (name, call)
         for mine, other in zip(found[2:], right[2:], strict=True):
-            assert (mine == other).mean() > 0.98, how
+            assert (mine == other).mean() > 0.98, call
             unit = 2.0**-3 if variant == "cudnn" else 2.0**-7
             np.testing.assert_allclose(
                 mine, other, rtol=1.01 * unit, atol=2**-9 * np.abs(other).max()
@@ -72,14 +76,18 @@ def test_what_cannot_be_cut_is_refused():  # A-21
     with pytest.raises(
         ValueError, match=r"variant 'mxfp8' has scales of mx_1x32. Use 'cudnn' or 'bf16'"
     ):
-        attention.apply(q, k, v, context="0", variant="mxfp8")
+        attention.apply(q, k, v, variant=RankCall(variant="mxfp8", context="0"))
     with pytest.raises(ValueError, match=r"variant 'exact' has scales of real numbers"):
-        attention.apply(q, k, v, context="0", variant="exact")
+        attention.apply(q, k, v, variant=RankCall(variant="exact", context="0"))
     with pytest.raises(
         ValueError,
         match=r"cuts queries and keys alike, without documents; got 192 queries and 100 keys",
     ):
-        attention.apply(q, k[:, :, :100], v[:, :, :100], context="0", variant="cudnn")
+        attention.apply(
+            q, k[:, :, :100], v[:, :, :100], variant=RankCall(variant="cudnn", context="0")
+        )
     documents = torch.zeros(1, TOKENS, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"192 keys on a rank, and documents"):
-        attention.apply(q, k, v, context="0", variant="cudnn", documents=documents)
+        attention.apply(
+            q, k, v, variant=RankCall(variant="cudnn", context="0"), documents=documents
+        )

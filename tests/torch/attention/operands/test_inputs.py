@@ -1,4 +1,4 @@
-"""The constants of a pass, and the shapes of scales (spec A-2, A-12).
+"""The shapes of scales, and documents (spec A-2, A-12).
 
 What is refused is in test_attention.py.
 """
@@ -10,15 +10,7 @@ import torch
 from fp8ref.sim.attention import attention as sim
 from fp8ref.spec.attention.variants import VARIANTS
 from fp8ref.torch.attention.operands import inputs as attention_inputs
-from fp8ref.torch.attention.operands.inputs import Shape, Spec
-
-
-def test_the_softmax_scale_is_a_float32():
-    assert Spec(variant=VARIANTS["fa3"]).softmax_scale(96) == np.float32(1 / np.sqrt(96))
-    assert Spec(variant=VARIANTS["fa3"], scale=0.1).softmax_scale(96) == np.float32(0.1)
-    for scale in (0.0, -1.0, 1e-60, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="softmax scale is positive and finite"):
-            Spec(variant=VARIANTS["fa3"], scale=scale)
+from fp8ref.torch.attention.operands.problem import Shape
 
 
 @pytest.mark.parametrize("name", ["fa3", "cudnn", "fa3_paper"])

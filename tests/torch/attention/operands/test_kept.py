@@ -9,10 +9,11 @@ from helpers.attention.attention_cases import SCALE, backward_options, call_opti
 
 from fp8ref.sim.attention import attention as simulator
 from fp8ref.sim.attention.gradients import gradients as attention_gradients
+from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import Mask
 from fp8ref.torch.attention import attention
-from fp8ref.torch.attention.operands.inputs import Shape
 from fp8ref.torch.attention.operands.kept import Kept
+from fp8ref.torch.attention.operands.problem import Shape
 
 MASK = Mask(causal=True, window=(40, None))
 
@@ -23,13 +24,17 @@ def test_of_integers_all_matrices_are_the_simulators(arithmetic):
     q, k, v, do = map(torch.from_numpy, arrays)
     how = {"variant": "cudnn", "mask": MASK, "scale": SCALE}
     right = simulator.forward(*arrays[:3], **call_options(keep_p=True, keep_s=True, **how))
-    found = attention.forward(q, k, v, keep_p=True, keep_s=True, arithmetic=arithmetic, **how)
+    found = attention.forward(
+        q, k, v, **call_options(keep_p=True, keep_s=True, arithmetic=arithmetic, **how)
+    )
     np.testing.assert_array_equal(found.scores.numpy(), right.scores)
     names = ["p_codes", "ds", "ds_codes"]
+    how["keep_ds"] = True
     of_sim = attention_gradients.backward(
-        arrays[3], *arrays[:3], right, **backward_options(keep_ds=True, **how)
+        arrays[3], *arrays[:3], right, **backward_options(**how)
     ).matrices
-    mine = attention.backward(do, q, k, v, found, keep=names, arithmetic=arithmetic, **how).matrices
+    call = Call(arithmetic=arithmetic, **how)
+    mine = attention.backward(do, q, k, v, found, variant=call).matrices
     assert list(mine) == names
     if arithmetic == "stated":
         np.testing.assert_array_equal(found.p_codes.numpy(), right.p_codes)
@@ -44,13 +49,12 @@ def test_of_integers_all_matrices_are_the_simulators(arithmetic):
 def test_what_a_variant_has_not_is_refused():
     q, k, v, do = map(torch.from_numpy, integers(b=1, h=1, heads=1, tq=4, tk=4, d=32))
     result = attention.forward(q, k, v, variant="mxfp8")
-    assert list(attention.backward(do, q, k, v, result, variant="mxfp8", keep=["ds"]).matrices) == [
-        "ds"
-    ]
-    with pytest.raises(
-        ValueError, match=r"a backward pass of variant 'mxfp8' keeps p_codes, ds; got 'ds_codes'"
-    ):
-        attention.backward(do, q, k, v, result, variant="mxfp8", keep=["ds_codes"])
+    call = Call(variant="mxfp8", keep_ds=True)  # of blocks dS has no one code
+    assert list(attention.backward(do, q, k, v, result, variant=call).matrices) == ["p_codes", "ds"]
+    call = Call(variant="exact", keep_ds=True)
+    result = attention.forward(q, k, v, variant="exact")
+    with pytest.raises(ValueError, match=r"variant 'exact' keeps nothing; got keep_ds"):
+        attention.backward(do, q, k, v, result, variant=call)
 
 
 def test_parts_are_put_where_they_belong_and_others_are_not_computed():

@@ -1,15 +1,13 @@
 """Tiles, who sees them, layouts and products (spec A-2 to A-6)."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
 from fp8ref.sim.attention.operands import inputs as sim
-from fp8ref.spec.attention.variants import VARIANTS, Mask
+from fp8ref.spec.attention.variants import Mask
 from fp8ref.torch.attention.operands import operands as operands
-from fp8ref.torch.attention.operands.inputs import Shape, Spec
+from fp8ref.torch.attention.operands.problem import Documents, Problem, RankCall, Shape
 
 MASKS = [
     Mask(),
@@ -34,10 +32,10 @@ def test_tiles_have_all_that_is_seen(mask, lengths, step):
     keys = np.arange(tk)
     expected = (keys >= low[:, None]) & (keys < high[:, None])
     for name in ("fa3", "cudnn"):
-        spec, shape = Spec(variant=VARIANTS[name], mask=mask), Shape(1, 2, 1, tq, tk, 64)
-        length = spec.variant.tile(64, mask)
+        call = RankCall(variant=name, mask=mask)
+        problem, length = Problem(call, Shape(1, 2, 1, tq, tk, 64)), call.variant.tile(64, mask)
         found = np.zeros((-(-tq // step) * step, -(-tk // 16) * 16 + length), int)
-        tiles = operands.tiles(spec, shape, step)
+        tiles = operands.tiles(problem, step)
         begins = [tile.begin for tile in tiles]
         assert begins == sorted(begins, reverse=name == "fa3")
         for tile in tiles:
@@ -48,7 +46,7 @@ def test_tiles_have_all_that_is_seen(mask, lengths, step):
                 == tile.last % step
                 == 0
             )
-            seen = operands.seen(tile, spec, shape, (None, None), torch.device("cpu"))
+            seen = operands.seen(tile, problem, torch.device("cpu"))
             assert (seen is None) == tile.inside
             area = np.ones((1, 1)) if seen is None else seen[0, 0, :, 0].numpy()
             found[tile.rows, tile.keys] += np.broadcast_to(
@@ -60,22 +58,20 @@ def test_tiles_have_all_that_is_seen(mask, lengths, step):
 
 
 def test_what_no_row_sees_is_left_out():
-    spec, shape = (
-        Spec(variant=VARIANTS["cudnn"], mask=Mask(window=(10, 0))),
-        Shape(1, 1, 1, 100, 1000, 64),
-    )
-    assert [(tile.begin, tile.first, tile.last) for tile in operands.tiles(spec, shape)] == [
+    call = RankCall(variant="cudnn", mask=Mask(window=(10, 0)))
+    problem = Problem(call, Shape(1, 1, 1, 100, 1000, 64))
+    assert [(tile.begin, tile.first, tile.last) for tile in operands.tiles(problem)] == [
         (768, 0, 6),
         (896, 0, 100),
     ]
 
 
 def test_documents_are_seen_apart():
-    spec, shape = Spec(variant=VARIANTS["cudnn"]), Shape(2, 1, 1, 3, 16, 64)
-    documents = torch.tensor([[0, 1, 2], [1, 1, 1]]), torch.arange(16).expand(2, 16) // 8
-    (tile,) = operands.tiles(spec, shape)
+    q, k = torch.tensor([[0, 1, 2], [1, 1, 1]]), torch.arange(16).expand(2, 16) // 8
+    problem = Problem(RankCall(variant="cudnn"), Shape(2, 1, 1, 3, 16, 64), Documents(q, k))
+    (tile,) = operands.tiles(problem)
     assert tile.inside
-    seen = operands.seen(tile, spec, shape, documents, torch.device("cpu"))[:, 0, :, 0]
+    seen = operands.seen(tile, problem, torch.device("cpu"))[:, 0, :, 0]
     assert seen.sum(-1).tolist() == [[8, 8, 0], [8, 8, 8]]
 
 
@@ -88,25 +84,3 @@ def test_layouts_come_back():
     k = torch.randn(2, 2, 7, 12)
     assert operands.along_features(k).shape == (2, 2, 16, 16)
     assert torch.equal(operands.along_tokens(k)[:, :, :12, :7], k.transpose(2, 3))
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64], ids=str
-)
-def test_products(dtype):
-    made = torch.Generator().manual_seed(0)
-    a, b = (torch.randint(-8, 8, (2, 3, n, 32), generator=made).double().to(dtype) for n in (5, 16))
-    found = operands.products(a, b, VARIANTS["cudnn"])
-    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert torch.equal(found.double(), a.double() @ b.double().transpose(2, 3))  # integers
-
-
-@pytest.mark.parametrize(("plan", "fast"), [("hopper_fast", True), ("blackwell", False)])
-def test_the_plan_chooses_the_accumulation(plan, fast, monkeypatch):  # G-7
-    asked, original = [], torch._scaled_mm
-    monkeypatch.setattr(
-        torch, "_scaled_mm", lambda *a, **k: asked.append(k["use_fast_accum"]) or original(*a, **k)
-    )
-    x = torch.ones(1, 1, 16, 16).to(torch.float8_e4m3fn)
-    operands.products(x, x, dataclasses.replace(VARIANTS["fa3"], plan=plan))
-    assert asked == [fast]
