@@ -134,25 +134,21 @@ def train(
                 f"{config.run.steps:,}: the learning rate never reaches"
             )
             on_first(functools.partial(console.say, f"{text} optimizer.learning_rate"))
-        run = on_first(
-            lambda: trackers.attach(
-                log.create(
-                    out,
-                    config,
-                    backend,
-                    data=batches.description,
-                    decisions=model.decisions,
-                    device=model.device,
-                    proofs=proofs,
-                    ran=phases.ran(start),
-                    overwrite=overwrite,
-                    start=start,
-                ),
+
+        def begin_log() -> trackers.Log:
+            manifest = log.manifest(
                 config,
-                out,
-                overwrite=overwrite,
+                backend,
+                data=batches.description,
+                decisions=model.decisions,
+                device=model.device,
+                proofs=proofs,
+                ran=phases.ran(start),
             )
-        )
+            run = log.create(out, config, manifest, overwrite=overwrite, start=start)
+            return trackers.attach(run, config, out, overwrite=overwrite)
+
+        run = on_first(begin_log)
         return _Training(
             model, batches, config, out, run or log.Unwritten(), processes, stop_requested, phases
         ).all(start)

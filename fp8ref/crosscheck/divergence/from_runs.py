@@ -87,27 +87,22 @@ def compare_runs(a: Path, b: Path) -> DivergenceReport:
         for run in pair
     ]
     _check_shapes(pair, run_configs)
-    settings = {
-        k: v
-        for k, v in configs.differences(pair[0].settings, pair[1].settings).items()
-        if not k.startswith(INERT)
-    }
-    report, names = Report(), (pair[0].name, pair[1].name)
+    differ = configs.differences(pair[0].settings, pair[1].settings)
+    report = Report()
     records = Recorded(*_compare_metrics(pair[0], pair[1], report))
     sides = [_side(run, config) for run, config in zip(pair, run_configs, strict=True)]
     _compare_checkpoints(pair, sides, records, report)
-    first, stop = None, records.steps
+    first = None
     if records.metric_differs or records.checkpoint_differs:
         stop = min(
             records.metric_differs[0] + 1 if records.metric_differs else records.steps,
             records.checkpoint_differs.done if records.checkpoint_differs else records.steps,
         )
         first = _continue_both(pair, sides, records, report, max(stop, records.start))
-    versions = configs.differences(pair[0].versions, pair[1].versions) if first else {}
     return DivergenceReport(
-        names=names,
-        settings=settings,
-        versions=versions,
+        names=(pair[0].name, pair[1].name),
+        settings={key: both for key, both in differ.items() if not key.startswith(INERT)},
+        versions=configs.differences(pair[0].versions, pair[1].versions) if first else {},
         start=records.start if first else 0,
         steps=(first.step + 1 - records.start) if first else records.steps,
         first=first,
@@ -145,9 +140,8 @@ def _side(run: Run, config: Config) -> Side:
             f"{run.name} was trained on different data: its sha256 was {before} and is {now}. "
             "Put the data back."
         )
-    weights = (
-        export.read(Path(config.run.init_from), config.model) if config.run.init_from else None
-    )
+    path = config.run.init_from
+    weights = export.read(Path(path), config.model) if path else None
     trainer = loop.trainer(run.manifest["backend"], config, weights)
     return Side(name=run.name, config=config, trainer=trainer, batches=batches)
 
@@ -158,10 +152,8 @@ def _continue_both(
     """Continue both up to step ``stop``; the first divergence, or what only the records show."""
     for i, run in enumerate(pair):
         if records.start:
-            sides[i].trainer.load(
-                run.path / checkpoint.FOLDER / f"{checkpoint.PREFIX}{records.start:08d}" / "state",
-                records.start,
-            )
+            saved = checkpoint.of_step(run.path, records.start)
+            sides[i].trainer.load(saved / "state", records.start)
         else:
             sides[i] = _side(run, sides[i].config)
 
@@ -169,17 +161,15 @@ def _continue_both(
         for run, metrics in zip(pair, (mine, theirs), strict=True):
             for key in KEYS:
                 before = run.curve(key).get(step)
-                if (
-                    run.name not in records.not_reproduced
-                    and before is not None
-                    and not _same(before, metrics[key])
-                ):
-                    records.not_reproduced[run.name] = (
-                        f"{run.name} is not reproduced: its {key} of step {step} was "
-                        f"{before!r}, and is {metrics[key]!r} when its own config is trained "
-                        f"from step {records.start}. It was trained by other code or on "
-                        "another device, or its state was changed"
-                    )
+                if before is None or _same(before, metrics[key]):
+                    continue
+                records.not_reproduced.setdefault(
+                    run.name,
+                    f"{run.name} is not reproduced: its {key} of step {step} was "
+                    f"{before!r}, and is {metrics[key]!r} when its own config is trained "
+                    f"from step {records.start}. It was trained by other code or on "
+                    "another device, or its state was changed",
+                )
 
     with console.bar("first divergence", stop - records.start) as advance:
         first = live.find_divergence(
@@ -266,18 +256,11 @@ def _compare_checkpoints(
     The trainers are left in the state of the last checkpoint that was loaded, or where they began.
     """
     initial = [(side.trainer, side.config) for side in sides]
-    common = sorted(
-        set.intersection(
-            *(
-                {int(p.name.removeprefix(checkpoint.PREFIX)) for p in checkpoint.saved(run.path)}
-                for run in pair
-            )
-        )
-    )
-    for done in common:
+    of_a, of_b = ({checkpoint.step_of(p) for p in checkpoint.saved(run.path)} for run in pair)
+    for done in sorted(of_a & of_b):
         states = []
         for run, (trainer, config) in zip(pair, initial, strict=True):
-            path = run.path / checkpoint.FOLDER / f"{checkpoint.PREFIX}{done:08d}"
+            path = checkpoint.of_step(run.path, done)
             try:
                 checkpoint.verify(path)
             except ConfigError as error:

@@ -93,25 +93,16 @@ class Checkpoints:
         size: bytes of a state; 0 if unknown.
         check: raises LostRunError where ``out`` is not the run's directory any more.
         """
-        self._check = check
-        self._folder, self._about, self._keep_last, self._processes = (
-            out / FOLDER,
-            dict(about),
-            keep_last,
-            processes,
-        )
-        self._size = size
+        self._check, self._size, self._keep_last = check, size, keep_last
+        self._folder, self._about, self._processes = out / FOLDER, dict(about), processes
         # one thread: checkpoints are completed in their order
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: Future | None = None
         if processes.first:  # leftovers of a process that was killed
-            for rest in (
-                p
-                for ending in (UNFINISHED, REMOVED)
-                for p in self._folder.glob(f"{PREFIX}*{ending}")
-                if p.is_dir()
-            ):
-                remove(rest)
+            for ending in (UNFINISHED, REMOVED):
+                for rest in [*self._folder.glob(f"{PREFIX}*{ending}")]:
+                    if rest.is_dir():
+                        remove(rest)
 
     def save(self, model: Saves, step: int, **more: Any) -> None:
         """Wait for the previous checkpoint, then begin to write the state after ``step`` steps.
@@ -123,13 +114,10 @@ class Checkpoints:
         """
         together(self._processes, self.finish)
         unfinished = self._folder / f"{PREFIX}{step:08d}{UNFINISHED}"
-        together(
-            self._processes, lambda: self._prepare(unfinished) if self._processes.first else None
-        )
-        written = model.save(unfinished / "state")
-        self._pending = self._thread.submit(
-            self._complete, written, unfinished, {"step": step, **more}
-        )
+        first = self._processes.first
+        together(self._processes, lambda: self._prepare(unfinished) if first else None)
+        written, about = model.save(unfinished / "state"), {"step": step, **more}
+        self._pending = self._thread.submit(self._complete, written, unfinished, about)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written.
@@ -189,19 +177,28 @@ class Checkpoints:
             )
 
 
+def of_step(out: Path, step: int, folder: str = FOLDER) -> Path:
+    """The directory of the checkpoint after so many steps."""
+    return out / folder / f"{PREFIX}{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """How many steps were taken before a checkpoint, by its name."""
+    return int(path.name.removeprefix(PREFIX))
+
+
+def directories(folder: Path) -> list[Path]:
+    """What is named as a step in a folder, ascending."""
+    paths = folder.glob(f"{PREFIX}*")
+    return sorted(path for path in paths if path.name.removeprefix(PREFIX).isdecimal())
+
+
 def saved(out: Path) -> list[Path]:
     """The complete checkpoints of a run, newest first, by name alone.
 
     Their contents are not verified.
     """
-    return sorted(
-        (
-            p
-            for p in (out / FOLDER).glob(f"{PREFIX}*")
-            if p.name.removeprefix(PREFIX).isdecimal() and p.is_dir()
-        ),
-        reverse=True,
-    )
+    return [path for path in directories(out / FOLDER)[::-1] if path.is_dir()]
 
 
 def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Checkpoint | None:
@@ -227,10 +224,8 @@ def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Chec
             problems.append(str(error))
             if path != paths[-1]:
                 damaged = path.with_name(path.name + DAMAGED)
-                say(
-                    f"{error} Trying the one before "
-                    f"it{f'; this one is kept as {damaged.name}' if aside else ''}."
-                )
+                kept = f"; this one is kept as {damaged.name}" if aside else ""
+                say(f"{error} Trying the one before it{kept}.")
                 if aside:
                     remove(damaged)
                     os.replace(path, damaged)
@@ -292,10 +287,8 @@ def verify(path: Path) -> files.Record:
     )
     sizes, listed = _files(path), manifest["files"]
     for name in sorted(sizes.keys() ^ listed.keys()):
-        raise ConfigError(
-            f"checkpoint {path}: {name} "
-            f"{'is missing' if name in listed else 'is not one of its files'}."
-        )
+        problem = "is missing" if name in listed else "is not one of its files"
+        raise ConfigError(f"checkpoint {path}: {name} {problem}.")
     for name, size in sizes.items():
         if size != listed[name]["bytes"]:
             raise ConfigError(
@@ -322,10 +315,9 @@ def write_manifest(path: Path, about: Mapping[str, Any]) -> None:
         **about,
         "files": {name: {"bytes": sizes[name], "sha256": digests[name]} for name in sizes},
     }
+    signed = content | {"sha256": _digest(content)}
     with (path / "manifest.json").open("w", encoding="utf-8") as file:
-        file.write(
-            json.dumps(content | {"sha256": _digest(content)}, indent=1, allow_nan=False) + "\n"
-        )
+        file.write(json.dumps(signed, indent=1, allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     for folder in [path, *(p for p in path.rglob("*") if p.is_dir())]:

@@ -64,7 +64,7 @@ def write(
 
     Raises:   OSError: it could not be written; nothing of it is left.
     """
-    path = out / FOLDER / f"{checkpoint.PREFIX}{metrics['step']:08d}"
+    path = checkpoint.of_step(out, metrics["step"], FOLDER)
     unfinished = path.with_name(path.name + checkpoint.UNFINISHED)
     together(processes, lambda: checkpoint.make_empty(unfinished) if processes.first else None)
 
@@ -74,9 +74,10 @@ def write(
             "backend": model.backend,
             "config": configs.to_dict(config),
             "recipe": recipe or config.numerics.recipe,
+            "metrics": {k: str(v) for k, v in metrics.items()},
+            "step": metrics["step"],
         }
-        about |= {"metrics": {k: str(v) for k, v in metrics.items()}}
-        checkpoint.write_manifest(unfinished, about | {"step": metrics["step"]})
+        checkpoint.write_manifest(unfinished, about)
         checkpoint.remove(path)
         unfinished.rename(path)
 
@@ -106,12 +107,9 @@ def error(
     """
     try:
         kept = write(out, model, config, tokens, metrics, processes, recipe=recipe)
-        replays = config.architecture.kind == "llama"
-        remedy = (
-            f"fp8ref crosscheck --replay {kept} names where it began."
-            if replays
-            else f"{kept} has the state and the batch."
-        )
+        remedy = f"{kept} has the state and the batch."
+        if config.architecture.kind == "llama":
+            remedy = f"fp8ref crosscheck --replay {kept} names where it began."
     except Exception as error:  # a failure to save must not hide the non-finite loss
         remedy = f"The step could not be kept: {str(error).splitlines()[0]}."
     return NonFiniteError(_explain(model, metrics, remedy))
@@ -135,15 +133,9 @@ def read(path: Path) -> Failure:
     """
     folder = path.parent if path.name == "manifest.json" else path
     if not (folder / "manifest.json").is_file() or _is_run(folder):
-        problem = (
-            "does not exist"
-            if not path.exists()
-            else "is a file"
-            if path.is_file()
-            else "is a run"
-            if _is_run(path)
-            else "is not one"
-        )
+        problem = "is a run" if _is_run(path) else "is not one"
+        if not path.is_dir():
+            problem = "is a file" if path.exists() else "does not exist"
         raise ConfigError(_no_failure(path, problem))
     manifest = checkpoint.verify(folder)
     if "metrics" not in manifest:
@@ -184,10 +176,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _no_failure(path: Path, problem: str) -> str:
-    """The error message.
-
-    What the path is instead of a failed step, and the failed steps that its run saved.
-    """
+    """What the path is instead of a failed step, and the failed steps that its run saved."""
     message = (
         "a replay takes the directory of a step that failed, "
         f"RUN/{FOLDER}/{checkpoint.PREFIX}...; {path} {problem}."
@@ -195,14 +184,5 @@ def _no_failure(path: Path, problem: str) -> str:
     run = next((folder for folder in (path, *path.parents) if _is_run(folder)), None)
     if run is None:
         return message
-    steps = (
-        p
-        for p in (run / FOLDER).glob(f"{checkpoint.PREFIX}*")
-        if p.name.removeprefix(checkpoint.PREFIX).isdecimal()
-    )
-    kept = ", ".join(map(str, sorted(steps)))
-    return (
-        f"{message} {run} kept {kept}."
-        if kept
-        else f"{message} {run} kept none: none of its steps failed."
-    )
+    kept = ", ".join(map(str, checkpoint.directories(run / FOLDER)))
+    return f"{message} {run} kept {kept or 'none: none of its steps failed'}."

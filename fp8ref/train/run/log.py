@@ -173,8 +173,7 @@ class Unwritten:
         """Does nothing: no file is open."""
 
 
-def create(
-    out: Path,
+def manifest(
     config: Config,
     backend: str,
     *,
@@ -183,15 +182,11 @@ def create(
     device: str,
     proofs: Mapping[str, dict] | None = None,
     ran: list[list] | None = None,
-    overwrite: bool = False,
-    start: int = 0,
-) -> RunLog:
-    """Begin to log a run in a directory that ``run_dir`` claimed and locked.
+) -> dict:
+    """What the manifest of a run says before its first step; ``create`` adds where it starts.
 
     proofs      of each recipe's step, where the trainer has them.
     ran         recipes of a schedule that ran, each with its first step.
-    overwrite   remove the checkpoints and failed steps of the run that is replaced.
-    start       the first step; above 0 if the run resumes.
     """
     manifest = {
         "fp8ref": fp8ref.__version__,
@@ -201,24 +196,32 @@ def create(
         "config": configs.to_dict(config),
         "data": data,
         **_described(config, decisions, (proofs or {}).get(config.numerics.recipe)),
-        "starts": _starts(out, start),
+        "starts": [],
     }
     if config.architecture.kind != "llama":
         size = sum(map(math.prod, config.shapes.parameters.values()))
-        manifest["model"] = {
-            "class": config.shapes.kind,
-            "parameters": size,
-            **architecture.described(config),
-        }
+        made_of = {"class": config.shapes.kind, "parameters": size}
+        manifest["model"] = made_of | architecture.described(config)
     if simulated := hardware.to_manifest(config):
         manifest["hardware"] = simulated
     if config.numerics.schedule is not None:
-        alone = {recipe: config.under(recipe) for recipe in config.recipes}
-        each = {
-            recipe: _described(part, part.decisions(), (proofs or {}).get(recipe))
-            for recipe, part in alone.items()
-        }
+        each = {}
+        for recipe in config.recipes:
+            alone = config.under(recipe)
+            each[recipe] = _described(alone, alone.decisions(), (proofs or {}).get(recipe))
         manifest["schedule"] = {"ran": ran or [], "recipes": each}
+    return manifest
+
+
+def create(
+    out: Path, config: Config, manifest: dict, *, overwrite: bool = False, start: int = 0
+) -> RunLog:
+    """Begin to log a run in a directory that ``run_dir`` claimed and locked.
+
+    overwrite   remove the checkpoints and failed steps of the run that is replaced.
+    start       the first step; above 0 if the run resumes.
+    """
+    manifest = manifest | {"starts": _starts(out, start)}
     # first: it marks the directory as a run
     _replace(out / "manifest.json", _json(manifest | {"status": "running"}))
     if overwrite:
@@ -232,20 +235,20 @@ def _described(config: Config, decisions: list[Decision], proof: dict | None) ->
     """What a manifest says of a recipe: what was planned of each linear, and what the proof
     found.
     """
-    linears = [
-        {
+    linears = []
+    for d in decisions:
+        linear = {
             "path": d.path,
             "shape": list(d.shape),
             "recipe": d.recipe.name,
             "fp8": d.fp8,
             "reason": d.reason,
         }
-        | ({"operands": linear_rules.to_manifest(d)} if config.numerics.rules else {})
-        for d in decisions
-    ]
-    return {"linears": linears, "fp8": coverage.of(config, decisions)} | (
-        {"proof": proof} if proof else {}
-    )
+        if config.numerics.rules:
+            linear["operands"] = linear_rules.to_manifest(d)
+        linears.append(linear)
+    about = {"linears": linears, "fp8": coverage.of(config, decisions)}
+    return about | ({"proof": proof} if proof else {})
 
 
 def finish(out: Path) -> None:
@@ -253,10 +256,8 @@ def finish(out: Path) -> None:
     manifest = read_manifest(out)
     manifest.pop("error", None)
     lines = read_metrics(out)
-    _replace(
-        out / "manifest.json",
-        _json(manifest | {"status": "finished", "final": lines[-1] if lines else {}}),
-    )
+    done = {"status": "finished", "final": lines[-1] if lines else {}}
+    _replace(out / "manifest.json", _json(manifest | done))
 
 
 @file_checks.lenient
@@ -290,12 +291,8 @@ def read_manifest(out: Path) -> files.Record:
             f"{out / 'manifest.json'} is not a manifest of fp8ref; {out} is left alone. Name "
             "another directory with --run.out."
         )
-    file_checks.check(
-        _MANIFEST,
-        manifest,
-        f"{out / 'manifest.json'}",
-        f"{out} is not an intact run. Leave it out.",
-    )
+    remedy = f"{out} is not an intact run. Leave it out."
+    file_checks.check(_MANIFEST, manifest, f"{out / 'manifest.json'}", remedy)
     return manifest
 
 
@@ -355,11 +352,8 @@ def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
     lines = _parsed(path) if start else []
     good: list[dict] = []
     for line in lines:
-        if (
-            line is not None
-            and _intact(line, keys)
-            and (not good or line["step"] > good[-1]["step"])
-        ):
+        before = good[-1]["step"] if good else -1
+        if line is not None and _intact(line, keys) and line["step"] > before:
             good.append(line)
     if len(good) < len(lines):
         aside = path.with_name(path.name + checkpoint.DAMAGED)
@@ -370,9 +364,10 @@ def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
             f"out, and the file is kept as {aside.name}."
         )
     kept = [line for line in good if line["step"] < start]
-    path.unlink(missing_ok=True) if not kept else _replace(
-        path, "".join(_line(line) for line in kept)
-    )
+    if kept:
+        _replace(path, "".join(map(_line, kept)))
+    else:
+        path.unlink(missing_ok=True)
     return kept
 
 

@@ -6,7 +6,7 @@ import os
 import platform
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fp8ref.recipe import RECIPES
@@ -114,9 +114,8 @@ def killed(out: Path) -> bool:
     try:
         with files.open_regular(out / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
-            return (
-                file.read(1000).decode(errors="replace").rstrip().endswith(f" on {platform.node()}")
-            )
+            owner = file.read(1000).decode(errors="replace").rstrip()
+            return owner.endswith(f" on {platform.node()}")
     except (OSError, ValueError):  # held, or no lock file
         return False
 
@@ -144,7 +143,7 @@ def claim(
                 f"--run.out {out} cannot be made: {above} is a file. Name another directory."
             )
         return True
-    saved = out.is_dir() and bool(checkpoint.saved(out))
+    saved = checkpoint.saved(out) if out.is_dir() else []
     if not (saved or (out.is_dir() and ((out / "manifest.json").is_file() or _empty(out)))):
         raise ConfigError(
             f"{out} exists and is not a run of fp8ref; it is left alone. Name another directory "
@@ -163,18 +162,25 @@ def claim(
             f"{out / 'manifest.json'} is lost or damaged. The run resumes from its last checkpoint."
         )
         return True
-    if not resume and not overwrite:
+    if overwrite:
+        _check_replaceable(out)
+    elif not resume:
         raise ConfigError(
             f"{out} already holds a run. Continue it with --resume, replace it with "
             "--overwrite, or name another directory with --run.out."
         )
-    if overwrite:
-        _check_replaceable(out)
-        held.take(out)
-        return True
-    mine = _described(config, backend)
-    different = changed(mine, manifest)
-    trained = int(checkpoint.saved(out)[0].name.removeprefix(checkpoint.PREFIX)) if saved else 0
+    elif not _goes_on(out, manifest, config, backend, saved):
+        return False
+    held.take(out)
+    return True
+
+
+def _goes_on(
+    out: Path, manifest: dict, config: Config, backend: str, saved: Sequence[Path]
+) -> bool:
+    """Whether a run that is resumed has steps left; ConfigError if it is of another config."""
+    different = changed(_described(config, backend), manifest)
+    trained = checkpoint.step_of(saved[0]) if saved else 0
     longer = "config.run.steps" in different and lengthens(config, manifest, trained)
     if longer:
         del different["config.run.steps"]
@@ -184,24 +190,21 @@ def claim(
             f"{out} holds a run with another {key}: {there!r}; got {here!r}. Resume with the "
             "same configuration, or use --overwrite."
         )
-    if manifest["status"] == "finished" and not longer:
-        return False
-    held.take(out)
-    return True
+    return manifest["status"] != "finished" or longer
 
 
 def _check_replaceable(out: Path) -> None:
     """ConfigError if --overwrite would remove what is no directory of the run's own: a link to one,
     or a file.
     """
-    for path in (
-        out / folder for folder in (checkpoint.FOLDER, failed_step.FOLDER, trackers.EVENTS)
-    ):
+    for folder in (checkpoint.FOLDER, failed_step.FOLDER, trackers.EVENTS):
+        path = out / folder
         if path.is_symlink() or (path.exists() and not path.is_dir()):
+            kind = f"a link to {path.readlink()}" if path.is_symlink() else "a file"
             raise ConfigError(
-                f"--overwrite removes {path.name}/ of the run that it replaces, and {path} is "
-                f"{f'a link to {path.readlink()}' if path.is_symlink() else 'a file'}. Nothing "
-                "was changed. Remove it yourself, or name another directory with --run.out."
+                f"--overwrite removes {folder}/ of the run that it replaces, and {path} is {kind}. "
+                "Nothing was changed. Remove it yourself, or name another directory with "
+                "--run.out."
             )
 
 
@@ -257,16 +260,14 @@ def last_checkpoint(out: Path, config: Config, backend: str, data: Mapping) -> C
             f"{now}. Put the data back, or start another run from these weights: fp8ref "
             "export, then run.init_from."
         )
-    for name, (after, held) in configs.differences(
-        evaluated(data), evaluated(last.manifest["data"])
-    ).items():
+    sets = configs.differences(evaluated(data), evaluated(last.manifest["data"]))
+    for name, (after, held) in sets.items():
         raise ConfigError(
             f"{last.path} was validated on another set: the sha256 of data.evaluation {name!r} "
             f"was {held} and is {after}. Put the set back, or start another run."
         )
-    mesh = configs.differences(
-        last.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"]
-    )
+    saved_on, here = last.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"]
+    mesh = configs.differences(saved_on, here)
     for key in ("data", "fsdp", "expert", "tensor"):
         if config.optimizer.kind == "adamw_fp8" and key in mesh:
             raise ConfigError(
@@ -282,13 +283,9 @@ def _say_if_gradients_grow(last: Checkpoint, config: Config, backend: str) -> No
     """Say so where the ranks' grad_outputs become larger or smaller than delayed scaling has seen
     (K-2).
     """
-    before, now = (
-        run_config.parallel.sharing
-        for run_config in (
-            configs.from_dict(last.manifest["config"], source=str(last.path / "manifest.json")),
-            config,
-        )
-    )
+    source = str(last.path / "manifest.json")
+    before = configs.from_dict(last.manifest["config"], source=source).parallel.sharing
+    now = config.parallel.sharing
     delayed = config.numerics.attention_scaling == "delayed" or any(
         RECIPES[recipe].delayed for recipe in config.recipes
     )
@@ -309,19 +306,13 @@ def lengthens(config: Config, manifest: dict, trained: int) -> bool:
     """Whether a config has more steps than that of a manifest, and the steps that were taken have
     the same learning rates and recipes.
     """
-    before = configs.from_dict(
-        manifest["config"], source=getattr(manifest, "source", "manifest.json")
-    )
-    steps, entries = before.run.steps, config.numerics.schedule or ()
-    return (
-        config.run.steps > steps
-        and all(
-            config.optimizer.learning_rate_at(step, config.run.steps)
-            == before.optimizer.learning_rate_at(step, steps)
-            for step in range(trained)
-        )
-        and all(isinstance(begin, int) for begin, _ in entries)
-    )
+    source = getattr(manifest, "source", "manifest.json")
+    before = configs.from_dict(manifest["config"], source=source)
+    now, steps = config.run.steps, before.run.steps
+    rate, rate_before = config.optimizer.learning_rate_at, before.optimizer.learning_rate_at
+    same_rates = all(rate(step, now) == rate_before(step, steps) for step in range(trained))
+    entries = config.numerics.schedule or ()
+    return now > steps and same_rates and all(isinstance(begin, int) for begin, _ in entries)
 
 
 def evaluated(data: Mapping) -> dict[str, str]:
@@ -346,19 +337,17 @@ def changed(mine: dict, theirs: dict) -> dict:
             one["sha256 of architecture.source"] = manifest["model"]["sha256"]
     decide = schedule.is_measured(mine["config"]["numerics"].get("schedule"))
     free = tuple(key for key in MAY_CHANGE if not (decide and key == "config.statistics."))
-    return {
-        key: both for key, both in configs.differences(a, b).items() if not key.startswith(free)
-    }
+    differ = configs.differences(a, b)
+    return {key: both for key, both in differ.items() if not key.startswith(free)}
 
 
 def _described(config: Config, backend: str) -> dict:
     """What a manifest of this run would say, as far as ``changed`` compares it."""
-    model = architecture.described(config)
     return {
         "backend": backend,
         "config": configs.to_dict(config),
         "hardware": hardware.to_manifest(config),
-        "model": model,
+        "model": architecture.described(config),
     }
 
 

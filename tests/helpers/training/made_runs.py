@@ -35,15 +35,9 @@ def make(
         numerics={"recipe": recipe}, run={"seed": seed, "steps": 60}, data={"seed": seed}
     )
     path.mkdir(parents=True, exist_ok=True)
-    written = log.create(
-        path,
-        config,
-        backend,
-        data=data,
-        decisions=config.decisions(),
-        device="cpu: test",
-        proofs={recipe: proof} if proof else None,
-    )
+    proofs = {recipe: proof} if proof else None
+    manifest = manifest_of(config, backend, data=data, proofs=proofs)
+    written = log.create(path, config, manifest)
     for step, loss in enumerate(losses.tolist()):
         line = {"step": step, "loss": loss, "grad_norm": 1.0 + loss, "tokens_per_second": speed}
         written.step(
@@ -61,14 +55,13 @@ def make(
 def begin(out: Path, config: Config, backend: str = "jax", start: int = 0) -> log.RunLog:
     """A run that has taken no step."""
     out.mkdir(parents=True, exist_ok=True)
-    return log.create(
-        out,
-        config,
-        backend,
-        data=DATA,
-        decisions=config.decisions(),
-        device="cpu: test",
-        start=start,
+    return log.create(out, config, manifest_of(config, backend), start=start)
+
+
+def manifest_of(config: Config, backend: str, *, data=DATA, proofs=None) -> dict:
+    """The manifest of a run on a device of no name."""
+    return log.manifest(
+        config, backend, data=data, decisions=config.decisions(), device="cpu: test", proofs=proofs
     )
 
 

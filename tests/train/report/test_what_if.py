@@ -21,7 +21,8 @@ def recorded(run, amaxes, *, recipe="delayed", every=1, name="model.layers.0.mlp
     config = Config(statistics=StatisticsConfig(every=every)).replace(numerics={"recipe": recipe})
     decisions = [decision for decision in config.decisions() if decision.path == name]
     run.mkdir()
-    log.create(run, config, "torch", data={}, decisions=decisions, device="cpu").close()
+    manifest = log.manifest(config, "torch", data={}, decisions=decisions, device="cpu")
+    log.create(run, config, manifest).close()
     keys = ("output/input", "grad_weight/input", "grad_input/grad_output")
     lines = [
         {"step": i * every, "statistics": {f"{name}/{key}": {"amax": amax} for key in keys}}
@@ -130,9 +131,8 @@ def test_statistics_are_recorded_every_so_often_as_plain_json(tmp_path, small, b
 def test_a_run_of_several_recipes_is_refused(tmp_path, small):  # T-9
     config = small.replace(numerics={"schedule": ((0, "tensorwise"), (3, "rowwise"))})
     (tmp_path / "run").mkdir()
-    run = log.create(
-        tmp_path / "run", config, "jax", data={}, decisions=config.decisions(), device=""
-    )
+    manifest = log.manifest(config, "jax", data={}, decisions=config.decisions(), device="")
+    run = log.create(tmp_path / "run", config, manifest)
     run.statistics(
         {"step": 0, "statistics": {"model.layers.0.mlp.up_proj/output/input": {"amax": 1.0}}}
     )
@@ -148,11 +148,12 @@ def test_a_run_that_resumes_keeps_the_statistics_before_its_first_step(
     config = small.replace(statistics={"every": 3})
     out = tmp_path / "run"
     out.mkdir()
-    run = log.create(out, config, "jax", data={}, decisions=[], device="")
+    manifest = log.manifest(config, "jax", data={}, decisions=[], device="")
+    run = log.create(out, config, manifest)
     for step in (0, 3, 6):
         run.statistics({"step": step, "statistics": {}})
     run.close()
-    run = log.create(out, config, "jax", data={}, decisions=[], device="", start=start)
+    run = log.create(out, config, manifest, start=start)
     run.statistics({"step": 9, "statistics": {}})
     run.close()
     assert [line["step"] for line in log.read_lines(out / "statistics.jsonl")] == [*kept, 9]
