@@ -130,67 +130,72 @@ def _ablate(arguments: argparse.Namespace) -> int:
     check_json(arguments.json)
     from fp8ref.train.config import config as configs
     from fp8ref.train.experiments import ablation_start
-    from fp8ref.train.experiments.ablate import ablate
-    from fp8ref.train.experiments.ablation_operands import KINDS, ROLES
+    from fp8ref.train.experiments.ablate import Measurement, ablate
+    from fp8ref.train.experiments.ablation_operands import KINDS, ROLES, Studied
 
     if arguments.steps < 0:
         raise ValueError(f"--steps is not negative; got {arguments.steps}.")
     if arguments.learning_rate is not None and not 0 < arguments.learning_rate < 1e3:
         raise ValueError(f"--learning-rate is positive; got {arguments.learning_rate}.")
-    weights, run = _data_settings(arguments), arguments.run_directory
-    if arguments.trust and not weights:
+    settings, run = _data_settings(arguments), arguments.run_directory
+    start: Path | ablation_start.Start = run
+    if settings is not None:
+        backend, data = arguments.backend or "torch", configs.Config().replace(data=settings).data
+        start = ablation_start.weights_start(run, backend, arguments.recipe, data)
+    elif arguments.trust:
         shared.trust_source(arguments, run / "config.toml", configs.load(run / "config.toml"))
-    ablation = ablate(
-        ablation_start.weights_start(run, arguments.backend or "torch", arguments.recipe, **weights)
-        if weights
-        else run,
-        out=arguments.out,
-        recipe=arguments.recipe,
-        attention=arguments.attention,
-        states=arguments.states,
-        base=arguments.base,
+    studied = Studied(
         by=arguments.by,
         layers=arguments.layers,
         gemms=_names("--gemms", arguments.gemms, KINDS),
         roles=_names("--roles", arguments.roles, ROLES),
+        attention=arguments.attention,
+        states=arguments.states,
+    )
+    measurement = Measurement(
         steps=arguments.steps,
         seeds=arguments.seeds,
         batches=arguments.batches,
         learning_rate=arguments.learning_rate,
+    )
+    ablation = ablate(
+        start,
+        studied,
+        measurement,
+        out=arguments.out,
+        recipe=arguments.recipe,
+        base=arguments.base,
         confidence=shared.confidence(arguments),
     )
     return conclude(ablation, arguments.json)
 
 
-def _data_settings(arguments: argparse.Namespace) -> dict:
-    """The data of a directory of Hugging Face's format; {} of a run, which has its own."""
-    settings = {
+def _data_settings(arguments: argparse.Namespace) -> dict | None:
+    """Keys of section data for a directory of Hugging Face's format; None of a run, which has its
+    own.
+    """
+    options = {
+        "backend": arguments.backend,
         "data": arguments.data,
-        "sequence_length": arguments.sequence_length,
-        "batch_size": arguments.batch_size,
+        "sequence-length": arguments.sequence_length,
+        "batch-size": arguments.batch_size,
     }
+    used = {option: value for option, value in options.items() if value is not None}
     if not arguments.run_directory.is_dir():
         raise ValueError(
             "RUN is the directory of a run, or of Hugging Face's format; there is no directory "
             f"{arguments.run_directory}. Check its name."
         )
-    if (
-        not (arguments.run_directory / "config.json").is_file()
-        or (arguments.run_directory / "manifest.json").is_file()
-    ):
-        if options := [
-            key
-            for key, value in ({"backend": arguments.backend} | settings).items()
-            if value is not None
-        ]:
+    directory = arguments.run_directory
+    if not (directory / "config.json").is_file() or (directory / "manifest.json").is_file():
+        for option in used:
             raise ValueError(
-                f"--{options[0].replace('_', '-')} is of a directory of Hugging Face's format; "
-                "a run has its own. Leave it out."
+                f"--{option} is of a directory of Hugging Face's format; a run has its own. Leave "
+                "it out."
             )
-        return {}
-    return {"data": "stdlib", "sequence_length": 128, "batch_size": 16} | {
-        key: value for key, value in settings.items() if value is not None
-    }
+        return None
+    keys = {"data": "source", "sequence-length": "sequence_length", "batch-size": "batch_size"}
+    return {keys[option]: value for option, value in used.items() if option in keys}
 
 
 def _names(option: str, text: str | None, choices: tuple) -> list:

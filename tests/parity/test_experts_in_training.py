@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from helpers.training.ablations import ablated
 
 from fp8ref.crosscheck.one_device import crosscheck
 from fp8ref.selection import statistics as stats
@@ -13,7 +14,6 @@ from fp8ref.selection.rules import Rule
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train import loop
 from fp8ref.train.data import loader
-from fp8ref.train.experiments import ablate
 
 MODEL = LlamaConfig(
     hidden_size=32,
@@ -304,7 +304,7 @@ def test_what_takes_no_experts_says_so_and_an_estimate_and_a_dry_run_count_them(
 @pytest.mark.slow
 def test_an_ablation_casts_one_operand_of_experts_alone(mixture, tmp_path):  # E-8, L-4
     loop.train(mixture("rowwise", run={"steps": 2, "eval_every": 0}), "torch", tmp_path / "run")
-    found = ablate.ablate(
+    found = ablated(
         tmp_path / "run", base="bf16", by="linear", layers=["experts.down_proj"], batches=2
     )
     operands = {(row.operand.gemm, row.operand.role): row for row in found.rows}

@@ -31,7 +31,7 @@ from fp8ref.study import recording
 from fp8ref.train import tensors
 from fp8ref.train.config import config as configs
 from fp8ref.train.config import hardware, user_model
-from fp8ref.train.config.sections import ArchitectureConfig
+from fp8ref.train.config.sections import ArchitectureConfig, DataConfig
 from fp8ref.train.data import documents, shards, sidecar, tokenizers
 from fp8ref.train.experiments import ablation_start, variants
 from fp8ref.train.models import export
@@ -337,7 +337,7 @@ def of_weights(name):
 def of_start(folder, small):
     path, _ = of_weights("config.json")(folder, small)
     return path, lambda: ablation_start.weights_start(
-        folder, "jax", None, data="stdlib", sequence_length=16, batch_size=4
+        folder, "jax", None, DataConfig(sequence_length=16, batch_size=4)
     )
 
 

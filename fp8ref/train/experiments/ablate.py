@@ -1,7 +1,7 @@
 """Which layer, GEMM and role costs loss in FP8: one operand at a time, from a checkpoint (spec
 E-8).
 
-    found = ablate(Path("runs/tiny-jax-tensorwise"), steps=20)
+    found = ablate(Path("runs/tiny-jax-tensorwise"), measurement=Measurement(steps=20))
     found.print()
 
 An operand is a role of a GEMM in a group of linears, such as the grad_output of grad_weight in
@@ -12,7 +12,7 @@ backend runs. The cost is the loss with the cast minus the loss without, on the 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -30,13 +30,11 @@ from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
 from fp8ref.train.experiments import ablation_start, variants
 from fp8ref.train.experiments.ablation_operands import (
-    FORWARD,
+    EVERYTHING,
     KINDS,
-    OF_GRADIENTS,
-    ROLES,
     ROLES_OF,
-    By,
     Operand,
+    Studied,
     chosen,
 )
 from fp8ref.train.experiments.ablation_start import Start
@@ -93,19 +91,11 @@ class Ablation(Result):
 
     def to_dict(self) -> dict:
         """The fields; a row has its rank, layer group, gemm, role and linears."""
-        rows = [
-            {
-                "rank": i,
-                **asdict(row.operand),
-                **{k: v for k, v in asdict(row).items() if k != "operand"},
-            }
-            for i, row in enumerate(self.rows, 1)
-        ]
-        return {
-            "ok": True,
-            **{key: value for key, value in vars(self).items() if key != "rows"},
-            "rows": rows,
-        }
+        rows = []
+        for rank, row in enumerate(self.rows, 1):
+            fields = asdict(row)
+            rows.append({"rank": rank} | fields.pop("operand") | fields)
+        return {"ok": True} | vars(self) | {"rows": rows}
 
     def render(self, console: "Console") -> None:
         """Print the table, and how to read it."""
@@ -121,63 +111,61 @@ class Ablation(Result):
             ">saturated",
         )
         for rank, row in enumerate(self.rows, 1):
-            of = row.operand
-            cost = (
-                ("not finite", "-")
-                if row.cost is None
-                else (f"{row.cost:+.5f}", f"{row.low:+.5f} to {row.high:+.5f}")
-            )
+            of, cost, interval = row.operand, "not finite", "-"
+            if row.cost is not None:
+                cost, interval = f"{row.cost:+.5f}", f"{row.low:+.5f} to {row.high:+.5f}"
+            sqnr = "-" if row.sqnr is None else f"{row.sqnr:.1f}"
             shares = (
                 "-" if share is None else f"{share:.2%}"
                 for share in (row.underflow, row.saturation)
             )
-            style = "bold" if row.real else None
-            table.add_row(
-                str(rank),
-                of.group,
-                of.gemm,
-                of.role,
-                *cost,
-                "-" if row.sqnr is None else f"{row.sqnr:.1f}",
-                *shares,
-                style=style,
-            )
+            cells = str(rank), of.group, of.gemm, of.role, cost, interval, sqnr, *shares
+            table.add_row(*cells, style="bold" if row.real else None)
         console.print(table)
-        scope = (
-            f"after {self.steps} steps, over {self.samples} orders of data"
-            if self.steps
-            else f"over {self.samples} validation batches"
-        )
+        scope = f"over {self.samples} validation batches"
+        if self.steps:
+            scope = f"after {self.steps} steps, over {self.samples} orders of data"
         alone = "it alone is cast" if self.base == "bf16" else "it alone is not cast"
+        real = sum(row.real for row in self.rows)
         text = (
             f"{self.run}, step {self.step}, {self.backend}, {self.recipe}: an operand's cost "
-            "is the loss with its cast minus that without, where "
-        )
-        text += f"{alone}; {scope}."
-        real = sum(row.real for row in self.rows)
-        text += (
-            f" The intervals of {real} of {len(self.rows)} leave out 0. Loss with none "
-            f"changed: {self.baseline:.4f}."
+            f"is the loss with its cast minus that without, where {alone}; {scope}. The intervals "
+            f"of {real} of {len(self.rows)} leave out 0. Loss with none changed: "
+            f"{self.baseline:.4f}."
         )
         console.print(consoles.one_line(text), markup=False, highlight=False, soft_wrap=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """How a variant's loss is measured.
+
+    steps       0: one forward pass of each validation batch, which has the operands of GEMM output,
+                and of attention's forward pass, alone. Else train so many steps from the
+                checkpoint, in each of ``seeds`` orders of data, and then validate.
+    batches     validation batches.
+    learning_rate
+                of those steps; None: the run's peak, as at the end of a run nothing is learned that
+                a cast could harm.
+    """
+
+    steps: int = 0
+    seeds: int = 3
+    batches: int = 8
+    learning_rate: float | None = None
+
+
+FORWARD_PASSES = Measurement()
+
+
 def ablate(
     run: Path | Start,
+    studied: Studied = EVERYTHING,
+    measurement: Measurement = FORWARD_PASSES,
     *,
     out: Path | None = None,
     recipe: str | None = None,
-    attention: str | None = None,
-    states: str | None = None,
     base: Base = "bf16",
-    by: By = "layer",
-    layers: Sequence[str] = (),
-    gemms: Sequence[str] = KINDS,
-    roles: Sequence[str] = ROLES,
-    steps: int = 0,
-    seeds: int = 3,
-    batches: int = 8,
-    learning_rate: float | None = None,
     confidence: float = gaps.CONFIDENCE,
 ) -> Ablation:
     """Measure each operand's cost from a run's last checkpoint.
@@ -189,93 +177,20 @@ def ablate(
                 apart from them.
     recipe      of the casts; None: the run's own, or tensorwise for a run in bf16. The run's rules
                 change them.
-    attention   the variant whose casts of q, k, v, p, do and ds are studied; None: the run's own,
-                if it has one.
-    states      the layout whose m, v and master are studied, under ``steps``; None: the run's own.
-    by, layers, gemms, roles
-                which operands; layers: patterns (R-3) of linears, none: all.
-    steps       0: one forward pass of each validation batch, which has the operands of GEMM output,
-                and of attention's forward pass, alone. Else train so many steps from the
-                checkpoint, in each of ``seeds`` orders of data, and then validate.
-    batches     validation batches.
-    learning_rate
-                of those steps; None: the run's peak, as at the end of a run nothing is learned that
-                a cast could harm.
     Raises:     ConfigError: no run, no checkpoint, several devices; no operand left; ``out`` holds
                 another ablation.
     """
     start = run if isinstance(run, Start) else ablation_start.run_start(run, recipe)
     if out is None:
-        out = (
-            Path(start.name) / "ablation"
-            if start.weights is None
-            else Path(f"{Path(start.name).resolve().name}-ablation")
-        )
-    if steps == 0:
-        gemms, roles = (
-            [gemm for gemm in gemms if gemm in FORWARD],
-            [role for role in roles if role not in OF_GRADIENTS],
-        )
-    config = _studied(start, base, attention, states, gemms, steps)
-    rate = config.optimizer.learning_rate if learning_rate is None else learning_rate
-    config = config.replace(
-        optimizer={"learning_rate": rate, "min_learning_rate": rate, "warmup_steps": 0},
-        run={"steps": start.step + max(steps, 1), "eval_batches": batches},
-    )
-    operands = chosen(config, by, layers, gemms, roles)
-    for option, value, kind in (
-        ("--attention", attention, "attention"),
-        ("--states", states, "states"),
-    ):
-        if value is not None and all(operand.gemm != kind for operand in operands):
-            raise ConfigError(
-                f"{option} {value} studies operands of {kind}, of which --gemms, --roles and "
-                "--layers leave none. Leave it out, or name some."
-            )
-    if (steps and seeds < 2) or batches < 2:
-        raise ConfigError(
-            f"an interval takes 2 or more seeds, and 2 or more batches; got {seeds} and "
-            f"{batches}. Raise them."
-        )
-    most = len(start.batches.validation) // config.data.batch_size
-    if batches > most:  # the loader begins anew, and an interval would count batches twice
-        raise ConfigError(
-            f"--batches is at most the batches of validation data there are, {most}; got "
-            f"{batches}. Lower it, or give more text."
-        )
-    about = {
-        "backend": start.backend,
-        "config": configs.to_dict(config),
-        "step": start.step,
-        "weights": start.identity,
-        "base": base,
-        "steps": steps,
-        "seeds": seeds * bool(steps),
-    }
-    kept = variants.keeping(out, about | {"sha256": start.batches.description["sha256"]})
-
-    def losses(altered: Config) -> list[float | None]:
-        return variants.losses(altered, start, steps=steps, seeds=seeds)
-
-    every = variants.cast_operands(config)
-    none = variants.without(config, every) if base == "bf16" else config
-    with consoles.bar(f"ablate {Path(start.name).name}", len(operands) + 2) as advance:
-        baseline = kept(
-            "baseline", lambda: _finite(losses(none), start.name, rate if steps else None)
-        )
-        advance("baseline")
-        measured = kept("statistics", lambda: variants.statistics(config, start))
-        advance("statistics")
-        costs: dict[str, list[float | None]] = {}
-        for operand in operands:
-            off = (
-                operand.casts
-                if base == "fp8"
-                else [one for one in every if one not in operand.casts]
-            )
-            changed = variants.without(config, off)
-            costs[operand.name] = kept(operand.key, lambda one=changed: losses(one))
-            advance(operand.name)
+        name = Path(start.name)
+        apart = Path(f"{name.resolve().name}-ablation")
+        out = name / "ablation" if start.weights is None else apart
+    if measurement.steps == 0:
+        studied = studied.in_forward_passes()
+    config = _config(start, studied, measurement, base)
+    operands = chosen(config, studied)
+    _check(start, studied, measurement, operands, config.data.batch_size)
+    baseline, costs, measured = _losses(start, config, operands, measurement, base, out)
     rows = [
         _row(operand, costs[operand.name], baseline, base, measured, confidence)
         for operand in operands
@@ -287,10 +202,10 @@ def ablate(
         recipe=config.numerics.recipe,
         base=base,
         step=start.step,
-        steps=steps,
+        steps=measurement.steps,
         samples=len(baseline),
         confidence=confidence,
-        baseline=float(np.mean(baseline)),
+        baseline=float(np.mean(np.array(baseline, np.float64))),
         rows=tuple(rows),
     )
     ablation.write(out / "ablation.json")
@@ -298,32 +213,100 @@ def ablate(
     return ablation
 
 
-def _studied(
+def _check(
     start: Start,
+    studied: Studied,
+    measurement: Measurement,
+    operands: Sequence[Operand],
+    batch_size: int,
+) -> None:
+    """ConfigError: an option whose operands are all left out; too few seeds or batches, or more
+    than there are.
+    """
+    for option, value, kind in studied.options:
+        if value is not None and all(operand.gemm != kind for operand in operands):
+            raise ConfigError(
+                f"{option} {value} studies operands of {kind}, of which --gemms, --roles and "
+                "--layers leave none. Leave it out, or name some."
+            )
+    seeds, batches = measurement.seeds, measurement.batches
+    if (measurement.steps and seeds < 2) or batches < 2:
+        raise ConfigError(
+            f"an interval takes 2 or more seeds, and 2 or more batches; got {seeds} and "
+            f"{batches}. Raise them."
+        )
+    most = len(start.batches.validation) // batch_size
+    if batches > most:  # the loader begins anew, and an interval would count batches twice
+        raise ConfigError(
+            f"--batches is at most the batches of validation data there are, {most}; got "
+            f"{batches}. Lower it, or give more text."
+        )
+
+
+Losses = list[float | None]
+"""Validation losses of a variant (``variants.losses``); None if one was not finite."""
+
+
+def _losses(
+    start: Start,
+    config: Config,
+    operands: Sequence[Operand],
+    measurement: Measurement,
     base: Base,
-    attention: str | None,
-    states: str | None,
-    gemms: Sequence[str],
-    steps: int,
-) -> Config:
+    out: Path,
+) -> tuple[Losses, dict[str, Losses], dict[str, dict]]:
+    """The baseline's losses, those with each operand changed by its name, and the statistics of
+    operands.
+    """
+    steps, seeds = measurement.steps, measurement.seeds
+    about = {
+        "backend": start.backend,
+        "config": configs.to_dict(config),
+        "step": start.step,
+        "weights": start.identity,
+        "base": base,
+        "steps": steps,
+        "seeds": seeds * bool(steps),
+        "sha256": start.batches.description["sha256"],
+    }
+    kept = variants.keeping(out, about)
+
+    def losses(altered: Config) -> Losses:
+        return variants.losses(altered, start, steps=steps, seeds=seeds)
+
+    every = variants.cast_operands(config)
+    none = variants.without(config, every) if base == "bf16" else config
+    rate = config.optimizer.learning_rate if steps else None
+    costs: dict[str, Losses] = {}
+    with consoles.bar(f"ablate {Path(start.name).name}", len(operands) + 2) as advance:
+        baseline = kept("baseline", lambda: _finite(losses(none), start.name, rate))
+        advance("baseline")
+        measured = kept("statistics", lambda: variants.statistics(config, start))
+        advance("statistics")
+        for operand in operands:
+            others = [one for one in every if one not in operand.casts]
+            changed = variants.without(config, operand.casts if base == "fp8" else others)
+            costs[operand.name] = kept(operand.key, lambda one=changed: losses(one))
+            advance(operand.name)
+    return baseline, costs, measured
+
+
+def _config(start: Start, studied: Studied, measurement: Measurement, base: Base) -> Config:
     """The config with the casts of attention and states that are studied. What is not is as the run
     has it, or under base bf16 in high precision.
 
     Raises:   ConfigError: attention of a user's model, a layout without steps of training, or
               either without its operands.
     """
-    config = start.config
-    if attention is not None and config.architecture.kind != "llama":
+    config, gemms, steps = start.config, studied.gemms, measurement.steps
+    if studied.attention is not None:
         architecture.require_llama(config, "--attention")
-    if states is not None and not steps:
+    if studied.states is not None and not steps:
         raise ConfigError(
-            f"states are written by steps of training; got --states {states!r} without --steps. "
-            "Add --steps 20."
+            f"states are written by steps of training; got --states {studied.states!r} without "
+            "--steps. Add --steps 20."
         )
-    for option, value, kind in (
-        ("--attention", attention, "attention"),
-        ("--states", states, "states"),
-    ):
+    for option, value, kind in studied.options:
         if value is not None and kind not in gemms:
             raise ConfigError(
                 f"{option} {value} studies operands of {kind}; got --gemms {','.join(gemms)}. "
@@ -331,15 +314,25 @@ def _studied(
             )
     variant, layout = config.attention_variant, config.optimizer.moment_layout
     own = variant is not None and attention_casts.one_by_one(variant)
-    kept = config.numerics.attention_operands if attention is None else None
-    attention = attention or (config.numerics.attention if own and "attention" in gemms else None)
-    states = states or (layout.name if layout is not None and steps and "states" in gemms else None)
+    kept = config.numerics.attention_operands if studied.attention is None else None
+    attention, states = studied.attention, studied.states
+    if attention is None and own and "attention" in gemms:
+        attention = config.numerics.attention
+    if states is None and layout is not None and steps and "states" in gemms:
+        states = layout.name
     config = variants.studying(config, attention=attention, states=states)
     if attention is not None and kept is not None:  # the run casts these alone
         config = config.replace(numerics={"attention_operands": kept})
-    if base == "fp8":
-        return config
-    return variants.in_high_precision(config, attention=attention is None, states=states is None)
+    if base != "fp8":
+        config = variants.in_high_precision(
+            config, attention=attention is None, states=states is None
+        )
+    rate = measurement.learning_rate
+    rate = config.optimizer.learning_rate if rate is None else rate
+    return config.replace(
+        optimizer={"learning_rate": rate, "min_learning_rate": rate, "warmup_steps": 0},
+        run={"steps": start.step + max(steps, 1), "eval_batches": measurement.batches},
+    )
 
 
 def _finite(baseline: list[float | None], name: str, rate: float | None) -> list[float | None]:
@@ -370,9 +363,9 @@ def draw(ablation: Ablation, path: Path) -> None:
     ]
     costs = np.full((len(groups), len(columns)), np.nan)
     for row in ablation.rows:
-        costs[
-            groups.index(row.operand.group), columns.index((row.operand.gemm, row.operand.role))
-        ] = math.nan if row.cost is None else row.cost
+        column = columns.index((row.operand.gemm, row.operand.role))
+        cost = math.nan if row.cost is None else row.cost
+        costs[groups.index(row.operand.group), column] = cost
     figure, (ax,) = plots.figure(1, width=2 + 1.3 * len(columns), height=1.6 + 0.35 * len(groups))
     plots.cost_map(ax, costs, groups, [f"{gemm}\n{role}" for gemm, role in columns])
     figure.savefig(path)
@@ -380,41 +373,37 @@ def draw(ablation: Ablation, path: Path) -> None:
 
 def _row(
     operand: Operand,
-    losses: list,
-    baseline: list,
+    losses: Losses,
+    baseline: Losses,
     base: Base,
-    measured: dict[str, dict],
+    measured: Mapping[str, dict],
     confidence: float,
 ) -> Row:
     sign = 1 if base == "bf16" else -1
     # NaN of None
     differences = sign * (np.array(losses, np.float64) - np.array(baseline, np.float64))
-    gap = (
-        gaps.matched(differences, confidence=confidence) if np.isfinite(differences).all() else None
-    )
-    numbers = (
-        {"cost": None, "low": None, "high": None}
-        if gap is None
-        else {"cost": float(gap.mean), "low": float(gap.low), "high": float(gap.high)}
-    )
-    products = (
-        [p for p, role in attention_products.RECORDED if role == operand.role]
-        if operand.gemm == "attention"
-        else [operand.gemm]
-    )
-    of = [
+    gap = None
+    if np.isfinite(differences).all():
+        gap = gaps.matched(differences, confidence=confidence)
+    products: Sequence[str] = [operand.gemm]
+    if operand.gemm == "attention":
+        products = [p for p, role in attention_products.RECORDED if role == operand.role]
+    records = [
         measured.get(f"{path}/{product}/{operand.role}", {})
         for path in operand.linears
         for product in products
     ]
 
     def worst(field: Callable, by: Callable) -> float | None:
-        return by((value for record in of if (value := field(record)) is not None), default=None)
+        values = (field(record) for record in records)
+        return by((value for value in values if value is not None), default=None)
 
-    shares = {
-        "underflow": worst(lambda record: record.get("underflow_rate"), max),
-        "saturation": worst(stats.clipped, max),
-    }
     return Row(
-        operand=operand, **numbers, sqnr=worst(lambda record: record.get("sqnr"), min), **shares
+        operand=operand,
+        cost=None if gap is None else float(gap.mean),
+        low=None if gap is None else float(gap.low),
+        high=None if gap is None else float(gap.high),
+        sqnr=worst(lambda record: record.get("sqnr"), min),
+        underflow=worst(lambda record: record.get("underflow_rate"), max),
+        saturation=worst(stats.clipped, max),
     )

@@ -2,6 +2,7 @@
 (spec E-8, E-9).
 """
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -49,6 +50,40 @@ OF_GRADIENTS = ("do", "ds")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Studied:
+    """Which operands an ablation studies.
+
+    by, layers, gemms, roles
+                how linears are grouped; patterns (R-3) of linears, none: all; of what, and which.
+    attention   the variant whose casts of q, k, v, p, do and ds are studied; None: the run's own,
+                if it has one.
+    states      the layout whose m, v and master are studied, under steps; None: the run's own.
+    """
+
+    by: By = "layer"
+    layers: Sequence[str] = ()
+    gemms: Sequence[str] = KINDS
+    roles: Sequence[str] = ROLES
+    attention: str | None = None
+    states: str | None = None
+
+    def in_forward_passes(self) -> "Studied":
+        """Without what no forward pass has."""
+        gemms = [gemm for gemm in self.gemms if gemm in FORWARD]
+        roles = [role for role in self.roles if role not in OF_GRADIENTS]
+        return dataclasses.replace(self, gemms=gemms, roles=roles)
+
+    @property
+    def options(self) -> tuple[tuple[str, str | None, Kind], ...]:
+        """(option, its value, what it studies operands of)."""
+        return (("--attention", self.attention, "attention"), ("--states", self.states, "states"))
+
+
+EVERYTHING = Studied()
+"""Every operand that a run casts, by layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Operand:
     """A role of a GEMM, of attention or of the states, in a group of linears or layers; of states
     linears is empty.
@@ -69,10 +104,8 @@ class Operand:
         """The name, and a digest of the casts: of other --layers a group of the same name has
         others.
         """
-        return (
-            f"{self.name} "
-            f"{hashlib.sha256(json.dumps(sorted(self.casts)).encode()).hexdigest()[:16]}"
-        )
+        digest = hashlib.sha256(json.dumps(sorted(self.casts)).encode()).hexdigest()
+        return f"{self.name} {digest[:16]}"
 
     @property
     def casts(self) -> set[variants.Cast]:
@@ -80,14 +113,12 @@ class Operand:
         return {(path, self.gemm, self.role) for path in self.linears or ("",)}
 
 
-def chosen(
-    config: Config, by: By, layers: Sequence[str], gemms: Sequence[str], roles: Sequence[str]
-) -> list[Operand]:
+def chosen(config: Config, studied: Studied) -> list[Operand]:
     """The operands that a config casts, grouped, in the order of the model.
 
     Raises:   ConfigError: a pattern that names no linear; none is left.
     """
-    cast = variants.cast_operands(config)
+    layers, cast = studied.layers, variants.cast_operands(config)
     paths = dict.fromkeys(path for path, *_ in cast if path)
     for pattern in layers:
         if not any(matches(pattern, path) for path in paths):
@@ -99,26 +130,18 @@ def chosen(
     attention = {path for path, gemm, _ in cast if gemm == "attention"}
     for path in paths:
         if not layers or any(matches(pattern, path) for pattern in layers):
-            groups.setdefault((_group(path, by), path in attention), []).append(path)
+            groups.setdefault((_group(path, studied.by), path in attention), []).append(path)
     if not layers:
-        groups["model", False] = [
-            *groups.get(("model", False), []),
-            *([""] if any(gemm == "states" for _, gemm, _ in cast) else []),
-        ]
+        whole = groups.setdefault(("model", False), [])
+        whole += [""] if any(gemm == "states" for _, gemm, _ in cast) else []
     operands = []
     for (group, _), inside in groups.items():
         for gemm in KINDS:
             for role in ROLES_OF[gemm]:
                 of = tuple(path for path in inside if (path, gemm, role) in cast)
-                if of and gemm in gemms and role in roles:
-                    operands.append(
-                        Operand(
-                            group=group,
-                            gemm=gemm,
-                            role=role,
-                            linears=tuple(path for path in of if path),
-                        )
-                    )
+                if of and gemm in studied.gemms and role in studied.roles:
+                    linears = tuple(path for path in of if path)
+                    operands.append(Operand(group=group, gemm=gemm, role=role, linears=linears))
     if not operands:
         raise ConfigError(
             "no operand in FP8 is left. Those of gradients take --steps, those of attention "

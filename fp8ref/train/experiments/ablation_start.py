@@ -5,6 +5,7 @@ start = run_start(Path("runs/tiny-jax-bf16"), "tensorwise")
 start.into(trainer, config)                    # whatever layouts and delayed scales config has
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -20,7 +21,7 @@ from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train import loop
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
-from fp8ref.train.config.sections import ArchitectureConfig, NumericsConfig
+from fp8ref.train.config.sections import ArchitectureConfig, DataConfig, NumericsConfig
 from fp8ref.train.data import loader
 from fp8ref.train.models import export, hugging_face
 from fp8ref.train.run import checkpoint, log, state_conversion, train_state
@@ -62,9 +63,8 @@ class Start:
         and config.
         """
         if self.checkpoint is not None:
-            of = {
-                name: entry["sha256"] for name, entry in self.checkpoint.manifest["files"].items()
-            }
+            listed = self.checkpoint.manifest["files"]
+            of = {name: entry["sha256"] for name, entry in listed.items()}
         else:
             assert self.weights is not None
             files = [self.weights / "config.json", *sorted(self.weights.glob("*.safetensors"))]
@@ -79,21 +79,19 @@ class Start:
     @functools.cached_property
     def source(self) -> Source:
         """What the state is worth."""
-        weights: dict[str, llama.Weight] | None = (
-            None if self.weights is None else export.weights_of(self.weights, self.own)
-        )
+        weights: dict[str, llama.Weight] | None = None
+        if self.weights is not None:
+            weights = export.weights_of(self.weights, self.own)
         trainer = loop.trainer(self.backend, self.own, weights)
         if self.checkpoint is None:
             return Source(weights=trainer.weights(), step=0, amaxes=self._amaxes)
         trainer.load(self.checkpoint.state, self.step)
+        casts = train_state.delayed_states(self.own)
         return Source(
             weights=trainer.weights(),
             moments=trainer.moments(),
             delayed=trainer.fp8_states(),
-            casts={
-                f"{path}/{role}": cast
-                for (path, role), cast in train_state.delayed_states(self.own).items()
-            },
+            casts={f"{path}/{role}": cast for (path, role), cast in casts.items()},
             step=self.step,
             amaxes=self._amaxes,
         )
@@ -117,13 +115,10 @@ class Start:
 
 def with_plain_attention(config: Config) -> Config:
     """The config with the framework's own attention, in high precision."""
-    keys, parallel = NumericsConfig(), config.parallel
-    plain = {key: getattr(keys, key) for key in vars(keys) if key.startswith("attention")}
+    plain = {k: v for k, v in vars(NumericsConfig()).items() if k.startswith("attention")}
+    own = config.parallel.attention
     return config.replace(
-        numerics=plain,
-        parallel={
-            "attention": "xla" if parallel.attention in ("tiles", "kernel") else parallel.attention
-        },
+        numerics=plain, parallel={"attention": "xla" if own in ("tiles", "kernel") else own}
     )
 
 
@@ -145,34 +140,25 @@ def run_start(run: Path, recipe: str | None) -> Start:
             f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every."
         )
     trained = config.recipes
-    recipe = recipe or (
-        config.numerics.recipe if RECIPES[config.numerics.recipe].fp8 else "tensorwise"
-    )
-    studied = _studied(config, recipe, keeps_rules=recipe in trained)
+    own = config.numerics.recipe
+    recipe = recipe or (own if RECIPES[own].fp8 else "tensorwise")
     return Start(
         name=str(run),
         backend=manifest["backend"],
         step=last.step,
         own=config,
-        config=studied,
+        config=_studied(config, recipe, keeps_rules=recipe in trained),
         checkpoint=last,
     )
 
 
-def weights_start(
-    path: Path,
-    backend: str,
-    recipe: str | None,
-    *,
-    data: str,
-    sequence_length: int,
-    batch_size: int,
-) -> Start:
+def weights_start(path: Path, backend: str, recipe: str | None, data: DataConfig) -> Start:
     """The weights in a directory that ``fp8ref export`` or transformers wrote; moments are 0 at
     first.
 
     The model is the trainer's own, where that is it; in PyTorch else transformers' (T-10).
-    data      as data.source. Tokens are those of tokenizer.json in the directory, else bytes.
+    data      its text, lengths and batches. Tokens are those of tokenizer.json in the directory,
+              else bytes.
     Raises:   ConfigError: no such directory, another model or damaged weights; a recipe without
               FP8.
     """
@@ -185,15 +171,21 @@ def weights_start(
             "Hugging Face's format."
         ) from error
     tokenizer = path / "tokenizer.json"
-    sections: dict = {
-        "data": {
-            "source": data,
-            "sequence_length": sequence_length,
-            "batch_size": batch_size,
-            "tokenizer": str(tokenizer) if tokenizer.is_file() else None,
-        }
-    }
-    config = Config().replace(**sections)
+    named = str(tokenizer) if tokenizer.is_file() else None
+    data = dataclasses.replace(data, tokenizer=named)
+    own = _own_config(path, backend, settings, data).replace(numerics={"recipe": "bf16"})
+    return Start(
+        name=str(path),
+        backend=backend,
+        step=0,
+        own=own,
+        config=_studied(own, recipe or "tensorwise", keeps_rules=False),
+        weights=path,
+    )
+
+
+def _own_config(path: Path, backend: str, settings: dict, data: DataConfig) -> Config:
+    """A config of the model in a directory: the trainer's own, or in PyTorch transformers'."""
     # else transformers' model would be taken, and say less of damaged weights
     if settings.get("model_type") in hugging_face.KINDS:
         try:
@@ -201,29 +193,20 @@ def weights_start(
         except ConfigError as error:
             raise ConfigError(_weights_message(error)) from error
     try:
-        own = config.replace(model=vars(hugging_face.model_of(settings)))
+        own = Config(data=data).replace(model=vars(hugging_face.model_of(settings)))
         export.read(path, own.model)
     except (ValueError, ConfigError) as error:
-        if backend != "torch":
-            raise ConfigError(
-                f"JAX trains the trainer's own model alone, which {path} is not: "
-                f"{_weights_message(error)} Use --backend torch, which takes transformers' model."
-            ) from error
-        own = Config(
-            model=LlamaConfig(vocab_size=settings.get("vocab_size", 256)),
-            architecture=ArchitectureConfig(kind="transformers", source=str(path)),
-        ).replace(**sections)
-    studied = _studied(
-        own.replace(numerics={"recipe": "bf16"}), recipe or "tensorwise", keeps_rules=False
-    )
-    return Start(
-        name=str(path),
-        backend=backend,
-        step=0,
-        own=own.replace(numerics={"recipe": "bf16"}),
-        config=studied,
-        weights=path,
-    )
+        if backend == "torch":
+            return Config(
+                data=data,
+                model=LlamaConfig(vocab_size=settings.get("vocab_size", 256)),
+                architecture=ArchitectureConfig(kind="transformers", source=str(path)),
+            )
+        raise ConfigError(
+            f"JAX trains the trainer's own model alone, which {path} is not: "
+            f"{_weights_message(error)} Use --backend torch, which takes transformers' model."
+        ) from error
+    return own
 
 
 def _weights_message(error: Exception) -> str:
@@ -241,11 +224,8 @@ def _studied(config: Config, recipe: str, *, keeps_rules: bool) -> Config:
     ablation.
     """
     if recipe not in trained_recipes() or not RECIPES[recipe].fp8:
-        raise ConfigError(
-            "--recipe is one with FP8 that trains: "
-            f"{', '.join(name for name, one in trained_recipes().items() if one.fp8)}; got "
-            f"{recipe!r}."
-        )
+        fp8 = ", ".join(name for name, one in trained_recipes().items() if one.fp8)
+        raise ConfigError(f"--recipe is one with FP8 that trains: {fp8}; got {recipe!r}.")
     rules = config.numerics.rules if keeps_rules else None
     if config.optimizer.kind == "adamw_fp8":  # torchao's own states, which no layout converts
         config = config.replace(optimizer={"kind": "adamw"})

@@ -45,9 +45,8 @@ class Planned:
         except ConfigError:
             return False
         steps = manifest.get("config", {}).get("run", {}).get("steps", self.config.run.steps)
-        ended = manifest["status"] == "finished" or str(manifest.get("error", "")).startswith(
-            NonFiniteError.__name__
-        )
+        diverged = str(manifest.get("error", "")).startswith(NonFiniteError.__name__)
+        ended = manifest["status"] == "finished" or diverged
         return ended and steps == self.config.run.steps
 
 
@@ -80,13 +79,8 @@ def plan(
                     data={"seed": config.data.seed + seed},
                 )
                 trial.decisions()  # refuses a recipe that converts nothing before any run trains
-                runs.append(
-                    Planned(
-                        config=trial,
-                        backend=backend,
-                        out=out / f"{backend}-{recipe}-seed{config.run.seed + seed}",
-                    )
-                )
+                directory = out / f"{backend}-{recipe}-seed{trial.run.seed}"
+                runs.append(Planned(config=trial, backend=backend, out=directory))
     return runs
 
 
@@ -117,12 +111,10 @@ def train(planned: Sequence[Planned], *, jobs: int = 1) -> None:
         ) as pool,
         console.bar("sweep", len(planned), done=len(planned) - len(left)) as advance,
     ):
-        waiting = {
-            pool.submit(
-                _one, json.dumps(configs.to_dict(run.config)), run.backend, str(run.out)
-            ): run
-            for run in left
-        }
+        waiting = {}
+        for run in left:
+            config = json.dumps(configs.to_dict(run.config))
+            waiting[pool.submit(_one, config, run.backend, str(run.out))] = run
         try:
             for done in concurrent.futures.as_completed(waiting):
                 summary = done.result()
@@ -140,9 +132,8 @@ def report(
     """Write one report on all runs of a sweep, and return the verdicts as text."""
     from fp8ref.train.report import page, runs
 
-    return page.write(
-        runs.read_all([run.out for run in planned]), out, confidence=confidence, margin=margin
-    )
+    trained = runs.read_all([run.out for run in planned])
+    return page.write(trained, out, confidence=confidence, margin=margin)
 
 
 def _check(run: Planned) -> None:
@@ -196,16 +187,12 @@ def _train(config: str, backend: str, out: str) -> str:
     from fp8ref.train import loop
 
     run_config = configs.from_dict(json.loads(config))
-    if run_config.architecture.source:
-        user_model.trust(
-            run_config.architecture.source
-        )  # the parent has imported it, to plan the run
+    if run_config.architecture.source:  # the parent has imported it, to plan the run
+        user_model.trust(run_config.architecture.source)
     try:
         lines = loop.train(run_config, backend, Path(out), resume=True)
     except NonFiniteError as error:
         return str(error)
-    return (
-        "finished"
-        if lines is None
-        else f"loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}"
-    )
+    if lines is None:
+        return "finished"
+    return f"loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}"

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from fp8ref.selection import rules as linear_rules
 from fp8ref.selection.rules import GEMMS, Rule
 from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
-from fp8ref.spec.states import layouts as layouts
+from fp8ref.spec.states import layouts
 from fp8ref.spec.states import parts as layout_parts
 from fp8ref.train import loop
 from fp8ref.train.config import config as configs
@@ -46,11 +47,11 @@ def studying(config: Config, *, attention: str | None, states: str | None) -> Co
         config = ablation_start.with_plain_attention(config)
     try:
         if attention is not None:
-            plain = {"attention_scaling": "current", "attention_arithmetic": "fast"}
             config = config.replace(
                 numerics={
                     "attention": attention,
-                    **plain,
+                    "attention_scaling": "current",
+                    "attention_arithmetic": "fast",
                     "attention_operands": attention_casts.ROLES,
                 },
                 parallel={"attention": "xla", "compile": "none"},
@@ -72,12 +73,13 @@ def in_high_precision(config: Config, *, attention: bool, states: bool) -> Confi
     if attention and variant is not None and variant.fmt.bits == 8:
         config = ablation_start.with_plain_attention(config)
     if states and layout is not None:
-        config = config.replace(
-            optimizer={
-                "layout": layout_parts.named(layouts.by_name(layout.name.partition("/")[0]), ())
-            }
-        )
+        config = config.replace(optimizer={"layout": _with_parts(layout, ())})
     return config
+
+
+def _with_parts(layout: layouts.Layout, parts: tuple[str, ...]) -> str:
+    """The name of a layout with these parts alone narrow."""
+    return layout_parts.named(layouts.by_name(layout.name.partition("/")[0]), parts)
 
 
 def cast_operands(config: Config) -> list[Cast]:
@@ -114,33 +116,21 @@ def without(config: Config, operands: Iterable[Cast]) -> Config:
     for gemm in GEMMS:
         for role in OPERANDS[gemm]:
             paths = tuple(path for path, *key in operands if key == [gemm, role])
-            rules += (
-                [
-                    Rule(
-                        layers=tuple(map(_alone, paths)),
-                        gemms=(gemm,),
-                        roles=(role,),
-                        recipe="bf16",
-                    )
-                ]
-                if paths
-                else []
-            )
-    keys: dict = {"numerics": {"rules": tuple(rules) or None}}
+            if paths:
+                alone = tuple(map(_alone, paths))
+                rules.append(Rule(layers=alone, gemms=(gemm,), roles=(role,), recipe="bf16"))
+    numerics: dict[str, Any] = {"rules": tuple(rules) or None}
+    optimizer = {}
     left = [cast for cast in cast_operands(config) if cast not in operands]
     if config.numerics.attention_operands is not None:
-        keys["numerics"]["attention_operands"] = tuple(
+        numerics["attention_operands"] = tuple(
             f"{layer}/{role}" for layer, gemm, role in left if gemm == "attention"
         )
     layout = config.optimizer.moment_layout
     if layout is not None and "/" in layout.name:
-        whole = layouts.by_name(layout.name.partition("/")[0])
-        keys["optimizer"] = {
-            "layout": layout_parts.named(
-                whole, tuple(part for _, gemm, part in left if gemm == "states")
-            )
-        }
-    changed_config = config.replace(**keys)
+        parts = tuple(part for _, gemm, part in left if gemm == "states")
+        optimizer["layout"] = _with_parts(layout, parts)
+    changed_config = config.replace(numerics=numerics, optimizer=optimizer)
     if differ := set(cast_operands(changed_config)) ^ set(left):
         raise ConfigError(
             "an ablation leaves out what it names alone; a rule would change "
@@ -170,12 +160,8 @@ def losses(config: Config, start: Start, *, steps: int, seeds: int) -> list[floa
         start.into(trainer, config)
         finite = True
         for step in range(steps):  # steps that the run has not seen, other ones for each seed
-            finite &= all(
-                map(
-                    math.isfinite,
-                    trainer.step(start.batches.step(start.step + seed * steps + step)).values(),
-                )
-            )
+            tokens = start.batches.step(start.step + seed * steps + step)
+            finite &= all(map(math.isfinite, trainer.step(tokens).values()))
         losses = [trainer.evaluate(tokens) for tokens in held_out]
         values += [float(np.mean(losses)) if finite else math.nan] if steps else losses
     return [loss if math.isfinite(loss) else None for loss in values]
@@ -206,9 +192,9 @@ def keeping(out: Path, about: dict) -> Callable:
             f"an ablation writes through no link; {link} is one. Name another directory with "
             "--out, or remove it."
         )
-    lines = list(_lines(path))
-    if lines and lines[0] != json.loads(json.dumps(about)):
-        differ = next(iter(configs.differences(lines[0], json.loads(json.dumps(about)))))
+    lines, about = list(_lines(path)), json.loads(json.dumps(about))
+    if lines and lines[0] != about:
+        differ = next(iter(configs.differences(lines[0], about)))
         raise ConfigError(
             f"{path} is of another ablation: it differs in {differ}. Name another directory "
             "with --out, or remove it."

@@ -7,13 +7,14 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from helpers.training.ablations import ablated
 from rich.console import Console
 
 from fp8ref.selection.rules import Rule
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train import loop
 from fp8ref.train.config import config as configs
-from fp8ref.train.experiments import ablate, ablation_start, variants
+from fp8ref.train.experiments import ablation_start, variants
 
 PLANTED = (
     Rule(layers=("lm_head",), recipe="tensorwise"),
@@ -42,9 +43,7 @@ def test_a_planted_cast_is_rank_1_with_an_interval_above_0(small, tmp_path, back
         run={"steps": 2, "eval_every": 2},
     )
     loop.train(config, backend, tmp_path / "run")
-    found = ablate.ablate(
-        tmp_path / "run", base=base, roles=["grad_output"], steps=8, seeds=3, batches=3
-    )
+    found = ablated(tmp_path / "run", base=base, roles=["grad_output"], steps=8, seeds=3, batches=3)
     first = found.rows[0]
     assert (first.operand.group, first.operand.role) == ("lm_head", "grad_output")
     assert first.low > 0
@@ -66,7 +65,7 @@ def test_experts_are_studied_as_linears(small, tmp_path, backend):  # E-10
         model=experts, numerics={"recipe": "rowwise"}, run={"steps": 1, "eval_every": 1}
     )
     loop.train(config, backend, tmp_path / "run")
-    found = ablate.ablate(tmp_path / "run", by="kind", layers=["experts"], batches=2)
+    found = ablated(tmp_path / "run", by="kind", layers=["experts"], batches=2)
     names = {row.operand.name for row in found.rows}
     assert names == {
         f"{key}_proj/output/{role}"
@@ -159,7 +158,7 @@ def run(two, tmp_path, monkeypatch):
 
 
 def test_operands_are_ranked_with_their_statistics_and_resumed(run, tmp_path):
-    found = ablate.ablate(run, batches=3)
+    found = ablated(run, batches=3)
     assert [row.operand.name for row in found.rows[:2]] == [
         "layers.1/output/input",
         "layers.1/output/weight",
@@ -175,21 +174,21 @@ def test_operands_are_ranked_with_their_statistics_and_resumed(run, tmp_path):
     lines = (run / "ablation" / variants.LOSSES).read_text().splitlines(keepends=True)
     # killed while it wrote the last
     (run / "ablation" / variants.LOSSES).write_text("".join(lines[:-1]) + lines[-1][:5])
-    assert ablate.ablate(run, batches=3).to_dict() == found.to_dict()
+    assert ablated(run, batches=3).to_dict() == found.to_dict()
     assert Fake.made == 2 + 4 + 1
     with pytest.raises(
         ConfigError, match=r"is of another ablation: it differs in base\. Name another directory"
     ):
-        ablate.ablate(run, batches=3, base="fp8")
+        ablated(run, batches=3, base="fp8")
     written = json.loads((run / "ablation" / "ablation.json").read_text())
     assert written["rows"][0]["rank"] == 1
     assert written["rows"][0]["linears"][0] == "model.layers.1.self_attn.q_proj"
 
 
 def test_losses_are_of_their_casts_and_weights(run, tmp_path, two):
-    of_attention = ablate.ablate(run, layers=["self_attn"], roles=["weight"], batches=2)
+    of_attention = ablated(run, layers=["self_attn"], roles=["weight"], batches=2)
     # groups of the same names, in the same directory
-    of_mlps = ablate.ablate(run, layers=["mlp"], roles=["weight"], batches=2)
+    of_mlps = ablated(run, layers=["mlp"], roles=["weight"], batches=2)
     assert [row.operand.name for row in of_attention.rows] == [
         row.operand.name for row in of_mlps.rows
     ]
@@ -198,17 +197,17 @@ def test_losses_are_of_their_casts_and_weights(run, tmp_path, two):
     start = ablation_start.run_start(run, None)
     start.checkpoint.manifest["files"]["another"] = {"bytes": 1, "sha256": "0"}
     with pytest.raises(ConfigError, match="it differs in weights"):
-        ablate.ablate(start, layers=["mlp"], roles=["weight"], batches=2, out=run / "ablation")
+        ablated(start, layers=["mlp"], roles=["weight"], batches=2, out=run / "ablation")
 
 
 def test_from_fp8_a_cost_has_the_same_sign(run):
-    found = ablate.ablate(run, base="fp8", batches=3)
+    found = ablated(run, base="fp8", batches=3)
     assert found.rows[0].operand.group == "layers.1"
     assert found.rows[0].cost == pytest.approx(0.1 + 0.007)
 
 
 def test_training_is_matched_and_begins_again_for_each_order(run):
-    found = ablate.ablate(
+    found = ablated(
         run,
         steps=2,
         seeds=3,
@@ -228,7 +227,7 @@ def test_training_is_matched_and_begins_again_for_each_order(run):
 
 
 def test_operands_of_attention_and_states_are_switched_one_by_one(run):  # E-9, O-1
-    found = ablate.ablate(
+    found = ablated(
         run,
         attention="cudnn",
         states="te",
@@ -252,7 +251,7 @@ def test_operands_of_attention_and_states_are_switched_one_by_one(run):  # E-9, 
     assert ((), "te/none") in seen  # the baseline
     assert (("model.layers.1.self_attn/ds",), "te/none") in seen
     assert ((), "te/v") in seen
-    whole = ablate.ablate(
+    whole = ablated(
         run,
         states="te",
         base="fp8",
@@ -291,7 +290,7 @@ def test_all_else_is_in_high_precision_or_as_the_run_has_it(run, attention):  # 
         model={"hidden_size": 64},
     )
     how = {"by": "model", "gemms": ["output"], "batches": 2}
-    ablate.ablate(start, out=run / "bf16", **how)
+    ablated(start, out=run / "bf16", **how)
     # that reads the checkpoint
     seen = [
         (one.attention_variant, one.optimizer.layout)
@@ -300,7 +299,7 @@ def test_all_else_is_in_high_precision_or_as_the_run_has_it(run, attention):  # 
     ]
     assert seen == [(None, "te/none")] * (1 + 1 + 2)  # the baseline, statistics and two operands
     Fake.configs.clear()
-    ablate.ablate(start, out=run / "fp8", base="fp8", **how)
+    ablated(start, out=run / "fp8", base="fp8", **how)
     assert {
         (one.numerics.attention, one.numerics.attention_backward, one.optimizer.layout)
         for one in Fake.configs
@@ -309,7 +308,7 @@ def test_all_else_is_in_high_precision_or_as_the_run_has_it(run, attention):  # 
 
 def test_a_run_s_own_attention_is_studied_where_it_has_single_casts(run):
     own = {"attention": "cudnn", "attention_scaling": "delayed", "attention_arithmetic": "stated"}
-    found = ablate.ablate(
+    found = ablated(
         beginning(run, numerics=own),
         by="model",
         gemms=["attention"],
@@ -319,16 +318,16 @@ def test_a_run_s_own_attention_is_studied_where_it_has_single_casts(run):
     )
     assert [row.operand.role for row in found.rows] == ["q", "p"]
     own = {"attention": "cudnn", "attention_operands": ("p",)}
-    found = ablate.ablate(
+    found = ablated(
         beginning(run, numerics=own), by="model", gemms=["attention"], batches=2, out=run / "b"
     )
     assert [row.operand.role for row in found.rows] == ["p"]
     own = {"attention": "cudnn", "attention_backward": "bf16"}
-    found = ablate.ablate(
+    found = ablated(
         beginning(run, numerics=own), by="model", roles=["p", "input"], batches=2, out=run / "c"
     )
     assert [row.operand.role for row in found.rows] == ["input"]
-    found = ablate.ablate(
+    found = ablated(
         beginning(run, numerics=own),
         attention="cudnn",
         by="model",
@@ -341,7 +340,7 @@ def test_a_run_s_own_attention_is_studied_where_it_has_single_casts(run):
 
 def test_the_parts_of_a_layout_that_a_run_has_are_studied(run):
     start = beginning(run, optimizer={"kind": "adamw_states", "layout": "te/v"})
-    found = ablate.ablate(start, gemms=["states"], steps=1, seeds=2, batches=2, out=run / "parts")
+    found = ablated(start, gemms=["states"], steps=1, seeds=2, batches=2, out=run / "parts")
     assert [row.operand.role for row in found.rows] == ["v"]
 
 
@@ -351,29 +350,29 @@ def test_a_baseline_that_is_not_finite_is_not_kept(run, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"with no operand changed is not\. Take an earlier checkpoint"
     ):
-        ablate.ablate(run, batches=2)
+        ablated(run, batches=2)
     with pytest.raises(
         ConfigError, match=r"trained at a learning rate of 0\.001 is not\. Lower --learning-rate"
     ):
-        ablate.ablate(run, batches=2, steps=1, seeds=2, out=run / "steps")
+        ablated(run, batches=2, steps=1, seeds=2, out=run / "steps")
     monkeypatch.setattr(Fake, "evaluate", evaluate)
-    assert ablate.ablate(run, batches=2).baseline == pytest.approx(2, abs=0.01)
+    assert ablated(run, batches=2).baseline == pytest.approx(2, abs=0.01)
 
 
 def test_no_batch_of_validation_is_counted_twice(run):  # E-8
     """An index beyond the last gives the first ones again, of which an interval would be too
     narrow.
     """
-    batches = ablate.ablation_start.run_start(run, None).batches
+    batches = ablation_start.run_start(run, None).batches
     most = len(batches.validation) // batches.batch_size
     with pytest.raises(
         ConfigError, match=rf"--batches is at most the batches .* {most}; got {most + 1}\. Lower it"
     ):
-        ablate.ablate(run, batches=most + 1)
+        ablated(run, batches=most + 1)
 
 
 def test_a_forward_pass_has_no_operand_of_gradients(run):
-    found = ablate.ablate(run, attention="cudnn", batches=2, by="model")
+    found = ablated(run, attention="cudnn", batches=2, by="model")
     assert {row.operand.role for row in found.rows} == {"input", "weight", "q", "k", "v", "p"}
 
 
@@ -381,7 +380,7 @@ def test_a_loss_that_is_not_finite_ranks_first(run, monkeypatch):
     monkeypatch.setattr(
         Fake, "evaluate", lambda self, tokens: math.nan if 2.006 < self.loss < 2.01 else self.loss
     )
-    found = ablate.ablate(run, batches=2)
+    found = ablated(run, batches=2)
     assert [row.cost is None for row in found.rows] == [True, True, False, False]
     console = Console(width=200, record=True, file=(run / "shown").open("w"))
     with console.file:
@@ -431,7 +430,7 @@ def test_a_loss_that_is_not_finite_ranks_first(run, monkeypatch):
 )
 def test_what_cannot_be_studied_is_refused(run, keys, message):
     with pytest.raises(ConfigError, match=message):
-        ablate.ablate(run, **keys)
+        ablated(run, **keys)
     assert Fake.made == 0
 
 
@@ -440,7 +439,7 @@ def test_a_run_without_a_checkpoint_is_refused(run):
 
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(ConfigError, match="has no checkpoint"):
-        ablate.ablate(run)
+        ablated(run)
 
 
 @pytest.mark.parametrize("backend", loop.BACKENDS)
@@ -486,7 +485,7 @@ def test_a_planted_cast_of_a_transformer_layer_is_rank_1_at_the_run_s_peak_rate(
         run={"steps": 10, "eval_every": 10},
     )
     loop.train(config, backend, tmp_path / "run")
-    found = ablate.ablate(
+    found = ablated(
         tmp_path / "run", gemms=["grad_weight"], roles=["grad_output"], steps=25, seeds=4, batches=2
     )
     assert [row.operand.group for row in found.rows] == ["layers.0", "layers.1"]

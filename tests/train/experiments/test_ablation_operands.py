@@ -10,7 +10,7 @@ from fp8ref.selection.linears import Decision
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config.config import Config
 from fp8ref.train.experiments import ablation_operands, variants
-from fp8ref.train.experiments.ablation_operands import KINDS, ROLES
+from fp8ref.train.experiments.ablation_operands import Studied
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def studied(small):
     return variants.studying(config, attention="cudnn", states="msamp_o2")
 
 
-def names(config, by="layer", layers=(), gemms=KINDS, roles=ROLES):
-    return [operand.name for operand in ablation_operands.chosen(config, by, layers, gemms, roles)]
+def names(config, **keys):
+    return [operand.name for operand in ablation_operands.chosen(config, Studied(**keys))]
 
 
 def test_operands_are_what_the_config_casts(studied):
@@ -47,7 +47,7 @@ def test_operands_are_what_the_config_casts(studied):
 
 def test_casts_are_left_out_one_by_one(studied):
     every = variants.cast_operands(studied)
-    for operand in ablation_operands.chosen(studied, "model", (), KINDS, ROLES):
+    for operand in ablation_operands.chosen(studied, Studied(by="model")):
         assert (
             set(variants.cast_operands(variants.without(studied, operand.casts)))
             == set(every) - operand.casts

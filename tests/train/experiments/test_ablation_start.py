@@ -6,11 +6,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from helpers.training.ablations import ablated
 
 from fp8ref.selection.rules import Rule
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train import loop
-from fp8ref.train.experiments import ablate, ablation_start, variants
+from fp8ref.train.config.sections import DataConfig
+from fp8ref.train.experiments import ablation_start, variants
 from fp8ref.train.models import export
 from fp8ref.train.run import train_state
 
@@ -28,17 +30,15 @@ def test_weights_of_hugging_faces_format_are_taken_in_place_of_a_run(two, text, 
     )
     loop.train(one, "torch", tmp_path / "run")
     export.export(tmp_path / "run", tmp_path / "hf")
-    how = {"data": str(text), "sequence_length": 16, "batch_size": 4}
-    start = ablation_start.weights_start(tmp_path / "hf", "torch", "delayed", **how)
+    data = DataConfig(source=str(text), sequence_length=16, batch_size=4)
+    start = ablation_start.weights_start(tmp_path / "hf", "torch", "delayed", data)
     assert start.config.model == one.model
-    found = ablate.ablate(start, out=tmp_path / "out", by="model", roles=["weight"], batches=2)
-    same = ablate.ablate(
-        tmp_path / "run", recipe="delayed", by="model", roles=["weight"], batches=2
-    )
+    found = ablated(start, out=tmp_path / "out", by="model", roles=["weight"], batches=2)
+    same = ablated(tmp_path / "run", recipe="delayed", by="model", roles=["weight"], batches=2)
     assert found.step == 0
     other = tmp_path / "other"
     shutil.copytree(tmp_path / "hf", other)
-    assert ablation_start.weights_start(other, "torch", "delayed", **how).identity == start.identity
+    assert ablation_start.weights_start(other, "torch", "delayed", data).identity == start.identity
     weights = next(other.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     assert (
@@ -54,7 +54,7 @@ def test_weights_of_hugging_faces_format_are_taken_in_place_of_a_run(two, text, 
         ("model/output/weight", same.rows[0].cost)
     ]
     with pytest.raises(ConfigError, match="no run, and has no config"):
-        ablation_start.weights_start(tmp_path / "run", "torch", None, **how)
+        ablation_start.weights_start(tmp_path / "run", "torch", None, data)
 
 
 def test_another_model_of_transformers_is_taken_in_pytorch_alone(two, text, tmp_path):
@@ -66,13 +66,13 @@ def test_another_model_of_transformers_is_taken_in_pytorch_alone(two, text, tmp_
         "num_attention_heads": 2,
     }
     (tmp_path / "config.json").write_text(json.dumps(described))
-    how = {"data": str(text), "sequence_length": 16, "batch_size": 4}
+    data = DataConfig(source=str(text), sequence_length=16, batch_size=4)
     with pytest.raises(ConfigError, match="JAX trains the trainer"):
-        ablation_start.weights_start(tmp_path, "jax", None, **how)
-    start = ablation_start.weights_start(tmp_path, "torch", None, **how)
+        ablation_start.weights_start(tmp_path, "jax", None, data)
+    start = ablation_start.weights_start(tmp_path, "torch", None, data)
     assert start.config.architecture.kind == "transformers"
     with pytest.raises(ConfigError, match="--attention takes the trainer's own Llama"):
-        ablate.ablate(start, attention="cudnn", batches=2, out=tmp_path / "out")
+        ablated(start, attention="cudnn", batches=2, out=tmp_path / "out")
 
 
 # te has v in e4m3, sqrt_e5m2 its root in e5m2
@@ -137,7 +137,7 @@ def test_damaged_weights_of_a_llama_are_refused_in_each_backend(tmp_path):
     for backend in loop.BACKENDS:
         with pytest.raises(ConfigError, match="safetensors") as raised:
             ablation_start.weights_start(
-                tmp_path, backend, None, data="stdlib", sequence_length=16, batch_size=4
+                tmp_path, backend, None, DataConfig(sequence_length=16, batch_size=4)
             )
         assert not str(raised.value).startswith("run.init_from")
 
