@@ -39,6 +39,24 @@ def add(commands) -> None:
         metavar="LAYOUT",
         help="under --steps, study moments and masters of this layout (default: the run's own)",
     )
+    _add_studied(command)
+    _add_measurement(command)
+    _add_directory(command)
+    command.add_argument(
+        "--confidence", type=float, default=0.95, help="confidence of the intervals (default 0.95)"
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="directory of results, which resumes (default RUN/ablation; of Hugging Face's "
+        "format <name>-ablation)",
+    )
+    shared.add_trust(command)
+    shared.add_json(command, "write the result to FILE too")
+
+
+def _add_studied(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--base",
         choices=("bf16", "fp8"),
@@ -69,6 +87,9 @@ def add(commands) -> None:
         metavar="NAMES",
         help="roles to study, such as weight, p or v, with commas (default: all)",
     )
+
+
+def _add_measurement(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--steps",
         type=int,
@@ -92,6 +113,10 @@ def add(commands) -> None:
         metavar="RATE",
         help="of --steps (default: the run's peak; of Hugging Face's format 0.001, a config's)",
     )
+
+
+def _add_directory(command: argparse.ArgumentParser) -> None:
+    """Options of a directory of Hugging Face's format."""
     command.add_argument(
         "--backend",
         choices=("jax", "torch"),
@@ -112,18 +137,6 @@ def add(commands) -> None:
         metavar="N",
         help="as data.batch_size, of such a directory (default 16)",
     )
-    command.add_argument(
-        "--confidence", type=float, default=0.95, help="confidence of the intervals (default 0.95)"
-    )
-    command.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="directory of results, which resumes (default RUN/ablation; of Hugging Face's "
-        "format <name>-ablation)",
-    )
-    shared.add_trust(command)
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE too")
 
 
 def _ablate(arguments: argparse.Namespace) -> int:

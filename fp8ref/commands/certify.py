@@ -1,7 +1,6 @@
 """fp8ref certify: compare casts and scales of installed libraries with the simulator."""
 
 import argparse
-from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
@@ -22,9 +21,7 @@ def add(commands) -> None:
         action="store_true",
         help="compare all 2^32 inputs of each cast and all 2^31 amaxes (minutes)",
     )
-    certificate.add_argument(
-        "--json", type=Path, metavar="FILE", help="write every comparison to FILE"
-    )
+    shared.add_json(certificate, "write every comparison to FILE")
 
 
 def _certify(arguments: argparse.Namespace) -> int:

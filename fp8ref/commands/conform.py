@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-from pathlib import Path
+from collections.abc import Collection, Sequence
 
 from fp8ref.commands import probe, shared, supervision
 from fp8ref.commands.shared import check_json, conclude
@@ -81,6 +81,13 @@ def add(commands) -> None:
         action="store_true",
         help="also test a cast with all 2^32 float32 inputs (minutes)",
     )
+    _add_kinds(conform)
+    supervision.add_timeout(conform)
+    shared.add_json(conform)
+
+
+def _add_kinds(conform: argparse.ArgumentParser) -> None:
+    """Options of optimizers and attention."""
     conform.add_argument(
         "--numbers",
         nargs="+",
@@ -106,8 +113,6 @@ def add(commands) -> None:
         metavar="N",
         help="of an optimizer: the steps that are compared (default 6)",
     )
-    supervision.add_timeout(conform)
-    conform.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
 
 
 def _conform(arguments: argparse.Namespace) -> int:
@@ -131,18 +136,16 @@ def _conform(arguments: argparse.Namespace) -> int:
         outcome = _attention(arguments) or _optimizer(arguments)
     if outcome is not None:
         return conclude(outcome, arguments.json)
-    for option, value in (("--numbers", arguments.numbers or None), ("--steps", arguments.steps)):
-        if value is not None:
-            raise ValueError(
-                f"{option} is of an optimizer; {arguments.subject} is none. Leave it out, or name "
-                "--kind optimizer."
-            )
-    for option, value in (("--layout", arguments.layout), ("--alignment", arguments.alignment)):
-        if value is not None:
-            raise ValueError(
-                f"{option} is of attention; {arguments.subject} is none. Leave it out, or name "
-                "--kind attention."
-            )
+    for option in shared.used(arguments, "numbers", "steps"):
+        raise ValueError(
+            f"{option} is of an optimizer; {arguments.subject} is none. Leave it out, or name "
+            "--kind optimizer."
+        )
+    for option in shared.used(arguments, "layout", "alignment"):
+        raise ValueError(
+            f"{option} is of attention; {arguments.subject} is none. Leave it out, or name "
+            "--kind attention."
+        )
     expects_cast = _expects_cast(arguments.expect)
     # what somebody's function prints is no part of the answer
     with contextlib.redirect_stdout(sys.stderr), console.waiting("conform"):
@@ -152,9 +155,8 @@ def _conform(arguments: argparse.Namespace) -> int:
         )
         if kind != "gemm":
             expect = None if expects_cast != (kind == "cast") else arguments.expect
-            outcome = _identify(
-                arguments, function, kind, formats.QUANTIZED_FORMATS[arguments.format], expect
-            )
+            fmt = formats.QUANTIZED_FORMATS[arguments.format]
+            outcome = _identify(arguments, function, kind, fmt, expect)
     if kind == "gemm":
         return _probe(arguments)
     if arguments.expect and outcome.expected is None:
@@ -166,7 +168,6 @@ def _attention(arguments: argparse.Namespace):
     """The outcome of an attention function; None if the subject is none."""
     from fp8ref import formats
     from fp8ref.conformance.attention import identify_attention, subjects
-    from fp8ref.conformance.attention.arguments import Alignment
     from fp8ref.conformance.gemm import library_gemms
 
     if arguments.kind not in (None, "attention"):
@@ -174,13 +175,7 @@ def _attention(arguments: argparse.Namespace):
     function = library_gemms.load(arguments.subject)
     if arguments.kind is None and not subjects.is_attention(function):
         return None
-    options = {
-        "--granularity": arguments.granularity,
-        "--axis": arguments.axis,
-        "--exhaustive": arguments.exhaustive or None,
-    }
-    options |= {"--numbers": arguments.numbers or None, "--steps": arguments.steps}
-    if unused := [name for name, value in options.items() if value is not None]:
+    if unused := shared.used(arguments, "granularity", "axis", "exhaustive", "numbers", "steps"):
         raise ValueError(
             f"{', '.join(unused)}: {arguments.subject} is attention, of which the variant says all "
             "of it. Leave it out."
@@ -190,16 +185,15 @@ def _attention(arguments: argparse.Namespace):
             f"--format of attention is one of {', '.join(formats.FP8_FORMATS)}; got "
             f"{arguments.format}."
         )
-    where = {
-        "name": arguments.subject,
-        "framework": arguments.framework,
-        "device": arguments.device,
-        "layout": arguments.layout or subjects.LAYOUTS[0],
-    }
-    fmt = formats.FP8_FORMATS[arguments.format]
-    alignment: Alignment = arguments.alignment or "end"
     return identify_attention(
-        function, expect=arguments.expect, fmt=fmt, alignment=alignment, **where
+        function,
+        name=arguments.subject,
+        expect=arguments.expect,
+        fmt=formats.FP8_FORMATS[arguments.format],
+        framework=arguments.framework,
+        device=arguments.device,
+        layout=arguments.layout or subjects.LAYOUTS[0],
+        alignment=arguments.alignment or "end",
     )
 
 
@@ -214,41 +208,35 @@ def _optimizer(arguments: argparse.Namespace):
     optimizer = library_gemms.load(arguments.subject)
     if arguments.kind is None and subjects.kind_of(optimizer) is None:
         return None
-    options = {
-        "--granularity": arguments.granularity,
-        "--axis": arguments.axis,
-        "--framework": arguments.framework,
-        "--exhaustive": arguments.exhaustive or None,
-    }
-    options |= {
-        "--format": None if arguments.format == "e4m3fn" else arguments.format,
-        "--device": None if arguments.device == "cpu" else arguments.device,
-    }
-    if unused := [name for name, value in options.items() if value is not None]:
+    if unused := shared.used(
+        arguments, "granularity", "axis", "framework", "exhaustive", "format", "device"
+    ):
         raise ValueError(
             f"{', '.join(unused)}: {arguments.subject} is an optimizer, of which the layout says "
             "all of it. Leave it out."
         )
-    numbers = {}
-    for text in arguments.numbers:
-        key, _, value = text.partition("=")
-        try:
-            if key not in subjects.NUMBERS:
-                raise ValueError
-            numbers[key] = float(value)
-        except ValueError:
-            raise ValueError(
-                f"--numbers are KEY=VALUE, with a key of {', '.join(subjects.NUMBERS)}; got "
-                f"{text!r}."
-            ) from None
-    steps = subjects.STEPS if arguments.steps is None else arguments.steps
     return identify_optimizer(
         optimizer,
         name=arguments.subject,
         expect=arguments.expect,
-        numbers=forms.Numbers(**numbers),
-        steps=steps,
+        numbers=forms.Numbers(**_numbers(arguments.numbers, subjects.NUMBERS)),
+        steps=subjects.STEPS if arguments.steps is None else arguments.steps,
     )
+
+
+def _numbers(texts: Sequence[str], keys: Collection[str]) -> dict[str, float]:
+    numbers = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        try:
+            if key not in keys:
+                raise ValueError
+            numbers[key] = float(value)
+        except ValueError:
+            raise ValueError(
+                f"--numbers are KEY=VALUE, with a key of {', '.join(keys)}; got {text!r}."
+            ) from None
+    return numbers
 
 
 def _expects_cast(name: str | None) -> bool | None:
@@ -259,10 +247,8 @@ def _expects_cast(name: str | None) -> bool | None:
     from fp8ref import policy
     from fp8ref.conformance.cast.behavior import KNOWN_CASTS, NANS_OF_4_BITS
 
-    casts, policies = (
-        dict.fromkeys([*KNOWN_CASTS, *NANS_OF_4_BITS]),
-        (*policy.POLICIES, *policy.FP4_POLICIES),
-    )
+    casts = dict.fromkeys([*KNOWN_CASTS, *NANS_OF_4_BITS])
+    policies = (*policy.POLICIES, *policy.FP4_POLICIES)
     if name is not None and name not in casts and name not in policies:
         raise ValueError(
             f"--expect is a cast's behavior, one of {', '.join(casts)}, or a quantizer's "
@@ -274,33 +260,40 @@ def _expects_cast(name: str | None) -> bool | None:
 def _identify(arguments: argparse.Namespace, function, kind: str, fmt, expect: str | None):
     from fp8ref import conformance
 
-    where = {
-        "name": arguments.subject,
-        "expect": expect,
-        "framework": arguments.framework,
-        "device": arguments.device,
-    }
+    of_scales = shared.used(arguments, "granularity", "axis")
     if kind == "cast":
-        options = [
-            f"--{name}" for name in ("granularity", "axis") if getattr(arguments, name) is not None
-        ]
-        if options:
+        if of_scales:
             raise ValueError(
-                f"{', '.join(options)}: {arguments.subject} is a cast, which has no scales. Leave "
-                "it out, or name --kind quantizer."
+                f"{', '.join(of_scales)}: {arguments.subject} is a cast, which has no scales. "
+                "Leave it out, or name --kind quantizer."
             )
-        return conformance.identify_cast(function, fmt, exhaustive=arguments.exhaustive, **where)
+        return conformance.identify_cast(
+            function,
+            fmt,
+            name=arguments.subject,
+            expect=expect,
+            framework=arguments.framework,
+            device=arguments.device,
+            exhaustive=arguments.exhaustive,
+        )
     if arguments.exhaustive:
         raise ValueError(
             f"--exhaustive tests all inputs of a cast; {arguments.subject} is a quantizer. Leave "
             "it out, or name --kind cast."
         )
-    if expect is None and (arguments.granularity is not None or arguments.axis is not None):
+    if expect is None and of_scales:
         raise ValueError(
             "--granularity and --axis need an expected policy. Name one, such as --expect torchao."
         )
     return conformance.identify_quantizer(
-        function, fmt, granularity=arguments.granularity, axis=arguments.axis, **where
+        function,
+        fmt,
+        name=arguments.subject,
+        expect=expect,
+        granularity=arguments.granularity,
+        axis=arguments.axis,
+        framework=arguments.framework,
+        device=arguments.device,
     )
 
 
@@ -308,36 +301,23 @@ def _another_kind(outcome, expect: str):
     """The outcome if --expect named a policy for a cast, or a cast for a quantizer."""
     from fp8ref.conformance.kit.finding import Counterexample
 
-    expected_behavior = (
-        "a policy: codes that depend on the amax of a tensor"
-        if outcome.kind == "cast"
-        else "a cast: codes that depend on each number alone"
-    )
-    behavior = (
-        "codes that depend on each number alone, and no scale"
-        if outcome.kind == "cast"
-        else "codes that depend on other elements too"
-    )
-    clause = "S-5" if outcome.kind == "cast" else "C-1"
+    if outcome.kind == "cast":
+        expected = "a policy: codes that depend on the amax of a tensor"
+        behavior, clause = "codes that depend on each number alone, and no scale", "S-5"
+    else:
+        expected = "a cast: codes that depend on each number alone"
+        behavior, clause = "codes that depend on other elements too", "C-1"
     witness = Counterexample(
         input="x [256, 384]",
         got=behavior,
-        expected=f"{expect!r}, {expected_behavior}",
+        expected=f"{expect!r}, {expected}",
         clause=clause,
     )
     return dataclasses.replace(outcome, expected=expect, differences=[witness])
 
 
 def _probe(arguments: argparse.Namespace) -> int:
-    options = {
-        "--expect": arguments.expect,
-        "--axis": arguments.axis,
-        "--framework": arguments.framework,
-        "--exhaustive": arguments.exhaustive or None,
-    }
-    options["--device"] = None if arguments.device == "cpu" else arguments.device
-    unused = [name for name, value in options.items() if value is not None]
-    if unused:
+    if unused := shared.used(arguments, "expect", "axis", "framework", "exhaustive", "device"):
         raise ValueError(
             f"{', '.join(unused)}: {arguments.subject} is a GEMM, which 'fp8ref probe "
             f"{arguments.subject}' identifies. Leave it out, or name --kind cast or quantizer."

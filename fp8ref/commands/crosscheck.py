@@ -46,7 +46,7 @@ def add(commands) -> None:
         "clause that explains it. A and B are two run directories; or, with CONFIG, two of "
         "jax and torch, trained for --steps. Exits with 1 if they differ",
     )
-    check.add_argument("--json", type=Path, metavar="FILE", help="write all comparisons to FILE")
+    shared.add_json(check, "write all comparisons to FILE")
 
 
 def _crosscheck(arguments: argparse.Namespace, options: list[str]) -> int:
@@ -78,12 +78,7 @@ def _crosscheck_first(arguments: argparse.Namespace, options: list[str]) -> int:
     from fp8ref.shared.errors import ConfigError
     from fp8ref.train.loop import BACKENDS
 
-    others = {
-        "--backend": arguments.backend,
-        "--sharded": arguments.sharded,
-        "--replay": arguments.replay,
-    }
-    if unused := [name for name, value in others.items() if value is not None]:
+    if unused := shared.used(arguments, "backend", "sharded", "replay"):
         raise ConfigError(
             f"--first-divergence compares A with B; got {', '.join(unused)} too, which is "
             "another cross-check. Leave one out."
@@ -112,8 +107,8 @@ def _crosscheck_first(arguments: argparse.Namespace, options: list[str]) -> int:
             config, a, b, steps=one_device.STEPS if arguments.steps is None else arguments.steps
         )
     else:
-        settings = {"CONFIG": arguments.config, "--steps": arguments.steps}
-        if unused := options or [name for name, value in settings.items() if value is not None]:
+        config_file = ["CONFIG"] * (arguments.config is not None)
+        if unused := options or config_file + shared.used(arguments, "steps"):
             raise ConfigError(
                 "--first-divergence of two runs takes config and steps from them; got "
                 f"{', '.join(unused)} too. Leave it out, or name two backends: fp8ref "
@@ -128,15 +123,9 @@ def _crosscheck_first(arguments: argparse.Namespace, options: list[str]) -> int:
 def _crosscheck_replay(arguments: argparse.Namespace, options: list[str]) -> int:
     from fp8ref.shared.errors import ConfigError
 
-    settings = {
-        "CONFIG": arguments.config,
-        "--backend": arguments.backend,
-        "--steps": arguments.steps,
-        "--sharded": arguments.sharded,
-    }
+    config_file = ["CONFIG"] * (arguments.config is not None)
     # an option's value would pass for CONFIG
-    unused = options or [name for name, value in settings.items() if value is not None]
-    if unused:
+    if unused := options or config_file + shared.used(arguments, "backend", "steps", "sharded"):
         raise ConfigError(
             "--replay takes config and backend from the step that failed; got "
             f"{', '.join(unused)} too. Leave it out."

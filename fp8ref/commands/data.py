@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import INTERRUPTED
@@ -15,10 +14,9 @@ def add(commands) -> None:
         "data", help="Prepare training data.", description="Prepare training data."
     )
     subcommands = data.add_subparsers(required=True, metavar="COMMAND")
-    prepare = shared.plain(subcommands, "prepare", _prepare, "Tokenize text into token shards.")
     # the defaults are those of the config's keys (DataConfig), which are not imported for --help
-    # alone
-    key: Any = {"default": argparse.SUPPRESS}
+    # alone: an option that is left out is no attribute
+    prepare = shared.plain(subcommands, "prepare", _prepare, "Tokenize text into token shards.")
     prepare.add_argument(
         "--source",
         required=True,
@@ -29,30 +27,38 @@ def add(commands) -> None:
         "--out", required=True, type=Path, metavar="DIR", help="output directory; new or empty"
     )
     prepare.add_argument(
-        "--tokenizer", **key, help="a tokenizer.json, or tiktoken:NAME (default: bytes)"
+        "--tokenizer",
+        default=argparse.SUPPRESS,
+        help="a tokenizer.json, or tiktoken:NAME (default: bytes)",
     )
     prepare.add_argument(
         "--end-of-document",
-        **key,
+        default=argparse.SUPPRESS,
         metavar="TOKEN",
         help="the token after each document; '' for none (default: the tokenizer's)",
     )
     prepare.add_argument(
-        "--text-column", **key, metavar="NAME", help="the column that holds the text (default text)"
+        "--text-column",
+        default=argparse.SUPPRESS,
+        metavar="NAME",
+        help="the column that holds the text (default text)",
     )
     prepare.add_argument(
-        "--hf-split", **key, metavar="NAME", help="the split of a hub dataset (default train)"
+        "--hf-split",
+        default=argparse.SUPPRESS,
+        metavar="NAME",
+        help="the split of a hub dataset (default train)",
     )
     prepare.add_argument(
         "--validation-fraction",
-        **key,
+        default=argparse.SUPPRESS,
         type=float,
         metavar="F",
         help="share for validation (default 0.1); unused if files are named val",
     )
     prepare.add_argument(
         "--shard-tokens",
-        **key,
+        default=argparse.SUPPRESS,
         type=int,
         metavar="N",
         help="largest number of tokens in a file (default 10^8)",
@@ -64,18 +70,11 @@ def _prepare(arguments: argparse.Namespace) -> int:
     from fp8ref.train.data.prepare import prepare
     from fp8ref.train.run import signals
 
-    names = ("source", "tokenizer", "end_of_document", "text_column", "validation_fraction")
-    data = DataConfig(
-        **{name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-    )
-    options = {
-        name: getattr(arguments, name)
-        for name in ("shard_tokens", "hf_split")
-        if hasattr(arguments, name)
-    }
+    keys = ("source", "tokenizer", "end_of_document", "text_column", "validation_fraction")
+    data = DataConfig(**_named(arguments, *keys))
     try:
         with signals.exiting_on_sigterm():
-            sidecar = prepare(data, arguments.out, **options)
+            sidecar = prepare(data, arguments.out, **_named(arguments, "shard_tokens", "hf_split"))
     except KeyboardInterrupt:
         console.say(f"interrupted; {arguments.out} was not written")
         return INTERRUPTED
@@ -93,3 +92,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
         f"--model.vocab_size {sidecar.vocab_size}",
     )
     return 0
+
+
+def _named(arguments: argparse.Namespace, *names: str) -> dict:
+    """Those of these options that the command line names."""
+    return {name: value for name, value in vars(arguments).items() if name in names}

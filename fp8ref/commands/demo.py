@@ -11,9 +11,18 @@ from fp8ref.commands import shared
 from fp8ref.commands.shared import FAILED, check_whole
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fp8ref.conformance.kit.compare import Report
     from fp8ref.train.config.config import Config
     from fp8ref.train.report.runs import Run
     from fp8ref.train.report.verdict import Verdict
+
+    Lines = dict[tuple[str, str], list[dict]]
+    """(backend, recipe) -> the metrics of each step."""
+
+    Verdicts = dict[tuple[str, str], Verdict]
+    """(backend, recipe) -> the verdict on its runs."""
 
 RECIPES = ("bf16", "tensorwise", "rowwise")
 """The recipes that the demo trains with."""
@@ -62,9 +71,6 @@ def demo(config: "Config", out: Path) -> bool:
 
     Returns:  whether every cross-check held.
     """
-    from rich.table import Table
-
-    from fp8ref import plots
     from fp8ref.crosscheck.one_device import crosscheck
     from fp8ref.shared import console as consoles
     from fp8ref.train import loop, tensors
@@ -73,28 +79,54 @@ def demo(config: "Config", out: Path) -> bool:
     from fp8ref.train.report.runs import read_all
 
     console = consoles.console()
+    pairs = list(itertools.product(loop.BACKENDS, RECIPES))
+    directories = [out / f"{backend}-{recipe}" for backend, recipe in pairs]
     runs = {
-        (backend, recipe): _train(
-            _config(config, backend, recipe), backend, out / f"{backend}-{recipe}"
-        )
-        for backend in loop.BACKENDS
-        for recipe in RECIPES
+        (backend, recipe): _train(_config(config, backend, recipe), backend, directory)
+        for (backend, recipe), directory in zip(pairs, directories, strict=True)
     }
-    directories = [out / f"{backend}-{recipe}" for backend, recipe in runs]
     for backend, i, recipe in itertools.product(loop.BACKENDS, range(1, SEEDS), RECIPES):
-        keys = {"run": {"seed": config.run.seed + i}, "data": {"seed": config.data.seed + i}}
-        directories.append(out / f"{backend}-{recipe}-seed{config.run.seed + i}")
-        _train(_config(config, backend, recipe).replace(**keys), backend, directories[-1])
-    final = {key: lines[-1]["val_loss"] for key, lines in runs.items()}
+        seed = config.run.seed + i
+        again = _config(config, backend, recipe).replace(
+            run={"seed": seed}, data={"seed": config.data.seed + i}
+        )
+        directories.append(out / f"{backend}-{recipe}-seed{seed}")
+        _train(again, backend, directories[-1])
     reports = {recipe: crosscheck(_config(config, "jax", recipe)) for recipe in RECIPES[1:]}
     for recipe, report in reports.items():
         report.write(out / f"crosscheck-{recipe}.json")
     # of shards nobody counts it
     entropy = loader.open_batches(config).description.get("validation_unigram_entropy")
-
     (group,) = verdicts.groups(read_all(directories))
     judged = {_key(arm.runs[0]): verdicts.verdict(arm, group) for arm in verdicts.judged(group)}
-    table = Table(
+    console.print(_table(runs, reports, judged))
+    highest = max(lines[-1]["val_loss"] for lines in runs.values())
+    reference = (
+        "" if entropy is None else f"; unigram entropy of the validation text {entropy:.3f} nats"
+    )
+    console.print(f"highest validation loss {highest:.3f}{reference}")
+    for (backend, recipe), one in judged.items():
+        if recipe != "bf16":
+            text = f"{backend} {recipe}: {one.said}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+    for report in reports.values():
+        for failure in report.failures[:5]:
+            console.print(failure.detail, markup=False)
+    _draw(out / "loss.png", runs, judged, entropy)
+    tensors.write(out / tensors.FILE, tensors.of_run(out / "-".join(OBSERVED), _kept(config)))
+    console.print(
+        f"wrote {out / 'loss.png'}, {out / tensors.FILE}, {out}/crosscheck-*.json and "
+        f"{len(directories)} runs in {out}/",
+        soft_wrap=True,
+    )
+    return all(report.ok for report in reports.values())
+
+
+def _table(runs: "Lines", reports: dict[str, "Report"], judged: "Verdicts") -> "Table":
+    """A row for each run: losses, its gap to bf16, and what the cross-check found."""
+    from fp8ref.shared import console as consoles
+
+    table = consoles.table(
         "backend",
         "recipe",
         "final loss",
@@ -105,67 +137,44 @@ def demo(config: "Config", out: Path) -> bool:
         "cross-check",
     )
     for (backend, recipe), lines in runs.items():
-        bits, verdict = ["-", "-"], "-"
-        if recipe in reports:
-            rows = [row for row in reports[recipe].table() if row.name.startswith("layers/")]
-            for i, kind in enumerate(("codes", "scale")):
-                counts = [
-                    (row.compared, row.equal)
-                    for row in rows
-                    if row.name.endswith(f"/{kind}/{backend}")
-                ]
-                compared, equal = map(sum, zip(*counts, strict=True))
-                bits[i] = (
-                    f"all {compared:,}"
-                    if equal == compared
-                    else f"all but {compared - equal:,} of {compared:,}"
-                )
-            verdict = "holds" if reports[recipe].ok else "FAILS"
-        gap = _gap(judged[backend, recipe]) if recipe != "bf16" else "-"
-        table.add_row(
-            backend,
-            recipe,
-            f"{lines[-1]['loss']:.4f}",
-            f"{final[backend, recipe]:.4f}",
-            gap,
-            *bits,
-            verdict,
-        )
-    console.print(table)
-    reference = (
-        "" if entropy is None else f"; unigram entropy of the validation text {entropy:.3f} nats"
-    )
-    console.print(f"highest validation loss {max(final.values()):.3f}{reference}")
-    for (backend, recipe), one in judged.items():
+        gap, bits, verdict = "-", ["-", "-"], "-"
         if recipe != "bf16":
-            console.print(
-                f"{backend} {recipe}: {one.said}", markup=False, highlight=False, soft_wrap=True
-            )
-    for report in reports.values():
-        for failure in report.failures[:5]:
-            console.print(failure.detail, markup=False)
+            gap = _gap(judged[backend, recipe])
+        if report := reports.get(recipe):
+            bits = [_equal(report, f"/{kind}/{backend}") for kind in ("codes", "scale")]
+            verdict = "holds" if report.ok else "FAILS"
+        losses = (f"{lines[-1][key]:.4f}" for key in ("loss", "val_loss"))
+        table.add_row(backend, recipe, *losses, gap, *bits, verdict)
+    return table
+
+
+def _equal(report: "Report", ending: str) -> str:
+    """How many elements are equal, of the checks of layers whose names end so."""
+    rows = [
+        row
+        for row in report.table()
+        if row.name.startswith("layers/") and row.name.endswith(ending)
+    ]
+    compared, equal = sum(row.compared for row in rows), sum(row.equal for row in rows)
+    if equal == compared:
+        return f"all {compared:,}"
+    return f"all but {compared - equal:,} of {compared:,}"
+
+
+def _draw(path: Path, runs: "Lines", judged: "Verdicts", entropy: float | None) -> None:
+    """Draw losses, and gaps to bf16."""
+    from fp8ref import plots
 
     picture, axes = plots.figure(2)
     plots.loss_curves(axes[0], runs, entropy=entropy)
-    shown = {
-        " ".join(key): one.compared.gap.last
-        for key, one in judged.items()
-        if one.compared and key[1] != "bf16"
-    }
+    gaps = {}
+    for (backend, recipe), one in judged.items():
+        if one.compared and recipe != "bf16":
+            gap = one.compared.gap.last
+            gaps[f"{backend} {recipe}"] = float(gap.mean), float(gap.low), float(gap.high)
     margin = max((one.margin for one in judged.values() if one.margin), default=0.0)
-    plots.loss_gaps(
-        axes[1],
-        {name: (float(gap.mean), float(gap.low), float(gap.high)) for name, gap in shown.items()},
-        margin=margin,
-    )
-    picture.savefig(out / "loss.png")
-    tensors.write(out / tensors.FILE, tensors.of_run(out / "-".join(OBSERVED), _kept(config)))
-    console.print(
-        f"wrote {out / 'loss.png'}, {out / tensors.FILE}, {out}/crosscheck-*.json and "
-        f"{len(directories)} runs in {out}/",
-        soft_wrap=True,
-    )
-    return all(report.ok for report in reports.values())
+    plots.loss_gaps(axes[1], gaps, margin=margin)
+    picture.savefig(path)
 
 
 def _config(config: "Config", backend: str, recipe: str) -> "Config":

@@ -30,9 +30,7 @@ def add(commands) -> None:
         metavar="FILE",
         help="JSON file of measured GPU rates (default: published rates)",
     )
-    command.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all times, in seconds, to FILE"
-    )
+    shared.add_json(command, "write all times, in seconds, to FILE")
 
 
 def _estimate(arguments: argparse.Namespace, options: list[str]) -> int:

@@ -39,6 +39,38 @@ def add(commands) -> None:
         "pairings of formats; or module:function, (Quantized a, Quantized b[, bias]) -> "
         "[M, N], or (q, k, v) -> o",
     )
+    _add_gemm(probe)
+    probe.add_argument(
+        "--layout",
+        metavar="NAME",
+        help="of attention: BHTD (the default) or BTHD, the order of batch, heads, tokens, "
+        "features",
+    )
+    probe.add_argument(
+        "--framework", metavar="NAME", help="the arrays that attention takes: numpy, torch or jax"
+    )
+    probe.add_argument(
+        "--seed", type=int, default=0, help="seed of the random operands (default 0)"
+    )
+    supervision.add_timeout(probe)
+    shared.add_json(probe)
+    probe.add_argument(
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="save operands and results in DIR, to verify later without the hardware",
+    )
+    probe.add_argument(
+        "--replay",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="instead of SUBJECT: verify recordings, NAME.json, bit for bit",
+    )
+
+
+def _add_gemm(probe: argparse.ArgumentParser) -> None:
+    """Options of a GEMM."""
     probe.add_argument(
         "--shape",
         type=int,
@@ -63,33 +95,6 @@ def add(commands) -> None:
         metavar="NAME",
         help="tensorwise (the default) or rowwise scales, for module:function",
     )
-    probe.add_argument(
-        "--layout",
-        metavar="NAME",
-        help="of attention: BHTD (the default) or BTHD, the order of batch, heads, tokens, "
-        "features",
-    )
-    probe.add_argument(
-        "--framework", metavar="NAME", help="the arrays that attention takes: numpy, torch or jax"
-    )
-    probe.add_argument(
-        "--seed", type=int, default=0, help="seed of the random operands (default 0)"
-    )
-    supervision.add_timeout(probe)
-    probe.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
-    probe.add_argument(
-        "--record",
-        type=Path,
-        metavar="DIR",
-        help="save operands and results in DIR, to verify later without the hardware",
-    )
-    probe.add_argument(
-        "--replay",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="instead of SUBJECT: verify recordings, NAME.json, bit for bit",
-    )
 
 
 def _probe(arguments: argparse.Namespace) -> int:
@@ -102,9 +107,9 @@ def _probe(arguments: argparse.Namespace) -> int:
         raise ValueError("a probe needs a SUBJECT, or --replay FILE. See fp8ref probe --help.")
     if (code := _attention(arguments)) is not None:
         return code
-    if names := [name for name in ("layout", "framework") if getattr(arguments, name) is not None]:
+    for option in shared.used(arguments, "layout", "framework"):
         raise ValueError(
-            f"--{names[0]} is of attention, a function of q, k and v; {arguments.subject} is none. "
+            f"{option} is of attention, a function of q, k and v; {arguments.subject} is none. "
             "Leave it out."
         )
     if arguments.record:
@@ -130,15 +135,8 @@ def _attention(arguments: argparse.Namespace) -> int | None:
         function = library_gemms.load(arguments.subject)
         if not subjects.is_attention(function):
             return None
-        options = {
-            f"--{name}": getattr(arguments, name)
-            for name in ("shape", "formats", "out_dtype", "granularity", "record")
-        }
-        if (
-            unused := [
-                name.replace("_", "-") for name, value in options.items() if value is not None
-            ]
-            + ["--fast-accum"] * arguments.fast_accum
+        if unused := shared.used(
+            arguments, "shape", "formats", "out_dtype", "granularity", "record", "fast_accum"
         ):
             raise ValueError(
                 f"{', '.join(unused)}: {arguments.subject} is attention, whose inputs the probe "
@@ -158,10 +156,17 @@ def probe_function(
     name: str, *, formats: tuple[str, str], granularity: str | None, json: Path | None
 ) -> int:
     """Probe module:function with the default options."""
-    defaults = {"fast_accum": False, "out_dtype": None, "shape": None, "seed": 0, "record": None}
     return _gemm(
         argparse.Namespace(
-            subject=name, formats=formats, granularity=granularity, json=json, **defaults
+            subject=name,
+            formats=formats,
+            granularity=granularity,
+            json=json,
+            fast_accum=False,
+            out_dtype=None,
+            shape=None,
+            seed=0,
+            record=None,
         )
     )
 
@@ -201,22 +206,21 @@ def _gemm(arguments: argparse.Namespace) -> int:
     )
     fmt_a, fmt_b = (formats.FP8_FORMATS[name] for name in names)
     shape = tuple(arguments.shape or SHAPE)
-    options = {"formats": (fmt_a, fmt_b), "seed": arguments.seed}
+    pair, seed = (fmt_a, fmt_b), arguments.seed
     try:
         with console.waiting("probe"):
-            identified = identify.identify(subject, shape=shape, **options)
+            identified = identify.identify(subject, shape=shape, formats=pair, seed=seed)
     except VariesError as error:  # of a wrong tile the grade says more
         if arguments.record:
             raise
         print(console.printable(str(error)), file=sys.stderr)
         with console.waiting("grade"):
-            grade = grade_gemm(subject, shapes=[shape], **options)
+            grade = grade_gemm(subject, shapes=[shape], formats=pair, seed=seed)
         return conclude(grade, arguments.json)
     if not identified.ok:
         with console.waiting("grade"):
-            identified = dataclasses.replace(
-                identified, grade=grade_gemm(subject, shapes=[shape], **options)
-            )
+            grade = grade_gemm(subject, shapes=[shape], formats=pair, seed=seed)
+        identified = dataclasses.replace(identified, grade=grade)
     code = conclude(identified, arguments.json)
     if arguments.record:
         console.show(f"recorded {recording.record_gemm(identified, arguments.record)}")
@@ -226,16 +230,9 @@ def _gemm(arguments: argparse.Namespace) -> int:
 def _wgmma(arguments: argparse.Namespace) -> int:
     from fp8ref.conformance.gemm import instruction, recording, wgmma
 
-    options = {
-        "--shape": arguments.shape,
-        "--formats": arguments.formats,
-        "--out-dtype": arguments.out_dtype,
-        "--granularity": arguments.granularity,
-    }
-    unused = [name for name, value in options.items() if value is not None] + [
-        "--fast-accum"
-    ] * arguments.fast_accum
-    if unused:
+    if unused := shared.used(
+        arguments, "shape", "formats", "out_dtype", "granularity", "fast_accum"
+    ):
         raise ValueError(
             f"{', '.join(unused)}: wgmma is one instruction, m64n8k32, probed in every pairing "
             "of formats. Leave it out."
@@ -268,22 +265,11 @@ def _wgmma(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from fp8ref.conformance.gemm import recording
 
-    names = (
-        "subject",
-        "shape",
-        "formats",
-        "fast_accum",
-        "out_dtype",
-        "granularity",
-        "record",
-        "layout",
-        "framework",
-    )
-    unused = [name.replace("_", "-") for name in names if getattr(arguments, name)]
-    if unused:
+    of_gemm = "shape", "formats", "fast_accum", "out_dtype", "granularity", "record"
+    if options := shared.used(arguments, "subject", *of_gemm, "layout", "framework"):
+        unused = ", ".join(option.removeprefix("--") for option in options)
         raise ValueError(
-            f"--replay takes all settings from the recordings; got {', '.join(unused)} too. "
-            "Leave it out."
+            f"--replay takes all settings from the recordings; got {unused} too. Leave it out."
         )
     with console.waiting("verify recordings"):
         recordings = recording.verify_all(arguments.replay)

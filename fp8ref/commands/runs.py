@@ -10,6 +10,13 @@ from fp8ref.shared import console
 
 def add(commands) -> None:
     """Add ``fp8ref export``, ``report``, ``compare`` and ``replay``."""
+    _add_export(commands)
+    _add_report(commands)
+    _add_compare(commands)
+    _add_replay(commands)
+
+
+def _add_export(commands) -> None:
     weights = shared.plain(
         commands, "export", _export, "Export a run's weights in the format of transformers."
     )
@@ -27,6 +34,9 @@ def add(commands) -> None:
         metavar="PATH",
         help="tokenizer.json, or a directory of tokenizer files, to copy there",
     )
+
+
+def _add_report(commands) -> None:
     report = shared.plain(
         commands,
         "report",
@@ -46,6 +56,10 @@ def add(commands) -> None:
     report.add_argument(
         "--out", type=Path, default=Path("report.html"), help="the page (default report.html)"
     )
+    shared.add_judging(report)
+
+
+def _add_compare(commands) -> None:
     compare = shared.plain(
         commands,
         "compare",
@@ -77,9 +91,11 @@ def add(commands) -> None:
         metavar="NAME",
         help="the column or tag of the losses in a log (default: loss, train/loss, ...)",
     )
-    compare.add_argument("--json", type=Path, metavar="FILE", help="write the comparison to FILE")
-    for command in (report, compare):
-        shared.add_judging(command)
+    shared.add_json(compare, "write the comparison to FILE")
+    shared.add_judging(compare)
+
+
+def _add_replay(commands) -> None:
     replay = shared.plain(
         commands,
         "replay",
@@ -103,9 +119,7 @@ def add(commands) -> None:
     replay.add_argument(
         "--margin", type=int, metavar="M", help="margin, in powers of two (default: the policy's)"
     )
-    replay.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the result of each layer and role to FILE"
-    )
+    shared.add_json(replay, "write the result of each layer and role to FILE")
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -138,10 +152,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     from fp8ref.train.report import compare
 
     with console.waiting("compare"):
-        a, b, *more = (
-            compare.read(path, loss=arguments.loss)
-            for path in (arguments.a, arguments.b, *arguments.seeds)
-        )
+        paths = arguments.a, arguments.b, *arguments.seeds
+        a, b, *more = (compare.read(path, loss=arguments.loss) for path in paths)
         comparison = compare.compare(
             a, b, more, confidence=shared.confidence(arguments), margin=shared.margin(arguments)
         )

@@ -10,6 +10,12 @@ from fp8ref.shared import console
 from fp8ref.shared.result import Result
 
 ERROR, FAILED, DEFECT, NON_FINITE, LOST, STOPPED, INTERRUPTED, PIPE = 2, 1, 1, 3, 4, 5, 130, 141
+RUN_FILES = (
+    *("manifest.json", "metrics.jsonl", "statistics.jsonl", "config.toml"),
+    *("shards.json", "batch.npy"),
+)
+"""Names of files of runs, checkpoints and shards, which --json does not replace."""
+
 Run = Callable[[argparse.Namespace], int]
 """A command's function: parsed arguments -> exit code."""
 
@@ -43,9 +49,8 @@ def plain(
     commands, name: str, run: Run, help: str, description: str | None = None
 ) -> argparse.ArgumentParser:
     """Add a command whose options are all declared to argparse."""
-    parser = commands.add_parser(
-        name, help=help, description=description or help, allow_abbrev=False
-    )
+    about = description or help
+    parser = commands.add_parser(name, help=help, description=about, allow_abbrev=False)
 
     def strict(arguments: argparse.Namespace, options: list[str]) -> int:
         if options:
@@ -80,9 +85,21 @@ def config(arguments: argparse.Namespace, options: list[str]):
             f"{arguments.config}: no such file. {prog} takes CONFIG first, then the options of its "
             f"keys, such as {prog} tiny --run.steps 20."
         )
-    return configs.override(
-        configs.load(arguments.config), options, prog=f"{prog} {arguments.config}"
-    )
+    loaded = configs.load(arguments.config)
+    return configs.override(loaded, options, prog=f"{prog} {arguments.config}")
+
+
+def add_json(command: argparse.ArgumentParser, help: str = "write the findings to FILE") -> None:
+    """Add ``--json``, which ``check_json`` checks and ``conclude`` writes."""
+    command.add_argument("--json", type=Path, metavar="FILE", help=help)
+
+
+def used(arguments: argparse.Namespace, *names: str) -> list[str]:
+    """Those of these options that are not at their default, as "--name"."""
+    default = arguments.parser.get_default
+    return [
+        f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != default(name)
+    ]
 
 
 def add_trust(command: argparse.ArgumentParser) -> None:
@@ -162,23 +179,13 @@ def check_json(path: Path | None, *read: Path | None) -> None:
         )
     if path and str(path) == "-":
         raise ValueError("--json names a file; got '-'. Name /dev/stdout for standard output.")
-    if path and path.name in (
-        "manifest.json",
-        "metrics.jsonl",
-        "statistics.jsonl",
-        "config.toml",
-        "shards.json",
-        "batch.npy",
-    ):
+    if path and path.name in RUN_FILES:
         raise ValueError(
             "--json names no file of a run, checkpoint or shard directory, such as "
             f"{path.name}; got {path}. Name another."
         )
-    if path and (
-        path.is_dir()
-        or not path.absolute().parent.is_dir()
-        or not os.access(path.absolute().parent, os.W_OK)
-    ):
+    folder = path.absolute().parent if path else None
+    if path and folder and (path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK)):
         raise ValueError(
             f"--json names a file in a directory that exists and can be written; got {path}."
         )

@@ -60,11 +60,8 @@ def _sweep(arguments: argparse.Namespace, options: list[str]) -> int:
     from fp8ref.train.loop import BACKENDS
 
     backends = _names(arguments.backend)
-    if (
-        not backends
-        or [name for name in backends if name not in BACKENDS]
-        or len(set(backends)) < len(backends)
-    ):
+    unknown = [name for name in backends if name not in BACKENDS]
+    if not backends or unknown or len(set(backends)) < len(backends):
         raise ConfigError(
             f"--backend takes names of {', '.join(BACKENDS)}, each once; got {arguments.backend!r}."
         )

@@ -47,12 +47,9 @@ def _trained(arguments: argparse.Namespace, options: list[str]) -> int:
         raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
     shared.trust_source(arguments, arguments.config, config, options)
     if arguments.dry_run:
-        if flags := [
-            key for key in ("resume", "overwrite", "distributed") if getattr(arguments, key)
-        ]:
+        for flag in shared.used(arguments, "resume", "overwrite", "distributed"):
             raise ConfigError(
-                f"--dry-run reads a config alone, in one process; got --{flags[0]} too. Leave "
-                "it out."
+                f"--dry-run reads a config alone, in one process; got {flag} too. Leave it out."
             )
         from fp8ref.estimate import dry_run
 

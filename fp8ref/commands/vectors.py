@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import sys
-from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json
@@ -180,7 +179,7 @@ def add(commands) -> None:
             action="store_true",
             help="judge the vectors received, even if some are missing, unasked or repeated",
         )
-        judge.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
+        shared.add_json(judge)
 
 
 def _long(description: str) -> dict:
